@@ -1,0 +1,58 @@
+# From nothing: `make demo` and `make test` set up .venv by themselves; they need Python 3.10+.
+#
+# PYTHON  the interpreter to build .venv from
+# TORCH   what pip installs where that interpreter has no torch yet. On Linux, the registry's wheel
+#         brings CUDA libraries; for the CPU build alone:
+#             make demo TORCH="torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu"
+#         An interpreter that already imports torch (your CUDA build, say) keeps it untouched.
+# WORKERS pytest processes
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+WORKERS ?= 2
+
+BIN := .venv/bin
+export PIP_DISABLE_PIP_VERSION_CHECK = 1
+export PIP_NO_INPUT = 1
+
+.PHONY: help demo test lint types contracts pytest bench clean
+.DEFAULT_GOAL := help
+
+help: ## what there is to make
+	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/' | expand -t 20
+
+demo: .venv/ready ## convert the shipped model, verify it, show its neuron-heads (writes out/)
+	$(BIN)/attn-only-lens demo --out out
+
+test: lint types contracts pytest ## every check that CI runs
+
+lint: .venv/ready ## ruff: rules and format
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: .venv/ready ## mypy, strict
+	$(BIN)/mypy
+
+contracts: .venv/ready ## imports point one way
+	$(BIN)/lint-imports
+
+pytest: .venv/ready ## tests, doctests, and the examples of the README
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS)
+
+bench: .venv/ready ## source against converted: time and memory
+	$(BIN)/python analyses/bench_convert.py
+
+clean: ## remove what make made
+	rm -rf .venv out
+
+.venv/ready: pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' \
+		|| { echo "Python 3.10 or newer is needed; $(PYTHON) is older. Set PYTHON=..."; exit 1; }
+	@if $(PYTHON) -c 'import torch' 2>/dev/null; then \
+		echo "using the torch of $(PYTHON)"; \
+		$(PYTHON) -m venv --system-site-packages .venv; \
+	else \
+		$(PYTHON) -m venv .venv; \
+	fi || { echo "python -m venv failed: on Debian, apt-get install python3-venv"; exit 1; }
+	@$(BIN)/python -c 'import torch' 2>/dev/null || $(BIN)/python -m pip install -q $(TORCH)
+	$(BIN)/python -m pip install -q -e '.[dev]'
+	@touch $@

@@ -1,0 +1,27 @@
+"""Axis names, the same everywhere in the package and in TransformerLens.
+
+batch       one prompt
+pos         a token of the prompt; `query_pos` where it asks, `key` where it is asked
+d_model     a coordinate of the residual stream
+d_mlp       a neuron of an MLP, hence a neuron-head of the converted model
+head_index  a head of one block: `n_heads` of them in an attention block, `d_mlp` in a neuron block
+d_head      a coordinate inside a head: 1 for a neuron-head
+d_vocab     a token of the vocabulary
+key (of a neuron-head's pattern): `SELF` is the token itself, `BIAS` the static bias token
+"""
+
+from typing import TypeAlias
+
+from jaxtyping import Float, Int
+from torch import Tensor
+
+__all__ = ["BIAS", "SELF", "Logits", "NeuronPattern", "PreActivation", "Residual", "Tokens"]
+
+SELF = 0
+BIAS = 1
+
+Tokens: TypeAlias = Int[Tensor, "batch pos"]
+Logits: TypeAlias = Float[Tensor, "batch pos d_vocab"]
+Residual: TypeAlias = Float[Tensor, "batch pos d_model"]
+PreActivation: TypeAlias = Float[Tensor, "batch pos d_mlp"]
+NeuronPattern: TypeAlias = Float[Tensor, "batch head_index query_pos key=2"]

@@ -1,0 +1,90 @@
+"""Convert a model: every MLP neuron becomes an attention head of width 1 (Theorem 4)."""
+
+import copy as _copy
+from typing import Any
+
+from torch import nn
+from transformer_lens import HookedTransformer
+from transformer_lens.hook_points import HookPoint
+from transformer_lens.utilities import TypedModuleList
+
+from attn_only_lens.errors import UnsupportedModelError
+from attn_only_lens.heads import AttentionOnlyTransformer, assemble
+from attn_only_lens.heads.blocks import AttentionBlock, NeuronBlock
+from attn_only_lens.heads.config import BlockConfig, attention_only_config
+from attn_only_lens.heads.names import heads_block, neurons_block
+from attn_only_lens.heads.support import reasons_against
+
+__all__ = ["convert"]
+
+
+def convert(model: HookedTransformer, *, copy: bool = False) -> AttentionOnlyTransformer:
+    """Make an attention-only `HookedTransformer` that computes what `model` computes.
+
+    Source layer l becomes block 2l, its attention heads, and block 2l + 1, its d_mlp neurons as
+    heads of width 1 under `attn`: each token attends to itself with weight p(q) and to a static
+    bias token with weight 1 - p(q), where act(q) = q · p(q). With no hook on a neuron block the
+    logits are bitwise those of `model`; with hooks they agree to rounding.
+
+    Source: "Attention-Only Transformers and Implementing MLPs with Attention Heads", Theorems 2
+    and 4, with p in place of σ for activations other than SiLU; gated MLPs, whose value g · u is a
+    product, are beyond the paper.
+
+    Args:
+        model: a `HookedTransformer` with MLPs. It is not changed.
+        copy: whether to copy the weights. By default they are shared, so that conversion costs no
+            memory; then training either model trains both.
+
+    Returns:
+        The converted model, on the device and in the dtype of `model`, without its hooks.
+
+    Raises:
+        UnsupportedModelError: with every reason why the model cannot be converted exactly.
+
+    Example:
+        >>> import torch
+        >>> from attn_only_lens import convert, pretrained
+        >>> model = pretrained.modular_addition()
+        >>> attn_only = convert(model)
+        >>> tokens = pretrained.modular_addition_tokens()[:11]
+        >>> torch.equal(attn_only(tokens), model(tokens))
+        True
+    """
+    reasons = reasons_against(model)
+    if reasons:
+        raise UnsupportedModelError(reasons)
+    cfg = attention_only_config(model.cfg)
+    parts = _clone(model, cfg, copy_weights=copy)
+    parallel = model.cfg.parallel_attn_mlp
+    blocks: list[nn.Module] = []
+    for layer, block in enumerate(parts["_modules"].pop("blocks")):
+        attention_cfg = BlockConfig(cfg, heads_block(layer))
+        attention = AttentionBlock.of(block, attention_cfg, parallel=parallel)
+        neuron_cfg = BlockConfig(cfg, neurons_block(layer))
+        neurons = NeuronBlock(block, neuron_cfg, attention if parallel else None)
+        blocks += [attention, neurons.train(block.training)]
+    return assemble(parts, TypedModuleList(blocks))
+
+
+def _clone(model: HookedTransformer, cfg: Any, *, copy_weights: bool) -> dict[str, Any]:
+    """The model's `__dict__`, deeply copied around its tensors.
+
+    `deepcopy` with its memo filled in beforehand: tied parameters stay tied, unknown attributes
+    come along, and the tokenizer is handed over, where TransformerLens would load it anew.
+    """
+    memo: dict[int, Any] = {id(model.cfg): cfg}
+    for tensor in [*model.parameters(), *model.buffers()]:
+        alias = tensor.detach().clone() if copy_weights else tensor.detach()
+        memo[id(tensor)] = (
+            nn.Parameter(alias, requires_grad=tensor.requires_grad)
+            if isinstance(tensor, nn.Parameter)
+            else alias
+        )
+    for module in model.modules():
+        if isinstance(module, HookPoint):
+            memo[id(module)] = HookPoint()
+    for shared in (model.tokenizer, model.dataset):
+        memo[id(shared)] = shared
+    unneeded = {"mod_dict": {}, "hook_dict": {}}  # `setup` makes them anew
+    cloned: dict[str, Any] = _copy.deepcopy({**model.__dict__, **unneeded}, memo)
+    return cloned

@@ -1,0 +1,85 @@
+"""The errors of this package: each says what was got, what was expected, and what to do."""
+
+from collections.abc import Sequence
+
+__all__ = [
+    "AttnOnlyLensError",
+    "CheckpointError",
+    "UnknownHeadError",
+    "UnsupportedCallError",
+    "UnsupportedModelError",
+]
+
+
+class AttnOnlyLensError(Exception):
+    """Base class of every error that this package raises on purpose.
+
+    Example:
+        >>> from attn_only_lens import AttnOnlyLensError, UnknownHeadError
+        >>> issubclass(UnknownHeadError, AttnOnlyLensError)
+        True
+    """
+
+
+class UnsupportedModelError(AttnOnlyLensError, ValueError):
+    """The model cannot be converted exactly; nothing has been changed.
+
+    Attributes:
+        reasons: every reason found, so that one attempt tells all there is to mend.
+
+    Example:
+        >>> from attn_only_lens import UnsupportedModelError
+        >>> UnsupportedModelError(["its act_fn is 'solu'"]).reasons
+        ("its act_fn is 'solu'",)
+    """
+
+    def __init__(self, reasons: Sequence[str]) -> None:
+        self.reasons = tuple(reasons)
+        lines = "".join(f"\n  - {reason}" for reason in self.reasons)
+        super().__init__(f"this model cannot be converted exactly:{lines}")
+
+    def __reduce__(self) -> tuple[type, tuple[tuple[str, ...]]]:
+        """Rebuild from the reasons: the default would pass the rendered text instead."""
+        return type(self), (self.reasons,)
+
+
+class UnsupportedCallError(AttnOnlyLensError, RuntimeError):
+    """A TransformerLens call that has no right answer on a converted model.
+
+    The message names the call to use instead.
+
+    Example:
+        >>> from attn_only_lens import UnsupportedCallError, convert, pretrained
+        >>> converted = convert(pretrained.modular_addition())
+        >>> try:
+        ...     converted.W_Q
+        ... except UnsupportedCallError as error:
+        ...     print("neuron_heads.W_Q" in str(error))
+        True
+    """
+
+
+class UnknownHeadError(AttnOnlyLensError, ValueError):
+    """A name that is not of the form `L5H3` or `L5N1234`, or that the model does not have.
+
+    Example:
+        >>> from attn_only_lens import HeadName, UnknownHeadError
+        >>> try:
+        ...     HeadName.parse("5.3")
+        ... except UnknownHeadError as error:
+        ...     print("L5H3" in str(error))
+        True
+    """
+
+
+class CheckpointError(AttnOnlyLensError, ValueError):
+    """A saved folder that is missing, truncated, tampered with, or newer than this package.
+
+    Example:
+        >>> from attn_only_lens import CheckpointError, load
+        >>> try:
+        ...     load("no-such-folder")
+        ... except CheckpointError as error:
+        ...     print("no-such-folder" in str(error))
+        True
+    """

@@ -1,0 +1,141 @@
+"""Exact gates: an activation function as the attention pattern of a neuron-head.
+
+An activation α with α(q) = q · p(q) and p(q) in [0, 1] is a head that attends to its own token
+with weight p(q) and to a static bias token with weight 1 - p(q). The bias token's value is zero,
+the token's own value is q, so the head's output is p(q) · q = α(q).
+
+The scores are those of the paper's gauge: 0 for the token itself, and
+
+    score of the bias token = -logit p(q) = -log_odds(q)
+
+so that softmax([0, -log_odds(q)]) = [p(q), 1 - p(q)]. For silu and quick_gelu `log_odds` is
+linear in q, which is the paper's Theorem 2 to the letter; for the others the score is a monotone
+function of a bilinear form. ("Attention-Only Transformers and Implementing MLPs with Attention
+Heads", Theorem 2 and Remark 3.)
+
+A gate's weights are computed in the working precision, or in float32 for half precision: the
+cubic inside gelu_new overflows float16 near |q| = 100, long before the activation does.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+__all__ = ["GATES", "Gate"]
+
+QUICK_GELU_SLOPE = 1.702
+_GELU_TANH_SLOPE = 2.0 * math.sqrt(2.0 / math.pi)
+_GELU_TANH_CUBIC = 0.044715
+# transformers' "gelu_fast" rounds sqrt(2/pi) to ten digits, and TransformerLens follows it.
+_GELU_FAST_SLOPE = 2.0 * 0.7978845608
+
+
+@dataclass(frozen=True)
+class Gate:
+    """How one activation function chooses between a token and the bias token.
+
+    Attributes:
+        name: the activation's name in TransformerLens (`cfg.act_fn`).
+        log_odds: logit p(q), elementwise; may be infinite.
+        self_weight: p(q), elementwise, accurate in both tails.
+
+    Example:
+        >>> import torch
+        >>> from attn_only_lens import GATES
+        >>> q = torch.tensor([-2.0, 0.0, 3.0], dtype=torch.float64)
+        >>> pattern = GATES["gelu"].pattern(q)
+        >>> torch.allclose(pattern[..., 0] * q, torch.nn.functional.gelu(q))
+        True
+        >>> torch.allclose(pattern.sum(-1), torch.ones_like(q))
+        True
+    """
+
+    name: str
+    log_odds: Callable[[Tensor], Tensor]
+    self_weight: Callable[[Tensor], Tensor]
+
+    def scores(self, q: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape key=2"]:
+        """Scores of (self, bias) before the softmax: (0, -logit p(q)).
+
+        Kept finite: where the log-odds leave the range of the dtype (relu's are ±∞ everywhere)
+        the bias score is the dtype's largest number. The softmax is the same, and no user's
+        arithmetic on cached scores meets ∞ - ∞.
+        """
+        bias = -self.log_odds(_working(q))
+        limit = torch.finfo(q.dtype).max
+        bias = bias.clamp(min=-limit, max=limit).to(q.dtype)
+        return torch.stack([torch.zeros_like(bias), bias], dim=-1)
+
+    def pattern(self, q: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape key=2"]:
+        """Pattern over (self, bias): (p(q), 1 - p(q)).
+
+        Each gate is odd around one half, p(-q) = 1 - p(q) (relu excepted, at zero only), so
+        neither weight loses digits to a subtraction.
+        """
+        working = _working(q)
+        weights = self.self_weight(working), self.bias_weight(working)
+        return torch.stack(weights, dim=-1).to(q.dtype)
+
+    def bias_weight(self, q: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
+        """1 - p(q), without cancellation."""
+        if self.name == "relu":
+            return 1.0 - self.self_weight(q)  # of 0 or 1: exact
+        return self.self_weight(-q)
+
+    def activation(self, q: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
+        """q · p(q), the activation that this gate stands for."""
+        return (self.self_weight(_working(q)) * q).to(q.dtype)
+
+
+def _working(q: Tensor) -> Tensor:
+    return q.float() if q.dtype in (torch.float16, torch.bfloat16) else q
+
+
+def _logistic(name: str, log_odds: Callable[[Tensor], Tensor]) -> Gate:
+    return Gate(name, log_odds, lambda q: torch.sigmoid(log_odds(q)))
+
+
+def _silu(q: Tensor) -> Tensor:
+    return q
+
+
+def _quick_gelu(q: Tensor) -> Tensor:
+    return QUICK_GELU_SLOPE * q
+
+
+def _gelu_tanh(q: Tensor) -> Tensor:
+    return _GELU_TANH_SLOPE * q * (1.0 + _GELU_TANH_CUBIC * q * q)
+
+
+def _gelu_fast(q: Tensor) -> Tensor:
+    return _GELU_FAST_SLOPE * q * (1.0 + _GELU_TANH_CUBIC * q * q)
+
+
+def _gelu(q: Tensor) -> Tensor:
+    return torch.special.log_ndtr(q) - torch.special.log_ndtr(-q)
+
+
+def _relu(q: Tensor) -> Tensor:
+    return torch.where(q > 0, math.inf, -math.inf).to(q.dtype)
+
+
+def _relu_weight(q: Tensor) -> Tensor:
+    return (q > 0).to(q.dtype)
+
+
+GATES: dict[str, Gate] = {
+    gate.name: gate
+    for gate in (
+        _logistic("silu", _silu),
+        _logistic("quick_gelu", _quick_gelu),
+        _logistic("gelu_new", _gelu_tanh),
+        _logistic("gelu_fast", _gelu_fast),
+        _logistic("gelu_pytorch_tanh", _gelu_tanh),
+        Gate("gelu", _gelu, torch.special.ndtr),
+        Gate("relu", _relu, _relu_weight),
+    )
+}

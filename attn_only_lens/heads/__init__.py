@@ -1,0 +1,15 @@
+"""Neuron-heads in a TransformerLens model: their computation, names, layout and cache."""
+
+from attn_only_lens.heads.cache import AttentionOnlyCache, neuron_pattern
+from attn_only_lens.heads.model import AttentionOnlyTransformer, assemble
+from attn_only_lens.heads.names import HeadName
+from attn_only_lens.heads.stacks import HeadStack
+
+__all__ = [
+    "AttentionOnlyCache",
+    "AttentionOnlyTransformer",
+    "HeadName",
+    "HeadStack",
+    "assemble",
+    "neuron_pattern",
+]

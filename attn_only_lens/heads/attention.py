@@ -1,0 +1,210 @@
+"""The neurons of one MLP as attention heads of width 1, behind TransformerLens' hook points.
+
+For token t with normalised residual x_t, head i of a plain MLP computes
+
+    q = x · W_in[:, i] + b_in[i]      the query, and the value: W_Q = W_V
+    scores    (self, bias) = (0, -logit p(q))
+    pattern   (self, bias) = (p(q), 1 - p(q))
+    z = p(q) · v = act(q)             the bias token's value is 0
+    result = z · W_out[i, :]
+
+which is Theorem 2 of "Attention-Only Transformers and Implementing MLPs with Attention Heads" for
+p = σ. A gated MLP has q = g = x · W_gate[:, i] and v = g · u with u = x · W_in[:, i]: the pattern
+is that of the gate, and the value is a *product*, not a linear map of x. Its b_in, which
+TransformerLens adds after the product, is not part of z: b_in @ W_out belongs to the block's b_O.
+
+A token's key is 0 and the bias token's key is constant, so `hook_k` carries zeros; patching them
+adds q · k to the self score, as it would in any head.
+
+With no live hook before z, act(q) is computed as the source computes it: bitwise the same, at the
+same cost. Only live hooks pay for scores and patterns.
+"""
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor, nn
+from transformer_lens import FactoredMatrix
+from transformer_lens.components import MLP, GatedMLP
+from transformer_lens.hook_points import HookPoint
+from transformer_lens.utilities.addmm import batch_addmm
+
+from attn_only_lens.axes import BIAS, SELF, NeuronPattern, PreActivation, Residual
+from attn_only_lens.errors import UnsupportedCallError
+from attn_only_lens.gates import GATES, Gate
+from attn_only_lens.heads.config import BlockConfig
+
+__all__ = ["NeuronAttention", "is_live"]
+
+
+def is_live(point: HookPoint) -> bool:
+    """Whether anything would see or change what passes through this hook point."""
+    return bool(
+        point._forward_hooks
+        or point._backward_hooks
+        or point._forward_pre_hooks
+        or point._backward_pre_hooks
+    )
+
+
+class NeuronAttention(nn.Module):
+    """d_mlp neuron-heads with the parameters of one source MLP.
+
+    Parameters keep their MLP names and shapes, so that the two vectors a neuron-head needs are
+    stored once (Remark 3: W_Q = W_V); `W_Q`, `W_K`, `W_V`, `W_O` are views in a head's shape.
+    """
+
+    W_in: nn.Parameter
+    b_in: nn.Parameter
+    W_out: nn.Parameter
+    b_out: nn.Parameter
+    W_gate: nn.Parameter | None
+
+    attn_type = "neuron"
+
+    def __init__(self, mlp: MLP | GatedMLP, cfg: BlockConfig) -> None:
+        super().__init__()
+        self.cfg = cfg
+        self.act_fn: Callable[[Tensor], Tensor] = mlp.act_fn
+        self.W_in = mlp.W_in  # type: ignore[assignment]
+        self.b_in = mlp.b_in
+        self.W_out = mlp.W_out  # type: ignore[assignment]
+        self.b_out = mlp.b_out
+        self.W_gate = mlp.W_gate if isinstance(mlp, GatedMLP) else None
+        self.hook_q = HookPoint()  # [batch, pos, head_index, d_head=1]
+        self.hook_k = HookPoint()  # [batch, pos, head_index, d_head=1]
+        self.hook_v = HookPoint()  # [batch, pos, head_index, d_head=1]
+        self.hook_attn_scores = HookPoint()  # [batch, head_index, query_pos, key=(self, bias)]
+        self.hook_pattern = HookPoint()  # [batch, head_index, query_pos, key=(self, bias)]
+        self.hook_z = HookPoint()  # [batch, pos, head_index, d_head=1]
+        self.hook_result = HookPoint()  # [batch, pos, head_index, d_model], if use_attn_result
+
+    @property
+    def gate(self) -> Gate:
+        """The gate of this block's activation (looked up, so that a saved model holds no code)."""
+        return GATES[self.cfg.act_fn]
+
+    def forward(self, x: Residual) -> Residual:
+        """What the source MLP returns for the normalised residual stream `x`."""
+        if self.W_gate is None:
+            q, up = batch_addmm(self.b_in, self.W_in, x), None
+        else:
+            # The source's own calls: other ways to write these products round differently.
+            q = F.linear(x, self.W_gate.T.contiguous())
+            up = F.linear(x, self.W_in.T.contiguous())
+
+        before_z = self.hook_q, self.hook_k, self.hook_v, self.hook_attn_scores, self.hook_pattern
+        if any(is_live(point) for point in before_z):
+            z = self._attend(q, up)
+        else:
+            z = self.act_fn(q) if up is None else self.act_fn(q) * up
+        if is_live(self.hook_z):
+            z = self.hook_z(z.unsqueeze(-1)).squeeze(-1)
+        return self._write(z)
+
+    def _attend(self, q: PreActivation, up: PreActivation | None) -> PreActivation:
+        """z by way of queries, values, scores and pattern, each through its hook point."""
+        dtype = q.dtype
+        if up is None:
+            # A copy: patch setters edit in place, and an edited query must not move the value.
+            v = q.clone() if is_live(self.hook_q) or is_live(self.hook_v) else q
+        elif dtype == torch.float16:
+            v = q.float() * up.float()  # a product of two float16 numbers does not fit float16
+        else:
+            v = q * up
+        q = self.hook_q(q.unsqueeze(-1)).squeeze(-1)
+        v = self.hook_v(v.unsqueeze(-1)).squeeze(-1)
+        weight = self._pattern(q)[..., SELF].transpose(1, 2)
+        # A float16 pre-activation may have overflowed; relu makes 0 of -∞, and so must 0 · v.
+        v = torch.where(torch.isinf(v) & (weight == 0), 0.0, v)
+        return (weight * v).to(dtype)
+
+    def _pattern(self, q: PreActivation) -> NeuronPattern:
+        if is_live(self.hook_attn_scores) or is_live(self.hook_k):
+            scores = self.hook_attn_scores(self._scores(q).transpose(1, 2))
+            pattern = torch.softmax(scores, dim=-1)
+            # As in TransformerLens: a row that was masked everywhere attends to nothing.
+            pattern = torch.where(torch.isnan(pattern), torch.zeros_like(pattern), pattern)
+        else:
+            pattern = self.gate.pattern(q).transpose(1, 2)
+        hooked: Tensor = self.hook_pattern(pattern)
+        return hooked
+
+    def _scores(self, q: PreActivation) -> Float[Tensor, "batch pos d_mlp key=2"]:
+        scores = self.gate.scores(q)
+        if not is_live(self.hook_k):
+            return scores
+        key = torch.zeros_like(q.unsqueeze(-1), requires_grad=q.requires_grad)
+        key = self.hook_k(key).squeeze(-1)
+        self_score = torch.where(torch.isinf(q), 0.0, q) * key
+        return torch.stack([self_score, scores[..., BIAS]], dim=-1)
+
+    def _write(self, z: PreActivation) -> Residual:
+        if self.cfg.use_attn_result and is_live(self.hook_result):
+            result = self.hook_result(z.unsqueeze(-1) * self.W_out)
+            return result.sum(dim=-2) + self.b_O
+        if self.W_gate is None:
+            return batch_addmm(self.b_out, self.W_out, z.contiguous())
+        return F.linear(z + self.b_in, self.W_out.T.contiguous(), self.b_out)
+
+    @property
+    def b_O(self) -> Float[Tensor, "d_model"]:
+        """The block's output bias: b_out, and for a gated MLP b_in @ W_out besides."""
+        return self.b_out if self.W_gate is None else self.b_in @ self.W_out + self.b_out
+
+    @property
+    def W_Q(self) -> Float[Tensor, "head_index d_model d_head=1"]:
+        """Query weights: W_in, or W_gate of a gated MLP."""
+        return (self.W_in if self.W_gate is None else self.W_gate).T.unsqueeze(-1)
+
+    @property
+    def b_Q(self) -> Float[Tensor, "head_index d_head=1"]:
+        """Query biases: b_in, or zero in a gated MLP."""
+        return (self.b_in if self.W_gate is None else torch.zeros_like(self.b_in)).unsqueeze(-1)
+
+    @property
+    def W_K(self) -> Float[Tensor, "head_index d_model d_head=1"]:
+        """Key weights: zero, since a neuron-head's keys do not depend on the token."""
+        return torch.zeros_like(self.W_in).T.unsqueeze(-1)
+
+    @property
+    def b_K(self) -> Float[Tensor, "head_index d_head=1"]:
+        """Key biases of the token itself: zero (the bias token's key is a constant)."""
+        return torch.zeros_like(self.b_in).unsqueeze(-1)
+
+    @property
+    def W_V(self) -> Float[Tensor, "head_index d_model d_head=1"]:
+        """Value weights: W_in, the same storage as W_Q."""
+        self._refuse_product_value("W_V")
+        return self.W_Q
+
+    @property
+    def b_V(self) -> Float[Tensor, "head_index d_head=1"]:
+        """Value biases: b_in, the same storage as b_Q."""
+        self._refuse_product_value("b_V")
+        return self.b_Q
+
+    @property
+    def W_O(self) -> Float[Tensor, "head_index d_head=1 d_model"]:
+        """Output weights: W_out."""
+        return self.W_out.unsqueeze(-2)
+
+    @property
+    def QK(self) -> FactoredMatrix:
+        """W_Q @ W_K^T between tokens: zero by construction."""
+        return FactoredMatrix(self.W_Q, self.W_K.transpose(-2, -1))
+
+    @property
+    def OV(self) -> FactoredMatrix:
+        """W_V @ W_O, rank 1 for each neuron-head."""
+        return FactoredMatrix(self.W_V, self.W_O)
+
+    def _refuse_product_value(self, name: str) -> None:
+        if self.W_gate is not None:
+            raise UnsupportedCallError(
+                f"{name} of a neuron-head of a gated MLP: its value is the product "
+                "(x · W_gate) · (x · W_in), which no value matrix gives. Use W_gate and W_in of "
+                "model.blocks[i].attn, or hook_v for the values themselves"
+            )

@@ -1,0 +1,138 @@
+"""The two blocks that one layer of the source becomes."""
+
+import torch
+from torch import Tensor, nn
+from transformer_lens.components import MLP, GatedMLP, TransformerBlock
+from transformer_lens.hook_points import HookPoint
+from transformer_lens.utilities.architectures import POST_NORM_ARCHITECTURES
+
+from attn_only_lens.axes import Residual
+from attn_only_lens.errors import UnsupportedCallError
+from attn_only_lens.heads.attention import NeuronAttention, is_live
+from attn_only_lens.heads.config import BlockConfig
+
+__all__ = ["AttentionBlock", "NeuronBlock"]
+
+
+class AttentionBlock(TransformerBlock):
+    """Block 2l: the attention heads of source layer l, run by TransformerLens' own code.
+
+    The stock block is reused with nothing where its MLP was. Its `cfg` claims a parallel MLP (see
+    `BlockConfig`): that path hands `apply_mlp` the stream as it entered the block, after the
+    user's hooks, which is just what the neuron block of a parallel model must read.
+    """
+
+    cfg: BlockConfig  # type: ignore[assignment]
+    _parallel: bool
+    _entered: Residual | None
+
+    @classmethod
+    def of(cls, source: TransformerBlock, cfg: BlockConfig, *, parallel: bool) -> "AttentionBlock":
+        """Take over the attention half of `source`, a clone that nobody else holds.
+
+        Args:
+            source: a stock block with an MLP.
+            cfg: this block's configuration.
+            parallel: whether the neuron block after this one reads what enters this one.
+        """
+        block = cls.__new__(cls)
+        nn.Module.__init__(block)
+        block.__dict__.update(source.__dict__)
+        block._modules = {
+            name: module
+            for name, module in source._modules.items()
+            if name not in ("mlp", "ln2", "ln2_post", "hook_resid_mid", "hook_mlp_in")
+        }
+        block.ln2 = nn.Identity()
+        block.cfg = block.attn.cfg = cfg
+        block._parallel = parallel
+        block._entered = None
+        return block
+
+    def apply_mlp(self, normalized_resid: Tensor) -> Tensor:
+        """The MLP of an attention-only block: zero, visible only to live hooks."""
+        if self._parallel:
+            self._entered = normalized_resid
+        return _nothing(self.hook_mlp_out, normalized_resid)
+
+    def forget_entered(self) -> None:
+        """Drop what a forward pass that stopped between the two blocks has left."""
+        self._entered = None
+
+    def take_entered(self) -> Residual:
+        """The stream as it entered this block in the present forward pass; forgets it."""
+        entered, self._entered = self._entered, None
+        if entered is None:
+            raise UnsupportedCallError(
+                "the neuron block of a model with parallel attention and MLP reads the stream "
+                "that entered the attention block before it, so a forward pass cannot start "
+                "between the two: start_at_layer must be even"
+            )
+        return entered
+
+
+class NeuronBlock(nn.Module):
+    """Block 2l + 1: the neurons of source layer l as heads, with that layer's ln2 as its ln1."""
+
+    def __init__(
+        self, source: TransformerBlock, cfg: BlockConfig, reads_from: AttentionBlock | None
+    ) -> None:
+        """Take over the MLP half of `source`, a clone that nobody else holds.
+
+        Args:
+            source: a stock block with an MLP.
+            cfg: this block's configuration.
+            reads_from: in a parallel model the attention block whose input this one shares.
+        """
+        super().__init__()
+        assert isinstance(source.mlp, MLP | GatedMLP)
+        self.cfg = cfg
+        self.ln1 = source.ln2
+        if cfg.use_normalization_before_and_after:
+            self.ln1_post = source.ln2_post
+        self.attn = NeuronAttention(source.mlp, cfg)
+        self.hook_mlp_in = HookPoint()  # [batch, pos, d_model], if use_hook_mlp_in
+        self.hook_attn_out = HookPoint()  # [batch, pos, d_model]
+        self.hook_mlp_out = HookPoint()  # [batch, pos, d_model], zero: for attribution patching
+        self.hook_resid_pre = HookPoint()  # [batch, pos, d_model]
+        self.hook_resid_post = HookPoint()  # [batch, pos, d_model]
+        # In a tuple, which keeps it out of this block's own parameters and submodules.
+        self._reads_from = () if reads_from is None else (reads_from,)
+
+    def forward(
+        self,
+        resid_pre: Residual,
+        shortformer_pos_embed: Tensor | None = None,
+        past_kv_cache_entry: object = None,
+        attention_mask: Tensor | None = None,
+    ) -> Residual:
+        """The stream after this block. Its heads see one token each: masks and caches are moot."""
+        post_norm = self.cfg.original_architecture in POST_NORM_ARCHITECTURES
+        resid_pre = self.hook_resid_pre(resid_pre)
+        source = self._reads_from[0].take_entered() if self._reads_from else resid_pre
+        if self.cfg.use_hook_mlp_in:
+            source = self.hook_mlp_in(source.clone())
+        out = self.attn(source if post_norm else self.ln1(source))
+        if self.cfg.use_normalization_before_and_after:
+            out = self.ln1_post(out)
+        if post_norm:
+            out = self.ln1(out)
+        out = self.hook_attn_out(out)
+        resid_post = resid_pre + out
+        if is_live(self.hook_mlp_out):
+            resid_post = resid_post + _nothing(self.hook_mlp_out, out)
+        hooked: Tensor = self.hook_resid_post(resid_post)
+        return hooked
+
+
+def _nothing(point: HookPoint, like: Tensor) -> Tensor:
+    """The zero that an absent MLP writes, as a full tensor only where a hook is there to see it.
+
+    TransformerLens' attribution patching requires `hook_mlp_out` of every block, and a gradient
+    there; a zero activation gets a zero score.
+    """
+    if not is_live(point):
+        return like.new_zeros(())
+    zero = torch.zeros_like(like, requires_grad=torch.is_grad_enabled())
+    seen: Tensor = point(zero)
+    return seen

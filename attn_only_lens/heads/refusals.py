@@ -1,0 +1,83 @@
+"""Calls of TransformerLens that have no right answer on a converted model, and what to use instead."""
+
+from typing import Any, NoReturn
+
+from attn_only_lens.errors import UnsupportedCallError
+
+__all__ = ["Refusals"]
+
+_STACKED = ("W_Q", "W_K", "W_V", "b_Q", "b_K", "b_V", "W_O", "QK", "OV")
+_PROCESS = (
+    "load_and_process_state_dict",
+    "process_weights_",
+    "fill_missing_keys",
+    "fold_layer_norm",
+    "fold_value_biases",
+    "center_writing_weights",
+    "center_unembed",
+    "refactor_factored_attn_matrices",
+)
+_BUILD = ("from_pretrained", "from_pretrained_no_processing")
+
+
+def _stacked(name: str) -> property:
+    def refuse(self: object) -> NoReturn:
+        raise UnsupportedCallError(
+            f"{name} of a converted model: its attention heads and its neuron-heads differ in "
+            f"number and width, so no one tensor holds both. Use model.attention_heads.{name} or "
+            f"model.neuron_heads.{name}"
+        )
+
+    return property(refuse, doc=f"Raises: use attention_heads.{name} or neuron_heads.{name}.")
+
+
+def _method(name: str, why: str, instead: str) -> Any:
+    def refuse(self: object, *args: object, **kwargs: object) -> NoReturn:
+        raise UnsupportedCallError(f"{name} on a converted model: {why}. Use {instead}")
+
+    refuse.__name__ = name
+    refuse.__doc__ = f"Raises: use {instead}."
+    return refuse
+
+
+class Refusals:
+    """Mixed in before `HookedTransformer`: each refused member raises before it changes anything."""
+
+    all_composition_scores = _method(
+        "all_composition_scores",
+        "its heads are of two kinds, and its block order is not TransformerLens' layer order",
+        "transformer_lens.utils.composition_scores on model.attention_heads.OV, "
+        "model.neuron_heads.QK and their like",
+    )
+    init_weights = _method(
+        "init_weights",
+        "its parameters may be those of the source model",
+        "init_weights on the source model, before convert",
+    )
+
+
+for _name in _STACKED:
+    setattr(Refusals, _name, _stacked(_name))
+for _name in _PROCESS:
+    setattr(
+        Refusals,
+        _name,
+        _method(
+            _name,
+            "its weights are those of the source, under names that TransformerLens' weight "
+            "processing does not know",
+            f"{_name} on the source model and convert that, or load_state_dict for plain weights",
+        ),
+    )
+for _name in _BUILD:
+    setattr(
+        Refusals,
+        _name,
+        classmethod(
+            _method(
+                _name,
+                "a converted model is made from a source model",
+                f"attn_only_lens.convert(HookedTransformer.{_name}(...))",
+            )
+        ),
+    )

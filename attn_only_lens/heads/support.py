@@ -1,0 +1,138 @@
+"""Which models can be converted exactly; every reason why one cannot."""
+
+from typing import Any
+
+import torch
+from torch import nn
+from transformer_lens import HookedTransformer
+from transformer_lens.components import (
+    MLP,
+    Attention,
+    GatedMLP,
+    GroupedQueryAttention,
+    LayerNorm,
+    LayerNormPre,
+    RMSNorm,
+    RMSNormPre,
+    TransformerBlock,
+)
+
+from attn_only_lens.gates import GATES
+
+__all__ = ["reasons_against"]
+
+_NORMS = (LayerNorm, LayerNormPre, RMSNorm, RMSNormPre, nn.Identity)
+_NORM_TYPES = ("LN", "LNPre", "RMS", "RMSPre", None)
+
+
+def reasons_against(model: object) -> list[str]:
+    """Why this model cannot be converted; empty where it can. Changes nothing."""
+    if not isinstance(model, HookedTransformer):
+        return [
+            f"got a {type(model).__module__}.{type(model).__qualname__}; expected a "
+            "transformer_lens.HookedTransformer"
+        ]
+    cfg = model.cfg
+    if cfg.attn_only:
+        return ["it is attention-only already: there is no MLP to convert"]
+    reasons = []
+    if type(model) is not HookedTransformer:
+        reasons.append(
+            f"it is a {type(model).__qualname__}, a subclass whose forward pass is not known to "
+            "be HookedTransformer's; load its weights into a HookedTransformer"
+        )
+    reasons += _config_reasons(cfg)
+    reasons += _hook_reasons(model)
+    if not reasons:
+        for layer, block in enumerate(model.blocks):
+            reasons += [f"layer {layer}: {reason}" for reason in _block_reasons(block, cfg)]
+    return reasons
+
+
+def _config_reasons(cfg: Any) -> list[str]:
+    reasons = []
+    if cfg.act_fn not in GATES:
+        known = ", ".join(sorted(GATES))
+        reasons.append(
+            f"its act_fn is {cfg.act_fn!r}, which is not q times a weight in [0, 1] of q alone; "
+            f"expected one of {known}"
+        )
+    if cfg.num_experts:
+        reasons.append(f"it is a mixture of {cfg.num_experts} experts: which MLP runs is routed")
+    if cfg.load_in_4bit or cfg.quantization_method is not None:
+        reasons.append("its weights are quantized; load it in float32, bfloat16 or float16")
+    if cfg.n_devices > 1:
+        reasons.append(
+            f"it is spread over {cfg.n_devices} devices; load it on one (n_devices=1), convert, "
+            "then move it"
+        )
+    if cfg.normalization_type not in _NORM_TYPES:
+        reasons.append(
+            f"its normalization_type is {cfg.normalization_type!r}; expected one of {_NORM_TYPES}"
+        )
+    return reasons
+
+
+def _hook_reasons(model: HookedTransformer) -> list[str]:
+    hooked = [
+        name or "the model itself"
+        for name, module in model.named_modules()
+        if module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+    ]
+    if not hooked:
+        return []
+    return [
+        f"hooks are attached to it ({', '.join(hooked[:3])}{', …' if len(hooked) > 3 else ''}) and "
+        "would not come along; remove them first: model.reset_hooks(including_permanent=True)"
+    ]
+
+
+def _block_reasons(block: nn.Module, cfg: Any) -> list[str]:
+    if type(block) is not TransformerBlock:
+        return [f"its block is a {type(block).__qualname__}; expected a TransformerBlock"]
+    reasons = []
+    if type(block.attn) not in (Attention, GroupedQueryAttention):
+        reasons.append(f"its attention is a {type(block.attn).__qualname__}, which is not known")
+    for name in ("ln1", "ln2", "ln1_post", "ln2_post"):
+        norm = getattr(block, name, None)
+        if norm is not None and type(norm) not in _NORMS:
+            reasons.append(f"its {name} is a {type(norm).__qualname__}, which is not known")
+    mlp = block.mlp
+    if type(mlp) is not (GatedMLP if cfg.gated_mlp else MLP):
+        expected = "GatedMLP" if cfg.gated_mlp else "MLP"
+        reasons.append(f"its mlp is a {type(mlp).__qualname__}; expected a {expected}")
+    else:
+        reasons += _weight_reasons(mlp, cfg) or _activation_reasons(mlp.act_fn, cfg.act_fn)
+    return reasons
+
+
+def _weight_reasons(mlp: MLP | GatedMLP, cfg: Any) -> list[str]:
+    into, out = (cfg.d_model, cfg.d_mlp), (cfg.d_mlp, cfg.d_model)
+    shapes = {"W_in": into, "b_in": out[:1], "W_out": out, "b_out": into[:1]}
+    if cfg.gated_mlp:
+        shapes["W_gate"] = into
+    reasons = []
+    for name, shape in shapes.items():
+        weight = getattr(mlp, name)
+        if tuple(weight.shape) != shape:
+            reasons.append(f"its {name} has shape {tuple(weight.shape)}; expected {shape}")
+        elif not weight.is_floating_point():
+            reasons.append(f"its {name} is {weight.dtype}; expected floating point")
+    return reasons
+
+
+def _activation_reasons(act_fn: Any, name: str) -> list[str]:
+    """Hold the activation that the model calls against the gate that its name promises.
+
+    On the spot and in float64: it costs microseconds, and no name can lie about a function.
+    """
+    q = torch.linspace(-12.0, 12.0, 193, dtype=torch.float64)
+    with torch.no_grad():
+        got, expected = act_fn(q), GATES[name].activation(q)
+    if got.shape == q.shape and torch.allclose(got, expected, rtol=1e-12, atol=1e-14):
+        return []
+    worst = (got - expected).abs().max().item() if got.shape == q.shape else float("nan")
+    return [f"its act_fn is not {name}, which cfg.act_fn promises: they differ by {worst:.2g}"]

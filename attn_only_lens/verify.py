@@ -1,0 +1,171 @@
+"""Compare a converted model with its source on real input: logits, and the stream layer by layer."""
+
+from dataclasses import dataclass
+
+import pandas as pd
+import torch
+from torch import Tensor
+from transformer_lens import HookedTransformer
+
+from attn_only_lens.axes import Tokens
+from attn_only_lens.errors import UnsupportedModelError
+from attn_only_lens.heads import AttentionOnlyTransformer
+from attn_only_lens.heads.names import heads_block, neurons_block
+from attn_only_lens.tolerances import LOGIT_TOLERANCE
+
+__all__ = ["Verification", "verify"]
+
+
+@dataclass(frozen=True)
+class Verification:
+    """What `verify` measured.
+
+    Attributes:
+        bitwise: whether the logits are bit for bit the source's when no hook is live.
+        max_abs_logit: largest |Δ logit| with every hook of every neuron-head live.
+        relative: the same over the largest |logit| of the source.
+        mean_kl: KL(source ‖ converted) in nats, the mean over tokens, hooks live.
+        max_kl: its largest value over tokens.
+        top1_agreement: fraction of tokens whose most likely next token is the same, hooks live.
+        by_layer: a row for each point of the stream (`0_mid`: before the neurons of layer 0,
+            `1_pre`: after them, …) with `max_abs` = largest |Δ| and `relative` = that over the
+            largest |entry| of the source's stream there, hooks live.
+        n_tokens: tokens compared.
+        dtype: the dtype both models ran in.
+        tolerance: the bound on `relative` for that dtype (`attn_only_lens.tolerances`).
+
+    Example:
+        >>> from attn_only_lens import convert, pretrained, verify
+        >>> model = pretrained.modular_addition()
+        >>> report = verify(model, convert(model), pretrained.modular_addition_tokens()[:101])
+        >>> report.bitwise, report.ok
+        (True, True)
+        >>> list(report.by_layer["point"])
+        ['0_pre', '0_mid', 'final_post']
+    """
+
+    bitwise: bool
+    max_abs_logit: float
+    relative: float
+    mean_kl: float
+    max_kl: float
+    top1_agreement: float
+    by_layer: pd.DataFrame
+    n_tokens: int
+    dtype: torch.dtype
+    tolerance: float
+
+    @property
+    def ok(self) -> bool:
+        """Bitwise without hooks, and within the tolerance with every hook live."""
+        return self.bitwise and self.relative <= self.tolerance
+
+    def __str__(self) -> str:
+        name = str(self.dtype).removeprefix("torch.")
+        table = self.by_layer.to_string(index=False, float_format=lambda x: f"{x:.2e}")
+        return (
+            f"{'ok' if self.ok else 'DIFFERENT'}: {self.n_tokens} tokens in {name}\n"
+            f"no hooks:   logits {'bitwise equal' if self.bitwise else 'NOT bitwise equal'}\n"
+            f"all hooks:  max |Δ logit| {self.max_abs_logit:.3g} ({self.relative:.2g} of the "
+            f"largest logit; bound {self.tolerance:.0e}), KL mean {self.mean_kl:.2g} max "
+            f"{self.max_kl:.2g} nats, same top token {self.top1_agreement:.2%}\n"
+            f"{table}"
+        )
+
+
+@torch.no_grad()
+def verify(
+    source: HookedTransformer, converted: AttentionOnlyTransformer, tokens: Tokens | str
+) -> Verification:
+    """Run both models on the same input and compare them, without hooks and with every hook.
+
+    Args:
+        source: the model before conversion.
+        converted: `convert(source)`, or a loaded copy of it.
+        tokens: tokens [batch, pos], or a text where the models have a tokenizer.
+
+    Returns:
+        The comparison; `print` it, or ask `.ok`.
+
+    Raises:
+        UnsupportedModelError: the two cannot be compared: other shapes, dtypes, or kinds of model.
+
+    Example:
+        >>> from attn_only_lens import convert, pretrained, verify
+        >>> model = pretrained.modular_addition()
+        >>> verify(model, convert(model), pretrained.modular_addition_tokens()[:53]).top1_agreement
+        1.0
+    """
+    reasons = _mismatches(source, converted)
+    if reasons:
+        raise UnsupportedModelError(reasons)
+    if isinstance(tokens, str):
+        tokens = source.to_tokens(tokens)
+    expected, silent = source(tokens), converted(tokens)
+    n_layers = source.cfg.n_layers
+    ends = [f"blocks.{layer}.hook_resid_pre" for layer in range(n_layers)]
+    mids = [f"blocks.{layer}.hook_resid_mid" for layer in range(n_layers)]
+    last = f"blocks.{n_layers - 1}.hook_resid_post"
+    _, stream = source.run_with_cache(tokens, names_filter=[*ends, *mids, last])
+    live, seen = converted.run_with_cache(tokens)
+
+    rows = []
+    for layer in range(n_layers):
+        rows.append(
+            _row(f"{layer}_pre", stream[ends[layer]], seen["resid_pre", heads_block(layer)])
+        )
+        if mids[layer] in stream.cache_dict:  # parallel blocks have no middle
+            middle = seen["resid_pre", neurons_block(layer)]
+            rows.append(_row(f"{layer}_mid", stream[mids[layer]], middle))
+    end = seen["resid_post", neurons_block(n_layers - 1)]
+    rows.append(_row("final_post", stream[last], end))
+
+    kl = _kl(expected, live)
+    logits = _row("logits", expected, live)
+    return Verification(
+        bitwise=torch.equal(expected, silent),
+        max_abs_logit=float(logits["max_abs"]),
+        relative=float(logits["relative"]),
+        mean_kl=kl.mean().item(),
+        max_kl=kl.max().item(),
+        top1_agreement=(expected.argmax(-1) == live.argmax(-1)).double().mean().item(),
+        by_layer=pd.DataFrame(rows),
+        n_tokens=kl.numel(),
+        dtype=expected.dtype,
+        tolerance=LOGIT_TOLERANCE[expected.dtype],
+    )
+
+
+def _mismatches(source: object, converted: object) -> list[str]:
+    reasons = []
+    if not isinstance(source, HookedTransformer) or isinstance(source, AttentionOnlyTransformer):
+        reasons.append(f"source: got {type(source).__name__}; expected the model before conversion")
+    if not isinstance(converted, AttentionOnlyTransformer):
+        reasons.append(
+            f"converted: got {type(converted).__name__}; expected what attn_only_lens.convert or "
+            "attn_only_lens.load returns"
+        )
+    if reasons:
+        return reasons
+    assert isinstance(source, HookedTransformer)
+    assert isinstance(converted, AttentionOnlyTransformer)
+    mine, theirs = source.cfg, converted.source_cfg
+    for name in ("n_layers", "d_model", "d_mlp", "d_vocab", "d_vocab_out", "dtype", "device"):
+        if getattr(mine, name) != getattr(theirs, name):
+            reasons.append(
+                f"{name}: got {getattr(mine, name)} in the source and {getattr(theirs, name)} in "
+                "the converted model; expected the same"
+            )
+    return reasons
+
+
+def _row(point: str, expected: Tensor, got: Tensor) -> dict[str, str | float]:
+    expected, got = expected.double(), got.double()
+    max_abs = (got - expected).abs().max().item()
+    return {"point": point, "max_abs": max_abs, "relative": max_abs / expected.abs().max().item()}
+
+
+def _kl(expected: Tensor, got: Tensor) -> Tensor:
+    log_p = expected.double().log_softmax(-1)
+    log_q = got.double().log_softmax(-1)
+    return (log_p.exp() * (log_p - log_q)).sum(-1)
