@@ -1,6 +1,7 @@
 """MLP neurons as attention heads: convert a HookedTransformer, then analyse every head alike."""
 
 from attn_only_lens import pretrained
+from attn_only_lens.checkpoint import load, save
 from attn_only_lens.convert import convert
 from attn_only_lens.errors import (
     AttnOnlyLensError,
@@ -15,6 +16,7 @@ from attn_only_lens.heads import (
     AttentionOnlyTransformer,
     HeadName,
     HeadStack,
+    dense_pattern,
     neuron_pattern,
 )
 from attn_only_lens.verify import Verification, verify
@@ -33,7 +35,10 @@ __all__ = [
     "UnsupportedModelError",
     "Verification",
     "convert",
+    "dense_pattern",
+    "load",
     "neuron_pattern",
     "pretrained",
+    "save",
     "verify",
 ]

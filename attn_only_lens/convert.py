@@ -85,6 +85,6 @@ def _clone(model: HookedTransformer, cfg: Any, *, copy_weights: bool) -> dict[st
             memo[id(module)] = HookPoint()
     for shared in (model.tokenizer, model.dataset):
         memo[id(shared)] = shared
-    unneeded = {"mod_dict": {}, "hook_dict": {}}  # `setup` makes them anew
+    unneeded: dict[str, Any] = {"mod_dict": {}, "hook_dict": {}}  # `setup` makes them anew
     cloned: dict[str, Any] = _copy.deepcopy({**model.__dict__, **unneeded}, memo)
     return cloned

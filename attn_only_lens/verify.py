@@ -1,4 +1,4 @@
-"""Compare a converted model with its source on real input: logits, and the stream layer by layer."""
+"""Compare a converted model with its source on real input: logits, and the stream by layer."""
 
 from dataclasses import dataclass
 

@@ -119,6 +119,11 @@ def _gelu(q: Tensor) -> Tensor:
     return torch.special.log_ndtr(q) - torch.special.log_ndtr(-q)
 
 
+def _gelu_weight(q: Tensor) -> Tensor:
+    # Not torch.special.ndtr: it is (1 + erf) / 2, which has no digits left below q = -8.
+    return 0.5 * torch.special.erfc(-math.sqrt(0.5) * q)
+
+
 def _relu(q: Tensor) -> Tensor:
     return torch.where(q > 0, math.inf, -math.inf).to(q.dtype)
 
@@ -135,7 +140,7 @@ GATES: dict[str, Gate] = {
         _logistic("gelu_new", _gelu_tanh),
         _logistic("gelu_fast", _gelu_fast),
         _logistic("gelu_pytorch_tanh", _gelu_tanh),
-        Gate("gelu", _gelu, torch.special.ndtr),
+        Gate("gelu", _gelu, _gelu_weight),
         Gate("relu", _relu, _relu_weight),
     )
 }

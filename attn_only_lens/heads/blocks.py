@@ -44,7 +44,8 @@ class AttentionBlock(TransformerBlock):
             if name not in ("mlp", "ln2", "ln2_post", "hook_resid_mid", "hook_mlp_in")
         }
         block.ln2 = nn.Identity()
-        block.cfg = block.attn.cfg = cfg
+        block.cfg = cfg
+        block.attn.cfg = cfg  # type: ignore[assignment]
         block._parallel = parallel
         block._entered = None
         return block

@@ -5,68 +5,23 @@ labels speak of source layers: the output of block 2l + 1 is `5_mlp_out` for l =
 are `L5N0 …`.
 """
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 from transformer_lens import ActivationCache
-from transformer_lens.utilities import Slice, get_act_name
+from transformer_lens.utilities import get_act_name
 from transformer_lens.utilities.architectures import POST_NORM_ARCHITECTURES
 
-from attn_only_lens.errors import UnknownHeadError, UnsupportedCallError
+from attn_only_lens.errors import UnsupportedCallError
 from attn_only_lens.heads.names import HeadName, block_kind, block_layer, neurons_block
+from attn_only_lens.heads.views import View, as_slice
 
 if TYPE_CHECKING:
     from attn_only_lens.heads.model import AttentionOnlyTransformer
 
-__all__ = ["AttentionOnlyCache", "neuron_pattern", "refuse_mlp_input"]
-
-
-def neuron_pattern(cache: ActivationCache, name: str) -> Float[Tensor, "batch pos key=2"]:
-    """The attention of one neuron-head: how much each token attends to (itself, the bias token).
-
-    Args:
-        cache: of a converted model, with the pattern of the neuron's block in it.
-        name: a neuron-head by source layer, `L5N1234`.
-
-    Returns:
-        Weights in [0, 1] that sum to 1 over the last axis; without the batch axis where the cache
-        has none.
-
-    Raises:
-        UnknownHeadError: the name is malformed, of an attention head, or not in the model.
-        UnsupportedCallError: the cache does not hold that block's pattern.
-
-    Example:
-        >>> from attn_only_lens import convert, neuron_pattern, pretrained
-        >>> model = convert(pretrained.modular_addition())
-        >>> _, cache = model.run_with_cache(pretrained.modular_addition_tokens()[:5])
-        >>> pattern = neuron_pattern(cache, "L0N7")
-        >>> pattern.shape, bool((pattern.sum(-1) - 1).abs().max() < 1e-6)
-        (torch.Size([5, 3, 2]), True)
-    """
-    head = HeadName.parse(name)
-    if head.kind != "neuron":
-        raise UnknownHeadError(
-            f"got {name!r}, an attention head; expected a neuron-head such as "
-            f"'L{head.layer}N{head.index}'. For attention heads use cache['pattern', {head.block}]"
-        )
-    model = cache.model
-    n_layers, d_mlp = model.cfg.n_layers // 2, model.cfg.d_mlp
-    if head.layer >= n_layers or head.index >= d_mlp:
-        raise UnknownHeadError(
-            f"got {name!r}; the model has layers 0 to {n_layers - 1} of {d_mlp} neurons "
-            f"(0 to {d_mlp - 1})"
-        )
-    hook = head.hook("pattern")
-    if hook not in cache.cache_dict:
-        raise UnsupportedCallError(
-            f"the cache does not hold {hook}: run_with_cache with a names_filter that keeps it"
-        )
-    # [batch, head_index, pos, key], or without the batch: the head is third from the end.
-    return cache.cache_dict[hook].select(-3, head.index)
+__all__ = ["AttentionOnlyCache", "refuse_mlp_input"]
 
 
 def refuse_mlp_input(mlp_input: bool) -> None:
@@ -121,7 +76,7 @@ class AttentionOnlyCache(ActivationCache):
             )
         return end
 
-    def accumulated_resid(  # type: ignore[override]
+    def accumulated_resid(
         self,
         layer: int | None = None,
         incl_mid: bool = False,
@@ -160,7 +115,7 @@ class AttentionOnlyCache(ActivationCache):
             )
         return (components, labels) if return_labels else components
 
-    def decompose_resid(  # type: ignore[override]
+    def decompose_resid(
         self,
         layer: int | None = None,
         mlp_input: bool = False,
@@ -187,7 +142,7 @@ class AttentionOnlyCache(ActivationCache):
             components = self.apply_ln_to_stack(components, end, pos_slice=pos_slice)
         return (components, labels) if return_labels else components
 
-    def stack_head_results(  # type: ignore[override]
+    def stack_head_results(
         self,
         layer: int = -1,
         return_labels: bool = False,
@@ -203,7 +158,7 @@ class AttentionOnlyCache(ActivationCache):
         end = self._end(layer)
         parts = [self._heads(block, pos_slice) for block in range(end)]
         labels = [label for block in range(end) for label in self.model.head_labels(block)]
-        view = _View(self, end, pos_slice, apply_ln, None)
+        view = View(self, end, pos_slice, apply_ln, None)
         return view.finish(parts, labels, incl_remainder, return_labels)
 
     def compute_head_results(self) -> None:
@@ -227,7 +182,8 @@ class AttentionOnlyCache(ActivationCache):
             )
         acts = as_slice(pos_slice).apply(self["z", layer].squeeze(-1), dim=-2)
         acts = as_slice(neuron_slice).apply(acts, dim=-1)
-        W_out = as_slice(neuron_slice).apply(self.model.blocks[layer].attn.W_out, dim=0)
+        W_out: Tensor = self.model.blocks[layer].attn.W_out  # type: ignore[assignment]
+        W_out = as_slice(neuron_slice).apply(W_out, dim=0)
         if project_output_onto is None:
             return acts[..., None] * W_out
         # Project first: the [..., d_mlp, d_model] intermediate is never made.
@@ -246,8 +202,8 @@ class AttentionOnlyCache(ActivationCache):
     ) -> Any:
         """What every neuron-head before block `layer` writes, labelled `L0N0`, `L0N1`, …"""
         end = self._end(layer)
-        view = _View(self, end, pos_slice, apply_ln, project_output_onto)
-        wanted = as_slice(neuron_slice).apply(torch.arange(self.model.cfg.d_mlp), dim=0)
+        view = View(self, end, pos_slice, apply_ln, project_output_onto)
+        wanted = as_slice(neuron_slice).apply(torch.arange(self.model.cfg.d_mlp or 0), dim=0)
         wanted = wanted.reshape(-1)  # an integer takes one neuron, and keeps the axis
         blocks = range(neurons_block(0), end, 2)
         parts = [
@@ -273,7 +229,7 @@ class AttentionOnlyCache(ActivationCache):
         """
         refuse_mlp_input(mlp_input)
         end = self._end(layer)
-        view = _View(self, end, pos_slice, apply_ln, project_output_onto)
+        view = View(self, end, pos_slice, apply_ln, project_output_onto)
         parts, labels = [], []
         for block in range(0, end, 2):
             parts.append(view.project(self._heads(block, pos_slice)))
@@ -361,65 +317,3 @@ class AttentionOnlyCache(ActivationCache):
             z, W_O = self["z", block], self.model.blocks[block].attn.W_O
             cached = (z.unsqueeze(-1) * W_O).sum(dim=-2)
         return as_slice(pos_slice).apply(cached, dim=-3).movedim(-2, 0)
-
-
-@dataclass(frozen=True)
-class _View:
-    """How a stack of components is shown: at which positions, normed for a block, projected.
-
-    With both a norm and a projection P nothing of size d_model is normed: at a fixed scale s,
-    LN(x) @ P = x @ (P - mean of P over d_model) / s, since centring is its own transpose.
-    """
-
-    cache: AttentionOnlyCache
-    end: int
-    pos_slice: Any
-    apply_ln: bool
-    onto: Tensor | None
-
-    @property
-    def columns(self) -> Float[Tensor, "d_model out"] | None:
-        """The projection to apply to components, centred where a LayerNorm follows."""
-        if self.onto is None:
-            return None
-        columns = self.onto[:, None] if self.onto.ndim == 1 else self.onto
-        if self.apply_ln and self.cache.model.cfg.normalization_type in ("LN", "LNPre"):
-            columns = columns - columns.mean(dim=0, keepdim=True)
-        return columns
-
-    def at_pos(self, activation: Tensor) -> Tensor:
-        """An activation at the wanted positions."""
-        return as_slice(self.pos_slice).apply(activation, dim=-2)
-
-    def project(self, components: Tensor) -> Tensor:
-        """Components onto the wanted directions."""
-        return components if self.columns is None else components @ self.columns
-
-    def finish(
-        self, parts: list[Tensor], labels: list[str], incl_remainder: bool, return_labels: bool
-    ) -> Any:
-        """Join the parts, add what they leave of the stream, norm them."""
-        cache, end = self.cache, self.end
-        stream = self.at_pos(
-            cache["resid_post", end - 1] if end else cache["resid_pre", 0]
-        )
-        stream = self.project(stream)
-        components = torch.cat([stream.new_zeros((0, *stream.shape)), *parts])
-        if incl_remainder:
-            components = torch.cat([components, (stream - components.sum(dim=0))[None]])
-            labels = [*labels, "remainder"]
-        if self.apply_ln and self.onto is None:
-            components = cache.apply_ln_to_stack(components, end, pos_slice=self.pos_slice)
-        elif self.apply_ln and cache.model.cfg.normalization_type is not None:
-            cache.require_norm_of_stream(end)
-            components = components / cache._get_cached_ln_scale(
-                end, False, as_slice(self.pos_slice)
-            )
-        if self.onto is not None and self.onto.ndim == 1:
-            components = components.squeeze(-1)
-        return (components, labels) if return_labels else components
-
-
-def as_slice(wanted: Any) -> Slice:
-    """A TransformerLens `Slice`; an integer removes its axis, as in `ActivationCache`."""
-    return wanted if isinstance(wanted, Slice) else Slice(wanted)

@@ -21,8 +21,8 @@ class AttentionOnlyConfig(HookedTransformerConfig):
 
     before_conversion: dict[str, Any]
 
-    @property  # type: ignore[override]
-    def n_heads(self) -> int:
+    @property
+    def n_heads(self) -> int:  # type: ignore[override]
         """Raises: see the class."""
         stored = self.__dict__
         raise UnsupportedCallError(

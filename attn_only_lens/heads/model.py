@@ -12,9 +12,10 @@ from transformer_lens.hook_points import HookPoint
 
 from attn_only_lens.errors import UnsupportedCallError
 from attn_only_lens.heads.blocks import AttentionBlock
-from attn_only_lens.heads.cache import AttentionOnlyCache, neuron_pattern, refuse_mlp_input
+from attn_only_lens.heads.cache import AttentionOnlyCache, refuse_mlp_input
 from attn_only_lens.heads.config import AttentionOnlyConfig
 from attn_only_lens.heads.names import HeadName
+from attn_only_lens.heads.patterns import neuron_pattern
 from attn_only_lens.heads.refusals import Refusals
 from attn_only_lens.heads.stacks import HeadStack
 
@@ -84,9 +85,7 @@ class AttentionOnlyTransformer(Refusals, HookedTransformer):
         """The name of every head, block by block: L0H0 …, L0N0 …, L1H0 …"""
         return [label for block in range(len(self.blocks)) for label in self.head_labels(block)]
 
-    def neuron_pattern(
-        self, cache: ActivationCache, name: str
-    ) -> Float[Tensor, "batch pos key=2"]:
+    def neuron_pattern(self, cache: ActivationCache, name: str) -> Float[Tensor, "batch pos key=2"]:
         """The pattern over (self, bias) of one neuron-head; see `neuron_pattern`."""
         return neuron_pattern(cache, name)
 
@@ -145,7 +144,7 @@ class AttentionOnlyTransformer(Refusals, HookedTransformer):
 
     # Running
 
-    def forward(self, input: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: A002
+    def forward(self, input: Any, *args: Any, **kwargs: Any) -> Any:
         """As `HookedTransformer.forward`; `start_at_layer` and `stop_at_layer` count blocks."""
         try:
             return super().forward(input, *args, **kwargs)
@@ -216,7 +215,7 @@ class AttentionOnlyTransformer(Refusals, HookedTransformer):
         hook_point: HookPoint,
         hook_point_name: str,
         hook: Callable[..., Any],
-        dir: Literal["fwd", "bwd"] = "fwd",  # noqa: A002
+        dir: Literal["fwd", "bwd"] = "fwd",
         is_permanent: bool = False,
         prepend: bool = False,
     ) -> None:
@@ -269,6 +268,6 @@ def assemble(parts: dict[str, Any], blocks: nn.ModuleList) -> AttentionOnlyTrans
     model = AttentionOnlyTransformer.__new__(AttentionOnlyTransformer)
     nn.Module.__init__(model)
     model.__dict__.update(parts)
-    model.blocks = blocks
+    model.blocks = blocks  # type: ignore[assignment]
     model.setup()
     return model

@@ -1,4 +1,4 @@
-"""Calls of TransformerLens that have no right answer on a converted model, and what to use instead."""
+"""Calls that have no right answer on a converted model, and what to use instead of each."""
 
 from typing import Any, NoReturn
 
@@ -41,7 +41,7 @@ def _method(name: str, why: str, instead: str) -> Any:
 
 
 class Refusals:
-    """Mixed in before `HookedTransformer`: each refused member raises before it changes anything."""
+    """Mixed in before `HookedTransformer`: each member raises before anything is changed."""
 
     all_composition_scores = _method(
         "all_composition_scores",

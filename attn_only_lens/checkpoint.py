@@ -1,0 +1,222 @@
+"""Save a converted model to a folder, and load it back: safetensors and JSON, no pickle, no hub.
+
+    model.safetensors     the state dict, tied parameters once each
+    attn_only_lens.json   format version, the source's TransformerLens configuration, gate, digest
+    tokenizer/            the tokenizer's own files, where the model has one
+
+A folder is written beside its destination and moved there when it is whole.
+"""
+
+import json
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformer_lens import HookedTransformer, HookedTransformerConfig
+from transformers import AutoTokenizer
+
+from attn_only_lens.convert import convert
+from attn_only_lens.errors import CheckpointError, UnsupportedModelError
+from attn_only_lens.heads import AttentionOnlyTransformer
+from attn_only_lens.manifest import MANIFEST, check_files, describe, read_manifest
+from attn_only_lens.source_folder import TOKENIZER, WEIGHTS, dtype_named, quiet
+
+__all__ = ["load", "save"]
+
+
+def save(
+    model: AttentionOnlyTransformer,
+    folder: str | os.PathLike[str],
+    *,
+    source_name: str | None = None,
+) -> Path:
+    """Write a converted model to a folder, all of it or nothing.
+
+    Args:
+        model: what `convert` or `load` returned, as it is now (trained or edited since, perhaps).
+        folder: where to; an earlier save there is replaced, anything else is refused.
+        source_name: what the source was called; by default `cfg.model_name`.
+
+    Returns:
+        The folder.
+
+    Raises:
+        CheckpointError: the model is not a converted one, or the folder holds something else.
+
+    Example:
+        >>> import tempfile, torch
+        >>> from attn_only_lens import convert, load, pretrained, save
+        >>> model = convert(pretrained.modular_addition())
+        >>> with tempfile.TemporaryDirectory() as parent:
+        ...     same = load(save(model, f"{parent}/added"))
+        >>> tokens = pretrained.modular_addition_tokens()[:13]
+        >>> torch.equal(model(tokens), same(tokens))
+        True
+    """
+    folder = Path(folder)
+    if not isinstance(model, AttentionOnlyTransformer):
+        raise CheckpointError(
+            f"got a {type(model).__name__}; expected what attn_only_lens.convert or load returns"
+        )
+    foreign = folder.exists() and not (folder / MANIFEST).is_file()
+    if foreign and (not folder.is_dir() or any(folder.iterdir())):
+        raise CheckpointError(
+            f"{folder} exists and is not a saved model ({MANIFEST} is not in it): choose another "
+            "folder, or remove it"
+        )
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as scratch:
+        new = Path(scratch) / "new"
+        new.mkdir()
+        tensors = _own_tensors(model)
+        save_file({name: t.contiguous() for name, t in tensors.items()}, new / WEIGHTS)
+        if model.tokenizer is not None:
+            model.tokenizer.save_pretrained(new / TOKENIZER)
+        manifest = describe(model, source_name, new)
+        (new / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
+        for path in new.rglob("*"):
+            _flush(path)
+        if folder.exists():
+            # Two renames: what is interrupted between them leaves the old save in the scratch
+            # folder, which is then put back.
+            old = Path(scratch) / "old"
+            os.replace(folder, old)
+            try:
+                os.replace(new, folder)
+            except BaseException:
+                os.replace(old, folder)
+                raise
+        else:
+            os.replace(new, folder)
+    return folder
+
+
+def load(
+    folder: str | os.PathLike[str],
+    *,
+    device: str | torch.device | None = None,
+    dtype: str | torch.dtype | None = None,
+) -> AttentionOnlyTransformer:
+    """Read a saved model back, without pickle and without a network.
+
+    Args:
+        folder: what `save` wrote.
+        device: where to put it; by default the cpu.
+        dtype: its floating-point type; by default as saved.
+
+    Returns:
+        The model with its tokenizer, flags, tied and frozen parameters as they were.
+
+    Raises:
+        CheckpointError: the folder is missing, damaged, tampered with, newer than this package, or
+            the device or dtype is unknown.
+
+    Example:
+        >>> import tempfile, torch
+        >>> from attn_only_lens import convert, load, pretrained, save
+        >>> with tempfile.TemporaryDirectory() as parent:
+        ...     folder = save(convert(pretrained.modular_addition()), f"{parent}/added")
+        ...     load(folder, dtype="float64").W_in.dtype
+        torch.float64
+    """
+    folder = Path(folder)
+    to_device = _device(device)
+    to_dtype = None if dtype is None else dtype_named(dtype)
+    manifest = read_manifest(folder)
+    check_files(folder, manifest["files"])
+    model = _skeleton(manifest["config"])
+    try:
+        tensors = load_file(folder / WEIGHTS)
+    except SafetensorError as error:
+        raise CheckpointError(f"{folder / WEIGHTS} is not a safetensors file: {error}") from error
+    _fill(model, tensors, manifest, folder)
+    model.train(manifest["training"])
+    if manifest["padding_side"] is not None:
+        model.tokenizer = AutoTokenizer.from_pretrained(folder / TOKENIZER, local_files_only=True)
+        model.tokenizer.padding_side = manifest["padding_side"]
+    if to_dtype is not None:
+        model.to(to_dtype, print_details=False)
+    return model.to(to_device, print_details=False)
+
+
+def _own_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters and buffers by name, what is tied under its first name only."""
+    return {
+        name: tensor.detach()
+        for name, tensor in [*model.named_parameters(), *model.named_buffers()]
+    }
+
+
+def _flush(path: Path) -> None:
+    """Have the operating system write a file out before it is moved into place."""
+    if path.is_file():
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+
+
+def _skeleton(config: dict[str, Any]) -> AttentionOnlyTransformer:
+    """The converted model without numbers: all of its tensors are on the meta device."""
+    # Building must not touch the caller's random state (a seed would), nor ask a hub for a
+    # tokenizer by its name; both fields are put back afterwards.
+    held_back = {"seed": None, "tokenizer_name": None, "init_weights": False}
+    dtype = {"dtype": dtype_named(config["dtype"])}
+    try:
+        cfg = HookedTransformerConfig(**config | dtype | held_back | {"device": "cpu"})
+        with quiet(), torch.device("meta"):
+            source = HookedTransformer(cfg, move_to_device=False)
+        vars(cfg).update(config | dtype)
+        return convert(source)
+    except (AssertionError, TypeError, ValueError, UnsupportedModelError) as error:
+        raise CheckpointError(
+            f"the saved configuration cannot be built by this version of TransformerLens: {error}"
+        ) from error
+
+
+def _fill(
+    model: nn.Module, tensors: dict[str, Tensor], manifest: dict[str, Any], folder: Path
+) -> None:
+    """Give the skeleton its numbers."""
+    tied = manifest["tied"]
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    buffers = dict(model.named_buffers())
+    expected = {name for name in parameters if name not in tied} | set(buffers)
+    wrong = [f"{name} is missing" for name in sorted(expected - set(tensors))]
+    wrong += [f"{name} is not known" for name in sorted(set(tensors) - expected)]
+    wrong += [
+        f"{name} has shape {tuple(tensors[name].shape)}; expected {tuple(parameter.shape)}"
+        for name, parameter in parameters.items()
+        if name in tensors and tensors[name].shape != parameter.shape
+    ]
+    if wrong:
+        raise CheckpointError(f"{folder / WEIGHTS} does not fit its manifest: {'; '.join(wrong)}")
+    frozen = set(manifest["frozen"])
+    for name in parameters:
+        module, leaf = _owner(model, name)
+        if name in tied:
+            continue
+        setattr(module, leaf, nn.Parameter(tensors[name], requires_grad=name not in frozen))
+    for name, first in tied.items():
+        module, leaf = _owner(model, name)
+        setattr(module, leaf, model.get_parameter(first))
+    for name in buffers:  # of any size: rotary tables grow with the longest prompt seen
+        module, leaf = _owner(model, name)
+        setattr(module, leaf, tensors[name])
+
+
+def _owner(model: nn.Module, name: str) -> tuple[nn.Module, str]:
+    path, _, leaf = name.rpartition(".")
+    return model.get_submodule(path), leaf
+
+
+def _device(device: str | torch.device | None) -> torch.device:
+    try:
+        return torch.device("cpu" if device is None else device)
+    except RuntimeError as error:
+        raise CheckpointError(
+            f"got device={device!r}; expected 'cpu', 'cuda', 'cuda:1', 'mps', …"
+        ) from error

@@ -1,0 +1,167 @@
+"""The command line: one command a verb. What is slow to import is imported by the command."""
+
+import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stdout
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from attn_only_lens.errors import AttnOnlyLensError
+
+if TYPE_CHECKING:
+    from transformer_lens import HookedTransformer
+
+__all__ = ["app"]
+
+app = typer.Typer(
+    help="See the MLP neurons of a TransformerLens model as attention heads.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+)
+
+_MODEL = "a TransformerLens name, or a folder with config.json and model.safetensors"
+
+
+@app.command()
+def demo(
+    out: Annotated[Path, typer.Option(help="folder for the table and the picture")] = Path("out"),
+) -> None:
+    """Convert the shipped model, verify it, show what its neuron-heads attend to."""
+    with _clear_errors():
+        from rich.console import Console
+        from rich.table import Table
+
+        from attn_only_lens.demo import PERIODIC, run
+        from attn_only_lens.files import write_text
+        from attn_only_lens.viz import demo_page
+
+        found = run()
+        console = Console()
+        console.print("Addition modulo 113, one layer: its 512 neurons as attention heads.\n")
+        typer.echo(f"{found.verification}\n")
+        clearest = found.clearest()
+        table = Table(title="Neuron-heads attend to themselves in waves over (a, b)")
+        for heading in ("frequency", "period", "neuron-heads", "clearest", "explained", "self"):
+            table.add_column(heading, justify="right")
+        for row in clearest.to_dict("records"):
+            table.add_row(
+                str(row["frequency"]),
+                f"{row['period']:.2f}",
+                str(row["neuron_heads"]),
+                row["name"],
+                f"{row['explained']:.1%}",
+                f"{row['lowest']:.2f} to {row['highest']:.2f}",
+            )
+        console.print(table)
+        share = (found.neuron_heads["explained"] > PERIODIC).mean()
+        control = (found.untrained["explained"] > PERIODIC).mean()
+        typer.echo(
+            f"{share:.1%} of neuron-heads have over {PERIODIC:.0%} of the variance of their self "
+            f"weight in one frequency; with random weights, {control:.1%}.\n"
+        )
+        write_text(out / "neuron_heads.csv", found.neuron_heads.to_csv(index=False))
+        write_text(out / "neuron_heads.html", demo_page(found))
+        typer.echo(f"table:   {out / 'neuron_heads.csv'}\npicture: {out / 'neuron_heads.html'}")
+
+
+@app.command()
+def convert(
+    model: Annotated[str, typer.Argument(help=_MODEL)],
+    out: Annotated[Path, typer.Argument(help="folder to write; a model saved there is replaced")],
+    dtype: Annotated[str, typer.Option(help="float32, float64, bfloat16, float16")] = "float32",
+    device: Annotated[str, typer.Option(help="cpu, cuda, mps")] = "cpu",
+) -> None:
+    """Convert a model and save it; a folder that `convert` wrote is loaded and saved again."""
+    with _clear_errors():
+        import attn_only_lens
+
+        converted = _converted(model, dtype, device)
+        attn_only_lens.save(converted, out, source_name=model)
+        typer.echo(
+            f"{out}: {converted.source_cfg.n_layers} layers of {converted.source_cfg.n_heads} "
+            f"attention heads and {converted.cfg.d_mlp} neuron-heads"
+        )
+
+
+@app.command()
+def verify(
+    model: Annotated[str, typer.Argument(help=_MODEL)],
+    converted: Annotated[Path, typer.Argument(help="the folder that `convert` wrote")],
+    text: Annotated[str | None, typer.Option(help="a text to run both models on")] = None,
+    tokens: Annotated[
+        Path | None, typer.Option(help="a safetensors file with `tokens`, integers [batch, pos]")
+    ] = None,
+) -> None:
+    """Compare a saved conversion with its source; exit code 1 where they differ."""
+    with _clear_errors():
+        import attn_only_lens
+
+        loaded = attn_only_lens.load(converted)
+        dtype = str(loaded.cfg.dtype).removeprefix("torch.")
+        source = _source(model, dtype, "cpu")
+        report = attn_only_lens.verify(source, loaded, _input(source, text, tokens))
+        typer.echo(str(report))
+    raise typer.Exit(0 if report.ok else 1)
+
+
+def _input(source: Any, text: str | None, tokens: Path | None) -> Any:
+    if (text is None) == (tokens is None):
+        raise AttnOnlyLensError("give either --text or --tokens, to run both models on")
+    if tokens is not None:
+        from safetensors.torch import load_file
+
+        found = load_file(tokens)
+        if "tokens" not in found:
+            raise AttnOnlyLensError(f"{tokens} holds {sorted(found)}; expected `tokens`")
+        return found["tokens"].long()
+    if source.tokenizer is None:
+        raise AttnOnlyLensError("the model has no tokenizer: use --tokens instead of --text")
+    return text
+
+
+def _converted(model: str, dtype: str, device: str) -> Any:
+    import attn_only_lens
+    from attn_only_lens.manifest import MANIFEST
+
+    if (Path(model) / MANIFEST).is_file():
+        return attn_only_lens.load(model, device=device, dtype=dtype)
+    return attn_only_lens.convert(_source(model, dtype, device))
+
+
+def _source(model: str, dtype: str, device: str) -> "HookedTransformer":
+    """A source model by TransformerLens name, or from a folder."""
+    from transformer_lens import HookedTransformer
+
+    from attn_only_lens.source_folder import load_source
+
+    with redirect_stdout(sys.stderr):  # TransformerLens prints its progress
+        if Path(model).is_dir():
+            return load_source(Path(model), dtype=dtype, device=device)
+        try:
+            return HookedTransformer.from_pretrained(model, dtype=dtype, device=device)
+        except (OSError, ValueError, RuntimeError) as error:
+            # What the hub raises offline derives from these; its own text runs over many lines.
+            reason = str(error).strip().splitlines()[0]
+            raise AttnOnlyLensError(
+                f"could not load {model!r}: {reason} Expected {_MODEL}; offline, only a folder "
+                "will do"
+            ) from error
+
+
+@contextmanager
+def _clear_errors() -> Iterator[None]:
+    """Errors of ours as one message and exit code 2, without a traceback."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "HookedTransformer is deprecated", DeprecationWarning)
+        try:
+            yield
+        except AttnOnlyLensError as error:
+            typer.echo(f"error: {error}", err=True)
+            raise typer.Exit(2) from error
+
+
+if __name__ == "__main__":
+    app()

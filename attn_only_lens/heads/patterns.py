@@ -1,0 +1,89 @@
+"""The pattern of one neuron-head, from the cache of a converted model."""
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from transformer_lens import ActivationCache
+
+from attn_only_lens.axes import BIAS, SELF
+from attn_only_lens.errors import UnknownHeadError, UnsupportedCallError
+from attn_only_lens.heads.names import HeadName
+
+__all__ = ["dense_pattern", "neuron_pattern"]
+
+
+def neuron_pattern(cache: ActivationCache, name: str) -> Float[Tensor, "batch pos key=2"]:
+    """The attention of one neuron-head: how much each token attends to (itself, the bias token).
+
+    Args:
+        cache: of a converted model, with the pattern of the neuron's block in it.
+        name: a neuron-head by source layer, `L5N1234`.
+
+    Returns:
+        Weights in [0, 1] that sum to 1 over the last axis; without the batch axis where the cache
+        has none.
+
+    Raises:
+        UnknownHeadError: the name is malformed, of an attention head, or not in the model.
+        UnsupportedCallError: the cache does not hold that block's pattern.
+
+    Example:
+        >>> from attn_only_lens import convert, neuron_pattern, pretrained
+        >>> model = convert(pretrained.modular_addition())
+        >>> _, cache = model.run_with_cache(pretrained.modular_addition_tokens()[:5])
+        >>> pattern = neuron_pattern(cache, "L0N7")
+        >>> pattern.shape, bool((pattern.sum(-1) - 1).abs().max() < 1e-6)
+        (torch.Size([5, 3, 2]), True)
+    """
+    head = HeadName.parse(name)
+    if head.kind != "neuron":
+        raise UnknownHeadError(
+            f"got {name!r}, an attention head; expected a neuron-head such as "
+            f"'L{head.layer}N{head.index}'. For attention heads use cache['pattern', {head.block}]"
+        )
+    model = cache.model
+    n_layers, d_mlp = model.cfg.n_layers // 2, model.cfg.d_mlp or 0
+    if head.layer >= n_layers or head.index >= d_mlp:
+        raise UnknownHeadError(
+            f"got {name!r}; the model has layers 0 to {n_layers - 1} of {d_mlp} neurons "
+            f"(0 to {d_mlp - 1})"
+        )
+    hook = head.hook("pattern")
+    if hook not in cache.cache_dict:
+        raise UnsupportedCallError(
+            f"the cache does not hold {hook}: run_with_cache with a names_filter that keeps it"
+        )
+    # [batch, head_index, pos, key], or without the batch: the head is third from the end.
+    return cache.cache_dict[hook].select(-3, head.index)
+
+
+def dense_pattern(
+    cache: ActivationCache, name: str
+) -> Float[Tensor, "batch query_pos key_pos_and_bias"]:
+    """The same attention as a square over tokens with one more column for the bias token.
+
+    For drawing: circuitsvis and its like take [query_pos, key_pos] and would draw the compact
+    (self, bias) pair as attention to the first two tokens, without complaint.
+
+    Args:
+        cache: as in `neuron_pattern`.
+        name: as in `neuron_pattern`.
+
+    Returns:
+        Weights [batch, pos, pos + 1]: the self weight on the diagonal, the bias weight in the
+        last column, zero elsewhere.
+
+    Raises:
+        UnknownHeadError: as in `neuron_pattern`.
+        UnsupportedCallError: as in `neuron_pattern`.
+
+    Example:
+        >>> from attn_only_lens import convert, dense_pattern, pretrained
+        >>> model = convert(pretrained.modular_addition())
+        >>> _, cache = model.run_with_cache(pretrained.modular_addition_tokens()[:5])
+        >>> dense_pattern(cache, "L0N7").shape
+        torch.Size([5, 3, 4])
+    """
+    compact = neuron_pattern(cache, name)
+    diagonal = torch.diag_embed(compact[..., SELF])
+    return torch.cat([diagonal, compact[..., BIAS, None]], dim=-1)

@@ -1,0 +1,129 @@
+"""The JSON beside a saved model: what it is, and fingerprints by which damage is noticed."""
+
+import hashlib
+import json
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from attn_only_lens.errors import CheckpointError
+from attn_only_lens.heads import AttentionOnlyTransformer
+
+__all__ = ["MANIFEST", "check_files", "describe", "read_manifest"]
+
+MANIFEST = "attn_only_lens.json"
+FORMAT = "attn_only_lens"
+FORMAT_VERSION = 1
+
+
+def _ties(model: nn.Module) -> dict[str, str]:
+    """For every further name of a tied parameter, its first name."""
+    first = {id(parameter): name for name, parameter in model.named_parameters()}
+    return {
+        name: first[id(parameter)]
+        for name, parameter in model.named_parameters(remove_duplicate=False)
+        if first[id(parameter)] != name
+    }
+
+
+def describe(
+    model: AttentionOnlyTransformer, source_name: str | None, folder: Path
+) -> dict[str, Any]:
+    """Everything about a model but its numbers; its files are in `folder` already."""
+    source = model.source_cfg
+    config = {key: _plain(value) for key, value in vars(source).items() if key != "device"}
+    manifest: dict[str, Any] = {
+        "format": FORMAT,
+        "format_version": FORMAT_VERSION,
+        "attn_only_lens": version("attn-only-lens"),
+        "transformer_lens": version("transformer-lens"),
+        "source_name": source.model_name if source_name is None else source_name,
+        "gate": "exact",
+        "config": config,
+        "tied": _ties(model),
+        "frozen": [name for name, p in model.named_parameters() if not p.requires_grad],
+        "training": model.training,
+        "padding_side": None if model.tokenizer is None else model.tokenizer.padding_side,
+        "files": {
+            path.relative_to(folder).as_posix(): _fingerprint(path)
+            for path in sorted(folder.rglob("*"))
+            if path.is_file()
+        },
+    }
+    return manifest | {"sha256": _seal(manifest)}
+
+
+def _plain(value: Any) -> Any:
+    """A value of the configuration as JSON holds it."""
+    if isinstance(value, torch.dtype):
+        return str(value).removeprefix("torch.")
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if hasattr(value, "item"):  # a numpy number
+        return value.item()
+    return value
+
+
+def _seal(manifest: dict[str, Any]) -> str:
+    text = json.dumps({k: v for k, v in manifest.items() if k != "sha256"}, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _fingerprint(path: Path) -> dict[str, Any]:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while chunk := file.read(1 << 20):
+            digest.update(chunk)
+    return {"bytes": path.stat().st_size, "sha256": digest.hexdigest()}
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """What `describe` said of a saved model.
+
+    Raises:
+        CheckpointError: it is missing, unreadable, changed, or newer than this package.
+    """
+    path = folder / MANIFEST
+    try:
+        manifest = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise CheckpointError(
+            f"no saved model in {folder}: {MANIFEST} is missing; expected a folder that "
+            "attn_only_lens.save wrote"
+        ) from None
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be read ({error}); save the model again") from error
+    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
+        raise CheckpointError(f"{path} is not a manifest of attn_only_lens.save")
+    found = manifest.get("format_version")
+    if not isinstance(found, int) or found > FORMAT_VERSION:
+        raise CheckpointError(
+            f"{path} has format version {found}, written by attn-only-lens "
+            f"{manifest.get('attn_only_lens')}; this one reads up to {FORMAT_VERSION}: upgrade "
+            "attn-only-lens"
+        )
+    if manifest.get("sha256") != _seal(manifest):
+        raise CheckpointError(f"{path} was changed after it was saved; save the model again")
+    return manifest
+
+
+def check_files(folder: Path, files: dict[str, dict[str, Any]]) -> None:
+    """Hold every file of a saved model against its fingerprint.
+
+    Raises:
+        CheckpointError: with everything that is missing, truncated or changed.
+    """
+    wrong = []
+    for name, expected in files.items():
+        path = folder / name
+        if not path.is_file():
+            wrong.append(f"{name} is missing")
+        elif path.stat().st_size != expected["bytes"]:
+            wrong.append(f"{name} has {path.stat().st_size} bytes; expected {expected['bytes']}")
+        elif _fingerprint(path) != expected:
+            wrong.append(f"{name} was changed after it was saved")
+    if wrong:
+        raise CheckpointError(f"{folder} is damaged: {'; '.join(wrong)}. Save the model again")

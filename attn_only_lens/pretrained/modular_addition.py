@@ -1,0 +1,61 @@
+"""Addition modulo 113 in one layer: the shipped model, and all inputs of its task.
+
+Its card lies beside its weights, in `data/modular_addition/README.md`.
+"""
+
+from importlib.resources import as_file, files
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+from transformer_lens import HookedTransformer
+
+from attn_only_lens.source_folder import load_source
+
+__all__ = ["MODULUS", "modular_addition", "modular_addition_tokens"]
+
+MODULUS = 113
+
+
+def modular_addition(
+    device: str | torch.device = "cpu", dtype: torch.dtype = torch.float32
+) -> HookedTransformer:
+    """A one-layer transformer that adds modulo 113.
+
+    Trained by `analyses/train_modular_addition.py` until it generalised, after Nanda et al.,
+    "Progress measures for grokking via mechanistic interpretability" (2023): d_model 128, 4 heads,
+    d_mlp 512, act silu, no normalisation, no biases. Reads (a, b, '='), answers at the last
+    position with logits over 113 numbers.
+
+    Args:
+        device: where to put it.
+        dtype: its floating-point type; it was trained in float32.
+
+    Returns:
+        A stock `HookedTransformer`, ready to convert.
+
+    Raises:
+        CheckpointError: the installed files are damaged.
+
+    Example:
+        >>> from attn_only_lens import pretrained
+        >>> model = pretrained.modular_addition()
+        >>> tokens = pretrained.modular_addition_tokens()
+        >>> answers = model(tokens)[:, -1].argmax(-1)
+        >>> bool((answers == (tokens[:, 0] + tokens[:, 1]) % 113).all())
+        True
+    """
+    with as_file(files("attn_only_lens.pretrained") / "data" / "modular_addition") as folder:
+        return load_source(folder, dtype=dtype, device=device)
+
+
+def modular_addition_tokens() -> Int[Tensor, "batch=12769 pos=3"]:
+    """Every input of the task: (a, b, '=') for all 113 * 113 pairs, a slowest.
+
+    Example:
+        >>> from attn_only_lens import pretrained
+        >>> pretrained.modular_addition_tokens()[114].tolist()
+        [1, 1, 113]
+    """
+    numbers = torch.arange(MODULUS)
+    return torch.cartesian_prod(numbers, numbers, torch.tensor([MODULUS]))

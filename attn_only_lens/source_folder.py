@@ -1,0 +1,90 @@
+"""A source model from a folder: `config.json`, `model.safetensors`, perhaps `tokenizer/`.
+
+`config.json` holds keyword arguments of `HookedTransformerConfig`, `model.safetensors` its state
+dict (masks and rotary tables, which TransformerLens computes, may be left out).
+"""
+
+import json
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from transformer_lens import HookedTransformer, HookedTransformerConfig
+from transformers import AutoTokenizer
+
+from attn_only_lens.errors import CheckpointError
+
+__all__ = ["CONFIG", "DTYPES", "TOKENIZER", "WEIGHTS", "dtype_named", "load_source", "quiet"]
+
+CONFIG, WEIGHTS, TOKENIZER = "config.json", "model.safetensors", "tokenizer"
+_COMPUTED = ("attn.mask", "attn.IGNORE", "attn.rotary_sin", "attn.rotary_cos")
+DTYPES = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+}
+
+
+def load_source(
+    folder: Path, *, dtype: str | torch.dtype = "float32", device: str | torch.device = "cpu"
+) -> HookedTransformer:
+    """Read a stock model from a folder, without pickle and without a network.
+
+    Raises:
+        CheckpointError: a file is missing or damaged, or the two do not belong together.
+    """
+    try:
+        config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+        state = load_file(folder / WEIGHTS)
+    except (OSError, ValueError, SafetensorError) as error:
+        raise CheckpointError(
+            f"{folder} does not hold a readable {CONFIG} and {WEIGHTS} ({error})"
+        ) from error
+    fields = config | {"device": str(device), "dtype": dtype_named(dtype), "init_weights": False}
+    try:
+        with quiet():
+            model = HookedTransformer(HookedTransformerConfig(**fields))
+    except (AssertionError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{folder / CONFIG} is not a model's: {error}") from error
+    expected = model.state_dict()
+    wrong = [
+        f"{name} is missing"
+        for name in expected
+        if name not in state and not name.endswith(_COMPUTED)
+    ]
+    wrong += [f"{name} is not known" for name in state if name not in expected]
+    wrong += [
+        f"{name} has shape {tuple(tensor.shape)}; expected {tuple(expected[name].shape)}"
+        for name, tensor in state.items()
+        if name in expected and tensor.shape != expected[name].shape
+    ]
+    if wrong:
+        raise CheckpointError(f"{folder / WEIGHTS} does not fit {CONFIG}: {'; '.join(wrong)}")
+    model.load_state_dict(state, strict=False)
+    if (folder / TOKENIZER).is_dir():
+        tokenizer = AutoTokenizer.from_pretrained(folder / TOKENIZER, local_files_only=True)
+        model.tokenizer = tokenizer
+    return model
+
+
+def dtype_named(dtype: str | torch.dtype) -> torch.dtype:
+    """A floating-point type by name.
+
+    Raises:
+        CheckpointError: it is none that models come in.
+    """
+    found = DTYPES.get(str(dtype).removeprefix("torch."))
+    if found is None:
+        raise CheckpointError(f"got dtype={dtype!r}; expected one of {', '.join(DTYPES)}")
+    return found
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Without TransformerLens' own deprecation warning, which our caller can do nothing about."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "HookedTransformer is deprecated", DeprecationWarning)
+        yield

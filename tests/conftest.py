@@ -1,0 +1,35 @@
+"""What every test has: a fixed seed, one thread, no network, and real weights where they lie."""
+
+import os
+
+os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported
+
+import socket
+from pathlib import Path
+
+import pytest
+import torch
+
+
+@pytest.fixture(autouse=True)
+def _deterministic():
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def _no_network(monkeypatch):
+    def refuse(self, address):
+        raise AssertionError(f"a test tried to connect to {address}")
+
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+
+
+@pytest.fixture(scope="session")
+def shared_models_dir():
+    """Real trained weights, made by others and no part of the project."""
+    default = Path(__file__).parents[2] / "shared" / "models"
+    folder = Path(os.environ.get("ATTN_ONLY_LENS_MODELS", default))
+    if not folder.is_dir():
+        pytest.skip("no real models: set ATTN_ONLY_LENS_MODELS to a folder that holds them")
+    return folder

@@ -1,0 +1,119 @@
+"""Small random models of every kind that can be converted: one table, used by all tests.
+
+Sizes are distinct primes (d_model is 2 * 13 where heads must divide it), so that no swapped axis
+can pass; every parameter is random, biases and norm weights too, so that none can be forgotten.
+"""
+
+import torch
+from transformer_lens import HookedTransformer, HookedTransformerConfig
+
+BATCH, POS, D_MLP, D_VOCAB, N_LAYERS = 2, 11, 37, 41, 3
+
+BASE = {
+    "n_layers": N_LAYERS,
+    "d_model": 26,
+    "n_heads": 2,
+    "d_head": 13,
+    "d_mlp": D_MLP,
+    "d_vocab": D_VOCAB,
+    "d_vocab_out": 43,
+    "n_ctx": 17,
+    "act_fn": "gelu",
+    "device": "cpu",
+}
+ROTARY = {"positional_embedding_type": "rotary", "rotary_dim": 6}
+GATED = {"gated_mlp": True, "act_fn": "silu"}
+RMS = {"normalization_type": "RMS"}
+
+FAMILIES: dict[str, dict] = {
+    # activations
+    "silu": {"act_fn": "silu"},
+    "gelu": {"act_fn": "gelu"},
+    "gelu_new": {"act_fn": "gelu_new"},
+    "gelu_fast": {"act_fn": "gelu_fast"},
+    "gelu_pytorch_tanh": {"act_fn": "gelu_pytorch_tanh"},
+    "relu": {"act_fn": "relu"},
+    "silu_gated": GATED,
+    "gelu_gated": GATED | {"act_fn": "gelu"},
+    "gelu_new_gated": GATED | {"act_fn": "gelu_new"},
+    "gelu_fast_gated": GATED | {"act_fn": "gelu_fast"},
+    "gelu_pytorch_tanh_gated": GATED | {"act_fn": "gelu_pytorch_tanh"},
+    "relu_gated": GATED | {"act_fn": "relu"},
+    # norms
+    "ln_pre": {"normalization_type": "LNPre"},
+    "rms": RMS,
+    "rms_pre": {"normalization_type": "RMSPre"},
+    "no_norm": {"normalization_type": None},
+    "final_rms": {"final_rms": True},
+    "post_norm": RMS | {"original_architecture": "Olmo2ForCausalLM"} | GATED,
+    "norms_before_and_after": RMS | GATED | {"use_normalization_before_and_after": True},
+    # positions
+    "rotary": ROTARY,
+    "rotary_adjacent": ROTARY | {"rotary_adjacent_pairs": True},
+    "alibi": {"positional_embedding_type": "alibi"},
+    "shortformer": {"positional_embedding_type": "shortformer"},
+    # attention
+    "grouped": {"n_heads": 6, "d_head": 5, "n_key_value_heads": 2},
+    "grouped_ungrouped": {
+        "n_heads": 6,
+        "d_head": 5,
+        "n_key_value_heads": 2,
+        "ungroup_grouped_query_attention": True,
+    },
+    "local": {
+        "use_local_attn": True,
+        "window_size": 3,
+        "attn_types": ["global", "local", "global"],
+    },
+    "soft_caps": {"attn_scores_soft_cap": 2.0, "output_logits_soft_cap": 3.0},
+    "qk_norm": RMS | {"use_qk_norm": True},
+    "sinks": {"use_attention_sinks": True},
+    "clip_qkv": {"clip_qkv": 0.3},
+    "inverse_layer": {"scale_attn_by_inverse_layer_idx": True},
+    "no_attn_scale": {"use_attn_scale": False},
+    "bidirectional": {"attention_dir": "bidirectional"},
+    # blocks
+    "parallel": {"parallel_attn_mlp": True},
+    "parallel_gated": {"parallel_attn_mlp": True} | GATED | RMS | ROTARY,
+    "llama": RMS | GATED | ROTARY | {"n_heads": 6, "d_head": 8, "n_key_value_heads": 2},
+    "gemma": RMS
+    | GATED
+    | ROTARY
+    | {
+        "act_fn": "gelu_pytorch_tanh",
+        "use_normalization_before_and_after": True,
+        "attn_scores_soft_cap": 5.0,
+        "output_logits_soft_cap": 7.0,
+        "use_local_attn": True,
+        "window_size": 5,
+        "attn_types": ["local", "global", "local"],
+    },
+}
+
+CORE = ("gelu", "llama", "parallel", "no_norm", "norms_before_and_after", "post_norm")
+"""One of each structure, for tests that would be slow over all of FAMILIES."""
+
+
+def build(name, dtype=torch.float64, scale=0.4, **changes):
+    """A model of the family, every parameter random."""
+    cfg = HookedTransformerConfig(**BASE | FAMILIES[name] | {"dtype": dtype} | changes)
+    model = HookedTransformer(cfg)
+    generator = torch.Generator().manual_seed(len(name))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            random = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+            parameter.copy_(random * scale)
+        for key, parameter in model.named_parameters():
+            if key.endswith(".w"):
+                parameter.add_(1.0)  # norm weights
+    return model
+
+
+def tokens(seed=0, batch=BATCH, pos=POS):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, D_VOCAB, (batch, pos), generator=generator)
+
+
+def relative(got, expected):
+    """Largest difference over the largest expected entry."""
+    return ((got - expected).abs().max() / expected.abs().max()).item()

@@ -1,0 +1,143 @@
+"""Conversion is exact: bitwise without hooks, to rounding with all of them, for every family."""
+
+import pytest
+import torch
+from models import CORE, FAMILIES, POS, build, relative, tokens
+from transformer_lens.utilities.activation_functions import SUPPORTED_ACTIVATIONS
+
+from attn_only_lens import GATES, convert, verify
+from attn_only_lens.tolerances import LOGIT_TOLERANCE
+
+HALF = [torch.bfloat16, torch.float16]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@torch.no_grad()
+def test_float64(name):
+    model = build(name)
+    converted = convert(model)
+    expected = model(tokens())
+    assert torch.equal(converted(tokens()), expected)
+    hooked, cache = converted.run_with_cache(tokens())
+    assert relative(hooked, expected) <= 1e-12
+    assert cache["pattern", 1].shape == (*tokens().shape[:1], 37, POS, 2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, *HALF])
+@pytest.mark.parametrize("name", FAMILIES)
+@torch.no_grad()
+def test_lower_precision(name, dtype):
+    model = build(name, dtype=dtype, scale=0.2)
+    converted = convert(model)
+    expected = model(tokens())
+    assert torch.equal(converted(tokens()), expected)
+    hooked, _ = converted.run_with_cache(tokens())
+    assert hooked.dtype == dtype
+    assert relative(hooked.double(), expected.double()) <= LOGIT_TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("point", ["q", "k", "v", "attn_scores", "pattern", "z", "result"])
+@pytest.mark.parametrize("name", CORE)
+@torch.no_grad()
+def test_each_hook_point_alone(name, point):
+    model = build(name)
+    converted = convert(model)
+    converted.set_use_attn_result(True)
+    names = [f"blocks.{block}.attn.hook_{point}" for block in (1, 3, 5)]
+    logits, cache = converted.run_with_cache(tokens(), names_filter=names)
+    assert list(cache) == names
+    assert relative(logits, model(tokens())) <= 1e-12
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_gradients(name):
+    model = build(name)
+    model.requires_grad_(True)
+    plain, hooked = convert(model, copy=True), convert(model, copy=True)
+    for net in (model, plain, hooked):
+        hooks = [(lambda name: True, lambda x, hook: None)] if net is hooked else []
+        net.run_with_hooks(tokens(), fwd_hooks=hooks).square().mean().backward()
+    expected = {n: p.grad for n, p in model.named_parameters()}
+    largest = max(grad.abs().max() for grad in expected.values() if grad is not None)
+    # Parallel halves sum their gradients in another order than the source does.
+    silent = 1e-12 if model.cfg.parallel_attn_mlp else 0.0
+    for net, tolerance in ((plain, silent), (hooked, 1e-11)):
+        grads = [p.grad for p in net.parameters()]
+        assert len(grads) == len(expected)
+        for ours, (key, theirs) in _matched(net, expected):
+            if theirs is None:
+                assert ours is None
+                continue
+            assert ours.shape == theirs.shape, key
+            if tolerance == 0.0:
+                assert torch.equal(ours, theirs), key
+            else:
+                # A key bias has no gradient but rounding noise: judged against the others'.
+                scale = max(theirs.abs().max(), 1e-4 * largest)
+                assert (ours - theirs).abs().max() <= tolerance * scale, key
+
+
+def _matched(net, expected):
+    """The source's name of every parameter of a converted model."""
+    for name, parameter in net.named_parameters():
+        parts = name.split(".")
+        if parts[0] == "blocks":
+            block = int(parts[1])
+            parts[1] = str(block // 2)
+            if block % 2:
+                parts[2] = {"attn": "mlp", "ln1": "ln2", "ln1_post": "ln2_post"}[parts[2]]
+        key = ".".join(parts)
+        yield parameter.grad, (key, expected[key])
+
+
+@torch.no_grad()
+def test_quick_gelu_where_a_config_can_express_it(monkeypatch):
+    monkeypatch.setitem(SUPPORTED_ACTIVATIONS, "quick_gelu", lambda x: x * torch.sigmoid(1.702 * x))
+    model = build("gelu", act_fn="quick_gelu")
+    report = verify(model, convert(model), tokens())
+    assert report.ok, report
+
+
+def test_relative_positions_do_not_run_in_the_source():
+    """HookedTransformer itself refuses them, so there is nothing to convert."""
+    model = build("gelu", positional_embedding_type="relative_positional_bias")
+    with pytest.raises(ValueError, match="positional_embedding_type"):
+        model(tokens())
+
+
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("act_fn", sorted(set(GATES) - {"quick_gelu"}))
+@pytest.mark.parametrize("dtype", HALF)
+@torch.no_grad()
+def test_no_nan_where_the_source_has_none(dtype, act_fn, gated):
+    """Pre-activations from tiny to overflowing, through every hook."""
+    model = build("silu_gated" if gated else "silu", dtype=dtype, act_fn=act_fn)
+    mlp = model.blocks[1].mlp
+    x = torch.zeros(1, 7, 26, dtype=dtype)
+    x[0, :, 0] = torch.tensor([0.0, 1.0, -12.0, 100.0, -100.0, 3e4, -3e4], dtype=dtype)
+    (mlp.W_gate if gated else mlp.W_in).data[0] = 2.0
+    if gated:
+        mlp.W_in.data[0] = 1.0
+    expected = mlp(x)
+    attn = convert(model).blocks[3].attn
+    handles = [
+        point.register_forward_hook(lambda *_: None)
+        for name, point in attn.named_children()
+        if name.startswith("hook_")
+    ]
+    got = attn(x)
+    assert handles
+    assert not (got.isnan() & ~expected.isnan()).any()
+    usual = expected.isfinite() & (expected.abs() < 1e3)
+    difference = (got.double() - expected.double())[usual].abs().max()
+    scale = expected.double()[usual].abs().max()
+    assert difference <= LOGIT_TOLERANCE[dtype] * scale
+
+
+def test_the_control_fails():
+    """A gate of another activation is far outside the bounds used above."""
+    model = build("gelu")
+    converted = convert(model)
+    converted.cfg.act_fn = "gelu_new"
+    hooked, _ = converted.run_with_cache(tokens())
+    assert relative(hooked, model(tokens())) > 1e-6
