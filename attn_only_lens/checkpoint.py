@@ -22,6 +22,7 @@ from transformers import AutoTokenizer
 
 from attn_only_lens.convert import convert
 from attn_only_lens.errors import CheckpointError, UnsupportedModelError
+from attn_only_lens.files import flush
 from attn_only_lens.heads import AttentionOnlyTransformer
 from attn_only_lens.manifest import MANIFEST, check_files, describe, read_manifest
 from attn_only_lens.source_folder import TOKENIZER, WEIGHTS, dtype_named, quiet
@@ -74,13 +75,17 @@ def save(
         new = Path(scratch) / "new"
         new.mkdir()
         tensors = _own_tensors(model)
+        (new / WEIGHTS).touch()
+        mode = (new / WEIGHTS).stat().st_mode  # safetensors would write for the owner alone
         save_file({name: t.contiguous() for name, t in tensors.items()}, new / WEIGHTS)
+        (new / WEIGHTS).chmod(mode)
         if model.tokenizer is not None:
             model.tokenizer.save_pretrained(new / TOKENIZER)
         manifest = describe(model, source_name, new)
         (new / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
         for path in new.rglob("*"):
-            _flush(path)
+            if path.is_file():
+                flush(path)
         if folder.exists():
             # Two renames: what is interrupted between them leaves the old save in the scratch
             # folder, which is then put back.
@@ -150,13 +155,6 @@ def _own_tensors(model: nn.Module) -> dict[str, Tensor]:
         name: tensor.detach()
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]
     }
-
-
-def _flush(path: Path) -> None:
-    """Have the operating system write a file out before it is moved into place."""
-    if path.is_file():
-        with path.open("rb") as file:
-            os.fsync(file.fileno())
 
 
 def _skeleton(config: dict[str, Any]) -> AttentionOnlyTransformer:

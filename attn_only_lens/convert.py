@@ -63,7 +63,9 @@ def convert(model: HookedTransformer, *, copy: bool = False) -> AttentionOnlyTra
         neuron_cfg = BlockConfig(cfg, neurons_block(layer))
         neurons = NeuronBlock(block, neuron_cfg, attention if parallel else None)
         blocks += [attention, neurons.train(block.training)]
-    return assemble(parts, TypedModuleList(blocks))
+    block_list = TypedModuleList(blocks)
+    block_list.training = model.blocks.training
+    return assemble(parts, block_list)
 
 
 def _clone(model: HookedTransformer, cfg: Any, *, copy_weights: bool) -> dict[str, Any]:
@@ -82,7 +84,7 @@ def _clone(model: HookedTransformer, cfg: Any, *, copy_weights: bool) -> dict[st
         )
     for module in model.modules():
         if isinstance(module, HookPoint):
-            memo[id(module)] = HookPoint()
+            memo[id(module)] = HookPoint().train(module.training)
     for shared in (model.tokenizer, model.dataset):
         memo[id(shared)] = shared
     unneeded: dict[str, Any] = {"mod_dict": {}, "hook_dict": {}}  # `setup` makes them anew

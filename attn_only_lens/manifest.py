@@ -17,6 +17,7 @@ __all__ = ["MANIFEST", "check_files", "describe", "read_manifest"]
 MANIFEST = "attn_only_lens.json"
 FORMAT = "attn_only_lens"
 FORMAT_VERSION = 1
+GATE = "exact"
 
 
 def _ties(model: nn.Module) -> dict[str, str]:
@@ -41,7 +42,7 @@ def describe(
         "attn_only_lens": version("attn-only-lens"),
         "transformer_lens": version("transformer-lens"),
         "source_name": source.model_name if source_name is None else source_name,
-        "gate": "exact",
+        "gate": GATE,
         "config": config,
         "tied": _ties(model),
         "frozen": [name for name, p in model.named_parameters() if not p.requires_grad],
@@ -104,6 +105,11 @@ def read_manifest(folder: Path) -> dict[str, Any]:
             f"{path} has format version {found}, written by attn-only-lens "
             f"{manifest.get('attn_only_lens')}; this one reads up to {FORMAT_VERSION}: upgrade "
             "attn-only-lens"
+        )
+    if manifest.get("gate") != GATE:
+        raise CheckpointError(
+            f"{path} holds a model with gate {manifest.get('gate')!r}; this version knows "
+            f"{GATE!r}: upgrade attn-only-lens"
         )
     if manifest.get("sha256") != _seal(manifest):
         raise CheckpointError(f"{path} was changed after it was saved; save the model again")

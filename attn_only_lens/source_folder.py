@@ -66,7 +66,7 @@ def load_source(
     model.load_state_dict(state, strict=False)
     if (folder / TOKENIZER).is_dir():
         tokenizer = AutoTokenizer.from_pretrained(folder / TOKENIZER, local_files_only=True)
-        model.tokenizer = tokenizer
+        model.set_tokenizer(tokenizer)
     return model
 
 

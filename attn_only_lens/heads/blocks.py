@@ -43,7 +43,7 @@ class AttentionBlock(TransformerBlock):
             for name, module in source._modules.items()
             if name not in ("mlp", "ln2", "ln2_post", "hook_resid_mid", "hook_mlp_in")
         }
-        block.ln2 = nn.Identity()
+        block.ln2 = nn.Identity().train(source.training)
         block.cfg = cfg
         block.attn.cfg = cfg  # type: ignore[assignment]
         block._parallel = parallel

@@ -1,0 +1,260 @@
+"""What is saved comes back bit for bit; what is damaged is refused, and says how."""
+
+import json
+import os
+
+import pytest
+import torch
+from models import build, tokens
+from safetensors.torch import load_file, save_file
+from tiny_tokenizer import tiny_tokenizer
+from torch import nn
+
+import attn_only_lens.checkpoint as checkpoint
+from attn_only_lens import CheckpointError, convert, load, save
+from attn_only_lens.manifest import FORMAT_VERSION, MANIFEST, _seal
+
+KINDS = ("gelu", "llama", "ln_pre", "relu", "local", "alibi", "parallel", "gemma", "post_norm")
+
+
+def same(a, b):
+    state, other = a.state_dict(), b.state_dict()
+    assert list(state) == list(other)
+    assert all(torch.equal(state[key], other[key]) for key in state)
+    logits, cache = a.run_with_cache(tokens())
+    again, cached = b.run_with_cache(tokens())
+    assert torch.equal(logits, again)
+    assert list(cache) == list(cached)
+    assert all(torch.equal(cache[key], cached[key]) for key in cache.keys())  # noqa: SIM118
+    mine, theirs = (vars(model.source_cfg) for model in (a, b))
+    assert {k: v for k, v in mine.items() if k != "device"} == {
+        k: v for k, v in theirs.items() if k != "device"
+    }
+
+
+@pytest.mark.parametrize("name", KINDS)
+@torch.no_grad()
+def test_round_trip(name, tmp_path):
+    model = convert(build(name, seed=5))
+    model.set_use_attn_result(True)
+    random = torch.get_rng_state()
+    loaded = load(save(model, tmp_path / "saved"))
+    assert torch.equal(torch.get_rng_state(), random)
+    same(model, loaded)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@torch.no_grad()
+def test_dtypes(dtype, tmp_path):
+    model = convert(build("llama", dtype=dtype))
+    same(model, load(save(model, tmp_path / "saved")))
+    wide = load(tmp_path / "saved", dtype="float64")
+    assert torch.equal(wide(tokens()), model.to(torch.float64, print_details=False)(tokens()))
+
+
+@torch.no_grad()
+def test_ties_frozen_parameters_and_mode(tmp_path):
+    model = build("gelu")
+    model.blocks[0].mlp.b_out = model.blocks[1].mlp.b_out
+    model.blocks[2].mlp.W_in.requires_grad_(False)
+    model.eval()
+    converted = convert(model)
+    loaded = load(save(converted, tmp_path / "saved"))
+    same(converted, loaded)
+    assert loaded.blocks[1].attn.b_out is loaded.blocks[3].attn.b_out
+    assert not loaded.blocks[5].attn.W_in.requires_grad
+    assert loaded.blocks[3].attn.W_in.requires_grad
+    assert not loaded.training
+
+
+@torch.no_grad()
+def test_what_is_saved_is_the_model_as_it_is_now(tmp_path):
+    converted = convert(build("gelu"), copy=True)
+    converted.blocks[3].attn.W_out.data[29] = 0.0
+    loaded = load(save(converted, tmp_path / "saved"))
+    same(converted, loaded)
+    assert loaded.blocks[3].attn.W_out[29].abs().max() == 0
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@torch.no_grad()
+def test_tokenizer_comes_along(side, tmp_path):
+    source = build("gelu", d_vocab_out=41)
+    source.set_tokenizer(tiny_tokenizer(41, tmp_path / "tokenizer"), default_padding_side=side)
+    model = convert(source)
+    loaded = load(save(model, tmp_path / "saved"))
+    texts = ["w3 w5", "w7", "w11 w2 w2 w13"]
+    assert torch.equal(loaded.to_tokens(texts), source.to_tokens(texts))
+    assert torch.equal(loaded(texts), source(texts))
+    assert loaded.tokenizer.padding_side == side
+    written = model.generate("w3 w5", max_new_tokens=7, do_sample=False, verbose=False)
+    assert loaded.generate("w3 w5", max_new_tokens=7, do_sample=False, verbose=False) == written
+
+
+def test_nothing_is_unpickled(tmp_path, monkeypatch):
+    import pickle
+
+    def refuse(*args, **kwargs):
+        raise AssertionError("a pickle was read")
+
+    save(convert(build("gelu")), tmp_path / "saved")
+    for name in ("load", "loads", "Unpickler"):
+        monkeypatch.setattr(pickle, name, refuse)
+    load(tmp_path / "saved")
+
+
+@pytest.mark.parametrize("failing", ["save_file", "describe"])
+def test_interrupted_save_leaves_the_old_one(failing, tmp_path, monkeypatch):
+    old = convert(build("gelu"))
+    save(old, tmp_path / "saved")
+
+    def interrupt(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(checkpoint, failing, interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        save(convert(build("llama")), tmp_path / "saved")
+    assert [path.name for path in tmp_path.iterdir()] == ["saved"]
+    same(old, load(tmp_path / "saved"))
+
+
+def test_failure_between_the_two_moves_puts_the_old_one_back(tmp_path, monkeypatch):
+    old = convert(build("gelu"))
+    save(old, tmp_path / "saved")
+    replace, calls = os.replace, []
+
+    def second_fails(a, b):
+        calls.append(a)
+        if len(calls) == 2:
+            raise OSError("disk full")
+        replace(a, b)
+
+    monkeypatch.setattr(os, "replace", second_fails)
+    with pytest.raises(OSError, match="disk full"):
+        save(convert(build("llama")), tmp_path / "saved")
+    monkeypatch.undo()
+    assert [path.name for path in tmp_path.iterdir()] == ["saved"]
+    same(old, load(tmp_path / "saved"))
+
+
+def test_saving_over_an_older_save(tmp_path):
+    save(convert(build("llama")), tmp_path / "saved")
+    model = convert(build("gelu"))
+    same(model, load(save(model, tmp_path / "saved")))
+
+
+def test_what_is_not_ours_is_not_overwritten(tmp_path):
+    (tmp_path / "thesis.tex").write_text("years of work")
+    with pytest.raises(CheckpointError, match="is not a saved model"):
+        save(convert(build("gelu")), tmp_path)
+    assert (tmp_path / "thesis.tex").read_text() == "years of work"
+
+
+@pytest.mark.parametrize("make", [lambda: build("gelu"), lambda: nn.Linear(2, 3)])
+def test_only_converted_models_are_saved(make, tmp_path):
+    with pytest.raises(CheckpointError, match=r"expected what attn_only_lens\.convert"):
+        save(make(), tmp_path / "saved")
+    assert not list(tmp_path.iterdir())
+
+
+def edit_manifest(folder, sealed=True, **changes):
+    path = folder / MANIFEST
+    manifest = json.loads(path.read_text()) | changes
+    if sealed:
+        manifest["sha256"] = _seal(manifest)
+    path.write_text(json.dumps(manifest))
+
+
+def flip_a_byte(folder):
+    data = bytearray((folder / "model.safetensors").read_bytes())
+    data[-7] ^= 1
+    (folder / "model.safetensors").write_bytes(data)
+
+
+def truncate(folder):
+    data = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(data[:-5])
+
+
+def other_sizes(folder):
+    config = json.loads((folder / MANIFEST).read_text())["config"]
+    edit_manifest(folder, config=config | {"d_mlp": 53})
+
+
+def unknown_field(folder):
+    config = json.loads((folder / MANIFEST).read_text())["config"]
+    edit_manifest(folder, config=config | {"warp_drive": True})
+
+
+def unknown_activation(folder):
+    config = json.loads((folder / MANIFEST).read_text())["config"]
+    edit_manifest(folder, config=config | {"act_fn": "solu"})
+
+
+def tensors_exchanged(folder):
+    found = load_file(folder / "model.safetensors")
+    found["blocks.9.attn.W_in"] = found.pop("blocks.1.attn.W_in")
+    save_file(found, folder / "model.safetensors")
+    from attn_only_lens.manifest import _fingerprint
+
+    edit_manifest(folder, files={"model.safetensors": _fingerprint(folder / "model.safetensors")})
+
+
+DAMAGE = {
+    "one bit": (flip_a_byte, "model.safetensors was changed after it was saved"),
+    "truncated": (truncate, r"model.safetensors has \d+ bytes; expected \d+"),
+    "no weights": (lambda f: (f / "model.safetensors").unlink(), "model.safetensors is missing"),
+    "no manifest": (lambda f: (f / MANIFEST).unlink(), f"{MANIFEST} is missing"),
+    "not json": (lambda f: (f / MANIFEST).write_text("{"), "cannot be read"),
+    "not ours": (lambda f: (f / MANIFEST).write_text("{}"), "is not a manifest"),
+    "newer": (
+        lambda f: edit_manifest(f, format_version=FORMAT_VERSION + 1),
+        f"format version {FORMAT_VERSION + 1}.*upgrade",
+    ),
+    "edited": (lambda f: edit_manifest(f, sealed=False, source_name="x"), "was changed after"),
+    "other gate": (lambda f: edit_manifest(f, gate="other"), "gate 'other'"),
+    "other sizes": (other_sizes, r"W_in has shape \(26, 37\); expected \(26, 53\)"),
+    "unknown field": (unknown_field, "warp_drive"),
+    "unknown activation": (unknown_activation, "solu"),
+    "tensors exchanged": (
+        tensors_exchanged,
+        r"blocks\.1\.attn\.W_in is missing; blocks\.9\.attn\.W_in is not known",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", DAMAGE)
+def test_damage_is_refused(case, tmp_path):
+    folder = save(convert(build("gelu")), tmp_path / "saved")
+    damage, message = DAMAGE[case]
+    damage(folder)
+    with pytest.raises(CheckpointError, match=message):
+        load(folder)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"dtype": "int8"}, "expected one of float64"),
+        ({"dtype": torch.int64}, "expected one of float64"),
+        ({"device": "abacus"}, "got device='abacus'"),
+    ],
+)
+def test_unknown_device_or_dtype(arguments, message, tmp_path):
+    folder = save(convert(build("gelu")), tmp_path / "saved")
+    with pytest.raises(CheckpointError, match=message):
+        load(folder, **arguments)
+
+
+def test_missing_folder(tmp_path):
+    with pytest.raises(CheckpointError, match="no saved model in"):
+        load(tmp_path / "nowhere")
+
+
+def test_files_can_be_shared(tmp_path):
+    """Readable by whoever the umask lets read, though safetensors writes for its owner alone."""
+    folder = save(convert(build("gelu")), tmp_path / "saved")
+    plain = tmp_path / "plain"
+    plain.write_text("")
+    for path in (folder / "model.safetensors", folder / MANIFEST):
+        assert path.stat().st_mode & 0o777 == plain.stat().st_mode & 0o777

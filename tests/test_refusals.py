@@ -1,0 +1,99 @@
+"""What cannot be converted exactly is refused, with all reasons at once, and left as it was."""
+
+import pytest
+import torch
+from models import BASE, build, tokens
+from torch import nn
+from transformer_lens import HookedTransformer, HookedTransformerConfig
+
+from attn_only_lens import UnsupportedModelError, convert
+
+
+def stock(**changes):
+    return HookedTransformer(HookedTransformerConfig(**BASE | changes))
+
+
+def with_foreign_mlp():
+    model = stock()
+    model.blocks[1].mlp = nn.Identity()
+    return model
+
+
+def with_swapped_activation():
+    model = stock()
+    model.blocks[2].mlp.act_fn = torch.nn.functional.silu
+    return model
+
+
+def with_hook():
+    model = stock()
+    model.add_hook("blocks.0.hook_resid_pre", lambda x, hook: x, is_permanent=True)
+    return model
+
+
+def quantized():
+    model = stock()
+    model.cfg.load_in_4bit = True
+    return model
+
+
+def spread_over_devices():
+    model = stock()
+    model.cfg.n_devices = 2
+    return model
+
+
+class Subclass(HookedTransformer):
+    pass
+
+
+REFUSED = {
+    "solu": (lambda: stock(act_fn="solu"), "act_fn is 'solu'"),
+    "solu_ln": (lambda: stock(act_fn="solu_ln"), "act_fn is 'solu_ln'"),
+    "relu2": (lambda: stock(act_fn="relu2"), "act_fn is 'relu2'"),
+    "xielu": (lambda: stock(act_fn="xielu"), "act_fn is 'xielu'"),
+    "moe": (
+        lambda: stock(num_experts=3, experts_per_token=2, gated_mlp=True, act_fn="silu"),
+        "mixture of 3 experts",
+    ),
+    "4-bit": (quantized, "quantized"),
+    "attention-only": (lambda: stock(attn_only=True), "attention-only already"),
+    "converted": (lambda: convert(stock()), "attention-only already"),
+    "subclass": (lambda: Subclass(HookedTransformerConfig(**BASE)), "Subclass"),
+    "foreign mlp": (with_foreign_mlp, "layer 1: its mlp is a Identity"),
+    "swapped activation": (with_swapped_activation, "layer 2: its act_fn is not gelu"),
+    "hooks": (with_hook, "blocks.0.hook_resid_pre"),
+    "devices": (spread_over_devices, "2 devices"),
+    "no model": (lambda: nn.Linear(2, 3), "expected a transformer_lens.HookedTransformer"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refused_and_untouched(case):
+    make, reason = REFUSED[case]
+    model = make()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    modules = [(name, type(module)) for name, module in model.named_modules()]
+    with pytest.raises(UnsupportedModelError, match=reason):
+        convert(model)
+    assert [(name, type(module)) for name, module in model.named_modules()] == modules
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, before[name])
+
+
+def test_all_reasons_in_one_error():
+    model = stock(act_fn="solu")
+    model.cfg.load_in_4bit = True
+    model.cfg.n_devices = 3
+    model.add_hook("hook_embed", lambda x, hook: x)
+    with pytest.raises(UnsupportedModelError) as caught:
+        convert(model)
+    assert len(caught.value.reasons) == 4
+    for part in ("solu", "quantized", "3 devices", "hook_embed"):
+        assert part in str(caught.value)
+
+
+def test_the_control_is_accepted():
+    """What the cases above differ from by one thing each can be converted."""
+    model = build("gelu")
+    assert convert(model)(tokens()).shape == (2, 11, 43)
