@@ -1,0 +1,320 @@
+"""ActivationCache on a converted model: every component right, and under its right name."""
+
+import pytest
+import torch
+from models import CORE, build, relative, tokens
+from transformer_lens import ActivationCache
+
+from attn_only_lens import AttentionOnlyCache, UnknownHeadError, UnsupportedCallError, convert
+
+EXACT = 1e-11
+N_LAYERS = 3
+READS_STREAM = [name for name in CORE if name not in ("post_norm", "no_norm")]
+
+
+@pytest.fixture(params=CORE)
+def pair(request):
+    """(name, source cache, converted cache) of the same input."""
+    model = build(request.param)
+    with torch.no_grad():
+        _, source = model.run_with_cache(tokens())
+        _, converted = convert(model).run_with_cache(tokens())
+    return request.param, source, converted
+
+
+def agree(ours, theirs, labels=None):
+    (a, mine), (b, names) = ours, theirs
+    assert mine == (names if labels is None else labels)
+    assert len(a) == len(mine)
+    torch.testing.assert_close(a, b, rtol=EXACT, atol=EXACT * b.abs().max().item())
+
+
+def sum_is_stream(stack, cache, block):
+    end = cache["resid_post", block - 1] if block else cache["resid_pre", 0]
+    assert relative(stack.sum(0), end) <= EXACT
+
+
+def test_accumulated_resid(pair):
+    name, source, cache = pair
+    if name != "parallel":
+        ours = cache.accumulated_resid(incl_mid=True, return_labels=True)
+        agree(ours, source.accumulated_resid(incl_mid=True, return_labels=True))
+    agree(cache.accumulated_resid(return_labels=True), source.accumulated_resid(return_labels=True))
+    labels = cache.accumulated_resid(layer=3, return_labels=True)[1]
+    assert labels == ["0_pre", "1_pre", "1_mid"]
+
+
+def test_accumulated_resid_with_norm(pair):
+    name, source, cache = pair
+    if name == "no_norm":
+        return
+    ours = cache.accumulated_resid(apply_ln=True, return_labels=True, pos_slice=-1)
+    agree(ours, source.accumulated_resid(apply_ln=True, return_labels=True, pos_slice=-1))
+
+
+@pytest.mark.parametrize("mode", ["all", "attn", "mlp"])
+def test_decompose_resid(pair, mode):
+    _, source, cache = pair
+    agree(
+        cache.decompose_resid(mode=mode, return_labels=True),
+        source.decompose_resid(mode=mode, return_labels=True),
+    )
+    agree(
+        cache.decompose_resid(layer=4, mode=mode, return_labels=True, pos_slice=(1, 5)),
+        source.decompose_resid(layer=2, mode=mode, return_labels=True, pos_slice=(1, 5)),
+    )
+
+
+def test_decompose_resid_before_neurons(pair):
+    name, source, cache = pair
+    ours = cache.decompose_resid(layer=3, return_labels=True)
+    if name != "parallel":
+        agree(ours, source.decompose_resid(layer=1, mlp_input=True, return_labels=True))
+    sum_is_stream(ours[0], cache, 3)
+
+
+@pytest.mark.parametrize("name", READS_STREAM)
+@torch.no_grad()
+def test_norm_at_a_middle_block(name):
+    model = build(name)
+    _, source = model.run_with_cache(tokens())
+    _, cache = convert(model).run_with_cache(tokens())
+    agree(
+        cache.decompose_resid(layer=4, apply_ln=True, return_labels=True),
+        source.decompose_resid(layer=2, apply_ln=True, return_labels=True),
+    )
+    if name == "parallel":
+        with pytest.raises(UnsupportedCallError, match="parallel"):
+            cache.decompose_resid(layer=3, apply_ln=True)
+    else:
+        agree(
+            cache.decompose_resid(layer=3, apply_ln=True, return_labels=True),
+            source.decompose_resid(layer=1, mlp_input=True, apply_ln=True, return_labels=True),
+        )
+
+
+def test_post_norm_is_not_applied_to_the_stream():
+    _, cache = convert(build("post_norm")).run_with_cache(tokens())
+    with pytest.raises(UnsupportedCallError, match="normalises what a block writes"):
+        cache.decompose_resid(layer=2, apply_ln=True)
+
+
+def test_stack_head_results(pair):
+    _, source, cache = pair
+    stack, labels = cache.stack_head_results(return_labels=True)
+    assert labels == cache.model.all_head_labels()
+    assert len(stack) == len(labels)
+    heads = source.stack_head_results(return_labels=True)
+    rows = [i for i, label in enumerate(labels) if "H" in label]
+    agree((stack[rows], [labels[i] for i in rows]), heads)
+    for label in ("L0N0", "L1N29", "L2N36"):
+        layer, neuron = int(label[1]), int(label[3:])
+        mlp = source.model.blocks[layer].mlp
+        post = source["post", layer][..., neuron]
+        if source.model.cfg.gated_mlp:
+            post = post - mlp.b_in[neuron]
+        written = post[..., None] * mlp.W_out[neuron]
+        torch.testing.assert_close(stack[labels.index(label)], written, rtol=EXACT, atol=EXACT)
+    with_rest, names = cache.stack_head_results(
+        layer=3, incl_remainder=True, return_labels=True, pos_slice=4
+    )
+    assert names[-1] == "remainder"
+    assert relative(with_rest.sum(0), cache["resid_post", 2][:, 4]) <= EXACT
+
+
+def test_head_results_are_the_same_from_the_hook(pair):
+    _, _, cache = pair
+    converted = cache.model
+    converted.set_use_attn_result(True)
+    with torch.no_grad():
+        _, hooked = converted.run_with_cache(tokens())
+    assert "blocks.1.attn.hook_result" in hooked.cache_dict
+    expected = cache.stack_head_results()
+    torch.testing.assert_close(hooked.stack_head_results(), expected, rtol=EXACT, atol=EXACT)
+    cache.compute_head_results()
+    torch.testing.assert_close(cache["result", 3], hooked["result", 3], rtol=EXACT, atol=EXACT)
+
+
+def neurons_of_source(source, **options):
+    """Stacked results of the source, b_in of a gated MLP taken out: it is nobody's attention."""
+    source = ActivationCache(dict(source.cache_dict), source.model)
+    if source.model.cfg.gated_mlp:
+        for layer, block in enumerate(source.model.blocks):
+            key = f"blocks.{layer}.mlp.hook_post"
+            source.cache_dict[key] = source.cache_dict[key] - block.mlp.b_in
+    return source.stack_neuron_results(layer=-1, return_labels=True, **options)
+
+
+PROJECTION = torch.linspace(-1, 2, 26 * 5, dtype=torch.float64).reshape(26, 5)
+OPTIONS = [
+    {},
+    {"pos_slice": 3},
+    {"neuron_slice": (5, 12)},
+    {"neuron_slice": [3, 31]},
+    {"incl_remainder": True},
+    {"project_output_onto": PROJECTION},
+    {"project_output_onto": PROJECTION[:, 2], "pos_slice": (2, 7)},
+    {"apply_ln": True},
+    {"apply_ln": True, "project_output_onto": PROJECTION, "incl_remainder": True},
+    {"apply_ln": True, "project_output_onto": PROJECTION[:, 1], "pos_slice": -1},
+]
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+def test_stack_neuron_results(pair, options):
+    name, source, cache = pair
+    if name == "no_norm" and options.get("apply_ln") and "project_output_onto" in options:
+        # TransformerLens looks for the scale of a norm that is not there.
+        options = options | {"apply_ln": False}
+    ours = cache.stack_neuron_results(layer=-1, return_labels=True, **options)
+    agree(ours, neurons_of_source(source, **options))
+
+
+def test_one_neuron_keeps_its_axis(pair):
+    _, _, cache = pair
+    stack, labels = cache.stack_neuron_results(layer=4, neuron_slice=7, return_labels=True)
+    assert labels == ["L0N7", "L1N7"]
+    assert stack.shape[0] == 2
+
+
+def test_get_neuron_results(pair):
+    _, _, cache = pair
+    got = cache.get_neuron_results(3, neuron_slice=(2, 9), pos_slice=5)
+    W_out = cache.model.blocks[3].attn.W_out
+    expected = torch.einsum("bn,nd->bnd", cache["z", 3][:, 5, 2:9, 0], W_out[2:9])
+    torch.testing.assert_close(got, expected)
+    for wrong in (2, 6, -1):
+        with pytest.raises(UnsupportedCallError, match="expected a neuron block"):
+            cache.get_neuron_results(wrong)
+
+
+@pytest.mark.parametrize("expand", [True, False])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"pos_slice": 2},
+        {"project_output_onto": PROJECTION},
+        {"apply_ln": True},
+        {"apply_ln": True, "project_output_onto": PROJECTION[:, 3]},
+    ],
+)
+def test_get_full_resid_decomposition(pair, expand, options):
+    name, source, cache = pair
+    if name == "no_norm":
+        options = {k: v for k, v in options.items() if k != "apply_ln"}
+    ours, mine = cache.get_full_resid_decomposition(
+        expand_neurons=expand, return_labels=True, **options
+    )
+    torch.set_default_dtype(torch.float64)  # TransformerLens sums biases in the default dtype
+    try:
+        theirs, labels = source.get_full_resid_decomposition(
+            expand_neurons=expand, return_labels=True, **options
+        )
+    finally:
+        torch.set_default_dtype(torch.float32)
+    if source.model.cfg.gated_mlp and expand:
+        # Ours counts a gated MLP's b_in @ W_out as bias, theirs spreads it over the neurons.
+        assert mine == labels
+        rest = [i for i, label in enumerate(labels) if "N" not in label and label != "bias"]
+        agree((ours[rest], [labels[i] for i in rest]), (theirs[rest], [labels[i] for i in rest]))
+        torch.testing.assert_close(ours.sum(0), theirs.sum(0), rtol=EXACT, atol=1e-9)
+    else:
+        agree((ours, mine), (theirs, labels))
+
+
+@pytest.mark.parametrize("block", range(2 * N_LAYERS + 1))
+@pytest.mark.parametrize("expand", [True, False])
+def test_a_decomposition_sums_to_the_stream(pair, block, expand):
+    name, _, cache = pair
+    if name in ("norms_before_and_after", "post_norm"):
+        return  # what a head writes is normed on its way; TransformerLens' parts do not sum either
+    stack = cache.get_full_resid_decomposition(layer=block, expand_neurons=expand)
+    sum_is_stream(stack, cache, block)
+
+
+@torch.no_grad()
+def test_shortformer_positions_are_not_in_the_stream():
+    _, cache = convert(build("shortformer")).run_with_cache(tokens())
+    stack, labels = cache.get_full_resid_decomposition(return_labels=True)
+    assert "pos_embed" not in labels
+    sum_is_stream(stack, cache, 6)
+
+
+def test_logit_attrs(pair):
+    name, source, cache = pair
+    if name == "no_norm":
+        return
+    ours = cache.logit_attrs(cache.decompose_resid(), tokens=7, incorrect_tokens=11)
+    theirs = source.logit_attrs(source.decompose_resid(), tokens=7, incorrect_tokens=11)
+    torch.testing.assert_close(ours, theirs, rtol=EXACT, atol=1e-9)
+
+
+def test_stack_activation(pair):
+    _, _, cache = pair
+    stack = cache.stack_activation("attn_out")
+    assert len(stack) == 6
+    assert torch.equal(stack[4], cache["attn_out", 4])
+    with pytest.raises(UnsupportedCallError, match="Stack one kind"):
+        cache.stack_activation("pattern")
+
+
+def test_keys(pair):
+    _, _, cache = pair
+    assert torch.equal(cache["pattern", 3], cache["blocks.3.attn.hook_pattern"])
+    assert torch.equal(cache["pattern3"], cache["pattern", -3])
+    assert cache["q", 1].shape == (2, 11, 37, 1)
+    assert torch.equal(cache["embed"], cache["hook_embed"])
+    for gone in (("pre", 1), ("post", 1, "mlp"), ("mlp_out", 1), ("resid_mid", 0), "post3"):
+        with pytest.raises(UnsupportedCallError, match="block 2l"):
+            cache[gone]
+    with pytest.raises(KeyError):
+        cache["no_such_thing", 1]
+    assert len(cache) == len(list(cache.keys())) == len(list(cache.values())) == len(list(cache))
+
+
+def test_slices_and_copies_stay_caches_of_a_converted_model(pair):
+    _, _, cache = pair
+    one = cache.apply_slice_to_batch_dim(1)
+    assert isinstance(one, AttentionOnlyCache)
+    assert torch.equal(one["z", 3], cache["z", 3][1])
+    pattern = one.model.neuron_pattern(one, "L1N5")
+    assert torch.equal(pattern, cache["pattern", 3][1, 5])
+    assert isinstance(cache.to("cpu"), AttentionOnlyCache)
+    assert isinstance(one.remove_batch_dim(), AttentionOnlyCache)
+
+
+def test_mlp_input_is_refused_by_name(pair):
+    _, _, cache = pair
+    for method in ("accumulated_resid", "decompose_resid", "get_full_resid_decomposition"):
+        with pytest.raises(UnsupportedCallError, match="2 \\* l \\+ 1"):
+            getattr(cache, method)(layer=2, mlp_input=True)
+    for layer in (7, -2):
+        with pytest.raises(UnsupportedCallError, match="expected a block from 0 to 6"):
+            cache.decompose_resid(layer=layer)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("L0H1", "an attention head"),
+        ("L3N0", "layers 0 to 2 of 37 neurons"),
+        ("L0N37", "layers 0 to 2 of 37 neurons"),
+        ("5.3", "expected 'L5H3'"),
+        ("L01N3", "expected 'L5H3'"),
+        ("l0n3", "expected 'L5H3'"),
+        (7, "expected 'L5H3'"),
+    ],
+)
+def test_unknown_names(pair, name, message):
+    _, _, cache = pair
+    with pytest.raises(UnknownHeadError, match=message):
+        cache.model.neuron_pattern(cache, name)
+
+
+@torch.no_grad()
+def test_pattern_missing_from_the_cache():
+    converted = convert(build("gelu"))
+    _, cache = converted.run_with_cache(tokens(), names_filter="hook_embed")
+    with pytest.raises(UnsupportedCallError, match="names_filter"):
+        converted.neuron_pattern(cache, "L0N3")
