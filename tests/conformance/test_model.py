@@ -1,0 +1,416 @@
+"""HookedTransformer's own methods on a converted model, against the same calls on its source."""
+
+import copy
+
+import pytest
+import torch
+from models import BASE, CORE, build, relative, tokens
+from tiny_tokenizer import tiny_tokenizer
+from transformer_lens import HookedTransformer, HookedTransformerConfig
+
+from attn_only_lens import AttentionOnlyTransformer, UnsupportedCallError, convert
+
+TEXTS = ["w3 w5 w8", "w7", "w11 w2 w2 w13 w1"]
+
+
+@pytest.fixture(params=["right", "left"])
+def speaking(request, tmp_path):
+    """A source with a tokenizer, and its conversion."""
+    source = build("llama", d_vocab_out=41)
+    tokenizer = tiny_tokenizer(41, tmp_path / "tokenizer")
+    source.set_tokenizer(tokenizer, default_padding_side=request.param)
+    return source, convert(source)
+
+
+@pytest.mark.parametrize("name", CORE)
+@torch.no_grad()
+def test_forward(name):
+    source = build(name, d_vocab_out=41)
+    converted = convert(source)
+    for options in (
+        {"return_type": "logits"},
+        {"return_type": "loss"},
+        {"return_type": "loss", "loss_per_token": True},
+        {"attention_mask": torch.ones_like(tokens()).index_fill(1, torch.tensor([0, 1]), 0)},
+    ):
+        assert torch.equal(converted(tokens(), **options), source(tokens(), **options))
+    for a, b in zip(
+        converted(tokens(), return_type="both"), source(tokens(), return_type="both"), strict=True
+    ):
+        assert torch.equal(a, b)
+    assert converted(tokens(), return_type=None) is None
+    assert torch.equal(converted(tokens()[0]), source(tokens()[0]))
+
+
+@torch.no_grad()
+def test_text(speaking):
+    source, converted = speaking
+    assert converted.tokenizer is source.tokenizer
+    for options in ({}, {"prepend_bos": False}, {"padding_side": "left"}):
+        for text in (TEXTS, TEXTS[0]):
+            assert torch.equal(converted(text, **options), source(text, **options))
+            assert torch.equal(
+                converted.to_tokens(text, **options), source.to_tokens(text, **options)
+            )
+    hooked, _ = converted.run_with_cache(TEXTS)
+    assert relative(hooked, source(TEXTS)) <= 1e-12
+    for method, argument in (
+        ("to_str_tokens", TEXTS[0]),
+        ("to_string", tokens()[0]),
+        ("to_single_token", "w3"),
+        ("to_single_str_token", 7),
+    ):
+        assert getattr(converted, method)(argument) == getattr(source, method)(argument)
+    assert converted.get_token_position("w5", TEXTS[0]) == source.get_token_position("w5", TEXTS[0])
+    assert torch.equal(
+        converted.tokens_to_residual_directions("w3"), source.tokens_to_residual_directions("w3")
+    )
+
+
+@pytest.mark.parametrize("cached", [True, False])
+@pytest.mark.parametrize("prompt", [TEXTS[0], TEXTS, "tokens", "embeds"])
+def test_generate(speaking, prompt, cached):
+    source, converted = speaking
+    if prompt == "tokens":
+        prompt = source.to_tokens(TEXTS[0])
+    elif prompt == "embeds":
+        prompt = source.embed(source.to_tokens(TEXTS[0])).detach()
+    options = {"max_new_tokens": 5, "use_past_kv_cache": cached, "verbose": False}
+    for sampling in ({"do_sample": False}, {"temperature": 1.3, "top_k": 17}):
+        torch.manual_seed(3)
+        expected = source.generate(prompt, **options, **sampling)
+        torch.manual_seed(3)
+        got = converted.generate(prompt, **options, **sampling)
+        assert torch.equal(got, expected) if torch.is_tensor(got) else got == expected
+
+
+def test_generate_with_hooks_and_streamed(speaking):
+    source, converted = speaking
+    greedy = {"max_new_tokens": 6, "do_sample": False, "verbose": False}
+    expected = source.generate(TEXTS[0], **greedy)
+    seen = []
+    with converted.hooks([("blocks.3.attn.hook_pattern", lambda p, hook: seen.append(p.shape))]):
+        assert converted.generate(TEXTS[0], **greedy) == expected
+    assert seen[0][2] == 4
+    assert all(shape[2] == 1 for shape in seen[1:])
+    for model in (source, converted):
+        torch.manual_seed(5)
+        parts = [part.tolist() for part in model.generate_stream(TEXTS[0], **greedy)]
+        if model is source:
+            streamed = parts
+    assert parts == streamed
+
+
+@torch.no_grad()
+def test_key_value_cache(speaking):
+    from transformer_lens import TransformerLensKeyValueCache
+
+    source, converted = speaking
+    results = []
+    for model in (source, converted):
+        past = TransformerLensKeyValueCache.init_cache(model.cfg, "cpu", 2)
+        first = model(tokens()[:, :5], past_kv_cache=past)
+        past.freeze()
+        frozen = model(tokens()[:, 5:8], past_kv_cache=past)
+        past.unfreeze()
+        results.append((first, frozen, model(tokens()[:, 5:], past_kv_cache=past)))
+    for expected, got in zip(*results, strict=True):
+        assert torch.equal(expected, got)
+
+
+@pytest.mark.parametrize("name", CORE)
+@torch.no_grad()
+def test_run_with_cache_options(name):
+    converted = convert(build(name))
+    _, everything = converted.run_with_cache(tokens())
+    hook = "blocks.3.attn.hook_pattern"
+    for wanted in (hook, [hook], (hook,), lambda name: name == hook):
+        _, cache = converted.run_with_cache(tokens(), names_filter=wanted)
+        assert list(cache) == [hook]
+        # Alone, the pattern is the gate itself; with live scores it is their softmax.
+        torch.testing.assert_close(cache[hook], everything[hook], rtol=1e-11, atol=1e-99)
+    _, one = converted.run_with_cache(tokens()[:1], remove_batch_dim=True)
+    assert one[hook].shape == (37, 11, 2)
+    assert converted.neuron_pattern(one, "L1N3").shape == (11, 2)
+    _, plain = converted.run_with_cache(tokens(), return_cache_object=False)
+    assert type(plain) is dict
+    _, last = converted.run_with_cache(tokens(), pos_slice=-1)
+    for point in ("q", "z", "pattern", "attn_scores"):
+        pos = 2 if point in ("pattern", "attn_scores") else 1
+        expected = everything[point, 3].narrow(pos, 10, 1)
+        assert torch.equal(last[point, 3].reshape_as(expected), expected)
+    assert everything["pattern", 3].device.type == "cpu"
+
+
+@pytest.mark.parametrize("name", CORE)
+def test_cached_gradients(name):
+    source = build(name, d_vocab_out=41)
+    converted = convert(source, copy=True)
+    _, expected = source.run_with_cache(tokens(), return_type="loss", incl_bwd=True)
+    _, got = converted.run_with_cache(tokens(), return_type="loss", incl_bwd=True)
+    for layer in range(3):
+        ours = got[f"blocks.{2 * layer + 1}.attn.hook_z_grad"].squeeze(-1)
+        theirs = expected[f"blocks.{layer}.mlp.hook_post_grad"]
+        assert relative(ours, theirs) <= 1e-11
+        ours = got[f"blocks.{2 * layer + 1}.hook_attn_out_grad"]
+        assert relative(ours, expected[f"blocks.{layer}.hook_mlp_out_grad"]) <= 1e-11
+        assert got[f"blocks.{2 * layer + 1}.attn.hook_pattern_grad"].abs().max() > 0
+
+
+OFF = {
+    "blocks.1.attn.hook_result": "use_attn_result",
+    "blocks.0.attn.hook_result": "use_attn_result",
+    "blocks.0.hook_q_input": "use_split_qkv_input",
+    "blocks.2.hook_attn_in": "use_attn_in",
+    "blocks.1.hook_mlp_in": "use_hook_mlp_in",
+}
+
+
+@pytest.mark.parametrize("hook", OFF)
+def test_a_hook_that_would_not_fire_is_refused(hook):
+    converted = convert(build("gelu"))
+    flag = OFF[hook]
+    nothing = lambda x, hook: None  # noqa: E731
+    for attempt in (
+        lambda: converted.run_with_hooks(tokens(), fwd_hooks=[(hook, nothing)]),
+        lambda: converted.run_with_hooks(tokens(), fwd_hooks=[(lambda n: n == hook, nothing)]),
+        lambda: converted.run_with_hooks(
+            tokens(), bwd_hooks=[(hook, nothing)], reset_hooks_end=False
+        ),
+        lambda: converted.add_hook(hook, nothing),
+        lambda: converted.add_perma_hook(hook, nothing),
+        lambda: converted.run_with_cache(tokens(), names_filter=hook),
+        lambda: converted.run_with_cache(tokens(), names_filter=["hook_embed", hook]),
+    ):
+        with pytest.raises(UnsupportedCallError, match=f"set_{flag}\\(True\\)"):
+            attempt()
+    assert not any(point.has_hooks() for point in converted.hook_points())
+    getattr(converted, f"set_{flag}")(True)
+    seen = []
+    converted.run_with_hooks(
+        tokens(), fwd_hooks=[(hook, lambda x, hook: seen.append(x.shape) or None)]
+    )
+    assert len(seen) == 1
+
+
+def test_a_hook_point_that_does_not_exist_is_refused():
+    converted = convert(build("gelu"))
+    for attempt in (
+        lambda: converted.run_with_hooks(
+            tokens(), fwd_hooks=[("blocks.0.mlp.hook_post", lambda x, hook: x)]
+        ),
+        lambda: converted.run_with_cache(tokens(), names_filter="blocks.6.attn.hook_z"),
+    ):
+        with pytest.raises(UnsupportedCallError, match="no hook point"):
+            attempt()
+
+
+def test_no_hook_stays_after_an_error():
+    converted = convert(build("gelu"))
+
+    def fail(x, hook):
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        converted.run_with_hooks(tokens(), fwd_hooks=[("blocks.3.attn.hook_z", fail)])
+    with pytest.raises(IndexError):
+        converted.run_with_cache(tokens() + 1000)
+    assert not any(point.has_hooks() for point in converted.hook_points())
+
+
+@torch.no_grad()
+def test_permanent_hooks():
+    converted = convert(build("gelu"))
+    clean = converted(tokens())
+    converted.add_perma_hook("blocks.3.attn.hook_z", lambda z, hook: 0 * z)
+    ablated = converted(tokens())
+    converted.reset_hooks()
+    assert torch.equal(converted(tokens()), ablated)
+    assert relative(ablated, clean) > 1e-3
+    converted.reset_hooks(including_permanent=True)
+    assert torch.equal(converted(tokens()), clean)
+
+
+@torch.no_grad()
+def test_hook_mlp_in_edits_only_what_the_neurons_read():
+    for name in ("gelu", "parallel"):
+        source = build(name)
+        converted = convert(source)
+        for model in (source, converted):
+            model.set_use_hook_mlp_in(True)
+        shift = lambda x, hook: x + torch.linspace(-1, 2, 26)  # noqa: E731
+        expected = source.run_with_hooks(tokens(), fwd_hooks=[("blocks.1.hook_mlp_in", shift)])
+        got = converted.run_with_hooks(tokens(), fwd_hooks=[("blocks.3.hook_mlp_in", shift)])
+        assert torch.equal(got, expected)
+        assert relative(got, converted(tokens())) > 1e-3
+
+
+@pytest.mark.parametrize("flag", ["use_split_qkv_input", "use_attn_in"])
+@torch.no_grad()
+def test_inputs_of_attention_heads(flag):
+    source = build("gelu")
+    converted = convert(source)
+    for model in (source, converted):
+        getattr(model, f"set_{flag}")(True)
+    hook = "hook_q_input" if flag == "use_split_qkv_input" else "hook_attn_in"
+
+    def shift(x, hook):
+        x[:, :, 1] += 0.4
+        return x
+
+    expected = source.run_with_hooks(tokens(), fwd_hooks=[(f"blocks.1.{hook}", shift)])
+    got = converted.run_with_hooks(tokens(), fwd_hooks=[(f"blocks.2.{hook}", shift)])
+    assert relative(got, expected) <= 1e-12
+
+
+def test_attn_in_with_grouped_queries_is_refused():
+    with pytest.raises(UnsupportedCallError, match="set_use_split_qkv_input"):
+        convert(build("grouped")).set_use_attn_in(True)
+
+
+@torch.no_grad()
+def test_ungrouping_after_conversion():
+    source = build("grouped")
+    converted = convert(source)
+    converted.set_ungroup_grouped_query_attention(True)
+    assert relative(converted(tokens()), source(tokens())) <= 1e-12
+
+
+NEURON_WEIGHTS = ("W_in", "b_in", "W_out", "b_out", "W_gate")
+
+
+@pytest.mark.parametrize("name", CORE)
+def test_weights(name):
+    source = build(name)
+    converted = convert(source)
+    for weight in (*NEURON_WEIGHTS, "W_E", "W_U", "b_U"):
+        ours, theirs = getattr(converted, weight), getattr(source, weight)
+        assert ours is theirs is None or torch.equal(ours, theirs)
+    for weight in ("W_Q", "W_K", "W_V", "W_O", "b_Q", "b_K", "b_V"):
+        heads = getattr(converted.attention_heads, weight)
+        assert torch.equal(heads, getattr(source, weight))
+    if source.cfg.positional_embedding_type == "standard":
+        assert torch.equal(converted.W_pos, source.W_pos)
+        assert torch.equal(converted.W_E_pos, source.W_E_pos)
+    assert torch.equal(converted.b_O[::2], source.b_O)
+    assert converted.n_params_total == source.n_params_total
+
+
+@pytest.mark.parametrize("name", ["gelu", "llama"])
+@torch.no_grad()
+def test_weights_of_neuron_heads(name):
+    """They give a neuron-head's query, value and result from the normed stream."""
+    converted = convert(build(name))
+    converted.set_use_attn_result(True)
+    _, cache = converted.run_with_cache(tokens())
+    x = cache["normalized", 3, "ln1"]
+    x = x * converted.blocks[3].ln1.w
+    if name == "gelu":
+        x = x + converted.blocks[3].ln1.b
+    neurons = converted.neuron_heads
+    q = torch.einsum("bpd,hde->bphe", x, neurons.W_Q[1]) + neurons.b_Q[1]
+    torch.testing.assert_close(q, cache["q", 3])
+    if name == "gelu":
+        v = torch.einsum("bpd,hde->bphe", x, neurons.W_V[1]) + neurons.b_V[1]
+        torch.testing.assert_close(v, cache["v", 3])
+        assert neurons.OV.shape == (3, 37, 26, 26)
+    else:
+        for weight in ("W_V", "b_V", "OV"):
+            with pytest.raises(UnsupportedCallError, match="product"):
+                getattr(neurons, weight)
+    written = torch.einsum("bphe,hed->bphd", cache["z", 3], neurons.W_O[1])
+    torch.testing.assert_close(written, cache["result", 3])
+    assert (cache["result", 3].sum(2) + converted.b_O[3] - cache["attn_out", 3]).abs().max() < 1e-12
+    assert neurons.W_K.abs().max() == neurons.b_K.abs().max() == cache["k", 3].abs().max() == 0
+    assert neurons.QK.AB.abs().max() == 0
+
+
+@pytest.mark.parametrize("name", ["gelu", "parallel", "no_norm"])
+def test_accumulated_bias(name):
+    source = build(name)
+    converted = convert(source)
+    for layer in range(4):
+        for neurons in (True, False):
+            expected = sum(
+                (b.attn.b_O + (b.mlp.b_out if neurons else 0) for b in source.blocks[:layer]),
+                torch.zeros(26, dtype=torch.float64),
+            )
+            got = converted.accumulated_bias(2 * layer, include_mlp_biases=neurons)
+            torch.testing.assert_close(got, expected)
+    with pytest.raises(UnsupportedCallError, match="mlp_input"):
+        converted.accumulated_bias(2, mlp_input=True)
+
+
+def test_every_head_has_a_name():
+    labels = convert(build("gelu")).all_head_labels()
+    assert len(labels) == len(set(labels)) == 3 * (2 + 37)
+    assert labels[:3] == ["L0H0", "L0H1", "L0N0"]
+    assert labels[-1] == "L2N36"
+
+
+STACKED = ("W_Q", "W_K", "W_V", "W_O", "b_Q", "b_K", "b_V", "QK", "OV")
+PROCESSING = (
+    "process_weights_",
+    "load_and_process_state_dict",
+    "fill_missing_keys",
+    "fold_layer_norm",
+    "fold_value_biases",
+    "center_writing_weights",
+    "center_unembed",
+    "refactor_factored_attn_matrices",
+)
+REFUSED_METHODS = (*PROCESSING, "all_composition_scores", "init_weights")
+
+
+@pytest.mark.parametrize("name", STACKED)
+def test_one_stack_of_all_heads_is_refused(name):
+    with pytest.raises(UnsupportedCallError, match=rf"neuron_heads\.{name}"):
+        getattr(convert(build("gelu")), name)
+
+
+@pytest.mark.parametrize("name", REFUSED_METHODS)
+def test_refused_before_anything_is_changed(name):
+    converted = convert(build("gelu"))
+    before = {key: tensor.clone() for key, tensor in converted.state_dict().items()}
+    modules = [(key, type(module)) for key, module in converted.named_modules()]
+    with pytest.raises(UnsupportedCallError, match="Use "):
+        getattr(converted, name)(converted.state_dict())
+    assert modules == [(key, type(module)) for key, module in converted.named_modules()]
+    assert all(torch.equal(t, before[key]) for key, t in converted.state_dict().items())
+
+
+@torch.no_grad()
+def test_processing_the_source_first_works():
+    source = build("gelu")
+    expected = source(tokens()).log_softmax(-1)
+    source.process_weights_()
+    converted = convert(source)
+    assert converted.cfg.normalization_type == "LNPre"
+    assert torch.equal(converted(tokens()), source(tokens()))
+    # TransformerLens' own folding is good to this, in float64 too.
+    assert relative(converted(tokens()).log_softmax(-1), expected) <= 1e-5
+
+
+def test_a_converted_configuration_builds_no_other_model():
+    converted = convert(build("local"))
+    cfg = converted.cfg
+    for attempt in (
+        lambda: HookedTransformer(cfg),
+        lambda: HookedTransformer(copy.deepcopy(cfg)),
+        lambda: cfg.n_heads,
+        lambda: AttentionOnlyTransformer(cfg),
+        lambda: AttentionOnlyTransformer.from_pretrained("gpt2"),
+        lambda: AttentionOnlyTransformer.from_pretrained_no_processing("gpt2"),
+    ):
+        with pytest.raises(UnsupportedCallError, match="attn_only_lens"):
+            attempt()
+    with pytest.raises(TypeError, match="before_conversion"):
+        HookedTransformer(HookedTransformerConfig.from_dict(cfg.to_dict()))
+    again = HookedTransformer(converted.source_cfg)
+    assert [type(block.mlp).__name__ for block in again.blocks] == ["MLP"] * 3
+    assert "n_layers" in repr(cfg)
+    assert BASE["n_layers"] == converted.source_cfg.n_layers == 3
+
+
+def test_printing():
+    assert "NeuronAttention" in repr(convert(build("gelu")))
