@@ -30,8 +30,8 @@ class AttentionOnlyConfig(HookedTransformerConfig):
             f"{stored['n_heads']} attention heads and {self.d_mlp} neuron-heads, so no one number "
             "is right. Use model.blocks[i].cfg.n_heads for a block, model.source_cfg.n_heads for "
             "the attention heads of a source layer, and model.all_head_labels() for every head. "
-            "To patch heads, give transformer_lens.patching.generic_activation_patch an explicit "
-            "index_df; to build a model, use attn_only_lens.convert or attn_only_lens.load"
+            "To patch with TransformerLens, give generic_activation_patch an explicit index_df; to "
+            "build a model, use attn_only_lens.convert or attn_only_lens.load"
         )
 
     def source_cfg(self) -> HookedTransformerConfig:

@@ -1,0 +1,189 @@
+"""TransformerLens' tools on a converted model: right, or an error that says what to do."""
+
+import circuitsvis
+import pandas as pd
+import pytest
+import torch
+from models import CORE, build, relative, tokens
+from tiny_tokenizer import tiny_tokenizer
+from transformer_lens import SVDInterpreter, patching
+from transformer_lens.head_detector import detect_head
+from transformer_lens.tools.analysis.attribution_patching import attribution_patch
+from transformer_lens.utilities import composition_scores
+
+from attn_only_lens import (
+    HeadName,
+    UnsupportedCallError,
+    convert,
+    dense_pattern,
+)
+
+CLEAN, CORRUPTED = tokens(1, batch=1), tokens(2, batch=1)
+
+
+def metric(logits):
+    return (logits[:, -1, 7] - logits[:, -1, 11]).sum()
+
+
+HEAD_PATCHES = [name for name in dir(patching) if name.startswith("get_act_patch_attn_head")]
+
+
+@pytest.mark.parametrize("name", HEAD_PATCHES)
+@torch.no_grad()
+def test_patching_of_all_heads_is_refused_rather_than_partial(name):
+    converted = convert(build("gelu"))
+    _, cache = converted.run_with_cache(CLEAN)
+    with pytest.raises(UnsupportedCallError, match="index_df"):
+        getattr(patching, name)(converted, CORRUPTED, cache, metric)
+    assert len(HEAD_PATCHES) >= 12
+
+
+@pytest.mark.parametrize("name", ["gelu", "llama", "parallel"])
+@torch.no_grad()
+def test_patching_of_the_stream_and_of_block_outputs(name):
+    """With an explicit frame; TransformerLens reads cfg.n_heads whenever it makes its own."""
+    source = build(name)
+    converted = convert(source)
+    _, cache = converted.run_with_cache(CLEAN)
+    _, theirs = source.run_with_cache(CLEAN)
+    frame = patching.make_df_from_ranges([6, 11], ["layer", "pos"])
+
+    def every(point):
+        setter = patching.layer_pos_patch_setter
+        return patching.generic_activation_patch(
+            converted, CORRUPTED, cache, metric, setter, point, index_df=frame
+        ).reshape(6, 11)
+
+    close = {"rtol": 1e-5, "atol": 1e-6}
+    blocks = every("attn_out")
+    heads = patching.get_act_patch_attn_out(source, CORRUPTED, theirs, metric)
+    mlps = patching.get_act_patch_mlp_out(source, CORRUPTED, theirs, metric)
+    torch.testing.assert_close(blocks[::2], heads, **close)
+    torch.testing.assert_close(blocks[1::2], mlps, **close)
+    expected = patching.get_act_patch_resid_pre(source, CORRUPTED, theirs, metric)
+    torch.testing.assert_close(every("resid_pre")[::2], expected, **close)
+    for point in ("resid_pre", "attn_out", "mlp_out"):
+        with pytest.raises(UnsupportedCallError, match="index_df"):
+            getattr(patching, f"get_act_patch_{point}")(converted, CORRUPTED, cache, metric)
+
+
+@pytest.mark.parametrize("name", ["gelu", "llama", "parallel"])
+@torch.no_grad()
+def test_patching_of_named_neuron_heads(name):
+    """generic_activation_patch with an explicit frame, against patches of the source's neurons."""
+    source = build(name)
+    converted = convert(source)
+    _, cache = converted.run_with_cache(CLEAN)
+    _, theirs = source.run_with_cache(CLEAN)
+    heads = [HeadName.parse(text) for text in ("L0N3", "L1N29", "L2N36")]
+    frame = pd.DataFrame(
+        [(head.block, pos, head.index) for head in heads for pos in (4, 10)],
+        columns=["layer", "pos", "head_index"],
+    )
+    got = patching.generic_activation_patch(
+        converted,
+        CORRUPTED,
+        cache,
+        metric,
+        patching.layer_pos_head_vector_patch_setter,
+        "z",
+        index_df=frame,
+    )
+    expected = []
+    for block, pos, neuron in frame.itertuples(index=False):
+        hook = f"blocks.{block // 2}.mlp.hook_post"
+
+        def patch(post, hook, pos=pos, neuron=neuron):
+            post[:, pos, neuron] = theirs[hook.name][:, pos, neuron]
+            return post
+
+        logits = source.run_with_hooks(CORRUPTED, fwd_hooks=[(hook, patch)])
+        expected.append(metric(logits).item())
+    torch.testing.assert_close(got, torch.tensor(expected), rtol=1e-5, atol=1e-6)
+    assert (got - metric(converted(CORRUPTED))).abs().max() > 1e-4
+
+
+@pytest.mark.parametrize("name", CORE)
+def test_attribution_patching_scores_every_neuron(name):
+    source = build(name)
+    converted = convert(source)
+    scores = attribution_patch(converted, CLEAN, CORRUPTED, metric).node_scores
+
+    names = [f"blocks.{layer}.mlp.hook_post" for layer in range(3)]
+    with torch.no_grad():
+        _, clean = source.run_with_cache(CLEAN, names_filter=names)
+    live = {}
+
+    def keep(x, hook):
+        x.requires_grad_(True)
+        x.retain_grad()
+        live[hook.name] = x
+
+    metric(source.run_with_hooks(CORRUPTED, fwd_hooks=[(n, keep) for n in names])).backward()
+    checked = 0
+    for node, score in scores.items():
+        if node.kind == "mlp_out":
+            assert score == 0.0
+        elif node.kind == "attn_head_out" and node.layer % 2:
+            hook = names[node.layer // 2]
+            delta = (clean[hook] - live[hook]).detach()[0, node.position, node.head]
+            expected = (delta * live[hook].grad[0, node.position, node.head]).item()
+            assert score == pytest.approx(expected, rel=1e-9, abs=1e-11)
+            checked += 1
+    assert checked == 3 * 37 * CLEAN.shape[1]
+
+
+@torch.no_grad()
+def test_composition_of_neuron_heads_by_hand():
+    """The call that all_composition_scores' refusal names."""
+    converted = convert(build("gelu"))
+    writes, reads = converted.neuron_heads.OV[0], converted.attention_heads.OV[1]
+    scores = composition_scores(writes, reads, broadcast_dims=True)
+    product = writes.AB[5] @ reads.AB[1]
+    expected = product.norm() / writes.AB[5].norm() / reads.AB[1].norm()
+    torch.testing.assert_close(scores[5, 1], expected)
+
+
+@torch.no_grad()
+def test_tools_that_count_heads_are_refused(tmp_path):
+    source = build("gelu", d_vocab_out=41)
+    source.set_tokenizer(tiny_tokenizer(41, tmp_path))
+    converted = convert(source)
+    with pytest.raises(UnsupportedCallError, match=r"blocks\[i\]\.cfg\.n_heads"):
+        detect_head(converted, "w3 w5 w3", "previous_token_head")
+    with pytest.raises(UnsupportedCallError):
+        SVDInterpreter(converted).get_singular_vectors("OV", layer_index=1, head_index=3)
+
+
+@pytest.mark.parametrize("name", CORE)
+@torch.no_grad()
+def test_dense_pattern_is_what_circuitsvis_draws(name):
+    converted = convert(build(name))
+    _, cache = converted.run_with_cache(tokens())
+    square = dense_pattern(cache, "L1N29")
+    compact = converted.neuron_pattern(cache, "L1N29")
+    assert square.shape == (2, 11, 12)
+    for batch, pos in ((0, 0), (1, 7), (1, 10)):
+        row = square[batch, pos]
+        assert row[pos] == compact[batch, pos, 0]
+        assert row[-1] == compact[batch, pos, 1]
+        assert row.count_nonzero() <= 2
+    words = [f"w{i}" for i in range(11)]
+    # circuitsvis wants a square: the bias token is a token of its own, which attends to itself.
+    full = torch.cat([square[0], torch.eye(12, dtype=square.dtype)[-1:]])
+    html = circuitsvis.attention.attention_pattern([*words, "(bias)"], full)
+    assert "(bias)" in str(html)
+
+
+@torch.no_grad()
+def test_direct_logit_attribution_by_name():
+    """A neuron's write times the unembedding, summed over the whole model, is the logit."""
+    converted = convert(build("no_norm"))
+    logits, cache = converted.run_with_cache(CLEAN)
+    direction = converted.W_U[:, 7]
+    parts, labels = cache.get_full_resid_decomposition(
+        return_labels=True, project_output_onto=direction
+    )
+    assert len(labels) == len(parts)
+    total = parts.sum(0) + converted.b_U[7]
+    assert relative(total, logits[..., 7]) <= 1e-11
