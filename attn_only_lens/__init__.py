@@ -11,6 +11,7 @@ from attn_only_lens.errors import (
     UnsupportedCallError,
     UnsupportedModelError,
 )
+from attn_only_lens.expose import ExposedNeurons, expose_neuron_heads
 from attn_only_lens.gates import (
     GATES,
     BilinearGate,
@@ -39,6 +40,7 @@ __all__ = [
     "BilinearGate",
     "Calibration",
     "CheckpointError",
+    "ExposedNeurons",
     "Gate",
     "HeadName",
     "HeadStack",
@@ -51,6 +53,7 @@ __all__ = [
     "calibrate",
     "convert",
     "dense_pattern",
+    "expose_neuron_heads",
     "load",
     "neuron_gate",
     "neuron_pattern",

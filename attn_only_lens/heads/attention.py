@@ -28,38 +28,18 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from transformer_lens import FactoredMatrix
 from transformer_lens.components import MLP, GatedMLP
-from transformer_lens.hook_points import HookPoint
 from transformer_lens.utilities.addmm import batch_addmm
 
-from attn_only_lens.axes import BIAS, SELF, NeuronPattern, PreActivation, Residual
+from attn_only_lens.axes import PreActivation, Residual
 from attn_only_lens.errors import UnsupportedCallError
+from attn_only_lens.heads.computation import NeuronHeads, is_live, tracked_like
 from attn_only_lens.heads.config import BlockConfig
 from attn_only_lens.heads.gating import AnyGate
 
 __all__ = ["NeuronAttention", "is_live", "tracked_like"]
 
 
-def is_live(point: HookPoint) -> bool:
-    """Whether anything would see or change what passes through this hook point."""
-    return bool(
-        point._forward_hooks
-        or point._backward_hooks
-        or point._forward_pre_hooks
-        or point._backward_pre_hooks
-    )
-
-
-def tracked_like(constant: Tensor, like: Tensor) -> Tensor:
-    """A tensor that depends on no parameter, in the graph wherever `like` is.
-
-    So that a gradient reaches the hook that sees it. Not a leaf, which no hook could edit in place.
-    """
-    if constant.requires_grad or not (like.requires_grad and torch.is_grad_enabled()):
-        return constant
-    return constant.requires_grad_().clone()
-
-
-class NeuronAttention(nn.Module):
+class NeuronAttention(NeuronHeads, nn.Module):
     """d_mlp neuron-heads with the parameters of one source MLP.
 
     Parameters keep their MLP names and shapes, so that the two vectors a neuron-head needs are
@@ -83,13 +63,7 @@ class NeuronAttention(nn.Module):
         self.W_out = mlp.W_out  # type: ignore[assignment]
         self.b_out = mlp.b_out
         self.W_gate = mlp.W_gate if isinstance(mlp, GatedMLP) else None
-        self.hook_q = HookPoint()  # [batch, pos, head_index, d_head=1]
-        self.hook_k = HookPoint()  # [batch, pos, head_index, d_head=1]
-        self.hook_v = HookPoint()  # [batch, pos, head_index, d_head=1]
-        self.hook_attn_scores = HookPoint()  # [batch, head_index, query_pos, key=(self, bias)]
-        self.hook_pattern = HookPoint()  # [batch, head_index, query_pos, key=(self, bias)]
-        self.hook_z = HookPoint()  # [batch, pos, head_index, d_head=1]
-        self.hook_result = HookPoint()  # [batch, pos, head_index, d_model], if use_attn_result
+        self._add_hook_points()
 
     @property
     def gate(self) -> AnyGate:
@@ -98,25 +72,19 @@ class NeuronAttention(nn.Module):
         return found
 
     @property
-    def heads_per_neuron(self) -> int:
-        """Heads that share a neuron."""
-        return 1
-
-    def neurons(self, z: Float[Tensor, "*any head_index"]) -> Float[Tensor, "*any d_mlp"]:
-        """What the heads of each neuron put out together: z itself, where each has one."""
-        return z
+    def n_neurons(self) -> int:
+        """d_mlp."""
+        return self.W_out.shape[0]
 
     def forward(self, x: Residual) -> Residual:
         """What the source MLP returns for the normalised residual stream `x`."""
         q, up = self._project(x)
-        before_z = self.hook_q, self.hook_k, self.hook_v, self.hook_attn_scores, self.hook_pattern
-        if any(is_live(point) for point in before_z):
-            z = self._attend(q, up)
-        else:
-            z = self.act_fn(q) if up is None else self.act_fn(q) * up
-        if is_live(self.hook_z):
-            z = self.hook_z(z.unsqueeze(-1)).squeeze(-1)
+        z = self._through_hooks(q, up, lambda: self._plainly(q, up))
         return self._write(z)
+
+    def _plainly(self, q: PreActivation, up: PreActivation | None) -> PreActivation:
+        """z as the source computes it."""
+        return self.act_fn(q) if up is None else self.act_fn(q) * up
 
     def _project(self, x: Residual) -> tuple[PreActivation, PreActivation | None]:
         """What the neurons read: the pre-activation, and in a gated MLP what it gates."""
@@ -125,44 +93,6 @@ class NeuronAttention(nn.Module):
         # The source's own calls: other ways to write these products round differently.
         gate = F.linear(x, self.W_gate.T.contiguous())
         return gate, F.linear(x, self.W_in.T.contiguous())
-
-    def _attend(self, q: PreActivation, up: PreActivation | None) -> PreActivation:
-        """z by way of queries, values, scores and pattern, each through its hook point."""
-        dtype = q.dtype
-        if up is None:
-            # A copy: patch setters edit in place, and an edited query must not move the value.
-            v = q.clone() if is_live(self.hook_q) or is_live(self.hook_v) else q
-        else:
-            gate = q.clone() if is_live(self.hook_q) else q
-            # A product of two float16 numbers does not fit float16.
-            v = gate.float() * up.float() if dtype == torch.float16 else gate * up
-        q = self.hook_q(q.unsqueeze(-1)).squeeze(-1)
-        v = self.hook_v(v.unsqueeze(-1)).squeeze(-1)
-        weight = self._pattern(q)[..., SELF].transpose(1, 2)
-        # A float16 pre-activation may have overflowed; relu makes 0 of -∞, and so must 0 · v.
-        v = torch.where(torch.isinf(v) & (weight == 0), 0.0, v)
-        return (weight * v).to(dtype)
-
-    def _pattern(self, q: PreActivation) -> NeuronPattern:
-        if is_live(self.hook_attn_scores) or is_live(self.hook_k):
-            scores = tracked_like(self._scores(q).transpose(1, 2), q)
-            scores = self.hook_attn_scores(scores)
-            pattern = torch.softmax(scores, dim=-1)
-            # As in TransformerLens: a row that was masked everywhere attends to nothing.
-            pattern = torch.where(torch.isnan(pattern), torch.zeros_like(pattern), pattern)
-        else:
-            pattern = self.gate.pattern(q).transpose(1, 2)
-        hooked: Tensor = self.hook_pattern(tracked_like(pattern, q))
-        return hooked
-
-    def _scores(self, q: PreActivation) -> Float[Tensor, "batch pos d_mlp key=2"]:
-        scores = self.gate.scores(q)
-        if not is_live(self.hook_k):
-            return scores
-        key = tracked_like(torch.zeros_like(q.unsqueeze(-1)), q)
-        key = self.hook_k(key).squeeze(-1)
-        self_score = torch.where(torch.isinf(q), 0.0, q) * key
-        return torch.stack([self_score, scores[..., BIAS]], dim=-1)
 
     def _write(self, z: PreActivation) -> Residual:
         if self.cfg.use_attn_result and is_live(self.hook_result):

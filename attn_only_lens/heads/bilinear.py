@@ -24,18 +24,15 @@ from transformer_lens.components import MLP, GatedMLP
 from attn_only_lens.axes import SELF, PreActivation, Residual
 from attn_only_lens.gates import GATES, BilinearGate, RangeGate
 from attn_only_lens.gates.exact import working_precision
-from attn_only_lens.heads.attention import NeuronAttention, is_live, tracked_like
+from attn_only_lens.heads.attention import NeuronAttention
+from attn_only_lens.heads.computation import NeuronHeads, is_live, tracked_like
 from attn_only_lens.heads.config import BlockConfig
 
-__all__ = ["BilinearAttention"]
+__all__ = ["BilinearAttention", "BilinearHeads"]
 
 
-class BilinearAttention(NeuronAttention):
-    """d_mlp · m neuron-heads with the parameters of one source MLP."""
-
-    def __init__(self, mlp: MLP | GatedMLP, cfg: BlockConfig) -> None:
-        super().__init__(mlp, cfg)
-        assert isinstance(self.gate, BilinearGate | RangeGate)
+class BilinearHeads(NeuronHeads):
+    """The way through the hook points of heads that share their neurons."""
 
     @property
     def heads_per_neuron(self) -> int:
@@ -48,25 +45,19 @@ class BilinearAttention(NeuronAttention):
         assert isinstance(gate, BilinearGate | RangeGate)
         return gate
 
-    def forward(self, x: Residual) -> Residual:
-        """What the source MLP returns for the normalised residual `x`, within the gate's bound."""
-        q, up = self._project(x)
-        value = q if up is None else up
-        seen = (self.hook_q, self.hook_k, self.hook_v, self.hook_attn_scores, self.hook_pattern)
-        results = self.cfg.use_attn_result and is_live(self.hook_result)
-        if not (results or any(is_live(point) for point in (*seen, self.hook_z))):
-            return self._write((self._mixture.mixture(q) * value).to(q.dtype))
-        z = self._attend(q, value)
-        z = self.hook_z(z.unsqueeze(-1)).squeeze(-1)
-        if results:
-            result = self.hook_result(z.unsqueeze(-1) * self.W_O.squeeze(-2))
-            return result.sum(dim=-2) + self.b_O
-        return self._write(self.neurons(z))
-
     def neurons(self, z: Float[Tensor, "*any head_index"]) -> Float[Tensor, "*any d_mlp"]:
         """What the heads of each neuron put out together: Σ_j w_j z_j."""
         each = working_precision(z.unflatten(-1, (-1, self.heads_per_neuron)))
         return (each @ each.new_tensor(self._mixture.weights)).to(z.dtype)
+
+    def shares(self, z: Float[Tensor, "*any head_index"]) -> Float[Tensor, "*any head_index"]:
+        """What each head adds to its neuron: w_j z_j."""
+        each = working_precision(z.unflatten(-1, (-1, self.heads_per_neuron)))
+        return (each * each.new_tensor(self._mixture.weights)).flatten(-2).to(z.dtype)
+
+    def _unseen(self, q: PreActivation, value: PreActivation) -> PreActivation:
+        """What the neurons put out, where nobody sees their heads."""
+        return (self._mixture.mixture(q) * value).to(q.dtype)
 
     def _attend(self, q: PreActivation, value: PreActivation | None) -> PreActivation:
         """z of every head by way of queries, values, scores and pattern, through its hooks."""
@@ -106,6 +97,28 @@ class BilinearAttention(NeuronAttention):
             pattern = torch.stack(weights, dim=-1).to(query.dtype).transpose(1, 2)
         hooked: Tensor = self.hook_pattern(pattern)
         return hooked
+
+
+class BilinearAttention(BilinearHeads, NeuronAttention):
+    """d_mlp · m neuron-heads with the parameters of one source MLP."""
+
+    def __init__(self, mlp: MLP | GatedMLP, cfg: BlockConfig) -> None:
+        super().__init__(mlp, cfg)
+        assert isinstance(self.gate, BilinearGate | RangeGate)
+
+    def forward(self, x: Residual) -> Residual:
+        """What the source MLP returns for the normalised residual `x`, within the gate's bound."""
+        q, up = self._project(x)
+        value = q if up is None else up
+        results = self.cfg.use_attn_result and is_live(self.hook_result)
+        if not (results or any(map(is_live, (*self._before_z, self.hook_z)))):
+            return self._write(self._unseen(q, value))
+        z = self._attend(q, value)
+        z = self.hook_z(z.unsqueeze(-1)).squeeze(-1)
+        if results:
+            result = self.hook_result(z.unsqueeze(-1) * self.W_O.squeeze(-2))
+            return result.sum(dim=-2) + self.b_O
+        return self._write(self.neurons(z))
 
     def activation_error(self, x: Residual) -> tuple[float, float]:
         """How far the heads are from the activation on an input, in float64.

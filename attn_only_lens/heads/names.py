@@ -3,8 +3,9 @@
 `L5H3` is attention head 3 of source layer 5; `L5N1234` is the neuron-head of neuron 1234 of the
 MLP of source layer 5; where several heads share a neuron (bilinear gates), they are `L5N1234.0`,
 `L5N1234.1`, … and `L5N1234` is the neuron that they make up. In the two-block layout source layer l
-becomes block 2l (its attention heads) and block 2l + 1 (its neuron-heads). Analysis code speaks in
-names, never in block numbers.
+becomes block 2l (its attention heads) and block 2l + 1 (its neuron-heads). In place, both are in
+block l: attention heads under `attn`, neuron-heads under `mlp`. Analysis code speaks in names, never
+in block numbers.
 """
 
 import re
@@ -17,6 +18,7 @@ from attn_only_lens.errors import UnknownHeadError
 __all__ = [
     "HeadKind",
     "HeadName",
+    "Layout",
     "block_kind",
     "block_layer",
     "heads_block",
@@ -25,6 +27,7 @@ __all__ = [
 ]
 
 HeadKind = Literal["attention", "neuron"]
+Layout = Literal["two blocks a layer", "in place"]
 
 _LETTER: dict[HeadKind, str] = {"attention": "H", "neuron": "N"}
 _KIND: dict[str, HeadKind] = {letter: kind for kind, letter in _LETTER.items()}
@@ -107,8 +110,11 @@ class HeadName:
         of = heads_block if self.kind == "attention" else neurons_block
         return of(self.layer)
 
-    def hook(self, activation: str) -> str:
+    def hook(self, activation: str, layout: Layout = "two blocks a layer") -> str:
         """The full name of a hook point of this head's block: `hook("z")`, `hook("pattern")`."""
+        if layout == "in place":
+            part = "attn" if self.kind == "attention" else "mlp"
+            return f"blocks.{self.layer}.{part}.hook_{activation}"
         return f"blocks.{self.block}.attn.hook_{activation}"
 
     def __str__(self) -> str:

@@ -1,6 +1,4 @@
-"""The pattern of one neuron-head, from the cache of a converted model."""
-
-from typing import Any
+"""The pattern of one neuron-head, from the cache of a model in either layout."""
 
 import torch
 from jaxtyping import Float
@@ -9,7 +7,7 @@ from transformer_lens import ActivationCache
 
 from attn_only_lens.axes import BIAS, SELF
 from attn_only_lens.errors import UnknownHeadError, UnsupportedCallError
-from attn_only_lens.heads.config import AttentionOnlyConfig
+from attn_only_lens.heads.layout import layout_of, neuron_heads
 from attn_only_lens.heads.names import HeadName
 
 __all__ = ["dense_pattern", "neuron_gate", "neuron_pattern"]
@@ -19,7 +17,7 @@ def neuron_pattern(cache: ActivationCache, name: str) -> Float[Tensor, "batch po
     """The attention of one neuron-head: how much each token attends to (itself, the bias token).
 
     Args:
-        cache: of a converted model, with the pattern of the neuron's block in it.
+        cache: of a converted or exposed model, with the pattern of the neuron's block in it.
         name: a neuron-head by source layer, `L5N1234`; `L5N1234.2` where several share a neuron.
 
     Returns:
@@ -28,7 +26,7 @@ def neuron_pattern(cache: ActivationCache, name: str) -> Float[Tensor, "batch po
 
     Raises:
         UnknownHeadError: the name is malformed, of an attention head, or not in the model.
-        UnsupportedCallError: the cache is not of a converted model, or does not hold that block's
+        UnsupportedCallError: the cache is not of such a model, or does not hold that block's
             pattern.
 
     Example:
@@ -40,8 +38,7 @@ def neuron_pattern(cache: ActivationCache, name: str) -> Float[Tensor, "batch po
         (torch.Size([5, 3, 2]), True)
     """
     head = _neuron(cache, name)
-    attn: Any = cache.model.blocks[head.block].attn
-    index = head.head_index(attn.heads_per_neuron)
+    index = head.head_index(neuron_heads(cache.model)[head.layer].heads_per_neuron)
     # [batch, head_index, pos, key], or without the batch: the head is third from the end.
     return _block_pattern(cache, head).select(-3, index)
 
@@ -75,28 +72,30 @@ def neuron_gate(cache: ActivationCache, name: str) -> Float[Tensor, "batch pos"]
     head = _neuron(cache, name)
     if head.member is not None:
         raise UnknownHeadError(f"got {name!r}, one head of a neuron; expected the neuron, 'L0N7'")
-    attn: Any = cache.model.blocks[head.block].attn
-    shared = attn.heads_per_neuron
+    heads = neuron_heads(cache.model)[head.layer]
+    shared = heads.heads_per_neuron
     pattern = _block_pattern(cache, head)[..., SELF]  # [batch, head_index, pos]
     first = head.index * shared
-    return attn.neurons(pattern.narrow(-2, first, shared).transpose(-1, -2)).squeeze(-1)
+    return heads.neurons(pattern.narrow(-2, first, shared).transpose(-1, -2)).squeeze(-1)
 
 
 def _neuron(cache: ActivationCache, name: str) -> HeadName:
     """The name, held against the model of the cache."""
     head = HeadName.parse(name)
+    model = getattr(cache, "model", None)
     if head.kind != "neuron":
+        block = head.layer if layout_of(model) == "in place" else head.block
         raise UnknownHeadError(
             f"got {name!r}, an attention head; expected a neuron-head such as "
-            f"'L{head.layer}N{head.index}'. For attention heads use cache['pattern', {head.block}]"
+            f"'L{head.layer}N{head.index}'. For attention heads use cache['pattern', {block}]"
         )
-    model = getattr(cache, "model", None)
-    if model is None or not isinstance(model.cfg, AttentionOnlyConfig):
+    layers = neuron_heads(model)
+    if not layers:
         raise UnsupportedCallError(
             f"got a {type(cache).__name__} of a {type(model).__name__}; expected the cache that "
-            "run_with_cache of a converted model returns"
+            "run_with_cache of a converted or exposed model returns"
         )
-    n_layers, d_mlp = model.cfg.n_layers // 2, model.cfg.d_mlp or 0
+    n_layers, d_mlp = len(layers), layers[0].n_neurons
     if head.layer >= n_layers or head.index >= d_mlp:
         raise UnknownHeadError(
             f"got {name!r}; the model has layers 0 to {n_layers - 1} of {d_mlp} neurons "
@@ -108,7 +107,9 @@ def _neuron(cache: ActivationCache, name: str) -> HeadName:
 def _block_pattern(
     cache: ActivationCache, head: HeadName
 ) -> Float[Tensor, "batch head_index pos key=2"]:
-    hook = head.hook("pattern")
+    layout = layout_of(cache.model)
+    assert layout is not None
+    hook = head.hook("pattern", layout)
     if hook not in cache.cache_dict:
         raise UnsupportedCallError(
             f"the cache does not hold {hook}: run_with_cache with a names_filter that keeps it"

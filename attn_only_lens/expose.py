@@ -1,0 +1,221 @@
+"""Expose neuron-heads in place: the model stays what it is, and its neurons can be seen as heads."""
+
+from types import SimpleNamespace, TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformer_lens import HookedTransformer
+from transformer_lens.model_bridge import TransformerBridge
+
+from attn_only_lens.calibrate import Calibration
+from attn_only_lens.choice import BilinearRequest, choose_gating
+from attn_only_lens.errors import UnsupportedModelError
+from attn_only_lens.heads.exposed import exposed_heads, hide, show
+from attn_only_lens.heads.gating import Gating
+from attn_only_lens.heads.in_place import HOOKS, BilinearInPlace, InPlace
+from attn_only_lens.heads.recognise import (
+    KnownMLP,
+    UnknownMLPError,
+    random,
+    recognise,
+    run_alone,
+)
+from attn_only_lens.heads.support import hook_reasons, reasons_against
+from attn_only_lens.tolerances import LOGIT_TOLERANCE
+
+__all__ = ["ExposedNeurons", "expose_neuron_heads"]
+
+_PROBLEM = "the neuron-heads of this model cannot be exposed"
+
+
+class ExposedNeurons:
+    """What `expose_neuron_heads` has done to a model, and the way back.
+
+    As a context manager it gives the model, and at the end undoes what the call has done: nothing,
+    where the neuron-heads were exposed before it.
+
+    Attributes:
+        model: the model.
+
+    Example:
+        >>> from attn_only_lens import ExposedNeurons, expose_neuron_heads, pretrained
+        >>> exposed = expose_neuron_heads(pretrained.modular_addition())
+        >>> isinstance(exposed, ExposedNeurons), "blocks.0.mlp.hook_z" in exposed.model.hook_dict
+        (True, True)
+        >>> exposed.undo()
+        >>> "blocks.0.mlp.hook_z" in exposed.model.hook_dict
+        False
+    """
+
+    def __init__(self, model: Any, *, first: bool) -> None:
+        self.model = model
+        self._first = first
+
+    def undo(self) -> None:
+        """Make the model what it was: its class, its hook points, its registries.
+
+        Hooks on the hook points that go, go with them; all others stay. To undo twice is to undo.
+        """
+        hide(self.model)
+
+    def __enter__(self) -> Any:
+        return self.model
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if self._first:
+            self.undo()
+
+
+def expose_neuron_heads(
+    model: HookedTransformer | TransformerBridge,
+    *,
+    gate: str = "exact",
+    heads_per_neuron: int | None = None,
+    tolerance: float | None = None,
+    calibration: Calibration | None = None,
+) -> ExposedNeurons:
+    """See the neurons of a model as attention heads, and leave the model as it is.
+
+    Where `convert` builds a model with blocks of neuron-heads, this adds hook points to the MLPs of
+    the model itself: `blocks.{l}.mlp.hook_{q,k,v,attn_scores,pattern,z,result}`, in the shapes of
+    heads. Every name, weight and tool of the model stays, and every hook that fired fires as
+    before. With exact gates and none of the new hook points live, the model's own code runs alone:
+    its logits are bitwise what they were. With hooks they agree to rounding.
+
+    An edit at any hook point reaches those that follow: hook_pre, then hook_q, hook_k, hook_v,
+    hook_attn_scores, hook_pattern and hook_z, then hook_post, then hook_result. As with attention
+    heads, hook_result fires only after `model.set_use_attn_result(True)`.
+
+    Each MLP is run on a small random batch before and after, and compared, so that no MLP is taken
+    for what it is not.
+
+    Source: "Attention-Only Transformers and Implementing MLPs with Attention Heads", Theorems 2
+    and 4; see `convert`.
+
+    Args:
+        model: a `HookedTransformer`, or a `TransformerBridge` before or after
+            `enable_compatibility_mode`. It is changed in place.
+        gate: "exact" or "bilinear", as in `convert`. With bilinear gates the approximation is the
+            model's function until it is undone.
+        heads_per_neuron: as in `convert`.
+        tolerance: as in `convert`.
+        calibration: as in `convert`.
+
+    Returns:
+        A context manager, and the way to undo it. On a model that is exposed like this already
+        nothing changes.
+
+    Raises:
+        UnsupportedModelError: with every reason why not; the model is as it was.
+
+    Example:
+        >>> import torch
+        >>> from attn_only_lens import expose_neuron_heads, neuron_pattern, pretrained
+        >>> model = pretrained.modular_addition()
+        >>> tokens = pretrained.modular_addition_tokens()[:11]
+        >>> with expose_neuron_heads(model):
+        ...     _, cache = model.run_with_cache(tokens)
+        ...     neuron_pattern(cache, "L0N7").shape
+        torch.Size([11, 3, 2])
+    """
+    wanted = BilinearRequest(heads_per_neuron, tolerance, calibration)
+    standing = exposed_heads(model)
+    if standing:
+        known = [KnownMLP(heads.mlp, heads.sockets, heads.act_fn) for heads in standing]
+        gating = _gating(model, known, gate, wanted)
+        if gating != standing[0].gating:
+            raise UnsupportedModelError(
+                [f"they are exposed already, with {standing[0].gating}: undo() that first"],
+                _PROBLEM,
+            )
+        return ExposedNeurons(model, first=False)
+    known = _known(model)
+    gating = _gating(model, known, gate, wanted)
+    kind = InPlace if gating.kind == "exact" else BilinearInPlace
+    heads = [
+        kind(each.mlp, each.sockets, model.cfg, each.act_fn, layer, gating)
+        for layer, each in enumerate(known)
+    ]
+    inputs = [random((2, 7, each.mlp.W_in.shape[0]), 2).to(each.mlp.W_in) for each in heads]
+    before = [run_alone(each.mlp, x) for each, x in zip(heads, inputs, strict=True)]
+    show(model, heads)
+    _check(model, heads, inputs, before)
+    return ExposedNeurons(model, first=True)
+
+
+def _known(model: Any) -> list[KnownMLP]:
+    """The MLP of every layer.
+
+    Raises:
+        UnsupportedModelError: there is one that is not known, or the model is not.
+    """
+    if type(model) is TransformerBridge:
+        blocks = list(getattr(model, "blocks", ()))
+        reasons = [] if blocks else ["it has no blocks (an encoder-decoder?)"]
+    else:
+        # Hooks that stay where they are do no harm, unlike in a model that is built anew.
+        harmless = hook_reasons(model) if isinstance(model, HookedTransformer) else []
+        reasons = [reason for reason in reasons_against(model) if reason not in harmless]
+        blocks = [] if reasons else list(model.blocks)
+    known = []
+    for layer, block in enumerate(blocks):
+        try:
+            known.append(recognise(getattr(block, "mlp", None), model.cfg))
+        except UnknownMLPError as error:
+            reasons.append(f"layer {layer}: {error}")
+    names = {each.act_fn for each in known}
+    if len(names) > 1:
+        reasons.append(f"its layers differ in their activation: {', '.join(sorted(names))}")
+    if reasons:
+        raise UnsupportedModelError(reasons, _PROBLEM)
+    return known
+
+
+def _gating(model: Any, known: list[KnownMLP], gate: str, wanted: BilinearRequest) -> Gating:
+    cfg = SimpleNamespace(
+        act_fn=known[0].act_fn,
+        gated_mlp=known[0].sockets.linear is not None,
+        dtype=known[0].mlp.W_in.dtype,  # type: ignore[union-attr]
+        n_layers=len(known),
+    )
+    gating, reasons = choose_gating(SimpleNamespace(cfg=cfg), gate, wanted)
+    if gating is None:
+        raise UnsupportedModelError(reasons, _PROBLEM)
+    return gating
+
+
+@torch.no_grad()
+def _check(model: Any, heads: list[InPlace], inputs: list[Tensor], before: list[Tensor]) -> None:
+    """Hold every MLP against itself: as it was, as it is, and with every hook point live.
+
+    Raises:
+        UnsupportedModelError: one differs; the neuron-heads are taken away again.
+    """
+    reasons = []
+    with_results, model.cfg.use_attn_result = model.cfg.use_attn_result, True
+    try:
+        for each, x, expected in zip(heads, inputs, before, strict=True):
+            silent = run_alone(each.mlp, x)
+            handles = [getattr(each, hook).register_forward_hook(lambda *_: None) for hook in HOOKS]
+            live = run_alone(each.mlp, x)
+            for handle in handles:
+                handle.remove()
+            largest = expected.abs().max().item()
+            moved = (live - silent).abs().max().item()
+            same = each.gating.kind == "bilinear" or torch.equal(silent, expected)
+            if not (same and moved <= LOGIT_TOLERANCE[x.dtype] * largest):
+                reasons.append(
+                    f"layer {each.layer}: its MLP is not the sum of its neuron-heads; they differ "
+                    f"by {moved:.2g} where the largest entry is {largest:.2g}"
+                )
+    finally:
+        model.cfg.use_attn_result = with_results
+    if reasons:
+        hide(model)
+        raise UnsupportedModelError(reasons, _PROBLEM)

@@ -1,0 +1,141 @@
+"""Models whose neurons are exposed as heads in place: the classes they take on meanwhile.
+
+A model is given a subclass, and loses it, by its `__class__`: it stays the same object with the
+same parameters, and whatever holds it goes on working. What the subclasses of models add is to
+refuse hooks on `mlp.hook_result` while it is off: TransformerLens does so for `attn.hook_result`
+alone, and would silently never call them. Those of MLPs hand their output to `hook_result`.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from transformer_lens import HookedTransformer
+from transformer_lens.components import MLP, GatedMLP
+from transformer_lens.model_bridge import TransformerBridge
+
+from attn_only_lens.axes import Residual
+from attn_only_lens.errors import UnsupportedCallError
+from attn_only_lens.heads.in_place import HOOKS, InPlace
+
+__all__ = ["ExposedBridge", "ExposedTransformer", "exposed_heads", "hide", "show"]
+
+_RESULT = "mlp.hook_result"
+
+
+class ExposedTransformer(HookedTransformer):
+    """A HookedTransformer whose MLPs have neuron-heads."""
+
+    def _off(self, name: object) -> bool:
+        return isinstance(name, str) and name.endswith(_RESULT) and not self.cfg.use_attn_result
+
+    def _require_on(self, name: object) -> None:
+        if self._off(name):
+            raise UnsupportedCallError(
+                f"{name} does not fire while cfg.use_attn_result is off: call "
+                "model.set_use_attn_result(True) first"
+            )
+
+    def check_hooks_to_add(
+        self, hook_point: Any, hook_point_name: str, *rest: Any, **how: Any
+    ) -> None:
+        """As in TransformerLens, for `mlp.hook_result` too."""
+        self._require_on(hook_point_name)
+        super().check_hooks_to_add(hook_point, hook_point_name, *rest, **how)
+
+    def get_caching_hooks(self, names_filter: Any = None, *rest: Any, **how: Any) -> Any:
+        """As in TransformerLens; what does not fire is left out, or refused where it is named."""
+        if isinstance(names_filter, str | list):
+            for name in [names_filter] if isinstance(names_filter, str) else names_filter:
+                self._require_on(name)
+        cache, *directions = super().get_caching_hooks(names_filter, *rest, **how)
+        on = [[pair for pair in hooks if not self._off(pair[0])] for hooks in directions]
+        return cache, *on
+
+    @contextmanager
+    def hooks(
+        self,
+        fwd_hooks: list[Any] = [],  # noqa: B006 - TransformerLens' signature; never changed
+        bwd_hooks: list[Any] = [],  # noqa: B006
+        reset_hooks_end: bool = True,
+        clear_contexts: bool = False,
+    ) -> Iterator[Any]:
+        """As in TransformerLens; raises for `mlp.hook_result` while it does not fire."""
+        for name, _ in [*fwd_hooks, *bwd_hooks]:
+            self._require_on(name)
+        with super().hooks(fwd_hooks, bwd_hooks, reset_hooks_end, clear_contexts) as hooked:
+            yield hooked
+
+
+class ExposedBridge(TransformerBridge):
+    """A TransformerBridge whose MLPs have neuron-heads."""
+
+    def _gated_hook_reason(self, hook_point_name: str) -> str | None:
+        if hook_point_name.endswith(_RESULT) and not self.cfg.use_attn_result:
+            return "use_attn_result"
+        return super()._gated_hook_reason(hook_point_name)
+
+
+class ExposedMLP(MLP):
+    """A plain MLP of a HookedTransformer with neuron-heads beside it."""
+
+    _neuron_heads: InPlace
+
+    def forward(self, x: Residual) -> Residual:
+        """As the MLP does, by way of hook_result where it is live."""
+        return self._neuron_heads.write(super().forward(x))
+
+
+class ExposedGatedMLP(GatedMLP):
+    """A gated MLP of a HookedTransformer with neuron-heads beside it."""
+
+    _neuron_heads: InPlace
+
+    def forward(self, x: Residual) -> Residual:
+        """As the MLP does, by way of hook_result where it is live."""
+        return self._neuron_heads.write(super().forward(x))
+
+
+_EXPOSED: dict[type, type] = {
+    HookedTransformer: ExposedTransformer,
+    TransformerBridge: ExposedBridge,
+    MLP: ExposedMLP,
+    GatedMLP: ExposedGatedMLP,
+}
+_STOCK = {exposed: stock for stock, exposed in _EXPOSED.items()}
+
+
+def show(model: HookedTransformer | TransformerBridge, heads: list[InPlace]) -> None:
+    """Attach the neuron-heads of every layer to a stock model, which becomes an exposed one."""
+    for each in heads:
+        each.attach()
+        each.mlp.__class__ = _EXPOSED.get(type(each.mlp), type(each.mlp))
+        if isinstance(model, TransformerBridge):
+            for hook in HOOKS:
+                point = getattr(each, hook)
+                point.name = f"blocks.{each.layer}.mlp.{hook}"
+                model._hook_registry[point.name] = point
+    model.__class__ = _EXPOSED[type(model)]
+    if isinstance(model, HookedTransformer):
+        model.setup()
+
+
+def hide(model: HookedTransformer | TransformerBridge) -> None:
+    """Undo `show`; a model that is not exposed is left as it is."""
+    for each in exposed_heads(model):
+        each.mlp.__class__ = _STOCK.get(type(each.mlp), type(each.mlp))
+        each.detach()
+        if isinstance(model, TransformerBridge):
+            for hook in HOOKS:
+                each.mlp._hook_registry.pop(hook)
+                model._hook_registry.pop(f"blocks.{each.layer}.mlp.{hook}")
+    model.__class__ = _STOCK.get(type(model), type(model))
+    if isinstance(model, HookedTransformer):
+        model.setup()
+
+
+def exposed_heads(model: object) -> list[InPlace]:
+    """The neuron-heads of each layer of an exposed model; none of any other."""
+    if not isinstance(model, ExposedTransformer | ExposedBridge):
+        return []
+    return [block.mlp._neuron_heads for block in model.blocks]  # type: ignore[union-attr]

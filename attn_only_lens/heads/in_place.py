@@ -1,0 +1,234 @@
+"""Neuron-heads of an MLP that keeps its place: hook points beside it, and taps on its own.
+
+An MLP of TransformerLens computes  q → hook_pre → act → hook_post → W_out,  in a gated one with
+u → hook_pre_linear besides. That code runs on, untouched. Its hook points are tapped:
+
+    hook_pre, hook_pre_linear    what leaves them, users' edits included, is q (and u)
+    hook_post                    what enters it is replaced by what the heads put out
+    what W_out puts out          is replaced by Σ hook_result + bias, where hook_result is live
+
+so the order is hook_pre, then hook_q, hook_k, hook_v, hook_attn_scores, hook_pattern, hook_z, then
+hook_post, then hook_result, and an edit at any of them reaches all that follow. The results add up
+to the output less its bias: an edit of a neuron at hook_post is shared by its heads in equal parts.
+
+Exact heads replace nothing while none of their hook points is live: the model is the source,
+bitwise. Bilinear heads are another function, and always do.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from jaxtyping import Float
+from torch import Tensor, nn
+from transformer_lens.components import GatedMLP
+from transformer_lens.hook_points import HookPoint
+
+from attn_only_lens.axes import PreActivation, Residual
+from attn_only_lens.heads.bilinear import BilinearHeads
+from attn_only_lens.heads.computation import NeuronHeads, is_live
+from attn_only_lens.heads.gating import AnyGate, Gating
+
+__all__ = ["HOOKS", "BilinearInPlace", "InPlace", "Sockets"]
+
+HOOKS = ("hook_q", "hook_k", "hook_v", "hook_attn_scores", "hook_pattern", "hook_z", "hook_result")
+
+
+@dataclass(frozen=True)
+class Sockets:
+    """Where an MLP can be tapped.
+
+    Attributes:
+        pre: the hook point that the pre-activation q leaves.
+        linear: in a gated MLP, the one that u leaves.
+        post: the one that the activations enter on their way to W_out.
+        out: the one that what W_out puts out enters; none where the MLP has no such hook point,
+            and its class calls `write` instead.
+    """
+
+    pre: HookPoint
+    linear: HookPoint | None
+    post: HookPoint
+    out: HookPoint | None
+
+    @property
+    def points(self) -> tuple[HookPoint, ...]:
+        """Those that there are."""
+        every = self.pre, self.linear, self.post, self.out
+        return tuple(point for point in every if point is not None)
+
+
+class InPlace(NeuronHeads):
+    """Exact neuron-heads of an MLP that stays what it is. Not a module: the MLP owns the hooks."""
+
+    def __init__(
+        self, mlp: nn.Module, sockets: Sockets, cfg: Any, act_fn: str, layer: int, gating: Gating
+    ) -> None:
+        self.mlp: Any = mlp
+        self.sockets = sockets
+        self.cfg = cfg  # the model's, for use_attn_result
+        self.act_fn = act_fn
+        self.layer = layer
+        self.gating = gating
+        self._read: dict[str, Tensor] = {}  # by the forward pass that is under way
+        self._add_hook_points()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies: without what a forward pass that was broken off has left."""
+        return {**self.__dict__, "_read": {}}
+
+    @property
+    def gate(self) -> AnyGate:
+        """The gate of this layer (looked up, so that a saved model holds no code)."""
+        return self.gating.gate(self.act_fn, self.layer)
+
+    @property
+    def n_neurons(self) -> int:
+        """d_mlp."""
+        return int(self.mlp.W_out.shape[0])
+
+    @property
+    def _b_in(self) -> Float[Tensor, "d_mlp"] | float:
+        """What is added to the activations before they enter hook_post, by a GatedMLP alone."""
+        return self.mlp.b_in if isinstance(self.mlp, GatedMLP) else 0.0
+
+    @property
+    def _b_O(self) -> Float[Tensor, "d_model"] | float:
+        """The bias of the output: all of it that no head writes."""
+        if self.sockets.out is None:
+            return self.mlp.b_out + (
+                self.mlp.b_in @ self.mlp.W_out if isinstance(self.mlp, GatedMLP) else 0.0
+            )
+        bias = getattr(self.mlp.out, "bias", None)
+        return 0.0 if bias is None else bias
+
+    @property
+    def _results(self) -> bool:
+        return self.cfg.use_attn_result and is_live(self.hook_result)
+
+    # What the taps call, in this order
+
+    def read(self, name: str, x: PreActivation) -> None:
+        """Take note of q ("pre") or u ("linear")."""
+        self._read[name] = x
+
+    def put_out(self, post: PreActivation) -> PreActivation:
+        """What enters hook_post, in place of what the MLP has computed."""
+        q, up = self._read.pop("pre"), self._read.pop("linear", None)
+        if not (self._results or any(map(is_live, (*self._before_z, self.hook_z)))):
+            return self._unwatched(q, up, post)
+        z = self._z(q, up, post)
+        if self._results:
+            self._read["z"] = z
+        return self._post(z)
+
+    def edited(self, post: PreActivation) -> None:
+        """Take note of what users made of the activations at hook_post, for the results."""
+        if "z" in self._read:
+            z, m = self._read.pop("z"), self.heads_per_neuron
+            edit = (post - self._post(z)).repeat_interleave(m, dim=-1) / m
+            self._read["written"] = self.shares(z) + edit
+
+    def write(self, out: Residual) -> Residual:
+        """What W_out puts out, by way of hook_result where it is live."""
+        written = self._read.pop("written", None)
+        if written is None:
+            return out
+        W_out = self.mlp.W_out.repeat_interleave(self.heads_per_neuron, dim=0)
+        return self.hook_result(written.unsqueeze(-1) * W_out).sum(dim=-2) + self._b_O
+
+    def _unwatched(
+        self, q: PreActivation, up: PreActivation | None, post: PreActivation
+    ) -> PreActivation:
+        return post
+
+    def _z(self, q: PreActivation, up: PreActivation | None, post: PreActivation) -> PreActivation:
+        # A copy: to edit hook_q in place must not reach back to what hook_pre has shown.
+        q = q.clone() if is_live(self.hook_q) else q
+        return self._through_hooks(q, up, lambda: self._plain_z(q, up, post))
+
+    def _plain_z(
+        self, q: PreActivation, up: PreActivation | None, post: PreActivation
+    ) -> PreActivation:
+        if not isinstance(self.mlp, GatedMLP):
+            return post
+        activation: Tensor = self.mlp.act_fn(q) * up  # `post` without its b_in
+        return activation
+
+    def _post(self, z: PreActivation) -> PreActivation:
+        """As a new tensor: to edit hook_post in place must not reach back to hook_z."""
+        return (self.neurons(z) + self._b_in).contiguous()  # whose code may flatten it
+
+    # Tapping
+
+    def attach(self) -> None:
+        """Give the MLP the hook points, and tap its own."""
+        sockets = self.sockets
+        self.mlp._neuron_heads = self
+        for name in HOOKS:
+            setattr(self.mlp, name, getattr(self, name).train(self.mlp.training))
+        _tap(sockets.pre, _Pre, self)
+        _tap(sockets.post, _Post, self)
+        if sockets.linear is not None:
+            _tap(sockets.linear, _Linear, self)
+        if sockets.out is not None:
+            _tap(sockets.out, _Out, self)
+
+    def detach(self) -> None:
+        """Undo `attach`."""
+        for point in self.sockets.points:
+            point.__class__ = HookPoint
+            del point._neuron_heads
+        for name in HOOKS:
+            delattr(self.mlp, name)
+        del self.mlp._neuron_heads
+
+
+class BilinearInPlace(BilinearHeads, InPlace):
+    """The same with heads that are bilinear and share their neurons."""
+
+    def _unwatched(
+        self, q: PreActivation, up: PreActivation | None, post: PreActivation
+    ) -> PreActivation:
+        return self._unseen(q, q if up is None else up) + self._b_in
+
+    def _z(self, q: PreActivation, up: PreActivation | None, post: PreActivation) -> PreActivation:
+        value = q if up is None else up
+        return self._through_hooks(q, value, lambda: self._attend(q, value))
+
+
+class _Tap(HookPoint):
+    """A hook point of an MLP whose neurons are exposed as heads."""
+
+    _neuron_heads: InPlace
+
+
+class _Pre(_Tap):
+    def __call__(self, x: Tensor) -> Tensor:
+        q: Tensor = super().__call__(x)
+        self._neuron_heads.read("pre", q)
+        return q
+
+
+class _Linear(_Tap):
+    def __call__(self, x: Tensor) -> Tensor:
+        up: Tensor = super().__call__(x)
+        self._neuron_heads.read("linear", up)
+        return up
+
+
+class _Post(_Tap):
+    def __call__(self, x: Tensor) -> Tensor:
+        post: Tensor = super().__call__(self._neuron_heads.put_out(x))
+        self._neuron_heads.edited(post)
+        return post
+
+
+class _Out(_Tap):
+    def __call__(self, x: Tensor) -> Tensor:
+        out: Tensor = super().__call__(self._neuron_heads.write(x))
+        return out
+
+
+def _tap(point: HookPoint, as_: type[_Tap], heads: InPlace) -> None:
+    point.__class__ = as_
+    point._neuron_heads = heads  # type: ignore[assignment]
