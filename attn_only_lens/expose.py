@@ -1,4 +1,4 @@
-"""Expose neuron-heads in place: the model stays what it is, and its neurons can be seen as heads."""
+"""Neuron-heads in place: the model stays what it is, and its neurons can be seen as heads."""
 
 from types import SimpleNamespace, TracebackType
 from typing import Any
@@ -181,7 +181,7 @@ def _gating(model: Any, known: list[KnownMLP], gate: str, wanted: BilinearReques
     cfg = SimpleNamespace(
         act_fn=known[0].act_fn,
         gated_mlp=known[0].sockets.linear is not None,
-        dtype=known[0].mlp.W_in.dtype,  # type: ignore[union-attr]
+        dtype=known[0].mlp.W_in.dtype,
         n_layers=len(known),
     )
     gating, reasons = choose_gating(SimpleNamespace(cfg=cfg), gate, wanted)
@@ -198,24 +198,22 @@ def _check(model: Any, heads: list[InPlace], inputs: list[Tensor], before: list[
         UnsupportedModelError: one differs; the neuron-heads are taken away again.
     """
     reasons = []
-    with_results, model.cfg.use_attn_result = model.cfg.use_attn_result, True
-    try:
-        for each, x, expected in zip(heads, inputs, before, strict=True):
-            silent = run_alone(each.mlp, x)
-            handles = [getattr(each, hook).register_forward_hook(lambda *_: None) for hook in HOOKS]
-            live = run_alone(each.mlp, x)
-            for handle in handles:
-                handle.remove()
-            largest = expected.abs().max().item()
-            moved = (live - silent).abs().max().item()
-            same = each.gating.kind == "bilinear" or torch.equal(silent, expected)
-            if not (same and moved <= LOGIT_TOLERANCE[x.dtype] * largest):
-                reasons.append(
-                    f"layer {each.layer}: its MLP is not the sum of its neuron-heads; they differ "
-                    f"by {moved:.2g} where the largest entry is {largest:.2g}"
-                )
-    finally:
-        model.cfg.use_attn_result = with_results
+    for each, x, expected in zip(heads, inputs, before, strict=True):
+        silent = run_alone(each.mlp, x)
+        handles = [getattr(each, hook).register_forward_hook(lambda *_: None) for hook in HOOKS]
+        each.always_results = True
+        live = run_alone(each.mlp, x)
+        each.always_results = False
+        for handle in handles:
+            handle.remove()
+        largest = expected.abs().max().item()
+        moved = (live - silent).abs().max().item()
+        same = each.gating.kind == "bilinear" or torch.equal(silent, expected)
+        if not (same and moved <= LOGIT_TOLERANCE[x.dtype] * largest):
+            reasons.append(
+                f"layer {each.layer}: its MLP is not the sum of its neuron-heads; they differ "
+                f"by {moved:.2g} where the largest entry is {largest:.2g}"
+            )
     if reasons:
         hide(model)
         raise UnsupportedModelError(reasons, _PROBLEM)

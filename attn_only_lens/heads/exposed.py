@@ -138,4 +138,5 @@ def exposed_heads(model: object) -> list[InPlace]:
     """The neuron-heads of each layer of an exposed model; none of any other."""
     if not isinstance(model, ExposedTransformer | ExposedBridge):
         return []
-    return [block.mlp._neuron_heads for block in model.blocks]  # type: ignore[union-attr]
+    blocks: Any = model.blocks
+    return [block.mlp._neuron_heads for block in blocks]

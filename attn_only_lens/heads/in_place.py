@@ -69,6 +69,7 @@ class InPlace(NeuronHeads):
         self.act_fn = act_fn
         self.layer = layer
         self.gating = gating
+        self.always_results = False  # whatever cfg.use_attn_result says
         self._read: dict[str, Tensor] = {}  # by the forward pass that is under way
         self._add_hook_points()
 
@@ -103,7 +104,8 @@ class InPlace(NeuronHeads):
 
     @property
     def _results(self) -> bool:
-        return self.cfg.use_attn_result and is_live(self.hook_result)
+        wanted = self.always_results or self.cfg.use_attn_result
+        return wanted and is_live(self.hook_result)
 
     # What the taps call, in this order
 
@@ -149,7 +151,7 @@ class InPlace(NeuronHeads):
     def _plain_z(
         self, q: PreActivation, up: PreActivation | None, post: PreActivation
     ) -> PreActivation:
-        if not isinstance(self.mlp, GatedMLP):
+        if up is None or not isinstance(self.mlp, GatedMLP):
             return post
         activation: Tensor = self.mlp.act_fn(q) * up  # `post` without its b_in
         return activation

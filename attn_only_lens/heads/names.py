@@ -4,8 +4,8 @@
 MLP of source layer 5; where several heads share a neuron (bilinear gates), they are `L5N1234.0`,
 `L5N1234.1`, … and `L5N1234` is the neuron that they make up. In the two-block layout source layer l
 becomes block 2l (its attention heads) and block 2l + 1 (its neuron-heads). In place, both are in
-block l: attention heads under `attn`, neuron-heads under `mlp`. Analysis code speaks in names, never
-in block numbers.
+block l: attention heads under `attn`, neuron-heads under `mlp`. Analysis code speaks in names,
+never in block numbers.
 """
 
 import re

@@ -1,0 +1,330 @@
+"""Neuron-heads in place on a HookedTransformer: the same model, its neurons seen as heads."""
+
+import copy
+import re
+
+import pytest
+import torch
+from models import CORE, D_MLP, FAMILIES, N_LAYERS, POS, build, relative, tokens
+from transformer_lens import HookedTransformer, HookedTransformerConfig
+
+from attn_only_lens import (
+    UnknownHeadError,
+    UnsupportedCallError,
+    UnsupportedModelError,
+    calibrate,
+    convert,
+    dense_pattern,
+    expose_neuron_heads,
+    neuron_gate,
+    neuron_pattern,
+)
+from attn_only_lens.tolerances import LOGIT_TOLERANCE
+
+EXACT = 1e-12
+LAYER, NEURON = 1, 29
+POINTS = ("q", "k", "v", "attn_scores", "pattern", "z", "result")
+
+
+def hook(point, layer=LAYER):
+    return f"blocks.{layer}.mlp.hook_{point}"
+
+
+def state(model):
+    """What `undo` has to restore."""
+    modules = {name: type(module) for name, module in model.named_modules()}
+    return type(model), modules, list(model.hook_dict), list(model.mod_dict), set(vars(model))
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@torch.no_grad()
+def test_logits_and_every_hook(name):
+    """Bitwise without new hooks, to rounding with them; heads as `convert` has them."""
+    model, converted = build(name), convert(build(name))
+    before = state(model)
+    expected, theirs = model.run_with_cache(tokens())
+    _, heads = converted.run_with_cache(tokens())
+    exposed = expose_neuron_heads(model)
+    assert torch.equal(model(tokens()), expected)
+    silent, kept = model.run_with_cache(tokens(), names_filter=list(theirs))
+    assert torch.equal(silent, expected)
+    assert all(torch.equal(kept[key], theirs[key]) for key in theirs)
+    model.set_use_attn_result(True)
+    logits, cache = model.run_with_cache(tokens())
+    assert relative(logits, expected) <= EXACT
+    for key in theirs:
+        finite = theirs[key].isfinite()
+        assert relative(cache[key][finite], theirs[key][finite]) <= EXACT
+    for layer in range(N_LAYERS):
+        assert cache[hook("result", layer)].shape == (2, POS, D_MLP, 26)
+        for point in POINTS[:-1]:
+            got, twin = cache[hook(point, layer)], heads[point, 2 * layer + 1]
+            assert got.shape == twin.shape
+            scale = max(twin.abs().max().item(), 1e-300)
+            assert (got - twin).abs().max().item() <= 1e-11 * scale or scale > 1e300
+    model.set_use_attn_result(False)
+    exposed.undo()
+    assert state(model) == before
+    assert torch.equal(model(tokens()), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", CORE)
+@torch.no_grad()
+def test_lower_precision(name, dtype):
+    model = build(name, dtype=dtype, scale=0.2)
+    expected = model(tokens())
+    with expose_neuron_heads(model):
+        assert torch.equal(model(tokens()), expected)
+        logits, _ = model.run_with_cache(tokens())
+        assert logits.dtype == dtype
+        assert relative(logits.double(), expected.double()) <= LOGIT_TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_gradients(name):
+    model = build(name)
+    model.requires_grad_(True)
+    model.set_use_attn_result(True)
+    model(tokens()).square().mean().backward()
+    expected = {key: p.grad for key, p in model.named_parameters()}
+    largest = max(grad.abs().max() for grad in expected.values() if grad is not None)
+    seen = {}
+    for live in (False, True):
+        model.zero_grad()
+        with expose_neuron_heads(model):
+            keep = [(hook(p), lambda g, hook: seen.update({hook.name: g})) for p in POINTS]
+            with model.hooks(bwd_hooks=keep if live else []):
+                model(tokens()).square().mean().backward()
+        for key, parameter in model.named_parameters():
+            if expected[key] is None:
+                assert parameter.grad is None
+                continue
+            # A key bias has no gradient but rounding noise: judged against the others'.
+            scale = max(expected[key].abs().max(), 1e-4 * largest)
+            error = (parameter.grad - expected[key]).abs().max()
+            assert error <= (1e-11 * scale if live else 0.0), key
+    assert set(seen) == {hook(p) for p in POINTS}
+    assert seen[hook("z")][0].shape == (2, POS, D_MLP, 1)
+
+
+@pytest.mark.parametrize("name", CORE)
+@pytest.mark.parametrize("in_place", [True, False])
+@torch.no_grad()
+def test_an_edit_reaches_all_that_follow_and_nothing_before(name, in_place):
+    """hook_pre, then q, then z, then hook_post on it: each edit judged by one on the source."""
+    model = build(name)
+    act, gated = model.blocks[LAYER].mlp.act_fn, model.cfg.gated_mlp
+    b_in = model.blocks[LAYER].mlp.b_in[NEURON] if gated else 0.0
+
+    def change(to):
+        def edit(x, hook):
+            x = x if in_place else x.clone()
+            head = x[:, :, NEURON]
+            head.copy_(to(head))
+            return None if in_place else x
+
+        return edit
+
+    pre, post = change(lambda q: q + 0.9), change(lambda a: 2 * a + 0.3)
+    source = [(hook("pre"), pre), (hook("post"), post)]
+    expected = model.run_with_hooks(tokens(), fwd_hooks=source)
+    clean = model(tokens())
+    assert relative(expected, clean) > 1e-6
+    with expose_neuron_heads(model):
+        with model.hooks(source):
+            logits, cache = model.run_with_cache(tokens())
+        assert relative(logits, expected) <= EXACT
+        q, z = cache[hook("q")][..., NEURON, 0], cache[hook("z")][..., NEURON, 0]
+        assert torch.equal(q, cache[hook("pre")][..., NEURON])
+        up = cache[hook("pre_linear")][..., NEURON] if gated else 1.0
+        torch.testing.assert_close(z, act(q) * up, rtol=EXACT, atol=1e-14)
+        shown = cache[hook("post")][..., NEURON]
+        torch.testing.assert_close(shown, 2 * (z + b_in) + 0.3, rtol=EXACT, atol=1e-13)
+        # The same edit of the activation, made at hook_z: before the b_in of a gated MLP.
+        at_z = [(hook("pre"), pre), (hook("z"), change(lambda a: 2 * (a + b_in) + 0.3 - b_in))]
+        assert relative(model.run_with_hooks(tokens(), fwd_hooks=at_z), expected) <= EXACT
+        # To edit the query does not move what hook_pre has shown, nor the value.
+        _, plain = model.run_with_cache(tokens())
+        with model.hooks([(hook("q"), pre)]):
+            _, moved = model.run_with_cache(tokens())
+        for point, same in (("pre", True), ("v", True), ("q", False), ("pattern", False)):
+            assert torch.equal(moved[hook(point)], plain[hook(point)]) == same, point
+
+
+@pytest.mark.parametrize("name", CORE)
+@torch.no_grad()
+def test_results_add_up_and_can_be_edited(name):
+    model = build(name)
+    drop = lambda x, hook: x.index_fill(2, torch.tensor(NEURON), 0.0)  # noqa: E731
+    double = lambda x, hook: 2 * x  # noqa: E731
+    mlp = model.blocks[LAYER].mlp
+    bias = mlp.b_out + (mlp.b_in @ mlp.W_out if model.cfg.gated_mlp else 0.0)
+    out = {}
+    with expose_neuron_heads(model):
+        mlp.register_forward_hook(lambda m, i, o: out.update(mlp=o))
+        model.set_use_attn_result(True)
+        with model.hooks([(hook("post"), double)]):
+            _, cache = model.run_with_cache(tokens())
+        total = cache[hook("result")].sum(2) + bias
+        assert relative(total, out["mlp"]) <= EXACT
+        by_z = model.run_with_hooks(tokens(), fwd_hooks=[(hook("z"), drop)])
+        by_result = model.run_with_hooks(tokens(), fwd_hooks=[(hook("result"), drop)])
+        assert relative(by_result, by_z) <= EXACT
+        assert relative(by_z, model(tokens())) > 1e-6
+
+
+@torch.no_grad()
+def test_twice_changes_nothing():
+    model = build("gelu")
+    with expose_neuron_heads(model):
+        before = state(model)
+        with expose_neuron_heads(model) as again:
+            assert again is model
+        assert state(model) == before, "what the outer call has done stays"
+        with pytest.raises(UnsupportedModelError, match="exposed already"):
+            expose_neuron_heads(model, gate="bilinear", heads_per_neuron=2)
+    exposed = expose_neuron_heads(model)
+    expose_neuron_heads(model).undo()
+    assert type(model) is HookedTransformer
+    exposed.undo()
+    assert type(model) is HookedTransformer
+
+
+def test_undone_after_an_error_too():
+    model = build("gelu")
+    before = state(model)
+
+    def fail(x, hook):
+        raise RuntimeError("in a hook")
+
+    with pytest.raises(RuntimeError, match="in a hook"), expose_neuron_heads(model):
+        model.run_with_hooks(tokens(), fwd_hooks=[(hook("pre"), lambda x, hook: x * 1)])
+        try:
+            model.run_with_hooks(tokens(), fwd_hooks=[(hook("z"), fail)])
+        finally:
+            copy.deepcopy(model)
+    assert state(model) == before
+
+
+@torch.no_grad()
+def test_hooks_of_others_stay():
+    """Also across undo; those on an MLP, which is run to see what it computes, are refused."""
+    model = build("gelu")
+    calls = []
+    model.add_perma_hook("blocks.0.hook_resid_pre", lambda x, hook: calls.append(1))
+    exposed = expose_neuron_heads(model)
+    assert not calls
+    model(tokens())
+    exposed.undo()
+    model(tokens())
+    assert len(calls) == 2
+    model.add_perma_hook(hook("post"), lambda x, hook: calls.append(1))
+    with pytest.raises(UnsupportedModelError, match="hooks are attached to its MLP"):
+        expose_neuron_heads(model)
+    assert len(calls) == 2
+
+
+@torch.no_grad()
+def test_accessors_and_a_copy():
+    model = build("llama")
+    _, twin = convert(model).run_with_cache(tokens())
+    with expose_neuron_heads(model):
+        other = copy.deepcopy(model)
+        for each in (model, other):
+            _, cache = each.run_with_cache(tokens())
+            for read in (neuron_pattern, neuron_gate, dense_pattern):
+                got = read(cache, "L1N29")
+                torch.testing.assert_close(got, read(twin, "L1N29"), rtol=1e-10, atol=1e-12)
+        with pytest.raises(UnknownHeadError, match=re.escape("cache['pattern', 1]")):
+            neuron_pattern(cache, "L1H0")
+        with pytest.raises(UnknownHeadError, match="0 to 36"):
+            neuron_pattern(cache, "L1N37")
+    _, plain = model.run_with_cache(tokens())
+    with pytest.raises(UnsupportedCallError, match="converted or exposed"):
+        neuron_pattern(plain, "L1N29")
+    assert other.blocks[0].mlp.hook_q is not None, "the copy is exposed still"
+
+
+@pytest.mark.parametrize("name", [*CORE, "relu", "silu"])
+@torch.no_grad()
+def test_bilinear(name):
+    source = build(name)
+    heads = 1 if source.cfg.act_fn in ("silu", "relu") and not source.cfg.gated_mlp else 4
+    how = {"gate": "bilinear", "heads_per_neuron": heads}
+    if source.cfg.gated_mlp:
+        how["calibration"] = calibrate(source, tokens())
+    twin = convert(source, **how)
+    exact = source(tokens())
+    with expose_neuron_heads(source, **how):
+        expected = twin(tokens())
+        assert relative(source(tokens()), expected) <= EXACT
+        source.set_use_attn_result(True)
+        logits, cache = source.run_with_cache(tokens())
+        assert relative(logits, expected) <= EXACT
+        assert cache[hook("pattern")].shape == (2, D_MLP * heads, POS, 2)
+        assert cache[hook("result")].shape == (2, POS, D_MLP * heads, 26)
+        assert neuron_gate(cache, "L1N29").shape == (2, POS)
+        source.set_use_attn_result(False)
+    assert torch.equal(source(tokens()), exact)
+
+
+@torch.no_grad()
+def test_generate():
+    model = build("llama", d_vocab_out=41, dtype=torch.float32)
+    start = tokens(batch=1, pos=3)
+    how = {"max_new_tokens": 5, "do_sample": False, "use_past_kv_cache": False, "verbose": False}
+    how |= {"stop_at_eos": False}
+    expected = model.generate(start, **how)
+    seen = []
+    with expose_neuron_heads(model), model.hooks([(hook("z"), lambda z, hook: seen.append(z))]):
+        assert torch.equal(model.generate(start, **how), expected)
+    assert [z.shape[1] for z in seen] == [3, 4, 5, 6, 7]
+
+
+def test_hook_result_that_would_not_fire_is_refused():
+    model = build("gelu")
+    with expose_neuron_heads(model):
+        for call in (
+            lambda: model.run_with_hooks(tokens(), fwd_hooks=[(hook("result"), print)]),
+            lambda: model.run_with_cache(tokens(), names_filter=hook("result")),
+            lambda: model.add_hook(hook("result"), print),
+        ):
+            with pytest.raises(UnsupportedCallError, match="set_use_attn_result"):
+                call()
+        _, cache = model.run_with_cache(tokens())
+        assert hook("result") not in cache
+
+
+@pytest.mark.parametrize(
+    ("spoil", "reason"),
+    [
+        (lambda m: setattr(m.blocks[1].mlp, "act_fn", torch.tanh), "act_fn is not gelu"),
+        (lambda m: setattr(m.cfg, "act_fn", "solu"), "solu"),
+        (lambda m: setattr(m.blocks[1], "mlp", torch.nn.Linear(26, 26)), "Linear"),
+        (lambda m: setattr(m.blocks[2].mlp, "forward", lambda x: x), "forward was replaced"),
+    ],
+)
+def test_refused_and_left_alone(spoil, reason):
+    model = build("gelu")
+    spoil(model)
+    before = type(model), list(model.hook_dict), set(vars(model.blocks[0].mlp))
+    with pytest.raises(UnsupportedModelError, match=reason):
+        expose_neuron_heads(model)
+    assert before == (type(model), list(model.hook_dict), set(vars(model.blocks[0].mlp)))
+
+
+def test_refused_by_kind():
+    for other in (3, convert(build("gelu"))):
+        with pytest.raises(UnsupportedModelError):
+            expose_neuron_heads(other)
+    cfg = HookedTransformerConfig(
+        n_layers=1, d_model=26, n_heads=2, d_head=13, d_vocab=41, n_ctx=17, attn_only=True
+    )
+    with pytest.raises(UnsupportedModelError, match="attention-only"):
+        expose_neuron_heads(HookedTransformer(cfg))
+    with (
+        expose_neuron_heads(build("gelu")) as model,
+        pytest.raises(UnsupportedModelError, match="ExposedTransformer"),
+    ):
+        convert(model)
