@@ -1,4 +1,4 @@
-"""Neuron-heads in place on a TransformerBridge, around models that are built here, not downloaded."""
+"""Neuron-heads in place on a TransformerBridge, around models built here, not downloaded."""
 
 import pytest
 import torch
@@ -43,13 +43,13 @@ NAMES = [*CONFIGS, "native", "native_gated"]
 
 def boot(name, dtype=torch.float64):
     torch.manual_seed(0)
-    if name.startswith("native"):
-        gated = {"gated_mlp": True, "act_fn": "silu"} if name.endswith("gated") else {}
+    if name in ("native", "native_gated"):
+        gated = {"gated_mlp": True, "act_fn": "silu"} if name == "native_gated" else {}
         cfg = TransformerBridgeConfig(**NATIVE | {"act_fn": "gelu_new"} | gated)
         bridge = TransformerBridge.boot_native(cfg, dtype=dtype)
         randomise(bridge.original_model)
         return bridge
-    config = CONFIGS[name]() if name in CONFIGS else name
+    config = (CONFIGS[name] if name in CONFIGS else REFUSED[name][0])()
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     model = model.to(dtype).eval()
     randomise(model)
@@ -214,8 +214,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_refused_with_the_reason_of_every_layer(name):
-    config, reason = REFUSED[name]
-    bridge = boot(config())
+    bridge, reason = boot(name), REFUSED[name][1]
     with pytest.raises(UnsupportedModelError, match=reason) as caught:
         expose_neuron_heads(bridge)
     assert [text[:7] for text in caught.value.reasons] == ["layer 0", "layer 1"]
