@@ -11,6 +11,10 @@ TORCH ?= torch==2.13.0
 WORKERS ?= 2
 
 BIN := .venv/bin
+# A .pth file rather than --system-site-packages: PYTHON may itself be a virtual environment's.
+WHERE_TORCH_IS := 'import pathlib, torch; print(pathlib.Path(torch.__file__).parents[1])'
+LOOK_THERE_TOO := 'import pathlib, sys, sysconfig; \
+	pathlib.Path(sysconfig.get_path("purelib"), "torch.pth").write_text(sys.argv[1] + "\n")'
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 export PIP_NO_INPUT = 1
 
@@ -36,7 +40,8 @@ contracts: .venv/ready ## imports point one way
 	$(BIN)/lint-imports
 
 pytest: .venv/ready ## tests, doctests, and the examples of the README
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS)
+	OMP_NUM_THREADS=1 PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 \
+		$(BIN)/python -m pytest -p xdist.plugin -n $(WORKERS)
 
 bench: .venv/ready ## source against converted: time and memory
 	$(BIN)/python analyses/bench_convert.py
@@ -47,12 +52,12 @@ clean: ## remove what make made
 .venv/ready: pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' \
 		|| { echo "Python 3.10 or newer is needed; $(PYTHON) is older. Set PYTHON=..."; exit 1; }
-	@if $(PYTHON) -c 'import torch' 2>/dev/null; then \
-		echo "using the torch of $(PYTHON)"; \
-		$(PYTHON) -m venv --system-site-packages .venv; \
-	else \
-		$(PYTHON) -m venv .venv; \
-	fi || { echo "python -m venv failed: on Debian, apt-get install python3-venv"; exit 1; }
+	@$(PYTHON) -m venv .venv \
+		|| { echo "python -m venv failed: on Debian, apt-get install python3-venv"; exit 1; }
+	@if there=$$($(PYTHON) -c $(WHERE_TORCH_IS) 2>/dev/null); then \
+		echo "using the torch in $$there"; \
+		$(BIN)/python -c $(LOOK_THERE_TOO) "$$there"; \
+	fi
 	@$(BIN)/python -c 'import torch' 2>/dev/null || $(BIN)/python -m pip install -q $(TORCH)
 	$(BIN)/python -m pip install -q -e '.[dev]'
 	@touch $@

@@ -8,6 +8,7 @@ from transformer_lens import HookedTransformer
 from attn_only_lens.axes import Tokens
 from attn_only_lens.errors import UnsupportedModelError
 from attn_only_lens.heads.support import reasons_against
+from attn_only_lens.inputs import checked_tokens
 
 __all__ = ["Calibration", "calibrate"]
 
@@ -48,6 +49,7 @@ def calibrate(
     Raises:
         UnsupportedModelError: the model has no gated MLPs (other gates need no calibration), or
             cannot be converted; or what it computes on the tokens is not finite.
+        UnsupportedCallError: the tokens are none that the model can run on.
         ValueError: the margin is below 1.
 
     Example:
@@ -69,8 +71,7 @@ def calibrate(
         raise UnsupportedModelError(reasons, "this model cannot be calibrated")
     if not margin >= 1.0:
         raise ValueError(f"got margin={margin}; expected at least 1")
-    if isinstance(tokens, str):
-        tokens = model.to_tokens(tokens)
+    tokens = checked_tokens(model, tokens)
     hooks = [f"blocks.{layer}.mlp.hook_pre" for layer in range(model.cfg.n_layers)]
     _, cache = model.run_with_cache(tokens, names_filter=hooks)
     largest = [cache[hook].abs().max().item() for hook in hooks]

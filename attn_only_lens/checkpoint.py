@@ -139,7 +139,7 @@ def load(
     to_dtype = None if dtype is None else dtype_named(dtype)
     manifest = read_manifest(folder)
     check_files(folder, manifest["files"])
-    model = _skeleton(manifest["config"], Gating.from_json(manifest["gate"]))
+    model = _skeleton(manifest["config"], manifest["gate"])
     try:
         tensors = load_file(folder / WEIGHTS)
     except SafetensorError as error:
@@ -178,7 +178,7 @@ def _destination(folder: Path) -> Path:
 
 def _require_loadable(model: AttentionOnlyTransformer, tensors: dict[str, Tensor]) -> None:
     """Refuse a model that `load` would not rebuild, while the caller still has it."""
-    skeleton = _skeleton(plain_config(model.source_cfg), model.cfg.gating)
+    skeleton = _skeleton(plain_config(model.source_cfg), model.cfg.gating.to_json())
     wrong = _misfits(skeleton, tensors, ties(model))
     if wrong:
         raise CheckpointError(
@@ -195,7 +195,7 @@ def _own_tensors(model: nn.Module) -> dict[str, Tensor]:
     }
 
 
-def _skeleton(config: dict[str, Any], gating: Gating) -> AttentionOnlyTransformer:
+def _skeleton(config: dict[str, Any], gate: dict[str, Any]) -> AttentionOnlyTransformer:
     """The converted model without numbers: all of its tensors are on the meta device."""
     # Building must not touch the caller's random state (a seed would), nor ask a hub for a
     # tokenizer by its name; both fields are put back afterwards.
@@ -209,8 +209,8 @@ def _skeleton(config: dict[str, Any], gating: Gating) -> AttentionOnlyTransforme
         reasons = reasons_against(source)
         if reasons:
             raise UnsupportedModelError(reasons)
-        return convert_as(source, gating)
-    except (AssertionError, IndexError, TypeError, ValueError) as error:
+        return convert_as(source, Gating.from_json(gate))
+    except (AssertionError, LookupError, TypeError, ValueError) as error:
         raise CheckpointError(
             f"the configuration cannot be built by this version of TransformerLens: {error}"
         ) from error

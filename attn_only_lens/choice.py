@@ -11,7 +11,6 @@ from attn_only_lens.heads import EXACT, Gating
 
 __all__ = ["BilinearRequest", "choose_gating"]
 
-_HALF = (torch.float16, torch.bfloat16)
 _GATED_HEADS = 8  # by default
 
 
@@ -45,10 +44,25 @@ def choose_gating(
     cfg = getattr(model, "cfg", None)
     if cfg is None:
         return None, []  # not a model: said already
+    odd = _odd_arguments(wanted)
+    if odd:
+        return None, odd
     try:
         return (_gated if cfg.gated_mlp else _plain)(cfg, wanted), []
     except ValueError as error:
         return None, [str(error)]
+
+
+def _odd_arguments(wanted: BilinearRequest) -> list[str]:
+    reasons = []
+    heads, tolerance, calibration = wanted.heads_per_neuron, wanted.tolerance, wanted.calibration
+    if heads is not None and type(heads) is not int:
+        reasons.append(f"got heads_per_neuron={heads!r}; expected a whole number")
+    if tolerance is not None and type(tolerance) not in (int, float):
+        reasons.append(f"got tolerance={tolerance!r}; expected a number")
+    if calibration is not None and not isinstance(calibration, Calibration):
+        reasons.append(f"got a {type(calibration).__name__} for calibration; expected calibrate's")
+    return reasons
 
 
 def _plain(cfg: Any, wanted: BilinearRequest) -> Gating:
@@ -58,6 +72,12 @@ def _plain(cfg: Any, wanted: BilinearRequest) -> Gating:
             "leave it out"
         )
     gate = bilinear_gate(cfg.act_fn, wanted.heads_per_neuron, wanted.tolerance)
+    room = torch.finfo(cfg.dtype).max / 64  # for pre-activations
+    if max(gate.b) > room:
+        raise ValueError(
+            f"its slope would be {max(gate.b):.3g}, and scores of {cfg.dtype} end soon after: give "
+            f"a tolerance of {gate.bound * max(gate.b) / room:.1g} or more, or convert in float32"
+        )
     tolerance = wanted.tolerance if cfg.act_fn == "relu" else None
     return Gating("bilinear", gate.heads_per_neuron, tolerance)
 
@@ -73,11 +93,6 @@ def _gated(cfg: Any, wanted: BilinearRequest) -> Gating:
             "its MLPs are gated, and bilinear gates for them hold on a range only: give "
             "calibration=calibrate(model, tokens)"
         )
-    if cfg.dtype in _HALF:
-        raise ValueError(
-            f"its dtype is {cfg.dtype}: bilinear heads of a gated MLP are many times larger than "
-            "their sum, which half precision cannot hold; convert it in float32"
-        )
     ranges = wanted.calibration.ranges
     if len(ranges) != cfg.n_layers:
         raise ValueError(
@@ -86,6 +101,12 @@ def _gated(cfg: Any, wanted: BilinearRequest) -> Gating:
         )
     heads = _GATED_HEADS if wanted.heads_per_neuron is None else wanted.heads_per_neuron
     gating = Gating("bilinear", heads, ranges=ranges)
+    wrong: dict[str, list[int]] = {}
     for layer in range(cfg.n_layers):
-        gating.gate(cfg.act_fn, layer)
+        try:
+            gating.gate(cfg.act_fn, layer)
+        except ValueError as error:
+            wrong.setdefault(str(error), []).append(layer)
+    if wrong:
+        raise ValueError("; ".join(f"layers {layers}: {text}" for text, layers in wrong.items()))
     return gating

@@ -96,8 +96,8 @@ def convert(
         if (Path(model) / MANIFEST).is_file():
             name = read_manifest(Path(model))["source_name"]
             converted = checkpoint.load(model, device=device)
-            asked = (gate != "exact", heads_per_neuron, tolerance, text, tokens)
-            if any(asked):
+            asked = (heads_per_neuron, tolerance, text, tokens)
+            if gate != "exact" or any(option is not None for option in asked):
                 raise AttnOnlyLensError(f"{model} is converted already: give its source")
             saved = str(converted.cfg.dtype).removeprefix("torch.")
             if dtype not in (None, saved):

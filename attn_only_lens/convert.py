@@ -84,7 +84,17 @@ def convert(
 def convert_as(
     model: HookedTransformer, gating: Gating, *, copy: bool = False
 ) -> AttentionOnlyTransformer:
-    """Convert a model that nothing speaks against, with gates that are settled."""
+    """Convert a model that nothing speaks against, with gates that are settled.
+
+    Raises:
+        ValueError: the gates are of another kind of MLP, or of another number of layers.
+    """
+    ranged = gating.kind == "bilinear" and model.cfg.gated_mlp
+    n_ranges = None if gating.ranges is None else len(gating.ranges)
+    if n_ranges != (model.cfg.n_layers if ranged else None):
+        raise ValueError(
+            f"got {gating}; expected {'a range for each layer' if ranged else 'no ranges'}"
+        )
     cfg = attention_only_config(model.cfg, gating)
     parts = _clone(model, cfg, copy_weights=copy)
     parallel = model.cfg.parallel_attn_mlp

@@ -11,14 +11,14 @@ from torch import nn
 from transformer_lens import HookedTransformerConfig
 
 from attn_only_lens.errors import CheckpointError
-from attn_only_lens.heads import AttentionOnlyTransformer
+from attn_only_lens.heads import EXACT, AttentionOnlyTransformer
 from attn_only_lens.source_folder import TOKENIZER, WEIGHTS
 
 __all__ = ["MANIFEST", "check_files", "describe", "plain_config", "read_manifest", "ties"]
 
 MANIFEST = "attn_only_lens.json"
 FORMAT = "attn_only_lens"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2  # 1 had "exact" for a gate, and no other
 GATES = ("exact", "bilinear")
 _NEEDED = ("source_name", "config", "tied", "frozen", "training", "padding_side", "files")
 
@@ -113,14 +113,16 @@ def read_manifest(folder: Path) -> dict[str, Any]:
             f"{manifest.get('attn_only_lens')}; this one reads up to {FORMAT_VERSION}: upgrade "
             "attn-only-lens"
         )
+    if manifest.get("sha256") != _seal(manifest):
+        raise CheckpointError(f"{path} was changed after it was saved; save the model again")
+    if manifest.get("gate") == "exact":
+        manifest = manifest | {"gate": EXACT.to_json()}
     gating = manifest.get("gate")
     if not isinstance(gating, dict) or gating.get("kind") not in GATES:
         raise CheckpointError(
             f"{path} holds a model with gate {gating!r}; this version knows "
             f"{' and '.join(GATES)} gates: upgrade attn-only-lens"
         )
-    if manifest.get("sha256") != _seal(manifest):
-        raise CheckpointError(f"{path} was changed after it was saved; save the model again")
     missing = [key for key in _NEEDED if key not in manifest]
     missing += [f"config.{key}" for key in ("dtype",) if key not in manifest.get("config", {})]
     missing += [f"files.{name}" for name in (WEIGHTS,) if name not in manifest.get("files", {})]

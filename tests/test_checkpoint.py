@@ -193,7 +193,7 @@ def test_a_model_that_could_not_be_loaded_is_not_saved(change, tmp_path, monkeyp
         from transformer_lens.utilities.activation_functions import SUPPORTED_ACTIVATIONS
 
         monkeypatch.setitem(SUPPORTED_ACTIVATIONS, "quick_gelu", SUPPORTED_ACTIVATIONS["gelu"])
-        model.cfg.act_fn = "quick_gelu"
+        vars(model.cfg)["act_fn"] = "quick_gelu"  # past the refusal to change it
         message = "its act_fn is not quick_gelu"
     else:
         model.blocks[3].attn.W_out = nn.Parameter(torch.zeros(5, 26))
@@ -283,6 +283,45 @@ DAMAGE = {
     "no manifest": (lambda f: (f / MANIFEST).unlink(), f"{MANIFEST} is missing"),
     "not json": (lambda f: (f / MANIFEST).write_text("{"), "cannot be read"),
     "not ours": (lambda f: (f / MANIFEST).write_text("{}"), "is not a manifest"),
+    "a gate of other fields": (
+        lambda f: edit_manifest(f, gate={"kind": "exact", "ranges": None, "colour": "red"}),
+        "colour",
+    ),
+    "an exact gate of four heads": (
+        lambda f: edit_manifest(
+            f,
+            gate={"kind": "exact", "heads_per_neuron": 4, "tolerance": None, "ranges": None},
+        ),
+        "expected exact gates to have one head",
+    ),
+    "ranges of a plain model": (
+        lambda f: edit_manifest(
+            f,
+            gate={
+                "kind": "bilinear",
+                "heads_per_neuron": 4,
+                "tolerance": None,
+                "ranges": [3.0, 3.0, 3.0],
+            },
+        ),
+        "expected no ranges",
+    ),
+    "a gate without ranges": (
+        lambda f: edit_manifest(f, gate={"kind": "bilinear", "heads_per_neuron": 4}),
+        "cannot be built",
+    ),
+    "a gate that does not fit": (
+        lambda f: edit_manifest(
+            f,
+            gate={
+                "kind": "bilinear",
+                "heads_per_neuron": 3,
+                "tolerance": None,
+                "ranges": None,
+            },
+        ),
+        "heads_per_neuron is 3",
+    ),
     "newer": (
         lambda f: edit_manifest(f, format_version=FORMAT_VERSION + 1),
         f"format version {FORMAT_VERSION + 1}.*upgrade",
@@ -328,6 +367,14 @@ def test_unknown_device_or_dtype(arguments, message, tmp_path):
     folder = save(convert(build("gelu")), tmp_path / "saved")
     with pytest.raises(CheckpointError, match=message):
         load(folder, **arguments)
+
+
+@torch.no_grad()
+def test_the_first_format_is_still_read(tmp_path):
+    model = convert(build("gelu"))
+    folder = save(model, tmp_path / "saved")
+    edit_manifest(folder, format_version=1, gate="exact")
+    same(model, load(folder))
 
 
 def test_missing_folder(tmp_path):

@@ -257,3 +257,9 @@ def test_the_script_runs_small_and_finds_nothing_better(tmp_path):
     pinned = range_gate(found.name, found.heads_per_neuron, found.range)
     assert script.certified_cost(pinned) <= 1.03 * script.certified_cost(found)
     assert script.certified_cost(found) <= 1.5 * script.certified_cost(pinned)
+
+
+def test_relu_covers_what_is_asked():
+    for asked in (0.3, 1.0, 3.0, 4.0, 2.0**40, math.nextafter(2.0**40, math.inf)):
+        gate = range_gate("relu", 4, asked)
+        assert asked <= gate.range < 2 * asked

@@ -504,3 +504,15 @@ def test_bilinear_models(name):
     assert relative(logits, compact_logits) <= 1e-12
     diagonal = cache["pattern", 3].diagonal(dim1=-2, dim2=-1)[:, : m * D_MLP]
     torch.testing.assert_close(diagonal, compact["pattern", 3][..., 0], rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("name", ["relu", "llama"])
+def test_what_half_precision_cannot_hold_is_refused(name, dtype):
+    source = build(name, dtype=dtype, scale=0.2)
+    how = {"calibration": calibrate(source, tokens())} if source.cfg.gated_mlp else {}
+    model = convert(source, gate="bilinear", **how)
+    with pytest.raises(UnsupportedModelError, match=r"call \.to\(torch\.float32\) first"):
+        to_stock(model)
+    stock = to_stock(model.to(torch.float32, print_details=False))
+    assert relative(stock(tokens()), model(tokens())) <= LOGIT_TOLERANCE[torch.float32]

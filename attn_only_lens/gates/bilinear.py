@@ -80,6 +80,13 @@ class BilinearGate:
     c: tuple[float, ...]
     bound: float
 
+    def __post_init__(self) -> None:
+        if not len(self.w) == len(self.b) == len(self.c) > 0:
+            raise ValueError(
+                f"got {len(self.w)} numbers w, {len(self.b)} b and {len(self.c)} c; expected as "
+                "many of each, one for each head"
+            )
+
     @property
     def heads_per_neuron(self) -> int:
         """m."""

@@ -48,6 +48,8 @@ from attn_only_lens.gates.exact import GATES, working_precision
 
 __all__ = ["RangeGate", "range_gate"]
 
+_LARGEST = 2.0**64  # of any use, and far within float32
+
 # One fit for three spellings of the same formula.
 _TANH_FORMS = ("gelu_new", "gelu_pytorch_tanh", "gelu_fast")
 
@@ -180,10 +182,14 @@ def range_gate(name: str, heads_per_neuron: int, range: float) -> RangeGate:
     if not gates:
         counts = sorted({gate.heads_per_neuron for gate in of_name})
         raise ValueError(f"got heads_per_neuron={heads_per_neuron}; {name} has gates of {counts}")
-    if not 0.0 < range < math.inf:
-        raise ValueError(f"got range={range}; expected a positive number: the largest |g| measured")
+    if not 0.0 < range <= _LARGEST:
+        raise ValueError(
+            f"got range={range}; expected a positive number, the largest |g| measured, up to "
+            f"{_LARGEST:g}"
+        )
     if name == "relu":
-        return _scaled(gates[0], 2.0 ** math.ceil(math.log2(range)))
+        mantissa, exponent = math.frexp(range)  # range = mantissa · 2^exponent, 1/2 <= mantissa < 1
+        return _scaled(gates[0], 2.0 ** (exponent - (mantissa == 0.5)))
     covering = [gate for gate in gates if gate.range >= range]
     if not covering:
         largest = max(gate.range for gate in gates)

@@ -57,25 +57,27 @@ class BilinearHeads(NeuronHeads):
 
     def _unseen(self, q: PreActivation, value: PreActivation) -> PreActivation:
         """What the neurons put out, where nobody sees their heads."""
-        return (self._mixture.mixture(q) * value).to(q.dtype)
+        return _passed(self._mixture.mixture(q), value).to(q.dtype)
 
     def _attend(self, q: PreActivation, value: PreActivation | None) -> PreActivation:
         """z of every head by way of queries, values, scores and pattern, through its hooks."""
         assert value is not None
-        dtype, m = q.dtype, self.heads_per_neuron
+        # Heads of a gated MLP are many times larger than their sum: half precision loses it.
+        gated = isinstance(self._mixture, RangeGate)
+        dtype = working_precision(q).dtype if gated else q.dtype
+        m, value = self.heads_per_neuron, value.to(dtype)
         query = self._queries(q).to(dtype)
         v = value.repeat_interleave(m, dim=-1)
         query = self.hook_q(query.unsqueeze(-1)).squeeze(-1)
         v = self.hook_v(v.unsqueeze(-1)).squeeze(-1)
         weight = self._bilinear_pattern(query)[..., SELF].transpose(1, 2)
-        v = torch.where(torch.isinf(v) & (weight == 0), 0.0, v)
-        return (weight * v).to(dtype)
+        return _passed(weight, v).to(dtype)
 
     def _queries(self, q: PreActivation) -> Float[Tensor, "batch pos head_index"]:
         working, gate = working_precision(q), self._mixture
         slopes, offsets = working.new_tensor(gate.slopes), working.new_tensor(gate.offsets)
-        # A head that sees itself alone has slope 0 and offset ∞; its score is kept finite.
-        limit = torch.finfo(q.dtype).max
+        # A head that sees itself alone has slope 0 and offset ∞; its query is kept finite.
+        limit = _largest(q.dtype)
         working = working.clamp(-limit, limit).unsqueeze(-1)
         return (working * slopes + offsets).clamp(-limit, limit).flatten(-2)
 
@@ -86,7 +88,8 @@ class BilinearHeads(NeuronHeads):
             own = torch.zeros_like(query)
             if is_live(self.hook_k):
                 key = tracked_like(torch.zeros_like(query.unsqueeze(-1)), query)
-                own = torch.where(torch.isinf(query), 0.0, query) * self.hook_k(key).squeeze(-1)
+                limit = torch.finfo(query.dtype).max
+                own = (query * self.hook_k(key).squeeze(-1)).clamp(-limit, limit)
             scores = torch.stack([own, -query], dim=-1).transpose(1, 2)
             scores = self.hook_attn_scores(scores)
             pattern = torch.softmax(scores, dim=-1)
@@ -117,28 +120,29 @@ class BilinearAttention(BilinearHeads, NeuronAttention):
         z = self.hook_z(z.unsqueeze(-1)).squeeze(-1)
         if results:
             result = self.hook_result(z.unsqueeze(-1) * self.W_O.squeeze(-2))
-            return result.sum(dim=-2) + self.b_O
-        return self._write(self.neurons(z))
+            return (result.sum(dim=-2) + self.b_O).to(q.dtype)
+        return self._write(self.neurons(z).to(q.dtype))
 
-    def activation_error(self, x: Residual) -> tuple[float, float]:
-        """How far the heads are from the activation on an input, in float64.
+    def activation_error(self, x: Residual, act_fn: str) -> tuple[float, float]:
+        """How far the heads are from an activation on an input, in float64.
 
         Args:
             x: the normalised residual stream that the neurons read.
+            act_fn: the activation of the source.
 
         Returns:
             The largest |approximation - activation|, and the largest |pre-activation|.
         """
         q = self._project(x)[0].double()
         approximate = self._mixture.mixture(q) * (q if self.W_gate is None else 1.0)
-        exact = GATES[self.cfg.act_fn].activation(q)
+        exact = GATES[act_fn].activation(q)
         return (approximate - exact).abs().max().item(), q.abs().max().item()
 
     # Weights in a head's shape
 
     def _each(self, numbers: tuple[float, ...], of: Tensor) -> Tensor:
         """Numbers, one for each head of a neuron, times a tensor with a row for each neuron."""
-        row = of.new_tensor(numbers).clamp(-torch.finfo(of.dtype).max, torch.finfo(of.dtype).max)
+        row = of.new_tensor(numbers).clamp(-_largest(of.dtype), _largest(of.dtype))
         return torch.einsum("j,n...->nj...", row, of).flatten(0, 1)
 
     @property
@@ -177,3 +181,15 @@ class BilinearAttention(BilinearHeads, NeuronAttention):
     def W_O(self) -> Float[Tensor, "head_index d_head=1 d_model"]:
         """Output weights: w_j W_out[i]."""
         return self._each(self._mixture.weights, self.W_out.unsqueeze(-2))
+
+
+def _largest(dtype: torch.dtype) -> float:
+    """The largest query: a quarter of the largest number, to leave room for a patched key."""
+    return torch.finfo(dtype).max / 4
+
+
+def _passed(weight: Tensor, value: Tensor) -> Tensor:
+    """weight · value; 0 where the weight is, though a float16 value may have overflowed."""
+    if value.dtype != torch.float16:
+        return weight * value
+    return weight * torch.where(torch.isinf(value) & (weight == 0), 0.0, value)

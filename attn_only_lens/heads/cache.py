@@ -56,8 +56,9 @@ class AttentionOnlyCache(ActivationCache):
         if ".mlp." in hook or hook.endswith(("hook_mlp_out", "hook_resid_mid")):
             raise UnsupportedCallError(
                 f"{hook} on a converted model: the MLP of source layer l is block 2l + 1. Use "
-                'cache["q", 2l+1] for pre, cache["z", 2l+1] for post, cache["attn_out", 2l+1] for '
-                'mlp_out, cache["resid_pre", 2l+1] for resid_mid'
+                'cache["attn_out", 2l+1] for mlp_out, cache["resid_pre", 2l+1] for resid_mid, '
+                'cache["q", 2l+1] for pre, cache["z", 2l+1] for post (with bilinear gates, these '
+                "are of heads: model.blocks[2l+1].attn.neurons(z) sums those of each neuron)"
             )
         found = self.cache_dict[hook]
         return found

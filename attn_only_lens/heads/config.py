@@ -11,6 +11,9 @@ from attn_only_lens.heads.names import block_kind, block_layer
 __all__ = ["AttentionOnlyConfig", "BlockConfig", "attention_only_config"]
 
 
+_SETTLED = ("act_fn", "attn_only", "d_mlp", "d_model", "gated_mlp", "gating", "n_layers")
+
+
 class AttentionOnlyConfig(HookedTransformerConfig):
     """A `HookedTransformerConfig` with two blocks a source layer.
 
@@ -21,7 +24,20 @@ class AttentionOnlyConfig(HookedTransformerConfig):
     """
 
     before_conversion: dict[str, Any]
-    gating: Gating
+    _gating: Gating
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in _SETTLED and "_gating" in self.__dict__:
+            raise UnsupportedCallError(
+                f"cfg.{name} of a converted model is settled: blocks and gates were made for it. "
+                f"Set it on the source, and convert that"
+            )
+        super().__setattr__(name, value)
+
+    @property
+    def gating(self) -> Gating:
+        """The gates of the neuron-heads; settled by `convert`, since blocks are built for them."""
+        return self._gating
 
     @property
     def n_heads(self) -> int:  # type: ignore[override]
@@ -44,7 +60,7 @@ class AttentionOnlyConfig(HookedTransformerConfig):
 
     def source_cfg(self) -> HookedTransformerConfig:
         """A stock configuration of the source model, at the present dtype and device."""
-        ours = ("before_conversion", "gating")
+        ours = ("before_conversion", "_gating")
         fields = {k: v for k, v in self.__dict__.items() if k not in ours}
         source = object.__new__(HookedTransformerConfig)
         source.__dict__.update(fields | self.before_conversion)
@@ -63,8 +79,8 @@ def attention_only_config(source: HookedTransformerConfig, gating: Gating) -> At
     }
     cfg = object.__new__(AttentionOnlyConfig)
     cfg.__dict__.update(source.__dict__ | changed)
-    cfg.gating = gating
     cfg.before_conversion = {name: getattr(source, name) for name in changed}
+    cfg._gating = gating
     return cfg
 
 

@@ -29,6 +29,14 @@ class Gating:
     tolerance: float | None = None
     ranges: tuple[float, ...] | None = None
 
+    def __post_init__(self) -> None:
+        if self.kind == "exact" and (self.heads_per_neuron, self.tolerance, self.ranges) != (
+            1,
+            None,
+            None,
+        ):
+            raise ValueError(f"got {self}; expected exact gates to have one head and nothing else")
+
     def gate(self, act_fn: str, layer: int) -> AnyGate:
         """The gate of the neurons of a source layer.
 
@@ -44,7 +52,11 @@ class Gating:
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> "Gating":
-        """From what `to_json` returned, after JSON made a list of the tuple."""
+        """From what `to_json` returned, after JSON made a list of the tuple.
+
+        Raises:
+            TypeError: the data has other fields.
+        """
         ranges = data["ranges"]
         return cls(**data | {"ranges": None if ranges is None else tuple(ranges)})
 

@@ -121,7 +121,7 @@ class InPlace(NeuronHeads):
         z = self._z(q, up, post)
         if self._results:
             self._read["z"] = z
-        return self._post(z)
+        return self._post(z).to(post.dtype)
 
     def edited(self, post: PreActivation) -> None:
         """Take note of what users made of the activations at hook_post, for the results."""
@@ -136,7 +136,8 @@ class InPlace(NeuronHeads):
         if written is None:
             return out
         W_out = self.mlp.W_out.repeat_interleave(self.heads_per_neuron, dim=0)
-        return self.hook_result(written.unsqueeze(-1) * W_out).sum(dim=-2) + self._b_O
+        result: Tensor = self.hook_result(written.unsqueeze(-1) * W_out)
+        return (result.sum(dim=-2) + self._b_O).to(out.dtype)
 
     def _unwatched(
         self, q: PreActivation, up: PreActivation | None, post: PreActivation

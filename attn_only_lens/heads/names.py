@@ -104,6 +104,19 @@ class HeadName:
             raise UnknownHeadError(f"got {str(self)!r}; the neuron has {names}")
         return self.index * heads_per_neuron + self.member
 
+    def heads(self, heads_per_neuron: int = 1) -> slice:
+        """Where all heads of this neuron, or this one head, stand among those of the block.
+
+        Example:
+            >>> from attn_only_lens import HeadName
+            >>> HeadName.parse("L5N10").heads(heads_per_neuron=4)
+            slice(40, 44, None)
+        """
+        if self.kind == "neuron" and self.member is None:
+            return slice(self.index * heads_per_neuron, (self.index + 1) * heads_per_neuron)
+        index = self.head_index(heads_per_neuron)
+        return slice(index, index + 1)
+
     @property
     def block(self) -> int:
         """The block that holds this head."""

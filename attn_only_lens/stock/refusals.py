@@ -38,6 +38,7 @@ def reasons_against(model: object, max_bytes: int) -> list[str]:
             heads_per_neuron = max(heads_per_neuron, len(mixture(gate).w))
         except UnsupportedModelError as error:
             reasons += error.reasons
+    reasons += _precision_reasons(model)
     return reasons + _size_reasons(model, heads_per_neuron, max_bytes)
 
 
@@ -87,6 +88,23 @@ def _attention_reasons(cfg: Any) -> list[str]:
             "call .to(torch.float32) first"
         )
     return reasons
+
+
+def _precision_reasons(model: AttentionOnlyTransformer) -> list[str]:
+    cfg = model.cfg
+    if cfg.dtype not in (torch.float16, torch.bfloat16) or cfg.gating.kind == "exact":
+        return []
+    if cfg.gated_mlp:
+        return [
+            f"its heads in {cfg.dtype} are many times larger than their sum, which a stock layer "
+            "forms in that precision; call .to(torch.float32) first"
+        ]
+    if cfg.act_fn == "relu":
+        return [
+            f"its slopes are steep, and scores in {cfg.dtype} would overflow or be too coarse; "
+            "call .to(torch.float32) first"
+        ]
+    return []
 
 
 def _size_reasons(

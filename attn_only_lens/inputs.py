@@ -1,0 +1,35 @@
+"""What a model is asked to run on, checked before it runs."""
+
+from torch import Tensor
+from transformer_lens import HookedTransformer
+
+from attn_only_lens.axes import Tokens
+from attn_only_lens.errors import UnsupportedCallError
+
+__all__ = ["checked_tokens"]
+
+
+def checked_tokens(model: HookedTransformer, tokens: object) -> Tokens:
+    """Tokens that the model can run on, from tokens or a text.
+
+    Raises:
+        UnsupportedCallError: they are not integers [batch, pos] of its vocabulary, or too long for
+            its context; or they are a text, and it has no tokenizer.
+    """
+    cfg = model.cfg
+    if isinstance(tokens, str):
+        if model.tokenizer is None:
+            raise UnsupportedCallError("got a text, and the model has no tokenizer; give tokens")
+        tokens = model.to_tokens(tokens, truncate=False)
+    expected = f"expected integers [batch, pos] from 0 to {cfg.d_vocab - 1}, pos up to {cfg.n_ctx}"
+    if not isinstance(tokens, Tensor):
+        raise UnsupportedCallError(f"tokens: got a {type(tokens).__name__}; {expected}")
+    dtype = str(tokens.dtype).removeprefix("torch.")
+    if not dtype.startswith(("int", "uint")) or tokens.ndim != 2 or not tokens.numel():
+        raise UnsupportedCallError(f"tokens: got {dtype} {list(tokens.shape)}; {expected}")
+    low, high = int(tokens.min()), int(tokens.max())
+    if low < 0 or high >= cfg.d_vocab or tokens.shape[1] > cfg.n_ctx:
+        raise UnsupportedCallError(
+            f"tokens: got values from {low} to {high}, pos {tokens.shape[1]}; {expected}"
+        )
+    return tokens
