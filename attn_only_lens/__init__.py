@@ -20,16 +20,9 @@ from attn_only_lens.gates import (
     bilinear_gate,
     range_gate,
 )
-from attn_only_lens.heads import (
-    AttentionOnlyCache,
-    AttentionOnlyTransformer,
-    HeadName,
-    HeadStack,
-    dense_pattern,
-    neuron_gate,
-    neuron_pattern,
-)
+from attn_only_lens.heads import HeadName, dense_pattern, neuron_gate, neuron_pattern
 from attn_only_lens.stock import to_stock
+from attn_only_lens.two_blocks import AttentionOnlyCache, AttentionOnlyTransformer, HeadStack
 from attn_only_lens.verify import Verification, verify
 
 __all__ = [

@@ -20,11 +20,9 @@ from torch import Tensor, nn
 from transformer_lens import HookedTransformer, HookedTransformerConfig
 from transformers import AutoTokenizer
 
-from attn_only_lens.convert import convert_as
 from attn_only_lens.errors import CheckpointError, UnsupportedModelError
 from attn_only_lens.files import flush
-from attn_only_lens.heads import AttentionOnlyTransformer, Gating
-from attn_only_lens.heads.support import reasons_against
+from attn_only_lens.heads import Gating
 from attn_only_lens.manifest import (
     MANIFEST,
     check_files,
@@ -34,6 +32,8 @@ from attn_only_lens.manifest import (
     ties,
 )
 from attn_only_lens.source_folder import TOKENIZER, WEIGHTS, device_named, dtype_named, quiet
+from attn_only_lens.two_blocks import AttentionOnlyTransformer, convert_as
+from attn_only_lens.two_blocks.support import reasons_against
 
 __all__ = ["load", "save"]
 

@@ -11,18 +11,22 @@ from transformer_lens.model_bridge import TransformerBridge
 from attn_only_lens.calibrate import Calibration
 from attn_only_lens.choice import BilinearRequest, choose_gating
 from attn_only_lens.errors import UnsupportedModelError
-from attn_only_lens.heads.exposed import exposed_heads, hide, show
-from attn_only_lens.heads.gating import Gating
-from attn_only_lens.heads.in_place import HOOKS, BilinearInPlace, InPlace
-from attn_only_lens.heads.recognise import (
+from attn_only_lens.heads import Gating
+from attn_only_lens.in_place import (
+    HOOKS,
+    BilinearInPlace,
+    InPlace,
     KnownMLP,
     UnknownMLPError,
+    exposed_heads,
+    hide,
     random,
     recognise,
     run_alone,
+    show,
 )
-from attn_only_lens.heads.support import hook_reasons, reasons_against
 from attn_only_lens.tolerances import LOGIT_TOLERANCE
+from attn_only_lens.two_blocks.support import hook_reasons, reasons_against
 
 __all__ = ["ExposedNeurons", "expose_neuron_heads"]
 

@@ -14,11 +14,11 @@ from transformer_lens.hook_points import HookPoint
 from attn_only_lens.axes import Tokens
 from attn_only_lens.errors import UnsupportedModelError
 from attn_only_lens.gates import BilinearGate, RangeGate
-from attn_only_lens.heads import AttentionOnlyTransformer
-from attn_only_lens.heads.bilinear import BilinearAttention
 from attn_only_lens.heads.names import heads_block, neurons_block
 from attn_only_lens.inputs import checked_tokens
 from attn_only_lens.tolerances import LOGIT_TOLERANCE
+from attn_only_lens.two_blocks import AttentionOnlyTransformer
+from attn_only_lens.two_blocks.bilinear import BilinearAttention
 
 __all__ = ["Verification", "verify"]
 

@@ -6,10 +6,10 @@ from typing import Any, cast
 import torch
 from transformer_lens import HookedTransformer, HookedTransformerConfig
 
-from attn_only_lens.heads import AttentionOnlyTransformer
-from attn_only_lens.heads.attention import NeuronAttention
 from attn_only_lens.heads.gating import AnyGate
 from attn_only_lens.stock.alibi import ROTATED, rotary_settings
+from attn_only_lens.two_blocks import AttentionOnlyTransformer
+from attn_only_lens.two_blocks.attention import NeuronAttention
 
 __all__ = ["gates", "stock_bytes", "stock_config"]
 

@@ -9,7 +9,7 @@ import inspect
 from transformer_lens import ActivationCache, HookedTransformer
 
 from attn_only_lens import AttentionOnlyTransformer
-from attn_only_lens.heads.refusals import Refusals
+from attn_only_lens.two_blocks.refusals import Refusals
 
 # As in torch.nn.Module and untouched by the two-block layout.
 TORCH = {name for name in dir(__import__("torch").nn.Module) if not name.startswith("_")}

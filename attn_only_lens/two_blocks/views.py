@@ -8,10 +8,10 @@ from jaxtyping import Float
 from torch import Tensor
 from transformer_lens.utilities import Slice
 
-from attn_only_lens.heads.stream import require_norm_of_stream
+from attn_only_lens.two_blocks.stream import require_norm_of_stream
 
 if TYPE_CHECKING:
-    from attn_only_lens.heads.cache import AttentionOnlyCache
+    from attn_only_lens.two_blocks.cache import AttentionOnlyCache
 
 __all__ = ["View", "as_slice"]
 

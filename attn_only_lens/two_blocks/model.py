@@ -8,20 +8,22 @@ from torch import Tensor, nn
 from transformer_lens import ActivationCache, HookedTransformer, HookedTransformerConfig
 
 from attn_only_lens.errors import UnsupportedCallError
-from attn_only_lens.heads.blocks import AttentionBlock
-from attn_only_lens.heads.cache import AttentionOnlyCache
-from attn_only_lens.heads.config import AttentionOnlyConfig
-from attn_only_lens.heads.firing import Firing
-from attn_only_lens.heads.names import HeadName
+from attn_only_lens.heads.computation import NeuronHeads
+from attn_only_lens.heads.layout import WithNeuronHeads
+from attn_only_lens.heads.names import HeadName, neurons_block
 from attn_only_lens.heads.patterns import neuron_gate, neuron_pattern
-from attn_only_lens.heads.refusals import Refusals
-from attn_only_lens.heads.stacks import HeadStack
-from attn_only_lens.heads.stream import refuse_mlp_input
+from attn_only_lens.two_blocks.blocks import AttentionBlock
+from attn_only_lens.two_blocks.cache import AttentionOnlyCache
+from attn_only_lens.two_blocks.config import AttentionOnlyConfig
+from attn_only_lens.two_blocks.firing import Firing
+from attn_only_lens.two_blocks.refusals import Refusals
+from attn_only_lens.two_blocks.stacks import HeadStack
+from attn_only_lens.two_blocks.stream import refuse_mlp_input
 
 __all__ = ["AttentionOnlyTransformer", "assemble"]
 
 
-class AttentionOnlyTransformer(Refusals, Firing, HookedTransformer):
+class AttentionOnlyTransformer(Refusals, Firing, WithNeuronHeads, HookedTransformer):
     """What `convert` returns: a `HookedTransformer` made of attention alone.
 
     Block 2l holds the attention heads of source layer l, block 2l + 1 its neurons as heads of
@@ -42,12 +44,17 @@ class AttentionOnlyTransformer(Refusals, Firing, HookedTransformer):
     """
 
     cfg: AttentionOnlyConfig
+    _layout = "two blocks a layer"
 
     def __init__(self, *args: object, **kwargs: object) -> None:
         raise UnsupportedCallError(
             "an AttentionOnlyTransformer is made by attn_only_lens.convert(model) or "
             "attn_only_lens.load(folder), not from a configuration"
         )
+
+    def _heads_by_layer(self) -> list[NeuronHeads]:
+        blocks: Any = self.blocks
+        return [blocks[neurons_block(layer)].attn for layer in range(len(blocks) // 2)]
 
     # Names and weights
 

@@ -15,16 +15,16 @@ from transformer_lens.utilities import get_act_name
 
 from attn_only_lens.errors import UnsupportedCallError
 from attn_only_lens.heads.names import block_kind, block_layer, neuron_labels, neurons_block
-from attn_only_lens.heads.stream import (
+from attn_only_lens.two_blocks.stream import (
     embeddings_in_stream,
     refuse_mlp_input,
     require_norm_of_stream,
 )
-from attn_only_lens.heads.views import View, as_slice
-from attn_only_lens.heads.writes import Writing
+from attn_only_lens.two_blocks.views import View, as_slice
+from attn_only_lens.two_blocks.writes import Writing
 
 if TYPE_CHECKING:
-    from attn_only_lens.heads.model import AttentionOnlyTransformer
+    from attn_only_lens.two_blocks.model import AttentionOnlyTransformer
 
 __all__ = ["AttentionOnlyCache"]
 

@@ -5,11 +5,11 @@ from typing import TYPE_CHECKING
 from transformer_lens.utilities.architectures import POST_NORM_ARCHITECTURES
 
 from attn_only_lens.errors import UnsupportedCallError
-from attn_only_lens.heads.config import AttentionOnlyConfig
 from attn_only_lens.heads.names import block_kind
+from attn_only_lens.two_blocks.config import AttentionOnlyConfig
 
 if TYPE_CHECKING:
-    from attn_only_lens.heads.cache import AttentionOnlyCache
+    from attn_only_lens.two_blocks.cache import AttentionOnlyCache
 
 __all__ = ["embeddings_in_stream", "refuse_mlp_input", "require_norm_of_stream"]
 

@@ -8,9 +8,9 @@ from transformer_lens.utilities.architectures import POST_NORM_ARCHITECTURES
 
 from attn_only_lens.axes import Residual
 from attn_only_lens.errors import UnsupportedCallError
-from attn_only_lens.heads.attention import NeuronAttention, is_live, tracked_like
-from attn_only_lens.heads.bilinear import BilinearAttention
-from attn_only_lens.heads.config import BlockConfig
+from attn_only_lens.two_blocks.attention import NeuronAttention, is_live, tracked_like
+from attn_only_lens.two_blocks.bilinear import BilinearAttention
+from attn_only_lens.two_blocks.config import BlockConfig
 
 __all__ = ["AttentionBlock", "NeuronBlock"]
 

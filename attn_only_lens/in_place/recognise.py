@@ -22,7 +22,7 @@ from transformer_lens.model_bridge.generalized_components import (
 
 from attn_only_lens.gates import GATES
 from attn_only_lens.heads.computation import is_live
-from attn_only_lens.heads.in_place import Sockets
+from attn_only_lens.in_place.beside import Sockets
 
 __all__ = ["KnownMLP", "UnknownMLPError", "recognise", "run_alone"]
 

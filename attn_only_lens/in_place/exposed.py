@@ -16,14 +16,25 @@ from transformer_lens.model_bridge import TransformerBridge
 
 from attn_only_lens.axes import Residual
 from attn_only_lens.errors import UnsupportedCallError
-from attn_only_lens.heads.in_place import HOOKS, InPlace
+from attn_only_lens.heads.layout import WithNeuronHeads
+from attn_only_lens.in_place.beside import HOOKS, InPlace
 
 __all__ = ["ExposedBridge", "ExposedTransformer", "exposed_heads", "hide", "show"]
 
 _RESULT = "mlp.hook_result"
 
 
-class ExposedTransformer(HookedTransformer):
+class _Exposed(WithNeuronHeads):
+    """A model whose blocks have MLPs with neuron-heads."""
+
+    _layout = "in place"
+    blocks: Any
+
+    def _heads_by_layer(self) -> list[InPlace]:  # type: ignore[override]
+        return [block.mlp._neuron_heads for block in self.blocks]
+
+
+class ExposedTransformer(_Exposed, HookedTransformer):
     """A HookedTransformer whose MLPs have neuron-heads."""
 
     def _off(self, name: object) -> bool:
@@ -67,7 +78,7 @@ class ExposedTransformer(HookedTransformer):
             yield hooked
 
 
-class ExposedBridge(TransformerBridge):
+class ExposedBridge(_Exposed, TransformerBridge):
     """A TransformerBridge whose MLPs have neuron-heads."""
 
     def _gated_hook_reason(self, hook_point_name: str) -> str | None:
@@ -136,7 +147,4 @@ def hide(model: HookedTransformer | TransformerBridge) -> None:
 
 def exposed_heads(model: object) -> list[InPlace]:
     """The neuron-heads of each layer of an exposed model; none of any other."""
-    if not isinstance(model, ExposedTransformer | ExposedBridge):
-        return []
-    blocks: Any = model.blocks
-    return [block.mlp._neuron_heads for block in blocks]
+    return model._heads_by_layer() if isinstance(model, _Exposed) else []

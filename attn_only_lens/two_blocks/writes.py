@@ -14,7 +14,7 @@ from torch import Tensor
 from transformer_lens.utilities.architectures import POST_NORM_ARCHITECTURES
 
 if TYPE_CHECKING:
-    from attn_only_lens.heads.cache import AttentionOnlyCache
+    from attn_only_lens.two_blocks.cache import AttentionOnlyCache
 
 __all__ = ["Writing"]
 

@@ -1,0 +1,70 @@
+"""Build a converted model around the parameters of its source."""
+
+import copy as _copy
+from typing import Any
+
+from torch import nn
+from transformer_lens import HookedTransformer
+from transformer_lens.hook_points import HookPoint
+from transformer_lens.utilities import TypedModuleList
+
+from attn_only_lens.heads.gating import Gating
+from attn_only_lens.heads.names import heads_block, neurons_block
+from attn_only_lens.two_blocks.blocks import AttentionBlock, NeuronBlock
+from attn_only_lens.two_blocks.config import BlockConfig, attention_only_config
+from attn_only_lens.two_blocks.model import AttentionOnlyTransformer, assemble
+
+__all__ = ["convert_as"]
+
+
+def convert_as(
+    model: HookedTransformer, gating: Gating, *, copy: bool = False
+) -> AttentionOnlyTransformer:
+    """Convert a model that nothing speaks against, with gates that are settled.
+
+    Raises:
+        ValueError: the gates are of another kind of MLP, or of another number of layers.
+    """
+    ranged = gating.kind == "bilinear" and model.cfg.gated_mlp
+    n_ranges = None if gating.ranges is None else len(gating.ranges)
+    if n_ranges != (model.cfg.n_layers if ranged else None):
+        raise ValueError(
+            f"got {gating}; expected {'a range for each layer' if ranged else 'no ranges'}"
+        )
+    cfg = attention_only_config(model.cfg, gating)
+    parts = _clone(model, cfg, copy_weights=copy)
+    parallel = model.cfg.parallel_attn_mlp
+    blocks: list[nn.Module] = []
+    for layer, block in enumerate(parts["_modules"].pop("blocks")):
+        attention_cfg = BlockConfig(cfg, heads_block(layer))
+        attention = AttentionBlock.of(block, attention_cfg, parallel=parallel)
+        neuron_cfg = BlockConfig(cfg, neurons_block(layer))
+        neurons = NeuronBlock(block, neuron_cfg, attention if parallel else None)
+        blocks += [attention, neurons.train(block.training)]
+    block_list = TypedModuleList(blocks)
+    block_list.training = model.blocks.training
+    return assemble(parts, block_list)
+
+
+def _clone(model: HookedTransformer, cfg: Any, *, copy_weights: bool) -> dict[str, Any]:
+    """The model's `__dict__`, deeply copied around its tensors.
+
+    `deepcopy` with its memo filled in beforehand: tied parameters stay tied, unknown attributes
+    come along, and the tokenizer is handed over, where TransformerLens would load it anew.
+    """
+    memo: dict[int, Any] = {id(model.cfg): cfg}
+    for tensor in [*model.parameters(), *model.buffers()]:
+        alias = tensor.detach().clone() if copy_weights else tensor.detach()
+        memo[id(tensor)] = (
+            nn.Parameter(alias, requires_grad=tensor.requires_grad)
+            if isinstance(tensor, nn.Parameter)
+            else alias
+        )
+    for module in model.modules():
+        if isinstance(module, HookPoint):
+            memo[id(module)] = HookPoint().train(module.training)
+    for shared in (model.tokenizer, model.dataset):
+        memo[id(shared)] = shared
+    unneeded: dict[str, Any] = {"mod_dict": {}, "hook_dict": {}}  # `setup` makes them anew
+    cloned: dict[str, Any] = _copy.deepcopy({**model.__dict__, **unneeded}, memo)
+    return cloned
