@@ -3,11 +3,11 @@
 from dataclasses import dataclass
 
 import torch
-from transformer_lens import HookedTransformer
 
 from attn_only_lens.axes import Tokens
 from attn_only_lens.errors import UnsupportedModelError
 from attn_only_lens.inputs import checked_tokens
+from attn_only_lens.tl import HookedTransformer
 from attn_only_lens.two_blocks.support import reasons_against
 
 __all__ = ["Calibration", "calibrate"]

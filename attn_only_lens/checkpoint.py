@@ -17,7 +17,6 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformer_lens import HookedTransformer, HookedTransformerConfig
 from transformers import AutoTokenizer
 
 from attn_only_lens.errors import CheckpointError, UnsupportedModelError
@@ -32,6 +31,7 @@ from attn_only_lens.manifest import (
     ties,
 )
 from attn_only_lens.source_folder import TOKENIZER, WEIGHTS, device_named, dtype_named, quiet
+from attn_only_lens.tl import HookedTransformer, HookedTransformerConfig
 from attn_only_lens.two_blocks import AttentionOnlyTransformer, convert_as
 from attn_only_lens.two_blocks.support import reasons_against
 

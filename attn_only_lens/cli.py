@@ -15,7 +15,6 @@ from rich.table import Table
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
-from transformer_lens import HookedTransformer
 
 from attn_only_lens import checkpoint
 from attn_only_lens.calibrate import calibrate
@@ -25,6 +24,7 @@ from attn_only_lens.errors import AttnOnlyLensError
 from attn_only_lens.files import write_text
 from attn_only_lens.manifest import MANIFEST, read_manifest
 from attn_only_lens.source_folder import device_named, dtype_named, load_source, quiet
+from attn_only_lens.tl import HookedTransformer
 from attn_only_lens.verify import verify as verify_models
 from attn_only_lens.viz import demo_page
 

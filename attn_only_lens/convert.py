@@ -1,10 +1,9 @@
 """Convert a model: every MLP neuron becomes an attention head of width 1 (Theorem 4)."""
 
-from transformer_lens import HookedTransformer
-
 from attn_only_lens.calibrate import Calibration
 from attn_only_lens.choice import BilinearRequest, choose_gating
 from attn_only_lens.errors import UnsupportedModelError
+from attn_only_lens.tl import HookedTransformer
 from attn_only_lens.two_blocks import AttentionOnlyTransformer, convert_as
 from attn_only_lens.two_blocks.support import reasons_against
 

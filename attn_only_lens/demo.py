@@ -12,7 +12,6 @@ import pandas as pd
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from transformer_lens import HookedTransformer
 
 from attn_only_lens.axes import SELF
 from attn_only_lens.convert import convert
@@ -20,6 +19,7 @@ from attn_only_lens.heads import HeadName
 from attn_only_lens.heads.names import neurons_block
 from attn_only_lens.pretrained import modular_addition, modular_addition_tokens
 from attn_only_lens.pretrained.modular_addition import MODULUS
+from attn_only_lens.tl import HookedTransformer
 from attn_only_lens.two_blocks import AttentionOnlyTransformer
 from attn_only_lens.verify import Verification, verify
 

@@ -5,7 +5,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformer_lens import HookedTransformer
 from transformer_lens.model_bridge import TransformerBridge
 
 from attn_only_lens.calibrate import Calibration
@@ -25,6 +24,7 @@ from attn_only_lens.in_place import (
     run_alone,
     show,
 )
+from attn_only_lens.tl import HookedTransformer
 from attn_only_lens.tolerances import LOGIT_TOLERANCE
 from attn_only_lens.two_blocks.support import hook_reasons, reasons_against
 

@@ -1,10 +1,10 @@
 """What a model is asked to run on, checked before it runs."""
 
 from torch import Tensor
-from transformer_lens import HookedTransformer
 
 from attn_only_lens.axes import Tokens
 from attn_only_lens.errors import UnsupportedCallError
+from attn_only_lens.tl import HookedTransformer
 
 __all__ = ["checked_tokens"]
 

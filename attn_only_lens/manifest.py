@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformer_lens import HookedTransformerConfig
 
 from attn_only_lens.errors import CheckpointError
 from attn_only_lens.heads import EXACT
 from attn_only_lens.source_folder import TOKENIZER, WEIGHTS
+from attn_only_lens.tl import HookedTransformerConfig
 from attn_only_lens.two_blocks import AttentionOnlyTransformer
 
 __all__ = ["MANIFEST", "check_files", "describe", "plain_config", "read_manifest", "ties"]

@@ -13,10 +13,10 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
-from transformer_lens import HookedTransformer, HookedTransformerConfig
 from transformers import AutoTokenizer
 
 from attn_only_lens.errors import CheckpointError
+from attn_only_lens.tl import HookedTransformer, HookedTransformerConfig
 
 __all__ = [
     "CONFIG",

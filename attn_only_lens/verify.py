@@ -8,7 +8,6 @@ from typing import Any
 import pandas as pd
 import torch
 from torch import Tensor
-from transformer_lens import HookedTransformer
 from transformer_lens.hook_points import HookPoint
 
 from attn_only_lens.axes import Tokens
@@ -16,6 +15,7 @@ from attn_only_lens.errors import UnsupportedModelError
 from attn_only_lens.gates import BilinearGate, RangeGate
 from attn_only_lens.heads.names import heads_block, neurons_block
 from attn_only_lens.inputs import checked_tokens
+from attn_only_lens.tl import HookedTransformer
 from attn_only_lens.tolerances import LOGIT_TOLERANCE
 from attn_only_lens.two_blocks import AttentionOnlyTransformer
 from attn_only_lens.two_blocks.bilinear import BilinearAttention

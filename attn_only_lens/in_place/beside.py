@@ -20,13 +20,13 @@ from typing import Any
 
 from jaxtyping import Float
 from torch import Tensor, nn
-from transformer_lens.components import GatedMLP
 from transformer_lens.hook_points import HookPoint
 
 from attn_only_lens.axes import PreActivation, Residual
 from attn_only_lens.heads.bilinear import BilinearHeads
 from attn_only_lens.heads.computation import NeuronHeads, is_live
 from attn_only_lens.heads.gating import AnyGate, Gating
+from attn_only_lens.tl import GatedMLP
 
 __all__ = ["HOOKS", "BilinearInPlace", "InPlace", "Sockets"]
 

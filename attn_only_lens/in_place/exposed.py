@@ -10,14 +10,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from transformer_lens import HookedTransformer
-from transformer_lens.components import MLP, GatedMLP
 from transformer_lens.model_bridge import TransformerBridge
 
 from attn_only_lens.axes import Residual
 from attn_only_lens.errors import UnsupportedCallError
 from attn_only_lens.heads.layout import WithNeuronHeads
 from attn_only_lens.in_place.beside import HOOKS, InPlace
+from attn_only_lens.tl import MLP, GatedMLP, HookedTransformer
 
 __all__ = ["ExposedBridge", "ExposedTransformer", "exposed_heads", "hide", "show"]
 

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformer_lens.components import MLP, GatedMLP
 from transformer_lens.hook_points import HookPoint
 from transformer_lens.model_bridge.generalized_components import (
     GatedMLPBridge,
@@ -23,6 +22,7 @@ from transformer_lens.model_bridge.generalized_components import (
 from attn_only_lens.gates import GATES
 from attn_only_lens.heads.computation import is_live
 from attn_only_lens.in_place.beside import Sockets
+from attn_only_lens.tl import MLP, GatedMLP
 
 __all__ = ["KnownMLP", "UnknownMLPError", "recognise", "run_alone"]
 

@@ -8,9 +8,9 @@ from importlib.resources import as_file, files
 import torch
 from jaxtyping import Int
 from torch import Tensor
-from transformer_lens import HookedTransformer
 
 from attn_only_lens.source_folder import load_source
+from attn_only_lens.tl import HookedTransformer
 
 __all__ = ["MODULUS", "modular_addition", "modular_addition_tokens"]
 

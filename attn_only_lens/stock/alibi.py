@@ -22,10 +22,9 @@ from dataclasses import replace
 from typing import Any
 
 import torch.nn.functional as F
-from transformer_lens import HookedTransformerConfig
-from transformer_lens.components import Attention, GroupedQueryAttention
 
 from attn_only_lens.stock.heads import StockHeads
+from attn_only_lens.tl import Attention, GroupedQueryAttention, HookedTransformerConfig
 
 __all__ = ["ROTATED", "rotary_settings", "with_alibi"]
 

@@ -10,14 +10,13 @@ from typing import Any, cast
 
 import torch
 from torch import nn
-from transformer_lens import HookedTransformer
-from transformer_lens.components import Attention, TransformerBlock
 
 from attn_only_lens.errors import UnsupportedModelError
 from attn_only_lens.stock.alibi import with_alibi
 from attn_only_lens.stock.heads import PROBLEM, attention_heads, mixture, neuron_heads
 from attn_only_lens.stock.layout import gates, stock_config
 from attn_only_lens.stock.refusals import reasons_against
+from attn_only_lens.tl import Attention, HookedTransformer, TransformerBlock
 from attn_only_lens.two_blocks import AttentionOnlyTransformer
 
 __all__ = ["to_stock"]

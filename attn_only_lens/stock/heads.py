@@ -24,12 +24,12 @@ from typing import NamedTuple
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from transformer_lens.components import Attention, GroupedQueryAttention
 
 from attn_only_lens.errors import UnsupportedModelError
 from attn_only_lens.gates import Gate
 from attn_only_lens.gates.exact import QUICK_GELU_SLOPE
 from attn_only_lens.heads.gating import AnyGate
+from attn_only_lens.tl import Attention, GroupedQueryAttention
 
 __all__ = [
     "PROBLEM",

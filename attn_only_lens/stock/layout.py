@@ -4,10 +4,10 @@ from dataclasses import fields
 from typing import Any, cast
 
 import torch
-from transformer_lens import HookedTransformer, HookedTransformerConfig
 
 from attn_only_lens.heads.gating import AnyGate
 from attn_only_lens.stock.alibi import ROTATED, rotary_settings
+from attn_only_lens.tl import HookedTransformer, HookedTransformerConfig
 from attn_only_lens.two_blocks import AttentionOnlyTransformer
 from attn_only_lens.two_blocks.attention import NeuronAttention
 

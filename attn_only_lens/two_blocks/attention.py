@@ -27,13 +27,13 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 from transformer_lens import FactoredMatrix
-from transformer_lens.components import MLP, GatedMLP
 from transformer_lens.utilities.addmm import batch_addmm
 
 from attn_only_lens.axes import PreActivation, Residual
 from attn_only_lens.errors import UnsupportedCallError
 from attn_only_lens.heads.computation import NeuronHeads, is_live, tracked_like
 from attn_only_lens.heads.gating import AnyGate
+from attn_only_lens.tl import MLP, GatedMLP
 from attn_only_lens.two_blocks.config import BlockConfig
 
 __all__ = ["NeuronAttention", "is_live", "tracked_like"]

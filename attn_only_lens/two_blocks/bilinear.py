@@ -6,12 +6,12 @@ The mathematics is in `heads/bilinear.py`; here are their weights in a head's sh
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from transformer_lens.components import MLP, GatedMLP
 
 from attn_only_lens.axes import Residual
 from attn_only_lens.gates import GATES, BilinearGate, RangeGate
 from attn_only_lens.heads.bilinear import BilinearHeads, largest_query
 from attn_only_lens.heads.computation import is_live
+from attn_only_lens.tl import MLP, GatedMLP
 from attn_only_lens.two_blocks.attention import NeuronAttention
 from attn_only_lens.two_blocks.config import BlockConfig
 

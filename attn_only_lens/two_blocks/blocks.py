@@ -2,12 +2,12 @@
 
 import torch
 from torch import Tensor, nn
-from transformer_lens.components import MLP, GatedMLP, TransformerBlock
 from transformer_lens.hook_points import HookPoint
 from transformer_lens.utilities.architectures import POST_NORM_ARCHITECTURES
 
 from attn_only_lens.axes import Residual
 from attn_only_lens.errors import UnsupportedCallError
+from attn_only_lens.tl import MLP, GatedMLP, TransformerBlock
 from attn_only_lens.two_blocks.attention import NeuronAttention, is_live, tracked_like
 from attn_only_lens.two_blocks.bilinear import BilinearAttention
 from attn_only_lens.two_blocks.config import BlockConfig

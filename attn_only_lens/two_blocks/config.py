@@ -2,11 +2,10 @@
 
 from typing import Any
 
-from transformer_lens import HookedTransformerConfig
-
 from attn_only_lens.errors import UnsupportedCallError
 from attn_only_lens.heads.gating import Gating
 from attn_only_lens.heads.names import block_kind, block_layer
+from attn_only_lens.tl import HookedTransformerConfig
 
 __all__ = ["AttentionOnlyConfig", "BlockConfig", "attention_only_config"]
 

@@ -4,10 +4,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Literal
 
-from transformer_lens import HookedTransformer
 from transformer_lens.hook_points import HookPoint
 
 from attn_only_lens.errors import UnsupportedCallError
+from attn_only_lens.tl import HookedTransformer
 
 __all__ = ["Firing"]
 

@@ -5,13 +5,14 @@ from typing import Any
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
-from transformer_lens import ActivationCache, HookedTransformer, HookedTransformerConfig
+from transformer_lens import ActivationCache
 
 from attn_only_lens.errors import UnsupportedCallError
 from attn_only_lens.heads.computation import NeuronHeads
 from attn_only_lens.heads.layout import WithNeuronHeads
 from attn_only_lens.heads.names import HeadName, neurons_block
 from attn_only_lens.heads.patterns import neuron_gate, neuron_pattern
+from attn_only_lens.tl import HookedTransformer, HookedTransformerConfig
 from attn_only_lens.two_blocks.blocks import AttentionBlock
 from attn_only_lens.two_blocks.cache import AttentionOnlyCache
 from attn_only_lens.two_blocks.config import AttentionOnlyConfig

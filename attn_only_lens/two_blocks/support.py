@@ -4,20 +4,20 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformer_lens import HookedTransformer
-from transformer_lens.components import (
+
+from attn_only_lens.gates import GATES
+from attn_only_lens.tl import (
     MLP,
     Attention,
     GatedMLP,
     GroupedQueryAttention,
+    HookedTransformer,
     LayerNorm,
     LayerNormPre,
     RMSNorm,
     RMSNormPre,
     TransformerBlock,
 )
-
-from attn_only_lens.gates import GATES
 
 __all__ = ["hook_reasons", "reasons_against"]
 
