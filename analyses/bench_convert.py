@@ -33,11 +33,10 @@ import typer
 from bench_peak_memory import OPERATIONS, model_of
 from torch import Tensor
 from tqdm import tqdm
-from transformer_lens import HookedTransformer, HookedTransformerConfig
-from transformer_lens.components import Attention
 
 from attn_only_lens import convert
 from attn_only_lens.files import write_text
+from attn_only_lens.tl import Attention, HookedTransformer, HookedTransformerConfig
 
 MIB = 2**20
 HEADS_PER_NEURON = (1, 2, 4, 8)

@@ -10,9 +10,9 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from transformer_lens import HookedTransformer, HookedTransformerConfig
 
 from attn_only_lens import convert
+from attn_only_lens.tl import HookedTransformer, HookedTransformerConfig
 
 GPT2_SMALL = {
     "n_layers": 12,

@@ -17,13 +17,13 @@ import torch
 from bench_peak_memory import TINY, model_of
 from safetensors.torch import load_file
 from torch import Tensor
-from transformer_lens import HookedTransformer
 
 from attn_only_lens import calibrate, convert, pretrained
 from attn_only_lens.gates import BilinearGate, RangeGate, certified_bound
 from attn_only_lens.heads.gating import AnyGate
 from attn_only_lens.heads.names import neurons_block
 from attn_only_lens.source_folder import load_source
+from attn_only_lens.tl import HookedTransformer
 
 PAPERS_SLOPE = 1.702
 PAPER = f"slope {PAPERS_SLOPE}"

@@ -27,7 +27,8 @@ import typer
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from tqdm import tqdm
-from transformer_lens import HookedTransformer, HookedTransformerConfig
+
+from attn_only_lens.tl import HookedTransformer, HookedTransformerConfig
 
 CHECK_EVERY = 100
 

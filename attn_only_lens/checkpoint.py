@@ -31,7 +31,7 @@ from attn_only_lens.manifest import (
     ties,
 )
 from attn_only_lens.source_folder import TOKENIZER, WEIGHTS, device_named, dtype_named, quiet
-from attn_only_lens.tl import HookedTransformer, HookedTransformerConfig
+from attn_only_lens.tl import USE_INSTEAD, HookedTransformer, HookedTransformerConfig
 from attn_only_lens.two_blocks import AttentionOnlyTransformer, convert_as
 from attn_only_lens.two_blocks.support import reasons_against
 
@@ -73,6 +73,7 @@ def save(
     if not isinstance(model, AttentionOnlyTransformer):
         raise CheckpointError(
             f"got a {type(model).__name__}; expected what attn_only_lens.convert or load returns"
+            f"{USE_INSTEAD}"
         )
     tensors = _own_tensors(model)
     _require_loadable(model, tensors)

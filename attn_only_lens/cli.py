@@ -24,7 +24,7 @@ from attn_only_lens.errors import AttnOnlyLensError
 from attn_only_lens.files import write_text
 from attn_only_lens.manifest import MANIFEST, read_manifest
 from attn_only_lens.source_folder import device_named, dtype_named, load_source, quiet
-from attn_only_lens.tl import HookedTransformer
+from attn_only_lens.tl import HookedTransformer, require_hooked_transformer
 from attn_only_lens.verify import verify as verify_models
 from attn_only_lens.viz import demo_page
 
@@ -190,6 +190,7 @@ def _clear_errors() -> Iterator[None]:
     """Errors of ours as one message and exit code 2, without a traceback."""
     with quiet():
         try:
+            require_hooked_transformer()  # every command converts a model, or loads a converted one
             yield
         except AttnOnlyLensError as error:
             typer.echo(f"error: {error}", err=True)

@@ -9,10 +9,12 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
+from torch import Tensor
 from transformers import AutoTokenizer
 
 from attn_only_lens.errors import CheckpointError
@@ -27,6 +29,7 @@ __all__ = [
     "dtype_named",
     "load_source",
     "quiet",
+    "read_folder",
 ]
 
 CONFIG, WEIGHTS, TOKENIZER = "config.json", "model.safetensors", "tokenizer"
@@ -45,13 +48,7 @@ def load_source(
     Raises:
         CheckpointError: a file is missing or damaged, or the two do not belong together.
     """
-    try:
-        config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
-        state = load_file(folder / WEIGHTS)
-    except (OSError, ValueError, SafetensorError) as error:
-        raise CheckpointError(
-            f"{folder} does not hold a readable {CONFIG} and {WEIGHTS} ({error})"
-        ) from error
+    config, state = read_folder(folder)
     chosen = {
         "device": str(device_named(device)),
         "dtype": dtype_named(dtype),
@@ -82,6 +79,21 @@ def load_source(
         tokenizer = AutoTokenizer.from_pretrained(folder / TOKENIZER, local_files_only=True)
         model.set_tokenizer(tokenizer)
     return model
+
+
+def read_folder(folder: Path) -> tuple[Any, dict[str, Tensor]]:
+    """What the two files hold: the configuration, not looked at yet, and the state dict.
+
+    Raises:
+        CheckpointError: one cannot be read.
+    """
+    try:
+        config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+        return config, load_file(folder / WEIGHTS)
+    except (OSError, ValueError, SafetensorError) as error:
+        raise CheckpointError(
+            f"{folder} does not hold a readable {CONFIG} and {WEIGHTS} ({error})"
+        ) from error
 
 
 def dtype_named(dtype: str | torch.dtype) -> torch.dtype:

@@ -1,17 +1,22 @@
-"""What transformer-lens 3.9 has and 4 has not, for either to be installed.
+"""What transformer-lens 3.9 has and 4 has not, or the other way round, for either to be installed.
 
-Under 4 these names are classes without instances: `isinstance` says no, and to make one raises an
-error that says what to use instead. So the package needs one import for each name, and no branch.
+Under 4 the classes of 3.9 are classes without instances: `isinstance` says no, and to make one
+raises an error that says what to use instead. So the package needs one import for each name, and no
+branch.
 """
 
 from importlib.metadata import version
 from typing import TYPE_CHECKING, NoReturn
+
+from torch import Tensor
+from transformer_lens.config import TransformerBridgeConfig
 
 from attn_only_lens.errors import UnsupportedCallError
 
 __all__ = [
     "HAS_HOOKED_TRANSFORMER",
     "MLP",
+    "USE_INSTEAD",
     "Attention",
     "GatedMLP",
     "GroupedQueryAttention",
@@ -22,15 +27,30 @@ __all__ = [
     "RMSNorm",
     "RMSNormPre",
     "TransformerBlock",
+    "convert_tl_checkpoint",
+    "require_hooked_transformer",
 ]
 
 _VERSION = version("transformer-lens")
 _NEEDED = (
     f"this needs HookedTransformer, which transformer-lens {_VERSION} has not: "
     "pip install 'attn-only-lens[hooked]' for 3.9; or build a TransformerBridge, and use "
-    "attn_only_lens.expose_neuron_heads or attn_only_lens.convert on that"
+    "attn_only_lens.expose_neuron_heads on that"
 )
 HAS_HOOKED_TRANSFORMER = int(_VERSION.split(".")[0]) < 4
+USE_INSTEAD = "" if HAS_HOOKED_TRANSFORMER else f"; {_NEEDED}"
+"""The end of an error about a model that is no HookedTransformer; empty where there are such."""
+
+
+def require_hooked_transformer() -> None:
+    """Refuse at once what cannot work without HookedTransformer.
+
+    Raises:
+        UnsupportedCallError: transformer-lens is 4 or newer.
+    """
+    if not HAS_HOOKED_TRANSFORMER:
+        raise UnsupportedCallError(_NEEDED)
+
 
 if TYPE_CHECKING or HAS_HOOKED_TRANSFORMER:
     from transformer_lens import HookedTransformer, HookedTransformerConfig
@@ -45,7 +65,17 @@ if TYPE_CHECKING or HAS_HOOKED_TRANSFORMER:
         RMSNormPre,
         TransformerBlock,
     )
+
+    def convert_tl_checkpoint(
+        state_dict: dict[str, Tensor], cfg: TransformerBridgeConfig
+    ) -> dict[str, Tensor]:
+        """Under 4, the state dict of a HookedTransformer as that of a native TransformerBridge."""
+        raise UnsupportedCallError(
+            f"this needs transformer-lens 4, and {_VERSION} is installed: use the HookedTransformer"
+        )
+
 else:
+    from transformer_lens.utilities.tl_checkpoint_conversion import convert_tl_checkpoint
 
     class _Absent:
         """A class of transformer-lens 3.9."""
@@ -58,5 +88,5 @@ else:
             """Refuse, as the class does."""
             raise UnsupportedCallError(_NEEDED)
 
-    for _name in __all__[1:]:
+    for _name in set(__all__) - set(globals()):
         globals()[_name] = type(_name, (_Absent,), {})

@@ -15,7 +15,7 @@ from attn_only_lens.errors import UnsupportedModelError
 from attn_only_lens.gates import BilinearGate, RangeGate
 from attn_only_lens.heads.names import heads_block, neurons_block
 from attn_only_lens.inputs import checked_tokens
-from attn_only_lens.tl import HookedTransformer
+from attn_only_lens.tl import USE_INSTEAD, HookedTransformer
 from attn_only_lens.tolerances import LOGIT_TOLERANCE
 from attn_only_lens.two_blocks import AttentionOnlyTransformer
 from attn_only_lens.two_blocks.bilinear import BilinearAttention
@@ -184,7 +184,10 @@ def verify(
 def _mismatches(source: object, converted: object) -> list[str]:
     reasons = []
     if not isinstance(source, HookedTransformer) or isinstance(source, AttentionOnlyTransformer):
-        reasons.append(f"source: got {type(source).__name__}; expected the model before conversion")
+        reasons.append(
+            f"source: got {type(source).__name__}; expected the model before conversion"
+            f"{USE_INSTEAD}"
+        )
     if not isinstance(converted, AttentionOnlyTransformer):
         reasons.append(
             f"converted: got {type(converted).__name__}; expected what attn_only_lens.convert or "

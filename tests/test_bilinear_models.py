@@ -6,7 +6,8 @@ import math
 
 import pytest
 import torch
-from models import CORE, D_MLP, FAMILIES, N_LAYERS, POS, build, relative, tokens
+from common import D_MLP, N_LAYERS, POS, relative, tokens
+from models import CORE, FAMILIES, build
 
 from attn_only_lens import (
     HeadName,

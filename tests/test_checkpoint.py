@@ -5,7 +5,8 @@ import os
 
 import pytest
 import torch
-from models import build, tokens
+from common import tokens
+from models import build
 from safetensors.torch import load_file, save_file
 from tiny_tokenizer import tiny_tokenizer
 from torch import nn

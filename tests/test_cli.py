@@ -4,7 +4,8 @@ import json
 
 import pytest
 import torch
-from models import BASE, FAMILIES, build, tokens
+from common import tokens
+from models import BASE, FAMILIES, build
 from safetensors.torch import save_file
 from tiny_tokenizer import tiny_tokenizer
 from typer.testing import CliRunner

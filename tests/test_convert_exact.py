@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from models import CORE, FAMILIES, POS, build, relative, tokens
+from common import POS, relative, tokens
+from models import CORE, FAMILIES, build
 from transformer_lens.utilities.activation_functions import SUPPORTED_ACTIVATIONS
 
 from attn_only_lens import GATES, convert, verify

@@ -5,7 +5,8 @@ import io
 
 import pytest
 import torch
-from models import CORE, build, tokens
+from common import tokens
+from models import CORE, build
 from torch import nn
 
 from attn_only_lens import convert

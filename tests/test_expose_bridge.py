@@ -3,7 +3,7 @@
 import pytest
 import torch
 import transformers
-from models import relative, tokens
+from common import D_MLP, POS, relative, tokens
 from transformer_lens.config import TransformerBridgeConfig
 from transformer_lens.model_bridge import TransformerBridge
 from transformer_lens.model_bridge.sources._bridge_builder import build_bridge_from_module
@@ -18,7 +18,7 @@ from attn_only_lens import (
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # TransformerLens' and transformers' own
 EXACT = 1e-12
-D_MLP, POS, NEURON = 37, 11, 29
+NEURON = 29
 SIZES = {"num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": D_MLP}
 SIZES |= {"vocab_size": 41, "hidden_size": 26, "max_position_embeddings": 17}
 GROUPED = {"num_key_value_heads": 1, "head_dim": 14}

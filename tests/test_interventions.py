@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from models import CORE, D_MLP, POS, build, relative, tokens
+from common import D_MLP, POS, relative, tokens
+from models import CORE, build
 
 from attn_only_lens import GATES, UnsupportedCallError, convert
 

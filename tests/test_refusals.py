@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from models import BASE, build, tokens
+from common import tokens
+from models import BASE, build
 from torch import nn
 from transformer_lens import HookedTransformer, HookedTransformerConfig
 

@@ -7,7 +7,8 @@ import sys
 
 import pytest
 import torch
-from models import D_MLP, FAMILIES, N_LAYERS, POS, build, relative, tokens
+from common import D_MLP, N_LAYERS, POS, relative, tokens
+from models import FAMILIES, build
 from safetensors.torch import save_file
 from tiny_tokenizer import tiny_tokenizer
 from transformer_lens import HookedTransformer, HookedTransformerConfig

@@ -4,13 +4,15 @@ Its card lies beside its weights, in `data/modular_addition/README.md`.
 """
 
 from importlib.resources import as_file, files
+from typing import Any
 
 import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from attn_only_lens.pretrained.bridge import load_bridge
 from attn_only_lens.source_folder import load_source
-from attn_only_lens.tl import HookedTransformer
+from attn_only_lens.tl import HAS_HOOKED_TRANSFORMER, HookedTransformer
 
 __all__ = ["MODULUS", "modular_addition", "modular_addition_tokens"]
 
@@ -32,7 +34,8 @@ def modular_addition(
         dtype: its floating-point type; it was trained in float32.
 
     Returns:
-        A stock `HookedTransformer`, ready to convert.
+        A stock `HookedTransformer`, ready to convert; under transformer-lens 4 the same model as a
+        `TransformerBridge`, for `expose_neuron_heads`.
 
     Raises:
         CheckpointError: the installed files are damaged.
@@ -46,7 +49,10 @@ def modular_addition(
         True
     """
     with as_file(files("attn_only_lens.pretrained") / "data" / "modular_addition") as folder:
-        return load_source(folder, dtype=dtype, device=device)
+        if HAS_HOOKED_TRANSFORMER:
+            return load_source(folder, dtype=dtype, device=device)
+        bridge: Any = load_bridge(folder, dtype=dtype, device=device)
+        return bridge
 
 
 def modular_addition_tokens() -> Int[Tensor, "batch=12769 pos=3"]:

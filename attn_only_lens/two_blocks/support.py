@@ -8,6 +8,7 @@ from torch import nn
 from attn_only_lens.gates import GATES
 from attn_only_lens.tl import (
     MLP,
+    USE_INSTEAD,
     Attention,
     GatedMLP,
     GroupedQueryAttention,
@@ -30,7 +31,7 @@ def reasons_against(model: object) -> list[str]:
     if not isinstance(model, HookedTransformer):
         return [
             f"got a {type(model).__module__}.{type(model).__qualname__}; expected a "
-            "transformer_lens.HookedTransformer"
+            f"transformer_lens.HookedTransformer{USE_INSTEAD}"
         ]
     cfg = model.cfg
     if cfg.attn_only:

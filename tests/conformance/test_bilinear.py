@@ -5,7 +5,8 @@ import io
 import pandas as pd
 import pytest
 import torch
-from models import build, relative, tokens
+from common import relative, tokens
+from models import build
 from tiny_tokenizer import tiny_tokenizer
 from transformer_lens import patching
 from transformer_lens.tools.analysis.attribution_patching import attribution_patch

@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from models import build, tokens
+from common import tokens
+from models import build
 from transformer_lens import patching
 from transformer_lens.tools.analysis.attribution_patching import attribution_patch
 

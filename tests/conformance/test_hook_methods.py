@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from models import CORE, build, relative, tokens
+from common import relative, tokens
+from models import CORE, build
 
 from attn_only_lens import (
     AttentionOnlyCache,

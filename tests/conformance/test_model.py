@@ -4,7 +4,8 @@ import copy
 
 import pytest
 import torch
-from models import BASE, CORE, build, relative, tokens
+from common import relative, tokens
+from models import BASE, CORE, build
 from tiny_tokenizer import tiny_tokenizer
 from transformer_lens import HookedTransformer, HookedTransformerConfig
 

@@ -4,7 +4,8 @@ import circuitsvis
 import pandas as pd
 import pytest
 import torch
-from models import CORE, build, relative, tokens
+from common import relative, tokens
+from models import CORE, build
 from tiny_tokenizer import tiny_tokenizer
 from transformer_lens import SVDInterpreter, patching
 from transformer_lens.head_detector import detect_head

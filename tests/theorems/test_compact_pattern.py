@@ -7,7 +7,8 @@ other: what they have in common is the model and Theorem 4.
 
 import pytest
 import torch
-from models import BATCH, D_MLP, POS, build, relative, tokens
+from common import BATCH, D_MLP, POS, relative, tokens
+from models import build
 
 from attn_only_lens import convert
 from attn_only_lens.reference import (

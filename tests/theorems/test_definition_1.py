@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from models import relative
+from common import relative
 from torch import nn
 
 from attn_only_lens.reference import (

@@ -19,7 +19,8 @@ Each takes the place of every MLP of a random model, which is then run as a whol
 import pytest
 import torch
 import torch.nn.functional as F
-from models import BATCH, D_MLP, POS, build, relative, tokens
+from common import BATCH, D_MLP, POS, relative, tokens
+from models import build
 from torch import nn
 from transformer_lens import HookedTransformerConfig
 from transformer_lens.components import Attention

@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from models import relative
+from common import relative
 
 from attn_only_lens.reference import MLP, GeneralizedSiLU, Head, direct_sum, neuron_heads
 

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from models import relative
+from common import relative
 
 from attn_only_lens.reference import Head, linear_head
 

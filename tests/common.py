@@ -1,0 +1,28 @@
+"""What all tests share, with either version of transformer-lens: sizes, tokens, a distance, a mark.
+
+Sizes are distinct primes, so that no swapped axis can pass.
+"""
+
+import pytest
+import torch
+
+from attn_only_lens.tl import HAS_HOOKED_TRANSFORMER
+
+BATCH, POS, D_MLP, D_VOCAB, N_LAYERS = 2, 11, 37, 41, 3
+
+NEEDS_HOOKED = "needs HookedTransformer: run with transformer-lens 3.9, `make test`"
+needs_hooked_transformer = pytest.mark.skipif(not HAS_HOOKED_TRANSFORMER, reason=NEEDS_HOOKED)
+needs_transformer_lens_4 = pytest.mark.skipif(
+    HAS_HOOKED_TRANSFORMER,
+    reason="about what transformer-lens 4 has not: run with it, `make test`",
+)
+
+
+def tokens(seed=0, batch=BATCH, pos=POS):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, D_VOCAB, (batch, pos), generator=generator)
+
+
+def relative(got, expected):
+    """Largest difference over the largest expected entry."""
+    return ((got - expected).abs().max() / expected.abs().max()).item()
