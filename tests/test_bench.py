@@ -4,7 +4,10 @@ import bench_convert
 import bench_peak_memory
 import pytest
 import torch
+from common import needs_hooked_transformer
 from typer.testing import CliRunner
+
+pytestmark = needs_hooked_transformer
 
 
 def test_smoke(tmp_path):

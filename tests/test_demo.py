@@ -6,10 +6,13 @@ from importlib.resources import files
 import pandas as pd
 import pytest
 import torch
+from common import needs_hooked_transformer
 from typer.testing import CliRunner
 
 from attn_only_lens import demo, pretrained
 from attn_only_lens.cli import app
+
+pytestmark = needs_hooked_transformer
 
 
 @pytest.fixture(scope="module")

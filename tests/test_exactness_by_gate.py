@@ -9,8 +9,10 @@ import exactness_measures
 import pytest
 import torch
 import torch.nn.functional as F
+from common import needs_hooked_transformer
 from typer.testing import CliRunner
 
+pytestmark = needs_hooked_transformer
 KEPT = Path(__file__).parents[1] / "analyses" / "results"
 NAMES = ("modular_addition", "tiny_gelu", "tiny_gelu_new", "tiny_relu", "tiny_silu_gated")
 

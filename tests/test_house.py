@@ -3,14 +3,35 @@
 import ast
 import importlib
 import re
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
 import attn_only_lens
+from attn_only_lens import tl
 
 ROOT = Path(__file__).parents[1]
 MODULES = sorted((ROOT / "attn_only_lens").rglob("*.py"))
+OTHERS = [path for path in MODULES if path.name != "tl.py"]
+
+# What transformer-lens 3.9.0 has and 4.3.0 has not, below `transformer_lens`.
+GONE = (
+    "BertNextSentencePrediction",
+    "HookedAudioEncoder",
+    "HookedEncoder",
+    "HookedEncoderDecoder",
+    "HookedTransformer",
+    "HookedTransformerConfig",
+    "components",
+    "config.HookedTransformerConfig",
+    "config.hooked_transformer_config",
+    "factories.mlp_factory",
+    "loading_from_pretrained",
+    "pretrained",
+    "train",
+    "utils",
+)
 
 
 @pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(ROOT)))
@@ -46,3 +67,40 @@ def test_every_module_says_what_it_offers():
         module = importlib.import_module(".".join(p for p in parts if p != "__init__"))
         missing = [n for n in getattr(module, "__all__", []) if not hasattr(module, n)]
         assert not missing, (path, missing)
+
+
+def imported(path):
+    """The dotted name of everything that a file imports, inside functions too."""
+    for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+        if isinstance(node, ast.ImportFrom):
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+
+
+def exists(dotted):
+    """Whether the installed packages have it: a module, or a name in one."""
+    parent, _, name = dotted.rpartition(".")
+    try:
+        return hasattr(importlib.import_module(parent), name) or bool(find_spec(dotted))
+    except ImportError:
+        return False
+
+
+@pytest.mark.parametrize("path", OTHERS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_what_one_version_of_transformer_lens_has_alone_is_imported_in_tl_only(path):
+    theirs = [name for name in imported(path) if name.split(".")[0] == "transformer_lens"]
+    assert "transformer_lens" not in theirs, "import its names, so that they can be checked"
+    gone = tuple(f"transformer_lens.{name}." for name in GONE)
+    assert not [name for name in theirs if f"{name}.".startswith(gone)]
+    assert not [name for name in theirs if not exists(name)]
+
+
+@pytest.mark.parametrize("name", GONE)
+def test_what_is_gone_is_gone(name):
+    assert exists(f"transformer_lens.{name}") is tl.HAS_HOOKED_TRANSFORMER
+
+
+def test_every_name_of_tl_is_used():
+    used = {name for path in OTHERS for name in imported(path)}
+    assert not [name for name in tl.__all__ if f"attn_only_lens.tl.{name}" not in used]

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import train_modular_addition as training
+from common import needs_hooked_transformer, relative
 from safetensors.torch import load_file
 
 from attn_only_lens import CheckpointError, pretrained
@@ -19,6 +20,7 @@ METRICS = json.loads((DATA / "metrics.json").read_text())
 RECIPE = training.Recipe(**{key: METRICS[key] for key in training.Recipe.__dataclass_fields__})
 
 
+@needs_hooked_transformer
 def test_figures_of_the_card():
     measured = training.measure(pretrained.modular_addition(), RECIPE)
     assert measured["test_accuracy"] == METRICS["test_accuracy"] == 1.0
@@ -50,6 +52,31 @@ def test_dtype_and_device():
     assert model(pretrained.modular_addition_tokens()[:3]).dtype == torch.float64
 
 
+def by_hand(state, tokens, act=torch.nn.functional.silu):
+    """The logits at '=', from the weights alone: no code of ours, none of TransformerLens."""
+    w = {name.rpartition(".")[2]: tensor.double() for name, tensor in state.items()}
+    x = w["W_E"][tokens] + w["W_pos"]  # [batch, pos, d_model]; no norms, and every bias is zero
+    q, k, v = (torch.einsum("bpd,hde->bhpe", x, w[name]) for name in ("W_Q", "W_K", "W_V"))
+    # '=' comes last, so that its query sees every position, and no mask is needed.
+    pattern = (q[:, :, -1:] @ k.mT / 32**0.5).softmax(-1)
+    end = x[:, -1] + torch.einsum("bhe,hed->bd", (pattern @ v)[:, :, 0], w["W_O"])
+    return (end + act(end @ w["W_in"]) @ w["W_out"]) @ w["W_U"]
+
+
+def test_its_logits_are_those_of_its_weights():
+    """Whichever class it is: a HookedTransformer, or under transformer-lens 4 a bridge."""
+    state = load_file(DATA / "model.safetensors")
+    tokens = pretrained.modular_addition_tokens()[::7]
+    expected = by_hand(state, tokens)
+    with torch.no_grad():
+        got = pretrained.modular_addition(dtype=torch.float64)(tokens)[:, -1]
+    # 128 to 512 terms a sum, in float64
+    assert relative(got, expected) <= 1e-13
+    heads_swapped = state | {"blocks.0.attn.W_O": state["blocks.0.attn.W_O"].flip(0)}
+    assert relative(by_hand(heads_swapped, tokens), expected) > 0.1
+    assert relative(by_hand(state, tokens, torch.nn.functional.gelu), expected) > 0.01
+
+
 def test_tokens():
     tokens = pretrained.modular_addition_tokens()
     assert tokens.shape == (113 * 113, 3)
@@ -64,6 +91,7 @@ def damaged(tmp_path, name, change):
     return tmp_path
 
 
+@needs_hooked_transformer
 @pytest.mark.parametrize(
     ("name", "change", "message"),
     [
@@ -79,6 +107,7 @@ def test_damaged_files(tmp_path, name, change, message):
         load_source(damaged(tmp_path, name, change))
 
 
+@needs_hooked_transformer
 def test_missing_and_unknown_tensors(tmp_path):
     from safetensors.torch import save_file
 
@@ -93,6 +122,7 @@ def test_missing_and_unknown_tensors(tmp_path):
 TINY = training.Recipe(modulus=7, d_model=10, n_heads=2, d_mlp=11, epochs=30)
 
 
+@needs_hooked_transformer
 def test_fast_logits_are_those_of_the_model():
     model = TINY.model()
     tokens, _, _ = training.pairs(TINY)
@@ -101,6 +131,7 @@ def test_fast_logits_are_those_of_the_model():
         torch.testing.assert_close(training.fast_logits(model, tokens), expected)
 
 
+@needs_hooked_transformer
 def test_an_interrupted_training_goes_on_where_it_stopped(tmp_path):
     from dataclasses import replace
 
@@ -113,6 +144,7 @@ def test_an_interrupted_training_goes_on_where_it_stopped(tmp_path):
         training.train(replace(TINY, seed=3), tmp_path / "parts")
 
 
+@needs_hooked_transformer
 def test_smoke(tmp_path):
     script = Path(training.__file__)
     command = [sys.executable, str(script), "--smoke", "--out", str(tmp_path)]

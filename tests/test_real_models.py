@@ -4,11 +4,13 @@ import json
 
 import pytest
 import torch
+from common import needs_hooked_transformer
 from safetensors.torch import load_file
 
 from attn_only_lens import convert, load, save, verify
 from attn_only_lens.source_folder import load_source
 
+pytestmark = needs_hooked_transformer
 MODELS = (
     "char_gelu_4l",
     "sort_gelu_new_3l",

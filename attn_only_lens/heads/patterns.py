@@ -30,8 +30,8 @@ def neuron_pattern(cache: ActivationCache, name: str) -> Float[Tensor, "batch po
             pattern.
 
     Example:
-        >>> from attn_only_lens import convert, neuron_pattern, pretrained
-        >>> model = convert(pretrained.modular_addition())
+        >>> from attn_only_lens import expose_neuron_heads, neuron_pattern, pretrained
+        >>> model = expose_neuron_heads(pretrained.modular_addition()).model
         >>> _, cache = model.run_with_cache(pretrained.modular_addition_tokens()[:5])
         >>> pattern = neuron_pattern(cache, "L0N7")
         >>> pattern.shape, bool((pattern.sum(-1) - 1).abs().max() < 1e-6)
@@ -63,8 +63,8 @@ def neuron_gate(cache: ActivationCache, name: str) -> Float[Tensor, "batch pos"]
         UnsupportedCallError: as in `neuron_pattern`.
 
     Example:
-        >>> from attn_only_lens import convert, neuron_gate, pretrained
-        >>> model = convert(pretrained.modular_addition())
+        >>> from attn_only_lens import expose_neuron_heads, neuron_gate, pretrained
+        >>> model = expose_neuron_heads(pretrained.modular_addition()).model
         >>> _, cache = model.run_with_cache(pretrained.modular_addition_tokens()[:5])
         >>> neuron_gate(cache, "L0N7").shape
         torch.Size([5, 3])
@@ -138,8 +138,8 @@ def dense_pattern(
         UnsupportedCallError: as in `neuron_pattern`.
 
     Example:
-        >>> from attn_only_lens import convert, dense_pattern, pretrained
-        >>> model = convert(pretrained.modular_addition())
+        >>> from attn_only_lens import dense_pattern, expose_neuron_heads, pretrained
+        >>> model = expose_neuron_heads(pretrained.modular_addition()).model
         >>> _, cache = model.run_with_cache(pretrained.modular_addition_tokens()[:5])
         >>> dense_pattern(cache, "L0N7").shape
         torch.Size([5, 3, 4])

@@ -7,6 +7,7 @@ import torch
 from attn_only_lens.errors import UnsupportedModelError
 from attn_only_lens.stock.heads import mixture
 from attn_only_lens.stock.layout import gates, stock_bytes, stock_config
+from attn_only_lens.tl import USE_INSTEAD
 from attn_only_lens.two_blocks import AttentionOnlyTransformer
 from attn_only_lens.two_blocks.support import hook_reasons
 
@@ -21,7 +22,7 @@ def reasons_against(model: object, max_bytes: int) -> list[str]:
     if not isinstance(model, AttentionOnlyTransformer):
         return [
             f"got a {type(model).__module__}.{type(model).__qualname__}; expected what "
-            "attn_only_lens.convert returns"
+            f"attn_only_lens.convert returns{USE_INSTEAD}"
         ]
     cfg = model.source_cfg
     reasons = hook_reasons(model) + _structure_reasons(cfg) + _attention_reasons(cfg)

@@ -6,10 +6,14 @@ converted model (and where that is tested) or refused.
 
 import inspect
 
-from transformer_lens import ActivationCache, HookedTransformer
+from common import needs_hooked_transformer
+from transformer_lens import ActivationCache
 
 from attn_only_lens import AttentionOnlyTransformer
+from attn_only_lens.tl import HookedTransformer
 from attn_only_lens.two_blocks.refusals import Refusals
+
+pytestmark = needs_hooked_transformer
 
 # As in torch.nn.Module and untouched by the two-block layout.
 TORCH = {name for name in dir(__import__("torch").nn.Module) if not name.startswith("_")}

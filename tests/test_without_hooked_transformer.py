@@ -1,0 +1,110 @@
+"""Under transformer-lens 4, which has no HookedTransformer: what works, and what is said of the rest."""
+
+import json
+
+import pytest
+import torch
+from common import needs_transformer_lens_4
+from test_pretrained import DATA, damaged
+from transformer_lens.model_bridge import TransformerBridge
+from typer.testing import CliRunner
+
+from attn_only_lens import (
+    AttnOnlyLensError,
+    CheckpointError,
+    calibrate,
+    convert,
+    expose_neuron_heads,
+    load,
+    pretrained,
+    save,
+    tl,
+    to_stock,
+    verify,
+)
+from attn_only_lens.cli import app
+from attn_only_lens.manifest import FORMAT, FORMAT_VERSION, _seal
+from attn_only_lens.pretrained.bridge import load_bridge
+from attn_only_lens.source_folder import load_source
+
+pytestmark = needs_transformer_lens_4
+
+TOKENS = pretrained.modular_addition_tokens()[:11]
+USE_INSTEAD = ("attn-only-lens[hooked]", "build a TransformerBridge", "expose_neuron_heads")
+
+
+def saved(folder):
+    """What `save` of 3.9 leaves behind, as far as it is read before a model is built."""
+    manifest = {"format": FORMAT, "format_version": FORMAT_VERSION, "source_name": "added"}
+    manifest |= {"config": {"dtype": "float32"}, "gate": {"kind": "exact"}, "files": {}}
+    manifest |= {"tied": {}, "frozen": [], "training": False, "padding_side": None}
+    sealed = manifest | {"sha256": _seal(manifest)}
+    (folder / "attn_only_lens.json").write_text(json.dumps(sealed))
+    return folder
+
+
+REFUSED = {
+    "HookedTransformer": lambda model, folder: tl.HookedTransformer(model.cfg),
+    "from_pretrained": lambda model, folder: tl.HookedTransformer.from_pretrained("gpt2"),
+    "convert": lambda model, folder: convert(model),
+    "calibrate": lambda model, folder: calibrate(model, TOKENS),
+    "verify": lambda model, folder: verify(model, model, TOKENS),
+    "save": lambda model, folder: save(model, folder / "new"),
+    "load": lambda model, folder: load(saved(folder)),
+    "to_stock": lambda model, folder: to_stock(model),
+    "load_source": lambda model, folder: load_source(DATA),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused_with_what_to_use_instead(name, tmp_path):
+    with pytest.raises(AttnOnlyLensError) as caught:
+        REFUSED[name](pretrained.modular_addition(), tmp_path)
+    for words in USE_INSTEAD:
+        assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "command", [["demo"], ["convert", "gpt2", "out"], ["verify", "gpt2", "out", "--text", "a"]]
+)
+def test_the_command_line_says_so_too(command, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    result = CliRunner().invoke(app, command)
+    assert result.exit_code == 2
+    assert result.output.startswith("error: this needs HookedTransformer")
+    for words in USE_INSTEAD:
+        assert words in result.output
+    assert "Traceback" not in result.output
+    assert not list(tmp_path.iterdir())
+
+
+@torch.no_grad()
+def test_the_shipped_model_is_a_bridge_whose_neurons_can_be_exposed():
+    bridge = pretrained.modular_addition()
+    assert type(bridge) is TransformerBridge
+    assert not bridge.training
+    expected = bridge(TOKENS)
+    with expose_neuron_heads(bridge):
+        _, cache = bridge.run_with_cache(TOKENS)
+        cut = bridge.run_with_hooks(
+            TOKENS, fwd_hooks=[("blocks.0.mlp.hook_z", lambda z, hook: torch.zeros_like(z))]
+        )
+    assert cache["blocks.0.mlp.hook_pattern"].shape == (11, 512, 3, 2)
+    assert torch.equal(bridge(TOKENS), expected)
+    assert not torch.allclose(cut, expected)
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("model.safetensors", lambda data: data[:-100]),
+        ("config.json", lambda data: data[:-10]),
+        ("config.json", lambda data: data.replace(b"512", b"509")),
+        ("config.json", lambda data: data.replace(b'"n_heads": 4', b'"n_heads": 8')),
+        ("config.json", lambda data: data.replace(b"n_ctx", b"n_cxt")),
+    ],
+)
+def test_a_damaged_model_is_refused(tmp_path, name, change):
+    folder = damaged(tmp_path, name, change)
+    with pytest.raises(CheckpointError, match="does not hold"):
+        load_bridge(folder, dtype="float32", device="cpu")
