@@ -1,6 +1,7 @@
-# From nothing: `make demo` and `make test` set up .venv by themselves; they need Python 3.10+.
+# From nothing: `make demo` and `make test` set up by themselves what they need, with Python 3.10+:
+# .venv with transformer-lens 3.9, and for the tests that apply there, .venv4 with 4.
 #
-# PYTHON  the interpreter to build .venv from
+# PYTHON  the interpreter to build both from
 # TORCH   what pip installs where that interpreter has no torch yet. On Linux, the registry's wheel
 #         brings CUDA libraries; for the CPU build alone:
 #             make demo TORCH="torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu"
@@ -15,19 +16,21 @@ BIN := .venv/bin
 WHERE_TORCH_IS := 'import pathlib, torch; print(pathlib.Path(torch.__file__).parents[1])'
 LOOK_THERE_TOO := 'import pathlib, sys, sysconfig; \
 	pathlib.Path(sysconfig.get_path("purelib"), "torch.pth").write_text(sys.argv[1] + "\n")'
+PYTEST = OMP_NUM_THREADS=1 PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 \
+	$(<D)/bin/python -m pytest -p xdist.plugin -n $(WORKERS) -rs
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 export PIP_NO_INPUT = 1
 
-.PHONY: help demo test lint types contracts pytest bench clean
+.PHONY: help demo test lint types contracts pytest pytest4 bench clean
 .DEFAULT_GOAL := help
 
 help: ## what there is to make
-	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/' | expand -t 20
+	@grep -E '^[a-z0-9]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9]+):.*## (.*)/  make \1\t\2/' | expand -t 20
 
 demo: .venv/ready ## convert the shipped model, verify it, show its neuron-heads (writes out/)
 	$(BIN)/attn-only-lens demo --out out
 
-test: lint types contracts pytest ## every check that CI runs
+test: lint types contracts pytest pytest4 ## every check that CI runs
 
 lint: .venv/ready ## ruff: rules and format
 	$(BIN)/ruff check .
@@ -40,24 +43,34 @@ contracts: .venv/ready ## imports point one way
 	$(BIN)/lint-imports
 
 pytest: .venv/ready ## tests, doctests, and the examples of the README
-	OMP_NUM_THREADS=1 PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 \
-		$(BIN)/python -m pytest -p xdist.plugin -n $(WORKERS)
+	$(PYTEST)
+
+pytest4: .venv4/ready ## what of them applies to transformer-lens 4
+	$(PYTEST)
 
 bench: .venv/ready ## source against converted: time and memory
 	$(BIN)/python analyses/bench_convert.py
 
 clean: ## remove what make made
-	rm -rf .venv out
+	rm -rf .venv .venv4 out
 
 .venv/ready: pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' \
 		|| { echo "Python 3.10 or newer is needed; $(PYTHON) is older. Set PYTHON=..."; exit 1; }
-	@$(PYTHON) -m venv .venv \
+	$(call SET_UP,$(PYTHON),hooked)
+
+.venv4/ready: .venv/ready
+	$(call SET_UP,$(BIN)/python,bridge)
+
+# SET_UP,PYTHON,EXTRA: the environment of this target, with the torch of an interpreter that has one
+define SET_UP
+	@$(PYTHON) -m venv $(@D) \
 		|| { echo "python -m venv failed: on Debian, apt-get install python3-venv"; exit 1; }
-	@if there=$$($(PYTHON) -c $(WHERE_TORCH_IS) 2>/dev/null); then \
+	@if there=$$($(1) -c $(WHERE_TORCH_IS) 2>/dev/null); then \
 		echo "using the torch in $$there"; \
-		$(BIN)/python -c $(LOOK_THERE_TOO) "$$there"; \
+		$(@D)/bin/python -c $(LOOK_THERE_TOO) "$$there"; \
 	fi
-	@$(BIN)/python -c 'import torch' 2>/dev/null || $(BIN)/python -m pip install -q $(TORCH)
-	$(BIN)/python -m pip install -q -e '.[dev]'
+	@$(@D)/bin/python -c 'import torch' 2>/dev/null || $(@D)/bin/python -m pip install -q $(TORCH)
+	$(@D)/bin/python -m pip install -q -e '.[dev,$(2)]'
 	@touch $@
+endef

@@ -1,4 +1,4 @@
-"""Under transformer-lens 4, which has no HookedTransformer: what works, and what is said of the rest."""
+"""Under transformer-lens 4, without HookedTransformer: what works, what is said of the rest."""
 
 import json
 
@@ -23,7 +23,7 @@ from attn_only_lens import (
     verify,
 )
 from attn_only_lens.cli import app
-from attn_only_lens.manifest import FORMAT, FORMAT_VERSION, _seal
+from attn_only_lens.manifest import FORMAT, FORMAT_VERSION, _fingerprint, _seal
 from attn_only_lens.pretrained.bridge import load_bridge
 from attn_only_lens.source_folder import load_source
 
@@ -35,8 +35,11 @@ USE_INSTEAD = ("attn-only-lens[hooked]", "build a TransformerBridge", "expose_ne
 
 def saved(folder):
     """What `save` of 3.9 leaves behind, as far as it is read before a model is built."""
+    weights = folder / "model.safetensors"
+    weights.write_bytes(b"")
     manifest = {"format": FORMAT, "format_version": FORMAT_VERSION, "source_name": "added"}
-    manifest |= {"config": {"dtype": "float32"}, "gate": {"kind": "exact"}, "files": {}}
+    manifest |= {"config": {"dtype": "float32"}, "gate": {"kind": "exact"}}
+    manifest |= {"files": {weights.name: _fingerprint(weights)}}
     manifest |= {"tied": {}, "frozen": [], "training": False, "padding_side": None}
     sealed = manifest | {"sha256": _seal(manifest)}
     (folder / "attn_only_lens.json").write_text(json.dumps(sealed))
