@@ -15,6 +15,7 @@ from attn_only_lens import (
     neuron_gate,
     neuron_pattern,
 )
+from attn_only_lens.tl import HAS_HOOKED_TRANSFORMER
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # TransformerLens' and transformers' own
 EXACT = 1e-12
@@ -78,6 +79,10 @@ def drop(index, dim):
 @pytest.mark.parametrize("name", NAMES)
 @torch.no_grad()
 def test_logits_and_every_hook(name, compatible):
+    if name == "native_gated" and compatible != "never" and HAS_HOOKED_TRANSFORMER:
+        pytest.skip(
+            "3.9's own bridge mixes float32 and float64 here: run with transformer-lens 4, `make test`"
+        )
     bridge, twin = boot(name), boot(name)
     if compatible == "before":
         bridge.enable_compatibility_mode(disable_warnings=True)
