@@ -17,7 +17,7 @@ WHERE_TORCH_IS := 'import pathlib, torch; print(pathlib.Path(torch.__file__).par
 LOOK_THERE_TOO := 'import pathlib, sys, sysconfig; \
 	pathlib.Path(sysconfig.get_path("purelib"), "torch.pth").write_text(sys.argv[1] + "\n")'
 PYTEST = OMP_NUM_THREADS=1 PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 \
-	$(<D)/bin/python -m pytest -p xdist.plugin -n $(WORKERS) -rs
+	$(<D)/bin/python -m pytest -p xdist.plugin -n $(WORKERS)
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 export PIP_NO_INPUT = 1
 

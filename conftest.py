@@ -1,4 +1,4 @@
-"""Examples in docstrings that need HookedTransformer are skipped where there is none."""
+"""Tests and examples that need HookedTransformer are skipped where there is none."""
 
 import re
 
@@ -11,12 +11,16 @@ NEEDS_HOOKED = re.compile(r"\b(convert|HookedTransformer)\(")
 
 
 def pytest_collection_modifyitems(items):
-    """Mark them before they run."""
-    if HAS_HOOKED_TRANSFORMER:
-        return
+    """Mark them one by one: pytest-xdist does not report a module that is skipped whole."""
     reason = "needs HookedTransformer: run with transformer-lens 3.9, `make test`"
     for item in items:
-        if isinstance(item, pytest.DoctestItem) and any(
-            NEEDS_HOOKED.search(example.source) for example in item.dtest.examples
-        ):
+        if not HAS_HOOKED_TRANSFORMER and needs_hooked_transformer(item):
             item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def needs_hooked_transformer(item):
+    """Whether it is such an example, or of a test module that takes its models from `models`."""
+    if isinstance(item, pytest.DoctestItem):
+        return any(NEEDS_HOOKED.search(example.source) for example in item.dtest.examples)
+    build = getattr(item.module, "build", None)
+    return getattr(build, "__module__", None) == "models"

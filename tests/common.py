@@ -10,8 +10,10 @@ from attn_only_lens.tl import HAS_HOOKED_TRANSFORMER
 
 BATCH, POS, D_MLP, D_VOCAB, N_LAYERS = 2, 11, 37, 41, 3
 
-NEEDS_HOOKED = "needs HookedTransformer: run with transformer-lens 3.9, `make test`"
-needs_hooked_transformer = pytest.mark.skipif(not HAS_HOOKED_TRANSFORMER, reason=NEEDS_HOOKED)
+needs_hooked_transformer = pytest.mark.skipif(
+    not HAS_HOOKED_TRANSFORMER,
+    reason="needs HookedTransformer: run with transformer-lens 3.9, `make test`",
+)
 needs_transformer_lens_4 = pytest.mark.skipif(
     HAS_HOOKED_TRANSFORMER,
     reason="about what transformer-lens 4 has not: run with it, `make test`",

@@ -2,21 +2,16 @@
 
 Sizes are distinct primes (d_model is 2 * 13 where heads must divide it), so that no swapped axis
 can pass; every parameter is random, biases and norm weights too, so that none can be forgotten.
-Under transformer-lens 4 a test module that imports this one is skipped.
+Under transformer-lens 4 every test of a module that imports `build` is skipped (`conftest.py`).
 """
 
-import pytest
 import torch
-from common import D_MLP, D_VOCAB, N_LAYERS, NEEDS_HOOKED
+from common import D_MLP, D_VOCAB, N_LAYERS
 
 from attn_only_lens.tl import (
-    HAS_HOOKED_TRANSFORMER,
     HookedTransformer,
     HookedTransformerConfig,
 )
-
-if not HAS_HOOKED_TRANSFORMER:
-    pytest.skip(NEEDS_HOOKED, allow_module_level=True)
 
 BASE = {
     "n_layers": N_LAYERS,

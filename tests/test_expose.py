@@ -7,7 +7,6 @@ import pytest
 import torch
 from common import D_MLP, N_LAYERS, POS, relative, tokens
 from models import CORE, FAMILIES, build
-from transformer_lens import HookedTransformer, HookedTransformerConfig
 
 from attn_only_lens import (
     UnknownHeadError,
@@ -20,6 +19,7 @@ from attn_only_lens import (
     neuron_gate,
     neuron_pattern,
 )
+from attn_only_lens.tl import HookedTransformer, HookedTransformerConfig
 from attn_only_lens.tolerances import LOGIT_TOLERANCE
 
 EXACT = 1e-12

@@ -81,7 +81,8 @@ def drop(index, dim):
 def test_logits_and_every_hook(name, compatible):
     if name == "native_gated" and compatible != "never" and HAS_HOOKED_TRANSFORMER:
         pytest.skip(
-            "3.9's own bridge mixes float32 and float64 here: run with transformer-lens 4, `make test`"
+            "3.9's own bridge has float32 biases beside float64 weights here: run with "
+            "transformer-lens 4, `make test`"
         )
     bridge, twin = boot(name), boot(name)
     if compatible == "before":

@@ -5,9 +5,9 @@ import torch
 from common import tokens
 from models import BASE, build
 from torch import nn
-from transformer_lens import HookedTransformer, HookedTransformerConfig
 
 from attn_only_lens import UnsupportedModelError, convert
+from attn_only_lens.tl import HookedTransformer, HookedTransformerConfig
 
 
 def stock(**changes):

@@ -11,9 +11,7 @@ from common import D_MLP, N_LAYERS, POS, relative, tokens
 from models import FAMILIES, build
 from safetensors.torch import save_file
 from tiny_tokenizer import tiny_tokenizer
-from transformer_lens import HookedTransformer, HookedTransformerConfig
 from transformer_lens.cache.key_value_cache import TransformerLensKeyValueCache
-from transformer_lens.components import Attention
 from transformer_lens.utilities.activation_functions import SUPPORTED_ACTIVATIONS
 
 from attn_only_lens import (
@@ -27,6 +25,7 @@ from attn_only_lens import (
 )
 from attn_only_lens.stock.heads import mixture, neuron_heads
 from attn_only_lens.stock.layout import stock_bytes
+from attn_only_lens.tl import Attention, HookedTransformer, HookedTransformerConfig
 from attn_only_lens.tolerances import LOGIT_TOLERANCE
 
 PLAIN = {"act_fn": "silu", "gated_mlp": False}

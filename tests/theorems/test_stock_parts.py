@@ -22,8 +22,6 @@ import torch.nn.functional as F
 from common import BATCH, D_MLP, POS, relative, tokens
 from models import build
 from torch import nn
-from transformer_lens import HookedTransformerConfig
-from transformer_lens.components import Attention
 from transformer_lens.hook_points import HookPoint
 from transformer_lens.utilities.activation_functions import SUPPORTED_ACTIVATIONS
 
@@ -35,6 +33,7 @@ from attn_only_lens.reference import (
     mlp_with_biases,
     neuron_heads,
 )
+from attn_only_lens.tl import Attention, HookedTransformerConfig
 
 # The promise of the package in float64. Patterns are held to it entry by entry, the small too.
 TOLERANCE = 1e-12
