@@ -167,10 +167,9 @@ def load(
     if manifest["padding_side"] is not None:
         model.tokenizer = AutoTokenizer.from_pretrained(folder / TOKENIZER, local_files_only=True)
         model.tokenizer.padding_side = manifest["padding_side"]
-    how = {} if isinstance(model, TransformerBridge) else {"print_details": False}
     if to_dtype is not None:
-        model.to(to_dtype, **how)
-    return model.to(to_device, **how)
+        model.to(to_dtype, print_details=False)
+    return model.to(to_device, print_details=False)
 
 
 def _destination(folder: Path) -> Path:

@@ -9,6 +9,7 @@ from attn_only_lens.choice import BilinearRequest, choose_gating
 from attn_only_lens.errors import UnsupportedModelError
 from attn_only_lens.expose import expose_neuron_heads
 from attn_only_lens.in_place import copied_bridge, reasons_against_copying
+from attn_only_lens.mlps import known_mlps
 from attn_only_lens.tl import HookedTransformer
 from attn_only_lens.two_blocks import AttentionOnlyTransformer, convert_as
 from attn_only_lens.two_blocks.support import reasons_against
@@ -100,7 +101,7 @@ def convert(
     """
     if isinstance(model, TransformerBridge):
         if reasons := reasons_against_copying(model):
-            raise UnsupportedModelError(reasons)
+            raise UnsupportedModelError([*reasons, *_mlp_reasons(model)])
         exposed = expose_neuron_heads(
             copied_bridge(model, copy_weights=copy),
             gate=gate,
@@ -116,3 +117,12 @@ def convert(
         raise UnsupportedModelError([*reasons, *more])
     assert gating is not None
     return convert_as(model, gating, copy=copy)
+
+
+def _mlp_reasons(model: TransformerBridge) -> tuple[str, ...]:
+    """What speaks against the MLPs of a bridge, to be said with what speaks against copying it."""
+    try:
+        known_mlps(model, "")
+    except UnsupportedModelError as error:
+        return error.reasons
+    return ()

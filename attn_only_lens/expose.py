@@ -135,8 +135,18 @@ def expose_as(model: Any, known: list[KnownMLP], gating: Gating) -> ExposedNeuro
     """Expose the neuron-heads of MLPs that are known, with gates that are settled.
 
     Raises:
-        UnsupportedModelError: they are exposed otherwise already, or are not what they seemed.
+        UnsupportedModelError: the gates are not for these MLPs, or they are exposed otherwise
+            already, or are not what they seemed.
     """
+    ranged = gating.kind == "bilinear" and known[0].sockets.linear is not None
+    if (None if gating.ranges is None else len(gating.ranges)) != (len(known) if ranged else None):
+        expected = "a range for each layer" if ranged else "no ranges"
+        raise UnsupportedModelError([f"got {gating}; expected {expected}"], _PROBLEM)
+    try:
+        for layer, each in enumerate(known):
+            gating.gate(each.act_fn, layer)
+    except ValueError as error:
+        raise UnsupportedModelError([str(error)], _PROBLEM) from error
     standing = exposed_heads(model)
     if standing:
         if gating != standing[0].gating:

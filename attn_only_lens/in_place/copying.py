@@ -8,8 +8,9 @@ weight, and copying tensor by tensor would part them.
 
 What `deepcopy` cannot see into are closures. TransformerBridge attaches some to its own modules, to
 capture what enters a norm or an MLP, each bound to its block: left in a copy they would write into
-the original. They are taken off the copy, whose blocks attach their own as they run. Closures of
-anybody else could be bound to anything: a bridge with such hooks is refused.
+the original. They are taken off the copy, whose blocks attach their own as they run. Those of
+transformers, which collect outputs for whoever asks, are bound to no module. Closures of anybody
+else could be bound to anything: a bridge with such hooks is refused.
 """
 
 import copy as _copy
@@ -46,7 +47,7 @@ def reasons_against_copying(model: object) -> list[str]:
 
 
 def foreign_hooks(model: Any) -> list[str]:
-    """The modules of a bridge with hooks on them that are not its own."""
+    """The modules of a bridge with hooks on them that are not its own, nor of transformers."""
     own = {
         (id(handle.hooks_dict_ref()), handle.id)
         for block in getattr(model, "blocks", ())
@@ -56,10 +57,14 @@ def foreign_hooks(model: Any) -> list[str]:
         id(module): name or "the model itself"
         for name, module in _modules(model)
         for kind in _HOOKS
-        for key in getattr(module, kind)
-        if (id(getattr(module, kind)), key) not in own
+        for key, hook in getattr(module, kind).items()
+        if (id(getattr(module, kind)), key) not in own and not _of_transformers(hook)
     }
     return list(found.values())
+
+
+def _of_transformers(hook: Any) -> bool:
+    return str(getattr(hook, "__module__", "")).startswith("transformers.")
 
 
 def copied_bridge(model: TransformerBridge, *, copy_weights: bool) -> TransformerBridge:
@@ -78,6 +83,11 @@ def copied_bridge(model: TransformerBridge, *, copy_weights: bool) -> Transforme
     twin: TransformerBridge = _copy.deepcopy(model, memo)
     for block in getattr(twin, "blocks", ()):
         block._teardown_capture_hooks()
+    for module in [each for each in memo.values() if isinstance(each, nn.Module)]:
+        # Joint attention shares it with its copies, bound to an adapter that knows every module.
+        split: Any = vars(module).get("split_qkv_matrix")
+        if getattr(split, "__self__", None) is model.adapter:
+            vars(module)["split_qkv_matrix"] = getattr(twin.adapter, split.__name__)
     return twin
 
 

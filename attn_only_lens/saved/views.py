@@ -2,7 +2,8 @@
 
 A bridge of a model with joint attention has q, k and v as views of one weight; training one trains
 the other. What is written of tensors with a common storage is the largest, and of each its place in
-that: (root, offset, shape, stride, dtype).
+that: (root, offset, shape, stride, dtype). Strides and alignment come back too, since a product of
+matrices rounds by how they lie in memory.
 """
 
 from typing import Any
@@ -26,8 +27,8 @@ def views_of(named: dict[str, Tensor]) -> dict[str, View]:
     found = {}
     for names in together.values():
         root = max(names, key=lambda name: named[name].numel())
-        if len(names) == 1:  # alone, it is written in its own order
-            found[root] = _view(root, 0, named[root].contiguous())
+        if len(names) == 1:
+            found[root] = _view(root, 0, _as_written(named[root])[0])
             continue
         whole = named[root]
         for name in names:
@@ -48,9 +49,19 @@ def _view(root: str, offset: int, tensor: Tensor) -> View:
     return [root, offset, list(tensor.shape), list(tensor.stride()), dtype]
 
 
+def _as_written(tensor: Tensor) -> tuple[Tensor, Tensor]:
+    """A tensor as it is to come back, and what is written of it: itself, or flat as it lies."""
+    tensor = tensor.detach()
+    if tensor.is_contiguous():
+        return tensor, tensor
+    if tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size():
+        return tensor, tensor.as_strided((tensor.numel(),), (1,), 0)  # a transpose, say
+    return tensor.contiguous(), tensor.contiguous()
+
+
 def roots_of(named: dict[str, Tensor], views: dict[str, View]) -> dict[str, Tensor]:
     """What has to be written."""
-    return {name: named[name].detach() for name, view in views.items() if view[0] == name}
+    return {name: _as_written(named[name])[1] for name, view in views.items() if view[0] == name}
 
 
 def viewed(roots: dict[str, Tensor], views: dict[str, View]) -> dict[str, Tensor]:
@@ -59,7 +70,7 @@ def viewed(roots: dict[str, Tensor], views: dict[str, View]) -> dict[str, Tensor
     Raises:
         ValueError: a root is missing, is too short or of another type.
     """
-    flat = {name: tensor.contiguous().flatten() for name, tensor in roots.items()}
+    flat = {name: tensor.contiguous().clone().flatten() for name, tensor in roots.items()}
     found = {}
     for name, (root, offset, shape, stride, dtype) in views.items():
         if root not in flat:
