@@ -207,7 +207,8 @@ def test_bert_is_refused_by_layer():
     bridge = around(transformers.BertForMaskedLM(transformers.BertConfig(**SIZES)).double())
     with pytest.raises(UnsupportedModelError, match="no module of its own") as caught:
         convert(bridge)
-    assert [reason[:7] for reason in caught.value.reasons] == ["layer 0", "layer 1"]
+    # transformer-lens 4 hooks its own MLP there, which is said as well.
+    assert [reason[:7] for reason in caught.value.reasons][-2:] == ["layer 0", "layer 1"]
     assert type(bridge) is TransformerBridge
 
 
