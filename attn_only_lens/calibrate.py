@@ -1,16 +1,22 @@
 """How far the gates of a gated MLP reach, measured on data."""
 
+from contextlib import ExitStack
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from torch import Tensor
+from transformer_lens.model_bridge import TransformerBridge
 
 from attn_only_lens.axes import Tokens
 from attn_only_lens.errors import UnsupportedModelError
 from attn_only_lens.inputs import checked_tokens
+from attn_only_lens.mlps import known_mlps
 from attn_only_lens.tl import HookedTransformer
-from attn_only_lens.two_blocks.support import reasons_against
 
 __all__ = ["Calibration", "calibrate"]
+
+_PROBLEM = "this model cannot be calibrated"
 
 
 @dataclass(frozen=True)
@@ -30,7 +36,7 @@ class Calibration:
 
 @torch.no_grad()
 def calibrate(
-    model: HookedTransformer, tokens: Tokens | str, *, margin: float = 1.25
+    model: HookedTransformer | TransformerBridge, tokens: Tokens | str, *, margin: float = 1.25
 ) -> Calibration:
     """Measure the range of gate pre-activations in every layer.
 
@@ -39,7 +45,7 @@ def calibrate(
     far a given input goes, and what that costs.
 
     Args:
-        model: a source model with gated MLPs.
+        model: a source model with gated MLPs; a bridge may have its neuron-heads exposed already.
         tokens: representative input [batch, pos], or a text where the model has a tokenizer.
         margin: what the largest value seen is multiplied by.
 
@@ -64,22 +70,29 @@ def calibrate(
         >>> convert(model, gate="bilinear", calibration=calibration).all_head_labels()[2]
         'L0N0.0'
     """
-    reasons = reasons_against(model)
-    if not reasons and not model.cfg.gated_mlp:
-        reasons = ["its MLPs are not gated: bilinear gates hold for every input, uncalibrated"]
-    if reasons:
-        raise UnsupportedModelError(reasons, "this model cannot be calibrated")
+    known = known_mlps(model, _PROBLEM)
+    if any(each.sockets.linear is None for each in known):
+        reason = "its MLPs are not gated: bilinear gates hold for every input, uncalibrated"
+        raise UnsupportedModelError([reason], _PROBLEM)
     if not margin >= 1.0:
         raise ValueError(f"got margin={margin}; expected at least 1")
     tokens = checked_tokens(model, tokens)
-    hooks = [f"blocks.{layer}.mlp.hook_pre" for layer in range(model.cfg.n_layers)]
-    _, cache = model.run_with_cache(tokens, names_filter=hooks)
-    largest = [cache[hook].abs().max().item() for hook in hooks]
+    largest = [0.0] * len(known)
+
+    def measure(layer: int) -> Any:
+        def hook(module: Any, inputs: Any, gate: Tensor) -> None:
+            largest[layer] = gate.abs().max().item()
+
+        return hook
+
+    with ExitStack() as stack:
+        for layer, each in enumerate(known):
+            stack.callback(each.sockets.pre.register_forward_hook(measure(layer)).remove)
+        model(tokens)
     infinite = [layer for layer, value in enumerate(largest) if not value < float("inf")]
     if infinite:
         raise UnsupportedModelError(
-            [f"its gate pre-activations are not finite in layers {infinite}"],
-            "this model cannot be calibrated",
+            [f"its gate pre-activations are not finite in layers {infinite}"], _PROBLEM
         )
     ranges = tuple(max(margin * value, 1e-6) for value in largest)
-    return Calibration(ranges, margin, cache[hooks[0]][..., 0].numel())
+    return Calibration(ranges, margin, tokens.numel())

@@ -1,8 +1,10 @@
-"""Save a converted model to a folder, and load it back: safetensors and JSON, no pickle, no hub.
+"""Save a model with neuron-heads to a folder, and load it: safetensors and JSON, no pickle, no hub.
 
-    model.safetensors     the state dict, tied parameters once each
-    attn_only_lens.json   format version, the source's TransformerLens configuration, gate, digest
+    model.safetensors     its tensors, what is tied or shares memory once each
+    attn_only_lens.json   format version, layout, what to build the model from, gate, digest
     tokenizer/            the tokenizer's own files, where the model has one
+
+What a model is taken apart into is said in `saved/`, by layout and class.
 
 A folder is written beside its destination and moved there when it is whole.
 """
@@ -11,43 +13,42 @@ import json
 import os
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
+from transformer_lens.model_bridge import TransformerBridge
 from transformers import AutoTokenizer
 
-from attn_only_lens.errors import CheckpointError, UnsupportedModelError
+from attn_only_lens.errors import CheckpointError
 from attn_only_lens.files import flush
-from attn_only_lens.heads import Gating
-from attn_only_lens.manifest import (
-    MANIFEST,
-    check_files,
-    describe,
-    plain_config,
-    read_manifest,
-    ties,
-)
-from attn_only_lens.source_folder import TOKENIZER, WEIGHTS, device_named, dtype_named, quiet
-from attn_only_lens.tl import USE_INSTEAD, HookedTransformer, HookedTransformerConfig
-from attn_only_lens.two_blocks import AttentionOnlyTransformer, convert_as
-from attn_only_lens.two_blocks.support import reasons_against
+from attn_only_lens.manifest import MANIFEST, check_files, describe, read_manifest
+from attn_only_lens.saved import form_named, form_of
+from attn_only_lens.source_folder import TOKENIZER, WEIGHTS, device_named, dtype_named
+from attn_only_lens.tl import HookedTransformer
+from attn_only_lens.two_blocks import AttentionOnlyTransformer
 
 __all__ = ["load", "save"]
 
+_Model: TypeAlias = AttentionOnlyTransformer | HookedTransformer | TransformerBridge
+
 
 def save(
-    model: AttentionOnlyTransformer,
+    model: _Model,
     folder: str | os.PathLike[str],
     *,
     source_name: str | None = None,
 ) -> Path:
-    """Write a converted model to a folder, all of it or nothing.
+    """Write a model with neuron-heads to a folder, all of it or nothing.
+
+    A `TransformerBridge` is written with its weights as they are, processed by
+    `enable_compatibility_mode` or not. It is built once more on the spot, and compared, before
+    anything is written: that takes the memory of a second model for a moment.
 
     Args:
-        model: what `convert` or `load` returned, as it is now (trained or edited since, perhaps).
+        model: what `convert` or `load` returned, or a model with `expose_neuron_heads`, as it is
+            now (trained or edited since, perhaps). Hooks are not saved.
         folder: where to; an earlier save there is replaced, anything else is refused.
         source_name: what the source was called; by default `cfg.model_name`.
 
@@ -55,9 +56,9 @@ def save(
         The folder.
 
     Raises:
-        CheckpointError: the model is not a converted one, or could not be loaded again (it has
-            parameters or an activation that its configuration does not lead to), or the folder
-            holds something else.
+        CheckpointError: the model has no neuron-heads, or could not be loaded again (it has
+            parameters or an activation that its configuration does not lead to; a bridge: code,
+            hooks or processing options of its own), or the folder holds something else.
 
     Example:
         >>> import tempfile, torch
@@ -70,24 +71,34 @@ def save(
         True
     """
     folder = Path(folder)
-    if not isinstance(model, AttentionOnlyTransformer):
+    form = form_of(model)
+    if form is None:
         raise CheckpointError(
-            f"got a {type(model).__name__}; expected what attn_only_lens.convert or load returns"
-            f"{USE_INSTEAD}"
+            f"got a {type(model).__name__}; expected what attn_only_lens.convert or load returns, "
+            "or a model with attn_only_lens.expose_neuron_heads"
         )
-    tensors = _own_tensors(model)
-    _require_loadable(model, tensors)
+    parts = form.parts(model)
+    entries: dict[str, Any] = {
+        "layout": form.layout,
+        "model": form.model,
+        "source_name": parts.source_name if source_name is None else source_name,
+        "gate": parts.gate,
+        "config": parts.config,
+        "training": model.training,
+        "padding_side": None if model.tokenizer is None else model.tokenizer.padding_side,
+        **parts.more,
+    }
     folder = _destination(folder)
     with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as scratch:
         new = Path(scratch) / "new"
         new.mkdir()
         (new / WEIGHTS).touch()
         mode = (new / WEIGHTS).stat().st_mode  # safetensors would write for the owner alone
-        save_file({name: t.contiguous() for name, t in tensors.items()}, new / WEIGHTS)
+        save_file({name: t.contiguous() for name, t in parts.tensors.items()}, new / WEIGHTS)
         (new / WEIGHTS).chmod(mode)
         if model.tokenizer is not None:
             model.tokenizer.save_pretrained(new / TOKENIZER)
-        manifest = describe(model, source_name, new)
+        manifest = describe(new, entries)
         (new / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
         for path in new.rglob("*"):
             if path.is_file():
@@ -112,7 +123,7 @@ def load(
     *,
     device: str | torch.device | None = None,
     dtype: str | torch.dtype | None = None,
-) -> AttentionOnlyTransformer:
+) -> Any:
     """Read a saved model back, without pickle and without a network.
 
     Args:
@@ -121,9 +132,11 @@ def load(
         dtype: its floating-point type, as `model.to(dtype)` would make it; by default as saved.
 
     Returns:
-        The model with its tokenizer, flags, tied and frozen parameters as they were.
+        The model, of the class and layout that was saved, with its tokenizer, flags, tied and
+        frozen parameters as they were.
 
     Raises:
+        UnsupportedCallError: it is a HookedTransformer, and transformer-lens 4 has none.
         CheckpointError: the folder is missing, damaged, tampered with, newer than this package, or
             the device or dtype is unknown.
 
@@ -140,13 +153,17 @@ def load(
     to_dtype = None if dtype is None else dtype_named(dtype)
     manifest = read_manifest(folder)
     check_files(folder, manifest["files"])
-    model = _skeleton(manifest["config"], manifest["gate"])
+    form = form_named(manifest["layout"], manifest["model"])
+    if form is None:
+        raise CheckpointError(
+            f"{folder} holds a {manifest['model']} with layout {manifest['layout']!r}, which this "
+            "version does not know: upgrade attn-only-lens"
+        )
     try:
         tensors = load_file(folder / WEIGHTS)
     except SafetensorError as error:
         raise CheckpointError(f"{folder / WEIGHTS} is not a safetensors file: {error}") from error
-    _fill(model, tensors, manifest, folder)
-    model.train(manifest["training"])
+    model = form.rebuilt(manifest, tensors)
     if manifest["padding_side"] is not None:
         model.tokenizer = AutoTokenizer.from_pretrained(folder / TOKENIZER, local_files_only=True)
         model.tokenizer.padding_side = manifest["padding_side"]
@@ -175,86 +192,3 @@ def _destination(folder: Path) -> Path:
     except OSError as error:
         raise CheckpointError(f"cannot make {folder.parent}: {error}") from error
     return folder
-
-
-def _require_loadable(model: AttentionOnlyTransformer, tensors: dict[str, Tensor]) -> None:
-    """Refuse a model that `load` would not rebuild, while the caller still has it."""
-    skeleton = _skeleton(plain_config(model.source_cfg), model.cfg.gating.to_json())
-    wrong = _misfits(skeleton, tensors, ties(model))
-    if wrong:
-        raise CheckpointError(
-            f"this model is more than its configuration leads to, and could not be loaded: "
-            f"{'; '.join(wrong)}"
-        )
-
-
-def _own_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters and buffers by name, what is tied under its first name only."""
-    return {
-        name: tensor.detach()
-        for name, tensor in [*model.named_parameters(), *model.named_buffers()]
-    }
-
-
-def _skeleton(config: dict[str, Any], gate: dict[str, Any]) -> AttentionOnlyTransformer:
-    """The converted model without numbers: all of its tensors are on the meta device."""
-    # Building must not touch the caller's random state (a seed would), nor ask a hub for a
-    # tokenizer by its name; both fields are put back afterwards.
-    held_back = {"seed": None, "tokenizer_name": None, "init_weights": False}
-    dtype = {"dtype": dtype_named(config["dtype"])}
-    try:
-        cfg = HookedTransformerConfig(**config | dtype | held_back | {"device": "cpu"})
-        with quiet(), torch.device("meta"):
-            source = HookedTransformer(cfg, move_to_device=False)
-        vars(cfg).update(config | dtype)
-        reasons = reasons_against(source)
-        if reasons:
-            raise UnsupportedModelError(reasons)
-        return convert_as(source, Gating.from_json(gate))
-    except (AssertionError, LookupError, TypeError, ValueError) as error:
-        raise CheckpointError(
-            f"the configuration cannot be built by this version of TransformerLens: {error}"
-        ) from error
-
-
-def _fill(
-    model: nn.Module, tensors: dict[str, Tensor], manifest: dict[str, Any], folder: Path
-) -> None:
-    """Give the skeleton its numbers."""
-    tied = manifest["tied"]
-    wrong = _misfits(model, tensors, tied)
-    if wrong:
-        raise CheckpointError(f"{folder / WEIGHTS} does not fit its manifest: {'; '.join(wrong)}")
-    frozen = set(manifest["frozen"])
-    for name in dict(model.named_parameters(remove_duplicate=False)):
-        module, leaf = _owner(model, name)
-        if name in tied:
-            continue
-        setattr(module, leaf, nn.Parameter(tensors[name], requires_grad=name not in frozen))
-    for name, first in tied.items():
-        module, leaf = _owner(model, name)
-        setattr(module, leaf, model.get_parameter(first))
-    for name in dict(
-        model.named_buffers()
-    ):  # of any size: rotary tables grow with the longest prompt seen
-        module, leaf = _owner(model, name)
-        setattr(module, leaf, tensors[name])
-
-
-def _misfits(skeleton: nn.Module, tensors: dict[str, Tensor], tied: dict[str, str]) -> list[str]:
-    """Where tensors do not fit the model that a configuration leads to."""
-    parameters = dict(skeleton.named_parameters(remove_duplicate=False))
-    buffers = {name for name, _ in skeleton.named_buffers()}
-    expected = {name for name in parameters if name not in tied} | buffers
-    wrong = [f"{name} is missing" for name in sorted(expected - set(tensors))]
-    wrong += [f"{name} is not known" for name in sorted(set(tensors) - expected)]
-    return wrong + [
-        f"{name} has shape {tuple(tensors[name].shape)}; expected {tuple(parameter.shape)}"
-        for name, parameter in parameters.items()
-        if name in tensors and tensors[name].shape != parameter.shape
-    ]
-
-
-def _owner(model: nn.Module, name: str) -> tuple[nn.Module, str]:
-    path, _, leaf = name.rpartition(".")
-    return model.get_submodule(path), leaf

@@ -94,7 +94,10 @@ def convert(
     """Convert a model and save it; a folder that `convert` wrote is loaded and saved again."""
     with _clear_errors():
         if (Path(model) / MANIFEST).is_file():
-            name = read_manifest(Path(model))["source_name"]
+            manifest = read_manifest(Path(model))
+            name = manifest["source_name"]
+            if manifest["layout"] == "in place":
+                raise AttnOnlyLensError(f"{model} holds a model in place: give its source")
             converted = checkpoint.load(model, device=device)
             asked = (heads_per_neuron, tolerance, text, tokens)
             if gate != "exact" or any(option is not None for option in asked):

@@ -1,8 +1,15 @@
 """Convert a model: every MLP neuron becomes an attention head of width 1 (Theorem 4)."""
 
+from typing import overload
+
+from transformer_lens.model_bridge import TransformerBridge
+
 from attn_only_lens.calibrate import Calibration
 from attn_only_lens.choice import BilinearRequest, choose_gating
 from attn_only_lens.errors import UnsupportedModelError
+from attn_only_lens.expose import expose_neuron_heads
+from attn_only_lens.in_place import copied_bridge, reasons_against_copying
+from attn_only_lens.mlps import known_mlps
 from attn_only_lens.tl import HookedTransformer
 from attn_only_lens.two_blocks import AttentionOnlyTransformer, convert_as
 from attn_only_lens.two_blocks.support import reasons_against
@@ -10,6 +17,7 @@ from attn_only_lens.two_blocks.support import reasons_against
 __all__ = ["convert"]
 
 
+@overload
 def convert(
     model: HookedTransformer,
     *,
@@ -18,13 +26,40 @@ def convert(
     heads_per_neuron: int | None = None,
     tolerance: float | None = None,
     calibration: Calibration | None = None,
-) -> AttentionOnlyTransformer:
-    """Make an attention-only `HookedTransformer` that computes what `model` computes.
+) -> AttentionOnlyTransformer: ...
 
-    Source layer l becomes block 2l, its attention heads, and block 2l + 1, its d_mlp neurons as
-    heads of width 1 under `attn`: each token attends to itself with weight p(q) and to a static
-    bias token with weight 1 - p(q), where act(q) = q · p(q). With no hook on a neuron block the
-    logits are bitwise those of `model`; with hooks they agree to rounding.
+
+@overload
+def convert(
+    model: TransformerBridge,
+    *,
+    copy: bool = False,
+    gate: str = "exact",
+    heads_per_neuron: int | None = None,
+    tolerance: float | None = None,
+    calibration: Calibration | None = None,
+) -> TransformerBridge: ...
+
+
+def convert(
+    model: HookedTransformer | TransformerBridge,
+    *,
+    copy: bool = False,
+    gate: str = "exact",
+    heads_per_neuron: int | None = None,
+    tolerance: float | None = None,
+    calibration: Calibration | None = None,
+) -> AttentionOnlyTransformer | TransformerBridge:
+    """Make a model whose MLP neurons are attention heads, and that computes what `model` computes.
+
+    From a `HookedTransformer`, an attention-only one with two blocks a layer: source layer l
+    becomes block 2l, its attention heads, and block 2l + 1, its d_mlp neurons as heads of width 1
+    under `attn`: each token attends to itself with weight p(q) and to a static bias token with
+    weight 1 - p(q), where act(q) = q · p(q). With no hook on a neuron block the logits are bitwise
+    those of `model`; with hooks they agree to rounding.
+
+    From a `TransformerBridge`, which has its blocks from the model that it wraps, a second bridge
+    with its neurons exposed as heads in place (`expose_neuron_heads`); the same holds of it.
 
     With `gate="bilinear"`, nothing but softmax over bilinear scores is used, as in the theorem:
     each neuron becomes m heads `L5N1234.0 … .m-1` that write along one vector, and the activation
@@ -37,7 +72,8 @@ def convert(
     product, are beyond the paper.
 
     Args:
-        model: a `HookedTransformer` with MLPs. It is not changed.
+        model: a `HookedTransformer` with MLPs; or a `TransformerBridge`, before or after
+            `enable_compatibility_mode`. It is not changed.
         copy: whether to copy the weights. By default they are shared, so that conversion costs no
             memory; then training either model trains both.
         gate: "exact", one head a neuron with the activation's own pattern; or "bilinear".
@@ -49,7 +85,8 @@ def convert(
         The converted model, on the device and in the dtype of `model`, without its hooks.
 
     Raises:
-        UnsupportedModelError: with every reason why the model cannot be converted exactly.
+        UnsupportedModelError: with every reason why the model cannot be converted exactly; among
+            them hooks that are attached to it, since they would not come along.
 
     Example:
         >>> import torch
@@ -62,6 +99,17 @@ def convert(
         >>> convert(model, gate="bilinear").heads_per_neuron  # silu is bilinear with one head
         1
     """
+    if isinstance(model, TransformerBridge):
+        if reasons := reasons_against_copying(model):
+            raise UnsupportedModelError([*reasons, *_mlp_reasons(model)])
+        exposed = expose_neuron_heads(
+            copied_bridge(model, copy_weights=copy),
+            gate=gate,
+            heads_per_neuron=heads_per_neuron,
+            tolerance=tolerance,
+            calibration=calibration,
+        )
+        return exposed.model
     reasons = reasons_against(model)
     wanted = BilinearRequest(heads_per_neuron, tolerance, calibration)
     gating, more = choose_gating(model, gate, wanted)
@@ -69,3 +117,12 @@ def convert(
         raise UnsupportedModelError([*reasons, *more])
     assert gating is not None
     return convert_as(model, gating, copy=copy)
+
+
+def _mlp_reasons(model: TransformerBridge) -> tuple[str, ...]:
+    """What speaks against the MLPs of a bridge, to be said with what speaks against copying it."""
+    try:
+        known_mlps(model, "")
+    except UnsupportedModelError as error:
+        return error.reasons
+    return ()

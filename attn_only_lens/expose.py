@@ -16,19 +16,17 @@ from attn_only_lens.in_place import (
     BilinearInPlace,
     InPlace,
     KnownMLP,
-    UnknownMLPError,
     exposed_heads,
     hide,
     random,
-    recognise,
     run_alone,
     show,
 )
+from attn_only_lens.mlps import known_mlps
 from attn_only_lens.tl import HookedTransformer
 from attn_only_lens.tolerances import LOGIT_TOLERANCE
-from attn_only_lens.two_blocks.support import hook_reasons, reasons_against
 
-__all__ = ["ExposedNeurons", "expose_neuron_heads"]
+__all__ = ["ExposedNeurons", "expose_as", "expose_neuron_heads"]
 
 _PROBLEM = "the neuron-heads of this model cannot be exposed"
 
@@ -129,18 +127,34 @@ def expose_neuron_heads(
         torch.Size([11, 3, 2])
     """
     wanted = BilinearRequest(heads_per_neuron, tolerance, calibration)
+    known = known_mlps(model, _PROBLEM)
+    return expose_as(model, known, _gating(known, gate, wanted))
+
+
+def expose_as(model: Any, known: list[KnownMLP], gating: Gating) -> ExposedNeurons:
+    """Expose the neuron-heads of MLPs that are known, with gates that are settled.
+
+    Raises:
+        UnsupportedModelError: the gates are not for these MLPs, or they are exposed otherwise
+            already, or are not what they seemed.
+    """
+    ranged = gating.kind == "bilinear" and known[0].sockets.linear is not None
+    if (None if gating.ranges is None else len(gating.ranges)) != (len(known) if ranged else None):
+        expected = "a range for each layer" if ranged else "no ranges"
+        raise UnsupportedModelError([f"got {gating}; expected {expected}"], _PROBLEM)
+    try:
+        for layer, each in enumerate(known):
+            gating.gate(each.act_fn, layer)
+    except ValueError as error:
+        raise UnsupportedModelError([str(error)], _PROBLEM) from error
     standing = exposed_heads(model)
     if standing:
-        known = [KnownMLP(heads.mlp, heads.sockets, heads.act_fn) for heads in standing]
-        gating = _gating(model, known, gate, wanted)
         if gating != standing[0].gating:
             raise UnsupportedModelError(
                 [f"they are exposed already, with {standing[0].gating}: undo() that first"],
                 _PROBLEM,
             )
         return ExposedNeurons(model, first=False)
-    known = _known(model)
-    gating = _gating(model, known, gate, wanted)
     kind = InPlace if gating.kind == "exact" else BilinearInPlace
     heads = [
         kind(each.mlp, each.sockets, model.cfg, each.act_fn, layer, gating)
@@ -153,35 +167,7 @@ def expose_neuron_heads(
     return ExposedNeurons(model, first=True)
 
 
-def _known(model: Any) -> list[KnownMLP]:
-    """The MLP of every layer.
-
-    Raises:
-        UnsupportedModelError: there is one that is not known, or the model is not.
-    """
-    if type(model) is TransformerBridge:
-        blocks = list(getattr(model, "blocks", ()))
-        reasons = [] if blocks else ["it has no blocks (an encoder-decoder?)"]
-    else:
-        # Hooks that stay where they are do no harm, unlike in a model that is built anew.
-        harmless = hook_reasons(model) if isinstance(model, HookedTransformer) else []
-        reasons = [reason for reason in reasons_against(model) if reason not in harmless]
-        blocks = [] if reasons else list(model.blocks)
-    known = []
-    for layer, block in enumerate(blocks):
-        try:
-            known.append(recognise(getattr(block, "mlp", None), model.cfg))
-        except UnknownMLPError as error:
-            reasons.append(f"layer {layer}: {error}")
-    names = {each.act_fn for each in known}
-    if len(names) > 1:
-        reasons.append(f"its layers differ in their activation: {', '.join(sorted(names))}")
-    if reasons:
-        raise UnsupportedModelError(reasons, _PROBLEM)
-    return known
-
-
-def _gating(model: Any, known: list[KnownMLP], gate: str, wanted: BilinearRequest) -> Gating:
+def _gating(known: list[KnownMLP], gate: str, wanted: BilinearRequest) -> Gating:
     cfg = SimpleNamespace(
         act_fn=known[0].act_fn,
         gated_mlp=known[0].sockets.linear is not None,

@@ -1,6 +1,7 @@
 """What a model is asked to run on, checked before it runs."""
 
 from torch import Tensor
+from transformer_lens.model_bridge import TransformerBridge
 
 from attn_only_lens.axes import Tokens
 from attn_only_lens.errors import UnsupportedCallError
@@ -9,7 +10,7 @@ from attn_only_lens.tl import HookedTransformer
 __all__ = ["checked_tokens"]
 
 
-def checked_tokens(model: HookedTransformer, tokens: object) -> Tokens:
+def checked_tokens(model: HookedTransformer | TransformerBridge, tokens: object) -> Tokens:
     """Tokens that the model can run on, from tokens or a text.
 
     Raises:

@@ -6,51 +6,29 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import nn
-
 from attn_only_lens.errors import CheckpointError
 from attn_only_lens.heads import EXACT
 from attn_only_lens.source_folder import TOKENIZER, WEIGHTS
-from attn_only_lens.tl import HookedTransformerConfig
-from attn_only_lens.two_blocks import AttentionOnlyTransformer
 
-__all__ = ["MANIFEST", "check_files", "describe", "plain_config", "read_manifest", "ties"]
+__all__ = ["MANIFEST", "check_files", "describe", "read_manifest"]
 
 MANIFEST = "attn_only_lens.json"
 FORMAT = "attn_only_lens"
-FORMAT_VERSION = 2  # 1 had "exact" for a gate, and no other
+FORMAT_VERSION = 3  # 1 had "exact" for a gate, and no other; 1 and 2 one layout
 GATES = ("exact", "bilinear")
-_NEEDED = ("source_name", "config", "tied", "frozen", "training", "padding_side", "files")
+_FIRST = {"layout": "two blocks a layer", "model": "HookedTransformer"}  # of versions 1 and 2
+_NEEDED = ("source_name", "config", "frozen", "training", "padding_side", "files")
+_NEEDED_BY = {"HookedTransformer": ("tied",), "TransformerBridge": ("views", "other_mode")}
 
 
-def ties(model: nn.Module) -> dict[str, str]:
-    """For every further name of a tied parameter, its first name."""
-    first = {id(parameter): name for name, parameter in model.named_parameters()}
-    return {
-        name: first[id(parameter)]
-        for name, parameter in model.named_parameters(remove_duplicate=False)
-        if first[id(parameter)] != name
-    }
-
-
-def describe(
-    model: AttentionOnlyTransformer, source_name: str | None, folder: Path
-) -> dict[str, Any]:
-    """Everything about a model but its numbers; its files are in `folder` already."""
-    source = model.source_cfg
+def describe(folder: Path, entries: dict[str, Any]) -> dict[str, Any]:
+    """The manifest of a model whose files are in `folder` already."""
     manifest: dict[str, Any] = {
         "format": FORMAT,
         "format_version": FORMAT_VERSION,
         "attn_only_lens": version("attn-only-lens"),
         "transformer_lens": version("transformer-lens"),
-        "source_name": source.model_name if source_name is None else source_name,
-        "gate": model.cfg.gating.to_json(),
-        "config": plain_config(source),
-        "tied": ties(model),
-        "frozen": [name for name, p in model.named_parameters() if not p.requires_grad],
-        "training": model.training,
-        "padding_side": None if model.tokenizer is None else model.tokenizer.padding_side,
+        **entries,
         "files": {
             path.relative_to(folder).as_posix(): _fingerprint(path)
             for path in sorted(folder.rglob("*"))
@@ -58,22 +36,6 @@ def describe(
         },
     }
     return manifest | {"sha256": _seal(manifest)}
-
-
-def plain_config(cfg: HookedTransformerConfig) -> dict[str, Any]:
-    """A configuration as JSON holds it, without the device, which `load` chooses."""
-    return {key: _plain(value) for key, value in vars(cfg).items() if key != "device"}
-
-
-def _plain(value: Any) -> Any:
-    """A value of the configuration as JSON holds it."""
-    if isinstance(value, torch.dtype):
-        return str(value).removeprefix("torch.")
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    if hasattr(value, "item"):  # a numpy number
-        return value.item()
-    return value
 
 
 def _seal(manifest: dict[str, Any]) -> str:
@@ -124,7 +86,10 @@ def read_manifest(folder: Path) -> dict[str, Any]:
             f"{path} holds a model with gate {gating!r}; this version knows "
             f"{' and '.join(GATES)} gates: upgrade attn-only-lens"
         )
-    missing = [key for key in _NEEDED if key not in manifest]
+    if found < 3:
+        manifest = manifest | _FIRST
+    needed = (*_NEEDED, *_FIRST, *_NEEDED_BY.get(str(manifest.get("model")), ()))
+    missing = [key for key in needed if key not in manifest]
     missing += [f"config.{key}" for key in ("dtype",) if key not in manifest.get("config", {})]
     missing += [f"files.{name}" for name in (WEIGHTS,) if name not in manifest.get("files", {})]
     if missing:

@@ -12,7 +12,6 @@ from typer.testing import CliRunner
 from attn_only_lens import (
     AttnOnlyLensError,
     CheckpointError,
-    calibrate,
     convert,
     expose_neuron_heads,
     load,
@@ -49,10 +48,6 @@ def saved(folder):
 REFUSED = {
     "HookedTransformer": lambda model, folder: tl.HookedTransformer(model.cfg),
     "from_pretrained": lambda model, folder: tl.HookedTransformer.from_pretrained("gpt2"),
-    "convert": lambda model, folder: convert(model),
-    "calibrate": lambda model, folder: calibrate(model, TOKENS),
-    "verify": lambda model, folder: verify(model, model, TOKENS),
-    "save": lambda model, folder: save(model, folder / "new"),
     "load": lambda model, folder: load(saved(folder)),
     "to_stock": lambda model, folder: to_stock(model),
     "load_source": lambda model, folder: load_source(DATA),
@@ -95,6 +90,15 @@ def test_the_shipped_model_is_a_bridge_whose_neurons_can_be_exposed():
     assert cache["blocks.0.mlp.hook_pattern"].shape == (11, 512, 3, 2)
     assert torch.equal(bridge(TOKENS), expected)
     assert not torch.allclose(cut, expected)
+
+
+@torch.no_grad()
+def test_the_shipped_model_is_converted_verified_saved_and_loaded(tmp_path):
+    bridge = pretrained.modular_addition()
+    converted = convert(bridge)
+    assert verify(bridge, converted, TOKENS).ok
+    save(converted, tmp_path / "new")
+    assert torch.equal(load(tmp_path / "new")(TOKENS), bridge(TOKENS))
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from attn_only_lens.axes import SELF, PreActivation
-from attn_only_lens.gates import BilinearGate, RangeGate
+from attn_only_lens.gates import GATES, BilinearGate, RangeGate
 from attn_only_lens.gates.exact import working_precision
 from attn_only_lens.heads.computation import NeuronHeads, is_live, tracked_like
 
@@ -41,6 +41,12 @@ class BilinearHeads(NeuronHeads):
         gate = self.gate
         assert isinstance(gate, BilinearGate | RangeGate)
         return gate
+
+    def error(self, q: PreActivation, act_fn: str) -> float:
+        """The largest |approximation - activation| over pre-activations q, in float64."""
+        q, gated = q.double(), isinstance(self._mixture, RangeGate)
+        approximate = self._mixture.mixture(q) * (1.0 if gated else q)
+        return (approximate - GATES[act_fn].activation(q)).abs().max().item()
 
     def neurons(self, z: Float[Tensor, "*any head_index"]) -> Float[Tensor, "*any d_mlp"]:
         """What the heads of each neuron put out together: Σ_j w_j z_j."""

@@ -1,13 +1,15 @@
 """Neuron-heads beside the MLPs of a model that stays what it is."""
 
 from attn_only_lens.in_place.beside import HOOKS, BilinearInPlace, InPlace
-from attn_only_lens.in_place.exposed import exposed_heads, hide, show
+from attn_only_lens.in_place.copying import copied_bridge, foreign_hooks, reasons_against_copying
+from attn_only_lens.in_place.exposed import exposed_heads, hidden, hide, show
 from attn_only_lens.in_place.recognise import (
     KnownMLP,
     UnknownMLPError,
     random,
     recognise,
     run_alone,
+    sockets_of,
 )
 
 __all__ = [
@@ -16,10 +18,15 @@ __all__ = [
     "InPlace",
     "KnownMLP",
     "UnknownMLPError",
+    "copied_bridge",
     "exposed_heads",
+    "foreign_hooks",
+    "hidden",
     "hide",
     "random",
+    "reasons_against_copying",
     "recognise",
     "run_alone",
     "show",
+    "sockets_of",
 ]

@@ -18,7 +18,7 @@ from attn_only_lens.heads.layout import WithNeuronHeads
 from attn_only_lens.in_place.beside import HOOKS, InPlace
 from attn_only_lens.tl import MLP, GatedMLP, HookedTransformer
 
-__all__ = ["ExposedBridge", "ExposedTransformer", "exposed_heads", "hide", "show"]
+__all__ = ["ExposedBridge", "ExposedTransformer", "exposed_heads", "hidden", "hide", "show"]
 
 _RESULT = "mlp.hook_result"
 
@@ -142,6 +142,18 @@ def hide(model: HookedTransformer | TransformerBridge) -> None:
     model.__class__ = _STOCK.get(type(model), type(model))
     if isinstance(model, HookedTransformer):
         model.setup()
+
+
+@contextmanager
+def hidden(model: Any) -> Iterator[Any]:
+    """A model as it is without its neuron-heads, if it has any; they are back afterwards."""
+    heads = exposed_heads(model)
+    hide(model)
+    try:
+        yield model
+    finally:
+        if heads:
+            show(model, heads)
 
 
 def exposed_heads(model: object) -> list[InPlace]:

@@ -24,7 +24,7 @@ from attn_only_lens.heads.computation import is_live
 from attn_only_lens.in_place.beside import Sockets
 from attn_only_lens.tl import MLP, GatedMLP
 
-__all__ = ["KnownMLP", "UnknownMLPError", "recognise", "run_alone"]
+__all__ = ["KnownMLP", "UnknownMLPError", "recognise", "run_alone", "sockets_of"]
 
 _BRIDGES = (MLPBridge, GatedMLPBridge, JointGateUpMLPBridge)
 _BATCH, _POS = 2, 7
@@ -60,7 +60,7 @@ def recognise(mlp: Any, cfg: Any) -> KnownMLP:
     Raises:
         UnknownMLPError: it is of a kind, or computes what, no neuron-heads stand for.
     """
-    sockets = _sockets(mlp)
+    sockets = sockets_of(mlp)
     changed = [point.name for point in sockets.points if type(point) is not HookPoint]
     if changed:
         raise UnknownMLPError(f"its hook points {changed} are of a class that is not known")
@@ -73,7 +73,12 @@ def recognise(mlp: Any, cfg: Any) -> KnownMLP:
     return KnownMLP(mlp, sockets, _activation(mlp, sockets, cfg))
 
 
-def _sockets(mlp: Any) -> Sockets:
+def sockets_of(mlp: Any) -> Sockets:
+    """Where an MLP can be tapped.
+
+    Raises:
+        UnknownMLPError: it is of a kind, or lacks the parts, that are known.
+    """
     if type(mlp) is MLP:
         return Sockets(mlp.hook_pre, None, mlp.hook_post, None)
     if type(mlp) is GatedMLP:

@@ -82,6 +82,10 @@ class NeuronAttention(NeuronHeads, nn.Module):
         z = self._through_hooks(q, up, lambda: self._plainly(q, up))
         return self._write(z)
 
+    def pre_activation(self, x: Residual) -> PreActivation:
+        """What the gates read of the normalised residual stream `x`: q."""
+        return self._project(x)[0]
+
     def _plainly(self, q: PreActivation, up: PreActivation | None) -> PreActivation:
         """z as the source computes it."""
         return self.act_fn(q) if up is None else self.act_fn(q) * up

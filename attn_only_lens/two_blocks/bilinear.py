@@ -8,7 +8,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from attn_only_lens.axes import Residual
-from attn_only_lens.gates import GATES, BilinearGate, RangeGate
+from attn_only_lens.gates import BilinearGate, RangeGate
 from attn_only_lens.heads.bilinear import BilinearHeads, largest_query
 from attn_only_lens.heads.computation import is_live
 from attn_only_lens.tl import MLP, GatedMLP
@@ -38,21 +38,6 @@ class BilinearAttention(BilinearHeads, NeuronAttention):
             result = self.hook_result(z.unsqueeze(-1) * self.W_O.squeeze(-2))
             return (result.sum(dim=-2) + self.b_O).to(q.dtype)
         return self._write(self.neurons(z).to(q.dtype))
-
-    def activation_error(self, x: Residual, act_fn: str) -> tuple[float, float]:
-        """How far the heads are from an activation on an input, in float64.
-
-        Args:
-            x: the normalised residual stream that the neurons read.
-            act_fn: the activation of the source.
-
-        Returns:
-            The largest |approximation - activation|, and the largest |pre-activation|.
-        """
-        q = self._project(x)[0].double()
-        approximate = self._mixture.mixture(q) * (q if self.W_gate is None else 1.0)
-        exact = GATES[act_fn].activation(q)
-        return (approximate - exact).abs().max().item(), q.abs().max().item()
 
     # Weights in a head's shape
 

@@ -1,0 +1,44 @@
+"""The MLPs of a model that stays what it is, or the reasons why they are unknown."""
+
+from typing import Any
+
+from transformer_lens.model_bridge import TransformerBridge
+
+from attn_only_lens.errors import UnsupportedModelError
+from attn_only_lens.in_place import KnownMLP, UnknownMLPError, exposed_heads, recognise
+from attn_only_lens.tl import HookedTransformer
+from attn_only_lens.two_blocks.support import hook_reasons, reasons_against
+
+__all__ = ["known_mlps"]
+
+
+def known_mlps(model: Any, problem: str) -> list[KnownMLP]:
+    """The MLP of every layer of a HookedTransformer or TransformerBridge, exposed or not.
+
+    Raises:
+        UnsupportedModelError: there is one that is not known, or the model is not; `problem` says
+            what cannot be done about it.
+    """
+    standing = exposed_heads(model)
+    if standing:
+        return [KnownMLP(heads.mlp, heads.sockets, heads.act_fn) for heads in standing]
+    if type(model) is TransformerBridge:
+        blocks = list(getattr(model, "blocks", ()))
+        reasons = [] if blocks else ["it has no blocks (an encoder-decoder?)"]
+    else:
+        # Hooks that stay where they are do no harm, unlike in a model that is built anew.
+        harmless = hook_reasons(model) if isinstance(model, HookedTransformer) else []
+        reasons = [reason for reason in reasons_against(model) if reason not in harmless]
+        blocks = [] if reasons else list(model.blocks)
+    known = []
+    for layer, block in enumerate(blocks):
+        try:
+            known.append(recognise(getattr(block, "mlp", None), model.cfg))
+        except UnknownMLPError as error:
+            reasons.append(f"layer {layer}: {error}")
+    names = {each.act_fn for each in known}
+    if len(names) > 1:
+        reasons.append(f"its layers differ in their activation: {', '.join(sorted(names))}")
+    if reasons:
+        raise UnsupportedModelError(reasons, problem)
+    return known

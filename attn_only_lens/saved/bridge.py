@@ -1,0 +1,225 @@
+"""TransformerBridges with neuron-heads in place.
+
+A bridge is built again the way it was: the wrapped model from its own configuration, with random
+weights; the bridge around it; `enable_compatibility_mode`, where that was called. Then every tensor
+that there is gets its number, processed weights included, and the neuron-heads are exposed.
+
+That this leads back to the model that is saved is not assumed. It is tried before anything is
+written, on the model's own tensors: names and types of all modules, names of all hook points, the
+configuration, and the logits on a few tokens, which have to be bitwise equal. So a bridge in any
+state that this way does not lead to is refused, whatever the reason.
+"""
+
+import json
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+from transformer_lens.model_bridge import TransformerBridge
+
+from attn_only_lens.errors import CheckpointError
+from attn_only_lens.expose import expose_as
+from attn_only_lens.heads import Gating
+from attn_only_lens.in_place import exposed_heads, foreign_hooks
+from attn_only_lens.mlps import known_mlps
+from attn_only_lens.saved.bridge_skeleton import native, skeleton
+from attn_only_lens.saved.parts import Parts, plain_config
+from attn_only_lens.saved.views import roots_of, viewed, views_of
+
+__all__ = ["bridge_parts", "rebuilt_bridge"]
+
+_CHOSEN = ("device", "dtype", "_bridge_ref")  # of the configuration: not to be put back
+_POS = 7  # tokens of the trial
+
+
+def bridge_parts(model: TransformerBridge) -> Parts:
+    """An exposed bridge as parts.
+
+    Raises:
+        CheckpointError: `rebuilt_bridge` would not build it.
+    """
+    config = _config(model)
+    twin = skeleton(config)
+    named, expected = _named(model), _named(twin)
+    # What a forward pass leaves behind in attributes is not part of the model.
+    parts = {name: tensor for name, tensor in named.items() if name in expected}
+    held = {id(tensor) for tensor in [*model.parameters(), *model.buffers()]}
+    lost = {name for name in named.keys() - expected if id(named[name]) in held}
+    wrong = [f"{name} is missing" for name in sorted(set(expected) - set(named))]
+    wrong += [f"{name} is not known" for name in sorted(lost)]
+    if wrong:
+        raise _lost(wrong)
+    try:
+        views = views_of(parts)
+    except ValueError as error:
+        raise _lost([str(error)]) from error
+    manifest: dict[str, Any] = {
+        "config": config,
+        "gate": exposed_heads(model)[0].gating.to_json(),
+        "training": model.training,
+        "views": views,
+        "frozen": [name for name, tensor in parts.items() if not tensor.requires_grad],
+        "other_mode": [name for name, m in _modules(model) if m.training != model.training],
+    }
+    _finish(twin, manifest, {name: tensor.detach() for name, tensor in parts.items()})
+    wrong = _differences(model, twin)
+    if wrong:
+        raise _lost(wrong)
+    more = {key: manifest[key] for key in ("views", "frozen", "other_mode")}
+    name = str(model.cfg.model_name)
+    return Parts(config, manifest["gate"], roots_of(parts, views), name, more)
+
+
+def rebuilt_bridge(manifest: dict[str, Any], tensors: dict[str, Tensor]) -> TransformerBridge:
+    """The bridge of a manifest.
+
+    Raises:
+        CheckpointError: it cannot be built, or the tensors do not fit it.
+    """
+    model = skeleton(manifest["config"])
+    try:
+        values = viewed(tensors, manifest["views"])
+    except ValueError as error:
+        raise CheckpointError(f"the weights do not fit their manifest: {error}") from error
+    _finish(model, manifest, values)
+    return model
+
+
+def _config(model: TransformerBridge) -> dict[str, Any]:
+    """What a skeleton is built from, as JSON."""
+    reasons, wrapped = [], model.original_model
+    hooked = foreign_hooks(model)
+    if hooked:
+        reasons.append(
+            f"hooks are attached to it ({', '.join(hooked[:3])}) and would not be saved: "
+            "model.reset_hooks(including_permanent=True)"
+        )
+    kind = type(wrapped).__name__
+    config: dict[str, Any] = {
+        "dtype": str(model.cfg.dtype).removeprefix("torch."),
+        "architecture": model.cfg.architecture,
+        "compatible": model.compatibility_mode,
+        "processed": model._weights_processed,
+        "quiet": bool(getattr(model.blocks[0], "disable_warnings", False)),
+        "cfg": _settings(model),
+    }
+    if not native(config):
+        if getattr(transformers, kind, None) is not type(wrapped):
+            reasons.append(f"it wraps a {kind}, which transformers does not have: code of its own")
+        hf_config = getattr(wrapped, "config", None)
+        if not isinstance(hf_config, transformers.PretrainedConfig):
+            reasons.append(f"the {kind} that it wraps has no transformers configuration")
+        else:
+            config |= {
+                "class": kind,
+                "config_class": type(hf_config).__name__,
+                "hf_config": json.loads(hf_config.to_json_string(use_diff=False)),
+                "attention": hf_config._attn_implementation,
+            }
+    if reasons:
+        raise _lost(reasons)
+    settled: dict[str, Any] = json.loads(json.dumps(config))
+    return settled
+
+
+def _settings(model: TransformerBridge) -> dict[str, Any]:
+    """The bridge's configuration, as far as JSON holds it."""
+    settings = {}
+    for key, value in plain_config(model.cfg).items():
+        try:
+            settings[key] = json.loads(json.dumps(value))
+        except (TypeError, ValueError):
+            continue  # built from the wrapped model's configuration
+    return settings
+
+
+def _finish(model: Any, manifest: dict[str, Any], values: dict[str, Tensor]) -> None:
+    """Give a skeleton its numbers, settings, neuron-heads and mode."""
+    named = _named(model)
+    wrong = [f"{name} is missing" for name in sorted(named.keys() - values)]
+    wrong += [f"{name} is not known" for name in sorted(values.keys() - named)]
+    wrong += [
+        f"{name} has shape {tuple(values[name].shape)}; expected {tuple(tensor.shape)}"
+        for name, tensor in named.items()
+        if name in values and values[name].shape != tensor.shape
+    ]
+    if wrong:
+        raise CheckpointError(f"the weights do not fit their manifest: {'; '.join(wrong)}")
+    frozen = set(manifest["frozen"])
+    for name, tensor in named.items():
+        tensor.data = values[name]  # whatever shares the tensor sees it
+        tensor.requires_grad_(name not in frozen)
+    current = _settings(model)
+    for key, value in manifest["config"]["cfg"].items():
+        if key not in _CHOSEN and current.get(key) != value:
+            setattr(model.cfg, key, value)
+    problem = "its neuron-heads cannot be exposed again"
+    try:
+        expose_as(model, known_mlps(model, problem), Gating.from_json(manifest["gate"]))
+    except (LookupError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{problem}: {error}") from error
+    other = set(manifest["other_mode"])
+    for name, module in _modules(model):
+        module.training = manifest["training"] != (name in other)
+
+
+def _named(model: Any) -> dict[str, Tensor]:
+    """Every tensor that the modules hold, once each; those that are no parameters, too."""
+    found: dict[str, Tensor] = {}
+    seen = set()
+    for path, module in _modules(model):
+        for held in (module._parameters, module._buffers, vars(module)):
+            for name, tensor in held.items():
+                if isinstance(tensor, Tensor) and id(tensor) not in seen:
+                    seen.add(id(tensor))
+                    found[f"{path}.{name}"] = tensor
+    return found
+
+
+def _modules(model: Any) -> list[tuple[str, nn.Module]]:
+    """The modules of the bridge, then those of the wrapped model that it does not own."""
+    own = dict(model.named_modules())
+    mine = {id(module) for module in own.values()}
+    wrapped = model.original_model.named_modules(prefix="original_model")
+    return [*own.items(), *((name, m) for name, m in wrapped if id(m) not in mine)]
+
+
+@torch.no_grad()
+def _differences(model: Any, twin: Any) -> list[str]:
+    """In what a model and its reconstruction differ."""
+    wrong = []
+    mine, theirs = ({n: type(m) for n, m in _modules(each)} for each in (model, twin))
+    changed = sorted(n for n in mine.keys() | theirs if mine.get(n) is not theirs.get(n))
+    if changed:
+        wrong.append(f"modules {', '.join(changed[:5])} would be others")
+    hooks = sorted(set(model.hook_dict) ^ set(twin.hook_dict))
+    if hooks:
+        wrong.append(f"hook points {', '.join(hooks[:5])} would be there no more, or be new")
+    settings, again = (
+        {k: v for k, v in _settings(each).items() if k not in _CHOSEN} for each in (model, twin)
+    )
+    keys = sorted(k for k in settings.keys() | again if settings.get(k) != again.get(k))
+    if keys:
+        wrong.append(f"cfg.{', cfg.'.join(keys[:5])} would differ")
+    if wrong:
+        return wrong
+    pos = min(_POS, model.cfg.n_ctx)
+    device = next(model.parameters()).device
+    tokens = (torch.arange(2 * pos, device=device) % model.cfg.d_vocab).reshape(2, pos)
+    logits = []
+    for each in (model, twin):
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+            torch.manual_seed(0)  # for dropout, in training
+            logits.append(each(tokens))
+    if not torch.equal(*logits):
+        moved = (logits[0] - logits[1]).abs().max().item()
+        wrong.append(
+            f"its logits would differ by {moved:.2g}: it is no longer what its configuration and "
+            "enable_compatibility_mode's own options lead to"
+        )
+    return wrong
+
+
+def _lost(reasons: list[str]) -> CheckpointError:
+    return CheckpointError(f"this bridge could not be loaded again: {'; '.join(reasons)}")

@@ -1,0 +1,379 @@
+"""`convert(bridge)`: a second bridge with neuron-heads; what it shares with the first, and not."""
+
+import functools
+import types
+import weakref
+from copy import deepcopy
+
+import pytest
+import torch
+import transformers
+from tiny_bridges import (
+    D_MLP,
+    GATED,
+    NAMES,
+    NEURON,
+    POS,
+    SIZES,
+    STATES,
+    around,
+    boot,
+    hook,
+    relative,
+    tokens,
+)
+from tiny_tokenizer import tiny_tokenizer
+from torch import nn
+from transformer_lens.hook_points import HookPoint
+from transformer_lens.model_bridge import TransformerBridge
+
+from attn_only_lens import (
+    Calibration,
+    UnknownHeadError,
+    UnsupportedCallError,
+    UnsupportedModelError,
+    calibrate,
+    convert,
+    dense_pattern,
+    expose_neuron_heads,
+    neuron_gate,
+    neuron_pattern,
+    verify,
+)
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # TransformerLens' and transformers' own
+EXACT = 1e-12  # float64, as for HookedTransformers
+
+
+def storages(model):
+    return {t.untyped_storage().data_ptr() for t in [*model.parameters(), *model.buffers()]}
+
+
+def snapshot(model):
+    modules = {name: (id(m), type(m)) for name, m in model.named_modules()}
+    hooks = {n: len(m._forward_hooks) for n, m in model.named_modules()}
+    weights = {name: p.clone() for name, p in model.named_parameters()}
+    return modules, hooks, list(model.hook_dict), vars(model.cfg).copy(), weights
+
+
+def unchanged(before, model):
+    after = snapshot(model)
+    assert before[:4] == after[:4]
+    assert all(torch.equal(before[4][name], after[4][name]) for name in after[4])
+
+
+@pytest.mark.parametrize("copy", [False, True])
+@pytest.mark.parametrize("state", STATES)
+@pytest.mark.parametrize("name", NAMES)
+@torch.no_grad()
+def test_same_function_and_the_callers_bridge_untouched(name, state, copy):
+    bridge, twin = boot(name, torch.float32, state), boot(name, torch.float32, state)
+    expected, theirs = twin.run_with_cache(tokens())
+    before = snapshot(bridge)
+    converted = convert(bridge, copy=copy)
+    assert type(bridge) is TransformerBridge
+    unchanged(before, bridge)
+    assert torch.equal(converted(tokens()), expected)
+    logits, cache = converted.run_with_cache(tokens())
+    assert relative(logits, expected) <= 2e-5
+    assert set(theirs) < set(cache)
+    assert hook("pattern") in cache
+    assert converted.cfg.dtype == torch.float32
+    mode = {n: m.training for n, m in bridge.named_modules()}
+    assert {n: m.training for n, m in converted.named_modules() if n in mode} == mode
+    assert torch.equal(bridge(tokens()), expected)
+    unchanged(before, bridge)
+
+
+@pytest.mark.parametrize("state", STATES)
+@pytest.mark.parametrize("name", NAMES)
+@torch.no_grad()
+def test_weights_are_shared_or_copied(name, state):
+    """The control of each is the other: a weight changed in the source moves one copy alone."""
+    bridge = boot(name, torch.float32, state)
+    sharing, own = convert(bridge), convert(bridge, copy=True)
+    assert storages(sharing) == storages(bridge)
+    assert not storages(own) & storages(bridge)
+    assert len(storages(own)) == len(storages(bridge))
+    expected = bridge(tokens())
+    # Whole weights: those of joint attention are one, of which q, k and v are views.
+    for parameter in bridge.parameters():
+        parameter.mul_(1.5) if parameter.ndim == 2 else None
+    assert torch.equal(sharing(tokens()), bridge(tokens()))
+    assert not torch.equal(bridge(tokens()), expected)
+    assert torch.equal(own(tokens()), expected)
+
+
+def reaches(start, targets):
+    """Where one of `targets` can be reached from, closures, methods and weak references too."""
+    seen, found, todo = {}, [], [("", start)]
+    while todo:
+        path, it = todo.pop()
+        if id(it) in targets:
+            found.append(path)
+            continue
+        if id(it) in seen or isinstance(it, torch.Tensor | type | types.ModuleType | str):
+            continue
+        seen[id(it)] = it
+        if isinstance(it, types.FunctionType):
+            names = it.__code__.co_freevars
+            cells = zip(names, it.__closure__ or (), strict=True)
+            todo += [(f"{path}<{it.__name__}:{name}>", c.cell_contents) for name, c in cells]
+        elif isinstance(it, types.MethodType):
+            # The adapter's own functions of a configuration hold no module of a bridge.
+            todo.append((f"{path}<method>", it.__self__))
+        elif type(it) in weakref.ProxyTypes:
+            todo.append((f"{path}<proxy>", it.__repr__.__self__))
+        elif isinstance(it, weakref.ref):
+            todo.append((f"{path}<weak>", it()))
+        elif isinstance(it, functools.partial):
+            todo.append((f"{path}<partial>", (it.func, it.args, it.keywords)))
+        elif isinstance(it, dict):
+            todo += [(f"{path}[{key!r}]", value) for key, value in it.items()]
+        elif isinstance(it, list | tuple | set | frozenset):
+            todo += [(f"{path}[]", value) for value in it]
+        elif hasattr(it, "__dict__"):
+            todo += [(f"{path}.{key}", value) for key, value in vars(it).items()]
+    return found
+
+
+@pytest.mark.parametrize("name", NAMES)
+@torch.no_grad()
+def test_the_copy_holds_nothing_of_the_callers_modules(name):
+    """TransformerBridge's capture hooks are closures on a block: a plain deepcopy keeps them."""
+    bridge = boot(name)
+    bridge(tokens())  # attaches them
+    converted = convert(bridge)
+    converted(tokens())
+    owned = {id(m) for m in [*bridge.modules(), *bridge.original_model.modules()]} | {id(bridge)}
+    assert not reaches(converted, owned)
+    assert reaches(deepcopy(bridge), owned), "the control: what the test would find"
+    assert torch.equal(converted(tokens()), bridge(tokens()))
+
+
+@torch.no_grad()
+def test_settings_of_the_copy_are_its_own():
+    bridge = boot("gpt2")
+    converted = convert(bridge)
+    converted.set_use_attn_result(True)
+    converted.cfg.use_split_qkv_input = True
+    assert not bridge.cfg.use_attn_result
+    assert not bridge.cfg.use_split_qkv_input
+    assert relative(converted(tokens()), bridge(tokens())) <= EXACT
+    zero = [("blocks.1.hook_q_input", lambda x, hook: x * 0.0)]
+    other = boot("gpt2")
+    other.cfg.use_split_qkv_input = True
+    expected = other.run_with_hooks(tokens(), fwd_hooks=zero)
+    assert relative(converted.run_with_hooks(tokens(), fwd_hooks=zero), expected) <= EXACT
+    assert relative(expected, bridge(tokens())) > 1e-6
+
+
+def test_gradients_reach_the_copy_alone():
+    bridge = boot("neox")
+    converted = convert(bridge)
+    converted(tokens()).square().mean().backward()
+    assert all(p.grad is None for p in bridge.parameters())
+    assert any(p.grad is not None for p in converted.parameters())
+
+
+@torch.no_grad()
+def test_tokenizer_is_handed_over(tmp_path):
+    bridge = boot("llama")
+    bridge.tokenizer = tiny_tokenizer(41, tmp_path)
+    converted = convert(bridge, copy=True)
+    assert converted.tokenizer is bridge.tokenizer
+    assert torch.equal(converted("w3 w5"), bridge("w3 w5"))
+
+
+@torch.no_grad()
+def test_a_bridge_with_hooks_or_exposed_is_refused():
+    bridge = boot("llama")
+    bridge.add_hook("blocks.0.hook_resid_pre", lambda x, hook: None, is_permanent=True)
+    with pytest.raises(UnsupportedModelError, match=r"hooks are attached.*would not come along"):
+        convert(bridge)
+    bridge.reset_hooks(including_permanent=True)
+    convert(bridge)
+    handle = bridge.original_model.register_forward_hook(lambda *_: None)
+    with pytest.raises(UnsupportedModelError, match="hooks are attached"):
+        convert(bridge)
+    handle.remove()
+    with expose_neuron_heads(bridge), pytest.raises(UnsupportedModelError, match="undo"):
+        convert(bridge)
+    convert(bridge)
+
+
+def test_bert_is_refused_by_layer():
+    """Its MLP has no module of its own: `hook_post` would be there, and never heard."""
+    bridge = around(transformers.BertForMaskedLM(transformers.BertConfig(**SIZES)).double())
+    with pytest.raises(UnsupportedModelError, match="no module of its own") as caught:
+        convert(bridge)
+    # transformer-lens 4 hooks its own MLP there, which is said as well.
+    assert [reason[:7] for reason in caught.value.reasons][-2:] == ["layer 0", "layer 1"]
+    assert type(bridge) is TransformerBridge
+
+
+# verify
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_verify_a_copy_a_twin_and_itself(name):
+    bridge, twin = boot(name), boot(name)
+    reports = [verify(bridge, convert(bridge), tokens())]
+    with expose_neuron_heads(bridge) as exposed:
+        before = list(exposed.hook_dict)
+        reports += [verify(twin, exposed, tokens()), verify(exposed, exposed, tokens())]
+        assert sorted(before) == sorted(exposed.hook_dict)
+    for report in reports:
+        assert report.ok, report
+        assert report.bitwise
+        assert report.relative <= EXACT
+        assert report.n_tokens == 2 * POS
+        assert report.activations.empty
+        points = list(report.by_layer["point"])
+        assert points[0] == "0_pre"
+        assert points[-1] == "final_post"
+    assert type(bridge) is TransformerBridge
+
+
+@torch.no_grad()
+def test_verify_notices_a_changed_weight_and_says_from_where():
+    bridge = boot("llama")
+    converted = convert(bridge, copy=True)
+    converted.blocks[1].mlp.out.weight.mul_(1.01)
+    report = verify(bridge, converted, tokens())
+    assert not report.ok
+    assert str(report).startswith("DIFFERENT")
+    change = (bridge(tokens()) - converted(tokens())).abs().max().item()
+    assert report.max_abs_logit == pytest.approx(change, rel=1e-9)
+    by_point = report.by_layer.set_index("point")["max_abs"]
+    assert (by_point[["0_pre", "0_mid", "1_pre", "1_mid"]] < 1e-12).all()
+    assert by_point["final_post"] > 1e-3
+
+
+@torch.no_grad()
+def test_verify_notices_neuron_heads_that_are_wrong():
+    """With hooks live only: the model's own code is right, and so are its logits without hooks."""
+    bridge = boot("gpt2")
+    with expose_neuron_heads(bridge):
+        heads = bridge.blocks[1].mlp._neuron_heads
+        attend = heads._attend
+        heads._attend = lambda q, up: attend(q, up) * 1.01
+        report = verify(bridge, bridge, tokens())
+    assert report.bitwise
+    assert report.relative > 1e-6
+    assert not report.ok
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "gemma2", "native_gated"])
+@torch.no_grad()
+def test_verify_bilinear_gates(name):
+    bridge = boot(name)
+    how = {"calibration": calibrate(bridge, tokens())} if name in GATED else {}
+    converted = convert(bridge, gate="bilinear", heads_per_neuron=8, **how)
+    for source in (bridge, converted):
+        report = verify(source, converted, tokens())
+        assert report.ok, report
+        assert not report.bitwise
+        assert 1e-12 < report.relative < 0.2
+        assert report.rounding <= EXACT
+        assert list(report.activations["layer"]) == [0, 1]
+        assert (report.activations["measured"] <= report.activations["bound"] + 1e-14).all()
+        assert (report.activations["largest"] <= report.activations["range"]).all()
+    if name == "gemma2":
+        # The control: beyond the range that it was calibrated on, a bound holds no more.
+        narrow = Calibration(tuple(r / 9 for r in how["calibration"].ranges), 1.25, 22)
+        converted = convert(bridge, gate="bilinear", heads_per_neuron=8, calibration=narrow)
+        report = verify(bridge, converted, tokens())
+        assert not report.ok
+        assert (report.activations["largest"] > report.activations["range"]).all()
+
+
+def test_models_that_cannot_be_compared():
+    bridge = boot("llama")
+    converted = convert(bridge)
+    for a, b, message in (
+        (bridge, bridge, r"expected what attn_only_lens\.convert"),
+        (converted, convert(boot("llama")), "source: got ExposedBridge"),
+        (nn.Linear(2, 3), converted, "expected the model before conversion, a TransformerBridge"),
+        (boot("llama", torch.float32), converted, "dtype: got torch.float32"),
+        (boot("phi3"), converted, "d_model: got 28"),
+    ):
+        with pytest.raises(UnsupportedModelError, match=message):
+            verify(a, b, tokens())
+    with pytest.raises(UnsupportedCallError, match="pos 18"):
+        verify(bridge, converted, torch.zeros((1, 18), dtype=torch.long))
+    with pytest.raises(UnsupportedCallError, match="values from 0 to 41"):
+        verify(bridge, converted, torch.tensor([[0, 41]]))
+
+
+# calibrate
+
+
+@pytest.mark.parametrize("name", GATED)
+@torch.no_grad()
+def test_calibrate(name):
+    """Held against what TransformerBridge's own cache has of the gates."""
+    bridge = boot(name)
+    _, cache = bridge.run_with_cache(tokens())
+    found = calibrate(bridge, tokens(), margin=1.5)
+    for layer, limit in enumerate(found.ranges):
+        largest = cache[f"blocks.{layer}.mlp.hook_pre"].abs().max().item()
+        assert limit == pytest.approx(1.5 * largest, rel=1e-12)
+    assert found.n_tokens == 2 * POS
+    assert found == calibrate(convert(bridge), tokens(), margin=1.5)
+    assert type(bridge) is TransformerBridge
+    points = (m for m in bridge.modules() if isinstance(m, HookPoint))
+    assert not any(m._forward_hooks for m in points)
+
+
+def test_calibrate_refuses():
+    with pytest.raises(UnsupportedModelError, match="not gated"):
+        calibrate(boot("gpt2"), tokens())
+    with pytest.raises(UnsupportedModelError, match="cannot be calibrated"):
+        calibrate(nn.Linear(2, 3), tokens())
+    broken = boot("llama")
+    broken.blocks[1].mlp.gate.weight.data[3] = float("nan")
+    with pytest.raises(UnsupportedModelError, match=r"not finite in layers \[1\]|layer 1"):
+        calibrate(broken, tokens())
+
+
+# accessors
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+@torch.no_grad()
+def test_accessors(name):
+    bridge = boot(name)
+    converted = convert(bridge)
+    _, cache = converted.run_with_cache(tokens())
+    _, single = converted.run_with_cache(tokens()[:1], remove_batch_dim=True)
+    _, few = converted.run_with_cache(tokens(), names_filter=[hook("pattern")])
+    _, one = converted.run_with_cache(tokens(), names_filter=lambda name: name == hook("pattern"))
+    pattern = neuron_pattern(cache, "L1N29")
+    assert pattern.shape == (2, POS, 2)
+    assert torch.equal(pattern, cache[hook("pattern")][:, NEURON])
+    q = cache[hook("q")][..., NEURON, 0]
+    # The weight is act(q) / q, by torch's own activation.
+    act = nn.functional.silu if name == "llama" else functools.partial(nn.functional.gelu)
+    how = {} if name == "llama" else {"approximate": "tanh"}
+    torch.testing.assert_close(pattern[..., 0], act(q, **how) / q, rtol=1e-9, atol=1e-12)
+    assert torch.equal(neuron_gate(cache, "L1N29"), pattern[..., 0])
+    dense = dense_pattern(cache, "L1N29")
+    assert dense.shape == (2, POS, POS + 1)
+    assert torch.equal(dense.diagonal(dim1=1, dim2=2), pattern[..., 0])
+    assert torch.equal(dense[..., -1], pattern[..., 1])
+    for other in (few, one):
+        # To rounding: layer 0 has no live hook in this run.
+        got = neuron_pattern(other, "L1N29")
+        torch.testing.assert_close(got, pattern, rtol=1e-9, atol=1e-12)
+        with pytest.raises(UnsupportedCallError, match="names_filter"):
+            neuron_pattern(other, "L0N29")
+    for read in (neuron_pattern, neuron_gate, dense_pattern):
+        torch.testing.assert_close(
+            read(single, "L1N29"), read(cache, "L1N29")[0], rtol=1e-9, atol=1e-12
+        )
+    with pytest.raises(UnknownHeadError, match=f"0 to {D_MLP - 1}"):
+        neuron_pattern(cache, "L1N37")
+    _, plain = bridge.run_with_cache(tokens())
+    with pytest.raises(UnsupportedCallError, match="converted or exposed"):
+        neuron_pattern(plain, "L1N29")

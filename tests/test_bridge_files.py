@@ -1,0 +1,257 @@
+"""Bridges with neuron-heads come back from files bit for bit, in whatever state they were saved."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tiny_bridges import GATED, NAMES, NEURON, STATES, boot, hook, relative, tokens
+from tiny_tokenizer import tiny_tokenizer
+from transformer_lens.model_bridge import TransformerBridge
+
+from attn_only_lens import (
+    CheckpointError,
+    calibrate,
+    convert,
+    expose_neuron_heads,
+    load,
+    neuron_pattern,
+    save,
+)
+from attn_only_lens.manifest import MANIFEST, _fingerprint, _seal
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # TransformerLens' and transformers' own
+
+
+@torch.no_grad()
+def same(a, b):
+    """One model: every tensor by name, every hook, logits and cache; and an edit of a neuron."""
+    assert type(a) is type(b)
+    mine, theirs = ({**dict(m.named_parameters()), **dict(m.named_buffers())} for m in (a, b))
+    assert list(mine) == list(theirs)
+    for name in mine:
+        assert mine[name].dtype == theirs[name].dtype, name
+        assert torch.equal(mine[name], theirs[name]), name
+        assert mine[name].requires_grad == theirs[name].requires_grad, name
+    assert set(a.hook_dict) == set(b.hook_dict)
+    assert torch.equal(a(tokens()), b(tokens()))
+    logits, cache = a.run_with_cache(tokens())
+    again, cached = b.run_with_cache(tokens())
+    assert torch.equal(logits, again)
+    assert set(cache) == set(cached)
+    for key, value in cache.items():
+        if isinstance(value, torch.Tensor):
+            assert torch.equal(value, cached[key]), key
+    drop = [(hook("z"), lambda z, hook: z.index_fill(2, torch.tensor(NEURON), 0.0))]
+    edited = a.run_with_hooks(tokens(), fwd_hooks=drop)
+    assert torch.equal(edited, b.run_with_hooks(tokens(), fwd_hooks=drop))
+    assert relative(edited, logits) > 1e-7
+
+
+@pytest.mark.parametrize("state", STATES)
+@pytest.mark.parametrize("name", NAMES)
+def test_round_trip(name, state, tmp_path):
+    model = convert(boot(name, torch.float32, state))
+    random = torch.get_rng_state()
+    loaded = load(save(model, tmp_path / "saved"))
+    assert torch.equal(torch.get_rng_state(), random)
+    same(model, loaded)
+    mode = {n: m.training for n, m in model.named_modules()}
+    assert mode == {n: m.training for n, m in loaded.named_modules()}
+
+
+@pytest.mark.parametrize("option", ["fold_ln", "center_writing_weights", "fold_value_biases"])
+def test_other_options_of_processing(option, tmp_path):
+    """They change numbers, which are saved, or the structure: then the model would be refused."""
+    bridge = boot("gpt2", torch.float32)
+    bridge.enable_compatibility_mode(True, **{option: False})
+    model = convert(bridge)
+    same(model, load(save(model, tmp_path / "saved")))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+@torch.no_grad()
+def test_dtypes(name, dtype, tmp_path):
+    """As a cast leaves it: it parts the views of joint attention and takes buffers along."""
+    model = convert(boot(name, torch.float32), copy=True)
+    model.to(dtype)
+    folder = save(model, tmp_path / "saved")
+    loaded = load(folder)
+    same(model, loaded)
+    assert loaded.cfg.dtype == dtype
+    assert next(load(folder, dtype="float32").parameters()).dtype == torch.float32
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+@torch.no_grad()
+def test_bilinear_gates(name, tmp_path):
+    source = boot(name)
+    how = {"calibration": calibrate(source, tokens())} if name in GATED else {}
+    model = convert(source, gate="bilinear", heads_per_neuron=8, **how)
+    loaded = load(save(model, tmp_path / "saved"))
+    assert torch.equal(loaded(tokens()), model(tokens()))
+    assert not torch.equal(loaded(tokens()), source(tokens()))
+    _, cache = loaded.run_with_cache(tokens())
+    _, theirs = model.run_with_cache(tokens())
+    assert cache[hook("pattern")].shape == (2, 8 * 37, 11, 2)
+    for name in ("L1N29.0", "L0N7.7"):
+        assert torch.equal(neuron_pattern(cache, name), neuron_pattern(theirs, name))
+
+
+@torch.no_grad()
+def test_what_is_saved_is_the_model_as_it_is_now(tmp_path):
+    model = boot("llama")
+    expose_neuron_heads(model)
+    model.set_use_attn_result(True)
+    model.blocks[1].mlp.out.weight[:, NEURON] = 0.0
+    model.blocks[0].attn.q.weight.requires_grad_(False)
+    loaded = load(save(model, tmp_path / "saved"))
+    same_weights = loaded.blocks[1].mlp.out.weight
+    assert torch.equal(same_weights, model.blocks[1].mlp.out.weight)
+    assert not loaded.blocks[0].attn.q.weight.requires_grad
+    assert loaded.blocks[1].attn.q.weight.requires_grad
+    assert loaded.cfg.use_attn_result
+    _, cache = loaded.run_with_cache(tokens())
+    assert cache[hook("result")].shape == (2, 11, 37, 26)
+    assert cache[hook("result")][:, :, NEURON].abs().max() == 0
+
+
+def test_training_a_loaded_model_trains_what_shares_memory(tmp_path):
+    """Joint attention: q is a view of the one weight, in the model and again when it is loaded."""
+    model = convert(boot("gpt2"))
+    loaded = load(save(model, tmp_path / "saved"))
+    for each in (model, loaded):
+        attn = each.blocks[0].attn
+        assert attn.q.weight.untyped_storage().data_ptr() == (
+            attn.qkv.weight.untyped_storage().data_ptr()
+        )
+    assert len(load_file(tmp_path / "saved" / "model.safetensors")) < len(list(model.parameters()))
+
+
+@torch.no_grad()
+def test_tokenizer_comes_along(tmp_path):
+    model = convert(boot("llama"))
+    model.tokenizer = tiny_tokenizer(41, tmp_path / "tokenizer")
+    model.tokenizer.padding_side = "left"
+    loaded = load(save(model, tmp_path / "saved"))
+    texts = ["w3 w5", "w7", "w11 w2 w2 w13"]
+    assert torch.equal(loaded.to_tokens(texts), model.to_tokens(texts))
+    # Where left padding sees nothing at all, TransformerBridge has nan; elsewhere it is compared.
+    torch.testing.assert_close(loaded(texts), model(texts), rtol=0, atol=0, equal_nan=True)
+    assert loaded(texts)[2].isfinite().all()
+    assert loaded.tokenizer.padding_side == "left"
+
+
+def test_nothing_is_unpickled(tmp_path, monkeypatch):
+    import pickle
+
+    def refuse(*args, **kwargs):
+        raise AssertionError("a pickle was read")
+
+    save(convert(boot("llama")), tmp_path / "saved")
+    for name in ("load", "loads", "Unpickler"):
+        monkeypatch.setattr(pickle, name, refuse)
+    load(tmp_path / "saved")
+
+
+def _another_activation(model):
+    for block in model.original_model.transformer.h:
+        block.mlp._original_component.act = torch.nn.SiLU()
+
+
+def _a_probe(model):
+    model.probe = torch.nn.Linear(2, 3)
+
+
+def _hooked(model):
+    model.add_hook("blocks.0.hook_resid_pre", lambda x, hook: None, is_permanent=True)
+
+
+def _own_class(model):
+    class Mine(type(model.original_model)):
+        pass
+
+    model.original_model.__class__ = Mine
+
+
+REFUSED = {
+    "another activation": (_another_activation, "modules .* would be others|logits would differ"),
+    "a module more": (_a_probe, "modules probe would be others"),
+    "hooks": (_hooked, "hooks are attached to it"),
+    "code of its own": (_own_class, "wraps a Mine, which transformers does not have"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_could_not_be_built_again_is_refused_before_anything_is_written(case, tmp_path):
+    change, message = REFUSED[case]
+    model = boot("gpt2")
+    change(model)
+    expose_neuron_heads(model)
+    with pytest.raises(CheckpointError, match=message):
+        save(model, tmp_path / "saved")
+    assert not list(tmp_path.iterdir())
+
+
+def test_only_models_with_neuron_heads_are_saved(tmp_path):
+    model = boot("llama")
+    assert type(model) is TransformerBridge
+    with pytest.raises(CheckpointError, match="expose_neuron_heads"):
+        save(model, tmp_path / "saved")
+    assert not list(tmp_path.iterdir())
+
+
+def _edit(folder, **changes):
+    path = folder / MANIFEST
+    manifest = json.loads(path.read_text()) | changes
+    manifest["sha256"] = _seal(manifest)
+    path.write_text(json.dumps(manifest))
+
+
+def _flip(folder):
+    data = bytearray((folder / "model.safetensors").read_bytes())
+    data[-7] ^= 1
+    (folder / "model.safetensors").write_bytes(data)
+
+
+def _rename(folder):
+    found = load_file(folder / "model.safetensors")
+    found["another"] = found.pop(sorted(found)[0])
+    save_file(found, folder / "model.safetensors")
+    _edit(folder, files={"model.safetensors": _fingerprint(folder / "model.safetensors")})
+
+
+def _config(folder, **changes):
+    config = json.loads((folder / MANIFEST).read_text())["config"]
+    _edit(folder, config=config | changes)
+
+
+def _wider(folder):
+    config = json.loads((folder / MANIFEST).read_text())["config"]
+    _config(folder, hf_config=config["hf_config"] | {"intermediate_size": 53})
+
+
+DAMAGE = {
+    "one bit": (_flip, "was changed after it was saved"),
+    "a tensor renamed": (_rename, "is missing"),
+    "other sizes": (_wider, r"expected \(53, 26\)"),
+    "an unknown class": (lambda f: _config(f, **{"class": "HALForCausalLM"}), "HALForCausalLM"),
+    "an unknown layout": (lambda f: _edit(f, layout="upside down"), "upgrade attn-only-lens"),
+    "a gate that does not fit": (
+        lambda f: _edit(
+            f, gate={"kind": "bilinear", "heads_per_neuron": 3, "tolerance": None, "ranges": None}
+        ),
+        "cannot be exposed again",
+    ),
+    "no views": (lambda f: _edit(f, views={}), "not known|is missing"),
+}
+
+
+@pytest.mark.parametrize("case", DAMAGE)
+def test_damage_is_refused(case, tmp_path):
+    folder = save(convert(boot("llama")), tmp_path / "saved")
+    damage, message = DAMAGE[case]
+    damage(folder)
+    with pytest.raises(CheckpointError, match=message):
+        load(folder)
