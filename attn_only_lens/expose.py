@@ -23,6 +23,7 @@ from attn_only_lens.in_place import (
     recognise,
     run_alone,
     show,
+    undisturbed,
 )
 from attn_only_lens.tl import HookedTransformer
 from attn_only_lens.tolerances import LOGIT_TOLERANCE
@@ -139,17 +140,15 @@ def expose_neuron_heads(
                 _PROBLEM,
             )
         return ExposedNeurons(model, first=False)
-    known = _known(model)
-    gating = _gating(model, known, gate, wanted)
-    kind = InPlace if gating.kind == "exact" else BilinearInPlace
-    heads = [
-        kind(each.mlp, each.sockets, model.cfg, each.act_fn, layer, gating)
-        for layer, each in enumerate(known)
-    ]
-    inputs = [random((2, 7, each.mlp.W_in.shape[0]), 2).to(each.mlp.W_in) for each in heads]
-    before = [run_alone(each.mlp, x) for each, x in zip(heads, inputs, strict=True)]
-    show(model, heads)
-    _check(model, heads, inputs, before)
+    with undisturbed(getattr(block, "mlp", None) for block in getattr(model, "blocks", ())):
+        known = _known(model)
+        gating = _gating(model, known, gate, wanted)
+        kind = InPlace if gating.kind == "exact" else BilinearInPlace
+        heads = [
+            kind(each.mlp, each.sockets, model.cfg, each.act_fn, layer, gating)
+            for layer, each in enumerate(known)
+        ]
+        _show_checked(model, heads)
     return ExposedNeurons(model, first=True)
 
 
@@ -167,10 +166,13 @@ def _known(model: Any) -> list[KnownMLP]:
         harmless = hook_reasons(model) if isinstance(model, HookedTransformer) else []
         reasons = [reason for reason in reasons_against(model) if reason not in harmless]
         blocks = [] if reasons else list(model.blocks)
-    known = []
+    known: list[KnownMLP] = []
     for layer, block in enumerate(blocks):
         try:
-            known.append(recognise(getattr(block, "mlp", None), model.cfg))
+            mlp = getattr(block, "mlp", None)
+            if any(mlp is each.mlp for each in known):
+                raise UnknownMLPError("it shares its MLP with a layer before it")
+            known.append(recognise(mlp, model.cfg))
         except UnknownMLPError as error:
             reasons.append(f"layer {layer}: {error}")
     names = {each.act_fn for each in known}
@@ -185,7 +187,7 @@ def _gating(model: Any, known: list[KnownMLP], gate: str, wanted: BilinearReques
     cfg = SimpleNamespace(
         act_fn=known[0].act_fn,
         gated_mlp=known[0].sockets.linear is not None,
-        dtype=known[0].mlp.W_in.dtype,
+        dtype=known[0].mlp.W_out.dtype,
         n_layers=len(known),
     )
     gating, reasons = choose_gating(SimpleNamespace(cfg=cfg), gate, wanted)
@@ -195,29 +197,53 @@ def _gating(model: Any, known: list[KnownMLP], gate: str, wanted: BilinearReques
 
 
 @torch.no_grad()
-def _check(model: Any, heads: list[InPlace], inputs: list[Tensor], before: list[Tensor]) -> None:
-    """Hold every MLP against itself: as it was, as it is, and with every hook point live.
+def _show_checked(model: Any, heads: list[InPlace]) -> None:
+    """Show the heads, and hold every MLP against itself: as it was, as it is, with every hook live.
 
     Raises:
         UnsupportedModelError: one differs; the neuron-heads are taken away again.
     """
+    inputs = [random((2, 7, each.mlp.W_out.shape[1]), 2).to(each.mlp.W_out) for each in heads]
     reasons = []
-    for each, x, expected in zip(heads, inputs, before, strict=True):
-        silent = run_alone(each.mlp, x)
-        handles = [getattr(each, hook).register_forward_hook(lambda *_: None) for hook in HOOKS]
-        each.always_results = True
-        live = run_alone(each.mlp, x)
-        each.always_results = False
-        for handle in handles:
-            handle.remove()
-        largest = expected.abs().max().item()
-        moved = (live - silent).abs().max().item()
-        same = each.gating.kind == "bilinear" or torch.equal(silent, expected)
-        if not (same and moved <= LOGIT_TOLERANCE[x.dtype] * largest):
-            reasons.append(
-                f"layer {each.layer}: its MLP is not the sum of its neuron-heads; they differ "
-                f"by {moved:.2g} where the largest entry is {largest:.2g}"
-            )
+    try:
+        before = [
+            run_alone(each.mlp, each.sockets, x) for each, x in zip(heads, inputs, strict=True)
+        ]
+        show(model, heads)
+        for each, x, expected in zip(heads, inputs, before, strict=True):
+            reasons += [f"layer {each.layer}: {why}" for why in _differences(each, x, expected)]
+    except Exception:
+        hide(model)
+        raise
     if reasons:
         hide(model)
         raise UnsupportedModelError(reasons, _PROBLEM)
+
+
+def _differences(each: InPlace, x: Tensor, expected: Tensor) -> list[str]:
+    """Where the output of an MLP for x is not `expected`, nor the sum of what its heads write."""
+    results: list[Tensor] = []
+    silent = run_alone(each.mlp, each.sockets, x)
+    handles = [getattr(each, hook).register_forward_hook(lambda *_: None) for hook in HOOKS]
+    handles.append(each.hook_result.register_forward_hook(lambda m, i, out: results.append(out)))
+    each.results = True
+    live = run_alone(each.mlp, each.sockets, x)
+    each.results = False
+    for handle in handles:
+        handle.remove()
+    largest = expected.abs().max().item()
+    moved = (live - silent).abs().max().item()
+    beside = (live - results[0].sum(dim=-2) - each.b_O).abs().max().item()
+    reasons = []
+    if each.gating.kind == "exact" and not torch.equal(silent, expected):
+        reasons.append("its MLP does not compute the same for the same input twice")
+    for name, by in (
+        ("its activations are not those of", moved),
+        ("it puts out more than", beside),
+    ):
+        if not by <= LOGIT_TOLERANCE[x.dtype] * largest:
+            reasons.append(
+                f"{name} its neuron-heads; they differ by {by:.2g} where the largest entry is "
+                f"{largest:.2g}"
+            )
+    return reasons
