@@ -161,9 +161,18 @@ def _known(model: Any) -> list[KnownMLP]:
     if type(model) is TransformerBridge:
         blocks = list(getattr(model, "blocks", ()))
         reasons = [] if blocks else ["it has no blocks (an encoder-decoder?)"]
+    elif isinstance(model, TransformerBridge) or not isinstance(model, HookedTransformer):
+        kind = type(model)
+        reasons, blocks = (
+            [
+                f"got a {kind.__module__}.{kind.__qualname__}; expected a HookedTransformer (of "
+                "transformer-lens 3.9) or a TransformerBridge"
+            ],
+            [],
+        )
     else:
         # Hooks that stay where they are do no harm, unlike in a model that is built anew.
-        harmless = hook_reasons(model) if isinstance(model, HookedTransformer) else []
+        harmless = hook_reasons(model)
         reasons = [reason for reason in reasons_against(model) if reason not in harmless]
         blocks = [] if reasons else list(model.blocks)
     known: list[KnownMLP] = []
@@ -203,21 +212,23 @@ def _show_checked(model: Any, heads: list[InPlace]) -> None:
     Raises:
         UnsupportedModelError: one differs; the neuron-heads are taken away again.
     """
-    inputs = [random((2, 7, each.mlp.W_out.shape[1]), 2).to(each.mlp.W_out) for each in heads]
     reasons = []
     try:
+        inputs = [random((2, 7, each.mlp.W_out.shape[1]), 2).to(each.mlp.W_out) for each in heads]
         before = [
             run_alone(each.mlp, each.sockets, x) for each, x in zip(heads, inputs, strict=True)
         ]
         show(model, heads)
         for each, x, expected in zip(heads, inputs, before, strict=True):
-            reasons += [f"layer {each.layer}: {why}" for why in _differences(each, x, expected)]
+            try:
+                reasons += [f"layer {each.layer}: {why}" for why in _differences(each, x, expected)]
+            except UnknownMLPError as error:
+                reasons.append(f"layer {each.layer}: {error}")
+        if reasons:
+            raise UnsupportedModelError(reasons, _PROBLEM)
     except Exception:
         hide(model)
         raise
-    if reasons:
-        hide(model)
-        raise UnsupportedModelError(reasons, _PROBLEM)
 
 
 def _differences(each: InPlace, x: Tensor, expected: Tensor) -> list[str]:
@@ -237,13 +248,10 @@ def _differences(each: InPlace, x: Tensor, expected: Tensor) -> list[str]:
     reasons = []
     if each.gating.kind == "exact" and not torch.equal(silent, expected):
         reasons.append("its MLP does not compute the same for the same input twice")
-    for name, by in (
-        ("its activations are not those of", moved),
-        ("it puts out more than", beside),
-    ):
+    for what, by in (("activations are not those", moved), ("output is not the sum", beside)):
         if not by <= LOGIT_TOLERANCE[x.dtype] * largest:
             reasons.append(
-                f"{name} its neuron-heads; they differ by {by:.2g} where the largest entry is "
-                f"{largest:.2g}"
+                f"its MLP's {what} of its neuron-heads; they differ by {by:.2g} where the largest "
+                f"entry is {largest:.2g}"
             )
     return reasons
