@@ -145,6 +145,6 @@ def test_processed_while_exposed(name):
     assert cache[hook("z")].squeeze(-1).equal(cache["blocks.1.mlp.hook_post"])
     exposed.undo()
     assert list(bridge.hook_dict) == list(twin.hook_dict)
-    again, cache = bridge.run_with_cache(tokens())
+    _, cache = bridge.run_with_cache(tokens())
     assert set(cache) == set(theirs)
     assert torch.equal(bridge(tokens()), twin(tokens()))

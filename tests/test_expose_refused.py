@@ -268,7 +268,7 @@ def test_what_changes_later_is_an_error_and_not_another_function(gate):
             bridge.run_with_hooks(tokens(), fwd_hooks=keep)
         bridge.eval()
         bridge.blocks[1].mlp.original_component.act = nn.SiLU()
-        with pytest.raises(UnsupportedCallError, match="layer 1: .* no longer gelu_new"):
+        with pytest.raises(UnsupportedCallError, match=r"layer 1: .* no longer gelu_new"):
             bridge.run_with_hooks(tokens(), fwd_hooks=keep)
     bridge.blocks[1].mlp.original_component.act = act
     assert torch.equal(bridge(tokens()), exact)
