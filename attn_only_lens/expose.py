@@ -16,11 +16,13 @@ from attn_only_lens.in_place import (
     BilinearInPlace,
     InPlace,
     KnownMLP,
+    UnknownMLPError,
     exposed_heads,
     hide,
     random,
     run_alone,
     show,
+    undisturbed,
 )
 from attn_only_lens.mlps import known_mlps
 from attn_only_lens.tl import HookedTransformer
@@ -155,15 +157,13 @@ def expose_as(model: Any, known: list[KnownMLP], gating: Gating) -> ExposedNeuro
                 _PROBLEM,
             )
         return ExposedNeurons(model, first=False)
-    kind = InPlace if gating.kind == "exact" else BilinearInPlace
-    heads = [
-        kind(each.mlp, each.sockets, model.cfg, each.act_fn, layer, gating)
-        for layer, each in enumerate(known)
-    ]
-    inputs = [random((2, 7, each.mlp.W_in.shape[0]), 2).to(each.mlp.W_in) for each in heads]
-    before = [run_alone(each.mlp, x) for each, x in zip(heads, inputs, strict=True)]
-    show(model, heads)
-    _check(model, heads, inputs, before)
+    with undisturbed(getattr(block, "mlp", None) for block in model.blocks):
+        kind = InPlace if gating.kind == "exact" else BilinearInPlace
+        heads = [
+            kind(each.mlp, each.sockets, model.cfg, each.act_fn, layer, gating)
+            for layer, each in enumerate(known)
+        ]
+        _show_checked(model, heads)
     return ExposedNeurons(model, first=True)
 
 
@@ -171,7 +171,7 @@ def _gating(known: list[KnownMLP], gate: str, wanted: BilinearRequest) -> Gating
     cfg = SimpleNamespace(
         act_fn=known[0].act_fn,
         gated_mlp=known[0].sockets.linear is not None,
-        dtype=known[0].mlp.W_in.dtype,
+        dtype=known[0].mlp.W_out.dtype,
         n_layers=len(known),
     )
     gating, reasons = choose_gating(SimpleNamespace(cfg=cfg), gate, wanted)
@@ -181,29 +181,52 @@ def _gating(known: list[KnownMLP], gate: str, wanted: BilinearRequest) -> Gating
 
 
 @torch.no_grad()
-def _check(model: Any, heads: list[InPlace], inputs: list[Tensor], before: list[Tensor]) -> None:
-    """Hold every MLP against itself: as it was, as it is, and with every hook point live.
+def _show_checked(model: Any, heads: list[InPlace]) -> None:
+    """Show the heads, and hold every MLP against itself: as it was, as it is, with every hook live.
 
     Raises:
         UnsupportedModelError: one differs; the neuron-heads are taken away again.
     """
     reasons = []
-    for each, x, expected in zip(heads, inputs, before, strict=True):
-        silent = run_alone(each.mlp, x)
-        handles = [getattr(each, hook).register_forward_hook(lambda *_: None) for hook in HOOKS]
-        each.always_results = True
-        live = run_alone(each.mlp, x)
-        each.always_results = False
-        for handle in handles:
-            handle.remove()
-        largest = expected.abs().max().item()
-        moved = (live - silent).abs().max().item()
-        same = each.gating.kind == "bilinear" or torch.equal(silent, expected)
-        if not (same and moved <= LOGIT_TOLERANCE[x.dtype] * largest):
-            reasons.append(
-                f"layer {each.layer}: its MLP is not the sum of its neuron-heads; they differ "
-                f"by {moved:.2g} where the largest entry is {largest:.2g}"
-            )
-    if reasons:
+    try:
+        inputs = [random((2, 7, each.mlp.W_out.shape[1]), 2).to(each.mlp.W_out) for each in heads]
+        before = [
+            run_alone(each.mlp, each.sockets, x) for each, x in zip(heads, inputs, strict=True)
+        ]
+        show(model, heads)
+        for each, x, expected in zip(heads, inputs, before, strict=True):
+            try:
+                reasons += [f"layer {each.layer}: {why}" for why in _differences(each, x, expected)]
+            except UnknownMLPError as error:
+                reasons.append(f"layer {each.layer}: {error}")
+        if reasons:
+            raise UnsupportedModelError(reasons, _PROBLEM)
+    except Exception:
         hide(model)
-        raise UnsupportedModelError(reasons, _PROBLEM)
+        raise
+
+
+def _differences(each: InPlace, x: Tensor, expected: Tensor) -> list[str]:
+    """Where the output of an MLP for x is not `expected`, nor the sum of what its heads write."""
+    results: list[Tensor] = []
+    silent = run_alone(each.mlp, each.sockets, x)
+    handles = [getattr(each, hook).register_forward_hook(lambda *_: None) for hook in HOOKS]
+    handles.append(each.hook_result.register_forward_hook(lambda m, i, out: results.append(out)))
+    each.results = True
+    live = run_alone(each.mlp, each.sockets, x)
+    each.results = False
+    for handle in handles:
+        handle.remove()
+    largest = expected.abs().max().item()
+    moved = (live - silent).abs().max().item()
+    beside = (live - results[0].sum(dim=-2) - each.b_O).abs().max().item()
+    reasons = []
+    if each.gating.kind == "exact" and not torch.equal(silent, expected):
+        reasons.append("its MLP does not compute the same for the same input twice")
+    for what, by in (("activations are not those", moved), ("output is not the sum", beside)):
+        if not by <= LOGIT_TOLERANCE[x.dtype] * largest:
+            reasons.append(
+                f"its MLP's {what} of its neuron-heads; they differ by {by:.2g} where the largest "
+                f"entry is {largest:.2g}"
+            )
+    return reasons

@@ -5,7 +5,13 @@ from typing import Any
 from transformer_lens.model_bridge import TransformerBridge
 
 from attn_only_lens.errors import UnsupportedModelError
-from attn_only_lens.in_place import KnownMLP, UnknownMLPError, exposed_heads, recognise
+from attn_only_lens.in_place import (
+    KnownMLP,
+    UnknownMLPError,
+    exposed_heads,
+    recognise,
+    undisturbed,
+)
 from attn_only_lens.tl import HookedTransformer
 from attn_only_lens.two_blocks.support import hook_reasons, reasons_against
 
@@ -22,20 +28,31 @@ def known_mlps(model: Any, problem: str) -> list[KnownMLP]:
     standing = exposed_heads(model)
     if standing:
         return [KnownMLP(heads.mlp, heads.sockets, heads.act_fn) for heads in standing]
+    blocks: list[Any] = []
     if type(model) is TransformerBridge:
         blocks = list(getattr(model, "blocks", ()))
         reasons = [] if blocks else ["it has no blocks (an encoder-decoder?)"]
+    elif isinstance(model, TransformerBridge) or not isinstance(model, HookedTransformer):
+        kind = type(model)
+        reasons = [
+            f"got a {kind.__module__}.{kind.__qualname__}; expected a HookedTransformer (of "
+            "transformer-lens 3.9) or a TransformerBridge"
+        ]
     else:
         # Hooks that stay where they are do no harm, unlike in a model that is built anew.
-        harmless = hook_reasons(model) if isinstance(model, HookedTransformer) else []
+        harmless = hook_reasons(model)
         reasons = [reason for reason in reasons_against(model) if reason not in harmless]
         blocks = [] if reasons else list(model.blocks)
-    known = []
-    for layer, block in enumerate(blocks):
-        try:
-            known.append(recognise(getattr(block, "mlp", None), model.cfg))
-        except UnknownMLPError as error:
-            reasons.append(f"layer {layer}: {error}")
+    known: list[KnownMLP] = []
+    with undisturbed(getattr(block, "mlp", None) for block in blocks):
+        for layer, block in enumerate(blocks):
+            try:
+                mlp = getattr(block, "mlp", None)
+                if any(mlp is each.mlp for each in known):
+                    raise UnknownMLPError("it shares its MLP with a layer before it")
+                known.append(recognise(mlp, model.cfg))
+            except UnknownMLPError as error:
+                reasons.append(f"layer {layer}: {error}")
     names = {each.act_fn for each in known}
     if len(names) > 1:
         reasons.append(f"its layers differ in their activation: {', '.join(sorted(names))}")

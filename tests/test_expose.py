@@ -208,20 +208,25 @@ def test_undone_after_an_error_too():
 
 @torch.no_grad()
 def test_hooks_of_others_stay():
-    """Also across undo; those on an MLP, which is run to see what it computes, are refused."""
+    """Also across undo, and those on an MLP, which do not fire while it is run to be looked at."""
     model = build("gelu")
-    calls = []
-    model.add_perma_hook("blocks.0.hook_resid_pre", lambda x, hook: calls.append(1))
+    calls, post = [], hook("post")
+    model.add_perma_hook("blocks.0.hook_resid_pre", lambda x, hook: calls.append("resid"))
+    model.add_perma_hook(post, lambda x, hook: calls.append("post"))
+    model.add_hook(post, lambda x, hook: x.index_fill(-1, torch.tensor(NEURON), 0.0))
+    expected = model(tokens())
+    assert calls == ["resid", "post"]
     exposed = expose_neuron_heads(model)
-    assert not calls
-    model(tokens())
+    assert len(calls) == 2
+    assert torch.equal(model(tokens()), expected)
     exposed.undo()
+    assert torch.equal(model(tokens()), expected)
+    assert calls == 3 * ["resid", "post"]
+    model.reset_hooks()
+    assert not torch.equal(model(tokens()), expected), "the edit was there"
+    model.reset_hooks(including_permanent=True)
     model(tokens())
-    assert len(calls) == 2
-    model.add_perma_hook(hook("post"), lambda x, hook: calls.append(1))
-    with pytest.raises(UnsupportedModelError, match="hooks are attached to its MLP"):
-        expose_neuron_heads(model)
-    assert len(calls) == 2
+    assert len(calls) == 8
 
 
 @torch.no_grad()

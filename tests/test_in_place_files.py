@@ -4,7 +4,8 @@ import json
 
 import pytest
 import torch
-from models import CORE, FAMILIES, POS, build, relative, tokens
+from common import POS, relative, tokens
+from models import CORE, FAMILIES, build
 from tiny_tokenizer import tiny_tokenizer
 from transformer_lens import HookedTransformer
 from typer.testing import CliRunner

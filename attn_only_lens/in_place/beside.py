@@ -15,46 +15,26 @@ Exact heads replace nothing while none of their hook points is live: the model i
 bitwise. Bilinear heads are another function, and always do.
 """
 
-from dataclasses import dataclass
 from typing import Any
 
+import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 from transformer_lens.hook_points import HookPoint
 
 from attn_only_lens.axes import PreActivation, Residual
+from attn_only_lens.errors import UnsupportedCallError
+from attn_only_lens.gates.exact import working_precision
 from attn_only_lens.heads.bilinear import BilinearHeads
 from attn_only_lens.heads.computation import NeuronHeads, is_live
 from attn_only_lens.heads.gating import AnyGate, Gating
+from attn_only_lens.in_place.recognise import misfit
+from attn_only_lens.in_place.sockets import Sockets
 from attn_only_lens.tl import GatedMLP
 
-__all__ = ["HOOKS", "BilinearInPlace", "InPlace", "Sockets"]
+__all__ = ["HOOKS", "BilinearInPlace", "InPlace"]
 
 HOOKS = ("hook_q", "hook_k", "hook_v", "hook_attn_scores", "hook_pattern", "hook_z", "hook_result")
-
-
-@dataclass(frozen=True)
-class Sockets:
-    """Where an MLP can be tapped.
-
-    Attributes:
-        pre: the hook point that the pre-activation q leaves.
-        linear: in a gated MLP, the one that u leaves.
-        post: the one that the activations enter on their way to W_out.
-        out: the one that what W_out puts out enters; none where the MLP has no such hook point,
-            and its class calls `write` instead.
-    """
-
-    pre: HookPoint
-    linear: HookPoint | None
-    post: HookPoint
-    out: HookPoint | None
-
-    @property
-    def points(self) -> tuple[HookPoint, ...]:
-        """Those that there are."""
-        every = self.pre, self.linear, self.post, self.out
-        return tuple(point for point in every if point is not None)
 
 
 class InPlace(NeuronHeads):
@@ -69,7 +49,7 @@ class InPlace(NeuronHeads):
         self.act_fn = act_fn
         self.layer = layer
         self.gating = gating
-        self.always_results = False  # whatever cfg.use_attn_result says
+        self.results = False  # True: whatever cfg.use_attn_result says
         self._read: dict[str, Tensor] = {}  # by the forward pass that is under way
         self._add_hook_points()
 
@@ -93,7 +73,7 @@ class InPlace(NeuronHeads):
         return self.mlp.b_in if isinstance(self.mlp, GatedMLP) else 0.0
 
     @property
-    def _b_O(self) -> Float[Tensor, "d_model"] | float:
+    def b_O(self) -> Float[Tensor, "d_model"] | float:
         """The bias of the output: all of it that no head writes."""
         if self.sockets.out is None:
             return self.mlp.b_out + (
@@ -104,8 +84,12 @@ class InPlace(NeuronHeads):
 
     @property
     def _results(self) -> bool:
-        wanted = self.always_results or self.cfg.use_attn_result
-        return wanted and is_live(self.hook_result)
+        return self.results_on and is_live(self.hook_result)
+
+    @property
+    def results_on(self) -> bool:
+        """Whether hook_result is to fire."""
+        return bool(self.results or self.cfg.use_attn_result)
 
     # What the taps call, in this order
 
@@ -116,12 +100,31 @@ class InPlace(NeuronHeads):
     def put_out(self, post: PreActivation) -> PreActivation:
         """What enters hook_post, in place of what the MLP has computed."""
         q, up = self._read.pop("pre"), self._read.pop("linear", None)
+        if self._recomputes:
+            self._require_known(q, up, post)
         if not (self._results or any(map(is_live, (*self._before_z, self.hook_z)))):
             return self._unwatched(q, up, post)
         z = self._z(q, up, post)
         if self._results:
             self._read["z"] = z
         return self._post(z).to(post.dtype)
+
+    @property
+    def _recomputes(self) -> bool:
+        """Whether the activations are formed anew, of q and u alone."""
+        return any(map(is_live, self._before_z))
+
+    @torch.no_grad()
+    def _require_known(
+        self, q: PreActivation, up: PreActivation | None, post: PreActivation
+    ) -> None:
+        if misfit(self.act_fn, post, working_precision(q), up, self._b_in) > 1.0:
+            why = "its dropout, in training mode" if self.mlp.training else "changed since?"
+            raise UnsupportedCallError(
+                f"layer {self.layer}: what its MLP makes of its pre-activations is no longer "
+                f"{self.act_fn} ({why}), and its neuron-heads would silently leave that out: call "
+                "model.eval(), or undo() and expose_neuron_heads again"
+            )
 
     def edited(self, post: PreActivation) -> None:
         """Take note of what users made of the activations at hook_post, for the results."""
@@ -137,7 +140,7 @@ class InPlace(NeuronHeads):
             return out
         W_out = self.mlp.W_out.repeat_interleave(self.heads_per_neuron, dim=0)
         result: Tensor = self.hook_result(written.unsqueeze(-1) * W_out)
-        return (result.sum(dim=-2) + self._b_O).to(out.dtype)
+        return (result.sum(dim=-2) + self.b_O).to(out.dtype)
 
     def _unwatched(
         self, q: PreActivation, up: PreActivation | None, post: PreActivation
@@ -188,6 +191,12 @@ class InPlace(NeuronHeads):
 
 class BilinearInPlace(BilinearHeads, InPlace):
     """The same with heads that are bilinear and share their neurons."""
+
+    @property
+    def _recomputes(self) -> bool:
+        # Always, but to look costs as much as the activation: where nobody watches and there is no
+        # dropout, it is not looked at.
+        return self.mlp.training or super()._recomputes or is_live(self.hook_z)
 
     def _unwatched(
         self, q: PreActivation, up: PreActivation | None, post: PreActivation

@@ -39,7 +39,8 @@ def reasons_against_copying(model: object) -> list[str]:
         reasons.append(
             f"hooks are attached to it ({', '.join(hooked[:3])}{', …' if len(hooked) > 3 else ''}) "
             "and would not come along; remove them first: "
-            "model.reset_hooks(including_permanent=True)"
+            "model.reset_hooks(including_permanent=True); or, where they are of TransformerLens "
+            "(BERT in 4.3), use the model itself: attn_only_lens.expose_neuron_heads(model)"
         )
     if any(parameter.is_inference() for parameter in model.parameters()):
         reasons.append("its weights are inference tensors; build it outside torch.inference_mode()")

@@ -6,6 +6,7 @@ refuse hooks on `mlp.hook_result` while it is off: TransformerLens does so for `
 alone, and would silently never call them. Those of MLPs hand their output to `hook_result`.
 """
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -21,6 +22,14 @@ from attn_only_lens.tl import MLP, GatedMLP, HookedTransformer
 __all__ = ["ExposedBridge", "ExposedTransformer", "exposed_heads", "hidden", "hide", "show"]
 
 _RESULT = "mlp.hook_result"
+_OFF = "{name} does not fire while it is off: call model.set_use_attn_result(True) first"
+
+
+def _named(names_filter: Any) -> list[Any]:
+    """The hooks that a filter names one by one; none where it is a function, or everything."""
+    if isinstance(names_filter, str):
+        return [names_filter]
+    return names_filter if isinstance(names_filter, list) else []
 
 
 class _Exposed(WithNeuronHeads):
@@ -41,10 +50,7 @@ class ExposedTransformer(_Exposed, HookedTransformer):
 
     def _require_on(self, name: object) -> None:
         if self._off(name):
-            raise UnsupportedCallError(
-                f"{name} does not fire while cfg.use_attn_result is off: call "
-                "model.set_use_attn_result(True) first"
-            )
+            raise UnsupportedCallError(_OFF.format(name=name))
 
     def check_hooks_to_add(
         self, hook_point: Any, hook_point_name: str, *rest: Any, **how: Any
@@ -55,9 +61,8 @@ class ExposedTransformer(_Exposed, HookedTransformer):
 
     def get_caching_hooks(self, names_filter: Any = None, *rest: Any, **how: Any) -> Any:
         """As in TransformerLens; what does not fire is left out, or refused where it is named."""
-        if isinstance(names_filter, str | list):
-            for name in [names_filter] if isinstance(names_filter, str) else names_filter:
-                self._require_on(name)
+        for name in _named(names_filter):
+            self._require_on(name)
         cache, *directions = super().get_caching_hooks(names_filter, *rest, **how)
         on = [[pair for pair in hooks if not self._off(pair[0])] for hooks in directions]
         return cache, *on
@@ -80,9 +85,29 @@ class ExposedTransformer(_Exposed, HookedTransformer):
 class ExposedBridge(_Exposed, TransformerBridge):
     """A TransformerBridge whose MLPs have neuron-heads."""
 
+    def set_use_attn_result(self, use_attn_result: bool) -> None:
+        """As in TransformerLens; and where it has none for the attention, for the MLPs alone."""
+        try:
+            super().set_use_attn_result(use_attn_result)
+        except NotImplementedError as error:
+            warnings.warn(
+                f"only {_RESULT} is on, and attn.hook_result is not: {error}", stacklevel=2
+            )
+        for heads in self._heads_by_layer():
+            heads.results = use_attn_result
+
+    def run_with_cache(self, *args: Any, **how: Any) -> Any:
+        """As in TransformerLens; raises where `mlp.hook_result` is named and does not fire."""
+        by_place = args[3] if len(args) > 3 else None
+        for name in _named(how.get("names_filter", by_place)):
+            if name.endswith(_RESULT) and self._gated_hook_reason(name):
+                raise UnsupportedCallError(_OFF.format(name=name))
+        return super().run_with_cache(*args, **how)
+
     def _gated_hook_reason(self, hook_point_name: str) -> str | None:
-        if hook_point_name.endswith(_RESULT) and not self.cfg.use_attn_result:
-            return "use_attn_result"
+        if hook_point_name.endswith(_RESULT):
+            on = all(heads.results_on for heads in self._heads_by_layer())
+            return None if on else "use_attn_result"
         return super()._gated_hook_reason(hook_point_name)
 
 

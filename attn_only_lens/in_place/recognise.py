@@ -2,37 +2,31 @@
 
 An MLP is recognised if, for any q (and u) that its hook points are made to hand on, what enters
 hook_post is act(q), or act(q) · u, + b_in, for an activation that has a gate. It is run on the spot
-with q from -12 to 12 and random u: no name, of a class or of an activation, can lie about that.
+with random u, and q from -12 to 12 and ten thousand times as far on either side, where an
+activation that is clipped gives itself away: no name, of a class or of an activation, can lie.
+
+Dropout between the two does not show, as the MLP runs in evaluation mode, nor does what is changed
+later. `misfit` is therefore held against 1 again wherever heads take the place of what the MLP has
+computed (`InPlace.put_out`).
 """
 
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformer_lens.hook_points import HookPoint
-from transformer_lens.model_bridge.generalized_components import (
-    GatedMLPBridge,
-    JointGateUpMLPBridge,
-    MLPBridge,
-)
 
 from attn_only_lens.gates import GATES
-from attn_only_lens.heads.computation import is_live
-from attn_only_lens.in_place.beside import Sockets
-from attn_only_lens.tl import MLP, GatedMLP
+from attn_only_lens.in_place.alone import random, run_alone
+from attn_only_lens.in_place.sockets import Sockets, UnknownMLPError, sockets_of
+from attn_only_lens.tl import GatedMLP
 
-__all__ = ["KnownMLP", "UnknownMLPError", "recognise", "run_alone", "sockets_of"]
+__all__ = ["KnownMLP", "misfit", "recognise"]
 
-_BRIDGES = (MLPBridge, GatedMLPBridge, JointGateUpMLPBridge)
 _BATCH, _POS = 2, 7
+_FAR = 1e4  # and its product with u is within float16
 _ROUNDINGS = 16  # of an activation that is computed in several steps, in its own precision
-
-
-class UnknownMLPError(Exception):
-    """An MLP whose neurons are not known to be heads; its text says why."""
 
 
 @dataclass(frozen=True)
@@ -61,55 +55,38 @@ def recognise(mlp: Any, cfg: Any) -> KnownMLP:
         UnknownMLPError: it is of a kind, or computes what, no neuron-heads stand for.
     """
     sockets = sockets_of(mlp)
-    changed = [point.name for point in sockets.points if type(point) is not HookPoint]
-    if changed:
-        raise UnknownMLPError(f"its hook points {changed} are of a class that is not known")
-    hooked = [m.name for m in mlp.modules() if isinstance(m, HookPoint) and is_live(m)]
-    if hooked:
-        raise UnknownMLPError(
-            f"hooks are attached to its MLP ({', '.join(map(str, hooked[:3]))}), which is run to "
-            "see what it computes; remove them first: model.reset_hooks(including_permanent=True)"
-        )
     return KnownMLP(mlp, sockets, _activation(mlp, sockets, cfg))
 
 
-def sockets_of(mlp: Any) -> Sockets:
-    """Where an MLP can be tapped.
+def misfit(
+    act_fn: str, post: Tensor, q: Tensor, u: Tensor | None, b_in: Tensor | float = 0.0
+) -> float:
+    """Largest difference of `post` from act(q) · u + b_in, as a multiple of what rounding makes.
 
-    Raises:
-        UnknownMLPError: it is of a kind, or lacks the parts, that are known.
+    Args:
+        act_fn: a key of `GATES`.
+        post: what entered hook_post.
+        q: pre-activations, in the precision that act is to be computed in.
+        u: what they gate; none in a plain MLP.
+        b_in: what a GatedMLP adds to the product.
     """
-    if type(mlp) is MLP:
-        return Sockets(mlp.hook_pre, None, mlp.hook_post, None)
-    if type(mlp) is GatedMLP:
-        return Sockets(mlp.hook_pre, mlp.hook_pre_linear, mlp.hook_post, None)
-    if type(mlp) not in _BRIDGES:
-        raise UnknownMLPError(
-            f"its mlp is a {type(mlp).__qualname__}, whose forward pass is not known; expected one "
-            f"of {', '.join(known.__name__ for known in (MLP, GatedMLP, *_BRIDGES))}"
-        )
-    if mlp.name is None:
-        raise UnknownMLPError(
-            "its MLP has no module of its own in the source (its two halves sit in the layer), so "
-            "that it cannot be run alone and checked"
-        )
-    parts = dict(mlp.named_children())
-    missing = [part for part in ("in", "out") if part not in parts]
-    if missing:
-        raise UnknownMLPError(f"its MLP has no part {' and no part '.join(missing)}")
-    if "gate" not in parts:
-        return Sockets(parts["in"].hook_out, None, parts["out"].hook_in, parts["out"].hook_out)
-    up = parts["in"].hook_out
-    return Sockets(parts["gate"].hook_out, up, parts["out"].hook_in, parts["out"].hook_out)
+    u = torch.ones((), dtype=q.dtype, device=q.device) if u is None else u.to(q.dtype)
+    expected = GATES[act_fn].activation(q) * u + b_in
+    size = (1.0 + q.abs()) * (1.0 + u.abs()) + torch.as_tensor(b_in).abs()
+    limits = torch.finfo(post.dtype)
+    error = (post.to(q.dtype) - expected).abs() / (_ROUNDINGS * limits.eps * size)
+    # Half precision has no number for what overflows; a nan of the users' own stays theirs.
+    there = expected.abs() <= 0.99 * limits.max
+    return torch.where(there, error.nan_to_num(nan=torch.inf), 0.0).max().item()
 
 
 def _activation(mlp: Any, sockets: Sockets, cfg: Any) -> str:
     """The name of the activation, or why it is none."""
-    W_in = mlp.W_in
-    d_model, d_mlp = W_in.shape
+    W_out = mlp.W_out
+    d_mlp, d_model = W_out.shape
     shape = (_BATCH, _POS, d_mlp)
-    q = torch.linspace(-12, 12, _BATCH * _POS * d_mlp, dtype=torch.float64).reshape(shape).to(W_in)
-    u = torch.ones_like(q) if sockets.linear is None else random(shape, 1).to(W_in)
+    q = _queries(shape).to(W_out)
+    u = torch.ones_like(q) if sockets.linear is None else random(shape, 1).to(W_out)
     seen: dict[str, list[Tensor]] = {"pre": [], "linear": [], "post": []}
 
     def hand_on(name: str, value: Tensor) -> Any:
@@ -128,7 +105,7 @@ def _activation(mlp: Any, sockets: Sockets, cfg: Any) -> str:
             hooks.append((sockets.linear, hand_on("linear", u)))
         for point, hook in hooks:
             stack.callback(point.register_forward_hook(hook).remove)
-        run_alone(mlp, random((_BATCH, _POS, d_model), 0).to(W_in))
+        run_alone(mlp, sockets, random((_BATCH, _POS, d_model), 0).to(W_out))
 
     fired = [len(seen["pre"]), len(seen["post"])] + [len(seen["linear"])] * bool(sockets.linear)
     if set(fired) != {1}:
@@ -139,50 +116,24 @@ def _activation(mlp: Any, sockets: Sockets, cfg: Any) -> str:
     return _name(seen["post"][0], q, u, mlp, cfg)
 
 
+def _queries(shape: tuple[int, ...]) -> Tensor:
+    """From -12 to 12 in even steps; at either end a few that are far out."""
+    q = torch.linspace(-12, 12, torch.Size(shape).numel(), dtype=torch.float64)
+    far = torch.logspace(1.2, torch.tensor(_FAR).log10().item(), 5, dtype=torch.float64)
+    q[:5], q[-5:] = -far.flip(0), far
+    return q.reshape(shape)
+
+
 def _name(post: Tensor, q: Tensor, u: Tensor, mlp: Any, cfg: Any) -> str:
     """The activation that made `post` of q and u; the one that the model names, of equals."""
-    b_in = mlp.b_in.double() if isinstance(mlp, GatedMLP) else torch.zeros(())
-    rounding = _ROUNDINGS * torch.finfo(post.dtype).eps
-    allowed = rounding * ((1.0 + q.double().abs()) * (1.0 + u.double().abs()) + b_in.abs())
-    errors = {}
-    for name, gate in GATES.items():
-        expected = gate.activation(q.double()) * u.double() + b_in
-        errors[name] = ((post.double() - expected).abs() / allowed).max().item()
+    b_in = mlp.b_in.double() if isinstance(mlp, GatedMLP) else 0.0
+    errors = {name: misfit(name, post, q.double(), u, b_in) for name in GATES}
     within = [name for name, error in errors.items() if error <= 1.0]
     if cfg.act_fn in within:
         return str(cfg.act_fn)
     if within:
         return min(within, key=errors.__getitem__)
-    training = "; in training mode, dropout may be why: call model.eval()" if mlp.training else ""
     raise UnknownMLPError(
         f"what its MLP makes of its pre-activations is not q times a weight in [0, 1] of q alone: "
-        f"none of {', '.join(sorted(GATES))}{training}"
+        f"none of {', '.join(sorted(GATES))}"
     )
-
-
-@torch.no_grad()
-def run_alone(mlp: Any, x: Tensor) -> Tensor:
-    """The output of an MLP for x, with the same dropout whenever it is called.
-
-    Raises:
-        UnknownMLPError: it does not run on an input alone.
-    """
-    try:
-        with _fixed_seed(x):
-            output: Tensor = mlp(x)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise UnknownMLPError(f"its MLP does not run alone: {error}") from error
-    return output
-
-
-@contextmanager
-def _fixed_seed(x: Tensor) -> Iterator[None]:
-    devices = [x.device] if x.device.type == "cuda" else []
-    with torch.random.fork_rng(devices):
-        torch.manual_seed(0)
-        yield
-
-
-def random(shape: tuple[int, ...], seed: int) -> Tensor:
-    """Normal numbers, the same every time, in float64."""
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)

@@ -1,0 +1,163 @@
+"""Small bridges of every kind, on transformer-lens 3.9 and 4, built from configurations.
+
+Sizes are distinct primes, or twice one where heads must divide them, so that no swapped axis can
+pass; every parameter is random. Nothing here needs HookedTransformer, which 4 has no more.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import transformers
+from transformer_lens.config import TransformerBridgeConfig
+from transformer_lens.model_bridge import TransformerBridge
+from transformer_lens.model_bridge.sources._bridge_builder import build_bridge_from_module
+
+BATCH, POS, D_MLP, D_VOCAB, NEURON = 2, 11, 37, 41, 29
+SIZES = {"num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": D_MLP}
+SIZES |= {"vocab_size": D_VOCAB, "hidden_size": 26, "max_position_embeddings": 17}
+GROUPED = {"num_key_value_heads": 1, "head_dim": 14}
+WIDE = SIZES | {"hidden_size": 28, "num_key_value_heads": 1}  # where a head's size must be even
+IDS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+GPT = {"vocab_size": D_VOCAB, "n_positions": 17, "n_layer": 2, "n_head": 2, "n_embd": 26}
+GPT |= {"n_inner": D_MLP} | {"bos_token_id": 1, "eos_token_id": 2}
+NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+PATCHES = {"image_size": 10, "patch_size": 2, "num_channels": 3}
+NATIVE = {"n_layers": 2, "d_model": 26, "n_heads": 2, "d_head": 13, "d_mlp": D_MLP, "n_ctx": 17}
+NATIVE |= {"d_vocab": D_VOCAB, "init_mode": "gpt2", "seed": 0, "act_fn": "gelu_new"}
+
+
+@dataclass(frozen=True)
+class Family:
+    """A kind of model, and where the modules of its MLPs lie in the model that is not bridged.
+
+    Attributes:
+        config: makes its configuration.
+        layers: the path of the list of its layers.
+        parts: the paths, in a layer, of what makes q (and u), and of what takes the activations.
+        act: its activation.
+        auto: the class of transformers that builds it.
+    """
+
+    config: Callable[[], object]
+    layers: str
+    parts: tuple[str, ...]
+    act: str
+    auto: type = transformers.AutoModelForCausalLM
+
+
+FC = ("mlp.fc1", "mlp.fc2")
+C_FC = ("mlp.c_fc", "mlp.c_proj")
+TO_4H = ("mlp.dense_h_to_4h", "mlp.dense_4h_to_h")
+GATED = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
+LLAMA = ("model.layers", GATED, "silu")
+GEMMA = ("model.layers", GATED, "tanh")
+FAMILIES = {
+    "gpt2": Family(lambda: transformers.GPT2Config(**GPT), "transformer.h", C_FC, "tanh"),
+    "gpt_neo": Family(
+        lambda: transformers.GPTNeoConfig(
+            **{"vocab_size": D_VOCAB, "hidden_size": 26, "num_layers": 2, "num_heads": 2},
+            **{"attention_types": [[["global", "local"], 1]], "intermediate_size": D_MLP},
+            **{"max_position_embeddings": 17, "window_size": 3, "bos_token_id": 1},
+            eos_token_id=2,
+        ),
+        *("transformer.h", C_FC, "tanh"),
+    ),
+    "neox": Family(
+        lambda: transformers.GPTNeoXConfig(**SIZES, rotary_pct=0.5),
+        *("gpt_neox.layers", TO_4H, "gelu"),
+    ),
+    "neox_sequential": Family(
+        lambda: transformers.GPTNeoXConfig(**SIZES, use_parallel_residual=False, hidden_act="relu"),
+        *("gpt_neox.layers", TO_4H, "relu"),
+    ),
+    "gptj": Family(
+        lambda: transformers.GPTJConfig(**GPT, rotary_dim=6),
+        *("transformer.h", ("mlp.fc_in", "mlp.fc_out"), "tanh"),
+    ),
+    "llama": Family(lambda: transformers.LlamaConfig(**SIZES, **GROUPED), *LLAMA),
+    "mistral": Family(lambda: transformers.MistralConfig(**SIZES, **GROUPED), *LLAMA),
+    "qwen2": Family(lambda: transformers.Qwen2Config(**WIDE), *LLAMA),
+    "qwen3": Family(lambda: transformers.Qwen3Config(**SIZES, **GROUPED), *LLAMA),
+    "gemma": Family(lambda: transformers.GemmaConfig(**SIZES, **GROUPED), *GEMMA),
+    "gemma2": Family(lambda: transformers.Gemma2Config(**SIZES, **GROUPED), *GEMMA),
+    "gemma3": Family(lambda: transformers.Gemma3TextConfig(**SIZES, **GROUPED), *GEMMA),
+    "phi": Family(lambda: transformers.PhiConfig(**SIZES), "model.layers", FC, "tanh"),
+    "phi3": Family(
+        lambda: transformers.Phi3Config(**WIDE, pad_token_id=0),
+        *("model.layers", ("mlp.gate_up_proj", "mlp.down_proj"), "silu"),
+    ),
+    "olmo2": Family(lambda: transformers.Olmo2Config(**WIDE), *LLAMA),
+    "bert": Family(
+        lambda: transformers.BertConfig(**SIZES, **NO_DROPOUT),
+        *("bert.encoder.layer", ("intermediate.dense", "output.dense"), "gelu"),
+        transformers.AutoModelForMaskedLM,
+    ),
+    "vit": Family(
+        lambda: transformers.ViTConfig(
+            **{key: SIZES[key] for key in SIZES if "vocab" not in key and "position" not in key},
+            **NO_DROPOUT | PATCHES,
+            num_labels=7,
+        ),
+        *("vit.layers", FC, "gelu"),
+        transformers.AutoModelForImageClassification,
+    ),
+    "native": Family(lambda: {}, "layers", FC, "tanh"),
+    "native_gated": Family(lambda: {"gated_mlp": True, "act_fn": "silu"}, "layers", GATED, "silu"),
+}
+
+
+def original(name, dtype=torch.float64):
+    """The model of a family, not bridged."""
+    torch.manual_seed(0)
+    family = FAMILIES[name]
+    model = family.auto.from_config(family.config(), attn_implementation="eager")
+    return randomise(model.to(dtype).eval())
+
+
+def boot(name, dtype=torch.float64):
+    """A bridge around the same model."""
+    if name.startswith("native"):
+        cfg = TransformerBridgeConfig(**NATIVE | FAMILIES[name].config())
+        bridge = TransformerBridge.boot_native(cfg, dtype=dtype)
+        randomise(bridge.original_model)
+        return bridge
+    return bridged(original(name, dtype))
+
+
+def bridged(model):
+    """A bridge around a model of transformers."""
+    return build_bridge_from_module(model, type(model).__name__, hf_config=model.config)
+
+
+@torch.no_grad()
+def randomise(model):
+    """Every parameter, in place: those that start as ones and zeros too."""
+    torch.manual_seed(1)
+    for parameter in model.parameters():
+        parameter.copy_(torch.randn_like(parameter) * 0.3)
+    return model
+
+
+def tokens(seed=0, batch=BATCH, pos=POS):
+    """Token ids."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, D_VOCAB, (batch, pos), generator=generator)
+
+
+def inputs(name, dtype=torch.float64):
+    """What a model of the family takes: tokens, or the pixels of pictures."""
+    if name != "vit":
+        return tokens()
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(BATCH, 3, 10, 10, generator=generator, dtype=dtype)
+
+
+def relative(got, expected):
+    """Largest difference over the largest expected entry."""
+    return ((got - expected).abs().max() / expected.abs().max()).item()
+
+
+def hook(point, layer=1):
+    """The name of a hook point of neuron-heads."""
+    return f"blocks.{layer}.mlp.hook_{point}"

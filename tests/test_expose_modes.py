@@ -1,0 +1,151 @@
+"""Neuron-heads in place on a bridge that is trained, copied, cast, hooked, processed meanwhile."""
+
+import copy
+
+import pytest
+import torch
+from bridges import NEURON, boot, hook, relative, tokens
+from test_expose_bridge import EXACT, drop, same, state
+from torch import nn
+from transformer_lens.model_bridge import TransformerBridge
+
+from attn_only_lens import UnsupportedModelError, expose_neuron_heads
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+KEEP = [(hook("q"), lambda q, hook: None), (hook("z"), lambda z, hook: None)]
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_training_mode_with_dropout_behind_w_out(when):
+    """GPT-2's: the same seed gives the same numbers, and what heads write is not dropped."""
+    bridge, twin = boot("gpt2"), boot("gpt2")
+    for each in (bridge, twin):
+        for module in each.original_model.modules():
+            if isinstance(module, nn.Dropout):
+                module.p = 0.3
+    if when == "before":
+        bridge.train()
+    exposed = expose_neuron_heads(bridge)
+    if when == "after":
+        bridge.train()
+    twin.train()
+    assert all(point.training for name, point in bridge.hook_dict.items() if ".mlp." in name)
+    torch.manual_seed(5)
+    expected = twin(tokens())
+    assert relative(twin(tokens()), expected) > 0.01, "dropout is on"
+    torch.manual_seed(5)
+    assert relative(bridge.run_with_hooks(tokens(), fwd_hooks=KEEP), expected) <= EXACT
+    bridge.eval()
+    assert not any(point.training for point in bridge.hook_dict.values())
+    exposed.undo()
+    assert torch.equal(bridge(tokens()), twin.eval()(tokens()))
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "phi3", "bert"])
+@torch.no_grad()
+def test_copies_weights_and_casts(name):
+    bridge = boot(name)
+    before = {key: value.clone() for key, value in bridge.state_dict().items()}
+    expected = bridge(tokens())
+    exposed = expose_neuron_heads(bridge)
+    after = bridge.state_dict()
+    assert list(after) == list(before)
+    assert all(torch.equal(after[key], before[key]) for key in before)
+    other = copy.deepcopy(bridge)
+    assert torch.equal(other(tokens()), expected)
+    by_z = bridge.run_with_hooks(tokens(), fwd_hooks=[(hook("z"), drop(NEURON, 2))])
+    # A copy is exposed, has heads of its own, and can be undone alone.
+    assert other.blocks[1].mlp._neuron_heads.mlp is other.blocks[1].mlp
+    edited = other.run_with_hooks(tokens(), fwd_hooks=[(hook("z"), drop(NEURON, 2))])
+    assert torch.equal(edited, by_z)
+    assert not torch.equal(by_z, expected)
+    for parameter in other.original_model.parameters():
+        parameter.zero_()
+    assert torch.equal(bridge(tokens()), expected)
+    # New weights are the heads' at once.
+    other.original_model.load_state_dict(bridge.original_model.state_dict())
+    logits, cache = other.run_with_cache(tokens())
+    assert relative(logits, expected) <= EXACT
+    other.to(torch.float32)
+    logits, cache = other.run_with_cache(tokens())
+    assert logits.dtype == cache[hook("z")].dtype == torch.float32
+    assert relative(logits, expected) <= 2e-5
+    exposed.undo()
+    assert type(bridge) is TransformerBridge
+    assert hook("z") in other.hook_dict, "the copy is exposed still"
+
+
+@torch.no_grad()
+def test_hooks_of_others_stay():
+    """Permanent and temporary ones, on the MLP too; none fires while it is looked at."""
+    bridge, calls = boot("gpt2"), []
+    point = "blocks.1.mlp.out.hook_in"
+    bridge.add_perma_hook("blocks.0.hook_in", lambda x, hook: calls.append("block"))
+    bridge.add_hook(point, lambda x, hook: calls.append("post"))
+    bridge.add_hook(point, drop(NEURON, -1))
+    expected = bridge(tokens())
+    assert calls == ["block", "post"]
+    exposed = expose_neuron_heads(bridge)
+    assert len(calls) == 2
+    bridge.add_perma_hook(hook("z"), lambda z, hook: calls.append("z"))
+    assert relative(bridge(tokens()), expected) <= EXACT
+    assert calls[2:] == ["block", "z", "post"]
+    exposed.undo()
+    assert torch.equal(bridge(tokens()), expected)
+    assert calls[5:] == ["block", "post"]
+
+
+@torch.no_grad()
+def test_twice_again_and_after_an_error():
+    bridge = boot("gpt2")
+    bridge(tokens())
+    before, expected = state(bridge), bridge(tokens())
+    with expose_neuron_heads(bridge) as same_one:
+        assert same_one is bridge
+        shown = state(bridge)
+        with expose_neuron_heads(bridge):
+            assert state(bridge) == shown
+        assert state(bridge) == shown, "what the outer call has done stays"
+        with pytest.raises(UnsupportedModelError, match="exposed already"):
+            expose_neuron_heads(bridge, gate="bilinear", heads_per_neuron=2)
+        assert state(bridge) == shown
+    assert state(bridge) == before
+
+    def fail(x, hook):
+        raise RuntimeError("in a hook")
+
+    for name in (hook("z"), "blocks.1.mlp.in.hook_out"):
+        with pytest.raises(RuntimeError, match="in a hook"), expose_neuron_heads(bridge):
+            bridge.run_with_hooks(tokens(), fwd_hooks=[(name, fail)])
+        assert state(bridge) == before
+    exposed = expose_neuron_heads(bridge)
+    with pytest.raises(RuntimeError, match="in a hook"):
+        bridge.run_with_hooks(tokens(), fwd_hooks=[("blocks.1.mlp.in.hook_out", fail)])
+    # What the broken pass has left does not reach the next one.
+    assert relative(bridge.run_with_hooks(tokens(1), fwd_hooks=KEEP), boot("gpt2")(tokens(1))) == (
+        pytest.approx(0, abs=EXACT)
+    )
+    exposed.undo()
+    exposed.undo()
+    assert state(bridge) == before
+    assert torch.equal(bridge(tokens()), expected)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "olmo2"])
+@torch.no_grad()
+def test_processed_while_exposed(name):
+    """Expose, process weights, undo: what processing alone makes of the model."""
+    bridge, twin = boot(name), boot(name)
+    exposed = expose_neuron_heads(bridge)
+    for each in (bridge, twin):
+        each.enable_compatibility_mode(disable_warnings=True)
+    logits, cache = bridge.run_with_cache(tokens())
+    expected, theirs = twin.run_with_cache(tokens())
+    same(cache, theirs)
+    assert relative(logits, expected) <= EXACT
+    assert cache[hook("z")].squeeze(-1).equal(cache["blocks.1.mlp.hook_post"])
+    exposed.undo()
+    assert list(bridge.hook_dict) == list(twin.hook_dict)
+    _, cache = bridge.run_with_cache(tokens())
+    assert set(cache) == set(theirs)
+    assert torch.equal(bridge(tokens()), twin(tokens()))

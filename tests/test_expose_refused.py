@@ -1,0 +1,292 @@
+"""What `expose_neuron_heads` refuses on bridges: with the reason, and the model left as it was."""
+
+import types
+
+import pytest
+import torch
+import transformers
+from bridges import D_MLP, D_VOCAB, SIZES, WIDE, boot, bridged, hook, randomise, relative, tokens
+from test_expose_bridge import state
+from torch import nn
+from torch.nn.utils import parametrize
+from transformer_lens.model_bridge import TransformerBridge
+
+from attn_only_lens import UnsupportedCallError, UnsupportedModelError, expose_neuron_heads
+from attn_only_lens.in_place import exposed
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+EXPERTS = {"num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 11}
+SSM = {"vocab_size": D_VOCAB, "hidden_size": 26, "num_hidden_layers": 2, "state_size": 5}
+KINDS = {
+    "opt": (
+        lambda: transformers.OPTConfig(
+            **{"vocab_size": D_VOCAB, "hidden_size": 26, "num_hidden_layers": 2},
+            **{"num_attention_heads": 2, "ffn_dim": D_MLP, "word_embed_proj_dim": 26},
+        ),
+        "tokens of all batch entries pass on one axis",
+    ),
+    "bloom": (
+        lambda: transformers.BloomConfig(vocab_size=41, hidden_size=26, n_layer=2, n_head=2),
+        "BloomMLPBridge",
+    ),
+    "mpt": (
+        lambda: transformers.MptConfig(vocab_size=41, d_model=26, n_heads=2, n_layers=2),
+        "does not run alone",
+    ),
+    "mixtral": (lambda: transformers.MixtralConfig(**WIDE, num_local_experts=3), "MoEBridge"),
+    "qwen2_moe": (
+        lambda: transformers.Qwen2MoeConfig(
+            **WIDE, **EXPERTS, shared_expert_intermediate_size=13, decoder_sparse_step=1
+        ),
+        "MoEBridge",
+    ),
+    "qwen3_moe": (
+        lambda: transformers.Qwen3MoeConfig(**WIDE, **EXPERTS, head_dim=14),
+        "MoEBridge",
+    ),
+    "olmoe": (
+        lambda: transformers.OlmoeConfig(**WIDE, num_experts=3, num_experts_per_tok=2),
+        "MoEBridge",
+    ),
+    "gpt_oss": (
+        lambda: transformers.GptOssConfig(
+            **WIDE,
+            **{"head_dim": 14, "num_local_experts": 3, "num_experts_per_tok": 2},
+            layer_types=["full_attention"] * 2,
+        ),
+        "MoEBridge",
+    ),
+    "mamba": (lambda: transformers.MambaConfig(**SSM), "it has no MLP"),
+    "falcon_mamba": (lambda: transformers.FalconMambaConfig(**SSM), "it has no MLP"),
+    "jamba": (
+        lambda: transformers.JambaConfig(
+            **WIDE,
+            **{"num_experts": 2, "attn_layer_period": 2, "attn_layer_offset": 1},
+            **{"expert_layer_period": 2, "expert_layer_offset": 1, "use_mamba_kernels": False},
+        ),
+        "MoEBridge",
+    ),
+    "rwkv": (
+        lambda: transformers.RwkvConfig(
+            vocab_size=41, hidden_size=26, num_hidden_layers=2, context_length=17
+        ),
+        "it has no MLP",
+    ),
+    "apertus (xIELU)": (lambda: transformers.ApertusConfig(**WIDE), "none of gelu"),
+    "arcee (relu²)": (lambda: transformers.ArceeConfig(**WIDE, head_dim=14), "none of gelu"),
+    "t5": (
+        lambda: transformers.T5Config(
+            vocab_size=41, d_model=26, d_kv=13, d_ff=D_MLP, num_layers=2, num_heads=2
+        ),
+        "it has no blocks",
+    ),
+}
+
+
+def build(name):
+    torch.manual_seed(0)
+    auto = transformers.AutoModelForSeq2SeqLM if name == "t5" else transformers.AutoModelForCausalLM
+    return bridged(randomise(auto.from_config(KINDS[name][0]()).eval()))
+
+
+THEIRS = {"_fired_hook_out", "_suppress_next_hook_in"}  # set by any forward pass of theirs
+
+
+def whole(bridge):
+    """All that a refusal must leave alone."""
+    if not hasattr(bridge, "blocks"):
+        return type(bridge), list(bridge.hook_dict), set(vars(bridge))
+    modules = {n: (type(m), m.training, set(vars(m)) - THEIRS) for n, m in bridge.named_modules()}
+    hooks = {n: (type(p), list(p._forward_hooks)) for n, p in bridge.hook_dict.items()}
+    return type(bridge), modules, hooks, list(bridge._hook_registry)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_kinds(name):
+    bridge, reason = build(name), KINDS[name][1]
+    before = whole(bridge)
+    with pytest.raises(UnsupportedModelError, match=reason) as caught:
+        expose_neuron_heads(bridge)
+    assert whole(bridge) == before
+    if name not in ("t5", "jamba"):
+        assert [text[:7] for text in caught.value.reasons] == ["layer 0", "layer 1"]
+
+
+class Snake(nn.Module):
+    """A learnable activation."""
+
+    def __init__(self):
+        super().__init__()
+        self.a = nn.Parameter(torch.tensor(0.7, dtype=torch.float64))
+
+    def forward(self, q):
+        return q + torch.sin(self.a * q) ** 2 / self.a
+
+
+class Stateful(nn.Module):
+    """SiLU, and something else every second time."""
+
+    def __init__(self):
+        super().__init__()
+        self.times = 0
+
+    def forward(self, q):
+        self.times += 1
+        return torch.nn.functional.silu(q) + (self.times % 2 == 0)
+
+
+class Clipped(nn.Module):
+    def forward(self, q):
+        return torch.nn.functional.silu(q).clamp(max=50.0)
+
+
+class Doubled(nn.Module):
+    def forward(self, x):
+        return 2 * x
+
+
+class Adapted(nn.Module):
+    """What a LoRA adapter makes of a projection: a new one changes nothing yet."""
+
+    def __init__(self, base, rank=2):
+        super().__init__()
+        self.base, (d_in, d_out) = base, base.weight.shape
+        self.A = nn.Parameter(torch.randn(d_in, rank, dtype=base.weight.dtype))
+        self.B = nn.Parameter(torch.zeros(rank, d_out, dtype=base.weight.dtype))
+
+    @property
+    def weight(self):
+        return self.base.weight
+
+    @property
+    def bias(self):
+        return self.base.bias
+
+    def forward(self, x):
+        return self.base(x) + x @ self.A @ self.B
+
+
+class Halves(nn.Module):
+    def forward(self, weight):
+        return (weight * 2).round() / 2
+
+
+def inside(mlp, change):
+    """Run the source's own code of an MLP, and change its output."""
+    old = mlp.forward
+    mlp.forward = lambda x, *rest: change(x, old(x, *rest))
+
+
+SPOILS = {
+    "swapped activation": (lambda b, m: setattr(m, "act", nn.Tanh()), "none of gelu"),
+    "learnable activation": (lambda b, m: setattr(m, "act", Snake()), "none of gelu"),
+    "prelu": (lambda b, m: setattr(m, "act", nn.PReLU(dtype=torch.float64)), "none of gelu"),
+    "clipped far out": (lambda b, m: setattr(m, "act", Clipped()), "none of gelu"),
+    "stateful": (lambda b, m: setattr(m, "act", Stateful()), "no longer silu"),
+    "in place": (lambda b, m: setattr(m, "act", nn.SiLU(inplace=True)), "no longer silu"),
+    "scale before": (
+        lambda b, m: setattr(m, "act", nn.Sequential(nn.SiLU(), nn.Dropout(0.0), Doubled())),
+        "none of gelu",
+    ),
+    "scale after": (lambda b, m: inside(m, lambda x, y: 1.01 * y), "output is not the sum"),
+    "residual": (lambda b, m: inside(m, lambda x, y: x + y), "output is not the sum"),
+    "dropout that is never off": (
+        lambda b, m: inside(m, lambda x, y: torch.dropout(y, 0.1, train=True)),
+        "output is not the sum",
+    ),
+    "bridge forward": (lambda b, m: setattr(b, "forward", lambda x: 2 * x), "fired .* not once"),
+    "tuple": (lambda b, m: setattr(b, "forward", lambda x: (x, None)), "puts out a tuple"),
+    "fails": (lambda b, m: setattr(b, "forward", lambda x: {}["?"]), "does not run alone"),
+    "W_out adapted": (
+        lambda b, m: setattr(b.out, "_original_component", Adapted(b.out.original_component)),
+        "its W_out is a Adapted",
+    ),
+    "W_out parametrized": (
+        lambda b, m: parametrize.register_parametrization(
+            b.out.original_component, "weight", Halves()
+        ),
+        "its W_out is a ParametrizedConv1D",
+    ),
+    "W_out bypassed": (
+        lambda b, m: setattr(m, "forward", lambda x: torch.relu(x)),
+        "fired",
+    ),
+    "part gone": (lambda b, m: delattr(b, "in"), "no part in"),
+    "shared": (None, "shares its MLP"),
+}
+
+
+@pytest.mark.parametrize("name", SPOILS)
+def test_an_mlp_that_was_changed_by_hand(name):
+    spoil, reason = SPOILS[name]
+    bridge = boot("gpt2")
+    for block in bridge.blocks:
+        block.mlp.original_component.act = nn.SiLU()
+    if spoil is None:
+        block._modules["mlp"] = bridge.blocks[0].mlp
+    else:
+        spoil(block.mlp, block.mlp.original_component)
+    before = whole(bridge)
+    with pytest.raises(UnsupportedModelError, match=f"layer 1: .*({reason})") as caught:
+        expose_neuron_heads(bridge)
+    assert len(caught.value.reasons) == 1, "the other layer is as it should be"
+    assert whole(bridge) == before
+
+
+@torch.no_grad()
+def test_an_adapter_on_w_in_is_part_of_the_query():
+    """What makes q may be anything: the heads begin where it ends."""
+    bridge = boot("gpt2")
+    for block in bridge.blocks:
+        part = getattr(block.mlp, "in")
+        part._original_component = Adapted(part.original_component)
+        part._original_component.B.normal_()
+    expected = bridge(tokens())
+    assert relative(boot("gpt2")(tokens()), expected) > 1e-3
+    with expose_neuron_heads(bridge):
+        logits, cache = bridge.run_with_cache(tokens())
+    assert relative(logits, expected) <= 1e-12
+    pre = cache["blocks.1.mlp.in.hook_out"]
+    assert torch.equal(cache[hook("q")].squeeze(-1), pre)
+
+
+@pytest.mark.parametrize("gate", ["exact", "bilinear"])
+@torch.no_grad()
+def test_what_changes_later_is_an_error_and_not_another_function(gate):
+    """Dropout before W_out, in training mode; and an activation that is swapped while exposed."""
+    bridge = boot("gpt2")
+    for block in bridge.blocks:
+        act = block.mlp.original_component.act
+        block.mlp.original_component.act = nn.Sequential(act, nn.Dropout(0.2)).eval()
+    keep = [(hook("q"), lambda q, hook: None)]
+    exact = bridge(tokens())
+    how = {"gate": gate, "heads_per_neuron": 8} if gate == "bilinear" else {}
+    with expose_neuron_heads(bridge, **how):
+        assert relative(bridge.run_with_hooks(tokens(), fwd_hooks=keep), exact) < 0.1
+        bridge.train()
+        with pytest.raises(UnsupportedCallError, match=r"dropout.*model.eval\(\)"):
+            bridge.run_with_hooks(tokens(), fwd_hooks=keep)
+        bridge.eval()
+        bridge.blocks[1].mlp.original_component.act = nn.SiLU()
+        with pytest.raises(UnsupportedCallError, match=r"layer 1: .* no longer gelu_new"):
+            bridge.run_with_hooks(tokens(), fwd_hooks=keep)
+    bridge.blocks[1].mlp.original_component.act = act
+    assert torch.equal(bridge(tokens()), exact)
+
+
+def test_a_failure_on_the_way_leaves_nothing(monkeypatch):
+    """Whatever goes wrong after the heads were attached."""
+    bridge = boot("llama")
+    before = state(bridge)
+    monkeypatch.setattr(exposed.InPlace, "write", lambda self, out: 1 / 0)
+    with pytest.raises(UnsupportedModelError, match="division by zero"):
+        expose_neuron_heads(bridge)
+    assert state(bridge) == before
+    assert type(bridge) is TransformerBridge
+
+
+def test_another_object():
+    for other in (3, nn.Linear(2, 2), types.SimpleNamespace(blocks=[])):
+        with pytest.raises(UnsupportedModelError, match="TransformerBridge"):
+            expose_neuron_heads(other)
+    assert SIZES["intermediate_size"] == D_MLP
