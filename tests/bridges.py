@@ -9,11 +9,12 @@ from dataclasses import dataclass
 
 import torch
 import transformers
+from common import BATCH, D_MLP, D_VOCAB, tokens
 from transformer_lens.config import TransformerBridgeConfig
 from transformer_lens.model_bridge import TransformerBridge
 from transformer_lens.model_bridge.sources._bridge_builder import build_bridge_from_module
 
-BATCH, POS, D_MLP, D_VOCAB, NEURON = 2, 11, 37, 41, 29
+NEURON = 29
 SIZES = {"num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": D_MLP}
 SIZES |= {"vocab_size": D_VOCAB, "hidden_size": 26, "max_position_embeddings": 17}
 GROUPED = {"num_key_value_heads": 1, "head_dim": 14}
@@ -106,6 +107,15 @@ FAMILIES = {
     "native_gated": Family(lambda: {"gated_mlp": True, "act_fn": "silu"}, "layers", GATED, "silu"),
 }
 
+CHOSEN = ("gpt2", "neox", "llama", "gemma2", "phi3", "native", "native_gated")
+"""Families for tests that run each in every state."""
+GATED_CHOSEN = ("llama", "gemma2", "phi3", "native_gated")
+STATES = {
+    "plain": lambda bridge: None,
+    "names": lambda bridge: bridge.enable_compatibility_mode(True, no_processing=True),
+    "processed": lambda bridge: bridge.enable_compatibility_mode(True),
+}
+
 
 def original(name, dtype=torch.float64):
     """The model of a family, not bridged."""
@@ -115,14 +125,16 @@ def original(name, dtype=torch.float64):
     return randomise(model.to(dtype).eval())
 
 
-def boot(name, dtype=torch.float64):
-    """A bridge around the same model."""
+def boot(name, dtype=torch.float64, state="plain"):
+    """A bridge around the same model, in one of STATES."""
     if name.startswith("native"):
         cfg = TransformerBridgeConfig(**NATIVE | FAMILIES[name].config())
         bridge = TransformerBridge.boot_native(cfg, dtype=dtype)
         randomise(bridge.original_model)
-        return bridge
-    return bridged(original(name, dtype))
+    else:
+        bridge = bridged(original(name, dtype))
+    STATES[state](bridge)
+    return bridge
 
 
 def bridged(model):
@@ -139,23 +151,12 @@ def randomise(model):
     return model
 
 
-def tokens(seed=0, batch=BATCH, pos=POS):
-    """Token ids."""
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(0, D_VOCAB, (batch, pos), generator=generator)
-
-
 def inputs(name, dtype=torch.float64):
     """What a model of the family takes: tokens, or the pixels of pictures."""
     if name != "vit":
         return tokens()
     generator = torch.Generator().manual_seed(0)
     return torch.randn(BATCH, 3, 10, 10, generator=generator, dtype=dtype)
-
-
-def relative(got, expected):
-    """Largest difference over the largest expected entry."""
-    return ((got - expected).abs().max() / expected.abs().max()).item()
 
 
 def hook(point, layer=1):

@@ -7,21 +7,8 @@ from copy import deepcopy
 
 import pytest
 import torch
-import transformers
-from tiny_bridges import (
-    D_MLP,
-    GATED,
-    NAMES,
-    NEURON,
-    POS,
-    SIZES,
-    STATES,
-    around,
-    boot,
-    hook,
-    relative,
-    tokens,
-)
+from bridges import CHOSEN, GATED_CHOSEN, NEURON, STATES, boot, hook
+from common import D_MLP, POS, relative, tokens
 from tiny_tokenizer import tiny_tokenizer
 from torch import nn
 from transformer_lens.hook_points import HookPoint
@@ -65,7 +52,7 @@ def unchanged(before, model):
 
 @pytest.mark.parametrize("copy", [False, True])
 @pytest.mark.parametrize("state", STATES)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", CHOSEN)
 @torch.no_grad()
 def test_same_function_and_the_callers_bridge_untouched(name, state, copy):
     bridge, twin = boot(name, torch.float32, state), boot(name, torch.float32, state)
@@ -87,7 +74,7 @@ def test_same_function_and_the_callers_bridge_untouched(name, state, copy):
 
 
 @pytest.mark.parametrize("state", STATES)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", CHOSEN)
 @torch.no_grad()
 def test_weights_are_shared_or_copied(name, state):
     """The control of each is the other: a weight changed in the source moves one copy alone."""
@@ -138,7 +125,7 @@ def reaches(start, targets):
     return found
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", CHOSEN)
 @torch.no_grad()
 def test_the_copy_holds_nothing_of_the_callers_modules(name):
     """TransformerBridge's capture hooks are closures on a block: a plain deepcopy keeps them."""
@@ -205,7 +192,7 @@ def test_a_bridge_with_hooks_or_exposed_is_refused():
 
 def test_bert_has_no_module_for_its_mlp():
     """It runs within its layer; transformer-lens 4 hooks the layer's parts to show it."""
-    bridge = around(transformers.BertForMaskedLM(transformers.BertConfig(**SIZES)).double())
+    bridge = boot("bert")
     if not HAS_HOOKED_TRANSFORMER:
         with pytest.raises(UnsupportedModelError, match="expose_neuron_heads"):
             convert(bridge)
@@ -217,7 +204,7 @@ def test_bert_has_no_module_for_its_mlp():
 # verify
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", CHOSEN)
 def test_verify_a_copy_a_twin_and_itself(name):
     bridge, twin = boot(name), boot(name)
     reports = [verify(bridge, convert(bridge), tokens())]
@@ -270,7 +257,7 @@ def test_verify_notices_neuron_heads_that_are_wrong():
 @torch.no_grad()
 def test_verify_bilinear_gates(name):
     bridge = boot(name)
-    how = {"calibration": calibrate(bridge, tokens())} if name in GATED else {}
+    how = {"calibration": calibrate(bridge, tokens())} if name in GATED_CHOSEN else {}
     converted = convert(bridge, gate="bilinear", heads_per_neuron=8, **how)
     for source in (bridge, converted):
         report = verify(source, converted, tokens())
@@ -311,7 +298,7 @@ def test_models_that_cannot_be_compared():
 # calibrate
 
 
-@pytest.mark.parametrize("name", GATED)
+@pytest.mark.parametrize("name", GATED_CHOSEN)
 @torch.no_grad()
 def test_calibrate(name):
     """Held against what TransformerBridge's own cache has of the gates."""

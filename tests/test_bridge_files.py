@@ -4,8 +4,9 @@ import json
 
 import pytest
 import torch
+from bridges import CHOSEN, GATED_CHOSEN, NEURON, STATES, boot, hook
+from common import relative, tokens
 from safetensors.torch import load_file, save_file
-from tiny_bridges import GATED, NAMES, NEURON, STATES, boot, hook, relative, tokens
 from tiny_tokenizer import tiny_tokenizer
 from transformer_lens.model_bridge import TransformerBridge
 
@@ -49,7 +50,7 @@ def same(a, b):
 
 
 @pytest.mark.parametrize("state", STATES)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", CHOSEN)
 def test_round_trip(name, state, tmp_path):
     model = convert(boot(name, torch.float32, state))
     random = torch.get_rng_state()
@@ -87,7 +88,7 @@ def test_dtypes(name, dtype, tmp_path):
 @torch.no_grad()
 def test_bilinear_gates(name, tmp_path):
     source = boot(name)
-    how = {"calibration": calibrate(source, tokens())} if name in GATED else {}
+    how = {"calibration": calibrate(source, tokens())} if name in GATED_CHOSEN else {}
     model = convert(source, gate="bilinear", heads_per_neuron=8, **how)
     loaded = load(save(model, tmp_path / "saved"))
     assert torch.equal(loaded(tokens()), model(tokens()))

@@ -8,18 +8,8 @@ import math
 
 import pytest
 import torch
-from bridges import (
-    BATCH,
-    D_MLP,
-    FAMILIES,
-    NEURON,
-    boot,
-    hook,
-    inputs,
-    original,
-    relative,
-    tokens,
-)
+from bridges import FAMILIES, NEURON, boot, hook, inputs, original
+from common import BATCH, D_MLP, relative, tokens
 
 from attn_only_lens import (
     Calibration,

@@ -4,7 +4,8 @@ import copy
 
 import pytest
 import torch
-from bridges import NEURON, boot, hook, relative, tokens
+from bridges import NEURON, boot, hook
+from common import relative, tokens
 from test_expose_bridge import EXACT, drop, same, state
 from torch import nn
 from transformer_lens.model_bridge import TransformerBridge

@@ -5,7 +5,8 @@ import types
 import pytest
 import torch
 import transformers
-from bridges import D_MLP, D_VOCAB, SIZES, WIDE, boot, bridged, hook, randomise, relative, tokens
+from bridges import SIZES, WIDE, boot, bridged, hook, randomise
+from common import D_MLP, D_VOCAB, relative, tokens
 from test_expose_bridge import state
 from torch import nn
 from torch.nn.utils import parametrize

@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 from common import needs_transformer_lens_4
+from safetensors.torch import save_file
 from test_pretrained import DATA, damaged
 from transformer_lens.model_bridge import TransformerBridge
 from typer.testing import CliRunner
@@ -35,7 +36,7 @@ USE_INSTEAD = ("attn-only-lens[hooked]", "build a TransformerBridge", "expose_ne
 def saved(folder):
     """What `save` of 3.9 leaves behind, as far as it is read before a model is built."""
     weights = folder / "model.safetensors"
-    weights.write_bytes(b"")
+    save_file({"embed.W_E": torch.zeros(2, 3)}, weights)
     manifest = {"format": FORMAT, "format_version": FORMAT_VERSION, "source_name": "added"}
     manifest |= {"config": {"dtype": "float32"}, "gate": {"kind": "exact"}}
     manifest |= {"files": {weights.name: _fingerprint(weights)}}

@@ -10,7 +10,7 @@ from dataclasses import fields, is_dataclass
 from functools import partial
 
 import torch
-from bridges import tokens
+from common import tokens
 from transformer_lens import patching
 from transformer_lens.tools import analysis
 
