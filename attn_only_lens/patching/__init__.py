@@ -1,5 +1,6 @@
 """Activation patching over attention heads and neuron-heads: prompts, metrics, sites, results."""
 
+from attn_only_lens.patching.agreement import agreement
 from attn_only_lens.patching.bound import (
     BoundMetric,
     Metric,
@@ -7,6 +8,7 @@ from attn_only_lens.patching.bound import (
     require_distinct,
 )
 from attn_only_lens.patching.custom_metric import custom
+from attn_only_lens.patching.fingerprint import fingerprint
 from attn_only_lens.patching.metrics import (
     bind,
     kl,
@@ -17,6 +19,7 @@ from attn_only_lens.patching.metrics import (
 )
 from attn_only_lens.patching.positions import PositionSet, resolve_positions
 from attn_only_lens.patching.prompts import PromptPair, prompt_pair
+from attn_only_lens.patching.results import Sweep
 from attn_only_lens.patching.sites import (
     LayerSites,
     Selection,
@@ -25,17 +28,22 @@ from attn_only_lens.patching.sites import (
     neuron_heads,
     resolve,
 )
+from attn_only_lens.patching.store import PartStore
 
 __all__ = [
     "BoundMetric",
     "LayerSites",
     "Metric",
+    "PartStore",
     "PositionSet",
     "PromptPair",
     "Selection",
+    "Sweep",
+    "agreement",
     "all_heads",
     "bind",
     "custom",
+    "fingerprint",
     "heads",
     "kl",
     "log_probability",
