@@ -1,5 +1,6 @@
 """Activation patching over attention heads and neuron-heads: prompts, metrics, sites, results."""
 
+from attn_only_lens.patching.activation import activation_patch
 from attn_only_lens.patching.agreement import agreement
 from attn_only_lens.patching.bound import (
     BoundMetric,
@@ -39,6 +40,7 @@ __all__ = [
     "PromptPair",
     "Selection",
     "Sweep",
+    "activation_patch",
     "agreement",
     "all_heads",
     "bind",

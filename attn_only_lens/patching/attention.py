@@ -27,9 +27,7 @@ def hook_name(model: Any, layer: int, part: Part) -> str:
     return HeadName(layer, "attention", 0).hook(_ACTIVATION[part], layout)
 
 
-def changed(
-    target: Tensor, source: Tensor, part: Part
-) -> Bool[Tensor, "batch pos head_index"]:
+def changed(target: Tensor, source: Tensor, part: Part) -> Bool[Tensor, "batch pos head_index"]:
     """Where a patch of all heads would change anything."""
     differs = (target != source).any(dim=-1)
     return differs.transpose(1, 2) if part == "pattern" else differs

@@ -22,9 +22,7 @@ class Batching:
         on_done: told how many sites are done.
     """
 
-    def __init__(
-        self, model: Any, batch_size: int | None, on_done: Callable[[int], None]
-    ) -> None:
+    def __init__(self, model: Any, batch_size: int | None, on_done: Callable[[int], None]) -> None:
         self._size = batch_size
         self._tokens = _tokens_that_fit(model) if batch_size is None else 0
         self._on_done = on_done

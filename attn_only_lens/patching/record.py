@@ -28,7 +28,6 @@ __all__ = [
 Hooks = Sequence[tuple[str, Callable[..., Any]]]
 
 
-
 @dataclass(frozen=True)
 class NeuronRun:
     """What the neuron-heads of one layer did.

@@ -19,8 +19,8 @@ from attn_only_lens.patching.tables import read_table, write_table
 
 __all__ = ["BASELINE", "Sweep"]
 
-BASELINE = {"denoise": 0.0, "noise": 1.0}
-"""The score of the run that is patched into, by direction."""
+BASELINE = {"denoise": 0.0, "noise": 1.0, "zero": 1.0, "mean": 1.0, "resample": 1.0, "bias": 1.0}
+"""The score of the run that is patched into, by direction; ablations are of the clean run."""
 
 _COLUMNS = ["layer", "kind", "index", "name", "position", "part", "value", "score"]
 _GIVEN = ["layer", "kind", "index", "name", "position", "value"]
@@ -38,7 +38,8 @@ class Sweep:
         frame: a row for each site and position, with columns `layer`, `kind`, `index`, `name`,
             `position` (a number, or "all"), `part`, `value` (the metric after the patch), `score`.
         part: what of each head was patched: "z", "pattern", "value", "q".
-        direction: "denoise", clean into corrupted; "noise", corrupted into clean.
+        direction: "denoise", clean into corrupted; "noise", corrupted into clean; or what z of the
+            clean run was ablated to, "zero", "mean", "resample", "bias".
         metric: the metric's name.
         clean_value: the metric of the clean run.
         corrupted_value: the metric of the corrupted run.

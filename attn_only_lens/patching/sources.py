@@ -1,7 +1,7 @@
 """What is patched in: the other run's activations, or what an ablation puts in their place."""
 
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import torch
 from jaxtyping import Bool
@@ -58,6 +58,11 @@ def ablated(
         )
     if to == "resample" and len(real) < 2:
         reasons.append("'resample' takes activations of other prompts: give two prompts or more")
+    if to == "resample" and real.shape != recording.tokens.shape:
+        reasons.append(
+            f"got reference prompts {list(real.shape)}; expected the shape of the clean ones, "
+            f"{list(recording.tokens.shape)}"
+        )
     if reasons:
         raise PatchingError(reasons, "these heads cannot be ablated like this")
 

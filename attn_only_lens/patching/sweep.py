@@ -1,8 +1,7 @@
 """The sweep itself: the metric of every site, group by group."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from jaxtyping import Bool, Float
@@ -12,9 +11,9 @@ from attn_only_lens.heads import neuron_heads
 from attn_only_lens.patching.attention import changed, editing, hook_name
 from attn_only_lens.patching.batching import Batching
 from attn_only_lens.patching.parts import Part, changes, moved
+from attn_only_lens.patching.positions import PositionSet
 from attn_only_lens.patching.record import attention_block, neuron_block
 from attn_only_lens.patching.replay import Replay, Variants
-from attn_only_lens.patching.positions import PositionSet
 from attn_only_lens.patching.sites import LayerSites
 from attn_only_lens.patching.sources import Source
 
@@ -37,9 +36,7 @@ class Group:
         return len(self.sites.names) * len(self.positions)
 
 
-def groups_of(
-    sites: Sequence[LayerSites], positions: Sequence[PositionSet]
-) -> tuple[Group, ...]:
+def groups_of(sites: Sequence[LayerSites], positions: Sequence[PositionSet]) -> tuple[Group, ...]:
     """All sites, in an order that depends on nothing else.
 
     Neurons are many, and are grouped by position, so that a group begins where its position does;

@@ -27,7 +27,6 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
-from attn_only_lens.axes import Residual
 from attn_only_lens.errors import UnsupportedModelError
 from attn_only_lens.patching.bound import BoundMetric
 from attn_only_lens.patching.record import Hooks, Recording

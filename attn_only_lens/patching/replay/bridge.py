@@ -99,9 +99,7 @@ class BridgeReplay(Replay):
 
         def hand_on(index: int, *args: Any, **kwargs: Any) -> Any:
             last = index == self.n_blocks - 1
-            return self._as_returned(
-                index, variants.entering if last else stream_of(args, kwargs)
-            )
+            return self._as_returned(index, variants.entering if last else stream_of(args, kwargs))
 
         with ExitStack() as stack:
             for index in range(min(variants.block, self.n_blocks)):
