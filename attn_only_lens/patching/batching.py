@@ -76,5 +76,5 @@ def _tokens_that_fit(model: nn.Module) -> int:
     if parameter.device.type != "cuda":
         return _CPU_TOKENS
     free, _ = torch.cuda.mem_get_info(parameter.device)
-    widest = max(max(p.shape) for p in model.blocks.parameters())  # type: ignore[operator,union-attr]
+    widest = max(max(p.shape) for p in model.blocks.parameters())
     return max(1, int(_SHARE * free / (_FLOATS_PER_TOKEN * widest * parameter.element_size())))

@@ -47,15 +47,14 @@ class Runs:
 
 def reasons_against(model: Any) -> list[str]:
     """Why a model cannot be patched as it stands. Whether it has neuron-heads, `resolve` says."""
-    reasons = []
+    reasons: list[str] = []
     if layout_of(model) is None:
         return reasons
-    live = sorted(
-        {m.name or "?" for m in model.modules() if isinstance(m, HookPoint) and is_live(m)}
-    )
+    points = [m for m in model.modules() if isinstance(m, HookPoint)]
+    live = sorted({str(point.name) for point in points if is_live(point)})
     if live:
         reasons.append(
-            f"hooks are attached to it ({', '.join(live[:3])}{', …' if len(live) > 3 else ''}), and "
+            f"hooks are attached to it ({', '.join(live[:3])}{', …' * (len(live) > 3)}) and "
             "would run on batches of variants: model.reset_hooks(including_permanent=True) first"
         )
     dropout = any(isinstance(m, nn.Dropout) and m.p > 0 and m.training for m in model.modules())

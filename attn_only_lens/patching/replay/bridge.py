@@ -1,4 +1,4 @@
-"""TransformerBridges: the bridged model's own forward pass, whatever it is, past its first blocks."""
+"""TransformerBridges: the bridged model's own forward pass, whatever it is, past some blocks."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
