@@ -2,9 +2,9 @@
 
 The model has GPT-2 small's shape and random weights; the prompts have 15 tokens. A site is one
 neuron at one position (or at all). TransformerLens runs a whole forward pass with a hook for each;
-it is timed on two sites of every layer and position, ours on some hundred neurons of each: a
-stratified sample of the 36,864 neurons, since the slow side would take hours. The two take turns,
-layer by layer, and agree on the sites that both ran.
+it is timed on two neurons of every layer at every position, ours on some hundred of each: a
+stratified sample of the 36,864 neurons, since the slow side would take hours. Theirs is run in two
+halves around ours, and the values of the sites that both ran are compared.
 
 Flops of a site at position t of layer l, counted as multiplications and additions of matrix
 products, for a patch of T tokens after which S are left (S = T - t; for all positions, S = T less
@@ -21,6 +21,7 @@ that the metric does not read. The bound is ours at the speed of this machine's 
 
 import time
 import warnings
+from itertools import product
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -30,7 +31,6 @@ import typer
 from bench_peak_memory import model_of
 from benching import machine, medians, speeds, table
 from torch import Tensor
-from tqdm import tqdm
 from transformer_lens import HookedTransformer
 from transformer_lens.patching import generic_activation_patch
 
@@ -50,10 +50,9 @@ def prompts(first: int, d_vocab: int, device: str) -> tuple[Tensor, Tensor]:
     return clean, corrupted
 
 
-def flops(cfg: Any, layer: int, position: int | str, first: int) -> float:
-    """Of one site, as the module has it."""
-    start = first if position == "all" else int(position)
-    if start < first or (layer == cfg.n_layers - 1):
+def flops(cfg: Any, layer: int, start: int, first: int) -> float:
+    """Of one site that begins at a position, as the module has it."""
+    if start < first or layer == cfg.n_layers - 1:
         return 0.0
     per_token = 2 * (4 * cfg.d_model * cfg.n_heads * cfg.d_head + 2 * cfg.d_model * cfg.d_mlp)
     per_token += 4 * POS * cfg.n_heads * cfg.d_head
@@ -85,46 +84,51 @@ def sweep(
     cfg = source.cfg
     clean, corrupted = prompts(first, cfg.d_vocab, device)
     metric = p.logit_diff(correct=11, wrong=12)
-    labels = range(POS) if positions == "each" else [-1]
-    ours = theirs = worst = 0.0
-    counted = 0.0
-    n_ours = n_theirs = 0
+    labels = list(range(POS)) if positions == "each" else [-1]
+    chosen = range(0, cfg.d_mlp, max(1, cfg.d_mlp // neurons))[:neurons]
+    few = chosen[:: max(1, len(chosen) // 2)][:2]
+    layers = range(cfg.n_layers)
+    frame = pd.DataFrame(product(layers, labels, few), columns=["layer", "pos", "neuron"])
     bound = p.bind(metric, source, p.prompt_pair(source, clean, corrupted))
-    value = lambda logits: bound.value(bound.select(logits)[None])[0]  # noqa: E731
-    step = max(1, cfg.d_mlp // neurons)
-    for layer in tqdm(range(cfg.n_layers), desc=f"{positions} {first}", leave=False):
-        chosen = list(range(0, cfg.d_mlp, step))[:neurons]
-        some = [(layer, pos, neuron) for pos in labels for neuron in chosen[:: len(chosen) // 2]]
-        frame = pd.DataFrame(some, columns=["layer", "pos", "neuron"])
+
+    def value(logits: Tensor) -> Tensor:
+        return bound.value(bound.select(logits)[None])[0]
+
+    # Theirs in two halves around ours, so that what else the machine does falls on both.
+    expected: list[float] = []
+    theirs = 0.0
+    found = None
+    for half in (frame[::2], frame[1::2]):
         start = time.perf_counter()
-        expected = their_loop(source, clean, corrupted, value, frame).tolist()
-        middle = time.perf_counter()
-        with expose_neuron_heads(source) as model:
-            names = [f"L{layer}N{neuron}" for neuron in chosen]
-            found = p.activation_patch(
-                model, clean, corrupted, metric, sites=names, positions=positions, progress=False
-            )
-        theirs += middle - start
-        ours += time.perf_counter() - middle
-        n_theirs += len(frame)
-        n_ours += len(chosen) * len(labels)
-        for label in labels:
-            counted += len(chosen) * flops(cfg, layer, "all" if label == -1 else label, first)
-        result = found.to_frame().set_index(["name", "position"])["value"]
-        for (_, pos, neuron), other in zip(some, expected, strict=True):
-            mine = result[(f"L{layer}N{neuron}", "all" if pos == -1 else pos)]
-            worst = max(worst, abs(mine - other))
-    scale = abs(found.clean_value) + abs(found.corrupted_value)
+        expected += their_loop(source, clean, corrupted, value, half).tolist()
+        theirs += time.perf_counter() - start
+        if found is None:
+            start = time.perf_counter()
+            names = [f"L{layer}N{neuron}" for layer in layers for neuron in chosen]
+            with expose_neuron_heads(source) as model:
+                found = p.activation_patch(
+                    model, clean, corrupted, metric, sites=names, positions=positions
+                )
+            ours = time.perf_counter() - start
+    values = found.to_frame().set_index(["name", "position"])["value"]
+    sampled = pd.concat([frame[::2], frame[1::2]]).itertuples()
+    keys = [(f"L{r.layer}N{r.neuron}", "all" if r.pos == -1 else r.pos) for r in sampled]
+    worst = max(abs(values[key] - other) for key, other in zip(keys, expected, strict=True))
+    n_ours, n_theirs = len(values), len(frame)
+    sites = product(layers, [first if label == -1 else label for label in labels])
+    counted = len(chosen) * sum(flops(cfg, layer, start, first) for layer, start in sites)
     speed, _ = speeds(device)
     return {
         "positions": positions,
         "prompts differ at": first,
+        "sites": n_ours,
+        "seconds": ours,
         "TransformerLens sites/s": n_theirs / theirs,
         "ours sites/s": n_ours / ours,
         "ratio": (n_ours / ours) / (n_theirs / theirs),
         "bound sites/s": n_ours / (counted / speed),
-        "Mflops a site": counted / n_ours / 1e6,
-        "largest difference": worst / scale,
+        "Mflop a site": counted / n_ours / 1e6,
+        "largest difference": worst / (abs(found.clean_value) + abs(found.corrupted_value)),
     }
 
 
@@ -150,7 +154,8 @@ def report(smoke: bool, device: str, neurons: int) -> str:
 {shape}, float32, {POS} tokens, `part="z"`, a logit difference at the last token;
 {neurons} neurons of each layer for ours, 2 for TransformerLens. Machine: {machine(device)};
 matrix product {speeds(device)[0] / 1e9:.0f} GFLOP/s; a forward pass
-{forward(source, 5, device):.3g} ms. Made by `python analyses/bench_patching.py{" --smoke" if smoke else ""}`.
+{forward(source, 5, device):.3g} ms.
+Made by `python analyses/bench_patching.py{" --smoke" if smoke else ""}`.
 
 {table(pd.DataFrame(rows))}
 """
