@@ -17,11 +17,8 @@ layer of it is measured, at a length that fits.
 """
 
 import gc
-import platform
-import statistics
 import subprocess
 import sys
-import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -31,6 +28,7 @@ import pandas as pd
 import torch
 import typer
 from bench_peak_memory import OPERATIONS, model_of
+from benching import MIB, machine, medians, speeds, table
 from torch import Tensor
 from tqdm import tqdm
 
@@ -38,50 +36,7 @@ from attn_only_lens import convert
 from attn_only_lens.files import write_text
 from attn_only_lens.tl import Attention, HookedTransformer, HookedTransformerConfig
 
-MIB = 2**20
 HEADS_PER_NEURON = (1, 2, 4, 8)
-
-
-def machine(device: str) -> str:
-    """The machine, in words: processor, threads, accelerator, torch."""
-    name = platform.processor() or platform.machine()
-    info = Path("/proc/cpuinfo")
-    if info.exists():
-        models = [line for line in info.read_text().splitlines() if line.startswith("model name")]
-        name = models[0].split(":")[1].strip() if models else name
-    if device == "cuda":
-        name = f"{torch.cuda.get_device_name()}, {name}"
-    return f"{name}, {torch.get_num_threads()} threads, torch {torch.__version__}"
-
-
-def wait(device: str) -> None:
-    """Until the device has done what it was given."""
-    if device == "cuda":
-        torch.cuda.synchronize()
-
-
-def medians(calls: dict[str, Callable[[], Any]], rounds: int, device: str) -> dict[str, float]:
-    """Milliseconds a call, the calls taking turns; the first round is not counted."""
-    times: dict[str, list[float]] = {name: [] for name in calls}
-    for count in range(rounds + 1):
-        for name, call in calls.items():
-            wait(device)
-            start = time.perf_counter()
-            kept = call()
-            wait(device)
-            took = time.perf_counter() - start
-            del kept
-            if count:
-                times[name].append(1e3 * took)
-    return {name: statistics.median(ts) for name, ts in times.items()}
-
-
-def speeds(device: str, size: int = 2048) -> tuple[float, float]:
-    """This machine's float operations a second in a matrix product, and bytes a second copied."""
-    a, b = torch.randn(size, size, device=device), torch.randn(size, size, device=device)
-    source, target = (torch.ones(32 * MIB, device=device) for _ in range(2))
-    took = medians({"mm": lambda: a @ b, "copy": lambda: target.copy_(source)}, 7, device)
-    return 2 * size**3 / took["mm"] * 1e3, 2 * source.numel() * 4 / took["copy"] * 1e3
 
 
 def forward_flops(cfg: HookedTransformerConfig, pos: int) -> float:
@@ -280,12 +235,6 @@ def report(smoke: bool, device: str, rounds: int) -> str:
     ways = naive(silu, naive_pos, max(3, rounds // 3), device)
     shape = "a tiny model (--smoke)" if smoke else "GPT-2 small's shape, random weights"
     flops, bandwidth = speeds(device)
-
-    def table(frame: pd.DataFrame) -> str:
-        lines = [list(frame.columns), ["---"] * len(frame.columns)]
-        for row in frame.itertuples(index=False):
-            lines.append([f"{cell:.3g}" if isinstance(cell, float) else str(cell) for cell in row])
-        return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
     return f"""# What conversion costs
 

@@ -1,12 +1,13 @@
 """MLP neurons as attention heads: convert a HookedTransformer, then analyse every head alike."""
 
-from attn_only_lens import pretrained
+from attn_only_lens import patching, pretrained
 from attn_only_lens.calibrate import Calibration, calibrate
 from attn_only_lens.checkpoint import load, save
 from attn_only_lens.convert import convert
 from attn_only_lens.errors import (
     AttnOnlyLensError,
     CheckpointError,
+    PatchingError,
     UnknownHeadError,
     UnsupportedCallError,
     UnsupportedModelError,
@@ -37,6 +38,7 @@ __all__ = [
     "Gate",
     "HeadName",
     "HeadStack",
+    "PatchingError",
     "RangeGate",
     "UnknownHeadError",
     "UnsupportedCallError",
@@ -50,6 +52,7 @@ __all__ = [
     "load",
     "neuron_gate",
     "neuron_pattern",
+    "patching",
     "pretrained",
     "range_gate",
     "save",

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 __all__ = [
     "AttnOnlyLensError",
     "CheckpointError",
+    "PatchingError",
     "UnknownHeadError",
     "UnsupportedCallError",
     "UnsupportedModelError",
@@ -21,7 +22,36 @@ class AttnOnlyLensError(Exception):
     """
 
 
-class UnsupportedModelError(AttnOnlyLensError, ValueError):
+class _ReasonsError(AttnOnlyLensError, ValueError):
+    """A refusal with every reason found, so that one attempt tells all there is to mend."""
+
+    def __init__(self, reasons: Sequence[str], problem: str) -> None:
+        self.reasons = tuple(reasons)
+        self.problem = problem
+        lines = "".join(f"\n  - {reason}" for reason in self.reasons)
+        super().__init__(f"{problem}:{lines}")
+
+    def __reduce__(self) -> tuple[type, tuple[tuple[str, ...], str]]:
+        """Rebuild from the reasons: the default would pass the rendered text instead."""
+        return type(self), (self.reasons, self.problem)
+
+
+class PatchingError(_ReasonsError):
+    """Prompts, a metric, sites or saved results that a sweep would make nothing right of.
+
+    Attributes:
+        reasons: every reason found.
+        problem: what they are reasons against.
+
+    Example:
+        >>> from attn_only_lens import PatchingError
+        >>> print(PatchingError(["they are identical"], "these prompts cannot be compared"))
+        these prompts cannot be compared:
+          - they are identical
+    """
+
+
+class UnsupportedModelError(_ReasonsError):
     """The model cannot be converted exactly, or not be compared; nothing has been changed.
 
     Attributes:
@@ -37,14 +67,7 @@ class UnsupportedModelError(AttnOnlyLensError, ValueError):
     def __init__(
         self, reasons: Sequence[str], problem: str = "this model cannot be converted exactly"
     ) -> None:
-        self.reasons = tuple(reasons)
-        self.problem = problem
-        lines = "".join(f"\n  - {reason}" for reason in self.reasons)
-        super().__init__(f"{problem}:{lines}")
-
-    def __reduce__(self) -> tuple[type, tuple[tuple[str, ...], str]]:
-        """Rebuild from the reasons: the default would pass the rendered text instead."""
-        return type(self), (self.reasons, self.problem)
+        super().__init__(reasons, problem)
 
 
 class UnsupportedCallError(AttnOnlyLensError, RuntimeError):

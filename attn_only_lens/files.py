@@ -2,17 +2,26 @@
 
 import os
 import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
-__all__ = ["flush", "write_text"]
+__all__ = ["flush", "write_text", "written_whole"]
 
 
 def write_text(path: Path, text: str) -> None:
     """Write a text under a temporary name, then move it into place."""
+    with written_whole(path) as partial:
+        partial.write_text(text, encoding="utf-8")
+
+
+@contextmanager
+def written_whole(path: Path) -> Iterator[Path]:
+    """A temporary name to write to, moved into place at the end; gone if anything raises."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}-{secrets.token_hex(4)}")
     try:
-        partial.write_text(text, encoding="utf-8")
+        yield partial
         flush(partial)
         os.replace(partial, path)
     finally:

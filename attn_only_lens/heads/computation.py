@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import torch
 from jaxtyping import Float
-from torch import Tensor
+from torch import Tensor, nn
 from transformer_lens.hook_points import HookPoint
 
 from attn_only_lens.axes import BIAS, SELF, NeuronPattern, PreActivation
@@ -58,8 +58,18 @@ class NeuronHeads:
         raise NotImplementedError
 
     @property
+    def runs_in(self) -> nn.Module:
+        """The module whose output is what these heads write, and the output bias."""
+        raise NotImplementedError
+
+    @property
     def n_neurons(self) -> int:
         """d_mlp."""
+        raise NotImplementedError
+
+    @property
+    def directions(self) -> Float[Tensor, "d_mlp d_model"]:
+        """What each neuron writes along: W_out."""
         raise NotImplementedError
 
     @property

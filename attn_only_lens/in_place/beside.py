@@ -63,9 +63,21 @@ class InPlace(NeuronHeads):
         return self.gating.gate(self.act_fn, self.layer)
 
     @property
+    def runs_in(self) -> nn.Module:
+        """The MLP."""
+        module: nn.Module = self.mlp
+        return module
+
+    @property
     def n_neurons(self) -> int:
         """d_mlp."""
         return int(self.mlp.W_out.shape[0])
+
+    @property
+    def directions(self) -> Float[Tensor, "d_mlp d_model"]:
+        """What each neuron writes along: W_out."""
+        written: Tensor = self.mlp.W_out
+        return written
 
     @property
     def _b_in(self) -> Float[Tensor, "d_mlp"] | float:

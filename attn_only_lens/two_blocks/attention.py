@@ -72,9 +72,19 @@ class NeuronAttention(NeuronHeads, nn.Module):
         return found
 
     @property
+    def runs_in(self) -> nn.Module:
+        """This module."""
+        return self
+
+    @property
     def n_neurons(self) -> int:
         """d_mlp."""
         return self.W_out.shape[0]
+
+    @property
+    def directions(self) -> Float[Tensor, "d_mlp d_model"]:
+        """What each neuron writes along: W_out."""
+        return self.W_out
 
     def forward(self, x: Residual) -> Residual:
         """What the source MLP returns for the normalised residual stream `x`."""

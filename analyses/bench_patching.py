@@ -1,0 +1,179 @@
+"""What patching costs: ours against TransformerLens' loop, on the same sites, in one run.
+
+The model has GPT-2 small's shape and random weights; the prompts have 15 tokens. A site is one
+neuron at one position (or at all). TransformerLens runs a whole forward pass with a hook for each;
+it is timed on two neurons of every layer at every position, ours on some hundred of each: a
+stratified sample of the 36,864 neurons, since the slow side would take hours. Theirs is run in two
+halves around ours, and the values of the sites that both ran are compared.
+
+Flops of a site at position t of layer l, counted as multiplications and additions of matrix
+products, for a patch of T tokens after which S are left (S = T - t; for all positions, S = T less
+the tokens before the first that differs):
+
+    ours              S (L - 1 - l) 2 (12 d_model² + 2 d_model T)
+    TransformerLens   T (L 2 (12 d_model² + 2 d_model T) + 2 d_model d_vocab)
+
+and none of ours where the two prompts have not yet differed, or in the last layer at positions
+that the metric does not read. The bound is ours at the speed of this machine's matrix product.
+
+    python analyses/bench_patching.py --out analyses/results
+"""
+
+import time
+import warnings
+from itertools import product
+from pathlib import Path
+from typing import Annotated, Any
+
+import pandas as pd
+import torch
+import typer
+from bench_peak_memory import model_of
+from benching import machine, medians, speeds, table
+from torch import Tensor
+from transformer_lens import HookedTransformer
+from transformer_lens.patching import generic_activation_patch
+
+from attn_only_lens import expose_neuron_heads
+from attn_only_lens import patching as p
+from attn_only_lens.files import write_text
+
+POS = 15
+FIRST = (10, 2)  # where prompts differ: at a late name, as in "… John gave a drink to"; early
+
+
+def prompts(first: int, d_vocab: int, device: str) -> tuple[Tensor, Tensor]:
+    """A pair that differs in one token."""
+    clean = (torch.arange(POS, device=device)[None] * 7) % d_vocab
+    corrupted = clean.clone()
+    corrupted[0, first] = (corrupted[0, first] + 1) % d_vocab
+    return clean, corrupted
+
+
+def flops(cfg: Any, layer: int, start: int, first: int) -> float:
+    """Of one site that begins at a position, as the module has it."""
+    if start < first or layer == cfg.n_layers - 1:
+        return 0.0
+    per_token = 2 * (4 * cfg.d_model * cfg.n_heads * cfg.d_head + 2 * cfg.d_model * cfg.d_mlp)
+    per_token += 4 * POS * cfg.n_heads * cfg.d_head
+    return float((POS - start) * (cfg.n_layers - 1 - layer) * per_token)
+
+
+def their_loop(
+    model: HookedTransformer, clean: Tensor, corrupted: Tensor, metric: Any, sites: pd.DataFrame
+) -> Tensor:
+    """TransformerLens' own sweep over an explicit frame of sites."""
+    _, cache = model.run_with_cache(clean, names_filter=lambda name: name.endswith("hook_post"))
+
+    def setter(post: Tensor, index: Any, clean_post: Tensor) -> Tensor:
+        _, position, neuron = index
+        where = slice(None) if position == -1 else position
+        post[:, where, neuron] = clean_post[:, where, neuron]
+        return post
+
+    with torch.no_grad():
+        return generic_activation_patch(
+            model, corrupted, cache, metric, setter, "post", index_df=sites
+        )
+
+
+def sweep(
+    source: HookedTransformer, positions: str, first: int, neurons: int, device: str
+) -> dict[str, Any]:
+    """One row: our sites a second and theirs."""
+    cfg = source.cfg
+    clean, corrupted = prompts(first, cfg.d_vocab, device)
+    metric = p.logit_diff(correct=11, wrong=12)
+    labels = list(range(POS)) if positions == "each" else [-1]
+    chosen = range(0, cfg.d_mlp, max(1, cfg.d_mlp // neurons))[:neurons]
+    few = chosen[:: max(1, len(chosen) // 2)][:2]
+    layers = range(cfg.n_layers)
+    frame = pd.DataFrame(product(layers, labels, few), columns=["layer", "pos", "neuron"])
+    bound = p.bind(metric, source, p.prompt_pair(source, clean, corrupted))
+
+    def value(logits: Tensor) -> Tensor:
+        return bound.value(bound.select(logits)[None])[0]
+
+    # Theirs in two halves around ours, so that what else the machine does falls on both.
+    expected: list[float] = []
+    theirs = 0.0
+    found = None
+    for half in (frame[::2], frame[1::2]):
+        start = time.perf_counter()
+        expected += their_loop(source, clean, corrupted, value, half).tolist()
+        theirs += time.perf_counter() - start
+        if found is None:
+            start = time.perf_counter()
+            names = [f"L{layer}N{neuron}" for layer in layers for neuron in chosen]
+            with expose_neuron_heads(source) as model:
+                found = p.activation_patch(
+                    model, clean, corrupted, metric, sites=names, positions=positions
+                )
+            ours = time.perf_counter() - start
+    values = found.to_frame().set_index(["name", "position"])["value"]
+    sampled = pd.concat([frame[::2], frame[1::2]]).itertuples()
+    keys = [(f"L{r.layer}N{r.neuron}", "all" if r.pos == -1 else r.pos) for r in sampled]
+    worst = max(abs(values[key] - other) for key, other in zip(keys, expected, strict=True))
+    n_ours, n_theirs = len(values), len(frame)
+    sites = product(layers, [first if label == -1 else label for label in labels])
+    counted = len(chosen) * sum(flops(cfg, layer, start, first) for layer, start in sites)
+    speed, _ = speeds(device)
+    return {
+        "positions": positions,
+        "prompts differ at": first,
+        "sites": n_ours,
+        "seconds": ours,
+        "TransformerLens sites/s": n_theirs / theirs,
+        "ours sites/s": n_ours / ours,
+        "ratio": (n_ours / ours) / (n_theirs / theirs),
+        "bound sites/s": n_ours / (counted / speed),
+        "Mflop a site": counted / n_ours / 1e6,
+        "largest difference": worst / (abs(found.clean_value) + abs(found.corrupted_value)),
+    }
+
+
+@torch.no_grad()
+def forward(source: HookedTransformer, rounds: int, device: str) -> float:
+    """Milliseconds of one forward pass."""
+    clean, _ = prompts(FIRST[0], source.cfg.d_vocab, device)
+    return medians({"forward": lambda: source(clean)}, rounds, device)["forward"]
+
+
+def report(smoke: bool, device: str, neurons: int) -> str:
+    """All tables, as the text of a page."""
+    source = model_of(device, smoke=smoke)
+    source.requires_grad_(False)
+    rows = [
+        sweep(source, positions, first, 5 if smoke else neurons, device)
+        for first in FIRST
+        for positions in ("each", "all")
+    ]
+    shape = "a tiny model (--smoke)" if smoke else "GPT-2 small's shape, random weights"
+    return f"""# What patching costs
+
+{shape}, float32, {POS} tokens, `part="z"`, a logit difference at the last token;
+{neurons} neurons of each layer for ours, 2 for TransformerLens. Machine: {machine(device)};
+matrix product {speeds(device)[0] / 1e9:.0f} GFLOP/s; a forward pass
+{forward(source, 5, device):.3g} ms.
+Made by `python analyses/bench_patching.py{" --smoke" if smoke else ""}`.
+
+{table(pd.DataFrame(rows))}
+"""
+
+
+def main(
+    out: Annotated[Path, typer.Option(help="folder to write")] = Path("out/bench"),
+    device: Annotated[str, typer.Option(help="cpu or cuda")] = "cpu",
+    neurons: Annotated[int, typer.Option(help="of each layer, for ours")] = 384,
+    smoke: Annotated[bool, typer.Option(help="tiny sizes")] = False,
+) -> None:
+    """Measure, print, and write `bench_patching.md`."""
+    warnings.filterwarnings("ignore", "HookedTransformer.* is deprecated", DeprecationWarning)
+    text = report(smoke, device, neurons)
+    typer.echo(text)
+    name = f"bench_patching_{device}.md" if device != "cpu" else "bench_patching.md"
+    write_text(out / name, text)
+
+
+if __name__ == "__main__":
+    typer.run(main)

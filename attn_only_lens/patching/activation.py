@@ -1,0 +1,216 @@
+"""Activation patching: exact, site by site, at the cost of what each site can change."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import torch
+from torch import Tensor
+from tqdm.auto import tqdm
+
+from attn_only_lens.axes import Tokens
+from attn_only_lens.errors import PatchingError
+from attn_only_lens.inputs import checked_tokens
+from attn_only_lens.patching.batching import Batching
+from attn_only_lens.patching.custom_metric import AnyMetric
+from attn_only_lens.patching.fingerprint import fingerprint
+from attn_only_lens.patching.pairs import Runs, reasons_against, recorded
+from attn_only_lens.patching.parts import PARTS, Part
+from attn_only_lens.patching.positions import Positions, PositionSet, resolve_positions
+from attn_only_lens.patching.processes import Processes
+from attn_only_lens.patching.prompts import Prompts, prompt_pair
+from attn_only_lens.patching.record import record
+from attn_only_lens.patching.replay import replay_of
+from attn_only_lens.patching.results import Sweep
+from attn_only_lens.patching.sites import LayerSites, Sites, all_heads, resolve
+from attn_only_lens.patching.sources import ABLATIONS, Source, ablated, patched
+from attn_only_lens.patching.store import PartStore
+from attn_only_lens.patching.sweep import Group, Sweeper, groups_of
+
+__all__ = ["activation_patch"]
+
+_DIRECTIONS = ("denoise", "noise", *ABLATIONS)
+
+
+def activation_patch(
+    model: Any,
+    clean: Prompts,
+    corrupted: Prompts,
+    metric: AnyMetric,
+    *,
+    sites: Sites | None = None,
+    part: Part = "z",
+    positions: Positions = "each",
+    direction: str = "denoise",
+    mask: Tensor | None = None,
+    reference: str | Tokens | None = None,
+    batch_size: int | None = None,
+    resume: str | Path | None = None,
+    progress: bool = True,
+) -> Sweep:
+    """Patch every site in turn, and measure.
+
+    Exact: each value is that of a whole forward pass with the patch in it, to rounding. Only what
+    a patch can change is computed (see `replay`), for many sites at once. A site whose patch
+    changes nothing that the metric can feel has the value of the unpatched run.
+
+    Args:
+        model: converted by `convert`, or with exposed neuron-heads; without hooks of its own.
+        clean: a text, texts, or tokens [batch, pos]; see `prompt_pair`.
+        corrupted: the same for the other run, token for token.
+        metric: `logit_diff(...)` and the like, or any function of logits [batch, pos, d_vocab].
+        sites: `neuron_heads()`, `heads()`, `all_heads()`, or names; by default all heads.
+        part: "z", what a head puts out; "pattern", what it attends to; "value"; "q". A patch of a
+            neuron-head's query moves its pattern and nothing else. Several heads that share a
+            neuron are patched together, unless a name says which.
+        positions: "each" in turn, "all" at once, a number (-1 is each prompt's last token), or a
+            list of them.
+        direction: "denoise", clean activations into the corrupted run; "noise", the other way; or
+            an ablation of z in the clean run: to "zero", to the "mean" over tokens, to what
+            another prompt has there ("resample"), or of a neuron-head's attention to the "bias"
+            token.
+        mask: 1 for real tokens, 0 for padding, where prompts are tokens.
+        reference: a text, or tokens [batch, pos] without padding, to take means or other prompts'
+            activations from; by default the clean prompts. For "resample" in their shape.
+        batch_size: sites in one forward pass; by default what memory allows, halved whenever it
+            runs out. It changes roundings and nothing else.
+        resume: a folder to write results to as they come. A sweep that was interrupted goes on
+            from there; a folder of another sweep is refused. Needed under `accelerate launch`,
+            where processes share the work.
+        progress: whether to show a bar.
+
+    Returns:
+        The metric after each patch, and its score: 0 is the corrupted run, 1 the clean one.
+
+    Raises:
+        PatchingError: with every reason: prompts, metric, sites or positions that do not fit.
+        UnsupportedModelError: the model, run in parts, is not itself.
+
+    Example:
+        >>> import torch
+        >>> from attn_only_lens import convert, patching as p, pretrained
+        >>> model = convert(pretrained.modular_addition())
+        >>> sweep = p.activation_patch(
+        ...     model, torch.tensor([3, 4, 113]), torch.tensor([3, 5, 113]),
+        ...     p.logit_diff(correct=7, wrong=8), sites=p.neuron_heads(), progress=False)
+        >>> len(sweep.to_frame())  # 512 neurons at 3 positions
+        1536
+    """
+    part, direction = _checked(model, part, direction, reference)
+    chosen = resolve(model, all_heads() if sites is None else sites)
+    pair = prompt_pair(model, clean, corrupted, mask)
+    where = resolve_positions(pair, positions)
+    runs = recorded(model, pair, metric, chosen, part)
+    target = runs.corrupted if direction == "denoise" else runs.clean
+    tokens = None if reference is None else checked_tokens(model, reference)
+    source = _source(model, runs, direction, tokens, chosen)
+    groups = groups_of(chosen, where)
+    store = None
+    if resume is not None:
+        settings = _settings(model, runs, chosen, where, part, direction)
+        settings["reference"] = None if tokens is None else tokens.tolist()
+        store = PartStore(resume, settings)
+    processes = Processes(store)
+    done = [store is not None and store.has(_id(i)) for i in range(len(groups))]
+    mine = [i for i in processes.share(range(len(groups))) if not done[i]]
+    baseline = runs.corrupted_value if direction == "denoise" else runs.clean_value
+    frames: list[pd.DataFrame] = []
+    total = sum(len(groups[i]) for i in mine)
+    with tqdm(total=total, unit="site", disable=not (progress and processes.first)) as bar:
+        batching = Batching(model, batch_size, bar.update)
+        sweeper = Sweeper(replay_of(model, target, runs.metric), source, part, baseline, batching)
+        for i in mine:
+            frame = _frame(groups[i], sweeper.values(groups[i]))
+            if store is None:
+                frames.append(frame)
+            else:
+                store.write(_id(i), frame)
+    processes.wait()
+    values = pd.concat(frames, ignore_index=True) if store is None else store.read_all()
+    return Sweep.of(
+        values,
+        part=part,
+        direction=direction,
+        metric=runs.metric.name,
+        clean_value=runs.clean_value,
+        corrupted_value=runs.corrupted_value,
+        n_prompts=len(pair.clean),
+        model=str(getattr(model.cfg, "model_name", "")),
+    )
+
+
+def _checked(model: Any, part: str, direction: str, reference: object) -> tuple[Part, str]:
+    reasons = reasons_against(model)
+    if part not in PARTS:
+        reasons.append(f"got part={part!r}; expected one of {', '.join(PARTS)}")
+    if direction not in _DIRECTIONS:
+        reasons.append(f"got direction={direction!r}; expected one of {', '.join(_DIRECTIONS)}")
+    elif direction in ABLATIONS and part != "z":
+        reasons.append(f"got part={part!r} with direction={direction!r}; an ablation is of z")
+    if reference is not None and direction not in ("mean", "resample"):
+        reasons.append(f"got a reference with direction={direction!r}, which uses none")
+    if reasons:
+        raise PatchingError(reasons, "this cannot be patched")
+    return part, direction  # type: ignore[return-value]
+
+
+def _source(
+    model: Any,
+    runs: Runs,
+    direction: str,
+    reference: Tokens | None,
+    sites: Sequence[LayerSites],
+) -> Source:
+    """What is patched in."""
+    if direction in ("denoise", "noise"):
+        return patched(runs.clean if direction == "denoise" else runs.corrupted)
+    clean, other, real = runs.clean, runs.clean, runs.pair.real
+    if reference is not None:
+        layers = [each.layer for each in sites if each.kind == "neuron"]
+        other = record(model, reference, None, layers=layers, names=clean.hooked)
+        real = torch.ones_like(reference, dtype=torch.bool)
+    return ablated(clean, other, direction, real)  # type: ignore[arg-type]
+
+
+def _id(i: int) -> str:
+    return f"{i:06d}"
+
+
+def _frame(group: Group, values: Tensor) -> pd.DataFrame:
+    names, index = group.sites.names, group.sites.index.tolist()
+    labels = [each.label for each in group.positions]
+    return pd.DataFrame(
+        {
+            "layer": group.sites.layer,
+            "kind": group.sites.kind,
+            "index": index * len(labels),
+            "name": list(names) * len(labels),
+            "position": [label for label in labels for _ in names],
+            "value": values.cpu().numpy(),
+        }
+    )
+
+
+def _settings(
+    model: Any,
+    runs: Runs,
+    sites: Sequence[LayerSites],
+    positions: Sequence[PositionSet],
+    part: str,
+    direction: str,
+) -> dict[str, Any]:
+    """Everything that values depend on, so that nothing is resumed that began otherwise."""
+    pair = runs.pair
+    return {
+        "model": fingerprint(model),
+        "clean": pair.clean.tolist(),
+        "corrupted": pair.corrupted.tolist(),
+        "mask": None if pair.mask is None else pair.mask.tolist(),
+        "metric": runs.metric.name,
+        "clean_value": runs.clean_value,
+        "sites": [name for each in sites for name in each.names],
+        "positions": [each.label for each in positions],
+        "part": part,
+        "direction": direction,
+    }

@@ -1,0 +1,80 @@
+"""How many variants run at once."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["Batching"]
+
+_CPU_TOKENS = 2048  # enough for matrix products at full speed; more only leaves the caches
+_FLOATS_PER_TOKEN = 24  # times the widest layer: several copies of the widest activation
+_SHARE = 0.5  # of the free memory
+
+
+class Batching:
+    """Runs many variants in forward passes of a size that fits, and a smaller one where it did not.
+
+    Args:
+        model: for its device and sizes.
+        batch_size: variants in one forward pass; None for what memory allows.
+        on_done: told how many sites are done.
+    """
+
+    def __init__(self, model: Any, batch_size: int | None, on_done: Callable[[int], None]) -> None:
+        self._size = batch_size
+        self._tokens = _tokens_that_fit(model) if batch_size is None else 0
+        self._on_done = on_done
+
+    def fill(
+        self,
+        values: Tensor,
+        alive: Tensor,
+        tokens_each: int,
+        run: Callable[[Tensor], Tensor],
+    ) -> None:
+        """Put `run(indices)` where `alive` is set, in chunks; halve them when memory runs out.
+
+        Args:
+            values: one for each variant, filled in place.
+            alive: which of them to run.
+            tokens_each: tokens that one variant runs on.
+            run: gives the values of some variants.
+        """
+        left = alive.nonzero()[:, 0]
+        self._on_done(len(values) - len(left))
+        while len(left):
+            size = self._size or max(1, self._tokens // tokens_each)
+            chunk = left[:size]
+            try:
+                found = run(chunk)
+            except (torch.OutOfMemoryError, RuntimeError) as error:
+                if len(chunk) == 1 or not _is_out_of_memory(error):
+                    raise
+                self._halve(len(chunk), tokens_each)
+                continue
+            values[chunk.to(values.device)] = found.to(values)
+            self._on_done(len(chunk))
+            left = left[size:]
+
+    def _halve(self, size: int, tokens_each: int) -> None:
+        if self._size is None:
+            self._tokens = max(1, size // 2) * tokens_each
+        else:
+            self._size = max(1, size // 2)
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+
+
+def _tokens_that_fit(model: nn.Module) -> int:
+    parameter = next(model.parameters())
+    if parameter.device.type != "cuda":
+        return _CPU_TOKENS
+    free, _ = torch.cuda.mem_get_info(parameter.device)
+    widest = max(max(p.shape) for p in model.blocks.parameters())
+    return max(1, int(_SHARE * free / (_FLOATS_PER_TOKEN * widest * parameter.element_size())))

@@ -1,0 +1,78 @@
+"""By what a model is known again: a digest of its parameters, and of what they are used for."""
+
+import hashlib
+import json
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attn_only_lens.heads.layout import neuron_heads
+
+__all__ = ["fingerprint"]
+
+_INCIDENTAL = frozenset(
+    {
+        "device",
+        "n_devices",
+        "seed",
+        "init_weights",
+        "init_mode",
+        "initializer_range",
+        "use_attn_in",
+        "use_attn_result",
+        "use_hook_mlp_in",
+        "use_split_qkv_input",
+        "tokenizer_name",
+    }
+)
+"""Of the configuration: where and how a model runs, and not what it computes."""
+
+
+def fingerprint(model: Any) -> str:
+    """SHA-256 of a model's parameters (names, shapes, types, bytes), configuration and gates.
+
+    Buffers are left out: masks and position tables, which follow from the configuration.
+
+    Args:
+        model: a HookedTransformer or a TransformerBridge, converted, exposed or neither.
+
+    Returns:
+        64 hexadecimal digits, the same on every machine and device.
+
+    Raises:
+        TypeError: a parameter is on the meta device, or of a type that has no bytes.
+
+    Example:
+        >>> import torch
+        >>> from attn_only_lens import patching as p, pretrained
+        >>> model = pretrained.modular_addition()
+        >>> before = p.fingerprint(model)
+        >>> with torch.no_grad():
+        ...     model.W_E[0, 0] += 1
+        >>> len(before), p.fingerprint(model) == before
+        (64, False)
+    """
+    digest = hashlib.sha256(json.dumps(_described(model), sort_keys=True).encode())
+    for name, parameter in model.named_parameters():
+        digest.update(f"\n{name} {list(parameter.shape)} {parameter.dtype}\n".encode())
+        digest.update(_bytes(parameter))
+    return digest.hexdigest()
+
+
+def _bytes(parameter: Tensor) -> Any:
+    flat = parameter.detach().cpu().contiguous().flatten()
+    return memoryview(flat.view(torch.uint8).numpy())  # type: ignore[arg-type]
+
+
+def _described(model: Any) -> dict[str, Any]:
+    """The plain entries of the configuration, and the gates of the neuron-heads."""
+    plain = {
+        key: value if isinstance(value, bool | int | float | list) else str(value)
+        for key, value in vars(model.cfg).items()
+        if key not in _INCIDENTAL
+        and not key.startswith("_")
+        and isinstance(value, bool | int | float | str | list | torch.dtype)
+    }
+    gates = [repr(heads.gate) for heads in neuron_heads(model)]
+    return {"config": plain, "gates": gates}

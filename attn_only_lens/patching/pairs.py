@@ -1,0 +1,104 @@
+"""A pair of runs: checked, recorded, and measured. What sweeps and attribution begin with."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from torch import Tensor, nn
+from transformer_lens.hook_points import HookPoint
+
+from attn_only_lens.errors import PatchingError
+from attn_only_lens.heads import layout_of
+from attn_only_lens.heads.computation import is_live
+from attn_only_lens.patching.attention import hook_name
+from attn_only_lens.patching.bound import BoundMetric, require_distinct
+from attn_only_lens.patching.custom_metric import AnyMetric
+from attn_only_lens.patching.metrics import bind
+from attn_only_lens.patching.parts import Part
+from attn_only_lens.patching.prompts import PromptPair
+from attn_only_lens.patching.record import Recording, record
+from attn_only_lens.patching.sites import LayerSites
+
+__all__ = ["Runs", "reasons_against", "recorded"]
+
+Side = Literal["clean", "corrupted"]
+
+
+@dataclass(frozen=True, eq=False)
+class Runs:
+    """Two runs of a model, and the metric of each.
+
+    Attributes:
+        pair: the prompts.
+        clean: the clean run.
+        corrupted: the corrupted run.
+        metric: the metric, for these prompts.
+        clean_value: the metric of the clean run.
+        corrupted_value: the metric of the corrupted run.
+    """
+
+    pair: PromptPair
+    clean: Recording
+    corrupted: Recording
+    metric: BoundMetric
+    clean_value: float
+    corrupted_value: float
+
+
+def reasons_against(model: Any) -> list[str]:
+    """Why a model cannot be patched as it stands. Whether it has neuron-heads, `resolve` says."""
+    reasons: list[str] = []
+    if layout_of(model) is None:
+        return reasons
+    points = [m for m in model.modules() if isinstance(m, HookPoint)]
+    live = sorted({str(point.name) for point in points if is_live(point)})
+    if live:
+        reasons.append(
+            f"hooks are attached to it ({', '.join(live[:3])}{', …' * (len(live) > 3)}) and "
+            "would run on batches of variants: model.reset_hooks(including_permanent=True) first"
+        )
+    dropout = any(isinstance(m, nn.Dropout) and m.p > 0 and m.training for m in model.modules())
+    if dropout:
+        reasons.append("it drops activations at random: call model.eval() first")
+    return reasons
+
+
+def recorded(
+    model: Any,
+    pair: PromptPair,
+    metric: AnyMetric,
+    sites: Sequence[LayerSites],
+    part: Part,
+) -> Runs:
+    """Run both prompts, keep what the sites did, and measure.
+
+    Raises:
+        PatchingError: the metric does not fit or does not tell the runs apart; the part is shared
+            between heads.
+    """
+    layers = [each.layer for each in sites if each.kind == "neuron"]
+    names = [hook_name(model, each.layer, part) for each in sites if each.kind == "attention"]
+    clean = record(model, pair.clean, pair.mask, layers=layers, names=names)
+    corrupted = record(model, pair.corrupted, pair.mask, layers=layers, names=names)
+    _require_own(model, sites, clean.hooked)
+    bound = bind(metric, model, pair, reference=clean.logits)
+    clean_value, corrupted_value = bound.of(clean.logits), bound.of(corrupted.logits)
+    require_distinct(clean_value, corrupted_value, clean.logits.dtype)
+    return Runs(pair, clean, corrupted, bound, clean_value, corrupted_value)
+
+
+def _require_own(model: Any, sites: Sequence[LayerSites], hooked: dict[str, Tensor]) -> None:
+    """Refuse values that grouped queries share: to patch one head's would patch the group's."""
+    cfg = model.cfg if layout_of(model) == "in place" else model.source_cfg
+    reasons = []
+    for name, seen in hooked.items():
+        n_seen = seen.shape[1 if name.endswith("hook_pattern") else 2]
+        if seen.ndim != 4 or n_seen != cfg.n_heads:
+            reasons.append(
+                f"{name} has shape {list(seen.shape)}, not one for each of {cfg.n_heads} heads: "
+                "grouped queries share keys and values. On a HookedTransformer, "
+                "model.set_ungroup_grouped_query_attention(True) gives each head its own; or "
+                "patch z"
+            )
+    if reasons:
+        raise PatchingError(reasons, "these heads cannot be patched one by one")

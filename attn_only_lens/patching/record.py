@@ -1,0 +1,161 @@
+"""One forward pass of a model, kept: the streams between its blocks and what its heads did."""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from attn_only_lens.axes import SELF, Residual, Tokens
+from attn_only_lens.heads import layout_of, neuron_heads
+from attn_only_lens.heads.names import heads_block, neurons_block
+
+__all__ = [
+    "Hooks",
+    "NeuronRun",
+    "Recording",
+    "attention_block",
+    "neuron_block",
+    "record",
+    "run",
+    "stream_of",
+    "watched_streams",
+]
+
+Hooks = Sequence[tuple[str, Callable[..., Any]]]
+
+
+@dataclass(frozen=True)
+class NeuronRun:
+    """What the neuron-heads of one layer did.
+
+    Attributes:
+        v: their values.
+        weight: their attention to the token itself, the rest being on the bias token.
+        z: what they put out, `weight * v`.
+    """
+
+    v: Float[Tensor, "batch pos head_index"]
+    weight: Float[Tensor, "batch pos head_index"]
+    z: Float[Tensor, "batch pos head_index"]
+
+
+@dataclass(frozen=True)
+class Recording:
+    """A forward pass.
+
+    Attributes:
+        tokens: what it ran on.
+        mask: 1 for real tokens, 0 for padding; None where there is none.
+        streams: what entered each block, and last what left the last one.
+        logits: its output.
+        neurons: by source layer, for the layers that were asked for.
+        hooked: by hook name, for the hook points that were asked for.
+    """
+
+    tokens: Tokens
+    mask: Int[Tensor, "batch pos"] | None
+    streams: tuple[Residual, ...]
+    logits: Float[Tensor, "batch pos d_vocab"]
+    neurons: dict[int, NeuronRun]
+    hooked: dict[str, Tensor]
+
+
+def attention_block(model: Any, layer: int) -> int:
+    """The block that runs the attention heads of a source layer."""
+    return heads_block(layer) if layout_of(model) == "two blocks a layer" else layer
+
+
+def neuron_block(model: Any, layer: int) -> int:
+    """The block that runs the neurons of a source layer."""
+    return neurons_block(layer) if layout_of(model) == "two blocks a layer" else layer
+
+
+@torch.no_grad()
+def record(
+    model: Any,
+    tokens: Tokens,
+    mask: Int[Tensor, "batch pos"] | None,
+    *,
+    layers: Iterable[int] = (),
+    names: Iterable[str] = (),
+) -> Recording:
+    """Run a model once, and keep what it did.
+
+    Args:
+        model: a converted or an exposed model.
+        tokens: what to run it on.
+        mask: 1 for real tokens, 0 for padding.
+        layers: source layers whose neuron-heads to keep.
+        names: hook points of attention heads to keep.
+    """
+    seen: dict[str, Tensor] = {}
+    layers, names = sorted(set(layers)), sorted(set(names))
+
+    def keep(key: str) -> Callable[[Tensor, Any], None]:
+        def hook(value: Tensor, hook: Any) -> None:
+            seen[key] = value.detach().clone()
+
+        return hook
+
+    def look(key: str) -> Callable[[nn.Module, Any, Tensor], None]:
+        return lambda module, args, value: keep(key)(value, None)
+
+    with ExitStack() as stack:
+        for layer in layers:
+            heads = neuron_heads(model)[layer]
+            for part in ("v", "pattern", "z"):
+                point = getattr(heads, f"hook_{part}")
+                handle = point.register_forward_hook(look(f"{layer}.{part}"))
+                stack.callback(handle.remove)
+        streams = stack.enter_context(watched_streams(model))
+        logits = run(model, tokens, mask, [(name, keep(name)) for name in names])
+    neurons = {
+        layer: NeuronRun(
+            v=seen[f"{layer}.v"].squeeze(-1),
+            weight=seen[f"{layer}.pattern"][..., SELF].transpose(1, 2),
+            z=seen[f"{layer}.z"].squeeze(-1),
+        )
+        for layer in layers
+    }
+    hooked = {name: seen[name] for name in names}
+    return Recording(tokens, mask, tuple(streams), logits, neurons, hooked)
+
+
+def run(
+    model: Any, tokens: Tokens, mask: Int[Tensor, "batch pos"] | None, hooks: Hooks = ()
+) -> Float[Tensor, "batch pos d_vocab"]:
+    """The logits of a model, with hooks on it meanwhile."""
+    with model.hooks(fwd_hooks=list(hooks)):
+        logits: Tensor = model(tokens, attention_mask=mask, return_type="logits")
+    return logits
+
+
+@contextmanager
+def watched_streams(model: Any) -> Iterator[list[Residual]]:
+    """A list that the next forward pass fills: what enters each block, and what leaves the last."""
+    streams: list[Residual] = []
+
+    def entering(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        streams.append(stream_of(args, kwargs).detach().clone())
+
+    def leaving(module: nn.Module, args: Any, output: Any) -> None:
+        out = output[0] if isinstance(output, tuple) else output
+        streams.append(out.detach().clone())
+
+    with ExitStack() as stack:
+        for block in model.blocks:
+            handle = block.register_forward_pre_hook(entering, with_kwargs=True)
+            stack.callback(handle.remove)
+        handle = model.blocks[-1].register_forward_hook(leaving)
+        stack.callback(handle.remove)
+        yield streams
+
+
+def stream_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Residual:
+    """The residual stream among what a block is called with."""
+    found: Residual = args[0] if args else kwargs["hidden_states"]
+    return found

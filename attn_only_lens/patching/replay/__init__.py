@@ -1,0 +1,23 @@
+"""The rest of a forward pass, from a stream in the middle of it, for many variants at once."""
+
+from typing import Any
+
+import torch
+
+from attn_only_lens.patching.bound import BoundMetric
+from attn_only_lens.patching.record import Recording
+from attn_only_lens.patching.replay.base import Replay, Variants
+from attn_only_lens.patching.replay.bridge import BridgeReplay
+from attn_only_lens.patching.replay.hooked import HookedReplay
+from attn_only_lens.tl import HookedTransformer
+
+__all__ = ["Replay", "Variants", "replay_of"]
+
+
+def replay_of(model: Any, recording: Recording, metric: BoundMetric) -> Replay:
+    """The replay for a model, checked."""
+    kind = HookedReplay if isinstance(model, HookedTransformer) else BridgeReplay
+    replay = kind(model, recording, metric)
+    with torch.no_grad():
+        replay.check()
+    return replay

@@ -1,0 +1,158 @@
+"""The rest of a forward pass, from a stream in the middle of it, for many variants at once.
+
+Rows are variants × prompts, prompts inmost: row r is prompt r mod batch of variant r // batch. A
+variant says with what stream a block is entered, at which hooks of that block it is edited, and
+what is added to what its MLP puts out; every later block then runs as it would.
+
+What a variant cannot reach is not computed:
+
+    blocks before the one that is entered       their output is on record
+    positions before `first`                    in a causal model they stay what they were; later
+                                                ones attend to their keys and values, on record
+    positions and columns of the logits         but those that the metric reads
+
+so a variant that enters block b at position t costs 2 (n_pos - t) Σ_{blocks ≥ b} parameters flops
+and its attention, where a whole forward costs 2 n_pos (Σ parameters + d_model · d_vocab).
+
+Every replay is held against the recorded logits before it is used.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor, nn
+
+from attn_only_lens.errors import UnsupportedModelError
+from attn_only_lens.patching.bound import BoundMetric
+from attn_only_lens.patching.record import Hooks, Recording
+from attn_only_lens.tolerances import LOGIT_TOLERANCE
+
+__all__ = ["Replay", "Variants", "adding"]
+
+PROBLEM = "this model cannot be patched"
+
+
+@dataclass(frozen=True)
+class Variants:
+    """How some forward passes differ from the recorded one.
+
+    Attributes:
+        block: the first block that they run.
+        first: the first position at which they differ.
+        entering: what enters that block, from `first` on.
+        hooks: edits at hook points of that block, which see rows from `first` on.
+        mlp: the module of that block whose output they add `added` to, if any.
+        added: what they add there.
+    """
+
+    block: int
+    first: int
+    entering: Float[Tensor, "row pos d_model"]
+    hooks: Hooks = ()
+    mlp: nn.Module | None = None
+    added: Float[Tensor, "row pos d_model"] | None = None
+
+
+class Replay(ABC):
+    """A model, one recorded forward pass of it, and what a metric reads of its logits."""
+
+    suffixes: bool  # whether variants may begin at any position
+
+    def __init__(self, model: Any, recording: Recording, metric: BoundMetric) -> None:
+        self.model = model
+        self.recording = recording
+        self.metric = metric
+        self.n_blocks = len(model.blocks)
+        self.batch, self.n_pos = recording.tokens.shape
+
+    @abstractmethod
+    def logits(self, variants: Variants) -> Float[Tensor, "row position column"]:
+        """The logits that the metric reads."""
+
+    @abstractmethod
+    def leaving(self, variants: Variants) -> Float[Tensor, "row pos d_model"]:
+        """What leaves the first block, from `first` on."""
+
+    @torch.no_grad()
+    def values(self, variants: Variants) -> Float[Tensor, "site"]:
+        """The metric of each variant."""
+        logits = self.logits(variants)
+        return self.metric.value(logits.unflatten(0, (-1, self.batch)))
+
+    def unchanged(self, block: int, first: int, n: int) -> Float[Tensor, "row pos d_model"]:
+        """What entered a block, for n variants."""
+        return self.recording.streams[block][:, first:].repeat(n, 1, 1)
+
+    def earliest(self) -> int:
+        """The last position from which variants still tell the metric everything."""
+        positions = self.metric.positions
+        return self.n_pos - 1 if positions is None else int(positions.min())
+
+    def tokens_from(self, first: int) -> int:
+        """Tokens that one variant runs on."""
+        return self.batch * (self.n_pos - first)
+
+    def seen(self, block: int) -> Bool[Tensor, "batch pos"]:
+        """Where the metric can feel a change of what enters a block."""
+        device, positions = self.recording.tokens.device, self.metric.positions
+        everywhere = torch.arange(self.n_pos, device=device).expand(self.batch, -1)
+        if positions is None:
+            return torch.ones_like(everywhere, dtype=torch.bool)
+        positions = positions.to(device)[:, None]
+        if block == self.n_blocks:  # the logits of a token are all that is left to compute
+            return everywhere == positions
+        if self.suffixes:
+            return everywhere <= positions
+        return torch.ones_like(everywhere, dtype=torch.bool)
+
+    @abstractmethod
+    def adds(self, block: int, mlp: nn.Module) -> bool:
+        """Whether what the MLP of a block puts out is added to the stream as it is."""
+
+    def check(self) -> None:
+        """Hold the replay of nothing against the recorded logits, from every block.
+
+        Raises:
+            UnsupportedModelError: they differ.
+        """
+        whole = self.metric.select(self.recording.logits)
+        largest = float(self.recording.logits.abs().max())
+        bound = LOGIT_TOLERANCE[whole.dtype] * largest
+        # Of two blocks a layer, a variant of a parallel model enters the even ones.
+        for block in sorted({0, self.n_blocks // 4 * 2, self.n_blocks}):
+            for first in {0, self.earliest() if self.suffixes else 0}:
+                entering = self.unchanged(block, first, 2)
+                again = self.logits(Variants(block, first, entering))
+                error = float((again - whole.repeat(2, 1, 1)).abs().max())
+                if not error <= bound:
+                    raise UnsupportedModelError(
+                        [
+                            f"run again from block {block}, position {first}, its logits differ by "
+                            f"{error:.2g} from those of a whole run (largest: {largest:.2g})"
+                        ],
+                        PROBLEM,
+                    )
+
+
+@contextmanager
+def adding(variants: Variants) -> Iterator[None]:
+    """Add to what the MLP of the first block puts out."""
+    if variants.mlp is None:
+        yield
+        return
+
+    def add(module: nn.Module, args: Any, output: Any) -> Any:
+        if isinstance(output, tuple):
+            return (output[0] + variants.added, *output[1:])
+        return output + variants.added
+
+    handle = variants.mlp.register_forward_hook(add)
+    try:
+        yield
+    finally:
+        handle.remove()

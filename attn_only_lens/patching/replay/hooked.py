@@ -1,0 +1,130 @@
+"""HookedTransformers, converted or exposed: their blocks are called one by one."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+from transformer_lens.utilities.architectures import POST_NORM_ARCHITECTURES
+
+from attn_only_lens.axes import Residual
+from attn_only_lens.patching.bound import BoundMetric
+from attn_only_lens.patching.record import Recording
+from attn_only_lens.patching.replay.base import Replay, Variants, adding
+from attn_only_lens.tl import TransformerBlock
+
+__all__ = ["HookedReplay"]
+
+
+class HookedReplay(Replay):
+    """Block by block, for HookedTransformers, converted or exposed."""
+
+    def __init__(self, model: Any, recording: Recording, metric: BoundMetric) -> None:
+        super().__init__(model, recording, metric)
+        cfg = model.cfg
+        self.suffixes = cfg.attention_dir == "causal"
+        self._positions = self._shortformer()
+        self._past = self._keys_and_values() if self.suffixes else {}
+
+    def _shortformer(self) -> Tensor | None:
+        if self.model.cfg.positional_embedding_type != "shortformer":
+            return None
+        return self.model.input_to_embed(self.recording.tokens)[2]
+
+    def _keys_and_values(self) -> dict[int, "_Kept"]:
+        """Keys and values of each attention block, by running it on what entered it."""
+        past = {}
+        for index, block in enumerate(self.model.blocks):
+            if isinstance(block, TransformerBlock):
+                kept = _Kept()
+                self._call(index, self.recording.streams[index], 0, kept)
+                past[index] = kept
+        return past
+
+    def _call(self, index: int, x: Residual, first: int, past: Any) -> Residual:
+        repeats = x.shape[0] // self.batch
+        mask, positions = self.recording.mask, self._positions
+        if mask is not None:
+            mask = mask.repeat(repeats, 1)
+        if positions is not None:
+            positions = positions[:, first:].repeat(repeats, 1, 1)
+        out: Residual = self.model.blocks[index](
+            x,
+            shortformer_pos_embed=positions,
+            past_kv_cache_entry=past,
+            attention_mask=mask,
+        )
+        return out
+
+    def adds(self, block: int, mlp: nn.Module) -> bool:
+        """Whether what the MLP of a block puts out is added to the stream as it is."""
+        cfg = self.model.cfg
+        normed = cfg.original_architecture in POST_NORM_ARCHITECTURES
+        return not (cfg.use_normalization_before_and_after or normed)
+
+    def leaving(self, variants: Variants) -> Residual:
+        """What leaves the first block, from `first` on."""
+        with self.model.hooks(fwd_hooks=list(variants.hooks)), adding(variants):
+            return self._block(variants.block, variants.entering, variants.first)
+
+    def _block(self, index: int, x: Residual, first: int) -> Residual:
+        past = None
+        if first and index in self._past:
+            past = self._past[index].before(first, x.shape[0] // self.batch)
+        return self._call(index, x, first, past)
+
+    def logits(self, variants: Variants) -> Float[Tensor, "row position column"]:
+        """The logits that the metric reads."""
+        first, x = variants.first, variants.entering
+        if variants.block < self.n_blocks:
+            x = self.leaving(variants)
+        for index in range(variants.block + 1, self.n_blocks):
+            x = self._block(index, x, first)
+        return self._read(x, first)
+
+    def _read(self, x: Residual, first: int) -> Float[Tensor, "row position column"]:
+        repeats, positions = x.shape[0] // self.batch, self.metric.positions
+        if positions is not None:
+            where = (positions - first).repeat(repeats)
+            x = x[torch.arange(x.shape[0]), where].unsqueeze(1)
+        elif first:
+            before = self.recording.streams[-1][:, :first].repeat(repeats, 1, 1)
+            x = torch.cat([before, x], dim=1)
+        model, cfg, columns = self.model, self.model.cfg, self.metric.columns
+        if cfg.normalization_type is not None:
+            x = model.ln_final(x)
+        if columns is None:
+            logits = model.unembed(x)
+        else:
+            logits = x @ model.unembed.W_U[:, columns] + model.unembed.b_U[columns]
+        cap = cfg.output_logits_soft_cap
+        return cap * torch.tanh(logits / cap) if cap > 0.0 else logits
+
+
+class _Kept:
+    """Keys and values of one block, in the place of a cache entry: takes them, or gives them."""
+
+    def __init__(self) -> None:
+        self.keys: Tensor | None = None
+        self.values: Tensor | None = None
+        self.past_keys = torch.empty(0, 0)
+
+    def append(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        self.keys, self.values = keys, values
+        return keys, values
+
+    def before(self, first: int, repeats: int) -> "_Past":
+        assert self.keys is not None
+        assert self.values is not None
+        keys, values = self.keys[:, :first], self.values[:, :first]
+        return _Past(keys.repeat(repeats, 1, 1, 1), values.repeat(repeats, 1, 1, 1))
+
+
+@dataclass(frozen=True)
+class _Past:
+    past_keys: Float[Tensor, "row pos head d_head"]
+    past_values: Float[Tensor, "row pos head d_head"]
+
+    def append(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.cat([self.past_keys, keys], 1), torch.cat([self.past_values, values], 1)
