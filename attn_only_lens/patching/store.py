@@ -102,8 +102,8 @@ class PartStore:
             except PatchingError as error:
                 reasons += error.reasons
                 continue
-            plain = {c: frame[c].astype(str) for c in frame if _is_categorical(frame[c])}
-            frame = frame.assign(**plain)
+            for column in frame.select_dtypes("category"):
+                frame[column] = frame[column].astype(str)
             if frames and not frame.dtypes.equals(frames[0].dtypes):
                 reasons.append(
                     f"{path.name} has columns {dict(frame.dtypes.astype(str))}; the first part has "
@@ -177,7 +177,3 @@ class PartStore:
 def _short(value: object) -> str:
     text = json.dumps(value)
     return text if len(text) <= 100 else f"{text[:97]}..."
-
-
-def _is_categorical(column: "pd.Series[Any]") -> bool:
-    return isinstance(column.dtype, pd.CategoricalDtype)
