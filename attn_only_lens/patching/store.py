@@ -158,7 +158,9 @@ class PartStore:
         if known != _FORMAT or not whole:
             raise PatchingError(
                 [
-                    f"{path} is {known!r}{'' if whole else ', changed by hand'}; expected {_FORMAT!r}"
+                    f"{path} was changed after it was written"
+                    if known == _FORMAT
+                    else f"{path} is of format {known!r}; expected {_FORMAT!r}"
                 ],
                 "these settings cannot be used",
             )

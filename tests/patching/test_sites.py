@@ -25,7 +25,7 @@ def model(request):
 
 @pytest.fixture(scope="module", params=LAYOUTS)
 def shared(request):
-    """Three heads a neuron."""
+    """Four heads a neuron."""
     return LAYOUTS[request.param](build("gelu"), gate="bilinear", heads_per_neuron=4)
 
 
@@ -66,7 +66,7 @@ def test_heads_that_share_a_neuron(shared):
     (found,) = p.resolve(shared, ["L1N5.2", "L1N5", "L1N3.0"])
     assert found.names == ("L1N3.0", "L1N5", "L1N5.2")
     assert (found.index.tolist(), found.member.tolist()) == ([3, 5, 5], [0, -1, 2])
-    with pytest.raises(PatchingError, match="'L1N5.4'"):
+    with pytest.raises(PatchingError, match=r"'L1N5\.4'"):
         p.resolve(shared, ["L1N5.4"])
 
 
@@ -96,7 +96,7 @@ def test_refused_otherwise(model):
     with pytest.raises(PatchingError, match="got layer 3") as caught:
         p.resolve(model, p.heads([1, 3, 5]))
     assert len(caught.value.reasons) == 2
-    with pytest.raises(PatchingError, match="call attn_only_lens.convert"):
+    with pytest.raises(PatchingError, match=r"call attn_only_lens\.convert"):
         p.resolve(build("gelu"), p.heads())
     with pytest.raises(PatchingError) as caught:
         p.all_heads([-1, True, 2, 2, "0"])
