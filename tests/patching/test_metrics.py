@@ -4,7 +4,8 @@ import math
 
 import pytest
 import torch
-from models import build, tokens
+from common import tokens
+from models import build
 from tiny_tokenizer import tiny_tokenizer
 
 from attn_only_lens import PatchingError

@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from models import D_MLP, N_LAYERS, build, tokens
+from common import D_MLP, N_LAYERS, tokens
+from models import build
 
 from attn_only_lens import PatchingError, convert, expose_neuron_heads
 from attn_only_lens import patching as p
