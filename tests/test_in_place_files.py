@@ -7,7 +7,6 @@ import torch
 from common import POS, relative, tokens
 from models import CORE, FAMILIES, build
 from tiny_tokenizer import tiny_tokenizer
-from transformer_lens import HookedTransformer
 from typer.testing import CliRunner
 
 from attn_only_lens import (
@@ -26,6 +25,7 @@ from attn_only_lens import (
 from attn_only_lens.cli import app
 from attn_only_lens.in_place import exposed_heads
 from attn_only_lens.manifest import MANIFEST, _seal
+from attn_only_lens.tl import HookedTransformer
 
 EXACT = 1e-12
 
