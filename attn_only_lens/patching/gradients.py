@@ -1,0 +1,91 @@
+"""Gradients of a metric with respect to what heads did: one backward pass for all of them.
+
+A hook at each hook point hands on the tensor that it is shown, and remembers it; the gradient is
+taken there. So for the neurons of a layer it is grad(mlp_out) @ W_out^T, of size batch × pos × d_mlp,
+which the backward pass computes anyway: nothing of size neurons × d_model arises, and no gradient
+of a weight is computed. The backward pass begins anew at the stream that enters the first block, so
+it works whether or not parameters want gradients, and leaves them without.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from attn_only_lens.axes import Logits, Residual
+from attn_only_lens.patching.bound import BoundMetric
+from attn_only_lens.patching.record import Hooks, stream_of
+
+__all__ = ["Tape", "entering", "rooted", "value_of"]
+
+
+class Tape:
+    """Hooks that remember, of one forward pass, the tensors to take gradients at.
+
+    Attributes:
+        nodes: by hook name.
+    """
+
+    def __init__(self, names: Iterable[str]) -> None:
+        self._names = sorted(set(names))
+        self.nodes: dict[str, Tensor] = {}
+
+    @property
+    def hooks(self) -> Hooks:
+        """To be run with."""
+
+        def remember(name: str) -> Callable[[Tensor, Any], Tensor]:
+            def hook(value: Tensor, hook: Any) -> Tensor:
+                # A constant, such as a frozen pattern, has a gradient too: a leaf of its own.
+                node = value if value.requires_grad else value.detach().requires_grad_()
+                self.nodes[name] = node
+                return node  # the bridges' hook points show a reshaped copy: the path is through it
+
+            return hook
+
+        return [(name, remember(name)) for name in self._names]
+
+    def gradients(self, value: Float[Tensor, ""]) -> dict[str, Tensor]:
+        """The gradient at every node; the graph is given up."""
+        if not self.nodes:
+            return {}
+        found = torch.autograd.grad(value, list(self.nodes.values()))
+        return dict(zip(self.nodes, found, strict=True))
+
+
+def value_of(metric: BoundMetric, logits: Logits) -> Float[Tensor, ""]:
+    """The metric of a whole run, in its graph."""
+    return metric.value(metric.select(logits)[None])[0]
+
+
+@contextmanager
+def entering(model: Any, change: Callable[[Residual], Residual]) -> Iterator[None]:
+    """Change the stream that enters the first block."""
+
+    def enter(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        stream = change(stream_of(args, kwargs))
+        if args:
+            return (stream, *args[1:]), kwargs
+        return args, {**kwargs, "hidden_states": stream}
+
+    handle = model.blocks[0].register_forward_pre_hook(enter, with_kwargs=True)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+@contextmanager
+def rooted(model: Any) -> Iterator[list[Residual]]:
+    """Begin the graph at the stream that enters the first block: the last of the list, each run."""
+    roots: list[Residual] = []
+
+    def root(stream: Residual) -> Residual:
+        roots.append(stream.detach().requires_grad_())
+        return roots[-1]
+
+    with entering(model, root):
+        yield roots
