@@ -16,10 +16,11 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from attn_only_lens.axes import Logits, Residual
+from attn_only_lens.errors import UnsupportedModelError
 from attn_only_lens.patching.bound import BoundMetric
 from attn_only_lens.patching.record import Hooks, stream_of
 
-__all__ = ["Tape", "entering", "rooted", "value_of"]
+__all__ = ["Tape", "entering", "gradients", "leaf", "rooted", "value_of"]
 
 
 class Tape:
@@ -40,9 +41,9 @@ class Tape:
         def remember(name: str) -> Callable[[Tensor, Any], Tensor]:
             def hook(value: Tensor, hook: Any) -> Tensor:
                 # A constant, such as a frozen pattern, has a gradient too: a leaf of its own.
-                node = value if value.requires_grad else value.detach().requires_grad_()
+                node = value.view_as(value) if value.requires_grad else leaf(value)
                 self.nodes[name] = node
-                return node  # the bridges' hook points show a reshaped copy: the path is through it
+                return node
 
             return hook
 
@@ -50,10 +51,29 @@ class Tape:
 
     def gradients(self, value: Float[Tensor, ""]) -> dict[str, Tensor]:
         """The gradient at every node; the graph is given up."""
-        if not self.nodes:
-            return {}
-        found = torch.autograd.grad(value, list(self.nodes.values()))
-        return dict(zip(self.nodes, found, strict=True))
+        return gradients(value, self.nodes)
+
+
+def leaf(value: Tensor) -> Tensor:
+    """The same numbers, with no past and a gradient."""
+    return value.detach().requires_grad_()
+
+
+def gradients(value: Float[Tensor, ""], nodes: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The gradient at every node; the graph is given up.
+
+    Raises:
+        UnsupportedModelError: the value does not depend on a node, so that no patch there would
+            reach it.
+    """
+    found = torch.autograd.grad(value, list(nodes.values()), allow_unused=True)
+    unheard = [name for name, each in zip(nodes, found, strict=True) if each is None]
+    if unheard:
+        raise UnsupportedModelError(
+            [f"what hooks hand on at {name} goes nowhere: it only looks on" for name in unheard],
+            "this model cannot be attributed here",
+        )
+    return dict(zip(nodes, found, strict=True))
 
 
 def value_of(metric: BoundMetric, logits: Logits) -> Float[Tensor, ""]:
@@ -84,7 +104,7 @@ def rooted(model: Any) -> Iterator[list[Residual]]:
     roots: list[Residual] = []
 
     def root(stream: Residual) -> Residual:
-        roots.append(stream.detach().requires_grad_())
+        roots.append(leaf(stream))
         return roots[-1]
 
     with entering(model, root):
