@@ -179,5 +179,7 @@ def _check(model: Any, part: str, direction: str, method: str, steps: object) ->
         reasons.append(f"got steps={steps!r} with method={method!r}, which takes none")
     elif steps is not None and (isinstance(steps, bool) or not isinstance(steps, int) or steps < 1):
         reasons.append(f"got steps={steps!r}; expected 1 or more")
+    if torch.is_inference_mode_enabled():
+        reasons.append("no gradient is taken in torch.inference_mode(); torch.no_grad() will do")
     if reasons:
         raise PatchingError(reasons, "this cannot be attributed")

@@ -143,9 +143,10 @@ def frozen_gradients(
     with torch.enable_grad(), rooted(model) as roots, _unembedded(model) as before, _native():
         hooks = [*frozen.freezing, *tape.hooks]
         logits = run(model, target.tokens, target.mask, hooks)
-        value = value_of(metric, logits)
-        found = gradients(value, {"x": roots[-1], "logits": before[-1], **tape.nodes})
-    error = float((logits - target.logits).abs().max())
+        found = gradients(
+            value_of(metric, logits), {"x": roots[-1], "logits": before[-1], **tape.nodes}
+        )
+    error = float((logits.detach() - target.logits).abs().max())
     # Many bridged norms compute in float32 in whatever dtype the model is; their hooked form not.
     allowed = max(LOGIT_TOLERANCE[dtype] for dtype in (logits.dtype, torch.float32))
     allowed *= float(target.logits.abs().max())

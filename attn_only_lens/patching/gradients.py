@@ -76,6 +76,7 @@ def gradients(value: Float[Tensor, ""], nodes: dict[str, Tensor]) -> dict[str, T
     return dict(zip(nodes, found, strict=True))
 
 
+@torch.enable_grad()
 def value_of(metric: BoundMetric, logits: Logits) -> Float[Tensor, ""]:
     """The metric of a whole run, in its graph."""
     return metric.value(metric.select(logits)[None])[0]

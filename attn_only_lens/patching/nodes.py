@@ -1,11 +1,11 @@
 """Where a gradient is taken for each kind of head, and what a patch changes there.
 
-    heads        part                    node            Δ, source run minus the run patched into
-    neuron       "z" "pattern" "value"   hook_z          Δz of that part (`parts.py`)
-    neuron       "q", gate linear        hook_q          q' - q
-    neuron       "q", gate closed        hook_z          (w(q') - w(q)) v
-    attention    any                     its hook point  what it shows in one run, less the other
-    attention    "q", gate closed        hook_z          softmax(q' · K) V - z (`closed_form.py`)
+heads        part                    node            Δ, source run minus the run patched into
+neuron       "z" "pattern" "value"   hook_z          Δz of that part (`parts.py`)
+neuron       "q", gate linear        hook_q          q' - q
+neuron       "q", gate closed        hook_z          (w(q') - w(q)) v
+attention    any                     its hook point  what it shows in one run, less the other
+attention    "q", gate closed        hook_z          softmax(q' · K) V - z (`closed_form.py`)
 """
 
 from typing import Any
