@@ -227,12 +227,13 @@ def main(
 
 PAGE = """# Attribution against patching
 
-Every head at every position, clean activations into the corrupted run: the effect that `attribution`
-estimates against the one that `activation_patch` measures, in float64, both to 1e-9. Means over {n_pairs} pairs of
-prompts (seed {seed}) that differ in one token and in their top next token; the metric is the logit
-difference of the two top tokens. Texts have 16 tokens; sorting, the six digits; addition, all three.
+Every head at every position, clean activations into the corrupted run: the effect that
+`attribution` estimates against the one that `activation_patch` measures, in float64, both to 1e-9.
+Means over {n_pairs} pairs of prompts (seed {seed}) that differ in one token and in their top next
+token; the metric is the logit difference of the two top tokens. Texts have 16 tokens; sorting, the
+six digits; addition, all three.
 
-- Pearson, Spearman: over all heads of the kind and all positions, those without any effect included.
+- Pearson, Spearman: over all heads of the kind and all positions, those without effect included.
 - top-k: the share of the {{20}} largest |effects| that are among the estimate's (of half of the
   sites, where there are fewer than 40).
 - "exact_gate" is "gradient" but for part "q". "frozen_pattern" has no part "q", as no query moves a

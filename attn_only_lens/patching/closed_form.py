@@ -1,9 +1,9 @@
 """Patches of attention queries in closed form: each row of a pattern, computed anew from q'.
 
 A query moves one row of one head's pattern, and so that head's z at that token and nothing else of
-its layer:  z' = softmax(q' · K) V  with keys and values as they are. So one forward pass in which all
-queries are replaced at once shows every z', so long as z itself is put back before anyone reads it:
-the model's own code computes the rows, whatever its masks, rotations and caps.
+its layer:  z' = softmax(q' · K) V  with keys and values as they are. So one forward pass in which
+all queries are replaced at once shows every z', so long as z itself is put back before anyone reads
+it: the model's own code computes the rows, whatever its masks, rotations and caps.
 """
 
 from collections.abc import Iterable

@@ -13,8 +13,8 @@ relevance propagation by the LN rule, the identity rule and frozen patterns: Ach
 Models via Relevance Patching" (2025).
 
 A head of a gated MLP has a value v = g u that is a product. It is replaced by the linear form that
-agrees with it, (g_0 u + g u_0)/2 with g_0, u_0 of the run: half of each gradient, those papers' half
-rule. Heads that share a neuron (bilinear gates) need none: their v is linear.
+agrees with it, (g_0 u + g u_0)/2 with g_0, u_0 of the run: half of each gradient, those papers'
+half rule. Heads that share a neuron (bilinear gates) need none: their v is linear.
 
 A soft cap on attention scores is within the pattern. One on the logits lies after the linear model:
 it counts as part of the metric, and c is the gradient with respect to the logits before it.
@@ -195,7 +195,8 @@ def require_linear(
                 "with its patterns and norm scales frozen it is still not linear: a change of what "
                 f"enters its first block moves the metric by {got:.6g}, its gradient says "
                 f"{expected:.6g}. Something else in it is not a linear map, such as values that "
-                "are clipped, norms without hook_scale, or patterns of which hooks see a copy. Take method='gradient'"
+                "are clipped, norms without hook_scale, or patterns of which hooks see a copy. "
+                "Take method='gradient'"
             ],
             _PROBLEM,
         )

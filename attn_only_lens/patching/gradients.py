@@ -1,10 +1,10 @@
 """Gradients of a metric with respect to what heads did: one backward pass for all of them.
 
-A hook at each hook point hands on the tensor that it is shown, and remembers it; the gradient is
-taken there. So for the neurons of a layer it is grad(mlp_out) @ W_out^T, of size batch × pos × d_mlp,
-which the backward pass computes anyway: nothing of size neurons × d_model arises, and no gradient
-of a weight is computed. The backward pass begins anew at the stream that enters the first block, so
-it works whether or not parameters want gradients, and leaves them without.
+A hook at each hook point hands on what it is shown, and remembers it; the gradient is taken there.
+For the neurons of a layer it is grad(mlp_out) @ W_out^T, of size batch × pos × d_mlp, which the
+backward pass computes anyway: nothing of size neurons × d_model arises, and no gradient of a weight
+is computed. The graph begins at the stream that enters the first block, so that it is there whether
+or not parameters want gradients.
 """
 
 from collections.abc import Callable, Iterable, Iterator

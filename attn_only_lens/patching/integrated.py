@@ -8,8 +8,8 @@ and in the other, and g(x) the gradient of the metric at a head when x enters,
 
 the midpoint rule for the integral over α, where the paper takes the right ends j/k. As integrated
 gradients do (Sundararajan, Taly and Yan 2017), those of x itself are complete: Σ (x' - x) · g tends
-to metric(x') - metric(x) as k grows, with an error of order 1/k². At heads, whose activations do not
-move along straight lines, no such sum is claimed.
+to metric(x') - metric(x) as k grows, with an error of order 1/k². At heads, whose activations move
+along no straight lines, no such sum is claimed.
 """
 
 from collections.abc import Iterable

@@ -60,7 +60,7 @@ def shares(
         node: where.
         gradient: there.
         target: the run patched into.
-        source: the other run; its `hooked[node]` is what the patch puts there, but for z of neurons.
+        source: the other run; but for z of neurons, `hooked[node]` is what the patch puts there.
     """
     if sites.kind == "neuron" and node.endswith("hook_z"):
         change = moved(target.neurons[sites.layer], source.neurons[sites.layer], part).unsqueeze(-1)
