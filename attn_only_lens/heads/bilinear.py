@@ -37,6 +37,11 @@ class BilinearHeads(NeuronHeads):
         return self._mixture.heads_per_neuron
 
     @property
+    def value_is_product(self) -> bool:
+        """Never: v is linear in the residual stream."""
+        return False
+
+    @property
     def _mixture(self) -> BilinearGate | RangeGate:
         gate = self.gate
         assert isinstance(gate, BilinearGate | RangeGate)

@@ -77,6 +77,11 @@ class NeuronHeads:
         """Heads that share a neuron."""
         return 1
 
+    @property
+    def value_is_product(self) -> bool:
+        """Whether v is the product of two projections: exact heads of a gated MLP."""
+        raise NotImplementedError
+
     def neurons(self, z: Float[Tensor, "*any head_index"]) -> Float[Tensor, "*any d_mlp"]:
         """What the heads of each neuron put out together: z itself, where each has one."""
         return z

@@ -80,6 +80,11 @@ class InPlace(NeuronHeads):
         return written
 
     @property
+    def value_is_product(self) -> bool:
+        """Whether the MLP is gated."""
+        return self.sockets.linear is not None
+
+    @property
     def _b_in(self) -> Float[Tensor, "d_mlp"] | float:
         """What is added to the activations before they enter hook_post, by a GatedMLP alone."""
         return self.mlp.b_in if isinstance(self.mlp, GatedMLP) else 0.0

@@ -2,6 +2,7 @@
 
 from attn_only_lens.patching.activation import activation_patch
 from attn_only_lens.patching.agreement import agreement
+from attn_only_lens.patching.attribution import attribution
 from attn_only_lens.patching.bound import (
     BoundMetric,
     Metric,
@@ -43,6 +44,7 @@ __all__ = [
     "activation_patch",
     "agreement",
     "all_heads",
+    "attribution",
     "bind",
     "custom",
     "fingerprint",

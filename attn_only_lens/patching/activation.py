@@ -15,7 +15,7 @@ from attn_only_lens.inputs import checked_tokens
 from attn_only_lens.patching.batching import Batching
 from attn_only_lens.patching.custom_metric import AnyMetric
 from attn_only_lens.patching.fingerprint import fingerprint
-from attn_only_lens.patching.pairs import Runs, reasons_against, recorded
+from attn_only_lens.patching.pairs import Runs, not_one_of, reasons_against, recorded
 from attn_only_lens.patching.parts import PARTS, Part
 from attn_only_lens.patching.positions import Positions, PositionSet, resolve_positions
 from attn_only_lens.patching.processes import Processes
@@ -26,7 +26,7 @@ from attn_only_lens.patching.results import Sweep
 from attn_only_lens.patching.sites import LayerSites, Sites, all_heads, resolve
 from attn_only_lens.patching.sources import ABLATIONS, Source, ablated, patched
 from attn_only_lens.patching.store import PartStore
-from attn_only_lens.patching.sweep import Group, Sweeper, groups_of
+from attn_only_lens.patching.sweep import Sweeper, frame_of, groups_of
 
 __all__ = ["activation_patch"]
 
@@ -121,7 +121,7 @@ def activation_patch(
         batching = Batching(model, batch_size, bar.update)
         sweeper = Sweeper(replay_of(model, target, runs.metric), source, part, baseline, batching)
         for i in mine:
-            frame = _frame(groups[i], sweeper.values(groups[i]))
+            frame = frame_of(groups[i], sweeper.values(groups[i]))
             if store is None:
                 frames.append(frame)
             else:
@@ -142,11 +142,8 @@ def activation_patch(
 
 def _checked(model: Any, part: str, direction: str, reference: object) -> tuple[Part, str]:
     reasons = reasons_against(model)
-    if part not in PARTS:
-        reasons.append(f"got part={part!r}; expected one of {', '.join(PARTS)}")
-    if direction not in _DIRECTIONS:
-        reasons.append(f"got direction={direction!r}; expected one of {', '.join(_DIRECTIONS)}")
-    elif direction in ABLATIONS and part != "z":
+    reasons += not_one_of("part", part, PARTS) + not_one_of("direction", direction, _DIRECTIONS)
+    if direction in ABLATIONS and part != "z":
         reasons.append(f"got part={part!r} with direction={direction!r}; an ablation is of z")
     if reference is not None and direction not in ("mean", "resample"):
         reasons.append(f"got a reference with direction={direction!r}, which uses none")
@@ -175,21 +172,6 @@ def _source(
 
 def _id(i: int) -> str:
     return f"{i:06d}"
-
-
-def _frame(group: Group, values: Tensor) -> pd.DataFrame:
-    names, index = group.sites.names, group.sites.index.tolist()
-    labels = [each.label for each in group.positions]
-    return pd.DataFrame(
-        {
-            "layer": group.sites.layer,
-            "kind": group.sites.kind,
-            "index": index * len(labels),
-            "name": list(names) * len(labels),
-            "position": [label for label in labels for _ in names],
-            "value": values.cpu().numpy(),
-        }
-    )
 
 
 def _settings(

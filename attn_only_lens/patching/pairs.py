@@ -16,10 +16,10 @@ from attn_only_lens.patching.custom_metric import AnyMetric
 from attn_only_lens.patching.metrics import bind
 from attn_only_lens.patching.parts import Part
 from attn_only_lens.patching.prompts import PromptPair
-from attn_only_lens.patching.record import Recording, record
+from attn_only_lens.patching.record import Hooks, Recording, record
 from attn_only_lens.patching.sites import LayerSites
 
-__all__ = ["Runs", "reasons_against", "recorded"]
+__all__ = ["Runs", "Side", "not_one_of", "reasons_against", "recorded"]
 
 Side = Literal["clean", "corrupted"]
 
@@ -63,31 +63,64 @@ def reasons_against(model: Any) -> list[str]:
     return reasons
 
 
+def not_one_of(label: str, got: object, expected: Sequence[str]) -> list[str]:
+    """Why a setting is refused, if it is."""
+    if got in expected:
+        return []
+    return [f"got {label}={got!r}; expected one of {', '.join(expected)}"]
+
+
 def recorded(
     model: Any,
     pair: PromptPair,
     metric: AnyMetric,
     sites: Sequence[LayerSites],
     part: Part,
+    *,
+    names: Sequence[str] = (),
+    traced: Side | None = None,
+    hooks: Hooks = (),
 ) -> Runs:
     """Run both prompts, keep what the sites did, and measure.
+
+    Args:
+        model: converted, or with exposed neuron-heads.
+        pair: the prompts.
+        metric: to be bound to them.
+        sites: whose heads to keep.
+        part: of attention heads, what to keep.
+        names: hook points to keep besides.
+        traced: the run whose logits keep their graph, if one does.
+        hooks: on that run.
 
     Raises:
         PatchingError: the metric does not fit or does not tell the runs apart; the part is shared
             between heads.
     """
     layers = [each.layer for each in sites if each.kind == "neuron"]
-    names = [hook_name(model, each.layer, part) for each in sites if each.kind == "attention"]
-    clean = record(model, pair.clean, pair.mask, layers=layers, names=names)
-    corrupted = record(model, pair.corrupted, pair.mask, layers=layers, names=names)
-    _require_own(model, sites, clean.hooked)
-    bound = bind(metric, model, pair, reference=clean.logits)
+    own = [hook_name(model, each.layer, part) for each in sites if each.kind == "attention"]
+
+    def ran(side: Side) -> Recording:
+        mine = hooks if side == traced else ()
+        return record(
+            model,
+            getattr(pair, side),
+            pair.mask,
+            layers=layers,
+            names=[*own, *names],
+            hooks=mine,
+            graph=side == traced,
+        )
+
+    clean, corrupted = ran("clean"), ran("corrupted")
+    _require_own(model, {name: clean.hooked[name] for name in own})
+    bound = bind(metric, model, pair, reference=clean.logits.detach())
     clean_value, corrupted_value = bound.of(clean.logits), bound.of(corrupted.logits)
     require_distinct(clean_value, corrupted_value, clean.logits.dtype)
     return Runs(pair, clean, corrupted, bound, clean_value, corrupted_value)
 
 
-def _require_own(model: Any, sites: Sequence[LayerSites], hooked: dict[str, Tensor]) -> None:
+def _require_own(model: Any, hooked: dict[str, Tensor]) -> None:
     """Refuse values that grouped queries share: to patch one head's would patch the group's."""
     cfg = model.cfg if layout_of(model) == "in place" else model.source_cfg
     reasons = []

@@ -24,7 +24,7 @@ from attn_only_lens.heads.computation import NeuronHeads
 from attn_only_lens.patching.record import NeuronRun
 from attn_only_lens.patching.sites import WHOLE, LayerSites
 
-__all__ = ["PARTS", "Part", "changes", "interaction", "moved"]
+__all__ = ["PARTS", "Part", "by_site", "changes", "interaction", "moved"]
 
 Part = Literal["z", "pattern", "value", "q"]
 PARTS: tuple[str, ...] = get_args(Part)
@@ -50,9 +50,15 @@ def changes(
     heads: NeuronHeads, sites: LayerSites, dz: Float[Tensor, "batch pos head_index"]
 ) -> Float[Tensor, "site batch pos"]:
     """By how much the activation of each site's neuron changes with z."""
-    m = heads.heads_per_neuron
-    each = heads.shares(dz).unflatten(-1, (-1, m))  # [batch, pos, neuron, member]
-    index, member = sites.index.to(dz.device), sites.member.to(dz.device)
+    return by_site(heads, sites, heads.shares(dz))
+
+
+def by_site(
+    heads: NeuronHeads, sites: LayerSites, of_heads: Float[Tensor, "batch pos head_index"]
+) -> Float[Tensor, "site batch pos"]:
+    """What adds up over heads, for each site: the sum over its neuron's, or that of one."""
+    each = of_heads.unflatten(-1, (-1, heads.heads_per_neuron))  # [batch, pos, neuron, member]
+    index, member = sites.index.to(of_heads.device), sites.member.to(of_heads.device)
     chosen = each[:, :, index]
     one = chosen.gather(-1, member.clamp(min=0).expand(*chosen.shape[:2], -1).unsqueeze(-1))
     change = chosen.sum(-1).where(member == WHOLE, one.squeeze(-1))

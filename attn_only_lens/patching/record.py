@@ -74,7 +74,6 @@ def neuron_block(model: Any, layer: int) -> int:
     return neurons_block(layer) if layout_of(model) == "two blocks a layer" else layer
 
 
-@torch.no_grad()
 def record(
     model: Any,
     tokens: Tokens,
@@ -82,6 +81,8 @@ def record(
     *,
     layers: Iterable[int] = (),
     names: Iterable[str] = (),
+    hooks: Hooks = (),
+    graph: bool = False,
 ) -> Recording:
     """Run a model once, and keep what it did.
 
@@ -91,6 +92,8 @@ def record(
         mask: 1 for real tokens, 0 for padding.
         layers: source layers whose neuron-heads to keep.
         names: hook points of attention heads to keep.
+        hooks: hooks of the caller's, which run after what enters them is kept.
+        graph: whether the logits keep their graph; nothing else does.
     """
     seen: dict[str, Tensor] = {}
     layers, names = sorted(set(layers)), sorted(set(names))
@@ -112,7 +115,8 @@ def record(
                 handle = point.register_forward_hook(look(f"{layer}.{part}"))
                 stack.callback(handle.remove)
         streams = stack.enter_context(watched_streams(model))
-        logits = run(model, tokens, mask, [(name, keep(name)) for name in names])
+        stack.enter_context(torch.set_grad_enabled(graph))
+        logits = run(model, tokens, mask, [*((name, keep(name)) for name in names), *hooks])
     neurons = {
         layer: NeuronRun(
             v=seen[f"{layer}.v"].squeeze(-1),

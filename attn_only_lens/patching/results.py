@@ -17,10 +17,13 @@ import pandas as pd
 from attn_only_lens.errors import PatchingError
 from attn_only_lens.patching.tables import read_table, write_table
 
-__all__ = ["BASELINE", "Sweep"]
+__all__ = ["BASELINE", "MEASURED", "Sweep"]
 
 BASELINE = {"denoise": 0.0, "noise": 1.0, "zero": 1.0, "mean": 1.0, "resample": 1.0, "bias": 1.0}
 """The score of the run that is patched into, by direction; ablations are of the clean run."""
+
+MEASURED = "patching"
+"""The method of a sweep that ran every patch."""
 
 _COLUMNS = ["layer", "kind", "index", "name", "position", "part", "value", "score"]
 _GIVEN = ["layer", "kind", "index", "name", "position", "value"]
@@ -45,6 +48,7 @@ class Sweep:
         corrupted_value: the metric of the corrupted run.
         n_prompts: pairs of prompts, over which values are means.
         model: the model's name.
+        method: "patching" where values are measured, or how `attribution` estimated them.
 
     Example:
         >>> import pandas as pd
@@ -67,6 +71,7 @@ class Sweep:
     corrupted_value: float
     n_prompts: int
     model: str
+    method: str = MEASURED
 
     @classmethod
     def of(
@@ -80,6 +85,7 @@ class Sweep:
         corrupted_value: float,
         n_prompts: int,
         model: str,
+        method: str = MEASURED,
     ) -> "Sweep":
         """Results from values: part and score are added, names become categories.
 
@@ -92,6 +98,7 @@ class Sweep:
             corrupted_value: the metric of the corrupted run.
             n_prompts: pairs of prompts.
             model: the model's name.
+            method: "patching" where values are measured, or how they were estimated.
 
         Returns:
             The sweep, its rows in the order given.
@@ -132,7 +139,8 @@ class Sweep:
             reasons.append(f"{len(twice)} rows repeat a site, such as {twice.iloc[0]}")
         _refuse(reasons)
         frame["score"] = (frame["value"] - corrupted_value) / span
-        return cls(frame, part, direction, metric, clean_value, corrupted_value, n_prompts, model)
+        run = part, direction, metric, clean_value, corrupted_value, n_prompts, model, method
+        return cls(frame, *run)
 
     def to_frame(self) -> pd.DataFrame:
         """A copy of the frame."""
@@ -201,8 +209,9 @@ class Sweep:
         return f"<p>{escape(self._headline())}</p>\n{shown}"
 
     def _headline(self) -> str:
+        kind = "Sweep" if self.method == MEASURED else f"Attribution ({self.method})"
         return (
-            f"Sweep of {self.model}: {self.part}, {self.direction}, {len(self.frame)} rows, "
+            f"{kind} of {self.model}: {self.part}, {self.direction}, {len(self.frame)} rows, "
             f"{self.n_prompts} prompts; {self.metric} is {self.clean_value:.4g} clean, "
             f"{self.corrupted_value:.4g} corrupted"
         )

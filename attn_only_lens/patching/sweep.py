@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import pandas as pd
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
@@ -17,7 +18,7 @@ from attn_only_lens.patching.replay import Replay, Variants
 from attn_only_lens.patching.sites import LayerSites
 from attn_only_lens.patching.sources import Source
 
-__all__ = ["Group", "Sweeper", "groups_of"]
+__all__ = ["Group", "Sweeper", "frame_of", "groups_of"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,6 +50,22 @@ def groups_of(sites: Sequence[LayerSites], positions: Sequence[PositionSet]) -> 
         else:
             groups += [Group(each, (where,)) for where in positions]
     return tuple(groups)
+
+
+def frame_of(group: Group, values: Float[Tensor, "site"]) -> pd.DataFrame:
+    """What `Sweep.of` takes: the values of a group, positions outmost, heads inmost."""
+    names, index = group.sites.names, group.sites.index.tolist()
+    labels = [each.label for each in group.positions]
+    return pd.DataFrame(
+        {
+            "layer": group.sites.layer,
+            "kind": group.sites.kind,
+            "index": index * len(labels),
+            "name": list(names) * len(labels),
+            "position": [label for label in labels for _ in names],
+            "value": values.cpu().numpy(),
+        }
+    )
 
 
 class Sweeper:

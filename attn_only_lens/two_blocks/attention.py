@@ -86,6 +86,11 @@ class NeuronAttention(NeuronHeads, nn.Module):
         """What each neuron writes along: W_out."""
         return self.W_out
 
+    @property
+    def value_is_product(self) -> bool:
+        """Whether the MLP is gated."""
+        return self.W_gate is not None
+
     def forward(self, x: Residual) -> Residual:
         """What the source MLP returns for the normalised residual stream `x`."""
         q, up = self._project(x)

@@ -1,0 +1,62 @@
+"""Patches by TransformerLens' own hooks, one site and one forward pass each: what to compare with.
+
+Nothing of attn_only_lens but the names of hook points enters here.
+"""
+
+import torch
+
+from attn_only_lens import HeadName
+
+CORRECT, WRONG = 7, 11
+ACTIVATION = {"z": "z", "pattern": "pattern", "value": "v", "q": "q"}
+
+
+def difference(logits, positions=None):
+    """The logit difference at the last position of each prompt, or at others; the mean."""
+    rows = torch.arange(len(logits))
+    at = logits.shape[1] - 1 if positions is None else positions
+    chosen = logits[rows, at]
+    return (chosen[:, CORRECT] - chosen[:, WRONG]).mean().item()
+
+
+def place(name, part, pos, layout):
+    """The hook point of a part of a head, and where in it the head is."""
+    head = HeadName.parse(name)
+    if part == "pattern":
+        return head.hook("pattern", layout), (slice(None), head.index, pos)
+    return head.hook(ACTIVATION[part], layout), (slice(None), pos, head.index)
+
+
+@torch.no_grad()
+def seen(model, tokens, hook_name, mask=None, hooks=()):
+    """What a hook point shows in a run."""
+    found = []
+    keep = (hook_name, lambda value, hook: found.append(value.clone()))
+    with model.hooks(fwd_hooks=[*hooks, keep]):
+        model(tokens, attention_mask=mask, return_type="logits")
+    return found[-1]
+
+
+@torch.no_grad()
+def moved(model, tokens, hook_name, where, change, mask=None, hooks=()):
+    """The logits of a run in which one hook point is moved somewhere."""
+
+    def edit(value, hook):
+        value = value.clone()
+        value[where] += change
+        return value
+
+    with model.hooks(fwd_hooks=[*hooks, (hook_name, edit)]):
+        return model(tokens, attention_mask=mask, return_type="logits")
+
+
+def slope(model, tokens, hook_name, where, change, metric=difference, mask=None, step=1e-4):
+    """The derivative of the metric along a change, by central differences.
+
+    With an error of step² times the third derivative, and of rounding, 1e-16/step.
+    """
+    values = [
+        metric(moved(model, tokens, hook_name, where, sign * step * change, mask))
+        for sign in (1, -1)
+    ]
+    return (values[0] - values[1]) / (2 * step)

@@ -1,0 +1,139 @@
+"""Attribution on TransformerBridges, under transformer-lens 3.9 and 4 alike."""
+
+import patch_oracle as oracle
+import pytest
+import torch
+import transformers
+from transformer_lens.config import TransformerBridgeConfig
+from transformer_lens.model_bridge import TransformerBridge
+from transformer_lens.model_bridge.sources._bridge_builder import build_bridge_from_module
+
+from attn_only_lens import UnsupportedModelError, expose_neuron_heads
+from attn_only_lens import patching as p
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # TransformerLens' and transformers' own
+POS, D_MLP = 5, 37
+SIZES = {"num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": D_MLP}
+SIZES |= {"vocab_size": 41, "hidden_size": 26, "max_position_embeddings": 17}
+GROUPED = {"num_key_value_heads": 1, "head_dim": 14}
+GPT = {"vocab_size": 41, "n_positions": 17, "n_layer": 2, "n_head": 2, "n_inner": D_MLP}
+CONFIGS = {
+    "gpt2": lambda: transformers.GPT2Config(**GPT, n_embd=26),
+    "neox": lambda: transformers.GPTNeoXConfig(**SIZES, rotary_pct=0.5),
+    "llama": lambda: transformers.LlamaConfig(**SIZES, **GROUPED),
+    "gemma2": lambda: transformers.Gemma2Config(**SIZES, **GROUPED),
+}
+METRIC = p.logit_diff(oracle.CORRECT, oracle.WRONG)
+# LlamaRMSNorm and Gemma2RMSNorm compute in float32 in any dtype. A derivative then has an error of
+# 1e-7/step from rounding, so that the step must be large, and step² f‴/6 from that.
+DIGITS = {"gpt2": 1e-6, "neox": 1e-6, "llama": 5e-3, "gemma2": 5e-3}
+STEP = {"gpt2": 1e-4, "neox": 1e-4, "llama": 1e-2, "gemma2": 1e-2}
+NAMES = ("L0H1", "L0N3", "L0N29", "L1H0", "L1N36")
+
+
+@torch.no_grad()
+def bridge_of(name):
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(
+        CONFIGS[name](), attn_implementation="eager"
+    )
+    model = model.to(torch.float64).eval()
+    for parameter in model.parameters():
+        parameter.copy_(torch.randn_like(parameter) * 0.3)
+    bridge = build_bridge_from_module(model, type(model).__name__, hf_config=model.config)
+    expose_neuron_heads(bridge)
+    return bridge
+
+
+def prompts():
+    corrupted = torch.tensor([[3, 17, 5, 29, 11]])
+    clean = corrupted.clone()
+    clean[:, 1] = 23
+    return clean, corrupted
+
+
+def moves(sweep, name, pos):
+    row = sweep.frame.query(f"name == {name!r} and position == {pos}")
+    return row["value"].item() - sweep.corrupted_value
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_gradient_is_the_slope_of_small_patches(name):
+    model, (clean, corrupted) = bridge_of(name), prompts()
+    for part in ("z", "pattern", "q"):
+        found = p.attribution(model, clean, corrupted, METRIC, part=part, method="gradient")
+        expected, got = [], []
+        for head in NAMES:
+            for pos in (1, POS - 1):
+                at, where = oracle.place(head, part, pos, "in place")
+                change = oracle.seen(model, clean, at)[where]
+                change = change - oracle.seen(model, corrupted, at)[where]
+                expected.append(oracle.slope(model, corrupted, at, where, change, step=STEP[name]))
+                got.append(moves(found, head, pos))
+        expected, got = torch.tensor(expected), torch.tensor(got)
+        assert (got - expected).abs().max() < DIGITS[name] * expected.abs().max(), part
+        # control: a sign, or the other run's change, is far outside
+        assert expected.abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("name", ["gpt2", "neox", "llama"])
+def test_frozen_is_a_patch_of_the_model_held_in_place(name):
+    """Exactly, whatever the size of the patch, where all that follows has plain MLPs."""
+    model, (clean, corrupted) = bridge_of(name), prompts()
+    names = [n for n in model.hook_dict if n.endswith(("hook_scale", "hook_pattern"))]
+    kept = {n: oracle.seen(model, corrupted, n) for n in names}
+    hooks = [(n, lambda value, hook, n=n: kept[n]) for n in names]
+    found = p.attribution(model, clean, corrupted, METRIC, method="frozen_pattern")
+    free = []
+    for head in ("L1N3", "L1N29") if name == "llama" else NAMES:
+        for pos in (1, POS - 1):
+            at, where = oracle.place(head, "z", pos, "in place")
+            change = oracle.seen(model, clean, at)[where] - oracle.seen(model, corrupted, at)[where]
+            unmoved, held = (
+                oracle.difference(oracle.moved(model, corrupted, at, where, by, hooks=hooks))
+                for by in (0.0, change)
+            )
+            assert moves(found, head, pos) == pytest.approx(held - unmoved, abs=1e-10)
+            plain = oracle.difference(oracle.moved(model, corrupted, at, where, change))
+            free.append(plain - held)
+    assert max(map(abs, free)) > 1e-5  # control: the model that is not held
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_methods_find_what_patching_finds(name):
+    model, (clean, corrupted) = bridge_of(name), prompts()
+    before = {n: (q.requires_grad, q.grad) for n, q in model.named_parameters()}
+    exact = p.activation_patch(model, clean, corrupted, METRIC, part="q", progress=False)
+    closed = p.attribution(model, clean, corrupted, METRIC, part="q")
+    assert closed.method == "exact_gate"
+    assert p.agreement(exact, closed)["pearson"].item() > 0.99
+    for method in ("integrated", "frozen_pattern"):
+        p.attribution(model, clean, corrupted, METRIC, method=method, progress=False)
+    assert {n: (q.requires_grad, q.grad) for n, q in model.named_parameters()} == before
+    assert not any(m._forward_hooks for m in model.modules())
+
+
+def native():
+    sizes = {"n_layers": 2, "d_model": 26, "n_heads": 2, "d_head": 13, "d_mlp": D_MLP}
+    cfg = TransformerBridgeConfig(**sizes, d_vocab=41, n_ctx=17, act_fn="gelu_new", seed=0)
+    cfg.init_mode = "gpt2"
+    model = TransformerBridge.boot_native(cfg, dtype=torch.float64)
+    expose_neuron_heads(model)
+    return model
+
+
+def test_hook_points_that_only_look_on_are_refused():
+    """As those of a native bridge's patterns do under 3.9."""
+    model, (clean, corrupted) = native(), prompts()
+    at, where = oracle.place("L1H0", "pattern", POS - 1, "in place")
+    heard = not torch.equal(oracle.moved(model, clean, at, where, 1.0), model(clean))
+    for settings, reason in (
+        ({"part": "pattern", "method": "gradient"}, r"attn\.hook_pattern goes nowhere"),
+        ({"method": "frozen_pattern"}, "still not linear"),
+    ):
+        if heard:
+            p.attribution(model, clean, corrupted, METRIC, **settings)
+        else:
+            with pytest.raises(UnsupportedModelError, match=reason):
+                p.attribution(model, clean, corrupted, METRIC, **settings)
+    p.attribution(model, clean, corrupted, METRIC, method="gradient")

@@ -1,0 +1,39 @@
+"""The study of attribution runs, and its tables say what its rows do."""
+
+from pathlib import Path
+
+import attribution_vs_patching as study
+import pandas as pd
+import pytest
+from typer.testing import CliRunner
+
+KEPT = Path(__file__).parents[1] / "analyses" / "results"
+
+
+def test_smoke(tmp_path):
+    app = study.typer.Typer()
+    app.command()(study.main)
+    result = CliRunner().invoke(app, ["--smoke", "--out", str(tmp_path)])
+    assert result.exit_code == 0, result.output
+    page = (tmp_path / "attribution_vs_patching.md").read_text("utf-8")
+    assert page.strip() in result.output
+    rows = pd.read_csv(tmp_path / "attribution_vs_patching.csv")
+    assert set(rows["method"]) == set(study.METHODS)
+    of_neurons = rows.query("kind == 'neuron' and method == 'exact_gate'")
+    assert len(of_neurons) == 2 * len(study.PARTS)
+    # neurons of a model of one layer without a norm: all after them is linear, and estimates exact
+    assert of_neurons["pearson"].tolist() == pytest.approx([1.0] * len(of_neurons), abs=1e-9)
+    # control: a linearised gate is not
+    linear = rows.query("kind == 'neuron' and method == 'gradient' and part == 'q'")
+    assert (linear["pearson"] < 0.9).all()
+    assert "frozen_pattern" in (tmp_path / "attribution_vs_patching.svg").read_text("utf-8")
+
+
+def test_the_default_is_the_method_that_agreed_best():
+    rows = pd.read_csv(KEPT / "attribution_vs_patching.csv").fillna(0.0)
+    means = rows.groupby(["kind", "method"])["pearson"].mean().unstack("method")
+    assert (means.idxmax(axis=1) == "exact_gate").all()
+    assert study.p.attribution.__kwdefaults__["method"] == "exact_gate"
+    page = (KEPT / "attribution_vs_patching.md").read_text("utf-8")
+    shown = rows.query("kind == 'neuron' and part == 'q' and method == 'exact_gate'")
+    assert f"| neuron-heads | q | exact_gate | {shown['pearson'].mean():.3f} |" in page
