@@ -5,7 +5,8 @@ import math
 import patch_oracle as oracle
 import pytest
 import torch
-from models import CORE, build, tokens
+from common import tokens
+from models import CORE, build
 from torch.utils.flop_counter import FlopCounterMode
 from transformer_lens import HookedTransformer, HookedTransformerConfig
 

@@ -3,7 +3,8 @@
 import patch_oracle as oracle
 import pytest
 import torch
-from models import CORE, FAMILIES, build, tokens
+from common import tokens
+from models import CORE, FAMILIES, build
 
 from attn_only_lens import UnsupportedModelError, convert, expose_neuron_heads
 from attn_only_lens import patching as p
