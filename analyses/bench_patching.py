@@ -31,12 +31,12 @@ import typer
 from bench_peak_memory import model_of
 from benching import machine, medians, speeds, table
 from torch import Tensor
-from transformer_lens import HookedTransformer
 from transformer_lens.patching import generic_activation_patch
 
 from attn_only_lens import expose_neuron_heads
 from attn_only_lens import patching as p
 from attn_only_lens.files import write_text
+from attn_only_lens.tl import HookedTransformer
 
 POS = 15
 FIRST = (10, 2)  # where prompts differ: at a late name, as in "… John gave a drink to"; early

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 __all__ = ["Batching"]
 
@@ -71,7 +71,7 @@ def _is_out_of_memory(error: Exception) -> bool:
     return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
 
 
-def _tokens_that_fit(model: nn.Module) -> int:
+def _tokens_that_fit(model: Any) -> int:
     parameter = next(model.parameters())
     if parameter.device.type != "cuda":
         return _CPU_TOKENS

@@ -8,10 +8,10 @@ import torch
 from common import tokens
 from models import CORE, build
 from torch.utils.flop_counter import FlopCounterMode
-from transformer_lens import HookedTransformer, HookedTransformerConfig
 
 from attn_only_lens import PatchingError, UnsupportedModelError, convert, expose_neuron_heads
 from attn_only_lens import patching as p
+from attn_only_lens.tl import HookedTransformer, HookedTransformerConfig
 
 POS = 5
 LAYOUTS = ("two blocks a layer", "in place")
