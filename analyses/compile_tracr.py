@@ -100,7 +100,7 @@ PROGRAMS = {
     "sort_unique": Program(
         "make_sort_unique(tokens, tokens)",
         lambda: lib.make_sort_unique(rasp.tokens, rasp.tokens),
-        (1, 2, 3, 4, 5),
+        (1, 2, 3, 4, 5, 6, 7),
         causal=False,
         distinct=True,
     ),

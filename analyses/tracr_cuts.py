@@ -34,6 +34,7 @@ def logits_without(
             f"got normalization_type {model.cfg.normalization_type!r}; expected None: through a "
             "norm, what a part reads is no sum over writers"
         )
+    wanted = {edge.writer for edge in cut}
     written: dict[str, Tensor] = {}
     by_hook = defaultdict(list)
     for edge in cut:
@@ -43,13 +44,12 @@ def logits_without(
         written["embed"] = written["embed"] + x if "embed" in written else x
 
     def write(x: Tensor, hook: HookPoint) -> None:
-        block = model.blocks[hook.layer()]
-        if hook.name.endswith("hook_z"):
-            for h, W in enumerate(block.attn.W_O):
-                written[f"L{hook.layer()}H{h}"] = x[:, :, h] @ W
-        else:
-            for n, W in enumerate(block.mlp.W_out):
-                written[f"L{hook.layer()}N{n}"] = x[:, :, n, None] * W
+        layer, block = hook.layer(), model.blocks[hook.layer()]
+        heads = hook.name.endswith("hook_z")
+        for i, W in enumerate(block.attn.W_O if heads else block.mlp.W_out):
+            name = f"L{layer}{'H' if heads else 'N'}{i}"
+            if name in wanted:
+                written[name] = x[:, :, i] @ W if heads else x[:, :, i, None] * W
 
     def read(x: Tensor, hook: HookPoint) -> Tensor:
         x = x.clone()

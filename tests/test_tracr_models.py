@@ -118,7 +118,7 @@ def test_without_one_of_its_parts_a_program_is_wrong(program):
             forgiven.add(str(part))
         W[part.index] = was
     assert len(parts) > 1
-    # Of length 2 it tells two neurons; either edge cut changes outputs, both make up for it.
+    # L0N6 writes "length 2" for two neurons: to cut either edge changes outputs, to cut both none.
     assert forgiven == ({"L0N6"} if program.name == "reverse" else set())
 
 
@@ -153,16 +153,21 @@ def test_the_edges_are_those_of_the_weights(program):
     assert set(found) < set(program.candidates())
 
 
-def moves(program, cut):
-    """By batch: largest |Δ logit| where an output is defined, and whether outputs stay right."""
+@torch.no_grad()
+def prepared(program):
+    """By batch: tokens, what is expected, where that is defined, and the logits of the whole."""
     for tokens, expected, _ in program.batches():
         defined = torch.tensor([[False, *(y is not None for y in ys)] for ys in expected])
         if defined.any():
-            with torch.no_grad():
-                whole = program.model(tokens)
-            logits = logits_without(program.model, tokens, cut)
-            moved = (logits - whole)[defined].abs().max().item()
-            yield moved, program.agrees(logits, expected)
+            yield tokens, expected, defined, program.model(tokens)
+
+
+def moves(program, cut, batches=None):
+    """By batch: largest |Δ logit| where an output is defined, and whether outputs stay right."""
+    for tokens, expected, defined, whole in batches or prepared(program):
+        logits = logits_without(program.model, tokens, cut)
+        moved = (logits - whole)[defined].abs().max().item()
+        yield moved, program.agrees(logits, expected)
 
 
 def test_what_is_not_an_edge_carries_nothing(program):
@@ -175,9 +180,10 @@ def test_what_is_not_an_edge_carries_nothing(program):
 
 def test_every_edge_matters_or_is_marked_redundant(program):
     # A compiled head leaks some 1e-7; the least value that a program takes is some 1e-1.
+    batches = list(prepared(program))
     for row in program.edges.itertuples():
         edge = Edge(row.writer, row.reader, row.side)
-        found = moves(program, {edge})
+        found = moves(program, {edge}, batches)
         if row.changes_output:
             assert any(not right for _, right in found), edge
         elif row.changes_logits:
