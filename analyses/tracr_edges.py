@@ -1,0 +1,159 @@
+"""The edges of a compiled program, read off its weights, and what cutting them changes.
+
+Tracr (Lindner, Kramár, Farquhar, Rahtz, McGrath and Mikulik, "Tracr: Compiled Transformers as a
+Laboratory for Interpretability", 2023) gives every variable of a RASP program directions of the
+residual stream of its own, along the axes, and writes exact zeros everywhere else. So which part
+writes what another reads is a matter of which entries are zero. With W_QK = W_Q W_Kᵀ and
+W_OV = W_V W_O of a head, and b = 0 throughout,
+
+    part        reads axis d by                    writes axis d where
+    embed                                          a column d of W_E or W_pos is not zero
+    head        q: row d of W_QK is not zero       a column d of W_OV is not zero
+                k: column d of W_QK is not zero
+                v: row d of W_OV is not zero
+    neuron n    in: W_in[d, n] is not zero         W_out[n, d] is not zero
+    output      in: row d of W_U is not zero
+
+An edge (writer, reader, side) is *true* when some axis is both written by the one and read by the
+other, the writer comes first, and the edge lies on a path of such edges from `embed` to `output`.
+Every other edge carries nothing, or leads nowhere: cutting all of them at once changes no logit.
+
+The converse fails. An edge may carry values that the program never takes (a count of 0, the padding
+token), or that matter at the beginning-of-sequence token alone, where nothing is decoded. Therefore
+the *effect* of each true edge is measured too: the largest change of a logit, over the stored
+inputs, when the reader gets everything but what this writer wrote. Those effects leave a gap: the
+softmax of a compiled head leaks some 1e-7 of its weight to tokens that it should not attend to, and
+a value that is taken at all moves a logit by 0.01 or more. An edge below that is redundant, and in
+these programs all redundant edges are so together: cut at once they change no output.
+
+Weights are named as TransformerLens names them. NumPy alone, so that the script that compiles the
+programs (jax) and whoever loads them (torch) can both run it.
+"""
+
+from collections.abc import Collection, Iterator, Mapping
+from typing import NamedTuple, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+Array: TypeAlias = npt.NDArray[np.float64]
+Weights: TypeAlias = Mapping[str, Array]
+
+
+class Edge(NamedTuple):
+    """What `writer` writes, as `reader` reads it: by q, k or v of a head; in, of the others."""
+
+    writer: str
+    reader: str
+    side: str
+
+
+def n_layers(weights: Weights) -> int:
+    """How many layers the weights are of."""
+    return sum(name.endswith("mlp.W_in") for name in weights)
+
+
+def candidates(weights: Weights) -> list[Edge]:
+    """Every edge that the architecture allows: each part reads all that come before it."""
+    edges: list[Edge] = []
+    before: list[str] = ["embed"]
+    for stage in _stages(weights):
+        for reader in stage:
+            sides = ("q", "k", "v") if "H" in reader else ("in",)
+            edges += [Edge(writer, reader, side) for side in sides for writer in before]
+        before += stage
+    return edges + [Edge(writer, "output", "in") for writer in before]
+
+
+def true_edges(weights: Weights) -> dict[Edge, list[int]]:
+    """The candidates on a path from `embed` to `output`, each with the axes that are shared."""
+    writes, reads = dict(_writes(weights)), dict(_reads(weights))
+    axes = {
+        edge: np.flatnonzero(writes[edge.writer] & reads[edge.reader, edge.side]).tolist()
+        for edge in candidates(weights)
+    }
+    shared = [edge for edge in axes if axes[edge]]
+    # Candidates come by reader, in the order of computation: what feeds a part precedes what it
+    # feeds, so that one pass each way follows every path.
+    fed, useful = {"embed"}, {"output"}
+    for edge in shared:
+        if edge.writer in fed:
+            fed.add(edge.reader)
+    for edge in reversed(shared):
+        if edge.reader in useful:
+            useful.add(edge.writer)
+    return {e: axes[e] for e in shared if e.writer in fed and e.reader in useful}
+
+
+def logits(
+    weights: Weights, tokens: npt.NDArray[np.int64], causal: bool, cut: Collection[Edge] = ()
+) -> Array:
+    """Logits [batch, pos, d_out] of tokens [batch, pos], each cut edge's reader without its writer.
+
+    A reader that is cut off from one writer gets all else; what it then writes goes on as it is.
+    """
+    written = {
+        "embed": weights["embed.W_E"][tokens] + weights["pos_embed.W_pos"][: tokens.shape[1]]
+    }
+    stream = written["embed"]
+    future = np.triu(np.ones((tokens.shape[1],) * 2, dtype=bool), 1) & causal
+
+    def read(reader: str, side: str) -> Array:
+        gone = [written[e.writer] for e in cut if (e.reader, e.side) == (reader, side)]
+        return stream - sum(gone) if gone else stream
+
+    for layer in range(n_layers(weights)):
+        attn = {x: weights[f"blocks.{layer}.attn.W_{x}"] for x in "QKVO"}
+        new = {}
+        for h in range(len(attn["Q"])):
+            name = f"L{layer}H{h}"
+            q, k, v = (read(name, side) @ attn[side.upper()][h] for side in "qkv")
+            scores = np.where(future, -np.inf, q @ k.swapaxes(1, 2) / np.sqrt(q.shape[-1]))
+            pattern = np.exp(scores - scores.max(-1, keepdims=True))
+            new[name] = pattern / pattern.sum(-1, keepdims=True) @ v @ attn["O"][h]
+        stream = stream + sum(new.values())
+        written |= new
+        W_in, W_out = (weights[f"blocks.{layer}.mlp.W_{x}"] for x in ("in", "out"))
+        new = {}
+        for n in range(W_in.shape[1]):
+            name = f"L{layer}N{n}"
+            post = np.maximum(read(name, "in") @ W_in[:, n], 0)
+            new[name] = post[..., None] * W_out[n]
+        stream = stream + sum(new.values())
+        written |= new
+    return read("output", "in") @ weights["unembed.W_U"]
+
+
+def _stages(weights: Weights) -> Iterator[list[str]]:
+    for layer in range(n_layers(weights)):
+        yield [f"L{layer}H{h}" for h in range(len(weights[f"blocks.{layer}.attn.W_Q"]))]
+        yield [f"L{layer}N{n}" for n in range(weights[f"blocks.{layer}.mlp.W_in"].shape[1])]
+
+
+def _writes(weights: Weights) -> Iterator[tuple[str, npt.NDArray[np.bool_]]]:
+    yield "embed", (np.vstack([weights["embed.W_E"], weights["pos_embed.W_pos"]]) != 0).any(0)
+    for layer in range(n_layers(weights)):
+        for h, OV in enumerate(_product(weights, layer, "V", "O")):
+            yield f"L{layer}H{h}", (OV != 0).any(0)
+        for n, row in enumerate(weights[f"blocks.{layer}.mlp.W_out"]):
+            yield f"L{layer}N{n}", row != 0
+
+
+def _reads(weights: Weights) -> Iterator[tuple[tuple[str, str], npt.NDArray[np.bool_]]]:
+    for layer in range(n_layers(weights)):
+        both = zip(
+            _product(weights, layer, "Q", "K"), _product(weights, layer, "V", "O"), strict=True
+        )
+        for h, (QK, OV) in enumerate(both):
+            yield (f"L{layer}H{h}", "q"), (QK != 0).any(1)
+            yield (f"L{layer}H{h}", "k"), (QK != 0).any(0)
+            yield (f"L{layer}H{h}", "v"), (OV != 0).any(1)
+        for n, column in enumerate(weights[f"blocks.{layer}.mlp.W_in"].T):
+            yield (f"L{layer}N{n}", "in"), column != 0
+    yield ("output", "in"), (weights["unembed.W_U"] != 0).any(1)
+
+
+def _product(weights: Weights, layer: int, left: str, right: str) -> Array:
+    """W_QK or W_OV of every head, [n_heads, d_model, d_model]."""
+    W, other = (weights[f"blocks.{layer}.attn.W_{x}"] for x in (left, right))
+    return W @ (other.swapaxes(1, 2) if right == "K" else other)

@@ -1,0 +1,244 @@
+"""Compiled programs: they compute what RASP says, in every form, and their edges are the true ones.
+
+Three oracles share no code with what is tested: the RASP interpreter's outputs and Tracr's own
+logits, both stored by `analyses/compile_tracr.py`, and edges worked out by hand.
+"""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+import torch
+import tracr_edges
+from tracr_cuts import logits_without
+from tracr_edges import Edge
+from tracr_models import FIXTURES, PROGRAMS, load_program
+
+from attn_only_lens import HeadName, convert, expose_neuron_heads
+from attn_only_lens.tolerances import LOGIT_TOLERANCE
+
+ROUNDING = LOGIT_TOLERANCE[torch.float64]
+# True edges, and those of them whose cut changes a logit.
+COUNTS = {
+    "detect_abc": (46, 46),
+    "frac_prevs": (5, 5),
+    "hist": (37, 31),
+    "hist_so_far": (37, 31),
+    "pair_balance": (16, 12),
+    "reverse": (118, 87),
+    "sort_unique": (39, 31),
+}
+# tokens == "x" is a neuron; the head attends to all before it, and averages that neuron.
+BY_HAND = {
+    ("embed", "L0N0", "in"),
+    ("embed", "L1H0", "q"),
+    ("embed", "L1H0", "k"),
+    ("L0N0", "L1H0", "v"),
+    ("L1H0", "output", "in"),
+}
+
+
+@pytest.fixture(params=PROGRAMS)
+def program(request):
+    return load_program(request.param)
+
+
+def error(program, found, expected):
+    """Largest difference over the program's largest logit: on some inputs all logits are 0."""
+    scale = max(x.abs().max() for x in program.tracr_logits)
+    return ((found - expected).abs().max() / scale).item()
+
+
+def forms(program):
+    """The model, and what the package makes of it: without hooks, and with every hook live."""
+    model = program.model
+    attn_only = convert(model)
+    yield "source", model
+    yield "two blocks", attn_only
+    yield "two blocks, hooks live", lambda tokens: attn_only.run_with_cache(tokens)[0]
+    with expose_neuron_heads(model):
+        yield "in place", model
+        yield "in place, hooks live", lambda tokens: model.run_with_cache(tokens)[0]
+
+
+def test_the_inputs_tell_outputs_apart(program):
+    defined = [y for ys in program.expected for y in ys if y is not None]
+    assert len(set(defined)) > 1
+    tokens, expected, _ = next(program.batches())
+    assert not program.agrees(program.model(tokens).flip(0), expected)
+
+
+@torch.no_grad()
+def test_every_form_gives_what_the_interpreter_and_tracr_give(program):
+    for form, run in forms(program):
+        for tokens, expected, tracr_logits in program.batches():
+            logits = run(tokens)
+            assert program.agrees(logits, expected), form
+            assert error(program, logits, tracr_logits) <= ROUNDING, form
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", sorted(set(PROGRAMS) - {"hist", "hist_so_far"}))
+def test_a_wrong_scale_is_seen(name):
+    # By Tracr's logits alone: decoded outputs forgive it. (Counting heads have ties between what
+    # they attend to, and nothing else: no scale matters.)
+    program = load_program(name)
+    for block in program.model.blocks:
+        block.attn.attn_scale *= 1.25
+    tokens, expected, tracr_logits = next(program.batches())
+    logits = program.model(tokens)
+    assert program.agrees(logits, expected)
+    assert error(program, logits, tracr_logits) > 100 * ROUNDING
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["hist", "hist_so_far", "reverse", "sort_unique"])
+def test_a_wrong_mask_is_seen(name):
+    # The other programs compare positions, so that their heads never attend to what comes later.
+    program = load_program(name)
+    cfg = program.model.cfg
+    cfg.attention_dir = "bidirectional" if cfg.attention_dir == "causal" else "causal"
+    tokens, expected, _ = next(program.batches())
+    assert not program.agrees(program.model(tokens), expected)
+
+
+@torch.no_grad()
+def test_without_one_of_its_parts_a_program_is_wrong(program):
+    used = program.edges[program.edges.changes_output]
+    parts = {HeadName.parse(name) for name in used.writer if name != "embed"}
+    forgiven = set()
+    for part in parts:
+        block = program.model.blocks[part.layer]
+        W = block.attn.W_O if part.kind == "attention" else block.mlp.W_out
+        was = W[part.index].clone()
+        W[part.index] = 0
+        # Some parts matter for short inputs only.
+        if all(program.agrees(program.model(t), expected) for t, expected, _ in program.batches()):
+            forgiven.add(str(part))
+        W[part.index] = was
+    assert len(parts) > 1
+    # L0N6 writes "length 2" for two neurons: to cut either edge changes outputs, to cut both none.
+    assert forgiven == ({"L0N6"} if program.name == "reverse" else set())
+
+
+def test_the_edges_of_a_program_worked_out_by_hand():
+    assert load_program("frac_prevs").true_edges() == BY_HAND
+
+
+def test_the_heads_of_sorting_worked_out_by_hand():
+    # L0H0 counts the smaller tokens: it compares tokens, and its value is BOS. Neurons of layer 0
+    # make the count one-hot. L1H0 moves each token to the position (query) that is its count (key).
+    edges = load_program("sort_unique").edges
+    heads = edges[edges.reader.str.contains("H")]
+    into = {at: set(rows.writer.str[:3]) for at, rows in heads.groupby(["reader", "side"])}
+    assert into == {
+        ("L0H0", "q"): {"emb"},
+        ("L0H0", "k"): {"emb"},
+        ("L0H0", "v"): {"emb"},
+        ("L1H0", "q"): {"emb"},
+        ("L1H0", "k"): {"emb", "L0N"},
+        ("L1H0", "v"): {"emb"},
+    }
+
+
+def test_the_edges_are_those_of_the_weights(program):
+    weights = {name: x.detach().numpy() for name, x in program.model.named_parameters()}
+    found = tracr_edges.true_edges(weights)
+    labels = program.residual_labels
+    axes = [[labels[axis] for axis in shared] for shared in found.values()]
+    assert program.edges[[*Edge._fields]].to_numpy().tolist() == [list(edge) for edge in found]
+    assert program.edges["axes"].tolist() == axes
+    assert (len(found), program.edges.changes_logits.sum()) == COUNTS[program.name]
+    assert set(found) < set(program.candidates())
+
+
+@torch.no_grad()
+def prepared(program):
+    """By batch: tokens, what is expected, where that is defined, and the logits of the whole."""
+    for tokens, expected, _ in program.batches():
+        defined = torch.tensor([[False, *(y is not None for y in ys)] for ys in expected])
+        if defined.any():
+            yield tokens, expected, defined, program.model(tokens)
+
+
+def moves(program, cut, batches=None):
+    """By batch: largest |Δ logit| where an output is defined, and whether outputs stay right."""
+    for tokens, expected, defined, whole in batches or prepared(program):
+        logits = logits_without(program.model, tokens, cut)
+        moved = (logits - whole)[defined].abs().max().item()
+        yield moved, program.agrees(logits, expected)
+
+
+def test_what_is_not_an_edge_carries_nothing(program):
+    rest = set(program.candidates()) - program.true_edges()
+    assert rest
+    for moved, right in moves(program, rest):
+        assert moved <= ROUNDING
+        assert right
+
+
+def test_every_edge_matters_or_is_marked_redundant(program):
+    # A compiled head leaks some 1e-7; the least value that a program takes is some 1e-1.
+    batches = list(prepared(program))
+    for row in program.edges.itertuples():
+        edge = Edge(row.writer, row.reader, row.side)
+        found = moves(program, {edge}, batches)
+        if row.changes_output:
+            assert any(not right for _, right in found), edge
+        elif row.changes_logits:
+            seen = list(found)
+            assert max(moved for moved, _ in seen) > 1e-2, edge
+            assert all(right for _, right in seen), edge
+        else:
+            assert all(moved < 1e-5 and right for moved, right in found), edge
+
+
+def test_without_all_redundant_edges_at_once_a_program_is_right(program):
+    used = program.edges[program.edges.changes_logits]
+    kept = {Edge(*row) for row in used[[*Edge._fields]].itertuples(index=False)}
+    rest = set(program.candidates()) - kept
+    assert all(moved < 1e-5 and right for moved, right in moves(program, rest))
+
+
+def test_a_list_with_a_wrong_edge_fails(program):
+    used = program.edges[program.edges.changes_output & (program.edges.side != "in")]
+    edge = Edge(*used[[*Edge._fields]].iloc[-1])
+    candidates = set(program.candidates())
+    wrong = Edge(edge.writer, edge.reader, {"q": "v", "k": "v", "v": "q"}[edge.side])
+    listed = program.true_edges() - {edge} | {wrong}
+    assert not all(right for _, right in moves(program, candidates - listed))
+
+
+def test_both_ways_to_cut_agree(program):
+    # Several edges at once, so that what a cut reader writes is itself read and cut.
+    edges = sorted(program.true_edges())[::3]
+    weights = {name: x.detach().numpy() for name, x in program.model.named_parameters()}
+    causal = program.model.cfg.attention_dir == "causal"
+    tokens, _, whole = next(program.batches())
+    found = logits_without(program.model, tokens, edges)
+    by_weights = tracr_edges.logits(weights, tokens.numpy().astype(np.int64), causal, edges)
+    assert error(program, found, torch.from_numpy(by_weights)) <= ROUNDING
+    assert error(program, found, whole) > 1e-2
+
+
+def test_a_reader_that_comes_before_its_writer_is_refused():
+    program = load_program("frac_prevs")
+    tokens, _, _ = next(program.batches())
+    with pytest.raises(ValueError, match="a writer that comes before the reader"):
+        logits_without(program.model, tokens, {Edge("L1H0", "L0N0", "in")})
+
+
+def test_files_that_do_not_belong_together_are_refused(tmp_path):
+    with pytest.raises(FileNotFoundError, match="got 'sort'; expected one of detect_abc"):
+        load_program("sort")
+    shutil.copy(FIXTURES / "hist.json", tmp_path)
+    shutil.copy(FIXTURES / "reverse.safetensors", tmp_path / "hist.safetensors")
+    with pytest.raises(ValueError, match="hist: "):
+        load_program("hist", tmp_path)
+    card = json.loads((FIXTURES / "hist.json").read_text("utf-8"))
+    card["inputs"].pop()
+    (tmp_path / "hist.json").write_text(json.dumps(card), "utf-8")
+    shutil.copy(FIXTURES / "hist.safetensors", tmp_path / "hist.safetensors")
+    with pytest.raises(ValueError, match="rows of logits"):
+        load_program("hist", tmp_path)
