@@ -61,7 +61,7 @@ def _token(model: Any, one: Any, what: str, reasons: list[str]) -> int:
         if getattr(model, "tokenizer", None) is None:
             reasons.append(f"{what}: got {one!r}, and the model has no tokenizer; give its token")
             return 0
-        tokens = model.to_tokens(one, prepend_bos=False).flatten().tolist() if one else []
+        tokens = model.tokenizer(one, add_special_tokens=False)["input_ids"]
         if len(tokens) != 1:
             shown = [model.tokenizer.decode([token]) for token in tokens]
             reasons.append(

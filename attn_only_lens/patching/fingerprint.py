@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attn_only_lens.heads.layout import neuron_heads
+from attn_only_lens.heads.layout import layout_of, neuron_heads
 
 __all__ = ["fingerprint"]
 
@@ -74,5 +74,11 @@ def _described(model: Any) -> dict[str, Any]:
         and not key.startswith("_")
         and isinstance(value, bool | int | float | str | list | torch.dtype)
     }
-    gates = [repr(heads.gate) for heads in neuron_heads(model)]
-    return {"config": plain, "gates": gates}
+    return {"config": plain, "gates": [_gating(model, heads) for heads in neuron_heads(model)]}
+
+
+def _gating(model: Any, heads: Any) -> dict[str, Any]:
+    """Gates as JSON holds them: in place they are said layer by layer, in two blocks once."""
+    if layout_of(model) == "in place":
+        return {**heads.gating.to_json(), "act_fn": heads.act_fn}
+    return dict(model.cfg.gating.to_json())

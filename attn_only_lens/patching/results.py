@@ -110,7 +110,7 @@ class Sweep:
                 "index": values["index"].to_numpy(),
                 "name": _categories(values["name"]),
                 "position": _position(values["position"]),
-                "part": pd.Categorical.from_codes(np.zeros(len(values), np.int8), [part]),
+                "part": pd.Categorical([part] * len(values), categories=[part]),
                 "value": values["value"].to_numpy(dtype=np.float64),
             }
         )

@@ -102,8 +102,8 @@ class PartStore:
             except PatchingError as error:
                 reasons += error.reasons
                 continue
-            plain = {c: frame[c].astype(str) for c in frame if _is_categorical(frame[c])}
-            frame = frame.assign(**plain)
+            for column in frame.select_dtypes("category"):
+                frame[column] = frame[column].astype(str)
             if frames and not frame.dtypes.equals(frames[0].dtypes):
                 reasons.append(
                     f"{path.name} has columns {dict(frame.dtypes.astype(str))}; the first part has "
@@ -158,7 +158,9 @@ class PartStore:
         if known != _FORMAT or not whole:
             raise PatchingError(
                 [
-                    f"{path} is {known!r}{'' if whole else ', changed by hand'}; expected {_FORMAT!r}"
+                    f"{path} was changed after it was written"
+                    if known == _FORMAT
+                    else f"{path} is of format {known!r}; expected {_FORMAT!r}"
                 ],
                 "these settings cannot be used",
             )
@@ -177,7 +179,3 @@ class PartStore:
 def _short(value: object) -> str:
     text = json.dumps(value)
     return text if len(text) <= 100 else f"{text[:97]}..."
-
-
-def _is_categorical(column: "pd.Series[Any]") -> bool:
-    return isinstance(column.dtype, pd.CategoricalDtype)

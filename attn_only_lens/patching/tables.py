@@ -1,6 +1,7 @@
 """Frames in files, with what they are of: parquet with its schema's metadata, CSV with a JSON.
 
-Damage is noticed: parquet pages carry checksums, and the JSON beside a CSV its fingerprint.
+Damage is noticed: parquet pages and metadata carry checksums, and the JSON beside a CSV that of
+the CSV.
 """
 
 import hashlib
@@ -17,6 +18,7 @@ from attn_only_lens.files import write_text, written_whole
 __all__ = ["parquet_metadata", "read_table", "write_table"]
 
 _KEY = b"attn_only_lens"
+_NUMBERS = ("int64", "float64")
 
 
 def write_table(path: Path, frame: pd.DataFrame, metadata: dict[str, Any]) -> None:
@@ -29,14 +31,16 @@ def write_table(path: Path, frame: pd.DataFrame, metadata: dict[str, Any]) -> No
     if _ending(path) == ".parquet":
         pa, pq = _pyarrow()
         table = pa.Table.from_pandas(frame, preserve_index=False)
-        table = table.replace_schema_metadata({**(table.schema.metadata or {}), _KEY: text})
+        table = table.replace_schema_metadata({_KEY: f"{_digest(text.encode())} {text}"})
         with written_whole(path) as partial:
             pq.write_table(table, partial, write_page_checksum=True)
         return
     with written_whole(path) as partial:
         frame.to_csv(partial, index=False)
-        digest = hashlib.sha256(partial.read_bytes()).hexdigest()
-    write_text(_beside(path), json.dumps({"sha256": digest, "metadata": metadata}, indent=2))
+        digest = _digest(partial.read_bytes())
+    numbers = {column: str(kind) for column, kind in frame.dtypes.items() if kind in _NUMBERS}
+    said = {"sha256": digest, "numbers": numbers, "metadata": metadata}
+    write_text(_beside(path), json.dumps(said, indent=2))
 
 
 def read_table(path: Path) -> tuple[pd.DataFrame, dict[str, Any]]:
@@ -50,18 +54,19 @@ def read_table(path: Path) -> tuple[pd.DataFrame, dict[str, Any]]:
         pa, pq = _pyarrow()
         try:
             table = pq.read_table(path, page_checksum_verification=True)
-        except (OSError, pa.ArrowException) as error:
+            return table.to_pandas(), metadata
+        except (OSError, pa.ArrowException, ValueError, LookupError) as error:
             raise _unreadable(path, error) from error
-        return table.to_pandas(), metadata
     try:
         content = path.read_bytes()
         beside = json.loads(_beside(path).read_text(encoding="utf-8"))
-        digest, metadata = beside["sha256"], beside["metadata"]
+        digest, numbers, metadata = (beside[key] for key in ("sha256", "numbers", "metadata"))
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise _unreadable(path, error) from error
-    if hashlib.sha256(content).hexdigest() != digest:
+    if _digest(content) != digest:
         raise _unreadable(path, f"it is not the file that {_beside(path).name} is about")
-    return pd.read_csv(path, float_precision="round_trip", keep_default_na=False), metadata
+    # As text first: pandas' own parser of numbers may be a rounding off, and takes "NA" for none.
+    return pd.read_csv(path, dtype=str, keep_default_na=False).astype(numbers), metadata
 
 
 def parquet_metadata(path: Path) -> dict[str, Any]:
@@ -72,12 +77,19 @@ def parquet_metadata(path: Path) -> dict[str, Any]:
     """
     pa, pq = _pyarrow()
     try:
-        metadata = json.loads((pq.read_schema(path).metadata or {})[_KEY])
+        said = (pq.read_schema(path).metadata or {}).get(_KEY)
     except (OSError, pa.ArrowException, ValueError) as error:
         raise _unreadable(path, error) from error
-    except KeyError:
-        raise _unreadable(path, "something else wrote it") from None
-    return dict(metadata)
+    if said is None:
+        raise _unreadable(path, "something else wrote it")
+    digest, _, text = said.partition(b" ")
+    if _digest(text).encode() != digest:
+        raise _unreadable(path, "what it says of itself was changed")
+    return dict(json.loads(text))
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
 
 
 def _ending(path: Path) -> str:

@@ -1,0 +1,69 @@
+"""Agreement against scipy, whatever the order of rows; and sweeps that cannot be compared."""
+
+import numpy as np
+import pytest
+import scipy.stats
+from random_sweeps import sweep, values
+
+from attn_only_lens import PatchingError
+from attn_only_lens import patching as p
+
+EXACT = 1e-12  # means over 65 numbers
+
+
+@pytest.mark.parametrize("direction", ["denoise", "noise"])
+def test_against_scipy(direction):
+    exact = sweep(0, direction=direction)
+    noisy = values(0).assign(value=(values(0)["value"] + 0.7 * values(1)["value"]).round(1))
+    approx = sweep(frame=noisy.sample(frac=1.0, random_state=3), direction=direction)
+    (row,) = p.agreement(exact, approx, k=11).to_dict("records")
+    one, other = exact.frame["value"], sweep(frame=noisy).frame["value"]
+    assert other.duplicated().any()  # ties, which have a mean rank
+    assert row["pearson"] == pytest.approx(scipy.stats.pearsonr(one, other)[0], abs=EXACT)
+    assert row["spearman"] == pytest.approx(scipy.stats.spearmanr(one, other)[0], abs=EXACT)
+    # The effect is the distance from the run patched into, not from 0 alone.
+    base = {"denoise": -1.3, "noise": 3.7}[direction]
+    tops = [set(np.argsort(-np.abs(each - base), kind="stable")[:11]) for each in (one, other)]
+    assert row["top_k"] == len(tops[0] & tops[1]) / 11
+    assert 0 < row["top_k"] < 1
+    assert (row["k"], row["n"]) == (11, 65)
+    # The control: rows side by side, not site by site, would say otherwise.
+    misaligned = np.corrcoef(one, approx.frame["value"])[0, 1]
+    assert abs(misaligned - row["pearson"]) > 0.1
+
+
+def test_with_itself_and_its_opposite():
+    exact = sweep(0)
+    same = p.agreement(exact, exact, k=13).iloc[0]
+    assert same[["pearson", "spearman", "top_k"]].tolist() == pytest.approx([1.0, 1.0, 1.0])
+    opposite = values(0)
+    opposite["value"] = -2.6 - opposite["value"]  # score to -score
+    other = p.agreement(exact, sweep(frame=opposite), k=13).iloc[0]
+    assert other[["pearson", "spearman", "top_k"]].tolist() == pytest.approx([-1.0, -1.0, 1.0])
+
+
+BAD = {
+    "sites": (lambda: sweep(frame=values().iloc[3:].replace("L1N4", "L1N5000")), "8 of 65 rows"),
+    "part": (lambda: sweep(part="q"), "65 of 65 rows are of exact alone, and 65 of 65"),
+    "position": (lambda: sweep(frame=values(positions=["all"])), "13 of approx alone"),
+    "direction": (lambda: sweep(direction="noise"), "exact is denoise, approx is noise"),
+    "constant": (lambda: sweep(frame=values().assign(value=1.0)), "all scores of approx"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_refused(case):
+    other, reason = BAD[case]
+    with pytest.raises(PatchingError, match=reason):
+        p.agreement(sweep(), other())
+
+
+def test_refused_with_every_reason():
+    broken = sweep()
+    broken.frame.loc[3, "score"] = np.nan
+    with pytest.raises(PatchingError) as caught:
+        p.agreement(sweep(direction="noise"), broken, k=66)
+    assert len(caught.value.reasons) == 3
+    for k in (0, True, 2.0):
+        with pytest.raises(PatchingError, match="expected 1 to the 65 rows"):
+            p.agreement(sweep(), sweep(), k=k)

@@ -1,0 +1,271 @@
+"""Metrics against sums written out by hand, TransformerLens' own loss, and what is refused."""
+
+import math
+
+import pytest
+import torch
+from models import build, tokens
+from tiny_tokenizer import tiny_tokenizer
+
+from attn_only_lens import PatchingError
+from attn_only_lens import patching as p
+
+BATCH, POS, VOCAB, SITES = 3, 7, 43, 5
+LAST = [6, 1, 4]
+EXACT = 1e-12  # float64: a softmax over 43 entries and a mean, some hundred roundings of 1e-16
+CORRECT, WRONG = [2, 3, 5], [7, 11, 2]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    model = build("gelu")
+    model.set_tokenizer(tiny_tokenizer(41, tmp_path_factory.mktemp("tokenizer")))
+    return model
+
+
+@pytest.fixture(scope="module")
+def pair(model):
+    clean = tokens(batch=BATCH, pos=POS)
+    corrupted = clean.clone()
+    corrupted[:, 1] = (clean[:, 1] + 1) % 41
+    mask = torch.tensor([[1] * (n + 1) + [0] * (POS - n - 1) for n in LAST])
+    return p.prompt_pair(model, clean, corrupted, mask)
+
+
+def logits_of(seed, sites=SITES):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn((sites, BATCH, POS, VOCAB), generator=generator, dtype=torch.float64)
+
+
+def softmax(row):
+    total = sum(math.exp(x) for x in row)
+    return [math.exp(x) / total for x in row]
+
+
+def at_last(run):
+    return [run[i, LAST[i]].tolist() for i in range(BATCH)]
+
+
+def mean(numbers):
+    numbers = list(numbers)
+    return sum(numbers) / len(numbers)
+
+
+def by_hand_kl(run, clean):
+    rows = zip(map(softmax, at_last(clean)), map(softmax, at_last(run)), strict=True)
+    return mean(sum(c * math.log(c / q) for c, q in zip(*row, strict=True)) for row in rows)
+
+
+CLEAN = logits_of(99, sites=1)[0]
+BY_HAND = {
+    "logit_diff": (
+        p.logit_diff(CORRECT, torch.tensor(WRONG)),
+        lambda run: mean(
+            row[c] - row[w] for row, c, w in zip(at_last(run), CORRECT, WRONG, strict=True)
+        ),
+    ),
+    "one answer for all": (
+        p.logit_diff(17, 19),
+        lambda run: mean(row[17] - row[19] for row in at_last(run)),
+    ),
+    "texts": (
+        p.logit_diff("w1", ["w9", "w3", "w4"]),  # after four special tokens
+        lambda run: mean(row[5] - row[w] for row, w in zip(at_last(run), [13, 7, 8], strict=True)),
+    ),
+    "probability": (
+        p.probability(CORRECT),
+        lambda run: mean(softmax(row)[c] for row, c in zip(at_last(run), CORRECT, strict=True)),
+    ),
+    "log_probability": (
+        p.log_probability(CORRECT),
+        lambda run: mean(
+            math.log(softmax(row)[c]) for row, c in zip(at_last(run), CORRECT, strict=True)
+        ),
+    ),
+    "kl": (p.kl(to="clean"), lambda run: by_hand_kl(run, CLEAN)),
+    "custom": (lambda logits: logits[:, 2, 3].mean(), lambda run: mean(run[:, 2, 3].tolist())),
+    "custom number": (
+        p.custom(lambda logits: logits.max().item(), name="largest"),
+        lambda run: max(run.flatten().tolist()),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BY_HAND)
+def test_by_hand(case, model, pair):
+    metric, by_hand = BY_HAND[case]
+    bound = p.bind(metric, model, pair, reference=CLEAN)
+    logits = logits_of(0)
+    values = bound.value(bound.select(logits))
+    expected = [by_hand(run) for run in logits]
+    assert values.shape == (SITES,)
+    assert values.tolist() == pytest.approx(expected, rel=EXACT, abs=EXACT)
+    assert bound.of(logits[2]) == pytest.approx(expected[2], rel=EXACT, abs=EXACT)
+    # Controls: sites differ, and so does a reading one position off.
+    assert len(set(values.tolist())) == SITES
+    shifted = bound.value(bound.select(logits.roll(1, dims=2)))
+    if case != "custom number":
+        assert (shifted - values).abs().min() > 1e-6
+
+
+def test_loss_is_transformer_lens(model, pair):
+    bound = p.bind(p.loss(), model, pair)
+    for run in (pair.clean, pair.corrupted):
+        logits = model(run, attention_mask=pair.mask)
+        got = bound.of(logits)
+        logs = logits.log_softmax(-1)
+        each = [
+            -logs[i, t, pair.clean[i, t + 1]].item() for i in range(BATCH) for t in range(LAST[i])
+        ]
+        assert got == pytest.approx(mean(each), rel=EXACT)
+    # Without padding it is their mean; the control: with padding it is another.
+    whole = p.prompt_pair(model, pair.clean, pair.corrupted)
+    theirs = model(pair.clean, return_type="loss").item()
+    assert p.bind(p.loss(), model, whole).of(model(pair.clean)) == pytest.approx(theirs, rel=EXACT)
+    assert abs(theirs - bound.of(model(pair.clean))) > 1e-3
+
+
+def test_what_is_read(model, pair):
+    bound = p.bind(p.logit_diff(CORRECT, WRONG), model, pair)
+    assert bound.positions.tolist() == LAST
+    assert bound.columns.tolist() == [2, 3, 5, 7, 11]
+    assert bound.select(logits_of(0)).shape == (SITES, BATCH, 1, 5)
+    assert p.bind(p.probability(3), model, pair).columns is None
+    assert p.bind(p.loss(), model, pair).positions is None
+
+
+def test_kl_is_zero_on_the_clean_run_alone_and_has_a_direction(model, pair):
+    bound = p.bind(p.kl(), model, pair, reference=CLEAN)
+    other = logits_of(1, sites=1)[0]
+    assert abs(bound.of(CLEAN)) < EXACT
+    assert bound.of(other) > 0.1
+    swapped = p.bind(p.kl(), model, pair, reference=other).of(CLEAN)
+    assert abs(swapped - bound.of(other)) > 1e-3
+    barred = CLEAN.clone()
+    barred[..., 5] = -torch.inf
+    assert math.isfinite(p.bind(p.kl(), model, pair, reference=barred).of(other))
+
+
+@pytest.mark.parametrize("case", [c for c in BY_HAND if c != "custom number"])
+def test_gradients_are_differences(case, model, pair):
+    bound = p.bind(BY_HAND[case][0], model, pair, reference=CLEAN)
+    run = logits_of(3, sites=1)[0]
+    p.require_differentiable(bound, run)
+    leaf = run.clone().requires_grad_()
+    bound.value(bound.select(leaf)[None]).sum().backward()
+    direction, step = logits_of(4, sites=1)[0], 1e-5
+    difference = (bound.of(run + step * direction) - bound.of(run - step * direction)) / (2 * step)
+    # Central differences: step² of truncation, 1e-16 / step of rounding.
+    assert (leaf.grad * direction).sum().item() == pytest.approx(difference, rel=1e-6, abs=1e-9)
+    assert abs(difference) > 1e-4
+
+
+def test_half_precision_is_summed_in_float32(model, pair):
+    bound = p.bind(p.log_probability(3), model, pair)
+    half = logits_of(0).to(torch.bfloat16)
+    got = bound.value(bound.select(half))
+    assert got.dtype == torch.float32
+    torch.testing.assert_close(got, bound.value(bound.select(half.float())))
+
+
+class Counter:
+    calls = 0
+
+    def __call__(self, logits):
+        self.calls += 1
+        return logits.mean() * self.calls
+
+
+def doubled(logits):
+    return logits.mul_(2.0).mean()
+
+
+BAD_CUSTOM = {
+    "remembers": (Counter(), "and then"),
+    "random": (lambda logits: logits.mean() + torch.rand(()), "and then"),
+    "in place": (doubled, "changes the logits"),
+    "vector": (lambda logits: logits[:, -1, 0], r"float64 tensor \[3\]"),
+    "flag": (lambda logits: True, "got True"),
+    "nothing": (lambda logits: None, "got None"),
+    "integers": (lambda logits: logits.argmax(), "int64 tensor"),
+    "not a number": (lambda logits: logits.mean() * torch.nan, "not finite for 1 of 1"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_CUSTOM)
+def test_a_function_that_is_no_metric(case, model, pair):
+    fn, reason = BAD_CUSTOM[case]
+    with pytest.raises(PatchingError, match=reason):
+        p.bind(fn, model, pair).of(CLEAN)
+
+
+def test_a_detached_metric_serves_sweeps_and_not_attribution(model, pair):
+    bound = p.bind(lambda logits: logits.mean().item(), model, pair)
+    assert bound.of(CLEAN) == pytest.approx(CLEAN.mean().item())
+    with pytest.raises(PatchingError, match="detached"):
+        p.require_differentiable(bound, CLEAN)
+    root = p.bind(lambda logits: (logits - logits).sum().abs().sqrt(), model, pair)
+    with pytest.raises(PatchingError, match="gradient is not finite"):
+        p.require_differentiable(root, CLEAN)
+
+
+REFUSED = {
+    "two tokens": (p.probability("w1 w2"), [r"'w1 w2', which is 2 tokens \['w1', 'w2'\]"]),
+    "no token": (p.probability(""), ["0 tokens"]),
+    "range": (p.logit_diff(43, -1), ["correct: got 43; .*0 to 42", "wrong: got -1"]),
+    "kind": (p.logit_diff(True, 2.0), ["correct: got True", "wrong: got 2.0"]),
+    "count": (p.log_probability([1, 2]), ["got 2 answers; expected 1, or 3"]),
+    "none": (p.log_probability([]), ["got 0 answers"]),
+    "same": (p.logit_diff([1, 2, 3], [2, 2, 3]), [r"same token for prompts \[1, 2\]"]),
+    "no reference": (p.kl(), ["got reference None"]),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refused(case, model, pair):
+    metric, patterns = REFUSED[case]
+    with pytest.raises(PatchingError) as caught:
+        p.bind(metric, model, pair)
+    assert len(caught.value.reasons) == len(patterns)
+    for pattern in patterns:
+        assert caught.match(pattern)
+
+
+def test_refused_otherwise(model, pair):
+    with pytest.raises(PatchingError, match="swap the prompts"):
+        p.kl(to="corrupted")
+    with pytest.raises(PatchingError, match="got a int"):
+        p.custom(7)
+    with pytest.raises(PatchingError, match="no tokenizer"):
+        p.bind(p.probability("w1"), build("gelu"), pair)
+    with pytest.raises(PatchingError, match=r"expected the clean run's logits \[3, 7, 43\]"):
+        p.bind(p.kl(), model, pair, reference=CLEAN[:, :5])
+    single = p.prompt_pair(model, torch.tensor([[1]]), torch.tensor([[2]]))
+    with pytest.raises(PatchingError, match="no prompt has a second token"):
+        p.bind(p.loss(), model, single)
+    small = build("gelu", d_vocab_out=5)
+    with pytest.raises(PatchingError, match="tokens 0 to 4 only"):
+        p.bind(p.loss(), small, pair)
+
+
+def test_logits_of_another_shape_are_refused(model, pair):
+    bound = p.bind(p.logit_diff(CORRECT, WRONG), model, pair)
+    with pytest.raises(PatchingError, match=r"got logits \[5, 3, 7, 43\]"):
+        bound.value(logits_of(0))
+    with pytest.raises(PatchingError, match="at least one site"):
+        bound.value(bound.select(logits_of(0))[:0])
+    with pytest.raises(PatchingError, match="ending in"):
+        bound.of(CLEAN[:2])
+
+
+def test_a_constant_metric_is_refused():
+    p.require_distinct(1.0, 1.0 + 1e-14, torch.float64)
+    for dtype, values in (
+        (torch.float64, (2.0, 2.0 + 1e-15)),
+        (torch.float32, (2.0, 2.0 + 1e-7)),
+        (torch.float32, (0.0, 0.0)),
+        (torch.float32, (math.nan, 1.0)),
+        (torch.float32, (math.inf, 1.0)),
+    ):
+        with pytest.raises(PatchingError, match="does not tell apart"):
+            p.require_distinct(*values, dtype)

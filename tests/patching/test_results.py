@@ -1,0 +1,199 @@
+"""Results: the scale of scores, what comes first, and files that hold what was saved."""
+
+import json
+import sys
+import time
+
+import numpy as np
+import pandas as pd
+import pytest
+from random_sweeps import POSITIONS, RUN, SITES, sweep, values
+
+from attn_only_lens import PatchingError
+from attn_only_lens import patching as p
+
+COLUMNS = ["layer", "kind", "index", "name", "position", "part", "value", "score"]
+
+
+def test_columns_and_scores():
+    frame = sweep().to_frame()
+    assert list(frame.columns) == COLUMNS
+    assert len(frame) == SITES * POSITIONS
+    assert set(frame["part"]) == {"z"}
+    for got, value in zip(frame["score"], values()["value"], strict=True):
+        assert got == pytest.approx((value + 1.3) / 5.0, rel=1e-14)
+    assert frame["name"].tolist() == values()["name"].tolist()
+    assert [str(frame[c].dtype) for c in ("kind", "name", "part")] == ["category"] * 3
+    frame["score"] = 0.0  # a copy
+    assert sweep().frame["score"].abs().min() > 0
+
+
+@pytest.mark.parametrize("direction", ["denoise", "noise"])
+def test_the_scale_is_the_same_in_both_directions(direction):
+    ends = values().iloc[:2].assign(value=[RUN["corrupted_value"], RUN["clean_value"]])
+    found = sweep(frame=ends, direction=direction)
+    assert found.frame["score"].tolist() == [0.0, 1.0]
+    # What leaves the run as it was comes last.
+    moved = 1 if direction == "denoise" else 0
+    assert found.top(1)["score"].tolist() == [float(moved)]
+    assert found.effect.tolist() == ([0.0, 1.0] if moved else [-1.0, 0.0])
+
+
+def test_top_is_a_sort():
+    found = sweep(direction="noise")
+    expected = sorted(range(SITES * POSITIONS), key=lambda i: -abs(found.frame["score"][i] - 1.0))
+    assert found.top(11).index.tolist() == expected[:11]
+    assert len(found.top(1000)) == SITES * POSITIONS
+    for k in (0, -1, True, 2.0):
+        with pytest.raises(PatchingError, match="expected 1 or more"):
+            found.top(k)
+
+
+def test_query_keeps_what_was_run():
+    found = sweep(direction="noise").query("layer == 1 and position == 3")
+    assert (found.direction, found.metric) == ("noise", RUN["metric"])
+    assert set(found.frame["layer"]) == {1}
+    assert found.frame["name"].cat.categories.tolist() == found.frame["name"].tolist()
+
+
+@pytest.mark.parametrize("ending", ["parquet", "csv"])
+@pytest.mark.parametrize("positions", [range(POSITIONS), ["all"]])
+def test_saved_and_loaded(ending, positions, tmp_path):
+    path = tmp_path / "deep" / f"sweep.{ending}"
+    saved = sweep(frame=values(positions=positions))
+    saved.save(path)
+    saved.save(path)
+    loaded = p.Sweep.load(path)
+    pd.testing.assert_frame_equal(loaded.frame, saved.frame, check_exact=True)
+    assert {key: getattr(loaded, key) for key in RUN} == RUN
+    left = {each.name for each in path.parent.iterdir()}
+    assert left == {path.name} | ({f"{path.name}.json"} if ending == "csv" else set())
+
+
+def test_text_that_looks_like_nothing_is_text(tmp_path):
+    saved = sweep(frame=values().iloc[:1].assign(name="NA", kind="null"))
+    saved.save(tmp_path / "sweep.csv")
+    assert p.Sweep.load(tmp_path / "sweep.csv").frame["name"].tolist() == ["NA"]
+
+
+@pytest.mark.parametrize("ending", ["parquet", "csv"])
+def test_a_flipped_bit_is_noticed_or_harmless(ending, tmp_path):
+    path = tmp_path / f"sweep.{ending}"
+    saved = sweep()
+    saved.save(path)
+    whole = path.read_bytes()
+    for at in range(0, len(whole), 37):
+        broken = bytearray(whole)
+        broken[at] ^= 0x10
+        path.write_bytes(broken)
+        try:
+            loaded = p.Sweep.load(path)
+        except PatchingError:
+            continue
+        # In the footer of parquet there are bytes that nothing depends on, such as statistics.
+        assert ending == "parquet"
+        assert {key: getattr(loaded, key) for key in RUN} == RUN
+        pd.testing.assert_frame_equal(loaded.frame, saved.frame, check_exact=True)
+    path.write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(PatchingError, match="cannot be read"):
+        p.Sweep.load(path)
+
+
+def test_a_write_that_fails_leaves_the_old_file(tmp_path, monkeypatch):
+    path = tmp_path / "sweep.csv"
+    sweep(0).save(path)
+
+    def interrupted(self, target, **how):
+        target.write_text("layer,kind")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(pd.DataFrame, "to_csv", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        sweep(1).save(path)
+    assert len(list(tmp_path.iterdir())) == 2
+    pd.testing.assert_frame_equal(p.Sweep.load(path).frame, sweep(0).frame)
+
+
+def test_files_that_are_no_sweep(tmp_path):
+    values().to_parquet(tmp_path / "plain.parquet")
+    values().to_csv(tmp_path / "plain.csv")
+    for name, reason in {
+        "plain.parquet": "something else wrote it",
+        "plain.csv": "No such file",
+        "none.parquet": "No such file",
+        "sweep.txt": "ends in .parquet or .csv",
+    }.items():
+        with pytest.raises(PatchingError, match=reason):
+            p.Sweep.load(tmp_path / name)
+    with pytest.raises(PatchingError, match=r"ends in \.parquet"):
+        sweep().save(tmp_path / "sweep.pkl")
+    sweep().save(tmp_path / "new.csv")
+    beside = tmp_path / "new.csv.json"
+    said = json.loads(beside.read_text())
+    said["metadata"]["format_version"] = 2
+    beside.write_text(json.dumps(said))
+    with pytest.raises(PatchingError, match="format_version 2; expected 1"):
+        p.Sweep.load(tmp_path / "new.csv")
+
+
+def test_without_pyarrow_it_says_what_to_install(tmp_path, monkeypatch):
+    sweep().save(tmp_path / "sweep.parquet")
+    monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)  # pandas itself may use pyarrow
+    with pytest.raises(PatchingError, match=r"pip install 'attn-only-lens\[parquet\]'"):
+        sweep().save(tmp_path / "other.parquet")
+    with pytest.raises(PatchingError, match=r"pip install 'attn-only-lens\[parquet\]'"):
+        p.Sweep.load(tmp_path / "sweep.parquet")
+    sweep().save(tmp_path / "sweep.csv")
+    assert len(p.Sweep.load(tmp_path / "sweep.csv").frame) == SITES * POSITIONS
+
+
+def test_shown():
+    found = sweep()
+    text, html = repr(found), found._repr_html_()
+    assert "z, denoise, 65 rows, 7 prompts" in text
+    assert found.top(1)["name"].iloc[0] in text.splitlines()[2]
+    assert "<table" in html
+    assert "<tiny>" not in html
+    assert "no rows" in repr(found.query("layer == 9"))
+
+
+BAD = {
+    "columns": ({}, lambda f: f.drop(columns="name"), "got columns"),
+    "nan": ({}, lambda f: f.assign(value=np.nan), "65 of 65 values are not finite"),
+    "twice": ({}, lambda f: pd.concat([f, f[:2]]), "2 rows repeat a site, such as L0H0"),
+    "positions": ({}, lambda f: f.assign(position=["all"] + [3] * 64), "numbers alone, or 'all'"),
+    "direction": ({"direction": "up"}, lambda f: f, "got direction='up'"),
+    "constant": ({"clean_value": -1.3}, lambda f: f, "two finite numbers that differ"),
+    "infinite": ({"clean_value": np.inf}, lambda f: f, "two finite numbers that differ"),
+    "part": ({}, lambda f: f.assign(part="q"), r"got parts \['q'\]"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_refused(case):
+    changes, change, reason = BAD[case]
+    with pytest.raises(PatchingError, match=reason):
+        sweep(frame=change(values()), **changes)
+
+
+def test_cheap_at_the_size_of_gpt2_small():
+    n, pos = 36_864, 15
+    names = np.array([f"L{i // 3072}N{i % 3072}" for i in range(n)], dtype=object)
+    index = np.repeat(np.arange(n), pos)
+    found = sweep(
+        frame=pd.DataFrame(
+            {
+                "layer": index // 3072,
+                "kind": "neuron",
+                "index": index % 3072,
+                "name": names[index],
+                "position": np.tile(np.arange(pos), n),
+                "value": np.random.default_rng(0).normal(size=n * pos),
+            }
+        )
+    )
+    start = time.perf_counter()
+    assert len(found.top(20)) == 20
+    assert time.perf_counter() - start < 1.0  # 0.02 s measured
+    # 49 bytes a row measured; names as text alone would take more than that.
+    assert found.frame.memory_usage(deep=True).sum() < 64 * n * pos
