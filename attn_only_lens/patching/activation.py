@@ -97,7 +97,7 @@ def activation_patch(
         >>> len(sweep.to_frame())  # 512 neurons at 3 positions
         1536
     """
-    part, direction = _checked(model, part, direction, reference)
+    part, direction = _checked(model, part, direction, reference, batch_size)
     chosen = resolve(model, all_heads() if sites is None else sites)
     pair = prompt_pair(model, clean, corrupted, mask)
     where = resolve_positions(pair, positions)
@@ -140,8 +140,13 @@ def activation_patch(
     )
 
 
-def _checked(model: Any, part: str, direction: str, reference: object) -> tuple[Part, str]:
+def _checked(
+    model: Any, part: str, direction: str, reference: object, batch_size: object
+) -> tuple[Part, str]:
     reasons = reasons_against(model)
+    counts = isinstance(batch_size, int) and not isinstance(batch_size, bool) and batch_size > 0
+    if batch_size is not None and not counts:
+        reasons.append(f"got batch_size={batch_size!r}; expected 1 or more, or None")
     if part not in PARTS:
         reasons.append(f"got part={part!r}; expected one of {', '.join(PARTS)}")
     if direction not in _DIRECTIONS:
