@@ -12,6 +12,7 @@ from tqdm.auto import tqdm
 from attn_only_lens.axes import Tokens
 from attn_only_lens.errors import PatchingError
 from attn_only_lens.inputs import checked_tokens
+from attn_only_lens.patching.attention import require_read
 from attn_only_lens.patching.batching import Batching
 from attn_only_lens.patching.custom_metric import AnyMetric
 from attn_only_lens.patching.fingerprint import fingerprint
@@ -119,7 +120,9 @@ def activation_patch(
     total = sum(len(groups[i]) for i in mine)
     with tqdm(total=total, unit="site", disable=not (progress and processes.first)) as bar:
         batching = Batching(model, batch_size, bar.update)
-        sweeper = Sweeper(replay_of(model, target, runs.metric), source, part, baseline, batching)
+        replay = replay_of(model, target, runs.metric)
+        require_read(replay, [each.layer for each in chosen if each.kind == "attention"], part)
+        sweeper = Sweeper(replay, source, part, baseline, batching)
         for i in mine:
             frame = _frame(groups[i], sweeper.values(groups[i]))
             if store is None:
