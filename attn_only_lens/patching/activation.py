@@ -118,7 +118,8 @@ def activation_patch(
     baseline = runs.corrupted_value if direction == "denoise" else runs.clean_value
     frames: list[pd.DataFrame] = []
     total = sum(len(groups[i]) for i in mine)
-    with tqdm(total=total, unit="site", disable=not (progress and processes.first)) as bar:
+    shown = progress and processes.first
+    with tqdm(total=total, unit="site", desc=processes.name, disable=not shown) as bar:
         batching = Batching(model, batch_size, bar.update)
         replay = replay_of(model, target, runs.metric)
         require_read(replay, [each.layer for each in chosen if each.kind == "attention"], part)

@@ -7,7 +7,11 @@ from typing import TypeVar
 from attn_only_lens.errors import PatchingError
 from attn_only_lens.patching.store import PartStore
 
-__all__ = ["Processes"]
+__all__ = ["Processes", "is_first"]
+
+_SIZES = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
+"""Where torchrun, accelerate and MPI's launchers say how many processes they started."""
+
 
 T = TypeVar("T")
 
@@ -22,12 +26,13 @@ class Processes:
     def __init__(self, store: PartStore | None) -> None:
         self._state = None
         self.index, self.count = 0, 1
-        if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        launched = _launched()
+        if launched == 1:
             return
         if store is None:
             raise PatchingError(
                 [
-                    f"{os.environ['WORLD_SIZE']} processes were launched; expected a folder for "
+                    f"{launched} processes were launched; expected a folder for "
                     "them to write to: resume='sweep.parts'"
                 ],
                 "these processes cannot share the work",
@@ -42,6 +47,11 @@ class Processes:
         """Whether this is the process that reports."""
         return self.index == 0
 
+    @property
+    def name(self) -> str | None:
+        """What a progress bar calls this process's share; None where it is everything."""
+        return None if self.count == 1 else f"process {self.index + 1} of {self.count}"
+
     def share(self, work: Sequence[T]) -> list[T]:
         """What this process is to do. Dealt out in turn: late layers cost less than early ones."""
         return list(work[self.index :: self.count])
@@ -50,3 +60,16 @@ class Processes:
         """For all the others."""
         if self._state is not None:
             self._state.wait_for_everyone()
+
+
+def is_first() -> bool:
+    """Whether this is the only process, or the one of those launched that reports."""
+    if _launched() == 1:
+        return True
+    from accelerate import PartialState
+
+    return bool(PartialState().is_main_process)
+
+
+def _launched() -> int:
+    return next((int(os.environ[name]) for name in _SIZES if name in os.environ), 1)

@@ -1,0 +1,5 @@
+"""`python -m attn_only_lens.cli`, as launchers of several processes start it."""
+
+from attn_only_lens.cli import app
+
+app()
