@@ -49,7 +49,9 @@ def patch(
         int | None, typer.Option(help="sites in one forward pass; default: what memory allows")
     ] = None,
     top: Annotated[int, typer.Option(help="rows to print")] = 20,
-    dtype: Annotated[str, typer.Option(help="of a model that is not saved by `convert`")] = "float32",
+    dtype: Annotated[
+        str, typer.Option(help="of a model that is not saved by `convert`")
+    ] = "float32",
     device: Annotated[str, typer.Option(help="cpu, cuda, mps")] = "cpu",
 ) -> None:
     """Patch every site in turn between two runs; print the largest effects, write all."""
@@ -126,8 +128,10 @@ def _one(text: str) -> int:
 def _rows(texts: list[str], option: str) -> torch.Tensor:
     rows = [_numbers(text, option) for text in texts]
     if len({len(row) for row in rows}) > 1:
-        raise AttnOnlyLensError(f"{option}: got prompts of {[len(r) for r in rows]} tokens; expected "
-                                "as many in each, since tokens have no padding here")
+        raise AttnOnlyLensError(
+            f"{option}: got prompts of {[len(r) for r in rows]} tokens; expected "
+            "as many in each, since tokens have no padding here"
+        )
     return torch.tensor(rows)
 
 

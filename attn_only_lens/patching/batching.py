@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 __all__ = ["Batching"]
 
@@ -76,7 +76,7 @@ def _unless_out_of_memory(run: Callable[[Tensor], Tensor], chunk: Tensor) -> Ten
         return None
 
 
-def _tokens_that_fit(model: nn.Module) -> int:
+def _tokens_that_fit(model: Any) -> int:
     parameter = next(model.parameters())
     if parameter.device.type != "cuda":
         return _CPU_TOKENS

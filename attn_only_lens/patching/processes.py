@@ -2,7 +2,9 @@
 
 import os
 from collections.abc import Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
+
+import torch
 
 from attn_only_lens.errors import PatchingError
 from attn_only_lens.patching.store import PartStore
@@ -24,7 +26,7 @@ class Processes:
     """
 
     def __init__(self, store: PartStore | None) -> None:
-        self._state = None
+        self._state: Any = None
         self.index, self.count = 0, 1
         launched = _launched()
         if launched == 1:
@@ -37,10 +39,16 @@ class Processes:
                 ],
                 "these processes cannot share the work",
             )
-        from accelerate import PartialState  # slow to import, and needed by launched runs alone
-
-        self._state = PartialState()
+        self._state = _state()
         self.index, self.count = self._state.process_index, self._state.num_processes
+        if self.count != launched:
+            raise PatchingError(
+                [
+                    f"{launched} processes were launched, and accelerate counts {self.count}: make "
+                    "no Accelerator or PartialState before the sweep, or on CPUs with cpu=True"
+                ],
+                "these processes cannot share the work",
+            )
 
     @property
     def first(self) -> bool:
@@ -64,12 +72,18 @@ class Processes:
 
 def is_first() -> bool:
     """Whether this is the only process, or the one of those launched that reports."""
-    if _launched() == 1:
-        return True
-    from accelerate import PartialState
-
-    return bool(PartialState().is_main_process)
+    return _launched() == 1 or bool(_state().is_main_process)
 
 
 def _launched() -> int:
     return next((int(os.environ[name]) for name in _SIZES if name in os.environ), 1)
+
+
+def _state() -> Any:
+    """What accelerate knows of the processes."""
+    from accelerate import PartialState  # slow to import, and needed by launched runs alone
+    from accelerate.utils import parse_flag_from_env
+
+    # Unless it is told to use CPUs, accelerate without a GPU takes every process for the only one.
+    cpu = parse_flag_from_env("ACCELERATE_USE_CPU") or not torch.cuda.is_available()
+    return PartialState(cpu=cpu)

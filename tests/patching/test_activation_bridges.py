@@ -126,7 +126,9 @@ def test_padding_noise_and_all_positions(name, side):
 
 
 @pytest.mark.parametrize("name", ["gpt2", "gemma2"])
-@pytest.mark.parametrize("metric", [p.loss(), p.kl(), lambda logits: logits[:, 3:9].square().mean()])
+@pytest.mark.parametrize(
+    "metric", [p.loss(), p.kl(), lambda logits: logits[:, 3:9].square().mean()]
+)
 def test_metrics_that_read_more(name, metric):
     model = made(name)
     clean, corrupted = pair()
@@ -219,7 +221,7 @@ def test_a_bridge_that_is_not_itself():
     with pytest.raises(UnsupportedModelError, match="run again from block"):
         sweep(model)
     handle.remove()
-    with model.hooks([(hook_point(model, "L1N5", "z"), lambda z, hook: z * 2)]):
-        with pytest.raises(PatchingError, match="hooks are attached"):
-            sweep(model)
+    hooks = model.hooks([(hook_point(model, "L1N5", "z"), lambda z, hook: z * 2)])
+    with hooks, pytest.raises(PatchingError, match="hooks are attached"):
+        sweep(model)
     assert len(sweep(model).to_frame())

@@ -99,9 +99,7 @@ def test_a_bidirectional_model_has_no_before():
 @pytest.mark.parametrize("part", ["z", "pattern"])
 def test_the_batch_size_changes_nothing(layout, part):
     model = made(layout)
-    frames = [
-        sweep(model, part=part, batch_size=size).to_frame() for size in (None, 1, 2, 5, 1000)
-    ]
+    frames = [sweep(model, part=part, batch_size=size).to_frame() for size in (None, 1, 2, 5, 1000)]
     for frame in frames[1:]:
         pd.testing.assert_frame_equal(frame, frames[0], **SAME)
 

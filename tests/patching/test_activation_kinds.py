@@ -321,9 +321,9 @@ def test_refused_before_anything_runs():
 
 def test_models_that_are_not_themselves():
     model = made()
-    with model.hooks([("blocks.2.hook_resid_pre", lambda x, hook: x * 2)]):
-        with pytest.raises(PatchingError, match=r"hooks are attached .*hook_resid_pre"):
-            sweep(model)
+    hooks = model.hooks([("blocks.2.hook_resid_pre", lambda x, hook: x * 2)])
+    with hooks, pytest.raises(PatchingError, match=r"hooks are attached .*hook_resid_pre"):
+        sweep(model)
     assert len(sweep(model))
     model.blocks[1].drop = torch.nn.Dropout(0.1)
     model.train()

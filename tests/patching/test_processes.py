@@ -13,18 +13,22 @@ from attn_only_lens import PatchingError
 from attn_only_lens import patching as p
 from attn_only_lens.patching.processes import Processes
 
-SCRIPT = """
-import sys
+SWEEP = """
 import torch
-from attn_only_lens import patching as p, pretrained, convert
-model = convert(pretrained.modular_addition())
-sweep = p.activation_patch(
-    model, torch.tensor([3, 4, 113]), torch.tensor([3, 5, 113]), p.logit_diff(correct=7, wrong=8),
-    batch_size=64, resume=sys.argv[1] if len(sys.argv) > 2 else None)
-import os
-if os.environ.get("RANK", "0") == "0":
-    sweep.save(sys.argv[-1])
-    print("processes", os.environ.get("WORLD_SIZE", "1"))
+from attn_only_lens import convert, patching as p, pretrained
+
+def swept(resume=None):
+    return p.activation_patch(
+        convert(pretrained.modular_addition()), torch.tensor([3, 4, 113]),
+        torch.tensor([3, 5, 113]), p.logit_diff(correct=7, wrong=8), batch_size=64, resume=resume)
+"""
+SCRIPT = f"""{SWEEP}
+import sys
+from attn_only_lens.patching.processes import is_first
+
+found = swept(sys.argv[1])
+if is_first():
+    found.save(sys.argv[2])
 """
 
 
@@ -34,7 +38,6 @@ def run(arguments, folder):
         "PYTHONPATH": str(package),
         "OMP_NUM_THREADS": "1",
         "HF_HUB_OFFLINE": "1",
-        "ACCELERATE_USE_CPU": "true",
         "HF_HOME": str(folder / "home"),  # accelerate looks there for settings of the user's
     }
     found = subprocess.run(
@@ -63,16 +66,16 @@ def free_port():
 def test_two_processes_give_the_frame_of_one(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
-    one, two, parts = (tmp_path / name for name in ("one.parquet", "two.parquet", "parts"))
-    run([script, one], tmp_path)
-    found = run([*launch(free_port()), script, parts, two], tmp_path)
-    assert "processes 2" in found.stdout
-    pd.testing.assert_frame_equal(p.Sweep.load(two).frame, p.Sweep.load(one).frame)
+    parts, saved = tmp_path / "parts", tmp_path / "saved.parquet"
+    found = run([*launch(free_port()), script, parts, saved], tmp_path)
+    alone: dict = {}
+    exec(SWEEP, alone)
+    pd.testing.assert_frame_equal(p.Sweep.load(saved).frame, alone["swept"]().frame)
     # One bar, of the share of the process that reports: of 6 groups, every second.
     assert "site/s" in found.stderr
-    assert {line.split("|")[0].split(":")[0] for line in found.stderr.split("\r") if "|" in line} == {
-        "process 1 of 2"
-    }
+    bars = {line.strip().split(":")[0] for line in found.stderr.split("\r") if "site/s" in line}
+    assert bars == {"process 1 of 2"}
+    assert "/1548" not in found.stderr
 
 
 def test_processes_need_a_folder(monkeypatch):
