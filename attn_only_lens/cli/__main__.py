@@ -2,4 +2,7 @@
 
 from attn_only_lens.cli import app
 
-app()
+__all__ = ["app"]
+
+if __name__ == "__main__":
+    app()
