@@ -11,6 +11,7 @@ from attn_only_lens.patching.bound import (
 )
 from attn_only_lens.patching.custom_metric import custom
 from attn_only_lens.patching.fingerprint import fingerprint
+from attn_only_lens.patching.gate_and_value import gate_and_value
 from attn_only_lens.patching.metrics import (
     bind,
     kl,
@@ -48,6 +49,7 @@ __all__ = [
     "bind",
     "custom",
     "fingerprint",
+    "gate_and_value",
     "heads",
     "kl",
     "log_probability",

@@ -12,10 +12,11 @@ from tqdm.auto import tqdm
 from attn_only_lens.axes import Tokens
 from attn_only_lens.errors import PatchingError
 from attn_only_lens.inputs import checked_tokens
+from attn_only_lens.patching.attention import require_read
 from attn_only_lens.patching.batching import Batching
 from attn_only_lens.patching.custom_metric import AnyMetric
 from attn_only_lens.patching.fingerprint import fingerprint
-from attn_only_lens.patching.pairs import Runs, not_one_of, reasons_against, recorded
+from attn_only_lens.patching.pairs import Runs, reasons_against, recorded
 from attn_only_lens.patching.parts import PARTS, Part
 from attn_only_lens.patching.positions import Positions, PositionSet, resolve_positions
 from attn_only_lens.patching.processes import Processes
@@ -97,7 +98,7 @@ def activation_patch(
         >>> len(sweep.to_frame())  # 512 neurons at 3 positions
         1536
     """
-    part, direction = _checked(model, part, direction, reference)
+    part, direction = _checked(model, part, direction, reference, batch_size)
     chosen = resolve(model, all_heads() if sites is None else sites)
     pair = prompt_pair(model, clean, corrupted, mask)
     where = resolve_positions(pair, positions)
@@ -117,9 +118,12 @@ def activation_patch(
     baseline = runs.corrupted_value if direction == "denoise" else runs.clean_value
     frames: list[pd.DataFrame] = []
     total = sum(len(groups[i]) for i in mine)
-    with tqdm(total=total, unit="site", disable=not (progress and processes.first)) as bar:
+    shown = progress and processes.first
+    with tqdm(total=total, unit="site", desc=processes.name, disable=not shown) as bar:
         batching = Batching(model, batch_size, bar.update)
-        sweeper = Sweeper(replay_of(model, target, runs.metric), source, part, baseline, batching)
+        replay = replay_of(model, target, runs.metric)
+        require_read(replay, [each.layer for each in chosen if each.kind == "attention"], part)
+        sweeper = Sweeper(replay, source, part, baseline, batching)
         for i in mine:
             frame = frame_of(groups[i], sweeper.values(groups[i]))
             if store is None:
@@ -140,10 +144,18 @@ def activation_patch(
     )
 
 
-def _checked(model: Any, part: str, direction: str, reference: object) -> tuple[Part, str]:
+def _checked(
+    model: Any, part: str, direction: str, reference: object, batch_size: object
+) -> tuple[Part, str]:
     reasons = reasons_against(model)
-    reasons += not_one_of("part", part, PARTS) + not_one_of("direction", direction, _DIRECTIONS)
-    if direction in ABLATIONS and part != "z":
+    counts = isinstance(batch_size, int) and not isinstance(batch_size, bool) and batch_size > 0
+    if batch_size is not None and not counts:
+        reasons.append(f"got batch_size={batch_size!r}; expected 1 or more, or None")
+    if part not in PARTS:
+        reasons.append(f"got part={part!r}; expected one of {', '.join(PARTS)}")
+    if direction not in _DIRECTIONS:
+        reasons.append(f"got direction={direction!r}; expected one of {', '.join(_DIRECTIONS)}")
+    elif direction in ABLATIONS and part != "z":
         reasons.append(f"got part={part!r} with direction={direction!r}; an ablation is of z")
     if reference is not None and direction not in ("mean", "resample"):
         reasons.append(f"got a reference with direction={direction!r}, which uses none")

@@ -5,17 +5,20 @@ value, query or pattern is not one of z at the same place. Its own block runs ag
 variants at once, and row by row another head is edited at other positions.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
+from attn_only_lens.errors import UnsupportedModelError
 from attn_only_lens.heads import HeadName, layout_of
 from attn_only_lens.patching.parts import Part
+from attn_only_lens.patching.record import attention_block
+from attn_only_lens.patching.replay import Replay, Variants
 
-__all__ = ["changed", "editing", "hook_name"]
+__all__ = ["changed", "editing", "hook_name", "require_read"]
 
 _ACTIVATION: dict[Part, str] = {"z": "z", "pattern": "pattern", "value": "v", "q": "q"}
 
@@ -65,3 +68,32 @@ def editing(
         return torch.where(chosen.unsqueeze(-1), rows, value)
 
     return hook
+
+
+@torch.no_grad()
+def require_read(replay: Replay, layers: Iterable[int], part: Part) -> None:
+    """Refuse hook points that show a model's activations and take no edits.
+
+    Some bridges compute attention beside their `hook_pattern`: patches there would change nothing,
+    and every score be 0. Queries are not tried: where there is one key, none has an effect.
+
+    Raises:
+        UnsupportedModelError: with every such hook point.
+    """
+    if part == "q":
+        return
+    reasons = []
+    for layer in layers:
+        name, block = hook_name(replay.model, layer, part), attention_block(replay.model, layer)
+        edit = (name, lambda value, hook: value + 1)
+        same, other = (
+            replay.leaving(Variants(block, 0, replay.unchanged(block, 0, 1), hooks))
+            for hooks in ([], [edit])
+        )
+        if torch.equal(same, other):
+            reasons.append(
+                f"{name} shows an activation that the model does not read back, so an edit of it "
+                "has no effect; patch another part of the attention heads, or neuron_heads() alone"
+            )
+    if reasons:
+        raise UnsupportedModelError(reasons, "these hook points cannot be patched")

@@ -47,11 +47,8 @@ class Batching:
         while len(left):
             size = self._size or max(1, self._tokens // tokens_each)
             chunk = left[:size]
-            try:
-                found = run(chunk)
-            except (torch.OutOfMemoryError, RuntimeError) as error:
-                if len(chunk) == 1 or not _is_out_of_memory(error):
-                    raise
+            found = _unless_out_of_memory(run, chunk)
+            if found is None:
                 self._halve(len(chunk), tokens_each)
                 continue
             values[chunk.to(values.device)] = found.to(values)
@@ -67,8 +64,16 @@ class Batching:
             torch.cuda.empty_cache()
 
 
-def _is_out_of_memory(error: Exception) -> bool:
-    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+def _unless_out_of_memory(run: Callable[[Tensor], Tensor], chunk: Tensor) -> Tensor | None:
+    """What `run` gives; None where memory ran out, when what it held is free again."""
+    try:
+        return run(chunk)
+    except RuntimeError as error:
+        # torch.OutOfMemoryError is for GPUs; on a CPU it is an error like any other.
+        gone = isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+        if len(chunk) == 1 or not gone:
+            raise
+        return None
 
 
 def _tokens_that_fit(model: Any) -> int:

@@ -2,12 +2,18 @@
 
 import os
 from collections.abc import Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
+
+import torch
 
 from attn_only_lens.errors import PatchingError
 from attn_only_lens.patching.store import PartStore
 
-__all__ = ["Processes"]
+__all__ = ["Processes", "is_first"]
+
+_SIZES = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
+"""Where torchrun, accelerate and MPI's launchers say how many processes they started."""
+
 
 T = TypeVar("T")
 
@@ -20,27 +26,39 @@ class Processes:
     """
 
     def __init__(self, store: PartStore | None) -> None:
-        self._state = None
+        self._state: Any = None
         self.index, self.count = 0, 1
-        if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        launched = _launched()
+        if launched == 1:
             return
         if store is None:
             raise PatchingError(
                 [
-                    f"{os.environ['WORLD_SIZE']} processes were launched; expected a folder for "
+                    f"{launched} processes were launched; expected a folder for "
                     "them to write to: resume='sweep.parts'"
                 ],
                 "these processes cannot share the work",
             )
-        from accelerate import PartialState  # slow to import, and needed by launched runs alone
-
-        self._state = PartialState()
+        self._state = _state()
         self.index, self.count = self._state.process_index, self._state.num_processes
+        if self.count != launched:
+            raise PatchingError(
+                [
+                    f"{launched} processes were launched, and accelerate counts {self.count}: make "
+                    "no Accelerator or PartialState before the sweep, or on CPUs with cpu=True"
+                ],
+                "these processes cannot share the work",
+            )
 
     @property
     def first(self) -> bool:
         """Whether this is the process that reports."""
         return self.index == 0
+
+    @property
+    def name(self) -> str | None:
+        """What a progress bar calls this process's share; None where it is everything."""
+        return None if self.count == 1 else f"process {self.index + 1} of {self.count}"
 
     def share(self, work: Sequence[T]) -> list[T]:
         """What this process is to do. Dealt out in turn: late layers cost less than early ones."""
@@ -50,3 +68,22 @@ class Processes:
         """For all the others."""
         if self._state is not None:
             self._state.wait_for_everyone()
+
+
+def is_first() -> bool:
+    """Whether this is the only process, or the one of those launched that reports."""
+    return _launched() == 1 or bool(_state().is_main_process)
+
+
+def _launched() -> int:
+    return next((int(os.environ[name]) for name in _SIZES if name in os.environ), 1)
+
+
+def _state() -> Any:
+    """What accelerate knows of the processes."""
+    from accelerate import PartialState  # slow to import, and needed by launched runs alone
+    from accelerate.utils import parse_flag_from_env
+
+    # Unless it is told to use CPUs, accelerate without a GPU takes every process for the only one.
+    cpu = parse_flag_from_env("ACCELERATE_USE_CPU") or not torch.cuda.is_available()
+    return PartialState(cpu=cpu)

@@ -63,6 +63,11 @@ def ablated(
             f"got reference prompts {list(real.shape)}; expected the shape of the clean ones, "
             f"{list(recording.tokens.shape)}"
         )
+    if to == "resample" and reference is recording and not torch.equal(real, real.roll(-1, 0)):
+        reasons.append(
+            "'resample' would take what other prompts have at padding: give prompts of one length, "
+            "or a reference"
+        )
     if reasons:
         raise PatchingError(reasons, "these heads cannot be ablated like this")
 

@@ -140,7 +140,7 @@ class PartStore:
 
     def _require_empty(self) -> None:
         found = sorted(p.name for p in self.folder.glob("*") if not p.name.startswith("."))
-        if found:
+        if found and SETTINGS not in found:  # unless another process has just begun this sweep
             raise PatchingError(
                 [f"{self.folder} holds {found[:5]} and no {SETTINGS}; expected a new folder"],
                 "no sweep can be kept here",

@@ -13,9 +13,10 @@ from attn_only_lens.axes import Residual
 from attn_only_lens.patching.bound import BoundMetric
 from attn_only_lens.patching.record import Recording, run, stream_of
 from attn_only_lens.patching.replay.base import Replay, Variants, adding
-from attn_only_lens.tolerances import LOGIT_TOLERANCE
 
 __all__ = ["BridgeReplay"]
+
+_ROUNDINGS = 8
 
 
 class BridgeReplay(Replay):
@@ -61,7 +62,9 @@ class BridgeReplay(Replay):
             out = self.leaving(Variants(block, 0, entering, mlp=mlp, added=added))
             error = float((out - after - added).abs().max())
             scale = float(after.abs().max() + added.abs().max())
-            self._adds[block] = error <= LOGIT_TOLERANCE[out.dtype] * scale
+            # A sum of a few terms: no tolerance for what later layers make of its roundings.
+            # Where it is missed, patches run the block, which is right in any case.
+            self._adds[block] = error <= _ROUNDINGS * torch.finfo(out.dtype).eps * scale
         return self._adds[block]
 
     def leaving(self, variants: Variants) -> Residual:
@@ -136,8 +139,12 @@ class _Enough(Exception):
 @contextmanager
 def _forward(module: nn.Module, forward: Any) -> Iterator[None]:
     """Another forward pass for a module, for a while."""
+    own = vars(module).get("forward")  # as where accelerate has placed a model on its devices
     vars(module)["forward"] = forward
     try:
         yield
     finally:
-        del vars(module)["forward"]
+        if own is None:
+            del vars(module)["forward"]
+        else:
+            vars(module)["forward"] = own

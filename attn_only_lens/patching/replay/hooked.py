@@ -24,13 +24,10 @@ class HookedReplay(Replay):
         super().__init__(model, recording, metric)
         cfg = model.cfg
         self.suffixes = cfg.attention_dir == "causal"
-        self._positions = self._shortformer()
+        # Shortformers add positions in every block. The model may make a mask where none is given.
+        embedded = model.input_to_embed(recording.tokens, attention_mask=recording.mask)
+        _, _, self._positions, self._mask = embedded
         self._past = self._keys_and_values() if self.suffixes else {}
-
-    def _shortformer(self) -> Tensor | None:
-        if self.model.cfg.positional_embedding_type != "shortformer":
-            return None
-        return self.model.input_to_embed(self.recording.tokens)[2]
 
     def _keys_and_values(self) -> dict[int, "_Kept"]:
         """Keys and values of each attention block, by running it on what entered it."""
@@ -44,7 +41,7 @@ class HookedReplay(Replay):
 
     def _call(self, index: int, x: Residual, first: int, past: Any) -> Residual:
         repeats = x.shape[0] // self.batch
-        mask, positions = self.recording.mask, self._positions
+        mask, positions = self._mask, self._positions
         if mask is not None:
             mask = mask.repeat(repeats, 1)
         if positions is not None:
@@ -88,9 +85,13 @@ class HookedReplay(Replay):
         if positions is not None:
             where = (positions - first).repeat(repeats)
             x = x[torch.arange(x.shape[0]), where].unsqueeze(1)
-        elif first:
-            before = self.recording.streams[-1][:, :first].repeat(repeats, 1, 1)
-            x = torch.cat([before, x], dim=1)
+        logits = self._unembedded(x)
+        if positions is None and first:
+            before = self.metric.select(self.recording.logits)[:, :first]
+            logits = torch.cat([before.repeat(repeats, 1, 1), logits], dim=1)
+        return logits
+
+    def _unembedded(self, x: Residual) -> Float[Tensor, "row position column"]:
         model, cfg, columns = self.model, self.model.cfg, self.metric.columns
         if cfg.normalization_type is not None:
             x = model.ln_final(x)

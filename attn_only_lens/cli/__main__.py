@@ -1,0 +1,8 @@
+"""`python -m attn_only_lens.cli`, as launchers of several processes start it."""
+
+from attn_only_lens.cli import app
+
+__all__ = ["app"]
+
+if __name__ == "__main__":
+    app()

@@ -1,0 +1,80 @@
+"""Activation patching one whole forward pass at a time, with hooks: what sweeps are held against.
+
+Shares no code with the package: names are taken apart here, and hook points spelled out.
+"""
+
+import re
+
+import torch
+
+ACTIVATION = {"z": "z", "pattern": "pattern", "value": "v", "q": "q"}
+
+
+def two_blocks(model):
+    """Whether the model has two blocks a layer, or its neuron-heads beside its MLPs."""
+    return any("mlp" not in dict(block.named_children()) for block in model.blocks)
+
+
+def hook_point(model, name, part):
+    """The full name of the hook point of that part of the head."""
+    layer, kind = re.fullmatch(r"L(\d+)([HN])[\d.]+", name).groups()
+    if two_blocks(model):
+        return f"blocks.{2 * int(layer) + (kind == 'N')}.attn.hook_{ACTIVATION[part]}"
+    where = "mlp" if kind == "N" else "attn"
+    return f"blocks.{layer}.{where}.hook_{ACTIVATION[part]}"
+
+
+def heads_of(name, per_neuron=1):
+    """Where the heads of that name stand among those of the hook point."""
+    kind, index, member = re.fullmatch(r"L\d+([HN])(\d+)(?:\.(\d+))?", name).groups()
+    if kind == "H" or per_neuron == 1:
+        return [int(index)]
+    first = int(index) * per_neuron
+    return list(range(first, first + per_neuron)) if member is None else [first + int(member)]
+
+
+def cached(model, tokens, mask=None):
+    """What every hook point showed."""
+    return model.run_with_cache(tokens, attention_mask=mask)[1]
+
+
+@torch.no_grad()
+def patched_logits(model, tokens, source, name, part, where, mask=None, per_neuron=1):
+    """The logits of a whole run with one head patched.
+
+    Args:
+        model: with neuron-heads.
+        tokens: of the run that is patched.
+        source: by hook point, what is patched in.
+        name: the head.
+        part: what of it.
+        where: [batch, pos], the positions to patch; of a pattern, queries.
+        mask: 1 for real tokens.
+        per_neuron: heads that share a neuron.
+    """
+    point = hook_point(model, name, part)
+
+    def edit(value, hook):
+        value = value.clone()
+        for head in heads_of(name, per_neuron):
+            for prompt, pos in where.nonzero().tolist():
+                if part == "pattern":
+                    value[prompt, head, pos] = source[point][prompt, head, pos]
+                else:
+                    value[prompt, pos, head] = source[point][prompt, pos, head]
+        return value
+
+    return model.run_with_hooks(tokens, fwd_hooks=[(point, edit)], attention_mask=mask)
+
+
+def at(batch, pos, *positions):
+    """[batch, pos], set at these positions of every prompt."""
+    where = torch.zeros(batch, pos, dtype=torch.bool)
+    where[:, list(positions)] = True
+    return where
+
+
+def logit_diff(logits, last, correct, wrong):
+    """The mean over prompts of the logit difference at each one's last position."""
+    rows = torch.arange(len(logits))
+    return (logits[rows, last, correct] - logits[rows, last, wrong]).mean().item()

@@ -1,0 +1,134 @@
+"""Sweeps against whole forward passes with hooks, site by site, on models of every kind."""
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from common import tokens
+from models import CORE, FAMILIES, build
+from patched_runs import at, cached, logit_diff, patched_logits
+from transformer_lens import patching as theirs
+
+from attn_only_lens import convert, expose_neuron_heads
+from attn_only_lens import patching as p
+from attn_only_lens.tolerances import LOGIT_TOLERANCE
+
+BATCH, POS = 2, 11
+RIGHT, WRONG = 7, 8
+METRIC = p.logit_diff(correct=RIGHT, wrong=WRONG)
+SITES = ["L0N36", "L1N5", "L1N29", "L2N3", "L0H1", "L1H0", "L2H1"]
+PARTS = ["z", "pattern", "value", "q"]
+LAYOUTS = pytest.mark.parametrize("layout", ["two blocks", "in place"])
+EXACT = 1e-10
+
+
+def pair():
+    """Clean and corrupted prompts that differ from position 3 on, each prompt elsewhere."""
+    clean = tokens(1)
+    corrupted = clean.clone()
+    corrupted[0, 3], corrupted[1, 5] = (clean[0, 3] + 5) % 41, (clean[1, 5] + 7) % 41
+    corrupted[:, 7] = (clean[:, 7] + 3) % 41
+    return clean, corrupted
+
+
+def made(family, layout, dtype=torch.float64, **changes):
+    model = build(family, dtype, **changes)
+    if layout == "two blocks":
+        return convert(model)
+    expose_neuron_heads(model)
+    return model
+
+
+def value(logits):
+    return logit_diff(logits, torch.tensor([POS - 1] * BATCH), RIGHT, WRONG)
+
+
+def errors(model, part, sites=SITES, n=9):
+    """The largest error over some sites, and how far their values spread, by what logits are."""
+    clean, corrupted = pair()
+    sweep = p.activation_patch(model, clean, corrupted, METRIC, sites=sites, part=part, progress=0)
+    source = cached(model, clean)
+    rows = sweep.to_frame()
+    assert len(rows) == len(sites) * POS
+    # Rows at 3 and after, where prompts differ, and one before.
+    rows = pd.concat([rows[rows.position >= 3].sample(n, random_state=3), rows.iloc[:1]])
+    worst = 0.0
+    for row in rows.itertuples():
+        where = at(BATCH, POS, row.position)
+        logits = patched_logits(model, corrupted, source, row.name, part, where)
+        worst = max(worst, abs(value(logits) - row.value) / logits.abs().max().item())
+    return worst, rows.value.std()
+
+
+@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.parametrize("family", FAMILIES)
+@LAYOUTS
+def test_every_family(family, layout, part):
+    model = made(family, layout)
+    shared = FAMILIES[family].get("n_key_value_heads") and family != "grouped_ungrouped"
+    neurons = [site for site in SITES if "N" in site]
+    sites = neurons if part == "value" and shared else SITES
+    worst, spread = errors(model, part, sites)
+    assert worst <= EXACT
+    assert spread > 1e-5
+
+
+@pytest.mark.parametrize("family", CORE)
+@LAYOUTS
+def test_float32(family, layout):
+    worst, _ = errors(made(family, layout, torch.float32), "z")
+    assert worst <= LOGIT_TOLERANCE[torch.float32]
+
+
+@pytest.mark.parametrize("kind", ["attention", "neuron"])
+@pytest.mark.parametrize("part", PARTS)
+def test_generic_activation_patch(part, kind):
+    """TransformerLens' own loop, over an explicit frame of indices, on a converted model."""
+    model = made("gelu", "two blocks")
+    clean, corrupted = pair()
+    heads, block = ([0, 1], 2) if kind == "attention" else ([0, 17, 36], 3)
+    positions = [2, 3, 8, 10]
+    index = pd.DataFrame(
+        [(block, pos, head) for pos in positions for head in heads],
+        columns=["layer", "pos", "head_index"],
+    )
+
+    def of_pattern(corrupted_pattern, index, clean_pattern):
+        _, pos, head = index
+        corrupted_pattern[:, head, pos] = clean_pattern[:, head, pos]
+        return corrupted_pattern
+
+    setter = of_pattern if part == "pattern" else theirs.layer_pos_head_vector_patch_setter
+    expected = []  # their own table of results is in float32
+
+    def metric(logits):
+        expected.append(value(logits))
+        return logits.new_tensor(0.0)
+
+    with torch.no_grad():
+        theirs.generic_activation_patch(
+            model,
+            corrupted,
+            cached(model, clean),
+            metric,
+            setter,
+            {"value": "v"}.get(part, part),
+            index_df=index,
+        )
+    letter = "H" if kind == "attention" else "N"
+    names = [f"L1{letter}{head}" for head in heads]
+    sweep = p.activation_patch(
+        model,
+        clean,
+        corrupted,
+        METRIC,
+        sites=names,
+        part=part,
+        positions=positions,
+        progress=False,
+    )
+    frame = sweep.to_frame()
+    assert frame["name"].tolist() == names * len(positions)
+    assert frame["position"].tolist() == index["pos"].tolist()
+    np.testing.assert_allclose(frame["value"], expected, rtol=0, atol=EXACT)
+    assert len({round(each, 6) for each in expected}) > len(expected) // 2

@@ -1,0 +1,317 @@
+"""How sweeps run: what they leave out, in what batches, what they leave behind, how they go on."""
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from common import tokens
+from models import build
+
+from attn_only_lens import PatchingError, convert, expose_neuron_heads
+from attn_only_lens import patching as p
+from attn_only_lens.patching.batching import Batching
+
+POS = 11
+METRIC = p.logit_diff(correct=7, wrong=8)
+SITES = ["L0N36", "L0N5", "L1N5", "L1N29", "L2N3", "L0H1", "L2H0"]
+LAYOUTS = pytest.mark.parametrize("layout", ["two blocks", "in place"])
+SAME = {"check_exact": False, "rtol": 0, "atol": 1e-10}
+
+
+def pair():
+    """Two prompts that differ at 4 and 7."""
+    clean = tokens(1)
+    corrupted = clean.clone()
+    corrupted[:, 4], corrupted[:, 7] = (clean[:, 4] + 5) % 41, (clean[:, 7] + 3) % 41
+    return clean, corrupted
+
+
+def made(layout="two blocks", family="gelu"):
+    model = build(family)
+    if layout == "two blocks":
+        return convert(model)
+    expose_neuron_heads(model)
+    return model
+
+
+def sweep(model, sites=SITES, metric=METRIC, **how):
+    return p.activation_patch(model, *pair(), metric, sites=sites, **{"progress": False} | how)
+
+
+class Rows:
+    """How many rows each call of each block had."""
+
+    def __init__(self, model):
+        self.calls = []
+        for index, block in enumerate(model.blocks):
+            block.register_forward_pre_hook(self.look(index))
+
+    def look(self, index):
+        return lambda module, args: self.calls.append((index, *args[0].shape[:2]))
+
+
+@LAYOUTS
+def test_a_patch_that_changes_nothing_costs_nothing(layout):
+    model = made(layout)
+    rows = Rows(model)
+    # Up to 3 both runs are the same; at 10 the metric is read, and past it nothing is seen.
+    frame = sweep(model, positions=[0, 1, 2, 3]).to_frame()
+    least = len(rows.calls)
+    assert set(frame["score"]) == {0.0}
+    assert frame["value"].nunique() == 1
+    rows.calls.clear()
+    sweep(model, positions=[0, 1, 2, 3, 4])
+    assert len(rows.calls) > least
+    # The last layer's neurons write to the stream that is unembedded, and elsewhere than at the
+    # metric's position nobody reads it.
+    rows.calls.clear()
+    sweep(model, ["L2N3"], positions=[0])
+    least = len(rows.calls)
+    rows.calls.clear()
+    frame = sweep(model, ["L2N3", "L2N4"], positions=[4, 7]).to_frame()
+    assert len(rows.calls) == least
+    assert set(frame["score"]) == {0.0}
+    rows.calls.clear()
+    frame = sweep(model, ["L2N3", "L2N4"], positions=[10]).to_frame()
+    assert len(rows.calls) == least  # the final norm and two columns, no block
+    assert 0.0 not in set(frame["score"])
+
+
+@LAYOUTS
+def test_blocks_before_a_patch_and_positions_before_it_are_not_run(layout):
+    model = made(layout)
+    rows = Rows(model)
+    sweep(model, ["L2N3"], positions=[0])
+    least = len(rows.calls)
+    rows.calls.clear()
+    sweep(model, ["L1N5", "L1N6", "L1N7"], positions=[7])
+    found = rows.calls[least:]
+    first = 4 if layout == "two blocks" else 2
+    assert found == [(index, 3 * 2, POS - 7) for index in range(first, len(model.blocks))]
+
+
+def test_a_bidirectional_model_has_no_before():
+    model = made(family="bidirectional")
+    frame = sweep(model, ["L0N36", "L1N5"], positions="each").to_frame()
+    assert (frame["score"] != 0).all()
+
+
+@LAYOUTS
+@pytest.mark.parametrize("part", ["z", "pattern"])
+def test_the_batch_size_changes_nothing(layout, part):
+    model = made(layout)
+    frames = [sweep(model, part=part, batch_size=size).to_frame() for size in (None, 1, 2, 5, 1000)]
+    for frame in frames[1:]:
+        pd.testing.assert_frame_equal(frame, frames[0], **SAME)
+
+
+def test_the_order_of_sites_and_positions_changes_nothing():
+    model = made()
+    frame = sweep(model, positions=[4, 7, 9]).to_frame()
+    other = sweep(model, SITES[::-1], positions=[9, 4, 7]).to_frame()
+    key = ["name", "position"]
+    both = frame.astype({"name": str}).merge(other.astype({"name": str}), on=key)
+    assert len(both) == len(frame) == len(other)
+    np.testing.assert_allclose(both["value_x"], both["value_y"], rtol=0, atol=1e-10)
+    assert frame["value"].nunique() > len(frame) // 2
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError, RuntimeError])
+@pytest.mark.parametrize("batch_size", [None, 64])
+@LAYOUTS
+def test_out_of_memory(layout, batch_size, error):
+    model = made(layout)
+    expected = sweep(model).to_frame()
+    sizes = []
+
+    def full(module, args):
+        n = args[0].shape[0]
+        sizes.append(n)
+        if n > 6:
+            raise error("DefaultCPUAllocator: can't allocate memory: you tried to allocate 1 byte")
+
+    handle = model.blocks[-1].register_forward_pre_hook(full)
+    got = sweep(model, batch_size=batch_size).to_frame()
+    handle.remove()
+    pd.testing.assert_frame_equal(got, expected, **SAME)
+    assert max(sizes) > 6
+    # Halved once and remembered, not tried in full again and again.
+    assert sum(n > 6 for n in sizes) <= 5
+
+
+def test_out_of_memory_with_one_site_and_other_errors():
+    model = made()
+    batching = Batching(model, 8, lambda n: None)
+    values, alive = torch.zeros(5), torch.ones(5, dtype=torch.bool)
+    sizes = []
+
+    def run(error):
+        def inner(chunk):
+            sizes.append(len(chunk))
+            raise error
+
+        return inner
+
+    with pytest.raises(torch.OutOfMemoryError):
+        batching.fill(values, alive, 1, run(torch.OutOfMemoryError("full")))
+    assert sizes == [5, 2, 1]
+    sizes.clear()
+    with pytest.raises(RuntimeError, match="shapes"):
+        batching.fill(values, alive, 1, run(RuntimeError("shapes do not match")))
+    assert sizes == [1]
+
+
+def state(model):
+    """Everything that a sweep hangs onto a model meanwhile."""
+    kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    return {
+        name: (type(m), "forward" in vars(m), sorted(vars(m)), [dict(getattr(m, k)) for k in kinds])
+        for name, m in model.named_modules()
+    }
+
+
+@LAYOUTS
+@pytest.mark.parametrize("family", ["gelu", "post_norm"])
+@pytest.mark.parametrize("after", [0, 5, 9, 14, 19])
+def test_an_error_leaves_the_model_as_it_was(layout, family, after):
+    model = made(layout, family)
+    expected = sweep(model).to_frame()
+    logits = model(pair()[0])
+    calls = []
+
+    def fail(module, args):
+        calls.append(1)
+        if len(calls) > after:
+            raise ZeroDivisionError
+
+    handle = model.blocks[-1].register_forward_pre_hook(fail)
+    handle.remove()
+    before = state(model)
+    handle = model.blocks[-1].register_forward_pre_hook(fail)
+    with pytest.raises(ZeroDivisionError):
+        sweep(model, batch_size=3)
+    handle.remove()
+    assert state(model) == before
+    assert torch.equal(model(pair()[0]), logits)
+    pd.testing.assert_frame_equal(sweep(model).to_frame(), expected)
+
+
+def test_gradients_and_mode_are_as_they_were():
+    model = made()
+    model.train()
+    sweep(model)
+    assert model.training
+    assert torch.is_grad_enabled()
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+class Interrupted(p.PartStore):
+    """A folder whose sweep is stopped by hand after some parts."""
+
+    left = 4
+
+    def write(self, part_id, frame):
+        if not type(self).left:
+            raise KeyboardInterrupt
+        type(self).left -= 1
+        super().write(part_id, frame)
+
+
+@LAYOUTS
+def test_an_interrupted_sweep_goes_on(layout, tmp_path, monkeypatch):
+    model = made(layout)
+    whole = sweep(model).to_frame()
+    folder = tmp_path / "sweep.parts"
+    rows = Rows(model)
+
+    def calls(**how):
+        rows.calls.clear()
+        pd.testing.assert_frame_equal(sweep(model, **how).to_frame(), whole)
+        return len(rows.calls)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Interrupted, "left", 17)
+        patch.setattr("attn_only_lens.patching.activation.PartStore", Interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            sweep(model, resume=folder)
+    assert len(list(folder.glob("part-*"))) == 17
+    # Of 35 groups, those that are missing, and then none: the two runs, and that they are theirs.
+    assert calls() > calls(resume=folder) > calls(resume=folder)
+    assert len(list(folder.glob("part-*"))) == 35
+
+
+@pytest.mark.parametrize(
+    ("how", "named"),
+    [
+        ({"part": "pattern"}, "part"),
+        ({"direction": "noise"}, "direction"),
+        ({"positions": "all"}, "positions"),
+        ({"sites": SITES[1:]}, "sites"),
+        ({"metric": p.kl()}, "metric"),
+        ({"metric": p.logit_diff(correct=7, wrong=9)}, "metric"),
+    ],
+)
+def test_another_sweep_is_refused(how, named, tmp_path):
+    model = made()
+    sweep(model, resume=tmp_path / "parts")
+    with pytest.raises(PatchingError, match=f"{named}: got") as caught:
+        sweep(model, resume=tmp_path / "parts", **how)
+    assert "holds another sweep" in str(caught.value)
+
+
+def test_another_model_prompt_or_reference_is_refused(tmp_path):
+    model = made()
+    folder = tmp_path / "parts"
+    sweep(model, resume=folder)
+    clean, corrupted = pair()
+    changed = corrupted.clone()
+    changed[0, 2] = (changed[0, 2] + 1) % 41
+    with pytest.raises(PatchingError, match="corrupted: got"):
+        p.activation_patch(
+            model, clean, changed, METRIC, sites=SITES, progress=False, resume=folder
+        )
+    mask = torch.ones_like(clean)
+    mask[0, 0] = 0
+    with pytest.raises(PatchingError, match="mask: got"):
+        sweep(model, mask=mask, resume=folder)
+    how = {"direction": "mean", "resume": tmp_path / "mean"}
+    sweep(model, reference=tokens(5), **how)
+    with pytest.raises(PatchingError, match="reference: got"):
+        sweep(model, reference=tokens(6), **how)
+    with torch.no_grad():
+        model.blocks[1].attn.W_out[3, 2] += 1e-6
+    with pytest.raises(PatchingError, match="model: got"):
+        sweep(model, resume=folder)
+
+
+def test_a_bar_of_sites(capsys):
+    model = made()
+    sweep(model, progress=True)
+    shown = capsys.readouterr().err
+    assert f"{len(SITES) * POS}/{len(SITES) * POS}" in shown
+    assert "site/s" in shown
+    sweep(model)
+    assert not capsys.readouterr().err
+
+
+def test_one_position_a_prompt_and_one_token():
+    """Prompts of one token, and one prompt."""
+    model = made()
+    clean, corrupted = tokens(1, batch=1, pos=1), tokens(2, batch=1, pos=1)
+    frame = p.activation_patch(model, clean, corrupted, METRIC, progress=False).to_frame()
+    assert len(frame) == 3 * (2 + 37)
+    assert frame["value"].nunique() > 100
+
+
+@LAYOUTS
+def test_every_site_of_a_layer_together_is_the_other_run(layout):
+    """Nothing is lost or doubled: changes of one layer's neurons add up on what is linear."""
+    model = made(layout, "no_norm")
+    total = sweep(model, p.neuron_heads(layers=2), positions=-1).to_frame()["value"]
+    _, cache = model.run_with_cache(pair()[1])
+    _, other = model.run_with_cache(pair()[0])
+    block, point = (5, "attn_out") if layout == "two blocks" else (2, "mlp_out")
+    change = (other[f"blocks.{block}.hook_{point}"] - cache[f"blocks.{block}.hook_{point}"])[:, -1]
+    direction = model.W_U[:, 7] - model.W_U[:, 8]
+    baseline = sweep(model, ["L2N3"], positions=[0]).to_frame()["value"].item()
+    assert (total - baseline).sum() == pytest.approx((change @ direction).mean().item(), abs=1e-10)

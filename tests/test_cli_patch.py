@@ -1,0 +1,132 @@
+"""`attn-only-lens patch`: the sweep that it writes, what it prints, how it fails."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from models import BASE, build
+from safetensors.torch import save_file
+from tiny_tokenizer import tiny_tokenizer
+from typer.testing import CliRunner
+
+from attn_only_lens import expose_neuron_heads
+from attn_only_lens import patching as p
+from attn_only_lens.cli import app
+from attn_only_lens.source_folder import load_source
+
+CLEAN, CORRUPTED = "w3 w5 w7 w11", "w3 w6 w7 w11"
+TEXTS = ("--clean", CLEAN, "--corrupted", CORRUPTED, "--answer", "w13", "--wrong", "w17")
+TOKENS = ("--tokens", "--clean", "0,7,9,11", "--corrupted", "0,8,9,11")
+NUMBERS = (*TOKENS, "--answer", 17, "--wrong", 21)
+
+
+def run(*arguments):
+    return CliRunner().invoke(app, ["patch", *(str(argument) for argument in arguments)])
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A source model in a folder, with a tokenizer."""
+    folder = tmp_path_factory.mktemp("source")
+    model = build("gelu", dtype=torch.float32, d_vocab_out=41)
+    config = {k: v for k, v in BASE.items() if k not in ("device", "d_vocab_out")}
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(dict(model.state_dict()), folder / "model.safetensors")
+    tiny_tokenizer(41, folder / "tokenizer")
+    return folder
+
+
+def expected(folder, *prompts, **how):
+    model = load_source(folder)
+    expose_neuron_heads(model)
+    metric = how.pop("metric", p.logit_diff("w13", "w17"))
+    return p.activation_patch(model, *prompts, metric, progress=False, **how).frame
+
+
+def test_a_sweep_of_texts(folder, tmp_path):
+    out = tmp_path / "sweep.parquet"
+    result = run(folder, *TEXTS, "--out", out, "--top", 3)
+    assert result.exit_code == 0, result.output
+    frame = p.Sweep.load(out).frame
+    other = expected(folder, CLEAN, CORRUPTED)
+    assert len(frame) == 3 * (2 + 37) * 5
+    assert frame["name"].tolist() == other["name"].tolist()
+    np.testing.assert_allclose(frame["value"], other["value"], rtol=0, atol=1e-4)
+    for name in p.Sweep.load(out).top(3)["name"]:
+        assert name in result.output
+    assert "logit_diff('w13', 'w17')" in result.output
+    assert f"{len(frame)} rows" in result.output
+
+
+def test_a_saved_model_tokens_and_every_option(folder, tmp_path):
+    converted = tmp_path / "converted"
+    assert CliRunner().invoke(app, ["convert", str(folder), str(converted)]).exit_code == 0
+    out, parts = tmp_path / "sweep.csv", tmp_path / "parts"
+    options = ("--sites", "neurons", "--layers", "0,2", "--part", "pattern", "--positions", "1,-1")
+    more = ("--direction", "noise", "--resume", parts, "--batch-size", 5, "--metric", "logit_diff")
+    for _ in range(2):  # the second time from the folder
+        result = run(converted, *NUMBERS, "--out", out, *options, *more)
+        assert result.exit_code == 0, result.output
+    sweep = p.Sweep.load(out)
+    assert (sweep.part, sweep.direction) == ("pattern", "noise")
+    assert len(list(parts.glob("part-*"))) == 4
+    other = expected(
+        folder,
+        torch.tensor([0, 7, 9, 11]),
+        torch.tensor([0, 8, 9, 11]),
+        metric=p.logit_diff(17, 21),
+        sites=p.neuron_heads([0, 2]),
+        part="pattern",
+        positions=[1, -1],
+        direction="noise",
+    )
+    assert sweep.frame["name"].tolist() == other["name"].tolist()
+    assert sweep.frame["position"].tolist() == other["position"].tolist()
+    np.testing.assert_allclose(sweep.frame["value"], other["value"], rtol=0, atol=1e-4)
+    assert other["value"].std() > 1e-2
+
+
+@pytest.mark.parametrize(
+    ("metric", "answers"),
+    [("kl", ()), ("loss", ()), ("probability", (17,)), ("log_probability", (17,))],
+)
+def test_metrics_and_several_prompts(folder, tmp_path, metric, answers):
+    out = tmp_path / "sweep.csv"
+    second = ("--clean", "0,5,6,7", "--corrupted", "0,5,6,8", "--sites", "L0H1,L1N5")
+    given = ("--answer", *answers) if answers else ()
+    result = run(folder, *TOKENS, *second, *given, "--metric", metric, "--out", out)
+    assert result.exit_code == 0, result.output
+    other = expected(
+        folder,
+        torch.tensor([[0, 7, 9, 11], [0, 5, 6, 7]]),
+        torch.tensor([[0, 8, 9, 11], [0, 5, 6, 8]]),
+        metric=getattr(p, metric)(*answers),
+        sites=["L0H1", "L1N5"],
+    )
+    np.testing.assert_allclose(p.Sweep.load(out).frame["value"], other["value"], atol=1e-5)
+
+
+def test_errors_are_one_message_and_nothing_is_written(folder, tmp_path):
+    out = tmp_path / "sweep.csv"
+    for arguments, message in (
+        ((*TEXTS, "--out", tmp_path / "sweep.xlsx"), "ends in .parquet or .csv"),
+        ((*TEXTS, "--out", tmp_path / "no" / "sweep.csv"), "there is no folder"),
+        ((*TEXTS, "--out", out, "--top", 0), "got --top 0"),
+        ((*TEXTS, "--out", out, "--metric", "accuracy"), "got --metric accuracy"),
+        ((*TEXTS, "--out", out, "--metric", "kl"), "takes neither"),
+        ((*TEXTS[:-2], "--out", out), "takes --answer and --wrong"),
+        ((*TEXTS, "--out", out, "--sites", "L0N3", "--layers", "0"), "say their layers"),
+        ((*TEXTS, "--out", out, "--sites", "L9N3"), "source layers from 0 to 2"),
+        ((*TEXTS, "--out", out, "--layers", "zero"), "got 'zero'"),
+        ((*TEXTS, "--out", out, "--positions", "1;2"), "got '1;2'"),
+        ((*TEXTS, "--out", out, "--part", "k"), "got part='k'"),
+        ((*TEXTS, "--out", out, "--clean", CLEAN), "2 clean and 1 corrupted"),
+        ((*NUMBERS, "--out", out, "--clean", "1,2"), "tokens have no padding here"),
+        ((*TOKENS, "--answer", "17,3", "--wrong", "5", "--out", out), "one token number"),
+    ):
+        result = run(folder, *arguments)
+        assert result.exit_code == 2, (arguments, result.output)
+        assert message in " ".join(result.output.split()), (message, result.output)
+        assert "Traceback" not in result.output
+    assert not out.exists()
