@@ -42,10 +42,9 @@ from attn_only_lens.circuits.ends import (
     read_at,
     readers_of,
     resolved,
-    weights_for,
     writers_of,
 )
-from attn_only_lens.circuits.weights import Kind
+from attn_only_lens.circuits.weights import Kind, Weights
 from attn_only_lens.errors import CircuitError
 from attn_only_lens.patching.sites import LayerSites, Sites, all_heads
 
@@ -92,7 +91,7 @@ def composition(
         True
     """
     into, onto = resolved(model, writers, readers, kind)
-    weights = weights_for(model, fold_norms, onto, kind)
+    weights = Weights.of(model, fold_norms=fold_norms)
     size = _size(into) * sum(len(sites.names) for sites in onto)
     if size > _LARGEST_GRID:
         raise CircuitError(
@@ -180,7 +179,7 @@ def top_compositions(
         onto = [sites for sites in onto if sites.kind != "neuron"]
         if not onto:
             raise CircuitError([f"K-composition into neuron-heads is {NO_KEYS}"], PROBLEM)
-    weights = weights_for(model, fold_norms, onto, kind)
+    weights = Weights.of(model, fold_norms=fold_norms)
     sources = [writers_of(weights, sites) for sites in into]
     targets = [readers_of(weights, sites, kind) for sites in onto]
     largest = Largest(k)

@@ -17,7 +17,6 @@ __all__ = [
     "read_at",
     "readers_of",
     "resolved",
-    "weights_for",
     "writers_of",
     "written_at",
 ]
@@ -49,19 +48,6 @@ def resolved(
     heads = [name for name in listed if name != EMBED]
     found = [None] * (EMBED in listed)
     return [*found, *(resolve(model, heads) if heads or not found else ())], onto
-
-
-def weights_for(model: Any, fold_norms: bool, onto: list[LayerSites], kind: Kind) -> Weights:
-    """The weights of a model, for readers that read by this kind.
-
-    Raises:
-        CircuitError: with every reason why W_Q W_Kᵀ is not what they score by; as `Weights.of`.
-    """
-    weights = Weights.of(model, fold_norms=fold_norms)
-    layers = {sites.layer for sites in onto if sites.kind == "attention"} if kind != "v" else set()
-    if reasons := weights.query_reasons(layers):
-        raise CircuitError(reasons, PROBLEM)
-    return weights
 
 
 def read_at(weights: Weights, sites: LayerSites) -> int:

@@ -11,10 +11,9 @@ from attn_only_lens.circuits.ends import (
     PROBLEM,
     read_at,
     resolved,
-    weights_for,
     written_at,
 )
-from attn_only_lens.circuits.weights import Kind
+from attn_only_lens.circuits.weights import Kind, Weights
 from attn_only_lens.errors import CircuitError
 from attn_only_lens.heads import HeadName
 
@@ -62,7 +61,7 @@ def virtual_weights(
         FactoredMatrix: Shape(torch.Size([128, 1])), Hidden Dim(1)
     """
     into, onto = resolved(model, [writer], [reader], kind)
-    weights = weights_for(model, fold_norms, onto, kind)
+    weights = Weights.of(model, fold_norms=fold_norms)
     (source,), (target,) = into, onto
     if kind == "k" and target.kind == "neuron":
         raise CircuitError([f"{reader}: its K-composition is {NO_KEYS}"], PROBLEM)

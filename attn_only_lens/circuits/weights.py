@@ -78,10 +78,30 @@ class Weights:
 
     def _head(self, name: str, sites: LayerSites) -> Tensor:
         """One matrix of some attention heads; grouped keys and values, for each query head."""
-        attn = self._attn(sites.layer)
-        weight = _working(getattr(attn, name))
-        n_heads = attn.W_Q.shape[0]
-        return weight[sites.index.to(weight.device) * weight.shape[0] // n_heads]
+        return self._of_heads(_working(getattr(self._attn(sites.layer), name)), sites)
+
+    def _of_heads(self, each: Tensor, sites: LayerSites) -> Tensor:
+        """The entries of some heads, of as many as there are queries or grouped keys."""
+        n_heads = self._attn(sites.layer).W_Q.shape[0]
+        return each[sites.index.to(each.device) * len(each) // n_heads]
+
+    def _scored(self, name: Literal["W_Q", "W_K"], sites: LayerSites) -> Tensor:
+        """W_Q or W_K with the norm that comes after it."""
+        weight = self._head(name, sites)
+        if self.wiring is None:
+            return weight
+        wiring, d_head = self.wiring[sites.layer], weight.shape[-1]
+        norm = wiring.query if name == "W_Q" else wiring.key
+        if norm.weight is None or len(norm.weight) == d_head:
+            return norm.written(weight)
+        # One norm over the heads of a token side by side, as in OLMo 2.
+        if norm.centres:
+            raise CircuitError(
+                [f"layer {sites.layer}: a LayerNorm mixes its heads; pass fold_norms=False"],
+                "the queries and keys of this model are not those of one head",
+            )
+        beside = self._of_heads(norm.weight.view(-1, d_head), sites)
+        return weight * beside.to(weight.dtype)[:, None]
 
     def _members(self, sites: LayerSites, of: str, like: Tensor) -> Tensor:
         """The number of each site's gate by that name; 1 for a whole neuron."""
@@ -110,7 +130,7 @@ class Weights:
         if sites.kind == "attention":
             if kind == "v":
                 return self.writes(sites)
-            q, k = (norm.read(self._head(name, sites)) for name in ("W_Q", "W_K"))
+            q, k = (norm.read(self._scored(name, sites)) for name in ("W_Q", "W_K"))
             left, right = (q, k) if kind == "q" else (k, q)
             return FactoredMatrix(left, right.transpose(-2, -1))
         assert kind != "k"
@@ -138,17 +158,6 @@ class Weights:
                 "this embedding cannot be composed with",
             )
         return _working(W_E)
-
-    def query_reasons(self, layers: set[int]) -> list[str]:
-        """Why W_Q W_Kᵀ is not what the heads of these layers score by."""
-        if self.wiring is None:
-            return []
-        return [
-            f"layer {layer}: its queries and keys are normed again, head by head, which no folding "
-            "of weights does; fold_norms=False takes weights as they stand"
-            for layer in sorted(layers)
-            if getattr(self._attn(layer), "q_norm", None) is not None
-        ]
 
 
 _NO_NORM = Norm(None, centres=False)

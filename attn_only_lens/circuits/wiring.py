@@ -7,6 +7,7 @@ scale, one number a token, and its bias:
     RMSNorm     N = diag(w)
 
 and where a norm follows (OLMo 2; Gemma 2, before and after), a head that puts o into it writes o N.
+Queries and keys that are normed again (Qwen 3, Gemma 3, OLMo 2) are W_Q N and W_K N likewise.
 A positive factor cancels in a composition score, so that with scales frozen nothing is
 approximated: the scale of a norm that follows is that of the whole sublayer's output.
 
@@ -72,11 +73,15 @@ class Wiring:
     Attributes:
         attention: the norms that its attention heads read and write through.
         neuron: those of its neurons.
+        query: the norm of the queries of each head, or of all together.
+        key: that of the keys.
         parallel: whether its neurons read what its attention heads read.
     """
 
     attention: tuple[Norm, Norm]
     neuron: tuple[Norm, Norm]
+    query: Norm
+    key: Norm
     parallel: bool
 
 
@@ -90,21 +95,25 @@ def wirings(model: Any) -> list[Wiring]:
         return _of_bridge(model)
     if layout_of(model) == "in place":
         cfg: Any = model.cfg
-        norms = [[_known(getattr(block, name, None)) for name in _NORMS] for block in model.blocks]
+        blocks = list(model.blocks)
+        norms = [[_known(getattr(block, name, None)) for name in _NORMS] for block in blocks]
     else:
         cfg = model.source_cfg
+        blocks = [model.blocks[heads_block(layer)] for layer in range(cfg.n_layers)]
         norms = []
-        for layer in range(cfg.n_layers):
-            pair = model.blocks[heads_block(layer)], model.blocks[neurons_block(layer)]
+        for layer, block in enumerate(blocks):
+            pair = block, model.blocks[neurons_block(layer)]
             names = ("ln1", "ln1_post")
             before, after = ([_known(getattr(b, name, None)) for b in pair] for name in names)
             norms.append(before + after)
     if cfg.original_architecture in POST_NORM_ARCHITECTURES:
         norms = [[_NOTHING, _NOTHING, ln1, ln2] for ln1, ln2, _, _ in norms]
-    return [
-        Wiring((ln1, ln1_post), (ln2, ln2_post), cfg.parallel_attn_mlp)
-        for ln1, ln2, ln1_post, ln2_post in norms
-    ]
+    found = []
+    for block, (ln1, ln2, ln1_post, ln2_post) in zip(blocks, norms, strict=True):
+        query, key = (_known(getattr(block.attn, name, None)) for name in ("q_norm", "k_norm"))
+        ends = (ln1, ln1_post), (ln2, ln2_post)
+        found.append(Wiring(*ends, query, key, cfg.parallel_attn_mlp))
+    return found
 
 
 def _known(norm: Any) -> Norm:
@@ -147,6 +156,9 @@ class _Seen:
             for name in (*_NORMS, "attn", "mlp")
             if (part := getattr(block, name, None)) is not None
         }
+        for name in ("q_norm", "k_norm"):
+            if getattr(block.attn, name, None) is not None:
+                self.parts[name] = getattr(block.attn, name)
         self.given: dict[str, Tensor] = {}
         self.returned: dict[str, Tensor] = {}
 
@@ -160,7 +172,11 @@ class _Seen:
             callback(part.register_forward_hook(look, with_kwargs=True).remove)
 
     def wiring(self) -> Wiring:
-        missing = [name for name in ("attn", "mlp") if name not in self.given]
+        missing = [
+            name
+            for name in ("attn", "mlp", "q_norm", "k_norm")
+            if name not in self.given and (name in self.parts or name in ("attn", "mlp"))
+        ]
         if missing:
             raise _UnknownError(f"its {' and '.join(missing)} did not run")
         before = {
@@ -173,7 +189,8 @@ class _Seen:
         if not (parallel or _parallel(entered["mlp"] - entered["attn"], wrote)):
             raise _UnknownError("its MLP reads neither what its attention reads, nor that and more")
         ends = {p: (self._norm(before[p]), self._norm(after[p])) for p in ("attn", "mlp")}
-        return Wiring(ends["attn"], ends["mlp"], parallel)
+        query, key = (self._norm(n if n in self.parts else None) for n in ("q_norm", "k_norm"))
+        return Wiring(ends["attn"], ends["mlp"], query, key, parallel)
 
     def _norm_with(self, side: dict[str, Tensor], value: Tensor) -> str | None:
         return next((n for n in _NORMS if n in side and torch.equal(side[n], value)), None)
