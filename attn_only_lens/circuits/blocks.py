@@ -12,9 +12,13 @@ from W_Eᵀ W_E, summed over the vocabulary piece by piece): no d_model × d_mod
 The scores of some writers and some readers are one matrix product of their factors, squared and
 summed over both ranks.
 
-Memory, beyond the model: the factors of all attention heads, 2 d_model Σ d_head numbers, and of
-the embedding, d_model²; for a block of at most b rows of factors on either side (one head, where it
-has more), 3 b d_model numbers, and for its scores 4 b² numbers and b² indices of 8 bytes.
+Memory, in numbers of the weights' dtype (float32 for shorter ones), beyond the model:
+
+    2 d_model Σ d_head                  once: the factors of all attention heads
+    d_model²                            once: that of the embedding (four times that in float64,
+                                        and a piece of W_E, while it is made)
+    4 b d_model + 2 b² + 16 b min(k, b) a block of at most b rows of factors a side (one head, where
+                                        it has more): factors, scores, the k largest of each row
 """
 
 from collections.abc import Callable, Iterator
@@ -37,7 +41,7 @@ __all__ = [
     "writer_factor",
 ]
 
-_PIECE = 4096
+_PIECE = 1024
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,7 +76,8 @@ def embedding_factor(W_E: Float[Tensor, "d_vocab d_model"]) -> Float[Tensor, "1 
     d_model = W_E.shape[1]
     gram = torch.zeros(d_model, d_model, dtype=torch.float64, device=W_E.device)
     for rows in W_E.split(_PIECE):
-        gram += rows.double().T @ rows.double()
+        rows = rows.double()
+        gram.addmm_(rows.T, rows)
     if not gram.isfinite().all():
         raise CircuitError(["the embedding has weights that are not finite"], _PROBLEM)
     values, vectors = torch.linalg.eigh(gram)
@@ -84,13 +89,13 @@ _PROBLEM = "no composition scores can be computed"
 
 
 def _unit(factors: Tensor, names: tuple[str, ...]) -> Tensor:
-    """At norm 1; zero stays zero, since what writes or reads nothing composes with nothing.
+    """Set to norm 1, in place; what writes or reads nothing stays zero, and composes with nothing.
 
     Raises:
         CircuitError: weights are not finite.
     """
     # At their largest entry first: squares of large or small weights leave their type's range.
-    largest = factors.abs().amax(dim=(-2, -1), keepdim=True)
+    largest = torch.linalg.vector_norm(factors, ord=torch.inf, dim=(-2, -1), keepdim=True)
     bad = [
         name
         for name, fine in zip(names, largest.flatten().isfinite().tolist(), strict=True)
@@ -100,9 +105,10 @@ def _unit(factors: Tensor, names: tuple[str, ...]) -> Tensor:
         raise CircuitError(
             [f"{len(bad)} heads, such as {bad[0]}, have weights that are not finite"], _PROBLEM
         )
-    factors = factors / torch.where(largest == 0, 1.0, largest)
-    norm = factors.flatten(1).norm(dim=1)[:, None, None]
-    return factors / torch.where(norm == 0, 1.0, norm)
+    factors /= torch.where(largest == 0, 1.0, largest)
+    norm = torch.linalg.vector_norm(factors, dim=(-2, -1), keepdim=True)
+    factors /= torch.where(norm == 0, 1.0, norm)
+    return factors
 
 
 def pieces(group: Group, block: int) -> Iterator[slice]:
