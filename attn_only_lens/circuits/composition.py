@@ -103,7 +103,7 @@ def composition(
     for source in sources:
         written = source.take(slice(None))
         for sites in onto:
-            if not source.stage <= read_at(weights, sites):
+            if not source.stage <= read_at(sites):
                 continue
             if kind == "k" and sites.kind == "neuron":
                 found, note = written.new_zeros(len(written), len(sites.names)), NO_KEYS

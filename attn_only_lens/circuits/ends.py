@@ -50,10 +50,9 @@ def resolved(
     return [*found, *(resolve(model, heads) if heads or not found else ())], onto
 
 
-def read_at(weights: Weights, sites: LayerSites) -> int:
-    """How many sublayers have written into the stream that these heads read."""
-    second = sites.kind == "neuron" and not weights.parallel(sites.layer)
-    return 2 * sites.layer + second
+def read_at(sites: LayerSites) -> int:
+    """How many sublayers, attention and MLP by turns, have run before these heads."""
+    return 2 * sites.layer + (sites.kind == "neuron")
 
 
 def written_at(weights: Weights, sites: LayerSites | None) -> int:
@@ -77,9 +76,7 @@ def writers_of(weights: Weights, sites: LayerSites | None) -> Group:
 
 def readers_of(weights: Weights, sites: LayerSites, kind: Kind) -> Group:
     """Readers, by their factors."""
-    return _group(
-        sites, read_at(weights, sites), lambda s: reader_factor(weights.reads(s, kind), s.names)
-    )
+    return _group(sites, read_at(sites), lambda s: reader_factor(weights.reads(s, kind), s.names))
 
 
 def _group(sites: LayerSites, stage: int, factors: Callable[[LayerSites], Tensor]) -> Group:

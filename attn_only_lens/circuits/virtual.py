@@ -65,7 +65,7 @@ def virtual_weights(
     (source,), (target,) = into, onto
     if kind == "k" and target.kind == "neuron":
         raise CircuitError([f"{reader}: its K-composition is {NO_KEYS}"], PROBLEM)
-    if not written_at(weights, source) <= read_at(weights, target):
+    if not written_at(weights, source) <= read_at(target):
         raise CircuitError([f"got writer {writer} and reader {reader}; {NO_PAIR}"], PROBLEM)
     right = weights.reads(target, kind)[0]
     if source is None:

@@ -137,6 +137,12 @@ def test_every_pair_is_that_of_dense_matrices(name, fold):
         assert (expected - other).abs().max() > 1e-2
 
 
+def test_layer_norms_that_follow_take_the_mean_away():
+    source = build("gelu", use_normalization_before_and_after=True)
+    got = taken(circuits.composition(convert(source), NAMES, NAMES, "v"))
+    assert (got - Dense(source, True).table(NAMES, NAMES, "v")).abs().max() < EXACT
+
+
 @pytest.mark.parametrize("name", ["gelu", "llama", "no_norm"])
 @pytest.mark.parametrize("kind", ["q", "k", "v"])
 def test_between_attention_heads_it_is_transformer_lens_own(name, kind):
