@@ -13,6 +13,7 @@ from attn_only_lens import CircuitError, PatchingError, calibrate, circuits, con
 from attn_only_lens import expose_neuron_heads as expose
 from attn_only_lens import patching as p
 from attn_only_lens.circuits.blocks import Largest, scores, writer_factor
+from attn_only_lens.circuits.wiring import Norm
 
 EXACT = 1e-12  # of scores in [0, 1], each a few hundred roundings of float64
 FAMILIES = ["gelu", "rms", "rms_pre", "ln_pre", "no_norm", "llama", "grouped", "silu_gated"]
@@ -137,10 +138,15 @@ def test_every_pair_is_that_of_dense_matrices(name, fold):
         assert (expected - other).abs().max() > 1e-2
 
 
-def test_layer_norms_that_follow_take_the_mean_away():
-    source = build("gelu", use_normalization_before_and_after=True)
-    got = taken(circuits.composition(convert(source), NAMES, NAMES, "v"))
-    assert (got - Dense(source, True).table(NAMES, NAMES, "v")).abs().max() < EXACT
+@pytest.mark.parametrize("centres", [True, False])
+def test_a_norm_is_a_matrix_from_either_side(centres):
+    """The product of what is written and what is read is the same, wherever the norm is put."""
+    w, W, o = (torch.randn(shape, dtype=torch.float64) for shape in ((7,), (7, 5), (3, 7)))
+    norm = Norm(w, centres)
+    centre = torch.eye(7, dtype=torch.float64) - (1 / 7 if centres else 0)
+    torch.testing.assert_close(norm.read(W), centre @ torch.diag(w) @ W)
+    torch.testing.assert_close(norm.written(o), o @ centre @ torch.diag(w))
+    torch.testing.assert_close(norm.written(o) @ W, o @ norm.read(W))
 
 
 @pytest.mark.parametrize("name", ["gelu", "llama", "no_norm"])
