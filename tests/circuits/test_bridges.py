@@ -25,6 +25,9 @@ CONFIGS = {
     ),
     "phi": lambda: transformers.PhiConfig(**SIZES),
     "llama": lambda: transformers.LlamaConfig(**SIZES, **GROUPED),
+    "llama_grouped": lambda: transformers.LlamaConfig(
+        **SIZES | {"num_attention_heads": 4}, num_key_value_heads=2, head_dim=14
+    ),
     "phi3": lambda: transformers.Phi3Config(**SIZES, num_key_value_heads=1),
     "gemma2": lambda: transformers.Gemma2Config(**SIZES, **GROUPED),
     "gemma3": lambda: transformers.Gemma3TextConfig(**SIZES, **GROUPED),
@@ -112,7 +115,7 @@ def parts(name, raw, layer):
                 qk = (own[f"{at}{x}_norm.weight"] + plus for x in "qk")
     if qk is not None:
         q, k = (w * n.reshape(-1, 1, h) for w, n in zip((q, k), qk, strict=True))
-    repeat = HEADS // len(k)
+    repeat = len(q) // len(k)
     k, v = (w.repeat_interleave(repeat, 0) for w in (k, v))
     return q, k, v, o, into, into if gate is None else gate, out, before, after, parallel
 
@@ -121,7 +124,7 @@ def dense(name, raw):
     writes, reads = {}, {}
     for layer in range(LAYERS):
         q, k, v, o, into, gate, out, before, after, parallel = parts(name, raw, layer)
-        for head in range(HEADS):
+        for head in range(len(q)):
             ov = before[0] @ v[head] @ o[head] @ after[0]
             qk = before[0] @ q[head] @ k[head].T @ before[0].T
             writes[f"L{layer}H{head}"] = ov
@@ -147,8 +150,9 @@ def test_every_pair_is_that_of_the_raw_weights(name, compatible):
     for kind in ("q", "k", "v"):
         frame = circuits.composition(exposed, list(writes), list(reads), kind)
         within = frame[frame.writer.str.startswith("L0H") & frame.reader.str.startswith("L0N")]
-        assert len(within) == (0 if parallel else 4)
-        assert len(frame) == 16 + 2 * len(within)
+        n_heads = len(reads) // LAYERS - 2
+        assert len(within) == (0 if parallel else 2 * n_heads)
+        assert len(frame) == (n_heads + 2) ** 2 + LAYERS * len(within)
         for row in frame.itertuples():
             R = reads[row.reader].get(kind)
             expected = 0.0
