@@ -11,12 +11,15 @@ import numpy as np
 import pytest
 import torch
 import tracr_edges
+from common import needs_hooked_transformer
 from tracr_cuts import logits_without
 from tracr_edges import Edge
 from tracr_models import FIXTURES, PROGRAMS, load_program
 
 from attn_only_lens import HeadName, convert, expose_neuron_heads
 from attn_only_lens.tolerances import LOGIT_TOLERANCE
+
+pytestmark = needs_hooked_transformer
 
 ROUNDING = LOGIT_TOLERANCE[torch.float64]
 # True edges, and those of them whose cut changes a logit.

@@ -1,0 +1,121 @@
+"""Attention heads that behave like neurons: they attend to their own token, or to nothing.
+
+A neuron-head divides its attention between its own token and a bias token whose value is zero. An
+attention head does nearly the same where it attends to itself or to a sink: the first token, where
+trained heads leave the attention that they have no use for (Xiao et al. 2023, "Efficient Streaming
+Language Models with Attention Sinks"), or a learned sink outside the text. Measured on data:
+
+    to_self      mean attention to the query's own token
+    to_first     mean attention to the first token
+    to_sink      what a row lacks to 1: the attention to a learned sink, 0 without one
+    to_others    mean attention to all other tokens: what makes it no neuron
+    self_spread  standard deviation of the attention to self: a gate that never moves has 0
+
+The first four add up to 1. Queries at the first token are left out: there, self and first are one.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import pandas as pd
+import torch
+from torch import Tensor
+
+from attn_only_lens.axes import Tokens
+from attn_only_lens.errors import CircuitError
+from attn_only_lens.heads import HeadName, layout_of
+from attn_only_lens.inputs import checked_tokens
+from attn_only_lens.patching.sites import heads, resolve
+
+__all__ = ["neuron_like_heads"]
+
+_PROBLEM = "the attention of these heads cannot be measured"
+_ROUNDING = 1e-2  # of a row of a pattern that adds up to 1, in half precision
+
+
+@torch.no_grad()
+def neuron_like_heads(model: Any, tokens: Tokens | str) -> pd.DataFrame:
+    """How much of each attention head's attention goes to its own token, a sink, or elsewhere.
+
+    Patterns are reduced as they are computed: one layer's is held at a time.
+
+    Args:
+        model: converted, or with exposed neuron-heads.
+        tokens: integers [batch, pos] without padding, at least two tokens long; or a text.
+
+    Returns:
+        A row for each head, by rising `to_others`: `name`, `layer`, `head`, `to_self`, `to_first`,
+        `to_sink`, `to_others`, `self_spread`: means over all queries but those at the first token.
+
+    Raises:
+        CircuitError: one token, or an attention that shows no patterns of [query_pos, key_pos].
+        PatchingError: the model has no neuron-heads.
+        UnsupportedCallError: tokens that the model does not take.
+
+    Example:
+        >>> from attn_only_lens import circuits, convert, pretrained
+        >>> model = convert(pretrained.modular_addition())
+        >>> frame = circuits.neuron_like_heads(model, pretrained.modular_addition_tokens()[:50])
+        >>> shares = frame[["to_self", "to_first", "to_sink", "to_others"]]
+        >>> len(frame), bool((shares.sum(axis=1) - 1).abs().max() < 1e-6)
+        (4, True)
+    """
+    chosen = resolve(model, heads())
+    checked = checked_tokens(model, tokens)
+    if checked.shape[1] < 2:
+        raise CircuitError(
+            ["got one token a prompt; expected two or more: a first token is its own"], _PROBLEM
+        )
+    layout = layout_of(model)
+    assert layout is not None
+    found: dict[int, pd.DataFrame] = {}
+    hooks = []
+    for sites in chosen:
+        name = HeadName(sites.layer, "attention", 0).hook("pattern", layout)
+        expected = (len(checked), len(sites.names), checked.shape[1], checked.shape[1])
+        hooks.append((name, _reducing(sites.layer, expected, found)))
+    with model.hooks(fwd_hooks=hooks):
+        model(checked)
+    missing = [sites.layer for sites in chosen if sites.layer not in found]
+    if missing:
+        raise CircuitError(
+            [f"layer {layer}: its attention shows no pattern" for layer in missing], _PROBLEM
+        )
+    frames = [
+        found[sites.layer].assign(
+            name=list(sites.names), layer=sites.layer, head=sites.index.numpy()
+        )
+        for sites in chosen
+    ]
+    frame = pd.concat(frames)
+    columns = ["name", "layer", "head", *_COLUMNS]
+    return frame[columns].sort_values("to_others", kind="stable", ignore_index=True)
+
+
+_COLUMNS = ["to_self", "to_first", "to_sink", "to_others", "self_spread"]
+
+
+def _reducing(
+    layer: int, expected: tuple[int, ...], found: dict[int, pd.DataFrame]
+) -> Callable[[Tensor, Any], None]:
+    def hook(pattern: Tensor, hook: Any) -> None:
+        if tuple(pattern.shape) != expected:
+            raise CircuitError(
+                [f"layer {layer}: got a pattern {list(pattern.shape)}; expected {list(expected)}"],
+                _PROBLEM,
+            )
+        found[layer] = _shares(pattern[:, :, 1:].double())
+
+    return hook
+
+
+def _shares(pattern: Tensor) -> pd.DataFrame:
+    """Of rows from the second query on, [batch, head, query_pos, key_pos]."""
+    total = pattern.sum(dim=-1)
+    if not (total.isfinite().all() and (total <= 1 + _ROUNDING).all()):
+        raise CircuitError(["a pattern's rows are not finite, or add up to more than 1"], _PROBLEM)
+    own = pattern.diagonal(offset=1, dim1=-2, dim2=-1)
+    first = pattern[..., 0]
+    each = [own, first, 1.0 - total, total - own - first]
+    columns = [share.mean(dim=(0, 2)) for share in each] + [own.std(dim=(0, 2), correction=0)]
+    return pd.DataFrame({name: c.cpu().numpy() for name, c in zip(_COLUMNS, columns, strict=True)})

@@ -1,0 +1,347 @@
+"""Composition scores against dense float64 matrices, made here from the source's raw weights."""
+
+import copy
+import math
+import sys
+
+import pandas as pd
+import pytest
+import torch
+from common import D_MLP, N_LAYERS, tokens
+from models import build
+
+from attn_only_lens import CircuitError, PatchingError, calibrate, circuits, convert
+from attn_only_lens import expose_neuron_heads as expose
+from attn_only_lens import patching as p
+from attn_only_lens.circuits.blocks import Largest, scores, writer_factor
+from attn_only_lens.circuits.wiring import Norm
+
+EXACT = 1e-12  # of scores in [0, 1], each a few hundred roundings of float64
+FAMILIES = ["gelu", "rms", "rms_pre", "ln_pre", "no_norm", "llama", "grouped", "silu_gated"]
+FAMILIES += [
+    "parallel",
+    "parallel_gated",
+    "norms_before_and_after",
+    "post_norm",
+    "gemma",
+    "qk_norm",
+]
+D_MODEL = 26
+
+
+class Dense:
+    """Every head of a source model as dense matrices [d_model, d_model], by name; slow."""
+
+    def __init__(self, source, fold):
+        self.writes, self.reads, self.at, self.wrote = {}, {}, {}, {}
+        cfg, one = source.cfg, torch.eye(source.cfg.d_model, dtype=torch.float64)
+        centre = one - torch.full_like(one, 1 / cfg.d_model)
+
+        def norm(block, name):
+            if not fold or cfg.normalization_type is None or not hasattr(block, name):
+                return one
+            w = getattr(getattr(block, name), "w", None)
+            matrix = centre if cfg.normalization_type.startswith("LN") else one
+            return matrix if w is None else matrix @ torch.diag(w.detach())
+
+        for layer, block in enumerate(source.blocks):
+            attn, mlp = block.attn, block.mlp
+            if cfg.original_architecture == "Olmo2ForCausalLM":
+                before, after = [one, one], [norm(block, "ln1"), norm(block, "ln2")]
+            else:
+                before = [norm(block, "ln1"), norm(block, "ln2")]
+                after = [norm(block, "ln1_post"), norm(block, "ln2_post")]
+            shared = cfg.n_heads // (cfg.n_key_value_heads or cfg.n_heads)
+            raw_k, raw_v = (
+                getattr(attn, ("_" if cfg.n_key_value_heads else "") + name).detach()
+                for name in ("W_K", "W_V")
+            )
+            for head in range(cfg.n_heads):
+                name = f"L{layer}H{head}"
+                q = before[0] @ attn.W_Q.detach()[head]
+                k, v = (before[0] @ raw[head // shared] for raw in (raw_k, raw_v))
+                if fold and attn.q_norm is not None:
+                    wq, wk = attn.q_norm.w.detach(), attn.k_norm.w.detach()
+                    at = slice(head * cfg.d_head, (head + 1) * cfg.d_head)
+                    at = at if len(wq) != cfg.d_head else slice(None)
+                    q, k = q * wq[at], k * wk[at]
+                ov = v @ attn.W_O.detach()[head] @ after[0]
+                self.writes[name] = ov
+                self.reads[name] = {"q": q @ k.T, "k": k @ q.T, "v": ov}
+            for neuron in range(cfg.d_mlp):
+                name = f"L{layer}N{neuron}"
+                value = before[1] @ mlp.W_in.detach()[:, neuron]
+                gate = before[1] @ mlp.W_gate.detach()[:, neuron] if cfg.gated_mlp else value
+                out = mlp.W_out.detach()[neuron] @ after[1]
+                # With a value's matrix in front, whose length cancels: TransformerLens' W_V W_O.
+                self.writes[name] = torch.outer(value, out)
+                self.reads[name] = {"q": gate[:, None], "v": value[:, None]}
+        self.writes["embed"] = source.W_E.detach()
+        self.parallel = cfg.parallel_attn_mlp
+
+    def order(self, writer, reader):
+        def place(name):
+            layer = int(name[1 : name.index("H" if "H" in name else "N")])
+            return layer, 0 if "H" in name or self.parallel else 1
+
+        return writer == "embed" or place(writer) < place(reader)
+
+    def score(self, writer, reader, kind):
+        W, R = self.writes[writer], self.reads[reader].get(kind)
+        if R is None:
+            return 0.0
+        return ((W @ R).norm() / (W.norm() * R.norm())).item()
+
+    def table(self, writers, readers, kind):
+        rows = {
+            (w, r): self.score(w, r, kind) for w in writers for r in readers if self.order(w, r)
+        }
+        return pd.Series(rows)
+
+
+def taken(frame):
+    return frame.set_index(["writer", "reader"]).score
+
+
+def of(source, layout):
+    source = copy.deepcopy(source)
+    return convert(source) if layout == "convert" else expose(source).model
+
+
+NAMES = [f"L{layer}{head}" for layer in range(N_LAYERS) for head in ("H0", "H1", "N5", "N36")]
+
+
+@pytest.mark.parametrize("fold", [True, False])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_pair_is_that_of_dense_matrices(name, fold):
+    source = build(name)
+    dense = Dense(source, fold)
+    for layout in ("convert", "expose"):
+        model = of(source, layout)
+        for kind in ("q", "k", "v"):
+            got = circuits.composition(model, ["embed", *NAMES], NAMES, kind, fold_norms=fold)
+            expected = dense.table(["embed", *NAMES], NAMES, kind)
+            assert list(got.columns) == [
+                "writer", "reader", "kind", "score", "ratio_to_baseline", "note",
+            ]  # fmt: skip
+            assert set(taken(got).index) == set(expected.index)
+            assert (taken(got) - expected).abs().max() < EXACT
+            assert (got.ratio_to_baseline - got.score * math.sqrt(D_MODEL)).abs().max() < EXACT
+            if kind == "k":
+                keys = got[got.reader.str.contains("N")]
+                assert (keys.score == 0).all()
+                assert keys.note.str.contains("zero by construction").all()
+                assert (got[got.reader.str.contains("H")].note == "").all()
+    # The controls: another kind, and the norms the other way, give other scores.
+    assert (expected - dense.table(["embed", *NAMES], NAMES, "q")).abs().max() > 1e-2
+    if name not in ("no_norm", "rms_pre"):
+        other = Dense(source, not fold).table(["embed", *NAMES], NAMES, "v")
+        assert (expected - other).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("centres", [True, False])
+def test_a_norm_is_a_matrix_from_either_side(centres):
+    """The product of what is written and what is read is the same, wherever the norm is put."""
+    w, W, o = (torch.randn(shape, dtype=torch.float64) for shape in ((7,), (7, 5), (3, 7)))
+    norm = Norm(w, centres)
+    centre = torch.eye(7, dtype=torch.float64) - (1 / 7 if centres else 0)
+    torch.testing.assert_close(norm.read(W), centre @ torch.diag(w) @ W)
+    torch.testing.assert_close(norm.written(o), o @ centre @ torch.diag(w))
+    torch.testing.assert_close(norm.written(o) @ W, o @ norm.read(W))
+
+
+@pytest.mark.parametrize("name", ["gelu", "llama", "no_norm"])
+@pytest.mark.parametrize("kind", ["q", "k", "v"])
+def test_between_attention_heads_it_is_transformer_lens_own(name, kind):
+    source = build(name)
+    theirs = source.all_composition_scores(kind.upper()).detach()
+    model = convert(source)
+    got = taken(circuits.composition(model, p.heads(), p.heads(), kind, fold_norms=False))
+    n = source.cfg.n_heads
+    assert len(got) == 3 * n * n
+    for (writer, reader), score in got.items():
+        (i, h), (j, g) = ([int(x) for x in head[1:].split("H")] for head in (writer, reader))
+        assert abs(score - theirs[i, h, j, g]) < 1e-10  # theirs is by way of an SVD
+    # What theirs drops: an attention head and the neurons of its own layer.
+    assert len(circuits.composition(model, "L1H0", ["L1N5", "L0N5", "L1H1"], "q")) == 1
+
+
+def test_folding_norms_is_loading_with_them_folded():
+    source = build("gelu")
+    folded = copy.deepcopy(source)
+    how = {"center_writing_weights": False, "center_unembed": False, "fold_value_biases": False}
+    folded.load_and_process_state_dict(source.state_dict(), fold_ln=True, **how)
+    got, twin = (
+        taken(circuits.composition(convert(m), NAMES, NAMES, "q")) for m in (source, folded)
+    )
+    theirs = folded.all_composition_scores("Q").detach()
+    # TransformerLens folds in float32.
+    assert abs(got["L0H1", "L2H0"] - theirs[0, 1, 2, 0]) < 1e-6
+    assert (got - twin).abs().max() < 1e-6
+    unfolded = taken(circuits.composition(convert(source), NAMES, NAMES, "q", fold_norms=False))
+    assert (unfolded - twin).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("name", ["llama", "parallel"])
+@pytest.mark.parametrize("kind", ["q", "k", "v"])
+def test_the_largest_of_all(name, kind):
+    source = build(name)
+    model, dense, k = convert(source), Dense(source, fold=True), 53
+    everyone = list(dense.reads)
+    readers = [r for r in everyone if kind in dense.reads[r]]
+    every = dense.table(["embed", *everyone], readers, kind).sort_values(ascending=False)
+    for block in (3, 29, 1024):
+        got = circuits.top_compositions(model, k, kind, block=block)
+        assert got.attrs["pairs"] == len(every)
+        assert abs(got.score.to_numpy() - every.to_numpy()[:k]).max() < EXACT
+        assert (taken(got) - every.reindex(taken(got).index)).abs().max() < EXACT
+        assert taken(got).index.is_unique
+        assert got.score.is_monotonic_decreasing
+        # The control: the rest is below.
+        assert every.iloc[k] < got.score.iloc[-1]
+
+
+def test_more_than_there_are_is_all_there_are():
+    model = convert(build("gelu"))
+    got = circuits.top_compositions(model, 10**6, "v", p.heads(0), p.neuron_heads([0, 2]))
+    assert len(got) == 2 * 2 * D_MLP
+    grid = taken(circuits.composition(model, p.heads(0), p.neuron_heads([0, 2]), "v"))
+    assert (taken(got) - grid.reindex(taken(got).index)).abs().max() < EXACT
+
+
+def test_the_largest_keeps_the_largest_whatever_comes_first():
+    found = torch.rand(31, 17, generator=torch.Generator().manual_seed(0))
+    for rows in (found, found.flip(0)):
+        largest = Largest(13)
+        for start in range(0, 31, 5):
+            largest.add(rows[start : start + 5].clone(), (start, 0))
+        assert torch.equal(largest.values, found.flatten().topk(13).values)
+        assert torch.equal(rows[largest.pairs[:, 0], largest.pairs[:, 1]], largest.values)
+
+
+@pytest.mark.parametrize("name", ["gelu", "llama", "gemma"])
+def test_virtual_weights_are_the_product(name):
+    source = build(name)
+    model, dense = convert(source), Dense(source, fold=True)
+    for writer, reader, kind in [
+        ("L0H1", "L2H0", "q"), ("L0H1", "L2H0", "k"), ("L0H1", "L2H0", "v"), ("L1H0", "L1N5", "q"),
+        ("embed", "L1H1", "q"), ("embed", "L1N5", "v"),
+    ]:  # fmt: skip
+        got = circuits.virtual_weights(model, writer, reader, kind)
+        expected = dense.writes[writer] @ dense.reads[reader][kind]
+        torch.testing.assert_close(got.AB, expected, rtol=1e-10, atol=1e-12)
+        assert got.mdim <= source.cfg.d_head
+    W_out, norm = source.blocks[0].mlp.W_out[7], source.blocks[2].ln2.w
+    column = norm * (source.blocks[2].mlp.W_gate if name != "gelu" else source.W_in[2])[..., :, 11]
+    if name == "gelu":
+        column = column - column.mean()
+    if name == "gemma":
+        W_out = W_out * source.blocks[0].ln2_post.w
+    one = circuits.virtual_weights(model, "L0N7", "L2N11", "q")
+    assert one.shape == (1, 1)
+    assert abs(one.AB.item() - (W_out @ column).item()) < 1e-10
+    assert circuits.virtual_weights(model, "L0N7", "L2H1", "v").shape == (1, D_MODEL)
+
+
+@pytest.mark.parametrize("name", ["gelu", "llama"])
+def test_heads_that_share_a_neuron(name):
+    source = build(name)
+    how = {"calibration": calibrate(source, tokens())} if name == "llama" else {}
+    model = convert(source, gate="bilinear", heads_per_neuron=4, **how)
+    whole = circuits.composition(model, "L0N5", "L1N7", "q").score.item()
+    assert abs(whole - Dense(source, True).score("L0N5", "L1N7", "q")) < EXACT
+    stack = model.neuron_heads
+    norm = source.blocks[1].ln2.w
+    for j in range(4):
+        one = circuits.virtual_weights(model, f"L0N5.{j}", f"L1N7.{j}", "q").AB.item()
+        read = norm * stack.W_Q[1, 7 * 4 + j, :, 0]
+        read = read - read.mean() if name == "gelu" else read
+        assert abs(one - (stack.W_O[0, 5 * 4 + j, 0] @ read).item()) < 1e-10
+        slope = model.blocks[3].attn.gate.slopes[j]
+        score = circuits.composition(model, f"L0N5.{j}", f"L1N7.{j}", "q").score.item()
+        assert abs(score - (whole if slope else 0.0)) < EXACT
+
+
+def test_random_heads_score_as_the_baseline_says():
+    """Over seeded random weights the mean of ratio² is 1, at any rank; the control is aligned."""
+    generator = torch.Generator().manual_seed(0)
+    d_model = 101
+    for rank in (1, 13):
+        n = 200 if rank == 1 else 60
+        one, other = (
+            writer_factor(_factored(n, d_model, rank, generator), tuple("x" * n)) for _ in "ab"
+        )
+        ratio = scores(one, other) * math.sqrt(d_model)
+        # cos² has variance 2 / d²: over n² pairs of n vectors a side, 5 deviations of the mean
+        # are 5 √(2 / n²) = 0.04 for vectors, and less for matrices, whose scores vary less.
+        assert abs(ratio.square().mean() - 1) < 0.04
+        aligned = scores(one, one).diagonal() * math.sqrt(d_model)
+        assert aligned.min() > 1.5
+    model = convert(build("no_norm"))
+    frame = circuits.composition(model, p.neuron_heads(0), p.neuron_heads([1, 2]))
+    assert abs(frame.ratio_to_baseline.pow(2).mean() - 1) < 0.15
+
+
+def _factored(n, d_model, rank, generator):
+    from transformer_lens import FactoredMatrix
+
+    A, B = (
+        torch.randn(n, *shape, generator=generator, dtype=torch.float64)
+        for shape in ((d_model, rank), (rank, d_model))
+    )
+    return FactoredMatrix(A, B)
+
+
+def test_zero_weights_score_zero_and_broken_ones_are_refused():
+    source = build("gelu", dtype=torch.float32)
+    with torch.no_grad():
+        source.blocks[0].mlp.W_out[5] = 0.0
+        source.blocks[0].mlp.W_out[6] *= 1e-25  # its square is no float32
+    got = circuits.composition(convert(source), ["L0N5", "L0N6"], "L1N7")
+    expected = Dense(source.double(), True).score("L0N6", "L1N7", "v")
+    assert got.score[0] == 0.0
+    assert abs(got.score[1] - expected) < 1e-6
+    with torch.no_grad():
+        source.blocks[0].mlp.W_out[5, 3] = float("nan")
+        source.W_E[7, 3] = float("inf")
+    for writers in ("L0N5", "embed"):
+        with pytest.raises(CircuitError, match="not finite"):
+            circuits.top_compositions(convert(source), 3, "v", writers, "L1N7")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_is_computed_in_float32(dtype):
+    source = build("llama", dtype=dtype)
+    got = taken(circuits.composition(convert(source), NAMES, NAMES, "q"))
+    expected = Dense(source.double(), True).table(NAMES, NAMES, "q")
+    assert (got - expected).abs().max() < 1e-6
+
+
+def test_what_is_refused():
+    model = convert(build("gelu"))
+    with pytest.raises(CircuitError, match=r"got kind='o'"):
+        circuits.composition(model, "L0H0", "L1H0", "o")
+    for writer, reader in [("L1H0", "L0N5"), ("L1N5", "L1H0"), ("L1H0", "L1H1"), ("L1N5", "L1N6")]:
+        for call in (circuits.composition, circuits.virtual_weights):
+            with pytest.raises(CircuitError, match="after the writer has written"):
+                call(model, writer, reader, "v")
+    with pytest.raises(CircuitError, match="zero by construction"):
+        circuits.virtual_weights(model, "L0H0", "L1N5", "k")
+    with pytest.raises(CircuitError, match="zero by construction"):
+        circuits.top_compositions(model, 3, "k", p.heads(), p.neuron_heads())
+    with pytest.raises(CircuitError) as caught:
+        circuits.top_compositions(model, 0, block=True)
+    assert len(caught.value.reasons) == 2
+    with pytest.raises(PatchingError, match="L9H0"):
+        circuits.composition(model, ["embed", "L9H0"], "L1H0")
+    with pytest.raises(PatchingError, match="no neuron-heads"):
+        circuits.composition(build("gelu"), "L0H0", "L1H0")
+    parallel = convert(build("parallel"))
+    with pytest.raises(CircuitError, match="in parallel"):
+        circuits.virtual_weights(parallel, "L1H0", "L1N5", "q")
+
+
+def test_a_grid_that_would_not_fit_is_refused(monkeypatch):
+    monkeypatch.setattr(sys.modules["attn_only_lens.circuits.composition"], "_LARGEST_GRID", 100)
+    with pytest.raises(CircuitError, match="use top_compositions"):
+        circuits.composition(convert(build("gelu")), p.heads(), p.neuron_heads())
