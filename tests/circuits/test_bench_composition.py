@@ -3,9 +3,12 @@
 import bench_composition
 import pytest
 from bench_peak_memory import model_of
+from common import needs_hooked_transformer
 from typer.testing import CliRunner
 
 from attn_only_lens import circuits, expose_neuron_heads
+
+pytestmark = needs_hooked_transformer
 
 
 def test_smoke(tmp_path):
