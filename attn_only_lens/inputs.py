@@ -15,9 +15,13 @@ def checked_tokens(model: HookedTransformer | TransformerBridge, tokens: object)
 
     Raises:
         UnsupportedCallError: they are not integers [batch, pos] of its vocabulary, or too long for
-            its context; or they are a text, and it has no tokenizer.
+            its context; they are a text, and it has no tokenizer; or it takes no tokens.
     """
     cfg = model.cfg
+    if cfg.d_vocab < 1:
+        raise UnsupportedCallError(
+            f"{cfg.model_name} has no vocabulary (it takes pictures?); expected a model of tokens"
+        )
     if isinstance(tokens, str):
         if model.tokenizer is None:
             raise UnsupportedCallError("got a text, and the model has no tokenizer; give tokens")

@@ -18,7 +18,10 @@ FORMAT_VERSION = 3  # 1 had "exact" for a gate, and no other; 1 and 2 one layout
 GATES = ("exact", "bilinear")
 _FIRST = {"layout": "two blocks a layer", "model": "HookedTransformer"}  # of versions 1 and 2
 _NEEDED = ("source_name", "config", "frozen", "training", "padding_side", "files")
-_NEEDED_BY = {"HookedTransformer": ("tied",), "TransformerBridge": ("views", "other_mode")}
+_NEEDED_BY = {
+    "HookedTransformer": ("tied",),
+    "TransformerBridge": ("results", "views", "other_mode"),
+}
 
 
 def describe(folder: Path, entries: dict[str, Any]) -> dict[str, Any]:

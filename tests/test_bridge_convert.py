@@ -1,13 +1,15 @@
 """`convert(bridge)`: a second bridge with neuron-heads; what it shares with the first, and not."""
 
 import functools
+import math
 import types
 import weakref
 from copy import deepcopy
 
 import pytest
 import torch
-from bridges import CHOSEN, GATED_CHOSEN, NEURON, STATES, boot, hook
+import transformers
+from bridges import CHOSEN, GATED_CHOSEN, NEURON, STATES, boot, bridged, hook, inputs, randomise
 from common import D_MLP, POS, relative, tokens
 from tiny_tokenizer import tiny_tokenizer
 from torch import nn
@@ -27,6 +29,7 @@ from attn_only_lens import (
     neuron_pattern,
     verify,
 )
+from attn_only_lens.heads.bilinear import BilinearHeads
 from attn_only_lens.tl import HAS_HOOKED_TRANSFORMER
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # TransformerLens' and transformers' own
@@ -277,6 +280,62 @@ def test_verify_bilinear_gates(name):
         assert (report.activations["largest"] > report.activations["range"]).all()
 
 
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+@torch.no_grad()
+def test_verify_notices_nan_with_hooks_alone(name, monkeypatch):
+    """In the second of two outputs, of which Python's `max` would give the first."""
+    bridge = boot(name)
+    how = {"calibration": calibrate(bridge, tokens())} if name in GATED_CHOSEN else {}
+    converted = convert(bridge, gate="bilinear", heads_per_neuron=8, **how)
+    assert verify(bridge, converted, tokens()).ok
+    attend = BilinearHeads._attend
+    monkeypatch.setattr(
+        BilinearHeads,
+        "_attend",
+        lambda heads, q, v: attend(heads, q, v) * (torch.nan if heads.layer == 1 else 1.0),
+    )
+    report = verify(bridge, converted, tokens())
+    assert math.isnan(report.rounding)
+    assert not report.ok
+
+
+@torch.no_grad()
+def test_verify_where_all_is_zero():
+    bridge = boot("gpt2")
+    converted = convert(bridge)
+    for parameter in bridge.original_model.parameters():
+        parameter.zero_()
+    report = verify(bridge, converted, tokens())
+    assert report.ok
+    assert (report.by_layer["relative"] == 0).all()
+    # The control: from zero, every difference is large.
+    twin = convert(bridge, copy=True)
+    twin.original_model.transformer.wte.weight.fill_(1.0)  # the unembedding, too
+    twin.original_model.transformer.ln_f.bias.fill_(1.0)
+    report = verify(bridge, twin, tokens())
+    assert not report.ok
+    assert report.relative == report.by_layer["relative"].iloc[0] == math.inf
+
+
+@torch.no_grad()
+def test_verify_where_a_point_of_the_stream_does_not_fire():
+    """The hook_resid_post of OpenAI GPT's blocks, in either version."""
+    config = transformers.OpenAIGPTConfig(vocab_size=41, n_positions=17, n_embd=26, n_layer=2)
+    config.n_head = 2
+    torch.manual_seed(0)
+    source = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    bridge = bridged(randomise(source.double().eval()))
+    report = verify(bridge, convert(bridge), tokens())
+    assert report.ok, report
+    assert list(report.by_layer["point"]) == ["0_pre", "0_mid", "1_pre", "1_mid"]
+
+
+def test_a_model_of_pictures_is_not_compared_on_tokens():
+    bridge = boot("vit")
+    with expose_neuron_heads(bridge), pytest.raises(UnsupportedCallError, match="no vocabulary"):
+        verify(bridge, bridge, inputs("vit"))
+
+
 def test_models_that_cannot_be_compared():
     bridge = boot("llama")
     converted = convert(bridge)
@@ -366,3 +425,16 @@ def test_accessors(name):
     _, plain = bridge.run_with_cache(tokens())
     with pytest.raises(UnsupportedCallError, match="converted or exposed"):
         neuron_pattern(plain, "L1N29")
+
+
+@torch.no_grad()
+def test_accessors_refuse_a_cache_from_before_the_model_was_exposed_anew():
+    """Head 12 is L0N3.0 of four heads a neuron, and L0N12 of one."""
+    bridge = boot("gpt2")
+    with expose_neuron_heads(bridge, gate="bilinear", heads_per_neuron=4):
+        _, cache = bridge.run_with_cache(tokens())
+        assert neuron_pattern(cache, "L1N3.0").shape == (2, POS, 2)
+    with expose_neuron_heads(bridge):
+        for read in (neuron_pattern, neuron_gate, dense_pattern):
+            with pytest.raises(UnsupportedCallError, match=r"148 heads .* has 37 by now"):
+                read(cache, "L1N12")

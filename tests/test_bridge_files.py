@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 from bridges import CHOSEN, GATED_CHOSEN, NEURON, STATES, boot, hook
-from common import relative, tokens
+from common import needs_transformer_lens_4, relative, tokens
 from safetensors.torch import load_file, save_file
 from tiny_tokenizer import tiny_tokenizer
 from transformer_lens.model_bridge import TransformerBridge
@@ -193,6 +193,36 @@ def test_what_could_not_be_built_again_is_refused_before_anything_is_written(cas
     with pytest.raises(CheckpointError, match=message):
         save(model, tmp_path / "saved")
     assert not list(tmp_path.iterdir())
+
+
+@needs_transformer_lens_4
+def test_bert_is_not_saved_by_4_whose_hooks_on_it_would_be_lost(tmp_path):
+    model = expose_neuron_heads(boot("bert")).model
+    with pytest.raises(CheckpointError, match=r"BERT in 4\.3.* is not saved"):
+        save(model, tmp_path / "saved")
+    # Why its advice has an exception: without them a hook point is silent.
+    assert "blocks.1.mlp.hook_in" in model.run_with_cache(tokens())[1]
+    model.reset_hooks(including_permanent=True)
+    assert "blocks.1.mlp.hook_in" not in model.run_with_cache(tokens())[1]
+
+
+def test_models_of_pictures_are_not_saved(tmp_path):
+    model = expose_neuron_heads(boot("vit")).model
+    with pytest.raises(CheckpointError, match="no vocabulary"):
+        save(model, tmp_path / "saved")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("name", ["gpt2", "native"])
+@torch.no_grad()
+def test_whether_results_are_on(name, tmp_path):
+    """In the native attention they are not to be had, and `cfg.use_attn_result` stays False."""
+    model = convert(boot(name))
+    for on in (True, False):
+        model.set_use_attn_result(on)
+        loaded = load(save(model, tmp_path / "saved"))
+        same(model, loaded)
+        assert (hook("result") in loaded.run_with_cache(tokens())[1]) == on
 
 
 def test_only_models_with_neuron_heads_are_saved(tmp_path):

@@ -255,6 +255,19 @@ def test_bilinear(name):
     assert torch.equal(bridge(tokens()), exact)
 
 
+@torch.no_grad()
+def test_an_edit_of_activations_is_shared_by_the_heads_of_a_neuron():
+    """At hook_post, where results of several heads a neuron are watched, and where they are not."""
+    bridge = boot("gpt2")
+    edit, keep = (out_in(), drop(NEURON, -1)), (hook("result"), lambda result, hook: None)
+    with expose_neuron_heads(bridge, gate="bilinear", heads_per_neuron=4):
+        bridge.set_use_attn_result(True)
+        alone = bridge.run_with_hooks(tokens(), fwd_hooks=[edit])
+        watched = bridge.run_with_hooks(tokens(), fwd_hooks=[edit, keep])
+        assert relative(watched, alone) <= EXACT
+        assert relative(bridge(tokens()), alone) > 1e-7
+
+
 @pytest.mark.parametrize("name", ["gpt2", "llama", "phi3", "native"])
 @torch.no_grad()
 def test_generate(name):

@@ -132,6 +132,47 @@ def test_twice_again_and_after_an_error():
     assert torch.equal(bridge(tokens()), expected)
 
 
+@pytest.mark.parametrize("name", ["gpt2", "llama", "bert"])
+@torch.no_grad()
+def test_a_pass_that_broke_off_after_the_heads_leaves_the_next_one_alone(name):
+    """Between hook_z and hook_result: another batch size next, bitwise what it is unexposed."""
+    bridge, x = boot(name), tokens(1, batch=3)
+    expected = bridge(x)
+
+    def fail(x, hook):
+        raise RuntimeError("in a hook")
+
+    keep = (hook("result"), lambda result, hook: None)
+    for point in ("blocks.1.mlp.out.hook_in", hook("result")):
+        with expose_neuron_heads(bridge):
+            for heads in bridge._heads_by_layer():
+                heads.results = True
+            with pytest.raises(RuntimeError, match="in a hook"):
+                bridge.run_with_hooks(tokens(), fwd_hooks=[keep, (point, fail)])
+            assert torch.equal(bridge(x), expected)
+
+
+@torch.no_grad()
+def test_a_copy_has_nothing_of_a_pass_that_broke_off():
+    """Tensors as large as its activations, and, in the graph of gradients, not to be copied."""
+    bridge = boot("gpt2")
+    expected = bridge(tokens())
+
+    def fail(x, hook):
+        raise RuntimeError("in a hook")
+
+    with expose_neuron_heads(bridge):
+        for heads in bridge._heads_by_layer():
+            heads.results = True
+        keep = (hook("result"), lambda result, hook: None)
+        with pytest.raises(RuntimeError, match="in a hook"):
+            bridge.run_with_hooks(tokens(), fwd_hooks=[keep, ("blocks.1.mlp.out.hook_in", fail)])
+        assert bridge.blocks[1].mlp._neuron_heads._read
+        other = copy.deepcopy(bridge)
+        assert not other.blocks[1].mlp._neuron_heads._read
+        assert torch.equal(other(tokens()), expected)
+
+
 @pytest.mark.parametrize("name", ["gpt2", "llama", "olmo2"])
 @torch.no_grad()
 def test_processed_while_exposed(name):

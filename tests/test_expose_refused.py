@@ -267,6 +267,9 @@ def test_what_changes_later_is_an_error_and_not_another_function(gate):
         bridge.train()
         with pytest.raises(UnsupportedCallError, match=r"dropout.*model.eval\(\)"):
             bridge.run_with_hooks(tokens(), fwd_hooks=keep)
+        if gate == "bilinear":  # whose heads always take its place; others leave dropout to the MLP
+            with pytest.raises(UnsupportedCallError, match="dropout"):
+                bridge(tokens())
         bridge.eval()
         bridge.blocks[1].mlp.original_component.act = nn.SiLU()
         with pytest.raises(UnsupportedCallError, match=r"layer 1: .* no longer gelu_new"):

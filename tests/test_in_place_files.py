@@ -105,7 +105,7 @@ def test_damage_is_refused(tmp_path):
         ({"gate": other}, "heads_per_neuron is 3"),
         ({"gate": other | {"heads_per_neuron": 4, "ranges": [3.0, 3.0]}}, "expected no ranges"),
         ({"layout": "upside down"}, "upgrade attn-only-lens"),
-        ({"model": "TransformerBridge"}, "lacks views, other_mode"),
+        ({"model": "TransformerBridge"}, "lacks results, views, other_mode"),
     ):
         whole = (folder / MANIFEST).read_text()
         edit(folder, **changes)

@@ -26,8 +26,8 @@ def neuron_pattern(cache: ActivationCache, name: str) -> Float[Tensor, "batch po
 
     Raises:
         UnknownHeadError: the name is malformed, of an attention head, or not in the model.
-        UnsupportedCallError: the cache is not of such a model, or does not hold that block's
-            pattern.
+        UnsupportedCallError: the cache is not of such a model, does not hold that block's
+            pattern, or was made when the model had another number of heads a neuron.
 
     Example:
         >>> from attn_only_lens import expose_neuron_heads, neuron_pattern, pretrained
@@ -114,7 +114,16 @@ def _block_pattern(
         raise UnsupportedCallError(
             f"the cache does not hold {hook}: run_with_cache with a names_filter that keeps it"
         )
-    return cache.cache_dict[hook]
+    pattern = cache.cache_dict[hook]
+    heads = neuron_heads(cache.model)[head.layer]
+    n_heads = heads.n_neurons * heads.heads_per_neuron
+    # The model may have been exposed anew since, and head indices would be those of other neurons.
+    if pattern.shape[-3] != n_heads:
+        raise UnsupportedCallError(
+            f"the cache holds {pattern.shape[-3]} heads in {hook}, and its model has {n_heads} by "
+            "now: it was made with other gates; run_with_cache again"
+        )
+    return pattern
 
 
 def dense_pattern(

@@ -116,7 +116,8 @@ class InPlace(NeuronHeads):
 
     def put_out(self, post: PreActivation) -> PreActivation:
         """What enters hook_post, in place of what the MLP has computed."""
-        q, up = self._read.pop("pre"), self._read.pop("linear", None)
+        q, up = self._read["pre"], self._read.get("linear")
+        self._read.clear()  # of what a pass that broke off behind this point has left, too
         if self._recomputes:
             self._require_known(q, up, post)
         if not (self._results or any(map(is_live, (*self._before_z, self.hook_z)))):

@@ -57,6 +57,7 @@ def bridge_parts(model: TransformerBridge) -> Parts:
     manifest: dict[str, Any] = {
         "config": config,
         "gate": exposed_heads(model)[0].gating.to_json(),
+        "results": exposed_heads(model)[0].results,
         "training": model.training,
         "views": views,
         "frozen": [name for name, tensor in parts.items() if not tensor.requires_grad],
@@ -66,7 +67,7 @@ def bridge_parts(model: TransformerBridge) -> Parts:
     wrong = _differences(model, twin)
     if wrong:
         raise _lost(wrong)
-    more = {key: manifest[key] for key in ("views", "frozen", "other_mode")}
+    more = {key: manifest[key] for key in ("results", "views", "frozen", "other_mode")}
     name = str(model.cfg.model_name)
     return Parts(config, manifest["gate"], roots_of(parts, views), name, more)
 
@@ -93,8 +94,11 @@ def _config(model: TransformerBridge) -> dict[str, Any]:
     if hooked:
         reasons.append(
             f"hooks are attached to it ({', '.join(hooked[:3])}) and would not be saved: "
-            "model.reset_hooks(including_permanent=True)"
+            "model.reset_hooks(including_permanent=True), unless they are of TransformerLens (BERT "
+            "in 4.3), whose mlp.hook_in and mlp.hook_out fire by them: such a bridge is not saved"
         )
+    if model.cfg.d_vocab < 1:
+        reasons.append("it has no vocabulary (it takes pictures?), and is tried on tokens")
     kind = type(wrapped).__name__
     config: dict[str, Any] = {
         "dtype": str(model.cfg.dtype).removeprefix("torch."),
@@ -159,6 +163,8 @@ def _finish(model: Any, manifest: dict[str, Any], values: dict[str, Tensor]) -> 
         expose_as(model, known_mlps(model, problem), Gating.from_json(manifest["gate"]))
     except (LookupError, TypeError, ValueError) as error:
         raise CheckpointError(f"{problem}: {error}") from error
+    for heads in exposed_heads(model):
+        heads.results = bool(manifest["results"])
     other = set(manifest["other_mode"])
     for name, module in _modules(model):
         module.training = manifest["training"] != (name in other)

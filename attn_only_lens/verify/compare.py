@@ -84,14 +84,18 @@ def verify(
     act_fns = [h.act_fn if isinstance(h, InPlace) else source.cfg.act_fn for h in layers]
     return Verification(
         bitwise=torch.equal(expected, silent),
-        rounding=max(float(_row("logits", approximated, x)["relative"]) for x in outputs),
+        rounding=_largest([float(_row("logits", approximated, x)["relative"]) for x in outputs]),
         max_abs_logit=float(logits["max_abs"]),
         relative=float(logits["relative"]),
         mean_kl=kl.mean().item(),
         max_kl=kl.max().item(),
         top1_agreement=(expected.argmax(-1) == live.argmax(-1)).double().mean().item(),
         by_layer=pd.DataFrame(
-            [_row(point, stream[theirs], seen[mine]) for point, theirs, mine in points]
+            [
+                _row(point, stream[theirs], seen[mine])
+                for point, theirs, mine in points
+                if theirs in stream.cache_dict  # OpenAI GPT's bridge has a hook_resid_post, silent
+            ]
         ),
         n_tokens=kl.numel(),
         dtype=expected.dtype,
@@ -150,8 +154,14 @@ def _mismatches(source: Any, converted: Any) -> list[str]:
 
 def _row(point: str, expected: Tensor, got: Tensor) -> dict[str, str | float]:
     expected, got = expected.double(), got.double()
-    max_abs = (got - expected).abs().max().item()
-    return {"point": point, "max_abs": max_abs, "relative": max_abs / expected.abs().max().item()}
+    error = (got - expected).abs().max()
+    relative = error / expected.abs().max() if error != 0 else error  # all may be zero
+    return {"point": point, "max_abs": error.item(), "relative": relative.item()}
+
+
+def _largest(errors: list[float]) -> float:
+    """The largest; nan where any is, of which `max` would make what comes first."""
+    return torch.tensor(errors, dtype=torch.float64).max().item()
 
 
 def _kl(expected: Tensor, got: Tensor) -> Tensor:
