@@ -21,6 +21,8 @@ that the metric does not read. The bound is ours at the speed of this machine's 
 
 import time
 import warnings
+from collections.abc import Callable
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Annotated, Any
@@ -132,11 +134,33 @@ def sweep(
     }
 
 
-@torch.no_grad()
-def forward(source: HookedTransformer, rounds: int, device: str) -> float:
-    """Milliseconds of one forward pass."""
-    clean, _ = prompts(FIRST[0], source.cfg.d_vocab, device)
-    return medians({"forward": lambda: source(clean)}, rounds, device)["forward"]
+def estimates(source: HookedTransformer, rounds: int, device: str) -> pd.DataFrame:
+    """Attribution of every neuron at every position, against a forward pass, in turns."""
+    clean, corrupted = prompts(FIRST[0], source.cfg.d_vocab, device)
+    metric, sites = p.logit_diff(correct=11, wrong=12), p.neuron_heads()
+
+    def forward() -> Tensor:
+        with torch.no_grad():
+            return source(clean)
+
+    with expose_neuron_heads(source) as model:
+        calls: dict[str, Callable[[], Any]] = {"forward": forward}
+        for method in ("exact_gate", "gradient", "frozen_pattern", "integrated"):
+            calls[method] = partial(
+                p.attribution,
+                *(model, clean, corrupted, metric),
+                sites=sites,
+                method=method,
+                progress=False,
+            )
+        took = medians(calls, rounds, device)
+    return pd.DataFrame(
+        {
+            "call": list(took),
+            "ms": list(took.values()),
+            "in forward passes": [ms / took["forward"] for ms in took.values()],
+        }
+    )
 
 
 def report(smoke: bool, device: str, neurons: int) -> str:
@@ -153,11 +177,16 @@ def report(smoke: bool, device: str, neurons: int) -> str:
 
 {shape}, float32, {POS} tokens, `part="z"`, a logit difference at the last token;
 {neurons} neurons of each layer for ours, 2 for TransformerLens. Machine: {machine(device)};
-matrix product {speeds(device)[0] / 1e9:.0f} GFLOP/s; a forward pass
-{forward(source, 5, device):.3g} ms.
-Made by `python analyses/bench_patching.py{" --smoke" if smoke else ""}`.
+matrix product {speeds(device)[0] / 1e9:.0f} GFLOP/s. Made by `python analyses/bench_patching.py{" --smoke" if smoke else ""}`.
 
 {table(pd.DataFrame(rows))}
+
+## Attribution of every neuron at every position
+
+By flops, "exact_gate" and "gradient" cost 3 forward passes (`attribution.py`); times have the making
+of a frame with a row for each site in them.
+
+{table(estimates(source, 2 if smoke else 5, device))}
 """
 
 

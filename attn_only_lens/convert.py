@@ -75,7 +75,8 @@ def convert(
         model: a `HookedTransformer` with MLPs; or a `TransformerBridge`, before or after
             `enable_compatibility_mode`. It is not changed.
         copy: whether to copy the weights. By default they are shared, so that conversion costs no
-            memory; then training either model trains both.
+            memory; then training either model trains both
+            (in place: a later change of dtype or device of one parts them).
         gate: "exact", one head a neuron with the activation's own pattern; or "bilinear".
         heads_per_neuron: m, for bilinear gates; by default the fewest within `tolerance`.
         tolerance: largest error of the activation, for bilinear gates; by default 1e-3.

@@ -106,7 +106,7 @@ def expose_neuron_heads(
         model: a `HookedTransformer`, or a `TransformerBridge` before or after
             `enable_compatibility_mode`. It is changed in place.
         gate: "exact" or "bilinear", as in `convert`. With bilinear gates the approximation is the
-            model's function until it is undone.
+            model's function until it is undone, also of an activation that is replaced meanwhile.
         heads_per_neuron: as in `convert`.
         tolerance: as in `convert`.
         calibration: as in `convert`.

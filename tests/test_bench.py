@@ -1,6 +1,7 @@
 """The benchmark runs, and its naive way computes the same function as ours."""
 
 import bench_convert
+import bench_patching
 import bench_peak_memory
 import pytest
 import torch
@@ -47,3 +48,15 @@ def test_the_bound_counts_the_flops_of_the_model():
         model(torch.zeros((1, 13), dtype=torch.long))
     counted = counter.get_total_flops()
     assert bench_convert.forward_flops(model.cfg, 13) == pytest.approx(counted, rel=1e-12)
+
+
+def test_smoke_of_patching(tmp_path):
+    app = bench_patching.typer.Typer()
+    app.command()(bench_patching.main)
+    result = CliRunner().invoke(app, ["--smoke", "--out", str(tmp_path)])
+    assert result.exit_code == 0, result.output
+    page = (tmp_path / "bench_patching.md").read_text()
+    rows = [line.split("|")[1:-1] for line in page.splitlines() if line.startswith("| ")][2:]
+    assert [row[0].strip() for row in rows[:4]] == ["each", "all", "each", "all"]
+    # float32, of the sum of the two metrics: ours and TransformerLens' loop on the same sites.
+    assert all(float(row[-1]) < 2e-5 for row in rows[:4])
