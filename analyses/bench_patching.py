@@ -177,14 +177,15 @@ def report(smoke: bool, device: str, neurons: int) -> str:
 
 {shape}, float32, {POS} tokens, `part="z"`, a logit difference at the last token;
 {neurons} neurons of each layer for ours, 2 for TransformerLens. Machine: {machine(device)};
-matrix product {speeds(device)[0] / 1e9:.0f} GFLOP/s. Made by `python analyses/bench_patching.py{" --smoke" if smoke else ""}`.
+matrix product {speeds(device)[0] / 1e9:.0f} GFLOP/s.
+Made by `python analyses/bench_patching.py{" --smoke" if smoke else ""}`.
 
 {table(pd.DataFrame(rows))}
 
 ## Attribution of every neuron at every position
 
-By flops, "exact_gate" and "gradient" cost 3 forward passes (`attribution.py`); times have the making
-of a frame with a row for each site in them.
+By flops, "exact_gate" and "gradient" cost 3 forward passes (`attribution.py`); times have the
+making of a frame with a row for each site in them.
 
 {table(estimates(source, 2 if smoke else 5, device))}
 """
