@@ -131,7 +131,10 @@ def activation_patch(
             else:
                 store.write(_id(i), frame)
     processes.wait()
-    values = pd.concat(frames, ignore_index=True) if store is None else store.read_all()
+    if store is None:
+        values = pd.concat(frames, ignore_index=True)
+    else:
+        values = store.read_all([_id(i) for i in range(len(groups))])
     return Sweep.of(
         values,
         part=part,
@@ -196,13 +199,15 @@ def _settings(
 ) -> dict[str, Any]:
     """Everything that values depend on, so that nothing is resumed that began otherwise."""
     pair = runs.pair
+    # A function's name says little of it: it is told by its values too, also away from both runs.
+    between = runs.metric.of(torch.lerp(runs.corrupted.logits, runs.clean.logits, 0.5))
     return {
         "model": fingerprint(model),
         "clean": pair.clean.tolist(),
         "corrupted": pair.corrupted.tolist(),
         "mask": None if pair.mask is None else pair.mask.tolist(),
         "metric": runs.metric.name,
-        "clean_value": runs.clean_value,
+        "metric_values": [runs.clean_value, between, runs.corrupted_value],
         "sites": [name for each in sites for name in each.names],
         "positions": [each.label for each in positions],
         "part": part,
