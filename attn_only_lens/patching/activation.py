@@ -68,9 +68,9 @@ def activation_patch(
         positions: "each" in turn, "all" at once, a number (-1 is each prompt's last token), or a
             list of them.
         direction: "denoise", clean activations into the corrupted run; "noise", the other way; or
-            an ablation of z in the clean run: to "zero", to the "mean" over tokens, to what
-            another prompt has there ("resample"), or of a neuron-head's attention to the "bias"
-            token.
+            an ablation of z in the clean run: to "zero", to the "mean" over all real tokens of
+            all prompts, to what the next prompt has there ("resample"; the first, for the last),
+            or of a neuron-head's attention to the "bias" token.
         mask: 1 for real tokens, 0 for padding, where prompts are tokens.
         reference: a text, or tokens [batch, pos] without padding, to take means or other prompts'
             activations from; by default the clean prompts. For "resample" in their shape.
