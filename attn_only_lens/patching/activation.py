@@ -68,9 +68,9 @@ def activation_patch(
         positions: "each" in turn, "all" at once, a number (-1 is each prompt's last token), or a
             list of them.
         direction: "denoise", clean activations into the corrupted run; "noise", the other way; or
-            an ablation of z in the clean run: to "zero", to the "mean" over tokens, to what
-            another prompt has there ("resample"), or of a neuron-head's attention to the "bias"
-            token.
+            an ablation of z in the clean run: to "zero", to the "mean" over all real tokens of
+            all prompts, to what the next prompt has there ("resample"; the first, for the last),
+            or of a neuron-head's attention to the "bias" token.
         mask: 1 for real tokens, 0 for padding, where prompts are tokens.
         reference: a text, or tokens [batch, pos] without padding, to take means or other prompts'
             activations from; by default the clean prompts. For "resample" in their shape.
@@ -131,7 +131,10 @@ def activation_patch(
             else:
                 store.write(_id(i), frame)
     processes.wait()
-    values = pd.concat(frames, ignore_index=True) if store is None else store.read_all()
+    if store is None:
+        values = pd.concat(frames, ignore_index=True)
+    else:
+        values = store.read_all([_id(i) for i in range(len(groups))])
     return Sweep.of(
         values,
         part=part,
@@ -196,13 +199,15 @@ def _settings(
 ) -> dict[str, Any]:
     """Everything that values depend on, so that nothing is resumed that began otherwise."""
     pair = runs.pair
+    # A function's name says little of it: it is told by its values too, also away from both runs.
+    between = runs.metric.of(torch.lerp(runs.corrupted.logits, runs.clean.logits, 0.5))
     return {
         "model": fingerprint(model),
         "clean": pair.clean.tolist(),
         "corrupted": pair.corrupted.tolist(),
         "mask": None if pair.mask is None else pair.mask.tolist(),
         "metric": runs.metric.name,
-        "clean_value": runs.clean_value,
+        "metric_values": [runs.clean_value, between, runs.corrupted_value],
         "sites": [name for each in sites for name in each.names],
         "positions": [each.label for each in positions],
         "part": part,

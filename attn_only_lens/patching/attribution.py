@@ -45,7 +45,7 @@ import torch
 from torch import Tensor
 
 from attn_only_lens.errors import PatchingError
-from attn_only_lens.patching.bound import require_differentiable
+from attn_only_lens.patching.bound import require_differentiable, require_slope
 from attn_only_lens.patching.closed_form import answered
 from attn_only_lens.patching.custom_metric import AnyMetric
 from attn_only_lens.patching.frozen import frozen_gradients
@@ -110,7 +110,8 @@ def attribution(
         one. Its `method` says that it is an estimate, and which.
 
     Raises:
-        PatchingError: with every reason: prompts, metric, sites or positions that do not fit.
+        PatchingError: with every reason: prompts, metric, sites or positions that do not fit; the
+            metric is flat at the run patched into, as `kl` is on the clean run.
         UnsupportedModelError: the model is not linear when frozen ("frozen_pattern"), has tokens
             enter past its embedding ("integrated"), or norms its queries together ("exact_gate").
 
@@ -144,6 +145,9 @@ def attribution(
     if direction == "noise":
         target, source, value = runs.clean, runs.corrupted, runs.clean_value
     require_differentiable(runs.metric, target.logits.detach())
+    if method != "integrated":  # which has gradients of its own, between the runs
+        span = runs.clean_value - runs.corrupted_value
+        require_slope(runs.metric, target.logits, source.logits, span)
     if method == "integrated":
         gradients = integrated_gradients(
             model, target, source, runs.metric, nodes, steps or _STEPS, progress

@@ -16,9 +16,10 @@ from attn_only_lens.axes import Logits
 from attn_only_lens.errors import PatchingError
 from attn_only_lens.patching.prompts import PromptPair
 
-__all__ = ["BoundMetric", "Metric", "require_differentiable", "require_distinct"]
+__all__ = ["BoundMetric", "Metric", "require_differentiable", "require_distinct", "require_slope"]
 
 _ROUNDINGS = 8  # of a metric: a difference, a mean and their inputs, each within one
+_NO_SLOPE = 64  # roundings of float32 or finer: below, a gradient is what sums left over
 _NO_METRIC = "this metric cannot be measured"
 
 
@@ -187,3 +188,34 @@ def require_differentiable(metric: BoundMetric, logits: Logits) -> None:
             reasons.append(f"{metric.name}: its gradient is not finite")
     if reasons:
         raise PatchingError(reasons, "this metric cannot be attributed")
+
+
+def require_slope(metric: BoundMetric, logits: Logits, other: Logits, span: float) -> None:
+    """Refuse a metric that is flat at the run patched into, such as `kl` at its minimum.
+
+    Every estimate by the gradient there would be zero, or rounding. What is held against the
+    metric's span is Σ |∂metric/∂logits · (other - logits)|.
+
+    Args:
+        metric: that a gradient passes through.
+        logits: of the run patched into.
+        other: of the other run.
+        span: the metric of one less that of the other.
+
+    Raises:
+        PatchingError: the metric is flat there.
+    """
+    with torch.enable_grad():
+        leaf = logits.detach().clone().requires_grad_()
+        slope = torch.autograd.grad(metric.value(metric.select(leaf)[None]).sum(), leaf)[0]
+    moves = float((slope * (other.detach() - leaf.detach())).double().abs().sum())
+    eps = min(torch.finfo(dtype).eps for dtype in (logits.dtype, torch.float32))
+    if moves <= _NO_SLOPE * eps * abs(span):
+        raise PatchingError(
+            [
+                f"{metric.name}: its gradient is zero on the run patched into, so every estimate "
+                "would be; expected a metric that is not flat there: take the other direction, "
+                "another metric, or method='integrated'"
+            ],
+            "this metric cannot be attributed",
+        )

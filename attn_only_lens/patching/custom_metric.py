@@ -28,7 +28,8 @@ def custom(fn: Callable[[Logits], Tensor | float], name: str | None = None) -> M
     Args:
         fn: from logits [batch, pos, d_vocab] to one number.
         name: what results call it; by default the name of `fn`. A resumed sweep is told apart by
-            this name and not by what `fn` does: change both together.
+            this name and by three values of `fn`: of the clean run's logits, of the corrupted
+            run's, and halfway.
 
     Returns:
         The metric.

@@ -48,7 +48,8 @@ def ablated(
         real: where the reference has real tokens.
 
     Raises:
-        PatchingError: attention heads have no bias token; one prompt has no other to resample.
+        PatchingError: attention heads have no bias token; one prompt, and no reference, has no
+            other to resample.
     """
     reasons = []
     if to == "bias" and recording.hooked:
@@ -56,8 +57,11 @@ def ablated(
             "'bias' is for neuron-heads: attention heads have no bias token; patch "
             "neuron_heads(), or ablate to 'zero'"
         )
-    if to == "resample" and len(real) < 2:
-        reasons.append("'resample' takes activations of other prompts: give two prompts or more")
+    if to == "resample" and reference is recording and len(real) < 2:
+        reasons.append(
+            "'resample' takes activations of other prompts: give two prompts or more, or a "
+            "reference"
+        )
     if to == "resample" and real.shape != recording.tokens.shape:
         reasons.append(
             f"got reference prompts {list(real.shape)}; expected the shape of the clean ones, "

@@ -10,6 +10,7 @@ different parts of one folder.
 import hashlib
 import json
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -86,14 +87,26 @@ class PartStore:
         path = self._path(part_id)
         write_table(path, frame, {**self._mark(path), "n_rows": len(frame)})
 
-    def read_all(self) -> pd.DataFrame:
+    def read_all(self, expected: Iterable[str] = ()) -> pd.DataFrame:
         """All parts, one below another in the order of their ids; categories as plain text.
 
+        Args:
+            expected: ids of parts that must be there.
+
         Raises:
-            PatchingError: with every part that is damaged, of another sweep, or of other columns;
-                there are none.
+            PatchingError: with every part that is missing, damaged, of another sweep, or of other
+                columns; there are none.
         """
         frames: list[pd.DataFrame] = []
+        missing = [part_id for part_id in expected if not self._path(part_id).exists()]
+        if missing:
+            raise PatchingError(
+                [
+                    f"{self.folder} lacks {len(missing)} parts, such as {missing[0]}: they were "
+                    "deleted, or other processes wrote them to a folder of the same name elsewhere"
+                ],
+                "this sweep is not whole; sweep again, in a folder that every process sees",
+            )
         reasons: list[str] = []
         for path in sorted(self.folder.glob("part-*.parquet")):
             try:

@@ -10,6 +10,8 @@ from models import build
 from attn_only_lens import PatchingError, convert, expose_neuron_heads
 from attn_only_lens import patching as p
 from attn_only_lens.patching.batching import Batching
+from attn_only_lens.patching.pairs import recorded
+from attn_only_lens.patching.replay import replay_of
 
 POS = 11
 METRIC = p.logit_diff(correct=7, wrong=8)
@@ -315,3 +317,49 @@ def test_every_site_of_a_layer_together_is_the_other_run(layout):
     direction = model.W_U[:, 7] - model.W_U[:, 8]
     baseline = sweep(model, ["L2N3"], positions=[0]).to_frame()["value"].item()
     assert (total - baseline).sum() == pytest.approx((change @ direction).mean().item(), abs=1e-10)
+
+
+@pytest.mark.parametrize("wanted", ["corrupted", "between"])
+def test_another_function_of_the_same_name_is_refused(wanted, tmp_path):
+    """The two agree on the clean run, or on both runs and not between."""
+    model = made()
+    clean, corrupted = (model(prompt).detach()[0, -1] for prompt in pair())
+    token = int((clean - corrupted).argmax())
+    high, low = clean[token], corrupted[token]
+
+    def plain(logits):
+        return logits[0, -1, token]
+
+    def other(logits):
+        way = (logits[0, -1, token] - low) / (high - low)  # 0 and 1 to the bit on the two runs
+        return plain(logits) + (1 - way) * (way if wanted == "between" else 1)
+
+    def swept(fn):
+        metric = p.custom(fn, name="same")
+        return p.activation_patch(
+            model, *pair(), metric, sites=SITES, progress=False, resume=tmp_path / "parts"
+        )
+
+    assert swept(plain).frame.equals(swept(plain).frame)
+    with pytest.raises(PatchingError, match="metric_values: got"):
+        swept(other)
+
+
+def test_processes_that_share_no_folder_give_no_part_of_a_frame(tmp_path, monkeypatch):
+    """A process that has done its half, and waits for no one."""
+    model = made()
+    monkeypatch.setattr(
+        "attn_only_lens.patching.activation.Processes.share", lambda self, work: list(work[::2])
+    )
+    with pytest.raises(PatchingError, match="this sweep is not whole"):
+        sweep(model, resume=tmp_path / "parts")
+
+
+def test_nothing_on_record_holds_a_graph():
+    """Keys and values of every block, through whose graphs every activation would be kept."""
+    model = made()
+    model.requires_grad_(True)
+    runs = recorded(model, p.prompt_pair(model, *pair()), METRIC, p.resolve(model, SITES), "z")
+    replay = replay_of(model, runs.corrupted, runs.metric)
+    assert replay._past
+    assert not any(each.keys.requires_grad for each in replay._past.values())

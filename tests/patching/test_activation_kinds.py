@@ -189,6 +189,22 @@ def test_ablations(to, side, reference):
     assert frame["value"].std() > 1e-4
 
 
+def test_one_prompt_is_resampled_from_a_reference():
+    model = made()
+    clean, corrupted, _ = (None if each is None else each[:1] for each in pair())
+    how = {"sites": SITES, "positions": [5], "direction": "resample", "progress": False}
+    metric = p.logit_diff(correct=7, wrong=8)
+    with pytest.raises(PatchingError, match="two prompts or more, or a reference"):
+        p.activation_patch(model, clean, corrupted, metric, **how)
+    other = tokens(9, batch=1)
+    frame = p.activation_patch(model, clean, corrupted, metric, reference=other, **how).frame
+    # the other prompt, as the source of an ordinary patch: of the same values, not scores
+    noise = how | {"direction": "noise"}
+    expected = p.activation_patch(model, clean, other, metric, **noise).frame
+    np.testing.assert_allclose(frame["value"], expected["value"], rtol=0, atol=EXACT)
+    assert frame["value"].std() > 1e-4
+
+
 def test_a_bias_ablation_is_of_the_pattern():
     """All attention on the bias token: what a whole run with that pattern gives."""
     model = made()

@@ -323,3 +323,35 @@ def test_more_refusals():
         pytest.raises(PatchingError, match="hooks are attached"),
     ):
         p.attribution(model, clean, corrupted, METRIC)
+
+
+def own_kl(logits):
+    """KL from the clean run of a float64 model, as a user may write it."""
+    clean = own_kl.clean[:, -1].log_softmax(-1)
+    return (clean.exp() * (clean - logits[:, -1].log_softmax(-1))).sum(-1).mean()
+
+
+@pytest.mark.parametrize("metric", ["kl", "own kl", "clamped"])
+@pytest.mark.parametrize("method", ["gradient", "exact_gate", "frozen_pattern"])
+def test_a_metric_that_is_flat_where_it_is_patched_into(metric, method):
+    """Estimates there would all be zero, and the frame a constant."""
+    model, (clean, corrupted) = model_of("gelu", "in place"), prompts()
+    with torch.no_grad():
+        own_kl.clean, other = model(clean), model(corrupted)
+    difference = (own_kl.clean - other)[0, -1]
+    token = int(difference.argmax())
+    top = float(own_kl.clean[0, -1, token] - difference[token] / 7)  # the clean run is above
+    metrics = {
+        "kl": p.kl(),
+        "own kl": p.custom(own_kl),
+        "clamped": p.custom(lambda logits: logits[0, -1, token].clamp(max=top), name="clamped"),
+    }
+    how = {"method": method, "progress": False}
+    with pytest.raises(PatchingError, match="gradient is zero on the run patched into"):
+        p.attribution(model, clean, corrupted, metrics[metric], direction="noise", **how)
+    # controls: the other direction is not flat there, nor is the way between the runs
+    found = p.attribution(model, clean, corrupted, metrics[metric], **how)
+    assert found.effect.abs().max() > 1e-3
+    how["method"] = "integrated"
+    found = p.attribution(model, clean, corrupted, metrics[metric], direction="noise", **how)
+    assert found.effect.abs().max() > 1e-3

@@ -169,3 +169,13 @@ def test_fingerprint_tells_models_apart():
         expose_neuron_heads(model, gate="bilinear", heads_per_neuron=heads)
         seen.add(p.fingerprint(model))
     assert len(seen) == 10
+
+
+def test_a_sweep_that_is_not_whole_is_refused(tmp_path):
+    """As where the folder of another process is not this one."""
+    store = p.PartStore(tmp_path, SETTINGS)
+    for i in (0, 2):
+        store.write(str(i), values(i))
+    assert len(store.read_all(["0", "2"])) == len(store.read_all())
+    with pytest.raises(PatchingError, match="lacks 2 parts, such as 1:"):
+        store.read_all(["0", "1", "2", "3"])

@@ -17,7 +17,7 @@ __all__ = ["Replay", "Variants", "replay_of"]
 def replay_of(model: Any, recording: Recording, metric: BoundMetric) -> Replay:
     """The replay for a model, checked."""
     kind = HookedReplay if isinstance(model, HookedTransformer) else BridgeReplay
-    replay = kind(model, recording, metric)
-    with torch.no_grad():
+    with torch.no_grad():  # keys and values on record would hold their graphs as long as it lives
+        replay = kind(model, recording, metric)
         replay.check()
     return replay
