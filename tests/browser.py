@@ -72,6 +72,12 @@ class Opened:
             lambda _: self.js(f"return {script}")
         )
 
+    def drawn(self) -> None:
+        """Wait until what was changed has been drawn."""
+        self.driver.execute_async_script(
+            "requestAnimationFrame(() => requestAnimationFrame(arguments[0]))"
+        )
+
     def click_at(self, x: float, y: float) -> None:
         actions = ActionChains(self.driver)
         actions.w3c_actions.pointer_action.move_to_location(round(x), round(y))

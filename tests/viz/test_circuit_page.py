@@ -48,6 +48,7 @@ def slide(opened, which, value):
 
 
 def visible(opened, what):
+    opened.drawn()  # cytoscape keeps what is visible until it draws
     return set(
         opened.js(f"return circuit.{what}.filter(e => e.visible()).map(e => e.data('index'))")
     )
