@@ -2,7 +2,8 @@
 
 A neuron-head's output is gate × value, so lines of one output are hyperbolas, and the whole of a
 plain neuron lies on one curve, its activation: gate = σ(score(value)). In a gated MLP the two are
-free of each other, and the cloud shows how they go together.
+free of each other, and the cloud shows how they go together (TransformerLens adds `b_in` of such an
+MLP after the product; it is a constant, and no part of either).
 """
 
 from collections.abc import Sequence
