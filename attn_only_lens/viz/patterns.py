@@ -13,8 +13,8 @@ from torch import Tensor
 from transformer_lens import ActivationCache
 
 from attn_only_lens.axes import SELF
-from attn_only_lens.errors import UnsupportedCallError
-from attn_only_lens.heads import HeadName, dense_pattern, layout_of, neuron_pattern
+from attn_only_lens.heads import HeadName, dense_pattern, neuron_pattern
+from attn_only_lens.viz.attention import attention_of
 from attn_only_lens.viz.checks import distinct, of_prompt, refuse, token_reasons
 from attn_only_lens.viz.circuitsvis_page import Component, circuitsvis_page, few_enough, safe_tokens
 from attn_only_lens.viz.page import Page
@@ -126,26 +126,8 @@ def attention_view(
         >>> "L0H3" in viz.attention_view(cache, 0, ["0", "3", "="], prompt=3)
         True
     """
-    layout = layout_of(getattr(cache, "model", None))
-    if layout is None:
-        raise UnsupportedCallError(
-            f"got a {type(cache).__name__} of no model with neuron-heads; expected what "
-            "run_with_cache of a converted or exposed model returns"
-        )
-    n_layers = len(cache.model.blocks) // (1 if layout == "in place" else 2)
-    if isinstance(layer, bool) or not isinstance(layer, int) or not 0 <= layer < n_layers:
-        refuse([f"got layer={layer!r}; the model has source layers 0 to {n_layers - 1}"])
-    hook = HeadName(layer, "attention", 0).hook("pattern", layout)
-    if hook not in cache.cache_dict:
-        raise UnsupportedCallError(
-            f"the cache does not hold {hook}: run_with_cache with a names_filter that keeps it"
-        )
-    pattern = of_prompt(cache.cache_dict[hook], prompt, cache.has_batch_dim)
-    n_heads, n_queries, n_keys = pattern.shape
-    if n_queries != n_keys:
-        refuse(
-            [f"the pattern is of {n_queries} queries over {n_keys} keys: run without a KV cache"]
-        )
+    pattern = attention_of(cache, layer, prompt)
+    n_heads, n_queries, _ = pattern.shape
     refuse(token_reasons(tokens, n_queries))
     few_enough(pattern.numel(), "these patterns")
     heads = {

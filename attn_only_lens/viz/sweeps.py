@@ -57,7 +57,7 @@ def sweep_heatmap(
         >>> sweep = patching.Sweep.of(values, part="z", direction="denoise", metric="logit_diff",
         ...                           clean_value=3.0, corrupted_value=-1.0, n_prompts=1, model="m")
         >>> figure = viz.sweep_heatmap(sweep)
-        >>> figure.data[0].y[0], figure.data[0].z[0][0]
+        >>> figure.data[0].y[0], float(figure.data[0].z[0][0])
         ('L0 neurons', 0.75)
     """
     frame = _effects(sweep)
@@ -138,12 +138,12 @@ def sweep_bars(sweep: Sweep, k: int = 20, tokens: Sequence[str] | None = None) -
     figure = go.Figure()
     for kind, part in frame.groupby("kind", observed=True, sort=False):
         figure.add_bar(
-            x=part["effect"],
-            y=part["label"],
+            x=part["effect"].tolist(),
+            y=part["label"].tolist(),
             orientation="h",
             name=text(str(kind)),
             marker_color=_COLOUR.get(str(kind), _OTHER),
-            customdata=part["value"],
+            customdata=part["value"].tolist(),
             hovertemplate="%{y}<br>effect %{x:.4g}<br>metric %{customdata:.4g}<extra></extra>",
         )
     figure.update_xaxes(title_text="effect", zeroline=True, zerolinecolor="#444")

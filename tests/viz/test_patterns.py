@@ -6,6 +6,7 @@ import re
 import circuitsvis
 import models
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from bridges import boot
@@ -124,6 +125,33 @@ def test_a_cache_may_have_no_batch(cache):
     assert viz.attention_view(alone, 1, TEXTS) == viz.attention_view(cache, 1, TEXTS)
     with pytest.raises(PictureError, match="prompts 0 to 0"):
         viz.attention_view(alone, 1, TEXTS, prompt=1)
+
+
+def test_patterns_of_a_circuits_nodes(ran):
+    cache, plain = ran
+    nodes = pd.DataFrame(
+        [("neuron", f"{name}@{at}", name, at) for name in NAMES for at in (3, 7)]
+        + [("attention", "L1H1@5", "L1H1", 5), ("logit", "logit@10", "logit", 10)],
+        columns=["kind", "id", "name", "position"],
+    )
+    found = viz.node_patterns(cache, nodes, prompt=1)
+    assert set(found) == {*NAMES, "L1H1@5"}
+    for name in NAMES:
+        assert found[name].pattern == pytest.approx(self_weight(plain, name)[1], rel=1e-9)
+    expected = plain["blocks.1.attn.hook_pattern"][1, 1, 5].tolist()
+    assert found["L1H1@5"].pattern == pytest.approx(expected, rel=1e-9)
+    for wrong in ({"position": 11}, {"name": "L1H2"}):
+        with pytest.raises(PictureError, match=r"got 'L1H1@5'; the cache holds 2 heads over 11"):
+            viz.node_patterns(cache, nodes.iloc[[6]].assign(**wrong))
+
+
+@needs_hooked_transformer
+def test_a_neuron_of_several_heads_has_no_pattern():
+    model = convert(models.build("gelu"), gate="bilinear", heads_per_neuron=4)
+    _, cache = model.run_with_cache(tokens())
+    names = ["L1N29", "L1N29.2"]
+    nodes = pd.DataFrame({"kind": "neuron", "id": names, "name": names, "position": 3})
+    assert set(viz.node_patterns(cache, nodes)) == {"L1N29.2"}
 
 
 @needs_browser
