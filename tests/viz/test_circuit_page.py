@@ -197,10 +197,13 @@ def test_texts_are_never_markup(opened):
 @needs_browser
 def test_the_watch_sees_what_it_watches_for(browser, tmp_path):
     """The control: a page that asks another machine, logs an error, and has markup in a token."""
-    html = "<img src='https://x.invalid/a.png'><script>null.f()</script>"
+    html = (
+        "<img src='https://x.invalid/a.png'><script>null.f()</script>"
+        "<script>fetch('https://x.invalid/b').catch(() => 0)</script>"
+    )
     browser.open(viz.write_html(html, tmp_path / "bad.html"))
     assert any("null" in each for each in browser.console())
-    assert browser.left_for() == ["https://x.invalid/a.png"]
+    assert set(browser.left_for()) == {"https://x.invalid/a.png", "https://x.invalid/b"}
     # The same in a page of ours: its policy does not let the request out.
     browser.open(viz.write_html(page().replace("<header>", html + "<header>"), tmp_path / "b.html"))
     assert any("Content Security Policy" in each for each in browser.console())

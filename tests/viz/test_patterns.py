@@ -74,6 +74,7 @@ def test_neuron_heads_attend_as_the_source_activates(ran, prompt):
     assert heads[1]["attentionHeadNames"] == NAMES
     assert heads[1]["tokens"][-1] == "[bias]"
     assert len(heads[1]["tokens"]) == POS + 1
+    assert not heads[1]["maskUpperTri"]  # the bias token comes after all queries
     for name, (kind, props), square in zip(NAMES, coloured, heads[1]["attention"], strict=True):
         expected = np.array(self_weight(plain, name)[prompt])
         other = np.array(self_weight(plain, name)[1 - prompt])
