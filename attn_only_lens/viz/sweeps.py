@@ -181,6 +181,6 @@ def _finish(figure: go.Figure, sweep: Sweep, n_rows: int, what: str) -> go.Figur
     return figure.update_layout(
         title={"text": text(" · ".join([*parts, what] if what else parts)), "font_size": 15},
         template="plotly_white",
-        height=220 + 22 * n_rows,
+        height=max(400, 220 + 22 * n_rows),
         margin={"l": 130, "b": 110},
     )

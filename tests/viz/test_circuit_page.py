@@ -71,6 +71,7 @@ def test_all_of_it_is_there(opened):
     )
     x, y = np.array(at).T
     first, last = index(nodes, "L0N0@0"), index(nodes, "L2N5@5")
+    assert 0 < y.min() < y.max() < shown.js("return document.getElementById('columns').offsetTop")
     assert x[first] < x[last]
     assert y[first] > y[last]
 

@@ -73,6 +73,7 @@
   const node = (i) => cy.getElementById("n" + i);
   const allNodes = cy.nodes(".node"), allEdges = cy.edges();
   const whole = () => {
+    cy.resize(); // the header grows with what it says
     const ends = (all, margin) => [Math.min(...all) - margin, Math.max(...all) + margin];
     const [x1, x2] = ends(nodes.x, 45), [y1, y2] = ends(nodes.y, 30);
     const left = 100, low = 25; // the names of rows and columns
