@@ -18,10 +18,11 @@ LOOK_THERE_TOO := 'import pathlib, sys, sysconfig; \
 	pathlib.Path(sysconfig.get_path("purelib"), "torch.pth").write_text(sys.argv[1] + "\n")'
 PYTEST = OMP_NUM_THREADS=1 PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 \
 	$(<D)/bin/python -m pytest -p xdist.plugin -n $(WORKERS)
+HAS_BROWSER := command -v chromium >/dev/null && command -v chromedriver >/dev/null
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 export PIP_NO_INPUT = 1
 
-.PHONY: help demo test lint types contracts pytest pytest4 bench clean
+.PHONY: help demo test lint types contracts browser pytest pytest4 bench clean
 .DEFAULT_GOAL := help
 
 help: ## what there is to make
@@ -31,6 +32,10 @@ demo: .venv/ready ## convert the shipped model, verify it, show its neuron-heads
 	$(BIN)/attn-only-lens demo --out out
 
 test: lint types contracts pytest pytest4 ## every check that CI runs
+	@$(HAS_BROWSER) || echo "tests that open pictures in a browser were skipped: make browser"
+
+browser: ## what opens the pictures in tests: Debian's Chromium and its driver (as root)
+	@$(HAS_BROWSER) || { apt-get update -q && apt-get install -qy chromium chromium-driver; }
 
 lint: .venv/ready ## ruff: rules and format
 	$(BIN)/ruff check .

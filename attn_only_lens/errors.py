@@ -7,6 +7,7 @@ __all__ = [
     "CheckpointError",
     "CircuitError",
     "PatchingError",
+    "PictureError",
     "UnknownHeadError",
     "UnsupportedCallError",
     "UnsupportedModelError",
@@ -64,6 +65,21 @@ class PatchingError(_ReasonsError):
         >>> print(PatchingError(["they are identical"], "these prompts cannot be compared"))
         these prompts cannot be compared:
           - they are identical
+    """
+
+
+class PictureError(_ReasonsError):
+    """What was given for a picture does not fit together, or is more than one can look at.
+
+    Attributes:
+        reasons: every reason found.
+        problem: what they are reasons against.
+
+    Example:
+        >>> from attn_only_lens import PictureError
+        >>> print(PictureError(["got 3 tokens; expected 5"], "this picture cannot be drawn"))
+        this picture cannot be drawn:
+          - got 3 tokens; expected 5
     """
 
 

@@ -1,5 +1,24 @@
 """Pictures, each one self-contained HTML file that works offline."""
 
+from attn_only_lens.viz.circuit import circuit_page
+from attn_only_lens.viz.circuit_frames import NodeDetails
 from attn_only_lens.viz.demo_page import demo_page
+from attn_only_lens.viz.gate_value import gate_value_scatter
+from attn_only_lens.viz.node_patterns import node_patterns
+from attn_only_lens.viz.page import Page, write_html
+from attn_only_lens.viz.patterns import attention_view, neuron_pattern_view
+from attn_only_lens.viz.sweeps import sweep_bars, sweep_heatmap
 
-__all__ = ["demo_page"]
+__all__ = [
+    "NodeDetails",
+    "Page",
+    "attention_view",
+    "circuit_page",
+    "demo_page",
+    "gate_value_scatter",
+    "neuron_pattern_view",
+    "node_patterns",
+    "sweep_bars",
+    "sweep_heatmap",
+    "write_html",
+]

@@ -1,0 +1,109 @@
+"""A headless Chromium that opens pages, and what it saw: its console, and whom it asked."""
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from shutil import which
+
+import pytest
+
+BROWSER, DRIVER = which("chromium"), which("chromedriver")
+try:
+    from selenium import webdriver
+    from selenium.webdriver.chrome.service import Service
+    from selenium.webdriver.common.action_chains import ActionChains
+    from selenium.webdriver.support.ui import WebDriverWait
+except ModuleNotFoundError:
+    webdriver = None
+
+needs_browser = pytest.mark.skipif(
+    not (BROWSER and DRIVER and webdriver),
+    reason="needs a browser: `make browser`, or apt-get install chromium chromium-driver",
+)
+
+FLAGS = (
+    *("headless", "no-sandbox", "disable-gpu", "disable-quic", "no-first-run"),
+    *("disable-background-networking", "disable-component-update", "disable-sync"),
+    "window-size=1400,1000",
+)
+HERE = ("file:", "data:", "blob:", "about:", "chrome:")
+"""What a request may be for without leaving the machine."""
+
+
+@contextmanager
+def chromium(profile: Path) -> Iterator["Opened"]:
+    """One browser, with a profile of its own."""
+    options = webdriver.ChromeOptions()
+    options.binary_location = BROWSER
+    for flag in (*FLAGS, f"user-data-dir={profile}"):
+        options.add_argument(f"--{flag}")
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
+    driver = webdriver.Chrome(options=options, service=Service(DRIVER))
+    try:
+        yield Opened(driver)
+    finally:
+        driver.quit()
+
+
+class Opened:
+    """The browser, and what the page that is open has done since."""
+
+    def __init__(self, driver):
+        self.driver = driver
+
+    def open(self, path: Path) -> None:
+        self.driver.get("about:blank")
+        for log in ("browser", "performance"):
+            self.driver.get_log(log)  # what others did
+        self.driver.get(path.as_uri())
+
+    def js(self, script: str, *arguments):
+        return self.driver.execute_script(script, *arguments)
+
+    def texts(self, selector: str) -> list[str]:
+        return self.js(
+            "return [...document.querySelectorAll(arguments[0])].map(e => e.textContent)", selector
+        )
+
+    def wait(self, script: str, seconds: float = 10.0):
+        """Until an expression holds; then its value."""
+        return WebDriverWait(self.driver, seconds, 0.05).until(
+            lambda _: self.js(f"return {script}")
+        )
+
+    def drawn(self) -> None:
+        """Wait until what was changed has been drawn."""
+        self.driver.execute_async_script(
+            "requestAnimationFrame(() => requestAnimationFrame(arguments[0]))"
+        )
+
+    def click_at(self, x: float, y: float) -> None:
+        actions = ActionChains(self.driver)
+        actions.w3c_actions.pointer_action.move_to_location(round(x), round(y))
+        actions.click().perform()
+
+    def console(self) -> list[str]:
+        """Errors and warnings."""
+        told = ("SEVERE", "WARNING")
+        return [e["message"] for e in self.driver.get_log("browser") if e["level"] in told]
+
+    def left_for(self) -> list[str]:
+        """Addresses beyond this machine that anything was asked of."""
+        events = [json.loads(e["message"])["message"] for e in self.driver.get_log("performance")]
+        asked = {
+            each["params"]["requestId"]: each["params"]["request"]["url"]
+            for each in events
+            if each["method"] == "Network.requestWillBeSent"
+        }
+        stopped = {
+            each["params"]["requestId"]
+            for each in events
+            if each["method"] == "Network.loadingFailed"
+            and each["params"].get("blockedReason") == "csp"
+        }
+        here = [url for url in asked.values() if url.startswith("file:")]
+        assert here, "the log does not see the page itself"
+        return [
+            url for key, url in asked.items() if key not in stopped and not url.startswith(HERE)
+        ]

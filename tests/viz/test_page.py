@@ -1,0 +1,76 @@
+"""Files are whole or not there, texts come through unharmed, the bundle is what was published."""
+
+import hashlib
+import json
+import re
+from importlib.resources import files
+
+import plotly.graph_objects as go
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from attn_only_lens import viz
+from attn_only_lens.viz.page import for_script, inline, shown
+from attn_only_lens.viz.plotly_text import text
+
+
+@given(st.text())
+def test_data_come_through_and_end_no_element(raw):
+    written = for_script({"x": raw})
+    assert json.loads(written) == {"x": raw}
+    assert not set("<>&") & set(written)
+
+
+def test_data_that_json_cannot_say_are_refused():
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        for_script([float("nan")])
+
+
+@given(st.text(st.characters(), max_size=7))
+def test_every_token_can_be_seen(raw):
+    seen = shown(raw)
+    assert seen.isprintable()
+    assert " " not in seen
+    if raw.isprintable() and " " not in raw:
+        assert seen == raw
+    seen.encode("utf-8")
+
+
+def test_plotly_reads_no_tag():
+    assert text("<b>&amp;</b>\n") == "&lt;b&gt;&amp;amp;&lt;/b&gt;↵"
+
+
+def test_a_library_keeps_its_strings():
+    element = inline('a = "</script>";\nb = "\u2028";\n//# sourceMappingURL=a.map')
+    assert element == '<script>\na = "<\\/script>";\nb = "\u2028";\n</script>'
+
+
+def test_the_bundled_library_is_the_one_that_was_published():
+    folder = files("attn_only_lens.viz") / "vendor"
+    readme = (folder / "README.md").read_text("utf-8")
+    bundle = (folder / "cytoscape.min.js").read_bytes()
+    assert hashlib.sha256(bundle).hexdigest() in readme
+    version = re.search(r"cytoscape (\d+\.\d+\.\d+)", readme)[1]
+    assert f'"{version}"' in bundle.decode("utf-8")
+    assert "Permission is hereby granted" in (folder / "cytoscape-LICENSE").read_text("utf-8")
+
+
+def test_a_file_is_whole_or_not_there(tmp_path):
+    path = tmp_path / "deep" / "a.html"
+    assert viz.write_html(go.Figure(go.Bar(y=[2, 3, 5])), path) == path
+    whole = path.read_text("utf-8")
+    assert "Plotly.newPlot" in whole
+    assert not re.search(r"<script[^>]+src=", whole)
+    with pytest.raises(TypeError, match="got a dict"):
+        viz.write_html({}, path)
+    with pytest.raises(UnicodeEncodeError):
+        viz.write_html("half a page \ud800", path)
+    assert path.read_text("utf-8") == whole
+    assert [each.name for each in path.parent.iterdir()] == ["a.html"]
+
+
+def test_a_notebook_shows_a_page_in_a_frame():
+    frame = viz.Page('<p class="a">\'</p>')._repr_html_()
+    assert 'sandbox="allow-scripts"' in frame
+    assert 'srcdoc="&lt;p class=&quot;a&quot;&gt;&#x27;&lt;/p&gt;"' in frame
