@@ -5,6 +5,7 @@ from collections.abc import Sequence
 __all__ = [
     "AttnOnlyLensError",
     "CheckpointError",
+    "CircuitError",
     "PatchingError",
     "UnknownHeadError",
     "UnsupportedCallError",
@@ -34,6 +35,21 @@ class _ReasonsError(AttnOnlyLensError, ValueError):
     def __reduce__(self) -> tuple[type, tuple[tuple[str, ...], str]]:
         """Rebuild from the reasons: the default would pass the rendered text instead."""
         return type(self), (self.reasons, self.problem)
+
+
+class CircuitError(_ReasonsError):
+    """Heads, weights or tokens that a circuit analysis would make nothing right of.
+
+    Attributes:
+        reasons: every reason found.
+        problem: what they are reasons against.
+
+    Example:
+        >>> from attn_only_lens import CircuitError
+        >>> print(CircuitError(["it reads before it is written"], "these heads do not compose"))
+        these heads do not compose:
+          - it reads before it is written
+    """
 
 
 class PatchingError(_ReasonsError):
