@@ -1,12 +1,13 @@
 """MLP neurons as attention heads: convert a HookedTransformer, then analyse every head alike."""
 
-from attn_only_lens import patching, pretrained
+from attn_only_lens import circuits, patching, pretrained
 from attn_only_lens.calibrate import Calibration, calibrate
 from attn_only_lens.checkpoint import load, save
 from attn_only_lens.convert import convert
 from attn_only_lens.errors import (
     AttnOnlyLensError,
     CheckpointError,
+    CircuitError,
     PatchingError,
     UnknownHeadError,
     UnsupportedCallError,
@@ -34,6 +35,7 @@ __all__ = [
     "BilinearGate",
     "Calibration",
     "CheckpointError",
+    "CircuitError",
     "ExposedNeurons",
     "Gate",
     "HeadName",
@@ -46,6 +48,7 @@ __all__ = [
     "Verification",
     "bilinear_gate",
     "calibrate",
+    "circuits",
     "convert",
     "dense_pattern",
     "expose_neuron_heads",

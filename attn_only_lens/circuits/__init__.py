@@ -2,8 +2,13 @@
 
 from attn_only_lens.circuits.attribution_graph import attribution_graph
 from attn_only_lens.circuits.graph import CircuitGraph
+from attn_only_lens.circuits.graph_json import from_json, to_json
+from attn_only_lens.circuits.neuronpedia import to_neuronpedia
 
 __all__ = [
     "CircuitGraph",
     "attribution_graph",
+    "from_json",
+    "to_json",
+    "to_neuronpedia",
 ]

@@ -24,7 +24,6 @@ One backward pass for every target, `_BLOCK` numbers of gradients at once.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -103,25 +102,20 @@ def _inflow(
     linear: Linearised, targets: Sequence[Target], of: Tensor, rows: Tensor, constant: Tensor
 ) -> Inflow:
     """Gradients of `of`, weighted by each row, times what each source puts out."""
-    sources = [linear.embedding, *(at.cut for at in linear.sublayers)]
-    found = _batched(of, sources, rows)
-    batch, n_pos = linear.embedding.shape[:2]
-    n_rows = len(rows)
+    found = _batched(of, [linear.embedding, *(at.cut for at in linear.sublayers)], rows)
+    n_rows, n_pos = len(rows), linear.embedding.shape[1]
 
-    def by_position(gradient: Any, at: Tensor) -> Tensor:
-        return (gradient * at.detach()).sum(dim=(1, -1))
-
-    def shares(gradient: Any, at: Sublayer) -> Tensor:
-        if gradient is None:
-            return rows.new_zeros((1, n_pos, at.n_nodes)).expand(n_rows, -1, -1)
+    def shares(gradient: Tensor | None, at: Sublayer) -> Tensor:
+        if gradient is None:  # it comes after the targets, or beside them
+            return rows.new_zeros(()).expand(n_rows, n_pos, at.n_nodes)
         return at.by_node((gradient * at.cut.detach()).sum(dim=1))
 
+    of_embedding, *of_sublayers = found
+    assert of_embedding is not None
     return Inflow(
         tuple(targets),
-        by_position(found[0], linear.embedding)
-        if found[0] is not None
-        else rows.new_zeros(n_rows, n_pos),
-        tuple(shares(g, at) for g, at in zip(found[1:], linear.sublayers, strict=True)),
+        (of_embedding * linear.embedding.detach()).sum(dim=(1, -1)),
+        tuple(shares(g, at) for g, at in zip(of_sublayers, linear.sublayers, strict=True)),
         constant.detach(),
     )
 

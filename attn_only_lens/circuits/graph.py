@@ -17,9 +17,11 @@ kinds "q" and "k" say what sets a node's pattern, to first order, and add up to 
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from typing import TypeAlias
 
 import networkx as nx
 import numpy as np
+import numpy.typing as npt
 import pandas as pd
 
 from attn_only_lens.errors import CircuitError
@@ -41,6 +43,7 @@ NODE_COLUMNS = (
 )
 EDGE_COLUMNS = ("source", "target", "kind", "weight")
 _PROBLEM = "this is no attribution graph"
+_Flags: TypeAlias = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -72,7 +75,7 @@ class CircuitGraph:
         ...     model, torch.tensor([3, 4, 113]), p.logit_diff(correct=7, wrong=8), top=20)
         >>> graph.nodes["kind"].value_counts()[["embed", "metric"]].tolist()
         [3, 1]
-        >>> abs(graph.inflow()["metric"] - graph.value) < 1e-4 * abs(graph.value)
+        >>> bool(abs(graph.inflow()["metric"] - graph.value) < 1e-4 * abs(graph.value))
         True
     """
 
@@ -166,7 +169,7 @@ class CircuitGraph:
         moved = heads.loc[heads["id"].isin(gone), "attribution"].sum()
         nodes.loc[nodes["kind"] == "rest", "attribution"] += moved
         edges = self.edges[~self.edges["target"].isin(gone)]
-        dropped = edges["source"].isin(gone)
+        dropped = edges["source"].isin(gone).to_numpy()
         return replace(
             self, nodes=nodes, edges=_by_way_of_rest(edges, dropped), mass=self.mass * left
         )
@@ -187,8 +190,8 @@ class CircuitGraph:
         for rows in self.edges.groupby(["target", "kind"], observed=True).indices.values():
             sizes = self.edges["weight"].to_numpy()[rows]
             keep[rows[chosen(np.abs(sizes), mass=mass)]] = True
-        keep |= self.edges["source"].isin(["bias", "offset", "rest"]).to_numpy()
-        return replace(self, edges=_by_way_of_rest(self.edges, pd.Series(~keep, self.edges.index)))
+        keep |= self.edges["source"].isin(["bias", "offset"]).to_numpy()
+        return replace(self, edges=_by_way_of_rest(self.edges, ~keep))
 
     def to_networkx(self) -> "nx.MultiDiGraph[str]":
         """A graph of networkx: ids as nodes, kinds as edge keys, the other columns as attributes.
@@ -206,9 +209,11 @@ class CircuitGraph:
             metric=self.metric, value=self.value, model=self.model, tokens=self.tokens
         )
         for row in self.nodes.to_dict("records"):
-            graph.add_node(row["id"], **{k: v for k, v in row.items() if k != "id" and v == v})
-        for row in self.edges.itertuples(index=False):
-            graph.add_edge(row.source, row.target, key=row.kind, weight=row.weight)
+            said = {str(k): v for k, v in row.items() if k != "id" and not pd.isna(v)}
+            graph.add_node(row["id"], **said)
+        columns = [self.edges[column].tolist() for column in EDGE_COLUMNS]
+        for source, target, kind, weight in zip(*columns, strict=True):
+            graph.add_edge(source, target, key=kind, weight=weight)
         return graph
 
     def __repr__(self) -> str:
@@ -221,11 +226,11 @@ class CircuitGraph:
 
 
 def chosen(
-    sizes: "np.ndarray[tuple[int], np.dtype[np.float64]]",
+    sizes: npt.NDArray[np.float64],
     *,
     top: int | None = None,
     mass: float | None = None,
-) -> "np.ndarray[tuple[int], np.dtype[np.int64]]":
+) -> npt.NDArray[np.int64]:
     """Where the largest entries are, in order of place; of equals the first.
 
     Args:
@@ -252,13 +257,12 @@ def chosen(
     return np.sort(order[:top])
 
 
-def _by_way_of_rest(edges: pd.DataFrame, dropped: "pd.Series[bool]") -> pd.DataFrame:
+def _by_way_of_rest(edges: pd.DataFrame, dropped: _Flags) -> pd.DataFrame:
     """Edges with those dropped added to those from "rest"."""
-    moved = edges[dropped | (edges["source"] == "rest")]
-    into = moved.groupby(["target", "kind"], observed=True, as_index=False)["weight"].sum()
-    into.insert(0, "source", "rest")
-    kept = edges[~dropped & (edges["source"] != "rest")]
-    return pd.concat([kept, into[list(EDGE_COLUMNS)]], ignore_index=True)
+    dropped = dropped | (edges["source"] == "rest").to_numpy()
+    sums = edges[dropped].groupby(["target", "kind"], observed=True)["weight"].sum().reset_index()
+    into = sums.assign(source="rest")[list(EDGE_COLUMNS)]
+    return pd.concat([edges[~dropped], into], ignore_index=True)
 
 
 def _unknown(what: str, column: "pd.Series[str]", expected: Iterable[str]) -> list[str]:
