@@ -124,20 +124,26 @@ def linearised(model: Any, target: Recording, metric: BoundMetric) -> Linearised
     whole: dict[str, Tensor] = {}
     cut: dict[str, Tensor] = {}
 
-    def look(value: Tensor, hook: Any) -> None:
-        whole[hook.name] = value
+    # By the name that is asked for: bridges have hook points of several names.
+    def look(name: str) -> tuple[str, Callable[..., None]]:
+        def hook(value: Tensor, hook: Any) -> None:
+            whole[name] = value
 
-    def cutting(value: Tensor, hook: Any) -> Tensor:
-        whole[hook.name] = value
-        cut[hook.name] = leaf(value)
-        return cut[hook.name]
+        return name, hook
+
+    def cutting(name: str) -> tuple[str, Callable[..., Tensor]]:
+        def hook(value: Tensor, hook: Any) -> Tensor:
+            whole[name], cut[name] = value, leaf(value)
+            return cut[name]
+
+        return name, hook
 
     queries = Tape(name for place in places for at, name in place.items() if at in ("q", "k"))
     hooks: Hooks = [
         *queries.hooks,
-        *((place["pattern"], look) for place in places),
+        *(look(place["pattern"]) for place in places),
         *frozen.freezing,
-        *((place["z"], cutting) for place in places),
+        *(cutting(place["z"]) for place in places),
     ]
     with torch.enable_grad(), rooted(model) as roots, unembedded(model) as before, native():
         seen = run(model, target.tokens, target.mask, hooks)
@@ -215,21 +221,18 @@ def _constants(
     def apart(x: Tensor) -> Tensor:
         return torch.cat([torch.zeros_like(x), 2 * x])
 
-    def look(value: Tensor, hook: Any) -> None:
-        kept[hook.name] = value.chunk(2)[0].clone()
+    def look(name: str) -> tuple[str, Callable[..., Tensor | None]]:
+        def hook(value: Tensor, hook: Any) -> Tensor | None:
+            kept[name] = value.chunk(2)[0].clone()
+            return apart(cut[name].detach()) if name in cut else None
 
-    def instead(name: str) -> Callable[..., Tensor]:
-        def hook(value: Tensor, hook: Any) -> Tensor:
-            look(value, hook)
-            return apart(cut[name].detach())
-
-        return hook
+        return name, hook
 
     mask = None if target.mask is None else target.mask.repeat(2, 1)
     hooks: Hooks = [
-        *((name, look) for name in queries),
+        *map(look, queries),
         *frozen.held,
-        *((name, instead(name)) for name in cut),
+        *map(look, cut),
     ]
     both = apart(embedding)
     with entering(model, lambda _: both), unembedded(model) as before, native():
