@@ -41,7 +41,7 @@ from attn_only_lens.patching.gradients import Tape, entering, gradients, rooted,
 from attn_only_lens.patching.record import Hooks, Recording, run
 from attn_only_lens.tolerances import LOGIT_TOLERANCE
 
-__all__ = ["Frozen", "frozen_gradients", "require_linear"]
+__all__ = ["Frozen", "frozen_gradients", "native", "require_linear", "unembedded"]
 
 _PROBLEM = "this model cannot be frozen"
 
@@ -140,7 +140,7 @@ def frozen_gradients(
         UnsupportedModelError: it is not linear when its patterns and norm scales are frozen.
     """
     frozen = Frozen(model)
-    with torch.enable_grad(), rooted(model) as roots, _unembedded(model) as before, _native():
+    with torch.enable_grad(), rooted(model) as roots, unembedded(model) as before, native():
         hooks = [*frozen.freezing, *tape.hooks]
         logits = run(model, target.tokens, target.mask, hooks)
         found = gradients(
@@ -183,7 +183,7 @@ def require_linear(
     moved = noise.to(x) * x.std()
     mask = None if target.mask is None else target.mask.repeat(2, 1)
     both = torch.cat([x + moved, x - moved])
-    with entering(model, lambda _: both), _unembedded(model) as before, _native():
+    with entering(model, lambda _: both), unembedded(model) as before, native():
         run(model, target.tokens.repeat(2, 1), mask, frozen.held)
     more, less = before[-1].chunk(2)
     terms = weights * (more - less) / 2
@@ -203,7 +203,7 @@ def require_linear(
 
 
 @contextmanager
-def _unembedded(model: Any) -> Iterator[list[Tensor]]:
+def unembedded(model: Any) -> Iterator[list[Tensor]]:
     """What the unembedding puts out, before any cap: the last of the list, each run."""
     seen: list[Tensor] = []
 
@@ -218,7 +218,7 @@ def _unembedded(model: Any) -> Iterator[list[Tensor]]:
 
 
 @contextmanager
-def _native() -> Iterator[None]:
+def native() -> Iterator[None]:
     """Bridges say that a norm whose scale is edited is computed otherwise: it is meant to be."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="A forward hook edited hook_scale")

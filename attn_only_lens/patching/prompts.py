@@ -16,7 +16,7 @@ from attn_only_lens.axes import Tokens
 from attn_only_lens.errors import PatchingError, UnsupportedCallError
 from attn_only_lens.inputs import checked_tokens
 
-__all__ = ["PromptPair", "Prompts", "prompt_pair"]
+__all__ = ["PromptPair", "Prompts", "prompt_pair", "unpaired"]
 
 Prompts: TypeAlias = str | Sequence[str] | Tensor
 _PROBLEM = "these prompts cannot be patched into each other"
@@ -129,6 +129,31 @@ def prompt_pair(
         )
     _refuse(reasons)
     return pair
+
+
+def unpaired(model: Any, prompts: Prompts, mask: Tensor | None = None) -> PromptPair:
+    """Prompts alone, as the pair of each with itself: for what needs one run only.
+
+    Args:
+        model: whose tokenizer, vocabulary and context count.
+        prompts: a text, a list of texts, tokens [batch, pos], or one row of tokens [pos].
+        mask: as in `prompt_pair`.
+
+    Raises:
+        PatchingError: with every reason: not tokens of the model, a mask that does not fit.
+    """
+    reasons: list[str] = []
+    rows = _rows(model, prompts, "prompts", reasons)
+    if mask is not None and not isinstance(prompts, Tensor):
+        reasons.append("got a mask beside texts, whose padding is made here; leave it out")
+    _refuse(reasons)
+    tokens, made = _pad(model, rows)
+    if isinstance(prompts, Tensor):
+        made = _checked_mask(mask, tokens, reasons)
+    _refuse(reasons)
+    device = next(model.parameters()).device
+    tokens = tokens.to(device)
+    return PromptPair(tokens, tokens, None if made is None else made.to(device))
 
 
 def _refuse(reasons: list[str]) -> None:

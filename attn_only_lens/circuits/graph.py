@@ -1,0 +1,275 @@
+"""An attribution graph: what each node does to a metric, and by way of which others.
+
+Nodes, by `kind`, and their `id`:
+
+    embed      embed@3        what enters the first block at position 3
+    attention  L5H3@7         an attention head, at the position where it writes
+    neuron     L5N1234@7      a neuron-head (all heads of the neuron, where several share it)
+    bias       bias           all biases, wherever they are added
+    rest       rest           heads and neurons that are no nodes of this graph
+    offset     offset         what a metric that is not linear in the logits has besides
+    metric     metric         the metric, at the end
+
+Edges of kind "value" add up: into every node to its attribution, into "metric" to the metric
+(`edges.py`). Pruning keeps it so, as edges from what is dropped become edges from "rest". Edges of
+kinds "q" and "k" say what sets a node's pattern, to first order, and add up to no attribution.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import TypeAlias
+
+import networkx as nx
+import numpy as np
+import numpy.typing as npt
+import pandas as pd
+
+from attn_only_lens.errors import CircuitError
+
+__all__ = ["EDGE_COLUMNS", "EDGE_KINDS", "HEADS", "NODE_COLUMNS", "NODE_KINDS", "CircuitGraph"]
+
+NODE_KINDS = ("embed", "attention", "neuron", "bias", "rest", "offset", "metric")
+HEADS = ("attention", "neuron")
+EDGE_KINDS = ("value", "q", "k")
+NODE_COLUMNS = (
+    "id",
+    "kind",
+    "layer",
+    "name",
+    "position",
+    "value",
+    "gradient",
+    "attribution",
+)
+EDGE_COLUMNS = ("source", "target", "kind", "weight")
+_PROBLEM = "this is no attribution graph"
+_Flags: TypeAlias = npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class CircuitGraph:
+    """Nodes and edges, and what they are of. Made by `attribution_graph`, checked by `of`.
+
+    Attributes:
+        nodes: a row for each node: `id`, `kind`, `layer` (source layer; none but for heads),
+            `name`, `position` (none for bias, rest, offset, metric), `value` (of a neuron, what it
+            puts out; of an attention head and the embedding, the length of that; the mean over
+            prompts), `gradient` (of the metric with respect to a neuron's value; none where there
+            are several prompts, or heads to a neuron) and `attribution`, the sum over prompts.
+            `weight / gradient` of an edge into a neuron is the share of its value.
+        edges: a row for each edge that is not 0: `source`, `target` (ids), `kind` ("value", "q",
+            "k"), `weight`.
+        tokens: of each prompt, as strings.
+        metric: its name.
+        value: the metric.
+        model: the model's name.
+        n_layers: source layers of the model.
+        n_heads: heads and neurons of the model at all positions: the nodes that there could be.
+        mass: the share of Σ |attribution| over those that the graph's nodes have.
+
+    Example:
+        >>> import torch
+        >>> from attn_only_lens import circuits, convert, patching as p, pretrained
+        >>> model = convert(pretrained.modular_addition())
+        >>> graph = circuits.attribution_graph(
+        ...     model, torch.tensor([3, 4, 113]), p.logit_diff(correct=7, wrong=8), top=20)
+        >>> graph.nodes["kind"].value_counts()[["embed", "metric"]].tolist()
+        [3, 1]
+        >>> bool(abs(graph.inflow()["metric"] - graph.value) < 1e-4 * abs(graph.value))
+        True
+    """
+
+    nodes: pd.DataFrame
+    edges: pd.DataFrame
+    tokens: tuple[tuple[str, ...], ...]
+    metric: str
+    value: float
+    model: str
+    n_layers: int
+    n_heads: int
+    mass: float
+
+    def __post_init__(self) -> None:
+        """Refuse what does not hang together.
+
+        Raises:
+            CircuitError: with every reason.
+        """
+        reasons = []
+        for what, frame, columns in (
+            ("nodes", self.nodes, NODE_COLUMNS),
+            ("edges", self.edges, EDGE_COLUMNS),
+        ):
+            if tuple(frame.columns) != columns:
+                reasons.append(f"got {what} with {list(frame.columns)}; expected {list(columns)}")
+        _refuse(reasons)
+        ids = self.nodes["id"]
+        reasons += [f"got node {name} twice" for name in ids[ids.duplicated()].unique()[:5]]
+        for end in ("source", "target"):
+            unknown = sorted(set(self.edges[end]) - set(ids))
+            reasons += [f"got an edge with {end} {name!r}, no node" for name in unknown[:5]]
+        reasons += _unknown("node", self.nodes["kind"], NODE_KINDS)
+        reasons += _unknown("edge", self.edges["kind"], EDGE_KINDS)
+        if self.edges.duplicated(["source", "target", "kind"]).any():
+            reasons.append("got an edge twice; expected one of each kind between two nodes")
+        numbers = [*self.nodes["attribution"], *self.nodes["value"], *self.edges["weight"]]
+        if not np.isfinite([*numbers, self.value, self.mass]).all():
+            reasons.append("got numbers that are not finite")
+        reasons += ["got no node 'metric'"] * ("metric" not in set(ids))
+        _refuse(reasons)
+
+    def inflow(self, kind: str = "value") -> "pd.Series[float]":
+        """The sum of the edges into each node that has any, by id.
+
+        Args:
+            kind: of which edges.
+
+        Raises:
+            CircuitError: there is no such kind.
+        """
+        return self._flow(kind, "target")
+
+    def outflow(self, kind: str = "value") -> "pd.Series[float]":
+        """The sum of the edges out of each node that has any, by id.
+
+        Args:
+            kind: of which edges.
+
+        Raises:
+            CircuitError: there is no such kind.
+        """
+        return self._flow(kind, "source")
+
+    def _flow(self, kind: str, end: str) -> "pd.Series[float]":
+        if kind not in EDGE_KINDS:
+            raise CircuitError([f"got kind={kind!r}; expected one of {EDGE_KINDS}"], "no such edge")
+        of_kind = self.edges[self.edges["kind"] == kind]
+        return of_kind.groupby(end, observed=True)["weight"].sum()
+
+    def prune(self, *, top: int | None = None, mass: float | None = None) -> "CircuitGraph":
+        """Fewer heads and neurons. What the others contribute is then by way of "rest".
+
+        Args:
+            top: how many to keep, those of largest |attribution|.
+            mass: the share of Σ |attribution| over the graph's heads and neurons to keep, with as
+                few of them as that takes.
+
+        Returns:
+            A graph with as many sums that hold.
+
+        Raises:
+            CircuitError: neither or both are given, or one that makes no sense.
+        """
+        heads = self.nodes[self.nodes["kind"].isin(HEADS)]
+        kept = chosen(heads["attribution"].abs().to_numpy(), top=top, mass=mass)
+        gone = set(heads["id"]) - set(heads["id"].iloc[kept])
+        nodes = self.nodes[~self.nodes["id"].isin(gone)].reset_index(drop=True)
+        sizes = heads["attribution"].abs()
+        left = sizes.iloc[kept].sum() / sizes.sum() if sizes.sum() else 1.0
+        moved = heads.loc[heads["id"].isin(gone), "attribution"].sum()
+        nodes.loc[nodes["kind"] == "rest", "attribution"] += moved
+        edges = self.edges[~self.edges["target"].isin(gone)]
+        dropped = edges["source"].isin(gone).to_numpy()
+        return replace(
+            self, nodes=nodes, edges=_by_way_of_rest(edges, dropped), mass=self.mass * left
+        )
+
+    def prune_edges(self, mass: float) -> "CircuitGraph":
+        """Fewer edges into each node, those of largest |weight|; the others add up in "rest".
+
+        Args:
+            mass: the share of Σ |weight| to keep, of every node and kind.
+
+        Returns:
+            A graph of the same nodes, with as many sums that hold.
+
+        Raises:
+            CircuitError: a mass that makes no sense.
+        """
+        keep = np.zeros(len(self.edges), dtype=bool)
+        for rows in self.edges.groupby(["target", "kind"], observed=True).indices.values():
+            sizes = self.edges["weight"].to_numpy()[rows]
+            keep[rows[chosen(np.abs(sizes), mass=mass)]] = True
+        keep |= self.edges["source"].isin(["bias", "offset"]).to_numpy()
+        return replace(self, edges=_by_way_of_rest(self.edges, ~keep))
+
+    def to_networkx(self) -> "nx.MultiDiGraph[str]":
+        """A graph of networkx: ids as nodes, kinds as edge keys, the other columns as attributes.
+
+        Example:
+            >>> import torch
+            >>> from attn_only_lens import circuits, convert, patching as p, pretrained
+            >>> graph = circuits.attribution_graph(
+            ...     convert(pretrained.modular_addition()), torch.tensor([3, 4, 113]),
+            ...     p.logit_diff(correct=7, wrong=8), top=20)
+            >>> graph.to_networkx().nodes["embed@1"]["name"]
+            'embed'
+        """
+        graph: nx.MultiDiGraph[str] = nx.MultiDiGraph(
+            metric=self.metric, value=self.value, model=self.model, tokens=self.tokens
+        )
+        for row in self.nodes.to_dict("records"):
+            said = {str(k): v for k, v in row.items() if k != "id" and not pd.isna(v)}
+            graph.add_node(row["id"], **said)
+        columns = [self.edges[column].tolist() for column in EDGE_COLUMNS]
+        for source, target, kind, weight in zip(*columns, strict=True):
+            graph.add_edge(source, target, key=kind, weight=weight)
+        return graph
+
+    def __repr__(self) -> str:
+        n = self.nodes["kind"].isin(HEADS).sum()
+        return (
+            f"CircuitGraph of {self.model}: {self.metric} = {self.value:.4g} by {n} of "
+            f"{self.n_heads} heads and neurons ({self.mass:.0%} of the mass), "
+            f"{len(self.edges)} edges"
+        )
+
+
+def chosen(
+    sizes: npt.NDArray[np.float64],
+    *,
+    top: int | None = None,
+    mass: float | None = None,
+) -> npt.NDArray[np.int64]:
+    """Where the largest entries are, in order of place; of equals the first.
+
+    Args:
+        sizes: non-negative numbers.
+        top: how many.
+        mass: what share of their sum they must reach, as few as possible.
+
+    Raises:
+        CircuitError: neither or both of top and mass, or one that makes no sense.
+    """
+    problem = "no nodes can be chosen"
+    if (top is None) == (mass is None):
+        raise CircuitError([f"got top={top}, mass={mass}; expected one of the two"], problem)
+    if top is not None and (isinstance(top, bool) or not isinstance(top, int) or top < 0):
+        raise CircuitError([f"got top={top!r}; expected 0 or more"], problem)
+    if mass is not None and not 0 <= mass <= 1:
+        raise CircuitError([f"got mass={mass!r}; expected a share from 0 to 1"], problem)
+    order = np.argsort(-sizes, kind="stable")
+    if mass == 1:
+        top = len(sizes)
+    elif mass is not None:
+        reached = np.cumsum(sizes[order])
+        top = int(np.searchsorted(reached, mass * reached[-1])) + 1 if len(sizes) and mass else 0
+    return np.sort(order[:top])
+
+
+def _by_way_of_rest(edges: pd.DataFrame, dropped: _Flags) -> pd.DataFrame:
+    """Edges with those dropped added to those from "rest"."""
+    dropped = dropped | (edges["source"] == "rest").to_numpy()
+    sums = edges[dropped].groupby(["target", "kind"], observed=True)["weight"].sum().reset_index()
+    into = sums.assign(source="rest")[list(EDGE_COLUMNS)]
+    return pd.concat([edges[~dropped], into], ignore_index=True)
+
+
+def _unknown(what: str, column: "pd.Series[str]", expected: Iterable[str]) -> list[str]:
+    unknown = sorted(set(column) - set(expected))
+    return [f"got {what} kind {kind!r}; expected one of {list(expected)}" for kind in unknown]
+
+
+def _refuse(reasons: list[str]) -> None:
+    if reasons:
+        raise CircuitError(reasons, _PROBLEM)

@@ -1,0 +1,134 @@
+"""Attribution graphs in the schema that circuit-tracer writes and Neuronpedia shows.
+
+The schema (`circuit_tracer/frontend/graph_models.py` of safety-research/circuit-tracer, schema
+version 1) knows features of a layer at a token, errors, tokens and logits, and links of one kind.
+
+    here            there
+    embed@3         feature_type "embedding", layer "E"
+    L5H3@7          "cross layer transcoder", layer "10", feature (Cantor) of (10, 3)
+    L5N1234@7       "cross layer transcoder", layer "11", feature (Cantor) of (11, 1234)
+    metric          "logit", one layer above the last, at the last token
+    bias, rest,     "mlp reconstruction error", layer "0", at the first token, with features
+    offset          -1, -2, -3
+
+A layer there is a block of the converted model, 2l for attention heads and 2l + 1 for neurons, so
+that heads of a layer are drawn below its neurons and no two ids are the same. Names of the package
+are in `clerp`, ours, and in `node_id`s by layer, index and position. Links are edges of kind
+"value": the schema has no second kind, and edges into patterns add up to nothing that it shows.
+`influence` is |attribution|, `activation` the value. What a head is cannot be looked up at
+Neuronpedia: there is no dictionary of features behind it.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from attn_only_lens.circuits.graph import CircuitGraph
+from attn_only_lens.errors import CircuitError
+from attn_only_lens.files import write_text
+from attn_only_lens.heads.names import HeadName
+
+__all__ = ["to_neuronpedia"]
+
+_OTHERS = ("bias", "rest", "offset")
+
+
+def to_neuronpedia(graph: CircuitGraph, path: str | Path, *, slug: str, scan: str = "") -> None:
+    """Write a graph as an attribution graph of circuit-tracer, for its viewer or Neuronpedia.
+
+    Args:
+        graph: of one prompt.
+        path: the file, SLUG.json where a viewer is to find it.
+        slug: what viewers call it.
+        scan: what model they call it of; by default the graph's.
+
+    Raises:
+        CircuitError: it is of several prompts, for which the schema has no place.
+
+    Example:
+        >>> import json, pathlib, tempfile, torch
+        >>> from attn_only_lens import circuits, convert, patching as p, pretrained
+        >>> graph = circuits.attribution_graph(
+        ...     convert(pretrained.modular_addition()), torch.tensor([3, 4, 113]),
+        ...     p.logit_diff(correct=7, wrong=8), top=20)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     path = pathlib.Path(folder) / "addition.json"
+        ...     circuits.to_neuronpedia(graph, path, slug="addition")
+        ...     sorted(json.loads(path.read_text()))
+        ['links', 'metadata', 'nodes', 'qParams']
+    """
+    if len(graph.tokens) != 1:
+        raise CircuitError(
+            [f"got a graph of {len(graph.tokens)} prompts; expected one"],
+            "this graph cannot be written as one of circuit-tracer",
+        )
+    (tokens,) = graph.tokens
+    rows = graph.nodes.to_dict("records")
+    nodes = [_node(row, graph, len(tokens) - 1) for row in rows]
+    ids = {row["id"]: node["node_id"] for row, node in zip(rows, nodes, strict=True)}
+    value = graph.edges[graph.edges["kind"] == "value"]
+    columns = [value[column].tolist() for column in ("source", "target", "weight")]
+    links = [
+        {"source": ids[source], "target": ids[target], "weight": weight}
+        for source, target, weight in zip(*columns, strict=True)
+    ]
+    whole = {
+        "metadata": {
+            "slug": slug,
+            "scan": scan or graph.model,
+            "transcoder_list": [],
+            "prompt_tokens": list(tokens),
+            "prompt": "".join(tokens),
+            "node_threshold": graph.mass,
+            "schema_version": 1,
+        },
+        "qParams": {
+            "pinnedIds": [],
+            "supernodes": [],
+            "linkType": "both",
+            "clickedId": "",
+            "sg_pos": "",
+        },
+        "nodes": nodes,
+        "links": links,
+    }
+    write_text(Path(path), json.dumps(whole, allow_nan=False, ensure_ascii=False))
+
+
+def _node(row: dict[Any, Any], graph: CircuitGraph, last: int) -> dict[str, Any]:
+    kind, name, position = row["kind"], row["name"], row["position"]
+    made: dict[str, Any] = {
+        "ctx_idx": 0 if kind in _OTHERS else last if kind == "metric" else int(position),
+        "clerp": f"{graph.metric} = {graph.value:.4g}" if kind == "metric" else name,
+        "token_prob": 0.0,
+        "is_target_logit": kind == "metric",
+        "run_idx": 0,
+        "reverse_ctx_idx": 0,
+        "influence": abs(row["attribution"]),
+        "activation": row["value"],
+    }
+    if kind == "embed":
+        layer, index, feature, what = "E", 0, int(position), "embedding"
+        made["clerp"] = graph.tokens[0][int(position)]
+    elif kind == "metric":
+        layer, index, feature, what = str(2 * graph.n_layers), 0, 0, "logit"
+    elif kind in _OTHERS:
+        index = feature = -1 - _OTHERS.index(kind)
+        layer, what = "0", "mlp reconstruction error"
+    else:
+        head = HeadName.parse(name)
+        layer, index, what = str(head.block), head.index, "cross layer transcoder"
+        feature = _cantor(head.block, head.index)
+    return {
+        "node_id": f"{layer}_{index}_{made['ctx_idx']}",
+        "jsNodeId": f"{layer}_{index}-{made['ctx_idx'] if kind in ('embed', 'metric') else 0}",
+        "feature": feature,
+        "layer": layer,
+        "feature_type": what,
+        **made,
+    }
+
+
+def _cantor(x: int, y: int) -> int:
+    """One number for two, as circuit-tracer numbers features."""
+    return (x + y) * (x + y + 1) // 2 + y

@@ -1,0 +1,421 @@
+"""Attribution graphs: sums that hold, edges against an oracle that edits the stream, pruning."""
+
+import networkx as nx
+import patch_oracle as oracle
+import pytest
+import torch
+from common import tokens
+from models import build
+
+from attn_only_lens import (
+    CircuitError,
+    PatchingError,
+    UnsupportedModelError,
+    convert,
+    expose_neuron_heads,
+)
+from attn_only_lens import patching as p
+from attn_only_lens.circuits import attribution_graph
+from attn_only_lens.heads import HeadName
+from attn_only_lens.patching.frozen import Frozen
+from attn_only_lens.patching.pairs import reasons_against
+
+POS = 5
+LAYOUTS = ("two blocks a layer", "in place")
+METRIC = p.logit_diff(oracle.CORRECT, oracle.WRONG)
+# float64, shares of up to 1 of a metric of about 1, sums of 700 of them by way of three layers.
+ROUNDING = 1e-9
+WIDE = ("gelu", "llama", "parallel", "no_norm", "rms", "gemma", "post_norm", "qk_norm", "grouped")
+
+
+PLAIN = {"gated_mlp": False, "act_fn": "gelu"}  # of any family: no product of two projections
+
+
+def model_of(family, layout="two blocks a layer", **changes):
+    source = build(family, scale=0.25, **changes)
+    if layout == "two blocks a layer":
+        return convert(source)
+    expose_neuron_heads(source)
+    return source
+
+
+def graph_of(family, layout="two blocks a layer", batch=1, metric=METRIC, **how):
+    how = how or {"mass": 1}
+    return attribution_graph(model_of(family, layout), tokens(0, batch, POS), metric, **how)
+
+
+def worst(sums, nodes):
+    """How far sums are from attributions, at worst."""
+    expected = nodes.set_index("id")["attribution"].reindex(sums.index)
+    return (sums - expected).abs().max()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("family", WIDE)
+def test_what_flows_into_a_node_is_its_attribution_and_what_flows_out_too(family, layout):
+    graph = graph_of(family, layout)
+    into, out = graph.inflow(), graph.outflow()
+    assert graph.mass == 1
+    assert worst(into, graph.nodes) < ROUNDING
+    assert worst(out, graph.nodes) < ROUNDING  # every node is there, so "rest" has no edge
+    heads = graph.nodes[graph.nodes["kind"].isin(["attention", "neuron"])]
+    assert set(heads.loc[heads["attribution"].abs() > ROUNDING, "id"]) <= set(into.index)
+    assert into["metric"] == pytest.approx(graph.value, abs=ROUNDING)
+    # what begins nowhere else is all of the metric
+    begin = graph.nodes[graph.nodes["kind"].isin(["embed", "bias", "offset"])]
+    assert begin["attribution"].sum() == pytest.approx(graph.value, abs=ROUNDING)
+    # control: without biases, sums do not hold
+    left = graph.edges.query("kind == 'value' and source != 'bias'")
+    assert worst(left.groupby("target")["weight"].sum(), graph.nodes) > 1e-3
+
+
+@pytest.mark.parametrize("family", ["gelu", "llama", "soft_caps"])
+def test_sums_hold_whatever_is_chosen(family):
+    for batch, metric in ((2, METRIC), (1, p.log_probability(7))):
+        graph = graph_of(family, batch=batch, metric=metric, top=17)
+        assert graph.nodes["kind"].isin(["attention", "neuron"]).sum() == 17
+        assert worst(graph.inflow(), graph.nodes) < ROUNDING
+        assert graph.inflow()["metric"] == pytest.approx(graph.value, abs=ROUNDING)
+        # control: "rest" is not nothing, nor is the offset of what is not linear in the logits
+        rest = graph.edges.query("source == 'rest'")["weight"]
+        assert rest.abs().max() > 1e-3
+        offset = graph.nodes.query("kind == 'offset'")["attribution"].item()
+        assert (abs(offset) > 1e-3) == (metric is not METRIC or family == "soft_caps")
+
+
+def test_several_prompts_are_added_up():
+    model, both = model_of("gelu"), tokens(0, 2, POS)
+    graph = attribution_graph(model, both, METRIC, mass=1)
+    found = graph.edges.set_index(["source", "target", "kind"])["weight"]
+    alone = [
+        attribution_graph(model, row[None], METRIC, mass=1).edges.set_index(
+            ["source", "target", "kind"]
+        )["weight"]
+        for row in both
+    ]
+    expected = alone[0].add(alone[1], fill_value=0) / 2  # the metric is the mean
+    assert found.sub(expected, fill_value=0).abs().max() < ROUNDING
+
+
+def test_bilinear_heads_of_a_neuron_are_one_node():
+    model = convert(build("gelu", scale=0.1), gate="bilinear")
+    graph = attribution_graph(model, tokens(0, 1, POS), METRIC, top=31)
+    assert worst(graph.inflow(), graph.nodes) < ROUNDING
+    assert graph.nodes["name"].str.fullmatch(r"L\dN\d+").any()
+    assert graph.nodes["gradient"].isna().all()
+
+
+# The oracle: one run of the model held at its patterns and scales for each edge, without autograd
+
+
+class Held:
+    """A model held by plain hooks, in which heads' outputs are set, and one is looked at."""
+
+    def __init__(self, model, given, layout):
+        self.model, self.given, self.layout = model, given, layout
+        names = [n for n in model.hook_dict if n.endswith(("hook_scale", "hook_pattern", "hook_z"))]
+        self.kept = {}
+        keep = [(n, lambda x, hook: self.kept.update({hook.name: x.clone()})) for n in names]
+        with torch.no_grad(), model.hooks(fwd_hooks=keep):
+            self.logits = model(given)
+
+    def place(self, name, activation="z"):
+        return HeadName.parse(name).hook(activation, self.layout)
+
+    @torch.no_grad()
+    def run(self, moved):
+        """What heads would put out where one source puts out twice what it does, all others not."""
+        seen = {}
+
+        def hook(x, hook):
+            kept = self.kept[hook.name]
+            if not hook.name.endswith("hook_z"):
+                return kept
+            seen[hook.name] = x.clone()
+            return moved(hook.name, kept.clone())
+
+        with self.model.hooks(fwd_hooks=[(n, hook) for n in self.kept]):
+            return seen, self.model(self.given)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("family", ["gelu", "rms", "parallel", "grouped", "rotary", "post_norm"])
+def test_an_edge_is_what_doubling_the_source_does_to_the_target_alone(family, layout):
+    model, given = model_of(family, layout, **PLAIN), tokens(0, 1, POS)
+    graph = attribution_graph(model, given, METRIC, mass=1, patterns=False)
+    weights = graph.edges.set_index(["source", "target"])["weight"]
+    held = Held(model, given, layout)
+    gradients = {}  # by differences of the whole held model: it is linear
+    checked = 0
+    for source, pos in (("L0H1", 1), ("L0N3", 4), ("L1H0", 4), ("L1N29", 2)):
+        place, index = held.place(source), HeadName.parse(source).index
+
+        def doubled(name, z, at=place, index=index, pos=pos):
+            if name == at:
+                z[:, pos, index] *= 2
+            return z
+
+        seen, logits = held.run(doubled)
+        moved = oracle.difference(logits) - oracle.difference(held.logits)
+        assert weights.get((f"{source}@{pos}", "metric"), 0.0) == pytest.approx(moved, abs=ROUNDING)
+        for target in ("L0N5", "L1H1", "L1N7", "L2N11", "L2N13"):
+            at, index = held.place(target), HeadName.parse(target).index
+            change = (seen[at] - held.kept[at])[0, POS - 1, index]
+            key = (target, POS - 1)
+            if key not in gradients:
+                gradients[key] = gradient(model, held, at, index)
+            expected = float((gradients[key] * change).sum())
+            got = weights.get((f"{source}@{pos}", f"{target}@{POS - 1}"), 0.0)
+            assert got == pytest.approx(expected, abs=ROUNDING)
+            checked += abs(expected) > 1e-6
+    assert checked > 5
+
+
+def gradient(model, held, at, index):
+    """Of the metric with respect to z of a head at the last position, one coordinate at a time."""
+    names = [n for n in held.kept if not n.endswith("hook_z")]
+    hooks = [(n, lambda x, hook: held.kept[hook.name]) for n in names]
+    found = []
+    for i in range(held.kept[at].shape[-1]):
+
+        def shift(z, hook, i=i):
+            z[:, -1, index, i] += 1.0
+            return z
+
+        with torch.no_grad(), model.hooks(fwd_hooks=[*hooks, (at, shift)]):
+            found.append(oracle.difference(model(held.given)) - oracle.difference(held.logits))
+    return torch.tensor(found, dtype=torch.float64)
+
+
+def test_without_frozen_scales_sums_do_not_hold(monkeypatch):
+    """The control of the first test: a model whose norms move is not a sum of what it reads."""
+    model = model_of("gelu")
+
+    def loose(self, model):
+        hold(self, model)
+        self._constant = [n for n in self._constant if not n.endswith("hook_scale")]
+
+    hold = Frozen.__init__
+    monkeypatch.setattr(Frozen, "__init__", loose)
+    with pytest.raises(UnsupportedModelError, match="not linear"):
+        attribution_graph(model, tokens(0, 1, POS), METRIC, top=7)
+    monkeypatch.setattr("attn_only_lens.patching.frozen.require_linear", lambda *args: None)
+    graph = attribution_graph(model, tokens(0, 1, POS), METRIC, top=7)
+    assert worst(graph.inflow(), graph.nodes) > 1e-2
+
+
+# Edges into patterns
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("family", ["gelu", "llama", "rotary"])
+def test_edges_into_a_pattern_are_its_slope_along_each_query(family, layout):
+    """The sum over sources is what scaling a query by 1 + ε does to the metric by its pattern."""
+    model, given = model_of(family, layout, **PLAIN), tokens(0, 1, POS)
+    graph = attribution_graph(model, given, METRIC, mass=1)
+    held = Held(model, given, layout)
+    for name, kind in (("L1H1", "q"), ("L1H1", "k"), ("L2H0", "q"), ("L1N7", "q")):
+        at, index = held.place(name), HeadName.parse(name).index
+        pattern = held.place(name, "pattern")
+        patterns = []
+        for epsilon in (1e-4, -1e-4):
+
+            def scaled(x, hook, epsilon=epsilon):
+                return x * (1 + epsilon)
+
+            def keep(x, hook, patterns=patterns):
+                patterns.append(x.clone())
+
+            hooks = [(held.place(name, kind), scaled), (pattern, keep)]
+            with torch.no_grad(), model.hooks(fwd_hooks=hooks):
+                model(given)
+        slope = (patterns[0] - patterns[1])[0, index, -1] / 2e-4
+        values = values_of(model, held, name, given)
+        expected = float((gradient(model, held, at, index) * (slope @ values)).sum())
+        got = graph.inflow(kind)[f"{name}@{POS - 1}"]
+        assert got == pytest.approx(expected, rel=1e-5)  # central differences of 1e-4
+        assert abs(got) > 1e-6
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_an_edge_into_a_pattern_is_a_share_of_the_query(layout):
+    """Of each source apart: what it adds to the query, along the slope of the pattern."""
+    model, given = model_of("gelu", layout), tokens(0, 1, POS)
+    graph = attribution_graph(model, given, METRIC, mass=1)
+    held = Held(model, given, layout)
+    weights = graph.edges.query("kind == 'q'").set_index(["source", "target"])["weight"]
+    target = HeadName.parse("L1N7")
+    attn = model.blocks[3].attn if layout == LAYOUTS[0] else model.blocks[1].mlp
+    norm = model.blocks[3].ln1 if layout == LAYOUTS[0] else model.blocks[1].ln2
+    scale = held.kept[norm.hook_scale.name][0, -1]
+    direction = norm.w * attn.W_in[:, target.index] / scale
+    direction = (direction - direction.mean()).detach()
+    q = oracle.seen(model, given, target.hook("q", layout))[0, -1, target.index, 0]
+    weight = [0.5 * (1 + torch.erf((q + e) / 2**0.5)) for e in (1e-4, -1e-4)]
+    slope = (weight[0] - weight[1]) / 2e-4  # Φ', the slope of gelu's gate
+    effect = gradient(model, held, held.place("L1N7"), target.index)[0] * q * slope
+    for source in ("L0N3", "L0N29", "L0H1", "L1H0"):
+        head = HeadName.parse(source)
+        z = held.kept[held.place(source)][0, -1, head.index]
+        written = held.model.blocks[head.block if layout == LAYOUTS[0] else head.layer]
+        if head.kind == "attention":
+            row = z @ written.attn.W_O[head.index]
+        else:
+            row = z * (written.attn if layout == LAYOUTS[0] else written.mlp).W_out[head.index]
+        expected = float(effect * (row.detach() @ direction))
+        assert weights[f"{source}@4", "L1N7@4"] == pytest.approx(expected, rel=1e-6)
+    assert abs(weights["L0H1@4", "L1N7@4"]) > 1e-5
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_an_edge_into_a_neuron_of_a_gated_mlp_is_half_of_each_factor(layout):
+    model, given = model_of("llama", layout), tokens(0, 1, POS)
+    weights = attribution_graph(model, given, METRIC, mass=1, patterns=False).edges
+    weights = weights.set_index(["source", "target"])["weight"]
+    held = Held(model, given, layout)
+    for source in ("L0H1", "L0N3", "L2H0"):
+        index, at = HeadName.parse(source).index, held.place(source)
+        seen = []
+        for factor in (2, 0):
+
+            def scaled(name, z, at=at, index=index, factor=factor):
+                if name == at:
+                    z[:, -1, index] *= factor
+                return z
+
+            seen.append(held.run(scaled)[0][held.place("L2N11")][0, -1, 11])
+        # Of a product of two linear forms, a central difference is the derivative, whatever ε.
+        expected = (seen[0] - seen[1]) / 4 * gradient(model, held, held.place("L2N11"), 11)
+        assert weights[f"{source}@4", "L2N11@4"] == pytest.approx(expected.item(), abs=ROUNDING)
+        assert abs(expected.item()) > 1e-5
+
+
+def values_of(model, held, name, given):
+    """v of a head at every key: of a neuron-head, itself and the bias token's, which is 0."""
+    head, seen = HeadName.parse(name), {}
+    keep = (held.place(name, "v"), lambda x, hook: seen.update(v=x.clone()))
+    with torch.no_grad(), model.hooks(fwd_hooks=[keep]):
+        model(given)
+    if head.kind == "neuron":
+        own = seen["v"][0, -1, head.index]
+        return torch.stack([own, torch.zeros_like(own)])
+    shared = held.kept[held.place(name)].shape[2] // seen["v"].shape[2]
+    return seen["v"][0, :, head.index // shared]
+
+
+def test_a_gate_that_is_a_step_has_no_edges_into_its_pattern():
+    graph = graph_of("relu")
+    into = graph.edges.query("kind == 'q'")["target"]
+    assert into.str.contains("H").all()
+    assert len(into)
+
+
+# What is chosen, and what it is called
+
+
+def test_ids_and_rows_are_the_same_again_and_in_either_layout():
+    one, again = graph_of("gelu", top=29), graph_of("gelu", top=29)
+    other = graph_of("gelu", "in place", top=29)
+    assert one.nodes.equals(again.nodes)
+    assert one.edges.equals(again.edges)
+    assert list(one.nodes["id"]) == list(other.nodes["id"])
+    assert {"embed@4", "bias", "rest", "offset", "metric"} <= set(one.nodes["id"])
+    rows = one.nodes[one.nodes["kind"] == "neuron"]
+    assert (rows["id"] == rows["name"] + "@" + rows["position"].astype(str)).all()
+
+
+def test_values_and_gradients_of_neurons_are_those_of_the_run():
+    model, given = model_of("gelu"), tokens(0, 1, POS)
+    graph = attribution_graph(model, given, METRIC, top=29)
+    rows = graph.nodes[graph.nodes["kind"] == "neuron"]
+    for row in rows.itertuples():
+        head = HeadName.parse(row.name)
+        z = oracle.seen(model, given, head.hook("z"))[0, row.position, head.index, 0]
+        assert row.value == pytest.approx(z.item(), abs=ROUNDING)
+    assert (rows["value"] * rows["gradient"] - rows["attribution"]).abs().max() < ROUNDING
+
+
+def test_padding_is_no_node():
+    model, given = model_of("gelu"), tokens(0, 1, POS)
+    padded = torch.cat([torch.zeros(1, 2, dtype=torch.long), given], dim=1)
+    mask = torch.tensor([[0, 0, 1, 1, 1, 1, 1]])
+    graph = attribution_graph(model, padded, METRIC, mask=mask, mass=1)
+    heads = graph.nodes[graph.nodes["kind"].isin(["attention", "neuron"])]
+    assert heads.loc[heads["position"] < 2, "attribution"].abs().max() == 0
+    assert graph.nodes.query("kind == 'embed'")["position"].tolist() == [2, 3, 4, 5, 6]
+    assert worst(graph.inflow(), graph.nodes) < ROUNDING
+
+
+def test_pruning_keeps_sums_and_says_what_is_left():
+    graph = graph_of("llama", top=61)
+    sizes = graph.nodes[graph.nodes["kind"].isin(["attention", "neuron"])]
+    for less in (graph.prune(top=13), graph.prune(mass=0.5), graph.prune(top=13).prune_edges(0.5)):
+        assert worst(less.inflow(), less.nodes) < ROUNDING
+        for kind in ("q", "k"):
+            into = less.inflow(kind)
+            assert (into - graph.inflow(kind).reindex(into.index)).abs().max() < ROUNDING
+        kept = less.nodes[less.nodes["kind"].isin(["attention", "neuron"])]
+        total = sizes["attribution"].abs().sum() / graph.mass
+        assert less.mass == pytest.approx(kept["attribution"].abs().sum() / total)
+        every = less.nodes[less.nodes["kind"].isin(["attention", "neuron", "rest"])]
+        before = graph.nodes[graph.nodes["kind"].isin(["attention", "neuron", "rest"])]
+        assert every["attribution"].sum() == pytest.approx(before["attribution"].sum())
+    direct = graph_of("llama", top=13)
+    pruned = graph.prune(top=13)
+    assert set(pruned.nodes["id"]) == set(direct.nodes["id"])
+    key = ["source", "target", "kind"]
+    apart = pruned.edges.set_index(key)["weight"] - direct.edges.set_index(key)["weight"]
+    assert apart.abs().max() < ROUNDING
+    assert graph.prune(mass=1).edges.shape == graph.edges.shape
+
+
+def test_blocks_change_nothing(monkeypatch):
+    whole = graph_of("gelu", top=29)
+    monkeypatch.setattr("attn_only_lens.circuits.edges._BLOCK", 1)
+    one_by_one = graph_of("gelu", top=29)
+    key = ["source", "target", "kind"]
+    apart = whole.edges.set_index(key)["weight"] - one_by_one.edges.set_index(key)["weight"]
+    assert apart.abs().max() < ROUNDING
+
+
+def test_networkx_holds_nodes_edges_and_kinds():
+    graph = graph_of("gelu", top=29)
+    found = graph.to_networkx()
+    assert (len(found), found.number_of_edges()) == (len(graph.nodes), len(graph.edges))
+    row = graph.edges.query("kind == 'q'").iloc[0]
+    assert found.edges[row["source"], row["target"], "q"]["weight"] == row["weight"]
+    assert nx.is_directed_acyclic_graph(found)
+
+
+def test_nothing_is_left_on_the_model():
+    model = model_of("gelu")
+    before = [x.requires_grad for x in model.parameters()]
+    attribution_graph(model, tokens(0, 1, POS), METRIC, top=3)
+    assert not reasons_against(model)
+    assert [x.requires_grad for x in model.parameters()] == before
+    assert all(x.grad is None for x in model.parameters())
+
+
+def test_what_makes_no_sense_is_refused():
+    model, given = model_of("gelu"), tokens(0, 1, POS)
+    with pytest.raises(CircuitError, match=r"got top=3, mass=0\.5"):
+        attribution_graph(model, given, METRIC, top=3, mass=0.5)
+    with pytest.raises(CircuitError, match="from 0 to 1"):
+        attribution_graph(model, given, METRIC, mass=1.5)
+    with pytest.raises(CircuitError, match="0 or more"):
+        attribution_graph(model, given, METRIC, top=-1)
+    with pytest.raises(CircuitError, match="another run"):
+        attribution_graph(model, given, p.kl())
+    with pytest.raises(CircuitError, match="no neuron-heads"):
+        attribution_graph(build("gelu"), given, METRIC)
+    with pytest.raises(PatchingError, match="got float64"):
+        attribution_graph(model, given.double(), METRIC)
+    with pytest.raises(UnsupportedModelError, match="still not linear"):
+        attribution_graph(model_of("clip_qkv"), given, METRIC)
+    with torch.inference_mode(), pytest.raises(CircuitError, match="inference_mode"):
+        attribution_graph(model, given, METRIC)
+
+
+def test_edges_of_no_kind_are_refused():
+    with pytest.raises(CircuitError, match="got kind='z'"):
+        graph_of("gelu", top=3).inflow("z")

@@ -1,0 +1,196 @@
+"""Faithfulness: ablations against plain hooks, areas worked out by hand, circuits that suffice."""
+
+import numpy as np
+import patch_oracle as oracle
+import pytest
+import torch
+from common import tokens
+from models import build
+
+from attn_only_lens import CircuitError, convert, expose_neuron_heads
+from attn_only_lens import patching as p
+from attn_only_lens.circuits import discover, faithfulness
+from attn_only_lens.heads import HeadName
+
+POS = 5
+METRIC = p.logit_diff(oracle.CORRECT, oracle.WRONG)
+ROUNDING = 1e-9
+LAYOUTS = ("two blocks a layer", "in place")
+
+
+def prompts(batch=2):
+    clean = tokens(0, batch=batch, pos=POS)
+    corrupted = clean.clone()
+    corrupted[:, 1] = (clean[:, 1] + 7) % 41
+    return clean, corrupted
+
+
+def model_of(family, layout=LAYOUTS[0]):
+    source = build(family, scale=0.25)
+    if layout == "two blocks a layer":
+        return convert(source)
+    expose_neuron_heads(source)
+    return source
+
+
+@torch.no_grad()
+def metric_of(model, given, gone, layout, ablation, other):
+    """The logit difference where sites are gone, by a hook for each, written anew."""
+    hooks = []
+    for name, position in gone:
+        head = HeadName.parse(name)
+        at = head.hook("z", layout)
+        seen = oracle.seen(model, other if ablation == "resample" else given, at)
+        if ablation == "zero":
+            put = torch.zeros_like(seen)
+        elif ablation == "mean":
+            put = seen.mean(dim=(0, 1), keepdim=True).expand_as(seen)
+        else:
+            put = seen
+        where = range(POS) if position == "all" else [position]
+
+        def hook(z, hook, put=put, index=head.index, where=where):
+            for pos in where:
+                z[:, pos, index] = put[:, pos, index]
+            return z
+
+        hooks.append((at, hook))
+    with model.hooks(fwd_hooks=hooks):
+        return oracle.difference(model(given))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("ablation", ["zero", "mean", "resample"])
+@pytest.mark.parametrize("positions", ["each", "all"])
+def test_the_curve_is_what_plain_hooks_make_of_it(layout, ablation, positions):
+    model, (clean, corrupted) = model_of("gelu", layout), prompts()
+    names = ["L0H1", "L0N3", "L0N29", "L1H0", "L1N7", "L2N11", "L2H1"]
+    ranking = p.attribution(model, clean, corrupted, METRIC, sites=names, positions=positions)
+    shares = (0.0, 0.3, 0.6, 1.0)
+    found = faithfulness(
+        model, clean, corrupted, METRIC, ranking, ablation=ablation, shares=shares, n_random=0
+    )
+    rows = ranking.frame.assign(size=ranking.effect.abs())
+    rows = rows.sort_values("size", ascending=False, kind="stable")
+    sites = list(zip(rows["name"], rows["position"], strict=True))
+
+    def value(gone):
+        return metric_of(model, clean, gone, layout, ablation, corrupted)
+
+    whole, nothing = value([]), value(sites)
+    assert abs(whole - nothing) > 1e-3
+    assert (found.whole, found.nothing) == pytest.approx((whole, nothing), abs=ROUNDING)
+    for row in found.frame.itertuples():
+        size = int(row.share * len(sites))
+        assert row.n_sites == size
+        for got, gone in (
+            (row.faithfulness, sites[size:]),
+            (row.completeness, sites[:size]),
+        ):
+            expected = (value(gone) - nothing) / (whole - nothing)
+            assert got == pytest.approx(expected, abs=1e-8)  # of a difference of 1e-3 and more
+    assert found.frame["faithfulness"].iloc[[0, -1]].tolist() == pytest.approx([0, 1])
+    assert found.frame["completeness"].iloc[[0, -1]].tolist() == pytest.approx([1, 0])
+
+
+def test_areas_are_those_of_trapezoids():
+    model, (clean, corrupted) = model_of("gelu"), prompts()
+    ranking = p.attribution(model, clean, corrupted, METRIC)
+    shares = (0.1, 0.4, 1.0)
+    found = faithfulness(model, clean, corrupted, METRIC, ranking, shares=shares, n_random=2)
+    a, b, c = found.frame["faithfulness"]
+    assert found.cpr == pytest.approx(0.3 * (a + b) / 2 + 0.6 * (b + c) / 2)
+    gaps = [abs(1 - f) for f in (a, b, c)]
+    assert found.cmd == pytest.approx(0.3 * sum(gaps[:2]) / 2 + 0.6 * sum(gaps[1:]) / 2)
+    # control: no ranking is as good as a random one, and another seed draws others
+    assert found.cmd < found.random_cmd
+    other = faithfulness(
+        model, clean, corrupted, METRIC, ranking, shares=shares, n_random=2, seed=1
+    )
+    assert other.cmd == found.cmd
+    assert other.random_cmd != found.random_cmd
+    assert (found.frame["random_min"] <= found.frame["random_max"]).all()
+
+
+def test_signed_order_puts_what_helps_first_in_either_direction():
+    model, (clean, corrupted) = model_of("gelu"), prompts()
+    for direction in ("denoise", "noise"):
+        ranking = p.attribution(model, clean, corrupted, METRIC, direction=direction)
+        curves = {
+            order: faithfulness(model, clean, corrupted, METRIC, ranking, order=order, n_random=0)
+            for order in ("signed", "magnitude")
+        }
+        # Only what raises the metric: more of it than the model has.
+        assert curves["signed"].frame["faithfulness"].max() > 1
+        assert curves["signed"].cpr > curves["magnitude"].cpr
+
+
+@pytest.mark.parametrize("method", ["exact_gate", "frozen_pattern", "patching"])
+def test_the_circuit_found_suffices_and_one_site_less_does_not(method):
+    model, (clean, corrupted) = model_of("gelu"), prompts()
+    names = [f"L{layer}H{head}" for layer in range(3) for head in range(2)]
+    names += [f"L{layer}N{neuron}" for layer in range(3) for neuron in range(11)]
+    circuit = discover(
+        model, clean, corrupted, METRIC, sites=names, method=method, faithfulness=0.8
+    )
+    k = len(circuit)
+    assert 1 < k < circuit.n_sites == 39 * POS
+    assert abs(1 - circuit.faithfulness) <= 0.2
+    tried = circuit.tried.set_index("n_sites")["faithfulness"]
+    assert tried[k] == circuit.faithfulness
+    assert abs(1 - tried[k - 1]) > 0.2
+    # measured by plain hooks
+    every = [(name, pos) for name in names for pos in range(POS)]
+    kept = set(zip(circuit.frame["name"], circuit.frame["position"], strict=True))
+    value = [
+        metric_of(model, clean, gone, LAYOUTS[0], "resample", corrupted)
+        for gone in ([], every, [site for site in every if site not in kept])
+    ]
+    f = (value[2] - value[1]) / (value[0] - value[1])
+    assert circuit.faithfulness == pytest.approx(f, abs=1e-8)
+    # control: random circuits of that size do not
+    assert all(abs(1 - f) > 0.2 for f in circuit.random)
+
+
+def test_nothing_less_than_everything_is_faithful_to_the_bit():
+    model, (clean, corrupted) = model_of("gelu"), prompts()
+    circuit = discover(
+        model, clean, corrupted, METRIC, sites=["L0N3", "L1H0"], faithfulness=1.0, positions="all"
+    )
+    assert len(circuit) == circuit.n_sites == 2
+
+
+def test_neurons_of_several_heads_are_ablated_whole():
+    model = convert(build("gelu", scale=0.1), gate="bilinear")
+    clean, corrupted = prompts()
+    ranking = p.attribution(model, clean, corrupted, METRIC, positions="all")
+    found = faithfulness(model, clean, corrupted, METRIC, ranking, n_random=0)
+    assert found.frame["faithfulness"].iloc[-1] == pytest.approx(1)
+    assert np.isfinite(found.frame["completeness"]).all()
+
+
+def test_what_makes_no_sense_is_refused():
+    model, (clean, corrupted) = model_of("gelu"), prompts()
+    ranking = p.attribution(model, clean, corrupted, METRIC, sites=["L0N3"])
+    given = model, clean, corrupted, METRIC
+
+    def refused(match, ranking=ranking, **how):
+        with pytest.raises(CircuitError, match=match):
+            faithfulness(*given, ranking, **how)
+
+    refused("ablation='bias'", ablation="bias")
+    refused("order='best'", order="best")
+    refused(r"shares \[0\.5\]", shares=[0.5])
+    refused(r"shares \[0\.5, 0\.1\]", shares=[0.5, 0.1])
+    refused("n_random=-1", n_random=-1)
+    after = p.attribution(*given, sites=["L2N3"], positions=[0])
+    refused("tell the two apart", after)  # after the first position, nobody reads it
+    refused("from the end", p.attribution(*given, sites=["L2N3"], positions=-1))
+    with pytest.raises(CircuitError, match="method='best'"):
+        discover(*given, method="best")
+    with pytest.raises(CircuitError, match="faithfulness=2"):
+        discover(*given, faithfulness=2)
+    handle = model.hook_embed.register_forward_hook(lambda *args: None)
+    with pytest.raises(CircuitError, match="hooks are attached"):
+        faithfulness(*given, ranking)
+    handle.remove()

@@ -1,0 +1,145 @@
+"""Graphs in files: read back to the bit, refused when damaged or newer; circuit-tracer's schema."""
+
+import json
+from dataclasses import fields, replace
+
+import pytest
+from common import tokens
+from models import build
+
+from attn_only_lens import CircuitError, convert
+from attn_only_lens import patching as p
+from attn_only_lens.circuits import attribution_graph, from_json, to_json, to_neuronpedia
+
+METRIC = p.logit_diff(7, 11)
+
+# What circuit-tracer's pydantic models demand, retold: field, type, whether it may be left out.
+NODE = {
+    "node_id": str,
+    "feature": int,
+    "layer": str,
+    "ctx_idx": int,
+    "feature_type": str,
+    "token_prob": float,
+    "is_target_logit": bool,
+    "run_idx": int,
+    "reverse_ctx_idx": int,
+    "jsNodeId": str,
+    "clerp": str,
+    "influence": float,
+    "activation": float,
+}
+METADATA = {
+    "slug": str,
+    "scan": str,
+    "transcoder_list": list,
+    "prompt_tokens": list,
+    "prompt": str,
+    "node_threshold": float,
+    "schema_version": int,
+}
+Q_PARAMS = {
+    "pinnedIds": list,
+    "supernodes": list,
+    "linkType": str,
+    "clickedId": str,
+    "sg_pos": str,
+}
+
+
+@pytest.fixture(scope="module")
+def graph():
+    return attribution_graph(convert(build("gelu", scale=0.25)), tokens(0, 1, 5), METRIC, top=23)
+
+
+def test_a_graph_is_read_back_to_the_bit(graph, tmp_path):
+    for each in (graph, graph.prune(top=5), replace(graph, tokens=(("é", "\n", '"'),))):
+        to_json(each, tmp_path / "graph.json")
+        again = from_json(tmp_path / "graph.json")
+        for field in fields(each):
+            mine, theirs = getattr(each, field.name), getattr(again, field.name)
+            if field.name in ("nodes", "edges"):
+                assert mine.equals(theirs)
+                assert (mine.dtypes == theirs.dtypes).all()
+            else:
+                assert mine == theirs
+    assert [path.name for path in tmp_path.iterdir()] == ["graph.json"]
+
+
+def test_damage_newer_versions_and_other_files_are_refused(graph, tmp_path):
+    path = tmp_path / "graph.json"
+    to_json(graph, path)
+    whole = json.loads(path.read_text("utf-8"))
+
+    def refused(text, match):
+        path.write_text(text, "utf-8")
+        with pytest.raises(CircuitError, match=match):
+            from_json(path)
+
+    text = json.dumps(whole)
+    refused(text[:-7], "JSONDecodeError")
+    refused("[]", "got format 'list'")
+    refused(json.dumps({**whole, "format": "Sweep"}), "got format 'Sweep'")
+    refused(json.dumps({**whole, "format_version": 2}), "got format_version 2; .* reads 1")
+    whole["graph"]["edges"]["weight"][3] += 1e-6
+    refused(json.dumps(whole), "damaged")
+    path.unlink()
+    with pytest.raises(CircuitError, match="FileNotFoundError"):
+        from_json(path)
+
+
+def test_what_does_not_hang_together_is_no_graph(graph):
+    edges = graph.edges.copy()
+    edges.loc[3, "source"] = "L9N9@9"
+    with pytest.raises(CircuitError, match="source 'L9N9@9', no node"):
+        replace(graph, edges=edges)
+    with pytest.raises(CircuitError, match="node bias twice"):
+        replace(graph, nodes=graph.nodes.replace("rest", "bias"))
+    with pytest.raises(CircuitError, match="kind 'x'"):
+        replace(graph, edges=graph.edges.assign(kind="x"))
+    with pytest.raises(CircuitError, match="not finite"):
+        replace(graph, value=float("nan"))
+    with pytest.raises(CircuitError, match="expected one of each kind"):
+        replace(graph, edges=graph.edges.iloc[[0, 0]])
+    with pytest.raises(CircuitError, match="got nodes with"):
+        replace(graph, nodes=graph.nodes.drop(columns="value"))
+
+
+def test_the_schema_of_circuit_tracer(graph, tmp_path):
+    path = tmp_path / "g.json"
+    to_neuronpedia(graph, path, slug="g", scan="tiny")
+    whole = json.loads(path.read_text("utf-8"))
+    assert set(whole) == {"metadata", "qParams", "nodes", "links"}
+    for part, schema in ((whole["metadata"], METADATA), (whole["qParams"], Q_PARAMS)):
+        assert {k: type(v) for k, v in part.items()} == schema
+    for node in whole["nodes"]:
+        assert {k: type(v) for k, v in node.items()} == NODE
+        layer, _, pos = node["node_id"].split("_")
+        assert (layer, int(pos)) == (node["layer"], node["ctx_idx"])
+    ids = [node["node_id"] for node in whole["nodes"]]
+    assert len(set(ids)) == len(ids) == len(graph.nodes)
+    by_id = {node["node_id"]: node for node in whole["nodes"]}
+    names = dict(zip(graph.nodes["id"], ids, strict=True))
+    neuron = graph.nodes.query("kind == 'neuron'").iloc[0]
+    node = by_id[names[neuron["id"]]]
+    assert node["clerp"] == neuron["name"]
+    assert node["layer"] == str(2 * neuron["layer"] + 1)
+    assert node["activation"] == neuron["value"]
+    assert {by_id[names["embed@3"]]["feature_type"], by_id[names["metric"]]["feature_type"]} == {
+        "embedding",
+        "logit",
+    }
+    # sums hold there, too
+    into = {}
+    for link in whole["links"]:
+        into[link["target"]] = into.get(link["target"], 0.0) + link["weight"]
+    assert into[names["metric"]] == pytest.approx(graph.value, abs=1e-9)
+    assert len(whole["links"]) == (graph.edges["kind"] == "value").sum()
+
+
+def test_several_prompts_have_no_place_in_that_schema(tmp_path):
+    model = convert(build("gelu", scale=0.25))
+    graph = attribution_graph(model, tokens(0, 2, 5), METRIC, top=3)
+    with pytest.raises(CircuitError, match="of 2 prompts"):
+        to_neuronpedia(graph, tmp_path / "g.json", slug="g")
+    assert not list(tmp_path.iterdir())
