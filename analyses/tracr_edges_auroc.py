@@ -188,6 +188,12 @@ metric are, `analyses/tracr_edges_auroc.py` says; what a true edge is, `tracr_ed
 Edges that change nothing when cut alone carry values that these inputs never have, or repeat what
 others carry: no method that looks at activations can score the former.
 
+Where these methods are blind, they are so for a reason that holds in any model. With patterns
+frozen, a part whose only use is to set a pattern has attribution 0, and so has every edge into it:
+edges of kinds "q" and "k" reach one step beyond the value edges, and no further. Gradients that are
+not frozen go on, as far as saturated softmaxes let them. The programs "reverse" and "sort_unique"
+compute positions in their first layers and move values in their last head alone.
+
 Made by `python analyses/tracr_edges_auroc.py{flag}`; every row is in `tracr_edges_auroc.csv`.
 """
 

@@ -58,7 +58,7 @@ def test_scores_name_candidates_alone_and_false_edges_have_none():
         assert scored <= candidates
         assert scored <= true  # in these programs what is no edge writes exact zeros
     assert {edge.side for edge in found["value edges"]} <= {"v", "in"}
-    assert {"q", "k"} <= {edge.side for edge, score in found["graph"].items() if score > 1e-6}
+    assert "k" in {edge.side for edge, score in found["graph"].items() if score > 1e-6}
 
 
 def test_gradient_edges_are_first_order_patches():
