@@ -6,10 +6,10 @@ what is added to what its MLP puts out; every later block then runs as it would.
 
 What a variant cannot reach is not computed:
 
-    blocks before the one that is entered       their output is on record
-    positions before `first`                    in a causal model they stay what they were; later
-                                                ones attend to their keys and values, on record
-    positions and columns of the logits         but those that the metric reads
+    blocks before the one that is entered   their output is on record
+    positions before `first`                in a causal HookedTransformer they stay what they are;
+                                            later ones attend to keys and values on record
+    positions and columns of the logits     but those that the metric reads
 
 so a variant that enters block b at position t costs 2 (n_pos - t) Σ_{blocks ≥ b} parameters flops
 and its attention, where a whole forward costs 2 n_pos (Σ parameters + d_model · d_vocab).
