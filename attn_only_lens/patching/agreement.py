@@ -9,6 +9,7 @@ from attn_only_lens.patching.results import Sweep
 __all__ = ["agreement"]
 
 _SITE = ["name", "position", "part"]
+_SAME_RUN = 0.01  # of the metric's span: more than any dtype's rounding, less than other prompts
 
 
 def agreement(exact: Sweep, approx: Sweep, k: int = 20) -> pd.DataFrame:
@@ -19,7 +20,8 @@ def agreement(exact: Sweep, approx: Sweep, k: int = 20) -> pd.DataFrame:
 
     Args:
         exact: one sweep.
-        approx: another, of the same sites, positions and part, in the same direction.
+        approx: another, of the same sites, positions and part, in the same direction, with the
+            same metric of the same prompts.
         k: how many rows of largest |effect| to compare; of equals the first of `exact` count.
 
     Returns:
@@ -27,8 +29,8 @@ def agreement(exact: Sweep, approx: Sweep, k: int = 20) -> pd.DataFrame:
         largest of one that are among the k largest of the other), `k`, `n` (rows).
 
     Raises:
-        PatchingError: with every reason: sites that only one has, directions that differ, a score
-            that is not finite, scores all the same, k not from 1 to n.
+        PatchingError: with every reason: sites that only one has, directions, metrics or their
+            values that differ, a score that is not finite, scores all the same, k not from 1 to n.
 
     Example:
         >>> import pandas as pd
@@ -45,6 +47,16 @@ def agreement(exact: Sweep, approx: Sweep, k: int = 20) -> pd.DataFrame:
     reasons = []
     if exact.direction != approx.direction:
         reasons.append(f"exact is {exact.direction}, approx is {approx.direction}")
+    if exact.metric != approx.metric:
+        reasons.append(f"exact is of {exact.metric}, approx of {approx.metric}")
+    span = abs(exact.clean_value - exact.corrupted_value)
+    for which in ("clean_value", "corrupted_value"):
+        mine, theirs = getattr(exact, which), getattr(approx, which)
+        if not abs(mine - theirs) <= _SAME_RUN * span:
+            reasons.append(
+                f"{which} is {mine:.4g} in exact and {theirs:.4g} in approx: expected the same "
+                "prompts and model"
+            )
     one, other = _effects(exact), _effects(approx)
     only_one, only_other = one.index.difference(other.index), other.index.difference(one.index)
     if len(only_one) or len(only_other):

@@ -47,6 +47,8 @@ BAD = {
     "part": (lambda: sweep(part="q"), "65 of 65 rows are of exact alone, and 65 of 65"),
     "position": (lambda: sweep(frame=values(positions=["all"])), "13 of approx alone"),
     "direction": (lambda: sweep(direction="noise"), "exact is denoise, approx is noise"),
+    "metric": (lambda: sweep(metric="kl"), "exact is of logit_diff.*approx of kl"),
+    "other prompts": (lambda: sweep(clean_value=3.5), "clean_value is 3.7 in exact and 3.5"),
     "constant": (lambda: sweep(frame=values().assign(value=1.0)), "all scores of approx"),
 }
 
