@@ -152,6 +152,22 @@ def test_the_circuit_found_suffices_and_one_site_less_does_not(method):
     assert all(abs(1 - f) > 0.2 for f in circuit.random)
 
 
+def test_the_search_closes_the_gap_between_too_few_and_enough():
+    model, (clean, corrupted) = model_of("gelu"), prompts()
+    sizes = []
+    for wanted in (0.3, 0.5, 0.6, 0.7):
+        circuit = discover(model, clean, corrupted, METRIC, faithfulness=wanted, n_random=0)
+        tried = circuit.tried.set_index("n_sites")["faithfulness"]
+        enough = (1 - tried).abs() <= 1 - wanted
+        assert len(circuit) == tried.index[enough].min()
+        assert not enough[len(circuit) - 1]
+        assert len(tried) <= 2 + 2 * np.log2(circuit.n_sites)
+        sizes.append(len(circuit))
+    assert sizes == sorted(sizes)
+    # control: some are none of the sizes that doubling alone would try
+    assert any(np.log2(size) % 1 for size in sizes)
+
+
 def test_nothing_less_than_everything_is_faithful_to_the_bit():
     model, (clean, corrupted) = model_of("gelu"), prompts()
     circuit = discover(
