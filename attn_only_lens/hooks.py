@@ -137,7 +137,10 @@ def _library(hook: Any) -> str:
 def _removal(added: set[str], own: bool) -> str:
     ways = []
     if "permanent" in added and own:
-        ways.append("build the bridge again (to reset permanent hooks would take TransformerLens' own)")
+        ways.append(
+            "build the bridge again (reset_hooks(including_permanent=True) would take some of "
+            "TransformerLens' own with them)"
+        )
     elif "permanent" in added:
         ways.append("model.reset_hooks(including_permanent=True)")
     elif "temporary" in added:

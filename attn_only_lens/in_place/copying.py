@@ -36,8 +36,9 @@ def reasons_against_copying(model: object) -> list[str]:
     reasons = hook_reasons(model)
     if own := attached(model).own:
         reasons.append(
-            f"TransformerLens has hooks of its own on it ({own[0]}), as on BERT in 4.3, which would "
-            "act on the original; use the model itself: attn_only_lens.expose_neuron_heads(model)"
+            f"TransformerLens has hooks of its own on it ({own[0]}), as on BERT in 4.3, and a "
+            "copy's would act on the original; use the model itself: "
+            "attn_only_lens.expose_neuron_heads(model)"
         )
     if any(parameter.is_inference() for parameter in model.parameters()):
         reasons.append("its weights are inference tensors; build it outside torch.inference_mode()")

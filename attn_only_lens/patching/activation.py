@@ -11,6 +11,8 @@ from tqdm.auto import tqdm
 
 from attn_only_lens.axes import Tokens
 from attn_only_lens.errors import PatchingError
+from attn_only_lens.heads import block_of
+from attn_only_lens.heads.blocks import HEAD_KINDS
 from attn_only_lens.inputs import checked_tokens
 from attn_only_lens.patching.batching import Batching
 from attn_only_lens.patching.custom_metric import AnyMetric
@@ -171,11 +173,10 @@ def _try(
     """Try the edits that are to be made, for all positions, and from one of those asked for on."""
     starts = {int(each.where.any(dim=0).nonzero()[0]) for each in positions}
     later = sorted(starts - {0}) or [0]
-    kinds: tuple[HeadKind, ...] = ("attention", "neuron")
-    for kind in kinds:
+    for kind in HEAD_KINDS:
         layers = sorted({each.layer for each in sites if each.kind == kind})
         if layers:
-            block = block_of(replay.model, kind, layers[0])
+            block = block_of(replay.model, layers[0], kind)
             for first in sorted({0, replay.start(block, later[len(later) // 2])}):
                 require_same(replay, kind, layers, part, first)
 

@@ -13,8 +13,8 @@ from jaxtyping import Bool
 from torch import Tensor
 
 from attn_only_lens.errors import UnsupportedModelError
-from attn_only_lens.heads import HeadName, layout_of
-from attn_only_lens.heads.names import HeadKind
+from attn_only_lens.heads import point_name
+from attn_only_lens.heads.blocks import HeadKind
 from attn_only_lens.patching.parts import Part
 
 __all__ = ["changed", "editing", "hook_name"]
@@ -24,9 +24,7 @@ _ACTIVATION: dict[Part, str] = {"z": "z", "pattern": "pattern", "value": "v", "q
 
 def hook_name(model: Any, layer: int, part: Part, kind: HeadKind = "attention") -> str:
     """The hook point of that part of the heads of a kind of a source layer."""
-    layout = layout_of(model)
-    assert layout is not None
-    return HeadName(layer, kind, 0).hook(_ACTIVATION[part], layout)
+    return point_name(model, layer, kind, _ACTIVATION[part])
 
 
 def changed(target: Tensor, source: Tensor, part: Part) -> Bool[Tensor, "batch pos head_index"]:
@@ -73,4 +71,3 @@ def editing(
         return torch.where(chosen.unsqueeze(-1), rows, value)
 
     return hook
-

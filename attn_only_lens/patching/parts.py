@@ -21,9 +21,9 @@ from jaxtyping import Float
 from torch import Tensor
 
 from attn_only_lens.axes import Residual
-from attn_only_lens.heads import neuron_heads
+from attn_only_lens.heads import block_of, neuron_heads
 from attn_only_lens.heads.computation import NeuronHeads
-from attn_only_lens.patching.record import NeuronRun, neuron_block
+from attn_only_lens.patching.record import NeuronRun
 from attn_only_lens.patching.replay import Replay, Variants
 from attn_only_lens.patching.sites import WHOLE, LayerSites
 
@@ -77,7 +77,7 @@ def writing(replay: Replay, layer: int, first: int, added: Residual) -> Variants
         first: the position from which on they do.
         added: what they write more, from there on: [variant · batch, pos, d_model].
     """
-    heads, block = neuron_heads(replay.model)[layer], neuron_block(replay.model, layer)
+    heads, block = neuron_heads(replay.model)[layer], block_of(replay.model, layer, "neuron")
     n = len(added) // replay.batch
     if replay.adds(block, heads.written_at):
         return Variants(block + 1, first, replay.unchanged(block + 1, first, n) + added)

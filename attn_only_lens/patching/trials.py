@@ -26,18 +26,11 @@ from torch import Tensor, nn
 
 from attn_only_lens.axes import SELF, Residual
 from attn_only_lens.errors import UnsupportedModelError
-from attn_only_lens.heads import neuron_heads
-from attn_only_lens.heads.names import HeadKind
+from attn_only_lens.heads import block_of, neuron_heads
+from attn_only_lens.heads.blocks import HeadKind
 from attn_only_lens.patching.attention import editing, hook_name
 from attn_only_lens.patching.parts import Part, moved, writing
-from attn_only_lens.patching.record import (
-    Hooks,
-    Recording,
-    attention_block,
-    neuron_block,
-    returned_stream,
-    run,
-)
+from attn_only_lens.patching.record import Hooks, Recording, returned_stream, run
 from attn_only_lens.patching.replay import Replay, Variants
 from attn_only_lens.tolerances import LOGIT_TOLERANCE
 
@@ -71,7 +64,7 @@ def require_same(
         whole = _leaving(replay.model, recording, noise.hooks)
         quiet = []
         for layer in left:
-            block = _block(replay.model, kind, layer)
+            block = block_of(replay.model, layer, kind)
             theirs, before = whole[block], recording.streams[block + 1]
             edit = _written if kind == "neuron" else _attended
             mine = edit(replay, layer, part, first, noise)
@@ -137,7 +130,7 @@ def require_read(
     left = _leaving(model, recording, [*edits, *looks])
     reasons = []
     for layer, name in names.items():
-        block = _block(model, kind, layer)
+        block = block_of(model, layer, kind)
         pairs = [(left[block], recording.streams[block + 1])]
         if part == "q":
             pairs += [(shown[at][0], shown[at][1]) for at in witnesses[layer]]
@@ -222,17 +215,15 @@ def _written(replay: Replay, layer: int, part: Part, first: int, noise: _Noise) 
         source = replace(target, z=shown.squeeze(-1))
     dz = heads.shares(moved(target, source, part))[:, first:]
     change = dz.unflatten(-1, (-1, heads.heads_per_neuron)).sum(-1)
-    variants = writing(
-        replay, layer, first, change.to(heads.directions.dtype) @ heads.directions
-    )
-    if variants.block > neuron_block(replay.model, layer):
+    variants = writing(replay, layer, first, change.to(heads.directions.dtype) @ heads.directions)
+    if variants.block > block_of(replay.model, layer, "neuron"):
         return variants.entering
     return replay.leaving(variants)
 
 
 def _attended(replay: Replay, layer: int, part: Part, first: int, noise: _Noise) -> Residual:
     """What leaves the block when all its attention heads are patched, as a sweep has it."""
-    name, block = noise.names[layer], attention_block(replay.model, layer)
+    name, block = noise.names[layer], block_of(replay.model, layer, "attention")
     source = noise.shown[name]
     n_heads = source.shape[1 if part == "pattern" else 2]
     everywhere = torch.ones_like(replay.recording.tokens, dtype=torch.bool)
@@ -240,10 +231,6 @@ def _attended(replay: Replay, layer: int, part: Part, first: int, noise: _Noise)
     hook = editing(source, part, every, everywhere[None], first)
     entering = replay.unchanged(block, first, 1)
     return replay.leaving(Variants(block, first, entering, [(name, hook)]))
-
-
-def _block(model: Any, kind: HeadKind, layer: int) -> int:
-    return neuron_block(model, layer) if kind == "neuron" else attention_block(model, layer)
 
 
 def _beyond(one: Residual, other: Residual, recording: Recording) -> float:
