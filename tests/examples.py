@@ -1,4 +1,4 @@
-"""Run the Python examples of a text, in order and together; needs nothing that the package does not.
+"""Run the Python examples of a text, in order and together, with what the package needs alone.
 
     python -I tests/examples.py README.md              # of a page
     python -I tests/examples.py README.md "## Install"  # of one section
