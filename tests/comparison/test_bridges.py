@@ -5,7 +5,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from common import D_MLP, tokens
+from common import D_MLP, mlp_hook, tokens
 
 from attn_only_lens import ComparisonError, UnsupportedModelError, compare, grow
 from attn_only_lens import patching as p
@@ -40,7 +40,7 @@ def test_a_native_bridge(name):
     assert (found.new[["attribution", "share", "norm", "patching"]].dropna() == 0).all(axis=None)
     assert (found.circuits["jaccard"] == 1).all()
     assert found.circuits["what"].tolist() == ["nodes"]
-    assert "blocks.0.mlp.hook_z" not in bridge.hook_dict
+    assert mlp_hook("z", 0) not in bridge.hook_dict
     other = bridges.boot(name)
     with torch.no_grad():
         named = other.original_model.named_parameters()

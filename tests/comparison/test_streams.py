@@ -8,7 +8,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from common import needs_hooked_transformer, tokens
+from common import mlp_hook, needs_hooked_transformer, tokens
 from models import build
 from tiny_tokenizer import tiny_tokenizer
 
@@ -180,7 +180,7 @@ def test_what_is_refused(pair):
     smaller = build("gelu", d_vocab_out=41, n_layers=2, d_vocab=31)
     with pytest.raises(ComparisonError, match="has d_vocab 41; the original has 31"):
         compare(smaller, grown, good, loss)
-    assert "blocks.0.mlp.hook_z" not in model.hook_dict
+    assert mlp_hook("z", 0) not in model.hook_dict
 
 
 def test_interrupted_or_refused_models_are_as_they_were(pair):
@@ -193,7 +193,7 @@ def test_interrupted_or_refused_models_are_as_they_were(pair):
     with pytest.raises(KeyboardInterrupt):
         compare(model, grown, stream(), p.loss(), **FEW)
     for each in (model, grown.model):
-        assert "blocks.0.mlp.hook_z" not in each.hook_dict
+        assert mlp_hook("z", 0) not in each.hook_dict
         assert not any(point._forward_hooks for point in each.hook_dict.values())
 
 
@@ -255,7 +255,7 @@ def test_an_error_in_a_later_batch_loses_nothing(pair, last, message):
     assert np.array_equal(numbers(so_far), numbers(expected))
     assert so_far.about["n_prompts"] == 5
     assert so_far.heads["patching"].isna().all()
-    assert "blocks.0.mlp.hook_z" not in pair[0].hook_dict
+    assert mlp_hook("z", 0) not in pair[0].hook_dict
 
 
 def test_an_error_of_the_first_batch_is_itself(pair):
