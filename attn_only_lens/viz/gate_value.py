@@ -40,7 +40,7 @@ def gate_value_scatter(
             block.
         name: a neuron by source layer, `L5N1234`.
         tokens: the texts of the tokens of each row of the batch, padding included:
-            `[model.to_str_tokens(row) for row in tokens]`.
+            `[token_texts(model, row) for row in tokens]`.
         mask: 1 or True for tokens that are real; all are drawn where it is not given.
 
     Returns:
