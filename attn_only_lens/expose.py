@@ -10,7 +10,7 @@ from transformer_lens.model_bridge import TransformerBridge
 from attn_only_lens.calibrate import Calibration
 from attn_only_lens.choice import BilinearRequest, choose_gating
 from attn_only_lens.errors import UnsupportedModelError
-from attn_only_lens.heads import Gating
+from attn_only_lens.heads import Gating, logit_tolerance
 from attn_only_lens.in_place import (
     BilinearInPlace,
     InPlace,
@@ -25,7 +25,6 @@ from attn_only_lens.in_place import (
 )
 from attn_only_lens.mlps import known_mlps
 from attn_only_lens.tl import HookedTransformer
-from attn_only_lens.tolerances import LOGIT_TOLERANCE
 
 __all__ = ["ExposedNeurons", "expose_as", "expose_neuron_heads"]
 
@@ -233,7 +232,7 @@ def _differences(each: InPlace, x: Tensor, expected: Tensor) -> list[str]:
     if each.gating.kind == "exact" and not torch.equal(silent, expected):
         reasons.append("its MLP does not compute the same for the same input twice")
     for what, by in (("activations are not those", moved), ("output is not the sum", beside)):
-        if not by <= LOGIT_TOLERANCE[x.dtype] * largest:
+        if not by <= logit_tolerance([each], x.dtype) * largest:
             reasons.append(
                 f"its MLP's {what} of its neuron-heads; they differ by {by:.2g} where the largest "
                 f"entry is {largest:.2g}"

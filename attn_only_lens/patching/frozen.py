@@ -35,12 +35,11 @@ from transformer_lens.hook_points import HookPoint
 
 from attn_only_lens.axes import Residual
 from attn_only_lens.errors import UnsupportedModelError
-from attn_only_lens.heads import neuron_heads, point_name
+from attn_only_lens.heads import logit_tolerance, neuron_heads, point_name
 from attn_only_lens.heads.blocks import HEAD_KINDS
 from attn_only_lens.patching.bound import BoundMetric
 from attn_only_lens.patching.gradients import Tape, entering, gradients, rooted, value_of
 from attn_only_lens.patching.record import Hooks, Recording, run
-from attn_only_lens.tolerances import LOGIT_TOLERANCE
 
 __all__ = ["Frozen", "frozen_gradients", "native", "require_linear", "unembedded"]
 
@@ -145,7 +144,8 @@ def frozen_gradients(
         )
     error = float((logits.detach() - target.logits).abs().max())
     # Many bridged norms compute in float32 in whatever dtype the model is; their hooked form not.
-    allowed = max(LOGIT_TOLERANCE[dtype] for dtype in (logits.dtype, torch.float32))
+    heads, dtypes = neuron_heads(model), (logits.dtype, torch.float32)
+    allowed = max(logit_tolerance(heads, dtype) for dtype in dtypes)
     allowed *= float(target.logits.abs().max())
     reasons = [f"it does not show the patterns {frozen.missing()}"] * bool(frozen.missing())
     reasons += [f"to freeze it changes its logits, by {error:.2g}"] * (not error <= allowed)
@@ -186,7 +186,7 @@ def require_linear(
     terms = weights * (more - less) / 2
     expected, got = float((gradient * moved).sum()), float(terms.sum())
     scale = float(terms.abs().sum())
-    if not abs(got - expected) <= LOGIT_TOLERANCE[x.dtype] * scale:
+    if not abs(got - expected) <= logit_tolerance(neuron_heads(model), x.dtype) * scale:
         raise UnsupportedModelError(
             [
                 "with its patterns and norm scales frozen it is still not linear: a change of what "
