@@ -8,8 +8,8 @@ from typing import Any
 
 import pandas as pd
 
-from attn_only_lens.files import write_text
 from attn_only_lens.patching.tables import write_table
+from attn_only_lens.storage import write_text
 
 __all__ = ["Comparison"]
 
