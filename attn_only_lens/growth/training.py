@@ -19,6 +19,7 @@ from attn_only_lens.errors import CheckpointError, GrowthError
 from attn_only_lens.expansion import Expansion, Provenance
 from attn_only_lens.expansion.initialise import Initialiser
 from attn_only_lens.growth.growing import Grown, grow
+from attn_only_lens.patching.identity import Unidentified, identity
 from attn_only_lens.storage import Document, read_tensors, write_tensors, written_whole
 
 __all__ = ["Training"]
@@ -32,6 +33,7 @@ class _Checkpoint(TypedDict):
     schedule: list[tuple[int, str]]
     optimizer: str
     seed: int
+    init: str
     groups: list[dict[str, Any]]
     numbers: dict[str, dict[str, float | None]]
     tensors: str
@@ -136,6 +138,7 @@ class Training:
                 schedule=self._described(),
                 optimizer=type(self.optimizer).__qualname__,
                 seed=self.seed,
+                init=_identified(self.init),
                 groups=[_settings(group, names) for group in self.optimizer.param_groups],
                 numbers=numbers,
             )
@@ -193,6 +196,8 @@ class Training:
             reasons.append(f"the schedule grows it before steps {missed}, and {done} are done")
         if said["seed"] != self.seed:
             reasons.append(f"its seed was {said['seed']}; expected {self.seed}")
+        if said["init"] != _identified(self.init):
+            reasons.append("its new entries were made by another init; expected the same function")
         if said["optimizer"] != type(self.optimizer).__qualname__:
             reasons.append(f"its optimizer was {said['optimizer']}")
         return reasons
@@ -213,6 +218,14 @@ class Training:
 
     def _described(self) -> list[list[Any]]:
         return [[step, repr(self.schedule[step])] for step in sorted(self.schedule)]
+
+
+def _identified(init: Initialiser | None) -> str:
+    """What tells an initialiser from another; the same for all that cannot be told apart."""
+    try:
+        return identity(init)
+    except Unidentified:
+        return "not identified"
 
 
 def _settings(group: dict[str, Any], names: Mapping[Any, str]) -> dict[str, Any]:
