@@ -5,6 +5,7 @@ dict (masks and rotary tables, which TransformerLens computes, may be left out).
 `grow` wrote the folder, `provenance.json` has a digest of every file.
 """
 
+import os
 from pathlib import Path
 from typing import Any, TypedDict
 
@@ -129,8 +130,8 @@ def load_tokenizer(folder: Path) -> Any:
     settings = where / "tokenizer_config.json"
     said = read_json(settings) if settings.exists() else {}
     named = [key for key in said if str(key).endswith("_file") and said[key] is not None]
-    if named:
-        raise CheckpointError(f"{settings} names files of its own choice: {', '.join(named)}")
+    if any(os.path.exists(str(said[key])) for key in named):
+        raise CheckpointError(f"{settings} names files outside of its folder: {', '.join(named)}")
     try:
         return AutoTokenizer.from_pretrained(where, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # of any tokenizer, written in any language
@@ -153,11 +154,10 @@ def read_folder(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
         kind = config.get("architectures") or config.get("model_type")
         raise CheckpointError(
             f"{folder} holds a model of Hugging Face transformers ({kind}); expected the "
-            f"configuration of a HookedTransformer in {CONFIG}. In Python, load it with "
-            "TransformerLens (TransformerBridge.boot_transformers, or "
-            "HookedTransformer.from_pretrained in 3.9), expose its neurons with "
-            "attn_only_lens.expose_neuron_heads, and save it with attn_only_lens.save: commands "
-            "take that folder"
+            f"configuration of a HookedTransformer in {CONFIG}. In Python, "
+            f"bridge = TransformerBridge.boot_transformers({str(folder)!r}) loads it; "
+            "attn_only_lens.save(attn_only_lens.expose_neuron_heads(bridge).model, 'saved') writes "
+            "a folder for the commands patch, circuit and pattern"
         )
     return config, read_tensors(inside(folder, WEIGHTS))[0]
 

@@ -9,7 +9,7 @@ def rewrite(path, change=None, /, **changes):
     """Change the JSON in a file, by a function or key by key, so that its digest is right again."""
     whole = json.loads(path.read_text("utf-8"))
     if change is not None:
-        whole = change(whole) or whole
+        change(whole)
     whole |= changes
     whole["sha256"] = _seal(whole)
     path.write_text(json.dumps(whole), "utf-8")

@@ -255,7 +255,7 @@ DAMAGE = {
     "no files": (lacking("files"), "files is missing"),
     "no weights listed": (lacking("files", "model.safetensors"), "safetensors is missing"),
     "no layers": (lacking("layers"), "layers is missing"),
-    "no dtype": (lacking("config", "dtype"), "got dtype=None"),
+    "no dtype": (lacking("config", "dtype"), "got dtype='None'"),
     "tokenizer extended": (tokenizer_extended, "tokenizer/added_tokens.json was added"),
     "one bit": (flip_a_byte, "model.safetensors was changed after it was saved"),
     "truncated": (truncate, r"model.safetensors has \d+ bytes; expected \d+"),

@@ -193,9 +193,7 @@ class _Seen:
         ]
         return [*found, owner or list(self._reads(function, closure, where))]
 
-    def _reads(
-        self, function: FunctionType, closure: dict[str, Any], where: str
-    ) -> Iterator[Any]:
+    def _reads(self, function: FunctionType, closure: dict[str, Any], where: str) -> Iterator[Any]:
         """What a function reads by name: whole values, and of its modules what it takes of them."""
         outside = ChainMap(function.__globals__, vars(builtins))
         for how, name, *attributes in sorted(set(_read(function.__code__))):

@@ -136,7 +136,7 @@ def _converted(
 def _stock(config: dict[str, Any]) -> HookedTransformer:
     """Its source without numbers."""
     require_hooked_transformer()
-    dtype = dtype_named(config.get("dtype", "none"))
+    dtype = dtype_named(str(config.get("dtype")))
     wrong = list(type_misfits(config, HookedTransformerConfig, "config"))
     if wrong:
         raise CheckpointError(f"this is no configuration: {'; '.join(wrong[:5])}")

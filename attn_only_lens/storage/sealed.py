@@ -9,7 +9,7 @@ what is read is checked besides, since whoever writes a file can seal it again.
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypedDict
@@ -136,13 +136,12 @@ def inside(folder: Path, name: str, refuse: Callable[[str], Exception] = Checkpo
     return path
 
 
-def digests_of(folder: Path) -> dict[str, FileDigest]:
-    """By relative name, the size and digest of every file in a folder."""
-    return {
-        path.relative_to(folder).as_posix(): _digest(path)
-        for path in sorted(folder.rglob("*"))
-        if path.is_file()
-    }
+def digests_of(folder: Path, names: Iterable[str] | None = None) -> dict[str, FileDigest]:
+    """By relative name, the size and digest of these files of a folder; by default of all."""
+    if names is None:
+        files = (path for path in folder.rglob("*") if path.is_file())
+        names = (path.relative_to(folder).as_posix() for path in files)
+    return {name: _digest(folder / name) for name in sorted(names)}
 
 
 def _digest(path: Path) -> FileDigest:
