@@ -277,7 +277,7 @@ DAMAGE = {
     "code from a hub": (lambda f: _config(f, attention="who/knows"), "runs code from a hub"),
     "a class that is no model": (lambda f: _config(f, **{"class": "pipeline"}), "'pipeline'"),
     "frozen nothing": (lambda f: _edit(f, frozen=["x"]), "x is not known"),
-    "another mode of nothing": (lambda f: _edit(f, other_mode=["x"]), "x is no module"),
+    "another mode of nothing": (lambda f: _edit(f, other_mode=["x"]), "modules that there are not"),
 }
 
 

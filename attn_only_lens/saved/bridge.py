@@ -86,6 +86,9 @@ def rebuilt_bridge(manifest: dict[str, Any], tensors: dict[str, Tensor]) -> Tran
     except ValueError as error:
         raise CheckpointError(f"the weights do not fit their manifest: {error}") from error
     _finish(model, manifest, values)
+    unknown = set(manifest["other_mode"]) - dict(_modules(model)).keys()
+    if unknown:
+        raise CheckpointError(f"the manifest names modules that there are not: {sorted(unknown)}")
     return model
 
 
@@ -152,7 +155,6 @@ def _finish(model: Any, manifest: dict[str, Any], values: dict[str, Tensor]) -> 
     ]
     frozen, other = set(manifest["frozen"]), set(manifest["other_mode"])
     wrong += [f"{name} is not known" for name in sorted(frozen - named.keys())]
-    wrong += [f"{name} is no module" for name in sorted(other - dict(_modules(model)).keys())]
     current, saved = _settings(model), manifest["config"]["cfg"]
     wrong += [
         f"cfg.{key} is {current[key]!r}, and {saved.get(key)!r} is saved"
