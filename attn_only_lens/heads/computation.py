@@ -59,8 +59,13 @@ class NeuronHeads:
 
     @property
     def runs_in(self) -> nn.Module:
-        """The module whose output is what these heads write, and the output bias."""
+        """The module with the weights that these heads read and write by."""
         raise NotImplementedError
+
+    @property
+    def written_at(self) -> nn.Module:
+        """The module whose output is what these heads write, where that is seen to pass."""
+        return self.runs_in
 
     @property
     def n_neurons(self) -> int:

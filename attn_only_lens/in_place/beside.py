@@ -69,6 +69,11 @@ class InPlace(NeuronHeads):
         return module
 
     @property
+    def written_at(self) -> nn.Module:
+        """The hook point that what W_out puts out enters; BERT's layers run no module `mlp`."""
+        return self.runs_in if self.sockets.out is None else self.sockets.out
+
+    @property
     def n_neurons(self) -> int:
         """d_mlp."""
         return int(self.mlp.W_out.shape[0])
