@@ -93,7 +93,7 @@ def test_what_is_refused(folders, tmp_path):
     for arguments, message in (
         ((*folders, "--tokens", empty), "has no prompts; expected one a line"),
         ((*folders, "--tokens", tmp_path / "none.txt"), "cannot be read"),
-        ((*folders, "--tokens", prompts), "1 text alone has"),
+        ((*folders, "--tokens", prompts), "1 prompt alone has"),
         ((*folders, "--tokens", prompts, "--metric", "accuracy"), "got --metric accuracy"),
         ((folders[0], folders[0], "--tokens", prompts), "provenance"),
     ):

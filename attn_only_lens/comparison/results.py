@@ -14,7 +14,7 @@ from attn_only_lens.storage import Document, FileDigest, check_files, digests_of
 
 __all__ = ["Comparison"]
 
-_FRAMES = ("heads", "neurons", "new", "circuits", "nodes", "edges")
+_FRAMES = ("heads", "neurons", "new", "silent", "circuits", "nodes", "edges")
 _SAID = "comparison.json"
 
 
@@ -50,11 +50,14 @@ class Comparison:
 
     Attributes:
         heads: attention heads of the original.
-        neurons: its neurons.
+        neurons: its neurons, but for silent ones.
         new: a row for each component that the original has not: `grown_name`, `kind`,
             `grown_layer`, `attribution`, `attribution_se`, `share` (of the clean run's metric less
             the other run's), `norm` (root mean square of what it writes at a token), `patching`;
             and `null_share`, of the component of that name in the null.
+        silent: the original's neurons that are in none of the above: in neither model did they put
+            out more than roundings of what their layer does, on any token, so that their patterns
+            are noise (`comparison/sums.py`). `name`, `grown_name`, `kind`, `layer`, `grown_layer`.
         circuits: what the circuits have in common, a row for "nodes" and for each kind of "edges",
             of the pair "grown" (with the original) and "null model" (with the null): how many the
             `original` and the `grown` circuit have (of a null: the grown and the null's), `kept`,
@@ -69,6 +72,7 @@ class Comparison:
     heads: pd.DataFrame
     neurons: pd.DataFrame
     new: pd.DataFrame
+    silent: pd.DataFrame
     circuits: pd.DataFrame
     nodes: pd.DataFrame
     edges: pd.DataFrame
@@ -79,9 +83,10 @@ class Comparison:
         """What changed, by layer of the original and kind; with a null, beside it.
 
         Returns:
-            A row for each kind of component in each layer: `layer`, `kind`, `components`, and the
-            means of `divergence`, `cosine`, `norm_ratio`, |`attribution_change`| over them (of
-            cosine and norm ratio: over those that write); the same of the null, as `null_…`.
+            A row for each kind of component in each layer: `layer`, `kind`, `components`, how many
+            more are `silent`, and the means of `divergence`, `cosine`, `norm_ratio`,
+            |`attribution_change`| over the components (of cosine and norm ratio: over those that
+            write); the same of the null, as `null_…`.
         """
         every = pd.concat([self.heads, self.neurons], ignore_index=True)
         prefixes = ("", "null_") if "null_divergence" in every else ("",)
@@ -89,9 +94,10 @@ class Comparison:
             every[f"{prefix}attribution_change"] = every[f"{prefix}attribution_change"].abs()
         measures = ("divergence", "cosine", "norm_ratio", "attribution_change")
         columns = [f"{prefix}{measure}" for measure in measures for prefix in prefixes]
-        groups = every.groupby(["layer", "kind"])
-        counts = groups.size().rename("components")
-        return counts.to_frame().join(groups[columns].mean()).reset_index()
+        groups, silent = (each.groupby(["layer", "kind"]) for each in (every, self.silent))
+        sizes = {"components": groups.size(), "silent": silent.size()}
+        counts = pd.DataFrame(sizes).fillna(0).astype(int)  # a layer may be silent throughout
+        return counts.join(groups[columns].mean()).reset_index()
 
     def save(self, folder: str | Path) -> Path:
         """Write every frame as CSV, each with a JSON beside it, and `comparison.json`.
@@ -141,8 +147,9 @@ class Comparison:
         return (
             f"Comparison of {self.about['model']} with what it grew into, on "
             f"{self.about['n_prompts']} prompts: {len(self.heads)} heads, {len(self.neurons)} "
-            f"neurons, {len(self.new)} new; of the circuits' nodes {nodes['kept']:.0f} are kept, "
-            f"{nodes['lost']:.0f} lost, {nodes['gained']:.0f} gained"
+            f"neurons ({len(self.silent)} more are silent), {len(self.new)} new; of the circuits' "
+            f"nodes {nodes['kept']:.0f} are kept, {nodes['lost']:.0f} lost, {nodes['gained']:.0f} "
+            "gained"
         )
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, TypedDict
 
 from attn_only_lens.errors import CheckpointError, GrowthError
-from attn_only_lens.expansion import Axis, Constants, Place, Provenance, Zeros
+from attn_only_lens.expansion import Axis, Constants, Identity, Place, Provenance, Zeros
 from attn_only_lens.growth.growing import Grown
 from attn_only_lens.growth.hooked import HOOKED
 from attn_only_lens.saved.parts import plain_config
@@ -153,12 +153,13 @@ def _to_json(provenance: Provenance) -> dict[str, Any]:
         "rescaled": dict(provenance.rescaled),
         "zeros": [[each.name, [_runs(where) for where in each.where]] for each in provenance.zeros],
         "centred": provenance.centred,
+        "source": None if provenance.source is None else asdict(provenance.source),
     }
 
 
 def _from_json(data: dict[str, Any]) -> Provenance:
     constants = data["constants"]
-    types = constants["attn_types"]
+    types, source = constants["attn_types"], data["source"]
     constants |= {"attn_types": types and tuple(types), "init": tuple(constants["init"])}
     return Provenance(
         layers=_place(data["layers"]),
@@ -170,7 +171,13 @@ def _from_json(data: dict[str, Any]) -> Provenance:
         rescaled=data["rescaled"],
         zeros=tuple(Zeros(name, tuple(map(_indices, where))) for name, where in data["zeros"]),
         centred=data["centred"],
+        source=source and _identity(source),
     )
+
+
+def _identity(data: dict[str, Any]) -> Identity:
+    marks = {name: (float(sum_), float(norm)) for name, (sum_, norm) in data["marks"].items()}
+    return Identity(marks, float(data["precision"]))
 
 
 def _place_to_json(place: Place) -> dict[str, Any]:
