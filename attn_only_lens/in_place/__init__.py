@@ -1,6 +1,6 @@
 """Neuron-heads beside the MLPs of a model that stays what it is."""
 
-from attn_only_lens.in_place.alone import random, run_alone, undisturbed
+from attn_only_lens.in_place.alone import run_alone, undisturbed
 from attn_only_lens.in_place.beside import HOOKS, BilinearInPlace, InPlace
 from attn_only_lens.in_place.copying import copied_bridge, foreign_hooks, reasons_against_copying
 from attn_only_lens.in_place.exposed import exposed_heads, hidden, hide, show
@@ -18,7 +18,6 @@ __all__ = [
     "foreign_hooks",
     "hidden",
     "hide",
-    "random",
     "reasons_against_copying",
     "recognise",
     "run_alone",

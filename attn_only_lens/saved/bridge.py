@@ -23,6 +23,7 @@ from attn_only_lens.expose import expose_as
 from attn_only_lens.heads import Gating
 from attn_only_lens.in_place import exposed_heads, foreign_hooks
 from attn_only_lens.mlps import known_mlps
+from attn_only_lens.numerics import same_randomness
 from attn_only_lens.saved.bridge_skeleton import native, skeleton
 from attn_only_lens.saved.parts import Parts, plain_config
 from attn_only_lens.saved.views import roots_of, viewed, views_of
@@ -215,8 +216,7 @@ def _differences(model: Any, twin: Any) -> list[str]:
     tokens = (torch.arange(2 * pos, device=device) % model.cfg.d_vocab).reshape(2, pos)
     logits = []
     for each in (model, twin):
-        with torch.random.fork_rng([device] if device.type == "cuda" else []):
-            torch.manual_seed(0)  # for dropout, in training
+        with same_randomness(device):  # of dropout, in training
             logits.append(each(tokens))
     if not torch.equal(*logits):
         moved = (logits[0] - logits[1]).abs().max().item()

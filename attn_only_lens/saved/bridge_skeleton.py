@@ -9,6 +9,7 @@ from transformer_lens.model_bridge import TransformerBridge
 from transformer_lens.model_bridge.sources._bridge_builder import build_bridge_from_module
 
 from attn_only_lens.errors import CheckpointError
+from attn_only_lens.numerics import same_randomness
 from attn_only_lens.source_folder import dtype_named
 
 __all__ = ["native", "skeleton"]
@@ -28,7 +29,7 @@ def skeleton(config: dict[str, Any]) -> TransformerBridge:
         CheckpointError: this version of transformers or of TransformerLens cannot build it.
     """
     try:
-        with torch.random.fork_rng([]):
+        with same_randomness(torch.device("cpu")), torch.device("cpu"):
             bridge = (_native if native(config) else _wrapped)(config)
             if config["compatible"]:
                 bridge.enable_compatibility_mode(
