@@ -1,302 +1,279 @@
-"""Every public function on a simulated device without float64: the same as on the CPU.
+"""Everything public on a device that is not the CPU: the same results as on the CPU.
+
+Models and prompts are on one simulated device, without float64 (as MPS is); tensors that do not say
+where they go are made on another (`torch.set_default_device`), and to mix devices raises. So
+whatever is made in the wrong place, or in float64 where there is none, is an error.
 
 `test_devices.py` runs this file, in processes of its own.
 """
 
 import dataclasses
-import math
 from functools import partial
 
 import bridges
-import models
 import numpy as np
 import pandas as pd
 import pytest
 import torch
-from common import tokens
+from common import D_VOCAB, needs_hooked_transformer, tokens
 from simulated_device import SimulatedDevice, set_up
 
-import attn_only_lens as aol
-from attn_only_lens import circuits, viz
+from attn_only_lens import (
+    calibrate,
+    circuits,
+    compare,
+    convert,
+    dense_pattern,
+    expose_neuron_heads,
+    grow,
+    load,
+    neuron_gate,
+    neuron_pattern,
+    pretrained,
+    save,
+    to_stock,
+    verify,
+    viz,
+)
+from attn_only_lens import expansion as ex
 from attn_only_lens import patching as p
+from attn_only_lens.growth import Training, gradient_products
 from attn_only_lens.tl import HAS_HOOKED_TRANSFORMER
 
-pytestmark = pytest.mark.filterwarnings("ignore")
-DEVICE = "simulated:1"
+pytestmark = pytest.mark.filterwarnings("ignore")  # TransformerLens' and transformers' own
+HERE, ELSEWHERE = "simulated:1", "simulated:0"
+CLEAN, CORRUPTED = tokens(0, pos=5), tokens(1, pos=5)
+# Results are the CPU's, but where a gradient is summed up in another order.
+ROUNDING = {torch.float32: 1e-5, torch.bfloat16: 5e-2}
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def device():
     set_up()
     with SimulatedDevice(forbid_float64=True) as entered:
         yield entered
 
 
-def same(got, expected, where=""):
+def twice(device, make, use):
+    """What `use` makes of a model on the CPU and on the device, held against each other."""
+    expected = use(make("cpu"))
+    dtype = use.__dict__.get("dtype", torch.float32)
+    model = make(HERE)
+    device.counts.clear()
+    torch.set_default_device(ELSEWHERE)
+    try:
+        got = use(model)
+    finally:
+        torch.set_default_device(None)
+    assert device.counts
+    same(got, expected, ROUNDING[dtype])
+
+
+def same(got, expected, within, where="result"):
+    """Fail where two results are not one, numbers within a share of the largest beside them."""
     if isinstance(expected, torch.Tensor):
-        assert isinstance(got, torch.Tensor), where
-        assert got.dtype == expected.dtype and got.shape == expected.shape, where
-        got, expected = got.detach().cpu(), expected.detach().cpu()
-        assert torch.equal(got.isnan(), expected.isnan()), where
-        assert torch.equal(got.nan_to_num(), expected.nan_to_num()), (
-            where,
-            (got - expected).abs().max(),
-        )
+        got, expected = (x.detach().cpu() for x in (got, expected))
+        assert (got.dtype, got.shape) == (expected.dtype, expected.shape), where
+        if not expected.is_floating_point():
+            assert torch.equal(got, expected), where
+        else:
+            same(got.double().numpy(), expected.double().numpy(), within, where)
+    elif isinstance(expected, np.ndarray | float):
+        largest = np.nanmax(np.abs(expected), initial=0, where=np.isfinite(expected))
+        np.testing.assert_allclose(got, expected, rtol=0, atol=within * largest, err_msg=where)
     elif isinstance(expected, pd.DataFrame):
-        pd.testing.assert_frame_equal(got, expected, check_exact=True, obj=where)
+        assert list(got) == list(expected), where
+        for name in expected:
+            one, other = got[name].to_numpy(), expected[name].to_numpy()
+            same(
+                one if other.dtype == float else list(one),
+                other if other.dtype == float else list(other),
+                within,
+                f"{where}.{name}",
+            )
     elif isinstance(expected, dict):
         assert list(got) == list(expected), where
         for key in expected:
-            same(got[key], expected[key], f"{where}.{key}")
-    elif isinstance(expected, (list, tuple)):
+            same(got[key], expected[key], within, f"{where}.{key}")
+    elif isinstance(expected, list | tuple):
         assert len(got) == len(expected), where
-        for i, (a, b) in enumerate(zip(got, expected)):
-            same(a, b, f"{where}[{i}]")
+        for i, (one, other) in enumerate(zip(got, expected, strict=True)):
+            same(one, other, within, f"{where}[{i}]")
     elif dataclasses.is_dataclass(expected):
-        assert type(got) is type(expected)
-        for f in dataclasses.fields(expected):
-            same(getattr(got, f.name), getattr(expected, f.name), f"{where}.{f.name}")
-    elif isinstance(expected, float) and math.isnan(expected):
-        assert math.isnan(got), where
-    elif isinstance(expected, np.ndarray):
-        np.testing.assert_array_equal(got, expected)
+        for field in dataclasses.fields(expected):
+            one, other = (getattr(each, field.name) for each in (got, expected))
+            same(one, other, within, f"{where}.{field.name}")
     else:
-        assert got == expected, (where, got, expected)
+        assert got == expected or (got is expected) or (pd.isna(got) and pd.isna(expected)), where
 
 
-F32 = {"dtype": torch.float32}
+# Models with neuron-heads, by device: made there, or made on the CPU and moved.
 
 
-def hooked(name, device, **changes):
-    return models.build(name, **F32 | {"d_vocab_out": 41} | changes).to(device)
+def source(name, device, dtype=torch.float32):
+    if name in bridges.FAMILIES:
+        return bridges.boot(name, dtype).to(device)
+    import models
+
+    return models.build(name, dtype, device=device, n_layers=2, d_vocab_out=D_VOCAB)
 
 
-def bilinear_gated(source):
-    return {"gate": "bilinear", "calibration": aol.calibrate(source, tokens())}
-
-
-def converted(name, device, **changes):
-    return aol.convert(hooked(name, device, **changes))
-
-
-def converted_then_moved(name, device, **changes):
-    return converted(name, "cpu", **changes).to(device)
-
-
-def exposed(name, device, **changes):
-    return aol.expose_neuron_heads(hooked(name, device, **changes)).model
-
-
-def exposed_then_moved(name, device):
-    return exposed(name, "cpu").to(device)
-
-
-def converted_bilinear(name, device):
-    source = hooked(name, device)
-    how = bilinear_gated(source) if source.cfg.gated_mlp else {"gate": "bilinear"}
-    return aol.convert(source, **how)
-
-
-def exposed_bilinear(name, device):
-    source = hooked(name, device)
-    how = bilinear_gated(source) if source.cfg.gated_mlp else {"gate": "bilinear"}
-    return aol.expose_neuron_heads(source, **how).model
-
-
-def bridge(name, device, dtype=torch.float32, **gate):
-    return aol.expose_neuron_heads(bridges.boot(name, dtype).to(device), **gate).model
-
-
-def bridge_then_moved(name, device):
-    return bridge(name, "cpu").to(device)
-
-
-def bridge_bilinear(name, device):
-    source = bridges.boot(name, torch.float32).to(device)
-    how = bilinear_gated(source) if "gated" in name or name == "llama" else {"gate": "bilinear"}
-    return aol.expose_neuron_heads(source, **how).model
-
-
-BF16 = {"dtype": torch.bfloat16}
-HOOKED = {
-    "converted": partial(converted, "gelu"),
-    "converted llama moved": partial(converted_then_moved, "llama"),
-    "converted parallel": partial(converted, "parallel"),
-    "converted bilinear": partial(converted_bilinear, "gelu"),
-    "converted bilinear gated": partial(converted_bilinear, "silu_gated"),
-    "converted half": partial(converted, "gelu", **BF16),
-    "exposed llama": partial(exposed, "llama"),
-    "exposed moved": partial(exposed_then_moved, "gelu"),
-    "exposed bilinear gated": partial(exposed_bilinear, "silu_gated"),
-    "exposed half": partial(exposed, "llama", **BF16),
-}
-BRIDGES = {
-    "bridge gpt2": partial(bridge, "gpt2"),
-    "bridge llama moved": partial(bridge_then_moved, "llama"),
-    "bridge neox": partial(bridge, "neox"),
-    "bridge native": partial(bridge, "native"),
-    "bridge native gated": partial(bridge, "native_gated"),
-    "bridge bilinear": partial(bridge_bilinear, "gpt2"),
-    "bridge bilinear gated": partial(bridge_bilinear, "llama"),
-    "bridge half": partial(bridge, "gpt2", torch.bfloat16),
-}
-KINDS = (HOOKED if HAS_HOOKED_TRANSFORMER else {}) | BRIDGES
-
-CLEAN, CORRUPTED = tokens(0, pos=7), tokens(1, pos=7)
-METRIC = p.logit_diff([7, 8], [8, 9])
-SITES = ["L0N3", "L1N29", "L0H1", "L1H0"]
-
-
-def sweep(model, **how):
-    return p.activation_patch(
-        model, CLEAN, CORRUPTED, METRIC, sites=SITES, positions=[2, -1], progress=False, **how
+def with_heads(name, how, gate, device, **model):
+    given = source(name, device, **model)
+    gates = {"gate": gate}
+    if gate == "bilinear" and given.cfg.gated_mlp:
+        gates["calibration"] = calibrate(given, CLEAN)
+    return (
+        convert(given, **gates) if how == "converted" else expose_neuron_heads(given, **gates).model
     )
 
 
-def attribution(model, **how):
-    return p.attribution(model, CLEAN, CORRUPTED, METRIC, progress=False, **how)
+def moved(name, how, gate, device, **model):
+    return with_heads(name, how, gate, "cpu", **model).to(device)
 
 
-def graph(model):
-    return circuits.attribution_graph(model, CLEAN, METRIC, top=10)
+HALF = {"dtype": torch.bfloat16}
+ALL = {
+    "gpt2": partial(with_heads, "gpt2", "exposed", "exact"),
+    "llama, moved": partial(moved, "llama", "exposed", "exact"),
+}
+SOME = {
+    "native": partial(with_heads, "native", "exposed", "exact"),
+    "native_gated, bilinear": partial(with_heads, "native_gated", "exposed", "bilinear"),
+    "neox, bilinear, moved": partial(moved, "neox", "exposed", "bilinear"),
+    "gpt2, half": partial(with_heads, "gpt2", "exposed", "exact", **HALF),
+}
+if HAS_HOOKED_TRANSFORMER:
+    ALL |= {
+        "converted": partial(with_heads, "gelu", "converted", "exact"),
+        "converted, bilinear, gated": partial(with_heads, "silu_gated", "converted", "bilinear"),
+        "in place, gated, moved": partial(moved, "silu_gated", "exposed", "exact"),
+    }
+    SOME |= {
+        "converted llama, moved": partial(moved, "llama", "converted", "exact"),
+        "converted parallel, bilinear": partial(with_heads, "parallel", "converted", "bilinear"),
+        "converted, half": partial(with_heads, "gelu", "converted", "exact", **HALF),
+        "in place, bilinear": partial(with_heads, "gelu", "exposed", "bilinear"),
+    }
+
+METRIC = p.logit_diff([7, 8], [8, 9])
+SITES = ["L0N3", "L1N29", "L0H1", "L1H0"]
+GIVEN = (CLEAN, CORRUPTED, METRIC)
+QUIET = {"progress": False}
 
 
-def cache_of(model):
-    return model.run_with_cache(CLEAN)[1]
+def on(model):
+    return CLEAN.to(next(model.parameters()).device)
 
 
-def run(model):
-    logits, cache = model.run_with_cache(CLEAN)
-    return logits, {k: v for k, v in cache.items()}
-
-
-def backward(model):
-    model(CLEAN).float().square().mean().backward()
-    return [x.grad for x in model.parameters() if x.grad is not None]
+def passes(model):
+    """Forward with every hook, and backward."""
+    logits, cache = model.run_with_cache(on(model))
+    logits.float().square().mean().backward()
+    return (
+        logits,
+        dict(cache),
+        {n: x.grad for n, x in model.named_parameters() if x.grad is not None},
+    )
 
 
 def patterns(model):
-    cache = cache_of(model)
-    bil = aol.heads.neuron_heads(model)[0].heads_per_neuron > 1
-    name = "L1N29.0" if bil else "L1N29"
+    cache = model.run_with_cache(on(model))[1]
+    name = "L1N29" if len(neuron_pattern_names(model)) == 1 else "L1N29.0"
+    texts = [[str(token) for token in row] for row in CLEAN.tolist()]
     return (
-        aol.neuron_pattern(cache, name),
-        aol.dense_pattern(cache, name),
-        aol.neuron_gate(cache, "L1N29"),
-    )
-
-
-def ranking(model):
-    return p.attribution(model, CLEAN, CORRUPTED, METRIC, method="gradient", progress=False)
-
-
-def faith(ablation, model):
-    return circuits.faithfulness(
-        model,
-        CLEAN,
-        CORRUPTED,
-        METRIC,
-        ranking(model),
-        ablation=ablation,
-        shares=[0.1, 0.5, 1.0],
-        n_random=1,
-    )
-
-
-def discover(model):
-    return circuits.discover(model, CLEAN, CORRUPTED, METRIC)
-
-
-def composition(kind, model):
-    return circuits.composition(model, p.all_heads([0]), p.all_heads([1]), kind)
-
-
-def viewed(model):
-    cache = cache_of(model)
-    texts = [[str(i) for i in row] for row in CLEAN.tolist()]
-    g = circuits.attribution_graph(model, CLEAN[:1], p.logit_diff([7], [8]), top=10)
-    found = [
-        viz.gate_value_scatter(cache, "L1N29", texts).to_json(),
+        neuron_pattern(cache, name),
+        dense_pattern(cache, name),
+        neuron_gate(cache, "L1N29"),
+        viz.gate_value_scatter(cache, "L1N29", texts).to_dict(),
+        str(viz.neuron_pattern_view(cache, [name], texts[0])),
         str(viz.attention_view(cache, 1, texts[0])),
-        repr(viz.node_patterns(model.run_with_cache(CLEAN[:1])[1], g.nodes)),
-        str(viz.sweep_heatmap(sweep(model)).to_json()),
-        str(viz.circuit_page(g, texts[0])),
+    )
+
+
+def neuron_pattern_names(model):
+    from attn_only_lens.heads import neuron_heads
+
+    return range(neuron_heads(model)[0].heads_per_neuron)
+
+
+def sweeps(model):
+    at = {"sites": SITES, "positions": [2, -1], **QUIET}
+    every = [
+        p.activation_patch(model, *GIVEN, part=part, **at)
+        for part in ("z", "pattern", "value", "q")
     ]
-    if aol.heads.neuron_heads(model)[0].heads_per_neuron == 1:
-        found.append(str(viz.neuron_pattern_view(cache, ["L1N29", "L0N3"], texts[0])))
+    for direction in ("noise", "zero", "mean", "resample"):
+        every.append(p.activation_patch(model, *GIVEN, direction=direction, **at))
+    return every
+
+
+def metrics(model):
+    mask = torch.ones_like(CLEAN)
+    mask[0, :2] = 0
+    every = [
+        p.kl(),
+        p.loss(),
+        p.log_probability(7),
+        p.custom(lambda logits: logits[:, -1, 7].mean(), "number"),
+        p.custom(lambda logits: logits[:, -1, 7].mean().item(), "float"),
+    ]
+    at = {"sites": ["L0N3", "L1H0"], "positions": -1, "mask": mask, **QUIET}
+    return [p.activation_patch(model, CLEAN, CORRUPTED, metric, **at) for metric in every]
+
+
+def split(model):
+    return p.gate_and_value(model, *GIVEN, sites=["L0N3", "L1N29"], positions=-1, **QUIET)
+
+
+def attributions(model):
+    found = [p.attribution(model, *GIVEN, method=m, **QUIET) for m in ("gradient", "exact_gate")]
+    found += [
+        p.attribution(model, *GIVEN, method="exact_gate", part="q", direction="noise", **QUIET)
+    ]
+    found += [p.attribution(model, *GIVEN, method="integrated", steps=2, **QUIET)]
     return found
 
 
-FUNCTIONS = {
-    "run": run,
-    "backward": backward,
-    "patterns": patterns,
-    **{f"sweep {part}": partial(sweep, part=part) for part in ("z", "pattern", "value", "q")},
-    **{
-        f"sweep {d}": partial(sweep, direction=d)
-        for d in ("noise", "zero", "mean", "resample", "bias")
-    },
-    **{
-        f"attribution {m}": partial(attribution, method=m)
-        for m in ("gradient", "exact_gate", "integrated", "frozen_pattern")
-    },
-    "attribution q": partial(attribution, part="q"),
-    "attribution pattern noise": partial(attribution, part="pattern", direction="noise"),
-    "gate_and_value": lambda m: p.gate_and_value(
-        m, CLEAN, CORRUPTED, METRIC, sites=["L0N3", "L1N29"], positions=-1, progress=False
-    ),
-    "kl": lambda m: p.activation_patch(
-        m, CLEAN, CORRUPTED, p.kl("clean"), sites=SITES, positions=-1, progress=False
-    ),
-    "loss": lambda m: p.activation_patch(
-        m, CLEAN, CORRUPTED, p.loss(), sites=SITES, positions=-1, progress=False
-    ),
-    "custom": lambda m: p.activation_patch(
-        m,
-        CLEAN,
-        CORRUPTED,
-        lambda logits: logits[:, -1, 7].mean(),
-        sites=SITES,
-        positions=-1,
-        progress=False,
-    ),
-    "custom float": lambda m: p.activation_patch(
-        m,
-        CLEAN,
-        CORRUPTED,
-        lambda logits: logits[:, -1, 7].mean().item(),
-        sites=SITES,
-        positions=-1,
-        progress=False,
-    ),
-    "graph": graph,
-    "discover": discover,
-    **{f"faithfulness {a}": partial(faith, a) for a in ("zero", "mean", "resample")},
-    **{f"composition {k}": partial(composition, k) for k in "qkv"},
-    "embed": lambda m: circuits.composition(m, ["embed"], p.all_heads([1]), "v"),
-    "top": lambda m: circuits.top_compositions(m, p.all_heads(), p.all_heads(), "v", k=5),
-    "enrichment": circuits.enrichment,
-    "virtual": lambda m: (
-        circuits.virtual_weights(m, "L0H1", "L1N5", "v").AB
-        if aol.heads.neuron_heads(m)[0].heads_per_neuron == 1
-        else None
-    ),
-    "neuron_like": lambda m: circuits.neuron_like_heads(m, CLEAN),
-    "viz": viewed,
-    "fingerprint": p.fingerprint,
+def frozen(model):
+    graph = circuits.attribution_graph(model, CLEAN, METRIC, top=10)
+    picture = viz.circuit_view(graph, model, CLEAN)
+    assert len(picture) > 1000
+    return p.attribution(model, *GIVEN, method="frozen_pattern", **QUIET), graph
+
+
+def circuit(model):
+    ranking = p.attribution(model, *GIVEN, positions="all", **QUIET)
+    given = {"n_random": 1, "ablation": "mean"}
+    curve = circuits.faithfulness(model, *GIVEN, ranking, shares=[0.1, 1.0], **given)
+    found = circuits.discover(model, *GIVEN, positions="all", faithfulness=0.5, **given)
+    return curve, found
+
+
+def weights(model):
+    into, onto = p.all_heads([0]), p.all_heads([1])
+    return (
+        [circuits.composition(model, into, onto, kind) for kind in "qkv"],
+        circuits.top_compositions(model, 5, kind="v"),
+        circuits.enrichment(model),
+        circuits.virtual_weights(model, "L0H1", "L1H0", "v").AB,
+        circuits.neuron_like_heads(model, CLEAN),
+    )
+
+
+USES = {
+    use.__name__: use
+    for use in (passes, patterns, sweeps, metrics, split, attributions, frozen, circuit, weights)
 }
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("function", FUNCTIONS)
-def test_same(kind, function, device):
-    make, of = KINDS[kind], FUNCTIONS[function]
-    torch.manual_seed(0)
-    try:
-        expected = of(make("cpu"))
-    except aol.AttnOnlyLensError as e:
-        pytest.skip(f"refused on cpu: {e}")
-    torch.manual_seed(0)
-    got = of(make(DEVICE))
-    assert device.total("kernel") > 0
-    same(got, expected)
+@pytest.mark.parametrize("use", USES)
+@pytest.mark.parametrize("kind", ALL)
+def test_all_of_some_kinds(kind, use, device):
+    twice(device, ALL[kind], USES[use])
+
+
+@pytest.mark.parametrize("use", ["passes", "sweeps", "attributions"])
+@pytest.mark.parametrize("kind", SOME)
+def test_some_of_all_kinds(kind, use, device):
+    twice(device, SOME[kind], USES[use])
