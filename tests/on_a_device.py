@@ -15,29 +15,20 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from common import D_VOCAB, needs_hooked_transformer, tokens
+from common import D_VOCAB, tokens
 from simulated_device import SimulatedDevice, set_up
 
 from attn_only_lens import (
     calibrate,
     circuits,
-    compare,
     convert,
     dense_pattern,
     expose_neuron_heads,
-    grow,
-    load,
     neuron_gate,
     neuron_pattern,
-    pretrained,
-    save,
-    to_stock,
-    verify,
     viz,
 )
-from attn_only_lens import expansion as ex
 from attn_only_lens import patching as p
-from attn_only_lens.growth import Training, gradient_products
 from attn_only_lens.tl import HAS_HOOKED_TRANSFORMER
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # TransformerLens' and transformers' own

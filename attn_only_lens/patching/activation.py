@@ -11,8 +11,9 @@ from tqdm.auto import tqdm
 
 from attn_only_lens.axes import Tokens
 from attn_only_lens.errors import PatchingError
+from attn_only_lens.heads import block_of
+from attn_only_lens.heads.blocks import HEAD_KINDS
 from attn_only_lens.inputs import checked_tokens
-from attn_only_lens.patching.attention import require_read
 from attn_only_lens.patching.batching import Batching
 from attn_only_lens.patching.custom_metric import AnyMetric
 from attn_only_lens.patching.fingerprints import fingerprint
@@ -22,12 +23,13 @@ from attn_only_lens.patching.positions import Positions, PositionSet, resolve_po
 from attn_only_lens.patching.processes import Processes
 from attn_only_lens.patching.prompts import Prompts, prompt_pair
 from attn_only_lens.patching.record import record
-from attn_only_lens.patching.replay import replay_of
+from attn_only_lens.patching.replay import Replay, replay_of
 from attn_only_lens.patching.results import Sweep
 from attn_only_lens.patching.sites import LayerSites, Sites, all_heads, resolve
 from attn_only_lens.patching.sources import ABLATIONS, DIRECTIONS, Source, ablated, patched
 from attn_only_lens.patching.store import PartStore
 from attn_only_lens.patching.sweep import Sweeper, frame_of, groups_of
+from attn_only_lens.patching.trials import require_same
 
 __all__ = ["activation_patch"]
 
@@ -122,7 +124,7 @@ def activation_patch(
         logits_each = runs.metric.select(target.logits).numel()
         batching = Batching(model, batch_size, bar.update, logits_each)
         replay = replay_of(model, target, runs.metric)
-        require_read(replay, [each.layer for each in chosen if each.kind == "attention"], part)
+        _try(replay, chosen, where, part)
         sweeper = Sweeper(replay, source, part, baseline, batching)
         for i in mine:
             frame = frame_of(groups[i], sweeper.values(groups[i]))
@@ -163,6 +165,20 @@ def _checked(
     if reasons:
         raise PatchingError(reasons, "this cannot be patched")
     return part, direction  # type: ignore[return-value]
+
+
+def _try(
+    replay: Replay, sites: Sequence[LayerSites], positions: Sequence[PositionSet], part: Part
+) -> None:
+    """Try the edits that are to be made, for all positions, and from one of those asked for on."""
+    starts = {int(each.where.any(dim=0).nonzero()[0]) for each in positions}
+    later = sorted(starts - {0}) or [0]
+    for kind in HEAD_KINDS:
+        layers = sorted({each.layer for each in sites if each.kind == kind})
+        if layers:
+            block = block_of(replay.model, layers[0], kind)
+            for first in sorted({0, replay.start(block, later[len(later) // 2])}):
+                require_same(replay, kind, layers, part, first)
 
 
 def _source(

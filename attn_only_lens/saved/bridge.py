@@ -21,7 +21,8 @@ from transformer_lens.model_bridge import TransformerBridge
 from attn_only_lens.errors import CheckpointError
 from attn_only_lens.expose import expose_as
 from attn_only_lens.heads import Gating
-from attn_only_lens.in_place import exposed_heads, foreign_hooks
+from attn_only_lens.hooks import attached, hook_reasons
+from attn_only_lens.in_place import exposed_heads
 from attn_only_lens.mlps import known_mlps
 from attn_only_lens.numerics import same_randomness
 from attn_only_lens.saved.bridge_skeleton import native, skeleton
@@ -90,13 +91,11 @@ def rebuilt_bridge(manifest: dict[str, Any], tensors: dict[str, Tensor]) -> Tran
 
 def _config(model: TransformerBridge) -> dict[str, Any]:
     """What a skeleton is built from, as JSON."""
-    reasons, wrapped = [], model.original_model
-    hooked = foreign_hooks(model)
-    if hooked:
+    reasons, wrapped = hook_reasons(model, "would not be saved"), model.original_model
+    if own := attached(model).own:
         reasons.append(
-            f"hooks are attached to it ({', '.join(hooked[:3])}) and would not be saved: "
-            "model.reset_hooks(including_permanent=True), unless they are of TransformerLens (BERT "
-            "in 4.3), whose mlp.hook_in and mlp.hook_out fire by them: such a bridge is not saved"
+            f"TransformerLens has hooks of its own on it ({own[0]}), by which hook points of parts "
+            "without a module fire (BERT in 4.3): such a bridge is not saved"
         )
     if model.cfg.d_vocab < 1:
         reasons.append("it has no vocabulary (it takes pictures?), and is tried on tokens")

@@ -22,7 +22,7 @@ from attn_only_lens.tl import HookedTransformer
 from attn_only_lens.two_blocks import AttentionOnlyTransformer, LayerSizes
 from attn_only_lens.two_blocks.sizes import by_layer, sizes_of
 from attn_only_lens.two_blocks.skeleton import converted_skeleton, fill, misfits, stock_skeleton
-from attn_only_lens.two_blocks.support import hook_reasons, reasons_against
+from attn_only_lens.two_blocks.support import reasons_against
 
 __all__ = ["in_place_parts", "rebuilt_in_place", "rebuilt_two_blocks", "two_blocks_parts"]
 
@@ -48,8 +48,7 @@ def in_place_parts(model: HookedTransformer) -> Parts:
     """
     config, gate = plain_config(model.cfg), exposed_heads(model)[0].gating.to_json()
     with hidden(model):
-        harmless = hook_reasons(model)  # hooks are not saved, as in a state dict
-        reasons = [reason for reason in reasons_against(model) if reason not in harmless]
+        reasons = reasons_against(model)  # hooks are not saved, as in a state dict
     if reasons:
         raise CheckpointError(f"{_MORE}: {'; '.join(reasons)}")
     return _parts(model, _stock(config), config, gate, {})
