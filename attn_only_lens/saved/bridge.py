@@ -24,6 +24,7 @@ from attn_only_lens.heads import Gating
 from attn_only_lens.hooks import attached, hook_reasons
 from attn_only_lens.in_place import exposed_heads
 from attn_only_lens.mlps import known_mlps
+from attn_only_lens.numerics import same_randomness
 from attn_only_lens.saved.bridge_skeleton import native, skeleton
 from attn_only_lens.saved.parts import Parts, plain_config
 from attn_only_lens.saved.views import roots_of, viewed, views_of
@@ -230,8 +231,7 @@ def _differences(model: Any, twin: Any) -> list[str]:
     tokens = (torch.arange(2 * pos, device=device) % model.cfg.d_vocab).reshape(2, pos)
     logits = []
     for each in (model, twin):
-        with torch.random.fork_rng([device] if device.type == "cuda" else []):
-            torch.manual_seed(0)  # for dropout, in training
+        with same_randomness(device):  # of dropout, in training
             logits.append(each(tokens))
     if not torch.equal(*logits):
         moved = (logits[0] - logits[1]).abs().max().item()

@@ -13,6 +13,7 @@ from transformer_lens.model_bridge.sources.native import NativeModel
 from transformers import PretrainedConfig, PreTrainedModel
 
 from attn_only_lens.errors import CheckpointError
+from attn_only_lens.numerics import same_randomness
 from attn_only_lens.source_folder import dtype_named
 
 __all__ = ["native", "skeleton"]
@@ -38,7 +39,7 @@ def skeleton(config: dict[str, Any], most: int | None = None) -> TransformerBrid
         CheckpointError: this version of transformers or of TransformerLens cannot build it.
     """
     try:
-        with torch.random.fork_rng([]):
+        with same_randomness(torch.device("cpu")), torch.device("cpu"):
             if most is not None:
                 with torch.device("meta"):
                     trial = (_native_module if native(config) else _wrapped)(config)
