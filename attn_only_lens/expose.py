@@ -18,12 +18,12 @@ from attn_only_lens.in_place import (
     UnknownMLPError,
     exposed_heads,
     hide,
-    random,
     run_alone,
     show,
     undisturbed,
 )
 from attn_only_lens.mlps import known_mlps
+from attn_only_lens.numerics import noise
 from attn_only_lens.tl import HookedTransformer
 
 __all__ = ["ExposedNeurons", "expose_as", "expose_neuron_heads"]
@@ -197,7 +197,7 @@ def _show_checked(model: Any, heads: list[InPlace]) -> None:
     """
     reasons = []
     try:
-        inputs = [random((2, 7, each.mlp.W_out.shape[1]), 2).to(each.mlp.W_out) for each in heads]
+        inputs = [noise((2, 7, each.mlp.W_out.shape[1]), 2).to(each.mlp.W_out) for each in heads]
         before = [
             run_alone(each.mlp, each.sockets, x) for each, x in zip(heads, inputs, strict=True)
         ]

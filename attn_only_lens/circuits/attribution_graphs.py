@@ -83,7 +83,7 @@ def attribution_graph(
     require_differentiable(bound, run.logits)
     value = bound.of(run.logits)
     linear = linearised(model, run, bound)
-    every = torch.cat([attributions(at).flatten() for at in linear.sublayers]).double().cpu()
+    every = torch.cat([attributions(at).flatten() for at in linear.sublayers]).cpu().double()
     sizes = np.abs(every.numpy())
     index = chosen(sizes, top=top, mass=mass)
     picked = _picked(linear, index)

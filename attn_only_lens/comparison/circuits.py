@@ -118,7 +118,7 @@ def scores(run: Measured, names: Names) -> Float[np.ndarray, "node batch"]:
     found = np.full((len(names.names), names.n_pos, batch), np.nan)
     for sites, rows in zip(names.sites, names.rows, strict=True):
         effects = run.effects[key_of(sites)][sites.index.to(run.real.device)]
-        found[rows] = effects.permute(0, 2, 1).double().cpu().numpy()
+        found[rows] = effects.permute(0, 2, 1).cpu().double().numpy()
     return found.reshape(-1, batch)
 
 

@@ -166,7 +166,7 @@ def attribution(
         found = shares(model, each, part, node, gradients[node], target, source)
         at = everywhere.to(found.device, found.dtype)
         moves = torch.einsum("sbp,kbp->ks", found, at).flatten()
-        frames.append(frame_of(Group(each, where), value + moves.double().cpu()))
+        frames.append(frame_of(Group(each, where), value + moves.cpu().double()))
     return Sweep.of(
         pd.concat(frames, ignore_index=True),
         part=part,

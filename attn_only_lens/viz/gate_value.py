@@ -63,8 +63,12 @@ def gate_value_scatter(
     if not cache.has_batch_dim:
         gate, value = gate[None], value[None]
     refuse(_reasons(tokens, mask, *gate.shape))
-    real = torch.ones(gate.shape, dtype=torch.bool) if mask is None else mask.bool().cpu()
-    x, y = (each.detach().double().cpu()[real] for each in (value, gate))
+    real = (
+        torch.ones(gate.shape, dtype=torch.bool, device="cpu")
+        if mask is None
+        else mask.bool().cpu()
+    )
+    x, y = (each.detach().cpu().double()[real] for each in (value, gate))
     if not bool((x.isfinite() & y.isfinite()).all()):
         refuse([f"{name} has values that are not finite"])
     if len(x) > MOST_POINTS:

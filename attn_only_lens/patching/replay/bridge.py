@@ -27,6 +27,7 @@ from torch.nn import functional
 
 from attn_only_lens.axes import Residual
 from attn_only_lens.heads import logit_tolerance, neuron_heads
+from attn_only_lens.numerics import noise
 from attn_only_lens.patching.bound import BoundMetric
 from attn_only_lens.patching.record import (
     Recording,
@@ -74,9 +75,9 @@ class BridgeReplay(Replay):
     @torch.no_grad()
     def _try(self, block: int, first: int) -> bool:
         recorded, mask = self.recording.streams[block], self.recording.mask
-        noise = torch.randn(recorded.shape, generator=torch.Generator().manual_seed(0))
-        noise[:, :first] = 0
-        entering = recorded + noise.to(recorded) * recorded.std()
+        moved = noise(recorded.shape)
+        moved[:, :first] = 0
+        entering = recorded + moved.to(recorded) * recorded.std()
         whole, logits = self._watched(Variants(block, 0, entering))
         try:
             later, again = self._watched(Variants(block, first, entering[:, first:]))
@@ -129,8 +130,7 @@ class BridgeReplay(Replay):
         """Whether what the MLP of a block puts out is added to the stream as it is: tried once."""
         if block not in self._adds:
             entering, after = self.recording.streams[block : block + 2]
-            noise = torch.randn(after.shape, generator=torch.Generator().manual_seed(0))
-            added = noise.to(after) * after.std()
+            added = noise(after.shape).to(after) * after.std()
             out = self.leaving(Variants(block, 0, entering, mlp=mlp, added=added))
             error = float((out - after - added).abs().max())
             scale = float(after.abs().max() + added.abs().max())
@@ -209,7 +209,7 @@ class BridgeReplay(Replay):
                 return args
             x = args[0]
             where = (positions - first).repeat(x.shape[0] // self.batch)
-            return (x[torch.arange(x.shape[0]), where].unsqueeze(1), *args[1:])
+            return (x[torch.arange(x.shape[0], device=x.device), where].unsqueeze(1), *args[1:])
 
         handle = self.model.unembed.register_forward_pre_hook(pick)
         try:

@@ -97,7 +97,7 @@ class HookedReplay(Replay):
         repeats, positions = x.shape[0] // self.batch, self.metric.positions
         if positions is not None:
             where = (positions - first).repeat(repeats)
-            x = x[torch.arange(x.shape[0]), where].unsqueeze(1)
+            x = x[torch.arange(x.shape[0], device=x.device), where].unsqueeze(1)
         return self.completed(self._unembedded(x), first)
 
     def _unembedded(self, x: Residual) -> Float[Tensor, "row position column"]:
@@ -118,7 +118,7 @@ class _Kept:
     def __init__(self) -> None:
         self.keys: Tensor | None = None
         self.values: Tensor | None = None
-        self.past_keys = torch.empty(0, 0)
+        self.past_keys = torch.empty(0, 0, device="cpu")
 
     def append(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         self.keys, self.values = keys, values
