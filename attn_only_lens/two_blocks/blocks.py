@@ -8,6 +8,7 @@ from transformer_lens.utilities.architectures import POST_NORM_ARCHITECTURES
 
 from attn_only_lens.axes import Residual
 from attn_only_lens.errors import UnsupportedCallError
+from attn_only_lens.heads.passing import Passing
 from attn_only_lens.tl import MLP, GatedMLP, TransformerBlock
 from attn_only_lens.two_blocks.attention import NeuronAttention, is_live, tracked_like
 from attn_only_lens.two_blocks.bilinear import BilinearAttention
@@ -25,17 +26,16 @@ class AttentionBlock(TransformerBlock):
     """
 
     cfg: BlockConfig  # type: ignore[assignment]
-    _parallel: bool
-    _entered: Residual | None
+    passing: Passing
 
     @classmethod
-    def of(cls, source: TransformerBlock, cfg: BlockConfig, *, parallel: bool) -> "AttentionBlock":
+    def of(cls, source: TransformerBlock, cfg: BlockConfig, passing: Passing) -> "AttentionBlock":
         """Take over the attention half of `source`, a clone that nobody else holds.
 
         Args:
             source: a stock block with an MLP.
             cfg: this block's configuration.
-            parallel: whether the neuron block after this one reads what enters this one.
+            passing: of the model: where a parallel one leaves what enters this block.
         """
         block = cls.__new__(cls)
         nn.Module.__init__(block)
@@ -48,8 +48,7 @@ class AttentionBlock(TransformerBlock):
         block.ln2 = nn.Identity().train(source.training)
         block.cfg = cfg
         block.attn.cfg = cfg  # type: ignore[assignment]
-        block._parallel = parallel
-        block._entered = None
+        block.passing = passing
         return block
 
     def forward(
@@ -73,39 +72,21 @@ class AttentionBlock(TransformerBlock):
 
     def apply_mlp(self, normalized_resid: Tensor) -> Tensor:
         """The MLP of an attention-only block: zero, visible only to live hooks."""
-        if self._parallel:
-            self._entered = normalized_resid
+        if self.cfg.neurons_read_along:
+            self.passing.left[self.cfg.layer] = normalized_resid
         return _nothing(self.hook_mlp_out, normalized_resid)
-
-    def set_entered(self, entered: Residual | None) -> Residual | None:
-        """Begin or end a forward pass, which may stop between the two blocks; what was held."""
-        held, self._entered = self._entered, entered
-        return held
-
-    def take_entered(self) -> Residual:
-        """The stream as it entered this block in the present forward pass; forgets it."""
-        entered = self.set_entered(None)
-        if entered is None:
-            raise UnsupportedCallError(
-                "the neuron block of a model with parallel attention and MLP reads the stream "
-                "that entered the attention block before it, so a forward pass cannot start "
-                "between the two: start_at_layer must be even"
-            )
-        return entered
 
 
 class NeuronBlock(nn.Module):
     """Block 2l + 1: the neurons of source layer l as heads, with that layer's ln2 as its ln1."""
 
-    def __init__(
-        self, source: TransformerBlock, cfg: BlockConfig, reads_from: AttentionBlock | None
-    ) -> None:
+    def __init__(self, source: TransformerBlock, cfg: BlockConfig, passing: Passing) -> None:
         """Take over the MLP half of `source`, a clone that nobody else holds.
 
         Args:
             source: a stock block with an MLP.
             cfg: this block's configuration.
-            reads_from: in a parallel model the attention block whose input this one shares.
+            passing: of the model, as in `AttentionBlock.of`.
         """
         super().__init__()
         assert isinstance(source.mlp, MLP | GatedMLP)
@@ -120,8 +101,7 @@ class NeuronBlock(nn.Module):
         self.hook_mlp_out = HookPoint()  # [batch, pos, d_model], zero: for attribution patching
         self.hook_resid_pre = HookPoint()  # [batch, pos, d_model]
         self.hook_resid_post = HookPoint()  # [batch, pos, d_model]
-        # In a tuple, which keeps it out of this block's own parameters and submodules.
-        self._reads_from = () if reads_from is None else (reads_from,)
+        self.passing = passing
 
     def forward(
         self,
@@ -133,7 +113,7 @@ class NeuronBlock(nn.Module):
         """The stream after this block. Its heads see one token each: masks and caches are moot."""
         post_norm = self.cfg.original_architecture in POST_NORM_ARCHITECTURES
         resid_pre = self.hook_resid_pre(resid_pre)
-        source = self._reads_from[0].take_entered() if self._reads_from else resid_pre
+        source = self._entered() if self.cfg.neurons_read_along else resid_pre
         if self.cfg.use_hook_mlp_in:
             source = self.hook_mlp_in(source.clone())
         out = self.attn(source if post_norm else self.ln1(source))
@@ -148,6 +128,17 @@ class NeuronBlock(nn.Module):
         hooked: Tensor = self.hook_resid_post(resid_post)
         return hooked
 
+    def _entered(self) -> Residual:
+        """The stream as it entered the attention block of this layer, in this forward pass."""
+        entered: Residual | None = self.passing.left.pop(self.cfg.layer, None)
+        if entered is None:
+            raise UnsupportedCallError(
+                "the neuron block of a model with parallel attention and MLP reads the stream "
+                "that entered the attention block before it, so a forward pass cannot start "
+                "between the two: start_at_layer must be even"
+            )
+        return entered
+
 
 def _nothing(point: HookPoint, like: Tensor) -> Tensor:
     """The zero that an absent MLP writes, as a full tensor only where a hook is there to see it.
@@ -158,7 +149,9 @@ def _nothing(point: HookPoint, like: Tensor) -> Tensor:
     """
     if not is_live(point):
         return like.new_zeros(())
-    zero = tracked_like(torch.zeros_like(like), like)
+    with torch.inference_mode(False):  # a tensor of inference mode has no version counter
+        zero = torch.zeros_like(like)
+    zero = tracked_like(zero, like)
     version = zero._version
     seen: Tensor = point(zero)
     # By address: backward hooks hand on an alias of what they were given.

@@ -155,11 +155,14 @@ class BlockConfig:
 def _overrides(root: AttentionOnlyConfig, block: int) -> dict[str, Any]:
     layer = block_layer(block)
     sizes = root.layer_sizes[layer]
+    # Whether the neurons read what the attention heads of their layer read: GPT-J, GPT-NeoX.
+    both = {"layer": layer, "neurons_read_along": root.parallel_attn_mlp}
     if block_kind(block) == "neuron":
         n_heads = sizes.d_mlp * root.gating.heads_per_neuron
         heads = {"n_heads": n_heads, "d_head": 1, "n_key_value_heads": None}
-        return {**heads, "d_mlp": sizes.d_mlp, "layer": layer}
+        return {**both, **heads, "d_mlp": sizes.d_mlp}
     return {
+        **both,
         **asdict(sizes),
         "use_hook_mlp_in": False,
         # Of the stock block's three endings, the one that adds an MLP's output to resid_pre +

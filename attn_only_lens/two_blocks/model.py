@@ -11,9 +11,9 @@ from attn_only_lens.errors import UnsupportedCallError
 from attn_only_lens.heads.computation import NeuronHeads
 from attn_only_lens.heads.layout import WithNeuronHeads
 from attn_only_lens.heads.names import HeadName, neurons_block
+from attn_only_lens.heads.passing import Passing
 from attn_only_lens.heads.patterns import neuron_gate, neuron_pattern
 from attn_only_lens.tl import HookedTransformer, HookedTransformerConfig
-from attn_only_lens.two_blocks.blocks import AttentionBlock
 from attn_only_lens.two_blocks.cache import AttentionOnlyCache
 from attn_only_lens.two_blocks.config import AttentionOnlyConfig
 from attn_only_lens.two_blocks.firing import Firing
@@ -55,6 +55,12 @@ class AttentionOnlyTransformer(Refusals, Firing, WithNeuronHeads, HookedTransfor
             "an AttentionOnlyTransformer is made by attn_only_lens.convert(model) or "
             "attn_only_lens.load(folder), not from a configuration"
         )
+
+    @property
+    def passing(self) -> Passing:
+        """What the blocks of a parallel model leave for each other in a forward pass."""
+        found: Passing = self.blocks[0].passing
+        return found
 
     def _heads_by_layer(self) -> list[NeuronHeads]:
         blocks: Any = self.blocks
@@ -167,13 +173,8 @@ class AttentionOnlyTransformer(Refusals, Firing, WithNeuronHeads, HookedTransfor
 
     def forward(self, input: Any, *args: Any, **kwargs: Any) -> Any:
         """As `HookedTransformer.forward`; `start_at_layer` and `stop_at_layer` count blocks."""
-        # A hook may run the model again: what the outer pass holds is its own.
-        held = [(b, b.set_entered(None)) for b in self.blocks if isinstance(b, AttentionBlock)]
-        try:
+        with self.passing.of_another_pass():  # a hook may run the model again
             return super().forward(input, *args, **kwargs)
-        finally:
-            for block, entered in held:
-                block.set_entered(entered)
 
     def run_with_cache(
         self,
