@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from common import relative, tokens
+from common import in_threads, meeting, relative, tokens
 from models import CORE, build
 
 from attn_only_lens import (
@@ -213,6 +213,45 @@ def test_a_hook_may_run_the_model_again():
         got = converted.run_with_hooks(tokens(), fwd_hooks=[(point, again)])
         assert relative(got, expected) < 1e-12
         assert relative(seen[0], inner) < 1e-12
+
+
+PARALLEL = ("parallel", "parallel_gated", "parallel_norms")
+
+
+@pytest.mark.parametrize("hooks", [[], [("blocks.3.attn.hook_z", lambda z, hook: 0.5 * z)]])
+@pytest.mark.parametrize("name", ["gelu", *PARALLEL])
+@torch.no_grad()
+def test_threads_share_a_model(name, hooks):
+    """They meet between the two blocks of a layer, where a parallel model has to wait."""
+    converted, inputs = convert(build(name)), [tokens(seed, batch=seed) for seed in (1, 2, 3)]
+    with converted.hooks(fwd_hooks=hooks):
+        expected = [converted(x) for x in inputs]
+        handle = converted.blocks[2].register_forward_hook(meeting(inputs))
+        found = in_threads(torch.no_grad()(converted), inputs)
+        handle.remove()
+    for results, one in zip(found, expected, strict=True):
+        assert all(torch.equal(result, one) for result in results)
+
+
+def replica(model):
+    """What torch.nn.DataParallel makes of a model for each device, on this one."""
+    made = {module: module._replicate_for_data_parallel() for module in model.modules()}
+    for module, mine in made.items():
+        mine._parameters = dict(module._parameters)
+        mine._modules = {
+            name: made.get(child, child) for name, child in module._modules.items()
+        }
+    return made[model]
+
+
+@pytest.mark.parametrize("name", PARALLEL)
+@torch.no_grad()
+def test_replicas_of_a_model(name):
+    converted, inputs = convert(build(name)), [tokens(1), tokens(2)]
+    replicas = {x: replica(converted) for x in inputs}
+    found = in_threads(torch.no_grad()(lambda x: replicas[x](x)), inputs)
+    for x, results in zip(inputs, found, strict=True):
+        assert all(torch.equal(result, converted(x)) for result in results)
 
 
 def test_blocks_out_of_range(converted):
