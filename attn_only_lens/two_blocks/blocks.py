@@ -1,5 +1,7 @@
 """The two blocks that one layer of the source becomes."""
 
+from typing import Any, Literal
+
 import torch
 from torch import Tensor, nn
 from transformer_lens.cache.key_value_cache_entry import TransformerLensKeyValueCacheEntry
@@ -13,6 +15,7 @@ from attn_only_lens.tl import MLP, GatedMLP, TransformerBlock
 from attn_only_lens.two_blocks.attention import NeuronAttention, is_live, tracked_like
 from attn_only_lens.two_blocks.bilinear import BilinearAttention
 from attn_only_lens.two_blocks.config import BlockConfig
+from attn_only_lens.two_blocks.refusals import NO_MLP
 
 __all__ = ["AttentionBlock", "NeuronBlock"]
 
@@ -26,6 +29,7 @@ class AttentionBlock(TransformerBlock):
     """
 
     cfg: BlockConfig  # type: ignore[assignment]
+    hook_mlp_out: "NoMLP"
     passing: Passing
 
     @classmethod
@@ -46,6 +50,7 @@ class AttentionBlock(TransformerBlock):
             if name not in ("mlp", "ln2", "ln2_post", "hook_resid_mid", "hook_mlp_in")
         }
         block.ln2 = nn.Identity().train(source.training)
+        block.hook_mlp_out = NoMLP().train(source.training)
         block.cfg = cfg
         block.attn.cfg = cfg  # type: ignore[assignment]
         block.passing = passing
@@ -74,7 +79,7 @@ class AttentionBlock(TransformerBlock):
         """The MLP of an attention-only block: zero, visible only to live hooks."""
         if self.cfg.neurons_read_along:
             self.passing.left[self.cfg.layer] = normalized_resid
-        return _nothing(self.hook_mlp_out, normalized_resid)
+        return self.hook_mlp_out.zero(normalized_resid)
 
 
 class NeuronBlock(nn.Module):
@@ -98,7 +103,7 @@ class NeuronBlock(nn.Module):
         self.attn = attention(source.mlp, cfg)
         self.hook_mlp_in = HookPoint()  # [batch, pos, d_model], if use_hook_mlp_in
         self.hook_attn_out = HookPoint()  # [batch, pos, d_model]
-        self.hook_mlp_out = HookPoint()  # [batch, pos, d_model], zero: for attribution patching
+        self.hook_mlp_out = NoMLP()  # [batch, pos, d_model]
         self.hook_resid_pre = HookPoint()  # [batch, pos, d_model]
         self.hook_resid_post = HookPoint()  # [batch, pos, d_model]
         self.passing = passing
@@ -124,7 +129,7 @@ class NeuronBlock(nn.Module):
         out = self.hook_attn_out(out)
         resid_post = resid_pre + out
         if is_live(self.hook_mlp_out):
-            resid_post = resid_post + _nothing(self.hook_mlp_out, out)
+            resid_post = resid_post + self.hook_mlp_out.zero(out)
         hooked: Tensor = self.hook_resid_post(resid_post)
         return hooked
 
@@ -140,25 +145,38 @@ class NeuronBlock(nn.Module):
         return entered
 
 
-def _nothing(point: HookPoint, like: Tensor) -> Tensor:
-    """The zero that an absent MLP writes, as a full tensor only where a hook is there to see it.
+class NoMLP(HookPoint):
+    """`hook_mlp_out` of a block, which has no MLP: a zero, for TransformerLens' attribution.
 
-    TransformerLens' attribution patching requires `hook_mlp_out` of every block, and a gradient
-    there; a zero activation gets a zero score. To look is all that a hook may do: whoever edits
-    the output of an MLP here means the neuron block, and would silently get nothing.
+    `attribution_patch` requires this point of every block, and a gradient there; a zero activation
+    gets a zero score. To look, by way of `model.hooks`, is all that a hook may do here: whoever
+    edits the output of an MLP means the neuron block, and would silently get nothing.
     """
-    if not is_live(point):
-        return like.new_zeros(())
-    with torch.inference_mode(False):  # a tensor of inference mode has no version counter
-        zero = torch.zeros_like(like)
-    zero = tracked_like(zero, like)
-    version = zero._version
-    seen: Tensor = point(zero)
-    # By address: backward hooks hand on an alias of what they were given.
-    if seen.data_ptr() != zero.data_ptr() or zero._version != version:
-        raise UnsupportedCallError(
-            f"an edit at {point.name} on a converted model: no block has an MLP. The output of "
-            "the MLP of source layer l is blocks.{2l+1}.hook_attn_out (to patch: "
-            'activation name "attn_out", layer 2 * l + 1)'
-        )
-    return seen
+
+    def add_hook(
+        self,
+        hook: Any,
+        dir: Literal["fwd", "bwd"] = "fwd",
+        is_permanent: bool = False,
+        level: int | None = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        """As in TransformerLens, for `model.hooks` alone, which has a level and checks the rest."""
+        if level is None:
+            raise UnsupportedCallError(f"a hook on {self.name}: {NO_MLP}")
+        super().add_hook(hook, dir, is_permanent, level, *args, **kwargs)
+
+    def zero(self, like: Tensor) -> Tensor:
+        """What an absent MLP writes, as a full tensor only where a hook is there to see it."""
+        if not is_live(self):
+            return like.new_zeros(())
+        with torch.inference_mode(False):  # a tensor of inference mode has no version counter
+            zero = torch.zeros_like(like)
+        zero = tracked_like(zero, like)
+        version = zero._version
+        seen: Tensor = self(zero)
+        # By address: backward hooks hand on an alias of what they were given.
+        if seen.data_ptr() != zero.data_ptr() or zero._version != version:
+            raise UnsupportedCallError(f"an edit at {self.name}: {NO_MLP}")
+        return seen

@@ -2,7 +2,8 @@
 
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import Any
+from pprint import pformat
+from typing import Any, NoReturn
 
 from attn_only_lens.errors import UnsupportedCallError
 from attn_only_lens.heads.gating import Gating
@@ -32,6 +33,24 @@ class AttentionOnlyConfig(HookedTransformerConfig):
     before_conversion: dict[str, Any]
     _gating: Gating
     _sizes: tuple[LayerSizes, ...]
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        raise UnsupportedCallError(
+            "the configuration of a converted model is made by attn_only_lens.convert(model) or "
+            "attn_only_lens.load(folder), not from fields"
+        )
+
+    def __repr__(self) -> str:
+        return "AttentionOnlyConfig:\n" + pformat(vars(self))
+
+    def to_dict(self) -> NoReturn:
+        """Raises: a `HookedTransformerConfig` made of these fields would be of another model."""
+        raise UnsupportedCallError(
+            "to_dict of the configuration of a converted model: its blocks are of two kinds, for "
+            "which HookedTransformerConfig has no fields. Use model.source_cfg.to_dict(), or "
+            "model.cfg.layer_cfg(l).to_dict() where layers differ, for the source; and "
+            "attn_only_lens.save(model, folder) to keep the model"
+        )
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in _SETTLED and "_gating" in self.__dict__:

@@ -1,6 +1,6 @@
 """A converted model: a `HookedTransformer` whose every head has a name."""
 
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from jaxtyping import Float
@@ -59,7 +59,8 @@ class AttentionOnlyTransformer(Refusals, Firing, WithNeuronHeads, HookedTransfor
     @property
     def passing(self) -> Passing:
         """What the blocks of a parallel model leave for each other in a forward pass."""
-        found: Passing = self.blocks[0].passing
+        block: Any = self.blocks[0]
+        found: Passing = block.passing
         return found
 
     def _heads_by_layer(self) -> list[NeuronHeads]:
@@ -146,6 +147,15 @@ class AttentionOnlyTransformer(Refusals, Firing, WithNeuronHeads, HookedTransfor
     def b_O(self) -> Float[Tensor, "block d_model"]:
         """Output biases of every block, attention and neuron blocks in turn."""
         return torch.stack([block.attn.b_O for block in self.blocks])
+
+    def tl_parameters(self) -> NoReturn:
+        """Raises: what TransformerLens' `SVDInterpreter` reads, by layer and head."""
+        raise UnsupportedCallError(
+            "SVDInterpreter (tl_parameters) on a converted model: it looks for the heads and the "
+            "MLP of a layer in one block. Use it on the source model; or "
+            "model.attention_heads.OV[l, h].svd(), and torch.linalg.svd of W_in.T and W_out of "
+            "model.blocks[2 * l + 1].attn"
+        )
 
     def accumulated_bias(
         self, layer: int, mlp_input: bool = False, include_mlp_biases: bool = True

@@ -161,18 +161,57 @@ EDITS = {
 }
 
 
-@pytest.mark.parametrize("gradients", [False, True])
+EVERY_HEAD = [(f"blocks.{block}.attn.hook_z", lambda z, hook: None) for block in range(6)]
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.enable_grad, torch.inference_mode])
 @pytest.mark.parametrize("block", [0, 1])
 @pytest.mark.parametrize("edit", EDITS)
-def test_an_edit_where_no_mlp_is_is_refused(converted, edit, block, gradients):
+def test_an_edit_where_no_mlp_is_is_refused(converted, edit, block, mode):
     """It would have no effect; and to look is allowed, as attribution patching does."""
     hook = f"blocks.{block}.hook_mlp_out"
-    with torch.set_grad_enabled(gradients):
-        with pytest.raises(UnsupportedCallError, match=r"hook_attn_out"):
-            converted.run_with_hooks(tokens(), fwd_hooks=[(hook, EDITS[edit])])
+    with mode():
+        with pytest.raises(UnsupportedCallError, match=r"an edit at .*hook_attn_out"):
+            converted.run_with_hooks(tokens(), fwd_hooks=[*EVERY_HEAD, (hook, EDITS[edit])])
         for look in (lambda x, hook: None, lambda x, hook: x):
-            converted.run_with_hooks(tokens(), fwd_hooks=[(hook, look)])
+            converted.run_with_hooks(tokens(), fwd_hooks=[*EVERY_HEAD, (hook, look)])
     assert not is_live_anywhere(converted)
+
+
+@pytest.mark.parametrize("block", [0, 1])
+@torch.no_grad()
+def test_the_output_of_no_mlp_is_not_read_as_zeros(converted, block):
+    """Nor is an edit dropped; a function selects what the block writes, where it wants that too."""
+    hook, instead = f"blocks.{block}.hook_mlp_out", f"blocks.{block}.hook_attn_out"
+    seen = {}
+
+    def keep(x, hook):
+        seen[hook.name] = x
+
+    for wanted in (hook, lambda name: name in (hook, "blocks.0.hook_resid_pre")):
+        for attempt in (
+            lambda wanted=wanted: converted.run_with_hooks(tokens(), fwd_hooks=[(wanted, keep)]),
+            lambda wanted=wanted: converted.run_with_hooks(tokens(), bwd_hooks=[(wanted, keep)]),
+            lambda wanted=wanted: converted.add_hook(wanted, keep),
+            lambda wanted=wanted: converted.add_perma_hook(wanted, keep),
+            lambda: converted.run_with_cache(tokens(), names_filter=["hook_embed", hook]),
+            lambda: converted.run_with_cache(tokens(), names_filter=lambda name: name == hook),
+            lambda: converted.add_caching_hooks(hook),
+            lambda: converted.hook_dict[hook].add_hook(keep),
+            lambda: converted.hook_dict[hook].add_perma_hook(keep),
+        ):
+            with pytest.raises(UnsupportedCallError, match=r"blocks.\{2l\+1\}.hook_attn_out"):
+                attempt()
+    assert not is_live_anywhere(converted)
+    expected = converted.run_with_hooks(tokens(), fwd_hooks=[(instead, lambda x, hook: 0.5 * x)])
+    both = lambda name: name in (hook, instead)  # noqa: E731
+    got = converted.run_with_hooks(tokens(), fwd_hooks=[(both, lambda x, hook: 0.5 * x)])
+    assert torch.equal(got, expected)
+    converted.add_hook(both, keep)
+    converted.run_with_hooks(tokens(), fwd_hooks=[(lambda name: True, keep)])
+    _, cache = converted.run_with_cache(tokens())
+    assert seen.keys() == cache.keys()
+    assert instead in seen
 
 
 @pytest.mark.parametrize("name", ["relu", "relu_gated", "gelu", "llama"])
@@ -238,9 +277,7 @@ def replica(model):
     made = {module: module._replicate_for_data_parallel() for module in model.modules()}
     for module, mine in made.items():
         mine._parameters = dict(module._parameters)
-        mine._modules = {
-            name: made.get(child, child) for name, child in module._modules.items()
-        }
+        mine._modules = {name: made.get(child, child) for name, child in module._modules.items()}
     return made[model]
 
 
