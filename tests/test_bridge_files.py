@@ -4,9 +4,10 @@ import json
 
 import pytest
 import torch
-from bridges import CHOSEN, GATED_CHOSEN, NEURON, STATES, boot, hook
-from common import needs_transformer_lens_4, relative, tokens
+from bridges import CHOSEN, GATED_CHOSEN, NEURON, STATES, boot
+from common import mlp_hook, needs_transformer_lens_4, relative, tokens
 from safetensors.torch import load_file, save_file
+from sealed_files import digest_again, rewrite
 from tiny_tokenizer import tiny_tokenizer
 from transformer_lens.model_bridge import TransformerBridge
 
@@ -19,7 +20,7 @@ from attn_only_lens import (
     neuron_pattern,
     save,
 )
-from attn_only_lens.manifest import MANIFEST, _fingerprint, _seal
+from attn_only_lens.manifest import MANIFEST
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # TransformerLens' and transformers' own
 
@@ -43,7 +44,7 @@ def same(a, b):
     for key, value in cache.items():
         if isinstance(value, torch.Tensor):
             assert torch.equal(value, cached[key]), key
-    drop = [(hook("z"), lambda z, hook: z.index_fill(2, torch.tensor(NEURON), 0.0))]
+    drop = [(mlp_hook("z"), lambda z, hook: z.index_fill(2, torch.tensor(NEURON), 0.0))]
     edited = a.run_with_hooks(tokens(), fwd_hooks=drop)
     assert torch.equal(edited, b.run_with_hooks(tokens(), fwd_hooks=drop))
     assert relative(edited, logits) > 1e-7
@@ -95,7 +96,7 @@ def test_bilinear_gates(name, tmp_path):
     assert not torch.equal(loaded(tokens()), source(tokens()))
     _, cache = loaded.run_with_cache(tokens())
     _, theirs = model.run_with_cache(tokens())
-    assert cache[hook("pattern")].shape == (2, 8 * 37, 11, 2)
+    assert cache[mlp_hook("pattern")].shape == (2, 8 * 37, 11, 2)
     for name in ("L1N29.0", "L0N7.7"):
         assert torch.equal(neuron_pattern(cache, name), neuron_pattern(theirs, name))
 
@@ -114,8 +115,8 @@ def test_what_is_saved_is_the_model_as_it_is_now(tmp_path):
     assert loaded.blocks[1].attn.q.weight.requires_grad
     assert loaded.cfg.use_attn_result
     _, cache = loaded.run_with_cache(tokens())
-    assert cache[hook("result")].shape == (2, 11, 37, 26)
-    assert cache[hook("result")][:, :, NEURON].abs().max() == 0
+    assert cache[mlp_hook("result")].shape == (2, 11, 37, 26)
+    assert cache[mlp_hook("result")][:, :, NEURON].abs().max() == 0
 
 
 def test_training_a_loaded_model_trains_what_shares_memory(tmp_path):
@@ -222,7 +223,7 @@ def test_whether_results_are_on(name, tmp_path):
         model.set_use_attn_result(on)
         loaded = load(save(model, tmp_path / "saved"))
         same(model, loaded)
-        assert (hook("result") in loaded.run_with_cache(tokens())[1]) == on
+        assert (mlp_hook("result") in loaded.run_with_cache(tokens())[1]) == on
 
 
 def test_only_models_with_neuron_heads_are_saved(tmp_path):
@@ -234,10 +235,7 @@ def test_only_models_with_neuron_heads_are_saved(tmp_path):
 
 
 def _edit(folder, **changes):
-    path = folder / MANIFEST
-    manifest = json.loads(path.read_text()) | changes
-    manifest["sha256"] = _seal(manifest)
-    path.write_text(json.dumps(manifest))
+    rewrite(folder / MANIFEST, **changes)
 
 
 def _flip(folder):
@@ -250,7 +248,7 @@ def _rename(folder):
     found = load_file(folder / "model.safetensors")
     found["another"] = found.pop(sorted(found)[0])
     save_file(found, folder / "model.safetensors")
-    _edit(folder, files={"model.safetensors": _fingerprint(folder / "model.safetensors")})
+    digest_again(folder / MANIFEST, "model.safetensors")
 
 
 def _config(folder, **changes):
@@ -268,7 +266,7 @@ DAMAGE = {
     "a tensor renamed": (_rename, "is missing"),
     "other sizes": (_wider, r"expected \(53, 26\)"),
     "an unknown class": (lambda f: _config(f, **{"class": "HALForCausalLM"}), "HALForCausalLM"),
-    "an unknown layout": (lambda f: _edit(f, layout="upside down"), "upgrade attn-only-lens"),
+    "an unknown layout": (lambda f: _edit(f, layout="upside down"), "layout: got 'upside down'"),
     "a gate that does not fit": (
         lambda f: _edit(
             f, gate={"kind": "bilinear", "heads_per_neuron": 3, "tolerance": None, "ranges": None}
@@ -276,6 +274,10 @@ DAMAGE = {
         "cannot be exposed again",
     ),
     "no views": (lambda f: _edit(f, views={}), "not known|is missing"),
+    "code from a hub": (lambda f: _config(f, attention="who/knows"), "runs code from a hub"),
+    "a class that is no model": (lambda f: _config(f, **{"class": "pipeline"}), "'pipeline'"),
+    "frozen nothing": (lambda f: _edit(f, frozen=["x"]), "x is not known"),
+    "another mode of nothing": (lambda f: _edit(f, other_mode=["x"]), "modules that there are not"),
 }
 
 

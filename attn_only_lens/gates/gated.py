@@ -115,6 +115,11 @@ class RangeGate:
         """|a_0| + Σ |a_j|: times a few roundings, the error of the sum in working precision."""
         return sum(map(abs, self.weights))
 
+    @property
+    def amplification(self) -> float:
+        """`conditioning` over the range: by how much the sum is rounded more than α is."""
+        return max(1.0, self.conditioning / self.range)
+
     def log_odds(self, g: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape m"]:
         """b_j g + c_j, in float32 at least."""
         working = working_precision(g)[..., None]

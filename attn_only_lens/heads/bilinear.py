@@ -37,6 +37,11 @@ class BilinearHeads(NeuronHeads):
         return self._mixture.heads_per_neuron
 
     @property
+    def amplification(self) -> float:
+        """Many times for a gated MLP; that of others, Σ|w| < 2, is within the tolerance."""
+        return self._mixture.amplification if isinstance(self._mixture, RangeGate) else 1.0
+
+    @property
     def value_is_product(self) -> bool:
         """Never: v is linear in the residual stream."""
         return False

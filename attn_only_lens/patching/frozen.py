@@ -35,11 +35,11 @@ from transformer_lens.hook_points import HookPoint
 
 from attn_only_lens.axes import Residual
 from attn_only_lens.errors import UnsupportedModelError
-from attn_only_lens.heads import HeadName, layout_of, neuron_heads
+from attn_only_lens.heads import logit_tolerance, neuron_heads, point_name
+from attn_only_lens.heads.blocks import HEAD_KINDS
 from attn_only_lens.patching.bound import BoundMetric
 from attn_only_lens.patching.gradients import Tape, entering, gradients, rooted, value_of
 from attn_only_lens.patching.record import Hooks, Recording, run
-from attn_only_lens.tolerances import LOGIT_TOLERANCE
 
 __all__ = ["Frozen", "frozen_gradients", "native", "require_linear", "unembedded"]
 
@@ -54,21 +54,20 @@ class Frozen:
     """
 
     def __init__(self, model: Any) -> None:
-        layout = layout_of(model)
-        assert layout is not None
         heads = neuron_heads(model)
         points = [m for m in model.modules() if isinstance(m, HookPoint)]
         scales = {str(point.name) for point in points if str(point.name).endswith("hook_scale")}
 
-        def at(layer: int, kind: Any, activation: str) -> str:
-            return HeadName(layer, kind, 0).hook(activation, layout)
-
         self._patterns = [
-            at(layer, kind, "pattern") for layer in range(len(heads)) for kind in _KINDS
+            point_name(model, layer, kind, "pattern")
+            for layer in range(len(heads))
+            for kind in HEAD_KINDS
         ]
         self._constant = [*self._patterns, *sorted(scales)]
         self._products = [
-            at(layer, "neuron", "v") for layer, each in enumerate(heads) if each.value_is_product
+            point_name(model, layer, "neuron", "v")
+            for layer, each in enumerate(heads)
+            if each.value_is_product
         ]
         self.kept: dict[str, Tensor] = {}
 
@@ -122,9 +121,6 @@ class Frozen:
         return [name for name in self._patterns if name not in self.kept]
 
 
-_KINDS = ("attention", "neuron")
-
-
 def frozen_gradients(
     model: Any, target: Recording, metric: BoundMetric, tape: Tape
 ) -> dict[str, Tensor]:
@@ -148,7 +144,8 @@ def frozen_gradients(
         )
     error = float((logits.detach() - target.logits).abs().max())
     # Many bridged norms compute in float32 in whatever dtype the model is; their hooked form not.
-    allowed = max(LOGIT_TOLERANCE[dtype] for dtype in (logits.dtype, torch.float32))
+    heads, dtypes = neuron_heads(model), (logits.dtype, torch.float32)
+    allowed = max(logit_tolerance(heads, dtype) for dtype in dtypes)
     allowed *= float(target.logits.abs().max())
     reasons = [f"it does not show the patterns {frozen.missing()}"] * bool(frozen.missing())
     reasons += [f"to freeze it changes its logits, by {error:.2g}"] * (not error <= allowed)
@@ -189,7 +186,7 @@ def require_linear(
     terms = weights * (more - less) / 2
     expected, got = float((gradient * moved).sum()), float(terms.sum())
     scale = float(terms.abs().sum())
-    if not abs(got - expected) <= LOGIT_TOLERANCE[x.dtype] * scale:
+    if not abs(got - expected) <= logit_tolerance(neuron_heads(model), x.dtype) * scale:
         raise UnsupportedModelError(
             [
                 "with its patterns and norm scales frozen it is still not linear: a change of what "

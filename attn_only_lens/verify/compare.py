@@ -9,13 +9,12 @@ from transformer_lens.model_bridge import TransformerBridge
 
 from attn_only_lens.axes import Tokens
 from attn_only_lens.errors import UnsupportedCallError, UnsupportedModelError
-from attn_only_lens.heads import layout_of, neuron_heads
+from attn_only_lens.heads import layout_of, logit_tolerance, neuron_heads
 from attn_only_lens.heads.bilinear import BilinearHeads
-from attn_only_lens.heads.names import heads_block, neurons_block
+from attn_only_lens.heads.blocks import heads_block, neurons_block
 from attn_only_lens.in_place import InPlace, hidden
 from attn_only_lens.inputs import checked_tokens
 from attn_only_lens.tl import HookedTransformer
-from attn_only_lens.tolerances import LOGIT_TOLERANCE
 from attn_only_lens.two_blocks import AttentionOnlyTransformer
 from attn_only_lens.verify.approximated import activation_errors, approximated_logits
 from attn_only_lens.verify.report import Verification
@@ -99,7 +98,7 @@ def verify(
         ),
         n_tokens=kl.numel(),
         dtype=expected.dtype,
-        tolerance=LOGIT_TOLERANCE[expected.dtype],
+        tolerance=logit_tolerance(layers, expected.dtype),
         activations=activation_errors(converted, act_fns, tokens),
     )
 

@@ -4,6 +4,7 @@ import patch_oracle as oracle
 import pytest
 import torch
 import transformers
+from common import IN_PLACE
 from transformer_lens.config import TransformerBridgeConfig
 from transformer_lens.model_bridge import TransformerBridge
 from transformer_lens.model_bridge.sources._bridge_builder import build_bridge_from_module
@@ -65,7 +66,7 @@ def test_gradient_is_the_slope_of_small_patches(name):
         expected, got = [], []
         for head in NAMES:
             for pos in (1, POS - 1):
-                at, where = oracle.place(head, part, pos, "in place")
+                at, where = oracle.place(model, head, part, pos)
                 change = oracle.seen(model, clean, at)[where]
                 change = change - oracle.seen(model, corrupted, at)[where]
                 expected.append(oracle.slope(model, corrupted, at, where, change, step=STEP[name]))
@@ -80,14 +81,15 @@ def test_gradient_is_the_slope_of_small_patches(name):
 def test_frozen_is_a_patch_of_the_model_held_in_place(name):
     """Exactly, whatever the size of the patch, where all that follows has plain MLPs."""
     model, (clean, corrupted) = bridge_of(name), prompts()
-    names = [n for n in model.hook_dict if n.endswith(("hook_scale", "hook_pattern"))]
+    held = ("hook_scale", "hook_pattern", IN_PLACE["pattern"])
+    names = [n for n in model.hook_dict if n.endswith(held)]
     kept = {n: oracle.seen(model, corrupted, n) for n in names}
     hooks = [(n, lambda value, hook, n=n: kept[n]) for n in names]
     found = p.attribution(model, clean, corrupted, METRIC, method="frozen_pattern")
     free = []
     for head in ("L1N3", "L1N29") if name == "llama" else NAMES:
         for pos in (1, POS - 1):
-            at, where = oracle.place(head, "z", pos, "in place")
+            at, where = oracle.place(model, head, "z", pos)
             change = oracle.seen(model, clean, at)[where] - oracle.seen(model, corrupted, at)[where]
             unmoved, held = (
                 oracle.difference(oracle.moved(model, corrupted, at, where, by, hooks=hooks))
@@ -125,7 +127,7 @@ def native():
 def test_hook_points_that_only_look_on_are_refused():
     """As those of a native bridge's patterns do under 3.9."""
     model, (clean, corrupted) = native(), prompts()
-    at, where = oracle.place("L1H0", "pattern", POS - 1, "in place")
+    at, where = oracle.place(model, "L1H0", "pattern", POS - 1)
     heard = not torch.equal(oracle.moved(model, clean, at, where, 1.0), model(clean))
     for settings, reason in (
         ({"part": "pattern", "method": "gradient"}, r"attn\.hook_pattern goes nowhere"),

@@ -29,9 +29,9 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from attn_only_lens.errors import UnsupportedModelError
+from attn_only_lens.heads import logit_tolerance, neuron_heads
 from attn_only_lens.patching.bound import BoundMetric
 from attn_only_lens.patching.record import Hooks, Recording
-from attn_only_lens.tolerances import LOGIT_TOLERANCE
 
 __all__ = ["Replay", "Variants", "adding"]
 
@@ -126,7 +126,7 @@ class Replay(ABC):
         """
         whole = self.metric.select(self.recording.logits)
         largest = float(self.recording.logits.abs().max())
-        bound = LOGIT_TOLERANCE[whole.dtype] * largest
+        bound = logit_tolerance(neuron_heads(self.model), whole.dtype) * largest
         for block in sorted({0, self.n_blocks // 2, self.n_blocks}):
             for first in {0, self.start(block, self.n_pos)}:
                 entering = self.unchanged(block, first, 2)

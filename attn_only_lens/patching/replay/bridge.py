@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from attn_only_lens.axes import Residual
+from attn_only_lens.heads import logit_tolerance, neuron_heads
 from attn_only_lens.patching.bound import BoundMetric
 from attn_only_lens.patching.record import (
     Recording,
@@ -36,7 +37,6 @@ from attn_only_lens.patching.record import (
 )
 from attn_only_lens.patching.replay.base import Replay, Variants, adding
 from attn_only_lens.patching.replay.past import Past, past_of
-from attn_only_lens.tolerances import LOGIT_TOLERANCE
 
 __all__ = ["BridgeReplay"]
 
@@ -88,9 +88,9 @@ class BridgeReplay(Replay):
             scale = theirs.abs().amax(-1, keepdim=True)
             if mask is not None:  # no token attends to padding, and none is patched
                 scale = scale.masked_fill(~mask[:, first:, None].bool(), torch.inf)
-            if not _close(mine, theirs, scale):
+            if not self._close(mine, theirs, scale):
                 return False
-        return _close(again, logits, self.recording.logits.abs().max())
+        return self._close(again, logits, self.recording.logits.abs().max())
 
     def _watched(self, variants: Variants) -> tuple[list[Residual], Tensor]:
         """What enters the first block, what leaves it and the others, and the logits."""
@@ -123,7 +123,7 @@ class BridgeReplay(Replay):
         except Exception:  # whatever a model says that counts its vocabulary
             return False
         theirs = self.recording.logits
-        return _close(mine, theirs[..., self.metric.columns], theirs.abs().max())
+        return self._close(mine, theirs[..., self.metric.columns], theirs.abs().max())
 
     def adds(self, block: int, mlp: nn.Module) -> bool:
         """Whether what the MLP of a block puts out is added to the stream as it is: tried once."""
@@ -218,11 +218,11 @@ class BridgeReplay(Replay):
         finally:
             handle.remove()
 
-
-def _close(one: Tensor, other: Tensor, scale: Tensor) -> bool:
-    if one.shape != other.shape:
-        return False
-    return bool(((one - other).abs() <= LOGIT_TOLERANCE[other.dtype] * scale).all())
+    def _close(self, one: Tensor, other: Tensor, scale: Tensor) -> bool:
+        if one.shape != other.shape:
+            return False
+        allowed = logit_tolerance(neuron_heads(self.model), other.dtype) * scale
+        return bool(((one - other).abs() <= allowed).all())
 
 
 class _Enough(Exception):

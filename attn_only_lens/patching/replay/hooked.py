@@ -11,7 +11,7 @@ from transformer_lens.utilities.architectures import POST_NORM_ARCHITECTURES
 
 from attn_only_lens.axes import Residual
 from attn_only_lens.heads import layout_of
-from attn_only_lens.heads.names import block_layer
+from attn_only_lens.heads.blocks import block_layer
 from attn_only_lens.patching.bound import BoundMetric
 from attn_only_lens.patching.record import Recording
 from attn_only_lens.patching.replay.base import Replay, Variants, adding
