@@ -11,6 +11,7 @@ from attn_only_lens.calibrate import Calibration
 from attn_only_lens.choice import BilinearRequest, choose_gating
 from attn_only_lens.errors import UnsupportedModelError
 from attn_only_lens.heads import Gating, logit_tolerance
+from attn_only_lens.heads.passing import Passing
 from attn_only_lens.in_place import (
     BilinearInPlace,
     InPlace,
@@ -167,8 +168,9 @@ def expose_as(model: Any, known: list[KnownMLP], gating: Gating) -> ExposedNeuro
         return ExposedNeurons(model, first=False)
     with undisturbed(getattr(block, "mlp", None) for block in model.blocks):
         kind = InPlace if gating.kind == "exact" else BilinearInPlace
+        passing = Passing()
         heads = [
-            kind(each.mlp, each.sockets, model.cfg, each.act_fn, layer, gating)
+            kind(each.mlp, each.sockets, model.cfg, each.act_fn, layer, gating, passing)
             for layer, each in enumerate(known)
         ]
         _show_checked(model, heads)

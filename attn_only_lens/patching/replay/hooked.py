@@ -1,5 +1,6 @@
 """HookedTransformers, converted or exposed: their blocks are called one by one."""
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +11,7 @@ from transformer_lens.utilities.architectures import POST_NORM_ARCHITECTURES
 
 from attn_only_lens.axes import Residual
 from attn_only_lens.heads import layout_of
+from attn_only_lens.heads.blocks import block_layer
 from attn_only_lens.patching.bound import BoundMetric
 from attn_only_lens.patching.record import Recording
 from attn_only_lens.patching.replay.base import Replay, Variants, adding
@@ -69,13 +71,14 @@ class HookedReplay(Replay):
 
     def leaving(self, variants: Variants) -> Residual:
         """What leaves the first block, from `first` on."""
+        between: AbstractContextManager[None] = nullcontext()
         if self._parallel and variants.block % 2:
             # This block's neurons read what entered the attention block before it, which no variant
             # that begins between the two has moved.
             attention, n = variants.block - 1, len(variants.entering) // self.batch
             entered = self.unchanged(attention, variants.first, n)
-            self.model.blocks[attention].set_entered(entered)
-        with self.model.hooks(fwd_hooks=list(variants.hooks)), adding(variants):
+            between = self.model.passing.of_another_pass({block_layer(attention): entered})
+        with between, self.model.hooks(fwd_hooks=list(variants.hooks)), adding(variants):
             return self._block(variants.block, variants.entering, variants.first)
 
     def _block(self, index: int, x: Residual, first: int) -> Residual:
