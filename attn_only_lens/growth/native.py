@@ -15,6 +15,7 @@ from torch import nn
 from transformer_lens.model_bridge import TransformerBridge
 from transformer_lens.model_bridge.sources.native import NativeModel
 
+from attn_only_lens.errors import GrowthError
 from attn_only_lens.expansion import Constants, Weights
 from attn_only_lens.expansion.weights import Norm, block_name, in_layer, tail
 from attn_only_lens.gates import GATES
@@ -146,7 +147,8 @@ def _parameters(model: Any) -> Mapping[str, Parameter]:
     found = {}
     for name, _ in _named(model):
         tensor = _tensor(name)
-        assert tensor is not None
+        if tensor is None:
+            raise GrowthError([f"its parameter {name} is not known"], "this model cannot be read")
         split = tuple((axis, n) for axis, n in heads.items() if f"({axis} " in (tensor[1] or ""))
         found[name] = Parameter(tensor[0], tensor[1], split)
     return found

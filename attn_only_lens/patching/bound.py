@@ -120,11 +120,13 @@ class Metric:
         name: what it measures, and of which answers.
         bound: binds it: called by `bind` with the model, the prompts and the clean run's logits.
         needs_reference: whether it compares with the clean run's logits.
+        version: identifies it when a sweep is resumed, in place of its code; None for its code.
     """
 
     name: str
     bound: Callable[[Any, PromptPair, Logits | None], BoundMetric] = field(repr=False)
     needs_reference: bool = False
+    version: str | None = field(default=None, repr=False)
 
 
 def require_distinct(clean_value: float, corrupted_value: float, dtype: torch.dtype) -> None:
