@@ -154,7 +154,9 @@ class NewSums:
 
     def __init__(self, writers: Writers, sites: Sequence[LayerSites]) -> None:
         self._sites, self._writers = sites, writers
-        self._sums = [_zeros(3, each) for each in sites]
+        self._sums = [
+            torch.zeros(3, len(each.names), dtype=torch.float64, device="cpu") for each in sites
+        ]
         self._n_prompts = self._n_tokens = 0
         self._span = 0.0
 
@@ -209,10 +211,6 @@ def _norms(z: Float[Tensor, "token site d_head"]) -> Float[Tensor, "site"]:
     """√Σ z² of each, in no less than float32."""
     dtype = torch.promote_types(z.dtype, torch.float32)
     return torch.linalg.vector_norm(z, dim=(0, 2), dtype=dtype)
-
-
-def _zeros(rows: int, sites: LayerSites) -> Float[Tensor, "row site"]:
-    return torch.zeros(rows, len(sites.names), dtype=torch.float64, device="cpu")
 
 
 def _by_prompt(one: Measured, sites: LayerSites) -> Float[Tensor, "site batch"]:

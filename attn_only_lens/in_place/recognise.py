@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from attn_only_lens.gates import GATES
 from attn_only_lens.in_place.alone import run_alone
 from attn_only_lens.in_place.sockets import Sockets, UnknownMLPError, sockets_of
-from attn_only_lens.numerics import noise
+from attn_only_lens.numerics import normal_numbers
 from attn_only_lens.tl import GatedMLP
 
 __all__ = ["KnownMLP", "misfit", "recognise"]
@@ -89,7 +89,7 @@ def _activation(mlp: Any, sockets: Sockets, cfg: Any) -> str:
     d_mlp, d_model = W_out.shape
     shape = (_BATCH, _POS, d_mlp)
     q = _queries(shape).to(W_out)
-    u = torch.ones_like(q) if sockets.linear is None else noise(shape, 1).to(W_out)
+    u = torch.ones_like(q) if sockets.linear is None else normal_numbers(shape, 1).to(W_out)
     seen: dict[str, list[Tensor]] = {"pre": [], "linear": [], "post": []}
 
     def hand_on(name: str, value: Tensor) -> Any:
@@ -108,7 +108,7 @@ def _activation(mlp: Any, sockets: Sockets, cfg: Any) -> str:
             hooks.append((sockets.linear, hand_on("linear", u)))
         for point, hook in hooks:
             stack.callback(point.register_forward_hook(hook).remove)
-        run_alone(mlp, sockets, noise((_BATCH, _POS, d_model)).to(W_out))
+        run_alone(mlp, sockets, normal_numbers((_BATCH, _POS, d_model)).to(W_out))
 
     fired = [len(seen["pre"]), len(seen["post"])] + [len(seen["linear"])] * bool(sockets.linear)
     if set(fired) != {1}:

@@ -14,6 +14,7 @@ from attn_only_lens.errors import PatchingError
 from attn_only_lens.heads import block_of
 from attn_only_lens.heads.blocks import HEAD_KINDS
 from attn_only_lens.inputs import checked_tokens
+from attn_only_lens.numerics import full_precision, matmul_precision
 from attn_only_lens.patching.batching import Batching
 from attn_only_lens.patching.bound import Metric
 from attn_only_lens.patching.custom_metric import AnyMetric, as_metric
@@ -127,7 +128,8 @@ def activation_patch(
         logits_each = runs.metric.select(target.logits).numel()
         batching = Batching(model, batch_size, bar.update, logits_each)
         replay = replay_of(model, target, runs.metric)
-        _try(replay, chosen, where, part)
+        with full_precision():
+            _try(replay.judge, chosen, where, part)
         sweeper = Sweeper(replay, source, part, baseline, batching)
         for i in mine:
             frame = frame_of(groups[i], sweeper.values(groups[i]))
@@ -226,6 +228,7 @@ def _settings(
         "metric_code": _identified(metric),
         "sites": [name for each in sites for name in each.names],
         "positions": [each.label for each in positions],
+        "float32 products": matmul_precision(),
         "part": part,
         "direction": direction,
     }

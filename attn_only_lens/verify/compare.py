@@ -14,7 +14,7 @@ from attn_only_lens.heads.bilinear import BilinearHeads
 from attn_only_lens.heads.blocks import heads_block, neurons_block
 from attn_only_lens.in_place import InPlace, hidden
 from attn_only_lens.inputs import checked_tokens
-from attn_only_lens.numerics import where_float64_is
+from attn_only_lens.numerics import full_precision, where_float64_is
 from attn_only_lens.tl import HookedTransformer
 from attn_only_lens.two_blocks import AttentionOnlyTransformer
 from attn_only_lens.verify.approximated import activation_errors, approximated_logits
@@ -25,6 +25,7 @@ __all__ = ["verify"]
 _SIZES = ("n_layers", "d_model", "d_mlp", "d_vocab", "d_vocab_out", "gated_mlp")
 
 
+@full_precision()
 @torch.no_grad()
 def verify(
     source: HookedTransformer | TransformerBridge,
