@@ -19,7 +19,8 @@ LOOK_THERE_TOO := 'import pathlib, sys, sysconfig; \
 PYTEST = OMP_NUM_THREADS=1 PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 \
 	$(<D)/bin/python -m pytest -p xdist.plugin -n $(WORKERS)
 IN_WHEEL := env -u PYTHONPATH $(CURDIR)/out/wheel
-EXAMPLES := $(CURDIR)/tests/examples.py $(CURDIR)/README.md
+EXAMPLES := tests/examples.py README.md
+EXAMPLES_ON_4 := tests/examples.py README.md\#Install docs/circuits.md docs/growth.md docs/patching.md
 HAS_BROWSER := command -v chromium >/dev/null && command -v chromedriver >/dev/null
 comma := ,
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
@@ -67,9 +68,9 @@ wheel: ## install the wheel into empty environments, run the README's examples o
 	rm -rf out/wheel
 	$(PYTHON) -m pip wheel -q --no-deps -w out/wheel .
 	$(MAKE) out/wheel/hooked/ready out/wheel/bridge/ready
-	cd $$(mktemp -d) && $(IN_WHEEL)/hooked/bin/python -I $(EXAMPLES)
 	cd $$(mktemp -d) && $(IN_WHEEL)/hooked/bin/attn-only-lens demo --out demo
-	cd $$(mktemp -d) && $(IN_WHEEL)/bridge/bin/python -I $(EXAMPLES) '## Install'
+	cd $$(mktemp -d) && $(IN_WHEEL)/hooked/bin/python -I $(addprefix $(CURDIR)/,$(EXAMPLES))
+	cd $$(mktemp -d) && $(IN_WHEEL)/bridge/bin/python -I $(addprefix $(CURDIR)/,$(EXAMPLES_ON_4))
 
 bench: .venv/ready ## source against converted: time and memory
 	$(BIN)/python analyses/bench_convert.py

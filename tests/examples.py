@@ -1,7 +1,7 @@
 """Run the Python examples of a text, in order and together, with what the package needs alone.
 
-    python -I tests/examples.py README.md              # of a page
-    python -I tests/examples.py README.md "## Install"  # of one section
+    python -I tests/examples.py README.md docs/growth.md  # of pages
+    python -I tests/examples.py "README.md#Install"        # of one section
 
 `make wheel` does so with an installed wheel. With `-I`, nothing of the repository can be imported.
 """
@@ -26,19 +26,22 @@ def run(text, name):
 
 def section(text, title):
     """The section of a text under a title of the second level."""
-    [found] = re.findall(rf"^{title}\n(.*?)(?=^## |\Z)", text, re.M | re.S)
+    [found] = re.findall(rf"^## {title}\n(.*?)(?=^## |\Z)", text, re.M | re.S)
     return found
 
 
-def main(path, title=None):
-    text = Path(path).read_text("utf-8")
-    n = run(section(text, title) if title else text, path)
-    assert n, f"{path} has no example"
+def main(pages):
+    for page in pages:
+        path, _, title = page.partition("#")
+        text = Path(path).read_text("utf-8")
+        n = run(section(text, title) if title else text, page)
+        assert n, f"{page} has no example"
+        print(f"{n} examples of {page} ran")
     where = Path(find_spec("attn_only_lens").origin)
     assert where.is_relative_to(sys.prefix), f"{where} is not what was installed in {sys.prefix}"
     versions = {name: version(name) for name in ("attn-only-lens", "transformer-lens", "torch")}
-    print(f"{n} examples of {path} ran: Python {sys.version.split()[0]}, {versions}")
+    print(f"with Python {sys.version.split()[0]}, {versions}, in {where.parent}")
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main(sys.argv[1:])

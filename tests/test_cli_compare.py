@@ -52,7 +52,7 @@ def test_texts(folders, tmp_path):
     # Growth is exact to roundings of float32, of which patterns of order 1 keep some.
     assert neurons["divergence"].max() < 1e-6
     assert len(pd.read_csv(out / "new.csv")) == 2 * (1 + 4)
-    assert json.loads((out / "comparison.json").read_text())["n_prompts"] == 4
+    assert json.loads((out / "comparison.json").read_text())["about"]["n_prompts"] == 4
     for page in ("report.html", "circuit.html"):
         assert (out / page).read_text().startswith("<!DOCTYPE html>")
     assert (out / "report.html").stat().st_size < 6_000_000

@@ -25,7 +25,7 @@ def test_examples_run():
 
 
 def test_the_example_for_every_transformer_lens_runs():
-    assert run(section(README, "## Install"), "README.md") == 1
+    assert run(section(README, "Install"), "README.md") == 1
 
 
 @pytest.mark.parametrize("name", [name for name, text in PAGES.items() if "```python" in text])

@@ -1,20 +1,34 @@
 """What a comparison found: frames by component, the two circuits, and what they have in common."""
 
-import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import pandas as pd
 
-from attn_only_lens.files import write_text
-from attn_only_lens.patching.tables import write_table
+from attn_only_lens.errors import CheckpointError, ComparisonError, PatchingError
+from attn_only_lens.patching.tables import read_table, write_table
+from attn_only_lens.storage import Document, FileDigest, check_files, digests_of, opened_folder
 
 __all__ = ["Comparison"]
 
 _FRAMES = ("heads", "neurons", "new", "silent", "circuits", "nodes", "edges")
-_FORMAT = {"format": "attn_only_lens.Comparison", "format_version": 1}
+_SAID = "comparison.json"
+
+
+class _Comparison(TypedDict):
+    tokens: list[str]
+    about: dict[str, Any]
+    files: dict[str, FileDigest]
+
+
+def _unreadable(reason: str) -> ComparisonError:
+    return ComparisonError([reason], "this is no comparison that can be read")
+
+
+_DOCUMENT = Document("attn_only_lens.Comparison", 2, _Comparison, _unreadable, indent=2)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -93,14 +107,40 @@ class Comparison:
 
         Returns:
             The folder.
+
+        Raises:
+            ComparisonError: there is a file in its place.
+            CheckpointError: it cannot be written.
         """
-        folder = Path(folder)
+        there = opened_folder(folder, _unreadable)
         for name in _FRAMES:
-            frame: pd.DataFrame = getattr(self, name)
-            write_table(folder / f"{name}.csv", frame, {**_FORMAT, "frame": name})
-        said = {**_FORMAT, "tokens": self.tokens, **self.about}
-        write_text(folder / "comparison.json", json.dumps(said, indent=2, ensure_ascii=False))
-        return folder
+            write_table(there / f"{name}.csv", getattr(self, name), {"frame": name})
+        # Last: until then the folder is that of the earlier comparison, and damaged.
+        files = digests_of(there, _files())
+        about = _finite(dict(self.about))
+        _DOCUMENT.write(there / _SAID, tokens=self.tokens, about=about, files=files)
+        return Path(folder)
+
+    @classmethod
+    def load(cls, folder: str | Path) -> "Comparison":
+        """Read what `save` wrote; numbers in `about` that were not finite are None.
+
+        Raises:
+            ComparisonError: it is missing, damaged, or of another version.
+        """
+        there = opened_folder(folder, _unreadable)
+        said = _DOCUMENT.read(there / _SAID)
+        try:
+            if said["files"].keys() != _files():
+                raise CheckpointError(f"got files {sorted(said['files'])}")
+            check_files(there, said["files"])
+            frames = {name: read_table(there / f"{name}.csv")[0] for name in _FRAMES}
+        except (CheckpointError, PatchingError) as error:
+            raise _unreadable(f"{there}: {error}") from error
+        for frame in frames.values():  # no name is empty: it is missing
+            texts = frame.select_dtypes(exclude="number")
+            frame[texts.columns] = texts.where(texts != "")
+        return cls(**frames, tokens=tuple(said["tokens"]), about=said["about"])
 
     def __repr__(self) -> str:
         nodes = self.circuits.iloc[0]
@@ -111,3 +151,16 @@ class Comparison:
             f"nodes {nodes['kept']:.0f} are kept, {nodes['lost']:.0f} lost, {nodes['gained']:.0f} "
             "gained"
         )
+
+
+def _files() -> set[str]:
+    return {f"{name}.csv{end}" for name in _FRAMES for end in ("", ".json")}
+
+
+def _finite(value: Any) -> Any:
+    """The same as JSON has it, with None for numbers that JSON has not."""
+    if isinstance(value, Mapping):
+        return {key: _finite(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
