@@ -7,12 +7,15 @@ themselves are written `<0xE2>`, as SentencePiece names them; `joined` puts them
 """
 
 import re
+import reprlib
 from collections.abc import Iterable
 from typing import Any
 
 from torch import Tensor
 
+from attn_only_lens.errors import UnsupportedCallError
 from attn_only_lens.inputs import checked_tokens
+from attn_only_lens.plain import as_plain, is_count
 
 __all__ = ["joined", "token_text", "token_texts"]
 
@@ -39,7 +42,7 @@ def token_texts(model: Any, tokens: str | Tensor | Iterable[int]) -> list[str]:
         A text a token; of bytes that are no character by themselves, their names: `<0xE2>`.
 
     Raises:
-        UnsupportedCallError: a text that the model cannot take.
+        UnsupportedCallError: a text that the model cannot take, or no tokens of one prompt.
 
     Example:
         >>> from attn_only_lens import pretrained, token_texts
@@ -48,7 +51,12 @@ def token_texts(model: Any, tokens: str | Tensor | Iterable[int]) -> list[str]:
     """
     if isinstance(tokens, str):
         tokens = checked_tokens(model, tokens)[0]
-    ids = [int(each) for each in tokens]
+    ids = as_plain(tokens)
+    ids = list(map(as_plain, ids)) if isinstance(ids, Iterable) else [None]
+    if not all(map(is_count, ids)):
+        raise UnsupportedCallError(
+            f"tokens: got {reprlib.repr(tokens)}; expected a text, or tokens of one prompt [pos]"
+        )
     texts = [token_text(model, each) for each in ids]
     if texts and getattr(model, "tokenizer", None) is not None:
         first = _decoded(model.tokenizer, ids[:1])

@@ -38,7 +38,7 @@ def require(given: Sequence[Any], provenance: object, **settings: Any) -> None:
             f"got provenance {type(provenance).__name__}; expected what `grow` returned for grown, "
             "or a model with provenance=grown.provenance"
         )
-    for name in ("batch_size", "n_resamples", "n_nodes", "n_patched"):
+    for name in ("batch_size", "n_resamples", "n_nodes", "n_patched", "seed"):
         value, least = settings[name], 1 if name == "batch_size" else 0
         none = name == "n_patched" and value is None
         if not none and not is_count(value, least):

@@ -127,7 +127,7 @@ def compare(
     }
     settings |= {"edge_mass": edge_mass, "faithfulness": faithfulness}
     settings |= {"n_resamples": n_resamples, "confidence": confidence}
-    settings = {name: as_plain(value) for name, value in settings.items()}
+    settings = {name: as_plain(value) for name, value in (settings | {"seed": seed}).items()}
     if provenance is None and isinstance(grown, Grown):
         provenance = grown.provenance
     given = [model, grown] if null is None else [model, grown, null]
@@ -162,7 +162,7 @@ def compare(
                 "circuit_sizes": [len(each) for each in circuits],
                 "random_faithfulness": [list(each.random) for each in circuits],
                 "n_prompts_of_circuits": len(first.pair.clean),
-                "settings": {**settings, "seed": seed},
+                "settings": settings,
             }
 
             def compared(n_patched: int | None) -> Comparison:

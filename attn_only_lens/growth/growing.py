@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from attn_only_lens import expansion as ex
 from attn_only_lens.errors import GrowthError
@@ -235,6 +235,9 @@ def identity(model: Any) -> Identity:
     Args:
         model: any that `grow` or `compare` takes.
 
+    Raises:
+        GrowthError: it is no model.
+
     Example:
         >>> from attn_only_lens import convert, grow, pretrained
         >>> from attn_only_lens.growth import identity
@@ -246,6 +249,8 @@ def identity(model: Any) -> Identity:
         >>> source.differences(identity(model))
         ['embed.W_E']
     """
+    if not isinstance(model, nn.Module):
+        raise GrowthError([f"got a {type(model).__name__}; expected a model"], "it has no weights")
     rim = next((rim for rim in RIMS if rim.takes(model)), None)
     try:
         tensors = dict(model.named_parameters()) if rim is None else rim.read(model).tensors

@@ -1,0 +1,110 @@
+"""Numbers are numbers, whoever's; weights that are none are named. With either transformer-lens."""
+
+import bridges
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from common import D_MLP, tokens
+
+from attn_only_lens import (
+    GrowthError,
+    PatchingError,
+    UnsupportedModelError,
+    convert,
+    expose_neuron_heads,
+    grow,
+)
+from attn_only_lens import expansion as ex
+from attn_only_lens import patching as p
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # TransformerLens' own
+KINDS = {
+    "numpy": np.array,
+    "torch": torch.tensor,
+    "pandas": pd.Series,
+    "list of numpy": lambda numbers: [np.int64(each) for each in numbers],
+    "list of torch": lambda numbers: [torch.tensor(each) for each in numbers],
+}
+ONE = {"numpy": np.int64, "0-d": np.array, "torch": torch.tensor}
+
+
+@pytest.fixture(scope="module")
+def model():
+    return convert(bridges.boot("gpt2"))
+
+
+@pytest.fixture(scope="module")
+def pair(model):
+    return p.prompt_pair(model, tokens(), tokens(seed=1))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_several_numbers(model, pair, kind):
+    made = KINDS[kind]
+    got, expected = (p.resolve_positions(pair, each) for each in (made([2, 5]), [2, 5]))
+    for one, other in zip(got, expected, strict=True):
+        assert (one.label, type(one.label)) == (other.label, int)
+        assert torch.equal(one.where, other.where)
+    assert p.neuron_heads(made([1, 0])) == p.neuron_heads([1, 0])
+    both = [p.bind(p.logit_diff(made(a), 7), model, pair) for a in ([3, 5],)]
+    assert both[0].of(model(pair.clean)) == p.bind(p.logit_diff([3, 5], 7), model, pair).of(
+        model(pair.clean)
+    )
+    for wrong in (made([2.0, 5.0]), made([True, False])):
+        with pytest.raises(PatchingError, match="expected"):
+            p.resolve_positions(pair, wrong)
+        with pytest.raises(PatchingError, match="expected source layers"):
+            p.neuron_heads(wrong)
+
+
+@pytest.mark.parametrize("kind", ONE)
+def test_one_number(pair, kind):
+    made = ONE[kind]
+    assert p.resolve_positions(pair, made(-2))[0].label == -2
+    assert p.heads(made(1)) == p.heads(1)
+    bridge = bridges.boot("native")
+    got, expected = (
+        grow(bridge, d_mlp=size, seed=seed) for size, seed in ((made(41), made(3)), (41, 3))
+    )
+    assert got.model.cfg.d_mlp == 41
+    # The seed is the same, too.
+    for one, other in zip(got.model.parameters(), expected.model.parameters(), strict=True):
+        assert torch.equal(one, other)
+    assert ex.AddNeurons(made(3), layers=np.array([0])) == ex.AddNeurons(3, layers=[0])
+
+
+def test_names_of_a_column(model):
+    names = pd.Series(["L0N5", "L1H1"])
+    for got, other in zip(p.resolve(model, names), p.resolve(model, list(names)), strict=True):
+        assert got.names == other.names
+
+
+@pytest.mark.parametrize("size", [8.5, True, "8", 0, -3, float("nan")])
+def test_sizes_that_are_none(size):
+    with pytest.raises(GrowthError, match=r"got d_mlp=.*expected 1 or more"):
+        grow(bridges.boot("native"), d_mlp=size)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_weights_that_are_not_finite_are_named(value, dtype):
+    bridge = bridges.boot("native", dtype)
+    with torch.no_grad():
+        named = bridge.named_parameters()
+        name, weight = next((n, w) for n, w in named if "layers.1." in n and "mlp" in n)
+        weight[3, 5] = value
+    plain = name.replace("._original_component", "")
+    before = set(bridge.hook_dict)
+    for act, error in (
+        (lambda: expose_neuron_heads(bridge), UnsupportedModelError),
+        (lambda: convert(bridge), UnsupportedModelError),
+        (lambda: grow(bridge, d_mlp=D_MLP + 4), GrowthError),
+    ):
+        with pytest.raises(error) as caught:
+            act()
+        assert f"its {plain} has 1 entries that are NaN or infinite" in str(caught.value)
+    assert set(bridge.hook_dict) == before
+    with torch.no_grad():  # the control: large, and finite
+        weight[3, 5] = 1e4
+    assert grow(bridge, d_mlp=D_MLP + 4).model.cfg.d_mlp == D_MLP + 4
