@@ -15,7 +15,8 @@ What a variant cannot reach is not computed:
 so a variant that enters block b at position t costs 2 (n_pos - t) Σ_{blocks ≥ b} parameters flops
 and its attention, where a whole forward costs 2 n_pos (Σ parameters + d_model · d_vocab).
 
-Every replay is held against the recorded logits before it is used.
+Every replay is held against the recorded logits before it is used, and every kind of edit that a
+sweep makes of it against hooks (`patching/trials.py`).
 """
 
 from abc import ABC, abstractmethod
@@ -36,6 +37,7 @@ from attn_only_lens.tolerances import LOGIT_TOLERANCE
 __all__ = ["Replay", "Variants", "adding"]
 
 PROBLEM = "this model cannot be patched"
+_ROUNDINGS = 8
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,7 @@ class Variants:
         first: the first position at which they differ.
         entering: what enters that block, from `first` on.
         hooks: edits at hook points of that block, which see rows from `first` on.
-        mlp: the module of that block whose output they add `added` to, if any.
+        mlp: the module of that block, or hook point, whose output they add `added` to, if any.
         added: what they add there.
     """
 
@@ -68,6 +70,7 @@ class Replay(ABC):
         self.metric = metric
         self.n_blocks = len(model.blocks)
         self.batch, self.n_pos = recording.tokens.shape
+        self._adds: dict[int, bool] = {}
 
     @abstractmethod
     def logits(self, variants: Variants) -> Float[Tensor, "row position column"]:
@@ -114,9 +117,19 @@ class Replay(ABC):
         # The logits of a token are all that is left to compute.
         return everywhere == positions.to(device)[:, None]
 
-    @abstractmethod
     def adds(self, block: int, mlp: nn.Module) -> bool:
-        """Whether what the MLP of a block puts out is added to the stream as it is."""
+        """Whether what the MLP of a block puts out is added to the stream as it is: tried once."""
+        if block not in self._adds:
+            entering, after = self.recording.streams[block : block + 2]
+            noise = torch.randn(after.shape, generator=torch.Generator().manual_seed(0))
+            added = noise.to(after) * after.std()
+            out = self.leaving(Variants(block, 0, entering, mlp=mlp, added=added))
+            error = float((out - after - added).abs().max())
+            scale = float(after.abs().max() + added.abs().max())
+            # A sum of a few terms: no tolerance for what later layers make of its roundings.
+            # Where it is missed, patches run the block, which is right in any case.
+            self._adds[block] = error <= _ROUNDINGS * torch.finfo(out.dtype).eps * scale
+        return self._adds[block]
 
     def check(self) -> None:
         """Hold the replay of nothing against the recorded logits, from every block.

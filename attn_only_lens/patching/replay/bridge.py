@@ -40,7 +40,6 @@ from attn_only_lens.tolerances import LOGIT_TOLERANCE
 
 __all__ = ["BridgeReplay"]
 
-_ROUNDINGS = 8
 _FINE = (torch.float32, torch.float64)
 
 
@@ -49,7 +48,6 @@ class BridgeReplay(Replay):
 
     def __init__(self, model: Any, recording: Recording, metric: BoundMetric) -> None:
         super().__init__(model, recording, metric)
-        self._adds: dict[int, bool] = {}
         self._past: Past | None = None
         if all(stream.dtype in _FINE for stream in recording.streams):
             self._past = past_of(model, recording)
@@ -124,20 +122,6 @@ class BridgeReplay(Replay):
             return False
         theirs = self.recording.logits
         return _close(mine, theirs[..., self.metric.columns], theirs.abs().max())
-
-    def adds(self, block: int, mlp: nn.Module) -> bool:
-        """Whether what the MLP of a block puts out is added to the stream as it is: tried once."""
-        if block not in self._adds:
-            entering, after = self.recording.streams[block : block + 2]
-            noise = torch.randn(after.shape, generator=torch.Generator().manual_seed(0))
-            added = noise.to(after) * after.std()
-            out = self.leaving(Variants(block, 0, entering, mlp=mlp, added=added))
-            error = float((out - after - added).abs().max())
-            scale = float(after.abs().max() + added.abs().max())
-            # A sum of a few terms: no tolerance for what later layers make of its roundings.
-            # Where it is missed, patches run the block, which is right in any case.
-            self._adds[block] = error <= _ROUNDINGS * torch.finfo(out.dtype).eps * scale
-        return self._adds[block]
 
     def leaving(self, variants: Variants) -> Residual:
         """What leaves the first block, from `first` on."""

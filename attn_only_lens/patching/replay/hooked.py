@@ -5,8 +5,7 @@ from typing import Any
 
 import torch
 from jaxtyping import Float
-from torch import Tensor, nn
-from transformer_lens.utilities.architectures import POST_NORM_ARCHITECTURES
+from torch import Tensor
 
 from attn_only_lens.axes import Residual
 from attn_only_lens.heads import layout_of
@@ -56,12 +55,6 @@ class HookedReplay(Replay):
             attention_mask=mask,
         )
         return out
-
-    def adds(self, block: int, mlp: nn.Module) -> bool:
-        """Whether what the MLP of a block puts out is added to the stream as it is."""
-        cfg = self.model.cfg
-        normed = cfg.original_architecture in POST_NORM_ARCHITECTURES
-        return not (cfg.use_normalization_before_and_after or normed)
 
     def apart(self, block: int, position: int) -> bool:
         """Whether a block and those after it can be run from a position on, by themselves."""
