@@ -353,7 +353,7 @@ def test_a_cache_gives_and_does_not_take():
     past = past_of(model, record(model, pair()[1], None))
     keys, values = past.layers[1]
     assert keys.shape == values.shape == (BATCH, 1, POS, 14)
-    before = past.before(FIRST, 3)
+    before = past.before(FIRST)
     new = torch.full((3 * BATCH, 1, 2, 14), 9.0, dtype=keys.dtype)
     for _ in range(2):
         given, _ = before.update(new, new, 1)

@@ -30,6 +30,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from attn_only_lens.errors import UnsupportedModelError
+from attn_only_lens.heads import attention_heads
 from attn_only_lens.patching.bound import BoundMetric
 from attn_only_lens.patching.record import Hooks, Recording
 from attn_only_lens.tolerances import LOGIT_TOLERANCE
@@ -38,6 +39,9 @@ __all__ = ["Replay", "Variants", "adding"]
 
 PROBLEM = "this model cannot be patched"
 _ROUNDINGS = 8
+# Numbers at once, as torch's profiler counts what is allocated (`test_memory.py`): several copies
+# of the widest activation, or of attention scores; of the logits that a loss reads.
+_WIDEST, _SCORES, _LOGITS = 6, 4, 8
 
 
 @dataclass(frozen=True)
@@ -104,9 +108,33 @@ class Replay(ABC):
         positions = self.metric.positions
         return self.n_pos - 1 if positions is None else int(positions.min())
 
-    def tokens_from(self, first: int) -> int:
-        """Tokens that one variant runs on."""
-        return self.batch * (self.n_pos - first)
+    @property
+    def numbers_of_token(self) -> int:
+        """How many numbers a forward pass holds at once for a token, at the most: an estimate."""
+        widest = max(max(p.shape) for p in self.model.blocks.parameters())
+        d_model = self.recording.streams[0].shape[-1]
+        n_heads = max(attention_heads(self.model))
+        return 3 * d_model + max(_WIDEST * widest, _SCORES * n_heads * self.n_pos)
+
+    def numbers_from(self, first: int) -> int:
+        """How many numbers one variant holds at once, at the most: an estimate.
+
+        A variant of a few tokens reads the keys and values of all those before, and one block
+        after the other has a copy of them for each variant.
+        """
+        tokens = self.batch * (self.n_pos - first)
+        kept = self.kept_of_token * self.batch * self.n_pos if first else 0
+        return tokens * self.numbers_of_token + kept + _LOGITS * self.logits_of_variant
+
+    @property
+    @abstractmethod
+    def kept_of_token(self) -> int:
+        """How many numbers a block holds at once, for its keys and values of a token."""
+
+    @property
+    def logits_of_variant(self) -> int:
+        """How many logits are computed of one variant."""
+        return self.metric.select(self.recording.logits).numel()
 
     def seen(self, block: int) -> Bool[Tensor, "batch pos"]:
         """Where the metric can feel a change of what enters a block."""

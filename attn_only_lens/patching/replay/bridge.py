@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from attn_only_lens.axes import Residual
+from attn_only_lens.heads import attention_heads
 from attn_only_lens.patching.bound import BoundMetric
 from attn_only_lens.patching.record import (
     Recording,
@@ -96,6 +97,21 @@ class BridgeReplay(Replay):
             logits = self.logits(variants)
         return [variants.entering, *streams[variants.block + 1 :]], logits
 
+    @property
+    def kept_of_token(self) -> int:
+        """How many numbers a block holds at once, for its keys and values of a token."""
+        if self._past is None:
+            return 0
+        d_head = max(keys.shape[-1] for keys, _ in self._past.layers)
+        return 3 * max(attention_heads(self.model)) * d_head  # repeated, where they are grouped
+
+    @property
+    def logits_of_variant(self) -> int:
+        """How many logits are computed of one variant."""
+        if self._narrow or self.metric.columns is None:
+            return super().logits_of_variant
+        return self.metric.select(self.recording.logits)[..., 0].numel() * self.metric.shape[-1]
+
     def _as_returned(self, block: int, stream: Residual) -> Any:
         beside = self.recording.beside[block]
         return stream if beside is None else (stream, *(None,) * beside)
@@ -148,7 +164,7 @@ class BridgeReplay(Replay):
         cached: dict[str, Any] = {}
         if first:
             assert self._past is not None
-            cached["past_key_values"] = self._past.before(first, repeats)
+            cached["past_key_values"] = self._past.before(first)
         with self._passed_by(variants), adding(variants):
             return run(self.model, tokens, mask, variants.hooks, **cached)
 
