@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 from train_modular_addition import fast_logits, loss_of
 
-from attn_only_lens import expose_neuron_heads
+from attn_only_lens import HeadName, expose_neuron_heads
 from attn_only_lens.tl import HookedTransformer
 
 KEY = 0.05
@@ -88,8 +88,8 @@ def neurons(model: HookedTransformer, tokens: Tensor, answers: Tensor) -> pd.Dat
         answers: theirs.
     """
     p = model.cfg.d_vocab_out
-    hooks = [f"blocks.0.mlp.{hook}" for hook in ("hook_pattern", "hook_post")]
     with expose_neuron_heads(model) as exposed:
+        hooks = [HeadName.parse("L0N0").hook("pattern", exposed), "blocks.0.mlp.hook_post"]
         logits, cache = exposed.run_with_cache(tokens, names_filter=hooks)
     weights = cache[hooks[0]][:, :, -1, 0]  # [pair, neuron]
     shares = explained(weights.view(p, p, -1))

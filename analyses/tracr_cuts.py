@@ -87,4 +87,4 @@ def _hook(model: HookedTransformer, edge: Edge) -> str:
         return f"blocks.{model.cfg.n_layers - 1}.hook_resid_post"
     if edge.side == "in":
         return f"blocks.{HeadName.parse(edge.reader).layer}.mlp.hook_pre"
-    return HeadName.parse(edge.reader).hook(edge.side, "in place")
+    return HeadName.parse(edge.reader).hook(edge.side, model)

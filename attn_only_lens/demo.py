@@ -15,8 +15,7 @@ from torch import Tensor
 
 from attn_only_lens.axes import SELF
 from attn_only_lens.convert import convert
-from attn_only_lens.heads import HeadName
-from attn_only_lens.heads.names import neurons_block
+from attn_only_lens.heads import HeadName, point_name
 from attn_only_lens.pretrained import modular_addition, modular_addition_tokens
 from attn_only_lens.pretrained.modular_addition import MODULUS
 from attn_only_lens.tl import HookedTransformer
@@ -87,7 +86,7 @@ def _untrained(model: HookedTransformer) -> HookedTransformer:
 @torch.no_grad()
 def self_weights(model: AttentionOnlyTransformer) -> Float[Tensor, "neuron a b"]:
     """How much '=' attends to itself in every neuron-head of layer 0, for every (a, b)."""
-    hook = f"blocks.{neurons_block(0)}.attn.hook_pattern"
+    hook = point_name(model, 0, "neuron", "pattern")
     _, cache = model.run_with_cache(modular_addition_tokens(), names_filter=hook)
     at_equals = cache[hook][:, :, -1, SELF]  # [batch, head_index]
     return at_equals.T.reshape(-1, MODULUS, MODULUS)

@@ -12,7 +12,6 @@ from attn_only_lens.choice import BilinearRequest, choose_gating
 from attn_only_lens.errors import UnsupportedModelError
 from attn_only_lens.heads import Gating
 from attn_only_lens.in_place import (
-    HOOKS,
     BilinearInPlace,
     InPlace,
     KnownMLP,
@@ -44,11 +43,12 @@ class ExposedNeurons:
 
     Example:
         >>> from attn_only_lens import ExposedNeurons, expose_neuron_heads, pretrained
-        >>> exposed = expose_neuron_heads(pretrained.modular_addition())
-        >>> isinstance(exposed, ExposedNeurons), "blocks.0.mlp.hook_z" in exposed.model.hook_dict
+        >>> model = pretrained.modular_addition()
+        >>> exposed = expose_neuron_heads(model)
+        >>> isinstance(exposed, ExposedNeurons), "blocks.0.mlp.hook_neuron_act" in model.hook_dict
         (True, True)
         >>> exposed.undo()
-        >>> "blocks.0.mlp.hook_z" in exposed.model.hook_dict
+        >>> "blocks.0.mlp.hook_neuron_act" in model.hook_dict
         False
     """
 
@@ -87,14 +87,23 @@ def expose_neuron_heads(
     """See the neurons of a model as attention heads, and leave the model as it is.
 
     Where `convert` builds a model with blocks of neuron-heads, this adds hook points to the MLPs of
-    the model itself: `blocks.{l}.mlp.hook_{q,k,v,attn_scores,pattern,z,result}`, in the shapes of
-    heads. Every name, weight and tool of the model stays, and every hook that fired fires as
-    before. With exact gates and none of the new hook points live, the model's own code runs alone:
-    its logits are bitwise what they were. With hooks they agree to rounding.
+    the model itself, in the shapes of heads:
 
-    An edit at any hook point reaches those that follow: hook_pre, then hook_q, hook_k, hook_v,
-    hook_attn_scores, hook_pattern and hook_z, then hook_post, then hook_result. As with attention
-    heads, hook_result fires only after `model.set_use_attn_result(True)`.
+        q        blocks.{l}.mlp.hook_neuron_query     attn_scores  blocks.{l}.mlp.hook_neuron_logits
+        k        blocks.{l}.mlp.hook_neuron_key       pattern      blocks.{l}.mlp.hook_neuron_probs
+        v        blocks.{l}.mlp.hook_neuron_value     z            blocks.{l}.mlp.hook_neuron_act
+                                                      result       blocks.{l}.mlp.hook_neuron_write
+
+    `HeadName.hook` gives these names. They are not attention's, so that a filter for attention's
+    hooks, `name.endswith("hook_z")`, selects on this model what it selects on any other.
+
+    Every name, weight and tool of the model stays, and every hook that fired fires as before. With
+    exact gates and none of the new hook points live, the model's own code runs alone: its logits
+    are bitwise what they were. With hooks they agree to rounding.
+
+    An edit at any hook point reaches those that follow: hook_pre, then q, k, v, attn_scores,
+    pattern and z of the heads, then hook_post, then their result. As with attention heads, the
+    result fires only after `model.set_use_attn_result(True)`.
 
     Each MLP is run on a small random batch before and after, and compared, so that no MLP is taken
     for what it is not.
@@ -210,7 +219,7 @@ def _differences(each: InPlace, x: Tensor, expected: Tensor) -> list[str]:
     """Where the output of an MLP for x is not `expected`, nor the sum of what its heads write."""
     results: list[Tensor] = []
     silent = run_alone(each.mlp, each.sockets, x)
-    handles = [getattr(each, hook).register_forward_hook(lambda *_: None) for hook in HOOKS]
+    handles = [p.register_forward_hook(lambda *_: None) for p in each.points.values()]
     handles.append(each.hook_result.register_forward_hook(lambda m, i, out: results.append(out)))
     each.results = True
     live = run_alone(each.mlp, each.sockets, x)

@@ -168,8 +168,3 @@ def inputs(name, dtype=torch.float64):
         return tokens()
     generator = torch.Generator().manual_seed(0)
     return torch.randn(BATCH, 3, 10, 10, generator=generator, dtype=dtype)
-
-
-def hook(point, layer=1):
-    """The name of a hook point of neuron-heads."""
-    return f"blocks.{layer}.mlp.hook_{point}"

@@ -8,6 +8,16 @@ import torch
 
 from attn_only_lens.tl import HAS_HOOKED_TRANSFORMER
 
+IN_PLACE = {
+    "q": "hook_neuron_query",
+    "k": "hook_neuron_key",
+    "v": "hook_neuron_value",
+    "attn_scores": "hook_neuron_logits",
+    "pattern": "hook_neuron_probs",
+    "z": "hook_neuron_act",
+    "result": "hook_neuron_write",
+}
+"""Hook points of neuron-heads in place, spelled out."""
 BATCH, POS, D_MLP, D_VOCAB, N_LAYERS = 2, 11, 37, 41, 3
 
 needs_hooked_transformer = pytest.mark.skipif(
@@ -18,6 +28,11 @@ needs_transformer_lens_4 = pytest.mark.skipif(
     HAS_HOOKED_TRANSFORMER,
     reason="about what transformer-lens 4 has not: run with it, `make test`",
 )
+
+
+def mlp_hook(point, layer=1):
+    """The name of a hook point of an exposed MLP: of its neuron-heads, or its own."""
+    return f"blocks.{layer}.mlp.{IN_PLACE.get(point, f'hook_{point}')}"
 
 
 def tokens(seed=0, batch=BATCH, pos=POS):

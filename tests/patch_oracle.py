@@ -19,12 +19,12 @@ def difference(logits, positions=None):
     return (chosen[:, CORRECT] - chosen[:, WRONG]).mean().item()
 
 
-def place(name, part, pos, layout):
+def place(model, name, part, pos):
     """The hook point of a part of a head, and where in it the head is."""
     head = HeadName.parse(name)
     if part == "pattern":
-        return head.hook("pattern", layout), (slice(None), head.index, pos)
-    return head.hook(ACTIVATION[part], layout), (slice(None), pos, head.index)
+        return head.hook("pattern", model), (slice(None), head.index, pos)
+    return head.hook(ACTIVATION[part], model), (slice(None), pos, head.index)
 
 
 @torch.no_grad()

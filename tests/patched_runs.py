@@ -6,6 +6,7 @@ Shares no code with the package: names are taken apart here, and hook points spe
 import re
 
 import torch
+from common import mlp_hook
 
 ACTIVATION = {"z": "z", "pattern": "pattern", "value": "v", "q": "q"}
 
@@ -20,8 +21,9 @@ def hook_point(model, name, part):
     layer, kind = re.fullmatch(r"L(\d+)([HN])[\d.]+", name).groups()
     if two_blocks(model):
         return f"blocks.{2 * int(layer) + (kind == 'N')}.attn.hook_{ACTIVATION[part]}"
-    where = "mlp" if kind == "N" else "attn"
-    return f"blocks.{layer}.{where}.hook_{ACTIVATION[part]}"
+    if kind == "N":
+        return mlp_hook(ACTIVATION[part], layer)
+    return f"blocks.{layer}.attn.hook_{ACTIVATION[part]}"
 
 
 def heads_of(name, per_neuron=1):

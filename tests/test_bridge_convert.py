@@ -9,8 +9,8 @@ from copy import deepcopy
 import pytest
 import torch
 import transformers
-from bridges import CHOSEN, GATED_CHOSEN, NEURON, STATES, boot, bridged, hook, inputs, randomise
-from common import D_MLP, POS, relative, tokens
+from bridges import CHOSEN, GATED_CHOSEN, NEURON, STATES, boot, bridged, inputs, randomise
+from common import D_MLP, POS, mlp_hook, relative, tokens
 from tiny_tokenizer import tiny_tokenizer
 from torch import nn
 from transformer_lens.hook_points import HookPoint
@@ -68,7 +68,7 @@ def test_same_function_and_the_callers_bridge_untouched(name, state, copy):
     logits, cache = converted.run_with_cache(tokens())
     assert relative(logits, expected) <= 2e-5
     assert set(theirs) < set(cache)
-    assert hook("pattern") in cache
+    assert mlp_hook("pattern") in cache
     assert converted.cfg.dtype == torch.float32
     mode = {n: m.training for n, m in bridge.named_modules()}
     assert {n: m.training for n, m in converted.named_modules() if n in mode} == mode
@@ -395,12 +395,14 @@ def test_accessors(name):
     converted = convert(bridge)
     _, cache = converted.run_with_cache(tokens())
     _, single = converted.run_with_cache(tokens()[:1], remove_batch_dim=True)
-    _, few = converted.run_with_cache(tokens(), names_filter=[hook("pattern")])
-    _, one = converted.run_with_cache(tokens(), names_filter=lambda name: name == hook("pattern"))
+    _, few = converted.run_with_cache(tokens(), names_filter=[mlp_hook("pattern")])
+    _, one = converted.run_with_cache(
+        tokens(), names_filter=lambda name: name == mlp_hook("pattern")
+    )
     pattern = neuron_pattern(cache, "L1N29")
     assert pattern.shape == (2, POS, 2)
-    assert torch.equal(pattern, cache[hook("pattern")][:, NEURON])
-    q = cache[hook("q")][..., NEURON, 0]
+    assert torch.equal(pattern, cache[mlp_hook("pattern")][:, NEURON])
+    q = cache[mlp_hook("q")][..., NEURON, 0]
     # The weight is act(q) / q, by torch's own activation.
     act = nn.functional.silu if name == "llama" else functools.partial(nn.functional.gelu)
     how = {} if name == "llama" else {"approximate": "tanh"}

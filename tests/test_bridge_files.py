@@ -4,8 +4,8 @@ import json
 
 import pytest
 import torch
-from bridges import CHOSEN, GATED_CHOSEN, NEURON, STATES, boot, hook
-from common import needs_transformer_lens_4, relative, tokens
+from bridges import CHOSEN, GATED_CHOSEN, NEURON, STATES, boot
+from common import mlp_hook, needs_transformer_lens_4, relative, tokens
 from safetensors.torch import load_file, save_file
 from tiny_tokenizer import tiny_tokenizer
 from transformer_lens.model_bridge import TransformerBridge
@@ -43,7 +43,7 @@ def same(a, b):
     for key, value in cache.items():
         if isinstance(value, torch.Tensor):
             assert torch.equal(value, cached[key]), key
-    drop = [(hook("z"), lambda z, hook: z.index_fill(2, torch.tensor(NEURON), 0.0))]
+    drop = [(mlp_hook("z"), lambda z, hook: z.index_fill(2, torch.tensor(NEURON), 0.0))]
     edited = a.run_with_hooks(tokens(), fwd_hooks=drop)
     assert torch.equal(edited, b.run_with_hooks(tokens(), fwd_hooks=drop))
     assert relative(edited, logits) > 1e-7
@@ -95,7 +95,7 @@ def test_bilinear_gates(name, tmp_path):
     assert not torch.equal(loaded(tokens()), source(tokens()))
     _, cache = loaded.run_with_cache(tokens())
     _, theirs = model.run_with_cache(tokens())
-    assert cache[hook("pattern")].shape == (2, 8 * 37, 11, 2)
+    assert cache[mlp_hook("pattern")].shape == (2, 8 * 37, 11, 2)
     for name in ("L1N29.0", "L0N7.7"):
         assert torch.equal(neuron_pattern(cache, name), neuron_pattern(theirs, name))
 
@@ -114,8 +114,8 @@ def test_what_is_saved_is_the_model_as_it_is_now(tmp_path):
     assert loaded.blocks[1].attn.q.weight.requires_grad
     assert loaded.cfg.use_attn_result
     _, cache = loaded.run_with_cache(tokens())
-    assert cache[hook("result")].shape == (2, 11, 37, 26)
-    assert cache[hook("result")][:, :, NEURON].abs().max() == 0
+    assert cache[mlp_hook("result")].shape == (2, 11, 37, 26)
+    assert cache[mlp_hook("result")][:, :, NEURON].abs().max() == 0
 
 
 def test_training_a_loaded_model_trains_what_shares_memory(tmp_path):
@@ -222,7 +222,7 @@ def test_whether_results_are_on(name, tmp_path):
         model.set_use_attn_result(on)
         loaded = load(save(model, tmp_path / "saved"))
         same(model, loaded)
-        assert (hook("result") in loaded.run_with_cache(tokens())[1]) == on
+        assert (mlp_hook("result") in loaded.run_with_cache(tokens())[1]) == on
 
 
 def test_only_models_with_neuron_heads_are_saved(tmp_path):

@@ -5,7 +5,7 @@ import re
 
 import pytest
 import torch
-from common import D_MLP, N_LAYERS, POS, relative, tokens
+from common import D_MLP, N_LAYERS, POS, mlp_hook, relative, tokens
 from models import CORE, FAMILIES, build
 
 from attn_only_lens import (
@@ -25,10 +25,6 @@ from attn_only_lens.tolerances import LOGIT_TOLERANCE
 EXACT = 1e-12
 LAYER, NEURON = 1, 29
 POINTS = ("q", "k", "v", "attn_scores", "pattern", "z", "result")
-
-
-def hook(point, layer=LAYER):
-    return f"blocks.{layer}.mlp.hook_{point}"
 
 
 def state(model):
@@ -57,9 +53,9 @@ def test_logits_and_every_hook(name):
         finite = theirs[key].isfinite()
         assert relative(cache[key][finite], theirs[key][finite]) <= EXACT
     for layer in range(N_LAYERS):
-        assert cache[hook("result", layer)].shape == (2, POS, D_MLP, 26)
+        assert cache[mlp_hook("result", layer)].shape == (2, POS, D_MLP, 26)
         for point in POINTS[:-1]:
-            got, twin = cache[hook(point, layer)], heads[point, 2 * layer + 1]
+            got, twin = cache[mlp_hook(point, layer)], heads[point, 2 * layer + 1]
             assert got.shape == twin.shape
             scale = max(twin.abs().max().item(), 1e-300)
             assert (got - twin).abs().max().item() <= 1e-11 * scale or scale > 1e300
@@ -94,7 +90,7 @@ def test_gradients(name):
     for live in (False, True):
         model.zero_grad()
         with expose_neuron_heads(model):
-            keep = [(hook(p), lambda g, hook: seen.update({hook.name: g})) for p in POINTS]
+            keep = [(mlp_hook(p), lambda g, hook: seen.update({hook.name: g})) for p in POINTS]
             with model.hooks(bwd_hooks=keep if live else []):
                 model(tokens()).square().mean().backward()
         for key, parameter in model.named_parameters():
@@ -105,8 +101,8 @@ def test_gradients(name):
             scale = max(expected[key].abs().max(), 1e-4 * largest)
             error = (parameter.grad - expected[key]).abs().max()
             assert error <= (1e-11 * scale if live else 0.0), key
-    assert set(seen) == {hook(p) for p in POINTS}
-    assert seen[hook("z")].shape == (2, POS, D_MLP, 1)
+    assert set(seen) == {mlp_hook(p) for p in POINTS}
+    assert seen[mlp_hook("z")].shape == (2, POS, D_MLP, 1)
 
 
 @pytest.mark.parametrize("name", CORE)
@@ -128,7 +124,7 @@ def test_an_edit_reaches_all_that_follow_and_nothing_before(name, in_place):
         return edit
 
     pre, post = change(lambda q: q + 0.9), change(lambda a: 2 * a + 0.3)
-    source = [(hook("pre"), pre), (hook("post"), post)]
+    source = [(mlp_hook("pre"), pre), (mlp_hook("post"), post)]
     expected = model.run_with_hooks(tokens(), fwd_hooks=source)
     clean = model(tokens())
     assert relative(expected, clean) > 1e-6
@@ -136,21 +132,24 @@ def test_an_edit_reaches_all_that_follow_and_nothing_before(name, in_place):
         with model.hooks(source):
             logits, cache = model.run_with_cache(tokens())
         assert relative(logits, expected) <= EXACT
-        q, z = cache[hook("q")][..., NEURON, 0], cache[hook("z")][..., NEURON, 0]
-        assert torch.equal(q, cache[hook("pre")][..., NEURON])
-        up = cache[hook("pre_linear")][..., NEURON] if gated else 1.0
+        q, z = cache[mlp_hook("q")][..., NEURON, 0], cache[mlp_hook("z")][..., NEURON, 0]
+        assert torch.equal(q, cache[mlp_hook("pre")][..., NEURON])
+        up = cache[mlp_hook("pre_linear")][..., NEURON] if gated else 1.0
         torch.testing.assert_close(z, act(q) * up, rtol=EXACT, atol=1e-14)
-        shown = cache[hook("post")][..., NEURON]
+        shown = cache[mlp_hook("post")][..., NEURON]
         torch.testing.assert_close(shown, 2 * (z + b_in) + 0.3, rtol=EXACT, atol=1e-13)
         # The same edit of the activation, made at hook_z: before the b_in of a gated MLP.
-        at_z = [(hook("pre"), pre), (hook("z"), change(lambda a: 2 * (a + b_in) + 0.3 - b_in))]
+        at_z = [
+            (mlp_hook("pre"), pre),
+            (mlp_hook("z"), change(lambda a: 2 * (a + b_in) + 0.3 - b_in)),
+        ]
         assert relative(model.run_with_hooks(tokens(), fwd_hooks=at_z), expected) <= EXACT
         # To edit the query does not move what hook_pre has shown, nor the value.
         _, plain = model.run_with_cache(tokens())
-        with model.hooks([(hook("q"), pre)]):
+        with model.hooks([(mlp_hook("q"), pre)]):
             _, moved = model.run_with_cache(tokens())
         for point, same in (("pre", True), ("v", True), ("q", False), ("pattern", False)):
-            assert torch.equal(moved[hook(point)], plain[hook(point)]) == same, point
+            assert torch.equal(moved[mlp_hook(point)], plain[mlp_hook(point)]) == same, point
 
 
 @pytest.mark.parametrize("name", CORE)
@@ -165,12 +164,12 @@ def test_results_add_up_and_can_be_edited(name):
     with expose_neuron_heads(model):
         mlp.register_forward_hook(lambda m, i, o: out.update(mlp=o))
         model.set_use_attn_result(True)
-        with model.hooks([(hook("post"), double)]):
+        with model.hooks([(mlp_hook("post"), double)]):
             _, cache = model.run_with_cache(tokens())
-        total = cache[hook("result")].sum(2) + bias
+        total = cache[mlp_hook("result")].sum(2) + bias
         assert relative(total, out["mlp"]) <= EXACT
-        by_z = model.run_with_hooks(tokens(), fwd_hooks=[(hook("z"), drop)])
-        by_result = model.run_with_hooks(tokens(), fwd_hooks=[(hook("result"), drop)])
+        by_z = model.run_with_hooks(tokens(), fwd_hooks=[(mlp_hook("z"), drop)])
+        by_result = model.run_with_hooks(tokens(), fwd_hooks=[(mlp_hook("result"), drop)])
         assert relative(by_result, by_z) <= EXACT
         assert relative(by_z, model(tokens())) > 1e-6
 
@@ -200,9 +199,9 @@ def test_undone_after_an_error_too():
         raise RuntimeError("in a hook")
 
     with expose_neuron_heads(model), pytest.raises(RuntimeError, match="in a hook"):
-        model.run_with_hooks(tokens(), fwd_hooks=[(hook("z"), fail)])
+        model.run_with_hooks(tokens(), fwd_hooks=[(mlp_hook("z"), fail)])
     with pytest.raises(RuntimeError, match="in a hook"), expose_neuron_heads(model):
-        model.run_with_hooks(tokens(), fwd_hooks=[(hook("pre"), fail)])
+        model.run_with_hooks(tokens(), fwd_hooks=[(mlp_hook("pre"), fail)])
     assert state(model) == before
 
 
@@ -210,7 +209,7 @@ def test_undone_after_an_error_too():
 def test_hooks_of_others_stay():
     """Also across undo, and those on an MLP, which do not fire while it is run to be looked at."""
     model = build("gelu")
-    calls, post = [], hook("post")
+    calls, post = [], mlp_hook("post")
     model.add_perma_hook("blocks.0.hook_resid_pre", lambda x, hook: calls.append("resid"))
     model.add_perma_hook(post, lambda x, hook: calls.append("post"))
     model.add_hook(post, lambda x, hook: x.index_fill(-1, torch.tensor(NEURON), 0.0))
@@ -247,7 +246,7 @@ def test_accessors_and_a_copy():
     _, plain = model.run_with_cache(tokens())
     with pytest.raises(UnsupportedCallError, match="converted or exposed"):
         neuron_pattern(plain, "L1N29")
-    assert other.blocks[0].mlp.hook_q is not None, "the copy is exposed still"
+    assert mlp_hook("q", 0) in other.hook_dict, "the copy is exposed still"
 
 
 @pytest.mark.parametrize("name", [*CORE, "relu", "silu"])
@@ -266,8 +265,8 @@ def test_bilinear(name):
         source.set_use_attn_result(True)
         logits, cache = source.run_with_cache(tokens())
         assert relative(logits, expected) <= EXACT
-        assert cache[hook("pattern")].shape == (2, D_MLP * heads, POS, 2)
-        assert cache[hook("result")].shape == (2, POS, D_MLP * heads, 26)
+        assert cache[mlp_hook("pattern")].shape == (2, D_MLP * heads, POS, 2)
+        assert cache[mlp_hook("result")].shape == (2, POS, D_MLP * heads, 26)
         assert neuron_gate(cache, "L1N29").shape == (2, POS)
         source.set_use_attn_result(False)
     assert torch.equal(source(tokens()), exact)
@@ -281,7 +280,7 @@ def test_generate():
     how |= {"stop_at_eos": False}
     expected = model.generate(start, **how)
     seen = []
-    with expose_neuron_heads(model), model.hooks([(hook("z"), lambda z, hook: seen.append(z))]):
+    with expose_neuron_heads(model), model.hooks([(mlp_hook("z"), lambda z, hook: seen.append(z))]):
         assert torch.equal(model.generate(start, **how), expected)
     assert [z.shape[1] for z in seen] == [3, 4, 5, 6, 7]
 
@@ -290,14 +289,14 @@ def test_hook_result_that_would_not_fire_is_refused():
     model = build("gelu")
     with expose_neuron_heads(model):
         for call in (
-            lambda: model.run_with_hooks(tokens(), fwd_hooks=[(hook("result"), print)]),
-            lambda: model.run_with_cache(tokens(), names_filter=hook("result")),
-            lambda: model.add_hook(hook("result"), print),
+            lambda: model.run_with_hooks(tokens(), fwd_hooks=[(mlp_hook("result"), print)]),
+            lambda: model.run_with_cache(tokens(), names_filter=mlp_hook("result")),
+            lambda: model.add_hook(mlp_hook("result"), print),
         ):
             with pytest.raises(UnsupportedCallError, match="set_use_attn_result"):
                 call()
         _, cache = model.run_with_cache(tokens())
-        assert hook("result") not in cache
+        assert mlp_hook("result") not in cache
 
 
 @pytest.mark.parametrize(

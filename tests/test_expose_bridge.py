@@ -8,8 +8,8 @@ import math
 
 import pytest
 import torch
-from bridges import FAMILIES, NEURON, boot, hook, inputs, original
-from common import BATCH, D_MLP, relative, tokens
+from bridges import FAMILIES, NEURON, boot, inputs, original
+from common import BATCH, D_MLP, mlp_hook, relative, tokens
 
 from attn_only_lens import (
     Calibration,
@@ -89,24 +89,24 @@ def test_logits_and_every_hook(name, compatible):
     logits, cache = bridge.run_with_cache(x)
     assert relative(logits, expected) <= bound
     assert set(cache) - set(theirs) == {
-        hook(point, layer)
+        mlp_hook(point, layer)
         for layer in (0, 1)
         for point in ("q", "k", "v", "attn_scores", "pattern", "z")
     }
     same(cache, theirs, bound)
     pos = theirs[out_in()].shape[1]
     for point in ("q", "k", "v", "z"):
-        assert cache[hook(point)].shape == (BATCH, pos, D_MLP, 1)
+        assert cache[mlp_hook(point)].shape == (BATCH, pos, D_MLP, 1)
     for point in ("attn_scores", "pattern"):
-        assert cache[hook(point)].shape == (BATCH, D_MLP, pos, 2)
-    z = cache[hook("z")].squeeze(-1)
+        assert cache[mlp_hook(point)].shape == (BATCH, D_MLP, pos, 2)
+    z = cache[mlp_hook("z")].squeeze(-1)
     assert relative(z, theirs[out_in()]) <= bound
     pattern = neuron_pattern(cache, "L1N29")
-    v = cache[hook("v")][..., NEURON, 0]
+    v = cache[mlp_hook("v")][..., NEURON, 0]
     assert relative(pattern[..., 0] * v, z[..., NEURON]) <= bound
     assert torch.equal(neuron_gate(cache, "L1N29"), pattern[..., 0])
     # An edit of z is that of the activation; the control: it moves the logits.
-    by_z = bridge.run_with_hooks(x, fwd_hooks=[(hook("z"), drop(NEURON, 2))])
+    by_z = bridge.run_with_hooks(x, fwd_hooks=[(mlp_hook("z"), drop(NEURON, 2))])
     by_post = twin.run_with_hooks(x, fwd_hooks=[(out_in(), drop(NEURON, -1))])
     assert relative(by_z, by_post) <= bound
     assert relative(by_z, expected) > 1e3 * bound
@@ -143,14 +143,14 @@ def test_neurons_from_the_weights_of_the_model_that_was_not_bridged(name):
         v = q * up[0] if up else q
         expected = {"q": q, "v": v, "z": gate * v, "k": torch.zeros_like(q)}
         for point, value in expected.items():
-            got = cache[hook(point, layer)].squeeze(-1)
+            got = cache[mlp_hook(point, layer)].squeeze(-1)
             assert (got - value).abs().max() <= bound * max(value.abs().max(), 1e-9), point
         pattern = torch.stack([gate, 1 - gate], dim=-1).transpose(1, 2)
-        assert (cache[hook("pattern", layer)] - pattern).abs().max() <= bound
-        assert (cache[hook("attn_scores", layer)].softmax(-1) - pattern).abs().max() <= bound
+        assert (cache[mlp_hook("pattern", layer)] - pattern).abs().max() <= bound
+        assert (cache[mlp_hook("attn_scores", layer)].softmax(-1) - pattern).abs().max() <= bound
         # What the model itself makes of them, and a control: those of the neuron next to it.
         assert relative(gate * v, seen["post"]) <= EXACT
-        assert relative(cache[hook("z", layer)].squeeze(-1).roll(1, -1), gate * v) > 0.1
+        assert relative(cache[mlp_hook("z", layer)].squeeze(-1).roll(1, -1), gate * v) > 0.1
 
 
 def project(part, x):
@@ -170,7 +170,7 @@ def test_lower_precision(name, dtype):
     with expose_neuron_heads(bridge):
         assert torch.equal(bridge(x), expected)
         logits, cache = bridge.run_with_cache(x)
-    assert logits.dtype == dtype == cache[hook("z")].dtype
+    assert logits.dtype == dtype == cache[mlp_hook("z")].dtype
     eps = torch.finfo(dtype).eps
     assert relative(logits.double(), source) <= 4 * relative(expected.double(), source) + 16 * eps
 
@@ -182,10 +182,10 @@ def test_gradients(name):
     seen = {}
     expose_neuron_heads(bridge)
     points = ("q", "k", "v", "attn_scores", "pattern", "z")
-    keep = [(hook(p), lambda g, hook: seen.update({hook.name: g})) for p in points]
+    keep = [(mlp_hook(p), lambda g, hook: seen.update({hook.name: g})) for p in points]
     with bridge.hooks(bwd_hooks=keep):
         bridge(x).square().mean().backward()
-    assert set(seen) == {hook(p) for p in points}
+    assert set(seen) == {mlp_hook(p) for p in points}
     pairs = zip(bridge.original_model.parameters(), twin.original_model.parameters(), strict=True)
     compared = 0
     for got, expected in pairs:
@@ -196,7 +196,7 @@ def test_gradients(name):
             compared += 1
     assert compared > 10
     # ∂/∂z is what W_out hands back; the control: it is not nothing.
-    assert seen[hook("z")].abs().max() > 0
+    assert seen[mlp_hook("z")].abs().max() > 0
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -205,19 +205,19 @@ def test_hook_result(name):
     bridge, x = boot(name), inputs(name)
     expose_neuron_heads(bridge)
     for call in (
-        lambda: bridge.run_with_hooks(x, fwd_hooks=[(hook("result"), print)]),
-        lambda: bridge.run_with_hooks(x, bwd_hooks=[(hook("result"), print)]),
-        lambda: bridge.add_hook(hook("result"), print),
-        lambda: bridge.add_perma_hook(hook("result"), print),
-        lambda: bridge.hooks([(hook("result"), print)]).__enter__(),
-        lambda: bridge.run_with_cache(x, names_filter=hook("result")),
-        lambda: bridge.run_with_cache(x, names_filter=[hook("z"), hook("result")]),
+        lambda: bridge.run_with_hooks(x, fwd_hooks=[(mlp_hook("result"), print)]),
+        lambda: bridge.run_with_hooks(x, bwd_hooks=[(mlp_hook("result"), print)]),
+        lambda: bridge.add_hook(mlp_hook("result"), print),
+        lambda: bridge.add_perma_hook(mlp_hook("result"), print),
+        lambda: bridge.hooks([(mlp_hook("result"), print)]).__enter__(),
+        lambda: bridge.run_with_cache(x, names_filter=mlp_hook("result")),
+        lambda: bridge.run_with_cache(x, names_filter=[mlp_hook("z"), mlp_hook("result")]),
     ):
         with pytest.raises((ValueError, UnsupportedCallError), match="set_use_attn_result"):
             call()
-    assert hook("result") not in bridge.run_with_cache(x)[1]
+    assert mlp_hook("result") not in bridge.run_with_cache(x)[1]
     if name in NO_ATTENTION_RESULT:
-        with pytest.warns(UserWarning, match="only mlp.hook_result is on"):
+        with pytest.warns(UserWarning, match="only mlp.hook_neuron_write is on"):
             bridge.set_use_attn_result(True)
         with pytest.raises(ValueError, match="use_attn_result"):
             bridge.add_hook("blocks.0.attn.hook_result", print)
@@ -225,15 +225,15 @@ def test_hook_result(name):
         bridge.set_use_attn_result(True)
     _, cache = bridge.run_with_cache(x)
     bias = getattr(bridge.blocks[1].mlp.out, "bias", None)
-    total = cache[hook("result")].sum(2) + (0.0 if bias is None else bias)
+    total = cache[mlp_hook("result")].sum(2) + (0.0 if bias is None else bias)
     assert relative(total, cache["blocks.1.mlp.out.hook_out"]) <= EXACT
-    by_result = bridge.run_with_hooks(x, fwd_hooks=[(hook("result"), drop(NEURON, 2))])
-    by_z = bridge.run_with_hooks(x, fwd_hooks=[(hook("z"), drop(NEURON, 2))])
+    by_result = bridge.run_with_hooks(x, fwd_hooks=[(mlp_hook("result"), drop(NEURON, 2))])
+    by_z = bridge.run_with_hooks(x, fwd_hooks=[(mlp_hook("z"), drop(NEURON, 2))])
     assert relative(by_result, by_z) <= EXACT
     assert relative(by_z, bridge(x)) > 1e-7
     bridge.set_use_attn_result(False)
     with pytest.raises(ValueError, match="set_use_attn_result"):
-        bridge.add_hook(hook("result"), print)
+        bridge.add_hook(mlp_hook("result"), print)
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama", "native", "native_gated"])
@@ -251,7 +251,7 @@ def test_bilinear(name):
         hooked, cache = bridge.run_with_cache(tokens())
         assert relative(hooked, silent) <= EXACT
         assert 0 < relative(silent, exact) < 0.1
-        assert cache[hook("pattern")].shape == (2, 8 * D_MLP, 11, 2)
+        assert cache[mlp_hook("pattern")].shape == (2, 8 * D_MLP, 11, 2)
     assert torch.equal(bridge(tokens()), exact)
 
 
@@ -259,7 +259,7 @@ def test_bilinear(name):
 def test_an_edit_of_activations_is_shared_by_the_heads_of_a_neuron():
     """At hook_post, where results of several heads a neuron are watched, and where they are not."""
     bridge = boot("gpt2")
-    edit, keep = (out_in(), drop(NEURON, -1)), (hook("result"), lambda result, hook: None)
+    edit, keep = (out_in(), drop(NEURON, -1)), (mlp_hook("result"), lambda result, hook: None)
     with expose_neuron_heads(bridge, gate="bilinear", heads_per_neuron=4):
         bridge.set_use_attn_result(True)
         alone = bridge.run_with_hooks(tokens(), fwd_hooks=[edit])
@@ -276,7 +276,7 @@ def test_generate(name):
     start = tokens(batch=1, pos=3)
     expected = bridge.generate(start, **how, return_type="tokens")
     seen = []
-    keep = [(hook("z"), lambda z, hook: seen.append(z.shape))]
+    keep = [(mlp_hook("z"), lambda z, hook: seen.append(z.shape))]
     with expose_neuron_heads(bridge), bridge.hooks(keep):
         got = bridge.generate(start, **how, return_type="tokens")
     assert torch.equal(got, expected)
@@ -292,5 +292,5 @@ def test_another_activation_than_the_configuration_says():
     expose_neuron_heads(bridge)
     hooked, cache = bridge.run_with_cache(tokens())
     assert relative(hooked, bridge(tokens())) <= EXACT
-    q = cache[hook("q")][..., NEURON, 0]
+    q = cache[mlp_hook("q")][..., NEURON, 0]
     torch.testing.assert_close(neuron_gate(cache, "L1N29"), torch.sigmoid(q))

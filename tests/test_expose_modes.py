@@ -4,8 +4,8 @@ import copy
 
 import pytest
 import torch
-from bridges import NEURON, boot, hook
-from common import relative, tokens
+from bridges import NEURON, boot
+from common import mlp_hook, relative, tokens
 from test_expose_bridge import EXACT, drop, same, state
 from torch import nn
 from transformer_lens.model_bridge import TransformerBridge
@@ -13,7 +13,7 @@ from transformer_lens.model_bridge import TransformerBridge
 from attn_only_lens import UnsupportedModelError, expose_neuron_heads
 
 pytestmark = pytest.mark.filterwarnings("ignore")
-KEEP = [(hook("q"), lambda q, hook: None), (hook("z"), lambda z, hook: None)]
+KEEP = [(mlp_hook("q"), lambda q, hook: None), (mlp_hook("z"), lambda z, hook: None)]
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
@@ -54,10 +54,10 @@ def test_copies_weights_and_casts(name):
     assert all(torch.equal(after[key], before[key]) for key in before)
     other = copy.deepcopy(bridge)
     assert torch.equal(other(tokens()), expected)
-    by_z = bridge.run_with_hooks(tokens(), fwd_hooks=[(hook("z"), drop(NEURON, 2))])
+    by_z = bridge.run_with_hooks(tokens(), fwd_hooks=[(mlp_hook("z"), drop(NEURON, 2))])
     # A copy is exposed, has heads of its own, and can be undone alone.
     assert other.blocks[1].mlp._neuron_heads.mlp is other.blocks[1].mlp
-    edited = other.run_with_hooks(tokens(), fwd_hooks=[(hook("z"), drop(NEURON, 2))])
+    edited = other.run_with_hooks(tokens(), fwd_hooks=[(mlp_hook("z"), drop(NEURON, 2))])
     assert torch.equal(edited, by_z)
     assert not torch.equal(by_z, expected)
     for parameter in other.original_model.parameters():
@@ -69,11 +69,11 @@ def test_copies_weights_and_casts(name):
     assert relative(logits, expected) <= EXACT
     other.to(torch.float32)
     logits, cache = other.run_with_cache(tokens())
-    assert logits.dtype == cache[hook("z")].dtype == torch.float32
+    assert logits.dtype == cache[mlp_hook("z")].dtype == torch.float32
     assert relative(logits, expected) <= 2e-5
     exposed.undo()
     assert type(bridge) is TransformerBridge
-    assert hook("z") in other.hook_dict, "the copy is exposed still"
+    assert mlp_hook("z") in other.hook_dict, "the copy is exposed still"
 
 
 @torch.no_grad()
@@ -88,7 +88,7 @@ def test_hooks_of_others_stay():
     assert calls == ["block", "post"]
     exposed = expose_neuron_heads(bridge)
     assert len(calls) == 2
-    bridge.add_perma_hook(hook("z"), lambda z, hook: calls.append("z"))
+    bridge.add_perma_hook(mlp_hook("z"), lambda z, hook: calls.append("z"))
     assert relative(bridge(tokens()), expected) <= EXACT
     assert calls[2:] == ["block", "z", "post"]
     exposed.undo()
@@ -115,7 +115,7 @@ def test_twice_again_and_after_an_error():
     def fail(x, hook):
         raise RuntimeError("in a hook")
 
-    for name in (hook("z"), "blocks.1.mlp.in.hook_out"):
+    for name in (mlp_hook("z"), "blocks.1.mlp.in.hook_out"):
         with pytest.raises(RuntimeError, match="in a hook"), expose_neuron_heads(bridge):
             bridge.run_with_hooks(tokens(), fwd_hooks=[(name, fail)])
         assert state(bridge) == before
@@ -142,8 +142,8 @@ def test_a_pass_that_broke_off_after_the_heads_leaves_the_next_one_alone(name):
     def fail(x, hook):
         raise RuntimeError("in a hook")
 
-    keep = (hook("result"), lambda result, hook: None)
-    for point in ("blocks.1.mlp.out.hook_in", hook("result")):
+    keep = (mlp_hook("result"), lambda result, hook: None)
+    for point in ("blocks.1.mlp.out.hook_in", mlp_hook("result")):
         with expose_neuron_heads(bridge):
             for heads in bridge._heads_by_layer():
                 heads.results = True
@@ -164,7 +164,7 @@ def test_a_copy_has_nothing_of_a_pass_that_broke_off():
     with expose_neuron_heads(bridge):
         for heads in bridge._heads_by_layer():
             heads.results = True
-        keep = (hook("result"), lambda result, hook: None)
+        keep = (mlp_hook("result"), lambda result, hook: None)
         with pytest.raises(RuntimeError, match="in a hook"):
             bridge.run_with_hooks(tokens(), fwd_hooks=[keep, ("blocks.1.mlp.out.hook_in", fail)])
         assert bridge.blocks[1].mlp._neuron_heads._read
@@ -185,7 +185,7 @@ def test_processed_while_exposed(name):
     expected, theirs = twin.run_with_cache(tokens())
     same(cache, theirs)
     assert relative(logits, expected) <= EXACT
-    assert cache[hook("z")].squeeze(-1).equal(cache["blocks.1.mlp.hook_post"])
+    assert cache[mlp_hook("z")].squeeze(-1).equal(cache["blocks.1.mlp.hook_post"])
     exposed.undo()
     assert list(bridge.hook_dict) == list(twin.hook_dict)
     _, cache = bridge.run_with_cache(tokens())

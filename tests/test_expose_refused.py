@@ -5,8 +5,8 @@ import types
 import pytest
 import torch
 import transformers
-from bridges import SIZES, WIDE, boot, bridged, hook, randomise
-from common import D_MLP, D_VOCAB, relative, tokens
+from bridges import SIZES, WIDE, boot, bridged, randomise
+from common import D_MLP, D_VOCAB, mlp_hook, relative, tokens
 from test_expose_bridge import state
 from torch import nn
 from torch.nn.utils import parametrize
@@ -248,7 +248,7 @@ def test_an_adapter_on_w_in_is_part_of_the_query():
         logits, cache = bridge.run_with_cache(tokens())
     assert relative(logits, expected) <= 1e-12
     pre = cache["blocks.1.mlp.in.hook_out"]
-    assert torch.equal(cache[hook("q")].squeeze(-1), pre)
+    assert torch.equal(cache[mlp_hook("q")].squeeze(-1), pre)
 
 
 @pytest.mark.parametrize("gate", ["exact", "bilinear"])
@@ -259,7 +259,7 @@ def test_what_changes_later_is_an_error_and_not_another_function(gate):
     for block in bridge.blocks:
         act = block.mlp.original_component.act
         block.mlp.original_component.act = nn.Sequential(act, nn.Dropout(0.2)).eval()
-    keep = [(hook("q"), lambda q, hook: None)]
+    keep = [(mlp_hook("q"), lambda q, hook: None)]
     exact = bridge(tokens())
     how = {"gate": gate, "heads_per_neuron": 8} if gate == "bilinear" else {}
     with expose_neuron_heads(bridge, **how):

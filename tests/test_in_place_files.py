@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from common import POS, relative, tokens
+from common import POS, mlp_hook, relative, tokens
 from models import CORE, FAMILIES, build
 from tiny_tokenizer import tiny_tokenizer
 from typer.testing import CliRunner
@@ -65,7 +65,7 @@ def test_round_trip(name, tmp_path):
     loaded = load(save(model, tmp_path / "saved"))
     assert torch.equal(torch.get_rng_state(), random)
     same(model, loaded)
-    assert "blocks.0.mlp.hook_result" in loaded.run_with_cache(tokens())[1]
+    assert mlp_hook("result", 0) in loaded.run_with_cache(tokens())[1]
 
 
 @pytest.mark.parametrize("name", ["gelu", "llama"])
@@ -193,7 +193,7 @@ def test_verify_notices():
 @torch.no_grad()
 def test_hooks_on_neuron_heads_are_there_after_verify():
     model, seen = exposed("gelu"), []
-    model.add_hook("blocks.1.mlp.hook_z", lambda z, hook: seen.append(1))
+    model.add_hook(mlp_hook("z"), lambda z, hook: seen.append(1))
     verify(model, model, tokens())
     seen.clear()
     model(tokens())
@@ -204,7 +204,7 @@ def test_hooks_on_neuron_heads_are_there_after_verify():
 def test_accessors_of_partial_caches():
     model = exposed("llama")
     _, cache = model.run_with_cache(tokens())
-    hook = "blocks.1.mlp.hook_pattern"
+    hook = mlp_hook("pattern")
     _, few = model.run_with_cache(tokens(), names_filter=hook)
     _, single = model.run_with_cache(tokens()[:1], names_filter=[hook], remove_batch_dim=True)
     for read in (neuron_pattern, neuron_gate, dense_pattern):

@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from common import needs_transformer_lens_4
+from common import mlp_hook, needs_transformer_lens_4
 from safetensors.torch import save_file
 from test_pretrained import DATA, damaged
 from transformer_lens.model_bridge import TransformerBridge
@@ -87,9 +87,9 @@ def test_the_shipped_model_is_a_bridge_whose_neurons_can_be_exposed():
     with expose_neuron_heads(bridge):
         _, cache = bridge.run_with_cache(TOKENS)
         cut = bridge.run_with_hooks(
-            TOKENS, fwd_hooks=[("blocks.0.mlp.hook_z", lambda z, hook: torch.zeros_like(z))]
+            TOKENS, fwd_hooks=[(mlp_hook("z", 0), lambda z, hook: torch.zeros_like(z))]
         )
-    assert cache["blocks.0.mlp.hook_pattern"].shape == (11, 512, 3, 2)
+    assert cache[mlp_hook("pattern", 0)].shape == (11, 512, 3, 2)
     assert torch.equal(bridge(TOKENS), expected)
     assert not torch.allclose(cut, expected)
 

@@ -21,8 +21,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from attn_only_lens.errors import CircuitError
-from attn_only_lens.heads import HeadName, layout_of, neuron_heads
-from attn_only_lens.heads.names import HeadKind
+from attn_only_lens.heads import neuron_heads, point_name
+from attn_only_lens.heads.blocks import HeadKind
 from attn_only_lens.patching.pairs import Runs
 from attn_only_lens.patching.record import Hooks, run
 from attn_only_lens.patching.sources import ablated, patched
@@ -86,12 +86,10 @@ class Ablated:
             if to == "resample"
             else ablated(runs.clean, runs.clean, to, runs.pair.real)
         )
-        layout = layout_of(model)
-        assert layout is not None
         self._groups: list[_Group] = []
         for key, rows in self.sites.groupby(["layer", "kind"], observed=True):
             layer, kind = cast("tuple[int, HeadKind]", key)
-            name = HeadName(layer, kind, 0).hook("z", layout)
+            name = point_name(model, layer, kind, "z")
             if kind == "attention":
                 other, width = source.hooked[name], 1
             else:

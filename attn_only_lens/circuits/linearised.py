@@ -28,8 +28,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from attn_only_lens.axes import Residual
-from attn_only_lens.heads import HeadName, layout_of, neuron_heads
-from attn_only_lens.heads.names import HeadKind
+from attn_only_lens.heads import HeadName, neuron_heads, point_name
+from attn_only_lens.heads.blocks import HeadKind
 from attn_only_lens.patching.bound import BoundMetric
 from attn_only_lens.patching.frozen import Frozen, frozen_gradients, native, unembedded
 from attn_only_lens.patching.gradients import Tape, entering, leaf, rooted, value_of
@@ -186,14 +186,12 @@ def linearised(model: Any, target: Recording, metric: BoundMetric) -> Linearised
 
 def _places(model: Any) -> list[dict[str, str]]:
     """Hook points of each sublayer, in the order of computation: attention, neurons, and so on."""
-    layout = layout_of(model)
-    assert layout is not None
     parts: dict[HeadKind, tuple[str, ...]] = {
         "attention": ("z", "pattern", "q", "k"),
         "neuron": ("z", "pattern", "q"),
     }
     return [
-        {at: HeadName(layer, kind, 0).hook(at, layout) for at in ats}
+        {at: point_name(model, layer, kind, at) for at in ats}
         for layer in range(len(neuron_heads(model)))
         for kind, ats in parts.items()
     ]

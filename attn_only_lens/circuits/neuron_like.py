@@ -23,7 +23,7 @@ from torch import Tensor
 
 from attn_only_lens.axes import Tokens
 from attn_only_lens.errors import CircuitError
-from attn_only_lens.heads import HeadName, layout_of
+from attn_only_lens.heads import point_name
 from attn_only_lens.inputs import checked_tokens
 from attn_only_lens.patching.sites import heads, resolve
 
@@ -66,12 +66,10 @@ def neuron_like_heads(model: Any, tokens: Tokens | str) -> pd.DataFrame:
         raise CircuitError(
             ["got one token a prompt; expected two or more: a first token is its own"], _PROBLEM
         )
-    layout = layout_of(model)
-    assert layout is not None
     found: dict[int, pd.DataFrame] = {}
     hooks = []
     for sites in chosen:
-        name = HeadName(sites.layer, "attention", 0).hook("pattern", layout)
+        name = point_name(model, sites.layer, "attention", "pattern")
         expected = (len(checked), len(sites.names), checked.shape[1], checked.shape[1])
         hooks.append((name, _reducing(sites.layer, expected, found)))
     with model.hooks(fwd_hooks=hooks):

@@ -26,6 +26,7 @@ from typing import Any
 from attn_only_lens.circuits.graph import CircuitGraph
 from attn_only_lens.errors import CircuitError
 from attn_only_lens.files import write_text
+from attn_only_lens.heads.blocks import heads_block, neurons_block
 from attn_only_lens.heads.names import HeadName
 
 __all__ = ["to_neuronpedia"]
@@ -117,8 +118,10 @@ def _node(row: dict[Any, Any], graph: CircuitGraph, last: int) -> dict[str, Any]
         layer, what = "0", "mlp reconstruction error"
     else:
         head = HeadName.parse(name)
-        layer, index, what = str(head.block), head.index, "cross layer transcoder"
-        feature = _cantor(head.block, head.index)
+        # Their viewer wants one number for a layer: attention's and the MLP's are two.
+        block = (heads_block if head.kind == "attention" else neurons_block)(head.layer)
+        layer, index, what = str(block), head.index, "cross layer transcoder"
+        feature = _cantor(block, head.index)
     return {
         "node_id": f"{layer}_{index}_{made['ctx_idx']}",
         "jsNodeId": f"{layer}_{index}-{made['ctx_idx'] if kind in ('embed', 'metric') else 0}",

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from attn_only_lens.circuits.weights import Weights
 from attn_only_lens.circuits.wiring import final_norm
-from attn_only_lens.heads import HeadName, layout_of, neuron_heads
+from attn_only_lens.heads import HeadName, neuron_heads, point_name
 from attn_only_lens.patching.sites import WHOLE, LayerSites
 
 __all__ = ["TopTokens", "Vocabulary"]
@@ -62,11 +62,9 @@ class Vocabulary:
         Returns:
             For each node its tokens; none where it writes nothing.
         """
-        layout = layout_of(self._model)
-        assert layout is not None
         found: dict[int, TopTokens] = {}
         for places, sites in _by_layer([HeadName.parse(name) for name, _ in nodes]):
-            name = HeadName(sites.layer, sites.kind, 0).hook("z", layout)
+            name = point_name(self._model, sites.layer, sites.kind, "z")
             out, positions = z[name][prompt], [nodes[place][1] for place in places]
             if sites.kind == "neuron":
                 out = neuron_heads(self._model)[sites.layer].neurons(out.squeeze(-1)).unsqueeze(-1)

@@ -24,8 +24,7 @@ from transformer_lens import FactoredMatrix
 
 from attn_only_lens.circuits.wiring import Norm, Wiring, wirings
 from attn_only_lens.errors import CircuitError
-from attn_only_lens.heads import layout_of, neuron_heads
-from attn_only_lens.heads.names import heads_block
+from attn_only_lens.heads import block_of, neuron_heads
 from attn_only_lens.patching.sites import WHOLE, LayerSites
 from attn_only_lens.tl import HookedTransformer
 
@@ -67,8 +66,7 @@ class Weights:
         return bool(self.model.cfg.parallel_attn_mlp)
 
     def _attn(self, layer: int) -> Any:
-        in_place = layout_of(self.model) == "in place"
-        return self.model.blocks[layer if in_place else heads_block(layer)].attn
+        return self.model.blocks[block_of(self.model, layer, "attention")].attn
 
     def _norms(self, layer: int, kind: str) -> tuple[Norm, Norm]:
         if self.wiring is None:

@@ -30,7 +30,7 @@ from transformer_lens.utilities.architectures import POST_NORM_ARCHITECTURES
 
 from attn_only_lens.errors import CircuitError
 from attn_only_lens.heads import layout_of, neuron_heads
-from attn_only_lens.heads.names import heads_block, neurons_block
+from attn_only_lens.heads.blocks import heads_block, neurons_block
 from attn_only_lens.tl import HookedTransformer, LayerNorm, LayerNormPre, RMSNorm, RMSNormPre
 
 __all__ = ["Norm", "Wiring", "final_norm", "wirings"]

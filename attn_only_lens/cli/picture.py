@@ -10,6 +10,8 @@ from attn_only_lens import patching as p
 from attn_only_lens.cli.common import MODEL, app, clear_errors
 from attn_only_lens.cli.tasks import given_prompts, patchable, require_writable
 from attn_only_lens.errors import AttnOnlyLensError
+from attn_only_lens.heads import neuron_heads, point_name
+from attn_only_lens.heads.blocks import HEAD_KINDS
 from attn_only_lens.patching.prompts import token_texts, unpaired
 from attn_only_lens.viz import (
     attention_view,
@@ -75,7 +77,12 @@ def pattern(
         given = given_prompts([prompt], "--prompt", tokens)
         loaded = patchable(model, dtype, device)
         ids = unpaired(loaded, given).clean
-        _, cache = loaded.run_with_cache(ids, names_filter=lambda name: name.endswith("pattern"))
+        patterns = [
+            point_name(loaded, at, kind, "pattern")
+            for at in range(len(neuron_heads(loaded)))
+            for kind in HEAD_KINDS
+        ]
+        _, cache = loaded.run_with_cache(ids, names_filter=patterns)
         texts = token_texts(loaded, ids[0].tolist())
         if neurons is not None:
             page = neuron_pattern_view(cache, neurons.split(","), texts)

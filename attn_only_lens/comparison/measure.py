@@ -20,7 +20,7 @@ from torch import Tensor
 
 from attn_only_lens.comparison.batches import Batch
 from attn_only_lens.heads import neuron_heads
-from attn_only_lens.heads.names import HeadKind
+from attn_only_lens.heads.blocks import HeadKind
 from attn_only_lens.patching.attention import hook_name
 from attn_only_lens.patching.gradients import Tape, rooted, value_of
 from attn_only_lens.patching.nodes import node_of, shares

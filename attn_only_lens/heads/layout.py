@@ -1,11 +1,39 @@
-"""Where the neuron-heads of a model are: in blocks of their own, or beside its MLPs."""
+"""Where the heads of a model are, in blocks of their own or beside its MLPs, and their hooks."""
 
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
+from attn_only_lens.heads.blocks import HeadKind, heads_block, neurons_block
 from attn_only_lens.heads.computation import NeuronHeads
-from attn_only_lens.heads.names import Layout, heads_block
 
-__all__ = ["WithNeuronHeads", "attention_heads", "layout_of", "neuron_heads"]
+__all__ = [
+    "POINTS",
+    "Layout",
+    "WithNeuronHeads",
+    "attention_heads",
+    "block_of",
+    "layout_of",
+    "neuron_heads",
+    "point_name",
+]
+
+Layout = Literal["two blocks a layer", "in place"]
+
+# In place, no name may be one that a filter for attention's hook points selects: those ask whether
+# a name ends in z, q, k, v, pattern, scores or result, or whether it holds z, attn, pattern, score,
+# hook_q or result.
+POINTS = {
+    "q": "hook_neuron_query",
+    "k": "hook_neuron_key",
+    "v": "hook_neuron_value",
+    "attn_scores": "hook_neuron_logits",
+    "pattern": "hook_neuron_probs",
+    "z": "hook_neuron_act",
+    "result": "hook_neuron_write",
+}
+"""What is computed on the way through a head, and what neuron-heads in place call its hook point.
+
+Where heads are a block's attention, it is `hook_q`, `hook_k` and so on, as in TransformerLens.
+"""
 
 
 class WithNeuronHeads:
@@ -34,3 +62,26 @@ def attention_heads(model: Any) -> list[int]:
     if layout_of(model) == "in place":
         return [model.cfg.n_heads] * n_layers
     return [model.blocks[heads_block(layer)].cfg.n_heads for layer in range(n_layers)]
+
+
+def block_of(model: Any, layer: int, kind: HeadKind) -> int:
+    """The block that runs the attention heads, or the neurons, of a source layer."""
+    if layout_of(model) != "two blocks a layer":
+        return layer
+    return heads_block(layer) if kind == "attention" else neurons_block(layer)
+
+
+def point_name(model: Any, layer: int, kind: HeadKind, point: str) -> str:
+    """The full name of a hook point, a key of `POINTS`, of the heads of a source layer.
+
+    Args:
+        model: any; of one that is not converted, attention heads are where TransformerLens has
+            them.
+        layer: the source layer. That the model has it is for the caller to know.
+        kind: of the heads.
+        point: what is computed there.
+    """
+    block = block_of(model, layer, kind)
+    if kind == "neuron" and layout_of(model) == "in place":
+        return f"blocks.{block}.mlp.{POINTS[point]}"
+    return f"blocks.{block}.attn.hook_{point}"

@@ -11,23 +11,22 @@ never in block numbers.
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any
 
-from attn_only_lens.errors import UnknownHeadError
+from torch import nn
 
-__all__ = [
-    "HeadKind",
-    "HeadName",
-    "Layout",
-    "block_kind",
-    "block_layer",
-    "heads_block",
-    "neuron_labels",
-    "neurons_block",
-]
+from attn_only_lens.errors import UnknownHeadError, UnsupportedCallError
+from attn_only_lens.heads.blocks import HeadKind, block_layer
+from attn_only_lens.heads.layout import (
+    POINTS,
+    attention_heads,
+    block_of,
+    layout_of,
+    neuron_heads,
+    point_name,
+)
 
-HeadKind = Literal["attention", "neuron"]
-Layout = Literal["two blocks a layer", "in place"]
+__all__ = ["HeadName", "head_labels", "neuron_labels"]
 
 _LETTER: dict[HeadKind, str] = {"attention": "H", "neuron": "N"}
 _KIND: dict[str, HeadKind] = {letter: kind for kind, letter in _LETTER.items()}
@@ -48,12 +47,8 @@ class HeadName:
     Example:
         >>> from attn_only_lens import HeadName
         >>> name = HeadName.parse("L5N1234")
-        >>> name.block, name.index, name.hook("pattern"), str(name)
-        (11, 1234, 'blocks.11.attn.hook_pattern', 'L5N1234')
-        >>> HeadName.at(block=10, index=3)
-        HeadName(layer=5, kind='attention', index=3, member=None)
-        >>> str(HeadName.at(block=11, index=4938, heads_per_neuron=4))
-        'L5N1234.2'
+        >>> name.layer, name.kind, name.index, str(name)
+        (5, 'neuron', 1234, 'L5N1234')
     """
 
     layer: int
@@ -77,15 +72,7 @@ class HeadName:
         layer, letter, index, member = match.groups()
         return cls(int(layer), _KIND[letter], int(index), None if member is None else int(member))
 
-    @classmethod
-    def at(cls, block: int, index: int, heads_per_neuron: int = 1) -> "HeadName":
-        """The name of head `index` of block `block` of a converted model."""
-        layer, kind = block_layer(block), block_kind(block)
-        if kind == "attention" or heads_per_neuron == 1:
-            return cls(layer, kind, index)
-        return cls(layer, kind, *divmod(index, heads_per_neuron))
-
-    def head_index(self, heads_per_neuron: int = 1) -> int:
+    def head_index(self, heads_per_neuron: int) -> int:
         """Where this head stands among the heads of its block.
 
         Raises:
@@ -104,7 +91,7 @@ class HeadName:
             raise UnknownHeadError(f"got {str(self)!r}; the neuron has {names}")
         return self.index * heads_per_neuron + self.member
 
-    def heads(self, heads_per_neuron: int = 1) -> slice:
+    def heads(self, heads_per_neuron: int) -> slice:
         """Where all heads of this neuron, or this one head, stand among those of the block.
 
         Example:
@@ -117,42 +104,92 @@ class HeadName:
         index = self.head_index(heads_per_neuron)
         return slice(index, index + 1)
 
-    @property
-    def block(self) -> int:
-        """The block that holds this head."""
-        of = heads_block if self.kind == "attention" else neurons_block
-        return of(self.layer)
+    def block(self, model: Any) -> int:
+        """The block of a model that runs this head.
 
-    def hook(self, activation: str, layout: Layout = "two blocks a layer") -> str:
-        """The full name of a hook point of this head's block: `hook("z")`, `hook("pattern")`."""
-        if layout == "in place":
-            part = "attn" if self.kind == "attention" else "mlp"
-            return f"blocks.{self.layer}.{part}.hook_{activation}"
-        return f"blocks.{self.block}.attn.hook_{activation}"
+        Raises:
+            UnknownHeadError: the model has no such head.
+            UnsupportedCallError: as in `hook`.
+        """
+        self._require_in(model)
+        return block_of(model, self.layer, self.kind)
+
+    def hook(self, point: str, model: Any) -> str:
+        """The full name of a hook point of this head, and of all others of its kind and layer.
+
+        Args:
+            point: "q", "k", "v", "attn_scores", "pattern", "z" or "result".
+            model: any model with neuron-heads, converted or exposed; for an attention head, also
+                one without.
+
+        Raises:
+            UnknownHeadError: the model has no such head, or heads have no such point.
+            UnsupportedCallError: for a neuron, a model without neuron-heads; or no model, or one
+                whose attention has no such hook point.
+
+        Example:
+            >>> from attn_only_lens import HeadName, convert, expose_neuron_heads, pretrained
+            >>> name, model = HeadName.parse("L0N7"), pretrained.modular_addition()
+            >>> name.hook("z", convert(model))
+            'blocks.1.attn.hook_z'
+            >>> name.hook("z", expose_neuron_heads(model).model)
+            'blocks.0.mlp.hook_neuron_act'
+            >>> HeadName.parse("L0H3").hook("z", model)
+            'blocks.0.attn.hook_z'
+        """
+        if point not in POINTS:
+            raise UnknownHeadError(
+                f"got point={point!r}; expected what is computed there, one of {', '.join(POINTS)}"
+            )
+        self._require_in(model)
+        name = point_name(model, self.layer, self.kind, point)
+        if name not in model.hook_dict:
+            raise UnsupportedCallError(
+                f"the attention of layer {self.layer} of this {type(model).__name__} has no hook "
+                f"point {name}; those that it has are among the keys of model.hook_dict"
+            )
+        return name
+
+    def _require_in(self, model: Any) -> None:
+        """Refuse models that do not have this head."""
+        if layout_of(model) is not None:
+            heads = neuron_heads(model)
+            n_layers = len(heads)
+        elif self.kind == "neuron":
+            raise UnsupportedCallError(
+                f"got {self} and a {type(model).__name__} without neuron-heads; expected a model "
+                "that convert returned, or expose_neuron_heads was called on"
+            )
+        elif not isinstance(getattr(model, "blocks", None), nn.ModuleList):
+            raise UnsupportedCallError(
+                f"got a {type(model).__name__}; expected a model with blocks, of TransformerLens "
+                "or of this package"
+            )
+        else:
+            n_layers = len(model.blocks)
+        if not 0 <= self.layer < n_layers:
+            raise UnknownHeadError(f"got {self}; the model has layers 0 to {n_layers - 1}")
+        if self.kind == "neuron":
+            n, of = heads[self.layer].n_neurons, "neurons"
+            shared = heads[self.layer].heads_per_neuron
+        else:
+            counts = attention_heads(model) or [model.cfg.n_heads] * n_layers
+            n, of, shared = counts[self.layer], "attention heads", 1
+        if not 0 <= self.index < n:
+            raise UnknownHeadError(f"got {self}; layer {self.layer} has {of} 0 to {n - 1}")
+        self.heads(shared)  # refuses a member that the neuron has not
 
     def __str__(self) -> str:
         member = "" if self.member is None else f".{self.member}"
         return f"L{self.layer}{_LETTER[self.kind]}{self.index}{member}"
 
 
-def heads_block(layer: int) -> int:
-    """The block of the attention heads of a source layer."""
-    return 2 * layer
-
-
-def neurons_block(layer: int) -> int:
-    """The block of the neuron-heads of a source layer."""
-    return 2 * layer + 1
-
-
-def block_layer(block: int) -> int:
-    """The source layer of a block."""
-    return block // 2
-
-
-def block_kind(block: int) -> HeadKind:
-    """What kind of heads a block holds."""
-    return "neuron" if block % 2 else "attention"
+def head_labels(layer: int, kind: HeadKind, n_heads: int, heads_per_neuron: int) -> list[str]:
+    """The names of all heads of one kind in a source layer, in the order of their head_index."""
+    if kind == "attention" or heads_per_neuron == 1:
+        return [str(HeadName(layer, kind, index)) for index in range(n_heads)]
+    pairs = (divmod(index, heads_per_neuron) for index in range(n_heads))
+    return [str(HeadName(layer, kind, neuron, member)) for neuron, member in pairs]
 
 
 def neuron_labels(block: int, indices: Iterable[int]) -> list[str]:

@@ -7,7 +7,7 @@ from transformer_lens import ActivationCache
 
 from attn_only_lens.axes import BIAS, SELF
 from attn_only_lens.errors import UnknownHeadError, UnsupportedCallError
-from attn_only_lens.heads.layout import layout_of, neuron_heads
+from attn_only_lens.heads.layout import block_of, neuron_heads, point_name
 from attn_only_lens.heads.names import HeadName
 
 __all__ = ["dense_pattern", "neuron_gate", "neuron_pattern"]
@@ -84,7 +84,7 @@ def _neuron(cache: ActivationCache, name: str) -> HeadName:
     head = HeadName.parse(name)
     model = getattr(cache, "model", None)
     if head.kind != "neuron":
-        block = head.layer if layout_of(model) == "in place" else head.block
+        block = block_of(model, head.layer, head.kind)
         raise UnknownHeadError(
             f"got {name!r}, an attention head; expected a neuron-head such as "
             f"'L{head.layer}N{head.index}'. For attention heads use cache['pattern', {block}]"
@@ -106,9 +106,7 @@ def _neuron(cache: ActivationCache, name: str) -> HeadName:
 def _block_pattern(
     cache: ActivationCache, head: HeadName
 ) -> Float[Tensor, "batch head_index pos key=2"]:
-    layout = layout_of(cache.model)
-    assert layout is not None
-    hook = head.hook("pattern", layout)
+    hook = point_name(cache.model, head.layer, head.kind, "pattern")
     if hook not in cache.cache_dict:
         raise UnsupportedCallError(
             f"the cache does not hold {hook}: run_with_cache with a names_filter that keeps it"

@@ -8,8 +8,9 @@ u → hook_pre_linear besides. That code runs on, untouched. Its hook points are
     what W_out puts out          is replaced by Σ hook_result + bias, where hook_result is live
 
 so the order is hook_pre, then hook_q, hook_k, hook_v, hook_attn_scores, hook_pattern, hook_z, then
-hook_post, then hook_result, and an edit at any of them reaches all that follow. The results add up
-to the output less its bias: an edit of a neuron at hook_post is shared by its heads in equal parts.
+hook_post, then hook_result, and an edit at any of them reaches all that follow. (Those are
+attributes here; in the MLP, and to users, they have the names in `POINTS`.) The results add up to
+the output less its bias: an edit of a neuron at hook_post is shared by its heads in equal parts.
 
 Exact heads replace nothing while none of their hook points is live: the model is the source,
 bitwise. Bilinear heads are another function, and always do.
@@ -28,13 +29,12 @@ from attn_only_lens.gates.exact import working_precision
 from attn_only_lens.heads.bilinear import BilinearHeads
 from attn_only_lens.heads.computation import NeuronHeads, is_live
 from attn_only_lens.heads.gating import AnyGate, Gating
+from attn_only_lens.heads.layout import POINTS
 from attn_only_lens.in_place.recognise import misfit
 from attn_only_lens.in_place.sockets import Sockets
 from attn_only_lens.tl import GatedMLP
 
-__all__ = ["HOOKS", "BilinearInPlace", "InPlace"]
-
-HOOKS = ("hook_q", "hook_k", "hook_v", "hook_attn_scores", "hook_pattern", "hook_z", "hook_result")
+__all__ = ["BilinearInPlace", "InPlace"]
 
 
 class InPlace(NeuronHeads):
@@ -107,6 +107,11 @@ class InPlace(NeuronHeads):
     def results_on(self) -> bool:
         """Whether hook_result is to fire."""
         return bool(self.results or self.cfg.use_attn_result)
+
+    @property
+    def points(self) -> dict[str, HookPoint]:
+        """The hook points of the heads, by the names that they have in the MLP."""
+        return {name: getattr(self, f"hook_{point}") for point, name in POINTS.items()}
 
     # What the taps call, in this order
 
@@ -188,8 +193,8 @@ class InPlace(NeuronHeads):
         """Give the MLP the hook points, and tap its own."""
         sockets = self.sockets
         self.mlp._neuron_heads = self
-        for name in HOOKS:
-            setattr(self.mlp, name, getattr(self, name).train(self.mlp.training))
+        for name, point in self.points.items():
+            setattr(self.mlp, name, point.train(self.mlp.training))
         _tap(sockets.pre, _Pre, self)
         _tap(sockets.post, _Post, self)
         if sockets.linear is not None:
@@ -202,7 +207,7 @@ class InPlace(NeuronHeads):
         for point in self.sockets.points:
             point.__class__ = HookPoint
             del point._neuron_heads
-        for name in HOOKS:
+        for name in self.points:
             delattr(self.mlp, name)
         del self.mlp._neuron_heads
 

@@ -2,8 +2,9 @@
 
 A model is given a subclass, and loses it, by its `__class__`: it stays the same object with the
 same parameters, and whatever holds it goes on working. What the subclasses of models add is to
-refuse hooks on `mlp.hook_result` while it is off: TransformerLens does so for `attn.hook_result`
-alone, and would silently never call them. Those of MLPs hand their output to `hook_result`.
+refuse hooks on `mlp.hook_neuron_write` while it is off: TransformerLens does so for
+`attn.hook_result` alone, and would silently never call them. Those of MLPs hand their output to
+`hook_neuron_write`.
 """
 
 import warnings
@@ -15,13 +16,13 @@ from transformer_lens.model_bridge import TransformerBridge
 
 from attn_only_lens.axes import Residual
 from attn_only_lens.errors import UnsupportedCallError
-from attn_only_lens.heads.layout import WithNeuronHeads
-from attn_only_lens.in_place.beside import HOOKS, InPlace
+from attn_only_lens.heads.layout import POINTS, WithNeuronHeads
+from attn_only_lens.in_place.beside import InPlace
 from attn_only_lens.tl import MLP, GatedMLP, HookedTransformer
 
 __all__ = ["ExposedBridge", "ExposedTransformer", "exposed_heads", "hidden", "hide", "show"]
 
-_RESULT = "mlp.hook_result"
+_RESULT = f"mlp.{POINTS['result']}"
 _OFF = "{name} does not fire while it is off: call model.set_use_attn_result(True) first"
 
 
@@ -55,7 +56,7 @@ class ExposedTransformer(_Exposed, HookedTransformer):
     def check_hooks_to_add(
         self, hook_point: Any, hook_point_name: str, *rest: Any, **how: Any
     ) -> None:
-        """As in TransformerLens, for `mlp.hook_result` too."""
+        """As in TransformerLens, for `mlp.hook_neuron_write` too."""
         self._require_on(hook_point_name)
         super().check_hooks_to_add(hook_point, hook_point_name, *rest, **how)
 
@@ -75,7 +76,7 @@ class ExposedTransformer(_Exposed, HookedTransformer):
         reset_hooks_end: bool = True,
         clear_contexts: bool = False,
     ) -> Iterator[Any]:
-        """As in TransformerLens; raises for `mlp.hook_result` while it does not fire."""
+        """As in TransformerLens; raises for `mlp.hook_neuron_write` while it does not fire."""
         for name, _ in [*fwd_hooks, *bwd_hooks]:
             self._require_on(name)
         with super().hooks(fwd_hooks, bwd_hooks, reset_hooks_end, clear_contexts) as hooked:
@@ -97,7 +98,7 @@ class ExposedBridge(_Exposed, TransformerBridge):
             heads.results = use_attn_result
 
     def run_with_cache(self, *args: Any, **how: Any) -> Any:
-        """As in TransformerLens; raises where `mlp.hook_result` is named and does not fire."""
+        """As in TransformerLens; raises where a name is of a hook point that does not fire."""
         by_place = args[3] if len(args) > 3 else None
         for name in _named(how.get("names_filter", by_place)):
             if name.endswith(_RESULT) and self._gated_hook_reason(name):
@@ -117,7 +118,7 @@ class ExposedMLP(MLP):
     _neuron_heads: InPlace
 
     def forward(self, x: Residual) -> Residual:
-        """As the MLP does, by way of hook_result where it is live."""
+        """As the MLP does, by way of hook_neuron_write where it is live."""
         return self._neuron_heads.write(super().forward(x))
 
 
@@ -127,7 +128,7 @@ class ExposedGatedMLP(GatedMLP):
     _neuron_heads: InPlace
 
     def forward(self, x: Residual) -> Residual:
-        """As the MLP does, by way of hook_result where it is live."""
+        """As the MLP does, by way of hook_neuron_write where it is live."""
         return self._neuron_heads.write(super().forward(x))
 
 
@@ -146,9 +147,8 @@ def show(model: HookedTransformer | TransformerBridge, heads: list[InPlace]) -> 
         each.attach()
         each.mlp.__class__ = _EXPOSED.get(type(each.mlp), type(each.mlp))
         if isinstance(model, TransformerBridge):
-            for hook in HOOKS:
-                point = getattr(each, hook)
-                point.name = f"blocks.{each.layer}.mlp.{hook}"
+            for name, point in each.points.items():
+                point.name = f"blocks.{each.layer}.mlp.{name}"
                 model._hook_registry[point.name] = point
     model.__class__ = _EXPOSED[type(model)]
     if isinstance(model, HookedTransformer):
@@ -161,9 +161,9 @@ def hide(model: HookedTransformer | TransformerBridge) -> None:
         each.mlp.__class__ = _STOCK.get(type(each.mlp), type(each.mlp))
         each.detach()
         if isinstance(model, TransformerBridge):
-            for hook in HOOKS:
-                each.mlp._hook_registry.pop(hook)
-                model._hook_registry.pop(f"blocks.{each.layer}.mlp.{hook}")
+            for name in each.points:
+                each.mlp._hook_registry.pop(name)
+                model._hook_registry.pop(f"blocks.{each.layer}.mlp.{name}")
     model.__class__ = _STOCK.get(type(model), type(model))
     if isinstance(model, HookedTransformer):
         model.setup()

@@ -13,9 +13,8 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from attn_only_lens.errors import UnsupportedModelError
-from attn_only_lens.heads import HeadName, layout_of
+from attn_only_lens.heads import block_of, point_name
 from attn_only_lens.patching.parts import Part
-from attn_only_lens.patching.record import attention_block
 from attn_only_lens.patching.replay import Replay, Variants
 
 __all__ = ["changed", "editing", "hook_name", "require_read"]
@@ -25,9 +24,7 @@ _ACTIVATION: dict[Part, str] = {"z": "z", "pattern": "pattern", "value": "v", "q
 
 def hook_name(model: Any, layer: int, part: Part) -> str:
     """The hook point of that part of the attention heads of a source layer."""
-    layout = layout_of(model)
-    assert layout is not None
-    return HeadName(layer, "attention", 0).hook(_ACTIVATION[part], layout)
+    return point_name(model, layer, "attention", _ACTIVATION[part])
 
 
 def changed(target: Tensor, source: Tensor, part: Part) -> Bool[Tensor, "batch pos head_index"]:
@@ -92,7 +89,8 @@ def require_read(replay: Replay, layers: Iterable[int], part: Part) -> None:
         return
     reasons = []
     for layer in layers:
-        name, block = hook_name(replay.model, layer, part), attention_block(replay.model, layer)
+        name = hook_name(replay.model, layer, part)
+        block = block_of(replay.model, layer, "attention")
         # Not a number, which weights of zero pass on as well: heads that were grown write nothing.
         edit = (name, lambda value, hook: torch.full_like(value, torch.nan))
         same, other = (

@@ -35,7 +35,8 @@ from transformer_lens.hook_points import HookPoint
 
 from attn_only_lens.axes import Residual
 from attn_only_lens.errors import UnsupportedModelError
-from attn_only_lens.heads import HeadName, layout_of, neuron_heads
+from attn_only_lens.heads import neuron_heads, point_name
+from attn_only_lens.heads.blocks import HEAD_KINDS
 from attn_only_lens.patching.bound import BoundMetric
 from attn_only_lens.patching.gradients import Tape, entering, gradients, rooted, value_of
 from attn_only_lens.patching.record import Hooks, Recording, run
@@ -54,21 +55,20 @@ class Frozen:
     """
 
     def __init__(self, model: Any) -> None:
-        layout = layout_of(model)
-        assert layout is not None
         heads = neuron_heads(model)
         points = [m for m in model.modules() if isinstance(m, HookPoint)]
         scales = {str(point.name) for point in points if str(point.name).endswith("hook_scale")}
 
-        def at(layer: int, kind: Any, activation: str) -> str:
-            return HeadName(layer, kind, 0).hook(activation, layout)
-
         self._patterns = [
-            at(layer, kind, "pattern") for layer in range(len(heads)) for kind in _KINDS
+            point_name(model, layer, kind, "pattern")
+            for layer in range(len(heads))
+            for kind in HEAD_KINDS
         ]
         self._constant = [*self._patterns, *sorted(scales)]
         self._products = [
-            at(layer, "neuron", "v") for layer, each in enumerate(heads) if each.value_is_product
+            point_name(model, layer, "neuron", "v")
+            for layer, each in enumerate(heads)
+            if each.value_is_product
         ]
         self.kept: dict[str, Tensor] = {}
 
@@ -120,9 +120,6 @@ class Frozen:
     def missing(self) -> list[str]:
         """Patterns that the run did not show."""
         return [name for name in self._patterns if name not in self.kept]
-
-
-_KINDS = ("attention", "neuron")
 
 
 def frozen_gradients(

@@ -1,11 +1,11 @@
 """Where a gradient is taken for each kind of head, and what a patch changes there.
 
 heads        part                    node            Δ, source run minus the run patched into
-neuron       "z" "pattern" "value"   hook_z          Δz of that part (`parts.py`)
-neuron       "q", gate linear        hook_q          q' - q
-neuron       "q", gate closed        hook_z          (w(q') - w(q)) v
+neuron       "z" "pattern" "value"   z               Δz of that part (`parts.py`)
+neuron       "q", gate linear        q               q' - q
+neuron       "q", gate closed        z               (w(q') - w(q)) v
 attention    any                     its hook point  what it shows in one run, less the other
-attention    "q", gate closed        hook_z          softmax(q' · K) V - z (`closed_form.py`)
+attention    "q", gate closed        z               softmax(q' · K) V - z (`closed_form.py`)
 """
 
 from typing import Any
@@ -13,7 +13,7 @@ from typing import Any
 from jaxtyping import Float
 from torch import Tensor
 
-from attn_only_lens.heads import HeadName, layout_of, neuron_heads
+from attn_only_lens.heads import neuron_heads, point_name
 from attn_only_lens.patching.attention import hook_name
 from attn_only_lens.patching.parts import Part, by_site, moved
 from attn_only_lens.patching.record import Recording
@@ -36,10 +36,8 @@ def node_of(model: Any, sites: LayerSites, part: Part, *, closed: bool) -> Node:
     """
     if sites.kind == "attention":
         return hook_name(model, sites.layer, "z" if part == "q" and closed else part)
-    layout = layout_of(model)
-    assert layout is not None
     activation = "q" if part == "q" and not closed else "z"
-    return HeadName(sites.layer, "neuron", 0).hook(activation, layout)
+    return point_name(model, sites.layer, "neuron", activation)
 
 
 def shares(
@@ -62,7 +60,7 @@ def shares(
         target: the run patched into.
         source: the other run; but for z of neurons, `hooked[node]` is what the patch puts there.
     """
-    if sites.kind == "neuron" and node.endswith("hook_z"):
+    if node == point_name(model, sites.layer, "neuron", "z"):
         change = moved(target.neurons[sites.layer], source.neurons[sites.layer], part).unsqueeze(-1)
     else:
         change = source.hooked[node] - target.hooked[node]

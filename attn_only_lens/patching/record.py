@@ -10,15 +10,12 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from attn_only_lens.axes import SELF, Residual, Tokens
-from attn_only_lens.heads import layout_of, neuron_heads
-from attn_only_lens.heads.names import heads_block, neurons_block
+from attn_only_lens.heads import neuron_heads
 
 __all__ = [
     "Hooks",
     "NeuronRun",
     "Recording",
-    "attention_block",
-    "neuron_block",
     "record",
     "returned_stream",
     "run",
@@ -65,16 +62,6 @@ class Recording:
     logits: Float[Tensor, "batch pos d_vocab"]
     neurons: dict[int, NeuronRun]
     hooked: dict[str, Tensor]
-
-
-def attention_block(model: Any, layer: int) -> int:
-    """The block that runs the attention heads of a source layer."""
-    return heads_block(layer) if layout_of(model) == "two blocks a layer" else layer
-
-
-def neuron_block(model: Any, layer: int) -> int:
-    """The block that runs the neurons of a source layer."""
-    return neurons_block(layer) if layout_of(model) == "two blocks a layer" else layer
 
 
 def record(

@@ -12,7 +12,7 @@ from torch import Tensor
 from attn_only_lens.errors import PatchingError, UnknownHeadError
 from attn_only_lens.heads import HeadName, attention_heads, layout_of
 from attn_only_lens.heads import neuron_heads as heads_by_layer
-from attn_only_lens.heads.names import HeadKind
+from attn_only_lens.heads.blocks import HeadKind
 
 __all__ = [
     "WHOLE",

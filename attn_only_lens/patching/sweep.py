@@ -9,12 +9,11 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from attn_only_lens.heads import neuron_heads
+from attn_only_lens.heads import block_of, neuron_heads
 from attn_only_lens.patching.attention import changed, editing, hook_name
 from attn_only_lens.patching.batching import Batching
 from attn_only_lens.patching.parts import Part, changes, moved
 from attn_only_lens.patching.positions import PositionSet
-from attn_only_lens.patching.record import attention_block, neuron_block
 from attn_only_lens.patching.replay import Replay, Variants
 from attn_only_lens.patching.sites import LayerSites
 from attn_only_lens.patching.sources import Source
@@ -102,8 +101,8 @@ class Sweeper:
         target = self._replay.recording.neurons[sites.layer]
         change = changes(heads, sites, moved(target, self._source.neurons[sites.layer], self._part))
         change = change * where.where.to(change.device)
-        adds = self._replay.adds(neuron_block(self._model, sites.layer), heads.runs_in)
-        block = neuron_block(self._model, sites.layer) + adds
+        adds = self._replay.adds(block_of(self._model, sites.layer, "neuron"), heads.runs_in)
+        block = block_of(self._model, sites.layer, "neuron") + adds
         values = self._result(group)
         first, alive = self._reach(change != 0, block)
         directions = heads.directions[sites.index.to(change.device)]
@@ -132,7 +131,7 @@ class Sweeper:
         where = torch.stack([each.where for each in group.positions]).to(target.device)
         where = where.repeat_interleave(n_sites, dim=0)
         reached = where & changed(target, source, part)[..., heads].permute(2, 0, 1)
-        block = attention_block(self._model, sites.layer)
+        block = block_of(self._model, sites.layer, "attention")
         values = self._result(group)
         first, alive = self._reach(reached, block)
 

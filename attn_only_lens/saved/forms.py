@@ -8,7 +8,7 @@ from torch import Tensor
 from transformer_lens.model_bridge import TransformerBridge
 
 from attn_only_lens.heads import layout_of
-from attn_only_lens.heads.names import Layout
+from attn_only_lens.heads.layout import Layout
 from attn_only_lens.saved.bridge import bridge_parts, rebuilt_bridge
 from attn_only_lens.saved.hooked import (
     in_place_parts,

@@ -8,8 +8,8 @@ from torch import nn
 from transformer_lens.hook_points import HookPoint
 from transformer_lens.utilities import TypedModuleList
 
+from attn_only_lens.heads.blocks import heads_block, neurons_block
 from attn_only_lens.heads.gating import Gating
-from attn_only_lens.heads.names import heads_block, neurons_block
 from attn_only_lens.tl import HookedTransformer
 from attn_only_lens.two_blocks.blocks import AttentionBlock, NeuronBlock
 from attn_only_lens.two_blocks.config import BlockConfig, attention_only_config

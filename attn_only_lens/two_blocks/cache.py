@@ -14,7 +14,8 @@ from transformer_lens import ActivationCache
 from transformer_lens.utilities import get_act_name
 
 from attn_only_lens.errors import UnsupportedCallError
-from attn_only_lens.heads.names import block_kind, block_layer, neuron_labels, neurons_block
+from attn_only_lens.heads.blocks import block_kind, block_layer, neurons_block
+from attn_only_lens.heads.names import neuron_labels
 from attn_only_lens.two_blocks.stream import (
     embeddings_in_stream,
     refuse_mlp_input,

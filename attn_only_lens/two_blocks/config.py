@@ -5,8 +5,8 @@ from dataclasses import asdict
 from typing import Any
 
 from attn_only_lens.errors import UnsupportedCallError
+from attn_only_lens.heads.blocks import block_kind, block_layer
 from attn_only_lens.heads.gating import Gating
-from attn_only_lens.heads.names import block_kind, block_layer
 from attn_only_lens.tl import HookedTransformerConfig
 from attn_only_lens.two_blocks.sizes import LayerSizes, by_layer, sizes_of
 

@@ -8,9 +8,10 @@ from torch import Tensor, nn
 from transformer_lens import ActivationCache
 
 from attn_only_lens.errors import UnsupportedCallError
+from attn_only_lens.heads.blocks import block_kind, block_layer, neurons_block
 from attn_only_lens.heads.computation import NeuronHeads
 from attn_only_lens.heads.layout import WithNeuronHeads
-from attn_only_lens.heads.names import HeadName, neurons_block
+from attn_only_lens.heads.names import head_labels
 from attn_only_lens.heads.patterns import neuron_gate, neuron_pattern
 from attn_only_lens.tl import HookedTransformer, HookedTransformerConfig
 from attn_only_lens.two_blocks.blocks import AttentionBlock
@@ -89,7 +90,7 @@ class AttentionOnlyTransformer(Refusals, Firing, WithNeuronHeads, HookedTransfor
                 "blocks 2l and 2l + 1"
             )
         n_heads, shared = self.blocks[block].attn.cfg.n_heads, self.heads_per_neuron
-        return [str(HeadName.at(block, index, shared)) for index in range(n_heads)]
+        return head_labels(block_layer(block), block_kind(block), n_heads, shared)
 
     def all_head_labels(self) -> list[str]:
         """The name of every head, block by block: L0H0 …, L0N0 …, L1H0 …"""

@@ -10,7 +10,8 @@ from torch import Tensor
 from transformer_lens import FactoredMatrix
 
 from attn_only_lens.errors import UnsupportedCallError
-from attn_only_lens.heads.names import HeadKind, HeadName, heads_block, neurons_block
+from attn_only_lens.heads.blocks import HeadKind
+from attn_only_lens.heads.names import head_labels
 from attn_only_lens.two_blocks.sizes import by_layer
 
 __all__ = ["HeadStack", "stacked"]
@@ -64,12 +65,11 @@ class HeadStack:
     @property
     def labels(self) -> list[str]:
         """The name of every head, layer by layer."""
-        of = heads_block if self.kind == "attention" else neurons_block
-        return [
-            str(HeadName.at(of(layer), index, getattr(attn, "heads_per_neuron", 1)))
-            for layer, attn in enumerate(self.attns)
-            for index in range(attn.cfg.n_heads)
-        ]
+        labels: list[str] = []
+        for layer, attn in enumerate(self.attns):
+            shared = getattr(attn, "heads_per_neuron", 1)
+            labels += head_labels(layer, self.kind, attn.cfg.n_heads, shared)
+        return labels
 
     def _stack(self, name: str) -> Tensor:
         return stacked(name, self.attns, self.kind)

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 from transformer_lens.utilities.architectures import POST_NORM_ARCHITECTURES
 
 from attn_only_lens.errors import UnsupportedCallError
-from attn_only_lens.heads.names import block_kind
+from attn_only_lens.heads.blocks import block_kind
 from attn_only_lens.two_blocks.config import AttentionOnlyConfig
 
 if TYPE_CHECKING:

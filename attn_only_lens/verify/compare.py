@@ -11,7 +11,7 @@ from attn_only_lens.axes import Tokens
 from attn_only_lens.errors import UnsupportedCallError, UnsupportedModelError
 from attn_only_lens.heads import layout_of, neuron_heads
 from attn_only_lens.heads.bilinear import BilinearHeads
-from attn_only_lens.heads.names import heads_block, neurons_block
+from attn_only_lens.heads.blocks import heads_block, neurons_block
 from attn_only_lens.in_place import InPlace, hidden
 from attn_only_lens.inputs import checked_tokens
 from attn_only_lens.tl import HookedTransformer

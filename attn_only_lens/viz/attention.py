@@ -5,7 +5,7 @@ from torch import Tensor
 from transformer_lens import ActivationCache
 
 from attn_only_lens.errors import UnsupportedCallError
-from attn_only_lens.heads import HeadName, layout_of, neuron_heads
+from attn_only_lens.heads import layout_of, neuron_heads, point_name
 from attn_only_lens.viz.checks import of_prompt, refuse
 
 __all__ = ["attention_of"]
@@ -21,8 +21,7 @@ def attention_of(
         UnsupportedCallError: the cache is not of a model with neuron-heads, or lacks the pattern.
     """
     model = getattr(cache, "model", None)
-    layout = layout_of(model)
-    if layout is None:
+    if layout_of(model) is None:
         raise UnsupportedCallError(
             f"got a {type(cache).__name__} of no model with neuron-heads; expected what "
             "run_with_cache of a converted or exposed model returns"
@@ -30,7 +29,7 @@ def attention_of(
     n_layers = len(neuron_heads(model))
     if isinstance(layer, bool) or not isinstance(layer, int) or not 0 <= layer < n_layers:
         refuse([f"got layer={layer!r}; the model has source layers 0 to {n_layers - 1}"])
-    hook = HeadName(layer, "attention", 0).hook("pattern", layout)
+    hook = point_name(model, layer, "attention", "pattern")
     if hook not in cache.cache_dict:
         raise UnsupportedCallError(
             f"the cache does not hold {hook}: run_with_cache with a names_filter that keeps it"

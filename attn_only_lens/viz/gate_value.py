@@ -15,7 +15,7 @@ from torch import Tensor
 from transformer_lens import ActivationCache
 
 from attn_only_lens.errors import UnsupportedCallError
-from attn_only_lens.heads import HeadName, layout_of, neuron_gate, neuron_heads
+from attn_only_lens.heads import HeadName, neuron_gate, neuron_heads, point_name
 from attn_only_lens.viz.checks import refuse, token_reasons
 from attn_only_lens.viz.plotly_text import text
 
@@ -101,9 +101,8 @@ def gate_value_scatter(
 
 def _value(cache: ActivationCache, name: str) -> Float[Tensor, "*batch pos"]:
     """What all heads of the neuron hold out, before their patterns weigh it."""
-    head, layout = HeadName.parse(name), layout_of(cache.model)
-    assert layout is not None  # neuron_gate has read the cache
-    hook = head.hook("v", layout)
+    head = HeadName.parse(name)
+    hook = point_name(cache.model, head.layer, head.kind, "v")
     if hook not in cache.cache_dict:
         raise UnsupportedCallError(
             f"the cache does not hold {hook}: run_with_cache with a names_filter that keeps it"

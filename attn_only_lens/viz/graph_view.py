@@ -17,7 +17,7 @@ from transformer_lens import ActivationCache
 from attn_only_lens.circuits.graph import HEADS, CircuitGraph
 from attn_only_lens.circuits.vocabulary import TopTokens, Vocabulary
 from attn_only_lens.errors import CircuitError
-from attn_only_lens.heads import HeadName, layout_of, neuron_heads
+from attn_only_lens.heads import HeadName, layout_of, neuron_heads, point_name
 from attn_only_lens.patching.pairs import reasons_against
 from attn_only_lens.patching.prompts import Prompts, token_texts, unpaired
 from attn_only_lens.patching.record import Recording, record
@@ -144,9 +144,8 @@ def _run(graph: CircuitGraph, model: Any, prompts: Prompts, mask: Tensor | None)
 
 
 def _hooks(model: Any, head: HeadName) -> tuple[str, str]:
-    layout = layout_of(model)
-    assert layout is not None
-    return head.hook("z", layout), head.hook("pattern", layout)
+    layer, kind = head.layer, head.kind
+    return point_name(model, layer, kind, "z"), point_name(model, layer, kind, "pattern")
 
 
 def _at(heads: pd.DataFrame) -> list[tuple[str, int]]:

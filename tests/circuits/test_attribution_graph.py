@@ -4,7 +4,7 @@ import networkx as nx
 import patch_oracle as oracle
 import pytest
 import torch
-from common import tokens
+from common import IN_PLACE, tokens
 from models import build
 
 from attn_only_lens import (
@@ -111,16 +111,17 @@ def test_bilinear_heads_of_a_neuron_are_one_node():
 class Held:
     """A model held by plain hooks, in which heads' outputs are set, and one is looked at."""
 
-    def __init__(self, model, given, layout):
-        self.model, self.given, self.layout = model, given, layout
-        names = [n for n in model.hook_dict if n.endswith(("hook_scale", "hook_pattern", "hook_z"))]
+    def __init__(self, model, given):
+        self.model, self.given = model, given
+        held = ("hook_scale", "hook_pattern", "hook_z", IN_PLACE["pattern"], IN_PLACE["z"])
+        names = [n for n in model.hook_dict if n.endswith(held)]
         self.kept = {}
         keep = [(n, lambda x, hook: self.kept.update({hook.name: x.clone()})) for n in names]
         with torch.no_grad(), model.hooks(fwd_hooks=keep):
             self.logits = model(given)
 
     def place(self, name, activation="z"):
-        return HeadName.parse(name).hook(activation, self.layout)
+        return HeadName.parse(name).hook(activation, self.model)
 
     @torch.no_grad()
     def run(self, moved):
@@ -144,7 +145,7 @@ def test_an_edge_is_what_doubling_the_source_does_to_the_target_alone(family, la
     model, given = model_of(family, layout, **PLAIN), tokens(0, 1, POS)
     graph = attribution_graph(model, given, METRIC, mass=1, patterns=False)
     weights = graph.edges.set_index(["source", "target"])["weight"]
-    held = Held(model, given, layout)
+    held = Held(model, given)
     gradients = {}  # by differences of the whole held model: it is linear
     checked = 0
     for source, pos in (("L0H1", 1), ("L0N3", 4), ("L1H0", 4), ("L1N29", 2)):
@@ -213,7 +214,7 @@ def test_edges_into_a_pattern_are_its_slope_along_each_query(family, layout):
     """The sum over sources is what scaling a query by 1 + ε does to the metric by its pattern."""
     model, given = model_of(family, layout, **PLAIN), tokens(0, 1, POS)
     graph = attribution_graph(model, given, METRIC, mass=1)
-    held = Held(model, given, layout)
+    held = Held(model, given)
     for name, kind in (("L1H1", "q"), ("L1H1", "k"), ("L2H0", "q"), ("L1N7", "q")):
         at, index = held.place(name), HeadName.parse(name).index
         pattern = held.place(name, "pattern")
@@ -242,7 +243,7 @@ def test_an_edge_into_a_pattern_is_a_share_of_the_query(layout):
     """Of each source apart: what it adds to the query, along the slope of the pattern."""
     model, given = model_of("gelu", layout), tokens(0, 1, POS)
     graph = attribution_graph(model, given, METRIC, mass=1)
-    held = Held(model, given, layout)
+    held = Held(model, given)
     weights = graph.edges.query("kind == 'q'").set_index(["source", "target"])["weight"]
     target = HeadName.parse("L1N7")
     attn = model.blocks[3].attn if layout == LAYOUTS[0] else model.blocks[1].mlp
@@ -250,14 +251,14 @@ def test_an_edge_into_a_pattern_is_a_share_of_the_query(layout):
     scale = held.kept[norm.hook_scale.name][0, -1]
     direction = norm.w * attn.W_in[:, target.index] / scale
     direction = (direction - direction.mean()).detach()
-    q = oracle.seen(model, given, target.hook("q", layout))[0, -1, target.index, 0]
+    q = oracle.seen(model, given, target.hook("q", model))[0, -1, target.index, 0]
     weight = [0.5 * (1 + torch.erf((q + e) / 2**0.5)) for e in (1e-4, -1e-4)]
     slope = (weight[0] - weight[1]) / 2e-4  # Φ', the slope of gelu's gate
     effect = gradient(model, held, held.place("L1N7"), target.index)[0] * q * slope
     for source in ("L0N3", "L0N29", "L0H1", "L1H0"):
         head = HeadName.parse(source)
         z = held.kept[held.place(source)][0, -1, head.index]
-        written = held.model.blocks[head.block if layout == LAYOUTS[0] else head.layer]
+        written = held.model.blocks[head.block(model)]
         if head.kind == "attention":
             row = z @ written.attn.W_O[head.index]
         else:
@@ -272,7 +273,7 @@ def test_an_edge_into_a_neuron_of_a_gated_mlp_is_half_of_each_factor(layout):
     model, given = model_of("llama", layout), tokens(0, 1, POS)
     weights = attribution_graph(model, given, METRIC, mass=1, patterns=False).edges
     weights = weights.set_index(["source", "target"])["weight"]
-    held = Held(model, given, layout)
+    held = Held(model, given)
     for source in ("L0H1", "L0N3", "L2H0"):
         index, at = HeadName.parse(source).index, held.place(source)
         seen = []
@@ -330,7 +331,7 @@ def test_values_and_gradients_of_neurons_are_those_of_the_run():
     rows = graph.nodes[graph.nodes["kind"] == "neuron"]
     for row in rows.itertuples():
         head = HeadName.parse(row.name)
-        z = oracle.seen(model, given, head.hook("z"))[0, row.position, head.index, 0]
+        z = oracle.seen(model, given, head.hook("z", model))[0, row.position, head.index, 0]
         assert row.value == pytest.approx(z.item(), abs=ROUNDING)
     assert (rows["value"] * rows["gradient"] - rows["attribution"]).abs().max() < ROUNDING
 

@@ -37,12 +37,12 @@ def model_of(family, layout=LAYOUTS[0]):
 
 
 @torch.no_grad()
-def metric_of(model, given, gone, layout, ablation, other):
+def metric_of(model, given, gone, ablation, other):
     """The logit difference where sites are gone, by a hook for each, written anew."""
     hooks = []
     for name, position in gone:
         head = HeadName.parse(name)
-        at = head.hook("z", layout)
+        at = head.hook("z", model)
         seen = oracle.seen(model, other if ablation == "resample" else given, at)
         if ablation == "zero":
             put = torch.zeros_like(seen)
@@ -78,7 +78,7 @@ def test_the_curve_is_what_plain_hooks_make_of_it(layout, ablation, positions):
     sites = list(zip(rows["name"], rows["position"], strict=True))
 
     def value(gone):
-        return metric_of(model, clean, gone, layout, ablation, corrupted)
+        return metric_of(model, clean, gone, ablation, corrupted)
 
     whole, nothing = value([]), value(sites)
     assert abs(whole - nothing) > 1e-3
@@ -172,7 +172,7 @@ def test_the_circuit_found_suffices_and_one_site_less_does_not(method):
     every = [(name, pos) for name in names for pos in range(POS)]
     kept = set(zip(circuit.frame["name"], circuit.frame["position"], strict=True))
     value = [
-        metric_of(model, clean, gone, LAYOUTS[0], "resample", corrupted)
+        metric_of(model, clean, gone, "resample", corrupted)
         for gone in ([], every, [site for site in every if site not in kept])
     ]
     f = (value[2] - value[1]) / (value[0] - value[1])

@@ -44,7 +44,7 @@ def by_frequency(power):
 @torch.no_grad()
 def neuron_frequencies():
     """Of each neuron: the frequency of most of the variance of its activation at '='."""
-    hook = HeadName(0, "neuron", 0).hook("z", "in place")
+    hook = HeadName(0, "neuron", 0).hook("z", shipped())
     _, seen = shipped().run_with_cache(pretrained.modular_addition_tokens(), names_filter=hook)
     grids = seen[hook][:, -1, :, 0].T.reshape(-1, P, P).double()
     power = torch.fft.fft2(grids).abs() ** 2

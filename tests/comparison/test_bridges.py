@@ -5,7 +5,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from common import D_MLP, tokens
+from common import D_MLP, mlp_hook, tokens
 
 from attn_only_lens import UnsupportedModelError, compare, grow
 from attn_only_lens import patching as p
@@ -40,7 +40,7 @@ def test_a_native_bridge(name):
     assert (found.new[["attribution", "share", "norm", "patching"]].dropna() == 0).all(axis=None)
     assert (found.circuits["jaccard"] == 1).all()
     assert found.circuits["what"].tolist() == ["nodes"]
-    assert "blocks.0.mlp.hook_z" not in bridge.hook_dict
+    assert mlp_hook("z", 0) not in bridge.hook_dict
     edges = {**FEW, "n_nodes": 5}
     if reads_its_patterns(bridge, prompts):
         found = compare(bridge, grown, prompts, p.loss(), provenance=provenance, **edges)

@@ -7,7 +7,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from common import needs_hooked_transformer, tokens
+from common import mlp_hook, needs_hooked_transformer, tokens
 from models import build
 
 from attn_only_lens import circuits, compare, convert, expose_neuron_heads, grow
@@ -69,7 +69,7 @@ def test_right_after_growth_nothing_differs(name, groups):
     assert (found.circuits["rank_correlation"].dropna() > 1 - SAME).all()
     assert (found.nodes["status"] == "kept").all()
     # The models are what they were.
-    assert "blocks.0.mlp.hook_z" not in model.hook_dict
+    assert mlp_hook("z", 0) not in model.hook_dict
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
     assert all(parameter.grad is None for parameter in model.parameters())
 

@@ -7,7 +7,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from common import needs_hooked_transformer, tokens
+from common import mlp_hook, needs_hooked_transformer, tokens
 from models import build
 from tiny_tokenizer import tiny_tokenizer
 
@@ -179,7 +179,7 @@ def test_what_is_refused(pair):
     smaller = build("gelu", d_vocab_out=41, n_layers=2, d_vocab=31)
     with pytest.raises(ComparisonError, match="has d_vocab 41; the original has 31"):
         compare(smaller, grown, good, loss)
-    assert "blocks.0.mlp.hook_z" not in model.hook_dict
+    assert mlp_hook("z", 0) not in model.hook_dict
 
 
 def test_interrupted_or_refused_models_are_as_they_were(pair):
@@ -192,5 +192,5 @@ def test_interrupted_or_refused_models_are_as_they_were(pair):
     with pytest.raises(KeyboardInterrupt):
         compare(model, grown, stream(), p.loss(), **FEW)
     for each in (model, grown.model):
-        assert "blocks.0.mlp.hook_z" not in each.hook_dict
+        assert mlp_hook("z", 0) not in each.hook_dict
         assert not any(point._forward_hooks for point in each.hook_dict.values())

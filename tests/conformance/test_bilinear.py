@@ -61,7 +61,7 @@ def test_patching_the_heads_of_a_neuron_patches_the_neuron(model):
     def patch(z, hook):
         z[:, 4, own] = cache[hook.name][:, 4, own]
 
-    got = model.run_with_hooks(CORRUPTED, fwd_hooks=[(head.hook("z"), patch)])
+    got = model.run_with_hooks(CORRUPTED, fwd_hooks=[(head.hook("z", model), patch)])
     _, corrupted = model.run_with_cache(CORRUPTED)
     neuron = [
         c.get_neuron_results(3, neuron_slice=29)[:, 4].squeeze(-2) for c in (cache, corrupted)
@@ -85,7 +85,7 @@ def test_patching_the_heads_of_a_neuron_patches_the_neuron(model):
         def single(z, hook, at=own.start + j):
             z[:, 4, at] = cache[hook.name][:, 4, at]
 
-        logits = model.run_with_hooks(CORRUPTED, fwd_hooks=[(head.hook("z"), single)])
+        logits = model.run_with_hooks(CORRUPTED, fwd_hooks=[(head.hook("z", model), single)])
         assert value == pytest.approx(metric(logits).item(), rel=1e-5)
     with pytest.raises(UnsupportedCallError, match="index_df"):
         patching.get_act_patch_attn_head_out_all_pos(model, CORRUPTED, cache, metric)

@@ -6,7 +6,8 @@ exposed; which those are is written down, so that none is passed by for a wrong 
 
 import pytest
 import torch
-from bridges import boot, hook
+from bridges import boot
+from common import mlp_hook
 from tiny_tokenizer import tiny_tokenizer
 from tools_of_transformerlens import (
     CORRUPTED,
@@ -55,7 +56,7 @@ def models(request, tmp_path_factory):
     expose_neuron_heads(pair[1])
     seen = []
     for point in ("q", "z"):
-        pair[1].add_perma_hook(hook(point), lambda x, hook: seen.append(hook.name))
+        pair[1].add_perma_hook(mlp_hook(point), lambda x, hook: seen.append(hook.name))
     return request.param, *pair, seen
 
 
@@ -71,14 +72,14 @@ def test_tool(models, name):
     of_weights = {"attention_head_subspace_affinity", "decompose_head", "logit_readout"}
     of_modules = {"JacobianLens", "BackwardLens"}  # which hook the model of transformers
     if not raises(expected) and name not in of_weights | of_modules:
-        assert hook("z") in seen, "the hooks of the neuron-heads were live"
+        assert mlp_hook("z") in seen, "the hooks of the neuron-heads were live"
 
 
 def test_a_tool_that_gives_another_result_is_seen():
     """The control: one neuron less, and nearly every tool says otherwise."""
     alone, less = boot(RAW, torch.float32), boot(RAW, torch.float32)
     expose_neuron_heads(less)
-    less.add_perma_hook(hook("z", 0), lambda z, hook: z.index_fill(2, torch.arange(20), 0.0))
+    less.add_perma_hook(mlp_hook("z", 0), lambda z, hook: z.index_fill(2, torch.arange(20), 0.0))
     for name in ("get_act_patch_mlp_out", "decompose_resid", "attribution_patch", "logit_attrs"):
         with pytest.raises(AssertionError):
             same(outcome(TOOLS[name], less), outcome(TOOLS[name], alone), rtol=1e-3, atol=1e-4)
@@ -95,7 +96,7 @@ def test_every_public_tool_is_run_or_needs_no_model():
 @pytest.mark.parametrize("name", [RAW, GROUPED])
 @torch.no_grad()
 def test_patching_of_neuron_heads(name):
-    """Their setters on hook_z do what they do on hook_post of the bridge alone.
+    """Their setters on the heads' z do what they do on hook_post of the bridge alone.
 
     Not by way of `generic_activation_patch`: it takes every name of a z for that of attention.
     """
@@ -105,7 +106,7 @@ def test_patching_of_neuron_heads(name):
     expose_neuron_heads(bridge)
 
     def patched(model, point, layer, head):
-        name, clean = f"blocks.{layer}.mlp.{point}", cached(model)
+        name, clean = mlp_hook(point, layer), cached(model)
 
         def edit(x, hook):
             return patching.layer_head_vector_patch_setter(x, (layer, head), clean[hook.name])
@@ -113,7 +114,7 @@ def test_patching_of_neuron_heads(name):
         return metric(model.run_with_hooks(CORRUPTED, fwd_hooks=[(name, edit)])).item()
 
     cells = [(layer, head) for layer in (0, 1) for head in range(5)]
-    expected = torch.tensor([patched(twin, "hook_post", *cell) for cell in cells])
-    got = torch.tensor([patched(bridge, "hook_z", *cell) for cell in cells])
+    expected = torch.tensor([patched(twin, "post", *cell) for cell in cells])
+    got = torch.tensor([patched(bridge, "z", *cell) for cell in cells])
     assert expected.std() > 1e-3
     torch.testing.assert_close(got, expected, rtol=1e-6, atol=1e-7)

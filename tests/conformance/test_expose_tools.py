@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from common import tokens
+from common import mlp_hook, tokens
 from models import build
 from transformer_lens import patching
 from transformer_lens.tools.analysis.attribution_patching import attribution_patch
@@ -64,7 +64,7 @@ def test_patching_of_neuron_heads():
         _, heads = model.run_with_cache(CLEAN)
         got = []
         for cell in cells:
-            hook = f"blocks.{cell[0]}.mlp.hook_z"
+            hook = mlp_hook("z", cell[0])
             edit = lambda z, hook, cell=cell: setter(z, cell, heads[hook.name])  # noqa: E731
             got.append(metric(model.run_with_hooks(CORRUPTED, fwd_hooks=[(hook, edit)])).item())
     torch.testing.assert_close(torch.tensor(got), torch.tensor(expected), rtol=1e-6, atol=1e-6)

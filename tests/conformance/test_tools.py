@@ -78,7 +78,7 @@ def test_patching_of_named_neuron_heads(name):
     _, theirs = source.run_with_cache(CLEAN)
     heads = [HeadName.parse(text) for text in ("L0N3", "L1N29", "L2N36")]
     frame = pd.DataFrame(
-        [(head.block, pos, head.index) for head in heads for pos in (4, 10)],
+        [(head.block(converted), pos, head.index) for head in heads for pos in (4, 10)],
         columns=["layer", "pos", "head_index"],
     )
     got = patching.generic_activation_patch(

@@ -41,8 +41,8 @@ def worst_head(model, grown, old, new):
         here, there = HeadName.parse(label), HeadName.parse(grown.provenance[label])
         for part in PARTS:
             axis = 1 if part in ("attn_scores", "pattern") else 2
-            mine, now = old[here.hook(part)], new[there.hook(part)]
-            shared = part == "v" and mine.shape[2] < model.blocks[here.block].cfg.n_heads
+            mine, now = old[here.hook(part, model)], new[there.hook(part, grown.model)]
+            shared = part == "v" and mine.shape[2] < model.blocks[here.block(model)].cfg.n_heads
             if shared:  # by group
                 continue
             mine = mine.select(axis, here.head_index(m))

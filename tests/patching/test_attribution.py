@@ -56,7 +56,7 @@ def test_gradient_is_the_slope_of_small_patches(family, layout):
         expected, got = [], []
         for name in NAMES:
             for pos in (1, POS - 1):
-                at, where = oracle.place(name, part, pos, layout)
+                at, where = oracle.place(model, name, part, pos)
                 change = oracle.seen(model, clean, at)[where]
                 change = change - oracle.seen(model, corrupted, at)[where]
                 expected.append(oracle.slope(model, corrupted, at, where, change))
@@ -80,8 +80,8 @@ def test_exact_gate_is_the_slope_along_the_z_that_a_query_makes(family, layout):
     expected, got, control = [], [], []
     for name in NAMES:
         for pos in (1, POS - 1):
-            q, where = oracle.place(name, "q", pos, layout)
-            z, _ = oracle.place(name, "z", pos, layout)
+            q, where = oracle.place(model, name, "q", pos)
+            z, _ = oracle.place(model, name, "z", pos)
             theirs = oracle.seen(model, clean, q)
 
             def ask(value, hook, where=where, theirs=theirs):
@@ -132,7 +132,7 @@ def test_padding_batches_and_sets_of_positions(layout):
         total = sum(change_of(each, name, pos) for pos in range(POS))
         # sums of five terms in another order
         assert change_of(together, name, "all") == pytest.approx(total, rel=1e-10, abs=1e-13)
-        at, where = oracle.place(name, "pattern", slice(None), layout)
+        at, where = oracle.place(model, name, "pattern", slice(None))
         change = oracle.seen(model, clean, at, mask)[where]
         change = change - oracle.seen(model, corrupted, at, mask)[where]
         change[1, :2] = 0  # padding is not patched

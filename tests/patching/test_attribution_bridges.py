@@ -65,7 +65,7 @@ def test_gradient_is_the_slope_of_small_patches(name):
         expected, got = [], []
         for head in NAMES:
             for pos in (1, POS - 1):
-                at, where = oracle.place(head, part, pos, "in place")
+                at, where = oracle.place(model, head, part, pos)
                 change = oracle.seen(model, clean, at)[where]
                 change = change - oracle.seen(model, corrupted, at)[where]
                 expected.append(oracle.slope(model, corrupted, at, where, change, step=STEP[name]))
@@ -87,7 +87,7 @@ def test_frozen_is_a_patch_of_the_model_held_in_place(name):
     free = []
     for head in ("L1N3", "L1N29") if name == "llama" else NAMES:
         for pos in (1, POS - 1):
-            at, where = oracle.place(head, "z", pos, "in place")
+            at, where = oracle.place(model, head, "z", pos)
             change = oracle.seen(model, clean, at)[where] - oracle.seen(model, corrupted, at)[where]
             unmoved, held = (
                 oracle.difference(oracle.moved(model, corrupted, at, where, by, hooks=hooks))
@@ -125,7 +125,7 @@ def native():
 def test_hook_points_that_only_look_on_are_refused():
     """As those of a native bridge's patterns do under 3.9."""
     model, (clean, corrupted) = native(), prompts()
-    at, where = oracle.place("L1H0", "pattern", POS - 1, "in place")
+    at, where = oracle.place(model, "L1H0", "pattern", POS - 1)
     heard = not torch.equal(oracle.moved(model, clean, at, where, 1.0), model(clean))
     for settings, reason in (
         ({"part": "pattern", "method": "gradient"}, r"attn\.hook_pattern goes nowhere"),

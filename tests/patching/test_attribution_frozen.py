@@ -3,7 +3,7 @@
 import patch_oracle as oracle
 import pytest
 import torch
-from common import tokens
+from common import mlp_hook, tokens
 from models import CORE, FAMILIES, build
 
 from attn_only_lens import UnsupportedModelError, convert, expose_neuron_heads
@@ -74,7 +74,8 @@ def test_what_all_writers_write_adds_up(family):
     """Embedding, attention heads, neurons and biases, each through the final norm alone."""
     model, (clean, _) = model_of(family, "in place"), prompts()
     frozen, last = Frozen(model), model.cfg.n_layers - 1
-    names = [f"blocks.{layer}.{p}.hook_z" for layer in range(last + 1) for p in ("attn", "mlp")]
+    names = [f"blocks.{layer}.attn.hook_z" for layer in range(last + 1)]
+    names += [mlp_hook("z", layer) for layer in range(last + 1)]
     end = Tape([f"blocks.{last}.hook_resid_post"])
     seen = {}
     keep = [(name, lambda value, hook: seen.update({hook.name: value})) for name in names]
@@ -91,7 +92,7 @@ def test_what_all_writers_write_adds_up(family):
     for layer, block in enumerate(model.blocks):
         z = seen[f"blocks.{layer}.attn.hook_z"]
         heads += torch.einsum("bphd,hdm,bpm->h", z, block.attn.W_O, g).sum()
-        z = seen[f"blocks.{layer}.mlp.hook_z"].squeeze(-1)
+        z = seen[mlp_hook("z", layer)].squeeze(-1)
         neurons += (z * (g @ block.mlp.W_out.T)).sum()
         total = total + (g * (block.attn.b_O + block.mlp.b_out)).sum()
     total = total + sum(
@@ -124,7 +125,7 @@ def test_an_estimate_is_a_patch_of_the_frozen_model(family, layout):
     free = []
     for name in names:
         for pos in (1, POS - 1):
-            at, where = oracle.place(name, "z", pos, layout)
+            at, where = oracle.place(model, name, "z", pos)
             change = oracle.seen(model, clean, at)[where] - oracle.seen(model, corrupted, at)[where]
             logits = oracle.moved(model, corrupted, at, where, change, hooks=hooks)
             expected = oracle.difference(logits)

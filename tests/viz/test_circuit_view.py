@@ -66,7 +66,7 @@ def test_patterns_are_of_the_prompt_that_is_shown(drawn):
     details, seen = read_back(page)["details"], set()
     for node in heads_of(graph).itertuples():
         head = HeadName.parse(node.name)
-        pattern = cache[head.hook("pattern")][:, head.index]
+        pattern = cache[head.hook("pattern", model)][:, head.index]
         if head.kind == "neuron":
             own, other = pattern[1, :, 0], pattern[0, :, 0]
             got = details[node.name]["pattern"]

@@ -8,7 +8,7 @@ import pytest
 import torch
 from bridges import boot
 from browser import needs_browser
-from common import BATCH, POS, needs_hooked_transformer, tokens
+from common import BATCH, POS, mlp_hook, needs_hooked_transformer, tokens
 
 from attn_only_lens import (
     PictureError,
@@ -101,8 +101,8 @@ def test_refused_caches(monkeypatch):
     monkeypatch.setattr("attn_only_lens.viz.gate_value.MOST_POINTS", 19)
     with pytest.raises(PictureError, match="got 22 tokens; expected 19 at most"):
         viz.gate_value_scatter(cache, "L1N29", TEXTS)
-    del cache.cache_dict["blocks.1.mlp.hook_v"]
-    with pytest.raises(UnsupportedCallError, match=r"does not hold blocks\.1\.mlp\.hook_v"):
+    del cache.cache_dict[mlp_hook("v")]
+    with pytest.raises(UnsupportedCallError, match=f"does not hold {mlp_hook('v')}"):
         viz.gate_value_scatter(cache, "L1N29", TEXTS)
 
 
