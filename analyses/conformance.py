@@ -50,11 +50,13 @@ class Verdict:
     Attributes:
         test: its node id.
         kind: "passed", "refused", "inherent", "failed"; "stock" where none of its models is ours.
+        fired: whether a hook of a neuron-head fired.
         why: what the error says, or the reason; for stock ones, why the models are.
     """
 
     test: str
     kind: str
+    fired: bool
     why: str = ""
 
 
@@ -66,17 +68,18 @@ def judge(outcome: Outcome, layout: str, inherent: Iterable[Inherent] = INHERENT
         layout: "exposed" or "converted".
         inherent: the reasons that are known.
     """
-    test = outcome["test"]
+    test, fired = outcome["test"], bool(outcome["fired"])
     if outcome["outcome"] == "passed":
         if outcome["ours"]:
-            return Verdict(test, "passed")
-        return Verdict(test, "stock", " ".join(outcome["refused"]))
+            return Verdict(test, "passed", fired)
+        return Verdict(test, "stock", fired, "; ".join(sorted(set(map(plain, outcome["refused"])))))
     if outcome.get("refusal"):
-        return Verdict(test, "refused", outcome["message"])
+        return Verdict(test, "refused", fired, outcome["message"])
     for reason in inherent:
         if reason.covers(test, layout):
-            return Verdict(test, "inherent", reason.why)
-    return Verdict(test, "failed", f"{outcome.get('error')}: {outcome.get('message')}")
+            return Verdict(test, "inherent", fired, reason.why)
+    said = f"{outcome.get('error', outcome['outcome'])}: {outcome.get('message', '')}"
+    return Verdict(test, "failed", fired, said)
 
 
 def unneeded(
@@ -202,3 +205,133 @@ def finished(path: Path) -> list[Outcome] | None:
 
 def _run(command: list[Any], **how: Any) -> subprocess.CompletedProcess[str]:
     return subprocess.run(list(map(str, command)), check=True, **how)
+
+
+# The page
+
+_INTRODUCTION = """# TransformerLens' own tests
+
+TransformerLens' source distributions carry the tests that its authors hold it to. `make
+conformance` runs those that pass on stock models without a network, and make or run a model, once
+more on models of this package:
+
+- **exposed**: each `TransformerBridge` and `HookedTransformer` has its neuron-heads exposed as soon
+  as it is made, with a hook that changes nothing on every one of their hook points, so that neurons
+  are computed as heads throughout;
+- **converted**: each `HookedTransformer` becomes its conversion as soon as it is made, with the
+  same hooks.
+
+A test that passes no longer is *refused clearly* if it ends with an error of this package, which
+says what to do instead; or *inherent* if it asserts what is bound to change, for a reason that is
+given below. There is nothing else: where a test fails otherwise, `make conformance` does, and this
+page is not written. It is made by `python analyses/conformance.py`, from what the tests did."""
+_KINDS = {
+    "refused": ("Refused clearly", "what the error says"),
+    "inherent": ("Inherent", "why"),
+}
+
+
+def page(runs: list[Run]) -> str:
+    """The page: the same for the same outcomes."""
+    rows = []
+    for each in runs:
+        for layout, verdicts in each.verdicts.items():
+            kinds = Counter(verdict.kind for verdict in verdicts)
+            counts = [len(verdicts) - kinds["stock"], kinds["passed"], *map(kinds.get, _KINDS)]
+            rows.append([each.version, layout, *(f"{count or 0:,}" for count in counts)])
+    head = ["transformer-lens", "models", "tests", "passed", "refused clearly", "inherent"]
+    parts = [_INTRODUCTION, _table(head, rows)]
+    for each in runs:
+        passed = [outcome for outcome in each.stock if outcome["outcome"] == "passed"]
+        models = sum(bool(outcome["models"]) for outcome in passed)
+        parts.append(
+            f"## transformer-lens {each.version}\n\nOf {len(each.stock):,} tests, {len(passed):,} "
+            f"pass on stock models without a network (most of the others load a model from the "
+            f"hub), and {models:,} of these make or run a model."
+        )
+        for layout, verdicts in each.verdicts.items():
+            parts += [f"### {layout.capitalize()}, {each.version}", *_of_layout(verdicts)]
+    return "\n\n".join(parts) + "\n"
+
+
+def _of_layout(verdicts: list[Verdict]) -> Iterable[str]:
+    """What stands on the page about one layout of one version."""
+    fired = sum(each.fired for each in verdicts)
+    yield f"A hook of a neuron-head fired in {fired:,} of the tests."
+    for kind, (title, head) in _KINDS.items():
+        by_reason = _by_reason(each for each in verdicts if each.kind == kind)
+        if by_reason:
+            yield f"#### {title}"
+            rows = [[why, "<br>".join(_grouped(tests))] for why, tests in by_reason.items()]
+            yield _table([head, "tests"], rows)
+    by_reason = _by_reason(each for each in verdicts if each.kind == "stock")
+    if by_reason:
+        total = sum(map(len, by_reason.values()))
+        yield f"#### Not applicable\n\nThe models of {total:,} tests are none that can be:"
+        yield _table(["why", "tests"], [[why, len(tests)] for why, tests in by_reason.items()])
+
+
+def _by_reason(verdicts: Iterable[Verdict]) -> dict[str, list[str]]:
+    """Tests by why, most of them first."""
+    found: dict[str, list[str]] = {}
+    for each in verdicts:
+        found.setdefault(plain(each.why), []).append(each.test)
+    return dict(sorted(found.items(), key=lambda pair: (-len(pair[1]), pair[0])))
+
+
+def plain(why: str) -> str:
+    """A message in one line, without what differs from model to model, and from run to run."""
+    text = re.sub(r"\s+", " ", why).strip()
+    text = re.sub(r"\blayer \d+", "layer …", text)
+    text = re.sub(r"\b\d+\.\d+(e[-+]\d+)?|\b\d+e[-+]\d+|0x[0-9a-f]+", "…", text)
+    return text
+
+
+def _grouped(tests: list[str]) -> list[str]:
+    """Tests without their parameters; where there are several cases, how many."""
+    counts = Counter(re.sub(r"\[.*\]$", "", test, flags=re.S) for test in tests)
+    return [
+        f"`{test.removeprefix('tests/')}`" + (f" ({count} cases)" if count > 1 else "")
+        for test, count in sorted(counts.items())
+    ]
+
+
+def _table(head: list[str], rows: Iterable[list[Any]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join(
+        "| " + " | ".join(str(cell).replace("|", "\\|") for cell in line) + " |" for line in lines
+    )
+
+
+def main(
+    out: Annotated[Path, typer.Option(help="the page")] = Path("docs/conformance.md"),
+    work: Annotated[Path, typer.Option(help="where tests and outcomes go")] = Path(
+        "out/conformance"
+    ),
+    python: Annotated[
+        list[Path] | None, typer.Option(help="an interpreter for each transformer-lens")
+    ] = None,
+    reuse: Annotated[bool, typer.Option(help="take passes that lie there complete")] = False,
+) -> None:
+    """Run the tests and write the page; or say what fails, and write nothing."""
+    pythons = python or [Path(".venv4/bin/python"), Path(".venv/bin/python")]
+    runs = [run(each.absolute(), work, reuse=reuse) for each in pythons]
+    together: dict[str, list[Verdict]] = {}
+    for each in runs:
+        for layout, verdicts in each.verdicts.items():
+            together.setdefault(layout, []).extend(verdicts)
+    failed = [
+        f"{layout}: {verdict.test}: {verdict.why}"
+        for layout, verdicts in together.items()
+        for verdict in verdicts
+        if verdict.kind == "failed"
+    ]
+    if failed:
+        raise Broken("these tests fail, and nobody has said why:\n" + "\n".join(failed))
+    if passing := unneeded(together):
+        raise Broken("conformance_reasons.py explains what passes:\n" + "\n".join(passing))
+    write_text(out, page(runs))
+
+
+if __name__ == "__main__":
+    typer.run(main)

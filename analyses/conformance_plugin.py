@@ -6,19 +6,19 @@ Whatever TransformerBridge or HookedTransformer a test makes is, before the test
 
     stock       left alone
     exposed     exposed, with a hook on every hook point of every neuron-head, results included
-    converted   converted, if it is a HookedTransformer
+    converted   converted, if it is a HookedTransformer; what processes its weights later is done
+                as the errors advise: to the source, which is then converted anew
 
 or left alone where that is refused. One line of JSON a test says how it ended, how many models it
 had (those of its fixtures and its module included), how many of them became ours, why others did
-not, and how often a neuron-head's hook fired. No test reaches the network or runs forever, and each
-begins with the same seed.
+not, and how often a hook of a neuron-head fired. No test reaches the network or runs forever, and
+each begins with the same seed.
 """
 
 import functools
 import gc
 import json
 import random
-import re
 import signal
 import socket
 from collections import Counter
@@ -27,19 +27,21 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import pytest
 import torch
 from transformer_lens.model_bridge import TransformerBridge
 
-from attn_only_lens import convert, expose_neuron_heads
+from attn_only_lens import AttentionOnlyTransformer, convert, expose_neuron_heads
 from attn_only_lens.errors import AttnOnlyLensError, UnsupportedModelError
-from attn_only_lens.in_place import HOOKS, exposed_heads
+from attn_only_lens.heads.layout import POINTS
+from attn_only_lens.in_place import exposed_heads
 from attn_only_lens.tl import HAS_HOOKED_TRANSFORMER, HookedTransformer
 
-SECONDS = {"stock": 60, "exposed": 240, "converted": 240}
-_PARAMETERS = re.compile(r"\[.*\]$", re.S)
+SECONDS = {"stock": 120, "exposed": 1800, "converted": 1800}
+PROCESSING = ("init_weights", "load_and_process_state_dict", "process_weights_")
 
 
 @dataclass
@@ -49,17 +51,20 @@ class Built:
     Attributes:
         models: how many TransformerBridges and HookedTransformers.
         ours: how many of them were exposed or converted.
+        fired: how often a hook of a neuron-head fired.
         refused: why others were not.
     """
 
     models: int = 0
     ours: int = 0
+    fired: int = 0
     refused: list[str] = field(default_factory=list)
 
     def add(self, other: "Built") -> None:
         """Count those of other code, too."""
         self.models += other.models
         self.ours += other.ours
+        self.fired += other.fired
         self.refused += other.refused
 
 
@@ -86,8 +91,8 @@ class Conformance:
         self.only = set(only.read_text("utf-8").splitlines()) if only else None
         self.building: list[Built] = [Built()]  # innermost last
         self.of_module: dict[str, Built] = {}
+        self.sources: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()  # of converted models
         self.depth = 0
-        self.fired = 0
         self.phases: dict[str, Any] = {}
         self._watch()
         _cut_off()
@@ -100,6 +105,8 @@ class Conformance:
             self._wrap(each, "forward", self.ran, lambda args, made: args[0])
         if HAS_HOOKED_TRANSFORMER:  # it makes a model, and then loads weights into it
             self._wrap(HookedTransformer, "from_pretrained", self.made, lambda args, made: made)
+            for name in PROCESSING:
+                self._process(name)
 
     def _wrap(
         self, owner: type, name: str, see: Callable[[Any], None], model_of: Callable[..., Any]
@@ -147,18 +154,38 @@ class Conformance:
         if self.models == "converted":
             if isinstance(model, TransformerBridge):
                 raise UnsupportedModelError(["a TransformerBridge is exposed, not converted"])
-            become(model, convert(model))
-            for layer in model._heads_by_layer():
-                self._hook(layer)
+            source = type(model).__new__(type(model))
+            vars(source).update(vars(model))
+            self._convert(model, source)
         else:
             expose_neuron_heads(model)
             for heads in exposed_heads(model):
                 heads.results = True
                 self._hook(heads)
 
+    def _convert(self, model: Any, source: Any) -> None:
+        become(model, convert(source))
+        self.sources[model] = source
+        for layer in model._heads_by_layer():
+            self._hook(layer)
+
+    def _process(self, name: str) -> None:
+        """Have a method that a converted model refuses work on its source."""
+
+        def process(model: Any, *args: Any, **how: Any) -> Any:
+            self.depth += 1
+            try:
+                result = getattr(self.sources[model], name)(*args, **how)
+                self._convert(model, self.sources[model])
+            finally:
+                self.depth -= 1
+            return result
+
+        setattr(AttentionOnlyTransformer, name, process)
+
     def _hook(self, heads: Any) -> None:
-        for name in HOOKS:
-            getattr(heads, name).register_forward_hook(Fired(self))
+        for point in POINTS:
+            getattr(heads, f"hook_{point}").register_forward_hook(Fired(self))
 
     # Tests
 
@@ -193,11 +220,11 @@ class Conformance:
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: Any) -> Iterator[None]:
         """Run a test, and write its line."""
-        self.phases, self.fired = {}, 0
+        self.phases = {}
         seed()
         with self._built() as built:
             result = yield
-        for definition in getattr(item, "_fixtureinfo", None).name2fixturedefs.values():
+        for definition in item._fixtureinfo.name2fixturedefs.values():
             for each in definition:
                 built.add(getattr(each, "built", Built()))
         for name, module in self.of_module.items():
@@ -208,7 +235,7 @@ class Conformance:
             "models": built.models,
             "ours": built.ours,
             "refused": sorted(Counter(built.refused)),
-            "fired": self.fired,
+            "fired": built.fired,
         }
         self.outcomes.write(json.dumps(line) + "\n")
         self.outcomes.flush()
@@ -233,9 +260,10 @@ class Conformance:
         self.phases[report.when] = (report, call.excinfo)
         return report
 
-    def pytest_sessionfinish(self) -> None:
+    def pytest_sessionfinish(self, exitstatus: int) -> None:
         """The last line: a run that broke off has none."""
-        self.outcomes.write(json.dumps({"finished": True}) + "\n")
+        if exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
+            self.outcomes.write(json.dumps({"finished": True}) + "\n")
         self.outcomes.close()
 
     @contextmanager
@@ -258,7 +286,7 @@ class Fired:
     def __call__(self, module: object, args: object, output: object) -> None:
         """Count."""
         if self.plugin is not None:
-            self.plugin.fired += 1
+            self.plugin.building[-1].fired += 1
 
 
 def become(model: Any, other: Any) -> None:
@@ -274,7 +302,9 @@ def outcome(phases: dict[str, Any]) -> dict[str, Any]:
         report, excinfo = phases.get(when, (None, None))
         if report is not None and (report.outcome != "passed" or hasattr(report, "wasxfail")):
             ended = "xfail" if hasattr(report, "wasxfail") else report.outcome
-            return {"outcome": ended} | (error_of(excinfo) if ended == "failed" else {})
+            if ended == "failed" and excinfo is not None:
+                return {"outcome": ended} | error_of(excinfo)
+            return {"outcome": ended}
     return {"outcome": "passed"}
 
 
