@@ -23,7 +23,8 @@ comma := ,
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 export PIP_NO_INPUT = 1
 
-.PHONY: help demo test lint types contracts docs browser pytest pytest4 notebooks bench clean
+.PHONY: help demo test lint types contracts docs browser pytest pytest4 notebooks bench conformance \
+	clean
 .DEFAULT_GOAL := help
 
 help: ## what there is to make
@@ -62,6 +63,9 @@ notebooks: .venv/ready browser ## execute the notebooks and store their outputs
 
 bench: .venv/ready ## source against converted: time and memory
 	$(BIN)/python analyses/bench_convert.py
+
+conformance: .venv/ready .venv4/ready ## TransformerLens' own tests on our models: docs/conformance.md
+	$(BIN)/python analyses/conformance.py
 
 clean: ## remove what make made
 	rm -rf .venv .venv4 out site
