@@ -13,7 +13,7 @@ from attn_only_lens.in_place import (
     undisturbed,
 )
 from attn_only_lens.tl import HookedTransformer
-from attn_only_lens.two_blocks.support import hook_reasons, reasons_against
+from attn_only_lens.two_blocks.support import reasons_against
 
 __all__ = ["known_mlps"]
 
@@ -39,9 +39,7 @@ def known_mlps(model: Any, problem: str) -> list[KnownMLP]:
             "transformer-lens 3.9) or a TransformerBridge"
         ]
     else:
-        # Hooks that stay where they are do no harm, unlike in a model that is built anew.
-        harmless = hook_reasons(model)
-        reasons = [reason for reason in reasons_against(model) if reason not in harmless]
+        reasons = reasons_against(model)  # hooks may stay where they are
         blocks = [] if reasons else list(model.blocks)
     known: list[KnownMLP] = []
     with undisturbed(getattr(block, "mlp", None) for block in blocks):

@@ -31,6 +31,7 @@ __all__ = [
     "RMSNormPre",
     "TransformerBlock",
     "convert_tl_checkpoint",
+    "no_remote_code",
     "quiet",
     "require_hooked_transformer",
 ]
@@ -62,6 +63,22 @@ def require_hooked_transformer() -> None:
     """
     if not HAS_HOOKED_TRANSFORMER:
         raise UnsupportedCallError(_NEEDED)
+
+
+@contextmanager
+def no_remote_code() -> Iterator[None]:
+    """Without the list of models for which TransformerLens 3.9 runs code from the hub unasked."""
+    if not HAS_HOOKED_TRANSFORMER:
+        yield
+        return
+    from transformer_lens import loading_from_pretrained as loading
+
+    listed = loading.NEED_REMOTE_CODE_MODELS
+    loading.NEED_REMOTE_CODE_MODELS = ()
+    try:
+        yield
+    finally:
+        loading.NEED_REMOTE_CODE_MODELS = listed
 
 
 if TYPE_CHECKING or HAS_HOOKED_TRANSFORMER:

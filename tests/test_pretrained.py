@@ -95,11 +95,11 @@ def damaged(tmp_path, name, change):
 @pytest.mark.parametrize(
     ("name", "change", "message"),
     [
-        ("model.safetensors", lambda data: data[:-100], "does not hold a readable"),
-        ("config.json", lambda data: data[:-10], "does not hold a readable"),
+        ("model.safetensors", lambda data: data[:-100], "is not a readable safetensors file"),
+        ("config.json", lambda data: data[:-10], "is no JSON"),
         ("config.json", lambda data: data.replace(b"512", b"509"), r"W_in has shape \(128, 512\)"),
-        ("config.json", lambda data: b"[1, 2]", "is not a model's"),
-        ("config.json", lambda data: data.replace(b"n_ctx", b"n_cxt"), "is not a model's"),
+        ("config.json", lambda data: b"[1, 2]", "is not a model's: got list"),
+        ("config.json", lambda data: data.replace(b"n_ctx", b"n_cxt"), "n_cxt is not known"),
     ],
 )
 def test_damaged_files(tmp_path, name, change, message):

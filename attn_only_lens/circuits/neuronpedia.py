@@ -25,9 +25,9 @@ from typing import Any
 
 from attn_only_lens.circuits.graph import CircuitGraph
 from attn_only_lens.errors import CircuitError
-from attn_only_lens.files import write_text
 from attn_only_lens.heads.blocks import heads_block, neurons_block
 from attn_only_lens.heads.names import HeadName
+from attn_only_lens.storage import write_text
 
 __all__ = ["to_neuronpedia"]
 

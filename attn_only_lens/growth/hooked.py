@@ -14,6 +14,7 @@ from transformer_lens.utilities.architectures import POST_NORM_ARCHITECTURES
 from attn_only_lens.expansion import Axis, Constants, Weights
 from attn_only_lens.gates import GATES
 from attn_only_lens.growth.rim import Parameter, Rim
+from attn_only_lens.hooks import hook_reasons
 from attn_only_lens.in_place import exposed_heads
 from attn_only_lens.tl import (
     HookedTransformer,
@@ -25,7 +26,7 @@ from attn_only_lens.tl import (
     quiet,
 )
 from attn_only_lens.two_blocks import AttentionOnlyTransformer
-from attn_only_lens.two_blocks.support import hook_reasons, reasons_against
+from attn_only_lens.two_blocks.support import reasons_against
 
 __all__ = [
     "HOOKED",
@@ -58,9 +59,7 @@ def _reasons_against(model: Any) -> list[str]:
     if exposed_heads(model):
         return ["its neurons are exposed as heads in place; first `exposed.undo()`"]
     names = [f"blocks.{at}.{norm}" for at in range(model.cfg.n_layers) for norm in _BLOCK_NORMS]
-    harmless = hook_reasons(model)
-    found = reasons_against(model, needs_mlp=False)
-    return [reason for reason in found if reason not in harmless] or [
+    return reasons_against(model, needs_mlp=False) or [
         *shared_reasons(model),
         *norm_reasons(model, names),
         *constant_reasons(model),

@@ -28,8 +28,9 @@ from attn_only_lens.growth.hooked import (
 )
 from attn_only_lens.growth.rim import Parameter, Rim
 from attn_only_lens.heads.blocks import block_kind, block_layer, heads_block, neurons_block
+from attn_only_lens.hooks import hook_reasons
 from attn_only_lens.two_blocks import AttentionOnlyTransformer, LayerSizes, rebuilt
-from attn_only_lens.two_blocks.support import hook_reasons, module_reasons
+from attn_only_lens.two_blocks.support import module_reasons
 
 __all__ = ["TWO_BLOCKS"]
 

@@ -59,8 +59,13 @@ class NeuronHeads:
 
     @property
     def runs_in(self) -> nn.Module:
-        """The module whose output is what these heads write, and the output bias."""
+        """The module with the weights that these heads read and write by."""
         raise NotImplementedError
+
+    @property
+    def written_at(self) -> nn.Module:
+        """The module whose output is what these heads write, where that is seen to pass."""
+        return self.runs_in
 
     @property
     def n_neurons(self) -> int:
@@ -76,6 +81,11 @@ class NeuronHeads:
     def heads_per_neuron(self) -> int:
         """Heads that share a neuron."""
         return 1
+
+    @property
+    def amplification(self) -> float:
+        """By how much a neuron's rounding is larger than its activation's: heads may cancel."""
+        return 1.0
 
     @property
     def value_is_product(self) -> bool:

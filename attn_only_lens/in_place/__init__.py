@@ -1,8 +1,8 @@
 """Neuron-heads beside the MLPs of a model that stays what it is."""
 
-from attn_only_lens.in_place.alone import random, run_alone, undisturbed
+from attn_only_lens.in_place.alone import run_alone, undisturbed
 from attn_only_lens.in_place.beside import BilinearInPlace, InPlace
-from attn_only_lens.in_place.copying import copied_bridge, foreign_hooks, reasons_against_copying
+from attn_only_lens.in_place.copying import copied_bridge, reasons_against_copying
 from attn_only_lens.in_place.exposed import exposed_heads, hidden, hide, show
 from attn_only_lens.in_place.recognise import KnownMLP, recognise
 from attn_only_lens.in_place.sockets import UnknownMLPError, sockets_of
@@ -14,10 +14,8 @@ __all__ = [
     "UnknownMLPError",
     "copied_bridge",
     "exposed_heads",
-    "foreign_hooks",
     "hidden",
     "hide",
-    "random",
     "reasons_against_copying",
     "recognise",
     "run_alone",

@@ -10,7 +10,7 @@ What `deepcopy` cannot see into are closures. TransformerBridge attaches some to
 capture what enters a norm or an MLP, each bound to its block: left in a copy they would write into
 the original. They are taken off the copy, whose blocks attach their own as they run. Those of
 transformers, which collect outputs for whoever asks, are bound to no module. Closures of anybody
-else could be bound to anything: a bridge with such hooks is refused.
+else could be bound to anything: a bridge with such hooks is refused (`hooks.py` tells them apart).
 """
 
 import copy as _copy
@@ -21,9 +21,9 @@ import torch
 from torch import Tensor, nn
 from transformer_lens.model_bridge import TransformerBridge
 
-__all__ = ["copied_bridge", "foreign_hooks", "reasons_against_copying", "tensors_of"]
+from attn_only_lens.hooks import attached, hook_reasons, modules_of
 
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+__all__ = ["copied_bridge", "reasons_against_copying", "tensors_of"]
 
 
 def reasons_against_copying(model: object) -> list[str]:
@@ -33,39 +33,16 @@ def reasons_against_copying(model: object) -> list[str]:
             f"it is a {type(model).__qualname__}; expected a TransformerBridge. Neuron-heads that "
             "are exposed in place have to be undone first: undo()"
         ]
-    reasons = []
-    hooked = foreign_hooks(model)
-    if hooked:
+    reasons = hook_reasons(model)
+    if own := attached(model).own:
         reasons.append(
-            f"hooks are attached to it ({', '.join(hooked[:3])}{', …' if len(hooked) > 3 else ''}) "
-            "and would not come along; remove them first: "
-            "model.reset_hooks(including_permanent=True); or, where they are of TransformerLens "
-            "(BERT in 4.3), use the model itself: attn_only_lens.expose_neuron_heads(model)"
+            f"TransformerLens has hooks of its own on it ({own[0]}), as on BERT in 4.3, and a "
+            "copy's would act on the original; use the model itself: "
+            "attn_only_lens.expose_neuron_heads(model)"
         )
     if any(parameter.is_inference() for parameter in model.parameters()):
         reasons.append("its weights are inference tensors; build it outside torch.inference_mode()")
     return reasons
-
-
-def foreign_hooks(model: Any) -> list[str]:
-    """The modules of a bridge with hooks on them that are not its own, nor of transformers."""
-    own = {
-        (id(handle.hooks_dict_ref()), handle.id)
-        for block in getattr(model, "blocks", ())
-        for handle in getattr(block, "_capture_hook_handles", ())
-    }
-    found = {
-        id(module): name or "the model itself"
-        for name, module in _modules(model)
-        for kind in _HOOKS
-        for key, hook in getattr(module, kind).items()
-        if (id(getattr(module, kind)), key) not in own and not _of_transformers(hook)
-    }
-    return list(found.values())
-
-
-def _of_transformers(hook: Any) -> bool:
-    return str(getattr(hook, "__module__", "")).startswith("transformers.")
 
 
 def copied_bridge(model: TransformerBridge, *, copy_weights: bool) -> TransformerBridge:
@@ -94,16 +71,10 @@ def copied_bridge(model: TransformerBridge, *, copy_weights: bool) -> Transforme
 
 def tensors_of(model: Any) -> Iterator[Tensor]:
     """Every tensor that the modules of a bridge hold, as parameter, buffer or otherwise."""
-    for _, module in _modules(model):
+    for _, module in modules_of(model):
         yield from module.parameters(recurse=False)
         yield from module.buffers(recurse=False)
         yield from (value for value in vars(module).values() if isinstance(value, Tensor))
-
-
-def _modules(model: Any) -> Iterator[tuple[str, nn.Module]]:
-    """The modules of the bridge and of the model that it wraps, which it does not own."""
-    yield from model.named_modules()
-    yield from model.original_model.named_modules(prefix="original_model")
 
 
 def _counterpart(tensor: Tensor, storages: dict[int, torch.UntypedStorage]) -> Tensor:

@@ -5,11 +5,10 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from torch import nn
-from transformer_lens.hook_points import HookPoint
 
 from attn_only_lens.errors import PatchingError
 from attn_only_lens.heads import attention_heads, layout_of
-from attn_only_lens.heads.computation import is_live
+from attn_only_lens.hooks import hook_reasons
 from attn_only_lens.patching.attention import hook_name
 from attn_only_lens.patching.bound import BoundMetric, require_distinct
 from attn_only_lens.patching.custom_metric import AnyMetric
@@ -50,13 +49,7 @@ def reasons_against(model: Any) -> list[str]:
     reasons: list[str] = []
     if layout_of(model) is None:
         return reasons
-    points = [m for m in model.modules() if isinstance(m, HookPoint)]
-    live = sorted({str(point.name) for point in points if is_live(point)})
-    if live:
-        reasons.append(
-            f"hooks are attached to it ({', '.join(live[:3])}{', …' * (len(live) > 3)}) and "
-            "would run on batches of variants: model.reset_hooks(including_permanent=True) first"
-        )
+    reasons += hook_reasons(model, "would run on batches of variants, or be left out of them")
     dropout = any(isinstance(m, nn.Dropout) and m.p > 0 and m.training for m in model.modules())
     if dropout:
         reasons.append("it drops activations at random: call model.eval() first")

@@ -20,11 +20,14 @@ from typing import Literal, get_args
 from jaxtyping import Float
 from torch import Tensor
 
+from attn_only_lens.axes import Residual
+from attn_only_lens.heads import block_of, neuron_heads
 from attn_only_lens.heads.computation import NeuronHeads
 from attn_only_lens.patching.record import NeuronRun
+from attn_only_lens.patching.replay import Replay, Variants
 from attn_only_lens.patching.sites import WHOLE, LayerSites
 
-__all__ = ["PARTS", "Part", "by_site", "changes", "interaction", "moved"]
+__all__ = ["PARTS", "Part", "by_site", "changes", "interaction", "moved", "writing"]
 
 Part = Literal["z", "pattern", "value", "q"]
 PARTS: tuple[str, ...] = get_args(Part)
@@ -63,3 +66,20 @@ def by_site(
     one = chosen.gather(-1, member.clamp(min=0).expand(*chosen.shape[:2], -1).unsqueeze(-1))
     change = chosen.sum(-1).where(member == WHOLE, one.squeeze(-1))
     return change.permute(2, 0, 1)
+
+
+def writing(replay: Replay, layer: int, first: int, added: Residual) -> Variants:
+    """Runs in which the neurons of a layer write something more.
+
+    Args:
+        replay: of the run that is patched.
+        layer: the source layer.
+        first: the position from which on they do.
+        added: what they write more, from there on: [variant · batch, pos, d_model].
+    """
+    heads, block = neuron_heads(replay.model)[layer], block_of(replay.model, layer, "neuron")
+    n = len(added) // replay.batch
+    if replay.adds(block, heads.written_at):
+        return Variants(block + 1, first, replay.unchanged(block + 1, first, n) + added)
+    entering = replay.unchanged(block, first, n)
+    return Variants(block, first, entering, mlp=heads.written_at, added=added)

@@ -16,6 +16,7 @@ __all__ = [
     "Hooks",
     "NeuronRun",
     "Recording",
+    "again",
     "record",
     "returned_stream",
     "run",
@@ -118,6 +119,12 @@ def record(
     }
     hooked = {name: seen[name] for name in names}
     return Recording(tokens, mask, tuple(streams), tuple(beside), logits, neurons, hooked)
+
+
+def again(model: Any, recording: Recording) -> Recording:
+    """The same run once more, with the same things kept."""
+    layers, names = recording.neurons, recording.hooked
+    return record(model, recording.tokens, recording.mask, layers=layers, names=names)
 
 
 def run(

@@ -7,12 +7,12 @@ import numpy as np
 import pandas as pd
 import torch
 from jaxtyping import Bool, Float
-from torch import Tensor
+from torch import Tensor, nn
 
-from attn_only_lens.heads import block_of, neuron_heads
+from attn_only_lens.heads import attention_heads, block_of, neuron_heads
 from attn_only_lens.patching.attention import changed, editing, hook_name
 from attn_only_lens.patching.batching import Batching
-from attn_only_lens.patching.parts import Part, changes, moved
+from attn_only_lens.patching.parts import Part, changes, moved, writing
 from attn_only_lens.patching.positions import PositionSet
 from attn_only_lens.patching.replay import Replay, Variants
 from attn_only_lens.patching.sites import LayerSites
@@ -91,7 +91,7 @@ class Sweeper:
         return self._neurons(group) if group.sites.kind == "neuron" else self._attention(group)
 
     def _result(self, group: Group) -> Float[Tensor, "site"]:
-        return torch.full((len(group),), self._baseline, dtype=torch.float64)
+        return torch.full((len(group),), self._baseline, dtype=torch.float64, device="cpu")
 
     # Neurons
 
@@ -101,8 +101,8 @@ class Sweeper:
         target = self._replay.recording.neurons[sites.layer]
         change = changes(heads, sites, moved(target, self._source.neurons[sites.layer], self._part))
         change = change * where.where.to(change.device)
-        adds = self._replay.adds(block_of(self._model, sites.layer, "neuron"), heads.runs_in)
-        block = block_of(self._model, sites.layer, "neuron") + adds
+        block = block_of(self._model, sites.layer, "neuron")
+        block += self._replay.adds(block, heads.written_at)
         values = self._result(group)
         first, alive = self._reach(change != 0, block)
         directions = heads.directions[sites.index.to(change.device)]
@@ -111,11 +111,7 @@ class Sweeper:
             moving = change[chosen, :, first:].flatten(0, 1).unsqueeze(-1)
             rows = directions[chosen].repeat_interleave(self._replay.batch, dim=0).unsqueeze(1)
             added = (moving * rows).to(directions.dtype)
-            entering = self._replay.unchanged(block, first, len(chosen))
-            if adds:
-                return self._replay.values(Variants(block, first, entering + added))
-            in_mlp = Variants(block, first, entering, mlp=heads.runs_in, added=added)
-            return self._replay.values(in_mlp)
+            return self._replay.values(writing(self._replay, sites.layer, first, added))
 
         self._batching.fill(values, alive, self._replay.tokens_from(first), run)
         return values
@@ -127,10 +123,11 @@ class Sweeper:
         name = hook_name(self._model, sites.layer, part)
         target, source = self._replay.recording.hooked[name], self._source.hooked[name]
         n_sites = len(sites.names)
-        heads = sites.index.to(target.device).repeat(len(group.positions))
+        index = sites.index.to(target.device).repeat(len(group.positions))
+        heads = nn.functional.one_hot(index, attention_heads(self._model)[sites.layer]).bool()
         where = torch.stack([each.where for each in group.positions]).to(target.device)
         where = where.repeat_interleave(n_sites, dim=0)
-        reached = where & changed(target, source, part)[..., heads].permute(2, 0, 1)
+        reached = where & changed(target, source, part)[..., index].permute(2, 0, 1)
         block = block_of(self._model, sites.layer, "attention")
         values = self._result(group)
         first, alive = self._reach(reached, block)

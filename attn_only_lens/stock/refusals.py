@@ -5,11 +5,11 @@ from typing import Any
 import torch
 
 from attn_only_lens.errors import UnsupportedModelError
+from attn_only_lens.hooks import hook_reasons
 from attn_only_lens.stock.heads import mixture
 from attn_only_lens.stock.layout import gates, stock_bytes, stock_config
 from attn_only_lens.tl import USE_INSTEAD
 from attn_only_lens.two_blocks import AttentionOnlyTransformer
-from attn_only_lens.two_blocks.support import hook_reasons
 
 __all__ = ["reasons_against"]
 

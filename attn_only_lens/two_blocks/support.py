@@ -20,7 +20,7 @@ from attn_only_lens.tl import (
     TransformerBlock,
 )
 
-__all__ = ["hook_reasons", "module_reasons", "reasons_against"]
+__all__ = ["module_reasons", "reasons_against"]
 
 _NORMS = (LayerNorm, LayerNormPre, RMSNorm, RMSNormPre, nn.Identity)
 _NORM_TYPES = ("LN", "LNPre", "RMS", "RMSPre", None)
@@ -29,7 +29,8 @@ _NORM_TYPES = ("LN", "LNPre", "RMS", "RMSPre", None)
 def reasons_against(model: object, *, needs_mlp: bool = True) -> list[str]:
     """Why this model cannot be converted; empty where it can. Changes nothing.
 
-    Without `needs_mlp`, why it is not known what it computes: MLPs it need not have.
+    Without `needs_mlp`, why it is not known what it computes: MLPs it need not have. Hooks on it
+    are another matter: `hook_reasons`.
     """
     if not isinstance(model, HookedTransformer):
         return [
@@ -46,7 +47,6 @@ def reasons_against(model: object, *, needs_mlp: bool = True) -> list[str]:
             "be HookedTransformer's; load its weights into a HookedTransformer"
         )
     reasons += _config_reasons(cfg)
-    reasons += hook_reasons(model)
     reasons += module_reasons(model)
     if not reasons:
         for layer, block in enumerate(model.blocks):
@@ -76,24 +76,6 @@ def _config_reasons(cfg: Any) -> list[str]:
             f"its normalization_type is {cfg.normalization_type!r}; expected one of {_NORM_TYPES}"
         )
     return reasons
-
-
-def hook_reasons(model: HookedTransformer) -> list[str]:
-    """Why a model with hooks on it is not taken as it is; empty where there are none."""
-    hooked = [
-        name or "the model itself"
-        for name, module in model.named_modules()
-        if module._forward_hooks
-        or module._forward_pre_hooks
-        or module._backward_hooks
-        or module._backward_pre_hooks
-    ]
-    if not hooked:
-        return []
-    return [
-        f"hooks are attached to it ({', '.join(hooked[:3])}{', …' if len(hooked) > 3 else ''}) and "
-        "would not come along; remove them first: model.reset_hooks(including_permanent=True)"
-    ]
 
 
 def module_reasons(model: HookedTransformer) -> list[str]:
@@ -158,7 +140,7 @@ def _activation_reasons(act_fn: Any, name: str) -> list[str]:
 
     On the spot and in float64: it costs microseconds, and no name can lie about a function.
     """
-    q = torch.linspace(-12.0, 12.0, 193, dtype=torch.float64)
+    q = torch.linspace(-12.0, 12.0, 193, dtype=torch.float64, device="cpu")
     with torch.no_grad():
         got, expected = act_fn(q), GATES[name].activation(q)
     if got.shape == q.shape and torch.allclose(got, expected, rtol=1e-12, atol=1e-14):

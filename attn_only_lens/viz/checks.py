@@ -45,7 +45,7 @@ def of_prompt(values: Tensor, prompt: int, has_batch: bool) -> Float[Tensor, "..
     n_prompts = len(values) if has_batch else 1
     if isinstance(prompt, bool) or not isinstance(prompt, int) or not 0 <= prompt < n_prompts:
         refuse([f"got prompt={prompt!r}; the cache holds prompts 0 to {n_prompts - 1}"])
-    one = (values[prompt] if has_batch else values).detach().double().cpu()
+    one = (values[prompt] if has_batch else values).detach().cpu().double()
     if not bool(one.isfinite().all()):
         refuse(["the cache holds values that are not finite"])
     return one

@@ -18,6 +18,7 @@ from attn_only_lens.circuits.graph import HEADS, CircuitGraph
 from attn_only_lens.circuits.vocabulary import TopTokens, Vocabulary
 from attn_only_lens.errors import CircuitError
 from attn_only_lens.heads import HeadName, layout_of, neuron_heads, point_name
+from attn_only_lens.numerics import full_precision
 from attn_only_lens.patching.pairs import reasons_against
 from attn_only_lens.patching.prompts import Prompts, token_texts, unpaired
 from attn_only_lens.patching.record import Recording, record
@@ -111,6 +112,7 @@ def _fewer_edges(graph: CircuitGraph, notes: list[str]) -> CircuitGraph:
     return fewer
 
 
+@full_precision()
 def _run(graph: CircuitGraph, model: Any, prompts: Prompts, mask: Tensor | None) -> Recording:
     """The run that the graph is of, with the patterns and z of its nodes.
 

@@ -193,6 +193,8 @@ def test_a_hook_that_would_not_fire_is_refused(hook):
         lambda: converted.add_perma_hook(hook, nothing),
         lambda: converted.run_with_cache(tokens(), names_filter=hook),
         lambda: converted.run_with_cache(tokens(), names_filter=["hook_embed", hook]),
+        # A function that matches what fires besides.
+        lambda: converted.add_hook(lambda n: n in (hook, "blocks.0.hook_resid_pre"), nothing),
     ):
         with pytest.raises(UnsupportedCallError, match=f"set_{flag}\\(True\\)"):
             attempt()
@@ -212,9 +214,12 @@ def test_a_hook_point_that_does_not_exist_is_refused():
             tokens(), fwd_hooks=[("blocks.0.mlp.hook_post", lambda x, hook: x)]
         ),
         lambda: converted.run_with_cache(tokens(), names_filter="blocks.6.attn.hook_z"),
+        lambda: converted.add_hook("blocks.0.mlp.hook_post", lambda x, hook: x),
+        lambda: converted.add_perma_hook(lambda n: "mlp.hook_post" in n, lambda x, hook: x),
     ):
         with pytest.raises(UnsupportedCallError, match="no hook point"):
             attempt()
+    assert not any(point.has_hooks() for point in converted.hook_points())
 
 
 def test_no_hook_stays_after_an_error():
@@ -415,15 +420,15 @@ def test_a_converted_configuration_builds_no_other_model():
         lambda: HookedTransformer(cfg),
         lambda: HookedTransformer(copy.deepcopy(cfg)),
         lambda: cfg.n_heads,
+        lambda: HookedTransformerConfig.from_dict(cfg.to_dict()),
+        lambda: type(cfg).from_dict(converted.source_cfg.to_dict()),
         lambda: AttentionOnlyTransformer(cfg),
         lambda: AttentionOnlyTransformer.from_pretrained("gpt2"),
         lambda: AttentionOnlyTransformer.from_pretrained_no_processing("gpt2"),
     ):
         with pytest.raises(UnsupportedCallError, match="attn_only_lens"):
             attempt()
-    with pytest.raises(TypeError, match="unexpected keyword argument"):
-        HookedTransformer(HookedTransformerConfig.from_dict(cfg.to_dict()))
-    again = HookedTransformer(converted.source_cfg)
+    again = HookedTransformer(HookedTransformerConfig.from_dict(converted.source_cfg.to_dict()))
     assert [type(block.mlp).__name__ for block in again.blocks] == ["MLP"] * 3
     assert "n_layers" in repr(cfg)
     assert BASE["n_layers"] == converted.source_cfg.n_layers == 3

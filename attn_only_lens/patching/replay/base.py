@@ -15,7 +15,9 @@ What a variant cannot reach is not computed:
 so a variant that enters block b at position t costs 2 (n_pos - t) Σ_{blocks ≥ b} parameters flops
 and its attention, where a whole forward costs 2 n_pos (Σ parameters + d_model · d_vocab).
 
-Every replay is held against the recorded logits before it is used.
+Every replay is held against the recorded logits before it is used. Where products of matrices are
+rounded to TF32 a model run in parts differs from itself by that; then what is tried is another
+replay of the run, its judge, in full precision.
 """
 
 from abc import ABC, abstractmethod
@@ -29,9 +31,9 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from attn_only_lens.errors import UnsupportedModelError
+from attn_only_lens.heads import logit_tolerance, neuron_heads
 from attn_only_lens.patching.bound import BoundMetric
 from attn_only_lens.patching.record import Hooks, Recording
-from attn_only_lens.tolerances import LOGIT_TOLERANCE
 
 __all__ = ["Replay", "Variants", "adding"]
 
@@ -64,10 +66,21 @@ class Replay(ABC):
 
     def __init__(self, model: Any, recording: Recording, metric: BoundMetric) -> None:
         self.model = model
+        self._judge: Replay | None = None
         self.recording = recording
         self.metric = metric
         self.n_blocks = len(model.blocks)
         self.batch, self.n_pos = recording.tokens.shape
+
+    @property
+    def judge(self) -> "Replay":
+        """The replay that is tried in place of this one."""
+        return self._judge or self
+
+    def judged_by(self, judge: "Replay") -> "Replay":
+        """This replay, trusted as far as another of the same run is."""
+        self._judge = judge
+        return self
 
     @abstractmethod
     def logits(self, variants: Variants) -> Float[Tensor, "row position column"]:
@@ -126,7 +139,7 @@ class Replay(ABC):
         """
         whole = self.metric.select(self.recording.logits)
         largest = float(self.recording.logits.abs().max())
-        bound = LOGIT_TOLERANCE[whole.dtype] * largest
+        bound = logit_tolerance(neuron_heads(self.model), whole.dtype) * largest
         for block in sorted({0, self.n_blocks // 2, self.n_blocks}):
             for first in {0, self.start(block, self.n_pos)}:
                 entering = self.unchanged(block, first, 2)

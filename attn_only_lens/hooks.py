@@ -1,0 +1,150 @@
+"""Hooks on a model, and whose they are.
+
+Libraries hook models themselves. transformers leaves hooks behind that collect outputs for whoever
+asks; TransformerBridge captures what enters a norm or an MLP, and in transformer-lens 4 shows what
+passes through parts that have no module, such as BERT's MLPs; accelerate replaces `forward`, which
+is no hook. None of these changes what a model computes. All others somebody has put there, to look
+on or to change something, and they are not known: a hook is told by where its code was written.
+"""
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+from torch.nn.modules import module as torch_module
+from transformer_lens.hook_points import HookPoint
+
+__all__ = ["Attached", "attached", "hook_reasons", "modules_of"]
+
+_KINDS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_LIBRARIES = ("accelerate", "transformers")
+_PLACEHOLDERS = "transformer_lens.model_bridge.component_setup"
+_EVERYWHERE = "every module, by torch.nn.modules.module.register_module_forward_hook or the like"
+_NAMED = 3
+
+
+@dataclass(frozen=True)
+class Attached:
+    """Where hooks are on a model that do not belong to any model of its kind.
+
+    Attributes:
+        users: where somebody's are: names of modules, once each.
+        own: where there are some of TransformerLens' own that know the very modules they are on.
+        removal: what takes those of users away.
+    """
+
+    users: tuple[str, ...]
+    own: tuple[str, ...]
+    removal: str
+
+
+def attached(model: Any) -> Attached:
+    """The hooks on a HookedTransformer, or on a bridge and the model that it wraps."""
+    captures = {
+        (id(handle.hooks_dict_ref()), handle.id)  # each block puts its own on, as it runs
+        for block in getattr(model, "blocks", ())
+        for handle in getattr(block, "_capture_hook_handles", ())
+    }
+    users: dict[str, None] = {}
+    own: dict[str, None] = {}
+    added: set[str] = set()  # in which ways
+    for name, module in modules_of(model):
+        lens = _lens_handles(module)
+        shown = str(getattr(module, "name", None) or name) if lens else name or "the model itself"
+        for kind in _KINDS:
+            hooks = getattr(module, kind)
+            for key, hook in hooks.items():
+                handle = lens.get((id(hooks), key))
+                if handle is not None and not _is_placeholder(handle):
+                    users[shown] = None
+                    added.add("permanent" if handle.is_permanent else "temporary")
+                elif handle is not None or _library(hook) == "transformer_lens":
+                    if (id(hooks), key) not in captures:
+                        own[shown] = None
+                elif _library(hook) not in _LIBRARIES:
+                    users[shown] = None
+                    added.add("torch")
+    if any(
+        _library(hook) not in (*_LIBRARIES, "torch")  # such as torch's counter of flops
+        for kind in _KINDS
+        for hook in getattr(torch_module, f"_global{kind}").values()
+    ):
+        users[_EVERYWHERE] = None
+        added.add("torch")
+    return Attached(tuple(users), tuple(own), _removal(added, bool(own)))
+
+
+def hook_reasons(model: Any, so: str = "would not come along") -> list[str]:
+    """Why a model with hooks of users on it is not taken as it is; empty where there are none.
+
+    Args:
+        model: a HookedTransformer, or a bridge.
+        so: what becomes of the hooks.
+    """
+    found = attached(model)
+    if not found.users:
+        return []
+    more = ", …" * (len(found.users) > _NAMED)
+    return [
+        f"hooks are attached to it ({', '.join(found.users[:_NAMED])}{more}) and {so}; remove them "
+        f"first: {found.removal}"
+    ]
+
+
+def modules_of(model: Any) -> Iterator[tuple[str, nn.Module]]:
+    """The modules of a model, and of the one that a bridge wraps and does not own, once each.
+
+    By the shortest of their names: a bridge has its parts in several places.
+    """
+    found = {id(model)}
+    left: deque[tuple[str, nn.Module]] = deque([("", model)])
+    wrapped = getattr(model, "original_model", None)
+    if isinstance(wrapped, nn.Module) and id(wrapped) not in found:
+        found.add(id(wrapped))
+        left.append(("original_model", wrapped))
+    while left:
+        name, module = left.popleft()
+        yield name, module
+        for part, child in module.named_children():
+            if id(child) not in found:
+                found.add(id(child))
+                left.append((f"{name}.{part}" if name else part, child))
+
+
+def _lens_handles(module: nn.Module) -> dict[tuple[int, int], Any]:
+    """What TransformerLens knows of the hooks that were added to a hook point."""
+    if not isinstance(module, HookPoint):
+        return {}
+    return {
+        (id(handle.hook.hooks_dict_ref()), handle.hook.id): handle
+        for handle in [*module.fwd_hooks, *module.bwd_hooks]
+    }
+
+
+def _is_placeholder(handle: Any) -> bool:
+    """Whether a hook of transformer-lens 4 shows what passes through a part without a module."""
+    hook = getattr(handle, "user_hook", None)
+    return handle.is_permanent and getattr(hook, "__module__", None) == _PLACEHOLDERS
+
+
+def _library(hook: Any) -> str:
+    """The package whose code a hook is."""
+    return str(getattr(hook, "__module__", "")).split(".")[0]
+
+
+def _removal(added: set[str], own: bool) -> str:
+    ways = []
+    if "permanent" in added and own:
+        ways.append(
+            "build the bridge again (reset_hooks(including_permanent=True) would take some of "
+            "TransformerLens' own with them)"
+        )
+    elif "permanent" in added:
+        ways.append("model.reset_hooks(including_permanent=True)")
+    elif "temporary" in added:
+        ways.append("model.reset_hooks()")
+    if "torch" in added:
+        ways.append("handle.remove(), of the handles that register_forward_hook and the like gave")
+    return "; and ".join(ways)
