@@ -26,9 +26,8 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from conformance_reasons import INHERENT, Inherent
-
 from attn_only_lens.files import write_text
+from conformance_reasons import INHERENT, Inherent
 
 ROOT = Path(__file__).parents[1]
 FOLDERS = ("unit", "integration", "acceptance", "benchmarks")

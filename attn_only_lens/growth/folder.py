@@ -177,7 +177,8 @@ def _from_json(data: dict[str, Any]) -> Provenance:
         rescaled=data["rescaled"],
         zeros=tuple(Zeros(name, tuple(map(_indices, where))) for name, where in data["zeros"]),
         centred=data["centred"],
-        source=source and Identity(
+        source=source
+        and Identity(
             {name: tuple(mark) for name, mark in source["marks"].items()}, source["precision"]
         ),
     )
