@@ -26,8 +26,9 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from attn_only_lens.files import write_text
 from conformance_reasons import INHERENT, Inherent
+
+from attn_only_lens.storage import write_text
 
 ROOT = Path(__file__).parents[1]
 FOLDERS = ("unit", "integration", "acceptance", "benchmarks")
