@@ -125,9 +125,8 @@ def activation_patch(
     total = sum(len(groups[i]) for i in mine)
     shown = progress and processes.first
     with tqdm(total=total, unit="site", desc=processes.name, disable=not shown) as bar:
-        logits_each = runs.metric.select(target.logits).numel()
-        batching = Batching(model, batch_size, bar.update, logits_each)
         replay = replay_of(model, target, runs.metric)
+        batching = Batching(model, batch_size, bar.update, replay.numbers_of_token)
         with full_precision():
             _try(replay.judge, chosen, where, part)
         sweeper = Sweeper(replay, source, part, baseline, batching)
