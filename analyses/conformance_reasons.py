@@ -55,7 +55,7 @@ INHERENT = (
         },
     ),
     Inherent(
-        "It replaces the blocks of a model, whose MLPs are exposed, by one without an MLP, and then "
+        "It replaces the blocks of a model, with their exposed MLPs, by one without, and then "
         "turns on the results of heads.",
         {
             "exposed": (
