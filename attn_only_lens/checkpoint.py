@@ -42,6 +42,7 @@ __all__ = ["load", "save"]
 _Model: TypeAlias = AttentionOnlyTransformer | HookedTransformer | TransformerBridge
 
 
+@torch.inference_mode(False)  # as `load`, which is what the folder is tried with
 def save(
     model: _Model,
     folder: str | os.PathLike[str],
@@ -104,6 +105,7 @@ def save(
     return folder
 
 
+@torch.inference_mode(False)  # weights of inference mode could never be trained
 def load(
     folder: str | os.PathLike[str],
     *,

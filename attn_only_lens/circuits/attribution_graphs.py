@@ -24,8 +24,9 @@ from attn_only_lens.patching.bound import require_differentiable
 from attn_only_lens.patching.custom_metric import AnyMetric, as_metric
 from attn_only_lens.patching.metrics import bind
 from attn_only_lens.patching.pairs import reasons_against
-from attn_only_lens.patching.prompts import Prompts, token_texts, unpaired
+from attn_only_lens.patching.prompts import Prompts, unpaired
 from attn_only_lens.patching.record import record
+from attn_only_lens.texts import token_texts
 
 __all__ = ["attribution_graph"]
 

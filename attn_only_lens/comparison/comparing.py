@@ -30,7 +30,8 @@ from attn_only_lens.errors import ComparisonError
 from attn_only_lens.expansion import Provenance
 from attn_only_lens.growth import Grown
 from attn_only_lens.patching.custom_metric import AnyMetric
-from attn_only_lens.patching.prompts import Prompts, token_texts
+from attn_only_lens.patching.prompts import Prompts
+from attn_only_lens.texts import token_texts
 
 __all__ = ["compare"]
 
@@ -173,7 +174,7 @@ def compare(
                     circuits=over.circuits,
                     nodes=over.nodes,
                     edges=over.edges,
-                    tokens=tuple(token_texts(models[0], first.pair.clean[0].tolist())),
+                    tokens=tuple(token_texts(models[0], first.pair.clean[0])),
                     about=streamed.about() | about,
                 )
 

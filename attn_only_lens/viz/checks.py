@@ -30,7 +30,7 @@ def token_reasons(tokens: Any, n_tokens: int | None = None) -> list[str]:
         return [f"got a {type(tokens).__name__} for tokens; expected a list of their texts"]
     odd = [token for token in tokens if not isinstance(token, str)]
     if odd:
-        return [f"got {odd[0]!r} among the tokens; expected their texts: model.to_str_tokens"]
+        return [f"got {odd[0]!r} among the tokens; expected their texts, by token_texts"]
     if n_tokens is not None and len(tokens) != n_tokens:
         return [f"got {len(tokens)} tokens; expected {n_tokens}, as in the cache"]
     return []

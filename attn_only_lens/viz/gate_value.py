@@ -39,7 +39,7 @@ def gate_value_scatter(
         cache: of a converted or exposed model, with the pattern and v of the neuron's heads.
         name: a neuron by source layer, `L5N1234`.
         tokens: the texts of the tokens of each row of the batch, padding included:
-            `[model.to_str_tokens(row) for row in tokens]`.
+            `[token_texts(model, row) for row in tokens]`.
         mask: 1 or True for tokens that are real; all are drawn where it is not given.
 
     Returns:
