@@ -30,7 +30,7 @@ from bench_peak_memory import held_and_peak, model_of, reset_peak
 from benching import MIB, machine, speeds, table
 
 from attn_only_lens import circuits, expose_neuron_heads
-from attn_only_lens.files import write_text
+from attn_only_lens.storage import write_text
 
 CALLS = (("v", 1024), ("v", 4096), ("k", 1024))
 K = 100

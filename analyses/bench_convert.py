@@ -33,7 +33,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from attn_only_lens import convert
-from attn_only_lens.files import write_text
+from attn_only_lens.storage import write_text
 from attn_only_lens.tl import Attention, HookedTransformer, HookedTransformerConfig
 
 HEADS_PER_NEURON = (1, 2, 4, 8)

@@ -42,7 +42,7 @@ from transformer_lens.patching import generic_activation_patch
 
 from attn_only_lens import expose_neuron_heads
 from attn_only_lens import patching as p
-from attn_only_lens.files import write_text
+from attn_only_lens.storage import write_text
 
 POS = 15
 FIRST = (10, 2)  # where prompts differ: at a late name, as in "… John gave a drink to"; early

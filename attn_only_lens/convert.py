@@ -2,6 +2,7 @@
 
 from typing import overload
 
+import torch
 from transformer_lens.model_bridge import TransformerBridge
 
 from attn_only_lens.calibrate import Calibration
@@ -42,6 +43,7 @@ def convert(
 ) -> TransformerBridge: ...
 
 
+@torch.inference_mode(False)  # weights of inference mode could never be trained
 def convert(
     model: HookedTransformer | TransformerBridge,
     *,
@@ -57,7 +59,8 @@ def convert(
     becomes block 2l, its attention heads, and block 2l + 1, its d_mlp neurons as heads of width 1
     under `attn`: each token attends to itself with weight p(q) and to a static bias token with
     weight 1 - p(q), where act(q) = q · p(q). With no hook on a neuron block the logits are bitwise
-    those of `model`; with hooks they agree to rounding.
+    those of `model`; with hooks they agree to rounding. Neurons being heads, a filter for the hooks
+    of heads, `name.endswith("hook_z")`, selects theirs too.
 
     From a `TransformerBridge`, which has its blocks from the model that it wraps, a second bridge
     with its neurons exposed as heads in place (`expose_neuron_heads`); the same holds of it.

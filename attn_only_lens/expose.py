@@ -11,6 +11,7 @@ from attn_only_lens.calibrate import Calibration
 from attn_only_lens.choice import BilinearRequest, choose_gating
 from attn_only_lens.errors import UnsupportedModelError
 from attn_only_lens.heads import Gating, logit_tolerance
+from attn_only_lens.heads.passing import Passing
 from attn_only_lens.in_place import (
     BilinearInPlace,
     InPlace,
@@ -18,12 +19,12 @@ from attn_only_lens.in_place import (
     UnknownMLPError,
     exposed_heads,
     hide,
-    random,
     run_alone,
     show,
     undisturbed,
 )
 from attn_only_lens.mlps import known_mlps
+from attn_only_lens.numerics import full_precision, normal_numbers
 from attn_only_lens.tl import HookedTransformer
 
 __all__ = ["ExposedNeurons", "expose_as", "expose_neuron_heads"]
@@ -167,8 +168,9 @@ def expose_as(model: Any, known: list[KnownMLP], gating: Gating) -> ExposedNeuro
         return ExposedNeurons(model, first=False)
     with undisturbed(getattr(block, "mlp", None) for block in model.blocks):
         kind = InPlace if gating.kind == "exact" else BilinearInPlace
+        passing = Passing()
         heads = [
-            kind(each.mlp, each.sockets, model.cfg, each.act_fn, layer, gating)
+            kind(each.mlp, each.sockets, model.cfg, each.act_fn, layer, gating, passing)
             for layer, each in enumerate(known)
         ]
         _show_checked(model, heads)
@@ -188,6 +190,7 @@ def _gating(known: list[KnownMLP], gate: str, wanted: BilinearRequest) -> Gating
     return gating
 
 
+@full_precision()
 @torch.no_grad()
 def _show_checked(model: Any, heads: list[InPlace]) -> None:
     """Show the heads, and hold every MLP against itself: as it was, as it is, with every hook live.
@@ -197,7 +200,9 @@ def _show_checked(model: Any, heads: list[InPlace]) -> None:
     """
     reasons = []
     try:
-        inputs = [random((2, 7, each.mlp.W_out.shape[1]), 2).to(each.mlp.W_out) for each in heads]
+        inputs = [
+            normal_numbers((2, 7, each.mlp.W_out.shape[1]), 2).to(each.mlp.W_out) for each in heads
+        ]
         before = [
             run_alone(each.mlp, each.sockets, x) for each, x in zip(heads, inputs, strict=True)
         ]

@@ -28,7 +28,7 @@ import plotly.io
 from nbclient import NotebookClient
 from nbformat import NotebookNode
 
-from attn_only_lens.files import write_text
+from attn_only_lens.storage import write_text
 
 FOLDER = Path(__file__).parent
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))

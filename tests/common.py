@@ -3,6 +3,9 @@
 Sizes are distinct primes, so that no swapped axis can pass.
 """
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 
@@ -50,3 +53,25 @@ def tokens(seed=0, batch=BATCH, pos=POS):
 def relative(got, expected):
     """Largest difference over the largest expected entry."""
     return ((got - expected).abs().max() / expected.abs().max()).item()
+
+
+def in_threads(run, inputs, times=17):
+    """What `run` makes of each input, time and again, each input in a thread of its own."""
+    with ThreadPoolExecutor(len(inputs)) as pool:
+        return list(pool.map(lambda x: [run(x) for _ in range(times)], inputs))
+
+
+def meeting(inputs):
+    """A hook that lets a thread go on when those of all inputs have come to it."""
+    barrier = threading.Barrier(len(inputs), timeout=5)
+
+    def wait(*args, **kwargs):
+        barrier.wait()
+
+    return wait
+
+
+def of_a_library(hook):
+    """A torch hook that nothing refuses, as one that transformers has left behind: to look on."""
+    hook.__module__ = "transformers.utils.output_capturing"
+    return hook

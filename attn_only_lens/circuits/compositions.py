@@ -215,6 +215,6 @@ def _size(into: list[LayerSites | None]) -> int:
 
 def _frame(model: Any, pairs: Any, found: Tensor, kind: str, note: str) -> pd.DataFrame:
     frame = pd.DataFrame(pairs, columns=["writer", "reader"])
-    score = found.double().cpu().numpy()
+    score = found.cpu().double().numpy()
     ratio = score * model.cfg.d_model**0.5
     return frame.assign(kind=kind, score=score, ratio_to_baseline=ratio, note=note)

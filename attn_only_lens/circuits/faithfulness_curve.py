@@ -148,7 +148,7 @@ def faithfulness(
     )
 
     def area(f: npt.NDArray[np.float64]) -> float:
-        points = torch.tensor(list(shares), dtype=torch.float64)
+        points = torch.tensor(list(shares), dtype=torch.float64, device="cpu")
         return float(torch.trapezoid(torch.from_numpy(f), points, dim=-1).mean())
 
     return Faithfulness(

@@ -8,6 +8,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from attn_only_lens.patching.prompts import PromptPair
+from attn_only_lens.texts import token_texts
 
 __all__ = ["Answer", "answer_tokens", "described", "run_shape"]
 
@@ -63,7 +64,7 @@ def _token(model: Any, one: Any, what: str, reasons: list[str]) -> int:
             return 0
         tokens = model.tokenizer(one, add_special_tokens=False)["input_ids"]
         if len(tokens) != 1:
-            shown = [model.tokenizer.decode([token]) for token in tokens]
+            shown = token_texts(model, tokens)
             reasons.append(
                 f"{what}: got {one!r}, which is {len(tokens)} tokens {shown}; expected one: most "
                 "words need the space before them, or give a token of the vocabulary"

@@ -45,6 +45,7 @@ import torch
 from torch import Tensor
 
 from attn_only_lens.errors import PatchingError
+from attn_only_lens.numerics import full_precision
 from attn_only_lens.patching.bound import require_differentiable, require_slope
 from attn_only_lens.patching.closed_form import answered
 from attn_only_lens.patching.custom_metric import AnyMetric
@@ -69,6 +70,7 @@ _TRACED = ("gradient", "exact_gate")  # by the very run that is recorded
 _STEPS = 5  # as in the experiments of EAP-IG
 
 
+@full_precision()
 def attribution(
     model: Any,
     clean: Prompts,
@@ -166,7 +168,7 @@ def attribution(
         found = shares(model, each, part, node, gradients[node], target, source)
         at = everywhere.to(found.device, found.dtype)
         moves = torch.einsum("sbp,kbp->ks", found, at).flatten()
-        frames.append(frame_of(Group(each, where), value + moves.double().cpu()))
+        frames.append(frame_of(Group(each, where), value + moves.cpu().double()))
     return Sweep.of(
         pd.concat(frames, ignore_index=True),
         part=part,

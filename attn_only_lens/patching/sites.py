@@ -207,13 +207,13 @@ def _member(name: HeadName) -> int:
 def _all_of(layer: int, kind: HeadKind, count: int) -> LayerSites:
     stem = str(HeadName(layer, kind, 0)).removesuffix("0")
     names = tuple(f"{stem}{index}" for index in range(count))
-    index = torch.arange(count)
+    index = torch.arange(count, device="cpu")
     return LayerSites(layer, kind, names, index, torch.full_like(index, WHOLE))
 
 
 def _some_of(layer: int, kind: HeadKind, group: list[HeadName]) -> LayerSites:
-    index = torch.tensor([name.index for name in group])
-    member = torch.tensor([_member(name) for name in group])
+    index = torch.tensor([name.index for name in group], device="cpu")
+    member = torch.tensor([_member(name) for name in group], device="cpu")
     return LayerSites(layer, kind, tuple(map(str, group)), index, member)
 
 

@@ -18,9 +18,11 @@ from attn_only_lens.circuits.graph import HEADS, CircuitGraph
 from attn_only_lens.circuits.vocabulary import TopTokens, Vocabulary
 from attn_only_lens.errors import CircuitError
 from attn_only_lens.heads import HeadName, layout_of, neuron_heads, point_name
+from attn_only_lens.numerics import full_precision
 from attn_only_lens.patching.pairs import reasons_against
-from attn_only_lens.patching.prompts import Prompts, token_texts, unpaired
+from attn_only_lens.patching.prompts import Prompts, unpaired
 from attn_only_lens.patching.record import Recording, record
+from attn_only_lens.texts import token_text, token_texts
 from attn_only_lens.tolerances import LOGIT_TOLERANCE
 from attn_only_lens.viz.checks import refuse
 from attn_only_lens.viz.circuit import circuit_page
@@ -111,6 +113,7 @@ def _fewer_edges(graph: CircuitGraph, notes: list[str]) -> CircuitGraph:
     return fewer
 
 
+@full_precision()
 def _run(graph: CircuitGraph, model: Any, prompts: Prompts, mask: Tensor | None) -> Recording:
     """The run that the graph is of, with the patterns and z of its nodes.
 
@@ -194,7 +197,7 @@ def _with_tokens(
             [*error.reasons, more], "there are no top tokens of this model"
         ) from error
     ids = sorted({token for top in (*raised, *read) for token, _ in top})
-    texts = dict(zip(ids, token_texts(model, ids), strict=True))
+    texts = {each: token_text(model, each) for each in ids}
     found = dict(details)
 
     def told(top: TopTokens) -> list[tuple[str, float]]:

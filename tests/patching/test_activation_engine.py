@@ -6,7 +6,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from common import tokens
+from common import of_a_library, tokens
 from models import build
 
 from attn_only_lens import PatchingError, convert, expose_neuron_heads
@@ -48,7 +48,7 @@ class Rows:
     def __init__(self, model):
         self.calls = []
         for index, block in enumerate(model.blocks):
-            block.register_forward_pre_hook(self.look(index))
+            block.register_forward_pre_hook(of_a_library(self.look(index)))
 
     def look(self, index):
         return lambda module, args: self.calls.append((index, *args[0].shape[:2]))
@@ -57,27 +57,28 @@ class Rows:
 @LAYOUTS
 def test_a_patch_that_changes_nothing_costs_nothing(layout):
     model = made(layout)
-    rows = Rows(model)
+    rows, sites = Rows(model), ["L0N36", "L0N5", "L0N7"]
+
+    def swept(positions, sites=sites):
+        """Rows of the variants: six, where a recording or a trial has two."""
+        rows.calls.clear()
+        frame = sweep(model, sites, positions=positions).to_frame()
+        return frame, [call for call in rows.calls if call[1] == 2 * len(sites)]
+
     # Up to 3 both runs are the same; at 10 the metric is read, and past it nothing is seen.
-    frame = sweep(model, positions=[0, 1, 2, 3]).to_frame()
-    least = len(rows.calls)
+    frame, found = swept([0, 1, 2, 3])
+    assert not found
     assert set(frame["score"]) == {0.0}
     assert frame["value"].nunique() == 1
-    rows.calls.clear()
-    sweep(model, positions=[0, 1, 2, 3, 4])
-    assert len(rows.calls) > least
+    assert len(swept([0, 1, 2, 3, 4])[1])
     # The last layer's neurons write to the stream that is unembedded, and elsewhere than at the
     # metric's position nobody reads it.
-    rows.calls.clear()
-    sweep(model, ["L2N3"], positions=[0])
-    least = len(rows.calls)
-    rows.calls.clear()
-    frame = sweep(model, ["L2N3", "L2N4"], positions=[4, 7]).to_frame()
-    assert len(rows.calls) == least
+    last = ["L2N3", "L2N4", "L2N5"]
+    frame, found = swept([4, 7], last)
+    assert not found
     assert set(frame["score"]) == {0.0}
-    rows.calls.clear()
-    frame = sweep(model, ["L2N3", "L2N4"], positions=[10]).to_frame()
-    assert len(rows.calls) == least  # the final norm and two columns, no block
+    frame, found = swept([10], last)
+    assert not found  # the final norm and two columns, no block
     assert 0.0 not in set(frame["score"])
 
 
@@ -85,11 +86,8 @@ def test_a_patch_that_changes_nothing_costs_nothing(layout):
 def test_blocks_before_a_patch_and_positions_before_it_are_not_run(layout):
     model = made(layout)
     rows = Rows(model)
-    sweep(model, ["L2N3"], positions=[0])
-    least = len(rows.calls)
-    rows.calls.clear()
     sweep(model, ["L1N5", "L1N6", "L1N7"], positions=[7])
-    found = rows.calls[least:]
+    found = [call for call in rows.calls if call[1] == 3 * 2]
     first = 4 if layout == "two blocks" else 2
     assert found == [(index, 3 * 2, POS - 7) for index in range(first, len(model.blocks))]
 
@@ -134,7 +132,7 @@ def test_out_of_memory(layout, batch_size, error):
         if n > 6:
             raise error("DefaultCPUAllocator: can't allocate memory: you tried to allocate 1 byte")
 
-    handle = model.blocks[-1].register_forward_pre_hook(full)
+    handle = model.blocks[-1].register_forward_pre_hook(of_a_library(full))
     got = sweep(model, batch_size=batch_size).to_frame()
     handle.remove()
     pd.testing.assert_frame_equal(got, expected, **SAME)
@@ -234,10 +232,10 @@ def test_an_error_leaves_the_model_as_it_was(layout, family, after):
         if len(calls) > after:
             raise ZeroDivisionError
 
-    handle = model.blocks[-1].register_forward_pre_hook(fail)
+    handle = model.blocks[-1].register_forward_pre_hook(of_a_library(fail))
     handle.remove()
     before = state(model)
-    handle = model.blocks[-1].register_forward_pre_hook(fail)
+    handle = model.blocks[-1].register_forward_pre_hook(of_a_library(fail))
     with pytest.raises(ZeroDivisionError):
         sweep(model, batch_size=3)
     handle.remove()
@@ -367,30 +365,61 @@ def test_every_site_of_a_layer_together_is_the_other_run(layout):
     assert (total - baseline).sum() == pytest.approx((change @ direction).mean().item(), abs=1e-10)
 
 
-@pytest.mark.parametrize("wanted", ["corrupted", "between"])
+@pytest.mark.parametrize("wanted", ["corrupted", "between", "elsewhere"])
 def test_another_function_of_the_same_name_is_refused(wanted, tmp_path):
-    """The two agree on the clean run, or on both runs and not between."""
+    """The two agree on the clean run, on both runs, or on both and halfway between."""
     model = made()
     clean, corrupted = (model(prompt).detach()[0, -1] for prompt in pair())
     token = int((clean - corrupted).argmax())
     high, low = clean[token], corrupted[token]
 
-    def plain(logits):
-        return logits[0, -1, token]
+    def measure(differs):
+        def fn(logits):
+            way = (logits[0, -1, token] - low) / (high - low)  # 0 and 1 to the bit on the two runs
+            terms = {"corrupted": 1 - way, "between": (1 - way) * way}
+            terms["elsewhere"] = terms["between"] * (way - 0.5)
+            return logits[0, -1, token] + (terms[wanted] if differs else 0 * way)
 
-    def other(logits):
-        way = (logits[0, -1, token] - low) / (high - low)  # 0 and 1 to the bit on the two runs
-        return plain(logits) + (1 - way) * (way if wanted == "between" else 1)
+        return fn
 
-    def swept(fn):
-        metric = p.custom(fn, name="same")
+    def swept(fn, **how):
+        metric = p.custom(fn, name="same", **how)
         return p.activation_patch(
             model, *pair(), metric, sites=SITES, progress=False, resume=tmp_path / "parts"
         )
 
-    assert swept(plain).frame.equals(swept(plain).frame)
-    with pytest.raises(PatchingError, match="metric_values: got"):
-        swept(other)
+    kept = swept(measure(False)).frame
+    assert swept(measure(False)).frame.equals(kept)
+    other = p.activation_patch(model, *pair(), measure(True), sites=SITES, progress=False).frame
+    assert not other["value"].equals(kept["value"])
+    with pytest.raises(PatchingError, match="metric_code: got"):
+        swept(measure(True))
+    with pytest.raises(PatchingError, match="metric_code: got"):
+        swept(measure(False), version="1")
+
+
+def test_what_cannot_be_identified_is_not_resumed_unless_it_has_a_version(tmp_path):
+    model = made()
+    with (tmp_path / "notes").open("w") as file:
+
+        def fn(logits):
+            file.write("measured")
+            return logits[:, -1, 7].mean()
+
+        def swept(**how):
+            metric = p.custom(fn, **how)
+            folder = tmp_path / "parts"
+            return p.activation_patch(
+                model, *pair(), metric, sites=SITES, progress=False, resume=folder
+            )
+
+        with pytest.raises(PatchingError, match=r"fn.*TextIOWrapper.*custom\(fn, version='1'\)"):
+            swept()
+        assert not (tmp_path / "parts").exists()
+        kept = swept(version="1").frame
+        assert swept(version="1").frame.equals(kept)
+        with pytest.raises(PatchingError, match=r'got "version 2"; the folder has "version 1"'):
+            swept(version="2")
 
 
 def test_processes_that_share_no_folder_give_no_part_of_a_frame(tmp_path, monkeypatch):
