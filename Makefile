@@ -18,12 +18,16 @@ LOOK_THERE_TOO := 'import pathlib, sys, sysconfig; \
 	pathlib.Path(sysconfig.get_path("purelib"), "torch.pth").write_text(sys.argv[1] + "\n")'
 PYTEST = OMP_NUM_THREADS=1 PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 \
 	$(<D)/bin/python -m pytest -p xdist.plugin -n $(WORKERS)
+IN_WHEEL := env -u PYTHONPATH $(CURDIR)/out/wheel
+EXAMPLES := tests/examples.py README.md
+EXAMPLES_ON_4 := tests/examples.py README.md\#Install docs/circuits.md docs/growth.md docs/patching.md
 HAS_BROWSER := command -v chromium >/dev/null && command -v chromedriver >/dev/null
 comma := ,
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 export PIP_NO_INPUT = 1
 
-.PHONY: help demo test lint types contracts docs browser pytest pytest4 notebooks bench clean
+.PHONY: help demo test lint types contracts docs browser pytest pytest4 notebooks wheel bench \
+	conformance clean
 .DEFAULT_GOAL := help
 
 help: ## what there is to make
@@ -60,8 +64,20 @@ pytest4: .venv4/ready ## what of them applies to transformer-lens 4
 notebooks: .venv/ready browser ## execute the notebooks and store their outputs
 	$(BIN)/python notebooks/execute.py
 
+# Not part of `make test`: it installs everything twice. PYTHON says with which version of Python.
+wheel: ## install the wheel into empty environments, run the README's examples outside the repository
+	rm -rf out/wheel
+	$(PYTHON) -m pip wheel -q --no-deps -w out/wheel .
+	$(MAKE) out/wheel/hooked/ready out/wheel/bridge/ready
+	cd $$(mktemp -d) && $(IN_WHEEL)/hooked/bin/attn-only-lens demo --out demo
+	cd $$(mktemp -d) && $(IN_WHEEL)/hooked/bin/python -I $(addprefix $(CURDIR)/,$(EXAMPLES))
+	cd $$(mktemp -d) && $(IN_WHEEL)/bridge/bin/python -I $(addprefix $(CURDIR)/,$(EXAMPLES_ON_4))
+
 bench: .venv/ready ## source against converted: time and memory
 	$(BIN)/python analyses/bench_convert.py
+
+conformance: .venv/ready .venv4/ready ## TransformerLens' own tests on our models: docs/conformance.md
+	$(BIN)/python analyses/conformance.py
 
 clean: ## remove what make made
 	rm -rf .venv .venv4 out site
@@ -69,12 +85,16 @@ clean: ## remove what make made
 .venv/ready: pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' \
 		|| { echo "Python 3.10 or newer is needed; $(PYTHON) is older. Set PYTHON=..."; exit 1; }
-	$(call SET_UP,$(PYTHON),hooked$(comma)docs)
+	$(call SET_UP,$(PYTHON),-e '.[dev$(comma)hooked$(comma)docs]')
 
 .venv4/ready: .venv/ready
-	$(call SET_UP,$(BIN)/python,bridge)
+	$(call SET_UP,$(BIN)/python,-e '.[dev$(comma)bridge]')
 
-# SET_UP,PYTHON,EXTRA: the environment of this target, with the torch of an interpreter that has one
+out/wheel/%/ready:
+	$(call SET_UP,$(PYTHON),"$$(echo out/wheel/*.whl)[$*]")
+	@$(@D)/bin/python -m pip check
+
+# SET_UP,PYTHON,WHAT: the environment of this target, with the torch of an interpreter that has one
 define SET_UP
 	@$(PYTHON) -m venv $(@D) \
 		|| { echo "python -m venv failed: on Debian, apt-get install python3-venv"; exit 1; }
@@ -83,6 +103,6 @@ define SET_UP
 		$(@D)/bin/python -c $(LOOK_THERE_TOO) "$$there"; \
 	fi
 	@$(@D)/bin/python -c 'import torch' 2>/dev/null || $(@D)/bin/python -m pip install -q $(TORCH)
-	$(@D)/bin/python -m pip install -q -e '.[dev,$(2)]'
+	$(@D)/bin/python -m pip install -q $(2)
 	@touch $@
 endef

@@ -33,8 +33,8 @@ from attn_only_lens import patching as p
 from attn_only_lens.comparison.alignment import align
 from attn_only_lens.comparison.batches import batches
 from attn_only_lens.comparison.streamed import Streamed
-from attn_only_lens.files import write_text
 from attn_only_lens.growth import Grown
+from attn_only_lens.storage import write_text
 
 PLAIN, STREAMED = "two plain forwards", "compare, streamed"
 

@@ -30,7 +30,7 @@ from bench_peak_memory import held_and_peak, model_of, reset_peak
 from benching import MIB, machine, speeds, table
 
 from attn_only_lens import circuits, expose_neuron_heads
-from attn_only_lens.files import write_text
+from attn_only_lens.storage import write_text
 
 CALLS = (("v", 1024), ("v", 4096), ("k", 1024))
 K = 100
@@ -73,7 +73,7 @@ def measure(kind: str, block: int, device: str, smoke: bool) -> dict[str, Any]:
         "seconds": took,
         "peak MiB": (peak - before) / MIB,
         "bound MiB": bound_mib(model.cfg, block),
-        "bound seconds": flops(model.cfg, kind) / speeds(device)[0],
+        "bound seconds": flops(model.cfg, kind) / speeds(device, smoke)[0],
         "largest / baseline": float(frame.ratio_to_baseline[0]),
     }
 

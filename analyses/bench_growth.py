@@ -31,7 +31,7 @@ from tqdm import tqdm
 
 from attn_only_lens import expansion as ex
 from attn_only_lens import grow
-from attn_only_lens.files import write_text
+from attn_only_lens.storage import write_text
 from attn_only_lens.tl import HookedTransformer
 
 GROWN = {"n_layers": 16, "d_model": 1024, "n_heads": 16, "d_head": 80, "d_mlp": 4096}

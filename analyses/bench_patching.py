@@ -42,7 +42,7 @@ from transformer_lens.patching import generic_activation_patch
 
 from attn_only_lens import expose_neuron_heads
 from attn_only_lens import patching as p
-from attn_only_lens.files import write_text
+from attn_only_lens.storage import write_text
 
 POS = 15
 FIRST = (10, 2)  # where prompts differ: at a late name, as in "… John gave a drink to"; early
@@ -188,7 +188,7 @@ def report(model: str, smoke: bool, device: str, neurons: tuple[int, int]) -> st
     load = os.getloadavg()[0]
     source = (bridge_of if model == "bridge" else model_of)(device, smoke=smoke)
     source.requires_grad_(False)
-    speed, _ = speeds(device, 256 if smoke else 2048)
+    speed, _ = speeds(device, smoke)
     rows = [
         sweep(source, positions, first, (ours, theirs), speed)
         for first in FIRST

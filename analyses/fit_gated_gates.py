@@ -41,10 +41,10 @@ from sigmoid_minimax import (
 )
 from tqdm import tqdm
 
-from attn_only_lens.files import write_text
 from attn_only_lens.gates.exact import GATES
 from attn_only_lens.gates.gated import RangeGate
 from attn_only_lens.gates.range_certificate import certified_range_bound
+from attn_only_lens.storage import write_text
 
 NAMES = ("silu", "gelu", "gelu_new", "relu")
 RANGES = (2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0)

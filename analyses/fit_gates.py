@@ -40,9 +40,9 @@ from scipy.special import expit, ndtr
 from torch import Tensor
 from tqdm import tqdm
 
-from attn_only_lens.files import write_text
 from attn_only_lens.gates import BilinearGate, bilinear_gate, certified_bound
 from attn_only_lens.gates.coefficients import MIXTURES
+from attn_only_lens.storage import write_text
 
 Array = NDArray[np.float64]  # terms are [n_terms, 3]: columns w, b, c
 

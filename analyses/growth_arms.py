@@ -19,8 +19,8 @@ from tqdm import tqdm
 from train_modular_addition import Recipe, adamw, fast_logits, loss_of, pairs, step
 
 from attn_only_lens import expansion as ex
-from attn_only_lens.files import write_text, written_whole
 from attn_only_lens.growth import Training
+from attn_only_lens.storage import write_text, written_whole
 from attn_only_lens.tl import HookedTransformer
 
 

@@ -24,7 +24,7 @@ from benching import machine
 from matplotlib import rc_context
 from matplotlib.figure import Figure
 
-from attn_only_lens.files import write_text
+from attn_only_lens.storage import write_text
 
 PACKAGES = ("attn_only_lens", "transformer-lens", "torch", "numpy", "pandas")
 

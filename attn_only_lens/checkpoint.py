@@ -9,28 +9,31 @@ What a model is taken apart into is said in `saved/`, by layout and class.
 A folder is written beside its destination and moved there when it is whole.
 """
 
-import json
 import os
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from transformer_lens.model_bridge import TransformerBridge
-from transformers import AutoTokenizer
 
-from attn_only_lens.errors import CheckpointError
-from attn_only_lens.manifest import MANIFEST, check_files, describe, read_manifest
+from attn_only_lens.errors import AttnOnlyLensError, CheckpointError
+from attn_only_lens.manifest import MANIFEST, read_manifest, write_manifest
 from attn_only_lens.saved import form_named, form_of
 from attn_only_lens.source_folder import (
     TOKENIZER,
     WEIGHTS,
     device_named,
     dtype_named,
+    load_tokenizer,
+)
+from attn_only_lens.storage import (
+    check_files,
+    opened_folder,
+    read_tensors,
     whole_folder,
     write_tensors,
 )
+from attn_only_lens.storage.building import no_more_than
 from attn_only_lens.tl import HookedTransformer
 from attn_only_lens.two_blocks import AttentionOnlyTransformer
 
@@ -39,6 +42,7 @@ __all__ = ["load", "save"]
 _Model: TypeAlias = AttentionOnlyTransformer | HookedTransformer | TransformerBridge
 
 
+@torch.inference_mode(False)  # as `load`, which is what the folder is tried with
 def save(
     model: _Model,
     folder: str | os.PathLike[str],
@@ -75,7 +79,7 @@ def save(
         >>> torch.equal(model(tokens), same(tokens))
         True
     """
-    folder = Path(folder)
+    folder = opened_folder(folder)
     form = form_of(model)
     if form is None:
         raise CheckpointError(
@@ -94,21 +98,21 @@ def save(
         **parts.more,
     }
     with whole_folder(folder, (MANIFEST, WEIGHTS, TOKENIZER)) as new:
-        write_tensors(parts.tensors, new / WEIGHTS)
+        write_tensors(new / WEIGHTS, parts.tensors)
         if model.tokenizer is not None:
             model.tokenizer.save_pretrained(new / TOKENIZER)
-        manifest = describe(new, entries)
-        (new / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
-    return folder.resolve()
+        write_manifest(new, entries)
+    return folder
 
 
+@torch.inference_mode(False)  # weights of inference mode could never be trained
 def load(
     folder: str | os.PathLike[str],
     *,
     device: str | torch.device | None = None,
     dtype: str | torch.dtype | None = None,
 ) -> Any:
-    """Read a saved model back, without pickle and without a network.
+    """Read a saved model back: without pickle or a network, no code of its own, no other folder.
 
     Args:
         folder: what `save` wrote.
@@ -132,24 +136,26 @@ def load(
         ...     load(folder, dtype="float64").W_in.dtype
         torch.float64
     """
-    folder = Path(folder)
+    folder = opened_folder(folder)
     to_device = device_named("cpu" if device is None else device)
     to_dtype = None if dtype is None else dtype_named(dtype)
     manifest = read_manifest(folder)
-    check_files(folder, manifest["files"])
+    check_files(folder, manifest["files"], closed=TOKENIZER)
     form = form_named(manifest["layout"], manifest["model"])
-    if form is None:
-        raise CheckpointError(
-            f"{folder} holds a {manifest['model']} with layout {manifest['layout']!r}, which this "
-            "version does not know: upgrade attn-only-lens"
-        )
+    assert form is not None
+    tensors, _ = read_tensors(folder / WEIGHTS)
     try:
-        tensors = load_file(folder / WEIGHTS)
-    except SafetensorError as error:
-        raise CheckpointError(f"{folder / WEIGHTS} is not a safetensors file: {error}") from error
-    model = form.rebuilt(manifest, tensors)
+        with no_more_than(tensors):
+            model = form.rebuilt(manifest, tensors)
+    except AttnOnlyLensError:
+        raise
+    except Exception as error:  # of any constructor that the manifest leads to
+        raise CheckpointError(
+            f"{folder} cannot be built by these versions of transformers and TransformerLens: "
+            f"{type(error).__name__}: {error}"
+        ) from error
     if manifest["padding_side"] is not None:
-        model.tokenizer = AutoTokenizer.from_pretrained(folder / TOKENIZER, local_files_only=True)
+        model.tokenizer = load_tokenizer(folder)
         model.tokenizer.padding_side = manifest["padding_side"]
     if to_dtype is not None:
         model.to(to_dtype, print_details=False)

@@ -2,6 +2,7 @@
 
 from typing import overload
 
+import torch
 from transformer_lens.model_bridge import TransformerBridge
 
 from attn_only_lens.calibrate import Calibration
@@ -10,7 +11,7 @@ from attn_only_lens.errors import UnsupportedModelError
 from attn_only_lens.expose import expose_neuron_heads
 from attn_only_lens.hooks import hook_reasons
 from attn_only_lens.in_place import copied_bridge, reasons_against_copying
-from attn_only_lens.mlps import known_mlps
+from attn_only_lens.mlps import known_mlps, not_finite
 from attn_only_lens.tl import HookedTransformer
 from attn_only_lens.two_blocks import AttentionOnlyTransformer, convert_as
 from attn_only_lens.two_blocks.support import reasons_against
@@ -42,6 +43,7 @@ def convert(
 ) -> TransformerBridge: ...
 
 
+@torch.inference_mode(False)  # weights of inference mode could never be trained
 def convert(
     model: HookedTransformer | TransformerBridge,
     *,
@@ -57,7 +59,8 @@ def convert(
     becomes block 2l, its attention heads, and block 2l + 1, its d_mlp neurons as heads of width 1
     under `attn`: each token attends to itself with weight p(q) and to a static bias token with
     weight 1 - p(q), where act(q) = q · p(q). With no hook on a neuron block the logits are bitwise
-    those of `model`; with hooks they agree to rounding.
+    those of `model`; with hooks they agree to rounding. Neurons being heads, a filter for the hooks
+    of heads, `name.endswith("hook_z")`, selects theirs too.
 
     From a `TransformerBridge`, which has its blocks from the model that it wraps, a second bridge
     with its neurons exposed as heads in place (`expose_neuron_heads`); the same holds of it.
@@ -114,7 +117,7 @@ def convert(
         return exposed.model
     reasons = reasons_against(model)
     if isinstance(model, HookedTransformer):
-        reasons += hook_reasons(model)
+        reasons += [*hook_reasons(model), *not_finite(model)]
     wanted = BilinearRequest(heads_per_neuron, tolerance, calibration)
     gating, more = choose_gating(model, gate, wanted)
     if reasons or more:

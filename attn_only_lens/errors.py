@@ -1,6 +1,7 @@
 """The errors of this package: each says what was got, what was expected, and what to do."""
 
 from collections.abc import Sequence
+from typing import Any
 
 __all__ = [
     "AttnOnlyLensError",
@@ -61,6 +62,8 @@ class ComparisonError(_ReasonsError):
     Attributes:
         reasons: every reason found.
         problem: what they are reasons against.
+        so_far: where a batch after the first failed, the `Comparison` on those before it, without
+            patching; else None.
 
     Example:
         >>> from attn_only_lens import ComparisonError
@@ -68,6 +71,8 @@ class ComparisonError(_ReasonsError):
         these do not fit:
           - L0N5 and L0N7 both went to L0N5
     """
+
+    so_far: Any = None
 
 
 class GrowthError(_ReasonsError):

@@ -10,7 +10,8 @@ from transformer_lens.model_bridge import TransformerBridge
 from attn_only_lens.calibrate import Calibration
 from attn_only_lens.choice import BilinearRequest, choose_gating
 from attn_only_lens.errors import UnsupportedModelError
-from attn_only_lens.heads import Gating
+from attn_only_lens.heads import Gating, logit_tolerance
+from attn_only_lens.heads.passing import Passing
 from attn_only_lens.in_place import (
     BilinearInPlace,
     InPlace,
@@ -18,14 +19,13 @@ from attn_only_lens.in_place import (
     UnknownMLPError,
     exposed_heads,
     hide,
-    random,
     run_alone,
     show,
     undisturbed,
 )
-from attn_only_lens.mlps import known_mlps
+from attn_only_lens.mlps import known_mlps, not_finite
+from attn_only_lens.numerics import full_precision, normal_numbers
 from attn_only_lens.tl import HookedTransformer
-from attn_only_lens.tolerances import LOGIT_TOLERANCE
 
 __all__ = ["ExposedNeurons", "expose_as", "expose_neuron_heads"]
 
@@ -139,6 +139,8 @@ def expose_neuron_heads(
     """
     wanted = BilinearRequest(heads_per_neuron, tolerance, calibration)
     known = known_mlps(model, _PROBLEM)
+    if not exposed_heads(model) and (reasons := not_finite(model)):
+        raise UnsupportedModelError(reasons, _PROBLEM)
     return expose_as(model, known, _gating(known, gate, wanted))
 
 
@@ -168,8 +170,9 @@ def expose_as(model: Any, known: list[KnownMLP], gating: Gating) -> ExposedNeuro
         return ExposedNeurons(model, first=False)
     with undisturbed(getattr(block, "mlp", None) for block in model.blocks):
         kind = InPlace if gating.kind == "exact" else BilinearInPlace
+        passing = Passing()
         heads = [
-            kind(each.mlp, each.sockets, model.cfg, each.act_fn, layer, gating)
+            kind(each.mlp, each.sockets, model.cfg, each.act_fn, layer, gating, passing)
             for layer, each in enumerate(known)
         ]
         _show_checked(model, heads)
@@ -189,6 +192,7 @@ def _gating(known: list[KnownMLP], gate: str, wanted: BilinearRequest) -> Gating
     return gating
 
 
+@full_precision()
 @torch.no_grad()
 def _show_checked(model: Any, heads: list[InPlace]) -> None:
     """Show the heads, and hold every MLP against itself: as it was, as it is, with every hook live.
@@ -198,7 +202,9 @@ def _show_checked(model: Any, heads: list[InPlace]) -> None:
     """
     reasons = []
     try:
-        inputs = [random((2, 7, each.mlp.W_out.shape[1]), 2).to(each.mlp.W_out) for each in heads]
+        inputs = [
+            normal_numbers((2, 7, each.mlp.W_out.shape[1]), 2).to(each.mlp.W_out) for each in heads
+        ]
         before = [
             run_alone(each.mlp, each.sockets, x) for each, x in zip(heads, inputs, strict=True)
         ]
@@ -233,7 +239,7 @@ def _differences(each: InPlace, x: Tensor, expected: Tensor) -> list[str]:
     if each.gating.kind == "exact" and not torch.equal(silent, expected):
         reasons.append("its MLP does not compute the same for the same input twice")
     for what, by in (("activations are not those", moved), ("output is not the sum", beside)):
-        if not by <= LOGIT_TOLERANCE[x.dtype] * largest:
+        if not by <= logit_tolerance([each], x.dtype) * largest:
             reasons.append(
                 f"its MLP's {what} of its neuron-heads; they differ by {by:.2g} where the largest "
                 f"entry is {largest:.2g}"

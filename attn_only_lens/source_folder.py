@@ -1,42 +1,56 @@
 """A source model from a folder: `config.json`, `model.safetensors`, perhaps `tokenizer/`.
 
 `config.json` holds keyword arguments of `HookedTransformerConfig`, `model.safetensors` its state
-dict (masks and rotary tables, which TransformerLens computes, may be left out).
+dict (masks and rotary tables, which TransformerLens computes, may be left out). Where the command
+`grow` wrote the folder, `provenance.json` has a digest of every file.
 """
 
-import json
 import os
-import tempfile
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
+import psutil
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoTokenizer
 
 from attn_only_lens.errors import CheckpointError
-from attn_only_lens.files import flush
-from attn_only_lens.tl import HookedTransformer, HookedTransformerConfig, quiet
+from attn_only_lens.storage import (
+    Document,
+    FileDigest,
+    check_files,
+    inside,
+    misfits,
+    opened_folder,
+    read_json,
+    read_tensors,
+)
+from attn_only_lens.storage.building import no_more_than
+from attn_only_lens.tl import (
+    HookedTransformer,
+    HookedTransformerConfig,
+    quiet,
+    require_hooked_transformer,
+)
+from attn_only_lens.two_blocks.skeleton import stock_skeleton
 
 __all__ = [
     "COMPUTED",
     "CONFIG",
     "DTYPES",
+    "GROWN",
+    "PROVENANCE",
     "TOKENIZER",
     "WEIGHTS",
     "device_named",
     "dtype_named",
     "load_source",
+    "load_tokenizer",
     "read_folder",
-    "whole_folder",
-    "write_tensors",
 ]
 
 CONFIG, WEIGHTS, TOKENIZER = "config.json", "model.safetensors", "tokenizer"
+PROVENANCE = "provenance.json"
 COMPUTED = ("attn.mask", "attn.IGNORE", "attn.rotary_sin", "attn.rotary_cos")
 DTYPES = {
     str(dtype).removeprefix("torch."): dtype
@@ -44,27 +58,42 @@ DTYPES = {
 }
 
 
+class _Grown(TypedDict):
+    provenance: dict[str, Any]
+    files: dict[str, FileDigest]
+
+
+GROWN = Document("attn_only_lens.Grown", 1, _Grown, indent=2)
+"""What lies in PROVENANCE."""
+
+
 def load_source(
     folder: Path, *, dtype: str | torch.dtype = "float32", device: str | torch.device = "cpu"
 ) -> HookedTransformer:
-    """Read a stock model from a folder, without pickle and without a network.
+    """Read a stock model from a folder: no pickle, no network, no code of its own, no other folder.
 
     Raises:
         CheckpointError: a file is missing or damaged, or the two do not belong together.
     """
+    folder = opened_folder(folder)
+    to_device, to_dtype = device_named(device), dtype_named(dtype)
     config, state = read_folder(folder)
-    chosen = {
-        "device": str(device_named(device)),
-        "dtype": dtype_named(dtype),
-        "init_weights": False,
-    }
+    require_hooked_transformer()
+    # A tokenizer is in the folder, and is not looked for at a hub.
+    chosen = {"device": str(to_device), "dtype": to_dtype, "init_weights": False}
+    chosen |= {"tokenizer_name": None, "trust_remote_code": False}
+    said = {key: value for key, value in config.items() if key not in chosen}
+    wrong = list(misfits(said, HookedTransformerConfig, CONFIG))
+    if wrong:
+        raise CheckpointError(f"{folder / CONFIG} is not a model's: {'; '.join(wrong[:5])}")
+    fields = said | chosen
     try:
-        fields = config | chosen
-        with quiet():
-            model = HookedTransformer(HookedTransformerConfig(**fields))
-    except (AssertionError, TypeError, ValueError) as error:
+        with no_more_than(state):
+            expected = stock_skeleton(fields).state_dict()
+    except CheckpointError:
+        raise
+    except Exception as error:  # of any constructor that the configuration leads to
         raise CheckpointError(f"{folder / CONFIG} is not a model's: {error}") from error
-    expected = model.state_dict()
     wrong = [
         f"{name} is missing"
         for name in expected
@@ -76,28 +105,63 @@ def load_source(
         for name, tensor in state.items()
         if name in expected and tensor.shape != expected[name].shape
     ]
+    bytes_needed = sum(each.numel() * each.element_size() for each in expected.values())
+    if bytes_needed > (free := psutil.virtual_memory().available):
+        wrong.append(f"the model takes {bytes_needed:,} bytes, and {free:,} are free")
     if wrong:
-        raise CheckpointError(f"{folder / WEIGHTS} does not fit {CONFIG}: {'; '.join(wrong)}")
+        raise CheckpointError(f"{folder / WEIGHTS} does not fit {CONFIG}: {'; '.join(wrong[:5])}")
+    with quiet():
+        model = HookedTransformer(HookedTransformerConfig(**fields))
     model.load_state_dict(state, strict=False)
     if (folder / TOKENIZER).is_dir():
-        tokenizer = AutoTokenizer.from_pretrained(folder / TOKENIZER, local_files_only=True)
-        model.set_tokenizer(tokenizer)
+        model.set_tokenizer(load_tokenizer(folder))
     return model
 
 
-def read_folder(folder: Path) -> tuple[Any, dict[str, Tensor]]:
-    """What the two files hold: the configuration, not looked at yet, and the state dict.
+def load_tokenizer(folder: Path) -> Any:
+    """Read the tokenizer of a folder: no code of its own, no file of another folder, no question.
 
     Raises:
-        CheckpointError: one cannot be read.
+        CheckpointError: it needs code of its own, names files elsewhere, or cannot be read.
     """
+    where = folder / TOKENIZER
+    for path in where.rglob("*"):
+        inside(folder, path.relative_to(folder).as_posix())
+    settings = where / "tokenizer_config.json"
+    said = read_json(settings) if settings.exists() else {}
+    named = [key for key in said if str(key).endswith("_file") and said[key] is not None]
+    if any(os.path.exists(str(said[key])) for key in named):
+        raise CheckpointError(f"{settings} names files outside of its folder: {', '.join(named)}")
     try:
-        config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
-        return config, load_file(folder / WEIGHTS)
-    except (OSError, ValueError, SafetensorError) as error:
+        made = AutoTokenizer.from_pretrained(where, local_files_only=True, trust_remote_code=False)
+        made.encode("")
+        return made
+    except Exception as error:  # of any tokenizer, written in any language
+        raise CheckpointError(f"the tokenizer in {where} cannot be loaded: {error}") from error
+
+
+def read_folder(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Read the two files: the configuration, whose values are not looked at, and the state dict.
+
+    Raises:
+        CheckpointError: one cannot be read, or is not the one that `grow` wrote; the folder is of
+            Hugging Face transformers.
+    """
+    if (folder / PROVENANCE).exists():
+        check_files(folder, GROWN.read(inside(folder, PROVENANCE))["files"], closed=TOKENIZER)
+    config = read_json(inside(folder, CONFIG))
+    if not isinstance(config, dict):
+        raise CheckpointError(f"{folder / CONFIG} is not a model's: got {type(config).__name__}")
+    if config.keys() & {"model_type", "architectures", "transformers_version"}:
+        kind = config.get("architectures") or config.get("model_type")
         raise CheckpointError(
-            f"{folder} does not hold a readable {CONFIG} and {WEIGHTS} ({error})"
-        ) from error
+            f"{folder} holds a model of Hugging Face transformers ({kind}); expected the "
+            f"configuration of a HookedTransformer in {CONFIG}. In Python, "
+            f"bridge = TransformerBridge.boot_transformers({str(folder)!r}) loads it; "
+            "attn_only_lens.save(attn_only_lens.expose_neuron_heads(bridge).model, 'saved') writes "
+            "a folder for the commands patch, circuit and pattern"
+        )
+    return config, read_tensors(inside(folder, WEIGHTS))[0]
 
 
 def dtype_named(dtype: str | torch.dtype) -> torch.dtype:
@@ -128,65 +192,3 @@ def device_named(device: str | torch.device) -> torch.device:
             "'cuda', 'cuda:1', 'mps' where there is one"
         ) from error
     return found
-
-
-def write_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
-    """A safetensors file for whoever the umask lets read it: safetensors asks for the owner."""
-    path.touch()
-    mode = path.stat().st_mode
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path)
-    path.chmod(mode)
-
-
-@contextmanager
-def whole_folder(folder: Path, ours: Sequence[str]) -> Iterator[Path]:
-    """A folder to write in, moved to its place when it is whole; gone if anything raises.
-
-    Args:
-        folder: its place; an earlier one there is replaced.
-        ours: the names that such folders hold, so that nobody else's files are lost.
-
-    Raises:
-        CheckpointError: there is something else in that place.
-    """
-    folder = _destination(folder, ours)
-    with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as scratch:
-        new = Path(scratch) / "new"
-        new.mkdir()
-        yield new
-        for path in new.rglob("*"):
-            if path.is_file():
-                flush(path)
-        if folder.exists():
-            # Two renames: what is interrupted between them leaves the old save in the scratch
-            # folder, which is then put back.
-            old = Path(scratch) / "old"
-            os.replace(folder, old)
-            try:
-                os.replace(new, folder)
-            except BaseException:
-                os.replace(old, folder)
-                raise
-        else:
-            os.replace(new, folder)
-
-
-def _destination(folder: Path, ours: Sequence[str]) -> Path:
-    """The folder to write, links followed; refused where that would overwrite what is not ours."""
-    folder = folder.resolve()
-    if folder == Path.cwd():
-        raise CheckpointError("got the current folder; expected a folder in it, or elsewhere")
-    if folder.is_dir():
-        foreign = sorted(path.name for path in folder.iterdir() if path.name not in ours)
-        if foreign:
-            raise CheckpointError(
-                f"{folder} is not a saved model alone, it also holds {', '.join(foreign[:5])}"
-                f"{', …' if len(foreign) > 5 else ''}: choose another folder, or move them"
-            )
-    elif folder.exists():
-        raise CheckpointError(f"{folder} is a file; expected a folder")
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise CheckpointError(f"cannot make {folder.parent}: {error}") from error
-    return folder

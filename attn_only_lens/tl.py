@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.metadata import version
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from torch import Tensor
 from transformer_lens.config import TransformerBridgeConfig
@@ -31,6 +31,7 @@ __all__ = [
     "RMSNormPre",
     "TransformerBlock",
     "convert_tl_checkpoint",
+    "no_remote_code",
     "quiet",
     "require_hooked_transformer",
 ]
@@ -62,6 +63,23 @@ def require_hooked_transformer() -> None:
     """
     if not HAS_HOOKED_TRANSFORMER:
         raise UnsupportedCallError(_NEEDED)
+
+
+@contextmanager
+def no_remote_code() -> Iterator[None]:
+    """Without the list of models for which TransformerLens 3.9 runs code from the hub unasked."""
+    if not HAS_HOOKED_TRANSFORMER:
+        yield
+        return
+    from transformer_lens import loading_from_pretrained
+
+    loading: Any = loading_from_pretrained
+    listed = loading.NEED_REMOTE_CODE_MODELS
+    loading.NEED_REMOTE_CODE_MODELS = ()
+    try:
+        yield
+    finally:
+        loading.NEED_REMOTE_CODE_MODELS = listed
 
 
 if TYPE_CHECKING or HAS_HOOKED_TRANSFORMER:

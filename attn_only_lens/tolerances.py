@@ -18,7 +18,7 @@ scales, and the trained models in use:
 
 import torch
 
-__all__ = ["LOGIT_TOLERANCE"]
+__all__ = ["LOGIT_TOLERANCE", "rounding"]
 
 LOGIT_TOLERANCE: dict[torch.dtype, float] = {
     torch.float64: 1e-12,
@@ -27,3 +27,12 @@ LOGIT_TOLERANCE: dict[torch.dtype, float] = {
     torch.float16: 5e-2,
 }
 """Largest allowed max |Δ logit| / max |logit| with every hook live."""
+
+
+def rounding(dtype: torch.dtype) -> float:
+    """What may be lost in roundings, as a share of what is computed with.
+
+    Sixteen units in the last place, but no more than one of bfloat16: sixteen of those would be an
+    eighth.
+    """
+    return min(16 * torch.finfo(dtype).eps, torch.finfo(torch.bfloat16).eps)

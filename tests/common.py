@@ -3,6 +3,9 @@
 Sizes are distinct primes, so that no swapped axis can pass.
 """
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 
@@ -18,6 +21,13 @@ IN_PLACE = {
     "result": "hook_neuron_write",
 }
 """Hook points of neuron-heads in place, spelled out."""
+# What makes torch, MKL and oneDNN compute as on another processor: sums in another order, other
+# last digits. The Makefile runs tests by it.
+ANOTHER_MACHINE = {
+    "ATEN_CPU_CAPABILITY": "default",
+    "MKL_CBWR": "COMPATIBLE",
+    "ONEDNN_MAX_CPU_ISA": "SSE41",
+}
 BATCH, POS, D_MLP, D_VOCAB, N_LAYERS = 2, 11, 37, 41, 3
 
 needs_hooked_transformer = pytest.mark.skipif(
@@ -43,6 +53,22 @@ def tokens(seed=0, batch=BATCH, pos=POS):
 def relative(got, expected):
     """Largest difference over the largest expected entry."""
     return ((got - expected).abs().max() / expected.abs().max()).item()
+
+
+def in_threads(run, inputs, times=17):
+    """What `run` makes of each input, time and again, each input in a thread of its own."""
+    with ThreadPoolExecutor(len(inputs)) as pool:
+        return list(pool.map(lambda x: [run(x) for _ in range(times)], inputs))
+
+
+def meeting(inputs):
+    """A hook that lets a thread go on when those of all inputs have come to it."""
+    barrier = threading.Barrier(len(inputs), timeout=5)
+
+    def wait(*args, **kwargs):
+        barrier.wait()
+
+    return wait
 
 
 def of_a_library(hook):

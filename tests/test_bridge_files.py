@@ -7,6 +7,7 @@ import torch
 from bridges import CHOSEN, GATED_CHOSEN, NEURON, STATES, boot
 from common import mlp_hook, needs_transformer_lens_4, relative, tokens
 from safetensors.torch import load_file, save_file
+from sealed_files import digest_again, rewrite
 from tiny_tokenizer import tiny_tokenizer
 from transformer_lens.model_bridge import TransformerBridge
 
@@ -19,7 +20,7 @@ from attn_only_lens import (
     neuron_pattern,
     save,
 )
-from attn_only_lens.manifest import MANIFEST, _fingerprint, _seal
+from attn_only_lens.manifest import MANIFEST
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # TransformerLens' and transformers' own
 
@@ -234,10 +235,7 @@ def test_only_models_with_neuron_heads_are_saved(tmp_path):
 
 
 def _edit(folder, **changes):
-    path = folder / MANIFEST
-    manifest = json.loads(path.read_text()) | changes
-    manifest["sha256"] = _seal(manifest)
-    path.write_text(json.dumps(manifest))
+    rewrite(folder / MANIFEST, **changes)
 
 
 def _flip(folder):
@@ -250,7 +248,7 @@ def _rename(folder):
     found = load_file(folder / "model.safetensors")
     found["another"] = found.pop(sorted(found)[0])
     save_file(found, folder / "model.safetensors")
-    _edit(folder, files={"model.safetensors": _fingerprint(folder / "model.safetensors")})
+    digest_again(folder / MANIFEST, "model.safetensors")
 
 
 def _config(folder, **changes):
@@ -268,7 +266,7 @@ DAMAGE = {
     "a tensor renamed": (_rename, "is missing"),
     "other sizes": (_wider, r"expected \(53, 26\)"),
     "an unknown class": (lambda f: _config(f, **{"class": "HALForCausalLM"}), "HALForCausalLM"),
-    "an unknown layout": (lambda f: _edit(f, layout="upside down"), "upgrade attn-only-lens"),
+    "an unknown layout": (lambda f: _edit(f, layout="upside down"), "layout: got 'upside down'"),
     "a gate that does not fit": (
         lambda f: _edit(
             f, gate={"kind": "bilinear", "heads_per_neuron": 3, "tolerance": None, "ranges": None}
@@ -276,6 +274,10 @@ DAMAGE = {
         "cannot be exposed again",
     ),
     "no views": (lambda f: _edit(f, views={}), "not known|is missing"),
+    "code from a hub": (lambda f: _config(f, attention="who/knows"), "runs code from a hub"),
+    "a class that is no model": (lambda f: _config(f, **{"class": "pipeline"}), "'pipeline'"),
+    "frozen nothing": (lambda f: _edit(f, frozen=["x"]), "x is not known"),
+    "another mode of nothing": (lambda f: _edit(f, other_mode=["x"]), "modules that there are not"),
 }
 
 

@@ -1,19 +1,23 @@
 """What is saved comes back bit for bit; what is damaged is refused, and says how."""
 
 import json
-import os
+import time
 
 import pytest
 import torch
 from common import tokens
-from models import build
+from models import build, source_folder
 from safetensors.torch import load_file, save_file
+from sealed_files import digest_again, flips, mutated, rewrite
 from tiny_tokenizer import tiny_tokenizer
 from torch import nn
 
 import attn_only_lens.checkpoint as checkpoint
-from attn_only_lens import CheckpointError, convert, load, save
-from attn_only_lens.manifest import FORMAT_VERSION, MANIFEST, _seal
+from attn_only_lens import CheckpointError, convert, expose_neuron_heads, grow, load, save
+from attn_only_lens import expansion as ex
+from attn_only_lens.growth import read_provenance, save_grown
+from attn_only_lens.manifest import MANIFEST
+from attn_only_lens.source_folder import load_source
 
 KINDS = ("gelu", "llama", "ln_pre", "relu", "local", "alibi", "parallel", "gemma", "post_norm")
 
@@ -104,7 +108,7 @@ def test_nothing_is_unpickled(tmp_path, monkeypatch):
     load(tmp_path / "saved")
 
 
-@pytest.mark.parametrize("failing", ["write_tensors", "describe"])
+@pytest.mark.parametrize("failing", ["write_tensors", "write_manifest"])
 def test_interrupted_save_leaves_the_old_one(failing, tmp_path, monkeypatch):
     old = convert(build("gelu"))
     save(old, tmp_path / "saved")
@@ -115,25 +119,6 @@ def test_interrupted_save_leaves_the_old_one(failing, tmp_path, monkeypatch):
     monkeypatch.setattr(checkpoint, failing, interrupt)
     with pytest.raises(KeyboardInterrupt):
         save(convert(build("llama")), tmp_path / "saved")
-    assert [path.name for path in tmp_path.iterdir()] == ["saved"]
-    same(old, load(tmp_path / "saved"))
-
-
-def test_failure_between_the_two_moves_puts_the_old_one_back(tmp_path, monkeypatch):
-    old = convert(build("gelu"))
-    save(old, tmp_path / "saved")
-    replace, calls = os.replace, []
-
-    def second_fails(a, b):
-        calls.append(a)
-        if len(calls) == 2:
-            raise OSError("disk full")
-        replace(a, b)
-
-    monkeypatch.setattr(os, "replace", second_fails)
-    with pytest.raises(OSError, match="disk full"):
-        save(convert(build("llama")), tmp_path / "saved")
-    monkeypatch.undo()
     assert [path.name for path in tmp_path.iterdir()] == ["saved"]
     same(old, load(tmp_path / "saved"))
 
@@ -171,7 +156,7 @@ def test_odd_destinations(tmp_path, monkeypatch):
     for folder, message in (
         (".", "got the current folder"),
         ("file", "is a file"),
-        ("file/in/it", "cannot make"),
+        ("file/in/it", "cannot be written"),
     ):
         with pytest.raises(CheckpointError, match=message):
             save(model, folder)
@@ -211,12 +196,13 @@ def test_only_converted_models_are_saved(make, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def edit_manifest(folder, sealed=True, **changes):
+def edit_manifest(folder, **changes):
+    rewrite(folder / MANIFEST, **changes)
+
+
+def edit_by_hand(folder):
     path = folder / MANIFEST
-    manifest = json.loads(path.read_text()) | changes
-    if sealed:
-        manifest["sha256"] = _seal(manifest)
-    path.write_text(json.dumps(manifest))
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"source_name": "x"}))
 
 
 def flip_a_byte(folder):
@@ -249,21 +235,17 @@ def tensors_exchanged(folder):
     found = load_file(folder / "model.safetensors")
     found["blocks.9.attn.W_in"] = found.pop("blocks.1.attn.W_in")
     save_file(found, folder / "model.safetensors")
-    from attn_only_lens.manifest import _fingerprint
-
-    edit_manifest(folder, files={"model.safetensors": _fingerprint(folder / "model.safetensors")})
+    digest_again(folder / MANIFEST, "model.safetensors")
 
 
 def lacking(*keys):
     def damage(folder):
-        path = folder / MANIFEST
-        manifest = json.loads(path.read_text())
-        inner = manifest
-        for key in keys[:-1]:
-            inner = inner[key]
-        del inner[keys[-1]]
-        manifest["sha256"] = _seal(manifest)
-        path.write_text(json.dumps(manifest))
+        def change(inner):
+            for key in keys[:-1]:
+                inner = inner[key]
+            del inner[keys[-1]]
+
+        rewrite(folder / MANIFEST, change)
 
     return damage
 
@@ -274,16 +256,17 @@ def tokenizer_extended(folder):
 
 
 DAMAGE = {
-    "no files": (lacking("files"), "lacks files, files.model.safetensors"),
-    "no weights listed": (lacking("files", "model.safetensors"), "lacks files.model.safetensors"),
-    "no dtype": (lacking("config", "dtype"), "lacks config.dtype"),
+    "no files": (lacking("files"), "files is missing"),
+    "no weights listed": (lacking("files", "model.safetensors"), "safetensors is missing"),
+    "no layers": (lacking("layers"), "layers is missing"),
+    "no dtype": (lacking("config", "dtype"), "got dtype='None'"),
     "tokenizer extended": (tokenizer_extended, "tokenizer/added_tokens.json was added"),
     "one bit": (flip_a_byte, "model.safetensors was changed after it was saved"),
     "truncated": (truncate, r"model.safetensors has \d+ bytes; expected \d+"),
     "no weights": (lambda f: (f / "model.safetensors").unlink(), "model.safetensors is missing"),
     "no manifest": (lambda f: (f / MANIFEST).unlink(), f"{MANIFEST} is missing"),
-    "not json": (lambda f: (f / MANIFEST).write_text("{"), "cannot be read"),
-    "not ours": (lambda f: (f / MANIFEST).write_text("{}"), "is not a manifest"),
+    "not json": (lambda f: (f / MANIFEST).write_text("{"), "is no JSON"),
+    "not ours": (lambda f: (f / MANIFEST).write_text("{}"), "has format None"),
     "a gate of other fields": (
         lambda f: edit_manifest(f, gate={"kind": "exact", "ranges": None, "colour": "red"}),
         "colour",
@@ -324,11 +307,15 @@ DAMAGE = {
         "heads_per_neuron is 3",
     ),
     "newer": (
-        lambda f: edit_manifest(f, format_version=FORMAT_VERSION + 1),
-        f"format version {FORMAT_VERSION + 1}.*upgrade",
+        lambda f: edit_manifest(f, format_version=6),
+        "format version 6, and this attn-only-lens reads 5",
     ),
-    "edited": (lambda f: edit_manifest(f, sealed=False, source_name="x"), "was changed after"),
-    "other gate": (lambda f: edit_manifest(f, gate="other"), "gate 'other'"),
+    "edited": (edit_by_hand, "was changed after it was written"),
+    "other gate": (lambda f: edit_manifest(f, gate="other"), "gate: got 'other'"),
+    "a layer of no size": (lambda f: edit_manifest(f, layers=[{}] * 3), "n_heads is missing"),
+    "no layer": (lambda f: edit_manifest(f, layers=[]), "expected 3 layers"),
+    "tied to nothing": (lambda f: edit_manifest(f, tied={"x": "y"}), "x is no parameter"),
+    "frozen nothing": (lambda f: edit_manifest(f, frozen=["x"]), "x is no parameter"),
     "other sizes": (other_sizes, "d_mlp=37.* expected 3 layers, the first LayerSizes.*d_mlp=53"),
     "unknown field": (unknown_field, "warp_drive"),
     "unknown activation": (unknown_activation, "solu"),
@@ -370,12 +357,117 @@ def test_unknown_device_or_dtype(arguments, message, tmp_path):
         load(folder, **arguments)
 
 
-@torch.no_grad()
-def test_the_first_format_is_still_read(tmp_path):
-    model = convert(build("gelu"))
-    folder = save(model, tmp_path / "saved")
-    edit_manifest(folder, format_version=1, gate="exact")
-    same(model, load(folder))
+def saved_two_blocks(folder):
+    source = build("gelu", dtype=torch.float32, d_vocab_out=41)
+    source.set_tokenizer(tiny_tokenizer(41, folder.parent / "tokenizer"))
+    save(convert(source), folder)
+
+
+def saved_in_place(folder):
+    save(expose_neuron_heads(build("llama")).model, folder)
+
+
+def saved_grown(folder):
+    source = build("gelu", dtype=torch.float32, d_vocab_out=41)
+    source.set_tokenizer(tiny_tokenizer(41, folder.parent / "tokenizer"))
+    save_grown(grow(source, ex.compose(ex.AddNeurons(4), ex.InsertLayer(at=1))), folder)
+
+
+def of_grown(folder):
+    model = load_source(folder)
+    tensors = {**model.state_dict(), "config": torch.tensor(model.cfg.eps)}
+    return tensors, read_provenance(folder), model.tokenizer.get_vocab()
+
+
+def of_saved(folder):
+    model = load(folder)
+    return model.state_dict(), vars(model.cfg), model.tokenizer and model.tokenizer.get_vocab()
+
+
+FOLDERS = {
+    "two blocks": (saved_two_blocks, of_saved),
+    "in place": (saved_in_place, of_saved),
+    "grown": (saved_grown, of_grown),
+}
+
+
+@pytest.mark.parametrize("kind", FOLDERS)
+def test_a_flipped_bit_is_refused_or_changes_nothing(kind, tmp_path):
+    make, read = FOLDERS[kind]
+    make(tmp_path / "folder")
+    tensors, *others = read(tmp_path / "folder")
+    refused = 0
+    for where in flips(tmp_path / "folder"):
+        try:
+            again, *found = read(tmp_path / "folder")
+        except CheckpointError:
+            refused += 1
+            continue
+        assert found == others, where
+        assert all(torch.equal(tensors[name], again[name]) for name in tensors | again), where
+    assert refused > 20
+
+
+@pytest.mark.parametrize("kind", ["two blocks", "in place"])
+def test_any_manifest_leads_to_an_error_or_to_the_same_tensors(kind, tmp_path):
+    make, read = FOLDERS[kind]
+    make(tmp_path / "folder")
+    path = tmp_path / "folder" / MANIFEST
+    whole, (tensors, *_) = json.loads(path.read_text()), read(tmp_path / "folder")
+    loaded = 0
+    for seed in range(60):
+        changed, what = mutated(whole, seed)
+        path.write_text(json.dumps(changed))
+        rewrite(path)
+        started = time.process_time()
+        try:
+            again = load(tmp_path / "folder").state_dict()
+            assert all(torch.equal(tensors[name], again[name]) for name in tensors | again), what
+            loaded += 1
+        except CheckpointError:
+            pass
+        assert time.process_time() - started < 5, what  # of a second at most, idle
+    assert 0 < loaded < 60
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        *({"n_layers": 10**6}, {"d_vocab": 10**12}, {"n_ctx": 10**9}, {"num_experts": 10**6}),
+        *({"n_layers": -1}, {"d_mlp": None}, {"n_heads": "2"}, {"eps": float("inf")}),
+        {"positional_embedding_type": "none"},
+    ],
+)
+def test_sizes_are_held_against_the_weights_before_anything_is_built(fields, tmp_path):
+    saved_two_blocks(tmp_path / "saved")
+    source = tmp_path / "source"
+    source.mkdir()
+    source_folder(source)
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps(config | fields))
+    rewrite(tmp_path / "saved" / MANIFEST, lambda whole: whole["config"].update(fields))
+    for read, folder in ((load, "saved"), (load_source, "source")):
+        started = time.process_time()
+        with pytest.raises(CheckpointError):
+            read(tmp_path / folder)
+        assert time.process_time() - started < 5
+
+
+def test_a_source_asks_no_hub_and_runs_no_code(tmp_path):
+    """Whatever its configuration says: a tokenizer is in the folder, or there is none."""
+    folder = tmp_path / "source"
+    folder.mkdir()
+    source_folder(folder)
+    config = json.loads((folder / "config.json").read_text())
+    theirs = {"tokenizer_name": "somebody/else", "trust_remote_code": True}
+    (folder / "config.json").write_text(json.dumps(config | theirs))
+    model = load_source(folder)
+    assert model.tokenizer.get_vocab()["w3"] == 7
+    assert not model.cfg.trust_remote_code
+    (folder / "model.safetensors").rename(tmp_path / "weights")
+    (folder / "model.safetensors").symlink_to(tmp_path / "weights")
+    with pytest.raises(CheckpointError, match="outside of that folder"):
+        load_source(folder)
 
 
 def test_missing_folder(tmp_path):

@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 from attn_only_lens import compare
 from attn_only_lens import patching as p
 from attn_only_lens.cli import app
+from attn_only_lens.comparison import Comparison
 from attn_only_lens.growth import read_provenance
 from attn_only_lens.source_folder import load_source
 
@@ -52,7 +53,10 @@ def test_texts(folders, tmp_path):
     # Growth is exact to roundings of float32, of which patterns of order 1 keep some.
     assert neurons["divergence"].max() < 1e-6
     assert len(pd.read_csv(out / "new.csv")) == 2 * (1 + 4)
-    assert json.loads((out / "comparison.json").read_text())["n_prompts"] == 4
+    assert json.loads((out / "comparison.json").read_text())["about"]["n_prompts"] == 4
+    found = Comparison.load(out)
+    assert found.neurons["name"].tolist() == neurons["name"].tolist()
+    assert found.summary()["components"].sum() == 2 * (2 + 37)
     for page in ("report.html", "circuit.html"):
         assert (out / page).read_text().startswith("<!DOCTYPE html>")
     assert (out / "report.html").stat().st_size < 6_000_000
@@ -93,7 +97,7 @@ def test_what_is_refused(folders, tmp_path):
     for arguments, message in (
         ((*folders, "--tokens", empty), "has no prompts; expected one a line"),
         ((*folders, "--tokens", tmp_path / "none.txt"), "cannot be read"),
-        ((*folders, "--tokens", prompts), "1 text alone has"),
+        ((*folders, "--tokens", prompts), "1 prompt alone has"),
         ((*folders, "--tokens", prompts, "--metric", "accuracy"), "got --metric accuracy"),
         ((folders[0], folders[0], "--tokens", prompts), "provenance"),
     ):

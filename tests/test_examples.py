@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from common import needs_hooked_transformer
+from examples import EXAMPLE, run, section
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text("utf-8")
@@ -15,17 +16,7 @@ PAGES = {
     path.relative_to(ROOT / "docs").as_posix(): path.read_text("utf-8")
     for path in sorted((ROOT / "docs").rglob("*.md"))
 }
-EXAMPLE = re.compile(r"^```python\n(.*?)^```", re.M | re.S)
 THEIRS = re.compile(r"`((?:[A-Za-z_]+\.)+[A-Za-z_]+)`( \(3\.9\))?")
-
-
-def run(text, name):
-    """Run the examples in a text; how many there are."""
-    blocks = EXAMPLE.findall(text)
-    namespace = {}
-    for number, block in enumerate(blocks):
-        exec(compile(block, f"{name}, example {number}", "exec"), namespace)
-    return len(blocks)
 
 
 @needs_hooked_transformer
@@ -34,8 +25,7 @@ def test_examples_run():
 
 
 def test_the_example_for_every_transformer_lens_runs():
-    [section] = re.findall(r"^## Install\n(.*?)^## ", README, re.M | re.S)
-    assert run(section, "README.md") == 1
+    assert run(section(README, "Install"), "README.md") == 1
 
 
 @pytest.mark.parametrize("name", [name for name, text in PAGES.items() if "```python" in text])

@@ -5,7 +5,7 @@ import re
 
 import pytest
 import torch
-from common import D_MLP, N_LAYERS, POS, mlp_hook, relative, tokens
+from common import D_MLP, N_LAYERS, POS, in_threads, meeting, mlp_hook, relative, tokens
 from models import CORE, FAMILIES, build
 
 from attn_only_lens import (
@@ -331,3 +331,64 @@ def test_refused_by_kind():
         pytest.raises(UnsupportedModelError, match="ExposedTransformer"),
     ):
         convert(model)
+
+
+def of_kind(gate, model):
+    """How to expose a model with gates of a kind."""
+    ranged = gate == "bilinear" and model.cfg.gated_mlp
+    return {"gate": gate, "calibration": calibrate(model, tokens()) if ranged else None}
+
+
+@pytest.mark.parametrize("live", ["nothing", "z", "post and result"])
+@pytest.mark.parametrize("gate", ["exact", "bilinear"])
+@pytest.mark.parametrize("name", ["gelu", "llama"])
+@torch.no_grad()
+def test_threads_share_a_model(name, gate, live):
+    """They meet where an MLP has read its input and not yet put out anything."""
+    inputs, model = [tokens(seed, batch=seed) for seed in (1, 2, 3)], build(name)
+    how = of_kind(gate, model)
+    mlp = model.blocks[LAYER].mlp
+    act, post, wait = mlp.act_fn, f"blocks.{LAYER}.mlp.hook_post", [lambda: None]
+    mlp.act_fn = lambda q: (wait[0](), act(q))[1]
+    expose_neuron_heads(model, **how)
+    model.set_use_attn_result("result" in live)
+    edits = {
+        "nothing": [],
+        "z": [(mlp_hook("z"), lambda z, hook: 0.5 * z)],
+        "post and result": [
+            (post, lambda post, hook: wait[0]()),
+            (mlp_hook("result"), lambda result, hook: 0.5 * result),
+        ],
+    }
+    with model.hooks(fwd_hooks=edits[live]):
+        expected = [model(x) for x in inputs]
+        wait[0] = meeting(inputs)
+        found = in_threads(torch.no_grad()(model), inputs)
+    for results, one in zip(found, expected, strict=True):
+        assert all(torch.equal(result, one) for result in results)
+
+
+@pytest.mark.parametrize("gate", ["exact", "bilinear"])
+@pytest.mark.parametrize("name", ["gelu", "llama"])
+@torch.no_grad()
+def test_a_hook_may_run_the_model_again(name, gate):
+    """In the middle of an MLP, whole or part of the way."""
+    model = build(name)
+    expose_neuron_heads(model, **of_kind(gate, model))
+    model.set_use_attn_result(True)
+    halve = (mlp_hook("result"), lambda result, hook: 0.5 * result)
+    with model.hooks(fwd_hooks=[halve]):
+        expected, inner = model(tokens()), model(tokens(seed=3))
+    pre = "hook_pre_linear" if name == "llama" else "hook_pre"
+    for point in (f"blocks.{LAYER}.mlp.{pre}", mlp_hook("z"), f"blocks.{LAYER}.mlp.hook_post"):
+        for stop in (None, LAYER + 1):
+            seen = []
+
+            def again(x, hook, seen=seen, stop=stop):
+                if not seen:
+                    seen.append(None)
+                    seen[0] = model(tokens(seed=3), stop_at_layer=stop)
+
+            got = model.run_with_hooks(tokens(), fwd_hooks=[(point, again), halve])
+            assert relative(got, expected) < EXACT
+            assert stop or relative(seen[0], inner) < EXACT

@@ -5,12 +5,12 @@ import copy
 import pytest
 import torch
 from bridges import NEURON, boot
-from common import mlp_hook, relative, tokens
+from common import in_threads, meeting, mlp_hook, relative, tokens
 from test_expose_bridge import EXACT, drop, same, state
 from torch import nn
 from transformer_lens.model_bridge import TransformerBridge
 
-from attn_only_lens import UnsupportedModelError, expose_neuron_heads
+from attn_only_lens import UnsupportedModelError, calibrate, convert, expose_neuron_heads
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 KEEP = [(mlp_hook("q"), lambda q, hook: None), (mlp_hook("z"), lambda z, hook: None)]
@@ -162,15 +162,96 @@ def test_a_copy_has_nothing_of_a_pass_that_broke_off():
         raise RuntimeError("in a hook")
 
     with expose_neuron_heads(bridge):
-        for heads in bridge._heads_by_layer():
-            heads.results = True
-        keep = (mlp_hook("result"), lambda result, hook: None)
+        left = bridge.blocks[1].mlp._neuron_heads.passing.left
         with pytest.raises(RuntimeError, match="in a hook"):
-            bridge.run_with_hooks(tokens(), fwd_hooks=[keep, ("blocks.1.mlp.out.hook_in", fail)])
-        assert bridge.blocks[1].mlp._neuron_heads._read
+            bridge.run_with_hooks(tokens(), fwd_hooks=[("blocks.1.hook_out", fail)])
+        assert not left
+        bridge.blocks[1].mlp.get_submodule("in")(torch.ones(2, 11, 26, dtype=torch.float64))
+        assert left, "half an MLP, run by hand"
         other = copy.deepcopy(bridge)
-        assert not other.blocks[1].mlp._neuron_heads._read
+        assert not other.blocks[1].mlp._neuron_heads.passing.left
         assert torch.equal(other(tokens()), expected)
+        assert torch.equal(bridge(tokens()), expected)
+
+
+# What lies between the halves of an MLP: where its activation is a module of its own.
+ACT = {"gpt2": "transformer.h.1.mlp.act", "llama": "model.layers.1.mlp.act_fn"}
+ACT |= {"bert": "bert.encoder.layer.1.intermediate.intermediate_act_fn"}
+ACT |= {"phi3": "model.layers.1.mlp.activation_fn"}
+
+
+@pytest.mark.parametrize("gate", ["exact", "bilinear"])
+@pytest.mark.parametrize("name", ACT)
+@torch.no_grad()
+def test_threads_share_a_bridge(name, gate):
+    """They meet where an MLP has read its input and not yet put out anything."""
+    # Of one batch size, which a bridge of TransformerLens keeps for its embedding of positions.
+    inputs, bridge = [tokens(seed) for seed in (1, 2, 3)], boot(name)
+    ranged = gate == "bilinear" and name in ("llama", "phi3")
+    expose_neuron_heads(
+        bridge, gate=gate, calibration=calibrate(bridge, tokens()) if ranged else None
+    )
+    # With exact heads and no hook, what an MLP has computed goes on as it is.
+    live = [(mlp_hook("z"), lambda z, hook: 0.5 * z)] if gate == "exact" else []
+    with bridge.hooks(fwd_hooks=live):
+        expected = [bridge(x) for x in inputs]
+        act = bridge.original_model.get_submodule(ACT[name])
+        handle = act.register_forward_hook(meeting(inputs))
+        found = in_threads(torch.no_grad()(bridge), inputs)
+        handle.remove()
+    for results, one in zip(found, expected, strict=True):
+        assert all(torch.equal(result, one) for result in results)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+@torch.no_grad()
+def test_a_hook_may_run_the_bridge_again(name):
+    """Between the halves of an MLP; and what hook_result makes of the outer pass stays."""
+    bridge = boot(name)
+    expose_neuron_heads(bridge)
+    for heads in bridge._heads_by_layer():
+        heads.results = True
+    halve = (mlp_hook("result"), lambda result, hook: 0.5 * result)
+    with bridge.hooks(fwd_hooks=[halve]):
+        expected, inner = bridge(tokens()), bridge(tokens(seed=3))
+    for point in ("blocks.1.mlp.in.hook_out", mlp_hook("z"), "blocks.1.mlp.out.hook_in"):
+        seen = []
+
+        def again(x, hook, seen=seen):
+            if not seen:
+                seen.append(None)
+                seen[0] = bridge(tokens(seed=3))
+
+        got = bridge.run_with_hooks(tokens(), fwd_hooks=[(point, again), halve])
+        assert relative(got, expected) <= EXACT
+        assert relative(seen[0], inner) <= EXACT
+
+
+@pytest.mark.parametrize("gate", ["exact", "bilinear"])
+@pytest.mark.parametrize("name", ["gpt2", "llama", "native"])
+def test_inference_mode(name, gate):
+    """Exposed in it and run in it: what both give outside, and what is converted can be trained."""
+    bridge, twin = boot(name), boot(name)
+    generate = {"max_new_tokens": 3, "verbose": False, "stop_at_eos": False, "do_sample": False}
+    drop_one = [(mlp_hook("z"), drop(NEURON, 2))]
+    ranged = (name, gate) == ("llama", "bilinear")
+    how = {"gate": gate, "calibration": calibrate(twin, tokens()) if ranged else None}
+    expose_neuron_heads(twin, **how)
+    with torch.no_grad():
+        expected, theirs = twin.run_with_cache(tokens())
+        edited = twin.run_with_hooks(tokens(), fwd_hooks=drop_one)
+        text = twin.generate(tokens()[:1, :5], **generate)
+    with torch.inference_mode():
+        converted = convert(bridge, copy=True, **how)
+        expose_neuron_heads(bridge, **how)
+        logits, cache = bridge.run_with_cache(tokens())
+        assert torch.equal(logits, expected)
+        assert all(torch.equal(cache[key], theirs[key]) for key in theirs)
+        assert torch.equal(bridge.run_with_hooks(tokens(), fwd_hooks=drop_one), edited)
+        assert torch.equal(bridge.generate(tokens()[:1, :5], **generate), text)
+    for model in (bridge, converted):
+        model(tokens()).square().mean().backward()
+        assert all(not parameter.is_inference() for parameter in model.parameters())
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama", "olmo2"])

@@ -7,6 +7,7 @@ import re
 import types
 from importlib.util import find_spec
 from pathlib import Path
+from zipfile import ZipFile
 
 import pytest
 
@@ -119,3 +120,17 @@ def test_no_function_hides_the_module_that_it_is_in(package):
     assert len(names) > 3
     hidden = [n for n in names if not isinstance(getattr(found, n, tl), types.ModuleType)]
     assert hidden == []
+
+
+def test_the_wheel_holds_every_file_of_the_package(tmp_path):
+    """Weights, tables, scripts, styles and `py.typed`, too."""
+    from hatchling.builders.wheel import WheelBuilder
+
+    [wheel] = WheelBuilder(str(ROOT)).build(directory=str(tmp_path), versions=["standard"])
+    held = {name for name in ZipFile(wheel).namelist() if name.startswith("attn_only_lens/")}
+    package = ROOT / "attn_only_lens"
+    files = {path.relative_to(ROOT).as_posix() for path in package.rglob("*") if path.is_file()}
+    files = {name for name in files if not name.endswith(".pyc")}
+    kinds = {Path(name).suffix for name in files}
+    assert kinds >= {".css", ".html", ".js", ".json", ".md", ".py", ".safetensors", ".typed"}
+    assert held == files

@@ -1,7 +1,5 @@
 """Under transformer-lens 4, without HookedTransformer: what works, what is said of the rest."""
 
-import json
-
 import pytest
 import torch
 from common import mlp_hook, needs_transformer_lens_4
@@ -23,7 +21,7 @@ from attn_only_lens import (
     verify,
 )
 from attn_only_lens.cli import app
-from attn_only_lens.manifest import FORMAT, FORMAT_VERSION, _fingerprint, _seal
+from attn_only_lens.manifest import write_manifest
 from attn_only_lens.pretrained.bridge import load_bridge
 from attn_only_lens.source_folder import load_source
 
@@ -35,15 +33,11 @@ USE_INSTEAD = ("attn-only-lens[hooked]", "build a TransformerBridge", "expose_ne
 
 def saved(folder):
     """What `save` of 3.9 leaves behind, as far as it is read before a model is built."""
-    weights = folder / "model.safetensors"
-    save_file({"embed.W_E": torch.zeros(2, 3)}, weights)
-    manifest = {"format": FORMAT, "format_version": FORMAT_VERSION, "source_name": "added"}
-    manifest |= {"config": {"dtype": "float32"}, "gate": {"kind": "exact"}}
-    manifest |= {"files": {weights.name: _fingerprint(weights)}}
-    manifest |= {"tied": {}, "frozen": [], "training": False, "padding_side": None}
-    manifest |= {"layout": "two blocks a layer", "model": "HookedTransformer", "layers": []}
-    sealed = manifest | {"sha256": _seal(manifest)}
-    (folder / "attn_only_lens.json").write_text(json.dumps(sealed))
+    save_file({"embed.W_E": torch.zeros(2, 3)}, folder / "model.safetensors")
+    entries = {"config": {"dtype": "float32"}, "gate": {"kind": "exact"}, "source_name": "added"}
+    entries |= {"tied": {}, "frozen": [], "training": False, "padding_side": None}
+    entries |= {"layout": "two blocks a layer", "model": "HookedTransformer", "layers": []}
+    write_manifest(folder, entries)
     return folder
 
 
@@ -104,16 +98,16 @@ def test_the_shipped_model_is_converted_verified_saved_and_loaded(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "change"),
+    ("name", "change", "message"),
     [
-        ("model.safetensors", lambda data: data[:-100]),
-        ("config.json", lambda data: data[:-10]),
-        ("config.json", lambda data: data.replace(b"512", b"509")),
-        ("config.json", lambda data: data.replace(b'"n_heads": 4', b'"n_heads": 8')),
-        ("config.json", lambda data: data.replace(b"n_ctx", b"n_cxt")),
+        ("model.safetensors", lambda data: data[:-100], "is not a readable safetensors file"),
+        ("config.json", lambda data: data[:-10], "is no JSON"),
+        ("config.json", lambda data: data.replace(b"512", b"509"), "does not hold"),
+        ("config.json", lambda data: data.replace(b'"n_heads": 4', b'"n_heads": 8'), "not hold"),
+        ("config.json", lambda data: data.replace(b"n_ctx", b"n_cxt"), "does not hold"),
     ],
 )
-def test_a_damaged_model_is_refused(tmp_path, name, change):
+def test_a_damaged_model_is_refused(tmp_path, name, change, message):
     folder = damaged(tmp_path, name, change)
-    with pytest.raises(CheckpointError, match="does not hold"):
+    with pytest.raises(CheckpointError, match=message):
         load_bridge(folder, dtype="float32", device="cpu")

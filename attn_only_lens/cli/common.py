@@ -10,7 +10,7 @@ import typer
 
 from attn_only_lens.errors import AttnOnlyLensError
 from attn_only_lens.source_folder import device_named, dtype_named, load_source
-from attn_only_lens.tl import HookedTransformer, quiet
+from attn_only_lens.tl import HookedTransformer, no_remote_code, quiet
 
 __all__ = ["MODEL", "app", "clear_errors", "source_model"]
 
@@ -27,12 +27,16 @@ def source_model(model: str, dtype: str, device: str) -> HookedTransformer:
     """A source model by TransformerLens name, or from a folder."""
     device_named(device)
     with redirect_stdout(sys.stderr):  # TransformerLens prints its progress
-        if Path(model).is_dir():
+        if Path(model).exists():
             return load_source(Path(model), dtype=dtype, device=device)
         try:
-            return HookedTransformer.from_pretrained(
-                model, dtype=str(dtype_named(dtype)).removeprefix("torch."), device=device
-            )
+            with no_remote_code():
+                return HookedTransformer.from_pretrained(
+                    model,
+                    dtype=str(dtype_named(dtype)).removeprefix("torch."),
+                    device=device,
+                    trust_remote_code=False,
+                )
         except (OSError, ValueError, RuntimeError) as error:
             # What the hub raises offline derives from these; its own text runs over many lines.
             reason = textwrap.shorten(str(error).strip().splitlines()[0], 200, placeholder=" …")
@@ -48,6 +52,6 @@ def clear_errors() -> Iterator[None]:
     with quiet():
         try:
             yield
-        except AttnOnlyLensError as error:
+        except (AttnOnlyLensError, OSError) as error:  # OSError: a path, a full disk, …
             typer.echo(f"error: {error}", err=True)
             raise typer.Exit(2) from error

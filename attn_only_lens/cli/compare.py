@@ -15,7 +15,7 @@ from attn_only_lens.cli.convert import tokens_in
 from attn_only_lens.cli.tasks import METRICS, given_prompts, metric_of
 from attn_only_lens.comparison import Comparison
 from attn_only_lens.comparison import compare as compare_models
-from attn_only_lens.errors import AttnOnlyLensError
+from attn_only_lens.errors import AttnOnlyLensError, ComparisonError
 from attn_only_lens.growth import read_provenance
 from attn_only_lens.tl import require_hooked_transformer
 
@@ -63,17 +63,22 @@ def compare(
         where = device or ("cuda" if torch.cuda.is_available() else "cpu")
         folders = [model, str(grown)] + ([] if null is None else [str(null)])
         models = [source_model(each, dtype, where) for each in folders]
-        found = compare_models(
-            *(models[0], models[1], prompts, measure),
-            provenance=provenance,
-            corrupted=against,
-            null=models[2] if null is not None else None,
-            batch_size=batch_size,
-            faithfulness=faithfulness,
-            n_patched=patched,
-            n_nodes=nodes,
-            seed=seed,
-        )
+        try:
+            found = compare_models(
+                *(models[0], models[1], prompts, measure),
+                provenance=provenance,
+                corrupted=against,
+                null=models[2] if null is not None else None,
+                batch_size=batch_size,
+                faithfulness=faithfulness,
+                n_patched=patched,
+                n_nodes=nodes,
+                seed=seed,
+            )
+        except ComparisonError as error:
+            if error.so_far is not None:
+                error.so_far.save(out)
+            raise
         found.save(out)
         viz.write_html(viz.comparison_report(found), out / "report.html")
         viz.write_html(viz.comparison_circuit(found), out / "circuit.html")

@@ -7,8 +7,6 @@ from typing import Annotated
 import torch
 import typer
 from jaxtyping import Int
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Tensor
 
 from attn_only_lens import checkpoint
@@ -16,7 +14,8 @@ from attn_only_lens.calibrate import calibrate
 from attn_only_lens.cli.common import MODEL, app, clear_errors, source_model
 from attn_only_lens.convert import convert as convert_model
 from attn_only_lens.errors import AttnOnlyLensError
-from attn_only_lens.manifest import MANIFEST, read_manifest
+from attn_only_lens.manifest import is_saved, read_manifest
+from attn_only_lens.storage import opened_folder, read_tensors
 from attn_only_lens.tl import HookedTransformer, require_hooked_transformer
 from attn_only_lens.verify import verify as verify_models
 
@@ -43,8 +42,8 @@ def convert(
     """Convert a model and save it; a folder that `convert` wrote is loaded and saved again."""
     with clear_errors():
         require_hooked_transformer()
-        if (Path(model) / MANIFEST).is_file():
-            manifest = read_manifest(Path(model))
+        if is_saved(model):
+            manifest = read_manifest(opened_folder(model))
             name = manifest["source_name"]
             if manifest["layout"] == "in place":
                 raise AttnOnlyLensError(f"{model} holds a model in place: give its source")
@@ -113,10 +112,7 @@ def _input(
 
 def tokens_in(tokens: Path) -> Int[Tensor, "batch pos"]:
     """The `tokens` of a safetensors file."""
-    try:
-        found = load_file(tokens)
-    except (OSError, SafetensorError) as error:
-        raise AttnOnlyLensError(f"{tokens} is not a readable safetensors file: {error}") from error
+    found, _ = read_tensors(tokens)
     if "tokens" not in found:
         raise AttnOnlyLensError(f"{tokens} holds {sorted(found)}; expected `tokens`")
     given = found["tokens"]

@@ -10,7 +10,7 @@ from attn_only_lens import patching as p
 from attn_only_lens.cli.common import source_model
 from attn_only_lens.errors import AttnOnlyLensError
 from attn_only_lens.expose import expose_neuron_heads
-from attn_only_lens.manifest import MANIFEST
+from attn_only_lens.manifest import is_saved
 
 __all__ = ["METRICS", "given_prompts", "metric_of", "numbers", "patchable", "require_writable"]
 
@@ -19,7 +19,7 @@ METRICS = ("logit_diff", "probability", "log_probability", "kl", "loss")
 
 def patchable(model: str, dtype: str, device: str) -> Any:
     """A model with neuron-heads: a saved one, or a source model with its neurons exposed."""
-    if (Path(model) / MANIFEST).is_file():
+    if is_saved(model):
         return checkpoint.load(model, device=device)
     source = source_model(model, dtype, device)
     expose_neuron_heads(source)
@@ -68,7 +68,7 @@ def given_prompts(texts: list[str], option: str, tokens: bool) -> list[str] | to
             f"{option}: got prompts of {[len(r) for r in rows]} tokens; expected "
             "as many in each, since tokens have no padding here"
         )
-    return torch.tensor(rows)
+    return torch.tensor(rows, device="cpu")
 
 
 def numbers(text: str, option: str) -> list[int]:

@@ -1,17 +1,20 @@
 """Prompts as a stream of batches, each prompt with one that it is held against.
 
 What a head does to a metric is told from a second run, whose activations replace its own. Where no
-corrupted prompts are given, that run is of the *next prompt of the batch* (of the last, the
-first): a resample ablation. Activations then stay such as the model has on real prompts, which
-zeros and means are not, and attribution, patching and the search for circuits, whose ablation is
-the same, all ask one question: what of the metric is lost when a head knows another prompt?
+corrupted prompts are given, that run is of the *next prompt* (of the last, the first): a resample
+ablation. Activations then stay such as the model has on real prompts, which zeros and means are
+not, and attribution, patching and the search for circuits, whose ablation is the same, all ask one
+question: what of the metric is lost when a head knows another prompt?
+
+The next prompt is that of the same length: of all where texts or a tensor are given, so that it
+does not matter how they are cut; of the batch in a stream. One that is alone in its batch is held
+against the first of an earlier batch of its length, or else of the batch after it.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-import torch
 from torch import Tensor
 
 from attn_only_lens.axes import Tokens
@@ -25,6 +28,10 @@ __all__ = ["Batch", "Source", "batches"]
 Some: TypeAlias = Tensor | PromptPair
 Source: TypeAlias = Prompts | PromptPair | Iterable[Some | tuple[Some, AnyMetric]]
 _PROBLEM = "these prompts cannot be compared on"
+_ALONE = (
+    "got a batch of 1 prompt, of {} tokens, and no other of as many in a batch before it, nor in "
+    "the one after it, to hold it against; expected batches of 2 or more, or corrupted prompts"
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,44 +85,42 @@ def batches(
     stream: Iterable[Any] = tokens if not isinstance(tokens, PromptPair) else [tokens]
     if whole:
         stream = _cut(model, tokens, corrupted, batch_size)
-    seen = False
-    for each in stream:
-        seen = True
-        some, own = each if isinstance(each, tuple) and len(each) == 2 else (each, metric)
-        if own is None:
-            _refuse(["got a batch without a metric, and none for all"])
-        else:
-            yield Batch(_paired(model, some), own)
-    _refuse(["got no prompts; expected at least one batch"] * (not seen))
+    first = True
+    for pair, own in _paired(model, _with_metrics(stream, metric)):
+        if first:
+            prompt_pair(model, pair.clean, pair.corrupted, pair.mask)  # are any two different?
+        first = False
+        yield Batch(pair, own)
+    _refuse(["got no prompts; expected at least one batch"] * first)
 
 
 def _texts(tokens: object) -> bool:
     return isinstance(tokens, list | tuple) and all(isinstance(each, str) for each in tokens)
 
 
-def _cut(model: Any, tokens: Any, corrupted: Prompts | None, size: int) -> Iterator[Some]:
+def _cut(model: Any, tokens: Any, corrupted: Prompts | None, size: int) -> Iterator[PromptPair]:
     """Batches of about one size. Texts that have no pairs go with others of their length."""
     if corrupted is not None:
-        pair = prompt_pair(model, tokens, corrupted)
-        for rows in torch.arange(len(pair.clean)).tensor_split(-(-len(pair.clean) // size)):
-            mask = None if pair.mask is None else pair.mask[rows]
-            yield PromptPair(pair.clean[rows], pair.corrupted[rows], mask)
-        return
-    for rows in _by_length(model, tokens):
-        yield from rows.tensor_split(-(-len(rows) // size))
+        pairs = [prompt_pair(model, tokens, corrupted)]
+    else:
+        pairs = [PromptPair(rows, rows.roll(-1, dims=0)) for rows in _by_length(model, tokens)]
+    for pair in pairs:
+        n = -(-len(pair.clean) // size)
+        masks = [None] * n if pair.mask is None else pair.mask.tensor_split(n)
+        yield from map(
+            PromptPair, pair.clean.tensor_split(n), pair.corrupted.tensor_split(n), masks
+        )
 
 
 def _by_length(model: Any, tokens: Any) -> Sequence[Tokens]:
-    if isinstance(tokens, Tensor):
-        return [unpaired(model, tokens).clean]
     pair = unpaired(model, tokens)
     lengths = pair.real.sum(dim=1)
     groups = [(pair.clean[lengths == n], pair.real[lengths == n]) for n in lengths.unique()]
     found = [rows[real].view(len(rows), -1) for rows, real in groups]
     _refuse(
         [
-            f"1 text alone has {rows.shape[1]} tokens; expected another to hold it against, or "
-            "corrupted texts"
+            f"1 prompt alone has {rows.shape[1]} tokens; expected another to hold it against, or "
+            "corrupted prompts"
             for rows in found
             if len(rows) == 1
         ]
@@ -123,23 +128,56 @@ def _by_length(model: Any, tokens: Any) -> Sequence[Tokens]:
     return found
 
 
-def _paired(model: Any, some: object) -> PromptPair:
-    """A batch with what it is held against."""
+def _with_metrics(
+    stream: Iterable[Any], metric: AnyMetric | None
+) -> Iterator[tuple[Any, AnyMetric]]:
+    for each in stream:
+        some, own = each if isinstance(each, tuple) and len(each) == 2 else (each, metric)
+        if own is None:
+            _refuse(["got a batch without a metric, and none for all"])
+        else:
+            yield some, own
+
+
+def _paired(
+    model: Any, stream: Iterator[tuple[Any, AnyMetric]]
+) -> Iterator[tuple[PromptPair, AnyMetric]]:
+    """Batches with what they are held against."""
+    known: dict[int, Tokens] = {}  # of each length one prompt
+    alone: tuple[Tokens, AnyMetric] | None = None  # waits for the batch after it
+    for some, metric in stream:
+        given = _checked(model, some)
+        clean, mask = (given.clean, given.mask) if isinstance(given, PromptPair) else (given, None)
+        length = clean.shape[1]
+        if alone is not None:
+            rows, own = alone
+            if mask is not None or rows.shape[1] != length:
+                _refuse([_ALONE.format(rows.shape[1])])
+            alone = None
+            yield PromptPair(rows, clean[:1]), own
+        if isinstance(given, PromptPair):
+            yield given, metric
+        elif len(given) > 1:
+            yield PromptPair(given, given.roll(-1, dims=0)), metric
+        elif length in known:
+            yield PromptPair(given, known[length]), metric
+        else:
+            alone = given, metric
+        if mask is None:
+            known.setdefault(length, clean[:1].clone())
+    if alone is not None:
+        _refuse([_ALONE.format(alone[0].shape[1])])
+
+
+def _checked(model: Any, some: object) -> Tokens | PromptPair:
+    """A batch of a stream that the model can run on."""
     if isinstance(some, PromptPair):
         checked_tokens(model, some.clean)
         checked_tokens(model, some.corrupted)
         return some
     if not isinstance(some, Tensor):
         _refuse([f"got a batch of {type(some).__name__}; expected a tensor or a PromptPair"])
-    rows = unpaired(model, some).clean  # type: ignore[arg-type]
-    if len(rows) < 2:
-        _refuse(
-            [
-                "got a batch of 1 prompt, which has no next one to be held against; expected 2 or "
-                "more, or corrupted prompts"
-            ]
-        )
-    return prompt_pair(model, rows, rows.roll(-1, dims=0))
+    return unpaired(model, some).clean  # type: ignore[arg-type]
 
 
 def _refuse(reasons: list[str]) -> None:

@@ -9,12 +9,13 @@ import torch
 from attn_only_lens.errors import ComparisonError
 from attn_only_lens.expansion import Provenance
 from attn_only_lens.expose import expose_neuron_heads
-from attn_only_lens.growth import Grown
+from attn_only_lens.growth import Grown, identity
 from attn_only_lens.heads import layout_of, neuron_heads
 from attn_only_lens.patching.pairs import reasons_against
 from attn_only_lens.patching.sites import all_heads, resolve
+from attn_only_lens.plain import is_count
 
-__all__ = ["exposed", "require"]
+__all__ = ["exposed", "require", "require_source"]
 
 _PROBLEM = "these cannot be compared"
 _SAID = ("the original", "the grown model", "the null")
@@ -40,7 +41,7 @@ def require(given: Sequence[Any], provenance: object, **settings: Any) -> None:
     for name in ("batch_size", "n_resamples", "n_nodes", "n_patched"):
         value, least = settings[name], 1 if name == "batch_size" else 0
         none = name == "n_patched" and value is None
-        if not none and (isinstance(value, bool) or not isinstance(value, int) or value < least):
+        if not none and not is_count(value, least):
             reasons.append(f"got {name}={value!r}; expected {least} or more")
     for name in ("edge_mass", "confidence", "faithfulness"):
         value = settings[name]
@@ -50,6 +51,8 @@ def require(given: Sequence[Any], provenance: object, **settings: Any) -> None:
         other = given[2].provenance
         if (other.layers, other.axes) != (provenance.layers, provenance.axes):
             reasons.append("the null grew otherwise; expected the same growth, trained apart")
+        elif other.source and provenance.source and other.source.differences(provenance.source):
+            reasons.append("the null grew from another model; expected the same growth")
     models = [each.model if isinstance(each, Grown) else each for each in given]
     for said, model in zip(_SAID, models, strict=False):
         if not hasattr(model, "cfg"):
@@ -66,6 +69,30 @@ def require(given: Sequence[Any], provenance: object, **settings: Any) -> None:
                 reasons.append(f"{said} has {size} {theirs}; the original has {mine}")
     if reasons:
         raise ComparisonError(reasons, _PROBLEM)
+
+
+def require_source(model: Any, provenance: Provenance) -> None:
+    """Refuse a model that is not the one that grew, though it has its shape.
+
+    Raises:
+        ComparisonError: it is another, or the same after more training; or the provenance does not
+            say which model grew.
+    """
+    here = identity(model)
+    if provenance.source is None:
+        reasons = ["the provenance is of weights, and does not say which model had them"]
+    elif odd := provenance.source.differences(here):
+        reasons = [
+            f"the original is not the model that grew: {len(odd)} of its {len(here.marks)} tensors "
+            f"are others, such as {odd[0]}; give the model as it was when it grew"
+        ]
+    else:
+        return
+    reasons.append(
+        "to compare with this one all the same (trained on since, say), give provenance="
+        "dataclasses.replace(provenance, source=attn_only_lens.growth.identity(model))"
+    )
+    raise ComparisonError(reasons, _PROBLEM)
 
 
 def exposed(models: Sequence[Any], stack: ExitStack) -> None:

@@ -6,8 +6,8 @@ component, patching, and the search for circuits are done on the first batch.
 
 Memory, beyond the models: of one batch, in each model and for each token, 3 numbers a neuron and
 d_head + pos a head in both runs, what the backward pass keeps, and the logits; of the first batch
-that, and one number for each component and token; and 8 float64 a component. Nothing grows with the
-number of batches.
+that, and one number for each component and token; and 12 float64 a component. Nothing grows with
+the number of batches.
 """
 
 from contextlib import ExitStack
@@ -18,7 +18,7 @@ from tqdm.auto import tqdm
 from attn_only_lens.circuits.discovery import Circuit, discover
 from attn_only_lens.comparison.alignment import align
 from attn_only_lens.comparison.batches import Batch, Source, batches
-from attn_only_lens.comparison.checks import exposed, require
+from attn_only_lens.comparison.checks import exposed, require, require_source
 from attn_only_lens.comparison.circuits import Found, scores
 from attn_only_lens.comparison.differences import differences
 from attn_only_lens.comparison.measure import on
@@ -26,10 +26,13 @@ from attn_only_lens.comparison.overlap import Resampling
 from attn_only_lens.comparison.patched import with_patching
 from attn_only_lens.comparison.results import Comparison
 from attn_only_lens.comparison.streamed import Streamed
+from attn_only_lens.errors import ComparisonError
 from attn_only_lens.expansion import Provenance
 from attn_only_lens.growth import Grown
 from attn_only_lens.patching.custom_metric import AnyMetric
-from attn_only_lens.patching.prompts import Prompts, token_texts
+from attn_only_lens.patching.prompts import Prompts
+from attn_only_lens.plain import as_plain
+from attn_only_lens.texts import token_texts
 
 __all__ = ["compare"]
 
@@ -57,24 +60,26 @@ def compare(
 
     Each prompt is held against another: what a component does is what the metric loses when it
     puts out what it puts out there. That is the corrupted prompt, or without any the next prompt
-    of its batch; then the metric must ask another thing of each prompt, as `loss` does. Models run
-    where they are; prompts are taken there.
+    (of a stream, the next of its batch); then the metric must ask another thing of each prompt, as
+    `loss` does. Models run where they are; prompts are taken there.
 
     Source: Gesmundo and Maile, "Composable Function-preserving Expansions for Transformer
     Architectures", 2023, for growth; `circuits.discover` and `patching.attribution` for the rest.
 
     Args:
-        model: the original: a HookedTransformer, a TransformerBridge, or converted. Neuron-heads
-            are exposed for the call where they are not.
+        model: the original, as it was when it grew, in any dtype and layout: a HookedTransformer,
+            a TransformerBridge, or converted. Neuron-heads are exposed for the call where they are
+            not.
         grown: what `grow` returned, trained since or not; or a model, with its provenance.
         tokens: texts or a tensor [prompt, pos], which are cut into batches; a `PromptPair`, which
             is one; or an iterable of batches: tensors [batch, pos], pairs, or (either, metric).
-            Batches of a stream are read one at a time, and once. Texts without pairs go with
-            others of their length.
+            Batches of a stream are read one at a time, and once, and may be of any size. Texts
+            without pairs go with others of their length.
         metric: `patching.loss()` and the like, or a differentiable function of the logits of a
             batch, a mean over its prompts; bound to each batch, so that answers for each prompt
             come with the batches of a stream.
-        provenance: of `grown`, where that is a model.
+        provenance: of `grown`, where that is a model, or in place of its own. It says which model
+            grew, and another one of its shape is refused (`growth.identity`).
         corrupted: what each of `tokens` is held against, where those are texts or a tensor.
         null: the same growth trained with another seed, as `grown`: how different two trainings
             come out. Its difference from `grown` is shown beside that of `grown` from `model`.
@@ -95,7 +100,9 @@ def compare(
 
     Raises:
         ComparisonError: with every reason: models or a provenance that do not fit, prompts of no
-            known kind, settings that make no sense.
+            known kind, settings that make no sense. An error in a batch after the first, of
+            whatever kind, is raised as one of these, and its `so_far` has the comparison on the
+            batches before.
         PatchingError: prompts that a model cannot take; a metric that does not fit, or has no
             slope or difference between runs.
         UnsupportedModelError: neuron-heads that cannot be exposed; not linear when frozen.
@@ -120,7 +127,8 @@ def compare(
     }
     settings |= {"edge_mass": edge_mass, "faithfulness": faithfulness}
     settings |= {"n_resamples": n_resamples, "confidence": confidence}
-    if isinstance(grown, Grown):
+    settings = {name: as_plain(value) for name, value in settings.items()}
+    if provenance is None and isinstance(grown, Grown):
         provenance = grown.provenance
     given = [model, grown] if null is None else [model, grown, null]
     require(given, provenance, **settings)
@@ -129,6 +137,7 @@ def compare(
     with ExitStack() as stack:
         exposed(models, stack)
         alignment = align(models[0], models[1], provenance)
+        require_source(models[0], provenance)
         streamed = Streamed(models, alignment)
         stream = batches(models[0], tokens, metric, corrupted, batch_size)
         with tqdm(unit="prompt", disable=not progress) as bar:
@@ -147,28 +156,51 @@ def compare(
             )
             del found
             bar.update(len(first.pair.clean))
-            for batch in stream:
-                streamed.add(batch)
-                bar.update(len(batch.pair.clean))
-        old, new = with_patching(models, first, *streamed.frames(), n_patched)
-        return Comparison(
-            heads=old[old["kind"] == "attention"].reset_index(drop=True),
-            neurons=old[old["kind"] == "neuron"].reset_index(drop=True),
-            new=new,
-            circuits=over.circuits,
-            nodes=over.nodes,
-            edges=over.edges,
-            tokens=tuple(token_texts(models[0], first.pair.clean[0].tolist())),
-            about=streamed.about()
-            | {
+            about = {
                 "faithfulness": [each.faithfulness for each in circuits],
                 "completeness": [each.completeness for each in circuits],
                 "circuit_sizes": [len(each) for each in circuits],
                 "random_faithfulness": [list(each.random) for each in circuits],
                 "n_prompts_of_circuits": len(first.pair.clean),
                 "settings": {**settings, "seed": seed},
-            },
-        )
+            }
+
+            def compared(n_patched: int | None) -> Comparison:
+                old, new, silent = streamed.frames()
+                old, new = with_patching(models, first, old, new, n_patched)
+                return Comparison(
+                    heads=old[old["kind"] == "attention"].reset_index(drop=True),
+                    neurons=old[old["kind"] == "neuron"].reset_index(drop=True),
+                    new=new,
+                    silent=silent,
+                    circuits=over.circuits,
+                    nodes=over.nodes,
+                    edges=over.edges,
+                    tokens=tuple(token_texts(models[0], first.pair.clean[0])),
+                    about=streamed.about() | about,
+                )
+
+            try:
+                for batch in stream:
+                    streamed.add(batch)
+                    bar.update(len(batch.pair.clean))
+                return compared(n_patched)
+            except Exception as error:  # whatever it is: hours of work are not to be lost
+                raise _stopped(error, compared(0)) from error
+
+
+def _stopped(error: Exception, so_far: Comparison) -> ComparisonError:
+    """What says that a comparison stopped, and holds what there is of it."""
+    stopped = ComparisonError(
+        [
+            f"{type(error).__name__}: {error}",
+            f"what was found on the {so_far.about['n_prompts']} prompts before, without patching, "
+            "is this error's `so_far`",
+        ],
+        "the comparison stopped",
+    )
+    stopped.so_far = so_far
+    return stopped
 
 
 def _circuit(model: Any, batch: Batch, faithfulness: float, seed: int) -> Circuit:

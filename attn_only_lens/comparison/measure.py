@@ -22,6 +22,7 @@ from attn_only_lens.comparison.batches import Batch
 from attn_only_lens.heads import neuron_heads
 from attn_only_lens.heads.blocks import HeadKind
 from attn_only_lens.patching.attention import hook_name
+from attn_only_lens.patching.bound import require_differentiable
 from attn_only_lens.patching.gradients import Tape, rooted, value_of
 from attn_only_lens.patching.nodes import node_of, shares
 from attn_only_lens.patching.pairs import recorded
@@ -94,7 +95,7 @@ def measured(model: Any, batch: Batch, sites: Sequence[LayerSites]) -> Measured:
         sites: all components of the model.
 
     Raises:
-        PatchingError: the metric does not fit.
+        PatchingError: the metric does not fit, or no gradient passes through it.
     """
     pair = on(model, batch.pair)
     nodes = [node_of(model, each, "z", closed=True) for each in sites]
@@ -110,6 +111,7 @@ def measured(model: Any, batch: Batch, sites: Sequence[LayerSites]) -> Measured:
             hooks=tape.hooks,
             distinct=False,  # of each batch; no score divides by it
         )
+    require_differentiable(runs.metric, runs.clean.logits.detach())
     gradients = tape.gradients(value_of(runs.metric, runs.clean.logits))
     weight = -len(pair.clean) * pair.real
     effects = {}

@@ -1,20 +1,34 @@
 """What a comparison found: frames by component, the two circuits, and what they have in common."""
 
-import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import pandas as pd
 
-from attn_only_lens.files import write_text
-from attn_only_lens.patching.tables import write_table
+from attn_only_lens.errors import CheckpointError, ComparisonError, PatchingError
+from attn_only_lens.patching.tables import read_table, write_table
+from attn_only_lens.storage import Document, FileDigest, check_files, digests_of, opened_folder
 
 __all__ = ["Comparison"]
 
-_FRAMES = ("heads", "neurons", "new", "circuits", "nodes", "edges")
-_FORMAT = {"format": "attn_only_lens.Comparison", "format_version": 1}
+_FRAMES = ("heads", "neurons", "new", "silent", "circuits", "nodes", "edges")
+_SAID = "comparison.json"
+
+
+class _Comparison(TypedDict):
+    tokens: list[str]
+    about: dict[str, Any]
+    files: dict[str, FileDigest]
+
+
+def _unreadable(reason: str) -> ComparisonError:
+    return ComparisonError([reason], "this is no comparison that can be read")
+
+
+_DOCUMENT = Document("attn_only_lens.Comparison", 2, _Comparison, _unreadable, indent=2)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -36,11 +50,14 @@ class Comparison:
 
     Attributes:
         heads: attention heads of the original.
-        neurons: its neurons.
+        neurons: its neurons, but for silent ones.
         new: a row for each component that the original has not: `grown_name`, `kind`,
             `grown_layer`, `attribution`, `attribution_se`, `share` (of the clean run's metric less
             the other run's), `norm` (root mean square of what it writes at a token), `patching`;
             and `null_share`, of the component of that name in the null.
+        silent: the original's neurons that are in none of the above: in neither model did they put
+            out more than roundings of what their layer does, on any token, so that their patterns
+            are noise (`comparison/sums.py`). `name`, `grown_name`, `kind`, `layer`, `grown_layer`.
         circuits: what the circuits have in common, a row for "nodes" and for each kind of "edges",
             of the pair "grown" (with the original) and "null model" (with the null): how many the
             `original` and the `grown` circuit have (of a null: the grown and the null's), `kept`,
@@ -55,6 +72,7 @@ class Comparison:
     heads: pd.DataFrame
     neurons: pd.DataFrame
     new: pd.DataFrame
+    silent: pd.DataFrame
     circuits: pd.DataFrame
     nodes: pd.DataFrame
     edges: pd.DataFrame
@@ -65,9 +83,10 @@ class Comparison:
         """What changed, by layer of the original and kind; with a null, beside it.
 
         Returns:
-            A row for each kind of component in each layer: `layer`, `kind`, `components`, and the
-            means of `divergence`, `cosine`, `norm_ratio`, |`attribution_change`| over them (of
-            cosine and norm ratio: over those that write); the same of the null, as `null_…`.
+            A row for each kind of component in each layer: `layer`, `kind`, `components`, how many
+            more are `silent`, and the means of `divergence`, `cosine`, `norm_ratio`,
+            |`attribution_change`| over the components (of cosine and norm ratio: over those that
+            write); the same of the null, as `null_…`.
         """
         every = pd.concat([self.heads, self.neurons], ignore_index=True)
         prefixes = ("", "null_") if "null_divergence" in every else ("",)
@@ -75,9 +94,10 @@ class Comparison:
             every[f"{prefix}attribution_change"] = every[f"{prefix}attribution_change"].abs()
         measures = ("divergence", "cosine", "norm_ratio", "attribution_change")
         columns = [f"{prefix}{measure}" for measure in measures for prefix in prefixes]
-        groups = every.groupby(["layer", "kind"])
-        counts = groups.size().rename("components")
-        return counts.to_frame().join(groups[columns].mean()).reset_index()
+        groups, silent = (each.groupby(["layer", "kind"]) for each in (every, self.silent))
+        sizes = {"components": groups.size(), "silent": silent.size()}
+        counts = pd.DataFrame(sizes).fillna(0).astype(int)  # a layer may be silent throughout
+        return counts.join(groups[columns].mean()).reset_index()
 
     def save(self, folder: str | Path) -> Path:
         """Write every frame as CSV, each with a JSON beside it, and `comparison.json`.
@@ -87,20 +107,60 @@ class Comparison:
 
         Returns:
             The folder.
+
+        Raises:
+            ComparisonError: there is a file in its place.
+            CheckpointError: it cannot be written.
         """
-        folder = Path(folder)
+        there = opened_folder(folder, _unreadable)
         for name in _FRAMES:
-            frame: pd.DataFrame = getattr(self, name)
-            write_table(folder / f"{name}.csv", frame, {**_FORMAT, "frame": name})
-        said = {**_FORMAT, "tokens": self.tokens, **self.about}
-        write_text(folder / "comparison.json", json.dumps(said, indent=2, ensure_ascii=False))
-        return folder
+            write_table(there / f"{name}.csv", getattr(self, name), {"frame": name})
+        # Last: until then the folder is that of the earlier comparison, and damaged.
+        files = digests_of(there, _files())
+        about = _finite(dict(self.about))
+        _DOCUMENT.write(there / _SAID, tokens=self.tokens, about=about, files=files)
+        return Path(folder)
+
+    @classmethod
+    def load(cls, folder: str | Path) -> "Comparison":
+        """Read what `save` wrote; numbers in `about` that were not finite are None.
+
+        Raises:
+            ComparisonError: it is missing, damaged, or of another version.
+        """
+        there = opened_folder(folder, _unreadable)
+        said = _DOCUMENT.read(there / _SAID)
+        try:
+            if said["files"].keys() != _files():
+                raise CheckpointError(f"got files {sorted(said['files'])}")
+            check_files(there, said["files"])
+            frames = {name: read_table(there / f"{name}.csv")[0] for name in _FRAMES}
+        except (CheckpointError, PatchingError) as error:
+            raise _unreadable(f"{there}: {error}") from error
+        for frame in frames.values():  # no name is empty: it is missing
+            texts = frame.select_dtypes(exclude="number")
+            frame[texts.columns] = texts.where(texts != "")
+        return cls(**frames, tokens=tuple(said["tokens"]), about=said["about"])
 
     def __repr__(self) -> str:
         nodes = self.circuits.iloc[0]
         return (
             f"Comparison of {self.about['model']} with what it grew into, on "
             f"{self.about['n_prompts']} prompts: {len(self.heads)} heads, {len(self.neurons)} "
-            f"neurons, {len(self.new)} new; of the circuits' nodes {nodes['kept']:.0f} are kept, "
-            f"{nodes['lost']:.0f} lost, {nodes['gained']:.0f} gained"
+            f"neurons ({len(self.silent)} more are silent), {len(self.new)} new; of the circuits' "
+            f"nodes {nodes['kept']:.0f} are kept, {nodes['lost']:.0f} lost, {nodes['gained']:.0f} "
+            "gained"
         )
+
+
+def _files() -> set[str]:
+    return {f"{name}.csv{end}" for name in _FRAMES for end in ("", ".json")}
+
+
+def _finite(value: Any) -> Any:
+    """The same as JSON has it, with None for numbers that JSON has not."""
+    if isinstance(value, Mapping):
+        return {key: _finite(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -16,6 +16,7 @@ from attn_only_lens.patching.sites import all_heads, resolve
 
 __all__ = ["Streamed"]
 
+_NAMES = ("name", "grown_name", "kind", "layer", "grown_layer")
 _MEASURES = ("divergence", "divergence_se", "cosine", "norm_ratio")
 _CHANGES = ("attribution_change", "attribution_change_se")
 
@@ -46,10 +47,13 @@ class Streamed:
             measured(model, batch, sites)
             for model, sites in zip(self._models, self._sites, strict=True)
         ]
-        for i, pair in enumerate(self._pairs):
-            pair.add(runs[i], runs[i + 1])
-        for new, run in zip(self._new, runs[1:], strict=True):
-            new.add(run)
+        # All that can fail first: what an error stops has whole batches in its sums.
+        old = [pair.of(runs[i], runs[i + 1]) for i, pair in enumerate(self._pairs)]
+        new = [each.of(run) for each, run in zip(self._new, runs[1:], strict=True)]
+        for pair, found in zip(self._pairs, old, strict=True):
+            pair.add(found, runs[0].real)
+        for each, sums, run in zip(self._new, new, runs[1:], strict=True):
+            each.add(sums, run)
         n_prompts = len(batch.pair.clean)
         self._values += [[n_prompts * v for v in (r.clean_value, r.corrupted_value)] for r in runs]
         self._n_prompts += n_prompts
@@ -69,17 +73,21 @@ class Streamed:
             found.append(Names.of(sites, [each.names for each in own], names, n_pos))
         return found
 
-    def frames(self) -> tuple[pd.DataFrame, pd.DataFrame]:
-        """A row for each component of the original, and for each that is new."""
+    def frames(self) -> tuple[pd.DataFrame, pd.DataFrame, pd.DataFrame]:
+        """A row for each component of the original, for each that is new, for each silent one."""
         old, new = self._pairs[0].frame(), self._new[0].frame()
         if len(self._pairs) > 1:
             null = self._pairs[1].frame()
             for name in (*_MEASURES, *_CHANGES):
-                old[f"null_{name}"] = null[name]
+                # Of what is silent in both, patterns and outputs are noise.
+                noise = null["silent"] & (name in _MEASURES)
+                old[f"null_{name}"] = null[name].mask(noise)
             old["null_attribution"] = null["grown_attribution"]
             for name in ("attribution", "share"):
                 new[f"null_{name}"] = self._new[1].frame()[name]
-        return old, new
+        silent = old.pop("silent")
+        kept, left = (old[each].reset_index(drop=True) for each in (~silent, silent))
+        return kept, new, left[list(_NAMES)]
 
     def about(self) -> dict[str, Any]:
         """What was compared, and on what."""

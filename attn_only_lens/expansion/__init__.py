@@ -10,6 +10,7 @@ from attn_only_lens.expansion.centre import CentreStream
 from attn_only_lens.expansion.composed import Composed, compose
 from attn_only_lens.expansion.growing import Expansion
 from attn_only_lens.expansion.heads import AddHeads
+from attn_only_lens.expansion.identity import Identity
 from attn_only_lens.expansion.layers import InsertLayer
 from attn_only_lens.expansion.neurons import AddNeurons
 from attn_only_lens.expansion.places import Moved, Place, Zeros
@@ -27,6 +28,7 @@ __all__ = [
     "Composed",
     "Constants",
     "Expansion",
+    "Identity",
     "InsertLayer",
     "Moved",
     "MovedActivation",

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import pandas as pd
 
 from attn_only_lens.errors import UnknownHeadError
+from attn_only_lens.expansion.identity import Identity
 from attn_only_lens.expansion.places import Moved, Place, Zeros
 from attn_only_lens.expansion.weights import (
     Axis,
@@ -44,6 +45,8 @@ class Provenance:
         rescaled: what an old activation, by the old name of its hook point, is multiplied by.
         zeros: what had to be zero.
         centred: whether the residual stream lost its mean over d_model, which LayerNorm ignores.
+        source: which model grew, as `growth.identity` tells it; None where weights grew that are
+            no model's.
 
     Example:
         >>> from attn_only_lens import expansion as ex, pretrained
@@ -65,6 +68,7 @@ class Provenance:
     rescaled: Mapping[str, float] = field(default_factory=dict)
     zeros: tuple[Zeros, ...] = ()
     centred: bool = False
+    source: Identity | None = None
 
     def then(self, after: "Provenance") -> "Provenance":
         """First this growth, then `after`."""
@@ -85,6 +89,7 @@ class Provenance:
             rescaled=self._times(self.rescaled, after.rescaled),
             zeros=tuple(after._zeros(zeros) for zeros in self.zeros) + after.zeros,
             centred=self.centred or after.centred,
+            source=self.source,
         )
 
     def __getitem__(self, name: str) -> str:

@@ -60,6 +60,10 @@ _AXES: dict[str, tuple[str, ...]] = {
         for part in ("w", "b")
     },
 }
+_ALL_HEADS = {  # where one norm is over all queries, and one over all keys, which may be fewer
+    "attn.q_norm.w": ("all heads' d_query",),
+    "attn.k_norm.w": ("all kv_heads' d_query",),
+}
 WRITERS = frozenset(
     {"embed.W_E", "pos_embed.W_pos", "attn.W_O", "attn.b_O", "mlp.W_out", "mlp.b_out"}
 )
@@ -103,8 +107,8 @@ def axes_of(name: str, constants: "Constants") -> tuple[Axis, ...]:
     """
     of, layer = tail(name), in_layer(name)
     labels = _AXES[of]
-    if constants.qk_norm == "all heads" and of in ("attn.q_norm.w", "attn.k_norm.w"):
-        labels = ("all heads' d_query",)
+    if constants.qk_norm == "all heads" and of in _ALL_HEADS:
+        labels = _ALL_HEADS[of]
     return tuple(Axis(label, None if label in _OF_MODEL else layer) for label in labels)
 
 

@@ -2,7 +2,7 @@
 
 from attn_only_lens.growth.folder import read_provenance, save_grown
 from attn_only_lens.growth.gradients import gradient_products
-from attn_only_lens.growth.growing import Grown, grow, read
+from attn_only_lens.growth.growing import Grown, grow, identity, read
 from attn_only_lens.growth.training import Training
 
 __all__ = [
@@ -10,6 +10,7 @@ __all__ = [
     "Training",
     "gradient_products",
     "grow",
+    "identity",
     "read",
     "read_provenance",
     "save_grown",

@@ -1,7 +1,7 @@
 """A grown model as a folder that every command takes for MODEL, with its provenance beside it.
 
     config.json, model.safetensors, tokenizer/    as `source_folder` reads them
-    provenance.json                               where everything went
+    provenance.json                               where everything went, and a digest of the others
 
 The way back is not in it: `Grown.shrink` needs what was overwritten.
 """
@@ -11,29 +11,64 @@ import os
 from dataclasses import asdict
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 from attn_only_lens.errors import CheckpointError, GrowthError
-from attn_only_lens.expansion import Axis, Constants, Place, Provenance, Zeros
+from attn_only_lens.expansion import Axis, Constants, Identity, Place, Provenance, Zeros
 from attn_only_lens.growth.growing import Grown
 from attn_only_lens.growth.hooked import HOOKED
 from attn_only_lens.saved.parts import plain_config
 from attn_only_lens.source_folder import (
     COMPUTED,
     CONFIG,
+    GROWN,
+    PROVENANCE,
     TOKENIZER,
     WEIGHTS,
+)
+from attn_only_lens.storage import (
+    digests_of,
+    inside,
+    misfits,
+    opened_folder,
     whole_folder,
     write_tensors,
 )
 
-__all__ = ["PROVENANCE", "read_provenance", "save_grown"]
+__all__ = ["read_provenance", "save_grown"]
 
-PROVENANCE = "provenance.json"
+_Runs = list[tuple[int, int]]
+_LONGEST = 10**8
+
+
+class _Place(TypedDict):
+    where: _Runs
+    size: int
+
+
+class _Source(TypedDict):
+    marks: dict[str, tuple[float, float]]
+    precision: float
+
+
+class _Provenance(TypedDict):
+    layers: _Place
+    axes: list[tuple[str, int | None, _Place]]
+    sizes: list[tuple[str, int | None, int]]
+    constants: Constants
+    like: list[tuple[int, int]]
+    scales: dict[str, float]
+    rescaled: dict[str, float]
+    zeros: list[tuple[str, list[_Runs]]]
+    centred: bool
+    source: _Source | None
 
 
 def save_grown(grown: Grown, folder: str | os.PathLike[str]) -> Path:
     """Write a grown HookedTransformer to a folder, all of it or nothing.
+
+    Every file has a digest in `provenance.json`: what is trained further is written by this
+    function again, and not over the weights in the folder.
 
     Args:
         grown: what `grow` returned, trained since perhaps.
@@ -61,7 +96,7 @@ def save_grown(grown: Grown, folder: str | os.PathLike[str]) -> Path:
             [f"got a {type(model).__name__}; expected a plain HookedTransformer"],
             "this model cannot be written as a folder",
         )
-    there = Path(folder)
+    there = opened_folder(folder)
     if (there / CONFIG).exists() and not (there / PROVENANCE).exists():
         raise CheckpointError(
             f"{there} holds a model that did not grow (it has no {PROVENANCE}); expected a new "
@@ -70,15 +105,15 @@ def save_grown(grown: Grown, folder: str | os.PathLike[str]) -> Path:
     state = model.state_dict()
     # The tokenizer lies beside it, and need not be looked for at a hub.
     config = plain_config(model.cfg) | {"tokenizer_name": None, "init_weights": False}
-    with whole_folder(Path(folder), (CONFIG, WEIGHTS, TOKENIZER, PROVENANCE)) as new:
+    with whole_folder(there, (CONFIG, WEIGHTS, TOKENIZER, PROVENANCE)) as new:
         (new / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         kept = {name: tensor for name, tensor in state.items() if not name.endswith(COMPUTED)}
-        write_tensors(kept, new / WEIGHTS)
+        write_tensors(new / WEIGHTS, kept)
         if model.tokenizer is not None:
             model.tokenizer.save_pretrained(new / TOKENIZER)
-        text = json.dumps(_to_json(grown.provenance)) + "\n"
-        (new / PROVENANCE).write_text(text, encoding="utf-8")
-    return Path(folder).resolve()
+        provenance = _to_json(grown.provenance)
+        GROWN.write(new / PROVENANCE, provenance=provenance, files=digests_of(new))
+    return there
 
 
 def read_provenance(folder: str | os.PathLike[str]) -> Provenance:
@@ -87,14 +122,30 @@ def read_provenance(folder: str | os.PathLike[str]) -> Provenance:
     Raises:
         CheckpointError: there is none, or it cannot be read.
     """
-    path = Path(folder) / PROVENANCE
-    try:
-        return _from_json(json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, LookupError, TypeError, ValueError) as error:
+    path = inside(opened_folder(folder), PROVENANCE)
+    if not path.exists():
         raise CheckpointError(
-            f"{path} is no readable provenance ({error}); expected a folder that "
+            f"{path} is missing: this model has no provenance; expected a folder that "
             "`attn-only-lens grow` wrote"
-        ) from error
+        )
+    said = GROWN.read(path)["provenance"]
+    wrong = [reason.removeprefix(".") for reason in misfits(said, _Provenance, "")]
+    if _length(said) > _LONGEST:
+        wrong.append(f"it lists more than {_LONGEST} indices")
+    try:
+        if not wrong:
+            return _from_json(said)
+    except (LookupError, TypeError, ValueError) as error:
+        wrong.append(str(error))
+    raise CheckpointError(f"{path} is no readable provenance: {'; '.join(wrong[:5])}")
+
+
+def _length(said: Any) -> int:
+    """How many indices the runs in a provenance stand for."""
+    if isinstance(said, list) and [type(each) for each in said] == [int, int]:
+        return max(0, said[1] - said[0])
+    inner = said.values() if isinstance(said, dict) else said if isinstance(said, list) else ()
+    return sum(map(_length, inner))
 
 
 def _to_json(provenance: Provenance) -> dict[str, Any]:
@@ -108,12 +159,13 @@ def _to_json(provenance: Provenance) -> dict[str, Any]:
         "rescaled": dict(provenance.rescaled),
         "zeros": [[each.name, [_runs(where) for where in each.where]] for each in provenance.zeros],
         "centred": provenance.centred,
+        "source": None if provenance.source is None else asdict(provenance.source),
     }
 
 
 def _from_json(data: dict[str, Any]) -> Provenance:
     constants = data["constants"]
-    types = constants["attn_types"]
+    types, source = constants["attn_types"], data["source"]
     constants |= {"attn_types": types and tuple(types), "init": tuple(constants["init"])}
     return Provenance(
         layers=_place(data["layers"]),
@@ -125,6 +177,10 @@ def _from_json(data: dict[str, Any]) -> Provenance:
         rescaled=data["rescaled"],
         zeros=tuple(Zeros(name, tuple(map(_indices, where))) for name, where in data["zeros"]),
         centred=data["centred"],
+        source=source
+        and Identity(
+            {name: tuple(mark) for name, mark in source["marks"].items()}, source["precision"]
+        ),
     )
 
 

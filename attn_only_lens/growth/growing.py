@@ -9,7 +9,8 @@ from torch import Tensor
 
 from attn_only_lens import expansion as ex
 from attn_only_lens.errors import GrowthError
-from attn_only_lens.expansion import Provenance, Weights
+from attn_only_lens.expansion import Identity, Provenance, Weights
+from attn_only_lens.expansion.identity import identity_of
 from attn_only_lens.expansion.initialise import Initialiser, own
 from attn_only_lens.growth.hooked import HOOKED
 from attn_only_lens.growth.native import NATIVE
@@ -17,8 +18,10 @@ from attn_only_lens.growth.optimizer import OptimizerT, grown_optimizer
 from attn_only_lens.growth.rim import Rim
 from attn_only_lens.growth.sizes import to_sizes
 from attn_only_lens.growth.two_blocks import TWO_BLOCKS
+from attn_only_lens.mlps import not_finite
+from attn_only_lens.plain import as_plain, is_count
 
-__all__ = ["RIMS", "Grown", "grow", "read", "rim_of"]
+__all__ = ["RIMS", "Grown", "grow", "identity", "read", "rim_of"]
 
 RIMS: tuple[Rim, ...] = (HOOKED, TWO_BLOCKS, NATIVE)
 _CENTRED = (
@@ -120,6 +123,7 @@ class Grown:
         return grown_optimizer(optimizer, model, self.model, rim_of(model), self.provenance)
 
 
+@torch.inference_mode(False)  # weights of inference mode could never be trained
 def grow(
     model: Any,
     expansion: ex.Expansion | None = None,
@@ -171,10 +175,24 @@ def grow(
         raise GrowthError([*reasons, *rim.attached(model)])
     weights = rim.read(model)
     sizes = dict(d_mlp=d_mlp, n_heads=n_heads, d_head=d_head, d_model=d_model, n_layers=n_layers)
-    asked = {name: size for name, size in sizes.items() if size is not None}
+    asked = {name: as_plain(size) for name, size in sizes.items() if size is not None}
     if (expansion is None) == (not asked):
         raise GrowthError(["give either an expansion or sizes (d_mlp=1024, …)"])
-    reasons = rim.attached(model)
+    reasons = [*rim.attached(model), *not_finite(model)]
+    odd = [
+        f"got {name}={size!r}; expected 1 or more"
+        for name, size in asked.items()
+        if not is_count(size, 1)
+    ]
+    seed = as_plain(seed)
+    if type(seed) is not int:
+        odd.append(f"got seed={seed!r}; expected a whole number")
+    if expansion is not None and not hasattr(expansion, "reasons_against"):
+        odd.append(
+            f"got a {type(expansion).__name__}; expected an expansion of attn_only_lens.expansion"
+        )
+    if odd:
+        raise GrowthError([*reasons, *odd])
     if expansion is None:
         expansion, wrong = to_sizes(weights, asked)
         reasons += wrong
@@ -192,6 +210,7 @@ def grow(
         if not torch.equal(became, tensor):
             kept[name] = _Kept(tensor.clone(), _digest(became))
     notes = (_CENTRED,) if provenance.centred else ()
+    provenance = replace(provenance, source=identity_of(weights.tensors))
     grown = rim.write(model, _apart(larger, weights), provenance.source_of)
     return Grown(grown, provenance, notes, kept)
 
@@ -206,6 +225,34 @@ def read(model: Any) -> Weights:
     if reasons := rim.reasons_against(model):
         raise GrowthError(reasons, "this model cannot be read")
     return rim.read(model)
+
+
+def identity(model: Any) -> Identity:
+    """Tell which model this is, by its weights as they are now.
+
+    The identity is the same on every device, in every dtype and layout: of a model that was cast,
+    converted, exposed, or saved and loaded. To training it is not blind.
+
+    Args:
+        model: any that `grow` or `compare` takes.
+
+    Example:
+        >>> from attn_only_lens import convert, grow, pretrained
+        >>> from attn_only_lens.growth import identity
+        >>> model = pretrained.modular_addition()
+        >>> source = grow(model, d_mlp=517).provenance.source
+        >>> source.differences(identity(convert(model).double()))
+        []
+        >>> model.W_E.data[0] += 0.01
+        >>> source.differences(identity(model))
+        ['embed.W_E']
+    """
+    rim = next((rim for rim in RIMS if rim.takes(model)), None)
+    try:
+        tensors = dict(model.named_parameters()) if rim is None else rim.read(model).tensors
+    except GrowthError:  # a bridge whose parts have other names by now
+        tensors = dict(model.named_parameters())
+    return identity_of(tensors)
 
 
 def rim_of(model: Any) -> Rim:

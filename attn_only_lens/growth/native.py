@@ -15,12 +15,14 @@ from torch import nn
 from transformer_lens.model_bridge import TransformerBridge
 from transformer_lens.model_bridge.sources.native import NativeModel
 
+from attn_only_lens.errors import GrowthError
 from attn_only_lens.expansion import Constants, Weights
 from attn_only_lens.expansion.weights import Norm, block_name, in_layer, tail
 from attn_only_lens.gates import GATES
 from attn_only_lens.growth.hooked import reasons_against_unequal, settled
 from attn_only_lens.growth.rim import Parameter, Rim
 from attn_only_lens.in_place import exposed_heads, reasons_against_copying
+from attn_only_lens.numerics import same_randomness
 
 __all__ = ["NATIVE"]
 
@@ -145,7 +147,8 @@ def _parameters(model: Any) -> Mapping[str, Parameter]:
     found = {}
     for name, _ in _named(model):
         tensor = _tensor(name)
-        assert tensor is not None
+        if tensor is None:
+            raise GrowthError([f"its parameter {name} is not known"], "this model cannot be read")
         split = tuple((axis, n) for axis, n in heads.items() if f"({axis} " in (tensor[1] or ""))
         found[name] = Parameter(tensor[0], tensor[1], split)
     return found
@@ -194,7 +197,8 @@ def _write(template: Any, weights: Weights, source_of: Callable[[str], str]) -> 
     settings = {"init_weights": cfg.init_weights, "seed": cfg.seed}
     cfg.init_weights, cfg.seed = False, None
     some = next(template.parameters())
-    with torch.random.fork_rng(devices=[]):  # building must not touch the caller's random state
+    cpu = torch.device("cpu")
+    with same_randomness(cpu), cpu:  # building must not touch the caller's random state
         model = TransformerBridge.boot_native(
             cfg, tokenizer=template.tokenizer, device=some.device, dtype=some.dtype
         )

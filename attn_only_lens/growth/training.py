@@ -5,15 +5,12 @@ the model at the start and from the schedule, which are carried out again, and t
 So it holds nothing but tensors and text, and no code is loaded with it.
 """
 
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 from torch.optim import Optimizer
 from tqdm import tqdm
@@ -21,13 +18,29 @@ from tqdm import tqdm
 from attn_only_lens.errors import CheckpointError, GrowthError
 from attn_only_lens.expansion import Expansion, Provenance
 from attn_only_lens.expansion.initialise import Initialiser
-from attn_only_lens.files import written_whole
 from attn_only_lens.growth.growing import Grown, grow
+from attn_only_lens.patching.identity import Unidentified, identity
+from attn_only_lens.plain import as_plain, is_count
+from attn_only_lens.storage import Document, read_tensors, write_tensors, written_whole
 
 __all__ = ["Training"]
 
-_FORMAT = "attn_only_lens training 1"
 _PROBLEM = "this training cannot go on"
+
+
+class _Checkpoint(TypedDict):
+    done: int
+    grown: int
+    schedule: list[tuple[int, str]]
+    optimizer: str
+    seed: int
+    init: str
+    groups: list[dict[str, Any]]
+    numbers: dict[str, dict[str, float | None]]
+    tensors: str
+
+
+_DOCUMENT = Document("attn_only_lens.Training", 2, _Checkpoint)
 
 
 @dataclass
@@ -73,7 +86,8 @@ class Training:
     history: tuple[Grown, ...] = ()
 
     def __post_init__(self) -> None:
-        odd = [step for step in self.schedule if type(step) is not int or step < 0]
+        self.schedule = {as_plain(step): each for step, each in self.schedule.items()}
+        odd = [step for step in self.schedule if not is_count(step)]
         if odd:
             raise GrowthError([f"got step {step!r}; expected 0 or more" for step in odd], _PROBLEM)
 
@@ -116,18 +130,20 @@ class Training:
                     tensors[f"{key}/{names[parameter]}"] = value.contiguous()
                 else:
                     numbers.setdefault(key, {})[names[parameter]] = value
-        text = {
-            "format": _FORMAT,
-            "done": str(self.done),
-            "grown": json.dumps(len(self.history)),
-            "schedule": json.dumps(self._described()),
-            "optimizer": type(self.optimizer).__qualname__,
-            "seed": str(self.seed),
-            "groups": json.dumps([_settings(g, names) for g in self.optimizer.param_groups]),
-            "numbers": json.dumps(numbers),
-        }
-        with written_whole(Path(path)) as partial:
-            save_file(tensors, partial, text)
+        with written_whole(Path(path)) as new:
+            write_tensors(
+                new,
+                tensors,
+                _DOCUMENT,
+                done=self.done,
+                grown=len(self.history),
+                schedule=self._described(),
+                optimizer=type(self.optimizer).__qualname__,
+                seed=self.seed,
+                init=_identified(self.init),
+                groups=[_settings(group, names) for group in self.optimizer.param_groups],
+                numbers=numbers,
+            )
 
     def resume(self, path: str | Path) -> None:
         """Go on from a checkpoint: this is the training as it was at the start, made the same way.
@@ -138,14 +154,14 @@ class Training:
             CheckpointError: the file is damaged, or of another model, optimizer or schedule; this
                 training is then as it was.
         """
-        tensors, text = _read(Path(path))
-        if reasons := self._reasons_against(text):
+        tensors, said = read_tensors(Path(path), _DOCUMENT)
+        if reasons := self._reasons_against(said):
             raise CheckpointError(_message(path, reasons))
         at = Training(self.model, self.optimizer, self.schedule, self.init, self.seed)
-        for step, _ in self._described()[: int(text["grown"])]:
+        for step, _ in self._described()[: said["grown"]]:
             at._grow_before(step)
-        groups = json.loads(text["groups"])
-        if reasons := _reasons_against_numbers(at, tensors, groups):
+        groups = said["groups"]
+        if reasons := _reasons_against_numbers(at, tensors, groups, said["numbers"]):
             raise CheckpointError(_message(path, reasons))
         named = dict(at.model.named_parameters())
         at.optimizer.state.clear()
@@ -157,31 +173,35 @@ class Training:
             else:
                 there = tensor if kind == "step" else tensor.to(named[name].device)
                 at.optimizer.state[named[name]][kind] = there
-        for kind, values in json.loads(text["numbers"]).items():
+        for kind, values in said["numbers"].items():
             for name, value in values.items():
                 at.optimizer.state[named[name]][kind] = value
         for group, settings in zip(at.optimizer.param_groups, groups, strict=True):
             group.update({key: _as_was(settings[key]) for key in settings if key != "params"})
         self.model, self.optimizer, self.history = at.model, at.optimizer, at.history
-        self.done = int(text["done"])
+        self.done = said["done"]
 
-    def _reasons_against(self, text: Mapping[str, str]) -> list[str]:
+    def _reasons_against(self, said: Mapping[str, Any]) -> list[str]:
         """Why a checkpoint is none of this training, by what it says of itself."""
         reasons = []
         if self.done or self.history:
             reasons.append(f"it stands at step {self.done}; expected a training at its start")
-        theirs, ours = json.loads(text["schedule"]), self._described()
-        done, n_grown = int(text["done"]), int(text["grown"])
+        theirs, ours = said["schedule"], self._described()
+        done, n_grown = said["done"], said["grown"]
+        if done < 0 or not 0 <= n_grown <= len(theirs):
+            reasons.append(f"it says that {done} steps are done and that it grew {n_grown} times")
         if theirs[:n_grown] != ours[:n_grown]:
             reasons.append(
                 f"the file's model grew by {theirs[:n_grown]}; expected {ours[:n_grown]}"
             )
         if missed := [step for step, _ in ours[n_grown:] if step < done]:
             reasons.append(f"the schedule grows it before steps {missed}, and {done} are done")
-        if text["seed"] != str(self.seed):
-            reasons.append(f"its seed was {text['seed']}; expected {self.seed}")
-        if text["optimizer"] != type(self.optimizer).__qualname__:
-            reasons.append(f"its optimizer was {text['optimizer']}")
+        if said["seed"] != self.seed:
+            reasons.append(f"its seed was {said['seed']}; expected {self.seed}")
+        if said["init"] != _identified(self.init):
+            reasons.append("its new entries were made by another init; expected the same function")
+        if said["optimizer"] != type(self.optimizer).__qualname__:
+            reasons.append(f"its optimizer was {said['optimizer']}")
         return reasons
 
     def _grow_before(self, step: int) -> None:
@@ -202,6 +222,14 @@ class Training:
         return [[step, repr(self.schedule[step])] for step in sorted(self.schedule)]
 
 
+def _identified(init: Initialiser | None) -> str:
+    """What tells an initialiser from another; the same for all that cannot be told apart."""
+    try:
+        return identity(init)
+    except Unidentified:
+        return "not identified"
+
+
 def _settings(group: dict[str, Any], names: Mapping[Any, str]) -> dict[str, Any]:
     """What a group sets, and for which parameters, as JSON has it."""
     plain = {key: value for key, value in group.items() if key not in ("params", "param_names")}
@@ -215,42 +243,31 @@ def _as_was(value: Any) -> Any:
 
 
 def _reasons_against_numbers(
-    at: Training, tensors: Mapping[str, Tensor], groups: list[dict[str, Any]]
+    at: Training,
+    tensors: Mapping[str, Tensor],
+    groups: list[dict[str, Any]],
+    numbers: Mapping[str, Mapping[str, Any]],
 ) -> list[str]:
     """Why tensors of a checkpoint do not fit the model and the optimizer."""
     named = dict(at.model.named_parameters())
-    shapes = {f"model/{name}": tuple(p.shape) for name, p in named.items()}
-    found = {key: tuple(t.shape) for key, t in tensors.items() if key.startswith("model/")}
-    odd = {key.removeprefix("model/") for key, _ in shapes.items() ^ found.items()}
+    kinds = {f"model/{name}": (tuple(p.shape), p.dtype) for name, p in named.items()}
+    found = {k: (tuple(t.shape), t.dtype) for k, t in tensors.items() if k.startswith("model/")}
+    odd = {key.removeprefix("model/") for key, _ in kinds.items() ^ found.items()}
     for key, tensor in tensors.items():
         kind, _, name = key.partition("/")
-        if kind != "model" and tensor.shape not in ((), getattr(named.get(name), "shape", None)):
+        if kind != "model" and (name not in named or tensor.shape not in ((), named[name].shape)):
             odd.add(f"{kind} of {name}")
+    odd |= {f"{kind} of {name}" for kind, each in numbers.items() for name in each.keys() - named}
     reasons = [f"it has other parameters: {', '.join(sorted(odd)[:5])} …"] if odd else []
     names = {parameter: name for name, parameter in named.items()}
     ours = [[names.get(p, "") for p in group["params"]] for group in at.optimizer.param_groups]
-    if ours != [group["params"] for group in groups]:
+    if ours != [group.get("params") for group in groups]:
         sizes = [len(each) for each in ours]
         reasons.append(
             f"its optimizer had other groups; expected groups of {sizes} parameters, in the same "
             "order"
         )
     return reasons
-
-
-def _read(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
-    try:
-        with safe_open(path, "pt") as file:
-            text = file.metadata() or {}
-            tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}") from error
-    if text.get("format") != _FORMAT:
-        raise CheckpointError(
-            f"{path} is no checkpoint of Training: got format {text.get('format')!r}; expected "
-            f"{_FORMAT!r}"
-        )
-    return tensors, text
 
 
 def _message(path: str | Path, reasons: list[str]) -> str:

@@ -10,6 +10,7 @@ from attn_only_lens.heads.layout import (
 )
 from attn_only_lens.heads.names import HeadName
 from attn_only_lens.heads.patterns import dense_pattern, neuron_gate, neuron_pattern
+from attn_only_lens.heads.rounding import logit_tolerance
 
 __all__ = [
     "EXACT",
@@ -19,6 +20,7 @@ __all__ = [
     "block_of",
     "dense_pattern",
     "layout_of",
+    "logit_tolerance",
     "neuron_gate",
     "neuron_heads",
     "neuron_pattern",

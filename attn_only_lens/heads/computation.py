@@ -83,6 +83,11 @@ class NeuronHeads:
         return 1
 
     @property
+    def amplification(self) -> float:
+        """By how much a neuron's rounding is larger than its activation's: heads may cancel."""
+        return 1.0
+
+    @property
     def value_is_product(self) -> bool:
         """Whether v is the product of two projections: exact heads of a gated MLP."""
         raise NotImplementedError

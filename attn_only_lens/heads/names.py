@@ -21,7 +21,6 @@ from attn_only_lens.heads.layout import (
     POINTS,
     attention_heads,
     block_of,
-    layout_of,
     neuron_heads,
     point_name,
 )
@@ -111,7 +110,7 @@ class HeadName:
             UnknownHeadError: the model has no such head.
             UnsupportedCallError: as in `hook`.
         """
-        self._require_in(model)
+        self.require_in(model)
         return block_of(model, self.layer, self.kind)
 
     def hook(self, point: str, model: Any) -> str:
@@ -124,8 +123,8 @@ class HeadName:
 
         Raises:
             UnknownHeadError: the model has no such head, or heads have no such point.
-            UnsupportedCallError: for a neuron, a model without neuron-heads; or no model, or one
-                whose attention has no such hook point.
+            UnsupportedCallError: for a neuron, a model without neuron-heads; no model, one whose
+                attention has no such hook point, or what `to_stock` made.
 
         Example:
             >>> from attn_only_lens import HeadName, convert, expose_neuron_heads, pretrained
@@ -141,7 +140,7 @@ class HeadName:
             raise UnknownHeadError(
                 f"got point={point!r}; expected what is computed there, one of {', '.join(POINTS)}"
             )
-        self._require_in(model)
+        self.require_in(model)
         name = point_name(model, self.layer, self.kind, point)
         if name not in model.hook_dict:
             raise UnsupportedCallError(
@@ -150,38 +149,52 @@ class HeadName:
             )
         return name
 
-    def _require_in(self, model: Any) -> None:
-        """Refuse models that do not have this head."""
-        if layout_of(model) is not None:
-            heads = neuron_heads(model)
-            n_layers = len(heads)
-        elif self.kind == "neuron":
-            raise UnsupportedCallError(
-                f"got {self} and a {type(model).__name__} without neuron-heads; expected a model "
-                "that convert returned, or expose_neuron_heads was called on"
-            )
-        elif not isinstance(getattr(model, "blocks", None), nn.ModuleList):
-            raise UnsupportedCallError(
-                f"got a {type(model).__name__}; expected a model with blocks, of TransformerLens "
-                "or of this package"
-            )
-        else:
-            n_layers = len(model.blocks)
+    def require_in(self, model: Any) -> None:
+        """Refuse models that do not have this head.
+
+        Raises:
+            UnknownHeadError: the model has no such head.
+            UnsupportedCallError: as in `hook`.
+        """
+        heads = neuron_heads(model)
+        if not heads:
+            _require_plain(model, self)
+        n_layers = len(heads or model.blocks)
         if not 0 <= self.layer < n_layers:
-            raise UnknownHeadError(f"got {self}; the model has layers 0 to {n_layers - 1}")
+            raise UnknownHeadError(f"got {str(self)!r}; the model has layers 0 to {n_layers - 1}")
         if self.kind == "neuron":
-            n, of = heads[self.layer].n_neurons, "neurons"
-            shared = heads[self.layer].heads_per_neuron
+            n, what = heads[self.layer].n_neurons, "neurons"
         else:
-            counts = attention_heads(model) or [model.cfg.n_heads] * n_layers
-            n, of, shared = counts[self.layer], "attention heads", 1
+            n = attention_heads(model)[self.layer] if heads else model.cfg.n_heads
+            what = "attention heads"
         if not 0 <= self.index < n:
-            raise UnknownHeadError(f"got {self}; layer {self.layer} has {of} 0 to {n - 1}")
-        self.heads(shared)  # refuses a member that the neuron has not
+            raise UnknownHeadError(f"got {str(self)!r}; layer {self.layer} has {what} 0 to {n - 1}")
+        if self.kind == "neuron":
+            self.heads(heads[self.layer].heads_per_neuron)  # refuses a member that there is not
 
     def __str__(self) -> str:
         member = "" if self.member is None else f".{self.member}"
         return f"L{self.layer}{_LETTER[self.kind]}{self.index}{member}"
+
+
+def _require_plain(model: Any, name: HeadName) -> None:
+    """Refuse what is no model, or one in which a head of that name could be any."""
+    if not isinstance(getattr(model, "blocks", None), nn.ModuleList):
+        raise UnsupportedCallError(
+            f"got a {type(model).__name__}; expected a model with blocks, of TransformerLens or of "
+            "this package"
+        )
+    if name.kind == "neuron":
+        raise UnsupportedCallError(
+            f"got {str(name)!r} and a {type(model).__name__} without neuron-heads; expected a "
+            "model that convert returned, or that expose_neuron_heads was called on"
+        )
+    # What to_stock makes: each layer of the source is two of its own.
+    if getattr(model.cfg, "attn_only", False) and model.cfg.window_size == 1:
+        raise UnsupportedCallError(
+            f"got {str(name)!r} and a model of to_stock, whose blocks bear no names: the heads of "
+            "source layer l are those of blocks.{2l}.attn, its neurons those of blocks.{2l+1}.attn"
+        )
 
 
 def head_labels(layer: int, kind: HeadKind, n_heads: int, heads_per_neuron: int) -> list[str]:

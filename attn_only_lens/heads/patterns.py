@@ -1,5 +1,7 @@
 """The pattern of one neuron-head, from the cache of a model in either layout."""
 
+from typing import Any
+
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -7,10 +9,11 @@ from transformer_lens import ActivationCache
 
 from attn_only_lens.axes import BIAS, SELF
 from attn_only_lens.errors import UnknownHeadError, UnsupportedCallError
-from attn_only_lens.heads.layout import block_of, neuron_heads, point_name
+from attn_only_lens.heads.blocks import HeadKind
+from attn_only_lens.heads.layout import block_of, layout_of, neuron_heads, point_name
 from attn_only_lens.heads.names import HeadName
 
-__all__ = ["dense_pattern", "neuron_gate", "neuron_pattern"]
+__all__ = ["cached", "dense_pattern", "neuron_gate", "neuron_pattern", "require_known"]
 
 
 def neuron_pattern(cache: ActivationCache, name: str) -> Float[Tensor, "batch pos key=2"]:
@@ -89,38 +92,56 @@ def _neuron(cache: ActivationCache, name: str) -> HeadName:
             f"got {name!r}, an attention head; expected a neuron-head such as "
             f"'L{head.layer}N{head.index}'. For attention heads use cache['pattern', {block}]"
         )
-    layers = neuron_heads(model)
-    if not layers:
-        raise UnsupportedCallError(
-            f"got a {type(cache).__name__} of a {type(model).__name__}; expected the cache that "
-            "run_with_cache of a converted or exposed model returns"
-        )
-    if head.layer >= len(layers):
-        raise UnknownHeadError(f"got {name!r}; the model has layers 0 to {len(layers) - 1}")
-    d_mlp = layers[head.layer].n_neurons
-    if head.index >= d_mlp:
-        raise UnknownHeadError(f"got {name!r}; layer {head.layer} has neurons 0 to {d_mlp - 1}")
+    require_known(cache)
+    head.require_in(model)
     return head
 
 
 def _block_pattern(
     cache: ActivationCache, head: HeadName
 ) -> Float[Tensor, "batch head_index pos key=2"]:
-    hook = point_name(cache.model, head.layer, head.kind, "pattern")
-    if hook not in cache.cache_dict:
-        raise UnsupportedCallError(
-            f"the cache does not hold {hook}: run_with_cache with a names_filter that keeps it"
-        )
-    pattern = cache.cache_dict[hook]
+    pattern = cached(cache, head.layer, head.kind, "pattern")
     heads = neuron_heads(cache.model)[head.layer]
     n_heads = heads.n_neurons * heads.heads_per_neuron
     # The model may have been exposed anew since, and head indices would be those of other neurons.
     if pattern.shape[-3] != n_heads:
         raise UnsupportedCallError(
-            f"the cache holds {pattern.shape[-3]} heads in {hook}, and its model has {n_heads} by "
-            "now: it was made with other gates; run_with_cache again"
+            f"the cache holds the patterns of {pattern.shape[-3]} neuron-heads of layer "
+            f"{head.layer}, and its model has {n_heads} by now: it was made with other gates; "
+            "run_with_cache again"
         )
     return pattern
+
+
+def require_known(cache: Any) -> None:
+    """Refuse what is no cache of a model with neuron-heads.
+
+    Raises:
+        UnsupportedCallError: with what it is.
+    """
+    model = getattr(cache, "model", None)
+    if layout_of(model) is None:
+        of = "" if model is None else f" of a {type(model).__name__} without neuron-heads"
+        raise UnsupportedCallError(
+            f"got a {type(cache).__name__}{of}; expected the cache that run_with_cache of a "
+            "converted or exposed model returns: convert the model, or call expose_neuron_heads "
+            "on it, and run_with_cache then"
+        )
+
+
+def cached(cache: ActivationCache, layer: int, kind: HeadKind, point: str) -> Tensor:
+    """What a cache of a model with neuron-heads holds of the heads of a source layer.
+
+    Raises:
+        UnsupportedCallError: it does not hold that.
+    """
+    hook = point_name(cache.model, layer, kind, point)
+    if hook not in cache.cache_dict:
+        raise UnsupportedCallError(
+            f"the cache does not hold {hook}: it was made with a names_filter that leaves it out, "
+            "or before the model had neuron-heads; run_with_cache again"
+        )
+    return cache.cache_dict[hook]
 
 
 def dense_pattern(

@@ -30,6 +30,7 @@ from attn_only_lens.heads.bilinear import BilinearHeads
 from attn_only_lens.heads.computation import NeuronHeads, is_live
 from attn_only_lens.heads.gating import AnyGate, Gating
 from attn_only_lens.heads.layout import POINTS
+from attn_only_lens.heads.passing import Passing
 from attn_only_lens.in_place.recognise import misfit
 from attn_only_lens.in_place.sockets import Sockets
 from attn_only_lens.tl import GatedMLP
@@ -41,7 +42,14 @@ class InPlace(NeuronHeads):
     """Exact neuron-heads of an MLP that stays what it is. Not a module: the MLP owns the hooks."""
 
     def __init__(
-        self, mlp: nn.Module, sockets: Sockets, cfg: Any, act_fn: str, layer: int, gating: Gating
+        self,
+        mlp: nn.Module,
+        sockets: Sockets,
+        cfg: Any,
+        act_fn: str,
+        layer: int,
+        gating: Gating,
+        passing: Passing,
     ) -> None:
         self.mlp: Any = mlp
         self.sockets = sockets
@@ -50,12 +58,8 @@ class InPlace(NeuronHeads):
         self.layer = layer
         self.gating = gating
         self.results = False  # True: whatever cfg.use_attn_result says
-        self._read: dict[str, Tensor] = {}  # by the forward pass that is under way
+        self.passing = passing  # the model's
         self._add_hook_points()
-
-    def __getstate__(self) -> dict[str, Any]:
-        """For copies: without what a forward pass that was broken off has left."""
-        return {**self.__dict__, "_read": {}}
 
     @property
     def gate(self) -> AnyGate:
@@ -122,20 +126,19 @@ class InPlace(NeuronHeads):
 
     def read(self, name: str, x: PreActivation) -> None:
         """Take note of q ("pre") or u ("linear")."""
-        self._read[name] = x
+        self.passing.left[self.layer, name] = x
 
-    def put_out(self, post: PreActivation) -> PreActivation:
-        """What enters hook_post, in place of what the MLP has computed."""
-        q, up = self._read["pre"], self._read.get("linear")
-        self._read.clear()  # of what a pass that broke off behind this point has left, too
+    def put_out(self, post: PreActivation) -> tuple[PreActivation, PreActivation | None]:
+        """What enters hook_post, in place of what the MLP has computed; and z, for the results."""
+        left = self.passing.left
+        q, up = left.pop((self.layer, "pre")), left.pop((self.layer, "linear"), None)
+        left.pop((self.layer, "written"), None)  # of an MLP that was run alone, and broke off
         if self._recomputes:
             self._require_known(q, up, post)
         if not (self._results or any(map(is_live, (*self._before_z, self.hook_z)))):
-            return self._unwatched(q, up, post)
+            return self._unwatched(q, up, post), None
         z = self._z(q, up, post)
-        if self._results:
-            self._read["z"] = z
-        return self._post(z).to(post.dtype)
+        return self._post(z).to(post.dtype), z if self._results else None
 
     @property
     def _recomputes(self) -> bool:
@@ -154,16 +157,16 @@ class InPlace(NeuronHeads):
                 "model.eval(), or undo() and expose_neuron_heads again"
             )
 
-    def edited(self, post: PreActivation) -> None:
+    def edited(self, post: PreActivation, z: PreActivation | None) -> None:
         """Take note of what users made of the activations at hook_post, for the results."""
-        if "z" in self._read:
-            z, m = self._read.pop("z"), self.heads_per_neuron
-            edit = (post - self._post(z)).repeat_interleave(m, dim=-1) / m
-            self._read["written"] = self.shares(z) + edit
+        if z is not None:
+            edit = (post - self._post(z)).repeat_interleave(self.heads_per_neuron, dim=-1)
+            written = self.shares(z) + edit / self.heads_per_neuron
+            self.passing.left[self.layer, "written"] = written
 
     def write(self, out: Residual) -> Residual:
         """What W_out puts out, by way of hook_result where it is live."""
-        written = self._read.pop("written", None)
+        written = self.passing.left.pop((self.layer, "written"), None)
         if written is None:
             return out
         W_out = self.mlp.W_out.repeat_interleave(self.heads_per_neuron, dim=0)
@@ -258,8 +261,9 @@ class _Linear(_Tap):
 
 class _Post(_Tap):
     def __call__(self, x: Tensor) -> Tensor:
-        post: Tensor = super().__call__(self._neuron_heads.put_out(x))
-        self._neuron_heads.edited(post)
+        entering, z = self._neuron_heads.put_out(x)
+        post: Tensor = super().__call__(entering)
+        self._neuron_heads.edited(post, z)
         return post
 
 

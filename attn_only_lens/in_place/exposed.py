@@ -42,6 +42,11 @@ class _Exposed(WithNeuronHeads):
     def _heads_by_layer(self) -> list[InPlace]:  # type: ignore[override]
         return [block.mlp._neuron_heads for block in self.blocks]
 
+    def forward(self, *args: Any, **how: Any) -> Any:
+        """As in TransformerLens."""
+        with self._heads_by_layer()[0].passing.of_another_pass():  # a hook may run the model again
+            return super().forward(*args, **how)  # type: ignore[misc]
+
 
 class ExposedTransformer(_Exposed, HookedTransformer):
     """A HookedTransformer whose MLPs have neuron-heads."""

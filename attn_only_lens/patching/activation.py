@@ -14,9 +14,12 @@ from attn_only_lens.errors import PatchingError
 from attn_only_lens.heads import block_of
 from attn_only_lens.heads.blocks import HEAD_KINDS
 from attn_only_lens.inputs import checked_tokens
+from attn_only_lens.numerics import full_precision, matmul_precision
 from attn_only_lens.patching.batching import Batching
-from attn_only_lens.patching.custom_metric import AnyMetric
+from attn_only_lens.patching.bound import Metric
+from attn_only_lens.patching.custom_metric import AnyMetric, as_metric
 from attn_only_lens.patching.fingerprints import fingerprint
+from attn_only_lens.patching.identity import Unidentified, identity
 from attn_only_lens.patching.pairs import Runs, not_one_of, reasons_against, recorded
 from attn_only_lens.patching.parts import PARTS, Part
 from attn_only_lens.patching.positions import Positions, PositionSet, resolve_positions
@@ -30,6 +33,7 @@ from attn_only_lens.patching.sources import ABLATIONS, DIRECTIONS, Source, ablat
 from attn_only_lens.patching.store import PartStore
 from attn_only_lens.patching.sweep import Sweeper, frame_of, groups_of
 from attn_only_lens.patching.trials import require_same
+from attn_only_lens.plain import is_count
 
 __all__ = ["activation_patch"]
 
@@ -78,7 +82,8 @@ def activation_patch(
         batch_size: sites in one forward pass; by default what memory allows, halved whenever it
             runs out. It changes roundings and nothing else.
         resume: a folder to write results to as they come. A sweep that was interrupted goes on
-            from there; a folder of another sweep is refused. Needed under `accelerate launch`,
+            from there; a folder of another sweep is refused. A metric of your own is identified by
+            its code and by what it depends on (see `custom`). Needed under `accelerate launch`,
             where processes share the work.
         progress: whether to show a bar.
 
@@ -110,7 +115,7 @@ def activation_patch(
     groups = groups_of(chosen, where)
     store = None
     if resume is not None:
-        settings = _settings(model, runs, chosen, where, part, direction)
+        settings = _settings(model, runs, as_metric(metric), chosen, where, part, direction)
         settings["reference"] = None if tokens is None else tokens.tolist()
         store = PartStore(resume, settings)
     processes = Processes(store)
@@ -123,7 +128,8 @@ def activation_patch(
     with tqdm(total=total, unit="site", desc=processes.name, disable=not shown) as bar:
         replay = replay_of(model, target, runs.metric)
         batching = Batching(model, batch_size, bar.update, replay.numbers_of_token)
-        _try(replay, chosen, where, part)
+        with full_precision():
+            _try(replay.judge, chosen, where, part)
         sweeper = Sweeper(replay, source, part, baseline, batching)
         for i in mine:
             frame = frame_of(groups[i], sweeper.values(groups[i]))
@@ -152,8 +158,7 @@ def _checked(
     model: Any, part: str, direction: str, reference: object, batch_size: object
 ) -> tuple[Part, str]:
     reasons = reasons_against(model)
-    counts = isinstance(batch_size, int) and not isinstance(batch_size, bool) and batch_size > 0
-    if batch_size is not None and not counts:
+    if batch_size is not None and not is_count(batch_size, 1):
         reasons.append(f"got batch_size={batch_size!r}; expected 1 or more, or None")
     reasons += not_one_of("part", part, PARTS)
     reasons += not_one_of("direction", direction, (*DIRECTIONS, *ABLATIONS))
@@ -205,6 +210,7 @@ def _id(i: int) -> str:
 def _settings(
     model: Any,
     runs: Runs,
+    metric: Metric,
     sites: Sequence[LayerSites],
     positions: Sequence[PositionSet],
     part: str,
@@ -212,17 +218,33 @@ def _settings(
 ) -> dict[str, Any]:
     """Everything that values depend on, so that nothing is resumed that began otherwise."""
     pair = runs.pair
-    # A function's name says little of it: it is told by its values too, also away from both runs.
-    between = runs.metric.of(torch.lerp(runs.corrupted.logits, runs.clean.logits, 0.5))
     return {
         "model": fingerprint(model),
         "clean": pair.clean.tolist(),
         "corrupted": pair.corrupted.tolist(),
         "mask": None if pair.mask is None else pair.mask.tolist(),
-        "metric": runs.metric.name,
-        "metric_values": [runs.clean_value, between, runs.corrupted_value],
+        "metric": metric.name,
+        "metric_code": _identified(metric),
         "sites": [name for each in sites for name in each.names],
         "positions": [each.label for each in positions],
+        "float32 products": matmul_precision(),
         "part": part,
         "direction": direction,
     }
+
+
+def _identified(metric: Metric) -> str:
+    """What tells a metric from another of its name."""
+    if metric.version is not None:
+        return f"version {metric.version}"
+    try:
+        return identity(metric.bound)
+    except Unidentified as error:
+        raise PatchingError(
+            [
+                f"{metric.name}: {error}; expected a function that depends on plain values, arrays "
+                "and functions, or a version: p.custom(fn, version='1'), with another one whenever "
+                "fn changes"
+            ],
+            "it cannot be told whether a resumed sweep has the same metric",
+        ) from error

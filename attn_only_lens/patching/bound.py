@@ -14,6 +14,7 @@ from torch import Tensor
 
 from attn_only_lens.axes import Logits
 from attn_only_lens.errors import PatchingError
+from attn_only_lens.numerics import where_float64_is
 from attn_only_lens.patching.prompts import PromptPair
 
 __all__ = ["BoundMetric", "Metric", "require_differentiable", "require_distinct", "require_slope"]
@@ -119,11 +120,13 @@ class Metric:
         name: what it measures, and of which answers.
         bound: binds it: called by `bind` with the model, the prompts and the clean run's logits.
         needs_reference: whether it compares with the clean run's logits.
+        version: identifies it when a sweep is resumed, in place of its code; None for its code.
     """
 
     name: str
     bound: Callable[[Any, PromptPair, Logits | None], BoundMetric] = field(repr=False)
     needs_reference: bool = False
+    version: str | None = field(default=None, repr=False)
 
 
 def require_distinct(clean_value: float, corrupted_value: float, dtype: torch.dtype) -> None:
@@ -208,7 +211,7 @@ def require_slope(metric: BoundMetric, logits: Logits, other: Logits, span: floa
     with torch.enable_grad():
         leaf = logits.detach().clone().requires_grad_()
         slope = torch.autograd.grad(metric.value(metric.select(leaf)[None]).sum(), leaf)[0]
-    moves = float((slope * (other.detach() - leaf.detach())).double().abs().sum())
+    moves = float(where_float64_is(slope * (other.detach() - leaf.detach())).double().abs().sum())
     eps = min(torch.finfo(dtype).eps for dtype in (logits.dtype, torch.float32))
     if moves <= _NO_SLOPE * eps * abs(span):
         raise PatchingError(

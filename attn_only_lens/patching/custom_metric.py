@@ -19,7 +19,9 @@ AnyMetric: TypeAlias = Metric | Callable[[Logits], Tensor | float]
 _PROBLEM = "this metric is not a function of the logits to one number"
 
 
-def custom(fn: Callable[[Logits], Tensor | float], name: str | None = None) -> Metric:
+def custom(
+    fn: Callable[[Logits], Tensor | float], name: str | None = None, version: str | None = None
+) -> Metric:
     """Any function of the logits of a whole run.
 
     It is called once a site, reads all logits, and so costs more than the metrics above. For
@@ -27,9 +29,10 @@ def custom(fn: Callable[[Logits], Tensor | float], name: str | None = None) -> M
 
     Args:
         fn: from logits [batch, pos, d_vocab] to one number.
-        name: what results call it; by default the name of `fn`. A resumed sweep is told apart by
-            this name and by three values of `fn`: of the clean run's logits, of the corrupted
-            run's, and halfway.
+        name: what results call it; by default the name of `fn`.
+        version: identifies `fn` when a sweep is resumed, instead of its code, closure, defaults
+            and the globals that it reads. Needed where these cannot be identified (`resume` says
+            so); give another version whenever `fn` changes.
 
     Returns:
         The metric.
@@ -55,14 +58,14 @@ def custom(fn: Callable[[Logits], Tensor | float], name: str | None = None) -> M
     def bound(model: Any, pair: PromptPair, reference: Logits | None) -> BoundMetric:
         return BoundMetric(label, None, None, run_shape(model, pair), compute)
 
-    return Metric(label, bound)
+    return Metric(label, bound, version=version)
 
 
 def _number(value: Any, name: str, like: Tensor) -> Tensor:
     if isinstance(value, Tensor) and value.ndim == 0 and value.is_floating_point():
         return value
     if isinstance(value, int | float) and not isinstance(value, bool):
-        return torch.tensor(value, dtype=torch.float64, device=like.device)
+        return torch.tensor(value, dtype=torch.float64, device="cpu")
     got = (
         f"a {value.dtype} tensor {list(value.shape)}" if isinstance(value, Tensor) else repr(value)
     )

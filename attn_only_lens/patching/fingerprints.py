@@ -1,14 +1,12 @@
 """By what a model is known again: a digest of its parameters, and of what they are used for."""
 
-import hashlib
-import json
 from dataclasses import asdict
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from attn_only_lens.heads.layout import layout_of, neuron_heads
+from attn_only_lens.storage import digest_of
 
 __all__ = ["fingerprint"]
 
@@ -54,16 +52,7 @@ def fingerprint(model: Any) -> str:
         >>> len(before), p.fingerprint(model) == before
         (64, False)
     """
-    digest = hashlib.sha256(json.dumps(_described(model), sort_keys=True).encode())
-    for name, parameter in model.named_parameters():
-        digest.update(f"\n{name} {list(parameter.shape)} {parameter.dtype}\n".encode())
-        digest.update(_bytes(parameter))
-    return digest.hexdigest()
-
-
-def _bytes(parameter: Tensor) -> Any:
-    flat = parameter.detach().cpu().contiguous().flatten()
-    return memoryview(flat.view(torch.uint8).numpy())  # type: ignore[arg-type]
+    return digest_of(model.named_parameters(), _described(model))
 
 
 def _described(model: Any) -> dict[str, Any]:

@@ -35,12 +35,12 @@ from transformer_lens.hook_points import HookPoint
 
 from attn_only_lens.axes import Residual
 from attn_only_lens.errors import UnsupportedModelError
-from attn_only_lens.heads import neuron_heads, point_name
+from attn_only_lens.heads import logit_tolerance, neuron_heads, point_name
 from attn_only_lens.heads.blocks import HEAD_KINDS
+from attn_only_lens.numerics import normal_numbers
 from attn_only_lens.patching.bound import BoundMetric
 from attn_only_lens.patching.gradients import Tape, entering, gradients, rooted, value_of
 from attn_only_lens.patching.record import Hooks, Recording, run
-from attn_only_lens.tolerances import LOGIT_TOLERANCE
 
 __all__ = ["Frozen", "frozen_gradients", "native", "require_linear", "unembedded"]
 
@@ -145,7 +145,8 @@ def frozen_gradients(
         )
     error = float((logits.detach() - target.logits).abs().max())
     # Many bridged norms compute in float32 in whatever dtype the model is; their hooked form not.
-    allowed = max(LOGIT_TOLERANCE[dtype] for dtype in (logits.dtype, torch.float32))
+    heads, dtypes = neuron_heads(model), (logits.dtype, torch.float32)
+    allowed = max(logit_tolerance(heads, dtype) for dtype in dtypes)
     allowed *= float(target.logits.abs().max())
     reasons = [f"it does not show the patterns {frozen.missing()}"] * bool(frozen.missing())
     reasons += [f"to freeze it changes its logits, by {error:.2g}"] * (not error <= allowed)
@@ -176,8 +177,7 @@ def require_linear(
         UnsupportedModelError: weights · Δlogits is not gradient · Δx.
     """
     x = target.streams[0]
-    noise = torch.randn(x.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    moved = noise.to(x) * x.std()
+    moved = normal_numbers(x.shape).to(x) * x.std()
     mask = None if target.mask is None else target.mask.repeat(2, 1)
     both = torch.cat([x + moved, x - moved])
     with entering(model, lambda _: both), unembedded(model) as before, native():
@@ -186,7 +186,7 @@ def require_linear(
     terms = weights * (more - less) / 2
     expected, got = float((gradient * moved).sum()), float(terms.sum())
     scale = float(terms.abs().sum())
-    if not abs(got - expected) <= LOGIT_TOLERANCE[x.dtype] * scale:
+    if not abs(got - expected) <= logit_tolerance(neuron_heads(model), x.dtype) * scale:
         raise UnsupportedModelError(
             [
                 "with its patterns and norm scales frozen it is still not linear: a change of what "

@@ -21,10 +21,10 @@ from tqdm.auto import tqdm
 
 from attn_only_lens.axes import Residual
 from attn_only_lens.errors import UnsupportedModelError
+from attn_only_lens.heads import logit_tolerance, neuron_heads
 from attn_only_lens.patching.bound import BoundMetric
 from attn_only_lens.patching.gradients import Tape, entering, rooted, value_of
 from attn_only_lens.patching.record import Recording, run
-from attn_only_lens.tolerances import LOGIT_TOLERANCE
 
 __all__ = ["integrated_gradients", "points"]
 
@@ -69,7 +69,7 @@ def _require_whole(model: Any, target: Recording, source: Recording) -> None:
         logits = run(model, target.tokens, target.mask)
     error = float((logits - source.logits).abs().max())
     largest = float(source.logits.abs().max())
-    if not error <= LOGIT_TOLERANCE[logits.dtype] * largest:
+    if not error <= logit_tolerance(neuron_heads(model), logits.dtype) * largest:
         raise UnsupportedModelError(
             [
                 "with the other run's embeddings entering its first block, its logits differ by "

@@ -17,6 +17,7 @@ __all__ = [
     "Hooks",
     "NeuronRun",
     "Recording",
+    "again",
     "record",
     "require_shown",
     "returned_stream",
@@ -130,6 +131,12 @@ def record(
     }
     hooked = {name: seen[name] for name in names}
     return Recording(tokens, mask, tuple(streams), tuple(beside), logits, neurons, hooked)
+
+
+def again(model: Any, recording: Recording) -> Recording:
+    """The same run once more, with the same things kept."""
+    layers, names = recording.neurons, recording.hooked
+    return record(model, recording.tokens, recording.mask, layers=layers, names=names)
 
 
 def require_shown(expected: dict[str, str], shown: Container[str]) -> None:

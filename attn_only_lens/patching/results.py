@@ -9,13 +9,15 @@ into the corrupted run) raises it from 0, noising lowers it from 1.
 from dataclasses import dataclass, fields, replace
 from html import escape
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypedDict
 
 import numpy as np
 import pandas as pd
 
 from attn_only_lens.errors import PatchingError
 from attn_only_lens.patching.tables import read_table, write_table
+from attn_only_lens.plain import is_count
+from attn_only_lens.storage import misfits
 
 __all__ = ["BASELINE", "MEASURED", "Sweep"]
 
@@ -31,6 +33,20 @@ _SITE = ["name", "position", "part"]
 _FORMAT = {"format": "attn_only_lens.Sweep", "format_version": 1}
 _SHOWN = 10
 _PROBLEM = "these are not the results of a sweep"
+
+
+class _Saved(TypedDict):
+    format: Literal["attn_only_lens.Sweep"]
+    format_version: Literal[1]
+    n_rows: int
+    part: str
+    direction: str
+    metric: str
+    clean_value: float
+    corrupted_value: float
+    n_prompts: int
+    model: str
+    method: str
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -162,7 +178,7 @@ class Sweep:
         Raises:
             PatchingError: k is not a positive number.
         """
-        if isinstance(k, bool) or not isinstance(k, int) or k < 1:
+        if not is_count(k, 1):
             raise PatchingError([f"got k={k!r}; expected 1 or more"], "no rows can be picked")
         return self.frame.loc[self.effect.abs().nlargest(k, keep="first").index]
 
@@ -189,12 +205,7 @@ class Sweep:
             PatchingError: it is missing, damaged, newer than this package, or no sweep.
         """
         frame, said = read_table(Path(path))
-        reasons = [
-            f"{path}: got {key} {said.get(key)!r}; expected {value!r}"
-            for key, value in _FORMAT.items()
-            if said.get(key) != value
-        ]
-        _refuse(reasons)
+        _refuse([f"{path}: {reason.removeprefix('.')}" for reason in misfits(said, _Saved, "")])
         if len(frame) != said["n_rows"] or list(frame.columns) != _COLUMNS:
             _refuse([f"{path}: got {len(frame)} rows of {list(frame.columns)}; it is damaged"])
         what = {f.name: said[f.name] for f in fields(cls) if f.name != "frame"}

@@ -12,20 +12,30 @@ import json
 import re
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import pandas as pd
 
 from attn_only_lens.errors import PatchingError
-from attn_only_lens.files import write_text
 from attn_only_lens.patching.tables import parquet_metadata, read_table, write_table
+from attn_only_lens.storage import Document, inside, opened_folder
 
 __all__ = ["PartStore"]
 
 SETTINGS = "settings.json"
-_FORMAT = "attn_only_lens.PartStore 2"
 _ID = re.compile(r"[A-Za-z0-9_]+(-[A-Za-z0-9_]+)*")
 _MISSING = "<missing>"
+
+
+class _Settings(TypedDict):
+    settings: dict[str, Any]
+
+
+def _unusable(reason: str) -> PatchingError:
+    return PatchingError([reason], "no sweep can be kept here")
+
+
+_DOCUMENT = Document("attn_only_lens.PartStore", 3, _Settings, _unusable, indent=2)
 
 
 class PartStore:
@@ -51,18 +61,15 @@ class PartStore:
     """
 
     def __init__(self, folder: str | Path, settings: dict[str, Any]) -> None:
-        self.folder = Path(folder)
-        try:
-            text = json.dumps(settings, sort_keys=True, allow_nan=False)
-        except (TypeError, ValueError) as error:
-            raise PatchingError([f"{error}"], "these settings are no JSON") from error
-        self.settings: dict[str, Any] = json.loads(text)
-        self.fingerprint = hashlib.sha256(text.encode()).hexdigest()
+        self.folder = opened_folder(folder, _unusable)
+        text = _DOCUMENT.text(settings=settings)
+        self.settings: dict[str, Any] = json.loads(text)["settings"]
+        sorted_text = json.dumps(self.settings, sort_keys=True)
+        self.fingerprint = hashlib.sha256(sorted_text.encode()).hexdigest()
         path = self.folder / SETTINGS
         if not path.exists():
             self._require_empty()
-            said = {"format": _FORMAT, "sha256": self.fingerprint, "settings": self.settings}
-            write_text(path, json.dumps(said, indent=2, sort_keys=True))
+            _DOCUMENT.write(path, settings=self.settings)
         # Read back even if just written: another process may have been there first.
         self._require_same(path)
 
@@ -110,7 +117,7 @@ class PartStore:
         reasons: list[str] = []
         for path in sorted(self.folder.glob("part-*.parquet")):
             try:
-                frame, said = read_table(path)
+                frame, said = read_table(inside(self.folder, path.name, _unusable))
                 self._require_own(path, said, len(frame))
             except PatchingError as error:
                 reasons += error.reasons
@@ -137,10 +144,10 @@ class PartStore:
                 [f"got {part_id!r}; expected letters, digits, _ and -, such as '0001'"],
                 "this is no name for a part",
             )
-        return self.folder / f"part-{part_id}.parquet"
+        return inside(self.folder, f"part-{part_id}.parquet", _unusable)
 
     def _mark(self, path: Path) -> dict[str, Any]:
-        return {"format": _FORMAT, "file": path.name, "settings": self.fingerprint}
+        return {"file": path.name, "settings": self.fingerprint}
 
     def _require_own(self, path: Path, said: dict[str, Any], n_rows: int | None = None) -> None:
         expected = self._mark(path) | ({} if n_rows is None else {"n_rows": n_rows})
@@ -160,23 +167,7 @@ class PartStore:
             )
 
     def _require_same(self, path: Path) -> None:
-        try:
-            said = json.loads(path.read_text(encoding="utf-8"))
-            found, known = said["settings"], said["format"]
-            text = json.dumps(found, sort_keys=True)
-            whole = said["sha256"] == hashlib.sha256(text.encode()).hexdigest()
-            found.keys()
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise PatchingError([f"{path}: {error!r}"], "these settings cannot be read") from error
-        if known != _FORMAT or not whole:
-            raise PatchingError(
-                [
-                    f"{path} was changed after it was written"
-                    if known == _FORMAT
-                    else f"{path} is of format {known!r}; expected {_FORMAT!r}"
-                ],
-                "these settings cannot be used",
-            )
+        found = _DOCUMENT.read(path)["settings"]
         differ = [
             f"{key}: got {_short(self.settings.get(key, _MISSING))}; the folder has "
             f"{_short(found.get(key, _MISSING))}"

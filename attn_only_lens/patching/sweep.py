@@ -91,7 +91,7 @@ class Sweeper:
         return self._neurons(group) if group.sites.kind == "neuron" else self._attention(group)
 
     def _result(self, group: Group) -> Float[Tensor, "site"]:
-        return torch.full((len(group),), self._baseline, dtype=torch.float64)
+        return torch.full((len(group),), self._baseline, dtype=torch.float64, device="cpu")
 
     # Neurons
 

@@ -1,24 +1,41 @@
 """Frames in files, with what they are of: parquet with its schema's metadata, CSV with a JSON.
 
-Damage is noticed: parquet pages and metadata carry checksums, and the JSON beside a CSV that of
-the CSV.
+What is said of a frame holds a digest: of the bytes of a CSV, and of what parquet holds, whose
+bytes are not known before that is written into them.
 """
 
 import hashlib
 import json
+from io import BytesIO
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, Literal, TypedDict
 
 import pandas as pd
 
 from attn_only_lens.errors import PatchingError
-from attn_only_lens.files import write_text, written_whole
+from attn_only_lens.storage import Document, written_whole
 
 __all__ = ["parquet_metadata", "read_table", "write_table"]
 
 _KEY = b"attn_only_lens"
 _NUMBERS = ("int64", "float64")
+
+
+class _Said(TypedDict):
+    content: str
+    numbers: dict[str, Literal["int64", "float64"]]
+    metadata: dict[str, Any]
+
+
+def _no_frame(reason: str) -> PatchingError:
+    return PatchingError(
+        [f"{reason}; expected a file written by attn_only_lens.patching, whole and unchanged"],
+        "these results cannot be read",
+    )
+
+
+_DOCUMENT = Document("attn_only_lens.table", 1, _Said, _no_frame)
 
 
 def write_table(path: Path, frame: pd.DataFrame, metadata: dict[str, Any]) -> None:
@@ -27,20 +44,20 @@ def write_table(path: Path, frame: pd.DataFrame, metadata: dict[str, Any]) -> No
     Raises:
         PatchingError: another ending, or parquet without pyarrow.
     """
-    text = json.dumps(metadata, sort_keys=True)
+    numbers = {column: str(kind) for column, kind in frame.dtypes.items() if kind in _NUMBERS}
+    said: dict[str, Any] = {"numbers": numbers, "metadata": metadata}
     if _ending(path) == ".parquet":
         pa, pq = _pyarrow()
         table = pa.Table.from_pandas(frame, preserve_index=False)
-        table = table.replace_schema_metadata({_KEY: f"{_digest(text.encode())} {text}"})
-        with written_whole(path) as partial:
-            pq.write_table(table, partial, write_page_checksum=True)
+        text = _DOCUMENT.text(content=_content(table), **said)
+        with written_whole(path) as new:
+            table = table.replace_schema_metadata({_KEY: text})
+            pq.write_table(table, new, write_page_checksum=True)
         return
-    with written_whole(path) as partial:
-        frame.to_csv(partial, index=False)
-        digest = _digest(partial.read_bytes())
-    numbers = {column: str(kind) for column, kind in frame.dtypes.items() if kind in _NUMBERS}
-    said = {"sha256": digest, "numbers": numbers, "metadata": metadata}
-    write_text(_beside(path), json.dumps(said, indent=2))
+    with written_whole(path) as new:
+        frame.to_csv(new, index=False)
+        digest = hashlib.sha256(new.read_bytes()).hexdigest()
+    _DOCUMENT.write(_beside(path), content=digest, **said)
 
 
 def read_table(path: Path) -> tuple[pd.DataFrame, dict[str, Any]]:
@@ -50,23 +67,27 @@ def read_table(path: Path) -> tuple[pd.DataFrame, dict[str, Any]]:
         PatchingError: missing, damaged, written by something else, or parquet without pyarrow.
     """
     if _ending(path) == ".parquet":
-        metadata = parquet_metadata(path)
         pa, pq = _pyarrow()
+        said = _parquet_says(path)
         try:
             table = pq.read_table(path, page_checksum_verification=True)
-            return table.to_pandas(), metadata
+            if _content(table) != said["content"]:
+                raise ValueError("it was changed after it was written")
+            return table.to_pandas(), said["metadata"]
         except (OSError, pa.ArrowException, ValueError, LookupError) as error:
             raise _unreadable(path, error) from error
+    said = _DOCUMENT.read(_beside(path))
     try:
         content = path.read_bytes()
-        beside = json.loads(_beside(path).read_text(encoding="utf-8"))
-        digest, numbers, metadata = (beside[key] for key in ("sha256", "numbers", "metadata"))
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        if hashlib.sha256(content).hexdigest() != said["content"]:
+            raise ValueError(f"it is not the file that {_beside(path).name} is about")
+        # Text first: pandas' own parser of numbers may be a rounding off, and takes "NA" for none.
+        frame = pd.read_csv(BytesIO(content), dtype=str, keep_default_na=False)
+        missing = {name: "nan" for name, kind in said["numbers"].items() if kind == "float64"}
+        frame = frame.replace({name: {"": nan} for name, nan in missing.items()})
+        return frame.astype(said["numbers"]), said["metadata"]
+    except (OSError, ValueError, LookupError) as error:
         raise _unreadable(path, error) from error
-    if _digest(content) != digest:
-        raise _unreadable(path, f"it is not the file that {_beside(path).name} is about")
-    # As text first: pandas' own parser of numbers may be a rounding off, and takes "NA" for none.
-    return pd.read_csv(path, dtype=str, keep_default_na=False).astype(numbers), metadata
 
 
 def parquet_metadata(path: Path) -> dict[str, Any]:
@@ -75,21 +96,32 @@ def parquet_metadata(path: Path) -> dict[str, Any]:
     Raises:
         PatchingError: as `read_table` does.
     """
+    return dict(_parquet_says(path)["metadata"])
+
+
+def _parquet_says(path: Path) -> dict[str, Any]:
     pa, pq = _pyarrow()
     try:
-        said = (pq.read_schema(path).metadata or {}).get(_KEY)
-    except (OSError, pa.ArrowException, ValueError) as error:
+        text = (pq.read_schema(path).metadata or {}).get(_KEY)
+        if text is not None:
+            return _DOCUMENT.parse(text.decode("utf-8"), path)
+    except (OSError, pa.ArrowException, UnicodeDecodeError) as error:
         raise _unreadable(path, error) from error
-    if said is None:
-        raise _unreadable(path, "something else wrote it")
-    digest, _, text = said.partition(b" ")
-    if _digest(text).encode() != digest:
-        raise _unreadable(path, "what it says of itself was changed")
-    return dict(json.loads(text))
+    raise _unreadable(path, "something else wrote it")
 
 
-def _digest(content: bytes) -> str:
-    return hashlib.sha256(content).hexdigest()
+def _content(table: Any) -> str:
+    """A digest of the columns of an Arrow table, however they lie in memory."""
+    digest = hashlib.sha256()
+    for name, column in zip(table.column_names, table.columns, strict=True):
+        kind = str(getattr(column.type, "value_type", column.type)).removeprefix("large_")
+        ordered = getattr(column.type, "ordered", False)
+        digest.update(f"\n{name} {kind} {ordered}\n".encode())
+        if column.null_count or kind not in ("int64", "double"):
+            digest.update(json.dumps(column.to_pylist(), default=str).encode())
+        else:
+            digest.update(column.to_numpy().tobytes())
+    return digest.hexdigest()
 
 
 def _ending(path: Path) -> str:
@@ -106,10 +138,7 @@ def _beside(path: Path) -> Path:
 
 
 def _unreadable(path: Path, why: object) -> PatchingError:
-    return PatchingError(
-        [f"{path}: {why}; expected a file written by attn_only_lens.patching, whole and unchanged"],
-        "these results cannot be read",
-    )
+    return _no_frame(f"{path}: {why}")
 
 
 def _pyarrow() -> tuple[ModuleType, ModuleType]:

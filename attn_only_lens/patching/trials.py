@@ -28,6 +28,7 @@ from attn_only_lens.axes import SELF, Residual
 from attn_only_lens.errors import UnsupportedModelError
 from attn_only_lens.heads import block_of, neuron_heads
 from attn_only_lens.heads.blocks import HeadKind
+from attn_only_lens.numerics import normal_numbers, where_float64_is
 from attn_only_lens.patching.attention import editing, hook_name
 from attn_only_lens.patching.parts import Part, moved, writing
 from attn_only_lens.patching.record import Hooks, Recording, returned_stream, run
@@ -167,11 +168,12 @@ class _Noise:
         axis = 2 if part == "pattern" else 1  # of positions
 
         def add(value: Tensor, name: str) -> Tensor:
-            noise = torch.randn(value.shape, generator=torch.Generator().manual_seed(0)).to(value)
-            noise.narrow(axis, 0, first).zero_()
+            moved = normal_numbers(value.shape).to(value)
+            moved.narrow(axis, 0, first).zero_()
             finite = value[value.isfinite()]
-            size = float(finite.abs().float().mean()) if finite.numel() else 0.0
-            self.shown[name] = value + noise * (loudness * (size or 1.0))
+            # Not the mean: a head that sees itself alone has the largest query that there is.
+            size = float(finite.abs().median()) if finite.numel() else 0.0
+            self.shown[name] = value + moved * (loudness * (size or 1.0))
             return self.shown[name]
 
         def keep(value: Tensor, name: str) -> None:
@@ -240,7 +242,9 @@ def _beyond(one: Residual, other: Residual, recording: Recording) -> float:
         one, other = one[real], other[real]
     if not torch.equal(one.isfinite(), other.isfinite()):
         return float("inf")
-    one, other = (each.nan_to_num(0.0, 0.0, 0.0).double() for each in (one, other))
+    one, other = (
+        where_float64_is(each.nan_to_num(0.0, 0.0, 0.0)).double() for each in (one, other)
+    )
     scale = torch.maximum(one.abs(), other.abs()).amax(-1)
     error = (one - other).abs().amax(-1)
     allowed = LOGIT_TOLERANCE[recording.logits.dtype] * scale

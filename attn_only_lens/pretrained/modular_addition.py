@@ -19,6 +19,7 @@ __all__ = ["MODULUS", "modular_addition", "modular_addition_tokens"]
 MODULUS = 113
 
 
+@torch.inference_mode(False)  # weights of inference mode could never be trained
 def modular_addition(
     device: str | torch.device = "cpu", dtype: torch.dtype = torch.float32
 ) -> HookedTransformer:
@@ -63,5 +64,5 @@ def modular_addition_tokens() -> Int[Tensor, "batch=12769 pos=3"]:
         >>> pretrained.modular_addition_tokens()[114].tolist()
         [1, 1, 113]
     """
-    numbers = torch.arange(MODULUS)
-    return torch.cartesian_prod(numbers, numbers, torch.tensor([MODULUS]))
+    numbers, equals = torch.arange(MODULUS + 1, device="cpu").split([MODULUS, 1])
+    return torch.cartesian_prod(numbers, numbers, equals)

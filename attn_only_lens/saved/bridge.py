@@ -24,13 +24,16 @@ from attn_only_lens.heads import Gating
 from attn_only_lens.hooks import attached, hook_reasons
 from attn_only_lens.in_place import exposed_heads
 from attn_only_lens.mlps import known_mlps
+from attn_only_lens.numerics import same_randomness
 from attn_only_lens.saved.bridge_skeleton import native, skeleton
 from attn_only_lens.saved.parts import Parts, plain_config
 from attn_only_lens.saved.views import roots_of, viewed, views_of
 
 __all__ = ["bridge_parts", "rebuilt_bridge"]
 
-_CHOSEN = ("device", "dtype", "_bridge_ref")  # of the configuration: not to be put back
+# Of the configuration: not to be put back.
+_CHOSEN = ("device", "n_devices", "dtype", "_bridge_ref", "trust_remote_code")
+_SIZES = ("n_layers", "n_heads", "n_key_value_heads", "d_model", "d_head", "d_mlp", "d_vocab")
 _POS = 7  # tokens of the trial
 
 
@@ -79,12 +82,15 @@ def rebuilt_bridge(manifest: dict[str, Any], tensors: dict[str, Tensor]) -> Tran
     Raises:
         CheckpointError: it cannot be built, or the tensors do not fit it.
     """
-    model = skeleton(manifest["config"])
+    model = skeleton(manifest["config"], tensors)
     try:
         values = viewed(tensors, manifest["views"])
     except ValueError as error:
         raise CheckpointError(f"the weights do not fit their manifest: {error}") from error
     _finish(model, manifest, values)
+    unknown = set(manifest["other_mode"]) - dict(_modules(model)).keys()
+    if unknown:
+        raise CheckpointError(f"the manifest names modules that there are not: {sorted(unknown)}")
     return model
 
 
@@ -147,14 +153,21 @@ def _finish(model: Any, manifest: dict[str, Any], values: dict[str, Tensor]) -> 
         for name, tensor in named.items()
         if name in values and values[name].shape != tensor.shape
     ]
+    frozen, other = set(manifest["frozen"]), set(manifest["other_mode"])
+    wrong += [f"{name} is not known" for name in sorted(frozen - named.keys())]
+    current, saved = _settings(model), manifest["config"]["cfg"]
+    wrong += [
+        f"cfg.{key} is {current[key]!r}, and {saved.get(key)!r} is saved"
+        for key in current
+        if (key in _SIZES and saved.get(key) != current[key])
+        or (saved.get(key) is not None and _kind(current[key]) not in (_kind(saved[key]), None))
+    ]
     if wrong:
-        raise CheckpointError(f"the weights do not fit their manifest: {'; '.join(wrong)}")
-    frozen = set(manifest["frozen"])
+        raise CheckpointError(f"the weights do not fit their manifest: {'; '.join(wrong[:5])}")
     for name, tensor in named.items():
         tensor.data = values[name]  # whatever shares the tensor sees it
         tensor.requires_grad_(name not in frozen)
-    current = _settings(model)
-    for key, value in manifest["config"]["cfg"].items():
+    for key, value in saved.items():
         if key not in _CHOSEN and current.get(key) != value:
             setattr(model.cfg, key, value)
     problem = "its neuron-heads cannot be exposed again"
@@ -164,9 +177,13 @@ def _finish(model: Any, manifest: dict[str, Any], values: dict[str, Tensor]) -> 
         raise CheckpointError(f"{problem}: {error}") from error
     for heads in exposed_heads(model):
         heads.results = bool(manifest["results"])
-    other = set(manifest["other_mode"])
     for name, module in _modules(model):
         module.training = manifest["training"] != (name in other)
+
+
+def _kind(value: Any) -> type | None:
+    """The type of a setting, one for all numbers; None for a setting that is not set."""
+    return None if value is None else float if type(value) is int else type(value)
 
 
 def _named(model: Any) -> dict[str, Tensor]:
@@ -214,8 +231,7 @@ def _differences(model: Any, twin: Any) -> list[str]:
     tokens = (torch.arange(2 * pos, device=device) % model.cfg.d_vocab).reshape(2, pos)
     logits = []
     for each in (model, twin):
-        with torch.random.fork_rng([device] if device.type == "cuda" else []):
-            torch.manual_seed(0)  # for dropout, in training
+        with same_randomness(device):  # of dropout, in training
             logits.append(each(tokens))
     if not torch.equal(*logits):
         moved = (logits[0] - logits[1]).abs().max().item()

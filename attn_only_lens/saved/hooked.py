@@ -18,7 +18,12 @@ from attn_only_lens.in_place import exposed_heads, hidden
 from attn_only_lens.mlps import known_mlps
 from attn_only_lens.saved.parts import Parts, plain_config
 from attn_only_lens.source_folder import dtype_named
-from attn_only_lens.tl import HookedTransformer
+from attn_only_lens.storage import misfits as type_misfits
+from attn_only_lens.tl import (
+    HookedTransformer,
+    HookedTransformerConfig,
+    require_hooked_transformer,
+)
 from attn_only_lens.two_blocks import AttentionOnlyTransformer, LayerSizes
 from attn_only_lens.two_blocks.sizes import by_layer, sizes_of
 from attn_only_lens.two_blocks.skeleton import converted_skeleton, fill, misfits, stock_skeleton
@@ -60,7 +65,7 @@ def rebuilt_two_blocks(manifest: dict[str, Any], tensors: dict[str, Tensor]) -> 
     Raises:
         CheckpointError: the configuration cannot be built, or the tensors do not fit it.
     """
-    model = _converted(manifest["config"], manifest["gate"], manifest.get("layers"))
+    model = _converted(manifest["config"], manifest["gate"], manifest["layers"])
     _fill(model, tensors, manifest)
     return model.train(manifest["training"])
 
@@ -111,16 +116,13 @@ def _ties(model: nn.Module) -> dict[str, str]:
 
 
 def _converted(
-    config: dict[str, Any], gate: dict[str, Any], layers: list[dict[str, Any]] | None
+    config: dict[str, Any], gate: dict[str, Any], layers: list[dict[str, Any]]
 ) -> AttentionOnlyTransformer:
-    """The converted model without numbers; before format version 4, all of its layers are alike."""
+    """The converted model without numbers."""
     source = _stock(config)
     try:
-        if layers is None:
-            sizes = [sizes_of(source.cfg)] * source.cfg.n_layers
-        else:
-            sizes = [LayerSizes(**each) for each in layers]
-        if (len(sizes), sizes[0]) != (source.cfg.n_layers, sizes_of(source.cfg)):
+        sizes = [LayerSizes(**each) for each in layers]
+        if (len(sizes), *sizes[:1]) != (source.cfg.n_layers, sizes_of(source.cfg)):
             raise ValueError(
                 f"its layers are {by_layer(sizes)}; expected {source.cfg.n_layers} layers, the "
                 f"first {sizes_of(source.cfg)}"
@@ -132,9 +134,15 @@ def _converted(
 
 def _stock(config: dict[str, Any]) -> HookedTransformer:
     """Its source without numbers."""
+    require_hooked_transformer()
+    dtype = dtype_named(str(config.get("dtype")))
+    wrong = list(type_misfits(config, HookedTransformerConfig, "config"))
+    if wrong:
+        raise CheckpointError(f"this is no configuration: {'; '.join(wrong[:5])}")
+    # Code from a hub is not run whatever a file says, and a file need not say otherwise.
+    fields = {"device": "cpu", **config, "dtype": dtype, "trust_remote_code": False}
     try:
-        dtype = {"dtype": dtype_named(config["dtype"])}
-        source = stock_skeleton({"device": "cpu", **config, **dtype})
+        source = stock_skeleton(fields)
         reasons = reasons_against(source)
         if reasons:
             raise UnsupportedModelError(reasons)
@@ -151,8 +159,11 @@ def _unbuildable(error: Exception) -> CheckpointError:
 
 def _fill(model: nn.Module, tensors: dict[str, Tensor], manifest: dict[str, Any]) -> None:
     """Give the skeleton its numbers."""
-    tied = manifest["tied"]
+    tied, frozen = manifest["tied"], manifest["frozen"]
+    names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     wrong = misfits(model, tensors, tied)
+    wrong += [f"{name} is no parameter" for name in {*tied, *tied.values(), *frozen} - names]
+    wrong += [f"{name} is tied in a ring" for name in tied.keys() & tied.values()]
     if wrong:
-        raise CheckpointError(f"the weights do not fit their manifest: {'; '.join(wrong)}")
-    fill(model, tensors, tied, set(manifest["frozen"]))
+        raise CheckpointError(f"the weights do not fit their manifest: {'; '.join(wrong[:5])}")
+    fill(model, tensors, tied, set(frozen))

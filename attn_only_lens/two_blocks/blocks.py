@@ -1,5 +1,7 @@
 """The two blocks that one layer of the source becomes."""
 
+from typing import Any, Literal
+
 import torch
 from torch import Tensor, nn
 from transformer_lens.cache.key_value_cache_entry import TransformerLensKeyValueCacheEntry
@@ -8,10 +10,12 @@ from transformer_lens.utilities.architectures import POST_NORM_ARCHITECTURES
 
 from attn_only_lens.axes import Residual
 from attn_only_lens.errors import UnsupportedCallError
+from attn_only_lens.heads.passing import Passing
 from attn_only_lens.tl import MLP, GatedMLP, TransformerBlock
 from attn_only_lens.two_blocks.attention import NeuronAttention, is_live, tracked_like
 from attn_only_lens.two_blocks.bilinear import BilinearAttention
 from attn_only_lens.two_blocks.config import BlockConfig
+from attn_only_lens.two_blocks.refusals import NO_MLP
 
 __all__ = ["AttentionBlock", "NeuronBlock"]
 
@@ -25,17 +29,17 @@ class AttentionBlock(TransformerBlock):
     """
 
     cfg: BlockConfig  # type: ignore[assignment]
-    _parallel: bool
-    _entered: Residual | None
+    hook_mlp_out: "NoMLP"
+    passing: Passing
 
     @classmethod
-    def of(cls, source: TransformerBlock, cfg: BlockConfig, *, parallel: bool) -> "AttentionBlock":
+    def of(cls, source: TransformerBlock, cfg: BlockConfig, passing: Passing) -> "AttentionBlock":
         """Take over the attention half of `source`, a clone that nobody else holds.
 
         Args:
             source: a stock block with an MLP.
             cfg: this block's configuration.
-            parallel: whether the neuron block after this one reads what enters this one.
+            passing: of the model: where a parallel one leaves what enters this block.
         """
         block = cls.__new__(cls)
         nn.Module.__init__(block)
@@ -46,10 +50,10 @@ class AttentionBlock(TransformerBlock):
             if name not in ("mlp", "ln2", "ln2_post", "hook_resid_mid", "hook_mlp_in")
         }
         block.ln2 = nn.Identity().train(source.training)
+        block.hook_mlp_out = NoMLP().train(source.training)
         block.cfg = cfg
         block.attn.cfg = cfg  # type: ignore[assignment]
-        block._parallel = parallel
-        block._entered = None
+        block.passing = passing
         return block
 
     def forward(
@@ -73,39 +77,21 @@ class AttentionBlock(TransformerBlock):
 
     def apply_mlp(self, normalized_resid: Tensor) -> Tensor:
         """The MLP of an attention-only block: zero, visible only to live hooks."""
-        if self._parallel:
-            self._entered = normalized_resid
-        return _nothing(self.hook_mlp_out, normalized_resid)
-
-    def set_entered(self, entered: Residual | None) -> Residual | None:
-        """Begin or end a forward pass, which may stop between the two blocks; what was held."""
-        held, self._entered = self._entered, entered
-        return held
-
-    def take_entered(self) -> Residual:
-        """The stream as it entered this block in the present forward pass; forgets it."""
-        entered = self.set_entered(None)
-        if entered is None:
-            raise UnsupportedCallError(
-                "the neuron block of a model with parallel attention and MLP reads the stream "
-                "that entered the attention block before it, so a forward pass cannot start "
-                "between the two: start_at_layer must be even"
-            )
-        return entered
+        if self.cfg.neurons_read_along:
+            self.passing.left[self.cfg.layer] = normalized_resid
+        return self.hook_mlp_out.zero(normalized_resid)
 
 
 class NeuronBlock(nn.Module):
     """Block 2l + 1: the neurons of source layer l as heads, with that layer's ln2 as its ln1."""
 
-    def __init__(
-        self, source: TransformerBlock, cfg: BlockConfig, reads_from: AttentionBlock | None
-    ) -> None:
+    def __init__(self, source: TransformerBlock, cfg: BlockConfig, passing: Passing) -> None:
         """Take over the MLP half of `source`, a clone that nobody else holds.
 
         Args:
             source: a stock block with an MLP.
             cfg: this block's configuration.
-            reads_from: in a parallel model the attention block whose input this one shares.
+            passing: of the model, as in `AttentionBlock.of`.
         """
         super().__init__()
         assert isinstance(source.mlp, MLP | GatedMLP)
@@ -117,11 +103,10 @@ class NeuronBlock(nn.Module):
         self.attn = attention(source.mlp, cfg)
         self.hook_mlp_in = HookPoint()  # [batch, pos, d_model], if use_hook_mlp_in
         self.hook_attn_out = HookPoint()  # [batch, pos, d_model]
-        self.hook_mlp_out = HookPoint()  # [batch, pos, d_model], zero: for attribution patching
+        self.hook_mlp_out = NoMLP()  # [batch, pos, d_model]
         self.hook_resid_pre = HookPoint()  # [batch, pos, d_model]
         self.hook_resid_post = HookPoint()  # [batch, pos, d_model]
-        # In a tuple, which keeps it out of this block's own parameters and submodules.
-        self._reads_from = () if reads_from is None else (reads_from,)
+        self.passing = passing
 
     def forward(
         self,
@@ -133,7 +118,7 @@ class NeuronBlock(nn.Module):
         """The stream after this block. Its heads see one token each: masks and caches are moot."""
         post_norm = self.cfg.original_architecture in POST_NORM_ARCHITECTURES
         resid_pre = self.hook_resid_pre(resid_pre)
-        source = self._reads_from[0].take_entered() if self._reads_from else resid_pre
+        source = self._entered() if self.cfg.neurons_read_along else resid_pre
         if self.cfg.use_hook_mlp_in:
             source = self.hook_mlp_in(source.clone())
         out = self.attn(source if post_norm else self.ln1(source))
@@ -144,28 +129,54 @@ class NeuronBlock(nn.Module):
         out = self.hook_attn_out(out)
         resid_post = resid_pre + out
         if is_live(self.hook_mlp_out):
-            resid_post = resid_post + _nothing(self.hook_mlp_out, out)
+            resid_post = resid_post + self.hook_mlp_out.zero(out)
         hooked: Tensor = self.hook_resid_post(resid_post)
         return hooked
 
+    def _entered(self) -> Residual:
+        """The stream as it entered the attention block of this layer, in this forward pass."""
+        entered: Residual | None = self.passing.left.pop(self.cfg.layer, None)
+        if entered is None:
+            raise UnsupportedCallError(
+                "the neuron block of a model with parallel attention and MLP reads the stream "
+                "that entered the attention block before it, so a forward pass cannot start "
+                "between the two: start_at_layer must be even"
+            )
+        return entered
 
-def _nothing(point: HookPoint, like: Tensor) -> Tensor:
-    """The zero that an absent MLP writes, as a full tensor only where a hook is there to see it.
 
-    TransformerLens' attribution patching requires `hook_mlp_out` of every block, and a gradient
-    there; a zero activation gets a zero score. To look is all that a hook may do: whoever edits
-    the output of an MLP here means the neuron block, and would silently get nothing.
+class NoMLP(HookPoint):
+    """`hook_mlp_out` of a block, which has no MLP: a zero, for TransformerLens' attribution.
+
+    `attribution_patch` requires this point of every block, and a gradient there; a zero activation
+    gets a zero score. To look, by way of `model.hooks`, is all that a hook may do here: whoever
+    edits the output of an MLP means the neuron block, and would silently get nothing.
     """
-    if not is_live(point):
-        return like.new_zeros(())
-    zero = tracked_like(torch.zeros_like(like), like)
-    version = zero._version
-    seen: Tensor = point(zero)
-    # By address: backward hooks hand on an alias of what they were given.
-    if seen.data_ptr() != zero.data_ptr() or zero._version != version:
-        raise UnsupportedCallError(
-            f"an edit at {point.name} on a converted model: no block has an MLP. The output of "
-            "the MLP of source layer l is blocks.{2l+1}.hook_attn_out (to patch: "
-            'activation name "attn_out", layer 2 * l + 1)'
-        )
-    return seen
+
+    def add_hook(
+        self,
+        hook: Any,
+        dir: Literal["fwd", "bwd"] = "fwd",
+        is_permanent: bool = False,
+        level: int | None = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        """As in TransformerLens, for `model.hooks` alone, which has a level and checks the rest."""
+        if level is None:
+            raise UnsupportedCallError(f"a hook on {self.name}: {NO_MLP}")
+        super().add_hook(hook, dir, is_permanent, level, *args, **kwargs)
+
+    def zero(self, like: Tensor) -> Tensor:
+        """What an absent MLP writes, as a full tensor only where a hook is there to see it."""
+        if not is_live(self):
+            return like.new_zeros(())
+        with torch.inference_mode(False):  # a tensor of inference mode has no version counter
+            zero = torch.zeros_like(like)
+        zero = tracked_like(zero, like)
+        version = zero._version
+        seen: Tensor = self(zero)
+        # By address: backward hooks hand on an alias of what they were given.
+        if seen.data_ptr() != zero.data_ptr() or zero._version != version:
+            raise UnsupportedCallError(f"an edit at {self.name}: {NO_MLP}")
+        return seen

@@ -10,6 +10,7 @@ from transformer_lens.utilities import TypedModuleList
 
 from attn_only_lens.heads.blocks import heads_block, neurons_block
 from attn_only_lens.heads.gating import Gating
+from attn_only_lens.heads.passing import Passing
 from attn_only_lens.tl import HookedTransformer
 from attn_only_lens.two_blocks.blocks import AttentionBlock, NeuronBlock
 from attn_only_lens.two_blocks.config import BlockConfig, attention_only_config
@@ -45,13 +46,11 @@ def convert_as(
         )
     cfg = attention_only_config(model.cfg, gating, sizes)
     parts = _clone(model, cfg, copy_weights=copy)
-    parallel = model.cfg.parallel_attn_mlp
+    passing = Passing()
     blocks: list[nn.Module] = []
     for layer, block in enumerate(parts["_modules"].pop("blocks")):
-        attention_cfg = BlockConfig(cfg, heads_block(layer))
-        attention = AttentionBlock.of(block, attention_cfg, parallel=parallel)
-        neuron_cfg = BlockConfig(cfg, neurons_block(layer))
-        neurons = NeuronBlock(block, neuron_cfg, attention if parallel else None)
+        attention = AttentionBlock.of(block, BlockConfig(cfg, heads_block(layer)), passing)
+        neurons = NeuronBlock(block, BlockConfig(cfg, neurons_block(layer)), passing)
         blocks += [attention, neurons.train(block.training)]
     block_list = TypedModuleList(blocks)
     block_list.training = model.blocks.training

@@ -19,6 +19,7 @@ from attn_only_lens.heads.names import neuron_labels
 from attn_only_lens.two_blocks.stream import (
     embeddings_in_stream,
     refuse_mlp_input,
+    require_labels,
     require_norm_of_stream,
 )
 from attn_only_lens.two_blocks.views import View, as_slice, neurons_of
@@ -52,17 +53,16 @@ class AttentionOnlyCache(ActivationCache):
         if len(parts) > 1 and isinstance(parts[1], int) and parts[1] < 0:
             parts = (parts[0], self.model.cfg.n_layers + parts[1], *parts[2:])
         hook = get_act_name(*parts)
-        # hook_mlp_out fires zeros, for attribution patching; an analyst who asks for it by layer
-        # wants the neurons' output.
-        if ".mlp." in hook or hook.endswith(("hook_mlp_out", "hook_resid_mid")):
+        gone = (".mlp.", ".ln2", "hook_mlp_in", "hook_mlp_out", "hook_resid_mid")
+        if any(part in hook for part in gone):
             raise UnsupportedCallError(
                 f"{hook} on a converted model: the MLP of source layer l is block 2l + 1. Use "
-                'cache["attn_out", 2l+1] for mlp_out, cache["resid_pre", 2l+1] for resid_mid, '
-                'cache["q", 2l+1] for pre, cache["z", 2l+1] for post (with bilinear gates, these '
-                "are of heads: model.blocks[2l+1].attn.neurons(z) sums those of each neuron)"
+                'cache["attn_out", 2l+1] for mlp_out, cache["resid_pre", 2l+1] for resid_mid '
+                'and mlp_in, cache["q", 2l+1] for pre, cache["z", 2l+1] for post (with bilinear '
+                "gates, these are of heads: model.blocks[2l+1].attn.neurons(z) sums those of each "
+                "neuron)"
             )
-        found = self.cache_dict[hook]
-        return found
+        return self.cache_dict[hook]
 
     def _end(self, layer: int | None) -> int:
         n_blocks = self.model.cfg.n_layers
@@ -149,8 +149,9 @@ class AttentionOnlyCache(ActivationCache):
         """What every head before block `layer` writes, attention and neuron-heads, block by block.
 
         Large: d_mlp vectors of d_model a token for each neuron block. `stack_neuron_results` with
-        `project_output_onto` needs far less.
+        `project_output_onto` needs far less. Without `return_labels=True` it raises.
         """
+        require_labels(self, "stack_head_results", return_labels)
         end = self._end(layer)
         parts = [self._heads(block, pos_slice) for block in range(end)]
         labels = [label for block in range(end) for label in self.model.head_labels(block)]
@@ -197,7 +198,8 @@ class AttentionOnlyCache(ActivationCache):
         apply_ln: bool = False,
         project_output_onto: Tensor | None = None,
     ) -> Any:
-        """What every neuron-head before block `layer` writes, labelled `L0N0`, `L0N1`, …"""
+        """What every neuron-head before block `layer` writes, with labels: `L0N0`, `L0N1`, …"""
+        require_labels(self, "stack_neuron_results", return_labels)
         end = self._end(layer)
         view = View(self, end, pos_slice, apply_ln, project_output_onto)
         parts, labels = [], []

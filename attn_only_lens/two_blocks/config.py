@@ -2,7 +2,8 @@
 
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import Any
+from pprint import pformat
+from typing import Any, NoReturn
 
 from attn_only_lens.errors import UnsupportedCallError
 from attn_only_lens.heads.blocks import block_kind, block_layer
@@ -32,6 +33,24 @@ class AttentionOnlyConfig(HookedTransformerConfig):
     before_conversion: dict[str, Any]
     _gating: Gating
     _sizes: tuple[LayerSizes, ...]
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        raise UnsupportedCallError(
+            "the configuration of a converted model is made by attn_only_lens.convert(model) or "
+            "attn_only_lens.load(folder), not from fields"
+        )
+
+    def __repr__(self) -> str:
+        return "AttentionOnlyConfig:\n" + pformat(vars(self))
+
+    def to_dict(self) -> NoReturn:
+        """Raises: a `HookedTransformerConfig` made of these fields would be of another model."""
+        raise UnsupportedCallError(
+            "to_dict of the configuration of a converted model: its blocks are of two kinds, for "
+            "which HookedTransformerConfig has no fields. Use model.source_cfg.to_dict(), or "
+            "model.cfg.layer_cfg(l).to_dict() where layers differ, for the source; and "
+            "attn_only_lens.save(model, folder) to keep the model"
+        )
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in _SETTLED and "_gating" in self.__dict__:
@@ -155,11 +174,14 @@ class BlockConfig:
 def _overrides(root: AttentionOnlyConfig, block: int) -> dict[str, Any]:
     layer = block_layer(block)
     sizes = root.layer_sizes[layer]
+    # Whether the neurons read what the attention heads of their layer read: GPT-J, GPT-NeoX.
+    both = {"layer": layer, "neurons_read_along": root.parallel_attn_mlp}
     if block_kind(block) == "neuron":
         n_heads = sizes.d_mlp * root.gating.heads_per_neuron
         heads = {"n_heads": n_heads, "d_head": 1, "n_key_value_heads": None}
-        return {**heads, "d_mlp": sizes.d_mlp, "layer": layer}
+        return {**both, **heads, "d_mlp": sizes.d_mlp}
     return {
+        **both,
         **asdict(sizes),
         "use_hook_mlp_in": False,
         # Of the stock block's three endings, the one that adds an MLP's output to resid_pre +

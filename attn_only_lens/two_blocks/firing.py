@@ -8,6 +8,7 @@ from transformer_lens.hook_points import HookPoint
 
 from attn_only_lens.errors import UnsupportedCallError
 from attn_only_lens.tl import HookedTransformer
+from attn_only_lens.two_blocks.refusals import NO_MLP, is_mlp_output
 
 __all__ = ["Firing"]
 
@@ -43,17 +44,35 @@ class Firing(HookedTransformer):
     ) -> Iterator[Any]:
         """As in TransformerLens; a hook that could never fire is refused before any is added.
 
+        No block has an MLP, and `hook_mlp_out` of each is zero. A function of names selects what
+        the block does write, `hook_attn_out` or `attn.hook_z`, and leaves that out. By name it can
+        be hooked together with `attn.hook_z` of every block, as TransformerLens'
+        `attribution_patch` does, which asks for all that heads and MLPs write.
+
         Raises:
             UnsupportedCallError: a hook point does not exist, or does not fire as the model is
-                set (`hook_result` without `set_use_attn_result(True)`, say).
+                set (`hook_result` without `set_use_attn_result(True)`, say); or it is
+                `hook_mlp_out`, and what the block writes instead is not asked for.
         """
-        for name, _ in [*fwd_hooks, *bwd_hooks]:
-            if isinstance(name, str):
-                self._require_firing(name)
-                continue
-            self._require_match(name)
-        with super().hooks(fwd_hooks, bwd_hooks, reset_hooks_end, clear_contexts) as hooked:
+        self._require_all([name for name, _ in [*fwd_hooks, *bwd_hooks]])
+        with super().hooks(
+            [(self._but_mlps(name), hook) for name, hook in fwd_hooks],
+            [(self._but_mlps(name), hook) for name, hook in bwd_hooks],
+            reset_hooks_end,
+            clear_contexts,
+        ) as hooked:
             yield hooked
+
+    def add_hook(
+        self, name: str | Callable[[str], bool], hook: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> None:
+        """As in TransformerLens; what `hooks` refuses is refused here, before any is added."""
+        self._require_all([name])
+        wanted = self._but_mlps(name)
+        if not isinstance(wanted, str):
+            for each in filter(wanted, self.hook_dict):
+                self._require_firing(each)
+        super().add_hook(wanted, hook, *args, **kwargs)
 
     def check_hooks_to_add(
         self,
@@ -78,7 +97,34 @@ class Firing(HookedTransformer):
         wanted = (lambda name: True) if names_filter is None else names_filter
         if any(wanted(name) for name in self.hook_dict):
             self._require_match(wanted)
+        wanted = self._but_mlps(wanted)
         return lambda name: wanted(name) and self._switch_off(name) is None
+
+    def _but_mlps(self, wanted: Any) -> Any:
+        """A function of names that selects the output of no MLP; a name as it is."""
+        if isinstance(wanted, str):
+            return wanted
+        return lambda name: wanted(name) and not is_mlp_output(name)
+
+    def _require_all(self, wanted: list[Any]) -> None:
+        """Refuse, of hooks added together, those that never fire or see a zero for an output."""
+        selected = {name for name in wanted if isinstance(name, str)}
+        for function in wanted:
+            if not isinstance(function, str):
+                self._require_match(function)
+                selected |= set(filter(function, self.hook_dict))
+        every_head = {f"blocks.{block}.attn.hook_z" for block in range(self.cfg.n_layers)}
+        for each in wanted:
+            if isinstance(each, str):
+                if each not in self.hook_dict or not (
+                    is_mlp_output(each) and every_head <= selected
+                ):
+                    self._require_firing(each)
+                continue
+            for name in filter(is_mlp_output, filter(each, self.hook_dict)):
+                block = name.removesuffix("hook_mlp_out")
+                if not selected & {f"{block}hook_attn_out", f"{block}attn.hook_z"}:
+                    self._require_firing(name)
 
     def _require_match(self, wanted: Callable[[str], bool]) -> None:
         """Refuse a filter whose hooks could never fire."""
@@ -88,7 +134,7 @@ class Firing(HookedTransformer):
                 "the function given for hook names matches no hook point of the converted model: "
                 "mlp names are under blocks.{2l+1}.attn; model.hook_dict lists all"
             )
-        if all(self._switch_off(name) for name in matched):
+        if not any(self._fires(name) for name in matched):
             self._require_firing(matched[0])
 
     def _switch_off(self, hook_name: str) -> str | None:
@@ -98,6 +144,9 @@ class Firing(HookedTransformer):
                 return flag
         return None
 
+    def _fires(self, hook_name: str) -> bool:
+        return not is_mlp_output(hook_name) and self._switch_off(hook_name) is None
+
     def _require_firing(self, hook_name: str) -> None:
         if hook_name not in self.hook_dict:
             raise UnsupportedCallError(
@@ -105,6 +154,8 @@ class Firing(HookedTransformer):
                 "block 2l + 1 (neuron-heads, under attn: hook_q, hook_k, hook_v, "
                 "hook_attn_scores, hook_pattern, hook_z, hook_result); model.hook_dict lists all"
             )
+        if is_mlp_output(hook_name):
+            raise UnsupportedCallError(f"{hook_name}: {NO_MLP}")
         flag = self._switch_off(hook_name)
         if flag is not None:
             raise UnsupportedCallError(

@@ -1,6 +1,6 @@
 """A converted model: a `HookedTransformer` whose every head has a name."""
 
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from jaxtyping import Float
@@ -12,9 +12,9 @@ from attn_only_lens.heads.blocks import block_kind, block_layer, neurons_block
 from attn_only_lens.heads.computation import NeuronHeads
 from attn_only_lens.heads.layout import WithNeuronHeads
 from attn_only_lens.heads.names import head_labels
+from attn_only_lens.heads.passing import Passing
 from attn_only_lens.heads.patterns import neuron_gate, neuron_pattern
 from attn_only_lens.tl import HookedTransformer, HookedTransformerConfig
-from attn_only_lens.two_blocks.blocks import AttentionBlock
 from attn_only_lens.two_blocks.cache import AttentionOnlyCache
 from attn_only_lens.two_blocks.config import AttentionOnlyConfig
 from attn_only_lens.two_blocks.firing import Firing
@@ -56,6 +56,13 @@ class AttentionOnlyTransformer(Refusals, Firing, WithNeuronHeads, HookedTransfor
             "an AttentionOnlyTransformer is made by attn_only_lens.convert(model) or "
             "attn_only_lens.load(folder), not from a configuration"
         )
+
+    @property
+    def passing(self) -> Passing:
+        """What the blocks of a parallel model leave for each other in a forward pass."""
+        block: Any = self.blocks[0]
+        found: Passing = block.passing
+        return found
 
     def _heads_by_layer(self) -> list[NeuronHeads]:
         blocks: Any = self.blocks
@@ -142,6 +149,15 @@ class AttentionOnlyTransformer(Refusals, Firing, WithNeuronHeads, HookedTransfor
         """Output biases of every block, attention and neuron blocks in turn."""
         return torch.stack([block.attn.b_O for block in self.blocks])
 
+    def tl_parameters(self) -> NoReturn:
+        """Raises: what TransformerLens' `SVDInterpreter` reads, by layer and head."""
+        raise UnsupportedCallError(
+            "SVDInterpreter (tl_parameters) on a converted model: it looks for the heads and the "
+            "MLP of a layer in one block. Use it on the source model; or "
+            "model.attention_heads.OV[l, h].svd(), and torch.linalg.svd of W_in.T and W_out of "
+            "model.blocks[2 * l + 1].attn"
+        )
+
     def accumulated_bias(
         self, layer: int, mlp_input: bool = False, include_mlp_biases: bool = True
     ) -> Float[Tensor, "d_model"]:
@@ -168,13 +184,8 @@ class AttentionOnlyTransformer(Refusals, Firing, WithNeuronHeads, HookedTransfor
 
     def forward(self, input: Any, *args: Any, **kwargs: Any) -> Any:
         """As `HookedTransformer.forward`; `start_at_layer` and `stop_at_layer` count blocks."""
-        # A hook may run the model again: what the outer pass holds is its own.
-        held = [(b, b.set_entered(None)) for b in self.blocks if isinstance(b, AttentionBlock)]
-        try:
+        with self.passing.of_another_pass():  # a hook may run the model again
             return super().forward(input, *args, **kwargs)
-        finally:
-            for block, entered in held:
-                block.set_entered(entered)
 
     def run_with_cache(
         self,

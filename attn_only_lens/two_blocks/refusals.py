@@ -4,7 +4,13 @@ from typing import Any, NoReturn
 
 from attn_only_lens.errors import UnsupportedCallError
 
-__all__ = ["Refusals"]
+__all__ = ["NO_MLP", "Refusals", "is_mlp_output"]
+
+NO_MLP = (
+    "no block of a converted model has an MLP, and its hook_mlp_out is zero. The output of the MLP "
+    'of source layer l is blocks.{2l+1}.hook_attn_out: cache["attn_out", 2 * l + 1]; to patch, '
+    'activation name "attn_out", layer 2 * l + 1'
+)
 
 _STACKED = ("W_Q", "W_K", "W_V", "b_Q", "b_K", "b_V", "W_O", "QK", "OV")
 _PROCESS = (
@@ -54,6 +60,11 @@ class Refusals:
         "its parameters may be those of the source model",
         "init_weights on the source model, before convert",
     )
+
+
+def is_mlp_output(hook_name: str) -> bool:
+    """Whether a hook point bears the name of the output of an MLP, of which there is none."""
+    return hook_name.endswith("hook_mlp_out")
 
 
 for _name in _STACKED:

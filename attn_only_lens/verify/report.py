@@ -29,7 +29,8 @@ class Verification:
             largest |entry| of the source's stream there, hooks live.
         n_tokens: tokens compared.
         dtype: the dtype both models ran in.
-        tolerance: the bound on rounding for that dtype (`attn_only_lens.tolerances`).
+        tolerance: the bound on rounding for that dtype (`attn_only_lens.tolerances`); for bilinear
+            gates of gated MLPs, times what their heads amplify it by.
         activations: for bilinear gates, a row for each source layer: `bound`, certified largest
             error of the activation; `measured`, its largest error on this input; `largest`, the
             largest |pre-activation|; `range`, what the bound holds for (∞ for plain MLPs). Empty

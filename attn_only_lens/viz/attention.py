@@ -4,8 +4,9 @@ from jaxtyping import Float
 from torch import Tensor
 from transformer_lens import ActivationCache
 
-from attn_only_lens.errors import UnsupportedCallError
-from attn_only_lens.heads import layout_of, neuron_heads, point_name
+from attn_only_lens.heads import neuron_heads
+from attn_only_lens.heads.patterns import cached, require_known
+from attn_only_lens.plain import is_count
 from attn_only_lens.viz.checks import of_prompt, refuse
 
 __all__ = ["attention_of"]
@@ -20,21 +21,12 @@ def attention_of(
         PictureError: there is no such layer or prompt, or keys are of more tokens than queries.
         UnsupportedCallError: the cache is not of a model with neuron-heads, or lacks the pattern.
     """
-    model = getattr(cache, "model", None)
-    if layout_of(model) is None:
-        raise UnsupportedCallError(
-            f"got a {type(cache).__name__} of no model with neuron-heads; expected what "
-            "run_with_cache of a converted or exposed model returns"
-        )
-    n_layers = len(neuron_heads(model))
-    if isinstance(layer, bool) or not isinstance(layer, int) or not 0 <= layer < n_layers:
+    require_known(cache)
+    n_layers = len(neuron_heads(cache.model))
+    if not is_count(layer, 0, n_layers - 1):
         refuse([f"got layer={layer!r}; the model has source layers 0 to {n_layers - 1}"])
-    hook = point_name(model, layer, "attention", "pattern")
-    if hook not in cache.cache_dict:
-        raise UnsupportedCallError(
-            f"the cache does not hold {hook}: run_with_cache with a names_filter that keeps it"
-        )
-    pattern = of_prompt(cache.cache_dict[hook], prompt, cache.has_batch_dim)
+    held = cached(cache, layer, "attention", "pattern")
+    pattern = of_prompt(held, prompt, cache.has_batch_dim)
     n_queries, n_keys = pattern.shape[-2:]
     if n_queries != n_keys:
         refuse(

@@ -61,7 +61,8 @@ def comparison_report(comparison: Comparison) -> Page:
     parts = [
         f"<h1>{escape(title)}</h1>",
         f"<p>{about['n_prompts']} prompts, {about['n_tokens']} tokens; patching and circuits on "
-        f"the first {about['n_prompts_of_circuits']}.</p>",
+        f"the first {about['n_prompts_of_circuits']}. {len(comparison.silent)} neurons are left "
+        "out, which are silent in both models.</p>",
         _table("The models", values),
         _table("Circuits at equal faithfulness", comparison.circuits),
         _figure(figures[2]),

@@ -14,8 +14,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from transformer_lens import ActivationCache
 
-from attn_only_lens.errors import UnsupportedCallError
-from attn_only_lens.heads import HeadName, neuron_gate, neuron_heads, point_name
+from attn_only_lens.heads import HeadName, neuron_gate, neuron_heads
+from attn_only_lens.heads.patterns import cached
 from attn_only_lens.viz.checks import refuse, token_reasons
 from attn_only_lens.viz.plotly_text import text
 
@@ -36,11 +36,10 @@ def gate_value_scatter(
     """Gate and value of a neuron at every token of a corpus; point at one to read its context.
 
     Args:
-        cache: of a converted or exposed model, with `hook_pattern` and `hook_v` of the neuron's
-            block.
+        cache: of a converted or exposed model, with the pattern and v of the neuron's heads.
         name: a neuron by source layer, `L5N1234`.
         tokens: the texts of the tokens of each row of the batch, padding included:
-            `[model.to_str_tokens(row) for row in tokens]`.
+            `[token_texts(model, row) for row in tokens]`.
         mask: 1 or True for tokens that are real; all are drawn where it is not given.
 
     Returns:
@@ -64,8 +63,12 @@ def gate_value_scatter(
     if not cache.has_batch_dim:
         gate, value = gate[None], value[None]
     refuse(_reasons(tokens, mask, *gate.shape))
-    real = torch.ones(gate.shape, dtype=torch.bool) if mask is None else mask.bool().cpu()
-    x, y = (each.detach().double().cpu()[real] for each in (value, gate))
+    real = (
+        torch.ones(gate.shape, dtype=torch.bool, device="cpu")
+        if mask is None
+        else mask.bool().cpu()
+    )
+    x, y = (each.detach().cpu().double()[real] for each in (value, gate))
     if not bool((x.isfinite() & y.isfinite()).all()):
         refuse([f"{name} has values that are not finite"])
     if len(x) > MOST_POINTS:
@@ -102,13 +105,9 @@ def gate_value_scatter(
 def _value(cache: ActivationCache, name: str) -> Float[Tensor, "*batch pos"]:
     """What all heads of the neuron hold out, before their patterns weigh it."""
     head = HeadName.parse(name)
-    hook = point_name(cache.model, head.layer, head.kind, "v")
-    if hook not in cache.cache_dict:
-        raise UnsupportedCallError(
-            f"the cache does not hold {hook}: run_with_cache with a names_filter that keeps it"
-        )
+    v = cached(cache, head.layer, head.kind, "v")
     shared = neuron_heads(cache.model)[head.layer].heads_per_neuron
-    each = cache.cache_dict[hook].squeeze(-1)[..., head.heads(shared)]
+    each = v.squeeze(-1)[..., head.heads(shared)]
     if not bool((each == each[..., :1]).all()):
         refuse([f"the {shared} heads of {name} have values of their own in this run"])
     return each[..., 0]

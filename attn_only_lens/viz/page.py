@@ -21,7 +21,7 @@ from typing import Any
 
 import plotly.graph_objects as go
 
-from attn_only_lens.files import write_text
+from attn_only_lens.storage import write_text
 
 __all__ = ["Page", "document", "for_script", "inline", "resource", "shown", "write_html"]
 

@@ -130,7 +130,7 @@ class Held:
 
         def hook(x, hook):
             kept = self.kept[hook.name]
-            if not hook.name.endswith("hook_z"):
+            if not hook.name.endswith(("hook_z", IN_PLACE["z"])):
                 return kept
             seen[hook.name] = x.clone()
             return moved(hook.name, kept.clone())
@@ -174,7 +174,7 @@ def test_an_edge_is_what_doubling_the_source_does_to_the_target_alone(family, la
 
 def gradient(model, held, at, index):
     """Of the metric with respect to z of a head at the last position, one coordinate at a time."""
-    names = [n for n in held.kept if not n.endswith("hook_z")]
+    names = [n for n in held.kept if not n.endswith(("hook_z", IN_PLACE["z"]))]
     hooks = [(n, lambda x, hook: held.kept[hook.name]) for n in names]
     found = []
     for i in range(held.kept[at].shape[-1]):

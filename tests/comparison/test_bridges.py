@@ -7,7 +7,7 @@ import pytest
 import torch
 from common import D_MLP, mlp_hook, tokens
 
-from attn_only_lens import UnsupportedModelError, compare, grow
+from attn_only_lens import ComparisonError, UnsupportedModelError, compare, grow
 from attn_only_lens import patching as p
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # TransformerLens' own
@@ -41,6 +41,13 @@ def test_a_native_bridge(name):
     assert (found.circuits["jaccard"] == 1).all()
     assert found.circuits["what"].tolist() == ["nodes"]
     assert mlp_hook("z", 0) not in bridge.hook_dict
+    other = bridges.boot(name)
+    with torch.no_grad():
+        named = other.original_model.named_parameters()
+        weight = next(w for key, w in named if "layers.1." in key and "mlp" in key)
+        weight[3] *= 1.001
+    with pytest.raises(ComparisonError, match="is not the model that grew"):
+        compare(other, grown, prompts, p.loss(), provenance=provenance, **FEW)
     edges = {**FEW, "n_nodes": 5}
     if reads_its_patterns(bridge, prompts):
         found = compare(bridge, grown, prompts, p.loss(), provenance=provenance, **edges)

@@ -1,6 +1,7 @@
 """`compare`: nothing differs right after growth; after training, what explicit loops find."""
 
 import math
+from copy import deepcopy
 from dataclasses import replace
 
 import numpy as np
@@ -10,9 +11,19 @@ import torch
 from common import mlp_hook, needs_hooked_transformer, tokens
 from models import build
 
-from attn_only_lens import circuits, compare, convert, expose_neuron_heads, grow
+from attn_only_lens import (
+    ComparisonError,
+    circuits,
+    compare,
+    convert,
+    expose_neuron_heads,
+    grow,
+    load,
+    save,
+)
 from attn_only_lens import expansion as ex
 from attn_only_lens import patching as p
+from attn_only_lens.growth import identity
 from attn_only_lens.heads import HeadName
 
 pytestmark = needs_hooked_transformer
@@ -276,7 +287,8 @@ def same(grown):
     """The provenance of a grown model from itself."""
     place = grown.provenance
     axes = {axis: ex.Place.same(size) for axis, size in place.sizes.items()}
-    return replace(place, layers=ex.Place.same(place.layers.size), axes=axes, like={})
+    layers, source = ex.Place.same(place.layers.size), identity(grown.model)
+    return replace(place, layers=layers, axes=axes, like={}, source=source)
 
 
 def swapped(provenance, axis):
@@ -318,3 +330,140 @@ def test_converted_models_are_compared_alike():
     numbers = [c for c in one if one[c].dtype == float]
     np.testing.assert_allclose(one[numbers], other[numbers], rtol=1e-7, atol=1e-11)
     assert found.nodes["id"].tolist() == expected.nodes["id"].tolist()
+
+
+@pytest.fixture(scope="module")
+def grown_and_not():
+    model = build("gelu", d_vocab_out=41, n_layers=2)
+    return model, grow(model, ex.compose(ex.WidenStream(6), ex.AddNeurons(5)), seed=0)
+
+
+QUICK = {"n_patched": 0, "n_nodes": 0, "n_resamples": 2, "progress": False}
+
+
+def moved(model, name, change):
+    """A copy of a model, one of its parameters changed in place."""
+    other = deepcopy(model)
+    with torch.no_grad():
+        change(other.get_parameter(name))
+    return other
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        lambda model: build("gelu", d_vocab_out=41, n_layers=2, scale=0.41),
+        lambda model: moved(model, "embed.W_E", lambda W: W.neg_()),
+        # One step of training on, of one neuron; and the same weights, two neurons swapped.
+        lambda model: moved(model, "blocks.1.mlp.W_in", lambda W: W[:, 3].mul_(1.001)),
+        lambda model: moved(model, "blocks.1.mlp.W_in", lambda W: W[:, :2].copy_(W[:, :2].flip(1))),
+    ],
+)
+def test_another_model_of_the_same_shape_is_refused(grown_and_not, other):
+    model, grown = grown_and_not
+    model = other(model)
+    with pytest.raises(ComparisonError, match="is not the model that grew") as error:
+        compare(model, grown, tokens(), p.loss(), **QUICK)
+    assert "replace(provenance, source=" in str(error.value)
+    # As the error says, it can be asked for.
+    provenance = replace(grown.provenance, source=identity(model))
+    found = compare(model, grown, tokens(), p.loss(), provenance=provenance, **QUICK)
+    assert len(found.neurons) == 2 * 37
+
+
+@pytest.mark.parametrize(
+    "same_model",
+    [
+        lambda model, folder: model.to(torch.float32),
+        lambda model, folder: model.to(torch.bfloat16),
+        lambda model, folder: convert(model),
+        lambda model, folder: convert(model, gate="bilinear", heads_per_neuron=2),
+        lambda model, folder: expose_neuron_heads(model).model,
+        lambda model, folder: load(save(convert(model), folder)),
+    ],
+    ids=["float32", "bfloat16", "converted", "bilinear", "exposed", "saved"],
+)
+def test_the_same_model_is_known_again(grown_and_not, same_model, tmp_path):
+    model, grown = grown_and_not
+    source = grown.provenance.source
+    there = same_model(deepcopy(model), tmp_path / "saved")
+    assert source.differences(identity(there)) == []
+    # The control: no less is seen there.
+    with torch.no_grad():
+        next(p for name, p in there.named_parameters() if "W_out" in name or "W_O" in name)[0] *= 2
+    assert len(source.differences(identity(there))) == 1
+    # And from a model in half precision to the same model in double precision.
+    low = grow(deepcopy(model).to(torch.float16), d_mlp=41).provenance.source
+    assert low.differences(identity(model)) == []
+    assert low.differences(identity(moved(model, "embed.W_E", lambda W: W.neg_())))
+
+
+def test_a_provenance_of_no_model_is_refused(grown_and_not):
+    model, grown = grown_and_not
+    nobody = replace(grown.provenance, source=None)
+    with pytest.raises(ComparisonError, match="does not say which model"):
+        compare(model, grown.model, tokens(), p.loss(), provenance=nobody, **QUICK)
+    other = moved(model, "embed.W_E", lambda W: W.neg_())
+    null = grow(other, ex.compose(ex.WidenStream(6), ex.AddNeurons(5)), seed=0)
+    with pytest.raises(ComparisonError, match="the null grew from another model"):
+        compare(model, grown, tokens(), p.loss(), null=null, **QUICK)
+
+
+def largest_activations(model, prompts, layer):
+    """Of each neuron, over what is usual in its layer."""
+    with torch.no_grad():
+        z = model.run_with_cache(prompts)[1]["post", layer].double()
+    return z.abs().amax((0, 1)) / z.square().mean().sqrt()
+
+
+def test_silent_neurons_are_counted_and_not_ranked():
+    """Dead neurons of a ReLU model: after growth under LayerNorm, functions of roundings."""
+    model, prompts = build("relu", d_vocab_out=41, n_layers=2, dtype=torch.float32), tokens(batch=3)
+    sizes = {3: 1e-40, 5: 1e-12, 7: 1e-9, 11: 1e-4, 13: 0.0}  # quiet neurons, and dead ones
+    with torch.no_grad():
+        for neuron, size in sizes.items():
+            model.blocks[1].mlp.W_in[:, neuron] *= size
+            model.blocks[1].mlp.b_in[neuron] *= size
+    grown = grow(model, d_model=32, seed=0)
+    found = compare(model, grown, prompts, p.loss(), **QUICK)
+    expected = []
+    for k in (0, 1):  # sixteen units in the last place of float32
+        old, new = (largest_activations(each, prompts, k)[:37] for each in (model, grown.model))
+        quiet = (old <= 16 * 2**-23) & (new <= 16 * 2**-23)
+        expected += [f"L{k}N{i}" for i in quiet.nonzero().flatten().tolist()]
+    assert {"L1N3", "L1N5", "L1N7", "L1N13"} <= set(expected)
+    assert "L1N11" not in expected
+    assert found.silent["name"].tolist() == expected
+    assert found.silent["grown_name"].tolist() == expected
+    assert list(found.neurons["name"]) == [
+        name for k in (0, 1) for i in range(37) if (name := f"L{k}N{i}") not in expected
+    ]
+    assert found.neurons["divergence"].max() < 1e-6
+    summary = found.summary().set_index(["layer", "kind"])
+    n_silent = sum(name.startswith("L1") for name in expected)
+    assert summary.loc[(1, "neuron"), "silent"] == n_silent
+    assert summary.loc[(1, "neuron"), "components"] == 37 - n_silent
+    assert summary.loc[(0, "attention"), "silent"] == 0
+    # The control: their gates alone would seem to have changed most.
+    caches = [each.run_with_cache(prompts)[1] for each in (model, grown.model)]
+    gates = [cache["pre", 1][..., [3, 5, 7]] > 0 for cache in caches]
+    assert (gates[0] != gates[1]).double().mean() > 0.1
+    # One that training wakes is ranked again, and first; in a null it says nothing of the pair.
+    with torch.no_grad():
+        grown.model.blocks[1].mlp.b_in[3] = 0.5
+    awake = compare(model, grown, prompts, p.loss(), null=grow(model, d_model=32, seed=1), **QUICK)
+    assert "L1N3" not in set(awake.silent["name"])
+    assert awake.neurons.set_index("name")["divergence"].idxmax() == "L1N3"
+    assert set(awake.silent["name"]) == set(expected) - {"L1N3"}
+
+
+def test_a_layer_may_be_silent_throughout():
+    model = build("relu", d_vocab_out=41, n_layers=2)
+    with torch.no_grad():
+        model.blocks[0].mlp.W_in.zero_()
+        model.blocks[0].mlp.b_in.fill_(-1.0)
+    found = compare(model, grow(model, d_mlp=41), tokens(), p.loss(), **QUICK)
+    assert len(found.silent.query("layer == 0")) == 37
+    row = found.summary().set_index(["layer", "kind"]).loc[(0, "neuron")]
+    assert (row["components"], row["silent"]) == (0, 37)
+    assert np.isnan(row["divergence"])

@@ -1,6 +1,7 @@
 """Batches as a stream: what they may be, that nothing grows with their number, what is refused."""
 
 import gc
+import re
 import weakref
 
 import numpy as np
@@ -146,7 +147,7 @@ def test_what_is_refused(pair):
         ((model, grown, 3.5, loss), {}, "got float; expected texts"),
         ((model, grown, iter([]), loss), {}, "got no prompts"),
         ((model, grown, [3], loss), {}, "got a batch of int"),
-        ((model, grown, good[:1], loss), {}, "which has no next one"),
+        ((model, grown, good[:1], loss), {}, "1 prompt alone has 11 tokens"),
         ((model, grown, iter([good]), loss), {"corrupted": good}, "beside a stream"),
         ((model, grown, good, loss), {"null": null}, "the null grew otherwise"),
         ((model, grown, good, loss), {"null": null.model}, "expected one shape"),
@@ -194,3 +195,71 @@ def test_interrupted_or_refused_models_are_as_they_were(pair):
     for each in (model, grown.model):
         assert mlp_hook("z", 0) not in each.hook_dict
         assert not any(point._forward_hooks for point in each.hook_dict.values())
+
+
+def test_batches_of_any_size(pair):
+    """One prompt alone is held against one of a batch before it, or of the batch after it."""
+    prompts = tokens(batch=5)
+    for sizes, others in (
+        ((2, 2, 1), (1, 0, 3, 2, 0)),
+        ((1, 1, 3), (1, 0, 3, 4, 2)),
+        ((1, 1, 1, 1, 1), (1, 0, 0, 0, 0)),
+    ):
+        found = compare(*pair, iter(prompts.split(sizes)), p.loss(), **FEW)
+        expected = (
+            p.prompt_pair(pair[0], *both)
+            for both in zip(prompts.split(sizes), prompts[list(others)].split(sizes), strict=True)
+        )
+        expected = compare(*pair, expected, p.loss(), **FEW)
+        np.testing.assert_allclose(numbers(found), numbers(expected), rtol=1e-9, atol=1e-13)
+        assert found.about["n_prompts"] == 5
+
+
+def test_how_prompts_are_cut_does_not_matter(pair):
+    """Without corrupted prompts, too: the next prompt is the next of all."""
+    whole = numbers(compare(*pair, tokens(batch=5), p.loss(), **FEW))
+    for size in (1, 2, 4):
+        cut = numbers(compare(*pair, tokens(batch=5), p.loss(), batch_size=size, **FEW))
+        np.testing.assert_allclose(cut, whole, rtol=1e-9, atol=1e-13)
+
+
+def test_prompts_may_repeat_in_a_later_batch(pair):
+    same = tokens(seed=4, batch=1).repeat(2, 1)
+    found = compare(*pair, iter([tokens(batch=3), same]), p.loss(), **FEW)
+    assert found.about["n_prompts"] == 5
+    with pytest.raises(PatchingError, match="identical prompts"):
+        compare(*pair, iter([same, tokens(batch=3)]), p.loss(), **FEW)
+
+
+@pytest.mark.parametrize(
+    ("last", "message"),
+    [
+        (lambda: tokens(batch=2) + 41, "UnsupportedCallError|PatchingError.*values from"),
+        (lambda: tokens(batch=1, pos=7), "1 prompt, of 7 tokens"),
+        (lambda: 1 / 0, "ZeroDivisionError: division by zero"),
+        (lambda: (tokens(batch=3), lambda logits: logits.detach().sum()), "PatchingError"),
+    ],
+    ids=["not tokens", "alone", "its own", "no slope"],
+)
+def test_an_error_in_a_later_batch_loses_nothing(pair, last, message):
+    def stream():
+        yield tokens(batch=3)
+        yield tokens(seed=1, batch=2)
+        yield last()
+
+    with pytest.raises(ComparisonError, match="the comparison stopped") as error:
+        compare(*pair, stream(), p.loss(), **{**FEW, "n_patched": 3})
+    assert re.search(message, str(error.value), re.DOTALL)
+    so_far = error.value.so_far
+    expected = compare(*pair, [tokens(batch=3), tokens(seed=1, batch=2)], p.loss(), **FEW)
+    assert np.array_equal(numbers(so_far), numbers(expected))
+    assert so_far.about["n_prompts"] == 5
+    assert so_far.heads["patching"].isna().all()
+    assert mlp_hook("z", 0) not in pair[0].hook_dict
+
+
+def test_an_error_of_the_first_batch_is_itself(pair):
+    with pytest.raises(ComparisonError) as error:
+        compare(*pair, iter([tokens(batch=1)]), p.loss(), **FEW)
+    assert error.value.so_far is None
+    assert "1 prompt, of 11 tokens" in str(error.value)

@@ -147,8 +147,9 @@ def test_head_results_are_the_same_from_the_hook(pair):
     with torch.no_grad():
         _, hooked = converted.run_with_cache(tokens())
     assert "blocks.1.attn.hook_result" in hooked.cache_dict
-    expected = cache.stack_head_results()
-    torch.testing.assert_close(hooked.stack_head_results(), expected, rtol=EXACT, atol=EXACT)
+    expected, _ = cache.stack_head_results(return_labels=True)
+    got, _ = hooked.stack_head_results(return_labels=True)
+    torch.testing.assert_close(got, expected, rtol=EXACT, atol=EXACT)
     cache.compute_head_results()
     torch.testing.assert_close(cache["result", 3], hooked["result", 3], rtol=EXACT, atol=EXACT)
 
@@ -186,6 +187,14 @@ def test_stack_neuron_results(plain, options):
         options = options | {"apply_ln": False}
     ours = cache.stack_neuron_results(layer=-1, return_labels=True, **options)
     agree(ours, neurons_of_source(source, **options))
+
+
+@pytest.mark.parametrize("name", ["stack_head_results", "stack_neuron_results"])
+def test_a_stack_without_labels_is_refused(pair, name):
+    """`rearrange(stack, "(layer head) ... -> layer head ...", layer=cfg.n_layers)` misreads it."""
+    _, _, cache = pair
+    with pytest.raises(UnsupportedCallError, match="return_labels=True"):
+        getattr(cache, name)(-1)
 
 
 def test_one_neuron_keeps_its_axis(pair):
@@ -285,11 +294,12 @@ def test_what_is_normed_on_its_way(normed):
         plain = {k: v for k, v in options.items() if k != "project_output_onto"}
         onto = options.get("project_output_onto")
         if onto is not None:
-            again = cache.stack_neuron_results(layer=-1, **plain) @ onto
+            again = cache.stack_neuron_results(layer=-1, return_labels=True, **plain)[0] @ onto
             torch.testing.assert_close(ours, again, rtol=EXACT, atol=1e-9)
         if "incl_remainder" not in options:
             row = labels.index("L1N29") if "L1N29" in labels else None
-            whole = cache.stack_neuron_results(layer=-1, **plain | {"neuron_slice": None})
+            plain |= {"neuron_slice": None, "return_labels": True}
+            whole, _ = cache.stack_neuron_results(layer=-1, **plain)
             if row is not None and onto is None:
                 assert torch.equal(ours[row], whole[37 + 29])
 
@@ -326,9 +336,21 @@ def test_keys(pair):
     assert torch.equal(cache["pattern3"], cache["pattern", -3])
     assert cache["q", 1].shape == (2, 11, 37, 1)
     assert torch.equal(cache["embed"], cache["hook_embed"])
-    for gone in (("pre", 1), ("post", 1, "mlp"), ("mlp_out", 1), ("resid_mid", 0), "post3"):
+    for gone in (
+        ("pre", 1),
+        ("post", 1, "mlp"),
+        ("mlp_out", 1),
+        ("resid_mid", 0),
+        ("mlp_in", 0),
+        "post3",
+    ):
         with pytest.raises(UnsupportedCallError, match="block 2l"):
             cache[gone]
+    for gone in ("blocks.{}.hook_mlp_out", "blocks.{}.mlp.hook_post", "blocks.{}.ln2.hook_scale"):
+        for block in (0, 1):
+            assert gone.format(block) not in cache.cache_dict
+            with pytest.raises(UnsupportedCallError, match="block 2l"):
+                cache[gone.format(block)]
     with pytest.raises(KeyError):
         cache["no_such_thing", 1]
     assert len(cache) == len(list(cache.keys())) == len(list(cache.values())) == len(list(cache))

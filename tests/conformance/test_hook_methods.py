@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from common import relative, tokens
+from common import in_threads, meeting, relative, tokens
 from models import CORE, build
 
 from attn_only_lens import (
@@ -161,18 +161,57 @@ EDITS = {
 }
 
 
-@pytest.mark.parametrize("gradients", [False, True])
+EVERY_HEAD = [(f"blocks.{block}.attn.hook_z", lambda z, hook: None) for block in range(6)]
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.enable_grad, torch.inference_mode])
 @pytest.mark.parametrize("block", [0, 1])
 @pytest.mark.parametrize("edit", EDITS)
-def test_an_edit_where_no_mlp_is_is_refused(converted, edit, block, gradients):
+def test_an_edit_where_no_mlp_is_is_refused(converted, edit, block, mode):
     """It would have no effect; and to look is allowed, as attribution patching does."""
     hook = f"blocks.{block}.hook_mlp_out"
-    with torch.set_grad_enabled(gradients):
-        with pytest.raises(UnsupportedCallError, match=r"hook_attn_out"):
-            converted.run_with_hooks(tokens(), fwd_hooks=[(hook, EDITS[edit])])
+    with mode():
+        with pytest.raises(UnsupportedCallError, match=r"an edit at .*hook_attn_out"):
+            converted.run_with_hooks(tokens(), fwd_hooks=[*EVERY_HEAD, (hook, EDITS[edit])])
         for look in (lambda x, hook: None, lambda x, hook: x):
-            converted.run_with_hooks(tokens(), fwd_hooks=[(hook, look)])
+            converted.run_with_hooks(tokens(), fwd_hooks=[*EVERY_HEAD, (hook, look)])
     assert not is_live_anywhere(converted)
+
+
+@pytest.mark.parametrize("block", [0, 1])
+@torch.no_grad()
+def test_the_output_of_no_mlp_is_not_read_as_zeros(converted, block):
+    """Nor is an edit dropped; a function selects what the block writes, where it wants that too."""
+    hook, instead = f"blocks.{block}.hook_mlp_out", f"blocks.{block}.hook_attn_out"
+    seen = {}
+
+    def keep(x, hook):
+        seen[hook.name] = x
+
+    for wanted in (hook, lambda name: name in (hook, "blocks.0.hook_resid_pre")):
+        for attempt in (
+            lambda wanted=wanted: converted.run_with_hooks(tokens(), fwd_hooks=[(wanted, keep)]),
+            lambda wanted=wanted: converted.run_with_hooks(tokens(), bwd_hooks=[(wanted, keep)]),
+            lambda wanted=wanted: converted.add_hook(wanted, keep),
+            lambda wanted=wanted: converted.add_perma_hook(wanted, keep),
+            lambda: converted.run_with_cache(tokens(), names_filter=["hook_embed", hook]),
+            lambda: converted.run_with_cache(tokens(), names_filter=lambda name: name == hook),
+            lambda: converted.add_caching_hooks(hook),
+            lambda: converted.hook_dict[hook].add_hook(keep),
+            lambda: converted.hook_dict[hook].add_perma_hook(keep),
+        ):
+            with pytest.raises(UnsupportedCallError, match=r"blocks.\{2l\+1\}.hook_attn_out"):
+                attempt()
+    assert not is_live_anywhere(converted)
+    expected = converted.run_with_hooks(tokens(), fwd_hooks=[(instead, lambda x, hook: 0.5 * x)])
+    both = lambda name: name in (hook, instead)  # noqa: E731
+    got = converted.run_with_hooks(tokens(), fwd_hooks=[(both, lambda x, hook: 0.5 * x)])
+    assert torch.equal(got, expected)
+    converted.add_hook(both, keep)
+    converted.run_with_hooks(tokens(), fwd_hooks=[(lambda name: True, keep)])
+    _, cache = converted.run_with_cache(tokens())
+    assert seen.keys() == cache.keys()
+    assert instead in seen
 
 
 @pytest.mark.parametrize("name", ["relu", "relu_gated", "gelu", "llama"])
@@ -213,6 +252,43 @@ def test_a_hook_may_run_the_model_again():
         got = converted.run_with_hooks(tokens(), fwd_hooks=[(point, again)])
         assert relative(got, expected) < 1e-12
         assert relative(seen[0], inner) < 1e-12
+
+
+PARALLEL = ("parallel", "parallel_gated", "parallel_norms")
+
+
+@pytest.mark.parametrize("hooks", [[], [("blocks.3.attn.hook_z", lambda z, hook: 0.5 * z)]])
+@pytest.mark.parametrize("name", ["gelu", *PARALLEL])
+@torch.no_grad()
+def test_threads_share_a_model(name, hooks):
+    """They meet between the two blocks of a layer, where a parallel model has to wait."""
+    converted, inputs = convert(build(name)), [tokens(seed, batch=seed) for seed in (1, 2, 3)]
+    with converted.hooks(fwd_hooks=hooks):
+        expected = [converted(x) for x in inputs]
+        handle = converted.blocks[2].register_forward_hook(meeting(inputs))
+        found = in_threads(torch.no_grad()(converted), inputs)
+        handle.remove()
+    for results, one in zip(found, expected, strict=True):
+        assert all(torch.equal(result, one) for result in results)
+
+
+def replica(model):
+    """What torch.nn.DataParallel makes of a model for each device, on this one."""
+    made = {module: module._replicate_for_data_parallel() for module in model.modules()}
+    for module, mine in made.items():
+        mine._parameters = dict(module._parameters)
+        mine._modules = {name: made.get(child, child) for name, child in module._modules.items()}
+    return made[model]
+
+
+@pytest.mark.parametrize("name", PARALLEL)
+@torch.no_grad()
+def test_replicas_of_a_model(name):
+    converted, inputs = convert(build(name)), [tokens(1), tokens(2)]
+    replicas = {x: replica(converted) for x in inputs}
+    found = in_threads(torch.no_grad()(lambda x: replicas[x](x)), inputs)
+    for x, results in zip(inputs, found, strict=True):
+        assert all(torch.equal(result, converted(x)) for result in results)
 
 
 def test_blocks_out_of_range(converted):

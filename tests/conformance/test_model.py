@@ -193,6 +193,8 @@ def test_a_hook_that_would_not_fire_is_refused(hook):
         lambda: converted.add_perma_hook(hook, nothing),
         lambda: converted.run_with_cache(tokens(), names_filter=hook),
         lambda: converted.run_with_cache(tokens(), names_filter=["hook_embed", hook]),
+        # A function that matches what fires besides.
+        lambda: converted.add_hook(lambda n: n in (hook, "blocks.0.hook_resid_pre"), nothing),
     ):
         with pytest.raises(UnsupportedCallError, match=f"set_{flag}\\(True\\)"):
             attempt()
@@ -212,9 +214,12 @@ def test_a_hook_point_that_does_not_exist_is_refused():
             tokens(), fwd_hooks=[("blocks.0.mlp.hook_post", lambda x, hook: x)]
         ),
         lambda: converted.run_with_cache(tokens(), names_filter="blocks.6.attn.hook_z"),
+        lambda: converted.add_hook("blocks.0.mlp.hook_post", lambda x, hook: x),
+        lambda: converted.add_perma_hook(lambda n: "mlp.hook_post" in n, lambda x, hook: x),
     ):
         with pytest.raises(UnsupportedCallError, match="no hook point"):
             attempt()
+    assert not any(point.has_hooks() for point in converted.hook_points())
 
 
 def test_no_hook_stays_after_an_error():
@@ -291,6 +296,36 @@ def test_ungrouping_after_conversion():
     converted = convert(source)
     converted.set_ungroup_grouped_query_attention(True)
     assert relative(converted(tokens()), source(tokens())) <= 1e-12
+
+
+@pytest.mark.parametrize("name", CORE)
+def test_inference_mode(name):
+    """Converted in it and run in it: what both give outside, bitwise."""
+    source = build(name, d_vocab_out=41)
+    outside = convert(source)
+    generate = {"max_new_tokens": 3, "verbose": False, "stop_at_eos": False, "do_sample": False}
+    halve = [(lambda n: n.endswith("hook_z"), lambda z, hook: 0.5 * z)]
+    everything = [(lambda n: True, lambda x, hook: None)]
+
+    def runs(model):
+        logits, cache = model.run_with_cache(tokens())
+        return [
+            model(tokens()),
+            logits,
+            *cache.values(),
+            model.run_with_hooks(tokens(), fwd_hooks=halve),
+            model.run_with_hooks(tokens(), fwd_hooks=everything),
+            model.generate(tokens()[:1, :5], use_past_kv_cache=False, **generate),
+        ]
+
+    with torch.no_grad():
+        expected = runs(outside)
+    with torch.inference_mode():
+        converted = convert(source, copy=True)
+        got = runs(converted)
+    assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+    converted(tokens(), return_type="loss").backward()
+    assert converted.W_in.is_inference() is False
 
 
 NEURON_WEIGHTS = ("W_in", "b_in", "W_out", "b_out", "W_gate")
@@ -415,15 +450,15 @@ def test_a_converted_configuration_builds_no_other_model():
         lambda: HookedTransformer(cfg),
         lambda: HookedTransformer(copy.deepcopy(cfg)),
         lambda: cfg.n_heads,
+        lambda: HookedTransformerConfig.from_dict(cfg.to_dict()),
+        lambda: type(cfg).from_dict(converted.source_cfg.to_dict()),
         lambda: AttentionOnlyTransformer(cfg),
         lambda: AttentionOnlyTransformer.from_pretrained("gpt2"),
         lambda: AttentionOnlyTransformer.from_pretrained_no_processing("gpt2"),
     ):
         with pytest.raises(UnsupportedCallError, match="attn_only_lens"):
             attempt()
-    with pytest.raises(TypeError, match="unexpected keyword argument"):
-        HookedTransformer(HookedTransformerConfig.from_dict(cfg.to_dict()))
-    again = HookedTransformer(converted.source_cfg)
+    again = HookedTransformer(HookedTransformerConfig.from_dict(converted.source_cfg.to_dict()))
     assert [type(block.mlp).__name__ for block in again.blocks] == ["MLP"] * 3
     assert "n_layers" in repr(cfg)
     assert BASE["n_layers"] == converted.source_cfg.n_layers == 3

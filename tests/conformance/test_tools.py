@@ -9,6 +9,7 @@ from models import CORE, build
 from tiny_tokenizer import tiny_tokenizer
 from transformer_lens import SVDInterpreter, patching
 from transformer_lens.head_detector import detect_head
+from transformer_lens.tools.analysis import direct_logit_attribution
 from transformer_lens.tools.analysis.attribution_patching import attribution_patch
 from transformer_lens.utilities import composition_scores
 
@@ -152,8 +153,11 @@ def test_tools_that_count_heads_are_refused(tmp_path):
     converted = convert(source)
     with pytest.raises(UnsupportedCallError, match=r"blocks\[i\]\.cfg\.n_heads"):
         detect_head(converted, "w3 w5 w3", "previous_token_head")
-    with pytest.raises(UnsupportedCallError):
-        SVDInterpreter(converted).get_singular_vectors("OV", layer_index=1, head_index=3)
+    with pytest.raises(UnsupportedCallError, match=r"SVDInterpreter .* on a converted model"):
+        SVDInterpreter(converted)
+    instead = converted.attention_heads.OV[1, 1].svd()
+    expected = SVDInterpreter(source)._get_OV_matrix(1, 1).svd()
+    assert all(torch.equal(*pair) for pair in zip(instead, expected, strict=True))
 
 
 @pytest.mark.parametrize("name", CORE)
@@ -188,3 +192,11 @@ def test_direct_logit_attribution_by_name():
     assert len(labels) == len(parts)
     total = parts.sum(0) + converted.b_U[7]
     assert relative(total, logits[..., 7]) <= 1e-11
+    for unit, names in (
+        ("head", [*converted.all_head_labels(), "remainder"]),
+        ("component", cache.decompose_resid(return_labels=True)[1]),
+    ):
+        found = direct_logit_attribution(converted, CLEAN, 7, unit=unit, pos=None)
+        assert found.labels == names
+        got = found.attribution.sum(0) + converted.b_U[7]
+        assert relative(got, logits[..., 7]) <= 1e-11

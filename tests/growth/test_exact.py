@@ -26,13 +26,17 @@ REFUSED = {
     ("clip_qkv", "width"): "bounds keys",
     ("final_rms", "stream"): "sees the mean of the stream",
 }
+REFUSED |= {("post_norm_grouped", step): REFUSED["post_norm", step] for step in ("heads", "width")}
+REFUSED["post_norm_grouped", "stream"] = REFUSED["post_norm", "stream"]
 NAMES = (*steps(), "all", "all twice")
 SEEN_BY_NO_AXES = ("q_norm.", "k_norm.")  # heads and batch are one axis there
 
 
 @lru_cache(maxsize=2)
 def source(family):
-    model = build(family)
+    # Fewer keys than queries under a norm over all of them: two widths.
+    grouped = {"n_key_value_heads": 1} if family == "post_norm_grouped" else {}
+    model = build("post_norm" if grouped else family, **grouped)
     model.set_use_attn_result(True)
     return model, *cached(model)
 
@@ -52,7 +56,7 @@ def reason(family, name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, "post_norm_grouped"])
 def test_exact_or_refused(family, name):
     model, logits, old = source(family)
     before = state(model)

@@ -1,11 +1,10 @@
 """Where old parts went: names, places, composition, and files."""
 
-import json
-
 import pytest
 import torch
 from growing import all_steps
 from models import build
+from sealed_files import rewrite
 
 from attn_only_lens import CheckpointError, UnknownHeadError, grow
 from attn_only_lens import expansion as ex
@@ -103,8 +102,8 @@ def test_files(family, tmp_path):
     grown = grow(model, ex.compose(all_steps(model), ex.AddHeads(4 * 3, into_groups=True)))
     folder = save_grown(grown, tmp_path / "grown")
     assert read_provenance(folder) == grown.provenance
-    (folder / "provenance.json").write_text(json.dumps({"layers": {}}))
-    with pytest.raises(CheckpointError, match="no readable provenance"):
+    rewrite(folder / "provenance.json", provenance={"layers": {}})
+    with pytest.raises(CheckpointError, match="no readable provenance: axes is missing"):
         read_provenance(folder)
-    with pytest.raises(CheckpointError, match="no readable provenance"):
+    with pytest.raises(CheckpointError, match="this model has no provenance"):
         read_provenance(tmp_path)

@@ -4,11 +4,13 @@ import pytest
 import torch
 from common import D_VOCAB
 from models import build
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 from attn_only_lens import CheckpointError, GrowthError
 from attn_only_lens import expansion as ex
 from attn_only_lens.growth import Training
+from attn_only_lens.growth.training import _DOCUMENT, _Checkpoint
+from attn_only_lens.storage import read_tensors, write_tensors
 
 TOKENS = torch.arange(5 * 7).reshape(5, 7) * 11 % D_VOCAB
 SCHEDULE = {2: ex.AddNeurons(3), 4: ex.compose(ex.AddHeads(1), ex.InsertLayer(at=1))}
@@ -125,17 +127,25 @@ def test_what_does_not_fit_is_refused_and_the_training_stays_as_it_was(tmp_path)
     later = start()
     run(later, 1)
     refused(later, "stands at step 1")
-    tensors = load_file(path)
-    from safetensors import safe_open
-
-    with safe_open(path, "pt") as file:
-        text = file.metadata()
-    save_file({k: v for k, v in tensors.items() if k != "model/embed.W_E"}, path, text)
-    refused(start(), r"other parameters: embed\.W_E")
+    other_init = start()
+    other_init.init = ex.init.zeros()
+    refused(other_init, "another init")
+    tensors, said = read_tensors(path, _DOCUMENT)
+    for change, match in (
+        (lambda t: t.pop("model/embed.W_E"), r"other parameters: embed\.W_E"),
+        (lambda t: t.update({"step/ghost": torch.tensor(1.0)}), "step of ghost"),
+        (lambda t: t.update({"exp_avg/embed.W_E": torch.zeros(2)}), r"exp_avg of embed\.W_E"),
+        (lambda t: t.update({"model/embed.W_E": t["model/embed.W_E"].half()}), r"embed\.W_E"),
+    ):
+        changed = dict(tensors)
+        change(changed)
+        body = {key: said[key] for key in _Checkpoint.__annotations__ if key != "tensors"}
+        write_tensors(path, changed, _DOCUMENT, **body)
+        refused(start(), match)
     path.write_bytes(path.read_bytes()[:1000])
-    refused(start(), "cannot be read")
+    refused(start(), "not a readable safetensors file")
     save_file(tensors, path)
-    refused(start(), "no checkpoint of Training")
+    refused(start(), "does not say that attn-only-lens wrote it")
 
 
 def test_a_schedule_may_be_extended_but_not_by_what_is_past(tmp_path):

@@ -344,30 +344,61 @@ def test_every_site_of_a_layer_together_is_the_other_run(layout):
     assert (total - baseline).sum() == pytest.approx((change @ direction).mean().item(), abs=1e-10)
 
 
-@pytest.mark.parametrize("wanted", ["corrupted", "between"])
+@pytest.mark.parametrize("wanted", ["corrupted", "between", "elsewhere"])
 def test_another_function_of_the_same_name_is_refused(wanted, tmp_path):
-    """The two agree on the clean run, or on both runs and not between."""
+    """The two agree on the clean run, on both runs, or on both and halfway between."""
     model = made()
     clean, corrupted = (model(prompt).detach()[0, -1] for prompt in pair())
     token = int((clean - corrupted).argmax())
     high, low = clean[token], corrupted[token]
 
-    def plain(logits):
-        return logits[0, -1, token]
+    def measure(differs):
+        def fn(logits):
+            way = (logits[0, -1, token] - low) / (high - low)  # 0 and 1 to the bit on the two runs
+            terms = {"corrupted": 1 - way, "between": (1 - way) * way}
+            terms["elsewhere"] = terms["between"] * (way - 0.5)
+            return logits[0, -1, token] + (terms[wanted] if differs else 0 * way)
 
-    def other(logits):
-        way = (logits[0, -1, token] - low) / (high - low)  # 0 and 1 to the bit on the two runs
-        return plain(logits) + (1 - way) * (way if wanted == "between" else 1)
+        return fn
 
-    def swept(fn):
-        metric = p.custom(fn, name="same")
+    def swept(fn, **how):
+        metric = p.custom(fn, name="same", **how)
         return p.activation_patch(
             model, *pair(), metric, sites=SITES, progress=False, resume=tmp_path / "parts"
         )
 
-    assert swept(plain).frame.equals(swept(plain).frame)
-    with pytest.raises(PatchingError, match="metric_values: got"):
-        swept(other)
+    kept = swept(measure(False)).frame
+    assert swept(measure(False)).frame.equals(kept)
+    other = p.activation_patch(model, *pair(), measure(True), sites=SITES, progress=False).frame
+    assert not other["value"].equals(kept["value"])
+    with pytest.raises(PatchingError, match="metric_code: got"):
+        swept(measure(True))
+    with pytest.raises(PatchingError, match="metric_code: got"):
+        swept(measure(False), version="1")
+
+
+def test_what_cannot_be_identified_is_not_resumed_unless_it_has_a_version(tmp_path):
+    model = made()
+    with (tmp_path / "notes").open("w") as file:
+
+        def fn(logits):
+            file.write("measured")
+            return logits[:, -1, 7].mean()
+
+        def swept(**how):
+            metric = p.custom(fn, **how)
+            folder = tmp_path / "parts"
+            return p.activation_patch(
+                model, *pair(), metric, sites=SITES, progress=False, resume=folder
+            )
+
+        with pytest.raises(PatchingError, match=r"fn.*TextIOWrapper.*custom\(fn, version='1'\)"):
+            swept()
+        assert not (tmp_path / "parts").exists()
+        kept = swept(version="1").frame
+        assert swept(version="1").frame.equals(kept)
+        with pytest.raises(PatchingError, match=r'got "version 2"; the folder has "version 1"'):
+            swept(version="2")
 
 
 def test_processes_that_share_no_folder_give_no_part_of_a_frame(tmp_path, monkeypatch):

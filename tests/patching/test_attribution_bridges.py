@@ -4,6 +4,7 @@ import patch_oracle as oracle
 import pytest
 import torch
 import transformers
+from common import IN_PLACE
 from transformer_lens.config import TransformerBridgeConfig
 from transformer_lens.model_bridge import TransformerBridge
 from transformer_lens.model_bridge.sources._bridge_builder import build_bridge_from_module
@@ -80,7 +81,8 @@ def test_gradient_is_the_slope_of_small_patches(name):
 def test_frozen_is_a_patch_of_the_model_held_in_place(name):
     """Exactly, whatever the size of the patch, where all that follows has plain MLPs."""
     model, (clean, corrupted) = bridge_of(name), prompts()
-    names = [n for n in model.hook_dict if n.endswith(("hook_scale", "hook_pattern"))]
+    held = ("hook_scale", "hook_pattern", IN_PLACE["pattern"])
+    names = [n for n in model.hook_dict if n.endswith(held)]
     kept = {n: oracle.seen(model, corrupted, n) for n in names}
     hooks = [(n, lambda value, hook, n=n: kept[n]) for n in names]
     found = p.attribution(model, clean, corrupted, METRIC, method="frozen_pattern")

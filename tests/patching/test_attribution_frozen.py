@@ -3,7 +3,7 @@
 import patch_oracle as oracle
 import pytest
 import torch
-from common import mlp_hook, of_a_library, tokens
+from common import IN_PLACE, mlp_hook, of_a_library, tokens
 from models import CORE, FAMILIES, build
 
 from attn_only_lens import UnsupportedModelError, convert, expose_neuron_heads
@@ -106,7 +106,8 @@ def test_what_all_writers_write_adds_up(family):
 
 def held(model, given):
     """Hooks that hold every pattern and norm scale at what they are in a run."""
-    names = [n for n in model.hook_dict if n.endswith(("hook_scale", "hook_pattern"))]
+    held = ("hook_scale", "hook_pattern", IN_PLACE["pattern"])
+    names = [n for n in model.hook_dict if n.endswith(held)]
     kept = {}
     keep = [(name, lambda value, hook: kept.update({hook.name: value.clone()})) for name in names]
     with torch.no_grad(), model.hooks(fwd_hooks=keep):
@@ -157,7 +158,7 @@ def test_the_claim_is_tried(family, layout, monkeypatch):
     def without(ending):
         return property(lambda self: [h for h in freezing(self) if not h[0].endswith(ending)])
 
-    endings = ["ln_final.hook_scale", "hook_v"] if family == "llama" else ["ln_final.hook_scale"]
+    endings = ["ln_final.hook_scale", *([("hook_v", IN_PLACE["v"])] if family == "llama" else [])]
     for ending in endings:
         monkeypatch.setattr(Frozen, "freezing", without(ending))
         with pytest.raises((UnsupportedModelError, KeyError)):

@@ -1,6 +1,5 @@
 """Results: the scale of scores, what comes first, and files that hold what was saved."""
 
-import json
 import sys
 import time
 
@@ -8,6 +7,7 @@ import numpy as np
 import pandas as pd
 import pytest
 from random_sweeps import POSITIONS, RUN, SITES, sweep, values
+from sealed_files import rewrite
 
 from attn_only_lens import PatchingError
 from attn_only_lens import patching as p
@@ -127,7 +127,7 @@ def test_files_that_are_no_sweep(tmp_path):
     values().to_csv(tmp_path / "plain.csv")
     for name, reason in {
         "plain.parquet": "something else wrote it",
-        "plain.csv": "No such file",
+        "plain.csv": "plain.csv.json is missing",
         "none.parquet": "No such file",
         "sweep.txt": "ends in .parquet or .csv",
     }.items():
@@ -137,10 +137,8 @@ def test_files_that_are_no_sweep(tmp_path):
         sweep().save(tmp_path / "sweep.pkl")
     sweep().save(tmp_path / "new.csv")
     beside = tmp_path / "new.csv.json"
-    said = json.loads(beside.read_text())
-    said["metadata"]["format_version"] = 2
-    beside.write_text(json.dumps(said))
-    with pytest.raises(PatchingError, match="format_version 2; expected 1"):
+    rewrite(beside, lambda said: said["metadata"].update(format_version=2))
+    with pytest.raises(PatchingError, match="format_version: got 2"):
         p.Sweep.load(tmp_path / "new.csv")
 
 

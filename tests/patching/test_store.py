@@ -112,10 +112,11 @@ def test_settings_that_were_changed(tmp_path):
     whole = path.read_text()
     for text, reason in {
         whole.replace("L0N2", "L0N3"): "changed after it was written",
-        whole.replace("PartStore 2", "PartStore 3"): "of format",
-        whole[:-9]: "cannot be read",
-        "[]": "cannot be read",
-        json.dumps({"settings": 3, "format": "", "sha256": ""}): "cannot be read",
+        whole.replace("PartStore", "PartShop"): "has format 'attn_only_lens.PartShop'",
+        whole.replace('"format_version": 3', '"format_version": 4'): "format version 4",
+        whole[:-9]: "is no JSON",
+        "[]": "has format 'list'",
+        json.dumps({"settings": 3, "format": "", "sha256": ""}): "has format ''",
     }.items():
         path.write_text(text)
         with pytest.raises(PatchingError, match=reason):

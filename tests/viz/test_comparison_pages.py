@@ -63,7 +63,10 @@ def found(null=True, evil="m"):
     about |= {"faithfulness": [0.91] * len(labels)}
     about |= {"values": {label: {"clean": 1.5, "corrupted": 0.5} for label in labels}}
     heads, neurons = (every[every["kind"] == kind] for kind in ("attention", "neuron"))
-    return Comparison(heads, neurons, new, circuits, nodes, edges, ("a", "</b>", "c"), about)
+    silent = neurons[["name", "grown_name", "kind", "layer", "grown_layer"]][:0]
+    return Comparison(
+        *(heads, neurons, new, silent, circuits, nodes, edges, ("a", "</b>", "c"), about)
+    )
 
 
 @needs_browser

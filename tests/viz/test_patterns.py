@@ -11,14 +11,17 @@ import pytest
 import torch
 from bridges import boot
 from browser import needs_browser
-from common import BATCH, POS, needs_hooked_transformer, tokens
+from common import BATCH, POS, mlp_hook, needs_hooked_transformer, tokens
 
 from attn_only_lens import (
     PictureError,
     UnknownHeadError,
     UnsupportedCallError,
     convert,
+    dense_pattern,
     expose_neuron_heads,
+    neuron_gate,
+    neuron_pattern,
     viz,
 )
 from attn_only_lens.viz.circuitsvis_page import Component, circuitsvis_page
@@ -234,8 +237,43 @@ def test_refused_names_layers_and_caches(cache):
     _, partial = cache.model.run_with_cache(tokens(), names_filter="blocks.0.attn.hook_pattern")
     with pytest.raises(UnsupportedCallError, match=r"does not hold blocks\.1\.attn\.hook_pattern"):
         viz.attention_view(partial, 1, TEXTS)
-    with pytest.raises(UnsupportedCallError, match="no model with neuron-heads"):
-        viz.attention_view(boot("gpt2").run_with_cache(tokens())[1], 1, TEXTS)
+
+
+NODE = ["id", "kind", "name", "position"]
+READERS = {
+    "neuron_pattern": lambda cache: neuron_pattern(cache, "L1N29"),
+    "neuron_gate": lambda cache: neuron_gate(cache, "L1N29"),
+    "dense_pattern": lambda cache: dense_pattern(cache, "L1N29"),
+    "neuron_pattern_view": lambda cache: viz.neuron_pattern_view(cache, "L1N29", TEXTS),
+    "gate_value_scatter": lambda cache: viz.gate_value_scatter(cache, "L1N29", [TEXTS] * BATCH),
+    "node_patterns": lambda cache: viz.node_patterns(
+        cache, pd.DataFrame([("L1N29", "neuron", "L1N29", 2)], columns=NODE)
+    ),
+    "attention_view": lambda cache: viz.attention_view(cache, 1, TEXTS),
+}
+
+
+@pytest.mark.parametrize("reader", READERS)
+@torch.no_grad()
+def test_caches_of_a_model_that_had_no_neuron_heads_then_or_has_none_now(reader):
+    read, bridge = READERS[reader], boot("gpt2")
+    _, before = bridge.run_with_cache(tokens())
+    with pytest.raises(UnsupportedCallError, match=r"without neuron-heads.*convert the"):
+        read(before)
+    exposed = expose_neuron_heads(bridge)
+    if reader == "attention_view":  # it holds what is read
+        read(before)
+    else:
+        reason = f"does not hold {mlp_hook('pattern')}.*before the model"
+        with pytest.raises(UnsupportedCallError, match=reason):
+            read(before)
+    _, during = bridge.run_with_cache(tokens())
+    read(during)
+    exposed.undo()
+    with pytest.raises(UnsupportedCallError, match=r"without neuron-heads.*call expose"):
+        read(during)
+    with pytest.raises(UnsupportedCallError, match="got a dict; expected the cache"):
+        read(bridge.run_with_cache(tokens(), return_cache_object=False)[1])
 
 
 def test_a_text_too_long_to_draw_is_refused(cache, monkeypatch):

@@ -16,7 +16,9 @@ so a variant that enters block b at position t costs 2 (n_pos - t) Σ_{blocks �
 and its attention, where a whole forward costs 2 n_pos (Σ parameters + d_model · d_vocab).
 
 Every replay is held against the recorded logits before it is used, and every kind of edit that a
-sweep makes of it against hooks (`patching/trials.py`).
+sweep makes of it against hooks (`patching/trials.py`). Where products of matrices are rounded to
+TF32 a model run in parts differs from itself by that; then what is tried is another replay of the
+run, its judge, in full precision.
 """
 
 from abc import ABC, abstractmethod
@@ -30,10 +32,10 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from attn_only_lens.errors import UnsupportedModelError
-from attn_only_lens.heads import attention_heads
+from attn_only_lens.heads import attention_heads, logit_tolerance, neuron_heads
+from attn_only_lens.numerics import full_precision, normal_numbers
 from attn_only_lens.patching.bound import BoundMetric
 from attn_only_lens.patching.record import Hooks, Recording
-from attn_only_lens.tolerances import LOGIT_TOLERANCE
 
 __all__ = ["Replay", "Variants", "adding"]
 
@@ -70,11 +72,22 @@ class Replay(ABC):
 
     def __init__(self, model: Any, recording: Recording, metric: BoundMetric) -> None:
         self.model = model
+        self._judge: Replay | None = None
         self.recording = recording
         self.metric = metric
         self.n_blocks = len(model.blocks)
         self.batch, self.n_pos = recording.tokens.shape
         self._adds: dict[int, bool] = {}
+
+    @property
+    def judge(self) -> "Replay":
+        """The replay that is tried in place of this one."""
+        return self._judge or self
+
+    def judged_by(self, judge: "Replay") -> "Replay":
+        """This replay, trusted as far as another of the same run is."""
+        self._judge = judge
+        return self
 
     @abstractmethod
     def logits(self, variants: Variants) -> Float[Tensor, "row position column"]:
@@ -147,10 +160,12 @@ class Replay(ABC):
 
     def adds(self, block: int, mlp: nn.Module) -> bool:
         """Whether what the MLP of a block puts out is added to the stream as it is: tried once."""
+        if self.judge is not self:
+            with full_precision():
+                return self.judge.adds(block, mlp)
         if block not in self._adds:
             entering, after = self.recording.streams[block : block + 2]
-            noise = torch.randn(after.shape, generator=torch.Generator().manual_seed(0))
-            added = noise.to(after) * after.std()
+            added = normal_numbers(after.shape).to(after) * after.std()
             out = self.leaving(Variants(block, 0, entering, mlp=mlp, added=added))
             error = float((out - after - added).abs().max())
             scale = float(after.abs().max() + added.abs().max())
@@ -167,7 +182,7 @@ class Replay(ABC):
         """
         whole = self.metric.select(self.recording.logits)
         largest = float(self.recording.logits.abs().max())
-        bound = LOGIT_TOLERANCE[whole.dtype] * largest
+        bound = logit_tolerance(neuron_heads(self.model), whole.dtype) * largest
         for block in sorted({0, self.n_blocks // 2, self.n_blocks}):
             for first in {0, self.start(block, self.n_pos)}:
                 entering = self.unchanged(block, first, 2)

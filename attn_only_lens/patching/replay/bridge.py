@@ -17,7 +17,7 @@ would else cost a short suffix as much as its blocks; that too is tried, and lef
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -26,7 +26,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from attn_only_lens.axes import Residual
-from attn_only_lens.heads import attention_heads
+from attn_only_lens.heads import attention_heads, logit_tolerance, neuron_heads
+from attn_only_lens.numerics import full_precision, normal_numbers
 from attn_only_lens.patching.bound import BoundMetric
 from attn_only_lens.patching.record import (
     Recording,
@@ -37,7 +38,6 @@ from attn_only_lens.patching.record import (
 )
 from attn_only_lens.patching.replay.base import Replay, Variants, adding
 from attn_only_lens.patching.replay.past import Past, past_of
-from attn_only_lens.tolerances import LOGIT_TOLERANCE
 
 __all__ = ["BridgeReplay"]
 
@@ -53,7 +53,6 @@ class BridgeReplay(Replay):
         if all(stream.dtype in _FINE for stream in recording.streams):
             self._past = past_of(model, recording)
         self._tried: dict[int, int] = {}  # by position, the first block to run apart from there
-        self._narrow = metric.columns is not None and self._narrows()
 
     def apart(self, block: int, position: int) -> bool:
         """Whether a block and those after it can be run from a position on, by themselves.
@@ -62,6 +61,9 @@ class BridgeReplay(Replay):
         """
         if not position:
             return True
+        if self.judge is not self:
+            with full_precision():
+                return self.judge.apart(block, position)
         if self._past is None:
             return False
         if block < self._tried.get(position, self.n_blocks + 1):
@@ -73,9 +75,9 @@ class BridgeReplay(Replay):
     @torch.no_grad()
     def _try(self, block: int, first: int) -> bool:
         recorded, mask = self.recording.streams[block], self.recording.mask
-        noise = torch.randn(recorded.shape, generator=torch.Generator().manual_seed(0))
-        noise[:, :first] = 0
-        entering = recorded + noise.to(recorded) * recorded.std()
+        moved = normal_numbers(recorded.shape)
+        moved[:, :first] = 0
+        entering = recorded + moved.to(recorded) * recorded.std()
         whole, logits = self._watched(Variants(block, 0, entering))
         try:
             later, again = self._watched(Variants(block, first, entering[:, first:]))
@@ -87,9 +89,9 @@ class BridgeReplay(Replay):
             scale = theirs.abs().amax(-1, keepdim=True)
             if mask is not None:  # no token attends to padding, and none is patched
                 scale = scale.masked_fill(~mask[:, first:, None].bool(), torch.inf)
-            if not _close(mine, theirs, scale):
+            if not self._close(mine, theirs, scale):
                 return False
-        return _close(again, logits, self.recording.logits.abs().max())
+        return self._close(again, logits, self.recording.logits.abs().max())
 
     def _watched(self, variants: Variants) -> tuple[list[Residual], Tensor]:
         """What enters the first block, what leaves it and the others, and the logits."""
@@ -124,9 +126,13 @@ class BridgeReplay(Replay):
             logits = logits[..., self.metric.columns]
         return self.completed(logits, variants.first)
 
-    @torch.no_grad()
-    def _narrows(self) -> bool:
-        """Whether columns of the vocabulary can be unembedded, and the others left out: tried."""
+    @cached_property
+    def _narrow(self) -> bool:
+        """Whether columns of the vocabulary are unembedded, and the others left out: tried."""
+        if self.metric.columns is None:
+            return False
+        if isinstance(self._judge, BridgeReplay):
+            return self._judge._narrow
         linear = self.model.unembed.original_component
         if type(linear) is not nn.Linear or "forward" in vars(linear):  # quantised, or placed
             return False
@@ -137,7 +143,7 @@ class BridgeReplay(Replay):
         except Exception:  # whatever a model says that counts its vocabulary
             return False
         theirs = self.recording.logits
-        return _close(mine, theirs[..., self.metric.columns], theirs.abs().max())
+        return self._close(mine, theirs[..., self.metric.columns], theirs.abs().max())
 
     def leaving(self, variants: Variants) -> Residual:
         """What leaves the first block, from `first` on."""
@@ -209,7 +215,7 @@ class BridgeReplay(Replay):
                 return args
             x = args[0]
             where = (positions - first).repeat(x.shape[0] // self.batch)
-            return (x[torch.arange(x.shape[0]), where].unsqueeze(1), *args[1:])
+            return (x[torch.arange(x.shape[0], device=x.device), where].unsqueeze(1), *args[1:])
 
         handle = self.model.unembed.register_forward_pre_hook(pick)
         try:
@@ -218,11 +224,11 @@ class BridgeReplay(Replay):
         finally:
             handle.remove()
 
-
-def _close(one: Tensor, other: Tensor, scale: Tensor) -> bool:
-    if one.shape != other.shape:
-        return False
-    return bool(((one - other).abs() <= LOGIT_TOLERANCE[other.dtype] * scale).all())
+    def _close(self, one: Tensor, other: Tensor, scale: Tensor) -> bool:
+        if one.shape != other.shape:
+            return False
+        allowed = logit_tolerance(neuron_heads(self.model), other.dtype) * scale
+        return bool(((one - other).abs() <= allowed).all())
 
 
 class _Enough(Exception):

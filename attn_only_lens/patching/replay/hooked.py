@@ -1,5 +1,6 @@
 """HookedTransformers, converted or exposed: their blocks are called one by one."""
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,6 +10,7 @@ from torch import Tensor
 
 from attn_only_lens.axes import Residual
 from attn_only_lens.heads import attention_heads, layout_of
+from attn_only_lens.heads.blocks import block_layer
 from attn_only_lens.patching.bound import BoundMetric
 from attn_only_lens.patching.record import Recording
 from attn_only_lens.patching.replay.base import Replay, Variants, adding
@@ -71,13 +73,14 @@ class HookedReplay(Replay):
 
     def leaving(self, variants: Variants) -> Residual:
         """What leaves the first block, from `first` on."""
+        between: AbstractContextManager[None] = nullcontext()
         if self._parallel and variants.block % 2:
             # This block's neurons read what entered the attention block before it, which no variant
             # that begins between the two has moved.
             attention, n = variants.block - 1, len(variants.entering) // self.batch
             entered = self.unchanged(attention, variants.first, n)
-            self.model.blocks[attention].set_entered(entered)
-        with self.model.hooks(fwd_hooks=list(variants.hooks)), adding(variants):
+            between = self.model.passing.of_another_pass({block_layer(attention): entered})
+        with between, self.model.hooks(fwd_hooks=list(variants.hooks)), adding(variants):
             return self._block(variants.block, variants.entering, variants.first)
 
     def _block(self, index: int, x: Residual, first: int) -> Residual:
@@ -99,7 +102,7 @@ class HookedReplay(Replay):
         repeats, positions = x.shape[0] // self.batch, self.metric.positions
         if positions is not None:
             where = (positions - first).repeat(repeats)
-            x = x[torch.arange(x.shape[0]), where].unsqueeze(1)
+            x = x[torch.arange(x.shape[0], device=x.device), where].unsqueeze(1)
         return self.completed(self._unembedded(x), first)
 
     def _unembedded(self, x: Residual) -> Float[Tensor, "row position column"]:
@@ -120,7 +123,7 @@ class _Kept:
     def __init__(self) -> None:
         self.keys: Tensor | None = None
         self.values: Tensor | None = None
-        self.past_keys = torch.empty(0, 0)
+        self.past_keys = torch.empty(0, 0, device="cpu")
 
     def append(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         self.keys, self.values = keys, values

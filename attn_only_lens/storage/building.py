@@ -1,0 +1,59 @@
+"""A limit to what a configuration can have built: no more than the tensors beside it can fill."""
+
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
+
+from attn_only_lens.errors import CheckpointError
+
+__all__ = ["no_more_than"]
+
+_MODULES = 50  # for each tensor: blocks have hook points, and modules that only hold others
+_FEW = 300
+
+
+@contextmanager
+def no_more_than(tensors: Mapping[str, Tensor]) -> Iterator[None]:
+    """Stop the building of a model at the first sign that these are not its tensors.
+
+    A configuration of a million layers, or of layers a million wide, would take hours or all of the
+    memory before anything could be compared.
+
+    Raises:
+        CheckpointError: more modules are made than belong to so many tensors, or a parameter that
+            is larger than all tensors together.
+    """
+    mine, made = threading.get_ident(), 0
+    elements = sum(tensor.numel() for tensor in tensors.values())
+
+    def count(module: Any, name: str, child: Any) -> None:
+        nonlocal made
+        made += threading.get_ident() == mine
+        if made > _FEW + _MODULES * len(tensors):
+            raise CheckpointError(
+                f"the configuration leads to more modules than {len(tensors)} tensors belong to"
+            )
+
+    def measure(module: Any, name: str, parameter: Any) -> None:
+        if threading.get_ident() == mine and parameter.numel() > elements:
+            raise CheckpointError(
+                f"the configuration leads to a parameter {name} of shape {list(parameter.shape)}, "
+                f"and all tensors together have {elements} entries"
+            )
+
+    hooks = [
+        register_module_module_registration_hook(count),
+        register_module_parameter_registration_hook(measure),
+    ]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()

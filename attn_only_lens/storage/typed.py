@@ -1,0 +1,95 @@
+"""Check values out of JSON against the types that the code has for them anyway.
+
+TypedDicts, dataclasses and the types of `typing` say what is expected. Nothing is built from a
+value before it has been compared with them.
+"""
+
+import reprlib
+from collections.abc import Iterator
+from dataclasses import MISSING, fields, is_dataclass
+from math import isfinite
+from types import UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints, is_typeddict
+
+import torch
+
+__all__ = ["misfits"]
+
+_LARGEST = 2**63  # of whole numbers that torch takes
+
+
+def misfits(value: Any, expected: Any, where: str) -> Iterator[str]:
+    """Every place at which a value out of JSON is not of the type expected.
+
+    Args:
+        value: what `json.loads` returned.
+        expected: a TypedDict or a dataclass, whose fields are the keys of a dictionary; a scalar
+            type; `list`, `dict`, `tuple`, `Literal`, unions of these, or `Any`. A whole number is a
+            float, too; a bool is no number; a `torch.dtype` is the text of its name.
+        where: what the value is called.
+
+    Example:
+        >>> from attn_only_lens.heads import Gating
+        >>> list(misfits({"kind": "exact", "heads_per_neuron": "1"}, Gating, "gate"))
+        ["gate.heads_per_neuron: got '1'; expected int"]
+    """
+    origin, args = get_origin(expected), get_args(expected)
+    if is_typeddict(expected) or is_dataclass(expected):
+        if isinstance(value, dict):
+            yield from _fields(value, expected, where)
+            return
+        fits = False
+    elif origin in (Union, UnionType):
+        fits = any(next(misfits(value, each, where), None) is None for each in args)
+    elif origin is Literal:
+        fits = any(value == each and type(value) is type(each) for each in args)
+    elif (origin or expected) in (list, tuple):
+        each = (args or (Any,))[0]
+        if isinstance(value, list) and (Ellipsis in args or origin is not tuple):
+            for i, item in enumerate(value):
+                yield from misfits(item, each, f"{where}[{i}]")
+            return
+        fits = isinstance(value, list) and len(value) == len(args)
+        if fits:
+            for i, (item, kind) in enumerate(zip(value, args, strict=True)):
+                yield from misfits(item, kind, f"{where}[{i}]")
+            return
+    elif (origin or expected) is dict:
+        if isinstance(value, dict):
+            for key, item in value.items():
+                yield from misfits(item, (args or (str, Any))[1], f"{where}.{key}")
+            return
+        fits = False
+    else:
+        fits = _is(value, expected)
+    if not fits:
+        name = expected.__name__ if isinstance(expected, type) and not args else str(expected)
+        yield f"{where}: got {reprlib.repr(value)}; expected {name.replace('typing.', '')}"
+
+
+def _fields(value: dict[str, Any], expected: Any, where: str) -> Iterator[str]:
+    hints = get_type_hints(expected)
+    if is_typeddict(expected):
+        needed = expected.__required_keys__
+    else:
+        optional = [f for f in fields(expected) if f.init]
+        needed = {f.name for f in optional if f.default is f.default_factory is MISSING}
+        unknown = [key for key in value if key not in {f.name for f in optional}]
+        yield from (f"{where}.{key} is not known" for key in unknown)
+    yield from (f"{where}.{key} is missing" for key in sorted(needed - value.keys()))
+    for key in value.keys() & hints.keys():
+        yield from misfits(value[key], hints[key], f"{where}.{key}")
+
+
+def _is(value: Any, expected: Any) -> bool:
+    if expected is Any:
+        return True
+    if expected is type(None):
+        return value is None
+    if expected is torch.dtype:
+        return isinstance(value, str) and isinstance(getattr(torch, value, None), torch.dtype)
+    if expected is int:
+        return type(value) is int and abs(value) < _LARGEST
+    if expected is float:
+        return _is(value, int) or (type(value) is float and isfinite(value))
+    return type(value) is expected

@@ -1,0 +1,214 @@
+"""Files and folders that are written whole or not at all, at whatever moment the process ends.
+
+Everything is written to a hidden folder beside its destination and moved there in one step:
+
+    .attn_only_lens-<digest of NAME>-<random>/
+        lock    held as long as the process that writes lives
+        new     what is written
+        old     what it replaces, on systems that cannot exchange two folders in one step
+
+A process that is killed leaves that folder behind. The next one that writes NAME, or opens it,
+removes it; where the two steps of such a system were interrupted, it first puts `old` back.
+"""
+
+import ctypes
+import hashlib
+import os
+import secrets
+import shutil
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import IO
+
+from safetensors import SafetensorError
+
+from attn_only_lens.errors import CheckpointError
+
+try:
+    import fcntl
+except ImportError:  # Windows: no leftover is known to be nobody's there, and none is removed
+    fcntl = None  # type: ignore[assignment]
+
+__all__ = ["opened_folder", "whole_folder", "write_text", "written_whole"]
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a text to a file, whole or not at all.
+
+    Raises:
+        CheckpointError: it cannot be written.
+    """
+    with written_whole(path) as new:
+        new.write_text(text, encoding="utf-8")
+
+
+@contextmanager
+def written_whole(path: Path) -> Iterator[Path]:
+    """A path to write a file or a folder to, which is moved to `path` when the block has ended.
+
+    If anything raises, what was at `path` is still there. The text of a link is replaced, not the
+    file that it leads to.
+
+    Raises:
+        CheckpointError: it cannot be written.
+    """
+    if "\0" in str(path):
+        raise CheckpointError(f"got {str(path)!r}; expected a path without the character 0")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _tidy(path)
+        scratch, lock = _scratch(path)
+        with lock:
+            try:
+                new = scratch / "new"
+                yield new
+                # A move must not overtake the contents.
+                for each in [new, *new.rglob("*")]:
+                    if each.is_file():
+                        with each.open("rb") as file:
+                            os.fsync(file.fileno())
+                _move(scratch, path)
+            finally:
+                _discard(scratch, path)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{path} cannot be written: {error}") from error
+
+
+@contextmanager
+def whole_folder(folder: Path, ours: Sequence[str]) -> Iterator[Path]:
+    """A folder to write in, which takes the place of `folder` when the block has ended.
+
+    Args:
+        folder: its place; an earlier one there is replaced. Links are followed.
+        ours: the names that such folders hold, so that nobody else's files are lost.
+
+    Raises:
+        CheckpointError: there is something else in that place, or it cannot be written.
+    """
+    folder = opened_folder(folder)
+    if folder == Path.cwd():
+        raise CheckpointError("got the current folder; expected a folder in it, or elsewhere")
+    if folder.is_dir():
+        foreign = sorted(path.name for path in folder.iterdir() if path.name not in ours)
+        if foreign:
+            raise CheckpointError(
+                f"{folder} is not a saved model alone, it also holds {', '.join(foreign[:5])}"
+                f"{', …' if len(foreign) > 5 else ''}: choose another folder, or move them"
+            )
+    with written_whole(folder) as new:
+        new.mkdir()
+        yield new
+
+
+def opened_folder(
+    folder: str | os.PathLike[str], refuse: Callable[[str], Exception] = CheckpointError
+) -> Path:
+    """The folder at a path, links followed; what a killed process had moved away is put back.
+
+    Raises:
+        CheckpointError: or what `refuse` makes of the reason: there is something else at that
+            path. That nothing is there is no error.
+    """
+    try:
+        found = Path(folder).resolve()
+        if not os.path.lexists(found):
+            _tidy(found)
+        is_folder = found.is_dir() or not os.path.lexists(found)
+    except (OSError, RuntimeError, TypeError, ValueError) as error:  # RuntimeError: links in a ring
+        raise refuse(f"got {folder!r}, which is no usable path: {error}") from error
+    if not is_folder:
+        raise refuse(f"{folder} is a file; expected a folder")
+    return found
+
+
+def _move(scratch: Path, path: Path) -> None:
+    """Put what was written in its place, and what was there into the hidden folder."""
+    new, old = scratch / "new", scratch / "old"
+    if new.is_dir() and path.is_dir():
+        if _exchange(new, path):
+            return
+        os.replace(path, old)  # until the next line, only `_discard` knows where it is
+    os.replace(new, path)
+
+
+def _exchange(one: Path, other: Path) -> bool:
+    """Exchange two folders in one step; False, and nothing done, where the system cannot."""
+    a, b = os.fsencode(one), os.fsencode(other)
+    here, swap = -100, 2  # AT_FDCWD; RENAME_EXCHANGE of Linux, RENAME_SWAP of macOS
+    try:
+        if sys.platform == "linux":
+            return bool(ctypes.CDLL(None).renameat2(here, a, here, b, swap) == 0)
+        if sys.platform == "darwin":
+            return bool(ctypes.CDLL(None).renamex_np(a, b, swap) == 0)
+    except AttributeError:  # a C library without the call
+        pass
+    return False
+
+
+def _discard(scratch: Path, path: Path) -> None:
+    """Remove a hidden folder, the lock last. What it holds of `path` goes back if that is gone."""
+    new, old, lock = (scratch / name for name in ("new", "old", "lock"))
+    if old.exists() and not os.path.lexists(path):
+        os.replace(old, path)
+    for each in (new, old):
+        if each.is_dir():
+            shutil.rmtree(each, ignore_errors=True)
+        else:
+            with suppress(OSError):
+                each.unlink(missing_ok=True)
+    # What could not be removed now, the next one removes: nothing that was written is at stake.
+    with suppress(OSError):
+        if not new.exists() and not old.exists():
+            lock.unlink(missing_ok=True)
+            scratch.rmdir()
+
+
+def _tidy(path: Path) -> None:
+    """Remove hidden folders of this destination that no living process writes to."""
+    for scratch in path.parent.glob(f"{_hidden(path)}*"):
+        try:
+            lock = (scratch / "lock").open("r+")
+        except OSError:
+            with suppress(OSError):
+                scratch.rmdir()  # if it is empty; who has just made it will make another
+            continue
+        with lock, suppress(OSError):
+            if _locked(lock):
+                _discard(scratch, path)
+
+
+def _scratch(path: Path) -> tuple[Path, IO[str]]:
+    """A new hidden folder for this destination, and its lock."""
+    while True:
+        scratch = path.with_name(f"{_hidden(path)}{secrets.token_hex(8)}")
+        scratch.mkdir(mode=0o700)
+        try:
+            lock = (scratch / "lock").open("x")
+        except FileNotFoundError:  # another process has tidied it up
+            continue
+        try:
+            if _locked(lock) is not False and scratch.is_dir():
+                return scratch, lock
+        except BaseException:
+            lock.close()
+            raise
+        lock.close()
+
+
+def _hidden(path: Path) -> str:
+    # Of one length for every name: the longest that a file system allows leaves no room for more.
+    digest = hashlib.sha256(os.fsencode(path.name)).hexdigest()
+    return f".attn_only_lens-{digest[:16]}-"
+
+
+def _locked(lock: IO[str]) -> bool | None:
+    """Lock a file for as long as it is open; None where the file system has no locks."""
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except (OSError, AttributeError):
+        return None
+    return True

@@ -1,0 +1,192 @@
+"""What notebooks do to attention by filters of hook names, on exposed models and on plain ones.
+
+The functions are TransformerLens' main demo's and ARENA's, written anew from their descriptions.
+Each must give bitwise what it gives on the plain model: a filter for attention's hooks that also
+selected those of neuron-heads would patch, freeze, ablate or mask neurons too, or crash on them.
+"""
+
+import re
+from functools import partial
+
+import models
+import pytest
+import torch
+from bridges import CHOSEN, boot
+from common import IN_PLACE, mlp_hook, needs_hooked_transformer, tokens
+
+from attn_only_lens import expose_neuron_heads
+
+ENDINGS = ("z", "q", "k", "v", "pattern", "scores", "attn_scores", "result")
+PARTS = ("z", "attn", "pattern", "score", "hook_q", "hook_k", "hook_v", "hook_z", "result")
+OFF = ("attn_in", "_input")
+FILTERS = {
+    **{f"*{x}": lambda name, x=x: name.endswith(x) for x in ENDINGS},
+    **{f"*hook_{x}": lambda name, x=x: name.endswith(f"hook_{x}") for x in ENDINGS},
+    # What has to be switched on first is left out: TransformerLens warns of it, or refuses.
+    **{f"*{x}*": lambda name, x=x: x in name and not name.endswith(OFF) for x in PARTS},
+}
+MODELS = {
+    "hooked": lambda: models.build("gelu"),
+    "gated hooked": lambda: models.build("llama"),
+    "bridge": lambda: boot("gpt2"),
+    "compatible bridge": lambda: boot("gpt2", state="names"),
+    "gated bridge": lambda: boot("llama", state="names"),
+}
+EACH = [
+    pytest.param(make, id=name, marks=[needs_hooked_transformer] * name.endswith("hooked"))
+    for name, make in MODELS.items()
+]
+CLEAN, CORRUPTED = tokens(0), tokens(1)
+
+
+def words(names):
+    return {word for name in names for word in re.split(r"[._]", name) if not word.isdecimal()}
+
+
+@pytest.mark.parametrize("family", [*CHOSEN, "bert"])
+def test_no_word_of_another_hook_selects_a_neuron_head(family):
+    """Whatever filter is made of the words in the names that a bridge has."""
+    bridge = boot(family, state="names")
+    theirs = list(bridge.hook_dict)
+    ours = set(expose_neuron_heads(bridge).model.hook_dict) - set(theirs)
+    assert ours == {mlp_hook(point, layer) for point in IN_PLACE for layer in range(2)}
+    for word in words(theirs) - {"blocks", "mlp", "hook"}:
+        assert not any(name.endswith(word) for name in ours), word
+        if len(word) > 1 or word == "z":
+            assert not any(word in name for name in ours), word
+    assert any("act" in name for name in ours), "the control"
+
+
+def selected(model, how, chosen):
+    """What a filter selects, by name, and what is there."""
+    seen = {}
+
+    def look(x, hook):
+        seen[hook.name] = x.detach().clone()
+
+    if how == "run_with_cache":
+        return model.run_with_cache(CLEAN, names_filter=chosen)[1].cache_dict
+    if how == "run_with_hooks":
+        model.run_with_hooks(CLEAN, return_type=None, fwd_hooks=[(chosen, look)])
+    elif how == "add_hook":
+        model.add_hook(chosen, look)
+        model(CLEAN)
+        model.reset_hooks()
+    else:
+        for name, point in model.hook_dict.items():
+            if chosen(name):
+                point.add_hook(look)
+        model(CLEAN)
+        model.reset_hooks()
+    return seen
+
+
+@pytest.mark.parametrize("how", ["run_with_cache", "run_with_hooks", "add_hook", "hook_dict"])
+@pytest.mark.parametrize("make", EACH)
+@torch.no_grad()
+def test_filters_select_what_they_select_on_the_plain_model(make, how):
+    plain, exposed = make(), expose_neuron_heads(make()).model
+    for model in (plain, exposed):
+        model.set_use_attn_result(True)
+    total = 0
+    for label, chosen in FILTERS.items():
+        expected, got = selected(plain, how, chosen), selected(exposed, how, chosen)
+        assert list(got) == list(expected), label
+        assert all(torch.equal(got[name], expected[name]) for name in got), label
+        total += len(got)
+    assert total > 50
+    assert mlp_hook("z") in selected(exposed, how, lambda name: "neuron" in name), "the control"
+
+
+def path_patching(model):
+    """The effect of each head on the logits by every way but other heads, which are frozen."""
+    is_z = lambda name: name.endswith("z")  # noqa: E731
+    _, new = model.run_with_cache(CORRUPTED, names_filter=is_z)
+    _, old = model.run_with_cache(CLEAN, names_filter=is_z)
+    last = f"blocks.{model.cfg.n_layers - 1}.hook_resid_post"
+
+    def patch_or_freeze(z, hook, layer, head):
+        z[...] = old[hook.name][...]
+        if hook.layer() == layer:
+            z[:, :, head] = new[hook.name][:, :, head]
+        return z
+
+    effects = []
+    for layer in range(model.cfg.n_layers):
+        for head in range(model.cfg.n_heads):
+            model.reset_hooks()
+            model.add_hook(is_z, partial(patch_or_freeze, layer=layer, head=head))
+            _, patched = model.run_with_cache(CLEAN, names_filter=lambda name: name == last)
+            model.reset_hooks()
+            put = (last, lambda x, hook, patched=patched: patched[last])
+            effects.append(model.run_with_hooks(CLEAN, fwd_hooks=[put]))
+    return torch.stack(effects) - model(CLEAN)
+
+
+def mean_ablation(model):
+    """The logits where every head but one is what it is on average over other prompts."""
+    is_z = lambda name: name.endswith("z")  # noqa: E731
+    _, cache = model.run_with_cache(CORRUPTED, return_type=None, names_filter=is_z)
+
+    def ablate(z, hook):
+        mean = cache[hook.name].mean(0, keepdim=True).expand_as(z).clone()
+        if hook.layer() == 1:
+            mean[:, :, 1] = z[:, :, 1]
+        return mean
+
+    model.reset_hooks()
+    model.add_hook(is_z, ablate)
+    logits = model(CLEAN)
+    model.reset_hooks()
+    return logits
+
+
+def induction_scores(model):
+    """How much each head attends to the token after the last time the same token came."""
+    half = tokens(2, pos=5)
+    scores = torch.zeros(model.cfg.n_layers, model.cfg.n_heads, dtype=torch.float64)
+
+    def look(pattern, hook):
+        stripe = pattern.diagonal(dim1=-2, dim2=-1, offset=1 - half.shape[1])
+        scores[hook.layer(), :] = stripe.mean((0, -1))
+
+    hooks = [(lambda name: name.endswith("pattern"), look)]
+    model.run_with_hooks(torch.cat([half, half], 1), return_type=None, fwd_hooks=hooks)
+    return scores
+
+
+def padding_masks(model, point):
+    """The logits where the first three tokens are hidden from all heads, by a loop over hooks."""
+    hidden = (torch.arange(CLEAN.shape[1]) < 3)[None, None, None, :]
+
+    def mask(x, hook):
+        return x.masked_fill(hidden, -1e4 if point == "attn_scores" else 0.0)
+
+    for name, each in model.hook_dict.items():
+        if name.endswith(point):
+            each.add_hook(mask)
+    logits = model(CLEAN)
+    model.reset_hooks()
+    return logits
+
+
+FUNCTIONS = {
+    "path patching": path_patching,
+    "mean ablation": mean_ablation,
+    "induction scores": induction_scores,
+    "masks on scores": partial(padding_masks, point="attn_scores"),
+    "masks on patterns": partial(padding_masks, point="pattern"),
+}
+
+
+@pytest.mark.parametrize("function", FUNCTIONS.values(), ids=FUNCTIONS)
+# A bridge that is not compatible caches under one name what its hooks have by another.
+@pytest.mark.parametrize("make", [each for each in EACH if each.id != "bridge"])
+@torch.no_grad()
+def test_functions_of_notebooks_do_what_they_do_on_the_plain_model(make, function):
+    plain, exposed = make(), expose_neuron_heads(make()).model
+    expected, logits = function(plain), plain(CLEAN)
+    assert torch.equal(function(exposed), expected)
+    assert expected.std() > 1e-6
+    if expected.shape == logits.shape:
+        assert (expected - logits).abs().max() > 1e-3, "the control"

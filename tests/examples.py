@@ -1,0 +1,47 @@
+"""Run the Python examples of a text, in order and together, with what the package needs alone.
+
+    python -I tests/examples.py README.md docs/growth.md  # of pages
+    python -I tests/examples.py "README.md#Install"        # of one section
+
+`make wheel` does so with an installed wheel. With `-I`, nothing of the repository can be imported.
+"""
+
+import re
+import sys
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
+
+EXAMPLE = re.compile(r"^```python\n(.*?)^```", re.M | re.S)
+
+
+def run(text, name):
+    """Run the examples in a text; how many there are."""
+    blocks = EXAMPLE.findall(text)
+    namespace = {}
+    for number, block in enumerate(blocks):
+        exec(compile(block, f"{name}, example {number}", "exec"), namespace)
+    return len(blocks)
+
+
+def section(text, title):
+    """The section of a text under a title of the second level."""
+    [found] = re.findall(rf"^## {title}\n(.*?)(?=^## |\Z)", text, re.M | re.S)
+    return found
+
+
+def main(pages):
+    for page in pages:
+        path, _, title = page.partition("#")
+        text = Path(path).read_text("utf-8")
+        n = run(section(text, title) if title else text, page)
+        assert n, f"{page} has no example"
+        print(f"{n} examples of {page} ran")
+    where = Path(find_spec("attn_only_lens").origin)
+    assert where.is_relative_to(sys.prefix), f"{where} is not what was installed in {sys.prefix}"
+    versions = {name: version(name) for name in ("attn-only-lens", "transformer-lens", "torch")}
+    print(f"with Python {sys.version.split()[0]}, {versions}, in {where.parent}")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,123 @@
+"""Names of heads, and of their hook points in whatever model they are asked of."""
+
+import models
+import pytest
+import torch
+from bridges import boot
+from common import D_MLP, IN_PLACE, mlp_hook, needs_hooked_transformer, relative, tokens
+
+from attn_only_lens import (
+    HeadName,
+    UnknownHeadError,
+    UnsupportedCallError,
+    convert,
+    expose_neuron_heads,
+    to_stock,
+)
+
+SOURCES = {
+    "bridge": lambda: boot("gpt2"),
+    "gated bridge": lambda: boot("llama"),
+    "hooked": lambda: models.build("gelu"),
+}
+EACH = pytest.mark.parametrize(
+    "source",
+    [pytest.param(n, marks=[needs_hooked_transformer] * (n == "hooked")) for n in SOURCES],
+)
+ATTENTION = {point: f"blocks.1.attn.hook_{point}" for point in IN_PLACE}
+HEAD, NEURON = HeadName.parse("L1H1"), HeadName.parse("L1N5")
+
+
+def points(name, model):
+    return {point: name.hook(point, model) for point in IN_PLACE}
+
+
+def ablated(model, at, index):
+    """The logits where one head puts out nothing, and whether anything was there."""
+    seen = []
+
+    def silence(x, hook):
+        seen.append(x[:, :, index].abs().max())
+        return x.index_fill(2, torch.tensor(index), 0.0)
+
+    logits = model.run_with_hooks(tokens(), fwd_hooks=[(at, silence)])
+    (largest,) = seen
+    assert largest > 0
+    return logits
+
+
+@EACH
+@torch.no_grad()
+def test_hook_points_are_those_of_the_model_that_is_asked(source):
+    """Heads and neurons of equal layer and index are told apart, in both layouts."""
+    plain = SOURCES[source]()
+    assert points(HEAD, plain) == ATTENTION
+    expected = ablated(plain, "blocks.1.mlp.hook_post", 5), ablated(plain, ATTENTION["z"], 1)
+    layouts = {"in place": expose_neuron_heads(SOURCES[source]()).model}
+    if source == "hooked":
+        layouts["two blocks a layer"] = convert(plain)
+    for layout, model in layouts.items():
+        names = points(NEURON, model), points(HEAD, model)
+        if layout == "in place":
+            assert names == ({point: mlp_hook(point) for point in IN_PLACE}, ATTENTION)
+            blocks = 1, 1
+        else:
+            neurons = {point: f"blocks.3.attn.hook_{point}" for point in IN_PLACE}
+            assert names == (neurons, {p: f"blocks.2.attn.hook_{p}" for p in IN_PLACE})
+            blocks = 3, 2
+        assert (NEURON.block(model), HEAD.block(model)) == blocks
+        got = ablated(model, names[0]["z"], 5), ablated(model, names[1]["z"], 1)
+        assert relative(got[0], expected[0]) < 1e-12
+        assert relative(got[1], expected[1]) < 1e-12
+        assert relative(got[0], expected[1]) > 1e-3
+
+
+@pytest.fixture(scope="module")
+def exposed():
+    return expose_neuron_heads(boot("gpt2")).model
+
+
+@pytest.mark.parametrize(
+    ("name", "point", "message"),
+    [
+        ("L1N5", "hook_z", "got point='hook_z'; expected .* attn_scores"),
+        ("L1H1", "rot_q", "got point='rot_q'"),
+        ("L2N5", "z", "'L2N5'; the model has layers 0 to 1"),
+        ("L2H1", "z", "'L2H1'; the model has layers 0 to 1"),
+        (f"L1N{D_MLP}", "z", "layer 1 has neurons 0 to 36"),
+        ("L1H2", "z", "layer 1 has attention heads 0 to 1"),
+        ("L1N5.0", "z", "the neuron has one head, L1N5"),
+    ],
+)
+def test_heads_and_points_that_are_not_there_are_refused(exposed, name, point, message):
+    with pytest.raises(UnknownHeadError, match=message):
+        HeadName.parse(name).hook(point, exposed)
+    if point == "z":
+        with pytest.raises(UnknownHeadError, match=message):
+            HeadName.parse(name).block(exposed)
+
+
+def test_members_are_those_of_the_model():
+    model = expose_neuron_heads(boot("gpt2"), gate="bilinear", heads_per_neuron=4).model
+    for name in ("L1N5", "L1N5.3"):
+        assert HeadName.parse(name).hook("z", model) == mlp_hook("z")
+    with pytest.raises(UnknownHeadError, match=r"L1N5\.0 … L1N5\.3"):
+        HeadName.parse("L1N5.4").hook("z", model)
+
+
+@pytest.mark.parametrize(
+    ("name", "model", "message"),
+    [
+        ("L1N5", lambda: boot("gpt2"), "without neuron-heads.*convert.*expose_neuron_heads"),
+        ("L1H1", lambda: "in place", "got a str; expected a model"),
+        ("L1N5", lambda: None, "got a NoneType; expected a model"),
+        ("L1N5", lambda: expose_neuron_heads(boot("gpt2")), "got a ExposedNeurons"),
+        pytest.param(
+            *("L0H1", lambda: to_stock(convert(models.build("silu"))), "to_stock"),
+            marks=needs_hooked_transformer,
+        ),
+    ],
+)
+def test_models_that_say_nothing_of_a_head_are_refused(name, model, message):
+    with pytest.raises(UnsupportedCallError, match=message):
+        HeadName.parse(name).hook("z", model())
