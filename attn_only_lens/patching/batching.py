@@ -67,7 +67,7 @@ class Batching:
             if found is None:
                 self._halve(len(chunk), tokens_each)
                 continue
-            values[chunk.to(values.device)] = found.to(values)
+            values[chunk.cpu()] = found.cpu().to(values.dtype)
             self._on_done(len(chunk))
             left = left[size:]
 
