@@ -26,7 +26,8 @@ comma := ,
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 export PIP_NO_INPUT = 1
 
-.PHONY: help demo test lint types contracts docs browser pytest pytest4 notebooks wheel bench clean
+.PHONY: help demo test lint types contracts docs browser pytest pytest4 notebooks wheel bench \
+	conformance clean
 .DEFAULT_GOAL := help
 
 help: ## what there is to make
@@ -74,6 +75,9 @@ wheel: ## install the wheel into empty environments, run the README's examples o
 
 bench: .venv/ready ## source against converted: time and memory
 	$(BIN)/python analyses/bench_convert.py
+
+conformance: .venv/ready .venv4/ready ## TransformerLens' own tests on our models: docs/conformance.md
+	$(BIN)/python analyses/conformance.py
 
 clean: ## remove what make made
 	rm -rf .venv .venv4 out site

@@ -29,6 +29,7 @@ from attn_only_lens.gates import (
 from attn_only_lens.growth import Grown, grow
 from attn_only_lens.heads import HeadName, dense_pattern, neuron_gate, neuron_pattern
 from attn_only_lens.stock import to_stock
+from attn_only_lens.texts import token_texts
 from attn_only_lens.two_blocks import AttentionOnlyCache, AttentionOnlyTransformer, HeadStack
 from attn_only_lens.verify import Verification, verify
 
@@ -73,5 +74,6 @@ __all__ = [
     "range_gate",
     "save",
     "to_stock",
+    "token_texts",
     "verify",
 ]

@@ -54,9 +54,9 @@ class Demo:
     def clearest(self) -> pd.DataFrame:
         """For each key frequency, how many neuron-heads it has, and the one that shows it best."""
         periodic = self.neuron_heads.query("explained > @PERIODIC")
-        best = periodic.sort_values("explained").groupby("frequency").tail(1)
+        best = periodic.loc[periodic.groupby("frequency")["explained"].idxmax()]
         best = best.assign(neuron_heads=best["frequency"].map(periodic["frequency"].value_counts()))
-        return best.sort_values("neuron_heads", ascending=False).reset_index(drop=True)
+        return best.sort_values("neuron_heads", ascending=False, kind="stable", ignore_index=True)
 
 
 def run() -> Demo:
@@ -75,7 +75,7 @@ def run() -> Demo:
 def _untrained(model: HookedTransformer) -> HookedTransformer:
     """The same architecture with random weights, as training began."""
     fresh = modular_addition()
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator("cpu").manual_seed(0)
     with torch.no_grad():
         for name, parameter in fresh.named_parameters():
             if ".b_" not in name:
@@ -102,7 +102,7 @@ def periodicity(grids: Float[Tensor, "neuron a b"]) -> pd.DataFrame:
     power = torch.fft.fft2(centred).abs() ** 2
     share = []
     for k in range(1, MODULUS // 2 + 1):
-        entries = torch.tensor([0, k, MODULUS - k])
+        entries = torch.tensor([0, k, MODULUS - k], device=power.device)
         share.append(power[:, entries[:, None], entries].sum(dim=(1, 2)))
     explained, best = (torch.stack(share) / power.sum(dim=(1, 2))).nan_to_num(0.0).max(dim=0)
     frequency = best + 1

@@ -19,12 +19,12 @@ from attn_only_lens.in_place import (
     UnknownMLPError,
     exposed_heads,
     hide,
-    random,
     run_alone,
     show,
     undisturbed,
 )
-from attn_only_lens.mlps import known_mlps
+from attn_only_lens.mlps import known_mlps, not_finite
+from attn_only_lens.numerics import full_precision, normal_numbers
 from attn_only_lens.tl import HookedTransformer
 
 __all__ = ["ExposedNeurons", "expose_as", "expose_neuron_heads"]
@@ -139,6 +139,8 @@ def expose_neuron_heads(
     """
     wanted = BilinearRequest(heads_per_neuron, tolerance, calibration)
     known = known_mlps(model, _PROBLEM)
+    if not exposed_heads(model) and (reasons := not_finite(model)):
+        raise UnsupportedModelError(reasons, _PROBLEM)
     return expose_as(model, known, _gating(known, gate, wanted))
 
 
@@ -190,6 +192,7 @@ def _gating(known: list[KnownMLP], gate: str, wanted: BilinearRequest) -> Gating
     return gating
 
 
+@full_precision()
 @torch.no_grad()
 def _show_checked(model: Any, heads: list[InPlace]) -> None:
     """Show the heads, and hold every MLP against itself: as it was, as it is, with every hook live.
@@ -199,7 +202,9 @@ def _show_checked(model: Any, heads: list[InPlace]) -> None:
     """
     reasons = []
     try:
-        inputs = [random((2, 7, each.mlp.W_out.shape[1]), 2).to(each.mlp.W_out) for each in heads]
+        inputs = [
+            normal_numbers((2, 7, each.mlp.W_out.shape[1]), 2).to(each.mlp.W_out) for each in heads
+        ]
         before = [
             run_alone(each.mlp, each.sockets, x) for each, x in zip(heads, inputs, strict=True)
         ]

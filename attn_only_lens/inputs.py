@@ -11,7 +11,7 @@ __all__ = ["checked_tokens"]
 
 
 def checked_tokens(model: HookedTransformer | TransformerBridge, tokens: object) -> Tokens:
-    """Tokens that the model can run on, from tokens or a text.
+    """Tokens that the model can run on, on its device, from tokens or a text.
 
     Raises:
         UnsupportedCallError: they are not integers [batch, pos] of its vocabulary, or too long for
@@ -37,4 +37,5 @@ def checked_tokens(model: HookedTransformer | TransformerBridge, tokens: object)
         raise UnsupportedCallError(
             f"tokens: got values from {low} to {high}, pos {tokens.shape[1]}; {expected}"
         )
-    return tokens
+    device = next(model.parameters()).device
+    return tokens.to(device)

@@ -53,7 +53,7 @@ def test_a_graph_and_a_page_of_it(folder, expected, tmp_path):
     assert data["nodes"]["id"] == graph.nodes["id"].tolist()
     tops = [each["top"] for each in data["details"].values() if "top" in each]
     assert len(tops) == 19
-    assert all(text.startswith(("w", "<")) for top in tops for text, _ in top)
+    assert all(text.startswith(("·w", "·<", "<")) for top in tops for text, _ in top)
     # A page of the file is that of the graph alone.
     result = run("picture", tmp_path / "circuit.json", "--out", tmp_path / "again.html")
     assert result.exit_code == 0, result.output

@@ -19,18 +19,21 @@ from attn_only_lens.circuits.graph import EDGE_COLUMNS, CircuitGraph, chosen
 from attn_only_lens.circuits.linearised import Linearised, linearised
 from attn_only_lens.errors import CircuitError
 from attn_only_lens.heads import layout_of, neuron_heads
+from attn_only_lens.numerics import full_precision
 from attn_only_lens.patching.bound import require_differentiable
 from attn_only_lens.patching.custom_metric import AnyMetric, as_metric
 from attn_only_lens.patching.metrics import bind
 from attn_only_lens.patching.pairs import reasons_against
-from attn_only_lens.patching.prompts import Prompts, token_texts, unpaired
+from attn_only_lens.patching.prompts import Prompts, unpaired
 from attn_only_lens.patching.record import record
+from attn_only_lens.texts import token_texts
 
 __all__ = ["attribution_graph"]
 
 _TOP = 300
 
 
+@full_precision()
 def attribution_graph(
     model: Any,
     prompts: Prompts,
@@ -83,7 +86,7 @@ def attribution_graph(
     require_differentiable(bound, run.logits)
     value = bound.of(run.logits)
     linear = linearised(model, run, bound)
-    every = torch.cat([attributions(at).flatten() for at in linear.sublayers]).double().cpu()
+    every = torch.cat([attributions(at).flatten() for at in linear.sublayers]).cpu().double()
     sizes = np.abs(every.numpy())
     index = chosen(sizes, top=top, mass=mass)
     picked = _picked(linear, index)

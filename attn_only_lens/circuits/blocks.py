@@ -30,6 +30,7 @@ from torch import Tensor
 from transformer_lens import FactoredMatrix
 
 from attn_only_lens.errors import CircuitError
+from attn_only_lens.numerics import where_float64_is
 
 __all__ = [
     "Group",
@@ -74,15 +75,16 @@ def reader_factor(matrix: FactoredMatrix, names: tuple[str, ...]) -> Tensor:
 def embedding_factor(W_E: Float[Tensor, "d_vocab d_model"]) -> Float[Tensor, "1 d_model d_model"]:
     """The factor of the embedding, by its Gram matrix in float64."""
     d_model = W_E.shape[1]
-    gram = torch.zeros(d_model, d_model, dtype=torch.float64, device=W_E.device)
-    for rows in W_E.split(_PIECE):
+    fine = where_float64_is(W_E)
+    gram = torch.zeros(d_model, d_model, dtype=torch.float64, device=fine.device)
+    for rows in fine.split(_PIECE):
         rows = rows.double()
         gram.addmm_(rows.T, rows)
     if not gram.isfinite().all():
         raise CircuitError(["the embedding has weights that are not finite"], _PROBLEM)
     values, vectors = torch.linalg.eigh(gram)
     factor = values.clamp(min=0).sqrt()[:, None] * vectors.T
-    return _unit(factor.to(W_E.dtype)[None], ("embed",))
+    return _unit(factor.to(W_E)[None], ("embed",))
 
 
 _PROBLEM = "no composition scores can be computed"
@@ -134,8 +136,8 @@ class Largest:
 
     def __init__(self, k: int) -> None:
         self.k = k
-        self.values = torch.empty(0)
-        self.pairs: Int[Tensor, "pair 2"] = torch.empty(0, 2, dtype=torch.long)
+        self.values = torch.empty(0, device="cpu")
+        self.pairs: Int[Tensor, "pair 2"] = torch.empty(0, 2, dtype=torch.long, device="cpu")
         self.seen = 0
 
     def add(self, found: Float[Tensor, "writer reader"], first: tuple[int, int]) -> None:

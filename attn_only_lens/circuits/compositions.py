@@ -47,6 +47,7 @@ from attn_only_lens.circuits.ends import (
 from attn_only_lens.circuits.weights import Kind, Weights
 from attn_only_lens.errors import CircuitError
 from attn_only_lens.patching.sites import LayerSites, Sites, all_heads
+from attn_only_lens.plain import is_count
 
 __all__ = ["composition", "top_compositions"]
 
@@ -170,7 +171,7 @@ def top_compositions(
     reasons = [
         f"got {name}={value!r}; expected a positive integer"
         for name, value in (("k", k), ("block", block))
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1
+        if not is_count(value, 1)
     ]
     if reasons:
         raise CircuitError(reasons, PROBLEM)
@@ -215,6 +216,6 @@ def _size(into: list[LayerSites | None]) -> int:
 
 def _frame(model: Any, pairs: Any, found: Tensor, kind: str, note: str) -> pd.DataFrame:
     frame = pd.DataFrame(pairs, columns=["writer", "reader"])
-    score = found.double().cpu().numpy()
+    score = found.cpu().double().numpy()
     ratio = score * model.cfg.d_model**0.5
     return frame.assign(kind=kind, score=score, ratio_to_baseline=ratio, note=note)

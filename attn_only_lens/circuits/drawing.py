@@ -78,10 +78,10 @@ class Drawn:
                 "source": np.array(sources, dtype=object)[column.cpu().numpy()],
                 "target": np.array(ids, dtype=object)[row.cpu().numpy()],
                 "kind": kind,
-                "weight": weights[row, column].double().cpu().numpy(),
+                "weight": weights[row, column].cpu().double().numpy(),
             }
         )
-        return frame, each[:, row, column].T.double().cpu().numpy()
+        return frame, each[:, row, column].T.cpu().double().numpy()
 
     def nodes(self, value: float, rest: float) -> pd.DataFrame:
         """The nodes: embedding, heads by layer, and the others."""

@@ -22,6 +22,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from attn_only_lens.circuits.weights import Weights
+from attn_only_lens.numerics import where_float64_is
 from attn_only_lens.patching.sites import neuron_heads, resolve
 
 __all__ = ["enrichment"]
@@ -78,6 +79,6 @@ def enrichment(
 
 
 def _cos(one: Float[Tensor, "neuron d_model"], other: Float[Tensor, "neuron d_model"]) -> Any:
-    one, other = one.double(), other.double()
+    one, other = (where_float64_is(each).double() for each in (one, other))
     product = (one * other).sum(-1) / (one.norm(dim=-1) * other.norm(dim=-1))
     return product.clamp(-1, 1).cpu().numpy()

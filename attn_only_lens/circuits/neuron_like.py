@@ -25,6 +25,7 @@ from attn_only_lens.axes import Tokens
 from attn_only_lens.errors import CircuitError
 from attn_only_lens.heads import point_name
 from attn_only_lens.inputs import checked_tokens
+from attn_only_lens.numerics import where_float64_is
 from attn_only_lens.patching.sites import heads, resolve
 
 __all__ = ["neuron_like_heads"]
@@ -102,7 +103,7 @@ def _reducing(
                 [f"layer {layer}: got a pattern {list(pattern.shape)}; expected {list(expected)}"],
                 _PROBLEM,
             )
-        found[layer] = _shares(pattern[:, :, 1:].double())
+        found[layer] = _shares(where_float64_is(pattern[:, :, 1:]).double())
 
     return hook
 

@@ -28,6 +28,7 @@ from attn_only_lens.errors import CircuitError
 from attn_only_lens.heads.blocks import heads_block, neurons_block
 from attn_only_lens.heads.names import HeadName
 from attn_only_lens.storage import write_text
+from attn_only_lens.texts import joined
 
 __all__ = ["to_neuronpedia"]
 
@@ -79,7 +80,7 @@ def to_neuronpedia(graph: CircuitGraph, path: str | Path, *, slug: str, scan: st
             "scan": scan or graph.model,
             "transcoder_list": [],
             "prompt_tokens": list(tokens),
-            "prompt": "".join(tokens),
+            "prompt": joined(tokens),
             "node_threshold": graph.mass,
             "schema_version": 1,
         },

@@ -105,7 +105,7 @@ def _by_layer(heads: list[HeadName]) -> Iterator[tuple[list[int], LayerSites]]:
     for place, head in enumerate(heads):
         groups.setdefault((head.layer, head.kind), []).append(place)
     for (layer, kind), places in groups.items():
-        index = torch.tensor([heads[place].index for place in places])
+        index = torch.tensor([heads[place].index for place in places], device="cpu")
         names = tuple(str(heads[place]) for place in places)
         yield places, LayerSites(layer, kind, names, index, torch.full_like(index, WHOLE))
 

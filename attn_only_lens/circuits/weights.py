@@ -14,7 +14,6 @@ Norms are folded, or left out (`wiring.py`). Half precision is computed in float
 """
 
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any, Literal, get_args
 
 import torch
@@ -25,6 +24,7 @@ from transformer_lens import FactoredMatrix
 from attn_only_lens.circuits.wiring import Norm, Wiring, wirings
 from attn_only_lens.errors import CircuitError
 from attn_only_lens.heads import block_of, neuron_heads
+from attn_only_lens.numerics import normal_numbers
 from attn_only_lens.patching.sites import WHOLE, LayerSites
 from attn_only_lens.tl import HookedTransformer
 
@@ -212,14 +212,9 @@ def _is(weight: Tensor, part: Any, path: str) -> bool:
         flat = weight.flatten(0, 1) if path == "attn.o" else weight.transpose(0, 1).flatten(1)
     else:
         flat = weight
-    x = _probe(flat.shape[0]).to(flat)
+    x = normal_numbers((3, flat.shape[0])).to(flat)
     got = linear(x) - linear(torch.zeros_like(x))
     expected = x @ flat
     if got.shape != expected.shape:
         return False
     return bool((got - expected).norm() <= _UNCHECKED * expected.norm())
-
-
-@lru_cache(maxsize=8)
-def _probe(width: int) -> Tensor:
-    return torch.randn((3, width), generator=torch.Generator().manual_seed(0), dtype=torch.float64)

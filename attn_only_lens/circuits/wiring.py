@@ -243,18 +243,17 @@ def _fitting(part: Any, name: str, given: Tensor, returned: Tensor) -> Norm:
     Raises:
         _UnknownError: it is neither LayerNorm nor RMSNorm.
     """
-    x, y = given.double(), returned.double()
+    x, y = given.cpu().double(), returned.cpu().double()
     weight = getattr(part.original_component, "weight", None)
     bias = getattr(part.original_component, "bias", None)
-    y = y if bias is None else y - bias.detach().double()
+    y = y if bias is None else y - bias.detach().cpu().double()
     fits = []
     for centres, offset in product((True, False), (0.0, 1.0)):
         w = None if weight is None else weight.detach() + offset
-        norm = Norm(w, centres)
         centred = x - x.mean(-1, keepdim=True) if centres else x
         scale = centred.square().mean(-1, keepdim=True).sqrt()
-        expected = norm.written(x) / scale
-        fits.append(((expected - y).norm().item(), _parallel(expected, y), norm))
+        expected = (centred if w is None else centred * w.cpu().double()) / scale
+        fits.append(((expected - y).norm().item(), _parallel(expected, y), Norm(w, centres)))
     _, fitting, norm = min(fits, key=lambda fit: fit[0])
     if not fitting:
         raise _UnknownError(f"what its {name} makes of the stream is neither LayerNorm nor RMSNorm")
@@ -263,4 +262,6 @@ def _fitting(part: Any, name: str, given: Tensor, returned: Tensor) -> Norm:
 
 def _parallel(one: Tensor, other: Tensor) -> bool:
     """Whether each row is a positive multiple of the other's: within half precision's rounding."""
-    return bool((torch.cosine_similarity(one.double(), other.double(), dim=-1) > 1 - 1e-3).all())
+    return bool(
+        (torch.cosine_similarity(one.cpu().double(), other.cpu().double(), dim=-1) > 1 - 1e-3).all()
+    )

@@ -12,7 +12,8 @@ from attn_only_lens.cli.tasks import given_prompts, patchable, require_writable
 from attn_only_lens.errors import AttnOnlyLensError
 from attn_only_lens.heads import neuron_heads, point_name
 from attn_only_lens.heads.blocks import HEAD_KINDS
-from attn_only_lens.patching.prompts import token_texts, unpaired
+from attn_only_lens.patching.prompts import unpaired
+from attn_only_lens.texts import token_texts
 from attn_only_lens.viz import (
     attention_view,
     circuit_view,
@@ -83,7 +84,7 @@ def pattern(
             for kind in HEAD_KINDS
         ]
         _, cache = loaded.run_with_cache(ids, names_filter=patterns)
-        texts = token_texts(loaded, ids[0].tolist())
+        texts = token_texts(loaded, ids[0])
         if neurons is not None:
             page = neuron_pattern_view(cache, neurons.split(","), texts)
         else:

@@ -68,7 +68,7 @@ def given_prompts(texts: list[str], option: str, tokens: bool) -> list[str] | to
             f"{option}: got prompts of {[len(r) for r in rows]} tokens; expected "
             "as many in each, since tokens have no padding here"
         )
-    return torch.tensor(rows)
+    return torch.tensor(rows, device="cpu")
 
 
 def numbers(text: str, option: str) -> list[int]:

@@ -70,7 +70,7 @@ class Alignment:
     def of_second(self, d_model: int) -> "Alignment":
         """The second model with itself, or another of its shape, of the same components."""
         pairs = tuple(replace(pair, first=pair.second) for pair in self.pairs)
-        return Alignment(pairs, self.new, torch.arange(d_model))
+        return Alignment(pairs, self.new, torch.arange(d_model, device="cpu"))
 
 
 def align(model: Any, grown: Any, provenance: Provenance) -> Alignment:
@@ -135,14 +135,14 @@ def _went(
 
 def _named(names: Sequence[str], kind: HeadKind) -> LayerSites:
     parsed = [HeadName.parse(name) for name in names]
-    index = torch.tensor([name.index for name in parsed])
+    index = torch.tensor([name.index for name in parsed], device="cpu")
     return LayerSites(parsed[0].layer, kind, tuple(names), index, torch.full_like(index, WHOLE))
 
 
 def _coordinates(
     model: Any, grown: Any, provenance: Provenance, reasons: list[str]
 ) -> Int[Tensor, "d_model"]:
-    found = torch.as_tensor(provenance.coordinates, dtype=torch.long).cpu()
+    found = torch.as_tensor(provenance.coordinates, dtype=torch.long, device="cpu")
     narrow, wide = model.cfg.d_model, grown.cfg.d_model
     if found.shape != (narrow,):
         reasons.append(f"it has {list(found.shape)} coordinates; the original has {narrow}")

@@ -15,7 +15,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-import torch
 from torch import Tensor
 
 from attn_only_lens.axes import Tokens
@@ -106,9 +105,11 @@ def _cut(model: Any, tokens: Any, corrupted: Prompts | None, size: int) -> Itera
     else:
         pairs = [PromptPair(rows, rows.roll(-1, dims=0)) for rows in _by_length(model, tokens)]
     for pair in pairs:
-        for rows in torch.arange(len(pair.clean)).tensor_split(-(-len(pair.clean) // size)):
-            mask = None if pair.mask is None else pair.mask[rows]
-            yield PromptPair(pair.clean[rows], pair.corrupted[rows], mask)
+        n = -(-len(pair.clean) // size)
+        masks = [None] * n if pair.mask is None else pair.mask.tensor_split(n)
+        yield from map(
+            PromptPair, pair.clean.tensor_split(n), pair.corrupted.tensor_split(n), masks
+        )
 
 
 def _by_length(model: Any, tokens: Any) -> Sequence[Tokens]:

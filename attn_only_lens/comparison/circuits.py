@@ -26,6 +26,7 @@ from attn_only_lens.comparison.batches import Batch
 from attn_only_lens.comparison.measure import Measured, key_of, on
 from attn_only_lens.comparison.overlap import Floats, Ints, largest
 from attn_only_lens.errors import UnsupportedModelError
+from attn_only_lens.numerics import full_precision
 from attn_only_lens.patching.custom_metric import AnyMetric
 from attn_only_lens.patching.metrics import bind
 from attn_only_lens.patching.prompts import PromptPair
@@ -118,7 +119,7 @@ def scores(run: Measured, names: Names) -> Float[np.ndarray, "node batch"]:
     found = np.full((len(names.names), names.n_pos, batch), np.nan)
     for sites, rows in zip(names.sites, names.rows, strict=True):
         effects = run.effects[key_of(sites)][sites.index.to(run.real.device)]
-        found[rows] = effects.permute(0, 2, 1).double().cpu().numpy()
+        found[rows] = effects.permute(0, 2, 1).cpu().double().numpy()
     return found.reshape(-1, batch)
 
 
@@ -188,6 +189,7 @@ def drawn(models: Sequence[Any], batch: Batch, names: Sequence[Names], nodes: In
     return Edges(every, ends, tuple(spread))
 
 
+@full_precision()
 def _edges(
     model: Any, pair: PromptPair, metric: AnyMetric, picked: list[list[tuple[int, int]]]
 ) -> tuple[pd.DataFrame, Float[np.ndarray, "edge batch"]]:

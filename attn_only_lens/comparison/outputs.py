@@ -29,6 +29,7 @@ from torch import Tensor
 from attn_only_lens.circuits.weights import Weights
 from attn_only_lens.circuits.wiring import wirings
 from attn_only_lens.comparison.alignment import Aligned
+from attn_only_lens.numerics import where_float64_is
 from attn_only_lens.patching.sites import LayerSites
 
 __all__ = ["Grams", "Writers", "squares"]
@@ -119,6 +120,7 @@ def _products(one: Tensor, other: Tensor) -> Tensor:
 
 def _dot(z: Tensor, gram: Tensor, other: Tensor) -> Float[Tensor, "site"]:
     if gram.shape[1:] == (1, 1):  # neurons: the matrix product would be as many of size 1
-        return (z * other).squeeze(-1).sum(0, dtype=torch.float64) * gram[:, 0, 0].double()
+        written = where_float64_is((z * other).squeeze(-1)).sum(0, dtype=torch.float64)
+        return written * where_float64_is(gram[:, 0, 0]).double()
     moved = torch.einsum("tsa,sab->tsb", z, gram)
-    return (moved * other).sum(-1).sum(0, dtype=torch.float64)
+    return where_float64_is((moved * other).sum(-1)).sum(0, dtype=torch.float64)

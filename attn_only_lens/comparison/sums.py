@@ -35,6 +35,7 @@ from attn_only_lens.comparison.measure import Measured, key_of
 from attn_only_lens.comparison.outputs import Grams, Writers, squares
 from attn_only_lens.comparison.overlap import Floats
 from attn_only_lens.comparison.patterns import divergence, gate_divergence
+from attn_only_lens.numerics import where_float64_is
 from attn_only_lens.patching.sites import LayerSites
 from attn_only_lens.tolerances import rounding
 
@@ -153,7 +154,9 @@ class NewSums:
 
     def __init__(self, writers: Writers, sites: Sequence[LayerSites]) -> None:
         self._sites, self._writers = sites, writers
-        self._sums = [torch.zeros(3, len(each.names), dtype=torch.float64) for each in sites]
+        self._sums = [
+            torch.zeros(3, len(each.names), dtype=torch.float64, device="cpu") for each in sites
+        ]
         self._n_prompts = self._n_tokens = 0
         self._span = 0.0
 
@@ -212,7 +215,7 @@ def _norms(z: Float[Tensor, "token site d_head"]) -> Float[Tensor, "site"]:
 
 def _by_prompt(one: Measured, sites: LayerSites) -> Float[Tensor, "site batch"]:
     effects = one.effects[key_of(sites)]
-    return effects[sites.index.to(effects.device)].sum(-1, dtype=torch.float64)
+    return where_float64_is(effects[sites.index.to(effects.device)]).sum(-1, dtype=torch.float64)
 
 
 def _divergences(one: Measured, other: Measured, pair: Aligned) -> Float[Tensor, "site batch"]:
@@ -224,8 +227,8 @@ def _divergences(one: Measured, other: Measured, pair: Aligned) -> Float[Tensor,
         mine, theirs = one.gates(pair.first), other.gates(pair.second)
         found = gate_divergence(mine, theirs.to(mine.device)).mean(-1)
     real = one.real.to(found.device).unsqueeze(-1)
-    total = found.where(real, 0.0).sum(1, dtype=torch.float64)  # [batch, site]
-    return (total / real.sum(1)).T
+    total = where_float64_is(found.where(real, 0.0)).sum(1, dtype=torch.float64)  # [batch, site]
+    return (total / real.sum(1).to(total.device)).T
 
 
 def _error(total: Floats, squared: Floats, n: int) -> Floats:

@@ -20,6 +20,7 @@ from attn_only_lens.expansion.initialise import Initialiser, own
 from attn_only_lens.expansion.plan import Plan, carry_out
 from attn_only_lens.expansion.provenance import Provenance
 from attn_only_lens.expansion.weights import WRITERS, Weights, tail
+from attn_only_lens.numerics import where_float64_is
 
 __all__ = ["CentreStream", "is_layer_norm"]
 
@@ -91,7 +92,7 @@ def _centred(tensor: Float[Tensor, "*any d_model"]) -> Float[Tensor, "*any d_mod
     """Minus its mean over d_model; as it is, to the bit, where that is rounding already."""
     if tensor.device.type == "meta":  # somebody asks for shapes only
         return tensor
-    exact = tensor.double()
+    exact = where_float64_is(tensor).double()
     mean = exact.mean(-1, keepdim=True)
     rounding = torch.finfo(tensor.dtype).eps * exact.abs().amax(-1, keepdim=True)
-    return tensor if (mean.abs() <= rounding).all() else (exact - mean).to(tensor.dtype)
+    return tensor if (mean.abs() <= rounding).all() else (exact - mean).to(tensor)

@@ -91,7 +91,7 @@ def drawn(init: Initialiser, new: New, seed: int) -> Float[Tensor, "..."]:
 def _generator(seed: int, *what: object) -> torch.Generator:
     """A generator for one thing to draw, so that the order of drawing does not matter."""
     digest = hashlib.sha256(repr((seed, *what)).encode()).digest()
-    return torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
+    return torch.Generator("cpu").manual_seed(int.from_bytes(digest[:7], "big"))
 
 
 def _key(new: New, seed: int) -> torch.Generator:
@@ -101,18 +101,20 @@ def _key(new: New, seed: int) -> torch.Generator:
 
 
 def _normal(new: New, seed: int) -> Float[Tensor, "..."]:
-    return torch.randn(new.shape, generator=_key(new, seed), dtype=torch.float64)
+    return torch.randn(new.shape, generator=_key(new, seed), dtype=torch.float64, device="cpu")
 
 
 @dataclass(frozen=True)
 class _Own:
     def __call__(self, new: New, seed: int) -> Float[Tensor, "..."]:
         if not new.is_matrix:
-            return torch.full(new.shape, float(new.is_gain), dtype=torch.float64)
+            return torch.full(new.shape, float(new.is_gain), dtype=torch.float64, device="cpu")
         std = _own_std(new)
         if not new.constants.init[0].endswith("uniform"):
             return std * _normal(new, seed)
-        uniform = torch.rand(new.shape, generator=_key(new, seed), dtype=torch.float64)
+        uniform = torch.rand(
+            new.shape, generator=_key(new, seed), dtype=torch.float64, device="cpu"
+        )
         return std * math.sqrt(3) * (2 * uniform - 1)
 
 
@@ -144,7 +146,7 @@ class _Normal:
 @dataclass(frozen=True)
 class _Zeros:
     def __call__(self, new: New, seed: int) -> Float[Tensor, "..."]:
-        return torch.zeros(new.shape, dtype=torch.float64)
+        return torch.zeros(new.shape, dtype=torch.float64, device="cpu")
 
 
 @dataclass(frozen=True)
@@ -152,7 +154,7 @@ class _Copies:
     noise: float
 
     def __call__(self, new: New, seed: int) -> Float[Tensor, "..."]:
-        old = new.old.detach().to("cpu", torch.float64)
+        old = new.old.detach().cpu().double()
         if new.dim is None or new.axis is None:
             made = old
         else:
@@ -161,7 +163,9 @@ class _Copies:
             size, n_new = old.shape[new.dim], new.shape[new.dim]
             axis = Axis(new.axis.label.removeprefix("kv_"), new.axis.layer)
             key = _generator(seed, axis, size, new.constants.n_layers)
-            made = old.index_select(new.dim, torch.randint(size, (n_new,), generator=key))
+            made = old.index_select(
+                new.dim, torch.randint(size, (n_new,), generator=key, device="cpu")
+            )
         scale = old.std(correction=0) if old.numel() > 1 else old.abs().max()
         return made + self.noise * (scale if scale > 0 else 1.0) * _normal(new, seed)
 
@@ -181,14 +185,14 @@ class _GradMax:
             or layer not in self.products
         ):
             return other
-        product = self.products[layer].detach().to("cpu", torch.float64)
+        product = self.products[layer].detach().cpu().double()
         d_model = other.shape[0]
         if product.shape != (d_model, d_model):
             raise ValueError(
                 f"got a product of {tuple(product.shape)} for layer {layer}; expected d_model by "
                 f"d_model, {d_model} where {new.name} grows"
             )
-        old = nn.functional.normalize(new.old.detach().to("cpu", torch.float64), dim=0)
+        old = nn.functional.normalize(new.old.detach().cpu().double(), dim=0)
         found = torch.linalg.svd(product).U
         taken = (found.T @ old).abs().amax(dim=1) > _SAME  # by an earlier growth of these products
         directions = found[:, ~taken][:, : new.shape[1]]

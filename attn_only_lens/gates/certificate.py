@@ -100,7 +100,7 @@ def _half_line(name: str, heads: list[tuple[float, float, float]]) -> float:
 
 def _errors(name: str, heads: list[tuple[float, float, float]], step: float) -> Tensor:
     """e(t) at the nodes 0, step, ..., T."""
-    t = torch.arange(round(_END / step) + 1, dtype=torch.float64) * step
+    t = torch.arange(round(_END / step) + 1, dtype=torch.float64, device="cpu") * step
     difference = -GATES[name].bias_weight(t)
     for w, b, c in heads:
         difference += w * torch.sigmoid(-(b * t + c))

@@ -45,6 +45,7 @@ from torch import Tensor
 
 from attn_only_lens.gates.bilinear import sum_of_sigmoids
 from attn_only_lens.gates.exact import GATES, working_precision
+from attn_only_lens.numerics import where_float64_is
 
 __all__ = ["RangeGate", "range_gate"]
 
@@ -152,7 +153,8 @@ class RangeGate:
 
     def error_at(self, g: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
         """Approximation minus α(g), in float64: at most `bound` on the range, any size outside."""
-        return self.activation(g.double()) - GATES[self.name].activation(g.double())
+        g = where_float64_is(g).double()
+        return self.activation(g) - GATES[self.name].activation(g)
 
 
 def range_gate(name: str, heads_per_neuron: int, range: float) -> RangeGate:

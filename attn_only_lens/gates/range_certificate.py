@@ -68,7 +68,7 @@ def certified_range_bound(gate: RangeGate) -> float:
             f"power of two; got {len(gate.a)} for {gate.name!r} on {gate.range!r}"
         )
     width = 2.0 * gate.range / _CELLS
-    nodes = width * torch.arange(-_CELLS // 2, _CELLS // 2 + 1, dtype=torch.float64)
+    nodes = width * torch.arange(-_CELLS // 2, _CELLS // 2 + 1, dtype=torch.float64, device="cpu")
     at_nodes = (gate.activation(nodes) - GATES[gate.name].activation(nodes)).abs().max().item()
     bends = sum(abs(a) * b * b for a, b in zip(gate.a, gate.b, strict=True))
     between = width**2 / 8.0 * (_CURVATURE[gate.name] + _SIGMOID_CURVATURE * bends)

@@ -46,6 +46,11 @@ class _Place(TypedDict):
     size: int
 
 
+class _Source(TypedDict):
+    marks: dict[str, tuple[float, float]]
+    precision: float
+
+
 class _Provenance(TypedDict):
     layers: _Place
     axes: list[tuple[str, int | None, _Place]]
@@ -56,6 +61,7 @@ class _Provenance(TypedDict):
     rescaled: dict[str, float]
     zeros: list[tuple[str, list[_Runs]]]
     centred: bool
+    source: _Source | None
 
 
 def save_grown(grown: Grown, folder: str | os.PathLike[str]) -> Path:
@@ -171,13 +177,11 @@ def _from_json(data: dict[str, Any]) -> Provenance:
         rescaled=data["rescaled"],
         zeros=tuple(Zeros(name, tuple(map(_indices, where))) for name, where in data["zeros"]),
         centred=data["centred"],
-        source=source and _identity(source),
+        source=source
+        and Identity(
+            {name: tuple(mark) for name, mark in source["marks"].items()}, source["precision"]
+        ),
     )
-
-
-def _identity(data: dict[str, Any]) -> Identity:
-    marks = {name: (float(sum_), float(norm)) for name, (sum_, norm) in data["marks"].items()}
-    return Identity(marks, float(data["precision"]))
 
 
 def _place_to_json(place: Place) -> dict[str, Any]:

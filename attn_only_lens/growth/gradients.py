@@ -10,6 +10,7 @@ from torch import Tensor
 from attn_only_lens.axes import Logits, Tokens
 from attn_only_lens.errors import GrowthError
 from attn_only_lens.growth.hooked import HOOKED
+from attn_only_lens.numerics import where_float64_is
 
 __all__ = ["gradient_products"]
 
@@ -74,6 +75,7 @@ def gradient_products(
             for handle in handles:
                 handle.remove()
         for layer, (x, g) in enumerate(zip(inputs, gradients, strict=True)):
-            product = x.flatten(0, 1).double().T @ g.flatten(0, 1).double()
+            x, g = (where_float64_is(each.flatten(0, 1)).double() for each in (x, g))
+            product = x.T @ g
             products[layer] = products.get(layer, 0) + product
     return products

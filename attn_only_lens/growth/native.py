@@ -22,6 +22,7 @@ from attn_only_lens.gates import GATES
 from attn_only_lens.growth.hooked import reasons_against_unequal, settled
 from attn_only_lens.growth.rim import Parameter, Rim
 from attn_only_lens.in_place import exposed_heads, reasons_against_copying
+from attn_only_lens.numerics import same_randomness
 
 __all__ = ["NATIVE"]
 
@@ -196,7 +197,8 @@ def _write(template: Any, weights: Weights, source_of: Callable[[str], str]) -> 
     settings = {"init_weights": cfg.init_weights, "seed": cfg.seed}
     cfg.init_weights, cfg.seed = False, None
     some = next(template.parameters())
-    with torch.random.fork_rng(devices=[]):  # building must not touch the caller's random state
+    cpu = torch.device("cpu")
+    with same_randomness(cpu), cpu:  # building must not touch the caller's random state
         model = TransformerBridge.boot_native(
             cfg, tokenizer=template.tokenizer, device=some.device, dtype=some.dtype
         )

@@ -24,6 +24,7 @@ from attn_only_lens.axes import SELF, PreActivation
 from attn_only_lens.gates import GATES, BilinearGate, RangeGate
 from attn_only_lens.gates.exact import working_precision
 from attn_only_lens.heads.computation import NeuronHeads, is_live, tracked_like
+from attn_only_lens.numerics import where_float64_is
 
 __all__ = ["BilinearHeads", "largest_query"]
 
@@ -54,7 +55,7 @@ class BilinearHeads(NeuronHeads):
 
     def error(self, q: PreActivation, act_fn: str) -> float:
         """The largest |approximation - activation| over pre-activations q, in float64."""
-        q, gated = q.double(), isinstance(self._mixture, RangeGate)
+        q, gated = where_float64_is(q).double(), isinstance(self._mixture, RangeGate)
         approximate = self._mixture.mixture(q) * (1.0 if gated else q)
         return (approximate - GATES[act_fn].activation(q)).abs().max().item()
 

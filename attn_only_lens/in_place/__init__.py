@@ -1,6 +1,6 @@
 """Neuron-heads beside the MLPs of a model that stays what it is."""
 
-from attn_only_lens.in_place.alone import random, run_alone, undisturbed
+from attn_only_lens.in_place.alone import run_alone, undisturbed
 from attn_only_lens.in_place.beside import BilinearInPlace, InPlace
 from attn_only_lens.in_place.copying import copied_bridge, reasons_against_copying
 from attn_only_lens.in_place.exposed import exposed_heads, hidden, hide, show
@@ -16,7 +16,6 @@ __all__ = [
     "exposed_heads",
     "hidden",
     "hide",
-    "random",
     "reasons_against_copying",
     "recognise",
     "run_alone",

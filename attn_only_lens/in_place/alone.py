@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from transformer_lens.hook_points import HookPoint
 
 from attn_only_lens.in_place.sockets import Sockets, UnknownMLPError
+from attn_only_lens.numerics import same_randomness
 
-__all__ = ["random", "run_alone", "undisturbed"]
+__all__ = ["run_alone", "undisturbed"]
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
@@ -48,10 +49,8 @@ def run_alone(mlp: Any, sockets: Sockets, x: Tensor) -> Tensor:
 
 
 def _run(module: nn.Module, x: Tensor) -> Any:
-    devices = [x.device] if x.device.type == "cuda" else []
     try:
-        with torch.random.fork_rng(devices):
-            torch.manual_seed(0)
+        with same_randomness(x.device):
             return module(x)
     except UnknownMLPError:
         raise
@@ -86,8 +85,3 @@ def undisturbed(mlps: Iterable[object]) -> Iterator[None]:
 
 def _is_point(module: nn.Module) -> bool:
     return isinstance(module, HookPoint)
-
-
-def random(shape: tuple[int, ...], seed: int) -> Tensor:
-    """Normal numbers, the same every time, in float64."""
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)

@@ -10,6 +10,7 @@ later. `misfit` is therefore held against 1 again wherever heads take the place 
 computed (`InPlace.put_out`).
 """
 
+import math
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -18,8 +19,9 @@ import torch
 from torch import Tensor, nn
 
 from attn_only_lens.gates import GATES
-from attn_only_lens.in_place.alone import random, run_alone
+from attn_only_lens.in_place.alone import run_alone
 from attn_only_lens.in_place.sockets import Sockets, UnknownMLPError, sockets_of
+from attn_only_lens.numerics import normal_numbers
 from attn_only_lens.tl import GatedMLP
 
 __all__ = ["KnownMLP", "misfit", "recognise"]
@@ -72,7 +74,8 @@ def misfit(
     """
     u = torch.ones((), dtype=q.dtype, device=q.device) if u is None else u.to(q.dtype)
     expected = GATES[act_fn].activation(q) * u + b_in
-    size = (1.0 + q.abs()) * (1.0 + u.abs()) + torch.as_tensor(b_in).abs()
+    size = (1.0 + q.abs()) * (1.0 + u.abs())
+    size = size + (b_in.abs() if isinstance(b_in, Tensor) else abs(b_in))
     limits = torch.finfo(post.dtype)
     error = (post.to(q.dtype) - expected).abs() / (_ROUNDINGS * limits.eps * size)
     # Half precision has no number for what overflows; a nan of the users' own stays theirs.
@@ -86,7 +89,7 @@ def _activation(mlp: Any, sockets: Sockets, cfg: Any) -> str:
     d_mlp, d_model = W_out.shape
     shape = (_BATCH, _POS, d_mlp)
     q = _queries(shape).to(W_out)
-    u = torch.ones_like(q) if sockets.linear is None else random(shape, 1).to(W_out)
+    u = torch.ones_like(q) if sockets.linear is None else normal_numbers(shape, 1).to(W_out)
     seen: dict[str, list[Tensor]] = {"pre": [], "linear": [], "post": []}
 
     def hand_on(name: str, value: Tensor) -> Any:
@@ -105,7 +108,7 @@ def _activation(mlp: Any, sockets: Sockets, cfg: Any) -> str:
             hooks.append((sockets.linear, hand_on("linear", u)))
         for point, hook in hooks:
             stack.callback(point.register_forward_hook(hook).remove)
-        run_alone(mlp, sockets, random((_BATCH, _POS, d_model), 0).to(W_out))
+        run_alone(mlp, sockets, normal_numbers((_BATCH, _POS, d_model)).to(W_out))
 
     fired = [len(seen["pre"]), len(seen["post"])] + [len(seen["linear"])] * bool(sockets.linear)
     if set(fired) != {1}:
@@ -118,16 +121,17 @@ def _activation(mlp: Any, sockets: Sockets, cfg: Any) -> str:
 
 def _queries(shape: tuple[int, ...]) -> Tensor:
     """From -12 to 12 in even steps; at either end a few that are far out."""
-    q = torch.linspace(-12, 12, torch.Size(shape).numel(), dtype=torch.float64)
-    far = torch.logspace(1.2, torch.tensor(_FAR).log10().item(), 5, dtype=torch.float64)
+    q = torch.linspace(-12, 12, math.prod(shape), dtype=torch.float64, device="cpu")
+    far = torch.logspace(1.2, math.log10(_FAR), 5, dtype=torch.float64, device="cpu")
     q[:5], q[-5:] = -far.flip(0), far
     return q.reshape(shape)
 
 
 def _name(post: Tensor, q: Tensor, u: Tensor, mlp: Any, cfg: Any) -> str:
     """The activation that made `post` of q and u; the one that the model names, of equals."""
-    b_in = mlp.b_in.double() if isinstance(mlp, GatedMLP) else 0.0
-    errors = {name: misfit(name, post, q.double(), u, b_in) for name in GATES}
+    post, q, u = post.cpu(), q.cpu().double(), u.cpu()
+    b_in = mlp.b_in.cpu().double() if isinstance(mlp, GatedMLP) else 0.0
+    errors = {name: misfit(name, post, q, u, b_in) for name in GATES}
     within = [name for name, error in errors.items() if error <= 1.0]
     if cfg.act_fn in within:
         return str(cfg.act_fn)

@@ -14,6 +14,7 @@ from attn_only_lens.errors import PatchingError
 from attn_only_lens.heads import block_of
 from attn_only_lens.heads.blocks import HEAD_KINDS
 from attn_only_lens.inputs import checked_tokens
+from attn_only_lens.numerics import full_precision, matmul_precision
 from attn_only_lens.patching.batching import Batching
 from attn_only_lens.patching.bound import Metric
 from attn_only_lens.patching.custom_metric import AnyMetric, as_metric
@@ -32,6 +33,7 @@ from attn_only_lens.patching.sources import ABLATIONS, DIRECTIONS, Source, ablat
 from attn_only_lens.patching.store import PartStore
 from attn_only_lens.patching.sweep import Sweeper, frame_of, groups_of
 from attn_only_lens.patching.trials import require_same
+from attn_only_lens.plain import is_count
 
 __all__ = ["activation_patch"]
 
@@ -124,10 +126,10 @@ def activation_patch(
     total = sum(len(groups[i]) for i in mine)
     shown = progress and processes.first
     with tqdm(total=total, unit="site", desc=processes.name, disable=not shown) as bar:
-        logits_each = runs.metric.select(target.logits).numel()
-        batching = Batching(model, batch_size, bar.update, logits_each)
         replay = replay_of(model, target, runs.metric)
-        _try(replay, chosen, where, part)
+        batching = Batching(model, batch_size, bar.update, replay.numbers_of_token)
+        with full_precision():
+            _try(replay.judge, chosen, where, part)
         sweeper = Sweeper(replay, source, part, baseline, batching)
         for i in mine:
             frame = frame_of(groups[i], sweeper.values(groups[i]))
@@ -156,8 +158,7 @@ def _checked(
     model: Any, part: str, direction: str, reference: object, batch_size: object
 ) -> tuple[Part, str]:
     reasons = reasons_against(model)
-    counts = isinstance(batch_size, int) and not isinstance(batch_size, bool) and batch_size > 0
-    if batch_size is not None and not counts:
+    if batch_size is not None and not is_count(batch_size, 1):
         reasons.append(f"got batch_size={batch_size!r}; expected 1 or more, or None")
     reasons += not_one_of("part", part, PARTS)
     reasons += not_one_of("direction", direction, (*DIRECTIONS, *ABLATIONS))
@@ -226,6 +227,7 @@ def _settings(
         "metric_code": _identified(metric),
         "sites": [name for each in sites for name in each.names],
         "positions": [each.label for each in positions],
+        "float32 products": matmul_precision(),
         "part": part,
         "direction": direction,
     }

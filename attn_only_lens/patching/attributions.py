@@ -45,6 +45,7 @@ import torch
 from torch import Tensor
 
 from attn_only_lens.errors import PatchingError
+from attn_only_lens.numerics import full_precision
 from attn_only_lens.patching.bound import require_differentiable, require_slope
 from attn_only_lens.patching.closed_form import answered
 from attn_only_lens.patching.custom_metric import AnyMetric
@@ -60,6 +61,7 @@ from attn_only_lens.patching.results import Sweep
 from attn_only_lens.patching.sites import Sites, all_heads, resolve
 from attn_only_lens.patching.sources import DIRECTIONS
 from attn_only_lens.patching.sweep import Group, frame_of
+from attn_only_lens.plain import is_count
 
 __all__ = ["METHODS", "Method", "attribution"]
 
@@ -69,6 +71,7 @@ _TRACED = ("gradient", "exact_gate")  # by the very run that is recorded
 _STEPS = 5  # as in the experiments of EAP-IG
 
 
+@full_precision()
 def attribution(
     model: Any,
     clean: Prompts,
@@ -166,7 +169,7 @@ def attribution(
         found = shares(model, each, part, node, gradients[node], target, source)
         at = everywhere.to(found.device, found.dtype)
         moves = torch.einsum("sbp,kbp->ks", found, at).flatten()
-        frames.append(frame_of(Group(each, where), value + moves.double().cpu()))
+        frames.append(frame_of(Group(each, where), value + moves.cpu().double()))
     return Sweep.of(
         pd.concat(frames, ignore_index=True),
         part=part,
@@ -188,7 +191,7 @@ def _check(model: Any, part: str, direction: str, method: str, steps: object) ->
         reasons.append("got part='q' with frozen patterns, which no query moves; expected another")
     if steps is not None and method != "integrated":
         reasons.append(f"got steps={steps!r} with method={method!r}, which takes none")
-    elif steps is not None and (isinstance(steps, bool) or not isinstance(steps, int) or steps < 1):
+    elif steps is not None and not is_count(steps, 1):
         reasons.append(f"got steps={steps!r}; expected 1 or more")
     if torch.is_inference_mode_enabled():
         reasons.append("no gradient is taken in torch.inference_mode(); torch.no_grad() will do")

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from attn_only_lens.axes import Logits
 from attn_only_lens.errors import PatchingError
+from attn_only_lens.numerics import where_float64_is
 from attn_only_lens.patching.prompts import PromptPair
 
 __all__ = ["BoundMetric", "Metric", "require_differentiable", "require_distinct", "require_slope"]
@@ -210,7 +211,7 @@ def require_slope(metric: BoundMetric, logits: Logits, other: Logits, span: floa
     with torch.enable_grad():
         leaf = logits.detach().clone().requires_grad_()
         slope = torch.autograd.grad(metric.value(metric.select(leaf)[None]).sum(), leaf)[0]
-    moves = float((slope * (other.detach() - leaf.detach())).double().abs().sum())
+    moves = float(where_float64_is(slope * (other.detach() - leaf.detach())).double().abs().sum())
     eps = min(torch.finfo(dtype).eps for dtype in (logits.dtype, torch.float32))
     if moves <= _NO_SLOPE * eps * abs(span):
         raise PatchingError(

@@ -65,7 +65,7 @@ def _number(value: Any, name: str, like: Tensor) -> Tensor:
     if isinstance(value, Tensor) and value.ndim == 0 and value.is_floating_point():
         return value
     if isinstance(value, int | float) and not isinstance(value, bool):
-        return torch.tensor(value, dtype=torch.float64, device=like.device)
+        return torch.tensor(value, dtype=torch.float64, device="cpu")
     got = (
         f"a {value.dtype} tensor {list(value.shape)}" if isinstance(value, Tensor) else repr(value)
     )

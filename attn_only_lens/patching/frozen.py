@@ -37,6 +37,7 @@ from attn_only_lens.axes import Residual
 from attn_only_lens.errors import UnsupportedModelError
 from attn_only_lens.heads import logit_tolerance, neuron_heads, point_name
 from attn_only_lens.heads.blocks import HEAD_KINDS
+from attn_only_lens.numerics import normal_numbers
 from attn_only_lens.patching.bound import BoundMetric
 from attn_only_lens.patching.gradients import Tape, entering, gradients, rooted, value_of
 from attn_only_lens.patching.record import Hooks, Recording, run
@@ -176,8 +177,7 @@ def require_linear(
         UnsupportedModelError: weights · Δlogits is not gradient · Δx.
     """
     x = target.streams[0]
-    noise = torch.randn(x.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    moved = noise.to(x) * x.std()
+    moved = normal_numbers(x.shape).to(x) * x.std()
     mask = None if target.mask is None else target.mask.repeat(2, 1)
     both = torch.cat([x + moved, x - moved])
     with entering(model, lambda _: both), unembedded(model) as before, native():

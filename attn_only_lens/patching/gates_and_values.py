@@ -157,5 +157,5 @@ def _writes(
         for where in positions:
             for name, moves in change.items():
                 chosen = (moves * where.where.to(moves.device)).sum(dim=2).mean(dim=1)
-                found.setdefault(name, []).append(chosen.double().cpu().numpy())
+                found.setdefault(name, []).append(chosen.cpu().double().numpy())
     return {name: np.concatenate(values) for name, values in found.items()}

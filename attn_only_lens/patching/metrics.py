@@ -169,7 +169,8 @@ def kl(to: str = "clean") -> Metric:
             got = None if reference is None else list(reference.shape)
             _refuse([f"kl: got reference {got}; expected the clean run's logits {list(shape)}"])
         assert reference is not None
-        last = reference.detach()[torch.arange(len(pair.last)), pair.last.to(reference.device)]
+        rows = torch.arange(len(pair.last), device=reference.device)
+        last = reference.detach()[rows, pair.last.to(reference.device)]
         clean = _wide(last).log_softmax(dim=-1)
 
         def compute(logits: _Selected) -> Float[Tensor, "site"]:
@@ -218,7 +219,7 @@ def loss() -> Metric:
 
         def compute(logits: _Selected) -> Float[Tensor, "site"]:
             logs = _wide(logits[:, rows, columns]).log_softmax(dim=-1)
-            return -logs[:, torch.arange(len(wanted)), wanted].mean(dim=-1)
+            return -logs[:, torch.arange(len(wanted), device=wanted.device), wanted].mean(dim=-1)
 
         return BoundMetric("loss", None, None, shape, compute)
 

@@ -4,7 +4,7 @@ A patch moves an activation from a position of one run to the same position of t
 two prompts of a pair must have as many tokens, and padding at the same places.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -15,8 +15,9 @@ from torch import Tensor
 from attn_only_lens.axes import Tokens
 from attn_only_lens.errors import PatchingError, UnsupportedCallError
 from attn_only_lens.inputs import checked_tokens
+from attn_only_lens.texts import token_texts
 
-__all__ = ["PromptPair", "Prompts", "prompt_pair", "token_texts", "unpaired"]
+__all__ = ["PromptPair", "Prompts", "prompt_pair", "unpaired"]
 
 Prompts: TypeAlias = str | Sequence[str] | Tensor
 _PROBLEM = "these prompts cannot be patched into each other"
@@ -104,7 +105,7 @@ def prompt_pair(
     _refuse(reasons)
     for i, (one, other) in enumerate(zip(rows["clean"], rows["corrupted"], strict=True)):
         if len(one) != len(other):
-            here, there = (token_texts(model, each.tolist()) for each in (one, other))
+            here, there = (token_texts(model, each) for each in (one, other))
             reasons.append(
                 f"prompt {i} has {len(one)} clean tokens {here} and {len(other)} corrupted tokens "
                 f"{there}; expected as many: choose words that split alike"
@@ -223,9 +224,3 @@ def _checked_mask(mask: object, tokens: Tokens, reasons: list[str]) -> Tensor | 
     if broken:
         reasons.append(f"mask: prompts {broken} have padding between real tokens; expected none")
     return mask
-
-
-def token_texts(model: Any, tokens: Iterable[int]) -> list[str]:
-    """Tokens as a reader of the prompt sees them; as numbers where there is no tokenizer."""
-    tokenizer = getattr(model, "tokenizer", None)
-    return [str(each) if tokenizer is None else tokenizer.decode([each]) for each in tokens]

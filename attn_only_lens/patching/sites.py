@@ -13,6 +13,7 @@ from attn_only_lens.errors import PatchingError, UnknownHeadError
 from attn_only_lens.heads import HeadName, attention_heads, layout_of
 from attn_only_lens.heads import neuron_heads as heads_by_layer
 from attn_only_lens.heads.blocks import HeadKind
+from attn_only_lens.plain import as_plain, is_count
 
 __all__ = [
     "WHOLE",
@@ -127,13 +128,10 @@ def all_heads(layers: int | Iterable[int] | None = None) -> Selection:
 def _selection(kinds: tuple[HeadKind, ...], layers: object) -> Selection:
     if layers is None:
         return Selection(kinds)
-    wanted = [layers] if isinstance(layers, int) else list(layers)  # type: ignore[call-overload]
+    given = as_plain(layers)
+    wanted = list(map(as_plain, given)) if isinstance(given, Iterable) else [given]
     expected = "expected source layers, counted from 0"
-    reasons = [
-        f"got layer {layer!r}; {expected}"
-        for layer in wanted
-        if isinstance(layer, bool) or not isinstance(layer, int) or layer < 0
-    ]
+    reasons = [f"got layer {layer!r}; {expected}" for layer in wanted if not is_count(layer)]
     repeated = sorted({str(layer) for layer in wanted if wanted.count(layer) > 1})
     reasons += [f"got layer {layer} more than once; expected each once" for layer in repeated]
     reasons += [f"got no layers; {expected}, or None for all"] * (not wanted)
@@ -207,13 +205,13 @@ def _member(name: HeadName) -> int:
 def _all_of(layer: int, kind: HeadKind, count: int) -> LayerSites:
     stem = str(HeadName(layer, kind, 0)).removesuffix("0")
     names = tuple(f"{stem}{index}" for index in range(count))
-    index = torch.arange(count)
+    index = torch.arange(count, device="cpu")
     return LayerSites(layer, kind, names, index, torch.full_like(index, WHOLE))
 
 
 def _some_of(layer: int, kind: HeadKind, group: list[HeadName]) -> LayerSites:
-    index = torch.tensor([name.index for name in group])
-    member = torch.tensor([_member(name) for name in group])
+    index = torch.tensor([name.index for name in group], device="cpu")
+    member = torch.tensor([_member(name) for name in group], device="cpu")
     return LayerSites(layer, kind, tuple(map(str, group)), index, member)
 
 
@@ -225,7 +223,7 @@ def _named(
     sites: object, counts: list[dict[HeadKind, int]], shared: list[int]
 ) -> tuple[list[HeadName], list[str]]:
     """The names, and every reason why some are none of the model's."""
-    listed = [sites] if isinstance(sites, str | HeadName) else sites
+    listed = [sites] if isinstance(sites, str | HeadName) else as_plain(sites)
     if not isinstance(listed, list | tuple) or not listed:
         got = "an empty list" if isinstance(listed, list | tuple) else type(listed).__name__
         return [], [

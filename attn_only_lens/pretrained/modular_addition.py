@@ -64,5 +64,5 @@ def modular_addition_tokens() -> Int[Tensor, "batch=12769 pos=3"]:
         >>> pretrained.modular_addition_tokens()[114].tolist()
         [1, 1, 113]
     """
-    numbers = torch.arange(MODULUS)
-    return torch.cartesian_prod(numbers, numbers, torch.tensor([MODULUS]))
+    numbers, equals = torch.arange(MODULUS + 1, device="cpu").split([MODULUS, 1])
+    return torch.cartesian_prod(numbers, numbers, equals)

@@ -130,7 +130,7 @@ def mlp_with_biases(
     check_vector("b_1", b_1, size)
     check_matrix("V_2", V_2, size, D)
     check_vector("b_2", b_2, D)
-    written = activation(torch.tensor(1.0, dtype=torch.float64))
+    written = activation(torch.tensor(1.0, dtype=torch.float64, device="cpu"))
     if written == 0:
         raise ValueError(f"activation: got {activation}, 0 at 1; expected a_1 and a_2 not 0")
     # The last column of Ṽ_1 reads the constant alone, with weight 1.

@@ -14,12 +14,12 @@ __all__ = ["block", "check_matrix", "check_vector", "direct_sum", "ones", "zeros
 
 def zeros(rows: int, columns: int) -> Float[Tensor, "rows columns"]:
     """The matrix **0** of the paper, in float64."""
-    return torch.zeros(rows, columns, dtype=torch.float64)
+    return torch.zeros(rows, columns, dtype=torch.float64, device="cpu")
 
 
 def ones(rows: int, columns: int) -> Float[Tensor, "rows columns"]:
     """The matrix **1** of the paper, in float64."""
-    return torch.ones(rows, columns, dtype=torch.float64)
+    return torch.ones(rows, columns, dtype=torch.float64, device="cpu")
 
 
 def block(
@@ -56,7 +56,7 @@ def direct_sum(
         [[3.0, 5.0, 0.0], [0.0, 0.0, 1.0]]
     """
     if not isinstance(Y, Tensor):
-        Y = torch.tensor([[Y]], dtype=torch.float64)
+        Y = torch.tensor([[Y]], dtype=torch.float64, device="cpu")
     check_matrix("X", X)
     check_matrix("Y", Y)
     return block(X, zeros(X.shape[0], Y.shape[1]), zeros(Y.shape[0], X.shape[1]), Y)

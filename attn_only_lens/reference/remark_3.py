@@ -50,7 +50,7 @@ def persistent_vector(d: int) -> Float[Tensor, "1 d+1"]:
         >>> persistent_vector(2).tolist()
         [[0.0, 0.0, 1.0]]
     """
-    return torch.cat([zeros(1, d), torch.ones(1, 1, dtype=torch.float64)], dim=1)
+    return torch.cat([zeros(1, d), torch.ones(1, 1, dtype=torch.float64, device="cpu")], dim=1)
 
 
 @dataclass(frozen=True, eq=False)

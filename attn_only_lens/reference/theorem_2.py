@@ -47,7 +47,7 @@ def neuron_mask(n_tokens: int) -> Float[Tensor, "n_tokens+1 n_tokens+1"]:
         >>> neuron_mask(2).tolist()
         [[1.0, 0.0, 1.0], [0.0, 1.0, 1.0], [0.0, 0.0, 1.0]]
     """
-    I_N = torch.eye(n_tokens, dtype=torch.float64)
+    I_N = torch.eye(n_tokens, dtype=torch.float64, device="cpu")
     return block(I_N, ones(n_tokens, 1), zeros(1, n_tokens), ones(1, 1))
 
 

@@ -35,4 +35,6 @@ def linear_head(W_OV: Float[Tensor, "d d"], n_tokens: int) -> Head:
         >>> linear_head(swap, n_tokens=1)(X).tolist()
         [[3.0, 2.0]]
     """
-    return Head(torch.zeros_like(W_OV), W_OV, torch.eye(n_tokens, dtype=torch.float64))
+    return Head(
+        torch.zeros_like(W_OV), W_OV, torch.eye(n_tokens, dtype=torch.float64, device="cpu")
+    )

@@ -47,7 +47,7 @@ def activation_heads(alpha: GeneralizedSiLU, n_tokens: int, d: int) -> tuple[Hea
         >>> len(heads), torch.allclose(total, expected, rtol=1e-12, atol=1e-12)
         (3, True)
     """
-    I_D = torch.eye(d, dtype=torch.float64)
+    I_D = torch.eye(d, dtype=torch.float64, device="cpu")
     return neuron_heads(MLP(I_D, I_D, alpha), n_tokens)
 
 
@@ -72,5 +72,7 @@ def replacing_heads(alpha: GeneralizedSiLU, n_tokens: int, d: int) -> tuple[Head
         >>> torch.allclose(stream, expected, rtol=1e-12, atol=1e-12)
         True
     """
-    minus_X = linear_head(direct_sum(-torch.eye(d, dtype=torch.float64), 0.0), n_tokens + 1)
+    minus_X = linear_head(
+        direct_sum(-torch.eye(d, dtype=torch.float64, device="cpu"), 0.0), n_tokens + 1
+    )
     return (*activation_heads(alpha, n_tokens, d), minus_X)

@@ -24,6 +24,7 @@ from attn_only_lens.heads import Gating
 from attn_only_lens.hooks import attached, hook_reasons
 from attn_only_lens.in_place import exposed_heads
 from attn_only_lens.mlps import known_mlps
+from attn_only_lens.numerics import same_randomness
 from attn_only_lens.saved.bridge_skeleton import native, skeleton
 from attn_only_lens.saved.parts import Parts, plain_config
 from attn_only_lens.saved.views import roots_of, viewed, views_of
@@ -31,7 +32,7 @@ from attn_only_lens.saved.views import roots_of, viewed, views_of
 __all__ = ["bridge_parts", "rebuilt_bridge"]
 
 # Of the configuration: not to be put back.
-_CHOSEN = ("device", "dtype", "_bridge_ref", "trust_remote_code")
+_CHOSEN = ("device", "n_devices", "dtype", "_bridge_ref", "trust_remote_code")
 _SIZES = ("n_layers", "n_heads", "n_key_value_heads", "d_model", "d_head", "d_mlp", "d_vocab")
 _POS = 7  # tokens of the trial
 
@@ -81,7 +82,7 @@ def rebuilt_bridge(manifest: dict[str, Any], tensors: dict[str, Tensor]) -> Tran
     Raises:
         CheckpointError: it cannot be built, or the tensors do not fit it.
     """
-    model = skeleton(manifest["config"], most=sum(each.numel() for each in tensors.values()))
+    model = skeleton(manifest["config"], tensors)
     try:
         values = viewed(tensors, manifest["views"])
     except ValueError as error:
@@ -230,8 +231,7 @@ def _differences(model: Any, twin: Any) -> list[str]:
     tokens = (torch.arange(2 * pos, device=device) % model.cfg.d_vocab).reshape(2, pos)
     logits = []
     for each in (model, twin):
-        with torch.random.fork_rng([device] if device.type == "cuda" else []):
-            torch.manual_seed(0)  # for dropout, in training
+        with same_randomness(device):  # of dropout, in training
             logits.append(each(tokens))
     if not torch.equal(*logits):
         moved = (logits[0] - logits[1]).abs().max().item()

@@ -53,12 +53,12 @@ class AttentionOnlyCache(ActivationCache):
         if len(parts) > 1 and isinstance(parts[1], int) and parts[1] < 0:
             parts = (parts[0], self.model.cfg.n_layers + parts[1], *parts[2:])
         hook = get_act_name(*parts)
-        if any(gone in hook for gone in (".mlp.", ".ln2", "hook_mlp_out", "hook_resid_mid")):
+        if any(part in hook for part in (".mlp.", ".ln2", "hook_mlp_", "hook_resid_mid")):
             raise UnsupportedCallError(
                 f"{hook} on a converted model: the MLP of source layer l is block 2l + 1. Use "
-                'cache["attn_out", 2l+1] for mlp_out, cache["resid_pre", 2l+1] for resid_mid, '
-                'cache["q", 2l+1] for pre, cache["z", 2l+1] for post (with bilinear gates, these '
-                "are of heads: model.blocks[2l+1].attn.neurons(z) sums those of each neuron)"
+                'cache["attn_out", 2l+1] for mlp_out, cache["resid_pre", 2l+1] for resid_mid '
+                'and mlp_in, cache["q", 2l+1] for pre, cache["z", 2l+1] for post (bilinear gates: '
+                "of heads, and model.blocks[2l+1].attn.neurons(z) sums those of each neuron)"
             )
         return self.cache_dict[hook]
 

@@ -140,7 +140,7 @@ def _activation_reasons(act_fn: Any, name: str) -> list[str]:
 
     On the spot and in float64: it costs microseconds, and no name can lie about a function.
     """
-    q = torch.linspace(-12.0, 12.0, 193, dtype=torch.float64)
+    q = torch.linspace(-12.0, 12.0, 193, dtype=torch.float64, device="cpu")
     with torch.no_grad():
         got, expected = act_fn(q), GATES[name].activation(q)
     if got.shape == q.shape and torch.allclose(got, expected, rtol=1e-12, atol=1e-14):

@@ -84,7 +84,7 @@ def neurons_of(wanted: Any, layer: int, d_mlp: int) -> Int[Tensor, "neuron"]:
         UnsupportedCallError: the layer has not got one of them.
     """
     try:
-        return as_slice(wanted).apply(torch.arange(d_mlp), dim=0).reshape(-1)
+        return as_slice(wanted).apply(torch.arange(d_mlp, device="cpu"), dim=0).reshape(-1)
     except IndexError as error:
         raise UnsupportedCallError(
             f"got neuron_slice={wanted!r}; source layer {layer} has neurons 0 to {d_mlp - 1}. Use "

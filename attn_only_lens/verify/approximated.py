@@ -69,7 +69,7 @@ def activation_errors(converted: Any, act_fns: list[str], tokens: Tensor) -> pd.
         assert isinstance(gate, BilinearGate | RangeGate)
         limit = gate.range if isinstance(gate, RangeGate) else float("inf")
         errors = {"bound": gate.bound, "measured": heads.error(q, act_fns[layer])}
-        largest = q.double().abs().max().item()
+        largest = q.abs().max().item()
         rows[layer] = {"layer": layer, **errors, "largest": largest, "range": limit}
 
     with ExitStack() as stack:

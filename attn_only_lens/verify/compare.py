@@ -14,6 +14,7 @@ from attn_only_lens.heads.bilinear import BilinearHeads
 from attn_only_lens.heads.blocks import heads_block, neurons_block
 from attn_only_lens.in_place import InPlace, hidden
 from attn_only_lens.inputs import checked_tokens
+from attn_only_lens.numerics import full_precision, where_float64_is
 from attn_only_lens.tl import HookedTransformer
 from attn_only_lens.two_blocks import AttentionOnlyTransformer
 from attn_only_lens.verify.approximated import activation_errors, approximated_logits
@@ -24,6 +25,7 @@ __all__ = ["verify"]
 _SIZES = ("n_layers", "d_model", "d_mlp", "d_vocab", "d_vocab_out", "gated_mlp")
 
 
+@full_precision()
 @torch.no_grad()
 def verify(
     source: HookedTransformer | TransformerBridge,
@@ -88,7 +90,7 @@ def verify(
         relative=float(logits["relative"]),
         mean_kl=kl.mean().item(),
         max_kl=kl.max().item(),
-        top1_agreement=(expected.argmax(-1) == live.argmax(-1)).double().mean().item(),
+        top1_agreement=(expected.argmax(-1) == live.argmax(-1)).cpu().double().mean().item(),
         by_layer=pd.DataFrame(
             [
                 _row(point, stream[theirs], seen[mine])
@@ -155,7 +157,7 @@ def _mismatches(source: Any, converted: Any) -> list[str]:
 
 
 def _row(point: str, expected: Tensor, got: Tensor) -> dict[str, str | float]:
-    expected, got = expected.double(), got.double()
+    expected, got = (where_float64_is(each).double() for each in (expected, got))
     error = (got - expected).abs().max()
     relative = error / expected.abs().max() if error != 0 else error  # all may be zero
     return {"point": point, "max_abs": error.item(), "relative": relative.item()}
@@ -163,12 +165,11 @@ def _row(point: str, expected: Tensor, got: Tensor) -> dict[str, str | float]:
 
 def _largest(errors: list[float]) -> float:
     """The largest; nan where any is, of which `max` would make what comes first."""
-    return torch.tensor(errors, dtype=torch.float64).max().item()
+    return torch.tensor(errors, dtype=torch.float64, device="cpu").max().item()
 
 
 def _kl(expected: Tensor, got: Tensor) -> Tensor:
-    log_p = expected.double().log_softmax(-1)
-    log_q = got.double().log_softmax(-1)
+    log_p, log_q = (where_float64_is(each).double().log_softmax(-1) for each in (expected, got))
     # Σ p (e^d - 1 - d), the same sum since Σ p e^d = 1: every term is positive, so that the tiny
     # differences of a good conversion do not drown in rounding.
     difference = log_q - log_p

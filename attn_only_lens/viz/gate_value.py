@@ -39,7 +39,7 @@ def gate_value_scatter(
         cache: of a converted or exposed model, with the pattern and v of the neuron's heads.
         name: a neuron by source layer, `L5N1234`.
         tokens: the texts of the tokens of each row of the batch, padding included:
-            `[model.to_str_tokens(row) for row in tokens]`.
+            `[token_texts(model, row) for row in tokens]`.
         mask: 1 or True for tokens that are real; all are drawn where it is not given.
 
     Returns:
@@ -63,8 +63,12 @@ def gate_value_scatter(
     if not cache.has_batch_dim:
         gate, value = gate[None], value[None]
     refuse(_reasons(tokens, mask, *gate.shape))
-    real = torch.ones(gate.shape, dtype=torch.bool) if mask is None else mask.bool().cpu()
-    x, y = (each.detach().double().cpu()[real] for each in (value, gate))
+    real = (
+        torch.ones(gate.shape, dtype=torch.bool, device="cpu")
+        if mask is None
+        else mask.bool().cpu()
+    )
+    x, y = (each.detach().cpu().double()[real] for each in (value, gate))
     if not bool((x.isfinite() & y.isfinite()).all()):
         refuse([f"{name} has values that are not finite"])
     if len(x) > MOST_POINTS:

@@ -18,9 +18,12 @@ from attn_only_lens.circuits.graph import HEADS, CircuitGraph
 from attn_only_lens.circuits.vocabulary import TopTokens, Vocabulary
 from attn_only_lens.errors import CircuitError
 from attn_only_lens.heads import HeadName, layout_of, neuron_heads, point_name
+from attn_only_lens.numerics import full_precision
 from attn_only_lens.patching.pairs import reasons_against
-from attn_only_lens.patching.prompts import Prompts, token_texts, unpaired
+from attn_only_lens.patching.prompts import Prompts, unpaired
 from attn_only_lens.patching.record import Recording, record
+from attn_only_lens.plain import is_count
+from attn_only_lens.texts import token_text, token_texts
 from attn_only_lens.tolerances import LOGIT_TOLERANCE
 from attn_only_lens.viz.checks import refuse
 from attn_only_lens.viz.circuit import circuit_page
@@ -73,9 +76,9 @@ def circuit_view(
         True
     """
     reasons = []
-    if isinstance(prompt, bool) or prompt not in range(len(graph.tokens)):
+    if not is_count(prompt, 0, len(graph.tokens) - 1):
         reasons.append(f"got prompt={prompt!r}; the graph is of {len(graph.tokens)} prompts")
-    if isinstance(top_tokens, bool) or not isinstance(top_tokens, int) or top_tokens < 0:
+    if not is_count(top_tokens):
         reasons.append(f"got top_tokens={top_tokens!r}; expected 0 or more")
     if (model is None) != (prompts is None):
         given = "prompts" if model is None else "a model"
@@ -111,6 +114,7 @@ def _fewer_edges(graph: CircuitGraph, notes: list[str]) -> CircuitGraph:
     return fewer
 
 
+@full_precision()
 def _run(graph: CircuitGraph, model: Any, prompts: Prompts, mask: Tensor | None) -> Recording:
     """The run that the graph is of, with the patterns and z of its nodes.
 
@@ -194,7 +198,7 @@ def _with_tokens(
             [*error.reasons, more], "there are no top tokens of this model"
         ) from error
     ids = sorted({token for top in (*raised, *read) for token, _ in top})
-    texts = dict(zip(ids, token_texts(model, ids), strict=True))
+    texts = {each: token_text(model, each) for each in ids}
     found = dict(details)
 
     def told(top: TopTokens) -> list[tuple[str, float]]:

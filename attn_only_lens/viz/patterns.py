@@ -38,7 +38,7 @@ def neuron_pattern_view(
     Args:
         cache: of a converted or exposed model, with the patterns of the neurons' blocks.
         names: a neuron-head, `L5N1234`, or up to 24 of them; a name given twice is drawn once.
-        tokens: the texts of the prompt's tokens, `model.to_str_tokens(prompt)`.
+        tokens: the texts of the prompt's tokens, `token_texts(model, prompt)`.
         prompt: which prompt of the cache's batch.
 
     Returns:

@@ -211,7 +211,7 @@ def test_a_detached_metric_serves_sweeps_and_not_attribution(model, pair):
 
 
 REFUSED = {
-    "two tokens": (p.probability("w1 w2"), [r"'w1 w2', which is 2 tokens \['w1', 'w2'\]"]),
+    "two tokens": (p.probability("w1 w2"), [r"'w1 w2', which is 2 tokens \['w1', ' w2'\]"]),
     "no token": (p.probability(""), ["0 tokens"]),
     "range": (p.logit_diff(43, -1), ["correct: got 43; .*0 to 42", "wrong: got -1"]),
     "kind": (p.logit_diff(True, 2.0), ["correct: got True", "wrong: got 2.0"]),

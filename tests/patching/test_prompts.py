@@ -102,8 +102,8 @@ def test_words_that_split_differently_are_shown(model):
         p.prompt_pair(model, ["w1 w2", "w3", "w4 w5"], ["w1", "w7", "w5 w5 w6"])
     assert len(caught.value.reasons) == 2
     first, second = caught.value.reasons
-    assert "prompt 0 has 3 clean tokens ['<bos>', 'w1', 'w2']" in first
-    assert "2 corrupted tokens ['<bos>', 'w1']" in first
+    assert "prompt 0 has 3 clean tokens ['<bos>', ' w1', ' w2']" in first
+    assert "2 corrupted tokens ['<bos>', ' w1']" in first
     assert "prompt 2" in second
 
 

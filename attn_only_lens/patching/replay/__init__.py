@@ -4,8 +4,9 @@ from typing import Any
 
 import torch
 
+from attn_only_lens.numerics import full_precision
 from attn_only_lens.patching.bound import BoundMetric
-from attn_only_lens.patching.record import Recording
+from attn_only_lens.patching.record import Recording, again
 from attn_only_lens.patching.replay.base import Replay, Variants
 from attn_only_lens.patching.replay.bridge import BridgeReplay
 from attn_only_lens.patching.replay.hooked import HookedReplay
@@ -18,6 +19,7 @@ def replay_of(model: Any, recording: Recording, metric: BoundMetric) -> Replay:
     """The replay for a model, checked."""
     kind = HookedReplay if isinstance(model, HookedTransformer) else BridgeReplay
     with torch.no_grad():  # keys and values on record would hold their graphs as long as it lives
-        replay = kind(model, recording, metric)
-        replay.check()
-    return replay
+        with full_precision() as raised:
+            judge = kind(model, again(model, recording) if raised else recording, metric)
+            judge.check()
+        return kind(model, recording, metric).judged_by(judge) if raised else judge

@@ -17,7 +17,7 @@ would else cost a short suffix as much as its blocks; that too is tried, and lef
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -26,7 +26,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from attn_only_lens.axes import Residual
-from attn_only_lens.heads import logit_tolerance, neuron_heads
+from attn_only_lens.heads import attention_heads, logit_tolerance, neuron_heads
+from attn_only_lens.numerics import full_precision, normal_numbers
 from attn_only_lens.patching.bound import BoundMetric
 from attn_only_lens.patching.record import (
     Recording,
@@ -40,7 +41,6 @@ from attn_only_lens.patching.replay.past import Past, past_of
 
 __all__ = ["BridgeReplay"]
 
-_ROUNDINGS = 8
 _FINE = (torch.float32, torch.float64)
 
 
@@ -49,12 +49,10 @@ class BridgeReplay(Replay):
 
     def __init__(self, model: Any, recording: Recording, metric: BoundMetric) -> None:
         super().__init__(model, recording, metric)
-        self._adds: dict[int, bool] = {}
         self._past: Past | None = None
         if all(stream.dtype in _FINE for stream in recording.streams):
             self._past = past_of(model, recording)
         self._tried: dict[int, int] = {}  # by position, the first block to run apart from there
-        self._narrow = metric.columns is not None and self._narrows()
 
     def apart(self, block: int, position: int) -> bool:
         """Whether a block and those after it can be run from a position on, by themselves.
@@ -63,6 +61,9 @@ class BridgeReplay(Replay):
         """
         if not position:
             return True
+        if self.judge is not self:
+            with full_precision():
+                return self.judge.apart(block, position)
         if self._past is None:
             return False
         if block < self._tried.get(position, self.n_blocks + 1):
@@ -74,9 +75,9 @@ class BridgeReplay(Replay):
     @torch.no_grad()
     def _try(self, block: int, first: int) -> bool:
         recorded, mask = self.recording.streams[block], self.recording.mask
-        noise = torch.randn(recorded.shape, generator=torch.Generator().manual_seed(0))
-        noise[:, :first] = 0
-        entering = recorded + noise.to(recorded) * recorded.std()
+        moved = normal_numbers(recorded.shape)
+        moved[:, :first] = 0
+        entering = recorded + moved.to(recorded) * recorded.std()
         whole, logits = self._watched(Variants(block, 0, entering))
         try:
             later, again = self._watched(Variants(block, first, entering[:, first:]))
@@ -98,6 +99,21 @@ class BridgeReplay(Replay):
             logits = self.logits(variants)
         return [variants.entering, *streams[variants.block + 1 :]], logits
 
+    @property
+    def kept_of_token(self) -> int:
+        """How many numbers a block holds at once, for its keys and values of a token."""
+        if self._past is None:
+            return 0
+        d_head = max(keys.shape[-1] for keys, _ in self._past.layers)
+        return 3 * max(attention_heads(self.model)) * d_head  # repeated, where they are grouped
+
+    @property
+    def logits_of_variant(self) -> int:
+        """How many logits are computed of one variant."""
+        if self._narrow or self.metric.columns is None:
+            return super().logits_of_variant
+        return self.metric.select(self.recording.logits)[..., 0].numel() * self.metric.shape[-1]
+
     def _as_returned(self, block: int, stream: Residual) -> Any:
         beside = self.recording.beside[block]
         return stream if beside is None else (stream, *(None,) * beside)
@@ -110,9 +126,13 @@ class BridgeReplay(Replay):
             logits = logits[..., self.metric.columns]
         return self.completed(logits, variants.first)
 
-    @torch.no_grad()
-    def _narrows(self) -> bool:
-        """Whether columns of the vocabulary can be unembedded, and the others left out: tried."""
+    @cached_property
+    def _narrow(self) -> bool:
+        """Whether columns of the vocabulary are unembedded, and the others left out: tried."""
+        if self.metric.columns is None:
+            return False
+        if isinstance(self._judge, BridgeReplay):
+            return self._judge._narrow
         linear = self.model.unembed.original_component
         if type(linear) is not nn.Linear or "forward" in vars(linear):  # quantised, or placed
             return False
@@ -124,20 +144,6 @@ class BridgeReplay(Replay):
             return False
         theirs = self.recording.logits
         return self._close(mine, theirs[..., self.metric.columns], theirs.abs().max())
-
-    def adds(self, block: int, mlp: nn.Module) -> bool:
-        """Whether what the MLP of a block puts out is added to the stream as it is: tried once."""
-        if block not in self._adds:
-            entering, after = self.recording.streams[block : block + 2]
-            noise = torch.randn(after.shape, generator=torch.Generator().manual_seed(0))
-            added = noise.to(after) * after.std()
-            out = self.leaving(Variants(block, 0, entering, mlp=mlp, added=added))
-            error = float((out - after - added).abs().max())
-            scale = float(after.abs().max() + added.abs().max())
-            # A sum of a few terms: no tolerance for what later layers make of its roundings.
-            # Where it is missed, patches run the block, which is right in any case.
-            self._adds[block] = error <= _ROUNDINGS * torch.finfo(out.dtype).eps * scale
-        return self._adds[block]
 
     def leaving(self, variants: Variants) -> Residual:
         """What leaves the first block, from `first` on."""
@@ -164,7 +170,7 @@ class BridgeReplay(Replay):
         cached: dict[str, Any] = {}
         if first:
             assert self._past is not None
-            cached["past_key_values"] = self._past.before(first, repeats)
+            cached["past_key_values"] = self._past.before(first)
         with self._passed_by(variants), adding(variants):
             return run(self.model, tokens, mask, variants.hooks, **cached)
 
@@ -209,7 +215,7 @@ class BridgeReplay(Replay):
                 return args
             x = args[0]
             where = (positions - first).repeat(x.shape[0] // self.batch)
-            return (x[torch.arange(x.shape[0]), where].unsqueeze(1), *args[1:])
+            return (x[torch.arange(x.shape[0], device=x.device), where].unsqueeze(1), *args[1:])
 
         handle = self.model.unembed.register_forward_pre_hook(pick)
         try:

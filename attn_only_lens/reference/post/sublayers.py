@@ -68,7 +68,7 @@ def attention(layer: PlainLayer, layout: Layout, omega: float, *, causal: bool) 
     W_Q[:, layout.position, d_head:] = block
     W_K[:, layout.model, :d_head] = layer.W_K
     W_K[:, layout.tokens, :d_head] = layer.b_K[:, None]
-    W_K[:, layout.position, d_head:] = torch.eye(layout.n_vectors)
+    W_K[:, layout.position, d_head:] = torch.eye(layout.n_vectors, device=W_K.device)
 
     W_V = zeros(n_heads, layout.width, d_head + 1)
     W_O = zeros(n_heads, d_head + 1, layout.width)
@@ -98,7 +98,7 @@ def out_of_hidden(
     reads = _reads(layout, layout.hidden, layer.W_2)
     writes = torch.zeros_like(reads.T)
     writes[:-1, layout.model] = layer.W_2
-    writes[:-1, layout.hidden] = -torch.eye(layout.d_mlp)
+    writes[:-1, layout.hidden] = -torch.eye(layout.d_mlp, device=writes.device)
     writes[-1, layout.model] = layer.b_2
     return _self_attending(*split(reads, writes, d_head), layout, omega, gauge)
 
@@ -114,7 +114,7 @@ def silu(layout: Layout, omega: float, *, gauge: Gauge, like: Tensor) -> Heads:
     """
     block = _to_self(layout, omega, like)
     block[:, -1] = 2.0 * omega
-    neurons = torch.arange(layout.d_mlp)
+    neurons = torch.arange(layout.d_mlp, device=like.device)
     coordinates = layout.d_model + neurons
 
     W_Q = like.new_zeros(layout.d_mlp, layout.width, layout.n_vectors)
@@ -131,7 +131,7 @@ def _reads(layout: Layout, part: slice, like: Tensor) -> Tensor:
     """Columns that read each coordinate of a part of the stream and, last, the tokens' 1."""
     rank = part.stop - part.start + 1
     reads = like.new_zeros(layout.width, rank)
-    reads[part, :-1] = torch.eye(rank - 1)
+    reads[part, :-1] = torch.eye(rank - 1, device=like.device)
     reads[layout.tokens, -1] = 1.0
     return reads
 
@@ -150,7 +150,7 @@ def _to_self(layout: Layout, omega: float, like: Tensor) -> Tensor:
 
 def _position_keys(layout: Layout, like: Tensor) -> Tensor:
     keys = like.new_zeros(layout.width, layout.n_vectors)
-    keys[layout.position] = torch.eye(layout.n_vectors)
+    keys[layout.position] = torch.eye(layout.n_vectors, device=keys.device)
     return keys
 
 

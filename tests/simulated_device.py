@@ -1,0 +1,334 @@
+"""A device that is not the CPU, in Python: for tests of how the package treats devices.
+
+`simulated:0` and `simulated:1` are devices to torch (its PrivateUse1 backend). Their tensors wrap
+CPU tensors, so results are the CPU's, bit for bit; but an operation that mixes devices raises, as
+on a GPU, with the file and line that asked for it. What CUDA allows is allowed: scalars on the CPU,
+and indices. With `forbid_float64`, as on MPS, a float64 tensor on the device raises, too.
+
+Counted, by file and line: kernels (all operations but views and allocations); transfers from
+("D2H"), to ("H2D") and between devices ("D2D"); and "sync", where the host waits for a value or for
+a shape that depends on values. Every D2H is such a wait too: `synchronisations` counts both.
+
+    set_up()
+    with SimulatedDevice() as device:
+        model.to("simulated:0")(tokens.to("simulated:0"))
+        print(device.total("kernel"), device.synchronisations)
+        print(device.report())
+
+The limits: no streams, no limit of memory, no speed; a kernel of a GPU may be another one than the
+CPU's. In-place changes of shape (`t_`) are not followed. Autograd runs on the caller's thread while
+the device is entered.
+
+PrivateUse1 can be taken once in a process and not given back, so `test_devices.py` runs what needs
+it in processes of their own.
+"""
+
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from functools import cache, partial
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.utils import backend_registration
+from torch.utils._python_dispatch import TorchDispatchMode
+
+__all__ = ["Float64Forbidden", "MixedDevices", "SimulatedDevice", "set_up"]
+
+NAME = "simulated"
+
+# No kernel: views, allocations, and the answers that `_SYNC` counts.
+_FREE = frozenset(
+    (
+        *("_local_scalar_dense", "_reshape_alias", "_unsafe_view", "alias", "as_strided", "chunk"),
+        *("detach", "diagonal", "empty", "empty_like", "empty_strided", "expand", "lift_fresh"),
+        *("narrow", "new_empty", "new_empty_strided", "permute", "resize_", "select", "set_"),
+        *("slice", "split", "split_with_sizes", "squeeze", "t", "transpose", "unbind", "unfold"),
+        *("unsqueeze", "view", "view_as_complex", "view_as_real"),
+    )
+)
+# The host waits: for a value, or for a shape that depends on values.
+_SYNC = frozenset(
+    (
+        *("_local_scalar_dense", "_unique2", "equal", "is_nonzero", "masked_select", "nonzero"),
+        *("unique_consecutive", "unique_dim"),
+    )
+)
+_INDEXED = frozenset(["_index_put_impl_", "_unsafe_index", "index", "index_put", "index_put_"])
+
+
+class MixedDevices(RuntimeError):
+    """An operation has tensors of several devices."""
+
+
+class Float64Forbidden(TypeError):
+    """A float64 tensor on a device that has none."""
+
+
+class _Simulated(Tensor):
+    """A CPU tensor, `inner`, that says that it is elsewhere."""
+
+    inner: Tensor
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @staticmethod
+    def __new__(cls, inner: Tensor, device: torch.device) -> "_Simulated":
+        made = torch.Tensor._make_wrapper_subclass(
+            cls,
+            inner.size(),
+            strides=inner.stride(),
+            storage_offset=inner.storage_offset(),
+            dtype=inner.dtype,
+            layout=inner.layout,
+            device=device,
+        )
+        made.inner = inner
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return SimulatedDevice.current().call(func, args, kwargs or {})
+
+    def __repr__(self) -> str:
+        return f"_Simulated({self.inner}, device={self.device})"
+
+    # What torch does below the operations: as if the storage were the device's own.
+
+    def new_tensor(self, data: Any, *, dtype: torch.dtype | None = None, **how: Any) -> Tensor:
+        # By itself it takes the current device, which there is only one of here.
+        return torch.tensor(data, dtype=dtype or self.dtype, **{"device": self.device, **how})
+
+    def tolist(self) -> Any:
+        SimulatedDevice.current().count("D2H")
+        return self.inner.tolist()
+
+    def data_ptr(self) -> int:
+        return self.inner.data_ptr()
+
+    def untyped_storage(self) -> torch.UntypedStorage:
+        return self.inner.untyped_storage()
+
+
+class SimulatedDevice(TorchDispatchMode):
+    """While it is entered, `simulated:0` and `simulated:1` exist.
+
+    Args:
+        watch: of which files the file:line is given; the innermost caller whose path has it.
+        forbid_float64: whether the device has no float64.
+
+    Attributes:
+        counts: by kind and file:line.
+    """
+
+    _entered: ClassVar[list["SimulatedDevice"]] = []
+
+    def __init__(self, watch: str = "attn_only_lens/", *, forbid_float64: bool = False) -> None:
+        super().__init__()
+        self.watch, self.forbid_float64 = watch, forbid_float64
+        self.counts: Counter[tuple[str, str]] = Counter()
+
+    @classmethod
+    def current(cls) -> "SimulatedDevice":
+        """The innermost one."""
+        return cls._entered[-1] if cls._entered else cls()
+
+    def __enter__(self) -> "SimulatedDevice":
+        self._entered.append(self)
+        # Threads of autograd are one a device, and know of one device of a backend in Python.
+        self._threads = torch.autograd.set_multithreading_enabled(False)
+        # As on a GPU, a model that is moved keeps its parameters, and those that are tied.
+        self._swaps = torch.__future__.get_swap_module_params_on_conversion()
+        torch.__future__.set_swap_module_params_on_conversion(True)
+        return super().__enter__()
+
+    def __exit__(self, *exc: Any) -> None:
+        super().__exit__(*exc)
+        self._threads.__exit__(*exc)
+        torch.__future__.set_swap_module_params_on_conversion(self._swaps)
+        self._entered.pop()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self.call(func, args, kwargs or {})
+
+    def total(self, kind: str) -> int:
+        """How many: of "kernel", "sync", "D2H", "H2D" or "D2D"."""
+        return sum(n for (each, _), n in self.counts.items() if each == kind)
+
+    @property
+    def synchronisations(self) -> int:
+        """How often the host waited for the device."""
+        return self.total("sync") + self.total("D2H")
+
+    def report(self) -> str:
+        """A line for each kind and place, the most frequent first."""
+        return "\n".join(f"{n:7d} {kind:6s} {at}" for (kind, at), n in self.counts.most_common())
+
+    def count(self, kind: str) -> None:
+        """One more."""
+        self.counts[kind, self._place()] += 1
+
+    def _place(self) -> str:
+        frame: Any = sys._getframe(1)
+        while frame is not None:
+            file = _shown(frame.f_code.co_filename, self.watch)
+            if file:
+                return f"{file}:{frame.f_lineno}"
+            frame = frame.f_back
+        return "?"
+
+    def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an operation on the wrapped tensors, and wrap what it gives."""
+        name = func._schema.name.split("::")[1]
+        tensors = [x for x in _leaves((args, kwargs)) if isinstance(x, Tensor)]
+        asked = _indexed(kwargs.get("device"))
+        ours = [x for x in tensors if isinstance(x, _Simulated)]
+        if not ours and (asked is None or asked.type != NAME):
+            return func(*args, **kwargs)
+        device = ours[0].device if ours else asked
+        home = asked or device
+        if name == "_to_copy":  # with `copy_`, all that may have two devices: `.to`, `.cpu`
+            self._moved(args[0].device, home)
+            kept = {k: v for k, v in kwargs.items() if k in ("dtype", "layout", "memory_format")}
+            return self._wrapped(name, func(_inner(args[0]), **kept), home)
+        if name in ("copy_", "_copy_from"):
+            source, target = args[:2] if name == "_copy_from" else args[1::-1]
+            self._moved(source.device, target.device)
+            _inner(target).copy_(_inner(source))
+            return target
+        indices = [x for x in args[1] if x is not None] if name in _INDEXED else []
+        self._require_one(name, device, tensors, indices, kwargs.get("generator"))
+        if name not in _FREE:
+            self.count("kernel")
+        if name in _SYNC or any(x.dtype == torch.bool for x in indices):
+            self.count("sync")
+        inner_args, inner = _mapped(_inner, (args, kwargs))
+        if asked is not None:
+            inner["device"] = torch.device("cpu") if asked.type == NAME else asked
+        inner.pop("pin_memory", None)
+        draws = torch.Tag.nondeterministic_seeded in func.tags and device.type == NAME
+        with _MODULE.drawing(device) if draws else nullcontext():
+            found = func(*inner_args, **inner)
+        owners = {id(x.inner): x for x in ours}  # in place: the same wrapper comes back
+
+        def wrapped(x: Any) -> Any:
+            return owners[id(x)] if id(x) in owners else self._wrapped(name, x, home)
+
+        return _mapped(wrapped, found)
+
+    def _require_one(
+        self,
+        name: str,
+        device: torch.device,
+        tensors: list[Tensor],
+        indices: list[Tensor],
+        generator: Any,
+    ) -> None:
+        """Refuse what mixes devices."""
+        for x in tensors:
+            free = not x.ndim or any(x is index for index in indices)
+            if x.device != device and not (x.device.type == "cpu" and free):
+                raise MixedDevices(f"{name}: {device} and {x.device}, at {self._place()}")
+        if generator is not None and generator.device != device:
+            raise MixedDevices(
+                f"{name}: {device}, and a generator of {generator.device}, at {self._place()}"
+            )
+
+    def _moved(self, source: torch.device, target: torch.device) -> None:
+        """Count a copy: a transfer, or a kernel within a device."""
+        ends = ("D" if end.type == NAME else "H" for end in (source, target))
+        self.count("kernel" if source == target else "2".join(ends))
+
+    def _wrapped(self, name: str, x: Any, device: torch.device) -> Any:
+        """A tensor of the device."""
+        if not isinstance(x, Tensor) or device.type != NAME:
+            return x
+        if self.forbid_float64 and x.dtype in (torch.float64, torch.complex128):
+            raise Float64Forbidden(f"{name}: no {x.dtype} on {device}, at {self._place()}")
+        return _Simulated(x, device)
+
+
+@cache
+def _shown(file: str, watch: str) -> str:
+    """A watched file, by what is behind `watch` in its path; nothing of any other."""
+    if file == __file__ or "/torch/" in file or watch not in file:
+        return ""
+    return file.partition(watch)[2] if watch else file
+
+
+def _indexed(device: Any) -> torch.device | None:
+    found = None if device is None else torch.device(device)
+    return torch.device(NAME, found.index or 0) if found and found.type == NAME else found
+
+
+def _leaves(x: Any) -> Iterator[Any]:
+    """What lists, tuples and dicts hold: as torch's pytree, at a third of the time."""
+    if isinstance(x, list | tuple):
+        for each in x:
+            yield from _leaves(each)
+    elif isinstance(x, dict):
+        yield from _leaves(list(x.values()))
+    else:
+        yield x
+
+
+def _mapped(change: Callable[[Any], Any], x: Any) -> Any:
+    if isinstance(x, list | tuple):
+        return type(x)([_mapped(change, each) for each in x])
+    if isinstance(x, dict):
+        return {key: _mapped(change, each) for key, each in x.items()}
+    return change(x)
+
+
+def _inner(x: Any) -> Any:
+    return x.inner if isinstance(x, _Simulated) else x
+
+
+def _call(op: Any, *args: Any, **kwargs: Any) -> Any:
+    return SimulatedDevice.current().call(op, args, kwargs)
+
+
+class _Module(backend_registration._DummyBackendModule):
+    """What `torch.simulated` offers: two devices, each with a random state of its own."""
+
+    def __init__(self) -> None:
+        self.states = [torch.Generator("cpu").get_state() for _ in range(2)]
+
+    def device_count(self) -> int:
+        return 2
+
+    def manual_seed_all(self, seed: int) -> None:
+        self.states = [torch.Generator("cpu").manual_seed(seed).get_state() for _ in range(2)]
+
+    def get_rng_state(self, device: Any) -> Tensor:
+        return self.states[torch.device(device).index or 0].clone()
+
+    def set_rng_state(self, state: Tensor, device: Any) -> None:
+        self.states[torch.device(device).index or 0] = state.clone()
+
+    @contextmanager
+    def drawing(self, device: torch.device) -> Iterator[None]:
+        """What is drawn meanwhile is drawn from the device's state, and not from the CPU's."""
+        own = torch.get_rng_state()
+        torch.set_rng_state(self.get_rng_state(device))
+        try:
+            yield
+        finally:
+            self.set_rng_state(torch.get_rng_state(), device)
+            torch.set_rng_state(own)
+
+
+_MODULE = _Module()
+
+
+@cache
+def set_up() -> torch.library.Library:
+    """Take PrivateUse1 of this process, for good."""
+    backend_registration._setup_privateuseone_for_python_backend(NAME, _MODULE)
+    library = torch.library.Library("aten", "IMPL")
+    aten = torch.ops.aten
+    # What torch asks for below the mode.
+    for op in (aten.empty.memory_format, aten.empty_strided.default, aten._copy_from.default):
+        library.impl(op.name().removeprefix("aten::"), partial(_call, op), "PrivateUse1")
+    return library

@@ -1,0 +1,148 @@
+"""Tokens as texts: joined they are the text, whatever kind of tokenizer cut it."""
+
+import json
+from types import SimpleNamespace
+
+import bridges
+import pytest
+import torch
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
+from tokenizers.trainers import BpeTrainer
+from transformers import AutoTokenizer, GPT2TokenizerFast, PreTrainedTokenizerFast
+
+from attn_only_lens import circuits, convert, token_texts
+from attn_only_lens import patching as p
+from attn_only_lens.texts import joined, token_text
+
+TEXT = "One day, Lily went to a café 🙂\n  too"
+
+
+def wrapped(core, **special):
+    return PreTrainedTokenizerFast(tokenizer_object=core, **special)
+
+
+def byte_level():
+    """As GPT-2's: every byte is a character of its own."""
+    core = Tokenizer(models.BPE())
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    core.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = BpeTrainer(vocab_size=263, initial_alphabet=alphabet, show_progress=False)
+    core.train_from_iterator(["One day went to to"], trainer)
+    core.add_special_tokens([AddedToken("<|end|>", special=True)])
+    return wrapped(core, bos_token="<|end|>")
+
+
+def sentence_piece():
+    """As LLaMA's: a space before each word, bytes for what is not in the vocabulary."""
+    pieces = ["<unk>", "<s>", "▁", *"OnedayLilwtoc,", "▁w", "en", "ent", "▁t", "▁to", "▁O", "▁d"]
+    pieces += [f"<0x{byte:02X}>" for byte in range(256)]
+    vocabulary = {piece: at for at, piece in enumerate(dict.fromkeys(pieces))}
+    merges = [("▁", "w"), ("e", "n"), ("en", "t"), ("▁", "t"), ("▁t", "o"), ("▁", "O"), ("▁", "d")]
+    core = Tokenizer(models.BPE(vocabulary, merges, unk_token="<unk>", byte_fallback=True))
+    core.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    )
+    core.decoder = decoders.Sequence(
+        [
+            *(decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
+    core.add_special_tokens([AddedToken("<s>", special=True)])
+    return wrapped(core, bos_token="<s>", unk_token="<unk>")
+
+
+def word_piece():
+    """As BERT's: no spaces, and a mark on what goes on with a word."""
+    pieces = ["[UNK]", "[CLS]", "one", "day", ",", "w", "##ent", "to", "##o"]
+    core = Tokenizer(models.WordPiece({each: at for at, each in enumerate(pieces)}))
+    core.normalizer = normalizers.BertNormalizer()
+    core.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    core.decoder = decoders.WordPiece()
+    core.add_special_tokens([AddedToken("[CLS]", special=True)])
+    return wrapped(core, cls_token="[CLS]", unk_token="[UNK]")
+
+
+def words():
+    """Without a decoder: whole words."""
+    core = Tokenizer(models.WordLevel({"w1": 0, "w2": 1, "?": 2}, unk_token="?"))
+    core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return wrapped(core, unk_token="?")
+
+
+KINDS = {
+    "byte level": byte_level,
+    "SentencePiece": sentence_piece,
+    "WordPiece": word_piece,
+    "words": words,
+}
+REAL = ("gpt2_tokenizer", "stories_swiglu_5l/tokenizer", "words_swiglu_4l/tokenizer")
+
+
+@pytest.fixture(params=[*KINDS, *REAL])
+def tokenizer(request):
+    if request.param in KINDS:
+        return KINDS[request.param]()
+    folder = request.getfixturevalue("shared_models_dir") / request.param
+    kind = GPT2TokenizerFast if "gpt2" in request.param else AutoTokenizer
+    return kind.from_pretrained(folder)
+
+
+def texts_of(tokenizer, text):
+    ids = tokenizer(text)["input_ids"]
+    return ids, token_texts(SimpleNamespace(tokenizer=tokenizer), torch.tensor(ids))
+
+
+@pytest.mark.parametrize("text", [TEXT, "w1 w2 w1", "went", "day,went"])
+def test_joined_they_are_what_the_tokenizer_decodes(tokenizer, text):
+    ids, texts = texts_of(tokenizer, text)
+    assert joined(texts) == tokenizer.decode(ids, clean_up_tokenization_spaces=False)
+    assert all(texts)
+    # Some lose nothing.
+    kinds = str(tokenizer.backend_tokenizer.decoder)
+    if "ByteLevel" in kinds or "ByteFallback" in kinds:
+        assert joined(texts).removeprefix("<s> ") == text
+
+
+def test_each_kind():
+    for kind, text, expected in (
+        ("byte level", "went é", ["went", " ", "<0xC3>", "<0xA9>"]),
+        ("SentencePiece", "went to", ["w", "ent", " to"]),
+        ("SentencePiece", "to é\n", ["to", " ", "<0xC3>", "<0xA9>", "\n"]),
+        ("WordPiece", "One day, went too", ["one", " day", ",", " w", "ent", " to", "o"]),
+        ("words", "w1 w2 no", ["w1", " w2", " ?"]),
+    ):
+        tokenizer = KINDS[kind]()
+        ids, texts = texts_of(tokenizer, text)
+        if kind == "byte level":  # merged by what it was trained on
+            texts = texts[-4:] if len(texts) == 4 else [joined(texts[:-3]), *texts[-3:]]
+        assert texts == expected, kind
+        # The control: word by word the spaces are gone, or were never there.
+        alone = [tokenizer.decode([each]) for each in ids]
+        assert "".join(alone) != text or kind == "byte level"
+
+
+def test_special_tokens_and_none():
+    pieces = SimpleNamespace(tokenizer=sentence_piece())
+    ids = [1, *pieces.tokenizer("went")["input_ids"]]
+    assert token_texts(pieces, ids) == ["<s>", " w", "ent"]
+    assert token_texts(SimpleNamespace(tokenizer=word_piece()), [1, 2]) == ["[CLS]", " one"]
+    size = len(pieces.tokenizer)
+    assert token_texts(pieces, [size + 5]) == [f"<{size + 5}>"]  # a vocabulary that is rounded up
+    assert token_text(pieces, ids[1]) == " w"  # of the vocabulary, wherever
+    assert token_texts(SimpleNamespace(tokenizer=None), torch.tensor([3, 5])) == ["3", "5"]
+    assert token_texts(pieces, []) == []
+
+
+def test_a_graph_has_the_words_of_its_prompt(tmp_path):
+    tokenizer = sentence_piece()
+    bridge = bridges.boot("gpt2")
+    bridge.tokenizer = tokenizer
+    ids = torch.tensor([1, *tokenizer("went to")["input_ids"]])
+    graph = circuits.attribution_graph(convert(bridge), ids, p.loss(), top=5)
+    assert graph.tokens == (("<s>", " w", "ent", " to"),)
+    circuits.to_neuronpedia(graph, tmp_path / "graph.json", slug="graph")
+    written = json.loads((tmp_path / "graph.json").read_text())["metadata"]
+    assert written["prompt"] == "<s> went to"
+    assert written["prompt_tokens"] == ["<s>", " w", "ent", " to"]
