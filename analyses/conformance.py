@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from click import ClickException
 from conformance_reasons import INHERENT, Inherent
 
 from attn_only_lens.storage import write_text
@@ -36,7 +37,7 @@ Outcome = dict[str, Any]
 """A line of the plugin: how one test ended."""
 
 
-class Broken(Exception):
+class Broken(ClickException):
     """The tests could not be run, or ended in what nobody has explained."""
 
 

@@ -55,8 +55,8 @@ INHERENT = (
         },
     ),
     Inherent(
-        "It replaces the blocks of a model, whose MLPs are exposed, by one without an MLP, and "
-        "then turns on the results of heads.",
+        "It replaces the blocks of a model, with their exposed MLPs, by one without, and then "
+        "turns on the results of heads.",
         {
             "exposed": (
                 f"{_UNIT}/test_config_flag_assignment.py::"

@@ -159,4 +159,5 @@ def load(
         model.tokenizer.padding_side = manifest["padding_side"]
     if to_dtype is not None:
         model.to(to_dtype, print_details=False)
-    return model.to(to_device, print_details=False)
+    # By its name: of a torch.device, a HookedTransformer takes note of the type, and not which.
+    return model.to(str(to_device), print_details=False)

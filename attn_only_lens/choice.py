@@ -8,6 +8,7 @@ import torch
 from attn_only_lens.calibrate import Calibration
 from attn_only_lens.gates import bilinear_gate
 from attn_only_lens.heads import EXACT, Gating
+from attn_only_lens.plain import as_plain
 
 __all__ = ["BilinearRequest", "choose_gating"]
 
@@ -21,6 +22,10 @@ class BilinearRequest:
     heads_per_neuron: int | None
     tolerance: float | None
     calibration: Calibration | None
+
+    def __post_init__(self) -> None:
+        for name in ("heads_per_neuron", "tolerance"):
+            object.__setattr__(self, name, as_plain(getattr(self, name)))
 
     @property
     def empty(self) -> bool:

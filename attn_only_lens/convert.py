@@ -11,7 +11,7 @@ from attn_only_lens.errors import UnsupportedModelError
 from attn_only_lens.expose import expose_neuron_heads
 from attn_only_lens.hooks import hook_reasons
 from attn_only_lens.in_place import copied_bridge, reasons_against_copying
-from attn_only_lens.mlps import known_mlps
+from attn_only_lens.mlps import known_mlps, not_finite
 from attn_only_lens.tl import HookedTransformer
 from attn_only_lens.two_blocks import AttentionOnlyTransformer, convert_as
 from attn_only_lens.two_blocks.support import reasons_against
@@ -117,7 +117,7 @@ def convert(
         return exposed.model
     reasons = reasons_against(model)
     if isinstance(model, HookedTransformer):
-        reasons += hook_reasons(model)
+        reasons += [*hook_reasons(model), *not_finite(model)]
     wanted = BilinearRequest(heads_per_neuron, tolerance, calibration)
     gating, more = choose_gating(model, gate, wanted)
     if reasons or more:

@@ -23,7 +23,7 @@ from attn_only_lens.in_place import (
     show,
     undisturbed,
 )
-from attn_only_lens.mlps import known_mlps
+from attn_only_lens.mlps import known_mlps, not_finite
 from attn_only_lens.numerics import full_precision, normal_numbers
 from attn_only_lens.tl import HookedTransformer
 
@@ -139,6 +139,8 @@ def expose_neuron_heads(
     """
     wanted = BilinearRequest(heads_per_neuron, tolerance, calibration)
     known = known_mlps(model, _PROBLEM)
+    if not exposed_heads(model) and (reasons := not_finite(model)):
+        raise UnsupportedModelError(reasons, _PROBLEM)
     return expose_as(model, known, _gating(known, gate, wanted))
 
 

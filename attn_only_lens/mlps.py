@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import torch
 from transformer_lens.model_bridge import TransformerBridge
 
 from attn_only_lens.errors import UnsupportedModelError
@@ -15,7 +16,10 @@ from attn_only_lens.in_place import (
 from attn_only_lens.tl import HookedTransformer
 from attn_only_lens.two_blocks.support import reasons_against
 
-__all__ = ["known_mlps"]
+__all__ = ["known_mlps", "not_finite"]
+
+_SHOWN = 5
+_NUMBERS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 def known_mlps(model: Any, problem: str) -> list[KnownMLP]:
@@ -57,3 +61,18 @@ def known_mlps(model: Any, problem: str) -> list[KnownMLP]:
     if reasons:
         raise UnsupportedModelError(reasons, problem)
     return known
+
+
+def not_finite(model: Any) -> list[str]:
+    """Which parameters hold NaN or infinity, as reasons against a model: the first few."""
+    reasons = []
+    for name, parameter in model.named_parameters():
+        if parameter.is_meta or parameter.dtype not in _NUMBERS or not parameter.numel():
+            continue
+        extremes = torch.stack(parameter.detach().aminmax())  # NaN, if there is one
+        if not extremes.isfinite().all():
+            count = int((~parameter.detach().isfinite()).sum())
+            plain = name.replace("._original_component", "")
+            reasons.append(f"its {plain} has {count} entries that are NaN or infinite")
+    more = len(reasons) - _SHOWN
+    return [*reasons[:_SHOWN], *[f"and {more} more of its parameters have"] * (more > 0)]

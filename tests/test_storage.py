@@ -26,6 +26,7 @@ from attn_only_lens import patching as p
 from attn_only_lens.circuits import CircuitGraph, from_json, to_json, to_neuronpedia
 from attn_only_lens.cli import app
 from attn_only_lens.comparison import Comparison
+from attn_only_lens.comparison.results import _FRAMES
 from attn_only_lens.growth import Training, read_provenance
 from attn_only_lens.manifest import MANIFEST
 from attn_only_lens.source_folder import load_source
@@ -280,7 +281,7 @@ def comparison():
         {"name": ["L0N3", None], "kept": [3, 5], "cosine": [0.1, float("nan")], "kind": ["a", "b"]}
     )
     about = {"model": "tiny", "metric": "kl", "n_prompts": 3, "values": [0.5, 0.1]}
-    return Comparison(*[frame] * 6, tokens=("a", "é"), about=about)
+    return Comparison(**{name: frame.copy() for name in _FRAMES}, tokens=("a", "é"), about=about)
 
 
 KINDS = {

@@ -47,6 +47,7 @@ from attn_only_lens.circuits.ends import (
 from attn_only_lens.circuits.weights import Kind, Weights
 from attn_only_lens.errors import CircuitError
 from attn_only_lens.patching.sites import LayerSites, Sites, all_heads
+from attn_only_lens.plain import is_count
 
 __all__ = ["composition", "top_compositions"]
 
@@ -170,7 +171,7 @@ def top_compositions(
     reasons = [
         f"got {name}={value!r}; expected a positive integer"
         for name, value in (("k", k), ("block", block))
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1
+        if not is_count(value, 1)
     ]
     if reasons:
         raise CircuitError(reasons, PROBLEM)

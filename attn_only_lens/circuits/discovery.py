@@ -29,6 +29,7 @@ from attn_only_lens.patching.positions import Positions
 from attn_only_lens.patching.prompts import Prompts
 from attn_only_lens.patching.results import MEASURED
 from attn_only_lens.patching.sites import Sites
+from attn_only_lens.plain import is_count
 
 __all__ = ["Circuit", "discover"]
 
@@ -118,7 +119,7 @@ def discover(
     reasons = not_one_of("method", method, (*METHODS, MEASURED))
     if not 0 < faithfulness <= 1:
         reasons.append(f"got faithfulness={faithfulness!r}; expected more than 0, up to 1")
-    if isinstance(n_random, bool) or not isinstance(n_random, int) or n_random < 0:
+    if not is_count(n_random):
         reasons.append(f"got n_random={n_random!r}; expected 0 or more")
     if reasons:
         raise CircuitError(reasons, "no circuit can be looked for")

@@ -35,6 +35,7 @@ from attn_only_lens.patching.pairs import reasons_against, recorded
 from attn_only_lens.patching.prompts import Prompts, prompt_pair
 from attn_only_lens.patching.results import Sweep
 from attn_only_lens.patching.sites import resolve
+from attn_only_lens.plain import is_count
 
 __all__ = ["SHARES", "Faithfulness", "Order", "ablated_model", "faithfulness", "ranked"]
 
@@ -215,7 +216,7 @@ def _check(shares: Sequence[float], n_random: object) -> None:
     within = len(shares) > 1 and all(0 <= share <= 1 for share in shares)
     if not within or list(shares) != sorted(set(shares)):
         reasons.append(f"got shares {list(shares)}; expected two or more, increasing, from 0 to 1")
-    if isinstance(n_random, bool) or not isinstance(n_random, int) or n_random < 0:
+    if not is_count(n_random):
         reasons.append(f"got n_random={n_random!r}; expected 0 or more")
     if reasons:
         raise CircuitError(reasons, "no curve can be drawn")

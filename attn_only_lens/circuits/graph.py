@@ -25,6 +25,7 @@ import numpy.typing as npt
 import pandas as pd
 
 from attn_only_lens.errors import CircuitError
+from attn_only_lens.plain import is_count
 
 __all__ = ["EDGE_COLUMNS", "EDGE_KINDS", "HEADS", "NODE_COLUMNS", "NODE_KINDS", "CircuitGraph"]
 
@@ -250,7 +251,7 @@ def chosen(
     problem = "no nodes can be chosen"
     if (top is None) == (mass is None):
         raise CircuitError([f"got top={top}, mass={mass}; expected one of the two"], problem)
-    if top is not None and (isinstance(top, bool) or not isinstance(top, int) or top < 0):
+    if top is not None and not is_count(top):
         raise CircuitError([f"got top={top!r}; expected 0 or more"], problem)
     if mass is not None and not 0 <= mass <= 1:
         raise CircuitError([f"got mass={mass!r}; expected a share from 0 to 1"], problem)

@@ -13,6 +13,7 @@ from attn_only_lens.growth import Grown, identity
 from attn_only_lens.heads import layout_of, neuron_heads
 from attn_only_lens.patching.pairs import reasons_against
 from attn_only_lens.patching.sites import all_heads, resolve
+from attn_only_lens.plain import is_count
 
 __all__ = ["exposed", "require", "require_source"]
 
@@ -40,7 +41,7 @@ def require(given: Sequence[Any], provenance: object, **settings: Any) -> None:
     for name in ("batch_size", "n_resamples", "n_nodes", "n_patched"):
         value, least = settings[name], 1 if name == "batch_size" else 0
         none = name == "n_patched" and value is None
-        if not none and (isinstance(value, bool) or not isinstance(value, int) or value < least):
+        if not none and not is_count(value, least):
             reasons.append(f"got {name}={value!r}; expected {least} or more")
     for name in ("edge_mass", "confidence", "faithfulness"):
         value = settings[name]

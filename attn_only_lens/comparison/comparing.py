@@ -31,6 +31,7 @@ from attn_only_lens.expansion import Provenance
 from attn_only_lens.growth import Grown
 from attn_only_lens.patching.custom_metric import AnyMetric
 from attn_only_lens.patching.prompts import Prompts
+from attn_only_lens.plain import as_plain
 from attn_only_lens.texts import token_texts
 
 __all__ = ["compare"]
@@ -126,6 +127,7 @@ def compare(
     }
     settings |= {"edge_mass": edge_mass, "faithfulness": faithfulness}
     settings |= {"n_resamples": n_resamples, "confidence": confidence}
+    settings = {name: as_plain(value) for name, value in settings.items()}
     if provenance is None and isinstance(grown, Grown):
         provenance = grown.provenance
     given = [model, grown] if null is None else [model, grown, null]

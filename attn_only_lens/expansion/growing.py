@@ -9,6 +9,7 @@ from attn_only_lens.expansion.initialise import Initialiser, own
 from attn_only_lens.expansion.plan import Plan, carry_out
 from attn_only_lens.expansion.provenance import Provenance
 from attn_only_lens.expansion.weights import Axis, Weights, block_name
+from attn_only_lens.plain import as_plain, is_count
 
 __all__ = [
     "Expansion",
@@ -42,6 +43,10 @@ class Expansion(Protocol):
 class Planned(ABC):
     """What the six expansions share: from a plan to an `Expansion`."""
 
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            object.__setattr__(self, name, as_plain(value))
+
     @abstractmethod
     def reasons_against(self, weights: Weights) -> list[str]:
         """Why these weights cannot be expanded so; empty where they can."""
@@ -65,7 +70,7 @@ class Planned(ABC):
 
 def is_index(number: object, size: int) -> bool:
     """Whether this is one of 0 … size - 1, as an int: 1.0 would be looked up under another name."""
-    return type(number) is int and number in range(size)
+    return is_count(number, 0, size - 1)
 
 
 def layers_of(layers: Sequence[int] | None, weights: Weights) -> list[int]:
@@ -76,7 +81,7 @@ def layers_of(layers: Sequence[int] | None, weights: Weights) -> list[int]:
 def reasons_against_count(n: int, layers: Sequence[int] | None, weights: Weights) -> list[str]:
     """Why so many new units in these layers are none that can be made."""
     reasons = []
-    if type(n) is not int or n < 1:
+    if not is_count(n, 1):
         reasons.append(f"got {n!r} to add; expected 1 or more: to make a model smaller, prune it")
     n_layers = weights.constants.n_layers
     unknown = not all(is_index(layer, n_layers) for layer in layers or ())

@@ -18,6 +18,8 @@ from attn_only_lens.growth.optimizer import OptimizerT, grown_optimizer
 from attn_only_lens.growth.rim import Rim
 from attn_only_lens.growth.sizes import to_sizes
 from attn_only_lens.growth.two_blocks import TWO_BLOCKS
+from attn_only_lens.mlps import not_finite
+from attn_only_lens.plain import as_plain, is_count
 
 __all__ = ["RIMS", "Grown", "grow", "identity", "read", "rim_of"]
 
@@ -173,10 +175,24 @@ def grow(
         raise GrowthError([*reasons, *rim.attached(model)])
     weights = rim.read(model)
     sizes = dict(d_mlp=d_mlp, n_heads=n_heads, d_head=d_head, d_model=d_model, n_layers=n_layers)
-    asked = {name: size for name, size in sizes.items() if size is not None}
+    asked = {name: as_plain(size) for name, size in sizes.items() if size is not None}
     if (expansion is None) == (not asked):
         raise GrowthError(["give either an expansion or sizes (d_mlp=1024, …)"])
-    reasons = rim.attached(model)
+    reasons = [*rim.attached(model), *not_finite(model)]
+    odd = [
+        f"got {name}={size!r}; expected 1 or more"
+        for name, size in asked.items()
+        if not is_count(size, 1)
+    ]
+    seed = as_plain(seed)
+    if type(seed) is not int:
+        odd.append(f"got seed={seed!r}; expected a whole number")
+    if expansion is not None and not hasattr(expansion, "reasons_against"):
+        odd.append(
+            f"got a {type(expansion).__name__}; expected an expansion of attn_only_lens.expansion"
+        )
+    if odd:
+        raise GrowthError([*reasons, *odd])
     if expansion is None:
         expansion, wrong = to_sizes(weights, asked)
         reasons += wrong

@@ -20,6 +20,7 @@ from attn_only_lens.expansion import Expansion, Provenance
 from attn_only_lens.expansion.initialise import Initialiser
 from attn_only_lens.growth.growing import Grown, grow
 from attn_only_lens.patching.identity import Unidentified, identity
+from attn_only_lens.plain import as_plain, is_count
 from attn_only_lens.storage import Document, read_tensors, write_tensors, written_whole
 
 __all__ = ["Training"]
@@ -85,7 +86,8 @@ class Training:
     history: tuple[Grown, ...] = ()
 
     def __post_init__(self) -> None:
-        odd = [step for step in self.schedule if type(step) is not int or step < 0]
+        self.schedule = {as_plain(step): each for step, each in self.schedule.items()}
+        odd = [step for step in self.schedule if not is_count(step)]
         if odd:
             raise GrowthError([f"got step {step!r}; expected 0 or more" for step in odd], _PROBLEM)
 

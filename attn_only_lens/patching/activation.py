@@ -33,6 +33,7 @@ from attn_only_lens.patching.sources import ABLATIONS, DIRECTIONS, Source, ablat
 from attn_only_lens.patching.store import PartStore
 from attn_only_lens.patching.sweep import Sweeper, frame_of, groups_of
 from attn_only_lens.patching.trials import require_same
+from attn_only_lens.plain import is_count
 
 __all__ = ["activation_patch"]
 
@@ -157,8 +158,7 @@ def _checked(
     model: Any, part: str, direction: str, reference: object, batch_size: object
 ) -> tuple[Part, str]:
     reasons = reasons_against(model)
-    counts = isinstance(batch_size, int) and not isinstance(batch_size, bool) and batch_size > 0
-    if batch_size is not None and not counts:
+    if batch_size is not None and not is_count(batch_size, 1):
         reasons.append(f"got batch_size={batch_size!r}; expected 1 or more, or None")
     reasons += not_one_of("part", part, PARTS)
     reasons += not_one_of("direction", direction, (*DIRECTIONS, *ABLATIONS))

@@ -8,6 +8,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from attn_only_lens.patching.prompts import PromptPair
+from attn_only_lens.plain import as_plain, is_count
 from attn_only_lens.texts import token_texts
 
 __all__ = ["Answer", "answer_tokens", "described", "run_shape"]
@@ -31,10 +32,10 @@ def answer_tokens(
 
 def listed(answer: Answer) -> list[Any]:
     """Answers as a list, of one where there is one for all prompts."""
-    if isinstance(answer, Tensor):
-        flat = answer.flatten().tolist()
-        return flat if answer.ndim <= 1 else [answer]
-    return list(answer) if isinstance(answer, list | tuple) else [answer]
+    given = as_plain(answer)
+    if not isinstance(given, list | tuple):
+        return [given]
+    return [answer] if getattr(answer, "ndim", 1) > 1 else list(given)
 
 
 def described(answer: Answer) -> str:
@@ -71,7 +72,7 @@ def _token(model: Any, one: Any, what: str, reasons: list[str]) -> int:
             )
             return 0
         one = tokens[0]
-    if isinstance(one, bool) or not isinstance(one, int) or not 0 <= one < size:
+    if not is_count(one, 0, size - 1):
         reasons.append(f"{what}: got {one!r}; expected a text, or a token from 0 to {size - 1}")
         return 0
     return one

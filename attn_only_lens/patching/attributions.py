@@ -61,6 +61,7 @@ from attn_only_lens.patching.results import Sweep
 from attn_only_lens.patching.sites import Sites, all_heads, resolve
 from attn_only_lens.patching.sources import DIRECTIONS
 from attn_only_lens.patching.sweep import Group, frame_of
+from attn_only_lens.plain import is_count
 
 __all__ = ["METHODS", "Method", "attribution"]
 
@@ -190,7 +191,7 @@ def _check(model: Any, part: str, direction: str, method: str, steps: object) ->
         reasons.append("got part='q' with frozen patterns, which no query moves; expected another")
     if steps is not None and method != "integrated":
         reasons.append(f"got steps={steps!r} with method={method!r}, which takes none")
-    elif steps is not None and (isinstance(steps, bool) or not isinstance(steps, int) or steps < 1):
+    elif steps is not None and not is_count(steps, 1):
         reasons.append(f"got steps={steps!r}; expected 1 or more")
     if torch.is_inference_mode_enabled():
         reasons.append("no gradient is taken in torch.inference_mode(); torch.no_grad() will do")

@@ -58,7 +58,7 @@ class Batching:
             if found is None:
                 self._halve(len(chunk), numbers_each)
                 continue
-            values[chunk.to(values.device)] = found.to(values)
+            values[chunk.cpu()] = found.cpu().to(values.dtype)
             self._on_done(len(chunk))
             left = left[size:]
 

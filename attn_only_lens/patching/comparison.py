@@ -5,6 +5,7 @@ import pandas as pd
 
 from attn_only_lens.errors import PatchingError
 from attn_only_lens.patching.results import Sweep
+from attn_only_lens.plain import is_count
 
 __all__ = ["agreement"]
 
@@ -71,7 +72,7 @@ def agreement(exact: Sweep, approx: Sweep, k: int = 20) -> pd.DataFrame:
             reasons.append(f"{label} has scores that are not finite")
         elif effects.nunique() < 2:
             reasons.append(f"all scores of {label} are the same: nothing correlates with that")
-    if isinstance(k, bool) or not isinstance(k, int) or not 1 <= k <= len(one):
+    if not is_count(k, 1, len(one)):
         reasons.append(f"got k={k!r}; expected 1 to the {len(one)} rows")
     if reasons:
         raise PatchingError(reasons, "these sweeps cannot be compared")

@@ -14,10 +14,11 @@ from torch import Tensor
 
 from attn_only_lens.errors import PatchingError
 from attn_only_lens.patching.prompts import PromptPair
+from attn_only_lens.plain import as_plain, is_count
 
 __all__ = ["PositionSet", "Positions", "resolve_positions"]
 
-Positions: TypeAlias = Literal["each", "all"] | int | Sequence[int]
+Positions: TypeAlias = Literal["each", "all"] | int | Sequence[int] | Tensor
 _PROBLEM = "these positions cannot be patched"
 
 
@@ -67,14 +68,15 @@ def resolve_positions(pair: PromptPair, positions: Positions) -> tuple[PositionS
         if positions == "each":
             some = real.any(dim=0).nonzero().flatten().tolist()
             return tuple(PositionSet(pos, real & _column(real, pos)) for pos in some)
-    wanted = [positions] if isinstance(positions, int) else positions
+    wanted = as_plain(positions)
+    wanted = [wanted] if isinstance(wanted, int) else wanted
     expected = f"expected 'each', 'all', or numbers from {-n_pos} to {n_pos - 1}"
     if not isinstance(wanted, list | tuple | range) or not wanted:
         raise PatchingError([f"got {positions!r}; {expected}"], _PROBLEM)
     reasons: list[str] = []
     sets: list[PositionSet] = []
     for pos in wanted:
-        if isinstance(pos, bool) or not isinstance(pos, int) or not -n_pos <= pos < n_pos:
+        if not is_count(pos, -n_pos, n_pos - 1):
             reasons.append(f"got {pos!r}; {expected}")
             continue
         where = real & (_column(real, pos) if pos >= 0 else _from_the_end(pair, pos))

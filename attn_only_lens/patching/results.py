@@ -16,6 +16,7 @@ import pandas as pd
 
 from attn_only_lens.errors import PatchingError
 from attn_only_lens.patching.tables import read_table, write_table
+from attn_only_lens.plain import is_count
 from attn_only_lens.storage import misfits
 
 __all__ = ["BASELINE", "MEASURED", "Sweep"]
@@ -177,7 +178,7 @@ class Sweep:
         Raises:
             PatchingError: k is not a positive number.
         """
-        if isinstance(k, bool) or not isinstance(k, int) or k < 1:
+        if not is_count(k, 1):
             raise PatchingError([f"got k={k!r}; expected 1 or more"], "no rows can be picked")
         return self.frame.loc[self.effect.abs().nlargest(k, keep="first").index]
 

@@ -13,6 +13,7 @@ from attn_only_lens.errors import PatchingError, UnknownHeadError
 from attn_only_lens.heads import HeadName, attention_heads, layout_of
 from attn_only_lens.heads import neuron_heads as heads_by_layer
 from attn_only_lens.heads.blocks import HeadKind
+from attn_only_lens.plain import as_plain, is_count
 
 __all__ = [
     "WHOLE",
@@ -127,13 +128,10 @@ def all_heads(layers: int | Iterable[int] | None = None) -> Selection:
 def _selection(kinds: tuple[HeadKind, ...], layers: object) -> Selection:
     if layers is None:
         return Selection(kinds)
-    wanted = [layers] if isinstance(layers, int) else list(layers)  # type: ignore[call-overload]
+    given = as_plain(layers)
+    wanted = list(map(as_plain, given)) if isinstance(given, Iterable) else [given]
     expected = "expected source layers, counted from 0"
-    reasons = [
-        f"got layer {layer!r}; {expected}"
-        for layer in wanted
-        if isinstance(layer, bool) or not isinstance(layer, int) or layer < 0
-    ]
+    reasons = [f"got layer {layer!r}; {expected}" for layer in wanted if not is_count(layer)]
     repeated = sorted({str(layer) for layer in wanted if wanted.count(layer) > 1})
     reasons += [f"got layer {layer} more than once; expected each once" for layer in repeated]
     reasons += [f"got no layers; {expected}, or None for all"] * (not wanted)
@@ -225,7 +223,7 @@ def _named(
     sites: object, counts: list[dict[HeadKind, int]], shared: list[int]
 ) -> tuple[list[HeadName], list[str]]:
     """The names, and every reason why some are none of the model's."""
-    listed = [sites] if isinstance(sites, str | HeadName) else sites
+    listed = [sites] if isinstance(sites, str | HeadName) else as_plain(sites)
     if not isinstance(listed, list | tuple) or not listed:
         got = "an empty list" if isinstance(listed, list | tuple) else type(listed).__name__
         return [], [

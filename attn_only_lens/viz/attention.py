@@ -6,6 +6,7 @@ from transformer_lens import ActivationCache
 
 from attn_only_lens.heads import neuron_heads
 from attn_only_lens.heads.patterns import cached, require_known
+from attn_only_lens.plain import is_count
 from attn_only_lens.viz.checks import of_prompt, refuse
 
 __all__ = ["attention_of"]
@@ -22,7 +23,7 @@ def attention_of(
     """
     require_known(cache)
     n_layers = len(neuron_heads(cache.model))
-    if isinstance(layer, bool) or not isinstance(layer, int) or not 0 <= layer < n_layers:
+    if not is_count(layer, 0, n_layers - 1):
         refuse([f"got layer={layer!r}; the model has source layers 0 to {n_layers - 1}"])
     held = cached(cache, layer, "attention", "pattern")
     pattern = of_prompt(held, prompt, cache.has_batch_dim)

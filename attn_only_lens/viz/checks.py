@@ -7,6 +7,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from attn_only_lens.errors import PictureError
+from attn_only_lens.plain import is_count
 
 __all__ = ["distinct", "of_prompt", "refuse", "token_reasons"]
 
@@ -43,7 +44,7 @@ def of_prompt(values: Tensor, prompt: int, has_batch: bool) -> Float[Tensor, "..
         PictureError: the cache holds no such prompt, or a value that is not finite.
     """
     n_prompts = len(values) if has_batch else 1
-    if isinstance(prompt, bool) or not isinstance(prompt, int) or not 0 <= prompt < n_prompts:
+    if not is_count(prompt, 0, n_prompts - 1):
         refuse([f"got prompt={prompt!r}; the cache holds prompts 0 to {n_prompts - 1}"])
     one = (values[prompt] if has_batch else values).detach().cpu().double()
     if not bool(one.isfinite().all()):

@@ -22,6 +22,7 @@ from attn_only_lens.numerics import full_precision
 from attn_only_lens.patching.pairs import reasons_against
 from attn_only_lens.patching.prompts import Prompts, unpaired
 from attn_only_lens.patching.record import Recording, record
+from attn_only_lens.plain import is_count
 from attn_only_lens.texts import token_text, token_texts
 from attn_only_lens.tolerances import LOGIT_TOLERANCE
 from attn_only_lens.viz.checks import refuse
@@ -75,9 +76,9 @@ def circuit_view(
         True
     """
     reasons = []
-    if isinstance(prompt, bool) or prompt not in range(len(graph.tokens)):
+    if not is_count(prompt, 0, len(graph.tokens) - 1):
         reasons.append(f"got prompt={prompt!r}; the graph is of {len(graph.tokens)} prompts")
-    if isinstance(top_tokens, bool) or not isinstance(top_tokens, int) or top_tokens < 0:
+    if not is_count(top_tokens):
         reasons.append(f"got top_tokens={top_tokens!r}; expected 0 or more")
     if (model is None) != (prompts is None):
         given = "prompts" if model is None else "a model"

@@ -59,7 +59,7 @@ def test_of_another_kind():
 
 
 def test_none_of_ours():
-    run(TransformerBridge.boot_native(CFG | {"act_fn": "solu", "seed": 0}))
+    run(TransformerBridge.boot_native(CFG | {"act_fn": "gelu", "seed": 0, "attn_only": True}))
 
 
 def test_no_model():
@@ -117,8 +117,7 @@ def test_each_test_is_told_from_the_others(outcomes):
     }
     assert judge(outcomes["test_refused"], "exposed", INHERENT).why == "call another"
     why = judge(outcomes["test_none_of_ours"], "exposed", INHERENT).why
-    assert why.startswith("layer …: ")
-    assert "not q times a weight" in why
+    assert why == "layer …: it has no MLP"
     # 7 hook points a layer, and two layers or one; and with no reason known, it fails.
     assert [outcomes[name]["fired"] for name in ("test_names", "test_runs")] == [0, 14]
     assert outcomes["test_of_another_kind"]["fired"] == 7

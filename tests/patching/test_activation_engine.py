@@ -142,49 +142,28 @@ def test_out_of_memory(layout, batch_size, error):
 
 
 @pytest.mark.parametrize("processes", [1, 2])
-@LAYOUTS
-def test_batches_on_a_cpu_are_of_what_free_memory_allows(layout, processes, monkeypatch):
-    """As much as is said to be free: for no token, for 1 variant, for 3, for any number."""
-    model = made(layout)
+def test_batches_on_a_cpu_are_of_what_free_memory_allows(processes, monkeypatch):
+    """As much as is said to be free: for no variant, for 1, for 3, for any number."""
+    model, numbers, of_token = made(), 7001, 101
     monkeypatch.setenv("WORLD_SIZE", str(processes))
-    # Half of it in copies of the widest activation, 24 of them for each token of 8 bytes' floats.
-    variant = 2 * processes * 24 * 37 * 8 * 2 * POS
 
-    def largest(variants, logits=0):
-        free = SimpleNamespace(available=int(variants * variant))
+    def largest(variants):
+        # Half of it, in numbers of 8 bytes.
+        free = SimpleNamespace(available=int(2 * processes * variants * 8 * numbers))
         monkeypatch.setattr("psutil.virtual_memory", lambda: free)
-        batching = Batching(model, None, lambda n: None, logits)
+        batching = Batching(model, None, lambda n: None, of_token)
         sizes, values = [], torch.zeros(5000)
 
         def run(chunk):
             sizes.append(len(chunk))
             return chunk.double()
 
-        batching.fill(values, torch.ones(5000, dtype=torch.bool), 2 * POS, run)
+        batching.fill(values, torch.ones(5000, dtype=torch.bool), numbers, run)
         assert torch.equal(values, torch.arange(5000.0))
         return sizes[0]
 
-    assert [largest(n) for n in (0, 0.9, 1.1, 3.5, 10**6)] == [1, 1, 1, 3, 2048 // (2 * POS)]
-    # Logits that take as much as a variant's tokens, 8 numbers each, halve what fits.
-    assert largest(7.5, logits=24 * 37 * 2 * POS // 8) == 3
-    assert largest(7.5) == 7
-
-
-def test_the_logits_that_a_metric_reads_are_counted(monkeypatch):
-    """A loss reads all of them, a logit difference two of a prompt: fewer rows."""
-    model = made()
-    rows = Rows(model)
-    free = SimpleNamespace(available=2**22)
-    monkeypatch.setattr("psutil.virtual_memory", lambda: free)
-
-    def largest(metric):
-        rows.calls.clear()
-        sweep(model, p.neuron_heads(layers=0), metric, positions=[0, 4])
-        return max(n for _, n, _ in rows.calls)
-
-    # 2 prompts of 7 tokens from position 4 on, and of 11 · 43 logits: 7 tokens' worth by 24 · 37.
-    assert largest(METRIC) == 2 * min(37, 2**21 // (24 * 37 * 8) // 14)
-    assert largest(p.loss()) == 2 * min(37, 2**21 // (24 * 37 * 8) // (14 + 8 * 2 * 11 * 43 // 888))
+    most = 2048 * of_token // numbers  # of what 2048 tokens take
+    assert [largest(n) for n in (0, 0.9, 1.1, 3.5, 10**6)] == [1, 1, 1, 3, most]
 
 
 def test_out_of_memory_with_one_site_and_other_errors():

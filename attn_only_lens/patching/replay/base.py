@@ -127,7 +127,7 @@ class Replay(ABC):
         widest = max(max(p.shape) for p in self.model.blocks.parameters())
         d_model = self.recording.streams[0].shape[-1]
         n_heads = max(attention_heads(self.model))
-        return 3 * d_model + max(_WIDEST * widest, _SCORES * n_heads * self.n_pos)
+        return 5 * d_model + max(_WIDEST * widest, _SCORES * n_heads * self.n_pos)
 
     def numbers_from(self, first: int) -> int:
         """How many numbers one variant holds at once, at the most: an estimate.
