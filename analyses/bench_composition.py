@@ -73,7 +73,7 @@ def measure(kind: str, block: int, device: str, smoke: bool) -> dict[str, Any]:
         "seconds": took,
         "peak MiB": (peak - before) / MIB,
         "bound MiB": bound_mib(model.cfg, block),
-        "bound seconds": flops(model.cfg, kind) / speeds(device)[0],
+        "bound seconds": flops(model.cfg, kind) / speeds(device, smoke)[0],
         "largest / baseline": float(frame.ratio_to_baseline[0]),
     }
 

@@ -64,10 +64,16 @@ def operation(
 
 
 @torch.no_grad()
-def timing(source: HookedTransformer, lengths: list[int], rounds: int, device: str) -> pd.DataFrame:
+def timing(
+    source: HookedTransformer,
+    lengths: list[int],
+    rounds: int,
+    device: str,
+    flops: float,
+    bandwidth: float,
+) -> pd.DataFrame:
     """Forward and caching, source against converted, with the bound."""
     converted = convert(source)
-    flops, bandwidth = speeds(device)
     rows = []
     for pos in tqdm(lengths, desc="timing", leave=False):
         tokens = torch.arange(pos, device=device)[None] % source.cfg.d_vocab
@@ -227,14 +233,14 @@ def report(smoke: bool, device: str, rounds: int) -> str:
     """All tables, as the text of a page."""
     lengths, naive_pos = ([7], 7) if smoke else ([128, 512], 128)
     source = model_of(device, smoke=smoke)
-    times = timing(source, lengths, rounds, device)
+    flops, bandwidth = speeds(device, smoke)
+    times = timing(source, lengths, rounds, device, flops, bandwidth)
     memory = peak_memory(lengths, device, smoke)
     costs = conversion(source, rounds, device)
     gates = bilinear(source, lengths[0], rounds, device)
     silu = model_of(device, smoke=smoke, act_fn="silu", n_layers=1)
     ways = naive(silu, naive_pos, max(3, rounds // 3), device)
     shape = "a tiny model (--smoke)" if smoke else "GPT-2 small's shape, random weights"
-    flops, bandwidth = speeds(device)
 
     return f"""# What conversion costs
 

@@ -188,7 +188,7 @@ def report(model: str, smoke: bool, device: str, neurons: tuple[int, int]) -> st
     load = os.getloadavg()[0]
     source = (bridge_of if model == "bridge" else model_of)(device, smoke=smoke)
     source.requires_grad_(False)
-    speed, _ = speeds(device, 256 if smoke else 2048)
+    speed, _ = speeds(device, smoke)
     rows = [
         sweep(source, positions, first, (ours, theirs), speed)
         for first in FIRST

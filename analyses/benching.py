@@ -47,8 +47,9 @@ def medians(calls: dict[str, Callable[[], Any]], rounds: int, device: str) -> di
     return {name: statistics.median(ts) for name, ts in times.items()}
 
 
-def speeds(device: str, size: int = 2048) -> tuple[float, float]:
+def speeds(device: str, smoke: bool) -> tuple[float, float]:
     """This machine's float operations a second in a matrix product, and bytes a second copied."""
+    size = 256 if smoke else 2048
     a, b = torch.randn(size, size, device=device), torch.randn(size, size, device=device)
     source, target = (torch.ones(32 * MIB, device=device) for _ in range(2))
     took = medians({"mm": lambda: a @ b, "copy": lambda: target.copy_(source)}, 7, device)

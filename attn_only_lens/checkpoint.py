@@ -42,6 +42,7 @@ __all__ = ["load", "save"]
 _Model: TypeAlias = AttentionOnlyTransformer | HookedTransformer | TransformerBridge
 
 
+@torch.inference_mode(False)  # as `load`, which is what the folder is tried with
 def save(
     model: _Model,
     folder: str | os.PathLike[str],
@@ -104,6 +105,7 @@ def save(
     return folder
 
 
+@torch.inference_mode(False)  # weights of inference mode could never be trained
 def load(
     folder: str | os.PathLike[str],
     *,
@@ -157,4 +159,5 @@ def load(
         model.tokenizer.padding_side = manifest["padding_side"]
     if to_dtype is not None:
         model.to(to_dtype, print_details=False)
-    return model.to(to_device, print_details=False)
+    # By its name: of a torch.device, a HookedTransformer takes note of the type, and not which.
+    return model.to(str(to_device), print_details=False)

@@ -2,6 +2,7 @@
 
 from typing import overload
 
+import torch
 from transformer_lens.model_bridge import TransformerBridge
 
 from attn_only_lens.calibrate import Calibration
@@ -42,6 +43,7 @@ def convert(
 ) -> TransformerBridge: ...
 
 
+@torch.inference_mode(False)  # weights of inference mode could never be trained
 def convert(
     model: HookedTransformer | TransformerBridge,
     *,

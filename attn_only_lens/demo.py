@@ -54,9 +54,9 @@ class Demo:
     def clearest(self) -> pd.DataFrame:
         """For each key frequency, how many neuron-heads it has, and the one that shows it best."""
         periodic = self.neuron_heads.query("explained > @PERIODIC")
-        best = periodic.sort_values("explained").groupby("frequency").tail(1)
+        best = periodic.loc[periodic.groupby("frequency")["explained"].idxmax()]
         best = best.assign(neuron_heads=best["frequency"].map(periodic["frequency"].value_counts()))
-        return best.sort_values("neuron_heads", ascending=False).reset_index(drop=True)
+        return best.sort_values("neuron_heads", ascending=False, kind="stable", ignore_index=True)
 
 
 def run() -> Demo:

@@ -133,7 +133,9 @@ def load_tokenizer(folder: Path) -> Any:
     if any(os.path.exists(str(said[key])) for key in named):
         raise CheckpointError(f"{settings} names files outside of its folder: {', '.join(named)}")
     try:
-        return AutoTokenizer.from_pretrained(where, local_files_only=True, trust_remote_code=False)
+        made = AutoTokenizer.from_pretrained(where, local_files_only=True, trust_remote_code=False)
+        made.encode("")
+        return made
     except Exception as error:  # of any tokenizer, written in any language
         raise CheckpointError(f"the tokenizer in {where} cannot be loaded: {error}") from error
 

@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.metadata import version
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from torch import Tensor
 from transformer_lens.config import TransformerBridgeConfig
@@ -71,8 +71,9 @@ def no_remote_code() -> Iterator[None]:
     if not HAS_HOOKED_TRANSFORMER:
         yield
         return
-    from transformer_lens import loading_from_pretrained as loading
+    from transformer_lens import loading_from_pretrained
 
+    loading: Any = loading_from_pretrained
     listed = loading.NEED_REMOTE_CODE_MODELS
     loading.NEED_REMOTE_CODE_MODELS = ()
     try:

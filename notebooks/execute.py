@@ -46,8 +46,12 @@ _ENVIRONMENT = {
 }
 
 
-def executed(path: Path) -> NotebookNode:
+def executed(path: Path, environment: dict[str, str] | None = None) -> NotebookNode:
     """A notebook with what its cells put out now, run in a folder that is thrown away.
+
+    Args:
+        path: the notebook.
+        environment: variables of the process that runs it, besides those of this one.
 
     Raises:
         nbclient.exceptions.CellExecutionError: a cell raised, with its traceback.
@@ -56,7 +60,7 @@ def executed(path: Path) -> NotebookNode:
     with tempfile.TemporaryDirectory() as folder:
         resources = {"metadata": {"path": folder}}
         client = NotebookClient(notebook, timeout=300, kernel_name="python3", resources=resources)
-        client.execute(env=os.environ | _ENVIRONMENT)
+        client.execute(env=os.environ | _ENVIRONMENT | (environment or {}))
     for cell in notebook.cells:
         cell.metadata.pop("execution", None)  # when it ran
     notebook.metadata.language_info = {"name": "python"}  # and not which

@@ -21,6 +21,13 @@ IN_PLACE = {
     "result": "hook_neuron_write",
 }
 """Hook points of neuron-heads in place, spelled out."""
+# What makes torch, MKL and oneDNN compute as on another processor: sums in another order, other
+# last digits. The Makefile runs tests by it.
+ANOTHER_MACHINE = {
+    "ATEN_CPU_CAPABILITY": "default",
+    "MKL_CBWR": "COMPATIBLE",
+    "ONEDNN_MAX_CPU_ISA": "SSE41",
+}
 BATCH, POS, D_MLP, D_VOCAB, N_LAYERS = 2, 11, 37, 41, 3
 
 needs_hooked_transformer = pytest.mark.skipif(
@@ -62,3 +69,9 @@ def meeting(inputs):
         barrier.wait()
 
     return wait
+
+
+def of_a_library(hook):
+    """A torch hook that nothing refuses, as one that transformers has left behind: to look on."""
+    hook.__module__ = "transformers.utils.output_capturing"
+    return hook

@@ -91,6 +91,12 @@ class _Simulated(Tensor):
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return SimulatedDevice.current().call(func, args, kwargs or {})
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        copied: Tensor = _Simulated(self.inner.clone(), self.device)
+        if isinstance(self, torch.nn.Parameter):
+            copied = torch.nn.Parameter(copied, self.requires_grad)
+        return memo.setdefault(id(self), copied)
+
     def __repr__(self) -> str:
         return f"_Simulated({self.inner}, device={self.device})"
 
@@ -141,12 +147,16 @@ class SimulatedDevice(TorchDispatchMode):
         # As on a GPU, a model that is moved keeps its parameters, and those that are tied.
         self._swaps = torch.__future__.get_swap_module_params_on_conversion()
         torch.__future__.set_swap_module_params_on_conversion(True)
+        if len(self._entered) == 1:
+            Tensor.data = property(_DATA.__get__, _set_data)
         return super().__enter__()
 
     def __exit__(self, *exc: Any) -> None:
         super().__exit__(*exc)
         self._threads.__exit__(*exc)
         torch.__future__.set_swap_module_params_on_conversion(self._swaps)
+        if len(self._entered) == 1:
+            del Tensor.data
         self._entered.pop()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -190,6 +200,8 @@ class SimulatedDevice(TorchDispatchMode):
         home = asked or device
         if name == "_to_copy":  # with `copy_`, all that may have two devices: `.to`, `.cpu`
             self._moved(args[0].device, home)
+            if kwargs.get("dtype") == torch.float64 and device.type == NAME:
+                self._refuse_float64(name, device)  # it is converted before it leaves
             kept = {k: v for k, v in kwargs.items() if k in ("dtype", "layout", "memory_format")}
             return self._wrapped(name, func(_inner(args[0]), **kept), home)
         if name in ("copy_", "_copy_from"):
@@ -244,9 +256,29 @@ class SimulatedDevice(TorchDispatchMode):
         """A tensor of the device."""
         if not isinstance(x, Tensor) or device.type != NAME:
             return x
-        if self.forbid_float64 and x.dtype in (torch.float64, torch.complex128):
-            raise Float64Forbidden(f"{name}: no {x.dtype} on {device}, at {self._place()}")
+        if x.dtype in (torch.float64, torch.complex128):
+            self._refuse_float64(name, device)
         return _Simulated(x, device)
+
+    def _refuse_float64(self, name: str, device: torch.device) -> None:
+        if self.forbid_float64:
+            raise Float64Forbidden(f"{name}: no float64 on {device}, at {self._place()}")
+
+
+_DATA = torch._C.TensorBase.data
+
+
+def _set_data(x: Tensor, value: Tensor) -> None:
+    """`x.data = value`, from one device to another as well: x stays the object that it is."""
+    if isinstance(x, _Simulated) == isinstance(value, _Simulated):
+        _DATA.__set__(x, value)
+        if isinstance(x, _Simulated):
+            x.inner = value.inner
+        return
+    other = value.detach()
+    if isinstance(x, torch.nn.Parameter):
+        other = torch.nn.Parameter(other, requires_grad=x.requires_grad)
+    torch.utils.swap_tensors(x, other)
 
 
 @cache

@@ -1,19 +1,23 @@
 """What is saved comes back bit for bit; what is damaged is refused, and says how."""
 
 import json
+import time
 
 import pytest
 import torch
 from common import tokens
-from models import build
+from models import build, source_folder
 from safetensors.torch import load_file, save_file
-from sealed_files import digest_again, rewrite
+from sealed_files import digest_again, flips, mutated, rewrite
 from tiny_tokenizer import tiny_tokenizer
 from torch import nn
 
 import attn_only_lens.checkpoint as checkpoint
-from attn_only_lens import CheckpointError, convert, load, save
+from attn_only_lens import CheckpointError, convert, expose_neuron_heads, grow, load, save
+from attn_only_lens import expansion as ex
+from attn_only_lens.growth import read_provenance, save_grown
 from attn_only_lens.manifest import MANIFEST
+from attn_only_lens.source_folder import load_source
 
 KINDS = ("gelu", "llama", "ln_pre", "relu", "local", "alibi", "parallel", "gemma", "post_norm")
 
@@ -351,6 +355,119 @@ def test_unknown_device_or_dtype(arguments, message, tmp_path):
     folder = save(convert(build("gelu")), tmp_path / "saved")
     with pytest.raises(CheckpointError, match=message):
         load(folder, **arguments)
+
+
+def saved_two_blocks(folder):
+    source = build("gelu", dtype=torch.float32, d_vocab_out=41)
+    source.set_tokenizer(tiny_tokenizer(41, folder.parent / "tokenizer"))
+    save(convert(source), folder)
+
+
+def saved_in_place(folder):
+    save(expose_neuron_heads(build("llama")).model, folder)
+
+
+def saved_grown(folder):
+    source = build("gelu", dtype=torch.float32, d_vocab_out=41)
+    source.set_tokenizer(tiny_tokenizer(41, folder.parent / "tokenizer"))
+    save_grown(grow(source, ex.compose(ex.AddNeurons(4), ex.InsertLayer(at=1))), folder)
+
+
+def of_grown(folder):
+    model = load_source(folder)
+    tensors = {**model.state_dict(), "config": torch.tensor(model.cfg.eps)}
+    return tensors, read_provenance(folder), model.tokenizer.get_vocab()
+
+
+def of_saved(folder):
+    model = load(folder)
+    return model.state_dict(), vars(model.cfg), model.tokenizer and model.tokenizer.get_vocab()
+
+
+FOLDERS = {
+    "two blocks": (saved_two_blocks, of_saved),
+    "in place": (saved_in_place, of_saved),
+    "grown": (saved_grown, of_grown),
+}
+
+
+@pytest.mark.parametrize("kind", FOLDERS)
+def test_a_flipped_bit_is_refused_or_changes_nothing(kind, tmp_path):
+    make, read = FOLDERS[kind]
+    make(tmp_path / "folder")
+    tensors, *others = read(tmp_path / "folder")
+    refused = 0
+    for where in flips(tmp_path / "folder"):
+        try:
+            again, *found = read(tmp_path / "folder")
+        except CheckpointError:
+            refused += 1
+            continue
+        assert found == others, where
+        assert all(torch.equal(tensors[name], again[name]) for name in tensors | again), where
+    assert refused > 20
+
+
+@pytest.mark.parametrize("kind", ["two blocks", "in place"])
+def test_any_manifest_leads_to_an_error_or_to_the_same_tensors(kind, tmp_path):
+    make, read = FOLDERS[kind]
+    make(tmp_path / "folder")
+    path = tmp_path / "folder" / MANIFEST
+    whole, (tensors, *_) = json.loads(path.read_text()), read(tmp_path / "folder")
+    loaded = 0
+    for seed in range(60):
+        changed, what = mutated(whole, seed)
+        path.write_text(json.dumps(changed))
+        rewrite(path)
+        started = time.process_time()
+        try:
+            again = load(tmp_path / "folder").state_dict()
+            assert all(torch.equal(tensors[name], again[name]) for name in tensors | again), what
+            loaded += 1
+        except CheckpointError:
+            pass
+        assert time.process_time() - started < 5, what  # of a second at most, idle
+    assert 0 < loaded < 60
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        *({"n_layers": 10**6}, {"d_vocab": 10**12}, {"n_ctx": 10**9}, {"num_experts": 10**6}),
+        *({"n_layers": -1}, {"d_mlp": None}, {"n_heads": "2"}, {"eps": float("inf")}),
+        {"positional_embedding_type": "none"},
+    ],
+)
+def test_sizes_are_held_against_the_weights_before_anything_is_built(fields, tmp_path):
+    saved_two_blocks(tmp_path / "saved")
+    source = tmp_path / "source"
+    source.mkdir()
+    source_folder(source)
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps(config | fields))
+    rewrite(tmp_path / "saved" / MANIFEST, lambda whole: whole["config"].update(fields))
+    for read, folder in ((load, "saved"), (load_source, "source")):
+        started = time.process_time()
+        with pytest.raises(CheckpointError):
+            read(tmp_path / folder)
+        assert time.process_time() - started < 5
+
+
+def test_a_source_asks_no_hub_and_runs_no_code(tmp_path):
+    """Whatever its configuration says: a tokenizer is in the folder, or there is none."""
+    folder = tmp_path / "source"
+    folder.mkdir()
+    source_folder(folder)
+    config = json.loads((folder / "config.json").read_text())
+    theirs = {"tokenizer_name": "somebody/else", "trust_remote_code": True}
+    (folder / "config.json").write_text(json.dumps(config | theirs))
+    model = load_source(folder)
+    assert model.tokenizer.get_vocab()["w3"] == 7
+    assert not model.cfg.trust_remote_code
+    (folder / "model.safetensors").rename(tmp_path / "weights")
+    (folder / "model.safetensors").symlink_to(tmp_path / "weights")
+    with pytest.raises(CheckpointError, match="outside of that folder"):
+        load_source(folder)
 
 
 def test_missing_folder(tmp_path):

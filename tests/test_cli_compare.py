@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 from attn_only_lens import compare
 from attn_only_lens import patching as p
 from attn_only_lens.cli import app
+from attn_only_lens.comparison import Comparison
 from attn_only_lens.growth import read_provenance
 from attn_only_lens.source_folder import load_source
 
@@ -53,6 +54,9 @@ def test_texts(folders, tmp_path):
     assert neurons["divergence"].max() < 1e-6
     assert len(pd.read_csv(out / "new.csv")) == 2 * (1 + 4)
     assert json.loads((out / "comparison.json").read_text())["about"]["n_prompts"] == 4
+    found = Comparison.load(out)
+    assert found.neurons["name"].tolist() == neurons["name"].tolist()
+    assert found.summary()["components"].sum() == 2 * (2 + 37)
     for page in ("report.html", "circuit.html"):
         assert (out / page).read_text().startswith("<!DOCTYPE html>")
     assert (out / "report.html").stat().st_size < 6_000_000

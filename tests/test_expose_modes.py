@@ -10,7 +10,7 @@ from test_expose_bridge import EXACT, drop, same, state
 from torch import nn
 from transformer_lens.model_bridge import TransformerBridge
 
-from attn_only_lens import UnsupportedModelError, calibrate, expose_neuron_heads
+from attn_only_lens import UnsupportedModelError, calibrate, convert, expose_neuron_heads
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 KEEP = [(mlp_hook("q"), lambda q, hook: None), (mlp_hook("z"), lambda z, hook: None)]
@@ -225,6 +225,33 @@ def test_a_hook_may_run_the_bridge_again(name):
         got = bridge.run_with_hooks(tokens(), fwd_hooks=[(point, again), halve])
         assert relative(got, expected) <= EXACT
         assert relative(seen[0], inner) <= EXACT
+
+
+@pytest.mark.parametrize("gate", ["exact", "bilinear"])
+@pytest.mark.parametrize("name", ["gpt2", "llama", "native"])
+def test_inference_mode(name, gate):
+    """Exposed in it and run in it: what both give outside, and what is converted can be trained."""
+    bridge, twin = boot(name), boot(name)
+    generate = {"max_new_tokens": 3, "verbose": False, "stop_at_eos": False, "do_sample": False}
+    drop_one = [(mlp_hook("z"), drop(NEURON, 2))]
+    ranged = (name, gate) == ("llama", "bilinear")
+    how = {"gate": gate, "calibration": calibrate(twin, tokens()) if ranged else None}
+    expose_neuron_heads(twin, **how)
+    with torch.no_grad():
+        expected, theirs = twin.run_with_cache(tokens())
+        edited = twin.run_with_hooks(tokens(), fwd_hooks=drop_one)
+        text = twin.generate(tokens()[:1, :5], **generate)
+    with torch.inference_mode():
+        converted = convert(bridge, copy=True, **how)
+        expose_neuron_heads(bridge, **how)
+        logits, cache = bridge.run_with_cache(tokens())
+        assert torch.equal(logits, expected)
+        assert all(torch.equal(cache[key], theirs[key]) for key in theirs)
+        assert torch.equal(bridge.run_with_hooks(tokens(), fwd_hooks=drop_one), edited)
+        assert torch.equal(bridge.generate(tokens()[:1, :5], **generate), text)
+    for model in (bridge, converted):
+        model(tokens()).square().mean().backward()
+        assert all(not parameter.is_inference() for parameter in model.parameters())
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama", "olmo2"])

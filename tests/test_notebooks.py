@@ -8,8 +8,8 @@ from html import unescape
 import execute
 import nbformat
 import pytest
-
-from attn_only_lens.tl import HAS_HOOKED_TRANSFORMER
+import torch
+from common import ANOTHER_MACHINE, needs_hooked_transformer, needs_transformer_lens_4
 
 NOTEBOOKS = execute.NOTEBOOKS
 # A number, unless it is part of a name such as L0N142 or float64.
@@ -30,9 +30,12 @@ def code_cells(notebook):
 
 def said(notebook):
     """What each cell put out, as text."""
+    return [said_by(cell) for cell in code_cells(notebook)]
+
+
+def said_by(cell):
     return [
-        [each.get("text") or each.data.get("text/plain", execute.FIGURE) for each in cell.outputs]
-        for cell in code_cells(notebook)
+        each.get("text") or each.data.get("text/plain", execute.FIGURE) for each in cell.outputs
     ]
 
 
@@ -48,15 +51,35 @@ def agree(one, other):
     return words[0] == words[1] and numbers[0] == pytest.approx(numbers[1], rel=1e-3, abs=1e-3)
 
 
+@needs_hooked_transformer  # which is what they are stored with
 @each_notebook
-def test_it_runs_and_gives_what_is_stored(path):
-    if not HAS_HOOKED_TRANSFORMER and path.stem in NEEDS_HOOKED:
-        pytest.skip("needs HookedTransformer: run with transformer-lens 3.9, `make test`")
-    fresh = said(execute.executed(path))
-    if HAS_HOOKED_TRANSFORMER:  # which is what they are stored with
-        for now, stored in zip(fresh, said(read(path)), strict=True):
-            for one, other in zip(now, stored, strict=True):
-                assert agree(one, other), f"{other}\nis now\n{one}\n`make notebooks` stores it"
+def test_it_gives_what_is_stored_by_the_arithmetic_of_another_machine(path):
+    fresh = said(execute.executed(path, ANOTHER_MACHINE))
+    for now, stored in zip(fresh, said(read(path)), strict=True):
+        for one, other in zip(now, stored, strict=True):
+            assert agree(one, other), f"{other}\nis now\n{one}\n`make notebooks` stores it"
+
+
+@needs_transformer_lens_4
+@pytest.mark.parametrize(
+    "path", [p for p in NOTEBOOKS if p.stem not in NEEDS_HOOKED], ids=lambda path: path.stem
+)
+def test_its_cells_run_with_transformer_lens_4(path, tmp_path, monkeypatch):
+    """In this process, as a kernel takes some seconds to start: what they assert is true."""
+    monkeypatch.chdir(tmp_path)
+    namespace = {}
+    with torch.enable_grad():  # also restores what a cell sets
+        for cell in code_cells(read(path)):
+            exec(compile(cell.source, path.name, "exec"), namespace)
+
+
+@each_notebook
+def test_nothing_stored_is_rounding_itself(path):
+    """Which is of any size, sign and order on another machine; unless a cell is about it."""
+    for cell in code_cells(read(path)):
+        if "report" not in cell.source:
+            for text in (text for output in said_by(cell) for text in NUMBER.findall(output)):
+                assert number(text) == 0 or abs(number(text)) > 1e-6, cell.source
 
 
 def test_a_difference_is_seen():

@@ -12,8 +12,9 @@ import train_modular_addition as training
 from common import needs_hooked_transformer, relative
 from safetensors.torch import load_file
 
-from attn_only_lens import CheckpointError, pretrained
+from attn_only_lens import CheckpointError, convert, grow, load, pretrained, save, to_stock
 from attn_only_lens.source_folder import load_source
+from attn_only_lens.tl import HAS_HOOKED_TRANSFORMER
 
 DATA = Path(str(files("attn_only_lens.pretrained") / "data" / "modular_addition"))
 METRICS = json.loads((DATA / "metrics.json").read_text())
@@ -45,6 +46,23 @@ def test_it_is_the_architecture_of_the_issue():
 
 def test_size():
     assert sum(path.stat().st_size for path in DATA.iterdir()) < 1_500_000
+
+
+def test_models_made_in_inference_mode_can_be_trained(tmp_path):
+    tokens = pretrained.modular_addition_tokens()[:3]
+    with torch.inference_mode():
+        model = pretrained.modular_addition()
+        converted = convert(model, copy=True, gate="bilinear")
+        made = [model, converted, grow(model, d_mlp=521).model]
+        made.append(load(save(converted, tmp_path / "saved")))
+        if HAS_HOOKED_TRANSFORMER:
+            made.append(to_stock(converted))
+        logits = [each(tokens) for each in made]
+    for each, there in zip(made, logits, strict=True):
+        here = each(tokens)
+        assert torch.equal(here, there)
+        here.square().mean().backward()
+        assert next(each.parameters()).grad.abs().max() > 0
 
 
 def test_dtype_and_device():

@@ -26,6 +26,7 @@ from attn_only_lens.heads.blocks import HeadKind
 from attn_only_lens.patching.pairs import Runs
 from attn_only_lens.patching.record import Hooks, run
 from attn_only_lens.patching.sources import ablated, patched
+from attn_only_lens.patching.trials import require_read
 
 __all__ = ["ABLATIONS", "Ablated", "Ablation", "Flags"]
 
@@ -49,6 +50,8 @@ class Ablated:
         Raises:
             CircuitError: another ablation; positions of the wrong kind, or beyond the prompts; a
                 site twice; single heads of a neuron; to ablate everything changes nothing.
+            UnsupportedModelError: to ablate some heads has no effect, as the model does not read
+                them where they are hooked.
         """
         problem = "these sites cannot be ablated"
         reasons = []
@@ -87,8 +90,10 @@ class Ablated:
             else ablated(runs.clean, runs.clean, to, runs.pair.real)
         )
         self._groups: list[_Group] = []
+        layers: dict[HeadKind, list[int]] = {}
         for key, rows in self.sites.groupby(["layer", "kind"], observed=True):
             layer, kind = cast("tuple[int, HeadKind]", key)
+            layers.setdefault(kind, []).append(layer)
             name = point_name(model, layer, kind, "z")
             if kind == "attention":
                 other, width = source.hooked[name], 1
@@ -96,6 +101,8 @@ class Ablated:
                 other = source.neurons[layer].z.unsqueeze(-1)
                 width = neuron_heads(model)[layer].heads_per_neuron
             self._groups.append(_Group(name, other, width, rows))
+        for kind, of_kind in layers.items():
+            require_read(model, runs.clean, kind, of_kind, "z")
         self.whole = runs.clean_value
         self.nothing = self._value(np.zeros(len(sites), dtype=bool))
         if not abs(self.whole - self.nothing) > 1e-6 * max(abs(self.whole), abs(self.nothing)):

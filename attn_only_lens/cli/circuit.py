@@ -70,7 +70,7 @@ def circuit(
 
 def _show(graph: CircuitGraph, top: int) -> None:
     heads = graph.nodes[graph.nodes["kind"].isin(HEADS)]
-    strongest = heads.loc[heads["attribution"].abs().sort_values(ascending=False).index[:top]]
+    strongest = heads.loc[heads["attribution"].abs().nlargest(top).index]
     rows = strongest[["name", "position", "value", "attribution"]].to_numpy().tolist()
     _print(f"{graph.metric} = {graph.value:.4g}: the largest attributions", "attribution", rows)
 

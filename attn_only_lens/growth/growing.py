@@ -123,6 +123,7 @@ class Grown:
         return grown_optimizer(optimizer, model, self.model, rim_of(model), self.provenance)
 
 
+@torch.inference_mode(False)  # weights of inference mode could never be trained
 def grow(
     model: Any,
     expansion: ex.Expansion | None = None,

@@ -92,7 +92,8 @@ def activation_patch(
 
     Raises:
         PatchingError: with every reason: prompts, metric, sites or positions that do not fit.
-        UnsupportedModelError: the model, run in parts, is not itself.
+        UnsupportedModelError: the model, run in parts, is not itself, or an edit of the sites in
+            it does not do what a hook in a whole run does: both are tried first.
 
     Example:
         >>> import torch
@@ -126,9 +127,8 @@ def activation_patch(
     total = sum(len(groups[i]) for i in mine)
     shown = progress and processes.first
     with tqdm(total=total, unit="site", desc=processes.name, disable=not shown) as bar:
-        logits_each = runs.metric.select(target.logits).numel()
-        batching = Batching(model, batch_size, bar.update, logits_each)
         replay = replay_of(model, target, runs.metric)
+        batching = Batching(model, batch_size, bar.update, replay.numbers_of_token)
         with full_precision():
             _try(replay.judge, chosen, where, part)
         sweeper = Sweeper(replay, source, part, baseline, batching)

@@ -18,21 +18,27 @@ from torch import Tensor, nn
 from attn_only_lens.axes import Logits, Residual
 from attn_only_lens.errors import UnsupportedModelError
 from attn_only_lens.patching.bound import BoundMetric
-from attn_only_lens.patching.record import Hooks, stream_of
+from attn_only_lens.patching.record import Hooks, require_shown, stream_of
 
 __all__ = ["Tape", "entering", "gradients", "leaf", "rooted", "value_of"]
 
 
 class Tape:
-    """Hooks that remember, of one forward pass, the tensors to take gradients at.
-
-    Attributes:
-        nodes: by hook name.
-    """
+    """Hooks that remember, of one forward pass, the tensors to take gradients at."""
 
     def __init__(self, names: Iterable[str]) -> None:
         self._names = sorted(set(names))
-        self.nodes: dict[str, Tensor] = {}
+        self._seen: dict[str, Tensor] = {}
+
+    @property
+    def nodes(self) -> dict[str, Tensor]:
+        """The tensors, by hook name.
+
+        Raises:
+            UnsupportedModelError: there is none, as what a hook point is on did not run.
+        """
+        require_shown({name: name for name in self._names}, self._seen)
+        return self._seen
 
     @property
     def hooks(self) -> Hooks:
@@ -42,7 +48,7 @@ class Tape:
             def hook(value: Tensor, hook: Any) -> Tensor:
                 # A constant, such as a frozen pattern, has a gradient too: a leaf of its own.
                 node = value.view_as(value) if value.requires_grad else leaf(value)
-                self.nodes[name] = node
+                self._seen[name] = node
                 return node
 
             return hook

@@ -16,24 +16,14 @@ import dis
 import hashlib
 import json
 import sys
+import sysconfig
+import types
 from collections import ChainMap
 from collections.abc import Iterator, Mapping
 from functools import cached_property, lru_cache
 from importlib.metadata import packages_distributions, version
 from pathlib import Path
-from types import (
-    BuiltinFunctionType,
-    CellType,
-    CodeType,
-    FunctionType,
-    GetSetDescriptorType,
-    MappingProxyType,
-    MemberDescriptorType,
-    MethodDescriptorType,
-    MethodType,
-    ModuleType,
-    WrapperDescriptorType,
-)
+from types import CodeType, FunctionType, MappingProxyType, MethodType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -49,29 +39,18 @@ __all__ = ["Unidentified", "identity"]
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, type(Ellipsis), range)
 _BY_NAME = (
-    BuiltinFunctionType,
-    GetSetDescriptorType,
-    MemberDescriptorType,
-    MethodDescriptorType,
-    WrapperDescriptorType,
+    types.BuiltinFunctionType,
+    types.GetSetDescriptorType,
+    types.MemberDescriptorType,
+    types.MethodDescriptorType,
+    types.WrapperDescriptorType,
 )
-_OF_NO_ACCOUNT = {  # in a class: what Python puts there, and what says nothing of what it does
-    "__annotations__",
-    "__annotate__",
-    "__annotate_func__",
-    "__annotations_cache__",
-    "__classdictcell__",
-    "__dataclass_fields__",
-    "__dataclass_params__",
-    "__dict__",
-    "__doc__",
-    "__firstlineno__",
-    "__module__",
-    "__qualname__",
-    "__static_attributes__",
-    "__weakref__",
-    "_abc_impl",
-}
+# In a class: what Python puts there, and what says nothing of what it does.
+_OF_NO_ACCOUNT = {f"__{name}__" for name in ("dict", "doc", "module", "qualname", "weakref")}
+_OF_NO_ACCOUNT |= {f"__{name}__" for name in ("dataclass_fields", "dataclass_params")}
+_OF_NO_ACCOUNT |= {f"__{name}__" for name in ("firstlineno", "static_attributes", "classdictcell")}
+_OF_NO_ACCOUNT |= {f"__{name}__" for name in ("annotations", "annotate", "annotate_func")}
+_OF_NO_ACCOUNT |= {"__annotations_cache__", "_abc_impl"}
 
 
 class Unidentified(TypeError):
@@ -127,7 +106,7 @@ class _Seen:
         if isinstance(value, MethodType):
             return [self.known(value.__func__, where), self.known(value.__self__, f"{where}.self")]
         if isinstance(value, ModuleType):
-            return self._module(value, where)
+            return self._named(value.__name__, "the whole", where)
         if isinstance(value, type):
             return self._class(value, where)
         if isinstance(value, _BY_NAME):
@@ -146,7 +125,7 @@ class _Seen:
             return self._pairs(value, where)
         if isinstance(value, Tensor):
             return self._tensor(value, where)
-        if isinstance(value, np.ndarray) and value.dtype != object:
+        if type(value) is np.ndarray and value.dtype != object:
             return [str(value.dtype), value.shape, hashlib.sha256(value.tobytes()).hexdigest()]
         if isinstance(value, (torch.dtype, torch.device, np.dtype, Path)):
             return str(value)
@@ -179,11 +158,12 @@ class _Seen:
         home = str(function.__globals__.get("__name__"))
         owner = _package(home)
         if owner is not None and _found(home, function.__qualname__) is function:
-            return [home, function.__qualname__, owner]
+            return [home, function.__qualname__, owner, self.known(function.__code__, where)]
         names = function.__code__.co_freevars
         closure = dict(zip(names, map(_content, function.__closure__ or ()), strict=True))
-        # What is taken from modules is described below.
-        values = {k: v for k, v in closure.items() if not isinstance(v, ModuleType)}
+        values = closure
+        if owner is None:  # what is taken from modules is described below
+            values = {k: v for k, v in closure.items() if not isinstance(v, ModuleType)}
         found = [
             self.known(function.__code__, where),
             self._pairs(values, where),
@@ -210,14 +190,6 @@ class _Seen:
                 value = getattr(value, attributes.pop(0), None)
             yield [path, self.known(value, f"{where} reads {path}")]
 
-    def _module(self, module: ModuleType, where: str) -> Any:
-        owner = _package(module.__name__)
-        if owner is None:
-            raise Unidentified(
-                f"{where} uses all of {module.__name__}, a module of your own: name what it takes"
-            )
-        return [module.__name__, owner]
-
     def _class(self, kind: type, where: str) -> Any:
         owner = _package(kind.__module__)
         if owner is not None and "<locals>" not in kind.__qualname__:
@@ -234,12 +206,12 @@ class _Seen:
         home = getattr(value, "__objclass__", None)
         if home is not None:
             return [value.__name__, self.known(home, where)]
-        return self._named(value, value.__module__ or "builtins", value.__qualname__, where)
+        return self._named(value.__module__ or "builtins", value.__qualname__, where)
 
-    def _named(self, value: Any, module: str, name: str, where: str) -> Any:
+    def _named(self, module: str, name: str, where: str) -> Any:
         owner = _package(module)
         if owner is None:
-            raise Unidentified(f"{where} is {name} of {module}, which has no code to read")
+            raise Unidentified(f"{where}: {name} of {module}, whose code cannot be read")
         return [module, name, owner]
 
     def _object(self, value: Any, where: str) -> Any:
@@ -255,7 +227,7 @@ class _Seen:
             if inner is not None:
                 return [self.known(type(value), where), self.known(inner, where)]
             home = str(getattr(value, "__module__", None) or type(value).__module__)
-            return self._named(value, home, reduced, where)
+            return self._named(home, reduced, where)
         make, arguments, *more = (*reduced, None, None, None)[:5]
         state, items, pairs = more
         where = f"{where}.{type(value).__qualname__}"
@@ -269,7 +241,7 @@ class _Seen:
         ]
 
 
-def _content(cell: CellType) -> Any:
+def _content(cell: types.CellType) -> Any:
     try:
         return cell.cell_contents
     except ValueError:
@@ -310,18 +282,18 @@ def _found(module: str, name: str) -> Any:
     return value
 
 
+_distributions = lru_cache(maxsize=1)(packages_distributions)
+
+
 @lru_cache(maxsize=4096)
 def _package(module: str) -> str | None:
     """The package and version that a module belongs to; None for a module of the user's own."""
     top = module.partition(".")[0]
-    if top in sys.stdlib_module_names:
+    file = Path(getattr(sys.modules.get(top), "__file__", None) or sysconfig.get_path("stdlib"))
+    if top in ("__main__", "__mp_main__"):
+        return None  # wherever the program lies that runs it
+    if {"site-packages", "dist-packages"} & set(file.parts) or top == "attn_only_lens":
+        return " ".join([top, *map(version, _distributions().get(top, []))])
+    if top in sys.stdlib_module_names and file.is_relative_to(sysconfig.get_path("stdlib")):
         return f"python {sys.version_info.major}.{sys.version_info.minor}"
-    parts = Path(getattr(sys.modules.get(top), "__file__", None) or "").parts
-    if top != "attn_only_lens" and not {"site-packages", "dist-packages"} & set(parts):
-        return None
-    return " ".join([top, *map(version, _distributions().get(top, []))])
-
-
-@lru_cache(maxsize=1)
-def _distributions() -> Mapping[str, list[str]]:
-    return packages_distributions()
+    return None

@@ -1,6 +1,6 @@
 """One forward pass of a model, kept: the streams between its blocks and what its heads did."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +10,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from attn_only_lens.axes import SELF, Residual, Tokens
+from attn_only_lens.errors import UnsupportedModelError
 from attn_only_lens.heads import neuron_heads
 
 __all__ = [
@@ -18,6 +19,7 @@ __all__ = [
     "Recording",
     "again",
     "record",
+    "require_shown",
     "returned_stream",
     "run",
     "stream_of",
@@ -85,6 +87,9 @@ def record(
         names: hook points of attention heads to keep.
         hooks: hooks of the caller's, which run after what enters them is kept.
         graph: whether the logits keep their graph; nothing else does.
+
+    Raises:
+        UnsupportedModelError: a hook point shows nothing, as what it is on did not run.
     """
     seen: dict[str, Tensor] = {}
     layers, names = sorted(set(layers)), sorted(set(names))
@@ -98,10 +103,11 @@ def record(
     def look(key: str) -> Callable[[nn.Module, Any, Tensor], None]:
         return lambda module, args, value: keep(key)(value, None)
 
+    parts = ("v", "pattern", "z")
     with ExitStack() as stack:
         for layer in layers:
             heads = neuron_heads(model)[layer]
-            for part in ("v", "pattern", "z"):
+            for part in parts:
                 point = getattr(heads, f"hook_{part}")
                 handle = point.register_forward_hook(look(f"{layer}.{part}"))
                 stack.callback(handle.remove)
@@ -109,6 +115,12 @@ def record(
         beside = stack.enter_context(_watched_returns(model))
         stack.enter_context(torch.set_grad_enabled(graph))
         logits = run(model, tokens, mask, [*((name, keep(name)) for name in names), *hooks])
+    expected = {
+        f"{layer}.{part}": f"layer {layer}, {part} of its neurons"
+        for layer in layers
+        for part in parts
+    }
+    require_shown({**expected, **{name: name for name in names}}, seen)
     neurons = {
         layer: NeuronRun(
             v=seen[f"{layer}.v"].squeeze(-1),
@@ -125,6 +137,28 @@ def again(model: Any, recording: Recording) -> Recording:
     """The same run once more, with the same things kept."""
     layers, names = recording.neurons, recording.hooked
     return record(model, recording.tokens, recording.mask, layers=layers, names=names)
+
+
+def require_shown(expected: dict[str, str], shown: Container[str]) -> None:
+    """Refuse a model that does not run what has the hook points that are to be seen.
+
+    Args:
+        expected: how to call each hook point, by its key in `shown`.
+        shown: what has been seen.
+
+    Raises:
+        UnsupportedModelError: with every hook point that showed nothing.
+    """
+    silent = [name for key, name in expected.items() if key not in shown]
+    if silent:
+        more = f" and {len(silent) - 3} more" * (len(silent) > 3)
+        raise UnsupportedModelError(
+            [
+                f"{', '.join(silent[:3])}{more} showed nothing in a forward pass: the model does "
+                "not run the module that has the hook point"
+            ],
+            "these heads cannot be seen",
+        )
 
 
 def run(

@@ -113,7 +113,7 @@ class Sweeper:
             added = (moving * rows).to(directions.dtype)
             return self._replay.values(writing(self._replay, sites.layer, first, added))
 
-        self._batching.fill(values, alive, self._replay.tokens_from(first), run)
+        self._batching.fill(values, alive, self._replay.numbers_from(first), run)
         return values
 
     # Attention heads
@@ -137,7 +137,7 @@ class Sweeper:
             entering = self._replay.unchanged(block, first, len(chosen))
             return self._replay.values(Variants(block, first, entering, [(name, hook)]))
 
-        self._batching.fill(values, alive, self._replay.tokens_from(first), run)
+        self._batching.fill(values, alive, self._replay.numbers_from(first), run)
         return values
 
     def _reach(self, moved: Bool[Tensor, "site batch pos"], block: int) -> tuple[int, Tensor]:

@@ -83,6 +83,8 @@ def read_table(path: Path) -> tuple[pd.DataFrame, dict[str, Any]]:
             raise ValueError(f"it is not the file that {_beside(path).name} is about")
         # Text first: pandas' own parser of numbers may be a rounding off, and takes "NA" for none.
         frame = pd.read_csv(BytesIO(content), dtype=str, keep_default_na=False)
+        missing = {name: "nan" for name, kind in said["numbers"].items() if kind == "float64"}
+        frame = frame.replace({name: {"": nan} for name, nan in missing.items()})
         return frame.astype(said["numbers"]), said["metadata"]
     except (OSError, ValueError, LookupError) as error:
         raise _unreadable(path, error) from error

@@ -63,7 +63,7 @@ def require_same(
     for loudness in _LOUDNESS:
         noise = _Noise(replay.model, kind, left, part, first, loudness)
         whole = _leaving(replay.model, recording, noise.hooks)
-        quiet = []
+        quiet, unfelt = list[int](), []
         for layer in left:
             block = block_of(replay.model, layer, kind)
             theirs, before = whole[block], recording.streams[block + 1]
@@ -74,20 +74,20 @@ def require_same(
             if not off <= 1.0:
                 reasons.append(
                     f"layer {layer}: noise at {noise.names[layer]}, from position {first} on, "
-                    f"moves what leaves block {block} by {_most(theirs, before):.2g}, and in a "
-                    f"sweep to where it is {_most(mine, theirs):.2g} off. Something acts on its "
-                    "heads that hooks and module classes do not show, such as a forward pass that "
+                    f"moves what leaves block {block} by {_most(theirs, before):.2g} in a whole "
+                    f"run; in a sweep that would be {_most(mine, theirs):.2g} off. Something "
+                    "between these heads and the stream is not known, such as a forward pass that "
                     "was replaced"
                 )
             elif felt < _FELT:
                 quiet.append(layer)
-                unfelt += [layer] * (felt == 0.0)
+                if felt <= 1.0:
+                    unfelt.append(layer)
         left = quiet
         if not left:
             break
     if reasons:
         raise UnsupportedModelError(reasons, _PROBLEM)
-    unfelt = [layer for layer in left if layer in unfelt]
     if unfelt and not first:
         require_read(replay.model, recording, kind, unfelt, part)
 
@@ -112,6 +112,7 @@ def require_read(
         UnsupportedModelError: with every such hook point.
     """
     names = {layer: hook_name(model, layer, part, kind) for layer in layers}
+    other = "neuron_heads()" if kind == "attention" else "heads()"
     shown: dict[str, list[Tensor]] = {}
 
     def look(name: str) -> Callable[[Tensor, Any], None]:
@@ -128,18 +129,17 @@ def require_read(
         witnesses = {layer: [hook_name(model, layer, at, kind) for at in beside] for layer in names}
         looks = [(name, look(name)) for each in witnesses.values() for name in each]
         _leaving(model, recording, looks)
-    left = _leaving(model, recording, [*edits, *looks])
+    found = _leaving(model, recording, [*edits, *looks])
     reasons = []
     for layer, name in names.items():
         block = block_of(model, layer, kind)
-        pairs = [(left[block], recording.streams[block + 1])]
+        felt = _beyond(found[block], recording.streams[block + 1], recording) > 1.0
         if part == "q":
-            pairs += [(shown[at][0], shown[at][1]) for at in witnesses[layer]]
-        if all(torch.equal(one, other) for one, other in pairs):
+            felt = felt or not all(torch.equal(*shown[at]) for at in witnesses[layer])
+        if not felt:
             reasons.append(
                 f"{name} shows an activation that the model does not read back, so an edit of it "
-                "has no effect; patch another part, or heads of the other kind alone: "
-                "neuron_heads(), heads()"
+                f"has no effect; patch another part, or {other} alone"
             )
     if reasons:
         raise UnsupportedModelError(reasons, _PROBLEM)
@@ -241,7 +241,7 @@ def _beyond(one: Residual, other: Residual, recording: Recording) -> float:
         real = recording.mask.bool()
         one, other = one[real], other[real]
     if not torch.equal(one.isfinite(), other.isfinite()):
-        return torch.inf
+        return float("inf")
     one, other = (
         where_float64_is(each.nan_to_num(0.0, 0.0, 0.0)).double() for each in (one, other)
     )

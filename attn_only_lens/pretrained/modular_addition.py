@@ -19,6 +19,7 @@ __all__ = ["MODULUS", "modular_addition", "modular_addition_tokens"]
 MODULUS = 113
 
 
+@torch.inference_mode(False)  # weights of inference mode could never be trained
 def modular_addition(
     device: str | torch.device = "cpu", dtype: torch.dtype = torch.float32
 ) -> HookedTransformer:

@@ -32,7 +32,7 @@ from attn_only_lens.saved.views import roots_of, viewed, views_of
 __all__ = ["bridge_parts", "rebuilt_bridge"]
 
 # Of the configuration: not to be put back.
-_CHOSEN = ("device", "dtype", "_bridge_ref", "trust_remote_code")
+_CHOSEN = ("device", "n_devices", "dtype", "_bridge_ref", "trust_remote_code")
 _SIZES = ("n_layers", "n_heads", "n_key_value_heads", "d_model", "d_head", "d_mlp", "d_vocab")
 _POS = 7  # tokens of the trial
 
@@ -82,7 +82,7 @@ def rebuilt_bridge(manifest: dict[str, Any], tensors: dict[str, Tensor]) -> Tran
     Raises:
         CheckpointError: it cannot be built, or the tensors do not fit it.
     """
-    model = skeleton(manifest["config"], most=sum(each.numel() for each in tensors.values()))
+    model = skeleton(manifest["config"], tensors)
     try:
         values = viewed(tensors, manifest["views"])
     except ValueError as error:

@@ -1,11 +1,11 @@
 """A TransformerBridge with random weights, built from JSON as the one was that it stands for."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 import transformers
-from torch import nn
+from torch import Tensor, nn
 from transformer_lens.config import TransformerBridgeConfig
 from transformer_lens.model_bridge import TransformerBridge
 from transformer_lens.model_bridge.sources._bridge_builder import build_bridge_from_module
@@ -19,6 +19,7 @@ from attn_only_lens.source_folder import dtype_named
 __all__ = ["native", "skeleton"]
 
 _NATIVE = "TransformerLensNative"
+_FEW = 1000
 _SLACK = 2  # numbers of the model, for each that is saved: those that share memory are saved once
 
 
@@ -27,25 +28,23 @@ def native(config: dict[str, Any]) -> bool:
     return bool(config["architecture"] == _NATIVE)
 
 
-def skeleton(config: dict[str, Any], most: int | None = None) -> TransformerBridge:
+def skeleton(
+    config: dict[str, Any], tensors: Mapping[str, Tensor] | None = None
+) -> TransformerBridge:
     """The bridge, not exposed; the caller's random state stays as it was.
 
     Args:
         config: what `save` wrote of it.
-        most: how many numbers there are to fill it with; a model that takes far more is refused
-            before memory is taken for it.
+        tensors: what there is to fill it with; a model that takes far more is refused before time
+            and memory are taken for it.
 
     Raises:
         CheckpointError: this version of transformers or of TransformerLens cannot build it.
     """
     try:
         with same_randomness(torch.device("cpu")), torch.device("cpu"):
-            if most is not None:
-                with torch.device("meta"):
-                    trial = (_native_module if native(config) else _wrapped)(config)
-                takes = sum(each.numel() for each in [*trial.parameters(), *trial.buffers()])
-                if takes > _SLACK * most:
-                    raise ValueError(f"it takes {takes} numbers, and {most} are saved")
+            if tensors is not None:
+                _require_modest(config, tensors)
             bridge = (_native if native(config) else _bridged)(config)
             if config["compatible"]:
                 bridge.enable_compatibility_mode(
@@ -68,6 +67,28 @@ def skeleton(config: dict[str, Any], most: int | None = None) -> TransformerBrid
     return bridge
 
 
+def _require_modest(config: dict[str, Any], tensors: Mapping[str, Tensor]) -> None:
+    """Refuse a configuration of far more than is saved.
+
+    Raises:
+        ValueError: it is.
+    """
+    hf_config = config.get("hf_config", {})
+    many = [
+        key
+        for key, value in hf_config.items()
+        if "layer" in key and isinstance(value, int) and value > _FEW + len(tensors)
+    ]
+    if many:  # configurations make lists of such lengths
+        raise ValueError(f"its {many[0]} is {hf_config[many[0]]}, and {len(tensors)} tensors")
+    with torch.device("meta"):
+        trial = (_native_module if native(config) else _wrapped)(config)
+    takes = sum(each.numel() for each in [*trial.parameters(), *trial.buffers()])
+    most = sum(each.numel() for each in tensors.values())
+    if takes > _SLACK * most:
+        raise ValueError(f"it takes {takes} numbers, and {most} are saved")
+
+
 def _native(config: dict[str, Any]) -> TransformerBridge:
     cfg = _native_config(config)
     return TransformerBridge.boot_native(cfg, dtype=cfg.dtype, model_name=cfg.model_name)
@@ -78,8 +99,8 @@ def _native_module(config: dict[str, Any]) -> nn.Module:
 
 
 def _native_config(config: dict[str, Any]) -> TransformerBridgeConfig:
-    dtype = {"dtype": dtype_named(config["dtype"]), "device": "cpu", "seed": None}
-    return TransformerBridgeConfig.from_dict(config["cfg"] | dtype)
+    chosen = {"dtype": dtype_named(config["dtype"]), "device": "cpu", "n_devices": 1, "seed": None}
+    return TransformerBridgeConfig.from_dict(config["cfg"] | chosen)
 
 
 def _bridged(config: dict[str, Any]) -> TransformerBridge:

@@ -77,6 +77,11 @@ def viewed(roots: dict[str, Tensor], views: dict[str, View]) -> dict[str, Tensor
             raise ValueError(f"{root} is missing")
         if str(flat[root].dtype) != f"torch.{dtype}":
             raise ValueError(f"{root} is {flat[root].dtype}; expected {dtype}")
+        reach = 1  # of the entries along the axes before, by which no other may step less
+        for step, size in sorted(zip(stride, shape, strict=False)):
+            if size > 1 and step < reach:
+                raise ValueError(f"entries of {name} would lie in one place")
+            reach = max(reach, step * size)
         try:
             found[name] = flat[root].as_strided(shape, stride, offset)
         except RuntimeError as error:

@@ -22,6 +22,7 @@ from attn_only_lens.two_blocks import AttentionOnlyTransformer
 __all__ = ["to_stock"]
 
 
+@torch.inference_mode(False)  # weights of inference mode could never be trained
 def to_stock(
     attn_only: AttentionOnlyTransformer, *, max_bytes: int = 8 * 2**30
 ) -> HookedTransformer:

@@ -15,8 +15,8 @@ from attn_only_lens.errors import CheckpointError
 
 __all__ = ["no_more_than"]
 
-_MODULES = 100  # for each tensor: blocks have hook points, and modules that only hold others
-_FEW = 1000
+_MODULES = 50  # for each tensor: blocks have hook points, and modules that only hold others
+_FEW = 300
 
 
 @contextmanager

@@ -19,6 +19,7 @@ from attn_only_lens.heads.names import neuron_labels
 from attn_only_lens.two_blocks.stream import (
     embeddings_in_stream,
     refuse_mlp_input,
+    require_labels,
     require_norm_of_stream,
 )
 from attn_only_lens.two_blocks.views import View, as_slice, neurons_of
@@ -52,15 +53,16 @@ class AttentionOnlyCache(ActivationCache):
         if len(parts) > 1 and isinstance(parts[1], int) and parts[1] < 0:
             parts = (parts[0], self.model.cfg.n_layers + parts[1], *parts[2:])
         hook = get_act_name(*parts)
-        if any(part in hook for part in (".mlp.", ".ln2", "hook_mlp_out", "hook_resid_mid")):
+        gone = (".mlp.", ".ln2", "hook_mlp_in", "hook_mlp_out", "hook_resid_mid")
+        if any(part in hook for part in gone):
             raise UnsupportedCallError(
                 f"{hook} on a converted model: the MLP of source layer l is block 2l + 1. Use "
-                'cache["attn_out", 2l+1] for mlp_out, cache["resid_pre", 2l+1] for resid_mid, '
-                'cache["q", 2l+1] for pre, cache["z", 2l+1] for post (with bilinear gates, these '
-                "are of heads: model.blocks[2l+1].attn.neurons(z) sums those of each neuron)"
+                'cache["attn_out", 2l+1] for mlp_out, cache["resid_pre", 2l+1] for resid_mid '
+                'and mlp_in, cache["q", 2l+1] for pre, cache["z", 2l+1] for post (with bilinear '
+                "gates, these are of heads: model.blocks[2l+1].attn.neurons(z) sums those of each "
+                "neuron)"
             )
-        found = self.cache_dict[hook]
-        return found
+        return self.cache_dict[hook]
 
     def _end(self, layer: int | None) -> int:
         n_blocks = self.model.cfg.n_layers
@@ -71,17 +73,6 @@ class AttentionOnlyCache(ActivationCache):
                 "blocks 2l and 2l + 1), or -1 for the input of the unembedding"
             )
         return end
-
-    def _require_labels(self, name: str, return_labels: bool) -> None:
-        """A row that is not named would be taken for that of another head, by counting them."""
-        if not return_labels:
-            raise UnsupportedCallError(
-                f"{name} on a converted model without labels: attention heads and neuron-heads "
-                f"are in blocks of their own and of unequal numbers, so cfg.n_layers = "
-                f"{self.model.cfg.n_layers} does not divide the stack into layers. Pass "
-                "return_labels=True and select rows by their labels: [i for i, label in "
-                'enumerate(labels) if "H" in label] are the attention heads, layer by layer'
-            )
 
     def accumulated_resid(
         self,
@@ -158,13 +149,9 @@ class AttentionOnlyCache(ActivationCache):
         """What every head before block `layer` writes, attention and neuron-heads, block by block.
 
         Large: d_mlp vectors of d_model a token for each neuron block. `stack_neuron_results` with
-        `project_output_onto` needs far less.
-
-        Raises:
-            UnsupportedCallError: `return_labels` is not set, without which nothing says which row
-                is which head: blocks differ in their numbers.
+        `project_output_onto` needs far less. Without `return_labels=True` it raises.
         """
-        self._require_labels("stack_head_results", return_labels)
+        require_labels(self, "stack_head_results", return_labels)
         end = self._end(layer)
         parts = [self._heads(block, pos_slice) for block in range(end)]
         labels = [label for block in range(end) for label in self.model.head_labels(block)]
@@ -211,13 +198,8 @@ class AttentionOnlyCache(ActivationCache):
         apply_ln: bool = False,
         project_output_onto: Tensor | None = None,
     ) -> Any:
-        """What every neuron-head before block `layer` writes, labelled `L0N0`, `L0N1`, …
-
-        Raises:
-            UnsupportedCallError: `return_labels` is not set, without which nothing says which row
-                is which neuron: half of the blocks have none.
-        """
-        self._require_labels("stack_neuron_results", return_labels)
+        """What every neuron-head before block `layer` writes, with labels: `L0N0`, `L0N1`, …"""
+        require_labels(self, "stack_neuron_results", return_labels)
         end = self._end(layer)
         view = View(self, end, pos_slice, apply_ln, project_output_onto)
         parts, labels = [], []

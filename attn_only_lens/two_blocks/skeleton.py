@@ -31,13 +31,21 @@ from attn_only_lens.two_blocks.sizes import LayerSizes, sizes_of
 
 __all__ = ["converted_skeleton", "fill", "misfits", "rebuilt", "stock_skeleton"]
 
+_POSITIONS = ("standard", "rotary", "shortformer", "alibi")
+
 
 def stock_skeleton(fields: Mapping[str, Any]) -> HookedTransformer:
     """A stock model without numbers.
 
     Args:
         fields: of its configuration, all of them.
+
+    Raises:
+        ValueError: it has positions that TransformerLens would refuse when the model runs.
     """
+    positions = fields.get("positional_embedding_type", _POSITIONS[0])
+    if positions not in _POSITIONS:
+        raise ValueError(f"got positional_embedding_type={positions!r}; expected {_POSITIONS}")
     # Building must not touch the caller's random state (a seed would), nor ask a hub for a
     # tokenizer by its name, nor look for a device; these fields are put back afterwards.
     held_back = {"seed": None, "tokenizer_name": None, "init_weights": False, "device": "cpu"}
@@ -139,10 +147,17 @@ def misfits(skeleton: nn.Module, tensors: Mapping[str, Tensor], tied: Collection
     expected = {name for name in parameters if name not in tied} | buffers
     wrong = [f"{name} is missing" for name in sorted(expected - set(tensors))]
     wrong += [f"{name} is not known" for name in sorted(set(tensors) - expected)]
-    return wrong + [
+    wrong += [
         f"{name} has shape {tuple(tensors[name].shape)}; expected {tuple(parameter.shape)}"
         for name, parameter in parameters.items()
         if name in tensors and tensors[name].shape != parameter.shape
+    ]
+    # Rotary tables grow with the longest prompt seen: along their first axis.
+    return wrong + [
+        f"{name} has shape {tuple(tensors[name].shape)}; expected {tuple(buffer.shape)}"
+        for name, buffer in skeleton.named_buffers()
+        if name in tensors
+        and (tensors[name].ndim, tensors[name].shape[1:]) != (buffer.ndim, buffer.shape[1:])
     ]
 
 
@@ -160,7 +175,6 @@ def fill(
     for name, first in tied.items():
         module, leaf = _owner(skeleton, name)
         setattr(module, leaf, skeleton.get_parameter(first))
-    # Buffers of any size: rotary tables grow with the longest prompt seen.
     for name in dict(skeleton.named_buffers()):
         module, leaf = _owner(skeleton, name)
         setattr(module, leaf, tensors[name])

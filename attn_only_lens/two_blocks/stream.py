@@ -11,7 +11,7 @@ from attn_only_lens.two_blocks.config import AttentionOnlyConfig
 if TYPE_CHECKING:
     from attn_only_lens.two_blocks.cache import AttentionOnlyCache
 
-__all__ = ["embeddings_in_stream", "refuse_mlp_input", "require_norm_of_stream"]
+__all__ = ["embeddings_in_stream", "refuse_mlp_input", "require_labels", "require_norm_of_stream"]
 
 
 def refuse_mlp_input(mlp_input: bool) -> None:
@@ -20,6 +20,18 @@ def refuse_mlp_input(mlp_input: bool) -> None:
         raise UnsupportedCallError(
             "mlp_input on a converted model: a block has one input. The input of the neurons of "
             "source layer l is that of block 2l + 1: pass layer=2 * l + 1 and no mlp_input"
+        )
+
+
+def require_labels(cache: "AttentionOnlyCache", name: str, return_labels: bool) -> None:
+    """Rows without names would be taken for those of other heads, by counting them."""
+    if not return_labels:
+        raise UnsupportedCallError(
+            f"{name} on a converted model without labels: attention heads and neuron-heads are in "
+            "blocks of their own and of unequal numbers, so the stack does not come apart into "
+            f"cfg.n_layers = {cache.model.cfg.n_layers} equal parts, as "
+            '"(layer head) … -> layer head …" would have it. Pass return_labels=True, and select '
+            'rows by their labels: those of attention heads hold an "H", those of neurons an "N"'
         )
 
 

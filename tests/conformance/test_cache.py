@@ -336,7 +336,14 @@ def test_keys(pair):
     assert torch.equal(cache["pattern3"], cache["pattern", -3])
     assert cache["q", 1].shape == (2, 11, 37, 1)
     assert torch.equal(cache["embed"], cache["hook_embed"])
-    for gone in (("pre", 1), ("post", 1, "mlp"), ("mlp_out", 1), ("resid_mid", 0), "post3"):
+    for gone in (
+        ("pre", 1),
+        ("post", 1, "mlp"),
+        ("mlp_out", 1),
+        ("resid_mid", 0),
+        ("mlp_in", 0),
+        "post3",
+    ):
         with pytest.raises(UnsupportedCallError, match="block 2l"):
             cache[gone]
     for gone in ("blocks.{}.hook_mlp_out", "blocks.{}.mlp.hook_post", "blocks.{}.ln2.hook_scale"):

@@ -4,6 +4,7 @@ import bridges
 import pytest
 import torch
 import transformers
+from common import of_a_library
 from patched_runs import at, cached, hook_point, logit_diff, patched_logits
 from transformer_lens.config import TransformerBridgeConfig
 from transformer_lens.model_bridge import TransformerBridge
@@ -206,7 +207,7 @@ def test_an_error_leaves_the_bridge_as_it_was(name, after):
         if len(calls) > after:
             raise ZeroDivisionError
 
-    handle = model.blocks[-1].mlp.register_forward_pre_hook(fail)
+    handle = model.blocks[-1].mlp.register_forward_pre_hook(of_a_library(fail))
     with pytest.raises(ZeroDivisionError):
         sweep(model, batch_size=3)
     handle.remove()
@@ -223,7 +224,7 @@ def test_a_bridge_that_is_not_itself():
         calls.append(1)
         return output * (1 + 1e-6 * len(calls))
 
-    handle = model.original_model.lm_head.register_forward_hook(drift)
+    handle = model.original_model.lm_head.register_forward_hook(of_a_library(drift))
     with pytest.raises(UnsupportedModelError, match="run again from block"):
         sweep(model)
     handle.remove()

@@ -6,7 +6,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from common import tokens
+from common import of_a_library, tokens
 from models import build
 
 from attn_only_lens import PatchingError, convert, expose_neuron_heads
@@ -48,7 +48,7 @@ class Rows:
     def __init__(self, model):
         self.calls = []
         for index, block in enumerate(model.blocks):
-            block.register_forward_pre_hook(self.look(index))
+            block.register_forward_pre_hook(of_a_library(self.look(index)))
 
     def look(self, index):
         return lambda module, args: self.calls.append((index, *args[0].shape[:2]))
@@ -57,27 +57,28 @@ class Rows:
 @LAYOUTS
 def test_a_patch_that_changes_nothing_costs_nothing(layout):
     model = made(layout)
-    rows = Rows(model)
+    rows, sites = Rows(model), ["L0N36", "L0N5", "L0N7"]
+
+    def swept(positions, sites=sites):
+        """Rows of the variants: six, where a recording or a trial has two."""
+        rows.calls.clear()
+        frame = sweep(model, sites, positions=positions).to_frame()
+        return frame, [call for call in rows.calls if call[1] == 2 * len(sites)]
+
     # Up to 3 both runs are the same; at 10 the metric is read, and past it nothing is seen.
-    frame = sweep(model, positions=[0, 1, 2, 3]).to_frame()
-    least = len(rows.calls)
+    frame, found = swept([0, 1, 2, 3])
+    assert not found
     assert set(frame["score"]) == {0.0}
     assert frame["value"].nunique() == 1
-    rows.calls.clear()
-    sweep(model, positions=[0, 1, 2, 3, 4])
-    assert len(rows.calls) > least
+    assert len(swept([0, 1, 2, 3, 4])[1])
     # The last layer's neurons write to the stream that is unembedded, and elsewhere than at the
     # metric's position nobody reads it.
-    rows.calls.clear()
-    sweep(model, ["L2N3"], positions=[0])
-    least = len(rows.calls)
-    rows.calls.clear()
-    frame = sweep(model, ["L2N3", "L2N4"], positions=[4, 7]).to_frame()
-    assert len(rows.calls) == least
+    last = ["L2N3", "L2N4", "L2N5"]
+    frame, found = swept([4, 7], last)
+    assert not found
     assert set(frame["score"]) == {0.0}
-    rows.calls.clear()
-    frame = sweep(model, ["L2N3", "L2N4"], positions=[10]).to_frame()
-    assert len(rows.calls) == least  # the final norm and two columns, no block
+    frame, found = swept([10], last)
+    assert not found  # the final norm and two columns, no block
     assert 0.0 not in set(frame["score"])
 
 
@@ -85,11 +86,8 @@ def test_a_patch_that_changes_nothing_costs_nothing(layout):
 def test_blocks_before_a_patch_and_positions_before_it_are_not_run(layout):
     model = made(layout)
     rows = Rows(model)
-    sweep(model, ["L2N3"], positions=[0])
-    least = len(rows.calls)
-    rows.calls.clear()
     sweep(model, ["L1N5", "L1N6", "L1N7"], positions=[7])
-    found = rows.calls[least:]
+    found = [call for call in rows.calls if call[1] == 3 * 2]
     first = 4 if layout == "two blocks" else 2
     assert found == [(index, 3 * 2, POS - 7) for index in range(first, len(model.blocks))]
 
@@ -134,7 +132,7 @@ def test_out_of_memory(layout, batch_size, error):
         if n > 6:
             raise error("DefaultCPUAllocator: can't allocate memory: you tried to allocate 1 byte")
 
-    handle = model.blocks[-1].register_forward_pre_hook(full)
+    handle = model.blocks[-1].register_forward_pre_hook(of_a_library(full))
     got = sweep(model, batch_size=batch_size).to_frame()
     handle.remove()
     pd.testing.assert_frame_equal(got, expected, **SAME)
@@ -144,49 +142,28 @@ def test_out_of_memory(layout, batch_size, error):
 
 
 @pytest.mark.parametrize("processes", [1, 2])
-@LAYOUTS
-def test_batches_on_a_cpu_are_of_what_free_memory_allows(layout, processes, monkeypatch):
-    """As much as is said to be free: for no token, for 1 variant, for 3, for any number."""
-    model = made(layout)
+def test_batches_on_a_cpu_are_of_what_free_memory_allows(processes, monkeypatch):
+    """As much as is said to be free: for no variant, for 1, for 3, for any number."""
+    model, numbers, of_token = made(), 7001, 101
     monkeypatch.setenv("WORLD_SIZE", str(processes))
-    # Half of it in copies of the widest activation, 24 of them for each token of 8 bytes' floats.
-    variant = 2 * processes * 24 * 37 * 8 * 2 * POS
 
-    def largest(variants, logits=0):
-        free = SimpleNamespace(available=int(variants * variant))
+    def largest(variants):
+        # Half of it, in numbers of 8 bytes.
+        free = SimpleNamespace(available=int(2 * processes * variants * 8 * numbers))
         monkeypatch.setattr("psutil.virtual_memory", lambda: free)
-        batching = Batching(model, None, lambda n: None, logits)
+        batching = Batching(model, None, lambda n: None, of_token)
         sizes, values = [], torch.zeros(5000)
 
         def run(chunk):
             sizes.append(len(chunk))
             return chunk.double()
 
-        batching.fill(values, torch.ones(5000, dtype=torch.bool), 2 * POS, run)
+        batching.fill(values, torch.ones(5000, dtype=torch.bool), numbers, run)
         assert torch.equal(values, torch.arange(5000.0))
         return sizes[0]
 
-    assert [largest(n) for n in (0, 0.9, 1.1, 3.5, 10**6)] == [1, 1, 1, 3, 2048 // (2 * POS)]
-    # Logits that take as much as a variant's tokens, 8 numbers each, halve what fits.
-    assert largest(7.5, logits=24 * 37 * 2 * POS // 8) == 3
-    assert largest(7.5) == 7
-
-
-def test_the_logits_that_a_metric_reads_are_counted(monkeypatch):
-    """A loss reads all of them, a logit difference two of a prompt: fewer rows."""
-    model = made()
-    rows = Rows(model)
-    free = SimpleNamespace(available=2**22)
-    monkeypatch.setattr("psutil.virtual_memory", lambda: free)
-
-    def largest(metric):
-        rows.calls.clear()
-        sweep(model, p.neuron_heads(layers=0), metric, positions=[0, 4])
-        return max(n for _, n, _ in rows.calls)
-
-    # 2 prompts of 7 tokens from position 4 on, and of 11 · 43 logits: 7 tokens' worth by 24 · 37.
-    assert largest(METRIC) == 2 * min(37, 2**21 // (24 * 37 * 8) // 14)
-    assert largest(p.loss()) == 2 * min(37, 2**21 // (24 * 37 * 8) // (14 + 8 * 2 * 11 * 43 // 888))
+    most = 2048 * of_token // numbers  # of what 2048 tokens take
+    assert [largest(n) for n in (0, 0.9, 1.1, 3.5, 10**6)] == [1, 1, 1, 3, most]
 
 
 def test_out_of_memory_with_one_site_and_other_errors():
@@ -234,10 +211,10 @@ def test_an_error_leaves_the_model_as_it_was(layout, family, after):
         if len(calls) > after:
             raise ZeroDivisionError
 
-    handle = model.blocks[-1].register_forward_pre_hook(fail)
+    handle = model.blocks[-1].register_forward_pre_hook(of_a_library(fail))
     handle.remove()
     before = state(model)
-    handle = model.blocks[-1].register_forward_pre_hook(fail)
+    handle = model.blocks[-1].register_forward_pre_hook(of_a_library(fail))
     with pytest.raises(ZeroDivisionError):
         sweep(model, batch_size=3)
     handle.remove()

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from common import tokens
+from common import of_a_library, tokens
 from models import build
 from patched_runs import at, cached, heads_of, hook_point, logit_diff, patched_logits
 
@@ -358,7 +358,7 @@ def test_grouped_values_are_refused():
 def test_refused_before_anything_runs():
     model = made()
     calls = []
-    handle = model.blocks[0].register_forward_pre_hook(lambda *_: calls.append(1))
+    handle = model.blocks[0].register_forward_pre_hook(of_a_library(lambda *_: calls.append(1)))
     for how, reason in (
         ({"part": "k"}, "got part='k'"),
         ({"direction": "sideways"}, "got direction='sideways'"),

@@ -3,7 +3,7 @@
 import patch_oracle as oracle
 import pytest
 import torch
-from common import IN_PLACE, mlp_hook, tokens
+from common import IN_PLACE, mlp_hook, of_a_library, tokens
 from models import CORE, FAMILIES, build
 
 from attn_only_lens import UnsupportedModelError, convert, expose_neuron_heads
@@ -213,7 +213,7 @@ def test_tokens_that_enter_elsewhere_leave_no_path():
     def note(module, args, kwargs):
         model.given = args[0]
 
-    model.register_forward_pre_hook(note, with_kwargs=True)
+    model.register_forward_pre_hook(of_a_library(note), with_kwargs=True)
     model.blocks[1].forward = with_tokens
     with pytest.raises(UnsupportedModelError, match="tokens enter elsewhere"):
         p.attribution(model, clean, corrupted, METRIC, method="integrated", progress=False)

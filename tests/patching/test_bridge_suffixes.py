@@ -4,6 +4,7 @@ import bridges
 import pytest
 import torch
 import transformers
+from common import of_a_library
 from patched_runs import at, cached, logit_diff, patched_logits
 from transformers.cache_utils import DynamicCache
 
@@ -69,7 +70,7 @@ def lengths(model, run):
         if len(stream) == ROWS:
             found.append(stream.shape[1])
 
-    handle = model.blocks[-1].register_forward_pre_hook(look, with_kwargs=True)
+    handle = model.blocks[-1].register_forward_pre_hook(of_a_library(look), with_kwargs=True)
     try:
         return run(), found
     finally:
@@ -154,7 +155,7 @@ def widths(model, run):
         if len(output) == ROWS:
             found.add(output.shape[-1])
 
-    handle = model.unembed.register_forward_hook(look)
+    handle = model.unembed.register_forward_hook(of_a_library(look))
     try:
         return run(), found
     finally:
@@ -182,7 +183,7 @@ def test_a_model_that_reads_its_vocabulary_keeps_it(fails, monkeypatch):
         output.logits = output.logits.softmax(-1)
         return output
 
-    model.original_model.register_forward_hook(softmax, with_kwargs=True)
+    model.original_model.register_forward_hook(of_a_library(softmax), with_kwargs=True)
     frame, found = widths(model, lambda: sweep(model))
     assert found == {bridges.D_VOCAB}
     assert worst(model, frame) < EXACT
@@ -204,7 +205,7 @@ def test_a_sweep_that_fails_leaves_the_model_as_it_was():
             raise RuntimeError("in the middle")
 
     before, expected = forwards(), model(pair()[0])
-    handle = model.unembed.register_forward_pre_hook(fail)
+    handle = model.unembed.register_forward_pre_hook(of_a_library(fail))
     with pytest.raises(RuntimeError, match="in the middle"):
         sweep(model)
     handle.remove()
@@ -352,7 +353,7 @@ def test_a_cache_gives_and_does_not_take():
     past = past_of(model, record(model, pair()[1], None))
     keys, values = past.layers[1]
     assert keys.shape == values.shape == (BATCH, 1, POS, 14)
-    before = past.before(FIRST, 3)
+    before = past.before(FIRST)
     new = torch.full((3 * BATCH, 1, 2, 14), 9.0, dtype=keys.dtype)
     for _ in range(2):
         given, _ = before.update(new, new, 1)
@@ -362,7 +363,7 @@ def test_a_cache_gives_and_does_not_take():
 
 
 def test_a_hook_point_that_shows_more_than_was_run_is_refused():
-    heads, where = torch.tensor([0]), at(BATCH, POS, POS - 1)[None]
+    heads, where = torch.tensor([[True, False]]), at(BATCH, POS, POS - 1)[None]
     source = torch.zeros(BATCH, POS, 2, 13)
     hook = editing(source, "value", heads, where, POS - 1)
     point = type("Point", (), {"name": "blocks.1.attn.hook_v"})

@@ -1,6 +1,7 @@
 """Digests that identify functions: equal for equal ones, unequal wherever a value could differ."""
 
 import functools
+import importlib
 import math
 import subprocess
 import sys
@@ -155,6 +156,24 @@ def test_a_state_that_changes_is_another_function():
     assert identity(counter) != before
 
 
+def test_a_users_module_is_the_users_whatever_it_is_called(tmp_path, monkeypatch):
+    """One that has the name of a module of Python's own, and the program itself."""
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys.modules["__main__"], "__file__", torch.__file__, raising=False)
+    found = set()
+    for number in (2, 3):
+        text = f"def score(logits): return helper(logits)\ndef helper(x): return x * {number}"
+        space = {"__name__": "__main__"}
+        exec(text, space)
+        found.add(identity(space["score"]))
+        (tmp_path / "this.py").write_text(text)
+        monkeypatch.delitem(sys.modules, "this", raising=False)
+        module = importlib.import_module("this")
+        exec(text, vars(module))  # a file that is as new as its compiled form is not read again
+        found.add(identity(module.score))
+    assert len(found) == 2, "one of each text, wherever it lies"
+
+
 def test_what_cannot_be_identified_is_refused_with_what_it_is(tmp_path):
     generator = (i for i in range(3))
     with Path(__file__).open() as file:
@@ -176,7 +195,7 @@ def test_what_cannot_be_identified_is_refused_with_what_it_is(tmp_path):
         (tmp_path / "own_module_2.py").write_text("LEVEL = 3")
         import own_module_2
 
-        with pytest.raises(Unidentified, match="uses all of own_module_2"):
+        with pytest.raises(Unidentified, match="the whole of own_module_2"):
             identity(lambda logits: getattr(own_module_2, "LEV" + "EL"))
         assert identity(lambda logits: own_module_2.LEVEL)
     finally:

@@ -17,10 +17,16 @@ SWEEP = """
 import torch
 from attn_only_lens import convert, patching as p, pretrained
 
+WORDS, WEIGHTS = {"some", "words", "in", "an", "order"}, torch.tensor([7, 8])
+
+def measure(logits):  # identified by each process, with hashes of its own
+    right, wrong = logits[0, -1, WEIGHTS]
+    return right - wrong if "words" in WORDS else 0.0
+
 def swept(resume=None):
     return p.activation_patch(
         convert(pretrained.modular_addition()), torch.tensor([3, 4, 113]),
-        torch.tensor([3, 5, 113]), p.logit_diff(correct=7, wrong=8), batch_size=64, resume=resume)
+        torch.tensor([3, 5, 113]), measure, batch_size=64, resume=resume)
 """
 SCRIPT = f"""{SWEEP}
 import sys

@@ -19,7 +19,7 @@ Each takes the place of every MLP of a random model, which is then run as a whol
 import pytest
 import torch
 import torch.nn.functional as F
-from common import BATCH, D_MLP, POS, mlp_hook, relative, tokens
+from common import BATCH, D_MLP, POS, relative, tokens
 from models import build
 from torch import nn
 from transformer_lens.hook_points import HookPoint
@@ -206,7 +206,7 @@ def test_the_papers_heads_entry_by_entry(source, stock, act_fn, part):
         heads = neuron_heads(
             mlp_with_biases(mlp.W_in, mlp.b_in, mlp.W_out, mlp.b_out, ALPHAS[act_fn]), POS
         )
-        got = with_sink(cache[mlp_hook("pattern", layer)])
+        got = with_sink(cache[f"blocks.{layer}.mlp.hook_pattern"])
         assert got.shape == (BATCH, D_MLP, POS, POS + 1)
         for text in range(BATCH):
             X = direct_sum(append_ones(cache["in", layer][text]), 1.0)
@@ -228,12 +228,12 @@ def test_converts_heads_entry_by_entry(source, stock, part):
     logits, cache = stock
     expected_logits, converted = convert(source()).run_with_cache(tokens())
     for layer in range(SIZES["n_layers"]):
-        got = with_sink(cache[mlp_hook("pattern", layer)])
+        got = with_sink(cache[f"blocks.{layer}.mlp.hook_pattern"])
         own, bias = converted["pattern", 2 * layer + 1].unbind(-1)
         assert_same(got[..., :POS], torch.diag_embed(own))
         assert_same(got[..., POS], bias, SINK_ATOL[part])
         if part == "transformer_lens":  # torch does not show it
-            z = cache[mlp_hook("z", layer)]
+            z = cache[f"blocks.{layer}.mlp.hook_z"]
             assert z.shape == (BATCH, POS, D_MLP, 1)
             assert relative(z, converted["z", 2 * layer + 1]) <= TOLERANCE
         # Control: (bias, self) in the place of (self, bias) is far away.
@@ -259,7 +259,7 @@ def test_wrong_parts_fail(part, wrong):
     # The first layer's MLP is given the same in all three: what differs is its heads.
     assert relative(right["out", 0], expected["out", 0]) <= TOLERANCE
     assert relative(cache["out", 0], expected["out", 0]) > 0.05
-    good, bad = (with_sink(c[mlp_hook("pattern", 0)]) for c in (right, cache))
+    good, bad = (with_sink(c["blocks.0.mlp.hook_pattern"]) for c in (right, cache))
     assert (good - bad).abs().max() > 0.1
     own = good[..., :POS]
     if wrong == "sees no sink":

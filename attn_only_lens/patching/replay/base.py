@@ -15,9 +15,10 @@ What a variant cannot reach is not computed:
 so a variant that enters block b at position t costs 2 (n_pos - t) Σ_{blocks ≥ b} parameters flops
 and its attention, where a whole forward costs 2 n_pos (Σ parameters + d_model · d_vocab).
 
-Every replay is held against the recorded logits before it is used. Where products of matrices are
-rounded to TF32 a model run in parts differs from itself by that; then what is tried is another
-replay of the run, its judge, in full precision.
+Every replay is held against the recorded logits before it is used, and every kind of edit that a
+sweep makes of it against hooks (`patching/trials.py`). Where products of matrices are rounded to
+TF32 a model run in parts differs from itself by that; then what is tried is another replay of the
+run, its judge, in full precision.
 """
 
 from abc import ABC, abstractmethod
@@ -31,13 +32,18 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from attn_only_lens.errors import UnsupportedModelError
-from attn_only_lens.heads import logit_tolerance, neuron_heads
+from attn_only_lens.heads import attention_heads, logit_tolerance, neuron_heads
+from attn_only_lens.numerics import full_precision, normal_numbers
 from attn_only_lens.patching.bound import BoundMetric
 from attn_only_lens.patching.record import Hooks, Recording
 
 __all__ = ["Replay", "Variants", "adding"]
 
 PROBLEM = "this model cannot be patched"
+_ROUNDINGS = 8
+# Numbers at once, as torch's profiler counts what is allocated (`test_memory.py`): several copies
+# of the widest activation, or of attention scores; of the logits that a loss reads.
+_WIDEST, _SCORES, _LOGITS = 6, 4, 8
 
 
 @dataclass(frozen=True)
@@ -49,7 +55,7 @@ class Variants:
         first: the first position at which they differ.
         entering: what enters that block, from `first` on.
         hooks: edits at hook points of that block, which see rows from `first` on.
-        mlp: the module of that block whose output they add `added` to, if any.
+        mlp: the module of that block, or hook point, whose output they add `added` to, if any.
         added: what they add there.
     """
 
@@ -71,6 +77,7 @@ class Replay(ABC):
         self.metric = metric
         self.n_blocks = len(model.blocks)
         self.batch, self.n_pos = recording.tokens.shape
+        self._adds: dict[int, bool] = {}
 
     @property
     def judge(self) -> "Replay":
@@ -114,9 +121,33 @@ class Replay(ABC):
         positions = self.metric.positions
         return self.n_pos - 1 if positions is None else int(positions.min())
 
-    def tokens_from(self, first: int) -> int:
-        """Tokens that one variant runs on."""
-        return self.batch * (self.n_pos - first)
+    @property
+    def numbers_of_token(self) -> int:
+        """How many numbers a forward pass holds at once for a token, at the most: an estimate."""
+        widest = max(max(p.shape) for p in self.model.blocks.parameters())
+        d_model = self.recording.streams[0].shape[-1]
+        n_heads = max(attention_heads(self.model))
+        return 5 * d_model + max(_WIDEST * widest, _SCORES * n_heads * self.n_pos)
+
+    def numbers_from(self, first: int) -> int:
+        """How many numbers one variant holds at once, at the most: an estimate.
+
+        A variant of a few tokens reads the keys and values of all those before, and one block
+        after the other has a copy of them for each variant.
+        """
+        tokens = self.batch * (self.n_pos - first)
+        kept = self.kept_of_token * self.batch * self.n_pos if first else 0
+        return tokens * self.numbers_of_token + kept + _LOGITS * self.logits_of_variant
+
+    @property
+    @abstractmethod
+    def kept_of_token(self) -> int:
+        """How many numbers a block holds at once, for its keys and values of a token."""
+
+    @property
+    def logits_of_variant(self) -> int:
+        """How many logits are computed of one variant."""
+        return self.metric.select(self.recording.logits).numel()
 
     def seen(self, block: int) -> Bool[Tensor, "batch pos"]:
         """Where the metric can feel a change of what enters a block."""
@@ -127,9 +158,21 @@ class Replay(ABC):
         # The logits of a token are all that is left to compute.
         return everywhere == positions.to(device)[:, None]
 
-    @abstractmethod
     def adds(self, block: int, mlp: nn.Module) -> bool:
-        """Whether what the MLP of a block puts out is added to the stream as it is."""
+        """Whether what the MLP of a block puts out is added to the stream as it is: tried once."""
+        if self.judge is not self:
+            with full_precision():
+                return self.judge.adds(block, mlp)
+        if block not in self._adds:
+            entering, after = self.recording.streams[block : block + 2]
+            added = normal_numbers(after.shape).to(after) * after.std()
+            out = self.leaving(Variants(block, 0, entering, mlp=mlp, added=added))
+            error = float((out - after - added).abs().max())
+            scale = float(after.abs().max() + added.abs().max())
+            # A sum of a few terms: no tolerance for what later layers make of its roundings.
+            # Where it is missed, patches run the block, which is right in any case.
+            self._adds[block] = error <= _ROUNDINGS * torch.finfo(out.dtype).eps * scale
+        return self._adds[block]
 
     def check(self) -> None:
         """Hold the replay of nothing against the recorded logits, from every block.

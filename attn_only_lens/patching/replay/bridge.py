@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from attn_only_lens.axes import Residual
-from attn_only_lens.heads import logit_tolerance, neuron_heads
+from attn_only_lens.heads import attention_heads, logit_tolerance, neuron_heads
 from attn_only_lens.numerics import full_precision, normal_numbers
 from attn_only_lens.patching.bound import BoundMetric
 from attn_only_lens.patching.record import (
@@ -41,7 +41,6 @@ from attn_only_lens.patching.replay.past import Past, past_of
 
 __all__ = ["BridgeReplay"]
 
-_ROUNDINGS = 8
 _FINE = (torch.float32, torch.float64)
 
 
@@ -50,7 +49,6 @@ class BridgeReplay(Replay):
 
     def __init__(self, model: Any, recording: Recording, metric: BoundMetric) -> None:
         super().__init__(model, recording, metric)
-        self._adds: dict[int, bool] = {}
         self._past: Past | None = None
         if all(stream.dtype in _FINE for stream in recording.streams):
             self._past = past_of(model, recording)
@@ -101,6 +99,21 @@ class BridgeReplay(Replay):
             logits = self.logits(variants)
         return [variants.entering, *streams[variants.block + 1 :]], logits
 
+    @property
+    def kept_of_token(self) -> int:
+        """How many numbers a block holds at once, for its keys and values of a token."""
+        if self._past is None:
+            return 0
+        d_head = max(keys.shape[-1] for keys, _ in self._past.layers)
+        return 3 * max(attention_heads(self.model)) * d_head  # repeated, where they are grouped
+
+    @property
+    def logits_of_variant(self) -> int:
+        """How many logits are computed of one variant."""
+        if self._narrow or self.metric.columns is None:
+            return super().logits_of_variant
+        return self.metric.select(self.recording.logits)[..., 0].numel() * self.metric.shape[-1]
+
     def _as_returned(self, block: int, stream: Residual) -> Any:
         beside = self.recording.beside[block]
         return stream if beside is None else (stream, *(None,) * beside)
@@ -132,22 +145,6 @@ class BridgeReplay(Replay):
         theirs = self.recording.logits
         return self._close(mine, theirs[..., self.metric.columns], theirs.abs().max())
 
-    def adds(self, block: int, mlp: nn.Module) -> bool:
-        """Whether what the MLP of a block puts out is added to the stream as it is: tried once."""
-        if self.judge is not self:
-            with full_precision():
-                return self.judge.adds(block, mlp)
-        if block not in self._adds:
-            entering, after = self.recording.streams[block : block + 2]
-            added = normal_numbers(after.shape).to(after) * after.std()
-            out = self.leaving(Variants(block, 0, entering, mlp=mlp, added=added))
-            error = float((out - after - added).abs().max())
-            scale = float(after.abs().max() + added.abs().max())
-            # A sum of a few terms: no tolerance for what later layers make of its roundings.
-            # Where it is missed, patches run the block, which is right in any case.
-            self._adds[block] = error <= _ROUNDINGS * torch.finfo(out.dtype).eps * scale
-        return self._adds[block]
-
     def leaving(self, variants: Variants) -> Residual:
         """What leaves the first block, from `first` on."""
         found: list[Residual] = []
@@ -173,7 +170,7 @@ class BridgeReplay(Replay):
         cached: dict[str, Any] = {}
         if first:
             assert self._past is not None
-            cached["past_key_values"] = self._past.before(first, repeats)
+            cached["past_key_values"] = self._past.before(first)
         with self._passed_by(variants), adding(variants):
             return run(self.model, tokens, mask, variants.hooks, **cached)
 

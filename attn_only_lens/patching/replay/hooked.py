@@ -6,15 +6,15 @@ from typing import Any
 
 import torch
 from jaxtyping import Float
-from torch import Tensor, nn
-from transformer_lens.utilities.architectures import POST_NORM_ARCHITECTURES
+from torch import Tensor
 
 from attn_only_lens.axes import Residual
-from attn_only_lens.heads import layout_of
+from attn_only_lens.heads import attention_heads, layout_of
 from attn_only_lens.heads.blocks import block_layer
 from attn_only_lens.patching.bound import BoundMetric
 from attn_only_lens.patching.record import Recording
 from attn_only_lens.patching.replay.base import Replay, Variants, adding
+from attn_only_lens.patching.replay.past import after
 from attn_only_lens.tl import TransformerBlock
 
 __all__ = ["HookedReplay"]
@@ -59,11 +59,13 @@ class HookedReplay(Replay):
         )
         return out
 
-    def adds(self, block: int, mlp: nn.Module) -> bool:
-        """Whether what the MLP of a block puts out is added to the stream as it is."""
-        cfg = self.model.cfg
-        normed = cfg.original_architecture in POST_NORM_ARCHITECTURES
-        return not (cfg.use_normalization_before_and_after or normed)
+    @property
+    def kept_of_token(self) -> int:
+        """How many numbers a block holds at once, for its keys and values of a token."""
+        rotary = self.model.cfg.positional_embedding_type == "rotary"  # keys are rotated each time
+        d_head = max((each.d_head for each in self._past.values()), default=0)
+        # Grouped keys and values are repeated for each head.
+        return (6 if rotary else 3) * max(attention_heads(self.model)) * d_head
 
     def apart(self, block: int, position: int) -> bool:
         """Whether a block and those after it can be run from a position on, by themselves."""
@@ -84,7 +86,7 @@ class HookedReplay(Replay):
     def _block(self, index: int, x: Residual, first: int) -> Residual:
         past = None
         if first and index in self._past:
-            past = self._past[index].before(first, x.shape[0] // self.batch)
+            past = self._past[index].before(first)
         return self._call(index, x, first, past)
 
     def logits(self, variants: Variants) -> Float[Tensor, "row position column"]:
@@ -127,17 +129,22 @@ class _Kept:
         self.keys, self.values = keys, values
         return keys, values
 
-    def before(self, first: int, repeats: int) -> "_Past":
+    @property
+    def d_head(self) -> int:
+        """Of the keys."""
+        assert self.keys is not None
+        return self.keys.shape[-1]
+
+    def before(self, first: int) -> "_Past":
         assert self.keys is not None
         assert self.values is not None
-        keys, values = self.keys[:, :first], self.values[:, :first]
-        return _Past(keys.repeat(repeats, 1, 1, 1), values.repeat(repeats, 1, 1, 1))
+        return _Past(self.keys[:, :first], self.values[:, :first])
 
 
 @dataclass(frozen=True)
 class _Past:
-    past_keys: Float[Tensor, "row pos head d_head"]
-    past_values: Float[Tensor, "row pos head d_head"]
+    past_keys: Float[Tensor, "batch pos head d_head"]
+    past_values: Float[Tensor, "batch pos head d_head"]
 
     def append(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        return torch.cat([self.past_keys, keys], 1), torch.cat([self.past_values, values], 1)
+        return after(self.past_keys, keys, 1), after(self.past_values, values, 1)

@@ -15,7 +15,7 @@ from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
 from attn_only_lens.patching.record import Recording, run
 
-__all__ = ["Past", "past_of"]
+__all__ = ["Past", "after", "past_of"]
 
 _Heads = Float[Tensor, "batch head pos d_head"]
 
@@ -26,11 +26,11 @@ class Past:
 
     layers: tuple[tuple[_Heads, _Heads], ...]
 
-    def before(self, first: int, repeats: int) -> Cache:
-        """Those of the positions before `first`, for each prompt of `repeats` variants."""
+    def before(self, first: int) -> Cache:
+        """Those of the positions before `first`, for any number of variants."""
         return Cache(
             layers=[
-                _Prefix(keys[..., :first, :], values[..., :first, :], repeats)
+                _Prefix(keys[..., :first, :], values[..., :first, :])
                 for keys, values in self.layers
             ]
         )
@@ -53,17 +53,27 @@ def past_of(model: Any, recording: Recording) -> Past | None:
 class _Prefix(DynamicLayer):
     """One layer: gives what came before, and keeps nothing of what comes."""
 
-    def __init__(self, keys: _Heads, values: _Heads, repeats: int) -> None:
+    def __init__(self, keys: _Heads, values: _Heads) -> None:
         super().__init__()
         self.lazy_initialization(keys, values)
         self.keys, self.values = keys, values
-        self._repeats = repeats
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         assert self.keys is not None
         assert self.values is not None
-        times = (self._repeats, *(1,) * (key_states.ndim - 1))
-        keys, values = self.keys.repeat(times), self.values.repeat(times)
-        return torch.cat([keys, key_states], -2), torch.cat([values, value_states], -2)
+        return after(self.keys, key_states, -2), after(self.values, value_states, -2)
+
+
+def after(past: Tensor, new: Tensor, axis: int) -> Tensor:
+    """What came before, the same for all variants, and what comes in each: one copy of both.
+
+    Args:
+        past: of each prompt.
+        new: of each prompt of each variant, prompts inmost.
+        axis: of positions.
+    """
+    of_each = new.unflatten(0, (-1, len(past)))
+    axis = axis if axis < 0 else axis + 1
+    return torch.cat([past.expand(len(of_each), *past.shape), of_each], axis).flatten(0, 1)

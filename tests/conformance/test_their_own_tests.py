@@ -1,0 +1,172 @@
+"""What `make conformance` makes of tests, on a module of tests that is made up."""
+
+import sys
+from collections import Counter
+
+import conformance
+import pytest
+import torch
+from common import needs_hooked_transformer, tokens
+from conformance import Broken, Run, finished, judge, one_pass, page, unneeded
+from conformance_plugin import become
+from conformance_reasons import Inherent
+
+from attn_only_lens import convert
+
+TESTS = """
+import pytest
+import torch
+from transformer_lens.model_bridge import TransformerBridge
+
+from attn_only_lens import UnsupportedCallError
+
+CFG = {"n_layers": 2, "d_model": 6, "n_heads": 2, "d_head": 3, "d_mlp": 7, "n_ctx": 5}
+CFG |= {"d_vocab": 11}
+
+
+@pytest.fixture(scope="module")
+def bridge():
+    return TransformerBridge.boot_native(CFG | {"act_fn": "gelu", "seed": 0})
+
+
+def run(model):
+    return model(torch.arange(5)[None])
+
+
+def test_names(bridge):
+    assert "blocks.1.mlp.hook_post" in bridge.hook_dict
+
+
+def test_runs(bridge):
+    assert run(bridge).shape == (1, 5, 11)
+
+
+@pytest.mark.parametrize("case", [0, 1])
+def test_class(bridge, case):
+    assert type(bridge) is TransformerBridge
+
+
+def test_refused(bridge):
+    if type(bridge) is not TransformerBridge:
+        try:
+            raise UnsupportedCallError("call another")
+        except UnsupportedCallError as error:
+            raise ValueError("failed") from error
+
+
+def test_of_another_kind():
+    run(TransformerBridge.boot_native(CFG | {"act_fn": "silu", "seed": 0, "n_layers": 1}))
+
+
+def test_none_of_ours():
+    run(TransformerBridge.boot_native(CFG | {"act_fn": "gelu", "seed": 0, "attn_only": True}))
+
+
+def test_no_model():
+    pass
+
+
+def test_seed():
+    assert torch.rand(()) == SEEN
+
+
+def test_network():
+    import socket
+    with pytest.raises(OSError, match="no test reaches the network"):
+        socket.create_connection(("192.0.2.1", 80))
+
+
+@pytest.mark.xfail(strict=True)
+def test_expected_to_fail():
+    pass
+"""
+INHERENT = (
+    Inherent("the class differs", {"exposed": ("tests/unit/test_made_up.py::test_class",)}),
+)
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory):
+    """The lines of a pass over them on exposed models; the last test is not asked for."""
+    folder = tmp_path_factory.mktemp("them")
+    (folder / "tests" / "unit").mkdir(parents=True)
+    seen = torch.rand((), generator=torch.Generator().manual_seed(0)).item()
+    path = folder / "tests" / "unit" / "test_made_up.py"
+    path.write_text(TESTS.replace("SEEN", repr(seen)))
+    names = [line[4:].split("(")[0] for line in TESTS.splitlines() if line.startswith("def test_")]
+    cases = [f"{name}[{case}]" for name in names for case in (0, 1) if name == "test_class"]
+    wanted = [f"tests/unit/test_made_up.py::{name}" for name in [*names, *cases]]
+    one_pass(sys.executable, folder, folder / "exposed.jsonl", "exposed", wanted)
+    return {each["test"].split("::")[1]: each for each in finished(folder / "exposed.jsonl")}
+
+
+def test_each_test_is_told_from_the_others(outcomes):
+    kinds = {name: judge(each, "exposed", INHERENT).kind for name, each in outcomes.items()}
+    assert kinds == {
+        "test_names": "passed",
+        "test_runs": "passed",
+        "test_class[0]": "inherent",
+        "test_class[1]": "inherent",
+        "test_refused": "refused",
+        "test_of_another_kind": "passed",
+        "test_none_of_ours": "stock",
+        "test_no_model": "stock",
+        "test_seed": "stock",
+        "test_network": "stock",
+        "test_expected_to_fail": "failed",
+    }
+    assert judge(outcomes["test_refused"], "exposed", INHERENT).why == "call another"
+    why = judge(outcomes["test_none_of_ours"], "exposed", INHERENT).why
+    assert why == "layer …: it has no MLP"
+    # 7 hook points a layer, and two layers or one; and with no reason known, it fails.
+    assert [outcomes[name]["fired"] for name in ("test_names", "test_runs")] == [0, 14]
+    assert outcomes["test_of_another_kind"]["fired"] == 7
+    assert judge(outcomes["test_class[0]"], "exposed", ()).kind == "failed"
+    assert judge(outcomes["test_class[0]"], "converted", INHERENT).kind == "failed"
+
+
+def test_a_reason_that_nothing_needs(outcomes):
+    verdicts = [judge(each, "exposed", INHERENT) for each in outcomes.values()]
+    assert unneeded({"exposed": verdicts}, INHERENT) == []
+    passes = Inherent("no more", {"exposed": ("tests/unit/test_made_up.py::test_runs",)})
+    assert unneeded({"exposed": verdicts}, (*INHERENT, passes)) == [
+        "exposed: tests/unit/test_made_up.py::test_runs"
+    ]
+
+
+def test_the_page_says_what_is_not_passed(outcomes):
+    with_models = [each for each in outcomes.values() if each["models"]]
+    verdicts = [judge(each, "exposed", INHERENT) for each in with_models]
+    stock = [each | {"outcome": "passed"} for each in outcomes.values()]
+    text = page([Run("4.3.0", stock, {"exposed": verdicts})])
+    assert "| 4.3.0 | exposed | 6 | 3 | 1 | 2 |" in text
+    assert "Of 11 tests, 11 pass on stock models" in text
+    assert "and 7 of these make" in text
+    assert "| the class differs | `unit/test_made_up.py::test_class` (2 cases) |" in text
+    assert "| call another | `unit/test_made_up.py::test_refused` |" in text
+
+
+def test_a_failure_that_nobody_explained_writes_nothing(outcomes, tmp_path, monkeypatch):
+    verdicts = [judge(each, "exposed", ()) for each in outcomes.values()]
+    made = Run("4.3.0", list(outcomes.values()), {"exposed": verdicts})
+    monkeypatch.setattr(conformance, "run", lambda *args, **how: made)
+    with pytest.raises(Broken, match="test_class"):
+        conformance.main(tmp_path / "page.md", tmp_path, [tmp_path])
+    assert Counter(tmp_path.iterdir()) == {}
+
+
+def test_a_pass_that_broke_off_is_not_taken_for_a_whole_one(tmp_path):
+    (tmp_path / "outcomes").write_text('{"test": "a"}\n')
+    assert finished(tmp_path / "outcomes") is None
+
+
+@needs_hooked_transformer
+def test_a_model_becomes_another():
+    from models import build
+
+    model, twin = build("gelu"), build("gelu")
+    expected = model(tokens())
+    become(twin, convert(twin))
+    assert len(twin.blocks) == 2 * len(model.blocks)
+    torch.testing.assert_close(twin(tokens()), expected, rtol=0, atol=0)
+    assert list(twin.hook_dict) == list(convert(model).hook_dict)

@@ -1,0 +1,114 @@
+"""What a sweep is said to hold at once, against what is allocated, under 3.9 and 4 alike."""
+
+import pytest
+import torch
+import transformers
+from bridges import bridged
+from common import needs_hooked_transformer
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from attn_only_lens import convert, expose_neuron_heads
+from attn_only_lens import patching as p
+from attn_only_lens.patching.batching import Batching
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # TransformerLens' and transformers' own
+POS, D_MODEL, D_MLP, HEADS, D_VOCAB = 101, 78, 311, 6, 41
+SITES = [f"L0N{i}" for i in range(7)]
+ATTENTION = [f"L0H{i}" for i in range(HEADS)]
+
+
+class Allocated(TorchDispatchMode):
+    """The most bytes that are alive at once, of those that operations allocate."""
+
+    def __init__(self):
+        super().__init__()
+        self.alive, self.most = {}, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        given = {self.key(each) for each in tree_leaves((args, kwargs))}
+        out = func(*args, **(kwargs or {}))
+        self.alive = {key: each for key, each in self.alive.items() if not each[0].expired()}
+        for each in tree_leaves(out):
+            key = self.key(each)
+            if key is not None and key not in given:
+                storage = each.untyped_storage()
+                self.alive[key] = StorageWeakRef(storage), storage.nbytes()
+        self.most = max(self.most, sum(size for _, size in self.alive.values()))
+        return out
+
+    @staticmethod
+    def key(value):
+        return value.untyped_storage()._cdata if isinstance(value, torch.Tensor) else None
+
+
+def hooked(**changes):
+    from models import build  # at the top it would have the whole module skipped under 4
+
+    sizes = {"n_layers": 2, "d_model": D_MODEL, "n_heads": HEADS, "d_head": 13, "d_mlp": D_MLP}
+    return convert(build("gelu", torch.float32, **sizes, n_ctx=POS, d_vocab=D_VOCAB, **changes))
+
+
+def bridge(config):
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    return expose_neuron_heads(bridged(model.eval())).model
+
+
+MODELS = {
+    "converted": hooked,
+    "rotary": lambda: hooked(positional_embedding_type="rotary", rotary_dim=6),
+    "gpt2": lambda: bridge(
+        transformers.GPT2Config(
+            **{"vocab_size": D_VOCAB, "n_positions": POS, "n_layer": 2, "n_head": HEADS},
+            **{"n_embd": D_MODEL, "n_inner": D_MLP},
+        ),
+    ),
+    "grouped": lambda: bridge(
+        transformers.LlamaConfig(
+            **{"vocab_size": D_VOCAB, "hidden_size": D_MODEL, "num_hidden_layers": 2},
+            **{"num_attention_heads": HEADS, "num_key_value_heads": 2, "head_dim": 14},
+            **{"intermediate_size": D_MLP, "max_position_embeddings": POS},
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param("converted", marks=needs_hooked_transformer),
+        pytest.param("rotary", marks=needs_hooked_transformer),
+        "gpt2",
+        "grouped",
+    ],
+)
+def test_what_variants_hold_at_once_is_about_what_is_estimated(name, monkeypatch):
+    """Whole prompts; a token alone, whose keys and values are those of all before; every logit."""
+    model, shares = MODELS[name](), []
+    fill = Batching.fill
+
+    def filling(self, values, alive, numbers_each, run):
+        def counted(chosen):
+            with Allocated() as allocated:
+                found = run(chosen)
+            shares.append(4 * numbers_each * len(chosen) / allocated.most)
+            return found
+
+        return fill(self, values, alive, numbers_each, counted)
+
+    monkeypatch.setattr(Batching, "fill", filling)
+    clean = torch.arange(POS)[None] % D_VOCAB
+    corrupted = (clean + 1) % D_VOCAB
+    for sites in (SITES, ATTENTION):
+        for position in (0, POS // 2, POS - 1):
+            for metric in (p.logit_diff(7, 8), p.loss())[: 2 - (position != 0)]:
+                p.activation_patch(
+                    *(model, clean, corrupted, metric),
+                    sites=sites,
+                    positions=[position],
+                    progress=False,
+                )
+    assert len(shares) == 8
+    assert min(shares) > 0.75
+    assert max(shares) < 1.7

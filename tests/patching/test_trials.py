@@ -1,0 +1,179 @@
+"""Edits are tried before they are trusted: what sweeps do against what hooks do, in every family.
+
+Under transformer-lens 3.9 and 4 alike.
+"""
+
+import bridges
+import pytest
+import torch
+from patched_runs import at, cached, hook_point, logit_diff, patched_logits
+from transformer_lens.hook_points import HookPoint
+
+from attn_only_lens import UnsupportedModelError, circuits, expose_neuron_heads
+from attn_only_lens import patching as p
+from attn_only_lens.in_place import InPlace
+from attn_only_lens.patching.replay import Variants
+from attn_only_lens.patching.replay.bridge import BridgeReplay
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # TransformerLens' and transformers' own
+BATCH, POS, FIRST = 2, 7, 2
+METRIC = p.logit_diff(correct=7, wrong=8)
+EXACT = 1e-10
+
+
+def exposed(name, **how):
+    return expose_neuron_heads(bridges.boot(name, **how)).model
+
+
+def pair():
+    """Clean and corrupted prompts, which differ from 2 on."""
+    clean = bridges.tokens(1)[:, :POS]
+    corrupted = clean.clone()
+    corrupted[:, FIRST:] = (clean[:, FIRST:] + 5) % bridges.D_VOCAB
+    return clean, corrupted
+
+
+def sweep(model, sites, **how):
+    return p.activation_patch(model, *pair(), METRIC, sites=sites, progress=False, **how).to_frame()
+
+
+def require_exact(model, frame, part="z"):
+    """Every value is that of a whole run with a hook."""
+    clean, corrupted = pair()
+    source = cached(model, clean)
+    for row in frame.itertuples():
+        where = at(BATCH, POS, row.position)
+        logits = patched_logits(model, corrupted, source, row.name, part, where)
+        expected = logit_diff(logits, torch.tensor([POS - 1] * BATCH), 7, 8)
+        assert row.value == pytest.approx(expected, rel=0, abs=EXACT), row
+
+
+@pytest.mark.parametrize("part", ["z", "pattern", "value", "q"])
+def test_bert_whose_layers_run_no_module_for_their_mlp(part):
+    model = exposed("bert")
+    sites = ["L0N3", "L0N29", "L1N5", "L0H1", "L1H0"]
+    if part == "pattern":
+        with pytest.raises(UnsupportedModelError, match="not read back"):
+            sweep(model, sites, part=part)
+        sites = sites[:3]
+    frame = sweep(model, sites, part=part, positions=[1, 4, POS - 1])
+    require_exact(model, frame, part)
+    felt = frame[(frame.layer == 0) | (frame.position == POS - 1)]
+    felt = felt[felt.position > 1]  # at 1, what layer 0 does is the same in both runs but q's
+    assert felt.groupby("kind", observed=True)["value"].nunique().min() > 1
+    assert (felt["value"] != frame["value"].mode()[0]).mean() > 0.5
+
+
+def test_bert_in_attribution_and_circuits():
+    model, (clean, corrupted) = exposed("bert"), pair()
+    exact = p.activation_patch(model, clean, corrupted, METRIC, positions="all", progress=False)
+    estimate = p.attribution(model, clean, corrupted, METRIC, positions="all")
+    assert p.agreement(exact, estimate)["pearson"].item() > 0.9
+    curve = circuits.faithfulness(model, clean, corrupted, METRIC, exact, n_random=0)
+    assert curve.frame["faithfulness"].iloc[-1] == pytest.approx(1.0, abs=1e-9)
+
+
+def test_an_edit_of_a_module_that_does_not_run_is_refused(monkeypatch):
+    """Where BERT's neurons write, if TransformerLens' names are taken at their word."""
+    monkeypatch.setattr(InPlace, "written_at", property(lambda self: self.mlp))
+    with pytest.raises(UnsupportedModelError, match="neuron_act, from position 0") as caught:
+        sweep(exposed("bert"), ["L0N3", "L1N5", "L1H0"])
+    assert [reason.split(":")[0] for reason in caught.value.reasons] == ["layer 0", "layer 1"]
+    sweep(exposed("gpt2"), ["L0N3", "L1N5"])  # its layers run it
+
+
+@pytest.mark.parametrize("part", ["z", "pattern", "value", "q"])
+@pytest.mark.parametrize("site", ["L1N5", "L1H0"])
+def test_an_edit_that_a_replay_loses_or_makes_twice_is_refused(site, part, monkeypatch):
+    model, leaving = exposed("gpt2"), BridgeReplay.leaving
+    assert len(sweep(model, [site], part=part))
+
+    def other(self, variants, times):
+        hooks = [(name, lambda x, hook, f=f: f(x, hook) * times) for name, f in variants.hooks]
+        if not times:
+            hooks = []
+        added = None if variants.added is None else variants.added * times
+        changed = Variants(
+            *(variants.block, variants.first, variants.entering, hooks, variants.mlp, added)
+        )
+        return leaving(self, changed)
+
+    for times in (0, 2):
+        monkeypatch.setattr(
+            BridgeReplay, "leaving", lambda self, variants, n=times: other(self, variants, n)
+        )
+        with pytest.raises(UnsupportedModelError, match="layer 1: noise at"):
+            sweep(model, [site], part=part)
+
+
+def test_what_acts_between_an_mlp_and_the_stream_is_patched_through():
+    """A forward pass that somebody has replaced is no hook, and no name tells of it."""
+    model = exposed("gpt2")
+    mlp = model.blocks[0].mlp
+    forward = mlp.forward
+    vars(mlp)["forward"] = lambda *args, **kwargs: 3 * forward(*args, **kwargs)
+    frame = sweep(model, ["L0N3", "L0N29"])
+    require_exact(model, frame)
+    assert frame["value"].std() > 1e-6
+
+
+@pytest.mark.parametrize("part", ["z", "pattern", "value", "q"])
+def test_weights_of_zero_are_no_reason(part):
+    """Heads that were grown write nothing as yet."""
+    model = exposed("gpt2")
+    with torch.no_grad():
+        for linear in (model.blocks[1].attn.o, model.blocks[1].mlp.out):
+            linear.original_component.weight.zero_()
+    frame = sweep(model, ["L1H0", "L1N5", "L0N3"], part=part, positions=[FIRST, POS - 1])
+    require_exact(model, frame, part)
+    assert frame[frame.layer == 1]["value"].std() < EXACT
+    assert frame[frame.layer == 0]["value"].std() > 1e-6
+
+
+class LooksOn(HookPoint):
+    """A hook point that takes no edits."""
+
+    def __call__(self, x):
+        super().__call__(x.clone())
+        return x
+
+
+class Silent(HookPoint):
+    """A hook point of what is not run."""
+
+    def __call__(self, x):
+        return x
+
+
+def ask(model, ranking):
+    """What edits, by what it is called."""
+    clean, corrupted = pair()
+    given = {"sites": ["L0H1", "L1H0", "L0N3"], "positions": [POS - 1]}
+    return {
+        "sweep": lambda: sweep(model, **given),
+        "attribution": lambda: p.attribution(model, clean, corrupted, METRIC, **given),
+        "integrated": lambda: p.attribution(
+            model, clean, corrupted, METRIC, method="integrated", progress=False, **given
+        ),
+        "graph": lambda: circuits.attribution_graph(model, clean, METRIC, top=5),
+        "faithfulness": lambda: circuits.faithfulness(model, clean, corrupted, METRIC, ranking),
+        "discover": lambda: circuits.discover(model, clean, corrupted, METRIC, **given),
+    }
+
+
+@pytest.mark.parametrize(
+    ("point", "reason"),
+    [(LooksOn, "not read back|goes nowhere"), (Silent, "showed nothing in a forward pass")],
+)
+def test_nothing_is_said_of_heads_that_take_no_edits(point, reason):
+    model, (clean, corrupted) = exposed("gpt2"), pair()
+    ranking = p.attribution(model, clean, corrupted, METRIC, positions=[POS - 1])
+    for run in ask(model, ranking).values():
+        run()
+    z = hook_point(model, "L1H0", "z")
+    model.hook_dict[z].__class__ = point
+    for name, run in ask(model, ranking).items():
+        with pytest.raises(UnsupportedModelError, match=reason) as caught:
+            run()
+        assert z in str(caught.value), name
+        assert "blocks.0" not in str(caught.value)

@@ -1,0 +1,138 @@
+"""Whose hooks are on a model: those that somebody has put there are refused, libraries' are not."""
+
+import bridges
+import pandas as pd
+import pytest
+import torch
+from accelerate.hooks import AlignDevicesHook, add_hook_to_module
+from common import needs_transformer_lens_4
+from torch.nn.modules import module as torch_module
+from torch.utils.flop_counter import FlopCounterMode
+
+from attn_only_lens import (
+    CircuitError,
+    ComparisonError,
+    PatchingError,
+    circuits,
+    compare,
+    expose_neuron_heads,
+    grow,
+    pretrained,
+)
+from attn_only_lens import patching as p
+from attn_only_lens.hooks import attached, hook_reasons
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # TransformerLens' and transformers' own
+POS = 7
+SAME = {"check_exact": False, "rtol": 0, "atol": 1e-10}
+METRIC = p.logit_diff(correct=7, wrong=8)
+GIVEN = {"sites": ["L0H1", "L1H0", "L0N3", "L1N5"], "positions": [POS - 1]}
+
+
+def pair():
+    clean = bridges.tokens(1)[:, :POS]
+    return clean, (clean + 5) % bridges.D_VOCAB
+
+
+def exposed(name="gpt2"):
+    return expose_neuron_heads(bridges.boot(name)).model
+
+
+def sweep(model):
+    return p.activation_patch(model, *pair(), METRIC, progress=False, **GIVEN)
+
+
+def look(*args):
+    """A hook that changes nothing: whether one does, nobody can tell."""
+
+
+HOOKED = {
+    "forward": lambda model: model.blocks[1].mlp.register_forward_hook(look),
+    "forward pre": lambda model: model.blocks[1].mlp.register_forward_pre_hook(look),
+    "backward": lambda model: model.blocks[1].mlp.register_full_backward_hook(look),
+    "backward pre": lambda model: model.blocks[1].mlp.register_full_backward_pre_hook(look),
+}
+RUNS = {
+    "sweep": sweep,
+    "gate and value": lambda model: p.gate_and_value(
+        model, *pair(), METRIC, sites=["L0N3"], positions=[POS - 1], progress=False
+    ),
+    "attribution": lambda model: p.attribution(model, *pair(), METRIC, **GIVEN),
+    "graph": lambda model: circuits.attribution_graph(model, pair()[0], METRIC, top=3),
+    "discover": lambda model: circuits.discover(model, *pair(), METRIC, **GIVEN),
+}
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_hooks_of_torch_modules_are_refused_by_name(run):
+    model = exposed()
+    RUNS[run](model)
+    for attach in HOOKED.values():
+        handle = attach(model)
+        with pytest.raises((PatchingError, CircuitError), match=r"blocks\.1\.mlp\b.*remove"):
+            RUNS[run](model)
+        handle.remove()
+    RUNS[run](model)
+
+
+def test_they_are_refused_by_faithfulness_and_compare():
+    model = exposed()
+    ranking = p.attribution(model, *pair(), METRIC, **GIVEN)
+    HOOKED["forward"](model)
+    with pytest.raises(CircuitError, match=r"blocks\.1\.mlp\b"):
+        circuits.faithfulness(model, *pair(), METRIC, ranking)
+    source = pretrained.modular_addition()
+    grown = grow(source, d_mlp=517, seed=0)
+    grown.model.blocks[0].mlp.register_forward_hook(look)
+    with pytest.raises(ComparisonError, match=r"the grown model: .*blocks\.0\.mlp\b"):
+        compare(source, grown, torch.tensor([[3, 4, 113]]), p.loss(), progress=False)
+
+
+def test_hooks_everywhere_are_refused_unless_they_count():
+    model = exposed()
+    expected = sweep(model).to_frame()
+    handle = torch_module.register_module_forward_hook(look)
+    try:
+        with pytest.raises(PatchingError, match="register_module_forward_hook"):
+            sweep(model)
+    finally:
+        handle.remove()
+    with FlopCounterMode(display=False):
+        pd.testing.assert_frame_equal(sweep(model).to_frame(), expected, **SAME)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "bert"])
+def test_hooks_of_libraries_are_not_refused(name):
+    plain = exposed(name)
+    expected = sweep(plain).to_frame()
+    asked = exposed(name)
+    asked.original_model(pair()[0], output_hidden_states=True, output_attentions=True)
+    left = [m for m in asked.original_model.modules() if m._forward_hooks]
+    assert len(left) > 3 or name == "bert"
+    placed = bridges.original(name)
+    for module in placed.modules():
+        add_hook_to_module(module, AlignDevicesHook(execution_device="cpu"))
+    assert "forward" in vars(placed)
+    for model in (asked, expose_neuron_heads(bridges.bridged(placed)).model):
+        assert not attached(model).users
+        pd.testing.assert_frame_equal(sweep(model).to_frame(), expected, **SAME)
+        assert len(p.attribution(model, *pair(), METRIC, **GIVEN).frame) == len(expected)
+    # Control: the same of somebody's, beside them.
+    asked.original_model.register_forward_hook(look)
+    assert attached(asked).users == ("original_model",)
+
+
+@needs_transformer_lens_4
+def test_what_shows_parts_without_a_module_is_transformer_lens_own():
+    model = exposed("bert")
+    found = attached(model)
+    assert not found.users
+    assert sorted(found.own) == [
+        f"blocks.{layer}.mlp.{point}"
+        for layer in (0, 1)
+        for point in ("in.hook_in", "out.hook_out")
+    ]
+    # To take all permanent hooks away would take these: it is not advised.
+    model.add_hook("blocks.1.hook_resid_pre", look, is_permanent=True)
+    (reason,) = hook_reasons(model)
+    assert "remove them first: model.reset_hooks" not in reason

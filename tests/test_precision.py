@@ -1,0 +1,112 @@
+"""Models in a notebook that has asked for speed: `torch.set_float32_matmul_precision("high")`.
+
+On a GPU that rounds what enters a matrix product to TF32's 10 bits (`rounded_products.py`). Nothing
+is refused for it: what is held against a tolerance is computed in full precision, and what is found
+differs from full precision by as much as the setting asks for, and the setting is as it was.
+"""
+
+import bridges
+import pytest
+import torch
+from common import HAS_HOOKED_TRANSFORMER, relative, tokens
+from rounded_products import tf32
+
+from attn_only_lens import circuits, compare, convert, expose_neuron_heads, grow, verify, viz
+from attn_only_lens import patching as p
+from attn_only_lens.numerics import full_precision, matmul_precision
+from attn_only_lens.tolerances import LOGIT_TOLERANCE
+
+CLEAN, CORRUPTED = tokens(0, pos=7), tokens(1, pos=7)
+GIVEN = (CLEAN, CORRUPTED, p.logit_diff([7, 8], [8, 9]))
+TF32 = 2e-2  # of the largest number: 2⁻¹¹ a product, through two layers and a difference of logits
+
+
+def bridge():
+    return expose_neuron_heads(bridges.boot("gpt2", torch.float32)).model
+
+
+def gated_bridge():
+    return expose_neuron_heads(bridges.boot("llama", torch.float32)).model
+
+
+def converted():
+    from models import build
+
+    return convert(build("llama", torch.float32))
+
+
+MODELS = [bridge, gated_bridge] + [converted] * HAS_HOOKED_TRANSFORMER
+
+
+def sweep(model):
+    return p.activation_patch(model, *GIVEN, sites=p.all_heads([0, 1]), progress=False)
+
+
+def attribution(model):
+    return p.attribution(model, *GIVEN, progress=False)
+
+
+def frozen_pattern(model):
+    return p.attribution(model, *GIVEN, method="frozen_pattern", progress=False)
+
+
+def graph(model):
+    found = circuits.attribution_graph(model, CLEAN, GIVEN[2], top=10)
+    assert len(viz.circuit_view(found, model, CLEAN)) > 10_000
+    return found
+
+
+def numbers(found):
+    if isinstance(found, circuits.CircuitGraph):
+        return torch.tensor(found.inflow()["metric"])
+    return torch.tensor(found.to_frame().sort_values(["name", "position"])["value"].to_numpy())
+
+
+@pytest.mark.parametrize(
+    "use", [sweep, attribution, frozen_pattern, graph], ids=lambda f: f.__name__
+)
+@pytest.mark.parametrize("make", MODELS, ids=lambda make: make.__name__)
+def test_less_precise_products_are_no_reason_to_refuse(make, use):
+    expected = numbers(use(make()))
+    with tf32(least=5) as products:
+        model = make()
+        model(CLEAN)
+        before = products.rounded
+        got = numbers(use(model))
+        assert torch.get_float32_matmul_precision() == "high"
+    assert before  # the model's own products are rounded
+    assert relative(got, expected) < TF32
+
+
+def test_a_comparison_is_made_by_the_users_setting():
+    model = bridges.boot("native", torch.float32)
+    how = {"n_patched": 3, "n_nodes": 0, "n_resamples": 3, "progress": False}
+    with tf32(least=5):
+        larger = grow(model, d_mlp=41, seed=0)
+        found = compare(model, larger, torch.cat([CLEAN, CORRUPTED]), p.loss(), batch_size=2, **how)
+    assert len(found.heads)
+
+
+def test_verify_measures_the_models_and_not_the_setting():
+    model = bridges.boot("llama", torch.float32)
+    with tf32(), expose_neuron_heads(model):
+        logits = model(CLEAN)
+        report = verify(model, model, CLEAN)
+    assert report.relative < LOGIT_TOLERANCE[torch.float32]
+    # A control: the products are rounded where nothing is checked, by far more than that.
+    assert relative(logits, model(CLEAN)) > LOGIT_TOLERANCE[torch.float32]
+
+
+def test_the_setting_comes_back_whatever_happens():
+    def broken_off():
+        with full_precision() as raised, full_precision():
+            assert (raised, matmul_precision()) == (True, "ieee")
+            raise KeyError
+
+    torch.set_float32_matmul_precision("medium")
+    try:
+        with pytest.raises(KeyError):
+            broken_off()
+        assert torch.get_float32_matmul_precision() == "medium"
+    finally:
+        torch.set_float32_matmul_precision("highest")

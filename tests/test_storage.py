@@ -1,0 +1,549 @@
+"""Files and folders under every misfortune: bits that flip, processes that die, texts of malice."""
+
+import builtins
+import errno
+import itertools
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pandas as pd
+import pytest
+import torch
+from bridges import boot, original
+from random_sweeps import sweep, values
+from sealed_files import digest_again, flips, mutated, rewrite
+from tiny_tokenizer import tiny_tokenizer
+from typer.testing import CliRunner
+
+from attn_only_lens import AttnOnlyLensError, CheckpointError, convert, load, pretrained, save
+from attn_only_lens import expansion as ex
+from attn_only_lens import patching as p
+from attn_only_lens.circuits import CircuitGraph, from_json, to_json, to_neuronpedia
+from attn_only_lens.cli import app
+from attn_only_lens.comparison import Comparison
+from attn_only_lens.comparison.results import _FRAMES
+from attn_only_lens.growth import Training, read_provenance
+from attn_only_lens.manifest import MANIFEST
+from attn_only_lens.source_folder import load_source
+from attn_only_lens.storage import whole_folder, writing, written_whole
+from attn_only_lens.viz import write_html
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # TransformerLens' and transformers' own
+
+
+# A process that ends in the middle
+
+
+def write(folder, text):
+    with whole_folder(folder, ("a", "b")) as new:
+        (new / "a").write_text(text)
+        (new / "b").mkdir()
+        (new / "b" / "c").write_text(text)
+
+
+def text_in(folder):
+    """What a reader finds, all of it from one writing."""
+    folder = writing.opened_folder(folder)
+    found = {(folder / "a").read_text(), (folder / "b" / "c").read_text()}
+    assert sorted(each.name for each in folder.rglob("*")) == ["a", "b", "c"]
+    return found.pop() if len(found) == 1 else found
+
+
+class Death(BaseException):
+    """Nothing catches it, as nothing catches SIGKILL."""
+
+
+def interrupt(monkeypatch, at, after, dies):
+    """Raise at the given one of all calls that touch the disk: once, or at every one from then."""
+    calls = itertools.count()
+
+    def broken(call):
+        def instead(*args, **kwargs):
+            now = next(calls)
+            hit = now >= at if dies else now == at
+            if hit and not (after and now == at):
+                raise Death
+            try:
+                return call(*args, **kwargs)
+            finally:
+                if hit:
+                    raise Death
+
+        return instead
+
+    for module, names in (
+        (os, ("replace", "rename", "mkdir", "rmdir", "unlink", "fsync", "open")),
+        (shutil, ("rmtree",)),
+        (writing, ("_exchange", "_locked")),
+    ):
+        for name in names:
+            monkeypatch.setattr(module, name, broken(getattr(module, name)))
+    return calls
+
+
+@pytest.mark.parametrize("exchange", [True, False])
+@pytest.mark.parametrize("dies", [True, False])
+@pytest.mark.parametrize("after", [True, False])
+def test_a_folder_is_the_old_or_the_new_one_at_whatever_call_it_ends(
+    exchange, dies, after, tmp_path, monkeypatch
+):
+    if not exchange:
+        monkeypatch.setattr(writing, "_exchange", lambda one, other: False)
+    folder, seen = tmp_path / "folder", []
+    for at in itertools.count():
+        write(folder, "old")
+        with monkeypatch.context() as patch:
+            calls = interrupt(patch, at, after, dies)
+            try:
+                write(folder, "new")
+            except Death:
+                pass
+            else:
+                assert next(calls) <= at, "somebody has caught it"
+                break
+        if not dies:  # nobody has to put anything back
+            assert folder.is_dir()
+        seen.append(text_in(folder))
+        write(folder, "next")
+        assert text_in(folder) == "next"
+        assert [each.name for each in tmp_path.iterdir()] == ["folder"]
+    assert seen[0] == "old"
+    assert seen[-1] == "new"
+    assert len(seen) > 8
+
+
+@pytest.mark.parametrize("dies", [True, False])
+def test_a_file_is_the_old_or_the_new_one_at_whatever_call_it_ends(dies, tmp_path, monkeypatch):
+    path = tmp_path / ("x" * 255)  # as long as a name may be
+    for at in itertools.count():
+        writing.write_text(path, "old")
+        with monkeypatch.context() as patch:
+            interrupt(patch, at, True, dies)
+            try:
+                writing.write_text(path, "new")
+            except Death:
+                pass
+            else:
+                break
+        assert path.read_text() in ("old", "new")
+        writing.write_text(path, "next")
+        assert path.read_text() == "next"
+        assert list(tmp_path.iterdir()) == [path]
+
+
+KILLED = """
+import os, signal, sys, types
+package = types.ModuleType("attn_only_lens")
+package.__path__ = [sys.argv[1]]
+sys.modules["attn_only_lens"] = package  # without all that it imports
+from pathlib import Path
+from attn_only_lens.storage import whole_folder
+with whole_folder(Path(sys.argv[2]), ("a", "b")) as new:
+    (new / "a").write_text("never")
+    print("writing", flush=True)
+    sys.stdin.readline()
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_the_next_writing_removes_what_a_killed_one_left_and_no_living_one(tmp_path):
+    folder = tmp_path / "folder"
+    write(folder, "old")
+    package = str(Path(writing.__file__).parents[1])
+    with subprocess.Popen(
+        [sys.executable, "-c", KILLED, package, str(folder)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout.readline() == "writing\n"
+        (hidden,) = (each for each in tmp_path.iterdir() if each != folder)
+        write(folder, "first")  # the other lives
+        assert (hidden / "new" / "a").read_text() == "never"
+        process.communicate("\n")
+    assert process.returncode == -9
+    assert hidden.exists()
+    write(tmp_path / "another", "text")  # of another name
+    assert hidden.exists()
+    write(folder, "second")
+    assert text_in(folder) == "second"
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["another", "folder"]
+
+
+def test_what_only_looks_like_a_leftover_stays(tmp_path):
+    folder = tmp_path / "folder"
+    other = tmp_path / f"{writing._hidden(folder)}{16 * 'a'}"
+    other.mkdir()
+    (other / "thesis.tex").write_text("years of work")
+    write(folder, "text")
+    assert (other / "thesis.tex").exists()
+
+
+def test_without_locks_nothing_is_removed_and_everything_written(tmp_path, monkeypatch):
+    """As on Windows, and on some file systems of a network."""
+    monkeypatch.setattr(writing, "fcntl", None)
+    write(tmp_path / "folder", "old")
+    monkeypatch.setattr(shutil, "rmtree", lambda *args, **how: None)
+    write(tmp_path / "folder", "new")
+    monkeypatch.undo()
+    assert len(list(tmp_path.iterdir())) == 2
+    assert text_in(tmp_path / "folder") == "new"
+
+
+def test_a_disk_that_is_full(tmp_path, monkeypatch):
+    write(tmp_path / "folder", "old")
+
+    def full(*args):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(CheckpointError, match=r"cannot be written.*No space left"):
+        write(tmp_path / "folder", "new")
+    assert text_in(tmp_path / "folder") == "old"
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+# Bits that flip
+
+
+def trained(folder):
+    """A training in mid-course, with the optimizer's state."""
+    training = started()
+    tokens = pretrained.modular_addition_tokens()[:7] % 41
+    for _ in training.steps(3):
+        training.model(tokens).sum().backward()
+        training.optimizer.step()
+        training.optimizer.zero_grad()
+    training.save(folder / "training.safetensors")
+
+
+def started():
+    model = boot("native")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    return Training(model, optimizer, {1: ex.AddNeurons(3)}, seed=3)
+
+
+def resumed(folder):
+    training = started()
+    training.resume(folder / "training.safetensors")
+    state = training.optimizer.state_dict()["state"]
+    tensors = {f"{i} {key}": each for i, of in state.items() for key, each in of.items()}
+    return {**training.model.state_dict(), **tensors, "done": training.done}
+
+
+def saved_bridge(folder):
+    model = convert(boot("llama", torch.float32))
+    model.tokenizer = tiny_tokenizer(41, folder.parent / "tokenizer")
+    save(model, folder)
+
+
+def store(folder):
+    return p.PartStore(folder, {"metric": "kl", "value": 0.25})
+
+
+def parts(folder):
+    for i in range(2):
+        store(folder).write(str(i), values(i))
+
+
+def graph():
+    nodes = pd.DataFrame(
+        {
+            "id": ["embed@0", "L0N3@0", "metric"],
+            "kind": ["embed", "neuron", "metric"],
+            "layer": pd.array([None, 0, None], dtype="Int64"),
+            "name": ["embed", "L0N3", "metric"],
+            "position": pd.array([0, 0, None], dtype="Int64"),
+            "value": [1.5, 2.5, 3.5],
+            "gradient": [0.1, 0.2, 1.0],
+            "attribution": [0.15, 0.5, 3.5],
+        }
+    )
+    edges = pd.DataFrame(
+        {
+            "source": ["embed@0", "L0N3@0"],
+            "target": ["L0N3@0", "metric"],
+            "kind": ["q", "value"],
+            "weight": [0.25, 0.5],
+        }
+    )
+    said = {"metric": "kl", "value": 3.5, "model": "tiny", "n_layers": 1, "n_heads": 39}
+    return CircuitGraph(nodes, edges, tokens=(("a",),), mass=0.5, **said)
+
+
+def comparison():
+    frame = pd.DataFrame(
+        {"name": ["L0N3", None], "kept": [3, 5], "cosine": [0.1, float("nan")], "kind": ["a", "b"]}
+    )
+    about = {"model": "tiny", "metric": "kl", "n_prompts": 3, "values": [0.5, 0.1]}
+    return Comparison(**{name: frame.copy() for name in _FRAMES}, tokens=("a", "é"), about=about)
+
+
+KINDS = {
+    "bridge": (saved_bridge, lambda folder: load(folder).state_dict()),
+    "training": (trained, resumed),
+    "sweep.csv": (lambda f: sweep().save(f / "s.csv"), lambda f: vars(p.Sweep.load(f / "s.csv"))),
+    "sweep.parquet": (
+        lambda folder: sweep().save(folder / "s.parquet"),
+        lambda folder: vars(p.Sweep.load(folder / "s.parquet")),
+    ),
+    "parts": (parts, lambda folder: {"frame": store(folder).read_all(["0", "1"])}),
+    "graph": (lambda f: to_json(graph(), f / "g.json"), lambda f: vars(from_json(f / "g.json"))),
+    "comparison": (
+        lambda folder: comparison().save(folder),
+        lambda folder: vars(Comparison.load(folder)),
+    ),
+}
+
+
+def same(one, other):
+    assert one.keys() == other.keys()
+    for key, value in one.items():
+        if isinstance(value, torch.Tensor):
+            assert torch.equal(value, other[key]), key
+        elif isinstance(value, pd.DataFrame):
+            pd.testing.assert_frame_equal(value, other[key], check_exact=True)
+        else:
+            assert value == other[key], key
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_flipped_bit_is_refused_or_changes_nothing(kind, tmp_path):
+    make, read = KINDS[kind]
+    folder = tmp_path / "folder"
+    make(folder)
+    whole = read(folder)
+    refused = 0
+    for where in flips(folder):
+        try:
+            same(read(folder), whole)
+        except AttnOnlyLensError:
+            refused += 1
+        except AssertionError as error:
+            raise AssertionError(f"{where}: {error}") from error
+    assert refused > 20
+    same(read(folder), whole)
+
+
+def test_a_comparison_comes_back(tmp_path):
+    found = comparison()
+    same(vars(Comparison.load(found.save(tmp_path / "folder"))), vars(found))
+    found.about["faithfulness"] = [float("nan")]
+    assert Comparison.load(found.save(tmp_path / "folder")).about["faithfulness"] == [None]
+    table = tmp_path / "folder" / "new.csv"
+    other = comparison()
+    other.new.loc[0, "kept"] = 4
+    other.save(tmp_path / "other")
+    for name in ("new.csv", "new.csv.json"):  # a table that is whole, and of another comparison
+        shutil.copy(tmp_path / "other" / name, table.with_name(name))
+    with pytest.raises(AttnOnlyLensError, match=r"new\.csv was changed"):
+        Comparison.load(tmp_path / "folder")
+
+
+# Manifests of malice
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """A bridge of each way to be built, saved."""
+    folder = tmp_path_factory.mktemp("saved")
+    return [save(convert(boot(name, torch.float32)), folder / name) for name in ("llama", "native")]
+
+
+@pytest.mark.parametrize("at", [0, 1])
+def test_any_manifest_leads_to_an_error_or_to_the_same_tensors(at, folders):
+    folder = folders[at]
+    path = folder / MANIFEST
+    text, tensors = path.read_text(), load(folder).state_dict()
+    outcomes = set()
+    try:
+        for seed in range(40):
+            changed, what = mutated(json.loads(text), seed)
+            for sealed in (False, True):
+                path.write_text(json.dumps(changed))
+                started_at = time.process_time()
+                try:
+                    if sealed:
+                        rewrite(path)
+                    found = load(folder).state_dict()
+                    outcomes.add("loaded" if sealed else "unharmed")
+                    same(found, tensors)
+                except (CheckpointError, RecursionError) as error:
+                    outcomes.add(type(error).__name__)
+                except BaseException as error:
+                    raise AssertionError(f"{what}: {error!r}") from error
+                assert time.process_time() - started_at < 5, what  # of a second at most, idle
+    finally:
+        path.write_text(text)
+    assert {"CheckpointError", "loaded"} <= outcomes <= {"CheckpointError", "loaded", "unharmed"}
+
+
+HUGE = 10**6
+WORSE = {
+    "a million layers": ("llama", {"hf_config": {"num_hidden_layers": HUGE}}),
+    "a billion layers of kinds": (
+        "llama",
+        {"hf_config": {"num_hidden_layers": HUGE * 1000, "layer_types": None}},
+    ),
+    "a wide stream": ("llama", {"hf_config": {"hidden_size": HUGE * 2}}),
+    "many words": ("llama", {"hf_config": {"vocab_size": HUGE * 1000}}),
+    "a native million": ("native", {"cfg": {"n_layers": HUGE}}),
+    "a native context": ("native", {"cfg": {"n_ctx": HUGE * 1000}}),
+}
+
+
+@pytest.mark.parametrize("case", WORSE)
+def test_sizes_are_held_against_the_weights_before_anything_is_built(case, folders, tmp_path):
+    name, changes = WORSE[case]
+    folder = shutil.copytree(folders[("llama", "native").index(name)], tmp_path / name)
+
+    def change(manifest):
+        for part, settings in changes.items():
+            manifest["config"][part].update(settings)
+
+    rewrite(folder / MANIFEST, change)
+    started_at = time.process_time()
+    with pytest.raises(CheckpointError):
+        load(folder)
+    assert time.process_time() - started_at < 5
+
+
+@pytest.mark.parametrize(
+    "text", [b"", b"\xff\xfe", b"[" * 10**6, b'{"a":' * 10**5, b"[1, 2]", b"null", b"9" * 10**5]
+)
+def test_texts_that_are_no_manifest(text, folders, tmp_path):
+    folder = shutil.copytree(folders[1], tmp_path / "folder")
+    (folder / MANIFEST).write_bytes(text)
+    with pytest.raises(CheckpointError):
+        load(folder)
+
+
+@pytest.mark.parametrize("name", ["../secret", "/secret", "tokenizer/../../secret", "link", "\0"])
+def test_no_file_outside_of_the_folder_is_opened(name, folders, tmp_path):
+    folder = shutil.copytree(folders[1], tmp_path / "folder")
+    secret = tmp_path / "secret"
+    weights = folder / "model.safetensors"
+    shutil.copy(weights, secret)
+    name = str(secret) if name == "/secret" else name
+    if name == "link":
+        weights.unlink()
+        weights.symlink_to(secret)
+    else:
+        rewrite(
+            folder / MANIFEST,
+            lambda whole: whole["files"].update({name: whole["files"]["model.safetensors"]}),
+        )
+    secret.chmod(0)
+    with pytest.raises(CheckpointError, match=r"outside of that folder|no file of a saved"):
+        load(folder)
+
+
+def test_links_out_of_any_other_folder_are_not_followed(tmp_path):
+    for kind, name in (("parts", "part-0.parquet"), ("comparison", "new.csv")):
+        make, read = KINDS[kind]
+        folder = tmp_path / kind
+        make(folder)
+        (folder / name).rename(tmp_path / name)
+        (folder / name).symlink_to(tmp_path / name)
+        with pytest.raises(AttnOnlyLensError, match="outside of that folder"):
+            read(folder)
+
+
+def test_a_tokenizer_runs_no_code_and_asks_nothing(tmp_path, monkeypatch):
+    model = convert(boot("llama", torch.float32))
+    model.tokenizer = tiny_tokenizer(41, tmp_path / "tokenizer")
+    folder = save(model, tmp_path / "saved")
+    asked = []
+    monkeypatch.setattr(builtins, "input", lambda *prompt: asked.append(prompt) or "y")
+    settings = folder / "tokenizer" / "tokenizer_config.json"
+    text = settings.read_text()
+    ran = tmp_path / "ran"
+    (folder / "tokenizer" / "own.py").write_text(f"open({str(ran)!r}, 'w')\nclass Own: pass")
+    outside = tmp_path / "vocabulary"
+    outside.write_text("{}")
+    for changes, match in (
+        ({"auto_map": {"AutoTokenizer": ["own.Own", None]}, "tokenizer_class": "Own"}, "code"),
+        ({"tokenizer_file": str(outside)}, "outside of its folder"),
+        ({"model_max_length": "long"}, "cannot be loaded"),
+    ):
+        settings.write_text(json.dumps(json.loads(text) | changes))
+        for path in settings.parent.iterdir():
+            digest_again(folder / MANIFEST, f"tokenizer/{path.name}")
+        with pytest.raises(CheckpointError, match=match):
+            load(folder)
+    assert not asked
+    assert not ran.exists()
+
+
+# Paths that are not what is asked for
+
+
+def resume(path):
+    model = convert(boot("native"))
+    tokens = pretrained.modular_addition_tokens()[[5, 7]] % 41
+    how = {"sites": ["L0N3"], "progress": False}
+    p.activation_patch(model, *tokens[:, None], p.logit_diff(7, 8), resume=path, **how)
+
+
+TAKES = {
+    "save": lambda path: save(convert(boot("native")), path),
+    "load": load,
+    "read_provenance": read_provenance,
+    "load_source": load_source,
+    "resume": resume,
+    "PartStore": store,
+    "Comparison.save": lambda path: comparison().save(path),
+    "Comparison.load": Comparison.load,
+}
+TAKES_FILE = {
+    "Training.save": lambda path: started().save(path),
+    "Training.resume": lambda path: started().resume(path),
+    "Sweep.load": lambda path: p.Sweep.load(f"{path}.csv"),
+    "Sweep.load parquet": lambda path: p.Sweep.load(f"{path}.parquet"),
+    "from_json": from_json,
+    "to_json": lambda path: to_json(graph(), path),
+    "to_neuronpedia": lambda path: to_neuronpedia(graph(), path, slug="g"),
+    "write_html": lambda path: write_html("<p>", path),
+}
+
+
+@pytest.mark.parametrize("name", [*TAKES, *TAKES_FILE])
+def test_a_path_to_something_else_is_one_of_our_errors(name, tmp_path):
+    text, folder, ring = (tmp_path / each for each in ("text", "folder", "ring"))
+    text.write_text("a file")
+    (folder / "text").mkdir(parents=True)
+    ring.symlink_to(ring)
+    odd = [text / "below" / "it", ring / "below", tmp_path / ("x" * 300), f"{tmp_path}/a\0b"]
+    odd += [text, ring] if name in TAKES else [folder] * (".load" not in name)
+    for path in odd:
+        with pytest.raises(AttnOnlyLensError):
+            (TAKES | TAKES_FILE)[name](path)
+    assert text.read_text() == "a file"
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["folder", "ring", "text"]
+
+
+def test_commands_say_what_a_folder_of_hugging_face_is(tmp_path):
+    original("gpt2").save_pretrained(tmp_path / "model")
+    prompts = ("--clean", "3,4", "--corrupted", "3,5", "--tokens", "--answer", "7", "--wrong", "8")
+    out = ("--out", str(tmp_path / "sweep.csv"))
+    result = CliRunner().invoke(app, ["patch", str(tmp_path / "model"), *prompts, *out])
+    assert result.exit_code == 2, result.output
+    said = " ".join(result.output.split())
+    assert "holds a model of Hugging Face transformers (['GPT2LMHeadModel'])" in said
+    assert "TransformerBridge.boot_transformers" in said
+    assert "Traceback" not in said
+
+
+def test_a_writer_leaves_links_alone(tmp_path):
+    """A link is replaced: what it leads to may be anybody's."""
+    (tmp_path / "theirs").write_text("years of work")
+    (tmp_path / "part").symlink_to(tmp_path / "theirs")
+    with written_whole(tmp_path / "part") as new:
+        new.write_text("ours")
+    assert (tmp_path / "theirs").read_text() == "years of work"
+    assert (tmp_path / "part").read_text() == "ours"
