@@ -10,6 +10,7 @@ from pathlib import Path
 from zipfile import ZipFile
 
 import pytest
+from torch.utils._device import _device_constructors
 
 import attn_only_lens
 from attn_only_lens import tl
@@ -96,6 +97,19 @@ def test_what_one_version_of_transformer_lens_has_alone_is_imported_in_tl_only(p
     gone = tuple(f"transformer_lens.{name}." for name in GONE)
     assert not [name for name in theirs if f"{name}.".startswith(gone)]
     assert not [name for name in theirs if not exists(name)]
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_every_new_tensor_and_generator_names_its_device(path):
+    """Where none is named they go to the user's, `torch.set_default_device`."""
+    made = {each.__name__ for each in _device_constructors()}
+    for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+        called = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
+        module, _, name = called.rpartition(".")
+        if module == "torch" and name in made:
+            assert any(keyword.arg == "device" for keyword in node.keywords), node.lineno
+        if called == "torch.Generator":
+            assert node.args, node.lineno
 
 
 @pytest.mark.parametrize("name", GONE)
