@@ -38,9 +38,8 @@ GONE = (
 
 
 @pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_a_module_is_small_says_its_idea_and_reads_no_pickle(path):
+def test_a_module_says_its_idea_and_reads_no_pickle(path):
     text = path.read_text("utf-8")
-    assert len(text.splitlines()) <= 300
     assert ast.get_docstring(ast.parse(text))
     assert not re.search(r"\bpickle\b.*import|import pickle|torch\.load\(", text)
 

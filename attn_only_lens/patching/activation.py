@@ -92,7 +92,8 @@ def activation_patch(
 
     Raises:
         PatchingError: with every reason: prompts, metric, sites or positions that do not fit.
-        UnsupportedModelError: the model, run in parts, is not itself.
+        UnsupportedModelError: the model, run in parts, is not itself, or an edit of the sites in
+            it does not do what a hook in a whole run does: both are tried first.
 
     Example:
         >>> import torch
