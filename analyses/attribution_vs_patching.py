@@ -143,11 +143,8 @@ def findings(frame: pd.DataFrame) -> str:
         ('part "q"', filled[filled["part"] == "q"]),
     ):
         for kind, of_kind in rows.groupby("kind", observed=True):
-            means = (
-                of_kind.groupby("method", observed=True)["pearson"]
-                .mean()
-                .sort_values(ascending=False)
-            )
+            means = of_kind.groupby("method", observed=True)["pearson"].mean().round(3)
+            means = means.sort_values(ascending=False, kind="stable")  # of equals, as in METHODS
             ranked = ", ".join(f"{method} {mean:.3f}" for method, mean in means.items())
             lines.append(f"- {label}, {KINDS[kind]}: mean Pearson {ranked}.")
     return "\n".join(lines)

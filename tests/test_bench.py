@@ -1,10 +1,12 @@
-"""The benchmark runs, and its naive way computes the same function as ours."""
+"""The benchmarks run, and count what they say they count."""
 
 import subprocess
+import sys
 from importlib import import_module
 from pathlib import Path
 
 import bench_compare
+import bench_composition
 import bench_convert
 import bench_growth
 import bench_patching
@@ -14,6 +16,8 @@ import torch
 from common import needs_hooked_transformer
 from typer.testing import CliRunner
 
+from attn_only_lens import circuits, expose_neuron_heads
+
 pytestmark = needs_hooked_transformer
 
 
@@ -21,7 +25,11 @@ pytestmark = needs_hooked_transformer
 def in_this_process(monkeypatch):
     """What a benchmark starts in a process of its own; one there takes some seconds to import."""
 
-    def run(command, **_):
+    start = subprocess.run
+
+    def run(command, **options):
+        if command[0] != sys.executable:
+            return start(command, **options)
         script = import_module(Path(command[1]).stem)
         app = script.typer.Typer()
         app.command()(script.main)
@@ -88,7 +96,6 @@ def test_smoke_of_patching(tmp_path, model, name):
     assert all(float(row[-1]) < 2e-5 for row in rows[:4])
 
 
-@pytest.mark.usefixtures("in_this_process")
 def test_smoke_of_growth(tmp_path):
     app = bench_growth.typer.Typer()
     app.command()(bench_growth.main)
@@ -113,3 +120,25 @@ def test_smoke_of_compare(tmp_path, monkeypatch):
     assert f"| {bench_compare.STREAMED} |" in page
     assert "| 4 | 4 |" in page
     assert bench_compare.peak(2, 3, 7, True, "cpu", 2) >= 0
+
+
+@pytest.mark.usefixtures("in_this_process")
+def test_smoke_of_composition(tmp_path):
+    app = bench_composition.typer.Typer()
+    app.command()(bench_composition.main)
+    result = CliRunner().invoke(app, ["--smoke", "--out", str(tmp_path)])
+    assert result.exit_code == 0, result.output
+    page = (tmp_path / "bench_composition.md").read_text()
+    assert page.strip() in result.output
+    assert "| v | 7 |" in page
+
+
+@pytest.mark.parametrize("kind", ["v", "k"])
+def test_the_bound_counts_the_products_of_pairs_in_order(kind):
+    model = expose_neuron_heads(bench_peak_memory.model_of("cpu", smoke=True)).model
+    # Neurons read and write with rank 1, heads with d_head = 13, the embedding writes with d_model.
+    rank = {"H": 13, "N": 1, "e": 26}
+    frame = circuits.top_compositions(model, 10**6, kind)
+    pairs = zip(frame.writer, frame.reader, strict=True)
+    total = sum(rank[w[2] if w != "embed" else "e"] * rank[r[2]] for w, r in pairs)
+    assert bench_composition.flops(model.cfg, kind) == 2 * 26 * total

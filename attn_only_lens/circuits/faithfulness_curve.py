@@ -121,8 +121,8 @@ def faithfulness(
         >>> metric = p.logit_diff(correct=7, wrong=8)
         >>> ranking = p.attribution(model, *prompts, metric, positions="each")
         >>> curve = circuits.faithfulness(model, *prompts, metric, ranking)
-        >>> curve.frame["faithfulness"].iloc[-1], curve.cmd < curve.random_cmd
-        (np.float64(1.0), True)
+        >>> round(float(curve.frame["faithfulness"].iloc[-1]), 4), curve.cmd < curve.random_cmd
+        (1.0, True)
     """
     _check(shares, n_random)
     sites = ablated_model(model, clean, corrupted, metric, ranking, ablation, mask)
