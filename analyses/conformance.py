@@ -26,7 +26,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from click import ClickException
 from conformance_reasons import INHERENT, Inherent
 
 from attn_only_lens.storage import write_text
@@ -37,7 +36,7 @@ Outcome = dict[str, Any]
 """A line of the plugin: how one test ended."""
 
 
-class Broken(ClickException):
+class Broken(Exception):
     """The tests could not be run, or ended in what nobody has explained."""
 
 
@@ -193,9 +192,12 @@ def one_pass(
         "PYTHONPATH": os.pathsep.join(map(str, (ROOT, ROOT / "analyses"))),
     }
     # Tests fail, and so does pytest: what it came to is in the file.
-    subprocess.run([*map(str, command), *where], cwd=folder, env=environment, check=False)
+    done = subprocess.run([*map(str, command), *where], cwd=folder, env=environment, check=False)
     if finished(outcomes) is None:
-        raise Broken(f"the tests on {models} models broke off: the last line of {outcomes}")
+        raise Broken(
+            f"the tests on {models} models broke off with status {done.returncode}, after the one "
+            f"in the last line of {outcomes}"
+        )
 
 
 def finished(path: Path) -> list[Outcome] | None:
