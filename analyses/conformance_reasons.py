@@ -46,15 +46,6 @@ INHERENT = (
         },
     ),
     Inherent(
-        "It forbids that random generators are forked while a model is made. Exposing it then and "
-        "there forks them, so as to leave them as they are.",
-        {
-            "exposed": (
-                f"{_UNIT}/test_boot_native.py::test_boot_native_skips_custom_init_when_disabled",
-            )
-        },
-    ),
-    Inherent(
         "It replaces the blocks of a model, with their exposed MLPs, by one without, and then "
         "turns on the results of heads.",
         {
