@@ -1,8 +1,6 @@
 """The shipped model is what its card says."""
 
 import json
-import subprocess
-import sys
 from importlib.resources import files
 from pathlib import Path
 
@@ -11,6 +9,7 @@ import torch
 import train_modular_addition as training
 from common import needs_hooked_transformer, relative
 from safetensors.torch import load_file
+from typer.testing import CliRunner
 
 from attn_only_lens import CheckpointError, convert, grow, load, pretrained, save, to_stock
 from attn_only_lens.source_folder import load_source
@@ -164,7 +163,8 @@ def test_an_interrupted_training_goes_on_where_it_stopped(tmp_path):
 
 @needs_hooked_transformer
 def test_smoke(tmp_path):
-    script = Path(training.__file__)
-    command = [sys.executable, str(script), "--smoke", "--out", str(tmp_path)]
-    subprocess.run(command, check=True, capture_output=True)
+    app = training.typer.Typer()
+    app.command()(training.main)
+    result = CliRunner().invoke(app, ["--smoke", "--out", str(tmp_path)])
+    assert result.exit_code == 0, result.output
     assert load_source(tmp_path).cfg.d_mlp == 11
