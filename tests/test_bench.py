@@ -105,7 +105,7 @@ def test_smoke_of_growth(tmp_path):
     assert page.strip() in result.output
     rows = [line.split("|")[1:-1] for line in page.splitlines() if line.startswith("| ")][2:]
     assert [row[0].strip() for row in rows] == list(bench_growth.CALLS)
-    assert float(rows[-1][-2]) > 0
+    assert float(rows[-1][-2]) >= 0  # memory that was freed before is used again
     assert float(page.split(" by ")[-1].split()[0]) < 2e-6  # float32, of the largest logit
 
 

@@ -300,12 +300,13 @@ def test_zero_weights_score_zero_and_broken_ones_are_refused():
     expected = Dense(source.double(), True).score("L0N6", "L1N7", "v")
     assert got.score[0] == 0.0
     assert abs(got.score[1] - expected) < 1e-6
-    with torch.no_grad():
-        source.blocks[0].mlp.W_out[5, 3] = float("nan")
-        source.W_E[7, 3] = float("inf")
+    model = convert(source)
+    with torch.no_grad():  # since: a model that has them is not converted
+        model.blocks[1].attn.W_out[5, 3] = float("nan")
+        model.W_E[7, 3] = float("inf")
     for writers in ("L0N5", "embed"):
         with pytest.raises(CircuitError, match="not finite"):
-            circuits.top_compositions(convert(source), 3, "v", writers, "L1N7")
+            circuits.top_compositions(model, 3, "v", writers, "L1N7")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

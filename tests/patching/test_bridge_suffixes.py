@@ -243,7 +243,7 @@ def late(model, recording):
 class Ignored(Past):
     """A model that takes the argument, and does not look into it."""
 
-    def before(self, first, repeats):
+    def before(self, first):
         return DynamicCache()
 
 

@@ -22,4 +22,4 @@ def replay_of(model: Any, recording: Recording, metric: BoundMetric) -> Replay:
         with full_precision() as raised:
             judge = kind(model, again(model, recording) if raised else recording, metric)
             judge.check()
-        return kind(model, recording, metric).judged_by(judge) if raised else judge
+        return kind(model, recording, metric, judge) if raised else judge

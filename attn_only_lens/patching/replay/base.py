@@ -70,24 +70,20 @@ class Variants:
 class Replay(ABC):
     """A model, one recorded forward pass of it, and what a metric reads of its logits."""
 
-    def __init__(self, model: Any, recording: Recording, metric: BoundMetric) -> None:
+    def __init__(
+        self,
+        model: Any,
+        recording: Recording,
+        metric: BoundMetric,
+        judge: "Replay | None" = None,
+    ) -> None:
         self.model = model
-        self._judge: Replay | None = None
+        self.judge = judge or self  # the replay that is tried in place of this one
         self.recording = recording
         self.metric = metric
         self.n_blocks = len(model.blocks)
         self.batch, self.n_pos = recording.tokens.shape
         self._adds: dict[int, bool] = {}
-
-    @property
-    def judge(self) -> "Replay":
-        """The replay that is tried in place of this one."""
-        return self._judge or self
-
-    def judged_by(self, judge: "Replay") -> "Replay":
-        """This replay, trusted as far as another of the same run is."""
-        self._judge = judge
-        return self
 
     @abstractmethod
     def logits(self, variants: Variants) -> Float[Tensor, "row position column"]:

@@ -17,7 +17,7 @@ would else cost a short suffix as much as its blocks; that too is tried, and lef
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -47,12 +47,19 @@ _FINE = (torch.float32, torch.float64)
 class BridgeReplay(Replay):
     """Through the bridged model's own forward pass."""
 
-    def __init__(self, model: Any, recording: Recording, metric: BoundMetric) -> None:
-        super().__init__(model, recording, metric)
+    def __init__(
+        self,
+        model: Any,
+        recording: Recording,
+        metric: BoundMetric,
+        judge: Replay | None = None,
+    ) -> None:
+        super().__init__(model, recording, metric, judge)
         self._past: Past | None = None
         if all(stream.dtype in _FINE for stream in recording.streams):
             self._past = past_of(model, recording)
         self._tried: dict[int, int] = {}  # by position, the first block to run apart from there
+        self._narrow: bool = judge._narrow if isinstance(judge, BridgeReplay) else self._narrows()
 
     def apart(self, block: int, position: int) -> bool:
         """Whether a block and those after it can be run from a position on, by themselves.
@@ -126,13 +133,11 @@ class BridgeReplay(Replay):
             logits = logits[..., self.metric.columns]
         return self.completed(logits, variants.first)
 
-    @cached_property
-    def _narrow(self) -> bool:
-        """Whether columns of the vocabulary are unembedded, and the others left out: tried."""
+    @torch.no_grad()
+    def _narrows(self) -> bool:
+        """Whether columns of the vocabulary can be unembedded, and the others left out: tried."""
         if self.metric.columns is None:
             return False
-        if isinstance(self._judge, BridgeReplay):
-            return self._judge._narrow
         linear = self.model.unembed.original_component
         if type(linear) is not nn.Linear or "forward" in vars(linear):  # quantised, or placed
             return False

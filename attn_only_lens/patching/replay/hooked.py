@@ -23,8 +23,14 @@ __all__ = ["HookedReplay"]
 class HookedReplay(Replay):
     """Block by block, for HookedTransformers, converted or exposed."""
 
-    def __init__(self, model: Any, recording: Recording, metric: BoundMetric) -> None:
-        super().__init__(model, recording, metric)
+    def __init__(
+        self,
+        model: Any,
+        recording: Recording,
+        metric: BoundMetric,
+        judge: Replay | None = None,
+    ) -> None:
+        super().__init__(model, recording, metric, judge)
         cfg = model.cfg
         self._causal = cfg.attention_dir == "causal"
         two_blocks = layout_of(model) == "two blocks a layer"
