@@ -97,7 +97,7 @@ def save(
         "padding_side": None if model.tokenizer is None else model.tokenizer.padding_side,
         **parts.more,
     }
-    with whole_folder(folder, (MANIFEST, WEIGHTS, TOKENIZER)) as new:
+    with whole_folder(folder, (MANIFEST, WEIGHTS, TOKENIZER), MANIFEST) as new:
         write_tensors(new / WEIGHTS, parts.tensors)
         if model.tokenizer is not None:
             model.tokenizer.save_pretrained(new / TOKENIZER)

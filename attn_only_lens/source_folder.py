@@ -129,6 +129,10 @@ def load_tokenizer(folder: Path) -> Any:
         inside(folder, path.relative_to(folder).as_posix())
     settings = where / "tokenizer_config.json"
     said = read_json(settings) if settings.exists() else {}
+    if not isinstance(said, dict):
+        raise CheckpointError(
+            f"{settings} holds a {type(said).__name__}; expected a tokenizer's settings by name"
+        )
     named = [key for key in said if str(key).endswith("_file") and said[key] is not None]
     if any(os.path.exists(str(said[key])) for key in named):
         raise CheckpointError(f"{settings} names files outside of its folder: {', '.join(named)}")

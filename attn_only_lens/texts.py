@@ -2,8 +2,10 @@
 
 `tokenizer.decode([id])` is the text of a token that a text begins with: a SentencePiece tokenizer
 drops the space before a word there, a WordPiece one puts none. What a token is elsewhere is what a
-second one adds to a first: `decode([id, id])` less `decode([id])`. Bytes that are no character by
-themselves are written `<0xE2>`, as SentencePiece names them; `joined` puts them together again.
+second one adds to a first: `decode([id, id])` less `decode([id])`. Where a vocabulary marks the
+end of a word instead (`the</w>`, OpenAI GPT), the space after it is the token's. Bytes that are no
+character by themselves are written `<0xE2>`, as SentencePiece names them; `joined` puts them
+together again.
 """
 
 import re
@@ -25,6 +27,7 @@ _BYTES = {chr(byte): byte for byte in _PRINTABLE}
 _BYTES |= {chr(256 + n): byte for n, byte in enumerate(_OTHERS)}
 """The bytes that characters of a byte-level vocabulary stand for: GPT-2's table."""
 _BROKEN = "\ufffd"
+_END_OF_WORD = "</w>"
 _RUN = re.compile("(?:<0x[89A-F][0-9A-F]>)+")
 
 
@@ -62,6 +65,8 @@ def token_texts(model: Any, tokens: str | Tensor | Iterable[int]) -> list[str]:
         first = _decoded(model.tokenizer, ids[:1])
         if first and texts[0] == f" {first}":
             texts[0] = first
+        if str(model.tokenizer.convert_ids_to_tokens(ids[-1])).endswith(_END_OF_WORD):
+            texts[-1] = texts[-1].removesuffix(" ")
     return texts
 
 
@@ -73,6 +78,8 @@ def token_text(model: Any, token: int) -> str:
     piece = tokenizer.convert_ids_to_tokens(token) if token < len(tokenizer) else None
     if piece is None:  # vocabularies of models are rounded up
         return f"<{token}>"
+    if piece.endswith(_END_OF_WORD):
+        return f"{_decoded(tokenizer, [token])} "
     once, twice = (_decoded(tokenizer, [token] * n) for n in (1, 2))
     text = twice.removeprefix(once) if twice.startswith(once) else once
     if _BROKEN in text:

@@ -129,6 +129,15 @@ def test_saving_over_an_older_save(tmp_path):
     same(model, load(save(model, tmp_path / "saved")))
 
 
+def test_weights_without_a_manifest_are_somebodys(tmp_path):
+    (tmp_path / "model").mkdir()
+    weights = tmp_path / "model" / "model.safetensors"
+    weights.write_bytes(b"a year of training")
+    with pytest.raises(CheckpointError, match=r"it also holds model\.safetensors"):
+        save(convert(build("gelu")), tmp_path / "model")
+    assert weights.read_bytes() == b"a year of training"
+
+
 def test_what_is_not_ours_is_not_overwritten(tmp_path):
     (tmp_path / "thesis.tex").write_text("years of work")
     with pytest.raises(CheckpointError, match="it also holds thesis"):

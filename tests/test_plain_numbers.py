@@ -23,7 +23,7 @@ KINDS = {
     "numpy": np.array,
     "torch": torch.tensor,
     "pandas": pd.Series,
-    "list of numpy": lambda numbers: [np.int64(each) for each in numbers],
+    "list of numpy": lambda numbers: list(np.array(numbers)),
     "list of torch": lambda numbers: [torch.tensor(each) for each in numbers],
 }
 ONE = {"numpy": np.int64, "0-d": np.array, "torch": torch.tensor}

@@ -40,7 +40,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # TransformerLens' and transf
 
 
 def write(folder, text):
-    with whole_folder(folder, ("a", "b")) as new:
+    with whole_folder(folder, ("a", "b"), "a") as new:
         (new / "a").write_text(text)
         (new / "b").mkdir()
         (new / "b" / "c").write_text(text)
@@ -143,7 +143,7 @@ package.__path__ = [sys.argv[1]]
 sys.modules["attn_only_lens"] = package  # without all that it imports
 from pathlib import Path
 from attn_only_lens.storage import whole_folder
-with whole_folder(Path(sys.argv[2]), ("a", "b")) as new:
+with whole_folder(Path(sys.argv[2]), ("a", "b"), "a") as new:
     (new / "a").write_text("never")
     print("writing", flush=True)
     sys.stdin.readline()

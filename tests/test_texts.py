@@ -89,6 +89,28 @@ def tokenizer(request):
     return kind.from_pretrained(folder)
 
 
+def end_of_word():
+    """As OpenAI GPT's: a mark on what ends a word."""
+    pieces = ["<unk>", *"thecaw", "</w>", "th", "e</w>", "the</w>", "t</w>", "ca"]
+    merges = [("t", "h"), ("e", "</w>"), ("th", "e</w>"), ("t", "</w>"), ("c", "a")]
+    vocabulary = {piece: at for at, piece in enumerate(pieces)}
+    core = Tokenizer(models.BPE(vocabulary, merges, unk_token="<unk>", end_of_word_suffix="</w>"))
+    core.decoder = decoders.BPEDecoder("</w>")
+    return wrapped(core, unk_token="<unk>")
+
+
+def test_a_mark_at_the_end_of_a_word_is_the_space_after_it():
+    tokenizer = end_of_word()
+    for pieces, expected in (
+        (["the</w>", "ca", "t</w>", "the</w>"], ["the ", "ca", "t ", "the"]),
+        (["the</w>", "th", "e</w>"], ["the ", "th", "e"]),
+    ):
+        ids = tokenizer.convert_tokens_to_ids(pieces)
+        texts = token_texts(SimpleNamespace(tokenizer=tokenizer), ids)
+        assert texts == expected
+        assert joined(texts) == tokenizer.decode(ids)
+
+
 def texts_of(tokenizer, text):
     ids = tokenizer(text)["input_ids"]
     return ids, token_texts(SimpleNamespace(tokenizer=tokenizer), torch.tensor(ids))

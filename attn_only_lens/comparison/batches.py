@@ -6,15 +6,17 @@ ablation. Activations then stay such as the model has on real prompts, which zer
 not, and attribution, patching and the search for circuits, whose ablation is the same, all ask one
 question: what of the metric is lost when a head knows another prompt?
 
-The next prompt is that of the same length: of all where texts or a tensor are given, so that it
-does not matter how they are cut; of the batch in a stream. One that is alone in its batch is held
-against the first of an earlier batch of its length, or else of the batch after it.
+The next prompt is the next different one of the same length: of all where texts or a tensor are
+given, so that it does not matter how they are cut; of the batch in a stream. One that is alone in
+its batch is held against one of an earlier batch of its length, or else of the batch after it. None
+is held against itself, which would count it and measure nothing.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+import torch
 from torch import Tensor
 
 from attn_only_lens.axes import Tokens
@@ -30,7 +32,8 @@ Source: TypeAlias = Prompts | PromptPair | Iterable[Some | tuple[Some, AnyMetric
 _PROBLEM = "these prompts cannot be compared on"
 _ALONE = (
     "got a batch of 1 prompt, of {} tokens, and no other of as many in a batch before it, nor in "
-    "the one after it, to hold it against; expected batches of 2 or more, or corrupted prompts"
+    "the one after it, to hold it against; expected batches of 2 or more different prompts, or "
+    "corrupted prompts"
 )
 
 
@@ -103,7 +106,7 @@ def _cut(model: Any, tokens: Any, corrupted: Prompts | None, size: int) -> Itera
     if corrupted is not None:
         pairs = [prompt_pair(model, tokens, corrupted)]
     else:
-        pairs = [PromptPair(rows, rows.roll(-1, dims=0)) for rows in _by_length(model, tokens)]
+        pairs = [PromptPair(rows, _next_others(rows)) for rows in _by_length(model, tokens)]
     for pair in pairs:
         n = -(-len(pair.clean) // size)
         masks = [None] * n if pair.mask is None else pair.mask.tensor_split(n)
@@ -122,9 +125,26 @@ def _by_length(model: Any, tokens: Any) -> Sequence[Tokens]:
             f"1 prompt alone has {rows.shape[1]} tokens; expected another to hold it against, or "
             "corrupted prompts"
             for rows in found
-            if len(rows) == 1
+            if _other(rows, rows[:1]) is None
         ]
     )
+    return found
+
+
+def _other(rows: Tokens, prompt: Tokens) -> Tokens | None:
+    """The first of some prompts that is not this one."""
+    others = rows[(rows != prompt).any(dim=1)]
+    return others[:1] if len(others) else None
+
+
+def _next_others(rows: Tokens) -> Tokens:
+    """After each prompt the next one, around the end, that is another."""
+    found = rows.roll(-1, dims=0)
+    for shift in range(2, len(rows)):
+        same = (found == rows).all(dim=1, keepdim=True)
+        if not same.any():
+            break
+        found = torch.where(same, rows.roll(-shift, dims=0), found)
     return found
 
 
@@ -143,7 +163,7 @@ def _paired(
     model: Any, stream: Iterator[tuple[Any, AnyMetric]]
 ) -> Iterator[tuple[PromptPair, AnyMetric]]:
     """Batches with what they are held against."""
-    known: dict[int, Tokens] = {}  # of each length one prompt
+    known: dict[int, Tokens] = {}  # of each length up to two different prompts
     alone: tuple[Tokens, AnyMetric] | None = None  # waits for the batch after it
     for some, metric in stream:
         given = _checked(model, some)
@@ -151,20 +171,25 @@ def _paired(
         length = clean.shape[1]
         if alone is not None:
             rows, own = alone
-            if mask is not None or rows.shape[1] != length:
+            fits = mask is None and rows.shape[1] == length
+            other = _other(clean, rows[:1]) if fits else None
+            if other is None:
                 _refuse([_ALONE.format(rows.shape[1])])
-            alone = None
-            yield PromptPair(rows, clean[:1]), own
+            else:
+                alone = None
+                yield PromptPair(rows, other.repeat(len(rows), 1)), own
         if isinstance(given, PromptPair):
             yield given, metric
-        elif len(given) > 1:
-            yield PromptPair(given, given.roll(-1, dims=0)), metric
-        elif length in known:
-            yield PromptPair(given, known[length]), metric
+        elif _other(given, given[:1]) is not None:
+            yield PromptPair(given, _next_others(given)), metric
+        elif (other := _other(known.get(length, given), given[:1])) is not None:
+            yield PromptPair(given, other.repeat(len(given), 1)), metric
         else:
             alone = given, metric
         if mask is None:
-            known.setdefault(length, clean[:1].clone())
+            first = known.setdefault(length, clean[:1].clone())
+            if len(first) == 1 and (other := _other(clean, first)) is not None:
+                known[length] = torch.cat([first, other])
     if alone is not None:
         _refuse([_ALONE.format(alone[0].shape[1])])
 

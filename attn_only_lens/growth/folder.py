@@ -105,7 +105,7 @@ def save_grown(grown: Grown, folder: str | os.PathLike[str]) -> Path:
     state = model.state_dict()
     # The tokenizer lies beside it, and need not be looked for at a hub.
     config = plain_config(model.cfg) | {"tokenizer_name": None, "init_weights": False}
-    with whole_folder(there, (CONFIG, WEIGHTS, TOKENIZER, PROVENANCE)) as new:
+    with whole_folder(there, (CONFIG, WEIGHTS, TOKENIZER, PROVENANCE), PROVENANCE) as new:
         (new / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         kept = {name: tensor for name, tensor in state.items() if not name.endswith(COMPUTED)}
         write_tensors(new / WEIGHTS, kept)

@@ -124,7 +124,8 @@ class ExposedMLP(MLP):
 
     def forward(self, x: Residual) -> Residual:
         """As the MLP does, by way of hook_neuron_write where it is live."""
-        return self._neuron_heads.write(super().forward(x))
+        with self._neuron_heads.passing.of_another_pass():  # a hook may run this MLP alone
+            return self._neuron_heads.write(super().forward(x))
 
 
 class ExposedGatedMLP(GatedMLP):
@@ -134,7 +135,8 @@ class ExposedGatedMLP(GatedMLP):
 
     def forward(self, x: Residual) -> Residual:
         """As the MLP does, by way of hook_neuron_write where it is live."""
-        return self._neuron_heads.write(super().forward(x))
+        with self._neuron_heads.passing.of_another_pass():  # a hook may run this MLP alone
+            return self._neuron_heads.write(super().forward(x))
 
 
 _EXPOSED: dict[type, type] = {

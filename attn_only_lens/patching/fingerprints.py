@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from attn_only_lens.heads.layout import layout_of, neuron_heads
+from attn_only_lens.hooks import modules_of
 from attn_only_lens.storage import digest_of
 
 __all__ = ["fingerprint"]
@@ -56,7 +57,11 @@ def fingerprint(model: Any) -> str:
 
 
 def _described(model: Any) -> dict[str, Any]:
-    """The plain entries of the configuration, the gates of neuron-heads, sizes that differ."""
+    """The plain entries of the configuration, the gates of neuron-heads, sizes that differ.
+
+    And the constants of modules, such as the ε of a norm: what is computed with need not be what
+    the configuration says.
+    """
     plain = {
         key: value if isinstance(value, bool | int | float | list) else str(value)
         for key, value in vars(model.cfg).items()
@@ -67,6 +72,12 @@ def _described(model: Any) -> dict[str, Any]:
     described: dict[str, Any] = {
         "config": plain,
         "gates": [_gating(model, heads) for heads in neuron_heads(model)],
+        "constants": {
+            f"{at}.{name}": repr(value)
+            for at, module in modules_of(model)
+            for name, value in sorted(vars(module).items())
+            if isinstance(value, float) and not name.startswith("_")
+        },
     }
     sizes = getattr(model.cfg, "layer_sizes", ())
     if len(set(sizes)) > 1:  # else the configuration says them

@@ -218,4 +218,12 @@ def stream_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Residual:
 def returned_stream(output: Any) -> Residual:
     """The residual stream, or a sublayer's output, among what a module returns."""
     found: Residual = output[0] if isinstance(output, tuple) else output
+    if not isinstance(found, Tensor):
+        raise UnsupportedModelError(
+            [
+                f"a block returns a {type(found).__name__}; expected the residual stream, or a "
+                "tuple that begins with it"
+            ],
+            "this model cannot be recorded",
+        )
     return found

@@ -77,12 +77,13 @@ def written_whole(path: Path) -> Iterator[Path]:
 
 
 @contextmanager
-def whole_folder(folder: Path, ours: Sequence[str]) -> Iterator[Path]:
+def whole_folder(folder: Path, ours: Sequence[str], seal: str) -> Iterator[Path]:
     """A folder to write in, which takes the place of `folder` when the block has ended.
 
     Args:
         folder: its place; an earlier one there is replaced. Links are followed.
         ours: the names that such folders hold, so that nobody else's files are lost.
+        seal: the one of them that only we write: without it, the rest is somebody's.
 
     Raises:
         CheckpointError: there is something else in that place, or it cannot be written.
@@ -91,7 +92,8 @@ def whole_folder(folder: Path, ours: Sequence[str]) -> Iterator[Path]:
     if folder == Path.cwd():
         raise CheckpointError("got the current folder; expected a folder in it, or elsewhere")
     if folder.is_dir():
-        foreign = sorted(path.name for path in folder.iterdir() if path.name not in ours)
+        there = sorted(path.name for path in folder.iterdir())
+        foreign = [name for name in there if name not in ours] if seal in there else there
         if foreign:
             raise CheckpointError(
                 f"{folder} is not a saved model alone, it also holds {', '.join(foreign[:5])}"

@@ -14,6 +14,7 @@ from tiny_tokenizer import tiny_tokenizer
 
 from attn_only_lens import ComparisonError, PatchingError, compare, grow
 from attn_only_lens import patching as p
+from attn_only_lens.comparison.batches import batches
 
 pytestmark = needs_hooked_transformer
 
@@ -225,10 +226,22 @@ def test_how_prompts_are_cut_does_not_matter(pair):
 
 def test_prompts_may_repeat_in_a_later_batch(pair):
     same = tokens(seed=4, batch=1).repeat(2, 1)
-    found = compare(*pair, iter([tokens(batch=3), same]), p.loss(), **FEW)
-    assert found.about["n_prompts"] == 5
-    with pytest.raises(PatchingError, match="identical prompts"):
-        compare(*pair, iter([same, tokens(batch=3)]), p.loss(), **FEW)
+    for stream in ([tokens(batch=3), same], [same, tokens(batch=3)]):
+        found = compare(*pair, iter(stream), p.loss(), **FEW)
+        assert found.about["n_prompts"] == 5
+    with pytest.raises(ComparisonError, match="2 or more different prompts"):
+        compare(*pair, iter([same]), p.loss(), **FEW)
+
+
+def test_no_prompt_is_held_against_itself(pair):
+    """It would be counted, and measure nothing: every mean would be too small."""
+    a, b, c = tokens(batch=3).split(1)
+    for stream in ([a, b, a, a], [torch.cat([a, b]), a], [torch.cat([a, b, b, b, c])], [c, a, a]):
+        made = list(batches(pair[0], iter(stream), p.loss(), None, 2))
+        assert sum(len(each.pair.clean) for each in made) == sum(map(len, stream))
+        assert all((each.pair.clean != each.pair.corrupted).any(1).all() for each in made)
+    whole = batches(pair[0], torch.cat([a, b, b, b, c]), p.loss(), None, 2)
+    assert all((each.pair.clean != each.pair.corrupted).any(1).all() for each in whole)
 
 
 @pytest.mark.parametrize(

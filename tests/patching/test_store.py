@@ -172,6 +172,18 @@ def test_fingerprint_tells_models_apart():
     assert len(seen) == 10
 
 
+def test_fingerprint_tells_constants_of_modules_apart():
+    """What a norm divides by need not be what the configuration says."""
+    model = convert(build("gelu"))
+    before = p.fingerprint(model)
+    model.blocks[0].ln1.eps = 0.5
+    assert p.fingerprint(model) != before
+    model.blocks[0].ln1.eps = model.cfg.eps
+    assert p.fingerprint(model) == before
+    model.blocks[0].attn.attn_scale = 1.0
+    assert p.fingerprint(model) != before
+
+
 def test_a_sweep_that_is_not_whole_is_refused(tmp_path):
     """As where the folder of another process is not this one."""
     store = p.PartStore(tmp_path, SETTINGS)

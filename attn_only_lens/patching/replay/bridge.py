@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from attn_only_lens.axes import Residual
+from attn_only_lens.errors import UnsupportedCallError
 from attn_only_lens.heads import attention_heads, logit_tolerance, neuron_heads
 from attn_only_lens.numerics import full_precision, normal_numbers
 from attn_only_lens.patching.bound import BoundMetric
@@ -240,11 +241,23 @@ class _Enough(Exception):
     """A forward pass has shown what was wanted."""
 
 
+class _Replaced(partial[Any]):
+    """A forward pass that a replay has put in the place of a module's own."""
+
+
 @contextmanager
 def _forward(module: nn.Module, forward: Any) -> Iterator[None]:
-    """Another forward pass for a module, for a while."""
+    """Another forward pass for a module, for a while.
+
+    Raises:
+        UnsupportedCallError: it has another already: both would be put back in the wrong order.
+    """
     own = vars(module).get("forward")  # as where accelerate has placed a model on its devices
-    vars(module)["forward"] = forward
+    if isinstance(own, _Replaced):
+        raise UnsupportedCallError(
+            "this model is being patched, in another thread: patch one after the other, or a copy"
+        )
+    vars(module)["forward"] = _Replaced(forward)
     try:
         yield
     finally:
