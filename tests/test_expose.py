@@ -368,6 +368,23 @@ def test_threads_share_a_model(name, gate, live):
         assert all(torch.equal(result, one) for result in results)
 
 
+def test_a_hook_may_run_its_own_mlp_alone():
+    model, x = build("llama"), torch.ones(1, 2, 1)
+    x = x.expand(1, 2, model.cfg.d_model).to(model.W_E)
+    expected, inner, seen = model(tokens()), model.blocks[LAYER].mlp(x), []
+
+    def again(u, hook):
+        if not seen:
+            seen.append(None)
+            seen[0] = model.blocks[LAYER].mlp(x)
+
+    with expose_neuron_heads(model):
+        hooks = [(f"blocks.{LAYER}.mlp.hook_pre_linear", again), (mlp_hook("z"), lambda z, hook: z)]
+        got = model.run_with_hooks(tokens(), fwd_hooks=hooks)
+    assert relative(got, expected) < EXACT
+    assert relative(seen[0], inner) < EXACT
+
+
 @pytest.mark.parametrize("gate", ["exact", "bilinear"])
 @pytest.mark.parametrize("name", ["gelu", "llama"])
 @torch.no_grad()
