@@ -45,6 +45,7 @@ _BY_NAME = (
     types.MethodDescriptorType,
     types.WrapperDescriptorType,
 )
+_MAY_READ_ANYTHING = (globals, locals, vars, eval, exec, compile, __import__, open, input)
 # In a class: what Python puts there, and what says nothing of what it does.
 _OF_NO_ACCOUNT = {f"__{name}__" for name in ("dict", "doc", "module", "qualname", "weakref")}
 _OF_NO_ACCOUNT |= {f"__{name}__" for name in ("dataclass_fields", "dataclass_params")}
@@ -182,6 +183,15 @@ class _Seen:
                     raise Unidentified(f"{where} imports {name} as it runs: import it before")
                 continue
             value = (closure if how == "closure" else outside).get(name)
+            if any(value is each for each in _MAY_READ_ANYTHING) or (
+                isinstance(value, ModuleType)
+                and value.__name__ == "os"
+                and attributes[:1] in (["environ"], ["getenv"])
+            ):
+                raise Unidentified(
+                    f"{where} uses {'.'.join([name, *attributes[:1]])}, which may read anything: "
+                    "read it before, and close over the value"
+                )
             if how == "closure" and not isinstance(value, ModuleType):
                 continue  # described with the closure
             path = name

@@ -3,6 +3,7 @@
 import functools
 import importlib
 import math
+import os
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -208,3 +209,20 @@ def test_what_cannot_be_identified_is_refused_with_what_it_is(tmp_path):
 
     with pytest.raises(Unidentified, match="imports own_module_2 as it runs"):
         identity(imports)
+
+
+@pytest.mark.parametrize(
+    ("function", "what"),
+    [
+        (lambda logits: logits * globals()["LEVEL"], "globals"),
+        (lambda logits: logits * eval("LEVEL"), "eval"),
+        (lambda logits: logits * float(os.environ["LEVEL"]), r"os\.environ"),
+        (lambda logits: logits * float(os.getenv("LEVEL")), r"os\.getenv"),
+        (lambda logits: logits * float(open("level").read()), "open"),  # noqa: SIM115
+    ],
+    ids=["globals", "eval", "environ", "getenv", "open"],
+)
+def test_what_may_read_anything_is_refused(function, what):
+    with pytest.raises(Unidentified, match=f"uses {what}, which may read anything"):
+        identity(function)
+    assert identity(lambda path: os.path.join(path, "level"))
