@@ -32,7 +32,7 @@ from attn_only_lens import expansion as ex
 from attn_only_lens import patching as p
 from attn_only_lens.comparison.alignment import align
 from attn_only_lens.comparison.batches import batches
-from attn_only_lens.comparison.streamed import Streamed
+from attn_only_lens.comparison.streaming import Streamed
 from attn_only_lens.growth import Grown
 from attn_only_lens.storage import write_text
 

@@ -5,7 +5,7 @@ heads, 36,864 neurons, the embedding) and 37,008 readers. The whole matrix of sc
 5.1 GiB, and the products W R of its attention heads 2.25 MiB a pair.
 
 Memory is the peak above what the exposed model holds, in a process of its own for each figure, and
-after a small call (which loads libraries). Its bound is that of `circuits/blocks.py`, in bytes:
+after a small call (which loads libraries). Its bound, in bytes, as in `circuits/_composition.py`:
 
     8 d_model Σ d_head + 4 d_model²                    factors of attention heads and embedding
     b (16 d_model + 8 b + 64 min(k, b))                a block, b at least d_model here

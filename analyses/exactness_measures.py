@@ -20,9 +20,9 @@ from torch import Tensor
 
 from attn_only_lens import calibrate, convert, pretrained
 from attn_only_lens.gates import BilinearGate, RangeGate, certified_bound
-from attn_only_lens.heads.blocks import neurons_block
 from attn_only_lens.heads.gating import AnyGate
-from attn_only_lens.source_folder import load_source
+from attn_only_lens.heads.host import neurons_block
+from attn_only_lens.models.source_folder import load_source
 from attn_only_lens.tl import HookedTransformer
 
 PAPERS_SLOPE = 1.702

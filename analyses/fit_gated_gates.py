@@ -41,9 +41,9 @@ from sigmoid_minimax import (
 )
 from tqdm import tqdm
 
+from attn_only_lens.gates.certificates import certified_range_bound
 from attn_only_lens.gates.exact import GATES
 from attn_only_lens.gates.gated import RangeGate
-from attn_only_lens.gates.range_certificate import certified_range_bound
 from attn_only_lens.storage import write_text
 
 NAMES = ("silu", "gelu", "gelu_new", "relu")

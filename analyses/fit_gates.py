@@ -41,7 +41,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from attn_only_lens.gates import BilinearGate, bilinear_gate, certified_bound
-from attn_only_lens.gates.coefficients import MIXTURES
+from attn_only_lens.gates.tables import MIXTURES
 from attn_only_lens.storage import write_text
 
 Array = NDArray[np.float64]  # terms are [n_terms, 3]: columns w, b, c

@@ -1,10 +1,7 @@
 """MLP neurons as attention heads: convert a HookedTransformer, then analyse every head alike."""
 
 from attn_only_lens import circuits, expansion, patching, pretrained
-from attn_only_lens.calibrate import Calibration, calibrate
-from attn_only_lens.checkpoint import load, save
 from attn_only_lens.comparison import Comparison, compare
-from attn_only_lens.convert import convert
 from attn_only_lens.errors import (
     AttnOnlyLensError,
     CheckpointError,
@@ -17,7 +14,6 @@ from attn_only_lens.errors import (
     UnsupportedCallError,
     UnsupportedModelError,
 )
-from attn_only_lens.expose import ExposedNeurons, expose_neuron_heads
 from attn_only_lens.gates import (
     GATES,
     BilinearGate,
@@ -28,10 +24,14 @@ from attn_only_lens.gates import (
 )
 from attn_only_lens.growth import Grown, grow
 from attn_only_lens.heads import HeadName, dense_pattern, neuron_gate, neuron_pattern
-from attn_only_lens.stock import to_stock
-from attn_only_lens.texts import token_texts
-from attn_only_lens.two_blocks import AttentionOnlyCache, AttentionOnlyTransformer, HeadStack
-from attn_only_lens.verify import Verification, verify
+from attn_only_lens.models.calibrate import Calibration, calibrate
+from attn_only_lens.models.checkpoint.checkpoint import load, save
+from attn_only_lens.models.convert import convert
+from attn_only_lens.models.expose import ExposedNeurons, expose_neuron_heads
+from attn_only_lens.models.to_stock import to_stock
+from attn_only_lens.models.two_blocks import AttentionOnlyCache, AttentionOnlyTransformer, HeadStack
+from attn_only_lens.models.verify import Verification, verify
+from attn_only_lens.runs.token_texts import token_texts
 
 __all__ = [
     "GATES",

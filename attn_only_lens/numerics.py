@@ -1,4 +1,6 @@
-"""What differs between devices, and between settings of a process, and would change results.
+"""Numbers of NumPy, torch and pandas as Python's own, wherever a caller may give them.
+
+What differs between devices, and between settings of a process, and would change results.
 
 Some devices have no float64 (MPS). A generator of random numbers belongs to one device, and draws
 other numbers than another's. And where a user has asked for speed,
@@ -17,12 +19,35 @@ import torch
 from torch import Tensor
 
 __all__ = [
+    "as_plain",
     "full_precision",
+    "is_count",
     "matmul_precision",
     "normal_numbers",
     "same_randomness",
     "where_float64_is",
 ]
+
+
+def as_plain(value: Any) -> Any:
+    """A number, or several in an array, tensor, column, list or tuple, as Python's own.
+
+    Example:
+        >>> import numpy as np
+        >>> as_plain(np.int64(3)), as_plain(np.arange(2)), as_plain([np.int8(5)]), as_plain("each")
+        (3, [0, 1], [5], 'each')
+    """
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    if type(value) in (list, tuple):
+        return type(value)(map(as_plain, value))
+    return value
+
+
+def is_count(value: Any, least: int = 0, most: float = float("inf")) -> bool:
+    """Whether this is a whole number from `least` to `most`; True and 1.0 are none."""
+    value = as_plain(value)
+    return type(value) is int and least <= value <= most
 
 
 def where_float64_is(x: Tensor) -> Tensor:

@@ -54,7 +54,7 @@ REAL_MODELS = (
 @pytest.fixture(params=REAL_MODELS)
 def real(request, shared_models_dir):
     """A real model, tokens that it is made for, and what it is known to make of them."""
-    from attn_only_lens.source_folder import load_source
+    from attn_only_lens.models.source_folder import load_source
 
     folder = shared_models_dir / request.param
     if not folder.is_dir():

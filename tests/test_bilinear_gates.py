@@ -13,7 +13,7 @@ import torch
 from typer.testing import CliRunner
 
 from attn_only_lens.gates import BilinearGate, bilinear_gate, certified_bound
-from attn_only_lens.gates.coefficients import MIXTURES
+from attn_only_lens.gates.tables import MIXTURES
 
 GELUS = ["gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh"]
 HEADS = [1, 2, 4, 6, 8]

@@ -20,7 +20,7 @@ from attn_only_lens import (
     neuron_pattern,
     save,
 )
-from attn_only_lens.manifest import MANIFEST
+from attn_only_lens.models.checkpoint.manifest import MANIFEST
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # TransformerLens' and transformers' own
 

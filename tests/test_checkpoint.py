@@ -12,12 +12,12 @@ from sealed_files import digest_again, flips, mutated, rewrite
 from tiny_tokenizer import tiny_tokenizer
 from torch import nn
 
-import attn_only_lens.checkpoint as checkpoint
+import attn_only_lens.models.checkpoint.checkpoint as checkpoint
 from attn_only_lens import CheckpointError, convert, expose_neuron_heads, grow, load, save
 from attn_only_lens import expansion as ex
 from attn_only_lens.growth import read_provenance, save_grown
-from attn_only_lens.manifest import MANIFEST
-from attn_only_lens.source_folder import load_source
+from attn_only_lens.models.checkpoint.manifest import MANIFEST
+from attn_only_lens.models.source_folder import load_source
 
 KINDS = ("gelu", "llama", "ln_pre", "relu", "local", "alibi", "parallel", "gemma", "post_norm")
 

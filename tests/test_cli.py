@@ -12,8 +12,8 @@ from typer.testing import CliRunner
 
 from attn_only_lens import load
 from attn_only_lens.cli import app
-from attn_only_lens.manifest import read_manifest
-from attn_only_lens.source_folder import load_source
+from attn_only_lens.models.checkpoint.manifest import read_manifest
+from attn_only_lens.models.source_folder import load_source
 
 
 def run(*arguments):

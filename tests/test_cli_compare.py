@@ -16,7 +16,7 @@ from attn_only_lens import patching as p
 from attn_only_lens.cli import app
 from attn_only_lens.comparison import Comparison
 from attn_only_lens.growth import read_provenance
-from attn_only_lens.source_folder import load_source
+from attn_only_lens.models.source_folder import load_source
 
 pytestmark = needs_hooked_transformer
 FEW = ("--patched", 3, "--nodes", 5)

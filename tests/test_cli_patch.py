@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 from attn_only_lens import expose_neuron_heads
 from attn_only_lens import patching as p
 from attn_only_lens.cli import app
-from attn_only_lens.source_folder import load_source
+from attn_only_lens.models.source_folder import load_source
 
 pytestmark = needs_hooked_transformer
 CLEAN, CORRUPTED = "w3 w5 w7 w11", "w3 w6 w7 w11"

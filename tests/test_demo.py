@@ -9,8 +9,9 @@ import torch
 from common import needs_hooked_transformer
 from typer.testing import CliRunner
 
-from attn_only_lens import demo, pretrained
+from attn_only_lens import pretrained
 from attn_only_lens.cli import app
+from attn_only_lens.viz import demo
 
 pytestmark = needs_hooked_transformer
 

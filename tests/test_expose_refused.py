@@ -13,7 +13,7 @@ from torch.nn.utils import parametrize
 from transformer_lens.model_bridge import TransformerBridge
 
 from attn_only_lens import UnsupportedCallError, UnsupportedModelError, expose_neuron_heads
-from attn_only_lens.in_place import exposed
+from attn_only_lens.models.in_place import exposed
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 EXPERTS = {"num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 11}

@@ -9,9 +9,10 @@ import torch
 import torch.nn.functional as F
 from sigmoid_minimax import Problem, minimax
 
-from attn_only_lens.gates import gated, range_certificate
+from attn_only_lens.gates import certificates as range_certificate
+from attn_only_lens.gates import gated
+from attn_only_lens.gates.certificates import certified_range_bound
 from attn_only_lens.gates.gated import RangeGate, range_gate
-from attn_only_lens.gates.range_certificate import certified_range_bound
 
 EPS32 = 2.0**-23
 TABLE = gated._table()

@@ -20,7 +20,7 @@ from attn_only_lens import (
     pretrained,
 )
 from attn_only_lens import patching as p
-from attn_only_lens.hooks import attached, hook_reasons
+from attn_only_lens.runs.attached_hooks import attached, hook_reasons
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # TransformerLens' and transformers' own
 POS = 7

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from attn_only_lens import CheckpointError, convert, grow, load, pretrained, save, to_stock
-from attn_only_lens.source_folder import load_source
+from attn_only_lens.models.source_folder import load_source
 from attn_only_lens.tl import HAS_HOOKED_TRANSFORMER
 
 DATA = Path(str(files("attn_only_lens.pretrained") / "data" / "modular_addition"))

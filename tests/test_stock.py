@@ -23,8 +23,7 @@ from attn_only_lens import (
     pretrained,
     to_stock,
 )
-from attn_only_lens.stock.heads import mixture, neuron_heads
-from attn_only_lens.stock.layout import stock_bytes
+from attn_only_lens.models.to_stock import mixture, neuron_heads, stock_bytes
 from attn_only_lens.tl import Attention, HookedTransformer, HookedTransformerConfig
 from attn_only_lens.tolerances import LOGIT_TOLERANCE
 
@@ -440,7 +439,7 @@ def test_size_is_known_before_anything_is_allocated(monkeypatch):
     size = sum(tensor.nbytes for tensor in stock.state_dict().values())
     assert stock_bytes(stock.cfg) == size
     assert to_stock(model, max_bytes=size).cfg.d_head == 7
-    monkeypatch.setattr("attn_only_lens.stock.build._empty", lambda model: pytest.fail("built"))
+    monkeypatch.setattr("attn_only_lens.models.to_stock._empty", lambda model: pytest.fail("built"))
     with pytest.raises(UnsupportedModelError, match=f"would take {size:,} bytes") as caught:
         to_stock(model, max_bytes=size - 1)
     assert f"max_bytes is {size - 1:,}" in str(caught.value)

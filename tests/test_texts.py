@@ -12,7 +12,7 @@ from transformers import AutoTokenizer, GPT2TokenizerFast, PreTrainedTokenizerFa
 
 from attn_only_lens import circuits, convert, token_texts
 from attn_only_lens import patching as p
-from attn_only_lens.texts import joined, token_text
+from attn_only_lens.runs.token_texts import joined, token_text
 
 TEXT = "One day, Lily went to a café 🙂\n  too"
 

@@ -27,8 +27,8 @@ from attn_only_lens import (
     viz,
 )
 from attn_only_lens import patching as p
-from attn_only_lens.manifest import MANIFEST
-from attn_only_lens.two_blocks import LayerSizes, rebuilt
+from attn_only_lens.models.checkpoint.manifest import MANIFEST
+from attn_only_lens.models.two_blocks import LayerSizes, rebuilt
 
 EXACT = 1e-12  # float64: sums over the same numbers, and zeros, in another order
 METRIC = p.logit_diff(correct=7, wrong=11)

@@ -21,9 +21,9 @@ from attn_only_lens import (
     verify,
 )
 from attn_only_lens.cli import app
-from attn_only_lens.manifest import write_manifest
-from attn_only_lens.pretrained.bridge import load_bridge
-from attn_only_lens.source_folder import load_source
+from attn_only_lens.models.checkpoint.manifest import write_manifest
+from attn_only_lens.models.source_folder import load_source
+from attn_only_lens.pretrained.modular_addition import load_bridge
 
 pytestmark = needs_transformer_lens_4
 

@@ -10,7 +10,7 @@ from models import FAMILIES, build
 
 from attn_only_lens import calibrate, convert
 from attn_only_lens.heads import HeadName
-from attn_only_lens.two_blocks import LayerSizes, rebuilt
+from attn_only_lens.models.two_blocks import LayerSizes, rebuilt
 
 # Layer 0, whose sizes a configuration has, is nowhere the largest.
 NEURONS = (29, 37, 31)

@@ -1,15 +1,14 @@
 """Circuits over attention heads and neuron-heads: who passes what on to whom, and what it does."""
 
-from attn_only_lens.circuits.attribution_graphs import attribution_graph
-from attn_only_lens.circuits.compositions import composition, top_compositions
-from attn_only_lens.circuits.discovery import Circuit, discover
-from attn_only_lens.circuits.enrichments import enrichment
-from attn_only_lens.circuits.faithfulness_curve import SHARES, Faithfulness, faithfulness
+from attn_only_lens.circuits._attribution_graph import attribution_graph
+from attn_only_lens.circuits._composition import composition, top_compositions
+from attn_only_lens.circuits._discover import Circuit, discover
+from attn_only_lens.circuits._enrichment import enrichment
+from attn_only_lens.circuits._faithfulness import SHARES, Faithfulness, faithfulness
+from attn_only_lens.circuits._virtual_weights import virtual_weights
+from attn_only_lens.circuits.export import from_json, to_json, to_neuronpedia
 from attn_only_lens.circuits.graph import CircuitGraph
-from attn_only_lens.circuits.graph_json import from_json, to_json
 from attn_only_lens.circuits.neuron_like import neuron_like_heads
-from attn_only_lens.circuits.neuronpedia import to_neuronpedia
-from attn_only_lens.circuits.virtual import virtual_weights
 
 __all__ = [
     "SHARES",

@@ -22,11 +22,11 @@ from torch import Tensor
 
 from attn_only_lens.errors import CircuitError
 from attn_only_lens.heads import neuron_heads, point_name
-from attn_only_lens.heads.blocks import HeadKind
-from attn_only_lens.patching.pairs import Runs
-from attn_only_lens.patching.record import Hooks, run
-from attn_only_lens.patching.sources import ablated, patched
-from attn_only_lens.patching.trials import require_read
+from attn_only_lens.heads.host import HeadKind
+from attn_only_lens.runs.paired_runs import Runs
+from attn_only_lens.runs.recording import Hooks, run
+from attn_only_lens.runs.replacements import ablated, patched
+from attn_only_lens.runs.replay.trials import require_read
 
 __all__ = ["ABLATIONS", "Ablated", "Ablation", "Flags"]
 

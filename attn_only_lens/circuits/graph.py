@@ -25,7 +25,7 @@ import numpy.typing as npt
 import pandas as pd
 
 from attn_only_lens.errors import CircuitError
-from attn_only_lens.plain import is_count
+from attn_only_lens.numerics import is_count
 
 __all__ = ["EDGE_COLUMNS", "EDGE_KINDS", "HEADS", "NODE_COLUMNS", "NODE_KINDS", "CircuitGraph"]
 

@@ -24,9 +24,9 @@ from torch import Tensor
 from attn_only_lens.axes import Tokens
 from attn_only_lens.errors import CircuitError
 from attn_only_lens.heads import point_name
-from attn_only_lens.inputs import checked_tokens
 from attn_only_lens.numerics import where_float64_is
-from attn_only_lens.patching.sites import heads, resolve
+from attn_only_lens.runs.inputs import checked_tokens
+from attn_only_lens.runs.sites import heads, resolve
 
 __all__ = ["neuron_like_heads"]
 

@@ -19,10 +19,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from attn_only_lens.circuits.weights import Weights
-from attn_only_lens.circuits.wiring import final_norm
+from attn_only_lens.circuits.head_weights import Weights
 from attn_only_lens.heads import HeadName, neuron_heads, point_name
-from attn_only_lens.patching.sites import WHOLE, LayerSites
+from attn_only_lens.models.norms import final_norm
+from attn_only_lens.runs.sites import WHOLE, LayerSites
 
 __all__ = ["TopTokens", "Vocabulary"]
 

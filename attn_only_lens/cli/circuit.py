@@ -9,8 +9,16 @@ from rich.table import Table
 
 from attn_only_lens import circuits
 from attn_only_lens.circuits.graph import HEADS, CircuitGraph
-from attn_only_lens.cli.common import MODEL, app, clear_errors
-from attn_only_lens.cli.tasks import METRICS, given_prompts, metric_of, patchable, require_writable
+from attn_only_lens.cli.common import (
+    METRICS,
+    MODEL,
+    app,
+    clear_errors,
+    given_prompts,
+    metric_of,
+    patchable,
+    require_writable,
+)
 from attn_only_lens.viz import circuit_view, write_html
 
 __all__ = ["circuit"]

@@ -10,9 +10,16 @@ from rich.console import Console
 from rich.table import Table
 
 from attn_only_lens import viz
-from attn_only_lens.cli.common import MODEL, app, clear_errors, source_model
+from attn_only_lens.cli.common import (
+    METRICS,
+    MODEL,
+    app,
+    clear_errors,
+    given_prompts,
+    metric_of,
+    source_model,
+)
 from attn_only_lens.cli.convert import tokens_in
-from attn_only_lens.cli.tasks import METRICS, given_prompts, metric_of
 from attn_only_lens.comparison import Comparison
 from attn_only_lens.comparison import compare as compare_models
 from attn_only_lens.errors import AttnOnlyLensError, ComparisonError

@@ -9,15 +9,15 @@ import typer
 from jaxtyping import Int
 from torch import Tensor
 
-from attn_only_lens import checkpoint
-from attn_only_lens.calibrate import calibrate
 from attn_only_lens.cli.common import MODEL, app, clear_errors, source_model
-from attn_only_lens.convert import convert as convert_model
 from attn_only_lens.errors import AttnOnlyLensError
-from attn_only_lens.manifest import is_saved, read_manifest
+from attn_only_lens.models.calibrate import calibrate
+from attn_only_lens.models.checkpoint import checkpoint
+from attn_only_lens.models.checkpoint.manifest import is_saved, read_manifest
+from attn_only_lens.models.convert import convert as convert_model
+from attn_only_lens.models.verify import verify as verify_models
 from attn_only_lens.storage import opened_folder, read_tensors
 from attn_only_lens.tl import HookedTransformer, require_hooked_transformer
-from attn_only_lens.verify import verify as verify_models
 
 __all__ = ["convert", "tokens_in", "verify"]
 

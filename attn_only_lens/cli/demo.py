@@ -8,10 +8,10 @@ from rich.console import Console
 from rich.table import Table
 
 from attn_only_lens.cli.common import app, clear_errors
-from attn_only_lens.demo import PERIODIC, run
 from attn_only_lens.storage import write_text
 from attn_only_lens.tl import require_hooked_transformer
 from attn_only_lens.viz import demo_page
+from attn_only_lens.viz.demo import PERIODIC, run
 
 __all__ = ["demo"]
 

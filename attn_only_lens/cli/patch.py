@@ -8,9 +8,11 @@ from rich.console import Console
 from rich.table import Table
 
 from attn_only_lens import patching as p
-from attn_only_lens.cli.common import MODEL, app, clear_errors
-from attn_only_lens.cli.tasks import (
+from attn_only_lens.cli.common import (
     METRICS,
+    MODEL,
+    app,
+    clear_errors,
     given_prompts,
     metric_of,
     numbers,

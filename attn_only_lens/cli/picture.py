@@ -7,13 +7,19 @@ import typer
 
 from attn_only_lens import circuits
 from attn_only_lens import patching as p
-from attn_only_lens.cli.common import MODEL, app, clear_errors
-from attn_only_lens.cli.tasks import given_prompts, patchable, require_writable
+from attn_only_lens.cli.common import (
+    MODEL,
+    app,
+    clear_errors,
+    given_prompts,
+    patchable,
+    require_writable,
+)
 from attn_only_lens.errors import AttnOnlyLensError
 from attn_only_lens.heads import neuron_heads, point_name
-from attn_only_lens.heads.blocks import HEAD_KINDS
-from attn_only_lens.patching.prompts import unpaired
-from attn_only_lens.texts import token_texts
+from attn_only_lens.heads.host import HEAD_KINDS
+from attn_only_lens.runs.prompts import unpaired
+from attn_only_lens.runs.token_texts import token_texts
 from attn_only_lens.viz import (
     attention_view,
     circuit_view,

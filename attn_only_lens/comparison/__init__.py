@@ -1,6 +1,6 @@
 """A model and one grown from it, component by component, and the circuits of both."""
 
-from attn_only_lens.comparison.comparing import compare
+from attn_only_lens.comparison._compare import compare
 from attn_only_lens.comparison.results import Comparison
 
 __all__ = ["Comparison", "compare"]

@@ -17,8 +17,8 @@ from torch import Tensor
 from attn_only_lens.errors import ComparisonError, UnknownHeadError
 from attn_only_lens.expansion import Provenance
 from attn_only_lens.heads import HeadName
-from attn_only_lens.heads.blocks import HeadKind
-from attn_only_lens.patching.sites import WHOLE, LayerSites, all_heads, resolve
+from attn_only_lens.heads.host import HeadKind
+from attn_only_lens.runs.sites import WHOLE, LayerSites, all_heads, resolve
 
 __all__ = ["Aligned", "Alignment", "align"]
 

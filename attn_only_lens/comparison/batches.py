@@ -21,9 +21,9 @@ from torch import Tensor
 
 from attn_only_lens.axes import Tokens
 from attn_only_lens.errors import ComparisonError
-from attn_only_lens.inputs import checked_tokens
-from attn_only_lens.patching.custom_metric import AnyMetric
-from attn_only_lens.patching.prompts import PromptPair, Prompts, prompt_pair, unpaired
+from attn_only_lens.runs.inputs import checked_tokens
+from attn_only_lens.runs.metrics import AnyMetric
+from attn_only_lens.runs.prompts import PromptPair, Prompts, prompt_pair, unpaired
 
 __all__ = ["Batch", "Source", "batches"]
 

@@ -9,8 +9,8 @@ from typing import Any, TypedDict
 import pandas as pd
 
 from attn_only_lens.errors import CheckpointError, ComparisonError, PatchingError
-from attn_only_lens.patching.tables import read_table, write_table
 from attn_only_lens.storage import Document, FileDigest, check_files, digests_of, opened_folder
+from attn_only_lens.storage.tables import read_table, write_table
 
 __all__ = ["Comparison"]
 
@@ -57,7 +57,8 @@ class Comparison:
             and `null_share`, of the component of that name in the null.
         silent: the original's neurons that are in none of the above: in neither model did they put
             out more than roundings of what their layer does, on any token, so that their patterns
-            are noise (`comparison/sums.py`). `name`, `grown_name`, `kind`, `layer`, `grown_layer`.
+            are noise (`comparison/streaming.py`). `name`, `grown_name`, `kind`, `layer`,
+            `grown_layer`.
         circuits: what the circuits have in common, a row for "nodes" and for each kind of "edges",
             of the pair "grown" (with the original) and "null model" (with the null): how many the
             `original` and the `grown` circuit have (of a null: the grown and the null's), `kept`,

@@ -8,13 +8,12 @@ from attn_only_lens.expansion import initialise as init
 from attn_only_lens.expansion.activations import MovedActivation, moved_activation
 from attn_only_lens.expansion.centre import CentreStream
 from attn_only_lens.expansion.composed import Composed, compose
-from attn_only_lens.expansion.growing import Expansion
+from attn_only_lens.expansion.expansion import Expansion
 from attn_only_lens.expansion.heads import AddHeads
-from attn_only_lens.expansion.identity import Identity
 from attn_only_lens.expansion.layers import InsertLayer
 from attn_only_lens.expansion.neurons import AddNeurons
-from attn_only_lens.expansion.places import Moved, Place, Zeros
-from attn_only_lens.expansion.provenance import Provenance
+from attn_only_lens.expansion.placement import Moved, Place, Zeros
+from attn_only_lens.expansion.provenance import Identity, Provenance
 from attn_only_lens.expansion.queries import WidenQueriesAndKeys
 from attn_only_lens.expansion.stream import WidenStream
 from attn_only_lens.expansion.values import WidenValues

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from attn_only_lens.expansion.places import Place
+from attn_only_lens.expansion.placement import Place
 from attn_only_lens.expansion.provenance import Provenance
 from attn_only_lens.expansion.weights import Axis, in_layer, tail
 

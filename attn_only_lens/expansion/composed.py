@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from itertools import chain
 
 from attn_only_lens.errors import GrowthError
-from attn_only_lens.expansion.growing import Expansion
+from attn_only_lens.expansion.expansion import Expansion
 from attn_only_lens.expansion.initialise import Initialiser, own
 from attn_only_lens.expansion.plan import Plan, carry_out
 from attn_only_lens.expansion.provenance import Provenance

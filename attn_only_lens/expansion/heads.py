@@ -13,8 +13,8 @@ queries of all heads as one vector.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from attn_only_lens.expansion.growing import Planned, layers_of, reasons_against_count
-from attn_only_lens.expansion.places import Place
+from attn_only_lens.expansion.expansion import Planned, layers_of, reasons_against_count
+from attn_only_lens.expansion.placement import Place
 from attn_only_lens.expansion.plan import Plan, grown_by
 from attn_only_lens.expansion.weights import Axis, Weights, block_name
 

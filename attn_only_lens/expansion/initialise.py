@@ -21,9 +21,9 @@ from torch import Tensor, nn
 
 from attn_only_lens.expansion.weights import Axis, Constants, in_layer, tail
 
-_SAME = 0.999  # cosine of two directions that are one, in half precision too
-
 __all__ = ["Initialiser", "New", "copies", "drawn", "grad_max", "normal", "own", "zeros"]
+
+_SAME = 0.999  # cosine of two directions that are one, in half precision too
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,8 @@ W_K and b_K, or the gain of the keys' norm, by (new + 1) / (old + 1).
 
 from dataclasses import dataclass
 
-from attn_only_lens.expansion.growing import Planned, is_index
-from attn_only_lens.expansion.places import Place
+from attn_only_lens.expansion.expansion import Planned, is_index
+from attn_only_lens.expansion.placement import Place
 from attn_only_lens.expansion.plan import Plan
 from attn_only_lens.expansion.weights import Weights, block_name
 

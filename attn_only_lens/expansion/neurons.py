@@ -8,7 +8,7 @@ must act on each neuron alone (not softmax over neurons, as in SoLU).
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from attn_only_lens.expansion.growing import Planned, layers_of, reasons_against_count
+from attn_only_lens.expansion.expansion import Planned, layers_of, reasons_against_count
 from attn_only_lens.expansion.plan import Plan, grown_by
 from attn_only_lens.expansion.weights import Axis, Weights, block_name
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from attn_only_lens.expansion.initialise import Initialiser, New, drawn
-from attn_only_lens.expansion.places import Moved, Place, Zeros
+from attn_only_lens.expansion.placement import Moved, Place, Zeros
 from attn_only_lens.expansion.provenance import Provenance
 from attn_only_lens.expansion.weights import Axis, Weights, axes_of, block_name, in_layer, tail
 

@@ -1,30 +1,89 @@
-"""Where the parts of a model went when it grew: heads, neurons, layers, coordinates, parameters.
+"""By what the weights of a model are known again, whatever their dtype, device or layout.
+
+Each tensor has a mark: its entries in order, weighed by numbers that look random, and summed,
+
+    s = Σ_i r(i div n) r(i mod n) w_i        r(i) = 2 ((i + 1) φ mod 1) - 1, φ the golden ratio
+
+and its norm. A change Δ of the weights, wherever it is, moves s by about ‖Δ‖ / 3. So a tensor whose
+s moved by no more than roundings of ‖w‖ is the same one, cast or computed on another machine; after
+one step of training it is another. (A digest of bytes would tell casts apart.)
+
+Where the parts of a model went when it grew: heads, neurons, layers, coordinates, parameters.
 
 An expansion moves old indices along axes, and layers; everything else follows. A tensor's old
 entries stand at the product of its axes' places, times its scale; a head's new name is its layer's
 place and its own. Provenances compose as functions do.
 """
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import pandas as pd
+import torch
+from torch import Tensor
 
 from attn_only_lens.errors import UnknownHeadError
-from attn_only_lens.expansion.identity import Identity
-from attn_only_lens.expansion.places import Moved, Place, Zeros
-from attn_only_lens.expansion.weights import (
-    Axis,
-    Constants,
-    axes_of,
-    block_name,
-    in_layer,
-    tail,
-)
+from attn_only_lens.expansion.placement import Moved, Place, Zeros
+from attn_only_lens.expansion.weights import Axis, Constants, axes_of, block_name, in_layer, tail
 from attn_only_lens.heads.names import HeadName
+from attn_only_lens.tolerances import rounding
 
-__all__ = ["Provenance"]
+__all__ = ["Identity", "Provenance", "identity_of"]
+
+_GOLDEN = (math.sqrt(5) + 1) / 2
+_ROW = 2**11  # entries that are summed before rows are; as many rows at a time, in float64
+
+
+@dataclass(frozen=True)
+class Identity:
+    """Marks of a model's tensors. Made by `growth.identity`.
+
+    Attributes:
+        marks: for each tensor its weighed sum and its norm.
+        precision: how far roundings may have moved a sum, as a share of the norm.
+    """
+
+    marks: Mapping[str, tuple[float, float]] = field(repr=False)
+    precision: float
+
+    def differences(self, other: "Identity") -> list[str]:
+        """The tensors that are not the same in both, or that one has not."""
+        tolerance = max(self.precision, other.precision)
+        odd = self.marks.keys() ^ other.marks.keys()
+        for name in self.marks.keys() & other.marks.keys():
+            (one, size), (two, other_size) = self.marks[name], other.marks[name]
+            if not abs(one - two) <= tolerance * max(size, other_size):
+                odd.add(name)
+        return sorted(odd)
+
+
+def identity_of(tensors: Mapping[str, Tensor]) -> Identity:
+    """The identity of a model, from its tensors by name."""
+    dtypes = {tensor.dtype for tensor in tensors.values()}
+    return Identity(
+        {name: _mark(tensor) for name, tensor in tensors.items()},
+        max(map(rounding, dtypes), default=0.0),
+    )
+
+
+def _mark(tensor: Tensor) -> tuple[float, float]:
+    total = squares = 0.0
+    row = _weights(0, _ROW)
+    for at, part in enumerate(tensor.detach().cpu().flatten().split(_ROW * _ROW)):
+        w = part.double()
+        rows, rest = w[: len(w) // _ROW * _ROW].view(-1, _ROW), w[len(w) // _ROW * _ROW :]
+        sums = torch.cat([rows @ row, (rest @ row[: len(rest)])[None]])
+        total += float(sums @ _weights(at * _ROW, len(sums)))
+        squares += float(w @ w)
+    return total, math.sqrt(squares)
+
+
+def _weights(first: int, n: int) -> Tensor:
+    turns = torch.arange(first + 1, first + n + 1, dtype=torch.float64, device="cpu") * _GOLDEN
+    return turns.frac() * 2 - 1
+
 
 _LAYER = re.compile(r"L(0|[1-9]\d*)")
 _AXIS_OF = {"H": "head", "N": "d_mlp"}

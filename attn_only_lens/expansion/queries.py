@@ -15,7 +15,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from attn_only_lens.expansion.growing import (
+from attn_only_lens.expansion.expansion import (
     Planned,
     layers_of,
     only_for,

@@ -26,7 +26,7 @@ import math
 from dataclasses import dataclass
 
 from attn_only_lens.expansion.centre import CentreStream, is_layer_norm
-from attn_only_lens.expansion.growing import Planned, reasons_against_count
+from attn_only_lens.expansion.expansion import Planned, reasons_against_count
 from attn_only_lens.expansion.initialise import Initialiser
 from attn_only_lens.expansion.plan import Plan, grown_by
 from attn_only_lens.expansion.provenance import Provenance

@@ -7,7 +7,7 @@ of W_O are zero add nothing (equations 13 to 17).
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from attn_only_lens.expansion.growing import (
+from attn_only_lens.expansion.expansion import (
     Planned,
     layers_of,
     only_for,

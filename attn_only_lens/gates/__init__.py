@@ -1,7 +1,7 @@
 """Activation functions as attention patterns."""
 
 from attn_only_lens.gates.bilinear import BilinearGate, bilinear_gate
-from attn_only_lens.gates.certificate import certified_bound
+from attn_only_lens.gates.certificates import certified_bound
 from attn_only_lens.gates.exact import GATES, Gate
 from attn_only_lens.gates.gated import RangeGate, range_gate
 

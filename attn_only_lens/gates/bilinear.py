@@ -34,8 +34,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from attn_only_lens.gates.coefficients import MIXTURES, Mixture
 from attn_only_lens.gates.exact import QUICK_GELU_SLOPE, working_precision
+from attn_only_lens.gates.tables import MIXTURES, Mixture
 
 __all__ = ["DEFAULT_TOLERANCE", "BilinearGate", "bilinear_gate", "sum_of_sigmoids"]
 

@@ -1,8 +1,8 @@
 """Growth of models: what `expansion` does to weights, done to every kind of model."""
 
-from attn_only_lens.growth.folder import read_provenance, save_grown
-from attn_only_lens.growth.gradients import gradient_products
-from attn_only_lens.growth.growing import Grown, grow, identity, read
+from attn_only_lens.growth._grow import Grown, grow, identity, read
+from attn_only_lens.growth.gradmax import gradient_products
+from attn_only_lens.growth.grown_folder import read_provenance, save_grown
 from attn_only_lens.growth.training import Training
 
 __all__ = [

@@ -13,9 +13,11 @@ from transformer_lens.utilities.architectures import POST_NORM_ARCHITECTURES
 
 from attn_only_lens.expansion import Axis, Constants, Weights
 from attn_only_lens.gates import GATES
-from attn_only_lens.growth.rim import Parameter, Rim
-from attn_only_lens.hooks import hook_reasons
-from attn_only_lens.in_place import exposed_heads
+from attn_only_lens.growth.growable import Parameter, Rim
+from attn_only_lens.models.in_place import exposed_heads
+from attn_only_lens.models.two_blocks import AttentionOnlyTransformer
+from attn_only_lens.models.two_blocks.convertible import reasons_against
+from attn_only_lens.runs.attached_hooks import hook_reasons
 from attn_only_lens.tl import (
     HookedTransformer,
     HookedTransformerConfig,
@@ -25,8 +27,6 @@ from attn_only_lens.tl import (
     RMSNormPre,
     quiet,
 )
-from attn_only_lens.two_blocks import AttentionOnlyTransformer
-from attn_only_lens.two_blocks.support import reasons_against
 
 __all__ = [
     "HOOKED",

@@ -19,9 +19,9 @@ from attn_only_lens.errors import GrowthError
 from attn_only_lens.expansion import Constants, Weights
 from attn_only_lens.expansion.weights import Norm, block_name, in_layer, tail
 from attn_only_lens.gates import GATES
+from attn_only_lens.growth.growable import Parameter, Rim
 from attn_only_lens.growth.hooked import reasons_against_unequal, settled
-from attn_only_lens.growth.rim import Parameter, Rim
-from attn_only_lens.in_place import exposed_heads, reasons_against_copying
+from attn_only_lens.models.in_place import exposed_heads, reasons_against_copying
 from attn_only_lens.numerics import same_randomness
 
 __all__ = ["NATIVE"]

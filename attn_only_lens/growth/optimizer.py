@@ -30,7 +30,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from attn_only_lens.errors import GrowthError
 from attn_only_lens.expansion import Moved, Provenance
-from attn_only_lens.growth.rim import Parameter, Rim
+from attn_only_lens.growth.growable import Parameter, Rim
 
 __all__ = ["OptimizerT", "grown_optimizer"]
 

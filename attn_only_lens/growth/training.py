@@ -18,9 +18,9 @@ from tqdm import tqdm
 from attn_only_lens.errors import CheckpointError, GrowthError
 from attn_only_lens.expansion import Expansion, Provenance
 from attn_only_lens.expansion.initialise import Initialiser
-from attn_only_lens.growth.growing import Grown, grow
-from attn_only_lens.patching.identity import Unidentified, identity
-from attn_only_lens.plain import as_plain, is_count
+from attn_only_lens.growth._grow import Grown, grow
+from attn_only_lens.numerics import as_plain, is_count
+from attn_only_lens.runs.identity import Unidentified, identity
 from attn_only_lens.storage import Document, read_tensors, write_tensors, written_whole
 
 __all__ = ["Training"]

@@ -20,17 +20,17 @@ from typing import Any
 
 from attn_only_lens.expansion import Axis, Weights
 from attn_only_lens.expansion.weights import block_name, in_layer, tail
+from attn_only_lens.growth.growable import Parameter, Rim
 from attn_only_lens.growth.hooked import (
     constant_reasons,
     constants_of,
     norm_reasons,
     shared_reasons,
 )
-from attn_only_lens.growth.rim import Parameter, Rim
-from attn_only_lens.heads.blocks import block_kind, block_layer, heads_block, neurons_block
-from attn_only_lens.hooks import hook_reasons
-from attn_only_lens.two_blocks import AttentionOnlyTransformer, LayerSizes, rebuilt
-from attn_only_lens.two_blocks.support import module_reasons
+from attn_only_lens.heads.host import block_kind, block_layer, heads_block, neurons_block
+from attn_only_lens.models.two_blocks import AttentionOnlyTransformer, LayerSizes, rebuilt
+from attn_only_lens.models.two_blocks.convertible import module_reasons
+from attn_only_lens.runs.attached_hooks import hook_reasons
 
 __all__ = ["TWO_BLOCKS"]
 

@@ -16,10 +16,11 @@ from typing import Any
 from torch import nn
 
 from attn_only_lens.errors import UnknownHeadError, UnsupportedCallError
-from attn_only_lens.heads.blocks import HeadKind, block_layer
-from attn_only_lens.heads.layout import (
+from attn_only_lens.heads.host import (
     POINTS,
+    HeadKind,
     attention_heads,
+    block_layer,
     block_of,
     neuron_heads,
     point_name,

@@ -9,8 +9,7 @@ from transformer_lens import ActivationCache
 
 from attn_only_lens.axes import BIAS, SELF
 from attn_only_lens.errors import UnknownHeadError, UnsupportedCallError
-from attn_only_lens.heads.blocks import HeadKind
-from attn_only_lens.heads.layout import block_of, layout_of, neuron_heads, point_name
+from attn_only_lens.heads.host import HeadKind, block_of, layout_of, neuron_heads, point_name
 from attn_only_lens.heads.names import HeadName
 
 __all__ = ["cached", "dense_pattern", "neuron_gate", "neuron_pattern", "require_known"]

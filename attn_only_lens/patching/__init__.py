@@ -1,37 +1,28 @@
 """Activation patching over attention heads and neuron-heads: prompts, metrics, sites, results."""
 
-from attn_only_lens.patching.activation import activation_patch
-from attn_only_lens.patching.attributions import attribution
-from attn_only_lens.patching.bound import (
+from attn_only_lens.patching._activation_patch import activation_patch
+from attn_only_lens.patching._agreement import agreement
+from attn_only_lens.patching._attribution import attribution
+from attn_only_lens.patching._gate_and_value import gate_and_value
+from attn_only_lens.patching.results import Sweep
+from attn_only_lens.patching.resume import PartStore
+from attn_only_lens.runs.identity import fingerprint
+from attn_only_lens.runs.metrics import (
     BoundMetric,
     Metric,
-    require_differentiable,
-    require_distinct,
-)
-from attn_only_lens.patching.comparison import agreement
-from attn_only_lens.patching.custom_metric import custom
-from attn_only_lens.patching.fingerprints import fingerprint
-from attn_only_lens.patching.gates_and_values import gate_and_value
-from attn_only_lens.patching.metrics import (
     bind,
+    custom,
     kl,
     log_probability,
     logit_diff,
     loss,
     probability,
+    require_differentiable,
+    require_distinct,
 )
-from attn_only_lens.patching.positions import PositionSet, resolve_positions
-from attn_only_lens.patching.prompts import PromptPair, prompt_pair
-from attn_only_lens.patching.results import Sweep
-from attn_only_lens.patching.sites import (
-    LayerSites,
-    Selection,
-    all_heads,
-    heads,
-    neuron_heads,
-    resolve,
-)
-from attn_only_lens.patching.store import PartStore
+from attn_only_lens.runs.positions import PositionSet, resolve_positions
+from attn_only_lens.runs.prompts import PromptPair, prompt_pair
+from attn_only_lens.runs.sites import LayerSites, Selection, all_heads, heads, neuron_heads, resolve
 
 __all__ = [
     "BoundMetric",

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import torch
 
 from attn_only_lens.errors import PatchingError
-from attn_only_lens.patching.store import PartStore
+from attn_only_lens.patching.resume import PartStore
 
 __all__ = ["Processes", "is_first", "launched"]
 

@@ -15,9 +15,9 @@ import numpy as np
 import pandas as pd
 
 from attn_only_lens.errors import PatchingError
-from attn_only_lens.patching.tables import read_table, write_table
-from attn_only_lens.plain import is_count
+from attn_only_lens.numerics import is_count
 from attn_only_lens.storage import misfits
+from attn_only_lens.storage.tables import read_table, write_table
 
 __all__ = ["BASELINE", "MEASURED", "Sweep"]
 

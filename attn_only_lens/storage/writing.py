@@ -26,12 +26,12 @@ from safetensors import SafetensorError
 
 from attn_only_lens.errors import CheckpointError
 
+__all__ = ["opened_folder", "whole_folder", "write_text", "written_whole"]
+
 try:
     import fcntl
 except ImportError:  # Windows: no leftover is known to be nobody's there, and none is removed
     fcntl = None  # type: ignore[assignment]
-
-__all__ = ["opened_folder", "whole_folder", "write_text", "written_whole"]
 
 
 def write_text(path: Path, text: str) -> None:

@@ -1,14 +1,12 @@
 """Pictures, each one self-contained HTML file that works offline."""
 
-from attn_only_lens.viz.circuit import circuit_page
-from attn_only_lens.viz.circuit_frames import NodeDetails
-from attn_only_lens.viz.circuit_patterns import node_patterns
-from attn_only_lens.viz.comparison_pages import comparison_circuit, comparison_report
-from attn_only_lens.viz.demo_picture import demo_page
+from attn_only_lens.viz.attention import attention_view, neuron_pattern_view
+from attn_only_lens.viz.circuit import NodeDetails, circuit_page, node_patterns
+from attn_only_lens.viz.comparison import comparison_circuit, comparison_report
+from attn_only_lens.viz.demo import demo_page
 from attn_only_lens.viz.gate_value import gate_value_scatter
 from attn_only_lens.viz.graph_view import circuit_view
 from attn_only_lens.viz.page import Page, write_html
-from attn_only_lens.viz.patterns import attention_view, neuron_pattern_view
 from attn_only_lens.viz.sweeps import sweep_bars, sweep_heatmap
 
 __all__ = [

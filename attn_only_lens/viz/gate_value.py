@@ -16,8 +16,7 @@ from transformer_lens import ActivationCache
 
 from attn_only_lens.heads import HeadName, neuron_gate, neuron_heads
 from attn_only_lens.heads.patterns import cached
-from attn_only_lens.viz.checks import refuse, token_reasons
-from attn_only_lens.viz.plotly_text import text
+from attn_only_lens.viz.page import refuse, text, token_reasons
 
 __all__ = ["gate_value_scatter"]
 

@@ -18,18 +18,14 @@ from attn_only_lens.circuits.graph import HEADS, CircuitGraph
 from attn_only_lens.circuits.vocabulary import TopTokens, Vocabulary
 from attn_only_lens.errors import CircuitError
 from attn_only_lens.heads import HeadName, layout_of, neuron_heads, point_name
-from attn_only_lens.numerics import full_precision
-from attn_only_lens.patching.pairs import reasons_against
-from attn_only_lens.patching.prompts import Prompts, unpaired
-from attn_only_lens.patching.record import Recording, record
-from attn_only_lens.plain import is_count
-from attn_only_lens.texts import token_text, token_texts
+from attn_only_lens.numerics import full_precision, is_count
+from attn_only_lens.runs.paired_runs import reasons_against
+from attn_only_lens.runs.prompts import Prompts, unpaired
+from attn_only_lens.runs.recording import Recording, record
+from attn_only_lens.runs.token_texts import token_text, token_texts
 from attn_only_lens.tolerances import LOGIT_TOLERANCE
-from attn_only_lens.viz.checks import refuse
-from attn_only_lens.viz.circuit import circuit_page
-from attn_only_lens.viz.circuit_frames import NodeDetails
-from attn_only_lens.viz.circuit_patterns import node_patterns
-from attn_only_lens.viz.page import Page
+from attn_only_lens.viz.circuit import NodeDetails, circuit_page, node_patterns
+from attn_only_lens.viz.page import Page, refuse
 
 __all__ = ["circuit_view"]
 

@@ -13,8 +13,7 @@ import plotly.graph_objects as go
 
 from attn_only_lens.patching import Sweep
 from attn_only_lens.patching.results import MEASURED
-from attn_only_lens.viz.checks import refuse, token_reasons
-from attn_only_lens.viz.plotly_text import text
+from attn_only_lens.viz.page import refuse, text, token_reasons
 
 __all__ = ["sweep_bars", "sweep_heatmap"]
 

@@ -17,8 +17,8 @@ from attn_only_lens import (
 from attn_only_lens import patching as p
 from attn_only_lens.circuits import attribution_graph
 from attn_only_lens.heads import HeadName
-from attn_only_lens.patching.frozen import Frozen
-from attn_only_lens.patching.pairs import reasons_against
+from attn_only_lens.runs.frozen import Frozen
+from attn_only_lens.runs.paired_runs import reasons_against
 
 POS = 5
 LAYOUTS = ("two blocks a layer", "in place")
@@ -200,7 +200,7 @@ def test_without_frozen_scales_sums_do_not_hold(monkeypatch):
     monkeypatch.setattr(Frozen, "__init__", loose)
     with pytest.raises(UnsupportedModelError, match="not linear"):
         attribution_graph(model, tokens(0, 1, POS), METRIC, top=7)
-    monkeypatch.setattr("attn_only_lens.patching.frozen.require_linear", lambda *args: None)
+    monkeypatch.setattr("attn_only_lens.runs.frozen.require_linear", lambda *args: None)
     graph = attribution_graph(model, tokens(0, 1, POS), METRIC, top=7)
     assert worst(graph.inflow(), graph.nodes) > 1e-2
 
@@ -372,7 +372,7 @@ def test_pruning_keeps_sums_and_says_what_is_left():
 
 def test_blocks_change_nothing(monkeypatch):
     whole = graph_of("gelu", top=29)
-    monkeypatch.setattr("attn_only_lens.circuits.edges._BLOCK", 1)
+    monkeypatch.setattr("attn_only_lens.circuits.linear_model._BLOCK", 1)
     one_by_one = graph_of("gelu", top=29)
     key = ["source", "target", "kind"]
     apart = whole.edges.set_index(key)["weight"] - one_by_one.edges.set_index(key)["weight"]

@@ -12,8 +12,8 @@ from models import build
 from attn_only_lens import CircuitError, PatchingError, calibrate, circuits, convert
 from attn_only_lens import expose_neuron_heads as expose
 from attn_only_lens import patching as p
-from attn_only_lens.circuits.blocks import Largest, scores, writer_factor
-from attn_only_lens.circuits.wiring import Norm
+from attn_only_lens.circuits._composition import Largest, scores, writer_factor
+from attn_only_lens.models.norms import Norm
 
 EXACT = 1e-12  # of scores in [0, 1], each a few hundred roundings of float64
 FAMILIES = ["gelu", "rms", "rms_pre", "ln_pre", "no_norm", "llama", "grouped", "silu_gated"]
@@ -342,6 +342,6 @@ def test_what_is_refused():
 
 
 def test_a_grid_that_would_not_fit_is_refused(monkeypatch):
-    monkeypatch.setattr("attn_only_lens.circuits.compositions._LARGEST_GRID", 100)
+    monkeypatch.setattr("attn_only_lens.circuits._composition._LARGEST_GRID", 100)
     with pytest.raises(CircuitError, match="use top_compositions"):
         circuits.composition(convert(build("gelu")), p.heads(), p.neuron_heads())

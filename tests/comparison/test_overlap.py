@@ -8,8 +8,8 @@ import torch
 from scipy.spatial.distance import jensenshannon
 from scipy.stats import spearmanr
 
-from attn_only_lens.comparison.overlap import Resampling, compared, largest, mass_of
-from attn_only_lens.comparison.patterns import divergence, gate_divergence
+from attn_only_lens.comparison.circuits import Resampling, compared, largest, mass_of
+from attn_only_lens.comparison.streaming import divergence, gate_divergence
 
 
 def test_divergences_are_scipys():

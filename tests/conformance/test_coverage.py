@@ -11,8 +11,8 @@ from common import needs_hooked_transformer
 from transformer_lens import ActivationCache
 
 from attn_only_lens import AttentionOnlyTransformer
+from attn_only_lens.models.two_blocks.refusals import Refusals
 from attn_only_lens.tl import HookedTransformer
-from attn_only_lens.two_blocks.refusals import Refusals
 
 pytestmark = needs_hooked_transformer
 

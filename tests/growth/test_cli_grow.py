@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from attn_only_lens.cli import app
 from attn_only_lens.growth import read_provenance
-from attn_only_lens.source_folder import load_source
+from attn_only_lens.models.source_folder import load_source
 
 
 def run(*arguments):

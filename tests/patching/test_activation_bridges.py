@@ -12,8 +12,8 @@ from transformer_lens.model_bridge.sources._bridge_builder import build_bridge_f
 
 from attn_only_lens import PatchingError, UnsupportedModelError, expose_neuron_heads
 from attn_only_lens import patching as p
-from attn_only_lens.patching.record import record
-from attn_only_lens.patching.replay import replay_of
+from attn_only_lens.runs.recording import record
+from attn_only_lens.runs.replay import replay_of
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # TransformerLens' and transformers' own
 BATCH, POS, D_MLP = 2, 11, 37

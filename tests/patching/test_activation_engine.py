@@ -11,9 +11,9 @@ from models import build
 
 from attn_only_lens import PatchingError, convert, expose_neuron_heads
 from attn_only_lens import patching as p
-from attn_only_lens.patching.batching import Batching
-from attn_only_lens.patching.pairs import recorded
-from attn_only_lens.patching.replay import replay_of
+from attn_only_lens.patching.sweep import Batching
+from attn_only_lens.runs.paired_runs import recorded
+from attn_only_lens.runs.replay import replay_of
 
 POS = 11
 METRIC = p.logit_diff(correct=7, wrong=8)
@@ -258,7 +258,7 @@ def test_an_interrupted_sweep_goes_on(layout, tmp_path, monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(Interrupted, "left", 17)
-        patch.setattr("attn_only_lens.patching.activation.PartStore", Interrupted)
+        patch.setattr("attn_only_lens.patching._activation_patch.PartStore", Interrupted)
         with pytest.raises(KeyboardInterrupt):
             sweep(model, resume=folder)
     assert len(list(folder.glob("part-*"))) == 17
@@ -405,7 +405,8 @@ def test_processes_that_share_no_folder_give_no_part_of_a_frame(tmp_path, monkey
     """A process that has done its half, and waits for no one."""
     model = made()
     monkeypatch.setattr(
-        "attn_only_lens.patching.activation.Processes.share", lambda self, work: list(work[::2])
+        "attn_only_lens.patching._activation_patch.Processes.share",
+        lambda self, work: list(work[::2]),
     )
     with pytest.raises(PatchingError, match="this sweep is not whole"):
         sweep(model, resume=tmp_path / "parts")

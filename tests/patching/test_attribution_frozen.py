@@ -8,10 +8,10 @@ from models import CORE, FAMILIES, build
 
 from attn_only_lens import UnsupportedModelError, convert, expose_neuron_heads
 from attn_only_lens import patching as p
-from attn_only_lens.patching.frozen import Frozen
-from attn_only_lens.patching.gradients import Tape, rooted
-from attn_only_lens.patching.integrated import integrated_gradients
-from attn_only_lens.patching.record import record, run
+from attn_only_lens.patching._attribution import integrated_gradients
+from attn_only_lens.runs.frozen import Frozen
+from attn_only_lens.runs.gradients import Tape, rooted
+from attn_only_lens.runs.recording import record, run
 
 POS = 5
 LAYOUTS = ("two blocks a layer", "in place")

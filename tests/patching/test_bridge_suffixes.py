@@ -10,11 +10,11 @@ from transformers.cache_utils import DynamicCache
 
 from attn_only_lens import UnsupportedModelError, expose_neuron_heads
 from attn_only_lens import patching as p
-from attn_only_lens.patching.attention import editing
-from attn_only_lens.patching.record import record
-from attn_only_lens.patching.replay import bridge as bridge_replay
-from attn_only_lens.patching.replay.bridge import BridgeReplay
-from attn_only_lens.patching.replay.past import Past, past_of
+from attn_only_lens.runs.edits import editing
+from attn_only_lens.runs.recording import record
+from attn_only_lens.runs.replay import bridge as bridge_replay
+from attn_only_lens.runs.replay.bridge import BridgeReplay
+from attn_only_lens.runs.replay.key_values import Past, past_of
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # TransformerLens' and transformers' own
 BATCH, POS, FIRST = 2, 11, 4

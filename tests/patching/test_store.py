@@ -10,7 +10,7 @@ from random_sweeps import values
 
 from attn_only_lens import PatchingError, convert, expose_neuron_heads
 from attn_only_lens import patching as p
-from attn_only_lens.patching.fingerprints import _described
+from attn_only_lens.runs.identity import _described
 
 SETTINGS = {"model": "abc", "metric": "kl", "sites": ["L0N1", "L0N2"], "prompts": [[1, 2], [1, 3]]}
 

@@ -11,7 +11,7 @@ from drawn_circuit import EVIL, META, circuit, details
 from page_of_circuit import click, read_back, slide, visible
 
 from attn_only_lens import PictureError, viz
-from attn_only_lens.viz.circuit_layout import place
+from attn_only_lens.viz.circuit import place
 
 
 def page(**changes):

@@ -12,7 +12,7 @@ from page_of_circuit import click, read_back, slide, visible
 from attn_only_lens import CircuitError, PictureError, convert, expose_neuron_heads, viz
 from attn_only_lens import patching as p
 from attn_only_lens.circuits import attribution_graph
-from attn_only_lens.circuits.weights import Weights
+from attn_only_lens.circuits.head_weights import Weights
 from attn_only_lens.heads import HeadName
 
 POS, METRIC = 5, p.logit_diff(7, 11)

@@ -11,8 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from attn_only_lens import viz
-from attn_only_lens.viz.page import document, for_script, inline, shown
-from attn_only_lens.viz.plotly_text import text
+from attn_only_lens.viz.page import document, for_script, inline, shown, text
 
 
 @given(st.text())

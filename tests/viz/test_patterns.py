@@ -24,7 +24,7 @@ from attn_only_lens import (
     neuron_pattern,
     viz,
 )
-from attn_only_lens.viz.circuitsvis_page import Component, circuitsvis_page
+from attn_only_lens.viz.attention import Component, circuitsvis_page
 
 TEXTS = ["<bos>", "</script>", "<b>x</b>", "\n", ' "q"', "&amp;", " the", " the", "日", "'", "</"]
 SHOWN = ["<bos>", "</script>", "<b>x</b>", "↵", '·"q"', "&amp;", "·the", "·the", "日", "'", "</"]
@@ -277,7 +277,7 @@ def test_caches_of_a_model_that_had_no_neuron_heads_then_or_has_none_now(reader)
 
 
 def test_a_text_too_long_to_draw_is_refused(cache, monkeypatch):
-    monkeypatch.setattr("attn_only_lens.viz.circuitsvis_page.MOST_CELLS", POS * POS)
+    monkeypatch.setattr("attn_only_lens.viz.attention.MOST_CELLS", POS * POS)
     with pytest.raises(PictureError, match="242 cells"):
         viz.attention_view(cache, 1, TEXTS)
 

@@ -1,0 +1,84 @@
+"""Whether a neuron writes more of what it reads, or takes it away.
+
+A neuron reads q = x · r and, in a gated MLP, u = x · s as well (W_gate and W_in), and writes w:
+
+    plain    x + act(x · r) w           cos(r, w) > 0: what it reads grows; < 0: it shrinks
+    gated    x + act(x · r) (x · s) w   while the gate is open, cos(s, w) > 0: the component along
+                                        s grows, whatever its sign; < 0: it shrinks
+
+"enrichment" and "depletion" of Gerstner and Schütze 2025, "Understanding Gated Neurons in
+Transformers from Their Input-Output Functionality" (arXiv:2505.17936). Their classes of gated
+neurons also ask for cos(r, w) and cos(r, s). The signs of both belong to u: (r, s, w) and
+(r, -s, -w) are the same neuron.
+
+1/√d_model is the root mean square cosine of random vectors.
+"""
+
+from typing import Any
+
+import pandas as pd
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from attn_only_lens.circuits.head_weights import Weights
+from attn_only_lens.numerics import where_float64_is
+from attn_only_lens.runs.sites import neuron_heads, resolve
+
+__all__ = ["enrichment"]
+
+
+@torch.no_grad()
+def enrichment(
+    model: Any, layers: int | list[int] | None = None, *, fold_norms: bool = True
+) -> pd.DataFrame:
+    """The cosine of what each neuron reads and what it writes.
+
+    Args:
+        model: converted, or with exposed neuron-heads.
+        layers: source layers; None for all.
+        fold_norms: whether to fold norms into the weights; False takes weights as they stand.
+
+    Returns:
+        A row for each neuron: `name`, `layer`, `neuron`; `cos`, of the value's vector (W_in) and
+        W_out; `ratio_to_baseline`, |cos| · √d_model; `gate_cos`, of W_gate and W_out, and
+        `gate_value_cos`, of W_gate and W_in, in plain MLPs the same as `cos` and 1. NaN where a
+        vector is zero.
+
+    Raises:
+        CircuitError: a bridge's norms or matrices are not known.
+        PatchingError: the model has no neuron-heads, or not those layers.
+
+    Example:
+        >>> from attn_only_lens import circuits, convert, pretrained
+        >>> frame = circuits.enrichment(convert(pretrained.modular_addition()))
+        >>> len(frame), bool(frame.cos.between(-1, 1).all())
+        (512, True)
+    """
+    chosen = resolve(model, neuron_heads(layers))
+    weights = Weights.of(model, fold_norms=fold_norms)
+    frames = []
+    for sites in chosen:
+        gate, value = (weights.reads(sites, kind).A.squeeze(-1) for kind in ("q", "v"))
+        out = weights.writes(sites).B.squeeze(-2)
+        cos = _cos(value, out)
+        frames.append(
+            pd.DataFrame(
+                {
+                    "name": sites.names,
+                    "layer": sites.layer,
+                    "neuron": sites.index.numpy(),
+                    "cos": cos,
+                    "ratio_to_baseline": abs(cos) * model.cfg.d_model**0.5,
+                    "gate_cos": _cos(gate, out),
+                    "gate_value_cos": _cos(gate, value),
+                }
+            )
+        )
+    return pd.concat(frames, ignore_index=True)
+
+
+def _cos(one: Float[Tensor, "neuron d_model"], other: Float[Tensor, "neuron d_model"]) -> Any:
+    one, other = (where_float64_is(each).double() for each in (one, other))
+    product = (one * other).sum(-1) / (one.norm(dim=-1) * other.norm(dim=-1))
+    return product.clamp(-1, 1).cpu().numpy()

@@ -1,0 +1,202 @@
+"""A grown model as a folder that every command takes for MODEL, with its provenance beside it.
+
+    config.json, model.safetensors, tokenizer/    as `source_folder` reads them
+    provenance.json                               where everything went, and a digest of the others
+
+The way back is not in it: `Grown.shrink` needs what was overwritten.
+"""
+
+import json
+import os
+from dataclasses import asdict
+from itertools import groupby
+from pathlib import Path
+from typing import Any, TypedDict
+
+from attn_only_lens.errors import CheckpointError, GrowthError
+from attn_only_lens.expansion import Axis, Constants, Identity, Place, Provenance, Zeros
+from attn_only_lens.growth._grow import Grown
+from attn_only_lens.growth.hooked import HOOKED
+from attn_only_lens.models.checkpoint.entries import plain_config
+from attn_only_lens.models.source_folder import (
+    COMPUTED,
+    CONFIG,
+    GROWN,
+    PROVENANCE,
+    TOKENIZER,
+    WEIGHTS,
+)
+from attn_only_lens.storage import (
+    digests_of,
+    inside,
+    misfits,
+    opened_folder,
+    whole_folder,
+    write_tensors,
+)
+
+__all__ = ["read_provenance", "save_grown"]
+
+_Runs = list[tuple[int, int]]
+_LONGEST = 10**8
+
+
+class _Place(TypedDict):
+    where: _Runs
+    size: int
+
+
+class _Source(TypedDict):
+    marks: dict[str, tuple[float, float]]
+    precision: float
+
+
+class _Provenance(TypedDict):
+    layers: _Place
+    axes: list[tuple[str, int | None, _Place]]
+    sizes: list[tuple[str, int | None, int]]
+    constants: Constants
+    like: list[tuple[int, int]]
+    scales: dict[str, float]
+    rescaled: dict[str, float]
+    zeros: list[tuple[str, list[_Runs]]]
+    centred: bool
+    source: _Source | None
+
+
+def save_grown(grown: Grown, folder: str | os.PathLike[str]) -> Path:
+    """Write a grown HookedTransformer to a folder, all of it or nothing.
+
+    Every file has a digest in `provenance.json`: what is trained further is written by this
+    function again, and not over the weights in the folder.
+
+    Args:
+        grown: what `grow` returned, trained since perhaps.
+        folder: where to; an earlier save there is replaced, anything else is refused.
+
+    Returns:
+        The folder.
+
+    Raises:
+        GrowthError: the model is no HookedTransformer: `save` it.
+        CheckpointError: the folder holds something else.
+
+    Example:
+        >>> import tempfile
+        >>> from attn_only_lens import grow, pretrained
+        >>> from attn_only_lens.growth import read_provenance, save_grown
+        >>> grown = grow(pretrained.modular_addition(), n_layers=2)
+        >>> with tempfile.TemporaryDirectory() as parent:
+        ...     read_provenance(save_grown(grown, f"{parent}/grown")) == grown.provenance
+        True
+    """
+    model = grown.model
+    if not HOOKED.takes(model) or HOOKED.reasons_against(model):
+        raise GrowthError(
+            [f"got a {type(model).__name__}; expected a plain HookedTransformer"],
+            "this model cannot be written as a folder",
+        )
+    there = opened_folder(folder)
+    if (there / CONFIG).exists() and not (there / PROVENANCE).exists():
+        raise CheckpointError(
+            f"{there} holds a model that did not grow (it has no {PROVENANCE}); expected a new "
+            "folder, or one that `grow` wrote"
+        )
+    state = model.state_dict()
+    # The tokenizer lies beside it, and need not be looked for at a hub.
+    config = plain_config(model.cfg) | {"tokenizer_name": None, "init_weights": False}
+    with whole_folder(there, (CONFIG, WEIGHTS, TOKENIZER, PROVENANCE), PROVENANCE) as new:
+        (new / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        kept = {name: tensor for name, tensor in state.items() if not name.endswith(COMPUTED)}
+        write_tensors(new / WEIGHTS, kept)
+        if model.tokenizer is not None:
+            model.tokenizer.save_pretrained(new / TOKENIZER)
+        provenance = _to_json(grown.provenance)
+        GROWN.write(new / PROVENANCE, provenance=provenance, files=digests_of(new))
+    return there
+
+
+def read_provenance(folder: str | os.PathLike[str]) -> Provenance:
+    """Where everything went, from a folder that `save_grown` or the command `grow` wrote.
+
+    Raises:
+        CheckpointError: there is none, or it cannot be read.
+    """
+    path = inside(opened_folder(folder), PROVENANCE)
+    if not path.exists():
+        raise CheckpointError(
+            f"{path} is missing: this model has no provenance; expected a folder that "
+            "`attn-only-lens grow` wrote"
+        )
+    said = GROWN.read(path)["provenance"]
+    wrong = [reason.removeprefix(".") for reason in misfits(said, _Provenance, "")]
+    if _length(said) > _LONGEST:
+        wrong.append(f"it lists more than {_LONGEST} indices")
+    try:
+        if not wrong:
+            return _from_json(said)
+    except (LookupError, TypeError, ValueError) as error:
+        wrong.append(str(error))
+    raise CheckpointError(f"{path} is no readable provenance: {'; '.join(wrong[:5])}")
+
+
+def _length(said: Any) -> int:
+    """How many indices the runs in a provenance stand for."""
+    if isinstance(said, list) and [type(each) for each in said] == [int, int]:
+        return max(0, said[1] - said[0])
+    inner = said.values() if isinstance(said, dict) else said if isinstance(said, list) else ()
+    return sum(map(_length, inner))
+
+
+def _to_json(provenance: Provenance) -> dict[str, Any]:
+    return {
+        "layers": _place_to_json(provenance.layers),
+        "axes": [[*axis, _place_to_json(place)] for axis, place in provenance.axes.items()],
+        "sizes": [[*axis, size] for axis, size in provenance.sizes.items()],
+        "constants": asdict(provenance.constants),
+        "like": list(provenance.like.items()),
+        "scales": dict(provenance.scales),
+        "rescaled": dict(provenance.rescaled),
+        "zeros": [[each.name, [_runs(where) for where in each.where]] for each in provenance.zeros],
+        "centred": provenance.centred,
+        "source": None if provenance.source is None else asdict(provenance.source),
+    }
+
+
+def _from_json(data: dict[str, Any]) -> Provenance:
+    constants = data["constants"]
+    types, source = constants["attn_types"], data["source"]
+    constants |= {"attn_types": types and tuple(types), "init": tuple(constants["init"])}
+    return Provenance(
+        layers=_place(data["layers"]),
+        axes={Axis(label, layer): _place(place) for label, layer, place in data["axes"]},
+        sizes={Axis(label, layer): size for label, layer, size in data["sizes"]},
+        constants=Constants(**constants),
+        like=dict(data["like"]),
+        scales=data["scales"],
+        rescaled=data["rescaled"],
+        zeros=tuple(Zeros(name, tuple(map(_indices, where))) for name, where in data["zeros"]),
+        centred=data["centred"],
+        source=source
+        and Identity(
+            {name: tuple(mark) for name, mark in source["marks"].items()}, source["precision"]
+        ),
+    )
+
+
+def _place_to_json(place: Place) -> dict[str, Any]:
+    return {"where": _runs(place.where), "size": place.size}
+
+
+def _place(data: dict[str, Any]) -> Place:
+    return Place(_indices(data["where"]), data["size"])
+
+
+def _runs(indices: tuple[int, ...]) -> list[tuple[int, int]]:
+    """Runs of successive indices, as start and stop: mostly one."""
+    runs = (list(run) for _, run in groupby(enumerate(indices), lambda each: each[1] - each[0]))
+    return [(run[0][1], run[-1][1] + 1) for run in runs]
+
+
+def _indices(runs: list[tuple[int, int]]) -> tuple[int, ...]:
+    return tuple(index for start, stop in runs for index in range(start, stop))

@@ -1,0 +1,1 @@
+"""Save models with neuron-heads to folders, and load them."""

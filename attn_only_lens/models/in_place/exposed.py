@@ -1,0 +1,193 @@
+"""Models whose neurons are exposed as heads in place: the classes they take on meanwhile.
+
+A model is given a subclass, and loses it, by its `__class__`: it stays the same object with the
+same parameters, and whatever holds it goes on working. What the subclasses of models add is to
+refuse hooks on `mlp.hook_neuron_write` while it is off: TransformerLens does so for
+`attn.hook_result` alone, and would silently never call them. Those of MLPs hand their output to
+`hook_neuron_write`.
+"""
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from transformer_lens.model_bridge import TransformerBridge
+
+from attn_only_lens.axes import Residual
+from attn_only_lens.errors import UnsupportedCallError
+from attn_only_lens.heads.host import POINTS, WithNeuronHeads
+from attn_only_lens.models.in_place.heads import InPlace
+from attn_only_lens.tl import MLP, GatedMLP, HookedTransformer
+
+__all__ = ["ExposedBridge", "ExposedTransformer", "exposed_heads", "hidden", "hide", "show"]
+
+_RESULT = f"mlp.{POINTS['result']}"
+_OFF = "{name} does not fire while it is off: call model.set_use_attn_result(True) first"
+
+
+def _named(names_filter: Any) -> list[Any]:
+    """The hooks that a filter names one by one; none where it is a function, or everything."""
+    if isinstance(names_filter, str):
+        return [names_filter]
+    return names_filter if isinstance(names_filter, list) else []
+
+
+class _Exposed(WithNeuronHeads):
+    """A model whose blocks have MLPs with neuron-heads."""
+
+    _layout = "in place"
+    blocks: Any
+
+    def _heads_by_layer(self) -> list[InPlace]:  # type: ignore[override]
+        return [block.mlp._neuron_heads for block in self.blocks]
+
+    def forward(self, *args: Any, **how: Any) -> Any:
+        """As in TransformerLens."""
+        with self._heads_by_layer()[0].passing.of_another_pass():  # a hook may run the model again
+            return super().forward(*args, **how)  # type: ignore[misc]
+
+
+class ExposedTransformer(_Exposed, HookedTransformer):
+    """A HookedTransformer whose MLPs have neuron-heads."""
+
+    def _off(self, name: object) -> bool:
+        return isinstance(name, str) and name.endswith(_RESULT) and not self.cfg.use_attn_result
+
+    def _require_on(self, name: object) -> None:
+        if self._off(name):
+            raise UnsupportedCallError(_OFF.format(name=name))
+
+    def check_hooks_to_add(
+        self, hook_point: Any, hook_point_name: str, *rest: Any, **how: Any
+    ) -> None:
+        """As in TransformerLens, for `mlp.hook_neuron_write` too."""
+        self._require_on(hook_point_name)
+        super().check_hooks_to_add(hook_point, hook_point_name, *rest, **how)
+
+    def get_caching_hooks(self, names_filter: Any = None, *rest: Any, **how: Any) -> Any:
+        """As in TransformerLens; what does not fire is left out, or refused where it is named."""
+        for name in _named(names_filter):
+            self._require_on(name)
+        cache, *directions = super().get_caching_hooks(names_filter, *rest, **how)
+        on = [[pair for pair in hooks if not self._off(pair[0])] for hooks in directions]
+        return cache, *on
+
+    @contextmanager
+    def hooks(
+        self,
+        fwd_hooks: list[Any] = [],  # noqa: B006 - TransformerLens' signature; never changed
+        bwd_hooks: list[Any] = [],  # noqa: B006
+        reset_hooks_end: bool = True,
+        clear_contexts: bool = False,
+    ) -> Iterator[Any]:
+        """As in TransformerLens; raises for `mlp.hook_neuron_write` while it does not fire."""
+        for name, _ in [*fwd_hooks, *bwd_hooks]:
+            self._require_on(name)
+        with super().hooks(fwd_hooks, bwd_hooks, reset_hooks_end, clear_contexts) as hooked:
+            yield hooked
+
+
+class ExposedBridge(_Exposed, TransformerBridge):
+    """A TransformerBridge whose MLPs have neuron-heads."""
+
+    def set_use_attn_result(self, use_attn_result: bool) -> None:
+        """As in TransformerLens; and where it has none for the attention, for the MLPs alone."""
+        try:
+            super().set_use_attn_result(use_attn_result)
+        except NotImplementedError as error:
+            warnings.warn(
+                f"only {_RESULT} is on, and attn.hook_result is not: {error}", stacklevel=2
+            )
+        for heads in self._heads_by_layer():
+            heads.results = use_attn_result
+
+    def run_with_cache(self, *args: Any, **how: Any) -> Any:
+        """As in TransformerLens; raises where a name is of a hook point that does not fire."""
+        by_place = args[3] if len(args) > 3 else None
+        for name in _named(how.get("names_filter", by_place)):
+            if name.endswith(_RESULT) and self._gated_hook_reason(name):
+                raise UnsupportedCallError(_OFF.format(name=name))
+        return super().run_with_cache(*args, **how)
+
+    def _gated_hook_reason(self, hook_point_name: str) -> str | None:
+        if hook_point_name.endswith(_RESULT):
+            on = all(heads.results_on for heads in self._heads_by_layer())
+            return None if on else "use_attn_result"
+        return super()._gated_hook_reason(hook_point_name)
+
+
+class ExposedMLP(MLP):
+    """A plain MLP of a HookedTransformer with neuron-heads beside it."""
+
+    _neuron_heads: InPlace
+
+    def forward(self, x: Residual) -> Residual:
+        """As the MLP does, by way of hook_neuron_write where it is live."""
+        with self._neuron_heads.passing.of_another_pass():  # a hook may run this MLP alone
+            return self._neuron_heads.write(super().forward(x))
+
+
+class ExposedGatedMLP(GatedMLP):
+    """A gated MLP of a HookedTransformer with neuron-heads beside it."""
+
+    _neuron_heads: InPlace
+
+    def forward(self, x: Residual) -> Residual:
+        """As the MLP does, by way of hook_neuron_write where it is live."""
+        with self._neuron_heads.passing.of_another_pass():  # a hook may run this MLP alone
+            return self._neuron_heads.write(super().forward(x))
+
+
+_EXPOSED: dict[type, type] = {
+    HookedTransformer: ExposedTransformer,
+    TransformerBridge: ExposedBridge,
+    MLP: ExposedMLP,
+    GatedMLP: ExposedGatedMLP,
+}
+_STOCK = {exposed: stock for stock, exposed in _EXPOSED.items()}
+
+
+def show(model: HookedTransformer | TransformerBridge, heads: list[InPlace]) -> None:
+    """Attach the neuron-heads of every layer to a stock model, which becomes an exposed one."""
+    for each in heads:
+        each.attach()
+        each.mlp.__class__ = _EXPOSED.get(type(each.mlp), type(each.mlp))
+        if isinstance(model, TransformerBridge):
+            for name, point in each.points.items():
+                point.name = f"blocks.{each.layer}.mlp.{name}"
+                model._hook_registry[point.name] = point
+    model.__class__ = _EXPOSED[type(model)]
+    if isinstance(model, HookedTransformer):
+        model.setup()
+
+
+def hide(model: HookedTransformer | TransformerBridge) -> None:
+    """Undo `show`; a model that is not exposed is left as it is."""
+    for each in exposed_heads(model):
+        each.mlp.__class__ = _STOCK.get(type(each.mlp), type(each.mlp))
+        each.detach()
+        if isinstance(model, TransformerBridge):
+            for name in each.points:
+                each.mlp._hook_registry.pop(name)
+                model._hook_registry.pop(f"blocks.{each.layer}.mlp.{name}")
+    model.__class__ = _STOCK.get(type(model), type(model))
+    if isinstance(model, HookedTransformer):
+        model.setup()
+
+
+@contextmanager
+def hidden(model: Any) -> Iterator[Any]:
+    """A model as it is without its neuron-heads, if it has any; they are back afterwards."""
+    heads = exposed_heads(model)
+    hide(model)
+    try:
+        yield model
+    finally:
+        if heads:
+            show(model, heads)
+
+
+def exposed_heads(model: object) -> list[InPlace]:
+    """The neuron-heads of each layer of an exposed model; none of any other."""
+    return model._heads_by_layer() if isinstance(model, _Exposed) else []

@@ -1,0 +1,198 @@
+"""A source model from a folder: `config.json`, `model.safetensors`, perhaps `tokenizer/`.
+
+`config.json` holds keyword arguments of `HookedTransformerConfig`, `model.safetensors` its state
+dict (masks and rotary tables, which TransformerLens computes, may be left out). Where the command
+`grow` wrote the folder, `provenance.json` has a digest of every file.
+"""
+
+import os
+from pathlib import Path
+from typing import Any, TypedDict
+
+import psutil
+import torch
+from torch import Tensor
+from transformers import AutoTokenizer
+
+from attn_only_lens.errors import CheckpointError
+from attn_only_lens.models.two_blocks.build import stock_skeleton
+from attn_only_lens.storage import (
+    Document,
+    FileDigest,
+    check_files,
+    inside,
+    misfits,
+    opened_folder,
+    read_json,
+    read_tensors,
+)
+from attn_only_lens.storage.size_limit import no_more_than
+from attn_only_lens.tl import (
+    HookedTransformer,
+    HookedTransformerConfig,
+    quiet,
+    require_hooked_transformer,
+)
+
+__all__ = [
+    "COMPUTED",
+    "CONFIG",
+    "DTYPES",
+    "GROWN",
+    "PROVENANCE",
+    "TOKENIZER",
+    "WEIGHTS",
+    "device_named",
+    "dtype_named",
+    "load_source",
+    "load_tokenizer",
+    "read_folder",
+]
+
+CONFIG, WEIGHTS, TOKENIZER = "config.json", "model.safetensors", "tokenizer"
+PROVENANCE = "provenance.json"
+COMPUTED = ("attn.mask", "attn.IGNORE", "attn.rotary_sin", "attn.rotary_cos")
+DTYPES = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+}
+
+
+class _Grown(TypedDict):
+    provenance: dict[str, Any]
+    files: dict[str, FileDigest]
+
+
+GROWN = Document("attn_only_lens.Grown", 1, _Grown, indent=2)
+"""What lies in PROVENANCE."""
+
+
+def load_source(
+    folder: Path, *, dtype: str | torch.dtype = "float32", device: str | torch.device = "cpu"
+) -> HookedTransformer:
+    """Read a stock model from a folder: no pickle, no network, no code of its own, no other folder.
+
+    Raises:
+        CheckpointError: a file is missing or damaged, or the two do not belong together.
+    """
+    folder = opened_folder(folder)
+    to_device, to_dtype = device_named(device), dtype_named(dtype)
+    config, state = read_folder(folder)
+    require_hooked_transformer()
+    # A tokenizer is in the folder, and is not looked for at a hub.
+    chosen = {"device": str(to_device), "dtype": to_dtype, "init_weights": False}
+    chosen |= {"tokenizer_name": None, "trust_remote_code": False}
+    said = {key: value for key, value in config.items() if key not in chosen}
+    wrong = list(misfits(said, HookedTransformerConfig, CONFIG))
+    if wrong:
+        raise CheckpointError(f"{folder / CONFIG} is not a model's: {'; '.join(wrong[:5])}")
+    fields = said | chosen
+    try:
+        with no_more_than(state):
+            expected = stock_skeleton(fields).state_dict()
+    except CheckpointError:
+        raise
+    except Exception as error:  # of any constructor that the configuration leads to
+        raise CheckpointError(f"{folder / CONFIG} is not a model's: {error}") from error
+    wrong = [
+        f"{name} is missing"
+        for name in expected
+        if name not in state and not name.endswith(COMPUTED)
+    ]
+    wrong += [f"{name} is not known" for name in state if name not in expected]
+    wrong += [
+        f"{name} has shape {tuple(tensor.shape)}; expected {tuple(expected[name].shape)}"
+        for name, tensor in state.items()
+        if name in expected and tensor.shape != expected[name].shape
+    ]
+    bytes_needed = sum(each.numel() * each.element_size() for each in expected.values())
+    if bytes_needed > (free := psutil.virtual_memory().available):
+        wrong.append(f"the model takes {bytes_needed:,} bytes, and {free:,} are free")
+    if wrong:
+        raise CheckpointError(f"{folder / WEIGHTS} does not fit {CONFIG}: {'; '.join(wrong[:5])}")
+    with quiet():
+        model = HookedTransformer(HookedTransformerConfig(**fields))
+    model.load_state_dict(state, strict=False)
+    if (folder / TOKENIZER).is_dir():
+        model.set_tokenizer(load_tokenizer(folder))
+    return model
+
+
+def load_tokenizer(folder: Path) -> Any:
+    """Read the tokenizer of a folder: no code of its own, no file of another folder, no question.
+
+    Raises:
+        CheckpointError: it needs code of its own, names files elsewhere, or cannot be read.
+    """
+    where = folder / TOKENIZER
+    for path in where.rglob("*"):
+        inside(folder, path.relative_to(folder).as_posix())
+    settings = where / "tokenizer_config.json"
+    said = read_json(settings) if settings.exists() else {}
+    if not isinstance(said, dict):
+        raise CheckpointError(
+            f"{settings} holds a {type(said).__name__}; expected a tokenizer's settings by name"
+        )
+    named = [key for key in said if str(key).endswith("_file") and said[key] is not None]
+    if any(os.path.exists(str(said[key])) for key in named):
+        raise CheckpointError(f"{settings} names files outside of its folder: {', '.join(named)}")
+    try:
+        made = AutoTokenizer.from_pretrained(where, local_files_only=True, trust_remote_code=False)
+        made.encode("")
+        return made
+    except Exception as error:  # of any tokenizer, written in any language
+        raise CheckpointError(f"the tokenizer in {where} cannot be loaded: {error}") from error
+
+
+def read_folder(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Read the two files: the configuration, whose values are not looked at, and the state dict.
+
+    Raises:
+        CheckpointError: one cannot be read, or is not the one that `grow` wrote; the folder is of
+            Hugging Face transformers.
+    """
+    if (folder / PROVENANCE).exists():
+        check_files(folder, GROWN.read(inside(folder, PROVENANCE))["files"], closed=TOKENIZER)
+    config = read_json(inside(folder, CONFIG))
+    if not isinstance(config, dict):
+        raise CheckpointError(f"{folder / CONFIG} is not a model's: got {type(config).__name__}")
+    if config.keys() & {"model_type", "architectures", "transformers_version"}:
+        kind = config.get("architectures") or config.get("model_type")
+        raise CheckpointError(
+            f"{folder} holds a model of Hugging Face transformers ({kind}); expected the "
+            f"configuration of a HookedTransformer in {CONFIG}. In Python, "
+            f"bridge = TransformerBridge.boot_transformers({str(folder)!r}) loads it; "
+            "attn_only_lens.save(attn_only_lens.expose_neuron_heads(bridge).model, 'saved') writes "
+            "a folder for the commands patch, circuit and pattern"
+        )
+    return config, read_tensors(inside(folder, WEIGHTS))[0]
+
+
+def dtype_named(dtype: str | torch.dtype) -> torch.dtype:
+    """A floating-point type by name.
+
+    Raises:
+        CheckpointError: it is none that models come in.
+    """
+    found = DTYPES.get(str(dtype).removeprefix("torch."))
+    if found is None:
+        raise CheckpointError(f"got dtype={dtype!r}; expected one of {', '.join(DTYPES)}")
+    return found
+
+
+def device_named(device: str | torch.device) -> torch.device:
+    """A device that this machine has.
+
+    Raises:
+        CheckpointError: it has no such device, or nothing can be stored there.
+    """
+    try:
+        found = torch.device(device)
+        torch.zeros(1, device=found).item()
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise CheckpointError(
+            f"got device={str(device)!r}, which cannot be used here ({reason}); expected 'cpu', or "
+            "'cuda', 'cuda:1', 'mps' where there is one"
+        ) from error
+    return found

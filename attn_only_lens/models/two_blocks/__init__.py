@@ -1,0 +1,16 @@
+"""Attention-only models: a `HookedTransformer` with two blocks for every layer of its source."""
+
+from attn_only_lens.models.two_blocks.build import convert_as, rebuilt
+from attn_only_lens.models.two_blocks.cache import AttentionOnlyCache
+from attn_only_lens.models.two_blocks.config import LayerSizes
+from attn_only_lens.models.two_blocks.model import AttentionOnlyTransformer
+from attn_only_lens.models.two_blocks.stacks import HeadStack
+
+__all__ = [
+    "AttentionOnlyCache",
+    "AttentionOnlyTransformer",
+    "HeadStack",
+    "LayerSizes",
+    "convert_as",
+    "rebuilt",
+]

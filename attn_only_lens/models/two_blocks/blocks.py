@@ -1,0 +1,186 @@
+"""The two blocks that one layer of the source becomes."""
+
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from transformer_lens.cache.key_value_cache_entry import TransformerLensKeyValueCacheEntry
+from transformer_lens.hook_points import HookPoint
+from transformer_lens.utilities.architectures import POST_NORM_ARCHITECTURES
+
+from attn_only_lens.axes import Residual
+from attn_only_lens.errors import UnsupportedCallError
+from attn_only_lens.heads.pass_state import Passing
+from attn_only_lens.models.two_blocks.attention import (
+    BilinearAttention,
+    NeuronAttention,
+    is_live,
+    tracked_like,
+)
+from attn_only_lens.models.two_blocks.config import BlockConfig
+from attn_only_lens.models.two_blocks.refusals import NO_MLP
+from attn_only_lens.tl import MLP, GatedMLP, TransformerBlock
+
+__all__ = ["AttentionBlock", "NeuronBlock"]
+
+
+class AttentionBlock(TransformerBlock):
+    """Block 2l: the attention heads of source layer l, run by TransformerLens' own code.
+
+    The stock block is reused with nothing where its MLP was. Its `cfg` claims a parallel MLP (see
+    `BlockConfig`): that path hands `apply_mlp` the stream as it entered the block, after the
+    user's hooks, which is just what the neuron block of a parallel model must read.
+    """
+
+    cfg: BlockConfig  # type: ignore[assignment]
+    hook_mlp_out: "NoMLP"
+    passing: Passing
+
+    @classmethod
+    def of(cls, source: TransformerBlock, cfg: BlockConfig, passing: Passing) -> "AttentionBlock":
+        """Take over the attention half of `source`, a clone that nobody else holds.
+
+        Args:
+            source: a stock block with an MLP.
+            cfg: this block's configuration.
+            passing: of the model: where a parallel one leaves what enters this block.
+        """
+        block = cls.__new__(cls)
+        nn.Module.__init__(block)
+        block.__dict__.update(source.__dict__)
+        block._modules = {
+            name: module
+            for name, module in source._modules.items()
+            if name not in ("mlp", "ln2", "ln2_post", "hook_resid_mid", "hook_mlp_in")
+        }
+        block.ln2 = nn.Identity().train(source.training)
+        block.hook_mlp_out = NoMLP().train(source.training)
+        block.cfg = cfg
+        block.attn.cfg = cfg  # type: ignore[assignment]
+        block.passing = passing
+        return block
+
+    def forward(
+        self,
+        resid_pre: Residual,
+        shortformer_pos_embed: Tensor | None = None,
+        past_kv_cache_entry: TransformerLensKeyValueCacheEntry | None = None,
+        attention_mask: Tensor | None = None,
+    ) -> Residual:
+        """As the stock block, with a place in a key-value cache for as many heads as it has."""
+        entry = past_kv_cache_entry
+        # TransformerLens makes all entries of one size; what is empty can be made anew.
+        if isinstance(entry, TransformerLensKeyValueCacheEntry) and not entry.past_keys.shape[1]:
+            heads = self.cfg.n_key_value_heads or self.cfg.n_heads
+            empty = entry.past_keys.new_empty((len(entry.past_keys), 0, heads, self.cfg.d_head))
+            entry.past_keys = entry.past_values = empty
+        resid_post: Residual = super().forward(
+            resid_pre, shortformer_pos_embed, entry, attention_mask
+        )
+        return resid_post
+
+    def apply_mlp(self, normalized_resid: Tensor) -> Tensor:
+        """The MLP of an attention-only block: zero, visible only to live hooks."""
+        if self.cfg.neurons_read_along:
+            self.passing.left[self.cfg.layer] = normalized_resid
+        return self.hook_mlp_out.zero(normalized_resid)
+
+
+class NeuronBlock(nn.Module):
+    """Block 2l + 1: the neurons of source layer l as heads, with that layer's ln2 as its ln1."""
+
+    def __init__(self, source: TransformerBlock, cfg: BlockConfig, passing: Passing) -> None:
+        """Take over the MLP half of `source`, a clone that nobody else holds.
+
+        Args:
+            source: a stock block with an MLP.
+            cfg: this block's configuration.
+            passing: of the model, as in `AttentionBlock.of`.
+        """
+        super().__init__()
+        assert isinstance(source.mlp, MLP | GatedMLP)
+        self.cfg = cfg
+        self.ln1 = source.ln2
+        if cfg.use_normalization_before_and_after:
+            self.ln1_post = source.ln2_post
+        attention = NeuronAttention if cfg.gating.kind == "exact" else BilinearAttention
+        self.attn = attention(source.mlp, cfg)
+        self.hook_mlp_in = HookPoint()  # [batch, pos, d_model], if use_hook_mlp_in
+        self.hook_attn_out = HookPoint()  # [batch, pos, d_model]
+        self.hook_mlp_out = NoMLP()  # [batch, pos, d_model]
+        self.hook_resid_pre = HookPoint()  # [batch, pos, d_model]
+        self.hook_resid_post = HookPoint()  # [batch, pos, d_model]
+        self.passing = passing
+
+    def forward(
+        self,
+        resid_pre: Residual,
+        shortformer_pos_embed: Tensor | None = None,
+        past_kv_cache_entry: object = None,
+        attention_mask: Tensor | None = None,
+    ) -> Residual:
+        """The stream after this block. Its heads see one token each: masks and caches are moot."""
+        post_norm = self.cfg.original_architecture in POST_NORM_ARCHITECTURES
+        resid_pre = self.hook_resid_pre(resid_pre)
+        source = self._entered() if self.cfg.neurons_read_along else resid_pre
+        if self.cfg.use_hook_mlp_in:
+            source = self.hook_mlp_in(source.clone())
+        out = self.attn(source if post_norm else self.ln1(source))
+        if self.cfg.use_normalization_before_and_after:
+            out = self.ln1_post(out)
+        if post_norm:
+            out = self.ln1(out)
+        out = self.hook_attn_out(out)
+        resid_post = resid_pre + out
+        if is_live(self.hook_mlp_out):
+            resid_post = resid_post + self.hook_mlp_out.zero(out)
+        hooked: Tensor = self.hook_resid_post(resid_post)
+        return hooked
+
+    def _entered(self) -> Residual:
+        """The stream as it entered the attention block of this layer, in this forward pass."""
+        entered: Residual | None = self.passing.left.pop(self.cfg.layer, None)
+        if entered is None:
+            raise UnsupportedCallError(
+                "the neuron block of a model with parallel attention and MLP reads the stream "
+                "that entered the attention block before it, so a forward pass cannot start "
+                "between the two: start_at_layer must be even"
+            )
+        return entered
+
+
+class NoMLP(HookPoint):
+    """`hook_mlp_out` of a block, which has no MLP: a zero, for TransformerLens' attribution.
+
+    `attribution_patch` requires this point of every block, and a gradient there; a zero activation
+    gets a zero score. To look, by way of `model.hooks`, is all that a hook may do here: whoever
+    edits the output of an MLP means the neuron block, and would silently get nothing.
+    """
+
+    def add_hook(
+        self,
+        hook: Any,
+        dir: Literal["fwd", "bwd"] = "fwd",
+        is_permanent: bool = False,
+        level: int | None = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        """As in TransformerLens, for `model.hooks` alone, which has a level and checks the rest."""
+        if level is None:
+            raise UnsupportedCallError(f"a hook on {self.name}: {NO_MLP}")
+        super().add_hook(hook, dir, is_permanent, level, *args, **kwargs)
+
+    def zero(self, like: Tensor) -> Tensor:
+        """What an absent MLP writes, as a full tensor only where a hook is there to see it."""
+        if not is_live(self):
+            return like.new_zeros(())
+        with torch.inference_mode(False):  # a tensor of inference mode has no version counter
+            zero = torch.zeros_like(like)
+        zero = tracked_like(zero, like)
+        version = zero._version
+        seen: Tensor = self(zero)
+        # By address: backward hooks hand on an alias of what they were given.
+        if seen.data_ptr() != zero.data_ptr() or zero._version != version:
+            raise UnsupportedCallError(f"an edit at {self.name}: {NO_MLP}")
+        return seen

@@ -1,0 +1,266 @@
+"""How many heads and neurons each source layer has, and how wide its heads are.
+
+In a model that `convert` made, all layers are alike, as in its source. They need not be: a block of
+heads writes a sum over them, whatever their number, so the layers of a converted model may differ
+(`skeleton.py` builds such models). The stream's d_model is one for all.
+
+The configuration of a converted model, and each block's live view of it.
+"""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pprint import pformat
+from typing import Any, NoReturn
+
+from attn_only_lens.errors import UnsupportedCallError
+from attn_only_lens.heads.gating import Gating
+from attn_only_lens.heads.host import block_kind, block_layer
+from attn_only_lens.tl import HookedTransformerConfig
+
+__all__ = [
+    "AttentionOnlyConfig",
+    "BlockConfig",
+    "LayerSizes",
+    "attention_only_config",
+    "by_layer",
+    "sizes_of",
+]
+
+
+@dataclass(frozen=True)
+class LayerSizes:
+    """The sizes of one source layer, under the names that a configuration has for them.
+
+    Attributes:
+        n_heads: attention heads.
+        n_key_value_heads: keys and values that they share, in groups of equal size; None where
+            each head has its own.
+        d_head: the width of an attention head.
+        d_mlp: neurons.
+        attn_scale: what the scores of its attention heads are divided by, if the model does so.
+
+    Raises:
+        ValueError: a size is no whole number above 0, or heads do not fall into groups.
+    """
+
+    n_heads: int
+    n_key_value_heads: int | None
+    d_head: int
+    d_mlp: int
+    attn_scale: float
+
+    def __post_init__(self) -> None:
+        counts = {name: size for name, size in asdict(self).items() if name != "attn_scale"}
+        grouped = self.n_key_value_heads is not None
+        if not grouped:
+            del counts["n_key_value_heads"]
+        if any(type(size) is not int or size < 1 for size in counts.values()):
+            raise ValueError(f"got {self}; expected whole numbers, 1 or more")
+        if grouped and self.n_heads % counts["n_key_value_heads"]:
+            raise ValueError(f"got {self}; expected n_heads to be a multiple of n_key_value_heads")
+        if isinstance(self.attn_scale, bool) or not isinstance(self.attn_scale, int | float):
+            raise ValueError(f"got {self}; expected attn_scale to be a number")
+
+    def n_params(self, cfg: HookedTransformerConfig) -> int:
+        """Parameters of the layer as TransformerLens counts them in `cfg.n_params`."""
+        attention = 4 * self.n_heads * self.d_head
+        return cfg.d_model * (attention + self.d_mlp * (2 + cfg.gated_mlp))
+
+
+def sizes_of(cfg: HookedTransformerConfig) -> LayerSizes:
+    """The sizes of every layer of a stock model with MLPs."""
+    grouped = None if cfg.n_key_value_heads is None else int(cfg.n_key_value_heads)
+    heads, width, neurons = int(cfg.n_heads), int(cfg.d_head), int(cfg.d_mlp or 0)
+    return LayerSizes(heads, grouped, width, neurons, float(cfg.attn_scale))
+
+
+def by_layer(values: Sequence[Any]) -> str:
+    """What differs between source layers, in words.
+
+    Example:
+        >>> from attn_only_lens.models.two_blocks.config import by_layer
+        >>> by_layer([37, 41, 37])
+        '37 in layers 0, 2 and 41 in layer 1'
+    """
+    layers: dict[Any, list[str]] = {}
+    for layer, value in enumerate(values):
+        layers.setdefault(value, []).append(str(layer))
+    return " and ".join(
+        f"{value} in layer{'s' * (len(of) > 1)} {', '.join(of)}" for value, of in layers.items()
+    )
+
+
+_SETTLED = ("act_fn", "attn_only", "d_mlp", "d_model", "gated_mlp", "gating", "n_layers")
+
+
+class AttentionOnlyConfig(HookedTransformerConfig):
+    """A `HookedTransformerConfig` with two blocks a source layer.
+
+    `n_layers` counts blocks. `n_heads` raises: no single number is right for blocks of two kinds,
+    and code that loops over `n_layers` × `n_heads` would silently skip most neuron-heads. Ask
+    `model.blocks[i].cfg.n_heads`, or `model.cfg.layer_sizes`. It also keeps TransformerLens
+    from building a different model out of this configuration.
+
+    Where source layers differ in size, `d_mlp` raises too, and `n_key_value_heads`, `d_head` and
+    `attn_scale` are those of layer 0: TransformerLens begins a key-value cache with the first two,
+    and each attention block fits its own entry to its heads.
+    """
+
+    before_conversion: dict[str, Any]
+    _gating: Gating
+    _sizes: tuple[LayerSizes, ...]
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        raise UnsupportedCallError(
+            "the configuration of a converted model is made by attn_only_lens.convert(model) or "
+            "attn_only_lens.load(folder), not from fields"
+        )
+
+    def __repr__(self) -> str:
+        return "AttentionOnlyConfig:\n" + pformat(vars(self))
+
+    def to_dict(self) -> NoReturn:
+        """Raises: a `HookedTransformerConfig` made of these fields would be of another model."""
+        raise UnsupportedCallError(
+            "to_dict of the configuration of a converted model: its blocks are of two kinds, for "
+            "which HookedTransformerConfig has no fields. Use model.source_cfg.to_dict(), or "
+            "model.cfg.layer_cfg(l).to_dict() where layers differ, for the source; and "
+            "attn_only_lens.save(model, folder) to keep the model"
+        )
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in _SETTLED and "_gating" in self.__dict__:
+            raise UnsupportedCallError(
+                f"cfg.{name} of a converted model is settled: blocks and gates were made for it. "
+                f"Set it on the source, and convert that"
+            )
+        super().__setattr__(name, value)
+
+    @property
+    def gating(self) -> Gating:
+        """The gates of the neuron-heads; settled by `convert`, since blocks are built for them."""
+        return self._gating
+
+    @property
+    def layer_sizes(self) -> tuple[LayerSizes, ...]:
+        """How many heads and neurons each source layer has, and how wide its heads are."""
+        return self._sizes
+
+    @property
+    def n_heads(self) -> int:  # type: ignore[override]
+        """Raises: see the class."""
+        m = self.gating.heads_per_neuron
+        counts = by_layer([f"{each.n_heads} and {each.d_mlp * m}" for each in self._sizes])
+        raise UnsupportedCallError(
+            f"cfg.n_heads of a converted model: its {self.n_layers} blocks alternate between "
+            f"attention heads and neuron-heads ({counts}), so no "
+            "one number is right. Use model.blocks[i].cfg.n_heads for a block, "
+            "model.cfg.layer_sizes[l].n_heads for the attention heads of a source layer, and "
+            "model.all_head_labels() for every head. To patch with TransformerLens, give "
+            "generic_activation_patch an explicit index_df; to "
+            "build a model, use attn_only_lens.convert or attn_only_lens.load"
+        )
+
+    @property
+    def d_mlp(self) -> int:  # type: ignore[override]
+        """Neurons of a source layer; raises where layers differ."""
+        counts = [each.d_mlp for each in self._sizes]
+        if len(set(counts)) > 1:
+            raise UnsupportedCallError(
+                f"cfg.d_mlp of a converted model whose layers differ ({by_layer(counts)}): use "
+                "model.cfg.layer_sizes[l].d_mlp, or model.blocks[i].cfg.d_mlp"
+            )
+        return counts[0]
+
+    def source_cfg(self) -> HookedTransformerConfig:
+        """A stock configuration of the source model, at the present dtype and device.
+
+        Raises:
+            UnsupportedCallError: source layers differ in size, as those of no stock model do.
+        """
+        if len(set(self._sizes)) > 1:
+            raise UnsupportedCallError(
+                "source_cfg of a converted model whose layers differ: no stock model is like it. "
+                f"It has {by_layer(self._sizes)}. Use model.cfg for what all layers share, "
+                "model.cfg.layer_sizes[l] or model.blocks[i].cfg for what they do not, and "
+                "model.cfg.layer_cfg(l) for a stock configuration with every layer like layer l"
+            )
+        return self.layer_cfg(0)
+
+    def layer_cfg(self, layer: int) -> HookedTransformerConfig:
+        """The stock configuration of a source model with every layer of the size of one."""
+        ours = ("before_conversion", "_gating", "_sizes")
+        fields = {k: v for k, v in self.__dict__.items() if k not in ours}
+        source = object.__new__(HookedTransformerConfig)
+        source.__dict__.update(fields | self.before_conversion | asdict(self._sizes[layer]))
+        source.n_params = source.n_layers * self._sizes[layer].n_params(source)
+        return source
+
+
+def attention_only_config(
+    source: HookedTransformerConfig, gating: Gating, sizes: Sequence[LayerSizes] | None = None
+) -> AttentionOnlyConfig:
+    """The configuration of the converted form of a model with configuration `source`.
+
+    Args:
+        source: a stock configuration.
+        gating: the gates of neuron-heads.
+        sizes: of each layer, where they are not those that `source` says.
+    """
+    sizes = (sizes_of(source),) * source.n_layers if sizes is None else tuple(sizes)
+    # TransformerLens sizes its key-value cache by n_key_value_heads where that is set and by
+    # n_heads where it is not; the first always has a right answer here: neuron-heads cache nothing.
+    first = sizes[0]
+    kv_heads = first.n_heads if first.n_key_value_heads is None else first.n_key_value_heads
+    changed: dict[str, Any] = {"n_layers": 2 * source.n_layers, "attn_only": True}
+    cfg = object.__new__(AttentionOnlyConfig)
+    cfg.__dict__.update(source.__dict__ | asdict(first) | changed | {"n_key_value_heads": kv_heads})
+    cfg.before_conversion = {name: getattr(source, name) for name in changed}
+    cfg.n_params = sum(each.n_params(source) for each in sizes)
+    cfg._sizes = sizes
+    cfg._gating = gating
+    return cfg
+
+
+class BlockConfig:
+    """A block's view of the model's configuration: what it overrides is fixed, the rest is live.
+
+    Live, because `model.set_use_attn_result(True)` and its like change the model's configuration
+    after the blocks are built; a block with a copy would silently ignore them.
+    """
+
+    _root: AttentionOnlyConfig
+    _overrides: dict[str, Any]
+
+    def __init__(self, root: AttentionOnlyConfig, block: int) -> None:
+        self.__dict__["_root"] = root
+        self.__dict__["_overrides"] = _overrides(root, block)
+
+    def __getattr__(self, name: str) -> Any:
+        # Reached before __dict__ is filled while a copy is being made.
+        if name.startswith("_"):
+            raise AttributeError(name)
+        overrides = self._overrides
+        return overrides[name] if name in overrides else getattr(self._root, name)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise AttributeError(f"a block's cfg is a view: set {name} on the model's cfg")
+
+
+def _overrides(root: AttentionOnlyConfig, block: int) -> dict[str, Any]:
+    layer = block_layer(block)
+    sizes = root.layer_sizes[layer]
+    # Whether the neurons read what the attention heads of their layer read: GPT-J, GPT-NeoX.
+    both = {"layer": layer, "neurons_read_along": root.parallel_attn_mlp}
+    if block_kind(block) == "neuron":
+        n_heads = sizes.d_mlp * root.gating.heads_per_neuron
+        heads = {"n_heads": n_heads, "d_head": 1, "n_key_value_heads": None}
+        return {**both, **heads, "d_mlp": sizes.d_mlp}
+    return {
+        **both,
+        **asdict(sizes),
+        "use_hook_mlp_in": False,
+        # Of the stock block's three endings, the one that adds an MLP's output to resid_pre +
+        # attn_out and reads the MLP's input after the hooks of resid_pre. See AttentionBlock.
+        "parallel_attn_mlp": True,
+    }

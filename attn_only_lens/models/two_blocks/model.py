@@ -1,0 +1,236 @@
+"""A converted model: a `HookedTransformer` whose every head has a name."""
+
+from typing import Any, NoReturn
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+from transformer_lens import ActivationCache
+
+from attn_only_lens.errors import UnsupportedCallError
+from attn_only_lens.heads.computation import NeuronHeads
+from attn_only_lens.heads.host import WithNeuronHeads, block_kind, block_layer, neurons_block
+from attn_only_lens.heads.names import head_labels
+from attn_only_lens.heads.pass_state import Passing
+from attn_only_lens.heads.patterns import neuron_gate, neuron_pattern
+from attn_only_lens.models.two_blocks.cache import AttentionOnlyCache, refuse_mlp_input
+from attn_only_lens.models.two_blocks.config import AttentionOnlyConfig
+from attn_only_lens.models.two_blocks.refusals import Firing, Refusals
+from attn_only_lens.models.two_blocks.stacks import HeadStack, stacked
+from attn_only_lens.tl import HookedTransformer, HookedTransformerConfig
+
+__all__ = ["AttentionOnlyTransformer", "assemble"]
+
+
+class AttentionOnlyTransformer(Refusals, Firing, WithNeuronHeads, HookedTransformer):
+    """What `convert` returns: a `HookedTransformer` made of attention alone.
+
+    Block 2l holds the attention heads of source layer l, block 2l + 1 its neurons as heads of
+    width 1. Wherever TransformerLens takes a layer, it means a block here; wherever a head is
+    named, the name speaks of source layers (`L5H3`, `L5N1234`). A call of TransformerLens that
+    has no right answer raises `UnsupportedCallError` and names the one to use.
+
+    Source layers may differ in their numbers of heads and neurons (`cfg.layer_sizes`); those of a
+    model that `convert` made do not.
+
+    Example:
+        >>> from attn_only_lens import convert, pretrained
+        >>> model = convert(pretrained.modular_addition())
+        >>> model.cfg.attn_only, len(model.blocks), model.source_cfg.n_layers
+        (True, 2, 1)
+        >>> logits, cache = model.run_with_cache(pretrained.modular_addition_tokens()[:7])
+        >>> cache["pattern", 1].shape  # [batch, d_mlp, pos, (self, bias)]
+        torch.Size([7, 512, 3, 2])
+        >>> model.neuron_pattern(cache, "L0N211").shape
+        torch.Size([7, 3, 2])
+    """
+
+    cfg: AttentionOnlyConfig
+    _layout = "two blocks a layer"
+
+    def __init__(self, *args: object, **kwargs: object) -> None:
+        raise UnsupportedCallError(
+            "an AttentionOnlyTransformer is made by attn_only_lens.convert(model) or "
+            "attn_only_lens.load(folder), not from a configuration"
+        )
+
+    @property
+    def passing(self) -> Passing:
+        """What the blocks of a parallel model leave for each other in a forward pass."""
+        block: Any = self.blocks[0]
+        found: Passing = block.passing
+        return found
+
+    def _heads_by_layer(self) -> list[NeuronHeads]:
+        blocks: Any = self.blocks
+        return [blocks[neurons_block(layer)].attn for layer in range(len(blocks) // 2)]
+
+    # Names and weights
+
+    @property
+    def source_cfg(self) -> HookedTransformerConfig:
+        """A stock configuration of the source model, at the present dtype and device.
+
+        Raises:
+            UnsupportedCallError: source layers differ in size, as those of no stock model do.
+        """
+        return self.cfg.source_cfg()
+
+    @property
+    def attention_heads(self) -> HeadStack:
+        """The attention heads of all source layers."""
+        return HeadStack("attention", tuple(block.attn for block in self.blocks[::2]))
+
+    @property
+    def neuron_heads(self) -> HeadStack:
+        """The neuron-heads of all source layers."""
+        return HeadStack("neuron", tuple(block.attn for block in self.blocks[1::2]))
+
+    def head_labels(self, block: int) -> list[str]:
+        """The name of every head of one block, in the order of its head_index."""
+        if not 0 <= block < self.cfg.n_layers:
+            raise UnsupportedCallError(
+                f"got block={block}; expected 0 to {self.cfg.n_layers - 1}: source layer l is "
+                "blocks 2l and 2l + 1"
+            )
+        n_heads, shared = self.blocks[block].attn.cfg.n_heads, self.heads_per_neuron
+        return head_labels(block_layer(block), block_kind(block), n_heads, shared)
+
+    def all_head_labels(self) -> list[str]:
+        """The name of every head, block by block: L0H0 …, L0N0 …, L1H0 …"""
+        return [label for block in range(len(self.blocks)) for label in self.head_labels(block)]
+
+    @property
+    def heads_per_neuron(self) -> int:
+        """Heads that share a neuron: 1 for exact gates."""
+        return self.cfg.gating.heads_per_neuron
+
+    def neuron_pattern(self, cache: ActivationCache, name: str) -> Float[Tensor, "batch pos key=2"]:
+        """The pattern over (self, bias) of one neuron-head; see `neuron_pattern`."""
+        return neuron_pattern(cache, name)
+
+    def neuron_gate(self, cache: ActivationCache, name: str) -> Float[Tensor, "batch pos"]:
+        """What the heads of one neuron make of it together; see `neuron_gate`."""
+        return neuron_gate(cache, name)
+
+    def _neuron_stack(self, name: str) -> Tensor:
+        return stacked(name, [block.attn for block in self.blocks[1::2]], "neuron")
+
+    @property
+    def W_in(self) -> Float[Tensor, "layer d_model d_mlp"]:
+        """Input weights of the neurons of every source layer."""
+        return self._neuron_stack("W_in")
+
+    @property
+    def b_in(self) -> Float[Tensor, "layer d_mlp"]:
+        """Input biases of the neurons of every source layer."""
+        return self._neuron_stack("b_in")
+
+    @property
+    def W_out(self) -> Float[Tensor, "layer d_mlp d_model"]:
+        """Output weights of the neurons of every source layer."""
+        return self._neuron_stack("W_out")
+
+    @property
+    def b_out(self) -> Float[Tensor, "layer d_model"]:
+        """Output biases of the neurons of every source layer."""
+        return self._neuron_stack("b_out")
+
+    @property
+    def W_gate(self) -> Float[Tensor, "layer d_model d_mlp"] | None:
+        """Gate weights of the neurons of every source layer; None for plain MLPs."""
+        return self._neuron_stack("W_gate") if self.cfg.gated_mlp else None
+
+    @property
+    def b_O(self) -> Float[Tensor, "block d_model"]:
+        """Output biases of every block, attention and neuron blocks in turn."""
+        return torch.stack([block.attn.b_O for block in self.blocks])
+
+    def tl_parameters(self) -> NoReturn:
+        """Raises: what TransformerLens' `SVDInterpreter` reads, by layer and head."""
+        raise UnsupportedCallError(
+            "SVDInterpreter (tl_parameters) on a converted model: it looks for the heads and the "
+            "MLP of a layer in one block. Use it on the source model; or "
+            "model.attention_heads.OV[l, h].svd(), and torch.linalg.svd of W_in.T and W_out of "
+            "model.blocks[2 * l + 1].attn"
+        )
+
+    def accumulated_bias(
+        self, layer: int, mlp_input: bool = False, include_mlp_biases: bool = True
+    ) -> Float[Tensor, "d_model"]:
+        """The sum of the output biases of the blocks before block `layer`.
+
+        Args:
+            layer: a block, in [0, 2L]; the input of source layer l's neurons is block 2l + 1.
+            mlp_input: must be False: a block has one input.
+            include_mlp_biases: whether to count neuron blocks.
+
+        Raises:
+            UnsupportedCallError: `mlp_input` is set, or `layer` is out of range.
+        """
+        refuse_mlp_input(mlp_input)
+        if not 0 <= layer <= self.cfg.n_layers:
+            raise UnsupportedCallError(f"got layer={layer}; expected 0 to {self.cfg.n_layers}")
+        step = 1 if include_mlp_biases else 2
+        total = torch.zeros_like(self.blocks[0].attn.b_O)
+        for block in self.blocks[:layer:step]:
+            total = total + block.attn.b_O
+        return total
+
+    # Running
+
+    def forward(self, input: Any, *args: Any, **kwargs: Any) -> Any:
+        """As `HookedTransformer.forward`; `start_at_layer` and `stop_at_layer` count blocks."""
+        with self.passing.of_another_pass():  # a hook may run the model again
+            return super().forward(input, *args, **kwargs)
+
+    def run_with_cache(
+        self,
+        *model_args: Any,
+        return_cache_object: bool = True,
+        remove_batch_dim: bool = False,
+        names_filter: Any = None,
+        **kwargs: Any,
+    ) -> Any:
+        """As `HookedTransformer.run_with_cache`, with an `AttentionOnlyCache`.
+
+        Raises:
+            UnsupportedCallError: `names_filter` names a hook point that does not exist, or that
+                does not fire as the model is set; TransformerLens would return without it.
+        """
+        # Past the stock method, which would wrap the result in the stock cache.
+        out, cache = super(HookedTransformer, self).run_with_cache(
+            *model_args, remove_batch_dim=remove_batch_dim, names_filter=names_filter, **kwargs
+        )
+        if return_cache_object:
+            return out, AttentionOnlyCache(cache, self, has_batch_dim=not remove_batch_dim)
+        return out, cache
+
+    # Settings whose stock form looks at the wrong configuration
+
+    def set_use_hook_mlp_in(self, use_hook_mlp_in: bool) -> None:
+        """Toggle `hook_mlp_in`, the neuron block's own copy of its input stream."""
+        self.cfg.use_hook_mlp_in = use_hook_mlp_in
+
+    def set_use_attn_in(self, use_attn_in: bool) -> None:
+        """Toggle `hook_attn_in` of the attention heads (not with grouped queries)."""
+        if use_attn_in and any(each.n_key_value_heads for each in self.cfg.layer_sizes):
+            raise UnsupportedCallError(
+                "hook_attn_in with grouped-query attention: call set_use_split_qkv_input instead"
+            )
+        self.cfg.use_attn_in = use_attn_in
+
+
+def assemble(parts: dict[str, Any], blocks: nn.ModuleList) -> AttentionOnlyTransformer:
+    """Put a converted model together.
+
+    Args:
+        parts: the `__dict__` of a `HookedTransformer`, cloned, with a converted `cfg`.
+        blocks: its converted blocks.
+    """
+    model = AttentionOnlyTransformer.__new__(AttentionOnlyTransformer)
+    nn.Module.__init__(model)
+    model.__dict__.update(parts)
+    model.blocks = blocks  # type: ignore[assignment]
+    model.setup()
+    return model

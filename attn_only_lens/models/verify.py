@@ -1,0 +1,346 @@
+"""Compare a model whose neurons are heads with its source on real input: logits, and the stream.
+
+What a comparison of two models has measured, and what it says of them.
+
+What bilinear gates make of activations: put into the source, and measured layer by layer.
+"""
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import pandas as pd
+import torch
+from torch import Tensor
+from transformer_lens.model_bridge import TransformerBridge
+
+from attn_only_lens.axes import Tokens
+from attn_only_lens.errors import UnsupportedCallError, UnsupportedModelError
+from attn_only_lens.gates import BilinearGate, RangeGate
+from attn_only_lens.heads import layout_of, logit_tolerance, neuron_heads
+from attn_only_lens.heads.bilinear import BilinearHeads
+from attn_only_lens.heads.gating import AnyGate
+from attn_only_lens.heads.host import heads_block, neurons_block
+from attn_only_lens.models.in_place import InPlace, hidden, sockets_of
+from attn_only_lens.models.two_blocks import AttentionOnlyTransformer
+from attn_only_lens.numerics import full_precision, where_float64_is
+from attn_only_lens.runs.inputs import checked_tokens
+from attn_only_lens.tl import GatedMLP, HookedTransformer
+
+__all__ = ["Verification", "activation_errors", "approximated_logits", "verify"]
+
+_ROUNDING = 1e-14  # of an activation evaluated in float64: silu's bound is 0
+
+
+@dataclass(frozen=True)
+class Verification:
+    """What `verify` measured.
+
+    Attributes:
+        bitwise: whether the logits are bit for bit the source's when no hook is live.
+        rounding: for bilinear gates, largest |Δ logit| from the source with its activations
+            replaced by the gates' approximation, over the largest |logit|, without hooks or with
+            every hook live; for exact gates the same as `relative`.
+        max_abs_logit: largest |Δ logit| with every hook of every neuron-head live.
+        relative: the same over the largest |logit| of the source.
+        mean_kl: KL(source ‖ converted) in nats, the mean over tokens, hooks live.
+        max_kl: its largest value over tokens.
+        top1_agreement: fraction of tokens whose most likely next token is the same, hooks live.
+        by_layer: a row for each point of the stream (`0_mid`: before the neurons of layer 0,
+            `1_pre`: after them, …) with `max_abs` = largest |Δ| and `relative` = that over the
+            largest |entry| of the source's stream there, hooks live.
+        n_tokens: tokens compared.
+        dtype: the dtype both models ran in.
+        tolerance: the bound on rounding for that dtype (`attn_only_lens.tolerances`); for bilinear
+            gates of gated MLPs, times what their heads amplify it by.
+        activations: for bilinear gates, a row for each source layer: `bound`, certified largest
+            error of the activation; `measured`, its largest error on this input; `largest`, the
+            largest |pre-activation|; `range`, what the bound holds for (∞ for plain MLPs). Empty
+            for exact gates.
+
+    Example:
+        >>> from attn_only_lens import convert, pretrained, verify
+        >>> model = pretrained.modular_addition()
+        >>> report = verify(model, convert(model), pretrained.modular_addition_tokens()[:101])
+        >>> report.bitwise, report.ok
+        (True, True)
+        >>> list(report.by_layer["point"])
+        ['0_pre', '0_mid', 'final_post']
+    """
+
+    bitwise: bool
+    rounding: float
+    max_abs_logit: float
+    relative: float
+    mean_kl: float
+    max_kl: float
+    top1_agreement: float
+    by_layer: pd.DataFrame
+    n_tokens: int
+    dtype: torch.dtype
+    tolerance: float
+    activations: pd.DataFrame
+
+    @property
+    def ok(self) -> bool:
+        """Whether the conversion is what it promises.
+
+        With exact gates: bitwise without hooks, and within the tolerance with every hook live.
+        With bilinear gates: to rounding the source with approximated activations, and each of
+        those within its certified bound; what that makes of the logits is reported, not judged.
+        """
+        if self.activations.empty:
+            return self.bitwise and self.relative <= self.tolerance
+        within = (self.activations["measured"] <= self.activations["bound"] + _ROUNDING).all()
+        return bool(within) and self.rounding <= self.tolerance
+
+    def __str__(self) -> str:
+        name = str(self.dtype).removeprefix("torch.")
+        exact = self.activations.empty
+        lines = [f"{'ok' if self.ok else 'DIFFERENT'}: {self.n_tokens} tokens in {name}"]
+        if exact:
+            equal = "bitwise equal" if self.bitwise else "NOT bitwise equal"
+            lines.append(f"no hooks:   logits {equal}")
+        else:
+            lines.append(
+                f"the source with approximated activations: logits within {self.rounding:.2g} of "
+                f"the largest (bound {self.tolerance:.0e})"
+            )
+            lines.append("activations, bilinear against exact:")
+            lines.append(_text(self.activations))
+        bound = f"; bound {self.tolerance:.0e}" if exact else ""
+        lines.append(
+            f"all hooks:  max |Δ logit| {self.max_abs_logit:.3g} ({self.relative:.2g} of the "
+            f"largest logit{bound}), KL mean {self.mean_kl:.2g} max "
+            f"{self.max_kl:.2g} nats, same top token {self.top1_agreement:.2%}"
+        )
+        return "\n".join([*lines, _text(self.by_layer)])
+
+
+def _text(table: pd.DataFrame) -> str:
+    return table.to_string(index=False, float_format=lambda x: f"{x:.2e}")
+
+
+def approximated_logits(source: Any, gates: list[AnyGate], tokens: Tensor) -> Tensor:
+    """Logits of the source, each activation replaced by the approximation of its layer's gate."""
+    with ExitStack() as stack:
+        for block, gate in zip(source.blocks, gates, strict=True):
+            sockets, read = sockets_of(block.mlp), dict[str, Tensor]()
+            taps = [
+                (sockets.pre, _keep(read, "q")),
+                (sockets.post, _replace(read, gate, block.mlp)),
+            ]
+            if sockets.linear is not None:
+                taps.append((sockets.linear, _keep(read, "u")))
+            for point, tap in taps:
+                stack.callback(point.register_forward_hook(tap).remove)
+        logits: Tensor = source(tokens)
+    return logits
+
+
+def _keep(read: dict[str, Tensor], name: str) -> Callable[..., None]:
+    def tap(module: Any, inputs: Any, x: Tensor) -> None:
+        read[name] = x
+
+    return tap
+
+
+def _replace(read: dict[str, Tensor], gate: Any, mlp: Any) -> Callable[..., Tensor]:
+    def tap(module: Any, inputs: Any, post: Tensor) -> Tensor:
+        q = read["q"]
+        out = gate.mixture(q) * read.get("u", q)
+        return (out + mlp.b_in if isinstance(mlp, GatedMLP) else out).to(post.dtype)
+
+    return tap
+
+
+def activation_errors(converted: Any, act_fns: list[str], tokens: Tensor) -> pd.DataFrame:
+    """Certified and measured error of the activation in each layer; empty for exact gates.
+
+    Args:
+        converted: a model with neuron-heads, in either layout.
+        act_fns: the source's activation in each layer.
+        tokens: what to run it on.
+    """
+    layers: list[Any] = neuron_heads(converted)
+    if not all(isinstance(heads, BilinearHeads) for heads in layers):
+        return pd.DataFrame()
+    rows: dict[int, dict[str, float]] = {}
+
+    def measure(layer: int, q: Tensor) -> None:
+        heads, gate = layers[layer], layers[layer].gate
+        assert isinstance(gate, BilinearGate | RangeGate)
+        limit = gate.range if isinstance(gate, RangeGate) else float("inf")
+        errors = {"bound": gate.bound, "measured": heads.error(q, act_fns[layer])}
+        largest = q.abs().max().item()
+        rows[layer] = {"layer": layer, **errors, "largest": largest, "range": limit}
+
+    with ExitStack() as stack:
+        for layer, heads in enumerate(layers):
+            stack.callback(_watch(heads, layer, measure).remove)
+        converted(tokens)
+    return pd.DataFrame([rows[layer] for layer in range(len(layers))])
+
+
+def _watch(
+    heads: Any, layer: int, measure: Callable[[int, Tensor], None]
+) -> torch.utils.hooks.RemovableHandle:
+    """Have q measured whenever the heads of a layer read it."""
+    if isinstance(heads, InPlace):
+        return heads.sockets.pre.register_forward_hook(lambda _, x, q: measure(layer, q))
+    return heads.register_forward_pre_hook(lambda _, x: measure(layer, heads.pre_activation(x[0])))
+
+
+_SIZES = ("n_layers", "d_model", "d_mlp", "d_vocab", "d_vocab_out", "gated_mlp")
+
+
+@full_precision()
+@torch.no_grad()
+def verify(
+    source: HookedTransformer | TransformerBridge,
+    converted: AttentionOnlyTransformer | HookedTransformer | TransformerBridge,
+    tokens: Tokens | str,
+) -> Verification:
+    """Run both models on the same input and compare them, without hooks and with every hook.
+
+    Where the converted model has bilinear gates, each layer's activations are also held against
+    their certified bound.
+
+    A model whose neuron-heads are exposed in place is its own source: give it for both. Then it is
+    first run as it is without them, and has them back afterwards.
+
+    Args:
+        source: the model before conversion; or, of a model exposed in place, an equal one that is
+            not, or the model itself.
+        converted: `convert(source)`, a loaded copy of it, or a model with `expose_neuron_heads`.
+        tokens: tokens [batch, pos], or a text where the models have a tokenizer.
+
+    Returns:
+        The comparison; `print` it, or ask `.ok`.
+
+    Raises:
+        UnsupportedModelError: the two cannot be compared: other shapes, dtypes, or kinds of model.
+        UnsupportedCallError: the tokens are not integers [batch, pos] of the models' vocabulary,
+            or too long for their context.
+
+    Example:
+        >>> from attn_only_lens import convert, expose_neuron_heads, pretrained, verify
+        >>> model, tokens = pretrained.modular_addition(), pretrained.modular_addition_tokens()[:53]
+        >>> verify(model, convert(model), tokens).top1_agreement
+        1.0
+        >>> with expose_neuron_heads(model):
+        ...     verify(model, model, tokens).ok
+        True
+    """
+    reasons = _mismatches(source, converted)
+    if reasons:
+        raise UnsupportedModelError(reasons, "these models cannot be compared")
+    tokens = checked_tokens(source, tokens)
+    layers = neuron_heads(converted)
+    exact = not isinstance(layers[0], BilinearHeads)
+    points = _points(source, converted)
+    with hidden(source):
+        expected = source(tokens)
+        _, stream = source.run_with_cache(tokens, names_filter=[hook for _, hook, _ in points])
+        gates = [heads.gate for heads in layers]
+        approximated = expected if exact else approximated_logits(source, gates, tokens)
+    silent = converted(tokens)
+    live, seen = converted.run_with_cache(tokens)
+    assert isinstance(live, Tensor)  # and not the tuple of another return_type
+
+    outputs = [live] if exact else [silent, live]
+    kl = _kl(expected, live)
+    logits = _row("logits", expected, live)
+    act_fns = [h.act_fn if isinstance(h, InPlace) else source.cfg.act_fn for h in layers]
+    return Verification(
+        bitwise=torch.equal(expected, silent),
+        rounding=_largest([float(_row("logits", approximated, x)["relative"]) for x in outputs]),
+        max_abs_logit=float(logits["max_abs"]),
+        relative=float(logits["relative"]),
+        mean_kl=kl.mean().item(),
+        max_kl=kl.max().item(),
+        top1_agreement=(expected.argmax(-1) == live.argmax(-1)).cpu().double().mean().item(),
+        by_layer=pd.DataFrame(
+            [
+                _row(point, stream[theirs], seen[mine])
+                for point, theirs, mine in points
+                if theirs in stream.cache_dict  # OpenAI GPT's bridge has a hook_resid_post, silent
+            ]
+        ),
+        n_tokens=kl.numel(),
+        dtype=expected.dtype,
+        tolerance=logit_tolerance(layers, expected.dtype),
+        activations=activation_errors(converted, act_fns, tokens),
+    )
+
+
+def _points(source: Any, converted: Any) -> list[tuple[str, str, str]]:
+    """Points of the stream: what each is called, and its hooks in the two models."""
+    points = []
+    for layer in range(source.cfg.n_layers):
+        pairs = ("pre", heads_block(layer)), ("mid", neurons_block(layer))
+        for point, block in pairs:
+            hook = f"blocks.{layer}.hook_resid_{point}"
+            mine = hook if layout_of(converted) == "in place" else f"blocks.{block}.hook_resid_pre"
+            if hook in source.hook_dict:  # parallel blocks have no middle
+                points.append((f"{layer}_{point}", hook, mine))
+    last = source.cfg.n_layers - 1
+    end = last if layout_of(converted) == "in place" else neurons_block(last)
+    post = "blocks.{}.hook_resid_post"
+    return [*points, ("final_post", post.format(last), post.format(end))]
+
+
+def _mismatches(source: Any, converted: Any) -> list[str]:
+    """Why two models cannot be compared."""
+    layout = layout_of(converted)
+    if layout is None:
+        reasons = [
+            f"converted: got {type(converted).__name__}; expected what attn_only_lens.convert or "
+            "attn_only_lens.load returns, or a model with attn_only_lens.expose_neuron_heads"
+        ]
+    elif source is converted and layout == "in place":
+        return []
+    else:
+        reasons = []
+    expected = TransformerBridge if isinstance(converted, TransformerBridge) else HookedTransformer
+    if not isinstance(source, expected) or layout_of(source) is not None:
+        reasons.insert(
+            0,
+            f"source: got {type(source).__name__}; expected the model before conversion, "
+            f"a {expected.__name__}",
+        )
+    if reasons:
+        return reasons
+    mine = source.cfg
+    try:
+        theirs = converted.cfg if layout == "in place" else converted.source_cfg
+    except UnsupportedCallError as error:
+        return [str(error)]
+    for name in (*_SIZES, "dtype", "device"):
+        if getattr(mine, name, None) != getattr(theirs, name, None):
+            reasons.append(
+                f"{name}: got {getattr(mine, name, None)} in the source and "
+                f"{getattr(theirs, name, None)} in the converted model; expected the same"
+            )
+    return reasons
+
+
+def _row(point: str, expected: Tensor, got: Tensor) -> dict[str, str | float]:
+    expected, got = (where_float64_is(each).double() for each in (expected, got))
+    error = (got - expected).abs().max()
+    relative = error / expected.abs().max() if error != 0 else error  # all may be zero
+    return {"point": point, "max_abs": error.item(), "relative": relative.item()}
+
+
+def _largest(errors: list[float]) -> float:
+    """The largest; nan where any is, of which `max` would make what comes first."""
+    return torch.tensor(errors, dtype=torch.float64, device="cpu").max().item()
+
+
+def _kl(expected: Tensor, got: Tensor) -> Tensor:
+    log_p, log_q = (where_float64_is(each).double().log_softmax(-1) for each in (expected, got))
+    # Σ p (e^d - 1 - d), the same sum since Σ p e^d = 1: every term is positive, so that the tiny
+    # differences of a good conversion do not drown in rounding.
+    difference = log_q - log_p
+    return (log_p.exp() * (difference.expm1() - difference)).sum(-1)

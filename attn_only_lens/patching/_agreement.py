@@ -1,0 +1,94 @@
+"""How well one way of scoring sites agrees with another, such as attribution with patching."""
+
+import numpy as np
+import pandas as pd
+
+from attn_only_lens.errors import PatchingError
+from attn_only_lens.numerics import is_count
+from attn_only_lens.patching.results import Sweep
+
+__all__ = ["agreement"]
+
+_SITE = ["name", "position", "part"]
+_SAME_RUN = 0.01  # of the metric's span: more than any dtype's rounding, less than other prompts
+
+
+def agreement(exact: Sweep, approx: Sweep, k: int = 20) -> pd.DataFrame:
+    """Compare the effects of two sweeps, site by site.
+
+    An effect is how far a score is from that of the run patched into (`Sweep.effect`); correlations
+    are over all rows, whatever their order.
+
+    Args:
+        exact: one sweep.
+        approx: another, of the same sites, positions and part, in the same direction, with the
+            same metric of the same prompts.
+        k: how many rows of largest |effect| to compare; of equals the first of `exact` count.
+
+    Returns:
+        One row: `pearson`, `spearman` (ties share their mean rank), `top_k` (share of the k
+        largest of one that are among the k largest of the other), `k`, `n` (rows).
+
+    Raises:
+        PatchingError: with every reason: sites that only one has, directions, metrics or their
+            values that differ, a score that is not finite, scores all the same, k not from 1 to n.
+
+    Example:
+        >>> import pandas as pd
+        >>> from attn_only_lens import patching as p
+        >>> values = pd.DataFrame({"layer": 0, "kind": "neuron", "index": [2, 5, 7],
+        ...                        "name": ["L0N2", "L0N5", "L0N7"], "position": -1,
+        ...                        "value": [1.0, 2.0, -1.0]})
+        >>> run = {"part": "z", "direction": "denoise", "metric": "logit_diff(7, 8)",
+        ...        "clean_value": 3.0, "corrupted_value": -1.0, "n_prompts": 1, "model": "adder"}
+        >>> exact, approx = p.Sweep.of(values, **run), p.Sweep.of(values[::-1], **run)
+        >>> p.agreement(exact, approx, k=2).round(6).to_dict("records")
+        [{'pearson': 1.0, 'spearman': 1.0, 'top_k': 1.0, 'k': 2, 'n': 3}]
+    """
+    reasons = []
+    if exact.direction != approx.direction:
+        reasons.append(f"exact is {exact.direction}, approx is {approx.direction}")
+    if exact.metric != approx.metric:
+        reasons.append(f"exact is of {exact.metric}, approx of {approx.metric}")
+    span = abs(exact.clean_value - exact.corrupted_value)
+    for which in ("clean_value", "corrupted_value"):
+        mine, theirs = getattr(exact, which), getattr(approx, which)
+        if not abs(mine - theirs) <= _SAME_RUN * span:
+            reasons.append(
+                f"{which} is {mine:.4g} in exact and {theirs:.4g} in approx: expected the same "
+                "prompts and model"
+            )
+    one, other = _effects(exact), _effects(approx)
+    only_one, only_other = one.index.difference(other.index), other.index.difference(one.index)
+    if len(only_one) or len(only_other):
+        example = next(iter([*only_one[:1], *only_other[:1]]))
+        reasons.append(
+            f"{len(only_one)} of {len(one)} rows are of exact alone, and {len(only_other)} of "
+            f"{len(other)} of approx alone, such as {example}; expected the same name, position "
+            "and part in both"
+        )
+    for label, effects in (("exact", one), ("approx", other)):
+        if not np.isfinite(effects).all():
+            reasons.append(f"{label} has scores that are not finite")
+        elif effects.nunique() < 2:
+            reasons.append(f"all scores of {label} are the same: nothing correlates with that")
+    if not is_count(k, 1, len(one)):
+        reasons.append(f"got k={k!r}; expected 1 to the {len(one)} rows")
+    if reasons:
+        raise PatchingError(reasons, "these sweeps cannot be compared")
+    other = other.reindex(one.index)
+    largest = [set(each.abs().nlargest(k, keep="first").index) for each in (one, other)]
+    return pd.DataFrame(
+        {
+            "pearson": [one.corr(other)],
+            "spearman": [one.rank().corr(other.rank())],
+            "top_k": [len(largest[0] & largest[1]) / k],
+            "k": [k],
+            "n": [len(one)],
+        }
+    )
+
+
+def _effects(sweep: Sweep) -> "pd.Series[float]":
+    plain = {column: sweep.frame[column].astype(object) for column in _SITE}
+    return pd.Series(sweep.effect.to_numpy(), index=pd.MultiIndex.from_frame(pd.DataFrame(plain)))

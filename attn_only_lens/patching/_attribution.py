@@ -1,0 +1,342 @@
+"""Attribution: an estimate of every patch's score from a few forward passes and a backward one.
+
+One convention for all methods. The estimate is of what `activation_patch` measures: with `value`
+the metric of the run patched into, "corrupted" to denoise and "clean" for noise,
+
+    value after the patch ≈ value + Σ_{patched positions} g · Δ
+    score = (value after the patch - corrupted) / (clean - corrupted)
+
+where Δ is what the patch changes at a head, source run minus the run patched into, and g is the
+gradient of the metric there. So 0 is the corrupted run and 1 the clean one, in either direction,
+and a head that carries the clean run's answer has a positive effect when denoised and a negative
+one when noised (`Sweep.effect`). Methods differ in g, and for queries in Δ:
+
+    "gradient"        g of the run patched into: attribution patching (Nanda 2023; Syed, Rager and
+                      Conmy, "Attribution Patching Outperforms Automated Circuit Discovery", 2023).
+                      Of part "q" it is w'(q) Δq that stands for the change of the pattern.
+    "exact_gate"      the same g, and the gate in closed form: w(q') - w(q), not w'(q) Δq; an
+                      attention head's row softmax(q' · K) V, not its derivative. It is "gradient"
+                      for parts "z", "pattern" and "value", which do not pass through the gate.
+    "integrated"      g averaged between the embeddings of the two runs (`integrated.py`).
+    "frozen_pattern"  g of the model that is linear once patterns and norm scales are constants
+                      (`frozen.py`). There no query moves anything, and part "q" is refused.
+
+Δ is exact but for queries under "gradient" and "integrated": a neuron-head's parts all come down
+to its Δz (`parts.py`). Patches scaled by ε move the metric by ε times the estimate of "gradient",
+as ε goes to 0.
+
+Which is nearest to patching was measured (`analyses/results/attribution_vs_patching.md`: the
+shipped model and five real ones, all sites). "exact_gate" is the default: mean Pearson with
+patching .934 for neuron-heads and .965 for attention heads over parts "z", "pattern" and "value",
+as "gradient" has, which it equals there, against .896 and .756 for "integrated" and .890 and .816
+for "frozen_pattern"; and of part "q" .947 and .966, against .599 and .722 for "gradient".
+
+Cost, in forwards of 2 · n_pos · parameters flops: a backward that stops at activations costs one
+forward, as it multiplies by each weight once. "gradient" is two forwards and one backward, so 3,
+for every head and position together; "exact_gate" the same, and 2 more for queries of attention
+heads; "frozen_pattern" 3 forwards, a backward and a check of 2, so 6; "integrated" 3 + 2 · steps.
+
+Patches of attention queries in closed form: each row of a pattern, computed anew from q'.
+
+A query moves one row of one head's pattern, and so that head's z at that token and nothing else of
+its layer:  z' = softmax(q' · K) V  with keys and values as they are. So one forward pass in which
+all queries are replaced at once shows every z', so long as z itself is put back before anyone reads
+it: the model's own code computes the rows, whatever its masks, rotations and caps.
+
+Gradients averaged along the straight line between the two runs' embeddings.
+
+Hanna, Pezzelle and Belinkov, "Have Faith in Faithfulness: Going Beyond Circuit Overlap When Finding
+Model Mechanisms" (2024), EAP-IG. With x and x' what enters the first block in the run patched into
+and in the other, and g(x) the gradient of the metric at a head when x enters,
+
+    g = (1/k) Σ_j g(x + α_j (x' - x)),    α_j = (j - 1/2)/k,  j = 1 … k
+
+the midpoint rule for the integral over α, where the paper takes the right ends j/k. As integrated
+gradients do (Sundararajan, Taly and Yan 2017), those of x itself are complete: Σ (x' - x) · g tends
+to metric(x') - metric(x) as k grows, with an error of order 1/k². At heads, whose activations move
+along no straight lines, no such sum is claimed.
+"""
+
+from collections.abc import Iterable
+from dataclasses import replace
+from functools import partial
+from typing import Any, Literal, get_args
+
+import pandas as pd
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from tqdm.auto import tqdm
+
+from attn_only_lens.axes import Residual
+from attn_only_lens.errors import PatchingError, UnsupportedModelError
+from attn_only_lens.heads import logit_tolerance, neuron_heads
+from attn_only_lens.numerics import full_precision, is_count
+from attn_only_lens.patching.results import Sweep
+from attn_only_lens.patching.sweep import Group, frame_of
+from attn_only_lens.runs.edits import PARTS, Part, hook_name
+from attn_only_lens.runs.frozen import frozen_gradients
+from attn_only_lens.runs.gradients import Tape, entering, node_of, rooted, shares, value_of
+from attn_only_lens.runs.metrics import (
+    AnyMetric,
+    BoundMetric,
+    require_differentiable,
+    require_slope,
+)
+from attn_only_lens.runs.paired_runs import Side, not_one_of, reasons_against, recorded
+from attn_only_lens.runs.positions import Positions, resolve_positions
+from attn_only_lens.runs.prompts import Prompts, prompt_pair
+from attn_only_lens.runs.recording import Recording, run
+from attn_only_lens.runs.replacements import DIRECTIONS
+from attn_only_lens.runs.sites import Sites, all_heads, resolve
+from attn_only_lens.tolerances import LOGIT_TOLERANCE
+
+__all__ = ["METHODS", "Method", "answered", "attribution", "integrated_gradients", "points"]
+
+
+@torch.no_grad()
+def answered(
+    model: Any, target: Recording, source: Recording, layers: Iterable[int]
+) -> dict[str, Float[Tensor, "batch pos head_index d_head"]]:
+    """z of every attention head with the source run's queries, by hook name: two forwards.
+
+    Args:
+        model: converted, or with exposed neuron-heads.
+        target: the run patched into; its queries and z are on record.
+        source: the other run, with its queries.
+        layers: source layers.
+
+    Raises:
+        UnsupportedModelError: a head's query moves other heads.
+    """
+    names = {hook_name(model, layer, "q"): hook_name(model, layer, "z") for layer in layers}
+
+    def asked(n_heads: int | None) -> dict[str, Tensor]:
+        """With the queries of the first heads replaced, or of all."""
+        found: dict[str, Tensor] = {}
+
+        def ask(value: Tensor, hook: Any, q: str) -> Tensor:
+            own = source.hooked[q][:, :, :n_heads]
+            return torch.cat([own, value[:, :, own.shape[2] :]], dim=2)
+
+        def answer(value: Tensor, hook: Any, z: str) -> Tensor:
+            found[z] = value.clone()
+            return target.hooked[z]
+
+        hooks = [(q, partial(ask, q=q)) for q in names]
+        hooks += [(z, partial(answer, z=z)) for z in names.values()]
+        run(model, target.tokens, target.mask, hooks)
+        return found
+
+    moved = [
+        z
+        for z, of_others in asked(1).items()
+        if not _same(of_others[:, :, 1:], target.hooked[z][:, :, 1:])
+    ]
+    if moved:
+        raise UnsupportedModelError(
+            [
+                f"to patch the query of one head moves the z of others ({', '.join(moved)}): its "
+                "queries are normed all together. Take method='gradient', or patch the pattern"
+            ],
+            "its queries cannot be patched in closed form",
+        )
+    return asked(None)
+
+
+def _same(one: Tensor, other: Tensor) -> bool:
+    if not one.numel():
+        return True
+    return float((one - other).abs().max()) <= LOGIT_TOLERANCE[one.dtype] * float(other.abs().max())
+
+
+def points(target: Residual, source: Residual, steps: int) -> Iterable[Residual]:
+    """The midpoints of equal steps from one stream to the other."""
+    for j in range(steps):
+        yield torch.lerp(target, source, (j + 0.5) / steps)
+
+
+def integrated_gradients(
+    model: Any,
+    target: Recording,
+    source: Recording,
+    metric: BoundMetric,
+    names: Iterable[str],
+    steps: int,
+    progress: bool,
+) -> dict[str, Tensor]:
+    """Mean gradients at hook points, on the way from one run to the other: k forwards, k backwards.
+
+    Raises:
+        UnsupportedModelError: what enters the first block is not all that tells the runs apart.
+    """
+    x, other = target.streams[0], source.streams[0]
+    _require_whole(model, target, source)
+    names, total = list(names), dict[str, Tensor]()
+    for point in tqdm(points(x, other, steps), total=steps, unit="step", disable=not progress):
+        tape = Tape(names)
+        # The later of two hooks sees what the earlier has put there: first the point, then a root.
+        with torch.enable_grad(), entering(model, lambda _, at=point: at), rooted(model):  # type: ignore[misc]
+            logits = run(model, target.tokens, target.mask, tape.hooks)
+            found = tape.gradients(value_of(metric, logits))
+        total = {name: total.get(name, 0.0) + each / steps for name, each in found.items()}
+    return total
+
+
+@torch.no_grad()
+def _require_whole(model: Any, target: Recording, source: Recording) -> None:
+    """Refuse models in which tokens enter elsewhere: their runs have no straight line between."""
+    with entering(model, lambda _: source.streams[0]):
+        logits = run(model, target.tokens, target.mask)
+    error = float((logits - source.logits).abs().max())
+    largest = float(source.logits.abs().max())
+    if not error <= logit_tolerance(neuron_heads(model), logits.dtype) * largest:
+        raise UnsupportedModelError(
+            [
+                "with the other run's embeddings entering its first block, its logits differ by "
+                f"{error:.2g} from those of that run (largest: {largest:.2g}): tokens enter "
+                "elsewhere too. Take method='gradient'"
+            ],
+            "gradients cannot be integrated between these runs",
+        )
+
+
+Method = Literal["gradient", "exact_gate", "integrated", "frozen_pattern"]
+METHODS: tuple[str, ...] = get_args(Method)
+_TRACED = ("gradient", "exact_gate")  # by the very run that is recorded
+_STEPS = 5  # as in the experiments of EAP-IG
+
+
+@full_precision()
+def attribution(
+    model: Any,
+    clean: Prompts,
+    corrupted: Prompts,
+    metric: AnyMetric,
+    *,
+    sites: Sites | None = None,
+    part: Part = "z",
+    positions: Positions = "each",
+    direction: str = "denoise",
+    method: Method = "exact_gate",
+    steps: int | None = None,
+    mask: Tensor | None = None,
+    progress: bool = True,
+) -> Sweep:
+    """Estimate what patching every site would give, all sites at once.
+
+    On the scale of `activation_patch`, and with its columns: `agreement` compares the two.
+
+    It is an estimate, and can miss the one site that matters. On SmolLM2-135M and a pair about
+    agreement in number, the neuron that decides (L0N870 at position 1) has an exact effect of .979
+    and an estimated one of -.014, and nothing in the result shows it. Check the sites at the top by
+    `activation_patch` before you rely on them. That finds what is overrated, not what is missed:
+    patch the early layers at the first token that differs, too, where large misses were found.
+
+    Args:
+        model: converted by `convert`, or with exposed neuron-heads; without hooks of its own.
+            Neither its parameters' `requires_grad` nor their `grad` are touched.
+        clean: a text, texts, or tokens [batch, pos]; see `prompt_pair`.
+        corrupted: the same for the other run, token for token.
+        metric: `logit_diff(...)` and the like, or a differentiable function of logits
+            [batch, pos, d_vocab].
+        sites: `neuron_heads()`, `heads()`, `all_heads()`, or names; by default all heads.
+        part: "z", "pattern", "value", "q"; see `activation_patch`.
+        positions: "each", "all", a number, or a list of them; see `activation_patch`.
+        direction: "denoise", clean activations into the corrupted run; "noise", the other way.
+        method: how: "gradient", "exact_gate", "integrated", "frozen_pattern"; see the module. The
+            default is the one that agreed best with patching where that was measured.
+        steps: for "integrated", how many gradients to average; 5 unless told.
+        mask: 1 for real tokens, 0 for padding, where prompts are tokens.
+        progress: whether to show a bar, over the steps of "integrated".
+
+    Returns:
+        The estimated metric after each patch, and its score: 0 is the corrupted run, 1 the clean
+        one. Its `method` says that it is an estimate, and which.
+
+    Raises:
+        PatchingError: with every reason: prompts, metric, sites or positions that do not fit; the
+            metric is flat at the run patched into, as `kl` is on the clean run.
+        UnsupportedModelError: the model is not linear when frozen ("frozen_pattern"), has tokens
+            enter past its embedding ("integrated"), or norms its queries together ("exact_gate");
+            it does not run a hook point of the sites, or does not read what that hands on.
+
+    Example:
+        >>> import torch
+        >>> from attn_only_lens import convert, patching as p, pretrained
+        >>> model = convert(pretrained.modular_addition())
+        >>> prompts = torch.tensor([3, 4, 113]), torch.tensor([3, 5, 113])
+        >>> metric, sites = p.logit_diff(correct=7, wrong=8), p.neuron_heads()
+        >>> estimate = p.attribution(model, *prompts, metric, sites=sites, positions=-1)
+        >>> exact = p.activation_patch(
+        ...     model, *prompts, metric, sites=sites, positions=-1, progress=False)
+        >>> bool(p.agreement(exact, estimate)["pearson"].item() > 0.99)
+        True
+    """
+    _check(model, part, direction, method, steps)
+    chosen = resolve(model, all_heads() if sites is None else sites)
+    pair = prompt_pair(model, clean, corrupted, mask)
+    where = resolve_positions(pair, positions)
+    closed = part == "q" and method == "exact_gate"
+    nodes = [node_of(model, each, part, closed=closed) for each in chosen]
+    side: Side = "corrupted" if direction == "denoise" else "clean"
+    tape = Tape(nodes)
+    with rooted(model):
+        traced = side if method in _TRACED else None
+        kept = nodes if part == "q" else ()
+        runs = recorded(
+            model, pair, metric, chosen, part, names=kept, traced=traced, hooks=tape.hooks
+        )
+    target, source, value = runs.corrupted, runs.clean, runs.corrupted_value
+    if direction == "noise":
+        target, source, value = runs.clean, runs.corrupted, runs.clean_value
+    require_differentiable(runs.metric, target.logits.detach())
+    if method != "integrated":  # which has gradients of its own, between the runs
+        span = runs.clean_value - runs.corrupted_value
+        require_slope(runs.metric, target.logits, source.logits, span)
+    if method == "integrated":
+        gradients = integrated_gradients(
+            model, target, source, runs.metric, nodes, steps or _STEPS, progress
+        )
+    elif method == "frozen_pattern":
+        gradients = frozen_gradients(model, target, runs.metric, tape)
+    else:
+        gradients = tape.gradients(value_of(runs.metric, target.logits))
+    rows = [each.layer for each in chosen if each.kind == "attention"]
+    if closed and rows:
+        put = answered(model, target, source, rows)
+        source = replace(source, hooked={**source.hooked, **put})
+    everywhere = torch.stack([each.where for each in where])
+    frames: list[pd.DataFrame] = []
+    for each, node in zip(chosen, nodes, strict=True):
+        found = shares(model, each, part, node, gradients[node], target, source)
+        at = everywhere.to(found.device, found.dtype)
+        moves = torch.einsum("sbp,kbp->ks", found, at).flatten()
+        frames.append(frame_of(Group(each, where), value + moves.cpu().double()))
+    return Sweep.of(
+        pd.concat(frames, ignore_index=True),
+        part=part,
+        direction=direction,
+        metric=runs.metric.name,
+        clean_value=runs.clean_value,
+        corrupted_value=runs.corrupted_value,
+        n_prompts=len(pair.clean),
+        model=str(getattr(model.cfg, "model_name", "")),
+        method=method,
+    )
+
+
+def _check(model: Any, part: str, direction: str, method: str, steps: object) -> None:
+    reasons = reasons_against(model)
+    reasons += not_one_of("part", part, PARTS) + not_one_of("direction", direction, DIRECTIONS)
+    reasons += not_one_of("method", method, METHODS)
+    if part == "q" and method == "frozen_pattern":
+        reasons.append("got part='q' with frozen patterns, which no query moves; expected another")
+    if steps is not None and method != "integrated":
+        reasons.append(f"got steps={steps!r} with method={method!r}, which takes none")
+    elif steps is not None and not is_count(steps, 1):
+        reasons.append(f"got steps={steps!r}; expected 1 or more")
+    if torch.is_inference_mode_enabled():
+        reasons.append("no gradient is taken in torch.inference_mode(); torch.no_grad() will do")
+    if reasons:
+        raise PatchingError(reasons, "this cannot be attributed")

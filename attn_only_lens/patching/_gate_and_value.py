@@ -1,0 +1,161 @@
+"""What each neuron-head writes otherwise in the other run: by its pattern, by its value, by both.
+
+A neuron-head puts out z = w v, so between a run and another, here with a prime,
+
+    w'v' - wv = (w' - w) v + w (v' - v) + (w' - w)(v' - v)
+       whole  =  pattern   +   value    +   interaction
+
+exactly: whether a neuron opened, whether there was something else to let through, and what takes
+both. An MLP view has the left side only. The metric is no linear function of a write, so its share
+by interaction is what patching z does more than patching the two apart,
+
+    score:  interaction = z - pattern - value,  each as the effect on the unpatched run's score.
+
+Writes are along the neuron's row of W_out: its numbers here are what multiplies that row.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from torch import Tensor
+
+from attn_only_lens.errors import PatchingError
+from attn_only_lens.heads import neuron_heads as heads_by_layer
+from attn_only_lens.patching._activation_patch import activation_patch
+from attn_only_lens.patching.results import Sweep
+from attn_only_lens.runs.edits import Part, changes, interaction, moved
+from attn_only_lens.runs.metrics import AnyMetric
+from attn_only_lens.runs.paired_runs import not_one_of
+from attn_only_lens.runs.positions import Positions, PositionSet, resolve_positions
+from attn_only_lens.runs.prompts import PromptPair, Prompts, prompt_pair
+from attn_only_lens.runs.recording import record
+from attn_only_lens.runs.replacements import DIRECTIONS
+from attn_only_lens.runs.sites import LayerSites, Sites, neuron_heads, resolve
+
+__all__ = ["gate_and_value"]
+
+_SITE = ["layer", "index", "name", "position"]
+
+
+def gate_and_value(
+    model: Any,
+    clean: Prompts,
+    corrupted: Prompts,
+    metric: AnyMetric,
+    *,
+    sites: Sites | None = None,
+    positions: Positions = "each",
+    direction: str = "denoise",
+    mask: Tensor | None = None,
+    batch_size: int | None = None,
+    resume: str | Path | None = None,
+    progress: bool = True,
+) -> pd.DataFrame:
+    """Split what patching neuron-heads does into pattern, value and interaction.
+
+    Args:
+        model: as in `activation_patch`, as are all others.
+        clean: see there.
+        corrupted: see there.
+        metric: see there.
+        sites: neuron-heads; by default all.
+        positions: see there.
+        direction: "denoise" or "noise".
+        mask: see there.
+        batch_size: see there.
+        resume: a folder, in which each of the three sweeps has one of its own.
+        progress: whether to show bars, one for each of the three sweeps.
+
+    Returns:
+        A row for each site and position, with `layer`, `index`, `name`, `position` and
+
+        write_pattern, write_value, write_interaction, write: by how much the neuron's activation
+            changes, the mean over prompts of its sum over the positions patched. The first three
+            add up to the last.
+        effect_pattern, effect_value, effect_interaction, effect: by how much the score changes
+            (0 is the corrupted run, 1 the clean one). The first three add up to the last.
+
+    Raises:
+        PatchingError: as `activation_patch` does; or sites that are no neuron-heads, or an
+            ablation for a direction.
+
+    Example:
+        >>> import torch
+        >>> from attn_only_lens import convert, patching as p, pretrained
+        >>> model = convert(pretrained.modular_addition())
+        >>> frame = p.gate_and_value(
+        ...     model, torch.tensor([3, 4, 113]), torch.tensor([3, 5, 113]),
+        ...     p.logit_diff(correct=7, wrong=8), positions=-1, progress=False)
+        >>> split = frame["write_pattern"] + frame["write_value"] + frame["write_interaction"]
+        >>> len(frame), bool((split - frame["write"]).abs().max() < 1e-5)
+        (512, True)
+    """
+    chosen = resolve(model, neuron_heads() if sites is None else sites)
+    reasons = [f"got {each.names[0]}; expected neuron-heads" for each in chosen if _attends(each)]
+    reasons += not_one_of("direction", direction, DIRECTIONS)
+    if reasons:
+        raise PatchingError(reasons, "gate and value cannot be told apart")
+
+    def sweep(part: Part) -> Sweep:
+        return activation_patch(
+            model,
+            clean,
+            corrupted,
+            metric,
+            sites=neuron_heads() if sites is None else sites,
+            part=part,
+            positions=positions,
+            direction=direction,
+            mask=mask,
+            batch_size=batch_size,
+            resume=None if resume is None else Path(resume) / part,
+            progress=progress,
+        )
+
+    parts: tuple[Part, ...] = ("pattern", "value", "z")
+    sweeps = {part: sweep(part) for part in parts}
+    whole = sweeps["z"]
+    pair = prompt_pair(model, clean, corrupted, mask)
+    writes = _writes(model, pair, chosen, resolve_positions(pair, positions), direction)
+    effects = {f"effect_{part}": sweeps[part].effect for part in ("pattern", "value")}
+    effects["effect_interaction"] = whole.effect - sum(effects.values())
+    frame = whole.to_frame()[_SITE].reset_index(drop=True)
+    return frame.assign(**writes, **effects, effect=whole.effect)
+
+
+def _attends(each: LayerSites) -> bool:
+    return each.kind == "attention"
+
+
+def _writes(
+    model: Any,
+    pair: PromptPair,
+    sites: Sequence[LayerSites],
+    positions: Sequence[PositionSet],
+    direction: str,
+) -> dict[str, np.ndarray]:
+    """Changes of each neuron's activation, in the order of a sweep's rows."""
+    layers = [each.layer for each in sites]
+    clean, corrupted = (
+        record(model, tokens, pair.mask, layers=layers) for tokens in (pair.clean, pair.corrupted)
+    )
+    target, source = (corrupted, clean) if direction == "denoise" else (clean, corrupted)
+    found: dict[str, list[np.ndarray]] = {}
+    for each in sites:
+        heads = heads_by_layer(model)[each.layer]
+        one, other = target.neurons[each.layer], source.neurons[each.layer]
+        by = {
+            "write_pattern": moved(one, other, "pattern"),
+            "write_value": moved(one, other, "value"),
+            "write_interaction": interaction(one, other),
+            "write": moved(one, other, "z"),
+        }
+        change = {name: changes(heads, each, dz) for name, dz in by.items()}
+        for where in positions:
+            for name, moves in change.items():
+                chosen = (moves * where.where.to(moves.device)).sum(dim=2).mean(dim=1)
+                found.setdefault(name, []).append(chosen.cpu().double().numpy())
+    return {name: np.concatenate(values) for name, values in found.items()}

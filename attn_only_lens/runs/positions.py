@@ -1,0 +1,106 @@
+"""At which tokens to patch: sets of positions, each patched at once.
+
+A number from 0 up is a position of the token tensor, padding counted; -1 is each prompt's last
+real token, -2 the one before. `"each"` and `"all"` never touch padding.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+import torch
+from jaxtyping import Bool
+from torch import Tensor
+
+from attn_only_lens.errors import PatchingError
+from attn_only_lens.numerics import as_plain, is_count
+from attn_only_lens.runs.prompts import PromptPair
+
+__all__ = ["PositionSet", "Positions", "resolve_positions"]
+
+Positions: TypeAlias = Literal["each", "all"] | int | Sequence[int] | Tensor
+_PROBLEM = "these positions cannot be patched"
+
+
+@dataclass(frozen=True, eq=False)
+class PositionSet:
+    """Positions that are patched at once.
+
+    Attributes:
+        label: what the results call it: "all", or the number asked for.
+        where: the positions of each prompt; padding never.
+    """
+
+    label: int | str
+    where: Bool[Tensor, "batch pos"]
+
+
+def resolve_positions(pair: PromptPair, positions: Positions) -> tuple[PositionSet, ...]:
+    """The sets of positions that are meant, in the prompts at hand.
+
+    Args:
+        pair: the prompts.
+        positions: "each", a set for every position that is real in some prompt, and of those
+            prompts only; "all", one set of all real positions; a number, or a list of numbers, a
+            set for each, which every prompt must have.
+
+    Returns:
+        The sets, in the order asked for.
+
+    Raises:
+        PatchingError: with every reason: not positions, out of range, padding, the same twice.
+
+    Example:
+        >>> import torch
+        >>> from attn_only_lens import patching as p, pretrained
+        >>> pair = p.prompt_pair(pretrained.modular_addition(), torch.tensor([3, 4, 113]),
+        ...                      torch.tensor([3, 5, 113]))
+        >>> [each.label for each in p.resolve_positions(pair, "each")]
+        [0, 1, 2]
+        >>> p.resolve_positions(pair, -1)[0].where
+        tensor([[False, False,  True]])
+    """
+    real = pair.real
+    n_pos = real.shape[1]
+    if isinstance(positions, str):
+        if positions == "all":
+            return (PositionSet("all", real),)
+        if positions == "each":
+            some = real.any(dim=0).nonzero().flatten().tolist()
+            return tuple(PositionSet(pos, real & _column(real, pos)) for pos in some)
+    wanted = as_plain(positions)
+    wanted = [wanted] if isinstance(wanted, int) else wanted
+    expected = f"expected 'each', 'all', or numbers from {-n_pos} to {n_pos - 1}"
+    if not isinstance(wanted, list | tuple | range) or not wanted:
+        raise PatchingError([f"got {positions!r}; {expected}"], _PROBLEM)
+    reasons: list[str] = []
+    sets: list[PositionSet] = []
+    for pos in wanted:
+        if not is_count(pos, -n_pos, n_pos - 1):
+            reasons.append(f"got {pos!r}; {expected}")
+            continue
+        where = real & (_column(real, pos) if pos >= 0 else _from_the_end(pair, pos))
+        without = (~where.any(dim=1)).nonzero().flatten().tolist()
+        if without:
+            reasons.append(
+                f"got {pos}, which is padding, or before the start, in prompts {without}; expected "
+                "a real token of each, or 'each', which leaves out the prompts that have none"
+            )
+        reasons += [
+            f"got {pos} and {other.label}, the same positions; expected each once"
+            for other in sets
+            if torch.equal(other.where, where) and not without
+        ]
+        sets.append(PositionSet(pos, where))
+    if reasons:
+        raise PatchingError(reasons, _PROBLEM)
+    return tuple(sets)
+
+
+def _column(real: Bool[Tensor, "batch pos"], pos: int) -> Bool[Tensor, "pos"]:
+    return torch.arange(real.shape[1], device=real.device) == pos
+
+
+def _from_the_end(pair: PromptPair, pos: int) -> Bool[Tensor, "batch pos"]:
+    columns = torch.arange(pair.clean.shape[1], device=pair.clean.device)
+    return columns == (pair.last + pos + 1)[:, None]

@@ -1,0 +1,226 @@
+"""Two prompts, or two batches of them, that differ in what a patch is to be about.
+
+A patch moves an activation from a position of one run to the same position of the other, so the
+two prompts of a pair must have as many tokens, and padding at the same places.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from jaxtyping import Bool, Int
+from torch import Tensor
+
+from attn_only_lens.axes import Tokens
+from attn_only_lens.errors import PatchingError, UnsupportedCallError
+from attn_only_lens.runs.inputs import checked_tokens
+from attn_only_lens.runs.token_texts import token_texts
+
+__all__ = ["PromptPair", "Prompts", "prompt_pair", "unpaired"]
+
+Prompts: TypeAlias = str | Sequence[str] | Tensor
+_PROBLEM = "these prompts cannot be patched into each other"
+
+
+@dataclass(frozen=True, eq=False)
+class PromptPair:
+    """Clean and corrupted prompts, token beside token. Made and checked by `prompt_pair`.
+
+    Attributes:
+        clean: tokens of the clean prompts.
+        corrupted: tokens of the corrupted prompts.
+        mask: 1 where a token is real and 0 where it is padding, the same for both; None where
+            every token is real.
+    """
+
+    clean: Tokens
+    corrupted: Tokens
+    mask: Int[Tensor, "batch pos"] | None = None
+
+    @property
+    def real(self) -> Bool[Tensor, "batch pos"]:
+        """Where tokens are real."""
+        if self.mask is None:
+            return torch.ones_like(self.clean, dtype=torch.bool)
+        return self.mask.bool()
+
+    @property
+    def last(self) -> Int[Tensor, "batch"]:
+        """The position of the last real token of each prompt, whichever side is padded."""
+        positions = torch.arange(self.clean.shape[1], device=self.clean.device)
+        return (self.real * positions).amax(dim=1)
+
+    @property
+    def first_difference(self) -> int:
+        """The smallest position at which a prompt differs from its pair, padding included.
+
+        Before it, the two runs of a causal model are the same.
+        """
+        return int((self.clean != self.corrupted).any(dim=0).nonzero()[0, 0])
+
+
+def prompt_pair(
+    model: Any, clean: Prompts, corrupted: Prompts, mask: Tensor | None = None
+) -> PromptPair:
+    """Tokenize and check clean and corrupted prompts.
+
+    Texts of unequal length within a batch are padded on the side of the model's tokenizer, and
+    the mask is made from that. A prompt may be the same on both sides as long as not all are.
+
+    Args:
+        model: whose tokenizer, vocabulary and context count: any HookedTransformer or
+            TransformerBridge.
+        clean: a text, a list of texts, tokens [batch, pos], or one row of tokens [pos].
+        corrupted: the same for the other run, prompt by prompt.
+        mask: 1 or True for real tokens and 0 or False for padding, in the shape of the tokens;
+            with tokens only.
+
+    Returns:
+        The pair, on the model's device.
+
+    Raises:
+        PatchingError: with every reason: not tokens of the model, unequal lengths, identical
+            prompts, a mask that does not fit or leaves a prompt empty.
+
+    Example:
+        >>> import torch
+        >>> from attn_only_lens import patching as p, pretrained
+        >>> pair = p.prompt_pair(pretrained.modular_addition(), torch.tensor([3, 4, 113]),
+        ...                      torch.tensor([3, 5, 113]))
+        >>> pair.clean.shape, pair.last.tolist(), pair.first_difference
+        (torch.Size([1, 3]), [2], 1)
+    """
+    reasons: list[str] = []
+    rows = {
+        side: _rows(model, prompts, side, reasons)
+        for side, prompts in {"clean": clean, "corrupted": corrupted}.items()
+    }
+    _refuse(reasons)
+    if len(rows["clean"]) != len(rows["corrupted"]):
+        reasons.append(
+            f"got {len(rows['clean'])} clean and {len(rows['corrupted'])} corrupted prompts; "
+            "expected one of each in a pair"
+        )
+    _refuse(reasons)
+    for i, (one, other) in enumerate(zip(rows["clean"], rows["corrupted"], strict=True)):
+        if len(one) != len(other):
+            here, there = (token_texts(model, each) for each in (one, other))
+            reasons.append(
+                f"prompt {i} has {len(one)} clean tokens {here} and {len(other)} corrupted tokens "
+                f"{there}; expected as many: choose words that split alike"
+            )
+    texts = not (isinstance(clean, Tensor) or isinstance(corrupted, Tensor))
+    if mask is not None and texts:
+        reasons.append("got a mask beside texts, whose padding is made here; leave it out")
+    _refuse(reasons)
+    device = next(model.parameters()).device
+    (clean_tokens, made), (corrupted_tokens, _) = (_pad(model, rows[side]) for side in rows)
+    if not texts:
+        made = _checked_mask(mask, clean_tokens, reasons)
+    _refuse(reasons)
+    pair = PromptPair(
+        clean_tokens.to(device),
+        corrupted_tokens.to(device),
+        None if made is None else made.to(device),
+    )
+    if not ((pair.clean != pair.corrupted) & pair.real).any():
+        reasons.append(
+            "identical prompts: every real token is the same in both, so no patch has an effect"
+        )
+    _refuse(reasons)
+    return pair
+
+
+def unpaired(model: Any, prompts: Prompts, mask: Tensor | None = None) -> PromptPair:
+    """Prompts alone, as the pair of each with itself: for what needs one run only.
+
+    Args:
+        model: whose tokenizer, vocabulary and context count.
+        prompts: a text, a list of texts, tokens [batch, pos], or one row of tokens [pos].
+        mask: as in `prompt_pair`.
+
+    Raises:
+        PatchingError: with every reason: not tokens of the model, a mask that does not fit.
+    """
+    reasons: list[str] = []
+    rows = _rows(model, prompts, "prompts", reasons)
+    if mask is not None and not isinstance(prompts, Tensor):
+        reasons.append("got a mask beside texts, whose padding is made here; leave it out")
+    _refuse(reasons)
+    tokens, made = _pad(model, rows)
+    if isinstance(prompts, Tensor):
+        made = _checked_mask(mask, tokens, reasons)
+    _refuse(reasons)
+    device = next(model.parameters()).device
+    tokens = tokens.to(device)
+    return PromptPair(tokens, tokens, None if made is None else made.to(device))
+
+
+def _refuse(reasons: list[str]) -> None:
+    if reasons:
+        raise PatchingError(reasons, _PROBLEM)
+
+
+def _rows(model: Any, prompts: Prompts, side: str, reasons: list[str]) -> list[Tensor]:
+    """The tokens of each prompt; of texts, without padding."""
+    each: list[Any]
+    if isinstance(prompts, Tensor):
+        each = [prompts[None] if prompts.ndim == 1 else prompts]
+    elif isinstance(prompts, str):
+        each = [prompts]
+    elif isinstance(prompts, list | tuple) and all(isinstance(text, str) for text in prompts):
+        each = list(prompts)
+    else:
+        reasons.append(
+            f"{side}: got {type(prompts).__name__}; expected a text, a list of texts, or a tensor "
+            "of tokens [batch, pos]"
+        )
+        return []
+    if not each:
+        reasons.append(f"{side}: got no prompts; expected at least one")
+    rows: list[Tensor] = []
+    for prompt in each:
+        try:
+            rows += checked_tokens(model, prompt).long()
+        except UnsupportedCallError as error:
+            reasons.append(f"{side}: {error}")
+    return rows
+
+
+def _pad(model: Any, rows: list[Tensor]) -> tuple[Tokens, Tensor | None]:
+    """The rows as one tensor, and where it is real; None where all of it is."""
+    n_pos = max(map(len, rows))
+    if all(len(row) == n_pos for row in rows):
+        return torch.stack(rows), None
+    left = model.tokenizer.padding_side == "left"
+    pad = model.tokenizer.pad_token_id
+    tokens = rows[0].new_full((len(rows), n_pos), 0 if pad is None else pad)
+    mask = torch.zeros_like(tokens)
+    for i, row in enumerate(rows):
+        where = slice(n_pos - len(row), None) if left else slice(len(row))
+        tokens[i, where], mask[i, where] = row, 1
+    return tokens, mask
+
+
+def _checked_mask(mask: object, tokens: Tokens, reasons: list[str]) -> Tensor | None:
+    if mask is None:
+        return None
+    expected = f"expected 1 (real) and 0 (padding) in the tokens' shape {list(tokens.shape)}"
+    if not isinstance(mask, Tensor) or mask.shape != tokens.shape:
+        got = list(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
+        reasons.append(f"mask: got {got}; {expected}")
+        return None
+    if not ((mask == 0) | (mask == 1)).all():
+        reasons.append(f"mask: got values from {mask.min()} to {mask.max()}; {expected}")
+        return None
+    mask = mask.long()
+    empty = (mask.sum(dim=1) == 0).nonzero().flatten().tolist()
+    if empty:
+        reasons.append(f"mask: it leaves no token of prompts {empty}; expected one at least")
+    # A run of ones starts once: count the steps up, a first entry of 1 being one.
+    starts = mask[:, 0] + (mask.diff(dim=1) == 1).sum(dim=1)
+    broken = (starts > 1).nonzero().flatten().tolist()
+    if broken:
+        reasons.append(f"mask: prompts {broken} have padding between real tokens; expected none")
+    return mask
