@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from tqdm.auto import tqdm
 
-from attn_only_lens.circuits._discover import Circuit, discover
+from attn_only_lens.circuits._search import Circuit, discover
 from attn_only_lens.comparison.alignment import align
 from attn_only_lens.comparison.batches import Batch, Source, batches
 from attn_only_lens.comparison.circuits import Found, Resampling, differences, scores

@@ -32,10 +32,10 @@ import numpy.typing as npt
 import pandas as pd
 from jaxtyping import Float
 
-from attn_only_lens.circuits._attribution_graph import Drawn
-from attn_only_lens.circuits._discover import Circuit
-from attn_only_lens.circuits.graph import chosen
-from attn_only_lens.circuits.linear_model import linearised
+from attn_only_lens.circuits._attribution_graph import LinearGraph
+from attn_only_lens.circuits._search import Circuit
+from attn_only_lens.circuits.graph import select_largest
+from attn_only_lens.circuits.linear_model import linearize
 from attn_only_lens.comparison.batches import Batch
 from attn_only_lens.comparison.measure import Measured, key_of, on
 from attn_only_lens.errors import UnsupportedModelError
@@ -153,7 +153,7 @@ def mass_of(weights: Floats, kinds: npt.NDArray[np.object_], among: Ints, mass: 
     for kind in pd.unique(kinds[among]):
         rows = among[kinds[among] == kind]
         rows = rows[weights[rows] != 0]
-        found.append(rows[chosen(np.abs(weights[rows]), mass=mass)])
+        found.append(rows[select_largest(np.abs(weights[rows]), mass=mass)])
     return np.sort(np.concatenate(found))
 
 
@@ -331,11 +331,11 @@ def _edges(
 ) -> tuple[pd.DataFrame, Float[np.ndarray, "edge batch"]]:
     run = record(model, pair.clean, pair.mask)
     try:
-        linear = linearised(model, run, bind(metric, model, pair))
+        linear = linearize(model, run, bind(metric, model, pair))
     except UnsupportedModelError as error:
         more = "n_nodes=0 compares the nodes of circuits, and no edges"
         raise UnsupportedModelError([*error.reasons, more], error.problem) from error
-    return Drawn(linear, pair, picked).edges(patterns=True)
+    return LinearGraph(linear, pair, picked).edges(patterns=True)
 
 
 def _renamed(node: str, grown: dict[str, str]) -> str:

@@ -63,7 +63,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from attn_only_lens.circuits.head_weights import Weights
+from attn_only_lens.circuits.head_matrices import HeadMatrices
 from attn_only_lens.comparison.alignment import Aligned, Alignment
 from attn_only_lens.comparison.batches import Batch
 from attn_only_lens.comparison.circuits import Floats, Names
@@ -150,7 +150,7 @@ class Writers:
         centred: whether every norm that reads the stream takes the mean away.
     """
 
-    weights: Weights
+    weights: HeadMatrices
     centred: bool
 
     @classmethod
@@ -161,11 +161,11 @@ class Writers:
             CircuitError: norms or matrices of a bridge that are not known.
         """
         norms = [norm for each in wirings(model) for norm in (each.attention[0], each.neuron[0])]
-        return cls(Weights.of(model, fold_norms=False), all(norm.centres for norm in norms))
+        return cls(HeadMatrices.of(model, fold_norms=False), all(norm.centres for norm in norms))
 
     def rows(self, sites: LayerSites) -> Float[Tensor, "site d_head d_model"]:
         """W C of each site."""
-        W: Tensor = self.weights.writes(sites).B
+        W: Tensor = self.weights.write_matrices(sites).B
         return W - W.mean(dim=-1, keepdim=True) if self.centred else W
 
 
