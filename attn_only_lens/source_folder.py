@@ -22,6 +22,7 @@ from attn_only_lens.storage import (
     inside,
     misfits,
     opened_folder,
+    out_of_range,
     read_json,
     read_tensors,
 )
@@ -83,7 +84,7 @@ def load_source(
     chosen = {"device": str(to_device), "dtype": to_dtype, "init_weights": False}
     chosen |= {"tokenizer_name": None, "trust_remote_code": False}
     said = {key: value for key, value in config.items() if key not in chosen}
-    wrong = list(misfits(said, HookedTransformerConfig, CONFIG))
+    wrong = [*misfits(said, HookedTransformerConfig, CONFIG), *out_of_range(said, CONFIG)]
     if wrong:
         raise CheckpointError(f"{folder / CONFIG} is not a model's: {'; '.join(wrong[:5])}")
     fields = said | chosen

@@ -445,6 +445,8 @@ def test_any_manifest_leads_to_an_error_or_to_the_same_tensors(kind, tmp_path):
         *({"n_layers": 10**6}, {"d_vocab": 10**12}, {"n_ctx": 10**9}, {"num_experts": 10**6}),
         *({"n_layers": -1}, {"d_mlp": None}, {"n_heads": "2"}, {"eps": float("inf")}),
         {"positional_embedding_type": "none"},
+        *({"eps": -1e-5}, {"rotary_base": 0}, {"attn_scale": 0.0}, {"attn_scale": -2.0}),
+        *({"yarn_factor": 0.0}, {"window_size": -3}, {"clip_qkv": -1.0}),
     ],
 )
 def test_sizes_are_held_against_the_weights_before_anything_is_built(fields, tmp_path):

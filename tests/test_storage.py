@@ -394,6 +394,9 @@ WORSE = {
     "many words": ("llama", {"hf_config": {"vocab_size": HUGE * 1000}}),
     "a native million": ("native", {"cfg": {"n_layers": HUGE}}),
     "a native context": ("native", {"cfg": {"n_ctx": HUGE * 1000}}),
+    "a negative eps": ("llama", {"hf_config": {"rms_norm_eps": -1e-5}}),
+    "rotations by nothing": ("llama", {"hf_config": {"rope_parameters": {"rope_theta": 0}}}),
+    "a negative scale": ("native", {"cfg": {"attn_scale": -2.0}}),
 }
 
 

@@ -15,6 +15,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from attn_only_lens.errors import CheckpointError
 from attn_only_lens.numerics import same_randomness
 from attn_only_lens.source_folder import dtype_named
+from attn_only_lens.storage import out_of_range
 
 __all__ = ["native", "skeleton"]
 
@@ -39,8 +40,11 @@ def skeleton(
             and memory are taken for it.
 
     Raises:
-        CheckpointError: this version of transformers or of TransformerLens cannot build it.
+        CheckpointError: this version of transformers or of TransformerLens cannot build it, or it
+            has numbers that no model can have.
     """
+    if wrong := list(out_of_range(config, "config")):
+        raise CheckpointError(f"this is no configuration: {'; '.join(wrong[:5])}")
     try:
         with same_randomness(torch.device("cpu")), torch.device("cpu"):
             if tensors is not None:

@@ -19,6 +19,7 @@ from attn_only_lens.mlps import known_mlps
 from attn_only_lens.saved.parts import Parts, plain_config
 from attn_only_lens.source_folder import dtype_named
 from attn_only_lens.storage import misfits as type_misfits
+from attn_only_lens.storage import out_of_range
 from attn_only_lens.tl import (
     HookedTransformer,
     HookedTransformerConfig,
@@ -137,6 +138,7 @@ def _stock(config: dict[str, Any]) -> HookedTransformer:
     require_hooked_transformer()
     dtype = dtype_named(str(config.get("dtype")))
     wrong = list(type_misfits(config, HookedTransformerConfig, "config"))
+    wrong += out_of_range(config, "config")
     if wrong:
         raise CheckpointError(f"this is no configuration: {'; '.join(wrong[:5])}")
     # Code from a hub is not run whatever a file says, and a file need not say otherwise.

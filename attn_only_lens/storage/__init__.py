@@ -9,7 +9,7 @@ from attn_only_lens.storage.sealed import (
     read_json,
 )
 from attn_only_lens.storage.tensors import digest_of, read_tensors, write_tensors
-from attn_only_lens.storage.typed import misfits
+from attn_only_lens.storage.typed import misfits, out_of_range
 from attn_only_lens.storage.writing import opened_folder, whole_folder, write_text, written_whole
 
 __all__ = [
@@ -21,6 +21,7 @@ __all__ = [
     "inside",
     "misfits",
     "opened_folder",
+    "out_of_range",
     "read_json",
     "read_tensors",
     "whole_folder",
