@@ -2,6 +2,8 @@
 
 from attn_only_lens import expansion as ex
 from attn_only_lens.expansion import Axis, Weights
+from attn_only_lens.expansion.plan import reasons_against_bytes
+from attn_only_lens.expansion.weights import in_layer
 
 __all__ = ["to_sizes"]
 
@@ -35,8 +37,11 @@ def to_sizes(weights: Weights, asked: dict[str, int]) -> tuple[ex.Expansion, lis
         n = missing("d_model", sizes[Axis("d_model")])
         steps += [ex.WidenStream(n)] if n > 0 else []
     if "n_layers" in asked:
-        new = range(n_layers, n_layers + missing("n_layers", n_layers))
-        steps += [ex.InsertLayer(at) for at in new]
+        n = missing("n_layers", n_layers)
+        last = (each for name, each in weights.tensors.items() if in_layer(name) == n_layers - 1)
+        too_many = reasons_against_bytes(n * sum(x.numel() * x.element_size() for x in last))
+        reasons += too_many
+        steps += [] if too_many else map(ex.InsertLayer, range(n_layers, n_layers + n))
     if not steps and not reasons:
         reasons.append(f"got {asked}, which it has already; give at least one larger size")
     return ex.compose(*steps), list(dict.fromkeys(reasons))
