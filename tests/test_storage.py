@@ -486,11 +486,11 @@ def test_a_tokenizer_runs_no_code_and_asks_nothing(tmp_path, monkeypatch):
 # Paths that are not what is asked for
 
 
-def resume(path):
+def resume(path, sweep=p.activation_patch):
     model = convert(boot("native"))
     tokens = pretrained.modular_addition_tokens()[[5, 7]] % 41
     how = {"sites": ["L0N3"], "progress": False}
-    p.activation_patch(model, *tokens[:, None], p.logit_diff(7, 8), resume=path, **how)
+    sweep(model, *tokens[:, None], p.logit_diff(7, 8), resume=path, **how)
 
 
 TAKES = {
@@ -499,6 +499,7 @@ TAKES = {
     "read_provenance": read_provenance,
     "load_source": load_source,
     "resume": resume,
+    "gate_and_value": lambda path: resume(path, p.gate_and_value),
     "PartStore": store,
     "Comparison.save": lambda path: comparison().save(path),
     "Comparison.load": Comparison.load,
@@ -522,7 +523,7 @@ def test_a_path_to_something_else_is_one_of_our_errors(name, tmp_path):
     (folder / "text").mkdir(parents=True)
     ring.symlink_to(ring)
     odd = [text / "below" / "it", ring / "below", tmp_path / ("x" * 300), f"{tmp_path}/a\0b"]
-    odd += [text, ring] if name in TAKES else [folder] * (".load" not in name)
+    odd += [text, ring, "", 3.5] if name in TAKES else [folder] * (".load" not in name)
     for path in odd:
         with pytest.raises(AttnOnlyLensError):
             (TAKES | TAKES_FILE)[name](path)

@@ -34,6 +34,8 @@ from attn_only_lens.patching.record import record
 from attn_only_lens.patching.results import Sweep
 from attn_only_lens.patching.sites import LayerSites, Sites, neuron_heads, resolve
 from attn_only_lens.patching.sources import DIRECTIONS
+from attn_only_lens.patching.store import unusable
+from attn_only_lens.storage import opened_folder
 
 __all__ = ["gate_and_value"]
 
@@ -98,6 +100,7 @@ def gate_and_value(
     reasons += not_one_of("direction", direction, DIRECTIONS)
     if reasons:
         raise PatchingError(reasons, "gate and value cannot be told apart")
+    kept = None if resume is None else opened_folder(resume, unusable)
 
     def sweep(part: Part) -> Sweep:
         return activation_patch(
@@ -111,7 +114,7 @@ def gate_and_value(
             direction=direction,
             mask=mask,
             batch_size=batch_size,
-            resume=None if resume is None else Path(resume) / part,
+            resume=None if kept is None else kept / part,
             progress=progress,
         )
 

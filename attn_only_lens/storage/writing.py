@@ -113,6 +113,8 @@ def opened_folder(
         CheckpointError: or what `refuse` makes of the reason: there is something else at that
             path. That nothing is there is no error.
     """
+    if folder == "":  # which pathlib takes for the current folder
+        raise refuse("got '' as a folder; expected a path, '.' for the current folder")
     try:
         found = Path(folder).resolve()
         if not os.path.lexists(found):
