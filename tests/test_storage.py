@@ -470,7 +470,7 @@ def test_a_tokenizer_runs_no_code_and_asks_nothing(tmp_path, monkeypatch):
     outside = tmp_path / "vocabulary"
     outside.write_text("{}")
     for changes, match in (
-        ({"auto_map": {"AutoTokenizer": ["own.Own", None]}, "tokenizer_class": "Own"}, "code"),
+        ({"auto_map": {"AutoTokenizer": ["own.Own", None]}, "tokenizer_class": "Own"}, "never run"),
         ({"tokenizer_file": str(outside)}, "outside of its folder"),
         ({"model_max_length": "long"}, "cannot be loaded"),
     ):
@@ -479,6 +479,11 @@ def test_a_tokenizer_runs_no_code_and_asks_nothing(tmp_path, monkeypatch):
             digest_again(folder / MANIFEST, f"tokenizer/{path.name}")
         with pytest.raises(CheckpointError, match=match):
             load(folder)
+    model.tokenizer.save_pretrained = lambda path: shutil.copytree(settings.parent, path)
+    settings.write_text(json.dumps(json.loads(text) | {"model_max_length": "long"}))
+    with pytest.raises(CheckpointError, match="cannot be loaded"):
+        save(model, tmp_path / "again")
+    assert not (tmp_path / "again").exists()
     assert not asked
     assert not ran.exists()
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformer_lens.model_bridge import TransformerBridge
 
 from attn_only_lens import expansion as ex
 from attn_only_lens.errors import GrowthError
@@ -270,10 +271,13 @@ def rim_of(model: Any) -> Rim:
         if rim.takes(model):
             return rim
     kind = type(model)
+    got = f"{kind.__module__}.{kind.__qualname__}"
+    if isinstance(model, TransformerBridge):  # exposed, it is of a class of ours
+        got = f"TransformerBridge of {model.cfg.architecture}"
     raise GrowthError(
         [
-            f"got a {kind.__module__}.{kind.__qualname__}; expected a HookedTransformer, what "
-            "convert makes of one, or a TransformerBridge of boot_native"
+            f"got a {got}; expected a HookedTransformer, what convert makes of one, or a "
+            "TransformerBridge of boot_native"
         ]
     )
 

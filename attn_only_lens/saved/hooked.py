@@ -17,12 +17,9 @@ from attn_only_lens.heads import Gating
 from attn_only_lens.in_place import exposed_heads, hidden
 from attn_only_lens.mlps import known_mlps
 from attn_only_lens.saved.parts import Parts, plain_config
-from attn_only_lens.source_folder import dtype_named
-from attn_only_lens.storage import misfits as type_misfits
-from attn_only_lens.storage import out_of_range
+from attn_only_lens.source_folder import dtype_named, reasons_against_config
 from attn_only_lens.tl import (
     HookedTransformer,
-    HookedTransformerConfig,
     require_hooked_transformer,
 )
 from attn_only_lens.two_blocks import AttentionOnlyTransformer, LayerSizes
@@ -137,9 +134,7 @@ def _stock(config: dict[str, Any]) -> HookedTransformer:
     """Its source without numbers."""
     require_hooked_transformer()
     dtype = dtype_named(str(config.get("dtype")))
-    wrong = list(type_misfits(config, HookedTransformerConfig, "config"))
-    wrong += out_of_range(config, "config")
-    if wrong:
+    if wrong := reasons_against_config(config, "config"):
         raise CheckpointError(f"this is no configuration: {'; '.join(wrong[:5])}")
     # Code from a hub is not run whatever a file says, and a file need not say otherwise.
     fields = {"device": "cpu", **config, "dtype": dtype, "trust_remote_code": False}

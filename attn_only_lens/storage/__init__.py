@@ -5,6 +5,7 @@ from attn_only_lens.storage.sealed import (
     FileDigest,
     check_files,
     digests_of,
+    files_listed,
     inside,
     read_json,
 )
@@ -18,6 +19,7 @@ __all__ = [
     "check_files",
     "digest_of",
     "digests_of",
+    "files_listed",
     "inside",
     "misfits",
     "opened_folder",
