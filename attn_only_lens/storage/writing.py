@@ -54,8 +54,8 @@ def written_whole(path: Path) -> Iterator[Path]:
     Raises:
         CheckpointError: it cannot be written.
     """
-    if "\0" in str(path):
-        raise CheckpointError(f"got {str(path)!r}; expected a path without the character 0")
+    if "\0" in str(path) or not path.name:  # pathlib takes '' for the current folder
+        raise CheckpointError(f"got {str(path)!r}; expected a path, without the character 0")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         _tidy(path)
