@@ -1,7 +1,7 @@
 """One protocol for all kinds of models with neuron-heads: a `Host` for each kind.
 
-A converted `HookedTransformer` has two blocks for each source layer, attention heads in block 2l
-and neuron-heads in block 2l + 1. An exposed model, HookedTransformer or TransformerBridge, keeps its
+A converted HookedTransformer has two blocks for each source layer, attention heads in block 2l and
+neuron-heads in block 2l + 1. An exposed model, HookedTransformer or TransformerBridge, keeps its
 blocks, and its neuron-heads are beside its MLPs. Everything above asks the host.
 """
 
