@@ -17,24 +17,20 @@ float32.
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-import torch
 from jaxtyping import Float
 from torch import Tensor
 from transformer_lens import FactoredMatrix
 
 from attn_only_lens.errors import CircuitError
-from attn_only_lens.heads import block_of, neuron_heads
-from attn_only_lens.models.norms import Norm, Wiring, wirings
-from attn_only_lens.numerics import float32_if_half, normal_numbers
+from attn_only_lens.heads import host_of
+from attn_only_lens.models.norms import Norm, Wiring
+from attn_only_lens.numerics import float32_if_half
 from attn_only_lens.runs.sites import WHOLE, LayerSites
-from attn_only_lens.tl import HookedTransformer
 
 __all__ = ["KINDS", "HeadMatrices", "Kind"]
 
 Kind = Literal["q", "k", "v"]
 KINDS: tuple[str, ...] = get_args(Kind)
-
-_UNCHECKED = 1e-2  # of half precision: a transposed or permuted matrix is wrong by about 1
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,9 +52,9 @@ class HeadMatrices:
         Raises:
             CircuitError: with every reason: norms or matrices of a bridge are unknown.
         """
-        if not isinstance(model, HookedTransformer):
-            _check_matrices(model)
-        return cls(model, tuple(wirings(model)) if fold_norms else None)
+        host = host_of(model)
+        host.require_weights()
+        return cls(model, tuple(host.norms()) if fold_norms else None)
 
     def is_parallel(self, layer: int) -> bool:
         """Return True if the attention and the MLP of a layer read the same stream."""
@@ -67,7 +63,7 @@ class HeadMatrices:
         return bool(self.model.cfg.parallel_attn_mlp)
 
     def _attn(self, layer: int) -> Any:
-        return self.model.blocks[block_of(self.model, layer, "attention")].attn
+        return host_of(self.model).attention(layer)
 
     def _norms_around(self, sites: LayerSites) -> tuple[Norm, Norm]:
         """The norms before and after a sublayer."""
@@ -105,7 +101,7 @@ class HeadMatrices:
 
     def _gate_parameters(self, sites: LayerSites, name: str, like: Tensor) -> Tensor:
         """A parameter of the gate for each site; 1 for a whole neuron."""
-        gate: Any = neuron_heads(self.model)[sites.layer].gate
+        gate: Any = host_of(self.model).neurons[sites.layer].gate
         numbers = [
             1.0 if member in (WHOLE, None) else getattr(gate, name)[member]
             for member in sites.member.tolist()
@@ -113,7 +109,7 @@ class HeadMatrices:
         return like.new_tensor(numbers)
 
     def _W_out(self, sites: LayerSites) -> Tensor:
-        W_out = neuron_heads(self.model)[sites.layer].directions
+        W_out = host_of(self.model).neurons[sites.layer].directions
         return float32_if_half(W_out[sites.index.to(W_out.device)].detach())
 
     def write_matrices(self, sites: LayerSites) -> FactoredMatrix:
@@ -151,7 +147,7 @@ class HeadMatrices:
             left, right = (q, k) if kind == "q" else (k, q)
             return FactoredMatrix(left, right.transpose(-2, -1))
         assert kind != "k"
-        mlp: Any = neuron_heads(self.model)[sites.layer].runs_in
+        mlp: Any = host_of(self.model).neurons[sites.layer].runs_in
         gate = getattr(mlp, "W_gate", None)
         W = mlp.W_in if kind == "v" or gate is None else gate
         columns = before.read(float32_if_half(W[:, sites.index.to(W.device)].detach())).T
@@ -180,43 +176,3 @@ class HeadMatrices:
 
 
 _NO_NORM = Norm(None, centres=False)
-
-
-@torch.no_grad()
-def _check_matrices(model: Any) -> None:
-    """Hold what a bridge calls W_Q, W_in and so on against the modules that they are of.
-
-    Raises:
-        CircuitError: one is another matrix, such as its transpose, or not found.
-    """
-    reasons = []
-    for layer, block in enumerate(model.blocks):
-        attn, mlp = block.attn, block.mlp
-        gated = getattr(mlp, "W_gate", None) is not None
-        matrices = {f"attn.{part}": f"W_{part.upper()}" for part in "qkvo"}
-        matrices |= {"mlp.in": "W_in", "mlp.out": "W_out"} | (
-            {"mlp.gate": "W_gate"} if gated else {}
-        )
-        for path, name in matrices.items():
-            owner = attn if path.startswith("attn") else mlp
-            if not _is(getattr(owner, name), getattr(owner, path.split(".")[1], None), path):
-                reasons.append(f"layer {layer}: {name} is not the matrix that its {path} applies")
-    if reasons:
-        raise CircuitError(reasons, "the weights of this model are not what they are called")
-
-
-def _is(weight: Tensor, part: Any, path: str) -> bool:
-    """Whether a part of a bridge applies this matrix, heads side by side."""
-    linear = getattr(part, "original_component", None)
-    if linear is None:
-        return False
-    if weight.ndim == 3:  # [head, d_model, d_head], or W_O: [head, d_head, d_model]
-        flat = weight.flatten(0, 1) if path == "attn.o" else weight.transpose(0, 1).flatten(1)
-    else:
-        flat = weight
-    x = normal_numbers((3, flat.shape[0])).to(flat)
-    got = linear(x) - linear(torch.zeros_like(x))
-    expected = x @ flat
-    if got.shape != expected.shape:
-        return False
-    return bool((got - expected).norm() <= _UNCHECKED * expected.norm())

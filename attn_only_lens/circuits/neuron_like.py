@@ -23,7 +23,7 @@ from torch import Tensor
 
 from attn_only_lens.axes import Tokens
 from attn_only_lens.errors import CircuitError
-from attn_only_lens.heads import point_name
+from attn_only_lens.heads import host_of
 from attn_only_lens.numerics import where_float64_is
 from attn_only_lens.runs.inputs import checked_tokens
 from attn_only_lens.runs.sites import LayerSites, heads, resolve
@@ -84,8 +84,9 @@ def neuron_like_heads(model: Any, tokens: Tokens | str) -> pd.DataFrame:
 
         return hook
 
+    host = host_of(model)
     hooks = [
-        (point_name(model, sites.layer, "attention", "pattern"), reduce(sites)) for sites in chosen
+        (host.hook_name(sites.layer, "attention", "pattern"), reduce(sites)) for sites in chosen
     ]
     with model.hooks(fwd_hooks=hooks):
         model(checked)

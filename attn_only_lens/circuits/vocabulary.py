@@ -20,8 +20,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from attn_only_lens.circuits.head_matrices import HeadMatrices
-from attn_only_lens.heads import HeadName, neuron_heads, point_name
-from attn_only_lens.models.norms import final_norm
+from attn_only_lens.heads import HeadName, host_of
 from attn_only_lens.numerics import float32_if_half
 from attn_only_lens.runs.sites import WHOLE, LayerSites
 
@@ -43,9 +42,9 @@ class DirectEffects:
     """
 
     def __init__(self, model: Any) -> None:
-        self._model = model
+        self._model, self._host = model, host_of(model)
         self._matrices = HeadMatrices.of(model, fold_norms=True)
-        self._final = final_norm(model)
+        self._final = self._host.final_norm()
 
     @torch.no_grad()
     def promoted_tokens(
@@ -64,10 +63,10 @@ class DirectEffects:
         """
         found: dict[int, TopTokens] = {}
         for rows, sites in _by_layer([HeadName.parse(name) for name, _ in nodes]):
-            name = point_name(self._model, sites.layer, sites.kind, "z")
+            name = self._host.hook_name(sites.layer, sites.kind, "z")
             out, positions = z[name][prompt], [nodes[row][1] for row in rows]
             if sites.kind == "neuron":
-                out = neuron_heads(self._model)[sites.layer].neurons(out.squeeze(-1)).unsqueeze(-1)
+                out = self._host.neurons[sites.layer].neurons(out.squeeze(-1)).unsqueeze(-1)
             outputs = self._matrices.outputs(sites, out[positions, sites.index.to(out.device)])
             found |= zip(rows, self._unembed(self._final.written(outputs), k), strict=True)
         return [found[row] for row in range(len(nodes))]

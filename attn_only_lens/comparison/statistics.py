@@ -59,7 +59,7 @@ from attn_only_lens.circuits.head_matrices import HeadMatrices
 from attn_only_lens.comparison.alignment import Alignment, SharedComponents
 from attn_only_lens.comparison.batch_runs import BatchRun, run_batch
 from attn_only_lens.comparison.batches import Batch
-from attn_only_lens.models.norms import wirings
+from attn_only_lens.heads import host_of
 from attn_only_lens.numerics import float32_if_half, where_float64_is
 from attn_only_lens.runs.sites import LayerSites, all_heads, resolve
 from attn_only_lens.tolerances import rounding
@@ -121,8 +121,8 @@ class _WriteDirections:
     """Directions that the heads of a model write along, as readers see them."""
 
     def __init__(self, model: Any) -> None:
-        norms = [norm for each in wirings(model) for norm in (each.attention[0], each.neuron[0])]
-        self._centred = all(norm.centres for norm in norms)
+        norms = host_of(model).norms()
+        self._centred = all(each.attention[0].centres and each.neuron[0].centres for each in norms)
         self._matrices = HeadMatrices.of(model, fold_norms=False)
 
     def of(self, sites: LayerSites) -> Float[Tensor, "site d_head d_model"]:
