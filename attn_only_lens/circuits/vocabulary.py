@@ -68,7 +68,7 @@ class DirectEffects:
             if sites.kind == "neuron":
                 out = self._host.neurons[sites.layer].neurons(out.squeeze(-1)).unsqueeze(-1)
             outputs = self._matrices.outputs(sites, out[positions, sites.index.to(out.device)])
-            found |= zip(rows, self._unembed(self._final.written(outputs), k), strict=True)
+            found |= zip(rows, self._unembed(self._final.after(outputs), k), strict=True)
         return [found[row] for row in range(len(nodes))]
 
     @torch.no_grad()
