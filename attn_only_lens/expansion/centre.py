@@ -1,12 +1,12 @@
 """LayerNorm as RMSNorm: a residual stream of mean zero.
 
-LayerNorm subtracts the mean of its input over d_model. Where every reader of the stream does that
-first, what the writers add along the constant vector is never seen; subtracting its mean over
+LayerNorm subtracts the mean of its input over d_model. If every reader of the stream does that
+first, nothing sees what the writers add along the constant vector; subtracting its mean over
 d_model from every writing weight changes nothing downstream, and then LayerNorm subtracts zero: it
 is RMSNorm with a bias. TransformerLens does the same in `center_writing_weights`.
 
-It is not so where something else reads the stream: RMSNorm at the end (`final_rms`), or an
-unembedding that is the embedding itself; nor where LayerNorm stands after a sublayer and writes.
+This fails if something else reads the stream: RMSNorm at the end (`final_rms`), or an
+unembedding that is the embedding itself; or if LayerNorm stands after a sublayer and writes.
 """
 
 from dataclasses import dataclass, replace
@@ -16,8 +16,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from attn_only_lens.errors import GrowthError
+from attn_only_lens.expansion.expansion import Plan, apply_plan
 from attn_only_lens.expansion.initialise import Initialiser, own
-from attn_only_lens.expansion.plan import Plan, carry_out
 from attn_only_lens.expansion.provenance import Provenance
 from attn_only_lens.expansion.weights import WRITERS, Weights, tail
 from attn_only_lens.numerics import where_float64_is
@@ -26,7 +26,7 @@ __all__ = ["CentreStream", "is_layer_norm"]
 
 
 def is_layer_norm(weights: Weights) -> bool:
-    """Whether the norms in the blocks subtract a mean."""
+    """Return True if the norms in the blocks subtract a mean."""
     return weights.constants.norm in ("LN", "LNPre")
 
 
@@ -77,7 +77,7 @@ class CentreStream:
         """
         if reasons := self.reasons_against(weights):
             raise GrowthError(reasons)
-        same, provenance = carry_out(weights, Plan(), init or own(), seed)
+        same, provenance = apply_plan(weights, Plan(), init or own(), seed)
         writers = WRITERS - (
             {"pos_embed.W_pos"} if weights.constants.positions == "shortformer" else set()
         )
@@ -89,8 +89,8 @@ class CentreStream:
 
 
 def _centred(tensor: Float[Tensor, "*any d_model"]) -> Float[Tensor, "*any d_model"]:
-    """Minus its mean over d_model; as it is, to the bit, where that is rounding already."""
-    if tensor.device.type == "meta":  # somebody asks for shapes only
+    """Subtract the mean over d_model, unless it is only rounding."""
+    if tensor.device.type == "meta":  # a sketch has shapes only
         return tensor
     exact = where_float64_is(tensor).double()
     mean = exact.mean(-1, keepdim=True)

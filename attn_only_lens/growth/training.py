@@ -16,7 +16,8 @@ from torch.optim import Optimizer
 from tqdm import tqdm
 
 from attn_only_lens.errors import CheckpointError, GrowthError
-from attn_only_lens.expansion import Expansion, Provenance
+from attn_only_lens.expansion import Provenance
+from attn_only_lens.expansion.expansion import Expansion
 from attn_only_lens.expansion.initialise import Initialiser
 from attn_only_lens.growth._grow import Grown, grow
 from attn_only_lens.numerics import as_plain, is_count
