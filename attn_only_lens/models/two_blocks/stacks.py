@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from jaxtyping import Float
 from torch import Tensor
 from transformer_lens import FactoredMatrix
 
@@ -14,11 +13,11 @@ from attn_only_lens.heads.host import HeadKind
 from attn_only_lens.heads.names import head_labels
 from attn_only_lens.models.two_blocks.config import by_layer
 
-__all__ = ["HeadStack", "stacked"]
+__all__ = ["HeadStack", "stack_weight"]
 
 
-def stacked(name: str, attns: Sequence[Any], kind: HeadKind) -> Tensor:
-    """One weight of the heads of every source layer.
+def stack_weight(name: str, attns: Sequence[Any], kind: HeadKind) -> Tensor:
+    """Stack one weight of the heads of every source layer.
 
     Raises:
         UnsupportedCallError: source layers differ in size.
@@ -35,6 +34,13 @@ def stacked(name: str, attns: Sequence[Any], kind: HeadKind) -> Tensor:
     return torch.stack(found)
 
 
+def _stack(name: str, doc: str) -> property:
+    def read(stack: "HeadStack") -> Tensor:
+        return stack_weight(name, stack.attns, stack.kind)
+
+    return property(read, doc=doc)
+
+
 @dataclass(frozen=True)
 class HeadStack:
     """Every attention head, or every neuron-head, of a converted model.
@@ -42,7 +48,7 @@ class HeadStack:
     In place of `model.W_Q` and its like, which have no one shape for heads of two kinds. Stacks
     are built when asked for, from the parameters as they are then. The first axis is the source
     layer; grouped keys and values are repeated for each query head, as in TransformerLens. Where
-    source layers differ in size there is no stack, and to ask for one raises UnsupportedCallError.
+    source layers differ in size there is no stack, and asking for one raises UnsupportedCallError.
 
     Attributes:
         kind: "attention" or "neuron".
@@ -62,6 +68,22 @@ class HeadStack:
     kind: HeadKind
     attns: tuple[Any, ...]
 
+    W_Q = _stack("W_Q", "Query weights [layer, head_index, d_model, d_head].")
+    W_K = _stack("W_K", "Key weights [layer, head_index, d_model, d_head]; zero for neuron-heads.")
+    W_V = _stack(
+        "W_V",
+        "Value weights [layer, head_index, d_model, d_head]; neuron-heads of gated MLPs have none, "
+        "and raise.",
+    )
+    W_O = _stack("W_O", "Output weights [layer, head_index, d_head, d_model].")
+    b_Q = _stack("b_Q", "Query biases [layer, head_index, d_head].")
+    b_K = _stack("b_K", "Key biases [layer, head_index, d_head]; zero for neuron-heads.")
+    b_V = _stack(
+        "b_V",
+        "Value biases [layer, head_index, d_head]; neuron-heads of gated MLPs have none, and "
+        "raise.",
+    )
+
     @property
     def labels(self) -> list[str]:
         """The name of every head, layer by layer."""
@@ -70,44 +92,6 @@ class HeadStack:
             shared = getattr(attn, "heads_per_neuron", 1)
             labels += head_labels(layer, self.kind, attn.cfg.n_heads, shared)
         return labels
-
-    def _stack(self, name: str) -> Tensor:
-        return stacked(name, self.attns, self.kind)
-
-    @property
-    def W_Q(self) -> Float[Tensor, "layer head_index d_model d_head"]:
-        """Query weights."""
-        return self._stack("W_Q")
-
-    @property
-    def W_K(self) -> Float[Tensor, "layer head_index d_model d_head"]:
-        """Key weights; zero for neuron-heads."""
-        return self._stack("W_K")
-
-    @property
-    def W_V(self) -> Float[Tensor, "layer head_index d_model d_head"]:
-        """Value weights; neuron-heads of gated MLPs have none, and raise."""
-        return self._stack("W_V")
-
-    @property
-    def W_O(self) -> Float[Tensor, "layer head_index d_head d_model"]:
-        """Output weights."""
-        return self._stack("W_O")
-
-    @property
-    def b_Q(self) -> Float[Tensor, "layer head_index d_head"]:
-        """Query biases."""
-        return self._stack("b_Q")
-
-    @property
-    def b_K(self) -> Float[Tensor, "layer head_index d_head"]:
-        """Key biases; zero for neuron-heads."""
-        return self._stack("b_K")
-
-    @property
-    def b_V(self) -> Float[Tensor, "layer head_index d_head"]:
-        """Value biases; neuron-heads of gated MLPs have none, and raise."""
-        return self._stack("b_V")
 
     @property
     def QK(self) -> FactoredMatrix:
