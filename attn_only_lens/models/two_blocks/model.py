@@ -16,19 +16,10 @@ from attn_only_lens.heads.patterns import neuron_gate, neuron_pattern
 from attn_only_lens.models.two_blocks.cache import AttentionOnlyCache, refuse_mlp_input
 from attn_only_lens.models.two_blocks.config import AttentionOnlyConfig
 from attn_only_lens.models.two_blocks.refusals import HookChecks, Refusals
-from attn_only_lens.models.two_blocks.stacks import HeadStack, stack_weight
+from attn_only_lens.models.two_blocks.stacks import HeadStack, StackedWeight
 from attn_only_lens.tl import HookedTransformer, HookedTransformerConfig
 
 __all__ = ["AttentionOnlyTransformer", "assemble"]
-
-
-def _neuron_stack(name: str, doc: str) -> Any:
-    def read(model: "AttentionOnlyTransformer") -> Tensor | None:
-        if name == "W_gate" and not model.cfg.gated_mlp:
-            return None
-        return stack_weight(name, model.neuron_heads.attns, "neuron")
-
-    return property(read, doc=doc)
 
 
 class AttentionOnlyTransformer(Refusals, HookChecks, WithNeuronHeads, HookedTransformer):
@@ -122,13 +113,16 @@ class AttentionOnlyTransformer(Refusals, HookChecks, WithNeuronHeads, HookedTran
         """The gate that the heads of one neuron form together; see `neuron_gate`."""
         return neuron_gate(cache, name)
 
-    W_in = _neuron_stack("W_in", "Input weights [layer, d_model, d_mlp] of every source layer.")
-    b_in = _neuron_stack("b_in", "Input biases [layer, d_mlp] of every source layer.")
-    W_out = _neuron_stack("W_out", "Output weights [layer, d_mlp, d_model] of every source layer.")
-    b_out = _neuron_stack("b_out", "Output biases [layer, d_model] of every source layer.")
-    W_gate = _neuron_stack(
-        "W_gate", "Gate weights [layer, d_model, d_mlp] of every source layer; None for plain MLPs."
-    )
+    W_in: Any = StackedWeight()
+    """Input weights [layer, d_model, d_mlp] of the neurons of every source layer."""
+    b_in: Any = StackedWeight()
+    """Input biases [layer, d_mlp] of the neurons of every source layer."""
+    W_out: Any = StackedWeight()
+    """Output weights [layer, d_mlp, d_model] of the neurons of every source layer."""
+    b_out: Any = StackedWeight()
+    """Output biases [layer, d_model] of the neurons of every source layer."""
+    W_gate: Any = StackedWeight()
+    """Gate weights [layer, d_model, d_mlp] of the neurons; None for plain MLPs."""
 
     @property
     def b_O(self) -> Float[Tensor, "block d_model"]:

@@ -1,11 +1,9 @@
 """The weights of all heads of one kind, stacked over source layers."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 from transformer_lens import FactoredMatrix
 
 from attn_only_lens.errors import UnsupportedCallError
@@ -13,32 +11,35 @@ from attn_only_lens.heads.host import HeadKind
 from attn_only_lens.heads.names import head_labels
 from attn_only_lens.models.two_blocks.config import by_layer
 
-__all__ = ["HeadStack", "stack_weight"]
+__all__ = ["HeadStack", "StackedWeight"]
 
 
-def stack_weight(name: str, attns: Sequence[Any], kind: HeadKind) -> Tensor:
-    """Stack one weight of the heads of every source layer.
+class StackedWeight:
+    """A weight of the heads of every source layer, in one tensor; None where they have none.
 
     Raises:
         UnsupportedCallError: source layers differ in size.
     """
-    found = [getattr(attn, name) for attn in attns]
-    shapes = [tuple(each.shape) for each in found]
-    if len(set(shapes)) > 1:
-        block = "2 * l" if kind == "attention" else "2 * l + 1"
-        raise UnsupportedCallError(
-            f"{name} of all layers of a converted model whose layers differ in size: "
-            f"{by_layer(shapes)}, which no one tensor holds. Use model.blocks[{block}].attn.{name} "
-            "for source layer l"
-        )
-    return torch.stack(found)
 
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.name = name
 
-def _stack(name: str, doc: str) -> property:
-    def read(stack: "HeadStack") -> Tensor:
-        return stack_weight(name, stack.attns, stack.kind)
-
-    return property(read, doc=doc)
+    def __get__(self, owner: Any, kind: type | None = None) -> Any:
+        if owner is None:
+            return self
+        stack = owner if isinstance(owner, HeadStack) else owner.neuron_heads
+        found = [getattr(attn, self.name) for attn in stack.attns]
+        if found[0] is None:
+            return None
+        shapes = [tuple(each.shape) for each in found]
+        if len(set(shapes)) > 1:
+            block = "2 * l" if stack.kind == "attention" else "2 * l + 1"
+            raise UnsupportedCallError(
+                f"{self.name} of all layers of a converted model whose layers differ in size: "
+                f"{by_layer(shapes)}, which no one tensor holds. Use "
+                f"model.blocks[{block}].attn.{self.name} for source layer l"
+            )
+        return torch.stack(found)
 
 
 @dataclass(frozen=True)
@@ -68,21 +69,21 @@ class HeadStack:
     kind: HeadKind
     attns: tuple[Any, ...]
 
-    W_Q = _stack("W_Q", "Query weights [layer, head_index, d_model, d_head].")
-    W_K = _stack("W_K", "Key weights [layer, head_index, d_model, d_head]; zero for neuron-heads.")
-    W_V = _stack(
-        "W_V",
-        "Value weights [layer, head_index, d_model, d_head]; neuron-heads of gated MLPs have none, "
-        "and raise.",
-    )
-    W_O = _stack("W_O", "Output weights [layer, head_index, d_head, d_model].")
-    b_Q = _stack("b_Q", "Query biases [layer, head_index, d_head].")
-    b_K = _stack("b_K", "Key biases [layer, head_index, d_head]; zero for neuron-heads.")
-    b_V = _stack(
-        "b_V",
-        "Value biases [layer, head_index, d_head]; neuron-heads of gated MLPs have none, and "
-        "raise.",
-    )
+    W_Q = StackedWeight()
+    """Query weights [layer, head_index, d_model, d_head]."""
+    W_K = StackedWeight()
+    """Key weights [layer, head_index, d_model, d_head]; zero for neuron-heads."""
+    W_V = StackedWeight()
+    """Value weights [layer, head_index, d_model, d_head]; neuron-heads of gated MLPs have none,
+    and raise."""
+    W_O = StackedWeight()
+    """Output weights [layer, head_index, d_head, d_model]."""
+    b_Q = StackedWeight()
+    """Query biases [layer, head_index, d_head]."""
+    b_K = StackedWeight()
+    """Key biases [layer, head_index, d_head]; zero for neuron-heads."""
+    b_V = StackedWeight()
+    """Value biases [layer, head_index, d_head]; neuron-heads of gated MLPs have none, and raise."""
 
     @property
     def labels(self) -> list[str]:
