@@ -15,8 +15,8 @@ import typer
 
 from attn_only_lens import patching as p
 from attn_only_lens.errors import AttnOnlyLensError
-from attn_only_lens.models.checkpoint import checkpoint
-from attn_only_lens.models.checkpoint.manifest import is_saved
+from attn_only_lens.models import checkpoint
+from attn_only_lens.models.checkpoint import is_saved
 from attn_only_lens.models.expose import expose_neuron_heads
 from attn_only_lens.models.source_folder import device_named, dtype_named, load_source
 from attn_only_lens.tl import HookedTransformer, no_remote_code, quiet

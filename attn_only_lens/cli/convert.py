@@ -11,9 +11,9 @@ from torch import Tensor
 
 from attn_only_lens.cli.common import MODEL, app, clear_errors, source_model
 from attn_only_lens.errors import AttnOnlyLensError
+from attn_only_lens.models import checkpoint
 from attn_only_lens.models.calibrate import calibrate
-from attn_only_lens.models.checkpoint import checkpoint
-from attn_only_lens.models.checkpoint.manifest import is_saved, read_manifest
+from attn_only_lens.models.checkpoint import is_saved, read_manifest
 from attn_only_lens.models.convert import convert as convert_model
 from attn_only_lens.models.verify import verify as verify_models
 from attn_only_lens.storage import opened_folder, read_tensors
