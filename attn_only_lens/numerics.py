@@ -20,6 +20,7 @@ from torch import Tensor
 
 __all__ = [
     "as_plain",
+    "float32_if_half",
     "full_precision",
     "is_count",
     "matmul_precision",
@@ -62,6 +63,16 @@ def where_float64_is(x: Tensor) -> Tensor:
     except (RuntimeError, TypeError):  # as MPS says it, and others do
         return x.cpu()
     return x
+
+
+def float32_if_half(x: Tensor) -> Tensor:
+    """Return a tensor in float32 if it is in half precision, else as it is.
+
+    Example:
+        >>> float32_if_half(torch.ones(2, dtype=torch.bfloat16)).dtype
+        torch.float32
+    """
+    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
 
 
 def normal_numbers(shape: tuple[int, ...], seed: int = 0) -> Tensor:

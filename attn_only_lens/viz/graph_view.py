@@ -15,7 +15,7 @@ from torch import Tensor
 from transformer_lens import ActivationCache
 
 from attn_only_lens.circuits.graph import HEADS, CircuitGraph
-from attn_only_lens.circuits.vocabulary import TopTokens, Vocabulary
+from attn_only_lens.circuits.vocabulary import DirectEffects, TopTokens
 from attn_only_lens.errors import CircuitError
 from attn_only_lens.heads import HeadName, host_of, reasons_without_heads
 from attn_only_lens.numerics import full_precision, is_count
@@ -183,10 +183,10 @@ def _with_tokens(
 ) -> dict[str, NodeDetails]:
     """Details with what each node raises, by id, and what each neuron reads, by name."""
     try:
-        said = Vocabulary(model)
-        raised = said.raised(seen.hooked, _at(heads), k, prompt=prompt)
+        effects = DirectEffects(model)
+        raised = effects.promoted_tokens(seen.hooked, _at(heads), k, prompt=prompt)
         neurons = heads.loc[heads["kind"] == "neuron", "name"].unique().tolist()
-        read = said.read(neurons, k) if neurons else []
+        read = effects.read_tokens(neurons, k) if neurons else []
     except CircuitError as error:
         more = "top_tokens=0 draws the graph without its nodes' tokens"
         raise CircuitError(
