@@ -18,7 +18,7 @@ pytestmark = needs_hooked_transformer
 
 @pytest.fixture(scope="module")
 def found():
-    return demo.run()
+    return demo.run_demo()
 
 
 def test_verified_on_every_input(found):
@@ -67,7 +67,7 @@ def test_periodicity_of_waves_that_are_known():
 
 
 def test_the_command_writes_a_table_and_an_offline_picture(found, tmp_path, monkeypatch):
-    monkeypatch.setattr("attn_only_lens.cli.demo.run", lambda: found)  # which takes a while
+    monkeypatch.setattr("attn_only_lens.cli.demo.run_demo", lambda: found)  # which takes a while
     result = CliRunner().invoke(app, ["demo", "--out", str(tmp_path)])
     assert result.exit_code == 0, result.output
     assert "logits bitwise equal" in result.output
