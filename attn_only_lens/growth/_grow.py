@@ -20,7 +20,7 @@ from attn_only_lens.growth.hooked import HookedModel
 from attn_only_lens.growth.native import NativeBridge
 from attn_only_lens.growth.optimizer import OptimizerT, grown_optimizer
 from attn_only_lens.growth.two_blocks import ConvertedModel
-from attn_only_lens.models.in_place.known_mlps import not_finite
+from attn_only_lens.models.in_place.known_mlps import non_finite_weights
 from attn_only_lens.numerics import as_plain, is_count
 
 __all__ = ["Grown", "grow", "identity", "read"]
@@ -185,7 +185,7 @@ def grow(
     asked = {name: as_plain(size) for name, size in sizes.items() if size is not None}
     if (expansion is None) == (not asked):
         raise GrowthError(["give either an expansion or sizes (d_mlp=1024, …)"])
-    seed, reasons = as_plain(seed), [*growable.attached(), *not_finite(model)]
+    seed, reasons = as_plain(seed), [*growable.attached(), *non_finite_weights(model)]
     odd = [
         f"got {name}={size!r}; expected 1 or more"
         for name, size in asked.items()

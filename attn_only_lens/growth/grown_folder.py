@@ -20,7 +20,6 @@ from attn_only_lens.expansion.provenance import IndexMap, ZeroEntries
 from attn_only_lens.expansion.weights import Constants
 from attn_only_lens.growth._grow import Grown
 from attn_only_lens.growth.hooked import HookedModel
-from attn_only_lens.models.checkpoint.entries import plain_config
 from attn_only_lens.models.source_folder import (
     COMPUTED,
     CONFIG,
@@ -28,6 +27,7 @@ from attn_only_lens.models.source_folder import (
     PROVENANCE,
     TOKENIZER,
     WEIGHTS,
+    plain_config,
 )
 from attn_only_lens.storage import (
     digests_of,
