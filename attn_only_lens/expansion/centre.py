@@ -15,9 +15,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from attn_only_lens.errors import GrowthError
-from attn_only_lens.expansion.expansion import Plan, apply_plan
-from attn_only_lens.expansion.initialise import Initialiser, own
+from attn_only_lens.expansion.expansion import Expansion
+from attn_only_lens.expansion.initialise import Initialiser
 from attn_only_lens.expansion.provenance import Provenance
 from attn_only_lens.expansion.weights import WRITERS, Weights, tail
 from attn_only_lens.numerics import where_float64_is
@@ -31,25 +30,25 @@ def is_layer_norm(weights: Weights) -> bool:
 
 
 @dataclass(frozen=True)
-class CentreStream:
+class CentreStream(Expansion):
     """Take the mean over d_model from everything that writes to the stream, for LayerNorm.
 
     `WidenStream` does this by itself; no size changes.
 
     Example:
-        >>> from attn_only_lens import expansion as ex
+        >>> from attn_only_lens.expansion.centre import CentreStream
         >>> from attn_only_lens.growth import read
         >>> from attn_only_lens.tl import HookedTransformer, HookedTransformerConfig
         >>> cfg = HookedTransformerConfig(
         ...     n_layers=1, d_model=6, n_ctx=5, d_head=3, d_vocab=7, attn_only=True, device="cpu"
         ... )
-        >>> weights, provenance = ex.CentreStream()(read(HookedTransformer(cfg)))
+        >>> weights, provenance = CentreStream()(read(HookedTransformer(cfg)))
         >>> bool(weights.tensors["embed.W_E"].mean(1).abs().max() < 1e-7), provenance.centred
         (True, True)
     """
 
     def reasons_against(self, weights: Weights) -> list[str]:
-        """Why these weights cannot be centred; empty where they can."""
+        """Return every reason why these weights cannot be centred."""
         constants, reasons = weights.constants, []
         if not is_layer_norm(weights):
             return [f"its norm is {constants.norm}, which sees the mean of the stream"]
@@ -67,17 +66,9 @@ class CentreStream:
             reasons.append("LayerNorm after a sublayer writes to the stream, with a mean")
         return reasons
 
-    def __call__(
-        self, weights: Weights, init: Initialiser | None = None, seed: int = 0
-    ) -> tuple[Weights, Provenance]:
-        """The centred weights; everything stays where it is.
-
-        Raises:
-            GrowthError: with all `reasons_against` these weights.
-        """
-        if reasons := self.reasons_against(weights):
-            raise GrowthError(reasons)
-        same, provenance = apply_plan(weights, Plan(), init or own(), seed)
+    def expand(self, weights: Weights, init: Initialiser, seed: int) -> tuple[Weights, Provenance]:
+        """Centre everything that writes; all indices stay."""
+        same, provenance = super().expand(weights, init, seed)
         writers = WRITERS - (
             {"pos_embed.W_pos"} if weights.constants.positions == "shortformer" else set()
         )

@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
-from typing import Any, Protocol
+from typing import Any
 
 import psutil
 import torch
@@ -27,7 +27,6 @@ __all__ = [
     "Expansion",
     "ExpansionSequence",
     "Plan",
-    "PlannedExpansion",
     "apply_plan",
     "compose",
     "is_index",
@@ -67,26 +66,8 @@ class Plan:
     zero_in_new: frozenset[str] = frozenset()
 
 
-class Expansion(Protocol):
+class Expansion(ABC):
     """A change of weights that keeps their function; its parameters are its attributes."""
-
-    def reasons_against(self, weights: Weights) -> list[str]:
-        """Return every reason why these weights cannot be expanded."""
-        ...
-
-    def __call__(
-        self, weights: Weights, init: Initialiser | None = None, seed: int = 0
-    ) -> tuple[Weights, Provenance]:
-        """Return the expanded weights, and their provenance.
-
-        Raises:
-            GrowthError: with all `reasons_against` these weights.
-        """
-        ...
-
-
-class PlannedExpansion(ABC):
-    """An expansion that is defined by a plan: one of the six."""
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
@@ -96,9 +77,9 @@ class PlannedExpansion(ABC):
     def reasons_against(self, weights: Weights) -> list[str]:
         """Return every reason why these weights cannot be expanded."""
 
-    @abstractmethod
     def plan(self, weights: Weights) -> Plan:
-        """Return the plan for weights that can be expanded."""
+        """Return the plan for weights that can be expanded; by default nothing grows."""
+        return Plan()
 
     def __call__(
         self, weights: Weights, init: Initialiser | None = None, seed: int = 0
@@ -109,7 +90,11 @@ class PlannedExpansion(ABC):
             GrowthError: with all `reasons_against` these weights.
         """
         GrowthError.raise_if(self.reasons_against(weights))
-        return apply_plan(weights, self.plan(weights), init or own(), seed)
+        return self.expand(weights, init or own(), seed)
+
+    def expand(self, weights: Weights, init: Initialiser, seed: int) -> tuple[Weights, Provenance]:
+        """Expand weights after `reasons_against` found none: apply the plan."""
+        return apply_plan(weights, self.plan(weights), init, seed)
 
 
 def reasons_against_bytes(needed: int) -> list[str]:
@@ -203,7 +188,7 @@ def _zero_entries(new: New, added: tuple[int, ...] = ()) -> ZeroEntries:
 
 
 @dataclass(frozen=True)
-class ExpansionSequence:
+class ExpansionSequence(Expansion):
     """An expansion made of several, one after another.
 
     Attributes:
@@ -228,21 +213,12 @@ class ExpansionSequence:
             reasons += [f"{type(step).__name__}: {reason}" for reason in against]
         return reasons
 
-    def __call__(
-        self, weights: Weights, init: Initialiser | None = None, seed: int = 0
-    ) -> tuple[Weights, Provenance]:
-        """Return the expanded weights, and their provenance.
-
-        Raises:
-            GrowthError: with all `reasons_against` these weights.
-        """
-        grown, provenance = apply_plan(weights, Plan(), own(), seed)
-        try:
-            for step in self.steps:
-                grown, more = step(grown, init or own(), seed)
-                provenance = provenance.then(more)
-        except GrowthError as error:
-            raise GrowthError(self.reasons_against(weights)) from error  # later steps' too
+    def expand(self, weights: Weights, init: Initialiser, seed: int) -> tuple[Weights, Provenance]:
+        """Apply one step after the other."""
+        grown, provenance = super().expand(weights, init, seed)
+        for step in self.steps:
+            grown, more = step.expand(grown, init, seed)
+            provenance = provenance.then(more)
         return grown, provenance
 
 

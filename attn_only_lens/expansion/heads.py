@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from attn_only_lens.expansion.expansion import (
+    Expansion,
     Plan,
-    PlannedExpansion,
     layers_of,
     reasons_against_count,
 )
@@ -26,7 +26,7 @@ __all__ = ["AddHeads"]
 
 
 @dataclass(frozen=True)
-class AddHeads(PlannedExpansion):
+class AddHeads(Expansion):
     """Grow n_heads: Definition and Theorem 3.2.
 
     Zero: the new heads' W_O. Free: their W_Q, W_K, W_V, their biases and sinks.

@@ -11,7 +11,7 @@ W_K and b_K, or the gain of the keys' norm, by (new + 1) / (old + 1).
 
 from dataclasses import dataclass
 
-from attn_only_lens.expansion.expansion import Plan, PlannedExpansion, is_index
+from attn_only_lens.expansion.expansion import Expansion, Plan, is_index
 from attn_only_lens.expansion.provenance import IndexMap
 from attn_only_lens.expansion.weights import Weights, block_name
 
@@ -22,7 +22,7 @@ _AFTER = {"ln1.b", "ln2.b"}  # where these stand after the sublayers
 
 
 @dataclass(frozen=True)
-class InsertLayer(PlannedExpansion):
+class InsertLayer(Expansion):
     """Grow n_layers by one: Definition and Theorem 3.6.
 
     Zero: what the new layer writes with, W_O, b_O, W_out, b_out. Free: the rest of it.

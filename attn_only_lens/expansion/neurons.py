@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from attn_only_lens.expansion.expansion import (
+    Expansion,
     Plan,
-    PlannedExpansion,
     layers_of,
     reasons_against_count,
 )
@@ -21,7 +21,7 @@ __all__ = ["AddNeurons"]
 
 
 @dataclass(frozen=True)
-class AddNeurons(PlannedExpansion):
+class AddNeurons(Expansion):
     """Grow d_mlp: Definition and Theorem 3.1.
 
     Zero: the new rows of W_out. Free: the new columns of W_in and W_gate, and of b_in.

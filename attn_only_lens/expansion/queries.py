@@ -16,8 +16,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from attn_only_lens.expansion.expansion import (
+    Expansion,
     Plan,
-    PlannedExpansion,
     layers_of,
     only_for,
     reasons_against_count,
@@ -30,7 +30,7 @@ __all__ = ["WidenQueriesAndKeys"]
 
 
 @dataclass(frozen=True)
-class WidenQueriesAndKeys(PlannedExpansion):
+class WidenQueriesAndKeys(Expansion):
     """Grow the width of queries and keys, k in the paper: Definition and Theorem 3.4.
 
     Zero: the new columns of W_K and b_K. Scaled: the old ones, by √(k̂/k). Free: the new columns of

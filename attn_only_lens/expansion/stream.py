@@ -26,7 +26,7 @@ import math
 from dataclasses import dataclass
 
 from attn_only_lens.expansion.centre import CentreStream, is_layer_norm
-from attn_only_lens.expansion.expansion import Plan, PlannedExpansion, reasons_against_count
+from attn_only_lens.expansion.expansion import Expansion, Plan, reasons_against_count
 from attn_only_lens.expansion.initialise import Initialiser
 from attn_only_lens.expansion.provenance import IndexMap, Provenance
 from attn_only_lens.expansion.weights import WRITERS, Axis, Weights, block_name, tail
@@ -40,7 +40,7 @@ _NORMS = {*_BLOCK_NORMS, "ln_final"}
 
 
 @dataclass(frozen=True)
-class WidenStream(PlannedExpansion):
+class WidenStream(Expansion):
     """Grow d_model: Definition and Theorem 3.5, with ε, for LayerNorm too.
 
     Zero: the new columns of W_E, W_pos, W_O, b_O, W_out, b_out, and norms' new biases. Scaled:
@@ -99,18 +99,12 @@ class WidenStream(PlannedExpansion):
             constants={"eps": constants.eps * s**2} if has_norm else {},
         )
 
-    def __call__(
-        self, weights: Weights, init: Initialiser | None = None, seed: int = 0
-    ) -> tuple[Weights, Provenance]:
-        """Return the expanded weights, and their provenance.
-
-        Raises:
-            GrowthError: with all `reasons_against` these weights.
-        """
-        if self.reasons_against(weights) or not is_layer_norm(weights):
-            return super().__call__(weights, init, seed)
-        centred, before = CentreStream()(weights)
-        grown, provenance = super().__call__(centred, init, seed)
+    def expand(self, weights: Weights, init: Initialiser, seed: int) -> tuple[Weights, Provenance]:
+        """Apply the plan, to centred weights if their norm is LayerNorm."""
+        if not is_layer_norm(weights):
+            return super().expand(weights, init, seed)
+        centred, before = CentreStream().expand(weights, init, seed)
+        grown, provenance = super().expand(centred, init, seed)
         return grown, before.then(provenance)
 
     def _scales(self, weights: Weights, s: float) -> dict[str, float]:

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from attn_only_lens.expansion.expansion import (
+    Expansion,
     Plan,
-    PlannedExpansion,
     layers_of,
     only_for,
     reasons_against_count,
@@ -22,7 +22,7 @@ __all__ = ["WidenValues"]
 
 
 @dataclass(frozen=True)
-class WidenValues(PlannedExpansion):
+class WidenValues(Expansion):
     """Grow the width of values, v in the paper: Definition and Theorem 3.3.
 
     Zero: the new rows of W_O, in every head. Free: the new columns of W_V and b_V.

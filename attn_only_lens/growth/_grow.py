@@ -193,7 +193,7 @@ def grow(
     ]
     if type(seed) is not int:
         odd.append(f"got seed={seed!r}; expected a whole number")
-    if expansion is not None and not hasattr(expansion, "reasons_against"):
+    if expansion is not None and not isinstance(expansion, Expansion):
         odd.append(
             f"got a {type(expansion).__name__}; expected an expansion of attn_only_lens.expansion"
         )
@@ -204,10 +204,10 @@ def grow(
         reasons += wrong
     against = expansion.reasons_against(weights)
     if not against:
-        sketch, _ = expansion(weights.sketch())
+        sketch, _ = expansion.expand(weights.sketch(), own(), seed)
         against = growable.reasons_against_weights(sketch)
     GrowthError.raise_if([*reasons, *against])
-    larger, provenance = expansion(weights, init or own(), seed)
+    larger, provenance = expansion.expand(weights, init or own(), seed)
     originals = {}
     for name, tensor in weights.tensors.items():
         tensor_map = provenance.tensor_map(name)

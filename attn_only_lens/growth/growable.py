@@ -13,6 +13,8 @@ from attn_only_lens.runs.attached_hooks import hook_reasons
 
 __all__ = ["Growable", "Parameter", "shared_parameter_reasons"]
 
+_FIELDS = {"head": "n_heads", "d_query": "d_head", "d_mlp": "d_mlp", "kv_head": "n_key_value_heads"}
+
 
 @dataclass(frozen=True)
 class Parameter:
@@ -68,9 +70,28 @@ class Growable(ABC):
         """Return the layout of every parameter, by its name in the model."""
 
     @staticmethod
-    @abstractmethod
     def reasons_against_weights(weights: Weights) -> list[str]:
-        """Return every reason why no model of this kind can have such weights."""
+        """Return every reason why no model of this kind can have such weights.
+
+        By default, TransformerLens' reasons: all layers need the same sizes, with one width of
+        heads.
+        """
+        sizes: dict[str, set[int]] = {}
+        for axis, size in weights.sizes.items():
+            if axis.layer is not None:
+                sizes.setdefault(axis.label, set()).add(size)
+        reasons = [
+            f"its layers would differ in {_FIELDS.get(label, label)} ({sorted(found)}), which a "
+            "HookedTransformer's cannot; convert(model) first: converted models may differ by layer"
+            for label, found in sizes.items()
+            if len(found) > 1
+        ]
+        if not reasons and sizes["d_query"] != sizes["d_value"]:
+            reasons.append(
+                f"queries and keys would have width {sizes['d_query']}, values {sizes['d_value']}; "
+                "a HookedTransformer has one d_head for both: widen both"
+            )
+        return reasons
 
     @abstractmethod
     def write(self, weights: Weights, source_of: Callable[[str], str]) -> Any:

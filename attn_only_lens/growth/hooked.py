@@ -31,7 +31,6 @@ __all__ = [
     "constant_reasons",
     "constants_of",
     "norm_reasons",
-    "reasons_against_unequal_layers",
 ]
 
 # TransformerLens reads this off the name of the architecture, not off a flag.
@@ -44,7 +43,6 @@ _CLASSES = {
     "RMSPre": RMSNormPre,
     None: nn.Identity,
 }
-_FIELDS = {"head": "n_heads", "d_query": "d_head", "d_mlp": "d_mlp", "kv_head": "n_key_value_heads"}
 
 
 class HookedModel(Growable):
@@ -76,11 +74,6 @@ class HookedModel(Growable):
     def parameters(self) -> Mapping[str, Parameter]:
         """Return the layout of every parameter."""
         return {name: Parameter(_plain_name(name)) for name, _ in self.model.named_parameters()}
-
-    @staticmethod
-    def reasons_against_weights(weights: Weights) -> list[str]:
-        """Return every reason why no HookedTransformer can have such weights."""
-        return reasons_against_unequal_layers(weights)
 
     def write(self, weights: Weights, source_of: Callable[[str], str]) -> Any:
         """Return a new HookedTransformer."""
@@ -180,26 +173,6 @@ def constants_of(cfg: Any) -> Constants:
         grouped_by_head=cfg.ungroup_grouped_query_attention,
         init=(cfg.init_mode, cfg.initializer_range),
     )
-
-
-def reasons_against_unequal_layers(weights: Weights) -> list[str]:
-    """Return every reason why no HookedTransformer, nor a native bridge, can have such weights."""
-    sizes: dict[str, set[int]] = {}
-    for axis, size in weights.sizes.items():
-        if axis.layer is not None:
-            sizes.setdefault(axis.label, set()).add(size)
-    reasons = [
-        f"its layers would differ in {_FIELDS.get(label, label)} ({sorted(found)}), which a "
-        "HookedTransformer's cannot; convert(model) first: converted models may differ by layer"
-        for label, found in sizes.items()
-        if len(found) > 1
-    ]
-    if not reasons and sizes["d_query"] != sizes["d_value"]:
-        reasons.append(
-            f"queries and keys would have width {sizes['d_query']}, values {sizes['d_value']}; a "
-            "HookedTransformer has one d_head for both: widen both"
-        )
-    return reasons
 
 
 def config_fields(cfg: Any, weights: Weights) -> dict[str, Any]:

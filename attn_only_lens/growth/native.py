@@ -20,7 +20,7 @@ from attn_only_lens.expansion import Weights
 from attn_only_lens.expansion.weights import Constants, Norm, block_name, in_layer, tail
 from attn_only_lens.gates import GATES
 from attn_only_lens.growth.growable import Growable, Parameter
-from attn_only_lens.growth.hooked import config_fields, reasons_against_unequal_layers
+from attn_only_lens.growth.hooked import config_fields
 from attn_only_lens.models.in_place import exposed_heads, reasons_against_copying
 from attn_only_lens.numerics import same_randomness
 
@@ -134,11 +134,6 @@ class NativeBridge(Growable):
             )
             found[name] = Parameter(tensor[0], tensor[1], split)
         return found
-
-    @staticmethod
-    def reasons_against_weights(weights: Weights) -> list[str]:
-        """Return every reason why no native bridge can have such weights."""
-        return reasons_against_unequal_layers(weights)
 
     def write(self, weights: Weights, source_of: Callable[[str], str]) -> Any:
         """Return a new native bridge."""

@@ -1,8 +1,8 @@
 """Growth in the middle of training: a schedule, and a loop that goes on from a checkpoint.
 
 A checkpoint holds the parameters and the optimizer's state, not the architecture: that follows from
-the model at the start and from the schedule, which are carried out again, and the numbers put in.
-So it holds nothing but tensors and text, and no code is loaded with it.
+the initial model and the schedule, which is repeated before the numbers are loaded. So a checkpoint
+holds only tensors and text, and loading it runs no code.
 """
 
 from collections.abc import Iterator, Mapping
@@ -51,13 +51,12 @@ class Training:
     Take `training.model` and `training.optimizer` anew in every step: growth replaces both.
 
     Attributes:
-        model: the model as it is now; at first, the one to start with (which is trained in
-            place, until it first grows).
-        optimizer: what trains it: torch's `SGD`, `Adam` or `AdamW`.
-        schedule: by step, the expansion that is done before it.
-        init: what free entries start as; by default as the model draws its own weights.
-        seed: of those numbers.
-        done: steps done.
+        model: the current model; the initial one is trained in place until it first grows.
+        optimizer: torch's `SGD`, `Adam` or `AdamW`.
+        schedule: by step, the expansion before it.
+        init: of free entries; by default as the model draws its own weights.
+        seed: of the initialization.
+        done: number of steps done.
         history: each growth so far.
 
     Example:
@@ -94,24 +93,24 @@ class Training:
 
     @property
     def provenance(self) -> Provenance | None:
-        """Where the parts of the model at the start are now; None before the first growth."""
+        """Provenance of the initial model's parts; None before the first growth."""
         found: Provenance | None = None
         for grown in self.history:
             found = grown.provenance if found is None else found.then(grown.provenance)
         return found
 
     def steps(self, until: int, progress: bool = False) -> Iterator[int]:
-        """The steps from where training stands to `until`, growing the model before each.
+        """Yield the remaining steps, after growing the model as scheduled before each.
 
-        A step is done when the loop's body has come to its end; one that is broken off is not.
+        A step counts as done when the loop's body ends, and not if it is broken off.
 
         Args:
-            until: how many steps there are in all.
+            until: total number of steps.
             progress: whether to show a bar.
 
         Raises:
-            GrowthError: an expansion does not fit the model; the model and the optimizer are then
-                those of the step before.
+            GrowthError: an expansion does not fit the model; model and optimizer are then those of
+                the step before.
         """
         for step in tqdm(
             range(self.done, until), "steps", until, initial=self.done, disable=not progress
@@ -121,7 +120,7 @@ class Training:
             self.done = step + 1
 
     def save(self, path: str | Path) -> None:
-        """Write parameters, the optimizer's state, and which step is next; whole or not at all."""
+        """Write parameters, the optimizer's state and the number of steps; all or nothing."""
         names = {parameter: name for name, parameter in self.model.named_parameters()}
         tensors = {f"model/{name}": p.detach().contiguous() for p, name in names.items()}
         numbers: dict[str, dict[str, float | None]] = {}
@@ -147,13 +146,13 @@ class Training:
             )
 
     def resume(self, path: str | Path) -> None:
-        """Go on from a checkpoint: this is the training as it was at the start, made the same way.
+        """Continue from a checkpoint, on a training made in the same way as the one that wrote it.
 
-        The schedule may be longer than the one that wrote it, as far as it is still to come.
+        The schedule may have more steps than that one's, if they are still to come.
 
         Raises:
             CheckpointError: the file is damaged, or of another model, optimizer or schedule; this
-                training is then as it was.
+                training then remains as it was.
         """
         tensors, said = read_tensors(Path(path), _DOCUMENT)
         if reasons := self._reasons_against(said):
@@ -183,7 +182,7 @@ class Training:
         self.done = said["done"]
 
     def _reasons_against(self, said: Mapping[str, Any]) -> list[str]:
-        """Why a checkpoint is none of this training, by what it says of itself."""
+        """Return every reason why a checkpoint is not of this training, by its header."""
         reasons = []
         if self.done or self.history:
             reasons.append(f"it stands at step {self.done}; expected a training at its start")
@@ -216,7 +215,7 @@ class Training:
 
     @property
     def _grown_at(self) -> list[int]:
-        """The steps of the schedule that are carried out."""
+        """Steps of the schedule at which the model has grown."""
         return sorted(self.schedule)[: len(self.history)]
 
     def _described(self) -> list[list[Any]]:
@@ -224,7 +223,7 @@ class Training:
 
 
 def _identified(init: Initialiser | None) -> str:
-    """What tells an initialiser from another; the same for all that cannot be told apart."""
+    """The identity of an initialiser, or one text for all that have none."""
     try:
         return identity(init)
     except Unidentified:
@@ -232,14 +231,14 @@ def _identified(init: Initialiser | None) -> str:
 
 
 def _settings(group: dict[str, Any], names: Mapping[Any, str]) -> dict[str, Any]:
-    """What a group sets, and for which parameters, as JSON has it."""
+    """Settings and parameters of a group, as JSON."""
     plain = {key: value for key, value in group.items() if key not in ("params", "param_names")}
     as_numbers = {k: v.item() if isinstance(v, Tensor) else v for k, v in plain.items()}
     return as_numbers | {"params": [names[parameter] for parameter in group["params"]]}
 
 
 def _as_was(value: Any) -> Any:
-    """A setting as torch had it: JSON has no tuples (of betas)."""
+    """A setting as torch has it: JSON has no tuples (of betas)."""
     return tuple(value) if isinstance(value, list) else value
 
 
@@ -249,7 +248,7 @@ def _reasons_against_numbers(
     groups: list[dict[str, Any]],
     numbers: Mapping[str, Mapping[str, Any]],
 ) -> list[str]:
-    """Why tensors of a checkpoint do not fit the model and the optimizer."""
+    """Return every reason why tensors of a checkpoint do not fit model and optimizer."""
     named = dict(at.model.named_parameters())
     kinds = {f"model/{name}": (tuple(p.shape), p.dtype) for name, p in named.items()}
     found = {k: (tuple(t.shape), t.dtype) for k, t in tensors.items() if k.startswith("model/")}
