@@ -18,7 +18,7 @@ from torch import Tensor
 from transformer_lens.model_bridge import TransformerBridge
 
 from attn_only_lens.errors import AttnOnlyLensError, CheckpointError
-from attn_only_lens.heads import Gating, layout_of
+from attn_only_lens.heads import Gating, has_neuron_heads
 from attn_only_lens.models.checkpoint.bridge import BridgeFields, describe_bridge, rebuild_bridge
 from attn_only_lens.models.checkpoint.hooked import HookedFields, describe_hooked, rebuild_hooked
 from attn_only_lens.models.source_folder import (
@@ -117,7 +117,7 @@ def save(
         True
     """
     folder = opened_folder(folder)
-    if layout_of(model) is None:
+    if not has_neuron_heads(model):
         raise CheckpointError(
             f"got a {type(model).__name__}; expected what attn_only_lens.convert or load returns, "
             "or a model with attn_only_lens.expose_neuron_heads"
