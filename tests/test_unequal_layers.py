@@ -28,7 +28,7 @@ from attn_only_lens import (
 )
 from attn_only_lens import patching as p
 from attn_only_lens.models.checkpoint import MANIFEST
-from attn_only_lens.models.two_blocks import LayerSizes, rebuilt
+from attn_only_lens.models.two_blocks import LayerSizes, rebuild
 
 EXACT = 1e-12  # float64: sums over the same numbers, and zeros, in another order
 METRIC = p.logit_diff(correct=7, wrong=11)
@@ -363,7 +363,7 @@ def test_rebuilding_touches_nothing_and_refuses_what_does_not_fit():
     tensors = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     sizes = model.cfg.layer_sizes
     model.note = "kept"
-    same = rebuilt(model.eval(), tensors, sizes, frozen=["embed.W_E"])
+    same = rebuild(model.eval(), tensors, sizes, frozen=["embed.W_E"])
     assert same.note == "kept"
     assert torch.equal(same(tokens()), model(tokens()))
     assert not same.training
@@ -376,7 +376,7 @@ def test_rebuilding_touches_nothing_and_refuses_what_does_not_fit():
     tensors |= {"blocks.9.attn.W_in": tensors["blocks.3.attn.W_in"]}
     larger = [*sizes[:2], LayerSizes(2, None, 13, 41, sizes[2].attn_scale)]
     with pytest.raises(UnsupportedModelError) as refused:
-        rebuilt(model, tensors, larger)
+        rebuild(model, tensors, larger)
     assert refused.value.reasons[:2] == (
         "blocks.1.attn.W_in is missing",
         "blocks.9.attn.W_in is not known",

@@ -19,7 +19,7 @@ from attn_only_lens.models.source_folder import dtype_named, plain_config, reaso
 from attn_only_lens.models.two_blocks import AttentionOnlyTransformer, LayerSizes
 from attn_only_lens.models.two_blocks.build import converted_skeleton, fill, misfits, stock_skeleton
 from attn_only_lens.models.two_blocks.config import by_layer, sizes_of
-from attn_only_lens.models.two_blocks.convertible import reasons_against
+from attn_only_lens.models.two_blocks.known_modules import reasons_against
 from attn_only_lens.tl import HookedTransformer, require_hooked_transformer
 
 __all__ = ["HookedFields", "describe_hooked", "expose_again", "rebuild_hooked"]

@@ -2,7 +2,7 @@
 
 In a model that `convert` made, all source layers are alike. They need not be: a block of heads
 writes a sum over them, whatever their number, so the layers of a converted model may differ in
-their heads and neurons (`rebuilt`). The stream's d_model is one for all.
+their heads and neurons (`rebuild`). The stream's d_model is one for all.
 """
 
 from collections.abc import Sequence
