@@ -15,7 +15,7 @@ from attn_only_lens.heads import Gating
 from attn_only_lens.models.expose import expose_as
 from attn_only_lens.models.in_place import exposed_heads, hidden
 from attn_only_lens.models.in_place.known_mlps import known_mlps
-from attn_only_lens.models.source_folder import dtype_named, plain_config, reasons_against_config
+from attn_only_lens.models.source_folder import parse_dtype, plain_config, reasons_against_config
 from attn_only_lens.models.two_blocks import AttentionOnlyTransformer, LayerSizes
 from attn_only_lens.models.two_blocks.build import converted_skeleton, fill, misfits, stock_skeleton
 from attn_only_lens.models.two_blocks.config import by_layer, sizes_of
@@ -26,7 +26,7 @@ __all__ = ["HookedFields", "describe_hooked", "expose_again", "rebuild_hooked"]
 
 
 class HookedFields(TypedDict):
-    """What a manifest holds of a HookedTransformer alone."""
+    """The entries of a manifest that only a HookedTransformer has."""
 
     layout: Literal["two blocks a layer", "in place"]
     layers: list[LayerSizes]
@@ -112,7 +112,7 @@ def _skeleton(manifest: dict[str, Any]) -> HookedTransformer:
     if wrong := reasons_against_config(config, "config"):
         raise CheckpointError(f"this is no configuration: {'; '.join(wrong[:5])}")
     # Code from a hub is not run whatever a file says, and a file need not say otherwise.
-    chosen = {"dtype": dtype_named(str(config.get("dtype"))), "trust_remote_code": False}
+    chosen = {"dtype": parse_dtype(str(config.get("dtype"))), "trust_remote_code": False}
     try:
         source = stock_skeleton({"device": "cpu", **config, **chosen})
         if reasons := reasons_against(source):

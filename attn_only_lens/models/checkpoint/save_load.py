@@ -24,9 +24,9 @@ from attn_only_lens.models.checkpoint.hooked import HookedFields, describe_hooke
 from attn_only_lens.models.source_folder import (
     TOKENIZER,
     WEIGHTS,
-    device_named,
-    dtype_named,
     load_tokenizer,
+    parse_device,
+    parse_dtype,
 )
 from attn_only_lens.models.two_blocks import AttentionOnlyTransformer
 from attn_only_lens.storage import (
@@ -171,8 +171,8 @@ def load(
         torch.float64
     """
     folder = opened_folder(folder)
-    to_device = device_named("cpu" if device is None else device)
-    to_dtype = None if dtype is None else dtype_named(dtype)
+    to_device = parse_device("cpu" if device is None else device)
+    to_dtype = None if dtype is None else parse_dtype(dtype)
     manifest = read_manifest(folder)
     check_files(folder, manifest["files"], closed=TOKENIZER)
     tensors, _ = read_tensors(folder / WEIGHTS)
@@ -196,7 +196,7 @@ def load(
 
 
 def is_saved(folder: str | os.PathLike[str]) -> bool:
-    """Whether `save` wrote a folder."""
+    """True for a folder that `save` wrote."""
     try:
         return (opened_folder(folder) / MANIFEST).is_file()
     except (CheckpointError, OSError):

@@ -91,7 +91,7 @@ class NeuronAttention(NeuronHeads, QKAndOV, nn.Module):
 
     @property
     def value_is_product(self) -> bool:
-        """Whether the MLP is gated."""
+        """True for a gated MLP."""
         return self.W_gate is not None
 
     def forward(self, x: Residual) -> Residual:

@@ -138,7 +138,7 @@ class AttentionOnlyConfig(HookedTransformerConfig):
 
     @property
     def layer_sizes(self) -> tuple[LayerSizes, ...]:
-        """How many heads and neurons each source layer has, and how wide its heads are."""
+        """The numbers of heads and neurons of each source layer, and the width of its heads."""
         return self._sizes
 
     @property
