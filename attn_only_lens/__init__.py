@@ -1,6 +1,6 @@
 """MLP neurons as attention heads: convert a HookedTransformer, then analyse every head alike."""
 
-from attn_only_lens import circuits, expansion, patching, pretrained
+from attn_only_lens import circuits, expansion, patching, pretrained, viz
 from attn_only_lens.comparison import Comparison, compare
 from attn_only_lens.errors import (
     AttnOnlyLensError,
@@ -76,4 +76,5 @@ __all__ = [
     "to_stock",
     "token_texts",
     "verify",
+    "viz",
 ]

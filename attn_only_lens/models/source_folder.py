@@ -154,9 +154,7 @@ def load_tokenizer(folder: Path) -> Any:
     if any(os.path.exists(str(options[key])) for key in named):
         raise CheckpointError(f"{settings} names files outside of its folder: {', '.join(named)}")
     try:
-        found = AutoTokenizer.from_pretrained(
-            where, local_files_only=True, trust_remote_code=False
-        )
+        found = AutoTokenizer.from_pretrained(where, local_files_only=True, trust_remote_code=False)
         found.encode("")
         return found
     except Exception as error:  # of any tokenizer, written in any language

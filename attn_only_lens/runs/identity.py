@@ -34,7 +34,7 @@ import torch
 from torch import Tensor
 from transformer_lens.model_bridge import TransformerBridge
 
-from attn_only_lens.heads import host_of
+from attn_only_lens.heads import has_neuron_heads, host_of
 from attn_only_lens.runs.attached_hooks import modules_of
 from attn_only_lens.storage import digest_of
 from attn_only_lens.tl import HookedTransformer
@@ -101,7 +101,7 @@ def _described(model: Any) -> dict[str, Any]:
     }
     described: dict[str, Any] = {
         "config": plain,
-        "gates": host_of(model).gates(),
+        "gates": host_of(model).gates() if has_neuron_heads(model) else [],
         "constants": {
             f"{at}.{name}": repr(value)
             for at, module in modules_of(model)
