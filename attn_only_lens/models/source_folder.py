@@ -6,6 +6,8 @@ dict (masks and rotary tables, which TransformerLens computes, may be left out).
 """
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypedDict
 
@@ -15,7 +17,7 @@ from torch import Tensor
 from transformer_lens.utilities.activation_functions import SUPPORTED_ACTIVATIONS
 from transformers import AutoTokenizer
 
-from attn_only_lens.errors import CheckpointError
+from attn_only_lens.errors import AttnOnlyLensError, CheckpointError
 from attn_only_lens.models.two_blocks.build import stock_skeleton, tensor_misfits
 from attn_only_lens.storage import (
     Document,
@@ -44,6 +46,7 @@ __all__ = [
     "PROVENANCE",
     "TOKENIZER",
     "WEIGHTS",
+    "checkpoint_errors",
     "load_source",
     "load_tokenizer",
     "parse_device",
@@ -90,13 +93,8 @@ def load_source(
     if wrong := reasons_against_config(given, CONFIG):
         raise CheckpointError(f"{folder / CONFIG} is not a model's: {'; '.join(wrong[:5])}")
     fields = given | chosen
-    try:
-        with no_more_than(state):
-            expected = stock_skeleton(fields).state_dict()
-    except CheckpointError:
-        raise
-    except Exception as error:  # of any constructor that the configuration leads to
-        raise CheckpointError(f"{folder / CONFIG} is not a model's: {error}") from error
+    with no_more_than(state), checkpoint_errors(f"{folder / CONFIG} is not a model's"):
+        expected = stock_skeleton(fields).state_dict()
     # What TransformerLens computes may be left out.
     needed = {
         name: x for name, x in expected.items() if name in state or not name.endswith(COMPUTED)
@@ -113,6 +111,17 @@ def load_source(
     if (folder / TOKENIZER).is_dir():
         model.set_tokenizer(load_tokenizer(folder))
     return model
+
+
+@contextmanager
+def checkpoint_errors(problem: str) -> Iterator[None]:
+    """Raise CheckpointError for an error of any constructor that a configuration leads to."""
+    try:
+        yield
+    except AttnOnlyLensError:
+        raise
+    except Exception as error:
+        raise CheckpointError(f"{problem}: {type(error).__name__}: {error}") from error
 
 
 def reasons_against_config(config: dict[str, Any], where: str) -> list[str]:

@@ -10,7 +10,7 @@ from typing import Any, Literal, TypedDict
 
 from torch import Tensor
 
-from attn_only_lens.errors import CheckpointError, UnsupportedModelError
+from attn_only_lens.errors import CheckpointError
 from attn_only_lens.heads import Gating
 from attn_only_lens.models.expose import expose_as
 from attn_only_lens.models.in_place import exposed_heads, hidden
@@ -113,22 +113,17 @@ def _skeleton(manifest: dict[str, Any]) -> HookedTransformer:
         raise CheckpointError(f"this is no configuration: {'; '.join(wrong[:5])}")
     # Code from a hub is not run whatever a file says, and a file need not say otherwise.
     chosen = {"dtype": parse_dtype(str(config.get("dtype"))), "trust_remote_code": False}
-    try:
-        source = stock_skeleton({"device": "cpu", **config, **chosen})
-        if reasons := reasons_against(source):
-            raise UnsupportedModelError(reasons)
-        own, sizes = sizes_of(source.cfg), [LayerSizes(**each) for each in manifest["layers"]]
-        if (len(sizes), *sizes[:1]) != (source.cfg.n_layers, own):
-            raise ValueError(
-                f"its layers are {by_layer(sizes)}; expected {source.cfg.n_layers} layers, the "
-                f"first {own}"
-            )
-        if manifest["layout"] == "two blocks a layer":
-            return converted_skeleton(source, Gating.from_json(manifest["gate"]), sizes)
-        if len(set(sizes)) > 1:
-            raise ValueError(f"its layers are {by_layer(sizes)}; expected one size for all")
-    except (AssertionError, LookupError, TypeError, ValueError) as error:
+    source = stock_skeleton({"device": "cpu", **config, **chosen})
+    if reasons := reasons_against(source):
+        raise CheckpointError(f"its configuration cannot be built: {'; '.join(reasons)}")
+    own, sizes = sizes_of(source.cfg), [LayerSizes(**each) for each in manifest["layers"]]
+    if (len(sizes), *sizes[:1]) != (source.cfg.n_layers, own):
         raise CheckpointError(
-            f"the configuration cannot be built by this version of TransformerLens: {error}"
-        ) from error
+            f"its layers are {by_layer(sizes)}; expected {source.cfg.n_layers} layers, the "
+            f"first {own}"
+        )
+    if manifest["layout"] == "two blocks a layer":
+        return converted_skeleton(source, Gating.from_json(manifest["gate"]), sizes)
+    if len(set(sizes)) > 1:
+        raise CheckpointError(f"its layers are {by_layer(sizes)}; expected one size for all")
     return source

@@ -60,7 +60,7 @@ def convert_as(
         sizes: of each of its layers, where they differ from those in its `cfg`.
 
     Raises:
-        ValueError: the gates are of another kind of MLP, or of another number of layers.
+        ValueError: the gates are of another kind of MLP or number of layers, or do not exist.
     """
     ranged = gating.kind == "bilinear" and model.cfg.gated_mlp
     n_ranges = None if gating.ranges is None else len(gating.ranges)
@@ -68,6 +68,8 @@ def convert_as(
         raise ValueError(
             f"got {gating}; expected {'a range for each layer' if ranged else 'no ranges'}"
         )
+    for layer in range(model.cfg.n_layers):
+        gating.gate(model.cfg.act_fn, layer)
     cfg = attention_only_config(model.cfg, gating, sizes)
     attributes = _clone(model, cfg, copy_weights=copy_weights)
     passing = Passing()

@@ -86,7 +86,16 @@ def by_layer(values: Sequence[Any]) -> str:
     )
 
 
-_READ_ONLY = ("act_fn", "attn_only", "d_mlp", "d_model", "gated_mlp", "gating", "n_layers")
+_READ_ONLY = (
+    "act_fn",
+    "attn_only",
+    "d_mlp",
+    "d_model",
+    "gated_mlp",
+    "gating",
+    "layer_sizes",
+    "n_layers",
+)
 
 
 class AttentionOnlyConfig(HookedTransformerConfig):
@@ -102,8 +111,10 @@ class AttentionOnlyConfig(HookedTransformerConfig):
     and each attention block fits its own entry to its heads.
     """
 
-    _gating: Gating
-    _sizes: tuple[LayerSizes, ...]
+    gating: Gating
+    """The gates of the neuron-heads, for which the blocks were built."""
+    layer_sizes: tuple[LayerSizes, ...]
+    """The numbers of heads and neurons of each source layer, and the width of its heads."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         raise UnsupportedCallError(
@@ -124,7 +135,7 @@ class AttentionOnlyConfig(HookedTransformerConfig):
         )
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in _READ_ONLY and "_gating" in self.__dict__:
+        if name in _READ_ONLY:
             raise UnsupportedCallError(
                 f"cfg.{name} is read-only after conversion: blocks and gates were made for it. "
                 "Set it on the source, and convert again"
@@ -132,20 +143,10 @@ class AttentionOnlyConfig(HookedTransformerConfig):
         super().__setattr__(name, value)
 
     @property
-    def gating(self) -> Gating:
-        """The gates of the neuron-heads, for which the blocks were built."""
-        return self._gating
-
-    @property
-    def layer_sizes(self) -> tuple[LayerSizes, ...]:
-        """The numbers of heads and neurons of each source layer, and the width of its heads."""
-        return self._sizes
-
-    @property
     def n_heads(self) -> int:  # type: ignore[override]
         """Raises: see the class."""
         m = self.gating.heads_per_neuron
-        counts = by_layer([f"{each.n_heads} and {each.d_mlp * m}" for each in self._sizes])
+        counts = by_layer([f"{each.n_heads} and {each.d_mlp * m}" for each in self.layer_sizes])
         raise UnsupportedCallError(
             f"cfg.n_heads of a converted model: its {self.n_layers} blocks alternate between "
             f"attention heads and neuron-heads ({counts}), so no "
@@ -159,7 +160,7 @@ class AttentionOnlyConfig(HookedTransformerConfig):
     @property
     def d_mlp(self) -> int:  # type: ignore[override]
         """Neurons of a source layer; raises where layers differ."""
-        counts = [each.d_mlp for each in self._sizes]
+        counts = [each.d_mlp for each in self.layer_sizes]
         if len(set(counts)) > 1:
             raise UnsupportedCallError(
                 f"cfg.d_mlp of a converted model whose layers differ ({by_layer(counts)}): use "
@@ -173,10 +174,10 @@ class AttentionOnlyConfig(HookedTransformerConfig):
         Raises:
             UnsupportedCallError: source layers differ in size, as those of no stock model do.
         """
-        if len(set(self._sizes)) > 1:
+        if len(set(self.layer_sizes)) > 1:
             raise UnsupportedCallError(
                 "source_cfg of a converted model whose layers differ: no stock model is like it. "
-                f"It has {by_layer(self._sizes)}. Use model.cfg for what all layers share, "
+                f"It has {by_layer(self.layer_sizes)}. Use model.cfg for what all layers share, "
                 "model.cfg.layer_sizes[l] or model.blocks[i].cfg for what they do not, and "
                 "model.cfg.layer_cfg(l) for a stock configuration with every layer like layer l"
             )
@@ -184,11 +185,15 @@ class AttentionOnlyConfig(HookedTransformerConfig):
 
     def layer_cfg(self, layer: int) -> HookedTransformerConfig:
         """A stock configuration of a source model with every layer of the size of this one."""
-        fields = {k: v for k, v in self.__dict__.items() if k not in ("_gating", "_sizes")}
-        fields |= {"n_layers": len(self._sizes), "attn_only": False, **asdict(self._sizes[layer])}
+        fields = {k: v for k, v in self.__dict__.items() if k not in ("gating", "layer_sizes")}
+        fields |= {
+            "n_layers": len(self.layer_sizes),
+            "attn_only": False,
+            **asdict(self.layer_sizes[layer]),
+        }
         source = object.__new__(HookedTransformerConfig)
         source.__dict__.update(fields)
-        source.n_params = source.n_layers * self._sizes[layer].n_params(source)
+        source.n_params = source.n_layers * self.layer_sizes[layer].n_params(source)
         return source
 
 
@@ -209,10 +214,14 @@ def attention_only_config(
     kv_heads = first.n_heads if first.n_key_value_heads is None else first.n_key_value_heads
     cfg = object.__new__(AttentionOnlyConfig)
     cfg.__dict__.update(source.__dict__ | asdict(first))
-    cfg.__dict__.update(n_layers=2 * source.n_layers, attn_only=True, n_key_value_heads=kv_heads)
+    cfg.__dict__.update(
+        n_layers=2 * source.n_layers,
+        attn_only=True,
+        n_key_value_heads=kv_heads,
+        gating=gating,
+        layer_sizes=sizes,
+    )
     cfg.n_params = sum(each.n_params(source) for each in sizes)
-    cfg._sizes = sizes
-    cfg._gating = gating
     return cfg
 
 
