@@ -30,7 +30,8 @@ from attn_only_lens.comparison.results import _FRAMES
 from attn_only_lens.growth import Training, read_provenance
 from attn_only_lens.models.checkpoint.manifest import MANIFEST
 from attn_only_lens.models.source_folder import load_source
-from attn_only_lens.storage import whole_folder, writing, written_whole
+from attn_only_lens.patching.resume import PartStore
+from attn_only_lens.storage import atomic_folder, atomic_write, writing
 from attn_only_lens.viz import write_html
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # TransformerLens' and transformers' own
@@ -40,7 +41,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # TransformerLens' and transf
 
 
 def write(folder, text):
-    with whole_folder(folder, ("a", "b"), "a") as new:
+    with atomic_folder(folder, ("a", "b"), "a") as new:
         (new / "a").write_text(text)
         (new / "b").mkdir()
         (new / "b" / "c").write_text(text)
@@ -243,12 +244,12 @@ def saved_bridge(folder):
 
 
 def store(folder):
-    return p.PartStore(folder, {"metric": "kl", "value": 0.25})
+    return PartStore(folder, {"metric": "kl", "value": 0.25}, 2)
 
 
 def parts(folder):
     for i in range(2):
-        store(folder).write(str(i), values(i))
+        store(folder).write(i, values(i))
 
 
 def graph():
@@ -292,7 +293,7 @@ KINDS = {
         lambda folder: sweep().save(folder / "s.parquet"),
         lambda folder: vars(p.Sweep.load(folder / "s.parquet")),
     ),
-    "parts": (parts, lambda folder: {"frame": store(folder).read_all(["0", "1"])}),
+    "parts": (parts, lambda folder: {"frame": store(folder).read_all()}),
     "graph": (lambda f: to_json(graph(), f / "g.json"), lambda f: vars(from_json(f / "g.json"))),
     "comparison": (
         lambda folder: comparison().save(folder),
@@ -543,7 +544,7 @@ def test_a_writer_leaves_links_alone(tmp_path):
     """A link is replaced: what it leads to may be anybody's."""
     (tmp_path / "theirs").write_text("years of work")
     (tmp_path / "part").symlink_to(tmp_path / "theirs")
-    with written_whole(tmp_path / "part") as new:
+    with atomic_write(tmp_path / "part") as new:
         new.write_text("ours")
     assert (tmp_path / "theirs").read_text() == "years of work"
     assert (tmp_path / "part").read_text() == "ours"

@@ -30,9 +30,9 @@ from attn_only_lens.circuits.linear_model import (
 from attn_only_lens.errors import CircuitError
 from attn_only_lens.heads import layout_of, neuron_heads
 from attn_only_lens.numerics import full_precision
+from attn_only_lens.runs.inputs import reasons_not_to_run
 from attn_only_lens.runs.metrics import AnyMetric, as_metric, bind, require_differentiable
-from attn_only_lens.runs.paired_runs import reasons_against
-from attn_only_lens.runs.prompts import PromptPair, Prompts, unpaired
+from attn_only_lens.runs.prompts import PromptPair, Prompts, single_prompts
 from attn_only_lens.runs.recording import record
 from attn_only_lens.runs.token_texts import token_texts
 
@@ -197,7 +197,7 @@ def attribution_graph(
     """
     _check(model, metric)
     top = _TOP if top is None and mass is None else top
-    pair = unpaired(model, prompts, mask)
+    pair = single_prompts(model, prompts, mask)
     run = record(model, pair.clean, pair.mask)
     bound = bind(metric, model, pair)
     require_differentiable(bound, run.logits)
@@ -228,7 +228,7 @@ def attribution_graph(
 
 
 def _check(model: Any, metric: AnyMetric) -> None:
-    reasons = reasons_against(model)
+    reasons = reasons_not_to_run(model)
     if layout_of(model) is None:
         reasons.append(
             f"the model, a {type(model).__name__}, has no neuron-heads: call "

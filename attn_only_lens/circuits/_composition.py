@@ -65,7 +65,7 @@ from transformer_lens import FactoredMatrix
 from attn_only_lens.circuits.head_weights import KINDS, Kind, Weights
 from attn_only_lens.errors import CircuitError
 from attn_only_lens.numerics import is_count, where_float64_is
-from attn_only_lens.runs.sites import LayerSites, Selection, Sites, all_heads, resolve
+from attn_only_lens.runs.sites import LayerSites, Selection, Sites, all_heads, resolve_sites
 
 __all__ = [
     "NO_KEYS",
@@ -220,13 +220,13 @@ def resolved(
     """
     if kind not in KINDS:
         raise CircuitError([f"got kind={kind!r}; expected one of {KINDS}"], PROBLEM)
-    onto = list(resolve(model, readers))
+    onto = list(resolve_sites(model, readers))
     if isinstance(writers, Selection) or not isinstance(writers, str | Sequence):
-        return list(resolve(model, writers)), onto
+        return list(resolve_sites(model, writers)), onto
     listed = [writers] if isinstance(writers, str) else list(writers)
     heads = [name for name in listed if name != EMBED]
     found = [None] * (EMBED in listed)
-    return [*found, *(resolve(model, heads) if heads or not found else ())], onto
+    return [*found, *(resolve_sites(model, heads) if heads or not found else ())], onto
 
 
 def read_at(sites: LayerSites) -> int:

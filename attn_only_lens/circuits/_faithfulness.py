@@ -32,10 +32,11 @@ from attn_only_lens.circuits.ablation import Ablated, Ablation, Flags
 from attn_only_lens.errors import CircuitError
 from attn_only_lens.numerics import is_count
 from attn_only_lens.patching.results import Sweep
+from attn_only_lens.runs.inputs import reasons_not_to_run
 from attn_only_lens.runs.metrics import AnyMetric
-from attn_only_lens.runs.paired_runs import reasons_against, recorded
 from attn_only_lens.runs.prompts import Prompts, prompt_pair
-from attn_only_lens.runs.sites import resolve
+from attn_only_lens.runs.recording import record_pair
+from attn_only_lens.runs.sites import resolve_sites
 
 __all__ = ["SHARES", "Faithfulness", "Order", "ablated_model", "faithfulness", "ranked"]
 
@@ -181,12 +182,12 @@ def ablated_model(
         CircuitError: as `faithfulness` does.
         PatchingError: prompts or a metric that do not fit.
     """
-    reasons = reasons_against(model)
+    reasons = reasons_not_to_run(model)
     if reasons:
         raise CircuitError(reasons, "this model cannot be ablated")
-    chosen = resolve(model, list(ranking.frame["name"].unique()))
+    chosen = resolve_sites(model, list(ranking.frame["name"].unique()))
     pair = prompt_pair(model, clean, corrupted, mask)
-    runs = recorded(model, pair, metric, chosen, "z")
+    runs = record_pair(model, pair, metric, chosen, "z")
     return Ablated(model, runs, ranking.frame, ablation)
 
 

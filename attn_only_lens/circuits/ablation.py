@@ -23,10 +23,9 @@ from torch import Tensor
 from attn_only_lens.errors import CircuitError
 from attn_only_lens.heads import neuron_heads, point_name
 from attn_only_lens.heads.host import HeadKind
-from attn_only_lens.runs.paired_runs import Runs
-from attn_only_lens.runs.recording import Hooks, run
-from attn_only_lens.runs.replacements import ablated, patched
-from attn_only_lens.runs.replay.trials import require_read
+from attn_only_lens.runs.interventions import ablate
+from attn_only_lens.runs.recording import Hooks, RunPair, run
+from attn_only_lens.runs.replay.edit_checks import require_edits_read
 
 __all__ = ["ABLATIONS", "Ablated", "Ablation", "Flags"]
 
@@ -44,7 +43,7 @@ class Ablated:
         nothing: the metric with every site ablated.
     """
 
-    def __init__(self, model: Any, runs: Runs, sites: pd.DataFrame, to: Ablation) -> None:
+    def __init__(self, model: Any, runs: RunPair, sites: pd.DataFrame, to: Ablation) -> None:
         """Begin, with the two runs that all others are between.
 
         Raises:
@@ -85,9 +84,9 @@ class Ablated:
         self.sites = sites.reset_index(drop=True)
         self._model, self._runs = model, runs
         source = (
-            patched(runs.corrupted)
+            runs.corrupted
             if to == "resample"
-            else ablated(runs.clean, runs.clean, to, runs.pair.real)
+            else ablate(runs.clean, runs.clean, to, runs.pair.real)
         )
         self._groups: list[_Group] = []
         layers: dict[HeadKind, list[int]] = {}
@@ -102,7 +101,7 @@ class Ablated:
                 width = neuron_heads(model)[layer].heads_per_neuron
             self._groups.append(_Group(name, other, width, rows))
         for kind, of_kind in layers.items():
-            require_read(model, runs.clean, kind, of_kind, "z")
+            require_edits_read(model, runs.clean, kind, of_kind, "z")
         self.whole = runs.clean_value
         self.nothing = self._value(np.zeros(len(sites), dtype=bool))
         if not abs(self.whole - self.nothing) > 1e-6 * max(abs(self.whole), abs(self.nothing)):

@@ -38,10 +38,10 @@ from typing import Any, TypedDict
 import pandas as pd
 
 from attn_only_lens.circuits.graph import EDGE_COLUMNS, NODE_COLUMNS, CircuitGraph
-from attn_only_lens.errors import CircuitError
+from attn_only_lens.errors import CheckpointError, CircuitError
 from attn_only_lens.heads.host import heads_block, neurons_block
 from attn_only_lens.heads.names import HeadName
-from attn_only_lens.runs.token_texts import joined
+from attn_only_lens.runs.token_texts import join_tokens
 from attn_only_lens.storage import Document, write_text
 
 __all__ = ["from_json", "to_json", "to_neuronpedia"]
@@ -81,11 +81,7 @@ class _Whole(TypedDict):
 _SAID = [field.name for field in fields(CircuitGraph) if field.name not in ("nodes", "edges")]
 
 
-def _refused(reason: str) -> CircuitError:
-    return CircuitError([reason], "this is no attribution graph that can be read")
-
-
-_DOCUMENT = Document("attn_only_lens.CircuitGraph", 2, _Whole, _refused)
+_DOCUMENT = Document("attn_only_lens.CircuitGraph", 2, _Whole)
 
 
 def to_json(graph: CircuitGraph, path: str | Path) -> None:
@@ -129,7 +125,7 @@ def from_json(path: str | Path) -> CircuitGraph:
         The same graph.
 
     Raises:
-        CircuitError: it is missing, damaged, newer than this package, or no such graph.
+        CheckpointError: it is missing, damaged, newer than this package, or no such graph.
     """
     body = _DOCUMENT.read(Path(path))["graph"]
     try:
@@ -143,9 +139,7 @@ def from_json(path: str | Path) -> CircuitGraph:
         said["tokens"] = tuple(tuple(row) for row in said["tokens"])
         return CircuitGraph(nodes, edges.astype({"weight": "float64"}), **said)
     except (KeyError, TypeError, ValueError, IndexError) as error:
-        if isinstance(error, CircuitError):
-            raise
-        raise _refused(f"{path}: {type(error).__name__}: {error}") from error
+        raise CheckpointError(f"{path} holds no graph: {type(error).__name__}: {error}") from error
 
 
 _OTHERS = ("bias", "rest", "offset")
@@ -196,7 +190,7 @@ def to_neuronpedia(graph: CircuitGraph, path: str | Path, *, slug: str, scan: st
             "scan": scan or graph.model,
             "transcoder_list": [],
             "prompt_tokens": list(tokens),
-            "prompt": joined(tokens),
+            "prompt": join_tokens(tokens),
             "node_threshold": graph.mass,
             "schema_version": 1,
         },

@@ -25,7 +25,7 @@ from attn_only_lens.errors import CircuitError
 from attn_only_lens.heads import block_of, neuron_heads
 from attn_only_lens.models.norms import Norm, Wiring, wirings
 from attn_only_lens.numerics import normal_numbers
-from attn_only_lens.runs.sites import WHOLE, LayerSites
+from attn_only_lens.runs.sites import ALL_MEMBERS, LayerSites
 from attn_only_lens.tl import HookedTransformer
 
 __all__ = ["KINDS", "Kind", "Weights"]
@@ -104,7 +104,7 @@ class Weights:
         """The number of each site's gate by that name; 1 for a whole neuron."""
         gate: Any = neuron_heads(self.model)[sites.layer].gate
         numbers = [
-            1.0 if member in (WHOLE, None) else getattr(gate, of)[member]
+            1.0 if member in (ALL_MEMBERS, None) else getattr(gate, of)[member]
             for member in sites.member.tolist()
         ]
         return like.new_tensor(numbers)

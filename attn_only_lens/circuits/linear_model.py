@@ -54,8 +54,12 @@ from torch import Tensor
 from attn_only_lens.axes import Residual
 from attn_only_lens.heads import HeadName, neuron_heads, point_name
 from attn_only_lens.heads.host import HeadKind
-from attn_only_lens.runs.frozen import Frozen, frozen_gradients, native, unembedded
-from attn_only_lens.runs.gradients import Tape, entering, leaf, rooted, value_of
+from attn_only_lens.runs.frozen_pass import (
+    FrozenPass,
+    frozen_gradients,
+    uncapped_logits,
+)
+from attn_only_lens.runs.gradients import Tape, as_leaf, edit_input, start_graph
 from attn_only_lens.runs.metrics import BoundMetric
 from attn_only_lens.runs.recording import Hooks, Recording, run
 
@@ -152,7 +156,7 @@ def linearised(model: Any, target: Recording, metric: BoundMetric) -> Linearised
     tape = Tape(place[at] for place in places for at in ("z", "pattern"))
     with torch.enable_grad():
         gradients = frozen_gradients(model, target, metric, tape)
-    frozen = Frozen(model)
+    frozen = FrozenPass(model)
     whole: dict[str, Tensor] = {}
     cut: dict[str, Tensor] = {}
 
@@ -165,7 +169,7 @@ def linearised(model: Any, target: Recording, metric: BoundMetric) -> Linearised
 
     def cutting(name: str) -> tuple[str, Callable[..., Tensor]]:
         def hook(value: Tensor, hook: Any) -> Tensor:
-            whole[name], cut[name] = value, leaf(value)
+            whole[name], cut[name] = value, as_leaf(value)
             return cut[name]
 
         return name, hook
@@ -174,12 +178,16 @@ def linearised(model: Any, target: Recording, metric: BoundMetric) -> Linearised
     hooks: Hooks = [
         *queries.hooks,
         *(look(place["pattern"]) for place in places),
-        *frozen.freezing,
+        *frozen.record_hooks,
         *(cutting(place["z"]) for place in places),
     ]
-    with torch.enable_grad(), rooted(model) as roots, unembedded(model) as before, native():
+    with (
+        torch.enable_grad(),
+        start_graph(model) as roots,
+        uncapped_logits(model) as before,
+    ):
         seen = run(model, target.tokens, target.mask, hooks)
-        value, logits, x = value_of(metric, seen), before[-1], roots[-1]
+        value, logits, x = metric.of_logits(seen), before[-1], roots[-1]
         (weights,) = torch.autograd.grad(value, logits, retain_graph=True)
         found = {place["z"]: whole[place["z"]] for place in places}
         # The chain rule, summed over the heads that read the embedding.
@@ -237,14 +245,14 @@ def _n_nodes(model: Any, index: int, z: Tensor) -> int:
 def _constants(
     model: Any,
     target: Recording,
-    frozen: Frozen,
+    frozen: FrozenPass,
     cut: dict[str, Tensor],
     embedding: Residual,
     queries: list[str],
 ) -> dict[str, Tensor]:
     """z, queries and logits of the linear model where the embedding and all heads put out 0.
 
-    `Frozen.held` runs the linear model on pairs x + δ, x - δ: here δ = -x, and so 0 and 2x.
+    `FrozenPass.linear_hooks` is for pairs x + δ, x - δ: here δ = -x, and so 0 and 2x.
     """
     kept: dict[str, Tensor] = {}
 
@@ -261,11 +269,14 @@ def _constants(
     mask = None if target.mask is None else target.mask.repeat(2, 1)
     hooks: Hooks = [
         *map(look, queries),
-        *frozen.held,
+        *frozen.linear_hooks,
         *map(look, cut),
     ]
     both = apart(embedding)
-    with entering(model, lambda _: both), unembedded(model) as before, native():
+    with (
+        edit_input(model, lambda _: both),
+        uncapped_logits(model) as before,
+    ):
         run(model, target.tokens.repeat(2, 1), mask, hooks)
     return {**kept, "logits": before[-1].chunk(2)[0]}
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from attn_only_lens.circuits.head_weights import Weights
 from attn_only_lens.heads import HeadName, neuron_heads, point_name
 from attn_only_lens.models.norms import final_norm
-from attn_only_lens.runs.sites import WHOLE, LayerSites
+from attn_only_lens.runs.sites import ALL_MEMBERS, LayerSites
 
 __all__ = ["TopTokens", "Vocabulary"]
 
@@ -107,7 +107,7 @@ def _by_layer(heads: list[HeadName]) -> Iterator[tuple[list[int], LayerSites]]:
     for (layer, kind), places in groups.items():
         index = torch.tensor([heads[place].index for place in places], device="cpu")
         names = tuple(str(heads[place]) for place in places)
-        yield places, LayerSites(layer, kind, names, index, torch.full_like(index, WHOLE))
+        yield places, LayerSites(layer, kind, names, index, torch.full_like(index, ALL_MEMBERS))
 
 
 def _largest(scores: Float[Tensor, "row d_vocab"], k: int) -> list[TopTokens]:

@@ -19,6 +19,7 @@ from attn_only_lens.models.checkpoint import checkpoint
 from attn_only_lens.models.checkpoint.manifest import is_saved
 from attn_only_lens.models.expose import expose_neuron_heads
 from attn_only_lens.models.source_folder import device_named, dtype_named, load_source
+from attn_only_lens.runs.metrics import Metric
 from attn_only_lens.tl import HookedTransformer, no_remote_code, quiet
 
 __all__ = [
@@ -100,7 +101,7 @@ def require_writable(out: Path, endings: tuple[str, ...], top: int = 1) -> None:
         raise AttnOnlyLensError(f"got --top {top}; expected 1 or more")
 
 
-def metric_of(metric: str, answer: str | None, wrong: str | None, tokens: bool) -> p.Metric:
+def metric_of(metric: str, answer: str | None, wrong: str | None, tokens: bool) -> Metric:
     """The metric of that name, about those answers."""
     needs = {"logit_diff": 2, "probability": 1, "log_probability": 1}.get(metric, 0)
     if metric not in METRICS:
@@ -110,7 +111,7 @@ def metric_of(metric: str, answer: str | None, wrong: str | None, tokens: bool) 
         wanted = ("neither --answer nor --wrong", "--answer alone", "--answer and --wrong")[needs]
         raise AttnOnlyLensError(f"--metric {metric} takes {wanted}")
     answers: list[Any] = [_one(each) for each in given] if tokens else given
-    made: p.Metric = getattr(p, metric)(*answers)
+    made: Metric = getattr(p, metric)(*answers)
     return made
 
 

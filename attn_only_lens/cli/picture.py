@@ -18,7 +18,7 @@ from attn_only_lens.cli.common import (
 from attn_only_lens.errors import AttnOnlyLensError
 from attn_only_lens.heads import neuron_heads, point_name
 from attn_only_lens.heads.host import HEAD_KINDS
-from attn_only_lens.runs.prompts import unpaired
+from attn_only_lens.runs.prompts import single_prompts
 from attn_only_lens.runs.token_texts import token_texts
 from attn_only_lens.viz import (
     attention_view,
@@ -83,7 +83,7 @@ def pattern(
             raise AttnOnlyLensError("give either --neurons or --layer")
         given = given_prompts([prompt], "--prompt", tokens)
         loaded = patchable(model, dtype, device)
-        ids = unpaired(loaded, given).clean
+        ids = single_prompts(loaded, given).clean
         patterns = [
             point_name(loaded, at, kind, "pattern")
             for at in range(len(neuron_heads(loaded)))

@@ -32,10 +32,10 @@ from attn_only_lens.growth import Grown, identity
 from attn_only_lens.heads import layout_of, neuron_heads
 from attn_only_lens.models.expose import expose_neuron_heads
 from attn_only_lens.numerics import as_plain, is_count
+from attn_only_lens.runs.inputs import reasons_not_to_run
 from attn_only_lens.runs.metrics import AnyMetric
-from attn_only_lens.runs.paired_runs import reasons_against
 from attn_only_lens.runs.prompts import Prompts
-from attn_only_lens.runs.sites import all_heads, resolve
+from attn_only_lens.runs.sites import all_heads, resolve_sites
 from attn_only_lens.runs.token_texts import token_texts
 
 __all__ = ["compare", "exposed", "require", "require_source"]
@@ -132,7 +132,7 @@ def exposed(models: Sequence[Any], stack: ExitStack) -> None:
     reasons = [
         f"{said}: {reason}"
         for said, model in zip(_SAID, models, strict=False)
-        for reason in reasons_against(model)
+        for reason in reasons_not_to_run(model)
     ]
     heads = {each.heads_per_neuron for model in models for each in neuron_heads(model)}
     if len(heads) > 1:
@@ -148,7 +148,7 @@ def exposed(models: Sequence[Any], stack: ExitStack) -> None:
 
 
 def _sizes(model: Any) -> list[tuple[str, int]]:
-    sites = [(each.kind, len(each.names)) for each in resolve(model, all_heads())]
+    sites = [(each.kind, len(each.names)) for each in resolve_sites(model, all_heads())]
     return [*sites, ("coordinates", model.cfg.d_model)]
 
 

@@ -40,7 +40,7 @@ from attn_only_lens.comparison.batches import Batch
 from attn_only_lens.comparison.measure import Measured, key_of, on
 from attn_only_lens.errors import UnsupportedModelError
 from attn_only_lens.heads import HeadName
-from attn_only_lens.numerics import full_precision
+from attn_only_lens.numerics import full_precision, spearman
 from attn_only_lens.runs.metrics import AnyMetric, bind
 from attn_only_lens.runs.prompts import PromptPair
 from attn_only_lens.runs.recording import record
@@ -161,15 +161,7 @@ def _alike(one: Ints, other: Ints, first: Floats, second: Floats) -> tuple[float
     union = np.union1d(one, other)
     both = union[~np.isnan(first[union]) & ~np.isnan(second[union])]
     jaccard = len(np.intersect1d(one, other)) / len(union) if len(union) else 1.0
-    return jaccard, _spearman(first[both], second[both])
-
-
-def _spearman(first: Floats, second: Floats) -> float:
-    """Of ranks, the mean rank for equals; none of fewer than two scores that differ."""
-    ranks = [pd.Series(each).rank().to_numpy() for each in (first, second)]
-    if any(len(each) < 2 or np.ptp(each) == 0 for each in ranks):
-        return float("nan")
-    return float(np.corrcoef(ranks[0], ranks[1])[0, 1])
+    return jaccard, spearman(first[both], second[both])
 
 
 @dataclass(frozen=True, eq=False)

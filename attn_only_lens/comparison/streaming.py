@@ -69,8 +69,8 @@ from attn_only_lens.comparison.batches import Batch
 from attn_only_lens.comparison.circuits import Floats, Names
 from attn_only_lens.comparison.measure import Measured, key_of, measured
 from attn_only_lens.models.norms import wirings
-from attn_only_lens.numerics import where_float64_is
-from attn_only_lens.runs.sites import LayerSites, all_heads, resolve
+from attn_only_lens.numerics import float32_if_half, where_float64_is
+from attn_only_lens.runs.sites import LayerSites, all_heads, resolve_sites
 from attn_only_lens.tolerances import rounding
 
 __all__ = [
@@ -112,7 +112,7 @@ def gate_divergence(
         [1.0, 0.0]
     """
     # Two outcomes by hand: stacked, they would be a copy of all neurons.
-    p, q = _wide(p), _wide(q)
+    p, q = float32_if_half(p), float32_if_half(q)
     m = (p + q) / 2
     spread = _entropy(m) - (_entropy(p) + _entropy(q)) / 2
     return (spread / log(2)).clamp(min=0)
@@ -131,14 +131,10 @@ def _bits(p: Tensor, q: Tensor) -> Tensor:
 def _whole(rows: Tensor) -> Tensor:
     """Rows that sum to 1, with an outcome more for what a sink takes."""
     eps = torch.finfo(rows.dtype).eps
-    rows = _wide(rows)
+    rows = float32_if_half(rows)
     left = 1 - rows.sum(-1, keepdim=True)
     rows = torch.cat([rows, torch.where(left > _ROUNDINGS * eps, left, 0.0)], dim=-1)
     return rows / rows.sum(-1, keepdim=True)
-
-
-def _wide(x: Tensor) -> Tensor:
-    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
 
 
 @dataclass(frozen=True, eq=False)
@@ -438,7 +434,7 @@ class Streamed:
 
     def __init__(self, models: Sequence[Any], alignment: Alignment) -> None:
         self._models, self._alignment = models, alignment
-        self._sites = [resolve(each, all_heads()) for each in models]
+        self._sites = [resolve_sites(each, all_heads()) for each in models]
         writers = [Writers.of(each) for each in models]
         alignments = [alignment, alignment.of_second(models[1].cfg.d_model)]
         self._pairs = [

@@ -20,13 +20,13 @@ from attn_only_lens.storage import (
     Document,
     FileDigest,
     check_files,
-    inside,
-    misfits,
-    opened_folder,
+    open_folder,
+    path_inside,
     read_json,
     read_tensors,
+    type_mismatches,
 )
-from attn_only_lens.storage.size_limit import no_more_than
+from attn_only_lens.storage.size_limit import limit_size
 from attn_only_lens.tl import (
     HookedTransformer,
     HookedTransformerConfig,
@@ -42,6 +42,7 @@ __all__ = [
     "PROVENANCE",
     "TOKENIZER",
     "WEIGHTS",
+    "GrownFields",
     "device_named",
     "dtype_named",
     "load_source",
@@ -58,13 +59,18 @@ DTYPES = {
 }
 
 
-class _Grown(TypedDict):
-    provenance: dict[str, Any]
+class GrownFields(TypedDict):
+    """The fields of a provenance that are read with the model.
+
+    Attributes:
+        files: digests of the other files of the folder.
+    """
+
     files: dict[str, FileDigest]
 
 
-GROWN = Document("attn_only_lens.Grown", 1, _Grown, indent=2)
-"""What lies in PROVENANCE."""
+GROWN = Document("attn_only_lens.Grown", 1, GrownFields)
+"""The format of PROVENANCE."""
 
 
 def load_source(
@@ -75,7 +81,7 @@ def load_source(
     Raises:
         CheckpointError: a file is missing or damaged, or the two do not belong together.
     """
-    folder = opened_folder(folder)
+    folder = open_folder(folder)
     to_device, to_dtype = device_named(device), dtype_named(dtype)
     config, state = read_folder(folder)
     require_hooked_transformer()
@@ -83,12 +89,12 @@ def load_source(
     chosen = {"device": str(to_device), "dtype": to_dtype, "init_weights": False}
     chosen |= {"tokenizer_name": None, "trust_remote_code": False}
     said = {key: value for key, value in config.items() if key not in chosen}
-    wrong = list(misfits(said, HookedTransformerConfig, CONFIG))
+    wrong = list(type_mismatches(said, HookedTransformerConfig, CONFIG))
     if wrong:
         raise CheckpointError(f"{folder / CONFIG} is not a model's: {'; '.join(wrong[:5])}")
     fields = said | chosen
     try:
-        with no_more_than(state):
+        with limit_size(state):
             expected = stock_skeleton(fields).state_dict()
     except CheckpointError:
         raise
@@ -126,7 +132,7 @@ def load_tokenizer(folder: Path) -> Any:
     """
     where = folder / TOKENIZER
     for path in where.rglob("*"):
-        inside(folder, path.relative_to(folder).as_posix())
+        path_inside(folder, path.relative_to(folder).as_posix())
     settings = where / "tokenizer_config.json"
     said = read_json(settings) if settings.exists() else {}
     if not isinstance(said, dict):
@@ -152,8 +158,8 @@ def read_folder(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
             Hugging Face transformers.
     """
     if (folder / PROVENANCE).exists():
-        check_files(folder, GROWN.read(inside(folder, PROVENANCE))["files"], closed=TOKENIZER)
-    config = read_json(inside(folder, CONFIG))
+        check_files(folder, GROWN.read(path_inside(folder, PROVENANCE))["files"], closed=TOKENIZER)
+    config = read_json(path_inside(folder, CONFIG))
     if not isinstance(config, dict):
         raise CheckpointError(f"{folder / CONFIG} is not a model's: got {type(config).__name__}")
     if config.keys() & {"model_type", "architectures", "transformers_version"}:
@@ -165,7 +171,7 @@ def read_folder(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
             "attn_only_lens.save(attn_only_lens.expose_neuron_heads(bridge).model, 'saved') writes "
             "a folder for the commands patch, circuit and pattern"
         )
-    return config, read_tensors(inside(folder, WEIGHTS))[0]
+    return config, read_tensors(path_inside(folder, WEIGHTS))[0]
 
 
 def dtype_named(dtype: str | torch.dtype) -> torch.dtype:

@@ -34,7 +34,7 @@ from attn_only_lens.models.in_place import exposed_heads
 from attn_only_lens.models.in_place.known_mlps import known_mlps
 from attn_only_lens.models.source_folder import dtype_named
 from attn_only_lens.numerics import same_randomness
-from attn_only_lens.runs.attached_hooks import attached, hook_reasons
+from attn_only_lens.runs.attached_hooks import find_hooks, hook_reasons
 
 __all__ = ["bridge_parts", "native", "rebuilt_bridge", "skeleton"]
 
@@ -232,7 +232,7 @@ def rebuilt_bridge(manifest: dict[str, Any], tensors: dict[str, Tensor]) -> Tran
 def _config(model: TransformerBridge) -> dict[str, Any]:
     """What a skeleton is built from, as JSON."""
     reasons, wrapped = hook_reasons(model, "would not be saved"), model.original_model
-    if own := attached(model).own:
+    if own := find_hooks(model).own:
         reasons.append(
             f"TransformerLens has hooks of its own on it ({own[0]}), by which hook points of parts "
             "without a module fire (BERT in 4.3): such a bridge is not saved"

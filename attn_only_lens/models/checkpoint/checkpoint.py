@@ -42,13 +42,13 @@ from attn_only_lens.models.source_folder import (
 )
 from attn_only_lens.models.two_blocks import AttentionOnlyTransformer
 from attn_only_lens.storage import (
+    atomic_folder,
     check_files,
-    opened_folder,
+    open_folder,
     read_tensors,
-    whole_folder,
     write_tensors,
 )
-from attn_only_lens.storage.size_limit import no_more_than
+from attn_only_lens.storage.size_limit import limit_size
 from attn_only_lens.tl import HookedTransformer
 
 __all__ = ["FORMS", "Form", "form_named", "form_of", "load", "save"]
@@ -129,7 +129,7 @@ def save(
         >>> torch.equal(model(tokens), same(tokens))
         True
     """
-    folder = opened_folder(folder)
+    folder = open_folder(folder)
     form = form_of(model)
     if form is None:
         raise CheckpointError(
@@ -147,7 +147,7 @@ def save(
         "padding_side": None if model.tokenizer is None else model.tokenizer.padding_side,
         **parts.more,
     }
-    with whole_folder(folder, (MANIFEST, WEIGHTS, TOKENIZER), MANIFEST) as new:
+    with atomic_folder(folder, (MANIFEST, WEIGHTS, TOKENIZER), MANIFEST) as new:
         write_tensors(new / WEIGHTS, parts.tensors)
         if model.tokenizer is not None:
             model.tokenizer.save_pretrained(new / TOKENIZER)
@@ -186,7 +186,7 @@ def load(
         ...     load(folder, dtype="float64").W_in.dtype
         torch.float64
     """
-    folder = opened_folder(folder)
+    folder = open_folder(folder)
     to_device = device_named("cpu" if device is None else device)
     to_dtype = None if dtype is None else dtype_named(dtype)
     manifest = read_manifest(folder)
@@ -195,7 +195,7 @@ def load(
     assert form is not None
     tensors, _ = read_tensors(folder / WEIGHTS)
     try:
-        with no_more_than(tensors):
+        with limit_size(tensors):
             model = form.rebuilt(manifest, tensors)
     except AttnOnlyLensError:
         raise

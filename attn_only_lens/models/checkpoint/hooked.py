@@ -22,7 +22,7 @@ from attn_only_lens.models.two_blocks import AttentionOnlyTransformer, LayerSize
 from attn_only_lens.models.two_blocks.build import converted_skeleton, fill, misfits, stock_skeleton
 from attn_only_lens.models.two_blocks.config import by_layer, sizes_of
 from attn_only_lens.models.two_blocks.convertible import reasons_against
-from attn_only_lens.storage import misfits as type_misfits
+from attn_only_lens.storage import type_mismatches as type_misfits
 from attn_only_lens.tl import HookedTransformer, HookedTransformerConfig, require_hooked_transformer
 
 __all__ = ["in_place_parts", "rebuilt_in_place", "rebuilt_two_blocks", "two_blocks_parts"]

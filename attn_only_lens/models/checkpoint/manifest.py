@@ -8,7 +8,7 @@ from attn_only_lens.errors import CheckpointError
 from attn_only_lens.heads import Gating
 from attn_only_lens.models.source_folder import TOKENIZER, WEIGHTS
 from attn_only_lens.models.two_blocks import LayerSizes
-from attn_only_lens.storage import Document, FileDigest, digests_of, misfits, opened_folder
+from attn_only_lens.storage import Document, FileDigest, file_digests, open_folder, type_mismatches
 
 __all__ = ["MANIFEST", "is_saved", "read_manifest", "write_manifest"]
 
@@ -58,13 +58,13 @@ _FIELDS = {
     ("in place", "HookedTransformer"): _Hooked,
     ("in place", "TransformerBridge"): _Bridge,
 }
-_DOCUMENT = Document("attn_only_lens", 5, _Manifest, indent=2)
+_DOCUMENT = Document("attn_only_lens", 5, _Manifest)
 
 
 def is_saved(folder: str | Path) -> bool:
     """Whether `save` wrote a folder."""
     try:
-        return (opened_folder(folder) / MANIFEST).is_file()
+        return (open_folder(folder) / MANIFEST).is_file()
     except (CheckpointError, OSError):
         return False
 
@@ -75,7 +75,7 @@ def write_manifest(folder: Path, entries: dict[str, Any]) -> None:
         "attn_only_lens": version("attn-only-lens"),
         "transformer_lens": version("transformer-lens"),
     }
-    _DOCUMENT.write(folder / MANIFEST, **wrote, **entries, files=digests_of(folder))
+    _DOCUMENT.write(folder / MANIFEST, **wrote, **entries, files=file_digests(folder))
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
@@ -95,7 +95,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     fields = _FIELDS.get((manifest["layout"], manifest["model"]))
     if fields is None:
         raise CheckpointError(f"{path} holds no model that attn_only_lens.save writes")
-    wrong = [reason.removeprefix(".") for reason in misfits(manifest, fields, "")]
+    wrong = [reason.removeprefix(".") for reason in type_mismatches(manifest, fields, "")]
     names = manifest["files"]
     wrong += [f"files.{WEIGHTS} is missing"] * (WEIGHTS not in names)
     wrong += [
