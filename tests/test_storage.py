@@ -31,7 +31,7 @@ from attn_only_lens.growth import Training, read_provenance
 from attn_only_lens.models.checkpoint.manifest import MANIFEST
 from attn_only_lens.models.source_folder import load_source
 from attn_only_lens.patching.resume import PartStore
-from attn_only_lens.storage import atomic_folder, atomic_write, writing
+from attn_only_lens.storage import atomic, atomic_folder, atomic_write
 from attn_only_lens.viz import write_html
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # TransformerLens' and transformers' own
@@ -48,8 +48,8 @@ def write(folder, text):
 
 
 def text_in(folder):
-    """What a reader finds, all of it from one writing."""
-    folder = writing.opened_folder(folder)
+    """What a reader finds, all of it from one atomic."""
+    folder = atomic.open_folder(folder)
     found = {(folder / "a").read_text(), (folder / "b" / "c").read_text()}
     assert sorted(each.name for each in folder.rglob("*")) == ["a", "b", "c"]
     return found.pop() if len(found) == 1 else found
@@ -80,7 +80,7 @@ def interrupt(monkeypatch, at, after, dies):
     for module, names in (
         (os, ("replace", "rename", "mkdir", "rmdir", "unlink", "fsync", "open")),
         (shutil, ("rmtree",)),
-        (writing, ("_exchange", "_locked")),
+        (atomic, ("_exchange", "_locked")),
     ):
         for name in names:
             monkeypatch.setattr(module, name, broken(getattr(module, name)))
@@ -94,7 +94,7 @@ def test_a_folder_is_the_old_or_the_new_one_at_whatever_call_it_ends(
     exchange, dies, after, tmp_path, monkeypatch
 ):
     if not exchange:
-        monkeypatch.setattr(writing, "_exchange", lambda one, other: False)
+        monkeypatch.setattr(atomic, "_exchange", lambda one, other: False)
     folder, seen = tmp_path / "folder", []
     for at in itertools.count():
         write(folder, "old")
@@ -122,17 +122,17 @@ def test_a_folder_is_the_old_or_the_new_one_at_whatever_call_it_ends(
 def test_a_file_is_the_old_or_the_new_one_at_whatever_call_it_ends(dies, tmp_path, monkeypatch):
     path = tmp_path / ("x" * 255)  # as long as a name may be
     for at in itertools.count():
-        writing.write_text(path, "old")
+        atomic.write_text(path, "old")
         with monkeypatch.context() as patch:
             interrupt(patch, at, True, dies)
             try:
-                writing.write_text(path, "new")
+                atomic.write_text(path, "new")
             except Death:
                 pass
             else:
                 break
         assert path.read_text() in ("old", "new")
-        writing.write_text(path, "next")
+        atomic.write_text(path, "next")
         assert path.read_text() == "next"
         assert list(tmp_path.iterdir()) == [path]
 
@@ -155,7 +155,7 @@ with whole_folder(Path(sys.argv[2]), ("a", "b"), "a") as new:
 def test_the_next_writing_removes_what_a_killed_one_left_and_no_living_one(tmp_path):
     folder = tmp_path / "folder"
     write(folder, "old")
-    package = str(Path(writing.__file__).parents[1])
+    package = str(Path(atomic.__file__).parents[1])
     with subprocess.Popen(
         [sys.executable, "-c", KILLED, package, str(folder)],
         stdin=subprocess.PIPE,
@@ -178,7 +178,7 @@ def test_the_next_writing_removes_what_a_killed_one_left_and_no_living_one(tmp_p
 
 def test_what_only_looks_like_a_leftover_stays(tmp_path):
     folder = tmp_path / "folder"
-    other = tmp_path / f"{writing._hidden(folder)}{16 * 'a'}"
+    other = tmp_path / f"{atomic._hidden(folder)}{16 * 'a'}"
     other.mkdir()
     (other / "thesis.tex").write_text("years of work")
     write(folder, "text")
@@ -187,7 +187,7 @@ def test_what_only_looks_like_a_leftover_stays(tmp_path):
 
 def test_without_locks_nothing_is_removed_and_everything_written(tmp_path, monkeypatch):
     """As on Windows, and on some file systems of a network."""
-    monkeypatch.setattr(writing, "fcntl", None)
+    monkeypatch.setattr(atomic, "fcntl", None)
     write(tmp_path / "folder", "old")
     monkeypatch.setattr(shutil, "rmtree", lambda *args, **how: None)
     write(tmp_path / "folder", "new")

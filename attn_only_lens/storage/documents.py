@@ -101,12 +101,13 @@ def read_json(path: Path) -> Any:
     Raises:
         CheckpointError: it cannot be read.
     """
-    if not path.is_file():
-        raise CheckpointError(f"{path} {'is not a file' if path.exists() else 'is missing'}")
     try:
-        return _parsed(path.read_bytes().decode("utf-8"), path)
-    except (OSError, UnicodeDecodeError) as error:
+        text = path.read_bytes().decode("utf-8") if path.is_file() else None
+    except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
+    if text is None:
+        raise CheckpointError(f"{path} {'is not a file' if path.exists() else 'is missing'}")
+    return _parsed(text, path)
 
 
 def _parsed(text: str, path: Path) -> Any:
