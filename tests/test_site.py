@@ -194,7 +194,7 @@ def test_a_name_is_described_once_and_referred_to_elsewhere():
     here = gathered.entries("attn_only_lens.heads")
     assert "[attn_only_lens.HeadName][attn_only_lens.heads.names.HeadName]" in here
     assert "::: attn_only_lens.heads.names.HeadName" not in here
-    assert "::: attn_only_lens.heads.host.layout_of" in here
+    assert "::: attn_only_lens.heads.host.host_of" in here
 
 
 def test_notebooks_are_in_the_navigation_once_there_are_some():

@@ -23,7 +23,7 @@ import pandas as pd
 from torch import Tensor
 
 from attn_only_lens.errors import PatchingError
-from attn_only_lens.heads import neuron_heads as heads_by_layer
+from attn_only_lens.heads import host_of
 from attn_only_lens.patching._activation_patch import activation_patch
 from attn_only_lens.patching.results import Sweep
 from attn_only_lens.runs.edits import change_of_z, interaction, neuron_changes
@@ -34,6 +34,7 @@ from attn_only_lens.runs.positions import Positions, PositionSet, resolve_positi
 from attn_only_lens.runs.prompts import PromptPair, Prompts, prompt_pair
 from attn_only_lens.runs.recording import record
 from attn_only_lens.runs.sites import LayerSites, Part, Sites, neuron_heads, resolve_sites
+from attn_only_lens.storage import open_folder
 
 __all__ = ["gate_and_value"]
 
@@ -100,6 +101,8 @@ def gate_and_value(
     reasons += option_reasons("direction", direction, DIRECTIONS)
     PatchingError.raise_if(reasons, "gate and value cannot be told apart")
 
+    folder = None if resume is None else open_folder(resume)
+
     def sweep(part: Part) -> Sweep:
         return activation_patch(
             model,
@@ -112,7 +115,7 @@ def gate_and_value(
             direction=direction,
             mask=mask,
             batch_size=batch_size,
-            resume=None if resume is None else Path(resume) / part,
+            resume=None if folder is None else folder / part,
             progress=progress,
         )
 
@@ -142,7 +145,7 @@ def _writes(
     target, source = (corrupted, clean) if direction == "denoise" else (clean, corrupted)
     found: dict[str, list[np.ndarray]] = {}
     for each in sites:
-        heads = heads_by_layer(model)[each.layer]
+        heads = host_of(model).neurons[each.layer]
         one, other = target.neurons[each.layer], source.neurons[each.layer]
         by = {
             "write_pattern": change_of_z(one, other, "pattern"),

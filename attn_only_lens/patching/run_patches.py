@@ -11,7 +11,6 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
-from attn_only_lens.heads import attention_heads, block_of, neuron_heads
 from attn_only_lens.patching.processes import launched
 from attn_only_lens.runs.edits import (
     attention_edit,
@@ -202,12 +201,12 @@ class PatchRunner:
 
     def _patch_neurons(self, group: SiteGroup) -> _Patch:
         sites, (where,) = group.sites, group.positions
-        heads = neuron_heads(self.replay.model)[sites.layer]
+        heads = self.replay.host.neurons[sites.layer]
         target = self.replay.recording.neurons[sites.layer]
         dz = change_of_z(target, self.source.neurons[sites.layer], self.part)
         change = neuron_changes(heads, sites, dz)
         change = change * where.where.to(change.device)
-        block = block_of(self.replay.model, sites.layer, "neuron")
+        block = self.replay.host.block(sites.layer, "neuron")
         block += self.replay.adds_mlp_output(block, heads.written_at)
         directions = heads.directions[sites.index.to(change.device)]
 
@@ -220,15 +219,15 @@ class PatchRunner:
         return change != 0, block, variants
 
     def _patch_attention(self, group: SiteGroup) -> _Patch:
-        sites, part, model = group.sites, self.part, self.replay.model
-        name = hook_name(model, sites.layer, part)
+        sites, part, host = group.sites, self.part, self.replay.host
+        name = hook_name(self.replay.model, sites.layer, part)
         target, source = self.replay.recording.hooked[name], self.source.hooked[name]
         index = sites.index.to(target.device).repeat(len(group.positions))
-        heads = nn.functional.one_hot(index, attention_heads(model)[sites.layer]).bool()
+        heads = nn.functional.one_hot(index, host.n_heads[sites.layer]).bool()
         where = torch.stack([each.where for each in group.positions]).to(target.device)
         where = where.repeat_interleave(len(sites.names), dim=0)
         changed = where & differences(target, source, part)[..., index].permute(2, 0, 1)
-        block = block_of(model, sites.layer, "attention")
+        block = host.block(sites.layer, "attention")
 
         def variants(chosen: Tensor, first: int) -> Variants:
             hook = attention_edit(source, part, heads[chosen], where[chosen], first)

@@ -28,7 +28,6 @@ from torch import Tensor
 
 from attn_only_lens.axes import Residual
 from attn_only_lens.errors import UnsupportedModelError
-from attn_only_lens.heads import block_of, neuron_heads
 from attn_only_lens.heads.computation import NeuronHeads
 from attn_only_lens.runs.recording import NeuronRun
 from attn_only_lens.runs.replay import Replay, Variants
@@ -89,7 +88,7 @@ def neuron_variants(replay: Replay, layer: int, first: int, added: Residual) -> 
         first: the first position at which they do.
         added: the additional output from there on: [variant · batch, pos, d_model].
     """
-    heads, block = neuron_heads(replay.model)[layer], block_of(replay.model, layer, "neuron")
+    heads, block = replay.host.neurons[layer], replay.host.block(layer, "neuron")
     n = len(added) // replay.batch
     if replay.adds_mlp_output(block, heads.written_at):
         stream = replay.recorded_stream(block + 1, first, n)

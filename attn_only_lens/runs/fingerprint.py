@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from attn_only_lens.heads.host import layout_of, neuron_heads
+from attn_only_lens.heads import has_neuron_heads, host_of
 from attn_only_lens.runs.attached_hooks import modules_of
 from attn_only_lens.storage import tensor_digest
 
@@ -72,7 +72,7 @@ def _description(model: Any) -> dict[str, Any]:
     }
     described: dict[str, Any] = {
         "config": plain,
-        "gates": [_gating(model, heads) for heads in neuron_heads(model)],
+        "gates": host_of(model).gates() if has_neuron_heads(model) else [],
         "constants": {
             f"{at}.{name}": repr(value)
             for at, module in modules_of(model)
@@ -84,10 +84,3 @@ def _description(model: Any) -> dict[str, Any]:
     if len(set(sizes)) > 1:  # else the configuration says them
         described["layers"] = [asdict(each) for each in sizes]
     return described
-
-
-def _gating(model: Any, heads: Any) -> dict[str, Any]:
-    """Describe the gates of a layer: in place each has its own, in two blocks all share one."""
-    if layout_of(model) == "in place":
-        return {**heads.gating.to_json(), "act_fn": heads.act_fn}
-    return dict(model.cfg.gating.to_json())

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from attn_only_lens.axes import Residual
 from attn_only_lens.errors import UnsupportedModelError
-from attn_only_lens.heads import neuron_heads, point_name
+from attn_only_lens.heads import host_of
 from attn_only_lens.runs.edits import change_of_z, sum_by_site
 from attn_only_lens.runs.recording import Hooks, Recording, input_stream, require_seen
 from attn_only_lens.runs.sites import LayerSites, Part, hook_name
@@ -142,7 +142,7 @@ def gradient_node(model: Any, sites: LayerSites, part: Part, *, closed: bool) ->
     if sites.kind == "attention":
         return hook_name(model, sites.layer, "z" if part == "q" and closed else part)
     activation = "q" if part == "q" and not closed else "z"
-    return point_name(model, sites.layer, "neuron", activation)
+    return host_of(model).hook_name(sites.layer, "neuron", activation)
 
 
 def site_estimates(
@@ -165,14 +165,14 @@ def site_estimates(
         target: the run patched into.
         source: the other run, with the activation that is patched in at `hooked[node]`.
     """
-    if node == point_name(model, sites.layer, "neuron", "z"):
+    if node == host_of(model).hook_name(sites.layer, "neuron", "z"):
         ours, theirs = target.neurons[sites.layer], source.neurons[sites.layer]
         change = change_of_z(ours, theirs, part).unsqueeze(-1)
     else:
         change = source.hooked[node] - target.hooked[node]
     each = (gradient * change).sum(dim=-1)
     if sites.kind == "neuron":
-        return sum_by_site(neuron_heads(model)[sites.layer], sites, each)
+        return sum_by_site(host_of(model).neurons[sites.layer], sites, each)
     if node.endswith("hook_pattern"):  # [batch, head_index, query_pos]
         each = each.transpose(1, 2)
     return each[:, :, sites.index.to(each.device)].permute(2, 0, 1)

@@ -8,7 +8,7 @@ from transformer_lens.model_bridge import TransformerBridge
 
 from attn_only_lens.axes import Tokens
 from attn_only_lens.errors import UnsupportedCallError
-from attn_only_lens.heads import layout_of
+from attn_only_lens.heads import has_neuron_heads
 from attn_only_lens.runs.attached_hooks import hook_reasons
 from attn_only_lens.tl import HookedTransformer
 
@@ -55,7 +55,7 @@ def option_reasons(option: str, got: object, expected: Sequence[str]) -> list[st
 
 def reasons_not_to_run(model: Any) -> list[str]:
     """Return why runs of a model would not be comparable, if it has neuron-heads."""
-    if layout_of(model) is None:
+    if not has_neuron_heads(model):
         return []
     reasons = hook_reasons(model, "would run on batches of variants, or be left out of them")
     if any(isinstance(m, nn.Dropout) and m.p > 0 and m.training for m in model.modules()):

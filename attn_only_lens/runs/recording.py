@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from attn_only_lens.axes import SELF, Residual, Tokens
 from attn_only_lens.errors import PatchingError, UnsupportedModelError
-from attn_only_lens.heads import attention_heads, neuron_heads
+from attn_only_lens.heads import host_of
 from attn_only_lens.runs.metrics import AnyMetric, BoundMetric, bind, require_distinct
 from attn_only_lens.runs.prompts import PromptPair
 from attn_only_lens.runs.sites import LayerSites, Part, hook_name
@@ -135,7 +135,7 @@ def record(
     expected = {name: name for name in names}
     with ExitStack() as stack:
         for layer in layers:
-            heads = neuron_heads(model)[layer]
+            heads = host_of(model).neurons[layer]
             for point in _POINTS:
                 key = f"{layer}.{point}"
                 expected[key] = f"layer {layer}, {point} of its neurons"
@@ -220,7 +220,7 @@ def _require_ungrouped(model: Any, names: dict[int, str], run: Recording) -> Non
     """Refuse values that grouped queries share: to patch one head's would patch the group's."""
     reasons = []
     for layer, name in names.items():
-        seen, n_heads = run.hooked[name], attention_heads(model)[layer]
+        seen, n_heads = run.hooked[name], host_of(model).n_heads[layer]
         n_seen = seen.shape[1 if name.endswith("hook_pattern") else 2]
         if seen.ndim != 4 or n_seen != n_heads:
             reasons.append(
@@ -282,7 +282,7 @@ def record_streams(model: Any) -> Iterator[tuple[list[Residual], list[int | None
         streams.append(input_stream(args, kwargs).detach().clone())
 
     def leave(module: nn.Module, args: Any, output: Any) -> None:
-        extra_outputs.append(len(output) - 1 if isinstance(output, tuple) else None)
+        extra_outputs.append(len(output) - 1 if isinstance(output, tuple | list) else None)
         if module is model.blocks[-1]:
             streams.append(output_stream(output).detach().clone())
 
@@ -302,12 +302,12 @@ def input_stream(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Residual:
 
 def output_stream(output: Any) -> Residual:
     """Return the residual stream, or a sublayer's output, from a module's return value."""
-    found: Residual = output[0] if isinstance(output, tuple) else output
+    found: Residual = output[0] if isinstance(output, tuple | list) else output
     if not isinstance(found, Tensor):
         raise UnsupportedModelError(
             [
                 f"a block returns a {type(found).__name__}; expected the residual stream, or a "
-                "tuple that begins with it"
+                "tuple or list that begins with it"
             ],
             "this model cannot be recorded",
         )

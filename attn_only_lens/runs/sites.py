@@ -10,8 +10,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from attn_only_lens.errors import PatchingError, UnknownHeadError
-from attn_only_lens.heads import HeadName, attention_heads, layout_of, point_name
-from attn_only_lens.heads import neuron_heads as heads_by_layer
+from attn_only_lens.heads import HeadName, host_of, reasons_without_heads
 from attn_only_lens.heads.host import HeadKind
 from attn_only_lens.numerics import as_plain, is_count
 
@@ -147,7 +146,7 @@ def _selection(kinds: tuple[HeadKind, ...], layers: object) -> Selection:
 
 def hook_name(model: Any, layer: int, part: Part, kind: HeadKind = "attention") -> str:
     """Return the hook point of a part of one layer's heads."""
-    return point_name(model, layer, kind, _POINTS[part])
+    return host_of(model).hook_name(layer, kind, _POINTS[part])
 
 
 def resolve_sites(model: Any, sites: Sites) -> tuple[LayerSites, ...]:
@@ -175,18 +174,12 @@ def resolve_sites(model: Any, sites: Sites) -> tuple[LayerSites, ...]:
         tensor([5, 7])
     """
     problem = "these sites cannot be patched"
-    if layout_of(model) is None:
-        raise PatchingError(
-            [
-                f"the model, a {type(model).__name__}, has no neuron-heads: call "
-                "attn_only_lens.convert(model), or attn_only_lens.expose_neuron_heads(model), first"
-            ],
-            problem,
-        )
+    PatchingError.raise_if(reasons_without_heads(model), problem)
     if isinstance(sites, Selection):
+        host = host_of(model)
         counts: list[dict[HeadKind, int]] = [
             {"attention": n_heads, "neuron": each.n_neurons}
-            for n_heads, each in zip(attention_heads(model), heads_by_layer(model), strict=True)
+            for n_heads, each in zip(host.n_heads, host.neurons, strict=True)
         ]
         layers = range(len(counts)) if sites.layers is None else sorted(sites.layers)
         expected = f"expected source layers from 0 to {len(counts) - 1}"

@@ -6,10 +6,11 @@ from attn_only_lens.storage.documents import (
     FileDigest,
     check_files,
     file_digests,
+    listed_files,
     path_inside,
     read_json,
 )
-from attn_only_lens.storage.json_types import type_mismatches
+from attn_only_lens.storage.json_types import out_of_range, type_mismatches
 from attn_only_lens.storage.tensors import read_tensors, tensor_digest, write_tensors
 
 __all__ = [
@@ -19,7 +20,9 @@ __all__ = [
     "atomic_write",
     "check_files",
     "file_digests",
+    "listed_files",
     "open_folder",
+    "out_of_range",
     "path_inside",
     "read_json",
     "read_tensors",

@@ -17,7 +17,7 @@ import os
 import secrets
 import shutil
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
@@ -53,8 +53,8 @@ def atomic_write(path: Path) -> Iterator[Path]:
     Raises:
         CheckpointError: it cannot be written.
     """
-    if "\0" in str(path):
-        raise CheckpointError(f"got {str(path)!r}; expected a path without the character 0")
+    if "\0" in str(path) or not path.name:  # pathlib takes '' for the current folder
+        raise CheckpointError(f"got {str(path)!r}; expected a path, without the character 0")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         _tidy(path)
@@ -76,13 +76,19 @@ def atomic_write(path: Path) -> Iterator[Path]:
 
 
 @contextmanager
-def atomic_folder(folder: Path, ours: Sequence[str], seal: str) -> Iterator[Path]:
+def atomic_folder(
+    folder: Path,
+    ours: Sequence[str],
+    seal: str,
+    listed: Callable[[Path], Container[str]] | None = None,
+) -> Iterator[Path]:
     """Yield a new folder to fill, which replaces `folder` at the end of the block.
 
     Args:
         folder: its path, links followed.
         ours: names of the files that such folders hold; any others are not overwritten.
         seal: the file that only this package writes; without it, the others are not ours.
+        listed: returns the files of subfolders that are ours, from the seal.
 
     Raises:
         CheckpointError: the folder holds something else, or cannot be written.
@@ -93,6 +99,11 @@ def atomic_folder(folder: Path, ours: Sequence[str], seal: str) -> Iterator[Path
     if folder.is_dir():
         there = sorted(path.name for path in folder.iterdir())
         foreign = [name for name in there if name not in ours] if seal in there else there
+        if listed is not None and not foreign:
+            known = listed(folder / seal)
+            within = (path for path in folder.glob("*/**/*") if path.is_symlink() or path.is_file())
+            names = sorted(path.relative_to(folder).as_posix() for path in within)
+            foreign = [name for name in names if name not in known]
         if foreign:
             raise CheckpointError(
                 f"{folder} is not a saved model alone, it also holds {', '.join(foreign[:5])}"
@@ -109,6 +120,8 @@ def open_folder(folder: str | os.PathLike[str]) -> Path:
     Raises:
         CheckpointError: there is something else at that path; nothing there is no error.
     """
+    if folder == "":  # which pathlib takes for the current folder
+        raise CheckpointError("got '' as a folder; expected a path, '.' for the current folder")
     try:
         found = Path(folder).resolve()
         if not os.path.lexists(found):

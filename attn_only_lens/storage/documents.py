@@ -20,7 +20,15 @@ from attn_only_lens.errors import CheckpointError
 from attn_only_lens.storage.atomic import write_text
 from attn_only_lens.storage.json_types import type_mismatches
 
-__all__ = ["Document", "FileDigest", "check_files", "file_digests", "path_inside", "read_json"]
+__all__ = [
+    "Document",
+    "FileDigest",
+    "check_files",
+    "file_digests",
+    "listed_files",
+    "path_inside",
+    "read_json",
+]
 
 _SHOWN = 5
 
@@ -139,6 +147,14 @@ def file_digests(folder: Path, names: Iterable[str] | None = None) -> dict[str, 
         files = (path for path in folder.rglob("*") if path.is_file())
         names = (path.relative_to(folder).as_posix() for path in files)
     return {name: _digest(folder / name) for name in sorted(names)}
+
+
+def listed_files(path: Path) -> set[str]:
+    """Return the files that a manifest lists; none if it cannot be read."""
+    try:
+        return set(read_json(path)["files"])
+    except (CheckpointError, LookupError, TypeError):
+        return set()
 
 
 def _digest(path: Path) -> FileDigest:

@@ -29,7 +29,7 @@ from torch import Tensor
 from transformer_lens import ActivationCache
 
 from attn_only_lens.axes import SELF
-from attn_only_lens.heads import HeadName, dense_pattern, neuron_heads, neuron_pattern
+from attn_only_lens.heads import HeadName, dense_pattern, host_of, neuron_pattern
 from attn_only_lens.heads.patterns import cached, require_known
 from attn_only_lens.numerics import is_count
 from attn_only_lens.viz.page import (
@@ -148,7 +148,7 @@ def attention_of(
         UnsupportedCallError: the cache is not of a model with neuron-heads, or lacks the pattern.
     """
     require_known(cache)
-    n_layers = len(neuron_heads(cache.model))
+    n_layers = host_of(cache.model).n_layers
     if not is_count(layer, 0, n_layers - 1):
         refuse([f"got layer={layer!r}; the model has source layers 0 to {n_layers - 1}"])
     held = cached(cache, layer, "attention", "pattern")

@@ -33,7 +33,7 @@ from transformer_lens import ActivationCache
 
 from attn_only_lens.axes import SELF
 from attn_only_lens.circuits.graph import EDGE_COLUMNS, EDGE_KINDS, NODE_KINDS
-from attn_only_lens.heads import HeadName, neuron_heads, neuron_pattern
+from attn_only_lens.heads import HeadName, has_neuron_heads, host_of, neuron_pattern
 from attn_only_lens.viz.attention import attention_of
 from attn_only_lens.viz.page import (
     Page,
@@ -348,8 +348,9 @@ def node_patterns(
     found: dict[str, NodeDetails] = {}
     for kind, key, name, position in nodes[["kind", "id", "name", "position"]].to_numpy():
         if kind == "neuron" and name not in found:
-            head, shared = HeadName.parse(name), neuron_heads(getattr(cache, "model", None))
-            if head.member is None and shared and shared[0].heads_per_neuron > 1:
+            head, model = HeadName.parse(name), getattr(cache, "model", None)
+            shared = has_neuron_heads(model) and host_of(model).neurons[0].heads_per_neuron > 1
+            if head.member is None and shared:
                 continue
             pattern = of_prompt(neuron_pattern(cache, name), prompt, cache.has_batch_dim)
             found[name] = NodeDetails(pattern[:, SELF].tolist())

@@ -17,7 +17,7 @@ from transformer_lens import ActivationCache
 from attn_only_lens.circuits.graph import HEADS, CircuitGraph
 from attn_only_lens.circuits.vocabulary import TopTokens, Vocabulary
 from attn_only_lens.errors import CircuitError
-from attn_only_lens.heads import HeadName, layout_of, neuron_heads, point_name
+from attn_only_lens.heads import HeadName, host_of, reasons_without_heads
 from attn_only_lens.numerics import full_precision, is_count
 from attn_only_lens.runs.inputs import reasons_not_to_run
 from attn_only_lens.runs.prompts import Prompts, single_prompts
@@ -117,10 +117,7 @@ def _run(graph: CircuitGraph, model: Any, prompts: Prompts, mask: Tensor | None)
     Raises:
         PictureError: it is another one.
     """
-    reasons = reasons_not_to_run(model)
-    if layout_of(model) is None:
-        reasons.append(f"got a {type(model).__name__} without neuron-heads; expected the graph's")
-    refuse(reasons)
+    refuse([*reasons_not_to_run(model), *reasons_without_heads(model)])
     pair = single_prompts(model, prompts, mask)
     if tuple(tuple(token_texts(model, row)) for row in pair.clean.tolist()) != graph.tokens:
         refuse([f"got prompts other than the graph's, {_listed(graph.tokens)}"])
@@ -145,7 +142,9 @@ def _run(graph: CircuitGraph, model: Any, prompts: Prompts, mask: Tensor | None)
 
 def _hooks(model: Any, head: HeadName) -> tuple[str, str]:
     layer, kind = head.layer, head.kind
-    return point_name(model, layer, kind, "z"), point_name(model, layer, kind, "pattern")
+    return host_of(model).hook_name(layer, kind, "z"), host_of(model).hook_name(
+        layer, kind, "pattern"
+    )
 
 
 def _at(heads: pd.DataFrame) -> list[tuple[str, int]]:
@@ -155,7 +154,7 @@ def _at(heads: pd.DataFrame) -> list[tuple[str, int]]:
 def _value(seen: Recording, model: Any, name: str, pos: int) -> float:
     """What `CircuitGraph.nodes` calls the value of a node."""
     head = HeadName.parse(name)
-    shared = neuron_heads(model)[head.layer].heads_per_neuron
+    shared = host_of(model).neurons[head.layer].heads_per_neuron
     z = seen.hooked[_hooks(model, head)[0]][:, pos, head.heads(shared)].flatten(1)
     return float((z.norm(dim=-1) if head.kind == "attention" else z.sum(-1)).mean())
 

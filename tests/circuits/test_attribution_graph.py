@@ -18,7 +18,7 @@ from attn_only_lens import patching as p
 from attn_only_lens.circuits import attribution_graph
 from attn_only_lens.heads import HeadName
 from attn_only_lens.runs.frozen_pass import FrozenPass
-from attn_only_lens.runs.recording import reasons_not_to_run
+from attn_only_lens.runs.inputs import reasons_not_to_run
 
 POS = 5
 LAYOUTS = ("two blocks a layer", "in place")

@@ -22,8 +22,7 @@ from torch import Tensor
 from transformer_lens.model_bridge import TransformerBridge
 
 from attn_only_lens.errors import AttnOnlyLensError, CheckpointError
-from attn_only_lens.heads import layout_of
-from attn_only_lens.heads.host import Layout
+from attn_only_lens.heads import has_neuron_heads, host_of
 from attn_only_lens.models.checkpoint.bridge import bridge_parts, rebuilt_bridge
 from attn_only_lens.models.checkpoint.entries import Parts
 from attn_only_lens.models.checkpoint.hooked import (
@@ -44,6 +43,7 @@ from attn_only_lens.models.two_blocks import AttentionOnlyTransformer
 from attn_only_lens.storage import (
     atomic_folder,
     check_files,
+    listed_files,
     open_folder,
     read_tensors,
     write_tensors,
@@ -65,7 +65,7 @@ class Form:
         rebuilt: puts it together from a manifest and tensors.
     """
 
-    layout: Layout
+    layout: str
     model: str
     parts: Callable[[Any], Parts]
     rebuilt: Callable[[dict[str, Any], dict[str, Tensor]], Any]
@@ -81,7 +81,9 @@ FORMS = (
 def form_of(model: object) -> Form | None:
     """The form of a model with neuron-heads; none for any other object."""
     kind = "TransformerBridge" if isinstance(model, TransformerBridge) else "HookedTransformer"
-    return form_named(layout_of(model), kind)
+    if not has_neuron_heads(model):
+        return None
+    return form_named("in place" if host_of(model).in_place else "two blocks a layer", kind)
 
 
 def form_named(layout: str | None, model: str) -> Form | None:
@@ -116,8 +118,9 @@ def save(
 
     Raises:
         CheckpointError: the model has no neuron-heads, or could not be loaded again (it has
-            parameters or an activation that its configuration does not lead to; a bridge: code,
-            hooks or processing options of its own), or the folder holds something else.
+            parameters or an activation that its configuration does not lead to, or a tokenizer
+            that needs its own code; a bridge: code, hooks or processing options of its own), or the
+            folder holds something else.
 
     Example:
         >>> import tempfile, torch
@@ -147,10 +150,11 @@ def save(
         "padding_side": None if model.tokenizer is None else model.tokenizer.padding_side,
         **parts.more,
     }
-    with atomic_folder(folder, (MANIFEST, WEIGHTS, TOKENIZER), MANIFEST) as new:
+    with atomic_folder(folder, (MANIFEST, WEIGHTS, TOKENIZER), MANIFEST, listed_files) as new:
         write_tensors(new / WEIGHTS, parts.tensors)
         if model.tokenizer is not None:
             model.tokenizer.save_pretrained(new / TOKENIZER)
+            load_tokenizer(new)
         write_manifest(new, entries)
     return folder
 

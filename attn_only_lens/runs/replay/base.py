@@ -31,7 +31,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from attn_only_lens.errors import UnsupportedModelError
-from attn_only_lens.heads import attention_heads, logit_tolerance, neuron_heads
+from attn_only_lens.heads import host_of, logit_tolerance
 from attn_only_lens.numerics import full_precision, normal_numbers
 from attn_only_lens.runs.metrics import BoundMetric
 from attn_only_lens.runs.recording import Hooks, Recording
@@ -84,6 +84,7 @@ class Replay(ABC):
 
     def __post_init__(self) -> None:
         self.precise = self.precise or self
+        self.host = host_of(self.model)
         self.n_blocks = len(self.model.blocks)
         self.batch, self.n_pos = self.recording.tokens.shape
         self._adds: dict[int, bool] = {}
@@ -127,7 +128,7 @@ class Replay(ABC):
         """Estimated maximum of the numbers that a forward pass holds at once for a token."""
         widest = max(max(p.shape) for p in self.model.blocks.parameters())
         d_model = self.recording.streams[0].shape[-1]
-        n_heads = max(attention_heads(self.model))
+        n_heads = max(self.host.n_heads)
         return 5 * d_model + max(_WIDEST * widest, _SCORES * n_heads * self.n_pos)
 
     def numbers_per_variant(self, first: int) -> int:
@@ -178,7 +179,7 @@ class Replay(ABC):
         """
         whole = self.metric.select(self.recording.logits)
         largest = float(self.recording.logits.abs().max())
-        bound = logit_tolerance(neuron_heads(self.model), whole.dtype) * largest
+        bound = logit_tolerance(self.host.neurons, whole.dtype) * largest
         for block in sorted({0, self.n_blocks // 2, self.n_blocks}):
             for first in {0, self.start(block, self.n_pos)}:
                 again = self.logits(Variants(block, first, self.recorded_stream(block, first, 2)))
@@ -210,7 +211,7 @@ def add_to_mlp_output(variants: Variants) -> Iterator[None]:
         return
 
     def add(module: nn.Module, args: Any, output: Any) -> Any:
-        if isinstance(output, tuple):
+        if isinstance(output, tuple | list):
             return (output[0] + variants.added, *output[1:])
         return output + variants.added
 

@@ -27,7 +27,7 @@ from torch.nn import functional
 
 from attn_only_lens.axes import Residual
 from attn_only_lens.errors import UnsupportedCallError
-from attn_only_lens.heads import attention_heads, logit_tolerance, neuron_heads
+from attn_only_lens.heads import logit_tolerance
 from attn_only_lens.numerics import full_precision, normal_numbers
 from attn_only_lens.runs.recording import (
     input_stream,
@@ -36,7 +36,7 @@ from attn_only_lens.runs.recording import (
     run,
 )
 from attn_only_lens.runs.replay.base import Replay, Variants, add_to_mlp_output
-from attn_only_lens.runs.replay.key_values import KeyValues, record_key_values
+from attn_only_lens.runs.replay.key_values import UNFIT, KeyValues, is_refusal, record_key_values
 
 __all__ = ["BridgeReplay"]
 
@@ -85,7 +85,9 @@ class BridgeReplay(Replay):
         whole, logits = self._streams_and_logits(Variants(block, 0, stream))
         try:
             later, again = self._streams_and_logits(Variants(block, first, stream[:, first:]))
-        except Exception:  # whatever a model says that cannot take up where a cache ends
+        except UNFIT as error:  # a model that cannot continue a cache
+            if not is_refusal(error):
+                raise
             return False
         for mine, theirs in zip(later, whole, strict=True):
             theirs = theirs[:, first:]
@@ -109,7 +111,7 @@ class BridgeReplay(Replay):
         if self._past is None:
             return 0
         d_head = max(keys.shape[-1] for keys, _ in self._past.layers)
-        return 3 * max(attention_heads(self.model)) * d_head  # repeated, where they are grouped
+        return 3 * max(self.host.n_heads) * d_head  # repeated, where they are grouped
 
     @property
     def logits_per_variant(self) -> int:
@@ -142,7 +144,9 @@ class BridgeReplay(Replay):
         try:
             with self._unembed_columns():
                 mine = self._run(unedited)
-        except Exception:  # whatever a model says that counts its vocabulary
+        except UNFIT as error:  # a model that counts its vocabulary
+            if not is_refusal(error):
+                raise
             return False
         theirs = self.recording.logits
         return self._close(mine, theirs[..., self.metric.columns], theirs.abs().max())
@@ -233,7 +237,7 @@ class BridgeReplay(Replay):
     def _close(self, one: Tensor, other: Tensor, scale: Tensor) -> bool:
         if one.shape != other.shape:
             return False
-        allowed = logit_tolerance(neuron_heads(self.model), other.dtype) * scale
+        allowed = logit_tolerance(self.host.neurons, other.dtype) * scale
         return bool(((one - other).abs() <= allowed).all())
 
 

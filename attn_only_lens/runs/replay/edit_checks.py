@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from attn_only_lens.axes import SELF, Residual
 from attn_only_lens.errors import UnsupportedModelError
-from attn_only_lens.heads import block_of, neuron_heads
+from attn_only_lens.heads import host_of
 from attn_only_lens.heads.host import HeadKind
 from attn_only_lens.numerics import normal_numbers, where_float64_is
 from attn_only_lens.runs.edits import attention_edit, change_of_z, neuron_variants
@@ -65,7 +65,7 @@ def require_same_edit(
         whole = _block_outputs(replay.model, recording, noise.hooks)
         quiet, unfelt = list[int](), []
         for layer in left:
-            block = block_of(replay.model, layer, kind)
+            block = replay.host.block(layer, kind)
             theirs, before = whole[block], recording.streams[block + 1]
             edit = _neuron_edit if kind == "neuron" else _attention_edit
             mine = edit(replay, layer, part, first, noise)
@@ -131,7 +131,7 @@ def require_edits_read(
     found = _block_outputs(model, recording, [*edits, *looks])
     reasons = []
     for layer, name in names.items():
-        block = block_of(model, layer, kind)
+        block = host_of(model).block(layer, kind)
         felt = _relative_error(found[block], recording.streams[block + 1], recording) > 1.0
         if part == "q":
             felt = felt or not all(torch.equal(*shown[at]) for at in witnesses[layer])
@@ -193,7 +193,7 @@ def _block_outputs(model: Any, recording: Recording, hooks: Hooks) -> list[Resid
     def restore(module: nn.Module, args: Any, output: Any) -> Any:
         found.append(output_stream(output))
         stream = recording.streams[len(found)].clone()
-        return (stream, *output[1:]) if isinstance(output, tuple) else stream
+        return (stream, *output[1:]) if isinstance(output, tuple | list) else stream
 
     with ExitStack() as stack:
         for block in model.blocks:
@@ -204,7 +204,7 @@ def _block_outputs(model: Any, recording: Recording, hooks: Hooks) -> list[Resid
 
 def _neuron_edit(replay: Replay, layer: int, part: Part, first: int, noise: _Noise) -> Residual:
     """Return the output of a block whose neurons have noise, as a sweep computes it."""
-    heads, target = neuron_heads(replay.model)[layer], replay.recording.neurons[layer]
+    heads, target = replay.host.neurons[layer], replay.recording.neurons[layer]
     read: Part = "pattern" if part == "q" else part
     shown = noise.shown[hook_name(replay.model, layer, read, "neuron")]
     if read == "pattern":
@@ -218,14 +218,14 @@ def _neuron_edit(replay: Replay, layer: int, part: Part, first: int, noise: _Noi
     variants = neuron_variants(
         replay, layer, first, change.to(heads.directions.dtype) @ heads.directions
     )
-    if variants.block > block_of(replay.model, layer, "neuron"):
+    if variants.block > replay.host.block(layer, "neuron"):
         return variants.stream
     return replay.block_output(variants)
 
 
 def _attention_edit(replay: Replay, layer: int, part: Part, first: int, noise: _Noise) -> Residual:
     """Return the output of a block whose attention heads have noise, as a sweep computes it."""
-    name, block = noise.names[layer], block_of(replay.model, layer, "attention")
+    name, block = noise.names[layer], replay.host.block(layer, "attention")
     source = noise.shown[name]
     n_heads = source.shape[1 if part == "pattern" else 2]
     everywhere = torch.ones_like(replay.recording.tokens, dtype=torch.bool)

@@ -9,8 +9,6 @@ from jaxtyping import Float
 from torch import Tensor
 
 from attn_only_lens.axes import Residual
-from attn_only_lens.heads import attention_heads, layout_of
-from attn_only_lens.heads.host import block_layer
 from attn_only_lens.runs.replay.base import Replay, Variants, add_to_mlp_output
 from attn_only_lens.runs.replay.key_values import extend
 from attn_only_lens.tl import TransformerBlock
@@ -25,8 +23,6 @@ class HookedReplay(Replay):
         super().__post_init__()
         model, cfg = self.model, self.model.cfg
         self._causal = cfg.attention_dir == "causal"
-        two_blocks = layout_of(model) == "two blocks a layer"
-        self._parallel = two_blocks and cfg.parallel_attn_mlp
         # Shortformers add positions in every block. The model may make a mask where none is given.
         tokens, mask = self.recording.tokens, self.recording.mask
         _, _, self._positions, self._mask = model.input_to_embed(tokens, attention_mask=mask)
@@ -59,7 +55,7 @@ class HookedReplay(Replay):
         rotary = self.model.cfg.positional_embedding_type == "rotary"  # keys are rotated each time
         d_head = max((each.past_keys.shape[-1] for each in self._past.values()), default=0)
         # Grouped keys and values are repeated for each head.
-        return (6 if rotary else 3) * max(attention_heads(self.model)) * d_head
+        return (6 if rotary else 3) * max(self.host.n_heads) * d_head
 
     def can_start_at(self, block: int, position: int) -> bool:
         """Return whether blocks can run from a position on: in any causal model."""
@@ -67,15 +63,16 @@ class HookedReplay(Replay):
 
     def block_output(self, variants: Variants) -> Residual:
         """Return the output of the first block, from `first` on."""
-        between: AbstractContextManager[None] = nullcontext()
-        if self._parallel and variants.block % 2:
-            # This block's neurons read the input of the attention block before it, which no variant
-            # that starts between the two has changed.
-            attention, n = variants.block - 1, len(variants.stream) // self.batch
-            stream = self.recorded_stream(attention, variants.first, n)
-            between = self.model.passing.of_another_pass({block_layer(attention): stream})
-        with between, self.model.hooks(fwd_hooks=list(variants.hooks)), add_to_mlp_output(variants):
+        with (
+            self.first_block(variants),
+            self.model.hooks(fwd_hooks=list(variants.hooks)),
+            add_to_mlp_output(variants),
+        ):
             return self._block(variants.block, variants.stream, variants.first)
+
+    def first_block(self, variants: Variants) -> AbstractContextManager[None]:
+        """Provide the first block with inputs besides the stream: none."""
+        return nullcontext()
 
     def _block(self, index: int, x: Residual, first: int) -> Residual:
         past = self._past[index].before(first) if first and index in self._past else None

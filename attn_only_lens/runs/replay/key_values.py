@@ -13,9 +13,13 @@ from jaxtyping import Float
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
+from attn_only_lens.errors import AttnOnlyLensError
 from attn_only_lens.runs.recording import Recording, run
 
-__all__ = ["KeyValues", "extend", "record_key_values"]
+__all__ = ["UNFIT", "KeyValues", "extend", "is_refusal", "record_key_values"]
+
+UNFIT = (AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
+"""Errors of models that cannot run in parts, and of others: `is_refusal` tells."""
 
 _Heads = Float[Tensor, "batch head pos d_head"]
 
@@ -42,12 +46,24 @@ def record_key_values(model: Any, recording: Recording) -> KeyValues | None:
     cache = DynamicCache()
     try:
         run(model, recording.tokens, recording.mask, past_key_values=cache)
-    except Exception:  # whatever a model says that takes no such argument
+    except UNFIT as error:  # a model that takes no such argument
+        if not is_refusal(error):
+            raise
         return None
     layers: list[Any] = [layer for layer in cache.layers if isinstance(layer, DynamicLayer)]
     if not layers or not all(layer.is_initialized for layer in layers):
         return None
     return KeyValues(tuple((layer.keys, layer.values) for layer in layers))
+
+
+def is_refusal(error: Exception) -> bool:
+    """Return whether one of UNFIT means that a model does not run like this.
+
+    It does not if memory ran out, or if this package raised it for the caller.
+    """
+    text = str(error)
+    gone = isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in text
+    return not gone and not isinstance(error, AttnOnlyLensError)
 
 
 class _Prefix(DynamicLayer):
