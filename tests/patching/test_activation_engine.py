@@ -285,7 +285,7 @@ def test_another_sweep_is_refused(how, named, tmp_path):
     sweep(model, resume=tmp_path / "parts")
     with pytest.raises(PatchingError, match=f"{named}: got") as caught:
         sweep(model, resume=tmp_path / "parts", **how)
-    assert "holds another sweep" in str(caught.value)
+    assert "belongs to another sweep" in str(caught.value)
 
 
 def test_another_model_prompt_or_reference_is_refused(tmp_path):
