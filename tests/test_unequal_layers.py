@@ -27,7 +27,7 @@ from attn_only_lens import (
     viz,
 )
 from attn_only_lens import patching as p
-from attn_only_lens.models.checkpoint.manifest import MANIFEST
+from attn_only_lens.models.checkpoint import MANIFEST
 from attn_only_lens.models.two_blocks import LayerSizes, rebuilt
 from attn_only_lens.runs.fingerprint import fingerprint
 from attn_only_lens.runs.sites import resolve_sites
