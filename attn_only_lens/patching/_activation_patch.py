@@ -72,8 +72,8 @@ def activation_patch(
         reference: a text, or tokens [batch, pos] without padding, to take means or other prompts'
             activations from; by default the clean prompts. For "resample" in their shape: prompt
             i is resampled from row i, so that the caller draws them.
-        batch_size: sites in one forward pass; by default what memory allows, halved whenever it
-            runs out. It changes roundings and nothing else.
+        batch_size: sites in one forward pass; by default as many as fit in memory, halved whenever
+            it runs out. It changes roundings and nothing else.
         resume: a folder to write results to as they come. An interrupted sweep resumes there; a
             folder of another sweep is refused. A metric of your own is identified by its code and
             the values it depends on (see `custom`). Needed under `accelerate launch`, where

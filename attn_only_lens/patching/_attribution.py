@@ -124,7 +124,7 @@ def attribution(
     It is an estimate, and can miss the one site that matters. On SmolLM2-135M and a pair about
     agreement in number, the neuron that decides (L0N870 at position 1) has an exact effect of .979
     and an estimated one of -.014, and nothing in the result shows it. Check the sites at the top by
-    `activation_patch` before you rely on them. That finds what is overrated, not what is missed:
+    `activation_patch` before you rely on them. That finds overrated sites, not missed ones:
     patch the early layers at the first token that differs, too, where large misses were found.
 
     Args:

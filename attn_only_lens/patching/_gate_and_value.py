@@ -55,7 +55,7 @@ def gate_and_value(
     resume: str | Path | None = None,
     progress: bool = True,
 ) -> pd.DataFrame:
-    """Split what patching neuron-heads does into pattern, value and interaction.
+    """Split the effect of patching neuron-heads into pattern, value and interaction.
 
     Args:
         model: see `activation_patch`, as for all others.

@@ -2,8 +2,9 @@
 
     accelerate launch --multi_gpu --num_processes 2 script.py
 
-does on CPUs too: without a GPU it is what has accelerate start several, where `--cpu` starts one
-unless there is MPI. With GPUs, the script puts its model on `accelerate.PartialState().device`.
+works on CPUs too: without a GPU, accelerate starts several processes for `--multi_gpu`, but only
+one for `--cpu`, unless there is MPI. With GPUs, the script puts its model on
+`accelerate.PartialState().device`.
 """
 
 import os
@@ -58,7 +59,7 @@ class Processes:
 
     @property
     def first(self) -> bool:
-        """Whether this is the process that reports."""
+        """True in the process that reports."""
         return self.index == 0
 
     @property

@@ -49,15 +49,15 @@ _DOCUMENT = Document("attn_only_lens.Sweep", 2, _Fields)
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Sweep:
-    """The results of a sweep, and what was run.
+    """The results of a sweep, with its settings.
 
     Attributes:
         frame: a row for each site and position, with columns `layer`, `kind`, `index`, `name`,
             `position` (a number, or "all"), `part`, `value` (the metric after the patch), `score`.
             Given without the columns `part` and `score`, it gets them.
-        part: what of each head was patched: "z", "pattern", "value", "q".
-        direction: "denoise", clean into corrupted; "noise", corrupted into clean; or what z of the
-            clean run was ablated to, "zero", "mean", "resample", "bias".
+        part: the part of each head that was patched: "z", "pattern", "value", "q".
+        direction: "denoise", clean into corrupted; "noise", corrupted into clean; or the
+            ablation of z in the clean run, "zero", "mean", "resample", "bias".
         metric: the metric's name.
         clean_value: the metric of the clean run.
         corrupted_value: the metric of the corrupted run.

@@ -202,8 +202,8 @@ def require_linear(
     if not abs(got - expected) <= logit_tolerance(host_of(model).neurons, x.dtype) * scale:
         raise UnsupportedModelError(
             [
-                "with its patterns and norm scales frozen it is still not linear: a change of what "
-                f"enters its first block moves the metric by {got:.6g}, its gradient says "
+                "with its patterns and norm scales frozen it is still not linear: a change of the "
+                f"input of its first block moves the metric by {got:.6g}, its gradient says "
                 f"{expected:.6g}. Something else in it is not a linear map, such as values that "
                 "are clipped, norms without hook_scale, or patterns of which hooks see a copy. "
                 "Take method='gradient'"

@@ -161,7 +161,7 @@ class _Describer:
 
     def _function(self, function: FunctionType, where: str) -> Any:
         where = f"{where} → {function.__qualname__}"
-        # Where its globals are: what decorators of a package make has the user's own __module__.
+        # By its globals: functions made by a package's decorators have the user's own __module__.
         home = str(function.__globals__.get("__name__"))
         owner = _package(home)
         if owner is not None and _found(home, function.__qualname__) is function:
@@ -169,7 +169,7 @@ class _Describer:
         names = function.__code__.co_freevars
         closure = dict(zip(names, map(_content, function.__closure__ or ()), strict=True))
         values = closure
-        if owner is None:  # what is taken from modules is described below
+        if owner is None:  # attributes of modules are described below
             values = {k: v for k, v in closure.items() if not isinstance(v, ModuleType)}
         found = [
             self.describe(function.__code__, where),

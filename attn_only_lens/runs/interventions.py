@@ -1,4 +1,4 @@
-"""Ablations: what takes the place of a run's activations when they do not come from another run."""
+"""Directions of patches, and ablations: activations to patch in that are of no other run."""
 
 from dataclasses import replace
 from typing import Literal, get_args
@@ -91,7 +91,7 @@ def _resample_reasons(
         )
     if not torch.equal(real, real.roll(-1, 0)):
         reasons.append(
-            "'resample' would take what other prompts have at padding: give prompts of one length, "
-            "or a reference"
+            "'resample' would take activations at padding of other prompts: give prompts of one "
+            "length, or a reference"
         )
     return reasons

@@ -55,7 +55,7 @@ _PROBLEM = "this metric does not fit the model or its prompts"
 _NO_NUMBER = "this metric is not a function of the logits to one number"
 _NO_GRADIENT = "this metric cannot be attributed"
 _ROUNDINGS = 8  # of a metric: a difference, a mean and their inputs, each within one
-_NO_SLOPE = 64  # roundings of float32 or finer: below, a gradient is what sums left over
+_NO_SLOPE = 64  # roundings of float32 or finer: below, a gradient is a rounding of sums
 
 
 @dataclass(frozen=True, eq=False)

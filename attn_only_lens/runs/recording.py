@@ -1,4 +1,4 @@
-"""Run a model once, or on a clean and a corrupted prompt, and record what it did."""
+"""Run a model once, or on a clean and a corrupted prompt, and record activations."""
 
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext

@@ -1,8 +1,8 @@
 """Tokens as texts, for pages, tables and exports, whatever the tokenizer.
 
-`tokenizer.decode([id])` is the text of a token that a text begins with: a SentencePiece tokenizer
-drops the space before a word there, a WordPiece one puts none. What a token is elsewhere is what a
-second one adds to a first: `decode([id, id])` less `decode([id])`. Where a vocabulary marks the
+`tokenizer.decode([id])` is the text of a token at the start of a text: a SentencePiece tokenizer
+drops the space before a word there, a WordPiece one puts none. Elsewhere, the text of a token is
+`decode([id, id])` less `decode([id])`. Where a vocabulary marks the
 end of a word instead (`the</w>`, OpenAI GPT), the space after it is the token's. Bytes that are no
 character by themselves are written `<0xE2>`, as SentencePiece names them; `join_tokens` puts
 them together again.

@@ -4,8 +4,8 @@ Everything is written to a hidden folder beside its destination and moved there 
 
     .attn_only_lens-<digest of NAME>-<random>/
         lock    held as long as the process that writes lives
-        new     what is written
-        old     what it replaces, on systems that cannot exchange two folders in one step
+        new     the new file or folder
+        old     the one that it replaces, on systems that cannot exchange two folders in one step
 
 A process that is killed leaves that folder behind. The next one that writes NAME, or opens it,
 removes it; where the two steps of such a system were interrupted, it first puts `old` back.
@@ -48,7 +48,7 @@ def write_text(path: Path, text: str) -> None:
 def atomic_write(path: Path) -> Iterator[Path]:
     """Yield a path for a new file or folder, which replaces `path` at the end of the block.
 
-    If anything raises, what was at `path` stays. A link is replaced, not the file it leads to.
+    If anything raises, `path` keeps its old contents. A link is replaced, not the file it leads to.
 
     Raises:
         CheckpointError: it cannot be written.
@@ -115,7 +115,7 @@ def atomic_folder(
 
 
 def open_folder(folder: str | os.PathLike[str]) -> Path:
-    """Return the folder at a path, links followed; put back what a killed process had moved away.
+    """Return the folder at a path, links followed; restore one that a killed process left moved.
 
     Raises:
         CheckpointError: there is something else at that path; nothing there is no error.
@@ -159,7 +159,7 @@ def _exchange(one: Path, other: Path) -> bool:
 
 
 def _discard(scratch: Path, path: Path) -> None:
-    """Put back what was at `path` if that is gone; then remove the hidden folder, its lock last."""
+    """Restore the old contents of `path` if it is gone; then remove the hidden folder."""
     new, old, lock = (scratch / name for name in ("new", "old", "lock"))
     if old.exists() and not os.path.lexists(path):
         os.replace(old, path)

@@ -44,7 +44,7 @@ def type_mismatches(value: Any, expected: Any, where: str) -> Iterator[str]:
     """Yield every place at which a value from JSON is not of the expected type.
 
     Args:
-        value: what `json.loads` returned.
+        value: from `json.loads`.
         expected: a TypedDict or a dataclass, whose fields are the keys of a dictionary; a scalar
             type; `list`, `dict`, `tuple`, `Literal`, unions of these, or `Any`. A whole number is a
             float, too; a bool is no number; a `torch.dtype` is the text of its name.
@@ -93,7 +93,7 @@ def out_of_range(config: Any, where: str) -> Iterator[str]:
     """Yield every number of a configuration, at any depth, that no model can have.
 
     Args:
-        config: what `json.loads` returned.
+        config: from `json.loads`.
         where: the name of the configuration.
 
     Example:

@@ -40,7 +40,7 @@ __all__ = ["Replay", "Variants", "add_to_mlp_output"]
 
 PROBLEM = "this model cannot be patched"
 _ROUNDINGS = 8
-# Numbers at once, as torch's profiler counts what is allocated (`test_memory.py`): several copies
+# Numbers at once, as torch's profiler counts allocations (`test_memory.py`): several copies
 # of the widest activation, or of attention scores; of the logits that a loss reads.
 _WIDEST, _SCORES, _LOGITS = 6, 4, 8
 
@@ -166,8 +166,8 @@ class Replay(ABC):
             out = self.block_output(Variants(block, 0, before, mlp=mlp, added=added))
             error = float((out - after - added).abs().max())
             scale = float(after.abs().max() + added.abs().max())
-            # A sum of a few terms: no tolerance for what later layers make of its roundings.
-            # Where it is missed, patches run the block, which is right in any case.
+            # A sum of a few terms, whose roundings no later layer has amplified.
+            # If it is not met, patches run the block, which is right in any case.
             self._adds[block] = error <= _ROUNDINGS * torch.finfo(out.dtype).eps * scale
         return self._adds[block]
 

@@ -91,7 +91,7 @@ class BridgeReplay(Replay):
             return False
         for mine, theirs in zip(later, whole, strict=True):
             theirs = theirs[:, first:]
-            # Token by token: the largest would hide what is wrong with others.
+            # Token by token: the largest would hide errors of others.
             scale = theirs.abs().amax(-1, keepdim=True)
             if mask is not None:  # no token attends to padding, and none is patched
                 scale = scale.masked_fill(~mask[:, first:, None].bool(), torch.inf)

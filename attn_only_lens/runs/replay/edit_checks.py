@@ -37,8 +37,8 @@ from attn_only_lens.tolerances import LOGIT_TOLERANCE
 
 __all__ = ["require_edits_read", "require_same_edit"]
 
-_LOUDNESS = (1.0, 2.0**5, 2.0**10)  # of noise, relative to the activation
-_FELT = 8.0  # times the rounding of a stream: an effect that shows any difference
+_NOISE_LEVELS = (1.0, 2.0**5, 2.0**10)  # of noise, relative to the activation
+_CLEAR_EFFECT = 8.0  # times the rounding of a stream: then any error is seen too
 _PROBLEM = "these hook points cannot be patched"
 
 
@@ -59,19 +59,19 @@ def require_same_edit(
         UnsupportedModelError: with every layer in which it differs, or an edit has no effect.
     """
     recording, reasons = replay.recording, list[str]()
-    left, unfelt = list(layers), list[int]()
-    for loudness in _LOUDNESS:
-        noise = _Noise(replay.model, kind, left, part, first, loudness)
+    untested, ineffective = list(layers), list[int]()
+    for level in _NOISE_LEVELS:
+        noise = _Noise(replay.model, kind, untested, part, first, level)
         whole = _block_outputs(replay.model, recording, noise.hooks)
-        quiet, unfelt = list[int](), []
-        for layer in left:
+        unclear, ineffective = list[int](), []
+        for layer in untested:
             block = replay.host.block(layer, kind)
             theirs, before = whole[block], recording.streams[block + 1]
             edit = _neuron_edit if kind == "neuron" else _attention_edit
             mine = edit(replay, layer, part, first, noise)
             mine = torch.cat([before[:, :first], mine], dim=1)
-            off, felt = (_relative_error(one, theirs, recording) for one in (mine, before))
-            if not off <= 1.0:
+            error, effect = (_relative_error(one, theirs, recording) for one in (mine, before))
+            if not error <= 1.0:
                 reasons.append(
                     f"layer {layer}: noise at {noise.names[layer]}, from position {first} on, "
                     f"changes the output of block {block} by {_largest(theirs, before):.2g} in a "
@@ -79,16 +79,16 @@ def require_same_edit(
                     "unknown lies between these heads and the stream, such as a forward pass that "
                     "was replaced"
                 )
-            elif felt < _FELT:
-                quiet.append(layer)
-                if felt <= 1.0:
-                    unfelt.append(layer)
-        left = quiet
-        if not left:
+            elif effect < _CLEAR_EFFECT:
+                unclear.append(layer)
+                if effect <= 1.0:
+                    ineffective.append(layer)
+        untested = unclear
+        if not untested:
             break
     UnsupportedModelError.raise_if(reasons, _PROBLEM)
-    if unfelt and not first:
-        require_edits_read(replay.model, recording, kind, unfelt, part)
+    if ineffective and not first:
+        require_edits_read(replay.model, recording, kind, ineffective, part)
 
 
 @torch.no_grad()
@@ -132,10 +132,10 @@ def require_edits_read(
     reasons = []
     for layer, name in names.items():
         block = host_of(model).block(layer, kind)
-        felt = _relative_error(found[block], recording.streams[block + 1], recording) > 1.0
+        read = _relative_error(found[block], recording.streams[block + 1], recording) > 1.0
         if part == "q":
-            felt = felt or not all(torch.equal(*shown[at]) for at in witnesses[layer])
-        if not felt:
+            read = read or not all(torch.equal(*shown[at]) for at in witnesses[layer])
+        if not read:
             reasons.append(
                 f"{name} shows an activation that the model does not read back, so an edit of it "
                 f"has no effect; patch another part, or {other} alone"
@@ -158,7 +158,7 @@ class _Noise:
         layers: Sequence[int],
         part: Part,
         first: int,
-        loudness: float,
+        level: float,
     ) -> None:
         self.names = {layer: hook_name(model, layer, part, kind) for layer in layers}
         self.shown: dict[str, Tensor] = {}
@@ -171,7 +171,7 @@ class _Noise:
             finite = value[value.isfinite()]
             # Not the mean: a head that sees itself alone has the largest query that there is.
             size = float(finite.abs().median()) if finite.numel() else 0.0
-            self.shown[name] = value + noise * (loudness * (size or 1.0))
+            self.shown[name] = value + noise * (level * (size or 1.0))
             return self.shown[name]
 
         def keep(value: Tensor, name: str) -> None:
