@@ -23,17 +23,14 @@ from attn_only_lens.expansion.weights import block_name, in_layer, tail
 from attn_only_lens.growth.growable import Growable, Parameter, shared_parameter_reasons
 from attn_only_lens.growth.hooked import constant_reasons, constants_of, norm_reasons
 from attn_only_lens.heads.host import block_kind, block_layer, heads_block, neurons_block
-from attn_only_lens.models.two_blocks import AttentionOnlyTransformer, LayerSizes, rebuilt
-from attn_only_lens.models.two_blocks.convertible import module_reasons
+from attn_only_lens.models.two_blocks import AttentionOnlyTransformer, LayerSizes, rebuild
+from attn_only_lens.models.two_blocks.known_modules import module_reasons
 
 __all__ = ["ConvertedModel"]
 
 _BLOCK = re.compile(r"blocks\.(\d+)\.([^.]+)(.*)")
-_PARTS_IN_SOURCE = {
-    "attn": "mlp",
-    "ln1": "ln2",
-    "ln1_post": "ln2_post",
-}  # of parts of a neuron block
+# The parts of a neuron block.
+_PARTS_IN_SOURCE = {"attn": "mlp", "ln1": "ln2", "ln1_post": "ln2_post"}
 _PARTS = {theirs: ours for ours, theirs in _PARTS_IN_SOURCE.items()}
 _NORMS = ("ln1", "ln1_post")
 _SHARED = ("attn.W_K", "attn.W_V", "attn.b_K", "attn.b_V")  # by heads that are grouped
@@ -125,7 +122,7 @@ class ConvertedModel(Growable):
         if constants.attn_types is not None:
             changes["attn_types"] = list(constants.attn_types)
         sizes = _layer_sizes(weights, template.cfg.attn_scale)
-        model = rebuilt(template, tensors, sizes, frozen=frozen, gating=gating, **changes)
+        model = rebuild(template, tensors, sizes, frozen=frozen, gating=gating, **changes)
         for name, module in model.named_modules():
             parts = name.split(".")
             if parts[0] == "blocks" and len(parts) > 1:
