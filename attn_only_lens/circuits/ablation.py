@@ -66,9 +66,8 @@ class AblatedModel:
         """Run both prompts, and the clean ones with every site ablated.
 
         Raises:
-            CircuitError: an unknown ablation or order; positions of the wrong kind, or beyond the
-                prompts; a repeated site; single heads of a neuron; ablating everything changes
-                nothing.
+            CircuitError: an unknown ablation or order; positions from the end, or beyond the
+                prompts; single heads of a neuron; ablating everything changes nothing.
             PatchingError: prompts or a metric that do not fit.
             UnsupportedModelError: ablating some heads has no effect, as the model does not read
                 them where they are hooked.
@@ -161,12 +160,6 @@ def _reasons_against_sites(sites: pd.DataFrame, n_pos: int) -> list[str]:
         reasons.append(
             f"got a site at position {max(numbers)}; the prompts have {n_pos} tokens: pass a "
             "ranking of prompts of this length"
-        )
-    repeated = sites[sites.duplicated(["name", "position"])]
-    if len(repeated):
-        first = repeated.iloc[0]
-        reasons.append(
-            f"got {len(repeated)} sites twice, such as {first['name']} at {first['position']}"
         )
     return reasons
 
