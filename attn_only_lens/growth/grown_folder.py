@@ -140,20 +140,20 @@ def read_provenance(folder: str | os.PathLike[str]) -> Provenance:
             f"{path} is missing: this model has no provenance; expected a folder that "
             "`attn-only-lens grow` wrote"
         )
-    said = _DOCUMENT.read(path)["provenance"]
-    if _length(said) > _LONGEST:
+    provenance = _DOCUMENT.read(path)["provenance"]
+    if _length(provenance) > _LONGEST:
         raise CheckpointError(f"{path} lists more than {_LONGEST} indices")
     try:
-        return _from_json(said)
+        return _from_json(provenance)
     except (LookupError, TypeError, ValueError) as error:
         raise CheckpointError(f"{path} is no readable provenance: {error}") from error
 
 
-def _length(said: Any) -> int:
+def _length(value: Any) -> int:
     """The number of indices in all runs of a provenance."""
-    if isinstance(said, list) and [type(each) for each in said] == [int, int]:
-        return max(0, said[1] - said[0])
-    inner = said.values() if isinstance(said, dict) else said if isinstance(said, list) else ()
+    if isinstance(value, list) and [type(each) for each in value] == [int, int]:
+        return max(0, value[1] - value[0])
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
     return sum(map(_length, inner))
 
 

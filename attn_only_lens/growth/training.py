@@ -137,7 +137,7 @@ class Training:
                 _DOCUMENT,
                 done=self.done,
                 grown=len(self.history),
-                schedule=self._described(),
+                schedule=self._schedule_text(),
                 optimizer=type(self.optimizer).__qualname__,
                 seed=self.seed,
                 init=_identified(self.init),
@@ -154,40 +154,40 @@ class Training:
             CheckpointError: the file is damaged, or of another model, optimizer or schedule; this
                 training then remains as it was.
         """
-        tensors, said = read_tensors(Path(path), _DOCUMENT)
-        if reasons := self._reasons_against(said):
+        tensors, header = read_tensors(Path(path), _DOCUMENT)
+        if reasons := self._reasons_against(header):
             raise CheckpointError(_message(path, reasons))
-        at = Training(self.model, self.optimizer, self.schedule, self.init, self.seed)
-        for step, _ in self._described()[: said["grown"]]:
-            at._grow_before(step)
-        groups = said["groups"]
-        if reasons := _reasons_against_numbers(at, tensors, groups, said["numbers"]):
+        resumed = Training(self.model, self.optimizer, self.schedule, self.init, self.seed)
+        for step, _ in self._schedule_text()[: header["grown"]]:
+            resumed._grow_before(step)
+        groups = header["groups"]
+        if reasons := _reasons_against_numbers(resumed, tensors, groups, header["numbers"]):
             raise CheckpointError(_message(path, reasons))
-        named = dict(at.model.named_parameters())
-        at.optimizer.state.clear()
+        named = dict(resumed.model.named_parameters())
+        resumed.optimizer.state.clear()
         for key, tensor in tensors.items():
             kind, _, name = key.partition("/")
             if kind == "model":
                 with torch.no_grad():
                     named[name].copy_(tensor)
             else:
-                there = tensor if kind == "step" else tensor.to(named[name].device)
-                at.optimizer.state[named[name]][kind] = there
-        for kind, values in said["numbers"].items():
+                value = tensor if kind == "step" else tensor.to(named[name].device)
+                resumed.optimizer.state[named[name]][kind] = value
+        for kind, values in header["numbers"].items():
             for name, value in values.items():
-                at.optimizer.state[named[name]][kind] = value
-        for group, settings in zip(at.optimizer.param_groups, groups, strict=True):
+                resumed.optimizer.state[named[name]][kind] = value
+        for group, settings in zip(resumed.optimizer.param_groups, groups, strict=True):
             group.update({key: _as_was(settings[key]) for key in settings if key != "params"})
-        self.model, self.optimizer, self.history = at.model, at.optimizer, at.history
-        self.done = said["done"]
+        self.model, self.optimizer, self.history = resumed.model, resumed.optimizer, resumed.history
+        self.done = header["done"]
 
-    def _reasons_against(self, said: Mapping[str, Any]) -> list[str]:
+    def _reasons_against(self, header: Mapping[str, Any]) -> list[str]:
         """Return every reason why a checkpoint is not of this training, by its header."""
         reasons = []
         if self.done or self.history:
             reasons.append(f"it stands at step {self.done}; expected a training at its start")
-        theirs, ours = said["schedule"], self._described()
-        done, n_grown = said["done"], said["grown"]
+        theirs, ours = header["schedule"], self._schedule_text()
+        done, n_grown = header["done"], header["grown"]
         if done < 0 or not 0 <= n_grown <= len(theirs):
             reasons.append(f"it says that {done} steps are done and that it grew {n_grown} times")
         if theirs[:n_grown] != ours[:n_grown]:
@@ -196,12 +196,12 @@ class Training:
             )
         if missed := [step for step, _ in ours[n_grown:] if step < done]:
             reasons.append(f"the schedule grows it before steps {missed}, and {done} are done")
-        if said["seed"] != self.seed:
-            reasons.append(f"its seed was {said['seed']}; expected {self.seed}")
-        if said["init"] != _identified(self.init):
+        if header["seed"] != self.seed:
+            reasons.append(f"its seed was {header['seed']}; expected {self.seed}")
+        if header["init"] != _identified(self.init):
             reasons.append("its new entries were made by another init; expected the same function")
-        if said["optimizer"] != type(self.optimizer).__qualname__:
-            reasons.append(f"its optimizer was {said['optimizer']}")
+        if header["optimizer"] != type(self.optimizer).__qualname__:
+            reasons.append(f"its optimizer was {header['optimizer']}")
         return reasons
 
     def _grow_before(self, step: int) -> None:
@@ -218,7 +218,7 @@ class Training:
         """Steps of the schedule at which the model has grown."""
         return sorted(self.schedule)[: len(self.history)]
 
-    def _described(self) -> list[list[Any]]:
+    def _schedule_text(self) -> list[list[Any]]:
         return [[step, repr(self.schedule[step])] for step in sorted(self.schedule)]
 
 
@@ -243,13 +243,13 @@ def _as_was(value: Any) -> Any:
 
 
 def _reasons_against_numbers(
-    at: Training,
+    training: Training,
     tensors: Mapping[str, Tensor],
     groups: list[dict[str, Any]],
     numbers: Mapping[str, Mapping[str, Any]],
 ) -> list[str]:
     """Return every reason why tensors of a checkpoint do not fit model and optimizer."""
-    named = dict(at.model.named_parameters())
+    named = dict(training.model.named_parameters())
     kinds = {f"model/{name}": (tuple(p.shape), p.dtype) for name, p in named.items()}
     found = {k: (tuple(t.shape), t.dtype) for k, t in tensors.items() if k.startswith("model/")}
     odd = {key.removeprefix("model/") for key, _ in kinds.items() ^ found.items()}
@@ -260,7 +260,9 @@ def _reasons_against_numbers(
     odd |= {f"{kind} of {name}" for kind, each in numbers.items() for name in each.keys() - named}
     reasons = [f"it has other parameters: {', '.join(sorted(odd)[:5])} …"] if odd else []
     names = {parameter: name for name, parameter in named.items()}
-    ours = [[names.get(p, "") for p in group["params"]] for group in at.optimizer.param_groups]
+    ours = [
+        [names.get(p, "") for p in group["params"]] for group in training.optimizer.param_groups
+    ]
     if ours != [group.get("params") for group in groups]:
         sizes = [len(each) for each in ours]
         reasons.append(

@@ -43,7 +43,7 @@ __all__ = [
     "require_bridge_weights",
 ]
 
-_PROBLEM = "the weights of this model are not known to be what its heads read and write"
+_PROBLEM = "this model has norms or sublayers of an unknown structure"
 _UNCHECKED = 1e-2  # of half precision: a transposed or permuted matrix is wrong by about 1
 _NORMS = ("ln1", "ln2", "ln1_post", "ln2_post")
 
@@ -136,7 +136,7 @@ def bridge_final_norm(model: Any) -> Norm:
     given, returned = traffic.given, traffic.returned
     try:
         if "norm" not in given or not torch.equal(returned["norm"], given["unembed"]):
-            raise _UnknownError("the unembedding does not read what ln_final makes of the stream")
+            raise _UnknownError("the unembedding does not read the output of ln_final")
         return _fitted(last, "ln_final", given["norm"], returned["norm"])
     except _UnknownError as error:
         raise CircuitError([str(error)], _PROBLEM) from error
@@ -224,7 +224,9 @@ class _BlockTraffic(_Traffic):
         parallel = torch.equal(read["attn"], read["mlp"])
         written = self.returned[after["attn"] or "attn"]
         if not (parallel or _parallel(read["mlp"] - read["attn"], written)):
-            raise _UnknownError("its MLP reads neither what its attention reads, nor that and more")
+            raise _UnknownError(
+                "its MLP reads neither its attention's input, nor that plus its attention's output"
+            )
         around = {part: (self._norm(before[part]), self._norm(after[part])) for part in parts}
         query, key = (self._norm(n if n in self.modules else None) for n in ("q_norm", "k_norm"))
         return LayerNorms(around["attn"], around["mlp"], query, key, parallel)
@@ -253,7 +255,7 @@ def _fitted(part: Any, name: str, given: Tensor, returned: Tensor) -> Norm:
         fits.append(((expected - y).norm().item(), _parallel(expected, y), Norm(w, centres)))
     _, fits_well, norm = min(fits, key=lambda fit: fit[0])
     if not fits_well:
-        raise _UnknownError(f"what its {name} makes of the stream is neither LayerNorm nor RMSNorm")
+        raise _UnknownError(f"its {name} is neither LayerNorm nor RMSNorm")
     return norm
 
 
@@ -283,7 +285,7 @@ def require_bridge_weights(model: Any) -> None:
             owner = attn if path.startswith("attn") else mlp
             if not _applies(getattr(owner, name), getattr(owner, path.split(".")[1], None), path):
                 reasons.append(f"layer {layer}: {name} is not the matrix that its {path} applies")
-    CircuitError.raise_if(reasons, "the weights of this model are not what they are called")
+    CircuitError.raise_if(reasons, "the names of some weights of this model are wrong")
 
 
 def _applies(weight: Tensor, part: Any, path: str) -> bool:
