@@ -26,6 +26,7 @@ __all__ = [
     "normal_numbers",
     "same_randomness",
     "where_float64_is",
+    "working_precision",
 ]
 
 
@@ -62,6 +63,11 @@ def where_float64_is(x: Tensor) -> Tensor:
     except (RuntimeError, TypeError):  # as MPS says it, and others do
         return x.cpu()
     return x
+
+
+def working_precision(x: Tensor) -> Tensor:
+    """Return a tensor as float32 if it is of half precision, and unchanged otherwise."""
+    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
 
 
 def normal_numbers(shape: tuple[int, ...], seed: int = 0) -> Tensor:

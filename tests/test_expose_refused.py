@@ -261,8 +261,7 @@ def test_what_changes_later_is_an_error_and_not_another_function(gate):
         block.mlp.original_component.act = nn.Sequential(act, nn.Dropout(0.2)).eval()
     keep = [(mlp_hook("q"), lambda q, hook: None)]
     exact = bridge(tokens())
-    how = {"gate": gate, "heads_per_neuron": 8} if gate == "bilinear" else {}
-    with expose_neuron_heads(bridge, **how):
+    with expose_neuron_heads(bridge, gate=Bilinear(8) if gate == "bilinear" else gate):
         assert relative(bridge.run_with_hooks(tokens(), fwd_hooks=keep), exact) < 0.1
         bridge.train()
         with pytest.raises(UnsupportedCallError, match=r"dropout.*model.eval\(\)"):

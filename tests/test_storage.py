@@ -14,13 +14,13 @@ from pathlib import Path
 import pandas as pd
 import pytest
 import torch
-from bridges import boot, original
+from bridges import boot, exposed_copy, original
 from random_sweeps import sweep, values
 from sealed_files import digest_again, flips, mutated, rewrite
 from tiny_tokenizer import tiny_tokenizer
 from typer.testing import CliRunner
 
-from attn_only_lens import AttnOnlyLensError, CheckpointError, convert, load, pretrained, save
+from attn_only_lens import AttnOnlyLensError, CheckpointError, load, pretrained, save
 from attn_only_lens import expansion as ex
 from attn_only_lens import patching as p
 from attn_only_lens.circuits import CircuitGraph, from_json, to_json, to_neuronpedia
@@ -237,7 +237,7 @@ def resumed(folder):
 
 
 def saved_bridge(folder):
-    model = convert(boot("llama", torch.float32))
+    model = exposed_copy(boot("llama", torch.float32))
     model.tokenizer = tiny_tokenizer(41, folder.parent / "tokenizer")
     save(model, folder)
 
@@ -352,7 +352,8 @@ def test_a_comparison_comes_back(tmp_path):
 def folders(tmp_path_factory):
     """A bridge of each way to be built, saved."""
     folder = tmp_path_factory.mktemp("saved")
-    return [save(convert(boot(name, torch.float32)), folder / name) for name in ("llama", "native")]
+    models = {name: exposed_copy(boot(name, torch.float32)) for name in ("llama", "native")}
+    return [save(model, folder / name) for name, model in models.items()]
 
 
 @pytest.mark.parametrize("at", [0, 1])
@@ -455,7 +456,7 @@ def test_links_out_of_any_other_folder_are_not_followed(tmp_path):
 
 
 def test_a_tokenizer_runs_no_code_and_asks_nothing(tmp_path, monkeypatch):
-    model = convert(boot("llama", torch.float32))
+    model = exposed_copy(boot("llama", torch.float32))
     model.tokenizer = tiny_tokenizer(41, tmp_path / "tokenizer")
     folder = save(model, tmp_path / "saved")
     asked = []
@@ -484,14 +485,14 @@ def test_a_tokenizer_runs_no_code_and_asks_nothing(tmp_path, monkeypatch):
 
 
 def resume(path):
-    model = convert(boot("native"))
+    model = exposed_copy(boot("native"))
     tokens = pretrained.modular_addition_tokens()[[5, 7]] % 41
     how = {"sites": ["L0N3"], "progress": False}
     p.activation_patch(model, *tokens[:, None], p.logit_diff(7, 8), resume=path, **how)
 
 
 TAKES = {
-    "save": lambda path: save(convert(boot("native")), path),
+    "save": lambda path: save(exposed_copy(boot("native")), path),
     "load": load,
     "read_provenance": read_provenance,
     "load_source": load_source,

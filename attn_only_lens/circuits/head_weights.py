@@ -116,7 +116,7 @@ class Weights:
             read, _ = self._norms(sites.layer, "attention")
             W_V = read.read(self._head("W_V", sites))
             return FactoredMatrix(W_V, norm.written(self._head("W_O", sites)))
-        W_out = neuron_heads(self.model)[sites.layer].directions
+        W_out = neuron_heads(self.model)[sites.layer].W_out
         rows = norm.written(_working(W_out[sites.index.to(W_out.device)]))
         share = self._members(sites, "weights", rows)
         return FactoredMatrix(share[:, None, None], rows[:, None, :])
@@ -133,7 +133,7 @@ class Weights:
         _, norm = self._norms(sites.layer, sites.kind)
         if sites.kind == "attention":
             return norm.written((_working(z)[:, None] @ self._head("W_O", sites))[:, 0])
-        W_out = neuron_heads(self.model)[sites.layer].directions
+        W_out = neuron_heads(self.model)[sites.layer].W_out
         return norm.written(_working(z) * _working(W_out[sites.index.to(W_out.device)]))
 
     def reads(self, sites: LayerSites, kind: Kind) -> FactoredMatrix:
@@ -146,7 +146,7 @@ class Weights:
             left, right = (q, k) if kind == "q" else (k, q)
             return FactoredMatrix(left, right.transpose(-2, -1))
         assert kind != "k"
-        mlp: Any = neuron_heads(self.model)[sites.layer].runs_in
+        mlp: Any = neuron_heads(self.model)[sites.layer].module
         gate = getattr(mlp, "W_gate", None)
         W = mlp.W_in if kind == "v" or gate is None else gate
         columns = norm.read(_working(W[:, sites.index.to(W.device)])).T

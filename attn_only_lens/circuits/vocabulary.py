@@ -67,7 +67,8 @@ class Vocabulary:
             name = point_name(self._model, sites.layer, sites.kind, "z")
             out, positions = z[name][prompt], [nodes[place][1] for place in places]
             if sites.kind == "neuron":
-                out = neuron_heads(self._model)[sites.layer].neurons(out.squeeze(-1)).unsqueeze(-1)
+                heads = neuron_heads(self._model)[sites.layer]
+                out = heads.neuron_outputs(out.squeeze(-1)).unsqueeze(-1)
             rows = self._weights.rows(sites, out[positions, sites.index.to(out.device)])
             found |= zip(places, self._through(self._final.written(rows), k), strict=True)
         return [found[place] for place in range(len(nodes))]

@@ -78,7 +78,7 @@ def neuron_gate(cache: ActivationCache, name: str) -> Float[Tensor, "batch pos"]
     shared = heads.heads_per_neuron
     pattern = _block_pattern(cache, head)[..., SELF]  # [batch, head_index, pos]
     first = head.index * shared
-    return heads.neurons(pattern.narrow(-2, first, shared).transpose(-1, -2)).squeeze(-1)
+    return heads.neuron_outputs(pattern.narrow(-2, first, shared).transpose(-1, -2)).squeeze(-1)
 
 
 def _neuron(cache: ActivationCache, name: str) -> HeadName:

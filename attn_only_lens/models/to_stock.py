@@ -16,7 +16,7 @@ p(q) = Σ_j w_j σ(b_j q + c_j) computes
     sink = -c_j               pattern over (self, sink) = softmax([b_j q + c_j, 0]), shifted by c_j
     W_O = w_j W_out[i]        output w_j σ(b_j q + c_j) q W_out[i]
 
-(in a gated MLP W_Q = W_gate[:, i], and the sum is a mixture times the value, `gates/gated.py`)
+(in a gated MLP W_Q = W_gate[:, i], and the sum is a mixture times the value, `gates/bilinear.py`)
 whose sum over j is q p(q) W_out[i]: Theorem 2 of "Attention-Only Transformers and Implementing
 MLPs with Attention Heads", with the sink in the place of the bias token. Heads are in the order of
 the neurons, the m heads of a neuron side by side: head i m + j.
@@ -115,13 +115,13 @@ def mixture(gate: AnyGate) -> Mixture:
         Mixture(w=(1.0,), b=(1.702,), c=(0.0,))
     """
     if not isinstance(gate, Gate):
-        return Mixture(gate.weights, gate.slopes, gate.offsets)
+        return Mixture(gate.w, gate.b, gate.c)
     if gate.name in _SLOPES:
         return Mixture((1.0,), (_SLOPES[gate.name],), (0.0,))
     raise UnsupportedModelError(
         [
             f"its gate is that of {gate.name}, exactly: a score that is not linear in the "
-            'pre-activation, which no stock head has. Convert the source with gate="bilinear" '
+            'pre-activation, which no stock head has. Convert the source with gate=Bilinear() '
             "first (silu and quick_gelu are linear as they are)"
         ],
         problem=PROBLEM,
@@ -340,7 +340,7 @@ def reasons_against(model: object, max_bytes: int) -> list[str]:
     if cfg.gated_mlp and model.cfg.gating.kind == "exact":
         reasons.append(
             "its MLPs are gated, exactly: a neuron's value is the product of two linear maps, "
-            'which no stock head has. Convert the source with gate="bilinear" first'
+            'which no stock head has. Convert the source with gate=Bilinear() first'
         )
     for gate in set(gates(model)):
         try:

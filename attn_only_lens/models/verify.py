@@ -1,13 +1,9 @@
-"""Compare a model whose neurons are heads with its source on real input: logits, and the stream.
-
-What a comparison of two models has measured, and what it says of them.
-
-What bilinear gates make of activations: put into the source, and measured layer by layer.
-"""
+"""Compare a model whose neurons are heads with its source on real input: logits, and the stream."""
 
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pandas as pd
@@ -17,7 +13,7 @@ from transformer_lens.model_bridge import TransformerBridge
 
 from attn_only_lens.axes import Tokens
 from attn_only_lens.errors import UnsupportedCallError, UnsupportedModelError
-from attn_only_lens.gates import BilinearGate, RangeGate
+from attn_only_lens.gates import GATES
 from attn_only_lens.heads import layout_of, logit_tolerance, neuron_heads
 from attn_only_lens.heads.bilinear import BilinearHeads
 from attn_only_lens.heads.gating import AnyGate
@@ -28,14 +24,14 @@ from attn_only_lens.numerics import full_precision, where_float64_is
 from attn_only_lens.runs.inputs import checked_tokens
 from attn_only_lens.tl import GatedMLP, HookedTransformer
 
-__all__ = ["Verification", "activation_errors", "approximated_logits", "verify"]
+__all__ = ["Verification", "verify"]
 
 _ROUNDING = 1e-14  # of an activation evaluated in float64: silu's bound is 0
 
 
 @dataclass(frozen=True)
 class Verification:
-    """What `verify` measured.
+    """Differences that `verify` measured between a converted model and its source.
 
     Attributes:
         bitwise: whether the logits are bit for bit the source's when no hook is live.
@@ -122,74 +118,63 @@ def _text(table: pd.DataFrame) -> str:
     return table.to_string(index=False, float_format=lambda x: f"{x:.2e}")
 
 
-def approximated_logits(source: Any, gates: list[AnyGate], tokens: Tensor) -> Tensor:
-    """Logits of the source, each activation replaced by the approximation of its layer's gate."""
+def _approximated_logits(source: Any, gates: list[AnyGate], tokens: Tensor) -> Tensor:
+    """Run the source with each activation replaced by the approximation of its layer's gate."""
     with ExitStack() as stack:
         for block, gate in zip(source.blocks, gates, strict=True):
             sockets, read = sockets_of(block.mlp), dict[str, Tensor]()
-            taps = [
-                (sockets.pre, _keep(read, "q")),
-                (sockets.post, _replace(read, gate, block.mlp)),
-            ]
+            hooks = {sockets.pre: _keep(read, "q"), sockets.post: _replace(read, gate, block.mlp)}
             if sockets.linear is not None:
-                taps.append((sockets.linear, _keep(read, "u")))
-            for point, tap in taps:
-                stack.callback(point.register_forward_hook(tap).remove)
+                hooks[sockets.linear] = _keep(read, "u")
+            for point, hook in hooks.items():
+                stack.callback(point.register_forward_hook(hook).remove)
         logits: Tensor = source(tokens)
     return logits
 
 
 def _keep(read: dict[str, Tensor], name: str) -> Callable[..., None]:
-    def tap(module: Any, inputs: Any, x: Tensor) -> None:
-        read[name] = x
-
-    return tap
+    return lambda module, inputs, x: read.update({name: x})
 
 
 def _replace(read: dict[str, Tensor], gate: Any, mlp: Any) -> Callable[..., Tensor]:
-    def tap(module: Any, inputs: Any, post: Tensor) -> Tensor:
-        q = read["q"]
-        out = gate.mixture(q) * read.get("u", q)
+    def hook(module: Any, inputs: Any, post: Tensor) -> Tensor:
+        out = gate.mixture(read["q"]) * read.get("u", read["q"])
         return (out + mlp.b_in if isinstance(mlp, GatedMLP) else out).to(post.dtype)
 
-    return tap
+    return hook
 
 
-def activation_errors(converted: Any, act_fns: list[str], tokens: Tensor) -> pd.DataFrame:
-    """Certified and measured error of the activation in each layer; empty for exact gates.
-
-    Args:
-        converted: a model with neuron-heads, in either layout.
-        act_fns: the source's activation in each layer.
-        tokens: what to run it on.
-    """
-    layers: list[Any] = neuron_heads(converted)
-    if not all(isinstance(heads, BilinearHeads) for heads in layers):
-        return pd.DataFrame()
-    rows: dict[int, dict[str, float]] = {}
+def _activation_errors(
+    converted: Any, layers: list[Any], act_fns: list[str], tokens: Tensor
+) -> pd.DataFrame:
+    """Measure the error of the activation in each layer of a model with bilinear gates."""
+    rows: list[dict[str, float]] = [{} for _ in layers]
 
     def measure(layer: int, q: Tensor) -> None:
-        heads, gate = layers[layer], layers[layer].gate
-        assert isinstance(gate, BilinearGate | RangeGate)
-        limit = gate.range if isinstance(gate, RangeGate) else float("inf")
-        errors = {"bound": gate.bound, "measured": heads.error(q, act_fns[layer])}
-        largest = q.abs().max().item()
-        rows[layer] = {"layer": layer, **errors, "largest": largest, "range": limit}
+        q, gate = where_float64_is(q).double(), layers[layer].bilinear_gate
+        error = gate.activation(q) - GATES[act_fns[layer]].activation(q)
+        rows[layer] = {
+            "layer": layer,
+            "bound": gate.bound,
+            "measured": error.abs().max().item(),
+            "largest": q.abs().max().item(),
+            "range": gate.limit,
+        }
 
     with ExitStack() as stack:
         for layer, heads in enumerate(layers):
-            stack.callback(_watch(heads, layer, measure).remove)
+            stack.callback(_call_with_q(heads, partial(measure, layer)).remove)
         converted(tokens)
-    return pd.DataFrame([rows[layer] for layer in range(len(layers))])
+    return pd.DataFrame(rows)
 
 
-def _watch(
-    heads: Any, layer: int, measure: Callable[[int, Tensor], None]
+def _call_with_q(
+    heads: Any, function: Callable[[Tensor], None]
 ) -> torch.utils.hooks.RemovableHandle:
-    """Have q measured whenever the heads of a layer read it."""
+    """Call a function with q whenever the heads of a layer read it."""
     if isinstance(heads, InPlace):
-        return heads.sockets.pre.register_forward_hook(lambda _, x, q: measure(layer, q))
-    return heads.register_forward_pre_hook(lambda _, x: measure(layer, heads.pre_activation(x[0])))
+        return heads.sockets.pre.register_forward_hook(lambda _, x, q: function(q))
+    return heads.register_forward_pre_hook(lambda _, x: function(heads.pre_activation(x[0])))
 
 
 _SIZES = ("n_layers", "d_model", "d_mlp", "d_vocab", "d_vocab_out", "gated_mlp")
@@ -244,7 +229,7 @@ def verify(
         expected = source(tokens)
         _, stream = source.run_with_cache(tokens, names_filter=[hook for _, hook, _ in points])
         gates = [heads.gate for heads in layers]
-        approximated = expected if exact else approximated_logits(source, gates, tokens)
+        approximated = expected if exact else _approximated_logits(source, gates, tokens)
     silent = converted(tokens)
     live, seen = converted.run_with_cache(tokens)
     assert isinstance(live, Tensor)  # and not the tuple of another return_type
@@ -255,7 +240,7 @@ def verify(
     act_fns = [h.act_fn if isinstance(h, InPlace) else source.cfg.act_fn for h in layers]
     return Verification(
         bitwise=torch.equal(expected, silent),
-        rounding=_largest([float(_row("logits", approximated, x)["relative"]) for x in outputs]),
+        rounding=_max_or_nan([_row("", approximated, x)["relative"] for x in outputs]),
         max_abs_logit=float(logits["max_abs"]),
         relative=float(logits["relative"]),
         mean_kl=kl.mean().item(),
@@ -271,12 +256,14 @@ def verify(
         n_tokens=kl.numel(),
         dtype=expected.dtype,
         tolerance=logit_tolerance(layers, expected.dtype),
-        activations=activation_errors(converted, act_fns, tokens),
+        activations=pd.DataFrame()
+        if exact
+        else _activation_errors(converted, layers, act_fns, tokens),
     )
 
 
 def _points(source: Any, converted: Any) -> list[tuple[str, str, str]]:
-    """Points of the stream: what each is called, and its hooks in the two models."""
+    """Return the points of the stream: a name for each, and its hooks in the two models."""
     points = []
     for layer in range(source.cfg.n_layers):
         pairs = ("pre", heads_block(layer)), ("mid", neurons_block(layer))
@@ -292,7 +279,7 @@ def _points(source: Any, converted: Any) -> list[tuple[str, str, str]]:
 
 
 def _mismatches(source: Any, converted: Any) -> list[str]:
-    """Why two models cannot be compared."""
+    """Return the reasons why two models cannot be compared."""
     layout = layout_of(converted)
     if layout is None:
         reasons = [
@@ -333,8 +320,8 @@ def _row(point: str, expected: Tensor, got: Tensor) -> dict[str, str | float]:
     return {"point": point, "max_abs": error.item(), "relative": relative.item()}
 
 
-def _largest(errors: list[float]) -> float:
-    """The largest; nan where any is, of which `max` would make what comes first."""
+def _max_or_nan(errors: list[Any]) -> float:
+    """Maximum; nan if any entry is nan."""
     return torch.tensor(errors, dtype=torch.float64, device="cpu").max().item()
 
 

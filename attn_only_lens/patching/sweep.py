@@ -188,10 +188,10 @@ class Sweeper:
         change = changes(heads, sites, moved(target, self._source.neurons[sites.layer], self._part))
         change = change * where.where.to(change.device)
         block = block_of(self._model, sites.layer, "neuron")
-        block += self._replay.adds(block, heads.written_at)
+        block += self._replay.adds(block, heads.output_module)
         values = self._result(group)
         first, alive = self._reach(change != 0, block)
-        directions = heads.directions[sites.index.to(change.device)]
+        directions = heads.W_out[sites.index.to(change.device)]
 
         def run(chosen: Tensor) -> Tensor:
             moving = change[chosen, :, first:].flatten(0, 1).unsqueeze(-1)

@@ -74,7 +74,7 @@ def changes(
     heads: NeuronHeads, sites: LayerSites, dz: Float[Tensor, "batch pos head_index"]
 ) -> Float[Tensor, "site batch pos"]:
     """By how much the activation of each site's neuron changes with z."""
-    return by_site(heads, sites, heads.shares(dz))
+    return by_site(heads, sites, heads.head_outputs(dz))
 
 
 def by_site(
@@ -100,10 +100,10 @@ def writing(replay: Replay, layer: int, first: int, added: Residual) -> Variants
     """
     heads, block = neuron_heads(replay.model)[layer], block_of(replay.model, layer, "neuron")
     n = len(added) // replay.batch
-    if replay.adds(block, heads.written_at):
+    if replay.adds(block, heads.output_module):
         return Variants(block + 1, first, replay.unchanged(block + 1, first, n) + added)
     entering = replay.unchanged(block, first, n)
-    return Variants(block, first, entering, mlp=heads.written_at, added=added)
+    return Variants(block, first, entering, mlp=heads.output_module, added=added)
 
 
 _ACTIVATION: dict[Part, str] = {"z": "z", "pattern": "pattern", "value": "v", "q": "q"}

@@ -9,7 +9,7 @@ import torch
 from common import D_MLP, N_LAYERS, tokens
 from models import build
 
-from attn_only_lens import CircuitError, PatchingError, calibrate, circuits, convert
+from attn_only_lens import Bilinear, CircuitError, PatchingError, calibrate, circuits, convert
 from attn_only_lens import expose_neuron_heads as expose
 from attn_only_lens import patching as p
 from attn_only_lens.circuits._composition import Largest, scores, writer_factor
@@ -246,7 +246,7 @@ def test_virtual_weights_are_the_product(name):
 def test_heads_that_share_a_neuron(name):
     source = build(name)
     how = {"calibration": calibrate(source, tokens())} if name == "llama" else {}
-    model = convert(source, gate="bilinear", heads_per_neuron=4, **how)
+    model = convert(source, gate=Bilinear(4, **how))
     whole = circuits.composition(model, "L0N5", "L1N7", "q").score.item()
     assert abs(whole - Dense(source, True).score("L0N5", "L1N7", "q")) < EXACT
     stack = model.neuron_heads

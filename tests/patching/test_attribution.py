@@ -9,7 +9,13 @@ from common import tokens
 from models import CORE, build
 from torch.utils.flop_counter import FlopCounterMode
 
-from attn_only_lens import PatchingError, UnsupportedModelError, convert, expose_neuron_heads
+from attn_only_lens import (
+    Bilinear,
+    PatchingError,
+    UnsupportedModelError,
+    convert,
+    expose_neuron_heads,
+)
 from attn_only_lens import patching as p
 from attn_only_lens.tl import HookedTransformer, HookedTransformerConfig
 
@@ -141,7 +147,7 @@ def test_padding_batches_and_sets_of_positions(layout):
 
 
 def test_heads_that_share_a_neuron():
-    model = convert(build("gelu", scale=0.25), gate="bilinear", heads_per_neuron=4)
+    model = convert(build("gelu", scale=0.25), gate=Bilinear(4))
     clean, corrupted = prompts()
     sites = ["L1N7", "L1N7.0", "L1N7.1", "L1N7.2", "L1N7.3", "L1N8.2"]
     for part in ("z", "q"):

@@ -1,6 +1,6 @@
 """Neuron-heads beside the MLPs of a model that stays what it is."""
 
-from attn_only_lens.models.in_place.copy_bridge import copied_bridge, reasons_against_copying
+from attn_only_lens.models.in_place.copy_bridge import copy_model, reasons_against_copying
 from attn_only_lens.models.in_place.exposed import exposed_heads, hidden, hide, show
 from attn_only_lens.models.in_place.heads import BilinearInPlace, InPlace
 from attn_only_lens.models.in_place.mlps import (
@@ -17,7 +17,7 @@ __all__ = [
     "InPlace",
     "KnownMLP",
     "UnknownMLPError",
-    "copied_bridge",
+    "copy_model",
     "exposed_heads",
     "hidden",
     "hide",

@@ -1,4 +1,4 @@
-"""A second TransformerBridge around the parameters of a first.
+"""Copy a model that its neuron-heads are exposed in: a TransformerBridge or a HookedTransformer.
 
 A bridge is a graph of modules of two trees, its own and the wrapped model's, which share parts.
 `deepcopy` with its memo filled in beforehand takes that graph apart nowhere: every tensor in it is
@@ -22,16 +22,18 @@ from torch import Tensor, nn
 from transformer_lens.model_bridge import TransformerBridge
 
 from attn_only_lens.runs.attached_hooks import attached, hook_reasons, modules_of
+from attn_only_lens.tl import HookedTransformer
 
-__all__ = ["copied_bridge", "reasons_against_copying", "tensors_of"]
+__all__ = ["copy_model", "reasons_against_copying", "tensors_of"]
 
 
-def reasons_against_copying(model: object) -> list[str]:
-    """Why a bridge cannot be copied; empty where it can. Changes nothing."""
-    if type(model) is not TransformerBridge:
+def reasons_against_copying(model: Any) -> list[str]:
+    """Return why a model cannot be copied; nothing if it can. Changes nothing."""
+    if type(model) not in (TransformerBridge, HookedTransformer):
         return [
-            f"it is a {type(model).__qualname__}; expected a TransformerBridge. Neuron-heads that "
-            "are exposed in place have to be undone first: undo()"
+            f"it is a {type(model).__qualname__}; expected a TransformerBridge or a "
+            "HookedTransformer. Neuron-heads that are exposed in place have to be undone first: "
+            "undo()"
         ]
     reasons = hook_reasons(model)
     if own := attached(model).own:
@@ -45,8 +47,8 @@ def reasons_against_copying(model: object) -> list[str]:
     return reasons
 
 
-def copied_bridge(model: TransformerBridge, *, copy_weights: bool) -> TransformerBridge:
-    """The copy of a bridge that nothing speaks against copying."""
+def copy_model(model: Any, *, copy_weights: bool) -> Any:
+    """Return the copy of a model that nothing speaks against copying."""
     memo: dict[int, Any] = {}
     storages: dict[int, torch.UntypedStorage] = {}
     for tensor in tensors_of(model):
@@ -56,9 +58,11 @@ def copied_bridge(model: TransformerBridge, *, copy_weights: bool) -> Transforme
             if isinstance(tensor, nn.Parameter)
             else alias
         )
-    for shared in (model.tokenizer, getattr(model, "processor", None)):
-        memo[id(shared)] = shared
-    twin: TransformerBridge = _copy.deepcopy(model, memo)
+    for name in ("tokenizer", "processor", "dataset"):
+        memo[id(getattr(model, name, None))] = getattr(model, name, None)
+    twin = _copy.deepcopy(model, memo)
+    if not isinstance(model, TransformerBridge):
+        return twin
     for block in getattr(twin, "blocks", ()):
         block._teardown_capture_hooks()
     for module in [each for each in memo.values() if isinstance(each, nn.Module)]:

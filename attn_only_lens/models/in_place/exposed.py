@@ -44,7 +44,7 @@ class _Exposed(WithNeuronHeads):
 
     def forward(self, *args: Any, **how: Any) -> Any:
         """As in TransformerLens."""
-        with self._heads_by_layer()[0].passing.of_another_pass():  # a hook may run the model again
+        with self._heads_by_layer()[0].passing.new_pass():  # a hook may run the model again
             return super().forward(*args, **how)  # type: ignore[misc]
 
 
@@ -124,7 +124,7 @@ class ExposedMLP(MLP):
 
     def forward(self, x: Residual) -> Residual:
         """As the MLP does, by way of hook_neuron_write where it is live."""
-        with self._neuron_heads.passing.of_another_pass():  # a hook may run this MLP alone
+        with self._neuron_heads.passing.new_pass():  # a hook may run this MLP alone
             return self._neuron_heads.write(super().forward(x))
 
 
@@ -135,7 +135,7 @@ class ExposedGatedMLP(GatedMLP):
 
     def forward(self, x: Residual) -> Residual:
         """As the MLP does, by way of hook_neuron_write where it is live."""
-        with self._neuron_heads.passing.of_another_pass():  # a hook may run this MLP alone
+        with self._neuron_heads.passing.new_pass():  # a hook may run this MLP alone
             return self._neuron_heads.write(super().forward(x))
 
 

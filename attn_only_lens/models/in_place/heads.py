@@ -25,13 +25,13 @@ from transformer_lens.hook_points import HookPoint
 
 from attn_only_lens.axes import PreActivation, Residual
 from attn_only_lens.errors import UnsupportedCallError
-from attn_only_lens.gates.exact import working_precision
 from attn_only_lens.heads.bilinear import BilinearHeads
 from attn_only_lens.heads.computation import NeuronHeads, is_live
 from attn_only_lens.heads.gating import AnyGate, Gating
 from attn_only_lens.heads.host import POINTS
-from attn_only_lens.heads.pass_state import Passing
+from attn_only_lens.heads.pass_state import PassState
 from attn_only_lens.models.in_place.mlps import Sockets, misfit
+from attn_only_lens.numerics import working_precision
 from attn_only_lens.tl import GatedMLP
 
 __all__ = ["BilinearInPlace", "InPlace"]
@@ -48,7 +48,7 @@ class InPlace(NeuronHeads):
         act_fn: str,
         layer: int,
         gating: Gating,
-        passing: Passing,
+        passing: PassState,
     ) -> None:
         self.mlp: Any = mlp
         self.sockets = sockets
@@ -66,24 +66,19 @@ class InPlace(NeuronHeads):
         return self.gating.gate(self.act_fn, self.layer)
 
     @property
-    def runs_in(self) -> nn.Module:
+    def module(self) -> nn.Module:
         """The MLP."""
         module: nn.Module = self.mlp
         return module
 
     @property
-    def written_at(self) -> nn.Module:
+    def output_module(self) -> nn.Module:
         """The hook point that what W_out puts out enters; BERT's layers run no module `mlp`."""
-        return self.runs_in if self.sockets.out is None else self.sockets.out
+        return self.module if self.sockets.out is None else self.sockets.out
 
     @property
-    def n_neurons(self) -> int:
-        """d_mlp."""
-        return int(self.mlp.W_out.shape[0])
-
-    @property
-    def directions(self) -> Float[Tensor, "d_mlp d_model"]:
-        """What each neuron writes along: W_out."""
+    def W_out(self) -> Float[Tensor, "d_mlp d_model"]:  # type: ignore[override]
+        """The MLP's."""
         written: Tensor = self.mlp.W_out
         return written
 
@@ -125,11 +120,11 @@ class InPlace(NeuronHeads):
 
     def read(self, name: str, x: PreActivation) -> None:
         """Take note of q ("pre") or u ("linear")."""
-        self.passing.left[self.layer, name] = x
+        self.passing.values[self.layer, name] = x
 
     def put_out(self, post: PreActivation) -> tuple[PreActivation, PreActivation | None]:
         """What enters hook_post, in place of what the MLP has computed; and z, for the results."""
-        left = self.passing.left
+        left = self.passing.values
         q, up = left.pop((self.layer, "pre")), left.pop((self.layer, "linear"), None)
         left.pop((self.layer, "written"), None)  # of an MLP that was run alone, and broke off
         if self._recomputes:
@@ -160,12 +155,12 @@ class InPlace(NeuronHeads):
         """Take note of what users made of the activations at hook_post, for the results."""
         if z is not None:
             edit = (post - self._post(z)).repeat_interleave(self.heads_per_neuron, dim=-1)
-            written = self.shares(z) + edit / self.heads_per_neuron
-            self.passing.left[self.layer, "written"] = written
+            written = self.head_outputs(z) + edit / self.heads_per_neuron
+            self.passing.values[self.layer, "written"] = written
 
     def write(self, out: Residual) -> Residual:
         """What W_out puts out, by way of hook_result where it is live."""
-        written = self.passing.left.pop((self.layer, "written"), None)
+        written = self.passing.values.pop((self.layer, "written"), None)
         if written is None:
             return out
         W_out = self.mlp.W_out.repeat_interleave(self.heads_per_neuron, dim=0)
@@ -192,7 +187,7 @@ class InPlace(NeuronHeads):
 
     def _post(self, z: PreActivation) -> PreActivation:
         """As a new tensor: to edit hook_post in place must not reach back to hook_z."""
-        return (self.neurons(z) + self._b_in).contiguous()  # whose code may flatten it
+        return (self.neuron_outputs(z) + self._b_in).contiguous()  # whose code may flatten it
 
     # Tapping
 
@@ -231,7 +226,7 @@ class BilinearInPlace(BilinearHeads, InPlace):
     def _unwatched(
         self, q: PreActivation, up: PreActivation | None, post: PreActivation
     ) -> PreActivation:
-        return self._unseen(q, q if up is None else up) + self._b_in
+        return self._without_hooks(q, q if up is None else up) + self._b_in
 
     def _z(self, q: PreActivation, up: PreActivation | None, post: PreActivation) -> PreActivation:
         value = q if up is None else up

@@ -35,14 +35,14 @@ from transformer_lens.utilities.addmm import batch_addmm
 
 from attn_only_lens.axes import PreActivation, Residual
 from attn_only_lens.errors import UnsupportedCallError
-from attn_only_lens.gates import BilinearGate, RangeGate
-from attn_only_lens.heads.bilinear import BilinearHeads, largest_query
-from attn_only_lens.heads.computation import NeuronHeads, is_live, tracked_like
+from attn_only_lens.gates.bilinear import largest_query
+from attn_only_lens.heads.bilinear import BilinearHeads
+from attn_only_lens.heads.computation import NeuronHeads, is_live, require_grad_like
 from attn_only_lens.heads.gating import AnyGate
 from attn_only_lens.models.two_blocks.config import BlockConfig
 from attn_only_lens.tl import MLP, GatedMLP
 
-__all__ = ["BilinearAttention", "NeuronAttention", "is_live", "tracked_like"]
+__all__ = ["BilinearAttention", "NeuronAttention", "is_live", "require_grad_like"]
 
 
 class NeuronAttention(NeuronHeads, nn.Module):
@@ -78,19 +78,9 @@ class NeuronAttention(NeuronHeads, nn.Module):
         return found
 
     @property
-    def runs_in(self) -> nn.Module:
+    def module(self) -> nn.Module:
         """This module."""
         return self
-
-    @property
-    def n_neurons(self) -> int:
-        """d_mlp."""
-        return self.W_out.shape[0]
-
-    @property
-    def directions(self) -> Float[Tensor, "d_mlp d_model"]:
-        """What each neuron writes along: W_out."""
-        return self.W_out
 
     @property
     def value_is_product(self) -> bool:
@@ -191,23 +181,19 @@ class NeuronAttention(NeuronHeads, nn.Module):
 class BilinearAttention(BilinearHeads, NeuronAttention):
     """d_mlp · m neuron-heads with the parameters of one source MLP."""
 
-    def __init__(self, mlp: MLP | GatedMLP, cfg: BlockConfig) -> None:
-        super().__init__(mlp, cfg)
-        assert isinstance(self.gate, BilinearGate | RangeGate)
-
     def forward(self, x: Residual) -> Residual:
         """What the source MLP returns for the normalised residual `x`, within the gate's bound."""
         q, up = self._project(x)
         value = q if up is None else up
         results = self.cfg.use_attn_result and is_live(self.hook_result)
         if not (results or any(map(is_live, (*self._before_z, self.hook_z)))):
-            return self._write(self._unseen(q, value))
+            return self._write(self._without_hooks(q, value))
         z = self._attend(q, value)
         z = self.hook_z(z.unsqueeze(-1)).squeeze(-1)
         if results:
             result = self.hook_result(z.unsqueeze(-1) * self.W_O.squeeze(-2))
             return (result.sum(dim=-2) + self.b_O).to(q.dtype)
-        return self._write(self.neurons(z).to(q.dtype))
+        return self._write(self.neuron_outputs(z).to(q.dtype))
 
     # Weights in a head's shape
 
@@ -219,13 +205,13 @@ class BilinearAttention(BilinearHeads, NeuronAttention):
     @property
     def W_Q(self) -> Float[Tensor, "head_index d_model d_head=1"]:
         """Query weights: b_j W_in[:, i], or b_j W_gate[:, i]."""
-        return self._each(self._mixture.slopes, super().W_Q)
+        return self._each(self.bilinear_gate.b, super().W_Q)
 
     @property
     def b_Q(self) -> Float[Tensor, "head_index d_head=1"]:
         """Query biases: b_j b_in[i] + c_j; the largest number for a head that sees itself alone."""
-        scaled = self._each(self._mixture.slopes, super().b_Q)
-        return scaled + self._each(self._mixture.offsets, torch.ones_like(super().b_Q))
+        scaled = self._each(self.bilinear_gate.b, super().b_Q)
+        return scaled + self._each(self.bilinear_gate.c, torch.ones_like(super().b_Q))
 
     @property
     def W_K(self) -> Float[Tensor, "head_index d_model d_head=1"]:
@@ -251,4 +237,4 @@ class BilinearAttention(BilinearHeads, NeuronAttention):
     @property
     def W_O(self) -> Float[Tensor, "head_index d_head=1 d_model"]:
         """Output weights: w_j W_out[i]."""
-        return self._each(self._mixture.weights, self.W_out.unsqueeze(-2))
+        return self._each(self.bilinear_gate.w, self.W_out.unsqueeze(-2))

@@ -25,7 +25,7 @@ from transformer_lens.utilities import TypedModuleList
 from attn_only_lens.errors import UnsupportedModelError
 from attn_only_lens.heads.gating import Gating
 from attn_only_lens.heads.host import heads_block, neurons_block
-from attn_only_lens.heads.pass_state import Passing
+from attn_only_lens.heads.pass_state import PassState
 from attn_only_lens.models.two_blocks.blocks import AttentionBlock, NeuronBlock
 from attn_only_lens.models.two_blocks.config import (
     BlockConfig,
@@ -57,15 +57,10 @@ def convert_as(
     Raises:
         ValueError: the gates are of another kind of MLP, or of another number of layers.
     """
-    ranged = gating.kind == "bilinear" and model.cfg.gated_mlp
-    n_ranges = None if gating.ranges is None else len(gating.ranges)
-    if n_ranges != (model.cfg.n_layers if ranged else None):
-        raise ValueError(
-            f"got {gating}; expected {'a range for each layer' if ranged else 'no ranges'}"
-        )
+    gating.require_ranges(model.cfg.gated_mlp, model.cfg.n_layers)
     cfg = attention_only_config(model.cfg, gating, sizes)
     parts = _clone(model, cfg, copy_weights=copy)
-    passing = Passing()
+    passing = PassState()
     blocks: list[nn.Module] = []
     for layer, block in enumerate(parts["_modules"].pop("blocks")):
         attention = AttentionBlock.of(block, BlockConfig(cfg, heads_block(layer)), passing)

@@ -247,8 +247,8 @@ class AttentionOnlyCache(ActivationCache):
                 f"{hook} on a converted model: the MLP of source layer l is block 2l + 1. Use "
                 'cache["attn_out", 2l+1] for mlp_out, cache["resid_pre", 2l+1] for resid_mid '
                 'and mlp_in, cache["q", 2l+1] for pre, cache["z", 2l+1] for post (with bilinear '
-                "gates, these are of heads: model.blocks[2l+1].attn.neurons(z) sums those of each "
-                "neuron)"
+                "gates, these are of heads: model.blocks[2l+1].attn.neuron_outputs(z) sums those "
+                "of each neuron)"
             )
         return self.cache_dict[hook]
 
@@ -366,7 +366,7 @@ class AttentionOnlyCache(ActivationCache):
             )
         writing = Writing(self, layer)
         attn: Any = self.model.blocks[layer].attn
-        acts = as_slice(pos_slice).apply(attn.neurons(self["z", layer].squeeze(-1)), dim=-2)
+        acts = as_slice(pos_slice).apply(attn.neuron_outputs(self["z", layer].squeeze(-1)), dim=-2)
         acts = writing.at_scale(acts, as_slice(pos_slice))
         acts = as_slice(neuron_slice).apply(acts, dim=-1)
         W_out = writing.directions(as_slice(neuron_slice).apply(attn.W_out, dim=0))

@@ -85,7 +85,7 @@ class HookedReplay(Replay):
             # that begins between the two has moved.
             attention, n = variants.block - 1, len(variants.entering) // self.batch
             entered = self.unchanged(attention, variants.first, n)
-            between = self.model.passing.of_another_pass({block_layer(attention): entered})
+            between = self.model.passing.new_pass({block_layer(attention): entered})
         with between, self.model.hooks(fwd_hooks=list(variants.hooks)), adding(variants):
             return self._block(variants.block, variants.entering, variants.first)
 

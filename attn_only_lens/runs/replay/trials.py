@@ -214,9 +214,9 @@ def _written(replay: Replay, layer: int, part: Part, first: int, noise: _Noise) 
         source = replace(target, v=shown.squeeze(-1))
     else:
         source = replace(target, z=shown.squeeze(-1))
-    dz = heads.shares(moved(target, source, part))[:, first:]
+    dz = heads.head_outputs(moved(target, source, part))[:, first:]
     change = dz.unflatten(-1, (-1, heads.heads_per_neuron)).sum(-1)
-    variants = writing(replay, layer, first, change.to(heads.directions.dtype) @ heads.directions)
+    variants = writing(replay, layer, first, change.to(heads.W_out.dtype) @ heads.W_out)
     if variants.block > block_of(replay.model, layer, "neuron"):
         return variants.entering
     return replay.leaving(variants)
