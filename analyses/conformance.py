@@ -9,7 +9,7 @@ point of its neuron-heads live, and, where it is a HookedTransformer, converted
     inherent    it asserts what is bound to change, and `conformance_reasons.py` says what that is
     failed      anything else: nothing is written, and the exit status is 1
 
-It fetches from the package registry, and takes a good part of an hour.
+It fetches from the package registry, and takes half an hour on two cores.
 
     python analyses/conformance.py --out docs/conformance.md
 """
@@ -72,7 +72,10 @@ def judge(outcome: Outcome, layout: str, inherent: Iterable[Inherent] = INHERENT
     if outcome["outcome"] == "passed":
         if outcome["ours"]:
             return Verdict(test, "passed", fired)
-        return Verdict(test, "stock", fired, "; ".join(sorted(set(map(plain, outcome["refused"])))))
+        why = "; ".join(sorted(set(map(plain, outcome["refused"]))))
+        return Verdict(
+            test, "stock", fired, why or "it makes none by a constructor that is watched"
+        )
     if outcome.get("refusal"):
         return Verdict(test, "refused", fired, outcome["message"])
     for reason in inherent:

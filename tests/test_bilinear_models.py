@@ -371,8 +371,9 @@ def test_calibration():
         )
         assert limit == pytest.approx(2.0 * seen[0].abs().max().item())
     assert found.n_tokens == 22
-    with pytest.raises(ValueError, match=r"got margin=0\.5"):
-        calibrate(source, tokens(), margin=0.5)
+    for margin in (0.5, None, "2", float("inf")):
+        with pytest.raises(ValueError, match=f"got margin={margin!r}"):
+            calibrate(source, tokens(), margin=margin)
     with pytest.raises(UnsupportedModelError, match="are not gated"):
         calibrate(build("gelu"), tokens())
     for given, message in (

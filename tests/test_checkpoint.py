@@ -1,6 +1,7 @@
 """What is saved comes back bit for bit; what is damaged is refused, and says how."""
 
 import json
+import shutil
 import time
 
 import pytest
@@ -155,6 +156,21 @@ def test_a_users_files_in_a_saved_folder_are_not_deleted(name, tmp_path):
     assert (folder / name).read_text() == "years of work"
 
 
+@pytest.mark.parametrize("kind", ["two blocks", "grown"])
+def test_a_users_files_beside_the_tokenizer_are_not_deleted(kind, tmp_path):
+    make, folder = FOLDERS[kind][0], tmp_path / "saved"
+    make(folder)
+    make(folder)
+    added = folder / "tokenizer" / "added" / "merges.txt"
+    added.parent.mkdir()
+    added.write_text("years of work")
+    with pytest.raises(CheckpointError, match=r"it also holds tokenizer/added/merges\.txt"):
+        make(folder)
+    assert added.read_text() == "years of work"
+    shutil.rmtree(added.parent)
+    make(folder)
+
+
 def test_odd_destinations(tmp_path, monkeypatch):
     model = convert(build("gelu"))
     (tmp_path / "file").write_text("text")
@@ -264,7 +280,12 @@ def tokenizer_extended(folder):
     (folder / "tokenizer" / "added_tokens.json").write_text("{}")
 
 
+def tokenizer_gone(folder):
+    rewrite(folder / MANIFEST, padding_side="left")
+
+
 DAMAGE = {
+    "no tokenizer": (tokenizer_gone, "tokenizer is missing, and the model was saved with"),
     "no files": (lacking("files"), "files is missing"),
     "no weights listed": (lacking("files", "model.safetensors"), "safetensors is missing"),
     "no layers": (lacking("layers"), "layers is missing"),
@@ -445,6 +466,8 @@ def test_any_manifest_leads_to_an_error_or_to_the_same_tensors(kind, tmp_path):
         *({"n_layers": 10**6}, {"d_vocab": 10**12}, {"n_ctx": 10**9}, {"num_experts": 10**6}),
         *({"n_layers": -1}, {"d_mlp": None}, {"n_heads": "2"}, {"eps": float("inf")}),
         {"positional_embedding_type": "none"},
+        *({"eps": -1e-5}, {"rotary_base": 0}, {"attn_scale": 0.0}, {"attn_scale": -2.0}),
+        *({"yarn_factor": 0.0}, {"window_size": -3}, {"clip_qkv": -1.0}),
     ],
 )
 def test_sizes_are_held_against_the_weights_before_anything_is_built(fields, tmp_path):
@@ -460,6 +483,27 @@ def test_sizes_are_held_against_the_weights_before_anything_is_built(fields, tmp
         with pytest.raises(CheckpointError):
             read(tmp_path / folder)
         assert time.process_time() - started < 5
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"act_fn": "nonsense"}, "got 'nonsense'; expected one of gelu, "),
+        ({"load_in_4bit": True}, "4 bits"),
+    ],
+)
+def test_a_configuration_that_cannot_be_built_is_told_plainly(fields, said, tmp_path):
+    saved_two_blocks(tmp_path / "saved")
+    (tmp_path / "source").mkdir()
+    source_folder(tmp_path / "source")
+    config = tmp_path / "source" / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | fields))
+    rewrite(tmp_path / "saved" / MANIFEST, lambda whole: whole["config"].update(fields))
+    for read, folder in ((load, "saved"), (load_source, "source")):
+        with pytest.raises(CheckpointError) as error:
+            read(tmp_path / folder)
+        assert said in str(error.value)
+        assert " at 0x" not in str(error.value)
 
 
 def test_a_source_asks_no_hub_and_runs_no_code(tmp_path):

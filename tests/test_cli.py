@@ -84,6 +84,7 @@ def test_errors_are_one_message_and_exit_code_2(folder, tmp_path):
     out = tmp_path / "out"
     for arguments, message in (
         (("convert", "no-such-model", tmp_path / "new"), "could not load 'no-such-model'"),
+        (("convert", "/nonexistent", tmp_path / "new"), "there is no folder /nonexistent"),
         (("convert", "gpt2", tmp_path / "new"), "could not load 'gpt2'"),
         (("convert", tmp_path / "theirs", tmp_path / "new"), "config.json"),
         (("convert", folder, tmp_path / "theirs"), "is not a saved model alone"),

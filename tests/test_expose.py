@@ -333,6 +333,25 @@ def test_refused_by_kind():
         convert(model)
 
 
+@pytest.mark.parametrize("copy_weights", [False, True])
+@torch.no_grad()
+def test_a_copy(copy_weights):
+    model, twin = build("llama"), build("llama")
+    expected, before = model(tokens()), list(model.hook_dict)
+    copied = expose_neuron_heads(model, copy=True, copy_weights=copy_weights)
+    assert type(model) is type(twin)
+    assert list(model.hook_dict) == before
+    logits, cache = copied.model.run_with_cache(tokens())
+    assert relative(logits, expected) <= EXACT
+    assert cache[mlp_hook("pattern")].shape == (2, D_MLP, POS, 2)
+    shared = model.W_E.data_ptr() == copied.model.W_E.data_ptr()
+    assert shared is not copy_weights
+    copied.model.blocks[1].mlp.W_out.mul_(1.01)
+    assert torch.equal(model(tokens()), expected) is copy_weights
+    copied.undo()
+    assert type(copied.model) is type(twin)
+
+
 def of_kind(gate, model):
     """The gates of a kind, for a model."""
     calibration = calibrate(model, tokens()) if model.cfg.gated_mlp else None

@@ -295,3 +295,29 @@ def test_another_activation_than_the_configuration_says():
     assert relative(hooked, bridge(tokens())) <= EXACT
     q = cache[mlp_hook("q")][..., NEURON, 0]
     torch.testing.assert_close(neuron_gate(cache, "L1N29"), torch.sigmoid(q))
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "phi3", "native_gated"])
+@torch.no_grad()
+def test_a_hook_may_run_its_own_mlp_alone(name):
+    bridge = boot(name)
+    x = torch.linspace(-1, 1, 2 * bridge.cfg.d_model, dtype=torch.float64).view(1, 2, -1)
+    expected, inner = bridge(tokens()), bridge.blocks[1].mlp(x)
+    exposed = expose_neuron_heads(bridge)
+    points = [each for each in bridge.hook_dict if each.startswith("blocks.1.mlp.")]
+    ran = 0
+    for point in points:
+        seen = []
+
+        def again(value, hook, seen=seen):
+            if not seen:
+                seen.append(None)
+                seen[0] = bridge.blocks[1].mlp(x)
+
+        if exposed.model._gated_hook_reason(point):
+            continue
+        hooks = [(point, again), (mlp_hook("z"), lambda z, hook: z)]
+        assert relative(bridge.run_with_hooks(tokens(), fwd_hooks=hooks), expected) < EXACT, point
+        ran += bool(seen)
+        assert not seen or relative(seen[0], inner) < EXACT, point
+    assert ran > 6

@@ -21,7 +21,6 @@ from bridges import (
     randomise,
 )
 from common import D_MLP, POS, mlp_hook, relative, tokens
-from models import build
 from tiny_tokenizer import tiny_tokenizer
 from torch import nn
 from transformer_lens.hook_points import HookPoint
@@ -34,6 +33,7 @@ from attn_only_lens import (
     UnsupportedCallError,
     UnsupportedModelError,
     calibrate,
+    convert,
     dense_pattern,
     expose_neuron_heads,
     neuron_gate,
@@ -202,25 +202,6 @@ def test_a_bridge_with_hooks_or_exposed_is_refused():
     with expose_neuron_heads(bridge), pytest.raises(UnsupportedModelError, match="undo"):
         exposed_copy(bridge)
     exposed_copy(bridge)
-
-
-@pytest.mark.parametrize("copy_weights", [False, True])
-@torch.no_grad()
-def test_a_hooked_transformer(copy_weights):
-    model, twin = build("llama"), build("llama")
-    expected, before = model(tokens()), list(model.hook_dict)
-    copied = expose_neuron_heads(model, copy=True, copy_weights=copy_weights)
-    assert type(model) is type(twin)
-    assert list(model.hook_dict) == before
-    logits, cache = copied.model.run_with_cache(tokens())
-    assert relative(logits, expected) <= EXACT
-    assert cache[mlp_hook("pattern")].shape == (2, D_MLP, POS, 2)
-    shared = storages(model) & storages(copied.model) - {0}  # of empty tensors
-    assert bool(shared) is not copy_weights
-    copied.model.blocks[1].mlp.W_out.mul_(1.01)
-    assert torch.equal(model(tokens()), expected) is copy_weights
-    copied.undo()
-    assert type(copied.model) is type(twin)
 
 
 @torch.no_grad()

@@ -395,6 +395,9 @@ WORSE = {
     "many words": ("llama", {"hf_config": {"vocab_size": HUGE * 1000}}),
     "a native million": ("native", {"cfg": {"n_layers": HUGE}}),
     "a native context": ("native", {"cfg": {"n_ctx": HUGE * 1000}}),
+    "a negative eps": ("llama", {"hf_config": {"rms_norm_eps": -1e-5}}),
+    "rotations by nothing": ("llama", {"hf_config": {"rope_parameters": {"rope_theta": 0}}}),
+    "a negative scale": ("native", {"cfg": {"attn_scale": -2.0}}),
 }
 
 
@@ -468,7 +471,7 @@ def test_a_tokenizer_runs_no_code_and_asks_nothing(tmp_path, monkeypatch):
     outside = tmp_path / "vocabulary"
     outside.write_text("{}")
     for changes, match in (
-        ({"auto_map": {"AutoTokenizer": ["own.Own", None]}, "tokenizer_class": "Own"}, "code"),
+        ({"auto_map": {"AutoTokenizer": ["own.Own", None]}, "tokenizer_class": "Own"}, "never run"),
         ({"tokenizer_file": str(outside)}, "outside of its folder"),
         ({"model_max_length": "long"}, "cannot be loaded"),
     ):
@@ -477,6 +480,11 @@ def test_a_tokenizer_runs_no_code_and_asks_nothing(tmp_path, monkeypatch):
             digest_again(folder / MANIFEST, f"tokenizer/{path.name}")
         with pytest.raises(CheckpointError, match=match):
             load(folder)
+    model.tokenizer.save_pretrained = lambda path: shutil.copytree(settings.parent, path)
+    settings.write_text(json.dumps(json.loads(text) | {"model_max_length": "long"}))
+    with pytest.raises(CheckpointError, match="cannot be loaded"):
+        save(model, tmp_path / "again")
+    assert not (tmp_path / "again").exists()
     assert not asked
     assert not ran.exists()
 
@@ -484,11 +492,11 @@ def test_a_tokenizer_runs_no_code_and_asks_nothing(tmp_path, monkeypatch):
 # Paths that are not what is asked for
 
 
-def resume(path):
+def resume(path, sweep=p.activation_patch):
     model = exposed_copy(boot("native"))
     tokens = pretrained.modular_addition_tokens()[[5, 7]] % 41
     how = {"sites": ["L0N3"], "progress": False}
-    p.activation_patch(model, *tokens[:, None], p.logit_diff(7, 8), resume=path, **how)
+    sweep(model, *tokens[:, None], p.logit_diff(7, 8), resume=path, **how)
 
 
 TAKES = {
@@ -497,6 +505,7 @@ TAKES = {
     "read_provenance": read_provenance,
     "load_source": load_source,
     "resume": resume,
+    "gate_and_value": lambda path: resume(path, p.gate_and_value),
     "PartStore": store,
     "Comparison.save": lambda path: comparison().save(path),
     "Comparison.load": Comparison.load,
@@ -520,7 +529,8 @@ def test_a_path_to_something_else_is_one_of_our_errors(name, tmp_path):
     (folder / "text").mkdir(parents=True)
     ring.symlink_to(ring)
     odd = [text / "below" / "it", ring / "below", tmp_path / ("x" * 300), f"{tmp_path}/a\0b"]
-    odd += [text, ring] if name in TAKES else [folder] * (".load" not in name)
+    odd += [text, ring, 3.5] if name in TAKES else [folder] * (".load" not in name)
+    odd += [""]
     for path in odd:
         with pytest.raises(AttnOnlyLensError):
             (TAKES | TAKES_FILE)[name](path)

@@ -49,6 +49,8 @@ def source_model(model: str, dtype: str, device: str) -> HookedTransformer:
     with redirect_stdout(sys.stderr):  # TransformerLens prints its progress
         if Path(model).exists():
             return load_source(Path(model), dtype=dtype, device=device)
+        if Path(model).is_absolute() or model.startswith((".", "~")):
+            raise AttnOnlyLensError(f"there is no folder {model}; expected {MODEL}")
         try:
             with no_remote_code():
                 return HookedTransformer.from_pretrained(
@@ -60,6 +62,9 @@ def source_model(model: str, dtype: str, device: str) -> HookedTransformer:
         except (OSError, ValueError, RuntimeError) as error:
             # What the hub raises offline derives from these; its own text runs over many lines.
             reason = textwrap.shorten(str(error).strip().splitlines()[0], 200, placeholder=" …")
+            reason = reason.partition(" Valid official model names")[0]  # hundreds
+            if "trust_remote_code" in str(error):
+                reason = "it needs code of its own, which is never run here."
             raise AttnOnlyLensError(
                 f"could not load {model!r}: {reason} Expected {MODEL}; offline, only a folder "
                 "will do"

@@ -29,6 +29,7 @@ __all__ = ["Batch", "Source", "batches"]
 
 Some: TypeAlias = Tensor | PromptPair
 Source: TypeAlias = Prompts | PromptPair | Iterable[Some | tuple[Some, AnyMetric]]
+_AS_TENSOR = "torch.as_tensor(tokens) makes a tensor of an array or of lists"
 _PROBLEM = "these prompts cannot be compared on"
 _ALONE = (
     "got a batch of 1 prompt, of {} tokens, and no other of as many in a batch before it, nor in "
@@ -82,7 +83,12 @@ def batches(
         reasons.append(
             f"got {type(tokens).__name__}; expected texts, tokens [prompt, pos], or batches of them"
         )
-    if whole and metric is None:
+    if not whole and _numbers(tokens):
+        reasons.append(
+            f"got a {type(tokens).__name__} of numbers; expected texts, tokens [prompt, pos], or "
+            f"batches of them: {_AS_TENSOR}"
+        )
+    elif whole and metric is None:
         reasons.append("got no metric; expected one, such as patching.loss()")
     _refuse(reasons)
     stream: Iterable[Any] = tokens if not isinstance(tokens, PromptPair) else [tokens]
@@ -99,6 +105,13 @@ def batches(
 
 def _texts(tokens: object) -> bool:
     return isinstance(tokens, list | tuple) and all(isinstance(each, str) for each in tokens)
+
+
+def _numbers(given: object) -> bool:
+    """Whether this begins with numbers that are in no tensor."""
+    if isinstance(given, list | tuple):
+        return any(map(_numbers, given[:1]))
+    return isinstance(given, int) or (hasattr(given, "tolist") and not isinstance(given, Tensor))
 
 
 def _cut(model: Any, tokens: Any, corrupted: Prompts | None, size: int) -> Iterator[PromptPair]:
@@ -201,7 +214,8 @@ def _checked(model: Any, some: object) -> Tokens | PromptPair:
         checked_tokens(model, some.corrupted)
         return some
     if not isinstance(some, Tensor):
-        _refuse([f"got a batch of {type(some).__name__}; expected a tensor or a PromptPair"])
+        got = type(some).__name__
+        _refuse([f"got a batch of {got}; expected a tensor or a PromptPair: {_AS_TENSOR}"])
     return unpaired(model, some).clean  # type: ignore[arg-type]
 
 

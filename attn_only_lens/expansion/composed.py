@@ -31,9 +31,12 @@ class Composed:
         sketch, reasons = weights.sketch(), []
         for step in self.steps:
             against = step.reasons_against(sketch)
-            reasons += [f"{type(step).__name__}: {reason}" for reason in against]
             if not against:
-                sketch, _ = step(sketch)
+                try:
+                    sketch, _ = step(sketch)
+                except GrowthError as error:  # it would not fit into memory
+                    against = list(error.reasons)
+            reasons += [f"{type(step).__name__}: {reason}" for reason in against]
         return reasons
 
     def __call__(

@@ -6,19 +6,22 @@ they are free), which old entries are multiplied, and which constants change. In
 new tensors; the expansion says which of them are zero.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import psutil
 import torch
 from torch import Tensor
 
+from attn_only_lens.errors import GrowthError
 from attn_only_lens.expansion.initialise import Initialiser, New, drawn
 from attn_only_lens.expansion.placement import Moved, Place, Zeros
 from attn_only_lens.expansion.provenance import Provenance
 from attn_only_lens.expansion.weights import Axis, Weights, axes_of, block_name, in_layer, tail
 
-__all__ = ["Plan", "carry_out", "grown_by"]
+__all__ = ["Plan", "carry_out", "grown_by", "reasons_against_bytes"]
 
 
 @dataclass(frozen=True)
@@ -55,13 +58,44 @@ def grown_by(n: int, size: int) -> Place:
     return Place(tuple(range(size)), size + n)
 
 
+def reasons_against_bytes(needed: int) -> list[str]:
+    """Why tensors of so many bytes cannot be made: they fit into no memory of this machine."""
+    free = [psutil.virtual_memory().available]
+    if torch.cuda.is_available():
+        free += [torch.cuda.mem_get_info(at)[0] for at in range(torch.cuda.device_count())]
+    if needed <= max(free):
+        return []
+    return [f"the grown model takes {needed:,} bytes, and {max(free):,} are free; grow it by less"]
+
+
+def _bytes(weights: Weights, plan: Plan) -> int:
+    """What the tensors take that a plan makes; of a sketch, all tensors of the grown model."""
+    found = 0
+    for name, old in weights.tensors.items():
+        axes = axes_of(name, weights.constants)
+        sizes = [
+            plan.axes[axis].size if axis in plan.axes else size
+            for axis, size in zip(axes, old.shape, strict=True)
+        ]
+        made = old.is_meta or sizes != list(old.shape)
+        copies = made + sum(like == in_layer(name) for like in plan.like.values())
+        tied = weights.constants.tied and name == "unembed.W_U"  # the embedding once more
+        found += 0 if tied else copies * math.prod(sizes) * old.element_size()
+    return found
+
+
 def carry_out(
     weights: Weights, plan: Plan, init: Initialiser, seed: int
 ) -> tuple[Weights, Provenance]:
     """Weights with everything of the plan done, and where everything went.
 
     Tensors that do not change are those given, not copies.
+
+    Raises:
+        GrowthError: they would not fit into memory.
     """
+    if reasons := reasons_against_bytes(_bytes(weights, plan)):
+        raise GrowthError(reasons)
     constants = replace(weights.constants, **plan.constants)
     provenance = Provenance(
         layers=plan.layers or Place.same(weights.constants.n_layers),

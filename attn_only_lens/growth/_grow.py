@@ -9,12 +9,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformer_lens.model_bridge import TransformerBridge
 
 from attn_only_lens import expansion as ex
 from attn_only_lens.errors import GrowthError
 from attn_only_lens.expansion import Axis, Identity, Provenance, Weights
 from attn_only_lens.expansion.initialise import Initialiser, own
+from attn_only_lens.expansion.plan import reasons_against_bytes
 from attn_only_lens.expansion.provenance import identity_of
+from attn_only_lens.expansion.weights import in_layer
 from attn_only_lens.growth.growable import Rim
 from attn_only_lens.growth.hooked import HOOKED
 from attn_only_lens.growth.native import NATIVE
@@ -55,8 +58,11 @@ def to_sizes(weights: Weights, asked: dict[str, int]) -> tuple[ex.Expansion, lis
         n = missing("d_model", sizes[Axis("d_model")])
         steps += [ex.WidenStream(n)] if n > 0 else []
     if "n_layers" in asked:
-        new = range(n_layers, n_layers + missing("n_layers", n_layers))
-        steps += [ex.InsertLayer(at) for at in new]
+        n = missing("n_layers", n_layers)
+        last = (each for name, each in weights.tensors.items() if in_layer(name) == n_layers - 1)
+        too_many = reasons_against_bytes(n * sum(x.numel() * x.element_size() for x in last))
+        reasons += too_many
+        steps += [] if too_many else map(ex.InsertLayer, range(n_layers, n_layers + n))
     if not steps and not reasons:
         reasons.append(f"got {asked}, which it has already; give at least one larger size")
     return ex.compose(*steps), list(dict.fromkeys(reasons))
@@ -309,10 +315,13 @@ def rim_of(model: Any) -> Rim:
         if rim.takes(model):
             return rim
     kind = type(model)
+    got = f"{kind.__module__}.{kind.__qualname__}"
+    if isinstance(model, TransformerBridge):  # exposed, it is of a class of ours
+        got = f"TransformerBridge of {model.cfg.architecture}"
     raise GrowthError(
         [
-            f"got a {kind.__module__}.{kind.__qualname__}; expected a HookedTransformer, what "
-            "convert makes of one, or a TransformerBridge of boot_native"
+            f"got a {got}; expected a HookedTransformer, what convert makes of one, or a "
+            "TransformerBridge of boot_native"
         ]
     )
 

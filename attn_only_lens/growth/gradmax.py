@@ -10,7 +10,8 @@ from torch import Tensor
 from attn_only_lens.axes import Logits, Tokens
 from attn_only_lens.errors import GrowthError
 from attn_only_lens.growth.hooked import HOOKED
-from attn_only_lens.numerics import where_float64_is
+from attn_only_lens.numerics import as_plain, is_count, where_float64_is
+from attn_only_lens.runs.inputs import checked_tokens
 
 __all__ = ["gradient_products"]
 
@@ -35,7 +36,9 @@ def gradient_products(
         batch_size: prompts at a time; losses of batches are added up.
 
     Raises:
-        GrowthError: its neurons' activations are not, to first order, multiples of x · w_i.
+        GrowthError: its neurons' activations are not, to first order, multiples of x · w_i; or
+            the batch size is no number of prompts.
+        UnsupportedCallError: the tokens are none that the model can run on.
 
     Example:
         >>> import torch
@@ -53,10 +56,12 @@ def gradient_products(
     if not reasons and (model.cfg.attn_only or model.cfg.gated_mlp):
         what = "no MLPs" if model.cfg.attn_only else "gated MLPs, products of two inputs"
         reasons.append(f"it has {what}; GradMax is about one input to each neuron")
+    if not is_count(batch_size, 1):
+        reasons.append(f"got batch_size={batch_size!r}; expected 1 or more")
     if reasons:
         raise GrowthError(reasons, "there are no gradients to choose neurons by")
     products: dict[int, Tensor] = {}
-    for batch in tokens.split(batch_size):
+    for batch in checked_tokens(model, tokens).split(as_plain(batch_size)):
         inputs: list[Tensor] = []
         outputs: list[Tensor] = []
 

@@ -28,6 +28,7 @@ from attn_only_lens.models.source_folder import (
 )
 from attn_only_lens.storage import (
     digests_of,
+    files_listed,
     inside,
     misfits,
     opened_folder,
@@ -105,7 +106,8 @@ def save_grown(grown: Grown, folder: str | os.PathLike[str]) -> Path:
     state = model.state_dict()
     # The tokenizer lies beside it, and need not be looked for at a hub.
     config = plain_config(model.cfg) | {"tokenizer_name": None, "init_weights": False}
-    with whole_folder(there, (CONFIG, WEIGHTS, TOKENIZER, PROVENANCE), PROVENANCE) as new:
+    ours = (CONFIG, WEIGHTS, TOKENIZER, PROVENANCE)
+    with whole_folder(there, ours, PROVENANCE, files_listed) as new:
         (new / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         kept = {name: tensor for name, tensor in state.items() if not name.endswith(COMPUTED)}
         write_tensors(new / WEIGHTS, kept)

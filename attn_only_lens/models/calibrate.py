@@ -11,6 +11,7 @@ from transformer_lens.model_bridge import TransformerBridge
 from attn_only_lens.axes import Tokens
 from attn_only_lens.errors import UnsupportedModelError
 from attn_only_lens.models.in_place.known_mlps import known_mlps
+from attn_only_lens.numerics import as_plain
 from attn_only_lens.runs.inputs import checked_tokens
 from attn_only_lens.tl import HookedTransformer
 
@@ -56,7 +57,7 @@ def calibrate(
         UnsupportedModelError: the model has no gated MLPs (other gates need no calibration), or
             cannot be converted; or what it computes on the tokens is not finite.
         UnsupportedCallError: the tokens are none that the model can run on.
-        ValueError: the margin is below 1.
+        ValueError: the margin is no number, or below 1.
 
     Example:
         >>> import torch
@@ -74,8 +75,9 @@ def calibrate(
     if any(each.sockets.linear is None for each in known):
         reason = "its MLPs are not gated: bilinear gates hold for every input, uncalibrated"
         raise UnsupportedModelError([reason], _PROBLEM)
-    if not margin >= 1.0:
-        raise ValueError(f"got margin={margin}; expected at least 1")
+    margin = as_plain(margin)
+    if type(margin) not in (int, float) or not 1.0 <= margin < float("inf"):
+        raise ValueError(f"got margin={margin!r}; expected a number, at least 1")
     tokens = checked_tokens(model, tokens)
     largest = [0.0] * len(known)
 

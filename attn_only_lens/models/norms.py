@@ -203,7 +203,7 @@ class _Seen:
 
             def look(module: Any, args: Any, kwargs: Any, output: Any, name: str = name) -> None:
                 self.given[name] = args[0] if args else kwargs["hidden_states"]
-                self.returned[name] = output[0] if isinstance(output, tuple) else output
+                self.returned[name] = output[0] if isinstance(output, tuple | list) else output
 
             callback(part.register_forward_hook(look, with_kwargs=True).remove)
 

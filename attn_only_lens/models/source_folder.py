@@ -12,6 +12,7 @@ from typing import Any, TypedDict
 import psutil
 import torch
 from torch import Tensor
+from transformer_lens.utilities.activation_functions import SUPPORTED_ACTIVATIONS
 from transformers import AutoTokenizer
 
 from attn_only_lens.errors import CheckpointError
@@ -23,6 +24,7 @@ from attn_only_lens.storage import (
     inside,
     misfits,
     opened_folder,
+    out_of_range,
     read_json,
     read_tensors,
 )
@@ -47,6 +49,7 @@ __all__ = [
     "load_source",
     "load_tokenizer",
     "read_folder",
+    "reasons_against_config",
 ]
 
 CONFIG, WEIGHTS, TOKENIZER = "config.json", "model.safetensors", "tokenizer"
@@ -83,8 +86,7 @@ def load_source(
     chosen = {"device": str(to_device), "dtype": to_dtype, "init_weights": False}
     chosen |= {"tokenizer_name": None, "trust_remote_code": False}
     said = {key: value for key, value in config.items() if key not in chosen}
-    wrong = list(misfits(said, HookedTransformerConfig, CONFIG))
-    if wrong:
+    if wrong := reasons_against_config(said, CONFIG):
         raise CheckpointError(f"{folder / CONFIG} is not a model's: {'; '.join(wrong[:5])}")
     fields = said | chosen
     try:
@@ -118,13 +120,33 @@ def load_source(
     return model
 
 
+def reasons_against_config(config: dict[str, Any], where: str) -> list[str]:
+    """Why this is no configuration of a HookedTransformer that can be built; empty where it is."""
+    reasons = [*misfits(config, HookedTransformerConfig, where), *out_of_range(config, where)]
+    act_fn = config.get("act_fn")
+    if isinstance(act_fn, str) and act_fn not in SUPPORTED_ACTIVATIONS:
+        known = ", ".join(sorted(SUPPORTED_ACTIVATIONS))
+        reasons.append(f"{where}.act_fn: got {act_fn!r}; expected one of {known}")
+    if config.get("load_in_4bit"):
+        reasons.append(
+            f"{where}.load_in_4bit is set, and weights in 4 bits are not read; expected a model in "
+            f"{', '.join(DTYPES)}"
+        )
+    return reasons
+
+
 def load_tokenizer(folder: Path) -> Any:
     """Read the tokenizer of a folder: no code of its own, no file of another folder, no question.
 
     Raises:
-        CheckpointError: it needs code of its own, names files elsewhere, or cannot be read.
+        CheckpointError: it is missing, needs code of its own, names files elsewhere, or cannot be
+            read.
     """
     where = folder / TOKENIZER
+    if not where.is_dir():
+        raise CheckpointError(
+            f"{where} is missing, and the model was saved with a tokenizer: save it again"
+        )
     for path in where.rglob("*"):
         inside(folder, path.relative_to(folder).as_posix())
     settings = where / "tokenizer_config.json"
@@ -141,6 +163,12 @@ def load_tokenizer(folder: Path) -> Any:
         made.encode("")
         return made
     except Exception as error:  # of any tokenizer, written in any language
+        if "trust_remote_code" in str(error):
+            raise CheckpointError(
+                f"the tokenizer in {where} needs code of its own, which is never run from a "
+                "folder; save the model with a tokenizer of a class that transformers has, or "
+                "without one (model.tokenizer = None), and give it tokens"
+            ) from error
         raise CheckpointError(f"the tokenizer in {where} cannot be loaded: {error}") from error
 
 

@@ -121,7 +121,7 @@ def mixture(gate: AnyGate) -> Mixture:
     raise UnsupportedModelError(
         [
             f"its gate is that of {gate.name}, exactly: a score that is not linear in the "
-            'pre-activation, which no stock head has. Convert the source with gate=Bilinear() '
+            "pre-activation, which no stock head has. Convert the source with gate=Bilinear() "
             "first (silu and quick_gelu are linear as they are)"
         ],
         problem=PROBLEM,
@@ -340,7 +340,7 @@ def reasons_against(model: object, max_bytes: int) -> list[str]:
     if cfg.gated_mlp and model.cfg.gating.kind == "exact":
         reasons.append(
             "its MLPs are gated, exactly: a neuron's value is the product of two linear maps, "
-            'which no stock head has. Convert the source with gate=Bilinear() first'
+            "which no stock head has. Convert the source with gate=Bilinear() first"
         )
     for gate in set(gates(model)):
         try:

@@ -26,6 +26,7 @@ from attn_only_lens.errors import PatchingError
 from attn_only_lens.heads import neuron_heads as heads_by_layer
 from attn_only_lens.patching._activation_patch import activation_patch
 from attn_only_lens.patching.results import Sweep
+from attn_only_lens.patching.resume import unusable
 from attn_only_lens.runs.edits import Part, changes, interaction, moved
 from attn_only_lens.runs.metrics import AnyMetric
 from attn_only_lens.runs.paired_runs import not_one_of
@@ -34,6 +35,7 @@ from attn_only_lens.runs.prompts import PromptPair, Prompts, prompt_pair
 from attn_only_lens.runs.recording import record
 from attn_only_lens.runs.replacements import DIRECTIONS
 from attn_only_lens.runs.sites import LayerSites, Sites, neuron_heads, resolve
+from attn_only_lens.storage import opened_folder
 
 __all__ = ["gate_and_value"]
 
@@ -98,6 +100,7 @@ def gate_and_value(
     reasons += not_one_of("direction", direction, DIRECTIONS)
     if reasons:
         raise PatchingError(reasons, "gate and value cannot be told apart")
+    kept = None if resume is None else opened_folder(resume, unusable)
 
     def sweep(part: Part) -> Sweep:
         return activation_patch(
@@ -111,7 +114,7 @@ def gate_and_value(
             direction=direction,
             mask=mask,
             batch_size=batch_size,
-            resume=None if resume is None else Path(resume) / part,
+            resume=None if kept is None else kept / part,
             progress=progress,
         )
 

@@ -20,7 +20,7 @@ from attn_only_lens.errors import PatchingError
 from attn_only_lens.storage import Document, inside, opened_folder
 from attn_only_lens.storage.tables import parquet_metadata, read_table, write_table
 
-__all__ = ["PartStore"]
+__all__ = ["PartStore", "unusable"]
 
 SETTINGS = "settings.json"
 _ID = re.compile(r"[A-Za-z0-9_]+(-[A-Za-z0-9_]+)*")
@@ -31,11 +31,12 @@ class _Settings(TypedDict):
     settings: dict[str, Any]
 
 
-def _unusable(reason: str) -> PatchingError:
+def unusable(reason: str) -> PatchingError:
+    """The error that says why a folder cannot hold the parts of a sweep."""
     return PatchingError([reason], "no sweep can be kept here")
 
 
-_DOCUMENT = Document("attn_only_lens.PartStore", 3, _Settings, _unusable, indent=2)
+_DOCUMENT = Document("attn_only_lens.PartStore", 3, _Settings, unusable, indent=2)
 
 
 class PartStore:
@@ -61,7 +62,7 @@ class PartStore:
     """
 
     def __init__(self, folder: str | Path, settings: dict[str, Any]) -> None:
-        self.folder = opened_folder(folder, _unusable)
+        self.folder = opened_folder(folder, unusable)
         text = _DOCUMENT.text(settings=settings)
         self.settings: dict[str, Any] = json.loads(text)["settings"]
         sorted_text = json.dumps(self.settings, sort_keys=True)
@@ -117,7 +118,7 @@ class PartStore:
         reasons: list[str] = []
         for path in sorted(self.folder.glob("part-*.parquet")):
             try:
-                frame, said = read_table(inside(self.folder, path.name, _unusable))
+                frame, said = read_table(inside(self.folder, path.name, unusable))
                 self._require_own(path, said, len(frame))
             except PatchingError as error:
                 reasons += error.reasons
@@ -144,7 +145,7 @@ class PartStore:
                 [f"got {part_id!r}; expected letters, digits, _ and -, such as '0001'"],
                 "this is no name for a part",
             )
-        return inside(self.folder, f"part-{part_id}.parquet", _unusable)
+        return inside(self.folder, f"part-{part_id}.parquet", unusable)
 
     def _mark(self, path: Path) -> dict[str, Any]:
         return {"file": path.name, "settings": self.fingerprint}

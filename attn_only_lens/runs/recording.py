@@ -201,7 +201,7 @@ def _watched_returns(model: Any) -> Iterator[list[int | None]]:
     beside: list[int | None] = []
 
     def look(module: nn.Module, args: Any, output: Any) -> None:
-        beside.append(len(output) - 1 if isinstance(output, tuple) else None)
+        beside.append(len(output) - 1 if isinstance(output, tuple | list) else None)
 
     with ExitStack() as stack:
         for block in model.blocks:
@@ -217,12 +217,12 @@ def stream_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Residual:
 
 def returned_stream(output: Any) -> Residual:
     """The residual stream, or a sublayer's output, among what a module returns."""
-    found: Residual = output[0] if isinstance(output, tuple) else output
+    found: Residual = output[0] if isinstance(output, tuple | list) else output
     if not isinstance(found, Tensor):
         raise UnsupportedModelError(
             [
                 f"a block returns a {type(found).__name__}; expected the residual stream, or a "
-                "tuple that begins with it"
+                "tuple or list that begins with it"
             ],
             "this model cannot be recorded",
         )

@@ -18,7 +18,15 @@ from attn_only_lens.errors import CheckpointError
 from attn_only_lens.storage.typed import misfits
 from attn_only_lens.storage.writing import write_text
 
-__all__ = ["Document", "FileDigest", "check_files", "digests_of", "inside", "read_json"]
+__all__ = [
+    "Document",
+    "FileDigest",
+    "check_files",
+    "digests_of",
+    "files_listed",
+    "inside",
+    "read_json",
+]
 
 _SHOWN = 5
 
@@ -142,6 +150,14 @@ def digests_of(folder: Path, names: Iterable[str] | None = None) -> dict[str, Fi
         files = (path for path in folder.rglob("*") if path.is_file())
         names = (path.relative_to(folder).as_posix() for path in files)
     return {name: _digest(folder / name) for name in sorted(names)}
+
+
+def files_listed(path: Path) -> set[str]:
+    """The files that a manifest says were written beside it; none where it cannot be read."""
+    try:
+        return set(read_json(path)["files"])
+    except (CheckpointError, LookupError, TypeError):
+        return set()
 
 
 def _digest(path: Path) -> FileDigest:

@@ -1,11 +1,12 @@
-"""Check values out of JSON against the types that the code has for them anyway.
+"""Check values out of JSON against the types that the code has for them anyway, and their range.
 
 TypedDicts, dataclasses and the types of `typing` say what is expected. Nothing is built from a
 value before it has been compared with them.
 """
 
+import re
 import reprlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import MISSING, fields, is_dataclass
 from math import isfinite
 from types import UnionType
@@ -13,9 +14,31 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints, is
 
 import torch
 
-__all__ = ["misfits"]
+__all__ = ["misfits", "out_of_range"]
 
 _LARGEST = 2**63  # of whole numbers that torch takes
+# What configurations, of TransformerLens and of transformers, call numbers of one range.
+_RANGES: tuple[tuple[re.Pattern[str], str, Callable[[float], bool]], ...] = (
+    (
+        re.compile(
+            r"rotary_base(_local)?|\w*_theta|(\w*_)?factor|yarn_\w+|NTK_\w+|clip_qkv|window_size|"
+            r"n_devices|n_ctx|n_positions|max_position_embeddings|query_pre_attn_scalar"
+        ),
+        "more than 0",
+        lambda value: value > 0,
+    ),
+    (re.compile(r"(\w*_)?eps(ilon)?|rotary_dim"), "0 or more", lambda value: value >= 0),
+    (
+        re.compile(r"attn_scale"),
+        "more than 0, or -1 for the root of d_head",
+        lambda value: value > 0 or value == -1,
+    ),
+    (
+        re.compile(r"(\w*_)?(p?drop|dropout(_prob)?)"),
+        "from 0 to 1",
+        lambda value: 0 <= value <= 1,
+    ),
+)
 
 
 def misfits(value: Any, expected: Any, where: str) -> Iterator[str]:
@@ -65,6 +88,26 @@ def misfits(value: Any, expected: Any, where: str) -> Iterator[str]:
     if not fits:
         name = expected.__name__ if isinstance(expected, type) and not args else str(expected)
         yield f"{where}: got {reprlib.repr(value)}; expected {name.replace('typing.', '')}"
+
+
+def out_of_range(config: Any, where: str) -> Iterator[str]:
+    """Every number of a configuration that no model can have, however deep it lies.
+
+    Args:
+        config: what `json.loads` returned.
+        where: what it is called.
+
+    Example:
+        >>> list(out_of_range({"eps": -1e-5, "rotary_base": 10000}, "config"))
+        ['config.eps: got -1e-05; expected 0 or more']
+    """
+    inner = config.items() if isinstance(config, dict) else ()
+    for key, value in inner:
+        yield from out_of_range(value, f"{where}.{key}")
+        if type(value) in (int, float):
+            for pattern, expected, fits in _RANGES:
+                if pattern.fullmatch(key) and not fits(value):
+                    yield f"{where}.{key}: got {value}; expected {expected}"
 
 
 def _fields(value: dict[str, Any], expected: Any, where: str) -> Iterator[str]:

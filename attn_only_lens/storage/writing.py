@@ -17,7 +17,7 @@ import os
 import secrets
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
@@ -54,8 +54,8 @@ def written_whole(path: Path) -> Iterator[Path]:
     Raises:
         CheckpointError: it cannot be written.
     """
-    if "\0" in str(path):
-        raise CheckpointError(f"got {str(path)!r}; expected a path without the character 0")
+    if "\0" in str(path) or not path.name:  # pathlib takes '' for the current folder
+        raise CheckpointError(f"got {str(path)!r}; expected a path, without the character 0")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         _tidy(path)
@@ -77,13 +77,19 @@ def written_whole(path: Path) -> Iterator[Path]:
 
 
 @contextmanager
-def whole_folder(folder: Path, ours: Sequence[str], seal: str) -> Iterator[Path]:
+def whole_folder(
+    folder: Path,
+    ours: Sequence[str],
+    seal: str,
+    listed: Callable[[Path], Container[str]] | None = None,
+) -> Iterator[Path]:
     """A folder to write in, which takes the place of `folder` when the block has ended.
 
     Args:
         folder: its place; an earlier one there is replaced. Links are followed.
         ours: the names that such folders hold, so that nobody else's files are lost.
         seal: the one of them that only we write: without it, the rest is somebody's.
+        listed: which files of folders within are ours, by what the seal says.
 
     Raises:
         CheckpointError: there is something else in that place, or it cannot be written.
@@ -94,6 +100,11 @@ def whole_folder(folder: Path, ours: Sequence[str], seal: str) -> Iterator[Path]
     if folder.is_dir():
         there = sorted(path.name for path in folder.iterdir())
         foreign = [name for name in there if name not in ours] if seal in there else there
+        if listed is not None and not foreign:
+            known = listed(folder / seal)
+            within = (path for path in folder.glob("*/**/*") if path.is_symlink() or path.is_file())
+            names = sorted(path.relative_to(folder).as_posix() for path in within)
+            foreign = [name for name in names if name not in known]
         if foreign:
             raise CheckpointError(
                 f"{folder} is not a saved model alone, it also holds {', '.join(foreign[:5])}"
@@ -113,6 +124,8 @@ def opened_folder(
         CheckpointError: or what `refuse` makes of the reason: there is something else at that
             path. That nothing is there is no error.
     """
+    if folder == "":  # which pathlib takes for the current folder
+        raise refuse("got '' as a folder; expected a path, '.' for the current folder")
     try:
         found = Path(folder).resolve()
         if not os.path.lexists(found):

@@ -6,7 +6,7 @@ from common import relative, tokens
 from growing import all_steps
 from models import build
 
-from attn_only_lens import GrowthError, convert, grow
+from attn_only_lens import GrowthError, UnsupportedCallError, convert, grow
 from attn_only_lens import expansion as ex
 from attn_only_lens.growth import gradient_products, read
 from attn_only_lens.tl import HookedTransformer, HookedTransformerConfig
@@ -213,6 +213,11 @@ def test_grad_max_leaves_the_rest_to_own():
         gradient_products(build("llama"), tokens())
     with pytest.raises(GrowthError, match="no HookedTransformer"):
         gradient_products(torch.nn.Linear(2, 2), tokens())
+    for size in (0, -1, 2.5, None):
+        with pytest.raises(GrowthError, match=f"got batch_size={size}"):
+            gradient_products(model, tokens(), batch_size=size)
+    with pytest.raises(UnsupportedCallError, match="got a ndarray"):
+        gradient_products(model, tokens().numpy())
 
 
 def test_wishes_that_would_be_dead():

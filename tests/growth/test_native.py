@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from bridges import NATIVE
+from bridges import NATIVE, boot
 from common import D_VOCAB, tokens
 from transformer_lens.model_bridge import TransformerBridge
 
@@ -183,6 +183,8 @@ def test_what_cannot_be_grown_is_refused_with_every_reason():
     exposed = expose_neuron_heads(native("ln"))
     with pytest.raises(GrowthError, match="undo"):
         grow(exposed.model, d_mlp=41)
+    with pytest.raises(GrowthError, match="got a TransformerBridge of GPT2LMHeadModel"):
+        grow(expose_neuron_heads(boot("gpt2")).model, d_mlp=41)
     processed = native("ln")
     processed.enable_compatibility_mode(no_processing=True)
     with pytest.raises(GrowthError, match="compatibility mode"):

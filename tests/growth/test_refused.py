@@ -37,6 +37,11 @@ from attn_only_lens.tl import LayerNormPre
         ({"expansion": ex.WidenQueriesAndKeys(2)}, ["one d_head for both"]),
         ({"expansion": ex.AddNeurons(2, layers=[1])}, ["differ in d_mlp", "convert(model) first"]),
         ({"expansion": ex.AddHeads(2, layers=[1])}, ["differ in n_heads"]),
+        *(
+            ({size: 10**15}, ["the grown model takes", "bytes"])
+            for size in ("d_mlp", "n_heads", "d_head", "d_model", "n_layers")
+        ),
+        ({"expansion": ex.AddNeurons(10**10)}, ["the grown model takes"]),
     ],
 )
 def test_out_of_range(request_, reasons):

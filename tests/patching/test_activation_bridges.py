@@ -32,6 +32,9 @@ CONFIGS = {
     "llama": lambda: transformers.LlamaConfig(**SIZES, **GROUPED),
     "gemma2": lambda: transformers.Gemma2Config(**SIZES, **GROUPED),  # norms before and after
     "phi": lambda: transformers.PhiConfig(**SIZES),
+    "openai": lambda: transformers.OpenAIGPTConfig(  # its blocks return lists, and end in a norm
+        vocab_size=41, n_positions=17, n_layer=2, n_head=2, n_embd=26
+    ),
 }
 NATIVE = {"n_layers": 2, "d_model": 26, "n_heads": 2, "d_head": 13, "d_mlp": D_MLP, "d_vocab": 41}
 NATIVE |= {"n_ctx": 17, "init_mode": "gpt2", "seed": 0}

@@ -194,6 +194,31 @@ def test_a_model_that_reads_its_vocabulary_keeps_it(fails, monkeypatch):
         sweep(model)
 
 
+@pytest.mark.parametrize("tried", ["columns", "cache", "suffix"])
+@pytest.mark.parametrize(
+    "error",
+    [torch.OutOfMemoryError("CUDA out of memory"), OSError("no disk"), TypeError("takes no")],
+)
+def test_errors_that_say_nothing_about_the_model_are_heard(tried, error):
+    model = exposed("gpt2")
+
+    def fail(module, args, kwargs, output):
+        narrow = output.logits.shape[-1] != bridges.D_VOCAB
+        cache = kwargs.get("past_key_values")
+        before = 0 if cache is None else cache.get_seq_length()
+        now = "suffix" if before < POS and before else "cache" if before else "columns"
+        if now == tried and (now != "columns" or narrow):
+            raise error
+        return output
+
+    model.original_model.register_forward_hook(of_a_library(fail), with_kwargs=True)
+    if isinstance(error, TypeError):
+        assert worst(model, sweep(model)) < EXACT
+    else:
+        with pytest.raises(type(error), match=str(error)):
+            sweep(model)
+
+
 def test_a_sweep_that_fails_leaves_the_model_as_it_was():
     model = exposed("gpt2")
 

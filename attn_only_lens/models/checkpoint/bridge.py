@@ -35,6 +35,7 @@ from attn_only_lens.models.in_place.known_mlps import known_mlps
 from attn_only_lens.models.source_folder import dtype_named
 from attn_only_lens.numerics import same_randomness
 from attn_only_lens.runs.attached_hooks import attached, hook_reasons
+from attn_only_lens.storage import out_of_range
 
 __all__ = ["bridge_parts", "native", "rebuilt_bridge", "skeleton"]
 
@@ -59,8 +60,11 @@ def skeleton(
             and memory are taken for it.
 
     Raises:
-        CheckpointError: this version of transformers or of TransformerLens cannot build it.
+        CheckpointError: this version of transformers or of TransformerLens cannot build it, or it
+            has numbers that no model can have.
     """
+    if wrong := list(out_of_range(config, "config")):
+        raise CheckpointError(f"this is no configuration: {'; '.join(wrong[:5])}")
     try:
         with same_randomness(torch.device("cpu")), torch.device("cpu"):
             if tensors is not None:

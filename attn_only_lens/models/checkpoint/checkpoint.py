@@ -43,6 +43,7 @@ from attn_only_lens.models.source_folder import (
 from attn_only_lens.models.two_blocks import AttentionOnlyTransformer
 from attn_only_lens.storage import (
     check_files,
+    files_listed,
     opened_folder,
     read_tensors,
     whole_folder,
@@ -116,8 +117,9 @@ def save(
 
     Raises:
         CheckpointError: the model has no neuron-heads, or could not be loaded again (it has
-            parameters or an activation that its configuration does not lead to; a bridge: code,
-            hooks or processing options of its own), or the folder holds something else.
+            parameters or an activation that its configuration does not lead to, or a tokenizer
+            that needs its own code; a bridge: code, hooks or processing options of its own), or the
+            folder holds something else.
 
     Example:
         >>> import tempfile, torch
@@ -147,10 +149,11 @@ def save(
         "padding_side": None if model.tokenizer is None else model.tokenizer.padding_side,
         **parts.more,
     }
-    with whole_folder(folder, (MANIFEST, WEIGHTS, TOKENIZER), MANIFEST) as new:
+    with whole_folder(folder, (MANIFEST, WEIGHTS, TOKENIZER), MANIFEST, files_listed) as new:
         write_tensors(new / WEIGHTS, parts.tensors)
         if model.tokenizer is not None:
             model.tokenizer.save_pretrained(new / TOKENIZER)
+            load_tokenizer(new)
         write_manifest(new, entries)
     return folder
 

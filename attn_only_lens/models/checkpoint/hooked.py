@@ -17,13 +17,12 @@ from attn_only_lens.models.checkpoint.entries import Parts, plain_config
 from attn_only_lens.models.expose import expose_as
 from attn_only_lens.models.in_place import exposed_heads, hidden
 from attn_only_lens.models.in_place.known_mlps import known_mlps
-from attn_only_lens.models.source_folder import dtype_named
+from attn_only_lens.models.source_folder import dtype_named, reasons_against_config
 from attn_only_lens.models.two_blocks import AttentionOnlyTransformer, LayerSizes
 from attn_only_lens.models.two_blocks.build import converted_skeleton, fill, misfits, stock_skeleton
 from attn_only_lens.models.two_blocks.config import by_layer, sizes_of
 from attn_only_lens.models.two_blocks.convertible import reasons_against
-from attn_only_lens.storage import misfits as type_misfits
-from attn_only_lens.tl import HookedTransformer, HookedTransformerConfig, require_hooked_transformer
+from attn_only_lens.tl import HookedTransformer, require_hooked_transformer
 
 __all__ = ["in_place_parts", "rebuilt_in_place", "rebuilt_two_blocks", "two_blocks_parts"]
 
@@ -132,8 +131,7 @@ def _stock(config: dict[str, Any]) -> HookedTransformer:
     """Its source without numbers."""
     require_hooked_transformer()
     dtype = dtype_named(str(config.get("dtype")))
-    wrong = list(type_misfits(config, HookedTransformerConfig, "config"))
-    if wrong:
+    if wrong := reasons_against_config(config, "config"):
         raise CheckpointError(f"this is no configuration: {'; '.join(wrong[:5])}")
     # Code from a hub is not run whatever a file says, and a file need not say otherwise.
     fields = {"device": "cpu", **config, "dtype": dtype, "trust_remote_code": False}

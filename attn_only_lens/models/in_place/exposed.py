@@ -13,6 +13,11 @@ from contextlib import contextmanager
 from typing import Any
 
 from transformer_lens.model_bridge import TransformerBridge
+from transformer_lens.model_bridge.generalized_components import (
+    GatedMLPBridge,
+    JointGateUpMLPBridge,
+    MLPBridge,
+)
 
 from attn_only_lens.axes import Residual
 from attn_only_lens.errors import UnsupportedCallError
@@ -139,11 +144,37 @@ class ExposedGatedMLP(GatedMLP):
             return self._neuron_heads.write(super().forward(x))
 
 
+class _ExposedMLPBridge:
+    """An MLP of a bridge with neuron-heads, which its taps call."""
+
+    _neuron_heads: InPlace
+
+    def forward(self, *args: Any, **how: Any) -> Any:
+        """As in TransformerLens."""
+        with self._neuron_heads.passing.of_another_pass():  # a hook may run this MLP alone
+            return super().forward(*args, **how)  # type: ignore[misc]
+
+
+class ExposedPlainBridge(_ExposedMLPBridge, MLPBridge):
+    """A plain MLP of a bridge with neuron-heads."""
+
+
+class ExposedGatedBridge(_ExposedMLPBridge, GatedMLPBridge):
+    """A gated MLP of a bridge with neuron-heads."""
+
+
+class ExposedJointBridge(_ExposedMLPBridge, JointGateUpMLPBridge):
+    """A gated MLP of a bridge, q and u from one weight, with neuron-heads."""
+
+
 _EXPOSED: dict[type, type] = {
     HookedTransformer: ExposedTransformer,
     TransformerBridge: ExposedBridge,
     MLP: ExposedMLP,
     GatedMLP: ExposedGatedMLP,
+    MLPBridge: ExposedPlainBridge,
+    GatedMLPBridge: ExposedGatedBridge,
+    JointGateUpMLPBridge: ExposedJointBridge,
 }
 _STOCK = {exposed: stock for stock, exposed in _EXPOSED.items()}
 

@@ -37,7 +37,7 @@ from attn_only_lens.runs.recording import (
     stream_of,
     watched_streams,
 )
-from attn_only_lens.runs.replay.key_values import Past, past_of
+from attn_only_lens.runs.replay.key_values import UNFIT, Past, is_refusal, past_of
 from attn_only_lens.runs.replay.replay import Replay, Variants, adding
 
 __all__ = ["BridgeReplay"]
@@ -89,7 +89,9 @@ class BridgeReplay(Replay):
         whole, logits = self._watched(Variants(block, 0, entering))
         try:
             later, again = self._watched(Variants(block, first, entering[:, first:]))
-        except Exception:  # whatever a model says that cannot take up where a cache ends
+        except UNFIT as error:  # a model that cannot take up where a cache ends
+            if not is_refusal(error):
+                raise
             return False
         for mine, theirs in zip(later, whole, strict=True):
             theirs = theirs[:, first:]
@@ -146,7 +148,9 @@ class BridgeReplay(Replay):
         try:
             with self._narrowed():
                 mine = self._run(nothing)
-        except Exception:  # whatever a model says that counts its vocabulary
+        except UNFIT as error:  # a model that counts its vocabulary
+            if not is_refusal(error):
+                raise
             return False
         theirs = self.recording.logits
         return self._close(mine, theirs[..., self.metric.columns], theirs.abs().max())

@@ -13,10 +13,13 @@ from jaxtyping import Float
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
+from attn_only_lens.errors import AttnOnlyLensError
 from attn_only_lens.runs.recording import Recording, run
 
-__all__ = ["Past", "after", "past_of"]
+__all__ = ["UNFIT", "Past", "after", "is_refusal", "past_of"]
 
+UNFIT = (AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
+"""What models raise that cannot run in parts; `is_refusal` tells these from what must be heard."""
 _Heads = Float[Tensor, "batch head pos d_head"]
 
 
@@ -42,12 +45,24 @@ def past_of(model: Any, recording: Recording) -> Past | None:
     cache = DynamicCache()
     try:
         run(model, recording.tokens, recording.mask, past_key_values=cache)
-    except Exception:  # whatever a model says that takes no such argument
+    except UNFIT as error:  # a model that takes no such argument
+        if not is_refusal(error):
+            raise
         return None
     layers: list[Any] = [layer for layer in cache.layers if isinstance(layer, DynamicLayer)]
     if not layers or not all(layer.is_initialized for layer in layers):
         return None
     return Past(tuple((layer.keys, layer.values) for layer in layers))
+
+
+def is_refusal(error: Exception) -> bool:
+    """Whether one of UNFIT says that a model does not run so; memory may have run out, too.
+
+    What this package refuses is meant for the caller, whatever was tried.
+    """
+    said = str(error)
+    gone = isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in said
+    return not gone and not isinstance(error, AttnOnlyLensError)
 
 
 class _Prefix(DynamicLayer):

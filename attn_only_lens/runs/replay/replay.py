@@ -211,7 +211,7 @@ def adding(variants: Variants) -> Iterator[None]:
         return
 
     def add(module: nn.Module, args: Any, output: Any) -> Any:
-        if isinstance(output, tuple):
+        if isinstance(output, tuple | list):
             return (output[0] + variants.added, *output[1:])
         return output + variants.added
 

@@ -194,7 +194,7 @@ def _leaving(model: Any, recording: Recording, hooks: Hooks) -> list[Residual]:
     def restore(module: nn.Module, args: Any, output: Any) -> Any:
         found.append(returned_stream(output))
         stream = recording.streams[len(found)].clone()
-        return (stream, *output[1:]) if isinstance(output, tuple) else stream
+        return (stream, *output[1:]) if isinstance(output, tuple | list) else stream
 
     with ExitStack() as stack:
         for block in model.blocks:
