@@ -115,7 +115,7 @@ class BilinearGate:
 
     @property
     def gated(self) -> bool:
-        """Whether this gate is for gated MLPs: its mixture is α(q), and its heads' value is u."""
+        """True for gated MLPs: the mixture is α(q), and the heads' value is u."""
         return self.limit < math.inf
 
     @property

@@ -1,8 +1,8 @@
 """The computation of neuron-heads between the projections of their MLP, in any kind of model.
 
-A model hands over a pre-activation q and, in a gated MLP, what it gates, u; and takes z. The
-mathematics is in `gates/exact.py` (one head a neuron) and `heads/bilinear.py` (heads that share a
-neuron).
+A model passes in a pre-activation q and, in a gated MLP, the projection u that it gates; it gets
+back z. The mathematics is in `gates/exact.py` (one head a neuron) and `heads/bilinear.py` (heads
+that share a neuron).
 """
 
 from abc import ABC, abstractmethod
@@ -21,7 +21,7 @@ __all__ = ["NeuronHeads", "is_live", "logit_tolerance", "require_grad_like"]
 
 
 def is_live(point: HookPoint) -> bool:
-    """Whether anything would see or change what passes through this hook point."""
+    """Return whether a hook would see or change the activation at this point."""
     return bool(
         point._forward_hooks
         or point._backward_hooks
@@ -43,7 +43,8 @@ def require_grad_like(constant: Tensor, like: Tensor) -> Tensor:
 class NeuronHeads(ABC):
     """The hook points of the neuron-heads of one MLP, and the computation between them.
 
-    Mixed into a module where it is a block's attention; beside the MLP where that stays in place.
+    A mixin of the block's attention in a converted model; an object of its own for an MLP that
+    stays in place.
     """
 
     W_out: Float[Tensor, "d_mlp d_model"]
@@ -70,7 +71,7 @@ class NeuronHeads(ABC):
     @property
     @abstractmethod
     def value_is_product(self) -> bool:
-        """Whether v is the product of two projections: exact heads of a gated MLP."""
+        """True if v is the product of two projections: exact heads of a gated MLP."""
 
     @property
     def output_module(self) -> nn.Module:

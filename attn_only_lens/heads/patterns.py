@@ -1,4 +1,4 @@
-"""The pattern of one neuron-head, from the cache of a model in either layout."""
+"""Patterns of neuron-heads, from the activation cache of any model that has them."""
 
 from typing import Any
 
@@ -12,11 +12,17 @@ from attn_only_lens.errors import UnknownHeadError, UnsupportedCallError
 from attn_only_lens.heads.host import HeadKind, block_of, layout_of, neuron_heads, point_name
 from attn_only_lens.heads.names import HeadName
 
-__all__ = ["cached", "dense_pattern", "neuron_gate", "neuron_pattern", "require_known"]
+__all__ = [
+    "cached_activation",
+    "dense_pattern",
+    "neuron_gate",
+    "neuron_pattern",
+    "require_neuron_heads",
+]
 
 
 def neuron_pattern(cache: ActivationCache, name: str) -> Float[Tensor, "batch pos key=2"]:
-    """The attention of one neuron-head: how much each token attends to (itself, the bias token).
+    """Return the attention of one neuron-head: by each token to (itself, the bias token).
 
     Args:
         cache: of a converted or exposed model, with the pattern of the neuron's block in it.
@@ -46,11 +52,11 @@ def neuron_pattern(cache: ActivationCache, name: str) -> Float[Tensor, "batch po
 
 
 def neuron_gate(cache: ActivationCache, name: str) -> Float[Tensor, "batch pos"]:
-    """The share of its value that a neuron lets through: Σ_j w_j pattern_j(self) over its heads.
+    """Return the share of its value that a neuron lets through: Σ_j w_j pattern_j(self).
 
-    With exact gates that is the self weight of its one head. With bilinear gates it is the
-    neuron's effective gate, p(q), which may leave [0, 1] by a little; in a gated MLP, where the
-    heads' weights make up the activation itself, it is α(g).
+    The sum is over the neuron's heads. With exact gates it is the self weight of its one head. With
+    bilinear gates it is the neuron's effective gate, p(q), which may leave [0, 1] by a little; in a
+    gated MLP, where the heads' weights make up the activation itself, it is α(g).
 
     Args:
         cache: as in `neuron_pattern`.
@@ -82,7 +88,7 @@ def neuron_gate(cache: ActivationCache, name: str) -> Float[Tensor, "batch pos"]
 
 
 def _neuron(cache: ActivationCache, name: str) -> HeadName:
-    """The name, held against the model of the cache."""
+    """Parse the name of a neuron, and require that the model of the cache has it."""
     head = HeadName.parse(name)
     model = getattr(cache, "model", None)
     if head.kind != "neuron":
@@ -91,7 +97,7 @@ def _neuron(cache: ActivationCache, name: str) -> HeadName:
             f"got {name!r}, an attention head; expected a neuron-head such as "
             f"'L{head.layer}N{head.index}'. For attention heads use cache['pattern', {block}]"
         )
-    require_known(cache)
+    require_neuron_heads(cache)
     head.require_in(model)
     return head
 
@@ -99,10 +105,10 @@ def _neuron(cache: ActivationCache, name: str) -> HeadName:
 def _block_pattern(
     cache: ActivationCache, head: HeadName
 ) -> Float[Tensor, "batch head_index pos key=2"]:
-    pattern = cached(cache, head.layer, head.kind, "pattern")
+    pattern = cached_activation(cache, head.layer, head.kind, "pattern")
     heads = neuron_heads(cache.model)[head.layer]
     n_heads = heads.n_neurons * heads.heads_per_neuron
-    # The model may have been exposed anew since, and head indices would be those of other neurons.
+    # Exposed anew since the cache was made, the model would have other neurons at these indices.
     if pattern.shape[-3] != n_heads:
         raise UnsupportedCallError(
             f"the cache holds the patterns of {pattern.shape[-3]} neuron-heads of layer "
@@ -112,11 +118,11 @@ def _block_pattern(
     return pattern
 
 
-def require_known(cache: Any) -> None:
-    """Refuse what is no cache of a model with neuron-heads.
+def require_neuron_heads(cache: Any) -> None:
+    """Require the cache of a model with neuron-heads.
 
     Raises:
-        UnsupportedCallError: with what it is.
+        UnsupportedCallError: it is something else.
     """
     model = getattr(cache, "model", None)
     if layout_of(model) is None:
@@ -128,11 +134,11 @@ def require_known(cache: Any) -> None:
         )
 
 
-def cached(cache: ActivationCache, layer: int, kind: HeadKind, point: str) -> Tensor:
-    """What a cache of a model with neuron-heads holds of the heads of a source layer.
+def cached_activation(cache: ActivationCache, layer: int, kind: HeadKind, point: str) -> Tensor:
+    """Return the activation at a hook point of the heads of a source layer.
 
     Raises:
-        UnsupportedCallError: it does not hold that.
+        UnsupportedCallError: the cache does not hold it.
     """
     hook = point_name(cache.model, layer, kind, point)
     if hook not in cache.cache_dict:
@@ -146,9 +152,9 @@ def cached(cache: ActivationCache, layer: int, kind: HeadKind, point: str) -> Te
 def dense_pattern(
     cache: ActivationCache, name: str
 ) -> Float[Tensor, "batch query_pos key_pos_and_bias"]:
-    """The same attention as a square over tokens with one more column for the bias token.
+    """Return `neuron_pattern` as a square over tokens, with one more column for the bias token.
 
-    For drawing: circuitsvis and its like take [query_pos, key_pos] and would draw the compact
+    For pictures: circuitsvis and its like take [query_pos, key_pos] and would draw the compact
     (self, bias) pair as attention to the first two tokens, without complaint.
 
     Args:

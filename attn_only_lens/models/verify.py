@@ -34,7 +34,7 @@ class Verification:
     """Differences that `verify` measured between a converted model and its source.
 
     Attributes:
-        bitwise: whether the logits are bit for bit the source's when no hook is live.
+        bitwise: True if the logits are bit for bit the source's when no hook is live.
         rounding: for bilinear gates, largest |Δ logit| from the source with its activations
             replaced by the gates' approximation, over the largest |logit|, without hooks or with
             every hook live; for exact gates the same as `relative`.
@@ -80,11 +80,12 @@ class Verification:
 
     @property
     def ok(self) -> bool:
-        """Whether the conversion is what it promises.
+        """True if the converted model computes what it should.
 
-        With exact gates: bitwise without hooks, and within the tolerance with every hook live.
-        With bilinear gates: to rounding the source with approximated activations, and each of
-        those within its certified bound; what that makes of the logits is reported, not judged.
+        With exact gates: the source's logits, bitwise without hooks and within the tolerance with
+        every hook live. With bilinear gates: the logits of the source with approximated
+        activations, to rounding, and each of those within its certified bound; the difference that
+        it makes to the logits is reported, not judged.
         """
         if self.activations.empty:
             return self.bitwise and self.relative <= self.tolerance
@@ -189,20 +190,20 @@ def verify(
 ) -> Verification:
     """Run both models on the same input and compare them, without hooks and with every hook.
 
-    Where the converted model has bilinear gates, each layer's activations are also held against
-    their certified bound.
+    If the converted model has bilinear gates, each layer's activations are also compared with their
+    certified bound.
 
-    A model whose neuron-heads are exposed in place is its own source: give it for both. Then it is
-    first run as it is without them, and has them back afterwards.
+    A model whose neuron-heads are exposed in place is its own source: pass it for both. It is then
+    run without them first.
 
     Args:
-        source: the model before conversion; or, of a model exposed in place, an equal one that is
+        source: the model before conversion; for a model exposed in place, an equal one that is
             not, or the model itself.
         converted: `convert(source)`, a loaded copy of it, or a model with `expose_neuron_heads`.
         tokens: tokens [batch, pos], or a text where the models have a tokenizer.
 
     Returns:
-        The comparison; `print` it, or ask `.ok`.
+        The comparison; `print` it, or test `.ok`.
 
     Raises:
         UnsupportedModelError: the two cannot be compared: other shapes, dtypes, or kinds of model.

@@ -30,7 +30,7 @@ from transformer_lens import ActivationCache
 
 from attn_only_lens.axes import SELF
 from attn_only_lens.heads import HeadName, dense_pattern, neuron_heads, neuron_pattern
-from attn_only_lens.heads.patterns import cached, require_known
+from attn_only_lens.heads.patterns import cached_activation, require_neuron_heads
 from attn_only_lens.numerics import is_count
 from attn_only_lens.viz.page import (
     Page,
@@ -147,11 +147,11 @@ def attention_of(
         PictureError: there is no such layer or prompt, or keys are of more tokens than queries.
         UnsupportedCallError: the cache is not of a model with neuron-heads, or lacks the pattern.
     """
-    require_known(cache)
+    require_neuron_heads(cache)
     n_layers = len(neuron_heads(cache.model))
     if not is_count(layer, 0, n_layers - 1):
         refuse([f"got layer={layer!r}; the model has source layers 0 to {n_layers - 1}"])
-    held = cached(cache, layer, "attention", "pattern")
+    held = cached_activation(cache, layer, "attention", "pattern")
     pattern = of_prompt(held, prompt, cache.has_batch_dim)
     n_queries, n_keys = pattern.shape[-2:]
     if n_queries != n_keys:

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformer_lens import ActivationCache
 
 from attn_only_lens.heads import HeadName, neuron_gate, neuron_heads
-from attn_only_lens.heads.patterns import cached
+from attn_only_lens.heads.patterns import cached_activation
 from attn_only_lens.viz.page import refuse, text, token_reasons
 
 __all__ = ["gate_value_scatter"]
@@ -104,7 +104,7 @@ def gate_value_scatter(
 def _value(cache: ActivationCache, name: str) -> Float[Tensor, "*batch pos"]:
     """What all heads of the neuron hold out, before their patterns weigh it."""
     head = HeadName.parse(name)
-    v = cached(cache, head.layer, head.kind, "v")
+    v = cached_activation(cache, head.layer, head.kind, "v")
     shared = neuron_heads(cache.model)[head.layer].heads_per_neuron
     each = v.squeeze(-1)[..., head.heads(shared)]
     if not bool((each == each[..., :1]).all()):

@@ -151,7 +151,7 @@ class _ExposedMLPBridge:
 
     def forward(self, *args: Any, **how: Any) -> Any:
         """As in TransformerLens."""
-        with self._neuron_heads.passing.of_another_pass():  # a hook may run this MLP alone
+        with self._neuron_heads.passing.new_pass():  # a hook may run this MLP alone
             return super().forward(*args, **how)  # type: ignore[misc]
 
 
