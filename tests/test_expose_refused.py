@@ -12,7 +12,12 @@ from torch import nn
 from torch.nn.utils import parametrize
 from transformer_lens.model_bridge import TransformerBridge
 
-from attn_only_lens import Bilinear, UnsupportedCallError, UnsupportedModelError, expose_neuron_heads
+from attn_only_lens import (
+    Bilinear,
+    UnsupportedCallError,
+    UnsupportedModelError,
+    expose_neuron_heads,
+)
 from attn_only_lens.models.in_place import exposed
 
 pytestmark = pytest.mark.filterwarnings("ignore")

@@ -407,7 +407,7 @@ def test_every_reason_is_given_at_once():
     model = convert(build("parallel_gated", act_fn="gelu", attn_scores_soft_cap=2.0, clip_qkv=1.0))
     with pytest.raises(UnsupportedModelError) as caught:
         to_stock(model, max_bytes=1)
-    said = ["gated", "parallel", "clip_qkv", "soft_cap", "bilinear", "max_bytes"]
+    said = ["gated", "parallel", "clip_qkv", "soft_cap", "Bilinear", "max_bytes"]
     assert len(caught.value.reasons) == 6
     assert all(word in str(caught.value) for word in said)
 

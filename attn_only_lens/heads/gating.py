@@ -34,17 +34,19 @@ class Gating:
         if self.kind == "exact" and others != (1, None, None):
             raise ValueError(f"got {self}; expected exact gates to have one head and nothing else")
 
-    def require_ranges(self, gated: bool, n_layers: int) -> None:
-        """Refuse ranges that do not fit the MLPs of a model.
+    def require_fit(self, act_fn: str, gated: bool, n_layers: int) -> None:
+        """Require that these gates are for the MLPs of a model.
 
         Raises:
-            ValueError: bilinear gates of gated MLPs without a range for each layer, or ranges of
-                others.
+            ValueError: bilinear gates of gated MLPs without a range for each layer, ranges of
+                others, or a gate that there is not.
         """
         ranged = gated and self.kind == "bilinear"
         if (None if self.ranges is None else len(self.ranges)) != (n_layers if ranged else None):
             expected = "a range for each layer" if ranged else "no ranges"
             raise ValueError(f"got {self}; expected {expected}")
+        for layer in range(n_layers):
+            self.gate(act_fn, layer)
 
     def gate(self, act_fn: str, layer: int) -> AnyGate:
         """Return the gate of the neurons of a source layer.

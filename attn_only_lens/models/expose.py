@@ -176,9 +176,8 @@ def expose_as(model: Any, known: list[KnownMLP], gating: Gating) -> ExposedNeuro
             already, or are not what they seemed.
     """
     try:
-        gating.require_ranges(known[0].sockets.linear is not None, len(known))
-        for layer, each in enumerate(known):
-            gating.gate(each.act_fn, layer)
+        gated = known[0].sockets.linear is not None
+        gating.require_fit(known[0].act_fn, gated, len(known))
     except ValueError as error:
         raise UnsupportedModelError([str(error)], _PROBLEM) from error
     if heads := exposed_heads(model):

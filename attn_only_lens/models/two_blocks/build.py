@@ -57,7 +57,7 @@ def convert_as(
     Raises:
         ValueError: the gates are of another kind of MLP, or of another number of layers.
     """
-    gating.require_ranges(model.cfg.gated_mlp, model.cfg.n_layers)
+    gating.require_fit(model.cfg.act_fn, model.cfg.gated_mlp, model.cfg.n_layers)
     cfg = attention_only_config(model.cfg, gating, sizes)
     parts = _clone(model, cfg, copy_weights=copy)
     passing = PassState()
