@@ -101,7 +101,7 @@ clean: ## remove what make made
 	$(call SET_UP,$(BIN)/python,-e '.[dev$(comma)bridge]')
 
 out/wheel/%/ready:
-	$(call SET_UP,$(PYTHON),"$$(echo out/wheel/*.whl)[$*]")
+	$(call SET_UP,$(PYTHON),"$$(echo out/wheel/*.whl)[$*$(comma)viz]")
 	@$(@D)/bin/python -m pip check
 
 # SET_UP,PYTHON,WHAT: the environment of this target, with the torch of an interpreter that has one

@@ -55,7 +55,7 @@ def errors(plain: PlainTransformer, x: Tensor, omegas: Iterable[float]) -> pd.Da
         for kind, (dtype, gauge) in KINDS.items():
             post = post_transformer(plain, len(x), omega=omega, dtype=dtype, gauge=gauge)
             after = post.run(x.to(dtype)).streams[:, -1]
-            found[kind, omega] = relative(post.layout.read(after), exact)
+            found[kind, omega] = relative(post.coordinates.read(after), exact)
     return pd.DataFrame(
         {"kind": kind, "omega": omega, "depth": depth, "value": value}
         for (kind, omega), by_layer in found.items()

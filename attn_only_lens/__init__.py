@@ -1,6 +1,6 @@
 """MLP neurons as attention heads: convert a HookedTransformer, then analyse every head alike."""
 
-from attn_only_lens import circuits, expansion, patching, pretrained
+from attn_only_lens import circuits, expansion, patching, pretrained, viz
 from attn_only_lens.comparison import Comparison, compare
 from attn_only_lens.errors import (
     AttnOnlyLensError,
@@ -18,7 +18,7 @@ from attn_only_lens.gates import GATES, BilinearGate, Gate, bilinear_gate
 from attn_only_lens.growth import Grown, grow
 from attn_only_lens.heads import HeadName, dense_pattern, neuron_gate, neuron_pattern
 from attn_only_lens.models.calibrate import Calibration, calibrate
-from attn_only_lens.models.checkpoint.checkpoint import load, save
+from attn_only_lens.models.checkpoint import load, save
 from attn_only_lens.models.convert import convert
 from attn_only_lens.models.expose import ExposedNeurons, expose_neuron_heads
 from attn_only_lens.models.gate_option import Bilinear
@@ -69,4 +69,5 @@ __all__ = [
     "to_stock",
     "token_texts",
     "verify",
+    "viz",
 ]

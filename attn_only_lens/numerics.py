@@ -1,12 +1,10 @@
-"""Numbers of NumPy, torch and pandas as Python's own, wherever a caller may give them.
+"""Plain numbers from users, and arithmetic that does not depend on the device or its settings.
 
-What differs between devices, and between settings of a process, and would change results.
-
-Some devices have no float64 (MPS). A generator of random numbers belongs to one device, and draws
-other numbers than another's. And where a user has asked for speed,
-`torch.set_float32_matmul_precision("high")`, GPUs round what enters a matrix product in float32 to
-TF32's 10 bits: one model, run twice on batches of unlike size, then differs by 1e-3 where rounding
-alone makes 1e-6. What is held against a tolerance is computed with `full_precision`.
+Some devices have no float64 (MPS). A generator of random numbers belongs to one device and draws
+other numbers than another's. With `torch.set_float32_matmul_precision("high")`, GPUs round the
+factors of a float32 matrix product to TF32's 10 bits: one model, run twice on batches of different
+size, then differs by 1e-3 where rounding alone makes 1e-6. Whatever is compared with a tolerance is
+computed with `full_precision`.
 """
 
 import warnings
@@ -20,18 +18,18 @@ from torch import Tensor
 
 __all__ = [
     "as_plain",
+    "float32_if_half",
     "full_precision",
     "is_count",
     "matmul_precision",
     "normal_numbers",
     "same_randomness",
     "where_float64_is",
-    "working_precision",
 ]
 
 
 def as_plain(value: Any) -> Any:
-    """A number, or several in an array, tensor, column, list or tuple, as Python's own.
+    """Return numbers of NumPy, torch or pandas as Python's own; other values as they are.
 
     Example:
         >>> import numpy as np
@@ -46,13 +44,13 @@ def as_plain(value: Any) -> Any:
 
 
 def is_count(value: Any, least: int = 0, most: float = float("inf")) -> bool:
-    """Whether this is a whole number from `least` to `most`; True and 1.0 are none."""
+    """Return whether a value is a whole number from `least` to `most`; True and 1.0 are not."""
     value = as_plain(value)
     return type(value) is int and least <= value <= most
 
 
 def where_float64_is(x: Tensor) -> Tensor:
-    """A tensor on a device that has float64: its own, or the CPU.
+    """Return a tensor on a device that has float64: its own, or the CPU.
 
     Example:
         >>> where_float64_is(torch.ones(2)).double().device
@@ -60,18 +58,23 @@ def where_float64_is(x: Tensor) -> Tensor:
     """
     try:
         torch.ones((), device=x.device).double()
-    except (RuntimeError, TypeError):  # as MPS says it, and others do
+    except (RuntimeError, TypeError):  # MPS raises the one, others the other
         return x.cpu()
     return x
 
 
-def working_precision(x: Tensor) -> Tensor:
-    """Return a tensor as float32 if it is of half precision, and unchanged otherwise."""
+def float32_if_half(x: Tensor) -> Tensor:
+    """Return a tensor in float32 if it is in half precision, else as it is.
+
+    Example:
+        >>> float32_if_half(torch.ones(2, dtype=torch.bfloat16)).dtype
+        torch.float32
+    """
     return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
 
 
 def normal_numbers(shape: tuple[int, ...], seed: int = 0) -> Tensor:
-    """Normal numbers in float64 on the CPU: the same every time, whatever device they go to.
+    """Draw normal numbers in float64 on the CPU: the same for every device.
 
     Example:
         >>> torch.equal(normal_numbers((2, 3)), normal_numbers((2, 3)))
@@ -83,7 +86,7 @@ def normal_numbers(shape: tuple[int, ...], seed: int = 0) -> Tensor:
 
 @contextmanager
 def same_randomness(device: torch.device) -> Iterator[None]:
-    """Put the random state of the CPU and of a device back: what is run next draws the same.
+    """Restore the random state of the CPU and of a device afterwards.
 
     Example:
         >>> with same_randomness(torch.device("cpu")):
@@ -91,15 +94,15 @@ def same_randomness(device: torch.device) -> Iterator[None]:
         >>> torch.equal(first, torch.rand(3))
         True
     """
-    own: Any = None if device.type in ("cpu", "meta") else torch.get_device_module(device)
-    which = () if device.type == "mps" else (device,)  # which has one state, and takes no device
-    states = torch.get_rng_state(), None if own is None else own.get_rng_state(*which)
+    module: Any = None if device.type in ("cpu", "meta") else torch.get_device_module(device)
+    which = () if device.type == "mps" else (device,)  # MPS has one state, and takes no device
+    states = torch.get_rng_state(), None if module is None else module.get_rng_state(*which)
     try:
         yield
     finally:
         torch.set_rng_state(states[0])
-        if own is not None:
-            own.set_rng_state(states[1], *which)
+        if module is not None:
+            module.set_rng_state(states[1], *which)
 
 
 _LOWER = {"high": "tf32", "medium": "bf16", "tf32": "tf32", "bf16": "bf16"}
@@ -110,12 +113,12 @@ _restore: Callable[[], None] | None = None
 
 @contextmanager
 def full_precision() -> Iterator[bool]:
-    """Compute matrix products of float32 in float32, and then again as the user has set.
+    """Compute float32 matrix products in full float32; restore the user's setting afterwards.
 
-    The setting is the process': what other threads compute meanwhile is precise, too.
+    The setting is global to the process: other threads compute in full meanwhile, too.
 
     Yields:
-        Whether they would have been computed in less.
+        Whether the user's setting is lower.
 
     Example:
         >>> torch.set_float32_matmul_precision("high")
@@ -129,7 +132,7 @@ def full_precision() -> Iterator[bool]:
     global _inside, _restore
     with _lock:
         if not _inside and matmul_precision() != "ieee":
-            _restore = _raised()
+            _restore = _set_highest()
         _inside += 1
         lowered = _restore is not None
     try:
@@ -143,20 +146,20 @@ def full_precision() -> Iterator[bool]:
 
 
 def matmul_precision() -> str:
-    """What matrix products of float32 are computed in, at the least: "ieee", "tf32" or "bf16"."""
+    """Return the lowest precision of float32 matrix products: "ieee", "tf32" or "bf16"."""
     set_to = [each.fp32_precision for each in _backends()] or [torch.get_float32_matmul_precision()]
     return min((_LOWER.get(each, "ieee") for each in set_to), key=("bf16", "tf32", "ieee").index)
 
 
 def _backends() -> list[Any]:
-    """What has a setting of its own; nothing, before torch 2.9."""
+    """Return the backends that have a setting of their own; none before torch 2.9."""
     every = (torch.backends.cuda, torch.backends.mkldnn)
     found = [getattr(backend, "matmul", None) for backend in every]
     return [each for each in found if hasattr(each, "fp32_precision")]
 
 
-def _raised() -> Callable[[], None]:
-    """Set the highest precision, and give the way back."""
+def _set_highest() -> Callable[[], None]:
+    """Set the highest precision, and return a function that restores the user's."""
     backends: list[Any] = _backends()
     own = [each.fp32_precision for each in backends]
     # A backend that has no setting takes that of the device's library, or of all of them.
@@ -165,10 +168,10 @@ def _raised() -> Callable[[], None]:
         for each in (torch.backends.cudnn, torch.backends.mkldnn)
     ]
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of what it thinks of its older settings
+        warnings.simplefilter("ignore")  # torch deprecates its older settings
         try:
             whole = torch.get_float32_matmul_precision()
-        except RuntimeError:  # they have been set by the newer ones
+        except RuntimeError:  # the newer settings are in use
             whole = None
         torch.set_float32_matmul_precision("highest")
 

@@ -1,8 +1,8 @@
-"""What transformer-lens 3.9 has and 4 has not, or the other way round, for either to be installed.
+"""Names that only one of transformer-lens 3.9 and 4 has, so that either may be installed.
 
-Under 4 the classes of 3.9 are classes without instances: `isinstance` says no, and to make one
-raises an error that says what to use instead. So the package needs one import for each name, and no
-branch.
+Under 4 the classes of 3.9 are classes without instances: `isinstance` is False, and making one
+raises an error that names what to use instead. So the package imports each name from here, without
+branches.
 """
 
 import warnings
@@ -49,14 +49,14 @@ USE_INSTEAD = "" if HAS_HOOKED_TRANSFORMER else f"; {_NEEDED}"
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Without TransformerLens' own deprecation warning, which our caller can do nothing about."""
+    """Silence TransformerLens' deprecation warning, which users of this package cannot act on."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "HookedTransformer.* is deprecated", DeprecationWarning)
         yield
 
 
 def require_hooked_transformer() -> None:
-    """Refuse at once what cannot work without HookedTransformer.
+    """Refuse a call that needs HookedTransformer where there is none.
 
     Raises:
         UnsupportedCallError: transformer-lens is 4 or newer.
@@ -67,7 +67,7 @@ def require_hooked_transformer() -> None:
 
 @contextmanager
 def no_remote_code() -> Iterator[None]:
-    """Without the list of models for which TransformerLens 3.9 runs code from the hub unasked."""
+    """Keep TransformerLens 3.9 from running code from the hub, which it does for some models."""
     if not HAS_HOOKED_TRANSFORMER:
         yield
         return
@@ -99,7 +99,7 @@ if TYPE_CHECKING or HAS_HOOKED_TRANSFORMER:
     def convert_tl_checkpoint(
         state_dict: dict[str, Tensor], cfg: TransformerBridgeConfig
     ) -> dict[str, Tensor]:
-        """Under 4, the state dict of a HookedTransformer as that of a native TransformerBridge."""
+        """Convert a HookedTransformer's state dict to a native bridge's, under 4 only."""
         raise UnsupportedCallError(
             f"this needs transformer-lens 4, and {_VERSION} is installed: use the HookedTransformer"
         )

@@ -1,13 +1,13 @@
-"""How far two computations of the same logits may differ: one table, by dtype.
+"""Bounds on the difference of two computations of the same logits, by dtype.
 
 A converted model with live hooks evaluates p(q) · q where its source evaluates act(q): the same
 real number through other roundings, which later layers amplify. Against the same model in float64
-neither is closer: over the test-suite's families, converted error / source error has median 1.0 in
-every dtype (worst 2.7). So the bounds below are what rounding does to such models at all, and say
-little about half precision: verify a conversion in float32 or float64.
+neither is closer: over the families of models in the tests, converted error / source error has
+median 1.0 in every dtype (worst 2.7). So the bounds below are those of rounding in any such model,
+and say little about half precision: verify a conversion in float32 or float64.
 
-Worst measured max |Δ logit| / max |logit|, random weights in every family of the test-suite at two
-scales, and the trained models in use:
+Largest measured max |Δ logit| / max |logit|, with random weights at two scales in every family of
+the tests, and in trained models:
 
     dtype      3 layers   12 layers   trained   bound
     float64    6.8e-15    1.4e-14     2.2e-15   1e-12   (what the project promises)
@@ -30,7 +30,7 @@ LOGIT_TOLERANCE: dict[torch.dtype, float] = {
 
 
 def rounding(dtype: torch.dtype) -> float:
-    """What may be lost in roundings, as a share of what is computed with.
+    """Return the relative error that rounding may cause.
 
     Sixteen units in the last place, but no more than one of bfloat16: sixteen of those would be an
     eighth.

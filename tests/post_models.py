@@ -6,11 +6,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from attn_only_lens.reference.post import SUBLAYERS, Layout, PlainLayer, PlainTransformer
+from attn_only_lens.reference.post import SUBLAYERS, PlainLayer, PlainTransformer, StreamCoordinates
 
 N, D, D_MLP, N_HEADS, D_HEAD, N_LAYERS = 7, 5, 11, 3, 2, 3
 ATTENTION, INTO_HIDDEN, SILU, OUT_OF_HIDDEN = range(4)
-LAYOUT = Layout(N, D, D_MLP)
+LAYOUT = StreamCoordinates(N, D, D_MLP)
 BIAS = N  # the bias vector is the last one
 # e^{-2Ω} is 0 in float64 from Ω = 373, so linear patterns are exact; 2Ω - h has a spacing of 2e-13.
 EXACT = 1000.0

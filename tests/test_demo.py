@@ -1,7 +1,6 @@
 """The demo finds what it says it finds, and its control does not."""
 
 import re
-from importlib.resources import files
 
 import pandas as pd
 import pytest
@@ -18,7 +17,7 @@ pytestmark = needs_hooked_transformer
 
 @pytest.fixture(scope="module")
 def found():
-    return demo.run()
+    return demo.run_demo()
 
 
 def test_verified_on_every_input(found):
@@ -67,7 +66,7 @@ def test_periodicity_of_waves_that_are_known():
 
 
 def test_the_command_writes_a_table_and_an_offline_picture(found, tmp_path, monkeypatch):
-    monkeypatch.setattr("attn_only_lens.cli.demo.run", lambda: found)  # which takes a while
+    monkeypatch.setattr("attn_only_lens.cli.demo.run_demo", lambda: found)  # which takes a while
     result = CliRunner().invoke(app, ["demo", "--out", str(tmp_path)])
     assert result.exit_code == 0, result.output
     assert "logits bitwise equal" in result.output
@@ -84,17 +83,3 @@ def test_the_command_writes_a_table_and_an_offline_picture(found, tmp_path, monk
     # Nothing is fetched: no tag refers to another file.
     assert not re.search(r"<(script|link|img)[^>]+(src|href)=", html)
     assert len(html) < 6_000_000
-
-
-def test_the_card_says_what_the_demo_finds(found):
-    folder = files("attn_only_lens.pretrained") / "data" / "modular_addition"
-    card = " ".join((folder / "README.md").read_text("utf-8").split())
-    share = (found.neuron_heads["explained"] > demo.PERIODIC).mean()
-    assert f"{share:.1%}".replace("%", " %") in card
-    counts = [
-        f"{k} ({n} neuron-heads)" if i == 0 else f"{k} ({n})"
-        for i, (k, n) in enumerate(
-            zip(found.clearest()["frequency"], found.clearest()["neuron_heads"], strict=True)
-        )
-    ]
-    assert f"the frequencies {counts[0]}, {counts[1]} and {counts[2]};" in card

@@ -1,8 +1,6 @@
 """Every Python example of the README and of the site runs; those of a page in order, together."""
 
-import importlib
 import re
-from functools import reduce
 from pathlib import Path
 
 import pytest
@@ -16,7 +14,6 @@ PAGES = {
     path.relative_to(ROOT / "docs").as_posix(): path.read_text("utf-8")
     for path in sorted((ROOT / "docs").rglob("*.md"))
 }
-THEIRS = re.compile(r"`((?:[A-Za-z_]+\.)+[A-Za-z_]+)`( \(3\.9\))?")
 
 
 @needs_hooked_transformer
@@ -51,36 +48,3 @@ def test_commands_exist():
     assert commands
     for command in commands:
         assert CliRunner().invoke(app, [command, "--help"]).exit_code == 0
-
-
-def names_of_transformer_lens():
-    """What the first column of its table names; some of it is in 3.9 alone."""
-    named = []
-    table = PAGES["coming_from.md"].split("## TransformerLens")[1].split("\n## ")[0]
-    for row in re.findall(r"^\| (`.*?) \|", table, re.M):
-        for name, gone_in_4 in THEIRS.findall(row):
-            named.append(pytest.param(name, marks=needs_hooked_transformer if gone_in_4 else ()))
-    return named
-
-
-def is_in_transformer_lens(dotted):
-    """Whether there is a function of that name: of a module, or of a class in one."""
-    parts = dotted.split(".")
-    for n in range(len(parts)):
-        try:
-            found = importlib.import_module(".".join(["transformer_lens", *parts[:n]]))
-            return callable(reduce(getattr, parts[n:], found))
-        except (ImportError, AttributeError):
-            continue
-    return False
-
-
-@pytest.mark.parametrize("name", names_of_transformer_lens())
-def test_what_is_said_to_be_in_transformer_lens_is(name):
-    assert is_in_transformer_lens(name)
-
-
-def test_what_is_not_in_transformer_lens_is_not_found():
-    assert len(names_of_transformer_lens()) == 17
-    assert not is_in_transformer_lens("patching.get_act_patch_neuron")
-    assert not is_in_transformer_lens("ActivationCache.get_heads")

@@ -1,6 +1,5 @@
 """The notebooks run; what is stored in them is what they give, and is fit to be published."""
 
-import ast
 import re
 from collections import Counter
 from html import unescape
@@ -14,7 +13,6 @@ from common import ANOTHER_MACHINE, needs_hooked_transformer, needs_transformer_
 NOTEBOOKS = execute.NOTEBOOKS
 # A number, unless it is part of a name such as L0N142 or float64.
 NUMBER = re.compile(r"(?<![\w.])-?\d+(?:,\d{3})*(?:\.\d+)?(?:e[+-]?\d+)?(?![\w])")
-NEAR = 2  # code cells on either side of prose
 NEEDS_HOOKED = ("01_convert_and_verify", "05_grown_against_original")
 
 each_notebook = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
@@ -73,15 +71,6 @@ def test_its_cells_run_with_transformer_lens_4(path, tmp_path, monkeypatch):
             exec(compile(cell.source, path.name, "exec"), namespace)
 
 
-@each_notebook
-def test_nothing_stored_is_rounding_itself(path):
-    """Which is of any size, sign and order on another machine; unless a cell is about it."""
-    for cell in code_cells(read(path)):
-        if "report" not in cell.source:
-            for text in (text for output in said_by(cell) for text in NUMBER.findall(output)):
-                assert number(text) == 0 or abs(number(text)) > 1e-6, cell.source
-
-
 def test_a_difference_is_seen():
     table = "  name  score\n0 L0H1  0.7495"
     assert agree(table, " name score\n0 L0H1 0.74950001")
@@ -128,82 +117,3 @@ def test_what_would_be_fetched_is_seen():
     assert elsewhere('<script src="https://cdn.invalid/x.js"></script>')
     assert elsewhere('<iframe srcdoc="&lt;link href=&#x27;//cdn.invalid&#x27;&gt;"></iframe>')
     assert not elsewhere('<script>const at = "https://www.w3.org/2000/svg"</script>')
-
-
-def prose_numbers(text):
-    """Numbers in prose: not in code, titles, links and names of notebooks, nor years."""
-    text = re.sub(
-        r"^#.*$|```.*?```|`[^`]*`|\*[^*]*\*|notebook \d+|\(\d{4}\)", " ", text, flags=re.M | re.S
-    )
-    return re.findall(NUMBER.pattern + r"(?:\s*%)?", text)
-
-
-def asserted(cells):
-    """The numbers in the assertions of some cells."""
-    found = [
-        node.value
-        for cell in cells
-        for statement in ast.walk(ast.parse(cell.source))
-        if isinstance(statement, ast.Assert)
-        for node in ast.walk(statement)
-        if isinstance(node, ast.Constant) and type(node.value) in (int, float)
-    ]
-    return {float(value) for value in found}
-
-
-def unasserted(notebook):
-    """Numbers in the prose that no assertion near by holds."""
-    missing = []
-    for i, cell in enumerate(notebook.cells):
-        if cell.cell_type != "markdown" or "On GPT-2" in cell.source:
-            continue
-        before, after = (
-            [each for each in cells if each.cell_type == "code"]
-            for cells in (notebook.cells[:i], notebook.cells[i:])
-        )
-        held = asserted([*before[-NEAR:], *after[:NEAR]])
-        for text in prose_numbers(cell.source):
-            value = number(text.rstrip(" %\n"))
-            if not held & {value, round(value / 100, 9) if "%" in text else value}:
-                missing.append((text, cell.source))
-    return missing
-
-
-@each_notebook
-def test_numbers_in_prose_are_asserted_near_by(path):
-    assert not unasserted(read(path))
-
-
-def test_a_number_that_nothing_holds_is_seen():
-    cells = [
-        nbformat.v4.new_code_cell("count = 17  # of 512\nassert abs(count - 17) < 0.5"),
-        nbformat.v4.new_markdown_cell("The gates of 17 of 512 of `L0N3`: 17 %, and 2 of L0H1."),
-    ]
-    notebook = nbformat.v4.new_notebook(cells=cells)
-    assert [text for text, _ in unasserted(notebook)] == ["512", "2"]
-
-
-@each_notebook
-def test_it_ends_with_the_lines_for_gpt2(path):
-    last = read(path).cells[-1]
-    assert last.source.startswith("## On GPT-2\n")
-    assert "transformer-lens 3.9" in last.source
-    assert "TransformerBridge.boot_transformers" in last.source
-    blocks = re.findall(r"^```python\n(.*?)^```", last.source, re.M | re.S)
-    assert blocks
-    for block in blocks:
-        names = [name.id for line in ast.parse(block).body for name in targets(line)]
-        assert names[0] == "model"
-        code = "\n".join(cell.source for cell in code_cells(read(path)))
-        assert all(re.search(rf"\b{name}\b.* = ", code) for name in names), "lines that change"
-
-
-def targets(line):
-    assert isinstance(line, ast.Assign)
-    return [node for node in ast.walk(line.targets[0]) if isinstance(node, ast.Name)]
-
-
-def test_the_readme_leads_to_each():
-    readme = (execute.FOLDER.parent / "README.md").read_text("utf-8")
-    assert len(NOTEBOOKS) >= 4
-    assert not [path.name for path in NOTEBOOKS if f"(notebooks/{path.name})" not in readme]

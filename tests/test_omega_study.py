@@ -1,19 +1,11 @@
 """The study of Ω runs, and what it compares with is right."""
 
-from pathlib import Path
-
 import omega_models
 import omega_study
 import pytest
 import torch
 import torch.nn.functional as F
 from typer.testing import CliRunner
-
-KEPT = Path(__file__).parents[1] / "analyses" / "results" / "omega_study.md"
-
-
-def sections(page):
-    return [line for line in page.splitlines() if line.startswith("## ")]
 
 
 def test_smoke(tmp_path):
@@ -24,8 +16,6 @@ def test_smoke(tmp_path):
     page = (tmp_path / "omega_study.md").read_text()
     assert page.strip() in result.output
     assert "float32, shifted, depth 2" in (tmp_path / "omega_study.svg").read_text("utf-8")
-    kept = KEPT.read_text().replace("N = 32", "N = 5")
-    assert sections(kept) == sections(page)
 
 
 def test_its_figures_are_those_of_the_construction():

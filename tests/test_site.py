@@ -2,6 +2,7 @@
 
 import base64
 import importlib
+import re
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -194,7 +195,17 @@ def test_a_name_is_described_once_and_referred_to_elsewhere():
     here = gathered.entries("attn_only_lens.heads")
     assert "[attn_only_lens.HeadName][attn_only_lens.heads.names.HeadName]" in here
     assert "::: attn_only_lens.heads.names.HeadName" not in here
-    assert "::: attn_only_lens.heads.host.layout_of" in here
+    assert "::: attn_only_lens.heads.host.host_of" in here
+
+
+def test_the_names_to_begin_with_come_first():
+    text = gathered.entries("attn_only_lens.viz", ["sweep_heatmap"])
+    found = re.findall(r'id="attn_only_lens.viz.(\w+)"', text)
+    assert found[0] == "sweep_heatmap"
+    assert sorted(found[1:]) == found[1:]
+    assert set(found) == set(gathered.public("attn_only_lens.viz"))
+    with pytest.raises(PluginError, match="viz has no sweep, which"):
+        gathered.entries("attn_only_lens.viz", ["sweep"])
 
 
 def test_notebooks_are_in_the_navigation_once_there_are_some():

@@ -28,7 +28,7 @@ from attn_only_lens.cli import app
 from attn_only_lens.comparison import Comparison
 from attn_only_lens.comparison.results import _FRAMES
 from attn_only_lens.growth import Training, read_provenance
-from attn_only_lens.models.checkpoint.manifest import MANIFEST
+from attn_only_lens.models.checkpoint import MANIFEST
 from attn_only_lens.models.source_folder import load_source
 from attn_only_lens.storage import whole_folder, writing, written_whole
 from attn_only_lens.viz import write_html

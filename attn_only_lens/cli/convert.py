@@ -9,29 +9,28 @@ import typer
 from jaxtyping import Int
 from torch import Tensor
 
-from attn_only_lens.cli.common import MODEL, app, clear_errors, source_model
+from attn_only_lens.cli import options
+from attn_only_lens.cli.common import app, clear_errors, load_source_model
 from attn_only_lens.errors import AttnOnlyLensError
+from attn_only_lens.models import checkpoint
 from attn_only_lens.models.calibrate import calibrate
-from attn_only_lens.models.checkpoint import checkpoint
-from attn_only_lens.models.checkpoint.manifest import is_saved, read_manifest
+from attn_only_lens.models.checkpoint import is_saved, read_manifest
 from attn_only_lens.models.convert import convert as convert_model
 from attn_only_lens.models.gate_option import Bilinear
 from attn_only_lens.models.verify import verify as verify_models
 from attn_only_lens.storage import opened_folder, read_tensors
 from attn_only_lens.tl import HookedTransformer, require_hooked_transformer
 
-__all__ = ["convert", "tokens_in", "verify"]
-
 
 @app.command()
 def convert(
-    model: Annotated[str, typer.Argument(help=MODEL)],
-    out: Annotated[Path, typer.Argument(help="folder to write; a model saved there is replaced")],
+    model: options.SourceModel,
+    out: options.OutFolder,
     dtype: Annotated[
         str | None,
         typer.Option(help="float32, float64, bfloat16, float16; default: float32, or as saved"),
     ] = None,
-    device: Annotated[str, typer.Option(help="cpu, cuda, mps")] = "cpu",
+    device: options.Device = "cpu",
     gate: Annotated[str, typer.Option(help="exact, or bilinear")] = "exact",
     heads_per_neuron: Annotated[int | None, typer.Option(help="of bilinear gates")] = None,
     tolerance: Annotated[
@@ -67,7 +66,7 @@ def convert(
                     "that --dtype instead, so that its tables are computed in it"
                 )
         else:
-            name, source = model, source_model(model, dtype or "float32", device)
+            name, source = model, load_source_model(model, dtype or "float32", device)
             given = text is not None or tokens is not None
             calibration = calibrate(source, _input(source, text, tokens)) if given else None
             option = Bilinear(heads_per_neuron, tolerance, calibration)
@@ -84,19 +83,19 @@ def convert(
 
 @app.command()
 def verify(
-    model: Annotated[str, typer.Argument(help=MODEL)],
+    model: options.SourceModel,
     converted: Annotated[Path, typer.Argument(help="the folder that `convert` wrote")],
     text: Annotated[str | None, typer.Option(help="a text to run both models on")] = None,
     tokens: Annotated[
         Path | None, typer.Option(help="a safetensors file with `tokens`, integers [batch, pos]")
     ] = None,
 ) -> None:
-    """Compare a saved conversion with its source; exit code 1 where they differ."""
+    """Compare a saved conversion with its source; exit with code 1 if they differ."""
     with clear_errors():
         require_hooked_transformer()
         loaded = checkpoint.load(converted)
         dtype = str(loaded.cfg.dtype).removeprefix("torch.")
-        source = source_model(model, dtype, "cpu")
+        source = load_source_model(model, dtype, "cpu")
         report = verify_models(source, loaded, _input(source, text, tokens))
         typer.echo(str(report))
     raise typer.Exit(0 if report.ok else 1)
@@ -112,11 +111,11 @@ def _input(
             raise AttnOnlyLensError("the model has no tokenizer: use --tokens instead of --text")
         return text
     assert tokens is not None
-    return tokens_in(tokens)
+    return read_tokens(tokens)
 
 
-def tokens_in(tokens: Path) -> Int[Tensor, "batch pos"]:
-    """The `tokens` of a safetensors file."""
+def read_tokens(tokens: Path) -> Int[Tensor, "batch pos"]:
+    """Read the `tokens` of a safetensors file."""
     found, _ = read_tensors(tokens)
     if "tokens" not in found:
         raise AttnOnlyLensError(f"{tokens} holds {sorted(found)}; expected `tokens`")

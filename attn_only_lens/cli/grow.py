@@ -5,27 +5,26 @@ from typing import Annotated
 
 import typer
 
-from attn_only_lens.cli.common import MODEL, app, clear_errors, source_model
+from attn_only_lens.cli import options
+from attn_only_lens.cli.common import app, clear_errors, load_source_model
 from attn_only_lens.errors import AttnOnlyLensError
 from attn_only_lens.growth import grow as grow_model
 from attn_only_lens.growth import save_grown
 from attn_only_lens.tl import require_hooked_transformer
 
-__all__ = ["grow"]
-
 
 @app.command()
 def grow(
-    model: Annotated[str, typer.Argument(help=MODEL)],
-    out: Annotated[Path, typer.Argument(help="folder to write; a model saved there is replaced")],
+    model: options.SourceModel,
+    out: options.OutFolder,
     d_mlp: Annotated[int | None, typer.Option(help="neurons in each layer")] = None,
     n_heads: Annotated[int | None, typer.Option(help="attention heads in each layer")] = None,
     d_head: Annotated[int | None, typer.Option(help="width of queries, keys and values")] = None,
     d_model: Annotated[int | None, typer.Option(help="width of the residual stream")] = None,
     n_layers: Annotated[int | None, typer.Option(help="layers; new ones come last")] = None,
-    seed: Annotated[int, typer.Option(help="of what is free in the new parts")] = 0,
+    seed: Annotated[int, typer.Option(help="of the initial values that are free")] = 0,
     dtype: Annotated[str, typer.Option(help="float32, float64, bfloat16, float16")] = "float32",
-    device: Annotated[str, typer.Option(help="cpu, cuda, mps")] = "cpu",
+    device: options.Device = "cpu",
 ) -> None:
     """Make a larger model that computes the same, in a folder that is a MODEL to every command.
 
@@ -36,7 +35,7 @@ def grow(
         if Path(model).resolve() == out.resolve():
             raise AttnOnlyLensError(f"got {out} for both MODEL and OUT; expected another folder")
         grown = grow_model(
-            source_model(model, dtype, device),
+            load_source_model(model, dtype, device),
             d_mlp=d_mlp,
             n_heads=n_heads,
             d_head=d_head,

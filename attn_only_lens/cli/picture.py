@@ -1,4 +1,4 @@
-"""`attn-only-lens picture` and `pattern`: what commands have written, and attention, as pages."""
+"""`attn-only-lens picture` and `pattern`: draw saved results, and attention, as pages."""
 
 from pathlib import Path
 from typing import Annotated
@@ -7,16 +7,11 @@ import typer
 
 from attn_only_lens import circuits
 from attn_only_lens import patching as p
-from attn_only_lens.cli.common import (
-    MODEL,
-    app,
-    clear_errors,
-    given_prompts,
-    patchable,
-    require_writable,
-)
+from attn_only_lens.cli import options
+from attn_only_lens.cli.common import app, clear_errors, load_any_model, require_writable
+from attn_only_lens.cli.options import parse_prompts
 from attn_only_lens.errors import AttnOnlyLensError
-from attn_only_lens.heads import neuron_heads, point_name
+from attn_only_lens.heads import host_of
 from attn_only_lens.heads.host import HEAD_KINDS
 from attn_only_lens.runs.prompts import unpaired
 from attn_only_lens.runs.token_texts import token_texts
@@ -29,8 +24,6 @@ from attn_only_lens.viz import (
     write_html,
 )
 
-__all__ = ["pattern", "picture"]
-
 _PAGE = (".html",)
 
 
@@ -39,7 +32,7 @@ def picture(
     source: Annotated[
         Path, typer.Argument(help="what `patch` (.parquet, .csv) or `circuit` (.json) wrote")
     ],
-    out: Annotated[Path, typer.Option(help="the .html file to write; it works offline")],
+    out: options.OutPage,
     bars: Annotated[
         int | None, typer.Option(help="of a sweep: so many ranked bars, and no heatmap")
     ] = None,
@@ -59,9 +52,9 @@ def picture(
 
 @app.command()
 def pattern(
-    model: Annotated[str, typer.Argument(help=f"{MODEL}; or a folder that `convert` wrote")],
+    model: options.AnyModel,
     prompt: Annotated[str, typer.Option(help="a text")],
-    out: Annotated[Path, typer.Option(help="the .html file to write; it works offline")],
+    out: options.OutPage,
     neurons: Annotated[
         str | None, typer.Option(help="neuron-heads: L5N1234,L7N2, up to 24")
     ] = None,
@@ -71,22 +64,20 @@ def pattern(
     tokens: Annotated[
         bool, typer.Option("--tokens", help="the prompt is token numbers: 3,4,113")
     ] = False,
-    dtype: Annotated[
-        str, typer.Option(help="of a model that is not saved by `convert`")
-    ] = "float32",
-    device: Annotated[str, typer.Option(help="cpu, cuda, mps")] = "cpu",
+    dtype: options.Dtype = "float32",
+    device: options.Device = "cpu",
 ) -> None:
-    """Draw what neuron-heads, or the attention heads of a layer, attend to over a text."""
+    """Draw the patterns of neuron-heads, or of the attention heads of a layer, over a text."""
     with clear_errors():
         require_writable(out, _PAGE)
         if (neurons is None) == (layer is None):
             raise AttnOnlyLensError("give either --neurons or --layer")
-        given = given_prompts([prompt], "--prompt", tokens)
-        loaded = patchable(model, dtype, device)
+        given = parse_prompts([prompt], "--prompt", tokens)
+        loaded = load_any_model(model, dtype, device)
         ids = unpaired(loaded, given).clean
         patterns = [
-            point_name(loaded, at, kind, "pattern")
-            for at in range(len(neuron_heads(loaded)))
+            host_of(loaded).hook_name(at, kind, "pattern")
+            for at in range(host_of(loaded).n_layers)
             for kind in HEAD_KINDS
         ]
         _, cache = loaded.run_with_cache(ids, names_filter=patterns)

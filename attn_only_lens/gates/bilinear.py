@@ -61,7 +61,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from attn_only_lens.numerics import working_precision
+from attn_only_lens.numerics import float32_if_half
 
 __all__ = ["BilinearGate", "largest_query"]
 
@@ -135,7 +135,7 @@ class BilinearGate:
         the softmax is the same.
         """
         largest = largest_query(q.dtype)
-        q = working_precision(q).clamp(-largest, largest)[..., None]
+        q = float32_if_half(q).clamp(-largest, largest)[..., None]
         return (q * q.new_tensor(self.b) + q.new_tensor(self.c)).clamp(-largest, largest)
 
     def scores(self, q: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape head key=2"]:
@@ -155,7 +155,7 @@ class BilinearGate:
         new tensor a step more time than the sigmoids. No step overwrites what a gradient needs:
         σ's is formed from its own result.
         """
-        q = working_precision(q)
+        q = float32_if_half(q)
         heads = list(zip(self.w, self.b, self.c, strict=True))
         total = torch.full_like(q, sum(w for w, _, c in heads if c == math.inf))
         for w, b, c in heads:

@@ -25,7 +25,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from attn_only_lens.numerics import working_precision
+from attn_only_lens.numerics import float32_if_half
 
 __all__ = ["GATES", "QUICK_GELU_SLOPE", "Gate"]
 
@@ -67,7 +67,7 @@ class Gate:
         the bias score is the dtype's largest number. The softmax is the same, and no user's
         arithmetic on cached scores meets ∞ - ∞.
         """
-        bias = -self.log_odds(working_precision(q))
+        bias = -self.log_odds(float32_if_half(q))
         limit = torch.finfo(q.dtype).max
         bias = bias.clamp(min=-limit, max=limit).to(q.dtype)
         return torch.stack([torch.zeros_like(bias), bias], dim=-1)
@@ -78,7 +78,7 @@ class Gate:
         Each gate is odd around one half, p(-q) = 1 - p(q) (relu excepted, at zero only), so
         neither weight loses digits to a subtraction.
         """
-        working = working_precision(q)
+        working = float32_if_half(q)
         weights = self.self_weight(working), self.bias_weight(working)
         return torch.stack(weights, dim=-1).to(q.dtype)
 
@@ -90,7 +90,7 @@ class Gate:
 
     def activation(self, q: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
         """Return q · p(q), the activation that this gate stands for."""
-        return (self.self_weight(working_precision(q)) * q).to(q.dtype)
+        return (self.self_weight(float32_if_half(q)) * q).to(q.dtype)
 
 
 def _logistic(name: str, log_odds: Callable[[Tensor], Tensor]) -> Gate:

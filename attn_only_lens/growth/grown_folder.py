@@ -17,7 +17,6 @@ from attn_only_lens.errors import CheckpointError, GrowthError
 from attn_only_lens.expansion import Axis, Constants, Identity, Place, Provenance, Zeros
 from attn_only_lens.growth._grow import Grown
 from attn_only_lens.growth.hooked import HOOKED
-from attn_only_lens.models.checkpoint.entries import plain_config
 from attn_only_lens.models.source_folder import (
     COMPUTED,
     CONFIG,
@@ -25,6 +24,7 @@ from attn_only_lens.models.source_folder import (
     PROVENANCE,
     TOKENIZER,
     WEIGHTS,
+    plain_config,
 )
 from attn_only_lens.storage import (
     digests_of,

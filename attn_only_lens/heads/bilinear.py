@@ -23,7 +23,7 @@ from torch import Tensor
 from attn_only_lens.axes import PreActivation
 from attn_only_lens.gates import BilinearGate
 from attn_only_lens.heads.computation import NeuronHeads
-from attn_only_lens.numerics import working_precision
+from attn_only_lens.numerics import float32_if_half
 
 __all__ = ["BilinearHeads"]
 
@@ -55,15 +55,15 @@ class BilinearHeads(NeuronHeads):
 
     def neuron_outputs(self, z: Float[Tensor, "*any head_index"]) -> Float[Tensor, "*any d_mlp"]:
         """Return what the heads of each neuron put out together: Σ_j w_j z_j."""
-        by_head = working_precision(z.unflatten(-1, (-1, self.heads_per_neuron)))
+        by_head = float32_if_half(z.unflatten(-1, (-1, self.heads_per_neuron)))
         return (by_head @ by_head.new_tensor(self.bilinear_gate.w)).to(z.dtype)
 
     def head_outputs(self, z: Float[Tensor, "*any head_index"]) -> Float[Tensor, "*any head_index"]:
         """Return what each head adds to its neuron: w_j z_j."""
-        by_head = working_precision(z.unflatten(-1, (-1, self.heads_per_neuron)))
+        by_head = float32_if_half(z.unflatten(-1, (-1, self.heads_per_neuron)))
         return (by_head * by_head.new_tensor(self.bilinear_gate.w)).flatten(-2).to(z.dtype)
 
-    def _without_hooks(self, q: PreActivation, value: PreActivation) -> PreActivation:
+    def _sum_of_heads(self, q: PreActivation, value: PreActivation) -> PreActivation:
         """Return what the neurons put out, without forming their heads."""
         mixture = self.bilinear_gate.mixture(q)
         if q.dtype == torch.float16:  # a value may have overflowed
@@ -75,7 +75,7 @@ class BilinearHeads(NeuronHeads):
     ) -> tuple[PreActivation, PreActivation]:
         # Heads of a gated MLP are many times larger than their sum: half precision loses it.
         gate = self.bilinear_gate
-        dtype = working_precision(q).dtype if gate.gated else q.dtype
+        dtype = float32_if_half(q).dtype if gate.gated else q.dtype
         value = (q if up is None else up).to(dtype)
         query = gate.query(q).flatten(-2).to(dtype)
         return query, value.repeat_interleave(gate.heads_per_neuron, dim=-1)
@@ -88,5 +88,5 @@ class BilinearHeads(NeuronHeads):
     def _gate_pattern(
         self, query: Float[Tensor, "batch pos head_index"]
     ) -> Float[Tensor, "batch pos head_index key=2"]:
-        working = working_precision(query)
+        working = float32_if_half(query)
         return torch.stack([working.sigmoid(), (-working).sigmoid()], dim=-1).to(query.dtype)

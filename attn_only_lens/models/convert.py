@@ -6,7 +6,7 @@ from transformer_lens.model_bridge import TransformerBridge
 from attn_only_lens.errors import UnsupportedModelError
 from attn_only_lens.heads import EXACT
 from attn_only_lens.models.gate_option import GateOption, gating_for
-from attn_only_lens.models.in_place.known_mlps import not_finite
+from attn_only_lens.models.in_place.known_mlps import non_finite_weights
 from attn_only_lens.models.two_blocks import AttentionOnlyTransformer, convert_as
 from attn_only_lens.models.two_blocks.convertible import reasons_against
 from attn_only_lens.runs.attached_hooks import hook_reasons
@@ -70,7 +70,7 @@ def convert(
         )
     reasons, gating = reasons_against(model), EXACT
     if isinstance(model, HookedTransformer):
-        reasons += [*hook_reasons(model), *not_finite(model)]
+        reasons += [*hook_reasons(model), *non_finite_weights(model)]
         cfg = model.cfg
         try:
             gating = gating_for(

@@ -14,17 +14,20 @@ from attn_only_lens.models.gate_option import GateOption, gating_for
 from attn_only_lens.models.in_place import (
     BilinearInPlace,
     InPlace,
-    KnownMLP,
-    UnknownMLPError,
     copy_model,
     exposed_heads,
     hide,
     reasons_against_copying,
-    run_alone,
     show,
-    undisturbed,
 )
-from attn_only_lens.models.in_place.known_mlps import known_mlps, not_finite
+from attn_only_lens.models.in_place.known_mlps import (
+    KnownMLP,
+    UnknownMLPError,
+    evaluation_without_hooks,
+    known_mlps,
+    non_finite_weights,
+    run_mlp,
+)
 from attn_only_lens.numerics import full_precision, normal_numbers
 from attn_only_lens.tl import HookedTransformer
 
@@ -151,13 +154,13 @@ def expose_neuron_heads(
         with torch.inference_mode(False):  # weights of inference mode could never be trained
             model = copy_model(model, copy_weights=copy_weights)
     known, gating = known_mlps(model, _PROBLEM), EXACT
-    reasons = [] if exposed_heads(model) else not_finite(model)
+    reasons = [] if exposed_heads(model) else non_finite_weights(model)
     W_out: Any = known[0].mlp.W_out
     try:
         gating = gating_for(
             gate,
             act_fn=known[0].act_fn,
-            gated=known[0].sockets.linear is not None,
+            gated=known[0].hooks.pre_linear is not None,
             dtype=W_out.dtype,
             n_layers=len(known),
         )
@@ -176,7 +179,7 @@ def expose_as(model: Any, known: list[KnownMLP], gating: Gating) -> ExposedNeuro
             already, or are not what they seemed.
     """
     try:
-        gated = known[0].sockets.linear is not None
+        gated = known[0].hooks.pre_linear is not None
         gating.require_fit(known[0].act_fn, gated, len(known))
     except ValueError as error:
         raise UnsupportedModelError([str(error)], _PROBLEM) from error
@@ -187,13 +190,13 @@ def expose_as(model: Any, known: list[KnownMLP], gating: Gating) -> ExposedNeuro
                 _PROBLEM,
             )
         return ExposedNeurons(model, first=False)
-    with undisturbed(getattr(block, "mlp", None) for block in model.blocks):
+    with evaluation_without_hooks(getattr(block, "mlp", None) for block in model.blocks):
         kind = InPlace if gating.kind == "exact" else BilinearInPlace
         state = PassState()
         _show_checked(
             model,
             [
-                kind(each.mlp, each.sockets, model.cfg, each.act_fn, layer, gating, state)
+                kind(each.mlp, each.hooks, model.cfg, each.act_fn, layer, gating, state)
                 for layer, each in enumerate(known)
             ],
         )
@@ -220,7 +223,7 @@ def _show_checked(model: Any, heads: list[InPlace]) -> None:
     try:
         inputs = [normal_numbers((2, 7, each.W_out.shape[1]), 2).to(each.W_out) for each in heads]
         before = [
-            run_alone(each.mlp, each.sockets, x) for each, x in zip(heads, inputs, strict=True)
+            run_mlp(each.mlp, each.mlp_hooks, x) for each, x in zip(heads, inputs, strict=True)
         ]
         show(model, heads)
         for each, x, expected in zip(heads, inputs, before, strict=True):
@@ -238,11 +241,11 @@ def _show_checked(model: Any, heads: list[InPlace]) -> None:
 def _differences(heads: InPlace, x: Tensor, expected: Tensor) -> list[str]:
     """Compare the output of an MLP for x with `expected`, and with the sum of its heads."""
     results: list[Tensor] = []
-    silent = run_alone(heads.mlp, heads.sockets, x)
+    silent = run_mlp(heads.mlp, heads.mlp_hooks, x)
     handles = [p.register_forward_hook(lambda *_: None) for p in heads.points.values()]
     handles.append(heads.hook_result.register_forward_hook(lambda m, i, out: results.append(out)))
     heads.results = True
-    live = run_alone(heads.mlp, heads.sockets, x)
+    live = run_mlp(heads.mlp, heads.mlp_hooks, x)
     heads.results = False
     for handle in handles:
         handle.remove()

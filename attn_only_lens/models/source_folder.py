@@ -16,7 +16,7 @@ from transformer_lens.utilities.activation_functions import SUPPORTED_ACTIVATION
 from transformers import AutoTokenizer
 
 from attn_only_lens.errors import CheckpointError
-from attn_only_lens.models.two_blocks.build import stock_skeleton
+from attn_only_lens.models.two_blocks.build import stock_skeleton, tensor_misfits
 from attn_only_lens.storage import (
     Document,
     FileDigest,
@@ -48,6 +48,7 @@ __all__ = [
     "dtype_named",
     "load_source",
     "load_tokenizer",
+    "plain_config",
     "read_folder",
     "reasons_against_config",
 ]
@@ -96,17 +97,11 @@ def load_source(
         raise
     except Exception as error:  # of any constructor that the configuration leads to
         raise CheckpointError(f"{folder / CONFIG} is not a model's: {error}") from error
-    wrong = [
-        f"{name} is missing"
-        for name in expected
-        if name not in state and not name.endswith(COMPUTED)
-    ]
-    wrong += [f"{name} is not known" for name in state if name not in expected]
-    wrong += [
-        f"{name} has shape {tuple(tensor.shape)}; expected {tuple(expected[name].shape)}"
-        for name, tensor in state.items()
-        if name in expected and tensor.shape != expected[name].shape
-    ]
+    # What TransformerLens computes may be left out.
+    needed = {
+        name: x for name, x in expected.items() if name in state or not name.endswith(COMPUTED)
+    }
+    wrong = tensor_misfits(needed, state)
     bytes_needed = sum(each.numel() * each.element_size() for each in expected.values())
     if bytes_needed > (free := psutil.virtual_memory().available):
         wrong.append(f"the model takes {bytes_needed:,} bytes, and {free:,} are free")
@@ -194,6 +189,19 @@ def read_folder(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
             "a folder for the commands patch, circuit and pattern"
         )
     return config, read_tensors(inside(folder, WEIGHTS))[0]
+
+
+def plain_config(cfg: Any) -> dict[str, Any]:
+    """Return a configuration as JSON holds it, without the device, which loading chooses."""
+    return {key: _plain(value) for key, value in vars(cfg).items() if key != "device"}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, torch.dtype):
+        return str(value).removeprefix("torch.")
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return value.item() if hasattr(value, "item") else value  # a numpy number
 
 
 def dtype_named(dtype: str | torch.dtype) -> torch.dtype:

@@ -1,12 +1,9 @@
-"""A shipped model as a TransformerBridge, for transformer-lens 4, which has no HookedTransformer.
+"""Addition modulo 113 in one layer: the shipped model, and all inputs of its task.
 
-TransformerLens converts the state dict. Its native model passes over most fields of a
-HookedTransformerConfig without a word, so this is for the models that ship here, whose logits the
-tests hold against their weights, and not for any folder.
-
-Addition modulo 113 in one layer: the shipped model, and all inputs of its task.
-
-Its card lies beside its weights, in `data/modular_addition/README.md`.
+The model's card is `data/modular_addition/README.md`. Under transformer-lens 4, which has no
+HookedTransformer, the model is a TransformerBridge. TransformerLens converts the state dict, but
+ignores most fields of a HookedTransformerConfig silently; so `load_bridge` is for the shipped
+model, whose logits are tested, and not for any folder.
 """
 
 from importlib.resources import as_file, files
@@ -54,7 +51,7 @@ MODULUS = 113
 def modular_addition(
     device: str | torch.device = "cpu", dtype: torch.dtype = torch.float32
 ) -> HookedTransformer:
-    """A one-layer transformer that adds modulo 113.
+    """Return a one-layer transformer that adds modulo 113.
 
     Trained by `analyses/train_modular_addition.py` until it generalised, after Nanda et al.,
     "Progress measures for grokking via mechanistic interpretability" (2023): d_model 128, 4 heads,
@@ -88,7 +85,7 @@ def modular_addition(
 
 
 def modular_addition_tokens() -> Int[Tensor, "batch=12769 pos=3"]:
-    """Every input of the task: (a, b, '=') for all 113 * 113 pairs, a slowest.
+    """Return every input of the task: (a, b, '=') for all 113 * 113 pairs, a slowest.
 
     Example:
         >>> from attn_only_lens import pretrained

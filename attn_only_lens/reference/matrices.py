@@ -65,7 +65,7 @@ def direct_sum(
 def check_matrix(
     name: str, matrix: Tensor, rows: int | None = None, columns: int | None = None
 ) -> None:
-    """Refuse what is not a float64 matrix with so many rows and columns (None: any number).
+    """Refuse anything but a float64 matrix with so many rows and columns (None: any number).
 
     Raises:
         ValueError: another number of axes, rows or columns, or another dtype.
@@ -83,7 +83,7 @@ def check_matrix(
 
 
 def check_vector(name: str, vector: Tensor, size: int) -> None:
-    """Refuse what is not a float64 vector of that size.
+    """Refuse anything but a float64 vector of that size.
 
     Raises:
         ValueError: another shape or dtype.

@@ -25,7 +25,7 @@ from attn_only_lens.reference.matrices import check_matrix, check_vector, zeros
 __all__ = ["MLP", "GeneralizedSiLU", "LayerNorm", "Norm", "Run", "Sublayer", "Transformer"]
 
 Norm = Callable[[Tensor], Tensor]
-"""What stands in the place of LayerNorm: a function of a whole matrix [n_tokens, d]."""
+"""LayerNorm, or a stand-in for it: a function of a whole matrix [n_tokens, d]."""
 
 
 @dataclass(frozen=True)
@@ -170,9 +170,9 @@ class Transformer:
     def __post_init__(self) -> None:
         if () in self.sublayers or not self.sublayers:
             raise ValueError("sublayers: got none, or one without heads; expected one at least")
-        parts = [part for sublayer in self.sublayers for part in _parts(sublayer)]
-        widths = {part.width for part in parts}
-        lengths = {part.n_tokens for part in parts if isinstance(part, Head)}
+        terms = [term for sublayer in self.sublayers for term in _terms(sublayer)]
+        widths = {term.width for term in terms}
+        lengths = {term.n_tokens for term in terms if isinstance(term, Head)}
         if len(widths) > 1 or len(lengths) > 1:
             raise ValueError(
                 f"sublayers: got widths {sorted(widths)} and numbers of tokens {sorted(lengths)}; "
@@ -191,7 +191,7 @@ class Transformer:
     @property
     def width(self) -> int:
         """D."""
-        return _parts(self.sublayers[0])[0].width
+        return _terms(self.sublayers[0])[0].width
 
     def run(self, X: Float[Tensor, "n_tokens d"]) -> Run:
         """X_0 ↦ X_1 ↦ … ↦ X_m, keeping everything.
@@ -203,8 +203,8 @@ class Transformer:
         for sublayer, norm in zip(self.sublayers, self.norms, strict=True):
             X = stream[-1]
             read = norm(X) if self.pre_norm else X
-            written = sum((part(read) for part in _parts(sublayer)), zeros(*X.shape))
-            seen = [part.pattern(read) for part in _parts(sublayer) if isinstance(part, Head)]
+            written = sum((term(read) for term in _terms(sublayer)), zeros(*X.shape))
+            seen = [term.pattern(read) for term in _terms(sublayer) if isinstance(term, Head)]
             inputs.append(read)
             outputs.append(written)
             patterns.append(torch.stack(seen) if seen else X.new_zeros(0, len(X), len(X)))
@@ -217,6 +217,6 @@ class Transformer:
         return self.run(X).result
 
 
-def _parts(sublayer: Sublayer) -> tuple[MLP | Head, ...]:
-    """What a sublayer is the sum of."""
+def _terms(sublayer: Sublayer) -> tuple[MLP | Head, ...]:
+    """Return the MLP, or the heads, that a sublayer adds up."""
     return sublayer if isinstance(sublayer, tuple) else (sublayer,)

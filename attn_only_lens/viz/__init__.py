@@ -1,8 +1,12 @@
-"""Pictures, each one self-contained HTML file that works offline."""
+"""Pictures, each one self-contained HTML file that works offline.
+
+plotly and circuitsvis are imported when they are needed: `pip install 'attn-only-lens[viz]'`.
+"""
 
 from attn_only_lens.viz.attention import attention_view, neuron_pattern_view
-from attn_only_lens.viz.circuit import NodeDetails, circuit_page, node_patterns
-from attn_only_lens.viz.comparison import comparison_circuit, comparison_report
+from attn_only_lens.viz.circuit import circuit_page, node_patterns
+from attn_only_lens.viz.circuit_data import NodeDetails
+from attn_only_lens.viz.comparison_pages import comparison_circuit, comparison_report
 from attn_only_lens.viz.demo import demo_page
 from attn_only_lens.viz.gate_value import gate_value_scatter
 from attn_only_lens.viz.graph_view import circuit_view

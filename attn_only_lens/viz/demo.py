@@ -1,40 +1,37 @@
-"""The demo: convert the shipped model, verify it, and show what its neuron-heads attend to.
+"""The demo: convert the shipped model, verify it, and draw what its neuron-heads attend to.
 
 Nanda et al. (2023) found that the neurons of a network which has learnt addition modulo p are
 periodic in both inputs, with a few key frequencies. Seen as heads, its neurons therefore attend to
 themselves periodically: the weight that '=' gives to itself, rather than to the bias token, is a
 wave over (a, b).
-
-The demo's picture: neuron-heads that attend to themselves in waves over (a, b).
 """
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import pandas as pd
-import plotly.graph_objects as go
 import torch
 from jaxtyping import Float
-from plotly.subplots import make_subplots
 from torch import Tensor
 
 from attn_only_lens.axes import SELF
-from attn_only_lens.heads import HeadName, point_name
+from attn_only_lens.heads import HeadName, host_of
 from attn_only_lens.models.convert import convert
 from attn_only_lens.models.two_blocks import AttentionOnlyTransformer
 from attn_only_lens.models.verify import Verification, verify
 from attn_only_lens.pretrained import modular_addition, modular_addition_tokens
 from attn_only_lens.pretrained.modular_addition import MODULUS
 from attn_only_lens.tl import HookedTransformer
+from attn_only_lens.viz.checks import import_extra
 
-__all__ = ["Demo", "demo_page", "periodicity", "run", "self_weights"]
+__all__ = ["PERIODIC", "Demo", "demo_page", "periodicity", "run_demo", "self_weights"]
 
 PERIODIC = 0.85  # of the variance explained by one frequency: Nanda et al.'s criterion
+_PANELS = 6
 
 
 @dataclass(frozen=True)
 class Demo:
-    """What the demo found.
+    """The results of the demo.
 
     Attributes:
         verification: the converted model against its source, on every input of the task.
@@ -64,8 +61,8 @@ class Demo:
         return best.sort_values("neuron_heads", ascending=False, kind="stable", ignore_index=True)
 
 
-def run() -> Demo:
-    """Convert, verify and measure; a few seconds."""
+def run_demo() -> Demo:
+    """Convert the shipped model, verify it and measure its self weights, in a few seconds."""
     source, tokens = modular_addition(), modular_addition_tokens()
     converted = convert(source)
     grids = self_weights(converted)
@@ -78,7 +75,7 @@ def run() -> Demo:
 
 
 def _untrained(model: HookedTransformer) -> HookedTransformer:
-    """The same architecture with random weights, as training began."""
+    """Return the same architecture with random weights, as training began."""
     fresh = modular_addition()
     generator = torch.Generator("cpu").manual_seed(0)
     with torch.no_grad():
@@ -90,15 +87,15 @@ def _untrained(model: HookedTransformer) -> HookedTransformer:
 
 @torch.no_grad()
 def self_weights(model: AttentionOnlyTransformer) -> Float[Tensor, "neuron a b"]:
-    """How much '=' attends to itself in every neuron-head of layer 0, for every (a, b)."""
-    hook = point_name(model, 0, "neuron", "pattern")
+    """Return the weight of '=' on itself in every neuron-head of layer 0, for every (a, b)."""
+    hook = host_of(model).hook_name(0, "neuron", "pattern")
     _, cache = model.run_with_cache(modular_addition_tokens(), names_filter=hook)
     at_equals = cache[hook][:, :, -1, SELF]  # [batch, head_index]
     return at_equals.T.reshape(-1, MODULUS, MODULUS)
 
 
 def periodicity(grids: Float[Tensor, "neuron a b"]) -> pd.DataFrame:
-    """The frequency that explains most of each grid's variance, and how much.
+    """Return the frequency that explains most of each grid's variance, and its share.
 
     Frequency k is the span of the waves of a, of b, and of both at k: the nine entries
     (0 or ±k, 0 or ±k) of the 2-D Fourier transform, the constant left out.
@@ -123,23 +120,20 @@ def periodicity(grids: Float[Tensor, "neuron a b"]) -> pd.DataFrame:
     )
 
 
-if TYPE_CHECKING:
-    from attn_only_lens.viz.demo import Demo
+def demo_page(demo: Demo) -> str:
+    """Draw a heatmap for each key frequency, and how periodic all neuron-heads are.
 
-
-_PANELS = 6
-
-
-def demo_page(demo: "Demo") -> str:
-    """One HTML page: a heatmap for each key frequency, and how periodic all neuron-heads are."""
-    shown = demo.clearest().head(_PANELS)
+    Raises:
+        ImportError: plotly is not installed.
+    """
+    clearest = demo.clearest().head(_PANELS)
     titles = [
         f"{row.name_} · frequency {row.frequency} ({row.neuron_heads} neuron-heads)"
-        for row in shown.rename(columns={"name": "name_"}).itertuples()
+        for row in clearest.rename(columns={"name": "name_"}).itertuples()
     ]
     columns = 3
-    rows = -(-len(shown) // columns) + 1
-    figure = make_subplots(
+    rows = -(-len(clearest) // columns) + 1
+    figure = import_extra("plotly.subplots").make_subplots(
         rows=rows,
         cols=columns,
         specs=[[{}] * columns for _ in range(rows - 1)] + [[{"colspan": columns}, None, None]],
@@ -147,25 +141,20 @@ def demo_page(demo: "Demo") -> str:
         vertical_spacing=0.26 / rows,
         horizontal_spacing=0.07,
     )
-    for panel, name in enumerate(shown["name"]):
+    for panel, name in enumerate(clearest["name"]):
+        cell = {"row": panel // columns + 1, "col": panel % columns + 1}
         grid = demo.grids[HeadName.parse(name).index]
         figure.add_heatmap(
             z=grid.float().numpy().round(3),
             coloraxis="coloraxis",
-            row=panel // columns + 1,
-            col=panel % columns + 1,
+            **cell,
             hovertemplate=f"{name}<br>a = %{{y}}, b = %{{x}}<br>self weight %{{z}}<extra></extra>",
         )
-        figure.update_xaxes(title_text="b", row=panel // columns + 1, col=panel % columns + 1)
-        figure.update_yaxes(title_text="a", row=panel // columns + 1, col=panel % columns + 1)
+        figure.update_xaxes(title_text="b", **cell)
+        figure.update_yaxes(title_text="a", **cell)
     for label, table in (("trained", demo.neuron_heads), ("untrained", demo.untrained)):
-        figure.add_trace(
-            go.Histogram(
-                x=table["explained"], name=label, xbins={"start": 0, "end": 1, "size": 0.02}
-            ),
-            row=rows,
-            col=1,
-        )
+        bins = {"start": 0, "end": 1, "size": 0.02}
+        figure.add_histogram(x=table["explained"], name=label, xbins=bins, row=rows, col=1)
     figure.update_xaxes(
         title_text="fraction of variance explained by its best frequency", range=[0, 1], row=rows
     )
@@ -180,5 +169,4 @@ def demo_page(demo: "Demo") -> str:
         legend={"x": 0.4, "y": 0.3 / rows},
     )
     figure.update_traces(opacity=0.7, selector={"type": "histogram"})
-    html: str = figure.to_html(include_plotlyjs=True, full_html=True)
-    return html
+    return str(figure.to_html(include_plotlyjs=True, full_html=True))

@@ -1,4 +1,4 @@
-"""A neuron over a corpus: at each token, the value it has to give and the share its gate lets by.
+"""A neuron over a corpus: at each token, its value and the share of it that its gate passes.
 
 A neuron-head's output is gate × value, so lines of one output are hyperbolas, and the whole of a
 plain neuron lies on one curve, its activation: gate = σ(score(value)). In a gated MLP the two are
@@ -7,16 +7,20 @@ MLP after the product; it is a constant, and no part of either).
 """
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-import plotly.graph_objects as go
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 from transformer_lens import ActivationCache
 
-from attn_only_lens.heads import HeadName, neuron_gate, neuron_heads
+from attn_only_lens.heads import HeadName, host_of, neuron_gate
 from attn_only_lens.heads.patterns import cached_activation
-from attn_only_lens.viz.page import refuse, text, token_reasons
+from attn_only_lens.viz.checks import refuse, token_reasons
+from attn_only_lens.viz.figures import empty_figure, plotly_text, style_figure
+
+if TYPE_CHECKING:
+    import plotly.graph_objects as go
 
 __all__ = ["gate_value_scatter"]
 
@@ -31,8 +35,8 @@ def gate_value_scatter(
     name: str,
     tokens: Sequence[Sequence[str]],
     mask: Int[Tensor, "batch pos"] | None = None,
-) -> go.Figure:
-    """Gate and value of a neuron at every token of a corpus; point at one to read its context.
+) -> "go.Figure":
+    """Draw gate and value of a neuron at every token of a corpus; point at one for its context.
 
     Args:
         cache: of a converted or exposed model, with the pattern and v of the neuron's heads.
@@ -48,7 +52,8 @@ def gate_value_scatter(
         PictureError: tokens or mask do not fit the cache, tokens are too many, or the heads of
             the neuron have values of their own (an edited run).
         UnknownHeadError: the name is not of a neuron of the model.
-        UnsupportedCallError: the cache does not hold what is drawn.
+        UnsupportedCallError: the cache does not hold the neuron's pattern or v.
+        ImportError: plotly is not installed.
 
     Example:
         >>> from attn_only_lens import expose_neuron_heads, pretrained, viz
@@ -61,7 +66,7 @@ def gate_value_scatter(
     gate, value = neuron_gate(cache, name), _value(cache, name)
     if not cache.has_batch_dim:
         gate, value = gate[None], value[None]
-    refuse(_reasons(tokens, mask, *gate.shape))
+    refuse(*_reasons(tokens, mask, *gate.shape))
     real = (
         torch.ones(gate.shape, dtype=torch.bool, device="cpu")
         if mask is None
@@ -69,46 +74,37 @@ def gate_value_scatter(
     )
     x, y = (each.detach().cpu().double()[real] for each in (value, gate))
     if not bool((x.isfinite() & y.isfinite()).all()):
-        refuse([f"{name} has values that are not finite"])
+        refuse(f"{name} has values that are not finite")
     if len(x) > MOST_POINTS:
-        refuse(
-            [f"got {len(x):,} tokens; expected {MOST_POINTS:,} at most: take part of the corpus"]
-        )
+        refuse(f"got {len(x):,} tokens; expected {MOST_POINTS:,} at most: take part of the corpus")
     contexts = [
-        [text(tokens[row][at]), _context(tokens[row], at), row, at]
+        [plotly_text(tokens[row][at]), _context(tokens[row], at), row, at]
         for row, at in real.nonzero().tolist()
     ]
-    figure = go.Figure(
-        go.Scatter(
-            x=x.tolist(),
-            y=y.tolist(),
-            mode="markers",
-            marker={"size": 6, "opacity": 0.6, "color": (x * y).tolist(), "cmid": 0}
-            | {"colorscale": "RdBu", "colorbar": {"title": "gate × value"}}
-            | {"line": {"width": 0.5, "color": "#666"}},
-            customdata=contexts,
-            hovertemplate="<b>%{customdata[0]}</b> · prompt %{customdata[2]}, "
-            "position %{customdata[3]}<br>%{customdata[1]}<br>value %{x:.4g}, gate %{y:.4g}"
-            "<extra></extra>",
-        )
+    figure = empty_figure().add_scatter(
+        x=x.tolist(),
+        y=y.tolist(),
+        mode="markers",
+        marker={"size": 6, "opacity": 0.6, "color": (x * y).tolist(), "cmid": 0}
+        | {"colorscale": "RdBu", "colorbar": {"title": "gate × value"}}
+        | {"line": {"width": 0.5, "color": "#666"}},
+        customdata=contexts,
+        hovertemplate="<b>%{customdata[0]}</b> · prompt %{customdata[2]}, "
+        "position %{customdata[3]}<br>%{customdata[1]}<br>value %{x:.4g}, gate %{y:.4g}"
+        "<extra></extra>",
     )
-    return figure.update_layout(
-        title=f"{name}: {len(x):,} tokens",
-        xaxis_title="value",
-        yaxis_title="gate",
-        template="plotly_white",
-        height=560,
-    )
+    title = f"{name}: {len(x):,} tokens"
+    return style_figure(figure, title, xaxis_title="value", yaxis_title="gate", height=560)
 
 
 def _value(cache: ActivationCache, name: str) -> Float[Tensor, "*batch pos"]:
-    """What all heads of the neuron hold out, before their patterns weigh it."""
+    """Return the value that all heads of the neuron share, before their patterns weigh it."""
     head = HeadName.parse(name)
     v = cached_activation(cache, head.layer, head.kind, "v")
-    shared = neuron_heads(cache.model)[head.layer].heads_per_neuron
+    shared = host_of(cache.model).neurons[head.layer].heads_per_neuron
     each = v.squeeze(-1)[..., head.heads(shared)]
     if not bool((each == each[..., :1]).all()):
-        refuse([f"the {shared} heads of {name} have values of their own in this run"])
+        refuse(f"the {shared} heads of {name} have values of their own in this run")
     return each[..., 0]
 
 
@@ -130,7 +126,8 @@ def _reasons(
 
 
 def _context(prompt: Sequence[str], at: int) -> str:
-    """The token among its neighbours."""
+    """Return the token among its neighbours."""
     first = max(0, at - _CONTEXT)
-    before, after = "".join(prompt[first:at]), "".join(prompt[at + 1 : at + 1 + _CONTEXT])
-    return f"{'…' * (first > 0)}{text(before)}<b>{text(prompt[at])}</b>{text(after)}"
+    parts = prompt[first:at], prompt[at : at + 1], prompt[at + 1 : at + 1 + _CONTEXT]
+    before, here, after = (plotly_text("".join(part)) for part in parts)
+    return f"{'…' * (first > 0)}{before}<b>{here}</b>{after}"

@@ -1,8 +1,8 @@
-"""An attribution graph as a page, by one call: nodes and edges, and what each node says of tokens.
+"""An attribution graph as a page: nodes, edges, and the patterns and top tokens of each node.
 
-What a page holds is bounded, so that one of 1,000 nodes stays under 3 MB: of each node the edges of
-largest |weight| into it, others adding up in "rest" as `CircuitGraph.prune_edges` does; patterns of
-the nodes of largest |attribution|. Where either bound cuts, the page says so.
+A page of 1,000 nodes stays under 3 MB: it holds the edges of largest |weight| into each node, with
+the others added up in "rest" as `CircuitGraph.prune_edges` does, and the patterns of the nodes of
+largest |attribution|. Where either bound cuts, the page says so.
 """
 
 from collections.abc import Sequence
@@ -15,17 +15,19 @@ from torch import Tensor
 from transformer_lens import ActivationCache
 
 from attn_only_lens.circuits.graph import HEADS, CircuitGraph
-from attn_only_lens.circuits.vocabulary import TopTokens, Vocabulary
+from attn_only_lens.circuits.vocabulary import DirectEffects, TopTokens
 from attn_only_lens.errors import CircuitError
-from attn_only_lens.heads import HeadName, layout_of, neuron_heads, point_name
+from attn_only_lens.heads import HeadName, has_neuron_heads, host_of
 from attn_only_lens.numerics import full_precision, is_count
 from attn_only_lens.runs.paired_runs import reasons_against
 from attn_only_lens.runs.prompts import Prompts, unpaired
 from attn_only_lens.runs.recording import Recording, record
 from attn_only_lens.runs.token_texts import token_text, token_texts
 from attn_only_lens.tolerances import LOGIT_TOLERANCE
-from attn_only_lens.viz.circuit import NodeDetails, circuit_page, node_patterns
-from attn_only_lens.viz.page import Page, refuse
+from attn_only_lens.viz.checks import refuse
+from attn_only_lens.viz.circuit import circuit_page, node_patterns
+from attn_only_lens.viz.circuit_data import NodeDetails
+from attn_only_lens.viz.page import Page
 
 __all__ = ["circuit_view"]
 
@@ -43,19 +45,19 @@ def circuit_view(
     mask: Tensor | None = None,
     top_tokens: int = 10,
 ) -> Page:
-    """An attribution graph as one interactive page, layers upward and tokens across.
+    """Draw an attribution graph as one interactive page, layers upward and tokens across.
 
     Args:
         graph: of `circuits.attribution_graph`, pruned or not, or read from a file.
-        model: what it is of, for patterns and top tokens; without it, nodes and edges alone.
-        prompts: what it is of, as given to `attribution_graph`; with a model, and only then.
-        prompt: whose tokens and patterns to show, where the graph is of several.
+        model: the graph's model, for patterns and top tokens; without it, nodes and edges alone.
+        prompts: the graph's prompts, as given to `attribution_graph`; needed with a model.
+        prompt: index of the prompt whose tokens and patterns are shown.
         mask: as given to `attribution_graph`.
         top_tokens: of each node; 0 for none. Amounts are standard deviations above the mean over
             the vocabulary.
 
     Returns:
-        The page. A click on a node tells its pattern, what it reads and writes, and its tokens.
+        The page. A click on a node shows its pattern, what it reads and writes, and its tokens.
 
     Raises:
         PictureError: model and prompts are not those of the graph, or one comes without the other.
@@ -79,15 +81,15 @@ def circuit_view(
     if (model is None) != (prompts is None):
         given = "prompts" if model is None else "a model"
         reasons.append(f"got {given} alone; expected a model and prompts, or neither")
-    refuse(reasons)
+    refuse(*reasons)
     notes: list[str] = []
     details: dict[str, NodeDetails] = {}
     if prompts is not None:
-        seen = _run(graph, model, prompts, mask)
+        run = _record_run(graph, model, prompts, mask)
         heads = graph.nodes[graph.nodes["kind"].isin(HEADS)]
-        details = _patterns(seen, model, heads, prompt, notes)
+        details = _patterns(run, model, heads, prompt, notes)
         if top_tokens:
-            details = _with_tokens(details, seen, model, heads, prompt, top_tokens)
+            details = _with_tokens(details, run, model, heads, prompt, top_tokens)
     drawn = _fewer_edges(graph, notes)
     meta = {
         "tokens": list(graph.tokens[prompt]),
@@ -111,63 +113,65 @@ def _fewer_edges(graph: CircuitGraph, notes: list[str]) -> CircuitGraph:
 
 
 @full_precision()
-def _run(graph: CircuitGraph, model: Any, prompts: Prompts, mask: Tensor | None) -> Recording:
-    """The run that the graph is of, with the patterns and z of its nodes.
+def _record_run(
+    graph: CircuitGraph, model: Any, prompts: Prompts, mask: Tensor | None
+) -> Recording:
+    """Record the graph's run, with the patterns and z of its nodes.
 
     Raises:
-        PictureError: it is another one.
+        PictureError: the model or its prompts are not those of the graph.
     """
     reasons = reasons_against(model)
-    if layout_of(model) is None:
+    if not has_neuron_heads(model):
         reasons.append(f"got a {type(model).__name__} without neuron-heads; expected the graph's")
-    refuse(reasons)
+    refuse(*reasons)
     pair = unpaired(model, prompts, mask)
     if tuple(tuple(token_texts(model, row)) for row in pair.clean.tolist()) != graph.tokens:
-        refuse([f"got prompts other than the graph's, {_listed(graph.tokens)}"])
+        refuse(f"got prompts other than the graph's, {_listed(graph.tokens)}")
     heads = graph.nodes[graph.nodes["kind"].isin(HEADS)]
     names = {(head.layer, head.kind): head for head in map(HeadName.parse, heads["name"])}
     hooks = [hook for head in names.values() for hook in _hooks(model, head)]
-    seen = record(model, pair.clean, pair.mask, names=hooks)
+    run = record(model, pair.clean, pair.mask, names=hooks)
     expected = heads["value"].to_numpy()
-    values = np.array([_value(seen, model, name, pos) for name, pos in _at(heads)])
+    values = np.array([_value(run, model, name, pos) for name, pos in _names_and_positions(heads)])
     # Another model, not rounding: many bridged norms compute in float32 in whatever dtype.
-    allowed = max(1e-3, LOGIT_TOLERANCE[seen.logits.dtype]) * abs(expected).max(initial=0)
+    allowed = max(1e-3, LOGIT_TOLERANCE[run.logits.dtype]) * abs(expected).max(initial=0)
     apart = np.flatnonzero(~(abs(expected - values) <= allowed))
-    refuse(
-        [
+    for row in apart[:1]:
+        refuse(
             f"got a model in which {heads['id'].iloc[row]} is {values[row]:.4g}; in the graph it "
             f"is {expected[row]:.4g}: the graph is of another model"
-            for row in apart[:1]
-        ]
-    )
-    return seen
+        )
+    return run
 
 
 def _hooks(model: Any, head: HeadName) -> tuple[str, str]:
     layer, kind = head.layer, head.kind
-    return point_name(model, layer, kind, "z"), point_name(model, layer, kind, "pattern")
+    return host_of(model).hook_name(layer, kind, "z"), host_of(model).hook_name(
+        layer, kind, "pattern"
+    )
 
 
-def _at(heads: pd.DataFrame) -> list[tuple[str, int]]:
+def _names_and_positions(heads: pd.DataFrame) -> list[tuple[str, int]]:
     return [(name, int(pos)) for name, pos in heads[["name", "position"]].to_numpy()]
 
 
-def _value(seen: Recording, model: Any, name: str, pos: int) -> float:
-    """What `CircuitGraph.nodes` calls the value of a node."""
+def _value(run: Recording, model: Any, name: str, pos: int) -> float:
+    """Return the value of a node, as `CircuitGraph.nodes` defines it."""
     head = HeadName.parse(name)
-    shared = neuron_heads(model)[head.layer].heads_per_neuron
-    z = seen.hooked[_hooks(model, head)[0]][:, pos, head.heads(shared)].flatten(1)
+    shared = host_of(model).neurons[head.layer].heads_per_neuron
+    z = run.hooked[_hooks(model, head)[0]][:, pos, head.heads(shared)].flatten(1)
     return float((z.norm(dim=-1) if head.kind == "attention" else z.sum(-1)).mean())
 
 
 def _patterns(
-    seen: Recording, model: Any, heads: pd.DataFrame, prompt: int, notes: list[str]
+    run: Recording, model: Any, heads: pd.DataFrame, prompt: int, notes: list[str]
 ) -> dict[str, NodeDetails]:
-    most = _WEIGHTS // seen.tokens.shape[1]
+    most = _WEIGHTS // run.tokens.shape[1]
     strongest = heads.loc[heads["attribution"].abs().nlargest(most).index]
     if len(strongest) < len(heads):
         notes.append(f"Patterns: of the {most} nodes of largest |attribution|.")
-    cache = ActivationCache(seen.hooked, model)
+    cache = ActivationCache(run.hooked, model)
     return {
         key: NodeDetails(pattern=[round(weight, 3) for weight in each.pattern or ()])
         for key, each in node_patterns(cache, strongest, prompt=prompt).items()
@@ -176,18 +180,18 @@ def _patterns(
 
 def _with_tokens(
     details: dict[str, NodeDetails],
-    seen: Recording,
+    run: Recording,
     model: Any,
     heads: pd.DataFrame,
     prompt: int,
     k: int,
 ) -> dict[str, NodeDetails]:
-    """Details with what each node raises, by id, and what each neuron reads, by name."""
+    """Add the tokens that each node raises, by id, and that each neuron reads, by name."""
     try:
-        said = Vocabulary(model)
-        raised = said.raised(seen.hooked, _at(heads), k, prompt=prompt)
+        effects = DirectEffects(model)
+        raised = effects.promoted_tokens(run.hooked, _names_and_positions(heads), k, prompt=prompt)
         neurons = heads.loc[heads["kind"] == "neuron", "name"].unique().tolist()
-        read = said.read(neurons, k) if neurons else []
+        read = effects.read_tokens(neurons, k) if neurons else []
     except CircuitError as error:
         more = "top_tokens=0 draws the graph without its nodes' tokens"
         raise CircuitError(
@@ -197,13 +201,13 @@ def _with_tokens(
     texts = {each: token_text(model, each) for each in ids}
     found = dict(details)
 
-    def told(top: TopTokens) -> list[tuple[str, float]]:
+    def with_texts(top: TopTokens) -> list[tuple[str, float]]:
         return [(texts[token], amount) for token, amount in top]
 
     for key, top in zip(heads["id"], raised, strict=True):
-        found[key] = replace(found.get(key, NodeDetails()), top_tokens=told(top))
+        found[key] = replace(found.get(key, NodeDetails()), top_tokens=with_texts(top))
     for key, top in zip(neurons, read, strict=True):
-        found[key] = replace(found.get(key, NodeDetails()), read_tokens=told(top))
+        found[key] = replace(found.get(key, NodeDetails()), read_tokens=with_texts(top))
     return found
 
 

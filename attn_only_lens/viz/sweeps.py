@@ -1,4 +1,4 @@
-"""Sweeps as a heatmap and as ranked bars. What is drawn is the effect,
+"""Sweeps as a heatmap and as ranked bars, of the effect
 
     effect = score - score of the run that is patched into        (`Sweep.effect`)
 
@@ -6,31 +6,33 @@ so that a patch without effect is white, whatever the direction of the sweep.
 """
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import pandas as pd
-import plotly.graph_objects as go
 
 from attn_only_lens.patching import Sweep
 from attn_only_lens.patching.results import MEASURED
-from attn_only_lens.viz.page import refuse, text, token_reasons
+from attn_only_lens.viz.checks import refuse, token_reasons
+from attn_only_lens.viz.figures import HEAD_COLOURS, empty_figure, plotly_text, style_figure
+from attn_only_lens.viz.page import HEAD_PLURALS
+
+if TYPE_CHECKING:
+    import plotly.graph_objects as go
 
 __all__ = ["sweep_bars", "sweep_heatmap"]
 
 MOST_ROWS = 100
 """Rows of a heatmap, or bars, whose names one can still read."""
 
-_COLOUR = {"attention": "#0072B2", "neuron": "#E69F00"}  # tell apart in any colour vision
 _OTHER = "#666666"
-_PLURAL = {"attention": "heads", "neuron": "neurons"}
 
 
 def sweep_heatmap(
     sweep: Sweep,
     rows: Literal["layer", "name"] = "layer",
     tokens: Sequence[str] | None = None,
-) -> go.Figure:
-    """The effect of patches by layer and position, or by head and position.
+) -> "go.Figure":
+    """Draw the effect of patches by layer and position, or by head and position.
 
     Effects of single patches do not add up to that of all, so a cell of a layer is not their sum
     but that of its strongest site, named under the pointer.
@@ -47,6 +49,7 @@ def sweep_heatmap(
     Raises:
         PictureError: the sweep is empty or has too many heads, `rows` is another word, or tokens
             are too few.
+        ImportError: plotly is not installed.
 
     Example:
         >>> import pandas as pd
@@ -61,16 +64,14 @@ def sweep_heatmap(
     """
     frame = _effects(sweep)
     if rows not in ("layer", "name"):
-        refuse([f"got rows={rows!r}; expected 'layer' or 'name'"])
+        refuse(f"got rows={rows!r}; expected 'layer' or 'name'")
     if rows == "name":
         frame["row"] = frame["name"]
         order = list(dict.fromkeys(frame["row"]))[::-1]  # plotly's first row is the lowest
         if len(order) > MOST_ROWS:
-            refuse(
-                [f"{len(order)} heads; expected {MOST_ROWS} at most: sweep.query(...) narrows it"]
-            )
+            refuse(f"{len(order)} heads; expected {MOST_ROWS} at most: sweep.query(...) narrows it")
     else:
-        kinds = frame["kind"].map(lambda kind: _PLURAL.get(kind, kind))
+        kinds = frame["kind"].map(lambda kind: HEAD_PLURALS.get(kind, kind))
         frame["row"] = "L" + frame["layer"].astype(str) + " " + kinds
         order = list(dict.fromkeys(frame.sort_values(["layer", "kind"])["row"]))
     positions = sorted(set(frame["position"]))
@@ -80,28 +81,26 @@ def sweep_heatmap(
     named = strongest.pivot(index="row", columns="position", values="name")
     grid, named = (each.reindex(index=order, columns=positions) for each in (grid, named))
     limit = float(frame["effect"].abs().max()) or 1.0
-    figure = go.Figure(
-        go.Heatmap(
-            z=grid.to_numpy(),
-            x=labels,
-            y=order,
-            customdata=named.map(text, na_action="ignore").fillna("").to_numpy(),
-            hoverongaps=False,
-            hovertemplate="%{customdata} at %{x}<br>effect %{z:.4g}<extra></extra>",
-            colorscale="RdBu",
-            zmid=0,
-            zmin=-limit,
-            zmax=limit,
-            colorbar={"title": "effect"},
-        )
+    figure = empty_figure().add_heatmap(
+        z=grid.to_numpy(),
+        x=labels,
+        y=order,
+        customdata=named.map(plotly_text, na_action="ignore").fillna("").to_numpy(),
+        hoverongaps=False,
+        hovertemplate="%{customdata} at %{x}<br>effect %{z:.4g}<extra></extra>",
+        colorscale="RdBu",
+        zmid=0,
+        zmin=-limit,
+        zmax=limit,
+        colorbar={"title": "effect"},
     )
     figure.update_xaxes(title_text="position", type="category")
     figure.update_yaxes(type="category")
-    return _finish(figure, sweep, len(order), "strongest site of each cell" * (rows == "layer"))
+    return _titled(figure, sweep, len(order), "strongest site of each cell" * (rows == "layer"))
 
 
-def sweep_bars(sweep: Sweep, k: int = 20, tokens: Sequence[str] | None = None) -> go.Figure:
-    """The k patches of largest |effect| as bars, the largest on top.
+def sweep_bars(sweep: Sweep, k: int = 20, tokens: Sequence[str] | None = None) -> "go.Figure":
+    """Draw the k patches of largest |effect| as bars, the largest on top.
 
     Args:
         sweep: the results.
@@ -114,6 +113,7 @@ def sweep_bars(sweep: Sweep, k: int = 20, tokens: Sequence[str] | None = None) -
     Raises:
         PictureError: the sweep is empty, k is too large, or tokens are too few.
         PatchingError: k is not a positive number.
+        ImportError: plotly is not installed.
 
     Example:
         >>> import pandas as pd
@@ -126,22 +126,22 @@ def sweep_bars(sweep: Sweep, k: int = 20, tokens: Sequence[str] | None = None) -
         ('L0N5 at 2',)
     """
     frame = _effects(sweep)
-    shown = sweep.top(k)
-    if len(shown) > MOST_ROWS:
-        refuse([f"got k={k}; expected {MOST_ROWS} at most"])
-    frame = frame.loc[shown.index]
+    top = sweep.top(k)
+    if len(top) > MOST_ROWS:
+        refuse(f"got k={k}; expected {MOST_ROWS} at most")
+    frame = frame.loc[top.index]
     frame["label"] = [
         f"{name} at {_position(position, tokens)}"
         for name, position in frame[["name", "position"]].to_numpy()
     ]
-    figure = go.Figure()
+    figure = empty_figure()
     for kind, part in frame.groupby("kind", observed=True, sort=False):
         figure.add_bar(
             x=part["effect"].tolist(),
             y=part["label"].tolist(),
             orientation="h",
-            name=text(str(kind)),
-            marker_color=_COLOUR.get(str(kind), _OTHER),
+            name=plotly_text(str(kind)),
+            marker_color=HEAD_COLOURS.get(str(kind), _OTHER),
             customdata=part["value"].tolist(),
             hovertemplate="%{y}<br>effect %{x:.4g}<br>metric %{customdata:.4g}<extra></extra>",
         )
@@ -150,13 +150,12 @@ def sweep_bars(sweep: Sweep, k: int = 20, tokens: Sequence[str] | None = None) -
         type="category", categoryorder="array", categoryarray=frame["label"].tolist()[::-1]
     )
     figure.update_layout(showlegend=True)
-    return _finish(figure, sweep, len(frame), f"{len(frame)} of {len(sweep.frame)} patches")
+    return _titled(figure, sweep, len(frame), f"{len(frame)} of {len(sweep.frame)} patches")
 
 
 def _effects(sweep: Sweep) -> pd.DataFrame:
-    """The sweep's rows with their effect, the strongest first, of equals the first."""
-    if not len(sweep.frame):
-        refuse(["the sweep has no rows"])
+    """Return the sweep's rows with their effect, the strongest first; ties keep their order."""
+    refuse(*["the sweep has no rows"] * (not len(sweep.frame)))
     frame = sweep.to_frame().assign(effect=sweep.effect)
     for column in ("name", "kind"):
         frame[column] = frame[column].astype(str)
@@ -170,16 +169,16 @@ def _position(position: int | str, tokens: Sequence[str] | None) -> str:
     reasons = token_reasons(tokens)
     if not reasons and not -len(tokens) <= position < len(tokens):
         reasons = [f"got {len(tokens)} tokens; the sweep has position {position}"]
-    refuse(reasons)
-    return f"{position} {text(tokens[position])}"
+    refuse(*reasons)
+    return f"{position} {plotly_text(tokens[position])}"
 
 
-def _finish(figure: go.Figure, sweep: Sweep, n_rows: int, what: str) -> go.Figure:
-    made = "measured" if sweep.method == MEASURED else f"estimated by {sweep.method}"
-    parts = [f"{sweep.model}: {sweep.part}, {sweep.direction}", sweep.metric, made]
-    return figure.update_layout(
-        title={"text": text(" · ".join([*parts, what] if what else parts)), "font_size": 15},
-        template="plotly_white",
+def _titled(figure: "go.Figure", sweep: Sweep, n_rows: int, note: str) -> "go.Figure":
+    method = "measured" if sweep.method == MEASURED else f"estimated by {sweep.method}"
+    parts = [f"{sweep.model}: {sweep.part}, {sweep.direction}", sweep.metric, method, note]
+    return style_figure(
+        figure,
+        plotly_text(" · ".join(part for part in parts if part)),
         height=max(400, 220 + 22 * n_rows),
         margin={"l": 130, "b": 110},
     )

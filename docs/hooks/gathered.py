@@ -3,6 +3,7 @@
     <!-- README: Five lines -->    in a page: that section of the README, heading and all; under the
                                    README's own title, what stands above its first section
     module: attn_only_lens.viz     in the head of a page: an entry for every name in `__all__`
+    first: [circuit_view]          beside it: the names to begin with; the others follow a rule
     notebooks/*.ipynb              a page each, with the outputs that they were saved with
     analyses/results/*             where they are in the repository, so that links to them hold
     CHANGELOG.md                   a page
@@ -13,6 +14,7 @@ Links of a README section are relative to the root: only pages directly under do
 
 import ast
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +67,7 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Sections of the README, and entries of a module."""
     text = _SECTION.sub(lambda match: section(match[1]), markdown)
     module = page.meta.get("module")
-    return f"{text}\n\n{entries(module)}" if module else text
+    return f"{text}\n\n{entries(module, page.meta.get('first', ()))}" if module else text
 
 
 def section(title: str) -> str:
@@ -109,20 +111,25 @@ def _defined(where: str) -> str:
     return inner.get(name, where)
 
 
-def entries(module: str) -> str:
-    """An entry for each public name, at an anchor of that name.
+def entries(module: str, first: Sequence[str] = ()) -> str:
+    """Return an entry for each public name, at an anchor of that name, the first ones first.
 
-    What the package itself offers is described there, and other modules refer to it. Submodules are
+    A name of the package itself is described there, and other modules refer to it. Submodules are
     pages of their own.
     """
-    first = public("attn_only_lens")
+    names, root = public(module), public("attn_only_lens")
+    unknown = [name for name in first if name not in names]
+    if unknown:
+        raise PluginError(f"{module} has no {unknown[0]}, which its page puts first")
     parts = []
-    for name, where in public(module).items():
-        anchor = f'<a id="{module}.{name}"></a>'
+    for name in (*first, *(name for name in names if name not in first)):
+        where, anchor = names[name], f'<a id="{module}.{name}"></a>'
         if where == f"{module}.{name}" and package(where).is_file():
             parts.append(f"## {name}\n\n{anchor}A module: [{where}]({name}.md).")
-        elif module != "attn_only_lens" and first.get(name) == where:
+        elif module != "attn_only_lens" and root.get(name) == where:
             parts.append(f"## {name}\n\n{anchor}[attn_only_lens.{name}][{where}]")
         else:
             parts.append(f"{anchor}\n\n::: {where}")
+    if 0 < len(first) < len(names):
+        parts.insert(len(first), "---\n\n*The rest, in alphabetical order:*")
     return "\n\n".join(parts)

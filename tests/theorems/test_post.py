@@ -23,14 +23,14 @@ from post_models import (
     tokens,
 )
 
-from attn_only_lens.reference.post import Layout, PlainTransformer, post_transformer
+from attn_only_lens.reference.post import PlainTransformer, StreamCoordinates, post_transformer
 from attn_only_lens.reference.post.heads import split
 
 # ---- the stream
 
 
 def test_the_stream_has_the_posts_widths():
-    layout = Layout(n_tokens=13, d_model=7, d_mlp=4 * 7)
+    layout = StreamCoordinates(n_tokens=13, d_model=7, d_mlp=4 * 7)
     assert layout.n_vectors == 13 + 1
     assert layout.width == 7 + 4 * 7 + (13 + 1)
     x = torch.randn(3, 13, 7)

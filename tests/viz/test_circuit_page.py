@@ -11,7 +11,7 @@ from drawn_circuit import EVIL, META, circuit, details
 from page_of_circuit import click, read_back, slide, visible
 
 from attn_only_lens import PictureError, viz
-from attn_only_lens.viz.circuit import place
+from attn_only_lens.viz.coordinates import node_coordinates
 
 
 def page(**changes):
@@ -229,18 +229,18 @@ def test_what_is_in_the_page_is_what_was_given():
 
 def test_no_two_nodes_at_one_place_and_rows_do_not_mix():
     nodes, _ = circuit(n_neurons=211)
-    layout = place(nodes, len(EVIL))
-    gaps = np.abs(layout.xy[:, None] - layout.xy[None])
+    at = node_coordinates(nodes, len(EVIL))
+    gaps = np.abs(at.xy[:, None] - at.xy[None])
     apart = (gaps[..., 0] >= 84) | (gaps[..., 1] >= 58)  # the size of a node with its label
     assert apart[~np.eye(len(nodes), dtype=bool)].all()
     neurons = nodes["kind"] == "neuron"
-    y = -layout.xy[:, 1]
+    y = -at.xy[:, 1]
     for layer in (0, 1):
         assert (
             y[neurons & (nodes["layer"] == layer)].max()
             < y[neurons & (nodes["layer"] == layer + 1)].min()
         )
-    x = layout.xy[:, 0]
+    x = at.xy[:, 0]
     for position in range(6):
         here, after = nodes["position"] == position, nodes["position"] == position + 1
         assert x[here].max() < x[after].min()

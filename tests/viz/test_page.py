@@ -3,6 +3,8 @@
 import hashlib
 import json
 import re
+import subprocess
+import sys
 from importlib.resources import files
 
 import plotly.graph_objects as go
@@ -11,24 +13,25 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from attn_only_lens import viz
-from attn_only_lens.viz.page import document, for_script, inline, shown, text
+from attn_only_lens.viz.figures import plotly_text
+from attn_only_lens.viz.page import document, inline_script, script_data, visible_token
 
 
 @given(st.text())
 def test_data_come_through_and_end_no_element(raw):
-    written = for_script({"x": raw})
+    written = script_data({"x": raw})
     assert json.loads(written) == {"x": raw}
     assert not set("<>&") & set(written)
 
 
 def test_data_that_json_cannot_say_are_refused():
     with pytest.raises(ValueError, match="not JSON compliant"):
-        for_script([float("nan")])
+        script_data([float("nan")])
 
 
 @given(st.text(st.characters(), max_size=7))
 def test_every_token_can_be_seen(raw):
-    seen = shown(raw)
+    seen = visible_token(raw)
     assert seen.isprintable()
     assert " " not in seen
     if raw.isprintable() and " " not in raw:
@@ -37,11 +40,11 @@ def test_every_token_can_be_seen(raw):
 
 
 def test_plotly_reads_no_tag():
-    assert text("<b>&amp;</b>\n") == "&lt;b&gt;&amp;amp;&lt;/b&gt;↵"
+    assert plotly_text("<b>&amp;</b>\n") == "&lt;b&gt;&amp;amp;&lt;/b&gt;↵"
 
 
 def test_a_library_keeps_its_strings():
-    element = inline('a = "</script>";\nb = "\u2028";\n//# sourceMappingURL=a.map')
+    element = inline_script('a = "</script>";\nb = "\u2028";\n//# sourceMappingURL=a.map')
     assert element == '<script>\na = "<\\/script>";\nb = "\u2028";\n</script>'
 
 
@@ -78,3 +81,44 @@ def test_a_notebook_shows_a_page_in_a_frame():
 def test_a_notebook_stores_a_page_once():
     page = document("a < b", "<p>" + 10_000 * "x")
     assert repr(page) == f"<Page 'a < b', {len(page):,} characters>"
+
+
+WITHOUT_EXTRAS = """
+import sys
+sys.modules |= {"plotly": None, "circuitsvis": None}  # as if they were not installed
+import torch
+import attn_only_lens
+from attn_only_lens import circuits, expose_neuron_heads, patching, pretrained, viz
+from attn_only_lens.cli import app
+
+exposed = expose_neuron_heads(pretrained.modular_addition())
+tokens, metric = torch.tensor([[3, 4, 113]]), patching.logit_diff(7, 8)
+_, cache = exposed.model.run_with_cache(tokens)
+graph = circuits.attribution_graph(exposed.model, tokens, metric, top=5)
+assert "cytoscape" in attn_only_lens.viz.circuit_view(graph)
+sweep = patching.attribution(exposed.model, tokens, torch.tensor([[3, 5, 113]]), metric)
+for name, draw in {
+    "plotly": lambda: viz.sweep_heatmap(sweep),
+    "plotly ": lambda: viz.gate_value_scatter(cache, "L0N7", [["3", "4", "="]]),
+    "circuitsvis": lambda: viz.attention_view(cache, 0, ["3", "4", "="]),
+}.items():
+    try:
+        draw()
+    except ImportError as error:
+        assert str(error) == (
+            f"this picture needs {name.strip()}: pip install 'attn-only-lens[viz]'"
+        ), error
+    else:
+        raise AssertionError(name)
+print("done")
+"""
+
+
+def test_plotly_and_circuitsvis_are_optional():
+    ran = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", WITHOUT_EXTRAS],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ran.stdout == "done\n", ran.stderr

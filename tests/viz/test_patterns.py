@@ -25,7 +25,7 @@ from attn_only_lens import (
     neuron_pattern,
     viz,
 )
-from attn_only_lens.viz.attention import Component, circuitsvis_page
+from attn_only_lens.viz.circuitsvis_page import Component, circuitsvis_page
 
 TEXTS = ["<bos>", "</script>", "<b>x</b>", "\n", ' "q"', "&amp;", " the", " the", "日", "'", "</"]
 SHOWN = ["<bos>", "</script>", "<b>x</b>", "↵", '·"q"', "&amp;", "·the", "·the", "日", "'", "</"]

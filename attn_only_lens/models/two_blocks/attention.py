@@ -187,7 +187,7 @@ class BilinearAttention(BilinearHeads, NeuronAttention):
         value = q if up is None else up
         results = self.cfg.use_attn_result and is_live(self.hook_result)
         if not (results or any(map(is_live, (*self._before_z, self.hook_z)))):
-            return self._write(self._without_hooks(q, value))
+            return self._write(self._sum_of_heads(q, value))
         z = self._attend(q, value)
         z = self.hook_z(z.unsqueeze(-1)).squeeze(-1)
         if results:

@@ -36,7 +36,15 @@ from attn_only_lens.models.two_blocks.config import (
 from attn_only_lens.models.two_blocks.model import AttentionOnlyTransformer, assemble
 from attn_only_lens.tl import HookedTransformer, HookedTransformerConfig, TransformerBlock, quiet
 
-__all__ = ["convert_as", "converted_skeleton", "fill", "misfits", "rebuilt", "stock_skeleton"]
+__all__ = [
+    "convert_as",
+    "converted_skeleton",
+    "fill",
+    "misfits",
+    "rebuilt",
+    "stock_skeleton",
+    "tensor_misfits",
+]
 
 
 def convert_as(
@@ -205,24 +213,32 @@ def rebuilt(
 
 
 def misfits(skeleton: nn.Module, tensors: Mapping[str, Tensor], tied: Collection[str]) -> list[str]:
-    """Where tensors do not fit a skeleton."""
-    parameters = dict(skeleton.named_parameters(remove_duplicate=False))
-    buffers = {name for name, _ in skeleton.named_buffers()}
-    expected = {name for name in parameters if name not in tied} | buffers
-    wrong = [f"{name} is missing" for name in sorted(expected - set(tensors))]
-    wrong += [f"{name} is not known" for name in sorted(set(tensors) - expected)]
-    wrong += [
-        f"{name} has shape {tuple(tensors[name].shape)}; expected {tuple(parameter.shape)}"
-        for name, parameter in parameters.items()
-        if name in tensors and tensors[name].shape != parameter.shape
-    ]
+    """List where tensors do not fit a skeleton; `tied` names have none of their own."""
+    named = skeleton.named_parameters(remove_duplicate=False)
+    expected: dict[str, Tensor] = {name: each for name, each in named if name not in tied}
+    buffers = dict(skeleton.named_buffers())
     # Rotary tables grow with the longest prompt seen: along their first axis.
-    return wrong + [
-        f"{name} has shape {tuple(tensors[name].shape)}; expected {tuple(buffer.shape)}"
-        for name, buffer in skeleton.named_buffers()
-        if name in tensors
-        and (tensors[name].ndim, tensors[name].shape[1:]) != (buffer.ndim, buffer.shape[1:])
-    ]
+    return tensor_misfits(expected | buffers, tensors, growing=buffers)
+
+
+def tensor_misfits(
+    expected: Mapping[str, Tensor], tensors: Mapping[str, Tensor], growing: Collection[str] = ()
+) -> list[str]:
+    """List the tensors that are missing, not known, or of another shape than expected.
+
+    Args:
+        expected: tensors of the shapes expected.
+        tensors: those given.
+        growing: names of tensors whose first axis may have any length.
+    """
+    wrong = [f"{name} is missing" for name in sorted(expected.keys() - tensors.keys())]
+    wrong += [f"{name} is not known" for name in sorted(tensors.keys() - expected.keys())]
+    for name in filter(tensors.__contains__, expected):
+        got, wanted = tuple(tensors[name].shape), tuple(expected[name].shape)
+        free = 1 if name in growing and wanted and got else 0
+        if (len(got), got[free:]) != (len(wanted), wanted[free:]):
+            wrong.append(f"{name} has shape {got}; expected {wanted}")
+    return wrong
 
 
 def fill(

@@ -42,18 +42,18 @@ from attn_only_lens.reference.post.model import (
     post_transformer,
 )
 from attn_only_lens.reference.post.plain import PlainLayer, PlainTransformer
-from attn_only_lens.reference.post.stream import Layout
+from attn_only_lens.reference.post.stream import StreamCoordinates
 from attn_only_lens.reference.post.sublayers import Gauge
 
 __all__ = [
     "SUBLAYERS",
     "Gauge",
     "Heads",
-    "Layout",
     "PlainLayer",
     "PlainTransformer",
     "PostLayer",
     "PostRun",
     "PostTransformer",
+    "StreamCoordinates",
     "post_transformer",
 ]

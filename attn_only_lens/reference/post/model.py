@@ -16,7 +16,7 @@ from torch import Tensor
 from attn_only_lens.reference.post import sublayers
 from attn_only_lens.reference.post.heads import Heads
 from attn_only_lens.reference.post.plain import PlainLayer, PlainTransformer
-from attn_only_lens.reference.post.stream import Layout
+from attn_only_lens.reference.post.stream import StreamCoordinates
 from attn_only_lens.reference.post.sublayers import Gauge
 
 __all__ = ["SUBLAYERS", "PostLayer", "PostRun", "PostTransformer", "post_transformer"]
@@ -41,7 +41,7 @@ class PostLayer:
 
 @dataclass(frozen=True)
 class PostRun:
-    """What a run of the construction leaves.
+    """The streams and the output of a run of the construction.
 
     Attributes:
         start: the widened stream before the first sublayer, [*batch, n_vectors, width].
@@ -60,11 +60,11 @@ class PostTransformer:
     """An attention-only transformer on the widened stream.
 
     Attributes:
-        layout: the widened stream.
+        coordinates: those of the widened stream.
         layers: four sublayers each.
     """
 
-    layout: Layout
+    coordinates: StreamCoordinates
     layers: tuple[PostLayer, ...]
 
     def run(self, x: Float[Tensor, "*batch n_tokens d_model"]) -> PostRun:
@@ -82,14 +82,14 @@ class PostTransformer:
         dtype = self.layers[0].attention.W_Q.dtype
         if x.dtype != dtype:
             raise ValueError(f"got a stream in {x.dtype}; expected {dtype}, as the heads are")
-        stream = start = self.layout.augment(x)
+        stream = start = self.coordinates.augment(x)
         streams = []
         for layer in self.layers:
             for heads in layer.sublayers:
                 stream = heads(stream)
                 streams.append(stream)
         by_layer = torch.stack(streams).unflatten(0, (len(self.layers), len(SUBLAYERS)))
-        return PostRun(start, by_layer, self.layout.read(stream))
+        return PostRun(start, by_layer, self.coordinates.read(stream))
 
 
 def post_transformer(
@@ -131,7 +131,7 @@ def post_transformer(
         >>> weights = {name: torch.zeros(s, dtype=torch.float64) for name, s in shapes.items()}
         >>> weights["b_2"] = torch.tensor([1.0, -1.0], dtype=torch.float64)  # adds b_2, no more
         >>> model = post_transformer(PlainTransformer((PlainLayer(**weights),)), 5, omega=1000.0)
-        >>> model.layout.width, len(model.layers[0].silu.W_Q)
+        >>> model.coordinates.width, len(model.layers[0].silu.W_Q)
         (16, 8)
         >>> model.run(torch.zeros(5, 2, dtype=torch.float64)).output[4]
         tensor([ 1., -1.], dtype=torch.float64)
@@ -146,20 +146,20 @@ def post_transformer(
     if not dtype.is_floating_point:
         raise ValueError(f"dtype: got {dtype}; expected a floating one, such as torch.float64")
     d_head = first.sizes["d_head"] if d_head is None else d_head
-    layout = Layout(n_tokens, first.sizes["d_model"], first.sizes["d_mlp"])
-    activation = sublayers.silu(layout, omega, gauge=gauge, like=first.W_Q.to(dtype))
+    coordinates = StreamCoordinates(n_tokens, first.sizes["d_model"], first.sizes["d_mlp"])
+    activation = sublayers.silu(coordinates, omega, gauge=gauge, like=first.W_Q.to(dtype))
     layers = []
     for original in plain.layers:
         layer = _with_slope(original, slope).to(dtype)
         layers.append(
             PostLayer(
-                sublayers.attention(layer, layout, omega, causal=plain.causal),
-                sublayers.into_hidden(layer, layout, omega, d_head=d_head, gauge=gauge),
+                sublayers.attention(layer, coordinates, omega, causal=plain.causal),
+                sublayers.into_hidden(layer, coordinates, omega, d_head=d_head, gauge=gauge),
                 activation,
-                sublayers.out_of_hidden(layer, layout, omega, d_head=d_head, gauge=gauge),
+                sublayers.out_of_hidden(layer, coordinates, omega, d_head=d_head, gauge=gauge),
             )
         )
-    return PostTransformer(layout, tuple(layers))
+    return PostTransformer(coordinates, tuple(layers))
 
 
 def _with_slope(layer: PlainLayer, slope: float) -> PlainLayer:

@@ -14,12 +14,12 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-__all__ = ["Layout"]
+__all__ = ["StreamCoordinates"]
 
 
 @dataclass(frozen=True)
-class Layout:
-    """Which coordinates of the widened stream hold what.
+class StreamCoordinates:
+    """The coordinates of the widened stream: the original stream, the hidden layer, one-hots.
 
     Attributes:
         n_tokens: N, the tokens of the original model; the post fixes it, for the one-hots' sake.
@@ -30,10 +30,10 @@ class Layout:
         ValueError: a size is not a positive integer.
 
     Example:
-        >>> layout = Layout(n_tokens=3, d_model=2, d_mlp=8)
-        >>> layout.n_vectors, layout.width
+        >>> coordinates = StreamCoordinates(n_tokens=3, d_model=2, d_mlp=8)
+        >>> coordinates.n_vectors, coordinates.width
         (4, 14)
-        >>> layout.augment(torch.ones(3, 2, dtype=torch.float64))[-1]  # the bias vector
+        >>> coordinates.augment(torch.ones(3, 2, dtype=torch.float64))[-1]  # the bias vector
         tensor([0., 0., 0., 0., 0., 0., 0., 0., 0., 0., 0., 0., 0., 1.],
                dtype=torch.float64)
     """

@@ -40,117 +40,121 @@ from torch import Tensor
 
 from attn_only_lens.reference.post.heads import Heads, split
 from attn_only_lens.reference.post.plain import PlainLayer
-from attn_only_lens.reference.post.stream import Layout
+from attn_only_lens.reference.post.stream import StreamCoordinates
 
 __all__ = ["Gauge", "attention", "into_hidden", "out_of_hidden", "silu"]
 
 Gauge: TypeAlias = Literal["post", "shifted"]
 
 
-def attention(layer: PlainLayer, layout: Layout, omega: float, *, causal: bool) -> Heads:
+def attention(
+    layer: PlainLayer, coordinates: StreamCoordinates, omega: float, *, causal: bool
+) -> Heads:
     """The original heads, so tweaked that the bias vector neither attends nor is attended to.
 
     Values have one column more than d_head: it reads the 1 that b_O needs.
     """
-    n, zeros = layout.n_tokens, layer.W_Q.new_zeros
+    n, zeros = coordinates.n_tokens, layer.W_Q.new_zeros
     n_heads, d_head = layer.sizes["n_heads"], layer.sizes["d_head"]
-    block = zeros(layout.n_vectors, layout.n_vectors)
+    block = zeros(coordinates.n_vectors, coordinates.n_vectors)
     if causal:
         block[:n, :n] = torch.full_like(block[:n, :n], -3.0 * omega).triu(1)
     block[:n, n] = -2.0 * omega
     block[n, n] = 2.0 * omega
 
-    W_Q = zeros(n_heads, layout.width, d_head + layout.n_vectors)
+    W_Q = zeros(n_heads, coordinates.width, d_head + coordinates.n_vectors)
     W_K = torch.zeros_like(W_Q)
     scale = math.sqrt(d_head)
-    W_Q[:, layout.model, :d_head] = layer.W_Q / scale
-    W_Q[:, layout.tokens, :d_head] = layer.b_Q[:, None] / scale
-    W_Q[:, layout.position, d_head:] = block
-    W_K[:, layout.model, :d_head] = layer.W_K
-    W_K[:, layout.tokens, :d_head] = layer.b_K[:, None]
-    W_K[:, layout.position, d_head:] = torch.eye(layout.n_vectors, device=W_K.device)
+    W_Q[:, coordinates.model, :d_head] = layer.W_Q / scale
+    W_Q[:, coordinates.tokens, :d_head] = layer.b_Q[:, None] / scale
+    W_Q[:, coordinates.position, d_head:] = block
+    W_K[:, coordinates.model, :d_head] = layer.W_K
+    W_K[:, coordinates.tokens, :d_head] = layer.b_K[:, None]
+    W_K[:, coordinates.position, d_head:] = torch.eye(coordinates.n_vectors, device=W_K.device)
 
-    W_V = zeros(n_heads, layout.width, d_head + 1)
-    W_O = zeros(n_heads, d_head + 1, layout.width)
-    W_V[:, layout.model, :d_head] = layer.W_V
-    W_V[:, layout.tokens, :d_head] = layer.b_V[:, None]
-    W_V[:, layout.tokens, d_head] = 1.0
-    W_O[:, :d_head, layout.model] = layer.W_O
-    W_O[0, d_head, layout.model] = layer.b_O
+    W_V = zeros(n_heads, coordinates.width, d_head + 1)
+    W_O = zeros(n_heads, d_head + 1, coordinates.width)
+    W_V[:, coordinates.model, :d_head] = layer.W_V
+    W_V[:, coordinates.tokens, :d_head] = layer.b_V[:, None]
+    W_V[:, coordinates.tokens, d_head] = 1.0
+    W_O[:, :d_head, coordinates.model] = layer.W_O
+    W_O[0, d_head, coordinates.model] = layer.b_O
     return Heads(W_Q, W_K, W_V, W_O)
 
 
 def into_hidden(
-    layer: PlainLayer, layout: Layout, omega: float, *, d_head: int, gauge: Gauge
+    layer: PlainLayer, coordinates: StreamCoordinates, omega: float, *, d_head: int, gauge: Gauge
 ) -> Heads:
     """X W_1 + b_1, from the model part to the hidden part, over ⌈(d_model + 1) / d_head⌉ heads."""
-    reads = _reads(layout, layout.model, layer.W_1)
+    reads = _reads(coordinates, coordinates.model, layer.W_1)
     writes = torch.zeros_like(reads.T)
-    writes[:-1, layout.hidden] = layer.W_1
-    writes[-1, layout.hidden] = layer.b_1
-    return _self_attending(*split(reads, writes, d_head), layout, omega, gauge)
+    writes[:-1, coordinates.hidden] = layer.W_1
+    writes[-1, coordinates.hidden] = layer.b_1
+    return _self_attending(*split(reads, writes, d_head), coordinates, omega, gauge)
 
 
 def out_of_hidden(
-    layer: PlainLayer, layout: Layout, omega: float, *, d_head: int, gauge: Gauge
+    layer: PlainLayer, coordinates: StreamCoordinates, omega: float, *, d_head: int, gauge: Gauge
 ) -> Heads:
     """H W_2 + b_2 to the model part and −H to the hidden part: ⌈(d_mlp + 1) / d_head⌉ heads."""
-    reads = _reads(layout, layout.hidden, layer.W_2)
+    reads = _reads(coordinates, coordinates.hidden, layer.W_2)
     writes = torch.zeros_like(reads.T)
-    writes[:-1, layout.model] = layer.W_2
-    writes[:-1, layout.hidden] = -torch.eye(layout.d_mlp, device=writes.device)
-    writes[-1, layout.model] = layer.b_2
-    return _self_attending(*split(reads, writes, d_head), layout, omega, gauge)
+    writes[:-1, coordinates.model] = layer.W_2
+    writes[:-1, coordinates.hidden] = -torch.eye(coordinates.d_mlp, device=writes.device)
+    writes[-1, coordinates.model] = layer.b_2
+    return _self_attending(*split(reads, writes, d_head), coordinates, omega, gauge)
 
 
-def silu(layout: Layout, omega: float, *, gauge: Gauge, like: Tensor) -> Heads:
+def silu(coordinates: StreamCoordinates, omega: float, *, gauge: Gauge, like: Tensor) -> Heads:
     """SiLU on the hidden part, one head a neuron; it holds no weight, so all layers share it.
 
     Args:
-        layout: the widened stream.
+        coordinates: those of the widened stream.
         omega: Ω.
         gauge: "post" or "shifted".
         like: a tensor of the dtype and device to build on.
     """
-    block = _to_self(layout, omega, like)
+    block = _to_self(coordinates, omega, like)
     block[:, -1] = 2.0 * omega
-    neurons = torch.arange(layout.d_mlp, device=like.device)
-    coordinates = layout.d_model + neurons
+    neurons = torch.arange(coordinates.d_mlp, device=like.device)
+    columns = coordinates.d_model + neurons
 
-    W_Q = like.new_zeros(layout.d_mlp, layout.width, layout.n_vectors)
-    W_Q[:, layout.position] = _in_gauge(block, omega, gauge)
-    W_Q[neurons, coordinates, :-1] = -1.0
-    W_V = like.new_zeros(layout.d_mlp, layout.width, 1)
-    W_V[neurons, coordinates] = -1.0
-    W_O = like.new_zeros(layout.d_mlp, 1, layout.width)
-    W_O[neurons, 0, coordinates] = 1.0
-    return Heads(W_Q, _position_keys(layout, like).expand_as(W_Q), W_V, W_O)
+    W_Q = like.new_zeros(coordinates.d_mlp, coordinates.width, coordinates.n_vectors)
+    W_Q[:, coordinates.position] = _in_gauge(block, omega, gauge)
+    W_Q[neurons, columns, :-1] = -1.0
+    W_V = like.new_zeros(coordinates.d_mlp, coordinates.width, 1)
+    W_V[neurons, columns] = -1.0
+    W_O = like.new_zeros(coordinates.d_mlp, 1, coordinates.width)
+    W_O[neurons, 0, columns] = 1.0
+    return Heads(W_Q, _position_keys(coordinates, like).expand_as(W_Q), W_V, W_O)
 
 
-def _reads(layout: Layout, part: slice, like: Tensor) -> Tensor:
+def _reads(coordinates: StreamCoordinates, part: slice, like: Tensor) -> Tensor:
     """Columns that read each coordinate of a part of the stream and, last, the tokens' 1."""
     rank = part.stop - part.start + 1
-    reads = like.new_zeros(layout.width, rank)
+    reads = like.new_zeros(coordinates.width, rank)
     reads[part, :-1] = torch.eye(rank - 1, device=like.device)
-    reads[layout.tokens, -1] = 1.0
+    reads[coordinates.tokens, -1] = 1.0
     return reads
 
 
-def _self_attending(W_V: Tensor, W_O: Tensor, layout: Layout, omega: float, gauge: Gauge) -> Heads:
+def _self_attending(
+    W_V: Tensor, W_O: Tensor, coordinates: StreamCoordinates, omega: float, gauge: Gauge
+) -> Heads:
     """Heads that share the position block 2Ω·1, with these values."""
-    W_Q = W_V.new_zeros(layout.width, layout.n_vectors)
-    W_Q[layout.position] = _in_gauge(_to_self(layout, omega, W_V), omega, gauge)
+    W_Q = W_V.new_zeros(coordinates.width, coordinates.n_vectors)
+    W_Q[coordinates.position] = _in_gauge(_to_self(coordinates, omega, W_V), omega, gauge)
     shape = (len(W_V), *W_Q.shape)
-    return Heads(W_Q.expand(shape), _position_keys(layout, W_V).expand(shape), W_V, W_O)
+    return Heads(W_Q.expand(shape), _position_keys(coordinates, W_V).expand(shape), W_V, W_O)
 
 
-def _to_self(layout: Layout, omega: float, like: Tensor) -> Tensor:
-    return 2.0 * omega * torch.eye(layout.n_vectors, dtype=like.dtype, device=like.device)
+def _to_self(coordinates: StreamCoordinates, omega: float, like: Tensor) -> Tensor:
+    return 2.0 * omega * torch.eye(coordinates.n_vectors, dtype=like.dtype, device=like.device)
 
 
-def _position_keys(layout: Layout, like: Tensor) -> Tensor:
-    keys = like.new_zeros(layout.width, layout.n_vectors)
-    keys[layout.position] = torch.eye(layout.n_vectors, device=keys.device)
+def _position_keys(coordinates: StreamCoordinates, like: Tensor) -> Tensor:
+    keys = like.new_zeros(coordinates.width, coordinates.n_vectors)
+    keys[coordinates.position] = torch.eye(coordinates.n_vectors, device=keys.device)
     return keys
 
 

@@ -6,33 +6,40 @@ edges by status.
 
 from collections.abc import Sequence
 from html import escape
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pandas as pd
-import plotly.graph_objects as go
-from plotly.offline import get_plotlyjs
 
 from attn_only_lens.comparison import Comparison
+from attn_only_lens.viz.checks import import_extra, refuse
 from attn_only_lens.viz.circuit import circuit_page
-from attn_only_lens.viz.page import Page, document, inline, refuse, resource, text
+from attn_only_lens.viz.figures import HEAD_COLOURS, empty_figure, plotly_text, style_figure
+from attn_only_lens.viz.page import Page, asset, document, inline_script, short_numbers
+
+if TYPE_CHECKING:
+    import plotly.graph_objects as go
 
 __all__ = ["comparison_circuit", "comparison_report"]
 
 _ROWS = 20
 _POINTS = 2000
 _NODES = 300
-_COLOUR = {"attention": "#0072B2", "neuron": "#E69F00"}
-_PAIR = {"grown": "#D55E00", "null model": "#999999"}
+_NEW_COLOUR = "#009E73"
+_MODEL_COLOURS = {"grown": "#D55E00", "null model": "#999999"}
 
 
 def comparison_report(comparison: Comparison) -> Page:
-    """One HTML page with the tables and figures of a comparison, which works offline.
+    """Draw the tables and figures of a comparison as one HTML page that works offline.
 
     Args:
         comparison: by `compare`.
 
     Returns:
         The page; of many components the ones that changed most. `write_html` writes it to a file.
+
+    Raises:
+        ImportError: plotly is not installed.
 
     Example:
         >>> import torch
@@ -50,32 +57,33 @@ def comparison_report(comparison: Comparison) -> Page:
     every = pd.concat([comparison.heads, comparison.neurons], ignore_index=True)
     changed = every.loc[every["attribution_change"].abs().nlargest(_ROWS).index]
     new = comparison.new.loc[comparison.new["share"].abs().nlargest(_ROWS).index]
-    figures = [_attributions(every, comparison.new), _divergences(every), _overlap(comparison)]
     title = f"{about['model'] or 'model'}: {about['metric']}, original against grown"
-    values = pd.DataFrame(about["values"]).T.rename_axis("model").reset_index()
-    n_found = len(values)
-    sizes = {"circuit_size": "circuit_sizes", "faithfulness": "faithfulness"}
-    values = values.assign(**{name: about[key][:n_found] for name, key in sizes.items()})
+    models = pd.DataFrame(about["values"]).T.rename_axis("model").reset_index()
+    models = models.assign(
+        circuit_size=about["circuit_sizes"][: len(models)],
+        faithfulness=about["faithfulness"][: len(models)],
+    )
     parts = [
         f"<h1>{escape(title)}</h1>",
         f"<p>{about['n_prompts']} prompts, {about['n_tokens']} tokens; patching and circuits on "
         f"the first {about['n_prompts_of_circuits']}. {len(comparison.silent)} neurons are left "
         "out, which are silent in both models.</p>",
-        _table("The models", values),
+        _table("The models", models),
         _table("Circuits at equal faithfulness", comparison.circuits),
-        _figure(figures[2]),
+        _html(_overlap(comparison)),
         _table("By layer: means over components", comparison.summary()),
-        _figure(figures[1]),
-        _figure(figures[0]),
+        _html(_divergences(every)),
+        _html(_attributions(every, comparison.new)),
         _table(f"The {len(changed)} components whose attribution changed most", changed),
         _table(f"The {len(new)} new components of largest share", new),
     ]
-    body = "\n".join([inline(get_plotlyjs()), f"<main>{''.join(parts)}</main>"])
-    return document(title, body, resource("assets/report.css"))
+    script = inline_script(import_extra("plotly.offline").get_plotlyjs())
+    body = f"{script}\n<main>{''.join(parts)}</main>"
+    return document(title, body, asset("assets/report.css"))
 
 
 def comparison_circuit(comparison: Comparison) -> Page:
-    """The circuit of a model over that of the grown one: nodes and edges kept, lost, gained.
+    """Draw the circuit of a model over that of the grown one: nodes and edges kept, lost, gained.
 
     Names, layers and positions are those of the grown model. Sizes are effects and weights there,
     and of what was lost, in the original.
@@ -90,7 +98,7 @@ def comparison_circuit(comparison: Comparison) -> Page:
         PictureError: neither circuit has a node.
     """
     nodes = comparison.nodes
-    refuse(["neither circuit has a node"] * (not len(nodes)))
+    refuse(*["neither circuit has a node"] * (not len(nodes)))
     sizes = nodes[["effect", "grown_effect"]].abs().max(axis=1)
     nodes = nodes.loc[sizes.nlargest(_NODES).sort_index().index]
     lost = nodes["status"] == "lost"
@@ -117,11 +125,11 @@ def comparison_circuit(comparison: Comparison) -> Page:
     return circuit_page(drawn, edges, meta)
 
 
-def _attributions(every: pd.DataFrame, new: pd.DataFrame) -> go.Figure:
-    """Each component's attribution in one model against that in the other."""
+def _attributions(every: pd.DataFrame, new: pd.DataFrame) -> "go.Figure":
+    """Draw each component's attribution in one model against that in the other."""
     sizes = every[["attribution", "grown_attribution"]].abs().max(axis=1)
     every = every.loc[sizes.nlargest(_POINTS).index]
-    figure = go.Figure()
+    figure = empty_figure()
     for kind, part in every.groupby("kind", sort=False):
         _points(figure, part, "attribution", part["name"] + " → " + part["grown_name"], str(kind))
     new = new.assign(none=0.0).loc[new["attribution"].abs().nlargest(_POINTS).index]
@@ -133,77 +141,65 @@ def _attributions(every: pd.DataFrame, new: pd.DataFrame) -> go.Figure:
 
 
 def _points(
-    figure: go.Figure, part: pd.DataFrame, x: str, names: "pd.Series[str]", kind: str
+    figure: "go.Figure", part: pd.DataFrame, x: str, names: "pd.Series[str]", kind: str
 ) -> None:
     figure.add_scatter(
-        x=_short(part[x]),
-        y=_short(part["grown_attribution"]),
+        x=short_numbers(part[x]),
+        y=short_numbers(part["grown_attribution"]),
         text=names.tolist(),
         mode="markers",
-        name=text(kind),
-        marker={"color": _COLOUR.get(kind, "#009E73"), "size": 6, "opacity": 0.7},
+        name=plotly_text(kind),
+        marker={"color": HEAD_COLOURS.get(kind, _NEW_COLOUR), "size": 6, "opacity": 0.7},
         hovertemplate="%{text}<br>%{x} → %{y}<extra></extra>",
     )
 
 
-def _divergences(every: pd.DataFrame) -> go.Figure:
-    """How far patterns moved, by layer and kind, beside the null."""
-    figure = go.Figure()
+def _divergences(every: pd.DataFrame) -> "go.Figure":
+    """Draw how far patterns moved, by layer and kind, beside the null."""
+    figure = empty_figure()
     prefixes = {"grown": "", "null model": "null_"} if "null_divergence" in every else {"grown": ""}
     rows = "L" + every["layer"].astype(str) + " " + every["kind"]
     for label, prefix in prefixes.items():
         quantiles = every[f"{prefix}divergence"].groupby(rows, sort=False).quantile
-        low, middle, high = (quantiles(q) for q in (0.25, 0.5, 0.75))
-        figure.add_bar(
-            x=list(middle.index),
-            y=_short(middle),
-            error_y={
-                "type": "data",
-                "array": _short(high - middle),
-                "arrayminus": _short(middle - low),
-            },
-            name=label,
-            marker_color=_PAIR[label],
-        )
+        middle = quantiles(0.5)
+        _bars(figure, label, label, list(middle.index), quantiles(0.25), middle, quantiles(0.75))
     name = "Jensen–Shannon divergence of patterns: median and quartiles"
     return _finish(figure, name, "layer of the original", "bits")
 
 
-def _overlap(comparison: Comparison) -> go.Figure:
-    """Jaccard of nodes and edges, with intervals."""
-    figure = go.Figure()
+def _overlap(comparison: Comparison) -> "go.Figure":
+    """Draw the Jaccard index of nodes and edges, with intervals."""
+    figure = empty_figure()
+    names = {"grown": "original and grown", "null model": "grown and null"}
     for label, part in comparison.circuits.groupby("pair", sort=False):
-        figure.add_bar(
-            x=part["what"].tolist(),
-            y=_short(part["jaccard"]),
-            error_y={
-                "type": "data",
-                "array": _short((part["jaccard_high"] - part["jaccard"]).clip(lower=0)),
-                "arrayminus": _short((part["jaccard"] - part["jaccard_low"]).clip(lower=0)),
-            },
-            name={"grown": "original and grown", "null model": "grown and null"}[str(label)],
-            marker_color=_PAIR[str(label)],
-        )
+        values = (part["jaccard_low"], part["jaccard"], part["jaccard_high"])
+        _bars(figure, str(label), names[str(label)], part["what"].tolist(), *values)
     figure.update_yaxes(range=[0, 1.05])
     return _finish(figure, "What the circuits have in common (Jaccard)", "", "share of the union")
 
 
-def _finish(figure: go.Figure, title: str, x: str, y: str) -> go.Figure:
-    figure.update_xaxes(title_text=x)
-    figure.update_yaxes(title_text=y)
-    return figure.update_layout(
-        title={"text": title, "font_size": 15}, template="plotly_white", height=420
-    )
+def _bars(
+    figure: "go.Figure",
+    pair: str,
+    name: str,
+    x: list[str],
+    low: "pd.Series[float]",
+    middle: "pd.Series[float]",
+    high: "pd.Series[float]",
+) -> None:
+    """Add bars with intervals; a bound beyond the middle counts as the middle."""
+    above, below = (high - middle).clip(lower=0), (middle - low).clip(lower=0)
+    interval = {"type": "data", "array": short_numbers(above), "arrayminus": short_numbers(below)}
+    colour = _MODEL_COLOURS[pair]
+    figure.add_bar(x=x, y=short_numbers(middle), error_y=interval, name=name, marker_color=colour)
 
 
-def _short(values: "pd.Series[float]") -> list[float | None]:
-    """Numbers to five figures; missing ones as none."""
-    return [None if pd.isna(value) else float(f"{value:.5g}") for value in values]
+def _finish(figure: "go.Figure", title: str, x: str, y: str) -> "go.Figure":
+    return style_figure(figure, title, xaxis_title=x, yaxis_title=y, height=420)
 
 
-def _figure(figure: go.Figure) -> str:
-    html: str = figure.to_html(full_html=False, include_plotlyjs=False)
-    return html
+def _html(figure: "go.Figure") -> str:
+    return str(figure.to_html(full_html=False, include_plotlyjs=False))
 
 
 def _table(title: str, frame: pd.DataFrame) -> str:

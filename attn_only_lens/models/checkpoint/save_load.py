@@ -1,38 +1,26 @@
 """Save a model with neuron-heads to a folder, and load it: safetensors and JSON, no pickle, no hub.
 
-    model.safetensors     its tensors, what is tied or shares memory once each
-    attn_only_lens.json   format version, layout, what to build the model from, gate, digest
+    model.safetensors     its tensors; those that are tied or share memory once
+    attn_only_lens.json   a manifest: kind of model, configuration, gate, digest of every file
     tokenizer/            the tokenizer's own files, where the model has one
 
-What a model is taken apart into is said in `saved/`, by layout and class.
-
-A folder is written beside its destination and moved there when it is whole.
-
-The kinds of models that are saved: for each, the layout, the class, the way there and back.
+A folder is written beside its destination and moved there when it is complete.
 """
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias, TypedDict
 
 import torch
 from torch import Tensor
 from transformer_lens.model_bridge import TransformerBridge
 
 from attn_only_lens.errors import AttnOnlyLensError, CheckpointError
-from attn_only_lens.heads import layout_of
-from attn_only_lens.heads.host import Layout
-from attn_only_lens.models.checkpoint.bridge import bridge_parts, rebuilt_bridge
-from attn_only_lens.models.checkpoint.entries import Parts
-from attn_only_lens.models.checkpoint.hooked import (
-    in_place_parts,
-    rebuilt_in_place,
-    rebuilt_two_blocks,
-    two_blocks_parts,
-)
-from attn_only_lens.models.checkpoint.manifest import MANIFEST, read_manifest, write_manifest
+from attn_only_lens.heads import Gating, has_neuron_heads
+from attn_only_lens.models.checkpoint.bridge import BridgeFields, describe_bridge, rebuild_bridge
+from attn_only_lens.models.checkpoint.hooked import HookedFields, describe_hooked, rebuild_hooked
 from attn_only_lens.models.source_folder import (
     TOKENIZER,
     WEIGHTS,
@@ -42,8 +30,12 @@ from attn_only_lens.models.source_folder import (
 )
 from attn_only_lens.models.two_blocks import AttentionOnlyTransformer
 from attn_only_lens.storage import (
+    Document,
+    FileDigest,
     check_files,
+    digests_of,
     files_listed,
+    misfits,
     opened_folder,
     read_tensors,
     whole_folder,
@@ -52,44 +44,37 @@ from attn_only_lens.storage import (
 from attn_only_lens.storage.size_limit import no_more_than
 from attn_only_lens.tl import HookedTransformer
 
-__all__ = ["FORMS", "Form", "form_named", "form_of", "load", "save"]
+__all__ = ["MANIFEST", "is_saved", "load", "read_manifest", "save", "write_manifest"]
+
+MANIFEST = "attn_only_lens.json"
 
 
-@dataclass(frozen=True)
-class Form:
-    """A kind of model that can be saved.
-
-    Attributes:
-        layout: where its neuron-heads are.
-        model: the TransformerLens class that it is made of.
-        parts: takes a model apart; raises CheckpointError where it could not be put together.
-        rebuilt: puts it together from a manifest and tensors.
-    """
-
-    layout: Layout
-    model: str
-    parts: Callable[[Any], Parts]
-    rebuilt: Callable[[dict[str, Any], dict[str, Tensor]], Any]
+class _Manifest(TypedDict):
+    attn_only_lens: str
+    transformer_lens: str
+    model: Literal["HookedTransformer", "TransformerBridge"]
+    source_name: str | None
+    gate: Gating
+    config: dict[str, Any]
+    training: bool
+    padding_side: Literal["left", "right"] | None
+    frozen: list[str]
+    files: dict[str, FileDigest]
 
 
-FORMS = (
-    Form("two blocks a layer", "HookedTransformer", two_blocks_parts, rebuilt_two_blocks),
-    Form("in place", "HookedTransformer", in_place_parts, rebuilt_in_place),
-    Form("in place", "TransformerBridge", bridge_parts, rebuilt_bridge),
-)
+class _Kind(NamedTuple):
+    """A kind of model: its own entries of the manifest, and the way there and back."""
+
+    fields: Any
+    describe: Callable[[Any], tuple[dict[str, Any], dict[str, Tensor]]]
+    rebuild: Callable[[dict[str, Any], dict[str, Tensor]], Any]
 
 
-def form_of(model: object) -> Form | None:
-    """The form of a model with neuron-heads; none for any other object."""
-    kind = "TransformerBridge" if isinstance(model, TransformerBridge) else "HookedTransformer"
-    return form_named(layout_of(model), kind)
-
-
-def form_named(layout: str | None, model: str) -> Form | None:
-    """The form of these names, if there is one."""
-    return next((form for form in FORMS if (form.layout, form.model) == (layout, model)), None)
-
-
+_DOCUMENT = Document("attn_only_lens", 6, _Manifest, indent=2)
+_KINDS = {
+    "HookedTransformer": _Kind(HookedFields, describe_hooked, rebuild_hooked),
+    "TransformerBridge": _Kind(BridgeFields, describe_bridge, rebuild_bridge),
+}
 _Model: TypeAlias = AttentionOnlyTransformer | HookedTransformer | TransformerBridge
 
 
@@ -109,8 +94,8 @@ def save(
     Args:
         model: what `convert` or `load` returned, or a model with `expose_neuron_heads`, as it is
             now (trained or edited since, perhaps). Hooks are not saved.
-        folder: where to; an earlier save there is replaced, anything else is refused.
-        source_name: what the source was called; by default `cfg.model_name`.
+        folder: the destination; an earlier save there is replaced, anything else is refused.
+        source_name: the name of the source; by default `cfg.model_name`.
 
     Returns:
         The folder.
@@ -132,25 +117,21 @@ def save(
         True
     """
     folder = opened_folder(folder)
-    form = form_of(model)
-    if form is None:
+    if not has_neuron_heads(model):
         raise CheckpointError(
             f"got a {type(model).__name__}; expected what attn_only_lens.convert or load returns, "
             "or a model with attn_only_lens.expose_neuron_heads"
         )
-    parts = form.parts(model)
-    entries: dict[str, Any] = {
-        "layout": form.layout,
-        "model": form.model,
-        "source_name": parts.source_name if source_name is None else source_name,
-        "gate": parts.gate,
-        "config": parts.config,
+    kind = "TransformerBridge" if isinstance(model, TransformerBridge) else "HookedTransformer"
+    entries, tensors = _KINDS[kind].describe(model)
+    entries |= {
+        "model": kind,
+        "source_name": model.cfg.model_name if source_name is None else source_name,
         "training": model.training,
         "padding_side": None if model.tokenizer is None else model.tokenizer.padding_side,
-        **parts.more,
     }
     with whole_folder(folder, (MANIFEST, WEIGHTS, TOKENIZER), MANIFEST, files_listed) as new:
-        write_tensors(new / WEIGHTS, parts.tensors)
+        write_tensors(new / WEIGHTS, tensors)
         if model.tokenizer is not None:
             model.tokenizer.save_pretrained(new / TOKENIZER)
             load_tokenizer(new)
@@ -168,13 +149,13 @@ def load(
     """Read a saved model back: without pickle or a network, no code of its own, no other folder.
 
     Args:
-        folder: what `save` wrote.
-        device: where to put it; by default the cpu.
+        folder: a folder that `save` wrote.
+        device: the device to put it on; by default the cpu.
         dtype: its floating-point type, as `model.to(dtype)` would make it; by default as saved.
 
     Returns:
-        The model, of the class and layout that was saved, with its tokenizer, flags, tied and
-        frozen parameters as they were.
+        The model, of the class that was saved, with its tokenizer, flags, tied and frozen
+        parameters as they were.
 
     Raises:
         UnsupportedCallError: it is a HookedTransformer, and transformer-lens 4 has none.
@@ -194,12 +175,10 @@ def load(
     to_dtype = None if dtype is None else dtype_named(dtype)
     manifest = read_manifest(folder)
     check_files(folder, manifest["files"], closed=TOKENIZER)
-    form = form_named(manifest["layout"], manifest["model"])
-    assert form is not None
     tensors, _ = read_tensors(folder / WEIGHTS)
     try:
         with no_more_than(tensors):
-            model = form.rebuilt(manifest, tensors)
+            model = _KINDS[manifest["model"]].rebuild(manifest, tensors)
     except AttnOnlyLensError:
         raise
     except Exception as error:  # of any constructor that the manifest leads to
@@ -212,5 +191,50 @@ def load(
         model.tokenizer.padding_side = manifest["padding_side"]
     if to_dtype is not None:
         model.to(to_dtype, print_details=False)
-    # By its name: of a torch.device, a HookedTransformer takes note of the type, and not which.
+    # By its name: of a torch.device, a HookedTransformer notes the type alone, not the index.
     return model.to(str(to_device), print_details=False)
+
+
+def is_saved(folder: str | os.PathLike[str]) -> bool:
+    """Whether `save` wrote a folder."""
+    try:
+        return (opened_folder(folder) / MANIFEST).is_file()
+    except (CheckpointError, OSError):
+        return False
+
+
+def write_manifest(folder: Path, entries: dict[str, Any]) -> None:
+    """Write the manifest of a model whose files are in a folder already."""
+    versions = {
+        "attn_only_lens": version("attn-only-lens"),
+        "transformer_lens": version("transformer-lens"),
+    }
+    _DOCUMENT.write(folder / MANIFEST, **versions, **entries, files=digests_of(folder))
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """Read what `write_manifest` wrote; checking the files that it names is left to `check_files`.
+
+    Raises:
+        CheckpointError: it is missing, unreadable or changed, of another version, or describes no
+            model that `save` writes.
+    """
+    path = folder / MANIFEST
+    if not path.exists():
+        raise CheckpointError(
+            f"no saved model in {folder}: {MANIFEST} is missing; expected a folder that "
+            "attn_only_lens.save wrote"
+        )
+    manifest = _DOCUMENT.read(path)
+    fields = _KINDS[manifest["model"]].fields
+    wrong = [reason.removeprefix(".") for reason in misfits(manifest, fields, "")]
+    names = manifest["files"]
+    wrong += [f"files.{WEIGHTS} is missing"] * (WEIGHTS not in names)
+    wrong += [
+        f"{name!r} is no file of a saved model"
+        for name in names
+        if name != WEIGHTS and not name.startswith(f"{TOKENIZER}/")
+    ]
+    if wrong:
+        raise CheckpointError(f"{path} cannot be used: {'; '.join(wrong[:5])}")
+    return manifest

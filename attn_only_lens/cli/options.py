@@ -1,0 +1,72 @@
+"""The options that several commands take, and how their values are parsed."""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+
+from attn_only_lens import patching as p
+from attn_only_lens.errors import AttnOnlyLensError
+
+MODEL = "a TransformerLens name, or a folder with config.json and model.safetensors"
+_METRICS = ("logit_diff", "probability", "log_probability", "kl", "loss")
+
+SourceModel = Annotated[str, typer.Argument(help=MODEL)]
+AnyModel = Annotated[str, typer.Argument(help=f"{MODEL}; or a folder that `convert` wrote")]
+OutFolder = Annotated[Path, typer.Argument(help="folder to write; a model saved there is replaced")]
+OutPage = Annotated[Path, typer.Option(help="the .html file to write; it works offline")]
+Clean = Annotated[list[str], typer.Option(help="a prompt; give it again for more")]
+Answer = Annotated[str | None, typer.Option(help="the right answer, one token")]
+Wrong = Annotated[str | None, typer.Option(help="the wrong one, for logit_diff")]
+Metric = Annotated[str, typer.Option(help=", ".join(_METRICS))]
+TokenNumbers = Annotated[
+    bool, typer.Option("--tokens", help="prompts and answers are token numbers: 3,4,113")
+]
+Top = Annotated[int, typer.Option(help="rows to print")]
+Dtype = Annotated[str, typer.Option(help="of a model that is not saved by `convert`")]
+Device = Annotated[str, typer.Option(help="cpu, cuda, mps")]
+
+
+def parse_metric(metric: str, answer: str | None, wrong: str | None, tokens: bool) -> p.Metric:
+    """Make the metric of that name, of those answers."""
+    needs = {"logit_diff": 2, "probability": 1, "log_probability": 1}.get(metric, 0)
+    if metric not in _METRICS:
+        raise AttnOnlyLensError(f"got --metric {metric}; expected one of {', '.join(_METRICS)}")
+    given = [each for each in (answer, wrong) if each is not None]
+    if len(given) != needs or (needs and answer is None):
+        wanted = ("neither --answer nor --wrong", "--answer alone", "--answer and --wrong")[needs]
+        raise AttnOnlyLensError(f"--metric {metric} takes {wanted}")
+    answers: list[Any] = [_parse_answer(each) for each in given] if tokens else given
+    made: p.Metric = getattr(p, metric)(*answers)
+    return made
+
+
+def _parse_answer(text: str) -> int:
+    found = parse_numbers(text, "an answer")
+    if len(found) != 1:
+        raise AttnOnlyLensError(f"got {text!r} for an answer; expected one token number")
+    return found[0]
+
+
+def parse_prompts(texts: list[str], option: str, tokens: bool) -> list[str] | torch.Tensor:
+    """Return prompts in the form that patching takes: texts, or a tensor of tokens."""
+    if not tokens:
+        return texts
+    rows = [parse_numbers(text, option) for text in texts]
+    if len({len(row) for row in rows}) > 1:
+        raise AttnOnlyLensError(
+            f"{option}: got prompts of {[len(r) for r in rows]} tokens; expected "
+            "as many in each, since tokens have no padding here"
+        )
+    return torch.tensor(rows, device="cpu")
+
+
+def parse_numbers(text: str, option: str) -> list[int]:
+    """Parse whole numbers with commas between."""
+    try:
+        return [int(each) for each in text.split(",")]
+    except ValueError:
+        raise AttnOnlyLensError(
+            f"{option}: got {text!r}; expected whole numbers with commas between"
+        ) from None

@@ -1,0 +1,60 @@
+"""Checks of the arguments that several pictures take."""
+
+from collections.abc import Sequence
+from importlib import import_module
+from typing import Any
+
+from jaxtyping import Float
+from torch import Tensor
+
+from attn_only_lens.errors import PictureError
+from attn_only_lens.numerics import is_count
+
+__all__ = ["import_extra", "prompt_values", "refuse", "token_reasons"]
+
+
+def import_extra(name: str) -> Any:
+    """Import a module of the extra [viz].
+
+    Raises:
+        ImportError: the extra is not installed.
+    """
+    try:
+        return import_module(name)
+    except ModuleNotFoundError as error:
+        raise ImportError(
+            f"this picture needs {name.partition('.')[0]}: pip install 'attn-only-lens[viz]'"
+        ) from error
+
+
+def refuse(*reasons: str) -> None:
+    """Raise PictureError with these reasons, if there are any."""
+    if reasons:
+        raise PictureError(reasons, "this picture cannot be drawn")
+
+
+def token_reasons(tokens: Any, n_tokens: int | None = None) -> list[str]:
+    """Return why these are not the texts of one prompt's tokens, `n_tokens` of them."""
+    if isinstance(tokens, str) or not isinstance(tokens, Sequence):
+        return [f"got a {type(tokens).__name__} for tokens; expected a list of their texts"]
+    odd = [token for token in tokens if not isinstance(token, str)]
+    if odd:
+        return [f"got {odd[0]!r} among the tokens; expected their texts, by token_texts"]
+    if n_tokens is not None and len(tokens) != n_tokens:
+        return [f"got {len(tokens)} tokens; expected {n_tokens}, as in the cache"]
+    return []
+
+
+def prompt_values(values: Tensor, prompt: int, has_batch: bool) -> Float[Tensor, "..."]:
+    """Return the cached values of one prompt, in float64 on the CPU.
+
+    Raises:
+        PictureError: the cache holds no such prompt, or a value that is not finite.
+    """
+    n_prompts = len(values) if has_batch else 1
+    if not is_count(prompt, 0, n_prompts - 1):
+        refuse(f"got prompt={prompt!r}; the cache holds prompts 0 to {n_prompts - 1}")
+    one = (values[prompt] if has_batch else values).detach().cpu().double()
+    if not bool(one.isfinite().all()):
+        refuse("the cache holds values that are not finite")
+    return one

@@ -1,0 +1,164 @@
+"""The data of a circuit's page, and the checks that they fit together.
+
+A page with a node missing, or an edge at the wrong node, looks like any other page; so whatever
+does not fit is refused, with every reason.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from jaxtyping import Float
+
+from attn_only_lens.circuits.graph import EDGE_COLUMNS, EDGE_KINDS, NODE_KINDS
+from attn_only_lens.viz.checks import token_reasons
+from attn_only_lens.viz.page import short_numbers
+
+__all__ = ["NODE_COLUMNS", "NodeDetails", "circuit_reasons"]
+
+NODE_COLUMNS = ("id", "kind", "layer", "name", "position", "value", "attribution")
+_STATUSES = ("kept", "lost", "gained")
+_META = ("tokens", "metric", "value", "model")
+
+
+@dataclass(frozen=True)
+class NodeDetails:
+    """The details of a node that a click shows beyond its edges.
+
+    Attributes:
+        pattern: a weight in [0, 1] for each token of the prompt: of a neuron-head, what each token
+            attends to itself, the rest being the bias token's; of an attention head, what the
+            token at the node's position attends to.
+        top_tokens: tokens that the node raises most, each with how much; the strongest first.
+        read_tokens: tokens that a neuron reads most, likewise.
+
+    Example:
+        >>> from attn_only_lens.viz import NodeDetails
+        >>> NodeDetails(pattern=[0.1, 0.9], top_tokens=[(" the", 2.5)]).pattern
+        [0.1, 0.9]
+    """
+
+    pattern: Sequence[float] | None = None
+    top_tokens: Sequence[tuple[str, float]] = ()
+    read_tokens: Sequence[tuple[str, float]] = ()
+
+
+def circuit_reasons(
+    nodes: pd.DataFrame,
+    edges: pd.DataFrame,
+    meta: Mapping[str, Any],
+    details: Mapping[str, NodeDetails],
+) -> list[str]:
+    """Return all that does not fit together; nothing if the circuit can be drawn."""
+    reasons = [f"meta has no {key!r}" for key in _META if key not in meta]
+    for what, frame, wanted in (("nodes", nodes, NODE_COLUMNS), ("edges", edges, EDGE_COLUMNS)):
+        missing = [column for column in wanted if column not in frame]
+        reasons += [f"{what} have no column {column!r}" for column in missing]
+    reasons = reasons or _meta_reasons(meta)
+    if reasons:
+        return reasons
+    n_tokens = len(meta["tokens"])
+    return [
+        *_node_reasons(nodes, n_tokens),
+        *_edge_reasons(edges, nodes),
+        *_details_reasons(details, nodes, n_tokens),
+    ]
+
+
+def _meta_reasons(meta: Mapping[str, Any]) -> list[str]:
+    reasons = token_reasons(meta["tokens"])
+    odd = [key for key in ("metric", "model") if not isinstance(meta[key], str)]
+    reasons += [f"got meta {key} {meta[key]!r}; expected a text" for key in odd]
+    value, notes = meta["value"], meta.get("notes", ())
+    if not isinstance(value, float | int) or not np.isfinite(value):
+        reasons.append(f"got meta value {value!r}; expected a finite number")
+    if isinstance(notes, str) or any(not isinstance(each, str) for each in notes):
+        reasons.append(f"got meta notes {notes!r}; expected a list of texts")
+    return reasons
+
+
+def _node_reasons(nodes: pd.DataFrame, n_tokens: int) -> list[str]:
+    reasons = ["the circuit has no nodes"] * (not len(nodes))
+    for column in ("id", "name"):
+        odd = [each for each in nodes[column] if not isinstance(each, str)]
+        reasons += [f"got {each!r} for a node's {column}; expected a text" for each in odd[:1]]
+    twice = nodes.loc[nodes["id"].duplicated(), "id"]
+    reasons += [f"{len(twice)} ids are there twice, such as {each!r}" for each in twice[:1]]
+    reasons += _word_reasons(nodes, "kind", NODE_KINDS, "nodes")
+    for column in ("layer", "position", "value", "attribution"):
+        numbers = _numbers(nodes, column, "nodes", reasons)
+        infinite = int(np.isinf(numbers).sum())
+        reasons += [f"{infinite} nodes have an infinite {column}"] * bool(infinite)
+        if column in ("layer", "position"):
+            end = n_tokens if column == "position" else np.inf
+            given = numbers[np.isfinite(numbers)]
+            outside = given[(given < 0) | (given >= end) | (given != np.floor(given))]
+            expected = f"0 to {n_tokens - 1}" if column == "position" else "0 or more"
+            reasons += [
+                f"{len(outside)} nodes have a {column} such as {each:g}; expected {expected}, or "
+                "none"
+                for each in outside[:1]
+            ]
+    return reasons + _word_reasons(nodes, "status", _STATUSES, "nodes")
+
+
+def _edge_reasons(edges: pd.DataFrame, nodes: pd.DataFrame) -> list[str]:
+    reasons = _word_reasons(edges, "kind", EDGE_KINDS, "edges")
+    for end in ("source", "target"):
+        unknown = edges.loc[~edges[end].isin(nodes["id"]), end]
+        reasons += [
+            f"{len(unknown)} edges have a {end} that is no node, such as {each!r}"
+            for each in unknown[:1]
+        ]
+    twice = int(edges.duplicated(["source", "target", "kind"]).sum())
+    reasons += [f"{twice} edges repeat a source, target and kind"] * bool(twice)
+    bad = int((~np.isfinite(_numbers(edges, "weight", "edges", reasons))).sum())
+    reasons += [f"{bad} edges have a weight that is not finite"] * bool(bad)
+    return reasons + _word_reasons(edges, "status", _STATUSES, "edges")
+
+
+def _details_reasons(
+    details: Mapping[str, NodeDetails], nodes: pd.DataFrame, n_tokens: int
+) -> list[str]:
+    known, reasons = {*nodes["id"], *nodes["name"]}, []
+    for key, each in details.items():
+        if key not in known:
+            reasons.append(f"details are given for {key!r}, which is no node's id or name")
+        if each.pattern is not None:
+            weights = np.asarray(each.pattern, dtype=float)
+            if weights.shape != (n_tokens,):
+                reasons.append(
+                    f"the pattern of {key!r} has the shape {list(weights.shape)}; expected one "
+                    f"weight for each of {n_tokens} tokens"
+                )
+            elif not ((weights >= 0) & (weights <= 1)).all():
+                reasons.append(f"the pattern of {key!r} leaves [0, 1]")
+        for what, tokens in (("top", each.top_tokens), ("read", each.read_tokens)):
+            if any(not isinstance(t, str) or not np.isfinite(a) for t, a in tokens):
+                reasons.append(f"the {what} tokens of {key!r} are not (text, finite number)")
+    return reasons
+
+
+def _numbers(
+    frame: pd.DataFrame, column: str, what: str, reasons: list[str]
+) -> Float[np.ndarray, "n_rows"]:
+    try:
+        return pd.to_numeric(frame[column]).to_numpy(dtype=float)
+    except (TypeError, ValueError):
+        reasons.append(f"the column {column!r} of {what} holds what is not a number")
+        return np.empty(0)
+
+
+def _word_reasons(
+    frame: pd.DataFrame, column: str, expected: Sequence[str], what: str
+) -> list[str]:
+    """Return a reason if a column holds another word; a status may be missing."""
+    allowed = (*expected, None) if column == "status" else expected
+    given = short_numbers(frame[column].unique()) if column in frame else []
+    odd = [word for word in given if word not in allowed]
+    return [
+        f"there are {what} of {column} {word!r}; expected one of {list(expected)}"
+        for word in odd[:1]
+    ]

@@ -1,0 +1,42 @@
+"""Figures of plotly, which is imported when the first one is drawn."""
+
+from html import escape
+from typing import TYPE_CHECKING, Any
+
+from attn_only_lens.viz.checks import import_extra
+from attn_only_lens.viz.page import visible_token
+
+if TYPE_CHECKING:
+    import plotly.graph_objects as go
+
+__all__ = ["HEAD_COLOURS", "empty_figure", "plotly_text", "style_figure"]
+
+HEAD_COLOURS = {"attention": "#0072B2", "neuron": "#E69F00"}  # tell apart in any colour vision
+
+
+def empty_figure() -> "go.Figure":
+    """Return a figure without traces.
+
+    Raises:
+        ImportError: plotly is not installed.
+    """
+    return import_extra("plotly.graph_objects").Figure()
+
+
+def style_figure(figure: "go.Figure", title: str, **layout: Any) -> "go.Figure":
+    """Give a figure its title and the style that all have in common."""
+    return figure.update_layout(
+        title={"text": title, "font_size": 15}, template="plotly_white", **layout
+    )
+
+
+def plotly_text(raw: str) -> str:
+    """Return a text that plotly, which reads some HTML in titles and labels, shows as it is.
+
+    Spaces stay; what cannot be seen gets a sign.
+
+    Example:
+        >>> plotly_text("' <b>' & co\\n")
+        "' &lt;b&gt;' &amp; co↵"
+    """
+    return escape(" ".join(map(visible_token, raw.split(" "))), quote=False)
