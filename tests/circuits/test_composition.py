@@ -256,7 +256,7 @@ def test_heads_that_share_a_neuron(name):
         read = norm * stack.W_Q[1, 7 * 4 + j, :, 0]
         read = read - read.mean() if name == "gelu" else read
         assert abs(one - (stack.W_O[0, 5 * 4 + j, 0] @ read).item()) < 1e-10
-        slope = model.blocks[3].attn.gate.slopes[j]
+        slope = model.blocks[3].attn.gate.b[j]
         score = circuits.composition(model, f"L0N5.{j}", f"L1N7.{j}", "q").score.item()
         assert abs(score - (whole if slope else 0.0)) < EXACT
 
