@@ -41,6 +41,7 @@ from attn_only_lens import expansion as ex
 from attn_only_lens import patching as p
 from attn_only_lens.growth import Training, gradient_products
 from attn_only_lens.heads import neuron_heads
+from attn_only_lens.runs.metrics import bind
 from attn_only_lens.tl import HAS_HOOKED_TRANSFORMER
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # TransformerLens' and transformers' own
@@ -204,7 +205,7 @@ def other_sweeps(model):
     pair = p.prompt_pair(model, CLEAN, CORRUPTED, mask)
     logits = model(pair.clean), model(pair.corrupted)
     metrics = [p.kl(), p.loss(), p.probability(7), p.custom(lambda logits: logits[:, -1, 7].mean())]
-    values = [p.bind(each, model, pair, logits[0]).of(logits[1]) for each in metrics]
+    values = [bind(each, model, pair, logits[0]).of(logits[1]) for each in metrics]
     number = p.custom(lambda logits: logits[:, -1, 7].mean().item(), "a number")
     at = {"sites": ["L0N3", "L1H0"], "positions": -1, "progress": False}
     resampled = {"direction": "resample", "reference": OTHERS}

@@ -8,7 +8,7 @@ from attn_only_lens.heads import EXACT
 from attn_only_lens.models.gate_option import GateOption, gating_for
 from attn_only_lens.models.in_place.known_mlps import non_finite_weights
 from attn_only_lens.models.two_blocks import AttentionOnlyTransformer, convert_as
-from attn_only_lens.models.two_blocks.convertible import reasons_against
+from attn_only_lens.models.two_blocks.known_modules import reasons_against
 from attn_only_lens.runs.attached_hooks import hook_reasons
 from attn_only_lens.tl import HookedTransformer
 
@@ -84,4 +84,4 @@ def convert(
             reasons.append(str(error))
     if reasons:
         raise UnsupportedModelError(reasons)
-    return convert_as(model, gating, copy=copy_weights)
+    return convert_as(model, gating, copy_weights=copy_weights)

@@ -17,36 +17,38 @@ import torch
 from torch import Tensor
 from transformer_lens.model_bridge import TransformerBridge
 
-from attn_only_lens.errors import AttnOnlyLensError, CheckpointError
+from attn_only_lens.errors import CheckpointError
 from attn_only_lens.heads import Gating, has_neuron_heads
 from attn_only_lens.models.checkpoint.bridge import BridgeFields, describe_bridge, rebuild_bridge
 from attn_only_lens.models.checkpoint.hooked import HookedFields, describe_hooked, rebuild_hooked
 from attn_only_lens.models.source_folder import (
     TOKENIZER,
     WEIGHTS,
-    device_named,
-    dtype_named,
+    checkpoint_errors,
     load_tokenizer,
+    parse_device,
+    parse_dtype,
 )
 from attn_only_lens.models.two_blocks import AttentionOnlyTransformer
 from attn_only_lens.storage import (
     Document,
     FileDigest,
+    atomic_folder,
     check_files,
-    digests_of,
-    files_listed,
-    misfits,
-    opened_folder,
+    file_digests,
+    listed_files,
+    open_folder,
     read_tensors,
-    whole_folder,
+    type_mismatches,
     write_tensors,
 )
-from attn_only_lens.storage.size_limit import no_more_than
+from attn_only_lens.storage.size_limit import limit_size
 from attn_only_lens.tl import HookedTransformer
 
 __all__ = ["MANIFEST", "is_saved", "load", "read_manifest", "save", "write_manifest"]
 
 MANIFEST = "attn_only_lens.json"
+_UNBUILDABLE = "cannot be built by these versions of transformers and TransformerLens"
 
 
 class _Manifest(TypedDict):
@@ -70,7 +72,7 @@ class _Kind(NamedTuple):
     rebuild: Callable[[dict[str, Any], dict[str, Tensor]], Any]
 
 
-_DOCUMENT = Document("attn_only_lens", 6, _Manifest, indent=2)
+_DOCUMENT = Document("attn_only_lens", 6, _Manifest)
 _KINDS = {
     "HookedTransformer": _Kind(HookedFields, describe_hooked, rebuild_hooked),
     "TransformerBridge": _Kind(BridgeFields, describe_bridge, rebuild_bridge),
@@ -116,21 +118,22 @@ def save(
         >>> torch.equal(model(tokens), same(tokens))
         True
     """
-    folder = opened_folder(folder)
+    folder = open_folder(folder)
     if not has_neuron_heads(model):
         raise CheckpointError(
             f"got a {type(model).__name__}; expected what attn_only_lens.convert or load returns, "
             "or a model with attn_only_lens.expose_neuron_heads"
         )
     kind = "TransformerBridge" if isinstance(model, TransformerBridge) else "HookedTransformer"
-    entries, tensors = _KINDS[kind].describe(model)
+    with checkpoint_errors(f"it {_UNBUILDABLE}"):
+        entries, tensors = _KINDS[kind].describe(model)
     entries |= {
         "model": kind,
         "source_name": model.cfg.model_name if source_name is None else source_name,
         "training": model.training,
         "padding_side": None if model.tokenizer is None else model.tokenizer.padding_side,
     }
-    with whole_folder(folder, (MANIFEST, WEIGHTS, TOKENIZER), MANIFEST, files_listed) as new:
+    with atomic_folder(folder, (MANIFEST, WEIGHTS, TOKENIZER), MANIFEST, listed_files) as new:
         write_tensors(new / WEIGHTS, tensors)
         if model.tokenizer is not None:
             model.tokenizer.save_pretrained(new / TOKENIZER)
@@ -170,22 +173,14 @@ def load(
         ...     load(folder, dtype="float64").W_in.dtype
         torch.float64
     """
-    folder = opened_folder(folder)
-    to_device = device_named("cpu" if device is None else device)
-    to_dtype = None if dtype is None else dtype_named(dtype)
+    folder = open_folder(folder)
+    to_device = parse_device("cpu" if device is None else device)
+    to_dtype = None if dtype is None else parse_dtype(dtype)
     manifest = read_manifest(folder)
     check_files(folder, manifest["files"], closed=TOKENIZER)
     tensors, _ = read_tensors(folder / WEIGHTS)
-    try:
-        with no_more_than(tensors):
-            model = _KINDS[manifest["model"]].rebuild(manifest, tensors)
-    except AttnOnlyLensError:
-        raise
-    except Exception as error:  # of any constructor that the manifest leads to
-        raise CheckpointError(
-            f"{folder} cannot be built by these versions of transformers and TransformerLens: "
-            f"{type(error).__name__}: {error}"
-        ) from error
+    with limit_size(tensors), checkpoint_errors(f"{folder} {_UNBUILDABLE}"):
+        model = _KINDS[manifest["model"]].rebuild(manifest, tensors)
     if manifest["padding_side"] is not None:
         model.tokenizer = load_tokenizer(folder)
         model.tokenizer.padding_side = manifest["padding_side"]
@@ -196,9 +191,9 @@ def load(
 
 
 def is_saved(folder: str | os.PathLike[str]) -> bool:
-    """Whether `save` wrote a folder."""
+    """True for a folder that `save` wrote."""
     try:
-        return (opened_folder(folder) / MANIFEST).is_file()
+        return (open_folder(folder) / MANIFEST).is_file()
     except (CheckpointError, OSError):
         return False
 
@@ -209,7 +204,7 @@ def write_manifest(folder: Path, entries: dict[str, Any]) -> None:
         "attn_only_lens": version("attn-only-lens"),
         "transformer_lens": version("transformer-lens"),
     }
-    _DOCUMENT.write(folder / MANIFEST, **versions, **entries, files=digests_of(folder))
+    _DOCUMENT.write(folder / MANIFEST, **versions, **entries, files=file_digests(folder))
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
@@ -227,7 +222,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         )
     manifest = _DOCUMENT.read(path)
     fields = _KINDS[manifest["model"]].fields
-    wrong = [reason.removeprefix(".") for reason in misfits(manifest, fields, "")]
+    wrong = [reason.removeprefix(".") for reason in type_mismatches(manifest, fields, "")]
     names = manifest["files"]
     wrong += [f"files.{WEIGHTS} is missing"] * (WEIGHTS not in names)
     wrong += [

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from transformer_lens.model_bridge import TransformerBridge
 
-from attn_only_lens.runs.attached_hooks import attached, hook_reasons, modules_of
+from attn_only_lens.runs.attached_hooks import find_hooks, hook_reasons, modules_of
 from attn_only_lens.tl import HookedTransformer
 
 __all__ = ["copy_model", "reasons_against_copying"]
@@ -35,7 +35,7 @@ def reasons_against_copying(model: Any) -> list[str]:
             "undo()"
         ]
     reasons = hook_reasons(model)
-    if own := attached(model).own:
+    if own := find_hooks(model).own:
         reasons.append(
             f"TransformerLens has hooks of its own on it ({own[0]}), as on BERT in 4.3, and a "
             "copy's would act on the original; use the model itself: "
