@@ -39,7 +39,7 @@ whole range,
 
     max |e| <= max_i |e(q_i)| + h²/8 · (max |α''| + 1/(6√3) · Σ |w_j| b_j²) + rounding.
 
-*Curvature of α*, for all q; crude where a fine grid forgives it:
+*Curvature of α*, for all q; crude bounds, which a fine grid forgives:
 
     silu    |2σ' + q σ''| <= 2/4 + |q| e^-|q| < 0.9
     gelu    φ(q) |2 - q²| < 0.8

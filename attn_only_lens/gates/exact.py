@@ -63,9 +63,9 @@ class Gate:
     def scores(self, q: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape key=2"]:
         """Return the scores of (self, bias) before the softmax: (0, -logit p(q)).
 
-        Kept finite: where the log-odds leave the range of the dtype (relu's are ±∞ everywhere)
-        the bias score is the dtype's largest number. The softmax is the same, and no user's
-        arithmetic on cached scores meets ∞ - ∞.
+        Finite: if the log-odds leave the range of the dtype (relu's are ±∞ everywhere), the bias
+        score is the dtype's largest number. The softmax is the same, and no arithmetic on cached
+        scores meets ∞ - ∞.
         """
         bias = -self.log_odds(float32_if_half(q))
         limit = torch.finfo(q.dtype).max

@@ -58,14 +58,14 @@ def bilinear_gate(
             for gated ones 4, 6, 8 (the default) or 12.
         tolerance: for plain MLPs, the largest allowed error over all real q, at least 1e-12; by
             default 1e-3.
-        limit: for gated MLPs, the largest |q| there is, as measured on data.
+        limit: for gated MLPs, the largest |q| to cover, as measured on data.
 
     Returns:
         The gate, with its coefficients and its certified bound; its `limit` is at least the given.
 
     Raises:
         ValueError: no such activation, number of heads or limit, or no gate within the tolerance;
-            the message lists what there is.
+            the message lists the choices.
 
     Example:
         >>> from attn_only_lens.gates import bilinear_gate

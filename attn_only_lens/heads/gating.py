@@ -38,8 +38,8 @@ class Gating:
         """Require that these gates are for the MLPs of a model.
 
         Raises:
-            ValueError: bilinear gates of gated MLPs without a range for each layer, ranges of
-                others, or a gate that there is not.
+            ValueError: bilinear gates of gated MLPs lack a range for each layer, others have
+                ranges, or no gate exists for the activation.
         """
         ranged = gated and self.kind == "bilinear"
         if (None if self.ranges is None else len(self.ranges)) != (n_layers if ranged else None):
@@ -52,7 +52,7 @@ class Gating:
         """Return the gate of the neurons of a source layer.
 
         Raises:
-            ValueError: there is none for this activation with so many heads, or for that range.
+            ValueError: no gate exists for this activation with so many heads, or for that range.
         """
         if self.kind == "exact":
             return GATES[act_fn]

@@ -26,10 +26,10 @@ def neuron_pattern(cache: ActivationCache, name: str) -> Float[Tensor, "batch po
 
     Args:
         cache: of a converted or exposed model, with the pattern of the neuron's block in it.
-        name: a neuron-head by source layer, `L5N1234`; `L5N1234.2` where several share a neuron.
+        name: a neuron-head by source layer, `L5N1234`; `L5N1234.2` if several share a neuron.
 
     Returns:
-        Weights in [0, 1] that sum to 1 over the last axis; without the batch axis where the cache
+        Weights in [0, 1] that sum to 1 over the last axis; without the batch axis if the cache
         has none.
 
     Raises:
@@ -63,7 +63,7 @@ def neuron_gate(cache: ActivationCache, name: str) -> Float[Tensor, "batch pos"]
         name: a neuron by source layer, `L5N1234`.
 
     Returns:
-        One number for each token; without the batch axis where the cache has none.
+        One number for each token; without the batch axis if the cache has none.
 
     Raises:
         UnknownHeadError: the name is malformed, of an attention head or of one head among the

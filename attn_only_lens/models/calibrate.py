@@ -47,16 +47,16 @@ def calibrate(
 
     Args:
         model: a source model with gated MLPs; a bridge may have its neuron-heads exposed already.
-        tokens: representative input [batch, pos], or a text where the model has a tokenizer.
+        tokens: representative input [batch, pos], or a text if the model has a tokenizer.
         margin: what the largest value seen is multiplied by.
 
     Returns:
         The ranges, for `convert(model, gate=Bilinear(calibration=…))`.
 
     Raises:
-        UnsupportedModelError: the model has no gated MLPs (other gates need no calibration), or
-            cannot be converted; or what it computes on the tokens is not finite.
-        UnsupportedCallError: the tokens are none that the model can run on.
+        UnsupportedModelError: the model has no gated MLPs (other gates need no calibration),
+            cannot be converted, or computes numbers that are not finite on these tokens.
+        UnsupportedCallError: the model cannot run on these tokens.
         ValueError: the margin is no number, or below 1.
 
     Example:

@@ -175,8 +175,8 @@ def expose_as(model: Any, known: list[KnownMLP], gating: Gating) -> ExposedNeuro
     """Expose the neuron-heads of known MLPs with given gates.
 
     Raises:
-        UnsupportedModelError: the gates are not for these MLPs, or they are exposed otherwise
-            already, or are not what they seemed.
+        UnsupportedModelError: the gates are not for these MLPs, the heads are exposed already with
+            other gates, or an MLP does not compute what it seemed to.
     """
     try:
         gated = known[0].hooks.pre_linear is not None
@@ -260,7 +260,7 @@ def _differences(heads: InPlace, x: Tensor, expected: Tensor) -> list[str]:
         difference = (live - other).abs().max().item()
         if not difference <= logit_tolerance([heads], x.dtype) * largest:
             reasons.append(
-                f"its MLP's {what} of its neuron-heads; they differ by {difference:.2g} where the "
+                f"its MLP's {what} of its neuron-heads; they differ by {difference:.2g}, and the "
                 f"largest entry is {largest:.2g}"
             )
     return reasons

@@ -200,7 +200,7 @@ def verify(
         source: the model before conversion; for a model exposed in place, an equal one that is
             not, or the model itself.
         converted: `convert(source)`, a loaded copy of it, or a model with `expose_neuron_heads`.
-        tokens: tokens [batch, pos], or a text where the models have a tokenizer.
+        tokens: tokens [batch, pos], or a text if the models have a tokenizer.
 
     Returns:
         The comparison; `print` it, or test `.ok`.
