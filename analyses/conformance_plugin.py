@@ -36,7 +36,7 @@ from transformer_lens.model_bridge import TransformerBridge
 
 from attn_only_lens import AttentionOnlyTransformer, convert, expose_neuron_heads
 from attn_only_lens.errors import AttnOnlyLensError, UnsupportedModelError
-from attn_only_lens.heads.host import POINTS
+from attn_only_lens.heads.host import POINTS, has_neuron_heads, host_of
 from attn_only_lens.models.in_place import exposed_heads
 from attn_only_lens.tl import HAS_HOOKED_TRANSFORMER, HookedTransformer
 
@@ -148,7 +148,7 @@ class Conformance:
     def ran(self, model: Any) -> None:
         """A model has run: it may have been made long ago, and kept."""
         self.building[-1].models += 1
-        self.building[-1].ours += hasattr(model, "_heads_by_layer")
+        self.building[-1].ours += has_neuron_heads(model)
 
     def _make_ours(self, model: Any) -> None:
         if self.models == "converted":
@@ -166,7 +166,7 @@ class Conformance:
     def _convert(self, model: Any, source: Any) -> None:
         become(model, convert(source))
         self.sources[model] = source
-        for layer in model._heads_by_layer():
+        for layer in host_of(model).neurons:
             self._hook(layer)
 
     def _process(self, name: str) -> None:

@@ -11,6 +11,7 @@ from torch import nn
 from transformer_lens.model_bridge import TransformerBridge
 
 from attn_only_lens import UnsupportedModelError, calibrate, convert, expose_neuron_heads
+from attn_only_lens.models.in_place import exposed_heads
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 KEEP = [(mlp_hook("q"), lambda q, hook: None), (mlp_hook("z"), lambda z, hook: None)]
@@ -145,7 +146,7 @@ def test_a_pass_that_broke_off_after_the_heads_leaves_the_next_one_alone(name):
     keep = (mlp_hook("result"), lambda result, hook: None)
     for point in ("blocks.1.mlp.out.hook_in", mlp_hook("result")):
         with expose_neuron_heads(bridge):
-            for heads in bridge._heads_by_layer():
+            for heads in exposed_heads(bridge):
                 heads.results = True
             with pytest.raises(RuntimeError, match="in a hook"):
                 bridge.run_with_hooks(tokens(), fwd_hooks=[keep, (point, fail)])
@@ -209,7 +210,7 @@ def test_a_hook_may_run_the_bridge_again(name):
     """Between the halves of an MLP; and what hook_result makes of the outer pass stays."""
     bridge = boot(name)
     expose_neuron_heads(bridge)
-    for heads in bridge._heads_by_layer():
+    for heads in exposed_heads(bridge):
         heads.results = True
     halve = (mlp_hook("result"), lambda result, hook: 0.5 * result)
     with bridge.hooks(fwd_hooks=[halve]):

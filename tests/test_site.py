@@ -195,7 +195,7 @@ def test_a_name_is_described_once_and_referred_to_elsewhere():
     here = gathered.entries("attn_only_lens.heads")
     assert "[attn_only_lens.HeadName][attn_only_lens.heads.names.HeadName]" in here
     assert "::: attn_only_lens.heads.names.HeadName" not in here
-    assert "::: attn_only_lens.heads.host.layout_of" in here
+    assert "::: attn_only_lens.heads.host.host_of" in here
 
 
 def test_the_names_to_begin_with_come_first():

@@ -28,7 +28,7 @@ from attn_only_lens.circuits.linear_model import (
     value_inflow,
 )
 from attn_only_lens.errors import CircuitError
-from attn_only_lens.heads import layout_of, neuron_heads
+from attn_only_lens.heads import host_of, reasons_without_heads
 from attn_only_lens.numerics import full_precision
 from attn_only_lens.runs.metrics import AnyMetric, as_metric, bind, require_differentiable
 from attn_only_lens.runs.paired_runs import reasons_against
@@ -221,19 +221,14 @@ def attribution_graph(
         metric=bound.name,
         value=value,
         model=str(getattr(model.cfg, "model_name", "")),
-        n_layers=len(neuron_heads(model)),
+        n_layers=host_of(model).n_layers,
         n_heads=len(sizes),
         mass=float(sizes[index].sum() / total) if total else 1.0,
     )
 
 
 def _check(model: Any, metric: AnyMetric) -> None:
-    reasons = reasons_against(model)
-    if layout_of(model) is None:
-        reasons.append(
-            f"the model, a {type(model).__name__}, has no neuron-heads: call "
-            "attn_only_lens.convert(model), or attn_only_lens.expose_neuron_heads(model), first"
-        )
+    reasons = [*reasons_against(model), *reasons_without_heads(model)]
     if as_metric(metric).needs_reference:
         reasons.append(
             f"{as_metric(metric).name} compares with another run, and there is one run here; "

@@ -21,7 +21,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from attn_only_lens.errors import CircuitError
-from attn_only_lens.heads import neuron_heads, point_name
+from attn_only_lens.heads import host_of
 from attn_only_lens.heads.host import HeadKind
 from attn_only_lens.runs.paired_runs import Runs
 from attn_only_lens.runs.recording import Hooks, run
@@ -94,12 +94,12 @@ class Ablated:
         for key, rows in self.sites.groupby(["layer", "kind"], observed=True):
             layer, kind = cast("tuple[int, HeadKind]", key)
             layers.setdefault(kind, []).append(layer)
-            name = point_name(model, layer, kind, "z")
+            name = host_of(model).hook_name(layer, kind, "z")
             if kind == "attention":
                 other, width = source.hooked[name], 1
             else:
                 other = source.neurons[layer].z.unsqueeze(-1)
-                width = neuron_heads(model)[layer].heads_per_neuron
+                width = host_of(model).neurons[layer].heads_per_neuron
             self._groups.append(_Group(name, other, width, rows))
         for kind, of_kind in layers.items():
             require_read(model, runs.clean, kind, of_kind, "z")

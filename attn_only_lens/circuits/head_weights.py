@@ -22,18 +22,14 @@ from torch import Tensor
 from transformer_lens import FactoredMatrix
 
 from attn_only_lens.errors import CircuitError
-from attn_only_lens.heads import block_of, neuron_heads
-from attn_only_lens.models.norms import Norm, Wiring, wirings
-from attn_only_lens.numerics import normal_numbers
+from attn_only_lens.heads import host_of
+from attn_only_lens.models.norms import Norm, Wiring
 from attn_only_lens.runs.sites import WHOLE, LayerSites
-from attn_only_lens.tl import HookedTransformer
 
 __all__ = ["KINDS", "Kind", "Weights"]
 
 Kind = Literal["q", "k", "v"]
 KINDS: tuple[str, ...] = get_args(Kind)
-
-_UNCHECKED = 1e-2  # of half precision: a transposed or permuted matrix is wrong by about 1
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,9 +51,9 @@ class Weights:
         Raises:
             CircuitError: with every reason, where a bridge's norms or matrices are not known.
         """
-        if not isinstance(model, HookedTransformer):
-            _check_matrices(model)
-        return cls(model, tuple(wirings(model)) if fold_norms else None)
+        host = host_of(model)
+        host.require_weights()
+        return cls(model, tuple(host.norms()) if fold_norms else None)
 
     def parallel(self, layer: int) -> bool:
         """Whether attention and MLP of a layer run side by side."""
@@ -66,7 +62,7 @@ class Weights:
         return bool(self.model.cfg.parallel_attn_mlp)
 
     def _attn(self, layer: int) -> Any:
-        return self.model.blocks[block_of(self.model, layer, "attention")].attn
+        return host_of(self.model).attention(layer)
 
     def _norms(self, layer: int, kind: str) -> tuple[Norm, Norm]:
         if self.wiring is None:
@@ -102,7 +98,7 @@ class Weights:
 
     def _members(self, sites: LayerSites, of: str, like: Tensor) -> Tensor:
         """The number of each site's gate by that name; 1 for a whole neuron."""
-        gate: Any = neuron_heads(self.model)[sites.layer].gate
+        gate: Any = host_of(self.model).neurons[sites.layer].gate
         numbers = [
             1.0 if member in (WHOLE, None) else getattr(gate, of)[member]
             for member in sites.member.tolist()
@@ -116,7 +112,7 @@ class Weights:
             read, _ = self._norms(sites.layer, "attention")
             W_V = read.read(self._head("W_V", sites))
             return FactoredMatrix(W_V, norm.written(self._head("W_O", sites)))
-        W_out = neuron_heads(self.model)[sites.layer].directions
+        W_out = host_of(self.model).neurons[sites.layer].directions
         rows = norm.written(_working(W_out[sites.index.to(W_out.device)]))
         share = self._members(sites, "weights", rows)
         return FactoredMatrix(share[:, None, None], rows[:, None, :])
@@ -133,7 +129,7 @@ class Weights:
         _, norm = self._norms(sites.layer, sites.kind)
         if sites.kind == "attention":
             return norm.written((_working(z)[:, None] @ self._head("W_O", sites))[:, 0])
-        W_out = neuron_heads(self.model)[sites.layer].directions
+        W_out = host_of(self.model).neurons[sites.layer].directions
         return norm.written(_working(z) * _working(W_out[sites.index.to(W_out.device)]))
 
     def reads(self, sites: LayerSites, kind: Kind) -> FactoredMatrix:
@@ -146,7 +142,7 @@ class Weights:
             left, right = (q, k) if kind == "q" else (k, q)
             return FactoredMatrix(left, right.transpose(-2, -1))
         assert kind != "k"
-        mlp: Any = neuron_heads(self.model)[sites.layer].runs_in
+        mlp: Any = host_of(self.model).neurons[sites.layer].runs_in
         gate = getattr(mlp, "W_gate", None)
         W = mlp.W_in if kind == "v" or gate is None else gate
         columns = norm.read(_working(W[:, sites.index.to(W.device)])).T
@@ -178,43 +174,3 @@ _NO_NORM = Norm(None, centres=False)
 def _working(weight: Tensor) -> Tensor:
     weight = weight.detach()
     return weight.float() if weight.dtype in (torch.float16, torch.bfloat16) else weight
-
-
-@torch.no_grad()
-def _check_matrices(model: Any) -> None:
-    """Hold what a bridge calls W_Q, W_in and so on against the modules that they are of.
-
-    Raises:
-        CircuitError: one is another matrix, such as its transpose, or not found.
-    """
-    reasons = []
-    for layer, block in enumerate(model.blocks):
-        attn, mlp = block.attn, block.mlp
-        gated = getattr(mlp, "W_gate", None) is not None
-        matrices = {f"attn.{part}": f"W_{part.upper()}" for part in "qkvo"}
-        matrices |= {"mlp.in": "W_in", "mlp.out": "W_out"} | (
-            {"mlp.gate": "W_gate"} if gated else {}
-        )
-        for path, name in matrices.items():
-            owner = attn if path.startswith("attn") else mlp
-            if not _is(getattr(owner, name), getattr(owner, path.split(".")[1], None), path):
-                reasons.append(f"layer {layer}: {name} is not the matrix that its {path} applies")
-    if reasons:
-        raise CircuitError(reasons, "the weights of this model are not what they are called")
-
-
-def _is(weight: Tensor, part: Any, path: str) -> bool:
-    """Whether a part of a bridge applies this matrix, heads side by side."""
-    linear = getattr(part, "original_component", None)
-    if linear is None:
-        return False
-    if weight.ndim == 3:  # [head, d_model, d_head], or W_O: [head, d_head, d_model]
-        flat = weight.flatten(0, 1) if path == "attn.o" else weight.transpose(0, 1).flatten(1)
-    else:
-        flat = weight
-    x = normal_numbers((3, flat.shape[0])).to(flat)
-    got = linear(x) - linear(torch.zeros_like(x))
-    expected = x @ flat
-    if got.shape != expected.shape:
-        return False
-    return bool((got - expected).norm() <= _UNCHECKED * expected.norm())

@@ -52,7 +52,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from attn_only_lens.axes import Residual
-from attn_only_lens.heads import HeadName, neuron_heads, point_name
+from attn_only_lens.heads import HeadName, host_of
 from attn_only_lens.heads.host import HeadKind
 from attn_only_lens.runs.frozen import Frozen, frozen_gradients, native, unembedded
 from attn_only_lens.runs.gradients import Tape, entering, leaf, rooted, value_of
@@ -223,14 +223,14 @@ def _places(model: Any) -> list[dict[str, str]]:
         "neuron": ("z", "pattern", "q"),
     }
     return [
-        {at: point_name(model, layer, kind, at) for at in ats}
-        for layer in range(len(neuron_heads(model)))
+        {at: host_of(model).hook_name(layer, kind, at) for at in ats}
+        for layer in range(host_of(model).n_layers)
         for kind, ats in parts.items()
     ]
 
 
 def _n_nodes(model: Any, index: int, z: Tensor) -> int:
-    return neuron_heads(model)[index // 2].n_neurons if index % 2 else z.shape[2]
+    return host_of(model).neurons[index // 2].n_neurons if index % 2 else z.shape[2]
 
 
 @torch.no_grad()

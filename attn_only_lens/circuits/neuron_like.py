@@ -23,7 +23,7 @@ from torch import Tensor
 
 from attn_only_lens.axes import Tokens
 from attn_only_lens.errors import CircuitError
-from attn_only_lens.heads import point_name
+from attn_only_lens.heads import host_of
 from attn_only_lens.numerics import where_float64_is
 from attn_only_lens.runs.inputs import checked_tokens
 from attn_only_lens.runs.sites import heads, resolve
@@ -70,7 +70,7 @@ def neuron_like_heads(model: Any, tokens: Tokens | str) -> pd.DataFrame:
     found: dict[int, pd.DataFrame] = {}
     hooks = []
     for sites in chosen:
-        name = point_name(model, sites.layer, "attention", "pattern")
+        name = host_of(model).hook_name(sites.layer, "attention", "pattern")
         expected = (len(checked), len(sites.names), checked.shape[1], checked.shape[1])
         hooks.append((name, _reducing(sites.layer, expected, found)))
     with model.hooks(fwd_hooks=hooks):

@@ -20,8 +20,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from attn_only_lens.circuits.head_weights import Weights
-from attn_only_lens.heads import HeadName, neuron_heads, point_name
-from attn_only_lens.models.norms import final_norm
+from attn_only_lens.heads import HeadName, host_of
 from attn_only_lens.runs.sites import WHOLE, LayerSites
 
 __all__ = ["TopTokens", "Vocabulary"]
@@ -45,7 +44,7 @@ class Vocabulary:
         """
         self._model = model
         self._weights = Weights.of(model, fold_norms=True)
-        self._final = final_norm(model)
+        self._final = host_of(model).final_norm()
 
     @torch.no_grad()
     def raised(
@@ -64,10 +63,12 @@ class Vocabulary:
         """
         found: dict[int, TopTokens] = {}
         for places, sites in _by_layer([HeadName.parse(name) for name, _ in nodes]):
-            name = point_name(self._model, sites.layer, sites.kind, "z")
+            name = host_of(self._model).hook_name(sites.layer, sites.kind, "z")
             out, positions = z[name][prompt], [nodes[place][1] for place in places]
             if sites.kind == "neuron":
-                out = neuron_heads(self._model)[sites.layer].neurons(out.squeeze(-1)).unsqueeze(-1)
+                out = (
+                    host_of(self._model).neurons[sites.layer].neurons(out.squeeze(-1)).unsqueeze(-1)
+                )
             rows = self._weights.rows(sites, out[positions, sites.index.to(out.device)])
             found |= zip(places, self._through(self._final.written(rows), k), strict=True)
         return [found[place] for place in range(len(nodes))]

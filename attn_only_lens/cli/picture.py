@@ -11,7 +11,7 @@ from attn_only_lens.cli import options
 from attn_only_lens.cli.common import app, clear_errors, load_any_model, require_writable
 from attn_only_lens.cli.options import parse_prompts
 from attn_only_lens.errors import AttnOnlyLensError
-from attn_only_lens.heads import neuron_heads, point_name
+from attn_only_lens.heads import host_of
 from attn_only_lens.heads.host import HEAD_KINDS
 from attn_only_lens.runs.prompts import unpaired
 from attn_only_lens.runs.token_texts import token_texts
@@ -76,8 +76,8 @@ def pattern(
         loaded = load_any_model(model, dtype, device)
         ids = unpaired(loaded, given).clean
         patterns = [
-            point_name(loaded, at, kind, "pattern")
-            for at in range(len(neuron_heads(loaded)))
+            host_of(loaded).hook_name(at, kind, "pattern")
+            for at in range(host_of(loaded).n_layers)
             for kind in HEAD_KINDS
         ]
         _, cache = loaded.run_with_cache(ids, names_filter=patterns)

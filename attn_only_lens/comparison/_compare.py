@@ -29,7 +29,7 @@ from attn_only_lens.comparison.streaming import Streamed
 from attn_only_lens.errors import ComparisonError
 from attn_only_lens.expansion import Provenance
 from attn_only_lens.growth import Grown, identity
-from attn_only_lens.heads import layout_of, neuron_heads
+from attn_only_lens.heads import has_neuron_heads, host_of
 from attn_only_lens.models.expose import expose_neuron_heads
 from attn_only_lens.numerics import as_plain, is_count
 from attn_only_lens.runs.metrics import AnyMetric
@@ -127,14 +127,14 @@ def exposed(models: Sequence[Any], stack: ExitStack) -> None:
         UnsupportedModelError: neuron-heads cannot be exposed.
     """
     for model in models:
-        if layout_of(model) is None:
+        if not has_neuron_heads(model):
             stack.enter_context(expose_neuron_heads(model))
     reasons = [
         f"{said}: {reason}"
         for said, model in zip(_SAID, models, strict=False)
         for reason in reasons_against(model)
     ]
-    heads = {each.heads_per_neuron for model in models for each in neuron_heads(model)}
+    heads = {each.heads_per_neuron for model in models for each in host_of(model).neurons}
     if len(heads) > 1:
         reasons.append(f"their neurons have {sorted(heads)} heads each; expected one number")
     grown, *null = [(*_sizes(each),) for each in models[1:]]

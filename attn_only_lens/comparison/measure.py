@@ -27,7 +27,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from attn_only_lens.comparison.batches import Batch
-from attn_only_lens.heads import neuron_heads
+from attn_only_lens.heads import host_of
 from attn_only_lens.heads.host import HeadKind
 from attn_only_lens.patching._activation_patch import activation_patch
 from attn_only_lens.runs.edits import hook_name
@@ -78,7 +78,7 @@ class Measured:
         if sites.kind == "attention":
             z = self.hooked[hook_name(self.model, sites.layer, "z")]
         else:
-            heads = neuron_heads(self.model)[sites.layer]
+            heads = host_of(self.model).neurons[sites.layer]
             z = heads.neurons(self.neurons[sites.layer].z).unsqueeze(-1)
         return z[self.real][:, sites.index.to(z.device)]
 
@@ -89,7 +89,7 @@ class Measured:
 
     def gates(self, sites: LayerSites) -> Float[Tensor, "batch pos site member"]:
         """The weight of neuron-heads on their own token."""
-        heads = neuron_heads(self.model)[sites.layer]
+        heads = host_of(self.model).neurons[sites.layer]
         weight = self.neurons[sites.layer].weight.unflatten(-1, (-1, heads.heads_per_neuron))
         return weight[:, :, sites.index.to(weight.device)]
 

@@ -68,7 +68,7 @@ from attn_only_lens.comparison.alignment import Aligned, Alignment
 from attn_only_lens.comparison.batches import Batch
 from attn_only_lens.comparison.circuits import Floats, Names
 from attn_only_lens.comparison.measure import Measured, key_of, measured
-from attn_only_lens.models.norms import wirings
+from attn_only_lens.heads import host_of
 from attn_only_lens.numerics import where_float64_is
 from attn_only_lens.runs.sites import LayerSites, all_heads, resolve
 from attn_only_lens.tolerances import rounding
@@ -160,7 +160,9 @@ class Writers:
         Raises:
             CircuitError: norms or matrices of a bridge that are not known.
         """
-        norms = [norm for each in wirings(model) for norm in (each.attention[0], each.neuron[0])]
+        norms = [
+            norm for each in host_of(model).norms() for norm in (each.attention[0], each.neuron[0])
+        ]
         return cls(Weights.of(model, fold_norms=False), all(norm.centres for norm in norms))
 
     def rows(self, sites: LayerSites) -> Float[Tensor, "site d_head d_model"]:

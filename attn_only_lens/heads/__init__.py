@@ -2,7 +2,7 @@
 
 from attn_only_lens.heads.computation import logit_tolerance
 from attn_only_lens.heads.gating import EXACT, Gating
-from attn_only_lens.heads.host import attention_heads, block_of, layout_of, neuron_heads, point_name
+from attn_only_lens.heads.host import has_neuron_heads, host_of, reasons_without_heads
 from attn_only_lens.heads.names import HeadName
 from attn_only_lens.heads.patterns import dense_pattern, neuron_gate, neuron_pattern
 
@@ -10,13 +10,11 @@ __all__ = [
     "EXACT",
     "Gating",
     "HeadName",
-    "attention_heads",
-    "block_of",
     "dense_pattern",
-    "layout_of",
+    "has_neuron_heads",
+    "host_of",
     "logit_tolerance",
     "neuron_gate",
-    "neuron_heads",
     "neuron_pattern",
-    "point_name",
+    "reasons_without_heads",
 ]

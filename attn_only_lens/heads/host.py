@@ -1,54 +1,32 @@
-"""Blocks of the two-block layout by source layer, and back: layer l is blocks 2l and 2l + 1.
+"""One protocol for all kinds of models with neuron-heads: a `Host` for each kind.
 
-Where the heads of a model are, in blocks of their own or beside its MLPs, and their hooks.
+A converted HookedTransformer has two blocks for each source layer, attention heads in block 2l and
+neuron-heads in block 2l + 1. An exposed model, HookedTransformer or TransformerBridge, keeps its
+blocks, and its neuron-heads are beside its MLPs. Everything above asks the host.
 """
 
+from abc import ABC, abstractmethod
 from typing import Any, ClassVar, Literal, get_args
 
-from attn_only_lens.heads.computation import NeuronHeads
+from attn_only_lens.errors import UnsupportedCallError
 
 __all__ = [
     "HEAD_KINDS",
     "POINTS",
     "HeadKind",
-    "Layout",
+    "Host",
     "WithNeuronHeads",
-    "attention_heads",
     "block_kind",
     "block_layer",
-    "block_of",
+    "has_neuron_heads",
     "heads_block",
-    "layout_of",
-    "neuron_heads",
+    "host_of",
     "neurons_block",
-    "point_name",
+    "reasons_without_heads",
 ]
 
 HeadKind = Literal["attention", "neuron"]
 HEAD_KINDS: tuple[HeadKind, ...] = get_args(HeadKind)
-
-
-def heads_block(layer: int) -> int:
-    """The block of the attention heads of a source layer."""
-    return 2 * layer
-
-
-def neurons_block(layer: int) -> int:
-    """The block of the neuron-heads of a source layer."""
-    return 2 * layer + 1
-
-
-def block_layer(block: int) -> int:
-    """The source layer of a block."""
-    return block // 2
-
-
-def block_kind(block: int) -> HeadKind:
-    """What kind of heads a block holds."""
-    return "neuron" if block % 2 else "attention"
-
-
-Layout = Literal["two blocks a layer", "in place"]
 
 # In place, no name may be one that a filter for attention's hook points selects: those ask whether
 # a name ends in z, q, k, v, pattern, scores or result, or whether it holds z, attn, pattern, score,
@@ -62,58 +40,145 @@ POINTS = {
     "z": "hook_neuron_act",
     "result": "hook_neuron_write",
 }
-"""What is computed on the way through a head, and what neuron-heads in place call its hook point.
+"""The steps of a head's computation, and the hook point of each for neuron-heads in place.
 
 Where heads are a block's attention, it is `hook_q`, `hook_k` and so on, as in TransformerLens.
 """
 
 
-class WithNeuronHeads:
-    """What models of either layout have in common."""
+class Host(ABC):
+    """A model with neuron-heads, as one of its kind: where its heads are, and how it is run.
 
-    _layout: ClassVar[Layout]
-
-    def _heads_by_layer(self) -> list[NeuronHeads]:
-        """The neuron-heads of each source layer."""
-        raise NotImplementedError
-
-
-def layout_of(model: Any) -> Layout | None:
-    """The layout of a model with neuron-heads; none for any other object."""
-    return model._layout if isinstance(model, WithNeuronHeads) else None
-
-
-def neuron_heads(model: Any) -> list[NeuronHeads]:
-    """The neuron-heads of each source layer, in either layout; none where there are none."""
-    return model._heads_by_layer() if isinstance(model, WithNeuronHeads) else []
-
-
-def attention_heads(model: Any) -> list[int]:
-    """How many attention heads each source layer of a model with neuron-heads has."""
-    n_layers = len(neuron_heads(model))
-    if layout_of(model) == "in place":
-        return [model.cfg.n_heads] * n_layers
-    return [model.blocks[heads_block(layer)].cfg.n_heads for layer in range(n_layers)]
-
-
-def block_of(model: Any, layer: int, kind: HeadKind) -> int:
-    """The block that runs the attention heads, or the neurons, of a source layer."""
-    if layout_of(model) != "two blocks a layer":
-        return layer
-    return heads_block(layer) if kind == "attention" else neurons_block(layer)
-
-
-def point_name(model: Any, layer: int, kind: HeadKind, point: str) -> str:
-    """The full name of a hook point, a key of `POINTS`, of the heads of a source layer.
-
-    Args:
-        model: any; of one that is not converted, attention heads are where TransformerLens has
-            them.
-        layer: the source layer. That the model has it is for the caller to know.
-        kind: of the heads.
-        point: what is computed there.
+    Attributes:
+        model: the model.
+        in_place: whether its blocks are those of its source.
     """
-    block = block_of(model, layer, kind)
-    if kind == "neuron" and layout_of(model) == "in place":
-        return f"blocks.{block}.mlp.{POINTS[point]}"
-    return f"blocks.{block}.attn.hook_{point}"
+
+    in_place: ClassVar[bool]
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+
+    @property
+    @abstractmethod
+    def neurons(self) -> list[Any]:
+        """The neuron-heads of each source layer (`NeuronHeads`)."""
+
+    @property
+    @abstractmethod
+    def n_heads(self) -> list[int]:
+        """The number of attention heads of each source layer."""
+
+    @property
+    def n_layers(self) -> int:
+        """The number of source layers."""
+        return len(self.neurons)
+
+    @abstractmethod
+    def block(self, layer: int, kind: HeadKind) -> int:
+        """The block that runs the attention heads, or the neurons, of a source layer."""
+
+    def hook_name(self, layer: int, kind: HeadKind, point: str) -> str:
+        """The full name of a hook point of the heads of a source layer.
+
+        Args:
+            layer: the source layer. The caller knows that the model has it.
+            kind: of the heads.
+            point: a key of `POINTS`.
+        """
+        block = self.block(layer, kind)
+        if kind == "neuron" and self.in_place:
+            return f"blocks.{block}.mlp.{POINTS[point]}"
+        return f"blocks.{block}.attn.hook_{point}"
+
+    def attention(self, layer: int) -> Any:
+        """The module with the attention heads of a source layer."""
+        return self.model.blocks[self.block(layer, "attention")].attn
+
+    @abstractmethod
+    def gates(self) -> list[dict[str, Any]]:
+        """The gates of each source layer, as JSON."""
+
+    @abstractmethod
+    def stream_hook(self, layer: int, point: Literal["pre", "mid", "post"]) -> str:
+        """The hook point of the residual stream before, within or after a source layer."""
+
+    @abstractmethod
+    def norms(self) -> list[Any]:
+        """The norms of each source layer (`models/norms.py`).
+
+        Raises:
+            CircuitError: with every reason: norms, or an order of attention and MLP, not known.
+        """
+
+    @abstractmethod
+    def final_norm(self) -> Any:
+        """The norm that the unembedding reads through.
+
+        Raises:
+            CircuitError: it is not known.
+        """
+
+    @abstractmethod
+    def require_weights(self) -> None:
+        """Check that `W_Q`, `W_in` and so on are the matrices that the model applies.
+
+        Raises:
+            CircuitError: with every one that is another.
+        """
+
+    @abstractmethod
+    def replay(self, recording: Any, metric: Any, judge: Any = None) -> Any:
+        """The way to run a recorded pass again in part (`runs/replay`), unchecked."""
+
+
+class WithNeuronHeads:
+    """A model that has a host."""
+
+    _host: ClassVar[type[Host]]
+
+
+def has_neuron_heads(model: object) -> bool:
+    """Whether the neurons of a model are heads."""
+    return isinstance(model, WithNeuronHeads)
+
+
+def host_of(model: Any) -> Host:
+    """The host of a model.
+
+    Raises:
+        UnsupportedCallError: it has no neuron-heads.
+    """
+    if not isinstance(model, WithNeuronHeads):
+        raise UnsupportedCallError("; ".join(reasons_without_heads(model)))
+    return model._host(model)
+
+
+def reasons_without_heads(model: object) -> list[str]:
+    """Why an analysis refuses a model without neuron-heads; empty for one that has them."""
+    if has_neuron_heads(model):
+        return []
+    return [
+        f"the model, a {type(model).__name__}, has no neuron-heads: call "
+        "attn_only_lens.convert(model), or attn_only_lens.expose_neuron_heads(model), first"
+    ]
+
+
+def heads_block(layer: int) -> int:
+    """The block of the attention heads of a source layer, where a layer has two blocks."""
+    return 2 * layer
+
+
+def neurons_block(layer: int) -> int:
+    """The block of the neuron-heads of a source layer, where a layer has two blocks."""
+    return 2 * layer + 1
+
+
+def block_layer(block: int) -> int:
+    """The source layer of one of two blocks."""
+    return block // 2
+
+
+def block_kind(block: int) -> HeadKind:
+    """The kind of heads that one of two blocks holds."""
+    return "neuron" if block % 2 else "attention"

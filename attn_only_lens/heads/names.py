@@ -16,15 +16,7 @@ from typing import Any
 from torch import nn
 
 from attn_only_lens.errors import UnknownHeadError, UnsupportedCallError
-from attn_only_lens.heads.host import (
-    POINTS,
-    HeadKind,
-    attention_heads,
-    block_layer,
-    block_of,
-    neuron_heads,
-    point_name,
-)
+from attn_only_lens.heads.host import POINTS, HeadKind, block_layer, has_neuron_heads, host_of
 
 __all__ = ["HeadName", "head_labels", "neuron_labels"]
 
@@ -112,7 +104,9 @@ class HeadName:
             UnsupportedCallError: as in `hook`.
         """
         self.require_in(model)
-        return block_of(model, self.layer, self.kind)
+        return (
+            host_of(model).block(self.layer, self.kind) if has_neuron_heads(model) else self.layer
+        )
 
     def hook(self, point: str, model: Any) -> str:
         """The full name of a hook point of this head, and of all others of its kind and layer.
@@ -142,7 +136,10 @@ class HeadName:
                 f"got point={point!r}; expected what is computed there, one of {', '.join(POINTS)}"
             )
         self.require_in(model)
-        name = point_name(model, self.layer, self.kind, point)
+        if has_neuron_heads(model):
+            name = host_of(model).hook_name(self.layer, self.kind, point)
+        else:
+            name = f"blocks.{self.layer}.attn.hook_{point}"
         if name not in model.hook_dict:
             raise UnsupportedCallError(
                 f"the attention of layer {self.layer} of this {type(model).__name__} has no hook "
@@ -157,21 +154,24 @@ class HeadName:
             UnknownHeadError: the model has no such head.
             UnsupportedCallError: as in `hook`.
         """
-        heads = neuron_heads(model)
-        if not heads:
-            _require_plain(model, self)
-        n_layers = len(heads or model.blocks)
-        if not 0 <= self.layer < n_layers:
-            raise UnknownHeadError(f"got {str(self)!r}; the model has layers 0 to {n_layers - 1}")
-        if self.kind == "neuron":
-            n, what = heads[self.layer].n_neurons, "neurons"
+        if has_neuron_heads(model):
+            host = host_of(model)
+            neurons, n_heads = [each.n_neurons for each in host.neurons], host.n_heads
         else:
-            n = attention_heads(model)[self.layer] if heads else model.cfg.n_heads
-            what = "attention heads"
+            _require_plain(model, self)
+            neurons, n_heads = [], [model.cfg.n_heads] * len(model.blocks)
+        if not 0 <= self.layer < len(n_heads):
+            raise UnknownHeadError(
+                f"got {str(self)!r}; the model has layers 0 to {len(n_heads) - 1}"
+            )
+        of_kind, said = (
+            (neurons, "neurons") if self.kind == "neuron" else (n_heads, "attention heads")
+        )
+        n = of_kind[self.layer]
         if not 0 <= self.index < n:
-            raise UnknownHeadError(f"got {str(self)!r}; layer {self.layer} has {what} 0 to {n - 1}")
+            raise UnknownHeadError(f"got {str(self)!r}; layer {self.layer} has {said} 0 to {n - 1}")
         if self.kind == "neuron":
-            self.heads(heads[self.layer].heads_per_neuron)  # refuses a member that there is not
+            self.heads(host.neurons[self.layer].heads_per_neuron)  # refuses an unknown member
 
     def __str__(self) -> str:
         member = "" if self.member is None else f".{self.member}"

@@ -9,7 +9,7 @@ from transformer_lens import ActivationCache
 
 from attn_only_lens.axes import BIAS, SELF
 from attn_only_lens.errors import UnknownHeadError, UnsupportedCallError
-from attn_only_lens.heads.host import HeadKind, block_of, layout_of, neuron_heads, point_name
+from attn_only_lens.heads.host import HeadKind, has_neuron_heads, host_of
 from attn_only_lens.heads.names import HeadName
 
 __all__ = ["cached", "dense_pattern", "neuron_gate", "neuron_pattern", "require_known"]
@@ -40,7 +40,7 @@ def neuron_pattern(cache: ActivationCache, name: str) -> Float[Tensor, "batch po
         (torch.Size([5, 3, 2]), True)
     """
     head = _neuron(cache, name)
-    index = head.head_index(neuron_heads(cache.model)[head.layer].heads_per_neuron)
+    index = head.head_index(host_of(cache.model).neurons[head.layer].heads_per_neuron)
     # [batch, head_index, pos, key], or without the batch: the head is third from the end.
     return _block_pattern(cache, head).select(-3, index)
 
@@ -74,7 +74,7 @@ def neuron_gate(cache: ActivationCache, name: str) -> Float[Tensor, "batch pos"]
     head = _neuron(cache, name)
     if head.member is not None:
         raise UnknownHeadError(f"got {name!r}, one head of a neuron; expected the neuron, 'L0N7'")
-    heads = neuron_heads(cache.model)[head.layer]
+    heads = host_of(cache.model).neurons[head.layer]
     shared = heads.heads_per_neuron
     pattern = _block_pattern(cache, head)[..., SELF]  # [batch, head_index, pos]
     first = head.index * shared
@@ -86,7 +86,9 @@ def _neuron(cache: ActivationCache, name: str) -> HeadName:
     head = HeadName.parse(name)
     model = getattr(cache, "model", None)
     if head.kind != "neuron":
-        block = block_of(model, head.layer, head.kind)
+        block = (
+            host_of(model).block(head.layer, head.kind) if has_neuron_heads(model) else head.layer
+        )
         raise UnknownHeadError(
             f"got {name!r}, an attention head; expected a neuron-head such as "
             f"'L{head.layer}N{head.index}'. For attention heads use cache['pattern', {block}]"
@@ -100,7 +102,7 @@ def _block_pattern(
     cache: ActivationCache, head: HeadName
 ) -> Float[Tensor, "batch head_index pos key=2"]:
     pattern = cached(cache, head.layer, head.kind, "pattern")
-    heads = neuron_heads(cache.model)[head.layer]
+    heads = host_of(cache.model).neurons[head.layer]
     n_heads = heads.n_neurons * heads.heads_per_neuron
     # The model may have been exposed anew since, and head indices would be those of other neurons.
     if pattern.shape[-3] != n_heads:
@@ -119,7 +121,7 @@ def require_known(cache: Any) -> None:
         UnsupportedCallError: with what it is.
     """
     model = getattr(cache, "model", None)
-    if layout_of(model) is None:
+    if not has_neuron_heads(model):
         of = "" if model is None else f" of a {type(model).__name__} without neuron-heads"
         raise UnsupportedCallError(
             f"got a {type(cache).__name__}{of}; expected the cache that run_with_cache of a "
@@ -134,7 +136,7 @@ def cached(cache: ActivationCache, layer: int, kind: HeadKind, point: str) -> Te
     Raises:
         UnsupportedCallError: it does not hold that.
     """
-    hook = point_name(cache.model, layer, kind, point)
+    hook = host_of(cache.model).hook_name(layer, kind, point)
     if hook not in cache.cache_dict:
         raise UnsupportedCallError(
             f"the cache does not hold {hook}: it was made with a names_filter that leaves it out, "

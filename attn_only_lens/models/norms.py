@@ -17,7 +17,7 @@ and a norm counts as read through if what it returns is what the heads are given
 through if what they return is what it is given. What W stands for is held against the modules.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import product
@@ -29,13 +29,21 @@ from torch import Tensor, nn
 from transformer_lens.utilities.architectures import POST_NORM_ARCHITECTURES
 
 from attn_only_lens.errors import CircuitError
-from attn_only_lens.heads import layout_of, neuron_heads
-from attn_only_lens.heads.host import heads_block, neurons_block
-from attn_only_lens.tl import HookedTransformer, LayerNorm, LayerNormPre, RMSNorm, RMSNormPre
+from attn_only_lens.numerics import normal_numbers
+from attn_only_lens.tl import LayerNorm, LayerNormPre, RMSNorm, RMSNormPre
 
-__all__ = ["Norm", "Wiring", "final_norm", "wirings"]
+__all__ = [
+    "Norm",
+    "Wiring",
+    "bridge_final_norm",
+    "bridge_norms",
+    "hooked_final_norm",
+    "hooked_norms",
+    "require_bridge_weights",
+]
 
 _PROBLEM = "the weights of this model are not known to be what its heads read and write"
+_UNCHECKED = 1e-2  # of half precision: a transposed or permuted matrix is wrong by about 1
 _NORMS = ("ln1", "ln2", "ln1_post", "ln2_post")
 
 
@@ -85,46 +93,41 @@ class Wiring:
     parallel: bool
 
 
-def wirings(model: Any) -> list[Wiring]:
-    """How every layer of a model with neuron-heads is wired.
+def hooked_norms(
+    cfg: Any, attention: Sequence[Any], modules: Sequence[Sequence[Any]]
+) -> list[Wiring]:
+    """The norms of each source layer of a HookedTransformer, as its configuration has them.
 
-    Raises:
-        CircuitError: with every reason: norms, or an order of attention and MLP, not known.
+    Args:
+        cfg: of the model.
+        attention: the module with the attention heads of each source layer.
+        modules: of each layer, the norms before attention and MLP, then those after them; None
+            where there is none.
     """
-    if not isinstance(model, HookedTransformer):
-        return _of_bridge(model)
-    cfg: Any = model.cfg
-    if layout_of(model) == "in place":
-        blocks = list(model.blocks)
-        norms = [[_known(getattr(block, name, None)) for name in _NORMS] for block in blocks]
-    else:
-        blocks = [model.blocks[heads_block(layer)] for layer in range(len(neuron_heads(model)))]
-        norms = []
-        for layer, block in enumerate(blocks):
-            pair = block, model.blocks[neurons_block(layer)]
-            names = ("ln1", "ln1_post")
-            before, after = ([_known(getattr(b, name, None)) for b in pair] for name in names)
-            norms.append(before + after)
-    if cfg.original_architecture in POST_NORM_ARCHITECTURES:
-        norms = [[_NOTHING, _NOTHING, ln1, ln2] for ln1, ln2, _, _ in norms]
     found = []
-    for block, (ln1, ln2, ln1_post, ln2_post) in zip(blocks, norms, strict=True):
-        query, key = (_known(getattr(block.attn, name, None)) for name in ("q_norm", "k_norm"))
+    for attn, norms in zip(attention, modules, strict=True):
+        ln1, ln2, ln1_post, ln2_post = map(_known, norms)
+        if cfg.original_architecture in POST_NORM_ARCHITECTURES:
+            ln1, ln2, ln1_post, ln2_post = _NOTHING, _NOTHING, ln1, ln2
+        query, key = (_known(getattr(attn, name, None)) for name in ("q_norm", "k_norm"))
         ends = (ln1, ln1_post), (ln2, ln2_post)
         found.append(Wiring(*ends, query, key, cfg.parallel_attn_mlp))
     return found
 
 
+def hooked_final_norm(model: Any) -> Norm:
+    """The norm that the unembedding of a HookedTransformer reads through."""
+    return _known(getattr(model, "ln_final", None))
+
+
 @torch.no_grad()
-def final_norm(model: Any) -> Norm:
-    """The norm that the unembedding reads through.
+def bridge_final_norm(model: Any) -> Norm:
+    """The norm that the unembedding of a bridge reads through, as two tokens show it.
 
     Raises:
-        CircuitError: a bridge's is not known.
+        CircuitError: it is not known.
     """
     last = getattr(model, "ln_final", None)
-    if isinstance(model, HookedTransformer):
-        return _known(last)
     seen: dict[str, Tensor] = {}
 
     def look(name: str) -> Callable[..., None]:
@@ -157,7 +160,12 @@ def _known(norm: Any) -> Norm:
     return Norm(weight, isinstance(norm, LayerNorm | LayerNormPre))
 
 
-def _of_bridge(model: Any) -> list[Wiring]:
+def bridge_norms(model: Any) -> list[Wiring]:
+    """The norms of each layer of a bridge, as two tokens show them.
+
+    Raises:
+        CircuitError: with every reason: norms, or an order of attention and MLP, not known.
+    """
     seen = [_Seen(block) for block in model.blocks]
     with ExitStack() as stack, torch.no_grad():
         for each in seen:
@@ -265,3 +273,43 @@ def _parallel(one: Tensor, other: Tensor) -> bool:
     return bool(
         (torch.cosine_similarity(one.cpu().double(), other.cpu().double(), dim=-1) > 1 - 1e-3).all()
     )
+
+
+@torch.no_grad()
+def require_bridge_weights(model: Any) -> None:
+    """Hold what a bridge calls W_Q, W_in and so on against the modules that they are of.
+
+    Raises:
+        CircuitError: one is another matrix, such as its transpose, or not found.
+    """
+    reasons = []
+    for layer, block in enumerate(model.blocks):
+        attn, mlp = block.attn, block.mlp
+        gated = getattr(mlp, "W_gate", None) is not None
+        matrices = {f"attn.{part}": f"W_{part.upper()}" for part in "qkvo"}
+        matrices |= {"mlp.in": "W_in", "mlp.out": "W_out"} | (
+            {"mlp.gate": "W_gate"} if gated else {}
+        )
+        for path, name in matrices.items():
+            owner = attn if path.startswith("attn") else mlp
+            if not _applies(getattr(owner, name), getattr(owner, path.split(".")[1], None), path):
+                reasons.append(f"layer {layer}: {name} is not the matrix that its {path} applies")
+    if reasons:
+        raise CircuitError(reasons, "the weights of this model are not what they are called")
+
+
+def _applies(weight: Tensor, part: Any, path: str) -> bool:
+    """Whether a part of a bridge applies this matrix, heads side by side."""
+    linear = getattr(part, "original_component", None)
+    if linear is None:
+        return False
+    if weight.ndim == 3:  # [head, d_model, d_head], or W_O: [head, d_head, d_model]
+        flat = weight.flatten(0, 1) if path == "attn.o" else weight.transpose(0, 1).flatten(1)
+    else:
+        flat = weight
+    x = normal_numbers((3, flat.shape[0])).to(flat)
+    got = linear(x) - linear(torch.zeros_like(x))
+    expected = x @ flat
+    if got.shape != expected.shape:
+        return False
+    return bool((got - expected).norm() <= _UNCHECKED * expected.norm())

@@ -18,10 +18,9 @@ from transformer_lens.model_bridge import TransformerBridge
 from attn_only_lens.axes import Tokens
 from attn_only_lens.errors import UnsupportedCallError, UnsupportedModelError
 from attn_only_lens.gates import BilinearGate, RangeGate
-from attn_only_lens.heads import layout_of, logit_tolerance, neuron_heads
+from attn_only_lens.heads import has_neuron_heads, host_of, logit_tolerance
 from attn_only_lens.heads.bilinear import BilinearHeads
 from attn_only_lens.heads.gating import AnyGate
-from attn_only_lens.heads.host import heads_block, neurons_block
 from attn_only_lens.models.in_place import InPlace, hidden, sockets_of
 from attn_only_lens.models.two_blocks import AttentionOnlyTransformer
 from attn_only_lens.numerics import full_precision, where_float64_is
@@ -163,7 +162,7 @@ def activation_errors(converted: Any, act_fns: list[str], tokens: Tensor) -> pd.
         act_fns: the source's activation in each layer.
         tokens: what to run it on.
     """
-    layers: list[Any] = neuron_heads(converted)
+    layers: list[Any] = host_of(converted).neurons
     if not all(isinstance(heads, BilinearHeads) for heads in layers):
         return pd.DataFrame()
     rows: dict[int, dict[str, float]] = {}
@@ -237,7 +236,7 @@ def verify(
     if reasons:
         raise UnsupportedModelError(reasons, "these models cannot be compared")
     tokens = checked_tokens(source, tokens)
-    layers = neuron_heads(converted)
+    layers = host_of(converted).neurons
     exact = not isinstance(layers[0], BilinearHeads)
     points = _points(source, converted)
     with hidden(source):
@@ -277,34 +276,32 @@ def verify(
 
 def _points(source: Any, converted: Any) -> list[tuple[str, str, str]]:
     """Points of the stream: what each is called, and its hooks in the two models."""
+    host = host_of(converted)
     points = []
     for layer in range(source.cfg.n_layers):
-        pairs = ("pre", heads_block(layer)), ("mid", neurons_block(layer))
-        for point, block in pairs:
+        for point in ("pre", "mid"):
             hook = f"blocks.{layer}.hook_resid_{point}"
-            mine = hook if layout_of(converted) == "in place" else f"blocks.{block}.hook_resid_pre"
             if hook in source.hook_dict:  # parallel blocks have no middle
-                points.append((f"{layer}_{point}", hook, mine))
+                points.append((f"{layer}_{point}", hook, host.stream_hook(layer, point)))
     last = source.cfg.n_layers - 1
-    end = last if layout_of(converted) == "in place" else neurons_block(last)
-    post = "blocks.{}.hook_resid_post"
-    return [*points, ("final_post", post.format(last), post.format(end))]
+    end = f"blocks.{last}.hook_resid_post", host.stream_hook(last, "post")
+    return [*points, ("final_post", *end)]
 
 
 def _mismatches(source: Any, converted: Any) -> list[str]:
     """Why two models cannot be compared."""
-    layout = layout_of(converted)
-    if layout is None:
+    in_place = has_neuron_heads(converted) and host_of(converted).in_place
+    if not has_neuron_heads(converted):
         reasons = [
             f"converted: got {type(converted).__name__}; expected what attn_only_lens.convert or "
             "attn_only_lens.load returns, or a model with attn_only_lens.expose_neuron_heads"
         ]
-    elif source is converted and layout == "in place":
+    elif source is converted and in_place:
         return []
     else:
         reasons = []
     expected = TransformerBridge if isinstance(converted, TransformerBridge) else HookedTransformer
-    if not isinstance(source, expected) or layout_of(source) is not None:
+    if not isinstance(source, expected) or has_neuron_heads(source):
         reasons.insert(
             0,
             f"source: got {type(source).__name__}; expected the model before conversion, "
@@ -314,7 +311,7 @@ def _mismatches(source: Any, converted: Any) -> list[str]:
         return reasons
     mine = source.cfg
     try:
-        theirs = converted.cfg if layout == "in place" else converted.source_cfg
+        theirs = converted.cfg if in_place else converted.source_cfg
     except UnsupportedCallError as error:
         return [str(error)]
     for name in (*_SIZES, "dtype", "device"):

@@ -11,7 +11,7 @@ from tqdm.auto import tqdm
 
 from attn_only_lens.axes import Tokens
 from attn_only_lens.errors import PatchingError
-from attn_only_lens.heads import block_of
+from attn_only_lens.heads import host_of
 from attn_only_lens.heads.host import HEAD_KINDS
 from attn_only_lens.numerics import full_precision, is_count, matmul_precision
 from attn_only_lens.patching.processes import Processes
@@ -177,7 +177,7 @@ def _try(
     for kind in HEAD_KINDS:
         layers = sorted({each.layer for each in sites if each.kind == kind})
         if layers:
-            block = block_of(replay.model, layers[0], kind)
+            block = host_of(replay.model).block(layers[0], kind)
             for first in sorted({0, replay.start(block, later[len(later) // 2])}):
                 require_same(replay, kind, layers, part, first)
 

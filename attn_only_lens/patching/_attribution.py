@@ -70,7 +70,7 @@ from tqdm.auto import tqdm
 
 from attn_only_lens.axes import Residual
 from attn_only_lens.errors import PatchingError, UnsupportedModelError
-from attn_only_lens.heads import logit_tolerance, neuron_heads
+from attn_only_lens.heads import host_of, logit_tolerance
 from attn_only_lens.numerics import full_precision, is_count
 from attn_only_lens.patching.results import Sweep
 from attn_only_lens.patching.sweep import Group, frame_of
@@ -190,7 +190,7 @@ def _require_whole(model: Any, target: Recording, source: Recording) -> None:
         logits = run(model, target.tokens, target.mask)
     error = float((logits - source.logits).abs().max())
     largest = float(source.logits.abs().max())
-    if not error <= logit_tolerance(neuron_heads(model), logits.dtype) * largest:
+    if not error <= logit_tolerance(host_of(model).neurons, logits.dtype) * largest:
         raise UnsupportedModelError(
             [
                 "with the other run's embeddings entering its first block, its logits differ by "

@@ -23,7 +23,7 @@ import pandas as pd
 from torch import Tensor
 
 from attn_only_lens.errors import PatchingError
-from attn_only_lens.heads import neuron_heads as heads_by_layer
+from attn_only_lens.heads import host_of
 from attn_only_lens.patching._activation_patch import activation_patch
 from attn_only_lens.patching.results import Sweep
 from attn_only_lens.patching.resume import unusable
@@ -148,7 +148,7 @@ def _writes(
     target, source = (corrupted, clean) if direction == "denoise" else (clean, corrupted)
     found: dict[str, list[np.ndarray]] = {}
     for each in sites:
-        heads = heads_by_layer(model)[each.layer]
+        heads = host_of(model).neurons[each.layer]
         one, other = target.neurons[each.layer], source.neurons[each.layer]
         by = {
             "write_pattern": moved(one, other, "pattern"),

@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
-from attn_only_lens.heads import attention_heads, block_of, neuron_heads
+from attn_only_lens.heads import host_of
 from attn_only_lens.patching.processes import launched
 from attn_only_lens.runs.edits import Part, changed, changes, editing, hook_name, moved, writing
 from attn_only_lens.runs.positions import PositionSet
@@ -183,11 +183,11 @@ class Sweeper:
 
     def _neurons(self, group: Group) -> Float[Tensor, "site"]:
         sites, (where,) = group.sites, group.positions
-        heads = neuron_heads(self._model)[sites.layer]
+        heads = host_of(self._model).neurons[sites.layer]
         target = self._replay.recording.neurons[sites.layer]
         change = changes(heads, sites, moved(target, self._source.neurons[sites.layer], self._part))
         change = change * where.where.to(change.device)
-        block = block_of(self._model, sites.layer, "neuron")
+        block = host_of(self._model).block(sites.layer, "neuron")
         block += self._replay.adds(block, heads.written_at)
         values = self._result(group)
         first, alive = self._reach(change != 0, block)
@@ -210,11 +210,11 @@ class Sweeper:
         target, source = self._replay.recording.hooked[name], self._source.hooked[name]
         n_sites = len(sites.names)
         index = sites.index.to(target.device).repeat(len(group.positions))
-        heads = nn.functional.one_hot(index, attention_heads(self._model)[sites.layer]).bool()
+        heads = nn.functional.one_hot(index, host_of(self._model).n_heads[sites.layer]).bool()
         where = torch.stack([each.where for each in group.positions]).to(target.device)
         where = where.repeat_interleave(n_sites, dim=0)
         reached = where & changed(target, source, part)[..., index].permute(2, 0, 1)
-        block = block_of(self._model, sites.layer, "attention")
+        block = host_of(self._model).block(sites.layer, "attention")
         values = self._result(group)
         first, alive = self._reach(reached, block)
 

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from attn_only_lens.axes import Residual
 from attn_only_lens.errors import UnsupportedModelError
-from attn_only_lens.heads import block_of, neuron_heads, point_name
+from attn_only_lens.heads import host_of
 from attn_only_lens.heads.computation import NeuronHeads
 from attn_only_lens.heads.host import HeadKind
 from attn_only_lens.runs.recording import NeuronRun
@@ -98,7 +98,10 @@ def writing(replay: Replay, layer: int, first: int, added: Residual) -> Variants
         first: the position from which on they do.
         added: what they write more, from there on: [variant · batch, pos, d_model].
     """
-    heads, block = neuron_heads(replay.model)[layer], block_of(replay.model, layer, "neuron")
+    heads, block = (
+        replay.host.neurons[layer],
+        replay.host.block(layer, "neuron"),
+    )
     n = len(added) // replay.batch
     if replay.adds(block, heads.written_at):
         return Variants(block + 1, first, replay.unchanged(block + 1, first, n) + added)
@@ -111,7 +114,7 @@ _ACTIVATION: dict[Part, str] = {"z": "z", "pattern": "pattern", "value": "v", "q
 
 def hook_name(model: Any, layer: int, part: Part, kind: HeadKind = "attention") -> str:
     """The hook point of that part of the heads of a kind of a source layer."""
-    return point_name(model, layer, kind, _ACTIVATION[part])
+    return host_of(model).hook_name(layer, kind, _ACTIVATION[part])
 
 
 def changed(target: Tensor, source: Tensor, part: Part) -> Bool[Tensor, "batch pos head_index"]:

@@ -35,7 +35,7 @@ from transformer_lens.hook_points import HookPoint
 
 from attn_only_lens.axes import Residual
 from attn_only_lens.errors import UnsupportedModelError
-from attn_only_lens.heads import logit_tolerance, neuron_heads, point_name
+from attn_only_lens.heads import host_of, logit_tolerance
 from attn_only_lens.heads.host import HEAD_KINDS
 from attn_only_lens.numerics import normal_numbers
 from attn_only_lens.runs.gradients import Tape, entering, gradients, rooted, value_of
@@ -55,19 +55,19 @@ class Frozen:
     """
 
     def __init__(self, model: Any) -> None:
-        heads = neuron_heads(model)
+        host = host_of(model)
         points = [m for m in model.modules() if isinstance(m, HookPoint)]
         scales = {str(point.name) for point in points if str(point.name).endswith("hook_scale")}
 
         self._patterns = [
-            point_name(model, layer, kind, "pattern")
-            for layer in range(len(heads))
+            host.hook_name(layer, kind, "pattern")
+            for layer in range(host.n_layers)
             for kind in HEAD_KINDS
         ]
         self._constant = [*self._patterns, *sorted(scales)]
         self._products = [
-            point_name(model, layer, "neuron", "v")
-            for layer, each in enumerate(heads)
+            host.hook_name(layer, "neuron", "v")
+            for layer, each in enumerate(host.neurons)
             if each.value_is_product
         ]
         self.kept: dict[str, Tensor] = {}
@@ -145,7 +145,7 @@ def frozen_gradients(
         )
     error = float((logits.detach() - target.logits).abs().max())
     # Many bridged norms compute in float32 in whatever dtype the model is; their hooked form not.
-    heads, dtypes = neuron_heads(model), (logits.dtype, torch.float32)
+    heads, dtypes = host_of(model).neurons, (logits.dtype, torch.float32)
     allowed = max(logit_tolerance(heads, dtype) for dtype in dtypes)
     allowed *= float(target.logits.abs().max())
     reasons = [f"it does not show the patterns {frozen.missing()}"] * bool(frozen.missing())
@@ -186,7 +186,7 @@ def require_linear(
     terms = weights * (more - less) / 2
     expected, got = float((gradient * moved).sum()), float(terms.sum())
     scale = float(terms.abs().sum())
-    if not abs(got - expected) <= logit_tolerance(neuron_heads(model), x.dtype) * scale:
+    if not abs(got - expected) <= logit_tolerance(host_of(model).neurons, x.dtype) * scale:
         raise UnsupportedModelError(
             [
                 "with its patterns and norm scales frozen it is still not linear: a change of what "

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from attn_only_lens.axes import Logits, Residual
 from attn_only_lens.errors import UnsupportedModelError
-from attn_only_lens.heads import neuron_heads, point_name
+from attn_only_lens.heads import host_of
 from attn_only_lens.runs.edits import Part, by_site, hook_name, moved
 from attn_only_lens.runs.metrics import BoundMetric
 from attn_only_lens.runs.recording import Hooks, Recording, require_shown, stream_of
@@ -156,7 +156,7 @@ def node_of(model: Any, sites: LayerSites, part: Part, *, closed: bool) -> Node:
     if sites.kind == "attention":
         return hook_name(model, sites.layer, "z" if part == "q" and closed else part)
     activation = "q" if part == "q" and not closed else "z"
-    return point_name(model, sites.layer, "neuron", activation)
+    return host_of(model).hook_name(sites.layer, "neuron", activation)
 
 
 def shares(
@@ -179,13 +179,13 @@ def shares(
         target: the run patched into.
         source: the other run; but for z of neurons, `hooked[node]` is what the patch puts there.
     """
-    if node == point_name(model, sites.layer, "neuron", "z"):
+    if node == host_of(model).hook_name(sites.layer, "neuron", "z"):
         change = moved(target.neurons[sites.layer], source.neurons[sites.layer], part).unsqueeze(-1)
     else:
         change = source.hooked[node] - target.hooked[node]
     each = (gradient * change).sum(dim=-1)
     if sites.kind == "neuron":
-        return by_site(neuron_heads(model)[sites.layer], sites, each)
+        return by_site(host_of(model).neurons[sites.layer], sites, each)
     if node.endswith("hook_pattern"):  # [batch, head_index, query_pos]
         each = each.transpose(1, 2)
     return each[:, :, sites.index.to(each.device)].permute(2, 0, 1)

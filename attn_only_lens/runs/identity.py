@@ -34,7 +34,7 @@ import torch
 from torch import Tensor
 from transformer_lens.model_bridge import TransformerBridge
 
-from attn_only_lens.heads.host import layout_of, neuron_heads
+from attn_only_lens.heads import host_of
 from attn_only_lens.runs.attached_hooks import modules_of
 from attn_only_lens.storage import digest_of
 from attn_only_lens.tl import HookedTransformer
@@ -101,7 +101,7 @@ def _described(model: Any) -> dict[str, Any]:
     }
     described: dict[str, Any] = {
         "config": plain,
-        "gates": [_gating(model, heads) for heads in neuron_heads(model)],
+        "gates": host_of(model).gates(),
         "constants": {
             f"{at}.{name}": repr(value)
             for at, module in modules_of(model)
@@ -113,13 +113,6 @@ def _described(model: Any) -> dict[str, Any]:
     if len(set(sizes)) > 1:  # else the configuration says them
         described["layers"] = [asdict(each) for each in sizes]
     return described
-
-
-def _gating(model: Any, heads: Any) -> dict[str, Any]:
-    """Gates as JSON holds them: in place they are said layer by layer, in two blocks once."""
-    if layout_of(model) == "in place":
-        return {**heads.gating.to_json(), "act_fn": heads.act_fn}
-    return dict(model.cfg.gating.to_json())
 
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, type(Ellipsis), range)

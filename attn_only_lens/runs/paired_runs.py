@@ -7,7 +7,7 @@ from typing import Any, Literal
 from torch import nn
 
 from attn_only_lens.errors import PatchingError
-from attn_only_lens.heads import attention_heads, layout_of
+from attn_only_lens.heads import has_neuron_heads, host_of
 from attn_only_lens.runs.attached_hooks import hook_reasons
 from attn_only_lens.runs.edits import Part, hook_name
 from attn_only_lens.runs.metrics import AnyMetric, BoundMetric, bind, require_distinct
@@ -42,11 +42,10 @@ class Runs:
 
 
 def reasons_against(model: Any) -> list[str]:
-    """Why a model cannot be patched as it stands. Whether it has neuron-heads, `resolve` says."""
-    reasons: list[str] = []
-    if layout_of(model) is None:
-        return reasons
-    reasons += hook_reasons(model, "would run on batches of variants, or be left out of them")
+    """Return why a model with neuron-heads cannot be patched as it stands."""
+    if not has_neuron_heads(model):
+        return []
+    reasons = hook_reasons(model, "would run on batches of variants, or be left out of them")
     dropout = any(isinstance(m, nn.Dropout) and m.p > 0 and m.training for m in model.modules())
     if dropout:
         reasons.append("it drops activations at random: call model.eval() first")
@@ -118,7 +117,7 @@ def _require_own(model: Any, names: dict[int, str], run: Recording) -> None:
     """Refuse values that grouped queries share: to patch one head's would patch the group's."""
     reasons = []
     for layer, name in names.items():
-        seen, n_heads = run.hooked[name], attention_heads(model)[layer]
+        seen, n_heads = run.hooked[name], host_of(model).n_heads[layer]
         n_seen = seen.shape[1 if name.endswith("hook_pattern") else 2]
         if seen.ndim != 4 or n_seen != n_heads:
             reasons.append(

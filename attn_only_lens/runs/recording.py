@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from attn_only_lens.axes import SELF, Residual, Tokens
 from attn_only_lens.errors import UnsupportedModelError
-from attn_only_lens.heads import neuron_heads
+from attn_only_lens.heads import host_of
 
 __all__ = [
     "Hooks",
@@ -106,7 +106,7 @@ def record(
     parts = ("v", "pattern", "z")
     with ExitStack() as stack:
         for layer in layers:
-            heads = neuron_heads(model)[layer]
+            heads = host_of(model).neurons[layer]
             for part in parts:
                 point = getattr(heads, f"hook_{part}")
                 handle = point.register_forward_hook(look(f"{layer}.{part}"))

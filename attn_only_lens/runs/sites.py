@@ -10,9 +10,8 @@ from jaxtyping import Int
 from torch import Tensor
 
 from attn_only_lens.errors import PatchingError, UnknownHeadError
-from attn_only_lens.heads import HeadName, attention_heads, layout_of
-from attn_only_lens.heads import neuron_heads as heads_by_layer
-from attn_only_lens.heads.host import HeadKind
+from attn_only_lens.heads import HeadName
+from attn_only_lens.heads.host import HeadKind, host_of, reasons_without_heads
 from attn_only_lens.numerics import as_plain, is_count
 
 __all__ = [
@@ -164,18 +163,13 @@ def resolve(model: Any, sites: Sites) -> tuple[LayerSites, ...]:
         tensor([5, 7])
     """
     problem = "these sites cannot be patched"
-    if layout_of(model) is None:
-        raise PatchingError(
-            [
-                f"the model, a {type(model).__name__}, has no neuron-heads: call "
-                "attn_only_lens.convert(model), or attn_only_lens.expose_neuron_heads(model), first"
-            ],
-            problem,
-        )
-    in_layer = heads_by_layer(model)
+    if reasons := reasons_without_heads(model):
+        raise PatchingError(reasons, problem)
+    host = host_of(model)
+    in_layer = host.neurons
     counts: list[dict[HeadKind, int]] = [
         {"attention": n_heads, "neuron": each.n_neurons}
-        for n_heads, each in zip(attention_heads(model), in_layer, strict=True)
+        for n_heads, each in zip(host.n_heads, in_layer, strict=True)
     ]
     if isinstance(sites, Selection):
         layers = range(len(counts)) if sites.layers is None else sorted(sites.layers)

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformer_lens import ActivationCache
 
 from attn_only_lens.axes import SELF
-from attn_only_lens.heads import HeadName, dense_pattern, neuron_heads, neuron_pattern
+from attn_only_lens.heads import HeadName, dense_pattern, host_of, neuron_pattern
 from attn_only_lens.heads.patterns import cached, require_known
 from attn_only_lens.numerics import is_count
 from attn_only_lens.viz.checks import prompt_values, refuse, token_reasons
@@ -44,7 +44,7 @@ def original_attention(
         UnsupportedCallError: the cache is not of a model with neuron-heads, or lacks the pattern.
     """
     require_known(cache)
-    n_layers = len(neuron_heads(cache.model))
+    n_layers = host_of(cache.model).n_layers
     if not is_count(layer, 0, n_layers - 1):
         refuse(f"got layer={layer!r}; the model has source layers 0 to {n_layers - 1}")
     pattern = cached(cache, layer, "attention", "pattern")

@@ -14,7 +14,7 @@ from transformer_lens import ActivationCache
 
 from attn_only_lens.axes import SELF
 from attn_only_lens.circuits.graph import EDGE_COLUMNS
-from attn_only_lens.heads import HeadName, neuron_heads, neuron_pattern
+from attn_only_lens.heads import HeadName, has_neuron_heads, host_of, neuron_pattern
 from attn_only_lens.viz.attention import original_attention
 from attn_only_lens.viz.checks import prompt_values, refuse
 from attn_only_lens.viz.circuit_data import NODE_COLUMNS, NodeDetails, circuit_reasons
@@ -65,8 +65,9 @@ def node_patterns(
     found: dict[str, NodeDetails] = {}
     for kind, key, name, position in nodes[["kind", "id", "name", "position"]].to_numpy():
         if kind == "neuron" and name not in found:
-            head, shared = HeadName.parse(name), neuron_heads(getattr(cache, "model", None))
-            if head.member is None and shared and shared[0].heads_per_neuron > 1:
+            head, model = HeadName.parse(name), getattr(cache, "model", None)
+            shared = has_neuron_heads(model) and host_of(model).neurons[0].heads_per_neuron > 1
+            if head.member is None and shared:
                 continue
             pattern = prompt_values(neuron_pattern(cache, name), prompt, cache.has_batch_dim)
             found[name] = NodeDetails(pattern[:, SELF].tolist())

@@ -14,7 +14,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from attn_only_lens.axes import SELF
-from attn_only_lens.heads import HeadName, point_name
+from attn_only_lens.heads import HeadName, host_of
 from attn_only_lens.models.convert import convert
 from attn_only_lens.models.two_blocks import AttentionOnlyTransformer
 from attn_only_lens.models.verify import Verification, verify
@@ -88,7 +88,7 @@ def _untrained(model: HookedTransformer) -> HookedTransformer:
 @torch.no_grad()
 def self_weights(model: AttentionOnlyTransformer) -> Float[Tensor, "neuron a b"]:
     """Return the weight of '=' on itself in every neuron-head of layer 0, for every (a, b)."""
-    hook = point_name(model, 0, "neuron", "pattern")
+    hook = host_of(model).hook_name(0, "neuron", "pattern")
     _, cache = model.run_with_cache(modular_addition_tokens(), names_filter=hook)
     at_equals = cache[hook][:, :, -1, SELF]  # [batch, head_index]
     return at_equals.T.reshape(-1, MODULUS, MODULUS)

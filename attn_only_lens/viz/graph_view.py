@@ -17,7 +17,7 @@ from transformer_lens import ActivationCache
 from attn_only_lens.circuits.graph import HEADS, CircuitGraph
 from attn_only_lens.circuits.vocabulary import TopTokens, Vocabulary
 from attn_only_lens.errors import CircuitError
-from attn_only_lens.heads import HeadName, layout_of, neuron_heads, point_name
+from attn_only_lens.heads import HeadName, host_of, reasons_without_heads
 from attn_only_lens.numerics import full_precision, is_count
 from attn_only_lens.runs.paired_runs import reasons_against
 from attn_only_lens.runs.prompts import Prompts, unpaired
@@ -121,10 +121,7 @@ def _record_run(
     Raises:
         PictureError: the model or its prompts are not those of the graph.
     """
-    reasons = reasons_against(model)
-    if layout_of(model) is None:
-        reasons.append(f"got a {type(model).__name__} without neuron-heads; expected the graph's")
-    refuse(*reasons)
+    refuse(*reasons_against(model), *reasons_without_heads(model))
     pair = unpaired(model, prompts, mask)
     if tuple(tuple(token_texts(model, row)) for row in pair.clean.tolist()) != graph.tokens:
         refuse(f"got prompts other than the graph's, {_listed(graph.tokens)}")
@@ -146,8 +143,9 @@ def _record_run(
 
 
 def _hooks(model: Any, head: HeadName) -> tuple[str, str]:
-    layer, kind = head.layer, head.kind
-    return point_name(model, layer, kind, "z"), point_name(model, layer, kind, "pattern")
+    host = host_of(model)
+    z, pattern = (host.hook_name(head.layer, head.kind, point) for point in ("z", "pattern"))
+    return z, pattern
 
 
 def _names_and_positions(heads: pd.DataFrame) -> list[tuple[str, int]]:
@@ -157,7 +155,7 @@ def _names_and_positions(heads: pd.DataFrame) -> list[tuple[str, int]]:
 def _value(run: Recording, model: Any, name: str, pos: int) -> float:
     """Return the value of a node, as `CircuitGraph.nodes` defines it."""
     head = HeadName.parse(name)
-    shared = neuron_heads(model)[head.layer].heads_per_neuron
+    shared = host_of(model).neurons[head.layer].heads_per_neuron
     z = run.hooked[_hooks(model, head)[0]][:, pos, head.heads(shared)].flatten(1)
     return float((z.norm(dim=-1) if head.kind == "attention" else z.sum(-1)).mean())
 

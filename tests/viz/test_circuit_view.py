@@ -298,7 +298,7 @@ def test_what_is_not_the_graphs_is_refused(drawn):
         ({"top_tokens": -1}, "got top_tokens=-1"),
         ({"model": model, "prompts": given.flip(0)}, "prompts other than the graph's"),
         ({"model": model, "prompts": given[:1]}, "prompts other than the graph's"),
-        ({"model": models.build("gelu"), "prompts": given}, "without neuron-heads"),
+        ({"model": models.build("gelu"), "prompts": given}, "no neuron-heads"),
         ({"model": convert(models.build("gelu", scale=0.3)), "prompts": given}, "of another model"),
     ):
         with pytest.raises(PictureError, match=match):

@@ -22,8 +22,7 @@ from torch import Tensor
 from transformer_lens.model_bridge import TransformerBridge
 
 from attn_only_lens.errors import AttnOnlyLensError, CheckpointError
-from attn_only_lens.heads import layout_of
-from attn_only_lens.heads.host import Layout
+from attn_only_lens.heads import has_neuron_heads, host_of
 from attn_only_lens.models.checkpoint.bridge import bridge_parts, rebuilt_bridge
 from attn_only_lens.models.checkpoint.entries import Parts
 from attn_only_lens.models.checkpoint.hooked import (
@@ -66,7 +65,7 @@ class Form:
         rebuilt: puts it together from a manifest and tensors.
     """
 
-    layout: Layout
+    layout: str
     model: str
     parts: Callable[[Any], Parts]
     rebuilt: Callable[[dict[str, Any], dict[str, Tensor]], Any]
@@ -82,7 +81,9 @@ FORMS = (
 def form_of(model: object) -> Form | None:
     """The form of a model with neuron-heads; none for any other object."""
     kind = "TransformerBridge" if isinstance(model, TransformerBridge) else "HookedTransformer"
-    return form_named(layout_of(model), kind)
+    if not has_neuron_heads(model):
+        return None
+    return form_named("in place" if host_of(model).in_place else "two blocks a layer", kind)
 
 
 def form_named(layout: str | None, model: str) -> Form | None:

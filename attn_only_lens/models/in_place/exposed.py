@@ -23,6 +23,7 @@ from attn_only_lens.axes import Residual
 from attn_only_lens.errors import UnsupportedCallError
 from attn_only_lens.heads.host import POINTS, WithNeuronHeads
 from attn_only_lens.models.in_place.heads import InPlace
+from attn_only_lens.models.in_place.hosts import BridgeHost, HookedHost
 from attn_only_lens.tl import MLP, GatedMLP, HookedTransformer
 
 __all__ = ["ExposedBridge", "ExposedTransformer", "exposed_heads", "hidden", "hide", "show"]
@@ -41,20 +42,18 @@ def _named(names_filter: Any) -> list[Any]:
 class _Exposed(WithNeuronHeads):
     """A model whose blocks have MLPs with neuron-heads."""
 
-    _layout = "in place"
     blocks: Any
-
-    def _heads_by_layer(self) -> list[InPlace]:  # type: ignore[override]
-        return [block.mlp._neuron_heads for block in self.blocks]
 
     def forward(self, *args: Any, **how: Any) -> Any:
         """As in TransformerLens."""
-        with self._heads_by_layer()[0].passing.of_another_pass():  # a hook may run the model again
+        with exposed_heads(self)[0].passing.of_another_pass():  # a hook may run the model again
             return super().forward(*args, **how)  # type: ignore[misc]
 
 
 class ExposedTransformer(_Exposed, HookedTransformer):
     """A HookedTransformer whose MLPs have neuron-heads."""
+
+    _host = HookedHost
 
     def _off(self, name: object) -> bool:
         return isinstance(name, str) and name.endswith(_RESULT) and not self.cfg.use_attn_result
@@ -96,6 +95,8 @@ class ExposedTransformer(_Exposed, HookedTransformer):
 class ExposedBridge(_Exposed, TransformerBridge):
     """A TransformerBridge whose MLPs have neuron-heads."""
 
+    _host = BridgeHost
+
     def set_use_attn_result(self, use_attn_result: bool) -> None:
         """As in TransformerLens; and where it has none for the attention, for the MLPs alone."""
         try:
@@ -104,7 +105,7 @@ class ExposedBridge(_Exposed, TransformerBridge):
             warnings.warn(
                 f"only {_RESULT} is on, and attn.hook_result is not: {error}", stacklevel=2
             )
-        for heads in self._heads_by_layer():
+        for heads in exposed_heads(self):
             heads.results = use_attn_result
 
     def run_with_cache(self, *args: Any, **how: Any) -> Any:
@@ -117,7 +118,7 @@ class ExposedBridge(_Exposed, TransformerBridge):
 
     def _gated_hook_reason(self, hook_point_name: str) -> str | None:
         if hook_point_name.endswith(_RESULT):
-            on = all(heads.results_on for heads in self._heads_by_layer())
+            on = all(heads.results_on for heads in exposed_heads(self))
             return None if on else "use_attn_result"
         return super()._gated_hook_reason(hook_point_name)
 
@@ -221,4 +222,4 @@ def hidden(model: Any) -> Iterator[Any]:
 
 def exposed_heads(model: object) -> list[InPlace]:
     """The neuron-heads of each layer of an exposed model; none of any other."""
-    return model._heads_by_layer() if isinstance(model, _Exposed) else []
+    return model._host(model).neurons if isinstance(model, _Exposed) else []

@@ -8,13 +8,13 @@ from torch import Tensor, nn
 from transformer_lens import ActivationCache
 
 from attn_only_lens.errors import UnsupportedCallError
-from attn_only_lens.heads.computation import NeuronHeads
-from attn_only_lens.heads.host import WithNeuronHeads, block_kind, block_layer, neurons_block
+from attn_only_lens.heads.host import WithNeuronHeads, block_kind, block_layer
 from attn_only_lens.heads.names import head_labels
 from attn_only_lens.heads.pass_state import Passing
 from attn_only_lens.heads.patterns import neuron_gate, neuron_pattern
 from attn_only_lens.models.two_blocks.cache import AttentionOnlyCache, refuse_mlp_input
 from attn_only_lens.models.two_blocks.config import AttentionOnlyConfig
+from attn_only_lens.models.two_blocks.host import TwoBlocksHost
 from attn_only_lens.models.two_blocks.refusals import Firing, Refusals
 from attn_only_lens.models.two_blocks.stacks import HeadStack, stacked
 from attn_only_lens.tl import HookedTransformer, HookedTransformerConfig
@@ -46,7 +46,7 @@ class AttentionOnlyTransformer(Refusals, Firing, WithNeuronHeads, HookedTransfor
     """
 
     cfg: AttentionOnlyConfig
-    _layout = "two blocks a layer"
+    _host = TwoBlocksHost
 
     def __init__(self, *args: object, **kwargs: object) -> None:
         raise UnsupportedCallError(
@@ -60,10 +60,6 @@ class AttentionOnlyTransformer(Refusals, Firing, WithNeuronHeads, HookedTransfor
         block: Any = self.blocks[0]
         found: Passing = block.passing
         return found
-
-    def _heads_by_layer(self) -> list[NeuronHeads]:
-        blocks: Any = self.blocks
-        return [blocks[neurons_block(layer)].attn for layer in range(len(blocks) // 2)]
 
     # Names and weights
 

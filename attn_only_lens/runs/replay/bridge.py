@@ -27,7 +27,7 @@ from torch.nn import functional
 
 from attn_only_lens.axes import Residual
 from attn_only_lens.errors import UnsupportedCallError
-from attn_only_lens.heads import attention_heads, logit_tolerance, neuron_heads
+from attn_only_lens.heads import logit_tolerance
 from attn_only_lens.numerics import full_precision, normal_numbers
 from attn_only_lens.runs.metrics import BoundMetric
 from attn_only_lens.runs.recording import (
@@ -115,7 +115,7 @@ class BridgeReplay(Replay):
         if self._past is None:
             return 0
         d_head = max(keys.shape[-1] for keys, _ in self._past.layers)
-        return 3 * max(attention_heads(self.model)) * d_head  # repeated, where they are grouped
+        return 3 * max(self.host.n_heads) * d_head  # repeated, where they are grouped
 
     @property
     def logits_of_variant(self) -> int:
@@ -237,7 +237,7 @@ class BridgeReplay(Replay):
     def _close(self, one: Tensor, other: Tensor, scale: Tensor) -> bool:
         if one.shape != other.shape:
             return False
-        allowed = logit_tolerance(neuron_heads(self.model), other.dtype) * scale
+        allowed = logit_tolerance(self.host.neurons, other.dtype) * scale
         return bool(((one - other).abs() <= allowed).all())
 
 

@@ -9,8 +9,6 @@ from jaxtyping import Float
 from torch import Tensor
 
 from attn_only_lens.axes import Residual
-from attn_only_lens.heads import attention_heads, layout_of
-from attn_only_lens.heads.host import block_layer
 from attn_only_lens.runs.metrics import BoundMetric
 from attn_only_lens.runs.recording import Recording
 from attn_only_lens.runs.replay.key_values import after
@@ -33,8 +31,6 @@ class HookedReplay(Replay):
         super().__init__(model, recording, metric, judge)
         cfg = model.cfg
         self._causal = cfg.attention_dir == "causal"
-        two_blocks = layout_of(model) == "two blocks a layer"
-        self._parallel = two_blocks and cfg.parallel_attn_mlp
         # Shortformers add positions in every block. The model may make a mask where none is given.
         embedded = model.input_to_embed(recording.tokens, attention_mask=recording.mask)
         _, _, self._positions, self._mask = embedded
@@ -71,7 +67,7 @@ class HookedReplay(Replay):
         rotary = self.model.cfg.positional_embedding_type == "rotary"  # keys are rotated each time
         d_head = max((each.d_head for each in self._past.values()), default=0)
         # Grouped keys and values are repeated for each head.
-        return (6 if rotary else 3) * max(attention_heads(self.model)) * d_head
+        return (6 if rotary else 3) * max(self.host.n_heads) * d_head
 
     def apart(self, block: int, position: int) -> bool:
         """Whether a block and those after it can be run from a position on, by themselves."""
@@ -79,15 +75,16 @@ class HookedReplay(Replay):
 
     def leaving(self, variants: Variants) -> Residual:
         """What leaves the first block, from `first` on."""
-        between: AbstractContextManager[None] = nullcontext()
-        if self._parallel and variants.block % 2:
-            # This block's neurons read what entered the attention block before it, which no variant
-            # that begins between the two has moved.
-            attention, n = variants.block - 1, len(variants.entering) // self.batch
-            entered = self.unchanged(attention, variants.first, n)
-            between = self.model.passing.of_another_pass({block_layer(attention): entered})
-        with between, self.model.hooks(fwd_hooks=list(variants.hooks)), adding(variants):
+        with (
+            self.first_block(variants),
+            self.model.hooks(fwd_hooks=list(variants.hooks)),
+            adding(variants),
+        ):
             return self._block(variants.block, variants.entering, variants.first)
+
+    def first_block(self, variants: Variants) -> AbstractContextManager[None]:
+        """Hold for the first block what it needs besides the stream: nothing."""
+        return nullcontext()
 
     def _block(self, index: int, x: Residual, first: int) -> Residual:
         past = None

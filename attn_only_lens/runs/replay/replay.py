@@ -32,7 +32,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from attn_only_lens.errors import UnsupportedModelError
-from attn_only_lens.heads import attention_heads, logit_tolerance, neuron_heads
+from attn_only_lens.heads import host_of, logit_tolerance
 from attn_only_lens.numerics import full_precision, normal_numbers
 from attn_only_lens.runs.metrics import BoundMetric
 from attn_only_lens.runs.recording import Hooks, Recording
@@ -78,6 +78,7 @@ class Replay(ABC):
         judge: "Replay | None" = None,
     ) -> None:
         self.model = model
+        self.host = host_of(model)
         self.judge = judge or self  # the replay that is tried in place of this one
         self.recording = recording
         self.metric = metric
@@ -122,7 +123,7 @@ class Replay(ABC):
         """How many numbers a forward pass holds at once for a token, at the most: an estimate."""
         widest = max(max(p.shape) for p in self.model.blocks.parameters())
         d_model = self.recording.streams[0].shape[-1]
-        n_heads = max(attention_heads(self.model))
+        n_heads = max(self.host.n_heads)
         return 5 * d_model + max(_WIDEST * widest, _SCORES * n_heads * self.n_pos)
 
     def numbers_from(self, first: int) -> int:
@@ -178,7 +179,7 @@ class Replay(ABC):
         """
         whole = self.metric.select(self.recording.logits)
         largest = float(self.recording.logits.abs().max())
-        bound = logit_tolerance(neuron_heads(self.model), whole.dtype) * largest
+        bound = logit_tolerance(self.host.neurons, whole.dtype) * largest
         for block in sorted({0, self.n_blocks // 2, self.n_blocks}):
             for first in {0, self.start(block, self.n_pos)}:
                 entering = self.unchanged(block, first, 2)

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from attn_only_lens.axes import SELF, Residual
 from attn_only_lens.errors import UnsupportedModelError
-from attn_only_lens.heads import block_of, neuron_heads
+from attn_only_lens.heads import host_of
 from attn_only_lens.heads.host import HeadKind
 from attn_only_lens.numerics import normal_numbers, where_float64_is
 from attn_only_lens.runs.edits import Part, editing, hook_name, moved, writing
@@ -64,7 +64,7 @@ def require_same(
         whole = _leaving(replay.model, recording, noise.hooks)
         quiet, unfelt = list[int](), []
         for layer in left:
-            block = block_of(replay.model, layer, kind)
+            block = replay.host.block(layer, kind)
             theirs, before = whole[block], recording.streams[block + 1]
             edit = _written if kind == "neuron" else _attended
             mine = edit(replay, layer, part, first, noise)
@@ -131,7 +131,7 @@ def require_read(
     found = _leaving(model, recording, [*edits, *looks])
     reasons = []
     for layer, name in names.items():
-        block = block_of(model, layer, kind)
+        block = host_of(model).block(layer, kind)
         felt = _beyond(found[block], recording.streams[block + 1], recording) > 1.0
         if part == "q":
             felt = felt or not all(torch.equal(*shown[at]) for at in witnesses[layer])
@@ -205,7 +205,7 @@ def _leaving(model: Any, recording: Recording, hooks: Hooks) -> list[Residual]:
 
 def _written(replay: Replay, layer: int, part: Part, first: int, noise: _Noise) -> Residual:
     """What leaves the block when its neurons write what noise makes of them, as a sweep has it."""
-    heads, target = neuron_heads(replay.model)[layer], replay.recording.neurons[layer]
+    heads, target = replay.host.neurons[layer], replay.recording.neurons[layer]
     read: Part = "pattern" if part == "q" else part
     shown = noise.shown[hook_name(replay.model, layer, read, "neuron")]
     if read == "pattern":
@@ -217,14 +217,14 @@ def _written(replay: Replay, layer: int, part: Part, first: int, noise: _Noise) 
     dz = heads.shares(moved(target, source, part))[:, first:]
     change = dz.unflatten(-1, (-1, heads.heads_per_neuron)).sum(-1)
     variants = writing(replay, layer, first, change.to(heads.directions.dtype) @ heads.directions)
-    if variants.block > block_of(replay.model, layer, "neuron"):
+    if variants.block > replay.host.block(layer, "neuron"):
         return variants.entering
     return replay.leaving(variants)
 
 
 def _attended(replay: Replay, layer: int, part: Part, first: int, noise: _Noise) -> Residual:
     """What leaves the block when all its attention heads are patched, as a sweep has it."""
-    name, block = noise.names[layer], block_of(replay.model, layer, "attention")
+    name, block = noise.names[layer], replay.host.block(layer, "attention")
     source = noise.shown[name]
     n_heads = source.shape[1 if part == "pattern" else 2]
     everywhere = torch.ones_like(replay.recording.tokens, dtype=torch.bool)

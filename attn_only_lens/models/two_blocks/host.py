@@ -1,0 +1,77 @@
+"""Converted models as hosts: two blocks a layer, called one by one."""
+
+from contextlib import AbstractContextManager
+from typing import Any, Literal
+
+from attn_only_lens.heads.host import HeadKind, Host, block_layer, heads_block, neurons_block
+from attn_only_lens.models.norms import Norm, Wiring, hooked_final_norm, hooked_norms
+from attn_only_lens.runs.replay.hooked import HookedReplay
+from attn_only_lens.runs.replay.replay import Replay, Variants
+
+__all__ = ["TwoBlocksHost"]
+
+
+class TwoBlocksHost(Host):
+    """A converted `HookedTransformer`."""
+
+    in_place = False
+
+    @property
+    def neurons(self) -> list[Any]:
+        """The attention module of each neuron block."""
+        return [block.attn for block in self.model.blocks[1::2]]
+
+    @property
+    def n_heads(self) -> list[int]:
+        """The number of attention heads of each source layer."""
+        return [block.cfg.n_heads for block in self.model.blocks[::2]]
+
+    def block(self, layer: int, kind: HeadKind) -> int:
+        """Block 2l or 2l + 1."""
+        return heads_block(layer) if kind == "attention" else neurons_block(layer)
+
+    def gates(self) -> list[dict[str, Any]]:
+        """The gates of the model, for each layer."""
+        return [dict(self.model.cfg.gating.to_json()) for _ in self.neurons]
+
+    def stream_hook(self, layer: int, point: Literal["pre", "mid", "post"]) -> str:
+        """What enters one of the two blocks, or leaves the second."""
+        block = heads_block(layer) if point == "pre" else neurons_block(layer)
+        return f"blocks.{block}.hook_resid_{'post' if point == 'post' else 'pre'}"
+
+    def norms(self) -> list[Wiring]:
+        """The norms of each source layer, half of them in each block."""
+        blocks = self.model.blocks
+        names = ("ln1", "ln1_post")
+        modules = [
+            [getattr(block, name, None) for name in names for block in pair]
+            for pair in zip(blocks[::2], blocks[1::2], strict=True)
+        ]
+        return hooked_norms(self.model.cfg, [block.attn for block in blocks[::2]], modules)
+
+    def final_norm(self) -> Norm:
+        """The norm that the unembedding reads through."""
+        return hooked_final_norm(self.model)
+
+    def require_weights(self) -> None:
+        """Pass: a HookedTransformer computes with the matrices that it names."""
+
+    def replay(self, recording: Any, metric: Any, judge: Any = None) -> Replay:
+        """Block by block."""
+        return _TwoBlocksReplay(self.model, recording, metric, judge)
+
+
+class _TwoBlocksReplay(HookedReplay):
+    def first_block(self, variants: Variants) -> AbstractContextManager[None]:
+        """In a parallel model, give neurons what entered the attention block before theirs.
+
+        No variant that begins between the two blocks has moved that.
+        """
+        if not (self.model.cfg.parallel_attn_mlp and variants.block % 2):
+            return super().first_block(variants)
+        attention, n = variants.block - 1, len(variants.entering) // self.batch
+        entered = self.unchanged(attention, variants.first, n)
+        passing: AbstractContextManager[None] = self.model.passing.of_another_pass(
+            {block_layer(attention): entered}
+        )
+        return passing
