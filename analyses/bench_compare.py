@@ -32,7 +32,7 @@ from attn_only_lens import expansion as ex
 from attn_only_lens import patching as p
 from attn_only_lens.comparison.alignment import align
 from attn_only_lens.comparison.batches import batches
-from attn_only_lens.comparison.streaming import Streamed
+from attn_only_lens.comparison.statistics import Statistics
 from attn_only_lens.growth import Grown
 from attn_only_lens.storage import write_text
 
@@ -60,7 +60,7 @@ def throughput(
     took: dict[str, list[float]] = {PLAIN: [], STREAMED: []}
     moved = tokens.to(device)
     with expose_neuron_heads(source), expose_neuron_heads(grown.model):
-        streamed = Streamed([source, grown.model], align(source, grown.model, grown.provenance))
+        statistics = Statistics([source, grown.model], align(source, grown.model, grown.provenance))
         for count in range(rounds + 1):
             for name, times in took.items():
                 wait(device)
@@ -71,7 +71,7 @@ def throughput(
                             model(moved)
                 else:
                     for batch in batches(source, tokens, p.loss(), None, len(tokens)):
-                        streamed.add(batch)
+                        statistics.add(batch)
                 wait(device)
                 if count:
                     times.append(time.perf_counter() - start)
@@ -96,12 +96,12 @@ def peak(n_batches: int, batch: int, pos: int, smoke: bool, device: str, layers:
     """MiB beyond the models at the highest, streaming so many batches; in this process."""
     source, grown = models_of(smoke, device, layers)
     with expose_neuron_heads(source), expose_neuron_heads(grown.model):
-        streamed = Streamed([source, grown.model], align(source, grown.model, grown.provenance))
+        statistics = Statistics([source, grown.model], align(source, grown.model, grown.provenance))
         stream = (prompts_of(source, batch, pos) for _ in range(n_batches))
         reset_peak(device)
         before, _ = held_and_peak(device)
         for each in batches(source, stream, p.loss(), None, batch):
-            streamed.add(each)
+            statistics.add(each)
         return (held_and_peak(device)[1] - before) / MIB
 
 

@@ -25,7 +25,7 @@ from attn_only_lens.gates import (
 from attn_only_lens.growth import Grown, grow
 from attn_only_lens.heads import HeadName, dense_pattern, neuron_gate, neuron_pattern
 from attn_only_lens.models.calibrate import Calibration, calibrate
-from attn_only_lens.models.checkpoint.checkpoint import load, save
+from attn_only_lens.models.checkpoint import load, save
 from attn_only_lens.models.convert import convert
 from attn_only_lens.models.expose import ExposedNeurons, expose_neuron_heads
 from attn_only_lens.models.to_stock import to_stock

@@ -36,6 +36,12 @@ class _ReasonsError(AttnOnlyLensError, ValueError):
         lines = "".join(f"\n  - {reason}" for reason in self.reasons)
         super().__init__(f"{problem}:{lines}")
 
+    @classmethod
+    def raise_if(cls, reasons: Sequence[str], *problem: str) -> None:
+        """Raise this error if there are any reasons for it."""
+        if reasons:
+            raise cls(reasons, *problem)
+
     def __reduce__(self) -> tuple[type, tuple[tuple[str, ...], str]]:
         """Rebuild from the reasons: the default would pass the rendered text instead."""
         return type(self), (self.reasons, self.problem)

@@ -20,7 +20,7 @@ from attn_only_lens import (
     neuron_pattern,
     save,
 )
-from attn_only_lens.models.checkpoint.manifest import MANIFEST
+from attn_only_lens.models.checkpoint import MANIFEST
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # TransformerLens' and transformers' own
 
@@ -273,11 +273,11 @@ DAMAGE = {
         ),
         "cannot be exposed again",
     ),
-    "no views": (lambda f: _edit(f, views={}), "not known|is missing"),
+    "no placements": (lambda f: _edit(f, placements={}), "not known|is missing"),
     "code from a hub": (lambda f: _config(f, attention="who/knows"), "runs code from a hub"),
     "a class that is no model": (lambda f: _config(f, **{"class": "pipeline"}), "'pipeline'"),
     "frozen nothing": (lambda f: _edit(f, frozen=["x"]), "x is not known"),
-    "another mode of nothing": (lambda f: _edit(f, other_mode=["x"]), "modules that there are not"),
+    "another mode of nothing": (lambda f: _edit(f, other_mode=["x"]), "modules that do not exist"),
 }
 
 

@@ -13,11 +13,11 @@ from sealed_files import digest_again, flips, mutated, rewrite
 from tiny_tokenizer import tiny_tokenizer
 from torch import nn
 
-import attn_only_lens.models.checkpoint.checkpoint as checkpoint
+import attn_only_lens.models.checkpoint.save_load as save_load
 from attn_only_lens import CheckpointError, convert, expose_neuron_heads, grow, load, save
 from attn_only_lens import expansion as ex
 from attn_only_lens.growth import read_provenance, save_grown
-from attn_only_lens.models.checkpoint.manifest import MANIFEST
+from attn_only_lens.models.checkpoint import MANIFEST
 from attn_only_lens.models.source_folder import load_source
 
 KINDS = ("gelu", "llama", "ln_pre", "relu", "local", "alibi", "parallel", "gemma", "post_norm")
@@ -117,7 +117,7 @@ def test_interrupted_save_leaves_the_old_one(failing, tmp_path, monkeypatch):
     def interrupt(*args, **kwargs):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(checkpoint, failing, interrupt)
+    monkeypatch.setattr(save_load, failing, interrupt)
     with pytest.raises(KeyboardInterrupt):
         save(convert(build("llama")), tmp_path / "saved")
     assert [path.name for path in tmp_path.iterdir()] == ["saved"]
@@ -337,8 +337,8 @@ DAMAGE = {
         "heads_per_neuron is 3",
     ),
     "newer": (
-        lambda f: edit_manifest(f, format_version=6),
-        "format version 6, and this attn-only-lens reads 5",
+        lambda f: edit_manifest(f, format_version=7),
+        "format version 7, and this attn-only-lens reads 6",
     ),
     "edited": (edit_by_hand, "was changed after it was written"),
     "other gate": (lambda f: edit_manifest(f, gate="other"), "gate: got 'other'"),

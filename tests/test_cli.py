@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from attn_only_lens import load
 from attn_only_lens.cli import app
-from attn_only_lens.models.checkpoint.manifest import read_manifest
+from attn_only_lens.models.checkpoint import read_manifest
 from attn_only_lens.models.source_folder import load_source
 
 

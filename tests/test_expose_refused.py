@@ -73,8 +73,11 @@ KINDS = {
         ),
         "it has no MLP",
     ),
-    "apertus (xIELU)": (lambda: transformers.ApertusConfig(**WIDE), "none of gelu"),
-    "arcee (relu²)": (lambda: transformers.ArceeConfig(**WIDE, head_dim=14), "none of gelu"),
+    "apertus (xIELU)": (lambda: transformers.ApertusConfig(**WIDE), "expected one of gelu"),
+    "arcee (relu²)": (
+        lambda: transformers.ArceeConfig(**WIDE, head_dim=14),
+        "expected one of gelu",
+    ),
     "t5": (
         lambda: transformers.T5Config(
             vocab_size=41, d_model=26, d_kv=13, d_ff=D_MLP, num_layers=2, num_heads=2
@@ -179,15 +182,18 @@ def inside(mlp, change):
 
 
 SPOILS = {
-    "swapped activation": (lambda b, m: setattr(m, "act", nn.Tanh()), "none of gelu"),
-    "learnable activation": (lambda b, m: setattr(m, "act", Snake()), "none of gelu"),
-    "prelu": (lambda b, m: setattr(m, "act", nn.PReLU(dtype=torch.float64)), "none of gelu"),
-    "clipped far out": (lambda b, m: setattr(m, "act", Clipped()), "none of gelu"),
-    "stateful": (lambda b, m: setattr(m, "act", Stateful()), "no longer silu"),
-    "in place": (lambda b, m: setattr(m, "act", nn.SiLU(inplace=True)), "no longer silu"),
+    "swapped activation": (lambda b, m: setattr(m, "act", nn.Tanh()), "expected one of gelu"),
+    "learnable activation": (lambda b, m: setattr(m, "act", Snake()), "expected one of gelu"),
+    "prelu": (
+        lambda b, m: setattr(m, "act", nn.PReLU(dtype=torch.float64)),
+        "expected one of gelu",
+    ),
+    "clipped far out": (lambda b, m: setattr(m, "act", Clipped()), "expected one of gelu"),
+    "stateful": (lambda b, m: setattr(m, "act", Stateful()), "no longer computes silu"),
+    "in place": (lambda b, m: setattr(m, "act", nn.SiLU(inplace=True)), "no longer computes silu"),
     "scale before": (
         lambda b, m: setattr(m, "act", nn.Sequential(nn.SiLU(), nn.Dropout(0.0), Doubled())),
-        "none of gelu",
+        "expected one of gelu",
     ),
     "scale after": (lambda b, m: inside(m, lambda x, y: 1.01 * y), "output is not the sum"),
     "residual": (lambda b, m: inside(m, lambda x, y: x + y), "output is not the sum"),
@@ -196,7 +202,7 @@ SPOILS = {
         "output is not the sum",
     ),
     "bridge forward": (lambda b, m: setattr(b, "forward", lambda x: 2 * x), "fired .* not once"),
-    "tuple": (lambda b, m: setattr(b, "forward", lambda x: (x, None)), "puts out a tuple"),
+    "tuple": (lambda b, m: setattr(b, "forward", lambda x: (x, None)), "returns a tuple"),
     "fails": (lambda b, m: setattr(b, "forward", lambda x: {}["?"]), "does not run alone"),
     "W_out adapted": (
         lambda b, m: setattr(b.out, "_original_component", Adapted(b.out.original_component)),
@@ -272,7 +278,7 @@ def test_what_changes_later_is_an_error_and_not_another_function(gate):
                 bridge(tokens())
         bridge.eval()
         bridge.blocks[1].mlp.original_component.act = nn.SiLU()
-        with pytest.raises(UnsupportedCallError, match=r"layer 1: .* no longer gelu_new"):
+        with pytest.raises(UnsupportedCallError, match=r"layer 1: .* no longer computes gelu_new"):
             bridge.run_with_hooks(tokens(), fwd_hooks=keep)
     bridge.blocks[1].mlp.original_component.act = act
     assert torch.equal(bridge(tokens()), exact)

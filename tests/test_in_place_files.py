@@ -22,7 +22,7 @@ from attn_only_lens import (
     verify,
 )
 from attn_only_lens.cli import app
-from attn_only_lens.models.checkpoint.manifest import MANIFEST
+from attn_only_lens.models.checkpoint import MANIFEST
 from attn_only_lens.models.in_place import exposed_heads
 from attn_only_lens.tl import HookedTransformer
 

@@ -23,7 +23,7 @@ from attn_only_lens import (
     pretrained,
     to_stock,
 )
-from attn_only_lens.models.to_stock import mixture, neuron_heads, stock_bytes
+from attn_only_lens.models.to_stock import Mixture, mixture, neuron_heads, stock_bytes, write_heads
 from attn_only_lens.tl import Attention, HookedTransformer, HookedTransformerConfig
 from attn_only_lens.tolerances import LOGIT_TOLERANCE
 
@@ -183,7 +183,7 @@ def test_neuron_heads(heads_per_neuron):
     )
     attn = Attention(cfg, "local", 0)
     attn.W_V.fill_(torch.nan)  # what is in a new tensor
-    neuron_heads(*mlp, w, b, c).pad_into(attn, at=3)
+    write_heads(attn, neuron_heads(*mlp, Mixture(w, b, c)), at=3)
     x = torch.randn(2, pos, d_model, dtype=torch.float64)
     kept = []
     attn.hook_pattern.add_hook(lambda pattern, hook: kept.append(pattern))

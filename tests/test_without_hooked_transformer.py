@@ -21,7 +21,7 @@ from attn_only_lens import (
     verify,
 )
 from attn_only_lens.cli import app
-from attn_only_lens.models.checkpoint.manifest import write_manifest
+from attn_only_lens.models.checkpoint import write_manifest
 from attn_only_lens.models.source_folder import load_source
 from attn_only_lens.pretrained.modular_addition import load_bridge
 

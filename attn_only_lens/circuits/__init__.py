@@ -1,11 +1,15 @@
-"""Circuits over attention heads and neuron-heads: who passes what on to whom, and what it does."""
+"""Circuits of attention heads and neuron-heads: composition, attribution graphs and search."""
 
 from attn_only_lens.circuits._attribution_graph import attribution_graph
-from attn_only_lens.circuits._composition import composition, top_compositions
-from attn_only_lens.circuits._discover import Circuit, discover
+from attn_only_lens.circuits._composition import composition, top_compositions, virtual_weights
 from attn_only_lens.circuits._enrichment import enrichment
-from attn_only_lens.circuits._faithfulness import SHARES, Faithfulness, faithfulness
-from attn_only_lens.circuits._virtual_weights import virtual_weights
+from attn_only_lens.circuits._search import (
+    SHARES,
+    Circuit,
+    Faithfulness,
+    discover,
+    faithfulness,
+)
 from attn_only_lens.circuits.export import from_json, to_json, to_neuronpedia
 from attn_only_lens.circuits.graph import CircuitGraph
 from attn_only_lens.circuits.neuron_like import neuron_like_heads

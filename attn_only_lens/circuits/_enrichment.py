@@ -1,12 +1,12 @@
-"""Whether a neuron writes more of what it reads, or takes it away.
+"""Enrichment and depletion: neurons that write more of what they read, or remove it.
 
 A neuron reads q = x · r and, in a gated MLP, u = x · s as well (W_gate and W_in), and writes w:
 
-    plain    x + act(x · r) w           cos(r, w) > 0: what it reads grows; < 0: it shrinks
+    plain    x + act(x · r) w           cos(r, w) > 0: the component along r grows; < 0: it shrinks
     gated    x + act(x · r) (x · s) w   while the gate is open, cos(s, w) > 0: the component along
                                         s grows, whatever its sign; < 0: it shrinks
 
-"enrichment" and "depletion" of Gerstner and Schütze 2025, "Understanding Gated Neurons in
+The two terms are those of Gerstner and Schütze 2025, "Understanding Gated Neurons in
 Transformers from Their Input-Output Functionality" (arXiv:2505.17936). Their classes of gated
 neurons also ask for cos(r, w) and cos(r, s). The signs of both belong to u: (r, s, w) and
 (r, -s, -w) are the same neuron.
@@ -21,9 +21,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from attn_only_lens.circuits.head_weights import Weights
+from attn_only_lens.circuits.head_matrices import HeadMatrices
 from attn_only_lens.numerics import where_float64_is
-from attn_only_lens.runs.sites import neuron_heads, resolve
+from attn_only_lens.runs.sites import neuron_heads, resolve_sites
 
 __all__ = ["enrichment"]
 
@@ -32,7 +32,7 @@ __all__ = ["enrichment"]
 def enrichment(
     model: Any, layers: int | list[int] | None = None, *, fold_norms: bool = True
 ) -> pd.DataFrame:
-    """The cosine of what each neuron reads and what it writes.
+    """Return the cosine between the direction that each neuron reads and the one that it writes.
 
     Args:
         model: converted, or with exposed neuron-heads.
@@ -46,7 +46,7 @@ def enrichment(
         vector is zero.
 
     Raises:
-        CircuitError: a bridge's norms or matrices are not known.
+        CircuitError: norms or matrices of a bridge are unknown.
         PatchingError: the model has no neuron-heads, or not those layers.
 
     Example:
@@ -55,26 +55,23 @@ def enrichment(
         >>> len(frame), bool(frame.cos.between(-1, 1).all())
         (512, True)
     """
-    chosen = resolve(model, neuron_heads(layers))
-    weights = Weights.of(model, fold_norms=fold_norms)
+    groups = resolve_sites(model, neuron_heads(layers))
+    matrices = HeadMatrices.of(model, fold_norms=fold_norms)
     frames = []
-    for sites in chosen:
-        gate, value = (weights.reads(sites, kind).A.squeeze(-1) for kind in ("q", "v"))
-        out = weights.writes(sites).B.squeeze(-2)
+    for sites in groups:
+        gate, value = (matrices.read_matrices(sites, kind).A.squeeze(-1) for kind in ("q", "v"))
+        out = matrices.write_matrices(sites).B.squeeze(-2)
         cos = _cos(value, out)
-        frames.append(
-            pd.DataFrame(
-                {
-                    "name": sites.names,
-                    "layer": sites.layer,
-                    "neuron": sites.index.numpy(),
-                    "cos": cos,
-                    "ratio_to_baseline": abs(cos) * model.cfg.d_model**0.5,
-                    "gate_cos": _cos(gate, out),
-                    "gate_value_cos": _cos(gate, value),
-                }
-            )
-        )
+        columns = {
+            "name": sites.names,
+            "layer": sites.layer,
+            "neuron": sites.index.numpy(),
+            "cos": cos,
+            "ratio_to_baseline": abs(cos) * model.cfg.d_model**0.5,
+            "gate_cos": _cos(gate, out),
+            "gate_value_cos": _cos(gate, value),
+        }
+        frames.append(pd.DataFrame(columns))
     return pd.concat(frames, ignore_index=True)
 
 

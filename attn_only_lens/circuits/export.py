@@ -1,4 +1,4 @@
-"""Attribution graphs as JSON: a schema of our own, with a version, that is read back to the bit.
+"""Attribution graphs as JSON: a format of our own that is read back exactly, and circuit-tracer's.
 
     {"format": "attn_only_lens.CircuitGraph", "format_version": 2,
      "sha256": of the rest, as JSON with sorted keys,
@@ -6,13 +6,12 @@
                "nodes": {"id": […], "kind": […], …},
                "edges": {"source": [0, …], "target": [3, …], "kind": […], "weight": […]}}}
 
-Tables are lists by column; ends of edges are rows of the nodes. What is not there is null. Numbers
-are written so that reading gives the same float64.
+Tables are lists by column; sources and targets of edges are rows of the nodes; missing entries are
+null. Reading gives the same float64.
 
-Attribution graphs in the schema that circuit-tracer writes and Neuronpedia shows.
-
-The schema (`circuit_tracer/frontend/graph_models.py` of safety-research/circuit-tracer, schema
-version 1) knows features of a layer at a token, errors, tokens and logits, and links of one kind.
+The other schema (`circuit_tracer/frontend/graph_models.py` of safety-research/circuit-tracer,
+version 1), which Neuronpedia shows, has features of a layer at a token, errors, tokens and logits,
+and links of one kind.
 
     here            there
     embed@3         feature_type "embedding", layer "E"
@@ -23,25 +22,23 @@ version 1) knows features of a layer at a token, errors, tokens and logits, and 
     offset          -1, -2, -3
 
 A layer there is a block of the converted model, 2l for attention heads and 2l + 1 for neurons, so
-that heads of a layer are drawn below its neurons and no two ids are the same. Names of the package
-are in `clerp`, ours, and in `node_id`s by layer, index and position. Links are edges of kind
-"value": the schema has no second kind, and edges into patterns add up to nothing that it shows.
-`influence` is |attribution|, `activation` the value. What a head is cannot be looked up at
-Neuronpedia: there is no dictionary of features behind it.
+heads of a layer appear below its neurons and all ids differ. `clerp` holds the package's names,
+`node_id` layer, index and position. Links are edges of kind "value": the schema has no second kind,
+and edges into patterns add up to nothing that it shows. `influence` is |attribution|, `activation`
+the value. Neuronpedia has no dictionary of features to look these heads up in.
 """
 
 import json
-from dataclasses import fields
 from pathlib import Path
 from typing import Any, TypedDict
 
 import pandas as pd
 
 from attn_only_lens.circuits.graph import EDGE_COLUMNS, NODE_COLUMNS, CircuitGraph
-from attn_only_lens.errors import CircuitError
+from attn_only_lens.errors import CheckpointError, CircuitError
 from attn_only_lens.heads.host import heads_block, neurons_block
 from attn_only_lens.heads.names import HeadName
-from attn_only_lens.runs.token_texts import joined
+from attn_only_lens.runs.token_texts import join_tokens
 from attn_only_lens.storage import Document, write_text
 
 __all__ = ["from_json", "to_json", "to_neuronpedia"]
@@ -74,25 +71,21 @@ class _Graph(TypedDict):
     mass: float
 
 
-class _Whole(TypedDict):
+class _Body(TypedDict):
     graph: _Graph
 
 
-_SAID = [field.name for field in fields(CircuitGraph) if field.name not in ("nodes", "edges")]
+_ATTRIBUTES = _Graph.__required_keys__ - {"nodes", "edges"}
 
 
-def _refused(reason: str) -> CircuitError:
-    return CircuitError([reason], "this is no attribution graph that can be read")
-
-
-_DOCUMENT = Document("attn_only_lens.CircuitGraph", 2, _Whole, _refused)
+_DOCUMENT = Document("attn_only_lens.CircuitGraph", 2, _Body)
 
 
 def to_json(graph: CircuitGraph, path: str | Path) -> None:
-    """Write a graph to a file, whole or not at all.
+    """Write a graph to a file, all of it or nothing.
 
     Args:
-        graph: to be written.
+        graph: the graph.
         path: the file.
 
     Example:
@@ -115,12 +108,12 @@ def to_json(graph: CircuitGraph, path: str | Path) -> None:
     edges = {column: graph.edges[column].tolist() for column in EDGE_COLUMNS}
     for end in ("source", "target"):
         edges[end] = [rows[name] for name in edges[end]]
-    said = {name: getattr(graph, name) for name in _SAID}
-    _DOCUMENT.write(Path(path), graph={**said, "nodes": nodes, "edges": edges})
+    attributes = {name: getattr(graph, name) for name in sorted(_ATTRIBUTES)}
+    _DOCUMENT.write(Path(path), graph={**attributes, "nodes": nodes, "edges": edges})
 
 
 def from_json(path: str | Path) -> CircuitGraph:
-    """Read what `to_json` wrote.
+    """Read a graph that `to_json` wrote.
 
     Args:
         path: the file.
@@ -129,7 +122,7 @@ def from_json(path: str | Path) -> CircuitGraph:
         The same graph.
 
     Raises:
-        CircuitError: it is missing, damaged, newer than this package, or no such graph.
+        CheckpointError: it is missing, damaged, newer than this package, or no such graph.
     """
     body = _DOCUMENT.read(Path(path))["graph"]
     try:
@@ -139,29 +132,27 @@ def from_json(path: str | Path) -> CircuitGraph:
             if len(edges) and edges[end].min() < 0:
                 raise IndexError(f"got ends such as {edges[end].min()}; expected rows of the nodes")
             edges[end] = ids[edges[end].to_numpy(dtype=int)]
-        said = {name: body[name] for name in _SAID}
-        said["tokens"] = tuple(tuple(row) for row in said["tokens"])
-        return CircuitGraph(nodes, edges.astype({"weight": "float64"}), **said)
+        attributes = {name: body[name] for name in _ATTRIBUTES}
+        attributes["tokens"] = tuple(map(tuple, attributes["tokens"]))
+        return CircuitGraph(nodes, edges.astype({"weight": "float64"}), **attributes)
     except (KeyError, TypeError, ValueError, IndexError) as error:
-        if isinstance(error, CircuitError):
-            raise
-        raise _refused(f"{path}: {type(error).__name__}: {error}") from error
+        raise CheckpointError(f"{path} holds no graph: {type(error).__name__}: {error}") from error
 
 
 _OTHERS = ("bias", "rest", "offset")
 
 
 def to_neuronpedia(graph: CircuitGraph, path: str | Path, *, slug: str, scan: str = "") -> None:
-    """Write a graph as an attribution graph of circuit-tracer, for its viewer or Neuronpedia.
+    """Write a graph in circuit-tracer's format, for its viewer or Neuronpedia.
 
     Args:
         graph: of one prompt.
-        path: the file, SLUG.json where a viewer is to find it.
-        slug: what viewers call it.
-        scan: what model they call it of; by default the graph's.
+        path: the file; viewers expect SLUG.json.
+        slug: the graph's name in viewers.
+        scan: the model's name there; by default the graph's.
 
     Raises:
-        CircuitError: it is of several prompts, for which the schema has no place.
+        CircuitError: the graph has several prompts, which the schema does not allow.
 
     Example:
         >>> import json, pathlib, tempfile, torch
@@ -181,9 +172,8 @@ def to_neuronpedia(graph: CircuitGraph, path: str | Path, *, slug: str, scan: st
             "this graph cannot be written as one of circuit-tracer",
         )
     (tokens,) = graph.tokens
-    rows = graph.nodes.to_dict("records")
-    nodes = [_node(row, graph, len(tokens) - 1) for row in rows]
-    ids = {row["id"]: node["node_id"] for row, node in zip(rows, nodes, strict=True)}
+    nodes = [_node(row, graph, len(tokens) - 1) for row in graph.nodes.to_dict("records")]
+    ids = dict(zip(graph.nodes["id"], (node["node_id"] for node in nodes), strict=True))
     value = graph.edges[graph.edges["kind"] == "value"]
     columns = [value[column].tolist() for column in ("source", "target", "weight")]
     links = [
@@ -196,7 +186,7 @@ def to_neuronpedia(graph: CircuitGraph, path: str | Path, *, slug: str, scan: st
             "scan": scan or graph.model,
             "transcoder_list": [],
             "prompt_tokens": list(tokens),
-            "prompt": joined(tokens),
+            "prompt": join_tokens(tokens),
             "node_threshold": graph.mass,
             "schema_version": 1,
         },
@@ -215,37 +205,36 @@ def to_neuronpedia(graph: CircuitGraph, path: str | Path, *, slug: str, scan: st
 
 def _node(row: dict[Any, Any], graph: CircuitGraph, last: int) -> dict[str, Any]:
     kind, name, position = row["kind"], row["name"], row["position"]
-    made: dict[str, Any] = {
-        "ctx_idx": 0 if kind in _OTHERS else last if kind == "metric" else int(position),
-        "clerp": f"{graph.metric} = {graph.value:.4g}" if kind == "metric" else name,
+    label = name
+    if kind == "embed":
+        layer, index, feature, feature_type = "E", 0, int(position), "embedding"
+        label = graph.tokens[0][int(position)]
+    elif kind == "metric":
+        layer, index, feature, feature_type = str(2 * graph.n_layers + 1), 0, 0, "logit"
+        position, label = last, f"{graph.metric} = {graph.value:.4g}"
+    elif kind in _OTHERS:
+        index = feature = -1 - _OTHERS.index(kind)
+        layer, position, feature_type = "0", 0, "mlp reconstruction error"
+    else:
+        head = HeadName.parse(name)
+        # Their viewer expects one number for a layer: attention and MLP get one each.
+        block = (heads_block if head.kind == "attention" else neurons_block)(head.layer)
+        layer, index, feature_type = str(block), head.index, "cross layer transcoder"
+        feature = _cantor(block, head.index)
+    return {
+        "node_id": f"{layer}_{index}_{position}",
+        "jsNodeId": f"{layer}_{index}-{position if kind in ('embed', 'metric') else 0}",
+        "feature": feature,
+        "layer": layer,
+        "feature_type": feature_type,
+        "ctx_idx": int(position),
+        "clerp": label,
         "token_prob": 0.0,
         "is_target_logit": kind == "metric",
         "run_idx": 0,
         "reverse_ctx_idx": 0,
         "influence": abs(row["attribution"]),
         "activation": row["value"],
-    }
-    if kind == "embed":
-        layer, index, feature, what = "E", 0, int(position), "embedding"
-        made["clerp"] = graph.tokens[0][int(position)]
-    elif kind == "metric":
-        layer, index, feature, what = str(2 * graph.n_layers + 1), 0, 0, "logit"
-    elif kind in _OTHERS:
-        index = feature = -1 - _OTHERS.index(kind)
-        layer, what = "0", "mlp reconstruction error"
-    else:
-        head = HeadName.parse(name)
-        # Their viewer wants one number for a layer: attention's and the MLP's are two.
-        block = (heads_block if head.kind == "attention" else neurons_block)(head.layer)
-        layer, index, what = str(block), head.index, "cross layer transcoder"
-        feature = _cantor(block, head.index)
-    return {
-        "node_id": f"{layer}_{index}_{made['ctx_idx']}",
-        "jsNodeId": f"{layer}_{index}-{made['ctx_idx'] if kind in ('embed', 'metric') else 0}",
-        "feature": feature,
-        "layer": layer,
-        "feature_type": what,
-        **made,
     }
 
 

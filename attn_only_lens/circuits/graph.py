@@ -1,4 +1,4 @@
-"""An attribution graph: what each node does to a metric, and by way of which others.
+"""An attribution graph: what each node contributes to a metric, and through which others.
 
 Nodes, by `kind`, and their `id`:
 
@@ -7,12 +7,13 @@ Nodes, by `kind`, and their `id`:
     neuron     L5N1234@7      a neuron-head (all heads of the neuron, where several share it)
     bias       bias           all biases, wherever they are added
     rest       rest           heads and neurons that are no nodes of this graph
-    offset     offset         what a metric that is not linear in the logits has besides
-    metric     metric         the metric, at the end
+    offset     offset         the rest of a metric that is not linear in the logits
+    metric     metric         the metric
 
 Edges of kind "value" add up: into every node to its attribution, into "metric" to the metric
-(`edges.py`). Pruning keeps it so, as edges from what is dropped become edges from "rest". Edges of
-kinds "q" and "k" say what sets a node's pattern, to first order, and add up to no attribution.
+(`linear_model.py`). Pruning preserves this, as edges from dropped nodes become edges from "rest".
+Edges of kinds "q" and "k" say what sets a node's pattern, to first order, and add up to no
+attribution.
 """
 
 from collections.abc import Iterable
@@ -32,16 +33,7 @@ __all__ = ["EDGE_COLUMNS", "EDGE_KINDS", "HEADS", "NODE_COLUMNS", "NODE_KINDS", 
 NODE_KINDS = ("embed", "attention", "neuron", "bias", "rest", "offset", "metric")
 HEADS = ("attention", "neuron")
 EDGE_KINDS = ("value", "q", "k")
-NODE_COLUMNS = (
-    "id",
-    "kind",
-    "layer",
-    "name",
-    "position",
-    "value",
-    "gradient",
-    "attribution",
-)
+NODE_COLUMNS = ("id", "kind", "layer", "name", "position", "value", "gradient", "attribution")
 EDGE_COLUMNS = ("source", "target", "kind", "weight")
 _PROBLEM = "this is no attribution graph"
 _Flags: TypeAlias = npt.NDArray[np.bool_]
@@ -49,15 +41,15 @@ _Flags: TypeAlias = npt.NDArray[np.bool_]
 
 @dataclass(frozen=True, eq=False, repr=False)
 class CircuitGraph:
-    """Nodes and edges, and what they are of. Made by `attribution_graph`, checked when made.
+    """An attribution graph. Made by `attribution_graph`, and checked when made.
 
     Attributes:
-        nodes: a row for each node: `id`, `kind`, `layer` (source layer; none but for heads),
-            `name`, `position` (none for bias, rest, offset, metric), `value` (of a neuron, what it
-            puts out; of an attention head and the embedding, the length of that; the mean over
-            prompts), `gradient` (of the metric with respect to a neuron's value; none where there
-            are several prompts, or heads to a neuron) and `attribution`, the sum over prompts.
-            `weight / gradient` of an edge into a neuron is the share of its value.
+        nodes: a row for each node: `id`, `kind`, `layer` (source layer; only of heads and neurons),
+            `name`, `position` (none for bias, rest, offset, metric), `value` (the output of a
+            neuron; the length of that of an attention head or the embedding; the mean over
+            prompts), `gradient` (of the metric by a neuron's value; none with several prompts, or
+            heads to a neuron) and `attribution`, the sum over prompts. `weight / gradient` of an
+            edge into a neuron is the share of its value.
         edges: a row for each edge that is not 0: `source`, `target` (ids), `kind` ("value", "q",
             "k"), `weight`.
         tokens: of each prompt, as strings.
@@ -65,8 +57,8 @@ class CircuitGraph:
         value: the metric.
         model: the model's name.
         n_layers: source layers of the model.
-        n_heads: heads and neurons of the model at all positions: the nodes that there could be.
-        mass: the share of Σ |attribution| over those that the graph's nodes have.
+        n_heads: heads and neurons of the model at all positions: the possible nodes.
+        mass: the share of their Σ |attribution| that the graph's nodes have.
 
     Example:
         >>> import torch
@@ -91,7 +83,7 @@ class CircuitGraph:
     mass: float
 
     def __post_init__(self) -> None:
-        """Refuse what does not hang together.
+        """Refuse an inconsistent graph.
 
         Raises:
             CircuitError: with every reason.
@@ -103,7 +95,7 @@ class CircuitGraph:
         ):
             if tuple(frame.columns) != columns:
                 reasons.append(f"got {what} with {list(frame.columns)}; expected {list(columns)}")
-        _refuse(reasons)
+        CircuitError.raise_if(reasons, _PROBLEM)
         ids = self.nodes["id"]
         reasons += [f"got node {name} twice" for name in ids[ids.duplicated()].unique()[:5]]
         for end in ("source", "target"):
@@ -122,27 +114,27 @@ class CircuitGraph:
         reasons += [f"got node {name} beyond prompts of {n_pos} tokens" for name in away[:5]]
         if not 0 <= self.mass <= 1 + 1e-9:  # a sum of shares, to rounding
             reasons.append(f"got mass={self.mass}; expected a share from 0 to 1")
-        _refuse(reasons)
+        CircuitError.raise_if(reasons, _PROBLEM)
 
     def inflow(self, kind: str = "value") -> "pd.Series[float]":
-        """The sum of the edges into each node that has any, by id.
+        """Return the sum of the edges into each node that has any, by id.
 
         Args:
-            kind: of which edges.
+            kind: of the edges.
 
         Raises:
-            CircuitError: there is no such kind.
+            CircuitError: an unknown kind.
         """
         return self._flow(kind, "target")
 
     def outflow(self, kind: str = "value") -> "pd.Series[float]":
-        """The sum of the edges out of each node that has any, by id.
+        """Return the sum of the edges out of each node that has any, by id.
 
         Args:
-            kind: of which edges.
+            kind: of the edges.
 
         Raises:
-            CircuitError: there is no such kind.
+            CircuitError: an unknown kind.
         """
         return self._flow(kind, "source")
 
@@ -153,55 +145,52 @@ class CircuitGraph:
         return of_kind.groupby(end, observed=True)["weight"].sum()
 
     def prune(self, *, top: int | None = None, mass: float | None = None) -> "CircuitGraph":
-        """Fewer heads and neurons. What the others contribute is then by way of "rest".
+        """Keep the heads and neurons of largest |attribution|; "rest" takes over for the others.
 
         Args:
-            top: how many to keep, those of largest |attribution|.
-            mass: the share of Σ |attribution| over the graph's heads and neurons to keep, with as
-                few of them as that takes.
+            top: how many to keep.
+            mass: or the share of Σ |attribution| over the graph's heads and neurons to keep, with
+                as few of them as possible.
 
         Returns:
-            A graph with as many sums that hold.
+            A graph in which all sums still hold.
 
         Raises:
-            CircuitError: neither or both are given, or one that makes no sense.
+            CircuitError: neither or both are given, or one that is invalid.
         """
         heads = self.nodes[self.nodes["kind"].isin(HEADS)]
-        kept = chosen(heads["attribution"].abs().to_numpy(), top=top, mass=mass)
-        gone = set(heads["id"]) - set(heads["id"].iloc[kept])
-        nodes = self.nodes[~self.nodes["id"].isin(gone)].reset_index(drop=True)
         sizes = heads["attribution"].abs()
+        kept = select_largest(sizes.to_numpy(), top=top, mass=mass)
+        dropped = heads.drop(heads.index[kept])
+        nodes = self.nodes.drop(dropped.index).reset_index(drop=True)
+        nodes.loc[nodes["kind"] == "rest", "attribution"] += dropped["attribution"].sum()
+        edges = self.edges[~self.edges["target"].isin(dropped["id"])]
+        edges = _through_rest(edges, edges["source"].isin(dropped["id"]).to_numpy())
         left = sizes.iloc[kept].sum() / sizes.sum() if sizes.sum() else 1.0
-        moved = heads.loc[heads["id"].isin(gone), "attribution"].sum()
-        nodes.loc[nodes["kind"] == "rest", "attribution"] += moved
-        edges = self.edges[~self.edges["target"].isin(gone)]
-        dropped = edges["source"].isin(gone).to_numpy()
-        return replace(
-            self, nodes=nodes, edges=_by_way_of_rest(edges, dropped), mass=self.mass * left
-        )
+        return replace(self, nodes=nodes, edges=edges, mass=self.mass * left)
 
     def prune_edges(self, mass: float | None = None, *, top: int | None = None) -> "CircuitGraph":
-        """Fewer edges into each node, those of largest |weight|; the others add up in "rest".
+        """Keep the edges of largest |weight| into each node; "rest" takes over for the others.
 
         Args:
-            mass: the share of Σ |weight| to keep, of every node and kind.
-            top: or how many to keep, of every node and kind, beside "bias", "offset" and "rest".
+            mass: the share of Σ |weight| to keep, for every node and kind.
+            top: or how many to keep, for every node and kind, besides "bias", "offset" and "rest".
 
         Returns:
-            A graph of the same nodes, with as many sums that hold.
+            A graph of the same nodes in which all sums still hold.
 
         Raises:
-            CircuitError: neither or both are given, or one that makes no sense.
+            CircuitError: neither or both are given, or one that is invalid.
         """
         keep = np.zeros(len(self.edges), dtype=bool)
         for rows in self.edges.groupby(["target", "kind"], observed=True).indices.values():
             sizes = self.edges["weight"].to_numpy()[rows]
-            keep[rows[chosen(np.abs(sizes), top=top, mass=mass)]] = True
+            keep[rows[select_largest(np.abs(sizes), top=top, mass=mass)]] = True
         keep |= self.edges["source"].isin(["bias", "offset"]).to_numpy()
-        return replace(self, edges=_by_way_of_rest(self.edges, ~keep))
+        return replace(self, edges=_through_rest(self.edges, ~keep))
 
     def to_networkx(self) -> "nx.MultiDiGraph[str]":
-        """A graph of networkx: ids as nodes, kinds as edge keys, the other columns as attributes.
+        """Return a networkx graph: ids as nodes, kinds as edge keys, other columns as attributes.
 
         Example:
             >>> import torch
@@ -216,8 +205,8 @@ class CircuitGraph:
             metric=self.metric, value=self.value, model=self.model, tokens=self.tokens
         )
         for row in self.nodes.to_dict("records"):
-            said = {str(k): v for k, v in row.items() if k != "id" and not pd.isna(v)}
-            graph.add_node(row["id"], **said)
+            attributes = {str(k): v for k, v in row.items() if k != "id" and not pd.isna(v)}
+            graph.add_node(row["id"], **attributes)
         columns = [self.edges[column].tolist() for column in EDGE_COLUMNS]
         for source, target, kind, weight in zip(*columns, strict=True):
             graph.add_edge(source, target, key=kind, weight=weight)
@@ -232,29 +221,27 @@ class CircuitGraph:
         )
 
 
-def chosen(
-    sizes: npt.NDArray[np.float64],
-    *,
-    top: int | None = None,
-    mass: float | None = None,
+def select_largest(
+    sizes: npt.NDArray[np.float64], *, top: int | None = None, mass: float | None = None
 ) -> npt.NDArray[np.int64]:
-    """Where the largest entries are, in order of place; of equals the first.
+    """Return the rows of the largest entries, in order; of equals the first.
 
     Args:
         sizes: non-negative numbers.
         top: how many.
-        mass: what share of their sum they must reach, as few as possible.
+        mass: or the share of their sum to reach, with as few as possible.
 
     Raises:
-        CircuitError: neither or both of top and mass, or one that makes no sense.
+        CircuitError: neither or both of top and mass, or one that is invalid.
     """
-    problem = "no nodes can be chosen"
+    reasons = []
     if (top is None) == (mass is None):
-        raise CircuitError([f"got top={top}, mass={mass}; expected one of the two"], problem)
-    if top is not None and not is_count(top):
-        raise CircuitError([f"got top={top!r}; expected 0 or more"], problem)
-    if mass is not None and not 0 <= mass <= 1:
-        raise CircuitError([f"got mass={mass!r}; expected a share from 0 to 1"], problem)
+        reasons.append(f"got top={top}, mass={mass}; expected one of the two")
+    elif top is not None and not is_count(top):
+        reasons.append(f"got top={top!r}; expected 0 or more")
+    elif mass is not None and not 0 <= mass <= 1:
+        reasons.append(f"got mass={mass!r}; expected a share from 0 to 1")
+    CircuitError.raise_if(reasons, "no nodes can be chosen")
     order = np.argsort(-sizes, kind="stable")
     if mass == 1:
         top = len(sizes)
@@ -264,8 +251,8 @@ def chosen(
     return np.sort(order[:top])
 
 
-def _by_way_of_rest(edges: pd.DataFrame, dropped: _Flags) -> pd.DataFrame:
-    """Edges with those dropped added to those from "rest"."""
+def _through_rest(edges: pd.DataFrame, dropped: _Flags) -> pd.DataFrame:
+    """Add the dropped edges to those from "rest"."""
     dropped = dropped | (edges["source"] == "rest").to_numpy()
     sums = edges[dropped].groupby(["target", "kind"], observed=True)["weight"].sum().reset_index()
     into = sums.assign(source="rest")[list(EDGE_COLUMNS)]
@@ -275,8 +262,3 @@ def _by_way_of_rest(edges: pd.DataFrame, dropped: _Flags) -> pd.DataFrame:
 def _unknown(what: str, column: "pd.Series[str]", expected: Iterable[str]) -> list[str]:
     unknown = sorted(set(column) - set(expected))
     return [f"got {what} kind {kind!r}; expected one of {list(expected)}" for kind in unknown]
-
-
-def _refuse(reasons: list[str]) -> None:
-    if reasons:
-        raise CircuitError(reasons, _PROBLEM)

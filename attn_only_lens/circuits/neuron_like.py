@@ -1,15 +1,15 @@
 """Attention heads that behave like neurons: they attend to their own token, or to nothing.
 
 A neuron-head divides its attention between its own token and a bias token whose value is zero. An
-attention head does nearly the same where it attends to itself or to a sink: the first token, where
-trained heads leave the attention that they have no use for (Xiao et al. 2023, "Efficient Streaming
+attention head does nearly the same if it attends to itself or to a sink: the first token, where
+trained heads leave attention that they do not need (Xiao et al. 2023, "Efficient Streaming
 Language Models with Attention Sinks"), or a learned sink outside the text. Measured on data:
 
     to_self      mean attention to the query's own token
     to_first     mean attention to the first token
-    to_sink      what a row lacks to 1: the attention to a learned sink, 0 without one
-    to_others    mean attention to all other tokens: what makes it no neuron
-    self_spread  standard deviation of the attention to self: a gate that never moves has 0
+    to_sink      1 less the sum of a row: the attention to a learned sink, 0 without one
+    to_others    mean attention to all other tokens: unlike a neuron
+    self_spread  standard deviation of the attention to self: 0 for a gate that never moves
 
 The first four add up to 1. Queries at the first token are left out: there, self and first are one.
 """
@@ -26,7 +26,7 @@ from attn_only_lens.errors import CircuitError
 from attn_only_lens.heads import host_of
 from attn_only_lens.numerics import where_float64_is
 from attn_only_lens.runs.inputs import checked_tokens
-from attn_only_lens.runs.sites import heads, resolve
+from attn_only_lens.runs.sites import LayerSites, heads, resolve_sites
 
 __all__ = ["neuron_like_heads"]
 
@@ -36,9 +36,9 @@ _ROUNDING = 1e-2  # of a row of a pattern that adds up to 1, in half precision
 
 @torch.no_grad()
 def neuron_like_heads(model: Any, tokens: Tokens | str) -> pd.DataFrame:
-    """How much of each attention head's attention goes to its own token, a sink, or elsewhere.
+    """Return how each head divides its attention between its own token, a sink and other tokens.
 
-    Patterns are reduced as they are computed: one layer's is held at a time.
+    Patterns are reduced as they are computed, one layer at a time.
 
     Args:
         model: converted, or with exposed neuron-heads.
@@ -49,7 +49,7 @@ def neuron_like_heads(model: Any, tokens: Tokens | str) -> pd.DataFrame:
         `to_sink`, `to_others`, `self_spread`: means over all queries but those at the first token.
 
     Raises:
-        CircuitError: one token, or an attention that shows no patterns of [query_pos, key_pos].
+        CircuitError: one token, or a model without patterns [query_pos, key_pos].
         PatchingError: the model has no neuron-heads.
         UnsupportedCallError: tokens that the model does not take.
 
@@ -61,55 +61,54 @@ def neuron_like_heads(model: Any, tokens: Tokens | str) -> pd.DataFrame:
         >>> len(frame), bool((shares.sum(axis=1) - 1).abs().max() < 1e-6)
         (4, True)
     """
-    chosen = resolve(model, heads())
+    chosen = resolve_sites(model, heads())
     checked = checked_tokens(model, tokens)
     if checked.shape[1] < 2:
         raise CircuitError(
             ["got one token a prompt; expected two or more: a first token is its own"], _PROBLEM
         )
-    found: dict[int, pd.DataFrame] = {}
-    hooks = []
-    for sites in chosen:
-        name = host_of(model).hook_name(sites.layer, "attention", "pattern")
-        expected = (len(checked), len(sites.names), checked.shape[1], checked.shape[1])
-        hooks.append((name, _reducing(sites.layer, expected, found)))
+    shares: dict[int, pd.DataFrame] = {}
+    batch, n_pos = checked.shape
+
+    def reduce(sites: LayerSites) -> Callable[[Tensor, Any], None]:
+        expected = batch, len(sites.names), n_pos, n_pos
+
+        def hook(pattern: Tensor, hook: Any) -> None:
+            got = list(pattern.shape)
+            if tuple(got) != expected:
+                raise CircuitError(
+                    [f"layer {sites.layer}: got a pattern {got}; expected {list(expected)}"],
+                    _PROBLEM,
+                )
+            shares[sites.layer] = _shares(where_float64_is(pattern[:, :, 1:]).double())
+
+        return hook
+
+    hooks = [
+        (host_of(model).hook_name(sites.layer, "attention", "pattern"), reduce(sites))
+        for sites in chosen
+    ]
     with model.hooks(fwd_hooks=hooks):
         model(checked)
-    missing = [sites.layer for sites in chosen if sites.layer not in found]
-    if missing:
-        raise CircuitError(
-            [f"layer {layer}: its attention shows no pattern" for layer in missing], _PROBLEM
-        )
+    missing = [sites.layer for sites in chosen if sites.layer not in shares]
+    CircuitError.raise_if(
+        [f"layer {layer}: its attention shows no pattern" for layer in missing], _PROBLEM
+    )
     frames = [
-        found[sites.layer].assign(
+        shares[sites.layer].assign(
             name=list(sites.names), layer=sites.layer, head=sites.index.numpy()
         )
         for sites in chosen
     ]
-    frame = pd.concat(frames)
-    columns = ["name", "layer", "head", *_COLUMNS]
-    return frame[columns].sort_values("to_others", kind="stable", ignore_index=True)
+    frame = pd.concat(frames)[["name", "layer", "head", *_COLUMNS]]
+    return frame.sort_values("to_others", kind="stable", ignore_index=True)
 
 
 _COLUMNS = ["to_self", "to_first", "to_sink", "to_others", "self_spread"]
 
 
-def _reducing(
-    layer: int, expected: tuple[int, ...], found: dict[int, pd.DataFrame]
-) -> Callable[[Tensor, Any], None]:
-    def hook(pattern: Tensor, hook: Any) -> None:
-        if tuple(pattern.shape) != expected:
-            raise CircuitError(
-                [f"layer {layer}: got a pattern {list(pattern.shape)}; expected {list(expected)}"],
-                _PROBLEM,
-            )
-        found[layer] = _shares(where_float64_is(pattern[:, :, 1:]).double())
-
-    return hook
-
-
 def _shares(pattern: Tensor) -> pd.DataFrame:
-    """Of rows from the second query on, [batch, head, query_pos, key_pos]."""
+    """From rows of the second query on, [batch, head, query_pos, key_pos]."""
     total = pattern.sum(dim=-1)
     if not (total.isfinite().all() and (total <= 1 + _ROUNDING).all()):
         raise CircuitError(["a pattern's rows are not finite, or add up to more than 1"], _PROBLEM)

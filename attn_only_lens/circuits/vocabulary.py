@@ -1,11 +1,11 @@
-"""Nodes of a graph in tokens: which ones they raise, by W_U, and which ones a neuron reads, by W_E.
+"""Direct effects of heads on tokens: those that a node promotes, and those that a neuron reads.
 
-    raises   z W_O N W_U     z of the node at its position in one run, N the final norm
+    promotes z W_O N W_U     z of the node at its position in one run, N the final norm
     reads    W_E N W_in      W_gate of a gated MLP, which sets the neuron's pattern; N its norm
 
-One number for each token of the vocabulary, the direct path alone. Scales of norms are left out: a
-positive factor orders tokens no other way. So an amount is told as (x - mean) / deviation over the
-vocabulary, which no factor changes, nor what raises all tokens alike.
+One number for each token of the vocabulary, for the direct path alone. Scales of norms are left
+out: a positive factor does not change the order of tokens. So scores are standardized over the
+vocabulary, (x - mean) / deviation, which no factor changes, nor what promotes all tokens alike.
 
 The first is the logit lens on a component: nostalgebraist, "interpreting GPT: the logit lens"
 (2020); Geva et al., "Transformer Feed-Forward Layers Build Predictions by Promoting Concepts in the
@@ -19,104 +19,104 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from attn_only_lens.circuits.head_weights import Weights
+from attn_only_lens.circuits.head_matrices import HeadMatrices
 from attn_only_lens.heads import HeadName, host_of
-from attn_only_lens.runs.sites import WHOLE, LayerSites
+from attn_only_lens.numerics import float32_if_half
+from attn_only_lens.runs.sites import ALL_MEMBERS, LayerSites
 
-__all__ = ["TopTokens", "Vocabulary"]
+__all__ = ["DirectEffects", "TopTokens"]
 
-_PIECE = 64  # rows of d_vocab numbers at once
+_ROWS = 64  # of d_vocab numbers at once
 TopTokens: TypeAlias = list[tuple[int, float]]
-"""Tokens and amounts, the largest first."""
+"""Tokens and scores, the largest first."""
 
 
-class Vocabulary:
-    """What the heads of a model say of tokens."""
+class DirectEffects:
+    """Projections of a model's heads onto its vocabulary.
+
+    Args:
+        model: converted, or with exposed neuron-heads.
+
+    Raises:
+        CircuitError: norms or matrices of a bridge are unknown.
+    """
 
     def __init__(self, model: Any) -> None:
-        """Look at the norms and the matrices.
-
-        Args:
-            model: converted, or with exposed neuron-heads.
-
-        Raises:
-            CircuitError: a bridge's norms or matrices are not known.
-        """
         self._model = model
-        self._weights = Weights.of(model, fold_norms=True)
+        self._matrices = HeadMatrices.of(model, fold_norms=True)
         self._final = host_of(model).final_norm()
 
     @torch.no_grad()
-    def raised(
+    def promoted_tokens(
         self, z: dict[str, Tensor], nodes: Sequence[tuple[str, int]], k: int, *, prompt: int = 0
     ) -> list[TopTokens]:
-        """The tokens that each node raises most at its own position.
+        """Return the tokens that each node promotes most at its own position.
 
         Args:
-            z: what heads put out, by hook name: [batch, pos, head_index, d_head].
+            z: outputs of heads, by hook name: [batch, pos, head_index, d_head].
             nodes: names of heads or neurons, and positions.
             k: tokens of each.
             prompt: of the batch.
 
         Returns:
-            For each node its tokens; none where it writes nothing.
+            The tokens of each node; none if it writes nothing.
         """
         found: dict[int, TopTokens] = {}
-        for places, sites in _by_layer([HeadName.parse(name) for name, _ in nodes]):
+        for rows, sites in _by_layer([HeadName.parse(name) for name, _ in nodes]):
             name = host_of(self._model).hook_name(sites.layer, sites.kind, "z")
-            out, positions = z[name][prompt], [nodes[place][1] for place in places]
+            out, positions = z[name][prompt], [nodes[row][1] for row in rows]
             if sites.kind == "neuron":
                 out = (
                     host_of(self._model).neurons[sites.layer].neurons(out.squeeze(-1)).unsqueeze(-1)
                 )
-            rows = self._weights.rows(sites, out[positions, sites.index.to(out.device)])
-            found |= zip(places, self._through(self._final.written(rows), k), strict=True)
-        return [found[place] for place in range(len(nodes))]
+            outputs = self._matrices.outputs(sites, out[positions, sites.index.to(out.device)])
+            found |= zip(rows, self._unembed(self._final.written(outputs), k), strict=True)
+        return [found[row] for row in range(len(nodes))]
 
     @torch.no_grad()
-    def read(self, neurons: Sequence[str], k: int) -> list[TopTokens]:
-        """The tokens whose embeddings raise the query of each neuron most.
+    def read_tokens(self, neurons: Sequence[str], k: int) -> list[TopTokens]:
+        """Return the tokens whose embeddings increase the query of each neuron most.
 
         Args:
             neurons: names.
             k: tokens of each.
 
         Raises:
-            CircuitError: the embedding is not what enters the stream.
+            CircuitError: the embedding is normed or projected before it enters the stream.
         """
-        W_E = self._weights.embedding()
+        W_E = self._matrices.embedding()
         found: dict[int, TopTokens] = {}
-        for places, sites in _by_layer([HeadName.parse(name) for name in neurons]):
-            columns = self._weights.reads(sites, "q").A[:, :, 0]
-            tops = [top for some in columns.split(_PIECE) for top in _largest(some @ W_E.T, k)]
-            found |= zip(places, tops, strict=True)
-        return [found[place] for place in range(len(neurons))]
+        for rows, sites in _by_layer([HeadName.parse(name) for name in neurons]):
+            columns = self._matrices.read_matrices(sites, "q").A[:, :, 0]
+            tops = [top for some in columns.split(_ROWS) for top in _largest(some @ W_E.T, k)]
+            found |= zip(rows, tops, strict=True)
+        return [found[row] for row in range(len(neurons))]
 
-    def _through(self, rows: Float[Tensor, "row d_model"], k: int) -> Iterator[TopTokens]:
-        """By the unembedding as the model applies it; its bias is no one's."""
+    def _unembed(self, outputs: Float[Tensor, "row d_model"], k: int) -> Iterator[TopTokens]:
+        """Top tokens by the unembedding as the model applies it, without its bias."""
         unembed, dtype = self._model.unembed, next(self._model.unembed.parameters()).dtype
-        nothing = unembed(rows.new_zeros(1, 1, rows.shape[1], dtype=dtype))
-        for some in rows.to(dtype).split(_PIECE):
-            yield from _largest((unembed(some[None]) - nothing)[0], k)
+        bias = unembed(outputs.new_zeros(1, 1, outputs.shape[1], dtype=dtype))
+        for some in outputs.to(dtype).split(_ROWS):
+            yield from _largest((unembed(some[None]) - bias)[0], k)
 
 
 def _by_layer(heads: list[HeadName]) -> Iterator[tuple[list[int], LayerSites]]:
-    """Heads of one kind and layer together, and where they stood."""
+    """Heads of one kind and layer together, with their rows in the list."""
     groups: dict[tuple[int, Any], list[int]] = {}
-    for place, head in enumerate(heads):
-        groups.setdefault((head.layer, head.kind), []).append(place)
-    for (layer, kind), places in groups.items():
-        index = torch.tensor([heads[place].index for place in places], device="cpu")
-        names = tuple(str(heads[place]) for place in places)
-        yield places, LayerSites(layer, kind, names, index, torch.full_like(index, WHOLE))
+    for row, head in enumerate(heads):
+        groups.setdefault((head.layer, head.kind), []).append(row)
+    for (layer, kind), rows in groups.items():
+        index = torch.tensor([heads[row].index for row in rows], device="cpu")
+        names = tuple(str(heads[row]) for row in rows)
+        yield rows, LayerSites(layer, kind, names, index, torch.full_like(index, ALL_MEMBERS))
 
 
 def _largest(scores: Float[Tensor, "row d_vocab"], k: int) -> list[TopTokens]:
-    scores = scores.float() if scores.dtype in (torch.float16, torch.bfloat16) else scores
-    apart = scores - scores.mean(-1, keepdim=True)
-    deviation = apart.std(-1, correction=0, keepdim=True)
-    values, tokens = (apart / deviation).topk(min(k, scores.shape[-1]))
+    centred = float32_if_half(scores)
+    centred = centred - centred.mean(-1, keepdim=True)
+    deviation = centred.std(-1, correction=0, keepdim=True)
+    values, tokens = (centred / deviation).topk(min(k, scores.shape[-1]))
     return [
-        list(zip(row.tolist(), amounts.tolist(), strict=True)) if says else []
-        for row, amounts, says in zip(tokens, values, (deviation[:, 0] > 0).tolist(), strict=True)
+        list(zip(row.tolist(), amounts.tolist(), strict=True)) if spread > 0 else []
+        for row, amounts, spread in zip(tokens, values, deviation[:, 0].tolist(), strict=True)
     ]

@@ -1,15 +1,15 @@
-"""Prompts as a stream of batches, each prompt with one that it is held against.
+"""Prompts as a stream of batches, each prompt with a corrupted one.
 
-What a head does to a metric is told from a second run, whose activations replace its own. Where no
-corrupted prompts are given, that run is of the *next prompt* (of the last, the first): a resample
-ablation. Activations then stay such as the model has on real prompts, which zeros and means are
-not, and attribution, patching and the search for circuits, whose ablation is the same, all ask one
-question: what of the metric is lost when a head knows another prompt?
+The effect of a head on a metric is measured by a second run, whose activations replace its own. If
+no corrupted prompts are given, that run is of the *next prompt* (of the last, the first): resample
+ablation. Activations then stay such as the model has on real prompts, unlike zeros and means, and
+attribution, patching and the search for circuits, whose ablation is the same, all ask one question:
+how much of the metric is lost if a head sees another prompt?
 
-The next prompt is the next different one of the same length: of all where texts or a tensor are
-given, so that it does not matter how they are cut; of the batch in a stream. One that is alone in
-its batch is held against one of an earlier batch of its length, or else of the batch after it. None
-is held against itself, which would count it and measure nothing.
+The next prompt is the next different one of the same length: of all texts or tensors given, so that
+it does not matter how they are cut; of the batch in a stream. A prompt that is alone in its batch
+is paired with one of its length from an earlier batch, or else from the batch after it. None is
+paired with itself, which would count it and measure nothing.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -23,27 +23,22 @@ from attn_only_lens.axes import Tokens
 from attn_only_lens.errors import ComparisonError
 from attn_only_lens.runs.inputs import checked_tokens
 from attn_only_lens.runs.metrics import AnyMetric
-from attn_only_lens.runs.prompts import PromptPair, Prompts, prompt_pair, unpaired
+from attn_only_lens.runs.prompts import PromptPair, Prompts, prompt_pair, single_prompts
 
-__all__ = ["Batch", "Source", "batches"]
+__all__ = ["Batch", "PromptSource", "batches"]
 
-Some: TypeAlias = Tensor | PromptPair
-Source: TypeAlias = Prompts | PromptPair | Iterable[Some | tuple[Some, AnyMetric]]
+_Rows: TypeAlias = Tensor | PromptPair
+PromptSource: TypeAlias = Prompts | PromptPair | Iterable[_Rows | tuple[_Rows, AnyMetric]]
 _AS_TENSOR = "torch.as_tensor(tokens) makes a tensor of an array or of lists"
 _PROBLEM = "these prompts cannot be compared on"
-_ALONE = (
-    "got a batch of 1 prompt, of {} tokens, and no other of as many in a batch before it, nor in "
-    "the one after it, to hold it against; expected batches of 2 or more different prompts, or "
-    "corrupted prompts"
-)
 
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """Prompts that run together, and what is measured of them.
+    """Prompts that run together, and their metric.
 
     Attributes:
-        pair: the prompts and what they are held against.
+        pair: clean and corrupted prompts.
         metric: unbound.
     """
 
@@ -53,69 +48,69 @@ class Batch:
 
 def batches(
     model: Any,
-    tokens: Source,
+    tokens: PromptSource,
     metric: AnyMetric | None,
     corrupted: Prompts | None,
     batch_size: int,
 ) -> Iterator[Batch]:
-    """One batch after the other; of a stream, none is read before it is asked for.
+    """Yield one batch after the other; a stream is read only as far as it is asked for.
 
     Args:
         model: whose tokenizer, vocabulary and context count.
         tokens: texts or a tensor [prompt, pos], which are cut into batches; a `PromptPair`, which
             is one; or any iterable of tensors, pairs, or (either, metric).
-        metric: of all batches that bring none of their own.
-        corrupted: of texts or a tensor, what each prompt is held against.
+        metric: of all batches without one of their own.
+        corrupted: prompts for those of `tokens`, if these are texts or a tensor.
         batch_size: the most prompts of a batch that is cut here.
 
     Raises:
-        ComparisonError: with every reason: no metric, prompts of no known kind, a prompt that has
-            no other to be held against.
+        ComparisonError: with every reason: no metric, prompts of an unknown kind, a prompt without
+            another to pair it with.
         PatchingError: prompts that the model cannot take or that do not fit each other.
     """
     reasons = []
-    whole = isinstance(tokens, Tensor | str) or _texts(tokens)
-    if corrupted is not None and not whole:
+    is_text = isinstance(tokens, str) or (
+        isinstance(tokens, list | tuple) and all(isinstance(each, str) for each in tokens)
+    )
+    is_whole = is_text or isinstance(tokens, Tensor)
+    if corrupted is not None and not is_whole:
         reasons.append(
             "got corrupted prompts beside a stream; expected batches made by prompt_pair there"
         )
-    if not (whole or isinstance(tokens, PromptPair | Iterable)):
+    if not (is_whole or isinstance(tokens, PromptPair | Iterable)):
         reasons.append(
             f"got {type(tokens).__name__}; expected texts, tokens [prompt, pos], or batches of them"
         )
-    if not whole and _numbers(tokens):
+    if not is_whole and _is_numeric(tokens):
         reasons.append(
             f"got a {type(tokens).__name__} of numbers; expected texts, tokens [prompt, pos], or "
             f"batches of them: {_AS_TENSOR}"
         )
-    elif whole and metric is None:
+    elif is_whole and metric is None:
         reasons.append("got no metric; expected one, such as patching.loss()")
-    _refuse(reasons)
-    stream: Iterable[Any] = tokens if not isinstance(tokens, PromptPair) else [tokens]
-    if whole:
+    ComparisonError.raise_if(reasons, _PROBLEM)
+    stream: Iterable[Any] = [tokens] if isinstance(tokens, PromptPair) else tokens
+    if is_whole:
         stream = _cut(model, tokens, corrupted, batch_size)
-    first = True
-    for pair, own in _paired(model, _with_metrics(stream, metric)):
-        if first:
-            prompt_pair(model, pair.clean, pair.corrupted, pair.mask)  # are any two different?
-        first = False
-        yield Batch(pair, own)
-    _refuse(["got no prompts; expected at least one batch"] * first)
+    pairs = _paired(model, _with_metrics(stream, metric))
+    first = next(pairs, None)
+    if first is None:
+        raise ComparisonError(["got no prompts; expected at least one batch"], _PROBLEM)
+    pair = first.pair
+    prompt_pair(model, pair.clean, pair.corrupted, pair.mask)  # refuses prompts that are all alike
+    yield first
+    yield from pairs
 
 
-def _texts(tokens: object) -> bool:
-    return isinstance(tokens, list | tuple) and all(isinstance(each, str) for each in tokens)
-
-
-def _numbers(given: object) -> bool:
-    """Whether this begins with numbers that are in no tensor."""
+def _is_numeric(given: object) -> bool:
+    """True if this begins with numbers outside a tensor."""
     if isinstance(given, list | tuple):
-        return any(map(_numbers, given[:1]))
+        return any(map(_is_numeric, given[:1]))
     return isinstance(given, int) or (hasattr(given, "tolist") and not isinstance(given, Tensor))
 
 
 def _cut(model: Any, tokens: Any, corrupted: Prompts | None, size: int) -> Iterator[PromptPair]:
-    """Batches of about one size. Texts that have no pairs go with others of their length."""
+    """Cut into batches of about one size; without corrupted prompts, each of one length."""
     if corrupted is not None:
         pairs = [prompt_pair(model, tokens, corrupted)]
     else:
@@ -129,29 +124,28 @@ def _cut(model: Any, tokens: Any, corrupted: Prompts | None, size: int) -> Itera
 
 
 def _by_length(model: Any, tokens: Any) -> Sequence[Tokens]:
-    pair = unpaired(model, tokens)
+    pair = single_prompts(model, tokens)
     lengths = pair.real.sum(dim=1)
     groups = [(pair.clean[lengths == n], pair.real[lengths == n]) for n in lengths.unique()]
     found = [rows[real].view(len(rows), -1) for rows, real in groups]
-    _refuse(
-        [
-            f"1 prompt alone has {rows.shape[1]} tokens; expected another to hold it against, or "
-            "corrupted prompts"
-            for rows in found
-            if _other(rows, rows[:1]) is None
-        ]
-    )
+    reasons = [
+        f"1 prompt alone has {rows.shape[1]} tokens; expected another of that length, or "
+        "corrupted prompts"
+        for rows in found
+        if _other(rows, rows[:1]) is None
+    ]
+    ComparisonError.raise_if(reasons, _PROBLEM)
     return found
 
 
 def _other(rows: Tokens, prompt: Tokens) -> Tokens | None:
-    """The first of some prompts that is not this one."""
+    """The first of some prompts that differs from this one."""
     others = rows[(rows != prompt).any(dim=1)]
     return others[:1] if len(others) else None
 
 
 def _next_others(rows: Tokens) -> Tokens:
-    """After each prompt the next one, around the end, that is another."""
+    """For each prompt the next different one, cyclically."""
     found = rows.roll(-1, dims=0)
     for shift in range(2, len(rows)):
         same = (found == rows).all(dim=1, keepdim=True)
@@ -165,60 +159,62 @@ def _with_metrics(
     stream: Iterable[Any], metric: AnyMetric | None
 ) -> Iterator[tuple[Any, AnyMetric]]:
     for each in stream:
-        some, own = each if isinstance(each, tuple) and len(each) == 2 else (each, metric)
+        rows, own = each if isinstance(each, tuple) and len(each) == 2 else (each, metric)
         if own is None:
-            _refuse(["got a batch without a metric, and none for all"])
-        else:
-            yield some, own
+            raise ComparisonError(["got a batch without a metric, and none for all"], _PROBLEM)
+        yield rows, own
 
 
-def _paired(
-    model: Any, stream: Iterator[tuple[Any, AnyMetric]]
-) -> Iterator[tuple[PromptPair, AnyMetric]]:
-    """Batches with what they are held against."""
-    known: dict[int, Tokens] = {}  # of each length up to two different prompts
-    alone: tuple[Tokens, AnyMetric] | None = None  # waits for the batch after it
-    for some, metric in stream:
-        given = _checked(model, some)
+def _paired(model: Any, stream: Iterator[tuple[Any, AnyMetric]]) -> Iterator[Batch]:
+    """Batches with corrupted prompts."""
+    known: dict[int, Tokens] = {}  # by length, up to two different prompts
+    waiting: tuple[Tokens, AnyMetric] | None = None  # of one prompt, for the batch after it
+    for rows, metric in stream:
+        given = _checked(model, rows)
         clean, mask = (given.clean, given.mask) if isinstance(given, PromptPair) else (given, None)
         length = clean.shape[1]
-        if alone is not None:
-            rows, own = alone
-            fits = mask is None and rows.shape[1] == length
-            other = _other(clean, rows[:1]) if fits else None
+        if waiting is not None:
+            alone, own = waiting
+            fits = mask is None and alone.shape[1] == length
+            other = _other(clean, alone[:1]) if fits else None
             if other is None:
-                _refuse([_ALONE.format(rows.shape[1])])
-            else:
-                alone = None
-                yield PromptPair(rows, other.repeat(len(rows), 1)), own
+                raise _alone(alone)
+            waiting = None
+            yield Batch(PromptPair(alone, other.repeat(len(alone), 1)), own)
         if isinstance(given, PromptPair):
-            yield given, metric
+            yield Batch(given, metric)
         elif _other(given, given[:1]) is not None:
-            yield PromptPair(given, _next_others(given)), metric
+            yield Batch(PromptPair(given, _next_others(given)), metric)
         elif (other := _other(known.get(length, given), given[:1])) is not None:
-            yield PromptPair(given, other.repeat(len(given), 1)), metric
+            yield Batch(PromptPair(given, other.repeat(len(given), 1)), metric)
         else:
-            alone = given, metric
+            waiting = given, metric
         if mask is None:
             first = known.setdefault(length, clean[:1].clone())
             if len(first) == 1 and (other := _other(clean, first)) is not None:
                 known[length] = torch.cat([first, other])
-    if alone is not None:
-        _refuse([_ALONE.format(alone[0].shape[1])])
+    if waiting is not None:
+        raise _alone(waiting[0])
 
 
-def _checked(model: Any, some: object) -> Tokens | PromptPair:
+def _alone(rows: Tokens) -> ComparisonError:
+    reason = (
+        f"got a batch of 1 prompt, of {rows.shape[1]} tokens, and no other of as many in a batch "
+        "before it, nor in the one after it, to pair it with; expected batches of 2 or more "
+        "different prompts, or corrupted prompts"
+    )
+    return ComparisonError([reason], _PROBLEM)
+
+
+def _checked(model: Any, rows: object) -> _Rows:
     """A batch of a stream that the model can run on."""
-    if isinstance(some, PromptPair):
-        checked_tokens(model, some.clean)
-        checked_tokens(model, some.corrupted)
-        return some
-    if not isinstance(some, Tensor):
-        got = type(some).__name__
-        _refuse([f"got a batch of {got}; expected a tensor or a PromptPair: {_AS_TENSOR}"])
-    return unpaired(model, some).clean  # type: ignore[arg-type]
-
-
-def _refuse(reasons: list[str]) -> None:
-    if reasons:
-        raise ComparisonError(reasons, _PROBLEM)
+    if isinstance(rows, PromptPair):
+        checked_tokens(model, rows.clean)
+        checked_tokens(model, rows.corrupted)
+        return rows
+    if not isinstance(rows, Tensor):
+        got = type(rows).__name__
+        raise ComparisonError(
+            [f"got a batch of {got}; expected a tensor or a PromptPair: {_AS_TENSOR}"], _PROBLEM
+        )
+    return single_prompts(model, rows).clean

@@ -1,4 +1,4 @@
-"""What a comparison found: frames by component, the two circuits, and what they have in common."""
+"""The result of a comparison: frames by component, both circuits, and their overlap."""
 
 import math
 from collections.abc import Mapping
@@ -8,27 +8,24 @@ from typing import Any, TypedDict
 
 import pandas as pd
 
-from attn_only_lens.errors import CheckpointError, ComparisonError, PatchingError
-from attn_only_lens.storage import Document, FileDigest, check_files, digests_of, opened_folder
-from attn_only_lens.storage.tables import read_table, write_table
+from attn_only_lens.errors import CheckpointError
+from attn_only_lens.storage import Document, FileDigest, check_files, file_digests, open_folder
+from attn_only_lens.storage.tables import TableFields, read_table, write_table
 
 __all__ = ["Comparison"]
 
 _FRAMES = ("heads", "neurons", "new", "silent", "circuits", "nodes", "edges")
-_SAID = "comparison.json"
+_MANIFEST = "comparison.json"
 
 
-class _Comparison(TypedDict):
+class _Manifest(TypedDict):
     tokens: list[str]
     about: dict[str, Any]
     files: dict[str, FileDigest]
 
 
-def _unreadable(reason: str) -> ComparisonError:
-    return ComparisonError([reason], "this is no comparison that can be read")
-
-
-_DOCUMENT = Document("attn_only_lens.Comparison", 2, _Comparison, _unreadable, indent=2)
+_DOCUMENT = Document("attn_only_lens.Comparison", 3, _Manifest)
+_FRAME_DOCUMENT = Document("attn_only_lens.ComparisonFrame", 1, TableFields)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -39,35 +36,35 @@ class Comparison:
 
         name, grown_name, kind, layer, grown_layer
         divergence, divergence_se     of its pattern: Jensen–Shannon, in bits, from 0 to 1
-        cosine, norm_ratio            of what it writes (missing where either writes nothing)
+        cosine, norm_ratio            of its output (missing if it writes nothing in either)
         attribution, grown_attribution, attribution_change, attribution_change_se
-                                      what the metric loses by another prompt's activation, an
-                                      estimate, in units of the metric; and the mean's error
+                                      estimate of the metric's loss by another prompt's activation,
+                                      in units of the metric; and the standard error of the mean
         patching, grown_patching, patching_change
-                                      the same, measured, on the first batch (missing where a
+                                      the same, measured, on the first batch (missing if a
                                       component is not among the largest)
         null_…                        the same between the grown model and the null, if there is one
 
     Attributes:
         heads: attention heads of the original.
-        neurons: its neurons, but for silent ones.
-        new: a row for each component that the original has not: `grown_name`, `kind`,
+        neurons: its neurons, without silent ones.
+        new: a row for each component of the grown model alone: `grown_name`, `kind`,
             `grown_layer`, `attribution`, `attribution_se`, `share` (of the clean run's metric less
-            the other run's), `norm` (root mean square of what it writes at a token), `patching`;
+            the corrupted run's), `norm` (root mean square of its output at a token), `patching`;
             and `null_share`, of the component of that name in the null.
-        silent: the original's neurons that are in none of the above: in neither model did they put
-            out more than roundings of what their layer does, on any token, so that their patterns
-            are noise (`comparison/streaming.py`). `name`, `grown_name`, `kind`, `layer`,
-            `grown_layer`.
-        circuits: what the circuits have in common, a row for "nodes" and for each kind of "edges",
-            of the pair "grown" (with the original) and "null model" (with the null): how many the
-            `original` and the `grown` circuit have (of a null: the grown and the null's), `kept`,
-            `lost`, `gained`, `jaccard` and `rank_correlation`, each with `_low` and `_high`.
+        silent: neurons of the original whose output in both models is never more than a rounding of
+            their layer's, on any token, so that their patterns are noise
+            (`comparison/statistics.py`): `name`, `grown_name`, `kind`, `layer`, `grown_layer`. They
+            are in none of the frames above.
+        circuits: the overlap of circuits, a row for "nodes" and for each kind of "edges", for the
+            pair "grown" (with the original) and "null model" (with the null): the sizes `original`
+            and `grown` (for a null: of the grown one and the null's), `kept`, `lost`, `gained`,
+            `jaccard` and `rank_correlation`, each with `_low` and `_high`.
         nodes: of either circuit, by names of the grown model: `id`, `kind`, `layer`, `name`,
-            `position`, `original_name` (missing where new), `status`, `effect`, `grown_effect`.
-        edges: of either: `source`, `target`, `kind`, `status`, `weight`, `grown_weight`.
+            `position`, `original_name` (missing if new), `status`, `effect`, `grown_effect`.
+        edges: of either circuit: `source`, `target`, `kind`, `status`, `weight`, `grown_weight`.
         tokens: of the first prompt of the first batch, as texts.
-        about: what was compared: models, the metric and its values, faithfulness of the circuits.
+        about: models, settings, the metric and its values, faithfulness of the circuits.
     """
 
     heads: pd.DataFrame
@@ -81,13 +78,13 @@ class Comparison:
     about: Mapping[str, Any]
 
     def summary(self) -> pd.DataFrame:
-        """What changed, by layer of the original and kind; with a null, beside it.
+        """Summarize the changes by layer of the original and kind.
 
         Returns:
             A row for each kind of component in each layer: `layer`, `kind`, `components`, how many
             more are `silent`, and the means of `divergence`, `cosine`, `norm_ratio`,
-            |`attribution_change`| over the components (of cosine and norm ratio: over those that
-            write); the same of the null, as `null_…`.
+            |`attribution_change`| over the components (cosine and norm ratio: over those that
+            write); the same for the null, if there is one, as `null_…`.
         """
         every = pd.concat([self.heads, self.neurons], ignore_index=True)
         prefixes = ("", "null_") if "null_divergence" in every else ("",)
@@ -104,44 +101,41 @@ class Comparison:
         """Write every frame as CSV, each with a JSON beside it, and `comparison.json`.
 
         Args:
-            folder: where to; it is made, and files of an earlier comparison there are replaced.
+            folder: created if necessary; files of an earlier comparison there are replaced.
 
         Returns:
             The folder.
 
         Raises:
-            ComparisonError: there is a file in its place.
-            CheckpointError: it cannot be written.
+            CheckpointError: a file has that name, or the folder cannot be written.
         """
-        there = opened_folder(folder, _unreadable)
+        there = open_folder(folder)
         for name in _FRAMES:
-            write_table(there / f"{name}.csv", getattr(self, name), {"frame": name})
-        # Last: until then the folder is that of the earlier comparison, and damaged.
-        files = digests_of(there, _files())
+            write_table(there / f"{name}.csv", getattr(self, name), _FRAME_DOCUMENT)
+        # Last: until then the folder is the earlier comparison's, and damaged.
+        files = file_digests(there, _files())
         about = _finite(dict(self.about))
-        _DOCUMENT.write(there / _SAID, tokens=self.tokens, about=about, files=files)
+        _DOCUMENT.write(there / _MANIFEST, tokens=self.tokens, about=about, files=files)
         return Path(folder)
 
     @classmethod
     def load(cls, folder: str | Path) -> "Comparison":
-        """Read what `save` wrote; numbers in `about` that were not finite are None.
+        """Load what `save` wrote; numbers in `about` that were not finite are None.
 
         Raises:
-            ComparisonError: it is missing, damaged, or of another version.
+            CheckpointError: it is missing, damaged, or of another version.
         """
-        there = opened_folder(folder, _unreadable)
-        said = _DOCUMENT.read(there / _SAID)
-        try:
-            if said["files"].keys() != _files():
-                raise CheckpointError(f"got files {sorted(said['files'])}")
-            check_files(there, said["files"])
-            frames = {name: read_table(there / f"{name}.csv")[0] for name in _FRAMES}
-        except (CheckpointError, PatchingError) as error:
-            raise _unreadable(f"{there}: {error}") from error
-        for frame in frames.values():  # no name is empty: it is missing
+        there = open_folder(folder)
+        manifest = _DOCUMENT.read(there / _MANIFEST)
+        if manifest["files"].keys() != _files():
+            got, expected = sorted(manifest["files"]), sorted(_files())
+            raise CheckpointError(f"{there} has files {got}; expected {expected}")
+        check_files(there, manifest["files"])
+        frames = {name: read_table(there / f"{name}.csv", _FRAME_DOCUMENT)[0] for name in _FRAMES}
+        for frame in frames.values():  # an empty name is a missing one
             texts = frame.select_dtypes(exclude="number")
             frame[texts.columns] = texts.where(texts != "")
-        return cls(**frames, tokens=tuple(said["tokens"]), about=said["about"])
+        return cls(**frames, tokens=tuple(manifest["tokens"]), about=manifest["about"])
 
     def __repr__(self) -> str:
         nodes = self.circuits.iloc[0]
@@ -159,7 +153,7 @@ def _files() -> set[str]:
 
 
 def _finite(value: Any) -> Any:
-    """The same as JSON has it, with None for numbers that JSON has not."""
+    """Replace numbers that JSON does not have by None."""
     if isinstance(value, Mapping):
         return {key: _finite(each) for key, each in value.items()}
     if isinstance(value, list | tuple):

@@ -23,7 +23,7 @@ from attn_only_lens.growth.hooked import HOOKED
 from attn_only_lens.growth.native import NATIVE
 from attn_only_lens.growth.optimizer import OptimizerT, grown_optimizer
 from attn_only_lens.growth.two_blocks import TWO_BLOCKS
-from attn_only_lens.models.in_place.known_mlps import not_finite
+from attn_only_lens.models.in_place.known_mlps import non_finite_weights
 from attn_only_lens.numerics import as_plain, is_count
 
 __all__ = ["RIMS", "Grown", "grow", "identity", "read", "rim_of", "to_sizes"]
@@ -223,7 +223,7 @@ def grow(
     asked = {name: as_plain(size) for name, size in sizes.items() if size is not None}
     if (expansion is None) == (not asked):
         raise GrowthError(["give either an expansion or sizes (d_mlp=1024, …)"])
-    reasons = [*rim.attached(model), *not_finite(model)]
+    reasons = [*rim.attached(model), *non_finite_weights(model)]
     odd = [
         f"got {name}={size!r}; expected 1 or more"
         for name, size in asked.items()

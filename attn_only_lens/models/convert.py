@@ -8,11 +8,11 @@ from transformer_lens.model_bridge import TransformerBridge
 from attn_only_lens.errors import UnsupportedModelError
 from attn_only_lens.models.calibrate import Calibration
 from attn_only_lens.models.expose import expose_neuron_heads
-from attn_only_lens.models.in_place import copied_bridge, reasons_against_copying
-from attn_only_lens.models.in_place.known_mlps import known_mlps, not_finite
+from attn_only_lens.models.in_place import copy_bridge, reasons_against_copying
+from attn_only_lens.models.in_place.known_mlps import known_mlps, non_finite_weights
 from attn_only_lens.models.requested_gates import BilinearRequest, choose_gating
 from attn_only_lens.models.two_blocks import AttentionOnlyTransformer, convert_as
-from attn_only_lens.models.two_blocks.convertible import reasons_against
+from attn_only_lens.models.two_blocks.known_modules import reasons_against
 from attn_only_lens.runs.attached_hooks import hook_reasons
 from attn_only_lens.tl import HookedTransformer
 
@@ -108,7 +108,7 @@ def convert(
         if reasons := reasons_against_copying(model):
             raise UnsupportedModelError([*reasons, *_mlp_reasons(model)])
         exposed = expose_neuron_heads(
-            copied_bridge(model, copy_weights=copy),
+            copy_bridge(model, copy_weights=copy),
             gate=gate,
             heads_per_neuron=heads_per_neuron,
             tolerance=tolerance,
@@ -117,13 +117,13 @@ def convert(
         return exposed.model
     reasons = reasons_against(model)
     if isinstance(model, HookedTransformer):
-        reasons += [*hook_reasons(model), *not_finite(model)]
+        reasons += [*hook_reasons(model), *non_finite_weights(model)]
     wanted = BilinearRequest(heads_per_neuron, tolerance, calibration)
     gating, more = choose_gating(model, gate, wanted)
     if reasons or more:
         raise UnsupportedModelError([*reasons, *more])
     assert gating is not None
-    return convert_as(model, gating, copy=copy)
+    return convert_as(model, gating, copy_weights=copy)
 
 
 def _mlp_reasons(model: TransformerBridge) -> tuple[str, ...]:

@@ -6,6 +6,8 @@ dict (masks and rotary tables, which TransformerLens computes, may be left out).
 """
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypedDict
 
@@ -15,20 +17,20 @@ from torch import Tensor
 from transformer_lens.utilities.activation_functions import SUPPORTED_ACTIVATIONS
 from transformers import AutoTokenizer
 
-from attn_only_lens.errors import CheckpointError
-from attn_only_lens.models.two_blocks.build import stock_skeleton
+from attn_only_lens.errors import AttnOnlyLensError, CheckpointError
+from attn_only_lens.models.two_blocks.build import stock_skeleton, tensor_misfits
 from attn_only_lens.storage import (
     Document,
     FileDigest,
     check_files,
-    inside,
-    misfits,
-    opened_folder,
+    open_folder,
     out_of_range,
+    path_inside,
     read_json,
     read_tensors,
+    type_mismatches,
 )
-from attn_only_lens.storage.size_limit import no_more_than
+from attn_only_lens.storage.size_limit import limit_size
 from attn_only_lens.tl import (
     HookedTransformer,
     HookedTransformerConfig,
@@ -44,10 +46,13 @@ __all__ = [
     "PROVENANCE",
     "TOKENIZER",
     "WEIGHTS",
-    "device_named",
-    "dtype_named",
+    "GrownFields",
+    "checkpoint_errors",
     "load_source",
     "load_tokenizer",
+    "parse_device",
+    "parse_dtype",
+    "plain_config",
     "read_folder",
     "reasons_against_config",
 ]
@@ -61,13 +66,18 @@ DTYPES = {
 }
 
 
-class _Grown(TypedDict):
-    provenance: dict[str, Any]
+class GrownFields(TypedDict):
+    """The fields of a provenance that are read with the model.
+
+    Attributes:
+        files: digests of the other files of the folder.
+    """
+
     files: dict[str, FileDigest]
 
 
-GROWN = Document("attn_only_lens.Grown", 1, _Grown, indent=2)
-"""What lies in PROVENANCE."""
+GROWN = Document("attn_only_lens.Grown", 1, GrownFields)
+"""The document in PROVENANCE."""
 
 
 def load_source(
@@ -78,35 +88,24 @@ def load_source(
     Raises:
         CheckpointError: a file is missing or damaged, or the two do not belong together.
     """
-    folder = opened_folder(folder)
-    to_device, to_dtype = device_named(device), dtype_named(dtype)
+    folder = open_folder(folder)
+    to_device, to_dtype = parse_device(device), parse_dtype(dtype)
     config, state = read_folder(folder)
     require_hooked_transformer()
-    # A tokenizer is in the folder, and is not looked for at a hub.
+    # The tokenizer is in the folder; none is looked for at a hub.
     chosen = {"device": str(to_device), "dtype": to_dtype, "init_weights": False}
     chosen |= {"tokenizer_name": None, "trust_remote_code": False}
-    said = {key: value for key, value in config.items() if key not in chosen}
-    if wrong := reasons_against_config(said, CONFIG):
+    given = {key: value for key, value in config.items() if key not in chosen}
+    if wrong := reasons_against_config(given, CONFIG):
         raise CheckpointError(f"{folder / CONFIG} is not a model's: {'; '.join(wrong[:5])}")
-    fields = said | chosen
-    try:
-        with no_more_than(state):
-            expected = stock_skeleton(fields).state_dict()
-    except CheckpointError:
-        raise
-    except Exception as error:  # of any constructor that the configuration leads to
-        raise CheckpointError(f"{folder / CONFIG} is not a model's: {error}") from error
-    wrong = [
-        f"{name} is missing"
-        for name in expected
-        if name not in state and not name.endswith(COMPUTED)
-    ]
-    wrong += [f"{name} is not known" for name in state if name not in expected]
-    wrong += [
-        f"{name} has shape {tuple(tensor.shape)}; expected {tuple(expected[name].shape)}"
-        for name, tensor in state.items()
-        if name in expected and tensor.shape != expected[name].shape
-    ]
+    fields = given | chosen
+    with limit_size(state), checkpoint_errors(f"{folder / CONFIG} is not a model's"):
+        expected = stock_skeleton(fields).state_dict()
+    # What TransformerLens computes may be left out.
+    needed = {
+        name: x for name, x in expected.items() if name in state or not name.endswith(COMPUTED)
+    }
+    wrong = tensor_misfits(needed, state)
     bytes_needed = sum(each.numel() * each.element_size() for each in expected.values())
     if bytes_needed > (free := psutil.virtual_memory().available):
         wrong.append(f"the model takes {bytes_needed:,} bytes, and {free:,} are free")
@@ -120,9 +119,23 @@ def load_source(
     return model
 
 
+@contextmanager
+def checkpoint_errors(problem: str) -> Iterator[None]:
+    """Raise CheckpointError for an error of any constructor that a configuration leads to."""
+    try:
+        yield
+    except AttnOnlyLensError:
+        raise
+    except Exception as error:
+        raise CheckpointError(f"{problem}: {type(error).__name__}: {error}") from error
+
+
 def reasons_against_config(config: dict[str, Any], where: str) -> list[str]:
-    """Why this is no configuration of a HookedTransformer that can be built; empty where it is."""
-    reasons = [*misfits(config, HookedTransformerConfig, where), *out_of_range(config, where)]
+    """List why no HookedTransformer can be built from a configuration."""
+    reasons = [
+        *type_mismatches(config, HookedTransformerConfig, where),
+        *out_of_range(config, where),
+    ]
     act_fn = config.get("act_fn")
     if isinstance(act_fn, str) and act_fn not in SUPPORTED_ACTIVATIONS:
         known = ", ".join(sorted(SUPPORTED_ACTIVATIONS))
@@ -136,7 +149,7 @@ def reasons_against_config(config: dict[str, Any], where: str) -> list[str]:
 
 
 def load_tokenizer(folder: Path) -> Any:
-    """Read the tokenizer of a folder: no code of its own, no file of another folder, no question.
+    """Read the tokenizer of a folder, running no code of its own and opening no other folder.
 
     Raises:
         CheckpointError: it is missing, needs code of its own, names files elsewhere, or cannot be
@@ -148,20 +161,20 @@ def load_tokenizer(folder: Path) -> Any:
             f"{where} is missing, and the model was saved with a tokenizer: save it again"
         )
     for path in where.rglob("*"):
-        inside(folder, path.relative_to(folder).as_posix())
+        path_inside(folder, path.relative_to(folder).as_posix())
     settings = where / "tokenizer_config.json"
-    said = read_json(settings) if settings.exists() else {}
-    if not isinstance(said, dict):
+    options = read_json(settings) if settings.exists() else {}
+    if not isinstance(options, dict):
         raise CheckpointError(
-            f"{settings} holds a {type(said).__name__}; expected a tokenizer's settings by name"
+            f"{settings} holds a {type(options).__name__}; expected a tokenizer's settings by name"
         )
-    named = [key for key in said if str(key).endswith("_file") and said[key] is not None]
-    if any(os.path.exists(str(said[key])) for key in named):
+    named = [key for key in options if str(key).endswith("_file") and options[key] is not None]
+    if any(os.path.exists(str(options[key])) for key in named):
         raise CheckpointError(f"{settings} names files outside of its folder: {', '.join(named)}")
     try:
-        made = AutoTokenizer.from_pretrained(where, local_files_only=True, trust_remote_code=False)
-        made.encode("")
-        return made
+        found = AutoTokenizer.from_pretrained(where, local_files_only=True, trust_remote_code=False)
+        found.encode("")
+        return found
     except Exception as error:  # of any tokenizer, written in any language
         if "trust_remote_code" in str(error):
             raise CheckpointError(
@@ -173,15 +186,15 @@ def load_tokenizer(folder: Path) -> Any:
 
 
 def read_folder(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Read the two files: the configuration, whose values are not looked at, and the state dict.
+    """Read the two files: the configuration, whose values are not checked, and the state dict.
 
     Raises:
-        CheckpointError: one cannot be read, or is not the one that `grow` wrote; the folder is of
-            Hugging Face transformers.
+        CheckpointError: one cannot be read, or is not the one that `grow` wrote; or the folder
+            holds a model of Hugging Face transformers.
     """
     if (folder / PROVENANCE).exists():
-        check_files(folder, GROWN.read(inside(folder, PROVENANCE))["files"], closed=TOKENIZER)
-    config = read_json(inside(folder, CONFIG))
+        check_files(folder, GROWN.read(path_inside(folder, PROVENANCE))["files"], closed=TOKENIZER)
+    config = read_json(path_inside(folder, CONFIG))
     if not isinstance(config, dict):
         raise CheckpointError(f"{folder / CONFIG} is not a model's: got {type(config).__name__}")
     if config.keys() & {"model_type", "architectures", "transformers_version"}:
@@ -193,14 +206,27 @@ def read_folder(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
             "attn_only_lens.save(attn_only_lens.expose_neuron_heads(bridge).model, 'saved') writes "
             "a folder for the commands patch, circuit and pattern"
         )
-    return config, read_tensors(inside(folder, WEIGHTS))[0]
+    return config, read_tensors(path_inside(folder, WEIGHTS))[0]
 
 
-def dtype_named(dtype: str | torch.dtype) -> torch.dtype:
-    """A floating-point type by name.
+def plain_config(cfg: Any) -> dict[str, Any]:
+    """Return a configuration as JSON holds it, without the device, which loading chooses."""
+    return {key: _plain(value) for key, value in vars(cfg).items() if key != "device"}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, torch.dtype):
+        return str(value).removeprefix("torch.")
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return value.item() if hasattr(value, "item") else value  # a numpy number
+
+
+def parse_dtype(dtype: str | torch.dtype) -> torch.dtype:
+    """Return a floating-point type by name.
 
     Raises:
-        CheckpointError: it is none that models come in.
+        CheckpointError: it is not one of `DTYPES`.
     """
     found = DTYPES.get(str(dtype).removeprefix("torch."))
     if found is None:
@@ -208,8 +234,8 @@ def dtype_named(dtype: str | torch.dtype) -> torch.dtype:
     return found
 
 
-def device_named(device: str | torch.device) -> torch.device:
-    """A device that this machine has.
+def parse_device(device: str | torch.device) -> torch.device:
+    """Return a device by name, if this machine has it.
 
     Raises:
         CheckpointError: it has no such device, or nothing can be stored there.

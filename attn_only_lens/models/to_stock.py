@@ -1,15 +1,13 @@
 """Turn a converted model into a plain `HookedTransformer`: no code of this package is left in it.
 
 Its layers alternate as the converted model's blocks do. Layer 2l, global, holds the attention heads
-of source layer l; layer 2l + 1, local with window 1 and sinks, its neurons (`heads.py`). A stock
-model has one count and one width of heads for all of its layers, so the smaller are padded with
-zeros (`layout.py`), and patterns are pos x pos. That is what makes it large.
+of source layer l; layer 2l + 1, local with window 1 and sinks, its neurons. A stock model has one
+count and one width of heads for all of its layers, so the smaller are padded with zeros, and
+patterns are pos x pos. That is what makes it large.
 
-The weights of one stock attention layer: neurons, or the attention heads of the source.
-
-A stock head with a sink of logit s attends with softmax([scores, s]) and drops the sink's share.
-In a local layer of window 1 a token sees itself alone, so head (i, j) of a neuron i with gate
-p(q) = Σ_j w_j σ(b_j q + c_j) computes
+**Neurons.** A stock head with a sink of logit s attends with softmax([scores, s]) and drops the
+sink's share. In a local layer of window 1 a token sees itself alone, so head (i, j) of a neuron i
+with gate p(q) = Σ_j w_j σ(b_j q + c_j) computes
 
     W_Q = W_V = W_in[:, i]    query and value q = x · W_in[:, i] + b_in[i]
     W_K = 0, b_K = b_j        score of the token itself b_j q
@@ -19,42 +17,34 @@ p(q) = Σ_j w_j σ(b_j q + c_j) computes
 (in a gated MLP W_Q = W_gate[:, i], and the sum is a mixture times the value, `gates/gated.py`)
 whose sum over j is q p(q) W_out[i]: Theorem 2 of "Attention-Only Transformers and Implementing
 MLPs with Attention Heads", with the sink in the place of the bias token. Heads are in the order of
-the neurons, the m heads of a neuron side by side: head i m + j.
+the neurons, the m heads of a neuron next to each other: head i m + j.
 
-An attention head of the source has no sink where a neuron has one. Its own gets the lowest number
-of the dtype: exp of it, less any score, is exactly 0.
+**Attention heads** have no sink where neurons have one. They get the lowest number of the dtype:
+exp of it, less any score, is exactly 0.
 
-ALiBi by way of rotary embeddings of two coordinates more.
-
-Two things keep stock alibi layers from holding neurons. Slopes depend on the number of heads, which
-padding changes. And TransformerLens keeps its biases for the longest sequence it has seen: for a
-shorter one they are off by a constant along each row. Softmax forgives that, but not beside a sink.
-
-So the bias m_h (j - i) of head h, query i and key j is written into queries and keys instead. With
-two coordinates rotated by an angle θ a position, query (0, m_h / θ) and key (1, 0),
+**ALiBi** becomes rotary embeddings of two more coordinates, since two things keep stock alibi
+layers from holding neurons. Slopes depend on the number of heads, which padding changes. And
+TransformerLens keeps its biases for the longest sequence it has seen: for a shorter one they are
+off by a constant along each row, which softmax forgives, but not with a sink in the row. So the
+bias m_h (j - i) of head h, query i and key j is written into queries and keys. With two coordinates
+rotated by an angle θ a position, query (0, m_h / θ) and key (1, 0),
 
     (m_h / θ) (sin θj cos θi - cos θj sin θi) = m_h sin(θ (j - i)) / θ.
 
 θ is a power of two with θ n_ctx <= 2^-28, where float64 and float32 round sin x to x and cos x to
 1; so the score is m_h j - m_h i, whose terms are rounded to the precision of the dtype. (A dtype of
-few digits would lose near tokens' biases far into a text: half precision is refused.)
-
-Linear RoPE scaling gives the angle: with rotary_dim = 2 TransformerLens turns by
-1 / rotary_scaling_factor radians a position in global layers.
-
-The configuration of the stock model, and what its weights weigh.
-
-Which converted models stock parts can hold; every reason why one cannot.
+few digits would lose near tokens' biases far into a text: half precision is refused.) Linear RoPE
+scaling gives the angle: with rotary_dim = 2 TransformerLens turns by 1 / rotary_scaling_factor
+radians a position in global layers.
 """
 
 import math
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields
 from typing import Any, NamedTuple, cast
 
 import torch
-import torch.nn.functional as F
 from jaxtyping import Float
-from torch import Tensor, nn
+from torch import Tensor
 
 from attn_only_lens.errors import UnsupportedModelError
 from attn_only_lens.gates import Gate
@@ -67,31 +57,83 @@ from attn_only_lens.runs.attached_hooks import hook_reasons
 from attn_only_lens.tl import (
     USE_INSTEAD,
     Attention,
-    GroupedQueryAttention,
     HookedTransformer,
     HookedTransformerConfig,
     TransformerBlock,
 )
 
-__all__ = [
-    "PROBLEM",
-    "ROTATED",
-    "Mixture",
-    "StockHeads",
-    "attention_heads",
-    "gates",
-    "mixture",
-    "neuron_heads",
-    "reasons_against",
-    "rotary_settings",
-    "stock_bytes",
-    "stock_config",
-    "to_stock",
-    "with_alibi",
-]
+__all__ = ["Mixture", "mixture", "neuron_heads", "stock_bytes", "to_stock", "write_heads"]
 
-PROBLEM = "this model cannot be made of TransformerLens' own parts"
+_PROBLEM = "this model cannot be made of TransformerLens' own parts"
 _SLOPES = {"silu": 1.0, "quick_gelu": QUICK_GELU_SLOPE}
+_ALIBI = 2  # coordinates, the first of each head, that hold alibi positions
+_GIB = 2**30
+_BOTH = "would act on the neurons too: a stock model has one setting for all of its layers"
+
+
+@torch.inference_mode(False)  # weights of inference mode could never be trained
+def to_stock(
+    attn_only: AttentionOnlyTransformer, *, max_bytes: int = 8 * 2**30
+) -> HookedTransformer:
+    """Make a plain `HookedTransformer` that computes what a converted model computes.
+
+    It is of that very class, with `attn_only=True`, and made of TransformerLens' own parts, so its
+    `cfg` and its state dict are all that is needed to run it:
+
+        stock = HookedTransformer(HookedTransformerConfig.from_dict(cfg))
+        stock.load_state_dict(state_dict)
+
+    Layer 2l + 1 holds the neurons of source layer l: with m heads a neuron, head i · m + j is the
+    j-th of neuron i, and its pattern [batch, head_index, query_pos, key_pos] is that neuron's
+    weight of the token itself on the diagonal and 0 elsewhere.
+
+    `max_bytes` counts weights only: a forward pass makes a pattern of heads · pos · pos numbers a
+    prompt and layer, and a key-value cache holds 2 · heads · d_head numbers a token and layer.
+
+    A token that a mask leaves out (padding) does not attend to itself in a stock model, so its own
+    logits differ there from the converted model's; those of the other tokens do not.
+
+    Source: "Attention-Only Transformers and Implementing MLPs with Attention Heads", Theorem 4.
+
+    Args:
+        attn_only: a model that `convert` returned, with bilinear gates (exact ones of silu and
+            quick_gelu are). It is not changed, and shares its tokenizer, but no weights, with the
+            result.
+        max_bytes: the largest size of the result's weights to accept.
+
+    Returns:
+        The stock model, on the device and in the dtype of `attn_only`, without hooks. Alibi
+        positions come out as rotary ones, and hold for n_ctx tokens.
+
+    Raises:
+        UnsupportedModelError: with every reason why not: what no stock head computes, settings
+            that would act on neurons too, or the size. Nothing has been allocated then.
+
+    Example:
+        >>> import torch
+        >>> from attn_only_lens import convert, pretrained, to_stock
+        >>> attn_only = convert(pretrained.modular_addition())
+        >>> stock = to_stock(attn_only)
+        >>> type(stock).__name__, stock.cfg.attn_only, stock.cfg.attn_types
+        ('HookedTransformer', True, ['global', 'local'])
+        >>> tokens = pretrained.modular_addition_tokens()[:11]
+        >>> torch.allclose(stock(tokens), attn_only(tokens), rtol=0, atol=1e-3)
+        True
+        >>> _, cache = stock.run_with_cache(tokens)
+        >>> cache["pattern", 1].shape  # [batch, d_mlp, query_pos, key_pos]
+        torch.Size([11, 512, 3, 3])
+    """
+    reasons = _reasons_against(attn_only, max_bytes)
+    if reasons:
+        raise UnsupportedModelError(reasons, problem=_PROBLEM)
+    stock = _empty(attn_only)
+    with torch.no_grad():
+        for name in ("embed", "pos_embed", "ln_final", "unembed"):
+            if hasattr(stock, name):
+                getattr(stock, name).load_state_dict(getattr(attn_only, name).state_dict())
+        for source, target in zip(attn_only.blocks, stock.blocks, strict=True):
+            _fill(source, target)
+    return stock.train(attn_only.training)
 
 
 class Mixture(NamedTuple):
@@ -102,11 +144,10 @@ class Mixture(NamedTuple):
     c: tuple[float, ...]
 
 
-def mixture(gate: AnyGate) -> Mixture:
+def mixture(gate: AnyGate) -> Mixture | None:
     """The gate as a mixture of sigmoids of affine maps, one for each head of a neuron.
 
-    Raises:
-        UnsupportedModelError: the gate is exact, and of another activation than silu or quick_gelu.
+    None for an exact gate of another activation than silu or quick_gelu, which is no such mixture.
 
     Example:
         >>> from attn_only_lens import GATES
@@ -116,44 +157,7 @@ def mixture(gate: AnyGate) -> Mixture:
     """
     if not isinstance(gate, Gate):
         return Mixture(gate.weights, gate.slopes, gate.offsets)
-    if gate.name in _SLOPES:
-        return Mixture((1.0,), (_SLOPES[gate.name],), (0.0,))
-    raise UnsupportedModelError(
-        [
-            f"its gate is that of {gate.name}, exactly: a score that is not linear in the "
-            'pre-activation, which no stock head has. Convert the source with gate="bilinear" '
-            "first (silu and quick_gelu are linear as they are)"
-        ],
-        problem=PROBLEM,
-    )
-
-
-@dataclass(frozen=True)
-class StockHeads:
-    """The parameters of a stock `Attention`, under its names, with as many heads as are needed."""
-
-    W_Q: Float[Tensor, "head_index d_model d_head"]
-    W_K: Float[Tensor, "head_index d_model d_head"]
-    W_V: Float[Tensor, "head_index d_model d_head"]
-    W_O: Float[Tensor, "head_index d_head d_model"]
-    b_Q: Float[Tensor, "head_index d_head"]
-    b_K: Float[Tensor, "head_index d_head"]
-    b_V: Float[Tensor, "head_index d_head"]
-    b_O: Float[Tensor, "d_model"]
-    sinks: Float[Tensor, "head_index"]
-
-    def pad_into(self, attn: Attention, at: int) -> None:
-        """Write the heads into the first heads of `attn`, coordinates from `at`; zero the rest."""
-        for parameter in attn.parameters():
-            parameter.zero_()
-        n_heads, width = self.b_Q.shape
-        heads, coordinates = slice(n_heads), slice(at, at + width)
-        for name in ("W_Q", "W_K", "W_V"):
-            getattr(attn, name)[heads, :, coordinates] = getattr(self, name)
-        for name in ("b_Q", "b_K", "b_V", "W_O"):
-            getattr(attn, name)[heads, coordinates] = getattr(self, name)
-        attn.sinks[heads] = self.sinks
-        attn.b_O.copy_(self.b_O)
+    return Mixture((1.0,), (_SLOPES[gate.name],), (0.0,)) if gate.name in _SLOPES else None
 
 
 def neuron_heads(
@@ -161,92 +165,91 @@ def neuron_heads(
     b_in: Float[Tensor, "d_mlp"],
     W_out: Float[Tensor, "d_mlp d_model"],
     b_out: Float[Tensor, "d_model"],
-    w: tuple[float, ...],
-    b: tuple[float, ...],
-    c: tuple[float, ...],
+    gate: Mixture,
     W_gate: Float[Tensor, "d_model d_mlp"] | None = None,
-) -> StockHeads:
+) -> dict[str, Tensor]:
     """The neurons of one MLP as d_mlp · m heads of width 1; see the module.
 
     Args:
         W_in, b_in, W_out, b_out: the MLP's weights, as TransformerLens keeps them.
-        w, b, c: the gate, m numbers each.
+        gate: m sigmoids.
         W_gate: of a gated MLP: the queries' weights, while the values keep W_in.
 
     Returns:
-        Heads for a local layer of window 1, with no scale of scores.
+        Parameters by their names in a local layer of window 1, with no scale of scores.
     """
-    m, d_mlp = len(w), len(b_in)
-    weights, slopes, offsets = (W_in.new_tensor(numbers) for numbers in (w, b, c))
+    m, d_mlp = len(gate.w), len(b_in)
+    weights, slopes, offsets = (W_in.new_tensor(numbers) for numbers in gate)
 
     def each(of: Tensor) -> Tensor:
         return of.unsqueeze(-1).repeat_interleave(m, dim=0)
 
-    # What TransformerLens adds after a gated MLP's product is no head's: it is a bias.
+    # What TransformerLens adds after a gated MLP's product is written by no head: it is a bias.
     bias, b_O = (b_in, b_out) if W_gate is None else (0.0 * b_in, b_in @ W_out + b_out)
-    asked = each((W_in if W_gate is None else W_gate).T)
-    return StockHeads(
-        W_Q=asked,
-        W_K=torch.zeros_like(asked),
-        W_V=each(W_in.T),
-        W_O=(weights[:, None] * W_out[:, None, :]).flatten(0, 1).unsqueeze(1),
-        b_Q=each(bias),
-        b_K=slopes.repeat(d_mlp).unsqueeze(-1),
-        b_V=each(bias),
-        b_O=b_O,
-        sinks=(-offsets).clamp(min=torch.finfo(W_in.dtype).min).repeat(d_mlp),
-    )
-
-
-def attention_heads(attn: Attention | GroupedQueryAttention) -> StockHeads:
-    """The heads of a source layer, keys and values ungrouped, the scale of scores in the queries.
-
-    TransformerLens divides scores by `attn.attn_scale`, which holds √d_head and, in some models,
-    the number of the layer: neither would be that of the padded layer.
-    """
-    lowest = torch.finfo(attn.W_Q.dtype).min
-    own_sinks = attn.cfg.use_attention_sinks
-    return StockHeads(
-        W_Q=attn.W_Q / attn.attn_scale,
-        W_K=attn.W_K,
-        W_V=attn.W_V,
-        W_O=attn.W_O,
-        b_Q=attn.b_Q / attn.attn_scale,
-        b_K=attn.b_K,
-        b_V=attn.b_V,
-        b_O=attn.b_O,
-        sinks=attn.sinks if own_sinks else attn.W_Q.new_full((len(attn.W_Q),), lowest),
-    )
-
-
-ROTATED = 2
-"""Coordinates, the first of each head, that hold the positions."""
-
-
-def rotary_settings(cfg: HookedTransformerConfig) -> dict[str, Any]:
-    """The configuration, in what differs, under which `with_alibi` heads are those of `cfg`."""
+    queries = each((W_in if W_gate is None else W_gate).T)
     return {
-        "positional_embedding_type": "rotary",
-        "rotary_dim": ROTATED,
-        "rotary_adjacent_pairs": False,
-        "rotary_scaling_factor": _inverse_angle(cfg.n_ctx),
+        "W_Q": queries,
+        "W_K": torch.zeros_like(queries),
+        "W_V": each(W_in.T),
+        "W_O": (weights[:, None] * W_out[:, None, :]).flatten(0, 1).unsqueeze(1),
+        "b_Q": each(bias),
+        "b_K": slopes.repeat(d_mlp).unsqueeze(-1),
+        "b_V": each(bias),
+        "b_O": b_O,
+        "sinks": (-offsets).clamp(min=torch.finfo(W_in.dtype).min).repeat(d_mlp),
     }
 
 
-def with_alibi(heads: StockHeads, attn: Attention | GroupedQueryAttention) -> StockHeads:
-    """The heads of `attn`, wider by the two coordinates, which hold its alibi biases.
+def write_heads(attn: Attention, heads: dict[str, Tensor], at: int) -> None:
+    """Write heads into the first heads of `attn`, from coordinate `at`; zero the rest."""
+    for parameter in attn.parameters():
+        parameter.zero_()
+    n_heads, width = heads["b_Q"].shape
+    for name, values in heads.items():
+        target = getattr(attn, name)
+        if name != "b_O":
+            target = target[:n_heads]
+            if name != "sinks":
+                target = target.narrow(1 if name == "W_O" else -1, at, width)
+        target.copy_(values)
 
-    A local layer of window 1 needs none: a token's bias to itself is 0.
-    """
-    wider = {
-        name: F.pad(getattr(heads, name), (ROTATED, 0))
-        for name in ("W_Q", "W_K", "W_V", "b_Q", "b_K", "b_V")
-    }
-    if attn.attn_type == "global":
-        slopes = attn.create_alibi_multipliers(len(heads.b_Q), heads.b_Q.device)
-        wider["b_Q"][:, 1] = slopes * _inverse_angle(attn.cfg.n_ctx)
-        wider["b_K"][:, 0] = 1.0
-    return replace(heads, W_O=F.pad(heads.W_O, (0, 0, ROTATED, 0)), **wider)
+
+def stock_bytes(cfg: HookedTransformerConfig) -> int:
+    """The bytes of a state dict under this configuration; nothing of that size is allocated."""
+    with torch.device("meta"):
+        shapes = HookedTransformer(cfg, move_to_device=False)
+    return sum(tensor.nbytes for tensor in shapes.state_dict().values())
+
+
+def _fill(source: Any, target: TransformerBlock) -> None:
+    """Write one block of a converted model, of either kind, into a stock block."""
+    for name in ("ln1", "ln1_post"):
+        if hasattr(target, name):
+            getattr(target, name).load_state_dict(getattr(source, name).state_dict())
+    attn, own = cast(Attention, target.attn), source.attn
+    if own.attn_type == "neuron":
+        gate = mixture(own.gate)
+        assert gate is not None
+        heads = neuron_heads(own.W_in, own.b_in, own.W_out, own.b_out, gate, own.W_gate)
+        write_heads(attn, heads, at=attn.cfg.d_head - 1)
+        return
+    # Keys and values ungrouped; the scale of scores, which would be another one in the padded
+    # layer, divides the queries.
+    heads = {name: getattr(own, name) for name in ("W_K", "W_V", "W_O", "b_K", "b_V", "b_O")}
+    heads |= {"W_Q": own.W_Q / own.attn_scale, "b_Q": own.b_Q / own.attn_scale}
+    n_heads = len(heads["b_Q"])
+    no_sinks = own.W_Q.new_full((n_heads,), torch.finfo(own.W_Q.dtype).min)
+    heads["sinks"] = own.sinks if own.cfg.use_attention_sinks else no_sinks
+    positions = own.cfg.positional_embedding_type
+    write_heads(attn, heads, at=_ALIBI if positions == "alibi" else 0)
+    if positions == "alibi" and own.attn_type == "global":  # with window 1, the bias is 0
+        slopes = own.create_alibi_multipliers(n_heads, own.b_Q.device)
+        attn.b_Q[:n_heads, 1] = slopes * _inverse_angle(own.cfg.n_ctx)
+        attn.b_K[:n_heads, 0] = 1.0
+    elif positions == "rotary":
+        # As they are: a model that was cast has tables of the precision it was built in.
+        attn.rotary_sin = own.rotary_sin.clone()
+        attn.rotary_cos = own.rotary_cos.clone()
 
 
 def _inverse_angle(n_ctx: int) -> float:
@@ -254,20 +257,33 @@ def _inverse_angle(n_ctx: int) -> float:
     return 2.0 ** (28 + math.ceil(math.log2(n_ctx)))
 
 
-def stock_config(converted: AttentionOnlyConfig, heads_per_neuron: int) -> HookedTransformerConfig:
+def _empty(attn_only: AttentionOnlyTransformer) -> HookedTransformer:
+    """The stock model, its weights not yet set, with the tokenizer."""
+    stock = HookedTransformer(_stock_config(attn_only.cfg, _heads_per_neuron(attn_only)))
+    stock.cfg.tokenizer_name = attn_only.cfg.tokenizer_name
+    stock.tokenizer = attn_only.tokenizer
+    return stock
+
+
+def _gates(model: AttentionOnlyTransformer) -> set[AnyGate]:
+    return {cast(NeuronAttention, block.attn).gate for block in model.blocks[1::2]}
+
+
+def _heads_per_neuron(model: AttentionOnlyTransformer) -> int:
+    """The most heads of a neuron; 1, the least there are, where the gate is refused."""
+    mixtures = (mixture(gate) for gate in _gates(model))
+    return max((len(each.w) for each in mixtures if each is not None), default=1)
+
+
+def _stock_config(converted: AttentionOnlyConfig, heads_per_neuron: int) -> HookedTransformerConfig:
     """Two attention layers for each of the source's, with one count and one width of heads.
 
     The last coordinate of a head is a neuron's. Rotary embeddings turn the first `rotary_dim` of
     them, so where those are all of `d_head` the heads are one wider: positions then do not reach a
     neuron's scores.
 
-    Args:
-        converted: the configuration of the converted model, whose layers may differ in size.
-        heads_per_neuron: m.
-
-    Returns:
-        A new configuration, without a seed (none is needed, and to build it would reset the
-        generators of the process) and without a tokenizer's name (TransformerLens would load it).
+    It has no seed (none is needed, and to build it would reset the generators of the process) and
+    no tokenizer's name (TransformerLens would load it).
     """
     source, sizes = converted.layer_cfg(0), converted.layer_sizes
     kinds = source.attn_types if source.use_local_attn else None
@@ -276,8 +292,13 @@ def stock_config(converted: AttentionOnlyConfig, heads_per_neuron: int) -> Hooke
     if source.positional_embedding_type == "rotary":
         width = max(width, (source.rotary_dim or width) + 1)
     elif source.positional_embedding_type == "alibi":
-        width += ROTATED
-        changes = rotary_settings(source)
+        width += _ALIBI
+        changes = {
+            "positional_embedding_type": "rotary",
+            "rotary_dim": _ALIBI,
+            "rotary_adjacent_pairs": False,
+            "rotary_scaling_factor": _inverse_angle(source.n_ctx),
+        }
     changes |= {
         "n_layers": 2 * source.n_layers,
         "attn_only": True,
@@ -309,224 +330,66 @@ def stock_config(converted: AttentionOnlyConfig, heads_per_neuron: int) -> Hooke
     return HookedTransformerConfig(**kept | changes)
 
 
-def stock_bytes(cfg: HookedTransformerConfig) -> int:
-    """The bytes of a state dict under this configuration; nothing of that size is allocated."""
-    with torch.device("meta"):
-        shapes = HookedTransformer(cfg, move_to_device=False)
-    return sum(tensor.nbytes for tensor in shapes.state_dict().values())
-
-
-def gates(model: AttentionOnlyTransformer) -> list[AnyGate]:
-    """The gate of every neuron block."""
-    return [cast(NeuronAttention, block.attn).gate for block in model.blocks[1::2]]
-
-
-_GIB = 2**30
-_BOTH = "would act on the neurons too: a stock model has one setting for all of its layers"
-
-
-def reasons_against(model: object, max_bytes: int) -> list[str]:
-    """Why `to_stock` cannot take this model; empty where it can. Allocates next to nothing."""
+def _reasons_against(model: object, max_bytes: int) -> list[str]:
+    """List why `to_stock` cannot take this model. Allocates next to nothing."""
     if not isinstance(model, AttentionOnlyTransformer):
         return [
             f"got a {type(model).__module__}.{type(model).__qualname__}; expected what "
             f"attn_only_lens.convert returns{USE_INSTEAD}"
         ]
-    cfg = model.cfg.layer_cfg(0)  # nothing below looks at what layers may differ in
-    reasons = hook_reasons(model) + _structure_reasons(cfg) + _attention_reasons(cfg)
-    if any(block.attn.q_norm is not None for block in model.blocks[::2]):
-        reasons.append(f"its norms of queries and keys {_BOTH}")
-    heads_per_neuron = 1  # the least, where the gate is refused
-    if cfg.gated_mlp and model.cfg.gating.kind == "exact":
-        reasons.append(
-            "its MLPs are gated, exactly: a neuron's value is the product of two linear maps, "
-            'which no stock head has. Convert the source with gate="bilinear" first'
-        )
-    for gate in set(gates(model)):
-        try:
-            heads_per_neuron = max(heads_per_neuron, len(mixture(gate).w))
-        except UnsupportedModelError as error:
-            reasons += error.reasons
-    reasons += _precision_reasons(model)
-    return reasons + _size_reasons(model, heads_per_neuron, max_bytes)
-
-
-def _structure_reasons(cfg: Any) -> list[str]:
-    reasons = []
-    if cfg.parallel_attn_mlp:
-        reasons.append(
-            "its attention and MLPs run in parallel: a stock neuron layer reads the stream after "
-            "the attention layer before it, not the stream that entered that layer"
-        )
-    if cfg.positional_embedding_type == "shortformer":
-        reasons.append(
-            "its positions are shortformer's, added to every layer's queries and keys: they "
-            "would be added to the neurons' pre-activations"
-        )
-    if cfg.attention_dir != "causal":
-        reasons.append(
-            f"its attention_dir is {cfg.attention_dir!r}: TransformerLens then applies no mask, so "
-            "a stock layer of window 1 would see every token"
-        )
-    kinds = (cfg.attn_types or [])[: cfg.n_layers] if cfg.use_local_attn else []
-    if "local" in kinds and cfg.window_size != 1:
-        reasons.append(
-            f"layers of its own are local with window {cfg.window_size}: a stock model has one "
-            "window_size for all of its local layers, and the neurons' is 1"
-        )
-    return reasons
-
-
-def _attention_reasons(cfg: Any) -> list[str]:
-    reasons = []
-    if cfg.clip_qkv is not None:
-        reasons.append(f"its clip_qkv={cfg.clip_qkv:g} {_BOTH}")
-    if cfg.attn_scores_soft_cap > 0:
-        reasons.append(f"its attn_scores_soft_cap={cfg.attn_scores_soft_cap:g} {_BOTH}")
-    if cfg.use_logn_attn:
-        reasons.append(f"its use_logn_attn, a scale of queries by position, {_BOTH}")
-    if cfg.use_dynamic_ntk_rope:
-        reasons.append(
-            "its use_dynamic_ntk_rope rebuilds rotary tables as it runs: a state dict does not say "
-            "for which length they were built last"
-        )
+    cfg: Any = model.cfg.layer_cfg(0)  # nothing below looks at what layers may differ in
+    exact = model.cfg.gating.kind == "exact"
     half = cfg.dtype in (torch.float16, torch.bfloat16)
-    if cfg.positional_embedding_type == "alibi" and half:
-        reasons.append(
-            f"its alibi biases in {cfg.dtype} would lose the digits that tell near tokens apart; "
-            "call .to(torch.float32) first"
-        )
-    return reasons
-
-
-def _precision_reasons(model: AttentionOnlyTransformer) -> list[str]:
-    cfg = model.cfg
-    if cfg.dtype not in (torch.float16, torch.bfloat16) or cfg.gating.kind == "exact":
-        return []
-    if cfg.gated_mlp:
-        return [
-            f"its heads in {cfg.dtype} are many times larger than their sum, which a stock layer "
-            "forms in that precision; call .to(torch.float32) first"
-        ]
-    if cfg.act_fn == "relu":
-        return [
-            f"its slopes are steep, and scores in {cfg.dtype} would overflow or be too coarse; "
-            "call .to(torch.float32) first"
-        ]
-    return []
-
-
-def _size_reasons(
-    model: AttentionOnlyTransformer, heads_per_neuron: int, max_bytes: int
-) -> list[str]:
-    cfg = stock_config(model.cfg, heads_per_neuron)
-    size = stock_bytes(cfg)
-    if size <= max_bytes:
-        return []
+    kinds = (cfg.attn_types or [])[: cfg.n_layers] if cfg.use_local_attn else []
+    stock_cfg = _stock_config(model.cfg, _heads_per_neuron(model))
+    size = stock_bytes(stock_cfg)
     now = sum(tensor.nbytes for tensor in model.state_dict().values())
-    return [
-        f"its weights would take {size:,} bytes ({size / _GIB:.3g} GiB), {cfg.n_layers} layers of "
-        f"{cfg.n_heads} heads of width {cfg.d_head} padded with zeros, and max_bytes is "
-        f"{max_bytes:,}. Take a source with fewer layers or a smaller d_mlp, raise max_bytes, or "
-        f"use the converted model itself, which takes {now:,} bytes ({now / _GIB:.3g} GiB)"
-    ]
-
-
-@torch.inference_mode(False)  # weights of inference mode could never be trained
-def to_stock(
-    attn_only: AttentionOnlyTransformer, *, max_bytes: int = 8 * 2**30
-) -> HookedTransformer:
-    """Make a plain `HookedTransformer` that computes what a converted model computes.
-
-    It is of that very class, with `attn_only=True`, and made of TransformerLens' own parts, so its
-    `cfg` and its state dict are all that is needed to run it:
-
-        stock = HookedTransformer(HookedTransformerConfig.from_dict(cfg))
-        stock.load_state_dict(state_dict)
-
-    Layer 2l + 1 holds the neurons of source layer l: with m heads a neuron, head i · m + j is the
-    j-th of neuron i, and its pattern [batch, head_index, query_pos, key_pos] is that neuron's
-    weight of the token itself on the diagonal and 0 elsewhere.
-
-    `max_bytes` counts weights only: a forward pass makes a pattern of heads · pos · pos numbers a
-    prompt and layer, and a key-value cache holds 2 · heads · d_head numbers a token and layer.
-
-    A token that a mask leaves out (padding) does not attend to itself in a stock model, so its own
-    logits differ there from the converted model's; those of the other tokens do not.
-
-    Source: "Attention-Only Transformers and Implementing MLPs with Attention Heads", Theorem 4.
-
-    Args:
-        attn_only: a model that `convert` returned, with bilinear gates (exact ones of silu and
-            quick_gelu are). It is not changed, and shares no weights with the result. Its tokenizer
-            is handed over.
-        max_bytes: the largest size of the result's weights to accept.
-
-    Returns:
-        The stock model, on the device and in the dtype of `attn_only`, without hooks. Alibi
-        positions come out as rotary ones, and hold for n_ctx tokens.
-
-    Raises:
-        UnsupportedModelError: with every reason why not: what no stock head computes, settings
-            that would act on neurons too, or the size. Nothing has been allocated then.
-
-    Example:
-        >>> import torch
-        >>> from attn_only_lens import convert, pretrained, to_stock
-        >>> attn_only = convert(pretrained.modular_addition())
-        >>> stock = to_stock(attn_only)
-        >>> type(stock).__name__, stock.cfg.attn_only, stock.cfg.attn_types
-        ('HookedTransformer', True, ['global', 'local'])
-        >>> tokens = pretrained.modular_addition_tokens()[:11]
-        >>> torch.allclose(stock(tokens), attn_only(tokens), rtol=0, atol=1e-3)
-        True
-        >>> _, cache = stock.run_with_cache(tokens)
-        >>> cache["pattern", 1].shape  # [batch, d_mlp, query_pos, key_pos]
-        torch.Size([11, 512, 3, 3])
-    """
-    reasons = reasons_against(attn_only, max_bytes)
-    if reasons:
-        raise UnsupportedModelError(reasons, problem=PROBLEM)
-    stock = _empty(attn_only)
-    with torch.no_grad():
-        for name in ("embed", "pos_embed", "ln_final", "unembed"):
-            if hasattr(stock, name):
-                _copy(getattr(attn_only, name), getattr(stock, name))
-        for source, target in zip(attn_only.blocks, stock.blocks, strict=True):
-            _fill(source, target)
-    return stock.train(attn_only.training)
-
-
-def _empty(attn_only: AttentionOnlyTransformer) -> HookedTransformer:
-    """The stock model, its weights not yet set, with the tokenizer."""
-    m = max((len(mixture(gate).w) for gate in gates(attn_only)), default=1)
-    stock = HookedTransformer(stock_config(attn_only.cfg, m))
-    stock.cfg.tokenizer_name = attn_only.cfg.tokenizer_name
-    stock.tokenizer = attn_only.tokenizer
-    return stock
-
-
-def _fill(source: Any, target: TransformerBlock) -> None:
-    """Write one block of a converted model, of either kind, into a stock block."""
-    for name in ("ln1", "ln1_post"):
-        if hasattr(target, name):
-            _copy(getattr(source, name), getattr(target, name))
-    attn = cast(Attention, target.attn)
-    if source.attn.attn_type == "neuron":
-        mlp = source.attn
-        weights = mlp.W_in, mlp.b_in, mlp.W_out, mlp.b_out
-        heads = neuron_heads(*weights, *mixture(mlp.gate), mlp.W_gate)
-        heads.pad_into(attn, at=attn.cfg.d_head - 1)
-        return
-    heads = attention_heads(source.attn)
-    if source.attn.cfg.positional_embedding_type == "alibi":
-        heads = with_alibi(heads, source.attn)
-    elif source.attn.cfg.positional_embedding_type == "rotary":
-        # As they are: a model that was cast has tables of the precision it was built in.
-        attn.rotary_sin = source.attn.rotary_sin.clone()
-        attn.rotary_cos = source.attn.rotary_cos.clone()
-    heads.pad_into(attn, at=0)
-
-
-def _copy(source: nn.Module, target: nn.Module) -> None:
-    target.load_state_dict(source.state_dict())
+    obstacles = {
+        "its attention and MLPs run in parallel: a stock neuron layer reads the stream after "
+        "the attention layer before it, not the stream that entered that layer": (
+            cfg.parallel_attn_mlp
+        ),
+        "its positions are shortformer's, added to every layer's queries and keys: they "
+        "would be added to the neurons' pre-activations": (
+            cfg.positional_embedding_type == "shortformer"
+        ),
+        f"its attention_dir is {cfg.attention_dir!r}: TransformerLens then applies no mask, so "
+        "a stock layer of window 1 would see every token": cfg.attention_dir != "causal",
+        f"layers of its own are local with window {cfg.window_size}: a stock model has one "
+        "window_size for all of its local layers, and the neurons' is 1": (
+            "local" in kinds and cfg.window_size != 1
+        ),
+        f"its clip_qkv={cfg.clip_qkv} {_BOTH}": cfg.clip_qkv is not None,
+        f"its attn_scores_soft_cap={cfg.attn_scores_soft_cap} {_BOTH}": (
+            cfg.attn_scores_soft_cap > 0
+        ),
+        f"its use_logn_attn, a scale of queries by position, {_BOTH}": cfg.use_logn_attn,
+        "its use_dynamic_ntk_rope rebuilds rotary tables as it runs: a state dict does not say "
+        "for which length they were built last": cfg.use_dynamic_ntk_rope,
+        f"its alibi biases in {cfg.dtype} would lose the digits that tell near tokens apart; "
+        "call .to(torch.float32) first": half and cfg.positional_embedding_type == "alibi",
+        f"its norms of queries and keys {_BOTH}": any(
+            block.attn.q_norm is not None for block in model.blocks[::2]
+        ),
+        "its MLPs are gated, exactly: a neuron's value is the product of two linear maps, which no "
+        'stock head has. Convert the source with gate="bilinear" first': cfg.gated_mlp and exact,
+        f"its gate is that of {cfg.act_fn}, exactly: a score that is not linear in the "
+        'pre-activation, which no stock head has. Convert the source with gate="bilinear" '
+        "first (silu and quick_gelu are linear as they are)": any(
+            mixture(gate) is None for gate in _gates(model)
+        ),
+        f"its heads in {cfg.dtype} are many times larger than their sum, which a stock layer "
+        "forms in that precision; call .to(torch.float32) first": (
+            half and not exact and cfg.gated_mlp
+        ),
+        f"its slopes are steep, and scores in {cfg.dtype} would overflow or be too coarse; "
+        "call .to(torch.float32) first": (
+            half and not exact and not cfg.gated_mlp and cfg.act_fn == "relu"
+        ),
+        f"its weights would take {size:,} bytes ({size / _GIB:.3g} GiB), {stock_cfg.n_layers} "
+        f"layers of {stock_cfg.n_heads} heads of width {stock_cfg.d_head} padded with zeros, and "
+        f"max_bytes is {max_bytes:,}. Take a source with fewer layers or a smaller d_mlp, raise "
+        "max_bytes, or use the converted model itself, which takes "
+        f"{now:,} bytes ({now / _GIB:.3g} GiB)": size > max_bytes,
+    }
+    return hook_reasons(model) + [reason for reason, applies in obstacles.items() if applies]

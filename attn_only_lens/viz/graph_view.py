@@ -15,12 +15,12 @@ from torch import Tensor
 from transformer_lens import ActivationCache
 
 from attn_only_lens.circuits.graph import HEADS, CircuitGraph
-from attn_only_lens.circuits.vocabulary import TopTokens, Vocabulary
+from attn_only_lens.circuits.vocabulary import DirectEffects, TopTokens
 from attn_only_lens.errors import CircuitError
 from attn_only_lens.heads import HeadName, host_of, reasons_without_heads
 from attn_only_lens.numerics import full_precision, is_count
-from attn_only_lens.runs.paired_runs import reasons_against
-from attn_only_lens.runs.prompts import Prompts, unpaired
+from attn_only_lens.runs.inputs import reasons_not_to_run
+from attn_only_lens.runs.prompts import Prompts, single_prompts
 from attn_only_lens.runs.recording import Recording, record
 from attn_only_lens.runs.token_texts import token_text, token_texts
 from attn_only_lens.tolerances import LOGIT_TOLERANCE
@@ -121,8 +121,8 @@ def _record_run(
     Raises:
         PictureError: the model or its prompts are not those of the graph.
     """
-    refuse(*reasons_against(model), *reasons_without_heads(model))
-    pair = unpaired(model, prompts, mask)
+    refuse(*reasons_not_to_run(model), *reasons_without_heads(model))
+    pair = single_prompts(model, prompts, mask)
     if tuple(tuple(token_texts(model, row)) for row in pair.clean.tolist()) != graph.tokens:
         refuse(f"got prompts other than the graph's, {_listed(graph.tokens)}")
     heads = graph.nodes[graph.nodes["kind"].isin(HEADS)]
@@ -184,10 +184,10 @@ def _with_tokens(
 ) -> dict[str, NodeDetails]:
     """Add the tokens that each node raises, by id, and that each neuron reads, by name."""
     try:
-        vocabulary = Vocabulary(model)
-        raised = vocabulary.raised(run.hooked, _names_and_positions(heads), k, prompt=prompt)
+        effects = DirectEffects(model)
+        raised = effects.promoted_tokens(run.hooked, _names_and_positions(heads), k, prompt=prompt)
         neurons = heads.loc[heads["kind"] == "neuron", "name"].unique().tolist()
-        read = vocabulary.read(neurons, k) if neurons else []
+        read = effects.read_tokens(neurons, k) if neurons else []
     except CircuitError as error:
         more = "top_tokens=0 draws the graph without its nodes' tokens"
         raise CircuitError(

@@ -12,7 +12,7 @@ from models import build
 from attn_only_lens import CircuitError, PatchingError, calibrate, circuits, convert
 from attn_only_lens import expose_neuron_heads as expose
 from attn_only_lens import patching as p
-from attn_only_lens.circuits._composition import Largest, scores, writer_factor
+from attn_only_lens.circuits._composition import LargestScores, scores, writer_factors
 from attn_only_lens.models.norms import Norm
 
 EXACT = 1e-12  # of scores in [0, 1], each a few hundred roundings of float64
@@ -211,7 +211,7 @@ def test_more_than_there_are_is_all_there_are():
 def test_the_largest_keeps_the_largest_whatever_comes_first():
     found = torch.rand(31, 17, generator=torch.Generator().manual_seed(0))
     for rows in (found, found.flip(0)):
-        largest = Largest(13)
+        largest = LargestScores(13)
         for start in range(0, 31, 5):
             largest.add(rows[start : start + 5].clone(), (start, 0))
         assert torch.equal(largest.values, found.flatten().topk(13).values)
@@ -268,7 +268,7 @@ def test_random_heads_score_as_the_baseline_says():
     for rank in (1, 13):
         n = 200 if rank == 1 else 60
         one, other = (
-            writer_factor(_factored(n, d_model, rank, generator), tuple("x" * n)) for _ in "ab"
+            writer_factors(_factored(n, d_model, rank, generator), tuple("x" * n)) for _ in "ab"
         )
         ratio = scores(one, other) * math.sqrt(d_model)
         # cos² has variance 2 / d²: over n² pairs of n vectors a side, 5 deviations of the mean
@@ -342,6 +342,6 @@ def test_what_is_refused():
 
 
 def test_a_grid_that_would_not_fit_is_refused(monkeypatch):
-    monkeypatch.setattr("attn_only_lens.circuits._composition._LARGEST_GRID", 100)
+    monkeypatch.setattr("attn_only_lens.circuits._composition._MOST_PAIRS", 100)
     with pytest.raises(CircuitError, match="use top_compositions"):
         circuits.composition(convert(build("gelu")), p.heads(), p.neuron_heads())

@@ -131,10 +131,10 @@ def test_cpr_and_cmd_of_a_curve_worked_out_by_hand(monkeypatch):
     n = len(ranking.frame)
     curve = {int(share * n): share for share in SHARES} | {int(0.5 * n): 1.5, n: 1.0}
 
-    def made_up(self, kept):
-        return curve.get(int(kept.sum()), float("nan"))
+    def made_up(self, circuit):
+        return curve.get(len(circuit), float("nan"))
 
-    monkeypatch.setattr("attn_only_lens.circuits.ablation.Ablated.faithfulness", made_up)
+    monkeypatch.setattr("attn_only_lens.circuits.ablation.AblatedModel.faithfulness", made_up)
     found = faithfulness(model, clean, corrupted, METRIC, ranking, n_random=0)
     assert found.frame["n_sites"].tolist() == [0, 1, 2, 5, 11, 27, 55, 111, 277, 555]
     assert found.cpr == pytest.approx(0.8999995, abs=1e-12)
@@ -237,7 +237,7 @@ def test_what_makes_no_sense_is_refused():
     refused("tell the two apart", after)  # after the first position, nobody reads it
     refused("from the end", p.attribution(*given, sites=["L2N3"], positions=-1))
     every, each = (p.attribution(*given, sites=["L0N3"], positions=at) for at in ("all", "each"))
-    refused("beside sites at one", beside(every, each))
+    refused("and sites at one", beside(every, each))
     refused(f"got {POS} sites twice, such as L0N3 at 0", beside(each, each))
     longer = tokens(0, 2, POS + 2), tokens(1, 2, POS + 2)
     there = p.attribution(model, *longer, METRIC, sites=["L0N3"], positions="each")

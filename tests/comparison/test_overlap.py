@@ -8,8 +8,14 @@ import torch
 from scipy.spatial.distance import jensenshannon
 from scipy.stats import spearmanr
 
-from attn_only_lens.comparison.circuits import Resampling, compared, largest, mass_of
-from attn_only_lens.comparison.streaming import divergence, gate_divergence
+from attn_only_lens.comparison.circuits import (
+    Overlap,
+    Resampling,
+    largest,
+    overlap_measures,
+    select_mass,
+)
+from attn_only_lens.comparison.statistics import gate_divergence, pattern_divergence
 
 
 def test_divergences_are_scipys():
@@ -17,11 +23,11 @@ def test_divergences_are_scipys():
     p, q = (torch.rand(5, 7, 11, generator=generator, dtype=torch.float64) ** 3 for _ in range(2))
     p, q = (x / x.sum(-1, keepdim=True) for x in (p, q))
     p[0, 0], q[0, 0] = torch.eye(11, dtype=torch.float64)[:2]
-    found = divergence(p, q)
+    found = pattern_divergence(p, q)
     expected = jensenshannon(p.numpy(), q.numpy(), base=2, axis=-1) ** 2
     np.testing.assert_allclose(found, expected, atol=1e-14)
     assert found[0, 0] == 1
-    assert divergence(p, p).max() == 0
+    assert pattern_divergence(p, p).max() == 0
     gates = jensenshannon(
         np.stack([p[0], 1 - p[0]], -1), np.stack([q[0], 1 - q[0]], -1), base=2, axis=-1
     )
@@ -34,9 +40,9 @@ def test_a_sink_is_an_outcome():
     whole = torch.tensor([[0.5, 0.5], [0.5, 0.5]], dtype=torch.float64)
     three = np.array([[0.25, 0.25, 0.5], [0.5, 0.0, 0.5]])
     expected = jensenshannon(three, np.array([[0.5, 0.5, 0.0]] * 2), base=2, axis=-1) ** 2
-    np.testing.assert_allclose(divergence(half, whole), expected, atol=1e-14)
+    np.testing.assert_allclose(pattern_divergence(half, whole), expected, atol=1e-14)
     low = torch.tensor([[1 / 3, 2 / 3]]).bfloat16()  # which sums to 1 within its rounding only
-    assert divergence(low, low.float().to(torch.bfloat16)).item() == 0
+    assert pattern_divergence(low, low.float().to(torch.bfloat16)).item() == 0
 
 
 def test_overlap_of_two_circuits():
@@ -46,8 +52,8 @@ def test_overlap_of_two_circuits():
     assert (one.tolist(), other.tolist()) == ([0, 1, 2], [1, 2, 4])
     assert largest(np.array([1.0, -2.0, 2.0, -2.0, 1.0]), 2).tolist() == [1, 2]  # of equals
     assert [largest(first, n).tolist() for n in (0, 7)] == [[], [0, 1, 2, 3, 5, 6]]
-    found = compared(
-        lambda weights: {"nodes": (one, other, first, second)}, Resampling(3, 5, 0.9, 0)
+    found = overlap_measures(
+        lambda weights: {"nodes": Overlap(one, other, first, second)}, Resampling(3, 5, 0.9, 0)
     )["nodes"]
     assert [found[key] for key in ("kept", "lost", "gained")] == [2, 1, 1]
     assert found["jaccard"] == found["jaccard_low"] == found["jaccard_high"] == 0.5
@@ -61,7 +67,8 @@ def test_intervals_are_of_resampled_prompts():
     other = np.array([2])
 
     def choose(weights):
-        return {"nodes": (largest(scores @ weights, 1), other, scores @ weights, np.ones(3))}
+        found = largest(scores @ weights, 1)
+        return {"nodes": Overlap(found, other, scores @ weights, np.ones(3))}
 
     n = 4000
     resampling = Resampling(3, n, 0.5, seed=0)
@@ -73,9 +80,9 @@ def test_intervals_are_of_resampled_prompts():
     # Four standard errors of a share.
     assert np.mean(values) == pytest.approx(np.mean(every), abs=4 * np.sqrt(0.25 / n))
     assert 0 < np.mean(every) < 1
-    found = compared(choose, Resampling(3, 200, 0.999, seed=0))["nodes"]
+    found = overlap_measures(choose, Resampling(3, 200, 0.999, seed=0))["nodes"]
     assert (found["jaccard_low"], found["jaccard_high"]) == (0, 1)
-    again = compared(choose, Resampling(3, 200, 0.999, seed=0))["nodes"]
+    again = overlap_measures(choose, Resampling(3, 200, 0.999, seed=0))["nodes"]
     assert found == pytest.approx(again, nan_ok=True)
 
 
@@ -83,6 +90,6 @@ def test_as_few_edges_as_have_the_mass():
     weights = np.array([4.0, -3.0, 2.0, 1.0, 50.0, 0.0, 7.0])
     kinds = np.array(["value"] * 4 + ["q"] * 3, dtype=object)
     among = np.array([0, 1, 2, 3, 5, 6])
-    assert mass_of(weights, kinds, among, 0.7).tolist() == [0, 1, 6]
-    assert mass_of(weights, kinds, among, 1.0).tolist() == [0, 1, 2, 3, 6]
-    assert mass_of(weights, kinds, among[:0], 0.7).tolist() == []
+    assert select_mass(weights, kinds, among, 0.7).tolist() == [0, 1, 6]
+    assert select_mass(weights, kinds, among, 1.0).tolist() == [0, 1, 2, 3, 6]
+    assert select_mass(weights, kinds, among[:0], 0.7).tolist() == []

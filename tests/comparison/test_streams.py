@@ -140,7 +140,7 @@ def test_what_is_refused(pair):
     null = grow(model, d_mlp=43, seed=0)
     for arguments, options, message in (
         ((model, grown.model, good, loss), {}, "got provenance NoneType"),
-        ((other, grown, good, loss), {}, "the original has L2H0, and its provenance has not"),
+        ((other, grown, good, loss), {}, "the original has L2H0, unknown to the provenance"),
         ((model, other, good, loss), {"provenance": grown.provenance}, "are new in the provenance"),
         ((grown.model, grown, good, loss), {}, "the original has L0N37"),
         ((model, grown, good, None), {}, "got no metric"),
@@ -153,7 +153,7 @@ def test_what_is_refused(pair):
         ((model, grown, iter(good.numpy()), loss), {}, "got a batch of ndarray"),
         ((model, grown, good[:1], loss), {}, "1 prompt alone has 11 tokens"),
         ((model, grown, iter([good]), loss), {"corrupted": good}, "beside a stream"),
-        ((model, grown, good, loss), {"null": null}, "the null grew otherwise"),
+        ((model, grown, good, loss), {"null": null}, "the null grew differently"),
         ((model, grown, good, loss), {"null": null.model}, "expected one shape"),
         ((model, grown, good, loss), {"null": 3}, "the null: got a int"),
         ((model, grown, good, loss), {"batch_size": 0, "confidence": 2}, "got confidence=2"),
@@ -202,7 +202,7 @@ def test_interrupted_or_refused_models_are_as_they_were(pair):
 
 
 def test_batches_of_any_size(pair):
-    """One prompt alone is held against one of a batch before it, or of the batch after it."""
+    """One prompt alone is paired with one of a batch before it, or of the batch after it."""
     prompts = tokens(batch=5)
     for sizes, others in (
         ((2, 2, 1), (1, 0, 3, 2, 0)),

@@ -36,6 +36,7 @@ RIGHT = {
 # Inherited as they are; they touch neither blocks nor heads, and need a network to run.
 NEED_A_NETWORK = {"load_sample_training_dataset", "sample_datapoint"}
 REFUSED = {name for name in vars(Refusals) if not name.startswith("_")}
+REFUSED -= {"tl_parameters"}  # which SVDInterpreter asks for, and HookedTransformer has not
 
 CACHE_RIGHT = {
     # tests/conformance/test_cache.py

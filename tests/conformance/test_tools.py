@@ -153,7 +153,9 @@ def test_tools_that_count_heads_are_refused(tmp_path):
     converted = convert(source)
     with pytest.raises(UnsupportedCallError, match=r"blocks\[i\]\.cfg\.n_heads"):
         detect_head(converted, "w3 w5 w3", "previous_token_head")
-    with pytest.raises(UnsupportedCallError, match=r"SVDInterpreter .* on a converted model"):
+    with pytest.raises(
+        UnsupportedCallError, match=r"tl_parameters on a converted model: SVDInterpreter"
+    ):
         SVDInterpreter(converted)
     instead = converted.attention_heads.OV[1, 1].svd()
     expected = SVDInterpreter(source)._get_OV_matrix(1, 1).svd()

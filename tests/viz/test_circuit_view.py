@@ -12,7 +12,7 @@ from page_of_circuit import click, read_back, slide, visible
 from attn_only_lens import CircuitError, PictureError, convert, expose_neuron_heads, viz
 from attn_only_lens import patching as p
 from attn_only_lens.circuits import attribution_graph
-from attn_only_lens.circuits.head_weights import Weights
+from attn_only_lens.circuits.head_matrices import HeadMatrices
 from attn_only_lens.heads import HeadName
 
 POS, METRIC = 5, p.logit_diff(7, 11)
@@ -318,7 +318,7 @@ def test_an_embedding_that_is_not_known_says_how_to_go_on(drawn, monkeypatch):
     def unknown(self):
         raise CircuitError(["its embedding is projected"], "no")
 
-    monkeypatch.setattr(Weights, "embedding", unknown)
+    monkeypatch.setattr(HeadMatrices, "embedding", unknown)
     with pytest.raises(CircuitError, match="top_tokens=0 draws the graph without"):
         viz.circuit_view(graph, model, given)
 

@@ -1,1 +1,12 @@
 """Save models with neuron-heads to folders, and load them."""
+
+from attn_only_lens.models.checkpoint.save_load import (
+    MANIFEST,
+    is_saved,
+    load,
+    read_manifest,
+    save,
+    write_manifest,
+)
+
+__all__ = ["MANIFEST", "is_saved", "load", "read_manifest", "save", "write_manifest"]

@@ -1,20 +1,18 @@
-"""A TransformerBridge with random weights, built from JSON as the one was that it stands for.
-
-TransformerBridges with neuron-heads in place.
+"""TransformerBridges with neuron-heads in place.
 
 A bridge is built again the way it was: the wrapped model from its own configuration, with random
 weights; the bridge around it; `enable_compatibility_mode`, where that was called. Then every tensor
-that there is gets its number, processed weights included, and the neuron-heads are exposed.
+is given its numbers, processed weights included, and the neuron-heads are exposed.
 
-That this leads back to the model that is saved is not assumed. It is tried before anything is
-written, on the model's own tensors: names and types of all modules, names of all hook points, the
-configuration, and the logits on a few tokens, which have to be bitwise equal. So a bridge in any
-state that this way does not lead to is refused, whatever the reason.
+That this leads back to the saved model is not assumed but tried before anything is written, on the
+model's own tensors: names and types of all modules, names of all hook points, the configuration,
+and the logits on a few tokens, which have to be bitwise equal. A bridge in any other state is
+refused, whatever the reason.
 """
 
 import json
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, Literal, TypedDict
 
 import torch
 import transformers
@@ -26,131 +24,165 @@ from transformer_lens.model_bridge.sources.native import NativeModel
 from transformers import PretrainedConfig, PreTrainedModel
 
 from attn_only_lens.errors import CheckpointError
-from attn_only_lens.heads import Gating
-from attn_only_lens.models.checkpoint.entries import Parts, plain_config
-from attn_only_lens.models.checkpoint.shared_memory import roots_of, viewed, views_of
-from attn_only_lens.models.expose import expose_as
+from attn_only_lens.models.checkpoint.hooked import expose_again
+from attn_only_lens.models.checkpoint.shared_memory import place, placements_of, tensors_to_write
 from attn_only_lens.models.in_place import exposed_heads
-from attn_only_lens.models.in_place.known_mlps import known_mlps
-from attn_only_lens.models.source_folder import dtype_named
+from attn_only_lens.models.source_folder import parse_dtype, plain_config
+from attn_only_lens.models.two_blocks.build import tensor_misfits
 from attn_only_lens.numerics import same_randomness
-from attn_only_lens.runs.attached_hooks import attached, hook_reasons
+from attn_only_lens.runs.attached_hooks import find_hooks, hook_reasons
 from attn_only_lens.storage import out_of_range
 
-__all__ = ["bridge_parts", "native", "rebuilt_bridge", "skeleton"]
+__all__ = ["BridgeFields", "describe_bridge", "rebuild_bridge"]
 
 _NATIVE = "TransformerLensNative"
 _FEW = 1000
 _SLACK = 2  # numbers of the model, for each that is saved: those that share memory are saved once
+# Settings of the configuration that are not restored.
+_NOT_RESTORED = ("device", "n_devices", "dtype", "_bridge_ref", "trust_remote_code")
+_SIZES = ("n_layers", "n_heads", "n_key_value_heads", "d_model", "d_head", "d_mlp", "d_vocab")
+_POS = 7  # tokens of the trial
 
 
-def native(config: dict[str, Any]) -> bool:
-    """Whether the wrapped model is TransformerLens' own."""
-    return bool(config["architecture"] == _NATIVE)
+class _BridgeConfig(TypedDict):
+    dtype: str
+    architecture: str
+    compatible: bool
+    processed: bool
+    quiet: bool
+    cfg: dict[str, Any]
 
 
-def skeleton(
-    config: dict[str, Any], tensors: Mapping[str, Tensor] | None = None
-) -> TransformerBridge:
-    """The bridge, not exposed; the caller's random state stays as it was.
+class BridgeFields(TypedDict):
+    """The entries of a manifest that only a TransformerBridge has."""
 
-    Args:
-        config: what `save` wrote of it.
-        tensors: what there is to fill it with; a model that takes far more is refused before time
-            and memory are taken for it.
+    layout: Literal["in place"]
+    config: _BridgeConfig
+    results: bool
+    placements: dict[str, tuple[str, int, list[int], list[int], str]]
+    other_mode: list[str]
+
+
+def describe_bridge(model: TransformerBridge) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Return the entries of an exposed bridge's manifest, and its tensors.
 
     Raises:
-        CheckpointError: this version of transformers or of TransformerLens cannot build it, or it
-            has numbers that no model can have.
+        CheckpointError: `rebuild_bridge` would not build it.
+    """
+    config = _config(model)
+    twin = _skeleton(config)
+    named, expected = _named(model), _named(twin)
+    # What a forward pass leaves behind in attributes is not part of the model.
+    kept = {name: tensor for name, tensor in named.items() if name in expected}
+    held = {id(tensor) for tensor in [*model.parameters(), *model.buffers()]}
+    wrong = [f"{name} is missing" for name in sorted(expected.keys() - named)]
+    wrong += [
+        f"{name} is not known"
+        for name in sorted(named.keys() - expected)
+        if id(named[name]) in held
+    ]
+    if wrong:
+        raise _lost(wrong)
+    try:
+        placements = placements_of(kept)
+    except ValueError as error:
+        raise _lost([str(error)]) from error
+    heads = exposed_heads(model)[0]
+    entries: dict[str, Any] = {
+        "layout": "in place",
+        "config": config,
+        "gate": heads.gating.to_json(),
+        "results": heads.results,
+        "placements": placements,
+        "frozen": [name for name, tensor in kept.items() if not tensor.requires_grad],
+        "other_mode": [name for name, m in _modules(model) if m.training != model.training],
+    }
+    mode = {"training": model.training}
+    _finish(twin, entries | mode, {name: tensor.detach() for name, tensor in kept.items()})
+    if wrong := _differences(model, twin):
+        raise _lost(wrong)
+    return entries, tensors_to_write(kept, placements)
+
+
+def rebuild_bridge(manifest: dict[str, Any], tensors: dict[str, Tensor]) -> TransformerBridge:
+    """Build the bridge of a manifest.
+
+    Raises:
+        CheckpointError: it cannot be built, or the tensors do not fit it.
+    """
+    model = _skeleton(manifest["config"], tensors)
+    try:
+        values = place(tensors, manifest["placements"])
+    except ValueError as error:
+        raise CheckpointError(f"the weights do not fit their manifest: {error}") from error
+    _finish(model, manifest, values)
+    unknown = set(manifest["other_mode"]) - dict(_modules(model)).keys()
+    if unknown:
+        raise CheckpointError(f"the manifest names modules that do not exist: {sorted(unknown)}")
+    return model
+
+
+def _skeleton(
+    config: dict[str, Any], tensors: Mapping[str, Tensor] | None = None
+) -> TransformerBridge:
+    """Build the bridge, not exposed; the caller's random state stays as it was.
+
+    Args:
+        config: its entry in the manifest.
+        tensors: what is to fill it; a configuration of far more is refused before it takes time and
+            memory.
+
+    Raises:
+        CheckpointError: it has numbers that no model can have. Errors of constructors pass.
     """
     if wrong := list(out_of_range(config, "config")):
         raise CheckpointError(f"this is no configuration: {'; '.join(wrong[:5])}")
-    try:
-        with same_randomness(torch.device("cpu")), torch.device("cpu"):
-            if tensors is not None:
-                _require_modest(config, tensors)
-            bridge = (_native if native(config) else _bridged)(config)
-            if config["compatible"]:
-                bridge.enable_compatibility_mode(
-                    disable_warnings=config["quiet"], no_processing=not config["processed"]
-                )
-            elif config["processed"]:
-                bridge.process_weights()
-    except (
-        AttributeError,
-        AssertionError,
-        LookupError,
-        RuntimeError,
-        TypeError,
-        ValueError,
-    ) as error:
-        raise CheckpointError(
-            "the bridge cannot be built by these versions of transformers and TransformerLens: "
-            f"{error}"
-        ) from error
+    with same_randomness(torch.device("cpu")), torch.device("cpu"):
+        if tensors is not None:
+            _require_modest(config, tensors)
+        bridge = build_bridge_from_module(**_wrapped(config))
+        if config["compatible"]:
+            bridge.enable_compatibility_mode(
+                disable_warnings=config["quiet"], no_processing=not config["processed"]
+            )
+        elif config["processed"]:
+            bridge.process_weights()
     return bridge
 
 
 def _require_modest(config: dict[str, Any], tensors: Mapping[str, Tensor]) -> None:
-    """Refuse a configuration of far more than is saved.
-
-    Raises:
-        ValueError: it is.
-    """
-    hf_config = config.get("hf_config", {})
-    many = [
-        key
-        for key, value in hf_config.items()
-        if "layer" in key and isinstance(value, int) and value > _FEW + len(tensors)
-    ]
-    if many:  # configurations make lists of such lengths
-        raise ValueError(f"its {many[0]} is {hf_config[many[0]]}, and {len(tensors)} tensors")
+    """Raise ValueError for a configuration of far more numbers than are saved."""
+    for key, value in config.get("hf_config", {}).items():
+        # Configurations make lists of such lengths.
+        if "layer" in key and isinstance(value, int) and value > _FEW + len(tensors):
+            raise ValueError(f"its {key} is {value}, and {len(tensors)} tensors are saved")
     with torch.device("meta"):
-        trial = (_native_module if native(config) else _wrapped)(config)
+        trial = _wrapped(config)["model"]
     takes = sum(each.numel() for each in [*trial.parameters(), *trial.buffers()])
     most = sum(each.numel() for each in tensors.values())
     if takes > _SLACK * most:
         raise ValueError(f"it takes {takes} numbers, and {most} are saved")
 
 
-def _native(config: dict[str, Any]) -> TransformerBridge:
-    cfg = _native_config(config)
-    return TransformerBridge.boot_native(cfg, dtype=cfg.dtype, model_name=cfg.model_name)
-
-
-def _native_module(config: dict[str, Any]) -> nn.Module:
-    return NativeModel(_native_config(config))
-
-
-def _native_config(config: dict[str, Any]) -> TransformerBridgeConfig:
-    chosen = {"dtype": dtype_named(config["dtype"]), "device": "cpu", "n_devices": 1, "seed": None}
-    return TransformerBridgeConfig.from_dict(config["cfg"] | chosen)
-
-
-def _bridged(config: dict[str, Any]) -> TransformerBridge:
-    model = _wrapped(config)
-    return build_bridge_from_module(
-        model.eval(),
-        config["architecture"],
-        hf_config=model.config,
-        model_name=config["cfg"]["model_name"],
-    )
-
-
-def _wrapped(config: dict[str, Any]) -> PreTrainedModel:
-    hub = [each for each in _implementations(config) if "/" in each or ":" in each]
-    if hub:
+def _wrapped(config: dict[str, Any]) -> dict[str, Any]:
+    """The wrapped model, and how to build a bridge around it."""
+    dtype = parse_dtype(config["dtype"])
+    how = {"architecture": config["architecture"], "model_name": config["cfg"]["model_name"]}
+    if config["architecture"] == _NATIVE:
+        chosen = {"dtype": dtype, "device": "cpu", "n_devices": 1, "seed": None}
+        cfg = TransformerBridgeConfig.from_dict(config["cfg"] | chosen)
+        return {**how, "model": NativeModel(cfg).to(dtype=dtype), "tl_config": cfg, "dtype": dtype}
+    if hub := [each for each in _implementations(config) if "/" in each or ":" in each]:
         raise ValueError(f"it runs code from a hub: {', '.join(hub)}")
-    kind = _of_transformers(config["config_class"], PretrainedConfig)
-    return _of_transformers(config["class"], PreTrainedModel)._from_config(
-        kind.from_dict(config["hf_config"]),
-        attn_implementation=config["attention"],
-        dtype=dtype_named(config["dtype"]),
+    kind = _class_in_transformers(config["config_class"], PretrainedConfig)
+    model = _class_in_transformers(config["class"], PreTrainedModel)._from_config(
+        kind.from_dict(config["hf_config"]), attn_implementation=config["attention"], dtype=dtype
     )
+    return {**how, "model": model.eval(), "hf_config": model.config}
 
 
 def _implementations(value: Any, chosen: bool = False) -> Iterator[str]:
-    """Every text that says what computes attention, or the like: transformers loads such names."""
+    """Every text that names an implementation of attention or the like; transformers loads them."""
     if isinstance(value, dict):
         for key, each in value.items():
             here = str(key) == "attention" or str(key).endswith(("implementation", "_internal"))
@@ -162,7 +194,7 @@ def _implementations(value: Any, chosen: bool = False) -> Iterator[str]:
         yield value
 
 
-def _of_transformers(name: str, kind: type) -> Any:
+def _class_in_transformers(name: str, kind: type) -> Any:
     """Look up a class of models or configurations in transformers, and nothing else there."""
     found = getattr(transformers, name, None)
     if not isinstance(found, type) or not issubclass(found, kind):
@@ -170,80 +202,16 @@ def _of_transformers(name: str, kind: type) -> Any:
     return found
 
 
-# Of the configuration: not to be put back.
-_CHOSEN = ("device", "n_devices", "dtype", "_bridge_ref", "trust_remote_code")
-_SIZES = ("n_layers", "n_heads", "n_key_value_heads", "d_model", "d_head", "d_mlp", "d_vocab")
-_POS = 7  # tokens of the trial
-
-
-def bridge_parts(model: TransformerBridge) -> Parts:
-    """An exposed bridge as parts.
-
-    Raises:
-        CheckpointError: `rebuilt_bridge` would not build it.
-    """
-    config = _config(model)
-    twin = skeleton(config)
-    named, expected = _named(model), _named(twin)
-    # What a forward pass leaves behind in attributes is not part of the model.
-    parts = {name: tensor for name, tensor in named.items() if name in expected}
-    held = {id(tensor) for tensor in [*model.parameters(), *model.buffers()]}
-    lost = {name for name in named.keys() - expected if id(named[name]) in held}
-    wrong = [f"{name} is missing" for name in sorted(set(expected) - set(named))]
-    wrong += [f"{name} is not known" for name in sorted(lost)]
-    if wrong:
-        raise _lost(wrong)
-    try:
-        views = views_of(parts)
-    except ValueError as error:
-        raise _lost([str(error)]) from error
-    manifest: dict[str, Any] = {
-        "config": config,
-        "gate": exposed_heads(model)[0].gating.to_json(),
-        "results": exposed_heads(model)[0].results,
-        "training": model.training,
-        "views": views,
-        "frozen": [name for name, tensor in parts.items() if not tensor.requires_grad],
-        "other_mode": [name for name, m in _modules(model) if m.training != model.training],
-    }
-    _finish(twin, manifest, {name: tensor.detach() for name, tensor in parts.items()})
-    wrong = _differences(model, twin)
-    if wrong:
-        raise _lost(wrong)
-    more = {key: manifest[key] for key in ("results", "views", "frozen", "other_mode")}
-    name = str(model.cfg.model_name)
-    return Parts(config, manifest["gate"], roots_of(parts, views), name, more)
-
-
-def rebuilt_bridge(manifest: dict[str, Any], tensors: dict[str, Tensor]) -> TransformerBridge:
-    """The bridge of a manifest.
-
-    Raises:
-        CheckpointError: it cannot be built, or the tensors do not fit it.
-    """
-    model = skeleton(manifest["config"], tensors)
-    try:
-        values = viewed(tensors, manifest["views"])
-    except ValueError as error:
-        raise CheckpointError(f"the weights do not fit their manifest: {error}") from error
-    _finish(model, manifest, values)
-    unknown = set(manifest["other_mode"]) - dict(_modules(model)).keys()
-    if unknown:
-        raise CheckpointError(f"the manifest names modules that there are not: {sorted(unknown)}")
-    return model
-
-
 def _config(model: TransformerBridge) -> dict[str, Any]:
-    """What a skeleton is built from, as JSON."""
+    """The settings that a skeleton is built from, as JSON."""
     reasons, wrapped = hook_reasons(model, "would not be saved"), model.original_model
-    if own := attached(model).own:
+    if own := find_hooks(model).own:
         reasons.append(
             f"TransformerLens has hooks of its own on it ({own[0]}), by which hook points of parts "
             "without a module fire (BERT in 4.3): such a bridge is not saved"
         )
     if model.cfg.d_vocab < 1:
         reasons.append("it has no vocabulary (it takes pictures?), and is tried on tokens")
-    kind = type(wrapped).__name__
     config: dict[str, Any] = {
         "dtype": str(model.cfg.dtype).removeprefix("torch."),
         "architecture": model.cfg.architecture,
@@ -252,7 +220,8 @@ def _config(model: TransformerBridge) -> dict[str, Any]:
         "quiet": bool(getattr(model.blocks[0], "disable_warnings", False)),
         "cfg": _settings(model),
     }
-    if not native(config):
+    if model.cfg.architecture != _NATIVE:
+        kind = type(wrapped).__name__
         if getattr(transformers, kind, None) is not type(wrapped):
             reasons.append(f"it wraps a {kind}, which transformers does not have: code of its own")
         hf_config = getattr(wrapped, "config", None)
@@ -267,8 +236,8 @@ def _config(model: TransformerBridge) -> dict[str, Any]:
             }
     if reasons:
         raise _lost(reasons)
-    settled: dict[str, Any] = json.loads(json.dumps(config))
-    return settled
+    as_json: dict[str, Any] = json.loads(json.dumps(config))
+    return as_json
 
 
 def _settings(model: TransformerBridge) -> dict[str, Any]:
@@ -285,21 +254,15 @@ def _settings(model: TransformerBridge) -> dict[str, Any]:
 def _finish(model: Any, manifest: dict[str, Any], values: dict[str, Tensor]) -> None:
     """Give a skeleton its numbers, settings, neuron-heads and mode."""
     named = _named(model)
-    wrong = [f"{name} is missing" for name in sorted(named.keys() - values)]
-    wrong += [f"{name} is not known" for name in sorted(values.keys() - named)]
-    wrong += [
-        f"{name} has shape {tuple(values[name].shape)}; expected {tuple(tensor.shape)}"
-        for name, tensor in named.items()
-        if name in values and values[name].shape != tensor.shape
-    ]
     frozen, other = set(manifest["frozen"]), set(manifest["other_mode"])
+    wrong = tensor_misfits(named, values)
     wrong += [f"{name} is not known" for name in sorted(frozen - named.keys())]
     current, saved = _settings(model), manifest["config"]["cfg"]
     wrong += [
         f"cfg.{key} is {current[key]!r}, and {saved.get(key)!r} is saved"
         for key in current
         if (key in _SIZES and saved.get(key) != current[key])
-        or (saved.get(key) is not None and _kind(current[key]) not in (_kind(saved[key]), None))
+        or (saved.get(key) is not None and _type(current[key]) not in (_type(saved[key]), None))
     ]
     if wrong:
         raise CheckpointError(f"the weights do not fit their manifest: {'; '.join(wrong[:5])}")
@@ -307,35 +270,29 @@ def _finish(model: Any, manifest: dict[str, Any], values: dict[str, Tensor]) -> 
         tensor.data = values[name]  # whatever shares the tensor sees it
         tensor.requires_grad_(name not in frozen)
     for key, value in saved.items():
-        if key not in _CHOSEN and current.get(key) != value:
+        if key not in _NOT_RESTORED and current.get(key) != value:
             setattr(model.cfg, key, value)
-    problem = "its neuron-heads cannot be exposed again"
-    try:
-        expose_as(model, known_mlps(model, problem), Gating.from_json(manifest["gate"]))
-    except (LookupError, TypeError, ValueError) as error:
-        raise CheckpointError(f"{problem}: {error}") from error
+    expose_again(model, manifest)
     for heads in exposed_heads(model):
         heads.results = bool(manifest["results"])
     for name, module in _modules(model):
         module.training = manifest["training"] != (name in other)
 
 
-def _kind(value: Any) -> type | None:
+def _type(value: Any) -> type | None:
     """The type of a setting, one for all numbers; None for a setting that is not set."""
     return None if value is None else float if type(value) is int else type(value)
 
 
 def _named(model: Any) -> dict[str, Tensor]:
     """Every tensor that the modules hold, once each; those that are no parameters, too."""
-    found: dict[str, Tensor] = {}
-    seen = set()
+    found: dict[int, tuple[str, Tensor]] = {}
     for path, module in _modules(model):
         for held in (module._parameters, module._buffers, vars(module)):
             for name, tensor in held.items():
-                if isinstance(tensor, Tensor) and id(tensor) not in seen:
-                    seen.add(id(tensor))
-                    found[f"{path}.{name}"] = tensor
-    return found
+                if isinstance(tensor, Tensor):
+                    found.setdefault(id(tensor), (f"{path}.{name}", tensor))
+    return dict(found.values())
 
 
 def _modules(model: Any) -> list[tuple[str, nn.Module]]:
@@ -348,7 +305,7 @@ def _modules(model: Any) -> list[tuple[str, nn.Module]]:
 
 @torch.no_grad()
 def _differences(model: Any, twin: Any) -> list[str]:
-    """In what a model and its reconstruction differ."""
+    """List the differences between a model and its reconstruction."""
     wrong = []
     mine, theirs = ({n: type(m) for n, m in _modules(each)} for each in (model, twin))
     changed = sorted(n for n in mine.keys() | theirs if mine.get(n) is not theirs.get(n))
@@ -356,9 +313,10 @@ def _differences(model: Any, twin: Any) -> list[str]:
         wrong.append(f"modules {', '.join(changed[:5])} would be others")
     hooks = sorted(set(model.hook_dict) ^ set(twin.hook_dict))
     if hooks:
-        wrong.append(f"hook points {', '.join(hooks[:5])} would be there no more, or be new")
+        wrong.append(f"hook points {', '.join(hooks[:5])} would be gone, or new")
     settings, again = (
-        {k: v for k, v in _settings(each).items() if k not in _CHOSEN} for each in (model, twin)
+        {k: v for k, v in _settings(each).items() if k not in _NOT_RESTORED}
+        for each in (model, twin)
     )
     keys = sorted(k for k in settings.keys() | again if settings.get(k) != again.get(k))
     if keys:
@@ -373,10 +331,10 @@ def _differences(model: Any, twin: Any) -> list[str]:
         with same_randomness(device):  # of dropout, in training
             logits.append(each(tokens))
     if not torch.equal(*logits):
-        moved = (logits[0] - logits[1]).abs().max().item()
+        difference = (logits[0] - logits[1]).abs().max().item()
         wrong.append(
-            f"its logits would differ by {moved:.2g}: it is no longer what its configuration and "
-            "enable_compatibility_mode's own options lead to"
+            f"its logits would differ by {difference:.2g}: it is no longer what its configuration "
+            "and enable_compatibility_mode's own options lead to"
         )
     return wrong
 

@@ -1,36 +1,36 @@
 """Tensors that share memory, written once and read back sharing it.
 
 A bridge of a model with joint attention has q, k and v as views of one weight; training one trains
-the other. What is written of tensors with a common storage is the largest, and of each its place in
-that: (root, offset, shape, stride, dtype). Strides and alignment come back too, since a product of
-matrices rounds by how they lie in memory.
+the other. Of tensors with a common storage the largest is written, and of each its placement there:
+(name of the largest, offset, shape, stride, dtype). Strides and alignment come back too, since a
+matrix product rounds by how its factors lie in memory.
 """
 
 from typing import Any
 
 from torch import Tensor
 
-__all__ = ["View", "roots_of", "viewed", "views_of"]
+__all__ = ["Placement", "place", "placements_of", "tensors_to_write"]
 
-View = list[Any]  # as JSON has it: [root, offset, shape, stride, dtype]
+Placement = list[Any]  # as JSON has it: [name, offset, shape, stride, dtype]
 
 
-def views_of(named: dict[str, Tensor]) -> dict[str, View]:
-    """Where each tensor lies.
+def placements_of(named: dict[str, Tensor]) -> dict[str, Placement]:
+    """Find the placement of each tensor.
 
     Raises:
         ValueError: one shares the memory of others and is not part of the largest of them.
     """
-    together: dict[int, list[str]] = {}
+    sharing: dict[int, list[str]] = {}
     for name, tensor in named.items():
-        together.setdefault(tensor.untyped_storage()._cdata, []).append(name)
+        sharing.setdefault(tensor.untyped_storage()._cdata, []).append(name)
     found = {}
-    for names in together.values():
-        root = max(names, key=lambda name: named[name].numel())
+    for names in sharing.values():
+        largest = max(names, key=lambda name: named[name].numel())
         if len(names) == 1:
-            found[root] = _view(root, 0, _as_written(named[root])[0])
+            found[largest] = _placement(largest, 0, _as_restored(named[largest]))
             continue
-        whole = named[root]
+        whole = named[largest]
         for name in names:
             tensor = named[name]
             offset = int(tensor.storage_offset()) - int(whole.storage_offset())
@@ -39,54 +39,62 @@ def views_of(named: dict[str, Tensor]) -> dict[str, View]:
             )
             inside = offset >= 0 and reach < whole.numel() and whole.is_contiguous()
             if not inside or tensor.dtype != whole.dtype:
-                raise ValueError(f"{name} shares memory with {root} and is not part of it")
-            found[name] = _view(root, offset, tensor)
+                raise ValueError(f"{name} shares memory with {largest} and is not part of it")
+            found[name] = _placement(largest, offset, tensor)
     return {name: found[name] for name in named}
 
 
-def _view(root: str, offset: int, tensor: Tensor) -> View:
+def _placement(largest: str, offset: int, tensor: Tensor) -> Placement:
     dtype = str(tensor.dtype).removeprefix("torch.")
-    return [root, offset, list(tensor.shape), list(tensor.stride()), dtype]
+    return [largest, offset, list(tensor.shape), list(tensor.stride()), dtype]
 
 
-def _as_written(tensor: Tensor) -> tuple[Tensor, Tensor]:
-    """A tensor as it is to come back, and what is written of it: itself, or flat as it lies."""
-    tensor = tensor.detach()
-    if tensor.is_contiguous():
-        return tensor, tensor
-    if tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size():
-        return tensor, tensor.as_strided((tensor.numel(),), (1,), 0)  # a transpose, say
-    return tensor.contiguous(), tensor.contiguous()
+def _is_dense(tensor: Tensor) -> bool:
+    return tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
 
 
-def roots_of(named: dict[str, Tensor], views: dict[str, View]) -> dict[str, Tensor]:
-    """What has to be written."""
-    return {name: _as_written(named[name])[1] for name, view in views.items() if view[0] == name}
+def _as_restored(tensor: Tensor) -> Tensor:
+    """The tensor with the strides it will come back with: its own if it fills its storage."""
+    return tensor if _is_dense(tensor) else tensor.contiguous()
 
 
-def viewed(roots: dict[str, Tensor], views: dict[str, View]) -> dict[str, Tensor]:
-    """The tensors again.
+def tensors_to_write(
+    named: dict[str, Tensor], placements: dict[str, Placement]
+) -> dict[str, Tensor]:
+    """Select the tensors to write; one that is dense and not contiguous is flat, as it lies."""
+    found = {}
+    for name, (largest, *_) in placements.items():
+        tensor = named[name].detach()
+        if largest == name:
+            if not tensor.is_contiguous() and _is_dense(tensor):  # a transpose, say
+                tensor = tensor.as_strided((tensor.numel(),), (1,), 0)
+            found[name] = tensor.contiguous()
+    return found
+
+
+def place(written: dict[str, Tensor], placements: dict[str, Placement]) -> dict[str, Tensor]:
+    """Restore the tensors from those that were written.
 
     Raises:
-        ValueError: a root is missing, is too short or of another type.
+        ValueError: one that was written is missing, is too short or of another type.
     """
-    flat = {name: tensor.contiguous().clone().flatten() for name, tensor in roots.items()}
+    flat = {name: tensor.contiguous().clone().flatten() for name, tensor in written.items()}
     found = {}
-    for name, (root, offset, shape, stride, dtype) in views.items():
-        if root not in flat:
-            raise ValueError(f"{root} is missing")
-        if str(flat[root].dtype) != f"torch.{dtype}":
-            raise ValueError(f"{root} is {flat[root].dtype}; expected {dtype}")
-        reach = 1  # of the entries along the axes before, by which no other may step less
+    for name, (largest, offset, shape, stride, dtype) in placements.items():
+        if largest not in flat:
+            raise ValueError(f"{largest} is missing")
+        if str(flat[largest].dtype) != f"torch.{dtype}":
+            raise ValueError(f"{largest} is {flat[largest].dtype}; expected {dtype}")
+        reach = 1  # of the entries along the axes before, which no later axis may step within
         for step, size in sorted(zip(stride, shape, strict=False)):
             if size > 1 and step < reach:
                 raise ValueError(f"entries of {name} would lie in one place")
             reach = max(reach, step * size)
         try:
-            found[name] = flat[root].as_strided(shape, stride, offset)
+            found[name] = flat[largest].as_strided(shape, stride, offset)
         except RuntimeError as error:
-            raise ValueError(f"{root} does not hold {name}: {error}") from error
-    unknown = sorted(set(roots) - {view[0] for view in views.values()})
+            raise ValueError(f"{largest} does not hold {name}: {error}") from error
+    unknown = sorted(set(written) - {placement[0] for placement in placements.values()})
     if unknown:
         raise ValueError(f"{', '.join(unknown)} not known")
     return found

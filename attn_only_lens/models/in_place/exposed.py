@@ -55,6 +55,11 @@ class ExposedTransformer(_Exposed, HookedTransformer):
 
     _host = HookedHost
 
+    def _list_hook_points(self, heads: list[InPlace]) -> None:
+        self.setup()
+
+    _unlist_hook_points = _list_hook_points
+
     def _off(self, name: object) -> bool:
         return isinstance(name, str) and name.endswith(_RESULT) and not self.cfg.use_attn_result
 
@@ -97,6 +102,18 @@ class ExposedBridge(_Exposed, TransformerBridge):
 
     _host = BridgeHost
 
+    def _list_hook_points(self, heads: list[InPlace]) -> None:
+        for each in heads:
+            for name, point in each.points.items():
+                point.name = f"blocks.{each.layer}.mlp.{name}"
+                self._hook_registry[point.name] = point
+
+    def _unlist_hook_points(self, heads: list[InPlace]) -> None:
+        for each in heads:
+            for name in each.points:
+                each.mlp._hook_registry.pop(name)
+                self._hook_registry.pop(f"blocks.{each.layer}.mlp.{name}")
+
     def set_use_attn_result(self, use_attn_result: bool) -> None:
         """As in TransformerLens; and where it has none for the attention, for the MLPs alone."""
         try:
@@ -123,28 +140,6 @@ class ExposedBridge(_Exposed, TransformerBridge):
         return super()._gated_hook_reason(hook_point_name)
 
 
-class ExposedMLP(MLP):
-    """A plain MLP of a HookedTransformer with neuron-heads beside it."""
-
-    _neuron_heads: InPlace
-
-    def forward(self, x: Residual) -> Residual:
-        """As the MLP does, by way of hook_neuron_write where it is live."""
-        with self._neuron_heads.passing.of_another_pass():  # a hook may run this MLP alone
-            return self._neuron_heads.write(super().forward(x))
-
-
-class ExposedGatedMLP(GatedMLP):
-    """A gated MLP of a HookedTransformer with neuron-heads beside it."""
-
-    _neuron_heads: InPlace
-
-    def forward(self, x: Residual) -> Residual:
-        """As the MLP does, by way of hook_neuron_write where it is live."""
-        with self._neuron_heads.passing.of_another_pass():  # a hook may run this MLP alone
-            return self._neuron_heads.write(super().forward(x))
-
-
 class _ExposedMLPBridge:
     """An MLP of a bridge with neuron-heads, which its taps call."""
 
@@ -154,6 +149,25 @@ class _ExposedMLPBridge:
         """As in TransformerLens."""
         with self._neuron_heads.passing.of_another_pass():  # a hook may run this MLP alone
             return super().forward(*args, **how)  # type: ignore[misc]
+
+
+class _ExposedMLP:
+    """An MLP of a HookedTransformer with neuron-heads, which has no hook point for its output."""
+
+    _neuron_heads: InPlace
+
+    def forward(self, x: Residual) -> Residual:
+        """Return the output of the MLP, by way of hook_neuron_write where that is live."""
+        with self._neuron_heads.passing.of_another_pass():  # a hook may run this MLP alone
+            return self._neuron_heads.write(super().forward(x))  # type: ignore[misc]
+
+
+class ExposedMLP(_ExposedMLP, MLP):
+    """A plain MLP of a HookedTransformer with neuron-heads."""
+
+
+class ExposedGatedMLP(_ExposedMLP, GatedMLP):
+    """A gated MLP of a HookedTransformer with neuron-heads."""
 
 
 class ExposedPlainBridge(_ExposedMLPBridge, MLPBridge):
@@ -180,32 +194,24 @@ _EXPOSED: dict[type, type] = {
 _STOCK = {exposed: stock for stock, exposed in _EXPOSED.items()}
 
 
-def show(model: HookedTransformer | TransformerBridge, heads: list[InPlace]) -> None:
+def show(model: Any, heads: list[InPlace]) -> None:
     """Attach the neuron-heads of every layer to a stock model, which becomes an exposed one."""
     for each in heads:
         each.attach()
         each.mlp.__class__ = _EXPOSED.get(type(each.mlp), type(each.mlp))
-        if isinstance(model, TransformerBridge):
-            for name, point in each.points.items():
-                point.name = f"blocks.{each.layer}.mlp.{name}"
-                model._hook_registry[point.name] = point
     model.__class__ = _EXPOSED[type(model)]
-    if isinstance(model, HookedTransformer):
-        model.setup()
+    model._list_hook_points(heads)
 
 
-def hide(model: HookedTransformer | TransformerBridge) -> None:
+def hide(model: Any) -> None:
     """Undo `show`; a model that is not exposed is left as it is."""
-    for each in exposed_heads(model):
+    heads = exposed_heads(model)
+    for each in heads:
         each.mlp.__class__ = _STOCK.get(type(each.mlp), type(each.mlp))
         each.detach()
-        if isinstance(model, TransformerBridge):
-            for name in each.points:
-                each.mlp._hook_registry.pop(name)
-                model._hook_registry.pop(f"blocks.{each.layer}.mlp.{name}")
-    model.__class__ = _STOCK.get(type(model), type(model))
-    if isinstance(model, HookedTransformer):
-        model.setup()
+    if heads:
+        model._unlist_hook_points(heads)
+        model.__class__ = _STOCK[type(model)]
 
 
 @contextmanager

@@ -1,21 +1,22 @@
-"""Neuron-heads of an MLP that keeps its place: hook points beside it, and taps on its own.
+"""Neuron-heads of an MLP that stays in place.
 
-An MLP of TransformerLens computes  q → hook_pre → act → hook_post → W_out,  in a gated one with
-u → hook_pre_linear besides. That code runs on, untouched. Its hook points are tapped:
+An MLP of TransformerLens computes  q → hook_pre → act → hook_post → W_out,  a gated one also
+u → hook_pre_linear. Its own code still runs; its hook points are tapped:
 
     hook_pre, hook_pre_linear    what leaves them, users' edits included, is q (and u)
-    hook_post                    what enters it is replaced by what the heads put out
-    what W_out puts out          is replaced by Σ hook_result + bias, where hook_result is live
+    hook_post                    what enters it is replaced by the output of the heads
+    the output of W_out          is replaced by Σ hook_result + bias where hook_result is live
 
-so the order is hook_pre, then hook_q, hook_k, hook_v, hook_attn_scores, hook_pattern, hook_z, then
-hook_post, then hook_result, and an edit at any of them reaches all that follow. (Those are
-attributes here; in the MLP, and to users, they have the names in `POINTS`.) The results add up to
-the output less its bias: an edit of a neuron at hook_post is shared by its heads in equal parts.
+The order is hook_pre, then hook_q, hook_k, hook_v, hook_attn_scores, hook_pattern, hook_z, then
+hook_post, then hook_result; an edit at any of them reaches all that follow. (These are attributes
+here; in the MLP, and to users, they have the names in `POINTS`.) The results add up to the output
+less its bias: an edit of a neuron at hook_post is shared equally by its heads.
 
-Exact heads replace nothing while none of their hook points is live: the model is the source,
-bitwise. Bilinear heads are another function, and always do.
+Exact heads replace nothing while none of their hook points is live, so the model is bitwise its
+source. Bilinear heads are another function and always replace the activations.
 """
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,25 +26,76 @@ from transformer_lens.hook_points import HookPoint
 
 from attn_only_lens.axes import PreActivation, Residual
 from attn_only_lens.errors import UnsupportedCallError
+from attn_only_lens.gates import GATES
 from attn_only_lens.gates.exact import working_precision
 from attn_only_lens.heads.bilinear import BilinearHeads
 from attn_only_lens.heads.computation import NeuronHeads, is_live
 from attn_only_lens.heads.gating import AnyGate, Gating
 from attn_only_lens.heads.host import POINTS
 from attn_only_lens.heads.pass_state import Passing
-from attn_only_lens.models.in_place.mlps import Sockets, misfit
 from attn_only_lens.tl import GatedMLP
 
-__all__ = ["BilinearInPlace", "InPlace"]
+__all__ = ["BilinearInPlace", "InPlace", "MLPHooks", "activation_error"]
+
+_ROUNDINGS = 16  # of an activation that is computed in several steps, in its own precision
+
+
+@dataclass(frozen=True)
+class MLPHooks:
+    """The hook points of an MLP that its neuron-heads tap.
+
+    Attributes:
+        pre: the one that the pre-activation q leaves.
+        pre_linear: in a gated MLP, the one that u leaves.
+        post: the one that the activations enter on their way to W_out.
+        out: the one that the output of W_out enters; None in an MLP without such a hook point,
+            whose class calls `InPlace.write` instead.
+        layer: the layer of the source that runs the MLP, where the MLP is no module of its own.
+    """
+
+    pre: HookPoint
+    pre_linear: HookPoint | None
+    post: HookPoint
+    out: HookPoint | None
+    layer: nn.Module | None = None
+
+    @property
+    def points(self) -> tuple[HookPoint, ...]:
+        """Those that exist."""
+        every = self.pre, self.pre_linear, self.post, self.out
+        return tuple(point for point in every if point is not None)
+
+
+def activation_error(
+    act_fn: str, post: Tensor, q: Tensor, u: Tensor | None, b_in: Tensor | float = 0.0
+) -> float:
+    """Largest |post - (act(q) · u + b_in)|, in units of what rounding explains.
+
+    Args:
+        act_fn: a key of `GATES`.
+        post: what entered hook_post.
+        q: pre-activations, in the precision in which to compute act.
+        u: what they gate; None in a plain MLP.
+        b_in: what a GatedMLP adds to the product.
+    """
+    u = torch.ones((), dtype=q.dtype, device=q.device) if u is None else u.to(q.dtype)
+    expected = GATES[act_fn].activation(q) * u + b_in
+    size = (1.0 + q.abs()) * (1.0 + u.abs())
+    size = size + (b_in.abs() if isinstance(b_in, Tensor) else abs(b_in))
+    limits = torch.finfo(post.dtype)
+    error = (post.to(q.dtype) - expected).abs() / (_ROUNDINGS * limits.eps * size)
+    # Half precision has no number for what overflows; a user's own nan is not the MLP's fault.
+    there = expected.abs() <= 0.99 * limits.max
+    return torch.where(there, error.nan_to_num(nan=torch.inf), 0.0).max().item()
 
 
 class InPlace(NeuronHeads):
-    """Exact neuron-heads of an MLP that stays what it is. Not a module: the MLP owns the hooks."""
+    """Exact neuron-heads of an MLP in place. Not a module: the MLP owns the hook points."""
 
     def __init__(
         self,
         mlp: nn.Module,
-        sockets: Sockets,
+        mlp_hooks: MLPHooks,
         cfg: Any,
         act_fn: str,
         layer: int,
@@ -51,12 +103,12 @@ class InPlace(NeuronHeads):
         passing: Passing,
     ) -> None:
         self.mlp: Any = mlp
-        self.sockets = sockets
+        self.mlp_hooks = mlp_hooks
         self.cfg = cfg  # the model's, for use_attn_result
         self.act_fn = act_fn
         self.layer = layer
         self.gating = gating
-        self.results = False  # True: whatever cfg.use_attn_result says
+        self.results = False  # True overrides cfg.use_attn_result
         self.passing = passing  # the model's
         self._add_hook_points()
 
@@ -73,8 +125,8 @@ class InPlace(NeuronHeads):
 
     @property
     def written_at(self) -> nn.Module:
-        """The hook point that what W_out puts out enters; BERT's layers run no module `mlp`."""
-        return self.runs_in if self.sockets.out is None else self.sockets.out
+        """The hook point that the output of W_out enters; BERT's layers run no module `mlp`."""
+        return self.runs_in if self.mlp_hooks.out is None else self.mlp_hooks.out
 
     @property
     def n_neurons(self) -> int:
@@ -83,27 +135,26 @@ class InPlace(NeuronHeads):
 
     @property
     def directions(self) -> Float[Tensor, "d_mlp d_model"]:
-        """What each neuron writes along: W_out."""
+        """The direction that each neuron writes: W_out."""
         written: Tensor = self.mlp.W_out
         return written
 
     @property
     def value_is_product(self) -> bool:
-        """Whether the MLP is gated."""
-        return self.sockets.linear is not None
+        """True for a gated MLP."""
+        return self.mlp_hooks.pre_linear is not None
 
     @property
     def _b_in(self) -> Float[Tensor, "d_mlp"] | float:
-        """What is added to the activations before they enter hook_post, by a GatedMLP alone."""
+        """The bias that a GatedMLP, and no other, adds to the activations before hook_post."""
         return self.mlp.b_in if isinstance(self.mlp, GatedMLP) else 0.0
 
     @property
     def b_O(self) -> Float[Tensor, "d_model"] | float:
-        """The bias of the output: all of it that no head writes."""
-        if self.sockets.out is None:
-            return self.mlp.b_out + (
-                self.mlp.b_in @ self.mlp.W_out if isinstance(self.mlp, GatedMLP) else 0.0
-            )
+        """The bias of the output, which no head writes."""
+        if self.mlp_hooks.out is None:
+            gated = isinstance(self.mlp, GatedMLP)
+            return self.mlp.b_out + (self.mlp.b_in @ self.mlp.W_out if gated else 0.0)
         bias = getattr(self.mlp.out, "bias", None)
         return 0.0 if bias is None else bias
 
@@ -113,58 +164,60 @@ class InPlace(NeuronHeads):
 
     @property
     def results_on(self) -> bool:
-        """Whether hook_result is to fire."""
+        """True where hook_result fires."""
         return bool(self.results or self.cfg.use_attn_result)
 
     @property
     def points(self) -> dict[str, HookPoint]:
-        """The hook points of the heads, by the names that they have in the MLP."""
+        """The hook points of the heads, by their names in the MLP."""
         return {name: getattr(self, f"hook_{point}") for point, name in POINTS.items()}
 
-    # What the taps call, in this order
+    # Called by the taps, in this order
 
-    def read(self, name: str, x: PreActivation) -> None:
-        """Take note of q ("pre") or u ("linear")."""
+    def record(self, name: str, x: PreActivation) -> None:
+        """Note q ("pre") or u ("pre_linear")."""
         self.passing.left[self.layer, name] = x
 
-    def put_out(self, post: PreActivation) -> tuple[PreActivation, PreActivation | None]:
-        """What enters hook_post, in place of what the MLP has computed; and z, for the results."""
+    def replace_activations(
+        self, post: PreActivation
+    ) -> tuple[PreActivation, PreActivation | None]:
+        """Return the input of hook_post in place of `post`; and z, if hook_result fires."""
         left = self.passing.left
-        q, up = left.pop((self.layer, "pre")), left.pop((self.layer, "linear"), None)
+        q, up = left.pop((self.layer, "pre")), left.pop((self.layer, "pre_linear"), None)
         left.pop((self.layer, "written"), None)  # of an MLP that was run alone, and broke off
         if self._recomputes:
             self._require_known(q, up, post)
         if not (self._results or any(map(is_live, (*self._before_z, self.hook_z)))):
-            return self._unwatched(q, up, post), None
+            return self._without_hooks(q, up, post), None
         z = self._z(q, up, post)
         return self._post(z).to(post.dtype), z if self._results else None
 
     @property
     def _recomputes(self) -> bool:
-        """Whether the activations are formed anew, of q and u alone."""
+        """True where the activations are computed again, from q and u alone."""
         return any(map(is_live, self._before_z))
 
     @torch.no_grad()
     def _require_known(
         self, q: PreActivation, up: PreActivation | None, post: PreActivation
     ) -> None:
-        if misfit(self.act_fn, post, working_precision(q), up, self._b_in) > 1.0:
+        if activation_error(self.act_fn, post, working_precision(q), up, self._b_in) > 1.0:
             why = "its dropout, in training mode" if self.mlp.training else "changed since?"
             raise UnsupportedCallError(
-                f"layer {self.layer}: what its MLP makes of its pre-activations is no longer "
-                f"{self.act_fn} ({why}), and its neuron-heads would silently leave that out: call "
+                f"layer {self.layer}: the MLP no longer computes {self.act_fn} of its "
+                f"pre-activations ({why}), which its neuron-heads would silently ignore; call "
                 "model.eval(), or undo() and expose_neuron_heads again"
             )
 
-    def edited(self, post: PreActivation, z: PreActivation | None) -> None:
-        """Take note of what users made of the activations at hook_post, for the results."""
+    def record_edit(self, post: PreActivation, z: PreActivation | None) -> None:
+        """Note what users made of the activations at hook_post, for the results."""
         if z is not None:
             edit = (post - self._post(z)).repeat_interleave(self.heads_per_neuron, dim=-1)
             written = self.shares(z) + edit / self.heads_per_neuron
             self.passing.left[self.layer, "written"] = written
 
     def write(self, out: Residual) -> Residual:
-        """What W_out puts out, by way of hook_result where it is live."""
+        """The output of W_out, by way of hook_result where it is live."""
         written = self.passing.left.pop((self.layer, "written"), None)
         if written is None:
             return out
@@ -172,13 +225,13 @@ class InPlace(NeuronHeads):
         result: Tensor = self.hook_result(written.unsqueeze(-1) * W_out)
         return (result.sum(dim=-2) + self.b_O).to(out.dtype)
 
-    def _unwatched(
+    def _without_hooks(
         self, q: PreActivation, up: PreActivation | None, post: PreActivation
     ) -> PreActivation:
         return post
 
     def _z(self, q: PreActivation, up: PreActivation | None, post: PreActivation) -> PreActivation:
-        # A copy: to edit hook_q in place must not reach back to what hook_pre has shown.
+        # A copy: an edit of hook_q in place must not reach back to what hook_pre has shown.
         q = q.clone() if is_live(self.hook_q) else q
         return self._through_hooks(q, up, lambda: self._plain_z(q, up, post))
 
@@ -191,27 +244,24 @@ class InPlace(NeuronHeads):
         return activation
 
     def _post(self, z: PreActivation) -> PreActivation:
-        """As a new tensor: to edit hook_post in place must not reach back to hook_z."""
-        return (self.neurons(z) + self._b_in).contiguous()  # whose code may flatten it
-
-    # Tapping
+        """A new tensor, so that an edit of hook_post in place does not reach back to hook_z."""
+        return (self.neurons(z) + self._b_in).contiguous()  # some MLPs flatten it
 
     def attach(self) -> None:
-        """Give the MLP the hook points, and tap its own."""
-        sockets = self.sockets
+        """Give the MLP the hook points of the heads, and tap its own."""
         self.mlp._neuron_heads = self
         for name, point in self.points.items():
             setattr(self.mlp, name, point.train(self.mlp.training))
-        _tap(sockets.pre, _Pre, self)
-        _tap(sockets.post, _Post, self)
-        if sockets.linear is not None:
-            _tap(sockets.linear, _Linear, self)
-        if sockets.out is not None:
-            _tap(sockets.out, _Out, self)
+        hooks = self.mlp_hooks
+        taps = {_Pre: hooks.pre, _PreLinear: hooks.pre_linear, _Post: hooks.post, _Out: hooks.out}
+        for tap, tapped in taps.items():
+            if tapped is not None:
+                tapped.__class__ = tap
+                tapped._neuron_heads = self  # type: ignore[assignment]
 
     def detach(self) -> None:
         """Undo `attach`."""
-        for point in self.sockets.points:
+        for point in self.mlp_hooks.points:
             point.__class__ = HookPoint
             del point._neuron_heads
         for name in self.points:
@@ -220,15 +270,15 @@ class InPlace(NeuronHeads):
 
 
 class BilinearInPlace(BilinearHeads, InPlace):
-    """The same with heads that are bilinear and share their neurons."""
+    """Bilinear neuron-heads of an MLP in place, several to a neuron."""
 
     @property
     def _recomputes(self) -> bool:
-        # Always, but to look costs as much as the activation: where nobody watches and there is no
-        # dropout, it is not looked at.
+        # They always do, but checking costs as much as the activation: without hooks and dropout,
+        # skip it.
         return self.mlp.training or super()._recomputes or is_live(self.hook_z)
 
-    def _unwatched(
+    def _without_hooks(
         self, q: PreActivation, up: PreActivation | None, post: PreActivation
     ) -> PreActivation:
         return self._unseen(q, q if up is None else up) + self._b_in
@@ -245,24 +295,23 @@ class _Tap(HookPoint):
 
 
 class _Pre(_Tap):
+    key = "pre"
+
     def __call__(self, x: Tensor) -> Tensor:
-        q: Tensor = super().__call__(x)
-        self._neuron_heads.read("pre", q)
-        return q
+        output: Tensor = super().__call__(x)
+        self._neuron_heads.record(self.key, output)
+        return output
 
 
-class _Linear(_Tap):
-    def __call__(self, x: Tensor) -> Tensor:
-        up: Tensor = super().__call__(x)
-        self._neuron_heads.read("linear", up)
-        return up
+class _PreLinear(_Pre):
+    key = "pre_linear"
 
 
 class _Post(_Tap):
     def __call__(self, x: Tensor) -> Tensor:
-        entering, z = self._neuron_heads.put_out(x)
+        entering, z = self._neuron_heads.replace_activations(x)
         post: Tensor = super().__call__(entering)
-        self._neuron_heads.edited(post, z)
+        self._neuron_heads.record_edit(post, z)
         return post
 
 
@@ -270,8 +319,3 @@ class _Out(_Tap):
     def __call__(self, x: Tensor) -> Tensor:
         out: Tensor = super().__call__(self._neuron_heads.write(x))
         return out
-
-
-def _tap(point: HookPoint, as_: type[_Tap], heads: InPlace) -> None:
-    point.__class__ = as_
-    point._neuron_heads = heads  # type: ignore[assignment]

@@ -1,37 +1,94 @@
-"""The MLPs of a model that stays what it is, or the reasons why they are unknown."""
+"""MLPs whose neurons can be exposed as heads, recognised by what they compute, not by their names.
 
+The class of an MLP says where its hook points are:
+
+    MLP, GatedMLP                hook_pre, hook_pre_linear, hook_post of their own
+    MLPBridge and its gated      the outputs of `in` (or `gate`) and `in`, input and output of `out`
+    kinds                        (the bridges' own hook_pre and hook_post are aliases of these)
+
+BERT has no module for its MLP: both halves sit in the layer, and the bridge's `mlp` only names
+them. Their hook points fire all the same when the layer runs.
+
+An MLP is known if what enters hook_post is act(q), or act(q) · u, + b_in, for an activation that
+has a gate, whatever q (and u) its hook points are made to return. It is run on the spot with random
+u, and with q from -12 to 12 and ten thousand times as far on either side, where a clipped
+activation shows. No name, of a class or of an activation, can lie.
+
+Dropout between the two does not show, since the MLP runs in evaluation mode; nor do later changes.
+`InPlace` therefore checks again wherever heads replace the activations.
+"""
+
+import math
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor, nn
+from transformer_lens.hook_points import HookPoint
 from transformer_lens.model_bridge import TransformerBridge
+from transformer_lens.model_bridge.generalized_components import (
+    GatedMLPBridge,
+    JointGateUpMLPBridge,
+    MLPBridge,
+)
+from transformers.pytorch_utils import Conv1D
 
 from attn_only_lens.errors import UnsupportedModelError
-from attn_only_lens.models.in_place import (
-    KnownMLP,
-    UnknownMLPError,
-    exposed_heads,
-    recognise,
-    undisturbed,
-)
-from attn_only_lens.models.two_blocks.convertible import reasons_against
-from attn_only_lens.tl import HookedTransformer
+from attn_only_lens.gates import GATES
+from attn_only_lens.models.in_place.exposed import exposed_heads
+from attn_only_lens.models.in_place.heads import MLPHooks, activation_error
+from attn_only_lens.models.two_blocks.known_modules import reasons_against
+from attn_only_lens.numerics import normal_numbers, same_randomness
+from attn_only_lens.tl import MLP, GatedMLP, HookedTransformer
 
-__all__ = ["known_mlps", "not_finite"]
+__all__ = [
+    "KnownMLP",
+    "UnknownMLPError",
+    "evaluation_without_hooks",
+    "find_hooks",
+    "known_mlps",
+    "non_finite_weights",
+    "run_mlp",
+]
 
+_BRIDGES = (MLPBridge, GatedMLPBridge, JointGateUpMLPBridge)
 _SHOWN = 5
-_NUMBERS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+_FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+_BATCH, _POS = 2, 7
+_FAR = 1e4  # and its product with u is within float16
+
+
+class UnknownMLPError(Exception):
+    """An MLP whose neurons are not known to be heads; its text says why."""
+
+
+@dataclass(frozen=True)
+class KnownMLP:
+    """An MLP that can be exposed.
+
+    Attributes:
+        mlp: the module.
+        hooks: its hook points.
+        act_fn: the name of its activation, a key of `GATES`.
+    """
+
+    mlp: nn.Module
+    hooks: MLPHooks
+    act_fn: str
 
 
 def known_mlps(model: Any, problem: str) -> list[KnownMLP]:
-    """The MLP of every layer of a HookedTransformer or TransformerBridge, exposed or not.
+    """Recognise the MLP of every layer of a HookedTransformer or TransformerBridge, exposed or not.
 
     Raises:
-        UnsupportedModelError: there is one that is not known, or the model is not; `problem` says
-            what cannot be done about it.
+        UnsupportedModelError: an MLP, or the model, is not known; `problem` says what cannot be
+            done about it.
     """
-    standing = exposed_heads(model)
-    if standing:
-        return [KnownMLP(heads.mlp, heads.sockets, heads.act_fn) for heads in standing]
+    if exposed := exposed_heads(model):
+        return [KnownMLP(heads.mlp, heads.mlp_hooks, heads.act_fn) for heads in exposed]
     blocks: list[Any] = []
     if type(model) is TransformerBridge:
         blocks = list(getattr(model, "blocks", ()))
@@ -46,13 +103,14 @@ def known_mlps(model: Any, problem: str) -> list[KnownMLP]:
         reasons = reasons_against(model)  # hooks may stay where they are
         blocks = [] if reasons else list(model.blocks)
     known: list[KnownMLP] = []
-    with undisturbed(getattr(block, "mlp", None) for block in blocks):
-        for layer, block in enumerate(blocks):
+    mlps: list[Any] = [getattr(block, "mlp", None) for block in blocks]
+    with evaluation_without_hooks(mlps):
+        for layer, mlp in enumerate(mlps):
             try:
-                mlp = getattr(block, "mlp", None)
                 if any(mlp is each.mlp for each in known):
-                    raise UnknownMLPError("it shares its MLP with a layer before it")
-                known.append(recognise(mlp, model.cfg))
+                    raise UnknownMLPError("it shares its MLP with an earlier layer")
+                hooks = find_hooks(mlp)
+                known.append(KnownMLP(mlp, hooks, _activation(mlp, hooks, model.cfg)))
             except UnknownMLPError as error:
                 reasons.append(f"layer {layer}: {error}")
     names = {each.act_fn for each in known}
@@ -63,11 +121,11 @@ def known_mlps(model: Any, problem: str) -> list[KnownMLP]:
     return known
 
 
-def not_finite(model: Any) -> list[str]:
-    """Which parameters hold NaN or infinity, as reasons against a model: the first few."""
+def non_finite_weights(model: Any) -> list[str]:
+    """Name the first few parameters that hold NaN or infinity, as reasons against a model."""
     reasons = []
     for name, parameter in model.named_parameters():
-        if parameter.is_meta or parameter.dtype not in _NUMBERS or not parameter.numel():
+        if parameter.is_meta or parameter.dtype not in _FLOATS or not parameter.numel():
             continue
         extremes = torch.stack(parameter.detach().aminmax())  # NaN, if there is one
         if not extremes.isfinite().all():
@@ -76,3 +134,172 @@ def not_finite(model: Any) -> list[str]:
             reasons.append(f"its {plain} has {count} entries that are NaN or infinite")
     more = len(reasons) - _SHOWN
     return [*reasons[:_SHOWN], *[f"and {more} more of its parameters have"] * (more > 0)]
+
+
+def find_hooks(mlp: Any) -> MLPHooks:
+    """Find the hook points of an MLP.
+
+    Raises:
+        UnknownMLPError: its class, or that of one of its parts, is not known.
+    """
+    if mlp is None:
+        raise UnknownMLPError("it has no MLP")
+    if type(mlp) in (MLP, GatedMLP):
+        hooks = MLPHooks(mlp.hook_pre, getattr(mlp, "hook_pre_linear", None), mlp.hook_post, None)
+    elif type(mlp) in _BRIDGES:
+        hooks = _bridge_hooks(mlp)
+    else:
+        raise UnknownMLPError(
+            f"its mlp is a {type(mlp).__qualname__}, whose forward pass is not known; expected one "
+            f"of {', '.join(known.__name__ for known in (MLP, GatedMLP, *_BRIDGES))}"
+        )
+    changed = [point.name for point in hooks.points if type(point) is not HookPoint]
+    if changed:
+        raise UnknownMLPError(f"its hook points {changed} are of a class that is not known")
+    # OPT: what passes is [batch · pos, d_mlp], and hooks are shown [batch, pos, d_mlp].
+    converted = [point.name for point in hooks.points if point.hook_conversion is not None]
+    if converted:
+        raise UnknownMLPError(
+            f"its hook points {converted} show something else than what passes through them (in "
+            "OPT, tokens of all batch entries pass on one axis)"
+        )
+    return hooks
+
+
+def _bridge_hooks(mlp: Any) -> MLPHooks:
+    parts: dict[str, Any] = dict(mlp.named_children())
+    missing = [part for part in ("in", "out") if part not in parts]
+    if missing:
+        raise UnknownMLPError(f"its MLP has no part {' and no part '.join(missing)}")
+    # The weight of an adapted or quantised W_out is not all of what it computes.
+    W_out = getattr(parts["out"], "original_component", None)
+    if type(W_out) not in (nn.Linear, Conv1D):
+        raise UnknownMLPError(
+            f"its W_out is a {type(W_out).__qualname__}, expected a Linear or a Conv1D: merge "
+            "adapters, dequantise, or remove parametrizations first"
+        )
+    first = parts["gate" if "gate" in parts else "in"].hook_out
+    second = parts["in"].hook_out if "gate" in parts else None
+    layer = mlp.original_component if mlp.name is None else None
+    return MLPHooks(first, second, parts["out"].hook_in, parts["out"].hook_out, layer)
+
+
+@torch.no_grad()
+def run_mlp(mlp: Any, hooks: MLPHooks, x: Tensor) -> Tensor:
+    """Run an MLP by itself and return its output.
+
+    Where its two halves sit in a layer (`MLPHooks.layer`), run that layer and return the output of
+    W_out.
+
+    Raises:
+        UnknownMLPError: it does not run on an input alone.
+    """
+    if hooks.layer is None:
+        output = _run(mlp, x)
+        if not isinstance(output, Tensor):
+            raise UnknownMLPError(f"its MLP returns a {type(output).__name__}, not a tensor")
+        return output
+    assert hooks.out is not None
+    seen: list[Tensor] = []
+    handle = hooks.out.register_forward_hook(lambda module, args, out: seen.append(out))
+    try:
+        _run(hooks.layer, x)
+    finally:
+        handle.remove()
+    if len(seen) != 1:
+        raise UnknownMLPError(f"its W_out ran {len(seen)} times in one pass of its layer, not once")
+    return seen[0]
+
+
+def _run(module: nn.Module, x: Tensor) -> Any:
+    try:
+        with same_randomness(x.device):
+            return module(x)
+    except UnknownMLPError:
+        raise
+    except Exception as error:  # whatever code of others raises on an input of ours
+        raise UnknownMLPError(f"its MLP does not run alone: {error}") from error
+
+
+_REGISTRIES = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+@contextmanager
+def evaluation_without_hooks(mlps: Iterable[object]) -> Iterator[None]:
+    """Run MLPs in evaluation mode, the hooks on their hook points set aside; then restore both."""
+    roots = [(mlp, mlp.training) for mlp in mlps if isinstance(mlp, nn.Module)]
+    modes = [(module, module.training) for root, _ in roots for module in root.modules()]
+    # The very dictionaries, which the handles of the hooks refer to.
+    hooks = [
+        (point, name, getattr(point, name))
+        for point, _ in modes
+        if isinstance(point, HookPoint)
+        for name in _REGISTRIES
+    ]
+    try:
+        for module, _ in modes:
+            module.training = False
+        for point, name, _ in hooks:
+            setattr(point, name, OrderedDict())
+        yield
+    finally:
+        for root, training in roots:
+            for module in root.modules():
+                if isinstance(module, HookPoint):  # those added meanwhile, too
+                    module.training = training
+        for module, training in modes:
+            module.training = training
+        for point, name, registered in hooks:
+            setattr(point, name, registered)
+
+
+def _activation(mlp: Any, hooks: MLPHooks, cfg: Any) -> str:
+    """Run an MLP and name its activation, or raise UnknownMLPError."""
+    d_mlp, d_model = mlp.W_out.shape
+    shape = (_BATCH, _POS, d_mlp)
+    q = _queries(shape).to(mlp.W_out)
+    u = normal_numbers(shape, 1).to(mlp.W_out) if hooks.pre_linear else torch.ones_like(q)
+    seen: dict[HookPoint, list[Tensor]] = {}
+    with ExitStack() as stack:
+        for point, value in ((hooks.pre, q), (hooks.pre_linear, u), (hooks.post, None)):
+            if point is None:
+                continue
+            seen[point] = []
+
+            def hook(module: Any, args: Any, output: Tensor, value: Tensor | None = value) -> Any:
+                seen[module].append(output.clone())
+                return None if value is None else value.clone()
+
+            stack.callback(point.register_forward_hook(hook).remove)
+        run_mlp(mlp, hooks, normal_numbers((_BATCH, _POS, d_model)).to(mlp.W_out))
+
+    fired = [len(outputs) for outputs in seen.values()]
+    if set(fired) != {1}:
+        raise UnknownMLPError(f"its hook points fired {fired} times in one forward pass, not once")
+    shapes = {tuple(output.shape) for (output,) in seen.values()}
+    if shapes != {shape}:
+        raise UnknownMLPError(f"its activations have shapes {shapes}; expected {shape}")
+    return _name(seen[hooks.post][0], q, u, mlp, cfg)
+
+
+def _queries(shape: tuple[int, ...]) -> Tensor:
+    """From -12 to 12 in even steps; at either end a few that are far out."""
+    q = torch.linspace(-12, 12, math.prod(shape), dtype=torch.float64, device="cpu")
+    far = torch.logspace(1.2, math.log10(_FAR), 5, dtype=torch.float64, device="cpu")
+    q[:5], q[-5:] = -far.flip(0), far
+    return q.reshape(shape)
+
+
+def _name(post: Tensor, q: Tensor, u: Tensor, mlp: Any, cfg: Any) -> str:
+    """Name the activation that made `post` of q and u: of equals, the one the model names."""
+    post, q, u = post.cpu(), q.cpu().double(), u.cpu()
+    b_in = mlp.b_in.cpu().double() if isinstance(mlp, GatedMLP) else 0.0
+    errors = {name: activation_error(name, post, q, u, b_in) for name in GATES}
+    best = min(errors, key=errors.__getitem__)
+    name = cfg.act_fn if errors.get(cfg.act_fn, math.inf) <= 1.0 else best
+    if errors[name] <= 1.0:
+        return str(name)
+    raise UnknownMLPError(
+        "its MLP's activations are not q times a weight in [0, 1] of q alone: expected one of "
+        f"{', '.join(sorted(GATES))}"
+    )

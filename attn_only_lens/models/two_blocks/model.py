@@ -1,10 +1,10 @@
 """A converted model: a `HookedTransformer` whose every head has a name."""
 
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from jaxtyping import Float
-from torch import Tensor, nn
+from torch import Tensor
 from transformer_lens import ActivationCache
 
 from attn_only_lens.errors import UnsupportedCallError
@@ -15,15 +15,15 @@ from attn_only_lens.heads.patterns import neuron_gate, neuron_pattern
 from attn_only_lens.models.two_blocks.cache import AttentionOnlyCache, refuse_mlp_input
 from attn_only_lens.models.two_blocks.config import AttentionOnlyConfig
 from attn_only_lens.models.two_blocks.host import TwoBlocksHost
-from attn_only_lens.models.two_blocks.refusals import Firing, Refusals
-from attn_only_lens.models.two_blocks.stacks import HeadStack, stacked
+from attn_only_lens.models.two_blocks.refusals import HookChecks, Refusals
+from attn_only_lens.models.two_blocks.stacks import HeadStack, StackedWeight
 from attn_only_lens.tl import HookedTransformer, HookedTransformerConfig
 
-__all__ = ["AttentionOnlyTransformer", "assemble"]
+__all__ = ["AttentionOnlyTransformer"]
 
 
-class AttentionOnlyTransformer(Refusals, Firing, WithNeuronHeads, HookedTransformer):
-    """What `convert` returns: a `HookedTransformer` made of attention alone.
+class AttentionOnlyTransformer(Refusals, HookChecks, WithNeuronHeads, HookedTransformer):
+    """A `HookedTransformer` made of attention alone, as `convert` returns it.
 
     Block 2l holds the attention heads of source layer l, block 2l + 1 its neurons as heads of
     width 1. Wherever TransformerLens takes a layer, it means a block here; wherever a head is
@@ -56,7 +56,7 @@ class AttentionOnlyTransformer(Refusals, Firing, WithNeuronHeads, HookedTransfor
 
     @property
     def passing(self) -> Passing:
-        """What the blocks of a parallel model leave for each other in a forward pass."""
+        """The values that blocks of a parallel model leave for each other in a forward pass."""
         block: Any = self.blocks[0]
         found: Passing = block.passing
         return found
@@ -106,50 +106,24 @@ class AttentionOnlyTransformer(Refusals, Firing, WithNeuronHeads, HookedTransfor
         return neuron_pattern(cache, name)
 
     def neuron_gate(self, cache: ActivationCache, name: str) -> Float[Tensor, "batch pos"]:
-        """What the heads of one neuron make of it together; see `neuron_gate`."""
+        """The gate that the heads of one neuron form together; see `neuron_gate`."""
         return neuron_gate(cache, name)
 
-    def _neuron_stack(self, name: str) -> Tensor:
-        return stacked(name, [block.attn for block in self.blocks[1::2]], "neuron")
-
-    @property
-    def W_in(self) -> Float[Tensor, "layer d_model d_mlp"]:
-        """Input weights of the neurons of every source layer."""
-        return self._neuron_stack("W_in")
-
-    @property
-    def b_in(self) -> Float[Tensor, "layer d_mlp"]:
-        """Input biases of the neurons of every source layer."""
-        return self._neuron_stack("b_in")
-
-    @property
-    def W_out(self) -> Float[Tensor, "layer d_mlp d_model"]:
-        """Output weights of the neurons of every source layer."""
-        return self._neuron_stack("W_out")
-
-    @property
-    def b_out(self) -> Float[Tensor, "layer d_model"]:
-        """Output biases of the neurons of every source layer."""
-        return self._neuron_stack("b_out")
-
-    @property
-    def W_gate(self) -> Float[Tensor, "layer d_model d_mlp"] | None:
-        """Gate weights of the neurons of every source layer; None for plain MLPs."""
-        return self._neuron_stack("W_gate") if self.cfg.gated_mlp else None
+    W_in: Any = StackedWeight()
+    """Input weights [layer, d_model, d_mlp] of the neurons of every source layer."""
+    b_in: Any = StackedWeight()
+    """Input biases [layer, d_mlp] of the neurons of every source layer."""
+    W_out: Any = StackedWeight()
+    """Output weights [layer, d_mlp, d_model] of the neurons of every source layer."""
+    b_out: Any = StackedWeight()
+    """Output biases [layer, d_model] of the neurons of every source layer."""
+    W_gate: Any = StackedWeight()
+    """Gate weights [layer, d_model, d_mlp] of the neurons; None for plain MLPs."""
 
     @property
     def b_O(self) -> Float[Tensor, "block d_model"]:
         """Output biases of every block, attention and neuron blocks in turn."""
         return torch.stack([block.attn.b_O for block in self.blocks])
-
-    def tl_parameters(self) -> NoReturn:
-        """Raises: what TransformerLens' `SVDInterpreter` reads, by layer and head."""
-        raise UnsupportedCallError(
-            "SVDInterpreter (tl_parameters) on a converted model: it looks for the heads and the "
-            "MLP of a layer in one block. Use it on the source model; or "
-            "model.attention_heads.OV[l, h].svd(), and torch.linalg.svd of W_in.T and W_out of "
-            "model.blocks[2 * l + 1].attn"
-        )
 
     def accumulated_bias(
         self, layer: int, mlp_input: bool = False, include_mlp_biases: bool = True
@@ -215,18 +189,3 @@ class AttentionOnlyTransformer(Refusals, Firing, WithNeuronHeads, HookedTransfor
                 "hook_attn_in with grouped-query attention: call set_use_split_qkv_input instead"
             )
         self.cfg.use_attn_in = use_attn_in
-
-
-def assemble(parts: dict[str, Any], blocks: nn.ModuleList) -> AttentionOnlyTransformer:
-    """Put a converted model together.
-
-    Args:
-        parts: the `__dict__` of a `HookedTransformer`, cloned, with a converted `cfg`.
-        blocks: its converted blocks.
-    """
-    model = AttentionOnlyTransformer.__new__(AttentionOnlyTransformer)
-    nn.Module.__init__(model)
-    model.__dict__.update(parts)
-    model.blocks = blocks  # type: ignore[assignment]
-    model.setup()
-    return model

@@ -1,0 +1,190 @@
+"""One batch through one model: patterns, outputs and effects of every component.
+
+Two forward passes and one backward, as `patching.attribution` takes of part "z" with direction
+"noise": with g the gradient of the metric at a head's output z in the clean run, and z* its output
+in the corrupted run,
+
+    effect = g · (z - z*)
+
+estimates the metric's loss when z* replaces z, in the metric's own units: positive for a component
+that supports it. Effects are kept for each prompt: for a metric that is a mean over B prompts they
+are B times the shares of the batch's gradient.
+
+`add_patching` measures the loss for the components with the largest estimates, by
+`patching.activation_patch` of z at all positions: a run of part of the model for each component, so
+for one batch only.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from attn_only_lens.comparison.batches import Batch
+from attn_only_lens.heads import host_of
+from attn_only_lens.heads.host import HeadKind
+from attn_only_lens.patching._activation_patch import activation_patch
+from attn_only_lens.runs.gradients import (
+    Tape,
+    gradient_node,
+    site_estimates,
+    start_graph,
+)
+from attn_only_lens.runs.metrics import require_differentiable
+from attn_only_lens.runs.prompts import PromptPair
+from attn_only_lens.runs.recording import NeuronRun, record_pair
+from attn_only_lens.runs.sites import LayerSites, hook_name
+
+__all__ = ["BatchRun", "add_patching", "on_device_of", "run_batch"]
+
+
+@dataclass(frozen=True, eq=False)
+class BatchRun:
+    """A batch run through a model.
+
+    Attributes:
+        model: the model.
+        hooked: patterns and outputs of attention heads in the clean run, by hook name.
+        neurons: neuron-heads in the clean run, by layer.
+        real: True at real tokens, False at padding.
+        effects: of every component, by layer and kind.
+        values: the metric of the clean and the corrupted run.
+        metric: its name.
+    """
+
+    model: Any
+    hooked: dict[str, Tensor]
+    neurons: dict[int, NeuronRun]
+    real: Bool[Tensor, "batch pos"]
+    effects: dict[tuple[int, HeadKind], Float[Tensor, "site batch pos"]]
+    values: tuple[float, float]
+    metric: str
+
+    def effects_of(self, sites: LayerSites) -> Float[Tensor, "site batch pos"]:
+        """The effects of components."""
+        effects = self.effects[sites.layer, sites.kind]
+        return effects[sites.index.to(effects.device)]
+
+    def z(self, sites: LayerSites) -> Float[Tensor, "token site d_head"]:
+        """The outputs of components at real tokens; of a neuron, all of its heads together."""
+        if sites.kind == "attention":
+            z = self.hooked[hook_name(self.model, sites.layer, "z")]
+        else:
+            heads = host_of(self.model).neurons[sites.layer]
+            z = heads.neurons(self.neurons[sites.layer].z).unsqueeze(-1)
+        return z[self.real][:, sites.index.to(z.device)]
+
+    def patterns(self, sites: LayerSites) -> Float[Tensor, "batch site query_pos key"]:
+        """The patterns of attention heads."""
+        patterns = self.hooked[hook_name(self.model, sites.layer, "pattern")]
+        return patterns[:, sites.index.to(patterns.device)]
+
+    def gates(self, sites: LayerSites) -> Float[Tensor, "batch pos site member"]:
+        """The weight of neuron-heads on their own token."""
+        heads = host_of(self.model).neurons[sites.layer]
+        weight = self.neurons[sites.layer].weight.unflatten(-1, (-1, heads.heads_per_neuron))
+        return weight[:, :, sites.index.to(weight.device)]
+
+
+def run_batch(model: Any, batch: Batch, sites: Sequence[LayerSites]) -> BatchRun:
+    """Run both prompts of a batch, and estimate the effect of every component.
+
+    Args:
+        model: with neuron-heads, without hooks of its own.
+        batch: the prompts, on any device.
+        sites: all components of the model.
+
+    Raises:
+        PatchingError: the metric does not fit, or no gradient passes through it.
+    """
+    pair = on_device_of(model, batch.pair)
+    nodes = [gradient_node(model, each, "z", closed=True) for each in sites]
+    patterns = [
+        hook_name(model, each.layer, "pattern") for each in sites if each.kind == "attention"
+    ]
+    tape = Tape(nodes)
+    with start_graph(model):
+        runs = record_pair(
+            *(model, pair, batch.metric, sites, "z"),
+            names=patterns,
+            traced="clean",
+            hooks=tape.hooks,
+            distinct=False,  # of each batch; no score divides by it
+        )
+    require_differentiable(runs.metric, runs.clean.logits.detach())
+    gradients = tape.gradients(runs.metric.of_logits(runs.clean.logits))
+    weight = -len(pair.clean) * pair.real
+    effects = {}
+    for each, node in zip(sites, nodes, strict=True):
+        found = site_estimates(model, each, "z", node, gradients[node], runs.clean, runs.corrupted)
+        effects[each.layer, each.kind] = found * weight
+    values = runs.clean_value, runs.corrupted_value
+    clean, metric = runs.clean, runs.metric.name
+    return BatchRun(model, clean.hooked, clean.neurons, pair.real, effects, values, metric)
+
+
+def on_device_of(model: Any, pair: PromptPair) -> PromptPair:
+    """Move prompts to the device of a model."""
+    device = next(model.parameters()).device
+    mask = None if pair.mask is None else pair.mask.to(device)
+    return PromptPair(pair.clean.to(device), pair.corrupted.to(device), mask)
+
+
+_ESTIMATES = ("attribution", "grown_attribution", "null_attribution")
+
+
+def add_patching(
+    models: Sequence[Any],
+    batch: Batch,
+    old: pd.DataFrame,
+    new: pd.DataFrame,
+    n_patched: int | None,
+) -> tuple[pd.DataFrame, pd.DataFrame]:
+    """Add measured effects of the largest components to the frames of old and new components.
+
+    Args:
+        models: the original, the grown one and, if there is one, the null.
+        batch: the prompts and the metric.
+        old: a row for each component of the original.
+        new: a row for each other one of the grown model.
+        n_patched: how many to patch; None for all.
+    """
+    estimates = [column for column in _ESTIMATES if column in old]
+    sizes = pd.concat([old, new])[estimates].abs().max(axis=1).to_numpy()
+    chosen = np.zeros(len(sizes), dtype=bool)
+    chosen[np.argsort(-sizes, kind="stable")[:n_patched]] = True
+    old, new = old.copy(), new.copy()
+    patched, gained = old[chosen[: len(old)]], new[chosen[len(old) :]]
+    old["patching"] = old["name"].map(_effects(models[0], batch, patched["name"].tolist()))
+    names = [*patched["grown_name"], *gained["grown_name"]]
+    for prefix, column, model in zip(
+        ("grown_", "null_"), ("patching", "null_patching"), models[1:], strict=False
+    ):
+        effects = _effects(model, batch, names)
+        old[f"{prefix}patching"] = old["grown_name"].map(effects)
+        new[column] = new["grown_name"].map(effects)
+    old["patching_change"] = old["grown_patching"] - old["patching"]
+    if len(models) > 2:
+        old["null_patching_change"] = old["null_patching"] - old["grown_patching"]
+    return old, new
+
+
+def _effects(model: Any, batch: Batch, names: list[str]) -> "pd.Series[float]":
+    """The loss of the metric when each component is patched, by name."""
+    if not names:
+        return pd.Series(dtype=float)
+    pair = on_device_of(model, batch.pair)
+    sweep = activation_patch(
+        *(model, pair.clean, pair.corrupted, batch.metric),
+        sites=names,
+        positions="all",
+        direction="noise",
+        mask=pair.mask,
+        progress=False,
+    )
+    loss = sweep.clean_value - sweep.frame["value"]
+    return pd.Series(loss.to_numpy(), index=sweep.frame["name"].astype(str))

@@ -1,0 +1,373 @@
+"""Statistics of components over a dataset: sums that every batch adds to.
+
+**Divergence** of attention patterns: Jensen–Shannon, in bits,
+
+    JS(P, Q) = H((P + Q) / 2) - (H(P) + H(Q)) / 2        H(P) = -Σ_k P_k log₂ P_k
+
+is 0 for equal rows and 1 for rows that share no key, symmetric, and finite if entries are zero
+(Lin, "Divergence measures based on the Shannon entropy", 1991). The outcomes of a row are its keys,
+and a sink if it takes what the keys leave; those of a neuron-head are its own token and the bias
+token.
+
+**Outputs** are compared through Gram matrices. A head with output z, a row, writes z W, W = W_O[h];
+a neuron is a head of one coordinate, with its row of W_out for W. With J the map from the
+original's stream coordinates to the grown one's, and C the projection that removes the mean,
+
+    ⟨z W C J, z' W' C⟩ = z (W C J C W'ᵀ) z'ᵀ        ‖z W C‖² = z (W C Wᵀ) zᵀ
+
+so three matrices of d_head × d_head a head, three numbers a neuron, give the dot product and both
+norms at any token, without tensors of heads × d_model or neurons × d_model a token. C applies if
+the norms that read the stream are LayerNorms, which ignore the mean (growth under LayerNorm removes
+it from the weights); otherwise it is the identity. New coordinates count as a difference.
+
+Over a set of tokens the outputs form one long vector each, so tokens weigh by how much is written:
+
+    cosine = Σ ⟨o, o'⟩ / √(Σ ‖o‖² Σ ‖o'‖²)         norm ratio = √(Σ ‖o'‖² / Σ ‖o‖²)
+
+**Errors.** The unit is a prompt, so that long prompts count no more than short ones: with x_i the
+mean divergence over the tokens of prompt i, or a component's effect in it,
+
+    mean = Σ x_i / n        standard error = √((Σ x_i² - n mean²) / ((n - 1) n))
+
+**Silent neurons** put out no more than a rounding of their layer's output, on any token:
+
+    max_t |z_ti| ≤ ρ √(mean of z² over tokens and neurons)      ρ: sixteen units in the last place
+
+(`tolerances.rounding`; in half precision one of bfloat16). Their contribution is lost in the
+roundings of the MLP's output, and their gate is a function of noise: the sign of a ReLU's input of
+1e-10, say. Dead neurons of ReLU models with LayerNorm, whose d_model grows, reach at most .25 units
+of that root mean square, 2.3 in bfloat16 beside an outlier of 1000, and 6.6 if the new rows of W_in
+are of size 1; the quietest neurons of five trained models that fire at all, on four prompts, reach
+.002 to 3.5 of the root mean square itself.
+
+All sums are float64: fourteen numbers for a component of both models, three for a new one, for any
+number of prompts.
+"""
+
+from collections.abc import Sequence
+from math import log
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import pandas as pd
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from attn_only_lens.circuits.head_matrices import HeadMatrices
+from attn_only_lens.comparison.alignment import Alignment, SharedComponents
+from attn_only_lens.comparison.batch_runs import BatchRun, run_batch
+from attn_only_lens.comparison.batches import Batch
+from attn_only_lens.heads import host_of
+from attn_only_lens.numerics import float32_if_half, where_float64_is
+from attn_only_lens.runs.sites import LayerSites, all_heads, resolve_sites
+from attn_only_lens.tolerances import rounding
+
+__all__ = ["Statistics", "gate_divergence", "pattern_divergence"]
+
+_Floats: TypeAlias = npt.NDArray[np.float64]
+_ROUNDINGS = 16  # of a row's sum: anything missing beyond them is a sink's
+
+
+def pattern_divergence(
+    p: Float[Tensor, "*any key"], q: Float[Tensor, "*any key"]
+) -> Float[Tensor, "*any"]:
+    """Return the divergence of rows of attention patterns, in bits.
+
+    Rows in half precision are computed in float32, and each is divided by its sum.
+
+    Example:
+        >>> import torch
+        >>> one = torch.tensor([[1.0, 0.0], [0.5, 0.5]])
+        >>> pattern_divergence(one, one.flip(-1)).tolist()
+        [1.0, 0.0]
+    """
+    p, q = _with_sink(p), _with_sink(q)
+    entropy = torch.special.entr((p + q) / 2) - (torch.special.entr(p) + torch.special.entr(q)) / 2
+    return (entropy.sum(-1) / log(2)).clamp(min=0)
+
+
+def _with_sink(rows: Tensor) -> Tensor:
+    """Rows that sum to 1, with a sink as the last outcome."""
+    eps = torch.finfo(rows.dtype).eps
+    rows = float32_if_half(rows)
+    missing = 1 - rows.sum(-1, keepdim=True)
+    rows = torch.cat([rows, torch.where(missing > _ROUNDINGS * eps, missing, 0.0)], dim=-1)
+    return rows / rows.sum(-1, keepdim=True)
+
+
+def gate_divergence(
+    p: Float[Tensor, "*any head_index"], q: Float[Tensor, "*any head_index"]
+) -> Float[Tensor, "*any head_index"]:
+    """Return the divergence of neuron-heads, from the weight of each on its own token, in bits.
+
+    Example:
+        >>> import torch
+        >>> gate_divergence(torch.tensor([0.0, 0.25]), torch.tensor([1.0, 0.25])).tolist()
+        [1.0, 0.0]
+    """
+
+    # Two outcomes by hand: stacked, they would be a copy of all neurons.
+    def entropy(weight: Tensor) -> Tensor:
+        return torch.special.entr(weight) + torch.special.entr(1 - weight)
+
+    p, q = float32_if_half(p), float32_if_half(q)
+    found = entropy((p + q) / 2) - (entropy(p) + entropy(q)) / 2
+    return (found / log(2)).clamp(min=0)
+
+
+class _WriteDirections:
+    """Directions that the heads of a model write along, as readers see them."""
+
+    def __init__(self, model: Any) -> None:
+        norms = [
+            norm for each in host_of(model).norms() for norm in (each.attention[0], each.neuron[0])
+        ]
+        self._centred = all(norm.centres for norm in norms)
+        self._matrices = HeadMatrices.of(model, fold_norms=False)
+
+    def of(self, sites: LayerSites) -> Float[Tensor, "site d_head d_model"]:
+        """W C of each site."""
+        W: Tensor = self._matrices.write_matrices(sites).B
+        return W - W.mean(dim=-1, keepdim=True) if self._centred else W
+
+
+def _gram(
+    one: Float[Tensor, "site d_head d_model"], other: Float[Tensor, "site d_head_2 d_model"]
+) -> Float[Tensor, "site d_head d_head_2"]:
+    return torch.einsum("sam,sbm->sab", one, other)
+
+
+def _dot(
+    z: Float[Tensor, "token site d_head"],
+    gram: Float[Tensor, "site d_head d_head_2"],
+    other: Float[Tensor, "token site d_head_2"],
+) -> _Floats:
+    """The dot product of two components' outputs over all tokens, for each site."""
+    z, other = z.to(gram), other.to(gram)
+    if gram.shape[1:] == (1, 1):  # neurons: the matrix product would be as many of size 1
+        product = where_float64_is((z * other).squeeze(-1)).sum(0, dtype=torch.float64)
+        return _numbers(product * where_float64_is(gram[:, 0, 0]).double())
+    product = (torch.einsum("tsa,sab->tsb", z, gram) * other).sum(-1)
+    return _numbers(where_float64_is(product).sum(0, dtype=torch.float64))
+
+
+def _numbers(x: Tensor) -> _Floats:
+    return x.cpu().double().numpy()
+
+
+def _effects_by_prompt(run: BatchRun, sites: LayerSites) -> _Floats:
+    """[site, prompt]."""
+    return _numbers(where_float64_is(run.effects_of(sites)).sum(-1, dtype=torch.float64))
+
+
+def _divergences_by_prompt(one: BatchRun, other: BatchRun, pair: SharedComponents) -> _Floats:
+    """The mean over the real tokens of each prompt: [site, prompt]."""
+    if pair.kind == "attention":
+        mine, theirs = one.patterns(pair.first), other.patterns(pair.second)
+        found = pattern_divergence(mine, theirs.to(mine.device)).transpose(1, 2)
+    else:
+        mine, theirs = one.gates(pair.first), other.gates(pair.second)
+        found = gate_divergence(mine, theirs.to(mine.device)).mean(-1)
+    real = one.real.to(found.device).unsqueeze(-1)
+    total = where_float64_is(found.where(real, 0.0)).sum(1, dtype=torch.float64)
+    return _numbers((total / real.sum(1).to(total.device)).T)
+
+
+def _standard_error(total: _Floats, squares: _Floats, n: int) -> _Floats:
+    """The standard error of a mean; nan for one prompt."""
+    if n < 2:
+        return np.full_like(total, np.nan)
+    return np.sqrt((squares - total**2 / n).clip(min=0) / ((n - 1) * n))
+
+
+class _SharedStatistics:
+    """Sums and maxima for the components of two models."""
+
+    def __init__(
+        self, first: _WriteDirections, second: _WriteDirections, alignment: Alignment
+    ) -> None:
+        self._shared, self._grams = alignment.shared, []
+        for pair in alignment.shared:
+            other = second.of(pair.second)
+            one = first.of(pair.first).to(other)
+            kept = other[..., alignment.coordinates.to(other.device)]
+            self._grams.append((_gram(one, kept), _gram(one, one), _gram(other, other)))
+        names = [
+            pd.DataFrame(
+                {
+                    "name": pair.first.names,
+                    "grown_name": pair.second.names,
+                    "kind": pair.kind,
+                    "layer": pair.first.layer,
+                    "grown_layer": pair.second.layer,
+                }
+            )
+            for pair in alignment.shared
+        ]
+        self._names = pd.concat(names, ignore_index=True)
+        self._sums = np.zeros((10, len(self._names)))
+        self._maxima = np.zeros((4, len(self._names)))
+
+    def measure(self, one: BatchRun, other: BatchRun) -> tuple[_Floats, _Floats]:
+        """Return the sums and maxima over a batch."""
+        sums, maxima = [], []
+        for pair, (cross, first, second) in zip(self._shared, self._grams, strict=True):
+            js = _divergences_by_prompt(one, other, pair)
+            effect = _effects_by_prompt(one, pair.first)
+            other_effect = _effects_by_prompt(other, pair.second)
+            by_prompt = [js, js**2, effect, other_effect, (other_effect - effect) ** 2]
+            z = one.z(pair.first), other.z(pair.second)
+            products = [_dot(z[0], cross, z[1]), _dot(z[0], first, z[0]), _dot(z[1], second, z[1])]
+            squares = [_numbers(_norm(x)) ** 2 for x in z]
+            sums.append(np.stack([*(x.sum(1) for x in by_prompt), *products, *squares]))
+            largest = [_numbers(x.abs().amax((0, 2))) for x in z]
+            roundings = [np.full(len(pair.first.names), rounding(x.dtype)) for x in z]
+            maxima.append(np.stack([*largest, *roundings]))
+        return np.concatenate(sums, axis=1), np.concatenate(maxima, axis=1)
+
+    def add(self, sums: _Floats, maxima: _Floats) -> None:
+        """Add what `measure` returned."""
+        self._sums += sums
+        self._maxima = np.maximum(self._maxima, maxima)
+
+    def frame(self, n_prompts: int, n_tokens: int) -> pd.DataFrame:
+        """Return a row for each component: its names, differences, and whether it is silent."""
+        js, js_2, first, second, change_2, dot, norm_1, norm_2, *squares = self._sums
+        n = n_prompts
+        with np.errstate(divide="ignore", invalid="ignore"):  # a component may write nothing
+            cosine = dot / np.sqrt(norm_1 * norm_2)
+            ratio = np.sqrt(norm_2 / norm_1)
+        silent = self._names["kind"] == "neuron"
+        for square, largest, unit in zip(squares, self._maxima, self._maxima[2:], strict=False):
+            layers = pd.Series(square).groupby([self._names["layer"], self._names["kind"]])
+            silent &= largest <= unit * np.sqrt(layers.transform("mean") / n_tokens)
+        return self._names.assign(
+            divergence=js / n,
+            divergence_se=_standard_error(js, js_2, n),
+            cosine=cosine,
+            norm_ratio=np.where(np.isinf(ratio), np.nan, ratio),
+            attribution=first / n,
+            grown_attribution=second / n,
+            attribution_change=(second - first) / n,
+            attribution_change_se=_standard_error(second - first, change_2, n),
+            silent=silent,
+        )
+
+
+def _norm(z: Float[Tensor, "token site d_head"]) -> Float[Tensor, "site"]:
+    dtype = torch.promote_types(z.dtype, torch.float32)
+    return torch.linalg.vector_norm(z, dim=(0, 2), dtype=dtype)
+
+
+class _NewStatistics:
+    """Sums for the components that a model has of its own."""
+
+    def __init__(self, directions: _WriteDirections, new: Sequence[LayerSites]) -> None:
+        self._new = new
+        self._grams = [_gram(W, W) for W in map(directions.of, new)]
+        self._sums = np.zeros((3, sum(len(sites.names) for sites in new)))
+
+    def measure(self, run: BatchRun) -> _Floats:
+        """Return the sums over a batch."""
+        found = [self._sums[:, :0]]
+        for sites, gram in zip(self._new, self._grams, strict=True):
+            effect, z = _effects_by_prompt(run, sites), run.z(sites)
+            found.append(np.stack([effect.sum(1), (effect**2).sum(1), _dot(z, gram, z)]))
+        return np.concatenate(found, axis=1)
+
+    def add(self, sums: _Floats) -> None:
+        """Add what `measure` returned."""
+        self._sums += sums
+
+    def frame(self, n_prompts: int, n_tokens: int, span: float) -> pd.DataFrame:
+        """Return a row for each component: its name, effect, share of a metric's span, and norm."""
+        effect, effect_2, written = self._sums
+        names = [(name, sites.kind, sites.layer) for sites in self._new for name in sites.names]
+        return pd.DataFrame(names, columns=["grown_name", "kind", "grown_layer"]).assign(
+            attribution=effect / n_prompts,
+            attribution_se=_standard_error(effect, effect_2, n_prompts),
+            share=effect / span,
+            norm=np.sqrt(written.clip(min=0) / n_tokens),
+        )
+
+
+_NAMES = ["name", "grown_name", "kind", "layer", "grown_layer"]
+_MEASURES = ("divergence", "divergence_se", "cosine", "norm_ratio")
+_CHANGES = ("attribution_change", "attribution_change_se")
+
+
+class Statistics:
+    """Statistics of an original, the model grown from it and, if there is one, a null.
+
+    Args:
+        models: in this order, with neuron-heads.
+        alignment: of the first two.
+    """
+
+    def __init__(self, models: Sequence[Any], alignment: Alignment) -> None:
+        self._models = models
+        self._sites = [resolve_sites(each, all_heads()) for each in models]
+        directions = [_WriteDirections(each) for each in models]
+        alignments = [alignment, alignment.with_null(models[1].cfg.d_model)]
+        self._shared = [
+            _SharedStatistics(directions[i], directions[i + 1], alignments[i])
+            for i in range(len(models) - 1)
+        ]
+        self._new = [_NewStatistics(each, alignment.new) for each in directions[1:]]
+        self._values = np.zeros((len(models), 2))
+        self._n_prompts = self._n_tokens = 0
+        self._metric = ""
+
+    def add(self, batch: Batch) -> list[BatchRun]:
+        """Run a batch through every model, and return the runs."""
+        runs = [
+            run_batch(model, batch, sites)
+            for model, sites in zip(self._models, self._sites, strict=True)
+        ]
+        # Whatever can fail comes first, so that an error leaves whole batches in the sums.
+        shared = [each.measure(*runs[i : i + 2]) for i, each in enumerate(self._shared)]
+        new = [each.measure(run) for each, run in zip(self._new, runs[1:], strict=True)]
+        for pair, (sums, maxima) in zip(self._shared, shared, strict=True):
+            pair.add(sums, maxima)
+        for each, sums in zip(self._new, new, strict=True):
+            each.add(sums)
+        n_prompts = len(batch.pair.clean)
+        self._values += n_prompts * np.array([run.values for run in runs])
+        self._n_prompts += n_prompts
+        self._n_tokens += int(batch.pair.real.sum())
+        self._metric = runs[0].metric
+        return runs
+
+    def frames(self) -> tuple[pd.DataFrame, pd.DataFrame, pd.DataFrame]:
+        """Return frames of the original's components, of new ones and of silent ones."""
+        counts = self._n_prompts, self._n_tokens
+        old, *nulls = (each.frame(*counts) for each in self._shared)
+        spans = self._values[1:, 0] - self._values[1:, 1]
+        new, *new_nulls = (
+            each.frame(*counts, span) for each, span in zip(self._new, spans, strict=True)
+        )
+        for null, new_null in zip(nulls, new_nulls, strict=True):
+            for name in (*_MEASURES, *_CHANGES):
+                # Patterns and outputs that are silent in both are noise.
+                noise = null["silent"] & (name in _MEASURES)
+                old[f"null_{name}"] = null[name].mask(noise)
+            old["null_attribution"] = null["grown_attribution"]
+            for name in ("attribution", "share"):
+                new[f"null_{name}"] = new_null[name]
+        silent = old.pop("silent")
+        audible = old[~silent].reset_index(drop=True)
+        return audible, new, old.loc[silent, _NAMES].reset_index(drop=True)
+
+    def about(self) -> dict[str, Any]:
+        """Return the model, the metric and its values, and the size of the dataset."""
+        labels = ("original", "grown", "null")
+        values = zip(labels, (self._values / self._n_prompts).tolist(), strict=False)
+        return {
+            "model": str(getattr(self._models[0].cfg, "model_name", "")),
+            "metric": self._metric,
+            "n_prompts": self._n_prompts,
+            "n_tokens": self._n_tokens,
+            "values": {label: {"clean": c, "corrupted": o} for label, (c, o) in values},
+        }

@@ -1,0 +1,235 @@
+"""Save a model with neuron-heads to a folder, and load it: safetensors and JSON, no pickle, no hub.
+
+    model.safetensors     its tensors; those that are tied or share memory once
+    attn_only_lens.json   a manifest: kind of model, configuration, gate, digest of every file
+    tokenizer/            the tokenizer's own files, where the model has one
+
+A folder is written beside its destination and moved there when it is complete.
+"""
+
+import os
+from collections.abc import Callable
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, TypeAlias, TypedDict
+
+import torch
+from torch import Tensor
+from transformer_lens.model_bridge import TransformerBridge
+
+from attn_only_lens.errors import CheckpointError
+from attn_only_lens.heads import Gating, has_neuron_heads
+from attn_only_lens.models.checkpoint.bridge import BridgeFields, describe_bridge, rebuild_bridge
+from attn_only_lens.models.checkpoint.hooked import HookedFields, describe_hooked, rebuild_hooked
+from attn_only_lens.models.source_folder import (
+    TOKENIZER,
+    WEIGHTS,
+    checkpoint_errors,
+    load_tokenizer,
+    parse_device,
+    parse_dtype,
+)
+from attn_only_lens.models.two_blocks import AttentionOnlyTransformer
+from attn_only_lens.storage import (
+    Document,
+    FileDigest,
+    atomic_folder,
+    check_files,
+    file_digests,
+    listed_files,
+    open_folder,
+    read_tensors,
+    type_mismatches,
+    write_tensors,
+)
+from attn_only_lens.storage.size_limit import limit_size
+from attn_only_lens.tl import HookedTransformer
+
+__all__ = ["MANIFEST", "is_saved", "load", "read_manifest", "save", "write_manifest"]
+
+MANIFEST = "attn_only_lens.json"
+_UNBUILDABLE = "cannot be built by these versions of transformers and TransformerLens"
+
+
+class _Manifest(TypedDict):
+    attn_only_lens: str
+    transformer_lens: str
+    model: Literal["HookedTransformer", "TransformerBridge"]
+    source_name: str | None
+    gate: Gating
+    config: dict[str, Any]
+    training: bool
+    padding_side: Literal["left", "right"] | None
+    frozen: list[str]
+    files: dict[str, FileDigest]
+
+
+class _Kind(NamedTuple):
+    """A kind of model: its own entries of the manifest, and the way there and back."""
+
+    fields: Any
+    describe: Callable[[Any], tuple[dict[str, Any], dict[str, Tensor]]]
+    rebuild: Callable[[dict[str, Any], dict[str, Tensor]], Any]
+
+
+_DOCUMENT = Document("attn_only_lens", 6, _Manifest)
+_KINDS = {
+    "HookedTransformer": _Kind(HookedFields, describe_hooked, rebuild_hooked),
+    "TransformerBridge": _Kind(BridgeFields, describe_bridge, rebuild_bridge),
+}
+_Model: TypeAlias = AttentionOnlyTransformer | HookedTransformer | TransformerBridge
+
+
+@torch.inference_mode(False)  # as `load`, which is what the folder is tried with
+def save(
+    model: _Model,
+    folder: str | os.PathLike[str],
+    *,
+    source_name: str | None = None,
+) -> Path:
+    """Write a model with neuron-heads to a folder, all of it or nothing.
+
+    A `TransformerBridge` is written with its weights as they are, processed by
+    `enable_compatibility_mode` or not. It is built once more on the spot, and compared, before
+    anything is written: that takes the memory of a second model for a moment.
+
+    Args:
+        model: what `convert` or `load` returned, or a model with `expose_neuron_heads`, as it is
+            now (trained or edited since, perhaps). Hooks are not saved.
+        folder: the destination; an earlier save there is replaced, anything else is refused.
+        source_name: the name of the source; by default `cfg.model_name`.
+
+    Returns:
+        The folder.
+
+    Raises:
+        CheckpointError: the model has no neuron-heads, or could not be loaded again (it has
+            parameters or an activation that its configuration does not lead to, or a tokenizer
+            that needs its own code; a bridge: code, hooks or processing options of its own), or the
+            folder holds something else.
+
+    Example:
+        >>> import tempfile, torch
+        >>> from attn_only_lens import convert, load, pretrained, save
+        >>> model = convert(pretrained.modular_addition())
+        >>> with tempfile.TemporaryDirectory() as parent:
+        ...     same = load(save(model, f"{parent}/added"))
+        >>> tokens = pretrained.modular_addition_tokens()[:13]
+        >>> torch.equal(model(tokens), same(tokens))
+        True
+    """
+    folder = open_folder(folder)
+    if not has_neuron_heads(model):
+        raise CheckpointError(
+            f"got a {type(model).__name__}; expected what attn_only_lens.convert or load returns, "
+            "or a model with attn_only_lens.expose_neuron_heads"
+        )
+    kind = "TransformerBridge" if isinstance(model, TransformerBridge) else "HookedTransformer"
+    with checkpoint_errors(f"it {_UNBUILDABLE}"):
+        entries, tensors = _KINDS[kind].describe(model)
+    entries |= {
+        "model": kind,
+        "source_name": model.cfg.model_name if source_name is None else source_name,
+        "training": model.training,
+        "padding_side": None if model.tokenizer is None else model.tokenizer.padding_side,
+    }
+    with atomic_folder(folder, (MANIFEST, WEIGHTS, TOKENIZER), MANIFEST, listed_files) as new:
+        write_tensors(new / WEIGHTS, tensors)
+        if model.tokenizer is not None:
+            model.tokenizer.save_pretrained(new / TOKENIZER)
+            load_tokenizer(new)
+        write_manifest(new, entries)
+    return folder
+
+
+@torch.inference_mode(False)  # weights of inference mode could never be trained
+def load(
+    folder: str | os.PathLike[str],
+    *,
+    device: str | torch.device | None = None,
+    dtype: str | torch.dtype | None = None,
+) -> Any:
+    """Read a saved model back: without pickle or a network, no code of its own, no other folder.
+
+    Args:
+        folder: a folder that `save` wrote.
+        device: the device to put it on; by default the cpu.
+        dtype: its floating-point type, as `model.to(dtype)` would make it; by default as saved.
+
+    Returns:
+        The model, of the class that was saved, with its tokenizer, flags, tied and frozen
+        parameters as they were.
+
+    Raises:
+        UnsupportedCallError: it is a HookedTransformer, and transformer-lens 4 has none.
+        CheckpointError: the folder is missing, damaged, tampered with, newer than this package, or
+            the device or dtype is unknown.
+
+    Example:
+        >>> import tempfile, torch
+        >>> from attn_only_lens import convert, load, pretrained, save
+        >>> with tempfile.TemporaryDirectory() as parent:
+        ...     folder = save(convert(pretrained.modular_addition()), f"{parent}/added")
+        ...     load(folder, dtype="float64").W_in.dtype
+        torch.float64
+    """
+    folder = open_folder(folder)
+    to_device = parse_device("cpu" if device is None else device)
+    to_dtype = None if dtype is None else parse_dtype(dtype)
+    manifest = read_manifest(folder)
+    check_files(folder, manifest["files"], closed=TOKENIZER)
+    tensors, _ = read_tensors(folder / WEIGHTS)
+    with limit_size(tensors), checkpoint_errors(f"{folder} {_UNBUILDABLE}"):
+        model = _KINDS[manifest["model"]].rebuild(manifest, tensors)
+    if manifest["padding_side"] is not None:
+        model.tokenizer = load_tokenizer(folder)
+        model.tokenizer.padding_side = manifest["padding_side"]
+    if to_dtype is not None:
+        model.to(to_dtype, print_details=False)
+    # By its name: of a torch.device, a HookedTransformer notes the type alone, not the index.
+    return model.to(str(to_device), print_details=False)
+
+
+def is_saved(folder: str | os.PathLike[str]) -> bool:
+    """True for a folder that `save` wrote."""
+    try:
+        return (open_folder(folder) / MANIFEST).is_file()
+    except (CheckpointError, OSError):
+        return False
+
+
+def write_manifest(folder: Path, entries: dict[str, Any]) -> None:
+    """Write the manifest of a model whose files are in a folder already."""
+    versions = {
+        "attn_only_lens": version("attn-only-lens"),
+        "transformer_lens": version("transformer-lens"),
+    }
+    _DOCUMENT.write(folder / MANIFEST, **versions, **entries, files=file_digests(folder))
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """Read what `write_manifest` wrote; checking the files that it names is left to `check_files`.
+
+    Raises:
+        CheckpointError: it is missing, unreadable or changed, of another version, or describes no
+            model that `save` writes.
+    """
+    path = folder / MANIFEST
+    if not path.exists():
+        raise CheckpointError(
+            f"no saved model in {folder}: {MANIFEST} is missing; expected a folder that "
+            "attn_only_lens.save wrote"
+        )
+    manifest = _DOCUMENT.read(path)
+    fields = _KINDS[manifest["model"]].fields
+    wrong = [reason.removeprefix(".") for reason in type_mismatches(manifest, fields, "")]
+    names = manifest["files"]
+    wrong += [f"files.{WEIGHTS} is missing"] * (WEIGHTS not in names)
+    wrong += [
+        f"{name!r} is no file of a saved model"
+        for name in names
+        if name != WEIGHTS and not name.startswith(f"{TOKENIZER}/")
+    ]
+    if wrong:
+        raise CheckpointError(f"{path} cannot be used: {'; '.join(wrong[:5])}")
+    return manifest
