@@ -27,7 +27,7 @@ from attn_only_lens import convert, pretrained
 from attn_only_lens import patching as p
 from attn_only_lens.models.source_folder import load_source
 from attn_only_lens.patching._attribution import METHODS
-from attn_only_lens.runs.edits import PARTS
+from attn_only_lens.runs.sites import PARTS
 
 LENGTH = {"sort_gelu_new_3l": 6, "modular_addition_relu_1l": 3}  # prompts of tasks; texts: 16
 KINDS = {"neuron": "neuron-heads", "attention": "attention heads"}

@@ -42,6 +42,7 @@ from transformer_lens.patching import generic_activation_patch
 
 from attn_only_lens import expose_neuron_heads
 from attn_only_lens import patching as p
+from attn_only_lens.runs.metrics import bind
 from attn_only_lens.storage import write_text
 
 POS = 15
@@ -111,7 +112,7 @@ def sweep(
     few = chosen[:: max(1, len(chosen) // theirs_each)][:theirs_each]
     layers = range(cfg.n_layers)
     frame = pd.DataFrame(product(layers, labels, few), columns=["layer", "pos", "neuron"])
-    bound = p.bind(metric, source, p.prompt_pair(source, clean, corrupted))
+    bound = bind(metric, source, p.prompt_pair(source, clean, corrupted))
 
     def value(logits: Tensor) -> Tensor:
         return bound.value(bound.select(logits)[None])[0]

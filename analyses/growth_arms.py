@@ -20,7 +20,7 @@ from train_modular_addition import Recipe, adamw, fast_logits, loss_of, pairs, s
 
 from attn_only_lens import expansion as ex
 from attn_only_lens.growth import Training
-from attn_only_lens.storage import write_text, written_whole
+from attn_only_lens.storage import atomic_write, write_text
 from attn_only_lens.tl import HookedTransformer
 
 
@@ -173,7 +173,7 @@ def run(
             flops += cost[stage]
             tick(1)
         if stop == first_growth and arm.schedule and not training.history:
-            with written_whole(before) as partial:
+            with atomic_write(before) as partial:
                 save_file(dict(training.model.state_dict()), partial)
     note(study.epochs)
     ungrown = None

@@ -36,6 +36,7 @@ from tracr_models import PROGRAMS, TracrProgram, load_program
 
 from attn_only_lens import circuits, convert
 from attn_only_lens import patching as p
+from attn_only_lens.runs.metrics import Metric, bind
 
 LABELS = {"all": "all true edges", "changing": "true edges that change a logit when cut alone"}
 N_RANDOM = 100
@@ -51,7 +52,7 @@ def auroc(scores: Iterable[float], labels: Iterable[bool]) -> float:
     return float((ranks[positive].sum() - n * (n + 1) / 2) / (n * m)) if n and m else float("nan")
 
 
-def metric_of(program: TracrProgram, expected: list[Any]) -> p.Metric:
+def metric_of(program: TracrProgram, expected: list[Any]) -> Metric:
     """What the model says for one input, as one number."""
     at = [pos for pos, value in enumerate(expected, start=1) if value is not None]
 
@@ -67,7 +68,7 @@ def metric_of(program: TracrProgram, expected: list[Any]) -> p.Metric:
 
 
 def graph_scores(
-    model: Any, tokens: Tensor, metric: p.Metric, *, patterns: bool
+    model: Any, tokens: Tensor, metric: Metric, *, patterns: bool
 ) -> dict[Edge, float]:
     """|weights| of the attribution graph of one input, summed over positions."""
     graph = circuits.attribution_graph(model, tokens[None], metric, mass=1, patterns=patterns)
@@ -81,11 +82,9 @@ def graph_scores(
     return found
 
 
-def gradient_scores(
-    model: Any, tokens: Tensor, other: Tensor, metric: p.Metric
-) -> dict[Edge, float]:
+def gradient_scores(model: Any, tokens: Tensor, other: Tensor, metric: Metric) -> dict[Edge, float]:
     """Edge attribution patching between one input and another, summed over positions."""
-    bound = p.bind(metric, model, p.PromptPair(tokens[None], other[None]))
+    bound = bind(metric, model, p.PromptPair(tokens[None], other[None]))
     seen: list[dict[str, Tensor]] = []
     for each in (tokens, other):
         kept: dict[str, Tensor] = {}

@@ -13,6 +13,9 @@ from contextlib import contextmanager
 from threading import Lock
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+import pandas as pd
 import torch
 from torch import Tensor
 
@@ -24,6 +27,7 @@ __all__ = [
     "matmul_precision",
     "normal_numbers",
     "same_randomness",
+    "spearman",
     "where_float64_is",
 ]
 
@@ -71,6 +75,19 @@ def float32_if_half(x: Tensor) -> Tensor:
         torch.float32
     """
     return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+
+
+def spearman(first: npt.ArrayLike, second: npt.ArrayLike) -> float:
+    """Return the rank correlation, equals sharing their mean rank; nan unless both have ranks.
+
+    Example:
+        >>> spearman([1.0, 2.0, 2.0, 9.0], [0.1, 0.5, 0.5, 0.7])
+        1.0
+    """
+    ranks = [pd.Series(np.asarray(each)).rank().to_numpy() for each in (first, second)]
+    if any(len(each) < 2 or np.ptp(each) == 0 for each in ranks):
+        return float("nan")
+    return float(np.corrcoef(ranks[0], ranks[1])[0, 1])
 
 
 def normal_numbers(shape: tuple[int, ...], seed: int = 0) -> Tensor:

@@ -32,4 +32,4 @@ def values(seed=0, positions=range(POSITIONS)):
 
 def sweep(seed=0, frame=None, **changes):
     """A sweep of those values."""
-    return p.Sweep.of(values(seed) if frame is None else frame, **RUN | changes)
+    return p.Sweep(values(seed) if frame is None else frame, **RUN | changes)

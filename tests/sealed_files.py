@@ -3,7 +3,7 @@
 import json
 import random
 
-from attn_only_lens.storage.sealed import _digest, _seal
+from attn_only_lens.storage.documents import _digest, _seal
 
 
 def rewrite(path, change=None, /, **changes):

@@ -20,7 +20,7 @@ from attn_only_lens import (
     pretrained,
 )
 from attn_only_lens import patching as p
-from attn_only_lens.runs.attached_hooks import attached, hook_reasons
+from attn_only_lens.runs.attached_hooks import find_hooks, hook_reasons
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # TransformerLens' and transformers' own
 POS = 7
@@ -114,18 +114,18 @@ def test_hooks_of_libraries_are_not_refused(name):
         add_hook_to_module(module, AlignDevicesHook(execution_device="cpu"))
     assert "forward" in vars(placed)
     for model in (asked, expose_neuron_heads(bridges.bridged(placed)).model):
-        assert not attached(model).users
+        assert not find_hooks(model).users
         pd.testing.assert_frame_equal(sweep(model).to_frame(), expected, **SAME)
         assert len(p.attribution(model, *pair(), METRIC, **GIVEN).frame) == len(expected)
     # Control: the same of somebody's, beside them.
     asked.original_model.register_forward_hook(look)
-    assert attached(asked).users == ("original_model",)
+    assert find_hooks(asked).users == ("original_model",)
 
 
 @needs_transformer_lens_4
 def test_what_shows_parts_without_a_module_is_transformer_lens_own():
     model = exposed("bert")
-    found = attached(model)
+    found = find_hooks(model)
     assert not found.users
     assert sorted(found.own) == [
         f"blocks.{layer}.mlp.{point}"

@@ -17,6 +17,9 @@ from attn_only_lens import (
 )
 from attn_only_lens import expansion as ex
 from attn_only_lens import patching as p
+from attn_only_lens.runs.metrics import bind
+from attn_only_lens.runs.positions import resolve_positions
+from attn_only_lens.runs.sites import resolve_sites
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # TransformerLens' own
 KINDS = {
@@ -42,18 +45,18 @@ def pair(model):
 @pytest.mark.parametrize("kind", KINDS)
 def test_several_numbers(model, pair, kind):
     made = KINDS[kind]
-    got, expected = (p.resolve_positions(pair, each) for each in (made([2, 5]), [2, 5]))
+    got, expected = (resolve_positions(pair, each) for each in (made([2, 5]), [2, 5]))
     for one, other in zip(got, expected, strict=True):
         assert (one.label, type(one.label)) == (other.label, int)
         assert torch.equal(one.where, other.where)
     assert p.neuron_heads(made([1, 0])) == p.neuron_heads([1, 0])
-    both = [p.bind(p.logit_diff(made(a), 7), model, pair) for a in ([3, 5],)]
-    assert both[0].of(model(pair.clean)) == p.bind(p.logit_diff([3, 5], 7), model, pair).of(
+    both = [bind(p.logit_diff(made(a), 7), model, pair) for a in ([3, 5],)]
+    assert both[0].of(model(pair.clean)) == bind(p.logit_diff([3, 5], 7), model, pair).of(
         model(pair.clean)
     )
     for wrong in (made([2.0, 5.0]), made([True, False])):
         with pytest.raises(PatchingError, match="expected"):
-            p.resolve_positions(pair, wrong)
+            resolve_positions(pair, wrong)
         with pytest.raises(PatchingError, match="expected source layers"):
             p.neuron_heads(wrong)
 
@@ -61,7 +64,7 @@ def test_several_numbers(model, pair, kind):
 @pytest.mark.parametrize("kind", ONE)
 def test_one_number(pair, kind):
     made = ONE[kind]
-    assert p.resolve_positions(pair, made(-2))[0].label == -2
+    assert resolve_positions(pair, made(-2))[0].label == -2
     assert p.heads(made(1)) == p.heads(1)
     bridge = bridges.boot("native")
     got, expected = (
@@ -76,7 +79,9 @@ def test_one_number(pair, kind):
 
 def test_names_of_a_column(model):
     names = pd.Series(["L0N5", "L1H1"])
-    for got, other in zip(p.resolve(model, names), p.resolve(model, list(names)), strict=True):
+    for got, other in zip(
+        resolve_sites(model, names), resolve_sites(model, list(names)), strict=True
+    ):
         assert got.names == other.names
 
 

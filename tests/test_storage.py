@@ -30,7 +30,8 @@ from attn_only_lens.comparison.results import _FRAMES
 from attn_only_lens.growth import Training, read_provenance
 from attn_only_lens.models.checkpoint import MANIFEST
 from attn_only_lens.models.source_folder import load_source
-from attn_only_lens.storage import whole_folder, writing, written_whole
+from attn_only_lens.patching.resume import PartStore
+from attn_only_lens.storage import atomic, atomic_folder, atomic_write
 from attn_only_lens.viz import write_html
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # TransformerLens' and transformers' own
@@ -40,15 +41,15 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # TransformerLens' and transf
 
 
 def write(folder, text):
-    with whole_folder(folder, ("a", "b"), "a") as new:
+    with atomic_folder(folder, ("a", "b"), "a") as new:
         (new / "a").write_text(text)
         (new / "b").mkdir()
         (new / "b" / "c").write_text(text)
 
 
 def text_in(folder):
-    """What a reader finds, all of it from one writing."""
-    folder = writing.opened_folder(folder)
+    """What a reader finds, all of it from one atomic."""
+    folder = atomic.open_folder(folder)
     found = {(folder / "a").read_text(), (folder / "b" / "c").read_text()}
     assert sorted(each.name for each in folder.rglob("*")) == ["a", "b", "c"]
     return found.pop() if len(found) == 1 else found
@@ -79,7 +80,7 @@ def interrupt(monkeypatch, at, after, dies):
     for module, names in (
         (os, ("replace", "rename", "mkdir", "rmdir", "unlink", "fsync", "open")),
         (shutil, ("rmtree",)),
-        (writing, ("_exchange", "_locked")),
+        (atomic, ("_exchange", "_locked")),
     ):
         for name in names:
             monkeypatch.setattr(module, name, broken(getattr(module, name)))
@@ -93,7 +94,7 @@ def test_a_folder_is_the_old_or_the_new_one_at_whatever_call_it_ends(
     exchange, dies, after, tmp_path, monkeypatch
 ):
     if not exchange:
-        monkeypatch.setattr(writing, "_exchange", lambda one, other: False)
+        monkeypatch.setattr(atomic, "_exchange", lambda one, other: False)
     folder, seen = tmp_path / "folder", []
     for at in itertools.count():
         write(folder, "old")
@@ -121,17 +122,17 @@ def test_a_folder_is_the_old_or_the_new_one_at_whatever_call_it_ends(
 def test_a_file_is_the_old_or_the_new_one_at_whatever_call_it_ends(dies, tmp_path, monkeypatch):
     path = tmp_path / ("x" * 255)  # as long as a name may be
     for at in itertools.count():
-        writing.write_text(path, "old")
+        atomic.write_text(path, "old")
         with monkeypatch.context() as patch:
             interrupt(patch, at, True, dies)
             try:
-                writing.write_text(path, "new")
+                atomic.write_text(path, "new")
             except Death:
                 pass
             else:
                 break
         assert path.read_text() in ("old", "new")
-        writing.write_text(path, "next")
+        atomic.write_text(path, "next")
         assert path.read_text() == "next"
         assert list(tmp_path.iterdir()) == [path]
 
@@ -142,8 +143,8 @@ package = types.ModuleType("attn_only_lens")
 package.__path__ = [sys.argv[1]]
 sys.modules["attn_only_lens"] = package  # without all that it imports
 from pathlib import Path
-from attn_only_lens.storage import whole_folder
-with whole_folder(Path(sys.argv[2]), ("a", "b"), "a") as new:
+from attn_only_lens.storage import atomic_folder
+with atomic_folder(Path(sys.argv[2]), ("a", "b"), "a") as new:
     (new / "a").write_text("never")
     print("writing", flush=True)
     sys.stdin.readline()
@@ -154,7 +155,7 @@ with whole_folder(Path(sys.argv[2]), ("a", "b"), "a") as new:
 def test_the_next_writing_removes_what_a_killed_one_left_and_no_living_one(tmp_path):
     folder = tmp_path / "folder"
     write(folder, "old")
-    package = str(Path(writing.__file__).parents[1])
+    package = str(Path(atomic.__file__).parents[1])
     with subprocess.Popen(
         [sys.executable, "-c", KILLED, package, str(folder)],
         stdin=subprocess.PIPE,
@@ -177,7 +178,7 @@ def test_the_next_writing_removes_what_a_killed_one_left_and_no_living_one(tmp_p
 
 def test_what_only_looks_like_a_leftover_stays(tmp_path):
     folder = tmp_path / "folder"
-    other = tmp_path / f"{writing._hidden(folder)}{16 * 'a'}"
+    other = tmp_path / f"{atomic._hidden(folder)}{16 * 'a'}"
     other.mkdir()
     (other / "thesis.tex").write_text("years of work")
     write(folder, "text")
@@ -186,7 +187,7 @@ def test_what_only_looks_like_a_leftover_stays(tmp_path):
 
 def test_without_locks_nothing_is_removed_and_everything_written(tmp_path, monkeypatch):
     """As on Windows, and on some file systems of a network."""
-    monkeypatch.setattr(writing, "fcntl", None)
+    monkeypatch.setattr(atomic, "fcntl", None)
     write(tmp_path / "folder", "old")
     monkeypatch.setattr(shutil, "rmtree", lambda *args, **how: None)
     write(tmp_path / "folder", "new")
@@ -243,12 +244,12 @@ def saved_bridge(folder):
 
 
 def store(folder):
-    return p.PartStore(folder, {"metric": "kl", "value": 0.25})
+    return PartStore(folder, {"metric": "kl", "value": 0.25}, 2)
 
 
 def parts(folder):
     for i in range(2):
-        store(folder).write(str(i), values(i))
+        store(folder).write(i, values(i))
 
 
 def graph():
@@ -292,7 +293,7 @@ KINDS = {
         lambda folder: sweep().save(folder / "s.parquet"),
         lambda folder: vars(p.Sweep.load(folder / "s.parquet")),
     ),
-    "parts": (parts, lambda folder: {"frame": store(folder).read_all(["0", "1"])}),
+    "parts": (parts, lambda folder: {"frame": store(folder).read_all()}),
     "graph": (lambda f: to_json(graph(), f / "g.json"), lambda f: vars(from_json(f / "g.json"))),
     "comparison": (
         lambda folder: comparison().save(folder),
@@ -447,7 +448,7 @@ def test_no_file_outside_of_the_folder_is_opened(name, folders, tmp_path):
 
 
 def test_links_out_of_any_other_folder_are_not_followed(tmp_path):
-    for kind, name in (("parts", "part-0.parquet"), ("comparison", "new.csv")):
+    for kind, name in (("parts", "part-000000.parquet"), ("comparison", "new.csv")):
         make, read = KINDS[kind]
         folder = tmp_path / kind
         make(folder)
@@ -553,7 +554,7 @@ def test_a_writer_leaves_links_alone(tmp_path):
     """A link is replaced: what it leads to may be anybody's."""
     (tmp_path / "theirs").write_text("years of work")
     (tmp_path / "part").symlink_to(tmp_path / "theirs")
-    with written_whole(tmp_path / "part") as new:
+    with atomic_write(tmp_path / "part") as new:
         new.write_text("ours")
     assert (tmp_path / "theirs").read_text() == "years of work"
     assert (tmp_path / "part").read_text() == "ours"

@@ -12,7 +12,7 @@ from transformers import AutoTokenizer, GPT2TokenizerFast, PreTrainedTokenizerFa
 
 from attn_only_lens import circuits, convert, token_texts
 from attn_only_lens import patching as p
-from attn_only_lens.runs.token_texts import joined, token_text
+from attn_only_lens.runs.token_texts import join_tokens, token_text
 
 TEXT = "One day, Lily went to a café 🙂\n  too"
 
@@ -108,7 +108,7 @@ def test_a_mark_at_the_end_of_a_word_is_the_space_after_it():
         ids = tokenizer.convert_tokens_to_ids(pieces)
         texts = token_texts(SimpleNamespace(tokenizer=tokenizer), ids)
         assert texts == expected
-        assert joined(texts) == tokenizer.decode(ids)
+        assert join_tokens(texts) == tokenizer.decode(ids)
 
 
 def texts_of(tokenizer, text):
@@ -119,12 +119,12 @@ def texts_of(tokenizer, text):
 @pytest.mark.parametrize("text", [TEXT, "w1 w2 w1", "went", "day,went"])
 def test_joined_they_are_what_the_tokenizer_decodes(tokenizer, text):
     ids, texts = texts_of(tokenizer, text)
-    assert joined(texts) == tokenizer.decode(ids, clean_up_tokenization_spaces=False)
+    assert join_tokens(texts) == tokenizer.decode(ids, clean_up_tokenization_spaces=False)
     assert all(texts)
     # Some lose nothing.
     kinds = str(tokenizer.backend_tokenizer.decoder)
     if "ByteLevel" in kinds or "ByteFallback" in kinds:
-        assert joined(texts).removeprefix("<s> ") == text
+        assert join_tokens(texts).removeprefix("<s> ") == text
 
 
 def test_each_kind():
@@ -138,7 +138,7 @@ def test_each_kind():
         tokenizer = KINDS[kind]()
         ids, texts = texts_of(tokenizer, text)
         if kind == "byte level":  # merged by what it was trained on
-            texts = texts[-4:] if len(texts) == 4 else [joined(texts[:-3]), *texts[-3:]]
+            texts = texts[-4:] if len(texts) == 4 else [join_tokens(texts[:-3]), *texts[-3:]]
         assert texts == expected, kind
         # The control: word by word the spaces are gone, or were never there.
         alone = [tokenizer.decode([each]) for each in ids]

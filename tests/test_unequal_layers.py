@@ -29,6 +29,8 @@ from attn_only_lens import (
 from attn_only_lens import patching as p
 from attn_only_lens.models.checkpoint import MANIFEST
 from attn_only_lens.models.two_blocks import LayerSizes, rebuild
+from attn_only_lens.runs.fingerprint import fingerprint
+from attn_only_lens.runs.sites import resolve_sites
 
 EXACT = 1e-12  # float64: sums over the same numbers, and zeros, in another order
 METRIC = p.logit_diff(correct=7, wrong=11)
@@ -107,10 +109,17 @@ def test_names_are_held_against_their_own_layer():
         with pytest.raises(UnknownHeadError, match=r"neurons 0 to (28|30)"):
             model.neuron_pattern(cache, name)
         with pytest.raises(PatchingError, match=r"neurons 0 to (28|30)"):
-            p.resolve(model, [name])
+            resolve_sites(model, [name])
     with pytest.raises(PatchingError, match="attention heads 0 to 1"):
-        p.resolve(model, ["L0H2"])
-    assert [len(each.names) for each in p.resolve(model, p.all_heads())] == [2, 29, 3, 37, 1, 31]
+        resolve_sites(model, ["L0H2"])
+    assert [len(each.names) for each in resolve_sites(model, p.all_heads())] == [
+        2,
+        29,
+        3,
+        37,
+        1,
+        31,
+    ]
 
 
 def test_stacks_name_the_layers_that_differ():
@@ -202,7 +211,7 @@ def test_saved_and_loaded(name, tmp_path):
     assert loaded.cfg.layer_sizes == model.cfg.layer_sizes
     assert torch.equal(loaded(tokens()), model(tokens()))
     assert vars(loaded.cfg.layer_cfg(1)) == vars(model.cfg.layer_cfg(1))
-    assert p.fingerprint(loaded) == p.fingerprint(model)
+    assert fingerprint(loaded) == fingerprint(model)
 
 
 def test_sizes_that_do_not_fit_are_refused(tmp_path):

@@ -33,9 +33,9 @@ from attn_only_lens.circuits.linear_model import (
 from attn_only_lens.errors import CircuitError
 from attn_only_lens.heads import host_of, reasons_without_heads
 from attn_only_lens.numerics import full_precision
+from attn_only_lens.runs.inputs import reasons_not_to_run
 from attn_only_lens.runs.metrics import AnyMetric, as_metric, bind, require_differentiable
-from attn_only_lens.runs.paired_runs import reasons_against
-from attn_only_lens.runs.prompts import PromptPair, Prompts, unpaired
+from attn_only_lens.runs.prompts import PromptPair, Prompts, single_prompts
 from attn_only_lens.runs.recording import record
 from attn_only_lens.runs.token_texts import token_texts
 
@@ -193,7 +193,7 @@ def attribution_graph(
     """
     _check(model, metric)
     top = _TOP if top is None and mass is None else top
-    pair = unpaired(model, prompts, mask)
+    pair = single_prompts(model, prompts, mask)
     run = record(model, pair.clean, pair.mask)
     bound = bind(metric, model, pair)
     require_differentiable(bound, run.logits)
@@ -223,7 +223,7 @@ def attribution_graph(
 
 
 def _check(model: Any, metric: AnyMetric) -> None:
-    reasons = [*reasons_against(model), *reasons_without_heads(model)]
+    reasons = [*reasons_not_to_run(model), *reasons_without_heads(model)]
     if as_metric(metric).needs_reference:
         reasons.append(
             f"{as_metric(metric).name} compares with another run, and there is one run here; "

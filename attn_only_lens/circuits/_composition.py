@@ -63,7 +63,7 @@ from attn_only_lens.circuits.head_matrices import KINDS, HeadMatrices, Kind
 from attn_only_lens.errors import CircuitError
 from attn_only_lens.heads import HeadName
 from attn_only_lens.numerics import is_count, where_float64_is
-from attn_only_lens.runs.sites import LayerSites, Selection, Sites, all_heads, resolve
+from attn_only_lens.runs.sites import LayerSites, Selection, Sites, all_heads, resolve_sites
 
 __all__ = [
     "LargestScores",
@@ -302,13 +302,13 @@ def _resolve_pairs(
     """Writers, None for the embedding first; and readers."""
     if kind not in KINDS:
         raise CircuitError([f"got kind={kind!r}; expected one of {KINDS}"], _PROBLEM)
-    reading = list(resolve(model, readers))
+    reading = list(resolve_sites(model, readers))
     if isinstance(writers, Selection) or not isinstance(writers, str | Sequence):
-        return list(resolve(model, writers)), reading
+        return list(resolve_sites(model, writers)), reading
     names = [writers] if isinstance(writers, str) else list(writers)
     heads = [name for name in names if name != _EMBED]
     embedding = [None] * (_EMBED in names)
-    return [*embedding, *(resolve(model, heads) if heads or not embedding else ())], reading
+    return [*embedding, *(resolve_sites(model, heads) if heads or not embedding else ())], reading
 
 
 def _read_stage(sites: LayerSites) -> int:

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from attn_only_lens.circuits.head_matrices import HeadMatrices
 from attn_only_lens.numerics import where_float64_is
-from attn_only_lens.runs.sites import neuron_heads, resolve
+from attn_only_lens.runs.sites import neuron_heads, resolve_sites
 
 __all__ = ["enrichment"]
 
@@ -55,7 +55,7 @@ def enrichment(
         >>> len(frame), bool(frame.cos.between(-1, 1).all())
         (512, True)
     """
-    groups = resolve(model, neuron_heads(layers))
+    groups = resolve_sites(model, neuron_heads(layers))
     matrices = HeadMatrices.of(model, fold_norms=fold_norms)
     frames = []
     for sites in groups:

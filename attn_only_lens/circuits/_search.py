@@ -39,8 +39,8 @@ from attn_only_lens.numerics import is_count
 from attn_only_lens.patching._activation_patch import activation_patch
 from attn_only_lens.patching._attribution import METHODS, attribution
 from attn_only_lens.patching.results import MEASURED, Sweep
+from attn_only_lens.runs.inputs import option_reasons
 from attn_only_lens.runs.metrics import AnyMetric
-from attn_only_lens.runs.paired_runs import not_one_of
 from attn_only_lens.runs.positions import Positions
 from attn_only_lens.runs.prompts import Prompts
 from attn_only_lens.runs.sites import Sites
@@ -255,7 +255,7 @@ def discover(
         >>> abs(1 - circuit.faithfulness) <= 0.1, len(circuit) < circuit.n_sites
         (True, True)
     """
-    reasons = not_one_of("method", method, (*METHODS, MEASURED))
+    reasons = option_reasons("method", method, (*METHODS, MEASURED))
     if not 0 < faithfulness <= 1:
         reasons.append(f"got faithfulness={faithfulness!r}; expected more than 0, up to 1")
     reasons += _reasons_against_count(n_random)

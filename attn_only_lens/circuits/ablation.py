@@ -25,13 +25,13 @@ from attn_only_lens.errors import CircuitError
 from attn_only_lens.heads import host_of
 from attn_only_lens.heads.host import HeadKind
 from attn_only_lens.patching.results import Sweep
+from attn_only_lens.runs.inputs import option_reasons, reasons_not_to_run
+from attn_only_lens.runs.interventions import ablate
 from attn_only_lens.runs.metrics import AnyMetric
-from attn_only_lens.runs.paired_runs import not_one_of, reasons_against, recorded
 from attn_only_lens.runs.prompts import Prompts, prompt_pair
-from attn_only_lens.runs.recording import Hooks, run
-from attn_only_lens.runs.replacements import ablated, patched
-from attn_only_lens.runs.replay.trials import require_read
-from attn_only_lens.runs.sites import resolve
+from attn_only_lens.runs.recording import Hooks, record_pair, run
+from attn_only_lens.runs.replay.edit_checks import require_edits_read
+from attn_only_lens.runs.sites import resolve_sites
 
 __all__ = ["AblatedModel", "Ablation", "Order"]
 
@@ -73,23 +73,23 @@ class AblatedModel:
             UnsupportedModelError: ablating some heads has no effect, as the model does not read
                 them where they are hooked.
         """
-        settings = not_one_of("ablation", ablation, get_args(Ablation))
-        settings += not_one_of("order", order, get_args(Order))
+        settings = option_reasons("ablation", ablation, get_args(Ablation))
+        settings += option_reasons("order", order, get_args(Order))
         CircuitError.raise_if(settings, _PROBLEM)
-        CircuitError.raise_if(reasons_against(model), "this model cannot be ablated")
+        CircuitError.raise_if(reasons_not_to_run(model), "this model cannot be ablated")
         sites = ranking.frame.reset_index(drop=True)
-        groups = resolve(model, list(sites["name"].unique()))
+        groups = resolve_sites(model, list(sites["name"].unique()))
         pair = prompt_pair(model, clean, corrupted, mask)
-        self._model, self._runs = model, recorded(model, pair, metric, groups, "z")
+        self._model, self._runs = model, record_pair(model, pair, metric, groups, "z")
         CircuitError.raise_if(_reasons_against_sites(sites, pair.clean.shape[1]), _PROBLEM)
         # What helps the clean run raises the score when put in, and lowers it when taken out.
         effect = ranking.effect.to_numpy() * (1 if ranking.baseline == 0 else -1)
         score = abs(effect) if order == "magnitude" else effect
         self.ranked: _Rows = np.argsort(-score, kind="stable")
         source = (
-            patched(self._runs.corrupted)
+            self._runs.corrupted
             if ablation == "resample"
-            else ablated(self._runs.clean, self._runs.clean, ablation, pair.real)
+            else ablate(self._runs.clean, self._runs.clean, ablation, pair.real)
         )
         self._points: list[_AblatedPoint] = []
         layers: dict[HeadKind, list[int]] = {}
@@ -104,7 +104,7 @@ class AblatedModel:
                 width = host_of(model).neurons[layer].heads_per_neuron
             self._points.append(_AblatedPoint(name, other, width, rows))
         for kind, of_kind in layers.items():
-            require_read(model, self._runs.clean, kind, of_kind, "z")
+            require_edits_read(model, self._runs.clean, kind, of_kind, "z")
         self.whole = self._runs.clean_value
         self.nothing = self._value(np.zeros(len(sites), dtype=bool))
         if not abs(self.whole - self.nothing) > 1e-6 * max(abs(self.whole), abs(self.nothing)):
@@ -190,9 +190,9 @@ class _AblatedPoint:
     width: int
     rows: pd.DataFrame
 
-    def hooks(self, ablated: _Flags) -> Hooks:
+    def hooks(self, ablate: _Flags) -> Hooks:
         """The hook that ablates these sites; none if there are none."""
-        rows = self.rows[ablated[self.rows.index.to_numpy()]]
+        rows = self.rows[ablate[self.rows.index.to_numpy()]]
         if rows.empty:
             return []
         n_pos, n_heads = self.replacement.shape[1:3]

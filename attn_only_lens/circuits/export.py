@@ -35,10 +35,10 @@ from typing import Any, TypedDict
 import pandas as pd
 
 from attn_only_lens.circuits.graph import EDGE_COLUMNS, NODE_COLUMNS, CircuitGraph
-from attn_only_lens.errors import CircuitError
+from attn_only_lens.errors import CheckpointError, CircuitError
 from attn_only_lens.heads.host import heads_block, neurons_block
 from attn_only_lens.heads.names import HeadName
-from attn_only_lens.runs.token_texts import joined
+from attn_only_lens.runs.token_texts import join_tokens
 from attn_only_lens.storage import Document, write_text
 
 __all__ = ["from_json", "to_json", "to_neuronpedia"]
@@ -78,11 +78,7 @@ class _Body(TypedDict):
 _ATTRIBUTES = _Graph.__required_keys__ - {"nodes", "edges"}
 
 
-def _unreadable(reason: str) -> CircuitError:
-    return CircuitError([reason], "this is no readable attribution graph")
-
-
-_DOCUMENT = Document("attn_only_lens.CircuitGraph", 2, _Body, _unreadable)
+_DOCUMENT = Document("attn_only_lens.CircuitGraph", 2, _Body)
 
 
 def to_json(graph: CircuitGraph, path: str | Path) -> None:
@@ -126,7 +122,7 @@ def from_json(path: str | Path) -> CircuitGraph:
         The same graph.
 
     Raises:
-        CircuitError: it is missing, damaged, newer than this package, or no such graph.
+        CheckpointError: it is missing, damaged, newer than this package, or no such graph.
     """
     body = _DOCUMENT.read(Path(path))["graph"]
     try:
@@ -140,9 +136,7 @@ def from_json(path: str | Path) -> CircuitGraph:
         attributes["tokens"] = tuple(map(tuple, attributes["tokens"]))
         return CircuitGraph(nodes, edges.astype({"weight": "float64"}), **attributes)
     except (KeyError, TypeError, ValueError, IndexError) as error:
-        if isinstance(error, CircuitError):
-            raise
-        raise _unreadable(f"{path}: {type(error).__name__}: {error}") from error
+        raise CheckpointError(f"{path} holds no graph: {type(error).__name__}: {error}") from error
 
 
 _OTHERS = ("bias", "rest", "offset")
@@ -192,7 +186,7 @@ def to_neuronpedia(graph: CircuitGraph, path: str | Path, *, slug: str, scan: st
             "scan": scan or graph.model,
             "transcoder_list": [],
             "prompt_tokens": list(tokens),
-            "prompt": joined(tokens),
+            "prompt": join_tokens(tokens),
             "node_threshold": graph.mass,
             "schema_version": 1,
         },

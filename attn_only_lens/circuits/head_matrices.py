@@ -25,7 +25,7 @@ from attn_only_lens.errors import CircuitError
 from attn_only_lens.heads import host_of
 from attn_only_lens.models.norms import Norm, Wiring
 from attn_only_lens.numerics import float32_if_half
-from attn_only_lens.runs.sites import WHOLE, LayerSites
+from attn_only_lens.runs.sites import ALL_MEMBERS, LayerSites
 
 __all__ = ["KINDS", "HeadMatrices", "Kind"]
 
@@ -103,7 +103,7 @@ class HeadMatrices:
         """A parameter of the gate for each site; 1 for a whole neuron."""
         gate: Any = host_of(self.model).neurons[sites.layer].gate
         numbers = [
-            1.0 if member in (WHOLE, None) else getattr(gate, name)[member]
+            1.0 if member in (ALL_MEMBERS, None) else getattr(gate, name)[member]
             for member in sites.member.tolist()
         ]
         return like.new_tensor(numbers)

@@ -1,7 +1,7 @@
 """A run as linear maps between heads: patterns and norm scales frozen, every head's output cut.
 
-With every pattern and norm scale held at its value in one run (`runs/frozen.py`), the output of a
-head t is an affine map of what is written before it,
+With every pattern and norm scale held at its value in one run (`runs/frozen_pass.py`), the output
+of a head t is an affine map of what is written before it,
 
     z_t = Σ_s W_ts z_s + W_te x_0 + b_t
 
@@ -48,8 +48,8 @@ from torch import Tensor
 from attn_only_lens.axes import Residual
 from attn_only_lens.heads import HeadName, host_of
 from attn_only_lens.heads.host import HeadKind
-from attn_only_lens.runs.frozen import Frozen, frozen_gradients, native, unembedded
-from attn_only_lens.runs.gradients import Tape, entering, leaf, rooted, value_of
+from attn_only_lens.runs.frozen_pass import FrozenPass, frozen_gradients, uncapped_logits
+from attn_only_lens.runs.gradients import Tape, as_leaf, edit_input, start_graph
 from attn_only_lens.runs.metrics import BoundMetric
 from attn_only_lens.runs.recording import Hooks, Recording, run
 
@@ -146,7 +146,7 @@ def linearize(model: Any, target: Recording, metric: BoundMetric) -> LinearModel
     tape = Tape(point[at] for point in points for at in ("z", "pattern"))
     with torch.enable_grad():
         gradients = frozen_gradients(model, target, metric, tape)
-    frozen = Frozen(model)
+    frozen = FrozenPass(model)
     whole: dict[str, Tensor] = {}
     cut: dict[str, Tensor] = {}
 
@@ -159,7 +159,7 @@ def linearize(model: Any, target: Recording, metric: BoundMetric) -> LinearModel
 
     def sever(name: str) -> tuple[str, Callable[..., Tensor]]:
         def hook(value: Tensor, hook: Any) -> Tensor:
-            whole[name], cut[name] = value, leaf(value)
+            whole[name], cut[name] = value, as_leaf(value)
             return cut[name]
 
         return name, hook
@@ -168,12 +168,16 @@ def linearize(model: Any, target: Recording, metric: BoundMetric) -> LinearModel
     hooks: Hooks = [
         *queries.hooks,
         *(keep(point["pattern"]) for point in points),
-        *frozen.freezing,
+        *frozen.record_hooks,
         *(sever(point["z"]) for point in points),
     ]
-    with torch.enable_grad(), rooted(model) as roots, unembedded(model) as before, native():
+    with (
+        torch.enable_grad(),
+        start_graph(model) as roots,
+        uncapped_logits(model) as before,
+    ):
         seen = run(model, target.tokens, target.mask, hooks)
-        value, logits, x = value_of(metric, seen), before[-1], roots[-1]
+        value, logits, x = metric.of_logits(seen), before[-1], roots[-1]
         (weights,) = torch.autograd.grad(value, logits, retain_graph=True)
         names = [point["z"] for point in points]
         # The chain rule, summed over the heads that read the embedding.
@@ -231,14 +235,14 @@ def _n_nodes(model: Any, index: int, z: Tensor) -> int:
 def _constants(
     model: Any,
     target: Recording,
-    frozen: Frozen,
+    frozen: FrozenPass,
     cut: dict[str, Tensor],
     embedding: Residual,
     queries: list[str],
 ) -> dict[str, Tensor]:
     """z, queries and logits of the linear model if the embedding and all heads put out 0.
 
-    `Frozen.held` runs the linear model on pairs x + δ, x - δ: here δ = -x, and so 0 and 2x.
+    `FrozenPass.linear_hooks` is for pairs x + δ, x - δ: here δ = -x, and so 0 and 2x.
     """
     kept: dict[str, Tensor] = {}
 
@@ -253,9 +257,9 @@ def _constants(
         return name, hook
 
     mask = None if target.mask is None else target.mask.repeat(2, 1)
-    hooks: Hooks = [*map(keep, queries), *frozen.held, *map(keep, cut)]
+    hooks: Hooks = [*map(keep, queries), *frozen.linear_hooks, *map(keep, cut)]
     both = zero_and_twice(embedding)
-    with entering(model, lambda _: both), unembedded(model) as before, native():
+    with edit_input(model, lambda _: both), uncapped_logits(model) as before:
         run(model, target.tokens.repeat(2, 1), mask, hooks)
     return {**kept, "logits": before[-1].chunk(2)[0]}
 

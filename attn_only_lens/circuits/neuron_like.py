@@ -26,7 +26,7 @@ from attn_only_lens.errors import CircuitError
 from attn_only_lens.heads import host_of
 from attn_only_lens.numerics import where_float64_is
 from attn_only_lens.runs.inputs import checked_tokens
-from attn_only_lens.runs.sites import LayerSites, heads, resolve
+from attn_only_lens.runs.sites import LayerSites, heads, resolve_sites
 
 __all__ = ["neuron_like_heads"]
 
@@ -61,7 +61,7 @@ def neuron_like_heads(model: Any, tokens: Tokens | str) -> pd.DataFrame:
         >>> len(frame), bool((shares.sum(axis=1) - 1).abs().max() < 1e-6)
         (4, True)
     """
-    chosen = resolve(model, heads())
+    chosen = resolve_sites(model, heads())
     checked = checked_tokens(model, tokens)
     if checked.shape[1] < 2:
         raise CircuitError(

@@ -22,7 +22,7 @@ from torch import Tensor
 from attn_only_lens.circuits.head_matrices import HeadMatrices
 from attn_only_lens.heads import HeadName, host_of
 from attn_only_lens.numerics import float32_if_half
-from attn_only_lens.runs.sites import WHOLE, LayerSites
+from attn_only_lens.runs.sites import ALL_MEMBERS, LayerSites
 
 __all__ = ["DirectEffects", "TopTokens"]
 
@@ -108,7 +108,7 @@ def _by_layer(heads: list[HeadName]) -> Iterator[tuple[list[int], LayerSites]]:
     for (layer, kind), rows in groups.items():
         index = torch.tensor([heads[row].index for row in rows], device="cpu")
         names = tuple(str(heads[row]) for row in rows)
-        yield rows, LayerSites(layer, kind, names, index, torch.full_like(index, WHOLE))
+        yield rows, LayerSites(layer, kind, names, index, torch.full_like(index, ALL_MEMBERS))
 
 
 def _largest(scores: Float[Tensor, "row d_vocab"], k: int) -> list[TopTokens]:

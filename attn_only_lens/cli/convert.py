@@ -17,7 +17,7 @@ from attn_only_lens.models.calibrate import calibrate
 from attn_only_lens.models.checkpoint import is_saved, read_manifest
 from attn_only_lens.models.convert import convert as convert_model
 from attn_only_lens.models.verify import verify as verify_models
-from attn_only_lens.storage import opened_folder, read_tensors
+from attn_only_lens.storage import open_folder, read_tensors
 from attn_only_lens.tl import HookedTransformer, require_hooked_transformer
 
 
@@ -42,7 +42,7 @@ def convert(
     with clear_errors():
         require_hooked_transformer()
         if is_saved(model):
-            manifest = read_manifest(opened_folder(model))
+            manifest = read_manifest(open_folder(model))
             name = manifest["source_name"]
             if manifest["layout"] == "in place":
                 raise AttnOnlyLensError(f"{model} holds a model in place: give its source")

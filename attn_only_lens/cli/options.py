@@ -8,6 +8,7 @@ import typer
 
 from attn_only_lens import patching as p
 from attn_only_lens.errors import AttnOnlyLensError
+from attn_only_lens.runs import metrics
 
 MODEL = "a TransformerLens name, or a folder with config.json and model.safetensors"
 _METRICS = ("logit_diff", "probability", "log_probability", "kl", "loss")
@@ -28,7 +29,9 @@ Dtype = Annotated[str, typer.Option(help="of a model that is not saved by `conve
 Device = Annotated[str, typer.Option(help="cpu, cuda, mps")]
 
 
-def parse_metric(metric: str, answer: str | None, wrong: str | None, tokens: bool) -> p.Metric:
+def parse_metric(
+    metric: str, answer: str | None, wrong: str | None, tokens: bool
+) -> metrics.Metric:
     """Make the metric of that name, of those answers."""
     needs = {"logit_diff": 2, "probability": 1, "log_probability": 1}.get(metric, 0)
     if metric not in _METRICS:
@@ -38,7 +41,7 @@ def parse_metric(metric: str, answer: str | None, wrong: str | None, tokens: boo
         wanted = ("neither --answer nor --wrong", "--answer alone", "--answer and --wrong")[needs]
         raise AttnOnlyLensError(f"--metric {metric} takes {wanted}")
     answers: list[Any] = [_parse_answer(each) for each in given] if tokens else given
-    made: p.Metric = getattr(p, metric)(*answers)
+    made: metrics.Metric = getattr(p, metric)(*answers)
     return made
 
 

@@ -13,7 +13,7 @@ from attn_only_lens.cli.options import parse_prompts
 from attn_only_lens.errors import AttnOnlyLensError
 from attn_only_lens.heads import host_of
 from attn_only_lens.heads.host import HEAD_KINDS
-from attn_only_lens.runs.prompts import unpaired
+from attn_only_lens.runs.prompts import single_prompts
 from attn_only_lens.runs.token_texts import token_texts
 from attn_only_lens.viz import (
     attention_view,
@@ -74,7 +74,7 @@ def pattern(
             raise AttnOnlyLensError("give either --neurons or --layer")
         given = parse_prompts([prompt], "--prompt", tokens)
         loaded = load_any_model(model, dtype, device)
-        ids = unpaired(loaded, given).clean
+        ids = single_prompts(loaded, given).clean
         patterns = [
             host_of(loaded).hook_name(at, kind, "pattern")
             for at in range(host_of(loaded).n_layers)

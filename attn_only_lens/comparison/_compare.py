@@ -37,10 +37,10 @@ from attn_only_lens.growth import Grown, identity
 from attn_only_lens.heads import has_neuron_heads, host_of
 from attn_only_lens.models.expose import expose_neuron_heads
 from attn_only_lens.numerics import as_plain, is_count
+from attn_only_lens.runs.inputs import reasons_not_to_run
 from attn_only_lens.runs.metrics import AnyMetric
-from attn_only_lens.runs.paired_runs import reasons_against
 from attn_only_lens.runs.prompts import Prompts
-from attn_only_lens.runs.sites import all_heads, resolve
+from attn_only_lens.runs.sites import all_heads, resolve_sites
 from attn_only_lens.runs.token_texts import token_texts
 
 __all__ = ["compare"]
@@ -252,13 +252,13 @@ def _expose(models: Sequence[Any], stack: ExitStack) -> None:
     reasons = [
         f"{label}: {reason}"
         for label, model in zip(_LABELS, models, strict=False)
-        for reason in reasons_against(model)
+        for reason in reasons_not_to_run(model)
     ]
     heads = {each.heads_per_neuron for model in models for each in host_of(model).neurons}
     if len(heads) > 1:
         reasons.append(f"their neurons have {sorted(heads)} heads each; expected one number")
     grown, *null = (
-        [(sites.kind, len(sites.names)) for sites in resolve(model, all_heads())]
+        [(sites.kind, len(sites.names)) for sites in resolve_sites(model, all_heads())]
         + [("coordinates", model.cfg.d_model)]
         for model in models[1:]
     )

@@ -18,7 +18,7 @@ from attn_only_lens.errors import ComparisonError, UnknownHeadError
 from attn_only_lens.expansion import Provenance
 from attn_only_lens.heads import HeadName
 from attn_only_lens.heads.host import HeadKind
-from attn_only_lens.runs.sites import WHOLE, LayerSites, all_heads, resolve
+from attn_only_lens.runs.sites import ALL_MEMBERS, LayerSites, all_heads, resolve_sites
 
 __all__ = ["Alignment", "SharedComponents", "align"]
 
@@ -74,7 +74,7 @@ def align(model: Any, grown: Any, provenance: Provenance) -> Alignment:
     Raises:
         ComparisonError: with every reason: this is not the provenance of these two models.
     """
-    old, new = (resolve(each, all_heads()) for each in (model, grown))
+    old, new = (resolve_sites(each, all_heads()) for each in (model, grown))
     known = {name for group in new for name in group.names}
     reasons: list[str] = []
     old_names: dict[str, str] = {}
@@ -123,4 +123,6 @@ def align(model: Any, grown: Any, provenance: Provenance) -> Alignment:
 def _sites(names: Sequence[str], kind: HeadKind) -> LayerSites:
     parsed = [HeadName.parse(name) for name in names]
     index = torch.tensor([name.index for name in parsed], device="cpu")
-    return LayerSites(parsed[0].layer, kind, tuple(names), index, torch.full_like(index, WHOLE))
+    return LayerSites(
+        parsed[0].layer, kind, tuple(names), index, torch.full_like(index, ALL_MEMBERS)
+    )

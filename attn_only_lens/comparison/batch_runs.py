@@ -28,13 +28,16 @@ from attn_only_lens.comparison.batches import Batch
 from attn_only_lens.heads import host_of
 from attn_only_lens.heads.host import HeadKind
 from attn_only_lens.patching._activation_patch import activation_patch
-from attn_only_lens.runs.edits import hook_name
-from attn_only_lens.runs.gradients import Tape, node_of, rooted, shares, value_of
+from attn_only_lens.runs.gradients import (
+    Tape,
+    gradient_node,
+    site_estimates,
+    start_graph,
+)
 from attn_only_lens.runs.metrics import require_differentiable
-from attn_only_lens.runs.paired_runs import recorded
 from attn_only_lens.runs.prompts import PromptPair
-from attn_only_lens.runs.recording import NeuronRun
-from attn_only_lens.runs.sites import LayerSites
+from attn_only_lens.runs.recording import NeuronRun, record_pair
+from attn_only_lens.runs.sites import LayerSites, hook_name
 
 __all__ = ["BatchRun", "add_patching", "on_device_of", "run_batch"]
 
@@ -99,13 +102,13 @@ def run_batch(model: Any, batch: Batch, sites: Sequence[LayerSites]) -> BatchRun
         PatchingError: the metric does not fit, or no gradient passes through it.
     """
     pair = on_device_of(model, batch.pair)
-    nodes = [node_of(model, each, "z", closed=True) for each in sites]
+    nodes = [gradient_node(model, each, "z", closed=True) for each in sites]
     patterns = [
         hook_name(model, each.layer, "pattern") for each in sites if each.kind == "attention"
     ]
     tape = Tape(nodes)
-    with rooted(model):
-        runs = recorded(
+    with start_graph(model):
+        runs = record_pair(
             *(model, pair, batch.metric, sites, "z"),
             names=patterns,
             traced="clean",
@@ -113,11 +116,11 @@ def run_batch(model: Any, batch: Batch, sites: Sequence[LayerSites]) -> BatchRun
             distinct=False,  # of each batch; no score divides by it
         )
     require_differentiable(runs.metric, runs.clean.logits.detach())
-    gradients = tape.gradients(value_of(runs.metric, runs.clean.logits))
+    gradients = tape.gradients(runs.metric.of_logits(runs.clean.logits))
     weight = -len(pair.clean) * pair.real
     effects = {}
     for each, node in zip(sites, nodes, strict=True):
-        found = shares(model, each, "z", node, gradients[node], runs.clean, runs.corrupted)
+        found = site_estimates(model, each, "z", node, gradients[node], runs.clean, runs.corrupted)
         effects[each.layer, each.kind] = found * weight
     values = runs.clean_value, runs.corrupted_value
     clean, metric = runs.clean, runs.metric.name

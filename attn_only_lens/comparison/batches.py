@@ -23,7 +23,7 @@ from attn_only_lens.axes import Tokens
 from attn_only_lens.errors import ComparisonError
 from attn_only_lens.runs.inputs import checked_tokens
 from attn_only_lens.runs.metrics import AnyMetric
-from attn_only_lens.runs.prompts import PromptPair, Prompts, prompt_pair, unpaired
+from attn_only_lens.runs.prompts import PromptPair, Prompts, prompt_pair, single_prompts
 
 __all__ = ["Batch", "PromptSource", "batches"]
 
@@ -124,7 +124,7 @@ def _cut(model: Any, tokens: Any, corrupted: Prompts | None, size: int) -> Itera
 
 
 def _by_length(model: Any, tokens: Any) -> Sequence[Tokens]:
-    pair = unpaired(model, tokens)
+    pair = single_prompts(model, tokens)
     lengths = pair.real.sum(dim=1)
     groups = [(pair.clean[lengths == n], pair.real[lengths == n]) for n in lengths.unique()]
     found = [rows[real].view(len(rows), -1) for rows, real in groups]
@@ -217,4 +217,4 @@ def _checked(model: Any, rows: object) -> _Rows:
         raise ComparisonError(
             [f"got a batch of {got}; expected a tensor or a PromptPair: {_AS_TENSOR}"], _PROBLEM
         )
-    return unpaired(model, rows).clean
+    return single_prompts(model, rows).clean

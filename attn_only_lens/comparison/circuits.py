@@ -39,10 +39,10 @@ from attn_only_lens.comparison.batch_runs import BatchRun, on_device_of
 from attn_only_lens.comparison.batches import Batch
 from attn_only_lens.errors import UnsupportedModelError
 from attn_only_lens.heads import HeadName
-from attn_only_lens.numerics import full_precision
+from attn_only_lens.numerics import full_precision, spearman
 from attn_only_lens.runs.metrics import bind
 from attn_only_lens.runs.recording import record
-from attn_only_lens.runs.sites import LayerSites, all_heads, resolve
+from attn_only_lens.runs.sites import LayerSites, all_heads, resolve_sites
 
 __all__ = [
     "CircuitFrames",
@@ -175,14 +175,9 @@ class Overlap(NamedTuple):
         """Jaccard index and rank correlation."""
         union = self.union
         jaccard = len(np.intersect1d(self.first, self.second)) / len(union) if len(union) else 1.0
-        first, second = (pd.Series(each[union]) for each in (self.scores, self.other_scores))
-        both = first.notna() & second.notna()
-        first, second = first[both].rank(), second[both].rank()
-        varied = first.nunique() > 1 and second.nunique() > 1
-        return {
-            "jaccard": jaccard,
-            "rank_correlation": first.corr(second) if varied else float("nan"),
-        }
+        first, second = (each[union] for each in (self.scores, self.other_scores))
+        both = ~np.isnan(first) & ~np.isnan(second)
+        return {"jaccard": jaccard, "rank_correlation": spearman(first[both], second[both])}
 
 
 def overlap_measures(
@@ -284,7 +279,7 @@ def _component_rows(
     grown: Any, alignment: Alignment, n_pos: int
 ) -> tuple[_ComponentRows, _ComponentRows]:
     """Those of the original, and those of the grown model (and of a null, which has its shape)."""
-    every = resolve(grown, all_heads())
+    every = resolve_sites(grown, all_heads())
     names = np.array([name for sites in every for name in sites.names], dtype=object)
     row = {name: i for i, name in enumerate(names)}
 

@@ -8,9 +8,9 @@ from typing import Any, TypedDict
 
 import pandas as pd
 
-from attn_only_lens.errors import CheckpointError, ComparisonError, PatchingError
-from attn_only_lens.storage import Document, FileDigest, check_files, digests_of, opened_folder
-from attn_only_lens.storage.tables import read_table, write_table
+from attn_only_lens.errors import CheckpointError
+from attn_only_lens.storage import Document, FileDigest, check_files, file_digests, open_folder
+from attn_only_lens.storage.tables import TableFields, read_table, write_table
 
 __all__ = ["Comparison"]
 
@@ -24,11 +24,8 @@ class _Manifest(TypedDict):
     files: dict[str, FileDigest]
 
 
-def _unreadable(reason: str) -> ComparisonError:
-    return ComparisonError([reason], "this is no readable comparison")
-
-
-_DOCUMENT = Document("attn_only_lens.Comparison", 2, _Manifest, _unreadable, indent=2)
+_DOCUMENT = Document("attn_only_lens.Comparison", 3, _Manifest)
+_FRAME_DOCUMENT = Document("attn_only_lens.ComparisonFrame", 1, TableFields)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -110,14 +107,13 @@ class Comparison:
             The folder.
 
         Raises:
-            ComparisonError: a file has that name.
-            CheckpointError: it cannot be written.
+            CheckpointError: a file has that name, or the folder cannot be written.
         """
-        there = opened_folder(folder, _unreadable)
+        there = open_folder(folder)
         for name in _FRAMES:
-            write_table(there / f"{name}.csv", getattr(self, name), {"frame": name})
+            write_table(there / f"{name}.csv", getattr(self, name), _FRAME_DOCUMENT)
         # Last: until then the folder is the earlier comparison's, and damaged.
-        files = digests_of(there, _files())
+        files = file_digests(there, _files())
         about = _finite(dict(self.about))
         _DOCUMENT.write(there / _MANIFEST, tokens=self.tokens, about=about, files=files)
         return Path(folder)
@@ -127,17 +123,15 @@ class Comparison:
         """Load what `save` wrote; numbers in `about` that were not finite are None.
 
         Raises:
-            ComparisonError: it is missing, damaged, or of another version.
+            CheckpointError: it is missing, damaged, or of another version.
         """
-        there = opened_folder(folder, _unreadable)
+        there = open_folder(folder)
         manifest = _DOCUMENT.read(there / _MANIFEST)
-        try:
-            if manifest["files"].keys() != _files():
-                raise CheckpointError(f"got files {sorted(manifest['files'])}")
-            check_files(there, manifest["files"])
-            frames = {name: read_table(there / f"{name}.csv")[0] for name in _FRAMES}
-        except (CheckpointError, PatchingError) as error:
-            raise _unreadable(f"{there}: {error}") from error
+        if manifest["files"].keys() != _files():
+            got, expected = sorted(manifest["files"]), sorted(_files())
+            raise CheckpointError(f"{there} has files {got}; expected {expected}")
+        check_files(there, manifest["files"])
+        frames = {name: read_table(there / f"{name}.csv", _FRAME_DOCUMENT)[0] for name in _FRAMES}
         for frame in frames.values():  # an empty name is a missing one
             texts = frame.select_dtypes(exclude="number")
             frame[texts.columns] = texts.where(texts != "")

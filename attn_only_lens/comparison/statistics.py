@@ -61,7 +61,7 @@ from attn_only_lens.comparison.batch_runs import BatchRun, run_batch
 from attn_only_lens.comparison.batches import Batch
 from attn_only_lens.heads import host_of
 from attn_only_lens.numerics import float32_if_half, where_float64_is
-from attn_only_lens.runs.sites import LayerSites, all_heads, resolve
+from attn_only_lens.runs.sites import LayerSites, all_heads, resolve_sites
 from attn_only_lens.tolerances import rounding
 
 __all__ = ["Statistics", "gate_divergence", "pattern_divergence"]
@@ -308,7 +308,7 @@ class Statistics:
 
     def __init__(self, models: Sequence[Any], alignment: Alignment) -> None:
         self._models = models
-        self._sites = [resolve(each, all_heads()) for each in models]
+        self._sites = [resolve_sites(each, all_heads()) for each in models]
         directions = [_WriteDirections(each) for each in models]
         alignments = [alignment, alignment.with_null(models[1].cfg.d_model)]
         self._shared = [

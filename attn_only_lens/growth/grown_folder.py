@@ -8,7 +8,7 @@ The way back is not in it: `Grown.shrink` needs what was overwritten.
 
 import json
 import os
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any, TypedDict
@@ -24,15 +24,15 @@ from attn_only_lens.models.source_folder import (
     PROVENANCE,
     TOKENIZER,
     WEIGHTS,
+    GrownFields,
     plain_config,
 )
 from attn_only_lens.storage import (
-    digests_of,
-    files_listed,
-    inside,
-    misfits,
-    opened_folder,
-    whole_folder,
+    atomic_folder,
+    file_digests,
+    listed_files,
+    open_folder,
+    path_inside,
     write_tensors,
 )
 
@@ -63,6 +63,13 @@ class _Provenance(TypedDict):
     zeros: list[tuple[str, list[_Runs]]]
     centred: bool
     source: _Source | None
+
+
+class _Fields(GrownFields):
+    provenance: _Provenance
+
+
+_DOCUMENT = replace(GROWN, fields=_Fields)
 
 
 def save_grown(grown: Grown, folder: str | os.PathLike[str]) -> Path:
@@ -97,7 +104,7 @@ def save_grown(grown: Grown, folder: str | os.PathLike[str]) -> Path:
             [f"got a {type(model).__name__}; expected a plain HookedTransformer"],
             "this model cannot be written as a folder",
         )
-    there = opened_folder(folder)
+    there = open_folder(folder)
     if (there / CONFIG).exists() and not (there / PROVENANCE).exists():
         raise CheckpointError(
             f"{there} holds a model that did not grow (it has no {PROVENANCE}); expected a new "
@@ -107,14 +114,14 @@ def save_grown(grown: Grown, folder: str | os.PathLike[str]) -> Path:
     # The tokenizer lies beside it, and need not be looked for at a hub.
     config = plain_config(model.cfg) | {"tokenizer_name": None, "init_weights": False}
     ours = (CONFIG, WEIGHTS, TOKENIZER, PROVENANCE)
-    with whole_folder(there, ours, PROVENANCE, files_listed) as new:
+    with atomic_folder(there, ours, PROVENANCE, listed_files) as new:
         (new / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         kept = {name: tensor for name, tensor in state.items() if not name.endswith(COMPUTED)}
         write_tensors(new / WEIGHTS, kept)
         if model.tokenizer is not None:
             model.tokenizer.save_pretrained(new / TOKENIZER)
         provenance = _to_json(grown.provenance)
-        GROWN.write(new / PROVENANCE, provenance=provenance, files=digests_of(new))
+        _DOCUMENT.write(new / PROVENANCE, provenance=provenance, files=file_digests(new))
     return there
 
 
@@ -124,22 +131,19 @@ def read_provenance(folder: str | os.PathLike[str]) -> Provenance:
     Raises:
         CheckpointError: there is none, or it cannot be read.
     """
-    path = inside(opened_folder(folder), PROVENANCE)
+    path = path_inside(open_folder(folder), PROVENANCE)
     if not path.exists():
         raise CheckpointError(
             f"{path} is missing: this model has no provenance; expected a folder that "
             "`attn-only-lens grow` wrote"
         )
-    said = GROWN.read(path)["provenance"]
-    wrong = [reason.removeprefix(".") for reason in misfits(said, _Provenance, "")]
+    said = _DOCUMENT.read(path)["provenance"]
     if _length(said) > _LONGEST:
-        wrong.append(f"it lists more than {_LONGEST} indices")
+        raise CheckpointError(f"{path} lists more than {_LONGEST} indices")
     try:
-        if not wrong:
-            return _from_json(said)
+        return _from_json(said)
     except (LookupError, TypeError, ValueError) as error:
-        wrong.append(str(error))
-    raise CheckpointError(f"{path} is no readable provenance: {'; '.join(wrong[:5])}")
+        raise CheckpointError(f"{path} is no readable provenance: {error}") from error
 
 
 def _length(said: Any) -> int:

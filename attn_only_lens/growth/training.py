@@ -21,7 +21,7 @@ from attn_only_lens.expansion.initialise import Initialiser
 from attn_only_lens.growth._grow import Grown, grow
 from attn_only_lens.numerics import as_plain, is_count
 from attn_only_lens.runs.identity import Unidentified, identity
-from attn_only_lens.storage import Document, read_tensors, write_tensors, written_whole
+from attn_only_lens.storage import Document, atomic_write, read_tensors, write_tensors
 
 __all__ = ["Training"]
 
@@ -130,7 +130,7 @@ class Training:
                     tensors[f"{key}/{names[parameter]}"] = value.contiguous()
                 else:
                     numbers.setdefault(key, {})[names[parameter]] = value
-        with written_whole(Path(path)) as new:
+        with atomic_write(Path(path)) as new:
             write_tensors(
                 new,
                 tensors,

@@ -23,14 +23,14 @@ from attn_only_lens.storage import (
     Document,
     FileDigest,
     check_files,
-    inside,
-    misfits,
-    opened_folder,
+    open_folder,
     out_of_range,
+    path_inside,
     read_json,
     read_tensors,
+    type_mismatches,
 )
-from attn_only_lens.storage.size_limit import no_more_than
+from attn_only_lens.storage.size_limit import limit_size
 from attn_only_lens.tl import (
     HookedTransformer,
     HookedTransformerConfig,
@@ -46,6 +46,7 @@ __all__ = [
     "PROVENANCE",
     "TOKENIZER",
     "WEIGHTS",
+    "GrownFields",
     "checkpoint_errors",
     "load_source",
     "load_tokenizer",
@@ -65,12 +66,17 @@ DTYPES = {
 }
 
 
-class _Grown(TypedDict):
-    provenance: dict[str, Any]
+class GrownFields(TypedDict):
+    """The fields of a provenance that are read with the model.
+
+    Attributes:
+        files: digests of the other files of the folder.
+    """
+
     files: dict[str, FileDigest]
 
 
-GROWN = Document("attn_only_lens.Grown", 1, _Grown, indent=2)
+GROWN = Document("attn_only_lens.Grown", 1, GrownFields)
 """The document in PROVENANCE."""
 
 
@@ -82,7 +88,7 @@ def load_source(
     Raises:
         CheckpointError: a file is missing or damaged, or the two do not belong together.
     """
-    folder = opened_folder(folder)
+    folder = open_folder(folder)
     to_device, to_dtype = parse_device(device), parse_dtype(dtype)
     config, state = read_folder(folder)
     require_hooked_transformer()
@@ -93,7 +99,7 @@ def load_source(
     if wrong := reasons_against_config(given, CONFIG):
         raise CheckpointError(f"{folder / CONFIG} is not a model's: {'; '.join(wrong[:5])}")
     fields = given | chosen
-    with no_more_than(state), checkpoint_errors(f"{folder / CONFIG} is not a model's"):
+    with limit_size(state), checkpoint_errors(f"{folder / CONFIG} is not a model's"):
         expected = stock_skeleton(fields).state_dict()
     # What TransformerLens computes may be left out.
     needed = {
@@ -126,7 +132,10 @@ def checkpoint_errors(problem: str) -> Iterator[None]:
 
 def reasons_against_config(config: dict[str, Any], where: str) -> list[str]:
     """List why no HookedTransformer can be built from a configuration."""
-    reasons = [*misfits(config, HookedTransformerConfig, where), *out_of_range(config, where)]
+    reasons = [
+        *type_mismatches(config, HookedTransformerConfig, where),
+        *out_of_range(config, where),
+    ]
     act_fn = config.get("act_fn")
     if isinstance(act_fn, str) and act_fn not in SUPPORTED_ACTIVATIONS:
         known = ", ".join(sorted(SUPPORTED_ACTIVATIONS))
@@ -152,7 +161,7 @@ def load_tokenizer(folder: Path) -> Any:
             f"{where} is missing, and the model was saved with a tokenizer: save it again"
         )
     for path in where.rglob("*"):
-        inside(folder, path.relative_to(folder).as_posix())
+        path_inside(folder, path.relative_to(folder).as_posix())
     settings = where / "tokenizer_config.json"
     options = read_json(settings) if settings.exists() else {}
     if not isinstance(options, dict):
@@ -184,8 +193,8 @@ def read_folder(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
             holds a model of Hugging Face transformers.
     """
     if (folder / PROVENANCE).exists():
-        check_files(folder, GROWN.read(inside(folder, PROVENANCE))["files"], closed=TOKENIZER)
-    config = read_json(inside(folder, CONFIG))
+        check_files(folder, GROWN.read(path_inside(folder, PROVENANCE))["files"], closed=TOKENIZER)
+    config = read_json(path_inside(folder, CONFIG))
     if not isinstance(config, dict):
         raise CheckpointError(f"{folder / CONFIG} is not a model's: got {type(config).__name__}")
     if config.keys() & {"model_type", "architectures", "transformers_version"}:
@@ -197,7 +206,7 @@ def read_folder(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
             "attn_only_lens.save(attn_only_lens.expose_neuron_heads(bridge).model, 'saved') writes "
             "a folder for the commands patch, circuit and pattern"
         )
-    return config, read_tensors(inside(folder, WEIGHTS))[0]
+    return config, read_tensors(path_inside(folder, WEIGHTS))[0]
 
 
 def plain_config(cfg: Any) -> dict[str, Any]:

@@ -5,31 +5,28 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
-import torch
-from torch import Tensor
+from torch import Tensor, ones_like
 from tqdm.auto import tqdm
 
 from attn_only_lens.axes import Tokens
 from attn_only_lens.errors import PatchingError
-from attn_only_lens.heads import host_of
 from attn_only_lens.heads.host import HEAD_KINDS
 from attn_only_lens.numerics import full_precision, is_count, matmul_precision
 from attn_only_lens.patching.processes import Processes
 from attn_only_lens.patching.results import Sweep
 from attn_only_lens.patching.resume import PartStore
-from attn_only_lens.patching.sweep import Batching, Sweeper, frame_of, groups_of
-from attn_only_lens.runs.edits import PARTS, Part
-from attn_only_lens.runs.identity import Unidentified, fingerprint, identity
-from attn_only_lens.runs.inputs import checked_tokens
+from attn_only_lens.patching.run_patches import Batching, PatchRunner, site_groups
+from attn_only_lens.runs.fingerprint import fingerprint
+from attn_only_lens.runs.identity import Unidentified, identity
+from attn_only_lens.runs.inputs import checked_tokens, option_reasons, reasons_not_to_run
+from attn_only_lens.runs.interventions import ABLATIONS, DIRECTIONS, ablate
 from attn_only_lens.runs.metrics import AnyMetric, Metric, as_metric
-from attn_only_lens.runs.paired_runs import Runs, not_one_of, reasons_against, recorded
 from attn_only_lens.runs.positions import Positions, PositionSet, resolve_positions
 from attn_only_lens.runs.prompts import Prompts, prompt_pair
-from attn_only_lens.runs.recording import record
-from attn_only_lens.runs.replacements import ABLATIONS, DIRECTIONS, Source, ablated, patched
-from attn_only_lens.runs.replay import Replay, replay_of
-from attn_only_lens.runs.replay.trials import require_same
-from attn_only_lens.runs.sites import LayerSites, Sites, all_heads, resolve
+from attn_only_lens.runs.recording import Recording, RunPair, record, record_pair
+from attn_only_lens.runs.replay import Replay, make_replay
+from attn_only_lens.runs.replay.edit_checks import require_same_edit
+from attn_only_lens.runs.sites import PARTS, LayerSites, Part, Sites, all_heads, resolve_sites
 
 __all__ = ["activation_patch"]
 
@@ -54,7 +51,7 @@ def activation_patch(
 
     Exact: each value is that of a whole forward pass with the patch in it, to rounding. Only what
     a patch can change is computed (see `replay`), for many sites at once. A site whose patch
-    changes nothing that the metric can feel has the value of the unpatched run.
+    cannot affect the metric has the value of the unpatched run.
 
     Args:
         model: converted by `convert`, or with exposed neuron-heads; without hooks of its own.
@@ -62,25 +59,25 @@ def activation_patch(
         corrupted: the same for the other run, token for token.
         metric: `logit_diff(...)` and the like, or any function of logits [batch, pos, d_vocab].
         sites: `neuron_heads()`, `heads()`, `all_heads()`, or names; by default all heads.
-        part: "z", what a head puts out; "pattern", what it attends to; "value"; "q". A patch of a
+        part: "z", a head's output; "pattern", its attention; "value"; "q". A patch of a
             neuron-head's query moves its pattern and nothing else. Several heads that share a
             neuron are patched together, unless a name says which.
         positions: "each" in turn, "all" at once, a number (-1 is each prompt's last token), or a
             list of them.
         direction: "denoise", clean activations into the corrupted run; "noise", the other way; or
             an ablation of z in the clean run: to "zero", to the "mean" over all real tokens of
-            all prompts, to what another prompt has there ("resample": the next one, and the first
+            all prompts, to another prompt's z there ("resample": the next one's, and the first's
             for the last), or of a neuron-head's attention to the "bias" token.
         mask: 1 for real tokens, 0 for padding, where prompts are tokens.
         reference: a text, or tokens [batch, pos] without padding, to take means or other prompts'
-            activations from; by default the clean prompts. For "resample" in their shape: row i is
-            what prompt i is resampled from, so that to draw them is the caller's.
-        batch_size: sites in one forward pass; by default what memory allows, halved whenever it
-            runs out. It changes roundings and nothing else.
-        resume: a folder to write results to as they come. A sweep that was interrupted goes on
-            from there; a folder of another sweep is refused. A metric of your own is identified by
-            its code and by what it depends on (see `custom`). Needed under `accelerate launch`,
-            where processes share the work.
+            activations from; by default the clean prompts. For "resample" in their shape: prompt
+            i is resampled from row i, so that the caller draws them.
+        batch_size: sites in one forward pass; by default as many as fit in memory, halved whenever
+            it runs out. It changes roundings and nothing else.
+        resume: a folder to write results to as they come. An interrupted sweep resumes there; a
+            folder of another sweep is refused. A metric of your own is identified by its code and
+            the values it depends on (see `custom`). Needed under `accelerate launch`, where
+            processes share the work.
         progress: whether to show a bar.
 
     Returns:
@@ -88,8 +85,9 @@ def activation_patch(
 
     Raises:
         PatchingError: with every reason: prompts, metric, sites or positions that do not fit.
-        UnsupportedModelError: the model, run in parts, is not itself, or an edit of the sites in
-            it does not do what a hook in a whole run does: both are tried first.
+        UnsupportedModelError: the model, run in parts, has other logits, or an edit of the sites
+            in it differs from a hook in a whole run: both are tested first.
+        CheckpointError: files in the folder `resume` are damaged.
 
     Example:
         >>> import torch
@@ -101,46 +99,42 @@ def activation_patch(
         >>> len(sweep.to_frame())  # 512 neurons at 3 positions
         1536
     """
-    part, direction = _checked(model, part, direction, reference, batch_size)
-    chosen = resolve(model, all_heads() if sites is None else sites)
+    _check(model, part, direction, reference, batch_size)
+    chosen = resolve_sites(model, all_heads() if sites is None else sites)
     pair = prompt_pair(model, clean, corrupted, mask)
     where = resolve_positions(pair, positions)
-    runs = recorded(model, pair, metric, chosen, part)
-    target = runs.corrupted if direction == "denoise" else runs.clean
+    runs = record_pair(model, pair, metric, chosen, part)
     tokens = None if reference is None else checked_tokens(model, reference)
+    target, baseline = runs.clean, runs.clean_value
+    if direction == "denoise":
+        target, baseline = runs.corrupted, runs.corrupted_value
     source = _source(model, runs, direction, tokens, chosen)
-    groups = groups_of(chosen, where)
+
+    groups = site_groups(chosen, where)
     store = None
     if resume is not None:
-        settings = _settings(model, runs, as_metric(metric), chosen, where, part, direction)
-        settings["reference"] = None if tokens is None else tokens.tolist()
-        store = PartStore(resume, settings)
+        settings = _settings(model, runs, as_metric(metric), chosen, where, part, direction, tokens)
+        store = PartStore(resume, settings, len(groups))
     processes = Processes(store)
-    done = [store is not None and store.has(_id(i)) for i in range(len(groups))]
+    done = [store is not None and store.has(i) for i in range(len(groups))]
     mine = [i for i in processes.share(range(len(groups))) if not done[i]]
-    baseline = runs.corrupted_value if direction == "denoise" else runs.clean_value
     frames: list[pd.DataFrame] = []
     total = sum(len(groups[i]) for i in mine)
-    shown = progress and processes.first
-    with tqdm(total=total, unit="site", desc=processes.name, disable=not shown) as bar:
-        replay = replay_of(model, target, runs.metric)
-        batching = Batching(model, batch_size, bar.update, replay.numbers_of_token)
-        with full_precision():
-            _try(replay.judge, chosen, where, part)
-        sweeper = Sweeper(replay, source, part, baseline, batching)
+    hidden = not (progress and processes.first)
+    with tqdm(total=total, unit="site", desc=processes.name, disable=hidden) as bar:
+        replay = make_replay(model, target, runs.metric)
+        _check_edits(replay.precise, chosen, where, part)
+        batching = Batching(model, batch_size, bar.update, replay.numbers_per_token)
+        runner = PatchRunner(replay, source, part, baseline, batching)
         for i in mine:
-            frame = frame_of(groups[i], sweeper.values(groups[i]))
+            frame = groups[i].frame(runner.values(groups[i]))
             if store is None:
                 frames.append(frame)
             else:
-                store.write(_id(i), frame)
+                store.write(i, frame)
     processes.wait()
-    if store is None:
-        values = pd.concat(frames, ignore_index=True)
-    else:
-        values = store.read_all([_id(i) for i in range(len(groups))])
-    return Sweep.of(
-        values,
+    return Sweep(
+        pd.concat(frames, ignore_index=True) if store is None else store.read_all(),
         part=part,
         direction=direction,
         metric=runs.metric.name,
@@ -151,77 +145,72 @@ def activation_patch(
     )
 
 
-def _checked(
-    model: Any, part: str, direction: str, reference: object, batch_size: object
-) -> tuple[Part, str]:
-    reasons = reasons_against(model)
+def _check(model: Any, part: str, direction: str, reference: object, batch_size: object) -> None:
+    reasons = reasons_not_to_run(model)
     if batch_size is not None and not is_count(batch_size, 1):
         reasons.append(f"got batch_size={batch_size!r}; expected 1 or more, or None")
-    reasons += not_one_of("part", part, PARTS)
-    reasons += not_one_of("direction", direction, (*DIRECTIONS, *ABLATIONS))
+    reasons += option_reasons("part", part, PARTS)
+    reasons += option_reasons("direction", direction, (*DIRECTIONS, *ABLATIONS))
     if direction in ABLATIONS and part != "z":
         reasons.append(f"got part={part!r} with direction={direction!r}; an ablation is of z")
     if reference is not None and direction not in ("mean", "resample"):
         reasons.append(f"got a reference with direction={direction!r}, which uses none")
-    if reasons:
-        raise PatchingError(reasons, "this cannot be patched")
-    return part, direction  # type: ignore[return-value]
+    PatchingError.raise_if(reasons, "this cannot be patched")
 
 
-def _try(
+@full_precision()
+def _check_edits(
     replay: Replay, sites: Sequence[LayerSites], positions: Sequence[PositionSet], part: Part
 ) -> None:
-    """Try the edits that are to be made, for all positions, and from one of those asked for on."""
+    """Test the edits of the sweep on all positions, and from one of those asked for on."""
     starts = {int(each.where.any(dim=0).nonzero()[0]) for each in positions}
     later = sorted(starts - {0}) or [0]
     for kind in HEAD_KINDS:
         layers = sorted({each.layer for each in sites if each.kind == kind})
         if layers:
-            block = host_of(replay.model).block(layers[0], kind)
+            block = replay.host.block(layers[0], kind)
             for first in sorted({0, replay.start(block, later[len(later) // 2])}):
-                require_same(replay, kind, layers, part, first)
+                require_same_edit(replay, kind, layers, part, first)
 
 
 def _source(
     model: Any,
-    runs: Runs,
+    runs: RunPair,
     direction: str,
     reference: Tokens | None,
     sites: Sequence[LayerSites],
-) -> Source:
-    """What is patched in."""
+) -> Recording:
+    """Return the activations to patch in: those of the other run, or ablated ones."""
     if direction in DIRECTIONS:
-        return patched(runs.clean if direction == "denoise" else runs.corrupted)
-    clean, other, real = runs.clean, runs.clean, runs.pair.real
+        return runs.clean if direction == "denoise" else runs.corrupted
+    other, real = runs.clean, runs.pair.real
     if reference is not None:
         layers = [each.layer for each in sites if each.kind == "neuron"]
-        other = record(model, reference, None, layers=layers, names=clean.hooked)
-        real = torch.ones_like(reference, dtype=torch.bool)
-    return ablated(clean, other, direction, real)  # type: ignore[arg-type]
-
-
-def _id(i: int) -> str:
-    return f"{i:06d}"
+        other = record(model, reference, None, layers=layers, names=runs.clean.hooked)
+        real = ones_like(reference).bool()
+    return ablate(runs.clean, other, direction, real)  # type: ignore[arg-type]
 
 
 def _settings(
     model: Any,
-    runs: Runs,
+    runs: RunPair,
     metric: Metric,
     sites: Sequence[LayerSites],
     positions: Sequence[PositionSet],
     part: str,
     direction: str,
+    reference: Tokens | None,
 ) -> dict[str, Any]:
-    """Everything that values depend on, so that nothing is resumed that began otherwise."""
+    """Return everything that values depend on, so that no other sweep is resumed."""
     pair = runs.pair
     return {
         "model": fingerprint(model),
         "clean": pair.clean.tolist(),
         "corrupted": pair.corrupted.tolist(),
         "mask": None if pair.mask is None else pair.mask.tolist(),
+        "reference": None if reference is None else reference.tolist(),
         "metric": metric.name,
-        "metric_code": _identified(metric),
+        "metric_code": _metric_identity(metric),
         "sites": [name for each in sites for name in each.names],
         "positions": [each.label for each in positions],
         "float32 products": matmul_precision(),
@@ -230,8 +219,7 @@ def _settings(
     }
 
 
-def _identified(metric: Metric) -> str:
-    """What tells a metric from another of its name."""
+def _metric_identity(metric: Metric) -> str:
     if metric.version is not None:
         return f"version {metric.version}"
     try:

@@ -1,10 +1,10 @@
-"""How well one way of scoring sites agrees with another, such as attribution with patching."""
+"""Agreement of two ways of scoring sites, such as attribution and patching."""
 
 import numpy as np
 import pandas as pd
 
 from attn_only_lens.errors import PatchingError
-from attn_only_lens.numerics import is_count
+from attn_only_lens.numerics import is_count, spearman
 from attn_only_lens.patching.results import Sweep
 
 __all__ = ["agreement"]
@@ -41,7 +41,7 @@ def agreement(exact: Sweep, approx: Sweep, k: int = 20) -> pd.DataFrame:
         ...                        "value": [1.0, 2.0, -1.0]})
         >>> run = {"part": "z", "direction": "denoise", "metric": "logit_diff(7, 8)",
         ...        "clean_value": 3.0, "corrupted_value": -1.0, "n_prompts": 1, "model": "adder"}
-        >>> exact, approx = p.Sweep.of(values, **run), p.Sweep.of(values[::-1], **run)
+        >>> exact, approx = p.Sweep(values, **run), p.Sweep(values[::-1], **run)
         >>> p.agreement(exact, approx, k=2).round(6).to_dict("records")
         [{'pearson': 1.0, 'spearman': 1.0, 'top_k': 1.0, 'k': 2, 'n': 3}]
     """
@@ -71,17 +71,16 @@ def agreement(exact: Sweep, approx: Sweep, k: int = 20) -> pd.DataFrame:
         if not np.isfinite(effects).all():
             reasons.append(f"{label} has scores that are not finite")
         elif effects.nunique() < 2:
-            reasons.append(f"all scores of {label} are the same: nothing correlates with that")
+            reasons.append(f"all scores of {label} are the same: nothing correlates with them")
     if not is_count(k, 1, len(one)):
         reasons.append(f"got k={k!r}; expected 1 to the {len(one)} rows")
-    if reasons:
-        raise PatchingError(reasons, "these sweeps cannot be compared")
+    PatchingError.raise_if(reasons, "these sweeps cannot be compared")
     other = other.reindex(one.index)
     largest = [set(each.abs().nlargest(k, keep="first").index) for each in (one, other)]
     return pd.DataFrame(
         {
             "pearson": [one.corr(other)],
-            "spearman": [one.rank().corr(other.rank())],
+            "spearman": [spearman(one, other)],
             "top_k": [len(largest[0] & largest[1]) / k],
             "k": [k],
             "n": [len(one)],

@@ -1,13 +1,13 @@
 """Attribution: an estimate of every patch's score from a few forward passes and a backward one.
 
-One convention for all methods. The estimate is of what `activation_patch` measures: with `value`
-the metric of the run patched into, "corrupted" to denoise and "clean" for noise,
+One convention for all methods. The estimate is of the value that `activation_patch` measures: with
+`value` the metric of the run patched into, "corrupted" to denoise and "clean" for noise,
 
     value after the patch ≈ value + Σ_{patched positions} g · Δ
     score = (value after the patch - corrupted) / (clean - corrupted)
 
-where Δ is what the patch changes at a head, source run minus the run patched into, and g is the
-gradient of the metric there. So 0 is the corrupted run and 1 the clean one, in either direction,
+where Δ is the change at a head, source run minus the run patched into, and g is the gradient of the
+metric there. So 0 is the corrupted run and 1 the clean one, in either direction,
 and a head that carries the clean run's answer has a positive effect when denoised and a negative
 one when noised (`Sweep.effect`). Methods differ in g, and for queries in Δ:
 
@@ -17,15 +17,15 @@ one when noised (`Sweep.effect`). Methods differ in g, and for queries in Δ:
     "exact_gate"      the same g, and the gate in closed form: w(q') - w(q), not w'(q) Δq; an
                       attention head's row softmax(q' · K) V, not its derivative. It is "gradient"
                       for parts "z", "pattern" and "value", which do not pass through the gate.
-    "integrated"      g averaged between the embeddings of the two runs (`integrated.py`).
+    "integrated"      g averaged between the embeddings of the two runs (below).
     "frozen_pattern"  g of the model that is linear once patterns and norm scales are constants
-                      (`frozen.py`). There no query moves anything, and part "q" is refused.
+                      (`frozen_pass.py`). There no query moves anything, and part "q" is refused.
 
-Δ is exact but for queries under "gradient" and "integrated": a neuron-head's parts all come down
-to its Δz (`parts.py`). Patches scaled by ε move the metric by ε times the estimate of "gradient",
-as ε goes to 0.
+Δ is exact but for queries under "gradient" and "integrated": a patch of any part of a neuron-head
+is one of its Δz (`edits.py`). Patches scaled by ε move the metric by ε times the estimate of
+"gradient", as ε goes to 0.
 
-Which is nearest to patching was measured (`analyses/results/attribution_vs_patching.md`: the
+Which agrees best with patching was measured (`analyses/results/attribution_vs_patching.md`: the
 shipped model and five real ones, all sites). "exact_gate" is the default: mean Pearson with
 patching .934 for neuron-heads and .965 for attention heads over parts "z", "pattern" and "value",
 as "gradient" has, which it equals there, against .896 and .756 for "integrated" and .890 and .816
@@ -36,18 +36,16 @@ forward, as it multiplies by each weight once. "gradient" is two forwards and on
 for every head and position together; "exact_gate" the same, and 2 more for queries of attention
 heads; "frozen_pattern" 3 forwards, a backward and a check of 2, so 6; "integrated" 3 + 2 · steps.
 
-Patches of attention queries in closed form: each row of a pattern, computed anew from q'.
+Queries of attention heads in closed form: a query moves one row of one head's pattern, and so that
+head's z at that token and nothing else of its layer: z' = softmax(q' · K) V with keys and values as
+they are. So one forward pass in which all queries are replaced at once shows every z', as long as z
+itself is restored before anything reads it: the model's own code computes the rows, whatever its
+masks, rotations and caps.
 
-A query moves one row of one head's pattern, and so that head's z at that token and nothing else of
-its layer:  z' = softmax(q' · K) V  with keys and values as they are. So one forward pass in which
-all queries are replaced at once shows every z', so long as z itself is put back before anyone reads
-it: the model's own code computes the rows, whatever its masks, rotations and caps.
-
-Gradients averaged along the straight line between the two runs' embeddings.
-
-Hanna, Pezzelle and Belinkov, "Have Faith in Faithfulness: Going Beyond Circuit Overlap When Finding
-Model Mechanisms" (2024), EAP-IG. With x and x' what enters the first block in the run patched into
-and in the other, and g(x) the gradient of the metric at a head when x enters,
+Integrated gradients: Hanna, Pezzelle and Belinkov, "Have Faith in Faithfulness: Going Beyond
+Circuit Overlap When Finding Model Mechanisms" (2024), EAP-IG. With x and x' the stream that enters
+the first block in the run patched into and in the other, and g(x) the gradient of the metric at a
+head when x enters,
 
     g = (1/k) Σ_j g(x + α_j (x' - x)),    α_j = (j - 1/2)/k,  j = 1 … k
 
@@ -68,138 +66,34 @@ from jaxtyping import Float
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from attn_only_lens.axes import Residual
 from attn_only_lens.errors import PatchingError, UnsupportedModelError
 from attn_only_lens.heads import host_of, logit_tolerance
 from attn_only_lens.numerics import full_precision, is_count
 from attn_only_lens.patching.results import Sweep
-from attn_only_lens.patching.sweep import Group, frame_of
-from attn_only_lens.runs.edits import PARTS, Part, hook_name
-from attn_only_lens.runs.frozen import frozen_gradients
-from attn_only_lens.runs.gradients import Tape, entering, node_of, rooted, shares, value_of
+from attn_only_lens.patching.run_patches import SiteGroup
+from attn_only_lens.runs.frozen_pass import frozen_gradients
+from attn_only_lens.runs.gradients import (
+    Tape,
+    edit_input,
+    gradient_node,
+    site_estimates,
+    start_graph,
+)
+from attn_only_lens.runs.inputs import option_reasons, reasons_not_to_run
+from attn_only_lens.runs.interventions import DIRECTIONS
 from attn_only_lens.runs.metrics import (
     AnyMetric,
     BoundMetric,
     require_differentiable,
     require_slope,
 )
-from attn_only_lens.runs.paired_runs import Side, not_one_of, reasons_against, recorded
 from attn_only_lens.runs.positions import Positions, resolve_positions
 from attn_only_lens.runs.prompts import Prompts, prompt_pair
-from attn_only_lens.runs.recording import Recording, run
-from attn_only_lens.runs.replacements import DIRECTIONS
-from attn_only_lens.runs.sites import Sites, all_heads, resolve
+from attn_only_lens.runs.recording import Recording, Side, record_pair, run
+from attn_only_lens.runs.sites import PARTS, Part, Sites, all_heads, hook_name, resolve_sites
 from attn_only_lens.tolerances import LOGIT_TOLERANCE
 
-__all__ = ["METHODS", "Method", "answered", "attribution", "integrated_gradients", "points"]
-
-
-@torch.no_grad()
-def answered(
-    model: Any, target: Recording, source: Recording, layers: Iterable[int]
-) -> dict[str, Float[Tensor, "batch pos head_index d_head"]]:
-    """z of every attention head with the source run's queries, by hook name: two forwards.
-
-    Args:
-        model: converted, or with exposed neuron-heads.
-        target: the run patched into; its queries and z are on record.
-        source: the other run, with its queries.
-        layers: source layers.
-
-    Raises:
-        UnsupportedModelError: a head's query moves other heads.
-    """
-    names = {hook_name(model, layer, "q"): hook_name(model, layer, "z") for layer in layers}
-
-    def asked(n_heads: int | None) -> dict[str, Tensor]:
-        """With the queries of the first heads replaced, or of all."""
-        found: dict[str, Tensor] = {}
-
-        def ask(value: Tensor, hook: Any, q: str) -> Tensor:
-            own = source.hooked[q][:, :, :n_heads]
-            return torch.cat([own, value[:, :, own.shape[2] :]], dim=2)
-
-        def answer(value: Tensor, hook: Any, z: str) -> Tensor:
-            found[z] = value.clone()
-            return target.hooked[z]
-
-        hooks = [(q, partial(ask, q=q)) for q in names]
-        hooks += [(z, partial(answer, z=z)) for z in names.values()]
-        run(model, target.tokens, target.mask, hooks)
-        return found
-
-    moved = [
-        z
-        for z, of_others in asked(1).items()
-        if not _same(of_others[:, :, 1:], target.hooked[z][:, :, 1:])
-    ]
-    if moved:
-        raise UnsupportedModelError(
-            [
-                f"to patch the query of one head moves the z of others ({', '.join(moved)}): its "
-                "queries are normed all together. Take method='gradient', or patch the pattern"
-            ],
-            "its queries cannot be patched in closed form",
-        )
-    return asked(None)
-
-
-def _same(one: Tensor, other: Tensor) -> bool:
-    if not one.numel():
-        return True
-    return float((one - other).abs().max()) <= LOGIT_TOLERANCE[one.dtype] * float(other.abs().max())
-
-
-def points(target: Residual, source: Residual, steps: int) -> Iterable[Residual]:
-    """The midpoints of equal steps from one stream to the other."""
-    for j in range(steps):
-        yield torch.lerp(target, source, (j + 0.5) / steps)
-
-
-def integrated_gradients(
-    model: Any,
-    target: Recording,
-    source: Recording,
-    metric: BoundMetric,
-    names: Iterable[str],
-    steps: int,
-    progress: bool,
-) -> dict[str, Tensor]:
-    """Mean gradients at hook points, on the way from one run to the other: k forwards, k backwards.
-
-    Raises:
-        UnsupportedModelError: what enters the first block is not all that tells the runs apart.
-    """
-    x, other = target.streams[0], source.streams[0]
-    _require_whole(model, target, source)
-    names, total = list(names), dict[str, Tensor]()
-    for point in tqdm(points(x, other, steps), total=steps, unit="step", disable=not progress):
-        tape = Tape(names)
-        # The later of two hooks sees what the earlier has put there: first the point, then a root.
-        with torch.enable_grad(), entering(model, lambda _, at=point: at), rooted(model):  # type: ignore[misc]
-            logits = run(model, target.tokens, target.mask, tape.hooks)
-            found = tape.gradients(value_of(metric, logits))
-        total = {name: total.get(name, 0.0) + each / steps for name, each in found.items()}
-    return total
-
-
-@torch.no_grad()
-def _require_whole(model: Any, target: Recording, source: Recording) -> None:
-    """Refuse models in which tokens enter elsewhere: their runs have no straight line between."""
-    with entering(model, lambda _: source.streams[0]):
-        logits = run(model, target.tokens, target.mask)
-    error = float((logits - source.logits).abs().max())
-    largest = float(source.logits.abs().max())
-    if not error <= logit_tolerance(host_of(model).neurons, logits.dtype) * largest:
-        raise UnsupportedModelError(
-            [
-                "with the other run's embeddings entering its first block, its logits differ by "
-                f"{error:.2g} from those of that run (largest: {largest:.2g}): tokens enter "
-                "elsewhere too. Take method='gradient'"
-            ],
-            "gradients cannot be integrated between these runs",
-        )
-
+__all__ = ["METHODS", "Method", "attribution", "integrated_gradients"]
 
 Method = Literal["gradient", "exact_gate", "integrated", "frozen_pattern"]
 METHODS: tuple[str, ...] = get_args(Method)
@@ -223,14 +117,14 @@ def attribution(
     mask: Tensor | None = None,
     progress: bool = True,
 ) -> Sweep:
-    """Estimate what patching every site would give, all sites at once.
+    """Estimate the results of patching every site, all sites at once.
 
     On the scale of `activation_patch`, and with its columns: `agreement` compares the two.
 
     It is an estimate, and can miss the one site that matters. On SmolLM2-135M and a pair about
     agreement in number, the neuron that decides (L0N870 at position 1) has an exact effect of .979
     and an estimated one of -.014, and nothing in the result shows it. Check the sites at the top by
-    `activation_patch` before you rely on them. That finds what is overrated, not what is missed:
+    `activation_patch` before you rely on them. That finds overrated sites, not missed ones:
     patch the early layers at the first token that differs, too, where large misses were found.
 
     Args:
@@ -244,9 +138,9 @@ def attribution(
         part: "z", "pattern", "value", "q"; see `activation_patch`.
         positions: "each", "all", a number, or a list of them; see `activation_patch`.
         direction: "denoise", clean activations into the corrupted run; "noise", the other way.
-        method: how: "gradient", "exact_gate", "integrated", "frozen_pattern"; see the module. The
+        method: "gradient", "exact_gate", "integrated", "frozen_pattern"; see the module. The
             default is the one that agreed best with patching where that was measured.
-        steps: for "integrated", how many gradients to average; 5 unless told.
+        steps: for "integrated", how many gradients to average; by default 5.
         mask: 1 for real tokens, 0 for padding, where prompts are tokens.
         progress: whether to show a bar, over the steps of "integrated".
 
@@ -259,7 +153,7 @@ def attribution(
             metric is flat at the run patched into, as `kl` is on the clean run.
         UnsupportedModelError: the model is not linear when frozen ("frozen_pattern"), has tokens
             enter past its embedding ("integrated"), or norms its queries together ("exact_gate");
-            it does not run a hook point of the sites, or does not read what that hands on.
+            a hook point of the sites does not fire, or is read-only.
 
     Example:
         >>> import torch
@@ -274,17 +168,17 @@ def attribution(
         True
     """
     _check(model, part, direction, method, steps)
-    chosen = resolve(model, all_heads() if sites is None else sites)
+    chosen = resolve_sites(model, all_heads() if sites is None else sites)
     pair = prompt_pair(model, clean, corrupted, mask)
     where = resolve_positions(pair, positions)
     closed = part == "q" and method == "exact_gate"
-    nodes = [node_of(model, each, part, closed=closed) for each in chosen]
+    nodes = [gradient_node(model, each, part, closed=closed) for each in chosen]
     side: Side = "corrupted" if direction == "denoise" else "clean"
     tape = Tape(nodes)
-    with rooted(model):
+    with start_graph(model):
         traced = side if method in _TRACED else None
         kept = nodes if part == "q" else ()
-        runs = recorded(
+        runs = record_pair(
             model, pair, metric, chosen, part, names=kept, traced=traced, hooks=tape.hooks
         )
     target, source, value = runs.corrupted, runs.clean, runs.corrupted_value
@@ -301,19 +195,19 @@ def attribution(
     elif method == "frozen_pattern":
         gradients = frozen_gradients(model, target, runs.metric, tape)
     else:
-        gradients = tape.gradients(value_of(runs.metric, target.logits))
+        gradients = tape.gradients(runs.metric.of_logits(target.logits))
     rows = [each.layer for each in chosen if each.kind == "attention"]
     if closed and rows:
-        put = answered(model, target, source, rows)
-        source = replace(source, hooked={**source.hooked, **put})
+        patched = _z_by_queries(model, target, source, rows)
+        source = replace(source, hooked={**source.hooked, **patched})
     everywhere = torch.stack([each.where for each in where])
     frames: list[pd.DataFrame] = []
     for each, node in zip(chosen, nodes, strict=True):
-        found = shares(model, each, part, node, gradients[node], target, source)
+        found = site_estimates(model, each, part, node, gradients[node], target, source)
         at = everywhere.to(found.device, found.dtype)
         moves = torch.einsum("sbp,kbp->ks", found, at).flatten()
-        frames.append(frame_of(Group(each, where), value + moves.cpu().double()))
-    return Sweep.of(
+        frames.append(SiteGroup(each, where).frame(value + moves.cpu().double()))
+    return Sweep(
         pd.concat(frames, ignore_index=True),
         part=part,
         direction=direction,
@@ -327,9 +221,10 @@ def attribution(
 
 
 def _check(model: Any, part: str, direction: str, method: str, steps: object) -> None:
-    reasons = reasons_against(model)
-    reasons += not_one_of("part", part, PARTS) + not_one_of("direction", direction, DIRECTIONS)
-    reasons += not_one_of("method", method, METHODS)
+    reasons = reasons_not_to_run(model)
+    reasons += option_reasons("part", part, PARTS)
+    reasons += option_reasons("direction", direction, DIRECTIONS)
+    reasons += option_reasons("method", method, METHODS)
     if part == "q" and method == "frozen_pattern":
         reasons.append("got part='q' with frozen patterns, which no query moves; expected another")
     if steps is not None and method != "integrated":
@@ -338,5 +233,105 @@ def _check(model: Any, part: str, direction: str, method: str, steps: object) ->
         reasons.append(f"got steps={steps!r}; expected 1 or more")
     if torch.is_inference_mode_enabled():
         reasons.append("no gradient is taken in torch.inference_mode(); torch.no_grad() will do")
-    if reasons:
-        raise PatchingError(reasons, "this cannot be attributed")
+    PatchingError.raise_if(reasons, "this cannot be attributed")
+
+
+@torch.no_grad()
+def _z_by_queries(
+    model: Any, target: Recording, source: Recording, layers: Iterable[int]
+) -> dict[str, Float[Tensor, "batch pos head_index d_head"]]:
+    """Return z of every attention head with the source run's queries, by hook name: two forwards.
+
+    Args:
+        model: converted, or with exposed neuron-heads.
+        target: the run patched into, with its queries and z.
+        source: the other run, with its queries.
+        layers: source layers.
+
+    Raises:
+        UnsupportedModelError: a head's query moves other heads.
+    """
+    names = {hook_name(model, layer, "q"): hook_name(model, layer, "z") for layer in layers}
+
+    def z_with(n_heads: int | None) -> dict[str, Tensor]:
+        """Run with the queries of the first heads replaced, or of all."""
+        found: dict[str, Tensor] = {}
+
+        def replace_queries(value: Tensor, hook: Any, q: str) -> Tensor:
+            own = source.hooked[q][:, :, :n_heads]
+            return torch.cat([own, value[:, :, own.shape[2] :]], dim=2)
+
+        def restore_z(value: Tensor, hook: Any, z: str) -> Tensor:
+            found[z] = value.clone()
+            return target.hooked[z]
+
+        hooks = [(q, partial(replace_queries, q=q)) for q in names]
+        hooks += [(z, partial(restore_z, z=z)) for z in names.values()]
+        run(model, target.tokens, target.mask, hooks)
+        return found
+
+    changed = [
+        z
+        for z, found in z_with(1).items()
+        if not _same(found[:, :, 1:], target.hooked[z][:, :, 1:])
+    ]
+    if changed:
+        raise UnsupportedModelError(
+            [
+                f"to patch the query of one head changes the z of others ({', '.join(changed)}): "
+                "its queries are normed all together. Take method='gradient', or patch the pattern"
+            ],
+            "its queries cannot be patched in closed form",
+        )
+    return z_with(None)
+
+
+def _same(one: Tensor, other: Tensor) -> bool:
+    if not one.numel():
+        return True
+    return float((one - other).abs().max()) <= LOGIT_TOLERANCE[one.dtype] * float(other.abs().max())
+
+
+def integrated_gradients(
+    model: Any,
+    target: Recording,
+    source: Recording,
+    metric: BoundMetric,
+    names: Iterable[str],
+    steps: int,
+    progress: bool,
+) -> dict[str, Tensor]:
+    """Return gradients at hook points, averaged between the two runs: k forwards, k backwards.
+
+    Raises:
+        UnsupportedModelError: the runs differ in more than the stream that enters the first block.
+    """
+    x, other = target.streams[0], source.streams[0]
+    _require_whole(model, target, source)
+    names, total = list(names), dict[str, Tensor]()
+    for step in tqdm(range(steps), unit="step", disable=not progress):
+        tape, point = Tape(names), torch.lerp(x, other, (step + 0.5) / steps)
+        # The later of two hooks sees the output of the earlier: first the point, then a root.
+        with torch.enable_grad(), edit_input(model, lambda _, at=point: at), start_graph(model):  # type: ignore[misc]
+            logits = run(model, target.tokens, target.mask, tape.hooks)
+            found = tape.gradients(metric.of_logits(logits))
+        total = {name: total.get(name, 0.0) + each / steps for name, each in found.items()}
+    return total
+
+
+@torch.no_grad()
+def _require_whole(model: Any, target: Recording, source: Recording) -> None:
+    """Refuse models in which tokens enter elsewhere too: no line of streams joins their runs."""
+    with edit_input(model, lambda _: source.streams[0]):
+        logits = run(model, target.tokens, target.mask)
+    error = float((logits - source.logits).abs().max())
+    largest = float(source.logits.abs().max())
+    if not error <= logit_tolerance(host_of(model).neurons, logits.dtype) * largest:
+        raise UnsupportedModelError(
+            [
+                "with the other run's embeddings entering its first block, its logits differ by "
+                f"{error:.2g} from those of that run (largest: {largest:.2g}): tokens enter "
+                "elsewhere too. Take method='gradient'"
+            ],
+            "gradients cannot be integrated between these runs",
+        )

@@ -1,17 +1,17 @@
-"""What each neuron-head writes otherwise in the other run: by its pattern, by its value, by both.
+"""Split a patch's effect into pattern, value and interaction.
 
 A neuron-head puts out z = w v, so between a run and another, here with a prime,
 
     w'v' - wv = (w' - w) v + w (v' - v) + (w' - w)(v' - v)
        whole  =  pattern   +   value    +   interaction
 
-exactly: whether a neuron opened, whether there was something else to let through, and what takes
-both. An MLP view has the left side only. The metric is no linear function of a write, so its share
-by interaction is what patching z does more than patching the two apart,
+exactly: the neuron opened, its value changed, or both. An MLP shows the left side only. The metric
+is not linear in these changes, so its interaction is the effect of patching z less those of
+patching pattern and value alone,
 
     score:  interaction = z - pattern - value,  each as the effect on the unpatched run's score.
 
-Writes are along the neuron's row of W_out: its numbers here are what multiplies that row.
+A neuron writes along its row of W_out: the numbers here are the factors of that row.
 """
 
 from collections.abc import Sequence
@@ -26,16 +26,15 @@ from attn_only_lens.errors import PatchingError
 from attn_only_lens.heads import host_of
 from attn_only_lens.patching._activation_patch import activation_patch
 from attn_only_lens.patching.results import Sweep
-from attn_only_lens.patching.resume import unusable
-from attn_only_lens.runs.edits import Part, changes, interaction, moved
+from attn_only_lens.runs.edits import change_of_z, interaction, neuron_changes
+from attn_only_lens.runs.inputs import option_reasons
+from attn_only_lens.runs.interventions import DIRECTIONS
 from attn_only_lens.runs.metrics import AnyMetric
-from attn_only_lens.runs.paired_runs import not_one_of
 from attn_only_lens.runs.positions import Positions, PositionSet, resolve_positions
 from attn_only_lens.runs.prompts import PromptPair, Prompts, prompt_pair
 from attn_only_lens.runs.recording import record
-from attn_only_lens.runs.replacements import DIRECTIONS
-from attn_only_lens.runs.sites import LayerSites, Sites, neuron_heads, resolve
-from attn_only_lens.storage import opened_folder
+from attn_only_lens.runs.sites import LayerSites, Part, Sites, neuron_heads, resolve_sites
+from attn_only_lens.storage import open_folder
 
 __all__ = ["gate_and_value"]
 
@@ -56,10 +55,10 @@ def gate_and_value(
     resume: str | Path | None = None,
     progress: bool = True,
 ) -> pd.DataFrame:
-    """Split what patching neuron-heads does into pattern, value and interaction.
+    """Split the effect of patching neuron-heads into pattern, value and interaction.
 
     Args:
-        model: as in `activation_patch`, as are all others.
+        model: see `activation_patch`, as for all others.
         clean: see there.
         corrupted: see there.
         metric: see there.
@@ -68,7 +67,7 @@ def gate_and_value(
         direction: "denoise" or "noise".
         mask: see there.
         batch_size: see there.
-        resume: a folder, in which each of the three sweeps has one of its own.
+        resume: a folder, in which each of the three sweeps has its own.
         progress: whether to show bars, one for each of the three sweeps.
 
     Returns:
@@ -95,12 +94,14 @@ def gate_and_value(
         >>> len(frame), bool((split - frame["write"]).abs().max() < 1e-5)
         (512, True)
     """
-    chosen = resolve(model, neuron_heads() if sites is None else sites)
-    reasons = [f"got {each.names[0]}; expected neuron-heads" for each in chosen if _attends(each)]
-    reasons += not_one_of("direction", direction, DIRECTIONS)
-    if reasons:
-        raise PatchingError(reasons, "gate and value cannot be told apart")
-    kept = None if resume is None else opened_folder(resume, unusable)
+    sites = neuron_heads() if sites is None else sites
+    chosen = resolve_sites(model, sites)
+    attention = [each.names[0] for each in chosen if each.kind == "attention"]
+    reasons = [f"got {name}; expected neuron-heads" for name in attention]
+    reasons += option_reasons("direction", direction, DIRECTIONS)
+    PatchingError.raise_if(reasons, "gate and value cannot be told apart")
+
+    folder = None if resume is None else open_folder(resume)
 
     def sweep(part: Part) -> Sweep:
         return activation_patch(
@@ -108,13 +109,13 @@ def gate_and_value(
             clean,
             corrupted,
             metric,
-            sites=neuron_heads() if sites is None else sites,
+            sites=sites,
             part=part,
             positions=positions,
             direction=direction,
             mask=mask,
             batch_size=batch_size,
-            resume=None if kept is None else kept / part,
+            resume=None if folder is None else folder / part,
             progress=progress,
         )
 
@@ -129,10 +130,6 @@ def gate_and_value(
     return frame.assign(**writes, **effects, effect=whole.effect)
 
 
-def _attends(each: LayerSites) -> bool:
-    return each.kind == "attention"
-
-
 def _writes(
     model: Any,
     pair: PromptPair,
@@ -140,7 +137,7 @@ def _writes(
     positions: Sequence[PositionSet],
     direction: str,
 ) -> dict[str, np.ndarray]:
-    """Changes of each neuron's activation, in the order of a sweep's rows."""
+    """Return the changes of each neuron's activation, in the order of a sweep's rows."""
     layers = [each.layer for each in sites]
     clean, corrupted = (
         record(model, tokens, pair.mask, layers=layers) for tokens in (pair.clean, pair.corrupted)
@@ -151,12 +148,12 @@ def _writes(
         heads = host_of(model).neurons[each.layer]
         one, other = target.neurons[each.layer], source.neurons[each.layer]
         by = {
-            "write_pattern": moved(one, other, "pattern"),
-            "write_value": moved(one, other, "value"),
+            "write_pattern": change_of_z(one, other, "pattern"),
+            "write_value": change_of_z(one, other, "value"),
             "write_interaction": interaction(one, other),
-            "write": moved(one, other, "z"),
+            "write": change_of_z(one, other, "z"),
         }
-        change = {name: changes(heads, each, dz) for name, dz in by.items()}
+        change = {name: neuron_changes(heads, each, dz) for name, dz in by.items()}
         for where in positions:
             for name, moves in change.items():
                 chosen = (moves * where.where.to(moves.device)).sum(dim=2).mean(dim=1)

@@ -2,8 +2,9 @@
 
     accelerate launch --multi_gpu --num_processes 2 script.py
 
-does on CPUs too: without a GPU it is what has accelerate start several, where `--cpu` starts one
-unless there is MPI. With GPUs, the script puts its model on `accelerate.PartialState().device`.
+works on CPUs too: without a GPU, accelerate starts several processes for `--multi_gpu`, but only
+one for `--cpu`, unless there is MPI. With GPUs, the script puts its model on
+`accelerate.PartialState().device`.
 """
 
 import os
@@ -18,14 +19,14 @@ from attn_only_lens.patching.resume import PartStore
 __all__ = ["Processes", "is_first", "launched"]
 
 _SIZES = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
-"""Where torchrun, accelerate and MPI's launchers say how many processes they started."""
+"""Variables in which torchrun, accelerate and MPI's launchers give the number of processes."""
 
 
 T = TypeVar("T")
 
 
 class Processes:
-    """This process among those that run the same sweep; one alone, where it was not launched so.
+    """This process and the others that run the same sweep; there may be none.
 
     Raises:
         PatchingError: there are several, and no folder for them to meet in.
@@ -58,36 +59,36 @@ class Processes:
 
     @property
     def first(self) -> bool:
-        """Whether this is the process that reports."""
+        """True in the process that reports."""
         return self.index == 0
 
     @property
     def name(self) -> str | None:
-        """What a progress bar calls this process's share; None where it is everything."""
+        """The label of this process's progress bar; None if it is the only process."""
         return None if self.count == 1 else f"process {self.index + 1} of {self.count}"
 
     def share(self, work: Sequence[T]) -> list[T]:
-        """What this process is to do. Dealt out in turn: late layers cost less than early ones."""
+        """Return this process's share, dealt out in turn: late layers cost less than early ones."""
         return list(work[self.index :: self.count])
 
     def wait(self) -> None:
-        """For all the others."""
+        """Wait for all other processes."""
         if self._state is not None:
             self._state.wait_for_everyone()
 
 
 def is_first() -> bool:
-    """Whether this is the only process, or the one of those launched that reports."""
+    """Return whether this is the only process, or the one of those launched that reports."""
     return launched() == 1 or bool(_state().is_main_process)
 
 
 def launched() -> int:
-    """How many processes were started to share a sweep."""
+    """Return the number of processes that were launched together."""
     return next((int(os.environ[name]) for name in _SIZES if name in os.environ), 1)
 
 
 def _state() -> Any:
-    """What accelerate knows of the processes."""
+    """Return accelerate's state of the processes."""
     from accelerate import PartialState  # slow to import, and needed by launched runs alone
     from accelerate.utils import parse_flag_from_env
 

@@ -1,29 +1,30 @@
-"""The parts of a long sweep, written as they come, so that it goes on where it stopped.
+"""The parts of a long sweep, written as they come, so that it resumes where it stopped.
 
-    folder/settings.json          what is swept: model, prompts, metric, sites, …
-    folder/part-<id>.parquet      the results of one part, marked with the settings' fingerprint
+    folder/settings.json          model, prompts, metric, sites: whatever values depend on
+    folder/part-<i>.parquet       the results of one part, with a digest of the settings
 
-Every file is whole or absent: written under a hidden name, then moved. Several processes may write
-different parts of one folder.
+Several processes may write different parts of one folder.
 """
 
 import hashlib
 import json
-import re
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, TypedDict
 
 import pandas as pd
 
-from attn_only_lens.errors import PatchingError
-from attn_only_lens.storage import Document, inside, opened_folder
-from attn_only_lens.storage.tables import parquet_metadata, read_table, write_table
+from attn_only_lens.errors import CheckpointError, PatchingError
+from attn_only_lens.storage import Document, open_folder, path_inside
+from attn_only_lens.storage.tables import (
+    TableFields,
+    read_table,
+    read_table_document,
+    write_table,
+)
 
-__all__ = ["PartStore", "unusable"]
+__all__ = ["PartStore"]
 
-SETTINGS = "settings.json"
-_ID = re.compile(r"[A-Za-z0-9_]+(-[A-Za-z0-9_]+)*")
+_SETTINGS = "settings.json"
 _MISSING = "<missing>"
 
 
@@ -31,82 +32,80 @@ class _Settings(TypedDict):
     settings: dict[str, Any]
 
 
-def unusable(reason: str) -> PatchingError:
-    """The error that says why a folder cannot hold the parts of a sweep."""
-    return PatchingError([reason], "no sweep can be kept here")
+class _Part(TableFields):
+    settings: str
+    part: int
 
 
-_DOCUMENT = Document("attn_only_lens.PartStore", 3, _Settings, unusable, indent=2)
+_SETTINGS_DOCUMENT = Document("attn_only_lens.SweepSettings", 1, _Settings)
+_PART_DOCUMENT = Document("attn_only_lens.SweepPart", 1, _Part)
 
 
 class PartStore:
-    """A folder of parts, of one sweep and no other.
+    """A folder with the parts of one sweep.
 
     Args:
-        folder: where to write; it is made, or holds parts of the same sweep.
+        folder: its path; it is made, or holds parts of the same sweep.
         settings: everything that the results depend on, as JSON holds it.
+        n_parts: how many parts there will be.
 
     Raises:
         PatchingError: the folder holds another sweep (it says which settings differ), or files
-            that are not of a sweep; the settings are no JSON.
+            that are not of a sweep.
+        CheckpointError: the folder cannot be read or written; the settings are no JSON.
 
     Example:
         >>> import tempfile
         >>> import pandas as pd
-        >>> from attn_only_lens import patching as p
+        >>> from attn_only_lens.patching.resume import PartStore
         >>> with tempfile.TemporaryDirectory() as folder:
-        ...     store = p.PartStore(folder, {"metric": "kl"})
-        ...     store.write("0001", pd.DataFrame({"value": [2.0, 3.0]}))
-        ...     store.has("0001"), store.has("0002"), len(store.read_all())
-        (True, False, 2)
+        ...     store = PartStore(folder, {"metric": "kl"}, 2)
+        ...     store.write(0, pd.DataFrame({"value": [2.0, 3.0]}))
+        ...     store.has(0), store.has(1)
+        (True, False)
     """
 
-    def __init__(self, folder: str | Path, settings: dict[str, Any]) -> None:
-        self.folder = opened_folder(folder, unusable)
-        text = _DOCUMENT.text(settings=settings)
-        self.settings: dict[str, Any] = json.loads(text)["settings"]
-        sorted_text = json.dumps(self.settings, sort_keys=True)
-        self.fingerprint = hashlib.sha256(sorted_text.encode()).hexdigest()
-        path = self.folder / SETTINGS
+    def __init__(self, folder: str | Path, settings: dict[str, Any], n_parts: int) -> None:
+        self.folder = open_folder(folder)
+        self.n_parts = n_parts
+        text = _SETTINGS_DOCUMENT.text(settings=settings)
+        self._settings: dict[str, Any] = json.loads(text)["settings"]
+        sorted_text = json.dumps(self._settings, sort_keys=True)
+        self._digest = hashlib.sha256(sorted_text.encode()).hexdigest()
+        path = self.folder / _SETTINGS
         if not path.exists():
             self._require_empty()
-            _DOCUMENT.write(path, settings=self.settings)
+            _SETTINGS_DOCUMENT.write(path, settings=self._settings)
         # Read back even if just written: another process may have been there first.
         self._require_same(path)
 
-    def has(self, part_id: str) -> bool:
-        """Whether this part is written.
+    def has(self, part: int) -> bool:
+        """Return whether a part is written.
 
         Raises:
-            PatchingError: its file is damaged, or of another sweep; not a name for a part.
+            CheckpointError: its file is damaged, or of another sweep.
         """
-        path = self._path(part_id)
+        path = self._path(part)
         if not path.exists():
             return False
-        self._require_own(path, parquet_metadata(path))
+        self._require_own(part, read_table_document(path, _PART_DOCUMENT))
         return True
 
-    def write(self, part_id: str, frame: pd.DataFrame) -> None:
-        """Write a part, in place of what was written for it before.
+    def write(self, part: int, frame: pd.DataFrame) -> None:
+        """Write a part, in place of an earlier file of it.
 
         Raises:
-            PatchingError: not a name for a part; pyarrow is not installed.
+            CheckpointError: it cannot be written; pyarrow is not installed.
         """
-        path = self._path(part_id)
-        write_table(path, frame, {**self._mark(path), "n_rows": len(frame)})
+        write_table(self._path(part), frame, _PART_DOCUMENT, settings=self._digest, part=part)
 
-    def read_all(self, expected: Iterable[str] = ()) -> pd.DataFrame:
-        """All parts, one below another in the order of their ids; categories as plain text.
-
-        Args:
-            expected: ids of parts that must be there.
+    def read_all(self) -> pd.DataFrame:
+        """Read all parts, one below another.
 
         Raises:
-            PatchingError: with every part that is missing, damaged, of another sweep, or of other
-                columns; there are none.
+            PatchingError: with every part that is missing, or damaged, or of another sweep.
         """
-        frames: list[pd.DataFrame] = []
-        missing = [part_id for part_id in expected if not self._path(part_id).exists()]
+        missing = [part for part in range(self.n_parts) if not self._path(part).exists()]
         if missing:
             raise PatchingError(
                 [
@@ -115,70 +114,46 @@ class PartStore:
                 ],
                 "this sweep is not whole; sweep again, in a folder that every process sees",
             )
-        reasons: list[str] = []
-        for path in sorted(self.folder.glob("part-*.parquet")):
+        frames, reasons = list[pd.DataFrame](), list[str]()
+        for part in range(self.n_parts):
             try:
-                frame, said = read_table(inside(self.folder, path.name, unusable))
-                self._require_own(path, said, len(frame))
-            except PatchingError as error:
-                reasons += error.reasons
-                continue
-            for column in frame.select_dtypes("category"):
-                frame[column] = frame[column].astype(str)
-            if frames and not frame.dtypes.equals(frames[0].dtypes):
-                reasons.append(
-                    f"{path.name} has columns {dict(frame.dtypes.astype(str))}; the first part has "
-                    f"{dict(frames[0].dtypes.astype(str))}"
-                )
-            frames.append(frame)
-        if not frames and not reasons:
-            reasons.append(f"{self.folder} holds no part yet")
-        if reasons:
-            raise PatchingError(
-                reasons, "these parts cannot be joined; delete them and sweep again"
-            )
+                frame, said = read_table(self._path(part), _PART_DOCUMENT)
+                self._require_own(part, said)
+                frames.append(frame)
+            except CheckpointError as error:
+                reasons.append(str(error))
+        PatchingError.raise_if(reasons, "these parts cannot be joined; delete them and sweep again")
         return pd.concat(frames, ignore_index=True)
 
-    def _path(self, part_id: str) -> Path:
-        if not isinstance(part_id, str) or not _ID.fullmatch(part_id):
-            raise PatchingError(
-                [f"got {part_id!r}; expected letters, digits, _ and -, such as '0001'"],
-                "this is no name for a part",
-            )
-        return inside(self.folder, f"part-{part_id}.parquet", unusable)
+    def _path(self, part: int) -> Path:
+        return path_inside(self.folder, f"part-{part:06d}.parquet")
 
-    def _mark(self, path: Path) -> dict[str, Any]:
-        return {"file": path.name, "settings": self.fingerprint}
-
-    def _require_own(self, path: Path, said: dict[str, Any], n_rows: int | None = None) -> None:
-        expected = self._mark(path) | ({} if n_rows is None else {"n_rows": n_rows})
-        wrong = [key for key, value in expected.items() if said.get(key) != value]
+    def _require_own(self, part: int, said: dict[str, Any]) -> None:
+        expected = {"settings": self._digest, "part": part}
+        wrong = [key for key, value in expected.items() if said[key] != value]
         if wrong:
-            raise PatchingError(
-                [f"{path} is not a part of this sweep: its {' and '.join(wrong)} differ"],
-                "this part cannot be used; delete it",
+            raise CheckpointError(
+                f"{self._path(part)} is not a part of this sweep: its {' and '.join(wrong)} "
+                "differ; delete it"
             )
 
     def _require_empty(self) -> None:
         found = sorted(p.name for p in self.folder.glob("*") if not p.name.startswith("."))
-        if found and SETTINGS not in found:  # unless another process has just begun this sweep
+        if found and _SETTINGS not in found:  # unless another process has just begun this sweep
             raise PatchingError(
-                [f"{self.folder} holds {found[:5]} and no {SETTINGS}; expected a new folder"],
+                [f"{self.folder} holds {found[:5]} and no {_SETTINGS}; expected a new folder"],
                 "no sweep can be kept here",
             )
 
     def _require_same(self, path: Path) -> None:
-        found = _DOCUMENT.read(path)["settings"]
+        ours, theirs = self._settings, _SETTINGS_DOCUMENT.read(path)["settings"]
         differ = [
-            f"{key}: got {_short(self.settings.get(key, _MISSING))}; the folder has "
-            f"{_short(found.get(key, _MISSING))}"
-            for key in sorted(self.settings.keys() | found.keys())
-            if self.settings.get(key, _MISSING) != found.get(key, _MISSING)
+            f"{key}: got {_short(ours.get(key, _MISSING))}; the folder has "
+            f"{_short(theirs.get(key, _MISSING))}"
+            for key in sorted(ours.keys() | theirs.keys())
+            if ours.get(key, _MISSING) != theirs.get(key, _MISSING)
         ]
-        if differ:
-            raise PatchingError(
-                differ, f"{self.folder} holds another sweep; take a new folder, or what it was of"
-            )
+        PatchingError.raise_if(differ, f"{self.folder} belongs to another sweep; use a new folder")
 
 
 def _short(value: object) -> str:

@@ -1,1 +1,1 @@
-"""Forward passes: what goes in, what is measured of them, and how one is run again in part."""
+"""Forward passes: prompts, metrics, sites, recordings, gradients, and replays of a part of one."""

@@ -1,10 +1,10 @@
-"""Hooks on a model, and whose they are.
+"""Find the hooks that users attached to a model.
 
-Libraries hook models themselves. transformers leaves hooks behind that collect outputs for whoever
-asks; TransformerBridge captures what enters a norm or an MLP, and in transformer-lens 4 shows what
-passes through parts that have no module, such as BERT's MLPs; accelerate replaces `forward`, which
-is no hook. None of these changes what a model computes. All others somebody has put there, to look
-on or to change something, and they are not known: a hook is told by where its code was written.
+Libraries hook models themselves. transformers leaves hooks behind that collect outputs on request;
+TransformerBridge captures the input of norms and MLPs, and in transformer-lens 4 shows activations
+of parts that have no module, such as BERT's MLPs; accelerate replaces `forward`, which is no hook.
+None of these changes what a model computes. All others may: a hook's owner is told by the package
+of its code.
 """
 
 from collections import deque
@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn.modules import module as torch_module
 from transformer_lens.hook_points import HookPoint
 
-__all__ = ["Attached", "attached", "hook_reasons", "modules_of"]
+__all__ = ["AttachedHooks", "find_hooks", "hook_reasons", "modules_of"]
 
 _KINDS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _LIBRARIES = ("accelerate", "transformers")
@@ -26,13 +26,13 @@ _NAMED = 3
 
 
 @dataclass(frozen=True)
-class Attached:
-    """Where hooks are on a model that do not belong to any model of its kind.
+class AttachedHooks:
+    """The modules of a model with hooks that other models of its kind do not have.
 
     Attributes:
-        users: where somebody's are: names of modules, once each.
-        own: where there are some of TransformerLens' own that know the very modules they are on.
-        removal: what takes those of users away.
+        users: names of modules with hooks of users.
+        own: names of modules with hooks of TransformerLens that refer to these very modules.
+        removal: how to remove those of users.
     """
 
     users: tuple[str, ...]
@@ -40,8 +40,8 @@ class Attached:
     removal: str
 
 
-def attached(model: Any) -> Attached:
-    """The hooks on a HookedTransformer, or on a bridge and the model that it wraps."""
+def find_hooks(model: Any) -> AttachedHooks:
+    """Find the hooks on a HookedTransformer, or on a bridge and the model that it wraps."""
     captures = {
         (id(handle.hooks_dict_ref()), handle.id)  # each block puts its own on, as it runs
         for block in getattr(model, "blocks", ())
@@ -49,7 +49,7 @@ def attached(model: Any) -> Attached:
     }
     users: dict[str, None] = {}
     own: dict[str, None] = {}
-    added: set[str] = set()  # in which ways
+    added: set[str] = set()  # the ways in which users added hooks
     for name, module in modules_of(model):
         lens = _lens_handles(module)
         shown = str(getattr(module, "name", None) or name) if lens else name or "the model itself"
@@ -73,17 +73,17 @@ def attached(model: Any) -> Attached:
     ):
         users[_EVERYWHERE] = None
         added.add("torch")
-    return Attached(tuple(users), tuple(own), _removal(added, bool(own)))
+    return AttachedHooks(tuple(users), tuple(own), _removal(added, bool(own)))
 
 
 def hook_reasons(model: Any, so: str = "would not come along") -> list[str]:
-    """Why a model with hooks of users on it is not taken as it is; empty where there are none.
+    """Return the reason to refuse a model with hooks of users, if there are any.
 
     Args:
         model: a HookedTransformer, or a bridge.
-        so: what becomes of the hooks.
+        so: the fate of the hooks.
     """
-    found = attached(model)
+    found = find_hooks(model)
     if not found.users:
         return []
     more = ", …" * (len(found.users) > _NAMED)
@@ -94,9 +94,9 @@ def hook_reasons(model: Any, so: str = "would not come along") -> list[str]:
 
 
 def modules_of(model: Any) -> Iterator[tuple[str, nn.Module]]:
-    """The modules of a model, and of the one that a bridge wraps and does not own, once each.
+    """Yield the modules of a model, and of the one that a bridge wraps, each once.
 
-    By the shortest of their names: a bridge has its parts in several places.
+    Each has the shortest of its names: a bridge has its parts in several places.
     """
     found = {id(model)}
     left: deque[tuple[str, nn.Module]] = deque([("", model)])
@@ -114,7 +114,7 @@ def modules_of(model: Any) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _lens_handles(module: nn.Module) -> dict[tuple[int, int], Any]:
-    """What TransformerLens knows of the hooks that were added to a hook point."""
+    """Return TransformerLens' handles of the hooks that were added to a hook point."""
     if not isinstance(module, HookPoint):
         return {}
     return {
@@ -124,13 +124,13 @@ def _lens_handles(module: nn.Module) -> dict[tuple[int, int], Any]:
 
 
 def _is_placeholder(handle: Any) -> bool:
-    """Whether a hook of transformer-lens 4 shows what passes through a part without a module."""
+    """Return whether a hook of transformer-lens 4 stands in for a module."""
     hook = getattr(handle, "user_hook", None)
     return handle.is_permanent and getattr(hook, "__module__", None) == _PLACEHOLDERS
 
 
 def _library(hook: Any) -> str:
-    """The package whose code a hook is."""
+    """Return the package that a hook's code belongs to."""
     return str(getattr(hook, "__module__", "")).split(".")[0]
 
 

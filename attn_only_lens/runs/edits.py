@@ -1,28 +1,26 @@
-"""What a patch of one part of a neuron-head changes: always its z, and by how much.
+"""Patches of heads, as the changes and hooks that a sweep runs with.
 
 A neuron-head puts out z = w v, with w its attention to its own token and v its value. So whatever
-part is taken from another run, here with a prime, all later blocks see is a new z:
+part is taken from another run, here with a prime, later blocks see only a new z:
 
     "z"         z'
     "pattern"   w' v
     "value"     w v'
     "q"         w' v: a query moves the pattern and nothing else
 
-and what the head writes moves by Δz times its neuron's row of W_out. The three changes add up,
+and the head's output to the stream moves by Δz times its neuron's row of W_out. The changes add up,
 
     w'v' - wv = (w' - w) v + w (v' - v) + (w' - w)(v' - v)
 
-pattern, value and interaction.
+to pattern, value and interaction.
 
-Patches of attention heads, as edits at the hook points of the block that runs them.
-
-Unlike a neuron-head, an attention head moves information between positions, so a patch of its
-value, query or pattern is not one of z at the same place. Its own block runs again, for many
-variants at once, and row by row another head is edited at other positions.
+An attention head moves information between positions, so a patch of its value, query or pattern is
+not one of z at the same place. Its block runs again, for many variants at once, with a hook that
+patches another head at other positions in each.
 """
 
 from collections.abc import Callable
-from typing import Any, Literal, get_args
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float
@@ -30,34 +28,26 @@ from torch import Tensor
 
 from attn_only_lens.axes import Residual
 from attn_only_lens.errors import UnsupportedModelError
-from attn_only_lens.heads import host_of
 from attn_only_lens.heads.computation import NeuronHeads
-from attn_only_lens.heads.host import HeadKind
 from attn_only_lens.runs.recording import NeuronRun
 from attn_only_lens.runs.replay import Replay, Variants
-from attn_only_lens.runs.sites import WHOLE, LayerSites
+from attn_only_lens.runs.sites import ALL_MEMBERS, LayerSites, Part
 
 __all__ = [
-    "PARTS",
-    "Part",
-    "by_site",
-    "changed",
-    "changes",
-    "editing",
-    "hook_name",
+    "attention_edit",
+    "change_of_z",
+    "differences",
     "interaction",
-    "moved",
-    "writing",
+    "neuron_changes",
+    "neuron_variants",
+    "sum_by_site",
 ]
 
-Part = Literal["z", "pattern", "value", "q"]
-PARTS: tuple[str, ...] = get_args(Part)
 
-
-def moved(
+def change_of_z(
     target: NeuronRun, source: NeuronRun, part: Part
 ) -> Float[Tensor, "batch pos head_index"]:
-    """By how much z changes, when a part of the source run enters the target run."""
+    """Return the change of z when a part of the source run is patched into the target run."""
     if part == "z":
         return source.z - target.z
     if part == "value":
@@ -66,75 +56,65 @@ def moved(
 
 
 def interaction(target: NeuronRun, source: NeuronRun) -> Float[Tensor, "batch pos head_index"]:
-    """What the whole change of z is more than those by pattern and by value."""
+    """Return the whole change of z less those by pattern and by value."""
     return (source.weight - target.weight) * (source.v - target.v)
 
 
-def changes(
+def neuron_changes(
     heads: NeuronHeads, sites: LayerSites, dz: Float[Tensor, "batch pos head_index"]
 ) -> Float[Tensor, "site batch pos"]:
-    """By how much the activation of each site's neuron changes with z."""
-    return by_site(heads, sites, heads.shares(dz))
+    """Return the change of each site's neuron activation, from that of z."""
+    return sum_by_site(heads, sites, heads.shares(dz))
 
 
-def by_site(
+def sum_by_site(
     heads: NeuronHeads, sites: LayerSites, of_heads: Float[Tensor, "batch pos head_index"]
 ) -> Float[Tensor, "site batch pos"]:
-    """What adds up over heads, for each site: the sum over its neuron's, or that of one."""
+    """Sum a quantity over the heads of each site: all of its neuron, or one."""
     each = of_heads.unflatten(-1, (-1, heads.heads_per_neuron))  # [batch, pos, neuron, member]
     index, member = sites.index.to(of_heads.device), sites.member.to(of_heads.device)
     chosen = each[:, :, index]
     one = chosen.gather(-1, member.clamp(min=0).expand(*chosen.shape[:2], -1).unsqueeze(-1))
-    change = chosen.sum(-1).where(member == WHOLE, one.squeeze(-1))
+    change = chosen.sum(-1).where(member == ALL_MEMBERS, one.squeeze(-1))
     return change.permute(2, 0, 1)
 
 
-def writing(replay: Replay, layer: int, first: int, added: Residual) -> Variants:
-    """Runs in which the neurons of a layer write something more.
+def neuron_variants(replay: Replay, layer: int, first: int, added: Residual) -> Variants:
+    """Return variants of a run in which the neurons of a layer write something more.
 
     Args:
         replay: of the run that is patched.
         layer: the source layer.
-        first: the position from which on they do.
-        added: what they write more, from there on: [variant · batch, pos, d_model].
+        first: the first position at which they do.
+        added: the additional output from there on: [variant · batch, pos, d_model].
     """
-    heads, block = (
-        replay.host.neurons[layer],
-        replay.host.block(layer, "neuron"),
-    )
+    heads, block = replay.host.neurons[layer], replay.host.block(layer, "neuron")
     n = len(added) // replay.batch
-    if replay.adds(block, heads.written_at):
-        return Variants(block + 1, first, replay.unchanged(block + 1, first, n) + added)
-    entering = replay.unchanged(block, first, n)
-    return Variants(block, first, entering, mlp=heads.written_at, added=added)
+    if replay.adds_mlp_output(block, heads.written_at):
+        stream = replay.recorded_stream(block + 1, first, n)
+        return Variants(block + 1, first, stream + added)
+    stream = replay.recorded_stream(block, first, n)
+    return Variants(block, first, stream, mlp=heads.written_at, added=added)
 
 
-_ACTIVATION: dict[Part, str] = {"z": "z", "pattern": "pattern", "value": "v", "q": "q"}
-
-
-def hook_name(model: Any, layer: int, part: Part, kind: HeadKind = "attention") -> str:
-    """The hook point of that part of the heads of a kind of a source layer."""
-    return host_of(model).hook_name(layer, kind, _ACTIVATION[part])
-
-
-def changed(target: Tensor, source: Tensor, part: Part) -> Bool[Tensor, "batch pos head_index"]:
-    """Where a patch of all heads would change anything."""
+def differences(target: Tensor, source: Tensor, part: Part) -> Bool[Tensor, "batch pos head_index"]:
+    """Return where a patch of all heads would change anything."""
     differs = (target != source).any(dim=-1)
     return differs.transpose(1, 2) if part == "pattern" else differs
 
 
-def editing(
+def attention_edit(
     source: Tensor,
     part: Part,
     heads: Bool[Tensor, "variant head_index"],
     where: Bool[Tensor, "variant batch pos"],
     first: int,
 ) -> Callable[[Tensor, Any], Tensor]:
-    """A hook that patches other heads in each variant.
+    """Return a hook that patches other attention heads in each variant.
 
     Args:
-        source: what the hook point showed in the run that is patched in, of the whole prompts.
-        part: which hook point that is.
+        source: the activation patched in, of the whole prompts.
+        part: the part of heads that it is.
         heads: those of each variant.
         where: the positions of each variant (of a pattern: its queries).
         first: the position at which the rows that the hook will see begin.

@@ -1,17 +1,22 @@
-"""What a model is asked to run on, checked before it runs."""
+"""Check models, tokens and options before anything runs."""
 
-from torch import Tensor
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor, nn
 from transformer_lens.model_bridge import TransformerBridge
 
 from attn_only_lens.axes import Tokens
 from attn_only_lens.errors import UnsupportedCallError
+from attn_only_lens.heads import has_neuron_heads
+from attn_only_lens.runs.attached_hooks import hook_reasons
 from attn_only_lens.tl import HookedTransformer
 
-__all__ = ["checked_tokens"]
+__all__ = ["checked_tokens", "option_reasons", "reasons_not_to_run"]
 
 
 def checked_tokens(model: HookedTransformer | TransformerBridge, tokens: object) -> Tokens:
-    """Tokens that the model can run on, on its device, from tokens or a text.
+    """Return tokens that the model can run on, on its device, from tokens or a text.
 
     Raises:
         UnsupportedCallError: they are not integers [batch, pos] of its vocabulary, or too long for
@@ -39,3 +44,20 @@ def checked_tokens(model: HookedTransformer | TransformerBridge, tokens: object)
         )
     device = next(model.parameters()).device
     return tokens.to(device)
+
+
+def option_reasons(option: str, got: object, expected: Sequence[str]) -> list[str]:
+    """Return the reason to refuse an option's value, if there is one."""
+    if got in expected:
+        return []
+    return [f"got {option}={got!r}; expected one of {', '.join(expected)}"]
+
+
+def reasons_not_to_run(model: Any) -> list[str]:
+    """Return why runs of a model would not be comparable, if it has neuron-heads."""
+    if not has_neuron_heads(model):
+        return []
+    reasons = hook_reasons(model, "would run on batches of variants, or be left out of them")
+    if any(isinstance(m, nn.Dropout) and m.p > 0 and m.training for m in model.modules()):
+        reasons.append("dropout is active; call model.eval() first")
+    return reasons

@@ -1,16 +1,7 @@
-"""The tokens that a metric asks for: given as text, token or one of either for each prompt.
+"""Metrics: one number of the logits of a batch of prompts, by which a patch is measured.
 
-A metric bound to prompts: which logits it reads, and one number of them for every site.
-
-What a metric reads is said apart from what it makes of it, so that a sweep computes those logits
-only: for a logit difference, one position of each prompt and two columns of the vocabulary.
-
-Any function of the logits as a metric: read whole, called once a site, and not trusted.
-
-What a patch is measured by: one number of the logits of a batch of prompts.
-
-Unless said otherwise a metric is read at each prompt's last real token and is the mean over the
-batch. With ℓ the logits there, c and w the answers, P = softmax ℓ and C the clean run's softmax:
+Unless stated otherwise a metric reads each prompt's last real token and is the mean over the batch.
+With ℓ the logits there, c and w the answers, P = softmax ℓ and C the clean run's softmax:
 
     logit_diff         ℓ[c] - ℓ[w]
     probability        P[c]
@@ -19,7 +10,10 @@ batch. With ℓ the logits there, c and w the answers, P = softmax ℓ and C the
     loss               -log P_t[x_{t+1}], the mean over all real tokens x_{t+1} of the clean prompts
     custom             any function of the logits [batch, pos, d_vocab]
 
-Logits in half precision are summed up in float32, except those handed to a custom function.
+A `Metric` holds for any model and prompts. Bound to one model and pair, it states which logits it
+reads, so that a sweep computes no others: for a logit difference, one position of each prompt and
+two columns of the vocabulary. Logits in half precision are summed in float32, except those that a
+custom function gets.
 """
 
 from collections.abc import Callable, Sequence
@@ -32,7 +26,7 @@ from torch import Tensor
 
 from attn_only_lens.axes import Logits
 from attn_only_lens.errors import PatchingError
-from attn_only_lens.numerics import as_plain, is_count, where_float64_is
+from attn_only_lens.numerics import as_plain, float32_if_half, is_count, where_float64_is
 from attn_only_lens.runs.prompts import PromptPair
 from attn_only_lens.runs.token_texts import token_texts
 
@@ -41,11 +35,9 @@ __all__ = [
     "AnyMetric",
     "BoundMetric",
     "Metric",
-    "answer_tokens",
     "as_metric",
     "bind",
     "custom",
-    "described",
     "kl",
     "log_probability",
     "logit_diff",
@@ -54,77 +46,16 @@ __all__ = [
     "require_differentiable",
     "require_distinct",
     "require_slope",
-    "run_shape",
 ]
 
 Answer: TypeAlias = str | int | Sequence[str | int] | Tensor
+_Selected: TypeAlias = Float[Tensor, "site batch position column"]
 
-
-def answer_tokens(
-    model: Any, pair: PromptPair, answer: Answer, what: str, reasons: list[str]
-) -> Int[Tensor, "batch"]:
-    """The token of each prompt that is meant; reasons are added for all that is none."""
-    batch = len(pair.clean)
-    each = listed(answer)
-    if len(each) not in (1, batch):
-        reasons.append(f"{what}: got {len(each)} answers; expected 1, or {batch}, one a prompt")
-    found = [_token(model, one, what, reasons) for one in each]
-    if len(found) != batch:
-        found = found[:1] * batch
-    return torch.tensor(found, device=pair.clean.device)
-
-
-def listed(answer: Answer) -> list[Any]:
-    """Answers as a list, of one where there is one for all prompts."""
-    given = as_plain(answer)
-    if not isinstance(given, list | tuple):
-        return [given]
-    return [answer] if getattr(answer, "ndim", 1) > 1 else list(given)
-
-
-def described(answer: Answer) -> str:
-    """Answers as a metric's name shows them."""
-    each = listed(answer)
-    return repr(each[0]) if len(each) == 1 else repr(each)
-
-
-def run_shape(model: Any, pair: PromptPair) -> tuple[int, int, int]:
-    """Batch, pos and vocabulary of the logits of a whole run."""
-    batch, pos = pair.clean.shape
-    return batch, pos, _d_vocab_out(model)
-
-
-def _d_vocab_out(model: Any) -> int:
-    """How many logits the model puts out; configurations may leave it to d_vocab."""
-    out = getattr(model.cfg, "d_vocab_out", None)
-    return int(out) if out is not None and out > 0 else int(model.cfg.d_vocab)
-
-
-def _token(model: Any, one: Any, what: str, reasons: list[str]) -> int:
-    """A token; 0 beside a reason why there is none."""
-    size = _d_vocab_out(model)
-    if isinstance(one, str):
-        if getattr(model, "tokenizer", None) is None:
-            reasons.append(f"{what}: got {one!r}, and the model has no tokenizer; give its token")
-            return 0
-        tokens = model.tokenizer(one, add_special_tokens=False)["input_ids"]
-        if len(tokens) != 1:
-            shown = token_texts(model, tokens)
-            reasons.append(
-                f"{what}: got {one!r}, which is {len(tokens)} tokens {shown}; expected one: most "
-                "words need the space before them, or give a token of the vocabulary"
-            )
-            return 0
-        one = tokens[0]
-    if not is_count(one, 0, size - 1):
-        reasons.append(f"{what}: got {one!r}; expected a text, or a token from 0 to {size - 1}")
-        return 0
-    return one
-
-
+_PROBLEM = "this metric does not fit the model or its prompts"
+_NO_NUMBER = "this metric is not a function of the logits to one number"
+_NO_GRADIENT = "this metric cannot be attributed"
 _ROUNDINGS = 8  # of a metric: a difference, a mean and their inputs, each within one
-_NO_SLOPE = 64  # roundings of float32 or finer: below, a gradient is what sums left over
-_NO_METRIC = "this metric cannot be measured"
+_NO_SLOPE = 64  # roundings of float32 or finer: below, a gradient is a rounding of sums
 
 
 @dataclass(frozen=True, eq=False)
@@ -132,7 +63,7 @@ class BoundMetric:
     """A metric of given prompts, as a function of the logits.
 
     Attributes:
-        name: what it measures.
+        name: of the metric, with its answers.
         positions: the one position of each prompt that it reads; None where it reads all.
         columns: the entries of the vocabulary that it reads; None where it reads all.
         shape: batch, pos and vocabulary of the logits of a whole run.
@@ -143,12 +74,10 @@ class BoundMetric:
     positions: Int[Tensor, "batch"] | None
     columns: Int[Tensor, "column"] | None
     shape: tuple[int, int, int]
-    compute: Callable[[Float[Tensor, "site batch position column"]], Float[Tensor, "site"]] = field(
-        repr=False
-    )
+    compute: Callable[[_Selected], Float[Tensor, "site"]] = field(repr=False)
 
-    def value(self, logits: Float[Tensor, "site batch position column"]) -> Float[Tensor, "site"]:
-        """The metric for every site: the mean over the batch. Differentiable.
+    def value(self, logits: _Selected) -> Float[Tensor, "site"]:
+        """Return the metric for every site: the mean over the batch. Differentiable.
 
         Args:
             logits: at `positions` (an axis of size 1) and `columns`, all where those are None.
@@ -181,7 +110,7 @@ class BoundMetric:
     def select(
         self, logits: Float[Tensor, "*site batch pos d_vocab"]
     ) -> Float[Tensor, "*site batch position column"]:
-        """What this metric reads of the logits of whole runs."""
+        """Return the entries that this metric reads from the logits of whole runs."""
         if logits.shape[-3:] != self.shape:
             self._refuse(
                 f"got logits {list(logits.shape)}; expected [..., batch, pos, d_vocab] ending in "
@@ -194,7 +123,7 @@ class BoundMetric:
 
     @torch.no_grad()
     def of(self, logits: Logits) -> float:
-        """The metric of one whole run, computed twice.
+        """Return the metric of one whole run, computed twice.
 
         Raises:
             PatchingError: as `value` does; or it depends on more than the logits, or changes them.
@@ -211,17 +140,29 @@ class BoundMetric:
             )
         return once
 
+    @torch.enable_grad()
+    def of_logits(self, logits: Logits) -> Float[Tensor, ""]:
+        """Return the metric of one whole run, in the graph of its logits."""
+        return self.value(self.select(logits)[None])[0]
+
+    def gradient(self, logits: Logits) -> Logits | None:
+        """Return the gradient with respect to the logits of a whole run; None if it is detached."""
+        with torch.enable_grad():
+            leaf = logits.detach().clone().requires_grad_()
+            value = self.of_logits(leaf)
+        return torch.autograd.grad(value, leaf)[0] if value.requires_grad else None
+
     def _refuse(self, reason: str) -> None:
-        raise PatchingError([f"{self.name}: {reason}"], _NO_METRIC)
+        raise PatchingError([f"{self.name}: {reason}"], "this metric cannot be measured")
 
 
 @dataclass(frozen=True)
 class Metric:
-    """What to measure, of any prompts. Made by `logit_diff` and the like.
+    """A metric of any prompts. Made by `logit_diff` and the like.
 
     Attributes:
-        name: what it measures, and of which answers.
-        bound: binds it: called by `bind` with the model, the prompts and the clean run's logits.
+        name: of the metric, with its answers.
+        bound: binds it to a model, prompts and the clean run's logits; called by `bind`.
         needs_reference: whether it compares with the clean run's logits.
         version: identifies it when a sweep is resumed, in place of its code; None for its code.
     """
@@ -230,6 +171,358 @@ class Metric:
     bound: Callable[[Any, PromptPair, Logits | None], BoundMetric] = field(repr=False)
     needs_reference: bool = False
     version: str | None = field(default=None, repr=False)
+
+
+AnyMetric: TypeAlias = Metric | Callable[[Logits], Tensor | float]
+
+
+def as_metric(metric: AnyMetric) -> Metric:
+    """Return a metric as it is, and a plain function of the logits as a `custom` one."""
+    return metric if isinstance(metric, Metric) else custom(metric)
+
+
+def bind(
+    metric: AnyMetric, model: Any, pair: PromptPair, reference: Logits | None = None
+) -> BoundMetric:
+    """Bind a metric to a model and its prompts.
+
+    Args:
+        metric: a metric, or a function of logits [batch, pos, d_vocab].
+        model: its tokenizer and vocabulary are those of the answers.
+        pair: the prompts.
+        reference: the clean run's logits [batch, pos, d_vocab], for `kl`.
+
+    Raises:
+        PatchingError: with every reason why it does not fit.
+
+    Example:
+        >>> import torch
+        >>> from attn_only_lens import patching as p, pretrained
+        >>> from attn_only_lens.runs.metrics import bind
+        >>> model = pretrained.modular_addition()
+        >>> pair = p.prompt_pair(model, torch.tensor([3, 4, 113]), torch.tensor([3, 5, 113]))
+        >>> metric = bind(p.logit_diff(correct=7, wrong=8), model, pair)
+        >>> metric.positions, metric.columns
+        (tensor([2]), tensor([7, 8]))
+        >>> metric.of(model(pair.clean)) > 0 > metric.of(model(pair.corrupted))
+        True
+    """
+    return as_metric(metric).bound(model, pair, reference)
+
+
+# The metrics
+
+
+def logit_diff(correct: Answer, wrong: Answer) -> Metric:
+    """Return the logit of a correct answer less that of a wrong one, as a metric.
+
+    Args:
+        correct: a text that is one token, a token, or a list or tensor of one for each prompt.
+        wrong: the same.
+
+    Returns:
+        The metric, for any model and prompts.
+
+    Raises:
+        PatchingError: when bound: answers that are not one token each, or the same.
+
+    Example:
+        >>> from attn_only_lens import patching as p
+        >>> p.logit_diff(correct=" Mary", wrong=" John")
+        Metric(name="logit_diff(' Mary', ' John')", needs_reference=False)
+    """
+    name = f"logit_diff({_label(correct)}, {_label(wrong)})"
+
+    def bound(model: Any, pair: PromptPair, reference: Logits | None) -> BoundMetric:
+        reasons: list[str] = []
+        right = _answer_tokens(model, pair, correct, "correct", reasons)
+        left = _answer_tokens(model, pair, wrong, "wrong", reasons)
+        same = (right == left).nonzero().flatten().tolist()
+        if same and not reasons:
+            reasons.append(f"correct and wrong are the same token for prompts {same}")
+        PatchingError.raise_if(reasons, _PROBLEM)
+        columns, at = torch.cat([right, left]).unique(return_inverse=True)
+        right_at, left_at = at.chunk(2)
+
+        def compute(logits: _Selected) -> Float[Tensor, "site"]:
+            logits = float32_if_half(logits)
+            return (_pick(logits, right_at) - _pick(logits, left_at)).mean(dim=-1)
+
+        return BoundMetric(name, pair.last, columns, _logits_shape(model, pair), compute)
+
+    return Metric(name, bound)
+
+
+def probability(answer: Answer) -> Metric:
+    """Return the probability of an answer, as a metric.
+
+    Args:
+        answer: a text that is one token, a token, or a list or tensor of one for each prompt.
+
+    Returns:
+        The metric, for any model and prompts.
+
+    Raises:
+        PatchingError: when bound: answers that are not one token each.
+
+    Example:
+        >>> from attn_only_lens import patching as p
+        >>> p.probability(" Mary").name
+        "probability(' Mary')"
+    """
+    return _of_answer("probability", answer, torch.exp)
+
+
+def log_probability(answer: Answer) -> Metric:
+    """Return the natural logarithm of the probability of an answer, as a metric.
+
+    Args:
+        answer: a text that is one token, a token, or a list or tensor of one for each prompt.
+
+    Returns:
+        The metric, for any model and prompts.
+
+    Raises:
+        PatchingError: when bound: answers that are not one token each.
+
+    Example:
+        >>> from attn_only_lens import patching as p
+        >>> p.log_probability([17, 19]).name
+        'log_probability([17, 19])'
+    """
+    return _of_answer("log_probability", answer, lambda logs: logs)
+
+
+def _of_answer(kind: str, answer: Answer, scale: Callable[[Tensor], Tensor]) -> Metric:
+    name = f"{kind}({_label(answer)})"
+
+    def bound(model: Any, pair: PromptPair, reference: Logits | None) -> BoundMetric:
+        reasons: list[str] = []
+        tokens = _answer_tokens(model, pair, answer, "answer", reasons)
+        PatchingError.raise_if(reasons, _PROBLEM)
+
+        def compute(logits: _Selected) -> Float[Tensor, "site"]:
+            return scale(_pick(float32_if_half(logits).log_softmax(dim=-1), tokens)).mean(dim=-1)
+
+        return BoundMetric(name, pair.last, None, _logits_shape(model, pair), compute)
+
+    return Metric(name, bound)
+
+
+def kl() -> Metric:
+    """Return KL(clean ‖ patched) of the next-token distributions, in nats, as a metric.
+
+    It is 0 on the clean run, where its gradient is 0 too, and grows to its value on the corrupted
+    run. For the distance to the other run, swap the prompts.
+
+    Returns:
+        The metric, for any model and prompts.
+
+    Raises:
+        PatchingError: when bound: no reference, or one that does not fit.
+
+    Example:
+        >>> from attn_only_lens import patching as p
+        >>> p.kl().needs_reference
+        True
+    """
+
+    def bound(model: Any, pair: PromptPair, reference: Logits | None) -> BoundMetric:
+        shape = _logits_shape(model, pair)
+        if reference is None or tuple(reference.shape) != shape:
+            got = None if reference is None else list(reference.shape)
+            raise PatchingError(
+                [f"kl: got reference {got}; expected the clean run's logits {list(shape)}"],
+                _PROBLEM,
+            )
+        rows = torch.arange(len(pair.last), device=reference.device)
+        last = reference.detach()[rows, pair.last.to(reference.device)]
+        clean = float32_if_half(last).log_softmax(dim=-1)
+
+        def compute(logits: _Selected) -> Float[Tensor, "site"]:
+            patched = float32_if_half(logits).squeeze(-2).log_softmax(dim=-1)
+            # Where the clean run gives no probability at all, a term is 0, not 0 · ∞.
+            terms = torch.where(clean == -torch.inf, 0.0, clean.exp() * (clean - patched))
+            return terms.sum(dim=-1).mean(dim=-1)
+
+        return BoundMetric("kl", pair.last, None, shape, compute)
+
+    return Metric("kl", bound, needs_reference=True)
+
+
+def loss() -> Metric:
+    """Return the cross-entropy of the clean prompts' next tokens, in nats, as a metric.
+
+    Every token that follows a real one in the clean prompts is a target, whichever run is patched;
+    the metric is the mean over these.
+
+    Returns:
+        The metric, for any model and prompts.
+
+    Raises:
+        PatchingError: when bound: prompts of one token, or tokens that the model cannot put out.
+
+    Example:
+        >>> from attn_only_lens import patching as p
+        >>> p.loss()
+        Metric(name='loss', needs_reference=False)
+    """
+
+    def bound(model: Any, pair: PromptPair, reference: Logits | None) -> BoundMetric:
+        shape = _logits_shape(model, pair)
+        counts = pair.real[:, :-1] & pair.real[:, 1:]
+        rows, columns = counts.nonzero(as_tuple=True)
+        targets = pair.clean[:, 1:][rows, columns]
+        reasons = []
+        if not len(targets):
+            reasons.append("loss: no prompt has a second token to be predicted")
+        elif targets.max() >= shape[2]:
+            reasons.append(
+                f"loss: the prompts hold token {targets.max()}, and the model puts out logits of "
+                f"tokens 0 to {shape[2] - 1} only"
+            )
+        PatchingError.raise_if(reasons, _PROBLEM)
+
+        def compute(logits: _Selected) -> Float[Tensor, "site"]:
+            logs = float32_if_half(logits[:, rows, columns]).log_softmax(dim=-1)
+            return -logs[:, torch.arange(len(targets), device=targets.device), targets].mean(dim=-1)
+
+        return BoundMetric("loss", None, None, shape, compute)
+
+    return Metric("loss", bound)
+
+
+def custom(
+    fn: Callable[[Logits], Tensor | float], name: str | None = None, version: str | None = None
+) -> Metric:
+    """Return any function of the logits of a whole run, as a metric.
+
+    It is called once a site, reads all logits, and so costs more than the metrics above. For
+    attribution it must return a tensor that a gradient passes through.
+
+    Args:
+        fn: from logits [batch, pos, d_vocab] to one number.
+        name: shown in results; by default the name of `fn`.
+        version: identifies `fn` when a sweep is resumed, instead of its code, closure, defaults
+            and the globals that it reads. Needed where these cannot be identified (`resume` says
+            so); give another version whenever `fn` changes.
+
+    Returns:
+        The metric.
+
+    Raises:
+        PatchingError: `fn` cannot be called; when measured: it gives no single finite number,
+            another one for the same logits, or changes them.
+
+    Example:
+        >>> from attn_only_lens import patching as p
+        >>> p.custom(lambda logits: logits[:, -1].max(), name="largest logit").name
+        'largest logit'
+    """
+    if not callable(fn):
+        raise PatchingError(
+            [f"got a {type(fn).__name__}; expected a metric, or a function of the logits"],
+            _NO_NUMBER,
+        )
+    label = str(name or getattr(fn, "__name__", type(fn).__name__))
+
+    def compute(logits: Float[Tensor, "site batch pos d_vocab"]) -> Float[Tensor, "site"]:
+        return torch.stack([_as_number(fn(each), label) for each in logits])
+
+    def bound(model: Any, pair: PromptPair, reference: Logits | None) -> BoundMetric:
+        return BoundMetric(label, None, None, _logits_shape(model, pair), compute)
+
+    return Metric(label, bound, version=version)
+
+
+def _as_number(value: Any, name: str) -> Tensor:
+    if isinstance(value, Tensor) and value.ndim == 0 and value.is_floating_point():
+        return value
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return torch.tensor(value, dtype=torch.float64, device="cpu")
+    got = (
+        f"a {value.dtype} tensor {list(value.shape)}" if isinstance(value, Tensor) else repr(value)
+    )
+    raise PatchingError(
+        [f"{name}: got {got} from it; expected one number, such as a mean over the batch"],
+        _NO_NUMBER,
+    )
+
+
+def _logits_shape(model: Any, pair: PromptPair) -> tuple[int, int, int]:
+    """Return batch, pos and vocabulary of the logits of a whole run."""
+    batch, pos = pair.clean.shape
+    return batch, pos, _d_vocab_out(model)
+
+
+def _d_vocab_out(model: Any) -> int:
+    """Return the size of the output vocabulary; configurations may leave it to d_vocab."""
+    out = getattr(model.cfg, "d_vocab_out", None)
+    return int(out) if out is not None and out > 0 else int(model.cfg.d_vocab)
+
+
+def _pick(logits: _Selected, columns: Int[Tensor, "batch"]) -> Float[Tensor, "site batch"]:
+    """Return one column of each prompt, at its one position."""
+    prompts = torch.arange(len(columns), device=columns.device)
+    return logits[:, prompts, 0, columns]
+
+
+# Answers
+
+
+def _as_list(answer: Answer) -> list[Any]:
+    """Return answers as a list: of one where all prompts share it."""
+    given = as_plain(answer)
+    if not isinstance(given, list | tuple):
+        return [given]
+    return [answer] if getattr(answer, "ndim", 1) > 1 else list(given)
+
+
+def _label(answer: Answer) -> str:
+    """Return answers as a metric's name shows them."""
+    each = _as_list(answer)
+    return repr(each[0]) if len(each) == 1 else repr(each)
+
+
+def _answer_tokens(
+    model: Any, pair: PromptPair, answer: Answer, role: str, reasons: list[str]
+) -> Int[Tensor, "batch"]:
+    """Return the token of each prompt's answer, and add reasons for those that are not one."""
+    batch = len(pair.clean)
+    each = _as_list(answer)
+    if len(each) not in (1, batch):
+        reasons.append(f"{role}: got {len(each)} answers; expected 1, or {batch}, one a prompt")
+    found = [_token(model, one, role, reasons) for one in each]
+    if len(found) != batch:
+        found = found[:1] * batch
+    return torch.tensor(found, device=pair.clean.device)
+
+
+def _token(model: Any, answer: Any, role: str, reasons: list[str]) -> int:
+    """Return the token of an answer; 0, and a reason, if it is not one."""
+    size = _d_vocab_out(model)
+    if isinstance(answer, str):
+        if getattr(model, "tokenizer", None) is None:
+            reasons.append(
+                f"{role}: got {answer!r}, and the model has no tokenizer; give its token"
+            )
+            return 0
+        tokens = model.tokenizer(answer, add_special_tokens=False)["input_ids"]
+        if len(tokens) != 1:
+            reasons.append(
+                f"{role}: got {answer!r}, which is {len(tokens)} tokens "
+                f"{token_texts(model, tokens)}; expected one: most words need the space before "
+                "them, or give a token of the vocabulary"
+            )
+            return 0
+        answer = tokens[0]
+    if not is_count(answer, 0, size - 1):
+        reasons.append(f"{role}: got {answer!r}; expected a text, or a token from 0 to {size - 1}")
+        return 0
+    return int(answer)
+
+
+# Requirements
 
 
 def require_distinct(clean_value: float, corrupted_value: float, dtype: torch.dtype) -> None:
@@ -244,11 +537,6 @@ def require_distinct(clean_value: float, corrupted_value: float, dtype: torch.dt
 
     Raises:
         PatchingError: they are equal, within rounding of the dtype, or not finite.
-
-    Example:
-        >>> import torch
-        >>> from attn_only_lens import patching as p
-        >>> p.require_distinct(3.0, -1.0, torch.float32)
     """
     scale = max(abs(clean_value), abs(corrupted_value))
     within = _ROUNDINGS * torch.finfo(dtype).eps * scale
@@ -272,35 +560,24 @@ def require_differentiable(metric: BoundMetric, logits: Logits) -> None:
 
     Raises:
         PatchingError: its value is detached from the logits, or the gradient is not finite.
-
-    Example:
-        >>> import torch
-        >>> from attn_only_lens import patching as p, pretrained
-        >>> model = pretrained.modular_addition()
-        >>> pair = p.prompt_pair(model, torch.tensor([3, 4, 113]), torch.tensor([3, 5, 113]))
-        >>> metric = p.bind(p.logit_diff(correct=7, wrong=8), model, pair)
-        >>> p.require_differentiable(metric, model(pair.clean))
     """
-    with torch.enable_grad():
-        leaf = logits.detach().clone().requires_grad_()
-        value = metric.value(metric.select(leaf)[None])
-        reasons = []
-        if not value.requires_grad:
-            reasons.append(
-                f"{metric.name}: its value is detached from the logits (a python number, argmax, "
-                "or torch.no_grad?); expected a tensor made of them by differentiable steps"
-            )
-        elif not torch.autograd.grad(value.sum(), leaf)[0].isfinite().all():
-            reasons.append(f"{metric.name}: its gradient is not finite")
-    if reasons:
-        raise PatchingError(reasons, "this metric cannot be attributed")
+    gradient = metric.gradient(logits)
+    reasons = []
+    if gradient is None:
+        reasons.append(
+            f"{metric.name}: its value is detached from the logits (a python number, argmax, "
+            "or torch.no_grad?); expected a tensor made of them by differentiable steps"
+        )
+    elif not gradient.isfinite().all():
+        reasons.append(f"{metric.name}: its gradient is not finite")
+    PatchingError.raise_if(reasons, _NO_GRADIENT)
 
 
 def require_slope(metric: BoundMetric, logits: Logits, other: Logits, span: float) -> None:
     """Refuse a metric that is flat at the run patched into, such as `kl` at its minimum.
 
-    Every estimate by the gradient there would be zero, or rounding. What is held against the
-    metric's span is Σ |∂metric/∂logits · (other - logits)|.
+    Every estimate by the gradient there would be zero, or rounding. The metric's span is compared
+    with Σ |∂metric/∂logits · (other - logits)|.
 
     Args:
         metric: that a gradient passes through.
@@ -311,319 +588,16 @@ def require_slope(metric: BoundMetric, logits: Logits, other: Logits, span: floa
     Raises:
         PatchingError: the metric is flat there.
     """
-    with torch.enable_grad():
-        leaf = logits.detach().clone().requires_grad_()
-        slope = torch.autograd.grad(metric.value(metric.select(leaf)[None]).sum(), leaf)[0]
-    moves = float(where_float64_is(slope * (other.detach() - leaf.detach())).double().abs().sum())
+    gradient = metric.gradient(logits)
+    assert gradient is not None
+    terms = gradient * (other.detach() - logits.detach())
     eps = min(torch.finfo(dtype).eps for dtype in (logits.dtype, torch.float32))
-    if moves <= _NO_SLOPE * eps * abs(span):
+    if float(where_float64_is(terms).double().abs().sum()) <= _NO_SLOPE * eps * abs(span):
         raise PatchingError(
             [
                 f"{metric.name}: its gradient is zero on the run patched into, so every estimate "
                 "would be; expected a metric that is not flat there: take the other direction, "
                 "another metric, or method='integrated'"
             ],
-            "this metric cannot be attributed",
+            _NO_GRADIENT,
         )
-
-
-AnyMetric: TypeAlias = Metric | Callable[[Logits], Tensor | float]
-_CUSTOM_PROBLEM = "this metric is not a function of the logits to one number"
-
-
-def custom(
-    fn: Callable[[Logits], Tensor | float], name: str | None = None, version: str | None = None
-) -> Metric:
-    """Any function of the logits of a whole run.
-
-    It is called once a site, reads all logits, and so costs more than the metrics above. For
-    attribution it must return a tensor that a gradient passes through.
-
-    Args:
-        fn: from logits [batch, pos, d_vocab] to one number.
-        name: what results call it; by default the name of `fn`.
-        version: identifies `fn` when a sweep is resumed, instead of its code, closure, defaults
-            and the globals that it reads. Needed where these cannot be identified (`resume` says
-            so); give another version whenever `fn` changes.
-
-    Returns:
-        The metric.
-
-    Raises:
-        PatchingError: `fn` cannot be called; when measured: it gives no single finite number,
-            another one for the same logits, or changes them.
-
-    Example:
-        >>> from attn_only_lens import patching as p
-        >>> p.custom(lambda logits: logits[:, -1].max(), name="largest logit").name
-        'largest logit'
-    """
-    if not callable(fn):
-        raise PatchingError(
-            [f"got a {type(fn).__name__}; expected a metric, or a function of the logits"],
-            _CUSTOM_PROBLEM,
-        )
-    label = str(name or getattr(fn, "__name__", type(fn).__name__))
-
-    def compute(logits: Float[Tensor, "site batch pos d_vocab"]) -> Float[Tensor, "site"]:
-        return torch.stack([_number(fn(each), label, logits) for each in logits])
-
-    def bound(model: Any, pair: PromptPair, reference: Logits | None) -> BoundMetric:
-        return BoundMetric(label, None, None, run_shape(model, pair), compute)
-
-    return Metric(label, bound, version=version)
-
-
-def _number(value: Any, name: str, like: Tensor) -> Tensor:
-    if isinstance(value, Tensor) and value.ndim == 0 and value.is_floating_point():
-        return value
-    if isinstance(value, int | float) and not isinstance(value, bool):
-        return torch.tensor(value, dtype=torch.float64, device="cpu")
-    got = (
-        f"a {value.dtype} tensor {list(value.shape)}" if isinstance(value, Tensor) else repr(value)
-    )
-    raise PatchingError(
-        [f"{name}: got {got} from it; expected one number, such as a mean over the batch"],
-        _CUSTOM_PROBLEM,
-    )
-
-
-def as_metric(metric: AnyMetric) -> Metric:
-    """A metric as it is, and a plain function of the logits as `custom` makes one of it."""
-    return metric if isinstance(metric, Metric) else custom(metric)
-
-
-_Selected: TypeAlias = Float[Tensor, "site batch position column"]
-_PROBLEM = "this metric does not fit the model or its prompts"
-
-
-def logit_diff(correct: Answer, wrong: Answer) -> Metric:
-    """The logit of a correct answer less that of a wrong one.
-
-    Args:
-        correct: a text that is one token, a token, or a list or tensor of one for each prompt.
-        wrong: the same.
-
-    Returns:
-        The metric, for any model and prompts.
-
-    Raises:
-        PatchingError: when bound: answers that are not one token each, or the same.
-
-    Example:
-        >>> from attn_only_lens import patching as p
-        >>> p.logit_diff(correct=" Mary", wrong=" John")
-        Metric(name="logit_diff(' Mary', ' John')", needs_reference=False)
-    """
-    name = f"logit_diff({described(correct)}, {described(wrong)})"
-
-    def bound(model: Any, pair: PromptPair, reference: Logits | None) -> BoundMetric:
-        reasons: list[str] = []
-        right = answer_tokens(model, pair, correct, "correct", reasons)
-        left = answer_tokens(model, pair, wrong, "wrong", reasons)
-        same = (right == left).nonzero().flatten().tolist()
-        if same and not reasons:
-            reasons.append(f"correct and wrong are the same token for prompts {same}")
-        _refuse(reasons)
-        columns, at = torch.cat([right, left]).unique(return_inverse=True)
-        right_at, left_at = at.chunk(2)
-
-        def compute(logits: _Selected) -> Float[Tensor, "site"]:
-            logits = _wide(logits)
-            return (_pick(logits, right_at) - _pick(logits, left_at)).mean(dim=-1)
-
-        return BoundMetric(name, pair.last, columns, run_shape(model, pair), compute)
-
-    return Metric(name, bound)
-
-
-def probability(answer: Answer) -> Metric:
-    """The probability of an answer.
-
-    Args:
-        answer: a text that is one token, a token, or a list or tensor of one for each prompt.
-
-    Returns:
-        The metric, for any model and prompts.
-
-    Raises:
-        PatchingError: when bound: answers that are not one token each.
-
-    Example:
-        >>> from attn_only_lens import patching as p
-        >>> p.probability(" Mary").name
-        "probability(' Mary')"
-    """
-    return _of_answer("probability", answer, lambda logs: logs.exp().mean(dim=-1))
-
-
-def log_probability(answer: Answer) -> Metric:
-    """The natural logarithm of the probability of an answer.
-
-    Args:
-        answer: a text that is one token, a token, or a list or tensor of one for each prompt.
-
-    Returns:
-        The metric, for any model and prompts.
-
-    Raises:
-        PatchingError: when bound: answers that are not one token each.
-
-    Example:
-        >>> from attn_only_lens import patching as p
-        >>> p.log_probability([17, 19]).name
-        'log_probability([17, 19])'
-    """
-    return _of_answer("log_probability", answer, lambda logs: logs.mean(dim=-1))
-
-
-def _of_answer(
-    kind: str, answer: Answer, finish: Callable[[Float[Tensor, "site batch"]], Tensor]
-) -> Metric:
-    name = f"{kind}({described(answer)})"
-
-    def bound(model: Any, pair: PromptPair, reference: Logits | None) -> BoundMetric:
-        reasons: list[str] = []
-        tokens = answer_tokens(model, pair, answer, "answer", reasons)
-        _refuse(reasons)
-
-        def compute(logits: _Selected) -> Float[Tensor, "site"]:
-            return finish(_pick(_wide(logits).log_softmax(dim=-1), tokens))
-
-        return BoundMetric(name, pair.last, None, run_shape(model, pair), compute)
-
-    return Metric(name, bound)
-
-
-def kl(to: str = "clean") -> Metric:
-    """KL(clean ‖ patched): how far the next-token distribution is from the clean run's, in nats.
-
-    It is 0 on the clean run, where its gradient is 0 too, and grows to its value on the corrupted
-    run. For the distance to the other run, swap the prompts.
-
-    Args:
-        to: "clean", the only one.
-
-    Returns:
-        The metric, for any model and prompts.
-
-    Raises:
-        PatchingError: another `to`; when bound: no reference, or one that does not fit.
-
-    Example:
-        >>> from attn_only_lens import patching as p
-        >>> p.kl(to="clean").needs_reference
-        True
-    """
-    if to != "clean":
-        raise PatchingError(
-            [f"got to={to!r}; expected 'clean': for the other run, swap the prompts"], _PROBLEM
-        )
-
-    def bound(model: Any, pair: PromptPair, reference: Logits | None) -> BoundMetric:
-        shape = run_shape(model, pair)
-        if reference is None or tuple(reference.shape) != shape:
-            got = None if reference is None else list(reference.shape)
-            _refuse([f"kl: got reference {got}; expected the clean run's logits {list(shape)}"])
-        assert reference is not None
-        rows = torch.arange(len(pair.last), device=reference.device)
-        last = reference.detach()[rows, pair.last.to(reference.device)]
-        clean = _wide(last).log_softmax(dim=-1)
-
-        def compute(logits: _Selected) -> Float[Tensor, "site"]:
-            patched = _wide(logits).squeeze(-2).log_softmax(dim=-1)
-            # Where the clean run gives no probability at all, a term is 0, not 0 · ∞.
-            terms = torch.where(clean == -torch.inf, 0.0, clean.exp() * (clean - patched))
-            return terms.sum(dim=-1).mean(dim=-1)
-
-        return BoundMetric("kl", pair.last, None, shape, compute)
-
-    return Metric("kl", bound, needs_reference=True)
-
-
-def loss() -> Metric:
-    """Cross-entropy of the clean prompts' next tokens, in nats: the mean over real tokens.
-
-    Every token that follows a real one in the clean prompts is a target, whichever run is patched.
-
-    Returns:
-        The metric, for any model and prompts.
-
-    Raises:
-        PatchingError: when bound: prompts of one token, or tokens that the model cannot put out.
-
-    Example:
-        >>> from attn_only_lens import patching as p
-        >>> p.loss()
-        Metric(name='loss', needs_reference=False)
-    """
-
-    def bound(model: Any, pair: PromptPair, reference: Logits | None) -> BoundMetric:
-        shape = run_shape(model, pair)
-        counts = pair.real[:, :-1] & pair.real[:, 1:]
-        targets = pair.clean[:, 1:]
-        reasons = []
-        if not counts.any():
-            reasons.append("loss: no prompt has a second token to be predicted")
-        elif targets[counts].max() >= shape[2]:
-            reasons.append(
-                f"loss: the prompts hold token {targets[counts].max()}, and the model puts out "
-                f"logits of tokens 0 to {shape[2] - 1} only"
-            )
-        _refuse(reasons)
-        rows, columns = counts.nonzero(as_tuple=True)
-        wanted = targets[rows, columns]
-
-        def compute(logits: _Selected) -> Float[Tensor, "site"]:
-            logs = _wide(logits[:, rows, columns]).log_softmax(dim=-1)
-            return -logs[:, torch.arange(len(wanted), device=wanted.device), wanted].mean(dim=-1)
-
-        return BoundMetric("loss", None, None, shape, compute)
-
-    return Metric("loss", bound)
-
-
-def bind(
-    metric: AnyMetric, model: Any, pair: PromptPair, reference: Logits | None = None
-) -> BoundMetric:
-    """A metric of given prompts.
-
-    Args:
-        metric: a metric, or a function of logits [batch, pos, d_vocab].
-        model: whose tokenizer and vocabulary answers are of.
-        pair: the prompts.
-        reference: the clean run's logits [batch, pos, d_vocab], for `kl`.
-
-    Returns:
-        What it reads, and how.
-
-    Raises:
-        PatchingError: with every reason why it does not fit.
-
-    Example:
-        >>> import torch
-        >>> from attn_only_lens import patching as p, pretrained
-        >>> model = pretrained.modular_addition()
-        >>> pair = p.prompt_pair(model, torch.tensor([3, 4, 113]), torch.tensor([3, 5, 113]))
-        >>> metric = p.bind(p.logit_diff(correct=7, wrong=8), model, pair)
-        >>> metric.positions, metric.columns
-        (tensor([2]), tensor([7, 8]))
-        >>> metric.of(model(pair.clean)) > 0 > metric.of(model(pair.corrupted))
-        True
-    """
-    return as_metric(metric).bound(model, pair, reference)
-
-
-def _refuse(reasons: list[str]) -> None:
-    if reasons:
-        raise PatchingError(reasons, _PROBLEM)
-
-
-def _wide(logits: Tensor) -> Tensor:
-    return logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
-
-
-def _pick(logits: _Selected, columns: Int[Tensor, "batch"]) -> Float[Tensor, "site batch"]:
-    """One column of each prompt, at its one position."""
-    prompts = torch.arange(len(columns), device=columns.device)
-    return logits[:, prompts, 0, columns]

@@ -1,4 +1,4 @@
-"""At which tokens to patch: sets of positions, each patched at once.
+"""Positions to patch: sets of them, each patched at once.
 
 A number from 0 up is a position of the token tensor, padding counted; -1 is each prompt's last
 real token, -2 the one before. `"each"` and `"all"` never touch padding.
@@ -27,7 +27,7 @@ class PositionSet:
     """Positions that are patched at once.
 
     Attributes:
-        label: what the results call it: "all", or the number asked for.
+        label: its name in the results: "all", or the number asked for.
         where: the positions of each prompt; padding never.
     """
 
@@ -36,7 +36,7 @@ class PositionSet:
 
 
 def resolve_positions(pair: PromptPair, positions: Positions) -> tuple[PositionSet, ...]:
-    """The sets of positions that are meant, in the prompts at hand.
+    """Return the sets of positions to patch in given prompts.
 
     Args:
         pair: the prompts.
@@ -53,11 +53,12 @@ def resolve_positions(pair: PromptPair, positions: Positions) -> tuple[PositionS
     Example:
         >>> import torch
         >>> from attn_only_lens import patching as p, pretrained
+        >>> from attn_only_lens.runs.positions import resolve_positions
         >>> pair = p.prompt_pair(pretrained.modular_addition(), torch.tensor([3, 4, 113]),
         ...                      torch.tensor([3, 5, 113]))
-        >>> [each.label for each in p.resolve_positions(pair, "each")]
+        >>> [each.label for each in resolve_positions(pair, "each")]
         [0, 1, 2]
-        >>> p.resolve_positions(pair, -1)[0].where
+        >>> resolve_positions(pair, -1)[0].where
         tensor([[False, False,  True]])
     """
     real = pair.real
@@ -92,8 +93,7 @@ def resolve_positions(pair: PromptPair, positions: Positions) -> tuple[PositionS
             if torch.equal(other.where, where) and not without
         ]
         sets.append(PositionSet(pos, where))
-    if reasons:
-        raise PatchingError(reasons, _PROBLEM)
+    PatchingError.raise_if(reasons, _PROBLEM)
     return tuple(sets)
 
 

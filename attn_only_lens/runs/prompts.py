@@ -1,4 +1,4 @@
-"""Two prompts, or two batches of them, that differ in what a patch is to be about.
+"""Pairs of prompts, or of batches of them, that differ in the information that patches move.
 
 A patch moves an activation from a position of one run to the same position of the other, so the
 two prompts of a pair must have as many tokens, and padding at the same places.
@@ -17,7 +17,7 @@ from attn_only_lens.errors import PatchingError, UnsupportedCallError
 from attn_only_lens.runs.inputs import checked_tokens
 from attn_only_lens.runs.token_texts import token_texts
 
-__all__ = ["PromptPair", "Prompts", "prompt_pair", "unpaired"]
+__all__ = ["PromptPair", "Prompts", "prompt_pair", "single_prompts"]
 
 Prompts: TypeAlias = str | Sequence[str] | Tensor
 _PROBLEM = "these prompts cannot be patched into each other"
@@ -25,7 +25,7 @@ _PROBLEM = "these prompts cannot be patched into each other"
 
 @dataclass(frozen=True, eq=False)
 class PromptPair:
-    """Clean and corrupted prompts, token beside token. Made and checked by `prompt_pair`.
+    """Clean and corrupted prompts, aligned token by token. Made and checked by `prompt_pair`.
 
     Attributes:
         clean: tokens of the clean prompts.
@@ -40,7 +40,7 @@ class PromptPair:
 
     @property
     def real(self) -> Bool[Tensor, "batch pos"]:
-        """Where tokens are real."""
+        """The mask as booleans: all True where there is none."""
         if self.mask is None:
             return torch.ones_like(self.clean, dtype=torch.bool)
         return self.mask.bool()
@@ -69,8 +69,7 @@ def prompt_pair(
     the mask is made from that. A prompt may be the same on both sides as long as not all are.
 
     Args:
-        model: whose tokenizer, vocabulary and context count: any HookedTransformer or
-            TransformerBridge.
+        model: any HookedTransformer or TransformerBridge, with its tokenizer.
         clean: a text, a list of texts, tokens [batch, pos], or one row of tokens [pos].
         corrupted: the same for the other run, prompt by prompt.
         mask: 1 or True for real tokens and 0 or False for padding, in the shape of the tokens;
@@ -92,51 +91,41 @@ def prompt_pair(
         (torch.Size([1, 3]), [2], 1)
     """
     reasons: list[str] = []
-    rows = {
-        side: _rows(model, prompts, side, reasons)
-        for side, prompts in {"clean": clean, "corrupted": corrupted}.items()
-    }
-    _refuse(reasons)
-    if len(rows["clean"]) != len(rows["corrupted"]):
-        reasons.append(
-            f"got {len(rows['clean'])} clean and {len(rows['corrupted'])} corrupted prompts; "
-            "expected one of each in a pair"
+    rows = _rows(model, clean, "clean", reasons)
+    others = _rows(model, corrupted, "corrupted", reasons)
+    PatchingError.raise_if(reasons, _PROBLEM)
+    if len(rows) != len(others):
+        raise PatchingError(
+            [
+                f"got {len(rows)} clean and {len(others)} corrupted prompts; expected one of each "
+                "in a pair"
+            ],
+            _PROBLEM,
         )
-    _refuse(reasons)
-    for i, (one, other) in enumerate(zip(rows["clean"], rows["corrupted"], strict=True)):
-        if len(one) != len(other):
-            here, there = (token_texts(model, each) for each in (one, other))
+    for i, (row, other) in enumerate(zip(rows, others, strict=True)):
+        if len(row) != len(other):
+            here, there = (token_texts(model, each) for each in (row, other))
             reasons.append(
-                f"prompt {i} has {len(one)} clean tokens {here} and {len(other)} corrupted tokens "
+                f"prompt {i} has {len(row)} clean tokens {here} and {len(other)} corrupted tokens "
                 f"{there}; expected as many: choose words that split alike"
             )
     texts = not (isinstance(clean, Tensor) or isinstance(corrupted, Tensor))
-    if mask is not None and texts:
-        reasons.append("got a mask beside texts, whose padding is made here; leave it out")
-    _refuse(reasons)
-    device = next(model.parameters()).device
-    (clean_tokens, made), (corrupted_tokens, _) = (_pad(model, rows[side]) for side in rows)
-    if not texts:
-        made = _checked_mask(mask, clean_tokens, reasons)
-    _refuse(reasons)
-    pair = PromptPair(
-        clean_tokens.to(device),
-        corrupted_tokens.to(device),
-        None if made is None else made.to(device),
-    )
+    clean_tokens, mask = _stack(model, rows, texts, mask, reasons)
+    corrupted_tokens, _ = _pad(model, others)
+    pair = PromptPair(clean_tokens, corrupted_tokens, mask)
     if not ((pair.clean != pair.corrupted) & pair.real).any():
-        reasons.append(
-            "identical prompts: every real token is the same in both, so no patch has an effect"
+        raise PatchingError(
+            ["identical prompts: every real token is the same in both, so no patch has an effect"],
+            _PROBLEM,
         )
-    _refuse(reasons)
     return pair
 
 
-def unpaired(model: Any, prompts: Prompts, mask: Tensor | None = None) -> PromptPair:
-    """Prompts alone, as the pair of each with itself: for what needs one run only.
+def single_prompts(model: Any, prompts: Prompts, mask: Tensor | None = None) -> PromptPair:
+    """Return prompts as pairs of each with itself, for analyses of a single run.
 
     Args:
-        model: whose tokenizer, vocabulary and context count.
+        model: any HookedTransformer or TransformerBridge, with its tokenizer.
         prompts: a text, a list of texts, tokens [batch, pos], or one row of tokens [pos].
         mask: as in `prompt_pair`.
 
@@ -145,25 +134,25 @@ def unpaired(model: Any, prompts: Prompts, mask: Tensor | None = None) -> Prompt
     """
     reasons: list[str] = []
     rows = _rows(model, prompts, "prompts", reasons)
-    if mask is not None and not isinstance(prompts, Tensor):
+    tokens, mask = _stack(model, rows, not isinstance(prompts, Tensor), mask, reasons)
+    return PromptPair(tokens, tokens, mask)
+
+
+def _stack(
+    model: Any, rows: list[Tensor], texts: bool, mask: Tensor | None, reasons: list[str]
+) -> tuple[Tokens, Tensor | None]:
+    """Return prompts as one tensor, with its mask: that of the padding of texts, or the given."""
+    if mask is not None and texts:
         reasons.append("got a mask beside texts, whose padding is made here; leave it out")
-    _refuse(reasons)
-    tokens, made = _pad(model, rows)
-    if isinstance(prompts, Tensor):
-        made = _checked_mask(mask, tokens, reasons)
-    _refuse(reasons)
-    device = next(model.parameters()).device
-    tokens = tokens.to(device)
-    return PromptPair(tokens, tokens, None if made is None else made.to(device))
-
-
-def _refuse(reasons: list[str]) -> None:
-    if reasons:
-        raise PatchingError(reasons, _PROBLEM)
+    PatchingError.raise_if(reasons, _PROBLEM)
+    tokens, padding = _pad(model, rows)
+    found = padding if texts else _checked_mask(mask, tokens, reasons)
+    PatchingError.raise_if(reasons, _PROBLEM)
+    return tokens, found
 
 
 def _rows(model: Any, prompts: Prompts, side: str, reasons: list[str]) -> list[Tensor]:
-    """The tokens of each prompt; of texts, without padding."""
+    """Return the tokens of each prompt on the model's device, without padding of texts."""
     each: list[Any]
     if isinstance(prompts, Tensor):
         each = [prompts[None] if prompts.ndim == 1 else prompts]
@@ -189,7 +178,7 @@ def _rows(model: Any, prompts: Prompts, side: str, reasons: list[str]) -> list[T
 
 
 def _pad(model: Any, rows: list[Tensor]) -> tuple[Tokens, Tensor | None]:
-    """The rows as one tensor, and where it is real; None where all of it is."""
+    """Return rows as one tensor, and a mask; None where all tokens are real."""
     n_pos = max(map(len, rows))
     if all(len(row) == n_pos for row in rows):
         return torch.stack(rows), None
@@ -214,7 +203,7 @@ def _checked_mask(mask: object, tokens: Tokens, reasons: list[str]) -> Tensor | 
     if not ((mask == 0) | (mask == 1)).all():
         reasons.append(f"mask: got values from {mask.min()} to {mask.max()}; {expected}")
         return None
-    mask = mask.long()
+    mask = mask.to(tokens.device).long()
     empty = (mask.sum(dim=1) == 0).nonzero().flatten().tolist()
     if empty:
         reasons.append(f"mask: it leaves no token of prompts {empty}; expected one at least")

@@ -1,42 +1,50 @@
-"""One forward pass of a model, kept: the streams between its blocks and what its heads did."""
+"""Run a model once, or on a clean and a corrupted prompt, and record activations."""
 
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from attn_only_lens.axes import SELF, Residual, Tokens
-from attn_only_lens.errors import UnsupportedModelError
+from attn_only_lens.errors import PatchingError, UnsupportedModelError
 from attn_only_lens.heads import host_of
+from attn_only_lens.runs.metrics import AnyMetric, BoundMetric, bind, require_distinct
+from attn_only_lens.runs.prompts import PromptPair
+from attn_only_lens.runs.sites import LayerSites, Part, hook_name
 
 __all__ = [
     "Hooks",
     "NeuronRun",
     "Recording",
-    "again",
+    "RunPair",
+    "Side",
+    "input_stream",
+    "output_stream",
     "record",
-    "require_shown",
-    "returned_stream",
+    "record_again",
+    "record_pair",
+    "record_streams",
+    "require_seen",
     "run",
-    "stream_of",
-    "watched_streams",
 ]
 
 Hooks = Sequence[tuple[str, Callable[..., Any]]]
+Side = Literal["clean", "corrupted"]
+_POINTS = ("v", "pattern", "z")
 
 
 @dataclass(frozen=True)
 class NeuronRun:
-    """What the neuron-heads of one layer did.
+    """The activations of one layer's neuron-heads.
 
     Attributes:
         v: their values.
         weight: their attention to the token itself, the rest being on the bias token.
-        z: what they put out, `weight * v`.
+        z: their output, `weight * v`.
     """
 
     v: Float[Tensor, "batch pos head_index"]
@@ -49,10 +57,10 @@ class Recording:
     """A forward pass.
 
     Attributes:
-        tokens: what it ran on.
+        tokens: its input.
         mask: 1 for real tokens, 0 for padding; None where there is none.
-        streams: what entered each block, and last what left the last one.
-        beside: how many things each block returned beside the stream; None where it is no tuple.
+        streams: the residual stream at the input of each block, and at the output of the last.
+        extra_outputs: how many values each block returned after the stream; None if no tuple.
         logits: its output.
         neurons: by source layer, for the layers that were asked for.
         hooked: by hook name, for the hook points that were asked for.
@@ -61,10 +69,31 @@ class Recording:
     tokens: Tokens
     mask: Int[Tensor, "batch pos"] | None
     streams: tuple[Residual, ...]
-    beside: tuple[int | None, ...]
+    extra_outputs: tuple[int | None, ...]
     logits: Float[Tensor, "batch pos d_vocab"]
     neurons: dict[int, NeuronRun]
     hooked: dict[str, Tensor]
+
+
+@dataclass(frozen=True, eq=False)
+class RunPair:
+    """Two runs of a model, and the metric of each.
+
+    Attributes:
+        pair: the prompts.
+        clean: the clean run.
+        corrupted: the corrupted run.
+        metric: the metric, bound to these prompts.
+        clean_value: the metric of the clean run.
+        corrupted_value: the metric of the corrupted run.
+    """
+
+    pair: PromptPair
+    clean: Recording
+    corrupted: Recording
+    metric: BoundMetric
+    clean_value: float
+    corrupted_value: float
 
 
 def record(
@@ -75,21 +104,21 @@ def record(
     layers: Iterable[int] = (),
     names: Iterable[str] = (),
     hooks: Hooks = (),
-    graph: bool = False,
+    keep_graph: bool = False,
 ) -> Recording:
-    """Run a model once, and keep what it did.
+    """Run a model once, and record activations.
 
     Args:
-        model: a converted or an exposed model.
-        tokens: what to run it on.
+        model: converted, or with exposed neuron-heads.
+        tokens: its input.
         mask: 1 for real tokens, 0 for padding.
-        layers: source layers whose neuron-heads to keep.
-        names: hook points of attention heads to keep.
-        hooks: hooks of the caller's, which run after what enters them is kept.
-        graph: whether the logits keep their graph; nothing else does.
+        layers: source layers whose neuron-heads to record.
+        names: hook points of attention heads to record.
+        hooks: hooks of the caller's, which run after the recording ones.
+        keep_graph: whether the logits keep their graph; nothing else does.
 
     Raises:
-        UnsupportedModelError: a hook point shows nothing, as what it is on did not run.
+        UnsupportedModelError: a hook point did not fire, as its module did not run.
     """
     seen: dict[str, Tensor] = {}
     layers, names = sorted(set(layers)), sorted(set(names))
@@ -103,24 +132,19 @@ def record(
     def look(key: str) -> Callable[[nn.Module, Any, Tensor], None]:
         return lambda module, args, value: keep(key)(value, None)
 
-    parts = ("v", "pattern", "z")
+    expected = {name: name for name in names}
     with ExitStack() as stack:
         for layer in layers:
             heads = host_of(model).neurons[layer]
-            for part in parts:
-                point = getattr(heads, f"hook_{part}")
-                handle = point.register_forward_hook(look(f"{layer}.{part}"))
+            for point in _POINTS:
+                key = f"{layer}.{point}"
+                expected[key] = f"layer {layer}, {point} of its neurons"
+                handle = getattr(heads, f"hook_{point}").register_forward_hook(look(key))
                 stack.callback(handle.remove)
-        streams = stack.enter_context(watched_streams(model))
-        beside = stack.enter_context(_watched_returns(model))
-        stack.enter_context(torch.set_grad_enabled(graph))
+        streams, extra_outputs = stack.enter_context(record_streams(model))
+        stack.enter_context(torch.set_grad_enabled(keep_graph))
         logits = run(model, tokens, mask, [*((name, keep(name)) for name in names), *hooks])
-    expected = {
-        f"{layer}.{part}": f"layer {layer}, {part} of its neurons"
-        for layer in layers
-        for part in parts
-    }
-    require_shown({**expected, **{name: name for name in names}}, seen)
+    require_seen(expected, seen)
     neurons = {
         layer: NeuronRun(
             v=seen[f"{layer}.v"].squeeze(-1),
@@ -130,31 +154,100 @@ def record(
         for layer in layers
     }
     hooked = {name: seen[name] for name in names}
-    return Recording(tokens, mask, tuple(streams), tuple(beside), logits, neurons, hooked)
+    return Recording(tokens, mask, tuple(streams), tuple(extra_outputs), logits, neurons, hooked)
 
 
-def again(model: Any, recording: Recording) -> Recording:
-    """The same run once more, with the same things kept."""
+def record_again(model: Any, recording: Recording) -> Recording:
+    """Record the same run, with the same activations, once more."""
     layers, names = recording.neurons, recording.hooked
     return record(model, recording.tokens, recording.mask, layers=layers, names=names)
 
 
-def require_shown(expected: dict[str, str], shown: Container[str]) -> None:
-    """Refuse a model that does not run what has the hook points that are to be seen.
+def record_pair(
+    model: Any,
+    pair: PromptPair,
+    metric: AnyMetric,
+    sites: Sequence[LayerSites],
+    part: Part,
+    *,
+    names: Sequence[str] = (),
+    traced: Side | None = None,
+    hooks: Hooks = (),
+    distinct: bool = True,
+) -> RunPair:
+    """Record the clean and the corrupted run at the sites, and measure both.
 
     Args:
-        expected: how to call each hook point, by its key in `shown`.
-        shown: what has been seen.
+        model: converted, or with exposed neuron-heads.
+        pair: the prompts.
+        metric: to be bound to them.
+        sites: the heads to record.
+        part: the part of attention heads to record.
+        names: further hook points to record.
+        traced: the run whose logits keep their graph, if one does.
+        hooks: on that run.
+        distinct: whether the metric must tell the runs apart, as scores need it to.
 
     Raises:
-        UnsupportedModelError: with every hook point that showed nothing.
+        PatchingError: the metric does not fit or does not tell the runs apart; the part is shared
+            between heads.
     """
-    silent = [name for key, name in expected.items() if key not in shown]
+    layers = [each.layer for each in sites if each.kind == "neuron"]
+    attention = [each.layer for each in sites if each.kind == "attention"]
+    own = {layer: hook_name(model, layer, part) for layer in attention}
+
+    def record_side(side: Side) -> Recording:
+        return record(
+            model,
+            getattr(pair, side),
+            pair.mask,
+            layers=layers,
+            names=[*own.values(), *names],
+            hooks=hooks if side == traced else (),
+            keep_graph=side == traced,
+        )
+
+    clean, corrupted = record_side("clean"), record_side("corrupted")
+    _require_ungrouped(model, own, clean)
+    bound = bind(metric, model, pair, reference=clean.logits.detach())
+    clean_value, corrupted_value = bound.of(clean.logits), bound.of(corrupted.logits)
+    if distinct:
+        require_distinct(clean_value, corrupted_value, clean.logits.dtype)
+    return RunPair(pair, clean, corrupted, bound, clean_value, corrupted_value)
+
+
+def _require_ungrouped(model: Any, names: dict[int, str], run: Recording) -> None:
+    """Refuse values that grouped queries share: to patch one head's would patch the group's."""
+    reasons = []
+    for layer, name in names.items():
+        seen, n_heads = run.hooked[name], host_of(model).n_heads[layer]
+        n_seen = seen.shape[1 if name.endswith("hook_pattern") else 2]
+        if seen.ndim != 4 or n_seen != n_heads:
+            reasons.append(
+                f"{name} has shape {list(seen.shape)}, not one for each of {n_heads} heads: "
+                "grouped queries share keys and values. On a HookedTransformer, "
+                "model.set_ungroup_grouped_query_attention(True) gives each head its own; or "
+                "patch z"
+            )
+    PatchingError.raise_if(reasons, "these heads cannot be patched one by one")
+
+
+def require_seen(expected: dict[str, str], seen: Container[str]) -> None:
+    """Refuse a model that does not run the modules with the expected hook points.
+
+    Args:
+        expected: a description of each hook point, by its key in `seen`.
+        seen: the keys of those that fired.
+
+    Raises:
+        UnsupportedModelError: with every hook point that did not fire.
+    """
+    silent = [name for key, name in expected.items() if key not in seen]
     if silent:
         more = f" and {len(silent) - 3} more" * (len(silent) > 3)
         raise UnsupportedModelError(
             [
-                f"{', '.join(silent[:3])}{more} showed nothing in a forward pass: the model does "
+                f"{', '.join(silent[:3])}{more} did not fire in a forward pass: the model does "
                 "not run the module that has the hook point"
             ],
             "these heads cannot be seen",
@@ -168,7 +261,7 @@ def run(
     hooks: Hooks = (),
     **kwargs: Any,
 ) -> Float[Tensor, "batch pos d_vocab"]:
-    """The logits of a model, with hooks on it meanwhile."""
+    """Return the logits of a model, run with hooks."""
     # A bridge resolves all its aliases at that call: as long as a forward pass of a short suffix.
     with model.hooks(fwd_hooks=list(hooks)) if hooks else nullcontext():
         logits: Tensor = model(tokens, attention_mask=mask, return_type="logits", **kwargs)
@@ -176,47 +269,39 @@ def run(
 
 
 @contextmanager
-def watched_streams(model: Any) -> Iterator[list[Residual]]:
-    """A list that the next forward pass fills: what enters each block, and what leaves the last."""
+def record_streams(model: Any) -> Iterator[tuple[list[Residual], list[int | None]]]:
+    """Yield two lists that the next forward pass fills.
+
+    The residual stream at the input of each block and the output of the last; and how many values
+    each block returns after the stream, None if it returns no tuple.
+    """
     streams: list[Residual] = []
+    extra_outputs: list[int | None] = []
 
-    def entering(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        streams.append(stream_of(args, kwargs).detach().clone())
+    def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        streams.append(input_stream(args, kwargs).detach().clone())
 
-    def leaving(module: nn.Module, args: Any, output: Any) -> None:
-        streams.append(returned_stream(output).detach().clone())
+    def leave(module: nn.Module, args: Any, output: Any) -> None:
+        extra_outputs.append(len(output) - 1 if isinstance(output, tuple | list) else None)
+        if module is model.blocks[-1]:
+            streams.append(output_stream(output).detach().clone())
 
     with ExitStack() as stack:
         for block in model.blocks:
-            handle = block.register_forward_pre_hook(entering, with_kwargs=True)
+            handle = block.register_forward_pre_hook(enter, with_kwargs=True)
             stack.callback(handle.remove)
-        handle = model.blocks[-1].register_forward_hook(leaving)
-        stack.callback(handle.remove)
-        yield streams
+            stack.callback(block.register_forward_hook(leave).remove)
+        yield streams, extra_outputs
 
 
-@contextmanager
-def _watched_returns(model: Any) -> Iterator[list[int | None]]:
-    """A list that the next forward pass fills: how many things each block returns besides."""
-    beside: list[int | None] = []
-
-    def look(module: nn.Module, args: Any, output: Any) -> None:
-        beside.append(len(output) - 1 if isinstance(output, tuple | list) else None)
-
-    with ExitStack() as stack:
-        for block in model.blocks:
-            stack.callback(block.register_forward_hook(look).remove)
-        yield beside
-
-
-def stream_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Residual:
-    """The residual stream among what a block is called with."""
+def input_stream(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Residual:
+    """Return the residual stream from a block's arguments."""
     found: Residual = args[0] if args else kwargs["hidden_states"]
     return found
 
 
-def returned_stream(output: Any) -> Residual:
-    """The residual stream, or a sublayer's output, among what a module returns."""
+def output_stream(output: Any) -> Residual:
+    """Return the residual stream, or a sublayer's output, from a module's return value."""
     found: Residual = output[0] if isinstance(output, tuple | list) else output
     if not isinstance(found, Tensor):
         raise UnsupportedModelError(

@@ -1,32 +1,38 @@
-"""Which heads to patch, by name or by kind, as the indices that a sweep works with."""
+"""Sites: the heads to patch, by name or by kind, and the part of them to patch."""
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias, get_args
 
 import torch
 from jaxtyping import Int
 from torch import Tensor
 
 from attn_only_lens.errors import PatchingError, UnknownHeadError
-from attn_only_lens.heads import HeadName
-from attn_only_lens.heads.host import HeadKind, host_of, reasons_without_heads
+from attn_only_lens.heads import HeadName, host_of, reasons_without_heads
+from attn_only_lens.heads.host import HeadKind
 from attn_only_lens.numerics import as_plain, is_count
 
 __all__ = [
-    "WHOLE",
+    "ALL_MEMBERS",
+    "PARTS",
     "LayerSites",
+    "Part",
     "Selection",
     "Sites",
     "all_heads",
     "heads",
+    "hook_name",
     "neuron_heads",
-    "resolve",
+    "resolve_sites",
 ]
 
-WHOLE = -1
+ALL_MEMBERS = -1
 """In `LayerSites.member`: all heads of the neuron together."""
+Part = Literal["z", "pattern", "value", "q"]
+PARTS: tuple[str, ...] = get_args(Part)
+_POINTS: dict[Part, str] = {"z": "z", "pattern": "pattern", "value": "v", "q": "q"}
 
 
 @dataclass(frozen=True)
@@ -65,7 +71,7 @@ class LayerSites:
 
 
 def neuron_heads(layers: int | Iterable[int] | None = None) -> Selection:
-    """Every neuron of some source layers, each with all of its heads together.
+    """Select every neuron of some source layers, each with all of its heads together.
 
     Args:
         layers: source layers, counted from 0; None for all.
@@ -85,7 +91,7 @@ def neuron_heads(layers: int | Iterable[int] | None = None) -> Selection:
 
 
 def heads(layers: int | Iterable[int] | None = None) -> Selection:
-    """Every attention head of some source layers.
+    """Select every attention head of some source layers.
 
     Args:
         layers: source layers, counted from 0; None for all.
@@ -105,7 +111,7 @@ def heads(layers: int | Iterable[int] | None = None) -> Selection:
 
 
 def all_heads(layers: int | Iterable[int] | None = None) -> Selection:
-    """Every attention head and every neuron of some source layers.
+    """Select every attention head and every neuron of some source layers.
 
     Args:
         layers: source layers, counted from 0; None for all.
@@ -134,13 +140,17 @@ def _selection(kinds: tuple[HeadKind, ...], layers: object) -> Selection:
     repeated = sorted({str(layer) for layer in wanted if wanted.count(layer) > 1})
     reasons += [f"got layer {layer} more than once; expected each once" for layer in repeated]
     reasons += [f"got no layers; {expected}, or None for all"] * (not wanted)
-    if reasons:
-        raise PatchingError(reasons, "these layers cannot be selected")
+    PatchingError.raise_if(reasons, "these layers cannot be selected")
     return Selection(kinds, tuple(wanted))
 
 
-def resolve(model: Any, sites: Sites) -> tuple[LayerSites, ...]:
-    """The heads of a model that a selection or a list of names means.
+def hook_name(model: Any, layer: int, part: Part, kind: HeadKind = "attention") -> str:
+    """Return the hook point of a part of one layer's heads."""
+    return host_of(model).hook_name(layer, kind, _POINTS[part])
+
+
+def resolve_sites(model: Any, sites: Sites) -> tuple[LayerSites, ...]:
+    """Return the heads of a model that a selection or a list of names stands for.
 
     Args:
         model: converted, or with exposed neuron-heads.
@@ -156,36 +166,34 @@ def resolve(model: Any, sites: Sites) -> tuple[LayerSites, ...]:
 
     Example:
         >>> from attn_only_lens import convert, patching as p, pretrained
+        >>> from attn_only_lens.runs.sites import resolve_sites
         >>> model = convert(pretrained.modular_addition())
-        >>> [(each.kind, len(each.names)) for each in p.resolve(model, p.all_heads())]
+        >>> [(each.kind, len(each.names)) for each in resolve_sites(model, p.all_heads())]
         [('attention', 4), ('neuron', 512)]
-        >>> p.resolve(model, ["L0N7", "L0N5"])[0].index
+        >>> resolve_sites(model, ["L0N7", "L0N5"])[0].index
         tensor([5, 7])
     """
     problem = "these sites cannot be patched"
-    if reasons := reasons_without_heads(model):
-        raise PatchingError(reasons, problem)
-    host = host_of(model)
-    in_layer = host.neurons
-    counts: list[dict[HeadKind, int]] = [
-        {"attention": n_heads, "neuron": each.n_neurons}
-        for n_heads, each in zip(host.n_heads, in_layer, strict=True)
-    ]
+    PatchingError.raise_if(reasons_without_heads(model), problem)
     if isinstance(sites, Selection):
+        host = host_of(model)
+        counts: list[dict[HeadKind, int]] = [
+            {"attention": n_heads, "neuron": each.n_neurons}
+            for n_heads, each in zip(host.n_heads, host.neurons, strict=True)
+        ]
         layers = range(len(counts)) if sites.layers is None else sorted(sites.layers)
-        reasons = [_no_layer(layer, counts) for layer in layers if layer >= len(counts)]
-        if reasons:
-            raise PatchingError(reasons, problem)
-        pairs = [(layer, kind) for layer in layers for kind in sites.kinds]
-        return tuple(_all_of(layer, kind, counts[layer][kind]) for layer, kind in pairs)
-    shared = [each.heads_per_neuron for each in in_layer]
-    names, reasons = _named(sites, counts, shared)
-    if reasons:
-        raise PatchingError(reasons, problem)
+        expected = f"expected source layers from 0 to {len(counts) - 1}"
+        unknown = [f"got layer {layer}; {expected}" for layer in layers if layer >= len(counts)]
+        PatchingError.raise_if(unknown, problem)
+        return tuple(
+            _all_heads(layer, kind, counts[layer][kind]) for layer in layers for kind in sites.kinds
+        )
+    names, reasons = _names(model, sites)
+    PatchingError.raise_if(reasons, problem)
     groups: dict[tuple[int, HeadKind], list[HeadName]] = {}
     for name in sorted(names, key=_order):
         groups.setdefault((name.layer, name.kind), []).append(name)
-    return tuple(_some_of(layer, kind, group) for (layer, kind), group in groups.items())
+    return tuple(_some_heads(layer, kind, group) for (layer, kind), group in groups.items())
 
 
 def _order(name: HeadName) -> tuple[int, str, int, int]:
@@ -193,66 +201,40 @@ def _order(name: HeadName) -> tuple[int, str, int, int]:
 
 
 def _member(name: HeadName) -> int:
-    return WHOLE if name.member is None else name.member
+    return ALL_MEMBERS if name.member is None else name.member
 
 
-def _all_of(layer: int, kind: HeadKind, count: int) -> LayerSites:
+def _all_heads(layer: int, kind: HeadKind, count: int) -> LayerSites:
     stem = str(HeadName(layer, kind, 0)).removesuffix("0")
     names = tuple(f"{stem}{index}" for index in range(count))
     index = torch.arange(count, device="cpu")
-    return LayerSites(layer, kind, names, index, torch.full_like(index, WHOLE))
+    return LayerSites(layer, kind, names, index, torch.full_like(index, ALL_MEMBERS))
 
 
-def _some_of(layer: int, kind: HeadKind, group: list[HeadName]) -> LayerSites:
+def _some_heads(layer: int, kind: HeadKind, group: list[HeadName]) -> LayerSites:
     index = torch.tensor([name.index for name in group], device="cpu")
     member = torch.tensor([_member(name) for name in group], device="cpu")
     return LayerSites(layer, kind, tuple(map(str, group)), index, member)
 
 
-def _no_layer(layer: int, counts: Sequence[object]) -> str:
-    return f"got layer {layer}; expected source layers from 0 to {len(counts) - 1}"
-
-
-def _named(
-    sites: object, counts: list[dict[HeadKind, int]], shared: list[int]
-) -> tuple[list[HeadName], list[str]]:
-    """The names, and every reason why some are none of the model's."""
-    listed = [sites] if isinstance(sites, str | HeadName) else as_plain(sites)
-    if not isinstance(listed, list | tuple) or not listed:
-        got = "an empty list" if isinstance(listed, list | tuple) else type(listed).__name__
+def _names(model: Any, sites: object) -> tuple[list[HeadName], list[str]]:
+    """Return the names, and every reason why some are none of the model's."""
+    given = [sites] if isinstance(sites, str | HeadName) else as_plain(sites)
+    if not isinstance(given, list | tuple) or not given:
+        got = "an empty list" if isinstance(given, list | tuple) else type(given).__name__
         return [], [
             f"got {got}; expected neuron_heads(), heads(), all_heads(), or a list of names such as "
             "'L5H3' and 'L5N1234'"
         ]
     names: list[HeadName] = []
     reasons: list[str] = []
-    for each in listed:
+    for each in given:
         try:
             name = each if isinstance(each, HeadName) else HeadName.parse(each)
-            reason = _reason(name, counts, shared)
+            names.append(name)
+            name.require_in(model)
         except UnknownHeadError as error:
             reasons.append(str(error))
-            continue
-        names.append(name)
-        if reason is not None:
-            reasons.append(reason)
     repeated = [str(name) for name, count in Counter(names).items() if count > 1]
     reasons += [f"got {name} more than once; expected each name once" for name in repeated]
     return names, reasons
-
-
-def _reason(name: HeadName, counts: list[dict[HeadKind, int]], shared: list[int]) -> str | None:
-    """Why the model has no such head, if it has none.
-
-    Raises:
-        UnknownHeadError: the name says which head of a neuron, and there is none such.
-    """
-    if name.layer >= len(counts):
-        return f"{name}: {_no_layer(name.layer, counts)}"
-    count = counts[name.layer][name.kind]
-    if name.index >= count:
-        many = "attention heads" if name.kind == "attention" else "neurons"
-        return f"got {name}; layer {name.layer} has {many} 0 to {count - 1}"
-    if name.member is not None:
-        name.head_index(shared[name.layer])
-    return None

@@ -1,11 +1,11 @@
 """Tokens as texts, for pages, tables and exports, whatever the tokenizer.
 
-`tokenizer.decode([id])` is the text of a token that a text begins with: a SentencePiece tokenizer
-drops the space before a word there, a WordPiece one puts none. What a token is elsewhere is what a
-second one adds to a first: `decode([id, id])` less `decode([id])`. Where a vocabulary marks the
+`tokenizer.decode([id])` is the text of a token at the start of a text: a SentencePiece tokenizer
+drops the space before a word there, a WordPiece one puts none. Elsewhere, the text of a token is
+`decode([id, id])` less `decode([id])`. Where a vocabulary marks the
 end of a word instead (`the</w>`, OpenAI GPT), the space after it is the token's. Bytes that are no
-character by themselves are written `<0xE2>`, as SentencePiece names them; `joined` puts them
-together again.
+character by themselves are written `<0xE2>`, as SentencePiece names them; `join_tokens` puts
+them together again.
 """
 
 import re
@@ -19,7 +19,7 @@ from attn_only_lens.errors import UnsupportedCallError
 from attn_only_lens.numerics import as_plain, is_count
 from attn_only_lens.runs.inputs import checked_tokens
 
-__all__ = ["joined", "token_text", "token_texts"]
+__all__ = ["join_tokens", "token_text", "token_texts"]
 
 _PRINTABLE = (*range(33, 127), *range(161, 173), *range(174, 256))
 _OTHERS = (byte for byte in range(256) if byte not in _PRINTABLE)
@@ -32,13 +32,13 @@ _RUN = re.compile("(?:<0x[89A-F][0-9A-F]>)+")
 
 
 def token_texts(model: Any, tokens: str | Tensor | Iterable[int]) -> list[str]:
-    """The tokens of a text, each as it stands there, with the space before a word.
+    """Return the tokens of a text as texts, with the space before a word.
 
     Joined (`joined`) they are the text again, as far as the tokenizer can give it back; but where
     SentencePiece puts a space before a text that is a token by itself, it is shown.
 
     Args:
-        model: whose tokenizer counts; where it has none, tokens are shown as numbers.
+        model: a model with a tokenizer; without one, tokens are shown as numbers.
         tokens: of one prompt [pos]; or a text.
 
     Returns:
@@ -71,7 +71,7 @@ def token_texts(model: Any, tokens: str | Tensor | Iterable[int]) -> list[str]:
 
 
 def token_text(model: Any, token: int) -> str:
-    """A token as it stands within a text: of the vocabulary, not of a prompt."""
+    """Return the text of a token of the vocabulary, as within a text."""
     tokenizer = getattr(model, "tokenizer", None)
     if tokenizer is None:
         return str(token)
@@ -87,8 +87,8 @@ def token_text(model: Any, token: int) -> str:
     return text or piece
 
 
-def joined(texts: Iterable[str]) -> str:
-    """The text that tokens make up.
+def join_tokens(texts: Iterable[str]) -> str:
+    """Join the texts of tokens, and decode bytes that together are characters.
 
     Example:
         >>> from attn_only_lens.runs.token_texts import joined

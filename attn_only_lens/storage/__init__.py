@@ -1,33 +1,33 @@
-"""Files and folders: written whole, digested, sealed, and checked before they are used."""
+"""File formats: written whole or not at all, sealed with a digest, and checked before use."""
 
-from attn_only_lens.storage.sealed import (
+from attn_only_lens.storage.atomic import atomic_folder, atomic_write, open_folder, write_text
+from attn_only_lens.storage.documents import (
     Document,
     FileDigest,
     check_files,
-    digests_of,
-    files_listed,
-    inside,
+    file_digests,
+    listed_files,
+    path_inside,
     read_json,
 )
-from attn_only_lens.storage.tensors import digest_of, read_tensors, write_tensors
-from attn_only_lens.storage.typed import misfits, out_of_range
-from attn_only_lens.storage.writing import opened_folder, whole_folder, write_text, written_whole
+from attn_only_lens.storage.json_types import out_of_range, type_mismatches
+from attn_only_lens.storage.tensors import read_tensors, tensor_digest, write_tensors
 
 __all__ = [
     "Document",
     "FileDigest",
+    "atomic_folder",
+    "atomic_write",
     "check_files",
-    "digest_of",
-    "digests_of",
-    "files_listed",
-    "inside",
-    "misfits",
-    "opened_folder",
+    "file_digests",
+    "listed_files",
+    "open_folder",
     "out_of_range",
+    "path_inside",
     "read_json",
     "read_tensors",
-    "whole_folder",
+    "tensor_digest",
+    "type_mismatches",
     "write_tensors",
     "write_text",
-    "written_whole",
 ]

@@ -1,4 +1,4 @@
-"""A limit to what a configuration can have built: no more than the tensors beside it can fill."""
+"""A limit to the size of the model that a configuration leads to."""
 
 import threading
 from collections.abc import Iterator, Mapping
@@ -13,15 +13,15 @@ from torch.nn.modules.module import (
 
 from attn_only_lens.errors import CheckpointError
 
-__all__ = ["no_more_than"]
+__all__ = ["limit_size"]
 
 _MODULES = 50  # for each tensor: blocks have hook points, and modules that only hold others
 _FEW = 300
 
 
 @contextmanager
-def no_more_than(tensors: Mapping[str, Tensor]) -> Iterator[None]:
-    """Stop the building of a model at the first sign that these are not its tensors.
+def limit_size(tensors: Mapping[str, Tensor]) -> Iterator[None]:
+    """Stop building a model as soon as it is larger than these tensors can fill.
 
     A configuration of a million layers, or of layers a million wide, would take hours or all of the
     memory before anything could be compared.

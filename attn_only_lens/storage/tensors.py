@@ -1,4 +1,4 @@
-"""Files of tensors: safetensors, no pickle; and one digest for tensors, wherever they are kept."""
+"""Tensors in safetensors files, never pickles; and one digest of tensors, wherever they are."""
 
 import hashlib
 import json
@@ -12,19 +12,19 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from attn_only_lens.errors import CheckpointError
-from attn_only_lens.storage.sealed import Document
+from attn_only_lens.storage.documents import Document
 
-__all__ = ["digest_of", "read_tensors", "write_tensors"]
+__all__ = ["read_tensors", "tensor_digest", "write_tensors"]
 
 _KEY = "attn_only_lens"
 
 
-def digest_of(named: Iterable[tuple[str, Tensor]], said: Any = None) -> str:
-    """SHA-256 of tensors: names, shapes, types and bytes, in the order given.
+def tensor_digest(named: Iterable[tuple[str, Tensor]], said: Any = None) -> str:
+    """Return the SHA-256 of tensors: names, shapes, types and bytes, in the order given.
 
     Args:
         named: names and tensors, on any device.
-        said: what else the digest depends on, as JSON holds it.
+        said: JSON that the digest depends on besides.
 
     Returns:
         64 hexadecimal digits, the same on every machine and device.
@@ -48,40 +48,39 @@ def write_tensors(
     Args:
         path: the file.
         tensors: by name; none may share memory with another.
-        document: what the file says of itself, with `body` and a digest of the tensors, where no
-            manifest beside it does.
+        document: the format of its metadata, which hold `body` and a digest of the tensors; None
+            where a manifest beside the file has its digest.
+        body: fields of the document.
     """
     whole = {name: tensor.contiguous() for name, tensor in tensors.items()}
-    text = None
+    metadata = None
     if document is not None:
-        text = {_KEY: document.text(**body, tensors=digest_of(sorted(whole.items())))}
+        metadata = {_KEY: document.text(**body, tensors=tensor_digest(sorted(whole.items())))}
     path.touch()
     mode = path.stat().st_mode  # as the umask has it; safetensors makes it the owner's alone
-    save_file(whole, path, text)
+    save_file(whole, path, metadata)
     path.chmod(mode)
 
 
 def read_tensors(
     path: Path, document: Document | None = None
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Read the tensors of a safetensors file, and what it says of itself.
+    """Read the tensors and the document of a safetensors file.
 
     Raises:
-        CheckpointError: or what `document` refuses with: it cannot be read; where it should say
-            something of itself, it does not, or was changed since it was written.
+        CheckpointError: it cannot be read, has no such document, or was changed.
     """
-    refuse = CheckpointError if document is None else document.refuse
     try:
         with safe_open(path, "pt") as file:
             text = (file.metadata() or {}).get(_KEY)
             tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
     except Exception as error:  # of safetensors, of torch, of the file system: whatever it holds
-        raise refuse(f"{path} is not a readable safetensors file: {error}") from error
+        raise CheckpointError(f"{path} is not a readable safetensors file: {error}") from error
     if document is None:
         return tensors, {}
     if text is None:
-        raise refuse(f"{path} does not say that attn-only-lens wrote it: {document.format!r}")
+        raise CheckpointError(f"{path} has no document of format {document.format!r}")
     said = document.parse(text, path)
-    if said["tensors"] != digest_of(sorted(tensors.items())):
-        raise refuse(f"{path} was changed after it was written: its tensors have another digest")
+    if said["tensors"] != tensor_digest(sorted(tensors.items())):
+        raise CheckpointError(f"{path} was changed after it was written: its tensors differ")
     return tensors, said

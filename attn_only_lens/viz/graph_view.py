@@ -19,8 +19,8 @@ from attn_only_lens.circuits.vocabulary import DirectEffects, TopTokens
 from attn_only_lens.errors import CircuitError
 from attn_only_lens.heads import HeadName, has_neuron_heads, host_of
 from attn_only_lens.numerics import full_precision, is_count
-from attn_only_lens.runs.paired_runs import reasons_against
-from attn_only_lens.runs.prompts import Prompts, unpaired
+from attn_only_lens.runs.inputs import reasons_not_to_run
+from attn_only_lens.runs.prompts import Prompts, single_prompts
 from attn_only_lens.runs.recording import Recording, record
 from attn_only_lens.runs.token_texts import token_text, token_texts
 from attn_only_lens.tolerances import LOGIT_TOLERANCE
@@ -121,11 +121,11 @@ def _record_run(
     Raises:
         PictureError: the model or its prompts are not those of the graph.
     """
-    reasons = reasons_against(model)
+    reasons = reasons_not_to_run(model)
     if not has_neuron_heads(model):
         reasons.append(f"got a {type(model).__name__} without neuron-heads; expected the graph's")
     refuse(*reasons)
-    pair = unpaired(model, prompts, mask)
+    pair = single_prompts(model, prompts, mask)
     if tuple(tuple(token_texts(model, row)) for row in pair.clean.tolist()) != graph.tokens:
         refuse(f"got prompts other than the graph's, {_listed(graph.tokens)}")
     heads = graph.nodes[graph.nodes["kind"].isin(HEADS)]

@@ -56,7 +56,7 @@ def sweep_heatmap(
         >>> from attn_only_lens import patching, viz
         >>> values = pd.DataFrame({"layer": 0, "kind": "neuron", "index": [5, 7],
         ...                        "name": ["L0N5", "L0N7"], "position": 2, "value": [2.0, -1.0]})
-        >>> sweep = patching.Sweep.of(values, part="z", direction="denoise", metric="logit_diff",
+        >>> sweep = patching.Sweep(values, part="z", direction="denoise", metric="logit_diff",
         ...                           clean_value=3.0, corrupted_value=-1.0, n_prompts=1, model="m")
         >>> figure = viz.sweep_heatmap(sweep)
         >>> figure.data[0].y[0], float(figure.data[0].z[0][0])
@@ -120,7 +120,7 @@ def sweep_bars(sweep: Sweep, k: int = 20, tokens: Sequence[str] | None = None) -
         >>> from attn_only_lens import patching, viz
         >>> values = pd.DataFrame({"layer": 0, "kind": "neuron", "index": [5, 7],
         ...                        "name": ["L0N5", "L0N7"], "position": 2, "value": [2.0, -1.0]})
-        >>> sweep = patching.Sweep.of(values, part="z", direction="denoise", metric="logit_diff",
+        >>> sweep = patching.Sweep(values, part="z", direction="denoise", metric="logit_diff",
         ...                           clean_value=3.0, corrupted_value=-1.0, n_prompts=1, model="m")
         >>> viz.sweep_bars(sweep, k=1).data[0].y
         ('L0N5 at 2',)

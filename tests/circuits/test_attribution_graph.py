@@ -17,8 +17,8 @@ from attn_only_lens import (
 from attn_only_lens import patching as p
 from attn_only_lens.circuits import attribution_graph
 from attn_only_lens.heads import HeadName
-from attn_only_lens.runs.frozen import Frozen
-from attn_only_lens.runs.paired_runs import reasons_against
+from attn_only_lens.runs.frozen_pass import FrozenPass
+from attn_only_lens.runs.inputs import reasons_not_to_run
 
 POS = 5
 LAYOUTS = ("two blocks a layer", "in place")
@@ -196,11 +196,11 @@ def test_without_frozen_scales_sums_do_not_hold(monkeypatch):
         hold(self, model)
         self._constant = [n for n in self._constant if not n.endswith("hook_scale")]
 
-    hold = Frozen.__init__
-    monkeypatch.setattr(Frozen, "__init__", loose)
+    hold = FrozenPass.__init__
+    monkeypatch.setattr(FrozenPass, "__init__", loose)
     with pytest.raises(UnsupportedModelError, match="not linear"):
         attribution_graph(model, tokens(0, 1, POS), METRIC, top=7)
-    monkeypatch.setattr("attn_only_lens.runs.frozen.require_linear", lambda *args: None)
+    monkeypatch.setattr("attn_only_lens.runs.frozen_pass.require_linear", lambda *args: None)
     graph = attribution_graph(model, tokens(0, 1, POS), METRIC, top=7)
     assert worst(graph.inflow(), graph.nodes) > 1e-2
 
@@ -392,7 +392,7 @@ def test_nothing_is_left_on_the_model():
     model = model_of("gelu")
     before = [x.requires_grad for x in model.parameters()]
     attribution_graph(model, tokens(0, 1, POS), METRIC, top=3)
-    assert not reasons_against(model)
+    assert not reasons_not_to_run(model)
     assert [x.requires_grad for x in model.parameters()] == before
     assert all(x.grad is None for x in model.parameters())
 

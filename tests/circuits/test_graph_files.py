@@ -8,7 +8,7 @@ from common import tokens
 from models import build
 from sealed_files import rewrite
 
-from attn_only_lens import CircuitError, convert
+from attn_only_lens import CheckpointError, CircuitError, convert
 from attn_only_lens import patching as p
 from attn_only_lens.circuits import (
     attribution_graph,
@@ -79,7 +79,7 @@ def test_damage_newer_versions_and_other_files_are_refused(graph, tmp_path):
 
     def refused(text, match):
         path.write_text(text, "utf-8")
-        with pytest.raises(CircuitError, match=match):
+        with pytest.raises(CheckpointError, match=match):
             from_json(path)
 
     text = json.dumps(whole)
@@ -91,7 +91,7 @@ def test_damage_newer_versions_and_other_files_are_refused(graph, tmp_path):
     refused(json.dumps(whole), "was changed after it was written")
     refused("[" * 100_000, "recursion")
     path.unlink()
-    with pytest.raises(CircuitError, match="is missing"):
+    with pytest.raises(CheckpointError, match="is missing"):
         from_json(path)
 
 
@@ -123,7 +123,7 @@ def test_what_another_program_wrote_is_read_as_it_stands_or_refused(
         inner[last] = value
 
     rewrite(path, change)
-    with pytest.raises(CircuitError, match=match):
+    with pytest.raises(CheckpointError, match=match):
         from_json(path)
 
 

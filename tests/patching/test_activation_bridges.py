@@ -12,8 +12,9 @@ from transformer_lens.model_bridge.sources._bridge_builder import build_bridge_f
 
 from attn_only_lens import PatchingError, UnsupportedModelError, expose_neuron_heads
 from attn_only_lens import patching as p
+from attn_only_lens.runs.metrics import bind
 from attn_only_lens.runs.recording import record
-from attn_only_lens.runs.replay import replay_of
+from attn_only_lens.runs.replay import make_replay
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # TransformerLens' and transformers' own
 BATCH, POS, D_MLP = 2, 11, 37
@@ -138,7 +139,7 @@ def test_metrics_that_read_more(name, metric):
     model = made(name)
     clean, corrupted = pair()
     sweep_ = sweep(model, metric, sites=["L0N36", "L1H0"], positions=[4, 9])
-    bound = p.bind(metric, model, p.prompt_pair(model, clean, corrupted), model(clean).detach())
+    bound = bind(metric, model, p.prompt_pair(model, clean, corrupted), model(clean).detach())
     source = cached(model, clean)
     for row in sweep_.to_frame().itertuples():
         where = at(BATCH, POS, row.position)
@@ -166,9 +167,12 @@ def test_whether_a_norm_follows_the_mlp_is_seen_in_every_precision(name, adds, d
     model = made(name, dtype=dtype)
     clean, _ = pair()
     recording = record(model, clean, None)
-    bound = p.bind(METRIC, model, p.prompt_pair(model, *pair()))
-    replay = replay_of(model, recording, bound)
-    assert [replay.adds(i, block.mlp) for i, block in enumerate(model.blocks)] == [adds, adds]
+    bound = bind(METRIC, model, p.prompt_pair(model, *pair()))
+    replay = make_replay(model, recording, bound)
+    assert [replay.adds_mlp_output(i, block.mlp) for i, block in enumerate(model.blocks)] == [
+        adds,
+        adds,
+    ]
 
 
 def test_a_hook_point_that_takes_no_edits_is_refused():

@@ -11,9 +11,11 @@ from models import build
 
 from attn_only_lens import PatchingError, convert, expose_neuron_heads
 from attn_only_lens import patching as p
-from attn_only_lens.patching.sweep import Batching
-from attn_only_lens.runs.paired_runs import recorded
-from attn_only_lens.runs.replay import replay_of
+from attn_only_lens.patching.resume import PartStore
+from attn_only_lens.patching.run_patches import Batching
+from attn_only_lens.runs.recording import record_pair
+from attn_only_lens.runs.replay import make_replay
+from attn_only_lens.runs.sites import resolve_sites
 
 POS = 11
 METRIC = p.logit_diff(correct=7, wrong=8)
@@ -232,16 +234,16 @@ def test_gradients_and_mode_are_as_they_were():
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
-class Interrupted(p.PartStore):
+class Interrupted(PartStore):
     """A folder whose sweep is stopped by hand after some parts."""
 
     left = 4
 
-    def write(self, part_id, frame):
+    def write(self, part, frame):
         if not type(self).left:
             raise KeyboardInterrupt
         type(self).left -= 1
-        super().write(part_id, frame)
+        super().write(part, frame)
 
 
 @LAYOUTS
@@ -283,7 +285,7 @@ def test_another_sweep_is_refused(how, named, tmp_path):
     sweep(model, resume=tmp_path / "parts")
     with pytest.raises(PatchingError, match=f"{named}: got") as caught:
         sweep(model, resume=tmp_path / "parts", **how)
-    assert "holds another sweep" in str(caught.value)
+    assert "belongs to another sweep" in str(caught.value)
 
 
 def test_another_model_prompt_or_reference_is_refused(tmp_path):
@@ -416,7 +418,9 @@ def test_nothing_on_record_holds_a_graph():
     """Keys and values of every block, through whose graphs every activation would be kept."""
     model = made()
     model.requires_grad_(True)
-    runs = recorded(model, p.prompt_pair(model, *pair()), METRIC, p.resolve(model, SITES), "z")
-    replay = replay_of(model, runs.corrupted, runs.metric)
+    runs = record_pair(
+        model, p.prompt_pair(model, *pair()), METRIC, resolve_sites(model, SITES), "z"
+    )
+    replay = make_replay(model, runs.corrupted, runs.metric)
     assert replay._past
-    assert not any(each.keys.requires_grad for each in replay._past.values())
+    assert not any(each.past_keys.requires_grad for each in replay._past.values())

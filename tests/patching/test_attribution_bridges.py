@@ -130,7 +130,7 @@ def test_hook_points_that_only_look_on_are_refused():
     at, where = oracle.place(model, "L1H0", "pattern", POS - 1)
     heard = not torch.equal(oracle.moved(model, clean, at, where, 1.0), model(clean))
     for settings, reason in (
-        ({"part": "pattern", "method": "gradient"}, r"attn\.hook_pattern goes nowhere"),
+        ({"part": "pattern", "method": "gradient"}, r"attn\.hook_pattern is read-only"),
         ({"method": "frozen_pattern"}, "still not linear"),
     ):
         if heard:

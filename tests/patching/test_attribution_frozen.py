@@ -9,8 +9,9 @@ from models import CORE, FAMILIES, build
 from attn_only_lens import UnsupportedModelError, convert, expose_neuron_heads
 from attn_only_lens import patching as p
 from attn_only_lens.patching._attribution import integrated_gradients
-from attn_only_lens.runs.frozen import Frozen
-from attn_only_lens.runs.gradients import Tape, rooted
+from attn_only_lens.runs.frozen_pass import FrozenPass
+from attn_only_lens.runs.gradients import Tape, start_graph
+from attn_only_lens.runs.metrics import bind
 from attn_only_lens.runs.recording import record, run
 
 POS = 5
@@ -43,7 +44,7 @@ def shares(model, given, hooks):
     before = []
     handle = model.unembed.register_forward_hook(lambda module, args, out: before.append(out))
     biases = [parameter for name, parameter in model.named_parameters() if bias(name)]
-    with rooted(model) as roots:
+    with start_graph(model) as roots:
         run(model, given, None, hooks)
     handle.remove()
     logits = before[0][:, -1]
@@ -61,7 +62,7 @@ def shares(model, given, hooks):
 @pytest.mark.parametrize("family", [name for name in FAMILIES if name != "clip_qkv"])
 def test_credit_of_embedding_and_biases_adds_up(family, layout):
     model, (clean, _) = model_of(family, layout), prompts(batch=2)
-    value, pieces = shares(model, clean, Frozen(model).freezing)
+    value, pieces = shares(model, clean, FrozenPass(model).record_hooks)
     assert pieces.sum().item() == pytest.approx(value, rel=ROUNDING, abs=ROUNDING)
     assert (pieces != 0).sum() > 5
     # control: with nothing frozen, it does not
@@ -73,14 +74,14 @@ def test_credit_of_embedding_and_biases_adds_up(family, layout):
 def test_what_all_writers_write_adds_up(family):
     """Embedding, attention heads, neurons and biases, each through the final norm alone."""
     model, (clean, _) = model_of(family, "in place"), prompts()
-    frozen, last = Frozen(model), model.cfg.n_layers - 1
+    frozen, last = FrozenPass(model), model.cfg.n_layers - 1
     names = [f"blocks.{layer}.attn.hook_z" for layer in range(last + 1)]
     names += [mlp_hook("z", layer) for layer in range(last + 1)]
     end = Tape([f"blocks.{last}.hook_resid_post"])
     seen = {}
     keep = [(name, lambda value, hook: seen.update({hook.name: value})) for name in names]
-    with rooted(model) as roots:
-        logits = run(model, clean, None, [*frozen.freezing, *keep, *end.hooks])[0, -1]
+    with start_graph(model) as roots:
+        logits = run(model, clean, None, [*frozen.record_hooks, *keep, *end.hooks])[0, -1]
     weights = torch.zeros_like(logits)
     weights[[oracle.CORRECT, oracle.WRONG]] = torch.tensor([1.0, -1.0]).double()
     value = logits @ weights
@@ -153,14 +154,14 @@ def test_the_claim_is_tried(family, layout, monkeypatch):
     model, (clean, corrupted) = model_of(family, layout), prompts()
     attribute = {"metric": METRIC, "method": "frozen_pattern"}
     p.attribution(model, clean, corrupted, **attribute)
-    freezing = Frozen.freezing.fget
+    own = FrozenPass.record_hooks.fget
 
     def without(ending):
-        return property(lambda self: [h for h in freezing(self) if not h[0].endswith(ending)])
+        return property(lambda self: [h for h in own(self) if not h[0].endswith(ending)])
 
     endings = ["ln_final.hook_scale", *([("hook_v", IN_PLACE["v"])] if family == "llama" else [])]
     for ending in endings:
-        monkeypatch.setattr(Frozen, "freezing", without(ending))
+        monkeypatch.setattr(FrozenPass, "record_hooks", without(ending))
         with pytest.raises((UnsupportedModelError, KeyError)):
             p.attribution(model, clean, corrupted, **attribute)
 
@@ -169,7 +170,7 @@ def test_the_claim_is_tried(family, layout, monkeypatch):
 def test_integrated_gradients_of_the_embedding_are_complete(layout):
     """They add up to the difference of the metric, with an error of order 1/steps²."""
     model, (clean, corrupted) = model_of("gelu", layout), prompts()
-    metric = p.bind(METRIC, model, p.prompt_pair(model, clean, corrupted))
+    metric = bind(METRIC, model, p.prompt_pair(model, clean, corrupted))
     one, other = record(model, corrupted, None), record(model, clean, None)
     errors = []
     for steps in (1, 16, 32):

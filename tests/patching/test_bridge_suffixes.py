@@ -10,11 +10,12 @@ from transformers.cache_utils import DynamicCache
 
 from attn_only_lens import UnsupportedModelError, expose_neuron_heads
 from attn_only_lens import patching as p
-from attn_only_lens.runs.edits import editing
+from attn_only_lens.runs.edits import attention_edit
+from attn_only_lens.runs.metrics import bind
 from attn_only_lens.runs.recording import record
 from attn_only_lens.runs.replay import bridge as bridge_replay
 from attn_only_lens.runs.replay.bridge import BridgeReplay
-from attn_only_lens.runs.replay.key_values import Past, past_of
+from attn_only_lens.runs.replay.key_values import KeyValues, record_key_values
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # TransformerLens' and transformers' own
 BATCH, POS, FIRST = 2, 11, 4
@@ -79,7 +80,7 @@ def lengths(model, run):
 
 def replay_of_corrupted(model):
     clean, corrupted = pair()
-    bound = p.bind(METRIC, model, p.prompt_pair(model, clean, corrupted))
+    bound = bind(METRIC, model, p.prompt_pair(model, clean, corrupted))
     return BridgeReplay(model, record(model, corrupted, None), bound)
 
 
@@ -127,7 +128,7 @@ def test_a_metric_that_reads_every_position(name):
     model, (clean, corrupted) = exposed(name), pair()
     found = p.activation_patch(model, clean, corrupted, p.loss(), sites=NEURONS, progress=False)
     frame, seen = found.to_frame(), cached(model, clean)
-    bound = p.bind(p.loss(), model, p.prompt_pair(model, clean, corrupted))
+    bound = bind(p.loss(), model, p.prompt_pair(model, clean, corrupted))
     for row in frame[frame.position >= FIRST].itertuples():
         where = at(BATCH, POS, row.position)
         logits = patched_logits(model, corrupted, seen, row.name, "z", where)
@@ -138,7 +139,7 @@ def test_sites_that_the_metric_cannot_feel_are_not_run(monkeypatch):
     ran, values = [], BridgeReplay.values
 
     def counting(self, variants):
-        ran.append((variants.block, variants.first, len(variants.entering) // BATCH))
+        ran.append((variants.block, variants.first, len(variants.stream) // BATCH))
         return values(self, variants)
 
     monkeypatch.setattr(BridgeReplay, "values", counting)
@@ -189,7 +190,7 @@ def test_a_model_that_reads_its_vocabulary_keeps_it(fails, monkeypatch):
     assert worst(model, frame) < EXACT
     assert frame["value"].std() > 1e-6
     # Control: were it not tried, its logits would be others.
-    monkeypatch.setattr(BridgeReplay, "_narrows", lambda self: True)
+    monkeypatch.setattr(BridgeReplay, "_can_unembed_columns", lambda self: True)
     with pytest.raises(ValueError if fails else UnsupportedModelError):
         sweep(model)
 
@@ -248,24 +249,24 @@ def other_keys(past, layer, position):
     keys = keys.clone()
     keys[..., position, :] = keys[..., position, :].roll(1, -1)
     layers[layer] = keys, values
-    return Past(tuple(layers))
+    return KeyValues(tuple(layers))
 
 
 def of_another_run(model, recording):
-    return past_of(model, record(model, pair()[0], None))
+    return record_key_values(model, record(model, pair()[0], None))
 
 
 def shifted(model, recording):
-    layers = past_of(model, recording).layers
-    return Past(tuple((keys.roll(1, -2), values.roll(1, -2)) for keys, values in layers))
+    layers = record_key_values(model, recording).layers
+    return KeyValues(tuple((keys.roll(1, -2), values.roll(1, -2)) for keys, values in layers))
 
 
 def late(model, recording):
     """Found where the position is first among those before a patch."""
-    return other_keys(past_of(model, recording), layer=1, position=FIRST + 2)
+    return other_keys(record_key_values(model, recording), layer=1, position=FIRST + 2)
 
 
-class Ignored(Past):
+class Ignored(KeyValues):
     """A model that takes the argument, and does not look into it."""
 
     def before(self, first):
@@ -273,7 +274,7 @@ class Ignored(Past):
 
 
 def ignored(model, recording):
-    return Ignored(past_of(model, recording).layers)
+    return Ignored(record_key_values(model, recording).layers)
 
 
 WRONG = {"another": of_another_run, "shifted": shifted, "late": late, "ignored": ignored}
@@ -283,13 +284,13 @@ WRONG = {"another": of_another_run, "shifted": shifted, "late": late, "ignored":
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 def test_a_wrong_cache_is_seen(name, wrong, monkeypatch):
     model = exposed(name)
-    monkeypatch.setattr(bridge_replay, "past_of", WRONG[wrong])
+    monkeypatch.setattr(bridge_replay, "record_key_values", WRONG[wrong])
     frame, found = lengths(model, lambda: sweep(model))
     # The check begins with the last position, before which all that is wrong lies.
     assert found == WHOLE
     assert worst(model, frame) < EXACT
     # Control: were it not tried, scores would be wrong.
-    monkeypatch.setattr(BridgeReplay, "_try", lambda self, block, first: True)
+    monkeypatch.setattr(BridgeReplay, "_test_start", lambda self, block, first: True)
     monkeypatch.setattr(BridgeReplay, "check", lambda self: None)
     assert worst(model, sweep(model)) > 1e-5
 
@@ -299,7 +300,7 @@ def test_a_wrong_cache_is_seen(name, wrong, monkeypatch):
 @pytest.mark.parametrize("index", [1, 2])
 def test_every_later_block_must_come_out_alike(index, amount, monkeypatch):
     """Token by token, though the logits that the metric reads be the same."""
-    replay, own = replay_of_corrupted(exposed("gpt2")), BridgeReplay._watched
+    replay, own = replay_of_corrupted(exposed("gpt2")), BridgeReplay._streams_and_logits
 
     def off(self, variants):
         streams, logits = own(self, variants)
@@ -307,33 +308,37 @@ def test_every_later_block_must_come_out_alike(index, amount, monkeypatch):
             streams[index][0, 0] *= 1 + amount
         return streams, logits
 
-    monkeypatch.setattr(BridgeReplay, "_watched", off)
-    assert replay.apart(0, FIRST) == (amount == 0.0)
+    monkeypatch.setattr(BridgeReplay, "_streams_and_logits", off)
+    assert replay.can_start_at(0, FIRST) == (amount == 0.0)
 
 
 @torch.no_grad()
 def test_positions_are_tried_one_by_one(monkeypatch):
     """Suffixes that begin before what is wrong are right."""
     model = exposed("gpt2")
-    monkeypatch.setattr(bridge_replay, "past_of", late)
+    monkeypatch.setattr(bridge_replay, "record_key_values", late)
     replay = replay_of_corrupted(model)
-    assert [replay.apart(0, first) for first in (1, FIRST + 2, FIRST + 3)] == [True, True, False]
-    assert not replay.apart(0, 1)  # it is not trusted again
+    assert [replay.can_start_at(0, first) for first in (1, FIRST + 2, FIRST + 3)] == [
+        True,
+        True,
+        False,
+    ]
+    assert not replay.can_start_at(0, 1)  # it is not trusted again
 
 
 @torch.no_grad()
 def test_later_blocks_are_trusted_where_earlier_ones_were_tried(monkeypatch):
     model, tried = exposed("gpt2"), []
-    own = BridgeReplay._try
+    own = BridgeReplay._test_start
 
     def watching(self, block, first):
         tried.append((block, first))
         return own(self, block, first)
 
-    monkeypatch.setattr(BridgeReplay, "_try", watching)
+    monkeypatch.setattr(BridgeReplay, "_test_start", watching)
     replay = replay_of_corrupted(model)
     for block, first in [(1, 3), (1, 3), (2, 3), (0, 3), (1, 3), (1, 0)]:
-        assert replay.apart(block, first)
+        assert replay.can_start_at(block, first)
     assert tried == [(1, 3), (0, 3)]
 
 
@@ -351,7 +356,7 @@ def test_a_model_that_is_not_causal_is_run_whole(monkeypatch):
     assert set(found) == {POS}
     assert worst(model, frame) < EXACT
     # Control: the unpatched run, which `check` makes, does not tell.
-    monkeypatch.setattr(BridgeReplay, "_try", lambda self, block, first: True)
+    monkeypatch.setattr(BridgeReplay, "_test_start", lambda self, block, first: True)
     frame, found = lengths(model, lambda: sweep(model))
     assert min(found) < POS
     assert worst(model, frame) > 1e-3
@@ -375,7 +380,7 @@ def test_float32_runs_apart():
 @torch.no_grad()
 def test_a_cache_gives_and_does_not_take():
     model = exposed("llama")
-    past = past_of(model, record(model, pair()[1], None))
+    past = record_key_values(model, record(model, pair()[1], None))
     keys, values = past.layers[1]
     assert keys.shape == values.shape == (BATCH, 1, POS, 14)
     before = past.before(FIRST)
@@ -390,7 +395,7 @@ def test_a_cache_gives_and_does_not_take():
 def test_a_hook_point_that_shows_more_than_was_run_is_refused():
     heads, where = torch.tensor([[True, False]]), at(BATCH, POS, POS - 1)[None]
     source = torch.zeros(BATCH, POS, 2, 13)
-    hook = editing(source, "value", heads, where, POS - 1)
+    hook = attention_edit(source, "value", heads, where, POS - 1)
     point = type("Point", (), {"name": "blocks.1.attn.hook_v"})
     assert torch.equal(hook(source[:, -1:], point), source[:, -1:])
     with pytest.raises(UnsupportedModelError, match=r"hook_v shows \[2, 11, 2, 13\]"):

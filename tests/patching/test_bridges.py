@@ -8,6 +8,9 @@ from transformer_lens.model_bridge import TransformerBridge
 
 from attn_only_lens import PatchingError, expose_neuron_heads
 from attn_only_lens import patching as p
+from attn_only_lens.runs.fingerprint import fingerprint
+from attn_only_lens.runs.metrics import bind
+from attn_only_lens.runs.sites import resolve_sites
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # TransformerLens' own
 SIZES = {"n_layers": 2, "d_model": 26, "n_heads": 2, "d_head": 13, "d_mlp": 37, "d_vocab": 41}
@@ -24,25 +27,25 @@ def bridge(tmp_path):
 
 def test_a_bridge(bridge):
     with pytest.raises(PatchingError, match="expose_neuron_heads"):
-        p.resolve(bridge, p.heads())
+        resolve_sites(bridge, p.heads())
     pair = p.prompt_pair(bridge, ["w1 w2 w3", "w4 w5"], ["w1 w7 w3", "w4 w6"])
     assert pair.clean.tolist() == [[0, 5, 6, 7], [0, 8, 9, 2]]
     assert pair.last.tolist() == [3, 2]
-    metric = p.bind(p.logit_diff("w3", ["w1", "w2"]), bridge, pair)
+    metric = bind(p.logit_diff("w3", ["w1", "w2"]), bridge, pair)
     logits = bridge(pair.clean, attention_mask=pair.mask)
     by_hand = logits[0, 3, 7] - logits[0, 3, 5] + logits[1, 2, 7] - logits[1, 2, 6]
     assert metric.of(logits) == pytest.approx(by_hand.item() / 2, rel=1e-12)
-    before = p.fingerprint(bridge)
-    assert p.fingerprint(bridge) == before
+    before = fingerprint(bridge)
+    assert fingerprint(bridge) == before
     expose_neuron_heads(bridge)
-    found = p.resolve(bridge, p.all_heads())
+    found = resolve_sites(bridge, p.all_heads())
     assert [(each.layer, each.kind, len(each.names)) for each in found] == [
         (0, "attention", 2),
         (0, "neuron", 37),
         (1, "attention", 2),
         (1, "neuron", 37),
     ]
-    before = p.fingerprint(bridge)
+    before = fingerprint(bridge)
     with torch.no_grad():
         next(bridge.parameters())[0, 0] += 1e-9
-    assert p.fingerprint(bridge) != before
+    assert fingerprint(bridge) != before

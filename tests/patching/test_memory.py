@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves
 
 from attn_only_lens import convert, expose_neuron_heads
 from attn_only_lens import patching as p
-from attn_only_lens.patching.sweep import Batching
+from attn_only_lens.patching.run_patches import Batching
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # TransformerLens' and transformers' own
 POS, D_MODEL, D_MLP, HEADS, D_VOCAB = 101, 78, 311, 6, 41

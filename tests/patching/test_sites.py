@@ -7,6 +7,8 @@ from models import build
 
 from attn_only_lens import PatchingError, convert, expose_neuron_heads
 from attn_only_lens import patching as p
+from attn_only_lens.runs.positions import resolve_positions
+from attn_only_lens.runs.sites import resolve_sites
 
 BATCH, POS = 3, 7
 
@@ -35,45 +37,47 @@ def names(resolved):
 
 
 def test_all_heads_are_those_of_the_model(model):
-    found = p.resolve(model, p.all_heads())
+    found = resolve_sites(model, p.all_heads())
     assert [(each.layer, each.kind) for each in found] == [
         (layer, kind) for layer in range(N_LAYERS) for kind in ("attention", "neuron")
     ]
     # An oracle of another make: the labels of the converted model.
     assert names(found) == convert(build("llama")).all_head_labels()
-    assert names(p.resolve(model, p.heads())) == [f"L{i}H{j}" for i in range(3) for j in range(6)]
+    assert names(resolve_sites(model, p.heads())) == [
+        f"L{i}H{j}" for i in range(3) for j in range(6)
+    ]
     for each in found:
         assert each.index.tolist() == list(range(len(each.names)))
         assert each.member.tolist() == [-1] * len(each.names)
 
 
 def test_layers(model):
-    found = p.resolve(model, p.neuron_heads(layers=[2, 0]))
+    found = resolve_sites(model, p.neuron_heads(layers=[2, 0]))
     assert [(each.layer, each.names[-1]) for each in found] == [(0, "L0N36"), (2, "L2N36")]
     assert len(found[0].index) == D_MLP
-    assert names(p.resolve(model, p.heads(layers=1)))[0] == "L1H0"
+    assert names(resolve_sites(model, p.heads(layers=1)))[0] == "L1H0"
     assert p.neuron_heads(range(2)) == p.neuron_heads([0, 1])
 
 
 def test_names_come_in_order_with_their_indices(model):
-    found = p.resolve(model, ["L2N31", "L0N7", "L2H5", "L2N29"])
+    found = resolve_sites(model, ["L2N31", "L0N7", "L2H5", "L2N29"])
     assert names(found) == ["L0N7", "L2H5", "L2N29", "L2N31"]
     assert [each.index.tolist() for each in found] == [[7], [5], [29, 31]]
-    assert names(p.resolve(model, "L1N3")) == ["L1N3"]
+    assert names(resolve_sites(model, "L1N3")) == ["L1N3"]
 
 
 def test_heads_that_share_a_neuron(shared):
-    assert names(p.resolve(shared, p.neuron_heads(0))) == [f"L0N{i}" for i in range(D_MLP)]
-    (found,) = p.resolve(shared, ["L1N5.2", "L1N5", "L1N3.0"])
+    assert names(resolve_sites(shared, p.neuron_heads(0))) == [f"L0N{i}" for i in range(D_MLP)]
+    (found,) = resolve_sites(shared, ["L1N5.2", "L1N5", "L1N3.0"])
     assert found.names == ("L1N3.0", "L1N5", "L1N5.2")
     assert (found.index.tolist(), found.member.tolist()) == ([3, 5, 5], [0, -1, 2])
     with pytest.raises(PatchingError, match=r"'L1N5\.4'"):
-        p.resolve(shared, ["L1N5.4"])
+        resolve_sites(shared, ["L1N5.4"])
 
 
 BAD = {
     "form": ("5.3", "got '5.3'; expected 'L5H3'"),
-    "layer": ("L3N0", "source layers from 0 to 2"),
+    "layer": ("L3N0", "layers 0 to 2"),
     "neuron": ("L0N37", "neurons 0 to 36"),
     "head": ("L0H6", "attention heads 0 to 5"),
     "member": ("L0N1.0", "one head, L0N1"),
@@ -83,7 +87,7 @@ BAD = {
 
 def test_every_bad_name_is_told(model):
     with pytest.raises(PatchingError) as caught:
-        p.resolve(model, ["L0N1", "L0N1", *(name for name, _ in BAD.values())])
+        resolve_sites(model, ["L0N1", "L0N1", *(name for name, _ in BAD.values())])
     assert len(caught.value.reasons) == len(BAD) + 1
     for _, reason in BAD.values():
         assert reason in str(caught.value)
@@ -93,12 +97,12 @@ def test_every_bad_name_is_told(model):
 def test_refused_otherwise(model):
     for nothing in ([], {"L0N1"}, None):
         with pytest.raises(PatchingError, match="expected neuron_heads"):
-            p.resolve(model, nothing)
+            resolve_sites(model, nothing)
     with pytest.raises(PatchingError, match="got layer 3") as caught:
-        p.resolve(model, p.heads([1, 3, 5]))
+        resolve_sites(model, p.heads([1, 3, 5]))
     assert len(caught.value.reasons) == 2
     with pytest.raises(PatchingError, match=r"call attn_only_lens\.convert"):
-        p.resolve(build("gelu"), p.heads())
+        resolve_sites(build("gelu"), p.heads())
     with pytest.raises(PatchingError) as caught:
         p.all_heads([-1, True, 2, 2, "0"])
     assert len(caught.value.reasons) == 4
@@ -121,14 +125,14 @@ def shown(sets):
 
 def test_each_and_all_leave_padding_out():
     pair = pair_of([5, 2, 3])
-    assert shown(p.resolve_positions(pair, "each")) == {
+    assert shown(resolve_positions(pair, "each")) == {
         0: [[0, 0], [1, 0], [2, 0]],
         1: [[0, 1], [1, 1], [2, 1]],
         2: [[0, 2], [2, 2]],
         3: [[0, 3]],
         4: [[0, 4]],
     }
-    (whole,) = p.resolve_positions(pair, "all")
+    (whole,) = resolve_positions(pair, "all")
     assert whole.label == "all"
     assert torch.equal(whole.where, pair.real)
 
@@ -136,7 +140,7 @@ def test_each_and_all_leave_padding_out():
 @pytest.mark.parametrize(("side", "ends"), [("right", [4, 1, 2]), ("left", [6, 6, 6])])
 def test_from_the_end(side, ends):
     pair = pair_of([5, 2, 3], side)
-    assert shown(p.resolve_positions(pair, [-1, -2])) == {
+    assert shown(resolve_positions(pair, [-1, -2])) == {
         -1: [[i, end] for i, end in enumerate(ends)],
         -2: [[i, end - 1] for i, end in enumerate(ends)],
     }
@@ -144,17 +148,17 @@ def test_from_the_end(side, ends):
 
 def test_numbers():
     pair = pair_of([5, 2, 3])
-    assert shown(p.resolve_positions(pair, 1)) == {1: [[0, 1], [1, 1], [2, 1]]}
-    assert list(shown(p.resolve_positions(pair, [1, 0]))) == [1, 0]
+    assert shown(resolve_positions(pair, 1)) == {1: [[0, 1], [1, 1], [2, 1]]}
+    assert list(shown(resolve_positions(pair, [1, 0]))) == [1, 0]
     whole = pair_of([7, 7, 7])
     bad = [0, 0, 7, -8, True, "3", 6, -1]
     with pytest.raises(PatchingError) as caught:
-        p.resolve_positions(whole, bad)
+        resolve_positions(whole, bad)
     assert len(caught.value.reasons) == 6
     assert "got -1 and 6, the same positions" in str(caught.value)
     for position in (2, -3):
         with pytest.raises(PatchingError, match=r"in prompts \[1\]"):
-            p.resolve_positions(pair, position)
+            resolve_positions(pair, position)
     for other in ("last", [], 1.5, None):
         with pytest.raises(PatchingError, match="expected 'each', 'all'"):
-            p.resolve_positions(pair, other)
+            resolve_positions(pair, other)

@@ -85,7 +85,7 @@ def test_an_edit_of_a_module_that_does_not_run_is_refused(monkeypatch):
 @pytest.mark.parametrize("part", ["z", "pattern", "value", "q"])
 @pytest.mark.parametrize("site", ["L1N5", "L1H0"])
 def test_an_edit_that_a_replay_loses_or_makes_twice_is_refused(site, part, monkeypatch):
-    model, leaving = exposed("gpt2"), BridgeReplay.leaving
+    model, leaving = exposed("gpt2"), BridgeReplay.block_output
     assert len(sweep(model, [site], part=part))
 
     def other(self, variants, times):
@@ -94,13 +94,13 @@ def test_an_edit_that_a_replay_loses_or_makes_twice_is_refused(site, part, monke
             hooks = []
         added = None if variants.added is None else variants.added * times
         changed = Variants(
-            *(variants.block, variants.first, variants.entering, hooks, variants.mlp, added)
+            *(variants.block, variants.first, variants.stream, hooks, variants.mlp, added)
         )
         return leaving(self, changed)
 
     for times in (0, 2):
         monkeypatch.setattr(
-            BridgeReplay, "leaving", lambda self, variants, n=times: other(self, variants, n)
+            BridgeReplay, "block_output", lambda self, variants, n=times: other(self, variants, n)
         )
         with pytest.raises(UnsupportedModelError, match="layer 1: noise at"):
             sweep(model, [site], part=part)
@@ -163,7 +163,7 @@ def ask(model, ranking):
 
 @pytest.mark.parametrize(
     ("point", "reason"),
-    [(LooksOn, "not read back|goes nowhere"), (Silent, "showed nothing in a forward pass")],
+    [(LooksOn, "not read back|read-only"), (Silent, "did not fire in a forward pass")],
 )
 def test_nothing_is_said_of_heads_that_take_no_edits(point, reason):
     model, (clean, corrupted) = exposed("gpt2"), pair()

@@ -30,7 +30,7 @@ from attn_only_lens.models.in_place import exposed_heads
 from attn_only_lens.models.source_folder import parse_dtype, plain_config
 from attn_only_lens.models.two_blocks.build import tensor_misfits
 from attn_only_lens.numerics import same_randomness
-from attn_only_lens.runs.attached_hooks import attached, hook_reasons
+from attn_only_lens.runs.attached_hooks import find_hooks, hook_reasons
 from attn_only_lens.storage import out_of_range
 
 __all__ = ["BridgeFields", "describe_bridge", "rebuild_bridge"]
@@ -205,7 +205,7 @@ def _class_in_transformers(name: str, kind: type) -> Any:
 def _config(model: TransformerBridge) -> dict[str, Any]:
     """The settings that a skeleton is built from, as JSON."""
     reasons, wrapped = hook_reasons(model, "would not be saved"), model.original_model
-    if own := attached(model).own:
+    if own := find_hooks(model).own:
         reasons.append(
             f"TransformerLens has hooks of its own on it ({own[0]}), by which hook points of parts "
             "without a module fire (BERT in 4.3): such a bridge is not saved"

@@ -33,16 +33,16 @@ from attn_only_lens.models.two_blocks import AttentionOnlyTransformer
 from attn_only_lens.storage import (
     Document,
     FileDigest,
+    atomic_folder,
     check_files,
-    digests_of,
-    files_listed,
-    misfits,
-    opened_folder,
+    file_digests,
+    listed_files,
+    open_folder,
     read_tensors,
-    whole_folder,
+    type_mismatches,
     write_tensors,
 )
-from attn_only_lens.storage.size_limit import no_more_than
+from attn_only_lens.storage.size_limit import limit_size
 from attn_only_lens.tl import HookedTransformer
 
 __all__ = ["MANIFEST", "is_saved", "load", "read_manifest", "save", "write_manifest"]
@@ -72,7 +72,7 @@ class _Kind(NamedTuple):
     rebuild: Callable[[dict[str, Any], dict[str, Tensor]], Any]
 
 
-_DOCUMENT = Document("attn_only_lens", 6, _Manifest, indent=2)
+_DOCUMENT = Document("attn_only_lens", 6, _Manifest)
 _KINDS = {
     "HookedTransformer": _Kind(HookedFields, describe_hooked, rebuild_hooked),
     "TransformerBridge": _Kind(BridgeFields, describe_bridge, rebuild_bridge),
@@ -118,7 +118,7 @@ def save(
         >>> torch.equal(model(tokens), same(tokens))
         True
     """
-    folder = opened_folder(folder)
+    folder = open_folder(folder)
     if not has_neuron_heads(model):
         raise CheckpointError(
             f"got a {type(model).__name__}; expected what attn_only_lens.convert or load returns, "
@@ -133,7 +133,7 @@ def save(
         "training": model.training,
         "padding_side": None if model.tokenizer is None else model.tokenizer.padding_side,
     }
-    with whole_folder(folder, (MANIFEST, WEIGHTS, TOKENIZER), MANIFEST, files_listed) as new:
+    with atomic_folder(folder, (MANIFEST, WEIGHTS, TOKENIZER), MANIFEST, listed_files) as new:
         write_tensors(new / WEIGHTS, tensors)
         if model.tokenizer is not None:
             model.tokenizer.save_pretrained(new / TOKENIZER)
@@ -173,13 +173,13 @@ def load(
         ...     load(folder, dtype="float64").W_in.dtype
         torch.float64
     """
-    folder = opened_folder(folder)
+    folder = open_folder(folder)
     to_device = parse_device("cpu" if device is None else device)
     to_dtype = None if dtype is None else parse_dtype(dtype)
     manifest = read_manifest(folder)
     check_files(folder, manifest["files"], closed=TOKENIZER)
     tensors, _ = read_tensors(folder / WEIGHTS)
-    with no_more_than(tensors), checkpoint_errors(f"{folder} {_UNBUILDABLE}"):
+    with limit_size(tensors), checkpoint_errors(f"{folder} {_UNBUILDABLE}"):
         model = _KINDS[manifest["model"]].rebuild(manifest, tensors)
     if manifest["padding_side"] is not None:
         model.tokenizer = load_tokenizer(folder)
@@ -193,7 +193,7 @@ def load(
 def is_saved(folder: str | os.PathLike[str]) -> bool:
     """True for a folder that `save` wrote."""
     try:
-        return (opened_folder(folder) / MANIFEST).is_file()
+        return (open_folder(folder) / MANIFEST).is_file()
     except (CheckpointError, OSError):
         return False
 
@@ -204,7 +204,7 @@ def write_manifest(folder: Path, entries: dict[str, Any]) -> None:
         "attn_only_lens": version("attn-only-lens"),
         "transformer_lens": version("transformer-lens"),
     }
-    _DOCUMENT.write(folder / MANIFEST, **versions, **entries, files=digests_of(folder))
+    _DOCUMENT.write(folder / MANIFEST, **versions, **entries, files=file_digests(folder))
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
@@ -222,7 +222,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         )
     manifest = _DOCUMENT.read(path)
     fields = _KINDS[manifest["model"]].fields
-    wrong = [reason.removeprefix(".") for reason in misfits(manifest, fields, "")]
+    wrong = [reason.removeprefix(".") for reason in type_mismatches(manifest, fields, "")]
     names = manifest["files"]
     wrong += [f"files.{WEIGHTS} is missing"] * (WEIGHTS not in names)
     wrong += [

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from transformer_lens.model_bridge import TransformerBridge
 
-from attn_only_lens.runs.attached_hooks import attached, hook_reasons, modules_of
+from attn_only_lens.runs.attached_hooks import find_hooks, hook_reasons, modules_of
 
 __all__ = ["copy_bridge", "reasons_against_copying"]
 
@@ -33,7 +33,7 @@ def reasons_against_copying(model: object) -> list[str]:
             "are exposed in place have to be undone first: undo()"
         ]
     reasons = hook_reasons(model)
-    if own := attached(model).own:
+    if own := find_hooks(model).own:
         reasons.append(
             f"TransformerLens has hooks of its own on it ({own[0]}), as on BERT in 4.3, and a "
             "copy's would act on the original; use the model itself: "

@@ -12,9 +12,9 @@ from attn_only_lens.models.norms import (
     hooked_norms,
     require_bridge_weights,
 )
+from attn_only_lens.runs.replay.base import Replay
 from attn_only_lens.runs.replay.bridge import BridgeReplay
 from attn_only_lens.runs.replay.hooked import HookedReplay
-from attn_only_lens.runs.replay.replay import Replay
 
 __all__ = ["BridgeHost", "HookedHost"]
 

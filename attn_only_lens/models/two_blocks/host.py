@@ -5,8 +5,8 @@ from typing import Any, Literal
 
 from attn_only_lens.heads.host import HeadKind, Host, block_layer, heads_block, neurons_block
 from attn_only_lens.models.norms import Norm, Wiring, hooked_final_norm, hooked_norms
+from attn_only_lens.runs.replay.base import Replay, Variants
 from attn_only_lens.runs.replay.hooked import HookedReplay
-from attn_only_lens.runs.replay.replay import Replay, Variants
 
 __all__ = ["TwoBlocksHost"]
 
@@ -69,8 +69,8 @@ class _TwoBlocksReplay(HookedReplay):
         """
         if not (self.model.cfg.parallel_attn_mlp and variants.block % 2):
             return super().first_block(variants)
-        attention, n = variants.block - 1, len(variants.entering) // self.batch
-        entered = self.unchanged(attention, variants.first, n)
+        attention, n = variants.block - 1, len(variants.stream) // self.batch
+        entered = self.recorded_stream(attention, variants.first, n)
         passing: AbstractContextManager[None] = self.model.passing.of_another_pass(
             {block_layer(attention): entered}
         )

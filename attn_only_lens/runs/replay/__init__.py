@@ -7,17 +7,18 @@ import torch
 from attn_only_lens.heads import host_of
 from attn_only_lens.numerics import full_precision
 from attn_only_lens.runs.metrics import BoundMetric
-from attn_only_lens.runs.recording import Recording, again
-from attn_only_lens.runs.replay.replay import Replay, Variants
+from attn_only_lens.runs.recording import Recording, record_again
+from attn_only_lens.runs.replay.base import Replay, Variants
 
-__all__ = ["Replay", "Variants", "replay_of"]
+__all__ = ["Replay", "Variants", "make_replay"]
 
 
-def replay_of(model: Any, recording: Recording, metric: BoundMetric) -> Replay:
-    """The replay for a model, checked."""
+def make_replay(model: Any, recording: Recording, metric: BoundMetric) -> Replay:
+    """Return the replay for a model, checked."""
     replay = host_of(model).replay
-    with torch.no_grad():  # keys and values on record would hold their graphs as long as it lives
+    with torch.no_grad():  # recorded keys and values would hold their graphs as long as they live
         with full_precision() as raised:
-            judge = replay(again(model, recording) if raised else recording, metric)
-            judge.check()
-        return replay(recording, metric, judge) if raised else judge
+            precise = replay(record_again(model, recording) if raised else recording, metric)
+            precise.check()
+        checked: Replay = replay(recording, metric, precise) if raised else precise
+        return checked

@@ -1,4 +1,4 @@
-"""HookedTransformers, converted or exposed: their blocks are called one by one."""
+"""The replay of HookedTransformers, converted or exposed: call their blocks one by one."""
 
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -9,42 +9,30 @@ from jaxtyping import Float
 from torch import Tensor
 
 from attn_only_lens.axes import Residual
-from attn_only_lens.runs.metrics import BoundMetric
-from attn_only_lens.runs.recording import Recording
-from attn_only_lens.runs.replay.key_values import after
-from attn_only_lens.runs.replay.replay import Replay, Variants, adding
+from attn_only_lens.runs.replay.base import Replay, Variants, add_to_mlp_output
+from attn_only_lens.runs.replay.key_values import extend
 from attn_only_lens.tl import TransformerBlock
 
 __all__ = ["HookedReplay"]
 
 
 class HookedReplay(Replay):
-    """Block by block, for HookedTransformers, converted or exposed."""
+    """A replay block by block."""
 
-    def __init__(
-        self,
-        model: Any,
-        recording: Recording,
-        metric: BoundMetric,
-        judge: Replay | None = None,
-    ) -> None:
-        super().__init__(model, recording, metric, judge)
-        cfg = model.cfg
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        model, cfg = self.model, self.model.cfg
         self._causal = cfg.attention_dir == "causal"
         # Shortformers add positions in every block. The model may make a mask where none is given.
-        embedded = model.input_to_embed(recording.tokens, attention_mask=recording.mask)
-        _, _, self._positions, self._mask = embedded
-        self._past = self._keys_and_values() if self._causal else {}
-
-    def _keys_and_values(self) -> dict[int, "_Kept"]:
-        """Keys and values of each attention block, by running it on what entered it."""
-        past = {}
-        for index, block in enumerate(self.model.blocks):
-            if isinstance(block, TransformerBlock):
-                kept = _Kept()
-                self._call(index, self.recording.streams[index], 0, kept)
-                past[index] = kept
-        return past
+        tokens, mask = self.recording.tokens, self.recording.mask
+        _, _, self._positions, self._mask = model.input_to_embed(tokens, attention_mask=mask)
+        self._past: dict[int, _Past] = {}
+        if self._causal:
+            for index, block in enumerate(model.blocks):
+                if isinstance(block, TransformerBlock):
+                    recorder = _Recorder()
+                    self._call(index, self.recording.streams[index], 0, recorder)
+                    self._past[index] = recorder.recorded
 
     def _call(self, index: int, x: Residual, first: int, past: Any) -> Residual:
         repeats = x.shape[0] // self.batch
@@ -62,41 +50,39 @@ class HookedReplay(Replay):
         return out
 
     @property
-    def kept_of_token(self) -> int:
-        """How many numbers a block holds at once, for its keys and values of a token."""
+    def cached_numbers_per_token(self) -> int:
+        """The numbers that a block holds at once for the keys and values of a token."""
         rotary = self.model.cfg.positional_embedding_type == "rotary"  # keys are rotated each time
-        d_head = max((each.d_head for each in self._past.values()), default=0)
+        d_head = max((each.past_keys.shape[-1] for each in self._past.values()), default=0)
         # Grouped keys and values are repeated for each head.
         return (6 if rotary else 3) * max(self.host.n_heads) * d_head
 
-    def apart(self, block: int, position: int) -> bool:
-        """Whether a block and those after it can be run from a position on, by themselves."""
+    def can_start_at(self, block: int, position: int) -> bool:
+        """Return whether blocks can run from a position on: in any causal model."""
         return self._causal
 
-    def leaving(self, variants: Variants) -> Residual:
-        """What leaves the first block, from `first` on."""
+    def block_output(self, variants: Variants) -> Residual:
+        """Return the output of the first block, from `first` on."""
         with (
             self.first_block(variants),
             self.model.hooks(fwd_hooks=list(variants.hooks)),
-            adding(variants),
+            add_to_mlp_output(variants),
         ):
-            return self._block(variants.block, variants.entering, variants.first)
+            return self._block(variants.block, variants.stream, variants.first)
 
     def first_block(self, variants: Variants) -> AbstractContextManager[None]:
-        """Hold for the first block what it needs besides the stream: nothing."""
+        """Provide the first block with inputs besides the stream: none."""
         return nullcontext()
 
     def _block(self, index: int, x: Residual, first: int) -> Residual:
-        past = None
-        if first and index in self._past:
-            past = self._past[index].before(first)
+        past = self._past[index].before(first) if first and index in self._past else None
         return self._call(index, x, first, past)
 
     def logits(self, variants: Variants) -> Float[Tensor, "row position column"]:
-        """The logits that the metric reads."""
-        first, x = variants.first, variants.entering
+        """Return the logits that the metric reads."""
+        first, x = variants.first, variants.stream
         if variants.block < self.n_blocks:
-            x = self.leaving(variants)
+            x = self.block_output(variants)
         for index in range(variants.block + 1, self.n_blocks):
             x = self._block(index, x, first)
         return self._read(x, first)
@@ -106,7 +92,7 @@ class HookedReplay(Replay):
         if positions is not None:
             where = (positions - first).repeat(repeats)
             x = x[torch.arange(x.shape[0], device=x.device), where].unsqueeze(1)
-        return self.completed(self._unembedded(x), first)
+        return self.with_earlier_logits(self._unembedded(x), first)
 
     def _unembedded(self, x: Residual) -> Float[Tensor, "row position column"]:
         model, cfg, columns = self.model, self.model.cfg, self.metric.columns
@@ -120,34 +106,28 @@ class HookedReplay(Replay):
         return cap * torch.tanh(logits / cap) if cap > 0.0 else logits
 
 
-class _Kept:
-    """Keys and values of one block, in the place of a cache entry: takes them, or gives them."""
-
-    def __init__(self) -> None:
-        self.keys: Tensor | None = None
-        self.values: Tensor | None = None
-        self.past_keys = torch.empty(0, 0, device="cpu")
-
-    def append(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        self.keys, self.values = keys, values
-        return keys, values
-
-    @property
-    def d_head(self) -> int:
-        """Of the keys."""
-        assert self.keys is not None
-        return self.keys.shape[-1]
-
-    def before(self, first: int) -> "_Past":
-        assert self.keys is not None
-        assert self.values is not None
-        return _Past(self.keys[:, :first], self.values[:, :first])
-
-
 @dataclass(frozen=True)
 class _Past:
+    """Keys and values of one block, in the place of a cache entry."""
+
     past_keys: Float[Tensor, "batch pos head d_head"]
     past_values: Float[Tensor, "batch pos head d_head"]
 
     def append(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        return after(self.past_keys, keys, 1), after(self.past_values, values, 1)
+        return extend(self.past_keys, keys, 1), extend(self.past_values, values, 1)
+
+    def before(self, first: int) -> "_Past":
+        return _Past(self.past_keys[:, :first], self.past_values[:, :first])
+
+
+class _Recorder:
+    """An empty cache entry that records the keys and values of one block."""
+
+    recorded: _Past
+
+    def __init__(self) -> None:
+        self.past_keys = torch.empty(0, 0, device="cpu")
+
+    def append(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        self.recorded = _Past(keys, values)
+        return keys, values

@@ -1,8 +1,8 @@
-"""Keys and values on record, as the cache of a generation that has come so far.
+"""Recorded keys and values, as the cache of a generation that has come so far.
 
-Models of transformers are told by their cache how many tokens came before those that they are
-given, and so what positions these have, which rotations, and which masks. A cache that gives what
-is on record, and takes nothing, makes them run the rest of a prompt again and again.
+The cache tells models of transformers how many tokens came before those that they are given, and
+so which positions, rotations and masks these have. A cache that gives the recorded keys and values,
+and keeps nothing new, makes them run the rest of a prompt again and again.
 """
 
 from dataclasses import dataclass
@@ -16,21 +16,22 @@ from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 from attn_only_lens.errors import AttnOnlyLensError
 from attn_only_lens.runs.recording import Recording, run
 
-__all__ = ["UNFIT", "Past", "after", "is_refusal", "past_of"]
+__all__ = ["UNFIT", "KeyValues", "extend", "is_refusal", "record_key_values"]
 
 UNFIT = (AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
-"""What models raise that cannot run in parts; `is_refusal` tells these from what must be heard."""
+"""Errors of models that cannot run in parts, and of others: `is_refusal` tells."""
+
 _Heads = Float[Tensor, "batch head pos d_head"]
 
 
 @dataclass(frozen=True)
-class Past:
+class KeyValues:
     """Keys and values of one run, layer by layer, rotated where the model rotates them."""
 
     layers: tuple[tuple[_Heads, _Heads], ...]
 
     def before(self, first: int) -> Cache:
-        """Those of the positions before `first`, for any number of variants."""
+        """Return a cache of the positions before `first`, for any number of variants."""
         return Cache(
             layers=[
                 _Prefix(keys[..., :first, :], values[..., :first, :])
@@ -39,8 +40,8 @@ class Past:
         )
 
 
-def past_of(model: Any, recording: Recording) -> Past | None:
-    """Keys and values of a recorded run, by running it again; None of a model without a cache."""
+def record_key_values(model: Any, recording: Recording) -> KeyValues | None:
+    """Run a recorded run again for its keys and values; None of a model without a cache."""
     # Without its configuration a cache keeps all positions, where attention is to a window too.
     cache = DynamicCache()
     try:
@@ -52,21 +53,21 @@ def past_of(model: Any, recording: Recording) -> Past | None:
     layers: list[Any] = [layer for layer in cache.layers if isinstance(layer, DynamicLayer)]
     if not layers or not all(layer.is_initialized for layer in layers):
         return None
-    return Past(tuple((layer.keys, layer.values) for layer in layers))
+    return KeyValues(tuple((layer.keys, layer.values) for layer in layers))
 
 
 def is_refusal(error: Exception) -> bool:
-    """Whether one of UNFIT says that a model does not run so; memory may have run out, too.
+    """Return whether one of UNFIT means that a model does not run like this.
 
-    What this package refuses is meant for the caller, whatever was tried.
+    It does not if memory ran out, or if this package raised it for the caller.
     """
-    said = str(error)
-    gone = isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in said
+    text = str(error)
+    gone = isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in text
     return not gone and not isinstance(error, AttnOnlyLensError)
 
 
 class _Prefix(DynamicLayer):
-    """One layer: gives what came before, and keeps nothing of what comes."""
+    """One layer of a cache, which keeps nothing new."""
 
     def __init__(self, keys: _Heads, values: _Heads) -> None:
         super().__init__()
@@ -78,14 +79,14 @@ class _Prefix(DynamicLayer):
     ) -> tuple[Tensor, Tensor]:
         assert self.keys is not None
         assert self.values is not None
-        return after(self.keys, key_states, -2), after(self.values, value_states, -2)
+        return extend(self.keys, key_states, -2), extend(self.values, value_states, -2)
 
 
-def after(past: Tensor, new: Tensor, axis: int) -> Tensor:
-    """What came before, the same for all variants, and what comes in each: one copy of both.
+def extend(past: Tensor, new: Tensor, axis: int) -> Tensor:
+    """Return past and new keys or values of each variant, in one copy.
 
     Args:
-        past: of each prompt.
+        past: of each prompt, the same for all variants.
         new: of each prompt of each variant, prompts inmost.
         axis: of positions.
     """

@@ -1,9 +1,9 @@
-"""A model made linear: every pattern and every norm scale held at what it was in one run.
+"""A model made linear: every pattern and every norm scale held at its value in one run.
 
 With the patterns of attention heads and of neuron-heads, and the scale that each norm divides by,
-taken as constants, what is left between the embedding and the logits is linear maps and biases.
-Gradients of that model give every writer its share, and shares add up: with c the gradient of the
-metric with respect to the logits, x what enters the first block and b all biases,
+as constants, only linear maps and biases are left between the embedding and the logits. Gradients
+of that model attribute the metric to every writer, and attributions add up: with c the gradient of
+the metric with respect to the logits, x the stream that enters the first block and b all biases,
 
     c · logits = (∂/∂x) · x + Σ_b (∂/∂b) · b
 
@@ -16,11 +16,11 @@ A head of a gated MLP has a value v = g u that is a product. It is replaced by t
 agrees with it, (g_0 u + g u_0)/2 with g_0, u_0 of the run: half of each gradient, those papers'
 half rule. Heads that share a neuron (bilinear gates) need none: their v is linear.
 
-A soft cap on attention scores is within the pattern. One on the logits lies after the linear model:
-it counts as part of the metric, and c is the gradient with respect to the logits before it.
+A soft cap on attention scores is part of the pattern. One on the logits lies after the linear
+model: it counts as part of the metric, and c is the gradient with respect to the logits before it.
 
-What else a model may compute (clipped values, norms without hook points) is not known to be frozen,
-so the claim is tried on every run: see `require_linear`.
+Whether everything else in the model is linear (no clipped values, no norms without hook points) is
+tested on every run: see `require_linear`.
 """
 
 import warnings
@@ -38,120 +38,130 @@ from attn_only_lens.errors import UnsupportedModelError
 from attn_only_lens.heads import host_of, logit_tolerance
 from attn_only_lens.heads.host import HEAD_KINDS
 from attn_only_lens.numerics import normal_numbers
-from attn_only_lens.runs.gradients import Tape, entering, gradients, rooted, value_of
+from attn_only_lens.runs.gradients import Tape, edit_input, gradients, start_graph
 from attn_only_lens.runs.metrics import BoundMetric
 from attn_only_lens.runs.recording import Hooks, Recording, run
 
-__all__ = ["Frozen", "frozen_gradients", "native", "require_linear", "unembedded"]
+__all__ = [
+    "FrozenPass",
+    "frozen_gradients",
+    "require_linear",
+    "uncapped_logits",
+]
 
 _PROBLEM = "this model cannot be frozen"
 
 
-class Frozen:
-    """Hooks that make constants of what passes, and then hold other runs at them.
+class FrozenPass:
+    """Hooks that record patterns and norm scales as constants, and hold other runs at them.
 
     Attributes:
-        kept: by hook name.
+        recorded: the constants, by hook name.
     """
 
     def __init__(self, model: Any) -> None:
         host = host_of(model)
-        points = [m for m in model.modules() if isinstance(m, HookPoint)]
-        scales = {str(point.name) for point in points if str(point.name).endswith("hook_scale")}
-
+        points = [str(m.name) for m in model.modules() if isinstance(m, HookPoint)]
         self._patterns = [
             host.hook_name(layer, kind, "pattern")
             for layer in range(host.n_layers)
             for kind in HEAD_KINDS
         ]
-        self._constant = [*self._patterns, *sorted(scales)]
+        scales = sorted({name for name in points if name.endswith("hook_scale")})
+        self._constant = [*self._patterns, *scales]
         self._products = [
             host.hook_name(layer, "neuron", "v")
             for layer, each in enumerate(host.neurons)
             if each.value_is_product
         ]
-        self.kept: dict[str, Tensor] = {}
+        self.recorded: dict[str, Tensor] = {}
 
     @property
-    def freezing(self) -> Hooks:
-        """For the run that everything is frozen at: its logits stay what they are."""
+    def record_hooks(self) -> Hooks:
+        """For the run at which everything is frozen: its logits stay the same."""
 
-        def constant(value: Tensor, name: str) -> Tensor:
+        def detach(value: Tensor) -> Tensor:
             return value.detach()
 
-        def half(value: Tensor, name: str) -> Tensor:
+        def halve_gradient(value: Tensor) -> Tensor:
             return (value + value.detach()) / 2
 
-        def keeping(change: Callable[[Tensor, str], Tensor], name: str) -> Callable[..., Tensor]:
+        def recording(change: Callable[[Tensor], Tensor], name: str) -> Callable[..., Tensor]:
             def hook(value: Tensor, hook: Any) -> Tensor:
-                self.kept[name] = value.detach().clone()
-                return change(value, name)
+                self.recorded[name] = value.detach().clone()
+                return change(value)
 
             return hook
 
         return [
-            *((name, keeping(constant, name)) for name in self._constant),
-            *((name, keeping(half, name)) for name in self._products),
+            *((name, recording(detach, name)) for name in self._constant),
+            *((name, recording(halve_gradient, name)) for name in self._products),
         ]
 
     @property
-    def held(self) -> Hooks:
+    def linear_hooks(self) -> Hooks:
         """For a run of pairs of rows, x + δ and x - δ: the linear model itself.
 
         There g u, at both, gives 2 (g_0 δu + u_0 δg) as its difference.
         """
 
         def constant(name: str) -> Callable[..., Tensor]:
-            return lambda value, hook: torch.cat([self.kept[name]] * 2)
+            return lambda value, hook: torch.cat([self.recorded[name]] * 2)
 
         def linear(name: str) -> Callable[..., Tensor]:
             def hook(value: Tensor, hook: Any) -> Tensor:
                 more, less = value.chunk(2)
-                moved = (more - less) / 4
-                return torch.cat([self.kept[name] + moved, self.kept[name] - moved])
+                change = (more - less) / 4
+                return torch.cat([self.recorded[name] + change, self.recorded[name] - change])
 
             return hook
 
         return [
-            *((name, constant(name)) for name in self._constant if name in self.kept),
+            *((name, constant(name)) for name in self._constant if name in self.recorded),
             *((name, linear(name)) for name in self._products),
         ]
 
-    def missing(self) -> list[str]:
-        """Patterns that the run did not show."""
-        return [name for name in self._patterns if name not in self.kept]
+    def missing_patterns(self) -> list[str]:
+        """Return the patterns whose hook points did not fire in the run."""
+        return [name for name in self._patterns if name not in self.recorded]
 
 
 def frozen_gradients(
     model: Any, target: Recording, metric: BoundMetric, tape: Tape
 ) -> dict[str, Tensor]:
-    """Gradients of a metric in the model frozen at a run: a forward, a backward, and a check.
+    """Return gradients of a metric in the model frozen at a run: a forward, a backward, a check.
 
     Args:
         model: converted, or with exposed neuron-heads.
         target: the run.
-        metric: what to take the gradient of.
-        tape: where to take it.
+        metric: to be differentiated.
+        tape: the nodes.
 
     Raises:
         UnsupportedModelError: it is not linear when its patterns and norm scales are frozen.
     """
-    frozen = Frozen(model)
-    with torch.enable_grad(), rooted(model) as roots, unembedded(model) as before, native():
-        hooks = [*frozen.freezing, *tape.hooks]
+    frozen = FrozenPass(model)
+    with (
+        torch.enable_grad(),
+        start_graph(model) as roots,
+        uncapped_logits(model) as before,
+    ):
+        hooks = [*frozen.record_hooks, *tape.hooks]
         logits = run(model, target.tokens, target.mask, hooks)
         found = gradients(
-            value_of(metric, logits), {"x": roots[-1], "logits": before[-1], **tape.nodes}
+            metric.of_logits(logits), {"x": roots[-1], "logits": before[-1], **tape.nodes}
         )
     error = float((logits.detach() - target.logits).abs().max())
     # Many bridged norms compute in float32 in whatever dtype the model is; their hooked form not.
     heads, dtypes = host_of(model).neurons, (logits.dtype, torch.float32)
     allowed = max(logit_tolerance(heads, dtype) for dtype in dtypes)
     allowed *= float(target.logits.abs().max())
-    reasons = [f"it does not show the patterns {frozen.missing()}"] * bool(frozen.missing())
-    reasons += [f"to freeze it changes its logits, by {error:.2g}"] * (not error <= allowed)
-    if reasons:
-        raise UnsupportedModelError(reasons, _PROBLEM)
+    reasons = []
+    if missing := frozen.missing_patterns():
+        reasons.append(f"it does not show the patterns {missing}")
+    if not error <= allowed:
+        reasons.append(f"to freeze it changes its logits, by {error:.2g}")
+    UnsupportedModelError.raise_if(reasons, _PROBLEM)
     require_linear(model, target, frozen, found.pop("x"), found.pop("logits"))
     return found
 
@@ -160,37 +170,40 @@ def frozen_gradients(
 def require_linear(
     model: Any,
     target: Recording,
-    frozen: Frozen,
+    frozen: FrozenPass,
     gradient: Residual,
     weights: Float[Tensor, "batch pos d_vocab"],
 ) -> None:
-    """Move what enters the first block at random, and see that all follows its gradient.
+    """Compare the effect of noise in the stream that enters the first block with its gradient.
 
     Args:
         model: frozen at `target`.
         target: the run.
-        frozen: what is held.
-        gradient: of the metric with respect to what enters the first block.
+        frozen: the constants.
+        gradient: of the metric with respect to the stream that enters the first block.
         weights: of the metric with respect to the logits, before any cap.
 
     Raises:
         UnsupportedModelError: weights · Δlogits is not gradient · Δx.
     """
     x = target.streams[0]
-    moved = normal_numbers(x.shape).to(x) * x.std()
+    noise = normal_numbers(x.shape).to(x) * x.std()
     mask = None if target.mask is None else target.mask.repeat(2, 1)
-    both = torch.cat([x + moved, x - moved])
-    with entering(model, lambda _: both), unembedded(model) as before, native():
-        run(model, target.tokens.repeat(2, 1), mask, frozen.held)
+    both = torch.cat([x + noise, x - noise])
+    with (
+        edit_input(model, lambda _: both),
+        uncapped_logits(model) as before,
+    ):
+        run(model, target.tokens.repeat(2, 1), mask, frozen.linear_hooks)
     more, less = before[-1].chunk(2)
     terms = weights * (more - less) / 2
-    expected, got = float((gradient * moved).sum()), float(terms.sum())
+    expected, got = float((gradient * noise).sum()), float(terms.sum())
     scale = float(terms.abs().sum())
     if not abs(got - expected) <= logit_tolerance(host_of(model).neurons, x.dtype) * scale:
         raise UnsupportedModelError(
             [
-                "with its patterns and norm scales frozen it is still not linear: a change of what "
-                f"enters its first block moves the metric by {got:.6g}, its gradient says "
+                "with its patterns and norm scales frozen it is still not linear: a change of the "
+                f"input of its first block moves the metric by {got:.6g}, its gradient says "
                 f"{expected:.6g}. Something else in it is not a linear map, such as values that "
                 "are clipped, norms without hook_scale, or patterns of which hooks see a copy. "
                 "Take method='gradient'"
@@ -200,8 +213,11 @@ def require_linear(
 
 
 @contextmanager
-def unembedded(model: Any) -> Iterator[list[Tensor]]:
-    """What the unembedding puts out, before any cap: the last of the list, each run."""
+def uncapped_logits(model: Any) -> Iterator[list[Tensor]]:
+    """List the output of the unembedding, before any soft cap, for each run.
+
+    Edits of norm scales are intended here: the warning of bridges about them is silenced.
+    """
     seen: list[Tensor] = []
 
     def look(module: nn.Module, args: Any, output: Tensor) -> None:
@@ -209,14 +225,8 @@ def unembedded(model: Any) -> Iterator[list[Tensor]]:
 
     handle = model.unembed.register_forward_hook(look)
     try:
-        yield seen
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="A forward hook edited hook_scale")
+            yield seen
     finally:
         handle.remove()
-
-
-@contextmanager
-def native() -> Iterator[None]:
-    """Bridges say that a norm whose scale is edited is computed otherwise: it is meant to be."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="A forward hook edited hook_scale")
-        yield

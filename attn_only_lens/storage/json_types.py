@@ -1,7 +1,6 @@
-"""Check values out of JSON against the types that the code has for them anyway, and their range.
+"""Compare values read from JSON with TypedDicts, dataclasses and the types of `typing`.
 
-TypedDicts, dataclasses and the types of `typing` say what is expected. Nothing is built from a
-value before it has been compared with them.
+Nothing is built from a value before it has been compared.
 """
 
 import re
@@ -14,7 +13,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints, is
 
 import torch
 
-__all__ = ["misfits", "out_of_range"]
+__all__ = ["out_of_range", "type_mismatches"]
 
 _LARGEST = 2**63  # of whole numbers that torch takes
 # What configurations, of TransformerLens and of transformers, call numbers of one range.
@@ -41,15 +40,15 @@ _RANGES: tuple[tuple[re.Pattern[str], str, Callable[[float], bool]], ...] = (
 )
 
 
-def misfits(value: Any, expected: Any, where: str) -> Iterator[str]:
-    """Every place at which a value out of JSON is not of the type expected.
+def type_mismatches(value: Any, expected: Any, where: str) -> Iterator[str]:
+    """Yield every place at which a value from JSON is not of the expected type.
 
     Args:
-        value: what `json.loads` returned.
+        value: from `json.loads`.
         expected: a TypedDict or a dataclass, whose fields are the keys of a dictionary; a scalar
             type; `list`, `dict`, `tuple`, `Literal`, unions of these, or `Any`. A whole number is a
             float, too; a bool is no number; a `torch.dtype` is the text of its name.
-        where: what the value is called.
+        where: the name of the value.
 
     Example:
         >>> from attn_only_lens.heads import Gating
@@ -63,24 +62,24 @@ def misfits(value: Any, expected: Any, where: str) -> Iterator[str]:
             return
         fits = False
     elif origin in (Union, UnionType):
-        fits = any(next(misfits(value, each, where), None) is None for each in args)
+        fits = any(next(type_mismatches(value, each, where), None) is None for each in args)
     elif origin is Literal:
         fits = any(value == each and type(value) is type(each) for each in args)
     elif (origin or expected) in (list, tuple):
         each = (args or (Any,))[0]
         if isinstance(value, list) and (Ellipsis in args or origin is not tuple):
             for i, item in enumerate(value):
-                yield from misfits(item, each, f"{where}[{i}]")
+                yield from type_mismatches(item, each, f"{where}[{i}]")
             return
         fits = isinstance(value, list) and len(value) == len(args)
         if fits:
             for i, (item, kind) in enumerate(zip(value, args, strict=True)):
-                yield from misfits(item, kind, f"{where}[{i}]")
+                yield from type_mismatches(item, kind, f"{where}[{i}]")
             return
     elif (origin or expected) is dict:
         if isinstance(value, dict):
             for key, item in value.items():
-                yield from misfits(item, (args or (str, Any))[1], f"{where}.{key}")
+                yield from type_mismatches(item, (args or (str, Any))[1], f"{where}.{key}")
             return
         fits = False
     else:
@@ -91,11 +90,11 @@ def misfits(value: Any, expected: Any, where: str) -> Iterator[str]:
 
 
 def out_of_range(config: Any, where: str) -> Iterator[str]:
-    """Every number of a configuration that no model can have, however deep it lies.
+    """Yield every number of a configuration, at any depth, that no model can have.
 
     Args:
-        config: what `json.loads` returned.
-        where: what it is called.
+        config: from `json.loads`.
+        where: the name of the configuration.
 
     Example:
         >>> list(out_of_range({"eps": -1e-5, "rotary_base": 10000}, "config"))
@@ -121,7 +120,7 @@ def _fields(value: dict[str, Any], expected: Any, where: str) -> Iterator[str]:
         yield from (f"{where}.{key} is not known" for key in unknown)
     yield from (f"{where}.{key} is missing" for key in sorted(needed - value.keys()))
     for key in value.keys() & hints.keys():
-        yield from misfits(value[key], hints[key], f"{where}.{key}")
+        yield from type_mismatches(value[key], hints[key], f"{where}.{key}")
 
 
 def _is(value: Any, expected: Any) -> bool:

@@ -2,29 +2,31 @@
 
     {"format": "attn_only_lens…", "format_version": 5, …, "sha256": of all the rest}
 
-Whitespace, the order of keys and how a number is spelled do not count; anything else that changes
-is noticed before a value is used. A digest tells of damage and of careless editing, not of malice:
-what is read is checked besides, since whoever writes a file can seal it again.
+Every format of the package is a `Document`: stated once, written by `write` and read by `read`;
+`tensors` and `tables` put the same JSON into or beside their files. Whitespace, the order of keys
+and the spelling of numbers do not count; any other change is noticed before a value is used. A
+digest detects damage and careless editing, not malice, since whoever writes a file can seal it
+again: so types are checked besides.
 """
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypedDict
 
 from attn_only_lens.errors import CheckpointError
-from attn_only_lens.storage.typed import misfits
-from attn_only_lens.storage.writing import write_text
+from attn_only_lens.storage.atomic import write_text
+from attn_only_lens.storage.json_types import type_mismatches
 
 __all__ = [
     "Document",
     "FileDigest",
     "check_files",
-    "digests_of",
-    "files_listed",
-    "inside",
+    "file_digests",
+    "listed_files",
+    "path_inside",
     "read_json",
 ]
 
@@ -32,7 +34,7 @@ _SHOWN = 5
 
 
 class FileDigest(TypedDict):
-    """What a manifest says of a file."""
+    """The size and digest of a file, as a manifest states them."""
 
     bytes: int
     sha256: str
@@ -40,50 +42,46 @@ class FileDigest(TypedDict):
 
 @dataclass(frozen=True)
 class Document:
-    """A kind of sealed JSON.
+    """A file format: sealed JSON with a name, a version and typed fields.
 
     Attributes:
         format: its name.
         version: the one version that is written and read.
-        fields: a TypedDict of what it holds besides.
-        refuse: makes the error from a reason.
-        indent: of the text, where people are to read it.
+        fields: a TypedDict of the remaining fields.
     """
 
     format: str
     version: int
     fields: Any
-    refuse: Callable[[str], Exception] = CheckpointError
-    indent: int | None = None
 
-    def text(self, **body: Any) -> str:
-        """The document with this body."""
+    def text(self, *, indent: int | None = None, **body: Any) -> str:
+        """Return the document with these fields as text."""
         whole = {"format": self.format, "format_version": self.version, **body}
         try:
             whole = json.loads(json.dumps(whole, allow_nan=False))
-            return json.dumps(whole | {"sha256": _seal(whole)}, indent=self.indent) + "\n"
+            return json.dumps(whole | {"sha256": _seal(whole)}, indent=indent) + "\n"
         except (TypeError, ValueError, RecursionError) as error:
-            raise self.refuse(f"this is no JSON: {error}") from error
+            raise CheckpointError(f"this is no JSON: {error}") from error
 
     def write(self, path: Path, **body: Any) -> None:
         """Write the document to a file, whole or not at all."""
-        write_text(path, self.text(**body))
+        write_text(path, self.text(indent=2, **body))
 
     def read(self, path: Path) -> dict[str, Any]:
         """Read a document from a file."""
-        return self._checked(read_json(path, self.refuse), path)
+        return self._checked(read_json(path), path)
 
     def parse(self, text: str, path: Path) -> dict[str, Any]:
         """Read a document that is part of another file."""
-        return self._checked(_parsed(text, path, self.refuse), path)
+        return self._checked(_parsed(text, path), path)
 
     def _checked(self, whole: Any, path: Path) -> dict[str, Any]:
         got = whole.get("format") if isinstance(whole, dict) else type(whole).__name__
         if got != self.format:
-            raise self.refuse(f"{path} has format {got!r}; expected {self.format!r}")
+            raise CheckpointError(f"{path} has format {got!r}; expected {self.format!r}")
         version = whole.get("format_version")
         if version != self.version or type(version) is not int:
-            raise self.refuse(
+            raise CheckpointError(
                 f"{path} has format version {version!r}, and this attn-only-lens reads "
                 f"{self.version}: use the release that wrote it, or write it again"
             )
@@ -92,11 +90,11 @@ class Document:
         except RecursionError:
             seal = ""
         if whole.get("sha256") != seal:
-            raise self.refuse(f"{path} was changed after it was written: write it again")
-        wrong = list(misfits(whole, self.fields, ""))
+            raise CheckpointError(f"{path} was changed after it was written: write it again")
+        wrong = list(type_mismatches(whole, self.fields, ""))
         if wrong:
             reasons = "; ".join(reason.lstrip(".") for reason in wrong[:_SHOWN])
-            raise self.refuse(f"{path} cannot be used: {reasons}")
+            raise CheckpointError(f"{path} cannot be used: {reasons}")
         return dict(whole)
 
 
@@ -105,55 +103,54 @@ def _seal(whole: Mapping[str, Any]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def read_json(path: Path, refuse: Callable[[str], Exception] = CheckpointError) -> Any:
-    """What a file of JSON holds.
+def read_json(path: Path) -> Any:
+    """Read a file of plain JSON.
 
     Raises:
-        CheckpointError: or what `refuse` makes of the reason: it cannot be read.
+        CheckpointError: it cannot be read.
     """
     try:
         text = path.read_bytes().decode("utf-8") if path.is_file() else None
     except (OSError, ValueError) as error:
-        raise refuse(f"{path} cannot be read: {error}") from error
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
     if text is None:
-        raise refuse(f"{path} {'is not a file' if path.exists() else 'is missing'}")
-    return _parsed(text, path, refuse)
+        raise CheckpointError(f"{path} {'is not a file' if path.exists() else 'is missing'}")
+    return _parsed(text, path)
 
 
-def _parsed(text: str, path: Path, refuse: Callable[[str], Exception]) -> Any:
+def _parsed(text: str, path: Path) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise refuse(f"{path} is no JSON: {error}") from error
+        raise CheckpointError(f"{path} is no JSON: {error}") from error
 
 
-def inside(folder: Path, name: str, refuse: Callable[[str], Exception] = CheckpointError) -> Path:
-    """The path of a file in a folder.
+def path_inside(folder: Path, name: str) -> Path:
+    """Return the path of a file in a folder.
 
     Raises:
-        CheckpointError: or what `refuse` makes of the reason: the name or a link leads out of the
-            folder.
+        CheckpointError: the name or a link leads out of the folder.
     """
     try:
         path = (folder / name).resolve()
         stays = path.is_relative_to(folder.resolve())
     except (OSError, RuntimeError, ValueError) as error:
-        raise refuse(f"{folder} names a file {name!r}: {error}") from error
+        raise CheckpointError(f"{folder} names a file {name!r}: {error}") from error
     if not stays:
-        raise refuse(f"{folder} names a file {name!r}, which is outside of that folder")
+        raise CheckpointError(f"{folder} names a file {name!r}, which is outside of that folder")
     return path
 
 
-def digests_of(folder: Path, names: Iterable[str] | None = None) -> dict[str, FileDigest]:
-    """By relative name, the size and digest of these files of a folder; by default of all."""
+def file_digests(folder: Path, names: Iterable[str] | None = None) -> dict[str, FileDigest]:
+    """Return the size and digest of files in a folder, by relative name; by default of all."""
     if names is None:
         files = (path for path in folder.rglob("*") if path.is_file())
         names = (path.relative_to(folder).as_posix() for path in files)
     return {name: _digest(folder / name) for name in sorted(names)}
 
 
-def files_listed(path: Path) -> set[str]:
-    """The files that a manifest says were written beside it; none where it cannot be read."""
+def listed_files(path: Path) -> set[str]:
+    """Return the files that a manifest lists; none if it cannot be read."""
     try:
         return set(read_json(path)["files"])
     except (CheckpointError, LookupError, TypeError):
@@ -169,19 +166,19 @@ def _digest(path: Path) -> FileDigest:
 
 
 def check_files(folder: Path, files: Mapping[str, FileDigest], closed: str | None = None) -> None:
-    """Hold every file of a folder against what its manifest says of it.
+    """Compare the files of a folder with the digests in its manifest.
 
     Args:
         folder: the folder.
-        files: what the manifest says.
-        closed: a folder in it that may hold no other file: what reads it takes what lies there.
+        files: the digests.
+        closed: a subfolder that may hold no other file, as its reader takes whatever lies there.
 
     Raises:
         CheckpointError: with everything that is missing, truncated, changed or outside.
     """
     wrong = []
     for name, expected in files.items():
-        path = inside(folder, name)
+        path = path_inside(folder, name)
         if not path.is_file():
             wrong.append(f"{name} is missing")
         elif path.stat().st_size != expected["bytes"]:
@@ -191,7 +188,7 @@ def check_files(folder: Path, files: Mapping[str, FileDigest], closed: str | Non
     if closed is not None:
         every = (folder / closed).rglob("*")
         present = (path for path in every if path.is_symlink() or not path.is_dir())
-        unsaid = sorted({path.relative_to(folder).as_posix() for path in present} - files.keys())
-        wrong += [f"{name} was added after it was saved" for name in unsaid]
+        added = sorted({path.relative_to(folder).as_posix() for path in present} - files.keys())
+        wrong += [f"{name} was added after it was saved" for name in added]
     if wrong:
         raise CheckpointError(f"{folder} is damaged: {'; '.join(wrong)}. Save the model again")

@@ -1,19 +1,19 @@
-"""Edits, tried before they are trusted.
+"""Test edits before they are trusted.
 
 A sweep does not put a hook on a model and run it for every patch. It runs some blocks on some
-positions, and adds what a neuron would write. That this does what a hook would is no matter of
-course: a layer may not run the module that is edited, a hook point may show a copy of what the
-model reads, and anybody may have put something in between. So it is tried on the model and the run
-at hand, before the first patch. All heads of every layer of a sweep are moved by noise, by hooks
-and as the sweep does it, and what leaves the block has to be the same:
+positions, and adds the change of a neuron's output. That may differ from a hook: a layer need not
+run the module that is edited, a hook point may show a copy of what the model reads, and something
+may have been put in between. So before the first patch all heads of every layer of a sweep are
+edited with noise, on the model and the run at hand, in two ways that must agree on the output of
+the block:
 
-    by hooks      a whole run. Each block is entered by what is on record, whatever the block before
-                  puts out, so that one run shows what an edit does in every layer, and there alone
+    with hooks    a whole run. Each block's input is restored to the recorded one, so that one run
+                  shows the effect of an edit in every layer, and there alone
     as a sweep    each of those blocks once
 
-for all positions, and again from a position on, if the sweep leaves earlier ones out. So a kind of
-heads costs four forward passes at most. An edit without any effect is told from one that weights of
-zero hide by what is not a number, which these hand on.
+on all positions, and again from a position on, if the sweep leaves earlier ones out. So a kind of
+heads costs four forward passes at most. To tell an edit without effect from one that weights of
+zero hide, heads are set to nan, which those weights pass on.
 """
 
 from collections.abc import Callable, Sequence
@@ -29,83 +29,83 @@ from attn_only_lens.errors import UnsupportedModelError
 from attn_only_lens.heads import host_of
 from attn_only_lens.heads.host import HeadKind
 from attn_only_lens.numerics import normal_numbers, where_float64_is
-from attn_only_lens.runs.edits import Part, editing, hook_name, moved, writing
-from attn_only_lens.runs.recording import Hooks, Recording, returned_stream, run
+from attn_only_lens.runs.edits import attention_edit, change_of_z, neuron_variants
+from attn_only_lens.runs.recording import Hooks, Recording, output_stream, run
 from attn_only_lens.runs.replay import Replay, Variants
+from attn_only_lens.runs.sites import Part, hook_name
 from attn_only_lens.tolerances import LOGIT_TOLERANCE
 
-__all__ = ["require_read", "require_same"]
+__all__ = ["require_edits_read", "require_same_edit"]
 
-_LOUDNESS = (1.0, 2.0**5, 2.0**10)  # of noise, beside what a hook point shows
-_FELT = 8.0  # times what rounding may make of a stream: then a difference would be, too
+_NOISE_LEVELS = (1.0, 2.0**5, 2.0**10)  # of noise, relative to the activation
+_CLEAR_EFFECT = 8.0  # times the rounding of a stream: then any error is seen too
 _PROBLEM = "these hook points cannot be patched"
 
 
 @torch.no_grad()
-def require_same(
+def require_same_edit(
     replay: Replay, kind: HeadKind, layers: Sequence[int], part: Part, first: int
 ) -> None:
-    """Refuse a replay in which an edit does something else than a hook in a whole run.
+    """Refuse a replay in which an edit differs from a hook in a whole run.
 
     Args:
-        replay: to be trusted.
+        replay: to be tested.
         kind: of the heads that are edited.
         layers: source layers.
-        part: what of a head is edited.
-        first: the position from which on it is edited, and the replay runs.
+        part: the part of heads that is edited.
+        first: the first position that is edited and replayed.
 
     Raises:
-        UnsupportedModelError: with every layer in which it does, or in which an edit has no effect.
+        UnsupportedModelError: with every layer in which it differs, or an edit has no effect.
     """
     recording, reasons = replay.recording, list[str]()
-    left, unfelt = list(layers), list[int]()
-    for loudness in _LOUDNESS:
-        noise = _Noise(replay.model, kind, left, part, first, loudness)
-        whole = _leaving(replay.model, recording, noise.hooks)
-        quiet, unfelt = list[int](), []
-        for layer in left:
+    untested, ineffective = list(layers), list[int]()
+    for level in _NOISE_LEVELS:
+        noise = _Noise(replay.model, kind, untested, part, first, level)
+        whole = _block_outputs(replay.model, recording, noise.hooks)
+        unclear, ineffective = list[int](), []
+        for layer in untested:
             block = replay.host.block(layer, kind)
             theirs, before = whole[block], recording.streams[block + 1]
-            edit = _written if kind == "neuron" else _attended
+            edit = _neuron_edit if kind == "neuron" else _attention_edit
             mine = edit(replay, layer, part, first, noise)
             mine = torch.cat([before[:, :first], mine], dim=1)
-            off, felt = (_beyond(one, theirs, recording) for one in (mine, before))
-            if not off <= 1.0:
+            error, effect = (_relative_error(one, theirs, recording) for one in (mine, before))
+            if not error <= 1.0:
                 reasons.append(
                     f"layer {layer}: noise at {noise.names[layer]}, from position {first} on, "
-                    f"moves what leaves block {block} by {_most(theirs, before):.2g} in a whole "
-                    f"run; in a sweep that would be {_most(mine, theirs):.2g} off. Something "
-                    "between these heads and the stream is not known, such as a forward pass that "
+                    f"changes the output of block {block} by {_largest(theirs, before):.2g} in a "
+                    f"whole run; a sweep would be off by {_largest(mine, theirs):.2g}. Something "
+                    "unknown lies between these heads and the stream, such as a forward pass that "
                     "was replaced"
                 )
-            elif felt < _FELT:
-                quiet.append(layer)
-                if felt <= 1.0:
-                    unfelt.append(layer)
-        left = quiet
-        if not left:
+            elif effect < _CLEAR_EFFECT:
+                unclear.append(layer)
+                if effect <= 1.0:
+                    ineffective.append(layer)
+        untested = unclear
+        if not untested:
             break
-    if reasons:
-        raise UnsupportedModelError(reasons, _PROBLEM)
-    if unfelt and not first:
-        require_read(replay.model, recording, kind, unfelt, part)
+    UnsupportedModelError.raise_if(reasons, _PROBLEM)
+    if ineffective and not first:
+        require_edits_read(replay.model, recording, kind, ineffective, part)
 
 
 @torch.no_grad()
-def require_read(
+def require_edits_read(
     model: Any, recording: Recording, kind: HeadKind, layers: Sequence[int], part: Part
 ) -> None:
-    """Refuse hook points that show activations and take no edits.
+    """Refuse hook points that show activations but ignore edits.
 
-    Some bridges compute attention beside their `hook_pattern`: patches there would change nothing,
-    and every score be 0.
+    Some bridges compute attention without reading `hook_pattern`: patches there would change
+    nothing, and every score be 0.
 
     Args:
         model: converted, or with exposed neuron-heads.
         recording: a run of it.
         kind: of the heads.
         layers: source layers.
-        part: what of a head is to be edited.
+        part: the part of heads to be edited.
 
     Raises:
         UnsupportedModelError: with every such hook point.
@@ -117,31 +117,30 @@ def require_read(
     def look(name: str) -> Callable[[Tensor, Any], None]:
         return lambda value, hook: shown.setdefault(name, []).append(value.clone())
 
-    def nothing(value: Tensor, hook: Any) -> Tensor:
-        # Not a number, which weights of zero hand on as well: heads that were grown write nothing.
+    def destroy(value: Tensor, hook: Any) -> Tensor:
+        # Weights of zero pass nan on: heads that were grown write nothing.
         return torch.full_like(value, torch.nan)
 
-    edits: Hooks = [(name, nothing) for name in names.values()]
+    edits: Hooks = [(name, destroy) for name in names.values()]
     looks: Hooks = []
     if part == "q":  # of one key, a softmax makes 1 whatever the query; this shows in the pattern
-        beside: tuple[Part, ...] = ("pattern", "z")
-        witnesses = {layer: [hook_name(model, layer, at, kind) for at in beside] for layer in names}
+        later: tuple[Part, ...] = ("pattern", "z")
+        witnesses = {layer: [hook_name(model, layer, at, kind) for at in later] for layer in names}
         looks = [(name, look(name)) for each in witnesses.values() for name in each]
-        _leaving(model, recording, looks)
-    found = _leaving(model, recording, [*edits, *looks])
+        _block_outputs(model, recording, looks)
+    found = _block_outputs(model, recording, [*edits, *looks])
     reasons = []
     for layer, name in names.items():
         block = host_of(model).block(layer, kind)
-        felt = _beyond(found[block], recording.streams[block + 1], recording) > 1.0
+        read = _relative_error(found[block], recording.streams[block + 1], recording) > 1.0
         if part == "q":
-            felt = felt or not all(torch.equal(*shown[at]) for at in witnesses[layer])
-        if not felt:
+            read = read or not all(torch.equal(*shown[at]) for at in witnesses[layer])
+        if not read:
             reasons.append(
                 f"{name} shows an activation that the model does not read back, so an edit of it "
                 f"has no effect; patch another part, or {other} alone"
             )
-    if reasons:
-        raise UnsupportedModelError(reasons, _PROBLEM)
+    UnsupportedModelError.raise_if(reasons, _PROBLEM)
 
 
 class _Noise:
@@ -149,7 +148,7 @@ class _Noise:
 
     Attributes:
         names: of the hook points that are edited, by layer.
-        shown: what hook points then show, by name.
+        shown: the activations with noise, by hook name.
     """
 
     def __init__(
@@ -159,7 +158,7 @@ class _Noise:
         layers: Sequence[int],
         part: Part,
         first: int,
-        loudness: float,
+        level: float,
     ) -> None:
         self.names = {layer: hook_name(model, layer, part, kind) for layer in layers}
         self.shown: dict[str, Tensor] = {}
@@ -167,12 +166,12 @@ class _Noise:
         axis = 2 if part == "pattern" else 1  # of positions
 
         def add(value: Tensor, name: str) -> Tensor:
-            moved = normal_numbers(value.shape).to(value)
-            moved.narrow(axis, 0, first).zero_()
+            noise = normal_numbers(value.shape).to(value)
+            noise.narrow(axis, 0, first).zero_()
             finite = value[value.isfinite()]
             # Not the mean: a head that sees itself alone has the largest query that there is.
             size = float(finite.abs().median()) if finite.numel() else 0.0
-            self.shown[name] = value + moved * (loudness * (size or 1.0))
+            self.shown[name] = value + noise * (level * (size or 1.0))
             return self.shown[name]
 
         def keep(value: Tensor, name: str) -> None:
@@ -187,12 +186,12 @@ class _Noise:
                 hook(keep, hook_name(model, layer, "pattern", kind))
 
 
-def _leaving(model: Any, recording: Recording, hooks: Hooks) -> list[Residual]:
-    """What leaves each block in a whole run with hooks, each entered by what is on record."""
+def _block_outputs(model: Any, recording: Recording, hooks: Hooks) -> list[Residual]:
+    """Return the output of each block in a run with hooks, where each has its recorded input."""
     found: list[Residual] = []
 
     def restore(module: nn.Module, args: Any, output: Any) -> Any:
-        found.append(returned_stream(output))
+        found.append(output_stream(output))
         stream = recording.streams[len(found)].clone()
         return (stream, *output[1:]) if isinstance(output, tuple | list) else stream
 
@@ -203,8 +202,8 @@ def _leaving(model: Any, recording: Recording, hooks: Hooks) -> list[Residual]:
     return found
 
 
-def _written(replay: Replay, layer: int, part: Part, first: int, noise: _Noise) -> Residual:
-    """What leaves the block when its neurons write what noise makes of them, as a sweep has it."""
+def _neuron_edit(replay: Replay, layer: int, part: Part, first: int, noise: _Noise) -> Residual:
+    """Return the output of a block whose neurons have noise, as a sweep computes it."""
     heads, target = replay.host.neurons[layer], replay.recording.neurons[layer]
     read: Part = "pattern" if part == "q" else part
     shown = noise.shown[hook_name(replay.model, layer, read, "neuron")]
@@ -214,28 +213,30 @@ def _written(replay: Replay, layer: int, part: Part, first: int, noise: _Noise) 
         source = replace(target, v=shown.squeeze(-1))
     else:
         source = replace(target, z=shown.squeeze(-1))
-    dz = heads.shares(moved(target, source, part))[:, first:]
+    dz = heads.shares(change_of_z(target, source, part))[:, first:]
     change = dz.unflatten(-1, (-1, heads.heads_per_neuron)).sum(-1)
-    variants = writing(replay, layer, first, change.to(heads.directions.dtype) @ heads.directions)
+    variants = neuron_variants(
+        replay, layer, first, change.to(heads.directions.dtype) @ heads.directions
+    )
     if variants.block > replay.host.block(layer, "neuron"):
-        return variants.entering
-    return replay.leaving(variants)
+        return variants.stream
+    return replay.block_output(variants)
 
 
-def _attended(replay: Replay, layer: int, part: Part, first: int, noise: _Noise) -> Residual:
-    """What leaves the block when all its attention heads are patched, as a sweep has it."""
+def _attention_edit(replay: Replay, layer: int, part: Part, first: int, noise: _Noise) -> Residual:
+    """Return the output of a block whose attention heads have noise, as a sweep computes it."""
     name, block = noise.names[layer], replay.host.block(layer, "attention")
     source = noise.shown[name]
     n_heads = source.shape[1 if part == "pattern" else 2]
     everywhere = torch.ones_like(replay.recording.tokens, dtype=torch.bool)
     every = torch.ones(1, n_heads, dtype=torch.bool, device=source.device)
-    hook = editing(source, part, every, everywhere[None], first)
-    entering = replay.unchanged(block, first, 1)
-    return replay.leaving(Variants(block, first, entering, [(name, hook)]))
+    hook = attention_edit(source, part, every, everywhere[None], first)
+    stream = replay.recorded_stream(block, first, 1)
+    return replay.block_output(Variants(block, first, stream, [(name, hook)]))
 
 
-def _beyond(one: Residual, other: Residual, recording: Recording) -> float:
-    """The largest difference of two streams at a token, over what rounding may make there."""
+def _relative_error(one: Residual, other: Residual, recording: Recording) -> float:
+    """Return the largest difference of two streams at a token, relative to the rounding there."""
     if recording.mask is not None:  # nothing is patched at padding, and none attends to it
         real = recording.mask.bool()
         one, other = one[real], other[real]
@@ -250,5 +251,5 @@ def _beyond(one: Residual, other: Residual, recording: Recording) -> float:
     return float((error / allowed).nan_to_num(0.0).max())
 
 
-def _most(one: Residual, other: Residual) -> float:
+def _largest(one: Residual, other: Residual) -> float:
     return float((one - other).abs().max())

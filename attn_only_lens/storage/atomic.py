@@ -1,11 +1,11 @@
-"""Files and folders that are written whole or not at all, at whatever moment the process ends.
+"""Write files and folders whole or not at all, at whatever moment the process ends.
 
 Everything is written to a hidden folder beside its destination and moved there in one step:
 
     .attn_only_lens-<digest of NAME>-<random>/
         lock    held as long as the process that writes lives
-        new     what is written
-        old     what it replaces, on systems that cannot exchange two folders in one step
+        new     the new file or folder
+        old     the one that it replaces, on systems that cannot exchange two folders in one step
 
 A process that is killed leaves that folder behind. The next one that writes NAME, or opens it,
 removes it; where the two steps of such a system were interrupted, it first puts `old` back.
@@ -26,7 +26,7 @@ from safetensors import SafetensorError
 
 from attn_only_lens.errors import CheckpointError
 
-__all__ = ["opened_folder", "whole_folder", "write_text", "written_whole"]
+__all__ = ["atomic_folder", "atomic_write", "open_folder", "write_text"]
 
 try:
     import fcntl
@@ -40,16 +40,15 @@ def write_text(path: Path, text: str) -> None:
     Raises:
         CheckpointError: it cannot be written.
     """
-    with written_whole(path) as new:
+    with atomic_write(path) as new:
         new.write_text(text, encoding="utf-8")
 
 
 @contextmanager
-def written_whole(path: Path) -> Iterator[Path]:
-    """A path to write a file or a folder to, which is moved to `path` when the block has ended.
+def atomic_write(path: Path) -> Iterator[Path]:
+    """Yield a path for a new file or folder, which replaces `path` at the end of the block.
 
-    If anything raises, what was at `path` is still there. The text of a link is replaced, not the
-    file that it leads to.
+    If anything raises, `path` keeps its old contents. A link is replaced, not the file it leads to.
 
     Raises:
         CheckpointError: it cannot be written.
@@ -77,24 +76,24 @@ def written_whole(path: Path) -> Iterator[Path]:
 
 
 @contextmanager
-def whole_folder(
+def atomic_folder(
     folder: Path,
     ours: Sequence[str],
     seal: str,
     listed: Callable[[Path], Container[str]] | None = None,
 ) -> Iterator[Path]:
-    """A folder to write in, which takes the place of `folder` when the block has ended.
+    """Yield a new folder to fill, which replaces `folder` at the end of the block.
 
     Args:
-        folder: its place; an earlier one there is replaced. Links are followed.
-        ours: the names that such folders hold, so that nobody else's files are lost.
-        seal: the one of them that only we write: without it, the rest is somebody's.
-        listed: which files of folders within are ours, by what the seal says.
+        folder: its path, links followed.
+        ours: names of the files that such folders hold; any others are not overwritten.
+        seal: the file that only this package writes; without it, the others are not ours.
+        listed: returns the files of subfolders that are ours, from the seal.
 
     Raises:
-        CheckpointError: there is something else in that place, or it cannot be written.
+        CheckpointError: the folder holds something else, or cannot be written.
     """
-    folder = opened_folder(folder)
+    folder = open_folder(folder)
     if folder == Path.cwd():
         raise CheckpointError("got the current folder; expected a folder in it, or elsewhere")
     if folder.is_dir():
@@ -110,36 +109,33 @@ def whole_folder(
                 f"{folder} is not a saved model alone, it also holds {', '.join(foreign[:5])}"
                 f"{', …' if len(foreign) > 5 else ''}: choose another folder, or move them"
             )
-    with written_whole(folder) as new:
+    with atomic_write(folder) as new:
         new.mkdir()
         yield new
 
 
-def opened_folder(
-    folder: str | os.PathLike[str], refuse: Callable[[str], Exception] = CheckpointError
-) -> Path:
-    """The folder at a path, links followed; what a killed process had moved away is put back.
+def open_folder(folder: str | os.PathLike[str]) -> Path:
+    """Return the folder at a path, links followed; restore one that a killed process left moved.
 
     Raises:
-        CheckpointError: or what `refuse` makes of the reason: there is something else at that
-            path. That nothing is there is no error.
+        CheckpointError: there is something else at that path; nothing there is no error.
     """
     if folder == "":  # which pathlib takes for the current folder
-        raise refuse("got '' as a folder; expected a path, '.' for the current folder")
+        raise CheckpointError("got '' as a folder; expected a path, '.' for the current folder")
     try:
         found = Path(folder).resolve()
         if not os.path.lexists(found):
             _tidy(found)
         is_folder = found.is_dir() or not os.path.lexists(found)
     except (OSError, RuntimeError, TypeError, ValueError) as error:  # RuntimeError: links in a ring
-        raise refuse(f"got {folder!r}, which is no usable path: {error}") from error
+        raise CheckpointError(f"got {folder!r}, which is no usable path: {error}") from error
     if not is_folder:
-        raise refuse(f"{folder} is a file; expected a folder")
+        raise CheckpointError(f"{folder} is a file; expected a folder")
     return found
 
 
 def _move(scratch: Path, path: Path) -> None:
-    """Put what was written in its place, and what was there into the hidden folder."""
+    """Move the new file or folder to its path, and the old one into the hidden folder."""
     new, old = scratch / "new", scratch / "old"
     if new.is_dir() and path.is_dir():
         if _exchange(new, path):
@@ -149,7 +145,7 @@ def _move(scratch: Path, path: Path) -> None:
 
 
 def _exchange(one: Path, other: Path) -> bool:
-    """Exchange two folders in one step; False, and nothing done, where the system cannot."""
+    """Exchange two folders in one step; return False where the system cannot."""
     a, b = os.fsencode(one), os.fsencode(other)
     here, swap = -100, 2  # AT_FDCWD; RENAME_EXCHANGE of Linux, RENAME_SWAP of macOS
     try:
@@ -163,7 +159,7 @@ def _exchange(one: Path, other: Path) -> bool:
 
 
 def _discard(scratch: Path, path: Path) -> None:
-    """Remove a hidden folder, the lock last. What it holds of `path` goes back if that is gone."""
+    """Restore the old contents of `path` if it is gone; then remove the hidden folder."""
     new, old, lock = (scratch / name for name in ("new", "old", "lock"))
     if old.exists() and not os.path.lexists(path):
         os.replace(old, path)
@@ -195,7 +191,7 @@ def _tidy(path: Path) -> None:
 
 
 def _scratch(path: Path) -> tuple[Path, IO[str]]:
-    """A new hidden folder for this destination, and its lock."""
+    """Make a hidden folder for this destination, and lock it."""
     while True:
         scratch = path.with_name(f"{_hidden(path)}{secrets.token_hex(8)}")
         scratch.mkdir(mode=0o700)
