@@ -154,7 +154,7 @@ def expose_as(model: Any, known: list[KnownMLP], gating: Gating) -> ExposedNeuro
         UnsupportedModelError: the gates are not for these MLPs, or they are exposed otherwise
             already, or are not what they seemed.
     """
-    ranged = gating.kind == "bilinear" and known[0].hooks.pre_linear is not None
+    ranged = gating.kind == "bilinear" and known[0].points.pre_linear is not None
     if (None if gating.ranges is None else len(gating.ranges)) != (len(known) if ranged else None):
         expected = "a range for each layer" if ranged else "no ranges"
         raise UnsupportedModelError([f"got {gating}; expected {expected}"], _PROBLEM)
@@ -175,7 +175,7 @@ def expose_as(model: Any, known: list[KnownMLP], gating: Gating) -> ExposedNeuro
         kind = InPlace if gating.kind == "exact" else BilinearInPlace
         passing = Passing()
         heads = [
-            kind(each.mlp, each.hooks, model.cfg, each.act_fn, layer, gating, passing)
+            kind(each.mlp, each.points, model.cfg, each.act_fn, layer, gating, passing)
             for layer, each in enumerate(known)
         ]
         _show_checked(model, heads)
@@ -185,7 +185,7 @@ def expose_as(model: Any, known: list[KnownMLP], gating: Gating) -> ExposedNeuro
 def _gating(known: list[KnownMLP], gate: str, wanted: BilinearRequest) -> Gating:
     cfg = SimpleNamespace(
         act_fn=known[0].act_fn,
-        gated_mlp=known[0].hooks.pre_linear is not None,
+        gated_mlp=known[0].points.pre_linear is not None,
         dtype=known[0].mlp.W_out.dtype,
         n_layers=len(known),
     )
@@ -209,7 +209,7 @@ def _show_checked(model: Any, heads: list[InPlace]) -> None:
             normal_numbers((2, 7, each.mlp.W_out.shape[1]), 2).to(each.mlp.W_out) for each in heads
         ]
         before = [
-            run_mlp(each.mlp, each.mlp_hooks, x) for each, x in zip(heads, inputs, strict=True)
+            run_mlp(each.mlp, each.mlp_points, x) for each, x in zip(heads, inputs, strict=True)
         ]
         show(model, heads)
         for each, x, expected in zip(heads, inputs, before, strict=True):
@@ -227,11 +227,11 @@ def _show_checked(model: Any, heads: list[InPlace]) -> None:
 def _differences(each: InPlace, x: Tensor, expected: Tensor) -> list[str]:
     """Where the output of an MLP for x is not `expected`, nor the sum of what its heads write."""
     results: list[Tensor] = []
-    silent = run_mlp(each.mlp, each.mlp_hooks, x)
+    silent = run_mlp(each.mlp, each.mlp_points, x)
     handles = [p.register_forward_hook(lambda *_: None) for p in each.points.values()]
     handles.append(each.hook_result.register_forward_hook(lambda m, i, out: results.append(out)))
     each.results = True
-    live = run_mlp(each.mlp, each.mlp_hooks, x)
+    live = run_mlp(each.mlp, each.mlp_points, x)
     each.results = False
     for handle in handles:
         handle.remove()

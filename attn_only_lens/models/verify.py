@@ -22,7 +22,7 @@ from attn_only_lens.heads import has_neuron_heads, host_of, logit_tolerance
 from attn_only_lens.heads.bilinear import BilinearHeads
 from attn_only_lens.heads.gating import AnyGate
 from attn_only_lens.models.in_place import InPlace, hidden
-from attn_only_lens.models.in_place.known_mlps import find_hooks
+from attn_only_lens.models.in_place.known_mlps import find_hook_points
 from attn_only_lens.models.two_blocks import AttentionOnlyTransformer
 from attn_only_lens.numerics import full_precision, where_float64_is
 from attn_only_lens.runs.inputs import checked_tokens
@@ -126,13 +126,13 @@ def approximated_logits(source: Any, gates: list[AnyGate], tokens: Tensor) -> Te
     """Logits of the source, each activation replaced by the approximation of its layer's gate."""
     with ExitStack() as stack:
         for block, gate in zip(source.blocks, gates, strict=True):
-            hooks, read = find_hooks(block.mlp), dict[str, Tensor]()
+            points, read = find_hook_points(block.mlp), dict[str, Tensor]()
             taps = [
-                (hooks.pre, _keep(read, "q")),
-                (hooks.post, _replace(read, gate, block.mlp)),
+                (points.pre, _keep(read, "q")),
+                (points.post, _replace(read, gate, block.mlp)),
             ]
-            if hooks.pre_linear is not None:
-                taps.append((hooks.pre_linear, _keep(read, "u")))
+            if points.pre_linear is not None:
+                taps.append((points.pre_linear, _keep(read, "u")))
             for point, tap in taps:
                 stack.callback(point.register_forward_hook(tap).remove)
         logits: Tensor = source(tokens)
@@ -188,7 +188,7 @@ def _watch(
 ) -> torch.utils.hooks.RemovableHandle:
     """Have q measured whenever the heads of a layer read it."""
     if isinstance(heads, InPlace):
-        return heads.mlp_hooks.pre.register_forward_hook(lambda _, x, q: measure(layer, q))
+        return heads.mlp_points.pre.register_forward_hook(lambda _, x, q: measure(layer, q))
     return heads.register_forward_pre_hook(lambda _, x: measure(layer, heads.pre_activation(x[0])))
 
 
