@@ -83,10 +83,7 @@ def describe_bridge(model: TransformerBridge) -> tuple[dict[str, Any], dict[str,
     ]
     if wrong:
         raise _lost(wrong)
-    try:
-        placements, flat = pack(kept)
-    except ValueError as error:
-        raise _lost([str(error)]) from error
+    placements, flat = pack(kept)
     heads = exposed_heads(model)[0]
     entries: dict[str, Any] = {
         "layout": "in place",
@@ -111,11 +108,7 @@ def rebuild_bridge(manifest: dict[str, Any], tensors: dict[str, Tensor]) -> Tran
         CheckpointError: it cannot be built, or the tensors do not fit it.
     """
     model = _skeleton(manifest["config"], tensors)
-    try:
-        values = unpack(manifest["placements"], tensors)
-    except ValueError as error:
-        raise CheckpointError(f"the weights do not fit their manifest: {error}") from error
-    _finish(model, manifest, values)
+    _finish(model, manifest, unpack(manifest["placements"], tensors))
     unknown = set(manifest["other_mode"]) - dict(_modules(model)).keys()
     if unknown:
         raise CheckpointError(f"the manifest names modules that do not exist: {sorted(unknown)}")

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attn_only_lens.errors import CheckpointError
+
 __all__ = ["Placement", "pack", "unpack"]
 
 Placement = list[Any]  # as JSON has it
@@ -20,7 +22,7 @@ def pack(named: dict[str, Tensor]) -> tuple[dict[str, Placement], dict[str, Tens
     """Return the placement of each tensor, and the flat tensors to write.
 
     Raises:
-        ValueError: tensors of different types share memory.
+        CheckpointError: tensors of different types share memory.
     """
     sharing: dict[int, list[str]] = {}
     for name, tensor in named.items():
@@ -30,7 +32,9 @@ def pack(named: dict[str, Tensor]) -> tuple[dict[str, Placement], dict[str, Tens
         memory = tensor.untyped_storage()
         first = sharing[memory._cdata][0]
         if tensor.dtype != named[first].dtype:
-            raise ValueError(f"{name} shares memory with {first}, which is of another type")
+            raise CheckpointError(
+                f"{name} shares memory with {first}, which is of another type: copy one of them"
+            )
         alone = len(sharing[memory._cdata]) == 1
         if alone and memory.nbytes() != tensor.numel() * tensor.element_size():
             tensor = tensor.detach().clone(memory_format=torch.contiguous_format)
@@ -47,25 +51,27 @@ def unpack(placements: dict[str, Placement], flat: dict[str, Tensor]) -> dict[st
     """Restore the tensors that were packed.
 
     Raises:
-        ValueError: a flat tensor is missing, not known, too short or of another type.
+        CheckpointError: a flat tensor is missing, not known, too short or of another type.
     """
     flat = {name: tensor.clone().flatten() for name, tensor in flat.items()}
+    firsts = {placement[0] for placement in placements.values()}
+    wrong = [f"{name} is missing" for name in sorted(firsts - flat.keys())]
+    wrong += [f"{name} is not known" for name in sorted(flat.keys() - firsts)]
     found = {}
     for name, (first, offset, shape, stride, dtype) in placements.items():
         if first not in flat:
-            raise ValueError(f"{first} is missing")
+            continue
         if str(flat[first].dtype) != f"torch.{dtype}":
-            raise ValueError(f"{first} is {flat[first].dtype}; expected {dtype}")
+            wrong.append(f"{first} is {flat[first].dtype}; expected {dtype}")
         reach = 1  # of the entries along the axes before, which no later axis may step within
         for step, size in sorted(zip(stride, shape, strict=False)):
             if size > 1 and step < reach:
-                raise ValueError(f"entries of {name} would lie in one place")
+                wrong.append(f"entries of {name} would lie in one place")
             reach = max(reach, step * size)
         try:
             found[name] = flat[first].as_strided(shape, stride, offset)
         except RuntimeError as error:
-            raise ValueError(f"{first} does not hold {name}: {error}") from error
-    unknown = sorted(flat.keys() - {placement[0] for placement in placements.values()})
-    if unknown:
-        raise ValueError(f"{', '.join(unknown)} not known")
+            wrong.append(f"{first} does not hold {name}: {error}")
+    if wrong:
+        raise CheckpointError(f"the weights do not fit their manifest: {'; '.join(wrong[:5])}")
     return found
