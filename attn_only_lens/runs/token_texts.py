@@ -34,7 +34,7 @@ _RUN = re.compile("(?:<0x[89A-F][0-9A-F]>)+")
 def token_texts(model: Any, tokens: str | Tensor | Iterable[int]) -> list[str]:
     """Return the tokens of a text as texts, with the space before a word.
 
-    Joined (`joined`) they are the text again, as far as the tokenizer can give it back; but where
+    Joined (`join_tokens`) they are the text again, as far as the tokenizer can give it back; but where
     SentencePiece puts a space before a text that is a token by itself, it is shown.
 
     Args:
@@ -91,8 +91,8 @@ def join_tokens(texts: Iterable[str]) -> str:
     """Join the texts of tokens, and decode bytes that together are characters.
 
     Example:
-        >>> from attn_only_lens.runs.token_texts import joined
-        >>> joined(["caf", "<0xC3>", "<0xA9>", " <0xFF>"])
+        >>> from attn_only_lens.runs.token_texts import join_tokens
+        >>> join_tokens(["caf", "<0xC3>", "<0xA9>", " <0xFF>"])
         'café <0xFF>'
     """
     return _RUN.sub(_decode_bytes, "".join(texts))
