@@ -34,7 +34,7 @@ _RUN = re.compile("(?:<0x[89A-F][0-9A-F]>)+")
 def token_texts(model: Any, tokens: str | Tensor | Iterable[int]) -> list[str]:
     """Return the tokens of a text as texts, with the space before a word.
 
-    Joined (`join_tokens`) they are the text again, as far as the tokenizer can give it back; but where
+    `join_tokens` makes the text of them again, as far as the tokenizer can give it back; but where
     SentencePiece puts a space before a text that is a token by itself, it is shown.
 
     Args:
