@@ -39,7 +39,7 @@ from attn_only_lens import (
 from attn_only_lens import expansion as ex
 from attn_only_lens import patching as p
 from attn_only_lens.growth import Training, gradient_products
-from attn_only_lens.heads import neuron_heads
+from attn_only_lens.heads import host_of
 from attn_only_lens.runs.metrics import bind
 from attn_only_lens.tl import HAS_HOOKED_TRANSFORMER
 
@@ -177,7 +177,7 @@ def passes(model):
 
 def patterns(model):
     cache = model.run_with_cache(there(model))[1]
-    name = "L1N29" if neuron_heads(model)[0].heads_per_neuron == 1 else "L1N29.0"
+    name = "L1N29" if host_of(model).neurons[0].heads_per_neuron == 1 else "L1N29.0"
     texts = [[str(token) for token in row] for row in CLEAN.tolist()]
     return (
         neuron_pattern(cache, name),

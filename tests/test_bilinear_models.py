@@ -437,7 +437,7 @@ def test_gates_are_settled():
     """Blocks are built for them: a change would misalign every label."""
     model = bilinear(build("gelu"))
     for name, value in (("gating", convert(build("gelu")).cfg.gating), ("act_fn", "relu")):
-        with pytest.raises(UnsupportedCallError, match=f"{name} of a converted model is settled"):
+        with pytest.raises(UnsupportedCallError, match=f"{name} is read-only after conversion"):
             setattr(model.cfg, name, value)
 
 

@@ -10,7 +10,7 @@ from models import FAMILIES, build
 
 from attn_only_lens import calibrate, convert
 from attn_only_lens.heads import HeadName
-from attn_only_lens.models.two_blocks import LayerSizes, rebuilt
+from attn_only_lens.models.two_blocks import LayerSizes, rebuild
 
 # Layer 0, whose sizes a configuration has, is nowhere the largest.
 NEURONS = (29, 37, 31)
@@ -69,7 +69,7 @@ def uneven(name, *, widths=False, gate=None, tokens=None, **changes):
     tensors = {
         key: cut(key, tensor, sizes, widths).clone() for key, tensor in uniform.state_dict().items()
     }
-    return rebuilt(uniform, tensors, sizes), uniform
+    return rebuild(uniform, tensors, sizes), uniform
 
 
 def cut(name, tensor, sizes, widths):

@@ -16,7 +16,7 @@ from attn_only_lens.errors import AttnOnlyLensError
 from attn_only_lens.models import checkpoint
 from attn_only_lens.models.checkpoint import is_saved
 from attn_only_lens.models.expose import expose_neuron_heads
-from attn_only_lens.models.source_folder import device_named, dtype_named, load_source
+from attn_only_lens.models.source_folder import load_source, parse_device, parse_dtype
 from attn_only_lens.tl import HookedTransformer, no_remote_code, quiet
 
 app = typer.Typer(
@@ -39,7 +39,7 @@ def clear_errors() -> Iterator[None]:
 
 def load_source_model(model: str, dtype: str, device: str) -> HookedTransformer:
     """Load a source model by TransformerLens name, or from a folder."""
-    device_named(device)
+    parse_device(device)
     with redirect_stdout(sys.stderr):  # TransformerLens prints its progress
         if Path(model).exists():
             return load_source(Path(model), dtype=dtype, device=device)
@@ -49,7 +49,7 @@ def load_source_model(model: str, dtype: str, device: str) -> HookedTransformer:
             with no_remote_code():
                 return HookedTransformer.from_pretrained(
                     model,
-                    dtype=str(dtype_named(dtype)).removeprefix("torch."),
+                    dtype=str(parse_dtype(dtype)).removeprefix("torch."),
                     device=device,
                     trust_remote_code=False,
                 )

@@ -16,7 +16,7 @@ from attn_only_lens.gates import GATES
 from attn_only_lens.growth.growable import Parameter, Rim
 from attn_only_lens.models.in_place import exposed_heads
 from attn_only_lens.models.two_blocks import AttentionOnlyTransformer
-from attn_only_lens.models.two_blocks.convertible import reasons_against
+from attn_only_lens.models.two_blocks.known_modules import reasons_against
 from attn_only_lens.runs.attached_hooks import hook_reasons
 from attn_only_lens.tl import (
     HookedTransformer,

@@ -28,8 +28,8 @@ from attn_only_lens.growth.hooked import (
     shared_reasons,
 )
 from attn_only_lens.heads.host import block_kind, block_layer, heads_block, neurons_block
-from attn_only_lens.models.two_blocks import AttentionOnlyTransformer, LayerSizes, rebuilt
-from attn_only_lens.models.two_blocks.convertible import module_reasons
+from attn_only_lens.models.two_blocks import AttentionOnlyTransformer, LayerSizes, rebuild
+from attn_only_lens.models.two_blocks.known_modules import module_reasons
 from attn_only_lens.runs.attached_hooks import hook_reasons
 
 __all__ = ["TWO_BLOCKS"]
@@ -154,7 +154,7 @@ def _write(
     if constants.attn_types is not None:
         changes["attn_types"] = list(constants.attn_types)
     sizes = _sizes(weights, template.cfg.attn_scale)
-    model = rebuilt(template, tensors, sizes, frozen=frozen, gating=gating, **changes)
+    model = rebuild(template, tensors, sizes, frozen=frozen, gating=gating, **changes)
     for name, module in model.named_modules():
         parts = name.split(".")
         if parts[0] == "blocks" and len(parts) > 1:

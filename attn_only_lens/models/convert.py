@@ -12,7 +12,7 @@ from attn_only_lens.models.in_place import copy_bridge, reasons_against_copying
 from attn_only_lens.models.in_place.known_mlps import known_mlps, non_finite_weights
 from attn_only_lens.models.requested_gates import BilinearRequest, choose_gating
 from attn_only_lens.models.two_blocks import AttentionOnlyTransformer, convert_as
-from attn_only_lens.models.two_blocks.convertible import reasons_against
+from attn_only_lens.models.two_blocks.known_modules import reasons_against
 from attn_only_lens.runs.attached_hooks import hook_reasons
 from attn_only_lens.tl import HookedTransformer
 
@@ -123,7 +123,7 @@ def convert(
     if reasons or more:
         raise UnsupportedModelError([*reasons, *more])
     assert gating is not None
-    return convert_as(model, gating, copy=copy)
+    return convert_as(model, gating, copy_weights=copy)
 
 
 def _mlp_reasons(model: TransformerBridge) -> tuple[str, ...]:

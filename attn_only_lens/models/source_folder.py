@@ -6,6 +6,8 @@ dict (masks and rotary tables, which TransformerLens computes, may be left out).
 """
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypedDict
 
@@ -15,7 +17,7 @@ from torch import Tensor
 from transformer_lens.utilities.activation_functions import SUPPORTED_ACTIVATIONS
 from transformers import AutoTokenizer
 
-from attn_only_lens.errors import CheckpointError
+from attn_only_lens.errors import AttnOnlyLensError, CheckpointError
 from attn_only_lens.models.two_blocks.build import stock_skeleton, tensor_misfits
 from attn_only_lens.storage import (
     Document,
@@ -45,10 +47,11 @@ __all__ = [
     "TOKENIZER",
     "WEIGHTS",
     "GrownFields",
-    "device_named",
-    "dtype_named",
+    "checkpoint_errors",
     "load_source",
     "load_tokenizer",
+    "parse_device",
+    "parse_dtype",
     "plain_config",
     "read_folder",
     "reasons_against_config",
@@ -74,7 +77,7 @@ class GrownFields(TypedDict):
 
 
 GROWN = Document("attn_only_lens.Grown", 1, GrownFields)
-"""The format of PROVENANCE."""
+"""The document in PROVENANCE."""
 
 
 def load_source(
@@ -86,23 +89,18 @@ def load_source(
         CheckpointError: a file is missing or damaged, or the two do not belong together.
     """
     folder = open_folder(folder)
-    to_device, to_dtype = device_named(device), dtype_named(dtype)
+    to_device, to_dtype = parse_device(device), parse_dtype(dtype)
     config, state = read_folder(folder)
     require_hooked_transformer()
-    # A tokenizer is in the folder, and is not looked for at a hub.
+    # The tokenizer is in the folder; none is looked for at a hub.
     chosen = {"device": str(to_device), "dtype": to_dtype, "init_weights": False}
     chosen |= {"tokenizer_name": None, "trust_remote_code": False}
-    said = {key: value for key, value in config.items() if key not in chosen}
-    if wrong := reasons_against_config(said, CONFIG):
+    given = {key: value for key, value in config.items() if key not in chosen}
+    if wrong := reasons_against_config(given, CONFIG):
         raise CheckpointError(f"{folder / CONFIG} is not a model's: {'; '.join(wrong[:5])}")
-    fields = said | chosen
-    try:
-        with limit_size(state):
-            expected = stock_skeleton(fields).state_dict()
-    except CheckpointError:
-        raise
-    except Exception as error:  # of any constructor that the configuration leads to
-        raise CheckpointError(f"{folder / CONFIG} is not a model's: {error}") from error
+    fields = given | chosen
+    with limit_size(state), checkpoint_errors(f"{folder / CONFIG} is not a model's"):
+        expected = stock_skeleton(fields).state_dict()
     # What TransformerLens computes may be left out.
     needed = {
         name: x for name, x in expected.items() if name in state or not name.endswith(COMPUTED)
@@ -121,10 +119,23 @@ def load_source(
     return model
 
 
+@contextmanager
+def checkpoint_errors(problem: str) -> Iterator[None]:
+    """Raise CheckpointError for an error of any constructor that a configuration leads to."""
+    try:
+        yield
+    except AttnOnlyLensError:
+        raise
+    except Exception as error:
+        raise CheckpointError(f"{problem}: {type(error).__name__}: {error}") from error
+
+
 def reasons_against_config(config: dict[str, Any], where: str) -> list[str]:
-    """Why this is no configuration of a HookedTransformer that can be built; empty where it is."""
-    reasons = list(type_mismatches(config, HookedTransformerConfig, where))
-    reasons += out_of_range(config, where)
+    """List why no HookedTransformer can be built from a configuration."""
+    reasons = [
+        *type_mismatches(config, HookedTransformerConfig, where),
+        *out_of_range(config, where),
+    ]
     act_fn = config.get("act_fn")
     if isinstance(act_fn, str) and act_fn not in SUPPORTED_ACTIVATIONS:
         known = ", ".join(sorted(SUPPORTED_ACTIVATIONS))
@@ -138,7 +149,7 @@ def reasons_against_config(config: dict[str, Any], where: str) -> list[str]:
 
 
 def load_tokenizer(folder: Path) -> Any:
-    """Read the tokenizer of a folder: no code of its own, no file of another folder, no question.
+    """Read the tokenizer of a folder, running no code of its own and opening no other folder.
 
     Raises:
         CheckpointError: it is missing, needs code of its own, names files elsewhere, or cannot be
@@ -152,18 +163,18 @@ def load_tokenizer(folder: Path) -> Any:
     for path in where.rglob("*"):
         path_inside(folder, path.relative_to(folder).as_posix())
     settings = where / "tokenizer_config.json"
-    said = read_json(settings) if settings.exists() else {}
-    if not isinstance(said, dict):
+    options = read_json(settings) if settings.exists() else {}
+    if not isinstance(options, dict):
         raise CheckpointError(
-            f"{settings} holds a {type(said).__name__}; expected a tokenizer's settings by name"
+            f"{settings} holds a {type(options).__name__}; expected a tokenizer's settings by name"
         )
-    named = [key for key in said if str(key).endswith("_file") and said[key] is not None]
-    if any(os.path.exists(str(said[key])) for key in named):
+    named = [key for key in options if str(key).endswith("_file") and options[key] is not None]
+    if any(os.path.exists(str(options[key])) for key in named):
         raise CheckpointError(f"{settings} names files outside of its folder: {', '.join(named)}")
     try:
-        made = AutoTokenizer.from_pretrained(where, local_files_only=True, trust_remote_code=False)
-        made.encode("")
-        return made
+        found = AutoTokenizer.from_pretrained(where, local_files_only=True, trust_remote_code=False)
+        found.encode("")
+        return found
     except Exception as error:  # of any tokenizer, written in any language
         if "trust_remote_code" in str(error):
             raise CheckpointError(
@@ -175,11 +186,11 @@ def load_tokenizer(folder: Path) -> Any:
 
 
 def read_folder(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Read the two files: the configuration, whose values are not looked at, and the state dict.
+    """Read the two files: the configuration, whose values are not checked, and the state dict.
 
     Raises:
-        CheckpointError: one cannot be read, or is not the one that `grow` wrote; the folder is of
-            Hugging Face transformers.
+        CheckpointError: one cannot be read, or is not the one that `grow` wrote; or the folder
+            holds a model of Hugging Face transformers.
     """
     if (folder / PROVENANCE).exists():
         check_files(folder, GROWN.read(path_inside(folder, PROVENANCE))["files"], closed=TOKENIZER)
@@ -211,11 +222,11 @@ def _plain(value: Any) -> Any:
     return value.item() if hasattr(value, "item") else value  # a numpy number
 
 
-def dtype_named(dtype: str | torch.dtype) -> torch.dtype:
-    """A floating-point type by name.
+def parse_dtype(dtype: str | torch.dtype) -> torch.dtype:
+    """Return a floating-point type by name.
 
     Raises:
-        CheckpointError: it is none that models come in.
+        CheckpointError: it is not one of `DTYPES`.
     """
     found = DTYPES.get(str(dtype).removeprefix("torch."))
     if found is None:
@@ -223,8 +234,8 @@ def dtype_named(dtype: str | torch.dtype) -> torch.dtype:
     return found
 
 
-def device_named(device: str | torch.device) -> torch.device:
-    """A device that this machine has.
+def parse_device(device: str | torch.device) -> torch.device:
+    """Return a device by name, if this machine has it.
 
     Raises:
         CheckpointError: it has no such device, or nothing can be stored there.

@@ -17,7 +17,7 @@ from transformer_lens.config import TransformerBridgeConfig
 from transformer_lens.model_bridge import TransformerBridge
 
 from attn_only_lens.errors import CheckpointError
-from attn_only_lens.models.source_folder import device_named, dtype_named, load_source, read_folder
+from attn_only_lens.models.source_folder import load_source, parse_device, parse_dtype, read_folder
 from attn_only_lens.tl import HAS_HOOKED_TRANSFORMER, HookedTransformer, convert_tl_checkpoint
 
 __all__ = ["MODULUS", "load_bridge", "modular_addition", "modular_addition_tokens"]
@@ -32,7 +32,7 @@ def load_bridge(
         CheckpointError: a file is missing or damaged, or the two do not belong together.
     """
     config, state = read_folder(folder)
-    to_dtype, to_device = dtype_named(dtype), device_named(device)
+    to_dtype, to_device = parse_dtype(dtype), parse_device(device)
     try:
         cfg = TransformerBridgeConfig(**config | {"init_weights": False})
         bridge = TransformerBridge.boot_native(

@@ -27,7 +27,7 @@ from attn_only_lens.errors import CheckpointError
 from attn_only_lens.models.checkpoint.hooked import expose_again
 from attn_only_lens.models.checkpoint.shared_memory import place, placements_of, tensors_to_write
 from attn_only_lens.models.in_place import exposed_heads
-from attn_only_lens.models.source_folder import dtype_named, plain_config
+from attn_only_lens.models.source_folder import parse_dtype, plain_config
 from attn_only_lens.models.two_blocks.build import tensor_misfits
 from attn_only_lens.numerics import same_randomness
 from attn_only_lens.runs.attached_hooks import find_hooks, hook_reasons
@@ -54,7 +54,7 @@ class _BridgeConfig(TypedDict):
 
 
 class BridgeFields(TypedDict):
-    """What a manifest holds of a TransformerBridge alone."""
+    """The entries of a manifest that only a TransformerBridge has."""
 
     layout: Literal["in place"]
     config: _BridgeConfig
@@ -133,34 +133,20 @@ def _skeleton(
             memory.
 
     Raises:
-        CheckpointError: this version of transformers or of TransformerLens cannot build it, or it
-            has numbers that no model can have.
+        CheckpointError: it has numbers that no model can have. Errors of constructors pass.
     """
     if wrong := list(out_of_range(config, "config")):
         raise CheckpointError(f"this is no configuration: {'; '.join(wrong[:5])}")
-    try:
-        with same_randomness(torch.device("cpu")), torch.device("cpu"):
-            if tensors is not None:
-                _require_modest(config, tensors)
-            bridge = build_bridge_from_module(**_wrapped(config))
-            if config["compatible"]:
-                bridge.enable_compatibility_mode(
-                    disable_warnings=config["quiet"], no_processing=not config["processed"]
-                )
-            elif config["processed"]:
-                bridge.process_weights()
-    except (
-        AttributeError,
-        AssertionError,
-        LookupError,
-        RuntimeError,
-        TypeError,
-        ValueError,
-    ) as error:
-        raise CheckpointError(
-            "the bridge cannot be built by these versions of transformers and TransformerLens: "
-            f"{error}"
-        ) from error
+    with same_randomness(torch.device("cpu")), torch.device("cpu"):
+        if tensors is not None:
+            _require_modest(config, tensors)
+        bridge = build_bridge_from_module(**_wrapped(config))
+        if config["compatible"]:
+            bridge.enable_compatibility_mode(
+                disable_warnings=config["quiet"], no_processing=not config["processed"]
+            )
+        elif config["processed"]:
+            bridge.process_weights()
     return bridge
 
 
@@ -180,7 +166,7 @@ def _require_modest(config: dict[str, Any], tensors: Mapping[str, Tensor]) -> No
 
 def _wrapped(config: dict[str, Any]) -> dict[str, Any]:
     """The wrapped model, and how to build a bridge around it."""
-    dtype = dtype_named(config["dtype"])
+    dtype = parse_dtype(config["dtype"])
     how = {"architecture": config["architecture"], "model_name": config["cfg"]["model_name"]}
     if config["architecture"] == _NATIVE:
         chosen = {"dtype": dtype, "device": "cpu", "n_devices": 1, "seed": None}
@@ -217,7 +203,7 @@ def _class_in_transformers(name: str, kind: type) -> Any:
 
 
 def _config(model: TransformerBridge) -> dict[str, Any]:
-    """What a skeleton is built from, as JSON."""
+    """The settings that a skeleton is built from, as JSON."""
     reasons, wrapped = hook_reasons(model, "would not be saved"), model.original_model
     if own := find_hooks(model).own:
         reasons.append(

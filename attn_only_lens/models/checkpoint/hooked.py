@@ -10,23 +10,23 @@ from typing import Any, Literal, TypedDict
 
 from torch import Tensor
 
-from attn_only_lens.errors import CheckpointError, UnsupportedModelError
+from attn_only_lens.errors import CheckpointError
 from attn_only_lens.heads import Gating
 from attn_only_lens.models.expose import expose_as
 from attn_only_lens.models.in_place import exposed_heads, hidden
 from attn_only_lens.models.in_place.known_mlps import known_mlps
-from attn_only_lens.models.source_folder import dtype_named, plain_config, reasons_against_config
+from attn_only_lens.models.source_folder import parse_dtype, plain_config, reasons_against_config
 from attn_only_lens.models.two_blocks import AttentionOnlyTransformer, LayerSizes
 from attn_only_lens.models.two_blocks.build import converted_skeleton, fill, misfits, stock_skeleton
 from attn_only_lens.models.two_blocks.config import by_layer, sizes_of
-from attn_only_lens.models.two_blocks.convertible import reasons_against
+from attn_only_lens.models.two_blocks.known_modules import reasons_against
 from attn_only_lens.tl import HookedTransformer, require_hooked_transformer
 
 __all__ = ["HookedFields", "describe_hooked", "expose_again", "rebuild_hooked"]
 
 
 class HookedFields(TypedDict):
-    """What a manifest holds of a HookedTransformer alone."""
+    """The entries of a manifest that only a HookedTransformer has."""
 
     layout: Literal["two blocks a layer", "in place"]
     layers: list[LayerSizes]
@@ -112,23 +112,18 @@ def _skeleton(manifest: dict[str, Any]) -> HookedTransformer:
     if wrong := reasons_against_config(config, "config"):
         raise CheckpointError(f"this is no configuration: {'; '.join(wrong[:5])}")
     # Code from a hub is not run whatever a file says, and a file need not say otherwise.
-    chosen = {"dtype": dtype_named(str(config.get("dtype"))), "trust_remote_code": False}
-    try:
-        source = stock_skeleton({"device": "cpu", **config, **chosen})
-        if reasons := reasons_against(source):
-            raise UnsupportedModelError(reasons)
-        own, sizes = sizes_of(source.cfg), [LayerSizes(**each) for each in manifest["layers"]]
-        if (len(sizes), *sizes[:1]) != (source.cfg.n_layers, own):
-            raise ValueError(
-                f"its layers are {by_layer(sizes)}; expected {source.cfg.n_layers} layers, the "
-                f"first {own}"
-            )
-        if manifest["layout"] == "two blocks a layer":
-            return converted_skeleton(source, Gating.from_json(manifest["gate"]), sizes)
-        if len(set(sizes)) > 1:
-            raise ValueError(f"its layers are {by_layer(sizes)}; expected one size for all")
-    except (AssertionError, LookupError, TypeError, ValueError) as error:
+    chosen = {"dtype": parse_dtype(str(config.get("dtype"))), "trust_remote_code": False}
+    source = stock_skeleton({"device": "cpu", **config, **chosen})
+    if reasons := reasons_against(source):
+        raise CheckpointError(f"its configuration cannot be built: {'; '.join(reasons)}")
+    own, sizes = sizes_of(source.cfg), [LayerSizes(**each) for each in manifest["layers"]]
+    if (len(sizes), *sizes[:1]) != (source.cfg.n_layers, own):
         raise CheckpointError(
-            f"the configuration cannot be built by this version of TransformerLens: {error}"
-        ) from error
+            f"its layers are {by_layer(sizes)}; expected {source.cfg.n_layers} layers, the "
+            f"first {own}"
+        )
+    if manifest["layout"] == "two blocks a layer":
+        return converted_skeleton(source, Gating.from_json(manifest["gate"]), sizes)
+    if len(set(sizes)) > 1:
+        raise CheckpointError(f"its layers are {by_layer(sizes)}; expected one size for all")
     return source

@@ -17,16 +17,17 @@ import torch
 from torch import Tensor
 from transformer_lens.model_bridge import TransformerBridge
 
-from attn_only_lens.errors import AttnOnlyLensError, CheckpointError
+from attn_only_lens.errors import CheckpointError
 from attn_only_lens.heads import Gating, has_neuron_heads
 from attn_only_lens.models.checkpoint.bridge import BridgeFields, describe_bridge, rebuild_bridge
 from attn_only_lens.models.checkpoint.hooked import HookedFields, describe_hooked, rebuild_hooked
 from attn_only_lens.models.source_folder import (
     TOKENIZER,
     WEIGHTS,
-    device_named,
-    dtype_named,
+    checkpoint_errors,
     load_tokenizer,
+    parse_device,
+    parse_dtype,
 )
 from attn_only_lens.models.two_blocks import AttentionOnlyTransformer
 from attn_only_lens.storage import (
@@ -47,6 +48,7 @@ from attn_only_lens.tl import HookedTransformer
 __all__ = ["MANIFEST", "is_saved", "load", "read_manifest", "save", "write_manifest"]
 
 MANIFEST = "attn_only_lens.json"
+_UNBUILDABLE = "cannot be built by these versions of transformers and TransformerLens"
 
 
 class _Manifest(TypedDict):
@@ -123,7 +125,8 @@ def save(
             "or a model with attn_only_lens.expose_neuron_heads"
         )
     kind = "TransformerBridge" if isinstance(model, TransformerBridge) else "HookedTransformer"
-    entries, tensors = _KINDS[kind].describe(model)
+    with checkpoint_errors(f"it {_UNBUILDABLE}"):
+        entries, tensors = _KINDS[kind].describe(model)
     entries |= {
         "model": kind,
         "source_name": model.cfg.model_name if source_name is None else source_name,
@@ -171,21 +174,13 @@ def load(
         torch.float64
     """
     folder = open_folder(folder)
-    to_device = device_named("cpu" if device is None else device)
-    to_dtype = None if dtype is None else dtype_named(dtype)
+    to_device = parse_device("cpu" if device is None else device)
+    to_dtype = None if dtype is None else parse_dtype(dtype)
     manifest = read_manifest(folder)
     check_files(folder, manifest["files"], closed=TOKENIZER)
     tensors, _ = read_tensors(folder / WEIGHTS)
-    try:
-        with limit_size(tensors):
-            model = _KINDS[manifest["model"]].rebuild(manifest, tensors)
-    except AttnOnlyLensError:
-        raise
-    except Exception as error:  # of any constructor that the manifest leads to
-        raise CheckpointError(
-            f"{folder} cannot be built by these versions of transformers and TransformerLens: "
-            f"{type(error).__name__}: {error}"
-        ) from error
+    with limit_size(tensors), checkpoint_errors(f"{folder} {_UNBUILDABLE}"):
+        model = _KINDS[manifest["model"]].rebuild(manifest, tensors)
     if manifest["padding_side"] is not None:
         model.tokenizer = load_tokenizer(folder)
         model.tokenizer.padding_side = manifest["padding_side"]
@@ -196,7 +191,7 @@ def load(
 
 
 def is_saved(folder: str | os.PathLike[str]) -> bool:
-    """Whether `save` wrote a folder."""
+    """True for a folder that `save` wrote."""
     try:
         return (open_folder(folder) / MANIFEST).is_file()
     except (CheckpointError, OSError):

@@ -141,7 +141,7 @@ class InPlace(NeuronHeads):
 
     @property
     def value_is_product(self) -> bool:
-        """Whether the MLP is gated."""
+        """True for a gated MLP."""
         return self.mlp_hooks.pre_linear is not None
 
     @property
@@ -164,7 +164,7 @@ class InPlace(NeuronHeads):
 
     @property
     def results_on(self) -> bool:
-        """Whether hook_result fires."""
+        """True where hook_result fires."""
         return bool(self.results or self.cfg.use_attn_result)
 
     @property
@@ -181,7 +181,7 @@ class InPlace(NeuronHeads):
     def replace_activations(
         self, post: PreActivation
     ) -> tuple[PreActivation, PreActivation | None]:
-        """What enters hook_post instead of the MLP's activations; and z, if hook_result fires."""
+        """Return the input of hook_post in place of `post`; and z, if hook_result fires."""
         left = self.passing.left
         q, up = left.pop((self.layer, "pre")), left.pop((self.layer, "pre_linear"), None)
         left.pop((self.layer, "written"), None)  # of an MLP that was run alone, and broke off
@@ -194,7 +194,7 @@ class InPlace(NeuronHeads):
 
     @property
     def _recomputes(self) -> bool:
-        """Whether the activations are computed again, from q and u alone."""
+        """True where the activations are computed again, from q and u alone."""
         return any(map(is_live, self._before_z))
 
     @torch.no_grad()

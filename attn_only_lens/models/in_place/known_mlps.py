@@ -40,7 +40,7 @@ from attn_only_lens.errors import UnsupportedModelError
 from attn_only_lens.gates import GATES
 from attn_only_lens.models.in_place.exposed import exposed_heads
 from attn_only_lens.models.in_place.heads import MLPHooks, activation_error
-from attn_only_lens.models.two_blocks.convertible import reasons_against
+from attn_only_lens.models.two_blocks.known_modules import reasons_against
 from attn_only_lens.numerics import normal_numbers, same_randomness
 from attn_only_lens.tl import MLP, GatedMLP, HookedTransformer
 

@@ -1,6 +1,6 @@
 """Attention-only models: a `HookedTransformer` with two blocks for every layer of its source."""
 
-from attn_only_lens.models.two_blocks.build import convert_as, rebuilt
+from attn_only_lens.models.two_blocks.build import convert_as, rebuild
 from attn_only_lens.models.two_blocks.cache import AttentionOnlyCache
 from attn_only_lens.models.two_blocks.config import LayerSizes
 from attn_only_lens.models.two_blocks.model import AttentionOnlyTransformer
@@ -12,5 +12,5 @@ __all__ = [
     "HeadStack",
     "LayerSizes",
     "convert_as",
-    "rebuilt",
+    "rebuild",
 ]

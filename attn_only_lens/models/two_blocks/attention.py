@@ -19,9 +19,7 @@ adds q · k to the self score, as it would in any head.
 With no live hook before z, act(q) is computed as the source computes it: bitwise the same, at the
 same cost. Only live hooks pay for scores and patterns.
 
-The neurons of one MLP as bilinear heads, m of them to a neuron, behind hook points of their own.
-
-The mathematics is in `heads/bilinear.py`; here are their weights in a head's shape.
+With bilinear gates, m heads share each neuron; the mathematics is in `heads/bilinear.py`.
 """
 
 from collections.abc import Callable
@@ -30,22 +28,21 @@ import torch
 import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
-from transformer_lens import FactoredMatrix
 from transformer_lens.utilities.addmm import batch_addmm
 
 from attn_only_lens.axes import PreActivation, Residual
 from attn_only_lens.errors import UnsupportedCallError
-from attn_only_lens.gates import BilinearGate, RangeGate
 from attn_only_lens.heads.bilinear import BilinearHeads, largest_query
-from attn_only_lens.heads.computation import NeuronHeads, is_live, tracked_like
+from attn_only_lens.heads.computation import NeuronHeads, is_live
 from attn_only_lens.heads.gating import AnyGate
 from attn_only_lens.models.two_blocks.config import BlockConfig
+from attn_only_lens.models.two_blocks.stacks import QKAndOV
 from attn_only_lens.tl import MLP, GatedMLP
 
-__all__ = ["BilinearAttention", "NeuronAttention", "is_live", "tracked_like"]
+__all__ = ["BilinearAttention", "NeuronAttention"]
 
 
-class NeuronAttention(NeuronHeads, nn.Module):
+class NeuronAttention(NeuronHeads, QKAndOV, nn.Module):
     """d_mlp neuron-heads with the parameters of one source MLP.
 
     Parameters keep their MLP names and shapes, so that the two vectors a neuron-head needs are
@@ -89,22 +86,22 @@ class NeuronAttention(NeuronHeads, nn.Module):
 
     @property
     def directions(self) -> Float[Tensor, "d_mlp d_model"]:
-        """What each neuron writes along: W_out."""
+        """The direction that each neuron writes: W_out."""
         return self.W_out
 
     @property
     def value_is_product(self) -> bool:
-        """Whether the MLP is gated."""
+        """True for a gated MLP."""
         return self.W_gate is not None
 
     def forward(self, x: Residual) -> Residual:
-        """What the source MLP returns for the normalised residual stream `x`."""
+        """The output of the source MLP for the normalised residual stream `x`."""
         q, up = self._project(x)
         z = self._through_hooks(q, up, lambda: self._plainly(q, up))
         return self._write(z)
 
     def pre_activation(self, x: Residual) -> PreActivation:
-        """What the gates read of the normalised residual stream `x`: q."""
+        """q, which the gates read, for the normalised residual stream `x`."""
         return self._project(x)[0]
 
     def _plainly(self, q: PreActivation, up: PreActivation | None) -> PreActivation:
@@ -112,7 +109,7 @@ class NeuronAttention(NeuronHeads, nn.Module):
         return self.act_fn(q) if up is None else self.act_fn(q) * up
 
     def _project(self, x: Residual) -> tuple[PreActivation, PreActivation | None]:
-        """What the neurons read: the pre-activation, and in a gated MLP what it gates."""
+        """The pre-activation q, and u in a gated MLP."""
         if self.W_gate is None:
             return batch_addmm(self.b_in, self.W_in, x), None
         # The source's own calls: other ways to write these products round differently.
@@ -132,55 +129,56 @@ class NeuronAttention(NeuronHeads, nn.Module):
         """The block's output bias: b_out, and for a gated MLP b_in @ W_out besides."""
         return self.b_out if self.W_gate is None else self.b_in @ self.W_out + self.b_out
 
+    # Weights in a head's shape
+
+    def _scale(self, by: str, of: Tensor) -> Tensor:
+        """Multiply the row of each neuron by the factors, of this name, of its heads."""
+        return of
+
     @property
     def W_Q(self) -> Float[Tensor, "head_index d_model d_head=1"]:
-        """Query weights: W_in, or W_gate of a gated MLP."""
-        return (self.W_in if self.W_gate is None else self.W_gate).T.unsqueeze(-1)
+        """Query weights: W_in, or W_gate of a gated MLP; times the slope b_j of a bilinear head."""
+        weights = self.W_in if self.W_gate is None else self.W_gate
+        return self._scale("slopes", weights.T.unsqueeze(-1))
 
     @property
     def b_Q(self) -> Float[Tensor, "head_index d_head=1"]:
-        """Query biases: b_in, or zero in a gated MLP."""
-        return (self.b_in if self.W_gate is None else torch.zeros_like(self.b_in)).unsqueeze(-1)
+        """Query biases: b_in, or zero in a gated MLP; of a bilinear head b_j b_in + c_j."""
+        return self._scale("slopes", self._bias)
 
     @property
     def W_K(self) -> Float[Tensor, "head_index d_model d_head=1"]:
         """Key weights: zero, since a neuron-head's keys do not depend on the token."""
-        return torch.zeros_like(self.W_in).T.unsqueeze(-1)
+        return torch.zeros_like(self.W_Q)
 
     @property
     def b_K(self) -> Float[Tensor, "head_index d_head=1"]:
         """Key biases of the token itself: zero (the bias token's key is a constant)."""
-        return torch.zeros_like(self.b_in).unsqueeze(-1)
+        return torch.zeros_like(self.b_Q)
 
     @property
     def W_V(self) -> Float[Tensor, "head_index d_model d_head=1"]:
-        """Value weights: W_in, the same storage as W_Q."""
+        """Value weights: W_in, in a plain MLP the same storage as W_Q."""
         self._refuse_product_value("W_V")
-        return self.W_Q
+        return self._scale("ones", self.W_in.T.unsqueeze(-1))
 
     @property
     def b_V(self) -> Float[Tensor, "head_index d_head=1"]:
-        """Value biases: b_in, the same storage as b_Q."""
+        """Value biases: b_in, or zero in a gated MLP."""
         self._refuse_product_value("b_V")
-        return self.b_Q
+        return self._scale("ones", self._bias)
 
     @property
     def W_O(self) -> Float[Tensor, "head_index d_head=1 d_model"]:
-        """Output weights: W_out."""
-        return self.W_out.unsqueeze(-2)
+        """Output weights: W_out, times the weight w_j of a bilinear head."""
+        return self._scale("weights", self.W_out.unsqueeze(-2))
 
     @property
-    def QK(self) -> FactoredMatrix:
-        """W_Q @ W_K^T between tokens: zero by construction."""
-        return FactoredMatrix(self.W_Q, self.W_K.transpose(-2, -1))
-
-    @property
-    def OV(self) -> FactoredMatrix:
-        """W_V @ W_O, rank 1 for each neuron-head."""
-        return FactoredMatrix(self.W_V, self.W_O)
+    def _bias(self) -> Float[Tensor, "d_mlp 1"]:
+        return (self.b_in if self.W_gate is None else torch.zeros_like(self.b_in)).unsqueeze(-1)
 
     def _refuse_product_value(self, name: str) -> None:
-        if self.W_gate is not None:
+        if self.value_is_product:
             raise UnsupportedCallError(
                 f"{name} of a neuron-head of a gated MLP: its value is the product "
                 "(x · W_gate) · (x · W_in), which no value matrix gives. Use W_gate and W_in of "
@@ -191,12 +189,8 @@ class NeuronAttention(NeuronHeads, nn.Module):
 class BilinearAttention(BilinearHeads, NeuronAttention):
     """d_mlp · m neuron-heads with the parameters of one source MLP."""
 
-    def __init__(self, mlp: MLP | GatedMLP, cfg: BlockConfig) -> None:
-        super().__init__(mlp, cfg)
-        assert isinstance(self.gate, BilinearGate | RangeGate)
-
     def forward(self, x: Residual) -> Residual:
-        """What the source MLP returns for the normalised residual `x`, within the gate's bound."""
+        """The output of the source MLP for the normalised `x`, within the gate's bound."""
         q, up = self._project(x)
         value = q if up is None else up
         results = self.cfg.use_attn_result and is_live(self.hook_result)
@@ -209,46 +203,13 @@ class BilinearAttention(BilinearHeads, NeuronAttention):
             return (result.sum(dim=-2) + self.b_O).to(q.dtype)
         return self._write(self.neurons(z).to(q.dtype))
 
-    # Weights in a head's shape
-
-    def _each(self, numbers: tuple[float, ...], of: Tensor) -> Tensor:
-        """Numbers, one for each head of a neuron, times a tensor with a row for each neuron."""
-        row = of.new_tensor(numbers).clamp(-largest_query(of.dtype), largest_query(of.dtype))
-        return torch.einsum("j,n...->nj...", row, of).flatten(0, 1)
-
-    @property
-    def W_Q(self) -> Float[Tensor, "head_index d_model d_head=1"]:
-        """Query weights: b_j W_in[:, i], or b_j W_gate[:, i]."""
-        return self._each(self._mixture.slopes, super().W_Q)
-
     @property
     def b_Q(self) -> Float[Tensor, "head_index d_head=1"]:
         """Query biases: b_j b_in[i] + c_j; the largest number for a head that sees itself alone."""
-        scaled = self._each(self._mixture.slopes, super().b_Q)
-        return scaled + self._each(self._mixture.offsets, torch.ones_like(super().b_Q))
+        return super().b_Q + self._scale("offsets", torch.ones_like(self._bias))
 
-    @property
-    def W_K(self) -> Float[Tensor, "head_index d_model d_head=1"]:
-        """Key weights: zero, since a neuron-head's keys do not depend on the token."""
-        return torch.zeros_like(self.W_Q)
-
-    @property
-    def b_K(self) -> Float[Tensor, "head_index d_head=1"]:
-        """Key biases of the token itself: zero (the bias token's key is -1)."""
-        return torch.zeros_like(self.b_Q)
-
-    @property
-    def W_V(self) -> Float[Tensor, "head_index d_model d_head=1"]:
-        """Value weights: W_in, the same for every head of a neuron."""
-        return self._each((1.0,) * self.heads_per_neuron, self.W_in.T.unsqueeze(-1))
-
-    @property
-    def b_V(self) -> Float[Tensor, "head_index d_head=1"]:
-        """Value biases: b_in, or zero in a gated MLP."""
-        each = (1.0 if self.W_gate is None else 0.0,) * self.heads_per_neuron
-        return self._each(each, self.b_in.unsqueeze(-1))
-
-    @property
-    def W_O(self) -> Float[Tensor, "head_index d_head=1 d_model"]:
-        """Output weights: w_j W_out[i]."""
-        return self._each(self._mixture.weights, self.W_out.unsqueeze(-2))
+    def _scale(self, by: str, of: Tensor) -> Tensor:
+        m = self.heads_per_neuron
+        factors = of.new_ones(m) if by == "ones" else of.new_tensor(getattr(self._mixture, by))
+        limit = largest_query(of.dtype)
+        return torch.einsum("j,n...->nj...", factors.clamp(-limit, limit), of).flatten(0, 1)

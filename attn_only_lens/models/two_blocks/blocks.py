@@ -10,13 +10,9 @@ from transformer_lens.utilities.architectures import POST_NORM_ARCHITECTURES
 
 from attn_only_lens.axes import Residual
 from attn_only_lens.errors import UnsupportedCallError
+from attn_only_lens.heads.computation import is_live, tracked_like
 from attn_only_lens.heads.pass_state import Passing
-from attn_only_lens.models.two_blocks.attention import (
-    BilinearAttention,
-    NeuronAttention,
-    is_live,
-    tracked_like,
-)
+from attn_only_lens.models.two_blocks.attention import BilinearAttention, NeuronAttention
 from attn_only_lens.models.two_blocks.config import BlockConfig
 from attn_only_lens.models.two_blocks.refusals import NO_MLP
 from attn_only_lens.tl import MLP, GatedMLP, TransformerBlock
@@ -27,9 +23,9 @@ __all__ = ["AttentionBlock", "NeuronBlock"]
 class AttentionBlock(TransformerBlock):
     """Block 2l: the attention heads of source layer l, run by TransformerLens' own code.
 
-    The stock block is reused with nothing where its MLP was. Its `cfg` claims a parallel MLP (see
-    `BlockConfig`): that path hands `apply_mlp` the stream as it entered the block, after the
-    user's hooks, which is just what the neuron block of a parallel model must read.
+    The stock block is reused, without its MLP. Its `cfg` claims a parallel MLP (see `BlockConfig`),
+    so that `apply_mlp` gets the stream as it entered the block, after the user's hooks: just what
+    the neuron block of a parallel model must read.
     """
 
     cfg: BlockConfig  # type: ignore[assignment]
@@ -38,12 +34,12 @@ class AttentionBlock(TransformerBlock):
 
     @classmethod
     def of(cls, source: TransformerBlock, cfg: BlockConfig, passing: Passing) -> "AttentionBlock":
-        """Take over the attention half of `source`, a clone that nobody else holds.
+        """Take over the attention half of `source`, a clone that nothing else holds.
 
         Args:
             source: a stock block with an MLP.
             cfg: this block's configuration.
-            passing: of the model: where a parallel one leaves what enters this block.
+            passing: of the model; a parallel one leaves the input of this block there.
         """
         block = cls.__new__(cls)
         nn.Module.__init__(block)
@@ -67,9 +63,9 @@ class AttentionBlock(TransformerBlock):
         past_kv_cache_entry: TransformerLensKeyValueCacheEntry | None = None,
         attention_mask: Tensor | None = None,
     ) -> Residual:
-        """As the stock block, with a place in a key-value cache for as many heads as it has."""
+        """As the stock block, with an entry in the key-value cache for as many heads as it has."""
         entry = past_kv_cache_entry
-        # TransformerLens makes all entries of one size; what is empty can be made anew.
+        # TransformerLens makes all entries of one size; an empty one can be replaced.
         if isinstance(entry, TransformerLensKeyValueCacheEntry) and not entry.past_keys.shape[1]:
             heads = self.cfg.n_key_value_heads or self.cfg.n_heads
             empty = entry.past_keys.new_empty((len(entry.past_keys), 0, heads, self.cfg.d_head))
@@ -90,7 +86,7 @@ class NeuronBlock(nn.Module):
     """Block 2l + 1: the neurons of source layer l as heads, with that layer's ln2 as its ln1."""
 
     def __init__(self, source: TransformerBlock, cfg: BlockConfig, passing: Passing) -> None:
-        """Take over the MLP half of `source`, a clone that nobody else holds.
+        """Take over the MLP half of `source`, a clone that nothing else holds.
 
         Args:
             source: a stock block with an MLP.
@@ -119,7 +115,7 @@ class NeuronBlock(nn.Module):
         past_kv_cache_entry: object = None,
         attention_mask: Tensor | None = None,
     ) -> Residual:
-        """The stream after this block. Its heads see one token each: masks and caches are moot."""
+        """The stream after this block. Its heads see one token each: no mask or cache matters."""
         post_norm = self.cfg.original_architecture in POST_NORM_ARCHITECTURES
         resid_pre = self.hook_resid_pre(resid_pre)
         source = self._entered() if self.cfg.neurons_read_along else resid_pre
@@ -153,8 +149,8 @@ class NoMLP(HookPoint):
     """`hook_mlp_out` of a block, which has no MLP: a zero, for TransformerLens' attribution.
 
     `attribution_patch` requires this point of every block, and a gradient there; a zero activation
-    gets a zero score. To look, by way of `model.hooks`, is all that a hook may do here: whoever
-    edits the output of an MLP means the neuron block, and would silently get nothing.
+    gets a zero score. A hook may only read here, and only by way of `model.hooks`: whoever edits
+    the output of an MLP means the neuron block, and would silently change nothing.
     """
 
     def add_hook(
@@ -172,7 +168,7 @@ class NoMLP(HookPoint):
         super().add_hook(hook, dir, is_permanent, level, *args, **kwargs)
 
     def zero(self, like: Tensor) -> Tensor:
-        """What an absent MLP writes, as a full tensor only where a hook is there to see it."""
+        """The output of an absent MLP, as a full tensor only where a hook is there to see it."""
         if not is_live(self):
             return like.new_zeros(())
         with torch.inference_mode(False):  # a tensor of inference mode has no version counter
@@ -180,7 +176,7 @@ class NoMLP(HookPoint):
         zero = tracked_like(zero, like)
         version = zero._version
         seen: Tensor = self(zero)
-        # By address: backward hooks hand on an alias of what they were given.
+        # By address: backward hooks return an alias of their input.
         if seen.data_ptr() != zero.data_ptr() or zero._version != version:
             raise UnsupportedCallError(f"an edit at {self.name}: {NO_MLP}")
         return seen

@@ -1,19 +1,16 @@
-"""Build a converted model around the parameters of its source.
+"""Build converted models: around the parameters of a source, or from a configuration and tensors.
 
-Models without numbers, and how they get them: for loading, growing, and layers that differ.
-
-A model is built from a configuration on the meta device, so that nothing is computed and no random
-number is drawn; then it is given its tensors. What does not fit the skeleton is refused.
+Without a source, a model is built on the meta device, so that nothing is computed and no random
+number is drawn; then it is given its tensors. Those that do not fit the skeleton are refused.
 
 TransformerLens has one size for all layers in its configuration, and none in its forward pass: a
-block asks its own `cfg`. So a skeleton has, in the place of a layer of another size, the block that
+block asks its own `cfg`. So where a layer is to have another size, the skeleton gets the block that
 a configuration with that size leads to; its modules are then given the configuration of the model,
 and conversion gives its attention a view of that (`BlockConfig`).
 """
 
-import copy as _copy
+import copy
 from collections.abc import Collection, Mapping, Sequence
-from copy import copy
 from dataclasses import asdict
 from typing import Any
 
@@ -33,7 +30,7 @@ from attn_only_lens.models.two_blocks.config import (
     attention_only_config,
     sizes_of,
 )
-from attn_only_lens.models.two_blocks.model import AttentionOnlyTransformer, assemble
+from attn_only_lens.models.two_blocks.model import AttentionOnlyTransformer
 from attn_only_lens.tl import HookedTransformer, HookedTransformerConfig, TransformerBlock, quiet
 
 __all__ = [
@@ -41,7 +38,7 @@ __all__ = [
     "converted_skeleton",
     "fill",
     "misfits",
-    "rebuilt",
+    "rebuild",
     "stock_skeleton",
     "tensor_misfits",
 ]
@@ -51,19 +48,19 @@ def convert_as(
     model: HookedTransformer,
     gating: Gating,
     *,
-    copy: bool = False,
+    copy_weights: bool = False,
     sizes: Sequence[LayerSizes] | None = None,
 ) -> AttentionOnlyTransformer:
-    """Convert a model that nothing speaks against, with gates that are settled.
+    """Convert a model against which `reasons_against` finds nothing.
 
     Args:
         model: the source.
-        gating: its gates.
-        copy: whether to copy the weights.
-        sizes: of each of its layers, where they are not those that its `cfg` says (`skeleton.py`).
+        gating: the gates of its neuron-heads.
+        copy_weights: whether to copy the weights.
+        sizes: of each of its layers, where they differ from those in its `cfg`.
 
     Raises:
-        ValueError: the gates are of another kind of MLP, or of another number of layers.
+        ValueError: the gates are of another kind of MLP or number of layers, or do not exist.
     """
     ranged = gating.kind == "bilinear" and model.cfg.gated_mlp
     n_ranges = None if gating.ranges is None else len(gating.ranges)
@@ -71,24 +68,31 @@ def convert_as(
         raise ValueError(
             f"got {gating}; expected {'a range for each layer' if ranged else 'no ranges'}"
         )
+    for layer in range(model.cfg.n_layers):
+        gating.gate(model.cfg.act_fn, layer)
     cfg = attention_only_config(model.cfg, gating, sizes)
-    parts = _clone(model, cfg, copy_weights=copy)
+    attributes = _clone(model, cfg, copy_weights=copy_weights)
     passing = Passing()
     blocks: list[nn.Module] = []
-    for layer, block in enumerate(parts["_modules"].pop("blocks")):
+    for layer, block in enumerate(attributes["_modules"].pop("blocks")):
         attention = AttentionBlock.of(block, BlockConfig(cfg, heads_block(layer)), passing)
         neurons = NeuronBlock(block, BlockConfig(cfg, neurons_block(layer)), passing)
         blocks += [attention, neurons.train(block.training)]
-    block_list = TypedModuleList(blocks)
-    block_list.training = model.blocks.training
-    return assemble(parts, block_list)
+    converted = AttentionOnlyTransformer.__new__(AttentionOnlyTransformer)
+    nn.Module.__init__(converted)
+    converted.__dict__.update(attributes)
+    block_list: Any = TypedModuleList(blocks)
+    converted.blocks = block_list
+    converted.blocks.training = model.blocks.training
+    converted.setup()
+    return converted
 
 
 def _clone(model: HookedTransformer, cfg: Any, *, copy_weights: bool) -> dict[str, Any]:
-    """The model's `__dict__`, deeply copied around its tensors.
+    """Copy the model's `__dict__` deeply, but share its tensors and tokenizer.
 
-    `deepcopy` with its memo filled in beforehand: tied parameters stay tied, unknown attributes
-    come along, and the tokenizer is handed over, where TransformerLens would load it anew.
+    With the memo of `deepcopy` filled beforehand, tied parameters stay tied, unknown attributes
+    come along, and TransformerLens does not load the tokenizer again.
     """
     memo: dict[int, Any] = {id(model.cfg): cfg}
     for tensor in [*model.parameters(), *model.buffers()]:
@@ -104,7 +108,7 @@ def _clone(model: HookedTransformer, cfg: Any, *, copy_weights: bool) -> dict[st
     for shared in (model.tokenizer, model.dataset):
         memo[id(shared)] = shared
     unneeded: dict[str, Any] = {"mod_dict": {}, "hook_dict": {}}  # `setup` makes them anew
-    cloned: dict[str, Any] = _copy.deepcopy({**model.__dict__, **unneeded}, memo)
+    cloned: dict[str, Any] = copy.deepcopy({**model.__dict__, **unneeded}, memo)
     return cloned
 
 
@@ -112,10 +116,10 @@ _POSITIONS = ("standard", "rotary", "shortformer", "alibi")
 
 
 def stock_skeleton(fields: Mapping[str, Any]) -> HookedTransformer:
-    """A stock model without numbers.
+    """Build a stock model without numbers.
 
     Args:
-        fields: of its configuration, all of them.
+        fields: all fields of its configuration.
 
     Raises:
         ValueError: it has positions that TransformerLens would refuse when the model runs.
@@ -136,7 +140,7 @@ def stock_skeleton(fields: Mapping[str, Any]) -> HookedTransformer:
 def converted_skeleton(
     source: HookedTransformer, gating: Gating, sizes: Sequence[LayerSizes]
 ) -> AttentionOnlyTransformer:
-    """A converted model without numbers, of layers of these sizes.
+    """Build a converted model without numbers, with layers of these sizes.
 
     Args:
         source: of `stock_skeleton`, whose `cfg` has the sizes of layer 0. Used up.
@@ -146,7 +150,7 @@ def converted_skeleton(
     for layer, each in enumerate(sizes):
         if each == sizes_of(source.cfg):
             continue
-        cfg = copy(source.cfg)
+        cfg = copy.copy(source.cfg)
         vars(cfg).update(asdict(each))
         with torch.device("meta"):
             block = TransformerBlock(cfg, layer)
@@ -157,7 +161,7 @@ def converted_skeleton(
     return convert_as(source, gating, sizes=sizes)
 
 
-def rebuilt(
+def rebuild(
     model: AttentionOnlyTransformer,
     tensors: Mapping[str, Tensor],
     sizes: Sequence[LayerSizes],
@@ -167,13 +171,13 @@ def rebuilt(
     gating: Gating | None = None,
     **changes: Any,
 ) -> AttentionOnlyTransformer:
-    """A new model of the same kind, with other weights in layers of other sizes, or more layers.
+    """Build a model of the same kind, with other weights in layers of other sizes, or more layers.
 
     Args:
-        model: what to take everything else from: configuration, gates, mode, tokenizer and other
-            attributes. It is not changed.
+        model: the source of all else: configuration, gates, mode, tokenizer and other attributes.
+            It is not changed.
         tensors: every parameter and buffer of the new model, by its name there. They become its
-            own: give copies of what is still needed.
+            own: copy those that are still needed elsewhere.
         sizes: of each source layer of the new model.
         frozen: parameters that get no gradient.
         tied: for every further name of a tied parameter, its first name.
@@ -191,7 +195,7 @@ def rebuilt(
     Example:
         >>> import torch
         >>> from attn_only_lens import convert, pretrained
-        >>> from attn_only_lens.models.two_blocks import LayerSizes, rebuilt
+        >>> from attn_only_lens.models.two_blocks import LayerSizes, rebuild
         >>> model = convert(pretrained.modular_addition())
         >>> few = {"W_in": (..., slice(7)), "b_in": (slice(7),), "W_out": (slice(7),)}
         >>> tensors = {
@@ -199,7 +203,7 @@ def rebuilt(
         ...     for name, tensor in model.state_dict().items()
         ... }
         >>> (sizes,) = model.cfg.layer_sizes
-        >>> pruned = rebuilt(model, tensors, [LayerSizes(4, None, 32, 7, sizes.attn_scale)])
+        >>> pruned = rebuild(model, tensors, [LayerSizes(4, None, 32, 7, sizes.attn_scale)])
         >>> pruned.blocks[1].cfg.n_heads, pruned.all_head_labels()[-1]
         (7, 'L0N6')
     """
@@ -252,7 +256,7 @@ def fill(
     tied: Mapping[str, str],
     frozen: Collection[str],
 ) -> None:
-    """Give a skeleton its numbers, which fit it."""
+    """Give a skeleton tensors that fit it."""
     for name in dict(skeleton.named_parameters(remove_duplicate=False)):
         module, leaf = _owner(skeleton, name)
         if name not in tied:

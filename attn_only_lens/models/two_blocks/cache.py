@@ -142,7 +142,7 @@ class AttentionOnlyCache(ActivationCache):
         pos_slice: Any = None,
         apply_ln: bool = False,
     ) -> Any:
-        """What every head before block `layer` writes, attention and neuron-heads, block by block.
+        """Stack the outputs of every head before block `layer`, of both kinds, block by block.
 
         Large: d_mlp vectors of d_model a token for each neuron block. `stack_neuron_results` with
         `project_output_onto` needs far less. Without `return_labels=True` it raises.
@@ -165,7 +165,7 @@ class AttentionOnlyCache(ActivationCache):
         pos_slice: Any = None,
         project_output_onto: Tensor | None = None,
     ) -> Tensor:
-        """What each neuron-head of block `layer` writes to the stream: z · W_out, and its norm."""
+        """The output of each neuron-head of block `layer`: z · W_out, normed where that is."""
         if not 0 <= layer < self.model.cfg.n_layers or block_kind(layer) != "neuron":
             raise UnsupportedCallError(
                 f"got layer={layer}; expected a neuron block, 2 * l + 1 for source layer l "
@@ -192,7 +192,7 @@ class AttentionOnlyCache(ActivationCache):
         apply_ln: bool = False,
         project_output_onto: Tensor | None = None,
     ) -> Any:
-        """What every neuron-head before block `layer` writes, with labels: `L0N0`, `L0N1`, …"""
+        """Stack the outputs of every neuron-head before block `layer`: `L0N0`, `L0N1`, …"""
         self._require_labels("stack_neuron_results", return_labels)
         stack = _Stack(self, layer, pos_slice, apply_ln, project_output_onto)
         for block in range(neurons_block(0), stack.end, 2):
@@ -350,7 +350,7 @@ class _OutputNorm:
         return amounts if self.norm is None else amounts / self.scale
 
     def bias(self) -> Float[Tensor, "... d_model"]:
-        """What the block's output bias, and the norm's own, write to the stream."""
+        """The contribution of the block's output bias, and of the norm's own, to the stream."""
         output: Any = self.block.attn
         written = self.divide(self.rescale(output.b_O))
         own = getattr(self.norm, "b", None)

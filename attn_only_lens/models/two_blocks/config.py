@@ -1,10 +1,8 @@
-"""How many heads and neurons each source layer has, and how wide its heads are.
+"""The configuration of a converted model, each block's live view of it, and the sizes of layers.
 
-In a model that `convert` made, all layers are alike, as in its source. They need not be: a block of
-heads writes a sum over them, whatever their number, so the layers of a converted model may differ
-(`skeleton.py` builds such models). The stream's d_model is one for all.
-
-The configuration of a converted model, and each block's live view of it.
+In a model that `convert` made, all source layers are alike. They need not be: a block of heads
+writes a sum over them, whatever their number, so the layers of a converted model may differ in
+their heads and neurons (`rebuild`). The stream's d_model is one for all.
 """
 
 from collections.abc import Sequence
@@ -37,7 +35,7 @@ class LayerSizes:
             each head has its own.
         d_head: the width of an attention head.
         d_mlp: neurons.
-        attn_scale: what the scores of its attention heads are divided by, if the model does so.
+        attn_scale: the divisor of the scores of its attention heads, if the model has one.
 
     Raises:
         ValueError: a size is no whole number above 0, or heads do not fall into groups.
@@ -50,19 +48,17 @@ class LayerSizes:
     attn_scale: float
 
     def __post_init__(self) -> None:
-        counts = {name: size for name, size in asdict(self).items() if name != "attn_scale"}
         grouped = self.n_key_value_heads is not None
-        if not grouped:
-            del counts["n_key_value_heads"]
-        if any(type(size) is not int or size < 1 for size in counts.values()):
+        counts = [self.n_heads, self.d_head, self.d_mlp, *[self.n_key_value_heads] * grouped]
+        if any(type(each) is not int or each < 1 for each in counts):
             raise ValueError(f"got {self}; expected whole numbers, 1 or more")
-        if grouped and self.n_heads % counts["n_key_value_heads"]:
+        if self.n_key_value_heads and self.n_heads % self.n_key_value_heads:
             raise ValueError(f"got {self}; expected n_heads to be a multiple of n_key_value_heads")
         if isinstance(self.attn_scale, bool) or not isinstance(self.attn_scale, int | float):
             raise ValueError(f"got {self}; expected attn_scale to be a number")
 
     def n_params(self, cfg: HookedTransformerConfig) -> int:
-        """Parameters of the layer as TransformerLens counts them in `cfg.n_params`."""
+        """Count the parameters of the layer as TransformerLens does in `cfg.n_params`."""
         attention = 4 * self.n_heads * self.d_head
         return cfg.d_model * (attention + self.d_mlp * (2 + cfg.gated_mlp))
 
@@ -75,7 +71,7 @@ def sizes_of(cfg: HookedTransformerConfig) -> LayerSizes:
 
 
 def by_layer(values: Sequence[Any]) -> str:
-    """What differs between source layers, in words.
+    """Say in words which source layers have which value.
 
     Example:
         >>> from attn_only_lens.models.two_blocks.config import by_layer
@@ -90,7 +86,16 @@ def by_layer(values: Sequence[Any]) -> str:
     )
 
 
-_SETTLED = ("act_fn", "attn_only", "d_mlp", "d_model", "gated_mlp", "gating", "n_layers")
+_READ_ONLY = (
+    "act_fn",
+    "attn_only",
+    "d_mlp",
+    "d_model",
+    "gated_mlp",
+    "gating",
+    "layer_sizes",
+    "n_layers",
+)
 
 
 class AttentionOnlyConfig(HookedTransformerConfig):
@@ -106,9 +111,10 @@ class AttentionOnlyConfig(HookedTransformerConfig):
     and each attention block fits its own entry to its heads.
     """
 
-    before_conversion: dict[str, Any]
-    _gating: Gating
-    _sizes: tuple[LayerSizes, ...]
+    gating: Gating
+    """The gates of the neuron-heads, for which the blocks were built."""
+    layer_sizes: tuple[LayerSizes, ...]
+    """The numbers of heads and neurons of each source layer, and the width of its heads."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         raise UnsupportedCallError(
@@ -129,28 +135,18 @@ class AttentionOnlyConfig(HookedTransformerConfig):
         )
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in _SETTLED and "_gating" in self.__dict__:
+        if name in _READ_ONLY:
             raise UnsupportedCallError(
-                f"cfg.{name} of a converted model is settled: blocks and gates were made for it. "
-                f"Set it on the source, and convert that"
+                f"cfg.{name} is read-only after conversion: blocks and gates were made for it. "
+                "Set it on the source, and convert again"
             )
         super().__setattr__(name, value)
-
-    @property
-    def gating(self) -> Gating:
-        """The gates of the neuron-heads; settled by `convert`, since blocks are built for them."""
-        return self._gating
-
-    @property
-    def layer_sizes(self) -> tuple[LayerSizes, ...]:
-        """How many heads and neurons each source layer has, and how wide its heads are."""
-        return self._sizes
 
     @property
     def n_heads(self) -> int:  # type: ignore[override]
         """Raises: see the class."""
         m = self.gating.heads_per_neuron
-        counts = by_layer([f"{each.n_heads} and {each.d_mlp * m}" for each in self._sizes])
+        counts = by_layer([f"{each.n_heads} and {each.d_mlp * m}" for each in self.layer_sizes])
         raise UnsupportedCallError(
             f"cfg.n_heads of a converted model: its {self.n_layers} blocks alternate between "
             f"attention heads and neuron-heads ({counts}), so no "
@@ -164,7 +160,7 @@ class AttentionOnlyConfig(HookedTransformerConfig):
     @property
     def d_mlp(self) -> int:  # type: ignore[override]
         """Neurons of a source layer; raises where layers differ."""
-        counts = [each.d_mlp for each in self._sizes]
+        counts = [each.d_mlp for each in self.layer_sizes]
         if len(set(counts)) > 1:
             raise UnsupportedCallError(
                 f"cfg.d_mlp of a converted model whose layers differ ({by_layer(counts)}): use "
@@ -178,52 +174,59 @@ class AttentionOnlyConfig(HookedTransformerConfig):
         Raises:
             UnsupportedCallError: source layers differ in size, as those of no stock model do.
         """
-        if len(set(self._sizes)) > 1:
+        if len(set(self.layer_sizes)) > 1:
             raise UnsupportedCallError(
                 "source_cfg of a converted model whose layers differ: no stock model is like it. "
-                f"It has {by_layer(self._sizes)}. Use model.cfg for what all layers share, "
+                f"It has {by_layer(self.layer_sizes)}. Use model.cfg for what all layers share, "
                 "model.cfg.layer_sizes[l] or model.blocks[i].cfg for what they do not, and "
                 "model.cfg.layer_cfg(l) for a stock configuration with every layer like layer l"
             )
         return self.layer_cfg(0)
 
     def layer_cfg(self, layer: int) -> HookedTransformerConfig:
-        """The stock configuration of a source model with every layer of the size of one."""
-        ours = ("before_conversion", "_gating", "_sizes")
-        fields = {k: v for k, v in self.__dict__.items() if k not in ours}
+        """A stock configuration of a source model with every layer of the size of this one."""
+        fields = {k: v for k, v in self.__dict__.items() if k not in ("gating", "layer_sizes")}
+        fields |= {
+            "n_layers": len(self.layer_sizes),
+            "attn_only": False,
+            **asdict(self.layer_sizes[layer]),
+        }
         source = object.__new__(HookedTransformerConfig)
-        source.__dict__.update(fields | self.before_conversion | asdict(self._sizes[layer]))
-        source.n_params = source.n_layers * self._sizes[layer].n_params(source)
+        source.__dict__.update(fields)
+        source.n_params = source.n_layers * self.layer_sizes[layer].n_params(source)
         return source
 
 
 def attention_only_config(
     source: HookedTransformerConfig, gating: Gating, sizes: Sequence[LayerSizes] | None = None
 ) -> AttentionOnlyConfig:
-    """The configuration of the converted form of a model with configuration `source`.
+    """Make the configuration of a converted model.
 
     Args:
-        source: a stock configuration.
+        source: the configuration of its source.
         gating: the gates of neuron-heads.
-        sizes: of each layer, where they are not those that `source` says.
+        sizes: of each layer, where they differ from those in `source`.
     """
     sizes = (sizes_of(source),) * source.n_layers if sizes is None else tuple(sizes)
     # TransformerLens sizes its key-value cache by n_key_value_heads where that is set and by
     # n_heads where it is not; the first always has a right answer here: neuron-heads cache nothing.
     first = sizes[0]
     kv_heads = first.n_heads if first.n_key_value_heads is None else first.n_key_value_heads
-    changed: dict[str, Any] = {"n_layers": 2 * source.n_layers, "attn_only": True}
     cfg = object.__new__(AttentionOnlyConfig)
-    cfg.__dict__.update(source.__dict__ | asdict(first) | changed | {"n_key_value_heads": kv_heads})
-    cfg.before_conversion = {name: getattr(source, name) for name in changed}
+    cfg.__dict__.update(source.__dict__ | asdict(first))
+    cfg.__dict__.update(
+        n_layers=2 * source.n_layers,
+        attn_only=True,
+        n_key_value_heads=kv_heads,
+        gating=gating,
+        layer_sizes=sizes,
+    )
     cfg.n_params = sum(each.n_params(source) for each in sizes)
-    cfg._sizes = sizes
-    cfg._gating = gating
     return cfg
 
 
 class BlockConfig:
-    """A block's view of the model's configuration: what it overrides is fixed, the rest is live.
+    """A block's view of the model's configuration: its overrides are fixed, the rest is live.
 
     Live, because `model.set_use_attn_result(True)` and its like change the model's configuration
     after the blocks are built; a block with a copy would silently ignore them.
@@ -244,13 +247,13 @@ class BlockConfig:
         return overrides[name] if name in overrides else getattr(self._root, name)
 
     def __setattr__(self, name: str, value: object) -> None:
-        raise AttributeError(f"a block's cfg is a view: set {name} on the model's cfg")
+        raise AttributeError(f"a block's cfg is read-only: set {name} on the model's cfg")
 
 
 def _overrides(root: AttentionOnlyConfig, block: int) -> dict[str, Any]:
     layer = block_layer(block)
     sizes = root.layer_sizes[layer]
-    # Whether the neurons read what the attention heads of their layer read: GPT-J, GPT-NeoX.
+    # The second where the neurons read what the heads of their layer read: GPT-J, GPT-NeoX.
     both = {"layer": layer, "neurons_read_along": root.parallel_attn_mlp}
     if block_kind(block) == "neuron":
         n_heads = sizes.d_mlp * root.gating.heads_per_neuron

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 from jaxtyping import Float
-from torch import Tensor, nn
+from torch import Tensor
 from transformer_lens import ActivationCache
 
 from attn_only_lens.errors import UnsupportedCallError
@@ -19,7 +19,7 @@ from attn_only_lens.models.two_blocks.refusals import HookChecks, Refusals
 from attn_only_lens.models.two_blocks.stacks import HeadStack, StackedWeight
 from attn_only_lens.tl import HookedTransformer, HookedTransformerConfig
 
-__all__ = ["AttentionOnlyTransformer", "assemble"]
+__all__ = ["AttentionOnlyTransformer"]
 
 
 class AttentionOnlyTransformer(Refusals, HookChecks, WithNeuronHeads, HookedTransformer):
@@ -189,18 +189,3 @@ class AttentionOnlyTransformer(Refusals, HookChecks, WithNeuronHeads, HookedTran
                 "hook_attn_in with grouped-query attention: call set_use_split_qkv_input instead"
             )
         self.cfg.use_attn_in = use_attn_in
-
-
-def assemble(parts: dict[str, Any], blocks: nn.ModuleList) -> AttentionOnlyTransformer:
-    """Put a converted model together.
-
-    Args:
-        parts: the `__dict__` of a `HookedTransformer`, cloned, with a converted `cfg`.
-        blocks: its converted blocks.
-    """
-    model = AttentionOnlyTransformer.__new__(AttentionOnlyTransformer)
-    nn.Module.__init__(model)
-    model.__dict__.update(parts)
-    model.blocks = blocks  # type: ignore[assignment]
-    model.setup()
-    return model

@@ -208,7 +208,7 @@ class HookChecks(HookedTransformer):
                     self._require_firing(name)
 
     def _silence(self, hook_name: str) -> str | None:
-        """Why a hook point would never fire as the model is set; None where it fires."""
+        """The reason why a hook point never fires as the model is set; None where it fires."""
         if hook_name not in self.hook_dict:
             return (
                 f"no hook point {hook_name!r}: source layer l is block 2l (attention heads) and "

@@ -11,7 +11,7 @@ from attn_only_lens.heads.host import HeadKind
 from attn_only_lens.heads.names import head_labels
 from attn_only_lens.models.two_blocks.config import by_layer
 
-__all__ = ["HeadStack", "StackedWeight"]
+__all__ = ["HeadStack", "QKAndOV", "StackedWeight"]
 
 
 class StackedWeight:
@@ -42,8 +42,27 @@ class StackedWeight:
         return torch.stack(found)
 
 
+class QKAndOV:
+    """QK and OV of heads that have W_Q, W_K, W_V and W_O."""
+
+    W_Q: Any
+    W_K: Any
+    W_V: Any
+    W_O: Any
+
+    @property
+    def QK(self) -> FactoredMatrix:
+        """W_Q @ W_K^T of every head; zero for neuron-heads."""
+        return FactoredMatrix(self.W_Q, self.W_K.transpose(-2, -1))
+
+    @property
+    def OV(self) -> FactoredMatrix:
+        """W_V @ W_O of every head."""
+        return FactoredMatrix(self.W_V, self.W_O)
+
+
 @dataclass(frozen=True)
-class HeadStack:
+class HeadStack(QKAndOV):
     """Every attention head, or every neuron-head, of a converted model.
 
     In place of `model.W_Q` and its like, which have no one shape for heads of two kinds. Stacks
@@ -93,13 +112,3 @@ class HeadStack:
             shared = getattr(attn, "heads_per_neuron", 1)
             labels += head_labels(layer, self.kind, attn.cfg.n_heads, shared)
         return labels
-
-    @property
-    def QK(self) -> FactoredMatrix:
-        """W_Q @ W_K^T of every head; zero for neuron-heads."""
-        return FactoredMatrix(self.W_Q, self.W_K.transpose(-2, -1))
-
-    @property
-    def OV(self) -> FactoredMatrix:
-        """W_V @ W_O of every head."""
-        return FactoredMatrix(self.W_V, self.W_O)

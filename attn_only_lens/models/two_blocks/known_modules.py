@@ -1,4 +1,4 @@
-"""Which models can be converted exactly; every reason why one cannot."""
+"""Reasons why it is not known what a HookedTransformer computes, from its settings and modules."""
 
 from typing import Any
 
@@ -27,26 +27,39 @@ _NORM_TYPES = ("LN", "LNPre", "RMS", "RMSPre", None)
 
 
 def reasons_against(model: object, *, needs_mlp: bool = True) -> list[str]:
-    """Why this model cannot be converted; empty where it can. Changes nothing.
+    """List why this model cannot be converted exactly. Changes nothing.
 
-    Without `needs_mlp`, why it is not known what it computes: MLPs it need not have. Hooks on it
-    are another matter: `hook_reasons`.
+    Without `needs_mlp`, list why it is not known what it computes, with MLPs or without. Hooks are
+    another matter: `hook_reasons`.
     """
     if not isinstance(model, HookedTransformer):
         return [
             f"got a {type(model).__module__}.{type(model).__qualname__}; expected a "
             f"transformer_lens.HookedTransformer{USE_INSTEAD}"
         ]
-    cfg = model.cfg
+    cfg: Any = model.cfg
     if cfg.attn_only and needs_mlp:
         return ["it is attention-only already: there is no MLP to convert"]
-    reasons = []
-    if type(model) is not HookedTransformer:
-        reasons.append(
-            f"it is a {type(model).__qualname__}, a subclass whose forward pass is not known to "
-            "be HookedTransformer's; load its weights into a HookedTransformer"
-        )
-    reasons += _config_reasons(cfg)
+    obstacles = {
+        f"it is a {type(model).__qualname__}, a subclass whose forward pass is not known to "
+        "be HookedTransformer's; load its weights into a HookedTransformer": (
+            type(model) is not HookedTransformer
+        ),
+        f"its act_fn is {cfg.act_fn!r}, which is not q times a weight in [0, 1] of q alone; "
+        f"expected one of {', '.join(sorted(GATES))}": (
+            not cfg.attn_only and cfg.act_fn not in GATES
+        ),
+        f"it is a mixture of {cfg.num_experts} experts: which MLP runs is routed": cfg.num_experts,
+        "its weights are quantized; load it in float32, bfloat16 or float16": (
+            cfg.load_in_4bit or cfg.quantization_method is not None
+        ),
+        f"it is spread over {cfg.n_devices} devices; load it on one (n_devices=1), convert, "
+        "then move it": cfg.n_devices > 1,
+        f"its normalization_type is {cfg.normalization_type!r}; expected one of {_NORM_TYPES}": (
+            cfg.normalization_type not in _NORM_TYPES
+        ),
+    }
+    reasons = [reason for reason, applies in obstacles.items() if applies]
     reasons += module_reasons(model)
     if not reasons:
         for layer, block in enumerate(model.blocks):
@@ -54,49 +67,25 @@ def reasons_against(model: object, *, needs_mlp: bool = True) -> list[str]:
     return reasons
 
 
-def _config_reasons(cfg: Any) -> list[str]:
-    reasons = []
-    if not cfg.attn_only and cfg.act_fn not in GATES:
-        known = ", ".join(sorted(GATES))
-        reasons.append(
-            f"its act_fn is {cfg.act_fn!r}, which is not q times a weight in [0, 1] of q alone; "
-            f"expected one of {known}"
-        )
-    if cfg.num_experts:
-        reasons.append(f"it is a mixture of {cfg.num_experts} experts: which MLP runs is routed")
-    if cfg.load_in_4bit or cfg.quantization_method is not None:
-        reasons.append("its weights are quantized; load it in float32, bfloat16 or float16")
-    if cfg.n_devices > 1:
-        reasons.append(
-            f"it is spread over {cfg.n_devices} devices; load it on one (n_devices=1), convert, "
-            "then move it"
-        )
-    if cfg.normalization_type not in _NORM_TYPES:
-        reasons.append(
-            f"its normalization_type is {cfg.normalization_type!r}; expected one of {_NORM_TYPES}"
-        )
-    return reasons
-
-
 def module_reasons(model: HookedTransformer) -> list[str]:
-    """Why it is not known what a model's modules compute, of whichever classes they are."""
+    """List why it is not known what a model's modules compute, of whichever classes they are."""
     reasons = []
     if len(model.blocks) != model.cfg.n_layers:
         reasons.append(
             f"it has {len(model.blocks)} blocks where cfg.n_layers says {model.cfg.n_layers}; set "
             "cfg.n_layers"
         )
-    replaced = [name or "the model" for name, module in model.named_modules() if _patched(module)]
+    replaced = [
+        name or "the model"
+        for name, module in model.named_modules()
+        if "forward" in vars(module) or "__call__" in vars(module)
+    ]
     if replaced:
         names = ", ".join(replaced[:3]) + (", …" if len(replaced) > 3 else "")
         reasons.append(f"forward was replaced on {names}; what it computes is not known")
     if any(parameter.is_inference() for parameter in model.parameters()):
         reasons.append("its weights are inference tensors; build it outside torch.inference_mode()")
     return reasons
-
-
-def _patched(module: nn.Module) -> bool:
-    return "forward" in vars(module) or "__call__" in vars(module)
 
 
 def _block_reasons(block: nn.Module, cfg: Any) -> list[str]:
@@ -111,35 +100,25 @@ def _block_reasons(block: nn.Module, cfg: Any) -> list[str]:
             reasons.append(f"its {name} is a {type(norm).__qualname__}, which is not known")
     if cfg.attn_only:
         return reasons
-    mlp = block.mlp
-    if type(mlp) is not (GatedMLP if cfg.gated_mlp else MLP):
-        expected = "GatedMLP" if cfg.gated_mlp else "MLP"
-        reasons.append(f"its mlp is a {type(mlp).__qualname__}; expected a {expected}")
-    else:
-        reasons += _weight_reasons(mlp, cfg) or _activation_reasons(mlp.act_fn, cfg.act_fn)
-    return reasons
-
-
-def _weight_reasons(mlp: MLP | GatedMLP, cfg: Any) -> list[str]:
+    mlp, known = block.mlp, GatedMLP if cfg.gated_mlp else MLP
+    if type(mlp) is not known:
+        return [*reasons, f"its mlp is a {type(mlp).__qualname__}; expected a {known.__name__}"]
     into, out = (cfg.d_model, cfg.d_mlp), (cfg.d_mlp, cfg.d_model)
     shapes = {"W_in": into, "b_in": out[:1], "W_out": out, "b_out": into[:1]}
     if cfg.gated_mlp:
         shapes["W_gate"] = into
-    reasons = []
+    wrong = []
     for name, shape in shapes.items():
         weight = getattr(mlp, name)
         if tuple(weight.shape) != shape:
-            reasons.append(f"its {name} has shape {tuple(weight.shape)}; expected {shape}")
+            wrong.append(f"its {name} has shape {tuple(weight.shape)}; expected {shape}")
         elif not weight.is_floating_point():
-            reasons.append(f"its {name} is {weight.dtype}; expected floating point")
-    return reasons
+            wrong.append(f"its {name} is {weight.dtype}; expected floating point")
+    return reasons + (wrong or _activation_reasons(mlp.act_fn, cfg.act_fn))
 
 
 def _activation_reasons(act_fn: Any, name: str) -> list[str]:
-    """Hold the activation that the model calls against the gate that its name promises.
-
-    On the spot and in float64: it costs microseconds, and no name can lie about a function.
-    """
+    """Compare the activation that the model calls with the gate of its name, in float64."""
     q = torch.linspace(-12.0, 12.0, 193, dtype=torch.float64, device="cpu")
     with torch.no_grad():
         got, expected = act_fn(q), GATES[name].activation(q)
