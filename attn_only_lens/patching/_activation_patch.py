@@ -15,6 +15,7 @@ from attn_only_lens.patching.processes import Processes
 from attn_only_lens.patching.results import Sweep
 from attn_only_lens.patching.resume import MemoryParts, PartStore
 from attn_only_lens.patching.run_patches import Batching, PatchRunner, site_groups
+from attn_only_lens.runs.edit_checks import require_same_edit
 from attn_only_lens.runs.fingerprint import fingerprint
 from attn_only_lens.runs.identity import Unidentified, identity
 from attn_only_lens.runs.inputs import checked_tokens, option_reasons, reasons_not_to_run
@@ -24,7 +25,6 @@ from attn_only_lens.runs.positions import Positions, PositionSet, resolve_positi
 from attn_only_lens.runs.prompts import Prompts, prompt_pair
 from attn_only_lens.runs.recording import Recording, RunPair, record, record_pair
 from attn_only_lens.runs.replay import Replay, make_replay
-from attn_only_lens.runs.replay.edit_checks import require_same_edit
 from attn_only_lens.runs.sites import PARTS, LayerSites, Part, Sites, all_heads, resolve_sites
 
 __all__ = ["activation_patch"]
