@@ -8,10 +8,11 @@ import math
 
 import pytest
 import torch
-from bridges import FAMILIES, NEURON, boot, inputs, original
+from bridges import EVERY, FAMILIES, NEURON, boot, inputs, original
 from common import BATCH, D_MLP, mlp_hook, relative, tokens
 
 from attn_only_lens import (
+    Bilinear,
     Calibration,
     UnsupportedCallError,
     expose_neuron_heads,
@@ -24,7 +25,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # TransformerLens' and transf
 EXACT = 1e-12
 # Its attention of GPT-NeoX and Phi 3 computes its rotations in float32, transformers' in float64.
 THEIR_FLOAT32 = {"neox": 1e-6, "neox_sequential": 1e-6, "phi3": 1e-6}
-NOT_NATIVE = [name for name in FAMILIES if not name.startswith("native")]
+NOT_NATIVE = [name for name in EVERY if not name.startswith("native")]
 # In compatibility mode, transformer-lens 3.9 makes weights of these float32, and then raises.
 THEIR_WEIGHTS_FLOAT32 = {"gpt_neo", "gptj", "qwen2", "native_gated"} & (
     set(FAMILIES) if HAS_HOOKED_TRANSFORMER else set()
@@ -72,7 +73,7 @@ def state(bridge):
 
 
 @pytest.mark.parametrize("compatible", ["never", "before", "after"])
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", EVERY)
 @torch.no_grad()
 def test_logits_and_every_hook(name, compatible):
     lower = compatible != "never" and name in THEIR_WEIGHTS_FLOAT32
@@ -199,7 +200,7 @@ def test_gradients(name):
     assert seen[mlp_hook("z")].abs().max() > 0
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", EVERY)
 @torch.no_grad()
 def test_hook_result(name):
     bridge, x = boot(name), inputs(name)
@@ -242,11 +243,11 @@ def test_bilinear(name):
     bridge = boot(name)
     exact = bridge(tokens())
     _, cache = bridge.run_with_cache(tokens())
-    how = {"gate": "bilinear", "heads_per_neuron": 8}
+    calibration = None
     if name in ("llama", "native_gated"):
         gates = [cache[f"blocks.{layer}.mlp.gate.hook_out"].abs().max() for layer in (0, 1)]
-        how["calibration"] = Calibration(tuple(1.25 * g.item() for g in gates), 1.25, 22)
-    with expose_neuron_heads(bridge, **how):
+        calibration = Calibration(tuple(1.25 * g.item() for g in gates), 1.25, 22)
+    with expose_neuron_heads(bridge, gate=Bilinear(8, calibration=calibration)):
         silent = bridge(tokens())
         hooked, cache = bridge.run_with_cache(tokens())
         assert relative(hooked, silent) <= EXACT
@@ -260,7 +261,7 @@ def test_an_edit_of_activations_is_shared_by_the_heads_of_a_neuron():
     """At hook_post, where results of several heads a neuron are watched, and where they are not."""
     bridge = boot("gpt2")
     edit, keep = (out_in(), drop(NEURON, -1)), (mlp_hook("result"), lambda result, hook: None)
-    with expose_neuron_heads(bridge, gate="bilinear", heads_per_neuron=4):
+    with expose_neuron_heads(bridge, gate=Bilinear(4)):
         bridge.set_use_attn_result(True)
         alone = bridge.run_with_hooks(tokens(), fwd_hooks=[edit])
         watched = bridge.run_with_hooks(tokens(), fwd_hooks=[edit, keep])

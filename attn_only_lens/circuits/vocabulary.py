@@ -66,7 +66,7 @@ class DirectEffects:
             name = self._host.hook_name(sites.layer, sites.kind, "z")
             out, positions = z[name][prompt], [nodes[row][1] for row in rows]
             if sites.kind == "neuron":
-                out = self._host.neurons[sites.layer].neurons(out.squeeze(-1)).unsqueeze(-1)
+                out = self._host.neurons[sites.layer].neuron_outputs(out.squeeze(-1)).unsqueeze(-1)
             outputs = self._matrices.outputs(sites, out[positions, sites.index.to(out.device)])
             found |= zip(rows, self._unembed(self._final.after(outputs), k), strict=True)
         return [found[row] for row in range(len(nodes))]

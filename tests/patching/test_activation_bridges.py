@@ -10,11 +10,12 @@ from transformer_lens.config import TransformerBridgeConfig
 from transformer_lens.model_bridge import TransformerBridge
 from transformer_lens.model_bridge.sources._bridge_builder import build_bridge_from_module
 
-from attn_only_lens import PatchingError, UnsupportedModelError, expose_neuron_heads
+from attn_only_lens import Bilinear, PatchingError, UnsupportedModelError, expose_neuron_heads
 from attn_only_lens import patching as p
 from attn_only_lens.runs.metrics import bind
 from attn_only_lens.runs.recording import record
 from attn_only_lens.runs.replay import make_replay
+from attn_only_lens.tl import HAS_HOOKED_TRANSFORMER
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # TransformerLens' and transformers' own
 BATCH, POS, D_MLP = 2, 11, 37
@@ -40,6 +41,8 @@ CONFIGS = {
 NATIVE = {"n_layers": 2, "d_model": 26, "n_heads": 2, "d_head": 13, "d_mlp": D_MLP, "d_vocab": 41}
 NATIVE |= {"n_ctx": 17, "init_mode": "gpt2", "seed": 0}
 NAMES = [*CONFIGS, "native", "native_gated"]
+if HAS_HOOKED_TRANSFORMER:  # as in `bridges`
+    NAMES = ["gpt2", "llama", "gemma2", "native"]
 
 
 @torch.no_grad()
@@ -148,7 +151,7 @@ def test_metrics_that_read_more(name, metric):
 
 
 def test_heads_that_share_a_neuron():
-    model = made("gpt2", gate="bilinear", heads_per_neuron=4)
+    model = made("gpt2", gate=Bilinear(4))
     frame = sweep(model, sites=["L0N36", "L0N36.2", "L1N5.3"], positions=[4, 8]).to_frame()
     for row in frame.itertuples():
         expected = whole(model, row.name, "z", at(BATCH, POS, row.position), per_neuron=4)
