@@ -145,7 +145,7 @@ def test_what_does_not_fit_is_refused_and_the_training_stays_as_it_was(tmp_path)
     path.write_bytes(path.read_bytes()[:1000])
     refused(start(), "not a readable safetensors file")
     save_file(tensors, path)
-    refused(start(), "does not say that attn-only-lens wrote it")
+    refused(start(), "has no document of format")
 
 
 def test_a_schedule_may_be_extended_but_not_by_what_is_past(tmp_path):
