@@ -21,10 +21,16 @@ PYTEST = OMP_NUM_THREADS=1 PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 \
 # The arithmetic of another processor, on this one: sums in another order, other last digits. No
 # test may depend on them. As in tests/common.py, for notebooks.
 ANOTHER_MACHINE := ATEN_CPU_CAPABILITY=default MKL_CBWR=COMPATIBLE ONEDNN_MAX_CPU_ISA=SSE41
-# What is cheap, says figures, and is skipped with transformer-lens 4.
+# Examples and figures: with 3.9 they run once, by that arithmetic.
 FIGURES := attn_only_lens tests/circuits/test_faithfulness.py tests/test_attribution_vs_patching.py \
-	tests/test_bilinear_models.py tests/test_cli.py tests/test_cli_circuit.py \
-	tests/test_cli_compare.py tests/test_cli_patch.py tests/test_examples.py tests/test_verify.py
+	tests/test_bilinear_models.py tests/test_examples.py
+# Nothing of transformer-lens is in these: they run with 3.9 alone.
+OF_NO_VERSION := tests/comparison/test_overlap.py tests/conformance/test_their_own_tests.py \
+	tests/patching/test_agreement.py tests/patching/test_identity.py \
+	tests/patching/test_processes.py tests/patching/test_results.py tests/test_omega_study.py \
+	tests/test_storage.py tests/test_studies.py tests/viz/test_circuit_page.py \
+	tests/viz/test_comparison_pages.py tests/viz/test_page.py tests/viz/test_sweeps.py \
+	$(filter-out %/test_stock_parts.py,$(wildcard tests/theorems/test_*.py))
 IN_WHEEL := env -u PYTHONPATH $(CURDIR)/out/wheel
 EXAMPLES := tests/examples.py README.md
 EXAMPLES_ON_4 := tests/examples.py README.md\#Install docs/circuits.md docs/growth.md docs/patching.md
@@ -43,7 +49,9 @@ help: ## what there is to make
 demo: .venv/ready ## convert the shipped model, verify it, show its neuron-heads (writes out/)
 	$(BIN)/attn-only-lens demo --out out
 
-test: lint types contracts docs pytest pytest4 portable ## every check that CI runs
+test: .venv/ready .venv4/ready ## every check that CI runs
+	$(MAKE) -j2 --output-sync=target lint types contracts docs
+	$(MAKE) pytest pytest4 portable
 	@$(HAS_BROWSER) || echo "tests that open pictures in a browser were skipped: make browser"
 
 browser: ## what opens the pictures in tests: Debian's Chromium and its driver (as root)
@@ -62,13 +70,13 @@ contracts: .venv/ready ## imports point one way
 docs: .venv/ready ## the site, into site/: strict, links followed, names complete (python -m http.server)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
-pytest: .venv/ready ## tests, doctests, and the examples of README and site
-	$(PYTEST)
+pytest: .venv/ready ## tests, but for those of `make portable`
+	$(PYTEST) tests $(addprefix --ignore=,$(FIGURES))
 
 pytest4: .venv4/ready ## what of them applies to transformer-lens 4, by another machine's arithmetic
-	$(ANOTHER_MACHINE) $(PYTEST)
+	$(ANOTHER_MACHINE) $(PYTEST) $(addprefix --ignore=,$(OF_NO_VERSION))
 
-portable: .venv/ready ## some of the others by that arithmetic
+portable: .venv/ready ## doctests, the examples of README and site, and figures, by that arithmetic
 	$(ANOTHER_MACHINE) $(PYTEST) $(FIGURES)
 
 notebooks: .venv/ready browser ## execute the notebooks and store their outputs

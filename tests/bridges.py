@@ -16,6 +16,7 @@ from transformer_lens.model_bridge import TransformerBridge
 from transformer_lens.model_bridge.sources._bridge_builder import build_bridge_from_module
 
 from attn_only_lens import expose_neuron_heads
+from attn_only_lens.tl import HAS_HOOKED_TRANSFORMER
 
 NEURON = 29
 SIZES = {"num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": D_MLP}
@@ -110,9 +111,13 @@ FAMILIES = {
     "native_gated": Family(lambda: {"gated_mlp": True, "act_fn": "silu"}, "layers", GATED, "silu"),
 }
 
+EVERY = tuple(FAMILIES)
 CHOSEN = ("gpt2", "neox", "llama", "gemma2", "phi3", "native", "native_gated")
 """Families for tests that run each in every state."""
 GATED_CHOSEN = ("llama", "gemma2", "phi3", "native_gated")
+if HAS_HOOKED_TRANSFORMER:  # bridges are much the same in both: all of them with 4
+    EVERY = (*CHOSEN, "bert", "vit")
+    CHOSEN = ("gpt2", "llama", "native_gated")
 STATES = {
     "plain": lambda bridge: None,
     "names": lambda bridge: bridge.enable_compatibility_mode(True, no_processing=True),

@@ -102,6 +102,9 @@ FAMILIES: dict[str, dict] = {
 CORE = ("gelu", "llama", "parallel", "no_norm", "norms_before_and_after", "post_norm")
 """One of each structure, for tests that would be slow over all of FAMILIES."""
 
+STRUCTURES = ("gelu", "silu_gated", *list(FAMILIES)[list(FAMILIES).index("ln_pre") :])
+"""FAMILIES without those that differ from another by their activation alone."""
+
 
 def build(name, dtype=torch.float64, scale=0.4, **changes):
     """A model of the family, every parameter random."""

@@ -25,7 +25,7 @@ def test_float64(name):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, *HALF])
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", CORE)
 @torch.no_grad()
 def test_lower_precision(name, dtype):
     model = build(name, dtype=dtype, scale=0.2)

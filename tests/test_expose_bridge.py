@@ -8,7 +8,7 @@ import math
 
 import pytest
 import torch
-from bridges import FAMILIES, NEURON, boot, inputs, original
+from bridges import EVERY, FAMILIES, NEURON, boot, inputs, original
 from common import BATCH, D_MLP, mlp_hook, relative, tokens
 
 from attn_only_lens import (
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # TransformerLens' and transf
 EXACT = 1e-12
 # Its attention of GPT-NeoX and Phi 3 computes its rotations in float32, transformers' in float64.
 THEIR_FLOAT32 = {"neox": 1e-6, "neox_sequential": 1e-6, "phi3": 1e-6}
-NOT_NATIVE = [name for name in FAMILIES if not name.startswith("native")]
+NOT_NATIVE = [name for name in EVERY if not name.startswith("native")]
 # In compatibility mode, transformer-lens 3.9 makes weights of these float32, and then raises.
 THEIR_WEIGHTS_FLOAT32 = {"gpt_neo", "gptj", "qwen2", "native_gated"} & (
     set(FAMILIES) if HAS_HOOKED_TRANSFORMER else set()
@@ -73,7 +73,7 @@ def state(bridge):
 
 
 @pytest.mark.parametrize("compatible", ["never", "before", "after"])
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", EVERY)
 @torch.no_grad()
 def test_logits_and_every_hook(name, compatible):
     lower = compatible != "never" and name in THEIR_WEIGHTS_FLOAT32
@@ -200,7 +200,7 @@ def test_gradients(name):
     assert seen[mlp_hook("z")].abs().max() > 0
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", EVERY)
 @torch.no_grad()
 def test_hook_result(name):
     bridge, x = boot(name), inputs(name)

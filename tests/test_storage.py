@@ -80,7 +80,7 @@ def interrupt(monkeypatch, at, after, dies):
     for module, names in (
         (os, ("replace", "rename", "mkdir", "rmdir", "unlink", "fsync", "open")),
         (shutil, ("rmtree",)),
-        (atomic, ("_exchange", "_locked")),
+        (atomic, ("_exchange", "_lock")),
     ):
         for name in names:
             monkeypatch.setattr(module, name, broken(getattr(module, name)))
@@ -178,7 +178,7 @@ def test_the_next_writing_removes_what_a_killed_one_left_and_no_living_one(tmp_p
 
 def test_what_only_looks_like_a_leftover_stays(tmp_path):
     folder = tmp_path / "folder"
-    other = tmp_path / f"{atomic._hidden(folder)}{16 * 'a'}"
+    other = tmp_path / f"{atomic._hidden_prefix(folder)}{16 * 'a'}"
     other.mkdir()
     (other / "thesis.tex").write_text("years of work")
     write(folder, "text")

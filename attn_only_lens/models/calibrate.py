@@ -72,7 +72,7 @@ def calibrate(
         'L0N0.0'
     """
     known = known_mlps(model, _PROBLEM)
-    if any(each.hooks.pre_linear is None for each in known):
+    if any(each.points.pre_linear is None for each in known):
         reason = "its MLPs are not gated: bilinear gates hold for every input, uncalibrated"
         raise UnsupportedModelError([reason], _PROBLEM)
     margin = as_plain(margin)
@@ -89,7 +89,7 @@ def calibrate(
 
     with ExitStack() as stack:
         for layer, each in enumerate(known):
-            stack.callback(each.hooks.pre.register_forward_hook(measure(layer)).remove)
+            stack.callback(each.points.pre.register_forward_hook(measure(layer)).remove)
         model(tokens)
     infinite = [layer for layer, value in enumerate(largest) if not value < float("inf")]
     if infinite:

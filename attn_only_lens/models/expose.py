@@ -160,7 +160,7 @@ def expose_neuron_heads(
         gating = gating_for(
             gate,
             act_fn=known[0].act_fn,
-            gated=known[0].hooks.pre_linear is not None,
+            gated=known[0].points.pre_linear is not None,
             dtype=W_out.dtype,
             n_layers=len(known),
         )
@@ -179,7 +179,7 @@ def expose_as(model: Any, known: list[KnownMLP], gating: Gating) -> ExposedNeuro
             other gates, or an MLP does not compute what it seemed to.
     """
     try:
-        gated = known[0].hooks.pre_linear is not None
+        gated = known[0].points.pre_linear is not None
         gating.require_fit(known[0].act_fn, gated, len(known))
     except ValueError as error:
         raise UnsupportedModelError([str(error)], _PROBLEM) from error
@@ -196,7 +196,7 @@ def expose_as(model: Any, known: list[KnownMLP], gating: Gating) -> ExposedNeuro
         _show_checked(
             model,
             [
-                kind(each.mlp, each.hooks, model.cfg, each.act_fn, layer, gating, state)
+                kind(each.mlp, each.points, model.cfg, each.act_fn, layer, gating, state)
                 for layer, each in enumerate(known)
             ],
         )
@@ -223,7 +223,7 @@ def _show_checked(model: Any, heads: list[InPlace]) -> None:
     try:
         inputs = [normal_numbers((2, 7, each.W_out.shape[1]), 2).to(each.W_out) for each in heads]
         before = [
-            run_mlp(each.mlp, each.mlp_hooks, x) for each, x in zip(heads, inputs, strict=True)
+            run_mlp(each.mlp, each.mlp_points, x) for each, x in zip(heads, inputs, strict=True)
         ]
         show(model, heads)
         for each, x, expected in zip(heads, inputs, before, strict=True):
@@ -241,11 +241,11 @@ def _show_checked(model: Any, heads: list[InPlace]) -> None:
 def _differences(heads: InPlace, x: Tensor, expected: Tensor) -> list[str]:
     """Compare the output of an MLP for x with `expected`, and with the sum of its heads."""
     results: list[Tensor] = []
-    silent = run_mlp(heads.mlp, heads.mlp_hooks, x)
+    silent = run_mlp(heads.mlp, heads.mlp_points, x)
     handles = [p.register_forward_hook(lambda *_: None) for p in heads.points.values()]
     handles.append(heads.hook_result.register_forward_hook(lambda m, i, out: results.append(out)))
     heads.results = True
-    live = run_mlp(heads.mlp, heads.mlp_hooks, x)
+    live = run_mlp(heads.mlp, heads.mlp_points, x)
     heads.results = False
     for handle in handles:
         handle.remove()

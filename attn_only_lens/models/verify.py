@@ -18,7 +18,7 @@ from attn_only_lens.heads import has_neuron_heads, host_of, logit_tolerance
 from attn_only_lens.heads.bilinear import BilinearHeads
 from attn_only_lens.heads.gating import AnyGate
 from attn_only_lens.models.in_place import InPlace, hidden
-from attn_only_lens.models.in_place.known_mlps import find_hooks
+from attn_only_lens.models.in_place.known_mlps import find_hook_points
 from attn_only_lens.models.two_blocks import AttentionOnlyTransformer
 from attn_only_lens.numerics import full_precision, where_float64_is
 from attn_only_lens.runs.inputs import checked_tokens
@@ -123,7 +123,7 @@ def _approximated_logits(source: Any, gates: list[AnyGate], tokens: Tensor) -> T
     """Run the source with each activation replaced by the approximation of its layer's gate."""
     with ExitStack() as stack:
         for block, gate in zip(source.blocks, gates, strict=True):
-            points, read = find_hooks(block.mlp), dict[str, Tensor]()
+            points, read = find_hook_points(block.mlp), dict[str, Tensor]()
             hooks = {points.pre: _keep(read, "q"), points.post: _replace(read, gate, block.mlp)}
             if points.pre_linear is not None:
                 hooks[points.pre_linear] = _keep(read, "u")
@@ -174,7 +174,7 @@ def _call_with_q(
 ) -> torch.utils.hooks.RemovableHandle:
     """Call a function with q whenever the heads of a layer read it."""
     if isinstance(heads, InPlace):
-        return heads.mlp_hooks.pre.register_forward_hook(lambda _, x, q: function(q))
+        return heads.mlp_points.pre.register_forward_hook(lambda _, x, q: function(q))
     return heads.register_forward_pre_hook(lambda _, x: function(heads.pre_activation(x[0])))
 
 

@@ -44,7 +44,7 @@ def original_attention(
         UnsupportedCallError: the cache is not of a model with neuron-heads, or lacks the pattern.
     """
     require_neuron_heads(cache)
-    n_layers = len(host_of(cache.model).neurons)
+    n_layers = host_of(cache.model).n_layers
     if not is_count(layer, 0, n_layers - 1):
         refuse(f"got layer={layer!r}; the model has source layers 0 to {n_layers - 1}")
     pattern = cached_activation(cache, layer, "attention", "pattern")

@@ -17,7 +17,7 @@ from transformer_lens import ActivationCache
 from attn_only_lens.circuits.graph import HEADS, CircuitGraph
 from attn_only_lens.circuits.vocabulary import DirectEffects, TopTokens
 from attn_only_lens.errors import CircuitError
-from attn_only_lens.heads import HeadName, has_neuron_heads, host_of
+from attn_only_lens.heads import HeadName, host_of, reasons_without_heads
 from attn_only_lens.numerics import full_precision, is_count
 from attn_only_lens.runs.inputs import reasons_not_to_run
 from attn_only_lens.runs.prompts import Prompts, single_prompts
@@ -121,10 +121,7 @@ def _record_run(
     Raises:
         PictureError: the model or its prompts are not those of the graph.
     """
-    reasons = reasons_not_to_run(model)
-    if not has_neuron_heads(model):
-        reasons.append(f"got a {type(model).__name__} without neuron-heads; expected the graph's")
-    refuse(*reasons)
+    refuse(*reasons_not_to_run(model), *reasons_without_heads(model))
     pair = single_prompts(model, prompts, mask)
     if tuple(tuple(token_texts(model, row)) for row in pair.clean.tolist()) != graph.tokens:
         refuse(f"got prompts other than the graph's, {_listed(graph.tokens)}")
@@ -146,10 +143,9 @@ def _record_run(
 
 
 def _hooks(model: Any, head: HeadName) -> tuple[str, str]:
-    layer, kind = head.layer, head.kind
-    return host_of(model).hook_name(layer, kind, "z"), host_of(model).hook_name(
-        layer, kind, "pattern"
-    )
+    host = host_of(model)
+    z, pattern = (host.hook_name(head.layer, head.kind, point) for point in ("z", "pattern"))
+    return z, pattern
 
 
 def _names_and_positions(heads: pd.DataFrame) -> list[tuple[str, int]]:

@@ -7,7 +7,7 @@ import pandas as pd
 import pytest
 import torch
 from common import tokens
-from models import CORE, FAMILIES, build
+from models import CORE, FAMILIES, STRUCTURES, build
 from patched_runs import at, cached, logit_diff, patched_logits
 from transformer_lens import patching as theirs
 
@@ -62,12 +62,13 @@ def errors(model, part, sites=SITES, n=9):
     return worst, rows.value.std()
 
 
-# The layout is a matter of neurons, and a family, but for a few, of attention.
+# The layout is a matter of neurons, and a family, but for a few, of attention; what an activation
+# changes is in z.
 EVERY = [
     (family, layout, part)
     for family, part in itertools.product(FAMILIES, PARTS)
     for layout in ("two blocks", "in place")
-    if layout == "two blocks" or part == "z" or family in CORE
+    if part == "z" or family in CORE or (layout == "two blocks" and family in STRUCTURES)
 ]
 
 

@@ -15,6 +15,7 @@ from attn_only_lens import patching as p
 from attn_only_lens.runs.metrics import bind
 from attn_only_lens.runs.recording import record
 from attn_only_lens.runs.replay import make_replay
+from attn_only_lens.tl import HAS_HOOKED_TRANSFORMER
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # TransformerLens' and transformers' own
 BATCH, POS, D_MLP = 2, 11, 37
@@ -40,6 +41,8 @@ CONFIGS = {
 NATIVE = {"n_layers": 2, "d_model": 26, "n_heads": 2, "d_head": 13, "d_mlp": D_MLP, "d_vocab": 41}
 NATIVE |= {"n_ctx": 17, "init_mode": "gpt2", "seed": 0}
 NAMES = [*CONFIGS, "native", "native_gated"]
+if HAS_HOOKED_TRANSFORMER:  # as in `bridges`
+    NAMES = ["gpt2", "llama", "gemma2", "native"]
 
 
 @torch.no_grad()

@@ -16,6 +16,7 @@ Exact heads replace nothing while none of their hook points is live, so the mode
 source. Bilinear heads are another function and always replace the activations.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,13 +36,13 @@ from attn_only_lens.heads.pass_state import PassState
 from attn_only_lens.numerics import float32_if_half
 from attn_only_lens.tl import GatedMLP
 
-__all__ = ["BilinearInPlace", "InPlace", "MLPHooks", "activation_error"]
+__all__ = ["BilinearInPlace", "InPlace", "MLPHookPoints", "activation_error"]
 
 _ROUNDINGS = 16  # of an activation that is computed in several steps, in its own precision
 
 
 @dataclass(frozen=True)
-class MLPHooks:
+class MLPHookPoints:
     """The hook points of an MLP that its neuron-heads tap.
 
     Attributes:
@@ -59,11 +60,9 @@ class MLPHooks:
     out: HookPoint | None
     layer: nn.Module | None = None
 
-    @property
-    def points(self) -> tuple[HookPoint, ...]:
-        """Those that exist."""
+    def __iter__(self) -> Iterator[HookPoint]:
         every = self.pre, self.pre_linear, self.post, self.out
-        return tuple(point for point in every if point is not None)
+        return (point for point in every if point is not None)
 
 
 def activation_error(
@@ -95,7 +94,7 @@ class InPlace(NeuronHeads):
     def __init__(
         self,
         mlp: nn.Module,
-        mlp_hooks: MLPHooks,
+        mlp_points: MLPHookPoints,
         cfg: Any,
         act_fn: str,
         layer: int,
@@ -103,7 +102,7 @@ class InPlace(NeuronHeads):
         passing: PassState,
     ) -> None:
         self.mlp: Any = mlp
-        self.mlp_hooks = mlp_hooks
+        self.mlp_points = mlp_points
         self.cfg = cfg  # the model's, for use_attn_result
         self.act_fn = act_fn
         self.layer = layer
@@ -126,7 +125,7 @@ class InPlace(NeuronHeads):
     @property
     def output_module(self) -> nn.Module:
         """The hook point that the output of W_out enters; BERT's layers run no module `mlp`."""
-        return self.module if self.mlp_hooks.out is None else self.mlp_hooks.out
+        return self.module if self.mlp_points.out is None else self.mlp_points.out
 
     @property
     def W_out(self) -> Float[Tensor, "d_mlp d_model"]:  # type: ignore[override]
@@ -137,7 +136,7 @@ class InPlace(NeuronHeads):
     @property
     def value_is_product(self) -> bool:
         """True for a gated MLP."""
-        return self.mlp_hooks.pre_linear is not None
+        return self.mlp_points.pre_linear is not None
 
     @property
     def _b_in(self) -> Float[Tensor, "d_mlp"] | float:
@@ -147,7 +146,7 @@ class InPlace(NeuronHeads):
     @property
     def b_O(self) -> Float[Tensor, "d_model"] | float:
         """The bias of the output, which no head writes."""
-        if self.mlp_hooks.out is None:
+        if self.mlp_points.out is None:
             gated = isinstance(self.mlp, GatedMLP)
             return self.mlp.b_out + (self.mlp.b_in @ self.mlp.W_out if gated else 0.0)
         bias = getattr(self.mlp.out, "bias", None)
@@ -247,8 +246,13 @@ class InPlace(NeuronHeads):
         self.mlp._neuron_heads = self
         for name, point in self.points.items():
             setattr(self.mlp, name, point.train(self.mlp.training))
-        hooks = self.mlp_hooks
-        taps = {_Pre: hooks.pre, _PreLinear: hooks.pre_linear, _Post: hooks.post, _Out: hooks.out}
+        points = self.mlp_points
+        taps = {
+            _Pre: points.pre,
+            _PreLinear: points.pre_linear,
+            _Post: points.post,
+            _Out: points.out,
+        }
         for tap, tapped in taps.items():
             if tapped is not None:
                 tapped.__class__ = tap
@@ -256,7 +260,7 @@ class InPlace(NeuronHeads):
 
     def detach(self) -> None:
         """Undo `attach`."""
-        for point in self.mlp_hooks.points:
+        for point in self.mlp_points:
             point.__class__ = HookPoint
             del point._neuron_heads
         for name in self.points:

@@ -37,8 +37,8 @@ __all__ = [
     "convert_as",
     "converted_skeleton",
     "fill",
-    "misfits",
     "rebuild",
+    "skeleton_misfits",
     "stock_skeleton",
     "tensor_misfits",
 ]
@@ -204,7 +204,7 @@ def rebuild(
     gating = model.cfg.gating if gating is None else gating
     new = converted_skeleton(stock_skeleton(fields), gating, sizes)
     tied = tied or {}
-    if wrong := misfits(new, tensors, tied):
+    if wrong := skeleton_misfits(new, tensors, tied):
         raise UnsupportedModelError(wrong, "these weights make no model of these sizes")
     fill(new, tensors, tied, frozen)
     own = {"cfg", "mod_dict", "hook_dict"}
@@ -214,7 +214,9 @@ def rebuild(
     return new.train(model.training)
 
 
-def misfits(skeleton: nn.Module, tensors: Mapping[str, Tensor], tied: Collection[str]) -> list[str]:
+def skeleton_misfits(
+    skeleton: nn.Module, tensors: Mapping[str, Tensor], tied: Collection[str]
+) -> list[str]:
     """List where tensors do not fit a skeleton; `tied` names have none of their own."""
     named = skeleton.named_parameters(remove_duplicate=False)
     expected: dict[str, Tensor] = {name: each for name, each in named if name not in tied}

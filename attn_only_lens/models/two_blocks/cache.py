@@ -11,7 +11,7 @@ without which the parts miss the stream by a multiple of it.
 """
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -23,9 +23,6 @@ from transformer_lens.utilities.architectures import POST_NORM_ARCHITECTURES
 from attn_only_lens.errors import UnsupportedCallError
 from attn_only_lens.heads.host import block_kind, block_layer, neurons_block
 from attn_only_lens.heads.names import neuron_labels
-
-if TYPE_CHECKING:
-    from attn_only_lens.models.two_blocks.model import AttentionOnlyTransformer
 
 __all__ = ["AttentionOnlyCache", "refuse_mlp_input"]
 
@@ -50,7 +47,7 @@ class AttentionOnlyCache(ActivationCache):
         ['embed', 'pos_embed', '0_attn_out', '0_mlp_out']
     """
 
-    model: "AttentionOnlyTransformer"
+    model: Any
 
     def __init__(self, cache_dict: dict[str, Tensor], model: Any, has_batch_dim: bool = True):
         super().__init__(cache_dict, model, has_batch_dim)

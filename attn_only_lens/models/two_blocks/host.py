@@ -56,9 +56,9 @@ class TwoBlocksHost(Host):
     def require_weights(self) -> None:
         """Pass: a HookedTransformer computes with the matrices that it names."""
 
-    def replay(self, recording: Any, metric: Any, judge: Any = None) -> Replay:
+    def replay(self, recording: Any, metric: Any, precise: Any = None) -> Replay:
         """Block by block."""
-        return _TwoBlocksReplay(self.model, recording, metric, judge)
+        return _TwoBlocksReplay(self.model, recording, metric, precise)
 
 
 class _TwoBlocksReplay(HookedReplay):
