@@ -32,7 +32,7 @@ from benching import MIB, machine, medians, speeds, table
 from torch import Tensor
 from tqdm import tqdm
 
-from attn_only_lens import convert
+from attn_only_lens import Bilinear, convert
 from attn_only_lens.storage import write_text
 from attn_only_lens.tl import Attention, HookedTransformer, HookedTransformerConfig
 
@@ -127,15 +127,15 @@ def conversion(source: HookedTransformer, rounds: int, device: str) -> pd.DataFr
     weights = sum(t.nbytes for t in source.parameters())
     rows = []
     for copy in (False, True):
-        took = medians({"convert": lambda c=copy: convert(source, copy=c)}, rounds, device)
-        state = convert(source, copy=copy).state_dict()
+        took = medians({"convert": lambda c=copy: convert(source, copy_weights=c)}, rounds, device)
+        state = convert(source, copy_weights=copy).state_dict()
         storages = {
             t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in state.values()
         }
         new = sum(size for pointer, size in storages.items() if pointer not in theirs)
         rows.append(
             {
-                "call": f"convert(model, copy={copy})",
+                "call": f"convert(model, copy_weights={copy})",
                 "seconds": took["convert"] / 1e3,
                 "new tensors MiB": new / MIB,
                 "of the weights": new / weights,
@@ -150,7 +150,7 @@ def bilinear(source: HookedTransformer, pos: int, rounds: int, device: str) -> p
     tokens = torch.arange(pos, device=device)[None] % source.cfg.d_vocab
     models: dict[str, HookedTransformer] = {"source": source, "exact": convert(source)}
     for m in HEADS_PER_NEURON:
-        models[f"bilinear, {m}"] = convert(source, gate="bilinear", heads_per_neuron=m)
+        models[f"bilinear, {m}"] = convert(source, gate=Bilinear(m))
     calls = {name: operation(model, tokens, None) for name, model in models.items()}
     took = medians(calls, rounds, device)
     return pd.DataFrame(

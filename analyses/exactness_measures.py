@@ -8,9 +8,9 @@ digits until d itself is rounding, near 1e-30.
 import copy
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pandas as pd
 import torch
@@ -18,8 +18,8 @@ from bench_peak_memory import TINY, model_of
 from safetensors.torch import load_file
 from torch import Tensor
 
-from attn_only_lens import calibrate, convert, pretrained
-from attn_only_lens.gates import BilinearGate, RangeGate, certified_bound
+from attn_only_lens import Bilinear, calibrate, convert, pretrained
+from attn_only_lens.gates import BilinearGate, certified_bound
 from attn_only_lens.heads.gating import AnyGate
 from attn_only_lens.heads.host import neurons_block
 from attn_only_lens.models.source_folder import load_source
@@ -57,10 +57,10 @@ class Subject:
 
 @dataclass(frozen=True)
 class Setting:
-    """One way to make a model's gates: keyword arguments of `convert`; the paper's has none."""
+    """One way to make a model's gates; the paper's has no option of `convert`."""
 
     label: str
-    options: dict[str, Any] = field(default_factory=dict)
+    gate: Literal["exact"] | Bilinear = "exact"
 
 
 def subjects(folder: Path, *, smoke: bool) -> Iterator[Subject]:
@@ -102,21 +102,20 @@ def split(subject: Subject) -> Subject:
 
 def settings(subject: Subject) -> list[Setting]:
     """Gates to compare, from the coarsest to the exact one."""
-    bilinear = {"gate": "bilinear"}
     if subject.kind == "gated":
         assert subject.calibration is not None
-        given = bilinear | {"calibration": calibrate(subject.source, subject.calibration)}
-        found = [Setting(f"{m} heads", given | {"heads_per_neuron": m}) for m in (4, 6, 8, 12)]
+        calibration = calibrate(subject.source, subject.calibration)
+        found = [Setting(f"{m} heads", Bilinear(m, calibration=calibration)) for m in (4, 6, 8, 12)]
     elif subject.kind == "gelu":
         heads = (1, 2, 4, 6, 8)
-        found = [Setting(f"m = {m}", bilinear | {"heads_per_neuron": m}) for m in heads]
+        found = [Setting(f"m = {m}", Bilinear(m)) for m in heads]
         found = [Setting(PAPER), *found]
     elif subject.kind == "relu":
         tolerances = (1e-2, 1e-3, 1e-4, 1e-5, 1e-6, 1e-8)
-        found = [Setting(f"tolerance {t:.0e}", bilinear | {"tolerance": t}) for t in tolerances]
+        found = [Setting(f"tolerance {t:.0e}", Bilinear(tolerance=t)) for t in tolerances]
     else:
-        found = [Setting("m = 1", bilinear | {"heads_per_neuron": 1})]
-    return [*found, Setting(EXACT, {"gate": "exact"})]
+        found = [Setting("m = 1", Bilinear(1))]
+    return [*found, Setting(EXACT)]
 
 
 @torch.no_grad()
@@ -155,7 +154,7 @@ def gates_and_logits(
         for block in twin.blocks:
             block.mlp.act_fn = gate.activation
         return [gate] * n_layers, twin(tokens)
-    model = convert(source, **setting.options)
+    model = convert(source, gate=setting.gate)
     # A hook that changes nothing: without one, exact gates run the source's own activation.
     look = [(lambda name: name.endswith("attn.hook_pattern"), lambda pattern, hook: None)]
     gates = [model.blocks[neurons_block(layer)].attn.gate for layer in range(n_layers)]
@@ -180,8 +179,7 @@ def activations(
         exact = block.mlp.act_fn(q.double())
         errors.append((gate.activation(q).double() - exact).abs().max().item())
         bounds.append(getattr(gate, "bound", 0.0))
-        limit = gate.range if isinstance(gate, RangeGate) else math.inf
-        reaches.append(q.abs().max().item() / limit)
+        reaches.append(q.abs().max().item() / getattr(gate, "limit", math.inf))
     return {"bound": max(bounds), "activation": max(errors), "reach": max(reaches)}
 
 

@@ -1,12 +1,12 @@
-"""Fit the table of gates for gated MLPs: α(g) ≈ a_0 + Σ_j a_j σ(b_j g + c_j) on [-R, R].
+"""Fit the table of gates for gated MLPs: α(q) ≈ w_0 + Σ_j w_j σ(b_j q + c_j) on [-R, R].
 
 What is minimised is what a float32 user sees: the largest error on the range, plus the rounding of
 a sum whose terms are as large as the coefficients,
 
-    max |α - approximation| + 2^-22 (|a_0| + Σ |a_j|).
+    max |α - approximation| + 2^-22 Σ |w_j|.
 
 2^-22 is four roundings of float32: of the sigmoid's argument, the sigmoid, the product and the sum.
-In x = g / R both the error and the coefficients a scale with R, so fits are made on [-1, 1].
+In x = q / R both the error and the coefficients w scale with R, so fits are made on [-1, 1].
 
 Optima are local, so a fit starts from several places: random centres and widths, the fit with fewer
 heads, the fits of the next sharper and the next smoother problem, and the table that there is. So a
@@ -41,9 +41,8 @@ from sigmoid_minimax import (
 )
 from tqdm import tqdm
 
-from attn_only_lens.gates.certificates import certified_range_bound
-from attn_only_lens.gates.exact import GATES
-from attn_only_lens.gates.gated import RangeGate
+from attn_only_lens.gates import GATES, BilinearGate, certified_bound
+from attn_only_lens.gates.tables import gates_from_json
 from attn_only_lens.storage import write_text
 
 NAMES = ("silu", "gelu", "gelu_new", "relu")
@@ -55,7 +54,7 @@ Key = tuple[str, float, int]  # activation, range, heads a neuron
 
 
 def ranges_of(name: str) -> tuple[float, ...]:
-    """The ranges of an activation; of relu, which scales with g, one stands for all."""
+    """The ranges of an activation; of relu, which scales with q, one stands for all."""
     return (1.0,) if name == "relu" else RANGES
 
 
@@ -107,55 +106,54 @@ def sweep(
     return best
 
 
-def theta_of(gate: RangeGate) -> Array:
+def theta_of(gate: BilinearGate) -> Array:
     """A gate's coefficients as parameters, in units of x."""
-    parts = [gate.constant], gate.a, gate.b, gate.c
-    units = (1 / gate.range, 1 / gate.range, gate.range, 1.0)
-    return np.concatenate([unit * np.array(part) for unit, part in zip(units, parts, strict=True)])
+    *w, constant = (np.array(gate.w) / gate.limit).tolist()
+    b, c = gate.limit * np.array(gate.b[:-1]), np.array(gate.c[:-1])
+    return np.concatenate([[constant], w, b, c])
 
 
-def gate_of(name: str, range: float, theta: Array) -> RangeGate:
-    """Coefficients in units of g, in order of their centres, rounded to float32 and certified."""
-    a, b, c = np.split(theta[1:], 3)
+def gate_of(name: str, limit: float, theta: Array) -> BilinearGate:
+    """Coefficients in units of q, in order of their centres, rounded to float32 and certified."""
+    w, b, c = np.split(theta[1:], 3)
     order = np.argsort(-c / b)
 
     def rounded(values: Array) -> tuple[float, ...]:
         return tuple(float(v) for v in np.float32(values))
 
-    gate = RangeGate(
+    gate = BilinearGate(
         name=name,
-        range=range,
-        constant=rounded(range * theta[:1])[0],
-        a=rounded(range * a[order]),
-        b=rounded(b[order] / range),
-        c=rounded(c[order]),
+        w=rounded(limit * np.append(w[order], theta[0])),
+        b=(*rounded(b[order] / limit), 0.0),
+        c=(*rounded(c[order]), math.inf),
         bound=math.nan,
+        limit=limit,
     )
-    return replace(gate, bound=certified_range_bound(gate))
+    return replace(gate, bound=certified_bound(gate))
 
 
-def certified_cost(gate: RangeGate) -> float:
+def certified_cost(gate: BilinearGate) -> float:
     """What is minimised, by the certificate."""
-    return gate.bound + ROUNDING * gate.conditioning
+    return gate.bound + ROUNDING * gate.sum_abs_w
 
 
-def float32_error(gate: RangeGate, points: int = 100_003) -> float:
+def float32_error(gate: BilinearGate, points: int = 100_003) -> float:
     """Largest error on the range when the gate is evaluated in float32."""
-    g = torch.linspace(-gate.range, gate.range, points)
-    exact = GATES[gate.name].activation(g.double())
-    return (gate.activation(g).double() - exact).abs().max().item()
+    q = torch.linspace(-gate.limit, gate.limit, points)
+    exact = GATES[gate.name].activation(q.double())
+    return (gate.activation(q).double() - exact).abs().max().item()
 
 
-def report(gates: Iterable[RangeGate]) -> str:
+def report(gates: Iterable[BilinearGate]) -> str:
     """The table of analyses/results."""
     rows: list[dict[str, Any]] = [
         {
             "activation": gate.name,
-            "R": f"{gate.range:g}",
+            "R": f"{gate.limit:g}",
             "heads": gate.heads_per_neuron,
             "certified bound": f"{gate.bound:.2e}",
-            "bound / R": f"{gate.bound / gate.range:.1e}",
-            "Σ|a|": f"{gate.conditioning:.3g}",
+            "bound / R": f"{gate.bound / gate.limit:.1e}",
+            "Σ|w|": f"{gate.sum_abs_w:.3g}",
             "float32 error": f"{float32_error(gate):.2e}",
         }
         for gate in gates
@@ -165,9 +163,9 @@ def report(gates: Iterable[RangeGate]) -> str:
     table = "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)
     return (
         "# Gates for gated MLPs\n\n"
-        "α(g) ≈ a_0 + Σ a_j σ(b_j g + c_j) on [-R, R]; one head a sigmoid, one for a_0. The bound\n"
-        "is certified for every g of the range; the float32 error is the largest of 100,003\n"
-        "points. relu's rows hold for every power of two as R, with bound and Σ|a| times R.\n\n"
+        "α(q) ≈ w_0 + Σ w_j σ(b_j q + c_j) on [-R, R]; one head a sigmoid, one for w_0. The bound\n"
+        "is certified for every q of the range; the float32 error is the largest of 100,003\n"
+        "points. relu's rows hold for every power of two as R, with bound and Σ|w| times R.\n\n"
         "Made by `python analyses/fit_gated_gates.py`, run more than once: a run begins from the\n"
         f"table that there is, and replaces what it betters by 1% or more.\n\n{table}\n"
     )
@@ -185,7 +183,7 @@ def main(
     if smoke:
         asked, heads, starts, table = [("silu", 8.0)], (4,), 2, out / TABLE.name
         table.unlink(missing_ok=True)
-    pinned = {(g.name, g.range, g.heads_per_neuron): theta_of(g) for g in read(table)}
+    pinned = {(g.name, g.limit, g.heads_per_neuron): theta_of(g) for g in read(table)}
     found = sweep([Problem.of(name, r) for name, r in asked], heads, pinned, starts, seed)
     gates = [gate_of(name, r, found[name, r, n_heads]) for name, r in asked for n_heads in heads]
     entries = ",\n".join(json.dumps(asdict(gate)) for gate in gates)
@@ -193,11 +191,9 @@ def main(
     write_text(out / "gated_gates.md", report(gates))
 
 
-def read(table: Path) -> list[RangeGate]:
+def read(table: Path) -> Sequence[BilinearGate]:
     """The gates of a table, if there is one."""
-    if not table.exists():
-        return []
-    return [RangeGate(**entry) for entry in json.loads(table.read_text("utf-8"))]
+    return gates_from_json(table.read_text("utf-8")) if table.exists() else ()
 
 
 if __name__ == "__main__":

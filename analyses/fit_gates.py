@@ -41,15 +41,16 @@ from torch import Tensor
 from tqdm import tqdm
 
 from attn_only_lens.gates import BilinearGate, bilinear_gate, certified_bound
-from attn_only_lens.gates.tables import MIXTURES
 from attn_only_lens.storage import write_text
 
-Array = NDArray[np.float64]  # terms are [n_terms, 3]: columns w, b, c
+# Terms are [n_terms, 3]: columns w, b, c. A term with c > 0 is a pair of heads, w σ(b q + c) and
+# w σ(b q - c); one with c = 0 is one head.
+Array = NDArray[np.float64]
 
 MOST_SUM_ABS_W = 1.99
 W_UNIT = 2.0**-23
 STARTS = {1: 1, 2: 4, 4: 48, 6: 600, 8: 96}
-TARGETS = {"gelu": "gelu", "gelu_new": "gelu_tanh"}  # activation: its mixtures
+TARGETS = ("gelu", "gelu_new")
 
 
 def bias_weight(target: str, q: Array) -> Array:
@@ -57,6 +58,13 @@ def bias_weight(target: str, q: Array) -> Array:
     if target == "gelu":
         return ndtr(-q)
     return expit(-2 * math.sqrt(2 / math.pi) * (q + 0.044715 * q**3))
+
+
+def pinned(target: str, heads: int) -> Array:
+    """The terms of a gate of the package's table."""
+    gate = bilinear_gate(target, heads)
+    every = np.stack([gate.w, gate.b, gate.c], axis=1)
+    return every[every[:, 2] >= 0]
 
 
 def nodes(count: int, end: float = 16.0) -> Array:
@@ -184,9 +192,9 @@ def polish(
 
 def search(target: str, heads: int) -> Array:
     """The best fit from nothing: random starts, the most promising polished, then the best."""
-    pinned = np.array(MIXTURES[target][heads].terms)
-    pairs = int((pinned[:, 2] > 0).sum())
-    candidates = starts(target, pairs, len(pinned) - pairs, STARTS[heads])[:4]
+    known = pinned(target, heads)
+    pairs = int((known[:, 2] > 0).sum())
+    candidates = starts(target, pairs, len(known) - pairs, STARTS[heads])[:4]
     rough = [polish(target, terms, nodes(160), 600, 5e-3, least_gain=1e-5) for terms in candidates]
     best = min(rough, key=lambda terms: largest_error(target, terms))
     return polish(target, polish(target, best, nodes(160), 3000), nodes(3000))
@@ -207,27 +215,27 @@ def pin(target: str, terms: Array) -> Array:
 def measured(gate: BilinearGate, q: Tensor) -> tuple[float, float]:
     """The largest |error| of a gate on given points, in their precision, and where it is."""
     x = np.abs(q.double().numpy())
-    own_weight = np.where(q >= 0, 1 - bias_weight(TARGETS[gate.name], x), 0)
-    own_weight = np.where(q < 0, bias_weight(TARGETS[gate.name], x), own_weight)
+    own_weight = np.where(q >= 0, 1 - bias_weight(gate.name, x), 0)
+    own_weight = np.where(q < 0, bias_weight(gate.name, x), own_weight)
     error = np.abs(gate.activation(q).double().numpy() - q.double().numpy() * own_weight)
     return float(error.max()), float(x[error.argmax()])
 
 
 def row(name: str, heads: int, from_nothing: bool) -> tuple[dict[str, object], str]:
     """One mixture's line of the table, and its terms where it was fitted from nothing."""
-    target, gate = TARGETS[name], bilinear_gate(name, heads)
-    polished = polish(target, np.array(MIXTURES[target][heads].terms), nodes(3000))
+    gate = bilinear_gate(name, heads)
+    polished = polish(name, pinned(name, heads), nodes(3000))
     line = {"activation": name, "heads": heads, "bound": gate.bound}
     line["certificate"] = certified_bound(gate)
     line["measured"], line["at q = ±"] = measured(gate, torch.linspace(-20, 20, 400_001).double())
     line["Σ abs w"] = gate.sum_abs_w
     line["float32"], _ = measured(gate, torch.linspace(-12, 12, 400_001))
-    line["polished"], line["from nothing"] = largest_error(target, polished), "-"
+    line["polished"], line["from nothing"] = largest_error(name, polished), "-"
     if not from_nothing:
         return line, ""
-    terms = pin(target, search(target, heads))
-    line["from nothing"] = largest_error(target, terms)
-    listed = [f"    Term({w!r}, {b!r}, {c!r})," for w, b, c in terms.tolist()]
+    terms = pin(name, search(name, heads))
+    line["from nothing"] = largest_error(name, terms)
+    listed = [f"    w = {w!r}, b = {b!r}, c = ±{c!r}" for w, b, c in terms.tolist()]
     return line, "\n".join([f"{name}, m = {heads}:", "", *listed])
 
 

@@ -125,7 +125,7 @@ def gradient_scores(model: Any, tokens: Tensor, other: Tensor, metric: Metric) -
 def scores(program: TracrProgram, n_inputs: int) -> dict[str, dict[Edge, float]]:
     """Scores of the candidates by every method, over some inputs of the greatest length."""
     tokens, expected, _ = next(program.batches())
-    converted = convert(program.model, copy=True)
+    converted = convert(program.model, copy_weights=True)
     total: dict[str, dict[Edge, float]] = {
         name: defaultdict(float) for name in ("graph", "gradient edges")
     }

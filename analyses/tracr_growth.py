@@ -51,7 +51,7 @@ def nodes_of(edges: set[Edge]) -> int:
 @torch.no_grad()
 def error_of(program: TracrProgram) -> float:
     """Largest difference of a logit, over the largest logit, with every hook live."""
-    converted = convert(program.model, copy=True)
+    converted = convert(program.model, copy_weights=True)
     moved = largest = 0.0
     for tokens, _, _ in program.batches():
         expected = program.model(tokens)
@@ -64,7 +64,7 @@ def error_of(program: TracrProgram) -> float:
 def found_in(program: TracrProgram, n_inputs: int) -> set[Edge]:
     """The edges of the attribution graphs of some inputs of the greatest length."""
     tokens, expected, _ = next(program.batches())
-    converted = convert(program.model, copy=True)
+    converted = convert(program.model, copy_weights=True)
     found: set[Edge] = set()
     for row, wanted in zip(tokens[:n_inputs], expected[:n_inputs], strict=True):
         metric = metric_of(program, wanted)

@@ -14,20 +14,14 @@ from attn_only_lens.errors import (
     UnsupportedCallError,
     UnsupportedModelError,
 )
-from attn_only_lens.gates import (
-    GATES,
-    BilinearGate,
-    Gate,
-    RangeGate,
-    bilinear_gate,
-    range_gate,
-)
+from attn_only_lens.gates import GATES, BilinearGate, Gate, bilinear_gate
 from attn_only_lens.growth import Grown, grow
 from attn_only_lens.heads import HeadName, dense_pattern, neuron_gate, neuron_pattern
 from attn_only_lens.models.calibrate import Calibration, calibrate
 from attn_only_lens.models.checkpoint import load, save
 from attn_only_lens.models.convert import convert
 from attn_only_lens.models.expose import ExposedNeurons, expose_neuron_heads
+from attn_only_lens.models.gate_option import Bilinear
 from attn_only_lens.models.to_stock import to_stock
 from attn_only_lens.models.two_blocks import AttentionOnlyCache, AttentionOnlyTransformer, HeadStack
 from attn_only_lens.models.verify import Verification, verify
@@ -38,6 +32,7 @@ __all__ = [
     "AttentionOnlyCache",
     "AttentionOnlyTransformer",
     "AttnOnlyLensError",
+    "Bilinear",
     "BilinearGate",
     "Calibration",
     "CheckpointError",
@@ -52,7 +47,6 @@ __all__ = [
     "HeadStack",
     "PatchingError",
     "PictureError",
-    "RangeGate",
     "UnknownHeadError",
     "UnsupportedCallError",
     "UnsupportedModelError",
@@ -71,7 +65,6 @@ __all__ = [
     "neuron_pattern",
     "patching",
     "pretrained",
-    "range_gate",
     "save",
     "to_stock",
     "token_texts",

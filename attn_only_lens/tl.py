@@ -40,7 +40,7 @@ _VERSION = version("transformer-lens")
 _NEEDED = (
     f"this needs HookedTransformer, which transformer-lens {_VERSION} has not: "
     "pip install 'attn-only-lens[hooked]' for 3.9; or build a TransformerBridge, and use "
-    "attn_only_lens.expose_neuron_heads or attn_only_lens.convert on that"
+    "attn_only_lens.expose_neuron_heads on that"
 )
 HAS_HOOKED_TRANSFORMER = int(_VERSION.split(".")[0]) < 4
 USE_INSTEAD = "" if HAS_HOOKED_TRANSFORMER else f"; {_NEEDED}"

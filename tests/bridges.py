@@ -15,6 +15,7 @@ from transformer_lens.config import TransformerBridgeConfig
 from transformer_lens.model_bridge import TransformerBridge
 from transformer_lens.model_bridge.sources._bridge_builder import build_bridge_from_module
 
+from attn_only_lens import expose_neuron_heads
 from attn_only_lens.tl import HAS_HOOKED_TRANSFORMER
 
 NEURON = 29
@@ -142,6 +143,11 @@ def boot(name, dtype=torch.float64, state="plain"):
         bridge = bridged(original(name, dtype))
     STATES[state](bridge)
     return bridge
+
+
+def exposed_copy(bridge, **options):
+    """A copy of a bridge with its neuron-heads exposed, for as long as it lives."""
+    return expose_neuron_heads(bridge, copy=True, **options).model
 
 
 def skip_unless_it_runs(bridge):

@@ -20,6 +20,7 @@ from common import D_VOCAB, needs_hooked_transformer, tokens
 from simulated_device import Float64Forbidden, MixedDevices, SimulatedDevice, set_up
 
 from attn_only_lens import (
+    Bilinear,
     calibrate,
     circuits,
     compare,
@@ -119,12 +120,12 @@ def hooked(name, device, dtype=torch.float32):
 
 def with_heads(source, how, gate, device):
     model = source(device)
-    gates = {"gate": gate}
-    if gate == "bilinear" and getattr(model.blocks[0].mlp, "W_gate", None) is not None:
-        gates["calibration"] = calibrate(model, CLEAN)
+    if gate == "bilinear":
+        gated = getattr(model.blocks[0].mlp, "W_gate", None) is not None
+        gate = Bilinear(calibration=calibrate(model, CLEAN) if gated else None)
     if how == "converted":
-        return convert(model, **gates)
-    return expose_neuron_heads(model, **gates).model
+        return convert(model, gate=gate)
+    return expose_neuron_heads(model, gate=gate).model
 
 
 def made(make, name, how, gate, dtype=torch.float32):
@@ -279,7 +280,7 @@ def verified(model):
 
 
 def bilinear(model):
-    return convert(model, gate="bilinear", calibration=calibrate(model, CLEAN))
+    return convert(model, gate=Bilinear(calibration=calibrate(model, CLEAN)))
 
 
 def grown(model):
@@ -315,7 +316,7 @@ def test_hooked_transformers_made_from_others():
     def use(model):
         products = gradient_products(model, CLEAN)
         larger = grow(model, ex.AddNeurons(5), init=ex.init.grad_max(products)).model
-        stock = to_stock(convert(model, gate="bilinear"))
+        stock = to_stock(convert(model, gate=Bilinear()))
         return products, larger(there(model)), stock(there(model))
 
     twice(partial(hooked, "gelu"), use)

@@ -50,7 +50,7 @@ def test_smoke(tmp_path):
     assert page.strip() in result.output
     for operation in bench_peak_memory.OPERATIONS:
         assert f"| {operation} |" in page
-    assert "| convert(model, copy=False) |" in page
+    assert "| convert(model, copy_weights=False) |" in page
     assert "| stock attention |" in page
     assert "| bilinear, 8 |" in page
 

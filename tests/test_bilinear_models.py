@@ -4,12 +4,14 @@ import copy
 import dataclasses
 import math
 
+import numpy as np
 import pytest
 import torch
 from common import D_MLP, N_LAYERS, POS, relative, tokens
 from models import CORE, FAMILIES, build
 
 from attn_only_lens import (
+    Bilinear,
     HeadName,
     UnknownHeadError,
     UnsupportedCallError,
@@ -17,6 +19,7 @@ from attn_only_lens import (
     calibrate,
     circuits,
     convert,
+    expose_neuron_heads,
     load,
     neuron_gate,
     neuron_pattern,
@@ -31,13 +34,13 @@ HEADS = {"silu": 1, "relu": 1}  # the others: 4
 GATED = [name for name, cfg in FAMILIES.items() if cfg.get("gated_mlp")]
 
 
-def bilinear(source, **options):
+def bilinear(source, copy_weights=False, **options):
     """The source converted, with 4 heads a neuron where its activation takes as many."""
     if source.cfg.gated_mlp:
-        how = {"heads_per_neuron": 4, "calibration": calibrate(source, tokens())}
+        how = {"heads": 4, "calibration": calibrate(source, tokens())}
     else:
-        how = {"heads_per_neuron": HEADS.get(source.cfg.act_fn, 4)}
-    return convert(source, gate="bilinear", **how | options)
+        how = {"heads": HEADS.get(source.cfg.act_fn, 4)}
+    return convert(source, gate=Bilinear(**how | options), copy_weights=copy_weights)
 
 
 def approximated(source, model):
@@ -45,7 +48,7 @@ def approximated(source, model):
     source = copy.deepcopy(source)
     for layer, block in enumerate(source.blocks):
         gate = model.blocks[2 * layer + 1].attn.gate
-        terms = list(zip(gate.weights, gate.slopes, gate.offsets, strict=True))
+        terms = list(zip(gate.w, gate.b, gate.c, strict=True))
 
         def activation(q, terms=terms, gated=source.cfg.gated_mlp):
             total = torch.zeros_like(q)
@@ -94,7 +97,7 @@ def test_the_control_fails():
 def test_more_heads_are_nearer(name):
     source = build(name)
     expected = source(tokens())
-    errors = [relative(bilinear(source, heads_per_neuron=m)(tokens()), expected) for m in (1, 4, 8)]
+    errors = [relative(bilinear(source, heads=m)(tokens()), expected) for m in (1, 4, 8)]
     assert errors[0] > 30 * errors[1] > 900 * errors[2]
 
 
@@ -153,7 +156,7 @@ def test_each_hook_point_alone_and_its_gradient(name, point):
 @pytest.mark.parametrize("name", ["gelu", "llama"])
 def test_gradients(name):
     source = build(name)
-    model = bilinear(source, copy=True)
+    model = bilinear(source, copy_weights=True)
     oracle = approximated(source, model)
     for net in (model, oracle):
         net(tokens()).square().mean().backward()
@@ -206,7 +209,7 @@ def test_names():
         neuron_pattern(cache, "L1N29")
     with pytest.raises(UnknownHeadError, match="one head of a neuron"):
         neuron_gate(cache, "L1N29.0")
-    single = convert(build("silu"), gate="bilinear")
+    single = convert(build("silu"), gate=Bilinear())
     assert single.all_head_labels()[2] == "L0N0"
     _, cache = single.run_with_cache(tokens())
     assert neuron_pattern(cache, "L1N29").shape == (2, POS, 2)
@@ -221,12 +224,10 @@ def test_neuron_gate(name):
     model = bilinear(source)
     _, cache = model.run_with_cache(tokens())
     gate = model.blocks[3].attn.gate
-    expected = sum(
-        w * neuron_pattern(cache, f"L1N29.{j}")[..., 0] for j, w in enumerate(gate.weights)
-    )
+    expected = sum(w * neuron_pattern(cache, f"L1N29.{j}")[..., 0] for j, w in enumerate(gate.w))
     got = model.neuron_gate(cache, "L1N29")
     torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)
-    neuron = model.blocks[3].attn.neurons(cache["z", 3].squeeze(-1))[..., 29]
+    neuron = model.blocks[3].attn.neuron_outputs(cache["z", 3].squeeze(-1))[..., 29]
     torch.testing.assert_close(got * cache["v", 3][:, :, 29 * 4, 0], neuron)
     one = cache.apply_slice_to_batch_dim(1)
     torch.testing.assert_close(model.neuron_gate(one, "L1N29"), got[1])
@@ -310,7 +311,7 @@ def test_verify(name):
 def test_heads_that_cancel_are_allowed_their_rounding(name, m):
     """In float32 it is many times that of other models; by how much depends on the processor."""
     source = build(name, dtype=torch.float32)
-    model = bilinear(source, heads_per_neuron=m)
+    model = bilinear(source, heads=m)
     report = verify(source, model, tokens())
     assert report.ok, report
     assert 8 < report.tolerance / LOGIT_TOLERANCE[torch.float32] < 17  # Σ|a| / R
@@ -318,7 +319,7 @@ def test_heads_that_cancel_are_allowed_their_rounding(name, m):
     runs = tokens(seed=1, batch=1), tokens(seed=2, batch=1), patching.logit_diff(7, 11)
     circuits.attribution_graph(model, runs[0], runs[2])
     patching.attribution(model, *runs, method="integrated", progress=False)
-    damaged = bilinear(source, heads_per_neuron=m, copy=True)
+    damaged = bilinear(source, heads=m, copy_weights=True)
     damaged.blocks[3].attn.W_out.mul_(1.003)
     assert not verify(source, damaged, tokens()).ok
 
@@ -333,12 +334,12 @@ def test_verify_notices():
     assert not verify(source, model, tokens()).ok
     vars(model.cfg)["act_fn"] = "gelu"
     for edit in ("W_in", "W_out", "b_out"):
-        other = bilinear(source, copy=True)
+        other = bilinear(source, copy_weights=True)
         getattr(other.blocks[3].attn, edit).data.mul_(1 + 1e-6)
         assert not verify(source, other, tokens()).ok
     assert not verify(build("gelu", scale=0.39), model, tokens()).ok
     source = build("llama")
-    model = convert(source, gate="bilinear", calibration=calibrate(source, tokens(seed=1)[:1, :1]))
+    model = convert(source, gate=Bilinear(calibration=calibrate(source, tokens(seed=1)[:1, :1])))
     model.blocks[3].attn.W_gate.data.mul_(40.0)
     report = verify(source, model, tokens())
     assert not report.ok
@@ -351,8 +352,8 @@ def test_each_layer_has_its_own_range():
     source = build("llama")
     source.blocks[2].mlp.W_gate.data.mul_(9.0)
     calibration = calibrate(source, tokens())
-    model = convert(source, gate="bilinear", calibration=calibration)
-    served = [model.blocks[block].attn.gate.range for block in (1, 3, 5)]
+    model = convert(source, gate=Bilinear(calibration=calibration))
+    served = [model.blocks[block].attn.gate.limit for block in (1, 3, 5)]
     for limit, asked in zip(served, calibration.ranges, strict=True):
         assert asked <= limit < 2 * asked
     assert served[2] > served[0]
@@ -390,46 +391,44 @@ def test_calibration():
 def test_refused_with_all_reasons():
     gelu, llama = build("gelu"), build("llama")
     calibration = calibrate(llama, tokens())
-    for model, options, message in (
-        (gelu, {"gate": "linear"}, "expected 'exact' or 'bilinear'"),
-        (gelu, {"heads_per_neuron": 4}, 'give gate="bilinear"'),
-        (gelu, {"gate": "bilinear", "heads_per_neuron": 3}, r"expected one of \[1, 2, 4, 6, 8\]"),
-        (gelu, {"gate": "bilinear", "tolerance": 1e-9}, "8 heads"),
-        (gelu, {"gate": "bilinear", "calibration": calibration}, "leave it out"),
-        (llama, {"gate": "bilinear"}, "calibrate"),
-        (llama, {"gate": "bilinear", "tolerance": 1e-3, "calibration": calibration}, "range"),
-        (
-            llama,
-            {"gate": "bilinear", "heads_per_neuron": 5, "calibration": calibration},
-            "heads_per_neuron=5",
-        ),
+    for model, gate, message in (
+        (gelu, "bilinear", r"expected 'exact' or attn_only_lens\.Bilinear"),
+        (gelu, Bilinear, r"expected 'exact' or attn_only_lens\.Bilinear"),
+        (gelu, Bilinear(3), r"got heads=3; gelu has gates of \[1, 2, 4, 6, 8\]"),
+        (gelu, Bilinear(tolerance=1e-9), "8 heads"),
+        (gelu, Bilinear(calibration=calibration), "leave it out"),
+        (llama, Bilinear(), "calibrate"),
+        (llama, Bilinear(tolerance=1e-3, calibration=calibration), "error depends on the limit"),
+        (llama, Bilinear(5, calibration=calibration), "got heads=5"),
         (
             build("llama", n_layers=2),
-            {"gate": "bilinear", "calibration": calibration},
+            Bilinear(calibration=calibration),
             "of 3 layers; expected 2",
         ),
         (
             build("relu", dtype=torch.float16),
-            {"gate": "bilinear", "tolerance": 1e-5},
+            Bilinear(tolerance=1e-5),
             r"its slope would be 2\.78e\+04.* convert in float32",
         ),
     ):
-        with pytest.raises(UnsupportedModelError, match=message):
-            convert(model, **options)
+        for call in (convert, expose_neuron_heads):
+            with pytest.raises(UnsupportedModelError, match=message):
+                call(model, gate=gate)
     far = dataclasses.replace(calibration, ranges=(1e4, 3.0, 1e5))
     with pytest.raises(UnsupportedModelError, match=r"layers \[0\]: .*; layers \[2\]: "):
-        convert(llama, gate="bilinear", calibration=far)
+        convert(llama, gate=Bilinear(calibration=far))
     for options, count in (
-        ({"heads_per_neuron": 8.0}, 1),
-        ({"heads_per_neuron": [4], "tolerance": "x"}, 2),
-        ({"heads_per_neuron": True, "tolerance": True, "calibration": (3.0, 2.0, 1.0)}, 3),
+        ({"heads": 8.0}, 1),
+        ({"heads": [4], "tolerance": "x"}, 2),
+        ({"heads": True, "tolerance": True, "calibration": (3.0, 2.0, 1.0)}, 3),
     ):
-        with pytest.raises(UnsupportedModelError, match="expected") as caught:
-            convert(gelu, gate="bilinear", **options)
-        assert len(caught.value.reasons) == count
+        with pytest.raises(TypeError, match="expected") as caught:
+            Bilinear(**options)
+        assert str(caught.value).count("expected") == count
+    assert Bilinear(np.int64(4), np.float32(0.5)) == Bilinear(4, 0.5)
     gelu.add_hook("hook_embed", lambda x, hook: x)
     with pytest.raises(UnsupportedModelError) as caught:
-        convert(gelu, gate="bilinear", heads_per_neuron=3)
+        convert(gelu, gate=Bilinear(3))
     assert len(caught.value.reasons) == 2
 
 

@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from bridges import CHOSEN, GATED_CHOSEN, NEURON, STATES, boot
+from bridges import CHOSEN, GATED_CHOSEN, NEURON, STATES, boot, exposed_copy
 from common import mlp_hook, needs_transformer_lens_4, relative, tokens
 from safetensors.torch import load_file, save_file
 from sealed_files import digest_again, rewrite
@@ -12,9 +12,9 @@ from tiny_tokenizer import tiny_tokenizer
 from transformer_lens.model_bridge import TransformerBridge
 
 from attn_only_lens import (
+    Bilinear,
     CheckpointError,
     calibrate,
-    convert,
     expose_neuron_heads,
     load,
     neuron_pattern,
@@ -53,7 +53,7 @@ def same(a, b):
 @pytest.mark.parametrize("state", STATES)
 @pytest.mark.parametrize("name", CHOSEN)
 def test_round_trip(name, state, tmp_path):
-    model = convert(boot(name, torch.float32, state))
+    model = exposed_copy(boot(name, torch.float32, state))
     random = torch.get_rng_state()
     loaded = load(save(model, tmp_path / "saved"))
     assert torch.equal(torch.get_rng_state(), random)
@@ -67,7 +67,7 @@ def test_other_options_of_processing(option, tmp_path):
     """They change numbers, which are saved, or the structure: then the model would be refused."""
     bridge = boot("gpt2", torch.float32)
     bridge.enable_compatibility_mode(True, **{option: False})
-    model = convert(bridge)
+    model = exposed_copy(bridge)
     same(model, load(save(model, tmp_path / "saved")))
 
 
@@ -76,7 +76,7 @@ def test_other_options_of_processing(option, tmp_path):
 @torch.no_grad()
 def test_dtypes(name, dtype, tmp_path):
     """As a cast leaves it: it parts the views of joint attention and takes buffers along."""
-    model = convert(boot(name, torch.float32), copy=True)
+    model = exposed_copy(boot(name, torch.float32), copy_weights=True)
     model.to(dtype)
     folder = save(model, tmp_path / "saved")
     loaded = load(folder)
@@ -90,7 +90,7 @@ def test_dtypes(name, dtype, tmp_path):
 def test_bilinear_gates(name, tmp_path):
     source = boot(name)
     how = {"calibration": calibrate(source, tokens())} if name in GATED_CHOSEN else {}
-    model = convert(source, gate="bilinear", heads_per_neuron=8, **how)
+    model = exposed_copy(source, gate=Bilinear(8, **how))
     loaded = load(save(model, tmp_path / "saved"))
     assert torch.equal(loaded(tokens()), model(tokens()))
     assert not torch.equal(loaded(tokens()), source(tokens()))
@@ -121,7 +121,7 @@ def test_what_is_saved_is_the_model_as_it_is_now(tmp_path):
 
 def test_training_a_loaded_model_trains_what_shares_memory(tmp_path):
     """Joint attention: q is a view of the one weight, in the model and again when it is loaded."""
-    model = convert(boot("gpt2"))
+    model = exposed_copy(boot("gpt2"))
     loaded = load(save(model, tmp_path / "saved"))
     for each in (model, loaded):
         attn = each.blocks[0].attn
@@ -133,7 +133,7 @@ def test_training_a_loaded_model_trains_what_shares_memory(tmp_path):
 
 @torch.no_grad()
 def test_tokenizer_comes_along(tmp_path):
-    model = convert(boot("llama"))
+    model = exposed_copy(boot("llama"))
     model.tokenizer = tiny_tokenizer(41, tmp_path / "tokenizer")
     model.tokenizer.padding_side = "left"
     loaded = load(save(model, tmp_path / "saved"))
@@ -151,7 +151,7 @@ def test_nothing_is_unpickled(tmp_path, monkeypatch):
     def refuse(*args, **kwargs):
         raise AssertionError("a pickle was read")
 
-    save(convert(boot("llama")), tmp_path / "saved")
+    save(exposed_copy(boot("llama")), tmp_path / "saved")
     for name in ("load", "loads", "Unpickler"):
         monkeypatch.setattr(pickle, name, refuse)
     load(tmp_path / "saved")
@@ -218,7 +218,7 @@ def test_models_of_pictures_are_not_saved(tmp_path):
 @torch.no_grad()
 def test_whether_results_are_on(name, tmp_path):
     """In the native attention they are not to be had, and `cfg.use_attn_result` stays False."""
-    model = convert(boot(name))
+    model = exposed_copy(boot(name))
     for on in (True, False):
         model.set_use_attn_result(on)
         loaded = load(save(model, tmp_path / "saved"))
@@ -283,7 +283,7 @@ DAMAGE = {
 
 @pytest.mark.parametrize("case", DAMAGE)
 def test_damage_is_refused(case, tmp_path):
-    folder = save(convert(boot("llama")), tmp_path / "saved")
+    folder = save(exposed_copy(boot("llama")), tmp_path / "saved")
     damage, message = DAMAGE[case]
     damage(folder)
     with pytest.raises(CheckpointError, match=message):

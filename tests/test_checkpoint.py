@@ -75,7 +75,7 @@ def test_ties_frozen_parameters_and_mode(tmp_path):
 
 @torch.no_grad()
 def test_what_is_saved_is_the_model_as_it_is_now(tmp_path):
-    converted = convert(build("gelu"), copy=True)
+    converted = convert(build("gelu"), copy_weights=True)
     converted.blocks[3].attn.W_out.data[29] = 0.0
     loaded = load(save(converted, tmp_path / "saved"))
     same(converted, loaded)
@@ -334,7 +334,7 @@ DAMAGE = {
                 "ranges": None,
             },
         ),
-        "heads_per_neuron is 3",
+        "got heads=3",
     ),
     "newer": (
         lambda f: edit_manifest(f, format_version=7),

@@ -108,7 +108,7 @@ def test_errors_are_one_message_and_nothing_is_written(folder, tmp_path):
         ((*TEXTS, "--out", out, "--metric", "kl"), "takes neither"),
         ((*TEXTS[:-2], "--out", out), "takes --answer and --wrong"),
         ((*TEXTS, "--out", out, "--sites", "L0N3", "--layers", "0"), "say their layers"),
-        ((*TEXTS, "--out", out, "--sites", "L9N3"), "source layers from 0 to 2"),
+        ((*TEXTS, "--out", out, "--sites", "L9N3"), "the model has layers 0 to 2"),
         ((*TEXTS, "--out", out, "--layers", "zero"), "got 'zero'"),
         ((*TEXTS, "--out", out, "--positions", "1;2"), "got '1;2'"),
         ((*TEXTS, "--out", out, "--part", "k"), "got part='k'"),

@@ -70,7 +70,7 @@ def test_each_hook_point_alone(name, point):
 def test_gradients(name):
     model = build(name)
     model.requires_grad_(True)
-    plain, hooked = convert(model, copy=True), convert(model, copy=True)
+    plain, hooked = convert(model, copy_weights=True), convert(model, copy_weights=True)
     for net in (model, plain, hooked):
         hooks = [(lambda name: True, lambda x, hook: None)] if net is hooked else []
         net.run_with_hooks(tokens(), fwd_hooks=hooks).square().mean().backward()

@@ -26,7 +26,7 @@ def test_shared_by_default(name):
 @pytest.mark.parametrize("name", CORE)
 def test_own_when_asked(name):
     model = build(name)
-    own = convert(model, copy=True)
+    own = convert(model, copy_weights=True)
     assert {p.untyped_storage().data_ptr() for p in own.parameters()}.isdisjoint(storages(model))
     assert torch.equal(own(tokens()), model(tokens()))
 
@@ -38,7 +38,7 @@ def test_the_source_is_not_changed(name, copied):
     before = {k: v.clone() for k, v in model.state_dict().items()}
     cfg, state = copy.deepcopy(vars(model.cfg)), torch.get_rng_state()
     expected = model(tokens())
-    converted = convert(model, copy=copied)
+    converted = convert(model, copy_weights=copied)
     converted.run_with_cache(tokens())
     converted.to(torch.float32, print_details=False)
     assert torch.equal(torch.get_rng_state(), state)
@@ -51,7 +51,7 @@ def test_training_a_copy_leaves_the_source_whole_and_a_shared_one_trains_both():
     for copied in (True, False):
         model = build("llama")
         before = {k: v.clone() for k, v in model.state_dict().items()}
-        converted = convert(model, copy=copied)
+        converted = convert(model, copy_weights=copied)
         optimizer = torch.optim.SGD(converted.parameters(), lr=0.1)
         losses = []
         for _ in range(5):

@@ -9,6 +9,7 @@ from common import D_MLP, N_LAYERS, POS, in_threads, meeting, mlp_hook, relative
 from models import CORE, FAMILIES, build
 
 from attn_only_lens import (
+    Bilinear,
     UnknownHeadError,
     UnsupportedCallError,
     UnsupportedModelError,
@@ -183,7 +184,7 @@ def test_twice_changes_nothing():
             assert again is model
         assert state(model) == before, "what the outer call has done stays"
         with pytest.raises(UnsupportedModelError, match="exposed already"):
-            expose_neuron_heads(model, gate="bilinear", heads_per_neuron=2)
+            expose_neuron_heads(model, gate=Bilinear(2))
     exposed = expose_neuron_heads(model)
     expose_neuron_heads(model).undo()
     assert type(model) is HookedTransformer
@@ -254,12 +255,11 @@ def test_accessors_and_a_copy():
 def test_bilinear(name):
     source = build(name)
     heads = 1 if source.cfg.act_fn in ("silu", "relu") and not source.cfg.gated_mlp else 4
-    how = {"gate": "bilinear", "heads_per_neuron": heads}
-    if source.cfg.gated_mlp:
-        how["calibration"] = calibrate(source, tokens())
-    twin = convert(source, **how)
+    calibration = calibrate(source, tokens()) if source.cfg.gated_mlp else None
+    gate = Bilinear(heads, calibration=calibration)
+    twin = convert(source, gate=gate)
     exact = source(tokens())
-    with expose_neuron_heads(source, **how):
+    with expose_neuron_heads(source, gate=gate):
         expected = twin(tokens())
         assert relative(source(tokens()), expected) <= EXACT
         source.set_use_attn_result(True)
@@ -333,10 +333,29 @@ def test_refused_by_kind():
         convert(model)
 
 
+@pytest.mark.parametrize("copy_weights", [False, True])
+@torch.no_grad()
+def test_a_copy(copy_weights):
+    model, twin = build("llama"), build("llama")
+    expected, before = model(tokens()), list(model.hook_dict)
+    copied = expose_neuron_heads(model, copy=True, copy_weights=copy_weights)
+    assert type(model) is type(twin)
+    assert list(model.hook_dict) == before
+    logits, cache = copied.model.run_with_cache(tokens())
+    assert relative(logits, expected) <= EXACT
+    assert cache[mlp_hook("pattern")].shape == (2, D_MLP, POS, 2)
+    shared = model.W_E.data_ptr() == copied.model.W_E.data_ptr()
+    assert shared is not copy_weights
+    copied.model.blocks[1].mlp.W_out.mul_(1.01)
+    assert torch.equal(model(tokens()), expected) is copy_weights
+    copied.undo()
+    assert type(copied.model) is type(twin)
+
+
 def of_kind(gate, model):
-    """How to expose a model with gates of a kind."""
-    ranged = gate == "bilinear" and model.cfg.gated_mlp
-    return {"gate": gate, "calibration": calibrate(model, tokens()) if ranged else None}
+    """The gates of a kind, for a model."""
+    calibration = calibrate(model, tokens()) if model.cfg.gated_mlp else None
+    return Bilinear(calibration=calibration) if gate == "bilinear" else gate
 
 
 @pytest.mark.parametrize("live", ["nothing", "z", "post and result"])
@@ -346,11 +365,11 @@ def of_kind(gate, model):
 def test_threads_share_a_model(name, gate, live):
     """They meet where an MLP has read its input and not yet put out anything."""
     inputs, model = [tokens(seed, batch=seed) for seed in (1, 2, 3)], build(name)
-    how = of_kind(gate, model)
+    gate = of_kind(gate, model)
     mlp = model.blocks[LAYER].mlp
     act, post, wait = mlp.act_fn, f"blocks.{LAYER}.mlp.hook_post", [lambda: None]
     mlp.act_fn = lambda q: (wait[0](), act(q))[1]
-    expose_neuron_heads(model, **how)
+    expose_neuron_heads(model, gate=gate)
     model.set_use_attn_result("result" in live)
     edits = {
         "nothing": [],
@@ -391,7 +410,7 @@ def test_a_hook_may_run_its_own_mlp_alone():
 def test_a_hook_may_run_the_model_again(name, gate):
     """In the middle of an MLP, whole or part of the way."""
     model = build(name)
-    expose_neuron_heads(model, **of_kind(gate, model))
+    expose_neuron_heads(model, gate=of_kind(gate, model))
     model.set_use_attn_result(True)
     halve = (mlp_hook("result"), lambda result, hook: 0.5 * result)
     with model.hooks(fwd_hooks=[halve]):

@@ -12,6 +12,7 @@ from bridges import EVERY, FAMILIES, NEURON, boot, inputs, original
 from common import BATCH, D_MLP, mlp_hook, relative, tokens
 
 from attn_only_lens import (
+    Bilinear,
     Calibration,
     UnsupportedCallError,
     expose_neuron_heads,
@@ -242,11 +243,11 @@ def test_bilinear(name):
     bridge = boot(name)
     exact = bridge(tokens())
     _, cache = bridge.run_with_cache(tokens())
-    how = {"gate": "bilinear", "heads_per_neuron": 8}
+    calibration = None
     if name in ("llama", "native_gated"):
         gates = [cache[f"blocks.{layer}.mlp.gate.hook_out"].abs().max() for layer in (0, 1)]
-        how["calibration"] = Calibration(tuple(1.25 * g.item() for g in gates), 1.25, 22)
-    with expose_neuron_heads(bridge, **how):
+        calibration = Calibration(tuple(1.25 * g.item() for g in gates), 1.25, 22)
+    with expose_neuron_heads(bridge, gate=Bilinear(8, calibration=calibration)):
         silent = bridge(tokens())
         hooked, cache = bridge.run_with_cache(tokens())
         assert relative(hooked, silent) <= EXACT
@@ -260,7 +261,7 @@ def test_an_edit_of_activations_is_shared_by_the_heads_of_a_neuron():
     """At hook_post, where results of several heads a neuron are watched, and where they are not."""
     bridge = boot("gpt2")
     edit, keep = (out_in(), drop(NEURON, -1)), (mlp_hook("result"), lambda result, hook: None)
-    with expose_neuron_heads(bridge, gate="bilinear", heads_per_neuron=4):
+    with expose_neuron_heads(bridge, gate=Bilinear(4)):
         bridge.set_use_attn_result(True)
         alone = bridge.run_with_hooks(tokens(), fwd_hooks=[edit])
         watched = bridge.run_with_hooks(tokens(), fwd_hooks=[edit, keep])

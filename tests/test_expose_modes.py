@@ -10,7 +10,7 @@ from test_expose_bridge import EXACT, drop, same, state
 from torch import nn
 from transformer_lens.model_bridge import TransformerBridge
 
-from attn_only_lens import UnsupportedModelError, calibrate, convert, expose_neuron_heads
+from attn_only_lens import Bilinear, UnsupportedModelError, calibrate, expose_neuron_heads
 from attn_only_lens.models.in_place import exposed_heads
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -109,7 +109,7 @@ def test_twice_again_and_after_an_error():
             assert state(bridge) == shown
         assert state(bridge) == shown, "what the outer call has done stays"
         with pytest.raises(UnsupportedModelError, match="exposed already"):
-            expose_neuron_heads(bridge, gate="bilinear", heads_per_neuron=2)
+            expose_neuron_heads(bridge, gate=Bilinear(2))
         assert state(bridge) == shown
     assert state(bridge) == before
 
@@ -163,14 +163,14 @@ def test_a_copy_has_nothing_of_a_pass_that_broke_off():
         raise RuntimeError("in a hook")
 
     with expose_neuron_heads(bridge):
-        left = bridge.blocks[1].mlp._neuron_heads.passing.left
+        left = bridge.blocks[1].mlp._neuron_heads.passing.values
         with pytest.raises(RuntimeError, match="in a hook"):
             bridge.run_with_hooks(tokens(), fwd_hooks=[("blocks.1.hook_out", fail)])
         assert not left
         bridge.blocks[1].mlp.get_submodule("in")(torch.ones(2, 11, 26, dtype=torch.float64))
         assert left, "half an MLP, run by hand"
         other = copy.deepcopy(bridge)
-        assert not other.blocks[1].mlp._neuron_heads.passing.left
+        assert not other.blocks[1].mlp._neuron_heads.passing.values
         assert torch.equal(other(tokens()), expected)
         assert torch.equal(bridge(tokens()), expected)
 
@@ -189,9 +189,9 @@ def test_threads_share_a_bridge(name, gate):
     # Of one batch size, which a bridge of TransformerLens keeps for its embedding of positions.
     inputs, bridge = [tokens(seed) for seed in (1, 2, 3)], boot(name)
     ranged = gate == "bilinear" and name in ("llama", "phi3")
-    expose_neuron_heads(
-        bridge, gate=gate, calibration=calibrate(bridge, tokens()) if ranged else None
-    )
+    calibration = calibrate(bridge, tokens()) if ranged else None
+    gates = Bilinear(calibration=calibration) if gate == "bilinear" else gate
+    expose_neuron_heads(bridge, gate=gates)
     # With exact heads and no hook, what an MLP has computed goes on as it is.
     live = [(mlp_hook("z"), lambda z, hook: 0.5 * z)] if gate == "exact" else []
     with bridge.hooks(fwd_hooks=live):
@@ -236,15 +236,16 @@ def test_inference_mode(name, gate):
     generate = {"max_new_tokens": 3, "verbose": False, "stop_at_eos": False, "do_sample": False}
     drop_one = [(mlp_hook("z"), drop(NEURON, 2))]
     ranged = (name, gate) == ("llama", "bilinear")
-    how = {"gate": gate, "calibration": calibrate(twin, tokens()) if ranged else None}
-    expose_neuron_heads(twin, **how)
+    if gate == "bilinear":
+        gate = Bilinear(calibration=calibrate(twin, tokens()) if ranged else None)
+    expose_neuron_heads(twin, gate=gate)
     with torch.no_grad():
         expected, theirs = twin.run_with_cache(tokens())
         edited = twin.run_with_hooks(tokens(), fwd_hooks=drop_one)
         text = twin.generate(tokens()[:1, :5], **generate)
     with torch.inference_mode():
-        converted = convert(bridge, copy=True, **how)
-        expose_neuron_heads(bridge, **how)
+        converted = expose_neuron_heads(bridge, gate=gate, copy=True, copy_weights=True).model
+        expose_neuron_heads(bridge, gate=gate)
         logits, cache = bridge.run_with_cache(tokens())
         assert torch.equal(logits, expected)
         assert all(torch.equal(cache[key], theirs[key]) for key in theirs)

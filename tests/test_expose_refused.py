@@ -12,7 +12,12 @@ from torch import nn
 from torch.nn.utils import parametrize
 from transformer_lens.model_bridge import TransformerBridge
 
-from attn_only_lens import UnsupportedCallError, UnsupportedModelError, expose_neuron_heads
+from attn_only_lens import (
+    Bilinear,
+    UnsupportedCallError,
+    UnsupportedModelError,
+    expose_neuron_heads,
+)
 from attn_only_lens.models.in_place import exposed
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -267,8 +272,7 @@ def test_what_changes_later_is_an_error_and_not_another_function(gate):
         block.mlp.original_component.act = nn.Sequential(act, nn.Dropout(0.2)).eval()
     keep = [(mlp_hook("q"), lambda q, hook: None)]
     exact = bridge(tokens())
-    how = {"gate": gate, "heads_per_neuron": 8} if gate == "bilinear" else {}
-    with expose_neuron_heads(bridge, **how):
+    with expose_neuron_heads(bridge, gate=Bilinear(8) if gate == "bilinear" else gate):
         assert relative(bridge.run_with_hooks(tokens(), fwd_hooks=keep), exact) < 0.1
         bridge.train()
         with pytest.raises(UnsupportedCallError, match=r"dropout.*model.eval\(\)"):

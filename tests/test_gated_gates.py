@@ -9,13 +9,11 @@ import torch
 import torch.nn.functional as F
 from sigmoid_minimax import Problem, minimax
 
-from attn_only_lens.gates import certificates as range_certificate
-from attn_only_lens.gates import gated
-from attn_only_lens.gates.certificates import certified_range_bound
-from attn_only_lens.gates.gated import RangeGate, range_gate
+from attn_only_lens.gates import bilinear_gate, certificates, certified_bound
+from attn_only_lens.gates.tables import table
 
 EPS32 = 2.0**-23
-TABLE = gated._table()
+TABLE = table("gated")
 ALPHA = {
     "silu": F.silu,
     "gelu": F.gelu,
@@ -25,17 +23,21 @@ ALPHA = {
     "gelu_fast": lambda g: 0.5 * g * (1 + torch.tanh(0.7978845608 * g * (1 + 0.044715 * g * g))),
 }
 every_gate = pytest.mark.parametrize(
-    "gate", TABLE, ids=[f"{gate.name}-{gate.range:g}-{gate.heads_per_neuron}" for gate in TABLE]
+    "gate", TABLE, ids=[f"{gate.name}-{gate.limit:g}-{gate.heads_per_neuron}" for gate in TABLE]
 )
 
 
 def off_grid(gate, points=20_011):
     """Points of the range that no grid of a power of two holds, and its ends."""
-    return torch.linspace(-gate.range, gate.range, points, dtype=torch.float64)
+    return torch.linspace(-gate.limit, gate.limit, points, dtype=torch.float64)
+
+
+def error_at(gate, g):
+    return (gate.activation(g) - ALPHA[gate.name](g)).abs()
 
 
 def test_the_table_holds_each_gate_once():
-    keys = [(gate.name, gate.range, gate.heads_per_neuron) for gate in TABLE]
+    keys = [(gate.name, gate.limit, gate.heads_per_neuron) for gate in TABLE]
     ranges = {"relu": (1.0,)}
     expected = [
         (name, r, heads)
@@ -49,12 +51,12 @@ def test_the_table_holds_each_gate_once():
 @every_gate
 def test_heads_are_a_softmax_over_self_and_bias_and_sum_to_the_activation(gate):
     """One head at a time in Python floats, two keys each."""
-    g = torch.linspace(-1.9 * gate.range, 1.9 * gate.range, 17, dtype=torch.float64)
+    g = torch.linspace(-1.9 * gate.limit, 1.9 * gate.limit, 17, dtype=torch.float64)
     scores, pattern = gate.scores(g), gate.pattern(g)
     assert scores.shape == pattern.shape == (17, gate.heads_per_neuron, 2)
     for i, point in enumerate(g.tolist()):
         total = []
-        for j, weight in enumerate(gate.weights):
+        for j, weight in enumerate(gate.w):
             own = 1.0
             if j < gate.heads_per_neuron - 1:
                 own = 0.5 + 0.5 * math.tanh(0.5 * (gate.b[j] * point + gate.c[j]))
@@ -62,7 +64,7 @@ def test_heads_are_a_softmax_over_self_and_bias_and_sum_to_the_activation(gate):
             assert pattern[i, j].tolist() == pytest.approx([own, 1.0 - own], abs=1e-14)
             assert scores[i, j].softmax(-1).tolist() == pytest.approx([own, 1.0 - own], abs=1e-14)
             total.append(weight * own)
-        tolerance = 1e-14 * gate.conditioning
+        tolerance = 1e-14 * gate.sum_abs_w
         assert gate.activation(g[i]).item() == pytest.approx(math.fsum(total), abs=tolerance)
     assert pattern[:, -1].tolist() == [[1.0, 0.0]] * 17
     assert gate.scores(g.expand(3, 17)).shape == (3, 17, gate.heads_per_neuron, 2)
@@ -71,90 +73,81 @@ def test_heads_are_a_softmax_over_self_and_bias_and_sum_to_the_activation(gate):
 @every_gate
 def test_the_bound_holds_between_grid_points_and_is_not_loose(gate):
     g = off_grid(gate)
-    error = (gate.activation(g) - ALPHA[gate.name](g)).abs().max().item()
+    error = error_at(gate, g).max().item()
     # α itself and the sum carry roundings of their size.
-    assert error <= gate.bound + 2.0**-48 * (gate.conditioning + gate.range)
+    assert error <= gate.bound + 2.0**-48 * (gate.sum_abs_w + gate.limit)
     assert gate.bound <= 1.05 * error
-    torch.testing.assert_close(
-        gate.error_at(g), gate.activation(g) - ALPHA[gate.name](g), rtol=0, atol=1e-11
-    )
 
 
 @every_gate
 def test_the_certificate_is_that_of_the_pinned_coefficients(gate):
     # Roundings of the platform's exponential, against bounds of 1e-7 and more.
-    assert certified_range_bound(gate) == pytest.approx(gate.bound, rel=1e-6)
+    assert certified_bound(gate) == pytest.approx(gate.bound, rel=1e-6)
 
 
 @every_gate
 def test_a_changed_coefficient_is_caught(gate):
     """The control: the certificate sees each kind of coefficient."""
-    shifted = certified_range_bound(replace(gate, constant=gate.constant + 4 * gate.bound))
-    assert shifted > 2.5 * gate.bound
-    largest = max(range(len(gate.a)), key=lambda j: abs(gate.a[j]))
-    for field in ("a", "b", "c"):
+    shifted = replace(gate, w=(*gate.w[:-1], gate.w[-1] + 4 * gate.bound))
+    assert certified_bound(shifted) > 2.5 * gate.bound
+    largest = max(range(len(gate.w) - 1), key=lambda j: abs(gate.w[j]))
+    for field in ("w", "b", "c"):
         values = list(getattr(gate, field))
         values[largest] += 0.02 * max(abs(values[largest]), 0.1)
-        assert certified_range_bound(replace(gate, **{field: tuple(values)})) > 1.2 * gate.bound, (
-            field
-        )
+        assert certified_bound(replace(gate, **{field: tuple(values)})) > 1.2 * gate.bound, field
 
 
 def test_a_step_between_two_nodes_is_caught():
     """No node sees it: a tiny node-sized bump would pass a grid without the second derivative."""
-    gate = range_gate("silu", 6, 8.0)
+    gate = bilinear_gate("silu", 6, limit=8.0)
     nodes = 16.0 * 2.0**-16
     middle, steep = 1.5 * nodes, 1e9
     bump = replace(
         gate,
-        a=(*gate.a, 1.0, -1.0),
+        w=(*gate.w, 1.0, -1.0),
         b=(*gate.b, steep, steep),
         c=(*gate.c, -steep * (middle - nodes / 4), -steep * (middle + nodes / 4)),
     )
-    seen = bump.error_at(torch.arange(-8, 8, nodes, dtype=torch.float64)).abs().max()
+    seen = error_at(bump, torch.arange(-8, 8, nodes, dtype=torch.float64)).max()
     assert seen < 1.01 * gate.bound
-    assert bump.error_at(torch.tensor(middle)).abs() > 0.9
-    assert certified_range_bound(bump) > 1.0
+    assert error_at(bump, torch.tensor(middle, dtype=torch.float64)) > 0.9
+    assert certified_bound(bump) > 1.0
 
 
 @every_gate
 def test_float32_adds_a_few_roundings_of_the_coefficients(gate):
     g = off_grid(gate).float()
     error = (gate.activation(g).double() - ALPHA[gate.name](g.double())).abs().max().item()
-    assert error <= gate.bound + 2 * EPS32 * gate.conditioning
-    assert torch.tensor(gate.weights + gate.b + gate.c).tolist() == [
-        *gate.weights,
-        *gate.b,
-        *gate.c,
-    ]
+    assert error <= gate.bound + 2 * EPS32 * gate.sum_abs_w
+    numbers = [*gate.w, *gate.b, *gate.c]
+    assert torch.tensor(numbers).tolist() == numbers
 
 
 @pytest.mark.parametrize("name", ["silu", "gelu", "gelu_new", "relu"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 def test_finite_at_every_finite_input(name, dtype):
-    gate = range_gate(name, 6, 8.0)
+    gate = bilinear_gate(name, 6, limit=8.0)
     limit = torch.finfo(dtype).max
     g = torch.tensor([-limit, -300.0, -1.0, 0.0, 1.0, 300.0, limit], dtype=dtype)
     for found in (gate.scores(g), gate.pattern(g), gate.scores(g).softmax(-1), gate.activation(g)):
         assert found.dtype == dtype
         assert found.isfinite().all()
-    assert gate.error_at(g).dtype == torch.float64
     assert gate.scores(g).softmax(-1)[:, -1].tolist() == [[1.0, 0.0]] * 7
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_is_summed_in_float32(dtype):
-    gate = range_gate("silu", 8, 16.0)
+    gate = bilinear_gate("silu", 8, limit=16.0)
     g = torch.linspace(-16, 16, 331).to(dtype)
     torch.testing.assert_close(gate.activation(g), gate.activation(g.float()).to(dtype))
     # The control: patterns rounded to half precision, then summed, are far off.
-    rounded = gate.pattern(g)[..., 0].float() @ torch.tensor(gate.weights)
+    rounded = gate.pattern(g)[..., 0].float() @ torch.tensor(gate.w)
     assert (rounded - gate.activation(g.float())).abs().max() > 10 * gate.bound
 
 
 def test_outside_the_range_the_error_grows_without_bound():
-    gate = range_gate("silu", 8, 8.0)
-    error = gate.error_at(torch.tensor([8.0, 16.0, 800.0], dtype=torch.float64)).abs()
+    gate = bilinear_gate("silu", 8, limit=8.0)
+    error = error_at(gate, torch.tensor([8.0, 16.0, 800.0], dtype=torch.float64))
     assert error[0] <= gate.bound < 100 * gate.bound < error[1]
     assert error[2] > 100.0
 
@@ -169,7 +162,7 @@ def test_the_heads_of_a_gated_mlp_are_within_the_bound(activation):
     )
     g, u = x @ w_gate, x @ w_in
     expected = (ALPHA[activation](g) * u) @ w_out
-    gate = range_gate(activation, 8, g.abs().max().item())
+    gate = bilinear_gate(activation, 8, limit=g.abs().max().item())
 
     def sum_of_heads(weights):
         out = torch.zeros_like(expected)
@@ -180,39 +173,39 @@ def test_the_heads_of_a_gated_mlp_are_within_the_bound(activation):
         return out
 
     allowed = gate.bound * (u.abs() @ w_out.abs())
-    assert ((sum_of_heads(gate.weights) - expected).abs() <= allowed + 1e-12).all()
-    without_constant = sum_of_heads((*gate.a, 0.0))
+    assert ((sum_of_heads(gate.w) - expected).abs() <= allowed + 1e-12).all()
+    without_constant = sum_of_heads((*gate.w[:-1], 0.0))
     assert ((without_constant - expected).abs() > 10 * allowed).any()
 
 
-@pytest.mark.parametrize("name", sorted(range_certificate._CURVATURE))
+@pytest.mark.parametrize("name", sorted(certificates._GATED_CURVATURE))
 def test_the_curvature_of_each_activation_is_bounded(name):
     g = torch.linspace(-40, 40, 40_009, dtype=torch.float64).requires_grad_()
     (slope,) = torch.autograd.grad(ALPHA[name](g).sum(), g, create_graph=True)
     (second,) = torch.autograd.grad(slope.sum(), g)
-    largest, claimed = second.abs().max().item(), range_certificate._CURVATURE[name]
+    largest, claimed = second.abs().max().item(), certificates._GATED_CURVATURE[name]
     assert 0.1 * claimed <= largest <= claimed
 
 
 def test_the_smallest_range_that_covers_the_request():
-    assert range_gate("silu", 6, 1e-3).range == 2.0
-    assert range_gate("silu", 6, 8.0).range == 8.0
-    assert range_gate("silu", 6, 8.01).range == 16.0
-    assert isinstance(range_gate("gelu", 12, 128.0), RangeGate)
+    assert bilinear_gate("silu", 6, limit=1e-3).limit == 2.0
+    assert bilinear_gate("silu", 6, limit=8.0).limit == 8.0
+    assert bilinear_gate("silu", 6, limit=8.01).limit == 16.0
+    assert bilinear_gate("gelu", 12, limit=128.0).limit == 128.0
 
 
 @pytest.mark.parametrize("asked", [1e-3, 0.7, 1.0, 3.0, 4096.0, 5000.0])
 def test_relu_has_every_range(asked):
-    gate = range_gate("relu", 6, asked)
-    assert asked <= gate.range < 2 * asked
+    gate = bilinear_gate("relu", 6, limit=asked)
+    assert asked <= gate.limit < 2 * asked
     g = off_grid(gate)
     assert (gate.activation(g) - F.relu(g)).abs().max() <= gate.bound
-    assert gate.bound == gate.range * range_gate("relu", 6, 1.0).bound
+    assert gate.bound == gate.limit * bilinear_gate("relu", 6, limit=1.0).bound
 
 
 @pytest.mark.parametrize("name", ["gelu_new", "gelu_pytorch_tanh", "gelu_fast"])
 def test_spellings_of_gelu_tanh(name):
-    gate = range_gate(name, 12, 2.0)
+    gate = bilinear_gate(name, 12, limit=2.0)
     g = off_grid(gate)
     assert gate.name == name
     assert (gate.activation(g) - ALPHA[name](g)).abs().max() <= gate.bound
@@ -221,31 +214,31 @@ def test_spellings_of_gelu_tanh(name):
 @pytest.mark.parametrize(
     ("request_", "words"),
     [
-        (("tanh", 6, 8.0), "no gate on a range for 'tanh'.*gelu_fast.*silu"),
-        (("silu", 5, 8.0), r"heads_per_neuron=5; silu has gates of \[4, 6, 8, 12\]"),
-        (("silu", 6, 128.1), "range=128.1; silu has gates up to 128: take the exact gate"),
-        (("silu", 6, 0.0), "range=0.0; expected a positive number"),
-        (("relu", 6, math.inf), "range=inf; expected a positive number"),
-        (("gelu", 6, math.nan), "range=nan; expected a positive number"),
+        (("tanh", 6, 8.0), "no bilinear gate of 'tanh' for gated MLPs.*gelu_fast.*silu"),
+        (("silu", 5, 8.0), r"heads=5; silu has gates of \[4, 6, 8, 12\]"),
+        (("silu", 6, 128.1), "limit=128.1; silu has gates up to 128: use the exact gate"),
+        (("silu", 6, 0.0), "limit=0.0; expected a positive number"),
+        (("relu", 6, math.inf), "limit=inf; expected a positive number"),
+        (("gelu", 6, math.nan), "limit=nan; expected a positive number"),
     ],
 )
 def test_refusals(request_, words):
     with pytest.raises(ValueError, match=words):
-        range_gate(*request_)
+        bilinear_gate(*request_[:2], limit=request_[2])
 
 
 @pytest.mark.parametrize("name", script.NAMES)
 @pytest.mark.parametrize("heads", [6, 12])
 def test_the_fit_cannot_improve_on_the_pinned_gates(name, heads):
-    gate = range_gate(name, heads, 1.0 if name == "relu" else 8.0)
-    problem, theta = Problem.of(name, gate.range), script.theta_of(gate)
+    gate = bilinear_gate(name, heads, limit=1.0 if name == "relu" else 8.0)
+    problem, theta = Problem.of(name, gate.limit), script.theta_of(gate)
     # Rounding the coefficients to float32 has cost up to 3% where the error is near 1e-6.
     assert problem.cost(theta) <= 1.05 * problem.cost(minimax(problem, theta, steps=5))
 
 
 def test_the_control_of_the_fit():
     """From coefficients that are 1% off, the same steps do gain."""
-    problem, gate = Problem.of("silu", 8.0), range_gate("silu", 6, 8.0)
+    problem, gate = Problem.of("silu", 8.0), bilinear_gate("silu", 6, limit=8.0)
     worse = 1.01 * script.theta_of(gate)
     assert problem.cost(worse) > 5 * problem.cost(minimax(problem, worse, steps=5))
 
@@ -255,12 +248,12 @@ def test_the_script_runs_small_and_finds_nothing_better(tmp_path):
     report = (tmp_path / "gated_gates.md").read_text("utf-8")
     assert "certified bound" in report
     (found,) = script.read(tmp_path / "gated.json")
-    pinned = range_gate(found.name, found.heads_per_neuron, found.range)
+    pinned = bilinear_gate(found.name, found.heads_per_neuron, limit=found.limit)
     assert script.certified_cost(pinned) <= 1.03 * script.certified_cost(found)
     assert script.certified_cost(found) <= 1.5 * script.certified_cost(pinned)
 
 
 def test_relu_covers_what_is_asked():
     for asked in (0.3, 1.0, 3.0, 4.0, 2.0**40, math.nextafter(2.0**40, math.inf)):
-        gate = range_gate("relu", 4, asked)
-        assert asked <= gate.range < 2 * asked
+        gate = bilinear_gate("relu", 4, limit=asked)
+        assert asked <= gate.limit < 2 * asked

@@ -9,6 +9,7 @@ from tiny_tokenizer import tiny_tokenizer
 from typer.testing import CliRunner
 
 from attn_only_lens import (
+    Bilinear,
     CheckpointError,
     UnsupportedModelError,
     calibrate,
@@ -68,7 +69,7 @@ def test_bilinear_gates_frozen_parameters_ties_and_tokenizer(name, tmp_path):
     source.blocks[0].mlp.b_out = source.blocks[1].mlp.b_out
     source.blocks[2].mlp.W_in.requires_grad_(False)
     how = {"calibration": calibrate(source, tokens())} if source.cfg.gated_mlp else {}
-    expose_neuron_heads(source.eval(), gate="bilinear", heads_per_neuron=4, **how)
+    expose_neuron_heads(source.eval(), gate=Bilinear(4, **how))
     loaded = load(save(source, tmp_path / "saved"))
     same(source, loaded)
     assert loaded.blocks[0].mlp.b_out is loaded.blocks[1].mlp.b_out
@@ -94,7 +95,7 @@ def test_damage_is_refused(tmp_path):
     folder = save(exposed("gelu"), tmp_path / "saved")
     other = {"kind": "bilinear", "heads_per_neuron": 3, "tolerance": None, "ranges": None}
     for changes, message in (
-        ({"gate": other}, "heads_per_neuron is 3"),
+        ({"gate": other}, "got heads=3"),
         ({"gate": other | {"heads_per_neuron": 4, "ranges": [3.0, 3.0]}}, "expected no ranges"),
         ({"layout": "upside down"}, "layout: got 'upside down'"),
         ({"model": "TransformerBridge"}, "other_mode is missing.*results is missing"),
@@ -136,11 +137,10 @@ def test_verify_against_a_twin_and_itself(name):
 def test_verify_bilinear_gates(name):
     """All that is measured, as it is of the model with two blocks a layer."""
     twin = build(name)
-    how = {"gate": "bilinear", "heads_per_neuron": 4}
-    if twin.cfg.gated_mlp:
-        how["calibration"] = calibrate(twin, tokens())
-    model = exposed(name, **how)
-    expected = verify(twin, convert(twin, **how), tokens())
+    calibration = calibrate(twin, tokens()) if twin.cfg.gated_mlp else None
+    gate = Bilinear(4, calibration=calibration)
+    model = exposed(name, gate=gate)
+    expected = verify(twin, convert(twin, gate=gate), tokens())
     for source in (twin, model):
         report = verify(source, model, tokens())
         assert report.ok, report

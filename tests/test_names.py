@@ -7,6 +7,7 @@ from bridges import boot
 from common import D_MLP, IN_PLACE, mlp_hook, needs_hooked_transformer, relative, tokens
 
 from attn_only_lens import (
+    Bilinear,
     HeadName,
     UnknownHeadError,
     UnsupportedCallError,
@@ -98,7 +99,7 @@ def test_heads_and_points_that_are_not_there_are_refused(exposed, name, point, m
 
 
 def test_members_are_those_of_the_model():
-    model = expose_neuron_heads(boot("gpt2"), gate="bilinear", heads_per_neuron=4).model
+    model = expose_neuron_heads(boot("gpt2"), gate=Bilinear(4)).model
     for name in ("L1N5", "L1N5.3"):
         assert HeadName.parse(name).hook("z", model) == mlp_hook("z")
     with pytest.raises(UnknownHeadError, match=r"L1N5\.0 … L1N5\.3"):

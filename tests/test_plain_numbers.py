@@ -11,7 +11,6 @@ from attn_only_lens import (
     GrowthError,
     PatchingError,
     UnsupportedModelError,
-    convert,
     expose_neuron_heads,
     grow,
 )
@@ -34,7 +33,7 @@ ONE = {"numpy": np.int64, "0-d": np.array, "torch": torch.tensor}
 
 @pytest.fixture(scope="module")
 def model():
-    return convert(bridges.boot("gpt2"))
+    return bridges.exposed_copy(bridges.boot("gpt2"))
 
 
 @pytest.fixture(scope="module")
@@ -103,7 +102,7 @@ def test_weights_that_are_not_finite_are_named(value, dtype):
     before = set(bridge.hook_dict)
     for act, error in (
         (lambda: expose_neuron_heads(bridge), UnsupportedModelError),
-        (lambda: convert(bridge), UnsupportedModelError),
+        (lambda: bridges.exposed_copy(bridge), UnsupportedModelError),
         (lambda: grow(bridge, d_mlp=D_MLP + 4), GrowthError),
     ):
         with pytest.raises(error) as caught:

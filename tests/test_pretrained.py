@@ -11,7 +11,16 @@ from common import needs_hooked_transformer, relative
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
-from attn_only_lens import CheckpointError, convert, grow, load, pretrained, save, to_stock
+from attn_only_lens import (
+    Bilinear,
+    CheckpointError,
+    convert,
+    grow,
+    load,
+    pretrained,
+    save,
+    to_stock,
+)
 from attn_only_lens.models.source_folder import load_source
 from attn_only_lens.tl import HAS_HOOKED_TRANSFORMER
 
@@ -48,7 +57,7 @@ def test_models_made_in_inference_mode_can_be_trained(tmp_path):
     tokens = pretrained.modular_addition_tokens()[:3]
     with torch.inference_mode():
         model = pretrained.modular_addition()
-        converted = convert(model, copy=True, gate="bilinear")
+        converted = convert(model, copy_weights=True, gate=Bilinear())
         made = [model, converted, grow(model, d_mlp=521).model]
         made.append(load(save(converted, tmp_path / "saved")))
         if HAS_HOOKED_TRANSFORMER:

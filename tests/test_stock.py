@@ -16,6 +16,7 @@ from transformer_lens.utilities.activation_functions import SUPPORTED_ACTIVATION
 
 from attn_only_lens import (
     GATES,
+    Bilinear,
     BilinearGate,
     UnsupportedModelError,
     calibrate,
@@ -398,7 +399,7 @@ def test_refused(name):
 
 @pytest.mark.parametrize("act_fn", sorted(set(GATES) - {"silu", "quick_gelu"}))
 def test_exact_gates_of_other_activations_are_refused(act_fn):
-    with pytest.raises(UnsupportedModelError, match=r'gate="bilinear"'):
+    with pytest.raises(UnsupportedModelError, match=r"gate=Bilinear\(\)"):
         to_stock(convert(build("silu", act_fn=act_fn)))
 
 
@@ -406,7 +407,7 @@ def test_every_reason_is_given_at_once():
     model = convert(build("parallel_gated", act_fn="gelu", attn_scores_soft_cap=2.0, clip_qkv=1.0))
     with pytest.raises(UnsupportedModelError) as caught:
         to_stock(model, max_bytes=1)
-    said = ["gated", "parallel", "clip_qkv", "soft_cap", "bilinear", "max_bytes"]
+    said = ["gated", "parallel", "clip_qkv", "soft_cap", "Bilinear", "max_bytes"]
     assert len(caught.value.reasons) == 6
     assert all(word in str(caught.value) for word in said)
 
@@ -495,7 +496,7 @@ def test_bilinear_models(name):
     source = build(name)
     how = {"calibration": calibrate(source, tokens())} if source.cfg.gated_mlp else {}
     m = 4
-    model = convert(source, gate="bilinear", heads_per_neuron=m, **how)
+    model = convert(source, gate=Bilinear(m, **how))
     stock = to_stock(model)
     assert type(stock) is HookedTransformer
     logits, cache = stock.run_with_cache(tokens())
@@ -511,7 +512,7 @@ def test_bilinear_models(name):
 def test_what_half_precision_cannot_hold_is_refused(name, dtype):
     source = build(name, dtype=dtype, scale=0.2)
     how = {"calibration": calibrate(source, tokens())} if source.cfg.gated_mlp else {}
-    model = convert(source, gate="bilinear", **how)
+    model = convert(source, gate=Bilinear(**how))
     with pytest.raises(UnsupportedModelError, match=r"call \.to\(torch\.float32\) first"):
         to_stock(model)
     stock = to_stock(model.to(torch.float32, print_details=False))

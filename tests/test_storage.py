@@ -14,13 +14,13 @@ from pathlib import Path
 import pandas as pd
 import pytest
 import torch
-from bridges import boot, original
+from bridges import boot, exposed_copy, original
 from random_sweeps import sweep, values
 from sealed_files import digest_again, flips, mutated, rewrite
 from tiny_tokenizer import tiny_tokenizer
 from typer.testing import CliRunner
 
-from attn_only_lens import AttnOnlyLensError, CheckpointError, convert, load, pretrained, save
+from attn_only_lens import AttnOnlyLensError, CheckpointError, load, pretrained, save
 from attn_only_lens import expansion as ex
 from attn_only_lens import patching as p
 from attn_only_lens.circuits import CircuitGraph, from_json, to_json, to_neuronpedia
@@ -80,7 +80,7 @@ def interrupt(monkeypatch, at, after, dies):
     for module, names in (
         (os, ("replace", "rename", "mkdir", "rmdir", "unlink", "fsync", "open")),
         (shutil, ("rmtree",)),
-        (atomic, ("_exchange", "_locked")),
+        (atomic, ("_exchange", "_lock")),
     ):
         for name in names:
             monkeypatch.setattr(module, name, broken(getattr(module, name)))
@@ -178,7 +178,7 @@ def test_the_next_writing_removes_what_a_killed_one_left_and_no_living_one(tmp_p
 
 def test_what_only_looks_like_a_leftover_stays(tmp_path):
     folder = tmp_path / "folder"
-    other = tmp_path / f"{atomic._hidden(folder)}{16 * 'a'}"
+    other = tmp_path / f"{atomic._hidden_prefix(folder)}{16 * 'a'}"
     other.mkdir()
     (other / "thesis.tex").write_text("years of work")
     write(folder, "text")
@@ -238,7 +238,7 @@ def resumed(folder):
 
 
 def saved_bridge(folder):
-    model = convert(boot("llama", torch.float32))
+    model = exposed_copy(boot("llama", torch.float32))
     model.tokenizer = tiny_tokenizer(41, folder.parent / "tokenizer")
     save(model, folder)
 
@@ -353,7 +353,8 @@ def test_a_comparison_comes_back(tmp_path):
 def folders(tmp_path_factory):
     """A bridge of each way to be built, saved."""
     folder = tmp_path_factory.mktemp("saved")
-    return [save(convert(boot(name, torch.float32)), folder / name) for name in ("llama", "native")]
+    models = {name: exposed_copy(boot(name, torch.float32)) for name in ("llama", "native")}
+    return [save(model, folder / name) for name, model in models.items()]
 
 
 @pytest.mark.parametrize("at", [0, 1])
@@ -459,7 +460,7 @@ def test_links_out_of_any_other_folder_are_not_followed(tmp_path):
 
 
 def test_a_tokenizer_runs_no_code_and_asks_nothing(tmp_path, monkeypatch):
-    model = convert(boot("llama", torch.float32))
+    model = exposed_copy(boot("llama", torch.float32))
     model.tokenizer = tiny_tokenizer(41, tmp_path / "tokenizer")
     folder = save(model, tmp_path / "saved")
     asked = []
@@ -493,14 +494,14 @@ def test_a_tokenizer_runs_no_code_and_asks_nothing(tmp_path, monkeypatch):
 
 
 def resume(path, sweep=p.activation_patch):
-    model = convert(boot("native"))
+    model = exposed_copy(boot("native"))
     tokens = pretrained.modular_addition_tokens()[[5, 7]] % 41
     how = {"sites": ["L0N3"], "progress": False}
     sweep(model, *tokens[:, None], p.logit_diff(7, 8), resume=path, **how)
 
 
 TAKES = {
-    "save": lambda path: save(convert(boot("native")), path),
+    "save": lambda path: save(exposed_copy(boot("native")), path),
     "load": load,
     "read_provenance": read_provenance,
     "load_source": load_source,

@@ -10,7 +10,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 from tokenizers.trainers import BpeTrainer
 from transformers import AutoTokenizer, GPT2TokenizerFast, PreTrainedTokenizerFast
 
-from attn_only_lens import circuits, convert, token_texts
+from attn_only_lens import circuits, token_texts
 from attn_only_lens import patching as p
 from attn_only_lens.runs.token_texts import join_tokens, token_text
 
@@ -162,7 +162,7 @@ def test_a_graph_has_the_words_of_its_prompt(tmp_path):
     bridge = bridges.boot("gpt2")
     bridge.tokenizer = tokenizer
     ids = torch.tensor([1, *tokenizer("went to")["input_ids"]])
-    graph = circuits.attribution_graph(convert(bridge), ids, p.loss(), top=5)
+    graph = circuits.attribution_graph(bridges.exposed_copy(bridge), ids, p.loss(), top=5)
     assert graph.tokens == (("<s>", " w", "ent", " to"),)
     circuits.to_neuronpedia(graph, tmp_path / "graph.json", slug="graph")
     written = json.loads((tmp_path / "graph.json").read_text())["metadata"]

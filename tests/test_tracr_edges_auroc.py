@@ -32,7 +32,7 @@ def test_edges_into_the_output_are_what_parts_write_to_the_metric():
     program = load_program("pair_balance")
     tokens, expected, _ = next(program.batches())
     metric, model = metric_of(program, expected[3]), program.model
-    found = graph_scores(convert(model, copy=True), tokens[3], metric, patterns=True)
+    found = graph_scores(convert(model, copy_weights=True), tokens[3], metric, patterns=True)
     _, cache = model.run_with_cache(tokens[3][None])
     weights = torch.zeros(tokens.shape[1], dtype=torch.float64)
     weights[[i + 1 for i, value in enumerate(expected[3]) if value is not None]] = 1

@@ -47,8 +47,8 @@ def test_a_wrong_conversion_is_seen(monkeypatch):
     """The control: an output weight that is off by a thousandth."""
     program, exact = load_program("frac_prevs"), tracr_growth.convert
 
-    def off(model, copy):
-        converted = exact(model, copy=copy)
+    def off(model, copy_weights):
+        converted = exact(model, copy_weights=copy_weights)
         with torch.no_grad():
             converted.unembed.W_U.mul_(1.001)
         return converted

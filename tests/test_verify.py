@@ -14,7 +14,7 @@ from attn_only_lens import UnsupportedCallError, UnsupportedModelError, convert,
 def pair():
     """A source, and the conversion of a slightly different model: something to measure."""
     source = build("gelu")
-    other = convert(source, copy=True)
+    other = convert(source, copy_weights=True)
     other.blocks[3].attn.W_out.data.mul_(1.1)
     return source, other
 
@@ -47,7 +47,7 @@ def test_figures_by_hand(pair):
 def test_a_last_bit_is_enough_without_hooks():
     """Far within every tolerance, but no longer the source's own computation."""
     source = build("gelu")
-    other = convert(source, copy=True)
+    other = convert(source, copy_weights=True)
     other.blocks[3].attn.W_out.data.mul_(1 + 1e-15)
     report = verify(source, other, tokens())
     assert report.relative <= report.tolerance

@@ -11,7 +11,6 @@ from typer.testing import CliRunner
 from attn_only_lens import (
     AttnOnlyLensError,
     CheckpointError,
-    convert,
     expose_neuron_heads,
     load,
     pretrained,
@@ -91,7 +90,7 @@ def test_the_shipped_model_is_a_bridge_whose_neurons_can_be_exposed():
 @torch.no_grad()
 def test_the_shipped_model_is_converted_verified_saved_and_loaded(tmp_path):
     bridge = pretrained.modular_addition()
-    converted = convert(bridge)
+    converted = expose_neuron_heads(bridge, copy=True).model
     assert verify(bridge, converted, TOKENS).ok
     save(converted, tmp_path / "new")
     assert torch.equal(load(tmp_path / "new")(TOKENS), bridge(TOKENS))

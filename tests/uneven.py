@@ -8,7 +8,7 @@ slices of its weights, so nothing that grows or shrinks models takes part.
 import torch
 from models import FAMILIES, build
 
-from attn_only_lens import calibrate, convert
+from attn_only_lens import Bilinear, calibrate, convert
 from attn_only_lens.heads import HeadName
 from attn_only_lens.models.two_blocks import LayerSizes, rebuild
 
@@ -50,12 +50,8 @@ def uneven(name, *, widths=False, gate=None, tokens=None, **changes):
                 block.attn.W_O[:, WIDTHS[layer] :] = 0.0
                 block.attn.W_Q[..., WIDTHS[layer] :] = 0.0
                 block.attn.b_Q[..., WIDTHS[layer] :] = 0.0
-    gates = {}
-    if gate:
-        gates = {"gate": "bilinear", "heads_per_neuron": gate}
-        if source.cfg.gated_mlp:
-            gates["calibration"] = calibrate(source, tokens)
-    uniform = convert(source, **gates)
+    calibration = calibrate(source, tokens) if gate and source.cfg.gated_mlp else None
+    uniform = convert(source, gate=Bilinear(gate, calibration=calibration) if gate else "exact")
     sizes = [
         LayerSizes(
             GROUPS[layer] * per_group,

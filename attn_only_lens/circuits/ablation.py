@@ -25,12 +25,12 @@ from attn_only_lens.errors import CircuitError
 from attn_only_lens.heads import host_of
 from attn_only_lens.heads.host import HeadKind
 from attn_only_lens.patching.results import Sweep
+from attn_only_lens.runs.edit_checks import require_edits_read
 from attn_only_lens.runs.inputs import option_reasons, reasons_not_to_run
 from attn_only_lens.runs.interventions import ablate
 from attn_only_lens.runs.metrics import AnyMetric
 from attn_only_lens.runs.prompts import Prompts, prompt_pair
 from attn_only_lens.runs.recording import Hooks, record_pair, run
-from attn_only_lens.runs.replay.edit_checks import require_edits_read
 from attn_only_lens.runs.sites import resolve_sites
 
 __all__ = ["AblatedModel", "Ablation", "Order"]

@@ -109,7 +109,7 @@ class HeadMatrices:
         return like.new_tensor(numbers)
 
     def _W_out(self, sites: LayerSites) -> Tensor:
-        W_out = host_of(self.model).neurons[sites.layer].directions
+        W_out = host_of(self.model).neurons[sites.layer].W_out
         return float32_if_half(W_out[sites.index.to(W_out.device)].detach())
 
     def write_matrices(self, sites: LayerSites) -> FactoredMatrix:
@@ -119,7 +119,7 @@ class HeadMatrices:
             W_V = before.read(self._head("W_V", sites))
             return FactoredMatrix(W_V, after.written(self._head("W_O", sites)))
         rows = after.written(self._W_out(sites))
-        share = self._gate_parameters(sites, "weights", rows)
+        share = self._gate_parameters(sites, "w", rows)
         return FactoredMatrix(share[:, None, None], rows[:, None, :])
 
     def outputs(
@@ -147,13 +147,11 @@ class HeadMatrices:
             left, right = (q, k) if kind == "q" else (k, q)
             return FactoredMatrix(left, right.transpose(-2, -1))
         assert kind != "k"
-        mlp: Any = host_of(self.model).neurons[sites.layer].runs_in
+        mlp: Any = host_of(self.model).neurons[sites.layer].module
         gate = getattr(mlp, "W_gate", None)
         W = mlp.W_in if kind == "v" or gate is None else gate
         columns = before.read(float32_if_half(W[:, sites.index.to(W.device)].detach())).T
-        slope = (
-            self._gate_parameters(sites, "slopes", columns) if kind == "q" else columns.new_ones(1)
-        )
+        slope = self._gate_parameters(sites, "b", columns) if kind == "q" else columns.new_ones(1)
         return FactoredMatrix(columns[:, :, None], slope.expand(len(columns))[:, None, None])
 
     def embedding(self) -> Float[Tensor, "d_vocab d_model"]:

@@ -66,9 +66,8 @@ class DirectEffects:
             name = host_of(self._model).hook_name(sites.layer, sites.kind, "z")
             out, positions = z[name][prompt], [nodes[row][1] for row in rows]
             if sites.kind == "neuron":
-                out = (
-                    host_of(self._model).neurons[sites.layer].neurons(out.squeeze(-1)).unsqueeze(-1)
-                )
+                heads = host_of(self._model).neurons[sites.layer]
+                out = heads.neuron_outputs(out.squeeze(-1)).unsqueeze(-1)
             outputs = self._matrices.outputs(sites, out[positions, sites.index.to(out.device)])
             found |= zip(rows, self._unembed(self._final.written(outputs), k), strict=True)
         return [found[row] for row in range(len(nodes))]

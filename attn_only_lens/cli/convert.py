@@ -16,6 +16,7 @@ from attn_only_lens.models import checkpoint
 from attn_only_lens.models.calibrate import calibrate
 from attn_only_lens.models.checkpoint import is_saved, read_manifest
 from attn_only_lens.models.convert import convert as convert_model
+from attn_only_lens.models.gate_option import Bilinear
 from attn_only_lens.models.verify import verify as verify_models
 from attn_only_lens.storage import open_folder, read_tensors
 from attn_only_lens.tl import HookedTransformer, require_hooked_transformer
@@ -41,14 +42,22 @@ def convert(
     """Convert a model and save it; a folder that `convert` wrote is loaded and saved again."""
     with clear_errors():
         require_hooked_transformer()
+        if gate not in ("exact", "bilinear"):
+            raise AttnOnlyLensError(f"got --gate {gate}; expected exact or bilinear")
+        if gate == "exact" and any(
+            option is not None for option in (heads_per_neuron, tolerance, text, tokens)
+        ):
+            raise AttnOnlyLensError(
+                "--heads-per-neuron, --tolerance, --text and --tokens are of bilinear gates; give "
+                "--gate bilinear with them"
+            )
         if is_saved(model):
             manifest = read_manifest(open_folder(model))
             name = manifest["source_name"]
             if manifest["layout"] == "in place":
                 raise AttnOnlyLensError(f"{model} holds a model in place: give its source")
             converted = checkpoint.load(model, device=device)
-            options = (heads_per_neuron, tolerance, text, tokens)
-            if gate != "exact" or any(option is not None for option in options):
+            if gate != "exact":
                 raise AttnOnlyLensError(f"{model} is converted already: give its source")
             saved = str(converted.cfg.dtype).removeprefix("torch.")
             if dtype not in (None, saved):
@@ -59,13 +68,9 @@ def convert(
         else:
             name, source = model, load_source_model(model, dtype or "float32", device)
             given = text is not None or tokens is not None
-            converted = convert_model(
-                source,
-                gate=gate,
-                heads_per_neuron=heads_per_neuron,
-                tolerance=tolerance,
-                calibration=calibrate(source, _input(source, text, tokens)) if given else None,
-            )
+            calibration = calibrate(source, _input(source, text, tokens)) if given else None
+            option = Bilinear(heads_per_neuron, tolerance, calibration)
+            converted = convert_model(source, gate="exact" if gate == "exact" else option)
         checkpoint.save(converted, out, source_name=name)
         heads = [block.cfg.n_heads for block in converted.blocks]
         counts = Counter(zip(heads[::2], heads[1::2], strict=True))

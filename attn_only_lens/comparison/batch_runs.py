@@ -75,7 +75,7 @@ class BatchRun:
             z = self.hooked[hook_name(self.model, sites.layer, "z")]
         else:
             heads = host_of(self.model).neurons[sites.layer]
-            z = heads.neurons(self.neurons[sites.layer].z).unsqueeze(-1)
+            z = heads.neuron_outputs(self.neurons[sites.layer].z).unsqueeze(-1)
         return z[self.real][:, sites.index.to(z.device)]
 
     def patterns(self, sites: LayerSites) -> Float[Tensor, "batch site query_pos key"]:

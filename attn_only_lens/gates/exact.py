@@ -25,7 +25,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-__all__ = ["GATES", "Gate"]
+from attn_only_lens.numerics import float32_if_half
+
+__all__ = ["GATES", "QUICK_GELU_SLOPE", "Gate"]
 
 QUICK_GELU_SLOPE = 1.702
 _GELU_TANH_SLOPE = 2.0 * math.sqrt(2.0 / math.pi)
@@ -36,7 +38,7 @@ _GELU_FAST_SLOPE = 2.0 * 0.7978845608
 
 @dataclass(frozen=True)
 class Gate:
-    """How one activation function chooses between a token and the bias token.
+    """Choose between a token and the bias token by one activation function.
 
     Attributes:
         name: the activation's name in TransformerLens (`cfg.act_fn`).
@@ -59,40 +61,36 @@ class Gate:
     self_weight: Callable[[Tensor], Tensor]
 
     def scores(self, q: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape key=2"]:
-        """Scores of (self, bias) before the softmax: (0, -logit p(q)).
+        """Return the scores of (self, bias) before the softmax: (0, -logit p(q)).
 
-        Kept finite: where the log-odds leave the range of the dtype (relu's are ±∞ everywhere)
-        the bias score is the dtype's largest number. The softmax is the same, and no user's
-        arithmetic on cached scores meets ∞ - ∞.
+        Finite: if the log-odds leave the range of the dtype (relu's are ±∞ everywhere), the bias
+        score is the dtype's largest number. The softmax is the same, and no arithmetic on cached
+        scores meets ∞ - ∞.
         """
-        bias = -self.log_odds(working_precision(q))
+        bias = -self.log_odds(float32_if_half(q))
         limit = torch.finfo(q.dtype).max
         bias = bias.clamp(min=-limit, max=limit).to(q.dtype)
         return torch.stack([torch.zeros_like(bias), bias], dim=-1)
 
     def pattern(self, q: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape key=2"]:
-        """Pattern over (self, bias): (p(q), 1 - p(q)).
+        """Return the pattern over (self, bias): (p(q), 1 - p(q)).
 
         Each gate is odd around one half, p(-q) = 1 - p(q) (relu excepted, at zero only), so
         neither weight loses digits to a subtraction.
         """
-        working = working_precision(q)
+        working = float32_if_half(q)
         weights = self.self_weight(working), self.bias_weight(working)
         return torch.stack(weights, dim=-1).to(q.dtype)
 
     def bias_weight(self, q: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
-        """1 - p(q), without cancellation."""
+        """Return 1 - p(q), without cancellation."""
         if self.name == "relu":
             return 1.0 - self.self_weight(q)  # of 0 or 1: exact
         return self.self_weight(-q)
 
     def activation(self, q: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
-        """q · p(q), the activation that this gate stands for."""
-        return (self.self_weight(working_precision(q)) * q).to(q.dtype)
-
-
-def working_precision(q: Tensor) -> Tensor:
-    return q.float() if q.dtype in (torch.float16, torch.bfloat16) else q
+        """Return q · p(q), the activation that this gate stands for."""
+        return (self.self_weight(float32_if_half(q)) * q).to(q.dtype)
 
 
 def _logistic(name: str, log_odds: Callable[[Tensor], Tensor]) -> Gate:
@@ -107,23 +105,23 @@ def _quick_gelu(q: Tensor) -> Tensor:
     return QUICK_GELU_SLOPE * q
 
 
-def _bounded(q: Tensor) -> Tensor:
-    """Far in the tails: p is 0 or 1 already, and the gradient of its log-odds still finite."""
+def _clamp(q: Tensor) -> Tensor:
+    """Clamp q far in the tails, where p is 0 or 1, to keep the gradient of its log-odds finite."""
     return q.clamp(-1e9, 1e9)
 
 
 def _gelu_tanh(q: Tensor) -> Tensor:
-    q = _bounded(q)
+    q = _clamp(q)
     return _GELU_TANH_SLOPE * q * (1.0 + _GELU_TANH_CUBIC * q * q)
 
 
 def _gelu_fast(q: Tensor) -> Tensor:
-    q = _bounded(q)
+    q = _clamp(q)
     return _GELU_FAST_SLOPE * q * (1.0 + _GELU_TANH_CUBIC * q * q)
 
 
 def _gelu(q: Tensor) -> Tensor:
-    q = _bounded(q)
+    q = _clamp(q)
     return torch.special.log_ndtr(q) - torch.special.log_ndtr(-q)
 
 
@@ -141,7 +139,7 @@ def _relu_weight(q: Tensor) -> Tensor:
 
 
 def _step(q: Tensor, above: float, below: float) -> Tensor:
-    """A step at 0 that is in q's graph, with the gradient it has: zero, not missing."""
+    """Return a step at 0 that is in q's graph, so that its gradient is zero, not missing."""
     value = torch.where(q > 0, above, below).to(q.dtype)
     return torch.where(torch.zeros_like(q, dtype=torch.bool), q, value)
 

@@ -1,99 +1,187 @@
-"""The mixtures of sigmoids that stand for gelu, fitted minimax: numbers, and what they mean.
+"""Choose a bilinear gate: from formulas, or from tables of fitted coefficients.
 
-A term (w, b, c) with c > 0 is a pair of heads, w σ(b q + c) and w σ(b q - c); a term with c = 0 is
-one head, w σ(b q). So p(q) = Σ w σ is odd around one half, p(-q) = 1 - p(q), as the gate that it
-stands for is, and its error q p(q) - α(q) is even.
+`plain.json` has the gates of plain MLPs that no formula gives: gelu and its tanh form with 1 to 8
+heads (`analyses/fit_gates.py`). A head with c ≠ 0 has a mirror image of the same weight and slope,
+offset -c, next to it. So the mixture is odd around one half, p(-q) = 1 - p(q), as the gate that it
+stands for is, and its error is even. The heads minimise the largest error over the real line under
+Σ|w| < 2. Then each w was rounded to a multiple of 2^-23, so that float32 holds every w and every
+partial sum of them: they add up to exactly 1, and for large q the activation is q to the last bit.
+b and c were fitted again around the rounded w, and rounded to ten decimals; the two roundings cost
+less than 0.1 % of the error. The bounds are certificates rounded up to four digits.
 
-The terms minimise the largest error over the real line, under Σ|w| < 2 (`analyses/fit_gates.py`).
-Then each w was rounded to a multiple of 2^-23, so that float32 holds every w and every partial sum
-of them: they add up to exactly 1, and for large q the activation is q to the last bit. b and c were
-fitted again around the rounded w, and rounded to ten decimals; the two roundings cost less than
-0.1 % of the error.
+`gated.json` has the gates of gated MLPs, for limits that are powers of two and 4 to 12 heads
+(`analyses/fit_gated_gates.py`); relu has one limit, 1, and is scaled to others.
 
-`bound` is the certificate of `certificate.py`, rounded up to four digits: no real q has a larger
-error. "gelu_tanh" is certified for both values of sqrt(2/π) in use: gelu_fast rounds it to ten
-digits, which moves the activation by less than 1e-11 and no digit of the bound.
+gelu_new stands for three spellings of one formula. Its bounds hold for gelu_fast too, which rounds
+sqrt(2/π) to ten digits and moves the activation by less than 1e-11.
 """
 
-from typing import NamedTuple
+import json
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from functools import cache
+from importlib import resources
+from typing import Literal
 
-__all__ = ["MIXTURES", "Mixture", "Term"]
+from attn_only_lens.gates.bilinear import BilinearGate
+from attn_only_lens.gates.exact import QUICK_GELU_SLOPE
+
+__all__ = ["bilinear_gate", "gates_from_json", "table"]
+
+_DEFAULT_TOLERANCE = 1e-3  # gelu then takes 4 heads
+_DEFAULT_GATED_HEADS = 8
+_LEAST_TOLERANCE = 1e-12  # what float64 keeps of an activation; relu's slope stays in float32
+_LARGEST_LIMIT = 2.0**64  # of any use, and far within float32
+_RELU_CONSTANT = 0.2784645427611  # max of x / (1 + exp x), rounded up
+_EXACT_SLOPES = {"silu": 1.0, "quick_gelu": QUICK_GELU_SLOPE}
+_SPELLINGS = {"gelu_fast": "gelu_new", "gelu_pytorch_tanh": "gelu_new"}
 
 
-class Term(NamedTuple):
-    """One head of weight w (c = 0), or a mirrored pair of heads of weight w each (c > 0)."""
+def bilinear_gate(
+    act_fn: str,
+    heads: int | None = None,
+    *,
+    tolerance: float | None = None,
+    limit: float | None = None,
+) -> BilinearGate:
+    """Return the bilinear gate of an activation.
 
-    w: float
-    b: float
-    c: float
+    For plain MLPs (no `limit`), the fewest heads whose certified bound is within `tolerance`; or
+    the given number of heads, if they are within it. For relu, which has one head, the tolerance
+    sets the slope. For gated MLPs, the gate of the smallest limit in the table that covers `limit`.
+
+    Args:
+        act_fn: silu, quick_gelu, gelu, gelu_new, gelu_fast, gelu_pytorch_tanh or relu; quick_gelu
+            for plain MLPs only.
+        heads: heads a neuron. For plain MLPs 1, 2, 4, 6 or 8 for the gelus and 1 for the others;
+            for gated ones 4, 6, 8 (the default) or 12.
+        tolerance: for plain MLPs, the largest allowed error over all real q, at least 1e-12; by
+            default 1e-3.
+        limit: for gated MLPs, the largest |q| to cover, as measured on data.
+
+    Returns:
+        The gate, with its coefficients and its certified bound; its `limit` is at least the given.
+
+    Raises:
+        ValueError: no such activation, number of heads or limit, or no gate within the tolerance;
+            the message lists the choices.
+
+    Example:
+        >>> from attn_only_lens.gates import bilinear_gate
+        >>> bilinear_gate("gelu_new", tolerance=1e-5).heads_per_neuron
+        6
+        >>> bilinear_gate("silu")
+        BilinearGate(name='silu', w=(1.0,), b=(1.0,), c=(0.0,), bound=0.0, limit=inf)
+        >>> gate = bilinear_gate("gelu_new", limit=11.0)
+        >>> gate.limit, gate.heads_per_neuron, gate.bound < 1e-3
+        (16.0, 8, True)
+    """
+    if limit is not None:
+        if tolerance is not None:
+            raise ValueError(
+                "a tolerance was given for gated MLPs, whose error depends on the limit: choose "
+                "the number of heads, and read the bounds off the gates"
+            )
+        return _gated(act_fn, _DEFAULT_GATED_HEADS if heads is None else heads, limit)
+    if tolerance is not None and not _LEAST_TOLERANCE <= tolerance < math.inf:
+        raise ValueError(
+            f"got tolerance={tolerance!r}; expected a number of at least {_LEAST_TOLERANCE}. Exact "
+            "gates (GATES) have no error beyond rounding"
+        )
+    within = _DEFAULT_TOLERANCE if tolerance is None else tolerance
+    gates = _plain(act_fn, relu_tolerance=within)
+    if heads is not None:
+        gates = _with_heads(gates, heads)
+        if tolerance is None:
+            return gates[0]
+    for gate in gates:
+        if gate.bound <= within:
+            return gate
+    bounds = ", ".join(f"{gate.heads_per_neuron} heads: {gate.bound:.4g}" for gate in gates)
+    raise ValueError(
+        f"no bilinear gate of {act_fn} is within {within!r} of it ({bounds}): allow more heads or "
+        f"a larger tolerance, or use the exact gate, GATES[{act_fn!r}]"
+    )
 
 
-class Mixture(NamedTuple):
-    """Terms, and a certified upper bound of their largest error over the real line."""
+def _plain(act_fn: str, relu_tolerance: float) -> Sequence[BilinearGate]:
+    """Gates for plain MLPs, fewest heads first."""
+    if act_fn == "relu":
+        slope = _RELU_CONSTANT / relu_tolerance
+        return [BilinearGate(act_fn, (1.0,), (slope,), (0.0,), relu_tolerance)]
+    if act_fn in _EXACT_SLOPES:
+        return [BilinearGate(act_fn, (1.0,), (_EXACT_SLOPES[act_fn],), (0.0,), 0.0)]
+    return _fitted("plain", act_fn, ("relu", *_EXACT_SLOPES))
 
-    bound: float
-    terms: tuple[Term, ...]
+
+def _gated(act_fn: str, heads: int, limit: float) -> BilinearGate:
+    gates = _with_heads(_fitted("gated", act_fn), heads)
+    if not 0.0 < limit <= _LARGEST_LIMIT:
+        raise ValueError(
+            f"got limit={limit}; expected a positive number, the largest |q| measured, up to "
+            f"{_LARGEST_LIMIT:g}"
+        )
+    if act_fn == "relu":
+        mantissa, exponent = math.frexp(limit)  # limit = mantissa · 2^exponent, 1/2 <= mantissa < 1
+        return _scaled(gates[0], 2.0 ** (exponent - (mantissa == 0.5)))
+    covering = [gate for gate in gates if gate.limit >= limit]
+    if not covering:
+        largest = max(gate.limit for gate in gates)
+        raise ValueError(
+            f"got limit={limit:g}; {act_fn} has gates up to {largest:g}: use the exact gate, or "
+            f"ask for limit={largest:g} and see with `verify` what larger inputs cost"
+        )
+    return min(covering, key=lambda gate: gate.limit)
 
 
-MIXTURES: dict[str, dict[int, Mixture]] = {
-    "gelu": {
-        1: Mixture(0.01396, (Term(1.0, 1.7729338588, 0.0),)),
-        2: Mixture(0.004219, (Term(0.5, 2.2116605837, 1.3099193429),)),
-        4: Mixture(
-            2.422e-05,
-            (
-                Term(-0.08182358741760254, 1.5236705302, 2.9037752117),
-                Term(1.3823645114898682, 1.505650297, 0.0),
-                Term(-0.21871733665466309, 2.0013470546, 0.0),
-            ),
-        ),
-        6: Mixture(
-            1.004e-06,
-            (
-                Term(0.0034639835357666016, 1.384978066, 4.3920484923),
-                Term(-0.21177315711975098, 1.3141961089, 2.0937182628),
-                Term(1.4880719184875488, 1.3058988566, 0.0),
-                Term(-0.07145357131958008, 1.8272516834, 0.0),
-            ),
-        ),
-        8: Mixture(
-            5.863e-08,
-            (
-                Term(0.002740025520324707, 1.3737472124, 4.3783141307),
-                Term(0.0040433406829833984, 1.9603275241, 3.6299944643),
-                Term(-0.16949379444122314, 1.3815102226, 2.2813993359),
-                Term(0.662710428237915, 1.3818037812, 0.4246753586),
-            ),
-        ),
-    },
-    "gelu_tanh": {
-        1: Mixture(0.01426, (Term(1.0, 1.7744975536, 0.0),)),
-        2: Mixture(0.004528, (Term(0.5, 2.2211830669, 1.3254551866),)),
-        4: Mixture(
-            3.708e-05,
-            (
-                Term(-0.06568253040313721, 1.5658968071, 3.1530598217),
-                Term(1.3159197568893433, 1.5326498465, 0.0),
-                Term(-0.18455469608306885, 2.1169244947, 0.0),
-            ),
-        ),
-        6: Mixture(
-            4.558e-06,
-            (
-                Term(0.01244819164276123, 1.2264934917, 3.6168251084),
-                Term(-0.12324297428131104, 1.3160473485, 2.3366330986),
-                Term(0.6107947826385498, 1.4846775561, 0.5192658752),
-            ),
-        ),
-        8: Mixture(
-            4.097e-08,
-            (
-                Term(0.0023255348205566406, 1.5074206489, 5.0339554016),
-                Term(-0.030661463737487793, 1.4484431555, 3.0924400027),
-                Term(-0.1779782772064209, 1.3324076084, 1.8972145435),
-                Term(0.706314206123352, 1.3437770919, 0.3966698258),
-            ),
-        ),
-    },
-}
-"""By activation ("gelu_tanh" is gelu_new, gelu_fast and gelu_pytorch_tanh), then heads a neuron."""
+def _scaled(gate: BilinearGate, factor: float) -> BilinearGate:
+    """Return the gate of factor · α(q / factor); exact for a power of two."""
+    return replace(
+        gate,
+        w=tuple(factor * w for w in gate.w),
+        b=tuple(b / factor for b in gate.b),
+        bound=factor * gate.bound,
+        limit=factor * gate.limit,
+    )
+
+
+def _with_heads(gates: Sequence[BilinearGate], heads: int) -> Sequence[BilinearGate]:
+    if found := [gate for gate in gates if gate.heads_per_neuron == heads]:
+        return found
+    counts = sorted({gate.heads_per_neuron for gate in gates})
+    raise ValueError(f"got heads={heads!r}; {gates[0].name} has gates of {counts} heads a neuron")
+
+
+def _fitted(
+    kind: Literal["plain", "gated"], act_fn: str, others: Iterable[str] = ()
+) -> Sequence[BilinearGate]:
+    fitted = _SPELLINGS.get(act_fn, act_fn)
+    if found := [replace(gate, name=act_fn) for gate in table(kind) if gate.name == fitted]:
+        return found
+    known = sorted({gate.name for gate in table(kind)} | set(_SPELLINGS) | set(others))
+    raise ValueError(
+        f"no bilinear gate of {act_fn!r} for {kind} MLPs; expected one of {', '.join(known)}"
+    )
+
+
+@cache
+def table(kind: Literal["plain", "gated"]) -> tuple[BilinearGate, ...]:
+    """Return every fitted gate for one kind of MLP, fewest heads first for each activation."""
+    file = resources.files("attn_only_lens.gates").joinpath(f"{kind}.json")
+    return gates_from_json(file.read_text("utf-8"))
+
+
+def gates_from_json(text: str) -> tuple[BilinearGate, ...]:
+    """Return the gates of a table in JSON: objects with the fields of `BilinearGate`."""
+    return tuple(
+        BilinearGate(
+            name=entry["name"],
+            w=tuple(entry["w"]),
+            b=tuple(entry["b"]),
+            c=tuple(entry["c"]),
+            bound=entry["bound"],
+            limit=entry["limit"],
+        )
+        for entry in json.loads(text)
+    )

@@ -9,8 +9,8 @@ For token t with normalised residual x_t, head j of neuron i computes
     z         pattern(self) · value
     result    z · w_j W_out[i, :]
 
-and Σ_j w_j z_j is the neuron's activation within the bound of its gate (`gates/bilinear.py`,
-`gates/gated.py`). Heads are ordered neuron by neuron: head_index = i · m + j.
+and Σ_j w_j z_j is the neuron's activation within the bound of its gate (`gates/bilinear.py`). Heads
+are ordered neuron by neuron: head_index = i · m + j.
 
 With no live hook the sum is formed head by head without their patterns, and is the same function:
 hooks change roundings, never the approximation.
@@ -20,109 +20,73 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from attn_only_lens.axes import SELF, PreActivation
-from attn_only_lens.gates import GATES, BilinearGate, RangeGate
-from attn_only_lens.gates.exact import working_precision
-from attn_only_lens.heads.computation import NeuronHeads, is_live, tracked_like
-from attn_only_lens.numerics import where_float64_is
+from attn_only_lens.axes import PreActivation
+from attn_only_lens.gates import BilinearGate
+from attn_only_lens.heads.computation import NeuronHeads
+from attn_only_lens.numerics import float32_if_half
 
-__all__ = ["BilinearHeads", "largest_query"]
+__all__ = ["BilinearHeads"]
 
 
 class BilinearHeads(NeuronHeads):
-    """The way through the hook points of heads that share their neurons."""
+    """Run the hook points of heads that share their neurons."""
+
+    @property
+    def bilinear_gate(self) -> BilinearGate:
+        """The gate, which is a bilinear one."""
+        gate = self.gate
+        assert isinstance(gate, BilinearGate)
+        return gate
 
     @property
     def heads_per_neuron(self) -> int:
         """m."""
-        return self._mixture.heads_per_neuron
+        return self.bilinear_gate.heads_per_neuron
 
     @property
     def amplification(self) -> float:
-        """Many times for a gated MLP; that of others, Σ|w| < 2, is within the tolerance."""
-        return self._mixture.amplification if isinstance(self._mixture, RangeGate) else 1.0
+        """Many times 1 in a gated MLP; that of others, Σ|w| < 2, is within the tolerance."""
+        return self.bilinear_gate.amplification
 
     @property
     def value_is_product(self) -> bool:
         """Never: v is linear in the residual stream."""
         return False
 
-    @property
-    def _mixture(self) -> BilinearGate | RangeGate:
-        gate = self.gate
-        assert isinstance(gate, BilinearGate | RangeGate)
-        return gate
+    def neuron_outputs(self, z: Float[Tensor, "*any head_index"]) -> Float[Tensor, "*any d_mlp"]:
+        """Return what the heads of each neuron put out together: Σ_j w_j z_j."""
+        by_head = float32_if_half(z.unflatten(-1, (-1, self.heads_per_neuron)))
+        return (by_head @ by_head.new_tensor(self.bilinear_gate.w)).to(z.dtype)
 
-    def error(self, q: PreActivation, act_fn: str) -> float:
-        """The largest |approximation - activation| over pre-activations q, in float64."""
-        q, gated = where_float64_is(q).double(), isinstance(self._mixture, RangeGate)
-        approximate = self._mixture.mixture(q) * (1.0 if gated else q)
-        return (approximate - GATES[act_fn].activation(q)).abs().max().item()
+    def head_outputs(self, z: Float[Tensor, "*any head_index"]) -> Float[Tensor, "*any head_index"]:
+        """Return what each head adds to its neuron: w_j z_j."""
+        by_head = float32_if_half(z.unflatten(-1, (-1, self.heads_per_neuron)))
+        return (by_head * by_head.new_tensor(self.bilinear_gate.w)).flatten(-2).to(z.dtype)
 
-    def neurons(self, z: Float[Tensor, "*any head_index"]) -> Float[Tensor, "*any d_mlp"]:
-        """What the heads of each neuron put out together: Σ_j w_j z_j."""
-        each = working_precision(z.unflatten(-1, (-1, self.heads_per_neuron)))
-        return (each @ each.new_tensor(self._mixture.weights)).to(z.dtype)
+    def _sum_of_heads(self, q: PreActivation, value: PreActivation) -> PreActivation:
+        """Return what the neurons put out, without forming their heads."""
+        mixture = self.bilinear_gate.mixture(q)
+        if q.dtype == torch.float16:  # a value may have overflowed
+            value = torch.where(torch.isinf(value) & (mixture == 0), 0.0, value)
+        return (mixture * value).to(q.dtype)
 
-    def shares(self, z: Float[Tensor, "*any head_index"]) -> Float[Tensor, "*any head_index"]:
-        """What each head adds to its neuron: w_j z_j."""
-        each = working_precision(z.unflatten(-1, (-1, self.heads_per_neuron)))
-        return (each * each.new_tensor(self._mixture.weights)).flatten(-2).to(z.dtype)
-
-    def _unseen(self, q: PreActivation, value: PreActivation) -> PreActivation:
-        """What the neurons put out, where nobody sees their heads."""
-        return _passed(self._mixture.mixture(q), value).to(q.dtype)
-
-    def _attend(self, q: PreActivation, value: PreActivation | None) -> PreActivation:
-        """z of every head by way of queries, values, scores and pattern, through its hooks."""
-        assert value is not None
+    def _query_and_value(
+        self, q: PreActivation, up: PreActivation | None
+    ) -> tuple[PreActivation, PreActivation]:
         # Heads of a gated MLP are many times larger than their sum: half precision loses it.
-        gated = isinstance(self._mixture, RangeGate)
-        dtype = working_precision(q).dtype if gated else q.dtype
-        m, value = self.heads_per_neuron, value.to(dtype)
-        query = self._queries(q).to(dtype)
-        v = value.repeat_interleave(m, dim=-1)
-        query = self.hook_q(query.unsqueeze(-1)).squeeze(-1)
-        v = self.hook_v(v.unsqueeze(-1)).squeeze(-1)
-        weight = self._bilinear_pattern(query)[..., SELF].transpose(1, 2)
-        return _passed(weight, v).to(dtype)
+        gate = self.bilinear_gate
+        dtype = float32_if_half(q).dtype if gate.gated else q.dtype
+        value = (q if up is None else up).to(dtype)
+        query = gate.query(q).flatten(-2).to(dtype)
+        return query, value.repeat_interleave(gate.heads_per_neuron, dim=-1)
 
-    def _queries(self, q: PreActivation) -> Float[Tensor, "batch pos head_index"]:
-        working, gate = working_precision(q), self._mixture
-        slopes, offsets = working.new_tensor(gate.slopes), working.new_tensor(gate.offsets)
-        # A head that sees itself alone has slope 0 and offset ∞; its query is kept finite.
-        limit = largest_query(q.dtype)
-        working = working.clamp(-limit, limit).unsqueeze(-1)
-        return (working * slopes + offsets).clamp(-limit, limit).flatten(-2)
-
-    def _bilinear_pattern(
+    def _gate_scores(
         self, query: Float[Tensor, "batch pos head_index"]
-    ) -> Float[Tensor, "batch head_index pos key=2"]:
-        if is_live(self.hook_attn_scores) or is_live(self.hook_k):
-            own = torch.zeros_like(query)
-            if is_live(self.hook_k):
-                key = tracked_like(torch.zeros_like(query.unsqueeze(-1)), query)
-                limit = torch.finfo(query.dtype).max
-                own = (query * self.hook_k(key).squeeze(-1)).clamp(-limit, limit)
-            scores = torch.stack([own, -query], dim=-1).transpose(1, 2)
-            scores = self.hook_attn_scores(scores)
-            pattern = torch.softmax(scores, dim=-1)
-            pattern = torch.where(torch.isnan(pattern), torch.zeros_like(pattern), pattern)
-        else:
-            odds = working_precision(query)
-            weights = torch.sigmoid(odds), torch.sigmoid(-odds)
-            pattern = torch.stack(weights, dim=-1).to(query.dtype).transpose(1, 2)
-        hooked: Tensor = self.hook_pattern(pattern)
-        return hooked
+    ) -> Float[Tensor, "batch pos head_index key=2"]:
+        return torch.stack([torch.zeros_like(query), -query], dim=-1)
 
-
-def largest_query(dtype: torch.dtype) -> float:
-    """The largest query: a quarter of the largest number, to leave room for a patched key."""
-    return torch.finfo(dtype).max / 4
-
-
-def _passed(weight: Tensor, value: Tensor) -> Tensor:
-    """weight · value; 0 where the weight is, though a float16 value may have overflowed."""
-    if value.dtype != torch.float16:
-        return weight * value
-    return weight * torch.where(torch.isinf(value) & (weight == 0), 0.0, value)
+    def _gate_pattern(
+        self, query: Float[Tensor, "batch pos head_index"]
+    ) -> Float[Tensor, "batch pos head_index key=2"]:
+        working = float32_if_half(query)
+        return torch.stack([working.sigmoid(), (-working).sigmoid()], dim=-1).to(query.dtype)

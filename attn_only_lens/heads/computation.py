@@ -1,16 +1,11 @@
-"""What a neuron-head computes between the projections of its MLP, in either layout.
+"""The computation of neuron-heads between the projections of their MLP, in any kind of model.
 
-Both layouts hand over a pre-activation q and, in a gated MLP, what it gates, u; and take z. The
-mathematics is in `attention.py` (exact gates) and `bilinear.py` (heads that share a neuron).
-
-How far two computations of the same logits may differ, given the neuron-heads on the way.
-
-Heads of a gated MLP with bilinear gates are many times larger than their sum (`gates/gated.py`),
-and so is their rounding. `verify` of small gated models in float32, with gates of 4 to 12 heads and
-the arithmetic of four processors, measured up to 2.3 times that dtype's tolerance; over the gates'
-amplification, up to 0.19 of it.
+A model passes in a pre-activation q and, in a gated MLP, the projection u that it gates; it gets
+back z. The mathematics is in `gates/exact.py` (one head a neuron) and `heads/bilinear.py` (heads
+that share a neuron).
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 
 import torch
@@ -22,11 +17,11 @@ from attn_only_lens.axes import BIAS, SELF, NeuronPattern, PreActivation
 from attn_only_lens.heads.gating import AnyGate
 from attn_only_lens.tolerances import LOGIT_TOLERANCE
 
-__all__ = ["NeuronHeads", "is_live", "logit_tolerance", "tracked_like"]
+__all__ = ["NeuronHeads", "is_live", "logit_tolerance", "require_grad_like"]
 
 
 def is_live(point: HookPoint) -> bool:
-    """Whether anything would see or change what passes through this hook point."""
+    """Return whether a hook would see or change the activation at this point."""
     return bool(
         point._forward_hooks
         or point._backward_hooks
@@ -35,8 +30,8 @@ def is_live(point: HookPoint) -> bool:
     )
 
 
-def tracked_like(constant: Tensor, like: Tensor) -> Tensor:
-    """A tensor that depends on no parameter, in the graph wherever `like` is.
+def require_grad_like(constant: Tensor, like: Tensor) -> Tensor:
+    """Return a tensor that depends on no parameter, in the graph wherever `like` is.
 
     So that a gradient reaches the hook that sees it. Not a leaf, which no hook could edit in place.
     """
@@ -45,11 +40,14 @@ def tracked_like(constant: Tensor, like: Tensor) -> Tensor:
     return constant.requires_grad_().clone()
 
 
-class NeuronHeads:
-    """The hook points of the neuron-heads of one MLP, and the way through them.
+class NeuronHeads(ABC):
+    """The hook points of the neuron-heads of one MLP, and the computation between them.
 
-    Mixed into a module where it is a block's attention; beside the MLP where that stays in place.
+    A mixin of the block's attention in a converted model; an object of its own for an MLP that
+    stays in place.
     """
+
+    W_out: Float[Tensor, "d_mlp d_model"]
 
     def _add_hook_points(self) -> None:
         self.hook_q = HookPoint()  # [batch, pos, head_index, d_head=1]
@@ -61,29 +59,29 @@ class NeuronHeads:
         self.hook_result = HookPoint()  # [batch, pos, head_index, d_model], if use_attn_result
 
     @property
+    @abstractmethod
     def gate(self) -> AnyGate:
         """The gate of these heads' activation."""
-        raise NotImplementedError
 
     @property
-    def runs_in(self) -> nn.Module:
+    @abstractmethod
+    def module(self) -> nn.Module:
         """The module with the weights that these heads read and write by."""
-        raise NotImplementedError
 
     @property
-    def written_at(self) -> nn.Module:
-        """The module whose output is what these heads write, where that is seen to pass."""
-        return self.runs_in
+    @abstractmethod
+    def value_is_product(self) -> bool:
+        """True if v is the product of two projections: exact heads of a gated MLP."""
+
+    @property
+    def output_module(self) -> nn.Module:
+        """The module whose output is what these heads write."""
+        return self.module
 
     @property
     def n_neurons(self) -> int:
         """d_mlp."""
-        raise NotImplementedError
-
-    @property
-    def directions(self) -> Float[Tensor, "d_mlp d_model"]:
-        """What each neuron writes along: W_out."""
-        raise NotImplementedError
+        return int(self.W_out.shape[0])
 
     @property
     def heads_per_neuron(self) -> int:
@@ -92,20 +90,15 @@ class NeuronHeads:
 
     @property
     def amplification(self) -> float:
-        """By how much a neuron's rounding is larger than its activation's: heads may cancel."""
+        """Rounding of a neuron's output over that of its activation: heads may cancel."""
         return 1.0
 
-    @property
-    def value_is_product(self) -> bool:
-        """Whether v is the product of two projections: exact heads of a gated MLP."""
-        raise NotImplementedError
-
-    def neurons(self, z: Float[Tensor, "*any head_index"]) -> Float[Tensor, "*any d_mlp"]:
-        """What the heads of each neuron put out together: z itself, where each has one."""
+    def neuron_outputs(self, z: Float[Tensor, "*any head_index"]) -> Float[Tensor, "*any d_mlp"]:
+        """Return what the heads of each neuron put out together: z itself if each has one."""
         return z
 
-    def shares(self, z: Float[Tensor, "*any head_index"]) -> Float[Tensor, "*any head_index"]:
-        """What each head adds to its neuron: the terms of the sum that `neurons` forms."""
+    def head_outputs(self, z: Float[Tensor, "*any head_index"]) -> Float[Tensor, "*any head_index"]:
+        """Return what each head adds to its neuron: the terms of the sum of `neuron_outputs`."""
         return z
 
     @property
@@ -117,55 +110,70 @@ class NeuronHeads:
         self,
         q: PreActivation,
         up: PreActivation | None,
-        plainly: Callable[[], PreActivation],
+        plain_z: Callable[[], PreActivation],
     ) -> PreActivation:
-        """z: as `plainly` has it where nobody sees how, and through the hook points elsewhere."""
-        z = self._attend(q, up) if any(map(is_live, self._before_z)) else plainly()
+        """Return z: `plain_z()` unless a hook point before it is live."""
+        z = self._attend(q, up) if any(map(is_live, self._before_z)) else plain_z()
         if is_live(self.hook_z):
             z = self.hook_z(z.unsqueeze(-1)).squeeze(-1)
         return z
 
     def _attend(self, q: PreActivation, up: PreActivation | None) -> PreActivation:
-        """z by way of queries, values, scores and pattern, each through its hook point."""
-        dtype = q.dtype
-        if up is None:
-            # A copy: patch setters edit in place, and an edited query must not move the value.
-            v = q.clone() if is_live(self.hook_q) or is_live(self.hook_v) else q
-        else:
-            gate = q.clone() if is_live(self.hook_q) else q
-            # A product of two float16 numbers does not fit float16.
-            v = gate.float() * up.float() if dtype == torch.float16 else gate * up
-        q = self.hook_q(q.unsqueeze(-1)).squeeze(-1)
+        """Return z by way of queries, values, scores and pattern, each through its hook point."""
+        query, v = self._query_and_value(q, up)
+        dtype = query.dtype
+        query = self.hook_q(query.unsqueeze(-1)).squeeze(-1)
         v = self.hook_v(v.unsqueeze(-1)).squeeze(-1)
-        weight = self._pattern(q)[..., SELF].transpose(1, 2)
+        weight = self._pattern(query)[..., SELF].transpose(1, 2)
         # A float16 pre-activation may have overflowed; relu makes 0 of -∞, and so must 0 · v.
         v = torch.where(torch.isinf(v) & (weight == 0), 0.0, v)
         return (weight * v).to(dtype)
 
-    def _pattern(self, q: PreActivation) -> NeuronPattern:
+    def _query_and_value(
+        self, q: PreActivation, up: PreActivation | None
+    ) -> tuple[PreActivation, PreActivation]:
+        # Copies: patch setters edit in place, and an edited query must not move the value.
+        if up is None:
+            return q, q.clone() if is_live(self.hook_q) or is_live(self.hook_v) else q
+        gate = q.clone() if is_live(self.hook_q) else q
+        # A product of two float16 numbers does not fit float16.
+        return q, gate.float() * up.float() if q.dtype == torch.float16 else gate * up
+
+    def _pattern(self, query: PreActivation) -> NeuronPattern:
         if is_live(self.hook_attn_scores) or is_live(self.hook_k):
-            scores = tracked_like(self._scores(q).transpose(1, 2), q)
-            scores = self.hook_attn_scores(scores)
-            pattern = torch.softmax(scores, dim=-1)
+            scores = require_grad_like(self._scores(query).transpose(1, 2), query)
+            pattern = torch.softmax(self.hook_attn_scores(scores), dim=-1)
             # As in TransformerLens: a row that was masked everywhere attends to nothing.
             pattern = torch.where(torch.isnan(pattern), torch.zeros_like(pattern), pattern)
         else:
-            pattern = self.gate.pattern(q).transpose(1, 2)
-        hooked: Tensor = self.hook_pattern(tracked_like(pattern, q))
+            pattern = self._gate_pattern(query).transpose(1, 2)
+        hooked: Tensor = self.hook_pattern(require_grad_like(pattern, query))
         return hooked
 
-    def _scores(self, q: PreActivation) -> Float[Tensor, "batch pos d_mlp key=2"]:
-        scores = self.gate.scores(q)
+    def _scores(self, query: PreActivation) -> Float[Tensor, "batch pos head_index key=2"]:
+        scores = self._gate_scores(query)
         if not is_live(self.hook_k):
             return scores
-        key = tracked_like(torch.zeros_like(q.unsqueeze(-1)), q)
+        key = require_grad_like(torch.zeros_like(query.unsqueeze(-1)), query)
         key = self.hook_k(key).squeeze(-1)
-        self_score = torch.where(torch.isinf(q), 0.0, q) * key
-        return torch.stack([self_score, scores[..., BIAS]], dim=-1)
+        limit = torch.finfo(query.dtype).max
+        own = (torch.where(torch.isinf(query), 0.0, query) * key).clamp(-limit, limit)
+        return torch.stack([own, scores[..., BIAS]], dim=-1)
+
+    def _gate_scores(self, query: PreActivation) -> Float[Tensor, "batch pos head_index key=2"]:
+        return self.gate.scores(query)
+
+    def _gate_pattern(self, query: PreActivation) -> Float[Tensor, "batch pos head_index key=2"]:
+        return self.gate.pattern(query)
 
 
 def logit_tolerance(heads: Iterable[NeuronHeads], dtype: torch.dtype) -> float:
-    """Largest allowed max |Δ logit| / max |logit|.
+    """Return the largest allowed max |Δ logit| / max |logit| of two computations of one model.
+
+    Heads of a gated MLP with bilinear gates are many times larger than their sum, and so is their
+    rounding. `verify` of small gated models in float32, with gates of 4 to 12 heads and the
+    arithmetic of four processors, measured up to 2.3 times that dtype's tolerance; over the gates'
+    amplification, up to 0.19 of it.
 
     Args:
         heads: the neuron-heads of each layer.

@@ -1,19 +1,19 @@
-"""Which gates a converted model's neuron-heads have: one choice for the whole model."""
+"""The gates of all neuron-heads of a model."""
 
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from typing import Any, Literal
 
-from attn_only_lens.gates import GATES, BilinearGate, Gate, RangeGate, bilinear_gate, range_gate
+from attn_only_lens.gates import GATES, BilinearGate, Gate, bilinear_gate
 
 __all__ = ["EXACT", "AnyGate", "Gating"]
 
-AnyGate = Gate | BilinearGate | RangeGate
+AnyGate = Gate | BilinearGate
 
 
 @dataclass(frozen=True)
 class Gating:
-    """How neurons become heads.
+    """Turn the neurons of a model into heads.
 
     Attributes:
         kind: "exact", one head a neuron whose pattern is the activation's own; or "bilinear",
@@ -30,29 +30,42 @@ class Gating:
     ranges: tuple[float, ...] | None = None
 
     def __post_init__(self) -> None:
-        if self.kind == "exact" and (self.heads_per_neuron, self.tolerance, self.ranges) != (
-            1,
-            None,
-            None,
-        ):
+        others = self.heads_per_neuron, self.tolerance, self.ranges
+        if self.kind == "exact" and others != (1, None, None):
             raise ValueError(f"got {self}; expected exact gates to have one head and nothing else")
 
-    def gate(self, act_fn: str, layer: int) -> AnyGate:
-        """The gate of the neurons of a source layer.
+    def require_fit(self, act_fn: str, gated: bool, n_layers: int) -> None:
+        """Require that these gates are for the MLPs of a model.
 
         Raises:
-            ValueError: there is none for this activation with so many heads, or for that range.
+            ValueError: bilinear gates of gated MLPs lack a range for each layer, others have
+                ranges, or no gate exists for the activation.
         """
+        ranged = gated and self.kind == "bilinear"
+        if (None if self.ranges is None else len(self.ranges)) != (n_layers if ranged else None):
+            expected = "a range for each layer" if ranged else "no ranges"
+            raise ValueError(f"got {self}; expected {expected}")
+        for layer in range(n_layers):
+            self.gate(act_fn, layer)
+
+    def gate(self, act_fn: str, layer: int) -> AnyGate:
+        """Return the gate of the neurons of a source layer.
+
+        Raises:
+            ValueError: no gate exists for this activation with so many heads, or for that range.
+        """
+        if self.kind == "exact":
+            return GATES[act_fn]
         limit = None if self.ranges is None else self.ranges[layer]
-        return _gate(self.kind, act_fn, self.heads_per_neuron, self.tolerance, limit)
+        return _bilinear_gate(act_fn, self.heads_per_neuron, self.tolerance, limit)
 
     def to_json(self) -> dict[str, Any]:
-        """As plain data."""
+        """Return the fields as plain data."""
         return asdict(self)
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> "Gating":
-        """From what `to_json` returned, after JSON made a list of the tuple.
+        """Return the gating that `to_json` wrote; JSON has made a list of the ranges.
 
         Raises:
             TypeError: the data has other fields.
@@ -65,11 +78,7 @@ EXACT = Gating()
 
 
 @lru_cache(maxsize=1024)
-def _gate(
-    kind: str, act_fn: str, heads: int, tolerance: float | None, limit: float | None
-) -> AnyGate:
-    if kind == "exact":
-        return GATES[act_fn]
-    if limit is not None:
-        return range_gate(act_fn, heads, limit)
-    return bilinear_gate(act_fn, heads, tolerance)
+def _bilinear_gate(
+    act_fn: str, heads: int, tolerance: float | None, limit: float | None
+) -> BilinearGate:
+    return bilinear_gate(act_fn, heads, tolerance=tolerance, limit=limit)

@@ -128,7 +128,7 @@ class Host(ABC):
         """
 
     @abstractmethod
-    def replay(self, recording: Any, metric: Any, judge: Any = None) -> Any:
+    def replay(self, recording: Any, metric: Any, precise: Any = None) -> Any:
         """The way to run a recorded pass again in part (`runs/replay`), unchecked."""
 
 

@@ -1,4 +1,4 @@
-"""What one module leaves for a later one of the same forward pass.
+"""Values that one module leaves for a later one of the same forward pass.
 
 Several threads may run one model at the same time, and a hook may run it again in the middle of a
 pass, so nothing of a pass is kept on the modules themselves.
@@ -10,37 +10,37 @@ from contextlib import contextmanager
 from types import MappingProxyType
 from typing import Any
 
-__all__ = ["Passing"]
+__all__ = ["PassState"]
 
 _NOTHING: Mapping[Any, Any] = MappingProxyType({})
 
 
-class Passing(threading.local):
-    """What the forward pass that this thread is in has left, by the key of who will take it.
+class PassState(threading.local):
+    """Values of the forward pass that this thread is in, by the key of who will take them.
 
     Each thread sees its own. A copy, or a pickle, is empty, as is that of a model which holds it.
 
     Example:
-        >>> passing = Passing()
-        >>> passing.left["u"] = 5
-        >>> with passing.of_another_pass():
-        ...     "u" in passing.left
+        >>> state = PassState()
+        >>> state.values["u"] = 5
+        >>> with state.new_pass():
+        ...     "u" in state.values
         False
-        >>> passing.left.pop("u")
+        >>> state.values.pop("u")
         5
     """
 
     def __init__(self) -> None:
-        self.left: dict[Any, Any] = {}
+        self.values: dict[Any, Any] = {}
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), ()
 
     @contextmanager
-    def of_another_pass(self, left: Mapping[Any, Any] = _NOTHING) -> Iterator[None]:
-        """Begin a pass with `left`, and go back to what there was, however the pass ends."""
-        outer, self.left = self.left, dict(left)
+    def new_pass(self, values: Mapping[Any, Any] = _NOTHING) -> Iterator[None]:
+        """Begin a pass with these values, and restore those of the outer pass however it ends."""
+        outer, self.values = self.values, dict(values)
         try:
             yield
         finally:
-            self.left = outer
+            self.values = outer

@@ -1,4 +1,4 @@
-"""The pattern of one neuron-head, from the cache of a model in either layout."""
+"""Patterns of neuron-heads, from the activation cache of any model that has them."""
 
 from typing import Any
 
@@ -12,18 +12,24 @@ from attn_only_lens.errors import UnknownHeadError, UnsupportedCallError
 from attn_only_lens.heads.host import HeadKind, has_neuron_heads, host_of
 from attn_only_lens.heads.names import HeadName
 
-__all__ = ["cached", "dense_pattern", "neuron_gate", "neuron_pattern", "require_known"]
+__all__ = [
+    "cached_activation",
+    "dense_pattern",
+    "neuron_gate",
+    "neuron_pattern",
+    "require_neuron_heads",
+]
 
 
 def neuron_pattern(cache: ActivationCache, name: str) -> Float[Tensor, "batch pos key=2"]:
-    """The attention of one neuron-head: how much each token attends to (itself, the bias token).
+    """Return the attention of one neuron-head: by each token to (itself, the bias token).
 
     Args:
         cache: of a converted or exposed model, with the pattern of the neuron's block in it.
-        name: a neuron-head by source layer, `L5N1234`; `L5N1234.2` where several share a neuron.
+        name: a neuron-head by source layer, `L5N1234`; `L5N1234.2` if several share a neuron.
 
     Returns:
-        Weights in [0, 1] that sum to 1 over the last axis; without the batch axis where the cache
+        Weights in [0, 1] that sum to 1 over the last axis; without the batch axis if the cache
         has none.
 
     Raises:
@@ -46,18 +52,18 @@ def neuron_pattern(cache: ActivationCache, name: str) -> Float[Tensor, "batch po
 
 
 def neuron_gate(cache: ActivationCache, name: str) -> Float[Tensor, "batch pos"]:
-    """The share of its value that a neuron lets through: Σ_j w_j pattern_j(self) over its heads.
+    """Return the share of its value that a neuron lets through: Σ_j w_j pattern_j(self).
 
-    With exact gates that is the self weight of its one head. With bilinear gates it is the
-    neuron's effective gate, p(q), which may leave [0, 1] by a little; in a gated MLP, where the
-    heads' weights make up the activation itself, it is α(g).
+    The sum is over the neuron's heads. With exact gates it is the self weight of its one head. With
+    bilinear gates it is the neuron's effective gate, p(q), which may leave [0, 1] by a little; in a
+    gated MLP, where the heads' weights make up the activation itself, it is α(g).
 
     Args:
         cache: as in `neuron_pattern`.
         name: a neuron by source layer, `L5N1234`.
 
     Returns:
-        One number for each token; without the batch axis where the cache has none.
+        One number for each token; without the batch axis if the cache has none.
 
     Raises:
         UnknownHeadError: the name is malformed, of an attention head or of one head among the
@@ -78,22 +84,21 @@ def neuron_gate(cache: ActivationCache, name: str) -> Float[Tensor, "batch pos"]
     shared = heads.heads_per_neuron
     pattern = _block_pattern(cache, head)[..., SELF]  # [batch, head_index, pos]
     first = head.index * shared
-    return heads.neurons(pattern.narrow(-2, first, shared).transpose(-1, -2)).squeeze(-1)
+    return heads.neuron_outputs(pattern.narrow(-2, first, shared).transpose(-1, -2)).squeeze(-1)
 
 
 def _neuron(cache: ActivationCache, name: str) -> HeadName:
-    """The name, held against the model of the cache."""
+    """Parse the name of a neuron, and require that the model of the cache has it."""
     head = HeadName.parse(name)
     model = getattr(cache, "model", None)
     if head.kind != "neuron":
-        block = (
-            host_of(model).block(head.layer, head.kind) if has_neuron_heads(model) else head.layer
-        )
+        exposed = has_neuron_heads(model)
+        block = host_of(model).block(head.layer, head.kind) if exposed else head.layer
         raise UnknownHeadError(
             f"got {name!r}, an attention head; expected a neuron-head such as "
             f"'L{head.layer}N{head.index}'. For attention heads use cache['pattern', {block}]"
         )
-    require_known(cache)
+    require_neuron_heads(cache)
     head.require_in(model)
     return head
 
@@ -101,10 +106,10 @@ def _neuron(cache: ActivationCache, name: str) -> HeadName:
 def _block_pattern(
     cache: ActivationCache, head: HeadName
 ) -> Float[Tensor, "batch head_index pos key=2"]:
-    pattern = cached(cache, head.layer, head.kind, "pattern")
+    pattern = cached_activation(cache, head.layer, head.kind, "pattern")
     heads = host_of(cache.model).neurons[head.layer]
     n_heads = heads.n_neurons * heads.heads_per_neuron
-    # The model may have been exposed anew since, and head indices would be those of other neurons.
+    # Exposed anew since the cache was made, the model would have other neurons at these indices.
     if pattern.shape[-3] != n_heads:
         raise UnsupportedCallError(
             f"the cache holds the patterns of {pattern.shape[-3]} neuron-heads of layer "
@@ -114,11 +119,11 @@ def _block_pattern(
     return pattern
 
 
-def require_known(cache: Any) -> None:
-    """Refuse what is no cache of a model with neuron-heads.
+def require_neuron_heads(cache: Any) -> None:
+    """Require the cache of a model with neuron-heads.
 
     Raises:
-        UnsupportedCallError: with what it is.
+        UnsupportedCallError: it is something else.
     """
     model = getattr(cache, "model", None)
     if not has_neuron_heads(model):
@@ -130,11 +135,11 @@ def require_known(cache: Any) -> None:
         )
 
 
-def cached(cache: ActivationCache, layer: int, kind: HeadKind, point: str) -> Tensor:
-    """What a cache of a model with neuron-heads holds of the heads of a source layer.
+def cached_activation(cache: ActivationCache, layer: int, kind: HeadKind, point: str) -> Tensor:
+    """Return the activation at a hook point of the heads of a source layer.
 
     Raises:
-        UnsupportedCallError: it does not hold that.
+        UnsupportedCallError: the cache does not hold it.
     """
     hook = host_of(cache.model).hook_name(layer, kind, point)
     if hook not in cache.cache_dict:
@@ -148,9 +153,9 @@ def cached(cache: ActivationCache, layer: int, kind: HeadKind, point: str) -> Te
 def dense_pattern(
     cache: ActivationCache, name: str
 ) -> Float[Tensor, "batch query_pos key_pos_and_bias"]:
-    """The same attention as a square over tokens with one more column for the bias token.
+    """Return `neuron_pattern` as a square over tokens, with one more column for the bias token.
 
-    For drawing: circuitsvis and its like take [query_pos, key_pos] and would draw the compact
+    For pictures: circuitsvis and its like take [query_pos, key_pos] and would draw the compact
     (self, bias) pair as attention to the first two tokens, without complaint.
 
     Args:

@@ -1,4 +1,4 @@
-"""How far the gates of a gated MLP reach, measured on data."""
+"""Measure how far the gates of a gated MLP reach on data."""
 
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ _PROBLEM = "this model cannot be calibrated"
 
 @dataclass(frozen=True)
 class Calibration:
-    """The range that bilinear gates of a gated MLP must serve.
+    """The ranges that bilinear gates of gated MLPs must serve.
 
     Attributes:
         ranges: for each source layer, the largest |g| seen, g = x · W_gate, times `margin`.
@@ -42,37 +42,37 @@ def calibrate(
     """Measure the range of gate pre-activations in every layer.
 
     A sum of sigmoids is bounded and the activation is not, so heads that are bilinear can stand
-    for a gate on a range only (`gates/gated.py`). Beyond it they saturate; `verify` reports how
+    for a gate on a range only (`gates/bilinear.py`). Beyond it they saturate; `verify` reports how
     far a given input goes, and what that costs.
 
     Args:
         model: a source model with gated MLPs; a bridge may have its neuron-heads exposed already.
-        tokens: representative input [batch, pos], or a text where the model has a tokenizer.
+        tokens: representative input [batch, pos], or a text if the model has a tokenizer.
         margin: what the largest value seen is multiplied by.
 
     Returns:
-        The ranges, for `convert(model, gate="bilinear", calibration=…)`.
+        The ranges, for `convert(model, gate=Bilinear(calibration=…))`.
 
     Raises:
-        UnsupportedModelError: the model has no gated MLPs (other gates need no calibration), or
-            cannot be converted; or what it computes on the tokens is not finite.
-        UnsupportedCallError: the tokens are none that the model can run on.
+        UnsupportedModelError: the model has no gated MLPs (other gates need no calibration),
+            cannot be converted, or computes numbers that are not finite on these tokens.
+        UnsupportedCallError: the model cannot run on these tokens.
         ValueError: the margin is no number, or below 1.
 
     Example:
         >>> import torch
         >>> from transformer_lens import HookedTransformer, HookedTransformerConfig
-        >>> from attn_only_lens import calibrate, convert
+        >>> from attn_only_lens import Bilinear, calibrate, convert
         >>> sizes = {"n_layers": 2, "d_model": 10, "n_heads": 2, "d_head": 5, "d_mlp": 7}
         >>> vocabulary = {"d_vocab": 11, "n_ctx": 13, "act_fn": "silu", "gated_mlp": True}
         >>> cfg = HookedTransformerConfig(**sizes, **vocabulary, seed=0, device="cpu")
         >>> model = HookedTransformer(cfg)
         >>> calibration = calibrate(model, torch.arange(11)[None])
-        >>> convert(model, gate="bilinear", calibration=calibration).all_head_labels()[2]
+        >>> convert(model, gate=Bilinear(calibration=calibration)).all_head_labels()[2]
         'L0N0.0'
     """
     known = known_mlps(model, _PROBLEM)
-    if any(each.hooks.pre_linear is None for each in known):
+    if any(each.points.pre_linear is None for each in known):
         reason = "its MLPs are not gated: bilinear gates hold for every input, uncalibrated"
         raise UnsupportedModelError([reason], _PROBLEM)
     margin = as_plain(margin)
@@ -89,7 +89,7 @@ def calibrate(
 
     with ExitStack() as stack:
         for layer, each in enumerate(known):
-            stack.callback(each.hooks.pre.register_forward_hook(measure(layer)).remove)
+            stack.callback(each.points.pre.register_forward_hook(measure(layer)).remove)
         model(tokens)
     infinite = [layer for layer, value in enumerate(largest) if not value < float("inf")]
     if infinite:

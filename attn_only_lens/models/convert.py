@@ -1,16 +1,12 @@
 """Convert a model: every MLP neuron becomes an attention head of width 1 (Theorem 4)."""
 
-from typing import overload
-
 import torch
 from transformer_lens.model_bridge import TransformerBridge
 
 from attn_only_lens.errors import UnsupportedModelError
-from attn_only_lens.models.calibrate import Calibration
-from attn_only_lens.models.expose import expose_neuron_heads
-from attn_only_lens.models.in_place import copy_bridge, reasons_against_copying
-from attn_only_lens.models.in_place.known_mlps import known_mlps, non_finite_weights
-from attn_only_lens.models.requested_gates import BilinearRequest, choose_gating
+from attn_only_lens.heads import EXACT
+from attn_only_lens.models.gate_option import GateOption, gating_for
+from attn_only_lens.models.in_place.known_mlps import non_finite_weights
 from attn_only_lens.models.two_blocks import AttentionOnlyTransformer, convert_as
 from attn_only_lens.models.two_blocks.known_modules import reasons_against
 from attn_only_lens.runs.attached_hooks import hook_reasons
@@ -19,72 +15,32 @@ from attn_only_lens.tl import HookedTransformer
 __all__ = ["convert"]
 
 
-@overload
-def convert(
-    model: HookedTransformer,
-    *,
-    copy: bool = False,
-    gate: str = "exact",
-    heads_per_neuron: int | None = None,
-    tolerance: float | None = None,
-    calibration: Calibration | None = None,
-) -> AttentionOnlyTransformer: ...
-
-
-@overload
-def convert(
-    model: TransformerBridge,
-    *,
-    copy: bool = False,
-    gate: str = "exact",
-    heads_per_neuron: int | None = None,
-    tolerance: float | None = None,
-    calibration: Calibration | None = None,
-) -> TransformerBridge: ...
-
-
 @torch.inference_mode(False)  # weights of inference mode could never be trained
 def convert(
-    model: HookedTransformer | TransformerBridge,
-    *,
-    copy: bool = False,
-    gate: str = "exact",
-    heads_per_neuron: int | None = None,
-    tolerance: float | None = None,
-    calibration: Calibration | None = None,
-) -> AttentionOnlyTransformer | TransformerBridge:
-    """Make a model whose MLP neurons are attention heads, and that computes what `model` computes.
+    model: HookedTransformer, *, gate: GateOption = "exact", copy_weights: bool = False
+) -> AttentionOnlyTransformer:
+    """Return an attention-only model that computes what `model` computes.
 
-    From a `HookedTransformer`, an attention-only one with two blocks a layer: source layer l
-    becomes block 2l, its attention heads, and block 2l + 1, its d_mlp neurons as heads of width 1
-    under `attn`: each token attends to itself with weight p(q) and to a static bias token with
-    weight 1 - p(q), where act(q) = q · p(q). With no hook on a neuron block the logits are bitwise
-    those of `model`; with hooks they agree to rounding. Neurons being heads, a filter for the hooks
-    of heads, `name.endswith("hook_z")`, selects theirs too.
+    It has two blocks a layer: source layer l becomes block 2l, its attention heads, and block
+    2l + 1, its d_mlp neurons as heads of width 1 under `attn`. Each token attends to itself with
+    weight p(q) and to a static bias token with weight 1 - p(q), where act(q) = q · p(q). With no
+    hook on a neuron block the logits are bitwise those of `model`; with hooks they agree to
+    rounding. Neurons being heads, a filter for the hooks of heads, `name.endswith("hook_z")`,
+    selects theirs too.
 
-    From a `TransformerBridge`, which has its blocks from the model that it wraps, a second bridge
-    with its neurons exposed as heads in place (`expose_neuron_heads`); the same holds of it.
-
-    With `gate="bilinear"`, nothing but softmax over bilinear scores is used, as in the theorem:
-    each neuron becomes m heads `L5N1234.0 … .m-1` that write along one vector, and the activation
-    is approximated within a certified bound (`gates/bilinear.py`), for every real input; silu
-    needs one head, and no approximation. In a gated MLP it holds on a range that `calibrate` takes
-    from data (`gates/gated.py`). The approximation is the model's function, with hooks or without.
+    With `gate=Bilinear(...)` the activation is approximated by several heads a neuron. The
+    approximation is then the model's function, with hooks or without.
 
     Source: "Attention-Only Transformers and Implementing MLPs with Attention Heads", Theorems 2
     and 4, with p in place of σ for activations other than SiLU; gated MLPs, whose value g · u is a
     product, are beyond the paper.
 
     Args:
-        model: a `HookedTransformer` with MLPs; or a `TransformerBridge`, before or after
-            `enable_compatibility_mode`. It is not changed.
-        copy: whether to copy the weights. By default they are shared, so that conversion costs no
-            memory; then training either model trains both
-            (in place: a later change of dtype or device of one parts them).
-        gate: "exact", one head a neuron with the activation's own pattern; or "bilinear".
-        heads_per_neuron: m, for bilinear gates; by default the fewest within `tolerance`.
-        tolerance: largest error of the activation, for bilinear gates; by default 1e-3.
-        calibration: `calibrate(model, tokens)`, for bilinear gates of a gated MLP.
+        model: a `HookedTransformer` with MLPs. It is not changed. A `TransformerBridge` has its
+            blocks from the model that it wraps: see `expose_neuron_heads`.
+        gate: "exact", one head a neuron with the activation's own pattern; or `Bilinear(...)`.
+        copy_weights: give the new model weights of its own. By default the two share them, so that
+            conversion costs no memory; then training either trains both.
 
     Returns:
         The converted model, on the device and in the dtype of `model`, without its hooks.
@@ -95,41 +51,37 @@ def convert(
 
     Example:
         >>> import torch
-        >>> from attn_only_lens import convert, pretrained
+        >>> from attn_only_lens import Bilinear, convert, pretrained
         >>> model = pretrained.modular_addition()
         >>> attn_only = convert(model)
         >>> tokens = pretrained.modular_addition_tokens()[:11]
         >>> torch.equal(attn_only(tokens), model(tokens))
         True
-        >>> convert(model, gate="bilinear").heads_per_neuron  # silu is bilinear with one head
+        >>> convert(model, gate=Bilinear()).heads_per_neuron  # silu is bilinear with one head
         1
     """
     if isinstance(model, TransformerBridge):
-        if reasons := reasons_against_copying(model):
-            raise UnsupportedModelError([*reasons, *_mlp_reasons(model)])
-        exposed = expose_neuron_heads(
-            copy_bridge(model, copy_weights=copy),
-            gate=gate,
-            heads_per_neuron=heads_per_neuron,
-            tolerance=tolerance,
-            calibration=calibration,
+        raise UnsupportedModelError(
+            [
+                "it is a TransformerBridge, whose blocks are those of the model that it wraps: use "
+                "expose_neuron_heads(bridge, copy=True).model, a copy with its neurons as heads "
+                "in place"
+            ]
         )
-        return exposed.model
-    reasons = reasons_against(model)
+    reasons, gating = reasons_against(model), EXACT
     if isinstance(model, HookedTransformer):
         reasons += [*hook_reasons(model), *non_finite_weights(model)]
-    wanted = BilinearRequest(heads_per_neuron, tolerance, calibration)
-    gating, more = choose_gating(model, gate, wanted)
-    if reasons or more:
-        raise UnsupportedModelError([*reasons, *more])
-    assert gating is not None
-    return convert_as(model, gating, copy_weights=copy)
-
-
-def _mlp_reasons(model: TransformerBridge) -> tuple[str, ...]:
-    """What speaks against the MLPs of a bridge, to be said with what speaks against copying it."""
-    try:
-        known_mlps(model, "")
-    except UnsupportedModelError as error:
-        return error.reasons
-    return ()
+        cfg = model.cfg
+        try:
+            gating = gating_for(
+                gate,
+                act_fn=cfg.act_fn,
+                gated=cfg.gated_mlp,
+                dtype=cfg.dtype,
+                n_layers=cfg.n_layers,
+            )
+        except ValueError as error:
+            reasons.append(str(error))
+    if reasons:
+        raise UnsupportedModelError(reasons)
+    return convert_as(model, gating, copy_weights=copy_weights)

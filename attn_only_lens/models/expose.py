@@ -1,6 +1,6 @@
-"""Neuron-heads in place: the model stays what it is, and its neurons can be seen as heads."""
+"""Expose neuron-heads in place: the model stays what it is, and its neurons are seen as heads."""
 
-from types import SimpleNamespace, TracebackType
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -8,14 +8,16 @@ from torch import Tensor
 from transformer_lens.model_bridge import TransformerBridge
 
 from attn_only_lens.errors import UnsupportedModelError
-from attn_only_lens.heads import Gating, logit_tolerance
-from attn_only_lens.heads.pass_state import Passing
-from attn_only_lens.models.calibrate import Calibration
+from attn_only_lens.heads import EXACT, Gating, logit_tolerance
+from attn_only_lens.heads.pass_state import PassState
+from attn_only_lens.models.gate_option import GateOption, gating_for
 from attn_only_lens.models.in_place import (
     BilinearInPlace,
     InPlace,
+    copy_model,
     exposed_heads,
     hide,
+    reasons_against_copying,
     show,
 )
 from attn_only_lens.models.in_place.known_mlps import (
@@ -26,7 +28,6 @@ from attn_only_lens.models.in_place.known_mlps import (
     non_finite_weights,
     run_mlp,
 )
-from attn_only_lens.models.requested_gates import BilinearRequest, choose_gating
 from attn_only_lens.numerics import full_precision, normal_numbers
 from attn_only_lens.tl import HookedTransformer
 
@@ -36,13 +37,13 @@ _PROBLEM = "the neuron-heads of this model cannot be exposed"
 
 
 class ExposedNeurons:
-    """What `expose_neuron_heads` has done to a model, and the way back.
+    """A model with its neuron-heads exposed, and the way to undo that.
 
     As a context manager it gives the model, and at the end undoes what the call has done: nothing,
-    where the neuron-heads were exposed before it.
+    if the neuron-heads were exposed before it.
 
     Attributes:
-        model: the model.
+        model: the model; with `copy=True`, the copy.
 
     Example:
         >>> from attn_only_lens import ExposedNeurons, expose_neuron_heads, pretrained
@@ -60,7 +61,7 @@ class ExposedNeurons:
         self._first = first
 
     def undo(self) -> None:
-        """Make the model what it was: its class, its hook points, its registries.
+        """Restore the model: its class, its hook points, its registries.
 
         Hooks on the hook points that go, go with them; all others stay. To undo twice is to undo.
         """
@@ -82,14 +83,13 @@ class ExposedNeurons:
 def expose_neuron_heads(
     model: HookedTransformer | TransformerBridge,
     *,
-    gate: str = "exact",
-    heads_per_neuron: int | None = None,
-    tolerance: float | None = None,
-    calibration: Calibration | None = None,
+    gate: GateOption = "exact",
+    copy: bool = False,
+    copy_weights: bool = False,
 ) -> ExposedNeurons:
     """See the neurons of a model as attention heads, and leave the model as it is.
 
-    Where `convert` builds a model with blocks of neuron-heads, this adds hook points to the MLPs of
+    While `convert` builds a model with blocks of neuron-heads, this adds hook points to the MLPs of
     the model itself, in the shapes of heads:
 
         q        blocks.{l}.mlp.hook_neuron_query     attn_scores  blocks.{l}.mlp.hook_neuron_logits
@@ -116,16 +116,19 @@ def expose_neuron_heads(
 
     Args:
         model: a `HookedTransformer`, or a `TransformerBridge` before or after
-            `enable_compatibility_mode`. It is changed in place.
-        gate: "exact" or "bilinear", as in `convert`. With bilinear gates the approximation is the
-            model's function until it is undone, also of an activation that is replaced meanwhile.
-        heads_per_neuron: as in `convert`.
-        tolerance: as in `convert`.
-        calibration: as in `convert`.
+            `enable_compatibility_mode`. It is changed in place, unless copied.
+        gate: "exact" or `Bilinear(...)`, as in `convert`. With bilinear gates the approximation is
+            the model's function until it is undone, also of an activation that is replaced
+            meanwhile.
+        copy: expose the neuron-heads of a second model, and leave `model` unchanged. It has
+            modules, hook points and settings of its own, and no hooks.
+        copy_weights: give that copy weights of its own. By default it shares them with `model`, so
+            that it costs no memory; then training either trains both, and a later change of dtype
+            or device of one parts them.
 
     Returns:
-        A context manager, and the way to undo it. On a model that is exposed like this already
-        nothing changes.
+        A context manager, and the way to undo it; its `model` is the exposed model. On a model that
+        is exposed like this already nothing changes.
 
     Raises:
         UnsupportedModelError: with every reason why not; the model is as it was.
@@ -139,77 +142,88 @@ def expose_neuron_heads(
         ...     _, cache = model.run_with_cache(tokens)
         ...     neuron_pattern(cache, "L0N7").shape
         torch.Size([11, 3, 2])
+        >>> twin = expose_neuron_heads(model, copy=True).model
+        >>> "blocks.0.mlp.hook_neuron_act" in model.hook_dict, torch.equal(twin.W_E, model.W_E)
+        (False, True)
     """
-    wanted = BilinearRequest(heads_per_neuron, tolerance, calibration)
-    known = known_mlps(model, _PROBLEM)
-    if not exposed_heads(model) and (reasons := non_finite_weights(model)):
+    if copy_weights and not copy:
+        raise UnsupportedModelError(["got copy_weights=True; give copy=True with it"], _PROBLEM)
+    if copy:
+        if reasons := reasons_against_copying(model):
+            raise UnsupportedModelError([*reasons, *_mlp_reasons(model)], _PROBLEM)
+        with torch.inference_mode(False):  # weights of inference mode could never be trained
+            model = copy_model(model, copy_weights=copy_weights)
+    known, gating = known_mlps(model, _PROBLEM), EXACT
+    reasons = [] if exposed_heads(model) else non_finite_weights(model)
+    W_out: Any = known[0].mlp.W_out
+    try:
+        gating = gating_for(
+            gate,
+            act_fn=known[0].act_fn,
+            gated=known[0].points.pre_linear is not None,
+            dtype=W_out.dtype,
+            n_layers=len(known),
+        )
+    except ValueError as error:
+        reasons.append(str(error))
+    if reasons:
         raise UnsupportedModelError(reasons, _PROBLEM)
-    return expose_as(model, known, _gating(known, gate, wanted))
+    return expose_as(model, known, gating)
 
 
 def expose_as(model: Any, known: list[KnownMLP], gating: Gating) -> ExposedNeurons:
-    """Expose the neuron-heads of MLPs that are known, with gates that are settled.
+    """Expose the neuron-heads of known MLPs with given gates.
 
     Raises:
-        UnsupportedModelError: the gates are not for these MLPs, or they are exposed otherwise
-            already, or are not what they seemed.
+        UnsupportedModelError: the gates are not for these MLPs, the heads are exposed already with
+            other gates, or an MLP does not compute what it seemed to.
     """
-    ranged = gating.kind == "bilinear" and known[0].hooks.pre_linear is not None
-    if (None if gating.ranges is None else len(gating.ranges)) != (len(known) if ranged else None):
-        expected = "a range for each layer" if ranged else "no ranges"
-        raise UnsupportedModelError([f"got {gating}; expected {expected}"], _PROBLEM)
     try:
-        for layer, each in enumerate(known):
-            gating.gate(each.act_fn, layer)
+        gated = known[0].points.pre_linear is not None
+        gating.require_fit(known[0].act_fn, gated, len(known))
     except ValueError as error:
         raise UnsupportedModelError([str(error)], _PROBLEM) from error
-    standing = exposed_heads(model)
-    if standing:
-        if gating != standing[0].gating:
+    if heads := exposed_heads(model):
+        if gating != heads[0].gating:
             raise UnsupportedModelError(
-                [f"they are exposed already, with {standing[0].gating}: undo() that first"],
+                [f"they are exposed already, with {heads[0].gating}: undo() that first"],
                 _PROBLEM,
             )
         return ExposedNeurons(model, first=False)
     with evaluation_without_hooks(getattr(block, "mlp", None) for block in model.blocks):
         kind = InPlace if gating.kind == "exact" else BilinearInPlace
-        passing = Passing()
-        heads = [
-            kind(each.mlp, each.hooks, model.cfg, each.act_fn, layer, gating, passing)
-            for layer, each in enumerate(known)
-        ]
-        _show_checked(model, heads)
+        state = PassState()
+        _show_checked(
+            model,
+            [
+                kind(each.mlp, each.points, model.cfg, each.act_fn, layer, gating, state)
+                for layer, each in enumerate(known)
+            ],
+        )
     return ExposedNeurons(model, first=True)
 
 
-def _gating(known: list[KnownMLP], gate: str, wanted: BilinearRequest) -> Gating:
-    cfg = SimpleNamespace(
-        act_fn=known[0].act_fn,
-        gated_mlp=known[0].hooks.pre_linear is not None,
-        dtype=known[0].mlp.W_out.dtype,
-        n_layers=len(known),
-    )
-    gating, reasons = choose_gating(SimpleNamespace(cfg=cfg), gate, wanted)
-    if gating is None:
-        raise UnsupportedModelError(reasons, _PROBLEM)
-    return gating
+def _mlp_reasons(model: Any) -> tuple[str, ...]:
+    try:
+        known_mlps(model, _PROBLEM)
+    except UnsupportedModelError as error:
+        return error.reasons
+    return ()
 
 
 @full_precision()
 @torch.no_grad()
 def _show_checked(model: Any, heads: list[InPlace]) -> None:
-    """Show the heads, and hold every MLP against itself: as it was, as it is, with every hook live.
+    """Show the heads, and compare every MLP: before, after, and with every hook live.
 
     Raises:
         UnsupportedModelError: one differs; the neuron-heads are taken away again.
     """
     reasons = []
     try:
-        inputs = [
-            normal_numbers((2, 7, each.mlp.W_out.shape[1]), 2).to(each.mlp.W_out) for each in heads
-        ]
+        inputs = [normal_numbers((2, 7, each.W_out.shape[1]), 2).to(each.W_out) for each in heads]
         before = [
-            run_mlp(each.mlp, each.mlp_hooks, x) for each, x in zip(heads, inputs, strict=True)
+            run_mlp(each.mlp, each.mlp_points, x) for each, x in zip(heads, inputs, strict=True)
         ]
         show(model, heads)
         for each, x, expected in zip(heads, inputs, before, strict=True):
@@ -224,27 +238,29 @@ def _show_checked(model: Any, heads: list[InPlace]) -> None:
         raise
 
 
-def _differences(each: InPlace, x: Tensor, expected: Tensor) -> list[str]:
-    """Where the output of an MLP for x is not `expected`, nor the sum of what its heads write."""
+def _differences(heads: InPlace, x: Tensor, expected: Tensor) -> list[str]:
+    """Compare the output of an MLP for x with `expected`, and with the sum of its heads."""
     results: list[Tensor] = []
-    silent = run_mlp(each.mlp, each.mlp_hooks, x)
-    handles = [p.register_forward_hook(lambda *_: None) for p in each.points.values()]
-    handles.append(each.hook_result.register_forward_hook(lambda m, i, out: results.append(out)))
-    each.results = True
-    live = run_mlp(each.mlp, each.mlp_hooks, x)
-    each.results = False
+    silent = run_mlp(heads.mlp, heads.mlp_points, x)
+    handles = [p.register_forward_hook(lambda *_: None) for p in heads.points.values()]
+    handles.append(heads.hook_result.register_forward_hook(lambda m, i, out: results.append(out)))
+    heads.results = True
+    live = run_mlp(heads.mlp, heads.mlp_points, x)
+    heads.results = False
     for handle in handles:
         handle.remove()
     largest = expected.abs().max().item()
-    moved = (live - silent).abs().max().item()
-    beside = (live - results[0].sum(dim=-2) - each.b_O).abs().max().item()
     reasons = []
-    if each.gating.kind == "exact" and not torch.equal(silent, expected):
+    if heads.gating.kind == "exact" and not torch.equal(silent, expected):
         reasons.append("its MLP does not compute the same for the same input twice")
-    for what, by in (("activations are not those", moved), ("output is not the sum", beside)):
-        if not by <= logit_tolerance([each], x.dtype) * largest:
+    for what, other in (
+        ("activations are not those", silent),
+        ("output is not the sum", results[0].sum(dim=-2) + heads.b_O),
+    ):
+        difference = (live - other).abs().max().item()
+        if not difference <= logit_tolerance([heads], x.dtype) * largest:
             reasons.append(
-                f"its MLP's {what} of its neuron-heads; they differ by {by:.2g} where the largest "
-                f"entry is {largest:.2g}"
+                f"its MLP's {what} of its neuron-heads; they differ by {difference:.2g}, and the "
+                f"largest entry is {largest:.2g}"
             )
     return reasons

@@ -14,7 +14,7 @@ with gate p(q) = Σ_j w_j σ(b_j q + c_j) computes
     sink = -c_j               pattern over (self, sink) = softmax([b_j q + c_j, 0]), shifted by c_j
     W_O = w_j W_out[i]        output w_j σ(b_j q + c_j) q W_out[i]
 
-(in a gated MLP W_Q = W_gate[:, i], and the sum is a mixture times the value, `gates/gated.py`)
+(in a gated MLP W_Q = W_gate[:, i], and the sum is a mixture times the value, `gates/bilinear.py`)
 whose sum over j is q p(q) W_out[i]: Theorem 2 of "Attention-Only Transformers and Implementing
 MLPs with Attention Heads", with the sink in the place of the bias token. Heads are in the order of
 the neurons, the m heads of a neuron next to each other: head i m + j.
@@ -156,7 +156,7 @@ def mixture(gate: AnyGate) -> Mixture | None:
         Mixture(w=(1.0,), b=(1.702,), c=(0.0,))
     """
     if not isinstance(gate, Gate):
-        return Mixture(gate.weights, gate.slopes, gate.offsets)
+        return Mixture(gate.w, gate.b, gate.c)
     return Mixture((1.0,), (_SLOPES[gate.name],), (0.0,)) if gate.name in _SLOPES else None
 
 
@@ -372,9 +372,9 @@ def _reasons_against(model: object, max_bytes: int) -> list[str]:
             block.attn.q_norm is not None for block in model.blocks[::2]
         ),
         "its MLPs are gated, exactly: a neuron's value is the product of two linear maps, which no "
-        'stock head has. Convert the source with gate="bilinear" first': cfg.gated_mlp and exact,
+        "stock head has. Convert the source with gate=Bilinear() first": cfg.gated_mlp and exact,
         f"its gate is that of {cfg.act_fn}, exactly: a score that is not linear in the "
-        'pre-activation, which no stock head has. Convert the source with gate="bilinear" '
+        "pre-activation, which no stock head has. Convert the source with gate=Bilinear() "
         "first (silu and quick_gelu are linear as they are)": any(
             mixture(gate) is None for gate in _gates(model)
         ),

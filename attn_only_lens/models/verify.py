@@ -1,13 +1,9 @@
-"""Compare a model whose neurons are heads with its source on real input: logits, and the stream.
-
-What a comparison of two models has measured, and what it says of them.
-
-What bilinear gates make of activations: put into the source, and measured layer by layer.
-"""
+"""Compare a model whose neurons are heads with its source on real input: logits, and the stream."""
 
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pandas as pd
@@ -17,28 +13,28 @@ from transformer_lens.model_bridge import TransformerBridge
 
 from attn_only_lens.axes import Tokens
 from attn_only_lens.errors import UnsupportedCallError, UnsupportedModelError
-from attn_only_lens.gates import BilinearGate, RangeGate
+from attn_only_lens.gates import GATES
 from attn_only_lens.heads import has_neuron_heads, host_of, logit_tolerance
 from attn_only_lens.heads.bilinear import BilinearHeads
 from attn_only_lens.heads.gating import AnyGate
 from attn_only_lens.models.in_place import InPlace, hidden
-from attn_only_lens.models.in_place.known_mlps import find_hooks
+from attn_only_lens.models.in_place.known_mlps import find_hook_points
 from attn_only_lens.models.two_blocks import AttentionOnlyTransformer
 from attn_only_lens.numerics import full_precision, where_float64_is
 from attn_only_lens.runs.inputs import checked_tokens
 from attn_only_lens.tl import GatedMLP, HookedTransformer
 
-__all__ = ["Verification", "activation_errors", "approximated_logits", "verify"]
+__all__ = ["Verification", "verify"]
 
 _ROUNDING = 1e-14  # of an activation evaluated in float64: silu's bound is 0
 
 
 @dataclass(frozen=True)
 class Verification:
-    """What `verify` measured.
+    """Differences that `verify` measured between a converted model and its source.
 
     Attributes:
-        bitwise: whether the logits are bit for bit the source's when no hook is live.
+        bitwise: True if the logits are bit for bit the source's when no hook is live.
         rounding: for bilinear gates, largest |Δ logit| from the source with its activations
             replaced by the gates' approximation, over the largest |logit|, without hooks or with
             every hook live; for exact gates the same as `relative`.
@@ -84,11 +80,12 @@ class Verification:
 
     @property
     def ok(self) -> bool:
-        """Whether the conversion is what it promises.
+        """True if the converted model computes what it should.
 
-        With exact gates: bitwise without hooks, and within the tolerance with every hook live.
-        With bilinear gates: to rounding the source with approximated activations, and each of
-        those within its certified bound; what that makes of the logits is reported, not judged.
+        With exact gates: the source's logits, bitwise without hooks and within the tolerance with
+        every hook live. With bilinear gates: the logits of the source with approximated
+        activations, to rounding, and each of those within its certified bound; the difference that
+        it makes to the logits is reported, not judged.
         """
         if self.activations.empty:
             return self.bitwise and self.relative <= self.tolerance
@@ -122,74 +119,63 @@ def _text(table: pd.DataFrame) -> str:
     return table.to_string(index=False, float_format=lambda x: f"{x:.2e}")
 
 
-def approximated_logits(source: Any, gates: list[AnyGate], tokens: Tensor) -> Tensor:
-    """Logits of the source, each activation replaced by the approximation of its layer's gate."""
+def _approximated_logits(source: Any, gates: list[AnyGate], tokens: Tensor) -> Tensor:
+    """Run the source with each activation replaced by the approximation of its layer's gate."""
     with ExitStack() as stack:
         for block, gate in zip(source.blocks, gates, strict=True):
-            hooks, read = find_hooks(block.mlp), dict[str, Tensor]()
-            taps = [
-                (hooks.pre, _keep(read, "q")),
-                (hooks.post, _replace(read, gate, block.mlp)),
-            ]
-            if hooks.pre_linear is not None:
-                taps.append((hooks.pre_linear, _keep(read, "u")))
-            for point, tap in taps:
-                stack.callback(point.register_forward_hook(tap).remove)
+            points, read = find_hook_points(block.mlp), dict[str, Tensor]()
+            hooks = {points.pre: _keep(read, "q"), points.post: _replace(read, gate, block.mlp)}
+            if points.pre_linear is not None:
+                hooks[points.pre_linear] = _keep(read, "u")
+            for point, hook in hooks.items():
+                stack.callback(point.register_forward_hook(hook).remove)
         logits: Tensor = source(tokens)
     return logits
 
 
 def _keep(read: dict[str, Tensor], name: str) -> Callable[..., None]:
-    def tap(module: Any, inputs: Any, x: Tensor) -> None:
-        read[name] = x
-
-    return tap
+    return lambda module, inputs, x: read.update({name: x})
 
 
 def _replace(read: dict[str, Tensor], gate: Any, mlp: Any) -> Callable[..., Tensor]:
-    def tap(module: Any, inputs: Any, post: Tensor) -> Tensor:
-        q = read["q"]
-        out = gate.mixture(q) * read.get("u", q)
+    def hook(module: Any, inputs: Any, post: Tensor) -> Tensor:
+        out = gate.mixture(read["q"]) * read.get("u", read["q"])
         return (out + mlp.b_in if isinstance(mlp, GatedMLP) else out).to(post.dtype)
 
-    return tap
+    return hook
 
 
-def activation_errors(converted: Any, act_fns: list[str], tokens: Tensor) -> pd.DataFrame:
-    """Certified and measured error of the activation in each layer; empty for exact gates.
-
-    Args:
-        converted: a model with neuron-heads, in either layout.
-        act_fns: the source's activation in each layer.
-        tokens: what to run it on.
-    """
-    layers: list[Any] = host_of(converted).neurons
-    if not all(isinstance(heads, BilinearHeads) for heads in layers):
-        return pd.DataFrame()
-    rows: dict[int, dict[str, float]] = {}
+def _activation_errors(
+    converted: Any, layers: list[Any], act_fns: list[str], tokens: Tensor
+) -> pd.DataFrame:
+    """Measure the error of the activation in each layer of a model with bilinear gates."""
+    rows: list[dict[str, float]] = [{} for _ in layers]
 
     def measure(layer: int, q: Tensor) -> None:
-        heads, gate = layers[layer], layers[layer].gate
-        assert isinstance(gate, BilinearGate | RangeGate)
-        limit = gate.range if isinstance(gate, RangeGate) else float("inf")
-        errors = {"bound": gate.bound, "measured": heads.error(q, act_fns[layer])}
-        largest = q.abs().max().item()
-        rows[layer] = {"layer": layer, **errors, "largest": largest, "range": limit}
+        q, gate = where_float64_is(q).double(), layers[layer].bilinear_gate
+        error = gate.activation(q) - GATES[act_fns[layer]].activation(q)
+        rows[layer] = {
+            "layer": layer,
+            "bound": gate.bound,
+            "measured": error.abs().max().item(),
+            "largest": q.abs().max().item(),
+            "range": gate.limit,
+        }
 
     with ExitStack() as stack:
         for layer, heads in enumerate(layers):
-            stack.callback(_watch(heads, layer, measure).remove)
+            stack.callback(_call_with_q(heads, partial(measure, layer)).remove)
         converted(tokens)
-    return pd.DataFrame([rows[layer] for layer in range(len(layers))])
+    return pd.DataFrame(rows)
 
 
-def _watch(
-    heads: Any, layer: int, measure: Callable[[int, Tensor], None]
+def _call_with_q(
+    heads: Any, function: Callable[[Tensor], None]
 ) -> torch.utils.hooks.RemovableHandle:
-    """Have q measured whenever the heads of a layer read it."""
+    """Call a function with q whenever the heads of a layer read it."""
     if isinstance(heads, InPlace):
-        return heads.mlp_hooks.pre.register_forward_hook(lambda _, x, q: measure(layer, q))
-    return heads.register_forward_pre_hook(lambda _, x: measure(layer, heads.pre_activation(x[0])))
+        return heads.mlp_points.pre.register_forward_hook(lambda _, x, q: function(q))
+    return heads.register_forward_pre_hook(lambda _, x: function(heads.pre_activation(x[0])))
 
 
 _SIZES = ("n_layers", "d_model", "d_mlp", "d_vocab", "d_vocab_out", "gated_mlp")
@@ -204,20 +190,20 @@ def verify(
 ) -> Verification:
     """Run both models on the same input and compare them, without hooks and with every hook.
 
-    Where the converted model has bilinear gates, each layer's activations are also held against
-    their certified bound.
+    If the converted model has bilinear gates, each layer's activations are also compared with their
+    certified bound.
 
-    A model whose neuron-heads are exposed in place is its own source: give it for both. Then it is
-    first run as it is without them, and has them back afterwards.
+    A model whose neuron-heads are exposed in place is its own source: pass it for both. It is then
+    run without them first.
 
     Args:
-        source: the model before conversion; or, of a model exposed in place, an equal one that is
+        source: the model before conversion; for a model exposed in place, an equal one that is
             not, or the model itself.
         converted: `convert(source)`, a loaded copy of it, or a model with `expose_neuron_heads`.
-        tokens: tokens [batch, pos], or a text where the models have a tokenizer.
+        tokens: tokens [batch, pos], or a text if the models have a tokenizer.
 
     Returns:
-        The comparison; `print` it, or ask `.ok`.
+        The comparison; `print` it, or test `.ok`.
 
     Raises:
         UnsupportedModelError: the two cannot be compared: other shapes, dtypes, or kinds of model.
@@ -244,7 +230,7 @@ def verify(
         expected = source(tokens)
         _, stream = source.run_with_cache(tokens, names_filter=[hook for _, hook, _ in points])
         gates = [heads.gate for heads in layers]
-        approximated = expected if exact else approximated_logits(source, gates, tokens)
+        approximated = expected if exact else _approximated_logits(source, gates, tokens)
     silent = converted(tokens)
     live, seen = converted.run_with_cache(tokens)
     assert isinstance(live, Tensor)  # and not the tuple of another return_type
@@ -255,7 +241,7 @@ def verify(
     act_fns = [h.act_fn if isinstance(h, InPlace) else source.cfg.act_fn for h in layers]
     return Verification(
         bitwise=torch.equal(expected, silent),
-        rounding=_largest([float(_row("logits", approximated, x)["relative"]) for x in outputs]),
+        rounding=_max_or_nan([_row("", approximated, x)["relative"] for x in outputs]),
         max_abs_logit=float(logits["max_abs"]),
         relative=float(logits["relative"]),
         mean_kl=kl.mean().item(),
@@ -271,14 +257,15 @@ def verify(
         n_tokens=kl.numel(),
         dtype=expected.dtype,
         tolerance=logit_tolerance(layers, expected.dtype),
-        activations=activation_errors(converted, act_fns, tokens),
+        activations=pd.DataFrame()
+        if exact
+        else _activation_errors(converted, layers, act_fns, tokens),
     )
 
 
 def _points(source: Any, converted: Any) -> list[tuple[str, str, str]]:
-    """Points of the stream: what each is called, and its hooks in the two models."""
-    host = host_of(converted)
-    points = []
+    """Return the points of the stream: a name for each, and its hooks in the two models."""
+    points, host = [], host_of(converted)
     for layer in range(source.cfg.n_layers):
         for point in ("pre", "mid"):
             hook = f"blocks.{layer}.hook_resid_{point}"
@@ -290,7 +277,7 @@ def _points(source: Any, converted: Any) -> list[tuple[str, str, str]]:
 
 
 def _mismatches(source: Any, converted: Any) -> list[str]:
-    """Why two models cannot be compared."""
+    """Return the reasons why two models cannot be compared."""
     in_place = has_neuron_heads(converted) and host_of(converted).in_place
     if not has_neuron_heads(converted):
         reasons = [
@@ -331,8 +318,8 @@ def _row(point: str, expected: Tensor, got: Tensor) -> dict[str, str | float]:
     return {"point": point, "max_abs": error.item(), "relative": relative.item()}
 
 
-def _largest(errors: list[float]) -> float:
-    """The largest; nan where any is, of which `max` would make what comes first."""
+def _max_or_nan(errors: list[Any]) -> float:
+    """Maximum; nan if any entry is nan."""
     return torch.tensor(errors, dtype=torch.float64, device="cpu").max().item()
 
 

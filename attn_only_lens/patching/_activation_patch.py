@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
 from torch import Tensor, ones_like
 from tqdm.auto import tqdm
 
@@ -14,8 +13,9 @@ from attn_only_lens.heads.host import HEAD_KINDS
 from attn_only_lens.numerics import full_precision, is_count, matmul_precision
 from attn_only_lens.patching.processes import Processes
 from attn_only_lens.patching.results import Sweep
-from attn_only_lens.patching.resume import PartStore
+from attn_only_lens.patching.resume import MemoryParts, PartStore
 from attn_only_lens.patching.run_patches import Batching, PatchRunner, site_groups
+from attn_only_lens.runs.edit_checks import require_same_edit
 from attn_only_lens.runs.fingerprint import fingerprint
 from attn_only_lens.runs.identity import Unidentified, identity
 from attn_only_lens.runs.inputs import checked_tokens, option_reasons, reasons_not_to_run
@@ -25,7 +25,6 @@ from attn_only_lens.runs.positions import Positions, PositionSet, resolve_positi
 from attn_only_lens.runs.prompts import Prompts, prompt_pair
 from attn_only_lens.runs.recording import Recording, RunPair, record, record_pair
 from attn_only_lens.runs.replay import Replay, make_replay
-from attn_only_lens.runs.replay.edit_checks import require_same_edit
 from attn_only_lens.runs.sites import PARTS, LayerSites, Part, Sites, all_heads, resolve_sites
 
 __all__ = ["activation_patch"]
@@ -105,20 +104,18 @@ def activation_patch(
     where = resolve_positions(pair, positions)
     runs = record_pair(model, pair, metric, chosen, part)
     tokens = None if reference is None else checked_tokens(model, reference)
-    target, baseline = runs.clean, runs.clean_value
-    if direction == "denoise":
-        target, baseline = runs.corrupted, runs.corrupted_value
-    source = _source(model, runs, direction, tokens, chosen)
+    target, source, baseline = runs.target(direction)
+    if direction in ABLATIONS:
+        source = _ablate(model, runs, direction, tokens, chosen)
 
     groups = site_groups(chosen, where)
-    store = None
+    parts: MemoryParts | PartStore = MemoryParts()
     if resume is not None:
         settings = _settings(model, runs, as_metric(metric), chosen, where, part, direction, tokens)
-        store = PartStore(resume, settings, len(groups))
-    processes = Processes(store)
-    done = [store is not None and store.has(i) for i in range(len(groups))]
+        parts = PartStore(resume, settings, len(groups))
+    processes = Processes(resume)
+    done = [parts.has(i) for i in range(len(groups))]
     mine = [i for i in processes.share(range(len(groups))) if not done[i]]
-    frames: list[pd.DataFrame] = []
     total = sum(len(groups[i]) for i in mine)
     hidden = not (progress and processes.first)
     with tqdm(total=total, unit="site", desc=processes.name, disable=hidden) as bar:
@@ -127,22 +124,9 @@ def activation_patch(
         batching = Batching(model, batch_size, bar.update, replay.numbers_per_token)
         runner = PatchRunner(replay, source, part, baseline, batching)
         for i in mine:
-            frame = groups[i].frame(runner.values(groups[i]))
-            if store is None:
-                frames.append(frame)
-            else:
-                store.write(i, frame)
+            parts.write(i, groups[i].frame(runner.values(groups[i])))
     processes.wait()
-    return Sweep(
-        pd.concat(frames, ignore_index=True) if store is None else store.read_all(),
-        part=part,
-        direction=direction,
-        metric=runs.metric.name,
-        clean_value=runs.clean_value,
-        corrupted_value=runs.corrupted_value,
-        n_prompts=len(pair.clean),
-        model=str(getattr(model.cfg, "model_name", "")),
-    )
+    return Sweep.of_runs(model, runs, parts.read_all(), part, direction)
 
 
 def _check(model: Any, part: str, direction: str, reference: object, batch_size: object) -> None:
@@ -173,22 +157,20 @@ def _check_edits(
                 require_same_edit(replay, kind, layers, part, first)
 
 
-def _source(
+def _ablate(
     model: Any,
     runs: RunPair,
-    direction: str,
+    to: str,
     reference: Tokens | None,
     sites: Sequence[LayerSites],
 ) -> Recording:
-    """Return the activations to patch in: those of the other run, or ablated ones."""
-    if direction in DIRECTIONS:
-        return runs.clean if direction == "denoise" else runs.corrupted
+    """Return the clean run with ablated heads, by means or prompts of the reference if any."""
     other, real = runs.clean, runs.pair.real
     if reference is not None:
         layers = [each.layer for each in sites if each.kind == "neuron"]
         other = record(model, reference, None, layers=layers, names=runs.clean.hooked)
         real = ones_like(reference).bool()
-    return ablate(runs.clean, other, direction, real)  # type: ignore[arg-type]
+    return ablate(runs.clean, other, to, real)  # type: ignore[arg-type]
 
 
 def _settings(

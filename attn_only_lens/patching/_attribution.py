@@ -181,9 +181,7 @@ def attribution(
         runs = record_pair(
             model, pair, metric, chosen, part, names=kept, traced=traced, hooks=tape.hooks
         )
-    target, source, value = runs.corrupted, runs.clean, runs.corrupted_value
-    if direction == "noise":
-        target, source, value = runs.clean, runs.corrupted, runs.clean_value
+    target, source, value = runs.target(direction)
     require_differentiable(runs.metric, target.logits.detach())
     if method != "integrated":  # which has gradients of its own, between the runs
         span = runs.clean_value - runs.corrupted_value
@@ -207,17 +205,8 @@ def attribution(
         at = everywhere.to(found.device, found.dtype)
         moves = torch.einsum("sbp,kbp->ks", found, at).flatten()
         frames.append(SiteGroup(each, where).frame(value + moves.cpu().double()))
-    return Sweep(
-        pd.concat(frames, ignore_index=True),
-        part=part,
-        direction=direction,
-        metric=runs.metric.name,
-        clean_value=runs.clean_value,
-        corrupted_value=runs.corrupted_value,
-        n_prompts=len(pair.clean),
-        model=str(getattr(model.cfg, "model_name", "")),
-        method=method,
-    )
+    frame = pd.concat(frames, ignore_index=True)
+    return Sweep.of_runs(model, runs, frame, part, direction, method)
 
 
 def _check(model: Any, part: str, direction: str, method: str, steps: object) -> None:

@@ -9,14 +9,14 @@ one for `--cpu`, unless there is MPI. With GPUs, the script puts its model on
 
 import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 
 from attn_only_lens.errors import PatchingError
-from attn_only_lens.patching.resume import PartStore
 
-__all__ = ["Processes", "is_first", "launched"]
+__all__ = ["Processes", "is_first", "n_launched"]
 
 _SIZES = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
 """Variables in which torchrun, accelerate and MPI's launchers give the number of processes."""
@@ -32,13 +32,13 @@ class Processes:
         PatchingError: there are several, and no folder for them to meet in.
     """
 
-    def __init__(self, store: PartStore | None) -> None:
+    def __init__(self, folder: str | Path | None) -> None:
         self._state: Any = None
         self.index, self.count = 0, 1
-        count = launched()
+        count = n_launched()
         if count == 1:
             return
-        if store is None:
+        if folder is None:
             raise PatchingError(
                 [
                     f"{count} processes were launched; expected a folder for "
@@ -79,10 +79,10 @@ class Processes:
 
 def is_first() -> bool:
     """Return whether this is the only process, or the one of those launched that reports."""
-    return launched() == 1 or bool(_state().is_main_process)
+    return n_launched() == 1 or bool(_state().is_main_process)
 
 
-def launched() -> int:
+def n_launched() -> int:
     """Return the number of processes that were launched together."""
     return next((int(os.environ[name]) for name in _SIZES if name in os.environ), 1)
 

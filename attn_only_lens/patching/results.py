@@ -16,6 +16,7 @@ import pandas as pd
 
 from attn_only_lens.errors import PatchingError
 from attn_only_lens.numerics import is_count
+from attn_only_lens.runs.recording import RunPair
 from attn_only_lens.storage import Document
 from attn_only_lens.storage.tables import TableFields, read_table, write_table
 
@@ -126,6 +127,29 @@ class Sweep:
         PatchingError.raise_if(reasons, _PROBLEM)
         frame["score"] = (frame["value"] - self.corrupted_value) / span
         object.__setattr__(self, "frame", frame)
+
+    @classmethod
+    def of_runs(
+        cls,
+        model: Any,
+        runs: RunPair,
+        frame: pd.DataFrame,
+        part: str,
+        direction: str,
+        method: str = MEASURED,
+    ) -> "Sweep":
+        """Return the sweep of a frame of values, with the settings of its two runs."""
+        return cls(
+            frame,
+            part=part,
+            direction=direction,
+            metric=runs.metric.name,
+            clean_value=runs.clean_value,
+            corrupted_value=runs.corrupted_value,
+            n_prompts=len(runs.pair.clean),
+            model=str(getattr(model.cfg, "model_name", "")),
+            method=method,
+        )
 
     def to_frame(self) -> pd.DataFrame:
         """Return a copy of the frame."""

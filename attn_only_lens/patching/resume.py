@@ -22,7 +22,7 @@ from attn_only_lens.storage.tables import (
     write_table,
 )
 
-__all__ = ["PartStore"]
+__all__ = ["MemoryParts", "PartStore"]
 
 _SETTINGS = "settings.json"
 _MISSING = "<missing>"
@@ -39,6 +39,25 @@ class _Part(TableFields):
 
 _SETTINGS_DOCUMENT = Document("attn_only_lens.SweepSettings", 1, _Settings)
 _PART_DOCUMENT = Document("attn_only_lens.SweepPart", 1, _Part)
+
+
+class MemoryParts:
+    """The parts of a sweep that is not to be resumed."""
+
+    def __init__(self) -> None:
+        self._frames: dict[int, pd.DataFrame] = {}
+
+    def has(self, part: int) -> bool:
+        """Return whether a part is written."""
+        return part in self._frames
+
+    def write(self, part: int, frame: pd.DataFrame) -> None:
+        """Keep a part."""
+        self._frames[part] = frame
+
+    def read_all(self) -> pd.DataFrame:
+        """Return all parts, one below another."""
+        return pd.concat(list(self._frames.values()), ignore_index=True)
 
 
 class PartStore:

@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
-from attn_only_lens.patching.processes import launched
+from attn_only_lens.patching.processes import n_launched
 from attn_only_lens.runs.edits import (
     attention_edit,
     change_of_z,
@@ -59,19 +59,19 @@ class Batching:
     def fill(
         self,
         values: Tensor,
-        alive: Tensor,
+        effective: Tensor,
         numbers_per_variant: int,
         run: Callable[[Tensor], Tensor],
     ) -> None:
-        """Set `values` to `run(indices)` where `alive`, in chunks; halve them if memory runs out.
+        """Set `values` to `run(indices)` where effective, in chunks; halve them if memory runs out.
 
         Args:
             values: one for each variant, filled in place.
-            alive: the variants to run.
+            effective: the variants to run.
             numbers_per_variant: how many numbers one variant holds at once.
             run: returns the values of some variants.
         """
-        left = alive.nonzero()[:, 0]
+        left = effective.nonzero()[:, 0]
         self._on_done(len(values) - len(left))
         while len(left):
             size = self._size or max(1, self._numbers // numbers_per_variant)
@@ -112,7 +112,7 @@ def _numbers_that_fit(model: Any, numbers_per_token: int) -> int:
         free, _ = torch.cuda.mem_get_info(parameter.device)
         return int(_SHARE * free / each)
     # Processes launched together share the memory; each may get there before the others.
-    free = psutil.virtual_memory().available // launched()
+    free = psutil.virtual_memory().available // n_launched()
     return min(_CPU_TOKENS * numbers_per_token, int(_SHARE * free / each))
 
 
@@ -191,12 +191,12 @@ class PatchRunner:
         patch = self._patch_neurons if group.sites.kind == "neuron" else self._patch_attention
         changed, block, variants = patch(group)
         values = torch.full((len(group),), self.baseline, dtype=torch.float64, device="cpu")
-        first, alive = self._reach(changed, block)
+        first, effective = self._effective_sites(changed, block)
 
         def run(chosen: Tensor) -> Tensor:
             return self.replay.values(variants(chosen, first))
 
-        self.batching.fill(values, alive, self.replay.numbers_per_variant(first), run)
+        self.batching.fill(values, effective, self.replay.numbers_per_variant(first), run)
         return values
 
     def _patch_neurons(self, group: SiteGroup) -> _Patch:
@@ -207,8 +207,8 @@ class PatchRunner:
         change = neuron_changes(heads, sites, dz)
         change = change * where.where.to(change.device)
         block = self.replay.host.block(sites.layer, "neuron")
-        block += self.replay.adds_mlp_output(block, heads.written_at)
-        directions = heads.directions[sites.index.to(change.device)]
+        block += self.replay.adds_mlp_output(block, heads.output_module)
+        directions = heads.W_out[sites.index.to(change.device)]
 
         def variants(chosen: Tensor, first: int) -> Variants:
             moving = change[chosen, :, first:].flatten(0, 1).unsqueeze(-1)
@@ -236,10 +236,14 @@ class PatchRunner:
 
         return changed, block, variants
 
-    def _reach(self, changed: Bool[Tensor, "site batch pos"], block: int) -> tuple[int, Tensor]:
+    def _effective_sites(
+        self, changed: Bool[Tensor, "site batch pos"], block: int
+    ) -> tuple[int, Tensor]:
         """Return the first position that any site changes, and which sites affect the metric."""
-        alive = (changed & self.replay.effective_positions(block).to(changed.device)).any((1, 2))
-        if not alive.any():
-            return 0, alive
-        positions = changed[alive].any(dim=(0, 1)).nonzero()[:, 0]
-        return self.replay.start(block, int(positions[0])), alive
+        effective = (changed & self.replay.effective_positions(block).to(changed.device)).any(
+            (1, 2)
+        )
+        if not effective.any():
+            return 0, effective
+        positions = changed[effective].any(dim=(0, 1)).nonzero()[:, 0]
+        return self.replay.start(block, int(positions[0])), effective

@@ -64,7 +64,7 @@ def neuron_changes(
     heads: NeuronHeads, sites: LayerSites, dz: Float[Tensor, "batch pos head_index"]
 ) -> Float[Tensor, "site batch pos"]:
     """Return the change of each site's neuron activation, from that of z."""
-    return sum_by_site(heads, sites, heads.shares(dz))
+    return sum_by_site(heads, sites, heads.head_outputs(dz))
 
 
 def sum_by_site(
@@ -90,11 +90,11 @@ def neuron_variants(replay: Replay, layer: int, first: int, added: Residual) -> 
     """
     heads, block = replay.host.neurons[layer], replay.host.block(layer, "neuron")
     n = len(added) // replay.batch
-    if replay.adds_mlp_output(block, heads.written_at):
+    if replay.adds_mlp_output(block, heads.output_module):
         stream = replay.recorded_stream(block + 1, first, n)
         return Variants(block + 1, first, stream + added)
     stream = replay.recorded_stream(block, first, n)
-    return Variants(block, first, stream, mlp=heads.written_at, added=added)
+    return Variants(block, first, stream, mlp=heads.output_module, added=added)
 
 
 def differences(target: Tensor, source: Tensor, part: Part) -> Bool[Tensor, "batch pos head_index"]:

@@ -92,17 +92,17 @@ class _Describer:
         if type(value) in _PLAIN:
             return [type(value).__name__, repr(value)]
         if type(value) in (tuple, CodeType):  # compilers may or may not make two equal ones one
-            return [type(value).__name__, self._described(value, where)]
+            return [type(value).__name__, self._describe_value(value, where)]
         if id(value) in self._order:
             return ["as before", self._order[id(value)]]
         self._order[id(value)] = len(self._order)
         self._kept.append(value)
         try:
-            return [type(value).__qualname__, self._described(value, where)]
+            return [type(value).__qualname__, self._describe_value(value, where)]
         except RecursionError:
             raise Unidentified(f"{where} is nested too deeply") from None
 
-    def _described(self, value: Any, where: str) -> Any:
+    def _describe_value(self, value: Any, where: str) -> Any:
         if isinstance(value, CodeType):
             return self._code(value, where)
         if isinstance(value, FunctionType):
@@ -164,10 +164,10 @@ class _Describer:
         # By its globals: functions made by a package's decorators have the user's own __module__.
         home = str(function.__globals__.get("__name__"))
         owner = _package(home)
-        if owner is not None and _found(home, function.__qualname__) is function:
+        if owner is not None and _lookup(home, function.__qualname__) is function:
             return [home, function.__qualname__, owner, self.describe(function.__code__, where)]
         names = function.__code__.co_freevars
-        closure = dict(zip(names, map(_content, function.__closure__ or ()), strict=True))
+        closure = dict(zip(names, map(_cell_content, function.__closure__ or ()), strict=True))
         values = closure
         if owner is None:  # attributes of modules are described below
             values = {k: v for k, v in closure.items() if not isinstance(v, ModuleType)}
@@ -183,7 +183,7 @@ class _Describer:
     def _reads(self, function: FunctionType, closure: dict[str, Any], where: str) -> Iterator[Any]:
         """Yield the values that a function reads by name; of modules, their attributes."""
         outside = ChainMap(function.__globals__, vars(builtins))
-        for how, name, *attributes in sorted(set(_read(function.__code__))):
+        for how, name, *attributes in sorted(set(_names_read(function.__code__))):
             if how == "import":
                 if _package(name) is None:
                     raise Unidentified(f"{where} imports {name} as it runs: import it before")
@@ -257,14 +257,14 @@ class _Describer:
         ]
 
 
-def _content(cell: types.CellType) -> Any:
+def _cell_content(cell: types.CellType) -> Any:
     try:
         return cell.cell_contents
     except ValueError:
         return "<empty>"
 
 
-def _read(code: CodeType) -> Iterator[tuple[str, ...]]:
+def _names_read(code: CodeType) -> Iterator[tuple[str, ...]]:
     """Yield names that code reads from outside: how, the name, and attributes taken at once."""
     chain: list[str] = []
     for step in [*dis.get_instructions(code), None]:
@@ -287,10 +287,10 @@ def _read(code: CodeType) -> Iterator[tuple[str, ...]]:
             yield "import", str(step.argval)
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
-            yield from _read(constant)
+            yield from _names_read(constant)
 
 
-def _found(module: str, name: str) -> Any:
+def _lookup(module: str, name: str) -> Any:
     """Return the value of a qualified name in a module; None if there is none."""
     value: Any = sys.modules.get(module)
     for part in name.split("."):

@@ -80,7 +80,7 @@ def resolve_positions(pair: PromptPair, positions: Positions) -> tuple[PositionS
         if not is_count(pos, -n_pos, n_pos - 1):
             reasons.append(f"got {pos!r}; {expected}")
             continue
-        where = real & (_column(real, pos) if pos >= 0 else _from_the_end(pair, pos))
+        where = real & (_column(real, pos) if pos >= 0 else _from_end(pair, pos))
         without = (~where.any(dim=1)).nonzero().flatten().tolist()
         if without:
             reasons.append(
@@ -101,6 +101,6 @@ def _column(real: Bool[Tensor, "batch pos"], pos: int) -> Bool[Tensor, "pos"]:
     return torch.arange(real.shape[1], device=real.device) == pos
 
 
-def _from_the_end(pair: PromptPair, pos: int) -> Bool[Tensor, "batch pos"]:
+def _from_end(pair: PromptPair, pos: int) -> Bool[Tensor, "batch pos"]:
     columns = torch.arange(pair.clean.shape[1], device=pair.clean.device)
     return columns == (pair.last + pos + 1)[:, None]

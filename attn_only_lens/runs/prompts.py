@@ -146,7 +146,7 @@ def _stack(
         reasons.append("got a mask beside texts, whose padding is made here; leave it out")
     PatchingError.raise_if(reasons, _PROBLEM)
     tokens, padding = _pad(model, rows)
-    found = padding if texts else _checked_mask(mask, tokens, reasons)
+    found = padding if texts else _check_mask(mask, tokens, reasons)
     PatchingError.raise_if(reasons, _PROBLEM)
     return tokens, found
 
@@ -192,7 +192,7 @@ def _pad(model: Any, rows: list[Tensor]) -> tuple[Tokens, Tensor | None]:
     return tokens, mask
 
 
-def _checked_mask(mask: object, tokens: Tokens, reasons: list[str]) -> Tensor | None:
+def _check_mask(mask: object, tokens: Tokens, reasons: list[str]) -> Tensor | None:
     if mask is None:
         return None
     expected = f"expected 1 (real) and 0 (padding) in the tokens' shape {list(tokens.shape)}"

@@ -95,6 +95,16 @@ class RunPair:
     clean_value: float
     corrupted_value: float
 
+    def target(self, direction: str) -> tuple[Recording, Recording, float]:
+        """Return the run patched into, the other run, and the metric of the first.
+
+        Args:
+            direction: "denoise" patches into the corrupted run, any other into the clean one.
+        """
+        if direction == "denoise":
+            return self.corrupted, self.clean, self.corrupted_value
+        return self.clean, self.corrupted, self.clean_value
+
 
 def record(
     model: Any,

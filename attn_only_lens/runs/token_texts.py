@@ -34,7 +34,7 @@ _RUN = re.compile("(?:<0x[89A-F][0-9A-F]>)+")
 def token_texts(model: Any, tokens: str | Tensor | Iterable[int]) -> list[str]:
     """Return the tokens of a text as texts, with the space before a word.
 
-    Joined (`joined`) they are the text again, as far as the tokenizer can give it back; but where
+    `join_tokens` makes the text of them again, as far as the tokenizer can give it back; but where
     SentencePiece puts a space before a text that is a token by itself, it is shown.
 
     Args:
@@ -62,7 +62,7 @@ def token_texts(model: Any, tokens: str | Tensor | Iterable[int]) -> list[str]:
         )
     texts = [token_text(model, each) for each in ids]
     if texts and getattr(model, "tokenizer", None) is not None:
-        first = _decoded(model.tokenizer, ids[:1])
+        first = _decode(model.tokenizer, ids[:1])
         if first and texts[0] == f" {first}":
             texts[0] = first
         if str(model.tokenizer.convert_ids_to_tokens(ids[-1])).endswith(_END_OF_WORD):
@@ -79,8 +79,8 @@ def token_text(model: Any, token: int) -> str:
     if piece is None:  # vocabularies of models are rounded up
         return f"<{token}>"
     if piece.endswith(_END_OF_WORD):
-        return f"{_decoded(tokenizer, [token])} "
-    once, twice = (_decoded(tokenizer, [token] * n) for n in (1, 2))
+        return f"{_decode(tokenizer, [token])} "
+    once, twice = (_decode(tokenizer, [token] * n) for n in (1, 2))
     text = twice.removeprefix(once) if twice.startswith(once) else once
     if _BROKEN in text:
         text = _with_bytes(piece, text)
@@ -91,16 +91,16 @@ def join_tokens(texts: Iterable[str]) -> str:
     """Join the texts of tokens, and decode bytes that together are characters.
 
     Example:
-        >>> from attn_only_lens.runs.token_texts import joined
-        >>> joined(["caf", "<0xC3>", "<0xA9>", " <0xFF>"])
+        >>> from attn_only_lens.runs.token_texts import join_tokens
+        >>> join_tokens(["caf", "<0xC3>", "<0xA9>", " <0xFF>"])
         'café <0xFF>'
     """
-    return _RUN.sub(_characters, "".join(texts))
+    return _RUN.sub(_decode_bytes, "".join(texts))
 
 
-def _characters(run: re.Match[str]) -> str:
+def _decode_bytes(run: re.Match[str]) -> str:
     raw = bytes.fromhex(run[0].replace("<0x", "").replace(">", ""))
-    return _escaped(raw)
+    return _escape(raw)
 
 
 def _with_bytes(piece: str, text: str) -> str:
@@ -108,16 +108,16 @@ def _with_bytes(piece: str, text: str) -> str:
     if _RUN.fullmatch(piece):
         return piece
     if all(character in _BYTES for character in piece):
-        return _escaped(bytes(_BYTES[character] for character in piece))
+        return _escape(bytes(_BYTES[character] for character in piece))
     return text
 
 
-def _escaped(raw: bytes) -> str:
+def _escape(raw: bytes) -> str:
     """Bytes as characters; those that are none by name."""
     codes = map(ord, raw.decode("utf-8", "surrogateescape"))
     return "".join(f"<0x{c - 0xDC00:02X}>" if 0xDC80 <= c <= 0xDCFF else chr(c) for c in codes)
 
 
-def _decoded(tokenizer: Any, ids: list[int]) -> str:
+def _decode(tokenizer: Any, ids: list[int]) -> str:
     # Cleaned up, the space before a comma would go wherever it was.
     return str(tokenizer.decode(ids, clean_up_tokenization_spaces=False))

@@ -57,8 +57,8 @@ def atomic_write(path: Path) -> Iterator[Path]:
         raise CheckpointError(f"got {str(path)!r}; expected a path, without the character 0")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        _tidy(path)
-        scratch, lock = _scratch(path)
+        _remove_leftovers(path)
+        scratch, lock = _make_scratch(path)
         with lock:
             try:
                 new = scratch / "new"
@@ -125,7 +125,7 @@ def open_folder(folder: str | os.PathLike[str]) -> Path:
     try:
         found = Path(folder).resolve()
         if not os.path.lexists(found):
-            _tidy(found)
+            _remove_leftovers(found)
         is_folder = found.is_dir() or not os.path.lexists(found)
     except (OSError, RuntimeError, TypeError, ValueError) as error:  # RuntimeError: links in a ring
         raise CheckpointError(f"got {folder!r}, which is no usable path: {error}") from error
@@ -176,9 +176,9 @@ def _discard(scratch: Path, path: Path) -> None:
             scratch.rmdir()
 
 
-def _tidy(path: Path) -> None:
+def _remove_leftovers(path: Path) -> None:
     """Remove hidden folders of this destination that no living process writes to."""
-    for scratch in path.parent.glob(f"{_hidden(path)}*"):
+    for scratch in path.parent.glob(f"{_hidden_prefix(path)}*"):
         try:
             lock = (scratch / "lock").open("r+")
         except OSError:
@@ -186,21 +186,21 @@ def _tidy(path: Path) -> None:
                 scratch.rmdir()  # if it is empty; who has just made it will make another
             continue
         with lock, suppress(OSError):
-            if _locked(lock):
+            if _lock(lock):
                 _discard(scratch, path)
 
 
-def _scratch(path: Path) -> tuple[Path, IO[str]]:
+def _make_scratch(path: Path) -> tuple[Path, IO[str]]:
     """Make a hidden folder for this destination, and lock it."""
     while True:
-        scratch = path.with_name(f"{_hidden(path)}{secrets.token_hex(8)}")
+        scratch = path.with_name(f"{_hidden_prefix(path)}{secrets.token_hex(8)}")
         scratch.mkdir(mode=0o700)
         try:
             lock = (scratch / "lock").open("x")
         except FileNotFoundError:  # another process has tidied it up
             continue
         try:
-            if _locked(lock) is not False and scratch.is_dir():
+            if _lock(lock) is not False and scratch.is_dir():
                 return scratch, lock
         except BaseException:
             lock.close()
@@ -208,13 +208,13 @@ def _scratch(path: Path) -> tuple[Path, IO[str]]:
         lock.close()
 
 
-def _hidden(path: Path) -> str:
+def _hidden_prefix(path: Path) -> str:
     # Of one length for every name: the longest that a file system allows leaves no room for more.
     digest = hashlib.sha256(os.fsencode(path.name)).hexdigest()
     return f".attn_only_lens-{digest[:16]}-"
 
 
-def _locked(lock: IO[str]) -> bool | None:
+def _lock(lock: IO[str]) -> bool | None:
     """Lock a file for as long as it is open; None where the file system has no locks."""
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

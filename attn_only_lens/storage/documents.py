@@ -69,13 +69,13 @@ class Document:
 
     def read(self, path: Path) -> dict[str, Any]:
         """Read a document from a file."""
-        return self._checked(read_json(path), path)
+        return self._check(read_json(path), path)
 
     def parse(self, text: str, path: Path) -> dict[str, Any]:
         """Read a document that is part of another file."""
-        return self._checked(_parsed(text, path), path)
+        return self._check(_parse(text, path), path)
 
-    def _checked(self, whole: Any, path: Path) -> dict[str, Any]:
+    def _check(self, whole: Any, path: Path) -> dict[str, Any]:
         got = whole.get("format") if isinstance(whole, dict) else type(whole).__name__
         if got != self.format:
             raise CheckpointError(f"{path} has format {got!r}; expected {self.format!r}")
@@ -115,10 +115,10 @@ def read_json(path: Path) -> Any:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
     if text is None:
         raise CheckpointError(f"{path} {'is not a file' if path.exists() else 'is missing'}")
-    return _parsed(text, path)
+    return _parse(text, path)
 
 
-def _parsed(text: str, path: Path) -> Any:
+def _parse(text: str, path: Path) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:

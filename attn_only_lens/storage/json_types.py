@@ -52,7 +52,8 @@ def type_mismatches(value: Any, expected: Any, where: str) -> Iterator[str]:
 
     Example:
         >>> from attn_only_lens.heads import Gating
-        >>> list(misfits({"kind": "exact", "heads_per_neuron": "1"}, Gating, "gate"))
+        >>> from attn_only_lens.storage import type_mismatches
+        >>> list(type_mismatches({"kind": "exact", "heads_per_neuron": "1"}, Gating, "gate"))
         ["gate.heads_per_neuron: got '1'; expected int"]
     """
     origin, args = get_origin(expected), get_args(expected)

@@ -47,7 +47,7 @@ def write_table(path: Path, frame: pd.DataFrame, document: Document, **body: Any
     if _is_parquet(path):
         pa, pq = _pyarrow()
         table = pa.Table.from_pandas(frame, preserve_index=False)
-        text = document.text(content=_content(table), **body)
+        text = document.text(content=_digest(table), **body)
         with atomic_write(path) as new:
             table = table.replace_schema_metadata({_KEY: text})
             pq.write_table(table, new, write_page_checksum=True)
@@ -65,11 +65,11 @@ def read_table(path: Path, document: Document) -> tuple[pd.DataFrame, dict[str, 
         CheckpointError: missing, damaged, of another format, or parquet without pyarrow.
     """
     said = read_table_document(path, document)
-    with _unreadable(path):
+    with _as_checkpoint_error(path):
         if _is_parquet(path):
             _, pq = _pyarrow()
             table = pq.read_table(path, page_checksum_verification=True)
-            _require(_content(table) == said["content"], "it was changed after it was written")
+            _require(_digest(table) == said["content"], "it was changed after it was written")
             return table.to_pandas(), said
         content = path.read_bytes()
         same = hashlib.sha256(content).hexdigest() == said["content"]
@@ -89,7 +89,7 @@ def read_table_document(path: Path, document: Document) -> dict[str, Any]:
     if not _is_parquet(path):
         return document.read(_sidecar(path))
     _, pq = _pyarrow()
-    with _unreadable(path):
+    with _as_checkpoint_error(path):
         text = (pq.read_schema(path).metadata or {}).get(_KEY)
         if text is None:
             raise CheckpointError(f"{path} cannot be read: something else wrote it")
@@ -97,7 +97,7 @@ def read_table_document(path: Path, document: Document) -> dict[str, Any]:
 
 
 @contextmanager
-def _unreadable(path: Path) -> Iterator[None]:
+def _as_checkpoint_error(path: Path) -> Iterator[None]:
     arrow = getattr(sys.modules.get("pyarrow"), "ArrowException", OSError)
     try:
         yield
@@ -112,7 +112,7 @@ def _require(holds: bool, reason: str) -> None:
         raise ValueError(reason)
 
 
-def _content(table: Any) -> str:
+def _digest(table: Any) -> str:
     """Return a digest of the columns of an Arrow table, however they lie in memory."""
     digest = hashlib.sha256()
     for name, column in zip(table.column_names, table.columns, strict=True):

@@ -15,7 +15,7 @@ from transformer_lens import ActivationCache
 
 from attn_only_lens.axes import SELF
 from attn_only_lens.heads import HeadName, dense_pattern, host_of, neuron_pattern
-from attn_only_lens.heads.patterns import cached, require_known
+from attn_only_lens.heads.patterns import cached_activation, require_neuron_heads
 from attn_only_lens.numerics import is_count
 from attn_only_lens.viz.checks import prompt_values, refuse, token_reasons
 from attn_only_lens.viz.circuitsvis_page import Component, circuitsvis_page, safe_tokens
@@ -43,11 +43,11 @@ def original_attention(
         PictureError: there is no such layer or prompt, or the run had a KV cache.
         UnsupportedCallError: the cache is not of a model with neuron-heads, or lacks the pattern.
     """
-    require_known(cache)
+    require_neuron_heads(cache)
     n_layers = host_of(cache.model).n_layers
     if not is_count(layer, 0, n_layers - 1):
         refuse(f"got layer={layer!r}; the model has source layers 0 to {n_layers - 1}")
-    pattern = cached(cache, layer, "attention", "pattern")
+    pattern = cached_activation(cache, layer, "attention", "pattern")
     pattern = prompt_values(pattern, prompt, cache.has_batch_dim)
     n_queries, n_keys = pattern.shape[-2:]
     if n_queries != n_keys:

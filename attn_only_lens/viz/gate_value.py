@@ -15,7 +15,7 @@ from torch import Tensor
 from transformer_lens import ActivationCache
 
 from attn_only_lens.heads import HeadName, host_of, neuron_gate
-from attn_only_lens.heads.patterns import cached
+from attn_only_lens.heads.patterns import cached_activation
 from attn_only_lens.viz.checks import refuse, token_reasons
 from attn_only_lens.viz.figures import empty_figure, plotly_text, style_figure
 
@@ -100,7 +100,7 @@ def gate_value_scatter(
 def _value(cache: ActivationCache, name: str) -> Float[Tensor, "*batch pos"]:
     """Return the value that all heads of the neuron share, before their patterns weigh it."""
     head = HeadName.parse(name)
-    v = cached(cache, head.layer, head.kind, "v")
+    v = cached_activation(cache, head.layer, head.kind, "v")
     shared = host_of(cache.model).neurons[head.layer].heads_per_neuron
     each = v.squeeze(-1)[..., head.heads(shared)]
     if not bool((each == each[..., :1]).all()):

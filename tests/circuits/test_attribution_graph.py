@@ -8,6 +8,7 @@ from common import IN_PLACE, tokens
 from models import build
 
 from attn_only_lens import (
+    Bilinear,
     CircuitError,
     PatchingError,
     UnsupportedModelError,
@@ -98,7 +99,7 @@ def test_several_prompts_are_added_up():
 
 
 def test_bilinear_heads_of_a_neuron_are_one_node():
-    model = convert(build("gelu", scale=0.1), gate="bilinear")
+    model = convert(build("gelu", scale=0.1), gate=Bilinear())
     graph = attribution_graph(model, tokens(0, 1, POS), METRIC, top=31)
     assert worst(graph.inflow(), graph.nodes) < ROUNDING
     assert graph.nodes["name"].str.fullmatch(r"L\dN\d+").any()

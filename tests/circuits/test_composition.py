@@ -9,7 +9,7 @@ import torch
 from common import D_MLP, N_LAYERS, tokens
 from models import build
 
-from attn_only_lens import CircuitError, PatchingError, calibrate, circuits, convert
+from attn_only_lens import Bilinear, CircuitError, PatchingError, calibrate, circuits, convert
 from attn_only_lens import expose_neuron_heads as expose
 from attn_only_lens import patching as p
 from attn_only_lens.circuits._composition import LargestScores, scores, writer_factors
@@ -246,7 +246,7 @@ def test_virtual_weights_are_the_product(name):
 def test_heads_that_share_a_neuron(name):
     source = build(name)
     how = {"calibration": calibrate(source, tokens())} if name == "llama" else {}
-    model = convert(source, gate="bilinear", heads_per_neuron=4, **how)
+    model = convert(source, gate=Bilinear(4, **how))
     whole = circuits.composition(model, "L0N5", "L1N7", "q").score.item()
     assert abs(whole - Dense(source, True).score("L0N5", "L1N7", "q")) < EXACT
     stack = model.neuron_heads
@@ -256,7 +256,7 @@ def test_heads_that_share_a_neuron(name):
         read = norm * stack.W_Q[1, 7 * 4 + j, :, 0]
         read = read - read.mean() if name == "gelu" else read
         assert abs(one - (stack.W_O[0, 5 * 4 + j, 0] @ read).item()) < 1e-10
-        slope = model.blocks[3].attn.gate.slopes[j]
+        slope = model.blocks[3].attn.gate.b[j]
         score = circuits.composition(model, f"L0N5.{j}", f"L1N7.{j}", "q").score.item()
         assert abs(score - (whole if slope else 0.0)) < EXACT
 

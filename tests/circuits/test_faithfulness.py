@@ -10,7 +10,7 @@ import torch
 from common import tokens
 from models import build
 
-from attn_only_lens import CircuitError, convert, expose_neuron_heads
+from attn_only_lens import Bilinear, CircuitError, convert, expose_neuron_heads
 from attn_only_lens import patching as p
 from attn_only_lens.circuits import SHARES, discover, faithfulness
 from attn_only_lens.heads import HeadName
@@ -206,7 +206,7 @@ def test_nothing_less_than_everything_is_faithful_to_the_bit():
 
 
 def test_neurons_of_several_heads_are_ablated_whole():
-    model = convert(build("gelu", scale=0.1), gate="bilinear")
+    model = convert(build("gelu", scale=0.1), gate=Bilinear())
     clean, corrupted = prompts()
     ranking = p.attribution(model, clean, corrupted, METRIC, positions="all")
     found = faithfulness(model, clean, corrupted, METRIC, ranking, n_random=0)

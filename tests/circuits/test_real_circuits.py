@@ -49,7 +49,7 @@ def test_curves_beat_random_circuits_and_what_suffices_does(real):
     model.to(torch.float64, print_details=False)
     clean, corrupted, answers = task(model, tokens)
     metric = p.logit_diff(*answers)
-    converted = convert(model, copy=True)
+    converted = convert(model, copy_weights=True)
     ranking = p.attribution(converted, clean, corrupted, metric, direction="noise")
     shares = (0.01, 0.05, 0.2, 0.5, 1.0)
     curve = faithfulness(converted, clean, corrupted, metric, ranking, shares=shares, n_random=2)

@@ -12,6 +12,7 @@ from common import mlp_hook, needs_hooked_transformer, tokens
 from models import build
 
 from attn_only_lens import (
+    Bilinear,
     ComparisonError,
     circuits,
     compare,
@@ -377,7 +378,7 @@ def test_another_model_of_the_same_shape_is_refused(grown_and_not, other):
         lambda model, folder: model.to(torch.float32),
         lambda model, folder: model.to(torch.bfloat16),
         lambda model, folder: convert(model),
-        lambda model, folder: convert(model, gate="bilinear", heads_per_neuron=2),
+        lambda model, folder: convert(model, gate=Bilinear(2)),
         lambda model, folder: expose_neuron_heads(model).model,
         lambda model, folder: load(save(convert(model), folder)),
     ],

@@ -11,7 +11,7 @@ from tiny_tokenizer import tiny_tokenizer
 from transformer_lens import patching
 from transformer_lens.tools.analysis.attribution_patching import attribution_patch
 
-from attn_only_lens import HeadName, UnsupportedCallError, calibrate, convert
+from attn_only_lens import Bilinear, HeadName, UnsupportedCallError, calibrate, convert
 
 CLEAN, CORRUPTED = tokens(1, batch=1), tokens(2, batch=1)
 M = 4
@@ -25,7 +25,7 @@ def metric(logits):
 def model(request):
     source = build(request.param, d_vocab_out=41)
     how = {"calibration": calibrate(source, tokens())} if source.cfg.gated_mlp else {}
-    return convert(source, gate="bilinear", heads_per_neuron=M, **how)
+    return convert(source, gate=Bilinear(M, **how))
 
 
 def test_attribution_patching_scores_every_head(model):

@@ -109,7 +109,7 @@ def test_moves_to_where_it_is(converted):
 @torch.no_grad()
 def test_cuda():
     source = build("llama", dtype=torch.float32)
-    converted = convert(source, copy=True)
+    converted = convert(source, copy_weights=True)
     expected = source.cuda()(tokens().cuda())
     assert converted.cuda() is converted
     assert torch.equal(converted(tokens().cuda()), expected)

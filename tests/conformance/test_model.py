@@ -157,7 +157,7 @@ def test_run_with_cache_options(name):
 @pytest.mark.parametrize("name", CORE)
 def test_cached_gradients(name):
     source = build(name, d_vocab_out=41)
-    converted = convert(source, copy=True)
+    converted = convert(source, copy_weights=True)
     _, expected = source.run_with_cache(tokens(), return_type="loss", incl_bwd=True)
     _, got = converted.run_with_cache(tokens(), return_type="loss", incl_bwd=True)
     for layer in range(3):
@@ -321,7 +321,7 @@ def test_inference_mode(name):
     with torch.no_grad():
         expected = runs(outside)
     with torch.inference_mode():
-        converted = convert(source, copy=True)
+        converted = convert(source, copy_weights=True)
         got = runs(converted)
     assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
     converted(tokens(), return_type="loss").backward()

@@ -8,6 +8,7 @@ from models import CORE, build
 from uneven import uneven
 
 from attn_only_lens import (
+    Bilinear,
     GrowthError,
     HeadName,
     UnknownHeadError,
@@ -174,9 +175,9 @@ def test_layers_that_differ_are_brought_to_one_size():
 @torch.no_grad()
 def test_bilinear_gates(family, heads):
     source = build(family)
-    gates = {"gate": "bilinear", "heads_per_neuron": heads}
-    gated = {"calibration": calibrate(source, tokens())} if source.cfg.gated_mlp else {}
-    converted = convert(source, **gates, **gated)
+    calibration = calibrate(source, tokens()) if source.cfg.gated_mlp else None
+    gate = Bilinear(heads, calibration=calibration)
+    converted = convert(source, gate=gate)
     how = ex.compose(ex.AddNeurons(5, layers=[0]), ex.InsertLayer(1), ex.AddNeurons(3))
     grown = grow(converted, how, seed=2)
     (logits, old), (new_logits, new) = cached(converted), cached(grown.model)
@@ -184,13 +185,13 @@ def test_bilinear_gates(family, heads):
     assert worst_head(converted, grown, old, new) < 1e-9  # single heads are larger than their sum
     assert grown.model.blocks[1].cfg.n_heads == 45 * heads
     assert same_bits(grown.shrink(), converted)
-    if gated:  # the new layer has the range of the one below it
+    if calibration:  # the new layer has the range of the one below it
         first, *others = converted.cfg.gating.ranges
         assert grown.model.cfg.gating.ranges == (first, first, *others)
         assert grown.shrink().cfg.gating == converted.cfg.gating
     else:
         even = ex.compose(ex.AddNeurons(5), ex.InsertLayer(1))
-        one = convert(grow(source, even, seed=2).model, **gates)
+        one = convert(grow(source, even, seed=2).model, gate=gate)
         two = grow(converted, even, seed=2).model
         assert same_bits(one, two)
         assert torch.equal(one(tokens()), two(tokens()))

@@ -10,7 +10,7 @@ from transformer_lens.config import TransformerBridgeConfig
 from transformer_lens.model_bridge import TransformerBridge
 from transformer_lens.model_bridge.sources._bridge_builder import build_bridge_from_module
 
-from attn_only_lens import PatchingError, UnsupportedModelError, expose_neuron_heads
+from attn_only_lens import Bilinear, PatchingError, UnsupportedModelError, expose_neuron_heads
 from attn_only_lens import patching as p
 from attn_only_lens.runs.metrics import bind
 from attn_only_lens.runs.recording import record
@@ -151,7 +151,7 @@ def test_metrics_that_read_more(name, metric):
 
 
 def test_heads_that_share_a_neuron():
-    model = made("gpt2", gate="bilinear", heads_per_neuron=4)
+    model = made("gpt2", gate=Bilinear(4))
     frame = sweep(model, sites=["L0N36", "L0N36.2", "L1N5.3"], positions=[4, 8]).to_frame()
     for row in frame.itertuples():
         expected = whole(model, row.name, "z", at(BATCH, POS, row.position), per_neuron=4)

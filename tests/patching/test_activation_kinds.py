@@ -8,7 +8,7 @@ from common import of_a_library, tokens
 from models import build
 from patched_runs import at, cached, heads_of, hook_point, logit_diff, patched_logits
 
-from attn_only_lens import PatchingError, convert, expose_neuron_heads
+from attn_only_lens import Bilinear, PatchingError, convert, expose_neuron_heads
 from attn_only_lens import patching as p
 
 BATCH, POS = 3, 11
@@ -126,7 +126,7 @@ def test_noise(part):
 @pytest.mark.parametrize("part", ["z", "pattern", "value", "q"])
 @pytest.mark.parametrize("layout", ["two blocks", "in place"])
 def test_heads_that_share_a_neuron(layout, part):
-    model = made(layout=layout, gate="bilinear", heads_per_neuron=4)
+    model = made(layout=layout, gate=Bilinear(4))
     sites = ["L0N36", "L0N36.2", "L1N5", "L1N5.0", "L1N5.3", "L2N3", "L1H0"]
     frame = sweep(model, sites=sites, part=part)
     neurons = frame[frame.kind == "neuron"]

@@ -9,7 +9,13 @@ from common import tokens
 from models import CORE, build
 from torch.utils.flop_counter import FlopCounterMode
 
-from attn_only_lens import PatchingError, UnsupportedModelError, convert, expose_neuron_heads
+from attn_only_lens import (
+    Bilinear,
+    PatchingError,
+    UnsupportedModelError,
+    convert,
+    expose_neuron_heads,
+)
 from attn_only_lens import patching as p
 from attn_only_lens.tl import HookedTransformer, HookedTransformerConfig
 
@@ -111,7 +117,7 @@ def test_exact_gate_is_gradient_where_no_gate_is_passed(part):
 
 def test_queries_that_are_normed_together_have_no_closed_form():
     model, (clean, corrupted) = model_of("post_norm", "in place"), prompts()
-    with pytest.raises(UnsupportedModelError, match="moves the z of others"):
+    with pytest.raises(UnsupportedModelError, match="changes the z of others"):
         p.attribution(model, clean, corrupted, METRIC, part="q", method="exact_gate")
     p.attribution(
         model, clean, corrupted, METRIC, part="q", method="exact_gate", sites=p.neuron_heads()
@@ -141,7 +147,7 @@ def test_padding_batches_and_sets_of_positions(layout):
 
 
 def test_heads_that_share_a_neuron():
-    model = convert(build("gelu", scale=0.25), gate="bilinear", heads_per_neuron=4)
+    model = convert(build("gelu", scale=0.25), gate=Bilinear(4))
     clean, corrupted = prompts()
     sites = ["L1N7", "L1N7.0", "L1N7.1", "L1N7.2", "L1N7.3", "L1N8.2"]
     for part in ("z", "q"):

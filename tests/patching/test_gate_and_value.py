@@ -7,7 +7,7 @@ from common import tokens
 from models import build
 from patched_runs import at, cached, hook_point, logit_diff, patched_logits
 
-from attn_only_lens import PatchingError, convert, expose_neuron_heads
+from attn_only_lens import Bilinear, PatchingError, convert, expose_neuron_heads
 from attn_only_lens import patching as p
 
 POS = 11
@@ -92,7 +92,7 @@ def test_against_whole_runs_and_caches(family, layout, direction):
 
 @pytest.mark.parametrize("positions", ["each", "all", -1])
 def test_against_three_sweeps(positions):
-    model = convert(build("gelu"), gate="bilinear", heads_per_neuron=4)
+    model = convert(build("gelu"), gate=Bilinear(4))
     sites = ["L0N36", "L1N5.2", "L1N5", "L2N3"]
     mask = torch.ones(2, POS, dtype=torch.long)
     mask[1, 9:] = 0

@@ -5,7 +5,7 @@ import torch
 from common import D_MLP, N_LAYERS, tokens
 from models import build
 
-from attn_only_lens import PatchingError, convert, expose_neuron_heads
+from attn_only_lens import Bilinear, PatchingError, convert, expose_neuron_heads
 from attn_only_lens import patching as p
 from attn_only_lens.runs.positions import resolve_positions
 from attn_only_lens.runs.sites import resolve_sites
@@ -29,7 +29,7 @@ def model(request):
 @pytest.fixture(scope="module", params=LAYOUTS)
 def shared(request):
     """Four heads a neuron."""
-    return LAYOUTS[request.param](build("gelu"), gate="bilinear", heads_per_neuron=4)
+    return LAYOUTS[request.param](build("gelu"), gate=Bilinear(4))
 
 
 def names(resolved):

@@ -8,7 +8,7 @@ import torch
 from models import build
 from random_sweeps import values
 
-from attn_only_lens import CheckpointError, PatchingError, convert, expose_neuron_heads
+from attn_only_lens import Bilinear, CheckpointError, PatchingError, convert, expose_neuron_heads
 from attn_only_lens.patching.resume import PartStore
 from attn_only_lens.runs.fingerprint import _description, fingerprint
 
@@ -132,13 +132,13 @@ def test_an_interrupted_write_leaves_no_part(tmp_path, monkeypatch):
 
 def test_fingerprint_rests_on_nothing_of_this_process():
     """Of a model built again it is the same, and no address of an object is in it."""
-    for how in ({}, {"gate": "bilinear"}):
+    for gate in ("exact", Bilinear()):
         model = build("silu")
-        expose_neuron_heads(model, **how)
+        expose_neuron_heads(model, gate=gate)
         again = build("silu")
-        expose_neuron_heads(again, **how)
+        expose_neuron_heads(again, gate=gate)
         assert fingerprint(model) == fingerprint(again)
-        for each in (model, convert(build("silu"), **how)):
+        for each in (model, convert(build("silu"), gate=gate)):
             assert "0x" not in json.dumps(_description(each))
 
 
@@ -155,10 +155,10 @@ def test_fingerprint_tells_models_apart():
     seen.add(fingerprint(build("gelu", dtype=torch.float32, output_logits_soft_cap=3.0)))
     seen.add(fingerprint(convert(build("gelu", dtype=torch.float32))))
     for heads in (2, 4):
-        approximate = convert(build("gelu"), gate="bilinear", heads_per_neuron=heads)
+        approximate = convert(build("gelu"), gate=Bilinear(heads))
         seen.add(fingerprint(approximate))
         model = build("gelu")
-        expose_neuron_heads(model, gate="bilinear", heads_per_neuron=heads)
+        expose_neuron_heads(model, gate=Bilinear(heads))
         seen.add(fingerprint(model))
     assert len(seen) == 10
 

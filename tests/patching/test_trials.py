@@ -75,7 +75,7 @@ def test_bert_in_attribution_and_circuits():
 
 def test_an_edit_of_a_module_that_does_not_run_is_refused(monkeypatch):
     """Where BERT's neurons write, if TransformerLens' names are taken at their word."""
-    monkeypatch.setattr(InPlace, "written_at", property(lambda self: self.mlp))
+    monkeypatch.setattr(InPlace, "output_module", property(lambda self: self.mlp))
     with pytest.raises(UnsupportedModelError, match="neuron_act, from position 0") as caught:
         sweep(exposed("bert"), ["L0N3", "L1N5", "L1H0"])
     assert [reason.split(":")[0] for reason in caught.value.reasons] == ["layer 0", "layer 1"]

@@ -144,7 +144,7 @@ def test_the_stream_the_outputs_and_the_logits(both):
 def test_another_models_reference_is_noticed():
     """Control: one input bias of one neuron of the middle layer, off by a millionth."""
     model = build("silu")
-    logits, cache = convert(model, copy=True).run_with_cache(tokens())
+    logits, cache = convert(model, copy_weights=True).run_with_cache(tokens())
     model.blocks[1].mlp.b_in[5] += 1e-6
     X = model.embed(tokens()) + model.pos_embed(tokens())
     run = reference_of(model, POS).run(direct_sum(append_ones(X[0]), 1.0))

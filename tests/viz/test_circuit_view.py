@@ -9,7 +9,7 @@ from browser import needs_browser
 from common import needs_hooked_transformer, tokens
 from page_of_circuit import click, read_back, slide, visible
 
-from attn_only_lens import CircuitError, PictureError, convert, expose_neuron_heads, viz
+from attn_only_lens import Bilinear, CircuitError, PictureError, convert, expose_neuron_heads, viz
 from attn_only_lens import patching as p
 from attn_only_lens.circuits import attribution_graph
 from attn_only_lens.circuits.head_matrices import HeadMatrices
@@ -173,7 +173,7 @@ def test_top_tokens_are_of_the_prompt_that_is_shown(drawn):
 @needs_hooked_transformer
 def test_heads_that_share_a_neuron_tell_what_it_raises():
     source, given = models.build("gelu", scale=0.25), tokens(3, 1, POS)
-    model = convert(models.build("gelu", scale=0.25), gate="bilinear", heads_per_neuron=4)
+    model = convert(models.build("gelu", scale=0.25), gate=Bilinear(4))
     graph = attribution_graph(model, given, METRIC, top=23)
     details = read_back(viz.circuit_view(graph, model, given))["details"]
     neurons = heads_of(graph).query("kind == 'neuron'")

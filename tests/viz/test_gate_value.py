@@ -11,6 +11,7 @@ from browser import needs_browser
 from common import BATCH, POS, mlp_hook, needs_hooked_transformer, tokens
 
 from attn_only_lens import (
+    Bilinear,
     PictureError,
     UnknownHeadError,
     UnsupportedCallError,
@@ -31,7 +32,7 @@ def run(name, make):
         if make != "expose" and source.cfg.gated_mlp:
             post = post - source.blocks[1].mlp.b_in[29].item()  # which comes after the product
         if make == "bilinear":
-            model = convert(source, gate="bilinear", calibration=calibrate(source, tokens()))
+            model = convert(source, gate=Bilinear(calibration=calibrate(source, tokens())))
         else:
             model = expose_neuron_heads(source).model if make == "expose" else convert(source)
         return model.run_with_cache(tokens())[1], post
@@ -108,7 +109,7 @@ def test_refused_caches(monkeypatch):
 
 @needs_hooked_transformer
 def test_heads_with_values_of_their_own_are_refused():
-    model = convert(models.build("gelu"), gate="bilinear", heads_per_neuron=4)
+    model = convert(models.build("gelu"), gate=Bilinear(4))
     _, cache = model.run_with_cache(tokens())
     assert viz.gate_value_scatter(cache, "L1N29", TEXTS)
     cache.cache_dict["blocks.3.attn.hook_v"][0, 0, 29 * 4 + 1] += 1.0

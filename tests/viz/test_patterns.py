@@ -14,6 +14,7 @@ from browser import needs_browser
 from common import BATCH, POS, mlp_hook, needs_hooked_transformer, tokens
 
 from attn_only_lens import (
+    Bilinear,
     PictureError,
     UnknownHeadError,
     UnsupportedCallError,
@@ -109,7 +110,7 @@ def test_only_what_cannot_be_seen_is_grey():
 
 @needs_hooked_transformer
 def test_one_head_of_several():
-    model = convert(models.build("gelu"), gate="bilinear", heads_per_neuron=4)
+    model = convert(models.build("gelu"), gate=Bilinear(4))
     _, cache = model.run_with_cache(tokens())
     (_, props), _ = parts(viz.neuron_pattern_view(cache, "L1N29.2", TEXTS))
     expected = cache["pattern", 3][0, 29 * 4 + 2, :, 0]
@@ -151,7 +152,7 @@ def test_patterns_of_a_circuits_nodes(ran):
 
 @needs_hooked_transformer
 def test_a_neuron_of_several_heads_has_no_pattern():
-    model = convert(models.build("gelu"), gate="bilinear", heads_per_neuron=4)
+    model = convert(models.build("gelu"), gate=Bilinear(4))
     _, cache = model.run_with_cache(tokens())
     names = ["L1N29", "L1N29.2"]
     nodes = pd.DataFrame({"kind": "neuron", "id": names, "name": names, "position": 3})

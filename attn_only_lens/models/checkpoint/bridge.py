@@ -25,7 +25,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from attn_only_lens.errors import CheckpointError
 from attn_only_lens.models.checkpoint.hooked import expose_again
-from attn_only_lens.models.checkpoint.shared_memory import place, placements_of, tensors_to_write
+from attn_only_lens.models.checkpoint.packing import pack, unpack
 from attn_only_lens.models.in_place import exposed_heads
 from attn_only_lens.models.source_folder import parse_dtype, plain_config
 from attn_only_lens.models.two_blocks.build import tensor_misfits
@@ -83,10 +83,7 @@ def describe_bridge(model: TransformerBridge) -> tuple[dict[str, Any], dict[str,
     ]
     if wrong:
         raise _lost(wrong)
-    try:
-        placements = placements_of(kept)
-    except ValueError as error:
-        raise _lost([str(error)]) from error
+    placements, flat = pack(kept)
     heads = exposed_heads(model)[0]
     entries: dict[str, Any] = {
         "layout": "in place",
@@ -101,7 +98,7 @@ def describe_bridge(model: TransformerBridge) -> tuple[dict[str, Any], dict[str,
     _finish(twin, entries | mode, {name: tensor.detach() for name, tensor in kept.items()})
     if wrong := _differences(model, twin):
         raise _lost(wrong)
-    return entries, tensors_to_write(kept, placements)
+    return entries, flat
 
 
 def rebuild_bridge(manifest: dict[str, Any], tensors: dict[str, Tensor]) -> TransformerBridge:
@@ -111,11 +108,7 @@ def rebuild_bridge(manifest: dict[str, Any], tensors: dict[str, Tensor]) -> Tran
         CheckpointError: it cannot be built, or the tensors do not fit it.
     """
     model = _skeleton(manifest["config"], tensors)
-    try:
-        values = place(tensors, manifest["placements"])
-    except ValueError as error:
-        raise CheckpointError(f"the weights do not fit their manifest: {error}") from error
-    _finish(model, manifest, values)
+    _finish(model, manifest, unpack(manifest["placements"], tensors))
     unknown = set(manifest["other_mode"]) - dict(_modules(model)).keys()
     if unknown:
         raise CheckpointError(f"the manifest names modules that do not exist: {sorted(unknown)}")

@@ -17,7 +17,12 @@ from attn_only_lens.models.in_place import exposed_heads, hidden
 from attn_only_lens.models.in_place.known_mlps import known_mlps
 from attn_only_lens.models.source_folder import parse_dtype, plain_config, reasons_against_config
 from attn_only_lens.models.two_blocks import AttentionOnlyTransformer, LayerSizes
-from attn_only_lens.models.two_blocks.build import converted_skeleton, fill, misfits, stock_skeleton
+from attn_only_lens.models.two_blocks.build import (
+    converted_skeleton,
+    fill,
+    skeleton_misfits,
+    stock_skeleton,
+)
 from attn_only_lens.models.two_blocks.config import by_layer, sizes_of
 from attn_only_lens.models.two_blocks.known_modules import reasons_against
 from attn_only_lens.tl import HookedTransformer, require_hooked_transformer
@@ -63,7 +68,7 @@ def describe_hooked(model: HookedTransformer) -> tuple[dict[str, Any], dict[str,
     }
     named = [*model.named_parameters(), *model.named_buffers()]
     tensors = {name: tensor.detach() for name, tensor in named}
-    reasons = reasons or misfits(_skeleton(entries), tensors, entries["tied"])
+    reasons = reasons or skeleton_misfits(_skeleton(entries), tensors, entries["tied"])
     if reasons:
         raise CheckpointError(
             "this model is more than its configuration leads to, and could not be loaded: "
@@ -81,7 +86,7 @@ def rebuild_hooked(manifest: dict[str, Any], tensors: dict[str, Tensor]) -> Any:
     model = _skeleton(manifest)
     tied, frozen = manifest["tied"], manifest["frozen"]
     names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    wrong = misfits(model, tensors, tied)
+    wrong = skeleton_misfits(model, tensors, tied)
     wrong += [f"{name} is no parameter" for name in {*tied, *tied.values(), *frozen} - names]
     wrong += [f"{name} is tied in a ring" for name in tied.keys() & tied.values()]
     if wrong:

@@ -1,13 +1,13 @@
 """Neuron-heads of MLPs that stay in place."""
 
-from attn_only_lens.models.in_place.bridge_copy import copy_bridge, reasons_against_copying
 from attn_only_lens.models.in_place.exposed import exposed_heads, hidden, hide, show
 from attn_only_lens.models.in_place.heads import BilinearInPlace, InPlace
+from attn_only_lens.models.in_place.model_copy import copy_model, reasons_against_copying
 
 __all__ = [
     "BilinearInPlace",
     "InPlace",
-    "copy_bridge",
+    "copy_model",
     "exposed_heads",
     "hidden",
     "hide",

@@ -46,7 +46,7 @@ class _Exposed(WithNeuronHeads):
 
     def forward(self, *args: Any, **how: Any) -> Any:
         """As in TransformerLens."""
-        with exposed_heads(self)[0].passing.of_another_pass():  # a hook may run the model again
+        with exposed_heads(self)[0].passing.new_pass():  # a hook may run the model again
             return super().forward(*args, **how)  # type: ignore[misc]
 
 
@@ -147,7 +147,7 @@ class _ExposedMLPBridge:
 
     def forward(self, *args: Any, **how: Any) -> Any:
         """As in TransformerLens."""
-        with self._neuron_heads.passing.of_another_pass():  # a hook may run this MLP alone
+        with self._neuron_heads.passing.new_pass():  # a hook may run this MLP alone
             return super().forward(*args, **how)  # type: ignore[misc]
 
 
@@ -158,7 +158,7 @@ class _ExposedMLP:
 
     def forward(self, x: Residual) -> Residual:
         """Return the output of the MLP, by way of hook_neuron_write where that is live."""
-        with self._neuron_heads.passing.of_another_pass():  # a hook may run this MLP alone
+        with self._neuron_heads.passing.new_pass():  # a hook may run this MLP alone
             return self._neuron_heads.write(super().forward(x))  # type: ignore[misc]
 
 

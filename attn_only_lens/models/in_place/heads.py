@@ -16,6 +16,7 @@ Exact heads replace nothing while none of their hook points is live, so the mode
 source. Bilinear heads are another function and always replace the activations.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,21 +28,21 @@ from transformer_lens.hook_points import HookPoint
 from attn_only_lens.axes import PreActivation, Residual
 from attn_only_lens.errors import UnsupportedCallError
 from attn_only_lens.gates import GATES
-from attn_only_lens.gates.exact import working_precision
 from attn_only_lens.heads.bilinear import BilinearHeads
 from attn_only_lens.heads.computation import NeuronHeads, is_live
 from attn_only_lens.heads.gating import AnyGate, Gating
 from attn_only_lens.heads.host import POINTS
-from attn_only_lens.heads.pass_state import Passing
+from attn_only_lens.heads.pass_state import PassState
+from attn_only_lens.numerics import float32_if_half
 from attn_only_lens.tl import GatedMLP
 
-__all__ = ["BilinearInPlace", "InPlace", "MLPHooks", "activation_error"]
+__all__ = ["BilinearInPlace", "InPlace", "MLPHookPoints", "activation_error"]
 
 _ROUNDINGS = 16  # of an activation that is computed in several steps, in its own precision
 
 
 @dataclass(frozen=True)
-class MLPHooks:
+class MLPHookPoints:
     """The hook points of an MLP that its neuron-heads tap.
 
     Attributes:
@@ -59,11 +60,9 @@ class MLPHooks:
     out: HookPoint | None
     layer: nn.Module | None = None
 
-    @property
-    def points(self) -> tuple[HookPoint, ...]:
-        """Those that exist."""
+    def __iter__(self) -> Iterator[HookPoint]:
         every = self.pre, self.pre_linear, self.post, self.out
-        return tuple(point for point in every if point is not None)
+        return (point for point in every if point is not None)
 
 
 def activation_error(
@@ -95,15 +94,15 @@ class InPlace(NeuronHeads):
     def __init__(
         self,
         mlp: nn.Module,
-        mlp_hooks: MLPHooks,
+        mlp_points: MLPHookPoints,
         cfg: Any,
         act_fn: str,
         layer: int,
         gating: Gating,
-        passing: Passing,
+        passing: PassState,
     ) -> None:
         self.mlp: Any = mlp
-        self.mlp_hooks = mlp_hooks
+        self.mlp_points = mlp_points
         self.cfg = cfg  # the model's, for use_attn_result
         self.act_fn = act_fn
         self.layer = layer
@@ -118,31 +117,26 @@ class InPlace(NeuronHeads):
         return self.gating.gate(self.act_fn, self.layer)
 
     @property
-    def runs_in(self) -> nn.Module:
+    def module(self) -> nn.Module:
         """The MLP."""
         module: nn.Module = self.mlp
         return module
 
     @property
-    def written_at(self) -> nn.Module:
+    def output_module(self) -> nn.Module:
         """The hook point that the output of W_out enters; BERT's layers run no module `mlp`."""
-        return self.runs_in if self.mlp_hooks.out is None else self.mlp_hooks.out
+        return self.module if self.mlp_points.out is None else self.mlp_points.out
 
     @property
-    def n_neurons(self) -> int:
-        """d_mlp."""
-        return int(self.mlp.W_out.shape[0])
-
-    @property
-    def directions(self) -> Float[Tensor, "d_mlp d_model"]:
-        """The direction that each neuron writes: W_out."""
+    def W_out(self) -> Float[Tensor, "d_mlp d_model"]:  # type: ignore[override]
+        """The MLP's."""
         written: Tensor = self.mlp.W_out
         return written
 
     @property
     def value_is_product(self) -> bool:
         """True for a gated MLP."""
-        return self.mlp_hooks.pre_linear is not None
+        return self.mlp_points.pre_linear is not None
 
     @property
     def _b_in(self) -> Float[Tensor, "d_mlp"] | float:
@@ -152,7 +146,7 @@ class InPlace(NeuronHeads):
     @property
     def b_O(self) -> Float[Tensor, "d_model"] | float:
         """The bias of the output, which no head writes."""
-        if self.mlp_hooks.out is None:
+        if self.mlp_points.out is None:
             gated = isinstance(self.mlp, GatedMLP)
             return self.mlp.b_out + (self.mlp.b_in @ self.mlp.W_out if gated else 0.0)
         bias = getattr(self.mlp.out, "bias", None)
@@ -176,13 +170,13 @@ class InPlace(NeuronHeads):
 
     def record(self, name: str, x: PreActivation) -> None:
         """Note q ("pre") or u ("pre_linear")."""
-        self.passing.left[self.layer, name] = x
+        self.passing.values[self.layer, name] = x
 
     def replace_activations(
         self, post: PreActivation
     ) -> tuple[PreActivation, PreActivation | None]:
         """Return the input of hook_post in place of `post`; and z, if hook_result fires."""
-        left = self.passing.left
+        left = self.passing.values
         q, up = left.pop((self.layer, "pre")), left.pop((self.layer, "pre_linear"), None)
         left.pop((self.layer, "written"), None)  # of an MLP that was run alone, and broke off
         if self._recomputes:
@@ -201,7 +195,7 @@ class InPlace(NeuronHeads):
     def _require_known(
         self, q: PreActivation, up: PreActivation | None, post: PreActivation
     ) -> None:
-        if activation_error(self.act_fn, post, working_precision(q), up, self._b_in) > 1.0:
+        if activation_error(self.act_fn, post, float32_if_half(q), up, self._b_in) > 1.0:
             why = "its dropout, in training mode" if self.mlp.training else "changed since?"
             raise UnsupportedCallError(
                 f"layer {self.layer}: the MLP no longer computes {self.act_fn} of its "
@@ -213,12 +207,12 @@ class InPlace(NeuronHeads):
         """Note what users made of the activations at hook_post, for the results."""
         if z is not None:
             edit = (post - self._post(z)).repeat_interleave(self.heads_per_neuron, dim=-1)
-            written = self.shares(z) + edit / self.heads_per_neuron
-            self.passing.left[self.layer, "written"] = written
+            written = self.head_outputs(z) + edit / self.heads_per_neuron
+            self.passing.values[self.layer, "written"] = written
 
     def write(self, out: Residual) -> Residual:
         """The output of W_out, by way of hook_result where it is live."""
-        written = self.passing.left.pop((self.layer, "written"), None)
+        written = self.passing.values.pop((self.layer, "written"), None)
         if written is None:
             return out
         W_out = self.mlp.W_out.repeat_interleave(self.heads_per_neuron, dim=0)
@@ -245,15 +239,20 @@ class InPlace(NeuronHeads):
 
     def _post(self, z: PreActivation) -> PreActivation:
         """A new tensor, so that an edit of hook_post in place does not reach back to hook_z."""
-        return (self.neurons(z) + self._b_in).contiguous()  # some MLPs flatten it
+        return (self.neuron_outputs(z) + self._b_in).contiguous()  # some MLPs flatten it
 
     def attach(self) -> None:
         """Give the MLP the hook points of the heads, and tap its own."""
         self.mlp._neuron_heads = self
         for name, point in self.points.items():
             setattr(self.mlp, name, point.train(self.mlp.training))
-        hooks = self.mlp_hooks
-        taps = {_Pre: hooks.pre, _PreLinear: hooks.pre_linear, _Post: hooks.post, _Out: hooks.out}
+        points = self.mlp_points
+        taps = {
+            _Pre: points.pre,
+            _PreLinear: points.pre_linear,
+            _Post: points.post,
+            _Out: points.out,
+        }
         for tap, tapped in taps.items():
             if tapped is not None:
                 tapped.__class__ = tap
@@ -261,7 +260,7 @@ class InPlace(NeuronHeads):
 
     def detach(self) -> None:
         """Undo `attach`."""
-        for point in self.mlp_hooks.points:
+        for point in self.mlp_points:
             point.__class__ = HookPoint
             del point._neuron_heads
         for name in self.points:
@@ -281,7 +280,7 @@ class BilinearInPlace(BilinearHeads, InPlace):
     def _without_hooks(
         self, q: PreActivation, up: PreActivation | None, post: PreActivation
     ) -> PreActivation:
-        return self._unseen(q, q if up is None else up) + self._b_in
+        return self._sum_of_heads(q, q if up is None else up) + self._b_in
 
     def _z(self, q: PreActivation, up: PreActivation | None, post: PreActivation) -> PreActivation:
         value = q if up is None else up

@@ -62,9 +62,9 @@ class HookedHost(_InPlaceHost):
     def require_weights(self) -> None:
         """Pass: a HookedTransformer computes with the matrices that it names."""
 
-    def replay(self, recording: Any, metric: Any, judge: Any = None) -> Replay:
+    def replay(self, recording: Any, metric: Any, precise: Any = None) -> Replay:
         """Block by block."""
-        return HookedReplay(self.model, recording, metric, judge)
+        return HookedReplay(self.model, recording, metric, precise)
 
 
 class BridgeHost(_InPlaceHost):
@@ -82,6 +82,6 @@ class BridgeHost(_InPlaceHost):
         """Hold the matrices against the modules that they are of."""
         require_bridge_weights(self.model)
 
-    def replay(self, recording: Any, metric: Any, judge: Any = None) -> Replay:
+    def replay(self, recording: Any, metric: Any, precise: Any = None) -> Replay:
         """Through the wrapped model's own forward pass."""
-        return BridgeReplay(self.model, recording, metric, judge)
+        return BridgeReplay(self.model, recording, metric, precise)

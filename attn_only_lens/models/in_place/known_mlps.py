@@ -39,7 +39,7 @@ from transformers.pytorch_utils import Conv1D
 from attn_only_lens.errors import UnsupportedModelError
 from attn_only_lens.gates import GATES
 from attn_only_lens.models.in_place.exposed import exposed_heads
-from attn_only_lens.models.in_place.heads import MLPHooks, activation_error
+from attn_only_lens.models.in_place.heads import MLPHookPoints, activation_error
 from attn_only_lens.models.two_blocks.known_modules import reasons_against
 from attn_only_lens.numerics import normal_numbers, same_randomness
 from attn_only_lens.tl import MLP, GatedMLP, HookedTransformer
@@ -48,7 +48,7 @@ __all__ = [
     "KnownMLP",
     "UnknownMLPError",
     "evaluation_without_hooks",
-    "find_hooks",
+    "find_hook_points",
     "known_mlps",
     "non_finite_weights",
     "run_mlp",
@@ -71,12 +71,12 @@ class KnownMLP:
 
     Attributes:
         mlp: the module.
-        hooks: its hook points.
+        points: its hook points.
         act_fn: the name of its activation, a key of `GATES`.
     """
 
     mlp: nn.Module
-    hooks: MLPHooks
+    points: MLPHookPoints
     act_fn: str
 
 
@@ -88,7 +88,7 @@ def known_mlps(model: Any, problem: str) -> list[KnownMLP]:
             done about it.
     """
     if exposed := exposed_heads(model):
-        return [KnownMLP(heads.mlp, heads.mlp_hooks, heads.act_fn) for heads in exposed]
+        return [KnownMLP(heads.mlp, heads.mlp_points, heads.act_fn) for heads in exposed]
     blocks: list[Any] = []
     if type(model) is TransformerBridge:
         blocks = list(getattr(model, "blocks", ()))
@@ -109,8 +109,8 @@ def known_mlps(model: Any, problem: str) -> list[KnownMLP]:
             try:
                 if any(mlp is each.mlp for each in known):
                     raise UnknownMLPError("it shares its MLP with an earlier layer")
-                hooks = find_hooks(mlp)
-                known.append(KnownMLP(mlp, hooks, _activation(mlp, hooks, model.cfg)))
+                points = find_hook_points(mlp)
+                known.append(KnownMLP(mlp, points, _activation(mlp, points, model.cfg)))
             except UnknownMLPError as error:
                 reasons.append(f"layer {layer}: {error}")
     names = {each.act_fn for each in known}
@@ -136,7 +136,7 @@ def non_finite_weights(model: Any) -> list[str]:
     return [*reasons[:_SHOWN], *[f"and {more} more of its parameters have"] * (more > 0)]
 
 
-def find_hooks(mlp: Any) -> MLPHooks:
+def find_hook_points(mlp: Any) -> MLPHookPoints:
     """Find the hook points of an MLP.
 
     Raises:
@@ -145,28 +145,30 @@ def find_hooks(mlp: Any) -> MLPHooks:
     if mlp is None:
         raise UnknownMLPError("it has no MLP")
     if type(mlp) in (MLP, GatedMLP):
-        hooks = MLPHooks(mlp.hook_pre, getattr(mlp, "hook_pre_linear", None), mlp.hook_post, None)
+        points = MLPHookPoints(
+            mlp.hook_pre, getattr(mlp, "hook_pre_linear", None), mlp.hook_post, None
+        )
     elif type(mlp) in _BRIDGES:
-        hooks = _bridge_hooks(mlp)
+        points = _bridge_hook_points(mlp)
     else:
         raise UnknownMLPError(
             f"its mlp is a {type(mlp).__qualname__}, whose forward pass is not known; expected one "
             f"of {', '.join(known.__name__ for known in (MLP, GatedMLP, *_BRIDGES))}"
         )
-    changed = [point.name for point in hooks.points if type(point) is not HookPoint]
+    changed = [point.name for point in points if type(point) is not HookPoint]
     if changed:
         raise UnknownMLPError(f"its hook points {changed} are of a class that is not known")
     # OPT: what passes is [batch · pos, d_mlp], and hooks are shown [batch, pos, d_mlp].
-    converted = [point.name for point in hooks.points if point.hook_conversion is not None]
+    converted = [point.name for point in points if point.hook_conversion is not None]
     if converted:
         raise UnknownMLPError(
             f"its hook points {converted} show something else than what passes through them (in "
             "OPT, tokens of all batch entries pass on one axis)"
         )
-    return hooks
+    return points
 
 
-def _bridge_hooks(mlp: Any) -> MLPHooks:
+def _bridge_hook_points(mlp: Any) -> MLPHookPoints:
     parts: dict[str, Any] = dict(mlp.named_children())
     missing = [part for part in ("in", "out") if part not in parts]
     if missing:
@@ -181,29 +183,29 @@ def _bridge_hooks(mlp: Any) -> MLPHooks:
     first = parts["gate" if "gate" in parts else "in"].hook_out
     second = parts["in"].hook_out if "gate" in parts else None
     layer = mlp.original_component if mlp.name is None else None
-    return MLPHooks(first, second, parts["out"].hook_in, parts["out"].hook_out, layer)
+    return MLPHookPoints(first, second, parts["out"].hook_in, parts["out"].hook_out, layer)
 
 
 @torch.no_grad()
-def run_mlp(mlp: Any, hooks: MLPHooks, x: Tensor) -> Tensor:
+def run_mlp(mlp: Any, points: MLPHookPoints, x: Tensor) -> Tensor:
     """Run an MLP by itself and return its output.
 
-    Where its two halves sit in a layer (`MLPHooks.layer`), run that layer and return the output of
+    Where its two halves sit in a layer (`points.layer`), run that layer and return the output of
     W_out.
 
     Raises:
         UnknownMLPError: it does not run on an input alone.
     """
-    if hooks.layer is None:
+    if points.layer is None:
         output = _run(mlp, x)
         if not isinstance(output, Tensor):
             raise UnknownMLPError(f"its MLP returns a {type(output).__name__}, not a tensor")
         return output
-    assert hooks.out is not None
+    assert points.out is not None
     seen: list[Tensor] = []
-    handle = hooks.out.register_forward_hook(lambda module, args, out: seen.append(out))
+    handle = points.out.register_forward_hook(lambda module, args, out: seen.append(out))
     try:
-        _run(hooks.layer, x)
+        _run(points.layer, x)
     finally:
         handle.remove()
     if len(seen) != 1:
@@ -253,15 +255,15 @@ def evaluation_without_hooks(mlps: Iterable[object]) -> Iterator[None]:
             setattr(point, name, registered)
 
 
-def _activation(mlp: Any, hooks: MLPHooks, cfg: Any) -> str:
+def _activation(mlp: Any, points: MLPHookPoints, cfg: Any) -> str:
     """Run an MLP and name its activation, or raise UnknownMLPError."""
     d_mlp, d_model = mlp.W_out.shape
     shape = (_BATCH, _POS, d_mlp)
     q = _queries(shape).to(mlp.W_out)
-    u = normal_numbers(shape, 1).to(mlp.W_out) if hooks.pre_linear else torch.ones_like(q)
+    u = normal_numbers(shape, 1).to(mlp.W_out) if points.pre_linear else torch.ones_like(q)
     seen: dict[HookPoint, list[Tensor]] = {}
     with ExitStack() as stack:
-        for point, value in ((hooks.pre, q), (hooks.pre_linear, u), (hooks.post, None)):
+        for point, value in ((points.pre, q), (points.pre_linear, u), (points.post, None)):
             if point is None:
                 continue
             seen[point] = []
@@ -271,7 +273,7 @@ def _activation(mlp: Any, hooks: MLPHooks, cfg: Any) -> str:
                 return None if value is None else value.clone()
 
             stack.callback(point.register_forward_hook(hook).remove)
-        run_mlp(mlp, hooks, normal_numbers((_BATCH, _POS, d_model)).to(mlp.W_out))
+        run_mlp(mlp, points, normal_numbers((_BATCH, _POS, d_model)).to(mlp.W_out))
 
     fired = [len(outputs) for outputs in seen.values()]
     if set(fired) != {1}:
@@ -279,7 +281,7 @@ def _activation(mlp: Any, hooks: MLPHooks, cfg: Any) -> str:
     shapes = {tuple(output.shape) for (output,) in seen.values()}
     if shapes != {shape}:
         raise UnknownMLPError(f"its activations have shapes {shapes}; expected {shape}")
-    return _name(seen[hooks.post][0], q, u, mlp, cfg)
+    return _name(seen[points.post][0], q, u, mlp, cfg)
 
 
 def _queries(shape: tuple[int, ...]) -> Tensor:

@@ -32,7 +32,8 @@ from transformer_lens.utilities.addmm import batch_addmm
 
 from attn_only_lens.axes import PreActivation, Residual
 from attn_only_lens.errors import UnsupportedCallError
-from attn_only_lens.heads.bilinear import BilinearHeads, largest_query
+from attn_only_lens.gates.bilinear import largest_query
+from attn_only_lens.heads.bilinear import BilinearHeads
 from attn_only_lens.heads.computation import NeuronHeads, is_live
 from attn_only_lens.heads.gating import AnyGate
 from attn_only_lens.models.two_blocks.config import BlockConfig
@@ -75,19 +76,9 @@ class NeuronAttention(NeuronHeads, QKAndOV, nn.Module):
         return found
 
     @property
-    def runs_in(self) -> nn.Module:
+    def module(self) -> nn.Module:
         """This module."""
         return self
-
-    @property
-    def n_neurons(self) -> int:
-        """d_mlp."""
-        return self.W_out.shape[0]
-
-    @property
-    def directions(self) -> Float[Tensor, "d_mlp d_model"]:
-        """The direction that each neuron writes: W_out."""
-        return self.W_out
 
     @property
     def value_is_product(self) -> bool:
@@ -139,12 +130,12 @@ class NeuronAttention(NeuronHeads, QKAndOV, nn.Module):
     def W_Q(self) -> Float[Tensor, "head_index d_model d_head=1"]:
         """Query weights: W_in, or W_gate of a gated MLP; times the slope b_j of a bilinear head."""
         weights = self.W_in if self.W_gate is None else self.W_gate
-        return self._scale("slopes", weights.T.unsqueeze(-1))
+        return self._scale("b", weights.T.unsqueeze(-1))
 
     @property
     def b_Q(self) -> Float[Tensor, "head_index d_head=1"]:
         """Query biases: b_in, or zero in a gated MLP; of a bilinear head b_j b_in + c_j."""
-        return self._scale("slopes", self._bias)
+        return self._scale("b", self._bias)
 
     @property
     def W_K(self) -> Float[Tensor, "head_index d_model d_head=1"]:
@@ -171,7 +162,7 @@ class NeuronAttention(NeuronHeads, QKAndOV, nn.Module):
     @property
     def W_O(self) -> Float[Tensor, "head_index d_head=1 d_model"]:
         """Output weights: W_out, times the weight w_j of a bilinear head."""
-        return self._scale("weights", self.W_out.unsqueeze(-2))
+        return self._scale("w", self.W_out.unsqueeze(-2))
 
     @property
     def _bias(self) -> Float[Tensor, "d_mlp 1"]:
@@ -195,21 +186,21 @@ class BilinearAttention(BilinearHeads, NeuronAttention):
         value = q if up is None else up
         results = self.cfg.use_attn_result and is_live(self.hook_result)
         if not (results or any(map(is_live, (*self._before_z, self.hook_z)))):
-            return self._write(self._unseen(q, value))
+            return self._write(self._sum_of_heads(q, value))
         z = self._attend(q, value)
         z = self.hook_z(z.unsqueeze(-1)).squeeze(-1)
         if results:
             result = self.hook_result(z.unsqueeze(-1) * self.W_O.squeeze(-2))
             return (result.sum(dim=-2) + self.b_O).to(q.dtype)
-        return self._write(self.neurons(z).to(q.dtype))
+        return self._write(self.neuron_outputs(z).to(q.dtype))
 
     @property
     def b_Q(self) -> Float[Tensor, "head_index d_head=1"]:
         """Query biases: b_j b_in[i] + c_j; the largest number for a head that sees itself alone."""
-        return super().b_Q + self._scale("offsets", torch.ones_like(self._bias))
+        return super().b_Q + self._scale("c", torch.ones_like(self._bias))
 
     def _scale(self, by: str, of: Tensor) -> Tensor:
         m = self.heads_per_neuron
-        factors = of.new_ones(m) if by == "ones" else of.new_tensor(getattr(self._mixture, by))
+        factors = of.new_ones(m) if by == "ones" else of.new_tensor(getattr(self.bilinear_gate, by))
         limit = largest_query(of.dtype)
         return torch.einsum("j,n...->nj...", factors.clamp(-limit, limit), of).flatten(0, 1)

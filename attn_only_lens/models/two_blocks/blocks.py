@@ -10,8 +10,8 @@ from transformer_lens.utilities.architectures import POST_NORM_ARCHITECTURES
 
 from attn_only_lens.axes import Residual
 from attn_only_lens.errors import UnsupportedCallError
-from attn_only_lens.heads.computation import is_live, tracked_like
-from attn_only_lens.heads.pass_state import Passing
+from attn_only_lens.heads.computation import is_live, require_grad_like
+from attn_only_lens.heads.pass_state import PassState
 from attn_only_lens.models.two_blocks.attention import BilinearAttention, NeuronAttention
 from attn_only_lens.models.two_blocks.config import BlockConfig
 from attn_only_lens.models.two_blocks.refusals import NO_MLP
@@ -30,10 +30,10 @@ class AttentionBlock(TransformerBlock):
 
     cfg: BlockConfig  # type: ignore[assignment]
     hook_mlp_out: "NoMLP"
-    passing: Passing
+    passing: PassState
 
     @classmethod
-    def of(cls, source: TransformerBlock, cfg: BlockConfig, passing: Passing) -> "AttentionBlock":
+    def of(cls, source: TransformerBlock, cfg: BlockConfig, passing: PassState) -> "AttentionBlock":
         """Take over the attention half of `source`, a clone that nothing else holds.
 
         Args:
@@ -78,14 +78,14 @@ class AttentionBlock(TransformerBlock):
     def apply_mlp(self, normalized_resid: Tensor) -> Tensor:
         """The MLP of an attention-only block: zero, visible only to live hooks."""
         if self.cfg.neurons_read_along:
-            self.passing.left[self.cfg.layer] = normalized_resid
+            self.passing.values[self.cfg.layer] = normalized_resid
         return self.hook_mlp_out.zero(normalized_resid)
 
 
 class NeuronBlock(nn.Module):
     """Block 2l + 1: the neurons of source layer l as heads, with that layer's ln2 as its ln1."""
 
-    def __init__(self, source: TransformerBlock, cfg: BlockConfig, passing: Passing) -> None:
+    def __init__(self, source: TransformerBlock, cfg: BlockConfig, passing: PassState) -> None:
         """Take over the MLP half of `source`, a clone that nothing else holds.
 
         Args:
@@ -135,7 +135,7 @@ class NeuronBlock(nn.Module):
 
     def _entered(self) -> Residual:
         """The stream as it entered the attention block of this layer, in this forward pass."""
-        entered: Residual | None = self.passing.left.pop(self.cfg.layer, None)
+        entered: Residual | None = self.passing.values.pop(self.cfg.layer, None)
         if entered is None:
             raise UnsupportedCallError(
                 "the neuron block of a model with parallel attention and MLP reads the stream "
@@ -173,7 +173,7 @@ class NoMLP(HookPoint):
             return like.new_zeros(())
         with torch.inference_mode(False):  # a tensor of inference mode has no version counter
             zero = torch.zeros_like(like)
-        zero = tracked_like(zero, like)
+        zero = require_grad_like(zero, like)
         version = zero._version
         seen: Tensor = self(zero)
         # By address: backward hooks return an alias of their input.

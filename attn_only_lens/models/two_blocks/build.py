@@ -22,7 +22,7 @@ from transformer_lens.utilities import TypedModuleList
 from attn_only_lens.errors import UnsupportedModelError
 from attn_only_lens.heads.gating import Gating
 from attn_only_lens.heads.host import heads_block, neurons_block
-from attn_only_lens.heads.pass_state import Passing
+from attn_only_lens.heads.pass_state import PassState
 from attn_only_lens.models.two_blocks.blocks import AttentionBlock, NeuronBlock
 from attn_only_lens.models.two_blocks.config import (
     BlockConfig,
@@ -37,8 +37,8 @@ __all__ = [
     "convert_as",
     "converted_skeleton",
     "fill",
-    "misfits",
     "rebuild",
+    "skeleton_misfits",
     "stock_skeleton",
     "tensor_misfits",
 ]
@@ -62,17 +62,10 @@ def convert_as(
     Raises:
         ValueError: the gates are of another kind of MLP or number of layers, or do not exist.
     """
-    ranged = gating.kind == "bilinear" and model.cfg.gated_mlp
-    n_ranges = None if gating.ranges is None else len(gating.ranges)
-    if n_ranges != (model.cfg.n_layers if ranged else None):
-        raise ValueError(
-            f"got {gating}; expected {'a range for each layer' if ranged else 'no ranges'}"
-        )
-    for layer in range(model.cfg.n_layers):
-        gating.gate(model.cfg.act_fn, layer)
+    gating.require_fit(model.cfg.act_fn, model.cfg.gated_mlp, model.cfg.n_layers)
     cfg = attention_only_config(model.cfg, gating, sizes)
     attributes = _clone(model, cfg, copy_weights=copy_weights)
-    passing = Passing()
+    passing = PassState()
     blocks: list[nn.Module] = []
     for layer, block in enumerate(attributes["_modules"].pop("blocks")):
         attention = AttentionBlock.of(block, BlockConfig(cfg, heads_block(layer)), passing)
@@ -211,7 +204,7 @@ def rebuild(
     gating = model.cfg.gating if gating is None else gating
     new = converted_skeleton(stock_skeleton(fields), gating, sizes)
     tied = tied or {}
-    if wrong := misfits(new, tensors, tied):
+    if wrong := skeleton_misfits(new, tensors, tied):
         raise UnsupportedModelError(wrong, "these weights make no model of these sizes")
     fill(new, tensors, tied, frozen)
     own = {"cfg", "mod_dict", "hook_dict"}
@@ -221,7 +214,9 @@ def rebuild(
     return new.train(model.training)
 
 
-def misfits(skeleton: nn.Module, tensors: Mapping[str, Tensor], tied: Collection[str]) -> list[str]:
+def skeleton_misfits(
+    skeleton: nn.Module, tensors: Mapping[str, Tensor], tied: Collection[str]
+) -> list[str]:
     """List where tensors do not fit a skeleton; `tied` names have none of their own."""
     named = skeleton.named_parameters(remove_duplicate=False)
     expected: dict[str, Tensor] = {name: each for name, each in named if name not in tied}

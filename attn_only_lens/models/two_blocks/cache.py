@@ -11,7 +11,7 @@ without which the parts miss the stream by a multiple of it.
 """
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -23,9 +23,6 @@ from transformer_lens.utilities.architectures import POST_NORM_ARCHITECTURES
 from attn_only_lens.errors import UnsupportedCallError
 from attn_only_lens.heads.host import block_kind, block_layer, neurons_block
 from attn_only_lens.heads.names import neuron_labels
-
-if TYPE_CHECKING:
-    from attn_only_lens.models.two_blocks.model import AttentionOnlyTransformer
 
 __all__ = ["AttentionOnlyCache", "refuse_mlp_input"]
 
@@ -50,7 +47,7 @@ class AttentionOnlyCache(ActivationCache):
         ['embed', 'pos_embed', '0_attn_out', '0_mlp_out']
     """
 
-    model: "AttentionOnlyTransformer"
+    model: Any
 
     def __init__(self, cache_dict: dict[str, Tensor], model: Any, has_batch_dim: bool = True):
         super().__init__(cache_dict, model, has_batch_dim)
@@ -70,8 +67,8 @@ class AttentionOnlyCache(ActivationCache):
                     f"{key} on a converted model: the MLP of source layer l is block 2l + 1. Use "
                     'cache["attn_out", 2l+1] for mlp_out, cache["resid_pre", 2l+1] for resid_mid '
                     'and mlp_in, cache["q", 2l+1] for pre, cache["z", 2l+1] for post (with '
-                    "bilinear gates, these are of heads: model.blocks[2l+1].attn.neurons(z) sums "
-                    "those of each neuron)"
+                    "bilinear gates, these are of heads: model.blocks[2l+1].attn.neuron_outputs(z) "
+                    "sums those of each neuron)"
                 )
         found: Tensor = self.cache_dict[key]
         return found
@@ -173,7 +170,7 @@ class AttentionOnlyCache(ActivationCache):
             )
         norm = _OutputNorm(self, layer, _slice(pos_slice))
         attn: Any = self.model.blocks[layer].attn
-        acts = _slice(pos_slice).apply(attn.neurons(self["z", layer].squeeze(-1)), dim=-2)
+        acts = _slice(pos_slice).apply(attn.neuron_outputs(self["z", layer].squeeze(-1)), dim=-2)
         acts = _slice(neuron_slice).apply(norm.divide(acts), dim=-1)
         W_out = norm.rescale(_slice(neuron_slice).apply(attn.W_out, dim=0))
         if project_output_onto is None:

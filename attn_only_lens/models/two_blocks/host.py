@@ -56,9 +56,9 @@ class TwoBlocksHost(Host):
     def require_weights(self) -> None:
         """Pass: a HookedTransformer computes with the matrices that it names."""
 
-    def replay(self, recording: Any, metric: Any, judge: Any = None) -> Replay:
+    def replay(self, recording: Any, metric: Any, precise: Any = None) -> Replay:
         """Block by block."""
-        return _TwoBlocksReplay(self.model, recording, metric, judge)
+        return _TwoBlocksReplay(self.model, recording, metric, precise)
 
 
 class _TwoBlocksReplay(HookedReplay):
@@ -71,7 +71,7 @@ class _TwoBlocksReplay(HookedReplay):
             return super().first_block(variants)
         attention, n = variants.block - 1, len(variants.stream) // self.batch
         entered = self.recorded_stream(attention, variants.first, n)
-        passing: AbstractContextManager[None] = self.model.passing.of_another_pass(
+        passing: AbstractContextManager[None] = self.model.passing.new_pass(
             {block_layer(attention): entered}
         )
         return passing

@@ -10,7 +10,7 @@ from transformer_lens import ActivationCache
 from attn_only_lens.errors import UnsupportedCallError
 from attn_only_lens.heads.host import WithNeuronHeads, block_kind, block_layer
 from attn_only_lens.heads.names import head_labels
-from attn_only_lens.heads.pass_state import Passing
+from attn_only_lens.heads.pass_state import PassState
 from attn_only_lens.heads.patterns import neuron_gate, neuron_pattern
 from attn_only_lens.models.two_blocks.cache import AttentionOnlyCache, refuse_mlp_input
 from attn_only_lens.models.two_blocks.config import AttentionOnlyConfig
@@ -55,10 +55,10 @@ class AttentionOnlyTransformer(Refusals, HookChecks, WithNeuronHeads, HookedTran
         )
 
     @property
-    def passing(self) -> Passing:
+    def passing(self) -> PassState:
         """The values that blocks of a parallel model leave for each other in a forward pass."""
         block: Any = self.blocks[0]
-        found: Passing = block.passing
+        found: PassState = block.passing
         return found
 
     # Names and weights
@@ -151,7 +151,7 @@ class AttentionOnlyTransformer(Refusals, HookChecks, WithNeuronHeads, HookedTran
 
     def forward(self, input: Any, *args: Any, **kwargs: Any) -> Any:
         """As `HookedTransformer.forward`; `start_at_layer` and `stop_at_layer` count blocks."""
-        with self.passing.of_another_pass():  # a hook may run the model again
+        with self.passing.new_pass():  # a hook may run the model again
             return super().forward(input, *args, **kwargs)
 
     def run_with_cache(

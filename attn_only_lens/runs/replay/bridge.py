@@ -95,9 +95,9 @@ class BridgeReplay(Replay):
             scale = theirs.abs().amax(-1, keepdim=True)
             if mask is not None:  # no token attends to padding, and none is patched
                 scale = scale.masked_fill(~mask[:, first:, None].bool(), torch.inf)
-            if not self._close(mine, theirs, scale):
+            if not self._agree(mine, theirs, scale):
                 return False
-        return self._close(again, logits, self.recording.logits.abs().max())
+        return self._agree(again, logits, self.recording.logits.abs().max())
 
     def _streams_and_logits(self, variants: Variants) -> tuple[list[Residual], Tensor]:
         """Return the input of the first block, the outputs of all from it on, and the logits."""
@@ -149,7 +149,7 @@ class BridgeReplay(Replay):
                 raise
             return False
         theirs = self.recording.logits
-        return self._close(mine, theirs[..., self.metric.columns], theirs.abs().max())
+        return self._agree(mine, theirs[..., self.metric.columns], theirs.abs().max())
 
     def block_output(self, variants: Variants) -> Residual:
         """Return the output of the first block, from `first` on."""
@@ -157,12 +157,12 @@ class BridgeReplay(Replay):
 
         def stop(module: nn.Module, args: Any, output: Any) -> None:
             found.append(output_stream(output))
-            raise _Enough
+            raise _StopForward
 
         handle = self.model.blocks[variants.block].register_forward_hook(stop)
         try:
             self._run(variants)
-        except _Enough:
+        except _StopForward:
             return found[0]
         finally:
             handle.remove()
@@ -234,14 +234,14 @@ class BridgeReplay(Replay):
         finally:
             handle.remove()
 
-    def _close(self, one: Tensor, other: Tensor, scale: Tensor) -> bool:
+    def _agree(self, one: Tensor, other: Tensor, scale: Tensor) -> bool:
         if one.shape != other.shape:
             return False
         allowed = logit_tolerance(self.host.neurons, other.dtype) * scale
         return bool(((one - other).abs() <= allowed).all())
 
 
-class _Enough(Exception):
+class _StopForward(Exception):
     """Stops a forward pass that is no longer needed."""
 
 

@@ -85,16 +85,16 @@ class HookedReplay(Replay):
             x = self.block_output(variants)
         for index in range(variants.block + 1, self.n_blocks):
             x = self._block(index, x, first)
-        return self._read(x, first)
+        return self._read_logits(x, first)
 
-    def _read(self, x: Residual, first: int) -> Float[Tensor, "row position column"]:
+    def _read_logits(self, x: Residual, first: int) -> Float[Tensor, "row position column"]:
         repeats, positions = x.shape[0] // self.batch, self.metric.positions
         if positions is not None:
             where = (positions - first).repeat(repeats)
             x = x[torch.arange(x.shape[0], device=x.device), where].unsqueeze(1)
-        return self.with_earlier_logits(self._unembedded(x), first)
+        return self.with_earlier_logits(self._unembed(x), first)
 
-    def _unembedded(self, x: Residual) -> Float[Tensor, "row position column"]:
+    def _unembed(self, x: Residual) -> Float[Tensor, "row position column"]:
         model, cfg, columns = self.model, self.model.cfg, self.metric.columns
         if cfg.normalization_type is not None:
             x = model.ln_final(x)

@@ -1,4 +1,4 @@
-"""`convert(bridge)`: a second bridge with neuron-heads; what it shares with the first, and not."""
+"""`expose_neuron_heads(model, copy=True)`: what the copy shares with the model, and what not."""
 
 import functools
 import math
@@ -9,7 +9,17 @@ from copy import deepcopy
 import pytest
 import torch
 import transformers
-from bridges import CHOSEN, GATED_CHOSEN, NEURON, STATES, boot, bridged, inputs, randomise
+from bridges import (
+    CHOSEN,
+    GATED_CHOSEN,
+    NEURON,
+    STATES,
+    boot,
+    bridged,
+    exposed_copy,
+    inputs,
+    randomise,
+)
 from common import D_MLP, POS, mlp_hook, relative, tokens
 from tiny_tokenizer import tiny_tokenizer
 from torch import nn
@@ -17,6 +27,7 @@ from transformer_lens.hook_points import HookPoint
 from transformer_lens.model_bridge import TransformerBridge
 
 from attn_only_lens import (
+    Bilinear,
     Calibration,
     UnknownHeadError,
     UnsupportedCallError,
@@ -53,15 +64,15 @@ def unchanged(before, model):
     assert all(torch.equal(before[4][name], after[4][name]) for name in after[4])
 
 
-@pytest.mark.parametrize("copy", [False, True])
+@pytest.mark.parametrize("copy_weights", [False, True])
 @pytest.mark.parametrize("state", STATES)
 @pytest.mark.parametrize("name", CHOSEN)
 @torch.no_grad()
-def test_same_function_and_the_callers_bridge_untouched(name, state, copy):
+def test_same_function_and_the_callers_bridge_untouched(name, state, copy_weights):
     bridge, twin = boot(name, torch.float32, state), boot(name, torch.float32, state)
     expected, theirs = twin.run_with_cache(tokens())
     before = snapshot(bridge)
-    converted = convert(bridge, copy=copy)
+    converted = exposed_copy(bridge, copy_weights=copy_weights)
     assert type(bridge) is TransformerBridge
     unchanged(before, bridge)
     assert torch.equal(converted(tokens()), expected)
@@ -82,7 +93,7 @@ def test_same_function_and_the_callers_bridge_untouched(name, state, copy):
 def test_weights_are_shared_or_copied(name, state):
     """The control of each is the other: a weight changed in the source moves one copy alone."""
     bridge = boot(name, torch.float32, state)
-    sharing, own = convert(bridge), convert(bridge, copy=True)
+    sharing, own = exposed_copy(bridge), exposed_copy(bridge, copy_weights=True)
     assert storages(sharing) == storages(bridge)
     assert not storages(own) & storages(bridge)
     assert len(storages(own)) == len(storages(bridge))
@@ -134,7 +145,7 @@ def test_the_copy_holds_nothing_of_the_callers_modules(name):
     """TransformerBridge's capture hooks are closures on a block: a plain deepcopy keeps them."""
     bridge = boot(name)
     bridge(tokens())  # attaches them
-    converted = convert(bridge)
+    converted = exposed_copy(bridge)
     converted(tokens())
     owned = {id(m) for m in [*bridge.modules(), *bridge.original_model.modules()]} | {id(bridge)}
     assert not reaches(converted, owned)
@@ -145,7 +156,7 @@ def test_the_copy_holds_nothing_of_the_callers_modules(name):
 @torch.no_grad()
 def test_settings_of_the_copy_are_its_own():
     bridge = boot("gpt2")
-    converted = convert(bridge)
+    converted = exposed_copy(bridge)
     converted.set_use_attn_result(True)
     converted.cfg.use_split_qkv_input = True
     assert not bridge.cfg.use_attn_result
@@ -161,7 +172,7 @@ def test_settings_of_the_copy_are_its_own():
 
 def test_gradients_reach_the_copy_alone():
     bridge = boot("neox")
-    converted = convert(bridge)
+    converted = exposed_copy(bridge)
     converted(tokens()).square().mean().backward()
     assert all(p.grad is None for p in bridge.parameters())
     assert any(p.grad is not None for p in converted.parameters())
@@ -171,7 +182,7 @@ def test_gradients_reach_the_copy_alone():
 def test_tokenizer_is_handed_over(tmp_path):
     bridge = boot("llama")
     bridge.tokenizer = tiny_tokenizer(41, tmp_path)
-    converted = convert(bridge, copy=True)
+    converted = exposed_copy(bridge, copy_weights=True)
     assert converted.tokenizer is bridge.tokenizer
     assert torch.equal(converted("w3 w5"), bridge("w3 w5"))
 
@@ -181,16 +192,32 @@ def test_a_bridge_with_hooks_or_exposed_is_refused():
     bridge = boot("llama")
     bridge.add_hook("blocks.0.hook_resid_pre", lambda x, hook: None, is_permanent=True)
     with pytest.raises(UnsupportedModelError, match=r"hooks are attached.*would not come along"):
-        convert(bridge)
+        exposed_copy(bridge)
     bridge.reset_hooks(including_permanent=True)
-    convert(bridge)
+    exposed_copy(bridge)
     handle = bridge.original_model.register_forward_hook(lambda *_: None)
     with pytest.raises(UnsupportedModelError, match="hooks are attached"):
-        convert(bridge)
+        exposed_copy(bridge)
     handle.remove()
     with expose_neuron_heads(bridge), pytest.raises(UnsupportedModelError, match="undo"):
+        exposed_copy(bridge)
+    exposed_copy(bridge)
+
+
+@torch.no_grad()
+def test_what_cannot_be_copied_is_refused_with_all_reasons():
+    with pytest.raises(UnsupportedModelError, match="give copy=True with it"):
+        expose_neuron_heads(boot("gpt2"), copy_weights=True)
+    with pytest.raises(UnsupportedModelError, match="expected a TransformerBridge or a Hooked"):
+        expose_neuron_heads(nn.Linear(2, 3), copy=True)
+    bridge = boot("gpt2")
+    bridge.add_hook("blocks.0.hook_resid_pre", lambda x, hook: None)
+    bridge.blocks[1].mlp.original_component.act = nn.Tanh()
+    with pytest.raises(UnsupportedModelError) as caught:
+        exposed_copy(bridge)
+    assert len(caught.value.reasons) == 2
+    with pytest.raises(UnsupportedModelError, match=r"expose_neuron_heads\(bridge, copy=True\)"):
         convert(bridge)
-    convert(bridge)
 
 
 def test_bert_has_no_module_for_its_mlp():
@@ -198,10 +225,10 @@ def test_bert_has_no_module_for_its_mlp():
     bridge = boot("bert")
     if not HAS_HOOKED_TRANSFORMER:
         with pytest.raises(UnsupportedModelError, match="expose_neuron_heads"):
-            convert(bridge)
+            exposed_copy(bridge)
         assert type(bridge) is TransformerBridge
         return
-    assert verify(bridge, convert(bridge), tokens()).ok
+    assert verify(bridge, exposed_copy(bridge), tokens()).ok
 
 
 # verify
@@ -210,7 +237,7 @@ def test_bert_has_no_module_for_its_mlp():
 @pytest.mark.parametrize("name", CHOSEN)
 def test_verify_a_copy_a_twin_and_itself(name):
     bridge, twin = boot(name), boot(name)
-    reports = [verify(bridge, convert(bridge), tokens())]
+    reports = [verify(bridge, exposed_copy(bridge), tokens())]
     with expose_neuron_heads(bridge) as exposed:
         before = list(exposed.hook_dict)
         reports += [verify(twin, exposed, tokens()), verify(exposed, exposed, tokens())]
@@ -230,7 +257,7 @@ def test_verify_a_copy_a_twin_and_itself(name):
 @torch.no_grad()
 def test_verify_notices_a_changed_weight_and_says_from_where():
     bridge = boot("llama")
-    converted = convert(bridge, copy=True)
+    converted = exposed_copy(bridge, copy_weights=True)
     converted.blocks[1].mlp.out.weight.mul_(1.01)
     report = verify(bridge, converted, tokens())
     assert not report.ok
@@ -261,7 +288,7 @@ def test_verify_notices_neuron_heads_that_are_wrong():
 def test_verify_bilinear_gates(name):
     bridge = boot(name)
     how = {"calibration": calibrate(bridge, tokens())} if name in GATED_CHOSEN else {}
-    converted = convert(bridge, gate="bilinear", heads_per_neuron=8, **how)
+    converted = exposed_copy(bridge, gate=Bilinear(8, **how))
     for source in (bridge, converted):
         report = verify(source, converted, tokens())
         assert report.ok, report
@@ -274,7 +301,7 @@ def test_verify_bilinear_gates(name):
     if name == "gemma2":
         # The control: beyond the range that it was calibrated on, a bound holds no more.
         narrow = Calibration(tuple(r / 9 for r in how["calibration"].ranges), 1.25, 22)
-        converted = convert(bridge, gate="bilinear", heads_per_neuron=8, calibration=narrow)
+        converted = exposed_copy(bridge, gate=Bilinear(8, calibration=narrow))
         report = verify(bridge, converted, tokens())
         assert not report.ok
         assert (report.activations["largest"] > report.activations["range"]).all()
@@ -286,7 +313,7 @@ def test_verify_notices_nan_with_hooks_alone(name, monkeypatch):
     """In the second of two outputs, of which Python's `max` would give the first."""
     bridge = boot(name)
     how = {"calibration": calibrate(bridge, tokens())} if name in GATED_CHOSEN else {}
-    converted = convert(bridge, gate="bilinear", heads_per_neuron=8, **how)
+    converted = exposed_copy(bridge, gate=Bilinear(8, **how))
     assert verify(bridge, converted, tokens()).ok
     attend = BilinearHeads._attend
     monkeypatch.setattr(
@@ -302,14 +329,14 @@ def test_verify_notices_nan_with_hooks_alone(name, monkeypatch):
 @torch.no_grad()
 def test_verify_where_all_is_zero():
     bridge = boot("gpt2")
-    converted = convert(bridge)
+    converted = exposed_copy(bridge)
     for parameter in bridge.original_model.parameters():
         parameter.zero_()
     report = verify(bridge, converted, tokens())
     assert report.ok
     assert (report.by_layer["relative"] == 0).all()
     # The control: from zero, every difference is large.
-    twin = convert(bridge, copy=True)
+    twin = exposed_copy(bridge, copy_weights=True)
     twin.original_model.transformer.wte.weight.fill_(1.0)  # the unembedding, too
     twin.original_model.transformer.ln_f.bias.fill_(1.0)
     report = verify(bridge, twin, tokens())
@@ -325,7 +352,7 @@ def test_verify_where_a_point_of_the_stream_does_not_fire():
     torch.manual_seed(0)
     source = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     bridge = bridged(randomise(source.double().eval()))
-    report = verify(bridge, convert(bridge), tokens())
+    report = verify(bridge, exposed_copy(bridge), tokens())
     assert report.ok, report
     assert list(report.by_layer["point"]) == ["0_pre", "0_mid", "1_pre", "1_mid"]
 
@@ -338,10 +365,10 @@ def test_a_model_of_pictures_is_not_compared_on_tokens():
 
 def test_models_that_cannot_be_compared():
     bridge = boot("llama")
-    converted = convert(bridge)
+    converted = exposed_copy(bridge)
     for a, b, message in (
         (bridge, bridge, r"expected what attn_only_lens\.convert"),
-        (converted, convert(boot("llama")), "source: got ExposedBridge"),
+        (converted, exposed_copy(boot("llama")), "source: got ExposedBridge"),
         (nn.Linear(2, 3), converted, "expected the model before conversion, a TransformerBridge"),
         (boot("llama", torch.float32), converted, "dtype: got torch.float32"),
         (boot("phi3"), converted, "d_model: got 28"),
@@ -368,7 +395,7 @@ def test_calibrate(name):
         largest = cache[f"blocks.{layer}.mlp.hook_pre"].abs().max().item()
         assert limit == pytest.approx(1.5 * largest, rel=1e-12)
     assert found.n_tokens == 2 * POS
-    assert found == calibrate(convert(bridge), tokens(), margin=1.5)
+    assert found == calibrate(exposed_copy(bridge), tokens(), margin=1.5)
     assert type(bridge) is TransformerBridge
     points = (m for m in bridge.modules() if isinstance(m, HookPoint))
     assert not any(m._forward_hooks for m in points)
@@ -392,7 +419,7 @@ def test_calibrate_refuses():
 @torch.no_grad()
 def test_accessors(name):
     bridge = boot(name)
-    converted = convert(bridge)
+    converted = exposed_copy(bridge)
     _, cache = converted.run_with_cache(tokens())
     _, single = converted.run_with_cache(tokens()[:1], remove_batch_dim=True)
     _, few = converted.run_with_cache(tokens(), names_filter=[mlp_hook("pattern")])
@@ -433,7 +460,7 @@ def test_accessors(name):
 def test_accessors_refuse_a_cache_from_before_the_model_was_exposed_anew():
     """Head 12 is L0N3.0 of four heads a neuron, and L0N12 of one."""
     bridge = boot("gpt2")
-    with expose_neuron_heads(bridge, gate="bilinear", heads_per_neuron=4):
+    with expose_neuron_heads(bridge, gate=Bilinear(4)):
         _, cache = bridge.run_with_cache(tokens())
         assert neuron_pattern(cache, "L1N3.0").shape == (2, POS, 2)
     with expose_neuron_heads(bridge):

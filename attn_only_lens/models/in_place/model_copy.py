@@ -1,4 +1,4 @@
-"""A second TransformerBridge around the parameters of a first.
+"""Copy the model whose neuron-heads are to be exposed: TransformerBridge or HookedTransformer.
 
 A bridge is a graph of modules of two trees, its own and the wrapped model's, which share parts.
 `deepcopy` keeps that graph whole if its memo holds the counterpart of every tensor beforehand, so
@@ -21,16 +21,18 @@ from torch import Tensor, nn
 from transformer_lens.model_bridge import TransformerBridge
 
 from attn_only_lens.runs.attached_hooks import find_hooks, hook_reasons, modules_of
+from attn_only_lens.tl import HookedTransformer
 
-__all__ = ["copy_bridge", "reasons_against_copying"]
+__all__ = ["copy_model", "reasons_against_copying"]
 
 
-def reasons_against_copying(model: object) -> list[str]:
-    """List why a bridge cannot be copied; empty where it can. Changes nothing."""
-    if type(model) is not TransformerBridge:
+def reasons_against_copying(model: Any) -> list[str]:
+    """List why a model cannot be copied; empty if it can. Changes nothing."""
+    if type(model) not in (TransformerBridge, HookedTransformer):
         return [
-            f"it is a {type(model).__qualname__}; expected a TransformerBridge. Neuron-heads that "
-            "are exposed in place have to be undone first: undo()"
+            f"it is a {type(model).__qualname__}; expected a TransformerBridge or a "
+            "HookedTransformer. Neuron-heads that are exposed in place have to be undone first: "
+            "undo()"
         ]
     reasons = hook_reasons(model)
     if own := find_hooks(model).own:
@@ -44,10 +46,10 @@ def reasons_against_copying(model: object) -> list[str]:
     return reasons
 
 
-def copy_bridge(model: TransformerBridge, *, copy_weights: bool) -> TransformerBridge:
-    """Copy a bridge against which `reasons_against_copying` finds nothing."""
-    memo: dict[int, Any] = {id(model.tokenizer): model.tokenizer}
-    memo[id(getattr(model, "processor", None))] = getattr(model, "processor", None)
+def copy_model(model: Any, *, copy_weights: bool) -> Any:
+    """Copy a model against which `reasons_against_copying` finds nothing."""
+    shared = [getattr(model, name, None) for name in ("tokenizer", "processor", "dataset")]
+    memo: dict[int, Any] = {id(each): each for each in shared}
     storages: dict[int, torch.UntypedStorage] = {}
     for _, module in modules_of(model):
         for held in (module._parameters, module._buffers, vars(module)):
@@ -58,15 +60,17 @@ def copy_bridge(model: TransformerBridge, *, copy_weights: bool) -> TransformerB
                 if isinstance(tensor, nn.Parameter):
                     twin = nn.Parameter(twin, requires_grad=tensor.requires_grad)
                 memo[id(tensor)] = twin
-    bridge: TransformerBridge = copy.deepcopy(model, memo)
-    for block in getattr(bridge, "blocks", ()):
+    copied = copy.deepcopy(model, memo)
+    if not isinstance(model, TransformerBridge):
+        return copied
+    for block in getattr(copied, "blocks", ()):
         block._teardown_capture_hooks()
     for module in [each for each in memo.values() if isinstance(each, nn.Module)]:
         # Joint attention shares it with its copies, bound to an adapter that knows every module.
         split: Any = vars(module).get("split_qkv_matrix")
         if getattr(split, "__self__", None) is model.adapter:
-            vars(module)["split_qkv_matrix"] = getattr(bridge.adapter, split.__name__)
-    return bridge
+            vars(module)["split_qkv_matrix"] = getattr(copied.adapter, split.__name__)
+    return copied
 
 
 def _same_view_of_a_copy(tensor: Tensor, storages: dict[int, torch.UntypedStorage]) -> Tensor:

@@ -213,11 +213,9 @@ def _neuron_edit(replay: Replay, layer: int, part: Part, first: int, noise: _Noi
         source = replace(target, v=shown.squeeze(-1))
     else:
         source = replace(target, z=shown.squeeze(-1))
-    dz = heads.shares(change_of_z(target, source, part))[:, first:]
+    dz = heads.head_outputs(change_of_z(target, source, part))[:, first:]
     change = dz.unflatten(-1, (-1, heads.heads_per_neuron)).sum(-1)
-    variants = neuron_variants(
-        replay, layer, first, change.to(heads.directions.dtype) @ heads.directions
-    )
+    variants = neuron_variants(replay, layer, first, change.to(heads.W_out.dtype) @ heads.W_out)
     if variants.block > replay.host.block(layer, "neuron"):
         return variants.stream
     return replay.block_output(variants)
