@@ -19,6 +19,7 @@ from tqdm import tqdm
 from train_modular_addition import Recipe, adamw, fast_logits, loss_of, pairs, step
 
 from attn_only_lens import expansion as ex
+from attn_only_lens.expansion.expansion import Expansion
 from attn_only_lens.growth import Training
 from attn_only_lens.storage import atomic_write, write_text
 from attn_only_lens.tl import HookedTransformer
@@ -55,7 +56,7 @@ class Study:
             **(self.small if size == "small" else self.full),
         )
 
-    def schedule(self, epochs: tuple[int, ...]) -> dict[int, ex.Expansion]:
+    def schedule(self, epochs: tuple[int, ...]) -> dict[int, Expansion]:
         """Neurons, then heads, then width, from small to full."""
         missing = {name: self.full[name] - self.small[name] for name in self.small}
         steps = (
@@ -84,7 +85,7 @@ class Arm:
     """One way to train."""
 
     size: str
-    schedule: dict[int, ex.Expansion]
+    schedule: dict[int, Expansion]
     growth_seed: int = 0
 
 

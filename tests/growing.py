@@ -38,7 +38,7 @@ def worst_activation(provenance, old, new):
     worst, unknown = {}, []
     for hook, expected in old.items():
         try:
-            moved = ex.moved_activation(provenance, hook)
+            moved = ex.activation_map(provenance, hook)
         except KeyError:
             unknown.append(hook)
             continue

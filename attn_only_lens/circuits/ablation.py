@@ -66,9 +66,8 @@ class AblatedModel:
         """Run both prompts, and the clean ones with every site ablated.
 
         Raises:
-            CircuitError: an unknown ablation or order; positions of the wrong kind, or beyond the
-                prompts; a repeated site; single heads of a neuron; ablating everything changes
-                nothing.
+            CircuitError: an unknown ablation or order; positions from the end, or beyond the
+                prompts; single heads of a neuron; ablating everything changes nothing.
             PatchingError: prompts or a metric that do not fit.
             UnsupportedModelError: ablating some heads has no effect, as the model does not read
                 them where they are hooked.
@@ -154,22 +153,13 @@ def _reasons_against_sites(sites: pd.DataFrame, n_pos: int) -> list[str]:
     single = [name for name in sites["name"].astype(str) if "." in name]
     if single:
         reasons.append(f"got {single[0]}, one head of a neuron; expected whole neurons")
-    positions = set(sites["position"].unique().tolist())
-    numbers = positions - {"all"}
-    if len(numbers) < len(positions) and numbers:
-        reasons.append("got sites at all positions and sites at one; expected one of the two")
-    elif any(each < 0 for each in numbers):
+    numbers = set(sites["position"].unique().tolist()) - {"all"}
+    if any(each < 0 for each in numbers):
         reasons.append("got positions from the end; expected 'each', 'all', or numbers from 0")
     elif any(each >= n_pos for each in numbers):
         reasons.append(
             f"got a site at position {max(numbers)}; the prompts have {n_pos} tokens: pass a "
             "ranking of prompts of this length"
-        )
-    repeated = sites[sites.duplicated(["name", "position"])]
-    if len(repeated):
-        first = repeated.iloc[0]
-        reasons.append(
-            f"got {len(repeated)} sites twice, such as {first['name']} at {first['position']}"
         )
     return reasons
 

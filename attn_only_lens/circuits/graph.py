@@ -4,7 +4,7 @@ Nodes, by `kind`, and their `id`:
 
     embed      embed@3        what enters the first block at position 3
     attention  L5H3@7         an attention head, at the position where it writes
-    neuron     L5N1234@7      a neuron-head (all heads of the neuron, where several share it)
+    neuron     L5N1234@7      a neuron-head (all heads of the neuron, if several share it)
     bias       bias           all biases, wherever they are added
     rest       rest           heads and neurons that are no nodes of this graph
     offset     offset         the rest of a metric that is not linear in the logits

@@ -23,7 +23,7 @@ from transformer_lens import FactoredMatrix
 
 from attn_only_lens.errors import CircuitError
 from attn_only_lens.heads import host_of
-from attn_only_lens.models.norms import Norm, Wiring
+from attn_only_lens.models.norms import NO_NORM, LayerNorms, Norm
 from attn_only_lens.numerics import float32_if_half
 from attn_only_lens.runs.sites import ALL_MEMBERS, LayerSites
 
@@ -43,7 +43,7 @@ class HeadMatrices:
     """
 
     model: Any
-    norms: tuple[Wiring, ...] | None
+    norms: tuple[LayerNorms, ...] | None
 
     @classmethod
     def of(cls, model: Any, *, fold_norms: bool) -> "HeadMatrices":
@@ -68,7 +68,7 @@ class HeadMatrices:
     def _norms_around(self, sites: LayerSites) -> tuple[Norm, Norm]:
         """The norms before and after a sublayer."""
         if self.norms is None:
-            return _NO_NORM, _NO_NORM
+            return NO_NORM, NO_NORM
         here = self.norms[sites.layer]
         return here.attention if sites.kind == "attention" else here.neuron
 
@@ -89,7 +89,7 @@ class HeadMatrices:
         norms, d_head = self.norms[sites.layer], weight.shape[-1]
         norm = norms.query if name == "W_Q" else norms.key
         if norm.weight is None or len(norm.weight) == d_head:
-            return norm.written(weight)
+            return norm.after(weight)
         # One norm over the concatenated heads of a token, as in OLMo 2.
         if norm.centres:
             raise CircuitError(
@@ -114,11 +114,11 @@ class HeadMatrices:
 
     def write_matrices(self, sites: LayerSites) -> FactoredMatrix:
         """Return [site, d_model, d_model] for attention heads, [site, 1, d_model] for neurons."""
-        before, after = self._norms_around(sites)
+        first, last = self._norms_around(sites)
         if sites.kind == "attention":
-            W_V = before.read(self._head("W_V", sites))
-            return FactoredMatrix(W_V, after.written(self._head("W_O", sites)))
-        rows = after.written(self._W_out(sites))
+            W_V = first.before(self._head("W_V", sites))
+            return FactoredMatrix(W_V, last.after(self._head("W_O", sites)))
+        rows = last.after(self._W_out(sites))
         share = self._gate_parameters(sites, "w", rows)
         return FactoredMatrix(share[:, None, None], rows[:, None, :])
 
@@ -131,26 +131,26 @@ class HeadMatrices:
             sites: some may occur more than once.
             z: of each.
         """
-        _, after = self._norms_around(sites)
+        _, last = self._norms_around(sites)
         z = float32_if_half(z.detach())
         if sites.kind == "attention":
-            return after.written((z[:, None] @ self._head("W_O", sites))[:, 0])
-        return after.written(z * self._W_out(sites))
+            return last.after((z[:, None] @ self._head("W_O", sites))[:, 0])
+        return last.after(z * self._W_out(sites))
 
     def read_matrices(self, sites: LayerSites, kind: Kind) -> FactoredMatrix:
         """Return [site, d_model, d_model] for attention heads, [site, d_model, 1] for neurons."""
-        before, _ = self._norms_around(sites)
+        first, _ = self._norms_around(sites)
         if sites.kind == "attention":
             if kind == "v":
                 return self.write_matrices(sites)
-            q, k = (before.read(self._with_own_norm(name, sites)) for name in ("W_Q", "W_K"))
+            q, k = (first.before(self._with_own_norm(name, sites)) for name in ("W_Q", "W_K"))
             left, right = (q, k) if kind == "q" else (k, q)
             return FactoredMatrix(left, right.transpose(-2, -1))
         assert kind != "k"
         mlp: Any = host_of(self.model).neurons[sites.layer].module
         gate = getattr(mlp, "W_gate", None)
         W = mlp.W_in if kind == "v" or gate is None else gate
-        columns = before.read(float32_if_half(W[:, sites.index.to(W.device)].detach())).T
+        columns = first.before(float32_if_half(W[:, sites.index.to(W.device)].detach())).T
         slope = self._gate_parameters(sites, "b", columns) if kind == "q" else columns.new_ones(1)
         return FactoredMatrix(columns[:, :, None], slope.expand(len(columns))[:, None, None])
 
@@ -171,6 +171,3 @@ class HeadMatrices:
                 "this embedding cannot be composed with",
             )
         return float32_if_half(W_E.detach())
-
-
-_NO_NORM = Norm(None, centres=False)

@@ -84,9 +84,9 @@ def neuron_like_heads(model: Any, tokens: Tokens | str) -> pd.DataFrame:
 
         return hook
 
+    host = host_of(model)
     hooks = [
-        (host_of(model).hook_name(sites.layer, "attention", "pattern"), reduce(sites))
-        for sites in chosen
+        (host.hook_name(sites.layer, "attention", "pattern"), reduce(sites)) for sites in chosen
     ]
     with model.hooks(fwd_hooks=hooks):
         model(checked)

@@ -42,9 +42,9 @@ class DirectEffects:
     """
 
     def __init__(self, model: Any) -> None:
-        self._model = model
+        self._model, self._host = model, host_of(model)
         self._matrices = HeadMatrices.of(model, fold_norms=True)
-        self._final = host_of(model).final_norm()
+        self._final = self._host.final_norm()
 
     @torch.no_grad()
     def promoted_tokens(
@@ -63,13 +63,12 @@ class DirectEffects:
         """
         found: dict[int, TopTokens] = {}
         for rows, sites in _by_layer([HeadName.parse(name) for name, _ in nodes]):
-            name = host_of(self._model).hook_name(sites.layer, sites.kind, "z")
+            name = self._host.hook_name(sites.layer, sites.kind, "z")
             out, positions = z[name][prompt], [nodes[row][1] for row in rows]
             if sites.kind == "neuron":
-                heads = host_of(self._model).neurons[sites.layer]
-                out = heads.neuron_outputs(out.squeeze(-1)).unsqueeze(-1)
+                out = self._host.neurons[sites.layer].neuron_outputs(out.squeeze(-1)).unsqueeze(-1)
             outputs = self._matrices.outputs(sites, out[positions, sites.index.to(out.device)])
-            found |= zip(rows, self._unembed(self._final.written(outputs), k), strict=True)
+            found |= zip(rows, self._unembed(self._final.after(outputs), k), strict=True)
         return [found[row] for row in range(len(nodes))]
 
     @torch.no_grad()

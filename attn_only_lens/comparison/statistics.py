@@ -121,10 +121,8 @@ class _WriteDirections:
     """Directions that the heads of a model write along, as readers see them."""
 
     def __init__(self, model: Any) -> None:
-        norms = [
-            norm for each in host_of(model).norms() for norm in (each.attention[0], each.neuron[0])
-        ]
-        self._centred = all(norm.centres for norm in norms)
+        norms = host_of(model).norms()
+        self._centred = all(each.attention[0].centres and each.neuron[0].centres for each in norms)
         self._matrices = HeadMatrices.of(model, fold_norms=False)
 
     def of(self, sites: LayerSites) -> Float[Tensor, "site d_head d_model"]:

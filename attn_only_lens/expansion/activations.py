@@ -1,22 +1,21 @@
-"""Where an old activation is among those of the grown model, at TransformerLens' hook points.
+"""Old activations within those of the grown model, at TransformerLens' hook points.
 
-Old entries stand where their heads, neurons and coordinates went. Most are what they were; some
-differ by a factor that is known (`Provenance.rescaled`): the scale of a norm and what it gives
-before its gain, and keys, where scores are divided by a larger √d_head. And where LayerNorm made
-growth centre the residual stream, what is written to it and stands there lost its mean.
+Old entries are at the new indices of their heads, neurons and coordinates. Most are unchanged; some
+differ by a known factor (`Provenance.activation_scales`): the scale of a norm and its output before
+the gain, and keys, if scores are divided by a larger √d_head. And if LayerNorm made growth centre
+the residual stream, activations in it and outputs to it lost their mean.
 """
 
 from dataclasses import dataclass
 
 from torch import Tensor
 
-from attn_only_lens.expansion.placement import Place
-from attn_only_lens.expansion.provenance import Provenance
+from attn_only_lens.expansion.provenance import IndexMap, Provenance
 from attn_only_lens.expansion.weights import Axis, in_layer, tail
 
-__all__ = ["MovedActivation", "moved_activation"]
+__all__ = ["ActivationMap", "activation_map"]
 
-# Labels of the axes after batch and pos; None for axes that do not grow.
+# Labels of the axes after batch and pos; None for an axis that does not grow.
 _STREAM = (
     *("hook_embed", "hook_pos_embed", "hook_resid_pre", "hook_resid_mid", "hook_resid_post"),
     *("hook_attn_out", "hook_mlp_out", "hook_mlp_in"),
@@ -51,65 +50,64 @@ _IN_THE_STREAM |= {"hook_attn_in"}
 
 
 @dataclass(frozen=True)
-class MovedActivation:
-    """Where the entries of an old activation are in the grown model.
+class ActivationMap:
+    """The entries of an old activation in the grown model.
 
     Attributes:
         name: the hook point's name now.
-        places: by axis, from the second (an activation's first is the batch); None where an axis
-            does not grow.
-        scale: what old entries are multiplied by.
+        axes: from the second (the first is the batch); None for an axis that does not grow.
+        scale: factor of old entries.
         centred: whether they lost their mean over d_model, the last axis.
     """
 
     name: str
-    places: tuple[Place | None, ...]
+    axes: tuple[IndexMap | None, ...]
     scale: float = 1.0
     centred: bool = False
 
     def old_part(self, grown: Tensor) -> Tensor:
-        """The old entries of a grown activation, in the old model's scale.
+        """Return the old entries of a grown activation, in the old model's scale.
 
         Raises:
-            ValueError: it has other axes (norms before `use_split_qkv_input` see heads apart).
+            ValueError: it has other axes (with `use_split_qkv_input` norms see single heads).
         """
-        sizes = [None if place is None else place.size for place in self.places]
+        sizes = [None if axis is None else axis.size for axis in self.axes]
         if len(sizes) != grown.ndim - 1 or any(
             size not in (None, got) for size, got in zip(sizes, grown.shape[1:], strict=True)
         ):
             raise ValueError(f"got {tuple(grown.shape)} for {self.name}; expected batch, {sizes}")
-        for dim, place in enumerate(self.places, 1):
-            if place is not None:
-                grown = place.picked(grown, dim)
+        for dim, axis in enumerate(self.axes, 1):
+            if axis is not None:
+                grown = axis.select_old(grown, dim)
         return grown / self.scale
 
     def expected(self, old: Tensor) -> Tensor:
-        """What `old_part` is to equal: the old activation, centred where growth centred it."""
+        """Return the expected `old_part`: the old activation, centred if growth centred it."""
         return old - old.mean(-1, keepdim=True) if self.centred else old
 
 
-def moved_activation(provenance: Provenance, hook: str) -> MovedActivation:
-    """Where an old activation went.
+def activation_map(provenance: Provenance, hook: str) -> ActivationMap:
+    """Return the map of an old activation's entries.
 
     Args:
         provenance: of the growth.
         hook: the hook point's name in the old model, `blocks.0.attn.hook_pattern`.
 
     Raises:
-        KeyError: what this hook point sees is not known to growth (the norms of queries and keys
-            see heads and batch as one axis).
+        KeyError: growth does not know this hook point's axes (norms of queries and keys see heads
+            and batch as one axis).
 
     Example:
         >>> import torch
         >>> from attn_only_lens import expansion as ex, grow, pretrained
         >>> model = pretrained.modular_addition()
         >>> grown = grow(model, ex.compose(ex.InsertLayer(0), ex.AddHeads(1)))
-        >>> moved = ex.moved_activation(grown.provenance, "blocks.0.attn.hook_pattern")
-        >>> moved.name
+        >>> there = ex.activation_map(grown.provenance, "blocks.0.attn.hook_pattern")
+        >>> there.name
         'blocks.1.attn.hook_pattern'
         >>> tokens = pretrained.modular_addition_tokens()[:5]
         >>> (_, old), (_, new) = model.run_with_cache(tokens), grown.model.run_with_cache(tokens)
-        >>> part = moved.old_part(new[moved.name])
+        >>> part = there.old_part(new[there.name])
         >>> torch.allclose(part, old["blocks.0.attn.hook_pattern"], atol=1e-5)
         True
     """
@@ -119,16 +117,16 @@ def moved_activation(provenance: Provenance, hook: str) -> MovedActivation:
         labels = tuple("head" if label == "kv_head" else label for label in labels)
     if of not in _BEFORE_HEADS:
         labels = (None, *labels)  # pos
-    places = (
+    axes = (
         None
         if label is None
         else provenance.axes[Axis(label, None if label == "d_model" else layer)]
         for label in labels
     )
-    beside = constants.positions == "shortformer" and of == "hook_pos_embed"
-    return MovedActivation(
+    outside = constants.positions == "shortformer" and of == "hook_pos_embed"
+    return ActivationMap(
         name=provenance.name(hook),
-        places=tuple(places),
-        scale=provenance.rescaled.get(hook, 1.0),
-        centred=provenance.centred and of in _IN_THE_STREAM and not beside,
+        axes=tuple(axes),
+        scale=provenance.activation_scales.get(hook, 1.0),
+        centred=provenance.centred and of in _IN_THE_STREAM and not outside,
     )

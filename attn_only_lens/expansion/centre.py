@@ -1,12 +1,12 @@
 """LayerNorm as RMSNorm: a residual stream of mean zero.
 
-LayerNorm subtracts the mean of its input over d_model. Where every reader of the stream does that
-first, what the writers add along the constant vector is never seen; subtracting its mean over
+LayerNorm subtracts the mean of its input over d_model. If every reader of the stream does that
+first, nothing sees what the writers add along the constant vector; subtracting its mean over
 d_model from every writing weight changes nothing downstream, and then LayerNorm subtracts zero: it
 is RMSNorm with a bias. TransformerLens does the same in `center_writing_weights`.
 
-It is not so where something else reads the stream: RMSNorm at the end (`final_rms`), or an
-unembedding that is the embedding itself; nor where LayerNorm stands after a sublayer and writes.
+This fails if something else reads the stream: RMSNorm at the end (`final_rms`), or an
+unembedding that is the embedding itself; or if LayerNorm stands after a sublayer and writes.
 """
 
 from dataclasses import dataclass, replace
@@ -15,9 +15,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from attn_only_lens.errors import GrowthError
-from attn_only_lens.expansion.initialise import Initialiser, own
-from attn_only_lens.expansion.plan import Plan, carry_out
+from attn_only_lens.expansion.expansion import Expansion
+from attn_only_lens.expansion.initialise import Initialiser
 from attn_only_lens.expansion.provenance import Provenance
 from attn_only_lens.expansion.weights import WRITERS, Weights, tail
 from attn_only_lens.numerics import where_float64_is
@@ -26,30 +25,30 @@ __all__ = ["CentreStream", "is_layer_norm"]
 
 
 def is_layer_norm(weights: Weights) -> bool:
-    """Whether the norms in the blocks subtract a mean."""
+    """Return True if the norms in the blocks subtract a mean."""
     return weights.constants.norm in ("LN", "LNPre")
 
 
 @dataclass(frozen=True)
-class CentreStream:
+class CentreStream(Expansion):
     """Take the mean over d_model from everything that writes to the stream, for LayerNorm.
 
     `WidenStream` does this by itself; no size changes.
 
     Example:
-        >>> from attn_only_lens import expansion as ex
+        >>> from attn_only_lens.expansion.centre import CentreStream
         >>> from attn_only_lens.growth import read
         >>> from attn_only_lens.tl import HookedTransformer, HookedTransformerConfig
         >>> cfg = HookedTransformerConfig(
         ...     n_layers=1, d_model=6, n_ctx=5, d_head=3, d_vocab=7, attn_only=True, device="cpu"
         ... )
-        >>> weights, provenance = ex.CentreStream()(read(HookedTransformer(cfg)))
+        >>> weights, provenance = CentreStream()(read(HookedTransformer(cfg)))
         >>> bool(weights.tensors["embed.W_E"].mean(1).abs().max() < 1e-7), provenance.centred
         (True, True)
     """
 
     def reasons_against(self, weights: Weights) -> list[str]:
-        """Why these weights cannot be centred; empty where they can."""
+        """Return every reason why these weights cannot be centred."""
         constants, reasons = weights.constants, []
         if not is_layer_norm(weights):
             return [f"its norm is {constants.norm}, which sees the mean of the stream"]
@@ -67,17 +66,9 @@ class CentreStream:
             reasons.append("LayerNorm after a sublayer writes to the stream, with a mean")
         return reasons
 
-    def __call__(
-        self, weights: Weights, init: Initialiser | None = None, seed: int = 0
-    ) -> tuple[Weights, Provenance]:
-        """The centred weights; everything stays where it is.
-
-        Raises:
-            GrowthError: with all `reasons_against` these weights.
-        """
-        if reasons := self.reasons_against(weights):
-            raise GrowthError(reasons)
-        same, provenance = carry_out(weights, Plan(), init or own(), seed)
+    def expand(self, weights: Weights, init: Initialiser, seed: int) -> tuple[Weights, Provenance]:
+        """Centre everything that writes; all indices stay."""
+        same, provenance = super().expand(weights, init, seed)
         writers = WRITERS - (
             {"pos_embed.W_pos"} if weights.constants.positions == "shortformer" else set()
         )
@@ -89,8 +80,8 @@ class CentreStream:
 
 
 def _centred(tensor: Float[Tensor, "*any d_model"]) -> Float[Tensor, "*any d_model"]:
-    """Minus its mean over d_model; as it is, to the bit, where that is rounding already."""
-    if tensor.device.type == "meta":  # somebody asks for shapes only
+    """Subtract the mean over d_model, unless it is only rounding."""
+    if tensor.device.type == "meta":  # a sketch has shapes only
         return tensor
     exact = where_float64_is(tensor).double()
     mean = exact.mean(-1, keepdim=True)

@@ -1,47 +1,73 @@
-"""What an expansion is; and what the six share."""
+"""Expansions, their plans, and the one mechanism that applies a plan.
 
+New indices along an axis make new entries in every tensor with that axis. A plan says which axes
+grow, in which tensors the new entries are zero (its theorem's constraint; in all others they are
+free), which old entries are scaled, and which constants change. Inserting layers makes new tensors;
+the plan says which of them are zero.
+"""
+
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import chain
+from typing import Any
+
+import psutil
+import torch
+from torch import Tensor
 
 from attn_only_lens.errors import GrowthError
-from attn_only_lens.expansion.initialise import Initialiser, own
-from attn_only_lens.expansion.plan import Plan, carry_out
-from attn_only_lens.expansion.provenance import Provenance
-from attn_only_lens.expansion.weights import Axis, Weights, block_name
+from attn_only_lens.expansion.initialise import Initialiser, New, drawn, own
+from attn_only_lens.expansion.provenance import IndexMap, Provenance, ZeroEntries
+from attn_only_lens.expansion.weights import Axis, Weights, axes_of, block_name, in_layer, tail
 from attn_only_lens.numerics import as_plain, is_count
 
 __all__ = [
     "Expansion",
-    "Planned",
+    "ExpansionSequence",
+    "Plan",
+    "apply_plan",
+    "compose",
     "is_index",
     "layers_of",
     "only_for",
+    "reasons_against_bytes",
     "reasons_against_count",
     "reasons_against_heads",
 ]
 
 
-class Expansion(Protocol):
+@dataclass(frozen=True)
+class Plan:
+    """An expansion of given weights, as data. Tensors and hook points have their old names.
+
+    Attributes:
+        axes: new indices of the axes that grow, at most one of each tensor.
+        zero: the tensors whose new entries are zero.
+        only: for tensors whose new entries are free in some heads and zero in others, the former's
+            indices along the first axis.
+        scales: factors of the old entries of tensors.
+        activation_scales: resulting factors of activations.
+        constants: those that change.
+        layers: new indices of layers; None if they stay.
+        like: for each new layer the old one of its shapes.
+        zero_in_new: the tails of tensors that are zero in new layers.
+    """
+
+    axes: Mapping[Axis, IndexMap] = field(default_factory=dict)
+    zero: frozenset[str] = frozenset()
+    only: Mapping[str, frozenset[int]] = field(default_factory=dict)
+    scales: Mapping[str, float] = field(default_factory=dict)
+    activation_scales: Mapping[str, float] = field(default_factory=dict)
+    constants: Mapping[str, Any] = field(default_factory=dict)
+    layers: IndexMap | None = None
+    like: Mapping[int, int] = field(default_factory=dict)
+    zero_in_new: frozenset[str] = frozenset()
+
+
+class Expansion(ABC):
     """A change of weights that keeps their function; its parameters are its attributes."""
-
-    def reasons_against(self, weights: Weights) -> list[str]:
-        """Why these weights cannot be expanded so; empty where they can."""
-        ...
-
-    def __call__(
-        self, weights: Weights, init: Initialiser | None = None, seed: int = 0
-    ) -> tuple[Weights, Provenance]:
-        """The expanded weights, and where everything went.
-
-        Raises:
-            GrowthError: with all `reasons_against` these weights.
-        """
-        ...
-
-
-class Planned(ABC):
-    """What the six expansions share: from a plan to an `Expansion`."""
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
@@ -49,37 +75,179 @@ class Planned(ABC):
 
     @abstractmethod
     def reasons_against(self, weights: Weights) -> list[str]:
-        """Why these weights cannot be expanded so; empty where they can."""
+        """Return every reason why these weights cannot be expanded."""
 
-    @abstractmethod
     def plan(self, weights: Weights) -> Plan:
-        """What is to be done to these weights, which nothing speaks against."""
+        """Return the plan for weights that can be expanded; by default nothing grows."""
+        return Plan()
 
     def __call__(
         self, weights: Weights, init: Initialiser | None = None, seed: int = 0
     ) -> tuple[Weights, Provenance]:
-        """The expanded weights, and where everything went.
+        """Return the expanded weights, and their provenance.
 
         Raises:
             GrowthError: with all `reasons_against` these weights.
         """
-        if reasons := self.reasons_against(weights):
-            raise GrowthError(reasons)
-        return carry_out(weights, self.plan(weights), init or own(), seed)
+        GrowthError.raise_if(self.reasons_against(weights))
+        return self.expand(weights, init or own(), seed)
+
+    def expand(self, weights: Weights, init: Initialiser, seed: int) -> tuple[Weights, Provenance]:
+        """Expand weights after `reasons_against` found none: apply the plan."""
+        return apply_plan(weights, self.plan(weights), init, seed)
+
+
+def reasons_against_bytes(needed: int) -> list[str]:
+    """Return the reason against tensors of so many bytes: they do not fit into memory."""
+    free = [psutil.virtual_memory().available]
+    if torch.cuda.is_available():
+        free += [torch.cuda.mem_get_info(at)[0] for at in range(torch.cuda.device_count())]
+    if needed <= max(free):
+        return []
+    return [f"the grown model takes {needed:,} bytes, and {max(free):,} are free; grow it by less"]
+
+
+def _bytes(weights: Weights, plan: Plan) -> int:
+    """Bytes of the tensors that a plan makes; for a sketch, of all tensors of the grown model."""
+    found = 0
+    for name, old in weights.tensors.items():
+        axes = axes_of(name, weights.constants)
+        sizes = [
+            plan.axes[axis].size if axis in plan.axes else size
+            for axis, size in zip(axes, old.shape, strict=True)
+        ]
+        made = old.is_meta or sizes != list(old.shape)
+        copies = made + sum(like == in_layer(name) for like in plan.like.values())
+        tied = weights.constants.tied and name == "unembed.W_U"  # the embedding once more
+        found += 0 if tied else copies * math.prod(sizes) * old.element_size()
+    return found
+
+
+def apply_plan(
+    weights: Weights, plan: Plan, init: Initialiser, seed: int
+) -> tuple[Weights, Provenance]:
+    """Return the expanded weights, and their provenance.
+
+    Tensors that do not change are those given, not copies.
+
+    Raises:
+        GrowthError: they would not fit into memory.
+    """
+    GrowthError.raise_if(reasons_against_bytes(_bytes(weights, plan)))
+    constants = replace(weights.constants, **plan.constants)
+    provenance = Provenance(
+        layers=plan.layers or IndexMap.identity(weights.constants.n_layers),
+        axes={
+            axis: plan.axes.get(axis, IndexMap.identity(size))
+            for axis, size in weights.sizes.items()
+        },
+        sizes={},
+        constants=weights.constants,
+        like=plan.like,
+        scales=plan.scales,
+        activation_scales=plan.activation_scales,
+    )
+    grown: dict[str, Tensor] = {}
+    zeros: list[ZeroEntries] = []
+    for name, old in weights.tensors.items():
+        tensor_map = provenance.tensor_map(name)
+        tensor = old * tensor_map.scale if tensor_map.scale != 1.0 else old
+        growing = [dim for dim, axis in enumerate(tensor_map.axes) if axis.added]
+        if growing:
+            (dim,) = growing
+            indices = tensor_map.axes[dim]
+            shape = (*tensor.shape[:dim], len(indices.added), *tensor.shape[dim + 1 :])
+            axis = axes_of(name, weights.constants)[dim]
+            new = New(tensor_map.name, axis, dim, shape, tensor, constants)
+            is_zero = name in plan.zero
+            entries = tensor.new_zeros(shape) if is_zero else drawn(init, new, seed)
+            if is_zero:
+                zeros.append(_zero_entries(new, indices.added))
+            elif name in plan.only:
+                others = set(range(shape[0])) - plan.only[name]
+                entries[sorted(others)] = 0.0
+            tensor = indices.combine(tensor, entries, dim)
+        grown[tensor_map.name] = tensor
+    for layer, like in plan.like.items():
+        for name in [each for each in weights.tensors if in_layer(each) == like]:
+            old = weights.tensors[name]
+            new = New(block_name(layer, tail(name)), None, None, tuple(old.shape), old, constants)
+            is_zero = tail(name) in plan.zero_in_new
+            grown[new.name] = torch.zeros_like(old) if is_zero else drawn(init, new, seed)
+            zeros += [_zero_entries(new)] if is_zero else []
+    result = Weights(grown, constants)
+    return result, replace(provenance, sizes=result.sizes, zeros=tuple(zeros))
+
+
+def _zero_entries(new: New, added: tuple[int, ...] = ()) -> ZeroEntries:
+    """All new entries; `added` are their indices along the axis that grows."""
+    indices = [tuple(range(size)) for size in new.shape]
+    if new.dim is not None:
+        indices[new.dim] = added
+    return ZeroEntries(new.name, tuple(indices))
+
+
+@dataclass(frozen=True)
+class ExpansionSequence(Expansion):
+    """An expansion made of several, one after another.
+
+    Attributes:
+        steps: in this order.
+    """
+
+    steps: tuple[Expansion, ...]
+
+    def reasons_against(self, weights: Weights) -> list[str]:
+        """Return the reasons against every step.
+
+        A later step is asked about the result of the earlier ones, as a sketch without numbers.
+        """
+        sketch, reasons = weights.sketch(), []
+        for step in self.steps:
+            against = step.reasons_against(sketch)
+            if not against:
+                try:
+                    sketch, _ = step(sketch)
+                except GrowthError as error:  # it would not fit into memory
+                    against = list(error.reasons)
+            reasons += [f"{type(step).__name__}: {reason}" for reason in against]
+        return reasons
+
+    def expand(self, weights: Weights, init: Initialiser, seed: int) -> tuple[Weights, Provenance]:
+        """Apply one step after the other."""
+        grown, provenance = super().expand(weights, init, seed)
+        for step in self.steps:
+            grown, more = step.expand(grown, init, seed)
+            provenance = provenance.then(more)
+        return grown, provenance
+
+
+def compose(*expansions: Expansion) -> ExpansionSequence:
+    """Return one expansion made of several, in this order.
+
+    In any order the function stays the same; new entries to draw, and hence their numbers, may
+    differ. An expansion counts layers as they are at its turn: after `InsertLayer(at=0)`, layer 0
+    is the new one.
+
+    Args:
+        *expansions: such as `AddNeurons(256, layers=(0,))`, `AddHeads(2)`, `InsertLayer(at=1)`.
+    """
+    steps = (each.steps if isinstance(each, ExpansionSequence) else (each,) for each in expansions)
+    return ExpansionSequence(tuple(chain.from_iterable(steps)))
 
 
 def is_index(number: object, size: int) -> bool:
-    """Whether this is one of 0 … size - 1, as an int: 1.0 would be looked up under another name."""
+    """Return True for one of 0 … size - 1, as an int: 1.0 would be looked up by another name."""
     return is_count(number, 0, size - 1)
 
 
 def layers_of(layers: Sequence[int] | None, weights: Weights) -> list[int]:
-    """The layers asked for: all where None."""
+    """Return the layers asked for: all if None."""
     return list(range(weights.constants.n_layers) if layers is None else layers)
 
 
 def reasons_against_count(n: int, layers: Sequence[int] | None, weights: Weights) -> list[str]:
-    """Why so many new units in these layers are none that can be made."""
+    """Return every reason why so many units cannot be added to these layers."""
     reasons = []
     if not is_count(n, 1):
         reasons.append(f"got {n!r} to add; expected 1 or more: to make a model smaller, prune it")
@@ -95,7 +263,7 @@ def reasons_against_count(n: int, layers: Sequence[int] | None, weights: Weights
 def reasons_against_heads(
     heads: Sequence[int] | None, layers: Sequence[int] | None, weights: Weights
 ) -> list[str]:
-    """Why these heads cannot be treated apart from the others of these layers."""
+    """Return every reason why these heads cannot be separated from the others of these layers."""
     if heads is None:
         return []
     reasons = []
@@ -118,7 +286,7 @@ def reasons_against_heads(
 def only_for(
     heads: Sequence[int] | None, layers: Sequence[int], tails: Sequence[str], weights: Weights
 ) -> dict[str, frozenset[int]]:
-    """`Plan.only` for tensors of these heads; their groups where the tensor is by group."""
+    """Return `Plan.only` for tensors of these heads, or of their groups."""
     if heads is None:
         return {}
     only = {}

@@ -13,16 +13,20 @@ queries of all heads as one vector.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from attn_only_lens.expansion.expansion import Planned, layers_of, reasons_against_count
-from attn_only_lens.expansion.placement import Place
-from attn_only_lens.expansion.plan import Plan, grown_by
+from attn_only_lens.expansion.expansion import (
+    Expansion,
+    Plan,
+    layers_of,
+    reasons_against_count,
+)
+from attn_only_lens.expansion.provenance import IndexMap
 from attn_only_lens.expansion.weights import Axis, Weights, block_name
 
 __all__ = ["AddHeads"]
 
 
 @dataclass(frozen=True)
-class AddHeads(Planned):
+class AddHeads(Expansion):
     """Grow n_heads: Definition and Theorem 3.2.
 
     Zero: the new heads' W_O. Free: their W_Q, W_K, W_V, their biases and sinks.
@@ -43,7 +47,7 @@ class AddHeads(Planned):
     into_groups: bool = False
 
     def reasons_against(self, weights: Weights) -> list[str]:
-        """Why these weights cannot be expanded so; empty where they can."""
+        """Return every reason why these weights cannot be expanded."""
         reasons = reasons_against_count(self.n, self.layers, weights)
         if weights.constants.positions == "alibi":
             reasons.append("ALiBi's slopes depend on the number of heads, the old ones' too")
@@ -64,7 +68,7 @@ class AddHeads(Planned):
         return reasons
 
     def plan(self, weights: Weights) -> Plan:
-        """What is to be done to these weights."""
+        """Return the plan for these weights."""
         sizes, axes = weights.sizes, {}
         layers = layers_of(self.layers, weights)
         for layer in layers:
@@ -73,10 +77,10 @@ class AddHeads(Planned):
             if self.into_groups:
                 now = per_group + self.n // sizes[group]
                 where = (g * now + j for g in range(sizes[group]) for j in range(per_group))
-                axes[head] = Place(tuple(where), sizes[group] * now)
+                axes[head] = IndexMap(tuple(where), sizes[group] * now)
             else:
-                axes[head] = grown_by(self.n, sizes[head])
-                axes[group] = grown_by(self.n // per_group, sizes[group])
+                axes[head] = IndexMap.append(sizes[head], self.n)
+                axes[group] = IndexMap.append(sizes[group], self.n // per_group)
         return Plan(
             axes=axes,
             zero=frozenset(block_name(layer, "attn.W_O") for layer in layers),

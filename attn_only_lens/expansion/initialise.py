@@ -1,12 +1,12 @@
-"""What new entries start as, where the theorems leave them free.
+"""Initialization of new entries that the theorems leave free.
 
-The function of the grown model is the same whatever they are; how it learns is not. At first only
-the entries that must be zero receive gradient from the loss (they see the new units' activations),
-and once they have moved the free ones do too. Where the free entries are zero as well, neither ever
-moves: `zeros` makes dead units.
+They do not affect the function of the grown model, but how it learns. At first only the entries
+that must be zero receive gradient from the loss (they see the new units' activations); once they
+have moved, the free ones do too. If the free entries are zero as well, neither ever moves: `zeros`
+makes dead units.
 
-Numbers depend on the seed and on what is made (the tensor's name, axis and size), not on the order
-in which tensors are made, nor on the device.
+Numbers depend on the seed and on the tensor's name, axis and size, not on the order in which
+tensors are made, nor on the device.
 """
 
 import hashlib
@@ -28,11 +28,11 @@ _SAME = 0.999  # cosine of two directions that are one, in half precision too
 
 @dataclass(frozen=True)
 class New:
-    """New entries that are to be made.
+    """New entries to initialize.
 
     Attributes:
         name: the tensor, as it is called in the grown model.
-        axis: the axis that grows; None where the whole tensor is new, in a new layer.
+        axis: the axis that grows; None if the whole tensor is new, in a new layer.
         dim: which dimension of the tensor that is.
         shape: of the new entries.
         old: the tensor that grows; for a new layer that of the layer it is like.
@@ -48,7 +48,7 @@ class New:
 
     @property
     def whole(self) -> tuple[int, ...]:
-        """The shape of the whole tensor when it has grown."""
+        """The shape of the grown tensor."""
         if self.dim is None:
             return self.shape
         sizes = list(self.old.shape)
@@ -57,12 +57,12 @@ class New:
 
     @property
     def is_gain(self) -> bool:
-        """Whether these multiply what a norm gives."""
+        """True for gains of norms."""
         return self.name.endswith(".w")
 
     @property
     def is_matrix(self) -> bool:
-        """Whether these are weights, neither biases nor gains nor sinks."""
+        """True for weight matrices: neither biases nor gains nor sinks."""
         return ".W_" in self.name
 
 
@@ -70,17 +70,17 @@ class Initialiser(Protocol):
     """Makes new entries."""
 
     def __call__(self, new: New, seed: int) -> Float[Tensor, "..."]:
-        """The new entries, of `new.shape`, in float64 on the CPU."""
+        """Return the new entries, of `new.shape`, in float64 on the CPU."""
         ...
 
 
 def drawn(init: Initialiser, new: New, seed: int) -> Float[Tensor, "..."]:
-    """The entries in the dtype and on the device of the tensor that grows.
+    """Return the entries in the dtype and on the device of the tensor that grows.
 
     Raises:
         ValueError: the initialiser made another shape.
     """
-    if new.old.device.type == "meta":  # somebody asks for shapes only
+    if new.old.device.type == "meta":  # a sketch has shapes only
         return new.old.new_empty(new.shape)
     made = init(new, seed)
     if tuple(made.shape) != new.shape:
@@ -89,7 +89,7 @@ def drawn(init: Initialiser, new: New, seed: int) -> Float[Tensor, "..."]:
 
 
 def _generator(seed: int, *what: object) -> torch.Generator:
-    """A generator for one thing to draw, so that the order of drawing does not matter."""
+    """A generator for one draw, so that the order of draws does not matter."""
     digest = hashlib.sha256(repr((seed, *what)).encode()).digest()
     return torch.Generator("cpu").manual_seed(int.from_bytes(digest[:7], "big"))
 
@@ -119,7 +119,7 @@ class _Own:
 
 
 def _own_std(new: New) -> float:
-    """As `HookedTransformer.init_weights` has it, for a tensor of the grown shape."""
+    """The deviation of `HookedTransformer.init_weights`, for a tensor of the grown shape."""
     mode, gain = new.constants.init
     whole = new.whole
     heads = whole[0] if len(whole) == 3 else 1
@@ -202,15 +202,15 @@ class _GradMax:
 
 
 def own() -> Initialiser:
-    """As the model draws its own weights: by its `init_mode` and `initializer_range`.
+    """Draw as the model draws its own weights: by its `init_mode` and `initializer_range`.
 
-    Biases and sinks start at zero and gains of norms at one, as TransformerLens has them.
+    Biases and sinks start at zero and gains of norms at one, as in TransformerLens.
     """
     return _Own()
 
 
 def normal(std: float) -> Initialiser:
-    """Independent normal numbers of this standard deviation; gains of norms around one.
+    """Draw normal numbers of this standard deviation; gains of norms around one.
 
     Raises:
         ValueError: the standard deviation is not positive.
@@ -221,18 +221,18 @@ def normal(std: float) -> Initialiser:
 
 
 def zeros() -> Initialiser:
-    """Zeros: the new units are dead, and no gradient will ever wake them. For controls.
+    """Start at zero: the new units are dead, and no gradient will ever revive them. For controls.
 
-    One exception: new coordinates of the stream under LayerNorm are not, since its mean sees them.
+    New coordinates of the stream under LayerNorm are an exception, since its mean sees them.
     """
     return _Zeros()
 
 
 def copies(noise: float = 0.1) -> Initialiser:
-    """Copies of old units drawn at random, plus noise in units of the tensor's deviation.
+    """Copy old units drawn at random, with noise in units of the tensor's deviation.
 
     Raises:
-        ValueError: there is no noise: a copy of a copy would stay one for ever.
+        ValueError: there is no noise, without which equal units stay equal.
     """
     if not noise > 0:
         raise ValueError(f"got noise={noise}; expected more than 0: equal units stay equal")
@@ -242,7 +242,7 @@ def copies(noise: float = 0.1) -> Initialiser:
 def grad_max(
     products: Mapping[int, Float[Tensor, "d_model d_model"]], std: float | None = None
 ) -> Initialiser:
-    """New neurons whose output weights start with the largest gradient, to first order.
+    """Choose new neurons whose output weights start with the largest gradient, to first order.
 
     With a_i(t) the activation of new neuron i at token t and g_t the gradient of the loss by what
     the MLP writes there, ∂L/∂W_out[i] = Σ_t a_i(t) g_tᵀ. For a_i(t) ≈ x_t · w_i (a multiple of it:
@@ -250,13 +250,13 @@ def grad_max(
     of a given norm that make Σ_i ‖w_iᵀ M‖² largest are M's first left singular vectors.
 
     Source: Evci, van Merriënboer, Unterthiner, Vladymyrov, Pedregosa, "GradMax: Growing Neural
-    Networks using Gradient Information" (2022), equation 11, turned round: they zero the inputs
-    and choose the outputs; the growth paper's theorem 3.1 zeroes the outputs.
+    Networks using Gradient Information" (2022), equation 11, with the roles exchanged: they zero
+    the inputs and choose the outputs; the growth paper's theorem 3.1 zeroes the outputs.
 
     Args:
-        products: M by layer of the grown model, as `attn_only_lens.growth.gradient_products` makes
-            them. Neurons of other layers, everything that is no neuron, and neurons beyond d_model
-            are `own`. Directions that a neuron has already are left out: equal ones stay equal.
+        products: M by layer of the grown model, from `attn_only_lens.growth.gradient_products`.
+            Neurons of other layers, neurons beyond d_model, and all other entries are drawn by
+            `own`. Directions that a neuron already has are left out: equal neurons stay equal.
         std: of the entries of each w_i; by default that of `own`.
     """
     return _GradMax(dict(products), std)

@@ -4,16 +4,15 @@ A block adds to the stream what its attention and its MLP write. With W_O, b_O, 
 that is nothing (equation 40), whatever the rest of it computes. A norm after a sublayer keeps zero
 zero if it has no bias, and ε > 0; so LayerNorm's bias there is zero too.
 
-Layers above move up by one. Where scores of layer l are divided by l + 1
+Layers above move up by one. If scores of layer l are divided by l + 1
 (`scale_attn_by_inverse_layer_idx`), those of a moved layer are multiplied back through its keys:
 W_K and b_K, or the gain of the keys' norm, by (new + 1) / (old + 1).
 """
 
 from dataclasses import dataclass
 
-from attn_only_lens.expansion.expansion import Planned, is_index
-from attn_only_lens.expansion.placement import Place
-from attn_only_lens.expansion.plan import Plan
+from attn_only_lens.expansion.expansion import Expansion, Plan, is_index
+from attn_only_lens.expansion.provenance import IndexMap
 from attn_only_lens.expansion.weights import Weights, block_name
 
 __all__ = ["InsertLayer"]
@@ -23,7 +22,7 @@ _AFTER = {"ln1.b", "ln2.b"}  # where these stand after the sublayers
 
 
 @dataclass(frozen=True)
-class InsertLayer(Planned):
+class InsertLayer(Expansion):
     """Grow n_layers by one: Definition and Theorem 3.6.
 
     Zero: what the new layer writes with, W_O, b_O, W_out, b_out. Free: the rest of it.
@@ -43,7 +42,7 @@ class InsertLayer(Planned):
     like: int | None = None
 
     def reasons_against(self, weights: Weights) -> list[str]:
-        """Why these weights cannot be expanded so; empty where they can."""
+        """Return every reason why these weights cannot be expanded."""
         constants, reasons = weights.constants, []
         n_layers = constants.n_layers
         if not is_index(self.at, n_layers + 1):
@@ -60,27 +59,28 @@ class InsertLayer(Planned):
         return reasons
 
     def plan(self, weights: Weights) -> Plan:
-        """What is to be done to these weights."""
+        """Return the plan for these weights."""
         constants, at = weights.constants, self.at
         n_layers = constants.n_layers
         like = max(at - 1, 0) if self.like is None else self.like
-        scaled, rescaled = {}, {}
+        scales: dict[str, float] = {}
+        activation_scales: dict[str, float] = {}
         if constants.scale_by_layer:
             factors = {layer: (layer + 2) / (layer + 1) for layer in range(at, n_layers)}
             by_gain = constants.qk_norm is not None
             through = ("attn.k_norm.w",) if by_gain else ("attn.W_K", "attn.b_K")
             seen = ("attn.hook_rot_k",) if by_gain else ("attn.hook_k", "attn.hook_rot_k")
-            scaled, rescaled = (
+            scales, activation_scales = (
                 {block_name(layer, of): factor for layer, factor in factors.items() for of in tails}
                 for tails in (through, seen)
             )
         types = constants.attn_types
         return Plan(
-            layers=Place(tuple(each + (each >= at) for each in range(n_layers)), n_layers + 1),
+            layers=IndexMap(tuple(each + (each >= at) for each in range(n_layers)), n_layers + 1),
             like={at: like},
             zero_in_new=frozenset(_ZERO) | (_AFTER if constants.norm_place == "after" else set()),
-            scaled={name: factor for name, factor in scaled.items() if name in weights.tensors},
-            rescaled=rescaled,
+            scales={name: factor for name, factor in scales.items() if name in weights.tensors},
+            activation_scales=activation_scales,
             constants={
                 "n_layers": n_layers + 1,
                 "attn_types": types and (*types[:at], types[like], *types[at:]),

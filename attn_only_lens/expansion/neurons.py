@@ -8,15 +8,20 @@ must act on each neuron alone (not softmax over neurons, as in SoLU).
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from attn_only_lens.expansion.expansion import Planned, layers_of, reasons_against_count
-from attn_only_lens.expansion.plan import Plan, grown_by
+from attn_only_lens.expansion.expansion import (
+    Expansion,
+    Plan,
+    layers_of,
+    reasons_against_count,
+)
+from attn_only_lens.expansion.provenance import IndexMap
 from attn_only_lens.expansion.weights import Axis, Weights, block_name
 
 __all__ = ["AddNeurons"]
 
 
 @dataclass(frozen=True)
-class AddNeurons(Planned):
+class AddNeurons(Expansion):
     """Grow d_mlp: Definition and Theorem 3.1.
 
     Zero: the new rows of W_out. Free: the new columns of W_in and W_gate, and of b_in.
@@ -35,7 +40,7 @@ class AddNeurons(Planned):
     layers: Sequence[int] | None = None
 
     def reasons_against(self, weights: Weights) -> list[str]:
-        """Why these weights cannot be expanded so; empty where they can."""
+        """Return every reason why these weights cannot be expanded."""
         reasons = reasons_against_count(self.n, self.layers, weights)
         known = set(weights.in_layers("mlp.W_out"))
         without = [layer for layer in layers_of(self.layers, weights) if layer not in known]
@@ -46,12 +51,12 @@ class AddNeurons(Planned):
         return reasons
 
     def plan(self, weights: Weights) -> Plan:
-        """What is to be done to these weights."""
+        """Return the plan for these weights."""
         layers = layers_of(self.layers, weights)
         sizes = weights.sizes
         return Plan(
             axes={
-                Axis("d_mlp", layer): grown_by(self.n, sizes[Axis("d_mlp", layer)])
+                Axis("d_mlp", layer): IndexMap.append(sizes[Axis("d_mlp", layer)], self.n)
                 for layer in layers
             },
             zero=frozenset(block_name(layer, "mlp.W_out") for layer in layers),

@@ -1,88 +1,151 @@
-"""By what the weights of a model are known again, whatever their dtype, device or layout.
-
-Each tensor has a mark: its entries in order, weighed by numbers that look random, and summed,
-
-    s = Σ_i r(i div n) r(i mod n) w_i        r(i) = 2 ((i + 1) φ mod 1) - 1, φ the golden ratio
-
-and its norm. A change Δ of the weights, wherever it is, moves s by about ‖Δ‖ / 3. So a tensor whose
-s moved by no more than roundings of ‖w‖ is the same one, cast or computed on another machine; after
-one step of training it is another. (A digest of bytes would tell casts apart.)
-
-Where the parts of a model went when it grew: heads, neurons, layers, coordinates, parameters.
+"""Provenance: the parts of a model (heads, neurons, layers, coordinates, tensors) after growth.
 
 An expansion moves old indices along axes, and layers; everything else follows. A tensor's old
-entries stand at the product of its axes' places, times its scale; a head's new name is its layer's
-place and its own. Provenances compose as functions do.
+entries are at the product of its axes' new indices, times its scale; a head's new name consists of
+the new indices of its layer and its own. Provenances compose as functions do.
 """
 
-import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import pandas as pd
 import torch
+from jaxtyping import Int
 from torch import Tensor
 
 from attn_only_lens.errors import UnknownHeadError
-from attn_only_lens.expansion.placement import Moved, Place, Zeros
+from attn_only_lens.expansion.identity import Identity
 from attn_only_lens.expansion.weights import Axis, Constants, axes_of, block_name, in_layer, tail
 from attn_only_lens.heads.names import HeadName
-from attn_only_lens.tolerances import rounding
 
-__all__ = ["Identity", "Provenance", "identity_of"]
-
-_GOLDEN = (math.sqrt(5) + 1) / 2
-_ROW = 2**11  # entries that are summed before rows are; as many rows at a time, in float64
+__all__ = ["IndexMap", "Provenance", "TensorMap", "ZeroEntries"]
 
 
 @dataclass(frozen=True)
-class Identity:
-    """Marks of a model's tensors. Made by `growth.identity`.
+class IndexMap:
+    """The new indices of an axis, or of layers, after growth.
 
     Attributes:
-        marks: for each tensor its weighed sum and its norm.
-        precision: how far roundings may have moved a sum, as a share of the norm.
+        new_of: the new index of each old one.
+        size: how many there are now.
     """
 
-    marks: Mapping[str, tuple[float, float]] = field(repr=False)
-    precision: float
+    new_of: tuple[int, ...]
+    size: int
 
-    def differences(self, other: "Identity") -> list[str]:
-        """The tensors that are not the same in both, or that one has not."""
-        tolerance = max(self.precision, other.precision)
-        odd = self.marks.keys() ^ other.marks.keys()
-        for name in self.marks.keys() & other.marks.keys():
-            (one, size), (two, other_size) = self.marks[name], other.marks[name]
-            if not abs(one - two) <= tolerance * max(size, other_size):
-                odd.add(name)
-        return sorted(odd)
+    @classmethod
+    def identity(cls, size: int) -> "IndexMap":
+        """Return the map of an axis that does not grow."""
+        return cls(tuple(range(size)), size)
+
+    @classmethod
+    def append(cls, size: int, n: int) -> "IndexMap":
+        """Return the map that adds n new indices after the old ones."""
+        return cls(tuple(range(size)), size + n)
+
+    def then(self, after: "IndexMap") -> "IndexMap":
+        """Return this map followed by another."""
+        if after.is_prefix:
+            return IndexMap(self.new_of, after.size)
+        return IndexMap(tuple(after.new_of[index] for index in self.new_of), after.size)
+
+    @cached_property
+    def is_prefix(self) -> bool:
+        """True if old indices stay, with new ones after them."""
+        return self.new_of == tuple(range(len(self.new_of)))
+
+    @property
+    def is_identity(self) -> bool:
+        """True if nothing changes."""
+        return self.size == len(self.new_of) and self.is_prefix
+
+    @cached_property
+    def old_of(self) -> dict[int, int]:
+        """Old indices by new ones."""
+        return {new: old for old, new in enumerate(self.new_of)}
+
+    @cached_property
+    def added(self) -> tuple[int, ...]:
+        """Indices without an old one."""
+        if self.is_prefix:
+            return tuple(range(len(self.new_of), self.size))
+        return tuple(index for index in range(self.size) if index not in self.old_of)
+
+    def combine(self, old: Tensor, new: Tensor, dim: int) -> Tensor:
+        """Return old and new entries along a dimension, each at its indices."""
+        if old.device.type == "meta":  # a sketch has shapes only
+            return old.new_empty((*old.shape[:dim], self.size, *old.shape[dim + 1 :]))
+        both = torch.cat([old, new], dim)
+        if self.is_prefix:
+            return both
+        order = _index((*self.new_of, *self.added), old.device).argsort()
+        return both.index_select(dim, order)
+
+    def select_old(self, grown: Tensor, dim: int) -> Tensor:
+        """Return the old indices along a dimension; a view if they did not move."""
+        if self.is_prefix:
+            return grown.narrow(dim, 0, len(self.new_of))
+        return grown.index_select(dim, _index(self.new_of, grown.device))
 
 
-def identity_of(tensors: Mapping[str, Tensor]) -> Identity:
-    """The identity of a model, from its tensors by name."""
-    dtypes = {tensor.dtype for tensor in tensors.values()}
-    return Identity(
-        {name: _mark(tensor) for name, tensor in tensors.items()},
-        max(map(rounding, dtypes), default=0.0),
-    )
+@dataclass(frozen=True)
+class TensorMap:
+    """The entries of an old tensor in the grown model.
+
+    Attributes:
+        name: of the grown tensor.
+        axes: of the tensor.
+        scale: factor of the old entries.
+    """
+
+    name: str
+    axes: tuple[IndexMap, ...]
+    scale: float = 1.0
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the grown tensor."""
+        return tuple(axis.size for axis in self.axes)
+
+    def old_part(self, grown: Tensor) -> Tensor:
+        """Return the old entries of a grown tensor, with their scale."""
+        for dim, axis in enumerate(self.axes):
+            grown = axis.select_old(grown, dim)
+        return grown
+
+    def put(self, old: Tensor, into: Tensor) -> Tensor:
+        """Return a copy of `into`, of the grown shape, with `old` at the old entries, unscaled."""
+        if all(axis.is_identity for axis in self.axes):
+            return old.clone()
+        grid = torch.meshgrid(
+            *(_index(axis.new_of, into.device) for axis in self.axes), indexing="ij"
+        )
+        return into.clone().index_put(grid, old)
 
 
-def _mark(tensor: Tensor) -> tuple[float, float]:
-    total = squares = 0.0
-    row = _weights(0, _ROW)
-    for at, part in enumerate(tensor.detach().cpu().flatten().split(_ROW * _ROW)):
-        w = part.double()
-        rows, rest = w[: len(w) // _ROW * _ROW].view(-1, _ROW), w[len(w) // _ROW * _ROW :]
-        sums = torch.cat([rows @ row, (rest @ row[: len(rest)])[None]])
-        total += float(sums @ _weights(at * _ROW, len(sums)))
-        squares += float(w @ w)
-    return total, math.sqrt(squares)
+@dataclass(frozen=True)
+class ZeroEntries:
+    """Entries of a grown tensor that must be zero for its function to be the old one.
+
+    Attributes:
+        name: the tensor.
+        indices: along each of its axes; the entries are their product.
+    """
+
+    name: str
+    indices: tuple[tuple[int, ...], ...]
+
+    def entries(self, tensor: Tensor) -> Tensor:
+        """Return these entries of the tensor."""
+        for dim, indices in enumerate(self.indices):
+            tensor = tensor.index_select(dim, _index(indices, tensor.device))
+        return tensor
 
 
-def _weights(first: int, n: int) -> Tensor:
-    turns = torch.arange(first + 1, first + n + 1, dtype=torch.float64, device="cpu") * _GOLDEN
-    return turns.frac() * 2 - 1
+def _index(indices: tuple[int, ...], device: torch.device) -> Int[Tensor, " n"]:
+    return torch.tensor(indices, dtype=torch.long, device=device)
 
 
 _LAYER = re.compile(r"L(0|[1-9]\d*)")
@@ -92,20 +155,19 @@ _KINDS = {"H": "head", "N": "neuron", "L": "layer"}
 
 @dataclass(frozen=True)
 class Provenance:
-    """From the parts of a model to those of the grown one.
+    """The new place of each part of a model that grew.
 
     Attributes:
-        layers: where layers went.
-        axes: where the indices of each axis of the old model went.
+        layers: new indices of layers.
+        axes: new indices along each axis of the old model.
         sizes: the length of each axis of the grown model.
         constants: of the old model.
-        like: for each new layer, by its index now, an old one that it has the shapes of.
-        scales: what old entries of a tensor, by its old name, were multiplied by.
-        rescaled: what an old activation, by the old name of its hook point, is multiplied by.
-        zeros: what had to be zero.
+        like: for each new layer, by its index now, an old one of its shapes.
+        scales: factors of old tensors, by old name.
+        activation_scales: factors of old activations, by the old name of the hook point.
+        zeros: entries that had to be zero.
         centred: whether the residual stream lost its mean over d_model, which LayerNorm ignores.
-        source: which model grew, as `growth.identity` tells it; None where weights grew that are
-            no model's.
+        source: identity of the model that grew (`growth.identity`); None for weights alone.
 
     Example:
         >>> from attn_only_lens import expansion as ex, pretrained
@@ -118,61 +180,62 @@ class Provenance:
         ('L0N17', None)
     """
 
-    layers: Place
-    axes: Mapping[Axis, Place]
+    layers: IndexMap
+    axes: Mapping[Axis, IndexMap]
     sizes: Mapping[Axis, int]
     constants: Constants
     like: Mapping[int, int] = field(default_factory=dict)
     scales: Mapping[str, float] = field(default_factory=dict)
-    rescaled: Mapping[str, float] = field(default_factory=dict)
-    zeros: tuple[Zeros, ...] = ()
+    activation_scales: Mapping[str, float] = field(default_factory=dict)
+    zeros: tuple[ZeroEntries, ...] = ()
     centred: bool = False
     source: Identity | None = None
 
     def then(self, after: "Provenance") -> "Provenance":
-        """First this growth, then `after`."""
-        grown = {after.layers.where[new]: old for new, old in self.like.items()}
+        """Return this growth followed by another."""
+        grown = {after.layers.new_of[new]: old for new, old in self.like.items()}
         inserted = {
-            new: self.like[old] if old in self.like else self.layers.old[old]
+            new: self.like[old] if old in self.like else self.layers.old_of[old]
             for new, old in after.like.items()
         }
         return Provenance(
             layers=self.layers.then(after.layers),
             axes={
-                axis: place.then(after.axes[self.axis(axis)]) for axis, place in self.axes.items()
+                axis: indices.then(after.axes[self.axis(axis)])
+                for axis, indices in self.axes.items()
             },
             sizes=after.sizes,
             constants=self.constants,
             like=grown | inserted,
             scales=self._times(self.scales, after.scales),
-            rescaled=self._times(self.rescaled, after.rescaled),
-            zeros=tuple(after._zeros(zeros) for zeros in self.zeros) + after.zeros,
+            activation_scales=self._times(self.activation_scales, after.activation_scales),
+            zeros=tuple(map(after._moved_zeros, self.zeros)) + after.zeros,
             centred=self.centred or after.centred,
             source=self.source,
         )
 
     def __getitem__(self, name: str) -> str:
-        """The name now of an old head (`L0H1`), neuron (`L0N17`) or layer (`L1`).
+        """Return the new name of an old head (`L0H1`), neuron (`L0N17`) or layer (`L1`).
 
         Raises:
             UnknownHeadError: the old model has no such part.
         """
         head, layer = _parsed(name, self.constants.heads_per_neuron)
-        if layer >= len(self.layers.where):
-            raise UnknownHeadError(f"got {name!r}; the model had {len(self.layers.where)} layers")
-        moved = self.layers.where[layer]
+        if layer >= len(self.layers.new_of):
+            raise UnknownHeadError(f"got {name!r}; the model had {len(self.layers.new_of)} layers")
+        now = self.layers.new_of[layer]
         if head is None:
-            return f"L{moved}"
-        places = self.axes.get(_axis(head), Place((), 0))
-        if head.index >= len(places.where):
+            return f"L{now}"
+        indices = self.axes.get(_axis(head), IndexMap((), 0))
+        if head.index >= len(indices.new_of):
             kind = "heads" if head.kind == "attention" else "neurons"
             raise UnknownHeadError(
-                f"got {name!r}; layer {layer} had {len(places.where)} {kind} before it grew"
+                f"got {name!r}; layer {layer} had {len(indices.new_of)} {kind} before it grew"
             )
-        return str(HeadName(moved, head.kind, places.where[head.index], head.member))
+        return str(HeadName(now, head.kind, indices.new_of[head.index], head.member))
 
     def old_of(self, name: str) -> str | None:
-        """What a head, neuron or layer of the grown model was; None where it is new.
+        """Return the old name of a head, neuron or layer of the grown model; None if it is new.
 
         Raises:
             UnknownHeadError: the grown model has no such part.
@@ -181,38 +244,38 @@ class Provenance:
         n_now = self.layers.size if head is None else self.sizes.get(_axis(head), 0)
         if layer >= self.layers.size or (head is not None and head.index >= n_now):
             raise UnknownHeadError(f"got {name!r}; the grown model has no such part")
-        was = self.layers.old.get(layer)
+        was = self.layers.old_of.get(layer)
         if was is None or head is None:
             return None if was is None else f"L{was}"
-        index = self.axes[Axis(_axis(head).label, was)].old.get(head.index)
+        index = self.axes[Axis(_axis(head).label, was)].old_of.get(head.index)
         return None if index is None else str(HeadName(was, head.kind, index, head.member))
 
     @property
     def coordinates(self) -> tuple[int, ...]:
-        """Where each old coordinate of the residual stream is."""
-        return self.axes[Axis("d_model")].where
+        """The new index of each old coordinate of the residual stream."""
+        return self.axes[Axis("d_model")].new_of
 
     @property
     def new_layers(self) -> tuple[str, ...]:
-        """The layers of the grown model that are new."""
-        return tuple(f"L{layer}" for layer in self.layers.new)
+        """New layers of the grown model."""
+        return tuple(f"L{layer}" for layer in self.layers.added)
 
     @property
     def new_heads(self) -> tuple[str, ...]:
-        """The attention heads of the grown model that are new, those of new layers too."""
+        """New attention heads of the grown model, including those of new layers."""
         return tuple(name for name in self._names("H") if self.old_of(name) is None)
 
     @property
     def new_neurons(self) -> tuple[str, ...]:
-        """The neurons of the grown model that are new, those of new layers too."""
+        """New neurons of the grown model, including those of new layers."""
         return tuple(name for name in self._names("N") if self.old_of(name) is None)
 
     def to_frame(self) -> pd.DataFrame:
-        """One row a layer, head and neuron of the grown model.
+        """Return one row for each layer, head and neuron of the grown model.
 
         Returns:
             Columns `name`, `kind` ("layer", "head", "neuron"), `old` (its name in the old model;
-            missing where it is new), `is_new`.
+            missing if new), `is_new`.
         """
         names = [(f"L{layer}", "L") for layer in range(self.layers.size)]
         names += [(name, letter) for letter in "HN" for name in self._names(letter)]
@@ -227,24 +290,24 @@ class Provenance:
         )
 
     def axis(self, old: Axis) -> Axis:
-        """The axis now."""
-        return old if old.layer is None else Axis(old.label, self.layers.where[old.layer])
+        """Return the axis of the grown model."""
+        return old if old.layer is None else Axis(old.label, self.layers.new_of[old.layer])
 
     def name(self, old: str) -> str:
-        """The name now of an old tensor or hook point."""
+        """Return the new name of a tensor or hook point."""
         layer = in_layer(old)
-        return old if layer is None else block_name(self.layers.where[layer], tail(old))
+        return old if layer is None else block_name(self.layers.new_of[layer], tail(old))
 
     def old_name(self, new: str) -> str | None:
-        """What a tensor or hook point was called; None where its layer is new."""
+        """Return the old name of a tensor or hook point; None if its layer is new."""
         layer = in_layer(new)
         if layer is None:
             return new
-        was = self.layers.old.get(layer)
+        was = self.layers.old_of.get(layer)
         return None if was is None else block_name(was, tail(new))
 
     def source_of(self, new: str) -> str:
-        """The old tensor that a grown one is or, in a new layer, has its shape from."""
+        """Return the old name of a tensor or, in a new layer, of the one that it is like."""
         layer = in_layer(new)
         if layer is not None and layer in self.like:
             return block_name(self.like[layer], tail(new))
@@ -252,30 +315,29 @@ class Provenance:
         assert old is not None
         return old
 
-    def moved(self, name: str) -> Moved:
-        """Where the entries of an old tensor are.
+    def tensor_map(self, name: str) -> TensorMap:
+        """Return the map of an old tensor's entries.
 
         Raises:
-            KeyError: no such tensor is known.
+            KeyError: an unknown tensor.
         """
-        places = tuple(self.axes[axis] for axis in axes_of(name, self.constants))
-        return Moved(self.name(name), places, self.scales.get(name, 1.0))
+        axes = tuple(self.axes[axis] for axis in axes_of(name, self.constants))
+        return TensorMap(self.name(name), axes, self.scales.get(name, 1.0))
 
     def _times(self, ours: Mapping[str, float], theirs: Mapping[str, float]) -> dict[str, float]:
-        """Factors by old name, of this growth and of one after it."""
+        """Factors by old name, of this growth and one after it."""
         names = {*ours, *(old for new in theirs if (old := self.old_name(new)) is not None)}
         return {
             name: ours.get(name, 1.0) * theirs.get(self.name(name), 1.0) for name in sorted(names)
         }
 
-    def _zeros(self, zeros: Zeros) -> Zeros:
+    def _moved_zeros(self, zeros: ZeroEntries) -> ZeroEntries:
         """The same entries, after this growth."""
-        axes = axes_of(zeros.name, self.constants)
-        where = (
-            tuple(self.axes[axis].where[index] for index in indices)
-            for axis, indices in zip(axes, zeros.where, strict=True)
+        indices = (
+            tuple(self.axes[axis].new_of[index] for index in old)
+            for axis, old in zip(axes_of(zeros.name, self.constants), zeros.indices, strict=True)
         )
-        return Zeros(self.name(zeros.name), tuple(where))
+        return ZeroEntries(self.name(zeros.name), tuple(indices))
 
     def _names(self, letter: str) -> list[str]:
         sizes = [self.sizes.get(Axis(_AXIS_OF[letter], at), 0) for at in range(self.layers.size)]

@@ -16,20 +16,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from attn_only_lens.expansion.expansion import (
-    Planned,
+    Expansion,
+    Plan,
     layers_of,
     only_for,
     reasons_against_count,
     reasons_against_heads,
 )
-from attn_only_lens.expansion.plan import Plan, grown_by
+from attn_only_lens.expansion.provenance import IndexMap
 from attn_only_lens.expansion.weights import Axis, Weights, block_name
 
 __all__ = ["WidenQueriesAndKeys"]
 
 
 @dataclass(frozen=True)
-class WidenQueriesAndKeys(Planned):
+class WidenQueriesAndKeys(Expansion):
     """Grow the width of queries and keys, k in the paper: Definition and Theorem 3.4.
 
     Zero: the new columns of W_K and b_K. Scaled: the old ones, by √(k̂/k). Free: the new columns of
@@ -54,7 +55,7 @@ class WidenQueriesAndKeys(Planned):
     heads: Sequence[int] | None = None
 
     def reasons_against(self, weights: Weights) -> list[str]:
-        """Why these weights cannot be expanded so; empty where they can."""
+        """Return every reason why these weights cannot be expanded."""
         constants = weights.constants
         reasons = reasons_against_count(self.n, self.layers, weights)
         reasons = reasons or reasons_against_heads(self.heads, self.layers, weights)
@@ -68,23 +69,23 @@ class WidenQueriesAndKeys(Planned):
         return reasons
 
     def plan(self, weights: Weights) -> Plan:
-        """What is to be done to these weights."""
+        """Return the plan for these weights."""
         layers, sizes = layers_of(self.layers, weights), weights.sizes
         axes = {layer: Axis("d_query", layer) for layer in layers}
         keys = [block_name(layer, of) for layer in layers for of in ("attn.W_K", "attn.b_K")]
-        scaled: dict[str, float] = {}
-        rescaled: dict[str, float] = {}
+        scales: dict[str, float] = {}
+        activation_scales: dict[str, float] = {}
         if weights.constants.scale is None:
             for layer, axis in axes.items():
                 factor = math.sqrt((sizes[axis] + self.n) / sizes[axis])
-                scaled |= {block_name(layer, of): factor for of in ("attn.W_K", "attn.b_K")}
-                rescaled |= {
+                scales |= {block_name(layer, of): factor for of in ("attn.W_K", "attn.b_K")}
+                activation_scales |= {
                     block_name(layer, of): factor for of in ("attn.hook_k", "attn.hook_rot_k")
                 }
         return Plan(
-            axes={axis: grown_by(self.n, sizes[axis]) for axis in axes.values()},
+            axes={axis: IndexMap.append(sizes[axis], self.n) for axis in axes.values()},
             zero=frozenset(keys),
-            scaled={name: factor for name, factor in scaled.items() if name in weights.tensors},
-            rescaled=rescaled,
+            scales={name: factor for name, factor in scales.items() if name in weights.tensors},
+            activation_scales=activation_scales,
             only=only_for(self.heads, layers, ("attn.W_Q", "attn.b_Q"), weights),
         )

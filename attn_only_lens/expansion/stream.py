@@ -1,7 +1,7 @@
-"""Theorem 3.5: a wider residual stream, h to ĥ; and what the paper leaves out of it.
+"""Theorem 3.5: a wider residual stream, h to ĥ, with extensions beyond the paper.
 
-Where nothing writes to the new coordinates the stream there is zero (equations 33 to 38), and
-readers see the old stream, but for norms: the mean square of ĥ entries is h/ĥ of what it was. With
+Nothing writes to the new coordinates, so the stream there is zero (equations 33 to 38), and readers
+see the old stream, except for norms: the mean square of ĥ entries is h/ĥ of what it was. With
 s = √(h/ĥ),
 
     x / √(Σx²/ĥ + ε̂) = (1/s) x / √(Σx²/h + ε)      for ε̂ = s² ε,
@@ -26,10 +26,9 @@ import math
 from dataclasses import dataclass
 
 from attn_only_lens.expansion.centre import CentreStream, is_layer_norm
-from attn_only_lens.expansion.expansion import Planned, reasons_against_count
+from attn_only_lens.expansion.expansion import Expansion, Plan, reasons_against_count
 from attn_only_lens.expansion.initialise import Initialiser
-from attn_only_lens.expansion.plan import Plan, grown_by
-from attn_only_lens.expansion.provenance import Provenance
+from attn_only_lens.expansion.provenance import IndexMap, Provenance
 from attn_only_lens.expansion.weights import WRITERS, Axis, Weights, block_name, tail
 
 __all__ = ["WidenStream"]
@@ -41,7 +40,7 @@ _NORMS = {*_BLOCK_NORMS, "ln_final"}
 
 
 @dataclass(frozen=True)
-class WidenStream(Planned):
+class WidenStream(Expansion):
     """Grow d_model: Definition and Theorem 3.5, with ε, for LayerNorm too.
 
     Zero: the new columns of W_E, W_pos, W_O, b_O, W_out, b_out, and norms' new biases. Scaled:
@@ -61,7 +60,7 @@ class WidenStream(Planned):
     n: int
 
     def reasons_against(self, weights: Weights) -> list[str]:
-        """Why these weights cannot be expanded so; empty where they can."""
+        """Return every reason why these weights cannot be expanded."""
         constants = weights.constants
         reasons = reasons_against_count(self.n, None, weights)
         if is_layer_norm(weights):
@@ -81,7 +80,7 @@ class WidenStream(Planned):
         return reasons
 
     def plan(self, weights: Weights) -> Plan:
-        """What is to be done to these weights, centred where their norm is LayerNorm."""
+        """Return the plan for these weights, centred if their norm is LayerNorm."""
         constants = weights.constants
         axis = Axis("d_model")
         size = weights.sizes[axis]
@@ -89,33 +88,27 @@ class WidenStream(Planned):
         has_norm = constants.norm is not None or constants.final_norm is not None
         zero = WRITERS | {f"{norm}.b" for norm in _NORMS}
         return Plan(
-            axes={axis: grown_by(self.n, size)},
+            axes={axis: IndexMap.append(size, self.n)},
             zero=frozenset(
                 name
                 for name in weights.tensors
                 if tail(name) in zero or (constants.tied and name == "unembed.W_U")
             ),
-            scaled=self._scaled(weights, s) if has_norm else {},
-            rescaled=_rescaled(weights, s) if has_norm else {},
+            scales=self._scales(weights, s) if has_norm else {},
+            activation_scales=_activation_scales(weights, s) if has_norm else {},
             constants={"eps": constants.eps * s**2} if has_norm else {},
         )
 
-    def __call__(
-        self, weights: Weights, init: Initialiser | None = None, seed: int = 0
-    ) -> tuple[Weights, Provenance]:
-        """The expanded weights, and where everything went.
-
-        Raises:
-            GrowthError: with all `reasons_against` these weights.
-        """
-        if self.reasons_against(weights) or not is_layer_norm(weights):
-            return super().__call__(weights, init, seed)
-        centred, before = CentreStream()(weights)
-        grown, provenance = super().__call__(centred, init, seed)
+    def expand(self, weights: Weights, init: Initialiser, seed: int) -> tuple[Weights, Provenance]:
+        """Apply the plan, to centred weights if their norm is LayerNorm."""
+        if not is_layer_norm(weights):
+            return super().expand(weights, init, seed)
+        centred, before = CentreStream().expand(weights, init, seed)
+        grown, provenance = super().expand(centred, init, seed)
         return grown, before.then(provenance)
 
-    def _scaled(self, weights: Weights, s: float) -> dict[str, float]:
-        """By tensor, what makes up for norms whose output is 1/s of what it was."""
+    def _scales(self, weights: Weights, s: float) -> dict[str, float]:
+        """By tensor, factors that make up for norms whose output is divided by s."""
         constants = weights.constants
         through: set[str] = {f"{norm}.w" for norm in _NORMS}
         if constants.norm in ("LNPre", "RMSPre"):
@@ -136,13 +129,13 @@ class WidenStream(Planned):
 
 
 def _after_folded_norm(weights: Weights) -> bool:
-    """Whether positions are added to what a norm without gain gives."""
+    """True if positions are added to the output of a norm without gain."""
     constants = weights.constants
     return constants.positions == "shortformer" and constants.norm in ("LNPre", "RMSPre")
 
 
-def _rescaled(weights: Weights, s: float) -> dict[str, float]:
-    """What is seen of it at hook points."""
+def _activation_scales(weights: Weights, s: float) -> dict[str, float]:
+    """Factors of activations, by hook point."""
     constants, seen = weights.constants, {}
     layers = range(constants.n_layers if constants.norm is not None else 0)
     norms = [block_name(at, norm) for at in layers for norm in _BLOCK_NORMS]

@@ -8,20 +8,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from attn_only_lens.expansion.expansion import (
-    Planned,
+    Expansion,
+    Plan,
     layers_of,
     only_for,
     reasons_against_count,
     reasons_against_heads,
 )
-from attn_only_lens.expansion.plan import Plan, grown_by
+from attn_only_lens.expansion.provenance import IndexMap
 from attn_only_lens.expansion.weights import Axis, Weights, block_name
 
 __all__ = ["WidenValues"]
 
 
 @dataclass(frozen=True)
-class WidenValues(Planned):
+class WidenValues(Expansion):
     """Grow the width of values, v in the paper: Definition and Theorem 3.3.
 
     Zero: the new rows of W_O, in every head. Free: the new columns of W_V and b_V.
@@ -48,16 +49,16 @@ class WidenValues(Planned):
     heads: Sequence[int] | None = None
 
     def reasons_against(self, weights: Weights) -> list[str]:
-        """Why these weights cannot be expanded so; empty where they can."""
+        """Return every reason why these weights cannot be expanded."""
         reasons = reasons_against_count(self.n, self.layers, weights)
         return reasons or reasons_against_heads(self.heads, self.layers, weights)
 
     def plan(self, weights: Weights) -> Plan:
-        """What is to be done to these weights."""
+        """Return the plan for these weights."""
         layers, sizes = layers_of(self.layers, weights), weights.sizes
         axes = [Axis("d_value", layer) for layer in layers]
         return Plan(
-            axes={axis: grown_by(self.n, sizes[axis]) for axis in axes},
+            axes={axis: IndexMap.append(sizes[axis], self.n) for axis in axes},
             zero=frozenset(block_name(layer, "attn.W_O") for layer in layers),
             only=only_for(self.heads, layers, ("attn.W_V", "attn.b_V"), weights),
         )

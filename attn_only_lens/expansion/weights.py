@@ -1,7 +1,7 @@
-"""The weights of a transformer in one layout, and what its function depends on besides.
+"""The weights of a transformer in one layout, and the constants that its function depends on.
 
-Whatever kind of model they come from, tensors have the names and shapes of TransformerLens'
-HookedTransformer. The axis labels:
+For every kind of model, tensors have the names and shapes of TransformerLens' HookedTransformer.
+The axis labels:
 
 d_model    a coordinate of the residual stream
 d_mlp      a neuron
@@ -73,7 +73,7 @@ _BLOCK = re.compile(r"blocks\.(\d+)\.(.+)")
 
 
 class Axis(NamedTuple):
-    """An axis of tensors: its label, and whose it is."""
+    """An axis of tensors: its label and, unless it is the whole model's, its layer."""
 
     label: str
     layer: int | None = None
@@ -83,27 +83,27 @@ class Axis(NamedTuple):
 
 
 def in_layer(name: str) -> int | None:
-    """The layer of a tensor or hook; None where it is the whole model's."""
+    """Return the layer of a tensor or hook point; None if it is the whole model's."""
     match = _BLOCK.fullmatch(name)
     return None if match is None else int(match[1])
 
 
 def tail(name: str) -> str:
-    """A name without its block: `attn.W_Q` of `blocks.3.attn.W_Q`."""
+    """Return a name without its block: `attn.W_Q` of `blocks.3.attn.W_Q`."""
     match = _BLOCK.fullmatch(name)
     return name if match is None else match[2]
 
 
 def block_name(layer: int, of: str) -> str:
-    """The name of a tensor of a layer: `blocks.3.attn.W_Q`."""
+    """Return the name of a tensor of a layer: `blocks.3.attn.W_Q`."""
     return f"blocks.{layer}.{of}"
 
 
 def axes_of(name: str, constants: "Constants") -> tuple[Axis, ...]:
-    """The axes of a tensor, in order.
+    """Return the axes of a tensor, in order.
 
     Raises:
-        KeyError: no such tensor is known.
+        KeyError: an unknown tensor.
     """
     of, layer = tail(name), in_layer(name)
     labels = _AXES[of]
@@ -114,30 +114,30 @@ def axes_of(name: str, constants: "Constants") -> tuple[Axis, ...]:
 
 @dataclass(frozen=True)
 class Constants:
-    """What the function of a model depends on besides its tensors.
+    """Constants that the function of a model depends on, besides its tensors.
 
     Attributes:
         n_layers: how many blocks.
-        norm: the norms in the blocks. Those that end in "Pre" have no gain: it was folded away.
+        norm: of the norms in the blocks. Those that end in "Pre" have no gain: it was folded.
         final_norm: the norm before the unembedding.
         norm_place: whether a norm stands before each sublayer, after it, or both.
         eps: the ε of all norms, of queries and keys too.
-        scale: what attention scores are divided by; None for √d_query of the layer.
-        scale_by_layer: whether they are divided by layer + 1 too.
+        scale: divisor of attention scores; None for √d_query of the layer.
+        scale_by_layer: whether they are also divided by layer + 1.
         positions: "standard" (added to the stream), "shortformer" (added to the inputs of queries
             and keys), "rotary", "alibi", …
         qk_norm: whether queries and keys are normed, head by head or all heads as one vector.
         clip_qkv: the bound that queries, keys and values are clamped to.
-        attn_types: "global" or "local", by layer; None where all are global.
+        attn_types: "global" or "local", by layer; None if all are global.
         tied: whether the unembedding is the embedding, the same numbers.
         pointwise: whether the activation acts on each neuron alone; None without MLPs.
         heads_per_neuron: attention heads that each neuron is, in a converted model with bilinear
             gates.
         grouped: whether heads may share keys and values.
-        grouped_by_head: whether hook points of keys and values have an entry for every head
-            though heads share them.
-        init: how the model draws its own weights, for `initialise.own`: TransformerLens' name of
-            the mode, and its gain (for "gpt2" the standard deviation).
+        grouped_by_head: whether hook points of keys and values have an entry for every head even
+            if heads share them.
+        init: of the model's own weights, for `initialise.own`: TransformerLens' mode, and its gain
+            (for "gpt2" the standard deviation).
     """
 
     n_layers: int
@@ -165,7 +165,7 @@ class Weights:
 
     Attributes:
         tensors: by TransformerLens' names; `W_K`, `W_V`, `b_K`, `b_V` by kv_head.
-        constants: what the function depends on besides.
+        constants: of the model.
 
     Example:
         >>> from attn_only_lens import pretrained
@@ -183,7 +183,7 @@ class Weights:
 
     @property
     def sizes(self) -> dict[Axis, int]:
-        """The length of every axis.
+        """Return the length of every axis.
 
         Raises:
             ValueError: two tensors disagree about one.
@@ -199,11 +199,11 @@ class Weights:
         return found
 
     def in_layers(self, of: str) -> list[int]:
-        """The layers that have a tensor of this tail."""
+        """Return the layers that have a tensor of this tail."""
         layers = range(self.constants.n_layers)
         return [layer for layer in layers if block_name(layer, of) in self.tensors]
 
     def sketch(self) -> "Weights":
-        """The same without numbers: to ask what an expansion would lead to costs nothing."""
+        """Return the same without numbers, on the meta device, to try an expansion at no cost."""
         tensors = {name: tensor.to("meta") for name, tensor in self.tensors.items()}
         return replace(self, tensors=tensors)

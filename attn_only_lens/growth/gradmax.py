@@ -1,4 +1,4 @@
-"""What GradMax needs to know: which inputs and which gradients of the output go together."""
+"""Products of MLP inputs and output gradients, by which GradMax chooses new neurons."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from attn_only_lens.axes import Logits, Tokens
 from attn_only_lens.errors import GrowthError
-from attn_only_lens.growth.hooked import HOOKED
+from attn_only_lens.growth.hooked import HookedModel
 from attn_only_lens.numerics import as_plain, is_count, where_float64_is
 from attn_only_lens.runs.inputs import checked_tokens
 
@@ -23,9 +23,9 @@ def gradient_products(
     loss: Callable[[Logits, Tokens], Float[Tensor, ""]] | None = None,
     batch_size: int = 16,
 ) -> dict[int, Float[Tensor, "d_model d_model"]]:
-    """For each layer Σ_t x_t g_tᵀ: an MLP's input, and the loss's gradient by the MLP's output.
+    """Return Σ_t x_t g_tᵀ for each layer: the MLP's input times the loss's gradient by its output.
 
-    For `expansion.init.grad_max`, which chooses the inputs of new neurons by it.
+    `expansion.init.grad_max` chooses the inputs of new neurons by it.
 
     Source: Evci et al., "GradMax" (2022), section 3, for a layer that the new neurons write to.
 
@@ -51,15 +51,15 @@ def gradient_products(
         >>> products = gradient_products(model, tokens[:31], loss=loss)
         >>> grown = grow(model, ex.AddNeurons(4), init=ex.init.grad_max(products))
     """
-    reasons = ["it is no HookedTransformer"] if not HOOKED.takes(model) else []
-    reasons = reasons or HOOKED.reasons_against(model)
+    reasons = ["it is no HookedTransformer"]
+    if HookedModel.is_kind(model):
+        reasons = HookedModel(model).reasons_against()
     if not reasons and (model.cfg.attn_only or model.cfg.gated_mlp):
-        what = "no MLPs" if model.cfg.attn_only else "gated MLPs, products of two inputs"
-        reasons.append(f"it has {what}; GradMax is about one input to each neuron")
+        has = "no MLPs" if model.cfg.attn_only else "gated MLPs, products of two inputs"
+        reasons.append(f"it has {has}; GradMax is about one input to each neuron")
     if not is_count(batch_size, 1):
         reasons.append(f"got batch_size={batch_size!r}; expected 1 or more")
-    if reasons:
-        raise GrowthError(reasons, "there are no gradients to choose neurons by")
+    GrowthError.raise_if(reasons, "there are no gradients to choose neurons by")
     products: dict[int, Tensor] = {}
     for batch in checked_tokens(model, tokens).split(as_plain(batch_size)):
         inputs: list[Tensor] = []

@@ -1,5 +1,6 @@
-"""What growth needs to know of a kind of model: four functions, one `Rim` for each kind."""
+"""`Growable`: a model as growth reads and writes it, with one subclass for each kind of model."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -8,58 +9,112 @@ from einops import rearrange
 from torch import Tensor
 
 from attn_only_lens.expansion import Weights
+from attn_only_lens.runs.attached_hooks import hook_reasons
 
-__all__ = ["Parameter", "Rim"]
+__all__ = ["Growable", "Parameter", "shared_parameter_reasons"]
+
+_FIELDS = {"head": "n_heads", "d_query": "d_head", "d_mlp": "d_mlp", "kv_head": "n_key_value_heads"}
 
 
 @dataclass(frozen=True)
 class Parameter:
-    """How a parameter of a model is laid out, against the tensor of `Weights` that it is.
+    """The layout of a model's parameter, against the tensor of `Weights` that it stores.
 
     Attributes:
         name: the tensor in `Weights`.
-        pattern: of einops, from the parameter to the tensor; None where they are alike.
-        sizes: of axes that the pattern takes apart.
+        pattern: of einops, from the parameter to the tensor; None if they have one shape.
+        sizes: of axes that the pattern splits.
     """
 
     name: str
     pattern: str | None = None
     sizes: tuple[tuple[str, int], ...] = ()
 
-    def taken_apart(self, value: Tensor) -> Tensor:
-        """The parameter, or anything of its shape, as the tensor of `Weights`."""
+    def to_weights(self, value: Tensor) -> Tensor:
+        """Return the parameter, or anything of its shape, as the tensor of `Weights`."""
         return value if self.pattern is None else rearrange(value, self.pattern, **dict(self.sizes))
 
-    def put_together(self, tensor: Tensor) -> Tensor:
-        """The way back."""
+    def from_weights(self, tensor: Tensor) -> Tensor:
+        """Return a tensor of `Weights` in the shape of the parameter."""
         if self.pattern is None:
             return tensor
         left, right = self.pattern.split("->")
         return rearrange(tensor, f"{right} -> {left}", **dict(self.sizes)).contiguous()
 
 
-@dataclass(frozen=True)
-class Rim:
-    """One kind of model, for growth.
+class Growable(ABC):
+    """A model of one kind.
 
     Attributes:
-        takes: whether a model is of this kind.
-        reasons_against: why it is not known what one computes; empty where it is.
-        read: its weights (the model's own tensors, detached, not copied). Never called where
-            there are reasons.
-        parameters: every parameter of a model by its name there.
-        reasons_against_weights: why no model of this kind has such weights (partial growth).
-        write: `write(template, weights, source_of)`, a new model of these weights, which has
-            everything else from the template: `source_of` gives for every tensor of the new one
-            the tensor of the template whose flags and buffers it takes. The tensors of the
-            weights are the new model's from then on.
-        attached: what is attached to one that would not come along (hooks), though it can be read.
+        model: the model.
     """
 
-    takes: Callable[[Any], bool]
-    reasons_against: Callable[[Any], list[str]]
-    read: Callable[[Any], Weights]
-    parameters: Callable[[Any], Mapping[str, Parameter]]
-    reasons_against_weights: Callable[[Weights], list[str]]
-    write: Callable[[Any, Weights, Callable[[str], str]], Any]
-    attached: Callable[[Any], list[str]] = lambda model: []
+    def __init__(self, model: Any) -> None:
+        self.model = model
+
+    @staticmethod
+    @abstractmethod
+    def is_kind(model: Any) -> bool:
+        """Return True if a model is of this kind."""
+
+    @abstractmethod
+    def reasons_against(self) -> list[str]:
+        """Return every reason why the model's function is unknown."""
+
+    @abstractmethod
+    def read(self) -> Weights:
+        """Return its weights: its own tensors, detached, if there are no `reasons_against` it."""
+
+    @abstractmethod
+    def parameters(self) -> Mapping[str, Parameter]:
+        """Return the layout of every parameter, by its name in the model."""
+
+    @staticmethod
+    def reasons_against_weights(weights: Weights) -> list[str]:
+        """Return every reason why no model of this kind can have such weights.
+
+        By default, TransformerLens' reasons: all layers need the same sizes, with one width of
+        heads.
+        """
+        sizes: dict[str, set[int]] = {}
+        for axis, size in weights.sizes.items():
+            if axis.layer is not None:
+                sizes.setdefault(axis.label, set()).add(size)
+        reasons = [
+            f"its layers would differ in {_FIELDS.get(label, label)} ({sorted(found)}), which a "
+            "HookedTransformer's cannot; convert(model) first: converted models may differ by layer"
+            for label, found in sizes.items()
+            if len(found) > 1
+        ]
+        if not reasons and sizes["d_query"] != sizes["d_value"]:
+            reasons.append(
+                f"queries and keys would have width {sizes['d_query']}, values {sizes['d_value']}; "
+                "a HookedTransformer has one d_head for both: widen both"
+            )
+        return reasons
+
+    @abstractmethod
+    def write(self, weights: Weights, source_of: Callable[[str], str]) -> Any:
+        """Return a new model with these weights, and all else from this one.
+
+        Args:
+            weights: whose tensors become the new model's.
+            source_of: for each tensor of the new model, the tensor of this one whose flags and
+                buffers it takes.
+        """
+
+    def attached(self) -> list[str]:
+        """Return everything attached to the model (hooks) that a new one would not have."""
+        return hook_reasons(self.model)
+
+
+def shared_parameter_reasons(model: Any) -> list[str]:
+    """Return which parameters of a model are one, and could grow in two ways."""
+    first: dict[int, str] = {}
+    named = model.named_parameters(remove_duplicate=False)
+    pairs = [(first.setdefault(id(parameter), name), name) for name, parameter in named]
+    return [
+        f"its {one} and {other} are one parameter, which may grow in two ways: give each its own"
+        for one, other in pairs
+        if one != other
+    ]

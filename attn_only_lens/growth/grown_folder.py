@@ -1,9 +1,9 @@
-"""A grown model as a folder that every command takes for MODEL, with its provenance beside it.
+"""A grown model as a folder that every command takes for MODEL, with its provenance.
 
     config.json, model.safetensors, tokenizer/    as `source_folder` reads them
-    provenance.json                               where everything went, and a digest of the others
+    provenance.json                               the provenance, and digests of the other files
 
-The way back is not in it: `Grown.shrink` needs what was overwritten.
+It does not hold the tensors that growth overwrote, which `Grown.shrink` needs.
 """
 
 import json
@@ -14,9 +14,12 @@ from pathlib import Path
 from typing import Any, TypedDict
 
 from attn_only_lens.errors import CheckpointError, GrowthError
-from attn_only_lens.expansion import Axis, Constants, Identity, Place, Provenance, Zeros
+from attn_only_lens.expansion import Axis, Provenance
+from attn_only_lens.expansion.identity import Identity
+from attn_only_lens.expansion.provenance import IndexMap, ZeroEntries
+from attn_only_lens.expansion.weights import Constants
 from attn_only_lens.growth._grow import Grown
-from attn_only_lens.growth.hooked import HOOKED
+from attn_only_lens.growth.hooked import HookedModel
 from attn_only_lens.models.source_folder import (
     COMPUTED,
     CONFIG,
@@ -42,8 +45,8 @@ _Runs = list[tuple[int, int]]
 _LONGEST = 10**8
 
 
-class _Place(TypedDict):
-    where: _Runs
+class _IndexMap(TypedDict):
+    new_of: _Runs
     size: int
 
 
@@ -53,13 +56,13 @@ class _Source(TypedDict):
 
 
 class _Provenance(TypedDict):
-    layers: _Place
-    axes: list[tuple[str, int | None, _Place]]
+    layers: _IndexMap
+    axes: list[tuple[str, int | None, _IndexMap]]
     sizes: list[tuple[str, int | None, int]]
     constants: Constants
     like: list[tuple[int, int]]
     scales: dict[str, float]
-    rescaled: dict[str, float]
+    activation_scales: dict[str, float]
     zeros: list[tuple[str, list[_Runs]]]
     centred: bool
     source: _Source | None
@@ -75,12 +78,12 @@ _DOCUMENT = replace(GROWN, fields=_Fields)
 def save_grown(grown: Grown, folder: str | os.PathLike[str]) -> Path:
     """Write a grown HookedTransformer to a folder, all of it or nothing.
 
-    Every file has a digest in `provenance.json`: what is trained further is written by this
-    function again, and not over the weights in the folder.
+    Every file has a digest in `provenance.json`: write a model that is trained further by this
+    function again, not over the weights in the folder.
 
     Args:
-        grown: what `grow` returned, trained since perhaps.
-        folder: where to; an earlier save there is replaced, anything else is refused.
+        grown: the result of `grow`, trained since or not.
+        folder: an earlier save there is replaced, anything else is refused.
 
     Returns:
         The folder.
@@ -99,7 +102,7 @@ def save_grown(grown: Grown, folder: str | os.PathLike[str]) -> Path:
         True
     """
     model = grown.model
-    if not HOOKED.takes(model) or HOOKED.reasons_against(model):
+    if not HookedModel.is_kind(model) or HookedModel(model).reasons_against():
         raise GrowthError(
             [f"got a {type(model).__name__}; expected a plain HookedTransformer"],
             "this model cannot be written as a folder",
@@ -126,7 +129,7 @@ def save_grown(grown: Grown, folder: str | os.PathLike[str]) -> Path:
 
 
 def read_provenance(folder: str | os.PathLike[str]) -> Provenance:
-    """Where everything went, from a folder that `save_grown` or the command `grow` wrote.
+    """Read the provenance from a folder that `save_grown` or the command `grow` wrote.
 
     Raises:
         CheckpointError: there is none, or it cannot be read.
@@ -137,33 +140,33 @@ def read_provenance(folder: str | os.PathLike[str]) -> Provenance:
             f"{path} is missing: this model has no provenance; expected a folder that "
             "`attn-only-lens grow` wrote"
         )
-    said = _DOCUMENT.read(path)["provenance"]
-    if _length(said) > _LONGEST:
+    provenance = _DOCUMENT.read(path)["provenance"]
+    if _length(provenance) > _LONGEST:
         raise CheckpointError(f"{path} lists more than {_LONGEST} indices")
     try:
-        return _from_json(said)
+        return _from_json(provenance)
     except (LookupError, TypeError, ValueError) as error:
         raise CheckpointError(f"{path} is no readable provenance: {error}") from error
 
 
-def _length(said: Any) -> int:
-    """How many indices the runs in a provenance stand for."""
-    if isinstance(said, list) and [type(each) for each in said] == [int, int]:
-        return max(0, said[1] - said[0])
-    inner = said.values() if isinstance(said, dict) else said if isinstance(said, list) else ()
+def _length(value: Any) -> int:
+    """The number of indices in all runs of a provenance."""
+    if isinstance(value, list) and [type(each) for each in value] == [int, int]:
+        return max(0, value[1] - value[0])
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
     return sum(map(_length, inner))
 
 
 def _to_json(provenance: Provenance) -> dict[str, Any]:
     return {
-        "layers": _place_to_json(provenance.layers),
-        "axes": [[*axis, _place_to_json(place)] for axis, place in provenance.axes.items()],
+        "layers": _map_to_json(provenance.layers),
+        "axes": [[*axis, _map_to_json(each)] for axis, each in provenance.axes.items()],
         "sizes": [[*axis, size] for axis, size in provenance.sizes.items()],
         "constants": asdict(provenance.constants),
         "like": list(provenance.like.items()),
         "scales": dict(provenance.scales),
-        "rescaled": dict(provenance.rescaled),
-        "zeros": [[each.name, [_runs(where) for where in each.where]] for each in provenance.zeros],
+        "activation_scales": dict(provenance.activation_scales),
+        "zeros": [[each.name, list(map(_runs, each.indices))] for each in provenance.zeros],
         "centred": provenance.centred,
         "source": None if provenance.source is None else asdict(provenance.source),
     }
@@ -174,14 +177,14 @@ def _from_json(data: dict[str, Any]) -> Provenance:
     types, source = constants["attn_types"], data["source"]
     constants |= {"attn_types": types and tuple(types), "init": tuple(constants["init"])}
     return Provenance(
-        layers=_place(data["layers"]),
-        axes={Axis(label, layer): _place(place) for label, layer, place in data["axes"]},
+        layers=_index_map(data["layers"]),
+        axes={Axis(label, layer): _index_map(each) for label, layer, each in data["axes"]},
         sizes={Axis(label, layer): size for label, layer, size in data["sizes"]},
         constants=Constants(**constants),
         like=dict(data["like"]),
         scales=data["scales"],
-        rescaled=data["rescaled"],
-        zeros=tuple(Zeros(name, tuple(map(_indices, where))) for name, where in data["zeros"]),
+        activation_scales=data["activation_scales"],
+        zeros=tuple(ZeroEntries(name, tuple(map(_indices, runs))) for name, runs in data["zeros"]),
         centred=data["centred"],
         source=source
         and Identity(
@@ -190,12 +193,12 @@ def _from_json(data: dict[str, Any]) -> Provenance:
     )
 
 
-def _place_to_json(place: Place) -> dict[str, Any]:
-    return {"where": _runs(place.where), "size": place.size}
+def _map_to_json(indices: IndexMap) -> dict[str, Any]:
+    return {"new_of": _runs(indices.new_of), "size": indices.size}
 
 
-def _place(data: dict[str, Any]) -> Place:
-    return Place(_indices(data["where"]), data["size"])
+def _index_map(data: dict[str, Any]) -> IndexMap:
+    return IndexMap(_indices(data["new_of"]), data["size"])
 
 
 def _runs(indices: tuple[int, ...]) -> list[tuple[int, int]]:

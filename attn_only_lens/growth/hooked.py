@@ -1,7 +1,4 @@
-"""A HookedTransformer as weights, and back.
-
-All layers of one have the same sizes, and queries, keys and values the same width.
-"""
+"""Growth of a HookedTransformer, whose layers all have the same sizes, with one width of heads."""
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
@@ -11,13 +8,13 @@ import torch
 from torch import nn
 from transformer_lens.utilities.architectures import POST_NORM_ARCHITECTURES
 
-from attn_only_lens.expansion import Axis, Constants, Weights
+from attn_only_lens.expansion import Axis, Weights
+from attn_only_lens.expansion.weights import Constants
 from attn_only_lens.gates import GATES
-from attn_only_lens.growth.growable import Parameter, Rim
+from attn_only_lens.growth.growable import Growable, Parameter, shared_parameter_reasons
 from attn_only_lens.models.in_place import exposed_heads
 from attn_only_lens.models.two_blocks import AttentionOnlyTransformer
 from attn_only_lens.models.two_blocks.known_modules import reasons_against
-from attn_only_lens.runs.attached_hooks import hook_reasons
 from attn_only_lens.tl import (
     HookedTransformer,
     HookedTransformerConfig,
@@ -29,16 +26,14 @@ from attn_only_lens.tl import (
 )
 
 __all__ = [
-    "HOOKED",
+    "HookedModel",
+    "config_fields",
     "constant_reasons",
     "constants_of",
     "norm_reasons",
-    "reasons_against_unequal",
-    "settled",
-    "shared_reasons",
 ]
 
-# What TransformerLens reads off the architecture's name, rather than off a flag.
+# TransformerLens reads this off the name of the architecture, not off a flag.
 _ALL_HEADS_NORMED = (*POST_NORM_ARCHITECTURES, "OlmoeForCausalLM")
 _BLOCK_NORMS = ("ln1", "ln2", "ln1_post", "ln2_post")
 _CLASSES = {
@@ -48,42 +43,82 @@ _CLASSES = {
     "RMSPre": RMSNormPre,
     None: nn.Identity,
 }
-_PART = {"head": "n_heads", "d_query": "d_head", "d_mlp": "d_mlp", "kv_head": "n_key_value_heads"}
 
 
-def _takes(model: Any) -> bool:
-    return isinstance(model, HookedTransformer) and not isinstance(model, AttentionOnlyTransformer)
+class HookedModel(Growable):
+    """A HookedTransformer."""
+
+    @staticmethod
+    def is_kind(model: Any) -> bool:
+        """Return True for a HookedTransformer that was not converted."""
+        converted = isinstance(model, AttentionOnlyTransformer)
+        return isinstance(model, HookedTransformer) and not converted
+
+    def reasons_against(self) -> list[str]:
+        """Return every reason why the model's function is unknown."""
+        model = self.model
+        if exposed_heads(model):
+            return ["its neurons are exposed as heads in place; first `exposed.undo()`"]
+        names = [f"blocks.{at}.{norm}" for at in range(model.cfg.n_layers) for norm in _BLOCK_NORMS]
+        return reasons_against(model, needs_mlp=False) or [
+            *shared_parameter_reasons(model),
+            *norm_reasons(model, names),
+            *constant_reasons(model),
+        ]
+
+    def read(self) -> Weights:
+        """Return its weights."""
+        tensors = {_plain_name(name): p.detach() for name, p in self.model.named_parameters()}
+        return Weights(tensors, constants_of(self.model.cfg))
+
+    def parameters(self) -> Mapping[str, Parameter]:
+        """Return the layout of every parameter."""
+        return {name: Parameter(_plain_name(name)) for name, _ in self.model.named_parameters()}
+
+    def write(self, weights: Weights, source_of: Callable[[str], str]) -> Any:
+        """Return a new HookedTransformer."""
+        template = self.model
+        config = copy.deepcopy(template.cfg.to_dict()) | config_fields(template.cfg, weights)
+        # Building must not touch the caller's random state, nor ask a hub for a tokenizer.
+        held_back = {"seed": None, "tokenizer_name": None, "init_weights": False}
+        cfg = HookedTransformerConfig(**config | held_back)
+        with quiet(), torch.device("meta"):
+            model = HookedTransformer(cfg, move_to_device=False)
+        vars(cfg).update({name: config[name] for name in held_back})
+        built = {"training", "cfg", "mod_dict", "hook_dict"}
+        for name, value in vars(template).items():
+            if not name.startswith("_") and name not in built:
+                setattr(model, name, value)
+        sources = {_plain_name(name): p for name, p in template.named_parameters()}
+        for name in dict(model.named_parameters()):
+            tensor = weights.tensors[_plain_name(name)]
+            flag = sources[source_of(_plain_name(name))].requires_grad
+            _set(model, name, nn.Parameter(tensor, requires_grad=flag))
+        buffers = dict(template.named_buffers())
+        for name in dict(model.named_buffers()):
+            _set(model, name, buffers[source_of(name)].clone())
+        for name, module in model.named_modules():
+            source = source_of(f"{name}.training").removesuffix(".training")
+            module.training = template.get_submodule(source).training
+        return model
 
 
-def _reasons_against(model: Any) -> list[str]:
-    if exposed_heads(model):
-        return ["its neurons are exposed as heads in place; first `exposed.undo()`"]
-    names = [f"blocks.{at}.{norm}" for at in range(model.cfg.n_layers) for norm in _BLOCK_NORMS]
-    return reasons_against(model, needs_mlp=False) or [
-        *shared_reasons(model),
-        *norm_reasons(model, names),
-        *constant_reasons(model),
-    ]
+def _plain_name(name: str) -> str:
+    """The name of a parameter that grouped heads share, without its underscore."""
+    return name.replace("attn._", "attn.")
 
 
-def shared_reasons(model: Any) -> list[str]:
-    """Which parameters of a model are one, and may grow in two ways."""
-    first: dict[int, str] = {}
-    named = model.named_parameters(remove_duplicate=False)
-    pairs = [(first.setdefault(id(parameter), name), name) for name, parameter in named]
-    return [
-        f"its {one} and {other} are one parameter, which may grow in two ways: give each its own"
-        for one, other in pairs
-        if one != other
-    ]
+def _set(model: nn.Module, name: str, value: Any) -> None:
+    path, _, leaf = name.rpartition(".")
+    setattr(model.get_submodule(path), leaf, value)
 
 
 def norm_reasons(model: Any, names: Sequence[str]) -> list[str]:
-    """Where a norm is another than the configuration, from which the grown model is built, says.
+    """Return which norms differ from the configuration, from which the grown model is built.
 
     Args:
         model: of TransformerLens.
-        names: of the norms in its blocks; those that it has not are left out.
+        names: of the norms in its blocks; missing ones are left out.
     """
     constants = constants_of(model.cfg)
     expected = {**dict.fromkeys(names, constants.norm), "ln_final": constants.final_norm}
@@ -96,7 +131,7 @@ def norm_reasons(model: Any, names: Sequence[str]) -> list[str]:
 
 
 def constant_reasons(model: Any) -> list[str]:
-    """Where a module computes with another constant than the configuration that is copied."""
+    """Return which modules compute with other constants than the configuration's."""
     cfg = model.cfg
     reasons = []
     for name, module in model.named_modules():
@@ -113,7 +148,7 @@ def constant_reasons(model: Any) -> list[str]:
 
 
 def constants_of(cfg: Any) -> Constants:
-    """What a configuration of TransformerLens says that the function depends on."""
+    """Return the constants of a model from TransformerLens' configuration."""
     final = cfg.normalization_type
     if cfg.final_rms and final is not None:
         final = final.replace("LN", "RMS")
@@ -140,41 +175,8 @@ def constants_of(cfg: Any) -> Constants:
     )
 
 
-def _canonical(name: str) -> str:
-    return name.replace("attn._", "attn.")
-
-
-def _read(model: Any) -> Weights:
-    tensors = {_canonical(name): p.detach() for name, p in model.named_parameters()}
-    return Weights(tensors, constants_of(model.cfg))
-
-
-def _parameters(model: Any) -> Mapping[str, Parameter]:
-    return {name: Parameter(_canonical(name)) for name, _ in model.named_parameters()}
-
-
-def reasons_against_unequal(weights: Weights) -> list[str]:
-    """Why these weights are no HookedTransformer's, nor a native bridge's."""
-    sizes: dict[str, set[int]] = {}
-    for axis, size in weights.sizes.items():
-        if axis.layer is not None:
-            sizes.setdefault(axis.label, set()).add(size)
-    reasons = [
-        f"its layers would differ in {_PART.get(label, label)} ({sorted(found)}), which a "
-        "HookedTransformer's cannot; convert(model) first: converted models may differ by layer"
-        for label, found in sizes.items()
-        if len(found) > 1
-    ]
-    if not reasons and sizes["d_query"] != sizes["d_value"]:
-        reasons.append(
-            f"queries and keys would have width {sizes['d_query']}, values {sizes['d_value']}; a "
-            "HookedTransformer has one d_head for both: widen both"
-        )
-    return reasons
-
-
-def settled(cfg: Any, weights: Weights) -> dict[str, Any]:
-    """The fields of a configuration of TransformerLens' that these weights settle."""
+def config_fields(cfg: Any, weights: Weights) -> dict[str, Any]:
+    """Return the fields of TransformerLens' configuration that depend on the weights."""
     constants, sizes = weights.constants, weights.sizes
     found: dict[str, Any] = {
         "n_layers": constants.n_layers,
@@ -191,46 +193,3 @@ def settled(cfg: Any, weights: Weights) -> dict[str, Any]:
     if constants.attn_types is not None:
         found["attn_types"] = list(constants.attn_types)
     return found
-
-
-def _write(template: Any, weights: Weights, source_of: Callable[[str], str]) -> Any:
-    config = copy.deepcopy(template.cfg.to_dict()) | settled(template.cfg, weights)
-    # Building must not touch the caller's random state, nor ask a hub for a tokenizer.
-    held_back = {"seed": None, "tokenizer_name": None, "init_weights": False}
-    cfg = HookedTransformerConfig(**config | held_back)
-    with quiet(), torch.device("meta"):
-        model = HookedTransformer(cfg, move_to_device=False)
-    vars(cfg).update({name: config[name] for name in held_back})
-    plain = {"training", "cfg", "mod_dict", "hook_dict"}
-    for name, value in vars(template).items():
-        if not name.startswith("_") and name not in plain:
-            setattr(model, name, value)
-    theirs = dict(template.named_parameters())
-    private = {_canonical(name): name for name in theirs}
-    for name in dict(model.named_parameters()):
-        new, old = weights.tensors[_canonical(name)], private[source_of(_canonical(name))]
-        flag = theirs[old].requires_grad
-        _set(model, name, nn.Parameter(new, requires_grad=flag))
-    buffers = dict(template.named_buffers())
-    for name in dict(model.named_buffers()):
-        _set(model, name, buffers[source_of(name)].clone())
-    for name, module in model.named_modules():
-        like = source_of(f"{name}.training").removesuffix(".training")
-        module.training = template.get_submodule(like).training
-    return model
-
-
-def _set(model: nn.Module, name: str, value: Any) -> None:
-    path, _, leaf = name.rpartition(".")
-    setattr(model.get_submodule(path), leaf, value)
-
-
-HOOKED = Rim(
-    takes=_takes,
-    reasons_against=_reasons_against,
-    read=_read,
-    parameters=_parameters,
-    reasons_against_weights=reasons_against_unequal,
-    write=_write,
-    attached=hook_reasons,
-)

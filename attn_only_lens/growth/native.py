@@ -1,8 +1,8 @@
-"""A TransformerBridge around TransformerLens' own model (`boot_native`) as weights, and back.
+"""Growth of a TransformerBridge around TransformerLens' own model (`boot_native`).
 
-Its parameters are those of torch's Linear and Embedding; a table says how each is laid out against
-a tensor of `Weights`. Its norms, but for LayerNorm with gains, work in float32 in every dtype, so
-that with them growth is exact to float32.
+Its parameters are those of torch's Linear and Embedding; a table gives the layout of each against a
+tensor of `Weights`. Its norms, except LayerNorm with gains, compute in float32 in every dtype, so
+growth is exact to float32 with them.
 """
 
 import copy
@@ -16,18 +16,17 @@ from transformer_lens.model_bridge import TransformerBridge
 from transformer_lens.model_bridge.sources.native import NativeModel
 
 from attn_only_lens.errors import GrowthError
-from attn_only_lens.expansion import Constants, Weights
-from attn_only_lens.expansion.weights import Norm, block_name, in_layer, tail
+from attn_only_lens.expansion import Weights
+from attn_only_lens.expansion.weights import Constants, Norm, block_name, in_layer, tail
 from attn_only_lens.gates import GATES
-from attn_only_lens.growth.growable import Parameter, Rim
-from attn_only_lens.growth.hooked import reasons_against_unequal, settled
+from attn_only_lens.growth.growable import Growable, Parameter
+from attn_only_lens.growth.hooked import config_fields
 from attn_only_lens.models.in_place import exposed_heads, reasons_against_copying
 from attn_only_lens.numerics import same_randomness
 
-__all__ = ["NATIVE"]
+__all__ = ["NativeBridge"]
 
-_NATIVE = "TransformerLensNative"
-_WRAPPED = "_original_component."  # the bridge's parts stand before those that they wrap
+_WRAPPED = "_original_component."  # of a part of the bridge, the module that it wraps
 _LAYER = re.compile(r"layers\.(\d+)\.(.+)")
 # In any case of letters, as the model reads its configuration.
 _NORMS: dict[str | None, Norm] = {"LN": "LN", "LNPRE": "LNPre", "RMS": "RMS", "RMSPRE": "RMSPre"}
@@ -60,35 +59,132 @@ _PATTERNS = {
 }
 
 
-def _takes(model: Any) -> bool:
-    architecture = getattr(getattr(model, "cfg", None), "architecture", None)
-    return isinstance(model, TransformerBridge) and architecture == _NATIVE
+class NativeBridge(Growable):
+    """A TransformerBridge of `boot_native`."""
 
+    @staticmethod
+    def is_kind(model: Any) -> bool:
+        """Return True for a bridge around TransformerLens' own model."""
+        architecture = getattr(getattr(model, "cfg", None), "architecture", None)
+        return isinstance(model, TransformerBridge) and architecture == "TransformerLensNative"
 
-def _reasons_against(model: Any) -> list[str]:
-    if exposed_heads(model):
-        return ["its neurons are exposed as heads in place; first `exposed.undo()`"]
-    reasons = reasons_against_copying(model)
-    if model.compatibility_mode:
-        reasons.append(
-            "it is in compatibility mode, which may have processed its weights; grow the bridge as "
-            "`boot_native` makes it, then enable_compatibility_mode"
+    def reasons_against(self) -> list[str]:
+        """Return every reason why the model's function is unknown."""
+        model = self.model
+        if exposed_heads(model):
+            return ["its neurons are exposed as heads in place; first `exposed.undo()`"]
+        reasons = reasons_against_copying(model)
+        if model.compatibility_mode:
+            reasons.append(
+                "it is in compatibility mode, which may have processed its weights; grow the "
+                "bridge as `boot_native` makes it, then enable_compatibility_mode"
+            )
+        names = [name.replace(_WRAPPED, "") for name, _ in self._named()]
+        if odd := [name for name in names if _tensor(name) is None]:
+            reasons.append(f"it has parameters unknown to its kind: {', '.join(odd[:5])}")
+        first = [name for name in names if name.startswith("layers.0.")]
+        layers = range(model.cfg.n_layers)
+        expected = {name.replace("layers.0.", f"layers.{at}.") for name in first for at in layers}
+        if shared := sorted(expected - set(names)):
+            reasons.append(
+                f"its {', '.join(shared[:5])} are other parameters, too: give each its own"
+            )
+        return [*reasons, *_odd_modules(model)]
+
+    def read(self) -> Weights:
+        """Return its weights."""
+        layouts = self.parameters()
+        tensors = {
+            layouts[name].name: layouts[name].to_weights(parameter.detach())
+            for name, parameter in self._named()
+        }
+        cfg = self.model.cfg
+        norm = _NORMS.get(cfg.normalization_type and cfg.normalization_type.upper())
+        final: Any = "RMSPre" if norm == "LNPre" else norm if norm == "RMSPre" else "RMS"
+        own_scale = cfg.use_attn_scale and cfg.attn_scale > 0
+        constants = Constants(
+            n_layers=cfg.n_layers,
+            norm=norm,
+            final_norm=final if cfg.final_rms else norm,
+            eps=cfg.eps,
+            scale=cfg.attn_scale if own_scale and cfg.attn_scale != cfg.d_head**0.5 else None,
+            positions=cfg.positional_embedding_type.lower(),
+            tied=self._is_tied,
+            pointwise=None if cfg.attn_only else cfg.act_fn in GATES,
+            grouped=cfg.n_key_value_heads is not None,
+            init=(cfg.init_mode, float(cfg.initializer_range)),
         )
-    names = [name.replace(_WRAPPED, "") for name, _ in _named(model)]
-    if odd := [name for name in names if _tensor(name) is None]:
-        reasons.append(f"it has parameters that its kind has not: {', '.join(odd[:5])}")
-    first = [name for name in names if name.startswith("layers.0.")]
-    layers = range(model.cfg.n_layers)
-    expected = {name.replace("layers.0.", f"layers.{at}.") for name in first for at in layers}
-    if shared := sorted(expected - set(names)):
-        reasons.append(f"its {', '.join(shared[:5])} are other parameters, too: give each its own")
-    return [*reasons, *_odd_modules(model)]
+        return Weights(tensors, constants)
+
+    def parameters(self) -> Mapping[str, Parameter]:
+        """Return the layout of every parameter.
+
+        Raises:
+            GrowthError: one is unknown.
+        """
+        cfg = self.model.cfg
+        heads = {"head": cfg.n_heads, "kv_head": cfg.n_key_value_heads or cfg.n_heads}
+        found = {}
+        for name, _ in self._named():
+            tensor = _tensor(name)
+            if tensor is None:
+                raise GrowthError([f"its parameter {name} is unknown"], "this model cannot be read")
+            split = tuple(
+                (axis, n) for axis, n in heads.items() if f"({axis} " in (tensor[1] or "")
+            )
+            found[name] = Parameter(tensor[0], tensor[1], split)
+        return found
+
+    def write(self, weights: Weights, source_of: Callable[[str], str]) -> Any:
+        """Return a new native bridge."""
+        template = self.model
+        cfg = copy.deepcopy(template.cfg)
+        if weights.constants.positions == "rotary" and cfg.rotary_dim is None:
+            cfg.rotary_dim = cfg.d_head
+        for field, value in config_fields(template.cfg, weights).items():
+            setattr(cfg, field, value)
+        settings = {"init_weights": cfg.init_weights, "seed": cfg.seed}
+        cfg.init_weights, cfg.seed = False, None
+        some = next(template.parameters())
+        cpu = torch.device("cpu")
+        with same_randomness(cpu), cpu:  # building must not touch the caller's random state
+            model = TransformerBridge.boot_native(
+                cfg, tokenizer=template.tokenizer, device=some.device, dtype=some.dtype
+            )
+        vars(model.cfg).update(settings)
+        named = dict(self._named())
+        flags = {
+            layout.name: named[name].requires_grad for name, layout in self.parameters().items()
+        }
+        new = NativeBridge(model)
+        layouts = new.parameters()
+        for name, parameter in new._named():
+            layout = layouts[name]
+            parameter.data = layout.from_weights(weights.tensors[layout.name])
+            parameter.requires_grad_(flags[source_of(layout.name)])
+        wrapped: Any = model.original_model
+        buffers = dict(template.original_model.named_buffers())
+        for name, buffer in wrapped.named_buffers():  # rotary tables, rounded as the template's
+            buffer.data = buffers[_source_buffer(name, source_of)].clone()
+        if weights.constants.tied:
+            wrapped.head._original_component.weight = wrapped.tok_embed.weight
+        return model.train(template.training)
+
+    @property
+    def _is_tied(self) -> bool:
+        wrapped = self.model.original_model
+        return wrapped.tok_embed.weight is wrapped.head.weight
+
+    def _named(self) -> list[tuple[str, nn.Parameter]]:
+        """Parameters by name in the bridge; that of tied embeddings by both names."""
+        weight = self.model.original_model.head.weight
+        return [*self.model.named_parameters(), *[("head.weight", weight)] * self._is_tied]
 
 
 def _odd_modules(model: Any) -> list[str]:
-    """Where a module is another than the configuration, from which the grown model is built, says.
+    """Which modules differ from the configuration, from which the grown model is built.
 
-    What a module computes with is in its attributes: eps, scale, soft caps, widths.
+    A module's constants are its attributes: eps, scale, soft caps, widths.
     """
     with torch.device("meta"):
         usual = NativeModel(copy.deepcopy(model.cfg))
@@ -100,39 +196,28 @@ def _odd_modules(model: Any) -> list[str]:
     for name, expected in usual.named_modules():
         if isinstance(expected, nn.ModuleList):  # the bridge has one of its own
             continue
-        module, what = modules.get(name), f"its {name or 'model'}"
+        module, label = modules.get(name), f"its {name or 'model'}"
         if type(module) is not type(expected):
             kinds = type(module).__qualname__, type(expected).__qualname__
-            reasons.append(f"{what} is a {kinds[0]}; its configuration says {kinds[1]}")
+            reasons.append(f"{label} is a {kinds[0]}; its configuration says {kinds[1]}")
             continue
-        has, says = _plain(module), _plain(expected)
+        has, says = _attributes(module), _attributes(expected)
         reasons += [
-            f"{what}.{key} is {has.get(key)!r}; its configuration says {says.get(key)!r}"
+            f"{label}.{key} is {has.get(key)!r}; its configuration says {says.get(key)!r}"
             for key in sorted(has.keys() | says.keys())
             if has.get(key) != says.get(key)
         ]
     return reasons
 
 
-def _plain(module: Any) -> dict[str, Any]:
-    """What a module has besides parameters, buffers and parts."""
+def _attributes(module: Any) -> dict[str, Any]:
+    """The attributes of a module besides parameters, buffers and submodules."""
     left_out = ("cfg", "training")
     return {k: v for k, v in vars(module).items() if k[0] != "_" and k not in left_out}
 
 
-def _is_tied(model: Any) -> bool:
-    wrapped = model.original_model
-    return wrapped.tok_embed.weight is wrapped.head.weight
-
-
-def _named(model: Any) -> list[tuple[str, nn.Parameter]]:
-    """Parameters by their names in the bridge; that of tied embeddings by both."""
-    tied = [("head.weight", model.original_model.head.weight)] if _is_tied(model) else []
-    return [*model.named_parameters(), *tied]
-
-
 def _tensor(name: str) -> tuple[str, str | None] | None:
-    """The tensor of `Weights` that a parameter is, and the pattern that leads there."""
+    """The tensor of `Weights` that a parameter stores, and the pattern between them."""
     plain = name.replace(_WRAPPED, "")
     layer = _LAYER.fullmatch(plain)
     found = _PATTERNS.get(layer[2] if layer else plain)
@@ -141,98 +226,10 @@ def _tensor(name: str) -> tuple[str, str | None] | None:
     return f"blocks.{layer[1]}.{found[0]}", found[1]
 
 
-def _parameters(model: Any) -> Mapping[str, Parameter]:
-    cfg = model.cfg
-    heads = {"head": cfg.n_heads, "kv_head": cfg.n_key_value_heads or cfg.n_heads}
-    found = {}
-    for name, _ in _named(model):
-        tensor = _tensor(name)
-        if tensor is None:
-            raise GrowthError([f"its parameter {name} is not known"], "this model cannot be read")
-        split = tuple((axis, n) for axis, n in heads.items() if f"({axis} " in (tensor[1] or ""))
-        found[name] = Parameter(tensor[0], tensor[1], split)
-    return found
-
-
-def _read(model: Any) -> Weights:
-    layouts = _parameters(model)
-    tensors = {
-        layouts[name].name: layouts[name].taken_apart(parameter.detach())
-        for name, parameter in _named(model)
-    }
-    return Weights(tensors, _constants(model))
-
-
-def _constants(model: Any) -> Constants:
-    cfg = model.cfg
-    norm = _NORMS.get(cfg.normalization_type and cfg.normalization_type.upper())
-    final: Any = "RMSPre" if norm == "LNPre" else norm if norm == "RMSPre" else "RMS"
-    own_scale = cfg.use_attn_scale and cfg.attn_scale > 0
-    return Constants(
-        n_layers=cfg.n_layers,
-        norm=norm,
-        final_norm=final if cfg.final_rms else norm,
-        eps=cfg.eps,
-        scale=cfg.attn_scale if own_scale and cfg.attn_scale != cfg.d_head**0.5 else None,
-        positions=cfg.positional_embedding_type.lower(),
-        tied=_is_tied(model),
-        pointwise=None if cfg.attn_only else cfg.act_fn in GATES,
-        grouped=cfg.n_key_value_heads is not None,
-        init=(cfg.init_mode, float(cfg.initializer_range)),
-    )
-
-
-def _config(cfg: Any, weights: Weights) -> Any:
-    """A configuration with the sizes of these weights."""
-    changed = copy.deepcopy(cfg)
-    if weights.constants.positions == "rotary" and cfg.rotary_dim is None:
-        changed.rotary_dim = cfg.d_head
-    for field, value in settled(cfg, weights).items():
-        setattr(changed, field, value)
-    return changed
-
-
-def _write(template: Any, weights: Weights, source_of: Callable[[str], str]) -> Any:
-    cfg = _config(template.cfg, weights)
-    settings = {"init_weights": cfg.init_weights, "seed": cfg.seed}
-    cfg.init_weights, cfg.seed = False, None
-    some = next(template.parameters())
-    cpu = torch.device("cpu")
-    with same_randomness(cpu), cpu:  # building must not touch the caller's random state
-        model = TransformerBridge.boot_native(
-            cfg, tokenizer=template.tokenizer, device=some.device, dtype=some.dtype
-        )
-    vars(model.cfg).update(settings)
-    theirs = {layout.name: name for name, layout in _parameters(template).items()}
-    flags = {name: p.requires_grad for name, p in _named(template)}
-    layouts = _parameters(model)
-    for name, parameter in _named(model):
-        layout = layouts[name]
-        parameter.data = layout.put_together(weights.tensors[layout.name])
-        parameter.requires_grad_(flags[theirs[source_of(layout.name)]])
-    wrapped: Any = model.original_model
-    buffers = dict(template.original_model.named_buffers())
-    for name, buffer in wrapped.named_buffers():  # rotary tables, rounded as the template's are
-        buffer.data = buffers[_buffer_of(name, source_of)].clone()
-    if weights.constants.tied:
-        wrapped.head._original_component.weight = wrapped.tok_embed.weight
-    return model.train(template.training)
-
-
-def _buffer_of(name: str, source_of: Callable[[str], str]) -> str:
-    """The buffer of the template that one of the grown model is."""
+def _source_buffer(name: str, source_of: Callable[[str], str]) -> str:
+    """The buffer of the template for one of the new model."""
     layer = _LAYER.fullmatch(name)
     if layer is None:
         return name
     source = source_of(block_name(int(layer[1]), layer[2]))
     return f"layers.{in_layer(source)}.{tail(source)}"
-
-
-NATIVE = Rim(
-    takes=_takes,
-    reasons_against=_reasons_against,
-    read=_read,
-    parameters=_parameters,
-    reasons_against_weights=reasons_against_unequal,
-    write=_write,
-)

@@ -1,25 +1,25 @@
-"""The state of an optimizer, taken along when a model grows.
+"""The state of an optimizer, carried over when a model grows.
 
-Where growth multiplied a parameter by s (p' = s p), the loss is as it was, so its gradient is
+If growth multiplied a parameter by s (p' = s p), the loss is as it was, so its gradient is
 g / s: a moment of the gradient becomes m / s, one of its square v / s². For the next step to be the
 old one, in the old units (p' then s times what p would be), it must be s times the old:
 
     SGD            s lr g = lr' g'                    lr' = s² lr
     Adam, AdamW    s lr m / (√v + ε) = lr' m' / (√v' + ε')    lr' = s lr,  ε' = ε / s
 
-and weight decay, where it adds λ p to the gradient (SGD, Adam), λ' = λ / s², where it takes lr λ p
-off the parameter (AdamW), λ' = λ / s. So parameters that were scaled get a group of their own.
+and weight decay, if it adds λ p to the gradient (SGD, Adam), λ' = λ / s², if it subtracts lr λ p
+from the parameter (AdamW), λ' = λ / s. So scaled parameters get a group of their own.
 
-New entries start with moments of zero, at the step count of the tensor that they are in: where β₂
-is .999, Adam's first updates of them are up to 3.2 lr, as its correction for a new start is over by
-then. Parameters of new layers have no state yet, as in a new optimizer.
+New entries start with moments of zero, at the step count of their tensor: with β₂ = .999, Adam's
+first updates of them are up to 3.2 lr, as its bias correction is over by then. Parameters of new
+layers have no state yet, as in a new optimizer.
 
-All this is exact, but for d_model under LayerNorm. What is written along the constant vector over
-d_model was not seen before; now the norm's mean is over new coordinates too, so that gradients by
-old writing weights differ by a number that all old coordinates share. SGD's step is then the old
-one up to such a number, of which the original would have seen nothing. Adam divides each entry by
-its own √v, so there the step differs besides: in tests by up to a tenth of lr, and by .4 lr where
-Adam decays weights that were not centred.
+All this is exact, except for d_model under LayerNorm. Before growth nothing saw what is written
+along the constant vector over d_model; now the norm's mean includes new coordinates, so gradients
+by old writing weights differ by a number that all old coordinates share. SGD's step is then the old
+one up to such a number, which the original would not have seen. Adam divides each entry by its own
+√v, so its step differs further: in tests by up to a tenth of lr, and by .4 lr if Adam decays
+weights that were not centred.
 """
 
 from collections.abc import Mapping
@@ -29,14 +29,14 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from attn_only_lens.errors import GrowthError
-from attn_only_lens.expansion import Moved, Provenance
-from attn_only_lens.growth.growable import Parameter, Rim
+from attn_only_lens.expansion.provenance import Provenance, TensorMap
+from attn_only_lens.growth.growable import Growable, Parameter
 
 __all__ = ["OptimizerT", "grown_optimizer"]
 
 OptimizerT = TypeVar("OptimizerT", bound=Optimizer)
 _PROBLEM = "this optimizer cannot be grown"
-# By which power of 1 / s a number goes: moments, and what a group sets.
+# The power of 1 / s that multiplies moments, and settings of a group.
 _MOMENTS = {"momentum_buffer": 1, "exp_avg": 1, "exp_avg_sq": 2, "max_exp_avg_sq": 2}
 _SETTINGS: dict[type[Optimizer], dict[str, int]] = {
     SGD: {"lr": -2, "initial_lr": -2, "weight_decay": 2},
@@ -46,44 +46,43 @@ _SETTINGS: dict[type[Optimizer], dict[str, int]] = {
 
 
 def grown_optimizer(
-    optimizer: OptimizerT, model: nn.Module, grown: nn.Module, rim: Rim, provenance: Provenance
+    optimizer: OptimizerT, source: Growable, grown: Growable, provenance: Provenance
 ) -> OptimizerT:
-    """An optimizer for the grown model that goes on where this one is; it is not touched.
+    """Return an optimizer for the grown model that continues this one, which is not touched.
 
     Raises:
-        GrowthError: with all reasons.
+        GrowthError: with every reason.
     """
-    theirs, ours = dict(model.named_parameters()), dict(grown.named_parameters())
-    was, now = rim.parameters(model), rim.parameters(grown)
-    if reasons := _reasons_against(optimizer, theirs):
-        raise GrowthError(reasons, _PROBLEM)
-    name_of = {parameter: name for name, parameter in theirs.items()}
-    named = {layout.name: name for name, layout in now.items()}  # of the grown model's, by tensor
-    of_layers = _new_of(provenance, was, named)
+    old_parameters = dict(source.model.named_parameters())
+    new_parameters = dict(grown.model.named_parameters())
+    old_layouts, new_layouts = source.parameters(), grown.parameters()
+    GrowthError.raise_if(_reasons_against(optimizer, old_parameters), _PROBLEM)
+    name_of = {parameter: name for name, parameter in old_parameters.items()}
+    new_names = {layout.name: name for name, layout in new_layouts.items()}  # by tensor
+    of_new_layers = _new_parameters(provenance, old_layouts, new_names)
     groups: list[dict[str, Any]] = []
     state: dict[nn.Parameter, dict[str, Any]] = {}
     for group in optimizer.param_groups:
         by_scale: dict[float, list[str]] = {}
         for parameter in group["params"]:
             name = name_of[parameter]
-            moved = provenance.moved(was[name].name)
-            new = named[moved.name]
-            by_scale.setdefault(moved.scale, []).append(new)
-            by_scale.setdefault(1.0, []).extend(of_layers.get(name, []))
+            tensor_map = provenance.tensor_map(old_layouts[name].name)
+            new = new_names[tensor_map.name]
+            by_scale.setdefault(tensor_map.scale, []).append(new)
+            by_scale.setdefault(1.0, []).extend(of_new_layers.get(name, []))
             if parameter in optimizer.state:
-                state[ours[new]] = {
-                    key: _moved_state(key, value, was[name], now[new], moved)
+                state[new_parameters[new]] = {
+                    key: _grown_state(key, value, old_layouts[name], new_layouts[new], tensor_map)
                     for key, value in optimizer.state[parameter].items()
                 }
-        groups += [
-            _settings(optimizer, group, scale) | {"params": [(name, ours[name]) for name in names]}
-            for scale, names in by_scale.items()
-            if names
-        ]
+        for scale, names in by_scale.items():
+            params = [(name, new_parameters[name]) for name in names]
+            if params:
+                groups.append(_settings(optimizer, group, scale) | {"params": params})
     if not any("param_names" in group for group in optimizer.param_groups):
         groups = [g | {"params": [parameter for _, parameter in g["params"]]} for g in groups]
     kind: Any = type(optimizer)
-    made: OptimizerT = kind(groups, lr=optimizer.defaults["lr"])  # each group says all it sets
+    made: OptimizerT = kind(groups, lr=optimizer.defaults["lr"])  # each group has all settings
     made.defaults = dict(optimizer.defaults)
     made.state.update(state)  # type: ignore[arg-type]
     return made
@@ -94,8 +93,8 @@ def _reasons_against(optimizer: Optimizer, theirs: Mapping[str, nn.Parameter]) -
     if kind not in _SETTINGS:
         known = ", ".join(each.__name__ for each in _SETTINGS)
         return [
-            f"got a {kind.__module__}.{kind.__qualname__}; expected one of torch's {known}: what a "
-            "moment becomes when its parameter is scaled is known of these"
+            f"got a {kind.__module__}.{kind.__qualname__}; expected one of torch's {known}, whose "
+            "moments can be scaled with their parameters"
         ]
     known_ids = set(theirs.values())
     stray = [p for group in optimizer.param_groups for p in group["params"] if p not in known_ids]
@@ -112,15 +111,15 @@ def _reasons_against(optimizer: Optimizer, theirs: Mapping[str, nn.Parameter]) -
     return reasons
 
 
-def _new_of(
-    provenance: Provenance, was: Mapping[str, Parameter], named: Mapping[str, str]
+def _new_parameters(
+    provenance: Provenance, old_layouts: Mapping[str, Parameter], new_names: Mapping[str, str]
 ) -> dict[str, list[str]]:
     """The parameters of new layers, by the old parameter that each is like."""
-    old_of = {layout.name: name for name, layout in was.items()}
+    old_names = {layout.name: name for name, layout in old_layouts.items()}
     found: dict[str, list[str]] = {}
-    for tensor, name in named.items():
+    for tensor, name in new_names.items():
         if provenance.old_name(tensor) is None:
-            found.setdefault(old_of[provenance.source_of(tensor)], []).append(name)
+            found.setdefault(old_names[provenance.source_of(tensor)], []).append(name)
     return found
 
 
@@ -136,11 +135,13 @@ def _settings(optimizer: Optimizer, group: Mapping[str, Any], scale: float) -> d
     }
 
 
-def _moved_state(key: str, value: Any, was: Parameter, now: Parameter, moved: Moved) -> Any:
+def _grown_state(
+    key: str, value: Any, old: Parameter, new: Parameter, tensor_map: TensorMap
+) -> Any:
     """One entry of a parameter's state, for the grown parameter."""
     if key not in _MOMENTS or value is None:
         return value.clone() if isinstance(value, Tensor) else value
-    old = was.taken_apart(value)
-    if moved.scale != 1.0:
-        old = old / moved.scale ** _MOMENTS[key]
-    return now.put_together(moved.put(old, old.new_zeros(moved.shape)))
+    moment = old.to_weights(value)
+    if tensor_map.scale != 1.0:
+        moment = moment / tensor_map.scale ** _MOMENTS[key]
+    return new.from_weights(tensor_map.put(moment, moment.new_zeros(tensor_map.shape)))

@@ -1,8 +1,8 @@
 """Growth in the middle of training: a schedule, and a loop that goes on from a checkpoint.
 
 A checkpoint holds the parameters and the optimizer's state, not the architecture: that follows from
-the model at the start and from the schedule, which are carried out again, and the numbers put in.
-So it holds nothing but tensors and text, and no code is loaded with it.
+the initial model and the schedule, which is repeated before the numbers are loaded. So a checkpoint
+holds only tensors and text, and loading it runs no code.
 """
 
 from collections.abc import Iterator, Mapping
@@ -16,7 +16,8 @@ from torch.optim import Optimizer
 from tqdm import tqdm
 
 from attn_only_lens.errors import CheckpointError, GrowthError
-from attn_only_lens.expansion import Expansion, Provenance
+from attn_only_lens.expansion import Provenance
+from attn_only_lens.expansion.expansion import Expansion
 from attn_only_lens.expansion.initialise import Initialiser
 from attn_only_lens.growth._grow import Grown, grow
 from attn_only_lens.numerics import as_plain, is_count
@@ -50,13 +51,12 @@ class Training:
     Take `training.model` and `training.optimizer` anew in every step: growth replaces both.
 
     Attributes:
-        model: the model as it is now; at first, the one to start with (which is trained in
-            place, until it first grows).
-        optimizer: what trains it: torch's `SGD`, `Adam` or `AdamW`.
-        schedule: by step, the expansion that is done before it.
-        init: what free entries start as; by default as the model draws its own weights.
-        seed: of those numbers.
-        done: steps done.
+        model: the current model; the initial one is trained in place until it first grows.
+        optimizer: torch's `SGD`, `Adam` or `AdamW`.
+        schedule: by step, the expansion before it.
+        init: of free entries; by default as the model draws its own weights.
+        seed: of the initialization.
+        done: number of steps done.
         history: each growth so far.
 
     Example:
@@ -93,24 +93,24 @@ class Training:
 
     @property
     def provenance(self) -> Provenance | None:
-        """Where the parts of the model at the start are now; None before the first growth."""
+        """Provenance of the initial model's parts; None before the first growth."""
         found: Provenance | None = None
         for grown in self.history:
             found = grown.provenance if found is None else found.then(grown.provenance)
         return found
 
     def steps(self, until: int, progress: bool = False) -> Iterator[int]:
-        """The steps from where training stands to `until`, growing the model before each.
+        """Yield the remaining steps, after growing the model as scheduled before each.
 
-        A step is done when the loop's body has come to its end; one that is broken off is not.
+        A step counts as done when the loop's body ends, and not if it is broken off.
 
         Args:
-            until: how many steps there are in all.
+            until: total number of steps.
             progress: whether to show a bar.
 
         Raises:
-            GrowthError: an expansion does not fit the model; the model and the optimizer are then
-                those of the step before.
+            GrowthError: an expansion does not fit the model; model and optimizer are then those of
+                the step before.
         """
         for step in tqdm(
             range(self.done, until), "steps", until, initial=self.done, disable=not progress
@@ -120,7 +120,7 @@ class Training:
             self.done = step + 1
 
     def save(self, path: str | Path) -> None:
-        """Write parameters, the optimizer's state, and which step is next; whole or not at all."""
+        """Write parameters, the optimizer's state and the number of steps; all or nothing."""
         names = {parameter: name for name, parameter in self.model.named_parameters()}
         tensors = {f"model/{name}": p.detach().contiguous() for p, name in names.items()}
         numbers: dict[str, dict[str, float | None]] = {}
@@ -137,7 +137,7 @@ class Training:
                 _DOCUMENT,
                 done=self.done,
                 grown=len(self.history),
-                schedule=self._described(),
+                schedule=self._schedule_text(),
                 optimizer=type(self.optimizer).__qualname__,
                 seed=self.seed,
                 init=_identified(self.init),
@@ -146,48 +146,48 @@ class Training:
             )
 
     def resume(self, path: str | Path) -> None:
-        """Go on from a checkpoint: this is the training as it was at the start, made the same way.
+        """Continue from a checkpoint, on a training made in the same way as the one that wrote it.
 
-        The schedule may be longer than the one that wrote it, as far as it is still to come.
+        The schedule may have more steps than that one's, if they are still to come.
 
         Raises:
             CheckpointError: the file is damaged, or of another model, optimizer or schedule; this
-                training is then as it was.
+                training then remains as it was.
         """
-        tensors, said = read_tensors(Path(path), _DOCUMENT)
-        if reasons := self._reasons_against(said):
+        tensors, header = read_tensors(Path(path), _DOCUMENT)
+        if reasons := self._reasons_against(header):
             raise CheckpointError(_message(path, reasons))
-        at = Training(self.model, self.optimizer, self.schedule, self.init, self.seed)
-        for step, _ in self._described()[: said["grown"]]:
-            at._grow_before(step)
-        groups = said["groups"]
-        if reasons := _reasons_against_numbers(at, tensors, groups, said["numbers"]):
+        resumed = Training(self.model, self.optimizer, self.schedule, self.init, self.seed)
+        for step, _ in self._schedule_text()[: header["grown"]]:
+            resumed._grow_before(step)
+        groups = header["groups"]
+        if reasons := _reasons_against_numbers(resumed, tensors, groups, header["numbers"]):
             raise CheckpointError(_message(path, reasons))
-        named = dict(at.model.named_parameters())
-        at.optimizer.state.clear()
+        named = dict(resumed.model.named_parameters())
+        resumed.optimizer.state.clear()
         for key, tensor in tensors.items():
             kind, _, name = key.partition("/")
             if kind == "model":
                 with torch.no_grad():
                     named[name].copy_(tensor)
             else:
-                there = tensor if kind == "step" else tensor.to(named[name].device)
-                at.optimizer.state[named[name]][kind] = there
-        for kind, values in said["numbers"].items():
+                value = tensor if kind == "step" else tensor.to(named[name].device)
+                resumed.optimizer.state[named[name]][kind] = value
+        for kind, values in header["numbers"].items():
             for name, value in values.items():
-                at.optimizer.state[named[name]][kind] = value
-        for group, settings in zip(at.optimizer.param_groups, groups, strict=True):
+                resumed.optimizer.state[named[name]][kind] = value
+        for group, settings in zip(resumed.optimizer.param_groups, groups, strict=True):
             group.update({key: _as_was(settings[key]) for key in settings if key != "params"})
-        self.model, self.optimizer, self.history = at.model, at.optimizer, at.history
-        self.done = said["done"]
+        self.model, self.optimizer, self.history = resumed.model, resumed.optimizer, resumed.history
+        self.done = header["done"]
 
-    def _reasons_against(self, said: Mapping[str, Any]) -> list[str]:
-        """Why a checkpoint is none of this training, by what it says of itself."""
+    def _reasons_against(self, header: Mapping[str, Any]) -> list[str]:
+        """Return every reason why a checkpoint is not of this training, by its header."""
         reasons = []
         if self.done or self.history:
             reasons.append(f"it stands at step {self.done}; expected a training at its start")
-        theirs, ours = said["schedule"], self._described()
-        done, n_grown = said["done"], said["grown"]
+        theirs, ours = header["schedule"], self._schedule_text()
+        done, n_grown = header["done"], header["grown"]
         if done < 0 or not 0 <= n_grown <= len(theirs):
             reasons.append(f"it says that {done} steps are done and that it grew {n_grown} times")
         if theirs[:n_grown] != ours[:n_grown]:
@@ -196,12 +196,12 @@ class Training:
             )
         if missed := [step for step, _ in ours[n_grown:] if step < done]:
             reasons.append(f"the schedule grows it before steps {missed}, and {done} are done")
-        if said["seed"] != self.seed:
-            reasons.append(f"its seed was {said['seed']}; expected {self.seed}")
-        if said["init"] != _identified(self.init):
+        if header["seed"] != self.seed:
+            reasons.append(f"its seed was {header['seed']}; expected {self.seed}")
+        if header["init"] != _identified(self.init):
             reasons.append("its new entries were made by another init; expected the same function")
-        if said["optimizer"] != type(self.optimizer).__qualname__:
-            reasons.append(f"its optimizer was {said['optimizer']}")
+        if header["optimizer"] != type(self.optimizer).__qualname__:
+            reasons.append(f"its optimizer was {header['optimizer']}")
         return reasons
 
     def _grow_before(self, step: int) -> None:
@@ -215,15 +215,15 @@ class Training:
 
     @property
     def _grown_at(self) -> list[int]:
-        """The steps of the schedule that are carried out."""
+        """Steps of the schedule at which the model has grown."""
         return sorted(self.schedule)[: len(self.history)]
 
-    def _described(self) -> list[list[Any]]:
+    def _schedule_text(self) -> list[list[Any]]:
         return [[step, repr(self.schedule[step])] for step in sorted(self.schedule)]
 
 
 def _identified(init: Initialiser | None) -> str:
-    """What tells an initialiser from another; the same for all that cannot be told apart."""
+    """The identity of an initialiser, or one text for all that have none."""
     try:
         return identity(init)
     except Unidentified:
@@ -231,25 +231,25 @@ def _identified(init: Initialiser | None) -> str:
 
 
 def _settings(group: dict[str, Any], names: Mapping[Any, str]) -> dict[str, Any]:
-    """What a group sets, and for which parameters, as JSON has it."""
+    """Settings and parameters of a group, as JSON."""
     plain = {key: value for key, value in group.items() if key not in ("params", "param_names")}
     as_numbers = {k: v.item() if isinstance(v, Tensor) else v for k, v in plain.items()}
     return as_numbers | {"params": [names[parameter] for parameter in group["params"]]}
 
 
 def _as_was(value: Any) -> Any:
-    """A setting as torch had it: JSON has no tuples (of betas)."""
+    """A setting as torch has it: JSON has no tuples (of betas)."""
     return tuple(value) if isinstance(value, list) else value
 
 
 def _reasons_against_numbers(
-    at: Training,
+    training: Training,
     tensors: Mapping[str, Tensor],
     groups: list[dict[str, Any]],
     numbers: Mapping[str, Mapping[str, Any]],
 ) -> list[str]:
-    """Why tensors of a checkpoint do not fit the model and the optimizer."""
-    named = dict(at.model.named_parameters())
+    """Return every reason why tensors of a checkpoint do not fit model and optimizer."""
+    named = dict(training.model.named_parameters())
     kinds = {f"model/{name}": (tuple(p.shape), p.dtype) for name, p in named.items()}
     found = {k: (tuple(t.shape), t.dtype) for k, t in tensors.items() if k.startswith("model/")}
     odd = {key.removeprefix("model/") for key, _ in kinds.items() ^ found.items()}
@@ -260,7 +260,9 @@ def _reasons_against_numbers(
     odd |= {f"{kind} of {name}" for kind, each in numbers.items() for name in each.keys() - named}
     reasons = [f"it has other parameters: {', '.join(sorted(odd)[:5])} …"] if odd else []
     names = {parameter: name for name, parameter in named.items()}
-    ours = [[names.get(p, "") for p in group["params"]] for group in at.optimizer.param_groups]
+    ours = [
+        [names.get(p, "") for p in group["params"]] for group in training.optimizer.param_groups
+    ]
     if ours != [group.get("params") for group in groups]:
         sizes = [len(each) for each in ours]
         reasons.append(

@@ -1,23 +1,23 @@
-"""What stands between the residual stream and the heads of a layer: norms, and who reads first.
+"""Norms between the residual stream and the heads of a layer, and the order of its sublayers.
 
-Where a norm is, a head with weights W reads W' = N W of the stream x (a row), up to the norm's
-scale, one number a token, and its bias:
+Behind a norm, a head with weights W reads W' = N W of the stream x (a row), up to the norm's scale,
+one number a token, and its bias:
 
-    LayerNorm   N = C diag(w)     C = I - 1 1ᵀ / d_model, which takes the mean away
+    LayerNorm   N = C diag(w)     C = I - 1 1ᵀ / d_model, which removes the mean
     RMSNorm     N = diag(w)
 
-and where a norm follows (OLMo 2; Gemma 2, before and after), a head that puts o into it writes o N.
-Queries and keys that are normed again (Qwen 3, Gemma 3, OLMo 2) are W_Q N and W_K N likewise.
-A positive factor cancels in a composition score, so that with scales frozen nothing is
-approximated: the scale of a norm that follows is that of the whole sublayer's output.
+and before a norm (OLMo 2; Gemma 2 has both), a head with output o writes o N. Queries and keys that
+are normed again (Qwen 3, Gemma 3, OLMo 2) are W_Q N and W_K N likewise. A positive factor cancels
+in a composition score, so with scales frozen nothing is approximated: the scale of a norm after a
+sublayer is that of the sublayer's whole output.
 
-In a `HookedTransformer` the configuration says where the norms are. A bridge names its norms
-differently from version to version, so there two tokens are run once (hooks that are live fire),
-and a norm counts as read through if what it returns is what the heads are given, and as written
-through if what they return is what it is given. What W stands for is held against the modules.
+The configuration of a `HookedTransformer` says where its norms are. A bridge names its norms
+differently from version to version, so two tokens are run once (attached hooks fire): heads read
+through a norm if its output is their input, and write through it if their output is its input. The
+matrices that a bridge calls W_Q, W_in and so on are compared with what its modules compute.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import product
@@ -33,8 +33,9 @@ from attn_only_lens.numerics import normal_numbers
 from attn_only_lens.tl import LayerNorm, LayerNormPre, RMSNorm, RMSNormPre
 
 __all__ = [
+    "NO_NORM",
+    "LayerNorms",
     "Norm",
-    "Wiring",
     "bridge_final_norm",
     "bridge_norms",
     "hooked_final_norm",
@@ -42,7 +43,7 @@ __all__ = [
     "require_bridge_weights",
 ]
 
-_PROBLEM = "the weights of this model are not known to be what its heads read and write"
+_PROBLEM = "this model has norms or sublayers of an unknown structure"
 _UNCHECKED = 1e-2  # of half precision: a transposed or permuted matrix is wrong by about 1
 _NORMS = ("ln1", "ln2", "ln1_post", "ln2_post")
 
@@ -53,37 +54,38 @@ class Norm:
 
     Attributes:
         weight: w; None for ones.
-        centres: whether it takes the mean away.
+        centres: whether it removes the mean.
     """
 
     weight: Float[Tensor, "d_model"] | None
     centres: bool
 
-    def read(self, weights: Float[Tensor, "*head d_model n"]) -> Float[Tensor, "*head d_model n"]:
-        """N W: what weights behind this norm read of the stream."""
+    def before(self, weights: Float[Tensor, "*head d_model n"]) -> Float[Tensor, "*head d_model n"]:
+        """Return N W: this norm, then weights."""
         if self.weight is not None:
             weights = self.weight.to(weights.dtype)[:, None] * weights
         return weights - weights.mean(dim=-2, keepdim=True) if self.centres else weights
 
-    def written(self, rows: Float[Tensor, "*head d_model"]) -> Float[Tensor, "*head d_model"]:
-        """o N: what reaches the stream of rows that enter this norm."""
+    def after(self, rows: Float[Tensor, "*head d_model"]) -> Float[Tensor, "*head d_model"]:
+        """Return o N: rows, then this norm."""
         rows = rows - rows.mean(dim=-1, keepdim=True) if self.centres else rows
         return rows if self.weight is None else rows * self.weight.to(rows.dtype)
 
 
-_NOTHING = Norm(None, centres=False)
+NO_NORM = Norm(None, centres=False)
+"""The identity."""
 
 
 @dataclass(frozen=True, eq=False)
-class Wiring:
+class LayerNorms:
     """The norms of one source layer.
 
     Attributes:
-        attention: the norms that its attention heads read and write through.
-        neuron: those of its neurons.
+        attention: the norms before and after its attention.
+        neuron: the norms before and after its MLP.
         query: the norm of the queries of each head, or of all together.
-        key: that of the keys.
-        parallel: whether its neurons read what its attention heads read.
+        key: the norm of the keys.
+        parallel: whether attention and MLP read the same stream.
     """
 
     attention: tuple[Norm, Norm]
@@ -95,58 +97,47 @@ class Wiring:
 
 def hooked_norms(
     cfg: Any, attention: Sequence[Any], modules: Sequence[Sequence[Any]]
-) -> list[Wiring]:
-    """The norms of each source layer of a HookedTransformer, as its configuration has them.
+) -> list[LayerNorms]:
+    """Return the norms of each source layer of a HookedTransformer, by its configuration.
 
     Args:
         cfg: of the model.
         attention: the module with the attention heads of each source layer.
-        modules: of each layer, the norms before attention and MLP, then those after them; None
-            where there is none.
+        modules: of each layer, the norms before attention and MLP, then those after them, or None.
     """
     found = []
     for attn, norms in zip(attention, modules, strict=True):
         ln1, ln2, ln1_post, ln2_post = map(_known, norms)
         if cfg.original_architecture in POST_NORM_ARCHITECTURES:
-            ln1, ln2, ln1_post, ln2_post = _NOTHING, _NOTHING, ln1, ln2
+            ln1, ln2, ln1_post, ln2_post = NO_NORM, NO_NORM, ln1, ln2
         query, key = (_known(getattr(attn, name, None)) for name in ("q_norm", "k_norm"))
         ends = (ln1, ln1_post), (ln2, ln2_post)
-        found.append(Wiring(*ends, query, key, cfg.parallel_attn_mlp))
+        found.append(LayerNorms(*ends, query, key, cfg.parallel_attn_mlp))
     return found
 
 
 def hooked_final_norm(model: Any) -> Norm:
-    """The norm that the unembedding of a HookedTransformer reads through."""
+    """Return the norm before the unembedding of a HookedTransformer."""
     return _known(getattr(model, "ln_final", None))
 
 
 @torch.no_grad()
 def bridge_final_norm(model: Any) -> Norm:
-    """The norm that the unembedding of a bridge reads through, as two tokens show it.
+    """Return the norm before the unembedding of a bridge, from a run of two tokens.
 
     Raises:
-        CircuitError: it is not known.
+        CircuitError: it is unknown.
     """
     last = getattr(model, "ln_final", None)
-    seen: dict[str, Tensor] = {}
-
-    def look(name: str) -> Callable[..., None]:
-        def hook(module: nn.Module, args: Any, kwargs: Any, output: Tensor) -> None:
-            seen[name] = args[0] if args else next(iter(kwargs.values()))
-            seen[f"{name} made"] = output
-
-        return hook
-
+    traffic = _Traffic({"unembed": model.unembed} | ({} if last is None else {"norm": last}))
     with ExitStack() as stack:
-        for name, part in (("unembed", model.unembed), ("norm", last)):
-            if part is not None:
-                handle = part.register_forward_hook(look(name), with_kwargs=True)
-                stack.callback(handle.remove)
+        traffic.watch(stack)
         _run_two_tokens(model)
+    given, returned = traffic.given, traffic.returned
     try:
-        if "norm" not in seen or not torch.equal(seen["norm made"], seen["unembed"]):
-            raise _UnknownError("the unembedding does not read what ln_final makes of the stream")
-        return _fitting(last, "ln_final", seen["norm"], seen["norm made"])
+        if "norm" not in given or not torch.equal(returned["norm"], given["unembed"]):
+            raise _UnknownError("the unembedding does not read the output of ln_final")
+        return _fitted(last, "ln_final", given["norm"], returned["norm"])
     except _UnknownError as error:
         raise CircuitError([str(error)], _PROBLEM) from error
 
@@ -160,25 +151,24 @@ def _known(norm: Any) -> Norm:
     return Norm(weight, isinstance(norm, LayerNorm | LayerNormPre))
 
 
-def bridge_norms(model: Any) -> list[Wiring]:
-    """The norms of each layer of a bridge, as two tokens show them.
+def bridge_norms(model: Any) -> list[LayerNorms]:
+    """Return the norms of each layer of a bridge, from a run of two tokens.
 
     Raises:
-        CircuitError: with every reason: norms, or an order of attention and MLP, not known.
+        CircuitError: with every reason: unknown norms, or an unknown order of attention and MLP.
     """
-    seen = [_Seen(block) for block in model.blocks]
+    blocks = [_BlockTraffic.of(block) for block in model.blocks]
     with ExitStack() as stack, torch.no_grad():
-        for each in seen:
-            each.watch(stack.callback)
+        for block in blocks:
+            block.watch(stack)
         _run_two_tokens(model)
     found, reasons = [], []
-    for layer, each in enumerate(seen):
+    for layer, block in enumerate(blocks):
         try:
-            found.append(each.wiring())
+            found.append(block.norms())
         except _UnknownError as error:
             reasons.append(f"layer {layer}: {error}; fold_norms=False takes weights as they stand")
-    if reasons:
-        raise CircuitError(reasons, _PROBLEM)
+    CircuitError.raise_if(reasons, _PROBLEM)
     return found
 
 
@@ -188,69 +178,70 @@ def _run_two_tokens(model: Any) -> None:
 
 
 class _UnknownError(Exception):
-    """A layer of a bridge is not wired in a way that is known; its text says how."""
+    """The structure of a layer of a bridge is unknown; the text says how."""
 
 
-class _Seen:
-    """What went in and out of the parts of one block of a bridge."""
+class _Traffic:
+    """Inputs and outputs of modules in a forward pass, by name."""
 
-    def __init__(self, block: Any) -> None:
-        self.parts: dict[str, Any] = {
-            name: part
-            for name in (*_NORMS, "attn", "mlp")
-            if (part := getattr(block, name, None)) is not None
-        }
-        for name in ("q_norm", "k_norm"):
-            if getattr(block.attn, name, None) is not None:
-                self.parts[name] = getattr(block.attn, name)
+    def __init__(self, modules: dict[str, Any]) -> None:
+        self.modules = modules
         self.given: dict[str, Tensor] = {}
         self.returned: dict[str, Tensor] = {}
 
-    def watch(self, callback: Callable[[Callable[[], None]], Any]) -> None:
-        for name, part in self.parts.items():
+    def watch(self, stack: ExitStack) -> None:
+        for name, module in self.modules.items():
 
             def look(module: Any, args: Any, kwargs: Any, output: Any, name: str = name) -> None:
-                self.given[name] = args[0] if args else kwargs["hidden_states"]
+                first = args or (*kwargs.values(),)
+                self.given[name] = kwargs.get("hidden_states", first[0])
                 self.returned[name] = output[0] if isinstance(output, tuple | list) else output
 
-            callback(part.register_forward_hook(look, with_kwargs=True).remove)
+            stack.callback(module.register_forward_hook(look, with_kwargs=True).remove)
 
-    def wiring(self) -> Wiring:
+
+class _BlockTraffic(_Traffic):
+    """Inputs and outputs of the sublayers and norms of a bridge's block."""
+
+    @classmethod
+    def of(cls, block: Any) -> "_BlockTraffic":
+        parts = {name: getattr(block, name, None) for name in (*_NORMS, "attn", "mlp")}
+        parts |= {name: getattr(block.attn, name, None) for name in ("q_norm", "k_norm")}
+        return cls({name: part for name, part in parts.items() if part is not None})
+
+    def norms(self) -> LayerNorms:
         missing = [
             name
             for name in ("attn", "mlp", "q_norm", "k_norm")
-            if name not in self.given and (name in self.parts or name in ("attn", "mlp"))
+            if name not in self.given and (name in self.modules or name in ("attn", "mlp"))
         ]
         if missing:
             raise _UnknownError(f"its {' and '.join(missing)} did not run")
-        before = {
-            part: self._norm_with(self.returned, self.given[part]) for part in ("attn", "mlp")
-        }
-        after = {part: self._norm_with(self.given, self.returned[part]) for part in ("attn", "mlp")}
-        entered = {part: self.given[name or part] for part, name in before.items()}
-        parallel = torch.equal(entered["attn"], entered["mlp"])
-        wrote = self.returned[after["attn"] or "attn"]
-        if not (parallel or _parallel(entered["mlp"] - entered["attn"], wrote)):
-            raise _UnknownError("its MLP reads neither what its attention reads, nor that and more")
-        ends = {p: (self._norm(before[p]), self._norm(after[p])) for p in ("attn", "mlp")}
-        query, key = (self._norm(n if n in self.parts else None) for n in ("q_norm", "k_norm"))
-        return Wiring(ends["attn"], ends["mlp"], query, key, parallel)
+        parts = ("attn", "mlp")
+        before = {part: self._norm_with(self.returned, self.given[part]) for part in parts}
+        after = {part: self._norm_with(self.given, self.returned[part]) for part in parts}
+        read = {part: self.given[name or part] for part, name in before.items()}
+        parallel = torch.equal(read["attn"], read["mlp"])
+        written = self.returned[after["attn"] or "attn"]
+        if not (parallel or _parallel(read["mlp"] - read["attn"], written)):
+            raise _UnknownError(
+                "its MLP reads neither its attention's input, nor that plus its attention's output"
+            )
+        around = {part: (self._norm(before[part]), self._norm(after[part])) for part in parts}
+        query, key = (self._norm(n if n in self.modules else None) for n in ("q_norm", "k_norm"))
+        return LayerNorms(around["attn"], around["mlp"], query, key, parallel)
 
     def _norm_with(self, side: dict[str, Tensor], value: Tensor) -> str | None:
         return next((n for n in _NORMS if n in side and torch.equal(side[n], value)), None)
 
     def _norm(self, name: str | None) -> Norm:
         if name is None:
-            return _NOTHING
-        return _fitting(self.parts[name], name, self.given[name], self.returned[name])
+            return NO_NORM
+        return _fitted(self.modules[name], name, self.given[name], self.returned[name])
 
 
-def _fitting(part: Any, name: str, given: Tensor, returned: Tensor) -> Norm:
-    """The norm of a bridge such that it does what it was seen to do.
-
-    Raises:
-        _UnknownError: it is neither LayerNorm nor RMSNorm.
-    """
+def _fitted(part: Any, name: str, given: Tensor, returned: Tensor) -> Norm:
+    """The norm of a bridge that fits its input and output."""
     x, y = given.cpu().double(), returned.cpu().double()
     weight = getattr(part.original_component, "weight", None)
     bias = getattr(part.original_component, "bias", None)
@@ -262,14 +253,14 @@ def _fitting(part: Any, name: str, given: Tensor, returned: Tensor) -> Norm:
         scale = centred.square().mean(-1, keepdim=True).sqrt()
         expected = (centred if w is None else centred * w.cpu().double()) / scale
         fits.append(((expected - y).norm().item(), _parallel(expected, y), Norm(w, centres)))
-    _, fitting, norm = min(fits, key=lambda fit: fit[0])
-    if not fitting:
-        raise _UnknownError(f"what its {name} makes of the stream is neither LayerNorm nor RMSNorm")
+    _, fits_well, norm = min(fits, key=lambda fit: fit[0])
+    if not fits_well:
+        raise _UnknownError(f"its {name} is neither LayerNorm nor RMSNorm")
     return norm
 
 
 def _parallel(one: Tensor, other: Tensor) -> bool:
-    """Whether each row is a positive multiple of the other's: within half precision's rounding."""
+    """True if each row is a positive multiple of the other's, to half precision's rounding."""
     return bool(
         (torch.cosine_similarity(one.cpu().double(), other.cpu().double(), dim=-1) > 1 - 1e-3).all()
     )
@@ -277,10 +268,10 @@ def _parallel(one: Tensor, other: Tensor) -> bool:
 
 @torch.no_grad()
 def require_bridge_weights(model: Any) -> None:
-    """Hold what a bridge calls W_Q, W_in and so on against the modules that they are of.
+    """Check that a bridge's W_Q, W_in and so on are the matrices that its modules apply.
 
     Raises:
-        CircuitError: one is another matrix, such as its transpose, or not found.
+        CircuitError: one is missing, or another matrix, such as its transpose.
     """
     reasons = []
     for layer, block in enumerate(model.blocks):
@@ -294,12 +285,11 @@ def require_bridge_weights(model: Any) -> None:
             owner = attn if path.startswith("attn") else mlp
             if not _applies(getattr(owner, name), getattr(owner, path.split(".")[1], None), path):
                 reasons.append(f"layer {layer}: {name} is not the matrix that its {path} applies")
-    if reasons:
-        raise CircuitError(reasons, "the weights of this model are not what they are called")
+    CircuitError.raise_if(reasons, "the names of some weights of this model are wrong")
 
 
 def _applies(weight: Tensor, part: Any, path: str) -> bool:
-    """Whether a part of a bridge applies this matrix, heads side by side."""
+    """True if a part of a bridge applies this matrix, heads concatenated."""
     linear = getattr(part, "original_component", None)
     if linear is None:
         return False

@@ -202,7 +202,7 @@ def test_a_norm_that_is_another_is_refused():
     exposed = expose_neuron_heads(bridge).model
     norm = exposed.blocks[1].ln2
     norm.register_forward_hook(lambda module, args, output: output + 3.0)
-    with pytest.raises(CircuitError, match="layer 1: what its ln2 makes"):
+    with pytest.raises(CircuitError, match="layer 1: its ln2 is neither LayerNorm nor RMSNorm"):
         circuits.composition(exposed, "L0H0", "L1H0", "q")
     with warnings.catch_warnings():
         circuits.composition(exposed, "L0H0", "L1H0", "q", fold_norms=False)

@@ -144,9 +144,9 @@ def test_a_norm_is_a_matrix_from_either_side(centres):
     w, W, o = (torch.randn(shape, dtype=torch.float64) for shape in ((7,), (7, 5), (3, 7)))
     norm = Norm(w, centres)
     centre = torch.eye(7, dtype=torch.float64) - (1 / 7 if centres else 0)
-    torch.testing.assert_close(norm.read(W), centre @ torch.diag(w) @ W)
-    torch.testing.assert_close(norm.written(o), o @ centre @ torch.diag(w))
-    torch.testing.assert_close(norm.written(o) @ W, o @ norm.read(W))
+    torch.testing.assert_close(norm.before(W), centre @ torch.diag(w) @ W)
+    torch.testing.assert_close(norm.after(o), o @ centre @ torch.diag(w))
+    torch.testing.assert_close(norm.after(o) @ W, o @ norm.before(W))
 
 
 @pytest.mark.parametrize("name", ["gelu", "llama", "no_norm"])

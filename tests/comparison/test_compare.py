@@ -24,6 +24,7 @@ from attn_only_lens import (
 )
 from attn_only_lens import expansion as ex
 from attn_only_lens import patching as p
+from attn_only_lens.expansion.provenance import IndexMap
 from attn_only_lens.growth import identity
 from attn_only_lens.heads import HeadName
 
@@ -287,16 +288,16 @@ def test_a_null_is_between_the_grown_model_and_it(after_training):
 def same(grown):
     """The provenance of a grown model from itself."""
     place = grown.provenance
-    axes = {axis: ex.Place.same(size) for axis, size in place.sizes.items()}
-    layers, source = ex.Place.same(place.layers.size), identity(grown.model)
+    axes = {axis: IndexMap.identity(size) for axis, size in place.sizes.items()}
+    layers, source = IndexMap.identity(place.layers.size), identity(grown.model)
     return replace(place, layers=layers, axes=axes, like={}, source=source)
 
 
 def swapped(provenance, axis):
     """The same provenance, two of its indices along an axis the wrong way round."""
     place = provenance.axes[axis]
-    first, second, *rest = place.where
-    wrong = ex.Place((second, first, *rest), place.size)
+    first, second, *rest = place.new_of
+    wrong = IndexMap((second, first, *rest), place.size)
     return replace(provenance, axes={**provenance.axes, axis: wrong})
 
 

@@ -136,7 +136,7 @@ def test_inputs_by_head(family, flag):
     worst, unknown = worst_activation(grown.provenance, old, new)
     assert max(worst.values()) < EXACT
     assert not unknown
-    ln1 = ex.moved_activation(grown.provenance, "blocks.0.ln1.hook_normalized")
+    ln1 = ex.activation_map(grown.provenance, "blocks.0.ln1.hook_normalized")
     with pytest.raises(ValueError, match="expected batch"):
         ln1.old_part(new[ln1.name])
 

@@ -31,8 +31,8 @@ def entries(grown):
     for axis_of in list(masks):
         old = grown.provenance.old_name(axis_of)
         if old is not None:
-            moved = grown.provenance.moved(old)
-            shape = [len(place.where) for place in moved.places]
+            moved = grown.provenance.tensor_map(old)
+            shape = [len(axis.new_of) for axis in moved.axes]
             masks[axis_of] = moved.put(torch.zeros(shape).double(), masks[axis_of])
     return {name: mask.bool() for name, mask in masks.items()}
 

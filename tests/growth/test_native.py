@@ -93,7 +93,7 @@ def test_a_constraint_that_is_broken_changes_the_function(name):
     tensor = read(grown.model).tensors[name]  # the model's own, not a copy
     for zeros in grown.provenance.zeros:
         if zeros.name == name:
-            where = torch.meshgrid(*map(torch.tensor, zeros.where), indexing="ij")
+            where = torch.meshgrid(*map(torch.tensor, zeros.indices), indexing="ij")
             drawn = torch.arange(where[0].numel(), dtype=torch.float64).sin()
             tensor[where] = drawn.reshape(where[0].shape)
     assert (grown.model(prompts) - bridge(prompts)).abs().max() > 1e-3
@@ -175,7 +175,7 @@ def test_the_optimizer_goes_on():
     step(grown.model, new)
     old, now = read(bridge).tensors, read(grown.model).tensors
     for name, tensor in old.items():
-        moved = grown.provenance.moved(name)
+        moved = grown.provenance.tensor_map(name)
         assert torch.allclose(moved.old_part(now[moved.name]) / moved.scale, tensor, atol=1e-12)
 
 

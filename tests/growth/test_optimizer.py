@@ -57,7 +57,7 @@ def largest_difference(model, grown):
     now = {name.replace("attn._", "attn."): p for name, p in grown.model.named_parameters()}
     worst = 0.0
     for name, parameter in model.named_parameters():
-        moved = grown.provenance.moved(name.replace("attn._", "attn."))
+        moved = grown.provenance.tensor_map(name.replace("attn._", "attn."))
         old = moved.old_part(now[moved.name].detach()) / moved.scale
         worst = max(worst, (old - parameter).abs().max().item())
     return worst
@@ -171,7 +171,7 @@ def test_a_wider_stream_under_layer_norm_shares_a_mean_with_new_coordinates(kind
     now = dict(grown.model.named_parameters())
     unseen = 0.0
     for name, parameter in model.named_parameters():
-        moved = grown.provenance.moved(name)
+        moved = grown.provenance.tensor_map(name)
         difference = moved.old_part(now[name].detach()) / moved.scale - parameter.detach()
         if name.endswith(WRITERS):
             difference = difference - difference.mean(-1, keepdim=True)

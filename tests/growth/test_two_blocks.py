@@ -21,7 +21,7 @@ from attn_only_lens import (
 )
 from attn_only_lens import expansion as ex
 from attn_only_lens.growth import read
-from attn_only_lens.growth.two_blocks import TWO_BLOCKS
+from attn_only_lens.growth.two_blocks import ConvertedModel
 from attn_only_lens.tolerances import LOGIT_TOLERANCE
 
 EXACT = LOGIT_TOLERANCE[torch.float64]
@@ -50,7 +50,7 @@ def worst_head(model, grown, old, new):
             now = now.select(axis, there.head_index(m))[..., : mine.shape[-1]]
             if here.kind == "attention":  # queries that are normed, where the stream grew
                 seen = f"blocks.{here.layer}.attn.hook_{part}"
-                now = now / grown.provenance.rescaled.get(seen, 1.0)
+                now = now / grown.provenance.activation_scales.get(seen, 1.0)
             assert torch.equal(mine.isinf(), now.isinf())
             worst = max(worst, relative(now.nan_to_num(neginf=0), mine.nan_to_num(neginf=0)))
     return worst
@@ -256,7 +256,7 @@ def test_new_neurons_learn():
 
 def test_parameters_are_known_by_their_names_in_the_source():
     source = build("llama", n_layers=1, attn_types=None)
-    named = {name: p.name for name, p in TWO_BLOCKS.parameters(convert(source)).items()}
+    named = {name: p.name for name, p in ConvertedModel(convert(source)).parameters().items()}
     assert named["blocks.0.attn._W_K"] == "blocks.0.attn.W_K"
     assert named["blocks.1.attn.W_gate"] == "blocks.0.mlp.W_gate"
     assert named["blocks.1.ln1.w"] == "blocks.0.ln2.w"

@@ -4,8 +4,8 @@ from typing import Any, Literal
 
 from attn_only_lens.heads.host import HeadKind, Host
 from attn_only_lens.models.norms import (
+    LayerNorms,
     Norm,
-    Wiring,
     bridge_final_norm,
     bridge_norms,
     hooked_final_norm,
@@ -48,7 +48,7 @@ class _InPlaceHost(Host):
 class HookedHost(_InPlaceHost):
     """An exposed `HookedTransformer`, whose configuration says which norms it has."""
 
-    def norms(self) -> list[Wiring]:
+    def norms(self) -> list[LayerNorms]:
         """The norms of each layer."""
         blocks = self.model.blocks
         names = ("ln1", "ln2", "ln1_post", "ln2_post")
@@ -70,7 +70,7 @@ class HookedHost(_InPlaceHost):
 class BridgeHost(_InPlaceHost):
     """An exposed `TransformerBridge`, whose norms and matrices are found by running it."""
 
-    def norms(self) -> list[Wiring]:
+    def norms(self) -> list[LayerNorms]:
         """The norms of each layer, as two tokens show them."""
         return bridge_norms(self.model)
 

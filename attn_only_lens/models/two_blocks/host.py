@@ -4,7 +4,7 @@ from contextlib import AbstractContextManager
 from typing import Any, Literal
 
 from attn_only_lens.heads.host import HeadKind, Host, block_layer, heads_block, neurons_block
-from attn_only_lens.models.norms import Norm, Wiring, hooked_final_norm, hooked_norms
+from attn_only_lens.models.norms import LayerNorms, Norm, hooked_final_norm, hooked_norms
 from attn_only_lens.runs.replay.base import Replay, Variants
 from attn_only_lens.runs.replay.hooked import HookedReplay
 
@@ -39,7 +39,7 @@ class TwoBlocksHost(Host):
         block = heads_block(layer) if point == "pre" else neurons_block(layer)
         return f"blocks.{block}.hook_resid_{'post' if point == 'post' else 'pre'}"
 
-    def norms(self) -> list[Wiring]:
+    def norms(self) -> list[LayerNorms]:
         """The norms of each source layer, half of them in each block."""
         blocks = self.model.blocks
         names = ("ln1", "ln1_post")
