@@ -102,7 +102,7 @@ class GrowthError(_ReasonsError):
 
 
 class PatchingError(_ReasonsError):
-    """Prompts, a metric, sites or saved results that a sweep would make nothing right of.
+    """Prompts, a metric, sites or results that a sweep cannot use.
 
     Attributes:
         reasons: every reason found.
@@ -180,7 +180,7 @@ class UnknownHeadError(AttnOnlyLensError, ValueError):
 
 
 class CheckpointError(AttnOnlyLensError, ValueError):
-    """A saved folder that is missing, truncated, tampered with, or newer than this package.
+    """A saved file or folder that is missing, damaged, tampered with, or of another version.
 
     Example:
         >>> from attn_only_lens import CheckpointError, load

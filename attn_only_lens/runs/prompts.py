@@ -51,14 +51,6 @@ class PromptPair:
         positions = torch.arange(self.clean.shape[1], device=self.clean.device)
         return (self.real * positions).amax(dim=1)
 
-    @property
-    def first_difference(self) -> int:
-        """The smallest position at which a prompt differs from its pair, padding included.
-
-        Before it, the two runs of a causal model are the same.
-        """
-        return int((self.clean != self.corrupted).any(dim=0).nonzero()[0, 0])
-
 
 def prompt_pair(
     model: Any, clean: Prompts, corrupted: Prompts, mask: Tensor | None = None
@@ -87,8 +79,8 @@ def prompt_pair(
         >>> from attn_only_lens import patching as p, pretrained
         >>> pair = p.prompt_pair(pretrained.modular_addition(), torch.tensor([3, 4, 113]),
         ...                      torch.tensor([3, 5, 113]))
-        >>> pair.clean.shape, pair.last.tolist(), pair.first_difference
-        (torch.Size([1, 3]), [2], 1)
+        >>> pair.clean.shape, pair.last.tolist()
+        (torch.Size([1, 3]), [2])
     """
     reasons: list[str] = []
     rows = _rows(model, clean, "clean", reasons)

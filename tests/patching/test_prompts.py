@@ -35,18 +35,10 @@ def test_tokens_without_a_tokenizer():
     pair = p.prompt_pair(build("gelu"), clean.int(), changed(clean, 5))
     assert torch.equal(pair.clean, clean)
     assert pair.clean.dtype == torch.int64
-    assert (pair.mask, pair.first_difference, pair.last.tolist()) == (None, 5, [6, 6, 6])
+    assert (pair.mask, pair.last.tolist()) == (None, [6, 6, 6])
     assert pair.real.all()
     row = p.prompt_pair(build("gelu"), clean[0], changed(clean, 2)[0])
-    assert (row.clean.shape, row.first_difference) == ((1, POS), 2)
-
-
-def test_first_difference_is_the_earliest_of_any_prompt():
-    clean = tokens(batch=BATCH, pos=POS)
-    corrupted = clean.clone()
-    corrupted[0, 6], corrupted[2, 3] = 40 - clean[0, 6], 40 - clean[2, 3]
-    pair = p.prompt_pair(build("gelu"), clean, corrupted)
-    assert pair.first_difference == 3
+    assert row.clean.shape == (1, POS)
 
 
 def test_texts_are_padded_on_the_tokenizers_side(model):
@@ -57,7 +49,6 @@ def test_texts_are_padded_on_the_tokenizers_side(model):
     assert pair.clean.tolist() == [[bos, 5, 6, 7, 9], short]
     assert pair.mask.tolist() == [[1] * 5, [1, 1, 1, 0, 0] if right else [0, 0, 1, 1, 1]]
     assert pair.last.tolist() == [4, 2] if right else [4, 4]
-    assert pair.first_difference == (1 if right else 3)
     # What is padded here is what the model's own tokenization pads.
     assert torch.equal(pair.clean, model.to_tokens(["w1 w2 w3 w5", "w8 w9"]))
     # Masked, a padded prompt has the logits of itself alone; the control: not without the mask.

@@ -2,10 +2,12 @@
 
 import hashlib
 import json
+import os
 import re
 import subprocess
 import sys
 from importlib.resources import files
+from pathlib import Path
 
 import plotly.graph_objects as go
 import pytest
@@ -87,6 +89,7 @@ WITHOUT_EXTRAS = """
 import sys
 sys.modules |= {"plotly": None, "circuitsvis": None}  # as if they were not installed
 import torch
+from typer.testing import CliRunner
 import attn_only_lens
 from attn_only_lens import circuits, expose_neuron_heads, patching, pretrained, viz
 from attn_only_lens.cli import app
@@ -110,13 +113,18 @@ for name, draw in {
         ), error
     else:
         raise AssertionError(name)
+sweep.save("sweep.csv")
+told = CliRunner().invoke(app, ["picture", "sweep.csv", "--out", "sweep.html"])
+assert (told.exit_code, "pip install" in told.output) == (2, True), told.output
 print("done")
 """
 
 
-def test_plotly_and_circuitsvis_are_optional():
+def test_plotly_and_circuitsvis_are_optional(tmp_path):
     ran = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", WITHOUT_EXTRAS],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(Path(viz.__file__).parents[2])},
         capture_output=True,
         text=True,
         check=False,
