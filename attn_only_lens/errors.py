@@ -117,7 +117,7 @@ class PatchingError(_ReasonsError):
 
 
 class PictureError(_ReasonsError):
-    """Raise for picture data that does not fit together, or is too much to look at.
+    """Picture data does not fit together, or is too much to look at.
 
     Attributes:
         reasons: every reason found.
