@@ -117,7 +117,7 @@ class PatchingError(_ReasonsError):
 
 
 class PictureError(_ReasonsError):
-    """What was given for a picture does not fit together, or is more than one can look at.
+    """Picture data does not fit together, or is too much to look at.
 
     Attributes:
         reasons: every reason found.

@@ -312,7 +312,7 @@ def _resolve_pairs(
 
 
 def _read_stage(sites: LayerSites) -> int:
-    """How many sublayers, attention and MLP in turn, have run before these heads."""
+    """Count the sublayers, attention and MLP in turn, that have run before these heads."""
     return 2 * sites.layer + (sites.kind == "neuron")
 
 

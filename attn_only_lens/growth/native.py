@@ -182,7 +182,7 @@ class NativeBridge(Growable):
 
 
 def _odd_modules(model: Any) -> list[str]:
-    """Which modules differ from the configuration, from which the grown model is built.
+    """List modules that differ from the configuration that the grown model is built from.
 
     A module's constants are its attributes: eps, scale, soft caps, widths.
     """

@@ -139,7 +139,7 @@ class WithNeuronHeads:
 
 
 def has_neuron_heads(model: object) -> bool:
-    """Whether the neurons of a model are heads."""
+    """Return True if the neurons of a model are heads."""
     return isinstance(model, WithNeuronHeads)
 
 
@@ -155,7 +155,7 @@ def host_of(model: Any) -> Host:
 
 
 def reasons_without_heads(model: object) -> list[str]:
-    """Why an analysis refuses a model without neuron-heads; empty for one that has them."""
+    """List why an analysis refuses a model without neuron-heads; empty for one that has them."""
     if has_neuron_heads(model):
         return []
     return [

@@ -65,7 +65,7 @@ class HeadName:
         return cls(int(layer), _KIND[letter], int(index), None if member is None else int(member))
 
     def head_index(self, heads_per_neuron: int) -> int:
-        """Where this head stands among the heads of its block.
+        """Return the index of this head among the heads of its block.
 
         Raises:
             UnknownHeadError: several heads share the neuron and the name does not say which, or
@@ -84,7 +84,7 @@ class HeadName:
         return self.index * heads_per_neuron + self.member
 
     def heads(self, heads_per_neuron: int) -> slice:
-        """Where all heads of this neuron, or this one head, stand among those of the block.
+        """Return the indices of all heads of this neuron, or of this one head, in its block.
 
         Example:
             >>> from attn_only_lens import HeadName

@@ -35,7 +35,7 @@ class TwoBlocksHost(Host):
         return [dict(self.model.cfg.gating.to_json()) for _ in self.neurons]
 
     def stream_hook(self, layer: int, point: Literal["pre", "mid", "post"]) -> str:
-        """What enters one of the two blocks, or leaves the second."""
+        """Return the input of one of the two blocks, or the output of the second."""
         block = heads_block(layer) if point == "pre" else neurons_block(layer)
         return f"blocks.{block}.hook_resid_{'post' if point == 'post' else 'pre'}"
 
