@@ -6,11 +6,9 @@ from typing import Any
 __all__ = [
     "AttnOnlyLensError",
     "CheckpointError",
-    "CircuitError",
     "ComparisonError",
     "GrowthError",
-    "PatchingError",
-    "PictureError",
+    "InputError",
     "UnknownHeadError",
     "UnsupportedCallError",
     "UnsupportedModelError",
@@ -27,8 +25,19 @@ class AttnOnlyLensError(Exception):
     """
 
 
-class _ReasonsError(AttnOnlyLensError, ValueError):
-    """A refusal with every reason found, so that one attempt tells all there is to mend."""
+class InputError(AttnOnlyLensError, ValueError):
+    """Prompts, sites, weights or options that cannot be used; raised with every reason at once.
+
+    Attributes:
+        reasons: every reason found.
+        problem: what they are reasons against.
+
+    Example:
+        >>> from attn_only_lens import InputError
+        >>> print(InputError(["they are identical"], "these prompts cannot be compared"))
+        these prompts cannot be compared:
+          - they are identical
+    """
 
     def __init__(self, reasons: Sequence[str], problem: str) -> None:
         self.reasons = tuple(reasons)
@@ -47,22 +56,7 @@ class _ReasonsError(AttnOnlyLensError, ValueError):
         return type(self), (self.reasons, self.problem)
 
 
-class CircuitError(_ReasonsError):
-    """Heads, weights or tokens that a circuit analysis would make nothing right of.
-
-    Attributes:
-        reasons: every reason found.
-        problem: what they are reasons against.
-
-    Example:
-        >>> from attn_only_lens import CircuitError
-        >>> print(CircuitError(["it reads before it is written"], "these heads do not compose"))
-        these heads do not compose:
-          - it reads before it is written
-    """
-
-
-class ComparisonError(_ReasonsError):
+class ComparisonError(InputError):
     """Models, a provenance or prompts that cannot be compared component by component.
 
     Attributes:
@@ -81,7 +75,7 @@ class ComparisonError(_ReasonsError):
     so_far: Any = None
 
 
-class GrowthError(_ReasonsError):
+class GrowthError(InputError):
     """A growth that would not keep the function, or cannot be undone; nothing has been changed.
 
     Attributes:
@@ -101,37 +95,7 @@ class GrowthError(_ReasonsError):
         super().__init__(reasons, problem)
 
 
-class PatchingError(_ReasonsError):
-    """Prompts, a metric, sites or results that a sweep cannot use.
-
-    Attributes:
-        reasons: every reason found.
-        problem: what they are reasons against.
-
-    Example:
-        >>> from attn_only_lens import PatchingError
-        >>> print(PatchingError(["they are identical"], "these prompts cannot be compared"))
-        these prompts cannot be compared:
-          - they are identical
-    """
-
-
-class PictureError(_ReasonsError):
-    """Picture data does not fit together, or is too much to look at.
-
-    Attributes:
-        reasons: every reason found.
-        problem: what they are reasons against.
-
-    Example:
-        >>> from attn_only_lens import PictureError
-        >>> print(PictureError(["got 3 tokens; expected 5"], "this picture cannot be drawn"))
-        this picture cannot be drawn:
-          - got 3 tokens; expected 5
-    """
-
-
-class UnsupportedModelError(_ReasonsError):
+class UnsupportedModelError(InputError):
     """The model cannot be converted exactly, or not be compared; nothing has been changed.
 
     Attributes:

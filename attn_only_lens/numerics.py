@@ -24,11 +24,11 @@ __all__ = [
     "float32_if_half",
     "full_precision",
     "is_count",
+    "keep_random_state",
     "matmul_precision",
     "normal_numbers",
-    "same_randomness",
     "spearman",
-    "where_float64_is",
+    "to_float64_device",
 ]
 
 
@@ -53,11 +53,11 @@ def is_count(value: Any, least: int = 0, most: float = float("inf")) -> bool:
     return type(value) is int and least <= value <= most
 
 
-def where_float64_is(x: Tensor) -> Tensor:
+def to_float64_device(x: Tensor) -> Tensor:
     """Return a tensor on a device that has float64: its own, or the CPU.
 
     Example:
-        >>> where_float64_is(torch.ones(2)).double().device
+        >>> to_float64_device(torch.ones(2)).double().device
         device(type='cpu')
     """
     try:
@@ -102,11 +102,11 @@ def normal_numbers(shape: tuple[int, ...], seed: int = 0) -> Tensor:
 
 
 @contextmanager
-def same_randomness(device: torch.device) -> Iterator[None]:
+def keep_random_state(device: torch.device) -> Iterator[None]:
     """Restore the random state of the CPU and of a device afterwards.
 
     Example:
-        >>> with same_randomness(torch.device("cpu")):
+        >>> with keep_random_state(torch.device("cpu")):
         ...     first = torch.rand(3)
         >>> torch.equal(first, torch.rand(3))
         True

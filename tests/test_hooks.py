@@ -10,9 +10,8 @@ from torch.nn.modules import module as torch_module
 from torch.utils.flop_counter import FlopCounterMode
 
 from attn_only_lens import (
-    CircuitError,
     ComparisonError,
-    PatchingError,
+    InputError,
     circuits,
     compare,
     expose_neuron_heads,
@@ -69,7 +68,7 @@ def test_hooks_of_torch_modules_are_refused_by_name(run):
     RUNS[run](model)
     for attach in HOOKED.values():
         handle = attach(model)
-        with pytest.raises((PatchingError, CircuitError), match=r"blocks\.1\.mlp\b.*remove"):
+        with pytest.raises(InputError, match=r"blocks\.1\.mlp\b.*remove"):
             RUNS[run](model)
         handle.remove()
     RUNS[run](model)
@@ -79,7 +78,7 @@ def test_they_are_refused_by_faithfulness_and_compare():
     model = exposed()
     ranking = p.attribution(model, *pair(), METRIC, **GIVEN)
     HOOKED["forward"](model)
-    with pytest.raises(CircuitError, match=r"blocks\.1\.mlp\b"):
+    with pytest.raises(InputError, match=r"blocks\.1\.mlp\b"):
         circuits.faithfulness(model, *pair(), METRIC, ranking)
     source = pretrained.modular_addition()
     grown = grow(source, d_mlp=517, seed=0)
@@ -93,7 +92,7 @@ def test_hooks_everywhere_are_refused_unless_they_count():
     expected = sweep(model).to_frame()
     handle = torch_module.register_module_forward_hook(look)
     try:
-        with pytest.raises(PatchingError, match="register_module_forward_hook"):
+        with pytest.raises(InputError, match="register_module_forward_hook"):
             sweep(model)
     finally:
         handle.remove()

@@ -9,7 +9,7 @@ from common import D_MLP, tokens
 
 from attn_only_lens import (
     GrowthError,
-    PatchingError,
+    InputError,
     UnsupportedModelError,
     expose_neuron_heads,
     grow,
@@ -54,9 +54,9 @@ def test_several_numbers(model, pair, kind):
         model(pair.clean)
     )
     for wrong in (made([2.0, 5.0]), made([True, False])):
-        with pytest.raises(PatchingError, match="expected"):
+        with pytest.raises(InputError, match="expected"):
             resolve_positions(pair, wrong)
-        with pytest.raises(PatchingError, match="expected source layers"):
+        with pytest.raises(InputError, match="expected source layers"):
             p.neuron_heads(wrong)
 
 

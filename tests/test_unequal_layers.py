@@ -14,7 +14,7 @@ from uneven import GROUPS, NEURONS, UNEVEN, has, uneven
 from attn_only_lens import (
     CheckpointError,
     HeadName,
-    PatchingError,
+    InputError,
     UnknownHeadError,
     UnsupportedCallError,
     UnsupportedModelError,
@@ -108,9 +108,9 @@ def test_names_are_held_against_their_own_layer():
     for name in ("L0N29", "L2N31"):
         with pytest.raises(UnknownHeadError, match=r"neurons 0 to (28|30)"):
             model.neuron_pattern(cache, name)
-        with pytest.raises(PatchingError, match=r"neurons 0 to (28|30)"):
+        with pytest.raises(InputError, match=r"neurons 0 to (28|30)"):
             resolve_sites(model, [name])
-    with pytest.raises(PatchingError, match="attention heads 0 to 1"):
+    with pytest.raises(InputError, match="attention heads 0 to 1"):
         resolve_sites(model, ["L0H2"])
     assert [len(each.names) for each in resolve_sites(model, p.all_heads())] == [
         2,

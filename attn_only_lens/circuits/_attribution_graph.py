@@ -30,7 +30,9 @@ from attn_only_lens.circuits.linear_model import (
     linearize,
     metric_inflow,
 )
-from attn_only_lens.errors import CircuitError
+from attn_only_lens.errors import (
+    InputError,
+)
 from attn_only_lens.heads import host_of, reasons_without_heads
 from attn_only_lens.numerics import full_precision
 from attn_only_lens.runs.inputs import reasons_not_to_run
@@ -178,8 +180,8 @@ def attribution_graph(
         The graph.
 
     Raises:
-        CircuitError: invalid top or mass.
-        PatchingError: with every reason: prompts or a metric that do not fit.
+        InputError: invalid top or mass.
+        InputError: with every reason: prompts or a metric that do not fit.
         UnsupportedModelError: the model is not linear when frozen.
 
     Example:
@@ -231,7 +233,7 @@ def _check(model: Any, metric: AnyMetric) -> None:
         )
     if torch.is_inference_mode_enabled():
         reasons.append("no gradient is taken in torch.inference_mode(); torch.no_grad() will do")
-    CircuitError.raise_if(reasons, "there is no attribution graph of this")
+    InputError.raise_if(reasons, "there is no attribution graph of this")
 
 
 def _by_sublayer(linear: LinearModel, index: Any) -> list[list[tuple[int, int]]]:

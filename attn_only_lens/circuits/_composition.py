@@ -60,9 +60,11 @@ from torch import Tensor
 from transformer_lens import FactoredMatrix
 
 from attn_only_lens.circuits.head_matrices import KINDS, HeadMatrices, Kind
-from attn_only_lens.errors import CircuitError
+from attn_only_lens.errors import (
+    InputError,
+)
 from attn_only_lens.heads import HeadName
-from attn_only_lens.numerics import is_count, where_float64_is
+from attn_only_lens.numerics import is_count, to_float64_device
 from attn_only_lens.runs.sites import LayerSites, Selection, Sites, all_heads, resolve_sites
 
 __all__ = [
@@ -110,9 +112,9 @@ def composition(
         `ratio_to_baseline` (score · √d_model), `note`.
 
     Raises:
-        CircuitError: with every reason: an unknown kind, no pair in order, more than 4,000,000
+        InputError: with every reason: an unknown kind, no pair in order, more than 4,000,000
             pairs, weights that are unknown or not finite.
-        PatchingError: the model has no neuron-heads, or not those heads.
+        InputError: the model has no neuron-heads, or not those heads.
 
     Example:
         >>> from attn_only_lens import circuits, convert, pretrained
@@ -128,7 +130,7 @@ def composition(
     n_writers = sum(1 if sites is None else len(sites.names) for sites in writing)
     n_pairs = n_writers * sum(len(sites.names) for sites in reading)
     if n_pairs > _MOST_PAIRS:
-        raise CircuitError(
+        raise InputError(
             [f"got {n_pairs:,} pairs; expected at most {_MOST_PAIRS:,}: use top_compositions"],
             "these scores would not fit a table",
         )
@@ -147,7 +149,7 @@ def composition(
             pairs = pd.MultiIndex.from_product([source.names, sites.names])
             frames.append(_frame(model, pairs.to_frame().to_numpy(), found.flatten(), kind, note))
     if not frames:
-        raise CircuitError([_NO_PAIR], _PROBLEM)
+        raise InputError([_NO_PAIR], _PROBLEM)
     frame = pd.concat(frames, ignore_index=True)
     order = {name: place for place, name in enumerate(n for s in sources for n in s.names)}
     return frame.sort_values(
@@ -190,9 +192,9 @@ def top_compositions(
         `attrs["pairs"]` how many pairs were compared.
 
     Raises:
-        CircuitError: with every reason: an unknown kind, k or block not positive, no pair in
+        InputError: with every reason: an unknown kind, k or block not positive, no pair in
             order, weights that are unknown or not finite.
-        PatchingError: the model has no neuron-heads, or not those heads.
+        InputError: the model has no neuron-heads, or not those heads.
 
     Example:
         >>> from attn_only_lens import circuits, convert, patching as p, pretrained
@@ -206,7 +208,7 @@ def top_compositions(
         for name, value in (("k", k), ("block", block))
         if not is_count(value, 1)
     ]
-    CircuitError.raise_if(reasons, _PROBLEM)
+    InputError.raise_if(reasons, _PROBLEM)
     every = all_heads()
     writing, reading = _resolve_pairs(
         model, every if writers is None else writers, every if readers is None else readers, kind
@@ -216,7 +218,7 @@ def top_compositions(
     if kind == "k":
         reading = [sites for sites in reading if sites.kind != "neuron"]
         if not reading:
-            raise CircuitError([f"K-composition into neuron-heads is {_NO_KEYS}"], _PROBLEM)
+            raise InputError([f"K-composition into neuron-heads is {_NO_KEYS}"], _PROBLEM)
     matrices = HeadMatrices.of(model, fold_norms=fold_norms)
     sources = [_writers(matrices, sites) for sites in writing]
     targets = [_readers(matrices, sites, kind) for sites in reading]
@@ -234,7 +236,7 @@ def top_compositions(
             first_reader += len(target.names)
         first_writer += len(source.names)
     if not largest.seen:
-        raise CircuitError([_NO_PAIR], _PROBLEM)
+        raise InputError([_NO_PAIR], _PROBLEM)
     write_names, read_names = (
         [name for group in groups for name in group.names] for groups in (sources, targets)
     )
@@ -274,9 +276,9 @@ def virtual_weights(
         A TransformerLens `FactoredMatrix`, its inner dimension at most d_head (1 for a neuron).
 
     Raises:
-        CircuitError: an unknown kind, a reader that reads before the writer has written, the key of
+        InputError: an unknown kind, a reader that reads before the writer has written, the key of
             a neuron-head, unknown weights.
-        PatchingError: as in `composition`.
+        InputError: as in `composition`.
 
     Example:
         >>> from attn_only_lens import circuits, convert, pretrained
@@ -287,9 +289,9 @@ def virtual_weights(
     (source,), (target,) = _resolve_pairs(model, [writer], [reader], kind)
     matrices = HeadMatrices.of(model, fold_norms=fold_norms)
     if kind == "k" and target.kind == "neuron":
-        raise CircuitError([f"{reader}: its K-composition is {_NO_KEYS}"], _PROBLEM)
+        raise InputError([f"{reader}: its K-composition is {_NO_KEYS}"], _PROBLEM)
     if _write_stage(matrices, source) > _read_stage(target):
-        raise CircuitError([f"got writer {writer} and reader {reader}; {_NO_PAIR}"], _PROBLEM)
+        raise InputError([f"got writer {writer} and reader {reader}; {_NO_PAIR}"], _PROBLEM)
     right = matrices.read_matrices(target, kind)[0]
     if source is None:
         return FactoredMatrix(matrices.embedding(), right.A) @ right.B
@@ -301,7 +303,7 @@ def _resolve_pairs(
 ) -> tuple[list[LayerSites | None], list[LayerSites]]:
     """Writers, None for the embedding first; and readers."""
     if kind not in KINDS:
-        raise CircuitError([f"got kind={kind!r}; expected one of {KINDS}"], _PROBLEM)
+        raise InputError([f"got kind={kind!r}; expected one of {KINDS}"], _PROBLEM)
     reading = list(resolve_sites(model, readers))
     if isinstance(writers, Selection) or not isinstance(writers, str | Sequence):
         return list(resolve_sites(model, writers)), reading
@@ -379,12 +381,12 @@ def writer_factors(matrix: FactoredMatrix, names: tuple[str, ...]) -> Tensor:
 
 
 def _embedding_factor(W_E: Float[Tensor, "d_vocab d_model"]) -> Float[Tensor, "1 d_model d_model"]:
-    d_model, precise = W_E.shape[1], where_float64_is(W_E)
+    d_model, precise = W_E.shape[1], to_float64_device(W_E)
     gram = torch.zeros(d_model, d_model, dtype=torch.float64, device=precise.device)
     for rows in precise.split(_ROWS):
         gram.addmm_(rows.double().T, rows.double())
     if not gram.isfinite().all():
-        raise CircuitError(["the embedding has weights that are not finite"], _NO_SCORES)
+        raise InputError(["the embedding has weights that are not finite"], _NO_SCORES)
     values, vectors = torch.linalg.eigh(gram)
     factor = values.clamp(min=0).sqrt()[:, None] * vectors.T
     return _normalize(factor.to(W_E)[None], (_EMBED,))
@@ -400,7 +402,7 @@ def _normalize(factors: Tensor, names: tuple[str, ...]) -> Tensor:
     finite = largest.flatten().isfinite().tolist()
     if not all(finite):
         bad = [name for name, is_finite in zip(names, finite, strict=True) if not is_finite]
-        raise CircuitError(
+        raise InputError(
             [f"{len(bad)} heads, such as {bad[0]}, have weights that are not finite"], _NO_SCORES
         )
     factors /= torch.where(largest == 0, 1.0, largest)

@@ -22,7 +22,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from attn_only_lens.circuits.head_matrices import HeadMatrices
-from attn_only_lens.numerics import where_float64_is
+from attn_only_lens.numerics import to_float64_device
 from attn_only_lens.runs.sites import neuron_heads, resolve_sites
 
 __all__ = ["enrichment"]
@@ -46,8 +46,8 @@ def enrichment(
         vector is zero.
 
     Raises:
-        CircuitError: norms or matrices of a bridge are unknown.
-        PatchingError: the model has no neuron-heads, or not those layers.
+        InputError: norms or matrices of a bridge are unknown.
+        InputError: the model has no neuron-heads, or not those layers.
 
     Example:
         >>> from attn_only_lens import circuits, convert, pretrained
@@ -76,6 +76,6 @@ def enrichment(
 
 
 def _cos(one: Float[Tensor, "neuron d_model"], other: Float[Tensor, "neuron d_model"]) -> Any:
-    one, other = (where_float64_is(each).double() for each in (one, other))
+    one, other = (to_float64_device(each).double() for each in (one, other))
     product = (one * other).sum(-1) / (one.norm(dim=-1) * other.norm(dim=-1))
     return product.clamp(-1, 1).cpu().numpy()

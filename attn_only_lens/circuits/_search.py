@@ -34,7 +34,9 @@ import pandas as pd
 from torch import Tensor
 
 from attn_only_lens.circuits.ablation import AblatedModel, Ablation, Order
-from attn_only_lens.errors import CircuitError
+from attn_only_lens.errors import (
+    InputError,
+)
 from attn_only_lens.numerics import is_count
 from attn_only_lens.patching._activation_patch import activation_patch
 from attn_only_lens.patching._attribution import METHODS, attribution
@@ -115,9 +117,9 @@ def faithfulness(
         The curve, and its areas.
 
     Raises:
-        CircuitError: with every reason: invalid shares, settings or sites; ablating everything
+        InputError: with every reason: invalid shares, settings or sites; ablating everything
             changes nothing.
-        PatchingError: prompts or a metric that do not fit.
+        InputError: prompts or a metric that do not fit.
 
     Example:
         >>> import torch
@@ -134,7 +136,7 @@ def faithfulness(
     in_range = len(shares) > 1 and all(0 <= share <= 1 for share in shares)
     if not in_range or list(shares) != sorted(set(shares)):
         reasons.append(f"got shares {list(shares)}; expected two or more, increasing, from 0 to 1")
-    CircuitError.raise_if(reasons, "no curve can be drawn")
+    InputError.raise_if(reasons, "no curve can be drawn")
     ablated = AblatedModel(
         *(model, clean, corrupted, metric, ranking), ablation=ablation, order=order, mask=mask
     )
@@ -243,8 +245,8 @@ def discover(
         The circuit, with the sizes tried.
 
     Raises:
-        CircuitError: invalid settings; ablating everything changes nothing.
-        PatchingError: with every reason: prompts, metric, sites or positions that do not fit.
+        InputError: invalid settings; ablating everything changes nothing.
+        InputError: with every reason: prompts, metric, sites or positions that do not fit.
 
     Example:
         >>> import torch
@@ -259,7 +261,7 @@ def discover(
     if not 0 < faithfulness <= 1:
         reasons.append(f"got faithfulness={faithfulness!r}; expected more than 0, up to 1")
     reasons += _reasons_against_count(n_random)
-    CircuitError.raise_if(reasons, "no circuit can be looked for")
+    InputError.raise_if(reasons, "no circuit can be looked for")
     settings: dict[str, Any] = {"sites": sites, "positions": positions, "mask": mask}
     settings |= {"direction": "noise", "progress": False}
     if method == MEASURED:

@@ -21,7 +21,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from attn_only_lens.errors import CircuitError
+from attn_only_lens.errors import (
+    InputError,
+)
 from attn_only_lens.heads import host_of
 from attn_only_lens.heads.host import HeadKind
 from attn_only_lens.patching.results import Sweep
@@ -66,21 +68,21 @@ class AblatedModel:
         """Run both prompts, and the clean ones with every site ablated.
 
         Raises:
-            CircuitError: an unknown ablation or order; positions from the end, or beyond the
+            InputError: an unknown ablation or order; positions from the end, or beyond the
                 prompts; single heads of a neuron; ablating everything changes nothing.
-            PatchingError: prompts or a metric that do not fit.
+            InputError: prompts or a metric that do not fit.
             UnsupportedModelError: ablating some heads has no effect, as the model does not read
                 them where they are hooked.
         """
         settings = option_reasons("ablation", ablation, get_args(Ablation))
         settings += option_reasons("order", order, get_args(Order))
-        CircuitError.raise_if(settings, _PROBLEM)
-        CircuitError.raise_if(reasons_not_to_run(model), "this model cannot be ablated")
+        InputError.raise_if(settings, _PROBLEM)
+        InputError.raise_if(reasons_not_to_run(model), "this model cannot be ablated")
         sites = ranking.frame.reset_index(drop=True)
         groups = resolve_sites(model, list(sites["name"].unique()))
         pair = prompt_pair(model, clean, corrupted, mask)
         self._model, self._runs = model, record_pair(model, pair, metric, groups, "z")
-        CircuitError.raise_if(_reasons_against_sites(sites, pair.clean.shape[1]), _PROBLEM)
+        InputError.raise_if(_reasons_against_sites(sites, pair.clean.shape[1]), _PROBLEM)
         # What helps the clean run raises the score when put in, and lowers it when taken out.
         effect = ranking.effect.to_numpy() * (1 if ranking.baseline == 0 else -1)
         score = abs(effect) if order == "magnitude" else effect
@@ -111,7 +113,7 @@ class AblatedModel:
                 f"the metric is {self.whole} with all sites and {self.nothing} with none of them; "
                 "expected sites, an ablation and a metric that tell the two apart"
             )
-            raise CircuitError([reason], _PROBLEM)
+            raise InputError([reason], _PROBLEM)
 
     def faithfulness(self, circuit: _Rows) -> float:
         """Return (m(C) - m(∅)) / (m(M) - m(∅)), with m the metric, C the circuit, M all sites.

@@ -35,7 +35,10 @@ from typing import Any, TypedDict
 import pandas as pd
 
 from attn_only_lens.circuits.graph import EDGE_COLUMNS, NODE_COLUMNS, CircuitGraph
-from attn_only_lens.errors import CheckpointError, CircuitError
+from attn_only_lens.errors import (
+    CheckpointError,
+    InputError,
+)
 from attn_only_lens.heads.host import heads_block, neurons_block
 from attn_only_lens.heads.names import HeadName
 from attn_only_lens.runs.token_texts import join_tokens
@@ -152,7 +155,7 @@ def to_neuronpedia(graph: CircuitGraph, path: str | Path, *, slug: str, scan: st
         scan: the model's name there; by default the graph's.
 
     Raises:
-        CircuitError: the graph has several prompts, which the schema does not allow.
+        InputError: the graph has several prompts, which the schema does not allow.
 
     Example:
         >>> import json, pathlib, tempfile, torch
@@ -167,7 +170,7 @@ def to_neuronpedia(graph: CircuitGraph, path: str | Path, *, slug: str, scan: st
         ['links', 'metadata', 'nodes', 'qParams']
     """
     if len(graph.tokens) != 1:
-        raise CircuitError(
+        raise InputError(
             [f"got a graph of {len(graph.tokens)} prompts; expected one"],
             "this graph cannot be written as one of circuit-tracer",
         )

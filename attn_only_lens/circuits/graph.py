@@ -25,7 +25,9 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
-from attn_only_lens.errors import CircuitError
+from attn_only_lens.errors import (
+    InputError,
+)
 from attn_only_lens.numerics import is_count
 
 __all__ = ["EDGE_COLUMNS", "EDGE_KINDS", "HEADS", "NODE_COLUMNS", "NODE_KINDS", "CircuitGraph"]
@@ -86,7 +88,7 @@ class CircuitGraph:
         """Refuse an inconsistent graph.
 
         Raises:
-            CircuitError: with every reason.
+            InputError: with every reason.
         """
         reasons = []
         for what, frame, columns in (
@@ -95,7 +97,7 @@ class CircuitGraph:
         ):
             if tuple(frame.columns) != columns:
                 reasons.append(f"got {what} with {list(frame.columns)}; expected {list(columns)}")
-        CircuitError.raise_if(reasons, _PROBLEM)
+        InputError.raise_if(reasons, _PROBLEM)
         ids = self.nodes["id"]
         reasons += [f"got node {name} twice" for name in ids[ids.duplicated()].unique()[:5]]
         for end in ("source", "target"):
@@ -114,7 +116,7 @@ class CircuitGraph:
         reasons += [f"got node {name} beyond prompts of {n_pos} tokens" for name in away[:5]]
         if not 0 <= self.mass <= 1 + 1e-9:  # a sum of shares, to rounding
             reasons.append(f"got mass={self.mass}; expected a share from 0 to 1")
-        CircuitError.raise_if(reasons, _PROBLEM)
+        InputError.raise_if(reasons, _PROBLEM)
 
     def inflow(self, kind: str = "value") -> "pd.Series[float]":
         """Return the sum of the edges into each node that has any, by id.
@@ -123,7 +125,7 @@ class CircuitGraph:
             kind: of the edges.
 
         Raises:
-            CircuitError: an unknown kind.
+            InputError: an unknown kind.
         """
         return self._flow(kind, "target")
 
@@ -134,13 +136,13 @@ class CircuitGraph:
             kind: of the edges.
 
         Raises:
-            CircuitError: an unknown kind.
+            InputError: an unknown kind.
         """
         return self._flow(kind, "source")
 
     def _flow(self, kind: str, end: str) -> "pd.Series[float]":
         if kind not in EDGE_KINDS:
-            raise CircuitError([f"got kind={kind!r}; expected one of {EDGE_KINDS}"], "no such edge")
+            raise InputError([f"got kind={kind!r}; expected one of {EDGE_KINDS}"], "no such edge")
         of_kind = self.edges[self.edges["kind"] == kind]
         return of_kind.groupby(end, observed=True)["weight"].sum()
 
@@ -156,7 +158,7 @@ class CircuitGraph:
             A graph in which all sums still hold.
 
         Raises:
-            CircuitError: neither or both are given, or one that is invalid.
+            InputError: neither or both are given, or one that is invalid.
         """
         heads = self.nodes[self.nodes["kind"].isin(HEADS)]
         sizes = heads["attribution"].abs()
@@ -180,7 +182,7 @@ class CircuitGraph:
             A graph of the same nodes in which all sums still hold.
 
         Raises:
-            CircuitError: neither or both are given, or one that is invalid.
+            InputError: neither or both are given, or one that is invalid.
         """
         keep = np.zeros(len(self.edges), dtype=bool)
         for rows in self.edges.groupby(["target", "kind"], observed=True).indices.values():
@@ -232,7 +234,7 @@ def select_largest(
         mass: or the share of their sum to reach, with as few as possible.
 
     Raises:
-        CircuitError: neither or both of top and mass, or one that is invalid.
+        InputError: neither or both of top and mass, or one that is invalid.
     """
     reasons = []
     if (top is None) == (mass is None):
@@ -241,7 +243,7 @@ def select_largest(
         reasons.append(f"got top={top!r}; expected 0 or more")
     elif mass is not None and not 0 <= mass <= 1:
         reasons.append(f"got mass={mass!r}; expected a share from 0 to 1")
-    CircuitError.raise_if(reasons, "no nodes can be chosen")
+    InputError.raise_if(reasons, "no nodes can be chosen")
     order = np.argsort(-sizes, kind="stable")
     if mass == 1:
         top = len(sizes)

@@ -21,7 +21,9 @@ from jaxtyping import Float
 from torch import Tensor
 from transformer_lens import FactoredMatrix
 
-from attn_only_lens.errors import CircuitError
+from attn_only_lens.errors import (
+    InputError,
+)
 from attn_only_lens.heads import host_of
 from attn_only_lens.models.norms import NO_NORM, LayerNorms, Norm
 from attn_only_lens.numerics import float32_if_half
@@ -50,7 +52,7 @@ class HeadMatrices:
         """Return the matrices of a model.
 
         Raises:
-            CircuitError: with every reason: norms or matrices of a bridge are unknown.
+            InputError: with every reason: norms or matrices of a bridge are unknown.
         """
         host = host_of(model)
         host.require_weights()
@@ -92,7 +94,7 @@ class HeadMatrices:
             return norm.after(weight)
         # One norm over the concatenated heads of a token, as in OLMo 2.
         if norm.centres:
-            raise CircuitError(
+            raise InputError(
                 [f"layer {sites.layer}: a LayerNorm mixes its heads; pass fold_norms=False"],
                 "the queries and keys of this model are not those of one head",
             )
@@ -158,12 +160,12 @@ class HeadMatrices:
         """Return W_E.
 
         Raises:
-            CircuitError: it is normed or projected before it enters the stream.
+            InputError: it is normed or projected before it enters the stream.
         """
         W_E: Tensor = self.model.W_E
         cfg = self.model.cfg
         if W_E.shape[-1] != cfg.d_model or getattr(cfg, "post_embedding_ln", False):
-            raise CircuitError(
+            raise InputError(
                 [
                     f"its embedding, {list(W_E.shape)}, is normed or projected before it enters "
                     f"the stream of width {cfg.d_model}; name writers without 'embed'"

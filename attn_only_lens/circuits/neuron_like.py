@@ -22,9 +22,11 @@ import torch
 from torch import Tensor
 
 from attn_only_lens.axes import Tokens
-from attn_only_lens.errors import CircuitError
+from attn_only_lens.errors import (
+    InputError,
+)
 from attn_only_lens.heads import host_of
-from attn_only_lens.numerics import where_float64_is
+from attn_only_lens.numerics import to_float64_device
 from attn_only_lens.runs.inputs import checked_tokens
 from attn_only_lens.runs.sites import LayerSites, heads, resolve_sites
 
@@ -49,8 +51,8 @@ def neuron_like_heads(model: Any, tokens: Tokens | str) -> pd.DataFrame:
         `to_sink`, `to_others`, `self_spread`: means over all queries but those at the first token.
 
     Raises:
-        CircuitError: one token, or a model without patterns [query_pos, key_pos].
-        PatchingError: the model has no neuron-heads.
+        InputError: one token, or a model without patterns [query_pos, key_pos].
+        InputError: the model has no neuron-heads.
         UnsupportedCallError: tokens that the model does not take.
 
     Example:
@@ -64,7 +66,7 @@ def neuron_like_heads(model: Any, tokens: Tokens | str) -> pd.DataFrame:
     chosen = resolve_sites(model, heads())
     checked = checked_tokens(model, tokens)
     if checked.shape[1] < 2:
-        raise CircuitError(
+        raise InputError(
             ["got one token a prompt; expected two or more: a first token is its own"], _PROBLEM
         )
     shares: dict[int, pd.DataFrame] = {}
@@ -76,11 +78,11 @@ def neuron_like_heads(model: Any, tokens: Tokens | str) -> pd.DataFrame:
         def hook(pattern: Tensor, hook: Any) -> None:
             got = list(pattern.shape)
             if tuple(got) != expected:
-                raise CircuitError(
+                raise InputError(
                     [f"layer {sites.layer}: got a pattern {got}; expected {list(expected)}"],
                     _PROBLEM,
                 )
-            shares[sites.layer] = _shares(where_float64_is(pattern[:, :, 1:]).double())
+            shares[sites.layer] = _shares(to_float64_device(pattern[:, :, 1:]).double())
 
         return hook
 
@@ -91,7 +93,7 @@ def neuron_like_heads(model: Any, tokens: Tokens | str) -> pd.DataFrame:
     with model.hooks(fwd_hooks=hooks):
         model(checked)
     missing = [sites.layer for sites in chosen if sites.layer not in shares]
-    CircuitError.raise_if(
+    InputError.raise_if(
         [f"layer {layer}: its attention shows no pattern" for layer in missing], _PROBLEM
     )
     frames = [
@@ -111,7 +113,7 @@ def _shares(pattern: Tensor) -> pd.DataFrame:
     """From rows of the second query on, [batch, head, query_pos, key_pos]."""
     total = pattern.sum(dim=-1)
     if not (total.isfinite().all() and (total <= 1 + _ROUNDING).all()):
-        raise CircuitError(["a pattern's rows are not finite, or add up to more than 1"], _PROBLEM)
+        raise InputError(["a pattern's rows are not finite, or add up to more than 1"], _PROBLEM)
     own = pattern.diagonal(offset=1, dim1=-2, dim2=-1)
     first = pattern[..., 0]
     each = [own, first, 1.0 - total, total - own - first]

@@ -38,7 +38,7 @@ class DirectEffects:
         model: converted, or with exposed neuron-heads.
 
     Raises:
-        CircuitError: norms or matrices of a bridge are unknown.
+        InputError: norms or matrices of a bridge are unknown.
     """
 
     def __init__(self, model: Any) -> None:
@@ -80,7 +80,7 @@ class DirectEffects:
             k: tokens of each.
 
         Raises:
-            CircuitError: the embedding is normed or projected before it enters the stream.
+            InputError: the embedding is normed or projected before it enters the stream.
         """
         W_E = self._matrices.embedding()
         found: dict[int, TopTokens] = {}

@@ -114,7 +114,7 @@ def compare(
         ComparisonError: with every reason: models or a provenance that do not fit, prompts of an
             unknown kind, invalid settings. Any error in a batch after the first is raised as one
             of these, and its `so_far` has the comparison on the batches before.
-        PatchingError: prompts that a model cannot take; a metric that does not fit, or has no
+        InputError: prompts that a model cannot take; a metric that does not fit, or has no
             slope or difference between runs.
         UnsupportedModelError: neuron-heads that cannot be exposed; not linear when frozen.
 

@@ -99,7 +99,7 @@ def run_batch(model: Any, batch: Batch, sites: Sequence[LayerSites]) -> BatchRun
         sites: all components of the model.
 
     Raises:
-        PatchingError: the metric does not fit, or no gradient passes through it.
+        InputError: the metric does not fit, or no gradient passes through it.
     """
     pair = on_device_of(model, batch.pair)
     nodes = [gradient_node(model, each, "z", closed=True) for each in sites]

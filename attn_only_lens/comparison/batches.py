@@ -66,7 +66,7 @@ def batches(
     Raises:
         ComparisonError: with every reason: no metric, prompts of an unknown kind, a prompt without
             another to pair it with.
-        PatchingError: prompts that the model cannot take or that do not fit each other.
+        InputError: prompts that the model cannot take or that do not fit each other.
     """
     reasons = []
     is_text = isinstance(tokens, str) or (

@@ -60,7 +60,7 @@ from attn_only_lens.comparison.alignment import Alignment, SharedComponents
 from attn_only_lens.comparison.batch_runs import BatchRun, run_batch
 from attn_only_lens.comparison.batches import Batch
 from attn_only_lens.heads import host_of
-from attn_only_lens.numerics import float32_if_half, where_float64_is
+from attn_only_lens.numerics import float32_if_half, to_float64_device
 from attn_only_lens.runs.sites import LayerSites, all_heads, resolve_sites
 from attn_only_lens.tolerances import rounding
 
@@ -145,10 +145,10 @@ def _dot(
     """The dot product of two components' outputs over all tokens, for each site."""
     z, other = z.to(gram), other.to(gram)
     if gram.shape[1:] == (1, 1):  # neurons: the matrix product would be as many of size 1
-        product = where_float64_is((z * other).squeeze(-1)).sum(0, dtype=torch.float64)
-        return _numbers(product * where_float64_is(gram[:, 0, 0]).double())
+        product = to_float64_device((z * other).squeeze(-1)).sum(0, dtype=torch.float64)
+        return _numbers(product * to_float64_device(gram[:, 0, 0]).double())
     product = (torch.einsum("tsa,sab->tsb", z, gram) * other).sum(-1)
-    return _numbers(where_float64_is(product).sum(0, dtype=torch.float64))
+    return _numbers(to_float64_device(product).sum(0, dtype=torch.float64))
 
 
 def _numbers(x: Tensor) -> _Floats:
@@ -157,7 +157,7 @@ def _numbers(x: Tensor) -> _Floats:
 
 def _effects_by_prompt(run: BatchRun, sites: LayerSites) -> _Floats:
     """[site, prompt]."""
-    return _numbers(where_float64_is(run.effects_of(sites)).sum(-1, dtype=torch.float64))
+    return _numbers(to_float64_device(run.effects_of(sites)).sum(-1, dtype=torch.float64))
 
 
 def _divergences_by_prompt(one: BatchRun, other: BatchRun, pair: SharedComponents) -> _Floats:
@@ -169,7 +169,7 @@ def _divergences_by_prompt(one: BatchRun, other: BatchRun, pair: SharedComponent
         mine, theirs = one.gates(pair.first), other.gates(pair.second)
         found = gate_divergence(mine, theirs.to(mine.device)).mean(-1)
     real = one.real.to(found.device).unsqueeze(-1)
-    total = where_float64_is(found.where(real, 0.0)).sum(1, dtype=torch.float64)
+    total = to_float64_device(found.where(real, 0.0)).sum(1, dtype=torch.float64)
     return _numbers((total / real.sum(1).to(total.device)).T)
 
 

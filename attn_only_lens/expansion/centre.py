@@ -19,7 +19,7 @@ from attn_only_lens.expansion.expansion import Expansion
 from attn_only_lens.expansion.initialise import Initialiser
 from attn_only_lens.expansion.provenance import Provenance
 from attn_only_lens.expansion.weights import WRITERS, Weights, tail
-from attn_only_lens.numerics import where_float64_is
+from attn_only_lens.numerics import to_float64_device
 
 __all__ = ["CentreStream", "is_layer_norm"]
 
@@ -83,7 +83,7 @@ def _centred(tensor: Float[Tensor, "*any d_model"]) -> Float[Tensor, "*any d_mod
     """Subtract the mean over d_model, unless it is only rounding."""
     if tensor.device.type == "meta":  # a sketch has shapes only
         return tensor
-    exact = where_float64_is(tensor).double()
+    exact = to_float64_device(tensor).double()
     mean = exact.mean(-1, keepdim=True)
     rounding = torch.finfo(tensor.dtype).eps * exact.abs().amax(-1, keepdim=True)
     return tensor if (mean.abs() <= rounding).all() else (exact - mean).to(tensor)

@@ -10,7 +10,7 @@ from torch import Tensor
 from attn_only_lens.axes import Logits, Tokens
 from attn_only_lens.errors import GrowthError
 from attn_only_lens.growth.hooked import HookedModel
-from attn_only_lens.numerics import as_plain, is_count, where_float64_is
+from attn_only_lens.numerics import as_plain, is_count, to_float64_device
 from attn_only_lens.runs.inputs import checked_tokens
 
 __all__ = ["gradient_products"]
@@ -80,7 +80,7 @@ def gradient_products(
             for handle in handles:
                 handle.remove()
         for layer, (x, g) in enumerate(zip(inputs, gradients, strict=True)):
-            x, g = (where_float64_is(each.flatten(0, 1)).double() for each in (x, g))
+            x, g = (to_float64_device(each.flatten(0, 1)).double() for each in (x, g))
             product = x.T @ g
             products[layer] = products.get(layer, 0) + product
     return products

@@ -22,7 +22,7 @@ from attn_only_lens.gates import GATES
 from attn_only_lens.growth.growable import Growable, Parameter
 from attn_only_lens.growth.hooked import config_fields
 from attn_only_lens.models.in_place import exposed_heads, reasons_against_copying
-from attn_only_lens.numerics import same_randomness
+from attn_only_lens.numerics import keep_random_state
 
 __all__ = ["NativeBridge"]
 
@@ -147,7 +147,7 @@ class NativeBridge(Growable):
         cfg.init_weights, cfg.seed = False, None
         some = next(template.parameters())
         cpu = torch.device("cpu")
-        with same_randomness(cpu), cpu:  # building must not touch the caller's random state
+        with keep_random_state(cpu), cpu:  # building must not touch the caller's random state
             model = TransformerBridge.boot_native(
                 cfg, tokenizer=template.tokenizer, device=some.device, dtype=some.dtype
             )

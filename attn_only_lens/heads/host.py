@@ -108,7 +108,7 @@ class Host(ABC):
         """The norms of each source layer (`models/norms.py`).
 
         Raises:
-            CircuitError: with every reason: norms, or an order of attention and MLP, not known.
+            InputError: with every reason: norms, or an order of attention and MLP, not known.
         """
 
     @abstractmethod
@@ -116,7 +116,7 @@ class Host(ABC):
         """The norm that the unembedding reads through.
 
         Raises:
-            CircuitError: it is not known.
+            InputError: it is not known.
         """
 
     @abstractmethod
@@ -124,7 +124,7 @@ class Host(ABC):
         """Check that `W_Q`, `W_in` and so on are the matrices that the model applies.
 
         Raises:
-            CircuitError: with every one that is another.
+            InputError: with every one that is another.
         """
 
     @abstractmethod

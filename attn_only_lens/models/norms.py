@@ -28,7 +28,9 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from transformer_lens.utilities.architectures import POST_NORM_ARCHITECTURES
 
-from attn_only_lens.errors import CircuitError
+from attn_only_lens.errors import (
+    InputError,
+)
 from attn_only_lens.numerics import normal_numbers
 from attn_only_lens.tl import LayerNorm, LayerNormPre, RMSNorm, RMSNormPre
 
@@ -126,7 +128,7 @@ def bridge_final_norm(model: Any) -> Norm:
     """Return the norm before the unembedding of a bridge, from a run of two tokens.
 
     Raises:
-        CircuitError: it is unknown.
+        InputError: it is unknown.
     """
     last = getattr(model, "ln_final", None)
     traffic = _Traffic({"unembed": model.unembed} | ({} if last is None else {"norm": last}))
@@ -139,7 +141,7 @@ def bridge_final_norm(model: Any) -> Norm:
             raise _UnknownError("the unembedding does not read the output of ln_final")
         return _fitted(last, "ln_final", given["norm"], returned["norm"])
     except _UnknownError as error:
-        raise CircuitError([str(error)], _PROBLEM) from error
+        raise InputError([str(error)], _PROBLEM) from error
 
 
 def _known(norm: Any) -> Norm:
@@ -155,7 +157,7 @@ def bridge_norms(model: Any) -> list[LayerNorms]:
     """Return the norms of each layer of a bridge, from a run of two tokens.
 
     Raises:
-        CircuitError: with every reason: unknown norms, or an unknown order of attention and MLP.
+        InputError: with every reason: unknown norms, or an unknown order of attention and MLP.
     """
     blocks = [_BlockTraffic.of(block) for block in model.blocks]
     with ExitStack() as stack, torch.no_grad():
@@ -168,7 +170,7 @@ def bridge_norms(model: Any) -> list[LayerNorms]:
             found.append(block.norms())
         except _UnknownError as error:
             reasons.append(f"layer {layer}: {error}; fold_norms=False takes weights as they stand")
-    CircuitError.raise_if(reasons, _PROBLEM)
+    InputError.raise_if(reasons, _PROBLEM)
     return found
 
 
@@ -271,7 +273,7 @@ def require_bridge_weights(model: Any) -> None:
     """Check that a bridge's W_Q, W_in and so on are the matrices that its modules apply.
 
     Raises:
-        CircuitError: one is missing, or another matrix, such as its transpose.
+        InputError: one is missing, or another matrix, such as its transpose.
     """
     reasons = []
     for layer, block in enumerate(model.blocks):
@@ -285,7 +287,7 @@ def require_bridge_weights(model: Any) -> None:
             owner = attn if path.startswith("attn") else mlp
             if not _applies(getattr(owner, name), getattr(owner, path.split(".")[1], None), path):
                 reasons.append(f"layer {layer}: {name} is not the matrix that its {path} applies")
-    CircuitError.raise_if(reasons, "the names of some weights of this model are wrong")
+    InputError.raise_if(reasons, "the names of some weights of this model are wrong")
 
 
 def _applies(weight: Tensor, part: Any, path: str) -> bool:

@@ -20,7 +20,7 @@ from attn_only_lens.heads.gating import AnyGate
 from attn_only_lens.models.in_place import InPlace, hidden
 from attn_only_lens.models.in_place.known_mlps import find_hook_points
 from attn_only_lens.models.two_blocks import AttentionOnlyTransformer
-from attn_only_lens.numerics import full_precision, where_float64_is
+from attn_only_lens.numerics import full_precision, to_float64_device
 from attn_only_lens.runs.inputs import checked_tokens
 from attn_only_lens.tl import GatedMLP, HookedTransformer
 
@@ -152,7 +152,7 @@ def _activation_errors(
     rows: list[dict[str, float]] = [{} for _ in layers]
 
     def measure(layer: int, q: Tensor) -> None:
-        q, gate = where_float64_is(q).double(), layers[layer].bilinear_gate
+        q, gate = to_float64_device(q).double(), layers[layer].bilinear_gate
         error = gate.activation(q) - GATES[act_fns[layer]].activation(q)
         rows[layer] = {
             "layer": layer,
@@ -312,7 +312,7 @@ def _mismatches(source: Any, converted: Any) -> list[str]:
 
 
 def _row(point: str, expected: Tensor, got: Tensor) -> dict[str, str | float]:
-    expected, got = (where_float64_is(each).double() for each in (expected, got))
+    expected, got = (to_float64_device(each).double() for each in (expected, got))
     error = (got - expected).abs().max()
     relative = error / expected.abs().max() if error != 0 else error  # all may be zero
     return {"point": point, "max_abs": error.item(), "relative": relative.item()}
@@ -324,7 +324,7 @@ def _max_or_nan(errors: list[Any]) -> float:
 
 
 def _kl(expected: Tensor, got: Tensor) -> Tensor:
-    log_p, log_q = (where_float64_is(each).double().log_softmax(-1) for each in (expected, got))
+    log_p, log_q = (to_float64_device(each).double().log_softmax(-1) for each in (expected, got))
     # Σ p (e^d - 1 - d), the same sum since Σ p e^d = 1: every term is positive, so that the tiny
     # differences of a good conversion do not drown in rounding.
     difference = log_q - log_p

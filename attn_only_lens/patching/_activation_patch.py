@@ -8,7 +8,9 @@ from torch import Tensor, ones_like
 from tqdm.auto import tqdm
 
 from attn_only_lens.axes import Tokens
-from attn_only_lens.errors import PatchingError
+from attn_only_lens.errors import (
+    InputError,
+)
 from attn_only_lens.heads.host import HEAD_KINDS
 from attn_only_lens.numerics import full_precision, is_count, matmul_precision
 from attn_only_lens.patching.processes import Processes
@@ -83,7 +85,7 @@ def activation_patch(
         The metric after each patch, and its score: 0 is the corrupted run, 1 the clean one.
 
     Raises:
-        PatchingError: with every reason: prompts, metric, sites or positions that do not fit.
+        InputError: with every reason: prompts, metric, sites or positions that do not fit.
         UnsupportedModelError: the model, run in parts, has other logits, or an edit of the sites
             in it differs from a hook in a whole run: both are tested first.
         CheckpointError: files in the folder `resume` are damaged.
@@ -139,7 +141,7 @@ def _check(model: Any, part: str, direction: str, reference: object, batch_size:
         reasons.append(f"got part={part!r} with direction={direction!r}; an ablation is of z")
     if reference is not None and direction not in ("mean", "resample"):
         reasons.append(f"got a reference with direction={direction!r}, which uses none")
-    PatchingError.raise_if(reasons, "this cannot be patched")
+    InputError.raise_if(reasons, "this cannot be patched")
 
 
 @full_precision()
@@ -207,7 +209,7 @@ def _metric_identity(metric: Metric) -> str:
     try:
         return identity(metric.bound)
     except Unidentified as error:
-        raise PatchingError(
+        raise InputError(
             [
                 f"{metric.name}: {error}; expected a function that depends on plain values, arrays "
                 "and functions, or a version: p.custom(fn, version='1'), with another one whenever "

@@ -3,7 +3,9 @@
 import numpy as np
 import pandas as pd
 
-from attn_only_lens.errors import PatchingError
+from attn_only_lens.errors import (
+    InputError,
+)
 from attn_only_lens.numerics import is_count, spearman
 from attn_only_lens.patching.results import Sweep
 
@@ -30,7 +32,7 @@ def agreement(exact: Sweep, approx: Sweep, k: int = 20) -> pd.DataFrame:
         largest of one that are among the k largest of the other), `k`, `n` (rows).
 
     Raises:
-        PatchingError: with every reason: sites that only one has, directions, metrics or their
+        InputError: with every reason: sites that only one has, directions, metrics or their
             values that differ, a score that is not finite, scores all the same, k not from 1 to n.
 
     Example:
@@ -74,7 +76,7 @@ def agreement(exact: Sweep, approx: Sweep, k: int = 20) -> pd.DataFrame:
             reasons.append(f"all scores of {label} are the same: nothing correlates with them")
     if not is_count(k, 1, len(one)):
         reasons.append(f"got k={k!r}; expected 1 to the {len(one)} rows")
-    PatchingError.raise_if(reasons, "these sweeps cannot be compared")
+    InputError.raise_if(reasons, "these sweeps cannot be compared")
     other = other.reindex(one.index)
     largest = [set(each.abs().nlargest(k, keep="first").index) for each in (one, other)]
     return pd.DataFrame(

@@ -66,7 +66,10 @@ from jaxtyping import Float
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from attn_only_lens.errors import PatchingError, UnsupportedModelError
+from attn_only_lens.errors import (
+    InputError,
+    UnsupportedModelError,
+)
 from attn_only_lens.heads import host_of, logit_tolerance
 from attn_only_lens.numerics import full_precision, is_count
 from attn_only_lens.patching.results import Sweep
@@ -149,7 +152,7 @@ def attribution(
         one. Its `method` says that it is an estimate, and which.
 
     Raises:
-        PatchingError: with every reason: prompts, metric, sites or positions that do not fit; the
+        InputError: with every reason: prompts, metric, sites or positions that do not fit; the
             metric is flat at the run patched into, as `kl` is on the clean run.
         UnsupportedModelError: the model is not linear when frozen ("frozen_pattern"), has tokens
             enter past its embedding ("integrated"), or norms its queries together ("exact_gate");
@@ -222,7 +225,7 @@ def _check(model: Any, part: str, direction: str, method: str, steps: object) ->
         reasons.append(f"got steps={steps!r}; expected 1 or more")
     if torch.is_inference_mode_enabled():
         reasons.append("no gradient is taken in torch.inference_mode(); torch.no_grad() will do")
-    PatchingError.raise_if(reasons, "this cannot be attributed")
+    InputError.raise_if(reasons, "this cannot be attributed")
 
 
 @torch.no_grad()

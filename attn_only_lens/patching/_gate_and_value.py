@@ -22,7 +22,9 @@ import numpy as np
 import pandas as pd
 from torch import Tensor
 
-from attn_only_lens.errors import PatchingError
+from attn_only_lens.errors import (
+    InputError,
+)
 from attn_only_lens.heads import host_of
 from attn_only_lens.patching._activation_patch import activation_patch
 from attn_only_lens.patching.results import Sweep
@@ -80,7 +82,7 @@ def gate_and_value(
             (0 is the corrupted run, 1 the clean one). The first three add up to the last.
 
     Raises:
-        PatchingError: as `activation_patch` does; or sites that are no neuron-heads, or an
+        InputError: as `activation_patch` does; or sites that are no neuron-heads, or an
             ablation for a direction.
 
     Example:
@@ -99,7 +101,7 @@ def gate_and_value(
     attention = [each.names[0] for each in chosen if each.kind == "attention"]
     reasons = [f"got {name}; expected neuron-heads" for name in attention]
     reasons += option_reasons("direction", direction, DIRECTIONS)
-    PatchingError.raise_if(reasons, "gate and value cannot be told apart")
+    InputError.raise_if(reasons, "gate and value cannot be told apart")
 
     folder = None if resume is None else open_folder(resume)
 

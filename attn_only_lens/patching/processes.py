@@ -14,7 +14,9 @@ from typing import Any, TypeVar
 
 import torch
 
-from attn_only_lens.errors import PatchingError
+from attn_only_lens.errors import (
+    InputError,
+)
 
 __all__ = ["Processes", "is_first", "n_launched"]
 
@@ -29,7 +31,7 @@ class Processes:
     """This process and the others that run the same sweep; there may be none.
 
     Raises:
-        PatchingError: there are several, and no folder for them to meet in.
+        InputError: there are several, and no folder for them to meet in.
     """
 
     def __init__(self, folder: str | Path | None) -> None:
@@ -39,7 +41,7 @@ class Processes:
         if count == 1:
             return
         if folder is None:
-            raise PatchingError(
+            raise InputError(
                 [
                     f"{count} processes were launched; expected a folder for "
                     "them to write to: resume='sweep.parts'"
@@ -49,7 +51,7 @@ class Processes:
         self._state = _state()
         self.index, self.count = self._state.process_index, self._state.num_processes
         if self.count != count:
-            raise PatchingError(
+            raise InputError(
                 [
                     f"{count} processes were launched, and accelerate counts {self.count}: make "
                     "no Accelerator or PartialState before the sweep, or on CPUs with cpu=True"

@@ -14,7 +14,9 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from attn_only_lens.errors import PatchingError
+from attn_only_lens.errors import (
+    InputError,
+)
 from attn_only_lens.numerics import is_count
 from attn_only_lens.runs.recording import RunPair
 from attn_only_lens.storage import Document
@@ -67,7 +69,7 @@ class Sweep:
         method: "patching" where values are measured, or how `attribution` estimated them.
 
     Raises:
-        PatchingError: columns are missing or unknown, a value is not finite, a site is there
+        InputError: columns are missing or unknown, a value is not finite, a site is there
             twice, positions are of two kinds, or the clean value is the corrupted one.
 
     Example:
@@ -96,7 +98,7 @@ class Sweep:
     def __post_init__(self) -> None:
         given, part = self.frame, self.part
         if set(given.columns) - {"part", "score"} != set(_GIVEN):
-            raise PatchingError([f"got columns {list(given.columns)}; expected {_GIVEN}"], _PROBLEM)
+            raise InputError([f"got columns {list(given.columns)}; expected {_GIVEN}"], _PROBLEM)
         frame = pd.DataFrame(
             {
                 "layer": given["layer"].to_numpy(),
@@ -124,7 +126,7 @@ class Sweep:
         twice = frame.loc[frame.duplicated(_SITE), "name"]
         if len(twice):
             reasons.append(f"{len(twice)} rows repeat a site, such as {twice.iloc[0]}")
-        PatchingError.raise_if(reasons, _PROBLEM)
+        InputError.raise_if(reasons, _PROBLEM)
         frame["score"] = (frame["value"] - self.corrupted_value) / span
         object.__setattr__(self, "frame", frame)
 
@@ -169,10 +171,10 @@ class Sweep:
         """Return the k rows of largest |effect|, the largest first; of equals the first.
 
         Raises:
-            PatchingError: k is not a positive number.
+            InputError: k is not a positive number.
         """
         if not is_count(k, 1):
-            raise PatchingError([f"got k={k!r}; expected 1 or more"], "no rows can be picked")
+            raise InputError([f"got k={k!r}; expected 1 or more"], "no rows can be picked")
         return self.frame.loc[self.effect.abs().nlargest(k, keep="first").index]
 
     def query(self, condition: str) -> "Sweep":
@@ -228,5 +230,5 @@ def _positions(column: "pd.Series[Any]") -> Any:
         return column.to_numpy(dtype=np.int64)
     if not (column == "all").all():
         got = list(pd.unique(column))[:7]
-        raise PatchingError([f"got positions {got}; expected numbers alone, or 'all'"], _PROBLEM)
+        raise InputError([f"got positions {got}; expected numbers alone, or 'all'"], _PROBLEM)
     return _categories(column)

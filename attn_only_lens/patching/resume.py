@@ -13,7 +13,10 @@ from typing import Any, TypedDict
 
 import pandas as pd
 
-from attn_only_lens.errors import CheckpointError, PatchingError
+from attn_only_lens.errors import (
+    CheckpointError,
+    InputError,
+)
 from attn_only_lens.storage import Document, open_folder, path_inside
 from attn_only_lens.storage.tables import (
     TableFields,
@@ -69,7 +72,7 @@ class PartStore:
         n_parts: how many parts there will be.
 
     Raises:
-        PatchingError: the folder holds another sweep (it says which settings differ), or files
+        InputError: the folder holds another sweep (it says which settings differ), or files
             that are not of a sweep.
         CheckpointError: the folder cannot be read or written; the settings are no JSON.
 
@@ -122,11 +125,11 @@ class PartStore:
         """Read all parts, one below another.
 
         Raises:
-            PatchingError: with every part that is missing, or damaged, or of another sweep.
+            InputError: with every part that is missing, or damaged, or of another sweep.
         """
         missing = [part for part in range(self.n_parts) if not self._path(part).exists()]
         if missing:
-            raise PatchingError(
+            raise InputError(
                 [
                     f"{self.folder} lacks {len(missing)} parts, such as {missing[0]}: they were "
                     "deleted, or other processes wrote them to a folder of the same name elsewhere"
@@ -141,7 +144,7 @@ class PartStore:
                 frames.append(frame)
             except CheckpointError as error:
                 reasons.append(str(error))
-        PatchingError.raise_if(reasons, "these parts cannot be joined; delete them and sweep again")
+        InputError.raise_if(reasons, "these parts cannot be joined; delete them and sweep again")
         return pd.concat(frames, ignore_index=True)
 
     def _path(self, part: int) -> Path:
@@ -159,7 +162,7 @@ class PartStore:
     def _require_empty(self) -> None:
         found = sorted(p.name for p in self.folder.glob("*") if not p.name.startswith("."))
         if found and _SETTINGS not in found:  # unless another process has just begun this sweep
-            raise PatchingError(
+            raise InputError(
                 [f"{self.folder} holds {found[:5]} and no {_SETTINGS}; expected a new folder"],
                 "no sweep can be kept here",
             )
@@ -172,7 +175,7 @@ class PartStore:
             for key in sorted(ours.keys() | theirs.keys())
             if ours.get(key, _MISSING) != theirs.get(key, _MISSING)
         ]
-        PatchingError.raise_if(differ, f"{self.folder} belongs to another sweep; use a new folder")
+        InputError.raise_if(differ, f"{self.folder} belongs to another sweep; use a new folder")
 
 
 def _short(value: object) -> str:

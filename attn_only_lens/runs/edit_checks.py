@@ -28,7 +28,7 @@ from attn_only_lens.axes import SELF, Residual
 from attn_only_lens.errors import UnsupportedModelError
 from attn_only_lens.heads import host_of
 from attn_only_lens.heads.host import HeadKind
-from attn_only_lens.numerics import normal_numbers, where_float64_is
+from attn_only_lens.numerics import normal_numbers, to_float64_device
 from attn_only_lens.runs.edits import attention_edit, change_of_z, neuron_variants
 from attn_only_lens.runs.recording import Hooks, Recording, output_stream, run
 from attn_only_lens.runs.replay import Replay, Variants
@@ -241,7 +241,7 @@ def _relative_error(one: Residual, other: Residual, recording: Recording) -> flo
     if not torch.equal(one.isfinite(), other.isfinite()):
         return float("inf")
     one, other = (
-        where_float64_is(each.nan_to_num(0.0, 0.0, 0.0)).double() for each in (one, other)
+        to_float64_device(each.nan_to_num(0.0, 0.0, 0.0)).double() for each in (one, other)
     )
     scale = torch.maximum(one.abs(), other.abs()).amax(-1)
     error = (one - other).abs().amax(-1)

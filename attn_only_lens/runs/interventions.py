@@ -7,7 +7,9 @@ import torch
 from jaxtyping import Bool
 from torch import Tensor
 
-from attn_only_lens.errors import PatchingError
+from attn_only_lens.errors import (
+    InputError,
+)
 from attn_only_lens.runs.recording import Recording
 
 __all__ = ["ABLATIONS", "DIRECTIONS", "Ablation", "ablate"]
@@ -34,7 +36,7 @@ def ablate(
         real: where the reference has real tokens.
 
     Raises:
-        PatchingError: attention heads have no bias token; a prompt would be resampled from none or
+        InputError: attention heads have no bias token; a prompt would be resampled from none or
             from itself, or from a token that is not there.
     """
     own = reference is recording
@@ -46,7 +48,7 @@ def ablate(
         )
     if to == "resample":
         reasons += _resample_reasons(recording, reference, real)
-    PatchingError.raise_if(reasons, "these heads cannot be ablated like this")
+    InputError.raise_if(reasons, "these heads cannot be ablated like this")
 
     def ablated_z(z: Tensor, of_reference: Tensor) -> Tensor:
         if to == "mean":

@@ -25,8 +25,10 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from attn_only_lens.axes import Logits
-from attn_only_lens.errors import PatchingError
-from attn_only_lens.numerics import as_plain, float32_if_half, is_count, where_float64_is
+from attn_only_lens.errors import (
+    InputError,
+)
+from attn_only_lens.numerics import as_plain, float32_if_half, is_count, to_float64_device
 from attn_only_lens.runs.prompts import PromptPair
 from attn_only_lens.runs.token_texts import token_texts
 
@@ -86,7 +88,7 @@ class BoundMetric:
             One number a site, in the dtype of the logits; float32 where they are shorter.
 
         Raises:
-            PatchingError: logits of another shape; a result that is not one finite number a site.
+            InputError: logits of another shape; a result that is not one finite number a site.
         """
         batch, pos, d_vocab = self.shape
         expected = (
@@ -126,7 +128,7 @@ class BoundMetric:
         """Return the metric of one whole run, computed twice.
 
         Raises:
-            PatchingError: as `value` does; or it depends on more than the logits, or changes them.
+            InputError: as `value` does; or it depends on more than the logits, or changes them.
         """
         read = self.select(logits)[None]
         kept = read.clone()
@@ -153,7 +155,7 @@ class BoundMetric:
         return torch.autograd.grad(value, leaf)[0] if value.requires_grad else None
 
     def _refuse(self, reason: str) -> None:
-        raise PatchingError([f"{self.name}: {reason}"], "this metric cannot be measured")
+        raise InputError([f"{self.name}: {reason}"], "this metric cannot be measured")
 
 
 @dataclass(frozen=True)
@@ -193,7 +195,7 @@ def bind(
         reference: the clean run's logits [batch, pos, d_vocab], for `kl`.
 
     Raises:
-        PatchingError: with every reason why it does not fit.
+        InputError: with every reason why it does not fit.
 
     Example:
         >>> import torch
@@ -224,7 +226,7 @@ def logit_diff(correct: Answer, wrong: Answer) -> Metric:
         The metric, for any model and prompts.
 
     Raises:
-        PatchingError: when bound: answers that are not one token each, or the same.
+        InputError: when bound: answers that are not one token each, or the same.
 
     Example:
         >>> from attn_only_lens import patching as p
@@ -240,7 +242,7 @@ def logit_diff(correct: Answer, wrong: Answer) -> Metric:
         same = (right == left).nonzero().flatten().tolist()
         if same and not reasons:
             reasons.append(f"correct and wrong are the same token for prompts {same}")
-        PatchingError.raise_if(reasons, _PROBLEM)
+        InputError.raise_if(reasons, _PROBLEM)
         columns, at = torch.cat([right, left]).unique(return_inverse=True)
         right_at, left_at = at.chunk(2)
 
@@ -263,7 +265,7 @@ def probability(answer: Answer) -> Metric:
         The metric, for any model and prompts.
 
     Raises:
-        PatchingError: when bound: answers that are not one token each.
+        InputError: when bound: answers that are not one token each.
 
     Example:
         >>> from attn_only_lens import patching as p
@@ -283,7 +285,7 @@ def log_probability(answer: Answer) -> Metric:
         The metric, for any model and prompts.
 
     Raises:
-        PatchingError: when bound: answers that are not one token each.
+        InputError: when bound: answers that are not one token each.
 
     Example:
         >>> from attn_only_lens import patching as p
@@ -299,7 +301,7 @@ def _of_answer(kind: str, answer: Answer, scale: Callable[[Tensor], Tensor]) -> 
     def bound(model: Any, pair: PromptPair, reference: Logits | None) -> BoundMetric:
         reasons: list[str] = []
         tokens = _answer_tokens(model, pair, answer, "answer", reasons)
-        PatchingError.raise_if(reasons, _PROBLEM)
+        InputError.raise_if(reasons, _PROBLEM)
 
         def compute(logits: _Selected) -> Float[Tensor, "site"]:
             return scale(_pick(float32_if_half(logits).log_softmax(dim=-1), tokens)).mean(dim=-1)
@@ -319,7 +321,7 @@ def kl() -> Metric:
         The metric, for any model and prompts.
 
     Raises:
-        PatchingError: when bound: no reference, or one that does not fit.
+        InputError: when bound: no reference, or one that does not fit.
 
     Example:
         >>> from attn_only_lens import patching as p
@@ -331,7 +333,7 @@ def kl() -> Metric:
         shape = _logits_shape(model, pair)
         if reference is None or tuple(reference.shape) != shape:
             got = None if reference is None else list(reference.shape)
-            raise PatchingError(
+            raise InputError(
                 [f"kl: got reference {got}; expected the clean run's logits {list(shape)}"],
                 _PROBLEM,
             )
@@ -360,7 +362,7 @@ def loss() -> Metric:
         The metric, for any model and prompts.
 
     Raises:
-        PatchingError: when bound: prompts of one token, or tokens that the model cannot put out.
+        InputError: when bound: prompts of one token, or tokens that the model cannot put out.
 
     Example:
         >>> from attn_only_lens import patching as p
@@ -381,7 +383,7 @@ def loss() -> Metric:
                 f"loss: the prompts hold token {targets.max()}, and the model puts out logits of "
                 f"tokens 0 to {shape[2] - 1} only"
             )
-        PatchingError.raise_if(reasons, _PROBLEM)
+        InputError.raise_if(reasons, _PROBLEM)
 
         def compute(logits: _Selected) -> Float[Tensor, "site"]:
             logs = float32_if_half(logits[:, rows, columns]).log_softmax(dim=-1)
@@ -411,7 +413,7 @@ def custom(
         The metric.
 
     Raises:
-        PatchingError: `fn` cannot be called; when measured: it gives no single finite number,
+        InputError: `fn` cannot be called; when measured: it gives no single finite number,
             another one for the same logits, or changes them.
 
     Example:
@@ -420,7 +422,7 @@ def custom(
         'largest logit'
     """
     if not callable(fn):
-        raise PatchingError(
+        raise InputError(
             [f"got a {type(fn).__name__}; expected a metric, or a function of the logits"],
             _NO_NUMBER,
         )
@@ -443,7 +445,7 @@ def _as_number(value: Any, name: str) -> Tensor:
     got = (
         f"a {value.dtype} tensor {list(value.shape)}" if isinstance(value, Tensor) else repr(value)
     )
-    raise PatchingError(
+    raise InputError(
         [f"{name}: got {got} from it; expected one number, such as a mean over the batch"],
         _NO_NUMBER,
     )
@@ -536,12 +538,12 @@ def require_distinct(clean_value: float, corrupted_value: float, dtype: torch.dt
         dtype: of the logits.
 
     Raises:
-        PatchingError: they are equal, within rounding of the dtype, or not finite.
+        InputError: they are equal, within rounding of the dtype, or not finite.
     """
     scale = max(abs(clean_value), abs(corrupted_value))
     within = _ROUNDINGS * torch.finfo(dtype).eps * scale
     if not abs(clean_value - corrupted_value) > within or scale == float("inf"):
-        raise PatchingError(
+        raise InputError(
             [
                 f"got {clean_value} for the clean run and {corrupted_value} for the corrupted one, "
                 f"which {dtype} does not tell apart; expected prompts and a metric that do differ: "
@@ -559,7 +561,7 @@ def require_differentiable(metric: BoundMetric, logits: Logits) -> None:
         logits: of a whole run.
 
     Raises:
-        PatchingError: its value is detached from the logits, or the gradient is not finite.
+        InputError: its value is detached from the logits, or the gradient is not finite.
     """
     gradient = metric.gradient(logits)
     reasons = []
@@ -570,7 +572,7 @@ def require_differentiable(metric: BoundMetric, logits: Logits) -> None:
         )
     elif not gradient.isfinite().all():
         reasons.append(f"{metric.name}: its gradient is not finite")
-    PatchingError.raise_if(reasons, _NO_GRADIENT)
+    InputError.raise_if(reasons, _NO_GRADIENT)
 
 
 def require_slope(metric: BoundMetric, logits: Logits, other: Logits, span: float) -> None:
@@ -586,14 +588,14 @@ def require_slope(metric: BoundMetric, logits: Logits, other: Logits, span: floa
         span: the metric of one less that of the other.
 
     Raises:
-        PatchingError: the metric is flat there.
+        InputError: the metric is flat there.
     """
     gradient = metric.gradient(logits)
     assert gradient is not None
     terms = gradient * (other.detach() - logits.detach())
     eps = min(torch.finfo(dtype).eps for dtype in (logits.dtype, torch.float32))
-    if float(where_float64_is(terms).double().abs().sum()) <= _NO_SLOPE * eps * abs(span):
-        raise PatchingError(
+    if float(to_float64_device(terms).double().abs().sum()) <= _NO_SLOPE * eps * abs(span):
+        raise InputError(
             [
                 f"{metric.name}: its gradient is zero on the run patched into, so every estimate "
                 "would be; expected a metric that is not flat there: take the other direction, "

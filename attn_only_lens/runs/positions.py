@@ -12,7 +12,9 @@ import torch
 from jaxtyping import Bool
 from torch import Tensor
 
-from attn_only_lens.errors import PatchingError
+from attn_only_lens.errors import (
+    InputError,
+)
 from attn_only_lens.numerics import as_plain, is_count
 from attn_only_lens.runs.prompts import PromptPair
 
@@ -48,7 +50,7 @@ def resolve_positions(pair: PromptPair, positions: Positions) -> tuple[PositionS
         The sets, in the order asked for.
 
     Raises:
-        PatchingError: with every reason: not positions, out of range, padding, the same twice.
+        InputError: with every reason: not positions, out of range, padding, the same twice.
 
     Example:
         >>> import torch
@@ -73,7 +75,7 @@ def resolve_positions(pair: PromptPair, positions: Positions) -> tuple[PositionS
     wanted = [wanted] if isinstance(wanted, int) else wanted
     expected = f"expected 'each', 'all', or numbers from {-n_pos} to {n_pos - 1}"
     if not isinstance(wanted, list | tuple | range) or not wanted:
-        raise PatchingError([f"got {positions!r}; {expected}"], _PROBLEM)
+        raise InputError([f"got {positions!r}; {expected}"], _PROBLEM)
     reasons: list[str] = []
     sets: list[PositionSet] = []
     for pos in wanted:
@@ -93,7 +95,7 @@ def resolve_positions(pair: PromptPair, positions: Positions) -> tuple[PositionS
             if torch.equal(other.where, where) and not without
         ]
         sets.append(PositionSet(pos, where))
-    PatchingError.raise_if(reasons, _PROBLEM)
+    InputError.raise_if(reasons, _PROBLEM)
     return tuple(sets)
 
 

@@ -13,7 +13,10 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from attn_only_lens.axes import Tokens
-from attn_only_lens.errors import PatchingError, UnsupportedCallError
+from attn_only_lens.errors import (
+    InputError,
+    UnsupportedCallError,
+)
 from attn_only_lens.runs.inputs import checked_tokens
 from attn_only_lens.runs.token_texts import token_texts
 
@@ -71,7 +74,7 @@ def prompt_pair(
         The pair, on the model's device.
 
     Raises:
-        PatchingError: with every reason: not tokens of the model, unequal lengths, identical
+        InputError: with every reason: not tokens of the model, unequal lengths, identical
             prompts, a mask that does not fit or leaves a prompt empty.
 
     Example:
@@ -85,9 +88,9 @@ def prompt_pair(
     reasons: list[str] = []
     rows = _rows(model, clean, "clean", reasons)
     others = _rows(model, corrupted, "corrupted", reasons)
-    PatchingError.raise_if(reasons, _PROBLEM)
+    InputError.raise_if(reasons, _PROBLEM)
     if len(rows) != len(others):
-        raise PatchingError(
+        raise InputError(
             [
                 f"got {len(rows)} clean and {len(others)} corrupted prompts; expected one of each "
                 "in a pair"
@@ -106,7 +109,7 @@ def prompt_pair(
     corrupted_tokens, _ = _pad(model, others)
     pair = PromptPair(clean_tokens, corrupted_tokens, mask)
     if not ((pair.clean != pair.corrupted) & pair.real).any():
-        raise PatchingError(
+        raise InputError(
             ["identical prompts: every real token is the same in both, so no patch has an effect"],
             _PROBLEM,
         )
@@ -122,7 +125,7 @@ def single_prompts(model: Any, prompts: Prompts, mask: Tensor | None = None) -> 
         mask: as in `prompt_pair`.
 
     Raises:
-        PatchingError: with every reason: not tokens of the model, a mask that does not fit.
+        InputError: with every reason: not tokens of the model, a mask that does not fit.
     """
     reasons: list[str] = []
     rows = _rows(model, prompts, "prompts", reasons)
@@ -136,10 +139,10 @@ def _stack(
     """Return prompts as one tensor, with its mask: that of the padding of texts, or the given."""
     if mask is not None and texts:
         reasons.append("got a mask beside texts, whose padding is made here; leave it out")
-    PatchingError.raise_if(reasons, _PROBLEM)
+    InputError.raise_if(reasons, _PROBLEM)
     tokens, padding = _pad(model, rows)
     found = padding if texts else _check_mask(mask, tokens, reasons)
-    PatchingError.raise_if(reasons, _PROBLEM)
+    InputError.raise_if(reasons, _PROBLEM)
     return tokens, found
 
 

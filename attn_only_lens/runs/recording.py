@@ -10,7 +10,10 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from attn_only_lens.axes import SELF, Residual, Tokens
-from attn_only_lens.errors import PatchingError, UnsupportedModelError
+from attn_only_lens.errors import (
+    InputError,
+    UnsupportedModelError,
+)
 from attn_only_lens.heads import host_of
 from attn_only_lens.runs.metrics import AnyMetric, BoundMetric, bind, require_distinct
 from attn_only_lens.runs.prompts import PromptPair
@@ -199,7 +202,7 @@ def record_pair(
         distinct: whether the metric must tell the runs apart, as scores need it to.
 
     Raises:
-        PatchingError: the metric does not fit or does not tell the runs apart; the part is shared
+        InputError: the metric does not fit or does not tell the runs apart; the part is shared
             between heads.
     """
     layers = [each.layer for each in sites if each.kind == "neuron"]
@@ -239,7 +242,7 @@ def _require_ungrouped(model: Any, names: dict[int, str], run: Recording) -> Non
                 "model.set_ungroup_grouped_query_attention(True) gives each head its own; or "
                 "patch z"
             )
-    PatchingError.raise_if(reasons, "these heads cannot be patched one by one")
+    InputError.raise_if(reasons, "these heads cannot be patched one by one")
 
 
 def require_seen(expected: dict[str, str], seen: Container[str]) -> None:

@@ -9,7 +9,10 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from attn_only_lens.errors import PatchingError, UnknownHeadError
+from attn_only_lens.errors import (
+    InputError,
+    UnknownHeadError,
+)
 from attn_only_lens.heads import HeadName, host_of, reasons_without_heads
 from attn_only_lens.heads.host import HeadKind
 from attn_only_lens.numerics import as_plain, is_count
@@ -80,7 +83,7 @@ def neuron_heads(layers: int | Iterable[int] | None = None) -> Selection:
         The selection, for any model.
 
     Raises:
-        PatchingError: layers that are no numbers, negative or repeated.
+        InputError: layers that are no numbers, negative or repeated.
 
     Example:
         >>> from attn_only_lens import patching as p
@@ -100,7 +103,7 @@ def heads(layers: int | Iterable[int] | None = None) -> Selection:
         The selection, for any model.
 
     Raises:
-        PatchingError: layers that are no numbers, negative or repeated.
+        InputError: layers that are no numbers, negative or repeated.
 
     Example:
         >>> from attn_only_lens import patching as p
@@ -120,7 +123,7 @@ def all_heads(layers: int | Iterable[int] | None = None) -> Selection:
         The selection, for any model.
 
     Raises:
-        PatchingError: layers that are no numbers, negative or repeated.
+        InputError: layers that are no numbers, negative or repeated.
 
     Example:
         >>> from attn_only_lens import patching as p
@@ -140,7 +143,7 @@ def _selection(kinds: tuple[HeadKind, ...], layers: object) -> Selection:
     repeated = sorted({str(layer) for layer in wanted if wanted.count(layer) > 1})
     reasons += [f"got layer {layer} more than once; expected each once" for layer in repeated]
     reasons += [f"got no layers; {expected}, or None for all"] * (not wanted)
-    PatchingError.raise_if(reasons, "these layers cannot be selected")
+    InputError.raise_if(reasons, "these layers cannot be selected")
     return Selection(kinds, tuple(wanted))
 
 
@@ -161,7 +164,7 @@ def resolve_sites(model: Any, sites: Sites) -> tuple[LayerSites, ...]:
         heads before neurons.
 
     Raises:
-        PatchingError: with every reason: a model without neuron-heads, names that are unknown or
+        InputError: with every reason: a model without neuron-heads, names that are unknown or
             repeated, layers that the model has not.
 
     Example:
@@ -174,7 +177,7 @@ def resolve_sites(model: Any, sites: Sites) -> tuple[LayerSites, ...]:
         tensor([5, 7])
     """
     problem = "these sites cannot be patched"
-    PatchingError.raise_if(reasons_without_heads(model), problem)
+    InputError.raise_if(reasons_without_heads(model), problem)
     if isinstance(sites, Selection):
         host = host_of(model)
         counts: list[dict[HeadKind, int]] = [
@@ -184,12 +187,12 @@ def resolve_sites(model: Any, sites: Sites) -> tuple[LayerSites, ...]:
         layers = range(len(counts)) if sites.layers is None else sorted(sites.layers)
         expected = f"expected source layers from 0 to {len(counts) - 1}"
         unknown = [f"got layer {layer}; {expected}" for layer in layers if layer >= len(counts)]
-        PatchingError.raise_if(unknown, problem)
+        InputError.raise_if(unknown, problem)
         return tuple(
             _all_heads(layer, kind, counts[layer][kind]) for layer in layers for kind in sites.kinds
         )
     names, reasons = _names(model, sites)
-    PatchingError.raise_if(reasons, problem)
+    InputError.raise_if(reasons, problem)
     groups: dict[tuple[int, HeadKind], list[HeadName]] = {}
     for name in sorted(names, key=_order):
         groups.setdefault((name.layer, name.kind), []).append(name)

@@ -40,7 +40,7 @@ def original_attention(
     """Return the weights of every head of a source layer over one prompt, in float64 on the CPU.
 
     Raises:
-        PictureError: there is no such layer or prompt, or the run had a KV cache.
+        InputError: there is no such layer or prompt, or the run had a KV cache.
         UnsupportedCallError: the cache is not of a model with neuron-heads, or lacks the pattern.
     """
     require_neuron_heads(cache)
@@ -73,7 +73,7 @@ def neuron_pattern_view(
         each pattern, pos × (pos + 1).
 
     Raises:
-        PictureError: no names or too many, tokens that do not fit, a text too long to draw.
+        InputError: no names or too many, tokens that do not fit, a text too long to draw.
         UnknownHeadError: a name is not of a neuron-head of the model.
         UnsupportedCallError: the cache does not hold that block's pattern.
         ImportError: circuitsvis is not installed.
@@ -138,7 +138,7 @@ def attention_view(
         One page: circuitsvis' attention heads, named `L5H3`.
 
     Raises:
-        PictureError: there is no such layer, tokens do not fit, the text is too long to draw.
+        InputError: there is no such layer, tokens do not fit, the text is too long to draw.
         UnsupportedCallError: the cache is not of such a model, or does not hold the pattern.
         ImportError: circuitsvis is not installed.
 

@@ -7,7 +7,9 @@ from typing import Any
 from jaxtyping import Float
 from torch import Tensor
 
-from attn_only_lens.errors import PictureError
+from attn_only_lens.errors import (
+    InputError,
+)
 from attn_only_lens.numerics import is_count
 
 __all__ = ["import_extra", "prompt_values", "refuse", "token_reasons"]
@@ -28,9 +30,9 @@ def import_extra(name: str) -> Any:
 
 
 def refuse(*reasons: str) -> None:
-    """Raise PictureError with these reasons, if there are any."""
+    """Raise InputError with these reasons, if there are any."""
     if reasons:
-        raise PictureError(reasons, "this picture cannot be drawn")
+        raise InputError(reasons, "this picture cannot be drawn")
 
 
 def token_reasons(tokens: Any, n_tokens: int | None = None) -> list[str]:
@@ -49,7 +51,7 @@ def prompt_values(values: Tensor, prompt: int, has_batch: bool) -> Float[Tensor,
     """Return the cached values of one prompt, in float64 on the CPU.
 
     Raises:
-        PictureError: the cache holds no such prompt, or a value that is not finite.
+        InputError: the cache holds no such prompt, or a value that is not finite.
     """
     n_prompts = len(values) if has_batch else 1
     if not is_count(prompt, 0, n_prompts - 1):

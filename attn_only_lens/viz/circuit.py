@@ -48,7 +48,7 @@ def node_patterns(
         none; its heads have (`L5N12.0` …).
 
     Raises:
-        PictureError: a node lies beyond the prompt.
+        InputError: a node lies beyond the prompt.
         UnknownHeadError: a node of kind "neuron" or "attention" has a name that is not of a head.
         UnsupportedCallError: the cache does not hold a pattern.
 
@@ -107,7 +107,7 @@ def circuit_page(
         The page, numbers in it to five significant figures. `write_html` writes it to a file.
 
     Raises:
-        PictureError: with every reason: columns are missing, ids repeat, an edge ends at no node, a
+        InputError: with every reason: columns are missing, ids repeat, an edge ends at no node, a
             number is not finite, a position is not the prompt's, details fit no node.
 
     Example:

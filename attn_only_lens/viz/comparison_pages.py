@@ -95,7 +95,7 @@ def comparison_circuit(comparison: Comparison) -> Page:
         The page; of more than 300 nodes those of largest effect.
 
     Raises:
-        PictureError: neither circuit has a node.
+        InputError: neither circuit has a node.
     """
     nodes = comparison.nodes
     refuse(*["neither circuit has a node"] * (not len(nodes)))

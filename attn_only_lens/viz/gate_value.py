@@ -49,7 +49,7 @@ def gate_value_scatter(
         A plotly figure.
 
     Raises:
-        PictureError: tokens or mask do not fit the cache, tokens are too many, or the heads of
+        InputError: tokens or mask do not fit the cache, tokens are too many, or the heads of
             the neuron have values of their own (an edited run).
         UnknownHeadError: the name is not of a neuron of the model.
         UnsupportedCallError: the cache does not hold the neuron's pattern or v.

@@ -16,7 +16,9 @@ from transformer_lens import ActivationCache
 
 from attn_only_lens.circuits.graph import HEADS, CircuitGraph
 from attn_only_lens.circuits.vocabulary import DirectEffects, TopTokens
-from attn_only_lens.errors import CircuitError
+from attn_only_lens.errors import (
+    InputError,
+)
 from attn_only_lens.heads import HeadName, host_of, reasons_without_heads
 from attn_only_lens.numerics import full_precision, is_count
 from attn_only_lens.runs.inputs import reasons_not_to_run
@@ -60,9 +62,9 @@ def circuit_view(
         The page. A click on a node shows its pattern, what it reads and writes, and its tokens.
 
     Raises:
-        PictureError: model and prompts are not those of the graph, or one comes without the other.
-        CircuitError: the model's norms or embedding are not known, so that there are no top tokens.
-        PatchingError: prompts that do not fit the model.
+        InputError: model and prompts are not those of the graph, or one comes without the other.
+        InputError: the model's norms or embedding are not known, so that there are no top tokens.
+        InputError: prompts that do not fit the model.
 
     Example:
         >>> import torch
@@ -119,7 +121,7 @@ def _record_run(
     """Record the graph's run, with the patterns and z of its nodes.
 
     Raises:
-        PictureError: the model or its prompts are not those of the graph.
+        InputError: the model or its prompts are not those of the graph.
     """
     refuse(*reasons_not_to_run(model), *reasons_without_heads(model))
     pair = single_prompts(model, prompts, mask)
@@ -188,11 +190,9 @@ def _with_tokens(
         raised = effects.promoted_tokens(run.hooked, _names_and_positions(heads), k, prompt=prompt)
         neurons = heads.loc[heads["kind"] == "neuron", "name"].unique().tolist()
         read = effects.read_tokens(neurons, k) if neurons else []
-    except CircuitError as error:
+    except InputError as error:
         more = "top_tokens=0 draws the graph without its nodes' tokens"
-        raise CircuitError(
-            [*error.reasons, more], "there are no top tokens of this model"
-        ) from error
+        raise InputError([*error.reasons, more], "there are no top tokens of this model") from error
     ids = sorted({token for top in (*raised, *read) for token, _ in top})
     texts = {each: token_text(model, each) for each in ids}
     found = dict(details)

@@ -47,7 +47,7 @@ def sweep_heatmap(
         A plotly figure; `viz.write_html` writes it to a page that works offline.
 
     Raises:
-        PictureError: the sweep is empty or has too many heads, `rows` is another word, or tokens
+        InputError: the sweep is empty or has too many heads, `rows` is another word, or tokens
             are too few.
         ImportError: plotly is not installed.
 
@@ -111,8 +111,8 @@ def sweep_bars(sweep: Sweep, k: int = 20, tokens: Sequence[str] | None = None) -
         A plotly figure.
 
     Raises:
-        PictureError: the sweep is empty, k is too large, or tokens are too few.
-        PatchingError: k is not a positive number.
+        InputError: the sweep is empty, k is too large, or tokens are too few.
+        InputError: k is not a positive number.
         ImportError: plotly is not installed.
 
     Example:

@@ -9,8 +9,7 @@ from models import build
 
 from attn_only_lens import (
     Bilinear,
-    CircuitError,
-    PatchingError,
+    InputError,
     UnsupportedModelError,
     convert,
     expose_neuron_heads,
@@ -400,24 +399,24 @@ def test_nothing_is_left_on_the_model():
 
 def test_what_makes_no_sense_is_refused():
     model, given = model_of("gelu"), tokens(0, 1, POS)
-    with pytest.raises(CircuitError, match=r"got top=3, mass=0\.5"):
+    with pytest.raises(InputError, match=r"got top=3, mass=0\.5"):
         attribution_graph(model, given, METRIC, top=3, mass=0.5)
-    with pytest.raises(CircuitError, match="from 0 to 1"):
+    with pytest.raises(InputError, match="from 0 to 1"):
         attribution_graph(model, given, METRIC, mass=1.5)
-    with pytest.raises(CircuitError, match="0 or more"):
+    with pytest.raises(InputError, match="0 or more"):
         attribution_graph(model, given, METRIC, top=-1)
-    with pytest.raises(CircuitError, match="another run"):
+    with pytest.raises(InputError, match="another run"):
         attribution_graph(model, given, p.kl())
-    with pytest.raises(CircuitError, match="no neuron-heads"):
+    with pytest.raises(InputError, match="no neuron-heads"):
         attribution_graph(build("gelu"), given, METRIC)
-    with pytest.raises(PatchingError, match="got float64"):
+    with pytest.raises(InputError, match="got float64"):
         attribution_graph(model, given.double(), METRIC)
     with pytest.raises(UnsupportedModelError, match="still not linear"):
         attribution_graph(model_of("clip_qkv"), given, METRIC)
-    with torch.inference_mode(), pytest.raises(CircuitError, match="inference_mode"):
+    with torch.inference_mode(), pytest.raises(InputError, match="inference_mode"):
         attribution_graph(model, given, METRIC)
 
 
 def test_edges_of_no_kind_are_refused():
-    with pytest.raises(CircuitError, match="got kind='z'"):
+    with pytest.raises(InputError, match="got kind='z'"):
         graph_of("gelu", top=3).inflow("z")

@@ -8,7 +8,11 @@ import torch
 import transformers
 from transformer_lens.model_bridge.sources._bridge_builder import build_bridge_from_module
 
-from attn_only_lens import CircuitError, circuits, expose_neuron_heads
+from attn_only_lens import (
+    InputError,
+    circuits,
+    expose_neuron_heads,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # TransformerLens' and transformers' own
 D_MLP, HEADS, LAYERS = 37, 2, 2
@@ -193,7 +197,7 @@ def test_a_matrix_that_is_not_what_it_is_called_is_refused(monkeypatch):
     kind = type(bridge.blocks[1].attn)
     right = kind.W_Q
     monkeypatch.setattr(kind, "W_Q", property(lambda self: right.fget(self).flip(1)))
-    with pytest.raises(CircuitError, match=r"layer 1: W_Q is not the matrix that its attn\.q"):
+    with pytest.raises(InputError, match=r"layer 1: W_Q is not the matrix that its attn\.q"):
         circuits.composition(exposed, "L0H0", "L1H0", "q")
 
 
@@ -202,7 +206,7 @@ def test_a_norm_that_is_another_is_refused():
     exposed = expose_neuron_heads(bridge).model
     norm = exposed.blocks[1].ln2
     norm.register_forward_hook(lambda module, args, output: output + 3.0)
-    with pytest.raises(CircuitError, match="layer 1: its ln2 is neither LayerNorm nor RMSNorm"):
+    with pytest.raises(InputError, match="layer 1: its ln2 is neither LayerNorm nor RMSNorm"):
         circuits.composition(exposed, "L0H0", "L1H0", "q")
     with warnings.catch_warnings():
         circuits.composition(exposed, "L0H0", "L1H0", "q", fold_norms=False)

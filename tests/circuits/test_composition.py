@@ -9,7 +9,13 @@ import torch
 from common import D_MLP, N_LAYERS, tokens
 from models import build
 
-from attn_only_lens import Bilinear, CircuitError, PatchingError, calibrate, circuits, convert
+from attn_only_lens import (
+    Bilinear,
+    InputError,
+    calibrate,
+    circuits,
+    convert,
+)
 from attn_only_lens import expose_neuron_heads as expose
 from attn_only_lens import patching as p
 from attn_only_lens.circuits._composition import LargestScores, scores, writer_factors
@@ -305,7 +311,7 @@ def test_zero_weights_score_zero_and_broken_ones_are_refused():
         model.blocks[1].attn.W_out[5, 3] = float("nan")
         model.W_E[7, 3] = float("inf")
     for writers in ("L0N5", "embed"):
-        with pytest.raises(CircuitError, match="not finite"):
+        with pytest.raises(InputError, match="not finite"):
             circuits.top_compositions(model, 3, "v", writers, "L1N7")
 
 
@@ -319,29 +325,29 @@ def test_half_precision_is_computed_in_float32(dtype):
 
 def test_what_is_refused():
     model = convert(build("gelu"))
-    with pytest.raises(CircuitError, match=r"got kind='o'"):
+    with pytest.raises(InputError, match=r"got kind='o'"):
         circuits.composition(model, "L0H0", "L1H0", "o")
     for writer, reader in [("L1H0", "L0N5"), ("L1N5", "L1H0"), ("L1H0", "L1H1"), ("L1N5", "L1N6")]:
         for call in (circuits.composition, circuits.virtual_weights):
-            with pytest.raises(CircuitError, match="after the writer has written"):
+            with pytest.raises(InputError, match="after the writer has written"):
                 call(model, writer, reader, "v")
-    with pytest.raises(CircuitError, match="zero by construction"):
+    with pytest.raises(InputError, match="zero by construction"):
         circuits.virtual_weights(model, "L0H0", "L1N5", "k")
-    with pytest.raises(CircuitError, match="zero by construction"):
+    with pytest.raises(InputError, match="zero by construction"):
         circuits.top_compositions(model, 3, "k", p.heads(), p.neuron_heads())
-    with pytest.raises(CircuitError) as caught:
+    with pytest.raises(InputError) as caught:
         circuits.top_compositions(model, 0, block=True)
     assert len(caught.value.reasons) == 2
-    with pytest.raises(PatchingError, match="L9H0"):
+    with pytest.raises(InputError, match="L9H0"):
         circuits.composition(model, ["embed", "L9H0"], "L1H0")
-    with pytest.raises(PatchingError, match="no neuron-heads"):
+    with pytest.raises(InputError, match="no neuron-heads"):
         circuits.composition(build("gelu"), "L0H0", "L1H0")
     parallel = convert(build("parallel"))
-    with pytest.raises(CircuitError, match="in parallel"):
+    with pytest.raises(InputError, match="in parallel"):
         circuits.virtual_weights(parallel, "L1H0", "L1N5", "q")
 
 
 def test_a_grid_that_would_not_fit_is_refused(monkeypatch):
     monkeypatch.setattr("attn_only_lens.circuits._composition._MOST_PAIRS", 100)
-    with pytest.raises(CircuitError, match="use top_compositions"):
+    with pytest.raises(InputError, match="use top_compositions"):
         circuits.composition(convert(build("gelu")), p.heads(), p.neuron_heads())

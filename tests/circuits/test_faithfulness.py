@@ -7,7 +7,12 @@ import torch
 from common import tokens
 from models import build
 
-from attn_only_lens import Bilinear, CircuitError, convert, expose_neuron_heads
+from attn_only_lens import (
+    Bilinear,
+    InputError,
+    convert,
+    expose_neuron_heads,
+)
 from attn_only_lens import patching as p
 from attn_only_lens.circuits import SHARES, discover, faithfulness
 from attn_only_lens.heads import HeadName
@@ -217,7 +222,7 @@ def test_what_makes_no_sense_is_refused():
     given = model, clean, corrupted, METRIC
 
     def refused(match, ranking=ranking, **how):
-        with pytest.raises(CircuitError, match=match):
+        with pytest.raises(InputError, match=match):
             faithfulness(*given, ranking, **how)
 
     refused("ablation='bias'", ablation="bias")
@@ -231,11 +236,11 @@ def test_what_makes_no_sense_is_refused():
     longer = tokens(0, 2, POS + 2), tokens(1, 2, POS + 2)
     there = p.attribution(model, *longer, METRIC, sites=["L0N3"], positions="each")
     refused(f"at position {POS + 1}; the prompts have {POS} tokens", there)
-    with pytest.raises(CircuitError, match="method='best'"):
+    with pytest.raises(InputError, match="method='best'"):
         discover(*given, method="best")
-    with pytest.raises(CircuitError, match=r"(?s)faithfulness=2.*n_random=-1"):
+    with pytest.raises(InputError, match=r"(?s)faithfulness=2.*n_random=-1"):
         discover(*given, faithfulness=2, n_random=-1)
     handle = model.hook_embed.register_forward_hook(lambda *args: None)
-    with pytest.raises(CircuitError, match="hooks are attached"):
+    with pytest.raises(InputError, match="hooks are attached"):
         faithfulness(*given, ranking)
     handle.remove()

@@ -8,7 +8,11 @@ from common import tokens
 from models import build
 from sealed_files import rewrite
 
-from attn_only_lens import CheckpointError, CircuitError, convert
+from attn_only_lens import (
+    CheckpointError,
+    InputError,
+    convert,
+)
 from attn_only_lens import patching as p
 from attn_only_lens.circuits import (
     attribution_graph,
@@ -130,17 +134,17 @@ def test_what_another_program_wrote_is_read_as_it_stands_or_refused(
 def test_what_does_not_hang_together_is_no_graph(graph):
     edges = graph.edges.copy()
     edges.loc[3, "source"] = "L9N9@9"
-    with pytest.raises(CircuitError, match="source 'L9N9@9', no node"):
+    with pytest.raises(InputError, match="source 'L9N9@9', no node"):
         replace(graph, edges=edges)
-    with pytest.raises(CircuitError, match="node bias twice"):
+    with pytest.raises(InputError, match="node bias twice"):
         replace(graph, nodes=graph.nodes.replace("rest", "bias"))
-    with pytest.raises(CircuitError, match="kind 'x'"):
+    with pytest.raises(InputError, match="kind 'x'"):
         replace(graph, edges=graph.edges.assign(kind="x"))
-    with pytest.raises(CircuitError, match="not finite"):
+    with pytest.raises(InputError, match="not finite"):
         replace(graph, value=float("nan"))
-    with pytest.raises(CircuitError, match="expected one of each kind"):
+    with pytest.raises(InputError, match="expected one of each kind"):
         replace(graph, edges=graph.edges.iloc[[0, 0]])
-    with pytest.raises(CircuitError, match="got nodes with"):
+    with pytest.raises(InputError, match="got nodes with"):
         replace(graph, nodes=graph.nodes.drop(columns="value"))
 
 
@@ -181,6 +185,6 @@ def test_the_schema_of_circuit_tracer(graph, tmp_path):
 def test_several_prompts_have_no_place_in_that_schema(tmp_path):
     model = convert(build("gelu", scale=0.25))
     graph = attribution_graph(model, tokens(0, 2, 5), METRIC, top=3)
-    with pytest.raises(CircuitError, match="of 2 prompts"):
+    with pytest.raises(InputError, match="of 2 prompts"):
         to_neuronpedia(graph, tmp_path / "g.json", slug="g")
     assert not list(tmp_path.iterdir())

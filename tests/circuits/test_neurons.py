@@ -5,7 +5,12 @@ import torch
 from common import D_MLP, N_LAYERS, POS, tokens
 from models import build
 
-from attn_only_lens import CircuitError, PatchingError, UnsupportedCallError, circuits, convert
+from attn_only_lens import (
+    InputError,
+    UnsupportedCallError,
+    circuits,
+    convert,
+)
 from attn_only_lens import expose_neuron_heads as expose
 
 
@@ -105,9 +110,9 @@ def test_no_hook_stays_and_what_is_refused():
     model = convert(build("gelu"))
     circuits.neuron_like_heads(model, tokens())
     assert not any(m._forward_hooks for m in model.modules())
-    with pytest.raises(CircuitError, match="one token"):
+    with pytest.raises(InputError, match="one token"):
         circuits.neuron_like_heads(model, tokens(pos=1))
     with pytest.raises(UnsupportedCallError, match="tokens"):
         circuits.neuron_like_heads(model, torch.zeros(2, 3))
-    with pytest.raises(PatchingError, match="no neuron-heads"):
+    with pytest.raises(InputError, match="no neuron-heads"):
         circuits.neuron_like_heads(build("gelu"), tokens())

@@ -12,7 +12,12 @@ from common import mlp_hook, needs_hooked_transformer, tokens
 from models import build
 from tiny_tokenizer import tiny_tokenizer
 
-from attn_only_lens import ComparisonError, PatchingError, compare, grow
+from attn_only_lens import (
+    ComparisonError,
+    InputError,
+    compare,
+    grow,
+)
 from attn_only_lens import patching as p
 from attn_only_lens.comparison.batches import batches
 
@@ -173,7 +178,7 @@ def test_what_is_refused(pair):
         ((good, p.logit_diff(3, 5)), "this metric is constant"),  # of the same prompts, rolled
         (([], loss), "got no prompts"),
     ):
-        with pytest.raises((PatchingError, ComparisonError)) as error:
+        with pytest.raises((InputError, ComparisonError)) as error:
             compare(model, grown, *arguments, progress=False)
         assert message in str(error.value), (message, str(error.value))
     handle = grown.model.add_perma_hook("blocks.0.hook_resid_pre", lambda value, hook: value)
@@ -250,10 +255,10 @@ def test_no_prompt_is_held_against_itself(pair):
 @pytest.mark.parametrize(
     ("last", "message"),
     [
-        (lambda: tokens(batch=2) + 41, "UnsupportedCallError|PatchingError.*values from"),
+        (lambda: tokens(batch=2) + 41, "UnsupportedCallError|InputError.*values from"),
         (lambda: tokens(batch=1, pos=7), "1 prompt, of 7 tokens"),
         (lambda: 1 / 0, "ZeroDivisionError: division by zero"),
-        (lambda: (tokens(batch=3), lambda logits: logits.detach().sum()), "PatchingError"),
+        (lambda: (tokens(batch=3), lambda logits: logits.detach().sum()), "InputError"),
     ],
     ids=["not tokens", "alone", "its own", "no slope"],
 )

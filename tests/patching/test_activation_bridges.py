@@ -10,7 +10,12 @@ from transformer_lens.config import TransformerBridgeConfig
 from transformer_lens.model_bridge import TransformerBridge
 from transformer_lens.model_bridge.sources._bridge_builder import build_bridge_from_module
 
-from attn_only_lens import Bilinear, PatchingError, UnsupportedModelError, expose_neuron_heads
+from attn_only_lens import (
+    Bilinear,
+    InputError,
+    UnsupportedModelError,
+    expose_neuron_heads,
+)
 from attn_only_lens import patching as p
 from attn_only_lens.runs.metrics import bind
 from attn_only_lens.runs.recording import record
@@ -124,7 +129,7 @@ def test_padding_noise_and_all_positions(name, side):
     mask[1, slice(0, 3) if side == "left" else slice(POS - 2, None)] = 0
     if model(pair()[0], attention_mask=mask).isnan().any():
         # The bridge itself puts out nan behind padding on the left.
-        with pytest.raises(PatchingError, match="not finite"):
+        with pytest.raises(InputError, match="not finite"):
             sweep(model, mask=mask)
         return
     frame = sweep(model, positions="all", direction="noise", mask=mask).to_frame()
@@ -159,7 +164,7 @@ def test_heads_that_share_a_neuron():
 
 
 def test_shared_values_are_refused():
-    with pytest.raises(PatchingError, match="grouped queries share"):
+    with pytest.raises(InputError, match="grouped queries share"):
         sweep(made("llama"), part="value")
 
 
@@ -239,6 +244,6 @@ def test_a_bridge_that_is_not_itself():
         sweep(model)
     handle.remove()
     hooks = model.hooks([(hook_point(model, "L1N5", "z"), lambda z, hook: z * 2)])
-    with hooks, pytest.raises(PatchingError, match="hooks are attached"):
+    with hooks, pytest.raises(InputError, match="hooks are attached"):
         sweep(model)
     assert len(sweep(model).to_frame())

@@ -9,7 +9,11 @@ import torch
 from common import of_a_library, tokens
 from models import build
 
-from attn_only_lens import PatchingError, convert, expose_neuron_heads
+from attn_only_lens import (
+    InputError,
+    convert,
+    expose_neuron_heads,
+)
 from attn_only_lens import patching as p
 from attn_only_lens.patching.resume import PartStore
 from attn_only_lens.patching.run_patches import Batching
@@ -283,7 +287,7 @@ def test_an_interrupted_sweep_goes_on(layout, tmp_path, monkeypatch):
 def test_another_sweep_is_refused(how, named, tmp_path):
     model = made()
     sweep(model, resume=tmp_path / "parts")
-    with pytest.raises(PatchingError, match=f"{named}: got") as caught:
+    with pytest.raises(InputError, match=f"{named}: got") as caught:
         sweep(model, resume=tmp_path / "parts", **how)
     assert "belongs to another sweep" in str(caught.value)
 
@@ -295,21 +299,21 @@ def test_another_model_prompt_or_reference_is_refused(tmp_path):
     clean, corrupted = pair()
     changed = corrupted.clone()
     changed[0, 2] = (changed[0, 2] + 1) % 41
-    with pytest.raises(PatchingError, match="corrupted: got"):
+    with pytest.raises(InputError, match="corrupted: got"):
         p.activation_patch(
             model, clean, changed, METRIC, sites=SITES, progress=False, resume=folder
         )
     mask = torch.ones_like(clean)
     mask[0, 0] = 0
-    with pytest.raises(PatchingError, match="mask: got"):
+    with pytest.raises(InputError, match="mask: got"):
         sweep(model, mask=mask, resume=folder)
     how = {"direction": "mean", "resume": tmp_path / "mean"}
     sweep(model, reference=tokens(5), **how)
-    with pytest.raises(PatchingError, match="reference: got"):
+    with pytest.raises(InputError, match="reference: got"):
         sweep(model, reference=tokens(6), **how)
     with torch.no_grad():
         model.blocks[1].attn.W_out[3, 2] += 1e-6
-    with pytest.raises(PatchingError, match="model: got"):
+    with pytest.raises(InputError, match="model: got"):
         sweep(model, resume=folder)
 
 
@@ -373,9 +377,9 @@ def test_another_function_of_the_same_name_is_refused(wanted, tmp_path):
     assert swept(measure(False)).frame.equals(kept)
     other = p.activation_patch(model, *pair(), measure(True), sites=SITES, progress=False).frame
     assert not other["value"].equals(kept["value"])
-    with pytest.raises(PatchingError, match="metric_code: got"):
+    with pytest.raises(InputError, match="metric_code: got"):
         swept(measure(True))
-    with pytest.raises(PatchingError, match="metric_code: got"):
+    with pytest.raises(InputError, match="metric_code: got"):
         swept(measure(False), version="1")
 
 
@@ -394,12 +398,12 @@ def test_what_cannot_be_identified_is_not_resumed_unless_it_has_a_version(tmp_pa
                 model, *pair(), metric, sites=SITES, progress=False, resume=folder
             )
 
-        with pytest.raises(PatchingError, match=r"fn.*TextIOWrapper.*custom\(fn, version='1'\)"):
+        with pytest.raises(InputError, match=r"fn.*TextIOWrapper.*custom\(fn, version='1'\)"):
             swept()
         assert not (tmp_path / "parts").exists()
         kept = swept(version="1").frame
         assert swept(version="1").frame.equals(kept)
-        with pytest.raises(PatchingError, match=r'got "version 2"; the folder has "version 1"'):
+        with pytest.raises(InputError, match=r'got "version 2"; the folder has "version 1"'):
             swept(version="2")
 
 
@@ -410,7 +414,7 @@ def test_processes_that_share_no_folder_give_no_part_of_a_frame(tmp_path, monkey
         "attn_only_lens.patching._activation_patch.Processes.share",
         lambda self, work: list(work[::2]),
     )
-    with pytest.raises(PatchingError, match="this sweep is not whole"):
+    with pytest.raises(InputError, match="this sweep is not whole"):
         sweep(model, resume=tmp_path / "parts")
 
 

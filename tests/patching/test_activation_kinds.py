@@ -8,7 +8,12 @@ from common import of_a_library, tokens
 from models import build
 from patched_runs import at, cached, heads_of, hook_point, logit_diff, patched_logits
 
-from attn_only_lens import Bilinear, PatchingError, convert, expose_neuron_heads
+from attn_only_lens import (
+    Bilinear,
+    InputError,
+    convert,
+    expose_neuron_heads,
+)
 from attn_only_lens import patching as p
 
 BATCH, POS = 3, 11
@@ -165,12 +170,12 @@ def test_ablations(to, side, reference):
         others = tokens(9, batch=BATCH if to == "resample" else 5)
         real = torch.ones_like(others).bool()
         if not uses_reference:
-            with pytest.raises(PatchingError, match="which uses none"):
+            with pytest.raises(InputError, match="which uses none"):
                 sweep(model, side, **how, reference=others)
             return
         how["reference"] = others
     elif to == "resample" and side == "right":
-        with pytest.raises(PatchingError, match="at padding"):
+        with pytest.raises(InputError, match="at padding"):
             sweep(model, side, **how)
         return
     source = cached(model, others, None if reference else mask)
@@ -195,7 +200,7 @@ def test_one_prompt_is_resampled_from_a_reference():
     clean, corrupted, _ = (None if each is None else each[:1] for each in pair())
     how = {"sites": SITES, "positions": [5], "direction": "resample", "progress": False}
     metric = p.logit_diff(correct=7, wrong=8)
-    with pytest.raises(PatchingError, match="two prompts or more, or a reference"):
+    with pytest.raises(InputError, match="two prompts or more, or a reference"):
         p.activation_patch(model, clean, corrupted, metric, **how)
     other = tokens(9, batch=1)
     frame = p.activation_patch(model, clean, corrupted, metric, reference=other, **how).frame
@@ -239,7 +244,7 @@ def test_references_that_cannot_be_resampled_from():
         (tokens(9, batch=BATCH, pos=7), r"got reference prompts \[3, 7\]"),
         (itself, "got clean prompt 1 itself in row 1"),
     ):
-        with pytest.raises(PatchingError, match=reason) as caught:
+        with pytest.raises(InputError, match=reason) as caught:
             sweep(model, direction="resample", reference=reference)
         assert len(caught.value.reasons) == 1
     # The same rows in another order are others: what is resampled without a reference.
@@ -349,7 +354,7 @@ def test_half_precision(dtype):
 
 def test_grouped_values_are_refused():
     model = made("llama")
-    with pytest.raises(PatchingError, match="grouped queries share") as caught:
+    with pytest.raises(InputError, match="grouped queries share") as caught:
         sweep(model, part="value")
     assert len(caught.value.reasons) == 2
     assert len(sweep(model, part="q"))
@@ -368,26 +373,26 @@ def test_refused_before_anything_runs():
         ({"batch_size": 0}, "got batch_size=0"),
         ({"batch_size": 2.0}, "got batch_size=2.0"),
     ):
-        with pytest.raises(PatchingError, match=reason):
+        with pytest.raises(InputError, match=reason):
             sweep(model, **how)
     assert not calls
     handle.remove()
-    with pytest.raises(PatchingError, match="'bias' is for neuron-heads"):
+    with pytest.raises(InputError, match="'bias' is for neuron-heads"):
         sweep(model, direction="bias")
     clean, corrupted, _ = pair()
-    with pytest.raises(PatchingError, match="give two prompts or more"):
+    with pytest.raises(InputError, match="give two prompts or more"):
         p.activation_patch(model, clean[:1], corrupted[:1], p.kl(), direction="resample")
 
 
 def test_models_that_are_not_themselves():
     model = made()
     hooks = model.hooks([("blocks.2.hook_resid_pre", lambda x, hook: x * 2)])
-    with hooks, pytest.raises(PatchingError, match=r"hooks are attached .*hook_resid_pre"):
+    with hooks, pytest.raises(InputError, match=r"hooks are attached .*hook_resid_pre"):
         sweep(model)
     assert len(sweep(model))
     model.blocks[1].drop = torch.nn.Dropout(0.1)
     model.train()
-    with pytest.raises(PatchingError, match="dropout is active"):
+    with pytest.raises(InputError, match="dropout is active"):
         sweep(model)
     model.eval()
     assert len(sweep(model))

@@ -5,7 +5,9 @@ import pytest
 import scipy.stats
 from random_sweeps import sweep, values
 
-from attn_only_lens import PatchingError
+from attn_only_lens import (
+    InputError,
+)
 from attn_only_lens import patching as p
 
 EXACT = 1e-12  # means over 65 numbers
@@ -56,16 +58,16 @@ BAD = {
 @pytest.mark.parametrize("case", BAD)
 def test_refused(case):
     other, reason = BAD[case]
-    with pytest.raises(PatchingError, match=reason):
+    with pytest.raises(InputError, match=reason):
         p.agreement(sweep(), other())
 
 
 def test_refused_with_every_reason():
     broken = sweep()
     broken.frame.loc[3, "score"] = np.nan
-    with pytest.raises(PatchingError) as caught:
+    with pytest.raises(InputError) as caught:
         p.agreement(sweep(direction="noise"), broken, k=66)
     assert len(caught.value.reasons) == 3
     for k in (0, True, 2.0):
-        with pytest.raises(PatchingError, match="expected 1 to the 65 rows"):
+        with pytest.raises(InputError, match="expected 1 to the 65 rows"):
             p.agreement(sweep(), sweep(), k=k)

@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from attn_only_lens import (
     Bilinear,
-    PatchingError,
+    InputError,
     UnsupportedModelError,
     convert,
     expose_neuron_heads,
@@ -308,25 +308,25 @@ def test_the_model_is_left_as_it_was(layout):
 )
 def test_refusals(settings, reason):
     model, (clean, corrupted) = model_of("gelu", "in place"), prompts()
-    with pytest.raises(PatchingError, match=reason):
+    with pytest.raises(InputError, match=reason):
         p.attribution(model, clean, corrupted, METRIC, **settings)
 
 
 def test_more_refusals():
     model, (clean, corrupted) = model_of("grouped", "in place"), prompts()
-    with pytest.raises(PatchingError, match="grouped queries share"):
+    with pytest.raises(InputError, match="grouped queries share"):
         p.attribution(model, clean, corrupted, METRIC, part="value")
-    with pytest.raises(PatchingError, match="identical prompts"):
+    with pytest.raises(InputError, match="identical prompts"):
         p.attribution(model, clean, clean, METRIC)
-    with pytest.raises(PatchingError, match="constant"):
+    with pytest.raises(InputError, match="constant"):
         p.attribution(model, clean, corrupted, p.custom(lambda x: 0 * x.sum(), name="nought"))
-    with pytest.raises(PatchingError, match="detached"):
+    with pytest.raises(InputError, match="detached"):
         p.attribution(
             model, clean, corrupted, p.custom(lambda x: x.detach()[:, -1, 3].mean(), name="off")
         )
     with (
         model.hooks(fwd_hooks=[("blocks.0.hook_resid_pre", lambda x, hook: x)]),
-        pytest.raises(PatchingError, match="hooks are attached"),
+        pytest.raises(InputError, match="hooks are attached"),
     ):
         p.attribution(model, clean, corrupted, METRIC)
 
@@ -353,7 +353,7 @@ def test_a_metric_that_is_flat_where_it_is_patched_into(metric, method):
         "clamped": p.custom(lambda logits: logits[0, -1, token].clamp(max=top), name="clamped"),
     }
     how = {"method": method, "progress": False}
-    with pytest.raises(PatchingError, match="gradient is zero on the run patched into"):
+    with pytest.raises(InputError, match="gradient is zero on the run patched into"):
         p.attribution(model, clean, corrupted, metrics[metric], direction="noise", **how)
     # controls: the other direction is not flat there, nor is the way between the runs
     found = p.attribution(model, clean, corrupted, metrics[metric], **how)

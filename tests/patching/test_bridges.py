@@ -6,7 +6,10 @@ from tiny_tokenizer import tiny_tokenizer
 from transformer_lens.config import TransformerBridgeConfig
 from transformer_lens.model_bridge import TransformerBridge
 
-from attn_only_lens import PatchingError, expose_neuron_heads
+from attn_only_lens import (
+    InputError,
+    expose_neuron_heads,
+)
 from attn_only_lens import patching as p
 from attn_only_lens.runs.fingerprint import fingerprint
 from attn_only_lens.runs.metrics import bind
@@ -26,7 +29,7 @@ def bridge(tmp_path):
 
 
 def test_a_bridge(bridge):
-    with pytest.raises(PatchingError, match="expose_neuron_heads"):
+    with pytest.raises(InputError, match="expose_neuron_heads"):
         resolve_sites(bridge, p.heads())
     pair = p.prompt_pair(bridge, ["w1 w2 w3", "w4 w5"], ["w1 w7 w3", "w4 w6"])
     assert pair.clean.tolist() == [[0, 5, 6, 7], [0, 8, 9, 2]]

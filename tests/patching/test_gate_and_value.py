@@ -7,7 +7,12 @@ from common import tokens
 from models import build
 from patched_runs import at, cached, hook_point, logit_diff, patched_logits
 
-from attn_only_lens import Bilinear, PatchingError, convert, expose_neuron_heads
+from attn_only_lens import (
+    Bilinear,
+    InputError,
+    convert,
+    expose_neuron_heads,
+)
 from attn_only_lens import patching as p
 
 POS = 11
@@ -126,6 +131,6 @@ def test_every_neuron_by_default_and_going_on(tmp_path):
 
 def test_refused():
     model = made("gelu", "two blocks")
-    with pytest.raises(PatchingError, match="expected neuron-heads") as caught:
+    with pytest.raises(InputError, match="expected neuron-heads") as caught:
         p.gate_and_value(model, *pair(), METRIC, sites=["L0H1", "L0N3"], direction="zero")
     assert len(caught.value.reasons) == 2

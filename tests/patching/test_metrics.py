@@ -8,7 +8,9 @@ from common import tokens
 from models import build
 from tiny_tokenizer import tiny_tokenizer
 
-from attn_only_lens import PatchingError
+from attn_only_lens import (
+    InputError,
+)
 from attn_only_lens import patching as p
 from attn_only_lens.runs.metrics import bind, require_differentiable, require_distinct
 
@@ -197,17 +199,17 @@ BAD_CUSTOM = {
 @pytest.mark.parametrize("case", BAD_CUSTOM)
 def test_a_function_that_is_no_metric(case, model, pair):
     fn, reason = BAD_CUSTOM[case]
-    with pytest.raises(PatchingError, match=reason):
+    with pytest.raises(InputError, match=reason):
         bind(fn, model, pair).of(CLEAN)
 
 
 def test_a_detached_metric_serves_sweeps_and_not_attribution(model, pair):
     bound = bind(lambda logits: logits.mean().item(), model, pair)
     assert bound.of(CLEAN) == pytest.approx(CLEAN.mean().item())
-    with pytest.raises(PatchingError, match="detached"):
+    with pytest.raises(InputError, match="detached"):
         require_differentiable(bound, CLEAN)
     root = bind(lambda logits: (logits - logits).sum().abs().sqrt(), model, pair)
-    with pytest.raises(PatchingError, match="gradient is not finite"):
+    with pytest.raises(InputError, match="gradient is not finite"):
         require_differentiable(root, CLEAN)
 
 
@@ -226,7 +228,7 @@ REFUSED = {
 @pytest.mark.parametrize("case", REFUSED)
 def test_refused(case, model, pair):
     metric, patterns = REFUSED[case]
-    with pytest.raises(PatchingError) as caught:
+    with pytest.raises(InputError) as caught:
         bind(metric, model, pair)
     assert len(caught.value.reasons) == len(patterns)
     for pattern in patterns:
@@ -234,27 +236,27 @@ def test_refused(case, model, pair):
 
 
 def test_refused_otherwise(model, pair):
-    with pytest.raises(PatchingError, match="got a int"):
+    with pytest.raises(InputError, match="got a int"):
         p.custom(7)
-    with pytest.raises(PatchingError, match="no tokenizer"):
+    with pytest.raises(InputError, match="no tokenizer"):
         bind(p.probability("w1"), build("gelu"), pair)
-    with pytest.raises(PatchingError, match=r"expected the clean run's logits \[3, 7, 43\]"):
+    with pytest.raises(InputError, match=r"expected the clean run's logits \[3, 7, 43\]"):
         bind(p.kl(), model, pair, reference=CLEAN[:, :5])
     single = p.prompt_pair(model, torch.tensor([[1]]), torch.tensor([[2]]))
-    with pytest.raises(PatchingError, match="no prompt has a second token"):
+    with pytest.raises(InputError, match="no prompt has a second token"):
         bind(p.loss(), model, single)
     small = build("gelu", d_vocab_out=5)
-    with pytest.raises(PatchingError, match="tokens 0 to 4 only"):
+    with pytest.raises(InputError, match="tokens 0 to 4 only"):
         bind(p.loss(), small, pair)
 
 
 def test_logits_of_another_shape_are_refused(model, pair):
     bound = bind(p.logit_diff(CORRECT, WRONG), model, pair)
-    with pytest.raises(PatchingError, match=r"got logits \[5, 3, 7, 43\]"):
+    with pytest.raises(InputError, match=r"got logits \[5, 3, 7, 43\]"):
         bound.value(logits_of(0))
-    with pytest.raises(PatchingError, match="at least one site"):
+    with pytest.raises(InputError, match="at least one site"):
         bound.value(bound.select(logits_of(0))[:0])
-    with pytest.raises(PatchingError, match="ending in"):
+    with pytest.raises(InputError, match="ending in"):
         bound.of(CLEAN[:2])
 
 
@@ -267,5 +269,5 @@ def test_a_constant_metric_is_refused():
         (torch.float32, (math.nan, 1.0)),
         (torch.float32, (math.inf, 1.0)),
     ):
-        with pytest.raises(PatchingError, match="does not tell apart"):
+        with pytest.raises(InputError, match="does not tell apart"):
             require_distinct(*values, dtype)

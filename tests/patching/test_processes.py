@@ -9,7 +9,9 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from attn_only_lens import PatchingError
+from attn_only_lens import (
+    InputError,
+)
 from attn_only_lens import patching as p
 from attn_only_lens.patching.processes import Processes
 
@@ -84,7 +86,7 @@ def test_two_processes_give_the_frame_of_one(tmp_path):
 
 def test_processes_need_a_folder(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(PatchingError, match="2 processes were launched"):
+    with pytest.raises(InputError, match="2 processes were launched"):
         Processes(None)
 
 

@@ -8,7 +8,9 @@ from common import tokens
 from models import build
 from tiny_tokenizer import tiny_tokenizer
 
-from attn_only_lens import PatchingError
+from attn_only_lens import (
+    InputError,
+)
 from attn_only_lens import patching as p
 
 BATCH, POS = 3, 7
@@ -84,12 +86,12 @@ def test_a_difference_under_padding_is_none():
     mask = torch.ones(BATCH, POS)
     mask[:, 5:] = 0
     p.prompt_pair(build("gelu"), clean, changed(clean, 4), mask)
-    with pytest.raises(PatchingError, match="identical prompts"):
+    with pytest.raises(InputError, match="identical prompts"):
         p.prompt_pair(build("gelu"), clean, changed(clean, 5), mask)
 
 
 def test_words_that_split_differently_are_shown(model):
-    with pytest.raises(PatchingError) as caught:
+    with pytest.raises(InputError) as caught:
         p.prompt_pair(model, ["w1 w2", "w3", "w4 w5"], ["w1", "w7", "w5 w5 w6"])
     assert len(caught.value.reasons) == 2
     first, second = caught.value.reasons
@@ -122,7 +124,7 @@ REFUSED = {
 @pytest.mark.parametrize("case", REFUSED)
 def test_refused_with_every_reason(case):
     arguments, reasons = REFUSED[case]
-    with pytest.raises(PatchingError) as caught:
+    with pytest.raises(InputError) as caught:
         p.prompt_pair(build("gelu"), *arguments)
     assert len(caught.value.reasons) == len(reasons)
     for got, pattern in zip(caught.value.reasons, reasons, strict=True):
@@ -130,5 +132,5 @@ def test_refused_with_every_reason(case):
 
 
 def test_a_mask_beside_texts_is_refused(model):
-    with pytest.raises(PatchingError, match="leave it out"):
+    with pytest.raises(InputError, match="leave it out"):
         p.prompt_pair(model, "w1 w2", "w1 w3", torch.ones(1, 3))

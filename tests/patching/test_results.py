@@ -9,7 +9,10 @@ import pytest
 from random_sweeps import POSITIONS, RUN, SITES, sweep, values
 from sealed_files import rewrite
 
-from attn_only_lens import CheckpointError, PatchingError
+from attn_only_lens import (
+    CheckpointError,
+    InputError,
+)
 from attn_only_lens import patching as p
 
 COLUMNS = ["layer", "kind", "index", "name", "position", "part", "value", "score"]
@@ -45,7 +48,7 @@ def test_top_is_a_sort():
     assert found.top(11).index.tolist() == expected[:11]
     assert len(found.top(1000)) == SITES * POSITIONS
     for k in (0, -1, True, 2.0):
-        with pytest.raises(PatchingError, match="expected 1 or more"):
+        with pytest.raises(InputError, match="expected 1 or more"):
             found.top(k)
 
 
@@ -177,7 +180,7 @@ BAD = {
 @pytest.mark.parametrize("case", BAD)
 def test_refused(case):
     changes, change, reason = BAD[case]
-    with pytest.raises(PatchingError, match=reason):
+    with pytest.raises(InputError, match=reason):
         sweep(frame=change(values()), **changes)
 
 

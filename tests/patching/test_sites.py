@@ -5,7 +5,12 @@ import torch
 from common import D_MLP, N_LAYERS, tokens
 from models import build
 
-from attn_only_lens import Bilinear, PatchingError, convert, expose_neuron_heads
+from attn_only_lens import (
+    Bilinear,
+    InputError,
+    convert,
+    expose_neuron_heads,
+)
 from attn_only_lens import patching as p
 from attn_only_lens.runs.positions import resolve_positions
 from attn_only_lens.runs.sites import resolve_sites
@@ -71,7 +76,7 @@ def test_heads_that_share_a_neuron(shared):
     (found,) = resolve_sites(shared, ["L1N5.2", "L1N5", "L1N3.0"])
     assert found.names == ("L1N3.0", "L1N5", "L1N5.2")
     assert (found.index.tolist(), found.member.tolist()) == ([3, 5, 5], [0, -1, 2])
-    with pytest.raises(PatchingError, match=r"'L1N5\.4'"):
+    with pytest.raises(InputError, match=r"'L1N5\.4'"):
         resolve_sites(shared, ["L1N5.4"])
 
 
@@ -86,7 +91,7 @@ BAD = {
 
 
 def test_every_bad_name_is_told(model):
-    with pytest.raises(PatchingError) as caught:
+    with pytest.raises(InputError) as caught:
         resolve_sites(model, ["L0N1", "L0N1", *(name for name, _ in BAD.values())])
     assert len(caught.value.reasons) == len(BAD) + 1
     for _, reason in BAD.values():
@@ -96,17 +101,17 @@ def test_every_bad_name_is_told(model):
 
 def test_refused_otherwise(model):
     for nothing in ([], {"L0N1"}, None):
-        with pytest.raises(PatchingError, match="expected neuron_heads"):
+        with pytest.raises(InputError, match="expected neuron_heads"):
             resolve_sites(model, nothing)
-    with pytest.raises(PatchingError, match="got layer 3") as caught:
+    with pytest.raises(InputError, match="got layer 3") as caught:
         resolve_sites(model, p.heads([1, 3, 5]))
     assert len(caught.value.reasons) == 2
-    with pytest.raises(PatchingError, match=r"call attn_only_lens\.convert"):
+    with pytest.raises(InputError, match=r"call attn_only_lens\.convert"):
         resolve_sites(build("gelu"), p.heads())
-    with pytest.raises(PatchingError) as caught:
+    with pytest.raises(InputError) as caught:
         p.all_heads([-1, True, 2, 2, "0"])
     assert len(caught.value.reasons) == 4
-    with pytest.raises(PatchingError, match="got no layers"):
+    with pytest.raises(InputError, match="got no layers"):
         p.heads([])
 
 
@@ -152,13 +157,13 @@ def test_numbers():
     assert list(shown(resolve_positions(pair, [1, 0]))) == [1, 0]
     whole = pair_of([7, 7, 7])
     bad = [0, 0, 7, -8, True, "3", 6, -1]
-    with pytest.raises(PatchingError) as caught:
+    with pytest.raises(InputError) as caught:
         resolve_positions(whole, bad)
     assert len(caught.value.reasons) == 6
     assert "got -1 and 6, the same positions" in str(caught.value)
     for position in (2, -3):
-        with pytest.raises(PatchingError, match=r"in prompts \[1\]"):
+        with pytest.raises(InputError, match=r"in prompts \[1\]"):
             resolve_positions(pair, position)
     for other in ("last", [], 1.5, None):
-        with pytest.raises(PatchingError, match="expected 'each', 'all'"):
+        with pytest.raises(InputError, match="expected 'each', 'all'"):
             resolve_positions(pair, other)

@@ -8,7 +8,13 @@ import torch
 from models import build
 from random_sweeps import values
 
-from attn_only_lens import Bilinear, CheckpointError, PatchingError, convert, expose_neuron_heads
+from attn_only_lens import (
+    Bilinear,
+    CheckpointError,
+    InputError,
+    convert,
+    expose_neuron_heads,
+)
 from attn_only_lens.patching.resume import PartStore
 from attn_only_lens.runs.fingerprint import _description, fingerprint
 
@@ -38,7 +44,7 @@ def test_resumed(tmp_path):
 def test_other_settings_are_named(tmp_path):
     PartStore(tmp_path, SETTINGS, 2)
     other = {"model": "abd", "metric": "kl", "sites": ["L0N1"], "part": "z"}
-    with pytest.raises(PatchingError, match="belongs to another sweep") as caught:
+    with pytest.raises(InputError, match="belongs to another sweep") as caught:
         PartStore(tmp_path, other, 2)
     assert [reason.split(":")[0] for reason in caught.value.reasons] == [
         "model",
@@ -58,7 +64,7 @@ def test_a_part_of_another_sweep_is_refused(tmp_path):
     foreign.write_bytes((tmp_path / "theirs" / "part-000000.parquet").read_bytes())
     with pytest.raises(CheckpointError, match="its settings differ"):
         ours.has(0)
-    with pytest.raises(PatchingError, match="its settings differ"):
+    with pytest.raises(InputError, match="its settings differ"):
         ours.read_all()
     (tmp_path / "ours" / "part-000001.parquet").rename(foreign)
     with pytest.raises(CheckpointError, match="its part differ"):
@@ -77,7 +83,7 @@ def test_damaged_parts_are_told_all_at_once(tmp_path):
     broken = bytearray(second.read_bytes())
     broken[50] ^= 1
     second.write_bytes(broken)
-    with pytest.raises(PatchingError, match="cannot be joined") as caught:
+    with pytest.raises(InputError, match="cannot be joined") as caught:
         store.read_all()
     for path, reason in zip((first, second), caught.value.reasons, strict=True):
         assert str(path) in reason
@@ -93,7 +99,7 @@ def test_refused(tmp_path):
     assert not (tmp_path / "other").exists()
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "thesis.tex").write_text("years")
-    with pytest.raises(PatchingError, match=r"holds \['thesis.tex'\]"):
+    with pytest.raises(InputError, match=r"holds \['thesis.tex'\]"):
         PartStore(tmp_path / "full", SETTINGS, 2)
 
 
@@ -180,7 +186,7 @@ def test_a_sweep_that_is_not_whole_is_refused(tmp_path):
     store = PartStore(tmp_path, SETTINGS, 4)
     for i in (0, 2):
         store.write(i, values(i))
-    with pytest.raises(PatchingError, match="lacks 2 parts, such as 1:"):
+    with pytest.raises(InputError, match="lacks 2 parts, such as 1:"):
         store.read_all()
     store = PartStore(tmp_path, SETTINGS, 1)
     assert len(store.read_all()) == len(values(0))

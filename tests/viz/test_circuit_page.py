@@ -10,7 +10,10 @@ from browser import needs_browser
 from drawn_circuit import EVIL, META, circuit, details
 from page_of_circuit import click, read_back, slide, visible
 
-from attn_only_lens import PictureError, viz
+from attn_only_lens import (
+    InputError,
+    viz,
+)
 from attn_only_lens.viz.coordinates import node_coordinates
 
 
@@ -276,7 +279,7 @@ REFUSED = {
 def test_frames_that_do_not_fit_are_refused(reason):
     nodes, edges = circuit()
     REFUSED[reason](nodes, edges)
-    with pytest.raises(PictureError, match=re.escape(reason)):
+    with pytest.raises(InputError, match=re.escape(reason)):
         page(nodes=nodes, edges=edges)
 
 
@@ -296,13 +299,13 @@ def test_frames_that_do_not_fit_are_refused(reason):
     ],
 )
 def test_the_rest_that_does_not_fit_is_refused(changes, reason):
-    with pytest.raises(PictureError, match=re.escape(reason)):
+    with pytest.raises(InputError, match=re.escape(reason)):
         page(**changes)
 
 
 def test_all_reasons_at_once():
     nodes, edges = circuit()
     broken(nodes_id=(3, "embed@0"), nodes_kind=(4, "mlp"), edges_kind=(3, "v"))(nodes, edges)
-    with pytest.raises(PictureError) as refused:
+    with pytest.raises(InputError) as refused:
         page(nodes=nodes, edges=edges)
     assert len(refused.value.reasons) == 4  # edges of the node that was renamed end nowhere

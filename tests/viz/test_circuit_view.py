@@ -9,7 +9,13 @@ from browser import needs_browser
 from common import needs_hooked_transformer, tokens
 from page_of_circuit import click, read_back, slide, visible
 
-from attn_only_lens import Bilinear, CircuitError, PictureError, convert, expose_neuron_heads, viz
+from attn_only_lens import (
+    Bilinear,
+    InputError,
+    convert,
+    expose_neuron_heads,
+    viz,
+)
 from attn_only_lens import patching as p
 from attn_only_lens.circuits import attribution_graph
 from attn_only_lens.circuits.head_matrices import HeadMatrices
@@ -301,11 +307,11 @@ def test_what_is_not_the_graphs_is_refused(drawn):
         ({"model": models.build("gelu"), "prompts": given}, "no neuron-heads"),
         ({"model": convert(models.build("gelu", scale=0.3)), "prompts": given}, "of another model"),
     ):
-        with pytest.raises(PictureError, match=match):
+        with pytest.raises(InputError, match=match):
             viz.circuit_view(graph, **how)
     model.blocks[0].attn.hook_z.add_perma_hook(lambda value, hook: value)
     try:
-        with pytest.raises(PictureError, match="hook"):
+        with pytest.raises(InputError, match="hook"):
             viz.circuit_view(graph, model, given)
     finally:
         model.reset_hooks(including_permanent=True)
@@ -316,10 +322,10 @@ def test_an_embedding_that_is_not_known_says_how_to_go_on(drawn, monkeypatch):
     graph, model, given, _ = drawn
 
     def unknown(self):
-        raise CircuitError(["its embedding is projected"], "no")
+        raise InputError(["its embedding is projected"], "no")
 
     monkeypatch.setattr(HeadMatrices, "embedding", unknown)
-    with pytest.raises(CircuitError, match="top_tokens=0 draws the graph without"):
+    with pytest.raises(InputError, match="top_tokens=0 draws the graph without"):
         viz.circuit_view(graph, model, given)
 
 

@@ -8,7 +8,11 @@ import pandas as pd
 import pytest
 from browser import needs_browser
 
-from attn_only_lens import Comparison, PictureError, viz
+from attn_only_lens import (
+    Comparison,
+    InputError,
+    viz,
+)
 
 
 def found(null=True, evil="m"):
@@ -127,5 +131,5 @@ def test_the_circuit(opened):
 def test_the_circuit_without_a_browser():
     page = viz.comparison_circuit(found())
     assert re.search(r'"status":\[[^]]*"kept","lost","gained"', page)
-    with pytest.raises(PictureError, match="neither circuit has a node"):
+    with pytest.raises(InputError, match="neither circuit has a node"):
         viz.comparison_circuit(replace(found(), nodes=found().nodes[:0]))

@@ -12,7 +12,7 @@ from common import BATCH, POS, mlp_hook, needs_hooked_transformer, tokens
 
 from attn_only_lens import (
     Bilinear,
-    PictureError,
+    InputError,
     UnknownHeadError,
     UnsupportedCallError,
     calibrate,
@@ -91,7 +91,7 @@ def test_context_is_the_tokens_around():
 )
 def test_refused(texts, mask, reason):
     cache, _ = run("gpt2", "expose")
-    with pytest.raises(PictureError, match=re.escape(reason)):
+    with pytest.raises(InputError, match=re.escape(reason)):
         viz.gate_value_scatter(cache, "L1N29", texts, mask)
 
 
@@ -100,7 +100,7 @@ def test_refused_caches(monkeypatch):
     with pytest.raises(UnknownHeadError):
         viz.gate_value_scatter(cache, "L1H1", TEXTS)
     monkeypatch.setattr("attn_only_lens.viz.gate_value.MOST_POINTS", 19)
-    with pytest.raises(PictureError, match="got 22 tokens; expected 19 at most"):
+    with pytest.raises(InputError, match="got 22 tokens; expected 19 at most"):
         viz.gate_value_scatter(cache, "L1N29", TEXTS)
     del cache.cache_dict[mlp_hook("v")]
     with pytest.raises(UnsupportedCallError, match=f"does not hold {mlp_hook('v')}"):
@@ -113,7 +113,7 @@ def test_heads_with_values_of_their_own_are_refused():
     _, cache = model.run_with_cache(tokens())
     assert viz.gate_value_scatter(cache, "L1N29", TEXTS)
     cache.cache_dict["blocks.3.attn.hook_v"][0, 0, 29 * 4 + 1] += 1.0
-    with pytest.raises(PictureError, match="values of their own"):
+    with pytest.raises(InputError, match="values of their own"):
         viz.gate_value_scatter(cache, "L1N29", TEXTS)
 
 

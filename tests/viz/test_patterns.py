@@ -15,7 +15,7 @@ from common import BATCH, POS, mlp_hook, needs_hooked_transformer, tokens
 
 from attn_only_lens import (
     Bilinear,
-    PictureError,
+    InputError,
     UnknownHeadError,
     UnsupportedCallError,
     convert,
@@ -128,7 +128,7 @@ def test_a_cache_may_have_no_batch(cache):
         cache, NAMES, TEXTS
     )
     assert viz.attention_view(alone, 1, TEXTS) == viz.attention_view(cache, 1, TEXTS)
-    with pytest.raises(PictureError, match="prompts 0 to 0"):
+    with pytest.raises(InputError, match="prompts 0 to 0"):
         viz.attention_view(alone, 1, TEXTS, prompt=1)
 
 
@@ -146,7 +146,7 @@ def test_patterns_of_a_circuits_nodes(ran):
     expected = plain["blocks.1.attn.hook_pattern"][1, 1, 5].tolist()
     assert found["L1H1@5"].pattern == pytest.approx(expected, rel=1e-9)
     for wrong in ({"position": 11}, {"name": "L1H2"}):
-        with pytest.raises(PictureError, match=r"got 'L1H1@5'; the cache holds 2 heads over 11"):
+        with pytest.raises(InputError, match=r"got 'L1H1@5'; the cache holds 2 heads over 11"):
             viz.node_patterns(cache, nodes.iloc[[6]].assign(**wrong))
 
 
@@ -225,7 +225,7 @@ def test_nothing_is_loaded_from_elsewhere(cache):
     ],
 )
 def test_refused(cache, names, texts, how, reason):
-    with pytest.raises(PictureError, match=re.escape(reason)):
+    with pytest.raises(InputError, match=re.escape(reason)):
         viz.neuron_pattern_view(cache, names, texts, **how)
 
 
@@ -233,7 +233,7 @@ def test_refused_names_layers_and_caches(cache):
     with pytest.raises(UnknownHeadError):
         viz.neuron_pattern_view(cache, "L0H1", TEXTS)
     for layer in (2, -1, True):
-        with pytest.raises(PictureError, match="source layers 0 to 1"):
+        with pytest.raises(InputError, match="source layers 0 to 1"):
             viz.attention_view(cache, layer, TEXTS)
     _, partial = cache.model.run_with_cache(tokens(), names_filter="blocks.0.attn.hook_pattern")
     with pytest.raises(UnsupportedCallError, match=r"does not hold blocks\.1\.attn\.hook_pattern"):
@@ -279,7 +279,7 @@ def test_caches_of_a_model_that_had_no_neuron_heads_then_or_has_none_now(reader)
 
 def test_a_text_too_long_to_draw_is_refused(cache, monkeypatch):
     monkeypatch.setattr("attn_only_lens.viz.attention.MOST_CELLS", POS * POS)
-    with pytest.raises(PictureError, match="242 cells"):
+    with pytest.raises(InputError, match="242 cells"):
         viz.attention_view(cache, 1, TEXTS)
 
 

@@ -7,7 +7,10 @@ import pytest
 from browser import needs_browser
 from random_sweeps import POSITIONS, SITES, sweep, values
 
-from attn_only_lens import PatchingError, PictureError, viz
+from attn_only_lens import (
+    InputError,
+    viz,
+)
 
 TEXTS = ["<b>x</b>", "</script>", " the", "\n", "&lt;"]
 LABELS = ["0 <b>x</b>", "1 </script>", "2  the", "3 ↵", "4 &lt;"]
@@ -74,23 +77,23 @@ def test_the_title_says_what_it_is_of():
 
 @pytest.mark.parametrize("draw", [viz.sweep_heatmap, viz.sweep_bars])
 def test_refused(draw):
-    with pytest.raises(PictureError, match="no rows"):
+    with pytest.raises(InputError, match="no rows"):
         draw(sweep().query("layer == 5"))
-    with pytest.raises(PictureError, match=r"got 4 tokens; the sweep has position 4"):
+    with pytest.raises(InputError, match=r"got 4 tokens; the sweep has position 4"):
         draw(sweep(), tokens=TEXTS[:4])
-    with pytest.raises(PictureError, match="got a str for tokens"):
+    with pytest.raises(InputError, match="got a str for tokens"):
         draw(sweep(), tokens="text")
 
 
 def test_refused_too_many():
-    with pytest.raises(PictureError, match="expected 'layer' or 'name'"):
+    with pytest.raises(InputError, match="expected 'layer' or 'name'"):
         viz.sweep_heatmap(sweep(), "head")
-    with pytest.raises(PatchingError, match="expected 1 or more"):
+    with pytest.raises(InputError, match="expected 1 or more"):
         viz.sweep_bars(sweep(), k=0)
     many = values().iloc[:1].loc[[0] * 101].assign(index=range(101))
     many["name"] = [f"L0N{i}" for i in range(101)]
     for call in (lambda s: viz.sweep_heatmap(s, "name"), lambda s: viz.sweep_bars(s, k=101)):
-        with pytest.raises(PictureError, match=r"101.*100 at most"):
+        with pytest.raises(InputError, match=r"101.*100 at most"):
             call(sweep(frame=many))
     assert len(viz.sweep_heatmap(sweep(frame=many.iloc[:100]), "name").data[0].y) == 100
 

@@ -29,7 +29,7 @@ from attn_only_lens.models.checkpoint.packing import pack, unpack
 from attn_only_lens.models.in_place import exposed_heads
 from attn_only_lens.models.source_folder import parse_dtype, plain_config
 from attn_only_lens.models.two_blocks.build import tensor_misfits
-from attn_only_lens.numerics import same_randomness
+from attn_only_lens.numerics import keep_random_state
 from attn_only_lens.runs.attached_hooks import find_hooks, hook_reasons
 from attn_only_lens.storage import out_of_range
 
@@ -130,7 +130,7 @@ def _skeleton(
     """
     if wrong := list(out_of_range(config, "config")):
         raise CheckpointError(f"this is no configuration: {'; '.join(wrong[:5])}")
-    with same_randomness(torch.device("cpu")), torch.device("cpu"):
+    with keep_random_state(torch.device("cpu")), torch.device("cpu"):
         if tensors is not None:
             _require_modest(config, tensors)
         bridge = build_bridge_from_module(**_wrapped(config))
@@ -321,7 +321,7 @@ def _differences(model: Any, twin: Any) -> list[str]:
     tokens = (torch.arange(2 * pos, device=device) % model.cfg.d_vocab).reshape(2, pos)
     logits = []
     for each in (model, twin):
-        with same_randomness(device):  # of dropout, in training
+        with keep_random_state(device):  # of dropout, in training
             logits.append(each(tokens))
     if not torch.equal(*logits):
         difference = (logits[0] - logits[1]).abs().max().item()

@@ -41,7 +41,7 @@ from attn_only_lens.gates import GATES
 from attn_only_lens.models.in_place.exposed import exposed_heads
 from attn_only_lens.models.in_place.heads import MLPHookPoints, activation_error
 from attn_only_lens.models.two_blocks.known_modules import reasons_against
-from attn_only_lens.numerics import normal_numbers, same_randomness
+from attn_only_lens.numerics import keep_random_state, normal_numbers
 from attn_only_lens.tl import MLP, GatedMLP, HookedTransformer
 
 __all__ = [
@@ -215,7 +215,7 @@ def run_mlp(mlp: Any, points: MLPHookPoints, x: Tensor) -> Tensor:
 
 def _run(module: nn.Module, x: Tensor) -> Any:
     try:
-        with same_randomness(x.device):
+        with keep_random_state(x.device):
             return module(x)
     except UnknownMLPError:
         raise
