@@ -23,7 +23,7 @@ from studies import keep
 from torch import Tensor
 from tqdm import tqdm
 
-from attn_only_lens import convert, pretrained
+from attn_only_lens import expose_neuron_heads, pretrained
 from attn_only_lens import patching as p
 from attn_only_lens.models.source_folder import load_source
 from attn_only_lens.patching._attribution import METHODS
@@ -47,10 +47,14 @@ class Pair:
 
 
 def subjects(folder: Path, *, smoke: bool) -> Iterator[tuple[str, Any, Tensor]]:
-    """Models, converted, with prompts."""
+    """Models with neuron-heads, and prompts."""
     shipped = pretrained.modular_addition()
     shipped.to(torch.float64, print_details=False)
-    yield "modular_addition", convert(shipped), pretrained.modular_addition_tokens()
+    yield (
+        "modular_addition",
+        expose_neuron_heads(shipped).model,
+        pretrained.modular_addition_tokens(),
+    )
     for name in () if smoke else REAL:
         if (folder / name).is_dir():
             source = load_source(folder / name).eval()
@@ -58,7 +62,7 @@ def subjects(folder: Path, *, smoke: bool) -> Iterator[tuple[str, Any, Tensor]]:
             if source.cfg.n_key_value_heads is not None:
                 source.set_ungroup_grouped_query_attention(True)
             tokens = load_file(folder / name / "tokens.safetensors")["tokens"].long()
-            yield name, convert(source), tokens[:, : LENGTH.get(name, 16)]
+            yield name, expose_neuron_heads(source).model, tokens[:, : LENGTH.get(name, 16)]
 
 
 @torch.no_grad()

@@ -12,10 +12,7 @@ from common import D_MLP, D_VOCAB, N_LAYERS
 from safetensors.torch import save_file
 from tiny_tokenizer import tiny_tokenizer
 
-from attn_only_lens.tl import (
-    HookedTransformer,
-    HookedTransformerConfig,
-)
+from attn_only_lens.tl import HookedTransformer, HookedTransformerConfig
 
 BASE = {
     "n_layers": N_LAYERS,

@@ -7,13 +7,7 @@ import pytest
 import torch
 from common import D_MLP, tokens
 
-from attn_only_lens import (
-    GrowthError,
-    InputError,
-    UnsupportedModelError,
-    expose_neuron_heads,
-    grow,
-)
+from attn_only_lens import GrowthError, InputError, UnsupportedModelError, expose_neuron_heads, grow
 from attn_only_lens import expansion as ex
 from attn_only_lens import patching as p
 from attn_only_lens.runs.metrics import bind

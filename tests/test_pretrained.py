@@ -15,6 +15,7 @@ from attn_only_lens import (
     Bilinear,
     CheckpointError,
     convert,
+    expose_neuron_heads,
     grow,
     load,
     pretrained,
@@ -57,11 +58,11 @@ def test_models_made_in_inference_mode_can_be_trained(tmp_path):
     tokens = pretrained.modular_addition_tokens()[:3]
     with torch.inference_mode():
         model = pretrained.modular_addition()
-        converted = convert(model, copy_weights=True, gate=Bilinear())
+        converted = expose_neuron_heads(model, copy=True, copy_weights=True, gate=Bilinear()).model
         made = [model, converted, grow(model, d_mlp=521).model]
         made.append(load(save(converted, tmp_path / "saved")))
         if HAS_HOOKED_TRANSFORMER:
-            made.append(to_stock(converted))
+            made.append(to_stock(convert(model, copy_weights=True, gate=Bilinear())))
         logits = [each(tokens) for each in made]
     for each, there in zip(made, logits, strict=True):
         here = each(tokens)

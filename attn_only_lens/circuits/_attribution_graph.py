@@ -30,9 +30,7 @@ from attn_only_lens.circuits.linear_model import (
     linearize,
     metric_inflow,
 )
-from attn_only_lens.errors import (
-    InputError,
-)
+from attn_only_lens.errors import InputError
 from attn_only_lens.heads import host_of, reasons_without_heads
 from attn_only_lens.numerics import full_precision
 from attn_only_lens.runs.inputs import reasons_not_to_run

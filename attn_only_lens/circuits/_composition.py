@@ -60,9 +60,7 @@ from torch import Tensor
 from transformer_lens import FactoredMatrix
 
 from attn_only_lens.circuits.head_matrices import KINDS, HeadMatrices, Kind
-from attn_only_lens.errors import (
-    InputError,
-)
+from attn_only_lens.errors import InputError
 from attn_only_lens.heads import HeadName
 from attn_only_lens.numerics import is_count, to_float64_device
 from attn_only_lens.runs.sites import LayerSites, Selection, Sites, all_heads, resolve_sites

@@ -34,9 +34,7 @@ import pandas as pd
 from torch import Tensor
 
 from attn_only_lens.circuits.ablation import AblatedModel, Ablation, Order
-from attn_only_lens.errors import (
-    InputError,
-)
+from attn_only_lens.errors import InputError
 from attn_only_lens.numerics import is_count
 from attn_only_lens.patching._activation_patch import activation_patch
 from attn_only_lens.patching._attribution import METHODS, attribution

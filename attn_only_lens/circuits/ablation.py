@@ -21,9 +21,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from attn_only_lens.errors import (
-    InputError,
-)
+from attn_only_lens.errors import InputError
 from attn_only_lens.heads import host_of
 from attn_only_lens.heads.host import HeadKind
 from attn_only_lens.patching.results import Sweep

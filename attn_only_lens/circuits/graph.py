@@ -25,9 +25,7 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
-from attn_only_lens.errors import (
-    InputError,
-)
+from attn_only_lens.errors import InputError
 from attn_only_lens.numerics import is_count
 
 __all__ = ["EDGE_COLUMNS", "EDGE_KINDS", "HEADS", "NODE_COLUMNS", "NODE_KINDS", "CircuitGraph"]

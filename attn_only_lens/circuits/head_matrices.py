@@ -21,9 +21,7 @@ from jaxtyping import Float
 from torch import Tensor
 from transformer_lens import FactoredMatrix
 
-from attn_only_lens.errors import (
-    InputError,
-)
+from attn_only_lens.errors import InputError
 from attn_only_lens.heads import host_of
 from attn_only_lens.models.norms import NO_NORM, LayerNorms, Norm
 from attn_only_lens.numerics import float32_if_half

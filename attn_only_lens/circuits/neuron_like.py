@@ -22,9 +22,7 @@ import torch
 from torch import Tensor
 
 from attn_only_lens.axes import Tokens
-from attn_only_lens.errors import (
-    InputError,
-)
+from attn_only_lens.errors import InputError
 from attn_only_lens.heads import host_of
 from attn_only_lens.numerics import to_float64_device
 from attn_only_lens.runs.inputs import checked_tokens

@@ -28,12 +28,7 @@ from attn_only_lens.comparison.batches import Batch
 from attn_only_lens.heads import host_of
 from attn_only_lens.heads.host import HeadKind
 from attn_only_lens.patching._activation_patch import activation_patch
-from attn_only_lens.runs.gradients import (
-    Tape,
-    gradient_node,
-    site_estimates,
-    start_graph,
-)
+from attn_only_lens.runs.gradients import Tape, gradient_node, site_estimates, start_graph
 from attn_only_lens.runs.metrics import require_differentiable
 from attn_only_lens.runs.prompts import PromptPair
 from attn_only_lens.runs.recording import NeuronRun, record_pair

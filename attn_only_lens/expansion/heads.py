@@ -13,12 +13,7 @@ queries of all heads as one vector.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from attn_only_lens.expansion.expansion import (
-    Expansion,
-    Plan,
-    layers_of,
-    reasons_against_count,
-)
+from attn_only_lens.expansion.expansion import Expansion, Plan, layers_of, reasons_against_count
 from attn_only_lens.expansion.provenance import IndexMap
 from attn_only_lens.expansion.weights import Axis, Weights, block_name
 

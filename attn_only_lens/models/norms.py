@@ -28,9 +28,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from transformer_lens.utilities.architectures import POST_NORM_ARCHITECTURES
 
-from attn_only_lens.errors import (
-    InputError,
-)
+from attn_only_lens.errors import InputError
 from attn_only_lens.numerics import normal_numbers
 from attn_only_lens.tl import LayerNorm, LayerNormPre, RMSNorm, RMSNormPre
 

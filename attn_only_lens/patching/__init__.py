@@ -5,14 +5,7 @@ from attn_only_lens.patching._agreement import agreement
 from attn_only_lens.patching._attribution import attribution
 from attn_only_lens.patching._gate_and_value import gate_and_value
 from attn_only_lens.patching.results import Sweep
-from attn_only_lens.runs.metrics import (
-    custom,
-    kl,
-    log_probability,
-    logit_diff,
-    loss,
-    probability,
-)
+from attn_only_lens.runs.metrics import custom, kl, log_probability, logit_diff, loss, probability
 from attn_only_lens.runs.prompts import PromptPair, prompt_pair
 from attn_only_lens.runs.sites import all_heads, heads, neuron_heads
 

@@ -8,9 +8,7 @@ from torch import Tensor, ones_like
 from tqdm.auto import tqdm
 
 from attn_only_lens.axes import Tokens
-from attn_only_lens.errors import (
-    InputError,
-)
+from attn_only_lens.errors import InputError
 from attn_only_lens.heads.host import HEAD_KINDS
 from attn_only_lens.numerics import full_precision, is_count, matmul_precision
 from attn_only_lens.patching.processes import Processes

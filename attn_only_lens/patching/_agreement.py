@@ -3,9 +3,7 @@
 import numpy as np
 import pandas as pd
 
-from attn_only_lens.errors import (
-    InputError,
-)
+from attn_only_lens.errors import InputError
 from attn_only_lens.numerics import is_count, spearman
 from attn_only_lens.patching.results import Sweep
 

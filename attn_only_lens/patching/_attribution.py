@@ -66,10 +66,7 @@ from jaxtyping import Float
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from attn_only_lens.errors import (
-    InputError,
-    UnsupportedModelError,
-)
+from attn_only_lens.errors import InputError, UnsupportedModelError
 from attn_only_lens.heads import host_of, logit_tolerance
 from attn_only_lens.numerics import full_precision, is_count
 from attn_only_lens.patching.results import Sweep

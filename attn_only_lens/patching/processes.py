@@ -14,9 +14,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from attn_only_lens.errors import (
-    InputError,
-)
+from attn_only_lens.errors import InputError
 
 __all__ = ["Processes", "is_first", "n_launched"]
 

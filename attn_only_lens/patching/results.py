@@ -14,9 +14,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from attn_only_lens.errors import (
-    InputError,
-)
+from attn_only_lens.errors import InputError
 from attn_only_lens.numerics import is_count
 from attn_only_lens.runs.recording import RunPair
 from attn_only_lens.storage import Document

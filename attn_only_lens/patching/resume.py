@@ -13,17 +13,9 @@ from typing import Any, TypedDict
 
 import pandas as pd
 
-from attn_only_lens.errors import (
-    CheckpointError,
-    InputError,
-)
+from attn_only_lens.errors import CheckpointError, InputError
 from attn_only_lens.storage import Document, open_folder, path_inside
-from attn_only_lens.storage.tables import (
-    TableFields,
-    read_table,
-    read_table_document,
-    write_table,
-)
+from attn_only_lens.storage.tables import TableFields, read_table, read_table_document, write_table
 
 __all__ = ["MemoryParts", "PartStore"]
 

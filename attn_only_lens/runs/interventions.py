@@ -7,9 +7,7 @@ import torch
 from jaxtyping import Bool
 from torch import Tensor
 
-from attn_only_lens.errors import (
-    InputError,
-)
+from attn_only_lens.errors import InputError
 from attn_only_lens.runs.recording import Recording
 
 __all__ = ["ABLATIONS", "DIRECTIONS", "Ablation", "ablate"]

@@ -25,9 +25,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from attn_only_lens.axes import Logits
-from attn_only_lens.errors import (
-    InputError,
-)
+from attn_only_lens.errors import InputError
 from attn_only_lens.numerics import as_plain, float32_if_half, is_count, to_float64_device
 from attn_only_lens.runs.prompts import PromptPair
 from attn_only_lens.runs.token_texts import token_texts

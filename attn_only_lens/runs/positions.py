@@ -12,9 +12,7 @@ import torch
 from jaxtyping import Bool
 from torch import Tensor
 
-from attn_only_lens.errors import (
-    InputError,
-)
+from attn_only_lens.errors import InputError
 from attn_only_lens.numerics import as_plain, is_count
 from attn_only_lens.runs.prompts import PromptPair
 

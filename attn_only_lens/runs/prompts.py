@@ -13,10 +13,7 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from attn_only_lens.axes import Tokens
-from attn_only_lens.errors import (
-    InputError,
-    UnsupportedCallError,
-)
+from attn_only_lens.errors import InputError, UnsupportedCallError
 from attn_only_lens.runs.inputs import checked_tokens
 from attn_only_lens.runs.token_texts import token_texts
 

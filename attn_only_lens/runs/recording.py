@@ -10,10 +10,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from attn_only_lens.axes import SELF, Residual, Tokens
-from attn_only_lens.errors import (
-    InputError,
-    UnsupportedModelError,
-)
+from attn_only_lens.errors import InputError, UnsupportedModelError
 from attn_only_lens.heads import host_of
 from attn_only_lens.runs.metrics import AnyMetric, BoundMetric, bind, require_distinct
 from attn_only_lens.runs.prompts import PromptPair

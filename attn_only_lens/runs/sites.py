@@ -9,10 +9,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from attn_only_lens.errors import (
-    InputError,
-    UnknownHeadError,
-)
+from attn_only_lens.errors import InputError, UnknownHeadError
 from attn_only_lens.heads import HeadName, host_of, reasons_without_heads
 from attn_only_lens.heads.host import HeadKind
 from attn_only_lens.numerics import as_plain, is_count

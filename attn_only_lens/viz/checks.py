@@ -7,9 +7,7 @@ from typing import Any
 from jaxtyping import Float
 from torch import Tensor
 
-from attn_only_lens.errors import (
-    InputError,
-)
+from attn_only_lens.errors import InputError
 from attn_only_lens.numerics import is_count
 
 __all__ = ["import_extra", "prompt_values", "refuse", "token_reasons"]

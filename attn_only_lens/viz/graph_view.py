@@ -16,9 +16,7 @@ from transformer_lens import ActivationCache
 
 from attn_only_lens.circuits.graph import HEADS, CircuitGraph
 from attn_only_lens.circuits.vocabulary import DirectEffects, TopTokens
-from attn_only_lens.errors import (
-    InputError,
-)
+from attn_only_lens.errors import InputError
 from attn_only_lens.heads import HeadName, host_of, reasons_without_heads
 from attn_only_lens.numerics import full_precision, is_count
 from attn_only_lens.runs.inputs import reasons_not_to_run

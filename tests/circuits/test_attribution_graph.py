@@ -7,13 +7,7 @@ import torch
 from common import IN_PLACE, tokens
 from models import build
 
-from attn_only_lens import (
-    Bilinear,
-    InputError,
-    UnsupportedModelError,
-    convert,
-    expose_neuron_heads,
-)
+from attn_only_lens import Bilinear, InputError, UnsupportedModelError, convert, expose_neuron_heads
 from attn_only_lens import patching as p
 from attn_only_lens.circuits import attribution_graph
 from attn_only_lens.heads import HeadName

@@ -8,11 +8,7 @@ import torch
 import transformers
 from transformer_lens.model_bridge.sources._bridge_builder import build_bridge_from_module
 
-from attn_only_lens import (
-    InputError,
-    circuits,
-    expose_neuron_heads,
-)
+from attn_only_lens import InputError, circuits, expose_neuron_heads
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # TransformerLens' and transformers' own
 D_MLP, HEADS, LAYERS = 37, 2, 2

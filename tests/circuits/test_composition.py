@@ -9,13 +9,7 @@ import torch
 from common import D_MLP, N_LAYERS, tokens
 from models import build
 
-from attn_only_lens import (
-    Bilinear,
-    InputError,
-    calibrate,
-    circuits,
-    convert,
-)
+from attn_only_lens import Bilinear, InputError, calibrate, circuits, convert
 from attn_only_lens import expose_neuron_heads as expose
 from attn_only_lens import patching as p
 from attn_only_lens.circuits._composition import LargestScores, scores, writer_factors

@@ -7,12 +7,7 @@ import torch
 from common import tokens
 from models import build
 
-from attn_only_lens import (
-    Bilinear,
-    InputError,
-    convert,
-    expose_neuron_heads,
-)
+from attn_only_lens import Bilinear, InputError, convert, expose_neuron_heads
 from attn_only_lens import patching as p
 from attn_only_lens.circuits import SHARES, discover, faithfulness
 from attn_only_lens.heads import HeadName

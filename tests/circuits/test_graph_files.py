@@ -8,18 +8,9 @@ from common import tokens
 from models import build
 from sealed_files import rewrite
 
-from attn_only_lens import (
-    CheckpointError,
-    InputError,
-    convert,
-)
+from attn_only_lens import CheckpointError, InputError, convert
 from attn_only_lens import patching as p
-from attn_only_lens.circuits import (
-    attribution_graph,
-    from_json,
-    to_json,
-    to_neuronpedia,
-)
+from attn_only_lens.circuits import attribution_graph, from_json, to_json, to_neuronpedia
 
 METRIC = p.logit_diff(7, 11)
 

@@ -5,12 +5,7 @@ import torch
 from common import D_MLP, N_LAYERS, POS, tokens
 from models import build
 
-from attn_only_lens import (
-    InputError,
-    UnsupportedCallError,
-    circuits,
-    convert,
-)
+from attn_only_lens import InputError, UnsupportedCallError, circuits, convert
 from attn_only_lens import expose_neuron_heads as expose
 
 

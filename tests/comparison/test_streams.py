@@ -12,12 +12,7 @@ from common import mlp_hook, needs_hooked_transformer, tokens
 from models import build
 from tiny_tokenizer import tiny_tokenizer
 
-from attn_only_lens import (
-    ComparisonError,
-    InputError,
-    compare,
-    grow,
-)
+from attn_only_lens import ComparisonError, InputError, compare, grow
 from attn_only_lens import patching as p
 from attn_only_lens.comparison.batches import batches
 

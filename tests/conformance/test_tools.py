@@ -13,12 +13,7 @@ from transformer_lens.tools.analysis import direct_logit_attribution
 from transformer_lens.tools.analysis.attribution_patching import attribution_patch
 from transformer_lens.utilities import composition_scores
 
-from attn_only_lens import (
-    HeadName,
-    UnsupportedCallError,
-    convert,
-    dense_pattern,
-)
+from attn_only_lens import HeadName, UnsupportedCallError, convert, dense_pattern
 
 CLEAN, CORRUPTED = tokens(1, batch=1), tokens(2, batch=1)
 

@@ -10,12 +10,7 @@ from transformer_lens.config import TransformerBridgeConfig
 from transformer_lens.model_bridge import TransformerBridge
 from transformer_lens.model_bridge.sources._bridge_builder import build_bridge_from_module
 
-from attn_only_lens import (
-    Bilinear,
-    InputError,
-    UnsupportedModelError,
-    expose_neuron_heads,
-)
+from attn_only_lens import Bilinear, InputError, UnsupportedModelError, expose_neuron_heads
 from attn_only_lens import patching as p
 from attn_only_lens.runs.metrics import bind
 from attn_only_lens.runs.recording import record

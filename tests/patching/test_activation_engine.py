@@ -9,11 +9,7 @@ import torch
 from common import of_a_library, tokens
 from models import build
 
-from attn_only_lens import (
-    InputError,
-    convert,
-    expose_neuron_heads,
-)
+from attn_only_lens import InputError, convert, expose_neuron_heads
 from attn_only_lens import patching as p
 from attn_only_lens.patching.resume import PartStore
 from attn_only_lens.patching.run_patches import Batching

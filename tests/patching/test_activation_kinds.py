@@ -8,12 +8,7 @@ from common import of_a_library, tokens
 from models import build
 from patched_runs import at, cached, heads_of, hook_point, logit_diff, patched_logits
 
-from attn_only_lens import (
-    Bilinear,
-    InputError,
-    convert,
-    expose_neuron_heads,
-)
+from attn_only_lens import Bilinear, InputError, convert, expose_neuron_heads
 from attn_only_lens import patching as p
 
 BATCH, POS = 3, 11

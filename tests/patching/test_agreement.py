@@ -5,9 +5,7 @@ import pytest
 import scipy.stats
 from random_sweeps import sweep, values
 
-from attn_only_lens import (
-    InputError,
-)
+from attn_only_lens import InputError
 from attn_only_lens import patching as p
 
 EXACT = 1e-12  # means over 65 numbers

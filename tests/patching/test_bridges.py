@@ -6,10 +6,7 @@ from tiny_tokenizer import tiny_tokenizer
 from transformer_lens.config import TransformerBridgeConfig
 from transformer_lens.model_bridge import TransformerBridge
 
-from attn_only_lens import (
-    InputError,
-    expose_neuron_heads,
-)
+from attn_only_lens import InputError, expose_neuron_heads
 from attn_only_lens import patching as p
 from attn_only_lens.runs.fingerprint import fingerprint
 from attn_only_lens.runs.metrics import bind

@@ -7,12 +7,7 @@ from common import tokens
 from models import build
 from patched_runs import at, cached, hook_point, logit_diff, patched_logits
 
-from attn_only_lens import (
-    Bilinear,
-    InputError,
-    convert,
-    expose_neuron_heads,
-)
+from attn_only_lens import Bilinear, InputError, convert, expose_neuron_heads
 from attn_only_lens import patching as p
 
 POS = 11

@@ -8,9 +8,7 @@ from common import tokens
 from models import build
 from tiny_tokenizer import tiny_tokenizer
 
-from attn_only_lens import (
-    InputError,
-)
+from attn_only_lens import InputError
 from attn_only_lens import patching as p
 from attn_only_lens.runs.metrics import bind, require_differentiable, require_distinct
 

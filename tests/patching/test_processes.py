@@ -9,15 +9,13 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from attn_only_lens import (
-    InputError,
-)
+from attn_only_lens import InputError
 from attn_only_lens import patching as p
 from attn_only_lens.patching.processes import Processes
 
 SWEEP = """
 import torch
-from attn_only_lens import convert, patching as p, pretrained
+from attn_only_lens import expose_neuron_heads, patching as p, pretrained
 
 WORDS, WEIGHTS = {"some", "words", "in", "an", "order"}, torch.tensor([7, 8])
 
@@ -27,7 +25,7 @@ def measure(logits):  # identified by each process, with hashes of its own
 
 def swept(resume=None):
     return p.activation_patch(
-        convert(pretrained.modular_addition()), torch.tensor([3, 4, 113]),
+        expose_neuron_heads(pretrained.modular_addition()).model, torch.tensor([3, 4, 113]),
         torch.tensor([3, 5, 113]), measure, batch_size=64, resume=resume)
 """
 SCRIPT = f"""{SWEEP}

@@ -8,9 +8,7 @@ from common import tokens
 from models import build
 from tiny_tokenizer import tiny_tokenizer
 
-from attn_only_lens import (
-    InputError,
-)
+from attn_only_lens import InputError
 from attn_only_lens import patching as p
 
 BATCH, POS = 3, 7

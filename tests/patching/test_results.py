@@ -9,10 +9,7 @@ import pytest
 from random_sweeps import POSITIONS, RUN, SITES, sweep, values
 from sealed_files import rewrite
 
-from attn_only_lens import (
-    CheckpointError,
-    InputError,
-)
+from attn_only_lens import CheckpointError, InputError
 from attn_only_lens import patching as p
 
 COLUMNS = ["layer", "kind", "index", "name", "position", "part", "value", "score"]

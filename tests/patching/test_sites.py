@@ -5,12 +5,7 @@ import torch
 from common import D_MLP, N_LAYERS, tokens
 from models import build
 
-from attn_only_lens import (
-    Bilinear,
-    InputError,
-    convert,
-    expose_neuron_heads,
-)
+from attn_only_lens import Bilinear, InputError, convert, expose_neuron_heads
 from attn_only_lens import patching as p
 from attn_only_lens.runs.positions import resolve_positions
 from attn_only_lens.runs.sites import resolve_sites

@@ -8,13 +8,7 @@ import torch
 from models import build
 from random_sweeps import values
 
-from attn_only_lens import (
-    Bilinear,
-    CheckpointError,
-    InputError,
-    convert,
-    expose_neuron_heads,
-)
+from attn_only_lens import Bilinear, CheckpointError, InputError, convert, expose_neuron_heads
 from attn_only_lens.patching.resume import PartStore
 from attn_only_lens.runs.fingerprint import _description, fingerprint
 

@@ -10,10 +10,7 @@ from browser import needs_browser
 from drawn_circuit import EVIL, META, circuit, details
 from page_of_circuit import click, read_back, slide, visible
 
-from attn_only_lens import (
-    InputError,
-    viz,
-)
+from attn_only_lens import InputError, viz
 from attn_only_lens.viz.coordinates import node_coordinates
 
 

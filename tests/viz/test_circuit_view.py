@@ -9,13 +9,7 @@ from browser import needs_browser
 from common import needs_hooked_transformer, tokens
 from page_of_circuit import click, read_back, slide, visible
 
-from attn_only_lens import (
-    Bilinear,
-    InputError,
-    convert,
-    expose_neuron_heads,
-    viz,
-)
+from attn_only_lens import Bilinear, InputError, convert, expose_neuron_heads, viz
 from attn_only_lens import patching as p
 from attn_only_lens.circuits import attribution_graph
 from attn_only_lens.circuits.head_matrices import HeadMatrices

@@ -8,11 +8,7 @@ import pandas as pd
 import pytest
 from browser import needs_browser
 
-from attn_only_lens import (
-    Comparison,
-    InputError,
-    viz,
-)
+from attn_only_lens import Comparison, InputError, viz
 
 
 def found(null=True, evil="m"):

@@ -7,10 +7,7 @@ import pytest
 from browser import needs_browser
 from random_sweeps import POSITIONS, SITES, sweep, values
 
-from attn_only_lens import (
-    InputError,
-    viz,
-)
+from attn_only_lens import InputError, viz
 
 TEXTS = ["<b>x</b>", "</script>", " the", "\n", "&lt;"]
 LABELS = ["0 <b>x</b>", "1 </script>", "2  the", "3 ↵", "4 &lt;"]

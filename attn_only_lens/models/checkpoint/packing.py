@@ -28,23 +28,28 @@ def pack(named: dict[str, Tensor]) -> tuple[dict[str, Placement], dict[str, Tens
     for name, tensor in named.items():
         sharing.setdefault(tensor.untyped_storage()._cdata, []).append(name)
     placements, flat = {}, {}
-    for name, tensor in named.items():
-        memory = tensor.untyped_storage()
-        first = sharing[memory._cdata][0]
-        if tensor.dtype != named[first].dtype:
-            raise CheckpointError(
-                f"{name} shares memory with {first}, which is of another type: copy one of them"
-            )
-        alone = len(sharing[memory._cdata]) == 1
-        if alone and memory.nbytes() != tensor.numel() * tensor.element_size():
-            tensor = tensor.detach().clone(memory_format=torch.contiguous_format)
-        if name == first:
-            empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-            flat[name] = empty.set_(tensor.untyped_storage())
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        layout = list(tensor.shape), list(tensor.stride())
-        placements[name] = [first, int(tensor.storage_offset()), *layout, dtype]
-    return placements, flat
+    for names in sharing.values():
+        first, tensors = names[0], {name: named[name].detach() for name in names}
+        if len(names) == 1 and _end(tensors[first]) != tensors[first].numel():  # part of something
+            tensors[first] = tensors[first].clone(memory_format=torch.contiguous_format)
+        flat[first] = tensors[first].as_strided((max(map(_end, tensors.values())),), (1,), 0)
+        for name, tensor in tensors.items():
+            if tensor.dtype != flat[first].dtype:
+                raise CheckpointError(
+                    f"{name} shares memory with {first}, which is of another type: copy one of them"
+                )
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            layout = list(tensor.shape), list(tensor.stride())
+            placements[name] = [first, int(tensor.storage_offset()), *layout, dtype]
+    return {name: placements[name] for name in named}, flat
+
+
+def _end(tensor: Tensor) -> int:
+    """The number of entries of its memory up to the last that a tensor has."""
+    if not tensor.numel():
+        return 0
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    return int(tensor.storage_offset()) + 1 + sum((size - 1) * step for size, step in steps)
 
 
 def unpack(placements: dict[str, Placement], flat: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -29,12 +29,7 @@ from attn_only_lens.axes import Residual
 from attn_only_lens.errors import UnsupportedCallError
 from attn_only_lens.heads import logit_tolerance
 from attn_only_lens.numerics import full_precision, normal_numbers
-from attn_only_lens.runs.recording import (
-    input_stream,
-    output_stream,
-    record_streams,
-    run,
-)
+from attn_only_lens.runs.recording import input_stream, output_stream, record_streams, run
 from attn_only_lens.runs.replay.base import Replay, Variants, add_to_mlp_output
 from attn_only_lens.runs.replay.key_values import UNFIT, KeyValues, is_refusal, record_key_values
 
