@@ -209,7 +209,7 @@ Made by `python analyses/bench_patching.py {called}`.
 
 ## Attribution of every neuron at every position
 
-By flops, "exact_gate" and "gradient" cost 3 forward passes (`attributions.py`); times have the
+By flops, "exact_gate" and "gradient" cost 3 forward passes (`_attribution.py`); times have the
 making of a frame with a row for each site in them.
 
 {table(estimates(source, 2 if smoke else 5, device))}

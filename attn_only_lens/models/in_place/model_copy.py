@@ -10,7 +10,7 @@ tensor would separate them.
 what enters a norm or an MLP, each bound to its block: a copy of them would write into the original.
 They are taken off the copy, whose blocks attach their own as they run. Those of transformers, which
 collect outputs on request, are bound to no module. Anybody else's closures could be bound to
-anything, so a bridge with such hooks is refused (`attached_hooks.py` tells them apart).
+anything, so a bridge with such hooks is refused (`runs/attached_hooks.py` tells them apart).
 """
 
 import copy
