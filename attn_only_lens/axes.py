@@ -15,8 +15,6 @@ from typing import TypeAlias
 from jaxtyping import Float, Int
 from torch import Tensor
 
-__all__ = ["BIAS", "SELF", "Logits", "NeuronPattern", "PreActivation", "Residual", "Tokens"]
-
 SELF = 0
 BIAS = 1
 

@@ -3,17 +3,6 @@
 from collections.abc import Sequence
 from typing import Any
 
-__all__ = [
-    "AttnOnlyLensError",
-    "CheckpointError",
-    "ComparisonError",
-    "GrowthError",
-    "InputError",
-    "UnknownHeadError",
-    "UnsupportedCallError",
-    "UnsupportedModelError",
-]
-
 
 class AttnOnlyLensError(Exception):
     """Base class of every error that this package raises on purpose.

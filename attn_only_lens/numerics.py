@@ -19,18 +19,6 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-__all__ = [
-    "as_plain",
-    "float32_if_half",
-    "full_precision",
-    "is_count",
-    "keep_random_state",
-    "matmul_precision",
-    "normal_numbers",
-    "spearman",
-    "to_float64_device",
-]
-
 
 def as_plain(value: Any) -> Any:
     """Return numbers of NumPy, torch or pandas as Python's own; other values as they are.

@@ -18,8 +18,6 @@ the tests, and in trained models:
 
 import torch
 
-__all__ = ["LOGIT_TOLERANCE", "rounding"]
-
 LOGIT_TOLERANCE: dict[torch.dtype, float] = {
     torch.float64: 1e-12,
     torch.float32: 2e-5,

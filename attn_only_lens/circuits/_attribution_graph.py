@@ -39,8 +39,6 @@ from attn_only_lens.runs.prompts import PromptPair, Prompts, single_prompts
 from attn_only_lens.runs.recording import record
 from attn_only_lens.runs.token_texts import token_texts
 
-__all__ = ["LinearGraph", "attribution_graph"]
-
 
 class LinearGraph:
     """Nodes and edges of a linear model as frames, for chosen nodes.

@@ -65,15 +65,6 @@ from attn_only_lens.heads import HeadName
 from attn_only_lens.numerics import is_count, to_float64_device
 from attn_only_lens.runs.sites import LayerSites, Selection, Sites, all_heads, resolve_sites
 
-__all__ = [
-    "LargestScores",
-    "composition",
-    "scores",
-    "top_compositions",
-    "virtual_weights",
-    "writer_factors",
-]
-
 _ROWS = 1024  # of W_E at once
 _MOST_PAIRS = 4_000_000
 _EMBED = "embed"

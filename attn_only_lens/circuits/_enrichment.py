@@ -25,8 +25,6 @@ from attn_only_lens.circuits.head_matrices import HeadMatrices
 from attn_only_lens.numerics import to_float64_device
 from attn_only_lens.runs.sites import neuron_heads, resolve_sites
 
-__all__ = ["enrichment"]
-
 
 @torch.no_grad()
 def enrichment(

@@ -45,8 +45,6 @@ from attn_only_lens.runs.positions import Positions
 from attn_only_lens.runs.prompts import Prompts
 from attn_only_lens.runs.sites import Sites
 
-__all__ = ["SHARES", "Circuit", "Faithfulness", "discover", "faithfulness"]
-
 SHARES = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
 """The shares of all sites that MIB measures."""
 

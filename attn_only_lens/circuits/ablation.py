@@ -33,8 +33,6 @@ from attn_only_lens.runs.prompts import Prompts, prompt_pair
 from attn_only_lens.runs.recording import Hooks, record_pair, run
 from attn_only_lens.runs.sites import resolve_sites
 
-__all__ = ["AblatedModel", "Ablation", "Order"]
-
 Ablation = Literal["zero", "mean", "resample"]
 Order = Literal["magnitude", "signed"]
 _Rows: TypeAlias = npt.NDArray[np.int64]

@@ -41,8 +41,6 @@ from attn_only_lens.heads.names import HeadName
 from attn_only_lens.runs.token_texts import join_tokens
 from attn_only_lens.storage import Document, write_text
 
-__all__ = ["from_json", "to_json", "to_neuronpedia"]
-
 _TYPES = {"layer": "Int64", "position": "Int64", "gradient": "float64", "value": "float64"}
 
 

@@ -28,8 +28,6 @@ import pandas as pd
 from attn_only_lens.errors import InputError
 from attn_only_lens.numerics import is_count
 
-__all__ = ["EDGE_COLUMNS", "EDGE_KINDS", "HEADS", "NODE_COLUMNS", "NODE_KINDS", "CircuitGraph"]
-
 NODE_KINDS = ("embed", "attention", "neuron", "bias", "rest", "offset", "metric")
 HEADS = ("attention", "neuron")
 EDGE_KINDS = ("value", "q", "k")

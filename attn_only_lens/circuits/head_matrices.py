@@ -27,8 +27,6 @@ from attn_only_lens.models.norms import NO_NORM, LayerNorms, Norm
 from attn_only_lens.numerics import float32_if_half
 from attn_only_lens.runs.sites import ALL_MEMBERS, LayerSites
 
-__all__ = ["KINDS", "HeadMatrices", "Kind"]
-
 Kind = Literal["q", "k", "v"]
 KINDS: tuple[str, ...] = get_args(Kind)
 

@@ -53,8 +53,6 @@ from attn_only_lens.runs.gradients import Tape, as_leaf, edit_input, start_graph
 from attn_only_lens.runs.metrics import BoundMetric
 from attn_only_lens.runs.recording import Hooks, Recording, run
 
-__all__ = ["Inflow", "LinearModel", "Sublayer", "inflows", "linearize", "metric_inflow"]
-
 
 @dataclass(frozen=True, eq=False)
 class Sublayer:

@@ -28,8 +28,6 @@ from attn_only_lens.numerics import to_float64_device
 from attn_only_lens.runs.inputs import checked_tokens
 from attn_only_lens.runs.sites import LayerSites, heads, resolve_sites
 
-__all__ = ["neuron_like_heads"]
-
 _PROBLEM = "the attention of these heads cannot be measured"
 _ROUNDING = 1e-2  # of a row of a pattern that adds up to 1, in half precision
 

@@ -24,8 +24,6 @@ from attn_only_lens.heads import HeadName, host_of
 from attn_only_lens.numerics import float32_if_half
 from attn_only_lens.runs.sites import ALL_MEMBERS, LayerSites
 
-__all__ = ["DirectEffects", "TopTokens"]
-
 _ROWS = 64  # of d_vocab numbers at once
 TopTokens: TypeAlias = list[tuple[int, float]]
 """Tokens and scores, the largest first."""

@@ -2,7 +2,5 @@
 
 from attn_only_lens.cli import app
 
-__all__ = ["app"]
-
 if __name__ == "__main__":
     app()

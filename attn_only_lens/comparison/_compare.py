@@ -43,8 +43,6 @@ from attn_only_lens.runs.prompts import Prompts
 from attn_only_lens.runs.sites import all_heads, resolve_sites
 from attn_only_lens.runs.token_texts import token_texts
 
-__all__ = ["compare"]
-
 _PROBLEM = "these cannot be compared"
 _LABELS = ("the original", "the grown model", "the null")
 

@@ -20,8 +20,6 @@ from attn_only_lens.heads import HeadName
 from attn_only_lens.heads.host import HeadKind
 from attn_only_lens.runs.sites import ALL_MEMBERS, LayerSites, all_heads, resolve_sites
 
-__all__ = ["Alignment", "SharedComponents", "align"]
-
 _SHOWN = 5
 
 

@@ -34,8 +34,6 @@ from attn_only_lens.runs.prompts import PromptPair
 from attn_only_lens.runs.recording import NeuronRun, record_pair
 from attn_only_lens.runs.sites import LayerSites, hook_name
 
-__all__ = ["BatchRun", "add_patching", "on_device_of", "run_batch"]
-
 
 @dataclass(frozen=True, eq=False)
 class BatchRun:

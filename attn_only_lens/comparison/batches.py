@@ -25,8 +25,6 @@ from attn_only_lens.runs.inputs import checked_tokens
 from attn_only_lens.runs.metrics import AnyMetric
 from attn_only_lens.runs.prompts import PromptPair, Prompts, prompt_pair, single_prompts
 
-__all__ = ["Batch", "PromptSource", "batches"]
-
 _Rows: TypeAlias = Tensor | PromptPair
 PromptSource: TypeAlias = Prompts | PromptPair | Iterable[_Rows | tuple[_Rows, AnyMetric]]
 _AS_TENSOR = "torch.as_tensor(tokens) makes a tensor of an array or of lists"

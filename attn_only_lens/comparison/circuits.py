@@ -44,16 +44,6 @@ from attn_only_lens.runs.metrics import bind
 from attn_only_lens.runs.recording import record
 from attn_only_lens.runs.sites import LayerSites, all_heads, resolve_sites
 
-__all__ = [
-    "CircuitFrames",
-    "Overlap",
-    "Resampling",
-    "compare_circuits",
-    "largest",
-    "overlap_measures",
-    "select_mass",
-]
-
 _Floats: TypeAlias = npt.NDArray[np.float64]
 _Ints: TypeAlias = npt.NDArray[np.int64]
 

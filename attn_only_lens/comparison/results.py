@@ -12,8 +12,6 @@ from attn_only_lens.errors import CheckpointError
 from attn_only_lens.storage import Document, FileDigest, check_files, file_digests, open_folder
 from attn_only_lens.storage.tables import TableFields, read_table, write_table
 
-__all__ = ["Comparison"]
-
 _FRAMES = ("heads", "neurons", "new", "silent", "circuits", "nodes", "edges")
 _MANIFEST = "comparison.json"
 

@@ -64,8 +64,6 @@ from attn_only_lens.numerics import float32_if_half, to_float64_device
 from attn_only_lens.runs.sites import LayerSites, all_heads, resolve_sites
 from attn_only_lens.tolerances import rounding
 
-__all__ = ["Statistics", "gate_divergence", "pattern_divergence"]
-
 _Floats: TypeAlias = npt.NDArray[np.float64]
 _ROUNDINGS = 16  # of a row's sum: anything missing beyond them is a sink's
 

@@ -13,8 +13,6 @@ from torch import Tensor
 from attn_only_lens.expansion.provenance import IndexMap, Provenance
 from attn_only_lens.expansion.weights import Axis, in_layer, tail
 
-__all__ = ["ActivationMap", "activation_map"]
-
 # Labels of the axes after batch and pos; None for an axis that does not grow.
 _STREAM = (
     *("hook_embed", "hook_pos_embed", "hook_resid_pre", "hook_resid_mid", "hook_resid_post"),

@@ -21,8 +21,6 @@ from attn_only_lens.expansion.provenance import Provenance
 from attn_only_lens.expansion.weights import WRITERS, Weights, tail
 from attn_only_lens.numerics import to_float64_device
 
-__all__ = ["CentreStream", "is_layer_norm"]
-
 
 def is_layer_norm(weights: Weights) -> bool:
     """Return True if the norms in the blocks subtract a mean."""

@@ -23,20 +23,6 @@ from attn_only_lens.expansion.provenance import IndexMap, Provenance, ZeroEntrie
 from attn_only_lens.expansion.weights import Axis, Weights, axes_of, block_name, in_layer, tail
 from attn_only_lens.numerics import as_plain, is_count
 
-__all__ = [
-    "Expansion",
-    "ExpansionSequence",
-    "Plan",
-    "apply_plan",
-    "compose",
-    "is_index",
-    "layers_of",
-    "only_for",
-    "reasons_against_bytes",
-    "reasons_against_count",
-    "reasons_against_heads",
-]
-
 
 @dataclass(frozen=True)
 class Plan:

@@ -17,8 +17,6 @@ from attn_only_lens.expansion.expansion import Expansion, Plan, layers_of, reaso
 from attn_only_lens.expansion.provenance import IndexMap
 from attn_only_lens.expansion.weights import Axis, Weights, block_name
 
-__all__ = ["AddHeads"]
-
 
 @dataclass(frozen=True)
 class AddHeads(Expansion):

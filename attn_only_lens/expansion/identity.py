@@ -18,8 +18,6 @@ from torch import Tensor
 
 from attn_only_lens.tolerances import rounding
 
-__all__ = ["Identity", "identity_of"]
-
 _GOLDEN = (math.sqrt(5) + 1) / 2
 _ROW = 2**11  # entries of a row; as many rows are summed at a time, in float64
 

@@ -15,8 +15,6 @@ from attn_only_lens.expansion.expansion import Expansion, Plan, is_index
 from attn_only_lens.expansion.provenance import IndexMap
 from attn_only_lens.expansion.weights import Weights, block_name
 
-__all__ = ["InsertLayer"]
-
 _ZERO = ("attn.W_O", "attn.b_O", "mlp.W_out", "mlp.b_out", "ln1_post.b", "ln2_post.b")
 _AFTER = {"ln1.b", "ln2.b"}  # where these stand after the sublayers
 

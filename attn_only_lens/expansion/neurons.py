@@ -12,8 +12,6 @@ from attn_only_lens.expansion.expansion import Expansion, Plan, layers_of, reaso
 from attn_only_lens.expansion.provenance import IndexMap
 from attn_only_lens.expansion.weights import Axis, Weights, block_name
 
-__all__ = ["AddNeurons"]
-
 
 @dataclass(frozen=True)
 class AddNeurons(Expansion):

@@ -20,8 +20,6 @@ from attn_only_lens.expansion.identity import Identity
 from attn_only_lens.expansion.weights import Axis, Constants, axes_of, block_name, in_layer, tail
 from attn_only_lens.heads.names import HeadName
 
-__all__ = ["IndexMap", "Provenance", "TensorMap", "ZeroEntries"]
-
 
 @dataclass(frozen=True)
 class IndexMap:

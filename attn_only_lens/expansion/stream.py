@@ -31,8 +31,6 @@ from attn_only_lens.expansion.initialise import Initialiser
 from attn_only_lens.expansion.provenance import IndexMap, Provenance
 from attn_only_lens.expansion.weights import WRITERS, Axis, Weights, block_name, tail
 
-__all__ = ["WidenStream"]
-
 _BLOCK_READERS = {"attn.W_Q", "attn.W_K", "attn.W_V", "mlp.W_in", "mlp.W_gate"}
 _QUERIES_AND_KEYS = {"attn.W_Q", "attn.b_Q", "attn.W_K", "attn.b_K"}
 _BLOCK_NORMS = ("ln1", "ln2", "ln1_post", "ln2_post")

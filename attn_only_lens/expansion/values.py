@@ -18,8 +18,6 @@ from attn_only_lens.expansion.expansion import (
 from attn_only_lens.expansion.provenance import IndexMap
 from attn_only_lens.expansion.weights import Axis, Weights, block_name
 
-__all__ = ["WidenValues"]
-
 
 @dataclass(frozen=True)
 class WidenValues(Expansion):

@@ -19,18 +19,6 @@ from typing import Literal, NamedTuple, TypeAlias
 
 from torch import Tensor
 
-__all__ = [
-    "WRITERS",
-    "Axis",
-    "Constants",
-    "Norm",
-    "Weights",
-    "axes_of",
-    "block_name",
-    "in_layer",
-    "tail",
-]
-
 Norm: TypeAlias = Literal["LN", "LNPre", "RMS", "RMSPre"] | None
 
 _AXES: dict[str, tuple[str, ...]] = {

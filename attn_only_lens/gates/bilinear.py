@@ -63,8 +63,6 @@ from torch import Tensor
 
 from attn_only_lens.numerics import float32_if_half
 
-__all__ = ["BilinearGate", "largest_query"]
-
 
 @dataclass(frozen=True)
 class BilinearGate:

@@ -68,8 +68,6 @@ from torch import Tensor
 from attn_only_lens.gates.bilinear import BilinearGate
 from attn_only_lens.gates.exact import GATES
 
-__all__ = ["certified_bound"]
-
 _PLAIN = ("gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh")
 _END = 20  # T
 _PLAIN_CURVATURE = 3.1

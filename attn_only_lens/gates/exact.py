@@ -27,8 +27,6 @@ from torch import Tensor
 
 from attn_only_lens.numerics import float32_if_half
 
-__all__ = ["GATES", "QUICK_GELU_SLOPE", "Gate"]
-
 QUICK_GELU_SLOPE = 1.702
 _GELU_TANH_SLOPE = 2.0 * math.sqrt(2.0 / math.pi)
 _GELU_TANH_CUBIC = 0.044715

@@ -27,8 +27,6 @@ from typing import Literal
 from attn_only_lens.gates.bilinear import BilinearGate
 from attn_only_lens.gates.exact import QUICK_GELU_SLOPE
 
-__all__ = ["bilinear_gate", "gates_from_json", "table"]
-
 _DEFAULT_TOLERANCE = 1e-3  # gelu then takes 4 heads
 _DEFAULT_GATED_HEADS = 8
 _LEAST_TOLERANCE = 1e-12  # what float64 keeps of an activation; relu's slope stays in float32

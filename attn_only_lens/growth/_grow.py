@@ -23,8 +23,6 @@ from attn_only_lens.growth.two_blocks import ConvertedModel
 from attn_only_lens.models.in_place.known_mlps import non_finite_weights
 from attn_only_lens.numerics import as_plain, is_count
 
-__all__ = ["Grown", "grow", "identity", "read"]
-
 _KINDS: tuple[type[Growable], ...] = (HookedModel, ConvertedModel, NativeBridge)
 _CENTRED = (
     "centred: everything that writes to the residual stream lost its mean over d_model, which "

@@ -13,8 +13,6 @@ from attn_only_lens.growth.hooked import HookedModel
 from attn_only_lens.numerics import as_plain, is_count, to_float64_device
 from attn_only_lens.runs.inputs import checked_tokens
 
-__all__ = ["gradient_products"]
-
 
 def gradient_products(
     model: Any,

@@ -11,8 +11,6 @@ from torch import Tensor
 from attn_only_lens.expansion import Weights
 from attn_only_lens.runs.attached_hooks import hook_reasons
 
-__all__ = ["Growable", "Parameter", "shared_parameter_reasons"]
-
 _FIELDS = {"head": "n_heads", "d_query": "d_head", "d_mlp": "d_mlp", "kv_head": "n_key_value_heads"}
 
 

@@ -39,8 +39,6 @@ from attn_only_lens.storage import (
     write_tensors,
 )
 
-__all__ = ["read_provenance", "save_grown"]
-
 _Runs = list[tuple[int, int]]
 _LONGEST = 10**8
 

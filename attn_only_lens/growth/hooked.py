@@ -25,14 +25,6 @@ from attn_only_lens.tl import (
     quiet,
 )
 
-__all__ = [
-    "HookedModel",
-    "config_fields",
-    "constant_reasons",
-    "constants_of",
-    "norm_reasons",
-]
-
 # TransformerLens reads this off the name of the architecture, not off a flag.
 _ALL_HEADS_NORMED = (*POST_NORM_ARCHITECTURES, "OlmoeForCausalLM")
 _BLOCK_NORMS = ("ln1", "ln2", "ln1_post", "ln2_post")

@@ -24,8 +24,6 @@ from attn_only_lens.growth.hooked import config_fields
 from attn_only_lens.models.in_place import exposed_heads, reasons_against_copying
 from attn_only_lens.numerics import keep_random_state
 
-__all__ = ["NativeBridge"]
-
 _WRAPPED = "_original_component."  # of a part of the bridge, the module that it wraps
 _LAYER = re.compile(r"layers\.(\d+)\.(.+)")
 # In any case of letters, as the model reads its configuration.

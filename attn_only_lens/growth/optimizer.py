@@ -32,8 +32,6 @@ from attn_only_lens.errors import GrowthError
 from attn_only_lens.expansion.provenance import Provenance, TensorMap
 from attn_only_lens.growth.growable import Growable, Parameter
 
-__all__ = ["OptimizerT", "grown_optimizer"]
-
 OptimizerT = TypeVar("OptimizerT", bound=Optimizer)
 _PROBLEM = "this optimizer cannot be grown"
 # The power of 1 / s that multiplies moments, and settings of a group.

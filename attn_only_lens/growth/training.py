@@ -24,8 +24,6 @@ from attn_only_lens.numerics import as_plain, is_count
 from attn_only_lens.runs.identity import Unidentified, identity
 from attn_only_lens.storage import Document, atomic_write, read_tensors, write_tensors
 
-__all__ = ["Training"]
-
 _PROBLEM = "this training cannot go on"
 
 

@@ -26,8 +26,6 @@ from attn_only_lens.heads.host import block_kind, block_layer, heads_block, neur
 from attn_only_lens.models.two_blocks import AttentionOnlyTransformer, LayerSizes, rebuild
 from attn_only_lens.models.two_blocks.known_modules import module_reasons
 
-__all__ = ["ConvertedModel"]
-
 _BLOCK = re.compile(r"blocks\.(\d+)\.([^.]+)(.*)")
 # The parts of a neuron block.
 _PARTS_IN_SOURCE = {"attn": "mlp", "ln1": "ln2", "ln1_post": "ln2_post"}

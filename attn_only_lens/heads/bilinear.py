@@ -25,8 +25,6 @@ from attn_only_lens.gates import BilinearGate
 from attn_only_lens.heads.computation import NeuronHeads
 from attn_only_lens.numerics import float32_if_half
 
-__all__ = ["BilinearHeads"]
-
 
 class BilinearHeads(NeuronHeads):
     """Run the hook points of heads that share their neurons."""

@@ -17,8 +17,6 @@ from attn_only_lens.axes import BIAS, SELF, NeuronPattern, PreActivation
 from attn_only_lens.heads.gating import AnyGate
 from attn_only_lens.tolerances import LOGIT_TOLERANCE
 
-__all__ = ["NeuronHeads", "is_live", "logit_tolerance", "require_grad_like"]
-
 
 def is_live(point: HookPoint) -> bool:
     """Return whether a hook would see or change the activation at this point."""

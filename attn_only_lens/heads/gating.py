@@ -6,8 +6,6 @@ from typing import Any, Literal
 
 from attn_only_lens.gates import GATES, BilinearGate, Gate, bilinear_gate
 
-__all__ = ["EXACT", "AnyGate", "Gating"]
-
 AnyGate = Gate | BilinearGate
 
 

@@ -10,21 +10,6 @@ from typing import Any, ClassVar, Literal, get_args
 
 from attn_only_lens.errors import UnsupportedCallError
 
-__all__ = [
-    "HEAD_KINDS",
-    "POINTS",
-    "HeadKind",
-    "Host",
-    "WithNeuronHeads",
-    "block_kind",
-    "block_layer",
-    "has_neuron_heads",
-    "heads_block",
-    "host_of",
-    "neurons_block",
-    "reasons_without_heads",
-]
-
 HeadKind = Literal["attention", "neuron"]
 HEAD_KINDS: tuple[HeadKind, ...] = get_args(HeadKind)
 

@@ -18,8 +18,6 @@ from torch import nn
 from attn_only_lens.errors import UnknownHeadError, UnsupportedCallError
 from attn_only_lens.heads.host import POINTS, HeadKind, block_layer, has_neuron_heads, host_of
 
-__all__ = ["HeadName", "head_labels", "neuron_labels"]
-
 _LETTER: dict[HeadKind, str] = {"attention": "H", "neuron": "N"}
 _KIND: dict[str, HeadKind] = {letter: kind for kind, letter in _LETTER.items()}
 _NUMBER = r"(0|[1-9]\d*)"

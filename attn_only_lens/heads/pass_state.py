@@ -10,8 +10,6 @@ from contextlib import contextmanager
 from types import MappingProxyType
 from typing import Any
 
-__all__ = ["PassState"]
-
 _NOTHING: Mapping[Any, Any] = MappingProxyType({})
 
 

@@ -12,14 +12,6 @@ from attn_only_lens.errors import UnknownHeadError, UnsupportedCallError
 from attn_only_lens.heads.host import HeadKind, has_neuron_heads, host_of
 from attn_only_lens.heads.names import HeadName
 
-__all__ = [
-    "cached_activation",
-    "dense_pattern",
-    "neuron_gate",
-    "neuron_pattern",
-    "require_neuron_heads",
-]
-
 
 def neuron_pattern(cache: ActivationCache, name: str) -> Float[Tensor, "batch pos key=2"]:
     """Return the attention of one neuron-head: by each token to (itself, the bias token).

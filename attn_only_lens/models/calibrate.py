@@ -15,8 +15,6 @@ from attn_only_lens.numerics import as_plain
 from attn_only_lens.runs.inputs import checked_tokens
 from attn_only_lens.tl import HookedTransformer
 
-__all__ = ["Calibration", "calibrate"]
-
 _PROBLEM = "this model cannot be calibrated"
 
 

@@ -12,8 +12,6 @@ from attn_only_lens.models.two_blocks.known_modules import reasons_against
 from attn_only_lens.runs.attached_hooks import hook_reasons
 from attn_only_lens.tl import HookedTransformer
 
-__all__ = ["convert"]
-
 
 @torch.inference_mode(False)  # weights of inference mode could never be trained
 def convert(

@@ -31,8 +31,6 @@ from attn_only_lens.models.in_place.known_mlps import (
 from attn_only_lens.numerics import full_precision, normal_numbers
 from attn_only_lens.tl import HookedTransformer
 
-__all__ = ["ExposedNeurons", "expose_as", "expose_neuron_heads"]
-
 _PROBLEM = "the neuron-heads of this model cannot be exposed"
 
 

@@ -10,8 +10,6 @@ from attn_only_lens.heads import EXACT, Gating
 from attn_only_lens.models.calibrate import Calibration
 from attn_only_lens.numerics import as_plain
 
-__all__ = ["Bilinear", "GateOption", "gating_for"]
-
 
 @dataclass(frozen=True)
 class Bilinear:

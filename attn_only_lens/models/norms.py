@@ -32,17 +32,6 @@ from attn_only_lens.errors import InputError
 from attn_only_lens.numerics import normal_numbers
 from attn_only_lens.tl import LayerNorm, LayerNormPre, RMSNorm, RMSNormPre
 
-__all__ = [
-    "NO_NORM",
-    "LayerNorms",
-    "Norm",
-    "bridge_final_norm",
-    "bridge_norms",
-    "hooked_final_norm",
-    "hooked_norms",
-    "require_bridge_weights",
-]
-
 _PROBLEM = "this model has norms or sublayers of an unknown structure"
 _UNCHECKED = 1e-2  # of half precision: a transposed or permuted matrix is wrong by about 1
 _NORMS = ("ln1", "ln2", "ln1_post", "ln2_post")

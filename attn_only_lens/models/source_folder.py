@@ -38,25 +38,6 @@ from attn_only_lens.tl import (
     require_hooked_transformer,
 )
 
-__all__ = [
-    "COMPUTED",
-    "CONFIG",
-    "DTYPES",
-    "GROWN",
-    "PROVENANCE",
-    "TOKENIZER",
-    "WEIGHTS",
-    "GrownFields",
-    "checkpoint_errors",
-    "load_source",
-    "load_tokenizer",
-    "parse_device",
-    "parse_dtype",
-    "plain_config",
-    "read_folder",
-    "reasons_against_config",
-]
-
 CONFIG, WEIGHTS, TOKENIZER = "config.json", "model.safetensors", "tokenizer"
 PROVENANCE = "provenance.json"
 COMPUTED = ("attn.mask", "attn.IGNORE", "attn.rotary_sin", "attn.rotary_cos")

@@ -62,8 +62,6 @@ from attn_only_lens.tl import (
     TransformerBlock,
 )
 
-__all__ = ["Mixture", "mixture", "neuron_heads", "stock_bytes", "to_stock", "write_heads"]
-
 _PROBLEM = "this model cannot be made of TransformerLens' own parts"
 _SLOPES = {"silu": 1.0, "quick_gelu": QUICK_GELU_SLOPE}
 _ALIBI = 2  # coordinates, the first of each head, that hold alibi positions

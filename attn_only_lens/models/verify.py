@@ -24,8 +24,6 @@ from attn_only_lens.numerics import full_precision, to_float64_device
 from attn_only_lens.runs.inputs import checked_tokens
 from attn_only_lens.tl import GatedMLP, HookedTransformer
 
-__all__ = ["Verification", "verify"]
-
 _ROUNDING = 1e-14  # of an activation evaluated in float64: silu's bound is 0
 
 

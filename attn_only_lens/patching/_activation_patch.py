@@ -27,8 +27,6 @@ from attn_only_lens.runs.recording import Recording, RunPair, record, record_pai
 from attn_only_lens.runs.replay import Replay, make_replay
 from attn_only_lens.runs.sites import PARTS, LayerSites, Part, Sites, all_heads, resolve_sites
 
-__all__ = ["activation_patch"]
-
 
 def activation_patch(
     model: Any,

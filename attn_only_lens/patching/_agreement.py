@@ -7,8 +7,6 @@ from attn_only_lens.errors import InputError
 from attn_only_lens.numerics import is_count, spearman
 from attn_only_lens.patching.results import Sweep
 
-__all__ = ["agreement"]
-
 _SITE = ["name", "position", "part"]
 _SAME_RUN = 0.01  # of the metric's span: more than any dtype's rounding, less than other prompts
 

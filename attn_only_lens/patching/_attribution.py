@@ -93,8 +93,6 @@ from attn_only_lens.runs.recording import Recording, Side, record_pair, run
 from attn_only_lens.runs.sites import PARTS, Part, Sites, all_heads, hook_name, resolve_sites
 from attn_only_lens.tolerances import LOGIT_TOLERANCE
 
-__all__ = ["METHODS", "Method", "attribution", "integrated_gradients"]
-
 Method = Literal["gradient", "exact_gate", "integrated", "frozen_pattern"]
 METHODS: tuple[str, ...] = get_args(Method)
 _TRACED = ("gradient", "exact_gate")  # by the very run that is recorded

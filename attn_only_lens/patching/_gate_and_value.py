@@ -36,8 +36,6 @@ from attn_only_lens.runs.recording import record
 from attn_only_lens.runs.sites import LayerSites, Part, Sites, neuron_heads, resolve_sites
 from attn_only_lens.storage import open_folder
 
-__all__ = ["gate_and_value"]
-
 _SITE = ["layer", "index", "name", "position"]
 
 

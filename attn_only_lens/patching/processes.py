@@ -16,8 +16,6 @@ import torch
 
 from attn_only_lens.errors import InputError
 
-__all__ = ["Processes", "is_first", "n_launched"]
-
 _SIZES = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
 """Variables in which torchrun, accelerate and MPI's launchers give the number of processes."""
 

@@ -20,8 +20,6 @@ from attn_only_lens.runs.recording import RunPair
 from attn_only_lens.storage import Document
 from attn_only_lens.storage.tables import TableFields, read_table, write_table
 
-__all__ = ["BASELINE", "MEASURED", "Sweep"]
-
 BASELINE = {"denoise": 0.0, "noise": 1.0, "zero": 1.0, "mean": 1.0, "resample": 1.0, "bias": 1.0}
 """The score of the run that is patched into, by direction; ablations are of the clean run."""
 

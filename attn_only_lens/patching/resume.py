@@ -17,8 +17,6 @@ from attn_only_lens.errors import CheckpointError, InputError
 from attn_only_lens.storage import Document, open_folder, path_inside
 from attn_only_lens.storage.tables import TableFields, read_table, read_table_document, write_table
 
-__all__ = ["MemoryParts", "PartStore"]
-
 _SETTINGS = "settings.json"
 _MISSING = "<missing>"
 

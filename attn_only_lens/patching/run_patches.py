@@ -24,8 +24,6 @@ from attn_only_lens.runs.recording import Recording
 from attn_only_lens.runs.replay import Replay, Variants
 from attn_only_lens.runs.sites import LayerSites, Part, hook_name
 
-__all__ = ["Batching", "PatchRunner", "SiteGroup", "site_groups"]
-
 # At GPT-2 small's shape on one thread 512, 1024 and 2048 are within a tenth of each other, 128 is
 # slower by a tenth, 4096 and 8192 by a sixth: they only leave the caches.
 _CPU_TOKENS = 2048

@@ -20,8 +20,6 @@ from attn_only_lens.errors import CheckpointError
 from attn_only_lens.models.source_folder import load_source, parse_device, parse_dtype, read_folder
 from attn_only_lens.tl import HAS_HOOKED_TRANSFORMER, HookedTransformer, convert_tl_checkpoint
 
-__all__ = ["MODULUS", "load_bridge", "modular_addition", "modular_addition_tokens"]
-
 
 def load_bridge(
     folder: Path, *, dtype: str | torch.dtype, device: str | torch.device

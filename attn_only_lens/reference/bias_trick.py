@@ -27,8 +27,6 @@ from attn_only_lens.reference.matrices import check_matrix, check_vector, direct
 from attn_only_lens.reference.theorem_6 import linear_head
 from attn_only_lens.reference.transformer import MLP, GeneralizedSiLU
 
-__all__ = ["append_ones", "constant_head", "head_with_biases", "mlp_with_biases"]
-
 
 def append_ones(X: Float[Tensor, "n_tokens d"]) -> Float[Tensor, "n_tokens d+1"]:
     """[X | 1].

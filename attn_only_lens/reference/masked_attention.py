@@ -19,8 +19,6 @@ from torch import Tensor
 
 from attn_only_lens.reference.matrices import check_matrix
 
-__all__ = ["Head", "msoftmax"]
-
 
 def msoftmax(
     A: Float[Tensor, "n_queries n_keys"], mask: Float[Tensor, "n_queries n_keys"]

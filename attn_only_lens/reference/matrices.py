@@ -9,8 +9,6 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-__all__ = ["block", "check_matrix", "check_vector", "direct_sum", "ones", "zeros"]
-
 
 def zeros(rows: int, columns: int) -> Float[Tensor, "rows columns"]:
     """The matrix **0** of the paper, in float64."""

@@ -39,8 +39,6 @@ from attn_only_lens.reference.matrices import check_matrix, zeros
 from attn_only_lens.reference.theorem_2 import generalized_silu, neuron_mask
 from attn_only_lens.reference.transformer import MLP
 
-__all__ = ["FactoredHead", "factored_heads", "persistent_vector"]
-
 
 def persistent_vector(d: int) -> Float[Tensor, "1 d+1"]:
     """(0, …, 0, 1) with d zeros: the bias token, as a row.

@@ -36,8 +36,6 @@ from attn_only_lens.reference.masked_attention import Head
 from attn_only_lens.reference.matrices import block, direct_sum, ones, zeros
 from attn_only_lens.reference.transformer import MLP, GeneralizedSiLU
 
-__all__ = ["generalized_silu", "neuron_heads", "neuron_mask"]
-
 
 def neuron_mask(n_tokens: int) -> Float[Tensor, "n_tokens+1 n_tokens+1"]:
     """Λ of Theorem 2: every token sees itself and the bias token, which sees itself.

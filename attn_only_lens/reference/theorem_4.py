@@ -40,8 +40,6 @@ from attn_only_lens.reference.matrices import check_matrix, direct_sum
 from attn_only_lens.reference.theorem_2 import neuron_heads
 from attn_only_lens.reference.transformer import Norm, Transformer
 
-__all__ = ["PassingNorm", "attention_only", "extended_head"]
-
 
 @dataclass(frozen=True)
 class PassingNorm:

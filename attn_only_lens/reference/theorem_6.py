@@ -11,8 +11,6 @@ from torch import Tensor
 
 from attn_only_lens.reference.masked_attention import Head
 
-__all__ = ["linear_head"]
-
 
 def linear_head(W_OV: Float[Tensor, "d d"], n_tokens: int) -> Head:
     """The head of Theorem 6 that maps X to X W_OV; its W_QK is 0, as good as any.

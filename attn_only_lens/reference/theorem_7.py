@@ -23,8 +23,6 @@ from attn_only_lens.reference.theorem_2 import neuron_heads
 from attn_only_lens.reference.theorem_6 import linear_head
 from attn_only_lens.reference.transformer import MLP, GeneralizedSiLU
 
-__all__ = ["activation_heads", "replacing_heads"]
-
 
 def activation_heads(alpha: GeneralizedSiLU, n_tokens: int, d: int) -> tuple[Head, ...]:
     """The D heads of Theorem 7: Σ_i h_i(X ⊕ [1]) = α(X) ⊕ [0].

@@ -22,8 +22,6 @@ from torch import Tensor
 from attn_only_lens.reference.masked_attention import Head
 from attn_only_lens.reference.matrices import check_matrix, check_vector, zeros
 
-__all__ = ["MLP", "GeneralizedSiLU", "LayerNorm", "Norm", "Run", "Sublayer", "Transformer"]
-
 Norm = Callable[[Tensor], Tensor]
 """LayerNorm, or a stand-in for it: a function of a whole matrix [n_tokens, d]."""
 

@@ -16,8 +16,6 @@ from torch import nn
 from torch.nn.modules import module as torch_module
 from transformer_lens.hook_points import HookPoint
 
-__all__ = ["AttachedHooks", "find_hooks", "hook_reasons", "modules_of"]
-
 _KINDS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _LIBRARIES = ("accelerate", "transformers")
 _PLACEHOLDERS = "transformer_lens.model_bridge.component_setup"

@@ -35,8 +35,6 @@ from attn_only_lens.runs.replay import Replay, Variants
 from attn_only_lens.runs.sites import Part, hook_name
 from attn_only_lens.tolerances import LOGIT_TOLERANCE
 
-__all__ = ["require_edits_read", "require_same_edit"]
-
 _NOISE_LEVELS = (1.0, 2.0**5, 2.0**10)  # of noise, relative to the activation
 _CLEAR_EFFECT = 8.0  # times the rounding of a stream: then any error is seen too
 _PROBLEM = "these hook points cannot be patched"

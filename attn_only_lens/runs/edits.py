@@ -33,16 +33,6 @@ from attn_only_lens.runs.recording import NeuronRun
 from attn_only_lens.runs.replay import Replay, Variants
 from attn_only_lens.runs.sites import ALL_MEMBERS, LayerSites, Part
 
-__all__ = [
-    "attention_edit",
-    "change_of_z",
-    "differences",
-    "interaction",
-    "neuron_changes",
-    "neuron_variants",
-    "sum_by_site",
-]
-
 
 def change_of_z(
     target: NeuronRun, source: NeuronRun, part: Part

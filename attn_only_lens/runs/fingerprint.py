@@ -9,8 +9,6 @@ from attn_only_lens.heads import has_neuron_heads, host_of
 from attn_only_lens.runs.attached_hooks import modules_of
 from attn_only_lens.storage import tensor_digest
 
-__all__ = ["fingerprint"]
-
 _INCIDENTAL = frozenset(
     {
         "device",

@@ -42,13 +42,6 @@ from attn_only_lens.runs.gradients import Tape, edit_input, gradients, start_gra
 from attn_only_lens.runs.metrics import BoundMetric
 from attn_only_lens.runs.recording import Hooks, Recording, run
 
-__all__ = [
-    "FrozenPass",
-    "frozen_gradients",
-    "require_linear",
-    "uncapped_logits",
-]
-
 _PROBLEM = "this model cannot be frozen"
 
 

@@ -31,16 +31,6 @@ from attn_only_lens.runs.edits import change_of_z, sum_by_site
 from attn_only_lens.runs.recording import Hooks, Recording, input_stream, require_seen
 from attn_only_lens.runs.sites import LayerSites, Part, hook_name
 
-__all__ = [
-    "Tape",
-    "as_leaf",
-    "edit_input",
-    "gradient_node",
-    "gradients",
-    "site_estimates",
-    "start_graph",
-]
-
 
 class Tape:
     """Hooks that record, in one forward pass, the tensors to take gradients at."""

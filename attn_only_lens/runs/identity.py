@@ -35,8 +35,6 @@ from attn_only_lens.runs.fingerprint import fingerprint
 from attn_only_lens.storage import tensor_digest
 from attn_only_lens.tl import HookedTransformer
 
-__all__ = ["Unidentified", "identity"]
-
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, type(Ellipsis), range)
 _BY_NAME = (
     types.BuiltinFunctionType,

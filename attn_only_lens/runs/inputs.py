@@ -12,8 +12,6 @@ from attn_only_lens.heads import has_neuron_heads
 from attn_only_lens.runs.attached_hooks import hook_reasons
 from attn_only_lens.tl import HookedTransformer
 
-__all__ = ["checked_tokens", "option_reasons", "reasons_not_to_run"]
-
 
 def checked_tokens(model: HookedTransformer | TransformerBridge, tokens: object) -> Tokens:
     """Return tokens that the model can run on, on its device, from tokens or a text.

@@ -10,8 +10,6 @@ from torch import Tensor
 from attn_only_lens.errors import InputError
 from attn_only_lens.runs.recording import Recording
 
-__all__ = ["ABLATIONS", "DIRECTIONS", "Ablation", "ablate"]
-
 DIRECTIONS = ("denoise", "noise")
 """Patch clean activations into the corrupted run, or corrupted ones into the clean run."""
 Ablation = Literal["zero", "mean", "resample", "bias"]

@@ -30,24 +30,6 @@ from attn_only_lens.numerics import as_plain, float32_if_half, is_count, to_floa
 from attn_only_lens.runs.prompts import PromptPair
 from attn_only_lens.runs.token_texts import token_texts
 
-__all__ = [
-    "Answer",
-    "AnyMetric",
-    "BoundMetric",
-    "Metric",
-    "as_metric",
-    "bind",
-    "custom",
-    "kl",
-    "log_probability",
-    "logit_diff",
-    "loss",
-    "probability",
-    "require_differentiable",
-    "require_distinct",
-    "require_slope",
-]
-
 Answer: TypeAlias = str | int | Sequence[str | int] | Tensor
 _Selected: TypeAlias = Float[Tensor, "site batch position column"]
 

@@ -16,8 +16,6 @@ from attn_only_lens.errors import InputError
 from attn_only_lens.numerics import as_plain, is_count
 from attn_only_lens.runs.prompts import PromptPair
 
-__all__ = ["PositionSet", "Positions", "resolve_positions"]
-
 Positions: TypeAlias = Literal["each", "all"] | int | Sequence[int] | Tensor
 _PROBLEM = "these positions cannot be patched"
 

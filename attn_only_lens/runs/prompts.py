@@ -17,8 +17,6 @@ from attn_only_lens.errors import InputError, UnsupportedCallError
 from attn_only_lens.runs.inputs import checked_tokens
 from attn_only_lens.runs.token_texts import token_texts
 
-__all__ = ["PromptPair", "Prompts", "prompt_pair", "single_prompts"]
-
 Prompts: TypeAlias = str | Sequence[str] | Tensor
 _PROBLEM = "these prompts cannot be patched into each other"
 

@@ -16,22 +16,6 @@ from attn_only_lens.runs.metrics import AnyMetric, BoundMetric, bind, require_di
 from attn_only_lens.runs.prompts import PromptPair
 from attn_only_lens.runs.sites import LayerSites, Part, hook_name
 
-__all__ = [
-    "Hooks",
-    "NeuronRun",
-    "Recording",
-    "RunPair",
-    "Side",
-    "input_stream",
-    "output_stream",
-    "record",
-    "record_again",
-    "record_pair",
-    "record_streams",
-    "require_seen",
-    "run",
-]
-
 Hooks = Sequence[tuple[str, Callable[..., Any]]]
 Side = Literal["clean", "corrupted"]
 _POINTS = ("v", "pattern", "z")

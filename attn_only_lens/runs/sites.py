@@ -14,20 +14,6 @@ from attn_only_lens.heads import HeadName, host_of, reasons_without_heads
 from attn_only_lens.heads.host import HeadKind
 from attn_only_lens.numerics import as_plain, is_count
 
-__all__ = [
-    "ALL_MEMBERS",
-    "PARTS",
-    "LayerSites",
-    "Part",
-    "Selection",
-    "Sites",
-    "all_heads",
-    "heads",
-    "hook_name",
-    "neuron_heads",
-    "resolve_sites",
-]
-
 ALL_MEMBERS = -1
 """In `LayerSites.member`: all heads of the neuron together."""
 Part = Literal["z", "pattern", "value", "q"]

@@ -19,8 +19,6 @@ from attn_only_lens.errors import UnsupportedCallError
 from attn_only_lens.numerics import as_plain, is_count
 from attn_only_lens.runs.inputs import checked_tokens
 
-__all__ = ["join_tokens", "token_text", "token_texts"]
-
 _PRINTABLE = (*range(33, 127), *range(161, 173), *range(174, 256))
 _OTHERS = (byte for byte in range(256) if byte not in _PRINTABLE)
 _BYTES = {chr(byte): byte for byte in _PRINTABLE}

@@ -26,8 +26,6 @@ from safetensors import SafetensorError
 
 from attn_only_lens.errors import CheckpointError
 
-__all__ = ["atomic_folder", "atomic_write", "open_folder", "write_text"]
-
 try:
     import fcntl
 except ImportError:  # Windows: no leftover is known to be nobody's there, and none is removed

@@ -20,16 +20,6 @@ from attn_only_lens.errors import CheckpointError
 from attn_only_lens.storage.atomic import write_text
 from attn_only_lens.storage.json_types import type_mismatches
 
-__all__ = [
-    "Document",
-    "FileDigest",
-    "check_files",
-    "file_digests",
-    "listed_files",
-    "path_inside",
-    "read_json",
-]
-
 _SHOWN = 5
 
 

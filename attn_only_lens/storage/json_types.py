@@ -13,8 +13,6 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints, is
 
 import torch
 
-__all__ = ["out_of_range", "type_mismatches"]
-
 _LARGEST = 2**63  # of whole numbers that torch takes
 # What configurations, of TransformerLens and of transformers, call numbers of one range.
 _RANGES: tuple[tuple[re.Pattern[str], str, Callable[[float], bool]], ...] = (

@@ -13,8 +13,6 @@ from torch.nn.modules.module import (
 
 from attn_only_lens.errors import CheckpointError
 
-__all__ = ["limit_size"]
-
 _MODULES = 50  # for each tensor: blocks have hook points, and modules that only hold others
 _FEW = 300
 

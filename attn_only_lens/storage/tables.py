@@ -19,8 +19,6 @@ import pandas as pd
 from attn_only_lens.errors import CheckpointError
 from attn_only_lens.storage import Document, atomic_write
 
-__all__ = ["TableFields", "read_table", "read_table_document", "write_table"]
-
 _KEY = b"attn_only_lens"
 _NUMBERS = ("int64", "float64")
 

@@ -14,8 +14,6 @@ from torch import Tensor
 from attn_only_lens.errors import CheckpointError
 from attn_only_lens.storage.documents import Document
 
-__all__ = ["read_tensors", "tensor_digest", "write_tensors"]
-
 _KEY = "attn_only_lens"
 
 

@@ -21,8 +21,6 @@ from attn_only_lens.viz.checks import prompt_values, refuse, token_reasons
 from attn_only_lens.viz.circuitsvis_page import Component, circuitsvis_page, safe_tokens
 from attn_only_lens.viz.page import Page
 
-__all__ = ["attention_view", "neuron_pattern_view", "original_attention"]
-
 MOST_CELLS = 400_000
 """Cells of heatmaps in one page: each is drawn by itself, twice as many keep a browser waiting."""
 

@@ -10,8 +10,6 @@ from torch import Tensor
 from attn_only_lens.errors import InputError
 from attn_only_lens.numerics import is_count
 
-__all__ = ["import_extra", "prompt_values", "refuse", "token_reasons"]
-
 
 def import_extra(name: str) -> Any:
     """Import a module of the extra [viz].

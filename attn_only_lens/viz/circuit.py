@@ -29,8 +29,6 @@ from attn_only_lens.viz.page import (
     visible_token,
 )
 
-__all__ = ["circuit_page", "node_patterns"]
-
 
 def node_patterns(
     cache: ActivationCache, nodes: pd.DataFrame, *, prompt: int = 0

@@ -16,8 +16,6 @@ from attn_only_lens.circuits.graph import EDGE_COLUMNS, EDGE_KINDS, NODE_KINDS
 from attn_only_lens.viz.checks import token_reasons
 from attn_only_lens.viz.page import short_numbers
 
-__all__ = ["NODE_COLUMNS", "NodeDetails", "circuit_reasons"]
-
 NODE_COLUMNS = ("id", "kind", "layer", "name", "position", "value", "attribution")
 _STATUSES = ("kept", "lost", "gained")
 _META = ("tokens", "metric", "value", "model")

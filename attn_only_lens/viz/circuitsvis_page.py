@@ -17,8 +17,6 @@ from typing import Any, NamedTuple
 from attn_only_lens.viz.checks import import_extra
 from attn_only_lens.viz.page import Page, document, inline_script, script_data, visible_token
 
-__all__ = ["Component", "circuitsvis_page", "safe_tokens"]
-
 _JOINER = "\u2060"
 _STYLE = """
 body { font: 15px system-ui, sans-serif; margin: 1.5em; max-width: 900px; }

@@ -20,8 +20,6 @@ from attn_only_lens.viz.page import Page, asset, document, inline_script, short_
 if TYPE_CHECKING:
     import plotly.graph_objects as go
 
-__all__ = ["comparison_circuit", "comparison_report"]
-
 _ROWS = 20
 _POINTS = 2000
 _NODES = 300

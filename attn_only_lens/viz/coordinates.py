@@ -17,8 +17,6 @@ from jaxtyping import Float
 from attn_only_lens.circuits.graph import NODE_KINDS
 from attn_only_lens.viz.page import HEAD_PLURALS
 
-__all__ = ["Coordinates", "node_coordinates"]
-
 _STEP_X, _STEP_Y = 84.0, 58.0  # between nodes: a label such as L11N3071 fits
 _GAP_X, _GAP_Y = 46.0, 22.0  # between cells, beyond that
 _FLAT = 2.5  # how much longer a cell's lines are than they are many: screens are wide

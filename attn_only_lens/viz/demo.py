@@ -23,8 +23,6 @@ from attn_only_lens.pretrained.modular_addition import MODULUS
 from attn_only_lens.tl import HookedTransformer
 from attn_only_lens.viz.checks import import_extra
 
-__all__ = ["PERIODIC", "Demo", "demo_page", "periodicity", "run_demo", "self_weights"]
-
 PERIODIC = 0.85  # of the variance explained by one frequency: Nanda et al.'s criterion
 _PANELS = 6
 

@@ -9,8 +9,6 @@ from attn_only_lens.viz.page import visible_token
 if TYPE_CHECKING:
     import plotly.graph_objects as go
 
-__all__ = ["HEAD_COLOURS", "empty_figure", "plotly_text", "style_figure"]
-
 HEAD_COLOURS = {"attention": "#0072B2", "neuron": "#E69F00"}  # tell apart in any colour vision
 
 

@@ -22,8 +22,6 @@ from attn_only_lens.viz.figures import empty_figure, plotly_text, style_figure
 if TYPE_CHECKING:
     import plotly.graph_objects as go
 
-__all__ = ["gate_value_scatter"]
-
 MOST_POINTS = 20_000
 """Tokens of one picture: each is a shape of its own, with its text."""
 

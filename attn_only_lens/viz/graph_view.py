@@ -29,8 +29,6 @@ from attn_only_lens.viz.circuit import circuit_page, node_patterns
 from attn_only_lens.viz.circuit_data import NodeDetails
 from attn_only_lens.viz.page import Page
 
-__all__ = ["circuit_view"]
-
 _EDGES = 25_000
 _WEIGHTS = 100_000  # of patterns, to three decimals
 _FEWEST = 8  # edges into a node, however many nodes there are

@@ -29,18 +29,6 @@ from attn_only_lens.storage import write_text
 if TYPE_CHECKING:
     import plotly.graph_objects as go
 
-__all__ = [
-    "HEAD_PLURALS",
-    "Page",
-    "asset",
-    "document",
-    "inline_script",
-    "script_data",
-    "short_numbers",
-    "visible_token",
-    "write_html",
-]
-
 HEAD_PLURALS = {"attention": "heads", "neuron": "neurons"}
 
 _POLICY = (

@@ -19,8 +19,6 @@ from attn_only_lens.viz.page import HEAD_PLURALS
 if TYPE_CHECKING:
     import plotly.graph_objects as go
 
-__all__ = ["sweep_bars", "sweep_heatmap"]
-
 MOST_ROWS = 100
 """Rows of a heatmap, or bars, whose names one can still read."""
 

@@ -33,8 +33,6 @@ from attn_only_lens.numerics import keep_random_state
 from attn_only_lens.runs.attached_hooks import find_hooks, hook_reasons
 from attn_only_lens.storage import out_of_range
 
-__all__ = ["BridgeFields", "describe_bridge", "rebuild_bridge"]
-
 _NATIVE = "TransformerLensNative"
 _FEW = 1000
 _SLACK = 2  # numbers of the model, for each that is saved: those that share memory are saved once

@@ -27,8 +27,6 @@ from attn_only_lens.models.two_blocks.config import by_layer, sizes_of
 from attn_only_lens.models.two_blocks.known_modules import reasons_against
 from attn_only_lens.tl import HookedTransformer, require_hooked_transformer
 
-__all__ = ["HookedFields", "describe_hooked", "expose_again", "rebuild_hooked"]
-
 
 class HookedFields(TypedDict):
     """The entries of a manifest that only a HookedTransformer has."""

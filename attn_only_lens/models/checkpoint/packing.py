@@ -13,8 +13,6 @@ from torch import Tensor
 
 from attn_only_lens.errors import CheckpointError
 
-__all__ = ["Placement", "pack", "unpack"]
-
 Placement = list[Any]  # as JSON has it
 
 

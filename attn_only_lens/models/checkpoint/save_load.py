@@ -45,8 +45,6 @@ from attn_only_lens.storage import (
 from attn_only_lens.storage.size_limit import limit_size
 from attn_only_lens.tl import HookedTransformer
 
-__all__ = ["MANIFEST", "is_saved", "load", "read_manifest", "save", "write_manifest"]
-
 MANIFEST = "attn_only_lens.json"
 _UNBUILDABLE = "cannot be built by these versions of transformers and TransformerLens"
 

@@ -26,8 +26,6 @@ from attn_only_lens.models.in_place.heads import InPlace
 from attn_only_lens.models.in_place.hosts import BridgeHost, HookedHost
 from attn_only_lens.tl import MLP, GatedMLP, HookedTransformer
 
-__all__ = ["ExposedBridge", "ExposedTransformer", "exposed_heads", "hidden", "hide", "show"]
-
 _RESULT = f"mlp.{POINTS['result']}"
 _OFF = "{name} does not fire while it is off: call model.set_use_attn_result(True) first"
 

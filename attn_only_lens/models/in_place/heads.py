@@ -36,8 +36,6 @@ from attn_only_lens.heads.pass_state import PassState
 from attn_only_lens.numerics import float32_if_half
 from attn_only_lens.tl import GatedMLP
 
-__all__ = ["BilinearInPlace", "InPlace", "MLPHookPoints", "activation_error"]
-
 _ROUNDINGS = 16  # of an activation that is computed in several steps, in its own precision
 
 

@@ -16,8 +16,6 @@ from attn_only_lens.runs.replay.base import Replay
 from attn_only_lens.runs.replay.bridge import BridgeReplay
 from attn_only_lens.runs.replay.hooked import HookedReplay
 
-__all__ = ["BridgeHost", "HookedHost"]
-
 
 class _InPlaceHost(Host):
     in_place = True

@@ -44,16 +44,6 @@ from attn_only_lens.models.two_blocks.known_modules import reasons_against
 from attn_only_lens.numerics import keep_random_state, normal_numbers
 from attn_only_lens.tl import MLP, GatedMLP, HookedTransformer
 
-__all__ = [
-    "KnownMLP",
-    "UnknownMLPError",
-    "evaluation_without_hooks",
-    "find_hook_points",
-    "known_mlps",
-    "non_finite_weights",
-    "run_mlp",
-]
-
 _BRIDGES = (MLPBridge, GatedMLPBridge, JointGateUpMLPBridge)
 _SHOWN = 5
 _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)

@@ -23,8 +23,6 @@ from transformer_lens.model_bridge import TransformerBridge
 from attn_only_lens.runs.attached_hooks import find_hooks, hook_reasons, modules_of
 from attn_only_lens.tl import HookedTransformer
 
-__all__ = ["copy_model", "reasons_against_copying"]
-
 
 def reasons_against_copying(model: Any) -> list[str]:
     """List why a model cannot be copied; empty if it can. Changes nothing."""

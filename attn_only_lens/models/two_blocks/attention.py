@@ -40,8 +40,6 @@ from attn_only_lens.models.two_blocks.config import BlockConfig
 from attn_only_lens.models.two_blocks.stacks import QKAndOV
 from attn_only_lens.tl import MLP, GatedMLP
 
-__all__ = ["BilinearAttention", "NeuronAttention"]
-
 
 class NeuronAttention(NeuronHeads, QKAndOV, nn.Module):
     """d_mlp neuron-heads with the parameters of one source MLP.

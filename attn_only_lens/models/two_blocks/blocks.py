@@ -17,8 +17,6 @@ from attn_only_lens.models.two_blocks.config import BlockConfig
 from attn_only_lens.models.two_blocks.refusals import NO_MLP
 from attn_only_lens.tl import MLP, GatedMLP, TransformerBlock
 
-__all__ = ["AttentionBlock", "NeuronBlock"]
-
 
 class AttentionBlock(TransformerBlock):
     """Block 2l: the attention heads of source layer l, run by TransformerLens' own code.

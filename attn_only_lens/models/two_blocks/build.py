@@ -33,16 +33,6 @@ from attn_only_lens.models.two_blocks.config import (
 from attn_only_lens.models.two_blocks.model import AttentionOnlyTransformer
 from attn_only_lens.tl import HookedTransformer, HookedTransformerConfig, TransformerBlock, quiet
 
-__all__ = [
-    "convert_as",
-    "converted_skeleton",
-    "fill",
-    "rebuild",
-    "skeleton_misfits",
-    "stock_skeleton",
-    "tensor_misfits",
-]
-
 
 def convert_as(
     model: HookedTransformer,

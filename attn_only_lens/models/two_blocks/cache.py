@@ -24,8 +24,6 @@ from attn_only_lens.errors import UnsupportedCallError
 from attn_only_lens.heads.host import block_kind, block_layer, neurons_block
 from attn_only_lens.heads.names import neuron_labels
 
-__all__ = ["AttentionOnlyCache", "refuse_mlp_input"]
-
 
 def refuse_mlp_input(mlp_input: bool) -> None:
     """Refuse to look for an input half-way through a block of a converted model."""

@@ -15,15 +15,6 @@ from attn_only_lens.heads.gating import Gating
 from attn_only_lens.heads.host import block_kind, block_layer
 from attn_only_lens.tl import HookedTransformerConfig
 
-__all__ = [
-    "AttentionOnlyConfig",
-    "BlockConfig",
-    "LayerSizes",
-    "attention_only_config",
-    "by_layer",
-    "sizes_of",
-]
-
 
 @dataclass(frozen=True)
 class LayerSizes:

@@ -8,8 +8,6 @@ from attn_only_lens.models.norms import LayerNorms, Norm, hooked_final_norm, hoo
 from attn_only_lens.runs.replay.base import Replay, Variants
 from attn_only_lens.runs.replay.hooked import HookedReplay
 
-__all__ = ["TwoBlocksHost"]
-
 
 class TwoBlocksHost(Host):
     """A converted `HookedTransformer`."""

@@ -20,8 +20,6 @@ from attn_only_lens.tl import (
     TransformerBlock,
 )
 
-__all__ = ["module_reasons", "reasons_against"]
-
 _NORMS = (LayerNorm, LayerNormPre, RMSNorm, RMSNormPre, nn.Identity)
 _NORM_TYPES = ("LN", "LNPre", "RMS", "RMSPre", None)
 

@@ -19,8 +19,6 @@ from attn_only_lens.models.two_blocks.refusals import HookChecks, Refusals
 from attn_only_lens.models.two_blocks.stacks import HeadStack, StackedWeight
 from attn_only_lens.tl import HookedTransformer, HookedTransformerConfig
 
-__all__ = ["AttentionOnlyTransformer"]
-
 
 class AttentionOnlyTransformer(Refusals, HookChecks, WithNeuronHeads, HookedTransformer):
     """A `HookedTransformer` made of attention alone, as `convert` returns it.

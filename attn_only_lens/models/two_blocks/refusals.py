@@ -12,8 +12,6 @@ from transformer_lens.hook_points import HookPoint
 from attn_only_lens.errors import UnsupportedCallError
 from attn_only_lens.tl import HookedTransformer
 
-__all__ = ["NO_MLP", "HookChecks", "Refusals"]
-
 NO_MLP = (
     "no block of a converted model has an MLP, and its hook_mlp_out is zero. The output of the MLP "
     'of source layer l is blocks.{2l+1}.hook_attn_out: cache["attn_out", 2 * l + 1]; to patch, '

@@ -11,8 +11,6 @@ from attn_only_lens.heads.host import HeadKind
 from attn_only_lens.heads.names import head_labels
 from attn_only_lens.models.two_blocks.config import by_layer
 
-__all__ = ["HeadStack", "QKAndOV", "StackedWeight"]
-
 
 class StackedWeight:
     """A weight of the heads of every source layer, in one tensor; None where they have none.

@@ -20,8 +20,6 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-__all__ = ["Heads", "split"]
-
 
 @dataclass(frozen=True)
 class Heads:

@@ -19,8 +19,6 @@ from attn_only_lens.reference.post.plain import PlainLayer, PlainTransformer
 from attn_only_lens.reference.post.stream import StreamCoordinates
 from attn_only_lens.reference.post.sublayers import Gauge
 
-__all__ = ["SUBLAYERS", "PostLayer", "PostRun", "PostTransformer", "post_transformer"]
-
 SUBLAYERS = ("attention", "into_hidden", "silu", "out_of_hidden")
 
 

@@ -15,8 +15,6 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-__all__ = ["PlainLayer", "PlainTransformer"]
-
 _SHAPES = {
     "W_Q": ("n_heads", "d_model", "d_head"),
     "W_K": ("n_heads", "d_model", "d_head"),

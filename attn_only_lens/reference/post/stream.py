@@ -14,8 +14,6 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-__all__ = ["StreamCoordinates"]
-
 
 @dataclass(frozen=True)
 class StreamCoordinates:

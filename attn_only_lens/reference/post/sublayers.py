@@ -42,8 +42,6 @@ from attn_only_lens.reference.post.heads import Heads, split
 from attn_only_lens.reference.post.plain import PlainLayer
 from attn_only_lens.reference.post.stream import StreamCoordinates
 
-__all__ = ["Gauge", "attention", "into_hidden", "out_of_hidden", "silu"]
-
 Gauge: TypeAlias = Literal["post", "shifted"]
 
 

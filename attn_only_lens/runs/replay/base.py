@@ -36,8 +36,6 @@ from attn_only_lens.numerics import full_precision, normal_numbers
 from attn_only_lens.runs.metrics import BoundMetric
 from attn_only_lens.runs.recording import Hooks, Recording
 
-__all__ = ["Replay", "Variants", "add_to_mlp_output"]
-
 PROBLEM = "this model cannot be patched"
 _ROUNDINGS = 8
 # Numbers at once, as torch's profiler counts allocations (`test_memory.py`): several copies

@@ -33,8 +33,6 @@ from attn_only_lens.runs.recording import input_stream, output_stream, record_st
 from attn_only_lens.runs.replay.base import Replay, Variants, add_to_mlp_output
 from attn_only_lens.runs.replay.key_values import UNFIT, KeyValues, is_refusal, record_key_values
 
-__all__ = ["BridgeReplay"]
-
 _FINE = (torch.float32, torch.float64)
 
 

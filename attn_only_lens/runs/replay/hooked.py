@@ -13,8 +13,6 @@ from attn_only_lens.runs.replay.base import Replay, Variants, add_to_mlp_output
 from attn_only_lens.runs.replay.key_values import extend
 from attn_only_lens.tl import TransformerBlock
 
-__all__ = ["HookedReplay"]
-
 
 class HookedReplay(Replay):
     """A replay block by block."""

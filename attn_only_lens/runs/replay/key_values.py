@@ -16,8 +16,6 @@ from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 from attn_only_lens.errors import AttnOnlyLensError
 from attn_only_lens.runs.recording import Recording, run
 
-__all__ = ["UNFIT", "KeyValues", "extend", "is_refusal", "record_key_values"]
-
 UNFIT = (AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 """Errors of models that cannot run in parts, and of others: `is_refusal` tells."""
 
