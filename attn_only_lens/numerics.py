@@ -41,6 +41,11 @@ def is_count(value: Any, least: int = 0, most: float = float("inf")) -> bool:
     return type(value) is int and least <= value <= most
 
 
+def is_number(value: Any, least: float = -float("inf"), most: float = float("inf")) -> bool:
+    """Return True for a finite Python number (no bool) from `least` to `most`."""
+    return type(value) in (int, float) and least <= value <= most and abs(value) < float("inf")
+
+
 def to_float64_device(x: Tensor) -> Tensor:
     """Return a tensor on a device that has float64: its own, or the CPU.
 

@@ -13,6 +13,7 @@ from models import CORE, FAMILIES, build
 from attn_only_lens import (
     Bilinear,
     HeadName,
+    InputError,
     UnknownHeadError,
     UnsupportedCallError,
     UnsupportedModelError,
@@ -422,7 +423,7 @@ def test_refused_with_all_reasons():
         ({"heads": [4], "tolerance": "x"}, 2),
         ({"heads": True, "tolerance": True, "calibration": (3.0, 2.0, 1.0)}, 3),
     ):
-        with pytest.raises(TypeError, match="expected") as caught:
+        with pytest.raises(InputError, match="expected") as caught:
             Bilinear(**options)
         assert str(caught.value).count("expected") == count
     assert Bilinear(np.int64(4), np.float32(0.5)) == Bilinear(4, 0.5)

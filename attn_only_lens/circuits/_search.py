@@ -35,7 +35,7 @@ from torch import Tensor
 
 from attn_only_lens.circuits.ablation import AblatedModel, Ablation, Order
 from attn_only_lens.errors import InputError
-from attn_only_lens.numerics import is_count
+from attn_only_lens.numerics import as_plain, is_count, is_number
 from attn_only_lens.patching._activation_patch import activation_patch
 from attn_only_lens.patching._attribution import METHODS, attribution
 from attn_only_lens.patching.results import MEASURED, Sweep
@@ -128,8 +128,8 @@ def faithfulness(
         >>> round(float(curve.frame["faithfulness"].iloc[-1]), 4), curve.cmd < curve.random_cmd
         (1.0, True)
     """
-    reasons = _reasons_against_count(n_random)
-    in_range = len(shares) > 1 and all(0 <= share <= 1 for share in shares)
+    reasons = _reasons_against_draws(n_random, seed)
+    in_range = len(shares) > 1 and all(is_number(as_plain(share), 0, 1) for share in shares)
     if not in_range or list(shares) != sorted(set(shares)):
         reasons.append(f"got shares {list(shares)}; expected two or more, increasing, from 0 to 1")
     InputError.raise_if(reasons, "no curve can be drawn")
@@ -254,9 +254,9 @@ def discover(
         (True, True)
     """
     reasons = option_reasons("method", method, (*METHODS, MEASURED))
-    if not 0 < faithfulness <= 1:
+    if not (is_number(as_plain(faithfulness), 0, 1) and faithfulness > 0):
         reasons.append(f"got faithfulness={faithfulness!r}; expected more than 0, up to 1")
-    reasons += _reasons_against_count(n_random)
+    reasons += _reasons_against_draws(n_random, seed)
     InputError.raise_if(reasons, "no circuit can be looked for")
     settings: dict[str, Any] = {"sites": sites, "positions": positions, "mask": mask}
     settings |= {"direction": "noise", "progress": False}
@@ -298,5 +298,10 @@ def discover(
     )
 
 
-def _reasons_against_count(n_random: object) -> list[str]:
-    return [] if is_count(n_random) else [f"got n_random={n_random!r}; expected 0 or more"]
+def _reasons_against_draws(n_random: object, seed: object) -> list[str]:
+    numbers = {"n_random": n_random, "seed": seed}
+    return [
+        f"got {name}={number!r}; expected a whole number, 0 or more"
+        for name, number in numbers.items()
+        if not is_count(as_plain(number))
+    ]

@@ -26,7 +26,7 @@ import numpy.typing as npt
 import pandas as pd
 
 from attn_only_lens.errors import InputError
-from attn_only_lens.numerics import is_count
+from attn_only_lens.numerics import as_plain, is_count, is_number
 
 NODE_KINDS = ("embed", "attention", "neuron", "bias", "rest", "offset", "metric")
 HEADS = ("attention", "neuron")
@@ -237,7 +237,7 @@ def select_largest(
         reasons.append(f"got top={top}, mass={mass}; expected one of the two")
     elif top is not None and not is_count(top):
         reasons.append(f"got top={top!r}; expected 0 or more")
-    elif mass is not None and not 0 <= mass <= 1:
+    elif mass is not None and not is_number(as_plain(mass), 0, 1):
         reasons.append(f"got mass={mass!r}; expected a share from 0 to 1")
     InputError.raise_if(reasons, "no nodes can be chosen")
     order = np.argsort(-sizes, kind="stable")

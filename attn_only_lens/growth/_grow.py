@@ -185,12 +185,14 @@ def grow(
         raise GrowthError(["give either an expansion or sizes (d_mlp=1024, …)"])
     seed, reasons = as_plain(seed), [*growable.attached(), *non_finite_weights(model)]
     odd = [
-        f"got {name}={size!r}; expected 1 or more"
+        f"got {name}={size!r}; expected a whole number, 1 or more"
         for name, size in asked.items()
         if not is_count(size, 1)
     ]
     if type(seed) is not int:
         odd.append(f"got seed={seed!r}; expected a whole number")
+    if init is not None and not callable(init):
+        odd.append(f"got init={init!r}; expected an initialiser of attn_only_lens.expansion.init")
     if expansion is not None and not isinstance(expansion, Expansion):
         odd.append(
             f"got a {type(expansion).__name__}; expected an expansion of attn_only_lens.expansion"

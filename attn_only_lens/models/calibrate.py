@@ -9,9 +9,9 @@ from torch import Tensor
 from transformer_lens.model_bridge import TransformerBridge
 
 from attn_only_lens.axes import Tokens
-from attn_only_lens.errors import UnsupportedModelError
+from attn_only_lens.errors import InputError, UnsupportedModelError
 from attn_only_lens.models.in_place.known_mlps import known_mlps
-from attn_only_lens.numerics import as_plain
+from attn_only_lens.numerics import as_plain, is_number
 from attn_only_lens.runs.inputs import checked_tokens
 from attn_only_lens.tl import HookedTransformer
 
@@ -55,7 +55,7 @@ def calibrate(
         UnsupportedModelError: the model has no gated MLPs (other gates need no calibration),
             cannot be converted, or computes numbers that are not finite on these tokens.
         UnsupportedCallError: the model cannot run on these tokens.
-        ValueError: the margin is no number, or below 1.
+        InputError: the margin is no number, or below 1.
 
     Example:
         >>> import torch
@@ -74,8 +74,8 @@ def calibrate(
         reason = "its MLPs are not gated: bilinear gates hold for every input, uncalibrated"
         raise UnsupportedModelError([reason], _PROBLEM)
     margin = as_plain(margin)
-    if type(margin) not in (int, float) or not 1.0 <= margin < float("inf"):
-        raise ValueError(f"got margin={margin!r}; expected a number, at least 1")
+    if not is_number(margin, 1):
+        raise InputError([f"got margin={margin!r}; expected a number, at least 1"], _PROBLEM)
     tokens = checked_tokens(model, tokens)
     largest = [0.0] * len(known)
 

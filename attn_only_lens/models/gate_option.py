@@ -5,6 +5,7 @@ from typing import Literal
 
 import torch
 
+from attn_only_lens.errors import InputError
 from attn_only_lens.gates import bilinear_gate
 from attn_only_lens.heads import EXACT, Gating
 from attn_only_lens.models.calibrate import Calibration
@@ -26,7 +27,7 @@ class Bilinear:
         calibration: for gated MLPs, which need it: `calibrate(model, tokens)`.
 
     Raises:
-        TypeError: the heads are no whole number, the tolerance no number, or the calibration not
+        InputError: the heads are no whole number, the tolerance no number, or the calibration not
             `calibrate`'s.
 
     Example:
@@ -52,7 +53,7 @@ class Bilinear:
             if value is not None and type(value) not in types:  # True is no number
                 wrong.append(f"got {name}={value!r}; expected {what}")
         if wrong:
-            raise TypeError("; ".join(wrong))
+            raise InputError(wrong, "there are no such bilinear gates")
 
 
 GateOption = Literal["exact"] | Bilinear

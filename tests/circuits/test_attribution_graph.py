@@ -395,8 +395,9 @@ def test_what_makes_no_sense_is_refused():
     model, given = model_of("gelu"), tokens(0, 1, POS)
     with pytest.raises(InputError, match=r"got top=3, mass=0\.5"):
         attribution_graph(model, given, METRIC, top=3, mass=0.5)
-    with pytest.raises(InputError, match="from 0 to 1"):
-        attribution_graph(model, given, METRIC, mass=1.5)
+    for mass in (1.5, "a", True):
+        with pytest.raises(InputError, match=f"got mass={mass!r}; expected a share from 0 to 1"):
+            attribution_graph(model, given, METRIC, mass=mass)
     with pytest.raises(InputError, match="0 or more"):
         attribution_graph(model, given, METRIC, top=-1)
     with pytest.raises(InputError, match="another run"):

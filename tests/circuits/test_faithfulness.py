@@ -224,7 +224,9 @@ def test_what_makes_no_sense_is_refused():
     refused("order='best'", order="best")
     refused(r"shares \[0\.5\]", shares=[0.5])
     refused(r"shares \[0\.5, 0\.1\]", shares=[0.5, 0.1])
+    refused(r"shares \[0, 'x'\]", shares=[0, "x"])
     refused("n_random=-1", n_random=-1)
+    refused("seed='x'", seed="x")
     after = p.attribution(*given, sites=["L2N3"], positions=[0])
     refused("tell the two apart", after)  # after the first position, nobody reads it
     refused("from the end", p.attribution(*given, sites=["L2N3"], positions=-1))
@@ -233,8 +235,11 @@ def test_what_makes_no_sense_is_refused():
     refused(f"at position {POS + 1}; the prompts have {POS} tokens", there)
     with pytest.raises(InputError, match="method='best'"):
         discover(*given, method="best")
-    with pytest.raises(InputError, match=r"(?s)faithfulness=2.*n_random=-1"):
-        discover(*given, faithfulness=2, n_random=-1)
+    for wanted in (2, "x"):
+        with pytest.raises(
+            InputError, match=rf"(?s)faithfulness={wanted!r}.*n_random=-1.*seed=1.5"
+        ):
+            discover(*given, faithfulness=wanted, n_random=-1, seed=1.5)
     handle = model.hook_embed.register_forward_hook(lambda *args: None)
     with pytest.raises(InputError, match="hooks are attached"):
         faithfulness(*given, ranking)

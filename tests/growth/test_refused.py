@@ -21,6 +21,7 @@ from attn_only_lens.tl import LayerNormPre
         ({"d_mlp": 37}, ["which it has already"]),
         ({}, ["give either an expansion or sizes"]),
         ({"expansion": ex.AddNeurons(1), "d_mlp": 41}, ["give either an expansion or sizes"]),
+        ({"d_mlp": True, "init": "x"}, ["d_mlp=True; expected a whole number", "init='x'"]),
         ({"expansion": ex.AddNeurons(0)}, ["got 0 to add"]),
         ({"expansion": ex.AddNeurons(-3, layers=[5])}, ["got -3 to add", "got layers [5]"]),
         ({"expansion": ex.AddNeurons(1.5)}, ["got 1.5 to add"]),
