@@ -21,6 +21,7 @@ from attn_only_lens import (
     save,
 )
 from attn_only_lens.models.checkpoint import MANIFEST
+from attn_only_lens.models.checkpoint.packing import pack, unpack
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # TransformerLens' and transformers' own
 
@@ -288,3 +289,26 @@ def test_damage_is_refused(case, tmp_path):
     damage(folder)
     with pytest.raises(CheckpointError, match=message):
         load(folder)
+
+
+def test_tensors_that_overlap_are_written_once_and_share_memory_again():
+    memory = torch.arange(23.0)
+    named = {
+        "early": memory[2:11],
+        "late": memory[7:19:3],
+        "across": torch.arange(15.0).view(3, 5).T,
+        "part": torch.arange(13.0)[5:],
+        "empty": torch.empty(0, 7),
+    }
+    placements, flat = pack(named)
+    assert set(flat) == {"early", "across", "part", "empty"}
+    assert len(flat["part"]) == 8  # and nothing of what it is a part of
+    found = unpack(json.loads(json.dumps(placements)), flat)
+    for name, tensor in named.items():
+        assert torch.equal(found[name], tensor)
+        assert found[name].stride() == tensor.stride()
+    found["early"][5] = -1.0  # memory[7]
+    assert found["late"][0] == -1.0
+    assert memory[7] == 7.0
+    with pytest.raises(CheckpointError, match="of another type"):
+        pack({"numbers": memory, "bits": memory.view(torch.int32)})
