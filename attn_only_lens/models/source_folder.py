@@ -57,7 +57,7 @@ class GrownFields(TypedDict):
     files: dict[str, FileDigest]
 
 
-GROWN = Document("attn_only_lens.Grown", 1, GrownFields)
+GROWN = Document("attn_only_lens.Grown", 2, GrownFields)
 """The document in PROVENANCE."""
 
 
