@@ -21,8 +21,8 @@ from torch import Tensor
 from attn_only_lens import Bilinear, calibrate, convert, pretrained
 from attn_only_lens.gates import BilinearGate, certified_bound
 from attn_only_lens.heads.gating import AnyGate
-from attn_only_lens.heads.host import neurons_block
 from attn_only_lens.models.source_folder import load_source
+from attn_only_lens.models.two_blocks.block_numbers import neurons_block
 from attn_only_lens.tl import HookedTransformer
 
 PAPERS_SLOPE = 1.702

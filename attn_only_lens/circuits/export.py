@@ -36,8 +36,8 @@ import pandas as pd
 
 from attn_only_lens.circuits.graph import EDGE_COLUMNS, NODE_COLUMNS, CircuitGraph
 from attn_only_lens.errors import CheckpointError, InputError
-from attn_only_lens.heads.host import heads_block, neurons_block
 from attn_only_lens.heads.names import HeadName
+from attn_only_lens.models.two_blocks.block_numbers import heads_block, neurons_block
 from attn_only_lens.runs.token_texts import join_tokens
 from attn_only_lens.storage import Document, write_text
 

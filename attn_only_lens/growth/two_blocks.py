@@ -22,8 +22,13 @@ from attn_only_lens.expansion import Axis, Weights
 from attn_only_lens.expansion.weights import block_name, in_layer, tail
 from attn_only_lens.growth.growable import Growable, Parameter, shared_parameter_reasons
 from attn_only_lens.growth.hooked import constant_reasons, constants_of, norm_reasons
-from attn_only_lens.heads.host import block_kind, block_layer, heads_block, neurons_block
 from attn_only_lens.models.two_blocks import AttentionOnlyTransformer, LayerSizes, rebuild
+from attn_only_lens.models.two_blocks.block_numbers import (
+    block_kind,
+    block_layer,
+    heads_block,
+    neurons_block,
+)
 from attn_only_lens.models.two_blocks.known_modules import module_reasons
 
 _BLOCK = re.compile(r"blocks\.(\d+)\.([^.]+)(.*)")

@@ -147,23 +147,3 @@ def reasons_without_heads(model: object) -> list[str]:
         f"the model, a {type(model).__name__}, has no neuron-heads: call "
         "attn_only_lens.convert(model), or attn_only_lens.expose_neuron_heads(model), first"
     ]
-
-
-def heads_block(layer: int) -> int:
-    """The block of the attention heads of a source layer, where a layer has two blocks."""
-    return 2 * layer
-
-
-def neurons_block(layer: int) -> int:
-    """The block of the neuron-heads of a source layer, where a layer has two blocks."""
-    return 2 * layer + 1
-
-
-def block_layer(block: int) -> int:
-    """The source layer of one of two blocks."""
-    return block // 2
-
-
-def block_kind(block: int) -> HeadKind:
-    """The kind of heads that one of two blocks holds."""
-    return "neuron" if block % 2 else "attention"

@@ -9,14 +9,13 @@ never in block numbers.
 """
 
 import re
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
 from attn_only_lens.errors import UnknownHeadError, UnsupportedCallError
-from attn_only_lens.heads.host import POINTS, HeadKind, block_layer, has_neuron_heads, host_of
+from attn_only_lens.heads.host import POINTS, HeadKind, has_neuron_heads, host_of
 
 _LETTER: dict[HeadKind, str] = {"attention": "H", "neuron": "N"}
 _KIND: dict[str, HeadKind] = {letter: kind for kind, letter in _LETTER.items()}
@@ -202,8 +201,3 @@ def head_labels(layer: int, kind: HeadKind, n_heads: int, heads_per_neuron: int)
         return [str(HeadName(layer, kind, index)) for index in range(n_heads)]
     pairs = (divmod(index, heads_per_neuron) for index in range(n_heads))
     return [str(HeadName(layer, kind, neuron, member)) for neuron, member in pairs]
-
-
-def neuron_labels(block: int, indices: Iterable[int]) -> list[str]:
-    """The names of neurons of a block, whole, whatever number of heads each has."""
-    return [str(HeadName(block_layer(block), "neuron", index)) for index in indices]

@@ -21,8 +21,8 @@ from transformer_lens.utilities import Slice, get_act_name
 from transformer_lens.utilities.architectures import POST_NORM_ARCHITECTURES
 
 from attn_only_lens.errors import UnsupportedCallError
-from attn_only_lens.heads.host import block_kind, block_layer, neurons_block
-from attn_only_lens.heads.names import neuron_labels
+from attn_only_lens.heads.names import HeadName
+from attn_only_lens.models.two_blocks.block_numbers import block_kind, block_layer, neurons_block
 
 
 def refuse_mlp_input(mlp_input: bool) -> None:
@@ -408,7 +408,9 @@ class _Stack:
             ) from error
         found = self.cache.get_neuron_results(block, neurons, self.positions, self.columns)
         self.parts.append(found.movedim(-2, 0))
-        self.labels += neuron_labels(block, neurons.tolist())
+        self.labels += [
+            str(HeadName(block_layer(block), "neuron", each)) for each in neurons.tolist()
+        ]
 
     def finish(self, incl_remainder: bool, return_labels: bool) -> Any:
         """Join the components, add what they leave of the stream, and norm them."""

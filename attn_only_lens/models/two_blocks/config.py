@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 
 from attn_only_lens.errors import UnsupportedCallError
 from attn_only_lens.heads.gating import Gating
-from attn_only_lens.heads.host import block_kind, block_layer
+from attn_only_lens.models.two_blocks.block_numbers import block_kind, block_layer
 from attn_only_lens.tl import HookedTransformerConfig
 
 

@@ -3,8 +3,9 @@
 from contextlib import AbstractContextManager
 from typing import Any, Literal
 
-from attn_only_lens.heads.host import HeadKind, Host, block_layer, heads_block, neurons_block
+from attn_only_lens.heads.host import HeadKind, Host
 from attn_only_lens.models.norms import LayerNorms, Norm, hooked_final_norm, hooked_norms
+from attn_only_lens.models.two_blocks.block_numbers import block_layer, heads_block, neurons_block
 from attn_only_lens.runs.replay.base import Replay, Variants
 from attn_only_lens.runs.replay.hooked import HookedReplay
 

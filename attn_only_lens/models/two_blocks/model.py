@@ -8,10 +8,11 @@ from torch import Tensor
 from transformer_lens import ActivationCache
 
 from attn_only_lens.errors import UnsupportedCallError
-from attn_only_lens.heads.host import WithNeuronHeads, block_kind, block_layer
+from attn_only_lens.heads.host import WithNeuronHeads
 from attn_only_lens.heads.names import head_labels
 from attn_only_lens.heads.pass_state import PassState
 from attn_only_lens.heads.patterns import neuron_gate, neuron_pattern
+from attn_only_lens.models.two_blocks.block_numbers import block_kind, block_layer
 from attn_only_lens.models.two_blocks.cache import AttentionOnlyCache, refuse_mlp_input
 from attn_only_lens.models.two_blocks.config import AttentionOnlyConfig
 from attn_only_lens.models.two_blocks.host import TwoBlocksHost
