@@ -3,12 +3,12 @@
 from typing import Any, Literal
 
 from attn_only_lens.heads.host import HeadKind, Host
+from attn_only_lens.models.hooked_host import HookedTransformerHost
 from attn_only_lens.models.norms import (
     LayerNorms,
     Norm,
     bridge_final_norm,
     bridge_norms,
-    hooked_final_norm,
     hooked_norms,
     require_bridge_weights,
 )
@@ -43,7 +43,7 @@ class _InPlaceHost(Host):
         return f"blocks.{layer}.hook_resid_{point}"
 
 
-class HookedHost(_InPlaceHost):
+class HookedHost(HookedTransformerHost, _InPlaceHost):
     """An exposed `HookedTransformer`, whose configuration says which norms it has."""
 
     def norms(self) -> list[LayerNorms]:
@@ -52,13 +52,6 @@ class HookedHost(_InPlaceHost):
         names = ("ln1", "ln2", "ln1_post", "ln2_post")
         modules = [[getattr(block, name, None) for name in names] for block in blocks]
         return hooked_norms(self.model.cfg, [block.attn for block in blocks], modules)
-
-    def final_norm(self) -> Norm:
-        """The norm that the unembedding reads through."""
-        return hooked_final_norm(self.model)
-
-    def require_weights(self) -> None:
-        """Pass: a HookedTransformer computes with the matrices that it names."""
 
     def replay(self, recording: Any, metric: Any, precise: Any = None) -> Replay:
         """Block by block."""

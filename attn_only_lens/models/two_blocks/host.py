@@ -3,14 +3,15 @@
 from contextlib import AbstractContextManager
 from typing import Any, Literal
 
-from attn_only_lens.heads.host import HeadKind, Host
-from attn_only_lens.models.norms import LayerNorms, Norm, hooked_final_norm, hooked_norms
+from attn_only_lens.heads.host import HeadKind
+from attn_only_lens.models.hooked_host import HookedTransformerHost
+from attn_only_lens.models.norms import LayerNorms, hooked_norms
 from attn_only_lens.models.two_blocks.block_numbers import block_layer, heads_block, neurons_block
 from attn_only_lens.runs.replay.base import Replay, Variants
 from attn_only_lens.runs.replay.hooked import HookedReplay
 
 
-class TwoBlocksHost(Host):
+class TwoBlocksHost(HookedTransformerHost):
     """A converted `HookedTransformer`."""
 
     in_place = False
@@ -47,13 +48,6 @@ class TwoBlocksHost(Host):
             for pair in zip(blocks[::2], blocks[1::2], strict=True)
         ]
         return hooked_norms(self.model.cfg, [block.attn for block in blocks[::2]], modules)
-
-    def final_norm(self) -> Norm:
-        """The norm that the unembedding reads through."""
-        return hooked_final_norm(self.model)
-
-    def require_weights(self) -> None:
-        """Pass: a HookedTransformer computes with the matrices that it names."""
 
     def replay(self, recording: Any, metric: Any, precise: Any = None) -> Replay:
         """Block by block."""
