@@ -77,18 +77,7 @@ class HookedModel(Growable):
 
     def reasons_against_weights(self, weights: Weights) -> list[str]:
         """Return every reason why no HookedTransformer can have such weights."""
-        reasons, sizes = super().reasons_against_weights(weights), weights.sizes
-        n_heads, width = (sizes[Axis(label, 0)] for label in ("head", "d_query"))
-        if (
-            weights.constants.qk_norm == "all heads"
-            and not reasons
-            and n_heads * width != sizes[Axis("d_model")]
-        ):
-            reasons.append(
-                f"the norm over the queries of all heads is d_model wide in a HookedTransformer: "
-                f"{sizes[Axis('d_model')]}, and {n_heads} heads would have {n_heads * width}"
-            )
-        return reasons
+        return super().reasons_against_weights(weights) or joint_norm_reasons(weights)
 
     def reasons_against_saving(self) -> list[str]:
         """Return nothing: every HookedTransformer can be written."""
@@ -180,6 +169,22 @@ def norm_reasons(model: Any, names: Sequence[str]) -> list[str]:
         f"its {name} is a {type(modules[name]).__qualname__}; its configuration says {norm}"
         for name, norm in expected.items()
         if name in modules and type(modules[name]) is not _CLASSES[norm]
+    ]
+
+
+def joint_norm_reasons(weights: Weights) -> list[str]:
+    """Return in which layers a norm over the queries of all heads would not be d_model wide."""
+    if weights.constants.qk_norm != "all heads":
+        return []
+    sizes = weights.sizes
+    found = {
+        sizes[Axis("head", layer)] * sizes[Axis("d_query", layer)]
+        for layer in range(weights.constants.n_layers)
+    }
+    return [
+        f"its norm over the queries of all heads is d_model wide in TransformerLens: "
+        f"{sizes[Axis('d_model')]}, and they would be {width}; grow heads, d_head and d_model along"
+        for width in sorted(found - {sizes[Axis("d_model")]})
     ]
 
 

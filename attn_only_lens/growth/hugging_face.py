@@ -168,7 +168,8 @@ class HuggingFaceBridge(BridgeModel):
     def reasons_against_weights(self, weights: Weights) -> list[str]:
         """Return every reason why no bridge of this family can have such weights."""
         reasons = super().reasons_against_weights(weights)
-        kinds = {each.get("rope_type") for each in _ropes(self.config)} - {*_ROTARY, None}
+        kinds = {str(each.get("rope_type", "default")) for each in _ropes(self.config)}
+        kinds -= set(_ROTARY)
         if kinds and weights.sizes[Axis("d_query", 0)] != self.model.cfg.d_head:
             reasons.append(
                 f"its rotary positions are of type {', '.join(map(repr, sorted(kinds)))}, whose "
@@ -245,7 +246,7 @@ class HuggingFaceBridge(BridgeModel):
         config, constants, sizes = copy.deepcopy(self.config), weights.constants, weights.sizes
         width, was = sizes[Axis("d_query", 0)], self.model.cfg.d_head
         n_heads, d_model = sizes[Axis("head", 0)], sizes[Axis("d_model")]
-        fields = {
+        fields: dict[str, Any] = {
             "hidden_size": d_model,
             "num_hidden_layers": constants.n_layers,
             "num_attention_heads": n_heads,
@@ -327,7 +328,7 @@ class HuggingFaceBridge(BridgeModel):
     def _rules(self) -> Iterator[tuple[str, tuple[str, ...]]]:
         """Yield the tails of the tensors that each parameter of transformers holds, by `_rule`."""
         named, layouts = self.named_parameters(), self.parameters()
-        tensors = {id(named[name]): layout.name for name, layout in reversed(layouts.items())}
+        tensors = {id(named[name]): layout.name for name, layout in layouts.items()}
         present = {layout.name for layout in layouts.values()}
         for name, parameter in self._named_by_transformers().items():
             rule, module, kind = self._rule(name), *name.split(".")[-2:]
@@ -420,7 +421,8 @@ def _set_heads(model: PreTrainedModel, config: PretrainedConfig) -> None:
     model.config.num_attention_heads = n_heads
     if not hasattr(config, "head_dim"):
         del model.config.head_dim
-    for module in model.modules():
+    modules: list[Any] = list(model.modules())
+    for module in modules:
         if hasattr(module, "c_attn"):  # GPT-2
             module.num_heads, module.head_dim, module.split_size = n_heads, width, n_heads * width
             module.scaling = width**-0.5

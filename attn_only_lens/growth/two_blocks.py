@@ -24,6 +24,7 @@ from attn_only_lens.growth.growable import Growable, Parameter, shared_parameter
 from attn_only_lens.growth.hooked import (
     constant_reasons,
     constants_of,
+    joint_norm_reasons,
     norm_reasons,
     parameter_of,
     tensors_of,
@@ -100,7 +101,7 @@ class ConvertedModel(Growable):
     def reasons_against_weights(self, weights: Weights) -> list[str]:
         """Return every reason why no converted model can have such weights."""
         sizes = weights.sizes
-        return [
+        return joint_norm_reasons(weights) + [
             f"queries and keys of layer {layer} would have width {sizes[Axis('d_query', layer)]}, "
             f"values {sizes[Axis('d_value', layer)]}; a converted model has one d_head for both: "
             "widen both"
