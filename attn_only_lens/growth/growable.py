@@ -46,7 +46,10 @@ class Growable(ABC):
 
     Attributes:
         model: the model.
+        may_differ_by_layer: labels of axes whose sizes need not be the same in all layers.
     """
+
+    may_differ_by_layer: frozenset[str] = frozenset()
 
     _unequal_layers_instead = ""
 
@@ -85,7 +88,7 @@ class Growable(ABC):
         """
         sizes: dict[str, set[int]] = {}
         for axis, size in weights.sizes.items():
-            if axis.layer is not None:
+            if axis.layer is not None and axis.label not in self.may_differ_by_layer:
                 sizes.setdefault(axis.label, set()).add(size)
         reasons = [
             f"its layers would differ in {_FIELDS.get(label, label)} ({sorted(found)}), which "

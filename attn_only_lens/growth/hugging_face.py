@@ -4,9 +4,8 @@ A table says what the configuration of each family does not: its norms, and wher
 grown model is built from a larger configuration of the same class, as transformers would build it,
 and a bridge is put around it; its parameters are the tensors of `Weights`.
 
-A configuration has one ε, one count of heads, one width for all layers. Some classes demand that
-n_heads divides hidden_size, or that n_heads · d_head is hidden_size (GPT-2, GPT-NeoX). Growth does
-not ask for that: such a model computes the same, but no folder of transformers can describe it.
+Not every grown model has a configuration that transformers accepts (`transformers_module.py`):
+it computes the same, but no folder for transformers alone can hold it.
 """
 
 import copy
@@ -24,12 +23,16 @@ from torch import Tensor, nn
 from transformer_lens.model_bridge import TransformerBridge
 from transformer_lens.model_bridge.sources._bridge_builder import build_bridge_from_module
 from transformers import PretrainedConfig, PreTrainedModel
-from transformers.initialization import no_init_weights
-from transformers.pytorch_utils import Conv1D
 
 from attn_only_lens.expansion import Axis, Weights
 from attn_only_lens.expansion.weights import Constants, Norm, block_name
 from attn_only_lens.growth.bridge import WRAPPED, BridgeModel, differing_modules
+from attn_only_lens.models.transformers_module import (
+    BY_LAYER,
+    build_module,
+    has_head_dim,
+    intermediate_size,
+)
 from attn_only_lens.numerics import keep_random_state
 
 
@@ -43,7 +46,6 @@ class Family:
         positions: as in `Constants`.
         partial_rotary: whether it reads `partial_rotary_factor`; if not, rotary positions turn
             whole heads.
-        has_head_dim: whether it reads `head_dim`; if not, n_heads · d_head is hidden_size.
     """
 
     norm: Norm = "RMS"
@@ -54,12 +56,11 @@ class Family:
     qk_norm: Literal["by head", "all heads"] | None = None
     positions: str = "rotary"
     partial_rotary: bool = False
-    has_head_dim: bool = True
 
 
 FAMILIES = {
-    "gpt2": Family("LN", "layer_norm_epsilon", positions="standard", has_head_dim=False),
-    "gpt_neox": Family("LN", "layer_norm_eps", partial_rotary=True, has_head_dim=False),
+    "gpt2": Family("LN", "layer_norm_epsilon", positions="standard"),
+    "gpt_neox": Family("LN", "layer_norm_eps", partial_rotary=True),
     "llama": Family(),
     "mistral": Family(),
     "qwen2": Family(),
@@ -87,6 +88,8 @@ _DIFFERENCE = {torch.float64: 1e-4, torch.float32: 1e-3}  # rotary angles are fl
 
 class HuggingFaceBridge(BridgeModel):
     """A TransformerBridge around a causal language model of transformers, of `FAMILIES`."""
+
+    may_differ_by_layer = frozenset({"d_mlp"})
 
     @staticmethod
     def is_kind(model: Any) -> bool:
@@ -204,7 +207,12 @@ class HuggingFaceBridge(BridgeModel):
         except (StrictDataclassError, ValueError) as error:
             found = str(error).strip().splitlines()[-1].strip()
             return [f"{type(config).__name__} refuses its sizes ({found}); {_INSTEAD}"]
-        if self.family.has_head_dim or cfg.n_heads * cfg.d_head == cfg.d_model:
+        if getattr(config, BY_LAYER, None):
+            return [
+                f"its layers differ in d_mlp, which {type(config).__name__} cannot say; grow all "
+                f"of them, or {_SAVE}"
+            ]
+        if has_head_dim(config) or cfg.n_heads * cfg.d_head == cfg.d_model:
             return []
         return [
             f"{type(config).__name__} has no head_dim: {cfg.n_heads} heads of width {cfg.d_head} "
@@ -246,24 +254,25 @@ class HuggingFaceBridge(BridgeModel):
         config, constants, sizes = copy.deepcopy(self.config), weights.constants, weights.sizes
         width, was = sizes[Axis("d_query", 0)], self.model.cfg.d_head
         n_heads, d_model = sizes[Axis("head", 0)], sizes[Axis("d_model")]
+        d_mlp = [sizes[Axis("d_mlp", layer)] for layer in range(constants.n_layers)]
         fields: dict[str, Any] = {
             "hidden_size": d_model,
             "num_hidden_layers": constants.n_layers,
             "num_attention_heads": n_heads,
             self.family.eps: constants.eps,
             "tie_word_embeddings": constants.tied,
-            "n_inner" if hasattr(config, "n_inner") else "intermediate_size": sizes[
-                Axis("d_mlp", 0)
-            ],
+            intermediate_size(config): d_mlp[0],
         }
         if constants.grouped:
             fields["num_key_value_heads"] = sizes[Axis("kv_head", 0)]
         if n_heads * width != d_model or (
-            self.family.has_head_dim and getattr(config, "head_dim", None) is not None
+            has_head_dim(config) and getattr(config, "head_dim", None) is not None
         ):
             fields["head_dim"] = width
         elif hasattr(config, "head_dim"):
             del config.head_dim
+        if len(set(d_mlp)) > 1 or hasattr(config, BY_LAYER):
+            fields[BY_LAYER] = d_mlp if len(set(d_mlp)) > 1 else None
         if constants.attn_types is not None:
             fields["layer_types"] = list(constants.attn_types)
         for key, value in fields.items():
@@ -328,7 +337,9 @@ class HuggingFaceBridge(BridgeModel):
     def _rules(self) -> Iterator[tuple[str, tuple[str, ...]]]:
         """Yield the tails of the tensors that each parameter of transformers holds, by `_rule`."""
         named, layouts = self.named_parameters(), self.parameters()
-        tensors = {id(named[name]): layout.name for name, layout in layouts.items()}
+        tensors: dict[int, str] = {}
+        for name, layout in layouts.items():  # of a tied one, the embedding first
+            tensors.setdefault(id(named[name]), layout.name)
         present = {layout.name for layout in layouts.values()}
         for name, parameter in self._named_by_transformers().items():
             rule, module, kind = self._rule(name), *name.split(".")[-2:]
@@ -348,20 +359,15 @@ class HuggingFaceBridge(BridgeModel):
     ) -> PreTrainedModel:
         """Build a model of transformers with this state dict; without, with any numbers."""
         template = self.model.original_model
-        make: Any = type(template)
         cpu = torch.device("cpu")
-        with keep_random_state(cpu), cpu, no_init_weights():
-            if self.family.has_head_dim:
-                model: PreTrainedModel = make(copy.deepcopy(config))
-            else:
-                model = make(_with_one_head(config))
-                _set_heads(model, config)
+        with keep_random_state(cpu), cpu:
+            model = build_module(type(template), config)
         if state is not None:
             model.load_state_dict(state, assign=True)
-        model.tie_weights()
+            model.tie_weights()
         model.config._attn_implementation = template.config._attn_implementation
         model.generation_config = copy.deepcopy(template.generation_config)
-        return model.eval()
+        return model
 
     def _bridge(self, model: PreTrainedModel) -> TransformerBridge:
         """Put a bridge around a model of transformers, with the tokenizer of this one."""
@@ -400,40 +406,8 @@ def _fused(name: str, parts: list[Tensor], weights: Weights) -> Tensor:
     return whole.T.contiguous() if "c_attn" in name and whole.ndim == 2 else whole
 
 
-_INSTEAD = (
-    "grow d_model or n_heads along, or write it with neuron-heads: "
-    "attn_only_lens.save(expose_neuron_heads(model).model, folder)"
-)
-
-
-def _with_one_head(config: PretrainedConfig) -> PretrainedConfig:
-    """A configuration that a class without `head_dim` accepts, for `_set_heads` to go on from."""
-    config = copy.deepcopy(config)
-    config.head_dim = getattr(config, "head_dim", config.hidden_size // config.num_attention_heads)
-    config.num_attention_heads = 1
-    return config
-
-
-def _set_heads(model: PreTrainedModel, config: PretrainedConfig) -> None:
-    """Give heads a width that the class does not read from its configuration."""
-    n_heads, d_model = config.num_attention_heads, config.hidden_size
-    width = getattr(config, "head_dim", d_model // n_heads)
-    model.config.num_attention_heads = n_heads
-    if not hasattr(config, "head_dim"):
-        del model.config.head_dim
-    modules: list[Any] = list(model.modules())
-    for module in modules:
-        if hasattr(module, "c_attn"):  # GPT-2
-            module.num_heads, module.head_dim, module.split_size = n_heads, width, n_heads * width
-            module.scaling = width**-0.5
-            module.c_attn = Conv1D(3 * n_heads * width, d_model)
-            module.c_proj = Conv1D(d_model, n_heads * width)
-        elif hasattr(module, "query_key_value"):  # GPT-NeoX
-            bias = module.dense.bias is not None
-            module.head_size, module.scaling = width, width**-0.5
-            module.rotary_ndims = int(width * config.rope_parameters["partial_rotary_factor"])
-            module.query_key_value = nn.Linear(d_model, 3 * n_heads * width, bias=bias)
-            module.dense = nn.Linear(n_heads * width, d_model, bias=bias)
+_SAVE = "write it with neuron-heads: attn_only_lens.save(expose_neuron_heads(model).model, folder)"
+_INSTEAD = f"grow d_model or n_heads along, or {_SAVE}"
 
 
 def _ropes(config: PretrainedConfig) -> list[dict[str, Any]]:

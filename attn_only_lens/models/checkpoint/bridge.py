@@ -28,6 +28,7 @@ from attn_only_lens.models.checkpoint.hooked import expose_again
 from attn_only_lens.models.checkpoint.packing import pack, unpack
 from attn_only_lens.models.in_place import exposed_heads
 from attn_only_lens.models.source_folder import parse_dtype, plain_config
+from attn_only_lens.models.transformers_module import build_module, config_from
 from attn_only_lens.models.two_blocks.build import tensor_misfits
 from attn_only_lens.numerics import keep_random_state
 from attn_only_lens.runs.attached_hooks import find_hooks, hook_reasons
@@ -166,10 +167,12 @@ def _wrapped(config: dict[str, Any]) -> dict[str, Any]:
     if hub := [each for each in _implementations(config) if "/" in each or ":" in each]:
         raise ValueError(f"it runs code from a hub: {', '.join(hub)}")
     kind = _class_in_transformers(config["config_class"], PretrainedConfig)
-    model = _class_in_transformers(config["class"], PreTrainedModel)._from_config(
-        kind.from_dict(config["hf_config"]), attn_implementation=config["attention"], dtype=dtype
+    model: Any = build_module(
+        _class_in_transformers(config["class"], PreTrainedModel),
+        config_from(kind, config["hf_config"]),
     )
-    return {**how, "model": model.eval(), "hf_config": model.config}
+    model.set_attn_implementation(config["attention"])
+    return {**how, "model": model.to(dtype), "hf_config": model.config}
 
 
 def _implementations(value: Any, chosen: bool = False) -> Iterator[str]:
