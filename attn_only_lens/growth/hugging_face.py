@@ -75,6 +75,7 @@ FAMILIES = {
 """By `model_type`."""
 # Frequencies that depend on their own wavelength alone, or on the index of a pair.
 _ROTARY = ("default", "linear", "llama3", "yarn", "longrope")
+_RECOMPUTED = ("dynamic", "longrope")  # for the length of what the model has seen last
 # Matrices that several tensors share, in this order.
 _FUSED = {
     "c_attn": ("attn.q", "attn.k", "attn.v"),
@@ -122,8 +123,6 @@ class HuggingFaceBridge(BridgeModel):
         config = self.config
         if getattr(config, "scale_attn_weights", True) is False:
             reasons.append("its config.scale_attn_weights is False, which its bridge does not heed")
-        if getattr(config, "qk_layernorm", False):
-            reasons.append("its config.qk_layernorm norms queries and keys with biases")
         if getattr(config, "add_cross_attention", False):
             reasons.append("it attends to an encoder, whose width would have to grow along")
         twin = self._bridge(self._module(config))
@@ -135,6 +134,8 @@ class HuggingFaceBridge(BridgeModel):
         if unknown:
             reasons.append(f"it has parameters unknown to its kind: {', '.join(unknown[:5])}")
         fresh = dict(twin.original_model.named_buffers())
+        if any(each.get("rope_type") in _RECOMPUTED for each in _ropes(config)):
+            fresh = {name: x for name, x in fresh.items() if "original_inv_freq" in name}
         reasons += [
             f"its {name.replace(WRAPPED, '')} is not what its configuration leads to"
             for name, buffer in self.model.original_model.named_buffers()
@@ -184,7 +185,10 @@ class HuggingFaceBridge(BridgeModel):
         """Return a new bridge, around a new model of transformers."""
         template, some = self.model, next(self.model.parameters())
         module = self._module(self.grown_config(weights), self.state(weights))
-        old = dict(template.original_model.named_buffers())
+        old = {
+            name.replace(WRAPPED, ""): buffer
+            for name, buffer in template.original_model.named_buffers()
+        }
         for name, buffer in module.named_buffers():
             like = old.get(name)
             buffer.data = buffer.to(some.device, None if like is None else like.dtype)
