@@ -25,7 +25,7 @@ from transformer_lens.model_bridge.sources._bridge_builder import build_bridge_f
 from transformers import PretrainedConfig, PreTrainedModel
 
 from attn_only_lens.expansion import Axis, Weights
-from attn_only_lens.expansion.weights import Constants, Norm, block_name
+from attn_only_lens.expansion.weights import Constants, Norm, block_name, in_layer
 from attn_only_lens.growth.bridge import WRAPPED, BridgeModel, differing_modules
 from attn_only_lens.models.transformers_module import (
     BY_LAYER,
@@ -198,14 +198,23 @@ class HuggingFaceBridge(BridgeModel):
             if key in usual and type(value) in (bool, str) and usual[key] != value:
                 setattr(model.cfg, key, value)
         frozen, new = self.frozen(), HuggingFaceBridge(model)
-        named = new.named_parameters()
+        named, beside = new.named_parameters(), self._beside()
         for name, layout in new.parameters().items():
             named[name].requires_grad_(source_of(layout.name) not in frozen)
+            if layout.name in beside:
+                named[name].data = layout.from_weights(weights.tensors[layout.name])
         return model.train(template.training)
 
     def reasons_against_saving(self) -> list[str]:
         """Return every reason why no folder of transformers can hold this model."""
         config, cfg = self.config, self.model.cfg
+        trained = [name for name in self._beside() if self.tensors()[name].any()]
+        if trained:
+            return [
+                f"its {', '.join(trained)} is not zero, and transformers' "
+                f"{type(self.model.original_model).__name__} has none (transformer-lens 3.9 adds "
+                "it); set it to zero, and do not train it"
+            ]
         try:
             type(config).from_dict(config.to_dict())
         except (StrictDataclassError, ValueError) as error:
@@ -357,6 +366,11 @@ class HuggingFaceBridge(BridgeModel):
                 tails = tuple(_TAILS[part, kind] for part in _FUSED[module])
                 if all(block_name(0, each) in present for each in tails):
                     yield rule, tails
+
+    def _beside(self) -> set[str]:
+        """Tensors that the bridge has beside the model's: 3.9 adds a bias to the unembedding."""
+        held = {tail for tails in dict(self._rules()).values() for tail in tails}
+        return {name for name in self.tensors() if in_layer(name) is None and name not in held}
 
     def _module(
         self, config: PretrainedConfig, state: Mapping[str, Tensor] | None = None
