@@ -82,7 +82,7 @@ class Host(ABC):
 
     @abstractmethod
     def gates(self) -> list[dict[str, Any]]:
-        """The gates and the activation (`act_fn`) of each source layer, as JSON."""
+        """The gates of each source layer, as JSON."""
 
     @abstractmethod
     def stream_hook(self, layer: int, point: Literal["pre", "mid", "post"]) -> str:

@@ -142,14 +142,15 @@ def _replace(read: dict[str, Tensor], gate: Any, mlp: Any) -> Callable[..., Tens
     return hook
 
 
-def _activation_errors(host: Host, tokens: Tensor) -> pd.DataFrame:
+def _activation_errors(host: Host, act_fn: str, tokens: Tensor) -> pd.DataFrame:
     """Measure the error of the activation in each layer of a model with bilinear gates."""
-    layers, gates = host.neurons, host.gates()
+    layers = host.neurons
+    act_fns = [gate.get("act_fn", act_fn) for gate in host.gates()]  # in place, as it was found
     rows: list[dict[str, float]] = [{} for _ in layers]
 
     def measure(layer: int, q: Tensor) -> None:
         q, gate = to_float64_device(q).double(), layers[layer].bilinear_gate
-        error = gate.activation(q) - GATES[gates[layer]["act_fn"]].activation(q)
+        error = gate.activation(q) - GATES[act_fns[layer]].activation(q)
         rows[layer] = {
             "layer": layer,
             "bound": gate.bound,
@@ -252,7 +253,9 @@ def verify(
         n_tokens=kl.numel(),
         dtype=expected.dtype,
         tolerance=logit_tolerance(layers, expected.dtype),
-        activations=pd.DataFrame() if exact else _activation_errors(host, tokens),
+        activations=pd.DataFrame()
+        if exact
+        else _activation_errors(host, source.cfg.act_fn, tokens),
     )
 
 

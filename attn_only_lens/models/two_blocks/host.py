@@ -31,9 +31,8 @@ class TwoBlocksHost(HookedTransformerHost):
         return heads_block(layer) if kind == "attention" else neurons_block(layer)
 
     def gates(self) -> list[dict[str, Any]]:
-        """The gates and the activation of the model, for each layer."""
-        cfg = self.model.cfg
-        return [{**cfg.gating.to_json(), "act_fn": cfg.act_fn} for _ in self.neurons]
+        """The gates of the model, for each layer."""
+        return [dict(self.model.cfg.gating.to_json()) for _ in self.neurons]
 
     def stream_hook(self, layer: int, point: Literal["pre", "mid", "post"]) -> str:
         """Return the input of one of the two blocks, or the output of the second."""
