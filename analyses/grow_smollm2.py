@@ -18,6 +18,7 @@ from tempfile import TemporaryDirectory
 from typing import Annotated, Any
 
 import pandas as pd
+import tokenizers
 import torch
 import transformers
 import typer
@@ -35,7 +36,7 @@ TINY = {
     "num_attention_heads": 2,
     "num_key_value_heads": 1,
     "head_dim": 14,
-    "hidden_size": 26,
+    "hidden_size": 28,
     "intermediate_size": 31,
     "vocab_size": 41,
     "max_position_embeddings": 29,
@@ -69,18 +70,32 @@ print(json.dumps({"seconds": seconds, "texts": texts}))
 
 
 def growths(sizes: dict[str, int]) -> dict[str, dict[str, int]]:
-    """The sizes to grow to, by what grows: each alone, and all."""
-    return {name: {name: size} for name, size in sizes.items()} | {ALL: sizes}
+    """The sizes to grow to, by what grows: each alone, and all; of a tiny model all."""
+    alone = {} if sizes is TINY_SIZES else {name: {name: size} for name, size in sizes.items()}
+    return alone | {ALL: sizes}
 
 
 def tokens_of(folder: Path) -> list[list[int]]:
-    """The prompts, after the beginning of a text; any tokens of a model without a tokenizer."""
-    if not (folder / "tokenizer.json").exists():
-        return [[1, 5, 7, 11], [3, 2, 13, 17, 19, 23]]
+    """The prompts, each with its beginning of text."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     bos = tokenizer.bos_token_id
     encoded = tokenizer(list(PROMPTS))["input_ids"]
     return [ids if ids[0] == bos else [bos, *ids] for ids in encoded]
+
+
+def tiny(folder: Path) -> Path:
+    """A LLaMA of random weights, with a tokenizer that knows the words of the prompts."""
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(**TINY)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    words = dict.fromkeys(["<unk>", "<bos>", "<eos>", *" ".join(PROMPTS).split()])
+    words = tokenizers.models.WordLevel({word: i for i, word in enumerate(words)}, "<unk>")
+    tokenizer = tokenizers.Tokenizer(words)
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token="<bos>", eos_token="<eos>"
+    ).save_pretrained(folder)
+    return folder
 
 
 def alone(folder: Path, prompts: list[list[int]], scratch: Path) -> dict[str, Any]:
@@ -192,11 +207,7 @@ def main(
         typer.echo(json.dumps(measure(Path(folder), sizes, Path(grown_folder))))
         return
     with TemporaryDirectory() as scratch:
-        if smoke:
-            model = Path(scratch, "tiny")
-            torch.manual_seed(0)
-            config = transformers.LlamaConfig(**TINY)
-            transformers.AutoModelForCausalLM.from_config(config).save_pretrained(model)
+        model = tiny(Path(scratch, "tiny")) if smoke else model
         sizes, flags = (TINY_SIZES, ["--smoke"]) if smoke else (SIZES, [])
         text = report(model, sizes, Path(scratch), flags)
     write_text(out / "grow_smollm2.md", text)

@@ -3,11 +3,13 @@
 import re
 from pathlib import Path
 
+import grow_smollm2
 import pytest
 import torch
 import transformers
 from common import relative
 from transformer_lens.model_bridge import TransformerBridge
+from typer.testing import CliRunner
 
 from attn_only_lens import expose_neuron_heads
 from attn_only_lens import patching as p
@@ -116,3 +118,15 @@ def test_chat_template_bos_and_generation(alone, bridge):
         got = bridge.generate(tokens, **GREEDY, verbose=False, return_type="tokens")
     assert torch.equal(got, expected[:, : got.shape[1]])
     assert tokenizer.decode(got[0, tokens.shape[1] :]).startswith("The capital of France is Paris.")
+
+
+def test_growth_is_measured(folder, tmp_path):
+    """By the script whose page is in analyses/results; here of a tiny model."""
+    app = grow_smollm2.typer.Typer()
+    app.command()(grow_smollm2.main)
+    result = CliRunner().invoke(app, ["--smoke", "--out", str(tmp_path)])
+    assert result.exit_code == 0, result.output
+    row = (tmp_path / "grow_smollm2.md").read_text("utf-8").strip().splitlines()[-1]
+    name, *_, bridge, alone, same = (cell.strip() for cell in row.strip("|").split("|"))
+    assert (name, same) == ("all six", "True")
+    assert max(float(bridge), float(alone)) < 1e-5
