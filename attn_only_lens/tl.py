@@ -39,7 +39,7 @@ __all__ = [
 _VERSION = version("transformer-lens")
 _NEEDED = (
     f"this needs HookedTransformer, which transformer-lens {_VERSION} has not: "
-    "pip install 'attn-only-lens[hooked]' for 3.9; or build a TransformerBridge, and use "
+    "pip install 'transformer-lens<4' for 3.9; or build a TransformerBridge, and use "
     "attn_only_lens.expose_neuron_heads on that"
 )
 HAS_HOOKED_TRANSFORMER = int(_VERSION.split(".")[0]) < 4

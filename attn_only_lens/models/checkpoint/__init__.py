@@ -3,10 +3,10 @@
 from attn_only_lens.models.checkpoint.save_load import (
     MANIFEST,
     is_saved,
-    load,
+    load_saved,
     read_manifest,
     save,
     write_manifest,
 )
 
-__all__ = ["MANIFEST", "is_saved", "load", "read_manifest", "save", "write_manifest"]
+__all__ = ["MANIFEST", "is_saved", "load_saved", "read_manifest", "save", "write_manifest"]
