@@ -9,14 +9,14 @@ import typer
 
 from attn_only_lens import viz
 from attn_only_lens.cli import options
-from attn_only_lens.cli.common import app, clear_errors, load_source_model, print_table
+from attn_only_lens.cli.common import app, clear_errors, load_model, print_table
 from attn_only_lens.cli.convert import read_tokens
-from attn_only_lens.cli.options import parse_metric, parse_prompts
+from attn_only_lens.cli.options import as_chat, parse_metric, parse_prompts
 from attn_only_lens.comparison import Comparison
 from attn_only_lens.comparison import compare as compare_models
 from attn_only_lens.errors import AttnOnlyLensError, ComparisonError
 from attn_only_lens.growth import read_provenance
-from attn_only_lens.tl import require_hooked_transformer
+from attn_only_lens.models.load import is_hooked
 from attn_only_lens.viz.checks import import_extra
 
 _NUMBERS = re.compile(r"\d+(,\d+)*")
@@ -25,7 +25,7 @@ _PROMPTS = "a .safetensors file with `tokens`, or a text file: a prompt a line, 
 
 @app.command()
 def compare(
-    model: options.SourceModel,
+    model: options.Model,
     grown: Annotated[Path, typer.Argument(help="a folder that `grow` wrote, trained since or not")],
     tokens: Annotated[Path, typer.Option(help=_PROMPTS)],
     out: Annotated[Path, typer.Option(help="folder to write tables and pages to")],
@@ -43,14 +43,14 @@ def compare(
     patched: Annotated[int, typer.Option(help="how many components to patch")] = 200,
     nodes: Annotated[int, typer.Option(help="nodes to draw edges between")] = 100,
     seed: Annotated[int, typer.Option(help="of the bootstrap")] = 0,
-    dtype: Annotated[str, typer.Option(help="float32, float64, bfloat16")] = "float32",
+    chat: options.Chat = False,
+    dtype: options.Dtype = None,
     device: Annotated[
         str | None, typer.Option(help="cpu, cuda, mps; default: cuda where there is one")
     ] = None,
 ) -> None:
     """Compare a model with one grown from it: tables, report.html and circuit.html in a folder."""
     with clear_errors():
-        require_hooked_transformer()
         import_extra("plotly")
         if out.exists() and not out.is_dir():
             raise AttnOnlyLensError(f"--out: {out} is a file; expected a folder, or a new name")
@@ -60,7 +60,10 @@ def compare(
         provenance = read_provenance(grown)
         where = device or ("cuda" if torch.cuda.is_available() else "cpu")
         folders = [model, str(grown)] + ([] if null is None else [str(null)])
-        models = [load_source_model(each, dtype, where) for each in folders]
+        hooked = is_hooked(grown)
+        models = [load_model(each, dtype, where, hooked) for each in folders]
+        prompts = as_chat(models[0], prompts, chat)
+        others = None if others is None else as_chat(models[0], others, chat)
         try:
             found = compare_models(
                 *(models[0], models[1], prompts, measure),

@@ -25,6 +25,7 @@ from transformer_lens.model_bridge.sources.transformers import (
 from transformers import AutoConfig
 
 from attn_only_lens.errors import CheckpointError
+from attn_only_lens.models.quantised import DEQUANTISE, config_reasons
 from attn_only_lens.models.source_folder import (
     CONFIG,
     WEIGHTS,
@@ -70,13 +71,13 @@ def load_hf_folder(
     """
     check_grown(folder)
     config = read_json(folder / CONFIG)
-    reasons = [*_quantised(config), *out_of_range(config, CONFIG)]
+    reasons = [*config_reasons(config, f"its {CONFIG}"), *out_of_range(config, CONFIG)]
     files, why = _weight_files(folder)
     if reasons := [*reasons, *why]:
         raise CheckpointError(f"{folder} cannot be loaded: {'; '.join(reasons[:_SHOWN])}")
     tensors = _tensors_in(files)
     stored = [
-        f"its {key} is stored as {str(tensor.dtype).removeprefix('torch.')}: {_DEQUANTISE}"
+        f"its {key} is stored as {str(tensor.dtype).removeprefix('torch.')}: {DEQUANTISE}"
         for key, tensor in tensors.items()
         if key.endswith("weight") and (not tensor.is_floating_point() or tensor.itemsize < 2)
     ]
@@ -105,23 +106,6 @@ def load_hf_folder(
         device=device,
         model_name=name,
     )
-
-
-_DEQUANTISE = (
-    "quantised weights are not served; expected float32, float64, bfloat16 or float16. In "
-    "transformers, model.dequantize() restores such weights where it can; then "
-    "del model.config.quantization_config, and save_pretrained to another folder"
-)
-
-
-def _quantised(config: dict[str, Any]) -> list[str]:
-    """Return why the weights of this configuration are not loaded, if they are quantised."""
-    for part in (config, *(each for each in config.values() if isinstance(each, dict))):
-        said = part.get("quantization_config")
-        if said:
-            method = said.get("quant_method", said) if isinstance(said, dict) else said
-            return [f"its {CONFIG} has a quantization_config ({method}): {_DEQUANTISE}"]
-    return []
 
 
 def _weight_files(folder: Path) -> tuple[list[Path], list[str]]:

@@ -91,6 +91,7 @@ def load(
     if kind == "saved":
         return load_saved(folder, device=to_device, dtype=to_dtype)
     if kind == "HookedTransformer":
+        require_hooked_transformer(f"the model in {folder}")
         return load_source(folder, device=to_device, dtype=to_dtype or torch.float32)
     if hooked:
         raise CheckpointError(
@@ -144,7 +145,7 @@ def _bridge_by_name(name: str, device: torch.device, dtype: torch.dtype) -> Any:
 
 
 def _hooked_by_name(name: str, device: torch.device, dtype: torch.dtype) -> HookedTransformer:
-    require_hooked_transformer()
+    require_hooked_transformer(f"{name!r} as a HookedTransformer")
     try:
         with quiet(), no_remote_code():
             return HookedTransformer.from_pretrained(

@@ -132,13 +132,18 @@ def _skeleton(
         if tensors is not None:
             _require_modest(config, tensors)
         bridge = build_bridge_from_module(**_wrapped(config))
-        if config["compatible"]:
-            bridge.enable_compatibility_mode(
-                disable_warnings=config["quiet"], no_processing=not config["processed"]
-            )
-        elif config["processed"]:
-            bridge.process_weights()
+        process_as_saved(bridge, config)
     return bridge
+
+
+def process_as_saved(bridge: TransformerBridge, config: dict[str, Any]) -> None:
+    """Do to a bridge what had been done to the one that was saved; `config` of its manifest."""
+    if config["compatible"]:
+        bridge.enable_compatibility_mode(
+            disable_warnings=config["quiet"], no_processing=not config["processed"]
+        )
+    elif config["processed"]:
+        bridge.process_weights()
 
 
 def _require_modest(config: dict[str, Any], tensors: Mapping[str, Tensor]) -> None:
