@@ -49,7 +49,7 @@ def test_a_sweep_of_texts(folder, tmp_path):
 def test_a_saved_model_tokens_and_every_option(folder, tmp_path):
     saved = save(expose_neuron_heads(load(folder)).model, tmp_path / "saved")
     out, parts = tmp_path / "sweep.csv", tmp_path / "parts"
-    options = ("--sites", "neurons", "--layers", "1", "--part", "pattern", "--positions", "1,-1")
+    options = ("--sites", "neurons", "--layers", "0", "--part", "pattern", "--positions", "1,-1")
     more = ("--direction", "noise", "--resume", parts, "--batch-size", 5, "--metric", "logit_diff")
     for _ in range(2):  # the second time from the folder
         result = run(saved, *NUMBERS, "--out", out, *options, *more)
@@ -62,15 +62,15 @@ def test_a_saved_model_tokens_and_every_option(folder, tmp_path):
         torch.tensor([0, 7, 9, 11]),
         torch.tensor([0, 8, 9, 11]),
         metric=p.logit_diff(17, 21),
-        sites=p.neuron_heads([1]),
+        sites=p.neuron_heads([0]),
         part="pattern",
         positions=[1, -1],
         direction="noise",
     )
     assert sweep.frame["name"].tolist() == other["name"].tolist()
     assert sweep.frame["position"].tolist() == other["position"].tolist()
-    np.testing.assert_allclose(sweep.frame["value"], other["value"], rtol=0, atol=1e-4)
-    assert other["value"].std() > 1e-2
+    np.testing.assert_allclose(sweep.frame["value"], other["value"], rtol=0, atol=1e-5)
+    assert other["value"].std() > 2e-4
 
 
 @pytest.mark.parametrize(

@@ -46,11 +46,9 @@ HUB_FILES = ("*.json", "*.txt", "*.jinja", "*.model", "*.tiktoken", "model*.safe
 """The files that `load_hf_folder` reads, as patterns."""
 
 
-def is_hugging_face(config: Any) -> bool:
+def is_hugging_face(config: dict[str, Any]) -> bool:
     """True for what `config.json` holds in a folder of transformers."""
-    return isinstance(config, dict) and bool(
-        config.keys() & {"model_type", "architectures", "transformers_version"}
-    )
+    return bool(config.keys() & {"model_type", "architectures", "transformers_version"})
 
 
 def load_hf_folder(

@@ -9,7 +9,7 @@ from huggingface_hub import snapshot_download
 from transformer_lens.supported_models import MODEL_ALIASES
 
 from attn_only_lens.errors import CheckpointError
-from attn_only_lens.models.checkpoint import is_saved, load_saved, read_manifest
+from attn_only_lens.models.checkpoint import MANIFEST, is_saved, load_saved, read_manifest
 from attn_only_lens.models.hf_folder import HUB_FILES, is_hugging_face, load_hf_folder
 from attn_only_lens.models.source_folder import (
     CONFIG,
@@ -81,12 +81,9 @@ def load(
     """
     to_device = parse_device("cpu" if device is None else device)
     to_dtype = None if dtype is None else parse_dtype(dtype)
-    there = isinstance(model, os.PathLike) or os.path.exists(model) or _is_path(str(model))
-    if not there:
-        name = str(model)
-        if hooked:
-            return _hooked_by_name(name, to_device, to_dtype or torch.float32)
-        return _bridge_by_name(name, to_device, to_dtype or torch.float32)
+    if isinstance(model, str) and not _is_path(model):
+        by_name = _hooked_by_name if hooked else _bridge_by_name
+        return by_name(model, to_device, to_dtype or torch.float32)
     folder, kind = open_folder(model), folder_kind(model)
     if kind == "saved":
         return load_saved(folder, device=to_device, dtype=to_dtype)
@@ -115,8 +112,13 @@ def folder_kind(model: str | os.PathLike[str]) -> FolderKind:
     if is_saved(folder):
         return "saved"
     if not (folder / CONFIG).exists():
-        raise CheckpointError(f"{folder} holds no model, {CONFIG} is missing; expected {EXPECTED}")
-    return "Hugging Face" if is_hugging_face(read_json(folder / CONFIG)) else "HookedTransformer"
+        raise CheckpointError(
+            f"no model in {folder}: neither {CONFIG} nor {MANIFEST} is there; expected {EXPECTED}"
+        )
+    config = read_json(folder / CONFIG)
+    if not isinstance(config, dict):
+        raise CheckpointError(f"{folder / CONFIG} is not a model's: got {type(config).__name__}")
+    return "Hugging Face" if is_hugging_face(config) else "HookedTransformer"
 
 
 def is_hooked(folder: str | os.PathLike[str]) -> bool:
@@ -132,7 +134,9 @@ def is_hooked(folder: str | os.PathLike[str]) -> bool:
 
 
 def _is_path(model: str) -> bool:
-    return not model or Path(model).is_absolute() or model.startswith((".", "~"))
+    """True for what cannot be a name, or is there."""
+    looks_so = not model or Path(model).is_absolute() or model.startswith((".", "~"))
+    return looks_so or os.path.lexists(model)
 
 
 def _bridge_by_name(name: str, device: torch.device, dtype: torch.dtype) -> Any:
@@ -160,10 +164,10 @@ def _hooked_by_name(name: str, device: torch.device, dtype: torch.dtype) -> Hook
 
 def _not_found(name: str, error: Exception) -> CheckpointError:
     reason = str(error).strip().partition(" Valid official model names")[0]  # hundreds
-    reason = first_words(ValueError(reason.splitlines()[0] if reason else type(error).__name__))
+    reason = first_words(ValueError(reason.partition("\n")[0] or type(error).__name__))
     if "trust_remote_code" in str(error):
-        reason = "it needs code of its own, which is never run here."
+        reason = "it needs code of its own, which is never run here"
     return CheckpointError(
-        f"could not load {name!r}: {reason} Expected {EXPECTED}; offline, only a folder will do, "
-        "or a model that is in the cache of the hub"
+        f"could not load {name!r}: {reason.rstrip('.')}. Expected {EXPECTED}; offline, only a "
+        "folder will do, or a model that is in the cache of the hub"
     )
