@@ -95,7 +95,8 @@ def load_hf_folder(
     d_vocab = getattr(model.config.get_text_config(), "vocab_size", 0)
     if reasons := [*_misfits(model, info), *tokenizer_reasons(tokenizer, d_vocab)]:
         raise CheckpointError(f"{folder} does not hold one model: {'; '.join(reasons)}")
-    return build_bridge_from_module(
+    has_bos = tokenizer is None or tokenizer.bos_token is not None
+    bridge = build_bridge_from_module(
         model.to(device),
         architecture,
         hf_config=model.config,
@@ -104,6 +105,9 @@ def load_hf_folder(
         device=device,
         model_name=name,
     )
+    if not has_bos:  # TransformerLens has made EOS its BOS, and would begin every text with it
+        bridge.cfg.default_prepend_bos = False
+    return bridge
 
 
 def _weight_files(folder: Path) -> tuple[list[Path], list[str]]:

@@ -49,6 +49,9 @@ def load(
     A folder comes before a name. Nothing is read but safetensors and JSON: no pickle, and no code
     that lies beside a model. A folder asks no hub; a name does, unless the model is there already.
 
+    Texts begin with BOS where TransformerLens puts one for that family (GPT-2, LLaMA, Gemma; not
+    Qwen, Phi, GPT-NeoX), but never where the tokenizer has none.
+
     A bridge has the weights as they are, as `TransformerBridge.boot_transformers` gives it: call
     its `enable_compatibility_mode` to fold and centre them. A `HookedTransformer` of a name has
     them folded and centred, as `HookedTransformer.from_pretrained` does.
