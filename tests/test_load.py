@@ -143,6 +143,60 @@ def test_what_save_wrote_keeps_its_dtype_and_its_first_token(folder, tmp_path):
     )
 
 
+# On the command line
+
+PROMPTS = ("--clean", "w3 w5", "--corrupted", "w3 w6", "--answer", "w7", "--wrong", "w9")
+COMMANDS = {
+    "patch": (*PROMPTS, "--sites", "L0N3", "--out", "sweep.csv"),
+    "circuit": (*PROMPTS[:2], *PROMPTS[4:], "--nodes", 5, "--out", "circuit.json"),
+    "pattern": ("--prompt", "w3 w5", "--layer", 1, "--out", "page.html"),
+    "verify": ("--text", "w3 w5"),
+}
+
+
+def run(*arguments):
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_commands_take_every_model_and_say_what_it_is(command, folder, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    save(expose_neuron_heads(load(folder, dtype="float64")).model, "saved")
+    for model, more, dtype in (
+        (folder, (), "float32"),
+        (folder, ("--dtype", "float64", "--device", "cpu"), "float64"),
+        ("saved", (), "float64"),
+        ("saved", ("--dtype", "bfloat16"), "bfloat16"),
+    ):
+        result = run(command, model, *COMMANDS[command], *more)
+        assert result.exit_code == 0, result.output
+        said = f"{model}: TransformerBridge (LlamaForCausalLM), 2 layers, {dtype}, cpu, "
+        assert f"{said}texts begin with <bos>" in result.stderr
+        assert "TransformerBridge" not in result.stdout
+    for more, words in ((("--dtype", "int8"), "dtype='int8'"), (("--device", "abacus"), "abacus")):
+        result = run(command, folder, *COMMANDS[command], *more)
+        assert result.exit_code == 2
+        assert words in result.output
+
+
+@pytest.mark.parametrize("state", ["plain", "names", "processed"])
+def test_verify_compares_a_saved_bridge_with_its_source(state, folder, tmp_path):
+    bridge = load(folder)
+    if state != "plain":
+        bridge.enable_compatibility_mode(True, no_processing=state == "names")
+    saved = save(expose_neuron_heads(bridge).model, tmp_path / "saved")
+    result = run("verify", folder, saved, "--text", "w3 w5 w7")
+    assert result.exit_code == 0, result.output
+    assert result.stdout.startswith("ok: 4 tokens in float32\nno hooks:   logits bitwise equal")
+    change_weights(folder, lambda x: x[UP].mul_(1.001))
+    result = run("verify", folder, saved, "--text", "w3 w5 w7")
+    assert result.exit_code == 1
+    assert result.stdout.startswith("DIFFERENT")
+    result = run("verify", folder, folder, "--text", "w3")
+    assert result.exit_code == 2
+    assert "no saved model in" in result.output
+
+
 # What is refused
 
 
