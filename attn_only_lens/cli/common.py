@@ -68,8 +68,9 @@ def _describe(model: Any) -> str:
 def _describe_texts(model: Any) -> str:
     if model.tokenizer is None:
         return "no tokenizer"
-    first = int(model.to_tokens("a")[0, 0])
-    if first == model.tokenizer.bos_token_id:
+    alone = model.tokenizer("a", add_special_tokens=False)["input_ids"]
+    ids = model.to_tokens("a")[0].tolist()
+    if len(ids) > len(alone) and ids[0] == model.tokenizer.bos_token_id:
         return f"texts begin with {model.tokenizer.bos_token}"
     return "texts without BOS"
 
