@@ -4,11 +4,13 @@ import importlib.metadata
 import json
 import re
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
 from bridges import CHOSEN, boot, bridged, hf_folder, original
 from common import D_VOCAB, needs_hooked_transformer, relative, tokens
+from models import source_folder
 from packaging.requirements import Requirement
 from safetensors.torch import load_file, save_file
 from test_examples import ROOT
@@ -20,6 +22,7 @@ from typer.testing import CliRunner
 from attn_only_lens import (
     CheckpointError,
     UnsupportedModelError,
+    convert,
     expose_neuron_heads,
     load,
     pretrained,
@@ -28,6 +31,7 @@ from attn_only_lens import (
 )
 from attn_only_lens.cli import app
 from attn_only_lens.models.load import is_hooked
+from attn_only_lens.tl import HAS_HOOKED_TRANSFORMER
 
 HUGGING_FACE = [name for name in CHOSEN if not name.startswith("native")]
 
@@ -173,6 +177,16 @@ def test_commands_take_every_model_and_say_what_it_is(command, folder, tmp_path,
         said = f"{model}: TransformerBridge (LlamaForCausalLM), 2 layers, {dtype}, cpu, "
         assert f"{said}texts begin with <bos>" in result.stderr
         assert "TransformerBridge" not in result.stdout
+    if HAS_HOOKED_TRANSFORMER:
+        source = source_folder(tmp_path)
+        for model in (source, save(convert(load(source)), "converted")):
+            result = run(command, model, *COMMANDS[command])
+            if (command, model) == ("verify", Path("converted").resolve()):
+                assert "give its source before it" in result.output
+                continue
+            assert result.exit_code == 0, result.output
+            kind = "HookedTransformer" if model == source else "attention-only HookedTransformer"
+            assert f"{model}: {kind}, 3 layers, float32, cpu, texts begin" in result.stderr
     for more, words in ((("--dtype", "int8"), "dtype='int8'"), (("--device", "abacus"), "abacus")):
         result = run(command, folder, *COMMANDS[command], *more)
         assert result.exit_code == 2

@@ -14,6 +14,7 @@ from attn_only_lens.cli.common import (
     load_with_neuron_heads,
     print_table,
     require_writable,
+    working,
 )
 from attn_only_lens.cli.options import as_chat, parse_metric, parse_prompts
 from attn_only_lens.viz import circuit_view, write_html
@@ -56,8 +57,12 @@ def circuit(
         prompts, found = as_chat(loaded, prompts, chat), None
         if other is not None:
             other = as_chat(loaded, other, chat)
-            found = circuits.discover(loaded, prompts, other, measure, faithfulness=faithfulness)
-        graph = circuits.attribution_graph(loaded, prompts, measure, top=nodes)
+            with working("looking for the sites that suffice"):
+                found = circuits.discover(
+                    loaded, prompts, other, measure, faithfulness=faithfulness
+                )
+        with working("attributing the metric"):
+            graph = circuits.attribution_graph(loaded, prompts, measure, top=nodes)
         if out.suffix == ".json":
             circuits.to_json(graph, out)
         else:

@@ -52,6 +52,13 @@ def load_with_neuron_heads(model: str, dtype: str | None, device: str, hooked: b
     return loaded
 
 
+@contextmanager
+def working(what: str) -> Iterator[None]:
+    """Show on a terminal what takes a while, where it has no bar of its own."""
+    with Console(stderr=True).status(f"{what} …"):
+        yield
+
+
 def _describe(model: Any) -> str:
     cfg, parameter = model.cfg, next(model.parameters())
     if isinstance(model, TransformerBridge):

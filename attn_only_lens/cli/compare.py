@@ -26,9 +26,13 @@ _PROMPTS = "a .safetensors file with `tokens`, or a text file: a prompt a line, 
 @app.command()
 def compare(
     model: options.Model,
-    grown: Annotated[Path, typer.Argument(help="a folder that `grow` wrote, trained since or not")],
+    grown: Annotated[Path, typer.Argument(help="a model that `grow` wrote, trained since or not")],
     tokens: Annotated[Path, typer.Option(help=_PROMPTS)],
     out: Annotated[Path, typer.Option(help="folder to write tables and pages to")],
+    provenance: Annotated[
+        Path | None,
+        typer.Option(help="the folder that `grow` wrote, if GROWN was trained and saved elsewhere"),
+    ] = None,
     corrupted: Annotated[
         Path | None, typer.Option(help="a prompt to patch from for each; default: the next one")
     ] = None,
@@ -57,7 +61,7 @@ def compare(
         prompts = _read_prompts(tokens, "--tokens")
         others = None if corrupted is None else _read_prompts(corrupted, "--corrupted")
         measure = parse_metric(metric, answer, wrong, isinstance(prompts, torch.Tensor))
-        provenance = read_provenance(grown)
+        became = read_provenance(provenance or grown)
         where = device or ("cuda" if torch.cuda.is_available() else "cpu")
         folders = [model, str(grown)] + ([] if null is None else [str(null)])
         hooked = is_hooked(grown)
@@ -67,7 +71,7 @@ def compare(
         try:
             found = compare_models(
                 *(models[0], models[1], prompts, measure),
-                provenance=provenance,
+                provenance=became,
                 corrupted=others,
                 null=models[2] if null is not None else None,
                 batch_size=batch_size,

@@ -11,7 +11,13 @@ from torch import Tensor
 from transformer_lens.model_bridge import TransformerBridge
 
 from attn_only_lens.cli import options
-from attn_only_lens.cli.common import app, clear_errors, load_model, load_with_neuron_heads
+from attn_only_lens.cli.common import (
+    app,
+    clear_errors,
+    load_model,
+    load_with_neuron_heads,
+    working,
+)
 from attn_only_lens.errors import AttnOnlyLensError
 from attn_only_lens.models import checkpoint
 from attn_only_lens.models.calibrate import calibrate
@@ -117,7 +123,8 @@ def verify(
             source = load_model(model, saved_in, device, hooked=manifest["model"] != _BRIDGE)
             if manifest["model"] == _BRIDGE and isinstance(source, TransformerBridge):
                 process_as_saved(source, manifest["config"])
-        report = verify_models(source, loaded, _input_of(source, given, chat))
+        with working("comparing"):
+            report = verify_models(source, loaded, _input_of(source, given, chat))
         typer.echo(str(report))
     raise typer.Exit(0 if report.ok else 1)
 

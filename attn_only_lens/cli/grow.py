@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from attn_only_lens.cli import options
-from attn_only_lens.cli.common import app, clear_errors, load_model
+from attn_only_lens.cli.common import app, clear_errors, load_model, working
 from attn_only_lens.errors import AttnOnlyLensError
 from attn_only_lens.growth import grow as grow_model
 from attn_only_lens.growth import save_grown
@@ -33,16 +33,18 @@ def grow(
     with clear_errors():
         if Path(model).resolve() == out.resolve():
             raise AttnOnlyLensError(f"got {out} for both MODEL and OUT; expected another folder")
-        grown = grow_model(
-            load_model(model, dtype, device, hooked),
-            d_mlp=d_mlp,
-            n_heads=n_heads,
-            d_head=d_head,
-            d_model=d_model,
-            n_layers=n_layers,
-            seed=seed,
-        )
-        save_grown(grown, out)
+        loaded = load_model(model, dtype, device, hooked)
+        with working("growing"):
+            grown = grow_model(
+                loaded,
+                d_mlp=d_mlp,
+                n_heads=n_heads,
+                d_head=d_head,
+                d_model=d_model,
+                n_layers=n_layers,
+                seed=seed,
+            )
+            save_grown(grown, out)
         cfg = grown.model.cfg
         typer.echo(
             f"{out}: {cfg.n_layers} layers of {cfg.n_heads} attention heads of width {cfg.d_head} "
