@@ -231,7 +231,7 @@ DAMAGED = {
         "supported architecture",
     ),
     "a text for a size": (lambda f: change_config(f, hidden_size="big"), "hidden_size"),
-    "no such size": (lambda f: change_config(f, hidden_size=-28), "hidden_size|-28"),
+    "no such size": (lambda f: change_config(f, num_attention_heads=-1), "heads: got -1; expected"),
     "a norm of NaN": (lambda f: change_config(f, rms_norm_eps=-1.0), "rms_norm_eps"),
     "endless": (lambda f: change_config(f, num_hidden_layers=10**9), "is 1000000000"),
     "wide": (lambda f: change_config(f, intermediate_size=10**9), "leads to a parameter"),
