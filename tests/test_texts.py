@@ -315,3 +315,13 @@ def test_chats_on_the_command_line(tmp_path):
     assert "ok: 4 tokens" in result.output
     result = CliRunner().invoke(app, [*asked, "--tokens"])
     assert result.exit_code == 2
+
+
+def test_prompts_are_padded_with_a_token_that_the_model_has(tmp_path):
+    """Fine-tuners add a token for padding, and no row to the embedding: it is masked in any case."""
+    bridge = load(chat_folder(tmp_path / "model"))
+    bridge.tokenizer.add_special_tokens({"pad_token": "[PAD]"})
+    assert bridge.tokenizer.pad_token_id == D_VOCAB
+    pair = p.prompt_pair(bridge, ["w1 w2", "w1"], ["w1 w3", "w1"])
+    assert pair.mask.sum(1).tolist() == [3, 2]
+    assert pair.clean.max() < D_VOCAB
