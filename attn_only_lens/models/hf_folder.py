@@ -67,34 +67,29 @@ def load_hf_folder(
             missing or left over, the tokenizer has more tokens than the model, or transformers or
             TransformerLens does not know the model.
     """
-    check_grown(folder)
-    config = read_json(folder / CONFIG)
-    reasons = [*config_reasons(config, f"its {CONFIG}"), *out_of_range(config, CONFIG)]
-    files, why = _weight_files(folder)
-    if reasons := [*reasons, *why]:
-        raise CheckpointError(f"{folder} cannot be loaded: {'; '.join(reasons[:_SHOWN])}")
-    tensors = _tensors_in(files)
-    stored = [
-        f"its {key} is stored as {str(tensor.dtype).removeprefix('torch.')}: {DEQUANTISE}"
-        for key, tensor in tensors.items()
-        if key.endswith("weight") and (not tensor.is_floating_point() or tensor.itemsize < 2)
-    ]
-    stored += memory_reasons(sum(each.numel() for each in tensors.values()) * dtype.itemsize)
-    if stored:
-        raise CheckpointError(f"{folder} cannot be loaded: {stored[0]}")
     try:
-        require_few_layers(config, tensors)
-        with limit_size(tensors):
-            model, architecture, info = _build(folder, name, dtype)
+        return _load(folder, name, dtype, device)
     except CheckpointError as error:
         raise CheckpointError(f"{folder} cannot be loaded: {error}") from error
     except Exception as error:  # of transformers and TransformerLens: whatever the files lead to
         code = " It needs code of its own, which is never run." * ("remote_code" in str(error))
         raise CheckpointError(f"{folder} cannot be loaded: {first_words(error)}{code}") from error
+
+
+def _load(folder: Path, name: str, dtype: torch.dtype, device: torch.device) -> TransformerBridge:
+    check_grown(folder)
+    config = read_json(folder / CONFIG)
+    files, reasons = _weight_files(folder)
+    _refuse([*config_reasons(config, f"its {CONFIG}"), *out_of_range(config, CONFIG), *reasons])
+    tensors = _tensors_in(files)
+    n_bytes = sum(each.numel() for each in tensors.values()) * dtype.itemsize
+    _refuse([*_stored_otherwise(tensors), *memory_reasons(n_bytes)])
+    require_few_layers(config, tensors)
+    with limit_size(tensors):
+        model, architecture, info = _build(folder, name, dtype)
     tokenizer = _tokenizer(folder)
     d_vocab = getattr(model.config.get_text_config(), "vocab_size", 0)
-    if reasons := [*_misfits(model, info), *tokenizer_reasons(tokenizer, d_vocab)]:
-        raise CheckpointError(f"{folder} does not hold one model: {'; '.join(reasons)}")
+    _refuse([*_misfits(model, info), *tokenizer_reasons(tokenizer, d_vocab)])
     has_bos = tokenizer is None or tokenizer.bos_token is not None
     bridge = build_bridge_from_module(
         model.to(device),
@@ -108,6 +103,11 @@ def load_hf_folder(
     if not has_bos:  # TransformerLens has made EOS its BOS, and would begin every text with it
         bridge.cfg.default_prepend_bos = False
     return bridge
+
+
+def _refuse(reasons: list[str]) -> None:
+    if reasons:
+        raise CheckpointError("; ".join(reasons[:_SHOWN]))
 
 
 def _weight_files(folder: Path) -> tuple[list[Path], list[str]]:
@@ -144,6 +144,16 @@ def _tensors_in(files: Iterable[Path]) -> dict[str, Tensor]:
         except Exception as error:  # of safetensors, of torch, of the file system
             raise CheckpointError(f"{path} is not a readable safetensors file: {error}") from error
     return found
+
+
+def _stored_otherwise(tensors: dict[str, Tensor]) -> list[str]:
+    """Return which weights are stored as integers, or in so few bits that they need a scale."""
+    kinds = {
+        str(tensor.dtype).removeprefix("torch."): key
+        for key, tensor in tensors.items()
+        if key.endswith("weight") and (not tensor.is_floating_point() or tensor.itemsize < 2)
+    }
+    return [f"its {key} is stored as {kind}: {DEQUANTISE}" for kind, key in kinds.items()]
 
 
 def _build(folder: Path, name: str, dtype: torch.dtype) -> tuple[Any, str, dict[str, Any]]:
