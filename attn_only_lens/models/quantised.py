@@ -9,8 +9,8 @@ from typing import Any
 from torch import nn
 
 DEQUANTISE = (
-    "quantised weights are not served; expected float32, float64, bfloat16 or float16. In "
-    "transformers, model.dequantize() restores them where it can; then "
+    "quantised weights are not served; expected float32, float64, bfloat16 or float16: take the "
+    "model that was quantised or, in transformers, model.dequantize() where it can; then "
     "del model.config.quantization_config, and save_pretrained to another folder"
 )
 
@@ -20,7 +20,8 @@ def config_reasons(config: dict[str, Any], where: str) -> list[str]:
     for part in (config, *(each for each in config.values() if isinstance(each, dict))):
         if said := part.get("quantization_config"):
             method = said.get("quant_method", "?") if isinstance(said, dict) else said
-            return [f"{where} has a quantization_config ({method}): {DEQUANTISE}"]
+            kind = getattr(method, "value", method)  # of an enumeration, once it is loaded
+            return [f"{where} has a quantization_config ({kind}): {DEQUANTISE}"]
     return []
 
 
