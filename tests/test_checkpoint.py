@@ -294,7 +294,7 @@ DAMAGE = {
     "one bit": (flip_a_byte, "model.safetensors was changed after it was saved"),
     "truncated": (truncate, r"model.safetensors has \d+ bytes; expected \d+"),
     "no weights": (lambda f: (f / "model.safetensors").unlink(), "model.safetensors is missing"),
-    "no manifest": (lambda f: (f / MANIFEST).unlink(), f"{MANIFEST} is missing"),
+    "no manifest": (lambda f: (f / MANIFEST).unlink(), f"nor {MANIFEST} is there"),
     "not json": (lambda f: (f / MANIFEST).write_text("{"), "is no JSON"),
     "not ours": (lambda f: (f / MANIFEST).write_text("{}"), "has format None"),
     "a gate of other fields": (
@@ -524,7 +524,7 @@ def test_a_source_asks_no_hub_and_runs_no_code(tmp_path):
 
 
 def test_missing_folder(tmp_path):
-    with pytest.raises(CheckpointError, match="no saved model in"):
+    with pytest.raises(CheckpointError, match="there is no folder"):
         load(tmp_path / "nowhere")
 
 

@@ -28,6 +28,7 @@ from attn_only_lens.models.in_place.known_mlps import (
     non_finite_weights,
     run_mlp,
 )
+from attn_only_lens.models.quantised import weight_reasons
 from attn_only_lens.numerics import full_precision, normal_numbers
 from attn_only_lens.tl import HookedTransformer
 
@@ -146,6 +147,8 @@ def expose_neuron_heads(
     """
     if copy_weights and not copy:
         raise UnsupportedModelError(["got copy_weights=True; give copy=True with it"], _PROBLEM)
+    if isinstance(model, TransformerBridge) and (why := weight_reasons(model.original_model)):
+        raise UnsupportedModelError(why, _PROBLEM)
     if copy:
         if reasons := reasons_against_copying(model):
             raise UnsupportedModelError([*reasons, *_mlp_reasons(model)], _PROBLEM)

@@ -33,9 +33,9 @@ from attn_only_lens.models.two_blocks.build import tensor_misfits
 from attn_only_lens.numerics import keep_random_state
 from attn_only_lens.runs.attached_hooks import find_hooks, hook_reasons
 from attn_only_lens.storage import out_of_range
+from attn_only_lens.storage.size_limit import require_few_layers
 
 _NATIVE = "TransformerLensNative"
-_FEW = 1000
 _SLACK = 2  # numbers of the model, for each that is saved: those that share memory are saved once
 # Settings of the configuration that are not restored.
 _NOT_RESTORED = ("device", "n_devices", "dtype", "_bridge_ref", "trust_remote_code")
@@ -133,21 +133,23 @@ def _skeleton(
         if tensors is not None:
             _require_modest(config, tensors)
         bridge = build_bridge_from_module(**_wrapped(config))
-        if config["compatible"]:
-            bridge.enable_compatibility_mode(
-                disable_warnings=config["quiet"], no_processing=not config["processed"]
-            )
-        elif config["processed"]:
-            bridge.process_weights()
+        process_as_saved(bridge, config)
     return bridge
+
+
+def process_as_saved(bridge: TransformerBridge, config: dict[str, Any]) -> None:
+    """Do to a bridge what had been done to the one that was saved; `config` of its manifest."""
+    if config["compatible"]:
+        bridge.enable_compatibility_mode(
+            disable_warnings=config["quiet"], no_processing=not config["processed"]
+        )
+    elif config["processed"]:
+        bridge.process_weights()
 
 
 def _require_modest(config: dict[str, Any], tensors: Mapping[str, Tensor]) -> None:
     """Raise ValueError for a configuration of far more numbers than are saved."""
-    for key, value in config.get("hf_config", {}).items():
-        # Configurations make lists of such lengths.
-        if "layer" in key and isinstance(value, int) and value > _FEW + len(tensors):
-            raise ValueError(f"its {key} is {value}, and {len(tensors)} tensors are saved")
+    require_few_layers(config.get("hf_config", {}), tensors)
     with torch.device("meta"):
         trial = _wrapped(config)["model"]
     takes = sum(each.numel() for each in [*trial.parameters(), *trial.buffers()])
