@@ -29,7 +29,7 @@ class AttachedHooks:
 
     Attributes:
         users: names of modules with hooks of users.
-        placeholders: names of hook points by which transformer-lens 4 shows a part without a module.
+        placeholders: names of hook points where transformer-lens 4 shows a part without a module.
         own: names of modules with other hooks of TransformerLens that refer to these very modules.
         removal: how to remove those of users.
     """

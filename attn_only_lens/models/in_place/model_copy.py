@@ -9,8 +9,8 @@ tensor would separate them.
 `deepcopy` cannot see into closures. TransformerBridge attaches some to its own modules, to capture
 what enters a norm or an MLP, each bound to its block: a copy of them would write into the original.
 They are taken off the copy, whose blocks attach their own as they run. Those by which
-transformer-lens 4 shows the MLPs of BERT are made again, bound to the copy's. Those of transformers,
-which collect outputs on request, are bound to no module. Anybody else's closures could be bound to
+transformer-lens 4 shows BERT's MLPs are made again, bound to the copy. Those of transformers, which
+collect outputs on request, are bound to no module. Anybody else's closures could be bound to
 anything, so a bridge with such hooks is refused (`runs/attached_hooks.py` tells them apart).
 """
 
