@@ -300,9 +300,9 @@ def _differences(model: Any, twin: Any) -> list[str]:
     hooks = sorted(set(model.hook_dict) ^ set(twin.hook_dict))
     if hooks:
         wrong.append(f"hook points {', '.join(hooks[:5])} would be gone, or new")
-    own, again = (find_hooks(each) for each in (model, twin))
-    if own != again:
-        wrong.append(f"TransformerLens' own hooks would be on {again.placeholders + again.own}")
+    attached, rebuilt = (find_hooks(each) for each in (model, twin))
+    if attached != rebuilt:
+        wrong.append(f"TransformerLens' own hooks would be on {rebuilt.placeholders + rebuilt.own}")
     settings, again = (
         {k: v for k, v in _settings(each).items() if k not in _NOT_RESTORED}
         for each in (model, twin)
