@@ -39,8 +39,8 @@ comma := ,
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 export PIP_NO_INPUT = 1
 
-.PHONY: help demo test lint types contracts docs browser pytest pytest4 portable notebooks wheel \
-	bench conformance clean
+.PHONY: help demo test lint types contracts docs browser pytest pytest4 portable notebooks support \
+	wheel bench conformance clean
 .DEFAULT_GOAL := help
 
 help: ## what there is to make
@@ -90,6 +90,10 @@ wheel: ## install the wheel into empty environments, run the README's examples o
 	cd $$(mktemp -d) && $(IN_WHEEL)/hooked/bin/attn-only-lens demo --out demo
 	cd $$(mktemp -d) && $(IN_WHEEL)/hooked/bin/python -I $(addprefix $(CURDIR)/,$(EXAMPLES))
 	cd $$(mktemp -d) && $(IN_WHEEL)/bridge/bin/python -I $(addprefix $(CURDIR)/,$(EXAMPLES_ON_4))
+
+support: .venv/ready .venv4/ready ## what each function makes of each kind of model: docs/support.md
+	$(BIN)/python tests/support.py
+	.venv4/bin/python tests/support.py
 
 bench: .venv/ready ## source against converted: time and memory
 	$(BIN)/python analyses/bench_convert.py
