@@ -201,11 +201,6 @@ def _class_in_transformers(name: str, kind: type) -> Any:
 def _config(model: TransformerBridge) -> dict[str, Any]:
     """The settings that a skeleton is built from, as JSON."""
     reasons, wrapped = hook_reasons(model, "would not be saved"), model.original_model
-    if own := find_hooks(model).own:
-        reasons.append(
-            f"TransformerLens has hooks of its own on it ({own[0]}), by which hook points of parts "
-            "without a module fire (BERT in 4.3): such a bridge is not saved"
-        )
     if model.cfg.d_vocab < 1:
         reasons.append("it has no vocabulary (it takes pictures?), and is tried on tokens")
     config: dict[str, Any] = {
@@ -310,6 +305,9 @@ def _differences(model: Any, twin: Any) -> list[str]:
     hooks = sorted(set(model.hook_dict) ^ set(twin.hook_dict))
     if hooks:
         wrong.append(f"hook points {', '.join(hooks[:5])} would be gone, or new")
+    attached, rebuilt = (find_hooks(each) for each in (model, twin))
+    if attached != rebuilt:
+        wrong.append(f"TransformerLens' own hooks would be on {rebuilt.placeholders + rebuilt.own}")
     settings, again = (
         {k: v for k, v in _settings(each).items() if k not in _NOT_RESTORED}
         for each in (model, twin)
