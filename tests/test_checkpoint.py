@@ -16,7 +16,7 @@ from torch import nn
 import attn_only_lens.models.checkpoint.save_load as save_load
 from attn_only_lens import CheckpointError, convert, expose_neuron_heads, grow, load, save
 from attn_only_lens import expansion as ex
-from attn_only_lens.growth import read_provenance, save_grown
+from attn_only_lens.growth import read_provenance
 from attn_only_lens.models.checkpoint import MANIFEST
 from attn_only_lens.models.source_folder import load_source
 
@@ -400,7 +400,7 @@ def saved_in_place(folder):
 def saved_grown(folder):
     source = build("gelu", dtype=torch.float32, d_vocab_out=41)
     source.set_tokenizer(tiny_tokenizer(41, folder.parent / "tokenizer"))
-    save_grown(grow(source, ex.compose(ex.AddNeurons(4), ex.InsertLayer(at=1))), folder)
+    grow(source, ex.compose(ex.AddNeurons(4), ex.InsertLayer(at=1))).save_pretrained(folder)
 
 
 def of_grown(folder):

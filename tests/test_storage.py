@@ -5,6 +5,7 @@ import errno
 import itertools
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -342,6 +343,19 @@ def test_a_comparison_comes_back(tmp_path):
         shutil.copy(tmp_path / "other" / name, table.with_name(name))
     with pytest.raises(AttnOnlyLensError, match=r"new\.csv was changed"):
         Comparison.load(tmp_path / "folder")
+
+
+@pytest.mark.parametrize("path", [None, 3, b"graph", "", "a\0b"])
+def test_what_is_no_path_is_refused_everywhere(path, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for use in (
+        *(sweep().save, p.Sweep.load, comparison().save, Comparison.load, load, from_json),
+        *(lambda path: to_json(graph(), path), lambda path: write_html("<p>", path)),
+        lambda path: PartStore(path, {}, 1),
+    ):
+        with pytest.raises(CheckpointError, match=f"^got {re.escape(repr(path))}; expected a path"):
+            use(path)
+    assert not list(tmp_path.iterdir())
 
 
 # Manifests of malice

@@ -107,7 +107,7 @@ def to_json(graph: CircuitGraph, path: str | Path) -> None:
     for end in ("source", "target"):
         edges[end] = [rows[name] for name in edges[end]]
     attributes = {name: getattr(graph, name) for name in sorted(_ATTRIBUTES)}
-    _DOCUMENT.write(Path(path), graph={**attributes, "nodes": nodes, "edges": edges})
+    _DOCUMENT.write(path, graph={**attributes, "nodes": nodes, "edges": edges})
 
 
 def from_json(path: str | Path) -> CircuitGraph:
@@ -122,7 +122,7 @@ def from_json(path: str | Path) -> CircuitGraph:
     Raises:
         CheckpointError: it is missing, damaged, newer than this package, or no such graph.
     """
-    body = _DOCUMENT.read(Path(path))["graph"]
+    body = _DOCUMENT.read(path)["graph"]
     try:
         nodes, edges = pd.DataFrame(body["nodes"]).astype(_TYPES), pd.DataFrame(body["edges"])
         ids = nodes["id"].to_numpy()
@@ -198,7 +198,7 @@ def to_neuronpedia(graph: CircuitGraph, path: str | Path, *, slug: str, scan: st
         "nodes": nodes,
         "links": links,
     }
-    write_text(Path(path), json.dumps(whole, allow_nan=False, ensure_ascii=False))
+    write_text(path, json.dumps(whole, allow_nan=False, ensure_ascii=False))
 
 
 def _node(row: dict[Any, Any], graph: CircuitGraph, last: int) -> dict[str, Any]:

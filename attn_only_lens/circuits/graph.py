@@ -26,10 +26,10 @@ import numpy.typing as npt
 import pandas as pd
 
 from attn_only_lens.errors import InputError
+from attn_only_lens.heads.host import HEAD_KINDS
 from attn_only_lens.numerics import as_plain, is_count, is_number
 
-NODE_KINDS = ("embed", "attention", "neuron", "bias", "rest", "offset", "metric")
-HEADS = ("attention", "neuron")
+NODE_KINDS = ("embed", *HEAD_KINDS, "bias", "rest", "offset", "metric")
 EDGE_KINDS = ("value", "q", "k")
 NODE_COLUMNS = ("id", "kind", "layer", "name", "position", "value", "gradient", "attribution")
 EDGE_COLUMNS = ("source", "target", "kind", "weight")
@@ -123,24 +123,15 @@ class CircuitGraph:
         Raises:
             InputError: an unknown kind.
         """
-        return self._flow(kind, "target")
-
-    def outflow(self, kind: str = "value") -> "pd.Series[float]":
-        """Return the sum of the edges out of each node that has any, by id.
-
-        Args:
-            kind: of the edges.
-
-        Raises:
-            InputError: an unknown kind.
-        """
-        return self._flow(kind, "source")
-
-    def _flow(self, kind: str, end: str) -> "pd.Series[float]":
         if kind not in EDGE_KINDS:
             raise InputError([f"got kind={kind!r}; expected one of {EDGE_KINDS}"], "no such edge")
         of_kind = self.edges[self.edges["kind"] == kind]
-        return of_kind.groupby(end, observed=True)["weight"].sum()
+        return of_kind.groupby("target", observed=True)["weight"].sum()
+
+    @property
+    def heads(self) -> pd.DataFrame:
+        """The nodes that are attention heads and neurons."""
+        return self.nodes[self.nodes["kind"].isin(HEAD_KINDS)]
 
     def prune(self, *, top: int | None = None, mass: float | None = None) -> "CircuitGraph":
         """Keep the heads and neurons of largest |attribution|; "rest" takes over for the others.
@@ -156,7 +147,7 @@ class CircuitGraph:
         Raises:
             InputError: neither or both are given, or one that is invalid.
         """
-        heads = self.nodes[self.nodes["kind"].isin(HEADS)]
+        heads = self.heads
         sizes = heads["attribution"].abs()
         kept = select_largest(sizes.to_numpy(), top=top, mass=mass)
         dropped = heads.drop(heads.index[kept])
@@ -211,7 +202,7 @@ class CircuitGraph:
         return graph
 
     def __repr__(self) -> str:
-        n = self.nodes["kind"].isin(HEADS).sum()
+        n = len(self.heads)
         return (
             f"CircuitGraph of {self.model}: {self.metric} = {self.value:.4g} by {n} of "
             f"{self.n_heads} heads and neurons ({self.mass:.0%} of the mass), "
@@ -235,17 +226,17 @@ def select_largest(
     reasons = []
     if (top is None) == (mass is None):
         reasons.append(f"got top={top}, mass={mass}; expected one of the two")
-    elif top is not None and not is_count(top):
-        reasons.append(f"got top={top!r}; expected 0 or more")
-    elif mass is not None and not is_number(as_plain(mass), 0, 1):
-        reasons.append(f"got mass={mass!r}; expected a share from 0 to 1")
+    elif top is not None and not is_count(top, 1):
+        reasons.append(f"got top={top!r}; expected 1 or more")
+    elif mass is not None and (not is_number(as_plain(mass), 0, 1) or mass == 0):
+        reasons.append(f"got mass={mass!r}; expected more than 0, up to 1")
     InputError.raise_if(reasons, "no nodes can be chosen")
     order = np.argsort(-sizes, kind="stable")
     if mass == 1:
         top = len(sizes)
     elif mass is not None:
         reached = np.cumsum(sizes[order])
-        top = int(np.searchsorted(reached, mass * reached[-1])) + 1 if len(sizes) and mass else 0
+        top = int(np.searchsorted(reached, mass * reached[-1])) + 1 if len(sizes) else 0
     return np.sort(order[:top])
 
 

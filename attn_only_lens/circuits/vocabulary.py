@@ -22,7 +22,7 @@ from torch import Tensor
 from attn_only_lens.circuits.head_matrices import HeadMatrices
 from attn_only_lens.heads import HeadName, host_of
 from attn_only_lens.numerics import float32_if_half
-from attn_only_lens.runs.sites import ALL_MEMBERS, LayerSites
+from attn_only_lens.runs.sites import LayerSites
 
 _ROWS = 64  # of d_vocab numbers at once
 TopTokens: TypeAlias = list[tuple[int, float]]
@@ -101,10 +101,8 @@ def _by_layer(heads: list[HeadName]) -> Iterator[tuple[list[int], LayerSites]]:
     groups: dict[tuple[int, Any], list[int]] = {}
     for row, head in enumerate(heads):
         groups.setdefault((head.layer, head.kind), []).append(row)
-    for (layer, kind), rows in groups.items():
-        index = torch.tensor([heads[row].index for row in rows], device="cpu")
-        names = tuple(str(heads[row]) for row in rows)
-        yield rows, LayerSites(layer, kind, names, index, torch.full_like(index, ALL_MEMBERS))
+    for rows in groups.values():
+        yield rows, LayerSites.of(heads[row] for row in rows)
 
 
 def _largest(scores: Float[Tensor, "row d_vocab"], k: int) -> list[TopTokens]:

@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from attn_only_lens import circuits
-from attn_only_lens.circuits.graph import HEADS, CircuitGraph
+from attn_only_lens.circuits.graph import CircuitGraph
 from attn_only_lens.cli import options
 from attn_only_lens.cli.common import (
     app,
@@ -74,7 +74,7 @@ def circuit(
 
 
 def _print_attributions(graph: CircuitGraph, top: int) -> None:
-    heads = graph.nodes[graph.nodes["kind"].isin(HEADS)]
+    heads = graph.heads
     strongest = heads.loc[heads["attribution"].abs().nlargest(top).index]
     columns = ["name", "position", "value", "attribution"]
     title = f"{graph.metric} = {graph.value:.4g}: the largest attributions"

@@ -9,7 +9,6 @@ from attn_only_lens.cli import options
 from attn_only_lens.cli.common import app, clear_errors, load_model, working
 from attn_only_lens.errors import AttnOnlyLensError
 from attn_only_lens.growth import grow as grow_model
-from attn_only_lens.growth import save_grown
 
 
 @app.command()
@@ -44,7 +43,7 @@ def grow(
                 n_layers=n_layers,
                 seed=seed,
             )
-            save_grown(grown, out)
+            grown.save_pretrained(out)
         cfg = grown.model.cfg
         typer.echo(
             f"{out}: {cfg.n_layers} layers of {cfg.n_heads} attention heads of width {cfg.d_head} "

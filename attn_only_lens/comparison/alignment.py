@@ -6,7 +6,6 @@ provenance that does not fit the two models is refused: with one name off, every
 would be compared with its neighbour.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,7 +17,7 @@ from attn_only_lens.errors import ComparisonError, UnknownHeadError
 from attn_only_lens.expansion import Provenance
 from attn_only_lens.heads import HeadName
 from attn_only_lens.heads.host import HeadKind
-from attn_only_lens.runs.sites import ALL_MEMBERS, LayerSites, all_heads, resolve_sites
+from attn_only_lens.runs.sites import LayerSites, all_heads, resolve_sites
 
 _SHOWN = 5
 
@@ -93,9 +92,10 @@ def align(model: Any, grown: Any, provenance: Provenance) -> Alignment:
                 old_names[new_name] = name
                 new_names.append(new_name)
         if not reasons:
-            shared.append(SharedComponents(group, _sites(new_names, group.kind)))
+            sites = LayerSites.of(map(HeadName.parse, new_names))
+            shared.append(SharedComponents(group, sites))
     gained = tuple(
-        _sites(names, group.kind)
+        LayerSites.of(map(HeadName.parse, names))
         for group in new
         if (names := [name for name in group.names if name not in old_names])
     )
@@ -116,11 +116,3 @@ def align(model: Any, grown: Any, provenance: Provenance) -> Alignment:
         reasons[_SHOWN:] = [f"and {len(reasons) - _SHOWN} more"]
     ComparisonError.raise_if(reasons, "this provenance does not fit these models")
     return Alignment(tuple(shared), gained, coordinates)
-
-
-def _sites(names: Sequence[str], kind: HeadKind) -> LayerSites:
-    parsed = [HeadName.parse(name) for name in names]
-    index = torch.tensor([name.index for name in parsed], device="cpu")
-    return LayerSites(
-        parsed[0].layer, kind, tuple(names), index, torch.full_like(index, ALL_MEMBERS)
-    )

@@ -120,7 +120,7 @@ def expose_neuron_heads(
             the model's function until it is undone, also of an activation that is replaced
             meanwhile.
         copy: expose the neuron-heads of a second model, and leave `model` unchanged. It has
-            modules, hook points and settings of its own, and no hooks.
+            modules, hook points and settings of its own.
         copy_weights: give that copy weights of its own. By default it shares them with `model`, so
             that it costs no memory; then training either trains both, and a later change of dtype
             or device of one parts them.

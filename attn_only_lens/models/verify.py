@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import pandas as pd
@@ -15,9 +14,9 @@ from attn_only_lens.axes import Tokens
 from attn_only_lens.errors import UnsupportedCallError, UnsupportedModelError
 from attn_only_lens.gates import GATES
 from attn_only_lens.heads import has_neuron_heads, host_of, logit_tolerance
-from attn_only_lens.heads.bilinear import BilinearHeads
 from attn_only_lens.heads.gating import AnyGate
-from attn_only_lens.models.in_place import InPlace, hidden
+from attn_only_lens.heads.host import Host
+from attn_only_lens.models.in_place import hidden
 from attn_only_lens.models.in_place.known_mlps import find_hook_points
 from attn_only_lens.models.two_blocks import AttentionOnlyTransformer
 from attn_only_lens.numerics import full_precision, to_float64_device
@@ -143,10 +142,10 @@ def _replace(read: dict[str, Tensor], gate: Any, mlp: Any) -> Callable[..., Tens
     return hook
 
 
-def _activation_errors(
-    converted: Any, layers: list[Any], act_fns: list[str], tokens: Tensor
-) -> pd.DataFrame:
+def _activation_errors(host: Host, act_fn: str, tokens: Tensor) -> pd.DataFrame:
     """Measure the error of the activation in each layer of a model with bilinear gates."""
+    layers = host.neurons
+    act_fns = [gate.get("act_fn", act_fn) for gate in host.gates()]  # in place, as it was found
     rows: list[dict[str, float]] = [{} for _ in layers]
 
     def measure(layer: int, q: Tensor) -> None:
@@ -162,18 +161,17 @@ def _activation_errors(
 
     with ExitStack() as stack:
         for layer, heads in enumerate(layers):
-            stack.callback(_call_with_q(heads, partial(measure, layer)).remove)
-        converted(tokens)
+            if host.in_place:
+                handle = heads.mlp_points.pre.register_forward_hook(
+                    lambda _, x, q, layer=layer: measure(layer, q)
+                )
+            else:
+                handle = heads.register_forward_pre_hook(
+                    lambda heads, x, layer=layer: measure(layer, heads.pre_activation(x[0]))
+                )
+            stack.callback(handle.remove)
+        host.model(tokens)
     return pd.DataFrame(rows)
-
-
-def _call_with_q(
-    heads: Any, function: Callable[[Tensor], None]
-) -> torch.utils.hooks.RemovableHandle:
-    """Call a function with q whenever the heads of a layer read it."""
-    if isinstance(heads, InPlace):
-        return heads.mlp_points.pre.register_forward_hook(lambda _, x, q: function(q))
-    return heads.register_forward_pre_hook(lambda _, x: function(heads.pre_activation(x[0])))
 
 
 _SIZES = ("n_layers", "d_model", "d_mlp", "d_vocab", "d_vocab_out", "gated_mlp")
@@ -221,8 +219,9 @@ def verify(
     if reasons:
         raise UnsupportedModelError(reasons, "these models cannot be compared")
     tokens = checked_tokens(source, tokens)
-    layers = host_of(converted).neurons
-    exact = not isinstance(layers[0], BilinearHeads)
+    host = host_of(converted)
+    layers = host.neurons
+    exact = host.gates()[0]["kind"] == "exact"
     points = _points(source, converted)
     with hidden(source):
         expected = source(tokens)
@@ -236,7 +235,6 @@ def verify(
     outputs = [live] if exact else [silent, live]
     kl = _kl(expected, live)
     logits = _row("logits", expected, live)
-    act_fns = [h.act_fn if isinstance(h, InPlace) else source.cfg.act_fn for h in layers]
     return Verification(
         bitwise=torch.equal(expected, silent),
         rounding=_max_or_nan([_row("", approximated, x)["relative"] for x in outputs]),
@@ -257,7 +255,7 @@ def verify(
         tolerance=logit_tolerance(layers, expected.dtype),
         activations=pd.DataFrame()
         if exact
-        else _activation_errors(converted, layers, act_fns, tokens),
+        else _activation_errors(host, source.cfg.act_fn, tokens),
     )
 
 

@@ -184,7 +184,7 @@ class Sweep:
             CheckpointError: another suffix, or parquet without pyarrow.
         """
         run = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "frame"}
-        write_table(Path(path), self.frame, _DOCUMENT, **run)
+        write_table(path, self.frame, _DOCUMENT, **run)
 
     @classmethod
     def load(cls, path: str | Path) -> "Sweep":
@@ -193,7 +193,7 @@ class Sweep:
         Raises:
             CheckpointError: it is missing, damaged, newer than this package, or no sweep.
         """
-        frame, said = read_table(Path(path), _DOCUMENT)
+        frame, said = read_table(path, _DOCUMENT)
         return cls(frame, **{f.name: said[f.name] for f in fields(cls) if f.name != "frame"})
 
     def __repr__(self) -> str:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from attn_only_lens.errors import InputError, UnknownHeadError
 from attn_only_lens.heads import HeadName, host_of, reasons_without_heads
-from attn_only_lens.heads.host import HeadKind
+from attn_only_lens.heads.host import HEAD_KINDS, HeadKind
 from attn_only_lens.numerics import as_plain, is_count
 
 ALL_MEMBERS = -1
@@ -54,6 +54,15 @@ class LayerSites:
     names: tuple[str, ...]
     index: Int[Tensor, "site"]
     member: Int[Tensor, "site"]
+
+    @classmethod
+    def of(cls, heads: Iterable[HeadName]) -> "LayerSites":
+        """The sites of heads of one kind in one layer, of which there is at least one."""
+        given = list(heads)
+        members = [ALL_MEMBERS if head.member is None else head.member for head in given]
+        index = torch.tensor([head.index for head in given], device="cpu")
+        member = torch.tensor(members, device="cpu")
+        return cls(given[0].layer, given[0].kind, tuple(map(str, given)), index, member)
 
 
 def neuron_heads(layers: int | Iterable[int] | None = None) -> Selection:
@@ -113,7 +122,7 @@ def all_heads(layers: int | Iterable[int] | None = None) -> Selection:
         >>> p.all_heads(layers=3)
         Selection(kinds=('attention', 'neuron'), layers=(3,))
     """
-    return _selection(("attention", "neuron"), layers)
+    return _selection(HEAD_KINDS, layers)
 
 
 def _selection(kinds: tuple[HeadKind, ...], layers: object) -> Selection:
@@ -179,15 +188,11 @@ def resolve_sites(model: Any, sites: Sites) -> tuple[LayerSites, ...]:
     groups: dict[tuple[int, HeadKind], list[HeadName]] = {}
     for name in sorted(names, key=_order):
         groups.setdefault((name.layer, name.kind), []).append(name)
-    return tuple(_some_heads(layer, kind, group) for (layer, kind), group in groups.items())
+    return tuple(map(LayerSites.of, groups.values()))
 
 
 def _order(name: HeadName) -> tuple[int, str, int, int]:
-    return name.layer, name.kind, name.index, _member(name)
-
-
-def _member(name: HeadName) -> int:
-    return ALL_MEMBERS if name.member is None else name.member
+    return name.layer, name.kind, name.index, ALL_MEMBERS if name.member is None else name.member
 
 
 def _all_heads(layer: int, kind: HeadKind, count: int) -> LayerSites:
@@ -195,12 +200,6 @@ def _all_heads(layer: int, kind: HeadKind, count: int) -> LayerSites:
     names = tuple(f"{stem}{index}" for index in range(count))
     index = torch.arange(count, device="cpu")
     return LayerSites(layer, kind, names, index, torch.full_like(index, ALL_MEMBERS))
-
-
-def _some_heads(layer: int, kind: HeadKind, group: list[HeadName]) -> LayerSites:
-    index = torch.tensor([name.index for name in group], device="cpu")
-    member = torch.tensor([_member(name) for name in group], device="cpu")
-    return LayerSites(layer, kind, tuple(map(str, group)), index, member)
 
 
 def _names(model: Any, sites: object) -> tuple[list[HeadName], list[str]]:

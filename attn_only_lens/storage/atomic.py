@@ -20,7 +20,7 @@ import sys
 from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO
+from typing import IO, TypeAlias
 
 from safetensors import SafetensorError
 
@@ -32,7 +32,22 @@ except ImportError:  # Windows: no leftover is known to be nobody's there, and n
     fcntl = None  # type: ignore[assignment]
 
 
-def write_text(path: Path, text: str) -> None:
+AnyPath: TypeAlias = str | os.PathLike[str]
+
+
+def as_path(path: AnyPath) -> Path:
+    """Return a path.
+
+    Raises:
+        CheckpointError: it is none, such as None, '' or a text with the character 0.
+    """
+    if isinstance(path, str | os.PathLike) and path != "" and "\0" not in str(path):
+        return Path(path)  # which takes '' for the current folder
+    here = ", '.' for the current folder" if path == "" else ""
+    raise CheckpointError(f"got {path!r}; expected a path{here}")
+
+
+def write_text(path: AnyPath, text: str) -> None:
     """Write a text to a file, whole or not at all.
 
     Raises:
@@ -43,7 +58,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 @contextmanager
-def atomic_write(path: Path) -> Iterator[Path]:
+def atomic_write(path: AnyPath) -> Iterator[Path]:
     """Yield a path for a new file or folder, which replaces `path` at the end of the block.
 
     If anything raises, `path` keeps its old contents. A link is replaced, not the file it leads to.
@@ -51,8 +66,9 @@ def atomic_write(path: Path) -> Iterator[Path]:
     Raises:
         CheckpointError: it cannot be written.
     """
-    if "\0" in str(path) or not path.name:  # pathlib takes '' for the current folder
-        raise CheckpointError(f"got {str(path)!r}; expected a path, without the character 0")
+    path = as_path(path)
+    if not path.name:
+        raise CheckpointError(f"got {str(path)!r}; expected the name of a file or folder")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         _remove_leftovers(path)
@@ -75,7 +91,7 @@ def atomic_write(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def atomic_folder(
-    folder: Path,
+    folder: AnyPath,
     ours: Sequence[str],
     seal: str,
     listed: Callable[[Path], Container[str]] | None = None,
@@ -112,20 +128,19 @@ def atomic_folder(
         yield new
 
 
-def open_folder(folder: str | os.PathLike[str]) -> Path:
+def open_folder(folder: AnyPath) -> Path:
     """Return the folder at a path, links followed; restore one that a killed process left moved.
 
     Raises:
         CheckpointError: there is something else at that path; nothing there is no error.
     """
-    if folder == "":  # which pathlib takes for the current folder
-        raise CheckpointError("got '' as a folder; expected a path, '.' for the current folder")
+    path = as_path(folder)
     try:
-        found = Path(folder).resolve()
+        found = path.resolve()
         if not os.path.lexists(found):
             _remove_leftovers(found)
         is_folder = found.is_dir() or not os.path.lexists(found)
-    except (OSError, RuntimeError, TypeError, ValueError) as error:  # RuntimeError: links in a ring
+    except (OSError, RuntimeError, ValueError) as error:  # RuntimeError: links in a ring
         raise CheckpointError(f"got {folder!r}, which is no usable path: {error}") from error
     if not is_folder:
         raise CheckpointError(f"{folder} is a file; expected a folder")

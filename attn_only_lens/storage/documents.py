@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, TypedDict
 
 from attn_only_lens.errors import CheckpointError
-from attn_only_lens.storage.atomic import write_text
+from attn_only_lens.storage.atomic import AnyPath, as_path, write_text
 from attn_only_lens.storage.json_types import type_mismatches
 
 _SHOWN = 5
@@ -53,12 +53,13 @@ class Document:
         except (TypeError, ValueError, RecursionError) as error:
             raise CheckpointError(f"this is no JSON: {error}") from error
 
-    def write(self, path: Path, **body: Any) -> None:
+    def write(self, path: AnyPath, **body: Any) -> None:
         """Write the document to a file, whole or not at all."""
         write_text(path, self.text(indent=2, **body))
 
-    def read(self, path: Path) -> dict[str, Any]:
+    def read(self, path: AnyPath) -> dict[str, Any]:
         """Read a document from a file."""
+        path = as_path(path)
         return self._check(read_json(path), path)
 
     def parse(self, text: str, path: Path) -> dict[str, Any]:

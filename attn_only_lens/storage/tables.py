@@ -17,7 +17,8 @@ from typing import Any, Literal, TypedDict
 import pandas as pd
 
 from attn_only_lens.errors import CheckpointError
-from attn_only_lens.storage import Document, atomic_write
+from attn_only_lens.storage import Document
+from attn_only_lens.storage.atomic import AnyPath, as_path, atomic_write
 
 _KEY = b"attn_only_lens"
 _NUMBERS = ("int64", "float64")
@@ -35,12 +36,13 @@ class TableFields(TypedDict):
     numbers: dict[str, Literal["int64", "float64"]]
 
 
-def write_table(path: Path, frame: pd.DataFrame, document: Document, **body: Any) -> None:
+def write_table(path: AnyPath, frame: pd.DataFrame, document: Document, **body: Any) -> None:
     """Write a frame and its document, as the suffix says: .parquet or .csv.
 
     Raises:
         CheckpointError: another suffix, or parquet without pyarrow.
     """
+    path = as_path(path)
     body["numbers"] = {name: str(kind) for name, kind in frame.dtypes.items() if kind in _NUMBERS}
     if _is_parquet(path):
         pa, pq = _pyarrow()
@@ -56,12 +58,13 @@ def write_table(path: Path, frame: pd.DataFrame, document: Document, **body: Any
     document.write(_sidecar(path), content=digest, **body)
 
 
-def read_table(path: Path, document: Document) -> tuple[pd.DataFrame, dict[str, Any]]:
+def read_table(path: AnyPath, document: Document) -> tuple[pd.DataFrame, dict[str, Any]]:
     """Read a frame and its document.
 
     Raises:
         CheckpointError: missing, damaged, of another format, or parquet without pyarrow.
     """
+    path = as_path(path)
     said = read_table_document(path, document)
     with _as_checkpoint_error(path):
         if _is_parquet(path):

@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from attn_only_lens.errors import CheckpointError
+from attn_only_lens.storage.atomic import AnyPath, as_path
 from attn_only_lens.storage.documents import Document
 
 _KEY = "attn_only_lens"
@@ -61,13 +62,14 @@ def write_tensors(
 
 
 def read_tensors(
-    path: Path, document: Document | None = None
+    path: AnyPath, document: Document | None = None
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Read the tensors and the document of a safetensors file.
 
     Raises:
         CheckpointError: it cannot be read, has no such document, or was changed.
     """
+    path = as_path(path)
     try:
         with safe_open(path, "pt") as file:
             text = (file.metadata() or {}).get(_KEY)

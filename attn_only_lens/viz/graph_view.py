@@ -14,7 +14,7 @@ import pandas as pd
 from torch import Tensor
 from transformer_lens import ActivationCache
 
-from attn_only_lens.circuits.graph import HEADS, CircuitGraph
+from attn_only_lens.circuits.graph import CircuitGraph
 from attn_only_lens.circuits.vocabulary import DirectEffects, TopTokens
 from attn_only_lens.errors import InputError
 from attn_only_lens.heads import HeadName, host_of, reasons_without_heads
@@ -84,7 +84,7 @@ def circuit_view(
     details: dict[str, NodeDetails] = {}
     if prompts is not None:
         run = _record_run(graph, model, prompts, mask)
-        heads = graph.nodes[graph.nodes["kind"].isin(HEADS)]
+        heads = graph.heads
         details = _patterns(run, model, heads, prompt, notes)
         if top_tokens:
             details = _with_tokens(details, run, model, heads, prompt, top_tokens)
@@ -123,7 +123,7 @@ def _record_run(
     pair = single_prompts(model, prompts, mask)
     if tuple(tuple(token_texts(model, row)) for row in pair.clean.tolist()) != graph.tokens:
         refuse(f"got prompts other than the graph's, {_listed(graph.tokens)}")
-    heads = graph.nodes[graph.nodes["kind"].isin(HEADS)]
+    heads = graph.heads
     names = {(head.layer, head.kind): head for head in map(HeadName.parse, heads["name"])}
     hooks = [hook for head in names.values() for hook in _hooks(model, head)]
     run = record(model, pair.clean, pair.mask, names=hooks)

@@ -87,9 +87,8 @@ def write_html(picture: "str | go.Figure", path: str | Path) -> Path:
         text = picture.to_html(include_plotlyjs=True, full_html=True)
     else:
         raise TypeError(f"got a {type(picture).__name__}; expected a page or a plotly figure")
-    path = Path(path)
     write_text(path, text)
-    return path
+    return Path(path)
 
 
 def document(title: str, body: str, style: str = "") -> Page:

@@ -28,6 +28,7 @@ from attn_only_lens.models.checkpoint.hooked import expose_again
 from attn_only_lens.models.checkpoint.packing import pack, unpack
 from attn_only_lens.models.in_place import exposed_heads
 from attn_only_lens.models.source_folder import parse_dtype, plain_config
+from attn_only_lens.models.transformers_module import build_module, config_from
 from attn_only_lens.models.two_blocks.build import tensor_misfits
 from attn_only_lens.numerics import keep_random_state
 from attn_only_lens.runs.attached_hooks import find_hooks, hook_reasons
@@ -168,10 +169,12 @@ def _wrapped(config: dict[str, Any]) -> dict[str, Any]:
     if hub := [each for each in _implementations(config) if "/" in each or ":" in each]:
         raise ValueError(f"it runs code from a hub: {', '.join(hub)}")
     kind = _class_in_transformers(config["config_class"], PretrainedConfig)
-    model = _class_in_transformers(config["class"], PreTrainedModel)._from_config(
-        kind.from_dict(config["hf_config"]), attn_implementation=config["attention"], dtype=dtype
+    model: Any = build_module(
+        _class_in_transformers(config["class"], PreTrainedModel),
+        config_from(kind, config["hf_config"]),
     )
-    return {**how, "model": model.eval(), "hf_config": model.config}
+    model.set_attn_implementation(config["attention"])
+    return {**how, "model": model.to(dtype), "hf_config": model.config}
 
 
 def _implementations(value: Any, chosen: bool = False) -> Iterator[str]:
@@ -198,11 +201,6 @@ def _class_in_transformers(name: str, kind: type) -> Any:
 def _config(model: TransformerBridge) -> dict[str, Any]:
     """The settings that a skeleton is built from, as JSON."""
     reasons, wrapped = hook_reasons(model, "would not be saved"), model.original_model
-    if own := find_hooks(model).own:
-        reasons.append(
-            f"TransformerLens has hooks of its own on it ({own[0]}), by which hook points of parts "
-            "without a module fire (BERT in 4.3): such a bridge is not saved"
-        )
     if model.cfg.d_vocab < 1:
         reasons.append("it has no vocabulary (it takes pictures?), and is tried on tokens")
     config: dict[str, Any] = {
@@ -307,6 +305,9 @@ def _differences(model: Any, twin: Any) -> list[str]:
     hooks = sorted(set(model.hook_dict) ^ set(twin.hook_dict))
     if hooks:
         wrong.append(f"hook points {', '.join(hooks[:5])} would be gone, or new")
+    attached, rebuilt = (find_hooks(each) for each in (model, twin))
+    if attached != rebuilt:
+        wrong.append(f"TransformerLens' own hooks would be on {rebuilt.placeholders + rebuilt.own}")
     settings, again = (
         {k: v for k, v in _settings(each).items() if k not in _NOT_RESTORED}
         for each in (model, twin)
