@@ -1,13 +1,6 @@
 """File formats: written whole or not at all, sealed with a digest, and checked before use."""
 
-from attn_only_lens.storage.atomic import (
-    AnyPath,
-    as_path,
-    atomic_folder,
-    atomic_write,
-    open_folder,
-    write_text,
-)
+from attn_only_lens.storage.atomic import atomic_folder, atomic_write, open_folder, write_text
 from attn_only_lens.storage.documents import (
     Document,
     FileDigest,
@@ -21,10 +14,8 @@ from attn_only_lens.storage.json_types import out_of_range, type_mismatches
 from attn_only_lens.storage.tensors import read_tensors, tensor_digest, write_tensors
 
 __all__ = [
-    "AnyPath",
     "Document",
     "FileDigest",
-    "as_path",
     "atomic_folder",
     "atomic_write",
     "check_files",

@@ -17,7 +17,8 @@ from typing import Any, Literal, TypedDict
 import pandas as pd
 
 from attn_only_lens.errors import CheckpointError
-from attn_only_lens.storage import AnyPath, Document, as_path, atomic_write
+from attn_only_lens.storage import Document
+from attn_only_lens.storage.atomic import AnyPath, as_path, atomic_write
 
 _KEY = b"attn_only_lens"
 _NUMBERS = ("int64", "float64")
