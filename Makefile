@@ -19,11 +19,11 @@ LOOK_THERE_TOO := 'import pathlib, sys, sysconfig; \
 PYTEST = OMP_NUM_THREADS=1 PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 \
 	$(<D)/bin/python -m pytest -p xdist.plugin -n $(WORKERS) --durations=25
 # The arithmetic of another processor, on this one: sums in another order, other last digits. No
-# test may depend on them. As in tests/common.py, for notebooks.
+# test may depend on them.
 ANOTHER_MACHINE := ATEN_CPU_CAPABILITY=default MKL_CBWR=COMPATIBLE ONEDNN_MAX_CPU_ISA=SSE41
-# Examples and figures: with 3.9 they run once, by that arithmetic.
+# Examples, notebooks and figures: with 3.9 they run once, by that arithmetic.
 FIGURES := attn_only_lens tests/circuits/test_faithfulness.py tests/test_attribution_vs_patching.py \
-	tests/test_bilinear_models.py tests/test_examples.py
+	tests/test_bilinear_models.py tests/test_examples.py tests/test_notebooks.py
 # Nothing of transformer-lens is in these: they run with 3.9 alone.
 OF_NO_VERSION := tests/comparison/test_overlap.py tests/conformance/test_their_own_tests.py \
 	tests/patching/test_agreement.py tests/patching/test_identity.py \
@@ -39,8 +39,8 @@ comma := ,
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 export PIP_NO_INPUT = 1
 
-.PHONY: help demo test lint types contracts docs browser pytest pytest4 portable notebooks wheel \
-	bench conformance smollm2 clean
+.PHONY: help demo test lint types contracts docs browser pytest pytest4 portable notebooks support \
+	wheel bench conformance smollm2 clean
 .DEFAULT_GOAL := help
 
 help: ## what there is to make
@@ -76,11 +76,11 @@ pytest: .venv/ready ## tests, but for those of `make portable`
 pytest4: .venv4/ready ## what of them applies to transformer-lens 4, by another machine's arithmetic
 	$(ANOTHER_MACHINE) $(PYTEST) $(addprefix --ignore=,$(OF_NO_VERSION))
 
-portable: .venv/ready ## doctests, the examples of README and site, and figures, by that arithmetic
+portable: .venv/ready ## doctests, examples, notebooks and figures, by that arithmetic
 	$(ANOTHER_MACHINE) $(PYTEST) $(FIGURES)
 
-notebooks: .venv/ready browser ## execute the notebooks and store their outputs
-	$(BIN)/python notebooks/execute.py
+notebooks: .venv4/ready browser ## execute the notebooks and store their outputs
+	.venv4/bin/python notebooks/execute.py
 
 # Not part of `make test`: it installs everything twice. PYTHON says with which version of Python.
 wheel: ## install the wheel into empty environments, run the README's examples outside the repository
@@ -90,6 +90,10 @@ wheel: ## install the wheel into empty environments, run the README's examples o
 	cd $$(mktemp -d) && $(IN_WHEEL)/hooked/bin/attn-only-lens demo --out demo
 	cd $$(mktemp -d) && $(IN_WHEEL)/hooked/bin/python -I $(addprefix $(CURDIR)/,$(EXAMPLES))
 	cd $$(mktemp -d) && $(IN_WHEEL)/bridge/bin/python -I $(addprefix $(CURDIR)/,$(EXAMPLES_ON_4))
+
+support: .venv/ready .venv4/ready ## what each function makes of each kind of model: docs/support.md
+	$(BIN)/python tests/support.py
+	.venv4/bin/python tests/support.py
 
 bench: .venv/ready ## source against converted: time and memory
 	$(BIN)/python analyses/bench_convert.py

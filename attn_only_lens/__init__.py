@@ -16,13 +16,15 @@ from attn_only_lens.gates import GATES, BilinearGate, Gate, bilinear_gate
 from attn_only_lens.growth import Grown, grow
 from attn_only_lens.heads import HeadName, dense_pattern, neuron_gate, neuron_pattern
 from attn_only_lens.models.calibrate import Calibration, calibrate
-from attn_only_lens.models.checkpoint import load, save
+from attn_only_lens.models.checkpoint import save
 from attn_only_lens.models.convert import convert
 from attn_only_lens.models.expose import ExposedNeurons, expose_neuron_heads
 from attn_only_lens.models.gate_option import Bilinear
+from attn_only_lens.models.load import load
 from attn_only_lens.models.to_stock import to_stock
 from attn_only_lens.models.two_blocks import AttentionOnlyCache, AttentionOnlyTransformer, HeadStack
 from attn_only_lens.models.verify import Verification, verify
+from attn_only_lens.runs.chat import chat_tokens
 from attn_only_lens.runs.token_texts import token_texts
 
 __all__ = [
@@ -49,6 +51,7 @@ __all__ = [
     "Verification",
     "bilinear_gate",
     "calibrate",
+    "chat_tokens",
     "circuits",
     "compare",
     "convert",

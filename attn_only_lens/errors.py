@@ -138,7 +138,7 @@ class CheckpointError(AttnOnlyLensError, ValueError):
     Example:
         >>> from attn_only_lens import CheckpointError, load
         >>> try:
-        ...     load("no-such-folder")
+        ...     load("./no-such-folder")
         ... except CheckpointError as error:
         ...     print("no-such-folder" in str(error))
         True

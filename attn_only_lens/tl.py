@@ -38,12 +38,12 @@ __all__ = [
 
 _VERSION = version("transformer-lens")
 _NEEDED = (
-    f"this needs HookedTransformer, which transformer-lens {_VERSION} has not: "
-    "pip install 'attn-only-lens[hooked]' for 3.9; or build a TransformerBridge, and use "
+    f"needs HookedTransformer, which transformer-lens {_VERSION} has not: "
+    "pip install 'transformer-lens<4' for 3.9; or build a TransformerBridge, and use "
     "attn_only_lens.expose_neuron_heads on that"
 )
 HAS_HOOKED_TRANSFORMER = int(_VERSION.split(".")[0]) < 4
-USE_INSTEAD = "" if HAS_HOOKED_TRANSFORMER else f"; {_NEEDED}"
+USE_INSTEAD = "" if HAS_HOOKED_TRANSFORMER else f"; this {_NEEDED}"
 """The end of an error about a model that is no HookedTransformer; empty where there are such."""
 
 
@@ -55,14 +55,14 @@ def quiet() -> Iterator[None]:
         yield
 
 
-def require_hooked_transformer() -> None:
-    """Refuse a call that needs HookedTransformer where there is none.
+def require_hooked_transformer(what: str = "this") -> None:
+    """Refuse what needs HookedTransformer where there is none.
 
     Raises:
         UnsupportedCallError: transformer-lens is 4 or newer.
     """
     if not HAS_HOOKED_TRANSFORMER:
-        raise UnsupportedCallError(_NEEDED)
+        raise UnsupportedCallError(f"{what} {_NEEDED}")
 
 
 @contextmanager
@@ -111,12 +111,12 @@ else:
         """A class of transformer-lens 3.9."""
 
         def __init__(self, *args: object, **kwargs: object) -> NoReturn:
-            raise UnsupportedCallError(_NEEDED)
+            require_hooked_transformer()
 
         @classmethod
         def from_pretrained(cls, *args: object, **kwargs: object) -> NoReturn:
             """Refuse, as the class does."""
-            raise UnsupportedCallError(_NEEDED)
+            require_hooked_transformer()
 
     for _name in set(__all__) - set(globals()):
         globals()[_name] = type(_name, (_Absent,), {})

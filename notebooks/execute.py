@@ -46,12 +46,8 @@ _ENVIRONMENT = {
 }
 
 
-def executed(path: Path, environment: dict[str, str] | None = None) -> NotebookNode:
+def executed(path: Path) -> NotebookNode:
     """A notebook with what its cells put out now, run in a folder that is thrown away.
-
-    Args:
-        path: the notebook.
-        environment: variables of the process that runs it, besides those of this one.
 
     Raises:
         nbclient.exceptions.CellExecutionError: a cell raised, with its traceback.
@@ -60,7 +56,7 @@ def executed(path: Path, environment: dict[str, str] | None = None) -> NotebookN
     with tempfile.TemporaryDirectory() as folder:
         resources = {"metadata": {"path": folder}}
         client = NotebookClient(notebook, timeout=300, kernel_name="python3", resources=resources)
-        client.execute(env=os.environ | _ENVIRONMENT | (environment or {}))
+        client.execute(env=os.environ | _ENVIRONMENT)
     for cell in notebook.cells:
         cell.metadata.pop("execution", None)  # when it ran
     notebook.metadata.language_info = {"name": "python"}  # and not which

@@ -11,6 +11,7 @@ import pytest
 import torch
 import transformers
 from common import BATCH, D_MLP, D_VOCAB, tokens
+from tiny_tokenizer import tiny_tokenizer
 from transformer_lens.config import TransformerBridgeConfig
 from transformer_lens.model_bridge import TransformerBridge
 from transformer_lens.model_bridge.sources._bridge_builder import build_bridge_from_module
@@ -143,6 +144,14 @@ def boot(name, dtype=torch.float64, state="plain"):
         bridge = bridged(original(name, dtype))
     STATES[state](bridge)
     return bridge
+
+
+def hf_folder(folder, name="gpt2", dtype=torch.float32, tokenizer=True):
+    """The same model as a folder of transformers, with a tokenizer of its words."""
+    original(name, dtype).save_pretrained(folder)
+    if tokenizer:
+        tiny_tokenizer(D_VOCAB, folder)
+    return folder
 
 
 def exposed_copy(bridge, **options):

@@ -21,13 +21,6 @@ IN_PLACE = {
     "result": "hook_neuron_write",
 }
 """Hook points of neuron-heads in place, spelled out."""
-# What makes torch, MKL and oneDNN compute as on another processor: sums in another order, other
-# last digits. The Makefile runs tests by it.
-ANOTHER_MACHINE = {
-    "ATEN_CPU_CAPABILITY": "default",
-    "MKL_CBWR": "COMPATIBLE",
-    "ONEDNN_MAX_CPU_ISA": "SSE41",
-}
 BATCH, POS, D_MLP, D_VOCAB, N_LAYERS = 2, 11, 37, 41, 3
 
 needs_hooked_transformer = pytest.mark.skipif(

@@ -16,7 +16,7 @@ from torch import nn
 import attn_only_lens.models.checkpoint.save_load as save_load
 from attn_only_lens import CheckpointError, convert, expose_neuron_heads, grow, load, save
 from attn_only_lens import expansion as ex
-from attn_only_lens.growth import read_provenance, save_grown
+from attn_only_lens.growth import read_provenance
 from attn_only_lens.models.checkpoint import MANIFEST
 from attn_only_lens.models.source_folder import load_source
 
@@ -294,7 +294,7 @@ DAMAGE = {
     "one bit": (flip_a_byte, "model.safetensors was changed after it was saved"),
     "truncated": (truncate, r"model.safetensors has \d+ bytes; expected \d+"),
     "no weights": (lambda f: (f / "model.safetensors").unlink(), "model.safetensors is missing"),
-    "no manifest": (lambda f: (f / MANIFEST).unlink(), f"{MANIFEST} is missing"),
+    "no manifest": (lambda f: (f / MANIFEST).unlink(), f"nor {MANIFEST} is there"),
     "not json": (lambda f: (f / MANIFEST).write_text("{"), "is no JSON"),
     "not ours": (lambda f: (f / MANIFEST).write_text("{}"), "has format None"),
     "a gate of other fields": (
@@ -400,7 +400,7 @@ def saved_in_place(folder):
 def saved_grown(folder):
     source = build("gelu", dtype=torch.float32, d_vocab_out=41)
     source.set_tokenizer(tiny_tokenizer(41, folder.parent / "tokenizer"))
-    save_grown(grow(source, ex.compose(ex.AddNeurons(4), ex.InsertLayer(at=1))), folder)
+    grow(source, ex.compose(ex.AddNeurons(4), ex.InsertLayer(at=1))).save_pretrained(folder)
 
 
 def of_grown(folder):
@@ -524,7 +524,7 @@ def test_a_source_asks_no_hub_and_runs_no_code(tmp_path):
 
 
 def test_missing_folder(tmp_path):
-    with pytest.raises(CheckpointError, match="no saved model in"):
+    with pytest.raises(CheckpointError, match="there is no folder"):
         load(tmp_path / "nowhere")
 
 

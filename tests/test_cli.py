@@ -43,7 +43,8 @@ def test_convert_and_verify(folder, tmp_path):
 
     result = run("verify", folder, out, "--text", "w3 w5 w7 w11")
     assert result.exit_code == 0, result.output
-    assert result.output.startswith("ok: 5 tokens in float32")
+    assert result.stdout.startswith("ok: 5 tokens in float32")
+    assert "HookedTransformer, 3 layers, float32, cpu, texts begin with <bos>" in result.stderr
     save_file({"tokens": tokens().int()}, tmp_path / "tokens.safetensors")
     result = run("verify", folder, out, "--tokens", tmp_path / "tokens.safetensors")
     assert result.exit_code == 0, result.output
@@ -69,7 +70,7 @@ def test_verify_fails_where_the_models_differ(folder, tmp_path):
     save_file(dict(model.state_dict()), folder / "model.safetensors")
     result = run("verify", folder, tmp_path / "out", "--text", "w3 w5")
     assert result.exit_code == 1
-    assert result.output.startswith("DIFFERENT")
+    assert result.stdout.startswith("DIFFERENT")
 
 
 def test_errors_are_one_message_and_exit_code_2(folder, tmp_path):

@@ -3,17 +3,14 @@
 import numpy as np
 import pytest
 import torch
-from common import needs_hooked_transformer
-from models import source_folder
+from bridges import hf_folder
 from page_of_circuit import read_back
 from typer.testing import CliRunner
 
-from attn_only_lens import circuits, expose_neuron_heads, neuron_pattern
+from attn_only_lens import circuits, expose_neuron_heads, load, neuron_pattern, save
 from attn_only_lens import patching as p
 from attn_only_lens.cli import app
-from attn_only_lens.models.source_folder import load_source
 
-pytestmark = needs_hooked_transformer
 CLEAN, CORRUPTED = "w3 w5 w7 w11", "w3 w6 w7 w11"
 ANSWERS = ("--answer", "w13", "--wrong", "w17")
 TEXTS = ("--clean", CLEAN, *ANSWERS)
@@ -25,14 +22,13 @@ def run(*arguments):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    return source_folder(tmp_path_factory.mktemp("source"))
+    return hf_folder(tmp_path_factory.mktemp("source"))
 
 
 @pytest.fixture(scope="module")
 def expected(folder):
     """The model, and the graph that the command should find."""
-    model = load_source(folder)
-    expose_neuron_heads(model)
+    model = expose_neuron_heads(load(folder)).model
     metric = p.logit_diff("w13", "w17")
     return model, metric, circuits.attribution_graph(model, CLEAN, metric, top=19)
 
@@ -76,11 +72,11 @@ def test_a_pair_tells_the_sites_that_suffice(folder, expected, tmp_path):
 
 
 def test_tokens_and_a_saved_model(folder, tmp_path):
-    assert run("convert", folder, tmp_path / "converted").exit_code == 0
+    saved = save(expose_neuron_heads(load(folder)).model, tmp_path / "saved")
     out = tmp_path / "circuit.json"
     prompts = ("--tokens", "--clean", "0,7,9,11", "--clean", "0,5,6,7")
     asked = ("--answer", 17, "--metric", "log_probability", "--out", out)
-    result = run("circuit", tmp_path / "converted", *prompts, *asked)
+    result = run("circuit", saved, *prompts, *asked)
     assert result.exit_code == 0, result.output
     graph = circuits.from_json(out)
     assert len(graph.tokens) == 2
@@ -99,11 +95,11 @@ def test_sweeps_as_pictures(folder, tmp_path):
 
 def test_patterns(folder, expected, tmp_path):
     model, out = expected[0], tmp_path / "pattern.html"
-    result = run("pattern", folder, "--prompt", CLEAN, "--neurons", "L0N7,L2N5", "--out", out)
+    result = run("pattern", folder, "--prompt", CLEAN, "--neurons", "L0N7,L1N5", "--out", out)
     assert result.exit_code == 0, result.output
     text = out.read_text("utf-8")
     _, cache = model.run_with_cache(CLEAN)
-    for name in ("L0N7", "L2N5"):
+    for name in ("L0N7", "L1N5"):
         weights = neuron_pattern(cache, name)[0, :, 0]
         assert f"{round(weights[-1].item(), 4)}"[:5] in text
     assert run("pattern", folder, "--prompt", "0,7,9", "--tokens", "--layer", 1, "--out", out
@@ -131,7 +127,7 @@ def test_errors_are_one_message_and_nothing_is_written(folder, tmp_path):
         (("picture", tmp_path / "no.json", "--out", page, "--bars", 3), "--bars with a graph"),
         (("picture", tmp_path / "no.json", "--out", tmp_path / "p.png"), "ends in .html"),
         (("pattern", folder, "--prompt", CLEAN, "--out", page), "either --neurons or --layer"),
-        (("pattern", folder, "--prompt", CLEAN, "--layer", 9, "--out", page), "layers 0 to 2"),
+        (("pattern", folder, "--prompt", CLEAN, "--layer", 9, "--out", page), "layers 0 to 1"),
         (
             ("pattern", folder, "--prompt", CLEAN, "--neurons", "L0H1", "--out", page),
             "an attention",

@@ -5,14 +5,11 @@ import re
 import pandas as pd
 import pytest
 import torch
-from common import needs_hooked_transformer
 from typer.testing import CliRunner
 
 from attn_only_lens import pretrained
 from attn_only_lens.cli import app
 from attn_only_lens.viz import demo
-
-pytestmark = needs_hooked_transformer
 
 
 @pytest.fixture(scope="module")

@@ -66,7 +66,7 @@ def unchanged(before, model):
 
 @pytest.mark.parametrize("copy_weights", [False, True])
 @pytest.mark.parametrize("state", STATES)
-@pytest.mark.parametrize("name", CHOSEN)
+@pytest.mark.parametrize("name", [*CHOSEN, "bert"])
 @torch.no_grad()
 def test_same_function_and_the_callers_bridge_untouched(name, state, copy_weights):
     bridge, twin = boot(name, torch.float32, state), boot(name, torch.float32, state)
@@ -139,7 +139,7 @@ def reaches(start, targets):
     return found
 
 
-@pytest.mark.parametrize("name", CHOSEN)
+@pytest.mark.parametrize("name", [*CHOSEN, "bert"])
 @torch.no_grad()
 def test_the_copy_holds_nothing_of_the_callers_modules(name):
     """TransformerBridge's capture hooks are closures on a block: a plain deepcopy keeps them."""
@@ -220,15 +220,24 @@ def test_what_cannot_be_copied_is_refused_with_all_reasons():
         convert(bridge)
 
 
+@torch.no_grad()
 def test_bert_has_no_module_for_its_mlp():
     """It runs within its layer; transformer-lens 4 hooks the layer's parts to show it."""
     bridge = boot("bert")
-    if not HAS_HOOKED_TRANSFORMER:
-        with pytest.raises(UnsupportedModelError, match="expose_neuron_heads"):
-            exposed_copy(bridge)
-        assert type(bridge) is TransformerBridge
-        return
-    assert verify(bridge, exposed_copy(bridge), tokens()).ok
+    expected = bridge(tokens())
+    converted = exposed_copy(bridge)
+    double = [("blocks.1.mlp.hook_in", lambda x, hook: x * 2.0)]
+    edited = boot("bert").run_with_hooks(tokens(), fwd_hooks=double)
+    assert torch.equal(edited, expected) == HAS_HOOKED_TRANSFORMER, "it fires with 4"
+    assert relative(converted.run_with_hooks(tokens(), fwd_hooks=double), edited) <= EXACT
+    with bridge.hooks(fwd_hooks=double):
+        assert torch.equal(converted(tokens()), expected)
+    # A hook that was taken away stays away, and a permanent one of the user's is theirs.
+    bridge.add_hook("blocks.0.mlp.in.hook_in", lambda x, hook: None, is_permanent=True)
+    with pytest.raises(UnsupportedModelError, match=r"blocks\.0\.mlp\.in\.hook_in"):
+        exposed_copy(bridge)
+    bridge.reset_hooks(including_permanent=True)
+    assert torch.equal(exposed_copy(bridge).run_with_hooks(tokens(), fwd_hooks=double), expected)
 
 
 # verify

@@ -1,19 +1,22 @@
 """The notebooks run; what is stored in them is what they give, and is fit to be published."""
 
+import ast
 import re
 from collections import Counter
+from contextlib import redirect_stdout
 from html import unescape
+from io import StringIO
 
 import execute
 import nbformat
+import pandas as pd
 import pytest
 import torch
-from common import ANOTHER_MACHINE, needs_hooked_transformer, needs_transformer_lens_4
+from plotly.basedatatypes import BaseFigure
 
 NOTEBOOKS = execute.NOTEBOOKS
 # A number, unless it is part of a name such as L0N142 or float64.
 NUMBER = re.compile(r"(?<![\w.])-?\d+(?:,\d{3})*(?:\.\d+)?(?:e[+-]?\d+)?(?![\w])")
-NEEDS_HOOKED = ("01_convert_and_verify", "05_grown_against_original")
 
 each_notebook = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 
@@ -28,13 +31,26 @@ def code_cells(notebook):
 
 def said(notebook):
     """What each cell put out, as text."""
-    return [said_by(cell) for cell in code_cells(notebook)]
-
-
-def said_by(cell):
     return [
-        each.get("text") or each.data.get("text/plain", execute.FIGURE) for each in cell.outputs
+        "".join(each.get("text") or each.data.get("text/plain", "") for each in cell.outputs)
+        for cell in code_cells(notebook)
     ]
+
+
+def run(path):
+    """What each cell puts out now."""
+    namespace = {}
+    with torch.enable_grad(), pd.option_context("display.max_columns", 20):  # as in a kernel
+        for cell in code_cells(read(path)):
+            *body, last = ast.parse(cell.source).body
+            with redirect_stdout(StringIO()) as printed:
+                exec(compile(ast.Module(body, []), path.name, "exec"), namespace)
+                if isinstance(last, ast.Expr):
+                    value = eval(compile(ast.Expression(last.value), path.name, "eval"), namespace)
+                else:
+                    value = exec(compile(ast.Module([last], []), path.name, "exec"), namespace)
+            text = execute.FIGURE if isinstance(value, BaseFigure) else repr(value)
+            yield printed.getvalue() + text * (value is not None)
 
 
 def number(text):
@@ -49,26 +65,12 @@ def agree(one, other):
     return words[0] == words[1] and numbers[0] == pytest.approx(numbers[1], rel=1e-3, abs=1e-3)
 
 
-@needs_hooked_transformer  # which is what they are stored with
 @each_notebook
-def test_it_gives_what_is_stored_by_the_arithmetic_of_another_machine(path):
-    fresh = said(execute.executed(path, ANOTHER_MACHINE))
-    for now, stored in zip(fresh, said(read(path)), strict=True):
-        for one, other in zip(now, stored, strict=True):
-            assert agree(one, other), f"{other}\nis now\n{one}\n`make notebooks` stores it"
-
-
-@needs_transformer_lens_4
-@pytest.mark.parametrize(
-    "path", [p for p in NOTEBOOKS if p.stem not in NEEDS_HOOKED], ids=lambda path: path.stem
-)
-def test_its_cells_run_with_transformer_lens_4(path, tmp_path, monkeypatch):
-    """In this process, as a kernel takes some seconds to start: what they assert is true."""
+def test_it_gives_what_is_stored(path, tmp_path, monkeypatch):
+    """With either version, in this process: a kernel takes some seconds to start."""
     monkeypatch.chdir(tmp_path)
-    namespace = {}
-    with torch.enable_grad():  # also restores what a cell sets
-        for cell in code_cells(read(path)):
-            exec(compile(cell.source, path.name, "exec"), namespace)
+    for now, stored in zip(run(path), said(read(path)), strict=True):
+        assert agree(now, stored), f"{stored}\nis now\n{now}\n`make notebooks` stores it"
 
 
 def test_a_difference_is_seen():

@@ -15,17 +15,15 @@ from pathlib import Path
 import pandas as pd
 import pytest
 import torch
-from bridges import boot, exposed_copy, original
+from bridges import boot, exposed_copy
 from random_sweeps import sweep, values
 from sealed_files import digest_again, flips, mutated, rewrite
 from tiny_tokenizer import tiny_tokenizer
-from typer.testing import CliRunner
 
 from attn_only_lens import AttnOnlyLensError, CheckpointError, load, pretrained, save
 from attn_only_lens import expansion as ex
 from attn_only_lens import patching as p
 from attn_only_lens.circuits import CircuitGraph, from_json, to_json, to_neuronpedia
-from attn_only_lens.cli import app
 from attn_only_lens.comparison import Comparison
 from attn_only_lens.comparison.results import _FRAMES
 from attn_only_lens.growth import Training, read_provenance
@@ -551,18 +549,6 @@ def test_a_path_to_something_else_is_one_of_our_errors(name, tmp_path):
             (TAKES | TAKES_FILE)[name](path)
     assert text.read_text() == "a file"
     assert sorted(each.name for each in tmp_path.iterdir()) == ["folder", "ring", "text"]
-
-
-def test_commands_say_what_a_folder_of_hugging_face_is(tmp_path):
-    original("gpt2").save_pretrained(tmp_path / "model")
-    prompts = ("--clean", "3,4", "--corrupted", "3,5", "--tokens", "--answer", "7", "--wrong", "8")
-    out = ("--out", str(tmp_path / "sweep.csv"))
-    result = CliRunner().invoke(app, ["patch", str(tmp_path / "model"), *prompts, *out])
-    assert result.exit_code == 2, result.output
-    said = " ".join(result.output.split())
-    assert "holds a model of Hugging Face transformers (['GPT2LMHeadModel'])" in said
-    assert "TransformerBridge.boot_transformers" in said
-    assert "Traceback" not in said
 
 
 def test_a_writer_leaves_links_alone(tmp_path):

@@ -6,12 +6,33 @@ from types import SimpleNamespace
 import bridges
 import pytest
 import torch
-from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
+from common import D_VOCAB
+from tiny_tokenizer import SPECIAL
+from tokenizers import (
+    AddedToken,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+)
 from tokenizers.trainers import BpeTrainer
+from transformer_lens.model_bridge import TransformerBridge
 from transformers import AutoTokenizer, GPT2TokenizerFast, PreTrainedTokenizerFast
+from typer.testing import CliRunner
 
-from attn_only_lens import circuits, token_texts
+from attn_only_lens import (
+    InputError,
+    chat_tokens,
+    circuits,
+    expose_neuron_heads,
+    load,
+    token_texts,
+)
 from attn_only_lens import patching as p
+from attn_only_lens.cli import app
+from attn_only_lens.runs.inputs import checked_tokens
 from attn_only_lens.runs.token_texts import join_tokens, token_text
 
 TEXT = "One day, Lily went to a café 🙂\n  too"
@@ -168,3 +189,139 @@ def test_a_graph_has_the_words_of_its_prompt(tmp_path):
     written = json.loads((tmp_path / "graph.json").read_text())["metadata"]
     assert written["prompt"] == "<s> went to"
     assert written["prompt_tokens"] == ["<s>", " w", "ent", " to"]
+
+
+# The first token, and chats
+
+TEMPLATE = (
+    "{% if system %}{{ bos_token }} {% endif %}{% for message in messages %}"
+    "{{ message['role'] }} {{ message['content'] }} <eos> {% endfor %}"
+    "{% if add_generation_prompt %}assistant{% endif %}"
+)
+WORDS = [*SPECIAL, "user", "assistant", "system", *(f"w{i}" for i in range(D_VOCAB - 7))]
+BOS, EOS, W1, W2 = 0, 1, 8, 9
+USER, ASSISTANT = 4, 5
+
+
+def chat_folder(folder, family="llama", bos=True, adds=False, template=TEMPLATE):
+    """A model whose tokenizer has a BOS, adds it, has a template, or has not."""
+    bridges.hf_folder(folder, family, tokenizer=False)
+    vocabulary = {word: at for at, word in enumerate(WORDS)}
+    core = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    special = {"eos_token": "<eos>", "pad_token": "<pad>", "unk_token": "<unk>"}
+    if adds:
+        core.post_processor = processors.TemplateProcessing(
+            single="<bos> $A", special_tokens=[("<bos>", BOS)]
+        )
+    made = wrapped(core, **special, **({"bos_token": "<bos>"} if bos else {}))
+    made.chat_template = template
+    made.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("adds", [False, True])
+@pytest.mark.parametrize(("family", "begins"), [("llama", True), ("gpt2", True), ("qwen3", False)])
+def test_texts_begin_with_one_bos_or_none(family, begins, adds, tmp_path):
+    bridge = load(chat_folder(tmp_path / "model", family, adds=adds))
+    expected = [BOS] * begins + [W1, W2]
+    for text, ids in (("w1 w2", expected), ("<bos> w1 w2", [BOS, W1, W2])):
+        assert checked_tokens(bridge, text).tolist() == [ids]
+        assert p.prompt_pair(bridge, text, f"{text[:-2]}w3").clean.tolist() == [ids]
+    # The control: TransformerLens puts a second one before a text's own.
+    assert (bridge.to_tokens("<bos> w1")[0, :2].tolist() == [BOS, BOS]) == begins
+
+
+def test_a_tokenizer_without_bos_gets_none(tmp_path):
+    folder = chat_folder(tmp_path / "model", bos=False)
+    assert checked_tokens(load(folder), "w1 w2").tolist() == [[W1, W2]]
+    theirs = TransformerBridge.boot_transformers(str(folder), device="cpu")
+    assert theirs.to_tokens("w1 w2").tolist() == [[EOS, W1, W2]]  # the control
+
+
+@pytest.mark.parametrize("adds", [False, True])
+def test_a_chat_is_what_its_template_says(adds, tmp_path):
+    with_bos = TEMPLATE.replace("if system", "if true")
+    first = chat_folder(tmp_path / "first", adds=adds)
+    second = chat_folder(tmp_path / "second", adds=adds, template=with_bos)
+    chat = [USER, W1, EOS, ASSISTANT]
+    for folder, begins in ((first, []), (second, [BOS])):
+        bridge = load(folder)
+        own = AutoTokenizer.from_pretrained(folder)
+        [got] = chat_tokens(bridge, "w1")
+        assert got.tolist() == begins + chat
+        asked = [{"role": "user", "content": "w1"}]
+        assert got.tolist() == own.apply_chat_template(
+            asked, add_generation_prompt=True, return_dict=False
+        )
+        for prompts in (asked, [asked], ["w1"]):
+            assert [row.tolist() for row in chat_tokens(bridge, prompts)] == [begins + chat]
+        several = [{"role": "system", "content": "w2"}, *asked]
+        rows = chat_tokens(bridge, ["w1", several])
+        assert rows[1].tolist() == [*begins, 6, W2, EOS, *chat]
+        # Padded on the side of the tokenizer, as texts are.
+        pair = p.prompt_pair(bridge, rows, chat_tokens(bridge, ["w3", several]))
+        assert pair.mask.sum(1).tolist() == [len(row) for row in rows]
+        assert pair.clean[0][pair.real[0]].tolist() == rows[0].tolist()
+
+
+def test_prompts_that_are_no_chat(tmp_path):
+    plain = load(chat_folder(tmp_path / "plain", template=None))
+    strict = load(
+        chat_folder(tmp_path / "strict", template="{{ raise_exception('roles must alternate') }}")
+    )
+    for bridge, prompts, message in (
+        (plain, "w1", "has no chat template"),
+        (strict, ["w1", "w2"], "(?s)prompt 0: .*roles must alternate.*prompt 1: "),
+        (strict, [], "expected a text, texts, or messages"),
+        (strict, [{"role": "user"}], "expected a text, texts, or messages"),
+        (strict, 5, "expected a text, texts, or messages"),
+    ):
+        with pytest.raises(InputError, match=message):
+            chat_tokens(bridge, prompts)
+
+
+def test_chats_on_the_command_line(tmp_path):
+    folder, out = chat_folder(tmp_path / "model"), tmp_path / "sweep.csv"
+    pair = ("--clean", "w1 w2", "--corrupted", "w1 w3", "--answer", "w4", "--wrong", "w5")
+    asked = ["patch", str(folder), *pair, "--sites", "L0H1", "--out", str(out), "--chat"]
+    result = CliRunner().invoke(app, asked)
+    assert result.exit_code == 0, result.output
+    bridge = expose_neuron_heads(load(folder)).model
+    prompts = (chat_tokens(bridge, text) for text in ("w1 w2", "w1 w3"))
+    expected = p.activation_patch(
+        bridge, *prompts, p.logit_diff("w4", "w5"), sites=["L0H1"], progress=False
+    )
+    assert p.Sweep.load(out).frame["value"].tolist() == pytest.approx(
+        expected.frame["value"].tolist(), abs=1e-5
+    )
+    assert expected.frame["position"].max() == len(chat_tokens(bridge, "w1 w2")[0]) - 1
+    for command in (
+        ["circuit", str(folder), *pair, "--out", str(tmp_path / "circuit.json")],
+        [
+            "pattern",
+            str(folder),
+            "--prompt",
+            "w1",
+            "--layer",
+            "0",
+            "--out",
+            str(tmp_path / "p.html"),
+        ],
+        ["verify", str(folder), "--text", "w1"],
+    ):
+        result = CliRunner().invoke(app, [*command, "--chat"])
+        assert result.exit_code == 0, result.output
+    assert "ok: 4 tokens" in result.output
+    result = CliRunner().invoke(app, [*asked, "--tokens"])
+    assert result.exit_code == 2
+
+
+def test_prompts_are_padded_with_a_token_that_the_model_has(tmp_path):
+    """Fine-tuners add a token for padding, without a row of the embedding: it is masked anyway."""
+    bridge = load(chat_folder(tmp_path / "model"))
+    bridge.tokenizer.add_special_tokens({"pad_token": "[PAD]"})
+    assert bridge.tokenizer.pad_token_id == D_VOCAB
+    pair = p.prompt_pair(bridge, ["w1 w2", "w1"], ["w1 w3", "w1"])
+    assert pair.mask.sum(1).tolist() == [3, 2]
+    assert pair.clean.max() < D_VOCAB

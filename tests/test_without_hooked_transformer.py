@@ -27,7 +27,11 @@ from attn_only_lens.pretrained.modular_addition import load_bridge
 pytestmark = needs_transformer_lens_4
 
 TOKENS = pretrained.modular_addition_tokens()[:11]
-USE_INSTEAD = ("attn-only-lens[hooked]", "build a TransformerBridge", "expose_neuron_heads")
+USE_INSTEAD = (
+    "pip install 'transformer-lens<4'",
+    "build a TransformerBridge",
+    "expose_neuron_heads",
+)
 
 
 def saved(folder):
@@ -58,13 +62,15 @@ def test_refused_with_what_to_use_instead(name, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "command", [["demo"], ["convert", "gpt2", "out"], ["verify", "gpt2", "out", "--text", "a"]]
+    "command",
+    [["convert", "gpt2", "out"], ["grow", str(DATA), "out"], ["grow", "gpt2", "out", "--hooked"]],
 )
 def test_the_command_line_says_so_too(command, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     result = CliRunner().invoke(app, command)
     assert result.exit_code == 2
-    assert result.output.startswith("error: this needs HookedTransformer")
+    assert result.output.startswith("error: ")
+    assert "needs HookedTransformer" in result.output
     for words in USE_INSTEAD:
         assert words in result.output
     assert "Traceback" not in result.output

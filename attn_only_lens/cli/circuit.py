@@ -11,17 +11,18 @@ from attn_only_lens.cli import options
 from attn_only_lens.cli.common import (
     app,
     clear_errors,
-    load_any_model,
+    load_with_neuron_heads,
     print_table,
     require_writable,
+    working,
 )
-from attn_only_lens.cli.options import parse_metric, parse_prompts
+from attn_only_lens.cli.options import as_chat, parse_metric, parse_prompts
 from attn_only_lens.viz import circuit_view, write_html
 
 
 @app.command()
 def circuit(
-    model: options.AnyModel,
+    model: options.Model,
     clean: options.Clean,
     out: Annotated[Path, typer.Option(help="a .html file, a page, or .json, the graph itself")],
     corrupted: Annotated[
@@ -37,7 +38,9 @@ def circuit(
         float, typer.Option(help="of the sites that suffice, beside --corrupted")
     ] = 0.9,
     top: options.Top = 20,
-    dtype: options.Dtype = "float32",
+    chat: options.Chat = False,
+    hooked: options.Hooked = False,
+    dtype: options.Dtype = None,
     device: options.Device = "cpu",
 ) -> None:
     """Draw the paths that contribute to a metric; with --corrupted, find the sites that suffice.
@@ -49,12 +52,17 @@ def circuit(
         require_writable(out, (".html", ".json"), top)
         measure = parse_metric(metric, answer, wrong, tokens)
         prompts = parse_prompts(clean, "--clean", tokens)
-        loaded = load_any_model(model, dtype, device)
-        found = None
-        if corrupted:
-            other = parse_prompts(corrupted, "--corrupted", tokens)
-            found = circuits.discover(loaded, prompts, other, measure, faithfulness=faithfulness)
-        graph = circuits.attribution_graph(loaded, prompts, measure, top=nodes)
+        other = parse_prompts(corrupted, "--corrupted", tokens) if corrupted else None
+        loaded = load_with_neuron_heads(model, dtype, device, hooked)
+        prompts, found = as_chat(loaded, prompts, chat), None
+        if other is not None:
+            other = as_chat(loaded, other, chat)
+            with working("looking for the sites that suffice"):
+                found = circuits.discover(
+                    loaded, prompts, other, measure, faithfulness=faithfulness
+                )
+        with working("attributing the metric"):
+            graph = circuits.attribution_graph(loaded, prompts, measure, top=nodes)
         if out.suffix == ".json":
             circuits.to_json(graph, out)
         else:

@@ -1,7 +1,6 @@
 """The application; how its commands load models, report errors and print tables."""
 
 import sys
-import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
@@ -10,14 +9,14 @@ from typing import Any
 import typer
 from rich.console import Console
 from rich.table import Table
+from transformer_lens.model_bridge import TransformerBridge
 
-from attn_only_lens.cli.options import MODEL
 from attn_only_lens.errors import AttnOnlyLensError
-from attn_only_lens.models import checkpoint
-from attn_only_lens.models.checkpoint import is_saved
+from attn_only_lens.heads import has_neuron_heads, host_of
 from attn_only_lens.models.expose import expose_neuron_heads
-from attn_only_lens.models.source_folder import load_source, parse_device, parse_dtype
-from attn_only_lens.tl import HookedTransformer, no_remote_code, quiet
+from attn_only_lens.models.load import load
+from attn_only_lens.models.two_blocks import AttentionOnlyTransformer
+from attn_only_lens.tl import quiet
 
 app = typer.Typer(
     help="See the MLP neurons of a TransformerLens model as attention heads.",
@@ -37,41 +36,50 @@ def clear_errors() -> Iterator[None]:
             raise typer.Exit(2) from error
 
 
-def load_source_model(model: str, dtype: str, device: str) -> HookedTransformer:
-    """Load a source model by TransformerLens name, or from a folder."""
-    parse_device(device)
+def load_model(model: str, dtype: str | None, device: str, hooked: bool = False) -> Any:
+    """Load a model by name or from a folder, and say what it is."""
     with redirect_stdout(sys.stderr):  # TransformerLens prints its progress
-        if Path(model).exists():
-            return load_source(Path(model), dtype=dtype, device=device)
-        if Path(model).is_absolute() or model.startswith((".", "~")):
-            raise AttnOnlyLensError(f"there is no folder {model}; expected {MODEL}")
-        try:
-            with no_remote_code():
-                return HookedTransformer.from_pretrained(
-                    model,
-                    dtype=str(parse_dtype(dtype)).removeprefix("torch."),
-                    device=device,
-                    trust_remote_code=False,
-                )
-        except (OSError, ValueError, RuntimeError) as error:
-            # The hub's errors derive from these; their text runs over many lines.
-            reason = textwrap.shorten(str(error).strip().splitlines()[0], 200, placeholder=" …")
-            reason = reason.partition(" Valid official model names")[0]  # hundreds
-            if "trust_remote_code" in str(error):
-                reason = "it needs code of its own, which is never run here."
-            raise AttnOnlyLensError(
-                f"could not load {model!r}: {reason} Expected {MODEL}; offline, only a folder "
-                "will do"
-            ) from error
+        loaded = load(model, dtype=dtype, device=device, hooked=hooked)
+    typer.echo(f"{model}: {_describe(loaded)}", err=True)
+    return loaded
 
 
-def load_any_model(model: str, dtype: str, device: str) -> Any:
-    """Load a model with neuron-heads: a saved one, or a source model with its neurons exposed."""
-    if is_saved(model):
-        return checkpoint.load(model, device=device)
-    source = load_source_model(model, dtype, device)
-    expose_neuron_heads(source)
-    return source
+def load_with_neuron_heads(model: str, dtype: str | None, device: str, hooked: bool = False) -> Any:
+    """Load a model; if it has no neuron-heads, expose them."""
+    loaded = load_model(model, dtype, device, hooked)
+    if not has_neuron_heads(loaded):
+        expose_neuron_heads(loaded)
+    return loaded
+
+
+@contextmanager
+def working(what: str) -> Iterator[None]:
+    """Show on a terminal what takes a while, where it has no bar of its own."""
+    with Console(stderr=True).status(f"{what} …"):
+        yield
+
+
+def _describe(model: Any) -> str:
+    cfg, parameter = model.cfg, next(model.parameters())
+    if isinstance(model, TransformerBridge):
+        kind = f"TransformerBridge ({cfg.architecture})"
+    elif isinstance(model, AttentionOnlyTransformer):
+        kind = "attention-only HookedTransformer"
+    else:
+        kind = "HookedTransformer"
+    n_layers = host_of(model).n_layers if has_neuron_heads(model) else cfg.n_layers
+    dtype = str(parameter.dtype).removeprefix("torch.")
+    return f"{kind}, {n_layers} layers, {dtype}, {parameter.device}, {_describe_texts(model)}"
+
+
+def _describe_texts(model: Any) -> str:
+    if model.tokenizer is None:
+        return "no tokenizer"
+    alone = model.tokenizer("a", add_special_tokens=False)["input_ids"]
+    ids = model.to_tokens("a")[0].tolist()
+    if len(ids) > len(alone) and ids[0] == model.tokenizer.bos_token_id:
+        return f"texts begin with {model.tokenizer.bos_token}"
+    return "texts without BOS"
 
 
 def require_writable(out: Path, endings: tuple[str, ...], top: int = 1) -> None:

@@ -9,14 +9,14 @@ import typer
 
 from attn_only_lens import viz
 from attn_only_lens.cli import options
-from attn_only_lens.cli.common import app, clear_errors, load_source_model, print_table
+from attn_only_lens.cli.common import app, clear_errors, load_model, print_table
 from attn_only_lens.cli.convert import read_tokens
-from attn_only_lens.cli.options import parse_metric, parse_prompts
+from attn_only_lens.cli.options import as_chat, parse_metric, parse_prompts
 from attn_only_lens.comparison import Comparison
 from attn_only_lens.comparison import compare as compare_models
 from attn_only_lens.errors import AttnOnlyLensError, ComparisonError
 from attn_only_lens.growth import read_provenance
-from attn_only_lens.tl import require_hooked_transformer
+from attn_only_lens.models.load import is_hooked
 from attn_only_lens.viz.checks import import_extra
 
 _NUMBERS = re.compile(r"\d+(,\d+)*")
@@ -25,10 +25,14 @@ _PROMPTS = "a .safetensors file with `tokens`, or a text file: a prompt a line, 
 
 @app.command()
 def compare(
-    model: options.SourceModel,
-    grown: Annotated[Path, typer.Argument(help="a folder that `grow` wrote, trained since or not")],
+    model: options.Model,
+    grown: Annotated[Path, typer.Argument(help="a model that `grow` wrote, trained since or not")],
     tokens: Annotated[Path, typer.Option(help=_PROMPTS)],
     out: Annotated[Path, typer.Option(help="folder to write tables and pages to")],
+    provenance: Annotated[
+        Path | None,
+        typer.Option(help="the folder that `grow` wrote, if GROWN was trained and saved elsewhere"),
+    ] = None,
     corrupted: Annotated[
         Path | None, typer.Option(help="a prompt to patch from for each; default: the next one")
     ] = None,
@@ -43,28 +47,31 @@ def compare(
     patched: Annotated[int, typer.Option(help="how many components to patch")] = 200,
     nodes: Annotated[int, typer.Option(help="nodes to draw edges between")] = 100,
     seed: Annotated[int, typer.Option(help="of the bootstrap")] = 0,
-    dtype: Annotated[str, typer.Option(help="float32, float64, bfloat16")] = "float32",
+    chat: options.Chat = False,
+    dtype: options.Dtype = None,
     device: Annotated[
         str | None, typer.Option(help="cpu, cuda, mps; default: cuda where there is one")
     ] = None,
 ) -> None:
     """Compare a model with one grown from it: tables, report.html and circuit.html in a folder."""
     with clear_errors():
-        require_hooked_transformer()
         import_extra("plotly")
         if out.exists() and not out.is_dir():
             raise AttnOnlyLensError(f"--out: {out} is a file; expected a folder, or a new name")
         prompts = _read_prompts(tokens, "--tokens")
         others = None if corrupted is None else _read_prompts(corrupted, "--corrupted")
         measure = parse_metric(metric, answer, wrong, isinstance(prompts, torch.Tensor))
-        provenance = read_provenance(grown)
+        became = read_provenance(provenance or grown)
         where = device or ("cuda" if torch.cuda.is_available() else "cpu")
         folders = [model, str(grown)] + ([] if null is None else [str(null)])
-        models = [load_source_model(each, dtype, where) for each in folders]
+        hooked = is_hooked(grown)
+        models = [load_model(each, dtype, where, hooked) for each in folders]
+        prompts = as_chat(models[0], prompts, chat)
+        others = None if others is None else as_chat(models[0], others, chat)
         try:
             found = compare_models(
                 *(models[0], models[1], prompts, measure),
-                provenance=provenance,
+                provenance=became,
                 corrupted=others,
                 null=models[2] if null is not None else None,
                 batch_size=batch_size,

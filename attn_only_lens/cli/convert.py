@@ -2,34 +2,42 @@
 
 from collections import Counter
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, TypeAlias
 
 import torch
 import typer
 from jaxtyping import Int
 from torch import Tensor
+from transformer_lens.model_bridge import TransformerBridge
 
 from attn_only_lens.cli import options
-from attn_only_lens.cli.common import app, clear_errors, load_source_model
+from attn_only_lens.cli.common import (
+    app,
+    clear_errors,
+    load_model,
+    load_with_neuron_heads,
+    working,
+)
 from attn_only_lens.errors import AttnOnlyLensError
 from attn_only_lens.models import checkpoint
 from attn_only_lens.models.calibrate import calibrate
-from attn_only_lens.models.checkpoint import is_saved, read_manifest
+from attn_only_lens.models.checkpoint import is_saved, process_as_saved, read_manifest
 from attn_only_lens.models.convert import convert as convert_model
 from attn_only_lens.models.gate_option import Bilinear
+from attn_only_lens.models.two_blocks import AttentionOnlyTransformer
 from attn_only_lens.models.verify import verify as verify_models
+from attn_only_lens.runs.chat import chat_tokens
 from attn_only_lens.storage import open_folder, read_tensors
-from attn_only_lens.tl import HookedTransformer, require_hooked_transformer
+from attn_only_lens.tl import require_hooked_transformer
+
+_BRIDGE = "TransformerBridge"  # in a manifest
 
 
 @app.command()
 def convert(
-    model: options.SourceModel,
+    model: options.Model,
     out: options.OutFolder,
-    dtype: Annotated[
-        str | None,
-        typer.Option(help="float32, float64, bfloat16, float16; default: float32, or as saved"),
-    ] = None,
+    dtype: options.Dtype = None,
     device: options.Device = "cpu",
     gate: Annotated[str, typer.Option(help="exact, or bilinear")] = "exact",
     heads_per_neuron: Annotated[int | None, typer.Option(help="of bilinear gates")] = None,
@@ -39,7 +47,7 @@ def convert(
     text: Annotated[str | None, typer.Option(help="to calibrate gated MLPs on")] = None,
     tokens: Annotated[Path | None, typer.Option(help="the same, as for `verify`")] = None,
 ) -> None:
-    """Convert a model and save it; a folder that `convert` wrote is loaded and saved again."""
+    """Convert a HookedTransformer and save it; a folder that `convert` wrote is saved again."""
     with clear_errors():
         require_hooked_transformer()
         if gate not in ("exact", "bilinear"):
@@ -56,7 +64,7 @@ def convert(
             name = manifest["source_name"]
             if manifest["layout"] == "in place":
                 raise AttnOnlyLensError(f"{model} holds a model in place: give its source")
-            converted = checkpoint.load(model, device=device)
+            converted = load_model(model, None, device)
             if gate != "exact":
                 raise AttnOnlyLensError(f"{model} is converted already: give its source")
             saved = str(converted.cfg.dtype).removeprefix("torch.")
@@ -66,9 +74,10 @@ def convert(
                     "that --dtype instead, so that its tables are computed in it"
                 )
         else:
-            name, source = model, load_source_model(model, dtype or "float32", device)
-            given = text is not None or tokens is not None
-            calibration = calibrate(source, _input(source, text, tokens)) if given else None
+            name, source = model, load_model(model, dtype, device, hooked=True)
+            calibration = None
+            if text is not None or tokens is not None:
+                calibration = calibrate(source, _input_of(source, _read_input(text, tokens)))
             option = Bilinear(heads_per_neuron, tolerance, calibration)
             converted = convert_model(source, gate="exact" if gate == "exact" else option)
         checkpoint.save(converted, out, source_name=name)
@@ -83,35 +92,63 @@ def convert(
 
 @app.command()
 def verify(
-    model: options.SourceModel,
-    converted: Annotated[Path, typer.Argument(help="the folder that `convert` wrote")],
+    model: options.Model,
+    converted: Annotated[
+        Path | None,
+        typer.Argument(help="a folder that `convert` or `save` wrote; default: MODEL, exposed"),
+    ] = None,
     text: Annotated[str | None, typer.Option(help="a text to run both models on")] = None,
     tokens: Annotated[
         Path | None, typer.Option(help="a safetensors file with `tokens`, integers [batch, pos]")
     ] = None,
+    chat: options.Chat = False,
+    hooked: options.Hooked = False,
+    dtype: options.Dtype = None,
+    device: options.Device = "cpu",
 ) -> None:
-    """Compare a saved conversion with its source; exit with code 1 if they differ."""
+    """Compare a model with its neurons as heads with the model itself; exit with 1 if they differ.
+
+    MODEL alone is run without its neuron-heads, and with them. CONVERTED is compared with MODEL.
+    """
     with clear_errors():
-        require_hooked_transformer()
-        loaded = checkpoint.load(converted)
-        dtype = str(loaded.cfg.dtype).removeprefix("torch.")
-        source = load_source_model(model, dtype, "cpu")
-        report = verify_models(source, loaded, _input(source, text, tokens))
+        given = _read_input(text, tokens, chat)
+        if converted is None:
+            loaded = source = load_with_neuron_heads(model, dtype, device, hooked)
+            if isinstance(source, AttentionOnlyTransformer):
+                raise AttnOnlyLensError(f"{model} is converted: give its source before it")
+        else:
+            manifest = read_manifest(open_folder(converted))
+            loaded = load_model(str(converted), dtype, device)
+            saved_in = str(loaded.cfg.dtype).removeprefix("torch.")
+            source = load_model(model, saved_in, device, hooked=manifest["model"] != _BRIDGE)
+            if manifest["model"] == _BRIDGE and isinstance(source, TransformerBridge):
+                process_as_saved(source, manifest["config"])
+        with working("comparing"):
+            report = verify_models(source, loaded, _input_of(source, given, chat))
         typer.echo(str(report))
     raise typer.Exit(0 if report.ok else 1)
 
 
-def _input(
-    source: HookedTransformer, text: str | None, tokens: Path | None
-) -> str | Int[Tensor, "batch pos"]:
+_Input: TypeAlias = str | Int[Tensor, "batch pos"]
+
+
+def _read_input(text: str | None, tokens: Path | None, chat: bool = False) -> _Input:
     if (text is None) == (tokens is None):
         raise AttnOnlyLensError("give either --text or --tokens, to run both models on")
     if text is not None:
-        if source.tokenizer is None:
-            raise AttnOnlyLensError("the model has no tokenizer: use --tokens instead of --text")
         return text
+    if chat:
+        raise AttnOnlyLensError("got --chat and --tokens; expected --text, which is a message")
     assert tokens is not None
     return read_tokens(tokens)
+
+
+def _input_of(source: Any, given: _Input, chat: bool = False) -> _Input:
+    if not isinstance(given, str):
+        return given
+    if source.tokenizer is None:
+        raise AttnOnlyLensError("the model has no tokenizer: use --tokens instead of --text")
+    return torch.stack(chat_tokens(source, given)) if chat else given
 
 
 def read_tokens(tokens: Path) -> Int[Tensor, "batch pos"]:

@@ -7,7 +7,6 @@ import typer
 
 from attn_only_lens.cli.common import app, clear_errors, print_table
 from attn_only_lens.storage import write_text
-from attn_only_lens.tl import require_hooked_transformer
 from attn_only_lens.viz import demo_page
 from attn_only_lens.viz.checks import import_extra
 from attn_only_lens.viz.demo import PERIODIC, run_demo
@@ -17,9 +16,8 @@ from attn_only_lens.viz.demo import PERIODIC, run_demo
 def demo(
     out: Annotated[Path, typer.Option(help="folder for the table and the picture")] = Path("out"),
 ) -> None:
-    """Convert the shipped model, verify it, draw what its neuron-heads attend to."""
+    """See the shipped model's neurons as heads, verify that, draw what they attend to."""
     with clear_errors():
-        require_hooked_transformer()
         import_extra("plotly")
         found = run_demo()
         typer.echo("Addition modulo 113, one layer: its 512 neurons as attention heads.\n")

@@ -6,16 +6,14 @@ from typing import Annotated
 import typer
 
 from attn_only_lens.cli import options
-from attn_only_lens.cli.common import app, clear_errors, load_source_model
+from attn_only_lens.cli.common import app, clear_errors, load_model, working
 from attn_only_lens.errors import AttnOnlyLensError
 from attn_only_lens.growth import grow as grow_model
-from attn_only_lens.growth import save_grown
-from attn_only_lens.tl import require_hooked_transformer
 
 
 @app.command()
 def grow(
-    model: options.SourceModel,
+    model: options.Model,
     out: options.OutFolder,
     d_mlp: Annotated[int | None, typer.Option(help="neurons in each layer")] = None,
     n_heads: Annotated[int | None, typer.Option(help="attention heads in each layer")] = None,
@@ -23,7 +21,8 @@ def grow(
     d_model: Annotated[int | None, typer.Option(help="width of the residual stream")] = None,
     n_layers: Annotated[int | None, typer.Option(help="layers; new ones come last")] = None,
     seed: Annotated[int, typer.Option(help="of the initial values that are free")] = 0,
-    dtype: Annotated[str, typer.Option(help="float32, float64, bfloat16, float16")] = "float32",
+    hooked: options.Hooked = False,
+    dtype: options.Dtype = None,
     device: options.Device = "cpu",
 ) -> None:
     """Make a larger model that computes the same, in a folder that is a MODEL to every command.
@@ -31,19 +30,20 @@ def grow(
     The folder holds a plain model (not a converted one: `convert` it next), and provenance.json.
     """
     with clear_errors():
-        require_hooked_transformer()
         if Path(model).resolve() == out.resolve():
             raise AttnOnlyLensError(f"got {out} for both MODEL and OUT; expected another folder")
-        grown = grow_model(
-            load_source_model(model, dtype, device),
-            d_mlp=d_mlp,
-            n_heads=n_heads,
-            d_head=d_head,
-            d_model=d_model,
-            n_layers=n_layers,
-            seed=seed,
-        )
-        save_grown(grown, out)
+        loaded = load_model(model, dtype, device, hooked)
+        with working("growing"):
+            grown = grow_model(
+                loaded,
+                d_mlp=d_mlp,
+                n_heads=n_heads,
+                d_head=d_head,
+                d_model=d_model,
+                n_layers=n_layers,
+                seed=seed,
+            )
+            grown.save_pretrained(out)
         cfg = grown.model.cfg
         typer.echo(
             f"{out}: {cfg.n_layers} layers of {cfg.n_heads} attention heads of width {cfg.d_head} "

@@ -9,12 +9,17 @@ import typer
 from attn_only_lens import patching as p
 from attn_only_lens.errors import AttnOnlyLensError
 from attn_only_lens.runs import metrics
+from attn_only_lens.runs.chat import chat_tokens
+from attn_only_lens.runs.prompts import Prompts
 
-MODEL = "a TransformerLens name, or a folder with config.json and model.safetensors"
+MODEL = "a Hugging Face name, or a folder that holds a model"
 _METRICS = ("logit_diff", "probability", "log_probability", "kl", "loss")
 
-SourceModel = Annotated[str, typer.Argument(help=MODEL)]
-AnyModel = Annotated[str, typer.Argument(help=f"{MODEL}; or a folder that `convert` wrote")]
+Model = Annotated[str, typer.Argument(help=MODEL)]
+Hooked = Annotated[
+    bool,
+    typer.Option("--hooked", help="load a name as a HookedTransformer (transformer-lens 3.9)"),
+]
 OutFolder = Annotated[Path, typer.Argument(help="folder to write; a model saved there is replaced")]
 OutPage = Annotated[Path, typer.Option(help="the .html file to write; it works offline")]
 Clean = Annotated[list[str], typer.Option(help="a prompt; give it again for more")]
@@ -25,7 +30,11 @@ TokenNumbers = Annotated[
     bool, typer.Option("--tokens", help="prompts and answers are token numbers: 3,4,113")
 ]
 Top = Annotated[int, typer.Option(help="rows to print")]
-Dtype = Annotated[str, typer.Option(help="of a model that is not saved by `convert`")]
+Chat = Annotated[
+    bool, typer.Option("--chat", help="prompts are messages: apply the tokenizer's chat template")
+]
+_DTYPES = "float32, float64, bfloat16, float16; default: as `save` saved it, else float32"
+Dtype = Annotated[str | None, typer.Option(help=_DTYPES)]
 Device = Annotated[str, typer.Option(help="cpu, cuda, mps")]
 
 
@@ -52,7 +61,7 @@ def _parse_answer(text: str) -> int:
     return found[0]
 
 
-def parse_prompts(texts: list[str], option: str, tokens: bool) -> list[str] | torch.Tensor:
+def parse_prompts(texts: list[str], option: str, tokens: bool) -> Prompts:
     """Return prompts in the form that patching takes: texts, or a tensor of tokens."""
     if not tokens:
         return texts
@@ -63,6 +72,15 @@ def parse_prompts(texts: list[str], option: str, tokens: bool) -> list[str] | to
             "as many in each, since tokens have no padding here"
         )
     return torch.tensor(rows, device="cpu")
+
+
+def as_chat(model: Any, prompts: Prompts, chat: bool) -> Prompts:
+    """Return prompts as they are or, with --chat, the tokens of messages."""
+    if not chat:
+        return prompts
+    if isinstance(prompts, torch.Tensor):
+        raise AttnOnlyLensError("got --chat and tokens; expected texts, which are messages")
+    return chat_tokens(model, prompts)  # type: ignore[arg-type]  # texts
 
 
 def parse_numbers(text: str, option: str) -> list[int]:

@@ -10,11 +10,11 @@ from attn_only_lens.cli import options
 from attn_only_lens.cli.common import (
     app,
     clear_errors,
-    load_any_model,
+    load_with_neuron_heads,
     print_table,
     require_writable,
 )
-from attn_only_lens.cli.options import parse_metric, parse_numbers, parse_prompts
+from attn_only_lens.cli.options import as_chat, parse_metric, parse_numbers, parse_prompts
 from attn_only_lens.errors import AttnOnlyLensError
 from attn_only_lens.patching.processes import is_first
 from attn_only_lens.patching.results import Sweep
@@ -24,7 +24,7 @@ _SELECTIONS = {"neurons": p.neuron_heads, "heads": p.heads, "all": p.all_heads}
 
 @app.command()
 def patch(
-    model: options.AnyModel,
+    model: options.Model,
     clean: options.Clean,
     corrupted: Annotated[list[str], typer.Option(help="its pair, token for token")],
     out: Annotated[Path, typer.Option(help="a .parquet or .csv file to write")],
@@ -46,7 +46,9 @@ def patch(
         int | None, typer.Option(help="sites in one forward pass; default: what memory allows")
     ] = None,
     top: options.Top = 20,
-    dtype: options.Dtype = "float32",
+    chat: options.Chat = False,
+    hooked: options.Hooked = False,
+    dtype: options.Dtype = None,
     device: options.Device = "cpu",
 ) -> None:
     """Patch every site in turn between two runs; print the largest effects, write all."""
@@ -57,10 +59,15 @@ def patch(
         at: Any = positions
         if positions not in ("each", "all"):
             at = parse_numbers(positions, "--positions")
-        sweep = p.activation_patch(
-            load_any_model(model, dtype, device),
+        pair = [
             parse_prompts(clean, "--clean", tokens),
             parse_prompts(corrupted, "--corrupted", tokens),
+        ]
+        loaded = load_with_neuron_heads(model, dtype, device, hooked)
+        sweep = p.activation_patch(
+            loaded,
+            as_chat(loaded, pair[0], chat),
+            as_chat(loaded, pair[1], chat),
             measure,
             sites=selection,
             part=part,  # type: ignore[arg-type]  # checked there

@@ -8,8 +8,8 @@ import typer
 from attn_only_lens import circuits
 from attn_only_lens import patching as p
 from attn_only_lens.cli import options
-from attn_only_lens.cli.common import app, clear_errors, load_any_model, require_writable
-from attn_only_lens.cli.options import parse_prompts
+from attn_only_lens.cli.common import app, clear_errors, load_with_neuron_heads, require_writable
+from attn_only_lens.cli.options import as_chat, parse_prompts
 from attn_only_lens.errors import AttnOnlyLensError
 from attn_only_lens.heads import host_of
 from attn_only_lens.heads.host import HEAD_KINDS
@@ -52,7 +52,7 @@ def picture(
 
 @app.command()
 def pattern(
-    model: options.AnyModel,
+    model: options.Model,
     prompt: Annotated[str, typer.Option(help="a text")],
     out: options.OutPage,
     neurons: Annotated[
@@ -64,7 +64,9 @@ def pattern(
     tokens: Annotated[
         bool, typer.Option("--tokens", help="the prompt is token numbers: 3,4,113")
     ] = False,
-    dtype: options.Dtype = "float32",
+    chat: options.Chat = False,
+    hooked: options.Hooked = False,
+    dtype: options.Dtype = None,
     device: options.Device = "cpu",
 ) -> None:
     """Draw the patterns of neuron-heads, or of the attention heads of a layer, over a text."""
@@ -73,8 +75,8 @@ def pattern(
         if (neurons is None) == (layer is None):
             raise AttnOnlyLensError("give either --neurons or --layer")
         given = parse_prompts([prompt], "--prompt", tokens)
-        loaded = load_any_model(model, dtype, device)
-        ids = single_prompts(loaded, given).clean
+        loaded = load_with_neuron_heads(model, dtype, device, hooked)
+        ids = single_prompts(loaded, as_chat(loaded, given, chat)).clean
         patterns = [
             host_of(loaded).hook_name(at, kind, "pattern")
             for at in range(host_of(loaded).n_layers)

@@ -23,7 +23,13 @@ from attn_only_lens.axes import Tokens
 from attn_only_lens.errors import ComparisonError
 from attn_only_lens.runs.inputs import checked_tokens
 from attn_only_lens.runs.metrics import AnyMetric
-from attn_only_lens.runs.prompts import PromptPair, Prompts, prompt_pair, single_prompts
+from attn_only_lens.runs.prompts import (
+    PromptPair,
+    Prompts,
+    are_prompts,
+    prompt_pair,
+    single_prompts,
+)
 
 _Rows: TypeAlias = Tensor | PromptPair
 PromptSource: TypeAlias = Prompts | PromptPair | Iterable[_Rows | tuple[_Rows, AnyMetric]]
@@ -55,8 +61,8 @@ def batches(
 
     Args:
         model: whose tokenizer, vocabulary and context count.
-        tokens: texts or a tensor [prompt, pos], which are cut into batches; a `PromptPair`, which
-            is one; or any iterable of tensors, pairs, or (either, metric).
+        tokens: texts, rows of tokens [pos] or a tensor [prompt, pos], which are cut into batches;
+            a `PromptPair`, which is one; or any iterable of tensors, pairs, or (either, metric).
         metric: of all batches without one of their own.
         corrupted: prompts for those of `tokens`, if these are texts or a tensor.
         batch_size: the most prompts of a batch that is cut here.
@@ -67,10 +73,7 @@ def batches(
         InputError: prompts that the model cannot take or that do not fit each other.
     """
     reasons = []
-    is_text = isinstance(tokens, str) or (
-        isinstance(tokens, list | tuple) and all(isinstance(each, str) for each in tokens)
-    )
-    is_whole = is_text or isinstance(tokens, Tensor)
+    is_whole = isinstance(tokens, str | Tensor) or are_prompts(tokens)
     if corrupted is not None and not is_whole:
         reasons.append(
             "got corrupted prompts beside a stream; expected batches made by prompt_pair there"

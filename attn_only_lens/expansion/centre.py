@@ -5,8 +5,11 @@ first, nothing sees what the writers add along the constant vector; subtracting 
 d_model from every writing weight changes nothing downstream, and then LayerNorm subtracts zero: it
 is RMSNorm with a bias. TransformerLens does the same in `center_writing_weights`.
 
-This fails if something else reads the stream: RMSNorm at the end (`final_rms`), or an
-unembedding that is the embedding itself; or if LayerNorm stands after a sublayer and writes.
+An unembedding that is the embedding itself reads what the embedding writes, and must not be
+centred: the two are untied, and the embedding alone is centred.
+
+This fails if something else reads the stream: RMSNorm at the end (`final_rms`); or if LayerNorm
+stands after a sublayer and writes.
 """
 
 from dataclasses import dataclass, replace
@@ -15,7 +18,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from attn_only_lens.expansion.expansion import Expansion
+from attn_only_lens.expansion.expansion import Expansion, Plan
 from attn_only_lens.expansion.initialise import Initialiser
 from attn_only_lens.expansion.provenance import Provenance
 from attn_only_lens.expansion.weights import WRITERS, Weights, tail
@@ -55,14 +58,13 @@ class CentreStream(Expansion):
                 f"its last norm is {constants.final_norm}, which sees the mean of the stream that "
                 "LayerNorm in the blocks does not"
             )
-        if constants.tied:
-            reasons.append(
-                "its unembedding is its embedding, which cannot be centred for LayerNorm without "
-                "changing logits; untie them first"
-            )
         if constants.norm_place != "before":
             reasons.append("LayerNorm after a sublayer writes to the stream, with a mean")
         return reasons
+
+    def plan(self, weights: Weights) -> Plan:
+        """Return the plan: the embeddings come untied."""
+        return Plan(constants={"tied": False})
 
     def expand(self, weights: Weights, init: Initialiser, seed: int) -> tuple[Weights, Provenance]:
         """Centre everything that writes; all indices stay."""

@@ -39,6 +39,8 @@ class Plan:
         layers: new indices of layers; None if they stay.
         like: for each new layer the old one of its shapes.
         zero_in_new: the tails of tensors that are zero in new layers.
+        copied: for new layers that are copies of those they are like, factors by tail; None if
+            their free entries are to be initialised.
     """
 
     axes: Mapping[Axis, IndexMap] = field(default_factory=dict)
@@ -50,6 +52,7 @@ class Plan:
     layers: IndexMap | None = None
     like: Mapping[int, int] = field(default_factory=dict)
     zero_in_new: frozenset[str] = frozenset()
+    copied: Mapping[str, float] | None = None
 
 
 class Expansion(ABC):
@@ -137,7 +140,7 @@ def apply_plan(
     zeros: list[ZeroEntries] = []
     for name, old in weights.tensors.items():
         tensor_map = provenance.tensor_map(name)
-        tensor = old * tensor_map.scale if tensor_map.scale != 1.0 else old
+        tensor = tensor_map.scaled(old)
         growing = [dim for dim, axis in enumerate(tensor_map.axes) if axis.added]
         if growing:
             (dim,) = growing
@@ -158,9 +161,13 @@ def apply_plan(
         for name in [each for each in weights.tensors if in_layer(each) == like]:
             old = weights.tensors[name]
             new = New(block_name(layer, tail(name)), None, None, tuple(old.shape), old, constants)
-            is_zero = tail(name) in plan.zero_in_new
-            grown[new.name] = torch.zeros_like(old) if is_zero else drawn(init, new, seed)
-            zeros += [_zero_entries(new)] if is_zero else []
+            if tail(name) in plan.zero_in_new:
+                grown[new.name] = torch.zeros_like(old)
+                zeros.append(_zero_entries(new))
+            elif plan.copied is not None:
+                grown[new.name] = old * plan.copied.get(tail(name), 1.0)
+            else:
+                grown[new.name] = drawn(init, new, seed)
     result = Weights(grown, constants)
     return result, replace(provenance, sizes=result.sizes, zeros=tuple(zeros))
 

@@ -6,10 +6,16 @@ Attention writes Σ_h z_h W_O[h] + b_O: a sum over heads, so heads whose W_O is 
 Where r heads share keys and values, heads come in whole groups: r with a key and a value of their
 own; or as many more in every group, then r grows and head g · r + j becomes g · r̂ + j.
 
-Refused: ALiBi, whose slope for head h depends on how many heads there are, and a norm over the
-queries of all heads as one vector.
+One norm over the queries of all heads, of mean square 1/(E k) Σ q², sees new heads. So their
+queries are zero, and if they have keys of their own those too: such heads attend evenly, for good,
+and learn by values alone; with `into_groups` their queries learn. Old queries are multiplied by
+√(Ê/E), and the norm's gain is divided by it, so that ε is to them what it was; keys by a number of
+their own.
+
+Refused: ALiBi, whose slope for head h depends on how many heads there are.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -22,7 +28,8 @@ from attn_only_lens.expansion.weights import Axis, Weights, block_name
 class AddHeads(Expansion):
     """Grow n_heads: Definition and Theorem 3.2.
 
-    Zero: the new heads' W_O. Free: their W_Q, W_K, W_V, their biases and sinks.
+    Zero: the new heads' W_O. Free: their W_Q, W_K, W_V, their biases and sinks; under one norm over
+    all heads, W_Q, b_Q, W_K and b_K are zero.
 
     Attributes:
         n: how many heads to add to each layer.
@@ -44,8 +51,8 @@ class AddHeads(Expansion):
         reasons = reasons_against_count(self.n, self.layers, weights)
         if weights.constants.positions == "alibi":
             reasons.append("ALiBi's slopes depend on the number of heads, the old ones' too")
-        if weights.constants.qk_norm == "all heads":
-            reasons.append("its queries are normed over all heads together, new ones too")
+        if weights.constants.qk_norm == "all heads" and weights.constants.clip_qkv is not None:
+            reasons.append("its clip_qkv bounds queries, which must be scaled for their norm")
         if reasons:
             return reasons
         sizes = weights.sizes
@@ -64,6 +71,9 @@ class AddHeads(Expansion):
         """Return the plan for these weights."""
         sizes, axes = weights.sizes, {}
         layers = layers_of(self.layers, weights)
+        zero = {block_name(layer, "attn.W_O") for layer in layers}
+        scales: dict[str, float] = {}
+        activation_scales: dict[str, float] = {}
         for layer in layers:
             head, group = Axis("head", layer), Axis("kv_head", layer)
             per_group = sizes[head] // sizes[group]
@@ -74,8 +84,20 @@ class AddHeads(Expansion):
             else:
                 axes[head] = IndexMap.append(sizes[head], self.n)
                 axes[group] = IndexMap.append(sizes[group], self.n // per_group)
+            if weights.constants.qk_norm == "all heads":
+                for axis, letter in ((head, "q"), (group, "k")):
+                    if axis not in axes:
+                        continue
+                    factor = math.sqrt(axes[axis].size / sizes[axis])
+                    made = [block_name(layer, f"attn.{x}_{letter.upper()}") for x in "Wb"]
+                    zero |= set(made)
+                    scales |= dict.fromkeys(made, factor)
+                    scales[block_name(layer, f"attn.{letter}_norm.w")] = 1 / factor
+                    activation_scales[block_name(layer, f"attn.hook_{letter}")] = factor
         return Plan(
             axes=axes,
-            zero=frozenset(block_name(layer, "attn.W_O") for layer in layers),
+            zero=frozenset(zero),
+            scales={name: factor for name, factor in scales.items() if name in weights.tensors},
+            activation_scales=activation_scales,
             constants={"grouped": weights.constants.grouped or self.into_groups},
         )

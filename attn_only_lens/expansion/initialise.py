@@ -12,14 +12,14 @@ tensors are made, nor on the device.
 import hashlib
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from attn_only_lens.expansion.weights import Axis, Constants, in_layer, tail
+from attn_only_lens.expansion.weights import Axis, Constants, in_layer, is_gain, tail
 
 __all__ = ["Initialiser", "New", "copies", "drawn", "grad_max", "normal", "own", "zeros"]
 
@@ -58,7 +58,7 @@ class New:
     @property
     def is_gain(self) -> bool:
         """True for gains of norms."""
-        return self.name.endswith(".w")
+        return is_gain(self.name)
 
     @property
     def is_matrix(self) -> bool:
@@ -77,12 +77,15 @@ class Initialiser(Protocol):
 def drawn(init: Initialiser, new: New, seed: int) -> Float[Tensor, "..."]:
     """Return the entries in the dtype and on the device of the tensor that grows.
 
+    Initialisers see and make true gains, wherever the model stores gain - 1.
+
     Raises:
         ValueError: the initialiser made another shape.
     """
     if new.old.device.type == "meta":  # a sketch has shapes only
         return new.old.new_empty(new.shape)
-    made = init(new, seed)
+    offset = new.constants.gain_offset if new.is_gain else 0.0
+    made = init(replace(new, old=new.old + offset), seed) - offset if offset else init(new, seed)
     if tuple(made.shape) != new.shape:
         raise ValueError(f"{init} made {tuple(made.shape)} for {new.name}; expected {new.shape}")
     return made.to(device=new.old.device, dtype=new.old.dtype)

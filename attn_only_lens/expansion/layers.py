@@ -7,6 +7,10 @@ zero if it has no bias, and ε > 0; so LayerNorm's bias there is zero too.
 Layers above move up by one. If scores of layer l are divided by l + 1
 (`scale_attn_by_inverse_layer_idx`), those of a moved layer are multiplied back through its keys:
 W_K and b_K, or the gain of the keys' norm, by (new + 1) / (old + 1).
+
+A new layer may start as a copy of another one, with outputs of zero: its patterns and activations
+are then at once the other's, wherever its input is. (Known as block expansion: Wu et al., "LLaMA
+Pro", 2024.)
 """
 
 from dataclasses import dataclass
@@ -28,6 +32,7 @@ class InsertLayer(Expansion):
     Attributes:
         at: the new layer's number; layers from there on move up. n_layers puts it last.
         like: the layer whose shapes and kind of attention it has; by default the one before it.
+        copy: whether its free entries are those of `like`, too, instead of the initialiser's.
 
     Example:
         >>> from attn_only_lens import expansion as ex, grow, pretrained
@@ -38,6 +43,7 @@ class InsertLayer(Expansion):
 
     at: int
     like: int | None = None
+    copy: bool = False
 
     def reasons_against(self, weights: Weights) -> list[str]:
         """Return every reason why these weights cannot be expanded."""
@@ -47,6 +53,8 @@ class InsertLayer(Expansion):
             reasons.append(f"got at={self.at!r}; expected 0 … {n_layers}")
         if self.like is not None and not is_index(self.like, n_layers):
             reasons.append(f"got like={self.like!r}; expected 0 … {n_layers - 1}")
+        if type(self.copy) is not bool:
+            reasons.append(f"got copy={self.copy!r}; expected True or False")
         if constants.norm_place != "before" and not constants.eps > 0:
             reasons.append("a norm after a sublayer of zeros divides 0 by 0, as its eps is 0")
         if constants.scale_by_layer and constants.clip_qkv is not None and self.at < n_layers:
@@ -63,10 +71,12 @@ class InsertLayer(Expansion):
         like = max(at - 1, 0) if self.like is None else self.like
         scales: dict[str, float] = {}
         activation_scales: dict[str, float] = {}
+        copied: dict[str, float] = {}
         if constants.scale_by_layer:
             factors = {layer: (layer + 2) / (layer + 1) for layer in range(at, n_layers)}
             by_gain = constants.qk_norm is not None
             through = ("attn.k_norm.w",) if by_gain else ("attn.W_K", "attn.b_K")
+            copied = dict.fromkeys(through, (at + 1) / (like + 1))
             seen = ("attn.hook_rot_k",) if by_gain else ("attn.hook_k", "attn.hook_rot_k")
             scales, activation_scales = (
                 {block_name(layer, of): factor for layer, factor in factors.items() for of in tails}
@@ -77,6 +87,7 @@ class InsertLayer(Expansion):
             layers=IndexMap(tuple(each + (each >= at) for each in range(n_layers)), n_layers + 1),
             like={at: like},
             zero_in_new=frozenset(_ZERO) | (_AFTER if constants.norm_place == "after" else set()),
+            copied=copied if self.copy else None,
             scales={name: factor for name, factor in scales.items() if name in weights.tensors},
             activation_scales=activation_scales,
             constants={

@@ -17,7 +17,15 @@ from torch import Tensor
 
 from attn_only_lens.errors import UnknownHeadError
 from attn_only_lens.expansion.identity import Identity
-from attn_only_lens.expansion.weights import Axis, Constants, axes_of, block_name, in_layer, tail
+from attn_only_lens.expansion.weights import (
+    Axis,
+    Constants,
+    axes_of,
+    block_name,
+    in_layer,
+    is_gain,
+    tail,
+)
 from attn_only_lens.heads.names import HeadName
 
 
@@ -96,16 +104,30 @@ class TensorMap:
         name: of the grown tensor.
         axes: of the tensor.
         scale: factor of the old entries.
+        offset: what the model adds to them first: 1 to a gain that is stored as gain - 1.
     """
 
     name: str
     axes: tuple[IndexMap, ...]
     scale: float = 1.0
+    offset: float = 0.0
 
     @property
     def shape(self) -> tuple[int, ...]:
         """The shape of the grown tensor."""
         return tuple(axis.size for axis in self.axes)
+
+    def scaled(self, old: Tensor) -> Tensor:
+        """Return old entries as the grown tensor holds them; themselves if the scale is 1."""
+        if self.scale == 1.0:
+            return old
+        return (old + self.offset) * self.scale - self.offset if self.offset else old * self.scale
+
+    def unscaled(self, part: Tensor) -> Tensor:
+        """Return what `scaled` turns into these entries."""
+        if self.scale == 1.0:
+            return part
+        return (part + self.offset) / self.scale - self.offset if self.offset else part / self.scale
 
     def old_part(self, grown: Tensor) -> Tensor:
         """Return the old entries of a grown tensor, with their scale."""
@@ -320,7 +342,8 @@ class Provenance:
             KeyError: an unknown tensor.
         """
         axes = tuple(self.axes[axis] for axis in axes_of(name, self.constants))
-        return TensorMap(self.name(name), axes, self.scales.get(name, 1.0))
+        offset = self.constants.gain_offset if is_gain(name) else 0.0
+        return TensorMap(self.name(name), axes, self.scales.get(name, 1.0), offset)
 
     def _times(self, ours: Mapping[str, float], theirs: Mapping[str, float]) -> dict[str, float]:
         """Factors by old name, of this growth and one after it."""

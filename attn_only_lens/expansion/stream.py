@@ -15,10 +15,13 @@ folded gains        (LNPre, RMSPre): the readers' old rows are multiplied by s i
                     that are added after the norm (shortformer) are divided by s, to come to the
                     same.
 norms of q and k    have the same ε: queries and keys are multiplied by s, so that nothing changes.
+scaled embeddings   (Gemma's, by √ĥ where it was √h): W_E is multiplied by s; where the unembedding
+                    is W_E too, the last gain makes up for both.
 a norm after        a sublayer: RMSNorm's gain takes s as any other; without a gain, refused, and
                     LayerNorm refused, since what it writes has a mean.
-tied embeddings     the unembedding's new rows are zero with the embedding's columns; folded, its
-                    old rows would need a factor that the embedding must not have: refused.
+tied embeddings     the unembedding's new rows are zero with the embedding's columns. Under
+                    LayerNorm (centred) and where its old rows need a factor (folded), the two
+                    must differ: they are untied.
 no norm             nothing to correct.
 """
 
@@ -29,7 +32,7 @@ from attn_only_lens.expansion.centre import CentreStream, is_layer_norm
 from attn_only_lens.expansion.expansion import Expansion, Plan, reasons_against_count
 from attn_only_lens.expansion.initialise import Initialiser
 from attn_only_lens.expansion.provenance import IndexMap, Provenance
-from attn_only_lens.expansion.weights import WRITERS, Axis, Weights, block_name, tail
+from attn_only_lens.expansion.weights import WRITERS, Axis, Constants, Weights, block_name, tail
 
 _BLOCK_READERS = {"attn.W_Q", "attn.W_K", "attn.W_V", "mlp.W_in", "mlp.W_gate"}
 _QUERIES_AND_KEYS = {"attn.W_Q", "attn.b_Q", "attn.W_K", "attn.b_K"}
@@ -65,15 +68,9 @@ class WidenStream(Expansion):
             reasons += CentreStream().reasons_against(weights)
         if constants.norm in ("LNPre", "RMSPre") and constants.norm_place != "before":
             reasons.append("its norms after sublayers have no gain to make up for a wider stream")
-        if constants.tied and constants.final_norm in ("LNPre", "RMSPre"):
+        if constants.qk_norm is not None and constants.clip_qkv is not None:
             reasons.append(
-                "its unembedding is its embedding and the last norm has no gain, so that nothing "
-                "could make up for a wider stream; untie them first"
-            )
-        if constants.qk_norm == "all heads":
-            reasons.append(
-                "the norm over the queries of all heads is d_model wide in TransformerLens, which "
-                "n_heads · d_head would not be any more"
+                "its clip_qkv bounds queries and keys, which must be scaled for their norm"
             )
         return reasons
 
@@ -85,16 +82,17 @@ class WidenStream(Expansion):
         s = math.sqrt(size / (size + self.n))
         has_norm = constants.norm is not None or constants.final_norm is not None
         zero = WRITERS | {f"{norm}.b" for norm in _NORMS}
+        tied = _stays_tied(constants)
         return Plan(
             axes={axis: IndexMap.append(size, self.n)},
             zero=frozenset(
                 name
                 for name in weights.tensors
-                if tail(name) in zero or (constants.tied and name == "unembed.W_U")
+                if tail(name) in zero or (tied and name == "unembed.W_U")
             ),
             scales=self._scales(weights, s) if has_norm else {},
             activation_scales=_activation_scales(weights, s) if has_norm else {},
-            constants={"eps": constants.eps * s**2} if has_norm else {},
+            constants={"tied": tied} | ({"eps": constants.eps * s**2} if has_norm else {}),
         )
 
     def expand(self, weights: Weights, init: Initialiser, seed: int) -> tuple[Weights, Provenance]:
@@ -108,7 +106,12 @@ class WidenStream(Expansion):
     def _scales(self, weights: Weights, s: float) -> dict[str, float]:
         """By tensor, factors that make up for norms whose output is divided by s."""
         constants = weights.constants
-        through: set[str] = {f"{norm}.w" for norm in _NORMS}
+        twice = constants.embed_scaled and _stays_tied(
+            constants
+        )  # W_E is read with the factor, too
+        through: set[str] = {f"{norm}.w" for norm in _NORMS if not (twice and norm == "ln_final")}
+        if constants.embed_scaled:
+            through |= {"embed.W_E", "unembed.W_U"} if twice else {"embed.W_E"}
         if constants.norm in ("LNPre", "RMSPre"):
             through |= _BLOCK_READERS
         if constants.final_norm in ("LNPre", "RMSPre"):
@@ -124,6 +127,11 @@ class WidenStream(Expansion):
             if factor != 1.0:
                 factors[name] = factor
         return factors
+
+
+def _stays_tied(constants: Constants) -> bool:
+    """True if embedding and unembedding are one, and may remain so."""
+    return constants.tied and constants.final_norm not in ("LNPre", "RMSPre")
 
 
 def _after_folded_norm(weights: Weights) -> bool:

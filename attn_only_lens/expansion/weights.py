@@ -48,9 +48,9 @@ _AXES: dict[str, tuple[str, ...]] = {
         for part in ("w", "b")
     },
 }
-_ALL_HEADS = {  # where one norm is over all queries, and one over all keys, which may be fewer
-    "attn.q_norm.w": ("all heads' d_query",),
-    "attn.k_norm.w": ("all kv_heads' d_query",),
+_ALL_HEADS = {  # where one norm is over the queries of all heads, and one over all keys
+    "attn.q_norm.w": ("head", "d_query"),
+    "attn.k_norm.w": ("kv_head", "d_query"),
 }
 WRITERS = frozenset(
     {"embed.W_E", "pos_embed.W_pos", "attn.W_O", "attn.b_O", "mlp.W_out", "mlp.b_out"}
@@ -87,6 +87,11 @@ def block_name(layer: int, of: str) -> str:
     return f"blocks.{layer}.{of}"
 
 
+def is_gain(name: str) -> bool:
+    """Return True for the gain of a norm."""
+    return name.endswith(".w")
+
+
 def axes_of(name: str, constants: "Constants") -> tuple[Axis, ...]:
     """Return the axes of a tensor, in order.
 
@@ -109,14 +114,19 @@ class Constants:
         norm: of the norms in the blocks. Those that end in "Pre" have no gain: it was folded.
         final_norm: the norm before the unembedding.
         norm_place: whether a norm stands before each sublayer, after it, or both.
+        gain_offset: what a norm adds to its stored gain: 1 where w stands for a gain of 1 + w.
         eps: the ε of all norms, of queries and keys too.
+        embed_scaled: whether embeddings are multiplied by √d_model as they enter the stream.
         scale: divisor of attention scores; None for √d_query of the layer.
         scale_by_layer: whether they are also divided by layer + 1.
         positions: "standard" (added to the stream), "shortformer" (added to the inputs of queries
             and keys), "rotary", "alibi", …
+        rotary: whether rotary positions turn a fixed number of coordinates, the first ones, or all
+            of a head, coordinate i with i + d_query / 2.
         qk_norm: whether queries and keys are normed, head by head or all heads as one vector.
         clip_qkv: the bound that queries, keys and values are clamped to.
-        attn_types: "global" or "local", by layer; None if all are global.
+        attn_types: the kind of attention of each layer, such as "global" or "local"; None if it is
+            the same in all.
         tied: whether the unembedding is the embedding, the same numbers.
         pointwise: whether the activation acts on each neuron alone; None without MLPs.
         heads_per_neuron: attention heads that each neuron is, in a converted model with bilinear
@@ -132,10 +142,13 @@ class Constants:
     norm: Norm
     final_norm: Norm
     norm_place: Literal["before", "after", "both"] = "before"
+    gain_offset: float = 0.0
     eps: float = 1e-5
+    embed_scaled: bool = False
     scale: float | None = None
     scale_by_layer: bool = False
     positions: str = "standard"
+    rotary: Literal["fixed", "whole head"] = "fixed"
     qk_norm: Literal["by head", "all heads"] | None = None
     clip_qkv: float | None = None
     attn_types: tuple[str, ...] | None = None

@@ -2,7 +2,7 @@
 
 from attn_only_lens.growth._grow import Grown, grow, identity, read
 from attn_only_lens.growth.gradmax import gradient_products
-from attn_only_lens.growth.grown_folder import read_provenance, save_grown
+from attn_only_lens.growth.grown_folder import read_provenance
 from attn_only_lens.growth.training import Training
 
 __all__ = [
@@ -13,5 +13,4 @@ __all__ = [
     "identity",
     "read",
     "read_provenance",
-    "save_grown",
 ]

@@ -1,7 +1,10 @@
 """Grow a model: build a larger one that computes the same function."""
 
 import hashlib
+import os
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,14 +19,25 @@ from attn_only_lens.expansion.identity import Identity, identity_of
 from attn_only_lens.expansion.initialise import Initialiser, own
 from attn_only_lens.expansion.weights import in_layer
 from attn_only_lens.growth.growable import Growable
+from attn_only_lens.growth.grown_folder import save_pretrained
 from attn_only_lens.growth.hooked import HookedModel
+from attn_only_lens.growth.hugging_face import FAMILIES, HuggingFaceBridge
 from attn_only_lens.growth.native import NativeBridge
 from attn_only_lens.growth.optimizer import OptimizerT, grown_optimizer
 from attn_only_lens.growth.two_blocks import ConvertedModel
 from attn_only_lens.models.in_place.known_mlps import non_finite_weights
-from attn_only_lens.numerics import as_plain, is_count
+from attn_only_lens.numerics import as_plain, float32_if_half, is_count
 
-_KINDS: tuple[type[Growable], ...] = (HookedModel, ConvertedModel, NativeBridge)
+_KINDS: tuple[type[Growable], ...] = (
+    HookedModel,
+    ConvertedModel,
+    NativeBridge,
+    HuggingFaceBridge,
+)
+_UNTIED = (
+    "untied: the unembedding was the embedding, and is a matrix of its own now, since a wider "
+    "stream needs the two to differ"
+)
 _CENTRED = (
     "centred: everything that writes to the residual stream lost its mean over d_model, which "
     "LayerNorm does not see; shrink() gives it back"
@@ -95,10 +109,13 @@ class Grown:
             original = self._originals.get(old)
             if original is not None and _digest(part) == original.grown_digest:
                 part = original.tensor.to(part.device, copy=True)
-            elif tensor_map.scale != 1.0:
-                part = part / tensor_map.scale
+            else:
+                part = tensor_map.unscaled(part)
             tensors[old] = part
-        before = Weights(tensors, provenance.constants)
+        constants = provenance.constants
+        if constants.tied and not _is_tied(tensors):  # untied, and trained since
+            constants = replace(constants, tied=False)
+        before = Weights(tensors, constants)
         return growable.write(_unshared(before, now), provenance.name)
 
     def optimizer(self, optimizer: OptimizerT, model: Any) -> OptimizerT:
@@ -127,6 +144,38 @@ class Grown:
         """
         return grown_optimizer(optimizer, _growable(model), _growable(self.model), self.provenance)
 
+    def save_pretrained(self, folder: str | os.PathLike[str]) -> Path:
+        """Write the grown model to a folder, trained since or not, all of it or nothing.
+
+        A bridge of a model of transformers is written as transformers writes one, so that
+        `AutoModelForCausalLM.from_pretrained(folder)` needs nothing of this package; a
+        HookedTransformer as `config.json`, `model.safetensors` and `tokenizer/`. The provenance
+        lies beside. Every file has a digest in `provenance.json`: write a model that is trained
+        further by this method again, not over the weights in the folder.
+
+        Args:
+            folder: an earlier save there is replaced, anything else is refused.
+
+        Returns:
+            The folder.
+
+        Raises:
+            GrowthError: the model is of neither kind, or no configuration of transformers can
+                describe it: `save` it, with neuron-heads.
+            CheckpointError: the folder holds something else.
+
+        Example:
+            >>> import tempfile
+            >>> from attn_only_lens import grow, pretrained
+            >>> from attn_only_lens.growth import read_provenance
+            >>> grown = grow(pretrained.modular_addition(), n_layers=2)
+            >>> with tempfile.TemporaryDirectory() as parent:
+            ...     folder = grown.save_pretrained(f"{parent}/grown")
+            ...     read_provenance(folder) == grown.provenance
+            True
+        """
+        return save_pretrained(_growable(self.model), self.provenance, folder)
+
 
 @torch.inference_mode(False)  # weights of inference mode could never be trained
 def grow(
@@ -144,7 +193,8 @@ def grow(
     """Make a larger model that computes what `model` computes; `model` is not touched.
 
     Args:
-        model: a `HookedTransformer`, or one that `convert` made attention-only.
+        model: a `TransformerBridge` of a language model of transformers, or of `boot_native`; a
+            `HookedTransformer`, or one that `convert` made attention-only.
         expansion: one of `attn_only_lens.expansion`; or omit it and give sizes.
         d_mlp: neurons in every layer of the grown model.
         n_heads: attention heads in every layer.
@@ -207,17 +257,53 @@ def grow(
         sketch, _ = expansion.expand(weights.sketch(), own(), seed)
         against = growable.reasons_against_weights(sketch)
     GrowthError.raise_if([*reasons, *against])
-    larger, provenance = expansion.expand(weights, init or own(), seed)
+    larger, provenance = expansion.expand(in_float32(weights), init or own(), seed)
+    larger, error = _rounded(larger, weights, provenance)
     originals = {}
     for name, tensor in weights.tensors.items():
         tensor_map = provenance.tensor_map(name)
         part = tensor_map.old_part(larger.tensors[tensor_map.name])
         if not torch.equal(part, tensor):
             originals[name] = _Original(tensor.clone(), _digest(part))
-    notes = (_CENTRED,) if provenance.centred else ()
+    notes = [_CENTRED] * provenance.centred
+    notes += [_UNTIED] * (weights.constants.tied and not larger.constants.tied)
+    if error is not None:
+        notes.append(
+            f"rounded: weights that growth scaled were rounded to half precision once, which moved "
+            f"the tensor that it moved most by {error:.2g} of its norm"
+        )
     provenance = replace(provenance, source=identity_of(weights.tensors))
     grown = growable.write(_unshared(larger, weights), provenance.source_of)
-    return Grown(grown, provenance, notes, originals)
+    GrowthError.raise_if(growable.trial(grown))
+    return Grown(grown, provenance, tuple(notes), originals)
+
+
+def in_float32(weights: Weights) -> Weights:
+    """Return weights whose tensors in half precision are in float32, exactly."""
+    tensors = {name: float32_if_half(tensor) for name, tensor in weights.tensors.items()}
+    return replace(weights, tensors=tensors)
+
+
+def _rounded(
+    larger: Weights, source: Weights, provenance: Provenance
+) -> tuple[Weights, float | None]:
+    """Round tensors to the precision of the source, once; return the largest relative change.
+
+    None if nothing was scaled, or nothing is in half precision.
+    """
+    tensors, errors = dict(larger.tensors), []
+    for name, tensor in larger.tensors.items():
+        tensors[name] = tensor.to(source.tensors[provenance.source_of(name)].dtype)
+        old = provenance.old_name(name)
+        if tensors[name].dtype != tensor.dtype and old is not None:
+            part, now = (provenance.tensor_map(old).old_part(x) for x in (tensor, tensors[name]))
+            errors.append(float((now.float() - part).norm() / part.norm().clamp(min=1e-30)))
+    largest = max(errors, default=0.0)
+    return replace(larger, tensors=tensors), largest or None
+
+
+def _is_tied(tensors: Mapping[str, Tensor]) -> bool:
+    return torch.equal(tensors["embed.W_E"], tensors["unembed.W_U"].T)
 
 
 _BY_LAYER = (
@@ -314,7 +400,7 @@ def _growable(model: Any) -> Growable:
     raise GrowthError(
         [
             f"got a {got}; expected a HookedTransformer, what convert makes of one, or a "
-            "TransformerBridge of boot_native"
+            f"TransformerBridge of boot_native or of {', '.join(FAMILIES)}"
         ]
     )
 

@@ -3,10 +3,11 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from einops import rearrange
-from torch import Tensor
+from torch import Tensor, nn
 
 from attn_only_lens.expansion import Weights
 from attn_only_lens.runs.attached_hooks import hook_reasons
@@ -33,11 +34,11 @@ class Parameter:
         return value if self.pattern is None else rearrange(value, self.pattern, **dict(self.sizes))
 
     def from_weights(self, tensor: Tensor) -> Tensor:
-        """Return a tensor of `Weights` in the shape of the parameter."""
+        """Return a tensor of `Weights`, of any size, in the layout of the parameter."""
         if self.pattern is None:
             return tensor
         left, right = self.pattern.split("->")
-        return rearrange(tensor, f"{right} -> {left}", **dict(self.sizes)).contiguous()
+        return rearrange(tensor, f"{right} -> {left}").contiguous()
 
 
 class Growable(ABC):
@@ -45,7 +46,12 @@ class Growable(ABC):
 
     Attributes:
         model: the model.
+        may_differ_by_layer: labels of axes whose sizes need not be the same in all layers.
     """
+
+    may_differ_by_layer: frozenset[str] = frozenset()
+
+    _unequal_layers_instead = ""
 
     def __init__(self, model: Any) -> None:
         self.model = model
@@ -65,10 +71,16 @@ class Growable(ABC):
 
     @abstractmethod
     def parameters(self) -> Mapping[str, Parameter]:
-        """Return the layout of every parameter, by its name in the model."""
+        """Return the layout of every one of the `named_parameters`."""
 
-    @staticmethod
-    def reasons_against_weights(weights: Weights) -> list[str]:
+    def named_parameters(self) -> Mapping[str, nn.Parameter]:
+        """Return the parameters that the model computes with, by name.
+
+        One that is two tensors of `Weights` (a tied embedding) has two names.
+        """
+        return dict(self.model.named_parameters())
+
+    def reasons_against_weights(self, weights: Weights) -> list[str]:
         """Return every reason why no model of this kind can have such weights.
 
         By default, TransformerLens' reasons: all layers need the same sizes, with one width of
@@ -76,18 +88,18 @@ class Growable(ABC):
         """
         sizes: dict[str, set[int]] = {}
         for axis, size in weights.sizes.items():
-            if axis.layer is not None:
+            if axis.layer is not None and axis.label not in self.may_differ_by_layer:
                 sizes.setdefault(axis.label, set()).add(size)
         reasons = [
-            f"its layers would differ in {_FIELDS.get(label, label)} ({sorted(found)}), which a "
-            "HookedTransformer's cannot; convert(model) first: converted models may differ by layer"
+            f"its layers would differ in {_FIELDS.get(label, label)} ({sorted(found)}), which "
+            f"those of a {type(self.model).__name__} cannot{self._unequal_layers_instead}"
             for label, found in sizes.items()
             if len(found) > 1
         ]
         if not reasons and sizes["d_query"] != sizes["d_value"]:
             reasons.append(
                 f"queries and keys would have width {sizes['d_query']}, values {sizes['d_value']}; "
-                "a HookedTransformer has one d_head for both: widen both"
+                f"a {type(self.model).__name__} has one d_head for both: widen both"
             )
         return reasons
 
@@ -100,6 +112,21 @@ class Growable(ABC):
             source_of: for each tensor of the new model, the tensor of this one whose flags and
                 buffers it takes.
         """
+
+    def reasons_against_saving(self) -> list[str]:
+        """Return every reason why `save_pretrained` cannot write the model."""
+        return [
+            f"got a {type(self.model).__name__}; expected a HookedTransformer, or a bridge of a "
+            "model of transformers: attn_only_lens.save writes others, with neuron-heads"
+        ]
+
+    def save_pretrained(self, folder: Path) -> None:
+        """Write configuration, weights and tokenizer to an empty folder."""
+        raise NotImplementedError
+
+    def trial(self, grown: Any) -> list[str]:
+        """Return every reason why a grown model does not compute the same, if that is in doubt."""
+        return []
 
     def attached(self) -> list[str]:
         """Return everything attached to the model (hooks) that a new one would not have."""

@@ -1,12 +1,11 @@
-"""A grown model as a folder that every command takes for MODEL, with its provenance.
+"""A grown model as a folder, with its provenance.
 
-    config.json, model.safetensors, tokenizer/    as `source_folder` reads them
-    provenance.json                               the provenance, and digests of the other files
+    config.json, model.safetensors, …    as transformers or `source_folder` reads them
+    provenance.json                      the provenance, and digests of the other files
 
 It does not hold the tensors that growth overwrote, which `Grown.shrink` needs.
 """
 
-import json
 import os
 from dataclasses import asdict, replace
 from itertools import groupby
@@ -18,17 +17,11 @@ from attn_only_lens.expansion import Axis, Provenance
 from attn_only_lens.expansion.identity import Identity
 from attn_only_lens.expansion.provenance import IndexMap, ZeroEntries
 from attn_only_lens.expansion.weights import Constants
-from attn_only_lens.growth._grow import Grown
-from attn_only_lens.growth.hooked import HookedModel
+from attn_only_lens.growth.growable import Growable
 from attn_only_lens.models.source_folder import (
-    COMPUTED,
-    CONFIG,
     GROWN,
     PROVENANCE,
-    TOKENIZER,
-    WEIGHTS,
     GrownFields,
-    plain_config,
 )
 from attn_only_lens.storage import (
     atomic_folder,
@@ -36,7 +29,6 @@ from attn_only_lens.storage import (
     listed_files,
     open_folder,
     path_inside,
-    write_tensors,
 )
 
 _Runs = list[tuple[int, int]]
@@ -73,61 +65,27 @@ class _Fields(GrownFields):
 _DOCUMENT = replace(GROWN, fields=_Fields)
 
 
-def save_grown(grown: Grown, folder: str | os.PathLike[str]) -> Path:
-    """Write a grown HookedTransformer to a folder, all of it or nothing.
-
-    Every file has a digest in `provenance.json`: write a model that is trained further by this
-    function again, not over the weights in the folder.
-
-    Args:
-        grown: the result of `grow`, trained since or not.
-        folder: an earlier save there is replaced, anything else is refused.
-
-    Returns:
-        The folder.
+def save_pretrained(
+    growable: Growable, provenance: Provenance, folder: str | os.PathLike[str]
+) -> Path:
+    """Write a grown model and its provenance to a folder, all of it or nothing.
 
     Raises:
-        GrowthError: the model is no HookedTransformer: `save` it.
+        GrowthError: such models are not written as folders.
         CheckpointError: the folder holds something else.
-
-    Example:
-        >>> import tempfile
-        >>> from attn_only_lens import grow, pretrained
-        >>> from attn_only_lens.growth import read_provenance, save_grown
-        >>> grown = grow(pretrained.modular_addition(), n_layers=2)
-        >>> with tempfile.TemporaryDirectory() as parent:
-        ...     read_provenance(save_grown(grown, f"{parent}/grown")) == grown.provenance
-        True
     """
-    model = grown.model
-    if not HookedModel.is_kind(model) or HookedModel(model).reasons_against():
-        raise GrowthError(
-            [f"got a {type(model).__name__}; expected a plain HookedTransformer"],
-            "this model cannot be written as a folder",
-        )
     there = open_folder(folder)
-    if (there / CONFIG).exists() and not (there / PROVENANCE).exists():
-        raise CheckpointError(
-            f"{there} holds a model that did not grow (it has no {PROVENANCE}); expected a new "
-            "folder, or one that `grow` wrote"
-        )
-    state = model.state_dict()
-    # The tokenizer lies beside it, and need not be looked for at a hub.
-    config = plain_config(model.cfg) | {"tokenizer_name": None, "init_weights": False}
-    ours = (CONFIG, WEIGHTS, TOKENIZER, PROVENANCE)
-    with atomic_folder(there, ours, PROVENANCE, listed_files) as new:
-        (new / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-        kept = {name: tensor for name, tensor in state.items() if not name.endswith(COMPUTED)}
-        write_tensors(new / WEIGHTS, kept)
-        if model.tokenizer is not None:
-            model.tokenizer.save_pretrained(new / TOKENIZER)
-        provenance = _to_json(grown.provenance)
-        _DOCUMENT.write(new / PROVENANCE, provenance=provenance, files=file_digests(new))
+    reasons = growable.reasons_against() or growable.reasons_against_saving()
+    GrowthError.raise_if(reasons, "this model cannot be written as a folder")
+    ours = {PROVENANCE, *(Path(name).parts[0] for name in listed_files(there / PROVENANCE))}
+    with atomic_folder(there, sorted(ours), PROVENANCE, listed_files) as new:
+        growable.save_pretrained(new)
+        _DOCUMENT.write(new / PROVENANCE, provenance=_to_json(provenance), files=file_digests(new))
     return there
 
 
 def read_provenance(folder: str | os.PathLike[str]) -> Provenance:
-    """Read the provenance from a folder that `save_grown` or the command `grow` wrote.
+    """Read the provenance from a folder that `Grown.save_pretrained` or the command `grow` wrote.
 
     Raises:
         CheckpointError: there is none, or it cannot be read.
@@ -136,7 +94,7 @@ def read_provenance(folder: str | os.PathLike[str]) -> Provenance:
     if not path.exists():
         raise CheckpointError(
             f"{path} is missing: this model has no provenance; expected a folder that "
-            "`attn-only-lens grow` wrote"
+            "`grown.save_pretrained` or `attn-only-lens grow` wrote"
         )
     provenance = _DOCUMENT.read(path)["provenance"]
     if _length(provenance) > _LONGEST:

@@ -1,20 +1,24 @@
 """Growth of a HookedTransformer, whose layers all have the same sizes, with one width of heads."""
 
 import copy
+import json
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformer_lens.utilities.architectures import POST_NORM_ARCHITECTURES
 
 from attn_only_lens.expansion import Axis, Weights
-from attn_only_lens.expansion.weights import Constants
+from attn_only_lens.expansion.weights import Constants, tail
 from attn_only_lens.gates import GATES
 from attn_only_lens.growth.growable import Growable, Parameter, shared_parameter_reasons
 from attn_only_lens.models.in_place import exposed_heads
+from attn_only_lens.models.source_folder import COMPUTED, CONFIG, TOKENIZER, WEIGHTS, plain_config
 from attn_only_lens.models.two_blocks import AttentionOnlyTransformer
 from attn_only_lens.models.two_blocks.known_modules import reasons_against
+from attn_only_lens.storage import write_tensors
 from attn_only_lens.tl import (
     HookedTransformer,
     HookedTransformerConfig,
@@ -40,6 +44,8 @@ _CLASSES = {
 class HookedModel(Growable):
     """A HookedTransformer."""
 
+    _unequal_layers_instead = "; convert(model) first: converted models may differ by layer"
+
     @staticmethod
     def is_kind(model: Any) -> bool:
         """Return True for a HookedTransformer that was not converted."""
@@ -60,12 +66,34 @@ class HookedModel(Growable):
 
     def read(self) -> Weights:
         """Return its weights."""
-        tensors = {_plain_name(name): p.detach() for name, p in self.model.named_parameters()}
-        return Weights(tensors, constants_of(self.model.cfg))
+        return Weights(tensors_of(self), constants_of(self.model.cfg))
 
     def parameters(self) -> Mapping[str, Parameter]:
         """Return the layout of every parameter."""
-        return {name: Parameter(_plain_name(name)) for name, _ in self.model.named_parameters()}
+        return {
+            name: parameter_of(_plain_name(name), self.model.cfg)
+            for name, _ in self.model.named_parameters()
+        }
+
+    def reasons_against_weights(self, weights: Weights) -> list[str]:
+        """Return every reason why no HookedTransformer can have such weights."""
+        return super().reasons_against_weights(weights) or joint_norm_reasons(weights)
+
+    def reasons_against_saving(self) -> list[str]:
+        """Return nothing: every HookedTransformer can be written."""
+        return []
+
+    def save_pretrained(self, folder: Path) -> None:
+        """Write what `source_folder` reads."""
+        model = self.model
+        # The tokenizer lies beside it, and need not be looked for at a hub.
+        config = plain_config(model.cfg) | {"tokenizer_name": None, "init_weights": False}
+        (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        state = model.state_dict()
+        kept = {name: tensor for name, tensor in state.items() if not name.endswith(COMPUTED)}
+        write_tensors(folder / WEIGHTS, kept)
+        if model.tokenizer is not None:
+            model.tokenizer.save_pretrained(folder / TOKENIZER)
 
     def write(self, weights: Weights, source_of: Callable[[str], str]) -> Any:
         """Return a new HookedTransformer."""
@@ -82,9 +110,9 @@ class HookedModel(Growable):
             if not name.startswith("_") and name not in built:
                 setattr(model, name, value)
         sources = {_plain_name(name): p for name, p in template.named_parameters()}
-        for name in dict(model.named_parameters()):
-            tensor = weights.tensors[_plain_name(name)]
-            flag = sources[source_of(_plain_name(name))].requires_grad
+        for name, layout in self.__class__(model).parameters().items():
+            tensor = layout.from_weights(weights.tensors[layout.name])
+            flag = sources[source_of(layout.name)].requires_grad
             _set(model, name, nn.Parameter(tensor, requires_grad=flag))
         buffers = dict(template.named_buffers())
         for name in dict(model.named_buffers()):
@@ -93,6 +121,28 @@ class HookedModel(Growable):
             source = source_of(f"{name}.training").removesuffix(".training")
             module.training = template.get_submodule(source).training
         return model
+
+
+def tensors_of(model: Growable) -> dict[str, Tensor]:
+    """Return the tensors of `Weights` of a model of TransformerLens, detached."""
+    named = model.named_parameters()
+    return {
+        layout.name: layout.to_weights(named[name].detach())
+        for name, layout in model.parameters().items()
+    }
+
+
+def parameter_of(name: str, cfg: Any) -> Parameter:
+    """Return the layout of a parameter of TransformerLens, by its name in `Weights`.
+
+    Args:
+        cfg: of its layer.
+    """
+    axis = {"attn.q_norm.w": "head", "attn.k_norm.w": "kv_head"}.get(tail(name))
+    if axis is None or constants_of(cfg).qk_norm != "all heads":
+        return Parameter(name)
+    size = (axis == "kv_head" and cfg.n_key_value_heads) or cfg.n_heads
+    return Parameter(name, f"({axis} width) -> {axis} width", ((axis, size),))
 
 
 def _plain_name(name: str) -> str:
@@ -119,6 +169,22 @@ def norm_reasons(model: Any, names: Sequence[str]) -> list[str]:
         f"its {name} is a {type(modules[name]).__qualname__}; its configuration says {norm}"
         for name, norm in expected.items()
         if name in modules and type(modules[name]) is not _CLASSES[norm]
+    ]
+
+
+def joint_norm_reasons(weights: Weights) -> list[str]:
+    """Return in which layers a norm over the queries of all heads would not be d_model wide."""
+    if weights.constants.qk_norm != "all heads":
+        return []
+    sizes = weights.sizes
+    found = {
+        sizes[Axis("head", layer)] * sizes[Axis("d_query", layer)]
+        for layer in range(weights.constants.n_layers)
+    }
+    return [
+        f"its norm over the queries of all heads is d_model wide in TransformerLens: "
+        f"{sizes[Axis('d_model')]}, and they would be {width}; grow heads, d_head and d_model along"
+        for width in sorted(found - {sizes[Axis("d_model")]})
     ]
 
 

@@ -51,21 +51,28 @@ def grown_optimizer(
     Raises:
         GrowthError: with every reason.
     """
-    old_parameters = dict(source.model.named_parameters())
-    new_parameters = dict(grown.model.named_parameters())
+    old_parameters, new_parameters = source.named_parameters(), grown.named_parameters()
     old_layouts, new_layouts = source.parameters(), grown.parameters()
-    GrowthError.raise_if(_reasons_against(optimizer, old_parameters), _PROBLEM)
-    name_of = {parameter: name for name, parameter in old_parameters.items()}
+    GrowthError.raise_if(_reasons_against(optimizer, source.model), _PROBLEM)
+    names_of: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in old_parameters.items():
+        names_of.setdefault(parameter, []).append(name)
     new_names = {layout.name: name for name, layout in new_layouts.items()}  # by tensor
     of_new_layers = _new_parameters(provenance, old_layouts, new_names)
     groups: list[dict[str, Any]] = []
     state: dict[nn.Parameter, dict[str, Any]] = {}
     for group in optimizer.param_groups:
         by_scale: dict[float, list[str]] = {}
-        for parameter in group["params"]:
-            name = name_of[parameter]
+        # A tied embedding has two names, and two parameters if growth untied it. What a bridge
+        # does not compute with has none: no gradient reaches it.
+        for parameter, name in [(p, name) for p in group["params"] for name in names_of.get(p, ())]:
             tensor_map = provenance.tensor_map(old_layouts[name].name)
             new = new_names[tensor_map.name]
+            if any(
+                new_parameters[new] is new_parameters[each]
+                for each in by_scale.get(tensor_map.scale, ())
+            ):
+                continue
             by_scale.setdefault(tensor_map.scale, []).append(new)
             by_scale.setdefault(1.0, []).extend(of_new_layers.get(name, []))
             if parameter in optimizer.state:
@@ -86,7 +93,7 @@ def grown_optimizer(
     return made
 
 
-def _reasons_against(optimizer: Optimizer, theirs: Mapping[str, nn.Parameter]) -> list[str]:
+def _reasons_against(optimizer: Optimizer, model: nn.Module) -> list[str]:
     kind = type(optimizer)
     if kind not in _SETTINGS:
         known = ", ".join(each.__name__ for each in _SETTINGS)
@@ -94,7 +101,7 @@ def _reasons_against(optimizer: Optimizer, theirs: Mapping[str, nn.Parameter]) -
             f"got a {kind.__module__}.{kind.__qualname__}; expected one of torch's {known}, whose "
             "moments can be scaled with their parameters"
         ]
-    known_ids = set(theirs.values())
+    known_ids = set(model.parameters())
     stray = [p for group in optimizer.param_groups for p in group["params"] if p not in known_ids]
     reasons = []
     if stray:
@@ -140,6 +147,6 @@ def _grown_state(
     if key not in _MOMENTS or value is None:
         return value.clone() if isinstance(value, Tensor) else value
     moment = old.to_weights(value)
-    if tensor_map.scale != 1.0:
+    if tensor_map.scale != 1.0:  # offsets do not matter to a gradient
         moment = moment / tensor_map.scale ** _MOMENTS[key]
     return new.from_weights(tensor_map.put(moment, moment.new_zeros(tensor_map.shape)))

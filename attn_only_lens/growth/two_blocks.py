@@ -21,7 +21,14 @@ from typing import Any
 from attn_only_lens.expansion import Axis, Weights
 from attn_only_lens.expansion.weights import block_name, in_layer, tail
 from attn_only_lens.growth.growable import Growable, Parameter, shared_parameter_reasons
-from attn_only_lens.growth.hooked import constant_reasons, constants_of, norm_reasons
+from attn_only_lens.growth.hooked import (
+    constant_reasons,
+    constants_of,
+    joint_norm_reasons,
+    norm_reasons,
+    parameter_of,
+    tensors_of,
+)
 from attn_only_lens.models.two_blocks import AttentionOnlyTransformer, LayerSizes, rebuild
 from attn_only_lens.models.two_blocks.block_numbers import (
     block_kind,
@@ -77,22 +84,24 @@ class ConvertedModel(Growable):
 
     def read(self) -> Weights:
         """Return the weights of its source."""
-        tensors = {_source_name(name): p.detach() for name, p in self.model.named_parameters()}
         cfg = self.model.cfg.layer_cfg(0)
         constants = replace(constants_of(cfg), heads_per_neuron=self.model.heads_per_neuron)
         if cfg.use_attn_scale and not self._has_default_scales():
             constants = replace(constants, scale=cfg.attn_scale)
-        return Weights(tensors, constants)
+        return Weights(tensors_of(self), constants)
 
     def parameters(self) -> Mapping[str, Parameter]:
         """Return the layout of every parameter."""
-        return {name: Parameter(_source_name(name)) for name, _ in self.model.named_parameters()}
+        found = {}
+        for name, _ in self.model.named_parameters():
+            source = _source_name(name)
+            found[name] = parameter_of(source, self.model.cfg.layer_cfg(in_layer(source) or 0))
+        return found
 
-    @staticmethod
-    def reasons_against_weights(weights: Weights) -> list[str]:
+    def reasons_against_weights(self, weights: Weights) -> list[str]:
         """Return every reason why no converted model can have such weights."""
         sizes = weights.sizes
-        return [
+        return joint_norm_reasons(weights) + [
             f"queries and keys of layer {layer} would have width {sizes[Axis('d_query', layer)]}, "
             f"values {sizes[Axis('d_value', layer)]}; a converted model has one d_head for both: "
             "widen both"
@@ -105,7 +114,11 @@ class ConvertedModel(Growable):
         template, constants = self.model, weights.constants
         parameters = {_source_name(name): p for name, p in template.named_parameters()}
         names = {name: _own_name(name, grouped=constants.grouped) for name in weights.tensors}
-        tensors = {names[name]: tensor for name, tensor in weights.tensors.items()}
+        cfg = template.cfg.layer_cfg(0)
+        tensors = {
+            names[name]: parameter_of(name, cfg).from_weights(tensor)
+            for name, tensor in weights.tensors.items()
+        }
         frozen = [
             own for name, own in names.items() if not parameters[source_of(name)].requires_grad
         ]

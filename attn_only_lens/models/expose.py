@@ -28,6 +28,7 @@ from attn_only_lens.models.in_place.known_mlps import (
     non_finite_weights,
     run_mlp,
 )
+from attn_only_lens.models.quantised import weight_reasons
 from attn_only_lens.numerics import full_precision, normal_numbers
 from attn_only_lens.tl import HookedTransformer
 
@@ -119,7 +120,7 @@ def expose_neuron_heads(
             the model's function until it is undone, also of an activation that is replaced
             meanwhile.
         copy: expose the neuron-heads of a second model, and leave `model` unchanged. It has
-            modules, hook points and settings of its own, and no hooks.
+            modules, hook points and settings of its own.
         copy_weights: give that copy weights of its own. By default it shares them with `model`, so
             that it costs no memory; then training either trains both, and a later change of dtype
             or device of one parts them.
@@ -146,6 +147,8 @@ def expose_neuron_heads(
     """
     if copy_weights and not copy:
         raise UnsupportedModelError(["got copy_weights=True; give copy=True with it"], _PROBLEM)
+    if isinstance(model, TransformerBridge) and (why := weight_reasons(model.original_model)):
+        raise UnsupportedModelError(why, _PROBLEM)
     if copy:
         if reasons := reasons_against_copying(model):
             raise UnsupportedModelError([*reasons, *_mlp_reasons(model)], _PROBLEM)

@@ -6,6 +6,7 @@ dict (masks and rotary tables, which TransformerLens computes, may be left out).
 """
 
 import os
+import textwrap
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -87,16 +88,17 @@ def load_source(
         name: x for name, x in expected.items() if name in state or not name.endswith(COMPUTED)
     }
     wrong = tensor_misfits(needed, state)
-    bytes_needed = sum(each.numel() * each.element_size() for each in expected.values())
-    if bytes_needed > (free := psutil.virtual_memory().available):
-        wrong.append(f"the model takes {bytes_needed:,} bytes, and {free:,} are free")
+    wrong += memory_reasons(sum(each.numel() * each.element_size() for each in expected.values()))
     if wrong:
         raise CheckpointError(f"{folder / WEIGHTS} does not fit {CONFIG}: {'; '.join(wrong[:5])}")
     with quiet():
         model = HookedTransformer(HookedTransformerConfig(**fields))
     model.load_state_dict(state, strict=False)
     if (folder / TOKENIZER).is_dir():
-        model.set_tokenizer(load_tokenizer(folder))
+        tokenizer = load_tokenizer(folder)
+        if wrong := tokenizer_reasons(tokenizer, model.cfg.d_vocab):
+            raise CheckpointError(f"{folder} does not hold one model: {wrong[0]}")
+        model.set_tokenizer(tokenizer)
     return model
 
 
@@ -130,7 +132,7 @@ def reasons_against_config(config: dict[str, Any], where: str) -> list[str]:
 
 
 def load_tokenizer(folder: Path) -> Any:
-    """Read the tokenizer of a folder, running no code of its own and opening no other folder.
+    """Read the tokenizer in TOKENIZER of a folder, opening no other folder.
 
     Raises:
         CheckpointError: it is missing, needs code of its own, names files elsewhere, or cannot be
@@ -143,17 +145,31 @@ def load_tokenizer(folder: Path) -> Any:
         )
     for path in where.rglob("*"):
         path_inside(folder, path.relative_to(folder).as_posix())
+    return read_tokenizer(where)
+
+
+def read_tokenizer(where: Path, **options: Any) -> Any:
+    """Read the tokenizer whose files lie in a folder, running no code of its own.
+
+    Args:
+        where: the folder.
+        options: of `AutoTokenizer.from_pretrained`.
+
+    Raises:
+        CheckpointError: it needs code of its own, names files elsewhere, or cannot be read.
+    """
     settings = where / "tokenizer_config.json"
-    options = read_json(settings) if settings.exists() else {}
-    if not isinstance(options, dict):
+    said = read_json(settings) if settings.exists() else {}
+    if not isinstance(said, dict):
         raise CheckpointError(
-            f"{settings} holds a {type(options).__name__}; expected a tokenizer's settings by name"
+            f"{settings} holds a {type(said).__name__}; expected a tokenizer's settings by name"
         )
-    named = [key for key in options if str(key).endswith("_file") and options[key] is not None]
-    if any(os.path.exists(str(options[key])) for key in named):
+    named = [key for key in said if str(key).endswith("_file") and said[key] is not None]
+    if any(os.path.exists(str(said[key])) for key in named):
         raise CheckpointError(f"{settings} names files outside of its folder: {', '.join(named)}")
+    options |= {"local_files_only": True, "trust_remote_code": False}
     try:
-        found = AutoTokenizer.from_pretrained(where, local_files_only=True, trust_remote_code=False)
+        found = AutoTokenizer.from_pretrained(where, **options)
         found.encode("")
         return found
     except Exception as error:  # of any tokenizer, written in any language
@@ -163,30 +179,52 @@ def load_tokenizer(folder: Path) -> Any:
                 "folder; save the model with a tokenizer of a class that transformers has, or "
                 "without one (model.tokenizer = None), and give it tokens"
             ) from error
-        raise CheckpointError(f"the tokenizer in {where} cannot be loaded: {error}") from error
+        raise CheckpointError(
+            f"the tokenizer in {where} cannot be loaded: {first_words(error)}"
+        ) from error
+
+
+def first_words(error: BaseException) -> str:
+    """Return the text of an error of others in one line, as far as it may fill an error of ours."""
+    return textwrap.shorten(str(error) or type(error).__name__, 300, placeholder=" …")
+
+
+def tokenizer_reasons(tokenizer: Any, d_vocab: int) -> list[str]:
+    """Return why a tokenizer is not that of a model; tokens that were added to it do not count."""
+    if tokenizer is None or tokenizer.vocab_size <= d_vocab:
+        return []
+    return [
+        f"its tokenizer has {tokenizer.vocab_size} tokens, and the model embeds {d_vocab}: "
+        "expected the tokenizer that it was trained with"
+    ]
+
+
+def memory_reasons(n_bytes: int) -> list[str]:
+    """Return why so large a model is not loaded here."""
+    free = psutil.virtual_memory().available
+    return [f"the model takes {n_bytes:,} bytes, and {free:,} are free"] if n_bytes > free else []
+
+
+def check_grown(folder: Path) -> None:
+    """Hold the files of a folder that `grow` wrote against the digests in its provenance.
+
+    Raises:
+        CheckpointError: with everything that is missing or changed.
+    """
+    if (folder / PROVENANCE).exists():
+        check_files(folder, GROWN.read(path_inside(folder, PROVENANCE))["files"], closed=TOKENIZER)
 
 
 def read_folder(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Read the two files: the configuration, whose values are not checked, and the state dict.
 
     Raises:
-        CheckpointError: one cannot be read, or is not the one that `grow` wrote; or the folder
-            holds a model of Hugging Face transformers.
+        CheckpointError: one cannot be read, or is not the one that `grow` wrote.
     """
-    if (folder / PROVENANCE).exists():
-        check_files(folder, GROWN.read(path_inside(folder, PROVENANCE))["files"], closed=TOKENIZER)
+    check_grown(folder)
     config = read_json(path_inside(folder, CONFIG))
     if not isinstance(config, dict):
         raise CheckpointError(f"{folder / CONFIG} is not a model's: got {type(config).__name__}")
-    if config.keys() & {"model_type", "architectures", "transformers_version"}:
-        kind = config.get("architectures") or config.get("model_type")
-        raise CheckpointError(
-            f"{folder} holds a model of Hugging Face transformers ({kind}); expected the "
-            f"configuration of a HookedTransformer in {CONFIG}. In Python, "
-            f"bridge = TransformerBridge.boot_transformers({str(folder)!r}) loads it; "
-            "attn_only_lens.save(attn_only_lens.expose_neuron_heads(bridge).model, 'saved') writes "
-            "a folder for the commands patch, circuit and pattern"
-        )
     return config, read_tensors(path_inside(folder, WEIGHTS))[0]
 
 

@@ -29,11 +29,13 @@ class AttachedHooks:
 
     Attributes:
         users: names of modules with hooks of users.
-        own: names of modules with hooks of TransformerLens that refer to these very modules.
+        placeholders: names of hook points where transformer-lens 4 shows a part without a module.
+        own: names of modules with other hooks of TransformerLens that refer to these very modules.
         removal: how to remove those of users.
     """
 
     users: tuple[str, ...]
+    placeholders: tuple[str, ...]
     own: tuple[str, ...]
     removal: str
 
@@ -46,6 +48,7 @@ def find_hooks(model: Any) -> AttachedHooks:
         for handle in getattr(block, "_capture_hook_handles", ())
     }
     users: dict[str, None] = {}
+    placeholders: dict[str, None] = {}
     own: dict[str, None] = {}
     added: set[str] = set()  # the ways in which users added hooks
     for name, module in modules_of(model):
@@ -55,10 +58,12 @@ def find_hooks(model: Any) -> AttachedHooks:
             hooks = getattr(module, kind)
             for key, hook in hooks.items():
                 handle = lens.get((id(hooks), key))
-                if handle is not None and not _is_placeholder(handle):
+                if handle is not None and is_placeholder(handle):
+                    placeholders[shown] = None
+                elif handle is not None:
                     users[shown] = None
                     added.add("permanent" if handle.is_permanent else "temporary")
-                elif handle is not None or _library(hook) == "transformer_lens":
+                elif _library(hook) == "transformer_lens":
                     if (id(hooks), key) not in captures:
                         own[shown] = None
                 elif _library(hook) not in _LIBRARIES:
@@ -71,7 +76,8 @@ def find_hooks(model: Any) -> AttachedHooks:
     ):
         users[_EVERYWHERE] = None
         added.add("torch")
-    return AttachedHooks(tuple(users), tuple(own), _removal(added, bool(own)))
+    removal = _removal(added, bool(placeholders))
+    return AttachedHooks(tuple(users), tuple(placeholders), tuple(own), removal)
 
 
 def hook_reasons(model: Any, so: str = "would not come along") -> list[str]:
@@ -111,6 +117,12 @@ def modules_of(model: Any) -> Iterator[tuple[str, nn.Module]]:
                 left.append((f"{name}.{part}" if name else part, child))
 
 
+def is_placeholder(handle: Any) -> bool:
+    """Return whether a hook of transformer-lens 4, given by its handle, stands in for a module."""
+    hook = getattr(handle, "user_hook", None)
+    return handle.is_permanent and getattr(hook, "__module__", None) == _PLACEHOLDERS
+
+
 def _lens_handles(module: nn.Module) -> dict[tuple[int, int], Any]:
     """Return TransformerLens' handles of the hooks that were added to a hook point."""
     if not isinstance(module, HookPoint):
@@ -121,20 +133,14 @@ def _lens_handles(module: nn.Module) -> dict[tuple[int, int], Any]:
     }
 
 
-def _is_placeholder(handle: Any) -> bool:
-    """Return whether a hook of transformer-lens 4 stands in for a module."""
-    hook = getattr(handle, "user_hook", None)
-    return handle.is_permanent and getattr(hook, "__module__", None) == _PLACEHOLDERS
-
-
 def _library(hook: Any) -> str:
     """Return the package that a hook's code belongs to."""
     return str(getattr(hook, "__module__", "")).split(".")[0]
 
 
-def _removal(added: set[str], own: bool) -> str:
+def _removal(added: set[str], placeholders: bool) -> str:
     ways = []
-    if "permanent" in added and own:
+    if "permanent" in added and placeholders:
         ways.append(
             "build the bridge again (reset_hooks(including_permanent=True) would take some of "
             "TransformerLens' own with them)"

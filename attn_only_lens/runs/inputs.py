@@ -28,7 +28,7 @@ def checked_tokens(model: HookedTransformer | TransformerBridge, tokens: object)
     if isinstance(tokens, str):
         if model.tokenizer is None:
             raise UnsupportedCallError("got a text, and the model has no tokenizer; give tokens")
-        tokens = model.to_tokens(tokens, truncate=False)
+        tokens = _tokens_of(model, tokens)
     expected = f"expected integers [batch, pos] from 0 to {cfg.d_vocab - 1}, pos up to {cfg.n_ctx}"
     if not isinstance(tokens, Tensor):
         raise UnsupportedCallError(f"tokens: got a {type(tokens).__name__}; {expected}")
@@ -42,6 +42,14 @@ def checked_tokens(model: HookedTransformer | TransformerBridge, tokens: object)
         )
     device = next(model.parameters()).device
     return tokens.to(device)
+
+
+def _tokens_of(model: Any, text: str) -> Tensor:
+    """Return the tokens of a text as `model.to_tokens` does, but never a second BOS before one."""
+    bos = model.tokenizer.bos_token
+    has_bos = bool(bos) and text.startswith(bos)
+    tokens: Tensor = model.to_tokens(text, truncate=False, prepend_bos=False if has_bos else None)
+    return tokens
 
 
 def option_reasons(option: str, got: object, expected: Sequence[str]) -> list[str]:

@@ -17,7 +17,7 @@ from attn_only_lens.errors import InputError, UnsupportedCallError
 from attn_only_lens.runs.inputs import checked_tokens
 from attn_only_lens.runs.token_texts import token_texts
 
-Prompts: TypeAlias = str | Sequence[str] | Tensor
+Prompts: TypeAlias = str | Sequence[str] | Sequence[Tensor] | Tensor
 _PROBLEM = "these prompts cannot be patched into each other"
 
 
@@ -55,12 +55,15 @@ def prompt_pair(
 ) -> PromptPair:
     """Tokenize and check clean and corrupted prompts.
 
-    Texts of unequal length within a batch are padded on the side of the model's tokenizer, and
-    the mask is made from that. A prompt may be the same on both sides as long as not all are.
+    Texts, and rows of tokens, of unequal length within a batch are padded on the side of the
+    model's tokenizer, and the mask is made from that. A prompt may be the same on both sides as
+    long as not all are.
 
     Args:
         model: any HookedTransformer or TransformerBridge, with its tokenizer.
-        clean: a text, a list of texts, tokens [batch, pos], or one row of tokens [pos].
+        clean: a text, a list of texts, tokens [batch, pos], one row of tokens [pos], or a list of
+            rows, as `chat_tokens` makes them. A text begins with BOS where `model.to_tokens` puts
+            one; a text with a BOS of its own gets no second.
         corrupted: the same for the other run, prompt by prompt.
         mask: 1 or True for real tokens and 0 or False for padding, in the shape of the tokens;
             with tokens only.
@@ -99,8 +102,8 @@ def prompt_pair(
                 f"prompt {i} has {len(row)} clean tokens {here} and {len(other)} corrupted tokens "
                 f"{there}; expected as many: choose words that split alike"
             )
-    texts = not (isinstance(clean, Tensor) or isinstance(corrupted, Tensor))
-    clean_tokens, mask = _stack(model, rows, texts, mask, reasons)
+    padded = not (isinstance(clean, Tensor) or isinstance(corrupted, Tensor))
+    clean_tokens, mask = _stack(model, rows, padded, mask, reasons)
     corrupted_tokens, _ = _pad(model, others)
     pair = PromptPair(clean_tokens, corrupted_tokens, mask)
     if not ((pair.clean != pair.corrupted) & pair.real).any():
@@ -116,7 +119,7 @@ def single_prompts(model: Any, prompts: Prompts, mask: Tensor | None = None) -> 
 
     Args:
         model: any HookedTransformer or TransformerBridge, with its tokenizer.
-        prompts: a text, a list of texts, tokens [batch, pos], or one row of tokens [pos].
+        prompts: as `clean` in `prompt_pair`.
         mask: as in `prompt_pair`.
 
     Raises:
@@ -129,14 +132,14 @@ def single_prompts(model: Any, prompts: Prompts, mask: Tensor | None = None) -> 
 
 
 def _stack(
-    model: Any, rows: list[Tensor], texts: bool, mask: Tensor | None, reasons: list[str]
+    model: Any, rows: list[Tensor], padded: bool, mask: Tensor | None, reasons: list[str]
 ) -> tuple[Tokens, Tensor | None]:
-    """Return prompts as one tensor, with its mask: that of the padding of texts, or the given."""
-    if mask is not None and texts:
+    """Return prompts as one tensor, with its mask: of the padding made here, or the given one."""
+    if mask is not None and padded:
         reasons.append("got a mask beside texts, whose padding is made here; leave it out")
     InputError.raise_if(reasons, _PROBLEM)
     tokens, padding = _pad(model, rows)
-    found = padding if texts else _check_mask(mask, tokens, reasons)
+    found = padding if padded else _check_mask(mask, tokens, reasons)
     InputError.raise_if(reasons, _PROBLEM)
     return tokens, found
 
@@ -148,12 +151,12 @@ def _rows(model: Any, prompts: Prompts, side: str, reasons: list[str]) -> list[T
         each = [prompts[None] if prompts.ndim == 1 else prompts]
     elif isinstance(prompts, str):
         each = [prompts]
-    elif isinstance(prompts, list | tuple) and all(isinstance(text, str) for text in prompts):
-        each = list(prompts)
+    elif are_prompts(prompts):
+        each = [row[None] if isinstance(row, Tensor) else row for row in prompts]
     else:
         reasons.append(
-            f"{side}: got {type(prompts).__name__}; expected a text, a list of texts, or a tensor "
-            "of tokens [batch, pos]"
+            f"{side}: got {type(prompts).__name__}; expected a text, a list of texts, a tensor of "
+            "tokens [batch, pos], or a list of rows of tokens [pos]"
         )
         return []
     if not each:
@@ -167,14 +170,25 @@ def _rows(model: Any, prompts: Prompts, side: str, reasons: list[str]) -> list[T
     return rows
 
 
+def are_prompts(given: object) -> bool:
+    """True for a list of texts, or of rows of tokens [pos]."""
+    return isinstance(given, list | tuple) and (
+        all(isinstance(each, str) for each in given)
+        or all(isinstance(each, Tensor) and each.ndim == 1 for each in given)
+    )
+
+
 def _pad(model: Any, rows: list[Tensor]) -> tuple[Tokens, Tensor | None]:
     """Return rows as one tensor, and a mask; None where all tokens are real."""
     n_pos = max(map(len, rows))
     if all(len(row) == n_pos for row in rows):
         return torch.stack(rows), None
-    left = model.tokenizer.padding_side == "left"
-    pad = model.tokenizer.pad_token_id
-    tokens = rows[0].new_full((len(rows), n_pos), 0 if pad is None else pad)
+    left = getattr(model.tokenizer, "padding_side", "right") == "left"
+    pad = getattr(model.tokenizer, "pad_token_id", None)
+    # Some tokenizers pad with a token that the model's vocabulary has not.
+    if pad is None or pad >= model.cfg.d_vocab:
+        pad = 0
+    tokens = rows[0].new_full((len(rows), n_pos), pad)
     mask = torch.zeros_like(tokens)
     for i, row in enumerate(rows):
         where = slice(n_pos - len(row), None) if left else slice(len(row))

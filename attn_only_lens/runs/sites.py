@@ -11,7 +11,7 @@ from torch import Tensor
 
 from attn_only_lens.errors import InputError, UnknownHeadError
 from attn_only_lens.heads import HeadName, host_of, reasons_without_heads
-from attn_only_lens.heads.host import HeadKind
+from attn_only_lens.heads.host import HEAD_KINDS, HeadKind
 from attn_only_lens.numerics import as_plain, is_count
 
 ALL_MEMBERS = -1
@@ -122,7 +122,7 @@ def all_heads(layers: int | Iterable[int] | None = None) -> Selection:
         >>> p.all_heads(layers=3)
         Selection(kinds=('attention', 'neuron'), layers=(3,))
     """
-    return _selection(("attention", "neuron"), layers)
+    return _selection(HEAD_KINDS, layers)
 
 
 def _selection(kinds: tuple[HeadKind, ...], layers: object) -> Selection:

@@ -19,7 +19,9 @@ _RANGES: tuple[tuple[re.Pattern[str], str, Callable[[float], bool]], ...] = (
     (
         re.compile(
             r"rotary_base(_local)?|\w*_theta|(\w*_)?factor|yarn_\w+|NTK_\w+|clip_qkv|window_size|"
-            r"n_devices|n_ctx|n_positions|max_position_embeddings|query_pre_attn_scalar"
+            r"n_devices|n_ctx|n_positions|max_position_embeddings|query_pre_attn_scalar|"
+            r"n_(head|layer|embd)|num_(attention_heads|key_value_heads|hidden_layers)|"
+            r"hidden_size|vocab_size|head_dim"
         ),
         "more than 0",
         lambda value: value > 0,

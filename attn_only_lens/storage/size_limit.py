@@ -15,6 +15,7 @@ from attn_only_lens.errors import CheckpointError
 
 _MODULES = 50  # for each tensor: blocks have hook points, and modules that only hold others
 _FEW = 300
+_FEW_LAYERS = 1000
 
 
 @contextmanager
@@ -55,3 +56,13 @@ def limit_size(tensors: Mapping[str, Tensor]) -> Iterator[None]:
     finally:
         for hook in hooks:
             hook.remove()
+
+
+def require_few_layers(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+    """Raise ValueError for a configuration of far more layers than tensors are saved.
+
+    Configurations of transformers make lists of such lengths, before any module is made.
+    """
+    for key, value in config.items():
+        if "layer" in key and isinstance(value, int) and value > _FEW_LAYERS + len(tensors):
+            raise ValueError(f"its {key} is {value}, and {len(tensors)} tensors are saved")

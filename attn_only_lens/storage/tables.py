@@ -143,6 +143,6 @@ def _pyarrow() -> tuple[ModuleType, ModuleType]:
         import pyarrow.parquet as pq
     except ImportError as error:
         raise CheckpointError(
-            "parquet needs pyarrow: pip install 'attn-only-lens[parquet]', or save a .csv"
+            "parquet needs pyarrow: pip install pyarrow, or save a .csv"
         ) from error
     return pa, pq

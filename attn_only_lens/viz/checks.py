@@ -20,9 +20,8 @@ def import_extra(name: str) -> Any:
     try:
         return import_module(name)
     except ModuleNotFoundError as error:
-        raise ImportError(
-            f"this picture needs {name.partition('.')[0]}: pip install 'attn-only-lens[viz]'"
-        ) from error
+        package = name.partition(".")[0]
+        raise ImportError(f"this picture needs {package}: pip install {package}") from error
 
 
 def refuse(*reasons: str) -> None:

@@ -1,4 +1,4 @@
-"""The demo: convert the shipped model, verify it, and draw what its neuron-heads attend to.
+"""The demo: see the shipped model's neurons as heads, verify that, draw what they attend to.
 
 Nanda et al. (2023) found that the neurons of a network which has learnt addition modulo p are
 periodic in both inputs, with a few key frequencies. Seen as heads, its neurons therefore attend to
@@ -7,6 +7,7 @@ wave over (a, b).
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import pandas as pd
 import torch
@@ -16,11 +17,11 @@ from torch import Tensor
 from attn_only_lens.axes import SELF
 from attn_only_lens.heads import HeadName, host_of
 from attn_only_lens.models.convert import convert
-from attn_only_lens.models.two_blocks import AttentionOnlyTransformer
+from attn_only_lens.models.expose import expose_neuron_heads
 from attn_only_lens.models.verify import Verification, verify
 from attn_only_lens.pretrained import modular_addition, modular_addition_tokens
 from attn_only_lens.pretrained.modular_addition import MODULUS
-from attn_only_lens.tl import HookedTransformer
+from attn_only_lens.tl import HAS_HOOKED_TRANSFORMER
 from attn_only_lens.viz.checks import import_extra
 
 PERIODIC = 0.85  # of the variance explained by one frequency: Nanda et al.'s criterion
@@ -32,7 +33,8 @@ class Demo:
     """The results of the demo.
 
     Attributes:
-        verification: the converted model against its source, on every input of the task.
+        verification: the model with its neurons as heads against its source, on every input of
+            the task. It is converted; under transformer-lens 4, a copy has them exposed.
         neuron_heads: a row for each neuron-head: `name`, `frequency` k (waves over the 113
             numbers), `period` 113 / k, `explained` (fraction of the variance of its self weight
             over all (a, b) that frequency k carries), `lowest` and `highest` self weight.
@@ -60,32 +62,42 @@ class Demo:
 
 
 def run_demo() -> Demo:
-    """Convert the shipped model, verify it and measure its self weights, in a few seconds."""
+    """Verify the shipped model's heads and measure their self weights, in a few seconds."""
     source, tokens = modular_addition(), modular_addition_tokens()
-    converted = convert(source)
-    grids = self_weights(converted)
+    heads = _with_neuron_heads(source)
+    grids = self_weights(heads)
     return Demo(
-        verification=verify(source, converted, tokens),
+        verification=verify(source, heads, tokens),
         neuron_heads=periodicity(grids),
-        untrained=periodicity(self_weights(convert(_untrained(source)))),
+        untrained=periodicity(self_weights(_with_neuron_heads(_untrained()))),
         grids=grids,
     )
 
 
-def _untrained(model: HookedTransformer) -> HookedTransformer:
+def _with_neuron_heads(model: Any) -> Any:
+    if HAS_HOOKED_TRANSFORMER:
+        return convert(model)
+    return expose_neuron_heads(model, copy=True).model
+
+
+def _untrained() -> Any:
     """Return the same architecture with random weights, as training began."""
     fresh = modular_addition()
     generator = torch.Generator("cpu").manual_seed(0)
     with torch.no_grad():
-        for name, parameter in fresh.named_parameters():
-            if ".b_" not in name:
-                parameter.normal_(std=model.cfg.initializer_range, generator=generator)
+        for parameter in fresh.parameters():
+            if parameter.any():  # it was trained without biases, which are zero
+                parameter.normal_(std=fresh.cfg.initializer_range, generator=generator)
     return fresh
 
 
 @torch.no_grad()
-def self_weights(model: AttentionOnlyTransformer) -> Float[Tensor, "neuron a b"]:
-    """Return the weight of '=' on itself in every neuron-head of layer 0, for every (a, b)."""
+def self_weights(model: Any) -> Float[Tensor, "neuron a b"]:
+    """Return the weight of '=' on itself in every neuron-head of layer 0, for every (a, b).
+
+    Args:
+        model: the shipped model, converted or exposed.
+    """
     hook = host_of(model).hook_name(0, "neuron", "pattern")
     _, cache = model.run_with_cache(modular_addition_tokens(), names_filter=hook)
     at_equals = cache[hook][:, :, -1, SELF]  # [batch, head_index]

@@ -9,7 +9,8 @@
     CHANGELOG.md                   a page
     notebooks/*.md                 in `nav`: every such page, in order; no section if there is none
 
-Links of a README section are relative to the root: only pages directly under docs/ take sections.
+Links of a README section are relative to the root, without docs/: only pages directly under docs/
+take sections.
 """
 
 import ast
@@ -76,7 +77,8 @@ def section(title: str) -> str:
     parts = {part.split("\n", 1)[0]: part for part in re.split(r"^##? ", readme, flags=re.M)}
     if title not in parts:
         raise PluginError(f"got section {title!r}; the README has {sorted(parts)}")
-    return f"## {parts[title]}" if title != "attn_only_lens" else parts[title].split("\n", 1)[1]
+    text = f"## {parts[title]}" if title != "attn_only_lens" else parts[title].split("\n", 1)[1]
+    return text.replace("](docs/", "](")
 
 
 def package(module: str) -> Path:

@@ -60,7 +60,7 @@ def test_errors(folder, tmp_path):
         ((folder, tmp_path / "theirs", "--d-mlp", 41), "is not a saved model alone"),
         ((tmp_path / "theirs", tmp_path / "new", "--d-mlp", 41), "config.json"),
         ((folder, folder, "--d-mlp", 41), "for both MODEL and OUT"),
-        ((folder, other, "--d-mlp", 41), "holds a model that did not grow"),
+        ((folder, other, "--d-mlp", 41), "is not a saved model alone"),
     ):
         result = run("grow", *arguments)
         assert result.exit_code == 2, (arguments, result.output)

@@ -19,10 +19,9 @@ EXACT = LOGIT_TOLERANCE[torch.float64]
 
 REFUSED = {
     ("alibi", "heads"): "slopes depend on the number of heads",
-    ("post_norm", "heads"): "normed over all heads together",
-    ("post_norm", "width"): "the norm is over their width",
+    ("post_norm", "heads"): "d_model wide in TransformerLens",
+    ("post_norm", "width"): "d_model wide in TransformerLens",
     ("post_norm", "stream"): "d_model wide in TransformerLens",
-    ("qk_norm", "width"): "the norm is over their width",
     ("clip_qkv", "width"): "bounds keys",
     ("final_rms", "stream"): "sees the mean of the stream",
 }
@@ -82,6 +81,15 @@ def test_exact_or_refused(family, name):
 
 def named_parts(name):
     return NAMES[:-2] if name.startswith("all") else (name,)
+
+
+def test_one_norm_over_all_heads_grows_where_all_its_sizes_fit():
+    model = build("post_norm")  # 2 heads of width 13, d_model 26
+    grown = grow(model, n_heads=3, d_head=17, d_model=51, init=ex.init.normal(0.3))
+    (logits, old), (new_logits, new) = cached(model), cached(grown.model)
+    assert relative(new_logits, logits) < EXACT
+    assert max(worst_activation(grown.provenance, old, new)[0].values()) < EXACT
+    assert same_bits(grown.shrink(), model)
 
 
 @pytest.mark.parametrize("family", ["gelu", "llama"])

@@ -124,10 +124,25 @@ def test_tied_embeddings_stay_tied():
     assert grown.model.original_model.head.weight is grown.model.original_model.tok_embed.weight
     assert (grown.model(prompts) - logits).abs().max() < FLOAT32 * logits.abs().max()
     assert torch.equal(grown.shrink()(prompts), logits)
-    pre = native("ln_pre")
-    tie(pre)
-    with pytest.raises(GrowthError, match="untie them"):
-        grow(pre, d_model=37)
+
+
+@pytest.mark.parametrize("name", ["ln", "ln_pre", "rms_pre"])
+def test_tied_embeddings_come_untied_where_they_must_differ(name):
+    bridge, prompts = native(name), tokens()
+    tie(bridge)
+    logits = bridge(prompts)
+    grown = grow(bridge, d_model=37)
+    model = grown.model.original_model
+    assert model.head.weight is not model.tok_embed.weight
+    assert any(note.startswith("untied: ") for note in grown.notes)
+    tolerance = FLOAT32 if name in IN_FLOAT32 else EXACT
+    assert (grown.model(prompts) - logits).abs().max() < tolerance * logits.abs().max()
+    again = grown.shrink()  # tied once more, as long as neither was trained
+    assert again.original_model.head.weight is again.original_model.tok_embed.weight
+    assert torch.equal(again(prompts), logits)
+    model.head.weight.data[0] += 1.0
+    trained = grown.shrink().original_model
+    assert trained.head.weight is not trained.tok_embed.weight
 
 
 def test_rotary_tables_come_along_as_they_are():
@@ -183,8 +198,8 @@ def test_what_cannot_be_grown_is_refused_with_every_reason():
     exposed = expose_neuron_heads(native("ln"))
     with pytest.raises(GrowthError, match="undo"):
         grow(exposed.model, d_mlp=41)
-    with pytest.raises(GrowthError, match="got a TransformerBridge of GPT2LMHeadModel"):
-        grow(expose_neuron_heads(boot("gpt2")).model, d_mlp=41)
+    with pytest.raises(GrowthError, match="got a TransformerBridge of GPTJForCausalLM"):
+        grow(boot("gptj"), d_mlp=41)
     processed = native("ln")
     processed.enable_compatibility_mode(no_processing=True)
     with pytest.raises(GrowthError, match="compatibility mode"):

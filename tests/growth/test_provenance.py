@@ -9,7 +9,7 @@ from sealed_files import rewrite
 from attn_only_lens import CheckpointError, UnknownHeadError, grow
 from attn_only_lens import expansion as ex
 from attn_only_lens.expansion.provenance import IndexMap, TensorMap
-from attn_only_lens.growth import read, read_provenance, save_grown
+from attn_only_lens.growth import read, read_provenance
 
 
 @pytest.fixture(scope="module")
@@ -101,7 +101,7 @@ def test_moved_indices_in_the_middle():
 def test_files(family, tmp_path):
     model = build(family)
     grown = grow(model, ex.compose(all_steps(model), ex.AddHeads(4 * 3, into_groups=True)))
-    folder = save_grown(grown, tmp_path / "grown")
+    folder = grown.save_pretrained(tmp_path / "grown")
     assert read_provenance(folder) == grown.provenance
     rewrite(folder / "provenance.json", provenance={"layers": {}})
     with pytest.raises(CheckpointError, match=r"cannot be used: .*provenance\.axes is missing"):

@@ -94,8 +94,6 @@ def test_last_norms_that_see_the_mean():
         ({"norm": "LN", "final_norm": "LN", "norm_place": "both"}, "with a mean"),
         ({"norm": "LN", "final_norm": "LN", "norm_place": "after"}, "with a mean"),
         ({"norm": "RMSPre", "final_norm": "RMSPre", "norm_place": "both"}, "have no gain"),
-        ({"norm": "LN", "final_norm": "LN", "tied": True}, "untie them first"),
-        ({"norm": "RMSPre", "final_norm": "RMSPre", "tied": True}, "untie them first"),
         ({"norm": "RMS", "final_norm": "RMS", "tied": True}, None),
         ({"norm": "RMS", "final_norm": "RMS", "norm_place": "both"}, None),
     ],

@@ -32,7 +32,15 @@ PARTS = ("q", "v", "z", "attn_scores", "pattern")  # keys are scaled where width
 def growable(model):
     """All of the six that this model can grow by, one after another."""
     each = steps(group=group_size(model))
-    return ex.compose(*(step for step in each.values() if not step.reasons_against(read(model))))
+    return ex.compose(*(step for step in each.values() if not reasons(model, step)))
+
+
+def reasons(model, step):
+    try:
+        grow(model, step)
+    except GrowthError as error:
+        return error.reasons
+    return ()
 
 
 def worst_head(model, grown, old, new):
@@ -91,21 +99,14 @@ def test_converting_and_growing_commute(family):
     assert all(torch.equal(before[name], now) for name, now in converted.state_dict().items())
 
 
-@pytest.mark.parametrize("family", ["alibi", "post_norm", "qk_norm", "clip_qkv", "final_rms"])
+@pytest.mark.parametrize("family", ["alibi", "post_norm", "clip_qkv", "final_rms"])
 def test_what_the_source_refuses_is_refused(family):
     source = build(family)
     converted = convert(source)
-    mine, theirs = read(converted), read(source)
-    refusals = 0
-    for step in steps(group=group_size(source)).values():
-        against = step.reasons_against(theirs)
-        assert step.reasons_against(mine) == against
-        if against:
-            refusals += 1
-            with pytest.raises(GrowthError) as refused:
-                grow(converted, step)
-            assert refused.value.reasons == tuple(against)
-    assert refusals > 0
+    against = [reasons(source, step) for step in steps(group=group_size(source)).values()]
+    assert any(against)
+    for step, expected in zip(steps(group=group_size(source)).values(), against, strict=True):
+        assert reasons(converted, step) == expected
 
 
 def partial(group):

@@ -47,6 +47,23 @@ def test_all_of_it_is_there(opened):
 
 
 @needs_browser
+def test_it_fits_a_frame_that_is_given_its_size_later(opened):
+    shown = opened(page())
+    before = shown.js("return circuit.zoom()")
+    shown.js("document.body.style.width = '700px'; document.body.style.height = '500px'")
+    shown.wait(f"circuit.zoom() < {before}")
+    assert shown.js(
+        "const box = circuit.nodes().renderedBoundingBox({includeLabels: false});"
+        "return box.x1 >= 0 && box.x2 <= circuit.width()"
+        " && box.y1 >= 0 && box.y2 <= circuit.height()"
+    )
+    # Where the reader has moved it, it stays.
+    shown.js("circuit.zoom(1.25); circuit.emit('scrollzoom'); document.body.style.width = '900px'")
+    shown.wait("circuit.width() > 500")
+    assert shown.js("return circuit.zoom()") == 1.25
+
+
+@needs_browser
 def test_a_click_tells_of_the_node(opened):
     nodes, edges = circuit()
     shown, node = opened(page()), index(nodes, "L1N4@4")

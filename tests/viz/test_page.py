@@ -109,7 +109,7 @@ for name, draw in {
         draw()
     except ImportError as error:
         assert str(error) == (
-            f"this picture needs {name.strip()}: pip install 'attn-only-lens[viz]'"
+            f"this picture needs {name.strip()}: pip install {name.strip()}"
         ), error
     else:
         raise AssertionError(name)

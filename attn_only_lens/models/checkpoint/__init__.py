@@ -1,12 +1,21 @@
 """Save models with neuron-heads to folders, and load them."""
 
+from attn_only_lens.models.checkpoint.bridge import process_as_saved
 from attn_only_lens.models.checkpoint.save_load import (
     MANIFEST,
     is_saved,
-    load,
+    load_saved,
     read_manifest,
     save,
     write_manifest,
 )
 
-__all__ = ["MANIFEST", "is_saved", "load", "read_manifest", "save", "write_manifest"]
+__all__ = [
+    "MANIFEST",
+    "is_saved",
+    "load_saved",
+    "process_as_saved",
+    "read_manifest",
+    "save",
+    "write_manifest",
+]

@@ -28,13 +28,14 @@ from attn_only_lens.models.checkpoint.hooked import expose_again
 from attn_only_lens.models.checkpoint.packing import pack, unpack
 from attn_only_lens.models.in_place import exposed_heads
 from attn_only_lens.models.source_folder import parse_dtype, plain_config
+from attn_only_lens.models.transformers_module import build_module, config_from
 from attn_only_lens.models.two_blocks.build import tensor_misfits
 from attn_only_lens.numerics import keep_random_state
 from attn_only_lens.runs.attached_hooks import find_hooks, hook_reasons
 from attn_only_lens.storage import out_of_range
+from attn_only_lens.storage.size_limit import require_few_layers
 
 _NATIVE = "TransformerLensNative"
-_FEW = 1000
 _SLACK = 2  # numbers of the model, for each that is saved: those that share memory are saved once
 # Settings of the configuration that are not restored.
 _NOT_RESTORED = ("device", "n_devices", "dtype", "_bridge_ref", "trust_remote_code")
@@ -132,21 +133,23 @@ def _skeleton(
         if tensors is not None:
             _require_modest(config, tensors)
         bridge = build_bridge_from_module(**_wrapped(config))
-        if config["compatible"]:
-            bridge.enable_compatibility_mode(
-                disable_warnings=config["quiet"], no_processing=not config["processed"]
-            )
-        elif config["processed"]:
-            bridge.process_weights()
+        process_as_saved(bridge, config)
     return bridge
+
+
+def process_as_saved(bridge: TransformerBridge, config: dict[str, Any]) -> None:
+    """Do to a bridge what had been done to the one that was saved; `config` of its manifest."""
+    if config["compatible"]:
+        bridge.enable_compatibility_mode(
+            disable_warnings=config["quiet"], no_processing=not config["processed"]
+        )
+    elif config["processed"]:
+        bridge.process_weights()
 
 
 def _require_modest(config: dict[str, Any], tensors: Mapping[str, Tensor]) -> None:
     """Raise ValueError for a configuration of far more numbers than are saved."""
-    for key, value in config.get("hf_config", {}).items():
-        # Configurations make lists of such lengths.
-        if "layer" in key and isinstance(value, int) and value > _FEW + len(tensors):
-            raise ValueError(f"its {key} is {value}, and {len(tensors)} tensors are saved")
+    require_few_layers(config.get("hf_config", {}), tensors)
     with torch.device("meta"):
         trial = _wrapped(config)["model"]
     takes = sum(each.numel() for each in [*trial.parameters(), *trial.buffers()])
@@ -166,10 +169,12 @@ def _wrapped(config: dict[str, Any]) -> dict[str, Any]:
     if hub := [each for each in _implementations(config) if "/" in each or ":" in each]:
         raise ValueError(f"it runs code from a hub: {', '.join(hub)}")
     kind = _class_in_transformers(config["config_class"], PretrainedConfig)
-    model = _class_in_transformers(config["class"], PreTrainedModel)._from_config(
-        kind.from_dict(config["hf_config"]), attn_implementation=config["attention"], dtype=dtype
+    model: Any = build_module(
+        _class_in_transformers(config["class"], PreTrainedModel),
+        config_from(kind, config["hf_config"]),
     )
-    return {**how, "model": model.eval(), "hf_config": model.config}
+    model.set_attn_implementation(config["attention"])
+    return {**how, "model": model.to(dtype), "hf_config": model.config}
 
 
 def _implementations(value: Any, chosen: bool = False) -> Iterator[str]:
@@ -196,11 +201,6 @@ def _class_in_transformers(name: str, kind: type) -> Any:
 def _config(model: TransformerBridge) -> dict[str, Any]:
     """The settings that a skeleton is built from, as JSON."""
     reasons, wrapped = hook_reasons(model, "would not be saved"), model.original_model
-    if own := find_hooks(model).own:
-        reasons.append(
-            f"TransformerLens has hooks of its own on it ({own[0]}), by which hook points of parts "
-            "without a module fire (BERT in 4.3): such a bridge is not saved"
-        )
     if model.cfg.d_vocab < 1:
         reasons.append("it has no vocabulary (it takes pictures?), and is tried on tokens")
     config: dict[str, Any] = {
@@ -305,6 +305,9 @@ def _differences(model: Any, twin: Any) -> list[str]:
     hooks = sorted(set(model.hook_dict) ^ set(twin.hook_dict))
     if hooks:
         wrong.append(f"hook points {', '.join(hooks[:5])} would be gone, or new")
+    attached, rebuilt = (find_hooks(each) for each in (model, twin))
+    if attached != rebuilt:
+        wrong.append(f"TransformerLens' own hooks would be on {rebuilt.placeholders + rebuilt.own}")
     settings, again = (
         {k: v for k, v in _settings(each).items() if k not in _NOT_RESTORED}
         for each in (model, twin)

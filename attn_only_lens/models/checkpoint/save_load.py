@@ -26,8 +26,6 @@ from attn_only_lens.models.source_folder import (
     WEIGHTS,
     checkpoint_errors,
     load_tokenizer,
-    parse_device,
-    parse_dtype,
 )
 from attn_only_lens.models.two_blocks import AttentionOnlyTransformer
 from attn_only_lens.storage import (
@@ -140,40 +138,13 @@ def save(
     return folder
 
 
-@torch.inference_mode(False)  # weights of inference mode could never be trained
-def load(
-    folder: str | os.PathLike[str],
-    *,
-    device: str | torch.device | None = None,
-    dtype: str | torch.dtype | None = None,
-) -> Any:
+def load_saved(folder: Path, *, device: torch.device, dtype: torch.dtype | None) -> Any:
     """Read a saved model back: without pickle or a network, no code of its own, no other folder.
-
-    Args:
-        folder: a folder that `save` wrote.
-        device: the device to put it on; by default the cpu.
-        dtype: its floating-point type, as `model.to(dtype)` would make it; by default as saved.
-
-    Returns:
-        The model, of the class that was saved, with its tokenizer, flags, tied and frozen
-        parameters as they were.
 
     Raises:
         UnsupportedCallError: it is a HookedTransformer, and transformer-lens 4 has none.
-        CheckpointError: the folder is missing, damaged, tampered with, newer than this package, or
-            the device or dtype is unknown.
-
-    Example:
-        >>> import tempfile, torch
-        >>> from attn_only_lens import convert, load, pretrained, save
-        >>> with tempfile.TemporaryDirectory() as parent:
-        ...     folder = save(convert(pretrained.modular_addition()), f"{parent}/added")
-        ...     load(folder, dtype="float64").W_in.dtype
-        torch.float64
+        CheckpointError: the folder is damaged, tampered with, or newer than this package.
     """
-    folder = open_folder(folder)
-    to_device = parse_device("cpu" if device is None else device)
-    to_dtype = None if dtype is None else parse_dtype(dtype)
     manifest = read_manifest(folder)
     check_files(folder, manifest["files"], closed=TOKENIZER)
     tensors, _ = read_tensors(folder / WEIGHTS)
@@ -182,10 +153,10 @@ def load(
     if manifest["padding_side"] is not None:
         model.tokenizer = load_tokenizer(folder)
         model.tokenizer.padding_side = manifest["padding_side"]
-    if to_dtype is not None:
-        model.to(to_dtype, print_details=False)
+    if dtype is not None:
+        model.to(dtype, print_details=False)
     # By its name: of a torch.device, a HookedTransformer notes the type alone, not the index.
-    return model.to(str(to_device), print_details=False)
+    return model.to(str(device), print_details=False)
 
 
 def is_saved(folder: str | os.PathLike[str]) -> bool:

@@ -8,19 +8,22 @@ tensor would separate them.
 
 `deepcopy` cannot see into closures. TransformerBridge attaches some to its own modules, to capture
 what enters a norm or an MLP, each bound to its block: a copy of them would write into the original.
-They are taken off the copy, whose blocks attach their own as they run. Those of transformers, which
+They are taken off the copy, whose blocks attach their own as they run. Those by which
+transformer-lens 4 shows BERT's MLPs are made again, bound to the copy. Those of transformers, which
 collect outputs on request, are bound to no module. Anybody else's closures could be bound to
 anything, so a bridge with such hooks is refused (`runs/attached_hooks.py` tells them apart).
 """
 
 import copy
+from types import CellType, FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformer_lens.hook_points import HookPoint
 from transformer_lens.model_bridge import TransformerBridge
 
-from attn_only_lens.runs.attached_hooks import find_hooks, hook_reasons, modules_of
+from attn_only_lens.runs.attached_hooks import find_hooks, hook_reasons, is_placeholder, modules_of
 from attn_only_lens.tl import HookedTransformer
 
 
@@ -35,8 +38,8 @@ def reasons_against_copying(model: Any) -> list[str]:
     reasons = hook_reasons(model)
     if own := find_hooks(model).own:
         reasons.append(
-            f"TransformerLens has hooks of its own on it ({own[0]}), as on BERT in 4.3, and a "
-            "copy's would act on the original; use the model itself: "
+            f"TransformerLens has hooks of its own on it ({own[0]}), and a copy's would act on the "
+            "original; use the model itself: "
             "attn_only_lens.expose_neuron_heads(model)"
         )
     if any(parameter.is_inference() for parameter in model.parameters()):
@@ -68,7 +71,21 @@ def copy_model(model: Any, *, copy_weights: bool) -> Any:
         split: Any = vars(module).get("split_qkv_matrix")
         if getattr(split, "__self__", None) is model.adapter:
             vars(module)["split_qkv_matrix"] = getattr(copied.adapter, split.__name__)
+        if isinstance(module, HookPoint):
+            _bind_placeholders(module, memo)
     return copied
+
+
+def _bind_placeholders(point: HookPoint, memo: dict[int, Any]) -> None:
+    """Make each placeholder's hook on a copied hook point again, bound to the copies in `memo`."""
+    for handle in [each for each in point.fwd_hooks if is_placeholder(each)]:
+        handle.hook.remove()
+        point.fwd_hooks.remove(handle)
+        hook: Any = handle.user_hook
+        bound = [each.cell_contents for each in hook.__closure__]
+        cells = tuple(CellType(memo.get(id(each), each)) for each in bound)
+        twin: Any = FunctionType(hook.__code__, hook.__globals__, hook.__name__, None, cells)
+        point.add_hook(twin, is_permanent=True)
 
 
 def _same_view_of_a_copy(tensor: Tensor, storages: dict[int, torch.UntypedStorage]) -> Tensor:

@@ -87,6 +87,8 @@
     cy.viewport({ zoom, pan: { x: left + (width - (x1 + x2) * zoom) / 2,
                                y: (height - (y1 + y2) * zoom) / 2 } });
   };
+  let moved = false; // by the reader
+  cy.on("dragpan scrollzoom pinchzoom", () => { moved = true; });
   window.circuit = cy; // for the console
 
   // --- Names of rows and columns, which stay in sight while the graph moves --------------------
@@ -298,9 +300,15 @@
   at("search").addEventListener("input", search);
   at("search").addEventListener("keydown", (event) => {
     const hits = cy.nodes(".found");
-    if (event.key === "Enter" && hits.length) cy.animate({ fit: { eles: hits, padding: 90 } });
+    if (event.key === "Enter" && hits.length) {
+      moved = true;
+      cy.animate({ fit: { eles: hits, padding: 90 } });
+    }
   });
-  at("fit").addEventListener("click", whole);
+  at("fit").addEventListener("click", () => {
+    moved = false;
+    whole();
+  });
   cy.on("tap", ".node", (event) => choose(event.target.data("index"), false));
   cy.on("tap", (event) => { if (event.target === cy) choose(null, false); });
 
@@ -309,4 +317,6 @@
   update();
   whole();
   follow();
+  // The size of a frame may come after its script has run, and change.
+  new ResizeObserver(() => moved ? cy.resize() : whole()).observe(at("stage"));
 })();

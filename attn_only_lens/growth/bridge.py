@@ -1,0 +1,208 @@
+"""Growth of TransformerBridges: what those of every source have in common.
+
+A bridge calls the parts of any model by the same names, `blocks.0.attn.q`. A table gives the layout
+of their parameters against the tensors of `Weights`. Where queries, keys and values are one matrix
+in the wrapped model, the bridge computes with three of its own, and the one stays behind as they
+are trained: so the three are read, and the one is made of them.
+"""
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from attn_only_lens.expansion import Weights
+from attn_only_lens.expansion.weights import block_name
+from attn_only_lens.growth.growable import Growable, Parameter
+from attn_only_lens.models.in_place import exposed_heads, reasons_against_copying
+
+WRAPPED = "_original_component."  # of a part of the bridge, the module that it wraps
+_OF_MODEL = ("embed", "pos_embed", "ln_final", "unembed")
+_OF_BLOCK = (
+    *("ln1", "ln1_post", "ln2", "ln2_post"),
+    *("attn.q", "attn.k", "attn.v", "attn.o", "attn.q_norm", "attn.k_norm"),
+    *("mlp.in", "mlp.gate", "mlp.out"),
+)
+_PARAMETERS = {
+    "embed.weight": ("embed.W_E", None),
+    "pos_embed.weight": ("pos_embed.W_pos", None),
+    "unembed.weight": ("unembed.W_U", "vocab model -> model vocab"),
+    "unembed.bias": ("unembed.b_U", None),
+    "attn.q.weight": ("attn.W_Q", "(head width) model -> head model width"),
+    "attn.q.bias": ("attn.b_Q", "(head width) -> head width"),
+    "attn.k.weight": ("attn.W_K", "(kv_head width) model -> kv_head model width"),
+    "attn.k.bias": ("attn.b_K", "(kv_head width) -> kv_head width"),
+    "attn.v.weight": ("attn.W_V", "(kv_head width) model -> kv_head model width"),
+    "attn.v.bias": ("attn.b_V", "(kv_head width) -> kv_head width"),
+    "attn.o.weight": ("attn.W_O", "model (head width) -> head width model"),
+    "attn.o.bias": ("attn.b_O", None),
+    "attn.q_norm.weight": ("attn.q_norm.w", None),
+    "attn.k_norm.weight": ("attn.k_norm.w", None),
+    "mlp.in.weight": ("mlp.W_in", "neuron model -> model neuron"),
+    "mlp.in.bias": ("mlp.b_in", None),
+    "mlp.gate.weight": ("mlp.W_gate", "neuron model -> model neuron"),
+    "mlp.out.weight": ("mlp.W_out", "model neuron -> neuron model"),
+    "mlp.out.bias": ("mlp.b_out", None),
+    **{
+        f"{norm}.{theirs}": (f"{norm}.{ours}", None)
+        for norm in ("ln1", "ln1_post", "ln2", "ln2_post", "ln_final")
+        for theirs, ours in (("weight", "w"), ("bias", "b"))
+    },
+}
+
+
+class BridgeModel(Growable):
+    """A TransformerBridge."""
+
+    def reasons_against(self) -> list[str]:
+        """Return every reason why the model's function is unknown."""
+        model = self.model
+        if exposed_heads(model):
+            return ["its neurons are exposed as heads in place; first `exposed.undo()`"]
+        reasons = reasons_against_copying(model)
+        if model.compatibility_mode:
+            reasons.append(
+                "it is in compatibility mode, which may have processed its weights; grow the "
+                "bridge as it was booted, then enable_compatibility_mode"
+            )
+        first: dict[int, str] = {}
+        for path, parameter, _ in self._parts():
+            one = first.setdefault(id(parameter), path)
+            if one not in (path, "embed.weight"):
+                reasons.append(
+                    f"its {one} and {path} are one parameter, which may grow in two ways: give "
+                    "each its own"
+                )
+        return reasons
+
+    def named_parameters(self) -> Mapping[str, nn.Parameter]:
+        """Return the parameters that it computes with, by name; one of two uses by both names."""
+        names = {id(parameter): name for name, parameter in self.model.named_parameters()}
+        found: dict[str, nn.Parameter] = {}
+        for path, parameter, _ in self._parts():
+            name = names[id(parameter)]
+            found[path if name in found else name] = parameter
+        return found
+
+    def parameters(self) -> Mapping[str, Parameter]:
+        """Return the layout of every parameter that it computes with."""
+        return dict(
+            zip(self.named_parameters(), (layout for _, _, layout in self._parts()), strict=True)
+        )
+
+    @property
+    def is_tied(self) -> bool:
+        """True if the unembedding is the embedding."""
+        parts = {path: parameter for path, parameter, _ in self._parts()}
+        return parts["unembed.weight"] is parts["embed.weight"]
+
+    def tensors(self) -> dict[str, Any]:
+        """Return the tensors of `Weights`: the model's own, detached."""
+        return {
+            layout.name: layout.to_weights(parameter.detach())
+            for _, parameter, layout in self._parts()
+        }
+
+    def set_tensors(self, weights: Weights, frozen: set[str]) -> None:
+        """Give every parameter the numbers of its tensor, and its flag."""
+        for _, parameter, layout in self._parts():
+            parameter.data = layout.from_weights(weights.tensors[layout.name])
+            parameter.requires_grad_(layout.name not in frozen)
+
+    def frozen(self) -> set[str]:
+        """Return the tensors whose parameters are not trained."""
+        return {layout.name for _, p, layout in self._parts() if not p.requires_grad}
+
+    def _parts(self) -> Iterator[tuple[str, nn.Parameter, Parameter]]:
+        """Yield each parameter's path in the bridge, itself, and its layout."""
+        model, cfg = self.model, self.model.cfg
+        heads = {"head": cfg.n_heads, "kv_head": cfg.n_key_value_heads or cfg.n_heads}
+        places = [(name, name, model) for name in _OF_MODEL]
+        for layer, block in enumerate(model.blocks):
+            places += [(block_name(layer, name), name, block) for name in _OF_BLOCK]
+        for path, name, owner in places:
+            part = _part(owner, name)
+            for kind in ("weight", "bias"):
+                parameter = None if part is None else part._parameters.get(kind)
+                if parameter is None:
+                    continue
+                tensor, pattern = _PARAMETERS[f"{name}.{kind}"]
+                if pattern is not None and isinstance(part, Conv1D) and kind == "weight":
+                    pattern = _transposed(pattern)
+                if parameter.ndim == 1 and name in ("attn.q_norm", "attn.k_norm"):
+                    pattern = self._norm_pattern(name)
+                sizes = tuple(
+                    (axis, n) for axis, n in heads.items() if f"({axis} " in (pattern or "")
+                )
+                yield (
+                    f"{path}.{kind}",
+                    parameter,
+                    Parameter(path.removesuffix(name) + tensor, pattern, sizes),
+                )
+
+    def _norm_pattern(self, name: str) -> str | None:
+        """The layout of a gain of queries or keys: of one head, unless a family says otherwise."""
+        return None
+
+
+def _part(owner: Any, path: str) -> Any:
+    """The module of transformers or TransformerLens behind a part of a bridge; None without it."""
+    for name in path.split("."):
+        owner = getattr(owner, "_modules", {}).get(name)
+        if owner is None:
+            return None
+    while WRAPPED[:-1] in owner._modules:
+        owner = owner._modules[WRAPPED[:-1]]
+    return owner
+
+
+def _transposed(pattern: str) -> str:
+    """The pattern of a matrix that is stored with inputs first."""
+    left, right = pattern.split(" -> ")
+    rows, columns = re.findall(r"\([^)]*\)|\w+", left)
+    return f"{columns} {rows} -> {right}"
+
+
+def differing_modules(model: Any, usual: Any) -> list[str]:
+    """Return which modules differ from those that a configuration leads to.
+
+    A module's constants are its attributes: eps, scale, soft caps, widths.
+
+    Args:
+        model: the wrapped model of a bridge.
+        usual: the same, made of the configuration that the grown model is made from.
+    """
+    modules, expected = (
+        {
+            name.replace(f".{WRAPPED[:-1]}", ""): module
+            for name, module in each.named_modules()
+            if not isinstance(module, nn.ModuleList)  # the bridge has one of its own
+        }
+        for each in (model, usual)
+    )
+    reasons = []
+    for name, twin in expected.items():
+        module, label = modules.get(name), f"its {name or 'model'}"
+        if type(module) is not type(twin):
+            kinds = type(module).__qualname__, type(twin).__qualname__
+            reasons.append(f"{label} is a {kinds[0]}; its configuration says {kinds[1]}")
+            continue
+        has, says = _constants(module), _constants(twin)
+        reasons += [
+            f"{label}.{key} is {has.get(key)!r}; its configuration says {says.get(key)!r}"
+            for key in sorted(has.keys() | says.keys())
+            if has.get(key) != says.get(key)
+        ]
+    return reasons
+
+
+def _constants(module: Any) -> dict[str, Any]:
+    """The plain attributes of a module."""
+    plain = (bool, int, float, str, tuple, type(None))
+    return {
+        key: value
+        for key, value in vars(module).items()
+        if key[0] != "_" and key != "training" and isinstance(value, plain)
+    }

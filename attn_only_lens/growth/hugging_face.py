@@ -1,0 +1,443 @@
+"""Growth of TransformerBridges around models of Hugging Face transformers.
+
+A table says what the configuration of each family does not: its norms, and where they stand. The
+grown model is built from a larger configuration of the same class, as transformers would build it,
+and a bridge is put around it; its parameters are the tensors of `Weights`.
+
+Not every grown model has a configuration that transformers accepts (`transformers_module.py`):
+it computes the same, but no folder for transformers alone can hold it.
+"""
+
+import copy
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from einops import rearrange
+from huggingface_hub.errors import StrictDataclassError
+from torch import Tensor, nn
+from transformer_lens.model_bridge import TransformerBridge
+from transformer_lens.model_bridge.sources._bridge_builder import build_bridge_from_module
+from transformers import PretrainedConfig, PreTrainedModel
+
+from attn_only_lens.expansion import Axis, Weights
+from attn_only_lens.expansion.weights import Constants, Norm, block_name, in_layer
+from attn_only_lens.growth.bridge import WRAPPED, BridgeModel, differing_modules
+from attn_only_lens.models.transformers_module import (
+    BY_LAYER,
+    build_module,
+    has_head_dim,
+    intermediate_size,
+)
+from attn_only_lens.numerics import keep_random_state
+
+
+@dataclass(frozen=True)
+class Family:
+    """What a configuration of transformers leaves to the code of its model.
+
+    Attributes:
+        norm, norm_place, gain_offset, embed_scaled, qk_norm: as in `Constants`.
+        eps: the name of ε in the configuration.
+        positions: as in `Constants`.
+        partial_rotary: whether it reads `partial_rotary_factor`; if not, rotary positions turn
+            whole heads.
+    """
+
+    norm: Norm = "RMS"
+    eps: str = "rms_norm_eps"
+    norm_place: Literal["before", "after", "both"] = "before"
+    gain_offset: float = 0.0
+    embed_scaled: bool = False
+    qk_norm: Literal["by head", "all heads"] | None = None
+    positions: str = "rotary"
+    partial_rotary: bool = False
+
+
+FAMILIES = {
+    "gpt2": Family("LN", "layer_norm_epsilon", positions="standard"),
+    "gpt_neox": Family("LN", "layer_norm_eps", partial_rotary=True),
+    "llama": Family(),
+    "mistral": Family(),
+    "qwen2": Family(),
+    "qwen3": Family(qk_norm="by head"),
+    "gemma": Family(gain_offset=1.0, embed_scaled=True),
+    "gemma2": Family(gain_offset=1.0, embed_scaled=True, norm_place="both"),
+    "gemma3_text": Family(gain_offset=1.0, embed_scaled=True, norm_place="both", qk_norm="by head"),
+    "phi": Family("LN", "layer_norm_eps", partial_rotary=True),
+    "phi3": Family(partial_rotary=True),
+    "olmo2": Family(norm_place="after", qk_norm="all heads"),
+}
+"""By `model_type`."""
+# Frequencies that depend on their own wavelength alone, or on the index of a pair.
+_ROTARY = ("default", "linear", "llama3", "yarn", "longrope")
+_RECOMPUTED = ("dynamic", "longrope")  # for the length of what the model has seen last
+# Matrices that several tensors share, in this order.
+_FUSED = {
+    "c_attn": ("attn.q", "attn.k", "attn.v"),
+    "query_key_value": ("attn.q", "attn.k", "attn.v"),
+    "qkv_proj": ("attn.q", "attn.k", "attn.v"),
+    "gate_up_proj": ("mlp.gate", "mlp.in"),
+}
+_POS = 5  # tokens of the trial
+_DIFFERENCE = {torch.float64: 1e-4, torch.float32: 1e-3}  # rotary angles are float32's
+
+
+class HuggingFaceBridge(BridgeModel):
+    """A TransformerBridge around a causal language model of transformers, of `FAMILIES`."""
+
+    may_differ_by_layer = frozenset({"d_mlp"})
+
+    @staticmethod
+    def is_kind(model: Any) -> bool:
+        """Return True for a bridge of one of the families."""
+        wrapped = getattr(model, "original_model", None)
+        kind = getattr(getattr(wrapped, "config", None), "model_type", None)
+        return (
+            isinstance(model, TransformerBridge)
+            and isinstance(wrapped, PreTrainedModel)
+            and kind in FAMILIES
+            and wrapped.can_generate()
+        )
+
+    @property
+    def config(self) -> PretrainedConfig:
+        """The configuration of the wrapped model."""
+        return self.model.original_model.config
+
+    @property
+    def family(self) -> Family:
+        """What it does not say."""
+        return FAMILIES[self.config.model_type]
+
+    def reasons_against(self) -> list[str]:
+        """Return every reason why the model's function is unknown."""
+        if getattr(self.config, "quantization_config", None) is not None:
+            return ["its weights are quantised; load it dequantised, in float32 or bfloat16"]
+        if reasons := super().reasons_against():
+            return reasons
+        config = self.config
+        if getattr(config, "scale_attn_weights", True) is False:
+            reasons.append("its config.scale_attn_weights is False, which its bridge does not heed")
+        if getattr(config, "add_cross_attention", False):
+            reasons.append("it attends to an encoder, whose width would have to grow along")
+        twin = self._bridge(self._module(config))
+        reasons += differing_modules(self.model.original_model, twin.original_model)
+        if reasons:
+            return reasons
+        rules, named = dict(self._rules()), self._named_by_transformers()
+        unknown = [name for name in named if self._rule(name) not in rules]
+        if unknown:
+            reasons.append(f"it has parameters unknown to its kind: {', '.join(unknown[:5])}")
+        fresh = dict(twin.original_model.named_buffers())
+        if any(each.get("rope_type") in _RECOMPUTED for each in _ropes(config)):
+            fresh = {name: x for name, x in fresh.items() if "original_inv_freq" in name}
+        reasons += [
+            f"its {name.replace(WRAPPED, '')} is not what its configuration leads to"
+            for name, buffer in self.model.original_model.named_buffers()
+            if name in fresh and not torch.equal(buffer.cpu(), fresh[name].to(buffer.dtype))
+        ]
+        return reasons
+
+    def read(self) -> Weights:
+        """Return its weights."""
+        config, family = self.config, self.family
+        scalar = getattr(config, "query_pre_attn_scalar", None)
+        kinds = getattr(config, "layer_types", None)
+        whole = family.positions == "rotary" and not family.partial_rotary
+        constants = Constants(
+            n_layers=config.num_hidden_layers,
+            norm=family.norm,
+            final_norm=family.norm,
+            norm_place=family.norm_place,
+            gain_offset=family.gain_offset,
+            eps=getattr(config, family.eps),
+            embed_scaled=family.embed_scaled,
+            scale=None if scalar is None else math.sqrt(scalar),
+            scale_by_layer=getattr(config, "scale_attn_by_inverse_layer_idx", False),
+            positions=family.positions,
+            rotary="whole head" if whole else "fixed",
+            qk_norm=family.qk_norm,
+            attn_types=None if kinds is None else tuple(kinds),
+            tied=self.is_tied,
+            grouped=hasattr(config, "num_key_value_heads"),
+            init=("gpt2", float(config.initializer_range)),
+        )
+        return Weights(self.tensors(), constants)
+
+    def reasons_against_weights(self, weights: Weights) -> list[str]:
+        """Return every reason why no bridge of this family can have such weights."""
+        reasons = super().reasons_against_weights(weights)
+        kinds = {str(each.get("rope_type", "default")) for each in _ropes(self.config)}
+        kinds -= set(_ROTARY)
+        if kinds and weights.sizes[Axis("d_query", 0)] != self.model.cfg.d_head:
+            reasons.append(
+                f"its rotary positions are of type {', '.join(map(repr, sorted(kinds)))}, whose "
+                "angles depend on the width of a head in ways that no θ makes up for"
+            )
+        return reasons
+
+    def write(self, weights: Weights, source_of: Callable[[str], str]) -> Any:
+        """Return a new bridge, around a new model of transformers."""
+        template, some = self.model, next(self.model.parameters())
+        module = self._module(self.grown_config(weights), self.state(weights))
+        old = {
+            name.replace(WRAPPED, ""): buffer
+            for name, buffer in template.original_model.named_buffers()
+        }
+        for name, buffer in module.named_buffers():
+            like = old.get(name)
+            buffer.data = buffer.to(some.device, None if like is None else like.dtype)
+        model = self._bridge(module)
+        usual = vars(self._bridge(self._module(self.config)).cfg)
+        for key, value in vars(template.cfg).items():  # what the user has set since
+            if key in usual and type(value) in (bool, str) and usual[key] != value:
+                setattr(model.cfg, key, value)
+        frozen, new = self.frozen(), HuggingFaceBridge(model)
+        named, beside = new.named_parameters(), self._beside()
+        for name, layout in new.parameters().items():
+            named[name].requires_grad_(source_of(layout.name) not in frozen)
+            if layout.name in beside:
+                named[name].data = layout.from_weights(weights.tensors[layout.name])
+        return model.train(template.training)
+
+    def reasons_against_saving(self) -> list[str]:
+        """Return every reason why no folder of transformers can hold this model."""
+        config, cfg = self.config, self.model.cfg
+        trained = [name for name in self._beside() if self.tensors()[name].any()]
+        if trained:
+            return [
+                f"its {', '.join(trained)} is not zero, and transformers' "
+                f"{type(self.model.original_model).__name__} has none (transformer-lens 3.9 adds "
+                "it); set it to zero, and do not train it"
+            ]
+        try:
+            type(config).from_dict(config.to_dict())
+        except (StrictDataclassError, ValueError) as error:
+            found = str(error).strip().splitlines()[-1].strip()
+            return [f"{type(config).__name__} refuses its sizes ({found}); {_INSTEAD}"]
+        if getattr(config, BY_LAYER, None):
+            return [
+                f"its layers differ in d_mlp, which {type(config).__name__} cannot say; grow all "
+                f"of them, or {_SAVE}"
+            ]
+        if has_head_dim(config) or cfg.n_heads * cfg.d_head == cfg.d_model:
+            return []
+        return [
+            f"{type(config).__name__} has no head_dim: {cfg.n_heads} heads of width {cfg.d_head} "
+            f"need hidden_size {cfg.n_heads * cfg.d_head}, and it is {cfg.d_model}; {_INSTEAD}"
+        ]
+
+    def save_pretrained(self, folder: Path) -> None:
+        """Write what `AutoModelForCausalLM.from_pretrained` reads."""
+        module = self._module(self.config, self.state(self.read()))
+        module.config.dtype = next(self.model.parameters()).dtype
+        module.save_pretrained(folder)
+        if self.model.tokenizer is not None:
+            self.model.tokenizer.save_pretrained(folder)
+
+    def trial(self, grown: Any) -> list[str]:
+        """Return the reason if a grown bridge computes something else, on a few tokens.
+
+        Growth is exact; this finds settings of a configuration that growth does not know.
+        """
+        template = self.model
+        some = next(template.parameters())
+        tokens = torch.arange(2 * _POS, device=some.device).reshape(2, _POS) % template.cfg.d_vocab
+        logits = []
+        for model in (template, grown):
+            training = model.training
+            with torch.no_grad():
+                logits.append(model.eval()(tokens).double())
+            model.train(training)
+        difference = ((logits[0] - logits[1]).abs().max() / logits[0].abs().max()).item()
+        if difference <= _DIFFERENCE.get(some.dtype, 0.1):
+            return []
+        return [
+            f"its logits would differ by {difference:.2g} of the largest: a setting of its "
+            "configuration must be unknown to growth"
+        ]
+
+    def grown_config(self, weights: Weights) -> PretrainedConfig:
+        """Return the configuration of a model with these weights."""
+        config, constants, sizes = copy.deepcopy(self.config), weights.constants, weights.sizes
+        width, was = sizes[Axis("d_query", 0)], self.model.cfg.d_head
+        n_heads, d_model = sizes[Axis("head", 0)], sizes[Axis("d_model")]
+        d_mlp = [sizes[Axis("d_mlp", layer)] for layer in range(constants.n_layers)]
+        fields: dict[str, Any] = {
+            "hidden_size": d_model,
+            "num_hidden_layers": constants.n_layers,
+            "num_attention_heads": n_heads,
+            self.family.eps: constants.eps,
+            "tie_word_embeddings": constants.tied,
+            intermediate_size(config): d_mlp[0],
+        }
+        if constants.grouped:
+            fields["num_key_value_heads"] = sizes[Axis("kv_head", 0)]
+        if n_heads * width != d_model or (
+            has_head_dim(config) and getattr(config, "head_dim", None) is not None
+        ):
+            fields["head_dim"] = width
+        elif hasattr(config, "head_dim"):
+            del config.head_dim
+        if len(set(d_mlp)) > 1 or hasattr(config, BY_LAYER):
+            fields[BY_LAYER] = d_mlp if len(set(d_mlp)) > 1 else None
+        if constants.attn_types is not None:
+            fields["layer_types"] = list(constants.attn_types)
+        for key, value in fields.items():
+            setattr(config, key, value)
+        if width != was:
+            for rope in _ropes(config):
+                if constants.rotary == "whole head":
+                    rope["rope_theta"] = rope["rope_theta"] ** (width / was)
+                else:
+                    rope["partial_rotary_factor"] = _fraction(
+                        int(was * rope.get("partial_rotary_factor", 1.0)), width
+                    )
+                for key in ("short_factor", "long_factor"):
+                    if constants.rotary == "whole head" and rope.get(key):
+                        rope[key] = [*rope[key], *[1.0] * ((width - was) // 2)]
+        return config
+
+    def state(self, weights: Weights) -> dict[str, Tensor]:
+        """Return the state dict of a model of transformers with these weights."""
+        layouts = {layout.name: layout for layout in self.parameters().values()}
+        rules = dict(self._rules())
+        made: dict[str, Tensor] = {}
+
+        def tensor(name: str, like: str) -> Tensor:
+            return layouts[like].from_weights(weights.tensors[name])
+
+        for name, tails in rules.items():
+            layers = range(weights.constants.n_layers) if "{}" in name else [0]
+            for layer in layers:
+                names = [
+                    (block_name(layer, of), block_name(0, of)) if "{}" in name else (of, of)
+                    for of in tails
+                ]
+                parts = [tensor(*each) for each in names]
+                whole = parts[0] if len(parts) == 1 else _fused(name, parts, weights)
+                made[name.format(layer)] = whole
+        return made
+
+    def _norm_pattern(self, name: str) -> str | None:
+        """The layout of a gain of queries or keys."""
+        if self.family.qk_norm != "all heads":
+            return None
+        axis = "head" if name == "attn.q_norm" else "kv_head"
+        return f"({axis} width) -> {axis} width"
+
+    def _named_by_transformers(self) -> dict[str, nn.Parameter]:
+        """Parameters by the names that they have in a model without a bridge."""
+        clean = set(self._module(self.config).state_dict())
+        named = self.model.original_model.named_parameters(remove_duplicate=False)
+        found = {name.replace(WRAPPED, ""): parameter for name, parameter in named}
+        return {name: each for name, each in found.items() if name in clean}
+
+    def _path(self, part: str) -> str:
+        """The path of a part of the bridge in the wrapped model."""
+        return str(self.model.adapter.component_mapping[part].name)
+
+    def _rule(self, name: str) -> str:
+        """The name of a parameter with a place for the layer's number."""
+        path = self._path("blocks")
+        return re.sub(rf"^{re.escape(path)}\.\d+\.", f"{path}.{{}}.", name)
+
+    def _rules(self) -> Iterator[tuple[str, tuple[str, ...]]]:
+        """Yield the tails of the tensors that each parameter of transformers holds, by `_rule`."""
+        named, layouts = self.named_parameters(), self.parameters()
+        tensors: dict[int, str] = {}
+        for name, layout in layouts.items():  # of a tied one, the embedding first
+            tensors.setdefault(id(named[name]), layout.name)
+        present = {layout.name for layout in layouts.values()}
+        for name, parameter in self._named_by_transformers().items():
+            rule, module, kind = self._rule(name), *name.split(".")[-2:]
+            if name != rule.format(0):
+                continue
+            if name == f"{self._path('unembed')}.weight":  # perhaps the embedding's, too
+                yield rule, ("unembed.W_U",)
+            elif id(parameter) in tensors:
+                yield rule, (tensors[id(parameter)].removeprefix("blocks.0."),)
+            elif module in _FUSED:
+                tails = tuple(_TAILS[part, kind] for part in _FUSED[module])
+                if all(block_name(0, each) in present for each in tails):
+                    yield rule, tails
+
+    def _beside(self) -> set[str]:
+        """Tensors that the bridge has beside the model's: 3.9 adds a bias to the unembedding."""
+        held = {tail for tails in dict(self._rules()).values() for tail in tails}
+        return {name for name in self.tensors() if in_layer(name) is None and name not in held}
+
+    def _module(
+        self, config: PretrainedConfig, state: Mapping[str, Tensor] | None = None
+    ) -> PreTrainedModel:
+        """Build a model of transformers with this state dict; without, with any numbers."""
+        template = self.model.original_model
+        cpu = torch.device("cpu")
+        with keep_random_state(cpu), cpu:
+            model = build_module(type(template), config)
+        if state is not None:
+            model.load_state_dict(state, assign=True)
+            model.tie_weights()
+        model.config._attn_implementation = template.config._attn_implementation
+        model.generation_config = copy.deepcopy(template.generation_config)
+        return model
+
+    def _bridge(self, model: PreTrainedModel) -> TransformerBridge:
+        """Put a bridge around a model of transformers, with the tokenizer of this one."""
+        template = self.model
+        bridge: TransformerBridge = build_bridge_from_module(
+            model,
+            architecture=template.cfg.architecture,
+            hf_config=model.config,
+            tokenizer=template.tokenizer,
+            model_name=template.cfg.model_name,
+        )
+        return bridge
+
+
+_TAILS = {
+    ("attn.q", "weight"): "attn.W_Q",
+    ("attn.k", "weight"): "attn.W_K",
+    ("attn.v", "weight"): "attn.W_V",
+    ("attn.q", "bias"): "attn.b_Q",
+    ("attn.k", "bias"): "attn.b_K",
+    ("attn.v", "bias"): "attn.b_V",
+    ("mlp.gate", "weight"): "mlp.W_gate",
+    ("mlp.in", "weight"): "mlp.W_in",
+}
+
+
+def _fused(name: str, parts: list[Tensor], weights: Weights) -> Tensor:
+    """One matrix or bias of several, each with its outputs first."""
+    if "query_key_value" in name:  # a head's three stand together
+        n_heads = weights.sizes[Axis("head", 0)]
+        by_head = [rearrange(x, "(head width) ... -> head width ...", head=n_heads) for x in parts]
+        return rearrange(
+            torch.stack(by_head, 1), "head three width ... -> (head three width) ..."
+        ).contiguous()
+    whole = torch.cat(parts)
+    return whole.T.contiguous() if "c_attn" in name and whole.ndim == 2 else whole
+
+
+_SAVE = "write it with neuron-heads: attn_only_lens.save(expose_neuron_heads(model).model, folder)"
+_INSTEAD = f"grow d_model or n_heads along, or {_SAVE}"
+
+
+def _ropes(config: PretrainedConfig) -> list[dict[str, Any]]:
+    """The settings of rotary positions: one, or one for each kind of layer."""
+    found = getattr(config, "rope_parameters", None) or {}
+    nested = [each for each in found.values() if isinstance(each, dict)]
+    return nested or ([found] if found else [])
+
+
+def _fraction(rotary_dim: int, width: int) -> float:
+    """A fraction of which transformers' int(width · fraction) is `rotary_dim`."""
+    fraction = rotary_dim / width
+    while int(width * fraction) < rotary_dim:
+        fraction = math.nextafter(fraction, 1.0)
+    return fraction

@@ -1,0 +1,176 @@
+"""Models by name: the one place that turns what a user gives into a model."""
+
+import os
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from huggingface_hub import snapshot_download
+from transformer_lens.supported_models import MODEL_ALIASES
+
+from attn_only_lens.errors import CheckpointError
+from attn_only_lens.models.checkpoint import MANIFEST, is_saved, load_saved, read_manifest
+from attn_only_lens.models.hf_folder import HUB_FILES, is_hugging_face, load_hf_folder
+from attn_only_lens.models.source_folder import (
+    CONFIG,
+    first_words,
+    load_source,
+    parse_device,
+    parse_dtype,
+)
+from attn_only_lens.storage import open_folder, read_json
+from attn_only_lens.tl import HookedTransformer, no_remote_code, quiet, require_hooked_transformer
+
+EXPECTED = (
+    "a Hugging Face name or folder, a folder that `save` or `grow` wrote, or one of a "
+    "HookedTransformer (transformer-lens 3.9)"
+)
+FolderKind = Literal["saved", "Hugging Face", "HookedTransformer"]
+
+
+@torch.inference_mode(False)  # weights of inference mode could never be trained
+def load(
+    model: str | os.PathLike[str],
+    *,
+    device: str | torch.device | None = None,
+    dtype: str | torch.dtype | None = None,
+    hooked: bool = False,
+) -> Any:
+    """Return the model of a name or a folder.
+
+        gpt2, EleutherAI/pythia-70m          from the Hugging Face hub: a TransformerBridge
+        a folder of transformers             config.json and safetensors: the same
+        a folder that grown.save_pretrained  or the command `grow` wrote: the same, or a
+                                             HookedTransformer, as it was
+        a folder that `save` wrote           the model with its neuron-heads, of the class it had
+        a folder of a HookedTransformer      config.json with the fields of its configuration, and
+                                             model.safetensors (transformer-lens 3.9)
+
+    A folder comes before a name. Nothing is read but safetensors and JSON: no pickle, and no code
+    that lies beside a model. A folder asks no hub; a name does, unless the model is there already.
+
+    Texts begin with BOS where TransformerLens puts one for that family (GPT-2, LLaMA, Gemma; not
+    Qwen, Phi, GPT-NeoX), but never where the tokenizer has none.
+
+    A bridge has the weights as they are, as `TransformerBridge.boot_transformers` gives it: call
+    its `enable_compatibility_mode` to fold and centre them. A `HookedTransformer` of a name has
+    them folded and centred, as `HookedTransformer.from_pretrained` does.
+
+    Args:
+        model: a name or a folder.
+        device: the device to put it on; by default the cpu.
+        dtype: its floating-point type; by default as `save` saved it, else float32.
+        hooked: load a name as a HookedTransformer, for `convert` (transformer-lens 3.9).
+
+    Returns:
+        The model, with its tokenizer where it has one. One that `save` wrote has neuron-heads, its
+        flags, tied and frozen parameters as they were; others have what `expose_neuron_heads` or
+        `convert` gives them.
+
+    Raises:
+        UnsupportedCallError: it is a HookedTransformer, and transformer-lens 4 has none.
+        CheckpointError: there is no such model; the folder is damaged, tampered with or newer than
+            this package; its weights are missing, left over or quantised; its tokenizer has more
+            tokens than the model; or the device or dtype is unknown.
+
+    Example:
+        >>> import tempfile, torch
+        >>> from attn_only_lens import expose_neuron_heads, load, pretrained, save
+        >>> exposed = expose_neuron_heads(pretrained.modular_addition()).model
+        >>> with tempfile.TemporaryDirectory() as parent:
+        ...     folder = save(exposed, f"{parent}/added")
+        ...     load(folder, dtype="float64").W_in.dtype
+        torch.float64
+    """
+    to_device = parse_device("cpu" if device is None else device)
+    to_dtype = None if dtype is None else parse_dtype(dtype)
+    if isinstance(model, str) and not _is_path(model):
+        by_name = _hooked_by_name if hooked else _bridge_by_name
+        return by_name(model, to_device, to_dtype or torch.float32)
+    folder, kind = open_folder(model), folder_kind(model)
+    if kind == "saved":
+        return load_saved(folder, device=to_device, dtype=to_dtype)
+    if kind == "HookedTransformer":
+        require_hooked_transformer(f"the model in {folder}")
+        return load_source(folder, device=to_device, dtype=to_dtype or torch.float32)
+    if hooked:
+        raise CheckpointError(
+            f"{folder} holds a model of transformers, which is loaded as a TransformerBridge; "
+            "expected a TransformerLens name or a folder of a HookedTransformer"
+        )
+    return load_hf_folder(
+        folder, name=str(model), dtype=to_dtype or torch.float32, device=to_device
+    )
+
+
+def folder_kind(model: str | os.PathLike[str]) -> FolderKind:
+    """Say what kind of folder this is.
+
+    Raises:
+        CheckpointError: there is no such folder, or it holds no model.
+    """
+    folder = open_folder(model)
+    if not folder.is_dir():
+        raise CheckpointError(f"there is no folder {model}; expected {EXPECTED}")
+    if is_saved(folder):
+        return "saved"
+    if not (folder / CONFIG).exists():
+        raise CheckpointError(
+            f"no model in {folder}: neither {CONFIG} nor {MANIFEST} is there; expected {EXPECTED}"
+        )
+    config = read_json(folder / CONFIG)
+    if not isinstance(config, dict):
+        raise CheckpointError(f"{folder / CONFIG} is not a model's: got {type(config).__name__}")
+    return "Hugging Face" if is_hugging_face(config) else "HookedTransformer"
+
+
+def is_hooked(folder: str | os.PathLike[str]) -> bool:
+    """Whether a folder holds a HookedTransformer, by its files.
+
+    Raises:
+        CheckpointError: there is no such folder, it holds no model, or its manifest is damaged.
+    """
+    kind = folder_kind(folder)
+    if kind == "saved":
+        return bool(read_manifest(open_folder(folder))["model"] == "HookedTransformer")
+    return kind == "HookedTransformer"
+
+
+def _is_path(model: str) -> bool:
+    """True for what cannot be a name, or is there."""
+    looks_so = not model or Path(model).is_absolute() or model.startswith((".", "~"))
+    return looks_so or os.path.lexists(model)
+
+
+def _bridge_by_name(name: str, device: torch.device, dtype: torch.dtype) -> Any:
+    official = next((new for new, aliases in MODEL_ALIASES.items() if name in aliases), name)
+    try:
+        folder = snapshot_download(official, allow_patterns=list(HUB_FILES))
+    except (OSError, ValueError) as error:  # of the hub: what it raises derives from these
+        raise _not_found(name, error) from error
+    return load_hf_folder(Path(folder), name=official, dtype=dtype, device=device)
+
+
+def _hooked_by_name(name: str, device: torch.device, dtype: torch.dtype) -> HookedTransformer:
+    require_hooked_transformer(f"{name!r} as a HookedTransformer")
+    try:
+        with quiet(), no_remote_code():
+            return HookedTransformer.from_pretrained(
+                name,
+                dtype=str(dtype).removeprefix("torch."),
+                device=str(device),
+                trust_remote_code=False,
+            )
+    except (OSError, ValueError, RuntimeError) as error:
+        raise _not_found(name, error) from error
+
+
+def _not_found(name: str, error: Exception) -> CheckpointError:
+    reason = str(error).strip().partition(" Valid official model names")[0]  # hundreds
+    reason = first_words(ValueError(reason.partition("\n")[0] or type(error).__name__))
+    if "trust_remote_code" in str(error):
+        reason = "it needs code of its own, which is never run here"
+    return CheckpointError(
+        f"could not load {name!r}: {reason.rstrip('.')}. Expected {EXPECTED}; offline, only a "
+        "folder will do, or a model that is in the cache of the hub"
+    )

@@ -1,0 +1,432 @@
+"""What every public function makes of every kind of model: the tables of docs/support.md.
+
+A row calls one function on a small model of that kind, of GPT-2's architecture, and says whether
+what comes back is sensible; whether it is right, other tests say. What an error of this package
+refuses is a cell too. `make support` stores the cells of one version of transformer-lens after the
+other, and `test_support.py` holds them against what there is now.
+
+    python tests/support.py
+"""
+
+import csv
+import re
+import sys
+import tempfile
+from functools import cached_property
+from importlib.metadata import version
+from io import StringIO
+from pathlib import Path
+
+import bridges
+import models
+import torch
+from common import BATCH, D_VOCAB, POS, tokens
+from tiny_tokenizer import tiny_tokenizer
+from typer.testing import CliRunner
+
+import attn_only_lens as lens
+from attn_only_lens import circuits, growth, viz
+from attn_only_lens import expansion as ex
+from attn_only_lens import patching as p
+from attn_only_lens.cli import app
+from attn_only_lens.storage import write_text
+from attn_only_lens.tl import HAS_HOOKED_TRANSFORMER
+
+STORED = Path(__file__).parents[1] / "docs" / "support.csv"
+PAGE = STORED.with_suffix(".md")
+HOOKED, BRIDGE, BRIDGE_4 = (
+    "HookedTransformer, 3.9",
+    "TransformerBridge, 3.9",
+    "TransformerBridge, 4",
+)
+KINDS = (BRIDGE_4, BRIDGE, HOOKED)
+HERE = (BRIDGE, HOOKED) if HAS_HOOKED_TRANSFORMER else (BRIDGE_4,)
+WORKS = "works"
+TEXT, OTHER = "w3 w5 w7 w2", "w3 w5 w11 w2"
+WORDS = [f"w{i}" for i in range(POS)]
+METRIC = p.logit_diff(correct=7, wrong=8)
+
+
+class Kit:
+    """A model of a kind, and what functions make of it for others to take, each made once."""
+
+    def __init__(self, kind, folder):
+        self.kind, self.folder = kind, Path(folder)
+
+    @cached_property
+    def model(self):
+        """Its neurons are not exposed."""
+        made = self._built("gelu", "gpt2")
+        tokenizer = tiny_tokenizer(D_VOCAB, self.folder / "words")
+        if self.kind == HOOKED:
+            made.set_tokenizer(tokenizer)
+        else:
+            made.tokenizer = tokenizer
+        return made
+
+    @cached_property
+    def gated(self):
+        return self._built("llama", "llama")
+
+    def _built(self, hooked, bridge):
+        if self.kind == HOOKED:
+            return models.build(hooked, torch.float32, d_vocab_out=D_VOCAB)
+        return bridges.boot(bridge, torch.float32)
+
+    @cached_property
+    def exposed(self):
+        return lens.expose_neuron_heads(self.model, copy=True).model
+
+    @cached_property
+    def cache(self):
+        with torch.no_grad():
+            return self.exposed.run_with_cache(tokens())[1]
+
+    @cached_property
+    def graph(self):
+        return circuits.attribution_graph(self.exposed, tokens(batch=1), METRIC, top=7)
+
+    @cached_property
+    def grown(self):
+        return lens.grow(self.model, d_mlp=41, seed=0)
+
+    @cached_property
+    def comparison(self):
+        settings = {"n_patched": 2, "n_nodes": 5, "n_resamples": 7, "progress": False}
+        return lens.compare(self.model, self.grown, tokens(), p.loss(), **settings)
+
+    def sweep(self, sites=("L0H1", "L1N3"), metric=METRIC, **options):
+        pair = (tokens(1), tokens(2))
+        options = {"positions": -1, "progress": False} | options
+        return p.activation_patch(self.exposed, *pair, metric, sites=sites, **options)
+
+    def attributed(self, metric=METRIC):
+        return p.attribution(self.exposed, tokens(1), tokens(2), metric, progress=False)
+
+    def grown_by(self, expansion, **options):
+        """Whether the model grows so, and computes the same."""
+        grown = lens.grow(self.model, expansion, seed=0, **options).model
+        with torch.no_grad():
+            return torch.allclose(grown(tokens()), self.model(tokens()), rtol=0, atol=1e-3)
+
+    @cached_property
+    def files(self):
+        """The model in a folder, as others would have it."""
+        folder = self.folder / "files"
+        folder.mkdir()
+        if self.kind == HOOKED:
+            return models.source_folder(folder)
+        bridges.original("gpt2", torch.float32).save_pretrained(folder)
+        tiny_tokenizer(D_VOCAB, folder)
+        return folder
+
+    def run(self, *arguments):
+        """Run a command, and return the file or folder that it was told to write last."""
+        result = CliRunner().invoke(app, [str(each) for each in arguments])
+        if result.exit_code == 2:
+            raise lens.AttnOnlyLensError(result.output.rpartition("error: ")[2])
+        assert result.exit_code == 0, result.output
+        return arguments[-1]
+
+    def out(self, name):
+        return Path(tempfile.mkdtemp(dir=self.folder)) / name
+
+    @cached_property
+    def patched(self):
+        prompts = ("--clean", TEXT, "--corrupted", OTHER, "--answer", "w7", "--wrong", "w11")
+        return self.run("patch", self.files, *prompts, "--layers", "1", "--out", self.out("x.csv"))
+
+    @cached_property
+    def larger(self):
+        return self.run("grow", "--d-mlp", "41", self.files, self.out("larger"))
+
+    @cached_property
+    def prompts(self):
+        path = self.folder / "prompts.txt"
+        path.write_text(f"{TEXT}\nw11 w13 w3 w5\n")
+        return path
+
+
+def _changed(sweep):
+    return bool((sweep.frame["value"] != sweep.corrupted_value).any())
+
+
+def _trained(kit):
+    model = kit.grown.shrink()
+    training = growth.Training(
+        model, torch.optim.AdamW(model.parameters(), lr=1e-3), {1: ex.AddNeurons(3)}
+    )
+    for _ in training.steps(2):
+        training.optimizer.zero_grad()
+        training.model(tokens()).square().mean().backward()
+        training.optimizer.step()
+    return len(training.history) == 1
+
+
+def _moved(kit):
+    hook = "blocks.1.hook_resid_pre"
+    moved = ex.activation_map(kit.grown.provenance, hook)
+    with torch.no_grad():
+        there = kit.grown.model.run_with_cache(tokens())[1][moved.name]
+    return torch.allclose(moved.old_part(there), kit.cache[hook], atol=1e-3)
+
+
+def _cached_by_hand(kit):
+    converted = lens.convert(kit.model)
+    _, cache = converted.run_with_cache(tokens())
+    by_hand = lens.AttentionOnlyCache(cache.cache_dict, converted)
+    return lens.neuron_pattern(by_hand, "L0N3").shape == (BATCH, POS, 2)
+
+
+def _bilinear(kit):
+    exposed = lens.expose_neuron_heads(kit.model, copy=True, gate=lens.Bilinear(2)).model
+    return lens.verify(kit.model, exposed, tokens()).ok
+
+
+def _found(kit, how):
+    pair = (tokens(1), tokens(2))
+    if how == "discover":
+        return circuits.discover(kit.exposed, *pair, METRIC, n_random=2)
+    return circuits.faithfulness(kit.exposed, *pair, METRIC, kit.attributed(), n_random=2)
+
+
+def _exported(kit, write, *read, **options):
+    path = kit.out("graph.json")
+    write(kit.graph, path, **options)
+    return path.stat().st_size > 0 and all(len(each(path).nodes) > 0 for each in read)
+
+
+def _page(kit):
+    about = {"tokens": WORDS, "metric": "logit", "value": 1.0, "model": "added", "n_layers": 2}
+    return viz.circuit_page(kit.graph.nodes, kit.graph.edges, about)
+
+
+LENS = {
+    "AttentionOnlyCache": _cached_by_hand,
+    "Bilinear": _bilinear,
+    "HeadName": lambda kit: lens.HeadName.parse("L0N3").hook("z", kit.exposed) in kit.cache,
+    "calibrate": lambda kit: min(lens.calibrate(kit.gated, tokens()).ranges) > 0,
+    "compare": lambda kit: (kit.comparison.heads["divergence"] < 1e-3).all(),
+    "convert": lambda kit: lens.convert(kit.model).cfg.attn_only,
+    "dense_pattern": lambda kit: lens.dense_pattern(kit.cache, "L0N3").shape[1:] == (POS, POS + 1),
+    "expose_neuron_heads": lambda kit: lens.verify(kit.model, kit.exposed, tokens()).bitwise,
+    "grow": lambda kit: kit.grown.model.cfg.d_mlp == 41,
+    "load": lambda kit: lens.load(kit.files)(tokens()).isfinite().all(),
+    "neuron_gate": lambda kit: lens.neuron_gate(kit.cache, "L0N3").shape == (BATCH, POS),
+    "neuron_pattern": lambda kit: lens.neuron_pattern(kit.cache, "L0N3").shape == (BATCH, POS, 2),
+    "save": lambda kit: torch.equal(
+        lens.load(lens.save(kit.exposed, kit.out("saved")))(tokens()), kit.exposed(tokens())
+    ),
+    "to_stock": lambda kit: (
+        lens.to_stock(lens.convert(kit.model, gate=lens.Bilinear(2))).cfg.attn_only
+    ),
+    "token_texts": lambda kit: lens.token_texts(kit.model, torch.tensor([7, 11])) == ["w3", " w7"],
+    "verify": lambda kit: lens.verify(kit.model, kit.exposed, tokens()).ok,
+}
+PATCHING = {
+    "activation_patch": lambda kit: _changed(kit.sweep()),
+    "agreement": lambda kit: len(
+        p.agreement(kit.sweep(p.all_heads(), positions="each"), kit.attributed())
+    ),
+    "all_heads": lambda kit: len(kit.sweep(p.all_heads()).frame) > 2 * D_VOCAB // 2,
+    "attribution": lambda kit: _changed(kit.attributed()),
+    "custom": lambda kit: _changed(
+        kit.sweep(metric=p.custom(lambda logits: logits[:, -1, 7].mean()))
+    ),
+    "gate_and_value": lambda kit: len(
+        p.gate_and_value(kit.exposed, tokens(1), tokens(2), METRIC, sites=["L1N3"], progress=False)
+    ),
+    "heads": lambda kit: set(kit.sweep(p.heads()).frame["kind"]) == {"attention"},
+    "kl": lambda kit: _changed(kit.attributed(p.kl())),
+    "log_probability": lambda kit: _changed(kit.attributed(p.log_probability(7))),
+    "logit_diff": lambda kit: _changed(kit.attributed(p.logit_diff("w3", "w5"))),
+    "loss": lambda kit: _changed(kit.attributed(p.loss())),
+    "neuron_heads": lambda kit: set(kit.sweep(p.neuron_heads(1)).frame["kind"]) == {"neuron"},
+    "probability": lambda kit: _changed(kit.attributed(p.probability(7))),
+    "prompt_pair": lambda kit: p.prompt_pair(kit.model, TEXT, OTHER).clean.shape[1] >= 4,
+}
+CIRCUITS = {
+    "attribution_graph": lambda kit: len(kit.graph.edges) > 0,
+    "composition": lambda kit: len(circuits.composition(kit.exposed, "L0N3", "L1H1")),
+    "discover": lambda kit: len(_found(kit, "discover")),
+    "enrichment": lambda kit: len(circuits.enrichment(kit.exposed)),
+    "faithfulness": lambda kit: len(_found(kit, "faithfulness").frame),
+    "from_json": lambda kit: _exported(kit, circuits.to_json, circuits.from_json),
+    "neuron_like_heads": lambda kit: len(circuits.neuron_like_heads(kit.exposed, tokens())),
+    "to_json": lambda kit: _exported(kit, circuits.to_json),
+    "to_neuronpedia": lambda kit: _exported(kit, circuits.to_neuronpedia, slug="added"),
+    "top_compositions": lambda kit: len(circuits.top_compositions(kit.exposed, k=3)),
+    "virtual_weights": lambda kit: circuits.virtual_weights(kit.exposed, "L0N3", "L1H1", "v").shape[
+        0
+    ],
+}
+VIZ = {
+    "attention_view": lambda kit: len(viz.attention_view(kit.cache, 1, WORDS)),
+    "circuit_page": lambda kit: len(_page(kit)),
+    "circuit_view": lambda kit: len(viz.circuit_view(kit.graph, kit.exposed, tokens(batch=1))),
+    "comparison_circuit": lambda kit: len(viz.comparison_circuit(kit.comparison)),
+    "comparison_report": lambda kit: len(viz.comparison_report(kit.comparison)),
+    "gate_value_scatter": lambda kit: (
+        viz.gate_value_scatter(kit.cache, "L1N3", [WORDS] * BATCH).data
+    ),
+    "neuron_pattern_view": lambda kit: len(viz.neuron_pattern_view(kit.cache, "L1N3", WORDS)),
+    "node_patterns": lambda kit: len(viz.node_patterns(kit.cache, kit.graph.nodes)),
+    "sweep_bars": lambda kit: viz.sweep_bars(kit.sweep()).data,
+    "sweep_heatmap": lambda kit: viz.sweep_heatmap(kit.sweep()).data,
+    "write_html": lambda kit: viz.write_html(
+        viz.sweep_bars(kit.sweep()), kit.out("x.html")
+    ).exists(),
+}
+EXPANSION = {
+    "AddHeads": lambda kit: kit.grown_by(ex.AddHeads(1)),
+    "AddNeurons": lambda kit: kit.grown_by(ex.AddNeurons(5)),
+    "InsertLayer": lambda kit: kit.grown_by(ex.InsertLayer(1)),
+    "WidenQueriesAndKeys": lambda kit: kit.grown_by(ex.WidenQueriesAndKeys(3)),
+    "WidenStream": lambda kit: kit.grown_by(ex.WidenStream(10)),
+    "WidenValues": lambda kit: kit.grown_by(ex.WidenValues(3)),
+    "activation_map": _moved,
+    "compose": lambda kit: kit.grown_by(ex.compose(ex.WidenValues(3), ex.WidenQueriesAndKeys(3))),
+    "init": lambda kit: kit.grown_by(ex.AddNeurons(5), init=ex.init.copies()),
+}
+GROWTH = {
+    "Grown": lambda kit: torch.equal(kit.grown.shrink()(tokens()), kit.model(tokens())),
+    "Training": _trained,
+    "gradient_products": lambda kit: (
+        sorted(growth.gradient_products(kit.model, tokens())) == list(range(kit.model.cfg.n_layers))
+    ),
+    "identity": lambda kit: (
+        growth.identity(kit.model).differences(growth.identity(kit.exposed)) == []
+    ),
+    "read": lambda kit: len(growth.read(kit.model).tensors),
+    "read_provenance": lambda kit: growth.read_provenance(kit.larger)["L0N3"] == "L0N3",
+    "save_grown": lambda kit: growth.save_grown(kit.grown, kit.out("grown")).exists(),
+}
+COMMANDS = {
+    "circuit": lambda kit: kit.run(
+        *("circuit", kit.files, "--clean", TEXT, "--answer", "w7", "--wrong", "w11"),
+        *("--nodes", 7, "--out", kit.out("x.html")),
+    ).exists(),
+    "compare": lambda kit: kit.run(
+        *("compare", kit.files, kit.larger, "--tokens", kit.prompts, "--patched", 2),
+        *("--nodes", 5, "--out", kit.out("report")),
+    ).exists(),
+    "convert": lambda kit: kit.run("convert", kit.files, kit.out("converted")).exists(),
+    "grow": lambda kit: kit.larger.exists(),
+    "patch": lambda kit: kit.patched.exists(),
+    "pattern": lambda kit: kit.run(
+        "pattern", kit.files, "--prompt", TEXT, "--neurons", "L1N3", "--out", kit.out("x.html")
+    ).exists(),
+    "picture": lambda kit: kit.run("picture", kit.patched, "--out", kit.out("x.html")).exists(),
+    "verify": lambda kit: kit.run(
+        *("verify", kit.files, kit.run("convert", kit.files, kit.out("converted"))),
+        *("--text", TEXT),
+    ),
+}
+OF_NO_MODEL = {
+    *("GATES", "BilinearGate", "Gate", "bilinear_gate", "SHARES", "Axis", "Weights", "NodeDetails"),
+    # What functions give back.
+    *("AttentionOnlyTransformer", "Calibration", "Comparison", "ExposedNeurons", "HeadStack"),
+    *("Verification", "PromptPair", "Sweep", "Circuit", "CircuitGraph", "Faithfulness", "Page"),
+    "Provenance",
+    # Of the shipped model, which is of the kind that there is.
+    *("demo", "demo_page", "pretrained"),
+}
+"""Public names without a row."""
+TITLES = {
+    "attn_only_lens": "attn_only_lens",
+    "attn_only_lens.patching": "attn_only_lens.patching",
+    "attn_only_lens.circuits": "attn_only_lens.circuits",
+    "attn_only_lens.viz": "attn_only_lens.viz",
+    "attn_only_lens.growth": "attn_only_lens.growth",
+    "attn_only_lens.expansion": "attn_only_lens.expansion, by `grow`",
+    "attn-only-lens": "The command line",
+}
+INTRODUCTION = """\
+# Which function takes which model
+
+Every public function that has to do with a model, called on a small one of GPT-2's architecture:
+on a `TransformerBridge` around a model of Hugging Face transformers, with transformer-lens 4 and
+3.9, and on a `HookedTransformer`, which 3.9 alone has.
+
+- *works*: it ran, and gave something sensible; what else must be true of it, its own tests say;
+- *refused*: an error of this package says why; the reasons are below, in its words.
+
+There is nothing else: where a function ends in another error, `make support` does, and this page
+is not written. [The same as CSV](support.csv).
+
+`demo`, `viz.demo_page` and `pretrained` are about the shipped model, a bridge with 4 and a
+`HookedTransformer` with 3.9. Models of other families may be refused for reasons of their own:
+see [limits](limits.md) and [growth](growth.md)."""
+ROWS = {
+    "attn_only_lens": LENS,
+    "attn_only_lens.patching": PATCHING,
+    "attn_only_lens.circuits": CIRCUITS,
+    "attn_only_lens.viz": VIZ,
+    "attn_only_lens.growth": GROWTH,
+    "attn_only_lens.expansion": EXPANSION,
+    "attn-only-lens": COMMANDS,
+}
+
+
+def measure(kit, row):
+    """The cell of a row: that it works, or why it is refused.
+
+    Raises:
+        AssertionError: what came back is not sensible.
+        Exception: of what is no error of this package, which is a fault.
+    """
+    try:
+        sensible = row(kit)
+    except lens.AttnOnlyLensError as error:
+        reasons = getattr(error, "reasons", (str(error),))
+        text = " ".join("; ".join(reasons).split())
+        text = text.replace(version("transformer-lens"), kit.kind.partition(", ")[2])
+        return re.sub(rf"{re.escape(str(kit.folder))}[\w./-]*", "…", text)
+    assert sensible, "what came back is not sensible"
+    return WORKS
+
+
+def stored():
+    """The cells of docs/support.csv: by package and name, then by kind."""
+    with STORED.open(encoding="utf-8", newline="") as file:
+        return {(row.pop("package"), row.pop("name")): row for row in csv.DictReader(file)}
+
+
+def page(cells):
+    """The page of docs/support.csv, on which each reason stands once."""
+    reasons = []
+    lines = [INTRODUCTION]
+    for package, title in TITLES.items():
+        lines += ["", f"## {title}", "", f"| | {' | '.join(KINDS)} |", "| --- | --- | --- | --- |"]
+        for name, found in ((n, row) for (where, n), row in cells.items() if where == package):
+            shown = []
+            for cell in (found[kind] for kind in KINDS):
+                if cell != WORKS and cell not in reasons:
+                    reasons.append(cell)
+                shown.append(WORKS if cell == WORKS else f"refused ({reasons.index(cell) + 1})")
+            lines.append(f"| `{name}` | {' | '.join(shown)} |")
+    lines += ["", "## Reasons", "", *(f"{i}. {why}" for i, why in enumerate(reasons, 1))]
+    return "\n".join(lines) + "\n"
+
+
+def main():
+    """Store the cells of the installed version, and leave those of the other as they are."""
+    cells = stored() if STORED.exists() else {}
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        kits = {kind: Kit(kind, tempfile.mkdtemp(dir=folder)) for kind in HERE}
+        for package, names in ROWS.items():
+            for name, row in sorted(names.items()):
+                now = {kind: measure(kit, row) for kind, kit in kits.items()}
+                others = cells.get((package, name), {})
+                rows.append({"package": package, "name": name, **others, **now})
+    text = StringIO(newline="")
+    writer = csv.DictWriter(text, ["package", "name", *KINDS], lineterminator="\n", restval="")
+    writer.writeheader()
+    writer.writerows(rows)
+    write_text(STORED, text.getvalue())
+    write_text(PAGE, page(stored()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,397 @@
+"""Models by name: what a name or a folder becomes, and what is refused, in one clear error."""
+
+import importlib.metadata
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from bridges import CHOSEN, boot, bridged, hf_folder, original
+from common import D_VOCAB, needs_hooked_transformer, relative, tokens
+from models import source_folder
+from packaging.requirements import Requirement
+from safetensors.torch import load_file, save_file
+from test_examples import ROOT
+from test_pretrained import DATA
+from tiny_tokenizer import tiny_tokenizer
+from transformer_lens.model_bridge import TransformerBridge
+from typer.testing import CliRunner
+
+from attn_only_lens import (
+    CheckpointError,
+    UnsupportedModelError,
+    convert,
+    expose_neuron_heads,
+    load,
+    pretrained,
+    save,
+    tl,
+)
+from attn_only_lens.cli import app
+from attn_only_lens.models.load import is_hooked
+from attn_only_lens.tl import HAS_HOOKED_TRANSFORMER
+
+HUGGING_FACE = [name for name in CHOSEN if not name.startswith("native")]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """A LLaMA as a folder of transformers."""
+    return hf_folder(tmp_path_factory.mktemp("llama"), "llama")
+
+
+@pytest.fixture
+def folder(whole, tmp_path):
+    return shutil.copytree(whole, tmp_path / "model")
+
+
+def change_config(folder, **changes):
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def change_weights(folder, change):
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+
+
+# What is loaded
+
+
+@pytest.mark.parametrize("name", HUGGING_FACE)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_folder_is_what_boot_transformers_makes_of_it(name, dtype, tmp_path):
+    folder = hf_folder(tmp_path / "model", name)
+    got = load(folder, dtype=dtype)
+    expected = TransformerBridge.boot_transformers(str(folder), device="cpu", dtype=dtype)
+    for bridge in (got, expected):
+        assert type(bridge) is TransformerBridge
+        assert not bridge.training
+    here, there = (each.run_with_cache("w3 w5 w7")[1] for each in (got, expected))
+    assert here.keys() == there.keys()
+    assert all(torch.equal(here[hook], there[hook]) for hook in here)
+    settings = [{k: str(v) for k, v in vars(each.cfg).items()} for each in (got, expected)]
+    assert settings[0] == settings[1]
+    if dtype == torch.float32:  # the model itself, which shares no code with either
+        assert relative(got(tokens()), original(name, dtype)(tokens()).logits) < 1e-5
+
+
+def test_shards_and_dtypes(tmp_path):
+    original("llama").save_pretrained(tmp_path / "model", max_shard_size="5KB")
+    assert len(list((tmp_path / "model").glob("model-*.safetensors"))) > 2
+    got = load(str(tmp_path / "model"), dtype="float64")
+    # Rotary tables are float32 in what transformers loads.
+    assert relative(got(tokens()), boot("llama")(tokens())) < 1e-6
+    assert got(tokens()).dtype == torch.float64
+    assert load(tmp_path / "model")(tokens()).dtype == torch.float32
+    [shard, *_] = (tmp_path / "model").glob("model-*.safetensors")
+    shard.unlink()
+    with pytest.raises(CheckpointError, match=f"{shard.name} is missing"):
+        load(tmp_path / "model")
+
+
+def test_a_name_is_looked_up_in_the_cache_and_a_folder_comes_first(folder, tmp_path, monkeypatch):
+    cache = tmp_path / "cache"
+    for name in ("tiny/llama", "EleutherAI/pythia-70m"):
+        there = cache / f"models--{name.replace('/', '--')}"
+        shutil.copytree(folder, there / "snapshots" / "abc")
+        (there / "refs").mkdir()
+        (there / "refs" / "main").write_text("abc")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(cache))
+    monkeypatch.chdir(tmp_path)
+    expected = load(folder)(tokens())
+    for name, official in (("tiny/llama", "tiny/llama"), ("pythia-70m", "EleutherAI/pythia-70m")):
+        got = load(name)
+        assert got.cfg.model_name == official
+        assert torch.equal(got(tokens()), expected)
+    shutil.copytree(folder, tmp_path / "tiny" / "llama")
+    change_weights(tmp_path / "tiny" / "llama", lambda x: x["lm_head.weight"].mul_(3))
+    assert torch.allclose(load("tiny/llama")(tokens()), 3 * expected, atol=1e-5)
+    with pytest.raises(
+        CheckpointError, match=r"could not load 'tiny/other': .*a Hugging Face name"
+    ):
+        load("tiny/other")
+
+
+@needs_hooked_transformer
+def test_names_of_hooked_transformers_are_asked_for(monkeypatch):
+    asked = []
+
+    def from_pretrained(name, **options):
+        asked.append((name, options["dtype"], options["trust_remote_code"]))
+        return pretrained.modular_addition()
+
+    monkeypatch.setattr(tl.HookedTransformer, "from_pretrained", from_pretrained)
+    assert load("gpt2", hooked=True, dtype="bfloat16").cfg.d_mlp == 512
+    assert asked == [("gpt2", "bfloat16", False)]
+
+
+@needs_hooked_transformer
+def test_folders_of_hooked_transformers():
+    got = load(DATA, dtype="float64")
+    inputs = pretrained.modular_addition_tokens()[:11]
+    assert torch.equal(got(inputs), pretrained.modular_addition(dtype=torch.float64)(inputs))
+    assert is_hooked(DATA)
+
+
+def test_what_save_wrote_keeps_its_dtype_and_its_first_token(folder, tmp_path):
+    saved = save(expose_neuron_heads(load(folder, dtype="bfloat16")).model, tmp_path / "saved")
+    got = load(saved)
+    assert next(got.parameters()).dtype == torch.bfloat16
+    assert not is_hooked(saved)
+    assert (
+        got.to_tokens("w3 w5").tolist() == load(folder).to_tokens("w3 w5").tolist() == [[0, 7, 9]]
+    )
+
+
+# On the command line
+
+PROMPTS = ("--clean", "w3 w5", "--corrupted", "w3 w6", "--answer", "w7", "--wrong", "w9")
+COMMANDS = {
+    "patch": (*PROMPTS, "--sites", "L0N3", "--out", "sweep.csv"),
+    "circuit": (*PROMPTS[:2], *PROMPTS[4:], "--nodes", 5, "--out", "circuit.json"),
+    "pattern": ("--prompt", "w3 w5", "--layer", 1, "--out", "page.html"),
+    "verify": ("--text", "w3 w5"),
+}
+
+
+def run(*arguments):
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_commands_take_every_model_and_say_what_it_is(command, folder, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    save(expose_neuron_heads(load(folder, dtype="float64")).model, "saved")
+    for model, more, dtype in (
+        (folder, (), "float32"),
+        (folder, ("--dtype", "float64", "--device", "cpu"), "float64"),
+        ("saved", (), "float64"),
+        ("saved", ("--dtype", "bfloat16"), "bfloat16"),
+    ):
+        result = run(command, model, *COMMANDS[command], *more)
+        assert result.exit_code == 0, result.output
+        said = f"{model}: TransformerBridge (LlamaForCausalLM), 2 layers, {dtype}, cpu, "
+        assert f"{said}texts begin with <bos>" in result.stderr
+        assert "TransformerBridge" not in result.stdout
+    if HAS_HOOKED_TRANSFORMER:
+        source = source_folder(tmp_path)
+        for model in (source, save(convert(load(source)), "converted")):
+            result = run(command, model, *COMMANDS[command])
+            if (command, model) == ("verify", Path("converted").resolve()):
+                assert "give its source before it" in result.output
+                continue
+            assert result.exit_code == 0, result.output
+            kind = "HookedTransformer" if model == source else "attention-only HookedTransformer"
+            assert f"{model}: {kind}, 3 layers, float32, cpu, texts begin" in result.stderr
+    for more, words in ((("--dtype", "int8"), "dtype='int8'"), (("--device", "abacus"), "abacus")):
+        result = run(command, folder, *COMMANDS[command], *more)
+        assert result.exit_code == 2
+        assert words in result.output
+
+
+@pytest.mark.parametrize("state", ["plain", "names", "processed"])
+def test_verify_compares_a_saved_bridge_with_its_source(state, folder, tmp_path):
+    bridge = load(folder)
+    if state != "plain":
+        bridge.enable_compatibility_mode(True, no_processing=state == "names")
+    saved = save(expose_neuron_heads(bridge).model, tmp_path / "saved")
+    result = run("verify", folder, saved, "--text", "w3 w5 w7")
+    assert result.exit_code == 0, result.output
+    assert result.stdout.startswith("ok: 4 tokens in float32\nno hooks:   logits bitwise equal")
+    change_weights(folder, lambda x: x[UP].mul_(1.001))
+    result = run("verify", folder, saved, "--text", "w3 w5 w7")
+    assert result.exit_code == 1
+    assert result.stdout.startswith("DIFFERENT")
+    result = run("verify", folder, folder, "--text", "w3")
+    assert result.exit_code == 2
+    assert "no saved model in" in result.output
+
+
+# What is refused
+
+
+def without(tensors, part):
+    [name] = [each for each in tensors if part in each]
+    del tensors[name]
+
+
+UP = "model.layers.0.mlp.up_proj.weight"
+QUANTISED = {"quant_method": "gptq", "bits": 4}
+DAMAGED = {
+    "no config": (lambda f: (f / "config.json").unlink(), "neither config.json nor"),
+    "no JSON": (lambda f: (f / "config.json").write_text("{"), "is no JSON"),
+    "no model": (lambda f: (f / "config.json").write_text("[]"), "is not a model's: got list"),
+    "unknown": (lambda f: change_config(f, model_type="abacus", architectures=[]), "abacus"),
+    "unserved": (
+        lambda f: change_config(f, model_type="clvp", architectures=["ClvpModel"]),
+        "supported architecture",
+    ),
+    "a text for a size": (lambda f: change_config(f, hidden_size="big"), "hidden_size"),
+    "no such size": (lambda f: change_config(f, num_attention_heads=-1), "heads: got -1; expected"),
+    "a norm of NaN": (lambda f: change_config(f, rms_norm_eps=-1.0), "rms_norm_eps"),
+    "endless": (lambda f: change_config(f, num_hidden_layers=10**9), "is 1000000000"),
+    "wide": (lambda f: change_config(f, intermediate_size=10**9), "leads to a parameter"),
+    "another size": (lambda f: change_config(f, intermediate_size=41), r"up_proj.* another shape"),
+    "code": (
+        lambda f: change_config(
+            f, model_type="own", auto_map={"AutoConfig": "own.Own", "AutoModelForCausalLM": "own.M"}
+        ),
+        "code of its own, which is never run",
+    ),
+    "cut": (
+        lambda f: (f / "model.safetensors").write_bytes(
+            (f / "model.safetensors").read_bytes()[:-100]
+        ),
+        "is not a readable safetensors file",
+    ),
+    "no tensors": (lambda f: (f / "model.safetensors").write_bytes(b""), "not a readable"),
+    "missing": (
+        lambda f: change_weights(f, lambda x: without(x, "layers.0.mlp.up_proj")),
+        f"{re.escape(UP)} is missing",
+    ),
+    "no head": (
+        lambda f: change_weights(f, lambda x: without(x, "lm_head")),
+        "lm_head.weight is missing",
+    ),
+    "a bias too many": (
+        lambda f: change_weights(
+            f, lambda x: x.update({"model.layers.0.self_attn.q_proj.bias": torch.ones(28)})
+        ),
+        r"q_proj\.bias is not known",
+    ),
+    "a layer too many": (
+        lambda f: change_weights(f, lambda x: x.update({UP.replace("0", "2"): x[UP].clone()})),
+        r"layers\.2\.mlp\.up_proj\.weight is not known",
+    ),
+    "quantised": (
+        lambda f: change_config(f, quantization_config=QUANTISED),
+        r"quantization_config \(gptq\).*dequantize",
+    ),
+    "integers": (
+        lambda f: change_weights(f, lambda x: x.update({UP: x[UP].to(torch.int8)})),
+        r"up_proj\.weight is stored as int8",
+    ),
+    "eight bits": (
+        lambda f: change_weights(f, lambda x: x.update({UP: x[UP].to(torch.float8_e4m3fn)})),
+        r"stored as float8_e4m3fn",
+    ),
+    "a tokenizer of another model": (
+        lambda f: tiny_tokenizer(D_VOCAB + 2, f),
+        f"tokenizer has {D_VOCAB + 2} tokens, and the model embeds {D_VOCAB}",
+    ),
+    "half a tokenizer": (
+        lambda f: (f / "tokenizer.json").write_text("{}"),
+        "tokenizer in .* cannot be loaded",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGED)
+def test_a_damaged_folder_is_one_clear_error(name, folder, capfd):
+    change, message = DAMAGED[name]
+    change(folder)
+    with pytest.raises(CheckpointError, match=message) as caught:
+        load(folder)
+    said = str(caught.value)
+    assert str(folder) in said
+    assert "\n" not in said
+    assert len(said) < 800
+    capfd.readouterr()
+    result = CliRunner().invoke(app, ["verify", str(folder), "--text", "w3"])
+    assert result.exit_code == 2
+    assert result.output.splitlines()[-1].startswith("error: ")
+    assert "Traceback" not in result.output
+
+
+def test_pickles_are_never_read(folder, tmp_path):
+    class Poison:
+        def __reduce__(self):
+            return (exec, (f"open({str(tmp_path / 'ran')!r}, 'w')",))
+
+    torch.save({"lm_head.weight": Poison()}, folder / "pytorch_model.bin")
+    load(folder)
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"pytorch_model\.bin is not read: expected safeten"):
+        load(folder)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_parts_of_another_task_are_left_out(tmp_path):
+    """BERT's checkpoints have a pooler and a head for the next sentence; MaskedLM has neither."""
+    folder = hf_folder(tmp_path / "bert", "bert", tokenizer=False)
+    expected = load(folder)(tokens())
+    others = {
+        "bert.pooler.dense.weight": torch.ones(2, 2),
+        "cls.seq_relationship.bias": torch.ones(2),
+    }
+    change_weights(folder, lambda x: x.update(others))
+    assert torch.equal(load(folder)(tokens()), expected)
+
+
+def test_a_folder_without_a_tokenizer_takes_tokens(tmp_path):
+    folder = hf_folder(tmp_path / "model", "gpt2", tokenizer=False)
+    assert load(folder).tokenizer is None
+    result = CliRunner().invoke(app, ["verify", str(folder), "--text", "w3"])
+    assert result.exit_code == 2
+    assert "no tokenizer: use --tokens" in result.output
+    save_file({"tokens": tokens()}, tmp_path / "tokens.safetensors")
+    given = ("--tokens", str(tmp_path / "tokens.safetensors"))
+    assert CliRunner().invoke(app, ["verify", str(folder), *given]).exit_code == 0
+
+
+def test_quantised_weights_are_refused_on_a_bridge_too():
+    class Params4bit(torch.nn.Parameter):
+        """As bitsandbytes has them."""
+
+    class Linear(torch.nn.Linear):
+        __module__ = "torch.ao.nn.quantized.dynamic.modules.linear"
+
+    def with_head(make):
+        model = original("llama", torch.float32)
+        model.lm_head = make(model.lm_head)
+        return bridged(model)
+
+    def with_weight(kind, dtype):
+        bridge = boot("llama", torch.float32)
+        head = bridge.original_model.lm_head
+        head.weight = kind(head.weight.detach().to(dtype), False)
+        return bridge
+
+    configured = boot("llama")
+    configured.original_model.config.quantization_config = QUANTISED
+    for bridge, words in (
+        (with_weight(torch.nn.Parameter, torch.int8), "lm_head.weight is a Parameter of int8"),
+        (with_weight(Params4bit, torch.float32), "is a Params4bit of float32"),
+        (with_head(lambda head: Linear(26, D_VOCAB)), "lm_head is a .*Linear"),
+        (configured, r"quantization_config \(gptq\)"),
+    ):
+        for copy in (False, True):
+            with pytest.raises(UnsupportedModelError, match=words) as caught:
+                expose_neuron_heads(bridge, copy=copy)
+            assert "dequantize" in str(caught.value)
+    expose_neuron_heads(with_head(lambda head: head))  # the control
+
+
+# What errors tell users to install
+
+
+def test_install_hints_name_what_a_registry_has():
+    """The package is installed from a clone: no registry has `attn-only-lens[viz]`."""
+    known = {Requirement(each).name for each in importlib.metadata.requires("attn-only-lens")}
+    paths = [*(ROOT / "attn_only_lens").rglob("*.py"), *(ROOT / "docs").glob("*.md")]
+    hints = [
+        asked
+        for path in paths
+        for command in re.findall(r"pip install ([^{`,:;\"]*)", path.read_text("utf-8"))
+        for asked in map(Requirement, re.findall(r"[\w.\[\]<>=-]{2,}", command.split(" for ")[0]))
+    ]
+    assert {each.name for each in hints} >= {"transformer-lens", "pyarrow", "plotly", "circuitsvis"}
+    for asked in hints:
+        assert asked.name in known
+        if asked.name == "transformer-lens":
+            assert asked.specifier.contains("3.9.0")
+            assert not asked.specifier.contains("4.0.0")
