@@ -120,6 +120,7 @@ def build(name, dtype=torch.float64, scale=0.4, **changes):
 
 def source_folder(folder):
     """A source model with a tokenizer, as commands take it."""
+    folder.mkdir(exist_ok=True)
     model = build("gelu", dtype=torch.float32, d_vocab_out=D_VOCAB)
     config = {k: v for k, v in BASE.items() if k not in ("device", "d_vocab_out")}
     (folder / "config.json").write_text(json.dumps(config))

@@ -1,24 +1,22 @@
 """`attn-only-lens compare`: the folder that it writes, what it prints, how it fails."""
 
 import json
+import shutil
 
 import pandas as pd
 import pytest
-import torch
+from bridges import hf_folder
 from common import needs_hooked_transformer, tokens
-from models import BASE, build
+from models import source_folder
 from safetensors.torch import save_file
-from tiny_tokenizer import tiny_tokenizer
 from typer.testing import CliRunner
 
-from attn_only_lens import compare
+from attn_only_lens import compare, load
 from attn_only_lens import patching as p
 from attn_only_lens.cli import app
 from attn_only_lens.comparison import Comparison
 from attn_only_lens.growth import read_provenance
-from attn_only_lens.models.source_folder import load_source
 
-pytestmark = needs_hooked_transformer
 FEW = ("--patched", 3, "--nodes", 5)
 
 
@@ -29,14 +27,12 @@ def run(*arguments):
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
     """A source model with a tokenizer, and what it grew into."""
-    folder = tmp_path_factory.mktemp("source")
-    model = build("gelu", dtype=torch.float32, d_vocab_out=41, n_layers=2)
-    config = {k: v for k, v in BASE.items() if k not in ("device", "d_vocab_out")}
-    (folder / "config.json").write_text(json.dumps(config | {"n_layers": 2}))
-    save_file(dict(model.state_dict()), folder / "model.safetensors")
-    tiny_tokenizer(41, folder / "tokenizer")
+    return grown_from(hf_folder(tmp_path_factory.mktemp("both") / "source"))
+
+
+def grown_from(folder):
     grown = folder.parent / "grown"
-    result = run("grow", folder, grown, "--d-mlp", 41, "--n-heads", 3)
+    result = run("grow", folder, grown, "--d-mlp", 41, "--n-layers", 3)
     assert result.exit_code == 0, result.output
     return folder, grown
 
@@ -52,7 +48,7 @@ def test_texts(folders, tmp_path):
     assert len(neurons) == 2 * 37
     # Growth is exact to roundings of float32, of which patterns of order 1 keep some.
     assert neurons["divergence"].max() < 1e-6
-    assert len(pd.read_csv(out / "new.csv")) == 2 * (1 + 4)
+    assert len(pd.read_csv(out / "new.csv")) == 2 * 4 + (2 + 41)
     assert json.loads((out / "comparison.json").read_text())["about"]["n_prompts"] == 4
     found = Comparison.load(out)
     assert found.neurons["name"].tolist() == neurons["name"].tolist()
@@ -72,7 +68,7 @@ def test_tokens_a_null_and_a_metric(folders, tmp_path):
     given += ("--answer", 7, "--wrong", 11, "--dtype", "float64", "--device", "cpu")
     result = run("compare", *folders, "--tokens", path, "--out", out, *given, *FEW)
     assert result.exit_code == 0, result.output
-    models = [load_source(folder, dtype="float64") for folder in folders]
+    models = [load(folder, dtype="float64") for folder in folders]
     expected = compare(
         *models,
         tokens(batch=3),
@@ -87,6 +83,44 @@ def test_tokens_a_null_and_a_metric(folders, tmp_path):
     assert heads["attribution"].tolist() == pytest.approx(expected.heads["attribution"].tolist())
     assert heads["attribution"].abs().max() > 1e-3
     assert (heads["null_divergence"] == 0).all()
+
+
+@needs_hooked_transformer
+def test_hooked_transformers(tmp_path, monkeypatch):
+    """A name is loaded as what the grown folder holds."""
+    source, grown = grown_from(source_folder(tmp_path / "source"))
+    asked = []
+
+    def from_pretrained(name, **options):
+        asked.append(name)
+        return load(source)
+
+    monkeypatch.setattr("attn_only_lens.tl.HookedTransformer.from_pretrained", from_pretrained)
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("w1 w2 w3\nw4 w5 w6\n")
+    for model in (source, "gpt2"):
+        out = tmp_path / "report"
+        result = run("compare", model, grown, "--tokens", prompts, "--out", out, *FEW)
+        assert result.exit_code == 0, result.output
+        assert f"{model}: HookedTransformer, 3 layers" in result.stderr
+        shutil.rmtree(out)
+    assert asked == ["gpt2"]
+
+
+def test_a_model_that_was_trained_and_saved_by_transformers(folders, tmp_path):
+    """It has no provenance of its own: that of the folder that it was trained from is given."""
+    source, grown = folders
+    trained = shutil.copytree(grown, tmp_path / "trained")
+    (trained / "provenance.json").unlink()
+    prompts, out = tmp_path / "prompts.txt", tmp_path / "report"
+    prompts.write_text("w1 w2 w3\nw4 w5 w6\n")
+    given = ("--tokens", prompts, "--out", out, *FEW)
+    refused = run("compare", source, trained, *given)
+    assert refused.exit_code == 2
+    assert "this model has no provenance" in " ".join(refused.output.split())
+    result = run("compare", source, trained, *given, "--provenance", grown)
+    assert result.exit_code == 0, result.output
+    assert (out / "report.html").exists()
 
 
 def test_what_is_refused(folders, tmp_path):

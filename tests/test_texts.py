@@ -318,7 +318,7 @@ def test_chats_on_the_command_line(tmp_path):
 
 
 def test_prompts_are_padded_with_a_token_that_the_model_has(tmp_path):
-    """Fine-tuners add a token for padding, without a row of the embedding: it is masked anyway."""
+    """Fine-tuners add a token for padding and no row of the embedding; it is masked in any case."""
     bridge = load(chat_folder(tmp_path / "model"))
     bridge.tokenizer.add_special_tokens({"pad_token": "[PAD]"})
     assert bridge.tokenizer.pad_token_id == D_VOCAB

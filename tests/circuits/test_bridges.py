@@ -9,6 +9,7 @@ import transformers
 from transformer_lens.model_bridge.sources._bridge_builder import build_bridge_from_module
 
 from attn_only_lens import InputError, circuits, expose_neuron_heads
+from attn_only_lens.heads import host_of
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # TransformerLens' and transformers' own
 D_MLP, HEADS, LAYERS = 37, 2, 2
@@ -206,3 +207,22 @@ def test_a_norm_that_is_another_is_refused():
         circuits.composition(exposed, "L0H0", "L1H0", "q")
     with warnings.catch_warnings():
         circuits.composition(exposed, "L0H0", "L1H0", "q", fold_norms=False)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_layer_that_writes_nothing_has_the_norms_that_it_has(name):
+    """As a new layer after growth: its W_O and W_out are zero."""
+    bridge, _ = boot(name)
+    expected = host_of(expose_neuron_heads(bridge, copy=True).model).norms()
+    with torch.no_grad():
+        for attn, mlp in ((block.attn, block.mlp) for block in bridge.blocks):
+            for part in (attn.o, mlp.out):
+                for parameter in part.original_component.parameters():
+                    parameter.zero_()
+    found = host_of(expose_neuron_heads(bridge, copy=True).model).norms()
+    for here, there in zip(found, expected, strict=True):
+        assert here.parallel == there.parallel
+        mine, theirs = ([*each.attention, *each.neuron] for each in (here, there))
+        assert [norm.centres for norm in mine] == [norm.centres for norm in theirs]
+        for one, other in zip(mine, theirs, strict=True):
+            assert one.weight is other.weight or torch.equal(one.weight, other.weight)
