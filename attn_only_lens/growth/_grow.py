@@ -85,7 +85,7 @@ class Grown:
             GrowthError: entries that had to be zero no longer are, so that the old part alone does
                 not compute what the model computes.
         """
-        growable, provenance = _growable(self.model), self.provenance
+        growable, provenance = growable_of(self.model), self.provenance
         if reasons := _all_reasons(growable):
             raise GrowthError(reasons, "this model cannot be shrunk")
         now = growable.read()
@@ -142,7 +142,9 @@ class Grown:
             >>> new.param_groups[0]["lr"] == old.param_groups[0]["lr"]
             True
         """
-        return grown_optimizer(optimizer, _growable(model), _growable(self.model), self.provenance)
+        return grown_optimizer(
+            optimizer, growable_of(model), growable_of(self.model), self.provenance
+        )
 
     def save_pretrained(self, folder: str | os.PathLike[str]) -> Path:
         """Write the grown model to a folder, trained since or not, all of it or nothing.
@@ -174,7 +176,7 @@ class Grown:
             ...     read_provenance(folder) == grown.provenance
             True
         """
-        return save_pretrained(_growable(self.model), self.provenance, folder)
+        return save_pretrained(growable_of(self.model), self.provenance, folder)
 
 
 @torch.inference_mode(False)  # weights of inference mode could never be trained
@@ -225,7 +227,7 @@ def grow(
         >>> torch.equal(grown.shrink()(tokens), model(tokens))
         True
     """
-    growable = _growable(model)
+    growable = growable_of(model)
     if growable.reasons_against():
         raise GrowthError(_all_reasons(growable))
     weights = growable.read()
@@ -352,7 +354,7 @@ def read(model: Any) -> Weights:
     Raises:
         GrowthError: the model cannot be grown.
     """
-    growable = _growable(model)
+    growable = growable_of(model)
     GrowthError.raise_if(growable.reasons_against(), "this model cannot be read")
     return growable.read()
 
@@ -383,13 +385,18 @@ def identity(model: Any) -> Identity:
     if not isinstance(model, nn.Module):
         raise GrowthError([f"got a {type(model).__name__}; expected a model"], "it has no weights")
     try:
-        tensors = _growable(model).read().tensors
+        tensors = growable_of(model).read().tensors
     except GrowthError:  # of no kind that grows, or a bridge whose parameters were renamed
         tensors = dict(model.named_parameters())
     return identity_of(tensors)
 
 
-def _growable(model: Any) -> Growable:
+def growable_of(model: Any) -> Growable:
+    """Return a model as growth reads and writes it.
+
+    Raises:
+        GrowthError: it is of no kind that grows.
+    """
     for kind_of_model in _KINDS:
         if kind_of_model.is_kind(model):
             return kind_of_model(model)

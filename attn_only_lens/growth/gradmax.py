@@ -6,10 +6,12 @@ from typing import Any
 import torch
 from jaxtyping import Float
 from torch import Tensor
+from torch.nn import functional
 
 from attn_only_lens.axes import Logits, Tokens
 from attn_only_lens.errors import GrowthError
-from attn_only_lens.growth.hooked import HookedModel
+from attn_only_lens.growth._grow import growable_of
+from attn_only_lens.models.two_blocks import AttentionOnlyTransformer
 from attn_only_lens.numerics import as_plain, is_count, to_float64_device
 from attn_only_lens.runs.inputs import checked_tokens
 
@@ -28,7 +30,8 @@ def gradient_products(
     Source: Evci et al., "GradMax" (2022), section 3, for a layer that the new neurons write to.
 
     Args:
-        model: a `HookedTransformer` whose MLPs are not gated; it is not changed, nor its gradients.
+        model: a bridge or `HookedTransformer` whose MLPs are not gated; it is not changed, nor its
+            gradients.
         tokens: to take gradients on.
         loss: of logits and tokens; by default the next token's cross-entropy.
         batch_size: prompts at a time; losses of batches are added up.
@@ -49,12 +52,17 @@ def gradient_products(
         >>> products = gradient_products(model, tokens[:31], loss=loss)
         >>> grown = grow(model, ex.AddNeurons(4), init=ex.init.grad_max(products))
     """
-    reasons = ["it is no HookedTransformer"]
-    if HookedModel.is_kind(model):
-        reasons = HookedModel(model).reasons_against()
-    if not reasons and (model.cfg.attn_only or model.cfg.gated_mlp):
-        has = "no MLPs" if model.cfg.attn_only else "gated MLPs, products of two inputs"
-        reasons.append(f"it has {has}; GradMax is about one input to each neuron")
+    if isinstance(model, AttentionOnlyTransformer):
+        reasons = ["its MLPs are heads; take the products of the model that was converted"]
+    else:
+        growable = growable_of(model)
+        reasons = growable.reasons_against()
+    if not reasons:
+        weights = growable.read()
+        is_gated = bool(weights.in_layers("mlp.W_gate"))
+        if is_gated or not weights.in_layers("mlp.W_in"):
+            has = "gated MLPs, products of two inputs" if is_gated else "no MLPs"
+            reasons.append(f"it has {has}; GradMax is about one input to each neuron")
     if not is_count(batch_size, 1):
         reasons.append(f"got batch_size={batch_size!r}; expected 1 or more")
     GrowthError.raise_if(reasons, "there are no gradients to choose neurons by")
@@ -63,7 +71,7 @@ def gradient_products(
         inputs: list[Tensor] = []
         outputs: list[Tensor] = []
 
-        def seen(_: Any, given: tuple[Tensor], output: Tensor) -> Tensor:
+        def seen(_: Any, given: tuple[Tensor, ...], output: Tensor) -> Tensor:
             inputs.append(given[0].detach())  # noqa: B023 - called within this turn of the loop
             outputs.append(torch.zeros_like(output, requires_grad=True))  # noqa: B023
             return output + outputs[-1]  # noqa: B023
@@ -72,7 +80,7 @@ def gradient_products(
         try:
             with torch.enable_grad():
                 logits = model(batch)
-                value = (loss or model.loss_fn)(logits, batch)
+                value = (loss or _next_token_loss)(logits, batch)
                 gradients = torch.autograd.grad(value, outputs)
         finally:
             for handle in handles:
@@ -82,3 +90,7 @@ def gradient_products(
             product = x.T @ g
             products[layer] = products.get(layer, 0) + product
     return products
+
+
+def _next_token_loss(logits: Logits, tokens: Tokens) -> Float[Tensor, ""]:
+    return functional.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())

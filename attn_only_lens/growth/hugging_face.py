@@ -10,6 +10,7 @@ it computes the same, but no folder for transformers alone can hold it.
 
 import copy
 import math
+import os
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -239,7 +240,12 @@ class HuggingFaceBridge(BridgeModel):
         """Write what `AutoModelForCausalLM.from_pretrained` reads."""
         module = self._module(self.config, self.state(self.read()))
         module.config.dtype = next(self.model.parameters()).dtype
+        module.config.output_attentions = False  # TransformerLens turns it on for itself
         module.save_pretrained(folder)
+        umask = os.umask(0)
+        os.umask(umask)
+        for path in folder.glob("*.safetensors"):  # written for the owner alone
+            path.chmod(0o666 & ~umask)
         if self.model.tokenizer is not None:
             self.model.tokenizer.save_pretrained(folder)
 

@@ -128,7 +128,7 @@ class Training:
                     tensors[f"{key}/{names[parameter]}"] = value.contiguous()
                 else:
                     numbers.setdefault(key, {})[names[parameter]] = value
-        with atomic_write(Path(path)) as new:
+        with atomic_write(path) as new:
             write_tensors(
                 new,
                 tensors,
@@ -152,7 +152,7 @@ class Training:
             CheckpointError: the file is damaged, or of another model, optimizer or schedule; this
                 training then remains as it was.
         """
-        tensors, header = read_tensors(Path(path), _DOCUMENT)
+        tensors, header = read_tensors(path, _DOCUMENT)
         if reasons := self._reasons_against(header):
             raise CheckpointError(_message(path, reasons))
         resumed = Training(self.model, self.optimizer, self.schedule, self.init, self.seed)

@@ -21,7 +21,7 @@ from torch.nn import functional
 from attn_only_lens import GrowthError, compare, expose_neuron_heads, grow, load, save
 from attn_only_lens import expansion as ex
 from attn_only_lens import patching as p
-from attn_only_lens.growth import Training, read, read_provenance
+from attn_only_lens.growth import Training, gradient_products, read, read_provenance
 from attn_only_lens.growth.hugging_face import HuggingFaceBridge
 from attn_only_lens.tl import HAS_HOOKED_TRANSFORMER
 from attn_only_lens.tolerances import LOGIT_TOLERANCE
@@ -208,6 +208,11 @@ def test_the_folder_is_transformers_own(name, tokenizer, tmp_path):
     alone = transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
     assert type(alone) is type(bridge.original_model)
     assert alone.dtype == torch.float32
+    assert not alone.config.output_attentions
+    (Path(folder) / "mine").touch()
+    mode = (Path(folder) / "mine").stat().st_mode
+    assert (Path(folder) / "model.safetensors").stat().st_mode == mode
+    (Path(folder) / "mine").unlink()
     assert alone.generation_config.max_length == 23
     assert relative(alone(tokens).logits, logits) < FLOAT32
     assert transformers.AutoTokenizer.from_pretrained(folder).get_vocab() == tokenizer.get_vocab()
@@ -371,6 +376,28 @@ def test_a_schedule_is_resumed(tmp_path):
     part.save(tmp_path / "training.safetensors")
     rest.resume(tmp_path / "training.safetensors")
     assert torch.equal(run(rest, 4).model(tokens), whole.model(tokens))
+
+
+@pytest.mark.parametrize("name", ["gpt2", "neox"])
+def test_products_for_grad_max(name):
+    bridge, tokens, seen = boot(name), prompts(), {}
+
+    def keep(value, hook):
+        seen[hook.name] = value
+        value.retain_grad()
+
+    names = [f"blocks.{layer}.mlp.hook_{end}" for layer in range(2) for end in ("in", "out")]
+    with bridge.hooks([(each, keep) for each in names]):
+        logits = bridge(tokens)
+        log_probs = logits[:, :-1].log_softmax(-1).gather(-1, tokens[:, 1:, None])
+        (-log_probs.mean()).backward()
+    products = gradient_products(bridge, tokens)
+    for layer, found in products.items():
+        x, g = seen[f"blocks.{layer}.mlp.hook_in"], seen[f"blocks.{layer}.mlp.hook_out"].grad
+        assert relative(found, torch.einsum("bpm,bpn->mn", x, g)) < EXACT
+    grow(bridge, d_mlp=41, init=ex.init.grad_max(products))
+    with pytest.raises(GrowthError, match="gated MLPs"):
+        gradient_products(boot("llama"), tokens)
 
 
 def test_compare():
