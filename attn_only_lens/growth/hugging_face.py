@@ -27,6 +27,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from attn_only_lens.expansion import Axis, Weights
 from attn_only_lens.expansion.weights import Constants, Norm, block_name, in_layer
 from attn_only_lens.growth.bridge import WRAPPED, BridgeModel, differing_modules
+from attn_only_lens.models.source_folder import own_tokenizer
 from attn_only_lens.models.transformers_module import (
     BY_LAYER,
     build_module,
@@ -238,7 +239,7 @@ class HuggingFaceBridge(BridgeModel):
         module.config.dtype = next(self.model.parameters()).dtype
         module.save_pretrained(folder)
         if self.model.tokenizer is not None:
-            self.model.tokenizer.save_pretrained(folder)
+            own_tokenizer(self.model.tokenizer).save_pretrained(folder)
 
     def trial(self, grown: Any) -> list[str]:
         """Return the reason if a grown bridge computes something else, on a few tokens.
@@ -397,6 +398,7 @@ class HuggingFaceBridge(BridgeModel):
             tokenizer=template.tokenizer,
             model_name=template.cfg.model_name,
         )
+        bridge.cfg.default_prepend_bos = template.cfg.default_prepend_bos
         return bridge
 
 
