@@ -92,6 +92,7 @@ wheel: ## install the wheel into empty environments, run the README's examples o
 	cd $$(mktemp -d) && $(IN_WHEEL)/bridge/bin/python -I $(addprefix $(CURDIR)/,$(EXAMPLES_ON_4))
 
 support: .venv/ready .venv4/ready ## what each function makes of each kind of model: docs/support.md
+	PYTHONPATH=tests .venv4/bin/python tests/growth/test_hugging_face.py
 	$(BIN)/python tests/support.py
 	.venv4/bin/python tests/support.py
 

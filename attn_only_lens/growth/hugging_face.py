@@ -13,6 +13,7 @@ import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
@@ -27,6 +28,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from attn_only_lens.expansion import Axis, Weights
 from attn_only_lens.expansion.weights import Constants, Norm, block_name, in_layer
 from attn_only_lens.growth.bridge import WRAPPED, BridgeModel, differing_modules
+from attn_only_lens.models.quantised import weight_reasons
 from attn_only_lens.models.source_folder import own_tokenizer
 from attn_only_lens.models.transformers_module import (
     BY_LAYER,
@@ -117,21 +119,22 @@ class HuggingFaceBridge(BridgeModel):
 
     def reasons_against(self) -> list[str]:
         """Return every reason why the model's function is unknown."""
-        if getattr(self.config, "quantization_config", None) is not None:
-            return ["its weights are quantised; load it dequantised, in float32 or bfloat16"]
-        if reasons := super().reasons_against():
+        quantised = weight_reasons(self.model.original_model)
+        if reasons := quantised or super().reasons_against():
             return reasons
         config = self.config
         if getattr(config, "scale_attn_weights", True) is False:
             reasons.append("its config.scale_attn_weights is False, which its bridge does not heed")
         if getattr(config, "add_cross_attention", False):
             reasons.append("it attends to an encoder, whose width would have to grow along")
-        twin = self._bridge(self._module(config))
+        _, twin = self._usual
         reasons += differing_modules(self.model.original_model, twin.original_model)
         if reasons:
             return reasons
         rules, named = dict(self._rules()), self._named_by_transformers()
         unknown = [name for name in named if self._rule(name) not in rules]
+        known = {id(each) for each in [*named.values(), *self.named_parameters().values()]}
+        unknown += [name for name, each in self.model.named_parameters() if id(each) not in known]
         if unknown:
             reasons.append(f"it has parameters unknown to its kind: {', '.join(unknown[:5])}")
         fresh = dict(twin.original_model.named_buffers())
@@ -194,7 +197,7 @@ class HuggingFaceBridge(BridgeModel):
             like = old.get(name)
             buffer.data = buffer.to(some.device, None if like is None else like.dtype)
         model = self._bridge(module)
-        usual = vars(self._bridge(self._module(self.config)).cfg)
+        usual = vars(self._usual[1].cfg)
         for key, value in vars(template.cfg).items():  # what the user has set since
             if key in usual and type(value) in (bool, str) and usual[key] != value:
                 setattr(model.cfg, key, value)
@@ -248,7 +251,8 @@ class HuggingFaceBridge(BridgeModel):
         """
         template = self.model
         some = next(template.parameters())
-        tokens = torch.arange(2 * _POS, device=some.device).reshape(2, _POS) % template.cfg.d_vocab
+        pos = min(_POS, template.cfg.n_ctx)
+        tokens = torch.arange(2 * pos, device=some.device).reshape(2, pos) % template.cfg.d_vocab
         logits = []
         for model in (template, grown):
             training = model.training
@@ -334,7 +338,7 @@ class HuggingFaceBridge(BridgeModel):
 
     def _named_by_transformers(self) -> dict[str, nn.Parameter]:
         """Parameters by the names that they have in a model without a bridge."""
-        clean = set(self._module(self.config).state_dict())
+        clean, _ = self._usual
         named = self.model.original_model.named_parameters(remove_duplicate=False)
         found = {name.replace(WRAPPED, ""): parameter for name, parameter in named}
         return {name: each for name, each in found.items() if name in clean}
@@ -373,6 +377,13 @@ class HuggingFaceBridge(BridgeModel):
         held = {tail for tails in dict(self._rules()).values() for tail in tails}
         return {name for name in self.tensors() if in_layer(name) is None and name not in held}
 
+    @cached_property
+    def _usual(self) -> tuple[set[str], TransformerBridge]:
+        """A bridge as the configuration leads to, with any weights, and their names without it."""
+        module = self._module(self.config)
+        names = set(module.state_dict())
+        return names, self._bridge(module)
+
     def _module(
         self, config: PretrainedConfig, state: Mapping[str, Tensor] | None = None
     ) -> PreTrainedModel:
@@ -398,7 +409,6 @@ class HuggingFaceBridge(BridgeModel):
             tokenizer=template.tokenizer,
             model_name=template.cfg.model_name,
         )
-        bridge.cfg.default_prepend_bos = template.cfg.default_prepend_bos
         return bridge
 
 

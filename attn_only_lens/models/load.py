@@ -138,7 +138,8 @@ def is_hooked(folder: str | os.PathLike[str]) -> bool:
 
 def _is_path(model: str) -> bool:
     """True for what cannot be a name, or is there."""
-    looks_so = not model or Path(model).is_absolute() or model.startswith((".", "~"))
+    looks_so = not model or "\0" in model or Path(model).is_absolute()
+    looks_so = looks_so or model.startswith((".", "~"))
     return looks_so or os.path.lexists(model)
 
 

@@ -419,7 +419,7 @@ def test_scaled_rotary_positions(name, rope, monkeypatch):
 def test_refusals():
     for name, change, reason in (
         ("gpt2", {"scale_attn_weights": False}, "scale_attn_weights"),
-        ("llama", {"quantization_config": {"quant_method": "gptq"}}, "dequantised"),
+        ("llama", {"quantization_config": {"quant_method": "gptq"}}, "quantised weights"),
     ):
         config = FAMILIES[name].config()
         for key, value in change.items():
