@@ -55,9 +55,9 @@ ALONE = """
 import json, sys, time
 import torch, transformers
 folder, prompts, n_new, out = json.loads(sys.argv[1])
-start = time.perf_counter()
+start = time.process_time()
 model = transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
-seconds = time.perf_counter() - start
+seconds = time.process_time() - start
 with torch.no_grad():
     logits = [model(torch.tensor([prompt])).logits[0] for prompt in prompts]
 options = {"max_new_tokens": n_new, "do_sample": False}
@@ -119,21 +119,21 @@ def measure(folder: Path, sizes: dict[str, int], grown_folder: Path) -> dict[str
     bridge = TransformerBridge.boot_transformers(str(folder), device="cpu")
     reset_peak("cpu")
     before, _ = held_and_peak("cpu")
-    start = time.perf_counter()
+    start = time.process_time()
     grown = grow(bridge, **sizes, seed=0)
-    grew = time.perf_counter()
+    grew = time.process_time()
     _, peak = held_and_peak("cpu")
     grown.save_pretrained(grown_folder)
-    wrote = time.perf_counter()
+    wrote = time.process_time()
     prompts = tokens_of(folder)
     with torch.no_grad():
         logits = [grown.model(torch.tensor([prompt]))[0] for prompt in prompts]
     torch.save(logits, grown_folder.with_suffix(".pt"))
     return {
         "parameters": sum(p.numel() for p in grown.model.original_model.parameters()),
-        "grow, s": grew - start,
+        "grow, CPU s": grew - start,
         "peak, MiB": (peak - before) / MIB,
-        "write, s": wrote - grew,
+        "write, CPU s": wrote - grew,
     }
 
 
@@ -155,7 +155,7 @@ def report(folder: Path, sizes: dict[str, int], scratch: Path, flags: list[str])
             | row
             | {
                 "file, MiB": (grown_folder / "model.safetensors").stat().st_size / MIB,
-                "load, s": after["seconds"],
+                "load, CPU s": after["seconds"],
                 "logits, bridge": error(ours, before["logits"]),
                 "logits, transformers": error(after["logits"], before["logits"]),
                 "same text": after["texts"] == before["texts"],
@@ -186,7 +186,8 @@ PAGE = """# A real model grown
 Logits: the largest difference from those before growth, over the largest logit, on {n_prompts}
 prompts; of the grown bridge, and of transformers alone on the folder that it wrote. Same text: the
 {n_new} tokens that transformers alone continues each prompt with are those of the model before
-growth. Peak: memory above what the loaded model holds. Machine: {machine}, with other work on it.
+growth. Peak: memory above what the loaded model holds. CPU s: processor time of all threads.
+Machine: {machine}, with other work on it.
 Made by `python analyses/grow_smollm2.py{flag}`.
 
 {table}

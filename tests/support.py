@@ -62,6 +62,7 @@ class Kit:
             made.set_tokenizer(tokenizer)
         else:
             made.tokenizer = tokenizer
+        made.tokenizer.chat_template = "{{ messages[0]['content'] }} w2"
         return made
 
     @cached_property
@@ -207,6 +208,7 @@ LENS = {
     "HeadName": lambda kit: lens.HeadName.parse("L0N3").hook("z", kit.exposed) in kit.cache,
     "calibrate": lambda kit: min(lens.calibrate(kit.gated, tokens()).ranges) > 0,
     "compare": lambda kit: (kit.comparison.heads["divergence"] < 1e-3).all(),
+    "chat_tokens": lambda kit: len(lens.chat_tokens(kit.model, "w3 w5")[0]) > 2,
     "convert": lambda kit: lens.convert(kit.model).cfg.attn_only,
     "dense_pattern": lambda kit: lens.dense_pattern(kit.cache, "L0N3").shape[1:] == (POS, POS + 1),
     "expose_neuron_heads": lambda kit: lens.verify(kit.model, kit.exposed, tokens()).bitwise,
@@ -289,7 +291,13 @@ EXPANSION = {
     "init": lambda kit: kit.grown_by(ex.AddNeurons(5), init=ex.init.copies()),
 }
 GROWTH = {
-    "Grown": lambda kit: torch.equal(kit.grown.shrink()(tokens()), kit.model(tokens())),
+    "Grown.save_pretrained": lambda kit: torch.allclose(
+        lens.load(kit.grown.save_pretrained(kit.out("grown")))(tokens()),
+        kit.model(tokens()),
+        rtol=0,
+        atol=1e-3,
+    ),
+    "Grown.shrink": lambda kit: torch.equal(kit.grown.shrink()(tokens()), kit.model(tokens())),
     "Training": _trained,
     "gradient_products": lambda kit: (
         sorted(growth.gradient_products(kit.model, tokens())) == list(range(kit.model.cfg.n_layers))
@@ -299,7 +307,6 @@ GROWTH = {
     ),
     "read": lambda kit: len(growth.read(kit.model).tensors),
     "read_provenance": lambda kit: growth.read_provenance(kit.larger)["L0N3"] == "L0N3",
-    "save_grown": lambda kit: growth.save_grown(kit.grown, kit.out("grown")).exists(),
 }
 COMMANDS = {
     "circuit": lambda kit: kit.run(
@@ -317,10 +324,7 @@ COMMANDS = {
         "pattern", kit.files, "--prompt", TEXT, "--neurons", "L1N3", "--out", kit.out("x.html")
     ).exists(),
     "picture": lambda kit: kit.run("picture", kit.patched, "--out", kit.out("x.html")).exists(),
-    "verify": lambda kit: kit.run(
-        *("verify", kit.files, kit.run("convert", kit.files, kit.out("converted"))),
-        *("--text", TEXT),
-    ),
+    "verify": lambda kit: kit.run("verify", kit.files, "--text", TEXT),
 }
 OF_NO_MODEL = {
     *("GATES", "BilinearGate", "Gate", "bilinear_gate", "SHARES", "Axis", "Weights", "NodeDetails"),

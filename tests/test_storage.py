@@ -345,7 +345,7 @@ def test_a_comparison_comes_back(tmp_path):
         Comparison.load(tmp_path / "folder")
 
 
-@pytest.mark.parametrize("path", [None, 3, b"graph", "", "a\0b"])
+@pytest.mark.parametrize("path", [None, 3, b"graph", "", "./a\0b"])
 def test_what_is_no_path_is_refused_everywhere(path, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for use in (

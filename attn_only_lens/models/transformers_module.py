@@ -48,7 +48,7 @@ def build_module(kind: Any, config: PretrainedConfig) -> PreTrainedModel:
         else:
             model = _with_head_dim(kind, config)
         by_layer = getattr(config, BY_LAYER, None) or []
-        for layer, d_mlp in zip(_layers(model), by_layer, strict=False):
+        for layer, d_mlp in zip(_layers(model) if by_layer else [], by_layer, strict=True):
             if d_mlp != getattr(config, intermediate_size(config)):
                 like = copy.deepcopy(config)
                 like.num_hidden_layers = 1
