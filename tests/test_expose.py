@@ -291,10 +291,13 @@ def test_hook_result_that_would_not_fire_is_refused():
         for call in (
             lambda: model.run_with_hooks(tokens(), fwd_hooks=[(mlp_hook("result"), print)]),
             lambda: model.run_with_cache(tokens(), names_filter=mlp_hook("result")),
+            lambda: model.run_with_cache(tokens(), names_filter=mlp_hook("result").__eq__),
             lambda: model.add_hook(mlp_hook("result"), print),
+            lambda: model.add_hook(lambda name: "neuron" in name, print),
         ):
             with pytest.raises(UnsupportedCallError, match="set_use_attn_result"):
                 call()
+            assert not any(point.fwd_hooks for point in model.hook_dict.values())
         _, cache = model.run_with_cache(tokens())
         assert mlp_hook("result") not in cache
 

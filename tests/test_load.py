@@ -347,6 +347,8 @@ def test_quantised_weights_are_refused_on_a_bridge_too():
     class Params4bit(torch.nn.Parameter):
         """As bitsandbytes has them."""
 
+        __module__ = "bitsandbytes.nn.modules"
+
     class Linear(torch.nn.Linear):
         __module__ = "torch.ao.nn.quantized.dynamic.modules.linear"
 

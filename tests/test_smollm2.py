@@ -121,7 +121,7 @@ def test_chat_template_bos_and_generation(alone, bridge):
 
 
 def test_growth_is_measured(folder, tmp_path):
-    """By the script whose page is in analyses/results; here of a tiny model."""
+    """By the script, here of a tiny model."""
     app = grow_smollm2.typer.Typer()
     app.command()(grow_smollm2.main)
     result = CliRunner().invoke(app, ["--smoke", "--out", str(tmp_path)])

@@ -14,6 +14,8 @@ DEQUANTISE = (
     "del model.config.quantization_config, and save_pretrained to another folder"
 )
 
+_MAKERS = ("torchao", "bitsandbytes", "quanto", "hqq")
+
 
 def config_reasons(config: dict[str, Any], where: str) -> list[str]:
     """Return why a model of transformers with this configuration is refused, if it is quantised."""
@@ -35,7 +37,8 @@ def weight_reasons(model: nn.Module) -> list[str]:
         if "quantized" in type(module).__module__.split("."):
             return [f"its {_plain(name)} is a {type(module).__qualname__}: {DEQUANTISE}"]
     for name, parameter in model.named_parameters():
-        if type(parameter) is not nn.Parameter or not parameter.is_floating_point():
+        maker = type(parameter).__module__.partition(".")[0]  # of tensors that claim to be floats
+        if maker in _MAKERS or not parameter.is_floating_point():
             kind = f"{type(parameter).__name__} of {str(parameter.dtype).removeprefix('torch.')}"
             return [f"its {_plain(name)} is a {kind}: {DEQUANTISE}"]
     return []

@@ -285,5 +285,5 @@ def test_a_text_too_long_to_draw_is_refused(cache, monkeypatch):
 
 def test_without_circuitsvis_it_says_what_to_install(cache, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "circuitsvis", None)
-    with pytest.raises(ImportError, match=r"attn-only-lens\[viz\]"):
+    with pytest.raises(ImportError, match=r"pip install circuitsvis"):
         viz.attention_view(cache, 1, TEXTS)

@@ -22,6 +22,7 @@ from transformer_lens.model_bridge.generalized_components import (
 from attn_only_lens.axes import Residual
 from attn_only_lens.errors import UnsupportedCallError
 from attn_only_lens.heads.host import POINTS, WithNeuronHeads
+from attn_only_lens.models.hook_checks import HookChecks
 from attn_only_lens.models.in_place.heads import InPlace
 from attn_only_lens.models.in_place.hosts import BridgeHost, HookedHost
 from attn_only_lens.tl import MLP, GatedMLP, HookedTransformer
@@ -48,7 +49,7 @@ class _Exposed(WithNeuronHeads):
             return super().forward(*args, **how)  # type: ignore[misc]
 
 
-class ExposedTransformer(_Exposed, HookedTransformer):
+class ExposedTransformer(_Exposed, HookChecks):
     """A HookedTransformer whose MLPs have neuron-heads."""
 
     _host = HookedHost
@@ -58,41 +59,9 @@ class ExposedTransformer(_Exposed, HookedTransformer):
 
     _unlist_hook_points = _list_hook_points
 
-    def _off(self, name: object) -> bool:
-        return isinstance(name, str) and name.endswith(_RESULT) and not self.cfg.use_attn_result
-
-    def _require_on(self, name: object) -> None:
-        if self._off(name):
-            raise UnsupportedCallError(_OFF.format(name=name))
-
-    def check_hooks_to_add(
-        self, hook_point: Any, hook_point_name: str, *rest: Any, **how: Any
-    ) -> None:
-        """As in TransformerLens, for `mlp.hook_neuron_write` too."""
-        self._require_on(hook_point_name)
-        super().check_hooks_to_add(hook_point, hook_point_name, *rest, **how)
-
-    def get_caching_hooks(self, names_filter: Any = None, *rest: Any, **how: Any) -> Any:
-        """As in TransformerLens; what does not fire is left out, or refused where it is named."""
-        for name in _named(names_filter):
-            self._require_on(name)
-        cache, *directions = super().get_caching_hooks(names_filter, *rest, **how)
-        on = [[pair for pair in hooks if not self._off(pair[0])] for hooks in directions]
-        return cache, *on
-
-    @contextmanager
-    def hooks(
-        self,
-        fwd_hooks: list[Any] = [],  # noqa: B006 - TransformerLens' signature; never changed
-        bwd_hooks: list[Any] = [],  # noqa: B006
-        reset_hooks_end: bool = True,
-        clear_contexts: bool = False,
-    ) -> Iterator[Any]:
-        """As in TransformerLens; raises for `mlp.hook_neuron_write` while it does not fire."""
-        for name, _ in [*fwd_hooks, *bwd_hooks]:
-            self._require_on(name)
-        with super().hooks(fwd_hooks, bwd_hooks, reset_hooks_end, clear_contexts) as hooked:
-            yield hooked
+    def _silence(self, hook_name: str) -> str | None:
+        on = self.cfg.use_attn_result or not hook_name.endswith(_RESULT)
+        return None if on else _OFF.format(name=hook_name)
 
 
 class ExposedBridge(_Exposed, TransformerBridge):

@@ -16,12 +16,12 @@ from attn_only_lens.models.two_blocks.block_numbers import block_kind, block_lay
 from attn_only_lens.models.two_blocks.cache import AttentionOnlyCache, refuse_mlp_input
 from attn_only_lens.models.two_blocks.config import AttentionOnlyConfig
 from attn_only_lens.models.two_blocks.host import TwoBlocksHost
-from attn_only_lens.models.two_blocks.refusals import HookChecks, Refusals
+from attn_only_lens.models.two_blocks.refusals import ConvertedHookChecks, Refusals
 from attn_only_lens.models.two_blocks.stacks import HeadStack, StackedWeight
 from attn_only_lens.tl import HookedTransformer, HookedTransformerConfig
 
 
-class AttentionOnlyTransformer(Refusals, HookChecks, WithNeuronHeads, HookedTransformer):
+class AttentionOnlyTransformer(Refusals, ConvertedHookChecks, WithNeuronHeads):
     """A `HookedTransformer` made of attention alone, as `convert` returns it.
 
     Block 2l holds the attention heads of source layer l, block 2l + 1 its neurons as heads of

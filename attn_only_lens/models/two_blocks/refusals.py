@@ -3,14 +3,11 @@
 Hooks on points that could never fire are refused; TransformerLens would stay silent.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any, Literal, NoReturn
-
-from transformer_lens.hook_points import HookPoint
+from collections.abc import Callable
+from typing import Any, NoReturn
 
 from attn_only_lens.errors import UnsupportedCallError
-from attn_only_lens.tl import HookedTransformer
+from attn_only_lens.models.hook_checks import HookChecks
 
 NO_MLP = (
     "no block of a converted model has an MLP, and its hook_mlp_out is zero. The output of the MLP "
@@ -103,83 +100,14 @@ _SWITCHES = {
 _MLP_OUT = "hook_mlp_out"
 
 
-class HookChecks(HookedTransformer):
-    """The part of a converted model that adds hooks, and refuses those that could never fire."""
+class ConvertedHookChecks(HookChecks):
+    """The part of a converted model that adds hooks, and refuses those that could never fire.
 
-    def get_caching_hooks(self, names_filter: Any = None, *args: Any, **kwargs: Any) -> Any:
-        """As in TransformerLens, for hook points that fire as the model is set."""
-        return super().get_caching_hooks(self._firing(names_filter), *args, **kwargs)
-
-    def add_caching_hooks(self, names_filter: Any = None, *args: Any, **kwargs: Any) -> Any:
-        """As in TransformerLens, for hook points that fire as the model is set."""
-        return super().add_caching_hooks(self._firing(names_filter), *args, **kwargs)
-
-    @contextmanager
-    def hooks(
-        self,
-        fwd_hooks: list[Any] = [],  # noqa: B006 - TransformerLens' signature; never changed
-        bwd_hooks: list[Any] = [],  # noqa: B006
-        reset_hooks_end: bool = True,
-        clear_contexts: bool = False,
-    ) -> Iterator[Any]:
-        """As in TransformerLens; a hook that could never fire is refused before any is added.
-
-        No block has an MLP, and `hook_mlp_out` of each is zero. A function of names that selects it
-        has to select the block's output, `hook_attn_out` or `attn.hook_z`, too, and is called for
-        that alone. By name it can be hooked together with `attn.hook_z` of every block, as
-        TransformerLens' `attribution_patch` does, which asks for all that heads and MLPs write.
-
-        Raises:
-            UnsupportedCallError: a hook point does not exist, or does not fire as the model is
-                set (`hook_result` without `set_use_attn_result(True)`, say); or it is
-                `hook_mlp_out`, and the block's output is not asked for.
-        """
-        self._require_all([name for name, _ in [*fwd_hooks, *bwd_hooks]])
-        with super().hooks(
-            [(_without_mlps(name), hook) for name, hook in fwd_hooks],
-            [(_without_mlps(name), hook) for name, hook in bwd_hooks],
-            reset_hooks_end,
-            clear_contexts,
-        ) as hooked:
-            yield hooked
-
-    def add_hook(
-        self, name: str | Callable[[str], bool], hook: Callable[..., Any], *args: Any, **kwargs: Any
-    ) -> None:
-        """As in TransformerLens; what `hooks` refuses is refused here, before any is added."""
-        self._require_all([name])
-        wanted = _without_mlps(name)
-        if callable(wanted):
-            for each in filter(wanted, self.hook_dict):
-                self._require_firing(each)
-        super().add_hook(wanted, hook, *args, **kwargs)
-
-    def check_hooks_to_add(
-        self,
-        hook_point: HookPoint,
-        hook_point_name: str,
-        hook: Callable[..., Any],
-        dir: Literal["fwd", "bwd"] = "fwd",
-        is_permanent: bool = False,
-        prepend: bool = False,
-    ) -> None:
-        """Refuse a hook on a point that does not fire as the model is set."""
-        self._require_firing(hook_point_name)
-
-    def _firing(self, names_filter: Any) -> Callable[[str], bool]:
-        """The filter for hook points that fire; a name of one that does not is refused."""
-        if isinstance(names_filter, str):
-            names_filter = [names_filter]
-        if isinstance(names_filter, list | tuple | set | frozenset):
-            for name in names_filter:
-                self._require_firing(name)
-            return set(names_filter).__contains__
-        wanted = (lambda name: True) if names_filter is None else names_filter
-        matched = list(filter(wanted, self.hook_dict))
-        firing = {name for name in matched if self._silence(name) is None}
-        if matched and not firing:
-            self._require_firing(matched[0])
-        return firing.__contains__
+    No block has an MLP, and `hook_mlp_out` of each is zero. A function of names that selects it has
+    to select the block's output, `hook_attn_out` or `attn.hook_z`, too, and is called for that
+    alone. By name it can be hooked together with `attn.hook_z` of every block, as TransformerLens'
+    `attribution_patch` does, which asks for all that heads and MLPs write.
+    """
 
     def _require_all(self, wanted: list[Any]) -> None:
         """Refuse, of hooks added together, those that never fire or would see an absent MLP."""
@@ -223,13 +151,8 @@ class HookChecks(HookedTransformer):
                 )
         return None
 
-    def _require_firing(self, hook_name: str) -> None:
-        if reason := self._silence(hook_name):
-            raise UnsupportedCallError(reason)
-
-
-def _without_mlps(wanted: Any) -> Any:
-    """A function of names that selects no output of an MLP; a name as it is."""
-    if isinstance(wanted, str):
-        return wanted
-    return lambda name: wanted(name) and not name.endswith(_MLP_OUT)
+    def _wanted(self, wanted: Any) -> Any:
+        """A function of names that selects no output of an MLP; a name as it is."""
+        if isinstance(wanted, str):
+            return wanted
+        return lambda name: wanted(name) and not name.endswith(_MLP_OUT)
