@@ -30,6 +30,7 @@ from attn_only_lens.expansion import Axis, Weights
 from attn_only_lens.expansion.weights import Constants, Norm, block_name, in_layer
 from attn_only_lens.growth.bridge import WRAPPED, BridgeModel, differing_modules
 from attn_only_lens.models.quantised import weight_reasons
+from attn_only_lens.models.source_folder import own_tokenizer
 from attn_only_lens.models.transformers_module import (
     BY_LAYER,
     build_module,
@@ -247,7 +248,7 @@ class HuggingFaceBridge(BridgeModel):
         for path in folder.glob("*.safetensors"):  # written for the owner alone
             path.chmod(0o666 & ~umask)
         if self.model.tokenizer is not None:
-            self.model.tokenizer.save_pretrained(folder)
+            own_tokenizer(self.model.tokenizer).save_pretrained(folder)
 
     def trial(self, grown: Any) -> list[str]:
         """Return the reason if a grown bridge computes something else, on a few tokens.

@@ -184,6 +184,22 @@ def read_tokenizer(where: Path, **options: Any) -> Any:
         ) from error
 
 
+def own_tokenizer(tokenizer: Any) -> Any:
+    """Return a model's tokenizer as its files have it, for use without TransformerLens.
+
+    TransformerLens makes it add a BOS, and makes EOS its BOS and its padding where it has none.
+    Where the files are gone or hold another, it is returned as it is.
+    """
+    try:
+        own = AutoTokenizer.from_pretrained(
+            tokenizer.name_or_path, local_files_only=True, trust_remote_code=False
+        )
+    except Exception:  # of any tokenizer, written in any language
+        return tokenizer
+    own.chat_template = tokenizer.chat_template
+    return own if own.get_vocab() == tokenizer.get_vocab() else tokenizer
+
+
 def first_words(error: BaseException) -> str:
     """Return the text of an error of others in one line, as far as it may fill an error of ours."""
     return textwrap.shorten(str(error) or type(error).__name__, 300, placeholder=" …")
