@@ -96,9 +96,10 @@ class Growable(ABC):
             for label, found in sizes.items()
             if len(found) > 1
         ]
-        if not reasons and sizes["d_query"] != sizes["d_value"]:
+        (query, *_), (value, *_) = sizes["d_query"], sizes["d_value"]
+        if not reasons and query != value:
             reasons.append(
-                f"queries and keys would have width {sizes['d_query']}, values {sizes['d_value']}; "
+                f"queries and keys would have width {query}, values {value}; "
                 f"a {type(self.model).__name__} has one d_head for both: widen both"
             )
         return reasons
