@@ -32,8 +32,7 @@ OF_NO_VERSION := tests/comparison/test_overlap.py tests/conformance/test_their_o
 	tests/viz/test_comparison_pages.py tests/viz/test_page.py tests/viz/test_sweeps.py \
 	$(filter-out %/test_stock_parts.py,$(wildcard tests/theorems/test_*.py))
 IN_WHEEL := env -u PYTHONPATH $(CURDIR)/out/wheel
-EXAMPLES := tests/examples.py README.md
-EXAMPLES_ON_4 := tests/examples.py README.md\#Install docs/circuits.md docs/growth.md docs/patching.md
+EXAMPLES := tests/examples.py README.md docs/circuits.md docs/growth.md docs/patching.md
 HAS_BROWSER := command -v chromium >/dev/null && command -v chromedriver >/dev/null
 comma := ,
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
@@ -89,7 +88,7 @@ wheel: ## install the wheel into empty environments, run the README's examples o
 	$(MAKE) out/wheel/hooked/ready out/wheel/bridge/ready
 	cd $$(mktemp -d) && $(IN_WHEEL)/hooked/bin/attn-only-lens demo --out demo
 	cd $$(mktemp -d) && $(IN_WHEEL)/hooked/bin/python -I $(addprefix $(CURDIR)/,$(EXAMPLES))
-	cd $$(mktemp -d) && $(IN_WHEEL)/bridge/bin/python -I $(addprefix $(CURDIR)/,$(EXAMPLES_ON_4))
+	cd $$(mktemp -d) && $(IN_WHEEL)/bridge/bin/python -I $(addprefix $(CURDIR)/,$(EXAMPLES))
 
 support: .venv/ready .venv4/ready ## what each function makes of each kind of model: docs/support.md
 	PYTHONPATH=tests .venv4/bin/python tests/growth/test_hugging_face.py

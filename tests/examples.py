@@ -1,7 +1,6 @@
 """Run the Python examples of a text, in order and together, with what the package needs alone.
 
-    python -I tests/examples.py README.md docs/growth.md  # of pages
-    python -I tests/examples.py "README.md#Install"        # of one section
+    python -I tests/examples.py README.md docs/growth.md
 
 `make wheel` does so with an installed wheel. With `-I`, nothing of the repository can be imported.
 """
@@ -15,8 +14,14 @@ from pathlib import Path
 EXAMPLE = re.compile(r"^```python\n(.*?)^```", re.M | re.S)
 
 
+HOOKED = "An attention-only model"
+"""The README's section that needs HookedTransformer."""
+
+
 def run(text, name):
-    """Run the examples in a text; how many there are."""
+    """Run the examples in a text, those that the installed version has; how many there are."""
+    if int(version("transformer-lens").split(".")[0]) >= 4 and f"\n## {HOOKED}\n" in text:
+        text = text.replace(section(text, HOOKED), "")
     blocks = EXAMPLE.findall(text)
     namespace = {}
     for number, block in enumerate(blocks):
@@ -32,9 +37,7 @@ def section(text, title):
 
 def main(pages):
     for page in pages:
-        path, _, title = page.partition("#")
-        text = Path(path).read_text("utf-8")
-        n = run(section(text, title) if title else text, page)
+        n = run(Path(page).read_text("utf-8"), page)
         assert n, f"{page} has no example"
         print(f"{n} examples of {page} ran")
     where = Path(find_spec("attn_only_lens").origin)
