@@ -7,7 +7,9 @@ import typer
 
 from attn_only_lens.cli import options
 from attn_only_lens.cli.common import app, clear_errors, load_model, working
+from attn_only_lens.cli.options import parse_numbers
 from attn_only_lens.errors import AttnOnlyLensError
+from attn_only_lens.expansion import InsertLayer, compose
 from attn_only_lens.growth import grow as grow_model
 
 
@@ -20,6 +22,13 @@ def grow(
     d_head: Annotated[int | None, typer.Option(help="width of queries, keys and values")] = None,
     d_model: Annotated[int | None, typer.Option(help="width of the residual stream")] = None,
     n_layers: Annotated[int | None, typer.Option(help="layers; new ones come last")] = None,
+    insert: Annotated[
+        str | None,
+        typer.Option(help="depths of new layers in the grown model, 4,9; with no other size"),
+    ] = None,
+    copy: Annotated[
+        bool, typer.Option(help="inserted layers are copies of those before, outputs zero")
+    ] = False,
     seed: Annotated[int, typer.Option(help="of the initial values that are free")] = 0,
     hooked: options.Hooked = False,
     dtype: options.Dtype = None,
@@ -32,10 +41,14 @@ def grow(
     with clear_errors():
         if Path(model).resolve() == out.resolve():
             raise AttnOnlyLensError(f"got {out} for both MODEL and OUT; expected another folder")
+        if copy and insert is None:
+            raise AttnOnlyLensError("--copy is of --insert; give it the depths of new layers")
+        depths = [] if insert is None else sorted(parse_numbers(insert, "--insert"))
         loaded = load_model(model, dtype, device, hooked)
         with working("growing"):
             grown = grow_model(
                 loaded,
+                compose(*(InsertLayer(at, copy=copy) for at in depths)) if depths else None,
                 d_mlp=d_mlp,
                 n_heads=n_heads,
                 d_head=d_head,

@@ -14,12 +14,18 @@ New entries start with moments of zero, at the step count of their tensor: with 
 first updates of them are up to 3.2 lr, as its bias correction is over by then. Parameters of new
 layers have no state yet, as in a new optimizer.
 
-All this is exact, except for d_model under LayerNorm. Before growth nothing saw what is written
-along the constant vector over d_model; now the norm's mean includes new coordinates, so gradients
-by old writing weights differ by a number that all old coordinates share. SGD's step is then the old
-one up to such a number, which the original would not have seen. Adam divides each entry by its own
-√v, so its step differs further: in tests by up to a tenth of lr, and by .4 lr if Adam decays
-weights that were not centred.
+All this is exact but in three cases.
+
+Gains that are stored as gain - 1 (Gemma's) are scaled about -1, and decay towards 0: where d_model
+grows, a step of weight decay differs by lr λ (1 - s). Tied embeddings that growth unties each start
+with the moments of both, and part from there.
+
+And d_model under LayerNorm. Before growth nothing saw what is written along the constant vector
+over d_model; now the norm's mean includes new coordinates, so gradients by old writing weights
+differ by a number that all old coordinates share. SGD's step is then the old one up to such a
+number, which the original would not have seen. Adam divides each entry by its own √v, so its step
+differs further: in tests by up to a tenth of lr, and by .4 lr if Adam decays weights that were not
+centred.
 """
 
 from collections.abc import Mapping

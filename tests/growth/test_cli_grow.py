@@ -50,6 +50,18 @@ def test_grow(folder, tmp_path):
     assert load_source(out).cfg.d_mlp == 43
 
 
+def test_inserted_layers(folder, tmp_path):
+    result = run("grow", folder, tmp_path / "out", "--insert", "0,3", "--copy")
+    assert result.exit_code == 0, result.output
+    provenance = read_provenance(tmp_path / "out")
+    assert provenance.new_layers == ("L0", "L3")
+    source, grown = load_source(folder), load_source(tmp_path / "out")
+    assert relative(grown(tokens()), source(tokens())) < 2e-5
+    assert torch.equal(grown.blocks[3].mlp.W_in, grown.blocks[2].mlp.W_in)
+    assert run("grow", folder, tmp_path / "new", "--copy").exit_code == 2
+    assert run("grow", folder, tmp_path / "new", "--insert", "1", "--d-mlp", 41).exit_code == 2
+
+
 def test_errors(folder, tmp_path):
     (tmp_path / "theirs").mkdir()
     (tmp_path / "theirs" / "thesis.tex").write_text("years of work")
