@@ -285,6 +285,8 @@ def only_for(
     only = {}
     for layer in layers:
         for name in (block_name(layer, of) for of in tails):
+            if name not in weights.tensors:
+                continue
             n_heads = weights.sizes[Axis("head", layer)]
             shared = n_heads // weights.tensors[name].shape[0]
             only[name] = frozenset(head // shared for head in heads)

@@ -8,6 +8,10 @@ Layers above move up by one. If scores of layer l are divided by l + 1
 (`scale_attn_by_inverse_layer_idx`), those of a moved layer are multiplied back through its keys:
 W_K and b_K, or the gain of the keys' norm, by (new + 1) / (old + 1).
 
+Such a norm, of gain g, is steep at zero: its slope is g/√ε. So the first steps of training move the
+new layer far (measured on OLMo 2's and Gemma 2's shape: logits ten times as far as a step moves the
+old model's, with a learning rate of 1e-6); warm up.
+
 A new layer may start as a copy of another one, with outputs of zero: its patterns and activations
 are then at once the other's, wherever its input is. (Known as block expansion: Wu et al., "LLaMA
 Pro", 2024.)

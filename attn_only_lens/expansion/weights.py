@@ -38,6 +38,7 @@ _AXES: dict[str, tuple[str, ...]] = {
     "mlp.W_in": ("d_model", "d_mlp"),
     "mlp.W_gate": ("d_model", "d_mlp"),
     "mlp.b_in": ("d_mlp",),
+    "mlp.b_gate": ("d_mlp",),
     "mlp.W_out": ("d_mlp", "d_model"),
     "mlp.b_out": ("d_model",),
     "unembed.W_U": ("d_model", "d_vocab_out"),

@@ -43,6 +43,7 @@ _PARAMETERS = {
     "mlp.in.weight": ("mlp.W_in", "neuron model -> model neuron"),
     "mlp.in.bias": ("mlp.b_in", None),
     "mlp.gate.weight": ("mlp.W_gate", "neuron model -> model neuron"),
+    "mlp.gate.bias": ("mlp.b_gate", None),
     "mlp.out.weight": ("mlp.W_out", "model neuron -> neuron model"),
     "mlp.out.bias": ("mlp.b_out", None),
     **{
@@ -61,6 +62,8 @@ class BridgeModel(Growable):
         model = self.model
         if exposed_heads(model):
             return ["its neurons are exposed as heads in place; first `exposed.undo()`"]
+        if any(parameter.is_meta for parameter in model.parameters()):
+            return ["its weights are on the meta device, without numbers; load them"]
         reasons = reasons_against_copying(model)
         if model.compatibility_mode:
             reasons.append(
@@ -198,11 +201,15 @@ def differing_modules(model: Any, usual: Any) -> list[str]:
     return reasons
 
 
+# What training does, notes of what was run, and a vocabulary that transformers does not keep up.
+_INCIDENTAL = ("training", "gradient_checkpointing", "max_seq_len_cached", "vocab_size", "p")
+
+
 def _constants(module: Any) -> dict[str, Any]:
-    """The plain attributes of a module."""
+    """The plain attributes of a module that its function depends on."""
     plain = (bool, int, float, str, tuple, type(None))
     return {
         key: value
         for key, value in vars(module).items()
-        if key[0] != "_" and key != "training" and isinstance(value, plain)
+        if key[0] != "_" and key not in _INCIDENTAL and isinstance(value, plain)
     }

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from attn_only_lens.expansion import Weights
 from attn_only_lens.runs.attached_hooks import hook_reasons
 
+PROBLEM = "this model cannot be written as a folder"
 _FIELDS = {"head": "n_heads", "d_query": "d_head", "d_mlp": "d_mlp", "kv_head": "n_key_value_heads"}
 
 

@@ -17,7 +17,7 @@ from attn_only_lens.expansion import Axis, Provenance
 from attn_only_lens.expansion.identity import Identity
 from attn_only_lens.expansion.provenance import IndexMap, ZeroEntries
 from attn_only_lens.expansion.weights import Constants
-from attn_only_lens.growth.growable import Growable
+from attn_only_lens.growth.growable import PROBLEM, Growable
 from attn_only_lens.models.source_folder import (
     GROWN,
     PROVENANCE,
@@ -76,7 +76,7 @@ def save_pretrained(
     """
     there = open_folder(folder)
     reasons = growable.reasons_against() or growable.reasons_against_saving()
-    GrowthError.raise_if(reasons, "this model cannot be written as a folder")
+    GrowthError.raise_if(reasons, PROBLEM)
     ours = {PROVENANCE, *(Path(name).parts[0] for name in listed_files(there / PROVENANCE))}
     with atomic_folder(there, sorted(ours), PROVENANCE, listed_files) as new:
         growable.save_pretrained(new)

@@ -26,9 +26,12 @@ from transformer_lens.model_bridge import TransformerBridge
 from transformer_lens.model_bridge.sources._bridge_builder import build_bridge_from_module
 from transformers import PretrainedConfig, PreTrainedModel
 
+from attn_only_lens.errors import GrowthError
 from attn_only_lens.expansion import Axis, Weights
 from attn_only_lens.expansion.weights import Constants, Norm, block_name, in_layer
 from attn_only_lens.growth.bridge import WRAPPED, BridgeModel, differing_modules
+from attn_only_lens.growth.growable import PROBLEM
+from attn_only_lens.models.in_place import copy_model
 from attn_only_lens.models.quantised import weight_reasons
 from attn_only_lens.models.source_folder import own_tokenizer
 from attn_only_lens.models.transformers_module import (
@@ -88,7 +91,8 @@ _FUSED = {
     "gate_up_proj": ("mlp.gate", "mlp.in"),
 }
 _POS = 5  # tokens of the trial
-_DIFFERENCE = {torch.float64: 1e-4, torch.float32: 1e-3}  # rotary angles are float32's
+_DIFFERENCE = 1e-3  # rotary angles are float32's
+_ROUNDED = 5e-2  # of weights in half precision, in float32
 
 
 class HuggingFaceBridge(BridgeModel):
@@ -179,6 +183,16 @@ class HuggingFaceBridge(BridgeModel):
         reasons = super().reasons_against_weights(weights)
         kinds = {str(each.get("rope_type", "default")) for each in _ropes(self.config)}
         kinds -= set(_ROTARY)
+        sizes = weights.sizes
+        if not hasattr(self.config, "num_key_value_heads") and any(
+            sizes[Axis("head", layer)] != sizes[Axis("kv_head", layer)]
+            for layer in range(weights.constants.n_layers)
+        ):
+            reasons.append(
+                "heads would share keys and values, which those of "
+                f"{type(self.model.original_model).__name__} do not; add heads with keys of their "
+                "own (into_groups=False)"
+            )
         if kinds and weights.sizes[Axis("d_query", 0)] != self.model.cfg.d_head:
             reasons.append(
                 f"its rotary positions are of type {', '.join(map(repr, sorted(kinds)))}, whose "
@@ -202,6 +216,10 @@ class HuggingFaceBridge(BridgeModel):
         for key, value in vars(template.cfg).items():  # what the user has set since
             if key in usual and type(value) in (bool, str) and usual[key] != value:
                 setattr(model.cfg, key, value)
+        old_modules = dict(template.original_model.named_modules())
+        for name, part in model.original_model.named_modules():
+            if isinstance(part, nn.Dropout):  # as the user may have set it
+                part.p = old_modules[self._source_path(name, source_of)].p
         frozen, new = self.frozen(), HuggingFaceBridge(model)
         named, beside = new.named_parameters(), self._beside()
         for name, layout in new.parameters().items():
@@ -242,7 +260,19 @@ class HuggingFaceBridge(BridgeModel):
         module = self._module(self.config, self.state(self.read()))
         module.config.dtype = next(self.model.parameters()).dtype
         module.config.output_attentions = False  # TransformerLens turns it on for itself
-        module.save_pretrained(folder)
+        difference = _difference(self._few_logits(self.model), self._few_logits(module))
+        if not difference <= _DIFFERENCE:
+            raise GrowthError(
+                [
+                    f"without its bridge the model's logits differ by {difference:.2g} of the "
+                    "largest: transformers and TransformerLens read its configuration differently"
+                ],
+                PROBLEM,
+            )
+        try:
+            module.save_pretrained(folder)
+        except ValueError as error:  # of its generation config
+            raise GrowthError([f"transformers refuses to write it: {error}"], PROBLEM) from error
         umask = os.umask(0)
         os.umask(umask)
         for path in folder.glob("*.safetensors"):  # written for the owner alone
@@ -255,23 +285,32 @@ class HuggingFaceBridge(BridgeModel):
 
         Growth is exact; this finds settings of a configuration that growth does not know.
         """
-        template = self.model
-        some = next(template.parameters())
-        pos = min(_POS, template.cfg.n_ctx)
-        tokens = torch.arange(2 * pos, device=some.device).reshape(2, pos) % template.cfg.d_vocab
-        logits = []
-        for model in (template, grown):
-            training = model.training
-            with torch.no_grad():
-                logits.append(model.eval()(tokens).double())
-            model.train(training)
-        difference = ((logits[0] - logits[1]).abs().max() / logits[0].abs().max()).item()
-        if difference <= _DIFFERENCE.get(some.dtype, 0.1):
+        difference = _difference(self._few_logits(self.model), self._few_logits(grown))
+        is_half = next(grown.parameters()).dtype not in (torch.float32, torch.float64)
+        if difference <= (_ROUNDED if is_half else _DIFFERENCE):
             return []
         return [
             f"its logits would differ by {difference:.2g} of the largest: a setting of its "
             "configuration must be unknown to growth"
         ]
+
+    @torch.no_grad()
+    def _few_logits(self, model: Any) -> Tensor:
+        """Logits on a few tokens; of half precision, whose roundings may be large, in float32."""
+        some, cfg = next(model.parameters()), self.model.cfg
+        if some.dtype not in (torch.float32, torch.float64):
+            is_bridge = isinstance(model, TransformerBridge)
+            model = copy_model(model, copy_weights=True) if is_bridge else copy.deepcopy(model)
+            model.to(torch.float32)
+        pos = min(_POS, cfg.n_ctx)
+        tokens = torch.arange(2 * pos, device=some.device).reshape(2, pos) % cfg.d_vocab
+        modes = {module: module.training for module in model.modules()}
+        try:
+            found = model.eval()(tokens)
+        finally:
+            for module, mode in modes.items():
+                module.training = mode
+        return getattr(found, "logits", found).double()
 
     def grown_config(self, weights: Weights) -> PretrainedConfig:
         """Return the configuration of a model with these weights."""
@@ -304,7 +343,8 @@ class HuggingFaceBridge(BridgeModel):
         if width != was:
             for rope in _ropes(config):
                 if constants.rotary == "whole head":
-                    rope["rope_theta"] = rope["rope_theta"] ** (width / was)
+                    # Rounded so that growing and shrinking gives the same number back.
+                    rope["rope_theta"] = float(f"{rope['rope_theta'] ** (width / was):.14g}")
                 else:
                     rope["partial_rotary_factor"] = _fraction(
                         int(was * rope.get("partial_rotary_factor", 1.0)), width
@@ -352,6 +392,15 @@ class HuggingFaceBridge(BridgeModel):
     def _path(self, part: str) -> str:
         """The path of a part of the bridge in the wrapped model."""
         return str(self.model.adapter.component_mapping[part].name)
+
+    def _source_path(self, path: str, source_of: Callable[[str], str]) -> str:
+        """The path of the module of this model that one of the grown model is like."""
+        blocks = re.escape(self._path("blocks"))
+        return re.sub(
+            rf"^({blocks}\.)(\d+)",
+            lambda found: f"{found[1]}{in_layer(source_of(block_name(int(found[2]), 'attn')))}",
+            path,
+        )
 
     def _rule(self, name: str) -> str:
         """The name of a parameter with a place for the layer's number."""
@@ -408,14 +457,23 @@ class HuggingFaceBridge(BridgeModel):
     def _bridge(self, model: PreTrainedModel) -> TransformerBridge:
         """Put a bridge around a model of transformers, with the tokenizer of this one."""
         template = self.model
-        bridge: TransformerBridge = build_bridge_from_module(
-            model,
-            architecture=template.cfg.architecture,
-            hf_config=model.config,
-            tokenizer=template.tokenizer,
-            model_name=template.cfg.model_name,
-        )
+        with keep_random_state(next(model.parameters()).device):
+            bridge: TransformerBridge = build_bridge_from_module(
+                model,
+                architecture=template.cfg.architecture,
+                hf_config=model.config,
+                tokenizer=template.tokenizer,
+                model_name=template.cfg.model_name,
+            )
         return bridge
+
+
+def _difference(one: Tensor, other: Tensor) -> float:
+    """The largest difference of logits, as a share of the largest; no number in both is none."""
+    finite = one.isfinite() | other.isfinite()
+    difference = (one - other).abs().nan_to_num(torch.inf)[finite]
+    largest = one[one.isfinite()].abs()
+    return difference.max().item() / (largest.max().item() or 1.0) if largest.numel() else 0.0
 
 
 _TAILS = {

@@ -120,12 +120,12 @@ class Training:
     def save(self, path: str | Path) -> None:
         """Write parameters, the optimizer's state and the number of steps; all or nothing."""
         names = {parameter: name for name, parameter in self.model.named_parameters()}
-        tensors = {f"model/{name}": p.detach().contiguous() for p, name in names.items()}
+        tensors = {f"model/{name}": p.detach().clone() for p, name in names.items()}
         numbers: dict[str, dict[str, float | None]] = {}
         for parameter, state in self.optimizer.state.items():
             for key, value in state.items():
                 if isinstance(value, Tensor):
-                    tensors[f"{key}/{names[parameter]}"] = value.contiguous()
+                    tensors[f"{key}/{names[parameter]}"] = value.clone()
                 else:
                     numbers.setdefault(key, {})[names[parameter]] = value
         with atomic_write(path) as new:

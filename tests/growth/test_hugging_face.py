@@ -357,11 +357,12 @@ def test_training_goes_on(name, tmp_path):
     assert relative(alone(tokens).logits, fits.model(tokens)) < FLOAT32
 
 
-def test_a_schedule_is_resumed(tmp_path):
+@pytest.mark.parametrize("name", ["llama", "gpt2", "phi3"])  # the last two: views of one matrix
+def test_a_schedule_is_resumed(name, tmp_path):
     tokens = prompts()
 
     def training():
-        model = boot("llama", torch.float32)
+        model = boot(name, torch.float32)
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9)
         return Training(model, optimizer, {1: ex.AddNeurons(4), 2: STEPS["d_head"]})
 
@@ -443,7 +444,72 @@ def test_scaled_rotary_positions(name, rope, monkeypatch):
             assert relative(grown.model(tokens), bridge(tokens)) < EXACT
 
 
+def bridge_of(name, **changes):
+    config = FAMILIES[name].config()
+    for key, value in changes.items():
+        setattr(config, key, value)
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    return bridged(randomise(model.double().eval()))
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("llama", {"mlp_bias": True, "attention_bias": True}),
+        ("llama", {"tie_word_embeddings": True}),
+        ("gpt2", {"tie_word_embeddings": False, "scale_attn_by_inverse_layer_idx": True}),
+        ("qwen2", {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 3}),
+    ],
+)
+def test_variants(name, changes, monkeypatch):
+    if name not in HERE:
+        pytest.skip("this family is run with transformer-lens 4: make pytest4")
+    with in_float64(monkeypatch), torch.no_grad():
+        bridge, tokens = bridge_of(name, **changes), prompts()
+        grown = grow(bridge, STEPS["all six"], init=ex.init.normal(0.3))
+        assert relative(grown.model(tokens), bridge(tokens)) < EXACT
+        some = ex.compose(ex.WidenValues(2, heads=[0, 1]), ex.WidenQueriesAndKeys(2, heads=[0, 1]))
+        assert relative(grow(bridge, some).model(tokens), bridge(tokens)) < EXACT
+
+
+def test_the_caller_s_model_and_random_numbers_stay_as_they_are(monkeypatch):
+    bridge = boot("gpt2")
+    bridge.train()
+    bridge.blocks[0].eval()
+    modes = [module.training for module in bridge.modules()]
+    state = torch.get_rng_state()
+    grow(bridge, d_mlp=41).shrink()
+    assert torch.equal(torch.get_rng_state(), state)
+    assert [module.training for module in bridge.modules()] == modes
+
+    def interrupted(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(type(bridge.original_model), "forward", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        grow(bridge, d_mlp=41)
+    assert [module.training for module in bridge.modules()] == modes
+
+
+def test_what_does_not_matter_to_growth_is_no_reason_against_it():
+    bridge, tokens = boot("gpt2"), prompts()
+    bridge.original_model.transformer.gradient_checkpointing = True
+    bridge.original_model.transformer.drop.p = 0.0
+    assert grow(bridge, d_mlp=41).model.original_model.transformer.drop.p == 0.0
+    model = original("llama")
+    model.resize_token_embeddings(D_VOCAB + 3)
+    resized = bridged(randomise(model))
+    assert relative(grow(resized, d_mlp=41).model(tokens), resized(tokens)) < EXACT
+    silent = boot("llama")
+    silent.unembed.weight.data.zero_()
+    assert not grow(silent, d_head=20).model(tokens).any()
+    theta = boot("llama").original_model.config.rope_parameters
+    assert grow(boot("llama"), d_head=20).shrink().original_model.config.rope_parameters == theta
+
+
 def test_refusals():
+    with pytest.raises(GrowthError, match="would share keys and values"):
+        grow(boot("gpt2"), ex.AddHeads(2, into_groups=True))
     for name, change, reason in (
         ("gpt2", {"scale_attn_weights": False}, "scale_attn_weights"),
         ("llama", {"quantization_config": {"quant_method": "gptq"}}, "quantised weights"),
