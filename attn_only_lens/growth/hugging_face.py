@@ -301,7 +301,7 @@ class HuggingFaceBridge(BridgeModel):
         if some.dtype not in (torch.float32, torch.float64):
             is_bridge = isinstance(model, TransformerBridge)
             model = copy_model(model, copy_weights=True) if is_bridge else copy.deepcopy(model)
-            model.to(torch.float32)
+            nn.Module.to(model, torch.float32)  # TransformerLens announces its own
         pos = min(_POS, cfg.n_ctx)
         tokens = torch.arange(2 * pos, device=some.device).reshape(2, pos) % cfg.d_vocab
         modes = {module: module.training for module in model.modules()}

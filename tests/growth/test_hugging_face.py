@@ -60,6 +60,7 @@ NOT_IN_A_FOLDER = {  # what a class of transformers asks of a configuration
     "llama": "d_model a multiple of n_heads",
     "gemma2": "d_model a multiple of n_heads",
     "gemma3": "d_model a multiple of n_heads",
+    "phi3": "under longrope, n_heads · d_head = d_model",
 }
 DEAD = {
     "qwen3": "new coordinates of queries and keys never learn",
