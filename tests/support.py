@@ -173,7 +173,8 @@ def _moved(kit):
 
 
 def _cached_by_hand(kit):
-    converted = lens.convert(kit.model)
+    # Bridges have none: their exposed model is tried, not what convert says of them.
+    converted = lens.convert(kit.model) if kit.kind == HOOKED else kit.exposed
     _, cache = converted.run_with_cache(tokens())
     by_hand = lens.AttentionOnlyCache(cache.cache_dict, converted)
     return lens.neuron_pattern(by_hand, "L0N3").shape == (BATCH, POS, 2)
@@ -220,7 +221,9 @@ LENS = {
         lens.load(lens.save(kit.exposed, kit.out("saved")))(tokens()), kit.exposed(tokens())
     ),
     "to_stock": lambda kit: (
-        lens.to_stock(lens.convert(kit.model, gate=lens.Bilinear(2))).cfg.attn_only
+        lens.to_stock(
+            lens.convert(kit.model, gate=lens.Bilinear(2)) if kit.kind == HOOKED else kit.exposed
+        ).cfg.attn_only
     ),
     "token_texts": lambda kit: lens.token_texts(kit.model, torch.tensor([7, 11])) == ["w3", " w7"],
     "verify": lambda kit: lens.verify(kit.model, kit.exposed, tokens()).ok,

@@ -117,6 +117,13 @@ def verify(
             if isinstance(source, AttentionOnlyTransformer):
                 raise AttnOnlyLensError(f"{model} is converted: give its source before it")
         else:
+            if not is_saved(converted):
+                raise AttnOnlyLensError(
+                    f"no saved model in {converted}: neither `convert` nor `save` wrote it; "
+                    f"`attn-only-lens verify {converted}` exposes its neurons, and "
+                    f"`attn-only-lens compare {model} {converted}` holds a grown model against its "
+                    "original"
+                )
             manifest = read_manifest(open_folder(converted))
             loaded = load_model(str(converted), dtype, device)
             saved_in = str(loaded.cfg.dtype).removeprefix("torch.")

@@ -11,6 +11,8 @@ from attn_only_lens.cli.options import parse_numbers
 from attn_only_lens.errors import AttnOnlyLensError
 from attn_only_lens.expansion import InsertLayer, compose
 from attn_only_lens.growth import grow as grow_model
+from attn_only_lens.models.in_place import hide
+from attn_only_lens.models.two_blocks import AttentionOnlyTransformer
 
 
 @app.command()
@@ -45,6 +47,11 @@ def grow(
             raise AttnOnlyLensError("--copy is of --insert; give it the depths of new layers")
         depths = [] if insert is None else sorted(parse_numbers(insert, "--insert"))
         loaded = load_model(model, dtype, device, hooked)
+        if isinstance(loaded, AttentionOnlyTransformer):
+            raise AttnOnlyLensError(
+                f"{model} is converted; grow its source, and convert that: it is the same model"
+            )
+        hide(loaded)  # neuron-heads that `save` wrote
         with working("growing"):
             grown = grow_model(
                 loaded,

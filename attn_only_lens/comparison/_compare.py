@@ -275,8 +275,8 @@ def _require_source(model: Any, provenance: Provenance) -> None:
         reason = "the provenance is of weights, and does not say which model had them"
     elif odd := provenance.source.differences(here):
         reason = (
-            f"the original is not the model that grew: {len(odd)} of its {len(here.marks)} tensors "
-            f"differ, such as {odd[0]}; give the model as it was when it grew"
+            f"the original is not the model that grew: {len(odd)} tensors differ, such as "
+            f"{odd[0]}; give the model as it was when it grew"
         )
     else:
         return

@@ -94,7 +94,8 @@ def read_provenance(folder: str | os.PathLike[str]) -> Provenance:
     if not path.exists():
         raise CheckpointError(
             f"{path} is missing: this model has no provenance; expected a folder that "
-            "`grown.save_pretrained` or `attn-only-lens grow` wrote"
+            "`grown.save_pretrained` or `attn-only-lens grow` wrote (for a model trained since and "
+            "saved elsewhere, `attn-only-lens compare … --provenance` takes that folder)"
         )
     provenance = _DOCUMENT.read(path)["provenance"]
     if _length(provenance) > _LONGEST:

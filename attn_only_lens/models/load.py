@@ -162,8 +162,13 @@ def _hooked_by_name(name: str, device: torch.device, dtype: torch.dtype) -> Hook
                 device=str(device),
                 trust_remote_code=False,
             )
-    except (OSError, ValueError, RuntimeError) as error:
+    except (OSError, ValueError) as error:
         raise _not_found(name, error) from error
+    except Exception as error:  # of TransformerLens: whatever the model's configuration leads to
+        raise CheckpointError(
+            f"{name!r} cannot be loaded as a HookedTransformer: {type(error).__name__}: "
+            f"{first_words(error)}; without hooked=True (--hooked) it is a TransformerBridge"
+        ) from error
 
 
 def _not_found(name: str, error: Exception) -> CheckpointError:

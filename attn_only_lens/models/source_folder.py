@@ -227,8 +227,16 @@ def check_grown(folder: Path) -> None:
     Raises:
         CheckpointError: with everything that is missing or changed.
     """
-    if (folder / PROVENANCE).exists():
-        check_files(folder, GROWN.read(path_inside(folder, PROVENANCE))["files"], closed=TOKENIZER)
+    if not (folder / PROVENANCE).exists():
+        return
+    files = GROWN.read(path_inside(folder, PROVENANCE))["files"]
+    try:
+        check_files(folder, files, closed=TOKENIZER)
+    except CheckpointError as error:
+        raise CheckpointError(
+            f"{error}. If the grown model was trained since: save it to another folder, and give "
+            "`compare` its provenance from this one (--provenance)"
+        ) from error
 
 
 def read_folder(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:

@@ -17,10 +17,12 @@ from common import D_VOCAB, relative
 from tiny_tokenizer import tiny_tokenizer
 from torch import Tensor
 from torch.nn import functional
+from typer.testing import CliRunner
 
 from attn_only_lens import GrowthError, compare, expose_neuron_heads, grow, load, save
 from attn_only_lens import expansion as ex
 from attn_only_lens import patching as p
+from attn_only_lens.cli import app
 from attn_only_lens.growth import Training, gradient_products, read, read_provenance
 from attn_only_lens.growth.hugging_face import HuggingFaceBridge
 from attn_only_lens.tl import HAS_HOOKED_TRANSFORMER
@@ -506,6 +508,16 @@ def test_what_does_not_matter_to_growth_is_no_reason_against_it():
     assert not grow(silent, d_head=20).model(tokens).any()
     theta = boot("llama").original_model.config.rope_parameters
     assert grow(boot("llama"), d_head=20).shrink().original_model.config.rope_parameters == theta
+
+
+def test_a_saved_model_grows_without_its_neuron_heads(tmp_path):
+    bridge, tokens = boot("llama", torch.float32), prompts()
+    logits = bridge(tokens)
+    save(expose_neuron_heads(bridge, copy=True).model, tmp_path / "saved")
+    given = ["grow", str(tmp_path / "saved"), str(tmp_path / "grown"), "--d-mlp", "41"]
+    result = CliRunner().invoke(app, given)
+    assert result.exit_code == 0, result.output
+    assert relative(load(tmp_path / "grown")(tokens), logits) < FLOAT32
 
 
 def test_refusals():

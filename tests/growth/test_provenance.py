@@ -8,6 +8,7 @@ from sealed_files import rewrite
 
 from attn_only_lens import CheckpointError, UnknownHeadError, grow
 from attn_only_lens import expansion as ex
+from attn_only_lens.expansion.identity import identity_of
 from attn_only_lens.expansion.provenance import IndexMap, TensorMap
 from attn_only_lens.growth import read, read_provenance
 
@@ -95,6 +96,14 @@ def test_moved_indices_in_the_middle():
     assert torch.equal(moved.old_part(new), old)
     place = IndexMap((0, 2), 3).then(IndexMap((1, 2, 4), 5))
     assert (place.new_of, place.added, place.old_of) == ((1, 4), (0, 2, 3), {1: 0, 4: 1})
+
+
+def test_a_bias_of_zeros_that_one_version_adds_is_no_difference():
+    tensors = {"unembed.W_U": torch.arange(6.0).reshape(2, 3)}
+    one, other = identity_of(tensors), identity_of(tensors | {"unembed.b_U": torch.zeros(3)})
+    assert one.differences(other) == other.differences(one) == []
+    other = identity_of(tensors | {"unembed.b_U": torch.ones(3)})
+    assert one.differences(other) == other.differences(one) == ["unembed.b_U"]
 
 
 @pytest.mark.parametrize("family", ["gelu", "local", "llama"])

@@ -23,6 +23,7 @@ from transformer_lens.utilities.architectures import POST_NORM_ARCHITECTURES
 from attn_only_lens.errors import UnsupportedCallError
 from attn_only_lens.heads.names import HeadName
 from attn_only_lens.models.two_blocks.block_numbers import block_kind, block_layer, neurons_block
+from attn_only_lens.models.two_blocks.config import AttentionOnlyConfig
 
 
 def refuse_mlp_input(mlp_input: bool) -> None:
@@ -48,6 +49,11 @@ class AttentionOnlyCache(ActivationCache):
     model: Any
 
     def __init__(self, cache_dict: dict[str, Tensor], model: Any, has_batch_dim: bool = True):
+        if not isinstance(model.cfg, AttentionOnlyConfig):
+            raise UnsupportedCallError(
+                f"got a cache of a {type(model).__name__}; expected one of a model that convert "
+                "made: any other has transformer_lens' ActivationCache"
+            )
         super().__init__(cache_dict, model, has_batch_dim)
         if model.cfg.positional_embedding_type == "shortformer":
             self.has_pos_embed = False  # they are added to queries and keys, not to the stream
