@@ -12,8 +12,8 @@ is paired with one of its length from an earlier batch, or else from the batch a
 paired with itself, which would count it and measure nothing.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence, Sized
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import torch
@@ -44,10 +44,19 @@ class Batch:
     Attributes:
         pair: clean and corrupted prompts.
         metric: unbound.
+        number: from 1 on.
+        of: how many batches there are; None if the stream does not tell.
     """
 
     pair: PromptPair
     metric: AnyMetric
+    number: int = 1
+    of: int | None = None
+
+    @property
+    def label(self) -> str:
+        """`batch 2 of 7`."""
+        return f"batch {self.number}" + ("" if self.of is None else f" of {self.of}")
 
 
 def batches(
@@ -92,15 +101,17 @@ def batches(
     ComparisonError.raise_if(reasons, _PROBLEM)
     stream: Iterable[Any] = [tokens] if isinstance(tokens, PromptPair) else tokens
     if is_whole:
-        stream = _cut(model, tokens, corrupted, batch_size)
+        stream = list(_cut(model, tokens, corrupted, batch_size))
+    n = len(stream) if isinstance(stream, Sized) else None
     pairs = _paired(model, _with_metrics(stream, metric))
     first = next(pairs, None)
     if first is None:
         raise ComparisonError(["got no prompts; expected at least one batch"], _PROBLEM)
     pair = first.pair
     prompt_pair(model, pair.clean, pair.corrupted, pair.mask)  # refuses prompts that are all alike
-    yield first
-    yield from pairs
+    yield replace(first, of=n)
+    for number, batch in enumerate(pairs, start=2):
+        yield replace(batch, number=number, of=n)
 
 
 def _is_numeric(given: object) -> bool:
