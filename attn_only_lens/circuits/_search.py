@@ -263,16 +263,18 @@ def discover(
     InputError.raise_if(reasons, "no circuit can be looked for")
     settings: dict[str, Any] = {"sites": sites, "positions": positions, "mask": mask}
     settings |= {"direction": "noise", "progress": False}
-    label = progress if isinstance(progress, str) else None
-    with tqdm(unit="run", desc=label, disable=not progress) as bar:
+    label = f"{progress}: " if isinstance(progress, str) else ""
+    with tqdm(unit="run", desc=f"{label}ranking", disable=not progress) as bar:
         if method == MEASURED:
             ranking = activation_patch(model, clean, corrupted, metric, **settings)
         else:
             settings["method"] = method
             ranking = attribution(model, clean, corrupted, metric, **settings)
+        bar.set_description(f"{label}tests of ablations")
         ablated = AblatedModel(
             *(model, clean, corrupted, metric, ranking), ablation=ablation, order=order, mask=mask
         )
+        bar.set_description(f"{label}search")
         n_sites = len(ranking.frame)
         bar.total = 2 * n_sites.bit_length() + 1 + n_random  # at most
         tried: dict[int, float] = {0: 0.0}

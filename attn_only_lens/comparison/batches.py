@@ -12,6 +12,7 @@ is paired with one of its length from an earlier batch, or else from the batch a
 paired with itself, which would count it and measure nothing.
 """
 
+import reprlib
 from collections.abc import Iterable, Iterator, Sequence, Sized
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
@@ -141,13 +142,20 @@ def _by_length(model: Any, tokens: Any) -> Sequence[Tokens]:
     groups = [(pair.clean[lengths == n], pair.real[lengths == n]) for n in lengths.unique()]
     found = [rows[real].view(len(rows), -1) for rows, real in groups]
     reasons = [
-        f"1 prompt alone has {rows.shape[1]} tokens; expected another of that length, or "
-        "corrupted prompts"
+        f"1 prompt alone has {rows.shape[1]} tokens: {_named(tokens, lengths, rows.shape[1])}; "
+        "expected another of that length, or corrupted prompts"
         for rows in found
         if _other(rows, rows[:1]) is None
     ]
     ComparisonError.raise_if(reasons, _PROBLEM)
     return found
+
+
+def _named(tokens: Any, lengths: Tensor, length: int) -> str:
+    """The first prompt of a length: its number, from 0 on, and its beginning if it is a text."""
+    number = int((lengths == length).nonzero()[0])
+    given = tokens if isinstance(tokens, str) else tokens[number]
+    return f"prompt {number}" + (f", {reprlib.repr(given)}" if isinstance(given, str) else "")
 
 
 def _other(rows: Tokens, prompt: Tokens) -> Tokens | None:
