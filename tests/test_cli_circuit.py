@@ -95,7 +95,7 @@ def test_sweeps_as_pictures(folder, tmp_path):
 
 def test_patterns(folder, expected, tmp_path):
     model, out = expected[0], tmp_path / "pattern.html"
-    result = run("pattern", folder, "--prompt", CLEAN, "--neurons", "L0N7,L1N5", "--out", out)
+    result = run("pattern", folder, "--prompt", CLEAN, "--neurons", "L0N7, L1N5", "--out", out)
     assert result.exit_code == 0, result.output
     text = out.read_text("utf-8")
     _, cache = model.run_with_cache(CLEAN)
@@ -126,6 +126,10 @@ def test_errors_are_one_message_and_nothing_is_written(folder, tmp_path):
         (("picture", tmp_path / "no.csv", "--out", page), "no.csv"),
         (("picture", tmp_path / "no.json", "--out", page, "--bars", 3), "--bars with a graph"),
         (("picture", tmp_path / "no.json", "--out", tmp_path / "p.png"), "ends in .html"),
+        (
+            ("pattern", folder, "--prompt", "0,99", "--tokens", "--layer", 1, "--out", page),
+            "error: the model cannot run on these prompts: - prompts: tokens: got values",
+        ),
         (("pattern", folder, "--prompt", CLEAN, "--out", page), "either --neurons or --layer"),
         (("pattern", folder, "--prompt", CLEAN, "--layer", 9, "--out", page), "layers 0 to 1"),
         (

@@ -129,7 +129,7 @@ def test_what_is_refused(folders, tmp_path):
     for arguments, message in (
         ((*folders, "--tokens", empty), "has no prompts; expected one a line"),
         ((*folders, "--tokens", tmp_path / "none.txt"), "cannot be read"),
-        ((*folders, "--tokens", prompts), "1 prompt alone has"),
+        ((*folders, "--tokens", prompts), "1 prompt alone has 3 tokens: prompt 1, 'w4 w5'"),
         ((*folders, "--tokens", prompts, "--metric", "accuracy"), "got --metric accuracy"),
         ((folders[0], folders[0], "--tokens", prompts), "provenance"),
     ):
@@ -140,3 +140,9 @@ def test_what_is_refused(folders, tmp_path):
     result = run("compare", *folders, "--tokens", prompts, "--out", prompts)
     assert result.exit_code == 2
     assert "is a file; expected a folder" in " ".join(result.output.split())
+    for folder in folders:
+        before = sorted(folder.iterdir())
+        result = run("compare", *folders, "--tokens", prompts, "--out", folder)
+        assert result.exit_code == 2
+        assert "holds a model of this; expected another folder" in " ".join(result.output.split())
+        assert sorted(folder.iterdir()) == before

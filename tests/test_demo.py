@@ -77,6 +77,12 @@ def test_the_command_writes_a_table_and_an_offline_picture(found, tmp_path, monk
         "neuron_heads.csv",
         "neuron_heads.html",
     ]
+    file = tmp_path / "neuron_heads.csv"
+    monkeypatch.undo()  # and it is refused before any of that
+    monkeypatch.delattr("attn_only_lens.cli.demo.run_demo")
+    result = CliRunner().invoke(app, ["demo", "--out", str(file)])
+    assert result.exit_code == 2
+    assert "is a file; expected a folder" in " ".join(result.output.split())
     # Nothing is fetched: no tag refers to another file.
     assert not re.search(r"<(script|link|img)[^>]+(src|href)=", html)
     assert len(html) < 6_000_000

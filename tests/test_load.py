@@ -219,6 +219,13 @@ def without(tensors, part):
     del tensors[name]
 
 
+def move_weights(folder, where):
+    """Leave an index that names the file."""
+    (folder / "model.safetensors").rename(where)
+    index = {"weight_map": {UP: f"../{where.name}"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
 UP = "model.layers.0.mlp.up_proj.weight"
 QUANTISED = {"quant_method": "gptq", "bits": 4}
 DAMAGED = {
@@ -266,6 +273,15 @@ DAMAGED = {
     "a layer too many": (
         lambda f: change_weights(f, lambda x: x.update({UP.replace("0", "2"): x[UP].clone()})),
         r"layers\.2\.mlp\.up_proj\.weight is not known",
+    ),
+    "a classifier": (
+        lambda f: change_config(f, architectures=["LlamaForSequenceClassification"]),
+        "LlamaForSequenceClassification, whose head is not a language model's",
+    ),
+    "no such activation": (lambda f: change_config(f, hidden_act="frob"), "KeyError: 'frob'"),
+    "weights elsewhere": (
+        lambda f: move_weights(f, f.parent / "stolen.safetensors"),
+        r"names a file '\.\./stolen\.safetensors', which is outside of the folder",
     ),
     "quantised": (
         lambda f: change_config(f, quantization_config=QUANTISED),

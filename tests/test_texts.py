@@ -271,8 +271,10 @@ def test_prompts_that_are_no_chat(tmp_path):
     strict = load(
         chat_folder(tmp_path / "strict", template="{{ raise_exception('roles must alternate') }}")
     )
+    silent = load(chat_folder(tmp_path / "silent", template="{{ '' }}"))
     for bridge, prompts, message in (
         (plain, "w1", "has no chat template"),
+        (silent, "w1", "prompt 0: the template makes no token of it"),
         (strict, ["w1", "w2"], "(?s)prompt 0: .*roles must alternate.*prompt 1: "),
         (strict, [], "expected a text, texts, or messages"),
         (strict, [{"role": "user"}], "expected a text, texts, or messages"),

@@ -7,6 +7,7 @@ from "rest", so that sums hold for any choice. K nodes cost K backward passes, a
 and the memory of one block and of K² / 2 edges.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -61,11 +62,14 @@ class LinearGraph:
             for pos, node in here
         ]
 
-    def edges(self, patterns: bool) -> tuple[pd.DataFrame, Float[np.ndarray, "edge batch"]]:
+    def edges(
+        self, patterns: bool, on_done: Callable[[int], object] = lambda n: None
+    ) -> tuple[pd.DataFrame, Float[np.ndarray, "edge batch"]]:
         """Return edges from chosen nodes, "bias" and "rest" into chosen nodes and the metric.
 
         Args:
             patterns: whether to include edges of kinds "q" and "k".
+            on_done: called with the number of nodes that are done.
 
         Returns:
             A row for each edge that is not 0, and the contribution of each prompt to its weight.
@@ -77,6 +81,7 @@ class LinearGraph:
                 for inflow in inflows(linear, at, kind, targets):
                     ids = [f"{at.name(node)}@{pos}" for pos, node in inflow.targets]
                     found.append(self._edges_into(ids, inflow, kind))
+            on_done(len(targets))
         frames, weights = zip(*found, strict=True)
         return pd.concat(frames, ignore_index=True), np.concatenate(weights)
 

@@ -32,6 +32,7 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 from torch import Tensor
+from tqdm.auto import tqdm
 
 from attn_only_lens.circuits.ablation import AblatedModel, Ablation, Order
 from attn_only_lens.errors import InputError
@@ -219,6 +220,7 @@ def discover(
     n_random: int = 3,
     seed: int = 0,
     mask: Tensor | None = None,
+    progress: bool | str = False,
 ) -> Circuit:
     """Find a small circuit whose faithfulness is within 1 - `faithfulness` of 1.
 
@@ -236,6 +238,7 @@ def discover(
         n_random: random circuits of the same size to measure.
         seed: of those.
         mask: 1 for real tokens, 0 for padding, if prompts are tokens.
+        progress: whether to show a bar over the circuits that are run; a text is its label.
 
     Returns:
         The circuit, with the sizes tried.
@@ -260,36 +263,45 @@ def discover(
     InputError.raise_if(reasons, "no circuit can be looked for")
     settings: dict[str, Any] = {"sites": sites, "positions": positions, "mask": mask}
     settings |= {"direction": "noise", "progress": False}
-    if method == MEASURED:
-        ranking = activation_patch(model, clean, corrupted, metric, **settings)
-    else:
-        settings["method"] = method
-        ranking = attribution(model, clean, corrupted, metric, **settings)
-    ablated = AblatedModel(
-        *(model, clean, corrupted, metric, ranking), ablation=ablation, order=order, mask=mask
-    )
-    n_sites = len(ranking.frame)
-    tried: dict[int, float] = {0: 0.0}
+    label = f"{progress}: " if isinstance(progress, str) else ""
+    with tqdm(unit="run", desc=f"{label}ranking", disable=not progress) as bar:
+        if method == MEASURED:
+            ranking = activation_patch(model, clean, corrupted, metric, **settings)
+        else:
+            settings["method"] = method
+            ranking = attribution(model, clean, corrupted, metric, **settings)
+        bar.set_description(f"{label}tests of ablations")
+        ablated = AblatedModel(
+            *(model, clean, corrupted, metric, ranking), ablation=ablation, order=order, mask=mask
+        )
+        bar.set_description(f"{label}search")
+        n_sites = len(ranking.frame)
+        bar.total = 2 * n_sites.bit_length() + 1 + n_random  # at most
+        tried: dict[int, float] = {0: 0.0}
 
-    def suffices(size: int) -> bool:
-        tried[size] = ablated.faithfulness(ablated.ranked[:size])
-        # All sites are the model itself, to rounding.
-        return size == n_sites or abs(1 - tried[size]) <= 1 - faithfulness
+        def suffices(size: int) -> bool:
+            tried[size] = ablated.faithfulness(ablated.ranked[:size])
+            bar.update()
+            # All sites are the model itself, to rounding.
+            return size == n_sites or abs(1 - tried[size]) <= 1 - faithfulness
 
-    short, enough = 0, 1
-    while not suffices(enough):
-        short, enough = enough, min(2 * enough, n_sites)
-    while enough - short > 1:
-        middle = (short + enough) // 2
-        short, enough = (short, middle) if suffices(middle) else (middle, enough)
-    circuit = ablated.ranked[:enough]
+        short, enough = 0, 1
+        while not suffices(enough):
+            short, enough = enough, min(2 * enough, n_sites)
+        while enough - short > 1:
+            middle = (short + enough) // 2
+            short, enough = (short, middle) if suffices(middle) else (middle, enough)
+        circuit = ablated.ranked[:enough]
+        completeness = ablated.completeness(circuit)
+        random = ablated.random_faithfulness([enough], n_random, seed)[:, 0].tolist()
+        bar.total = bar.n = bar.n + 1 + n_random
     frame = ranking.frame[["layer", "kind", "index", "name", "position"]]
     return Circuit(
         frame.assign(effect=ranking.effect).iloc[circuit].reset_index(drop=True),
         n_sites=n_sites,
         faithfulness=tried[enough],
-        completeness=ablated.completeness(circuit),
-        random=tuple(ablated.random_faithfulness([enough], n_random, seed)[:, 0].tolist()),
+        completeness=completeness,
+        random=tuple(random),
         wanted=faithfulness,
         tried=pd.DataFrame(sorted(tried.items()), columns=["n_sites", "faithfulness"]),
         ablation=ablation,

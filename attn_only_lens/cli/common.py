@@ -93,13 +93,19 @@ def require_writable(out: Path, endings: tuple[str, ...], top: int = 1) -> None:
         raise AttnOnlyLensError(f"got --top {top}; expected 1 or more")
 
 
+def require_folder(out: Path) -> None:
+    """Refuse a file where a folder is to be written, before computing."""
+    if out.exists() and not out.is_dir():
+        raise AttnOnlyLensError(f"--out: {out} is a file; expected a folder, or a new name")
+
+
 def print_table(
     title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]], number: str = ".4g"
 ) -> None:
-    """Print a table: numbers in that format, texts as they are, names on the left."""
+    """Print a table: numbers in that format, -0 as 0, texts as they are, names on the left."""
     table = Table(title=title)
     for column in columns:
         table.add_column(column, justify="left" if column == "name" else "right")
     for row in rows:
-        table.add_row(*(format(x, number) if isinstance(x, float) else str(x) for x in row))
+        table.add_row(*(format(x + 0.0, number) if isinstance(x, float) else str(x) for x in row))
     Console().print(table)

@@ -1,6 +1,7 @@
 """`attn-only-lens compare`: compare a model with one grown from it, and report differences."""
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -9,7 +10,7 @@ import typer
 
 from attn_only_lens import viz
 from attn_only_lens.cli import options
-from attn_only_lens.cli.common import app, clear_errors, load_model, print_table
+from attn_only_lens.cli.common import app, clear_errors, load_model, print_table, require_folder
 from attn_only_lens.cli.convert import read_tokens
 from attn_only_lens.cli.options import as_chat, parse_metric, parse_prompts
 from attn_only_lens.comparison import Comparison
@@ -56,8 +57,8 @@ def compare(
     """Compare a model with one grown from it: tables, report.html and circuit.html in a folder."""
     with clear_errors():
         import_extra("plotly")
-        if out.exists() and not out.is_dir():
-            raise AttnOnlyLensError(f"--out: {out} is a file; expected a folder, or a new name")
+        require_folder(out)
+        _require_other_folder(out, [model, grown, null, provenance])
         prompts = _read_prompts(tokens, "--tokens")
         others = None if corrupted is None else _read_prompts(corrupted, "--corrupted")
         measure = parse_metric(metric, answer, wrong, isinstance(prompts, torch.Tensor))
@@ -89,6 +90,12 @@ def compare(
         viz.write_html(viz.comparison_circuit(found), out / "circuit.html")
         _print_summary(found)
         typer.echo(f"report:  {out / 'report.html'}\ncircuit: {out / 'circuit.html'}")
+
+
+def _require_other_folder(out: Path, given: Sequence[str | Path | None]) -> None:
+    for folder in given:
+        if folder is not None and out.exists() and Path(folder).resolve() == out.resolve():
+            raise AttnOnlyLensError(f"--out: {out} holds a model of this; expected another folder")
 
 
 def _read_prompts(path: Path, option: str) -> Any:

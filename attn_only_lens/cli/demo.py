@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from attn_only_lens.cli.common import app, clear_errors, print_table
+from attn_only_lens.cli.common import app, clear_errors, print_table, require_folder
 from attn_only_lens.storage import write_text
 from attn_only_lens.viz import demo_page
 from attn_only_lens.viz.checks import import_extra
@@ -19,6 +19,7 @@ def demo(
     """See the shipped model's neurons as heads, verify that, draw what they attend to."""
     with clear_errors():
         import_extra("plotly")
+        require_folder(out)
         found = run_demo()
         typer.echo("Addition modulo 113, one layer: its 512 neurons as attention heads.\n")
         typer.echo(f"{found.verification}\n")

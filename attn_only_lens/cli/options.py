@@ -83,6 +83,11 @@ def as_chat(model: Any, prompts: Prompts, chat: bool) -> Prompts:
     return chat_tokens(model, prompts)  # type: ignore[arg-type]  # texts
 
 
+def parse_names(text: str) -> list[str]:
+    """Return names with commas between, and perhaps spaces."""
+    return [name.strip() for name in text.split(",")]
+
+
 def parse_numbers(text: str, option: str) -> list[int]:
     """Parse whole numbers with commas between."""
     try:

@@ -14,7 +14,13 @@ from attn_only_lens.cli.common import (
     print_table,
     require_writable,
 )
-from attn_only_lens.cli.options import as_chat, parse_metric, parse_numbers, parse_prompts
+from attn_only_lens.cli.options import (
+    as_chat,
+    parse_metric,
+    parse_names,
+    parse_numbers,
+    parse_prompts,
+)
 from attn_only_lens.errors import AttnOnlyLensError
 from attn_only_lens.patching.processes import is_first
 from attn_only_lens.patching.results import Sweep
@@ -87,7 +93,7 @@ def _parse_sites(sites: str, layers: str | None) -> Any:
         return _SELECTIONS[sites](None if layers is None else parse_numbers(layers, "--layers"))
     if layers is not None:
         raise AttnOnlyLensError("got --layers beside names in --sites, which say their layers")
-    return sites.split(",")
+    return parse_names(sites)
 
 
 def _print_effects(sweep: Sweep, top: int) -> None:

@@ -9,7 +9,7 @@ from attn_only_lens import circuits
 from attn_only_lens import patching as p
 from attn_only_lens.cli import options
 from attn_only_lens.cli.common import app, clear_errors, load_with_neuron_heads, require_writable
-from attn_only_lens.cli.options import as_chat, parse_prompts
+from attn_only_lens.cli.options import as_chat, parse_names, parse_prompts
 from attn_only_lens.errors import AttnOnlyLensError
 from attn_only_lens.heads import host_of
 from attn_only_lens.heads.host import HEAD_KINDS
@@ -85,7 +85,7 @@ def pattern(
         _, cache = loaded.run_with_cache(ids, names_filter=patterns)
         texts = token_texts(loaded, ids[0])
         if neurons is not None:
-            page = neuron_pattern_view(cache, neurons.split(","), texts)
+            page = neuron_pattern_view(cache, parse_names(neurons), texts)
         else:
             assert layer is not None
             page = attention_view(cache, layer, texts)

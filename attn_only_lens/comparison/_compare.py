@@ -6,6 +6,7 @@
     statistics.py    adds every batch to sums, and makes frames of them
     circuits.py      compares the two models' circuits on the first batch
     results.py       holds, saves and loads the result
+    progress.py      bars that say which of these runs
 
 The dataset streams by with two forward passes and a backward one for each model and batch. Patching
 and the search for circuits take runs of their own for each component, so they are done on the first
@@ -22,13 +23,13 @@ from contextlib import ExitStack
 from typing import Any
 
 import torch
-from tqdm.auto import tqdm
 
 from attn_only_lens.circuits._search import Circuit, discover
 from attn_only_lens.comparison.alignment import align
 from attn_only_lens.comparison.batch_runs import add_patching, on_device_of
 from attn_only_lens.comparison.batches import Batch, PromptSource, batches
 from attn_only_lens.comparison.circuits import Resampling, compare_circuits
+from attn_only_lens.comparison.progress import MODELS, stage_bar
 from attn_only_lens.comparison.results import Comparison
 from attn_only_lens.comparison.statistics import Statistics
 from attn_only_lens.errors import ComparisonError
@@ -44,7 +45,6 @@ from attn_only_lens.runs.sites import all_heads, resolve_sites
 from attn_only_lens.runs.token_texts import token_texts
 
 _PROBLEM = "these cannot be compared"
-_LABELS = ("the original", "the grown model", "the null")
 
 
 def compare(
@@ -103,7 +103,7 @@ def compare(
         n_resamples: of the first batch's prompts, for confidence intervals.
         confidence: of the intervals.
         seed: of resamples, and of random circuits.
-        progress: whether to show a bar over batches.
+        progress: whether to show a bar for each stage: circuits, batches, patching.
 
     Returns:
         Frames by component, the circuits, and a summary.
@@ -152,55 +152,61 @@ def compare(
         _require_source(models[0], provenance)
         statistics = Statistics(models, alignment)
         stream = batches(models[0], tokens, metric, corrupted, batch_size)
-        with tqdm(unit="prompt", disable=not progress) as bar:
-            # The circuits first, so that what does not fit is refused before hours of work.
-            first = next(stream)
-            n_first = len(first.pair.clean)
-            circuits = [_circuit(each, first, faithfulness, seed) for each in models]
-            frames = compare_circuits(
-                *(models, alignment, first, statistics.add(first), list(map(len, circuits))),
-                Resampling(n_first, n_resamples, confidence, seed),
-                n_nodes=n_nodes,
-                edge_mass=edge_mass,
+        # The circuits first, so that what does not fit is refused before hours of work.
+        first = next(stream)
+        n_first, n_steps = len(first.pair.clean), statistics.n_steps
+        circuits = [
+            _circuit(model, first, faithfulness, seed, progress and f"circuit of {label}")
+            for model, label in zip(models, MODELS, strict=False)
+        ]
+        with stage_bar(first.label, n_steps, "step", progress) as bar:
+            runs = statistics.add(first, bar)
+        frames = compare_circuits(
+            *(models, alignment, first, runs, list(map(len, circuits))),
+            Resampling(n_first, n_resamples, confidence, seed),
+            n_nodes=n_nodes,
+            edge_mass=edge_mass,
+            progress=progress,
+        )
+        del runs  # which hold a batch
+        about = {
+            "faithfulness": [each.faithfulness for each in circuits],
+            "completeness": [each.completeness for each in circuits],
+            "circuit_sizes": [len(each) for each in circuits],
+            "random_faithfulness": [list(each.random) for each in circuits],
+            "n_prompts_of_circuits": n_first,
+            "settings": settings,
+        }
+
+        def result(n_patched: int | None) -> Comparison:
+            old, new, silent = statistics.frames()
+            old, new = add_patching(models, first, old, new, n_patched, progress)
+            return Comparison(
+                heads=old[old["kind"] == "attention"].reset_index(drop=True),
+                neurons=old[old["kind"] == "neuron"].reset_index(drop=True),
+                new=new,
+                silent=silent,
+                **frames._asdict(),
+                tokens=tuple(token_texts(models[0], first.pair.clean[0])),
+                about=statistics.about() | about,
             )
-            bar.update(n_first)
-            about = {
-                "faithfulness": [each.faithfulness for each in circuits],
-                "completeness": [each.completeness for each in circuits],
-                "circuit_sizes": [len(each) for each in circuits],
-                "random_faithfulness": [list(each.random) for each in circuits],
-                "n_prompts_of_circuits": n_first,
-                "settings": settings,
-            }
 
-            def result(n_patched: int | None) -> Comparison:
-                old, new, silent = statistics.frames()
-                old, new = add_patching(models, first, old, new, n_patched)
-                return Comparison(
-                    heads=old[old["kind"] == "attention"].reset_index(drop=True),
-                    neurons=old[old["kind"] == "neuron"].reset_index(drop=True),
-                    new=new,
-                    silent=silent,
-                    **frames._asdict(),
-                    tokens=tuple(token_texts(models[0], first.pair.clean[0])),
-                    about=statistics.about() | about,
-                )
-
-            try:
+        try:
+            total = None if first.of is None else (first.of - 1) * n_steps
+            with stage_bar("more batches", total, "step", progress and total != 0) as bar:
                 for batch in stream:
-                    statistics.add(batch)
-                    bar.update(len(batch.pair.clean))
-                return result(n_patched)
-            except Exception as error:  # of any kind: hours of work must not be lost
-                so_far = result(0)
-                reasons = [
-                    f"{type(error).__name__}: {error}",
-                    f"the comparison on the {so_far.about['n_prompts']} prompts before, without "
-                    "patching, is this error's `so_far`",
-                ]
-                stopped = ComparisonError(reasons, "the comparison stopped")
-                stopped.so_far = so_far
-                raise stopped from error
+                    statistics.add(batch, bar)
+            return result(n_patched)
+        except Exception as error:  # of any kind: hours of work must not be lost
+            so_far = result(0)
+            reasons = [
+                f"{type(error).__name__}: {error}",
+                f"the comparison on the {so_far.about['n_prompts']} prompts before, without "
+                "patching, is this error's `so_far`",
+            ]
+            stopped = ComparisonError(reasons, "the comparison stopped")
+            stopped.so_far = so_far
+            raise stopped from error
 
 
 def _require_valid(given: Sequence[Any], provenance: object, settings: dict[str, Any]) -> None:
@@ -228,13 +234,13 @@ def _require_valid(given: Sequence[Any], provenance: object, settings: dict[str,
     if torch.is_inference_mode_enabled():
         reasons.append("no gradient is taken in torch.inference_mode(); torch.no_grad() will do")
     models = [each.model if isinstance(each, Grown) else each for each in given]
-    for label, model in zip(_LABELS, models, strict=False):
+    for label, model in zip(MODELS, models, strict=False):
         if not hasattr(model, "cfg"):
             reasons.append(f"{label}: got a {type(model).__name__}; expected a model")
     ComparisonError.raise_if(reasons, _PROBLEM)
     reasons = [
         f"{label} has {size} {theirs}; the original has {ours}"
-        for label, model in zip(_LABELS[1:], models[1:], strict=False)
+        for label, model in zip(MODELS[1:], models[1:], strict=False)
         for size in ("d_vocab", "d_vocab_out")
         if (ours := getattr(models[0].cfg, size, None))
         != (theirs := getattr(model.cfg, size, None))
@@ -249,7 +255,7 @@ def _expose(models: Sequence[Any], stack: ExitStack) -> None:
             stack.enter_context(expose_neuron_heads(model))
     reasons = [
         f"{label}: {reason}"
-        for label, model in zip(_LABELS, models, strict=False)
+        for label, model in zip(MODELS, models, strict=False)
         for reason in reasons_not_to_run(model)
     ]
     heads = {each.heads_per_neuron for model in models for each in host_of(model).neurons}
@@ -287,11 +293,14 @@ def _require_source(model: Any, provenance: Provenance) -> None:
     raise ComparisonError([reason, advice], _PROBLEM)
 
 
-def _circuit(model: Any, batch: Batch, faithfulness: float, seed: int) -> Circuit:
+def _circuit(
+    model: Any, batch: Batch, faithfulness: float, seed: int, progress: bool | str
+) -> Circuit:
     pair = on_device_of(model, batch.pair)
     return discover(
         *(model, pair.clean, pair.corrupted, batch.metric),
         faithfulness=faithfulness,
         seed=seed,
         mask=pair.mask,
+        progress=progress,
     )

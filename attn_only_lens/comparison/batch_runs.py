@@ -25,6 +25,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from attn_only_lens.comparison.batches import Batch
+from attn_only_lens.comparison.progress import MODELS
 from attn_only_lens.heads import host_of
 from attn_only_lens.heads.host import HeadKind
 from attn_only_lens.patching._activation_patch import activation_patch
@@ -136,6 +137,7 @@ def add_patching(
     old: pd.DataFrame,
     new: pd.DataFrame,
     n_patched: int | None,
+    progress: bool = False,
 ) -> tuple[pd.DataFrame, pd.DataFrame]:
     """Add measured effects of the largest components to the frames of old and new components.
 
@@ -145,6 +147,7 @@ def add_patching(
         old: a row for each component of the original.
         new: a row for each other one of the grown model.
         n_patched: how many to patch; None for all.
+        progress: whether to show a bar for each model.
     """
     estimates = [column for column in _ESTIMATES if column in old]
     sizes = pd.concat([old, new])[estimates].abs().max(axis=1).to_numpy()
@@ -152,12 +155,15 @@ def add_patching(
     chosen[np.argsort(-sizes, kind="stable")[:n_patched]] = True
     old, new = old.copy(), new.copy()
     patched, gained = old[chosen[: len(old)]], new[chosen[len(old) :]]
-    old["patching"] = old["name"].map(_effects(models[0], batch, patched["name"].tolist()))
+    labels = [progress and f"patching {label}" for label in MODELS]
+    old["patching"] = old["name"].map(
+        _effects(models[0], batch, patched["name"].tolist(), labels[0])
+    )
     names = [*patched["grown_name"], *gained["grown_name"]]
-    for prefix, column, model in zip(
-        ("grown_", "null_"), ("patching", "null_patching"), models[1:], strict=False
+    for prefix, column, model, label in zip(
+        ("grown_", "null_"), ("patching", "null_patching"), models[1:], labels[1:], strict=False
     ):
-        effects = _effects(model, batch, names)
+        effects = _effects(model, batch, names, label)
         old[f"{prefix}patching"] = old["grown_name"].map(effects)
         new[column] = new["grown_name"].map(effects)
     old["patching_change"] = old["grown_patching"] - old["patching"]
@@ -166,7 +172,9 @@ def add_patching(
     return old, new
 
 
-def _effects(model: Any, batch: Batch, names: list[str]) -> "pd.Series[float]":
+def _effects(
+    model: Any, batch: Batch, names: list[str], progress: bool | str
+) -> "pd.Series[float]":
     """The loss of the metric when each component is patched, by name."""
     if not names:
         return pd.Series(dtype=float)
@@ -177,7 +185,7 @@ def _effects(model: Any, batch: Batch, names: list[str]) -> "pd.Series[float]":
         positions="all",
         direction="noise",
         mask=pair.mask,
-        progress=False,
+        progress=progress,
     )
     loss = sweep.clean_value - sweep.frame["value"]
     return pd.Series(loss.to_numpy(), index=sweep.frame["name"].astype(str))

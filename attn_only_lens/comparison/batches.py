@@ -12,8 +12,9 @@ is paired with one of its length from an earlier batch, or else from the batch a
 paired with itself, which would count it and measure nothing.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+import reprlib
+from collections.abc import Iterable, Iterator, Sequence, Sized
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import torch
@@ -44,10 +45,19 @@ class Batch:
     Attributes:
         pair: clean and corrupted prompts.
         metric: unbound.
+        number: from 1 on.
+        of: how many batches there are; None if the stream does not tell.
     """
 
     pair: PromptPair
     metric: AnyMetric
+    number: int = 1
+    of: int | None = None
+
+    @property
+    def label(self) -> str:
+        """`batch 2 of 7`."""
+        return f"batch {self.number}" + ("" if self.of is None else f" of {self.of}")
 
 
 def batches(
@@ -92,15 +102,17 @@ def batches(
     ComparisonError.raise_if(reasons, _PROBLEM)
     stream: Iterable[Any] = [tokens] if isinstance(tokens, PromptPair) else tokens
     if is_whole:
-        stream = _cut(model, tokens, corrupted, batch_size)
+        stream = list(_cut(model, tokens, corrupted, batch_size))
+    n = len(stream) if isinstance(stream, Sized) else None
     pairs = _paired(model, _with_metrics(stream, metric))
     first = next(pairs, None)
     if first is None:
         raise ComparisonError(["got no prompts; expected at least one batch"], _PROBLEM)
     pair = first.pair
     prompt_pair(model, pair.clean, pair.corrupted, pair.mask)  # refuses prompts that are all alike
-    yield first
-    yield from pairs
+    yield replace(first, of=n)
+    for number, batch in enumerate(pairs, start=2):
+        yield replace(batch, number=number, of=n)
 
 
 def _is_numeric(given: object) -> bool:
@@ -130,13 +142,20 @@ def _by_length(model: Any, tokens: Any) -> Sequence[Tokens]:
     groups = [(pair.clean[lengths == n], pair.real[lengths == n]) for n in lengths.unique()]
     found = [rows[real].view(len(rows), -1) for rows, real in groups]
     reasons = [
-        f"1 prompt alone has {rows.shape[1]} tokens; expected another of that length, or "
-        "corrupted prompts"
+        f"1 prompt alone has {rows.shape[1]} tokens: {_named(tokens, lengths, rows.shape[1])}; "
+        "expected another of that length, or corrupted prompts"
         for rows in found
         if _other(rows, rows[:1]) is None
     ]
     ComparisonError.raise_if(reasons, _PROBLEM)
     return found
+
+
+def _named(tokens: Any, lengths: Tensor, length: int) -> str:
+    """The first prompt of a length: its number, from 0 on, and its beginning if it is a text."""
+    number = int((lengths == length).nonzero()[0])
+    given = tokens if isinstance(tokens, str) else tokens[number]
+    return f"prompt {number}" + (f", {reprlib.repr(given)}" if isinstance(given, str) else "")
 
 
 def _other(rows: Tokens, prompt: Tokens) -> Tokens | None:

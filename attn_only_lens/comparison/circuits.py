@@ -37,6 +37,7 @@ from attn_only_lens.circuits.linear_model import linearize
 from attn_only_lens.comparison.alignment import Alignment
 from attn_only_lens.comparison.batch_runs import BatchRun, on_device_of
 from attn_only_lens.comparison.batches import Batch
+from attn_only_lens.comparison.progress import MODELS, stage_bar
 from attn_only_lens.errors import UnsupportedModelError
 from attn_only_lens.heads import HeadName
 from attn_only_lens.numerics import full_precision, spearman
@@ -66,6 +67,7 @@ def compare_circuits(
     *,
     n_nodes: int,
     edge_mass: float,
+    progress: bool = False,
 ) -> CircuitFrames:
     """Compare the circuit of a model with that of the grown one, and that with the null's.
 
@@ -78,6 +80,7 @@ def compare_circuits(
         resampling: of the prompts.
         n_nodes: how many nodes to compute edges between; 0 for no edges.
         edge_mass: the share of Σ |weight| that edges of each kind must have.
+        progress: whether to show bars over nodes whose edges are found, and over resamples.
 
     Raises:
         UnsupportedModelError: a model is not linear when frozen.
@@ -92,16 +95,18 @@ def compare_circuits(
     nodes = np.unique(np.concatenate([each.nodes(uniform) for each in circuits]))
     effects = np.nanmax([np.abs(each.scores[nodes] @ uniform) for each in circuits], axis=0)
     nodes = nodes[np.sort(np.argsort(-effects, kind="stable")[:n_nodes])]
-    edges = _edges_between(models, batch, components, nodes)
+    edges = _edges_between(models, batch, components, nodes, progress)
     overlays = [
         _Overlay(circuits[i], circuits[i + 1], edges, (i, i + 1), edge_mass)
         for i in range(len(models) - 1)
     ]
-    rows = [
-        {"pair": label, "what": what, **measures}
-        for label, overlay in zip(("grown", "null model"), overlays, strict=False)
-        for what, measures in overlap_measures(overlay.overlaps, resampling).items()
-    ]
+    n_resamples = len(overlays) * resampling.n_resamples
+    with stage_bar("bootstrap", n_resamples, "resample", progress) as bar:
+        rows = [
+            {"pair": label, "what": what, **measures}
+            for label, overlay in zip(("grown", "null model"), overlays, strict=False)
+            for what, measures in overlap_measures(overlay.overlaps, resampling, bar.update).items()
+        ]
     return CircuitFrames(pd.DataFrame(rows), overlays[0].nodes(uniform), overlays[0].edges(uniform))
 
 
@@ -171,18 +176,21 @@ class Overlap(NamedTuple):
 
 
 def overlap_measures(
-    overlaps: Callable[[_Floats], dict[str, Overlap]], resampling: Resampling
+    overlaps: Callable[[_Floats], dict[str, Overlap]],
+    resampling: Resampling,
+    on_resample: Callable[[], object] = lambda: None,
 ) -> dict[str, dict[str, float]]:
     """Return counts, Jaccard index and rank correlation, with intervals.
 
     Args:
         overlaps: from the weight of each prompt to nodes, and each kind of edges, of two circuits.
         resampling: of the prompts.
+        on_resample: called after each resample.
     """
-    resampled = [
-        {what: each.similarity() for what, each in overlaps(weights).items()}
-        for weights in resampling.weights()
-    ]
+    resampled = []
+    for weights in resampling.weights():
+        resampled.append({what: each.similarity() for what, each in overlaps(weights).items()})
+        on_resample()
     found: dict[str, dict[str, float]] = {}
     for what, overlap in overlaps(resampling.uniform).items():
         n_first, n_second = len(overlap.first), len(overlap.second)
@@ -314,14 +322,19 @@ class _Edges:
 
 
 def _edges_between(
-    models: Sequence[Any], batch: Batch, components: Sequence[_ComponentRows], nodes: _Ints
+    models: Sequence[Any],
+    batch: Batch,
+    components: Sequence[_ComponentRows],
+    nodes: _Ints,
+    progress: bool,
 ) -> _Edges:
     if not len(nodes):
         frame = pd.DataFrame(columns=["source", "target", "kind"], dtype=object)
         empty = np.empty((0, len(batch.pair.clean)))
         return _Edges(frame, np.empty((0, 2), dtype=np.int64), (empty,) * len(models))
     found = [
-        _edges(model, batch, own, nodes) for model, own in zip(models, components, strict=True)
+        _edges(model, batch, own, nodes, label, progress)
+        for model, own, label in zip(models, components, MODELS, strict=False)
     ]
     every = pd.concat([frame for frame, _ in found]).drop_duplicates(ignore_index=True)
     node = dict(zip(components[0].ids(nodes), nodes.tolist(), strict=True))
@@ -341,7 +354,7 @@ def _edges_between(
 
 @full_precision()
 def _edges(
-    model: Any, batch: Batch, components: _ComponentRows, nodes: _Ints
+    model: Any, batch: Batch, components: _ComponentRows, nodes: _Ints, label: str, progress: bool
 ) -> tuple[pd.DataFrame, Float[np.ndarray, "edge batch"]]:
     """One model's edges, by names in the grown one, and their weights for each prompt."""
     pair = on_device_of(model, batch.pair)
@@ -351,7 +364,10 @@ def _edges(
     except UnsupportedModelError as error:
         more = "n_nodes=0 compares the nodes of circuits, and no edges"
         raise UnsupportedModelError([*error.reasons, more], error.problem) from error
-    frame, by_prompt = LinearGraph(linear, pair, components.within(nodes)).edges(patterns=True)
+    chosen = components.within(nodes)
+    n_nodes = sum(map(len, chosen))
+    with stage_bar(f"edges in {label}", n_nodes, "node", progress) as bar:
+        frame, by_prompt = LinearGraph(linear, pair, chosen).edges(True, bar.update)
     inside = ~frame["source"].isin(["rest", "bias"]).to_numpy()
     frame = frame.loc[inside, ["source", "target", "kind"]]
     grown = components.grown_names

@@ -54,11 +54,13 @@ import pandas as pd
 import torch
 from jaxtyping import Float
 from torch import Tensor
+from tqdm.auto import tqdm
 
 from attn_only_lens.circuits.head_matrices import HeadMatrices
 from attn_only_lens.comparison.alignment import Alignment, SharedComponents
 from attn_only_lens.comparison.batch_runs import BatchRun, run_batch
 from attn_only_lens.comparison.batches import Batch
+from attn_only_lens.comparison.progress import MODELS
 from attn_only_lens.heads import host_of
 from attn_only_lens.numerics import float32_if_half, to_float64_device
 from attn_only_lens.runs.sites import LayerSites, all_heads, resolve_sites
@@ -206,8 +208,11 @@ class _SharedStatistics:
         self._sums = np.zeros((10, len(self._names)))
         self._maxima = np.zeros((4, len(self._names)))
 
-    def measure(self, one: BatchRun, other: BatchRun) -> tuple[_Floats, _Floats]:
-        """Return the sums and maxima over a batch."""
+    def __len__(self) -> int:
+        return len(self._shared)
+
+    def measure(self, one: BatchRun, other: BatchRun, bar: "tqdm[Any]") -> tuple[_Floats, _Floats]:
+        """Return the sums and maxima over a batch; the bar moves by the length of this."""
         sums, maxima = [], []
         for pair, (cross, first, second) in zip(self._shared, self._grams, strict=True):
             js = _divergences_by_prompt(one, other, pair)
@@ -221,6 +226,7 @@ class _SharedStatistics:
             largest = [_numbers(x.abs().amax((0, 2))) for x in z]
             roundings = [np.full(len(pair.first.names), rounding(x.dtype)) for x in z]
             maxima.append(np.stack([*largest, *roundings]))
+            bar.update()
         return np.concatenate(sums, axis=1), np.concatenate(maxima, axis=1)
 
     def add(self, sums: _Floats, maxima: _Floats) -> None:
@@ -316,14 +322,27 @@ class Statistics:
         self._n_prompts = self._n_tokens = 0
         self._metric = ""
 
-    def add(self, batch: Batch) -> list[BatchRun]:
-        """Run a batch through every model, and return the runs."""
-        runs = [
-            run_batch(model, batch, sites)
-            for model, sites in zip(self._models, self._sites, strict=True)
-        ]
+    @property
+    def n_steps(self) -> int:
+        """How many steps of a bar one batch takes."""
+        return len(self._models) + sum(len(each) for each in self._shared)
+
+    def add(self, batch: Batch, bar: "tqdm[Any] | None" = None) -> list[BatchRun]:
+        """Run a batch through every model, and return the runs.
+
+        Args:
+            batch: the batch.
+            bar: says what is done, and moves by `n_steps`.
+        """
+        bar = tqdm(disable=True) if bar is None else bar
+        runs = []
+        for model, sites, label in zip(self._models, self._sites, MODELS, strict=False):
+            bar.set_description(f"{batch.label}: attribution in {label}")
+            runs.append(run_batch(model, batch, sites))
+            bar.update()
         # Whatever can fail comes first, so that an error leaves whole batches in the sums.
-        shared = [each.measure(*runs[i : i + 2]) for i, each in enumerate(self._shared)]
+        bar.set_description(f"{batch.label}: patterns and outputs")
+        shared = [each.measure(runs[i], runs[i + 1], bar) for i, each in enumerate(self._shared)]
         new = [each.measure(run) for each, run in zip(self._new, runs[1:], strict=True)]
         for pair, (sums, maxima) in zip(self._shared, shared, strict=True):
             pair.add(sums, maxima)

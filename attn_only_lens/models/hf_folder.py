@@ -41,6 +41,7 @@ from attn_only_lens.storage.size_limit import limit_size, require_few_layers
 _INDEX = f"{WEIGHTS}.index.json"
 _OTHER_WEIGHTS = (".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".onnx")
 _VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.*", "spiece.model", "*.tiktoken")
+_OTHER_TASKS = ("Classification", "QuestionAnswering", "MultipleChoice")
 _SHOWN = 5
 HUB_FILES = ("*.json", "*.txt", "*.jinja", "*.model", "*.tiktoken", "model*.safetensors")
 """The files that `load_hf_folder` reads, as patterns."""
@@ -73,13 +74,16 @@ def load_hf_folder(
         raise CheckpointError(f"{folder} cannot be loaded: {error}") from error
     except Exception as error:  # of transformers and TransformerLens: whatever the files lead to
         code = " It needs code of its own, which is never run." * ("remote_code" in str(error))
-        raise CheckpointError(f"{folder} cannot be loaded: {first_words(error)}{code}") from error
+        kind = "KeyError: " * isinstance(error, KeyError)  # whose text is a key, and no more
+        reason = f"{kind}{first_words(error)}{code}"
+        raise CheckpointError(f"{folder} cannot be loaded: {reason}") from error
 
 
 def _load(folder: Path, name: str, dtype: torch.dtype, device: torch.device) -> TransformerBridge:
     check_grown(folder)
     config = read_json(folder / CONFIG)
     files, reasons = _weight_files(folder)
+    reasons += _other_task(config)
     _refuse([*config_reasons(config, f"its {CONFIG}"), *out_of_range(config, CONFIG), *reasons])
     tensors = _tensors_in(files)
     n_bytes = sum(each.numel() for each in tensors.values()) * dtype.itemsize
@@ -110,6 +114,19 @@ def _refuse(reasons: list[str]) -> None:
         raise CheckpointError("; ".join(reasons[:_SHOWN]))
 
 
+def _other_task(config: Any) -> list[str]:
+    """Return why a folder is no language model's, though one could be made of its layers."""
+    named = config.get("architectures") if isinstance(config, dict) else None
+    named = named if isinstance(named, list) else []
+    found = [each for each in named if str(each).endswith(_OTHER_TASKS)]
+    if not found:
+        return []
+    return [
+        f"it is a {found[0]}, whose head is not a language model's and would be left out; expected "
+        "a language model, such as the one that it was trained from"
+    ]
+
+
 def _weight_files(folder: Path) -> tuple[list[Path], list[str]]:
     """Return the safetensors files of the model, and why there are none."""
     if (folder / WEIGHTS).is_file():
@@ -120,6 +137,9 @@ def _weight_files(folder: Path) -> tuple[list[Path], list[str]]:
         if not isinstance(shards, dict) or not all(isinstance(s, str) for s in shards.values()):
             return [], [f"{_INDEX} has no weight_map of names to files"]
         names = sorted(set(shards.values()))
+        # By the name: in the cache of the hub the files themselves are links to elsewhere.
+        if odd := [name for name in names if Path(name).is_absolute() or ".." in Path(name).parts]:
+            return [], [f"{_INDEX} names a file {odd[0]!r}, which is outside of the folder"]
         missing = [name for name in names if not (folder / name).is_file()]
         return [folder / name for name in names], [f"{name} is missing" for name in missing]
     there = sorted(path.name for path in folder.iterdir() if path.suffix in _OTHER_WEIGHTS)

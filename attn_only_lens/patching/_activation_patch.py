@@ -42,7 +42,7 @@ def activation_patch(
     reference: str | Tokens | None = None,
     batch_size: int | None = None,
     resume: str | Path | None = None,
-    progress: bool = True,
+    progress: bool | str = True,
 ) -> Sweep:
     """Patch every site in turn, and measure.
 
@@ -75,7 +75,7 @@ def activation_patch(
             folder of another sweep is refused. A metric of your own is identified by its code and
             the values it depends on (see `custom`). Needed under `accelerate launch`, where
             processes share the work.
-        progress: whether to show a bar.
+        progress: whether to show a bar; a text is its label.
 
     Returns:
         The metric after each patch, and its score: 0 is the corrupted run, 1 the clean one.
@@ -116,7 +116,8 @@ def activation_patch(
     mine = [i for i in processes.share(range(len(groups))) if not done[i]]
     total = sum(len(groups[i]) for i in mine)
     hidden = not (progress and processes.first)
-    with tqdm(total=total, unit="site", desc=processes.name, disable=hidden) as bar:
+    label = progress if isinstance(progress, str) else processes.name
+    with tqdm(total=total, unit="site", desc=label, disable=hidden) as bar:
         replay = make_replay(model, target, runs.metric)
         _check_edits(replay.precise, chosen, where, part)
         batching = Batching(model, batch_size, bar.update, replay.numbers_per_token)

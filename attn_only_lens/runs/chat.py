@@ -34,7 +34,7 @@ def chat_tokens(
 
     Raises:
         InputError: with every reason: there is no tokenizer or no template, or the template does
-            not take the messages.
+            not take the messages, or makes nothing of them.
 
     Example:
         >>> from attn_only_lens import InputError, chat_tokens, pretrained
@@ -66,6 +66,9 @@ def chat_tokens(
             )
         except Exception as error:  # of a template, which is a program
             reasons.append(f"prompt {i}: the template does not take it: {error}")
+            continue
+        if not rows[-1]:
+            reasons.append(f"prompt {i}: the template makes no token of it; expected one at least")
     InputError.raise_if(reasons, _PROBLEM)
     device = next(model.parameters()).device
     return [torch.tensor(row, device=device) for row in rows]

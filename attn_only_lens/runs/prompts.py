@@ -19,6 +19,7 @@ from attn_only_lens.runs.token_texts import token_texts
 
 Prompts: TypeAlias = str | Sequence[str] | Sequence[Tensor] | Tensor
 _PROBLEM = "these prompts cannot be patched into each other"
+_PROBLEM_OF_SINGLE = "the model cannot run on these prompts"
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,7 +104,7 @@ def prompt_pair(
                 f"{there}; expected as many: choose words that split alike"
             )
     padded = not (isinstance(clean, Tensor) or isinstance(corrupted, Tensor))
-    clean_tokens, mask = _stack(model, rows, padded, mask, reasons)
+    clean_tokens, mask = _stack(model, rows, padded, mask, reasons, _PROBLEM)
     corrupted_tokens, _ = _pad(model, others)
     pair = PromptPair(clean_tokens, corrupted_tokens, mask)
     if not ((pair.clean != pair.corrupted) & pair.real).any():
@@ -127,20 +128,26 @@ def single_prompts(model: Any, prompts: Prompts, mask: Tensor | None = None) -> 
     """
     reasons: list[str] = []
     rows = _rows(model, prompts, "prompts", reasons)
-    tokens, mask = _stack(model, rows, not isinstance(prompts, Tensor), mask, reasons)
+    padded = not isinstance(prompts, Tensor)
+    tokens, mask = _stack(model, rows, padded, mask, reasons, _PROBLEM_OF_SINGLE)
     return PromptPair(tokens, tokens, mask)
 
 
 def _stack(
-    model: Any, rows: list[Tensor], padded: bool, mask: Tensor | None, reasons: list[str]
+    model: Any,
+    rows: list[Tensor],
+    padded: bool,
+    mask: Tensor | None,
+    reasons: list[str],
+    problem: str,
 ) -> tuple[Tokens, Tensor | None]:
     """Return prompts as one tensor, with its mask: of the padding made here, or the given one."""
     if mask is not None and padded:
         reasons.append("got a mask beside texts, whose padding is made here; leave it out")
-    InputError.raise_if(reasons, _PROBLEM)
+    InputError.raise_if(reasons, problem)
     tokens, padding = _pad(model, rows)
     found = padding if padded else _check_mask(mask, tokens, reasons)
-    InputError.raise_if(reasons, _PROBLEM)
+    InputError.raise_if(reasons, problem)
     return tokens, found
 
 

@@ -209,8 +209,9 @@ def _table(title: str, frame: pd.DataFrame) -> str:
 
 
 def _cells(row: Sequence[object]) -> list[str]:
+    # Plus 0.0, which makes 0 of -0.
     return [
-        f'<td class="number">{"–" if pd.isna(each) else format(each, ".4g")}</td>'
+        f'<td class="number">{"–" if pd.isna(each) else format(each + 0.0, ".4g")}</td>'
         if isinstance(each, float | int)
         else f"<td>{'–' if each is None else escape(str(each))}</td>"
         for each in row

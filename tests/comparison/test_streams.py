@@ -279,3 +279,23 @@ def test_an_error_of_the_first_batch_is_itself(pair):
         compare(*pair, iter([tokens(batch=1)]), p.loss(), **FEW)
     assert error.value.so_far is None
     assert "1 prompt, of 11 tokens" in str(error.value)
+
+
+def test_every_stage_has_a_bar(pair, capsys):
+    settings = {"n_patched": 2, "n_nodes": 3, "n_resamples": 2}
+    compare(*pair, tokens(batch=5), p.loss(), batch_size=3, **settings)
+    shown = capsys.readouterr().err
+    for stage in (
+        "circuit of the original: ranking:",
+        "circuit of the original: search: 100%",
+        "circuit of the grown model: search: 100%",
+        "batch 1 of 2: attribution in the original:",
+        "batch 1 of 2: patterns and outputs: 100%",
+        "edges in the grown model: 100%",
+        "bootstrap: 100%",
+        "batch 2 of 2: patterns and outputs: 100%",
+        "patching the grown model: 100%",
+    ):
+        assert stage in shown, stage
+    compare(*pair, tokens(batch=5), p.loss(), batch_size=3, **settings, progress=False)
+    assert capsys.readouterr().err == ""

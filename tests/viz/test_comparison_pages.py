@@ -124,6 +124,14 @@ def test_the_circuit(opened):
     assert lines == [kept, lost, gained]
 
 
+def test_a_negative_zero_is_zero():
+    comparison = found(False, "")
+    comparison.new["share"] = -0.0
+    page = viz.comparison_report(comparison)
+    assert ">-0<" not in page
+    assert page.count('<td class="number">0</td>') >= len(comparison.new)
+
+
 def test_the_circuit_without_a_browser():
     page = viz.comparison_circuit(found())
     assert re.search(r'"status":\[[^]]*"kept","lost","gained"', page)
