@@ -15,7 +15,7 @@ from transformers.pytorch_utils import Conv1D
 
 from attn_only_lens.expansion import Weights
 from attn_only_lens.expansion.weights import block_name
-from attn_only_lens.growth.growable import Growable, Parameter
+from attn_only_lens.growth.growable import Growable, Parameter, shared_parameter_reasons
 from attn_only_lens.models.in_place import exposed_heads, reasons_against_copying
 
 WRAPPED = "_original_component."  # of a part of the bridge, the module that it wraps
@@ -25,7 +25,7 @@ _OF_BLOCK = (
     *("attn.q", "attn.k", "attn.v", "attn.o", "attn.q_norm", "attn.k_norm"),
     *("mlp.in", "mlp.gate", "mlp.out"),
 )
-_PARAMETERS = {
+PARAMETERS = {
     "embed.weight": ("embed.W_E", None),
     "pos_embed.weight": ("pos_embed.W_pos", None),
     "unembed.weight": ("unembed.W_U", "vocab model -> model vocab"),
@@ -70,15 +70,10 @@ class BridgeModel(Growable):
                 "it is in compatibility mode, which may have processed its weights; grow the "
                 "bridge as it was booted, then enable_compatibility_mode"
             )
-        first: dict[int, str] = {}
-        for path, parameter, _ in self._parts():
-            one = first.setdefault(id(parameter), path)
-            if one not in (path, "embed.weight"):
-                reasons.append(
-                    f"its {one} and {path} are one parameter, which may grow in two ways: give "
-                    "each its own"
-                )
-        return reasons
+        parts = [(path, parameter) for path, parameter, _ in self._parts()]
+        return reasons + shared_parameter_reasons(
+            (path, each) for path, each in parts if not (path == "unembed.weight" and self.is_tied)
+        )
 
     def named_parameters(self) -> Mapping[str, nn.Parameter]:
         """Return the parameters that it computes with, by name; one of two uses by both names."""
@@ -131,7 +126,7 @@ class BridgeModel(Growable):
                 parameter = None if part is None else part._parameters.get(kind)
                 if parameter is None:
                     continue
-                tensor, pattern = _PARAMETERS[f"{name}.{kind}"]
+                tensor, pattern = PARAMETERS[f"{name}.{kind}"]
                 if pattern is not None and isinstance(part, Conv1D) and kind == "weight":
                     pattern = _transposed(pattern)
                 if parameter.ndim == 1 and name in ("attn.q_norm", "attn.k_norm"):

@@ -1,7 +1,7 @@
 """`Growable`: a model as growth reads and writes it, with one subclass for each kind of model."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,6 +9,7 @@ from typing import Any
 from einops import rearrange
 from torch import Tensor, nn
 
+from attn_only_lens.errors import GrowthError
 from attn_only_lens.expansion import Weights
 from attn_only_lens.runs.attached_hooks import hook_reasons
 
@@ -124,7 +125,7 @@ class Growable(ABC):
 
     def save_pretrained(self, folder: Path) -> None:
         """Write configuration, weights and tokenizer to an empty folder."""
-        raise NotImplementedError
+        raise GrowthError(self.reasons_against_saving(), PROBLEM)
 
     def trial(self, grown: Any) -> list[str]:
         """Return every reason why a grown model does not compute the same, if that is in doubt."""
@@ -135,10 +136,9 @@ class Growable(ABC):
         return hook_reasons(self.model)
 
 
-def shared_parameter_reasons(model: Any) -> list[str]:
-    """Return which parameters of a model are one, and could grow in two ways."""
+def shared_parameter_reasons(named: Iterable[tuple[str, nn.Parameter]]) -> list[str]:
+    """Return which parameters, with their names, are one, and could grow in two ways."""
     first: dict[int, str] = {}
-    named = model.named_parameters(remove_duplicate=False)
     pairs = [(first.setdefault(id(parameter), name), name) for name, parameter in named]
     return [
         f"its {one} and {other} are one parameter, which may grow in two ways: give each its own"

@@ -59,7 +59,7 @@ class HookedModel(Growable):
             return ["its neurons are exposed as heads in place; first `exposed.undo()`"]
         names = [f"blocks.{at}.{norm}" for at in range(model.cfg.n_layers) for norm in _BLOCK_NORMS]
         return reasons_against(model, needs_mlp=False) or [
-            *shared_parameter_reasons(model),
+            *shared_parameter_reasons(model.named_parameters(remove_duplicate=False)),
             *norm_reasons(model, names),
             *constant_reasons(model),
         ]

@@ -12,7 +12,7 @@ import copy
 import math
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -29,7 +29,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from attn_only_lens.errors import GrowthError
 from attn_only_lens.expansion import Axis, Weights
 from attn_only_lens.expansion.weights import Constants, Norm, block_name, in_layer
-from attn_only_lens.growth.bridge import WRAPPED, BridgeModel, differing_modules
+from attn_only_lens.growth.bridge import PARAMETERS, WRAPPED, BridgeModel, differing_modules
 from attn_only_lens.growth.growable import PROBLEM
 from attn_only_lens.models.in_place import copy_model
 from attn_only_lens.models.quantised import weight_reasons
@@ -136,8 +136,8 @@ class HuggingFaceBridge(BridgeModel):
         reasons += differing_modules(self.model.original_model, twin.original_model)
         if reasons:
             return reasons
-        rules, named = dict(self._rules()), self._named_by_transformers()
-        unknown = [name for name in named if self._rule(name) not in rules]
+        named = self._named_by_transformers()
+        unknown = [name for name in named if self._rule(name) not in self._rules]
         known = {id(each) for each in [*named.values(), *self.named_parameters().values()]}
         unknown += [name for name, each in self.model.named_parameters() if id(each) not in known]
         if unknown:
@@ -193,7 +193,7 @@ class HuggingFaceBridge(BridgeModel):
                 f"{type(self.model.original_model).__name__} do not; add heads with keys of their "
                 "own (into_groups=False)"
             )
-        if kinds and weights.sizes[Axis("d_query", 0)] != self.model.cfg.d_head:
+        if kinds and sizes[Axis("d_query", 0)] != self.model.cfg.d_head:
             reasons.append(
                 f"its rotary positions are of type {', '.join(map(repr, sorted(kinds)))}, whose "
                 "angles depend on the width of a head in ways that no θ makes up for"
@@ -357,13 +357,12 @@ class HuggingFaceBridge(BridgeModel):
     def state(self, weights: Weights) -> dict[str, Tensor]:
         """Return the state dict of a model of transformers with these weights."""
         layouts = {layout.name: layout for layout in self.parameters().values()}
-        rules = dict(self._rules())
         made: dict[str, Tensor] = {}
 
         def tensor(name: str, like: str) -> Tensor:
             return layouts[like].from_weights(weights.tensors[name])
 
-        for name, tails in rules.items():
+        for name, tails in self._rules.items():
             layers = range(weights.constants.n_layers) if "{}" in name else [0]
             for layer in layers:
                 names = [
@@ -407,29 +406,32 @@ class HuggingFaceBridge(BridgeModel):
         path = self._path("blocks")
         return re.sub(rf"^{re.escape(path)}\.\d+\.", f"{path}.{{}}.", name)
 
-    def _rules(self) -> Iterator[tuple[str, tuple[str, ...]]]:
-        """Yield the tails of the tensors that each parameter of transformers holds, by `_rule`."""
+    @cached_property
+    def _rules(self) -> dict[str, tuple[str, ...]]:
+        """The tails of the tensors that each parameter of transformers holds, by `_rule`."""
         named, layouts = self.named_parameters(), self.parameters()
         tensors: dict[int, str] = {}
         for name, layout in layouts.items():  # of a tied one, the embedding first
             tensors.setdefault(id(named[name]), layout.name)
         present = {layout.name for layout in layouts.values()}
+        found: dict[str, tuple[str, ...]] = {}
         for name, parameter in self._named_by_transformers().items():
             rule, module, kind = self._rule(name), *name.split(".")[-2:]
             if name != rule.format(0):
                 continue
             if name == f"{self._path('unembed')}.weight":  # perhaps the embedding's, too
-                yield rule, ("unembed.W_U",)
+                found[rule] = ("unembed.W_U",)
             elif id(parameter) in tensors:
-                yield rule, (tensors[id(parameter)].removeprefix("blocks.0."),)
+                found[rule] = (tensors[id(parameter)].removeprefix("blocks.0."),)
             elif module in _FUSED:
-                tails = tuple(_TAILS[part, kind] for part in _FUSED[module])
+                tails = tuple(PARAMETERS[f"{part}.{kind}"][0] for part in _FUSED[module])
                 if all(block_name(0, each) in present for each in tails):
-                    yield rule, tails
+                    found[rule] = tails
+        return found
 
     def _beside(self) -> set[str]:
         """Tensors that the bridge has beside the model's: 3.9 adds a bias to the unembedding."""
-        held = {tail for tails in dict(self._rules()).values() for tail in tails}
+        held = {tail for tails in self._rules.values() for tail in tails}
         return {name for name in self.tensors() if in_layer(name) is None and name not in held}
 
     @cached_property
@@ -474,18 +476,6 @@ def _difference(one: Tensor, other: Tensor) -> float:
     difference = (one - other).abs().nan_to_num(torch.inf)[finite]
     largest = one[one.isfinite()].abs()
     return difference.max().item() / (largest.max().item() or 1.0) if largest.numel() else 0.0
-
-
-_TAILS = {
-    ("attn.q", "weight"): "attn.W_Q",
-    ("attn.k", "weight"): "attn.W_K",
-    ("attn.v", "weight"): "attn.W_V",
-    ("attn.q", "bias"): "attn.b_Q",
-    ("attn.k", "bias"): "attn.b_K",
-    ("attn.v", "bias"): "attn.b_V",
-    ("mlp.gate", "weight"): "mlp.W_gate",
-    ("mlp.in", "weight"): "mlp.W_in",
-}
 
 
 def _fused(name: str, parts: list[Tensor], weights: Weights) -> Tensor:

@@ -62,7 +62,7 @@ class ConvertedModel(Growable):
         norms = [f"blocks.{at}.{norm}" for at in range(model.cfg.n_layers) for norm in _NORMS]
         reasons = [
             *module_reasons(model),
-            *shared_parameter_reasons(model),
+            *shared_parameter_reasons(model.named_parameters(remove_duplicate=False)),
             *norm_reasons(model, norms),
             *constant_reasons(model),
         ]

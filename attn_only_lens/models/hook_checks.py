@@ -64,7 +64,7 @@ class HookChecks(HookedTransformer):
 
     def _silence(self, hook_name: str) -> str | None:
         """The reason why a hook point never fires as the model is set; None where it fires."""
-        raise NotImplementedError
+        return None
 
     def _wanted(self, wanted: Any) -> Any:
         """The name, or the function of names, to give to TransformerLens instead."""

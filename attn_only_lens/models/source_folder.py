@@ -191,10 +191,8 @@ def own_tokenizer(tokenizer: Any) -> Any:
     Where the files are gone or hold another, it is returned as it is.
     """
     try:
-        own = AutoTokenizer.from_pretrained(
-            tokenizer.name_or_path, local_files_only=True, trust_remote_code=False
-        )
-    except Exception:  # of any tokenizer, written in any language
+        own = read_tokenizer(Path(tokenizer.name_or_path))
+    except CheckpointError:
         return tokenizer
     own.chat_template = tokenizer.chat_template
     return own if own.get_vocab() == tokenizer.get_vocab() else tokenizer
