@@ -14,18 +14,19 @@ from attn_only_lens.numerics import full_precision, is_count, matmul_precision
 from attn_only_lens.patching.processes import Processes
 from attn_only_lens.patching.results import Sweep
 from attn_only_lens.patching.resume import MemoryParts, PartStore
-from attn_only_lens.patching.run_patches import Batching, PatchRunner, site_groups
+from attn_only_lens.patching.run_patches import Batching, PatchRunner
+from attn_only_lens.patching.site_groups import SiteGroup, site_groups
 from attn_only_lens.runs.edit_checks import require_same_edit
 from attn_only_lens.runs.fingerprint import fingerprint
 from attn_only_lens.runs.identity import Unidentified, identity
 from attn_only_lens.runs.inputs import checked_tokens, option_reasons, reasons_not_to_run
 from attn_only_lens.runs.interventions import ABLATIONS, DIRECTIONS, ablate
 from attn_only_lens.runs.metrics import AnyMetric, Metric, as_metric
-from attn_only_lens.runs.positions import Positions, PositionSet, resolve_positions
+from attn_only_lens.runs.positions import Positions
 from attn_only_lens.runs.prompts import Prompts, prompt_pair
 from attn_only_lens.runs.recording import Recording, RunPair, record, record_pair
 from attn_only_lens.runs.replay import Replay, make_replay
-from attn_only_lens.runs.sites import PARTS, LayerSites, Part, Sites, all_heads, resolve_sites
+from attn_only_lens.runs.sites import PARTS, LayerSites, Part, Sites, split_positions
 
 
 def activation_patch(
@@ -97,19 +98,19 @@ def activation_patch(
         1536
     """
     _check(model, part, direction, reference, batch_size)
-    chosen = resolve_sites(model, all_heads() if sites is None else sites)
     pair = prompt_pair(model, clean, corrupted, mask)
-    where = resolve_positions(pair, positions)
+    groups = site_groups(model, pair, sites, positions, part)
+    chosen = tuple(dict.fromkeys(each.sites for each in groups))
     runs = record_pair(model, pair, metric, chosen, part)
     tokens = None if reference is None else checked_tokens(model, reference)
     target, source, baseline = runs.target(direction)
     if direction in ABLATIONS:
         source = _ablate(model, runs, direction, tokens, chosen)
 
-    groups = site_groups(chosen, where)
     parts: MemoryParts | PartStore = MemoryParts()
     if resume is not None:
-        settings = _settings(model, runs, as_metric(metric), chosen, where, part, direction, tokens)
+        settings = _settings(model, runs, as_metric(metric), groups, part, direction, tokens)
+        settings["at"] = None if sites is None else split_positions(sites)
         parts = PartStore(resume, settings, len(groups))
     processes = Processes(resume)
     done = [parts.has(i) for i in range(len(groups))]
@@ -119,7 +120,7 @@ def activation_patch(
     label = progress if isinstance(progress, str) else processes.name
     with tqdm(total=total, unit="site", desc=label, disable=hidden) as bar:
         replay = make_replay(model, target, runs.metric)
-        _check_edits(replay.precise, chosen, where, part)
+        check_edits(replay.precise, groups, part)
         batching = Batching(model, batch_size, bar.update, replay.numbers_per_token)
         runner = PatchRunner(replay, source, part, baseline, batching)
         for i in mine:
@@ -142,14 +143,13 @@ def _check(model: Any, part: str, direction: str, reference: object, batch_size:
 
 
 @full_precision()
-def _check_edits(
-    replay: Replay, sites: Sequence[LayerSites], positions: Sequence[PositionSet], part: Part
-) -> None:
-    """Test the edits of the sweep on all positions, and from one of those asked for on."""
-    starts = {int(each.where.any(dim=0).nonzero()[0]) for each in positions}
+def check_edits(replay: Replay, groups: Sequence[SiteGroup], part: Part) -> None:
+    """Test the edits of a sweep on all positions, and from one of those asked for on."""
+    sets = dict.fromkeys(each for group in groups for each in group.positions)
+    starts = {int(each.where.any(dim=0).nonzero()[0]) for each in sets}
     later = sorted(starts - {0}) or [0]
     for kind in HEAD_KINDS:
-        layers = sorted({each.layer for each in sites if each.kind == kind})
+        layers = sorted({each.sites.layer for each in groups if each.sites.kind == kind})
         if layers:
             block = replay.host.block(layers[0], kind)
             for first in sorted({0, replay.start(block, later[len(later) // 2])}):
@@ -176,14 +176,15 @@ def _settings(
     model: Any,
     runs: RunPair,
     metric: Metric,
-    sites: Sequence[LayerSites],
-    positions: Sequence[PositionSet],
+    groups: Sequence[SiteGroup],
     part: str,
     direction: str,
     reference: Tokens | None,
 ) -> dict[str, Any]:
     """Return everything that values depend on, so that no other sweep is resumed."""
     pair = runs.pair
+    sites = dict.fromkeys(each.sites for each in groups)
+    sets = dict.fromkeys(each for group in groups for each in group.positions)
     return {
         "model": fingerprint(model),
         "clean": pair.clean.tolist(),
@@ -193,7 +194,7 @@ def _settings(
         "metric": metric.name,
         "metric_code": _metric_identity(metric),
         "sites": [name for each in sites for name in each.names],
-        "positions": [each.label for each in positions],
+        "positions": [each.label for each in sets],
         "float32 products": matmul_precision(),
         "part": part,
         "direction": direction,

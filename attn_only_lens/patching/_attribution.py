@@ -70,7 +70,7 @@ from attn_only_lens.errors import InputError, UnsupportedModelError
 from attn_only_lens.heads import host_of, logit_tolerance
 from attn_only_lens.numerics import full_precision, is_count
 from attn_only_lens.patching.results import Sweep
-from attn_only_lens.patching.run_patches import SiteGroup
+from attn_only_lens.patching.site_groups import site_groups
 from attn_only_lens.runs.frozen_pass import frozen_gradients
 from attn_only_lens.runs.gradients import (
     Tape,
@@ -87,10 +87,10 @@ from attn_only_lens.runs.metrics import (
     require_differentiable,
     require_slope,
 )
-from attn_only_lens.runs.positions import Positions, resolve_positions
+from attn_only_lens.runs.positions import Positions
 from attn_only_lens.runs.prompts import Prompts, prompt_pair
 from attn_only_lens.runs.recording import Recording, Side, record_pair, run
-from attn_only_lens.runs.sites import PARTS, Part, Sites, all_heads, hook_name, resolve_sites
+from attn_only_lens.runs.sites import PARTS, Part, Sites, hook_name
 from attn_only_lens.tolerances import LOGIT_TOLERANCE
 
 Method = Literal["gradient", "exact_gate", "integrated", "frozen_pattern"]
@@ -166,9 +166,9 @@ def attribution(
         True
     """
     _check(model, part, direction, method, steps)
-    chosen = resolve_sites(model, all_heads() if sites is None else sites)
     pair = prompt_pair(model, clean, corrupted, mask)
-    where = resolve_positions(pair, positions)
+    groups = site_groups(model, pair, sites, positions, part)
+    chosen = tuple(dict.fromkeys(each.sites for each in groups))
     closed = part == "q" and method == "exact_gate"
     nodes = [gradient_node(model, each, part, closed=closed) for each in chosen]
     side: Side = "corrupted" if direction == "denoise" else "clean"
@@ -196,13 +196,12 @@ def attribution(
     if closed and rows:
         patched = _z_by_queries(model, target, source, rows)
         source = replace(source, hooked={**source.hooked, **patched})
-    everywhere = torch.stack([each.where for each in where])
+    node_of = dict(zip(chosen, nodes, strict=True))
     frames: list[pd.DataFrame] = []
-    for each, node in zip(chosen, nodes, strict=True):
-        found = site_estimates(model, each, part, node, gradients[node], target, source)
-        at = everywhere.to(found.device, found.dtype)
-        moves = torch.einsum("sbp,kbp->ks", found, at).flatten()
-        frames.append(SiteGroup(each, where).frame(value + moves.cpu().double()))
+    for group in groups:
+        node = node_of[group.sites]
+        found = site_estimates(model, group.sites, part, node, gradients[node], target, source)
+        frames.append(group.frame(value + group.sums(found).cpu().double()))
     frame = pd.concat(frames, ignore_index=True)
     return Sweep.of_runs(model, runs, frame, part, direction, method)
 
