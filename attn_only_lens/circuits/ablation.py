@@ -72,6 +72,8 @@ class AblatedModel:
         """
         settings = option_reasons("ablation", ablation, get_args(Ablation))
         settings += option_reasons("order", order, get_args(Order))
+        if ranking.has_prompts:
+            settings.append("got a ranking with rows of each prompt; expected one without")
         InputError.raise_if(settings, _PROBLEM)
         InputError.raise_if(reasons_not_to_run(model), "this model cannot be ablated")
         sites = ranking.frame.reset_index(drop=True)

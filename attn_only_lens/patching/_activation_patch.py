@@ -11,6 +11,7 @@ from attn_only_lens.axes import Tokens
 from attn_only_lens.errors import InputError
 from attn_only_lens.heads.host import HEAD_KINDS
 from attn_only_lens.numerics import full_precision, is_count, matmul_precision
+from attn_only_lens.patching.over_prompts import OverPrompts
 from attn_only_lens.patching.processes import Processes
 from attn_only_lens.patching.results import Sweep
 from attn_only_lens.patching.resume import MemoryParts, PartStore
@@ -40,6 +41,7 @@ def activation_patch(
     direction: str = "denoise",
     mask: Tensor | None = None,
     reference: str | Tokens | None = None,
+    per_prompt: bool = False,
     batch_size: int | None = None,
     resume: str | Path | None = None,
     progress: bool | str = True,
@@ -69,6 +71,8 @@ def activation_patch(
         reference: a text, or tokens [batch, pos] without padding, to take means or other prompts'
             activations from; by default the clean prompts. For "resample" in their shape: prompt
             i is resampled from row i, so that the caller draws them.
+        per_prompt: whether to return a row for each prompt of each site; by default one for each
+            site, the mean over prompts with its standard errors (see `Sweep`).
         batch_size: sites in one forward pass; by default as many as fit in memory, halved whenever
             it runs out. It changes roundings and nothing else.
         resume: a folder to write results to as they come. An interrupted sweep resumes there; a
@@ -81,7 +85,8 @@ def activation_patch(
         The metric after each patch, and its score: 0 is the corrupted run, 1 the clean one.
 
     Raises:
-        InputError: with every reason: prompts, metric, sites or positions that do not fit.
+        InputError: with every reason: prompts, metric, sites or positions that do not fit; prompts
+            without values of their own, under `per_prompt`.
         UnsupportedModelError: the model, run in parts, has other logits, or an edit of the sites
             in it differs from a hook in a whole run: both are tested first.
         CheckpointError: files in the folder `resume` are damaged.
@@ -105,11 +110,13 @@ def activation_patch(
     target, source, baseline = runs.target(direction)
     if direction in ABLATIONS:
         source = _ablate(model, runs, direction, tokens, chosen)
+    over = OverPrompts.of_runs(runs, direction, per_prompt)
 
     groups = site_groups(chosen, where)
     parts: MemoryParts | PartStore = MemoryParts()
     if resume is not None:
         settings = _settings(model, runs, as_metric(metric), chosen, where, part, direction, tokens)
+        settings["per_prompt"] = bool(per_prompt)
         parts = PartStore(resume, settings, len(groups))
     processes = Processes(resume)
     done = [parts.has(i) for i in range(len(groups))]
@@ -123,7 +130,7 @@ def activation_patch(
         batching = Batching(model, batch_size, bar.update, replay.numbers_per_token)
         runner = PatchRunner(replay, source, part, baseline, batching)
         for i in mine:
-            parts.write(i, groups[i].frame(runner.values(groups[i])))
+            parts.write(i, groups[i].frame(runner.values(groups[i]), over))
     processes.wait()
     return Sweep.of_runs(model, runs, parts.read_all(), part, direction)
 

@@ -69,6 +69,7 @@ from tqdm.auto import tqdm
 from attn_only_lens.errors import InputError, UnsupportedModelError
 from attn_only_lens.heads import host_of, logit_tolerance
 from attn_only_lens.numerics import full_precision, is_count
+from attn_only_lens.patching.over_prompts import OverPrompts
 from attn_only_lens.patching.results import Sweep
 from attn_only_lens.patching.run_patches import SiteGroup
 from attn_only_lens.runs.frozen_pass import frozen_gradients
@@ -113,6 +114,7 @@ def attribution(
     method: Method = "exact_gate",
     steps: int | None = None,
     mask: Tensor | None = None,
+    per_prompt: bool = False,
     progress: bool = True,
 ) -> Sweep:
     """Estimate the results of patching every site, all sites at once.
@@ -140,6 +142,8 @@ def attribution(
             default is the one that agreed best with patching where that was measured.
         steps: for "integrated", how many gradients to average; by default 5.
         mask: 1 for real tokens, 0 for padding, where prompts are tokens.
+        per_prompt: whether to return a row for each prompt of each site; see `activation_patch`.
+            Estimates of each prompt come from the same gradients.
         progress: whether to show a bar, over the steps of "integrated".
 
     Returns:
@@ -179,7 +183,8 @@ def attribution(
         runs = record_pair(
             model, pair, metric, chosen, part, names=kept, traced=traced, hooks=tape.hooks
         )
-    target, source, value = runs.target(direction)
+    target, source, values = runs.target(direction)
+    over = OverPrompts.of_runs(runs, direction, per_prompt)
     require_differentiable(runs.metric, target.logits.detach())
     if method != "integrated":  # which has gradients of its own, between the runs
         span = runs.clean_value - runs.corrupted_value
@@ -197,12 +202,18 @@ def attribution(
         patched = _z_by_queries(model, target, source, rows)
         source = replace(source, hooked={**source.hooked, **patched})
     everywhere = torch.stack([each.where for each in where])
+    # Of prompt b the mean moves by w_b of what its own metric does.
+    shares = torch.tensor(
+        [share or 1.0 for share in over.weights], dtype=torch.float64, device="cpu"
+    )
     frames: list[pd.DataFrame] = []
     for each, node in zip(chosen, nodes, strict=True):
         found = site_estimates(model, each, part, node, gradients[node], target, source)
         at = everywhere.to(found.device, found.dtype)
-        moves = torch.einsum("sbp,kbp->ks", found, at).flatten()
-        frames.append(SiteGroup(each, where).frame(value + moves.cpu().double()))
+        moves = torch.einsum("sbp,kbp->ksb", found, at).flatten(0, 1).cpu().double()
+        if len(shares) == 1:  # prompts have no metrics of their own
+            moves = moves.sum(dim=1, keepdim=True)
+        frames.append(SiteGroup(each, where).frame(values + moves / shares, over))
     frame = pd.concat(frames, ignore_index=True)
     return Sweep.of_runs(model, runs, frame, part, direction, method)
 

@@ -11,6 +11,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
+from attn_only_lens.patching.over_prompts import OverPrompts
 from attn_only_lens.patching.processes import n_launched
 from attn_only_lens.runs.edits import (
     attention_edit,
@@ -64,10 +65,10 @@ class Batching:
         """Set `values` to `run(indices)` where effective, in chunks; halve them if memory runs out.
 
         Args:
-            values: one for each variant, filled in place.
+            values: a row for each variant, filled in place.
             effective: the variants to run.
             numbers_per_variant: how many numbers one variant holds at once.
-            run: returns the values of some variants.
+            run: returns the rows of some variants.
         """
         left = effective.nonzero()[:, 0]
         self._on_done(len(values) - len(left))
@@ -129,18 +130,22 @@ class SiteGroup:
     def __len__(self) -> int:
         return len(self.sites.names) * len(self.positions)
 
-    def frame(self, values: Float[Tensor, "site"]) -> pd.DataFrame:
-        """Return a frame for `Sweep` of the group's values, positions outmost, heads inmost."""
+    def frame(self, values: Float[Tensor, "site prompt"], over: OverPrompts) -> pd.DataFrame:
+        """Return a frame for `Sweep` of the group's values: positions, heads, prompts inmost."""
         names = np.array(self.sites.names, dtype=object)
         labels = np.array([each.label for each in self.positions])
+        of_sites = {
+            "index": np.tile(self.sites.index.cpu().numpy(), len(labels)),
+            "name": np.tile(names, len(labels)),
+            "position": np.repeat(labels, len(names)),
+        }
+        rows_each = values.shape[1] if over.per_prompt else 1
         return pd.DataFrame(
             {
                 "layer": self.sites.layer,
                 "kind": self.sites.kind,
-                "index": np.tile(self.sites.index.cpu().numpy(), len(labels)),
-                "name": np.tile(names, len(labels)),
-                "position": np.repeat(labels, len(names)),
-                "value": values.cpu().numpy(),
+                **{column: np.repeat(each, rows_each) for column, each in of_sites.items()},
+                **over.columns(values),
             }
         )
 
@@ -170,25 +175,25 @@ class PatchRunner:
         replay: of the run that is patched into.
         source: the activations that are patched in.
         part: the part of heads.
-        baseline: the metric of the run that is patched into.
+        baseline: the metric of each prompt of the run that is patched into.
         batching: the batches to run in.
     """
 
     replay: Replay
     source: Recording
     part: Part
-    baseline: float
+    baseline: Float[Tensor, "prompt"]
     batching: Batching
 
     @torch.no_grad()
-    def values(self, group: SiteGroup) -> Float[Tensor, "site"]:
-        """Return the metric after each patch: positions outmost, heads inmost.
+    def values(self, group: SiteGroup) -> Float[Tensor, "site prompt"]:
+        """Return the metric of each prompt after each patch: positions outmost, heads inmost.
 
         A patch that cannot affect the metric gives the baseline, without a run.
         """
         patch = self._patch_neurons if group.sites.kind == "neuron" else self._patch_attention
         changed, block, variants = patch(group)
-        values = torch.full((len(group),), self.baseline, dtype=torch.float64, device="cpu")
+        values = self.baseline.repeat(len(group), 1)
         first, effective = self._effective_sites(changed, block)
 
         def run(chosen: Tensor) -> Tensor:
