@@ -183,7 +183,7 @@ def attribution(
         runs = record_pair(
             model, pair, metric, chosen, part, names=kept, traced=traced, hooks=tape.hooks
         )
-    target, source, values = runs.target(direction)
+    target, source, _ = runs.target(direction)
     over = OverPrompts.of_runs(runs, direction, per_prompt)
     require_differentiable(runs.metric, target.logits.detach())
     if method != "integrated":  # which has gradients of its own, between the runs
@@ -202,18 +202,12 @@ def attribution(
         patched = _z_by_queries(model, target, source, rows)
         source = replace(source, hooked={**source.hooked, **patched})
     everywhere = torch.stack([each.where for each in where])
-    # Of prompt b the mean moves by w_b of what its own metric does.
-    shares = torch.tensor(
-        [share or 1.0 for share in over.weights], dtype=torch.float64, device="cpu"
-    )
     frames: list[pd.DataFrame] = []
     for each, node in zip(chosen, nodes, strict=True):
         found = site_estimates(model, each, part, node, gradients[node], target, source)
         at = everywhere.to(found.device, found.dtype)
-        moves = torch.einsum("sbp,kbp->ksb", found, at).flatten(0, 1).cpu().double()
-        if len(shares) == 1:  # prompts have no metrics of their own
-            moves = moves.sum(dim=1, keepdim=True)
-        frames.append(SiteGroup(each, where).frame(values + moves / shares, over))
+        moves = torch.einsum("sbp,kbp->ksb", found, at).flatten(0, 1)
+        frames.append(SiteGroup(each, where).frame(over.moved(moves), over))
     frame = pd.concat(frames, ignore_index=True)
     return Sweep.of_runs(model, runs, frame, part, direction, method)
 

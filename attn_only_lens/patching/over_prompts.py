@@ -1,7 +1,7 @@
-"""Values of each prompt as rows of a sweep: means with their standard errors, or every prompt's own.
+"""Values of each prompt as rows of a sweep: means with standard errors, or every prompt's own.
 
-With v_b the metric of prompt b after a patch and u_b before it, w_b its weight in the mean (1/n, but
-for a loss; Σ w_b = 1), and span = clean - corrupted of the means, taken as given,
+With v_b the metric of prompt b after a patch and u_b before it, w_b its weight in the mean (1/n,
+but for a loss; Σ w_b = 1), and span = clean - corrupted of the means, taken as given,
 
     value                  Σ w_b v_b
     value_standard_error   √(n/(n-1) Σ w_b² (v_b - value)²)
@@ -84,6 +84,13 @@ class OverPrompts:
             columns |= dict(zip(SPREAD, map(Tensor.numpy, spreads), strict=True))
         return columns
 
+    def moved(self, moves: Float[Tensor, "site batch"]) -> Float[Tensor, "site prompt"]:
+        """Return the values of prompts of which each moves the mean by so much."""
+        moves = moves.cpu().double()
+        if len(self.weights) == 1:  # of all prompts, or of the only one
+            return self.unpatched + moves.sum(dim=1, keepdim=True)
+        return self.unpatched + moves / moves.new_tensor([share or 1.0 for share in self.weights])
+
     def _mean(self, values: Float[Tensor, "site prompt"]) -> Float[Tensor, "site"]:
         # As `BoundMetric.mean` sums: a patch without effect has the unpatched value, bit for bit.
         weighted = zip(self.weights, values.unbind(-1), strict=True)
@@ -94,6 +101,5 @@ class OverPrompts:
         n = len(self.weights)
         if n < 2:
             return torch.full_like(values[:, 0], torch.nan)
-        weights = torch.tensor(self.weights, dtype=values.dtype, device=values.device)
-        deviations = weights * (values - self._mean(values).unsqueeze(-1))
+        deviations = values.new_tensor(self.weights) * (values - self._mean(values).unsqueeze(-1))
         return (deviations.square().sum(-1) * n / (n - 1)).sqrt()

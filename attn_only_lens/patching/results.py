@@ -3,8 +3,8 @@
     score = (value - corrupted) / (clean - corrupted)
 
 is 0 on the corrupted run and 1 on the clean one, in either direction: denoising (clean activations
-into the corrupted run) raises it from 0, noising lowers it from 1. Values are means over prompts. In
-rows of each prompt, with `unpatched` the prompt's own value in the run that is patched into,
+into the corrupted run) raises it from 0, noising lowers it from 1. Values are means over prompts.
+In rows of each prompt, with `unpatched` the prompt's own value in the run that is patched into,
 
     score = baseline + (value - unpatched) / (clean - corrupted)
 
@@ -124,8 +124,8 @@ class Sweep:
         if others or set(_GIVEN) - set(given.columns) or any(len(set(half)) > 1 for half in halves):
             raise InputError(
                 [
-                    f"got columns {list(given.columns)}; expected {_GIVEN}, and of {list(_OPTIONAL)} "
-                    f"any, {_BY_PROMPT} and {SPREAD} together"
+                    f"got columns {list(given.columns)}; expected {_GIVEN}, and any of "
+                    f"{list(_OPTIONAL)}, of which {_BY_PROMPT} and {SPREAD} come together"
                 ],
                 _PROBLEM,
             )
@@ -163,7 +163,7 @@ class Sweep:
             score = self.baseline + (frame["value"] - frame["unpatched"]) / span
         else:
             score = (frame["value"] - self.corrupted_value) / span
-        frame.insert(frame.columns.get_loc("value") + 1, "score", score)
+        frame.insert(list(frame).index("value") + 1, "score", score)
         object.__setattr__(self, "frame", frame)
 
     @classmethod

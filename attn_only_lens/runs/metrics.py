@@ -7,8 +7,8 @@ With ℓ the logits there, c and w the answers, P = softmax ℓ and C the clean 
     probability        P[c]
     log_probability    log P[c]
     kl                 KL(C ‖ P) = Σ_v C[v] (log C[v] - log P[v]): 0 on the clean run
-    loss               -log P_t[x_{t+1}], the mean over all real tokens x_{t+1} of the clean prompts:
-                       of a prompt the mean over its own, weighted by how many those are
+    loss               -log P_t[x_{t+1}], the mean over all real tokens x_{t+1} of the clean
+                       prompts: over those of each prompt, and over prompts weighted by their number
     custom             any function of the logits [batch, pos, d_vocab], to one number, or to one of
                        each prompt
 
@@ -97,7 +97,8 @@ class BoundMetric:
         values = self.compute(logits)
         if values.ndim != 2 or len(values) != len(logits) or values.shape[1] not in (1, batch):
             self._refuse(
-                f"got values {list(values.shape)}; expected one of each site and prompt, or [site, 1]"
+                f"got values {list(values.shape)}; expected one of each site and prompt, or of all "
+                "prompts together [site, 1]"
             )
         bad = (~values.isfinite()).any(dim=1).sum().item()
         if bad:
@@ -146,8 +147,8 @@ class BoundMetric:
             self._refuse("it changes the logits that it is given; have it work on a copy")
         if not torch.equal(once, again):
             self._refuse(
-                f"got {once.tolist()} and then {again.tolist()} for the same logits; expected a function of the "
-                "logits alone, without randomness or a memory"
+                f"got {self.mean(once):.6g} and then {self.mean(again):.6g} for the same logits; "
+                "expected a function of the logits alone, without randomness or a memory"
             )
         return once
 
