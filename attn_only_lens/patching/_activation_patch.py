@@ -61,8 +61,9 @@ def activation_patch(
         part: "z", a head's output; "pattern", its attention; "value"; "q". A patch of a
             neuron-head's query moves its pattern and nothing else. Several heads that share a
             neuron are patched together, unless a name says which.
-        positions: "each" in turn, "all" at once, a number (-1 is each prompt's last token), or a
-            list of them.
+        positions: "each" in turn, "all" at once, a number (-1 is each prompt's last token), a list
+            of them, or by role: `{"subject": [2, 4], "end": -1}`, one for all prompts or one of
+            each, counted in its own tokens.
         direction: "denoise", clean activations into the corrupted run; "noise", the other way; or
             an ablation of z in the clean run: to "zero", to the "mean" over all real tokens of
             all prompts, to another prompt's z there ("resample": the next one's, and the first's
@@ -201,10 +202,16 @@ def _settings(
         "metric_code": _metric_identity(metric),
         "sites": [name for each in sites for name in each.names],
         "positions": [each.label for each in positions],
+        "where": [each.where.nonzero().tolist() for each in positions if _is_role(each)],
         "float32 products": matmul_precision(),
         "part": part,
         "direction": direction,
     }
+
+
+def _is_role(positions: PositionSet) -> bool:
+    """True for positions that their label does not give."""
+    return isinstance(positions.label, str) and positions.label != "all"
 
 
 def _metric_identity(metric: Metric) -> str:

@@ -136,7 +136,7 @@ def attribution(
             [batch, pos, d_vocab].
         sites: `neuron_heads()`, `heads()`, `all_heads()`, or names; by default all heads.
         part: "z", "pattern", "value", "q"; see `activation_patch`.
-        positions: "each", "all", a number, or a list of them; see `activation_patch`.
+        positions: "each", "all", numbers, or by role; see `activation_patch`.
         direction: "denoise", clean activations into the corrupted run; "noise", the other way.
         method: "gradient", "exact_gate", "integrated", "frozen_pattern"; see the module. The
             default is the one that agreed best with patching where that was measured.

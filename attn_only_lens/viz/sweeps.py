@@ -75,6 +75,8 @@ def sweep_heatmap(
         frame["row"] = "L" + frame["layer"].astype(str) + " " + kinds
         order = list(dict.fromkeys(frame.sort_values(["layer", "kind"])["row"]))
     positions = sorted(set(frame["position"]))
+    if frame["position"].dtype == "category":  # roles, in the order asked for
+        positions = list(frame["position"].cat.categories)
     labels = [_position(position, tokens) for position in positions]
     strongest = frame.drop_duplicates(["row", "position"])  # the first is: see _effects
     grid = strongest.pivot(index="row", columns="position", values="effect")

@@ -101,6 +101,33 @@ def test_attribution_of_each_prompt_is_that_of_the_prompt_alone(model, metric, p
     assert by_site.std(axis=1).min() > 0.01
 
 
+def test_positions_by_role_are_each_prompts_own(model, tmp_path):
+    clean, corrupted, mask = pair()
+    roles = {"changed": [1, 1, -4], "end": -1}
+    settings = {"sites": SITES, "mask": mask, "resume": tmp_path / "parts", "progress": False}
+    settings |= {"per_prompt": True, "direction": "noise"}
+    sweep = p.activation_patch(model, clean, corrupted, METRIC, positions=roles, **settings)
+    sweep.save(tmp_path / "sweep.parquet")
+    rows = p.Sweep.load(tmp_path / "sweep.parquet").frame
+    estimates = p.attribution(
+        model, clean, corrupted, METRIC, sites=SITES, mask=mask, positions=roles, per_prompt=True
+    )
+    assert set(zip(estimates.frame["position"], estimates.frame["name"], strict=True)) == {
+        (role, site) for role in roles for site in SITES
+    }
+    for name in SITES:
+        for role, places in {"changed": [1, 1, 1], "end": [n - 1 for n in LENGTHS]}.items():
+            got = rows.loc[(rows["name"] == name) & (rows["position"] == role), "value"]
+            expected = [
+                alone(model, prompt, name, pos, "noise")[1] for prompt, pos in enumerate(places)
+            ]
+            np.testing.assert_allclose(got, expected, atol=EXACT)
+    # The label alone does not say where: another sweep is not resumed.
+    other = {"changed": [1, 1, -3], "end": -1}
+    with pytest.raises(InputError, match="where: got"):
+        p.activation_patch(model, clean, corrupted, METRIC, positions=other, **settings)
+
+
 def test_a_function_of_all_prompts_has_no_errors_and_one_of_each_has(model, tmp_path):
     clean, corrupted, mask = pair()
     settings = {"sites": SITES, "mask": mask, "progress": False, "positions": [1, 2]}
