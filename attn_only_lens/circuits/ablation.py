@@ -38,6 +38,7 @@ Order = Literal["magnitude", "signed"]
 _Rows: TypeAlias = npt.NDArray[np.int64]
 _Flags: TypeAlias = npt.NDArray[np.bool_]
 _PROBLEM = "these sites cannot be ablated"
+_EXPECTED_POSITIONS = "expected 'each', 'all', or numbers from 0"
 
 
 class AblatedModel:
@@ -72,6 +73,8 @@ class AblatedModel:
         """
         settings = option_reasons("ablation", ablation, get_args(Ablation))
         settings += option_reasons("order", order, get_args(Order))
+        if ranking.has_prompts:
+            settings.append("got a ranking with rows of each prompt; expected one without")
         InputError.raise_if(settings, _PROBLEM)
         InputError.raise_if(reasons_not_to_run(model), "this model cannot be ablated")
         sites = ranking.frame.reset_index(drop=True)
@@ -152,8 +155,10 @@ def _reasons_against_sites(sites: pd.DataFrame, n_pos: int) -> list[str]:
     if single:
         reasons.append(f"got {single[0]}, one head of a neuron; expected whole neurons")
     numbers = set(sites["position"].unique().tolist()) - {"all"}
-    if any(each < 0 for each in numbers):
-        reasons.append("got positions from the end; expected 'each', 'all', or numbers from 0")
+    if any(isinstance(each, str) for each in numbers):
+        reasons.append(f"got positions by role; {_EXPECTED_POSITIONS}")
+    elif any(each < 0 for each in numbers):
+        reasons.append(f"got positions from the end; {_EXPECTED_POSITIONS}")
     elif any(each >= n_pos for each in numbers):
         reasons.append(
             f"got a site at position {max(numbers)}; the prompts have {n_pos} tokens: pass a "

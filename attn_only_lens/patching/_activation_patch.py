@@ -11,6 +11,7 @@ from attn_only_lens.axes import Tokens
 from attn_only_lens.errors import InputError
 from attn_only_lens.heads.host import HEAD_KINDS
 from attn_only_lens.numerics import full_precision, is_count, matmul_precision
+from attn_only_lens.patching.over_prompts import OverPrompts
 from attn_only_lens.patching.processes import Processes
 from attn_only_lens.patching.results import Sweep
 from attn_only_lens.patching.resume import MemoryParts, PartStore
@@ -22,7 +23,7 @@ from attn_only_lens.runs.identity import Unidentified, identity
 from attn_only_lens.runs.inputs import checked_tokens, option_reasons, reasons_not_to_run
 from attn_only_lens.runs.interventions import ABLATIONS, DIRECTIONS, ablate
 from attn_only_lens.runs.metrics import AnyMetric, Metric, as_metric
-from attn_only_lens.runs.positions import Positions
+from attn_only_lens.runs.positions import Positions, PositionSet
 from attn_only_lens.runs.prompts import Prompts, prompt_pair
 from attn_only_lens.runs.recording import Recording, RunPair, record, record_pair
 from attn_only_lens.runs.replay import Replay, make_replay
@@ -41,6 +42,7 @@ def activation_patch(
     direction: str = "denoise",
     mask: Tensor | None = None,
     reference: str | Tokens | None = None,
+    per_prompt: bool = False,
     batch_size: int | None = None,
     resume: str | Path | None = None,
     progress: bool | str = True,
@@ -60,8 +62,9 @@ def activation_patch(
         part: "z", a head's output; "pattern", its attention; "value"; "q". A patch of a
             neuron-head's query moves its pattern and nothing else. Several heads that share a
             neuron are patched together, unless a name says which.
-        positions: "each" in turn, "all" at once, a number (-1 is each prompt's last token), or a
-            list of them.
+        positions: "each" in turn, "all" at once, a number (-1 is each prompt's last token), a list
+            of them, or by role: `{"subject": [2, 4], "end": -1}`, one for all prompts or one of
+            each, counted in its own tokens.
         direction: "denoise", clean activations into the corrupted run; "noise", the other way; or
             an ablation of z in the clean run: to "zero", to the "mean" over all real tokens of
             all prompts, to another prompt's z there ("resample": the next one's, and the first's
@@ -70,6 +73,8 @@ def activation_patch(
         reference: a text, or tokens [batch, pos] without padding, to take means or other prompts'
             activations from; by default the clean prompts. For "resample" in their shape: prompt
             i is resampled from row i, so that the caller draws them.
+        per_prompt: whether to return a row for each prompt of each site; by default one for each
+            site, the mean over prompts with its standard errors (see `Sweep`).
         batch_size: sites in one forward pass; by default as many as fit in memory, halved whenever
             it runs out. It changes roundings and nothing else.
         resume: a folder to write results to as they come. An interrupted sweep resumes there; a
@@ -82,7 +87,8 @@ def activation_patch(
         The metric after each patch, and its score: 0 is the corrupted run, 1 the clean one.
 
     Raises:
-        InputError: with every reason: prompts, metric, sites or positions that do not fit.
+        InputError: with every reason: prompts, metric, sites or positions that do not fit; prompts
+            without values of their own, under `per_prompt`.
         UnsupportedModelError: the model, run in parts, has other logits, or an edit of the sites
             in it differs from a hook in a whole run: both are tested first.
         CheckpointError: files in the folder `resume` are damaged.
@@ -106,11 +112,13 @@ def activation_patch(
     target, source, baseline = runs.target(direction)
     if direction in ABLATIONS:
         source = _ablate(model, runs, direction, tokens, chosen)
+    over = OverPrompts.of_runs(runs, direction, per_prompt)
 
     parts: MemoryParts | PartStore = MemoryParts()
     if resume is not None:
         settings = _settings(model, runs, as_metric(metric), groups, part, direction, tokens)
         settings["at"] = None if sites is None else split_positions(sites)
+        settings["per_prompt"] = bool(per_prompt)
         parts = PartStore(resume, settings, len(groups))
     processes = Processes(resume)
     done = [parts.has(i) for i in range(len(groups))]
@@ -124,7 +132,7 @@ def activation_patch(
         batching = Batching(model, batch_size, bar.update, replay.numbers_per_token)
         runner = PatchRunner(replay, source, part, baseline, batching)
         for i in mine:
-            parts.write(i, groups[i].frame(runner.values(groups[i])))
+            parts.write(i, groups[i].frame(runner.values(groups[i]), over))
     processes.wait()
     return Sweep.of_runs(model, runs, parts.read_all(), part, direction)
 
@@ -195,10 +203,16 @@ def _settings(
         "metric_code": _metric_identity(metric),
         "sites": [name for each in sites for name in each.names],
         "positions": [each.label for each in sets],
+        "where": [each.where.nonzero().tolist() for each in sets if _is_role(each)],
         "float32 products": matmul_precision(),
         "part": part,
         "direction": direction,
     }
+
+
+def _is_role(positions: PositionSet) -> bool:
+    """True for positions that their label does not give."""
+    return isinstance(positions.label, str) and positions.label != "all"
 
 
 def _metric_identity(metric: Metric) -> str:

@@ -69,6 +69,7 @@ from tqdm.auto import tqdm
 from attn_only_lens.errors import InputError, UnsupportedModelError
 from attn_only_lens.heads import host_of, logit_tolerance
 from attn_only_lens.numerics import full_precision, is_count
+from attn_only_lens.patching.over_prompts import OverPrompts
 from attn_only_lens.patching.results import Sweep
 from attn_only_lens.patching.site_groups import site_groups
 from attn_only_lens.runs.frozen_pass import frozen_gradients
@@ -113,6 +114,7 @@ def attribution(
     method: Method = "exact_gate",
     steps: int | None = None,
     mask: Tensor | None = None,
+    per_prompt: bool = False,
     progress: bool = True,
 ) -> Sweep:
     """Estimate the results of patching every site, all sites at once.
@@ -134,12 +136,14 @@ def attribution(
             [batch, pos, d_vocab].
         sites: `neuron_heads()`, `heads()`, `all_heads()`, or names; by default all heads.
         part: "z", "pattern", "value", "q"; see `activation_patch`.
-        positions: "each", "all", a number, or a list of them; see `activation_patch`.
+        positions: "each", "all", numbers, or by role; see `activation_patch`.
         direction: "denoise", clean activations into the corrupted run; "noise", the other way.
         method: "gradient", "exact_gate", "integrated", "frozen_pattern"; see the module. The
             default is the one that agreed best with patching where that was measured.
         steps: for "integrated", how many gradients to average; by default 5.
         mask: 1 for real tokens, 0 for padding, where prompts are tokens.
+        per_prompt: whether to return a row for each prompt of each site; see `activation_patch`.
+            Estimates of each prompt come from the same gradients.
         progress: whether to show a bar, over the steps of "integrated".
 
     Returns:
@@ -179,7 +183,8 @@ def attribution(
         runs = record_pair(
             model, pair, metric, chosen, part, names=kept, traced=traced, hooks=tape.hooks
         )
-    target, source, value = runs.target(direction)
+    target, source, _ = runs.target(direction)
+    over = OverPrompts.of_runs(runs, direction, per_prompt)
     require_differentiable(runs.metric, target.logits.detach())
     if method != "integrated":  # which has gradients of its own, between the runs
         span = runs.clean_value - runs.corrupted_value
@@ -201,7 +206,7 @@ def attribution(
     for group in groups:
         node = node_of[group.sites]
         found = site_estimates(model, group.sites, part, node, gradients[node], target, source)
-        frames.append(group.frame(value + group.sums(found).cpu().double()))
+        frames.append(group.frame(over.moved(group.sums(found)), over))
     frame = pd.concat(frames, ignore_index=True)
     return Sweep.of_runs(model, runs, frame, part, direction, method)
 

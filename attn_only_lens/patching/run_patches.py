@@ -63,10 +63,10 @@ class Batching:
         """Set `values[left]` to `run(left)`, in chunks; halve them if memory runs out.
 
         Args:
-            values: one for each variant, filled in place.
+            values: a row for each variant, filled in place.
             left: the variants to run.
             numbers_per_variant: how many numbers one variant holds at once.
-            run: returns the values of some variants.
+            run: returns the rows of some variants.
         """
         while len(left):
             size = self._size or max(1, self._numbers // numbers_per_variant)
@@ -119,26 +119,26 @@ class PatchRunner:
         replay: of the run that is patched into.
         source: the activations that are patched in.
         part: the part of heads.
-        baseline: the metric of the run that is patched into.
+        baseline: the metric of each prompt of the run that is patched into.
         batching: the batches to run in.
     """
 
     replay: Replay
     source: Recording
     part: Part
-    baseline: float
+    baseline: Float[Tensor, "prompt"]
     batching: Batching
 
     @torch.no_grad()
-    def values(self, group: SiteGroup) -> Float[Tensor, "row"]:
-        """Return the metric after the patch of each row.
+    def values(self, group: SiteGroup) -> Float[Tensor, "row prompt"]:
+        """Return the metric of each prompt after the patch of each row.
 
         A patch that cannot affect the metric gives the baseline, without a run.
         """
         patch = self._patch_neurons if group.sites.kind == "neuron" else self._patch_attention
         where = group.everywhere
         changed, block, variants = patch(group, where)
-        values = torch.full((len(group),), self.baseline, dtype=torch.float64, device="cpu")
+        values = self.baseline.repeat(len(group), 1)
         starts = self._starts(group, where, changed, block)
         n_run = 0
         for first, rows in self._runs(block, starts):

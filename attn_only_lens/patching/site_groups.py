@@ -12,6 +12,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from attn_only_lens.errors import InputError
+from attn_only_lens.patching.over_prompts import OverPrompts
 from attn_only_lens.runs.positions import Positions, PositionSet, resolve_positions
 from attn_only_lens.runs.prompts import PromptPair
 from attn_only_lens.runs.sites import (
@@ -66,22 +67,26 @@ class SiteGroup:
         """Where each set of positions is."""
         return torch.stack([each.where for each in self.positions])
 
-    def sums(self, of_heads: Float[Tensor, "head batch pos"]) -> Float[Tensor, "row"]:
-        """Sum a quantity of each row's head over its positions and all prompts."""
-        found = torch.einsum("hbp,sbp->sh", of_heads, self.everywhere.to(of_heads))
+    def sums(self, of_heads: Float[Tensor, "head batch pos"]) -> Float[Tensor, "row batch"]:
+        """Sum a quantity of each row's head over its positions."""
+        found = torch.einsum("hbp,sbp->shb", of_heads, self.everywhere.to(of_heads))
         return found[self.where.to(found.device), self.head.to(found.device)]
 
-    def frame(self, values: Float[Tensor, "row"]) -> pd.DataFrame:
-        """Return a frame for `Sweep` of the values of the rows."""
+    def frame(self, values: Float[Tensor, "row prompt"], over: OverPrompts) -> pd.DataFrame:
+        """Return a frame for `Sweep` of the values of the rows, prompts inmost."""
         head, where = self.head.numpy(), self.where.numpy()
+        of_sites = {
+            "index": self.sites.index.cpu().numpy()[head],
+            "name": np.array(self.sites.names, dtype=object)[head],
+            "position": np.array([each.label for each in self.positions])[where],
+        }
+        rows_each = values.shape[1] if over.per_prompt else 1
         return pd.DataFrame(
             {
                 "layer": self.sites.layer,
                 "kind": self.sites.kind,
-                "index": self.sites.index.cpu().numpy()[head],
-                "name": np.array(self.sites.names, dtype=object)[head],
-                "position": np.array([each.label for each in self.positions])[where],
-                "value": values.cpu().numpy(),
+                **{column: np.repeat(each, rows_each) for column, each in of_sites.items()},
+                **over.columns(values),
             }
         )
 
@@ -130,6 +135,14 @@ def _site_groups(
     sets = list(resolve_positions(pair, positions)) if free else []
     n_free, labels = len(sets), [each.label for each in sets]
     asked = dict.fromkeys(at for _, at in given if at is not None and at not in labels)
+    if asked and any(isinstance(label, str) for label in labels):
+        raise InputError(
+            [
+                f"got positions={positions!r} for {min(free)}, and names that say where by number; "
+                "expected numbers, or 'each', for both"
+            ],
+            _PROBLEM,
+        )
     if asked:
         sets += resolve_positions(pair, list(asked))
     places = {each.label: place for place, each in enumerate(sets)}

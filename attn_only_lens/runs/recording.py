@@ -68,26 +68,36 @@ class RunPair:
         clean: the clean run.
         corrupted: the corrupted run.
         metric: the metric, bound to these prompts.
-        clean_value: the metric of the clean run.
-        corrupted_value: the metric of the corrupted run.
+        clean_values: the metric of each prompt of the clean run (`BoundMetric.of_prompts`).
+        corrupted_values: the metric of each prompt of the corrupted run.
     """
 
     pair: PromptPair
     clean: Recording
     corrupted: Recording
     metric: BoundMetric
-    clean_value: float
-    corrupted_value: float
+    clean_values: Float[Tensor, "prompt"]
+    corrupted_values: Float[Tensor, "prompt"]
 
-    def target(self, direction: str) -> tuple[Recording, Recording, float]:
-        """Return the run patched into, the other run, and the metric of the first.
+    @property
+    def clean_value(self) -> float:
+        """The metric of the clean run."""
+        return self.metric.mean(self.clean_values).item()
+
+    @property
+    def corrupted_value(self) -> float:
+        """The metric of the corrupted run."""
+        return self.metric.mean(self.corrupted_values).item()
+
+    def target(self, direction: str) -> tuple[Recording, Recording, Float[Tensor, "prompt"]]:
+        """Return the run patched into, the other run, and the metric of the first, by prompt.
 
         Args:
             direction: "denoise" patches into the corrupted run, any other into the clean one.
         """
         if direction == "denoise":
-            return self.corrupted, self.clean, self.corrupted_value
-        return self.clean, self.corrupted, self.clean_value
+            return self.corrupted, self.clean, self.corrupted_values
+        return self.clean, self.corrupted, self.clean_values
 
 
 def record(
@@ -204,10 +214,11 @@ def record_pair(
     clean, corrupted = record_side("clean"), record_side("corrupted")
     _require_ungrouped(model, own, clean)
     bound = bind(metric, model, pair, reference=clean.logits.detach())
-    clean_value, corrupted_value = bound.of(clean.logits), bound.of(corrupted.logits)
+    values = bound.of_run(clean.logits), bound.of_run(corrupted.logits)
+    runs = RunPair(pair, clean, corrupted, bound, *values)
     if distinct:
-        require_distinct(clean_value, corrupted_value, clean.logits.dtype)
-    return RunPair(pair, clean, corrupted, bound, clean_value, corrupted_value)
+        require_distinct(runs.clean_value, runs.corrupted_value, clean.logits.dtype)
+    return runs
 
 
 def _require_ungrouped(model: Any, names: dict[int, str], run: Recording) -> None:

@@ -86,6 +86,7 @@ BY_HAND = {
     ),
     "kl": (p.kl(), lambda run: by_hand_kl(run, CLEAN)),
     "custom": (lambda logits: logits[:, 2, 3].mean(), lambda run: mean(run[:, 2, 3].tolist())),
+    "custom, each": (lambda logits: logits[:, 2, 3], lambda run: mean(run[:, 2, 3].tolist())),
     "custom number": (
         p.custom(lambda logits: logits.max().item(), name="largest"),
         lambda run: max(run.flatten().tolist()),
@@ -186,7 +187,7 @@ BAD_CUSTOM = {
     "remembers": (Counter(), "and then"),
     "random": (lambda logits: logits.mean() + torch.rand(()), "and then"),
     "in place": (doubled, "changes the logits"),
-    "vector": (lambda logits: logits[:, -1, 0], r"float64 tensor \[3\]"),
+    "vector": (lambda logits: logits[0, :, 0], r"float64 tensor \[7\]"),
     "flag": (lambda logits: True, "got True"),
     "nothing": (lambda logits: None, "got None"),
     "integers": (lambda logits: logits.argmax(), "int64 tensor"),

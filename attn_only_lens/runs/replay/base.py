@@ -112,10 +112,10 @@ class Replay(ABC):
         """The numbers that a block holds at once for the keys and values of a token."""
 
     @torch.no_grad()
-    def values(self, variants: Variants) -> Float[Tensor, "site"]:
-        """Return the metric of each variant."""
+    def values(self, variants: Variants) -> Float[Tensor, "site prompt"]:
+        """Return the metric of each prompt of each variant (`BoundMetric.of_prompts`)."""
         logits = self.logits(variants)
-        return self.metric.value(logits.unflatten(0, (-1, self.batch)))
+        return self.metric.of_prompts(logits.unflatten(0, (-1, self.batch)))
 
     def recorded_stream(self, block: int, first: int, n: int) -> Float[Tensor, "row pos d_model"]:
         """Return the recorded stream that entered a block, for n variants."""
