@@ -9,15 +9,13 @@ from tqdm.auto import tqdm
 
 from attn_only_lens.axes import Tokens
 from attn_only_lens.errors import InputError
-from attn_only_lens.heads.host import HEAD_KINDS
-from attn_only_lens.numerics import full_precision, is_count, matmul_precision
+from attn_only_lens.numerics import is_count, matmul_precision
 from attn_only_lens.patching.over_prompts import OverPrompts
 from attn_only_lens.patching.processes import Processes
 from attn_only_lens.patching.results import Sweep
 from attn_only_lens.patching.resume import MemoryParts, PartStore
-from attn_only_lens.patching.run_patches import Batching, PatchRunner
+from attn_only_lens.patching.run_patches import Batching, PatchRunner, check_edits
 from attn_only_lens.patching.site_groups import SiteGroup, site_groups
-from attn_only_lens.runs.edit_checks import require_same_edit
 from attn_only_lens.runs.fingerprint import fingerprint
 from attn_only_lens.runs.identity import Unidentified, identity
 from attn_only_lens.runs.inputs import checked_tokens, option_reasons, reasons_not_to_run
@@ -26,7 +24,7 @@ from attn_only_lens.runs.metrics import AnyMetric, Metric, as_metric
 from attn_only_lens.runs.positions import Positions, PositionSet
 from attn_only_lens.runs.prompts import Prompts, prompt_pair
 from attn_only_lens.runs.recording import Recording, RunPair, record, record_pair
-from attn_only_lens.runs.replay import Replay, make_replay
+from attn_only_lens.runs.replay import make_replay
 from attn_only_lens.runs.sites import PARTS, LayerSites, Part, Sites, split_positions
 
 
@@ -132,7 +130,7 @@ def activation_patch(
         batching = Batching(model, batch_size, bar.update, replay.numbers_per_token)
         runner = PatchRunner(replay, source, part, baseline, batching)
         for i in mine:
-            parts.write(i, groups[i].frame(runner.values(groups[i]), over))
+            parts.write(i, groups[i].frame(runner.values(groups[i]), None, over))
     processes.wait()
     return Sweep.of_runs(model, runs, parts.read_all(), part, direction)
 
@@ -148,20 +146,6 @@ def _check(model: Any, part: str, direction: str, reference: object, batch_size:
     if reference is not None and direction not in ("mean", "resample"):
         reasons.append(f"got a reference with direction={direction!r}, which uses none")
     InputError.raise_if(reasons, "this cannot be patched")
-
-
-@full_precision()
-def check_edits(replay: Replay, groups: Sequence[SiteGroup], part: Part) -> None:
-    """Test the edits of a sweep on all positions, and from one of those asked for on."""
-    sets = dict.fromkeys(each for group in groups for each in group.positions)
-    starts = {int(each.where.any(dim=0).nonzero()[0]) for each in sets}
-    later = sorted(starts - {0}) or [0]
-    for kind in HEAD_KINDS:
-        layers = sorted({each.sites.layer for each in groups if each.sites.kind == kind})
-        if layers:
-            block = replay.host.block(layers[0], kind)
-            for first in sorted({0, replay.start(block, later[len(later) // 2])}):
-                require_same_edit(replay, kind, layers, part, first)
 
 
 def _ablate(

@@ -57,20 +57,21 @@ along no straight lines, no such sum is claimed.
 
 from collections.abc import Iterable
 from dataclasses import replace
-from functools import partial
 from typing import Any, Literal, get_args
 
 import pandas as pd
 import torch
-from jaxtyping import Float
 from torch import Tensor
 from tqdm.auto import tqdm
 
 from attn_only_lens.errors import InputError, UnsupportedModelError
 from attn_only_lens.heads import host_of, logit_tolerance
 from attn_only_lens.numerics import full_precision, is_count
+from attn_only_lens.patching.expected_error import expected_errors, hook_points, run_with_part
 from attn_only_lens.patching.over_prompts import OverPrompts
+from attn_only_lens.patching.repairs import Budget, Repairer, budget_reasons
 from attn_only_lens.patching.results import Sweep
+from attn_only_lens.patching.run_patches import Batching, PatchRunner, check_edits
 from attn_only_lens.patching.site_groups import site_groups
 from attn_only_lens.runs.frozen_pass import frozen_gradients
 from attn_only_lens.runs.gradients import (
@@ -91,8 +92,8 @@ from attn_only_lens.runs.metrics import (
 from attn_only_lens.runs.positions import Positions
 from attn_only_lens.runs.prompts import Prompts, prompt_pair
 from attn_only_lens.runs.recording import Recording, Side, record_pair, run
-from attn_only_lens.runs.sites import PARTS, Part, Sites, hook_name
-from attn_only_lens.tolerances import LOGIT_TOLERANCE
+from attn_only_lens.runs.replay import make_replay
+from attn_only_lens.runs.sites import PARTS, Part, Sites
 
 Method = Literal["gradient", "exact_gate", "integrated", "frozen_pattern"]
 METHODS: tuple[str, ...] = get_args(Method)
@@ -113,6 +114,7 @@ def attribution(
     direction: str = "denoise",
     method: Method = "exact_gate",
     steps: int | None = None,
+    budget: Budget = 3,
     mask: Tensor | None = None,
     per_prompt: bool = False,
     progress: bool = True,
@@ -169,19 +171,20 @@ def attribution(
         >>> bool(p.agreement(exact, estimate)["pearson"].item() > 0.99)
         True
     """
-    _check(model, part, direction, method, steps)
+    _check(model, part, direction, method, steps, budget)
     pair = prompt_pair(model, clean, corrupted, mask)
     groups = site_groups(model, pair, sites, positions, part)
     chosen = tuple(dict.fromkeys(each.sites for each in groups))
     closed = part == "q" and method == "exact_gate"
     nodes = [gradient_node(model, each, part, closed=closed) for each in chosen]
+    written, kept = hook_points(model, chosen, part) if budget else (set(), set())
     side: Side = "corrupted" if direction == "denoise" else "clean"
-    tape = Tape(nodes)
+    tape = Tape({*nodes, *written})
     with start_graph(model):
         traced = side if method in _TRACED else None
-        kept = nodes if part == "q" else ()
+        names = [*kept, *(nodes if part == "q" else ())]
         runs = record_pair(
-            model, pair, metric, chosen, part, names=kept, traced=traced, hooks=tape.hooks
+            model, pair, metric, chosen, part, names=names, traced=traced, hooks=tape.hooks
         )
     target, source, _ = runs.target(direction)
     over = OverPrompts.of_runs(runs, direction, per_prompt)
@@ -191,27 +194,52 @@ def attribution(
         require_slope(runs.metric, target.logits, source.logits, span)
     if method == "integrated":
         gradients = integrated_gradients(
-            model, target, source, runs.metric, nodes, steps or _STEPS, progress
+            model, target, source, runs.metric, tape.names, steps or _STEPS, progress
         )
     elif method == "frozen_pattern":
         gradients = frozen_gradients(model, target, runs.metric, tape)
     else:
         gradients = tape.gradients(runs.metric.of_logits(target.logits))
-    rows = [each.layer for each in chosen if each.kind == "attention"]
+    rows, moved = [each.layer for each in chosen if each.kind == "attention"], source
     if closed and rows:
-        patched = _z_by_queries(model, target, source, rows)
-        source = replace(source, hooked={**source.hooked, **patched})
+        patched = run_with_part(model, target, source, rows, part)
+        moved = replace(source, hooked={**source.hooked, **patched})
     node_of = dict(zip(chosen, nodes, strict=True))
-    frames: list[pd.DataFrame] = []
+    values = []
     for group in groups:
         node = node_of[group.sites]
-        found = site_estimates(model, group.sites, part, node, gradients[node], target, source)
-        frames.append(group.frame(over.moved(group.sums(found)), over))
-    frame = pd.concat(frames, ignore_index=True)
-    return Sweep.of_runs(model, runs, frame, part, direction, method)
+        found = site_estimates(model, group.sites, part, node, gradients[node], target, moved)
+        values.append(over.moved(group.sums(found)))
+    exact = [torch.zeros(len(group), dtype=torch.bool) for group in groups]
+    expected = None
+    if budget:
+        target = replace(target, logits=target.logits.detach())
+        with tqdm(total=0, unit="site", desc="repairs", disable=not progress) as bar:
+            keys = expected_errors(model, groups, part, target, source, gradients)
+            replay = make_replay(model, target, runs.metric)
+            check_edits(replay.precise, groups, part)
+            batching = Batching(model, None, bar.update, replay.numbers_per_token)
+            runner = PatchRunner(replay, source, part, over.unpatched, batching)
+
+            def plan(n: int) -> None:
+                bar.total = bar.n + n
+                bar.refresh()
+
+            repairs = Repairer(runner, groups, keys, values, over.mean, plan).spend(budget)
+        values, exact, expected = repairs.values, repairs.exact, repairs.expected_pearson
+    frame = pd.concat(
+        [
+            group.frame(of_group, which, over)
+            for group, of_group, which in zip(groups, values, exact, strict=True)
+        ],
+        ignore_index=True,
+    )
+    return Sweep.of_runs(model, runs, frame, part, direction, method, expected_pearson=expected)
 
 
-def _check(model: Any, part: str, direction: str, method: str, steps: object) -> None:
+def _check(
+    model: Any, part: str, direction: str, method: str, steps: object, budget: object
+) -> None:
     reasons = reasons_not_to_run(model)
     reasons += option_reasons("part", part, PARTS)
     reasons += option_reasons("direction", direction, DIRECTIONS)
@@ -222,65 +250,10 @@ def _check(model: Any, part: str, direction: str, method: str, steps: object) ->
         reasons.append(f"got steps={steps!r} with method={method!r}, which takes none")
     elif steps is not None and not is_count(steps, 1):
         reasons.append(f"got steps={steps!r}; expected 1 or more")
+    reasons += budget_reasons(budget)
     if torch.is_inference_mode_enabled():
         reasons.append("no gradient is taken in torch.inference_mode(); torch.no_grad() will do")
     InputError.raise_if(reasons, "this cannot be attributed")
-
-
-@torch.no_grad()
-def _z_by_queries(
-    model: Any, target: Recording, source: Recording, layers: Iterable[int]
-) -> dict[str, Float[Tensor, "batch pos head_index d_head"]]:
-    """Return z of every attention head with the source run's queries, by hook name: two forwards.
-
-    Args:
-        model: converted, or with exposed neuron-heads.
-        target: the run patched into, with its queries and z.
-        source: the other run, with its queries.
-        layers: source layers.
-
-    Raises:
-        UnsupportedModelError: a head's query moves other heads.
-    """
-    names = {hook_name(model, layer, "q"): hook_name(model, layer, "z") for layer in layers}
-
-    def z_with(n_heads: int | None) -> dict[str, Tensor]:
-        """Run with the queries of the first heads replaced, or of all."""
-        found: dict[str, Tensor] = {}
-
-        def replace_queries(value: Tensor, hook: Any, q: str) -> Tensor:
-            own = source.hooked[q][:, :, :n_heads]
-            return torch.cat([own, value[:, :, own.shape[2] :]], dim=2)
-
-        def restore_z(value: Tensor, hook: Any, z: str) -> Tensor:
-            found[z] = value.clone()
-            return target.hooked[z]
-
-        hooks = [(q, partial(replace_queries, q=q)) for q in names]
-        hooks += [(z, partial(restore_z, z=z)) for z in names.values()]
-        run(model, target.tokens, target.mask, hooks)
-        return found
-
-    changed = [
-        z
-        for z, found in z_with(1).items()
-        if not _same(found[:, :, 1:], target.hooked[z][:, :, 1:])
-    ]
-    if changed:
-        raise UnsupportedModelError(
-            [
-                f"to patch the query of one head changes the z of others ({', '.join(changed)}): "
-                "its queries are normed all together. Take method='gradient', or patch the pattern"
-            ],
-            "its queries cannot be patched in closed form",
-        )
-    return z_with(None)
-
-
-def _same(one: Tensor, other: Tensor) -> bool:
-    if not one.numel():
-        return True
-    return float((one - other).abs().max()) <= LOGIT_TOLERANCE[one.dtype] * float(other.abs().max())
 
 
 def integrated_gradients(

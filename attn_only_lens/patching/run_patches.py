@@ -1,6 +1,6 @@
 """Run the patches of a sweep, group by group, in batches that fit memory."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, TypeAlias
@@ -10,8 +10,11 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
+from attn_only_lens.heads.host import HEAD_KINDS
+from attn_only_lens.numerics import full_precision
 from attn_only_lens.patching.processes import n_launched
 from attn_only_lens.patching.site_groups import SiteGroup
+from attn_only_lens.runs.edit_checks import require_same_edit
 from attn_only_lens.runs.edits import (
     attention_edit,
     change_of_z,
@@ -135,11 +138,9 @@ class PatchRunner:
 
         A patch that cannot affect the metric gives the baseline, without a run.
         """
-        patch = self._patch_neurons if group.sites.kind == "neuron" else self._patch_attention
-        where = group.everywhere
-        changed, block, variants = patch(group, where)
+        changed, block, variants = self._patch(group)
         values = self.baseline.repeat(len(group), 1)
-        starts = self._starts(group, where, changed, block)
+        starts = self._starts(group, changed, block)
         n_run = 0
         for first, rows in self._runs(block, starts):
             n_run += len(rows)
@@ -151,15 +152,20 @@ class PatchRunner:
         self.batching.on_done(len(group) - n_run)
         return values
 
+    @torch.no_grad()
+    def starts(self, group: SiteGroup) -> tuple[int, Int[Tensor, "row"]]:
+        """Return the block that patches of a group enter, and the position from which each runs.
+
+        That is -1 where a patch cannot affect the metric.
+        """
+        changed, block, _ = self._patch(group)
+        return block, self._starts(group, changed, block)
+
     def _starts(
-        self,
-        group: SiteGroup,
-        where: Bool[Tensor, "set batch pos"],
-        changed: Bool[Tensor, "head batch pos"],
-        block: int,
+        self, group: SiteGroup, changed: Bool[Tensor, "head batch pos"], block: int
     ) -> Int[Tensor, "row"]:
         """Return the first position that each row changes; -1 where it cannot affect the metric."""
-        where = where.to(changed.device)
+        where = group.everywhere.to(changed.device)
         read = self.replay.effective_positions(block).to(changed.device)
         of_sets = []
         for each in where:
@@ -186,7 +192,12 @@ class PatchRunner:
             rows = ((starts >= first) & (starts < end)).nonzero()[:, 0]
             yield self.replay.start(block, first), rows
 
-    def _patch_neurons(self, group: SiteGroup, where: Bool[Tensor, "set batch pos"]) -> _Patch:
+    def _patch(self, group: SiteGroup) -> _Patch:
+        return (self._patch_neurons if group.sites.kind == "neuron" else self._patch_attention)(
+            group
+        )
+
+    def _patch_neurons(self, group: SiteGroup) -> _Patch:
         sites = group.sites
         heads = self.replay.host.neurons[sites.layer]
         target = self.replay.recording.neurons[sites.layer]
@@ -195,7 +206,7 @@ class PatchRunner:
         block = self.replay.host.block(sites.layer, "neuron")
         block += self.replay.adds_mlp_output(block, heads.output_module)
         directions = heads.W_out[sites.index.to(change.device)]
-        where = where.to(change.device)
+        where = group.everywhere.to(change.device)
 
         def variants(chosen: Tensor, first: int) -> Variants:
             head, at = (each[chosen].to(change.device) for each in (group.head, group.where))
@@ -206,13 +217,13 @@ class PatchRunner:
 
         return change != 0, block, variants
 
-    def _patch_attention(self, group: SiteGroup, where: Bool[Tensor, "set batch pos"]) -> _Patch:
+    def _patch_attention(self, group: SiteGroup) -> _Patch:
         sites, part, host = group.sites, self.part, self.replay.host
         name = hook_name(self.replay.model, sites.layer, part)
         target, source = self.replay.recording.hooked[name], self.source.hooked[name]
         index = sites.index.to(target.device)
         heads = nn.functional.one_hot(index, host.n_heads[sites.layer]).bool()
-        where = where.to(target.device)
+        where = group.everywhere.to(target.device)
         changed = differences(target, source, part)[..., index].permute(2, 0, 1)
         block = host.block(sites.layer, "attention")
 
@@ -223,3 +234,17 @@ class PatchRunner:
             return Variants(block, first, stream, [(name, hook)])
 
         return changed, block, variants
+
+
+@full_precision()
+def check_edits(replay: Replay, groups: Sequence[SiteGroup], part: Part) -> None:
+    """Test the edits of a sweep on all positions, and from one of those asked for on."""
+    sets = dict.fromkeys(each for group in groups for each in group.positions)
+    starts = {int(each.where.any(dim=0).nonzero()[0]) for each in sets}
+    later = sorted(starts - {0}) or [0]
+    for kind in HEAD_KINDS:
+        layers = sorted({each.sites.layer for each in groups if each.sites.kind == kind})
+        if layers:
+            block = replay.host.block(layers[0], kind)
+            for first in sorted({0, replay.start(block, later[len(later) // 2])}):
+                require_same_edit(replay, kind, layers, part, first)

@@ -53,6 +53,15 @@ class SiteGroup:
         where = torch.arange(n_sets, device="cpu").repeat_interleave(n)
         return cls(sites, tuple(positions), head, where)
 
+    @classmethod
+    def joined(cls, groups: Sequence["SiteGroup"]) -> "SiteGroup":
+        """The rows of groups of the same heads, one group after another."""
+        positions = tuple(each for group in groups for each in group.positions)
+        sizes = [len(group.positions) for group in groups]
+        wheres = [group.where + sum(sizes[:i]) for i, group in enumerate(groups)]
+        heads = [group.head for group in groups]
+        return cls(groups[0].sites, positions, torch.cat(heads), torch.cat(wheres))
+
     def __len__(self) -> int:
         return len(self.head)
 
@@ -72,13 +81,25 @@ class SiteGroup:
         found = torch.einsum("hbp,sbp->shb", of_heads, self.everywhere.to(of_heads))
         return found[self.where.to(found.device), self.head.to(found.device)]
 
-    def frame(self, values: Float[Tensor, "row prompt"], over: OverPrompts) -> pd.DataFrame:
-        """Return a frame for `Sweep` of the values of the rows, prompts inmost."""
+    def frame(
+        self,
+        values: Float[Tensor, "row prompt"],
+        exact: Bool[Tensor, "row"] | None,
+        over: OverPrompts,
+    ) -> pd.DataFrame:
+        """Return a frame for `Sweep` of the values of the rows, prompts inmost.
+
+        Args:
+            values: of each row and prompt.
+            exact: which are of patches, where others are estimates; None if all are.
+            over: how prompts become rows.
+        """
         head, where = self.head.numpy(), self.where.numpy()
         of_sites = {
             "index": self.sites.index.cpu().numpy()[head],
             "name": np.array(self.sites.names, dtype=object)[head],
             "position": np.array([each.label for each in self.positions])[where],
+            **({} if exact is None else {"exact": exact.numpy()}),
         }
         rows_each = values.shape[1] if over.per_prompt else 1
         return pd.DataFrame(
