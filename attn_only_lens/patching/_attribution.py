@@ -71,7 +71,7 @@ from attn_only_lens.patching.expected_error import expected_errors, hook_points,
 from attn_only_lens.patching.over_prompts import OverPrompts
 from attn_only_lens.patching.repairs import Budget, Repairer, budget_reasons
 from attn_only_lens.patching.results import Sweep
-from attn_only_lens.patching.run_patches import Batching, PatchRunner, check_edits
+from attn_only_lens.patching.run_patches import Batching, PatchRunner
 from attn_only_lens.patching.site_groups import site_groups
 from attn_only_lens.runs.frozen_pass import frozen_gradients
 from attn_only_lens.runs.gradients import (
@@ -217,7 +217,6 @@ def attribution(
         with tqdm(total=0, unit="site", desc="repairs", disable=not progress) as bar:
             keys = expected_errors(model, groups, part, target, source, gradients)
             replay = make_replay(model, target, runs.metric)
-            check_edits(replay.precise, groups, part)
             batching = Batching(model, None, bar.update, replay.numbers_per_token)
             runner = PatchRunner(replay, source, part, over.unpatched, batching)
 

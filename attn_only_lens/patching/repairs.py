@@ -29,8 +29,9 @@ from jaxtyping import Float
 from torch import Tensor
 
 from attn_only_lens.numerics import is_number
-from attn_only_lens.patching.run_patches import PatchRunner
+from attn_only_lens.patching.run_patches import PatchRunner, check_edits
 from attn_only_lens.patching.site_groups import SiteGroup
+from attn_only_lens.runs.sites import LayerSites
 
 Budget: TypeAlias = float | Literal["auto"]
 _TARGET, _SAFETY, _SEEDS, _LUCK = 0.98, 4.0, 2, 0.25
@@ -92,6 +93,7 @@ class Repairer:
         self._sites = list(dict.fromkeys(group.sites for group in groups))
         place = {sites: i for i, sites in enumerate(self._sites)}
         self._layer = np.concatenate([np.full(len(g), place[g.sites]) for g in groups])
+        self._tested: set[LayerSites] = set()
         self._exact = np.zeros(len(self._key), dtype=bool)
         order = np.argsort(-self._key / np.sqrt(self._cost), kind="stable")
         self._order = order[(self._key[order] > 0) & np.isfinite(self._cost[order])]
@@ -122,7 +124,8 @@ class Repairer:
         every = torch.cat(starts)
         moving = every[every >= 0]
         first = int(moving.min()) if len(moving) else 0
-        if replay.start(min(blocks), first) < first:  # no run leaves out what comes before
+        self._first = replay.start(min(blocks), first)
+        if self._first < first:  # no run leaves out what comes before
             starts = tuple(each.clamp(max=0) for each in starts)
         share = [
             replay.share_of_forward(block, position)
@@ -149,6 +152,7 @@ class Repairer:
         """Patch rows of any groups, those of one layer and kind together."""
         self._on_plan(len(rows))
         firsts = np.cumsum([0, *map(len, self._groups)])
+        joined: list[tuple[npt.NDArray[np.int64], SiteGroup]] = []
         for i, sites in enumerate(self._sites):
             here = np.sort(rows[self._layer[rows] == i])
             if not len(here):
@@ -158,7 +162,12 @@ class Repairer:
                 for group, first in zip(self._groups, firsts, strict=False)
                 if group.sites is sites
             ]
-            self._values[here] = self._runner.values(SiteGroup.joined(of_groups))
+            joined.append((here, SiteGroup.joined(of_groups)))
+        untested = [group for _, group in joined if group.sites not in self._tested]
+        check_edits(self._runner.replay.precise, untested, self._runner.part, self._first)
+        self._tested |= {group.sites for group in untested}
+        for here, group in joined:
+            self._values[here] = self._runner.values(group)
             self._exact[here] = True
 
     def _expected_pearson(self) -> float:

@@ -138,7 +138,7 @@ class PatchRunner:
 
         A patch that cannot affect the metric gives the baseline, without a run.
         """
-        changed, block, variants = self._patch(group)
+        changed, block, variants = self._patch(group, tested=True)
         values = self.baseline.repeat(len(group), 1)
         starts = self._starts(group, changed, block)
         n_run = 0
@@ -156,9 +156,10 @@ class PatchRunner:
     def starts(self, group: SiteGroup) -> tuple[int, Int[Tensor, "row"]]:
         """Return the block that patches of a group enter, and the position from which each runs.
 
-        That is -1 where a patch cannot affect the metric.
+        For plans, without a test: neurons are taken to write into the stream unchanged. The
+        position is -1 where a patch cannot affect the metric.
         """
-        changed, block, _ = self._patch(group)
+        changed, block, _ = self._patch(group, tested=False)
         return block, self._starts(group, changed, block)
 
     def _starts(
@@ -192,19 +193,19 @@ class PatchRunner:
             rows = ((starts >= first) & (starts < end)).nonzero()[:, 0]
             yield self.replay.start(block, first), rows
 
-    def _patch(self, group: SiteGroup) -> _Patch:
-        return (self._patch_neurons if group.sites.kind == "neuron" else self._patch_attention)(
-            group
-        )
+    def _patch(self, group: SiteGroup, *, tested: bool) -> _Patch:
+        if group.sites.kind == "attention":
+            return self._patch_attention(group)
+        return self._patch_neurons(group, tested)
 
-    def _patch_neurons(self, group: SiteGroup) -> _Patch:
+    def _patch_neurons(self, group: SiteGroup, tested: bool) -> _Patch:
         sites = group.sites
         heads = self.replay.host.neurons[sites.layer]
         target = self.replay.recording.neurons[sites.layer]
         dz = change_of_z(target, self.source.neurons[sites.layer], self.part)
         change = neuron_changes(heads, sites, dz)
         block = self.replay.host.block(sites.layer, "neuron")
-        block += self.replay.adds_mlp_output(block, heads.output_module)
+        block += not tested or self.replay.adds_mlp_output(block, heads.output_module)
         directions = heads.W_out[sites.index.to(change.device)]
         where = group.everywhere.to(change.device)
 
@@ -237,8 +238,18 @@ class PatchRunner:
 
 
 @full_precision()
-def check_edits(replay: Replay, groups: Sequence[SiteGroup], part: Part) -> None:
-    """Test the edits of a sweep on all positions, and from one of those asked for on."""
+def check_edits(
+    replay: Replay, groups: Sequence[SiteGroup], part: Part, first: int | None = None
+) -> None:
+    """Test the edits of a sweep.
+
+    Args:
+        replay: of the run that is patched.
+        groups: the sites.
+        part: the part that is patched.
+        first: the position from which to test edits; None for all positions, and again from one
+            of those asked for on.
+    """
     sets = dict.fromkeys(each for group in groups for each in group.positions)
     starts = {int(each.where.any(dim=0).nonzero()[0]) for each in sets}
     later = sorted(starts - {0}) or [0]
@@ -246,5 +257,6 @@ def check_edits(replay: Replay, groups: Sequence[SiteGroup], part: Part) -> None
         layers = sorted({each.sites.layer for each in groups if each.sites.kind == kind})
         if layers:
             block = replay.host.block(layers[0], kind)
-            for first in sorted({0, replay.start(block, later[len(later) // 2])}):
-                require_same_edit(replay, kind, layers, part, first)
+            middle = replay.start(block, later[len(later) // 2]) if first is None else first
+            for start in sorted({0, middle} if first is None else {first}):
+                require_same_edit(replay, kind, layers, part, start)
