@@ -1,6 +1,7 @@
 """Activation patching: exact, site by site, at the cost of what each site can change."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,16 +23,16 @@ from attn_only_lens.runs.inputs import checked_tokens, option_reasons, reasons_n
 from attn_only_lens.runs.interventions import ABLATIONS, DIRECTIONS, ablate
 from attn_only_lens.runs.metrics import AnyMetric, Metric, as_metric
 from attn_only_lens.runs.positions import Positions, PositionSet
-from attn_only_lens.runs.prompts import Prompts, prompt_pair
+from attn_only_lens.runs.prompts import PromptPair, Prompts, prompt_pair, single_prompts
 from attn_only_lens.runs.recording import Recording, RunPair, record, record_pair
 from attn_only_lens.runs.replay import make_replay
-from attn_only_lens.runs.sites import PARTS, LayerSites, Part, Sites, split_positions
+from attn_only_lens.runs.sites import PARTS, LayerSites, Part, Sites, hook_name, split_positions
 
 
 def activation_patch(
     model: Any,
     clean: Prompts,
-    corrupted: Prompts,
+    corrupted: Prompts | None,
     metric: AnyMetric,
     *,
     sites: Sites | None = None,
@@ -54,7 +55,8 @@ def activation_patch(
     Args:
         model: converted by `convert`, or with exposed neuron-heads; without hooks of its own.
         clean: a text, texts, or tokens [batch, pos]; see `prompt_pair`.
-        corrupted: the same for the other run, token for token.
+        corrupted: the same for the other run, token for token; None for an ablation without one,
+            whose scores are shares of the clean run's metric.
         metric: `logit_diff(...)` and the like, or any function of logits [batch, pos, d_vocab].
         sites: `neuron_heads()`, `heads()`, `all_heads()`, or names; by default all heads.
         part: "z", a head's output; "pattern", its attention; "value"; "q". A patch of a
@@ -101,15 +103,16 @@ def activation_patch(
         >>> len(sweep.to_frame())  # 512 neurons at 3 positions
         1536
     """
-    _check(model, part, direction, reference, batch_size)
-    pair = prompt_pair(model, clean, corrupted, mask)
+    reasons = one_prompt_reasons(corrupted, direction)
+    _check(model, part, direction, reference, batch_size, reasons)
+    pair = pair_or_single(model, clean, corrupted, mask)
     groups = site_groups(model, pair, sites, positions, part)
     chosen = tuple(dict.fromkeys(each.sites for each in groups))
     runs = record_pair(model, pair, metric, chosen, part)
     tokens = None if reference is None else checked_tokens(model, reference)
     target, source, baseline = runs.target(direction)
     if direction in ABLATIONS:
-        source = _ablate(model, runs, direction, tokens, chosen)
+        source = ablated_source(model, runs, direction, tokens, chosen)
     over = OverPrompts.of_runs(runs, direction, per_prompt)
 
     parts: MemoryParts | PartStore = MemoryParts()
@@ -130,25 +133,58 @@ def activation_patch(
         batching = Batching(model, batch_size, bar.update, replay.numbers_per_token)
         runner = PatchRunner(replay, source, part, baseline, batching)
         for i in mine:
-            parts.write(i, groups[i].frame(runner.values(groups[i]), None, over))
+            parts.write(i, groups[i].frame(runner.values(groups[i]), over))
     processes.wait()
     return Sweep.of_runs(model, runs, parts.read_all(), part, direction)
 
 
-def _check(model: Any, part: str, direction: str, reference: object, batch_size: object) -> None:
-    reasons = reasons_not_to_run(model)
-    if batch_size is not None and not is_count(batch_size, 1):
-        reasons.append(f"got batch_size={batch_size!r}; expected 1 or more, or None")
-    reasons += option_reasons("part", part, PARTS)
-    reasons += option_reasons("direction", direction, (*DIRECTIONS, *ABLATIONS))
+def pair_or_single(
+    model: Any, clean: Prompts, corrupted: Prompts | None, mask: Tensor | None
+) -> PromptPair:
+    """Return a pair of prompts, or of one with itself where there is no other."""
+    if corrupted is None:
+        return single_prompts(model, clean, mask)
+    return prompt_pair(model, clean, corrupted, mask)
+
+
+def one_prompt_reasons(corrupted: object, direction: object) -> list[str]:
+    """Return why there must be another run."""
+    if corrupted is not None or direction in ABLATIONS:
+        return []
+    return [
+        f"got no corrupted prompt with direction={direction!r}; expected one, or an ablation: "
+        f"direction={' or '.join(map(repr, ABLATIONS))}"
+    ]
+
+
+def ablation_reasons(part: object, direction: object, reference: object) -> list[str]:
+    """Return why a part, or a reference, does not go with a direction."""
+    reasons = []
     if direction in ABLATIONS and part != "z":
         reasons.append(f"got part={part!r} with direction={direction!r}; an ablation is of z")
     if reference is not None and direction not in ("mean", "resample"):
         reasons.append(f"got a reference with direction={direction!r}, which uses none")
+    return reasons
+
+
+def _check(
+    model: Any,
+    part: str,
+    direction: str,
+    reference: object,
+    batch_size: object,
+    reasons: list[str],
+) -> None:
+    reasons = [*reasons_not_to_run(model), *reasons]
+    if batch_size is not None and not is_count(batch_size, 1):
+        reasons.append(f"got batch_size={batch_size!r}; expected 1 or more, or None")
+    reasons += option_reasons("part", part, PARTS)
+    reasons += option_reasons("direction", direction, (*DIRECTIONS, *ABLATIONS))
+    reasons += ablation_reasons(part, direction, reference)
     InputError.raise_if(reasons, "this cannot be patched")
 
 
-def _ablate(
+def ablated_source(
     model: Any,
     runs: RunPair,
     to: str,
@@ -156,12 +192,14 @@ def _ablate(
     sites: Sequence[LayerSites],
 ) -> Recording:
     """Return the clean run with ablated heads, by means or prompts of the reference if any."""
-    other, real = runs.clean, runs.pair.real
+    z = {hook_name(model, each.layer, "z") for each in sites if each.kind == "attention"}
+    own = replace(runs.clean, hooked={name: runs.clean.hooked[name] for name in z})
+    other, real = own, runs.pair.real
     if reference is not None:
         layers = [each.layer for each in sites if each.kind == "neuron"]
-        other = record(model, reference, None, layers=layers, names=runs.clean.hooked)
+        other = record(model, reference, None, layers=layers, names=z)
         real = ones_like(reference).bool()
-    return ablate(runs.clean, other, to, real)  # type: ignore[arg-type]
+    return ablate(own, other, to, real)  # type: ignore[arg-type]
 
 
 def _settings(

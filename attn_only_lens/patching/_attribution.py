@@ -64,9 +64,16 @@ import torch
 from torch import Tensor
 from tqdm.auto import tqdm
 
+from attn_only_lens.axes import Tokens
 from attn_only_lens.errors import InputError, UnsupportedModelError
 from attn_only_lens.heads import host_of, logit_tolerance
 from attn_only_lens.numerics import full_precision, is_count
+from attn_only_lens.patching._activation_patch import (
+    ablated_source,
+    ablation_reasons,
+    one_prompt_reasons,
+    pair_or_single,
+)
 from attn_only_lens.patching.expected_error import expected_errors, hook_points, run_with_part
 from attn_only_lens.patching.over_prompts import OverPrompts
 from attn_only_lens.patching.repairs import Budget, Repairer, budget_reasons
@@ -81,8 +88,8 @@ from attn_only_lens.runs.gradients import (
     site_estimates,
     start_graph,
 )
-from attn_only_lens.runs.inputs import option_reasons, reasons_not_to_run
-from attn_only_lens.runs.interventions import DIRECTIONS
+from attn_only_lens.runs.inputs import checked_tokens, option_reasons, reasons_not_to_run
+from attn_only_lens.runs.interventions import ABLATIONS, DIRECTIONS
 from attn_only_lens.runs.metrics import (
     AnyMetric,
     BoundMetric,
@@ -90,8 +97,8 @@ from attn_only_lens.runs.metrics import (
     require_slope,
 )
 from attn_only_lens.runs.positions import Positions
-from attn_only_lens.runs.prompts import Prompts, prompt_pair
-from attn_only_lens.runs.recording import Recording, Side, record_pair, run
+from attn_only_lens.runs.prompts import Prompts
+from attn_only_lens.runs.recording import Recording, RunPair, Side, record_pair, run
 from attn_only_lens.runs.replay import make_replay
 from attn_only_lens.runs.sites import PARTS, Part, Sites
 
@@ -105,7 +112,7 @@ _STEPS = 5  # as in the experiments of EAP-IG
 def attribution(
     model: Any,
     clean: Prompts,
-    corrupted: Prompts,
+    corrupted: Prompts | None,
     metric: AnyMetric,
     *,
     sites: Sites | None = None,
@@ -116,6 +123,7 @@ def attribution(
     steps: int | None = None,
     budget: Budget = 3,
     mask: Tensor | None = None,
+    reference: str | Tokens | None = None,
     per_prompt: bool = False,
     progress: bool = True,
 ) -> Sweep:
@@ -123,30 +131,35 @@ def attribution(
 
     On the scale of `activation_patch`, and with its columns: `agreement` compares the two.
 
-    It is an estimate, and can miss the one site that matters. On SmolLM2-135M and a pair about
-    agreement in number, the neuron that decides (L0N870 at position 1) has an exact effect of .979
-    and an estimated one of -.014, and nothing in the result shows it. Check the sites at the top by
-    `activation_patch` before you rely on them. That finds overrated sites, not missed ones:
-    patch the early layers at the first token that differs, too, where large misses were found.
+    An estimate by gradients alone can miss the one site that matters, mostly a neuron of an early
+    layer at the first token that differs. So the sites whose estimates are expected to err most are
+    patched exactly (`repairs.py`): their rows are marked `exact`, and `expected_pearson` says what
+    correlation with patching to expect of the whole. With `budget=0` nothing is repaired.
 
     Args:
         model: converted by `convert`, or with exposed neuron-heads; without hooks of its own.
             Neither its parameters' `requires_grad` nor their `grad` are touched.
         clean: a text, texts, or tokens [batch, pos]; see `prompt_pair`.
-        corrupted: the same for the other run, token for token.
+        corrupted: the same for the other run, token for token; None for an ablation without one,
+            whose scores are shares of the clean run's metric.
         metric: `logit_diff(...)` and the like, or a differentiable function of logits
             [batch, pos, d_vocab].
         sites: `neuron_heads()`, `heads()`, `all_heads()`, or names; by default all heads.
-        part: "z", "pattern", "value", "q"; see `activation_patch`.
+        part: "z", "pattern", "value", "q", "k"; see `activation_patch`.
         positions: "each", "all", numbers, or by role; see `activation_patch`.
-        direction: "denoise", clean activations into the corrupted run; "noise", the other way.
+        direction: "denoise", clean activations into the corrupted run; "noise", the other way; or
+            an ablation of z in the clean run, "zero", "mean", "resample", "bias".
         method: "gradient", "exact_gate", "integrated", "frozen_pattern"; see the module. The
             default is the one that agreed best with patching where that was measured.
         steps: for "integrated", how many gradients to average; by default 5.
+        budget: what to spend on exact patches, in flops of forward passes; or "auto", until the
+            expected correlation is .98. Tests of the model before the first patch come on top,
+            about ten forward passes whatever the budget.
         mask: 1 for real tokens, 0 for padding, where prompts are tokens.
+        reference: prompts to take means or others' activations from; see `activation_patch`.
         per_prompt: whether to return a row for each prompt of each site; see `activation_patch`.
             Estimates of each prompt come from the same gradients.
-        progress: whether to show a bar, over the steps of "integrated".
+        progress: whether to show bars, over exact patches and the steps of "integrated".
 
     Returns:
         The estimated metric after each patch, and its score: 0 is the corrupted run, 1 the clean
@@ -171,77 +184,103 @@ def attribution(
         >>> bool(p.agreement(exact, estimate)["pearson"].item() > 0.99)
         True
     """
-    _check(model, part, direction, method, steps, budget)
-    pair = prompt_pair(model, clean, corrupted, mask)
+    _check(model, corrupted, part, direction, method, steps, budget, reference)
+    pair = pair_or_single(model, clean, corrupted, mask)
     groups = site_groups(model, pair, sites, positions, part)
+    tokens = None if reference is None else checked_tokens(model, reference)
     chosen = tuple(dict.fromkeys(each.sites for each in groups))
     closed = part == "q" and method == "exact_gate"
-    nodes = [gradient_node(model, each, part, closed=closed) for each in chosen]
-    written, kept = hook_points(model, chosen, part) if budget else (set(), set())
-    side: Side = "corrupted" if direction == "denoise" else "clean"
-    tape = Tape({*nodes, *written})
+    nodes = {each: gradient_node(model, each, part, closed=closed) for each in chosen}
+    written, kept = hook_points(model, chosen, part) if budget else (set[str](), set[str]())
+    tape = Tape({*nodes.values(), *written})
     with start_graph(model):
+        side: Side = "corrupted" if direction == "denoise" else "clean"
         traced = side if method in _TRACED else None
-        names = [*kept, *(nodes if part == "q" else ())]
+        names = [*kept, *(nodes.values() if part == "q" else ())]
         runs = record_pair(
             model, pair, metric, chosen, part, names=names, traced=traced, hooks=tape.hooks
         )
     target, source, _ = runs.target(direction)
+    if direction in ABLATIONS:
+        source = ablated_source(model, runs, direction, tokens, chosen)
     over = OverPrompts.of_runs(runs, direction, per_prompt)
-    require_differentiable(runs.metric, target.logits.detach())
-    if method != "integrated":  # which has gradients of its own, between the runs
-        span = runs.clean_value - runs.corrupted_value
-        require_slope(runs.metric, target.logits, source.logits, span)
-    if method == "integrated":
-        gradients = integrated_gradients(
-            model, target, source, runs.metric, tape.names, steps or _STEPS, progress
-        )
-    elif method == "frozen_pattern":
-        gradients = frozen_gradients(model, target, runs.metric, tape)
-    else:
-        gradients = tape.gradients(runs.metric.of_logits(target.logits))
-    rows, moved = [each.layer for each in chosen if each.kind == "attention"], source
-    if closed and rows:
-        patched = run_with_part(model, target, source, rows, part)
-        moved = replace(source, hooked={**source.hooked, **patched})
-    node_of = dict(zip(chosen, nodes, strict=True))
+    gradients = _gradients(model, runs, direction, method, steps or _STEPS, tape, progress)
+    moved = source
+    if closed and any(each.kind == "attention" for each in chosen):
+        rows = [each.layer for each in chosen if each.kind == "attention"]
+        shown = run_with_part(model, target, source, rows, part)
+        moved = replace(source, hooked={**source.hooked, **shown})
     values = []
     for group in groups:
-        node = node_of[group.sites]
+        node = nodes[group.sites]
         found = site_estimates(model, group.sites, part, node, gradients[node], target, moved)
         values.append(over.moved(group.sums(found)))
-    exact = [torch.zeros(len(group), dtype=torch.bool) for group in groups]
-    expected = None
+    exact, expected = [torch.zeros(len(group), dtype=torch.bool) for group in groups], None
     if budget:
         target = replace(target, logits=target.logits.detach())
+        keys = expected_errors(model, groups, part, target, source, gradients)
         with tqdm(total=0, unit="site", desc="repairs", disable=not progress) as bar:
-            keys = expected_errors(model, groups, part, target, source, gradients)
             replay = make_replay(model, target, runs.metric)
             batching = Batching(model, None, bar.update, replay.numbers_per_token)
             runner = PatchRunner(replay, source, part, over.unpatched, batching)
-
-            def plan(n: int) -> None:
-                bar.total = bar.n + n
-                bar.refresh()
-
-            repairs = Repairer(runner, groups, keys, values, over.mean, plan).spend(budget)
+            repairs = Repairer(runner, groups, keys, values, over.mean, bar).spend(budget)
         values, exact, expected = repairs.values, repairs.exact, repairs.expected_pearson
-    frame = pd.concat(
-        [
-            group.frame(of_group, which, over)
-            for group, of_group, which in zip(groups, values, exact, strict=True)
-        ],
-        ignore_index=True,
+    frames = [
+        group.frame(of_group, over, which)
+        for group, of_group, which in zip(groups, values, exact, strict=True)
+    ]
+    return Sweep.of_runs(
+        model,
+        runs,
+        pd.concat(frames, ignore_index=True),
+        part,
+        direction,
+        method,
+        expected_pearson=expected,
     )
-    return Sweep.of_runs(model, runs, frame, part, direction, method, expected_pearson=expected)
+
+
+def _gradients(
+    model: Any,
+    runs: RunPair,
+    direction: str,
+    method: Method,
+    steps: int,
+    tape: Tape,
+    progress: bool,
+) -> dict[str, Tensor]:
+    """Return the gradients of a method, at the nodes of the tape."""
+    target, source, _ = runs.target(direction)
+    require_differentiable(runs.metric, target.logits.detach())
+    if method == "integrated":  # which has gradients of its own, between the runs
+        names = tape.names
+        return integrated_gradients(model, target, source, runs.metric, names, steps, progress)
+    other = torch.zeros_like(target.logits) if direction in ABLATIONS else source.logits
+    require_slope(runs.metric, target.logits, other, runs.clean_value - runs.corrupted_value)
+    if method == "frozen_pattern":
+        return frozen_gradients(model, target, runs.metric, tape)
+    return tape.gradients(runs.metric.of_logits(target.logits))
 
 
 def _check(
-    model: Any, part: str, direction: str, method: str, steps: object, budget: object
+    model: Any,
+    corrupted: object,
+    part: str,
+    direction: str,
+    method: str,
+    steps: object,
+    budget: object,
+    reference: object,
 ) -> None:
-    reasons = reasons_not_to_run(model)
+    reasons = [*reasons_not_to_run(model), *one_prompt_reasons(corrupted, direction)]
     reasons += option_reasons("part", part, PARTS)
-    reasons += option_reasons("direction", direction, DIRECTIONS)
+    reasons += option_reasons("direction", direction, (*DIRECTIONS, *ABLATIONS))
+    reasons += ablation_reasons(part, direction, reference)
+    if direction in ABLATIONS and method == "integrated":
+        reasons.append(
+            f"got direction={direction!r} with method='integrated', which goes between the runs of "
+            "two prompts; expected 'denoise' or 'noise', or another method"
+        )
     reasons += option_reasons("method", method, METHODS)
     if part == "q" and method == "frozen_pattern":
         reasons.append("got part='q' with frozen patterns, which no query moves; expected another")

@@ -20,7 +20,7 @@ layers together, since a layer may have been lucky. It is an expectation, not a 
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -73,7 +73,7 @@ class Repairer:
         keys: of their rows.
         values: estimates of their rows.
         mean: of the values of prompts, for each row.
-        on_plan: called with the number of sites that are about to be patched.
+        bar: to show how many sites are to be patched.
     """
 
     def __init__(
@@ -83,9 +83,9 @@ class Repairer:
         keys: Sequence[Float[Tensor, "row"]],
         values: Sequence[Float[Tensor, "row prompt"]],
         mean: Callable[[Float[Tensor, "row prompt"]], Tensor],
-        on_plan: Callable[[int], object],
+        bar: Any,
     ) -> None:
-        self._runner, self._groups, self._mean, self._on_plan = runner, groups, mean, on_plan
+        self._runner, self._groups, self._mean, self._bar = runner, groups, mean, bar
         self._key: _Numbers = torch.cat(list(keys)).double().numpy()
         self._cost = self._costs()
         self._values = torch.cat(list(values))
@@ -150,7 +150,8 @@ class Repairer:
 
     def _patch(self, rows: npt.NDArray[np.int64]) -> None:
         """Patch rows of any groups, those of one layer and kind together."""
-        self._on_plan(len(rows))
+        self._bar.total = self._bar.n + len(rows)
+        self._bar.refresh()
         firsts = np.cumsum([0, *map(len, self._groups)])
         joined: list[tuple[npt.NDArray[np.int64], SiteGroup]] = []
         for i, sites in enumerate(self._sites):

@@ -84,15 +84,15 @@ class SiteGroup:
     def frame(
         self,
         values: Float[Tensor, "row prompt"],
-        exact: Bool[Tensor, "row"] | None,
         over: OverPrompts,
+        exact: Bool[Tensor, "row"] | None = None,
     ) -> pd.DataFrame:
         """Return a frame for `Sweep` of the values of the rows, prompts inmost.
 
         Args:
             values: of each row and prompt.
-            exact: which are of patches, where others are estimates; None if all are.
             over: how prompts become rows.
+            exact: which are of patches, where others are estimates; None if all are.
         """
         head, where = self.head.numpy(), self.where.numpy()
         of_sites = {

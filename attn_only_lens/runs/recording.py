@@ -183,7 +183,7 @@ def record_pair(
 
     Args:
         model: converted, or with exposed neuron-heads.
-        pair: the prompts.
+        pair: the prompts; of one prompt with itself, the metric of the corrupted run is taken as 0.
         metric: to be bound to them.
         sites: the heads to record.
         part: the part of attention heads to record.
@@ -211,11 +211,14 @@ def record_pair(
             keep_graph=side == traced,
         )
 
-    clean, corrupted = record_side("clean"), record_side("corrupted")
+    single = pair.corrupted is pair.clean
+    clean = record_side("clean")
+    corrupted = clean if single else record_side("corrupted")
     _require_ungrouped(model, own, clean)
     bound = bind(metric, model, pair, reference=clean.logits.detach())
-    values = bound.of_run(clean.logits), bound.of_run(corrupted.logits)
-    runs = RunPair(pair, clean, corrupted, bound, *values)
+    value = bound.of_run(clean.logits)
+    other = torch.zeros_like(value) if single else bound.of_run(corrupted.logits)
+    runs = RunPair(pair, clean, corrupted, bound, value, other)
     if distinct:
         require_distinct(runs.clean_value, runs.corrupted_value, clean.logits.dtype)
     return runs
