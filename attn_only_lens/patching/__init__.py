@@ -8,10 +8,12 @@ from attn_only_lens.patching.results import Sweep
 from attn_only_lens.runs.metrics import custom, kl, log_probability, logit_diff, loss, probability
 from attn_only_lens.runs.prompts import PromptPair, prompt_pair
 from attn_only_lens.runs.sites import all_heads, heads, neuron_heads
+from attn_only_lens.runs.steering import ablated, steered
 
 __all__ = [
     "PromptPair",
     "Sweep",
+    "ablated",
     "activation_patch",
     "agreement",
     "all_heads",
@@ -26,4 +28,5 @@ __all__ = [
     "neuron_heads",
     "probability",
     "prompt_pair",
+    "steered",
 ]
