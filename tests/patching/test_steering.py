@@ -7,7 +7,13 @@ from common import tokens
 from patched_runs import heads_of, hook_point
 from tiny_tokenizer import tiny_tokenizer
 
-from attn_only_lens import InputError, UnknownHeadError, convert, expose_neuron_heads
+from attn_only_lens import (
+    Bilinear,
+    InputError,
+    UnknownHeadError,
+    convert,
+    expose_neuron_heads,
+)
 from attn_only_lens import patching as p
 from attn_only_lens.tl import HAS_HOOKED_TRANSFORMER
 
@@ -189,3 +195,26 @@ def test_hooks_are_gone_after_an_error_and_refusals_come_first(model):
         with pytest.raises((InputError, UnknownHeadError)) as caught, refused:
             pass
         assert all(reason in str(caught.value) for reason in reasons)
+
+
+def test_heads_that_share_a_neuron():
+    model = expose_neuron_heads(bridges.boot("gpt2"), gate=Bilinear(4), copy=True).model
+    text, point = tokens(8), hook_point(model, "L1N7", "z")
+
+    def add(value, hook):
+        value = value.clone()
+        value[:, :, 4 * 7 + 2] += 3.0
+        return value
+
+    with p.steered(model, {"L1N7.2": 3.0}):
+        steered = model(text)
+    assert torch.equal(steered, model.run_with_hooks(text, fwd_hooks=[(point, add)]))
+    with p.ablated(model, ["L1N7"]):
+        _, cache = model.run_with_cache(text)
+    silent = (cache[point] == 0).all(dim=0).all(dim=0).flatten()
+    assert silent.nonzero().flatten().tolist() == [28, 29, 30, 31]
+    with (
+        pytest.raises(InputError, match=r"4 heads share it; steer L1N7\.0 … L1N7\.3"),
+        p.steered(model, {"L1N7": 3.0}),
+    ):
+        pass
