@@ -306,7 +306,10 @@ def probability_diff(
             for i, each in enumerate(answers):
                 found = [_token(model, one, f"{role}, prompt {i}", reasons) for one in each]
                 if len(set(found)) < len(found) or signs[i, found].any():
-                    reasons.append(f"{role}, prompt {i}: got {each}; expected each answer once")
+                    reasons.append(
+                        f"{role}, prompt {i}: got {each}; expected each answer once, "
+                        "and not both right and wrong"
+                    )
                 signs[i, found] = sign
         InputError.raise_if(reasons, _PROBLEM)
 
