@@ -18,7 +18,6 @@ from dataclasses import dataclass, field
 from itertools import islice
 from random import Random
 from string import Formatter
-from types import MappingProxyType
 from typing import Any
 
 from attn_only_lens.errors import InputError
@@ -62,7 +61,7 @@ class PairedPrompts:
     answers: tuple[tuple[int, ...], ...]
     wrong: tuple[tuple[int, ...], ...]
     roles: Mapping[str, tuple[int, ...]]
-    dropped: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
+    dropped: Mapping[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         counts = {
@@ -197,8 +196,8 @@ def collect(task: str, tokenizer: Any, n: int, seed: int, pairs: Iterable[Pair])
         tuple(pair.corrupted.text for pair in kept),
         tuple(each.answers for each in tokens),
         tuple(each.wrong for each in tokens),
-        MappingProxyType({role: tuple(each.roles[role] for each in tokens) for role in roles}),
-        MappingProxyType(dict(dropped.most_common())),
+        {role: tuple(each.roles[role] for each in tokens) for role in roles},
+        dict(dropped.most_common()),
     )
 
 
