@@ -118,6 +118,10 @@ class Host(ABC):
         """
 
     @abstractmethod
+    def tokens_before(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+        """How many tokens came before those of a run, as the arguments of its first block say."""
+
+    @abstractmethod
     def replay(self, recording: Any, metric: Any, precise: Any = None) -> Any:
         """The way to run a recorded pass again in part (`runs/replay`), unchecked."""
 

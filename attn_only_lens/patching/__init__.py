@@ -5,13 +5,23 @@ from attn_only_lens.patching._agreement import agreement
 from attn_only_lens.patching._attribution import attribution
 from attn_only_lens.patching._gate_and_value import gate_and_value
 from attn_only_lens.patching.results import Sweep
-from attn_only_lens.runs.metrics import custom, kl, log_probability, logit_diff, loss, probability
+from attn_only_lens.runs.metrics import (
+    custom,
+    kl,
+    log_probability,
+    logit_diff,
+    loss,
+    probability,
+    probability_diff,
+)
 from attn_only_lens.runs.prompts import PromptPair, prompt_pair
 from attn_only_lens.runs.sites import all_heads, heads, neuron_heads
+from attn_only_lens.runs.steering import ablated, steered
 
 __all__ = [
     "PromptPair",
     "Sweep",
+    "ablated",
     "activation_patch",
     "agreement",
     "all_heads",
@@ -25,5 +35,7 @@ __all__ = [
     "loss",
     "neuron_heads",
     "probability",
+    "probability_diff",
     "prompt_pair",
+    "steered",
 ]

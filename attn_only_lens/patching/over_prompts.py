@@ -98,8 +98,8 @@ class OverPrompts:
         return sum((share * each for share, each in weighted), torch.zeros_like(values[:, 0]))
 
     def _error_of_mean(self, values: Float[Tensor, "site prompt"]) -> Float[Tensor, "site"]:
-        """Return the standard error; nan where prompts have no values of their own."""
-        n = len(self.weights)
+        """Return the standard error; nan where fewer than two prompts have values of their own."""
+        n = len(self.weights) - self.weights.count(0.0)
         if n < 2:
             return torch.full_like(values[:, 0], torch.nan)
         deviations = values.new_tensor(self.weights) * (values - self.mean(values).unsqueeze(-1))

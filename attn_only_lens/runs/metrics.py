@@ -4,6 +4,7 @@ Unless stated otherwise a metric reads each prompt's last real token, and is the
 With ℓ the logits there, c and w the answers, P = softmax ℓ and C the clean run's softmax:
 
     logit_diff         ℓ[c] - ℓ[w]
+    probability_diff   Σ P[c] - Σ P[w], over several answers c and w
     probability        P[c]
     log_probability    log P[c]
     kl                 KL(C ‖ P) = Σ_v C[v] (log C[v] - log P[v]): 0 on the clean run
@@ -38,6 +39,7 @@ _Selected: TypeAlias = Float[Tensor, "site batch position column"]
 _PROBLEM = "this metric does not fit the model or its prompts"
 _NO_NUMBER = "this metric is not a function of the logits to one number"
 _NO_GRADIENT = "this metric cannot be attributed"
+_SHOWN = 4  # answers in a name
 _ROUNDINGS = 8  # of a metric: a difference, a mean and their inputs, each within one
 _NO_SLOPE = 64  # roundings of float32 or finer: below, a gradient is a rounding of sums
 
@@ -261,6 +263,61 @@ def logit_diff(correct: Answer, wrong: Answer) -> Metric:
             return _pick(logits, right_at) - _pick(logits, left_at)
 
         return BoundMetric(name, pair.last, columns, _logits_shape(model, pair), compute)
+
+    return Metric(name, bound)
+
+
+def probability_diff(
+    correct: Sequence[Sequence[str | int]], wrong: Sequence[Sequence[str | int]]
+) -> Metric:
+    """Return the summed probability of correct answers less that of wrong ones, as a metric.
+
+    The metric of greater-than in Hanna et al. (2023), where every later year is correct.
+
+    Args:
+        correct: of each prompt a list of texts that are one token, or of tokens.
+        wrong: the same.
+
+    Returns:
+        The metric, for any model and as many prompts.
+
+    Raises:
+        InputError: when bound: other numbers of prompts; answers that are not one token each, or
+            twice for a prompt.
+
+    Example:
+        >>> from attn_only_lens import patching as p
+        >>> p.probability_diff([[33, 34], [98]], [[31, 32], [7]]).name
+        'probability_diff([33, 34], …; [31, 32], …)'
+    """
+    first = [each[0] if len(each) else [] for each in (correct, wrong)]
+    name = "probability_diff({}, …; {}, …)".format(*first)
+
+    def bound(model: Any, pair: PromptPair, reference: Logits | None) -> BoundMetric:
+        batch, reasons = len(pair.clean), list[str]()
+        signs = torch.zeros(batch, _d_vocab_out(model), device=pair.clean.device)
+        for role, answers, sign in (("correct", correct, 1.0), ("wrong", wrong, -1.0)):
+            if len(answers) != batch or not all(len(_as_list(each)) for each in answers):
+                reasons.append(
+                    f"{role}: got answers to {len(answers)} prompts; expected a list of one or "
+                    f"more for each of {batch}"
+                )
+                continue
+            for i, each in enumerate(answers):
+                found = [_token(model, one, f"{role}, prompt {i}", reasons) for one in each]
+                if len(set(found)) < len(found) or signs[i, found].any():
+                    reasons.append(
+                        f"{role}, prompt {i}: got {each}; expected each answer once, "
+                        "and not both right and wrong"
+                    )
+                signs[i, found] = sign
+        InputError.raise_if(reasons, _PROBLEM)
+
+        def compute(logits: _Selected) -> Float[Tensor, "site prompt"]:
+            chances = float32_if_half(logits).squeeze(-2).softmax(dim=-1)
+            return (chances * signs.to(chances)).sum(dim=-1)
+
+        return BoundMetric(name, pair.last, None, _logits_shape(model, pair), compute)
 
     return Metric(name, bound)
 
@@ -505,6 +562,8 @@ def _as_list(answer: Answer) -> list[Any]:
 def _label(answer: Answer) -> str:
     """Return answers as a metric's name shows them."""
     each = _as_list(answer)
+    if len(each) > _SHOWN:
+        return f"[{', '.join(map(repr, each[:_SHOWN]))}, …]"
     return repr(each[0]) if len(each) == 1 else repr(each)
 
 
