@@ -232,8 +232,10 @@ class _Search:
             longest: of the prefixes to measure; None for all.
         """
         longest = len(order) if longest is None else min(longest, len(order))
-        n_sizes = 2 + int(_PER_DOUBLING * np.log2(longest))
-        sizes = np.unique(np.geomspace(1, longest, n_sizes).round().astype(int))
+        # The same sizes whatever the number of sites: what adds sites that do nothing, such as the
+        # growth of a model, finds the same circuit.
+        grid = 2.0 ** (np.arange(_PER_DOUBLING * np.log2(longest)) / _PER_DOUBLING)
+        sizes = np.unique([*grid.round().astype(int), longest])
         return order[: self._first(step, order, 0, 0.0, sizes)]
 
     def rank_anew(self, circuit: Rows) -> Rows:
