@@ -90,7 +90,7 @@ class AblatedModel:
         *,
         ablation: Ablation,
         mask: Tensor | None,
-        on_done: Callable[[int], object] = lambda n: None,
+        on_done: Callable[[int], None] = lambda n: None,
     ) -> None:
         """Run both prompts, and the clean ones with every site ablated.
 

@@ -304,7 +304,7 @@ def test_what_makes_no_sense_is_refused():
     longer = tokens(0, 2, POS + 2), tokens(1, 2, POS + 2)
     there = p.attribution(model, *longer, METRIC, sites=["L0N3"], positions="each")
     refused(f"at position {POS + 1}; the prompts have {POS} tokens", there)
-    with pytest.raises(InputError, match="(?s)method='best'.*order='best'"):
+    with pytest.raises(InputError, match=r"(?s)method='best'.*order='best'"):
         discover(*given, method="best", order="best")
     circuit = discover(*given, sites=["L0N3", "L1H0"], n_random=0)
     with pytest.raises(InputError, match=f"prompts of {POS + 2} tokens; expected {POS}"):
