@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 from jaxtyping import Float
-from torch import Tensor
+from torch import Tensor, nn
 
 from attn_only_lens.errors import UnsupportedModelError
 from attn_only_lens.heads.computation import NeuronHeads
@@ -33,7 +33,7 @@ from attn_only_lens.runs.edits import change_of_z
 from attn_only_lens.runs.recording import NeuronRun
 from attn_only_lens.runs.replay import Replay, Variants
 from attn_only_lens.runs.sites import LayerSites, Part
-from attn_only_lens.runs.writes import Parts, add_to_input
+from attn_only_lens.runs.writes import Parts, Positions, Scale, add_to_input
 from attn_only_lens.tolerances import LOGIT_TOLERANCE
 
 READ_PARTS = ("q", "k", "value", "pattern", "z")
@@ -71,6 +71,7 @@ class Readers:
         sites: LayerSites,
         entering: Float[Tensor, "variant batch pos d_model"],
         part: str,
+        positions: Positions = slice(None),
     ) -> Float[Tensor, "variant batch pos head_index"]:
         """Return the change of z of neuron-heads, from that of what their MLP is given.
 
@@ -78,13 +79,17 @@ class Readers:
             sites: whole neurons of one layer, or single heads; z of all heads of each neuron.
             entering: the change, behind the norm.
             part: one of `READ_PARTS`; "k" moves nothing.
+            positions: those at which the change is given.
 
         Raises:
             UnsupportedModelError: the MLP projects in another way.
         """
         heads: NeuronHeads = self.replay.host.neurons[sites.layer]
         index = sites.index.to(entering.device)
-        q, up = (None if x is None else x[..., index] for x in self._projections(sites.layer))
+        q, up = (
+            None if x is None else x[:, positions][..., index]
+            for x in self._projections(sites.layer)
+        )
         assert q is not None
         W_q, W_up = _read_matrices(heads)
         more = None if up is None or W_up is None else entering @ W_up[:, index]
@@ -165,6 +170,37 @@ class Readers:
         with suppress(_Stop), add_to_input(replay.host.attention(layer), entering.flatten(0, 1)):
             replay.block_output(variants)
         return found[0].unflatten(0, (n, -1))
+
+    @torch.no_grad()
+    def values_at_end(
+        self, change: Float[Tensor, "variant batch pos d_model"], first: int, scale: Scale
+    ) -> Float[Tensor, "variant"]:
+        """Return the metric when something is added to the stream that the unembedding reads.
+
+        Args:
+            change: from position `first` on.
+            first: where `replay.start` lets variants begin after the last block.
+            scale: of the norm before the unembedding.
+        """
+        replay, final, n = self.replay, self.parts.final, len(change)
+        stream = replay.recorded_stream(replay.n_blocks, first, n)
+        if scale == "anew" or final.norm.module is None:
+            moved = stream + change.flatten(0, 1)
+            return replay.values(Variants(replay.n_blocks, first, moved))
+        more = final.at(slice(first, None)).change(change).flatten(0, 1)
+        at = replay.metric.positions
+
+        def add(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+            if at is None or output.shape[1] == more.shape[1]:
+                return output + more
+            rows = torch.arange(len(more), device=more.device)  # the one token that is read
+            return output + more[rows, (at.to(more.device) - first).repeat(n)].unsqueeze(1)
+
+        handle = final.norm.module.register_forward_hook(add)
+        try:
+            return replay.values(Variants(replay.n_blocks, first, stream))
+        finally:
+            handle.remove()
 
     def _test(self, layer: int) -> None:
         """With queries, keys and values restored, noise must not reach z; without, it must."""

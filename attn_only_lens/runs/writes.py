@@ -6,8 +6,8 @@ The stream that a sublayer reads is a sum over what was written before,
 
 with h every attention head, i every neuron-head, z their outputs in the run, and each term at each
 position. Where a norm follows a sublayer (OLMo 2; Gemma 2 has both), what a head with output o
-writes is o N / s: N is the norm's linear part (`models/norms.py`) and s the scale that it divided by
-in the run, which is that of the whole sublayer; so the terms still add up. The norm's bias is a
+writes is o N / s: N is the norm's linear part (`models/norms.py`) and s the scale that it divided
+by in the run, which is that of the whole sublayer; so the terms still add up. The norm's bias is a
 write of the sublayer's bias.
 
 What a head reads moves, when the stream x moves by δ, from x N / s + b by
@@ -34,10 +34,10 @@ Use:
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal, TypeAlias, get_args
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from attn_only_lens.axes import Residual, Tokens
@@ -50,6 +50,7 @@ from attn_only_lens.runs.recording import Recording, output_stream, record
 from attn_only_lens.runs.sites import LayerSites
 from attn_only_lens.tolerances import LOGIT_TOLERANCE
 
+Positions: TypeAlias = slice | Int[Tensor, "pos"]
 Scale = Literal["held", "anew"]
 SCALES: tuple[str, ...] = get_args(Scale)
 _LARGEST_EPS = 1e-2
@@ -96,6 +97,10 @@ class NormRun:
                 [f"a {type(norm.module).__name__} does not divide by a root mean square"], _PROBLEM
             )
         return made
+
+    def at(self, positions: Positions) -> "NormRun":
+        """Return the norm at some positions."""
+        return NormRun(self.norm, self.stream[:, positions], self.scale[:, positions])
 
     def _centred(self, x: Tensor) -> Tensor:
         return x - x.mean(-1, keepdim=True) if self.norm.centres else x
@@ -145,15 +150,18 @@ class SublayerRun:
     bias: Residual
     neurons: NeuronHeads | None
 
-    def written(self, sites: LayerSites) -> Float[Tensor, "site batch pos d_model"]:
-        """Return what some of its heads wrote into the stream."""
-        index = sites.index.to(self.z.device)
+    def written(
+        self, sites: LayerSites, positions: Positions = slice(None)
+    ) -> Float[Tensor, "site batch pos d_model"]:
+        """Return what some of its heads wrote into the stream, at all or some positions."""
+        index, writes = sites.index.to(self.z.device), self.writes.at(positions)
+        z = self.z[:, positions]
         if self.neurons is not None:
-            z = neuron_changes(self.neurons, sites, self.z.squeeze(-1))
-            rows: Tensor = self.writes.norm.after(self.matrix[index, 0])
-            return (z / self.writes.scale.squeeze(-1)).unsqueeze(-1) * rows[:, None, None]
-        of_heads = torch.einsum("bphd,hdm->hbpm", self.z[:, :, index], self.matrix[index])
-        return self.writes.change(of_heads)
+            z = neuron_changes(self.neurons, sites, z.squeeze(-1))
+            rows: Tensor = writes.norm.after(self.matrix[index, 0])
+            return (z / writes.scale.squeeze(-1)).unsqueeze(-1) * rows[:, None, None]
+        of_heads = torch.einsum("bphd,hdm->hbpm", z[:, :, index], self.matrix[index])
+        return writes.change(of_heads)
 
     def total(self) -> Residual:
         """Return all that it wrote."""
@@ -325,8 +333,8 @@ _INPUTS = ("hidden_states", "value_input")  # of a bridge; of a HookedTransforme
 
 def module_input(args: Any, kwargs: dict[str, Any]) -> Tensor:
     """Return what a sublayer, or a norm, is given."""
-    found: Tensor = next((kwargs[name] for name in _INPUTS if name in kwargs), None)
-    return args[0] if found is None else found
+    found: Tensor = next((kwargs[name] for name in _INPUTS if name in kwargs), (*args, None)[0])
+    return found
 
 
 @contextmanager
