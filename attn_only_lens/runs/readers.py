@@ -63,7 +63,7 @@ class Readers:
     replay: Replay
     parts: Parts
     _projected: dict[int, tuple[Tensor, Tensor | None]] = field(default_factory=dict)
-    _tested: set[int] = field(default_factory=set)
+    _joint: dict[int, bool] = field(default_factory=dict)
 
     @torch.no_grad()
     def neuron_change(
@@ -143,19 +143,31 @@ class Readers:
             UnsupportedModelError: the model does not read queries, keys or values where they are
                 hooked.
         """
-        if layer not in self._tested:
-            self._test(layer)
-            self._tested.add(layer)
-        return self._z(layer, entering, _MOVED[part], first)
+        if layer not in self._joint:
+            self._joint[layer] = self._test(layer)
+        if not self._joint[layer]:
+            return self._z(layer, entering, _MOVED[part], first)
+        every = range(self.replay.host.n_heads[layer])
+        each = [self._z(layer, entering, _MOVED[part], first, head) for head in every]
+        return torch.stack([z[:, :, :, head] for head, z in enumerate(each)], dim=3)
 
-    def _z(self, layer: int, entering: Tensor, moved: str, first: int) -> Tensor:
+    def _z(
+        self, layer: int, entering: Tensor, moved: str, first: int, head: int | None = None
+    ) -> Tensor:
+        """z when the inputs named move, of all heads or of one; the others are restored."""
         replay, n = self.replay, len(entering)
-        block = replay.host.block(layer, "attention")
+        block, n_heads = replay.host.block(layer, "attention"), replay.host.n_heads[layer]
         found: list[Tensor] = []
 
-        def restore(name: str) -> Callable[[Tensor, Any], Tensor]:
-            recorded = self.parts.recording.hooked[name][:, first:]
-            return lambda value, hook: recorded.repeat(n, 1, 1, 1)
+        def restore(name: str, point: str) -> Callable[[Tensor, Any], Tensor]:
+            def hook(value: Tensor, hook: Any) -> Tensor:
+                recorded = self.parts.recording.hooked[name][:, first:].repeat(n, 1, 1, 1)
+                if point in moved and head is not None:
+                    own = head * value.shape[2] // n_heads
+                    recorded[:, :, own] = value[:, :, own]
+                return recorded
+
+            return hook
 
         def keep(value: Tensor, hook: Any) -> None:
             found.append(value.clone())
@@ -163,7 +175,9 @@ class Readers:
 
         names = dict(zip(_INPUTS, input_hooks(replay.host, layer), strict=True))
         hooks: list[tuple[str, Callable[..., Any]]] = [
-            (name, restore(name)) for point, name in names.items() if point not in moved
+            (name, restore(name, point))
+            for point, name in names.items()
+            if point not in moved or head is not None
         ]
         hooks.append((replay.host.hook_name(layer, "attention", "z"), keep))
         variants = Variants(block, first, replay.recorded_stream(block, first, n), hooks)
@@ -202,15 +216,21 @@ class Readers:
         finally:
             handle.remove()
 
-    def _test(self, layer: int) -> None:
-        """With queries, keys and values restored, noise must not reach z; without, it must."""
+    def _test(self, layer: int) -> bool:
+        """With queries, keys and values restored, noise must not reach z; without, it must.
+
+        Return whether the inputs of one head reach others, as where all are normed together.
+        """
         z = self.parts.of(layer, "attention").z
         x = self.parts.of(layer, "attention").entered
         noise = (normal_numbers(x.shape).to(x) * (x.std() if x.numel() > 1 else 1.0))[None]
         kept, moved = (self._z(layer, noise, part, 0)[0] for part in ("", "qkv"))
+        alone = self._z(layer, noise, "qkv", 0, head=0)[0]
         allowed = LOGIT_TOLERANCE[z.dtype] * z.abs().max()
         mask = self.parts.recording.mask
-        kept, moved, z = (y if mask is None else y[mask.bool()] for y in (kept, moved, z))
+        kept, moved, alone, z = (
+            y if mask is None else y[mask.bool()] for y in (kept, moved, alone, z)
+        )
         if not (kept - z).abs().max() <= allowed:
             raise UnsupportedModelError(
                 [
@@ -225,6 +245,8 @@ class Readers:
                 [f"layer {layer}: a change of what its attention is given does not reach it"],
                 _PROBLEM,
             )
+        # Tokens by heads by d_head, or with the prompts before them.
+        return not bool((alone - moved)[..., 0, :].abs().max() <= allowed)
 
 
 def _read_matrices(heads: NeuronHeads) -> tuple[Tensor, Tensor | None]:
