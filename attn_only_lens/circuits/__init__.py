@@ -3,6 +3,7 @@
 from attn_only_lens.circuits._attribution_graph import attribution_graph
 from attn_only_lens.circuits._composition import composition, top_compositions, virtual_weights
 from attn_only_lens.circuits._enrichment import enrichment
+from attn_only_lens.circuits._score_sources import score_sources
 from attn_only_lens.circuits._search import SHARES, Circuit, Faithfulness, discover, faithfulness
 from attn_only_lens.circuits.export import from_json, to_json, to_neuronpedia
 from attn_only_lens.circuits.graph import CircuitGraph
@@ -20,6 +21,7 @@ __all__ = [
     "faithfulness",
     "from_json",
     "neuron_like_heads",
+    "score_sources",
     "to_json",
     "to_neuronpedia",
     "top_compositions",
