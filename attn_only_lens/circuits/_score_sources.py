@@ -1,17 +1,18 @@
 """Who sets a pattern: an attention score, or a pre-activation, as an exact sum over writers.
 
-The stream x that a head reads is a sum of what was written before (`runs/writes.py`): the embedding,
-every attention head, every neuron-head, biases. With norms' scales held at those of the run, all that
-lies between x and the score of a query and a key is linear in either side, so that
+The stream x that a head reads is a sum of what was written before (`runs/writes.py`): by the
+embedding, every attention head, every neuron-head, and biases. With the scales of norms held at
+those of the run, all that lies between x and the score of a query and a key is linear on either
+side, so that
 
     score = Σ_u Σ_w q_u B k_w        u writes at the query's position, w at the key's
     q_u = u N W_Q / s,  k_w = w N W_K / s'
 
-B is the bilinear form of the head at these two positions: 1/√d_head, rotations, norms of queries and
-keys with their scales held. It is not written down again here, but read off the model's own code: with
-queries and keys set to 0, B is the second derivative of the score. What a score has besides (ALiBi, a
-bias of a norm of queries) belongs to the pair of the head's own biases. The score is that before the
-softmax, and before a soft cap, which is 1 to 1 and has the slope 1 at 0.
+B is the head's bilinear form at these two positions: 1/√d_head, rotations, norms of queries and
+keys with their scales held. It is not written down again here, but read off the model's own code:
+where queries and keys are 0, B is the second derivative of the score. What a score has besides
+(ALiBi, a bias of a norm of queries) belongs to the pair of the head's own biases. The score is that
+before the softmax and before a soft cap, which has the slope 1 at 0.
 
 The pre-activation of a neuron is such a sum over the writers at its own position,
 
@@ -19,7 +20,7 @@ The pre-activation of a neuron is such a sum over the writers at its own positio
 
 (Elhage et al. 2021, "A Mathematical Framework for Transformer Circuits", for the terms of a score.)
 
-Cost of a head: one forward pass, 2 d_model d_head flops a writer and side, and 2 d_head a pair.
+Cost for a head: a forward pass, 2 d_model d_head flops a writer and side, and 2 d_head a pair.
 """
 
 from collections.abc import Callable, Iterator
@@ -94,10 +95,11 @@ def score_sources(
         >>> import torch
         >>> from attn_only_lens import circuits, convert, pretrained
         >>> model = convert(pretrained.modular_addition())
-        >>> shares = circuits.score_sources(model, torch.tensor([3, 4, 113]), "L0H2", query=2, key=0)
-        >>> shares["writer_q"].tolist()
-        ['embed']
-        >>> neuron = circuits.score_sources(model, torch.tensor([3, 4, 113]), "L0N5", top=3)
+        >>> tokens = torch.tensor([3, 4, 113])
+        >>> shares = circuits.score_sources(model, tokens, "L0H2", query=2, key=0)
+        >>> shares["writer_q"].unique().tolist()
+        ['embed', 'own bias']
+        >>> neuron = circuits.score_sources(model, tokens, "L0N5", top=3)
         >>> bool(abs(neuron["share"].sum() - neuron.attrs["score"]) < 1e-5)
         True
     """
@@ -138,7 +140,7 @@ def _positions(tokens: Tensor, head: HeadName, query: object, key: object) -> tu
 def _written(
     parts: Parts, head: HeadName, at: int, model: Any
 ) -> Iterator[tuple[list[str], Tensor]]:
-    """What each writer before a head wrote at a position, a sublayer at a time: [writer, d_model]."""
+    """What each writer before a head wrote at a position, one sublayer after another."""
     yield ["embed"], parts.embedding[:, at]
     where = slice(at, at + 1)
     for each in parts.before(head.layer, head.kind):
@@ -196,11 +198,18 @@ def _of_attention(
     model: Any, tokens: Tensor, head: HeadName, query: int, key: int, top: int | None
 ) -> pd.DataFrame:
     host = host_of(model)
-    q_name, k_name, seen_at = (
-        host.hook_name(head.layer, "attention", point) for point in ("q", "k", "attn_scores")
+    points = ("q", "k", "attn_scores", "pattern")
+    q_name, k_name, seen_at, pattern_at = (
+        host.hook_name(head.layer, "attention", point) for point in points
     )
     scales = _own_scales(host.attention(head.layer))
-    parts = take_apart(model, tokens, None, names=(q_name, k_name, seen_at, *scales))
+    parts = take_apart(model, tokens, None, names=(q_name, k_name, seen_at, pattern_at, *scales))
+    pattern = parts.recording.hooked[pattern_at]
+    if torch.equal(parts.recording.hooked[seen_at], pattern):
+        raise UnsupportedModelError(
+            [f"{seen_at} of this model shows the pattern, as {pattern_at} does, and no scores"],
+            _NOT_A_SUM,
+        )
     seen = parts.recording.hooked[seen_at][0, head.index, query, key]
     if seen <= torch.finfo(seen.dtype).min / 2:
         raise InputError(
