@@ -4,12 +4,15 @@ from attn_only_lens.patching._activation_patch import activation_patch
 from attn_only_lens.patching._agreement import agreement
 from attn_only_lens.patching._attribution import attribution
 from attn_only_lens.patching._gate_and_value import gate_and_value
+from attn_only_lens.patching._path_patch import path_patch
+from attn_only_lens.patching.path_results import Paths
 from attn_only_lens.patching.results import Sweep
 from attn_only_lens.runs.metrics import custom, kl, log_probability, logit_diff, loss, probability
 from attn_only_lens.runs.prompts import PromptPair, prompt_pair
 from attn_only_lens.runs.sites import all_heads, heads, neuron_heads
 
 __all__ = [
+    "Paths",
     "PromptPair",
     "Sweep",
     "activation_patch",
@@ -24,6 +27,7 @@ __all__ = [
     "logit_diff",
     "loss",
     "neuron_heads",
+    "path_patch",
     "probability",
     "prompt_pair",
 ]

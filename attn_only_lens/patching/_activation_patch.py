@@ -119,7 +119,7 @@ def activation_patch(
     label = progress if isinstance(progress, str) else processes.name
     with tqdm(total=total, unit="site", desc=label, disable=hidden) as bar:
         replay = make_replay(model, target, runs.metric)
-        _check_edits(replay.precise, chosen, where, part)
+        check_edits(replay.precise, chosen, where, part)
         batching = Batching(model, batch_size, bar.update, replay.numbers_per_token)
         runner = PatchRunner(replay, source, part, baseline, batching)
         for i in mine:
@@ -142,7 +142,7 @@ def _check(model: Any, part: str, direction: str, reference: object, batch_size:
 
 
 @full_precision()
-def _check_edits(
+def check_edits(
     replay: Replay, sites: Sequence[LayerSites], positions: Sequence[PositionSet], part: Part
 ) -> None:
     """Test the edits of the sweep on all positions, and from one of those asked for on."""
@@ -191,7 +191,7 @@ def _settings(
         "mask": None if pair.mask is None else pair.mask.tolist(),
         "reference": None if reference is None else reference.tolist(),
         "metric": metric.name,
-        "metric_code": _metric_identity(metric),
+        "metric_code": metric_identity(metric),
         "sites": [name for each in sites for name in each.names],
         "positions": [each.label for each in positions],
         "float32 products": matmul_precision(),
@@ -200,7 +200,8 @@ def _settings(
     }
 
 
-def _metric_identity(metric: Metric) -> str:
+def metric_identity(metric: Metric) -> str:
+    """Return what identifies a metric in settings that results depend on."""
     if metric.version is not None:
         return f"version {metric.version}"
     try:

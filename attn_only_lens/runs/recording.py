@@ -203,6 +203,31 @@ def record_pair(
 
     clean, corrupted = record_side("clean"), record_side("corrupted")
     _require_ungrouped(model, own, clean)
+    return run_pair(model, pair, clean, corrupted, metric, distinct=distinct)
+
+
+def run_pair(
+    model: Any,
+    pair: PromptPair,
+    clean: Recording,
+    corrupted: Recording,
+    metric: AnyMetric,
+    *,
+    distinct: bool = True,
+) -> RunPair:
+    """Return two runs with the metric of each.
+
+    Args:
+        model: that ran.
+        pair: the prompts.
+        clean: the clean run.
+        corrupted: the corrupted run.
+        metric: to be bound to the prompts.
+        distinct: whether the metric must tell the runs apart, as scores need it to.
+
+    Raises:
+        InputError: the metric does not fit or does not tell the runs apart.
+    """
     bound = bind(metric, model, pair, reference=clean.logits.detach())
     clean_value, corrupted_value = bound.of(clean.logits), bound.of(corrupted.logits)
     if distinct:
