@@ -156,8 +156,7 @@ class HeadName:
             UnsupportedCallError: as in `hook`.
         """
         if has_neuron_heads(model):
-            host = host_of(model)
-            neurons, n_heads = [each.n_neurons for each in host.neurons], host.n_heads
+            neurons, n_heads = host_of(model).neurons, host_of(model).n_heads
         else:
             _require_plain(model, self)
             neurons, n_heads = [], [model.cfg.n_heads] * len(model.blocks)
@@ -165,14 +164,16 @@ class HeadName:
             raise UnknownHeadError(
                 f"got {str(self)!r}; the model has layers 0 to {len(n_heads) - 1}"
             )
-        of_kind, said = (
-            (neurons, "neurons") if self.kind == "neuron" else (n_heads, "attention heads")
+        # Of this layer alone: a sweep names every head of every layer.
+        n, said = (
+            (neurons[self.layer].n_neurons, "neurons")
+            if self.kind == "neuron"
+            else (n_heads[self.layer], "attention heads")
         )
-        n = of_kind[self.layer]
         if not 0 <= self.index < n:
             raise UnknownHeadError(f"got {str(self)!r}; layer {self.layer} has {said} 0 to {n - 1}")
         if self.kind == "neuron":
-            self.heads(host.neurons[self.layer].heads_per_neuron)  # refuses an unknown member
+            self.heads(neurons[self.layer].heads_per_neuron)  # refuses an unknown member
 
     def __str__(self) -> str:
         member = "" if self.member is None else f".{self.member}"

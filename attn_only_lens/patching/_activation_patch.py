@@ -222,7 +222,7 @@ def _settings(
         "mask": None if pair.mask is None else pair.mask.tolist(),
         "reference": None if reference is None else reference.tolist(),
         "metric": metric.name,
-        "metric_code": _metric_identity(metric),
+        "metric_code": metric_identity(metric),
         "sites": [name for each in sites for name in each.names],
         "positions": [each.label for each in sets],
         "where": [each.where.nonzero().tolist() for each in sets if _is_role(each)],
@@ -237,7 +237,8 @@ def _is_role(positions: PositionSet) -> bool:
     return isinstance(positions.label, str) and positions.label != "all"
 
 
-def _metric_identity(metric: Metric) -> str:
+def metric_identity(metric: Metric) -> str:
+    """Return what identifies a metric in settings that results depend on."""
     if metric.version is not None:
         return f"version {metric.version}"
     try:

@@ -1,6 +1,7 @@
 """Run the patches of a sweep, group by group, in batches that fit memory."""
 
 from collections.abc import Callable, Iterator, Sequence
+from copy import copy
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, TypeAlias
@@ -55,6 +56,12 @@ class Batching:
         self._size = batch_size
         self._numbers = _numbers_that_fit(model, numbers_per_token) if batch_size is None else 0
         self.on_done = on_done
+
+    def silent(self) -> "Batching":
+        """Return the same batches, which count nothing as done."""
+        other = copy(self)
+        other.on_done = lambda n: None
+        return other
 
     def fill(
         self,

@@ -81,6 +81,20 @@ class SiteGroup:
         found = torch.einsum("hbp,sbp->shb", of_heads, self.everywhere.to(of_heads))
         return found[self.where.to(found.device), self.head.to(found.device)]
 
+    @property
+    def rows(self) -> pd.DataFrame:
+        """What names each row: its layer, kind, index, name and position."""
+        head, where = self.head.numpy(), self.where.numpy()
+        return pd.DataFrame(
+            {
+                "layer": self.sites.layer,
+                "kind": self.sites.kind,
+                "index": self.sites.index.cpu().numpy()[head],
+                "name": np.array(self.sites.names, dtype=object)[head],
+                "position": np.array([each.label for each in self.positions])[where],
+            }
+        )
+
     def frame(
         self,
         values: Float[Tensor, "row prompt"],
@@ -94,22 +108,10 @@ class SiteGroup:
             over: how prompts become rows.
             exact: which are of patches, where others are estimates; None if all are.
         """
-        head, where = self.head.numpy(), self.where.numpy()
-        of_sites = {
-            "index": self.sites.index.cpu().numpy()[head],
-            "name": np.array(self.sites.names, dtype=object)[head],
-            "position": np.array([each.label for each in self.positions])[where],
-            **({} if exact is None else {"exact": exact.numpy()}),
-        }
-        rows_each = values.shape[1] if over.per_prompt else 1
-        return pd.DataFrame(
-            {
-                "layer": self.sites.layer,
-                "kind": self.sites.kind,
-                **{column: np.repeat(each, rows_each) for column, each in of_sites.items()},
-                **over.columns(values),
-            }
-        )
+        rows = self.rows if exact is None else self.rows.assign(exact=exact.numpy())
+        if over.per_prompt:
+            rows = rows.loc[rows.index.repeat(values.shape[1])].reset_index(drop=True)
+        return rows.assign(**over.columns(values))
 
 
 def site_groups(

@@ -1,8 +1,8 @@
 """The rest of a forward pass, from a stream in the middle of it, for many variants at once.
 
 Rows are variants × prompts, prompts inmost: row r is prompt r mod batch of variant r // batch. A
-variant states the stream that enters a block, the edits at hooks of that block, and an addition to
-the output of its MLP; every later block then runs as it would.
+variant states the stream that enters a block, edits at hooks of that block or later ones, and an
+addition to the output of the first one's MLP; all else then runs as it would.
 
 Nothing is computed that a variant cannot change:
 
@@ -55,7 +55,7 @@ class Variants:
         block: the first block that they run.
         first: the first position at which they differ.
         stream: the stream that enters that block, from `first` on.
-        hooks: edits at hook points of that block, which see rows from `first` on.
+        hooks: edits at hook points of that block and later ones, which see rows from `first` on.
         mlp: the module of that block, or hook point, to whose output `added` is added, if any.
         added: the addition.
     """
