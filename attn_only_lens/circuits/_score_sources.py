@@ -181,7 +181,7 @@ def _of_neuron(
     shares = torch.cat([shares[:, 0], own])
     score = heads.projections(this.entered)[0][0, at, head.index]
     _require_sum(shares.sum(), score, shares.abs().sum())
-    frame = pd.DataFrame({"name": names, "position": at, "share": shares.double().cpu().numpy()})
+    frame = pd.DataFrame({"name": names, "position": at, "share": shares.cpu().double().numpy()})
     order = frame["share"].abs().sort_values(ascending=False, kind="stable").index
     kept = frame.loc[order if top is None else order[:top]]
     if top is not None and top < len(frame):
@@ -359,7 +359,7 @@ def _pairs(
     for first in range(0, n, step):
         largest.add((left[first : first + step] @ right.T).abs(), (first, 0))
     i, j = largest.pairs.T
-    share = (left[i] * right[j]).sum(-1).double().cpu().numpy()
+    share = (left[i] * right[j]).sum(-1).cpu().double().numpy()
     frame = pd.DataFrame(
         {
             "writer_q": np.array(q_names, dtype=object)[i.cpu().numpy()],

@@ -294,7 +294,7 @@ def _pick(
     largest = LargestScores(top)
     kept: dict[tuple[int, int], float] = {}
     for block in blocks:
-        found = runner.estimates(block, gradients).double().cpu()
+        found = runner.estimates(block, gradients).cpu().double()
         largest.add(found.abs(), block.first)
         for row, column in largest.pairs.tolist():
             i, j = row - block.first[0], column - block.first[1]
@@ -328,7 +328,9 @@ def _patched(runner: PathRunner, blocks: Sequence[PathBlock], work: pd.DataFrame
     frames = []
     for number in sorted(work["block"].unique().tolist()):
         block, of_block = blocks[number], work[work["block"] == number]
-        i, j = (torch.tensor(of_block[name].to_numpy(np.int64)) for name in ("i", "j"))
+        i, j = (
+            torch.tensor(of_block[name].to_numpy(np.int64), device="cpu") for name in ("i", "j")
+        )
         further = {"estimate": of_block["estimate"].to_numpy()} if "estimate" in of_block else {}
         frames.append(block.frame(i, j, value=runner.values(block, i, j).numpy(), **further))
     return pd.concat(frames, ignore_index=True)
