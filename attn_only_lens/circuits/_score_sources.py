@@ -36,7 +36,7 @@ from transformer_lens.hook_points import HookPoint
 
 from attn_only_lens.errors import InputError, UnknownHeadError, UnsupportedModelError
 from attn_only_lens.heads import HeadName, host_of, reasons_without_heads
-from attn_only_lens.numerics import as_plain, is_count
+from attn_only_lens.numerics import as_plain, full_precision, is_count
 from attn_only_lens.runs.frozen_pass import silent_scale_edits
 from attn_only_lens.runs.inputs import reasons_not_to_run
 from attn_only_lens.runs.largest import LargestScores
@@ -54,6 +54,7 @@ _PROBLEM = "this score has no sources"
 _NOT_A_SUM = "this score is not a sum over what was written before"
 
 
+@full_precision()
 def score_sources(
     model: Any,
     prompt: Prompts,
