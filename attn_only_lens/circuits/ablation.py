@@ -199,9 +199,10 @@ class AblatedModel:
         def run(chosen: Tensor) -> Tensor:
             hooks = self._hooks(self._kept([circuits[i] for i in chosen.tolist()]))
             stream = self._replay.recorded_stream(0, self._first, len(chosen))
-            return self._replay.values(Variants(0, self._first, stream, hooks))
+            found = self._replay.values(Variants(0, self._first, stream, hooks))
+            return self._replay.metric.mean(found)
 
-        every = torch.ones(len(circuits), dtype=torch.bool, device="cpu")
+        every = torch.arange(len(circuits), device="cpu")
         per_variant = self._replay.numbers_per_variant(self._first)
         self._batching.fill(values, every, per_variant, run)
         return values.numpy()
