@@ -46,12 +46,13 @@ from attn_only_lens.errors import InputError
 from attn_only_lens.heads import HeadName, host_of
 from attn_only_lens.heads.host import HeadKind
 from attn_only_lens.numerics import full_precision, is_count
-from attn_only_lens.patching._activation_patch import check_edits, metric_identity
+from attn_only_lens.patching._activation_patch import metric_identity
 from attn_only_lens.patching.path_results import Paths
 from attn_only_lens.patching.path_runs import LOGITS, PathBlock, PathRunner, names_of, path_blocks
 from attn_only_lens.patching.processes import Processes
 from attn_only_lens.patching.resume import MemoryParts, PartStore
-from attn_only_lens.patching.run_patches import Batching
+from attn_only_lens.patching.run_patches import Batching, check_edits
+from attn_only_lens.patching.site_groups import SiteGroup
 from attn_only_lens.runs.fingerprint import fingerprint
 from attn_only_lens.runs.gradients import Tape, start_graph
 from attn_only_lens.runs.inputs import option_reasons, reasons_not_to_run
@@ -169,7 +170,8 @@ def path_patch(
         "corrupted": take_apart(model, pair.corrupted, pair.mask, names=names),
     }
     runs = run_pair(model, pair, apart["clean"].recording, apart["corrupted"].recording, metric)
-    target, other, baseline = runs.target(direction)
+    target, other, values = runs.target(direction)
+    baseline = runs.metric.mean(values).item()
     sides = ("corrupted", "clean") if direction == "denoise" else ("clean", "corrupted")
     blocks = list(path_blocks(apart[sides[0]], sending, where, receiving))
     n_paths = sum(n * m for n, m in (each.shape for each in blocks))
@@ -200,8 +202,8 @@ def path_patch(
     hidden = not (progress and processes.first)
     with tqdm(total=n_picked, unit="path", desc=label, disable=hidden) as bar:
         replay = make_replay(model, target, runs.metric)
-        heads_reading = [each for each in receiving if each is not None]
-        check_edits(replay, heads_reading, where, "z")
+        reading_heads = [SiteGroup.product(each, where) for each in receiving if each is not None]
+        check_edits(replay, reading_heads, "z")
         readers = Readers(replay, apart[sides[0]])
         batching = Batching(model, batch_size, bar.update, replay.numbers_per_token)
         runner = PathRunner(readers, apart[sides[1]], part, scale, baseline, batching)
