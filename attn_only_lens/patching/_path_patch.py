@@ -52,7 +52,7 @@ from attn_only_lens.patching.path_runs import LOGITS, PathBlock, PathRunner, nam
 from attn_only_lens.patching.processes import Processes
 from attn_only_lens.patching.resume import MemoryParts, PartStore
 from attn_only_lens.patching.run_patches import Batching, check_edits
-from attn_only_lens.patching.site_groups import SiteGroup
+from attn_only_lens.patching.site_groups import SiteGroup, site_groups
 from attn_only_lens.runs.fingerprint import fingerprint
 from attn_only_lens.runs.gradients import Tape, start_graph
 from attn_only_lens.runs.inputs import option_reasons, reasons_not_to_run
@@ -66,7 +66,7 @@ from attn_only_lens.runs.metrics import (
     require_differentiable,
     require_slope,
 )
-from attn_only_lens.runs.positions import Positions, PositionSet, resolve_positions
+from attn_only_lens.runs.positions import Positions
 from attn_only_lens.runs.prompts import Prompts, prompt_pair
 from attn_only_lens.runs.readers import READ_PARTS, Readers, input_hooks
 from attn_only_lens.runs.recording import Recording, RunPair, run, run_pair
@@ -109,7 +109,8 @@ def path_patch(
         clean: a text, texts, or tokens [batch, pos]; see `prompt_pair`.
         corrupted: the same for the other run, token for token.
         metric: `logit_diff(...)` and the like, or any function of logits [batch, pos, d_vocab].
-        senders: `neuron_heads()`, `heads()`, `all_heads()`, or names.
+        senders: `neuron_heads()`, `heads()`, `all_heads()`, or names, which may say where they
+            are: `L3N7@13`.
         receivers: the same; or "logits", or names with "logits" among them.
         part: the inputs by which receivers read: "q", "k", "value"; "pattern", queries and keys;
             "z", all of them. A neuron-head's pattern depends on its query alone ("q" and "pattern"
@@ -158,10 +159,9 @@ def path_patch(
     if top is not None and torch.is_inference_mode_enabled():
         reasons.append("no gradient is taken in torch.inference_mode(); torch.no_grad() will do")
     InputError.raise_if(reasons, _PROBLEM)
-    sending = resolve_sites(model, senders)
     receiving = _resolve_receivers(model, receivers, part)
     pair = prompt_pair(model, clean, corrupted, mask)
-    where = resolve_positions(pair, positions)
+    sending = site_groups(model, pair, senders, positions, "z")
     host = host_of(model)
     reading = [each.layer for each in receiving if each is not None and each.kind == "attention"]
     names = tuple(name for layer in reading for name in input_hooks(host, layer))
@@ -173,7 +173,7 @@ def path_patch(
     target, other, values = runs.target(direction)
     baseline = runs.metric.mean(values).item()
     sides = ("corrupted", "clean") if direction == "denoise" else ("clean", "corrupted")
-    blocks = list(path_blocks(apart[sides[0]], sending, where, receiving))
+    blocks = list(path_blocks(apart[sides[0]], sending, receiving))
     n_paths = sum(n * m for n, m in (each.shape for each in blocks))
     if not blocks:
         raise InputError(
@@ -194,7 +194,7 @@ def path_patch(
     n_parts = len(blocks) if top is None else 1 + -(-n_picked // _AT_ONCE)
     parts: MemoryParts | PartStore = MemoryParts()
     if resume is not None:
-        settings = _settings(model, runs, as_metric(metric), sending, receiving, where)
+        settings = _settings(model, runs, as_metric(metric), sending, receiving)
         settings |= {"part": part, "direction": direction, "scale": scale, "top": top}
         parts = PartStore(resume, settings, n_parts)
     processes = Processes(resume)
@@ -202,6 +202,7 @@ def path_patch(
     hidden = not (progress and processes.first)
     with tqdm(total=n_picked, unit="path", desc=label, disable=hidden) as bar:
         replay = make_replay(model, target, runs.metric)
+        where = tuple(dict.fromkeys(each for group in sending for each in group.positions))
         reading_heads = [SiteGroup.product(each, where) for each in receiving if each is not None]
         check_edits(replay, reading_heads, "z")
         readers = Readers(replay, apart[sides[0]])
@@ -240,9 +241,8 @@ def _settings(
     model: Any,
     runs: RunPair,
     metric: Metric,
-    senders: Sequence[LayerSites],
+    senders: Sequence[SiteGroup],
     receivers: Sequence[LayerSites | None],
-    positions: Sequence[PositionSet],
 ) -> dict[str, Any]:
     """Return what values depend on, besides plain options."""
     pair = runs.pair
@@ -253,9 +253,9 @@ def _settings(
         "mask": None if pair.mask is None else pair.mask.tolist(),
         "metric": metric.name,
         "metric_code": metric_identity(metric),
-        "senders": [name for each in senders for name in each.names],
+        "senders": [[*each.rows["name"]] for each in senders],
+        "positions": [each.rows["position"].tolist() for each in senders],
         "receivers": [name for each in receivers for name in names_of(each)],
-        "positions": [each.label for each in positions],
     }
 
 

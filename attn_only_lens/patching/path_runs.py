@@ -17,6 +17,7 @@ from torch import Tensor
 
 from attn_only_lens.heads.host import HeadKind
 from attn_only_lens.patching.run_patches import Batching
+from attn_only_lens.patching.site_groups import SiteGroup
 from attn_only_lens.runs.edits import neuron_changes, neuron_variants, sum_by_site
 from attn_only_lens.runs.positions import PositionSet
 from attn_only_lens.runs.readers import Readers
@@ -63,25 +64,24 @@ class PathBlock:
 
 
 def path_blocks(
-    parts: Parts,
-    senders: Sequence[LayerSites],
-    positions: Sequence[PositionSet],
-    receivers: Sequence[LayerSites | None],
+    parts: Parts, senders: Sequence[SiteGroup], receivers: Sequence[LayerSites | None]
 ) -> Iterator[PathBlock]:
     """Yield every pair in which the receiver reads after the sender has written.
 
     The order, and the size of a block, depend on nothing but the prompts and the heads.
     """
-    n_senders = sum(len(each.names) for each in senders)
-    for number, where in enumerate(positions):
-        row = number * n_senders
-        for sending in senders:
-            column = 0
+    row = 0
+    for group in senders:
+        for place, where in enumerate(group.positions):
+            heads = group.head[group.where == place]
+            if not len(heads):
+                continue
+            sending, column = _take(group.sites, heads), 0
             for receiving in receivers:
                 if _in_order(parts, sending, receiving):
                     yield from _split(parts, PathBlock(sending, where, receiving, (row, column)))
                 column += len(names_of(receiving))
-            row += len(sending.names)
+            row += len(heads)
 
 
 def _in_order(parts: Parts, sending: LayerSites, receiving: LayerSites | None) -> bool:

@@ -289,6 +289,20 @@ def test_padding_changes_nothing(small, side):
     assert (found.frame["value"] - found.clean_value).abs().min() > 1e-9
 
 
+def test_senders_that_say_where(small):
+    model, clean, corrupted = small
+    options = {"receivers": ["L1H0", "logits"], "part": "z", "progress": False}
+    given = p.path_patch(model, clean, corrupted, METRIC, senders=["L0H1@4", "L0N3@1"], **options)
+    assert list(given.frame[["sender", "position"]].itertuples(index=False, name=None)) == [
+        ("L0H1", END), ("L0H1", END), ("L0N3", 1), ("L0N3", 1)
+    ]  # fmt: skip
+    for sender, at in (("L0H1", END), ("L0N3", 1)):
+        one = p.path_patch(model, clean, corrupted, METRIC, senders=sender, positions=at, **options)
+        mine = given.frame["value"][given.frame["sender"] == sender]
+        assert mine.tolist() == pytest.approx(one.frame["value"].tolist(), abs=1e-12)
+        assert mine.nunique() > 1
+
+
 def test_refusals(small):
     model, clean, corrupted = small
     call = {"senders": "L0H1", "receivers": "L1H0", "progress": False}
