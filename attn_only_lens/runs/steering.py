@@ -27,6 +27,7 @@ from attn_only_lens.heads import HeadName, host_of
 from attn_only_lens.numerics import as_plain, is_count, is_number, keep_random_state
 from attn_only_lens.runs.edit_checks import require_edits_read
 from attn_only_lens.runs.inputs import option_reasons, reasons_not_to_run
+from attn_only_lens.runs.interventions import ablate
 from attn_only_lens.runs.prompts import Prompts, single_prompts
 from attn_only_lens.runs.recording import Recording, record
 from attn_only_lens.runs.sites import ALL_MEMBERS, LayerSites, Part, Sites, resolve_sites
@@ -93,26 +94,26 @@ def ablated(
     InputError.raise_if(reasons, _ABLATED)
     if prompts is None:
         run = _short_run(model, sites)
+        real = torch.ones_like(run.tokens, dtype=torch.bool)
     else:
         pair = single_prompts(model, prompts, mask)
-        run = _record(model, sites, pair.clean, pair.mask)
+        run, real = _record(model, sites, pair.clean, pair.mask), pair.real
     _require_read(model, run, sites, "pattern" if to == "bias" else "z")
+    source = ablate(run, run, to, real)
     edits: dict[str, _Change] = {}
     for each in sites:
-        heads = _heads(model, each)
+        heads = [head for heads in _heads_of_each(model, each) for head in heads]
         if to == "bias":
             edits[_hook(model, each, "pattern")] = _all_on_bias(heads, where)
             continue
-        new = torch.zeros_like(_z(run, model, each)[0, 0])
-        if to == "mean":
-            new = _z(run, model, each)[pair.real].mean(dim=0)
-            if not new.isfinite().all():
-                reason = (
-                    f"the mean of z is not finite in layer {each.layer}: the model runs these "
-                    "prompts to no numbers, as some do with padding on the left; pad on the right, "
-                    "or give prompts of one length"
-                )
-                raise InputError([reason], _ABLATED)
+        new = _z(source, model, each)[0, 0]  # the same at every token
+        if not new.isfinite().all():
+            reason = (
+                f"the mean of z is not finite in layer {each.layer}: the model runs these prompts "
+                "to no numbers, as some do with padding on the left; pad on the right, or give "
+                "prompts of one length"
+            )
+            raise InputError([reason], _ABLATED)
         edits[_hook(model, each, "z")] = _replace(new, heads, where)
     with _edited(model, edits, where):
         yield
@@ -185,15 +186,9 @@ def _heads_of_each(model: Any, sites: LayerSites) -> list[list[int]]:
     if sites.kind == "neuron":
         width = host_of(model).neurons[sites.layer].heads_per_neuron
     return [
-        [index * width + (0 if member == ALL_MEMBERS else member)]
-        if member != ALL_MEMBERS or width == 1
-        else list(range(index * width, (index + 1) * width))
+        [index * width + one for one in (range(width) if member == ALL_MEMBERS else [member])]
         for index, member in zip(sites.index.tolist(), sites.member.tolist(), strict=True)
     ]
-
-
-def _heads(model: Any, sites: LayerSites) -> list[int]:
-    return [head for heads in _heads_of_each(model, sites) for head in heads]
 
 
 def _z(run: Recording, model: Any, sites: LayerSites) -> Float[Tensor, "batch pos head_index d"]:

@@ -218,3 +218,11 @@ def test_heads_that_share_a_neuron():
         p.steered(model, {"L1N7": 3.0}),
     ):
         pass
+
+
+def test_means_that_are_no_numbers_are_refused():
+    model, text = bridges.exposed_copy(bridges.boot("llama")), tokens(3, pos=7)
+    left = torch.tensor([[1] * 7, [0] * 2 + [1] * 5])  # attention of padding to nothing is nan here
+    refused = p.ablated(model, NAMES, to="mean", prompts=text, mask=left)
+    with pytest.raises(InputError, match="pad on the right"), refused:
+        pass
