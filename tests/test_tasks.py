@@ -175,6 +175,15 @@ def test_templates_of_ones_own():
     }
 
 
+def test_roles_that_move_are_dropped():
+    words = [
+        {"one": "key", "other": "garden door", "answer": " is"},
+        {"one": "garden door", "other": "key", "answer": " are"},  # as many tokens in all
+    ]
+    with pytest.raises(InputError, match="2 were dropped: a role has different positions"):
+        tasks.from_templates(task_tokenizer(), 1, "The {one} near the {other}", words)
+
+
 REFUSED = {
     "no fields": ("The key", {}, "expected the same fields in all"),
     "other fields": (["A {thing}", "A {place}"], {"place": "box"}, "got template 'A {place}'"),
