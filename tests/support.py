@@ -202,6 +202,12 @@ def _bilinear(kit):
     return lens.verify(kit.model, exposed, tokens()).ok
 
 
+def _followed(kit):
+    options = {"senders": ["L0H1", "L0N3"], "receivers": ["L1H1", "L1N3", "logits"], "part": "z"}
+    options |= {"positions": -1, "progress": False}
+    return p.path_patch(kit.exposed, tokens(1), tokens(2), METRIC, **options)
+
+
 def _found(kit, how):
     pair = (tokens(1), tokens(2))
     if how == "discover":
@@ -265,6 +271,7 @@ PATCHING = {
     "logit_diff": lambda kit: _changed(kit.attributed(p.logit_diff("w3", "w5"))),
     "loss": lambda kit: _changed(kit.attributed(p.loss())),
     "neuron_heads": lambda kit: set(kit.sweep(p.neuron_heads(1)).frame["kind"]) == {"neuron"},
+    "path_patch": lambda kit: _followed(kit).effect.abs().max() > 1e-3,
     "probability": lambda kit: _changed(kit.attributed(p.probability(7))),
     "probability_diff": lambda kit: _changed(
         kit.attributed(p.probability_diff([[7, 8]] * BATCH, [["w9"]] * BATCH))
@@ -290,6 +297,9 @@ CIRCUITS = {
     "faithfulness": lambda kit: len(_found(kit, "faithfulness").frame),
     "from_json": lambda kit: _exported(kit, circuits.to_json, circuits.from_json),
     "neuron_like_heads": lambda kit: len(circuits.neuron_like_heads(kit.exposed, tokens())),
+    "score_sources": lambda kit: len(
+        circuits.score_sources(kit.exposed, tokens(batch=1), "L1H1", query=-1, key=0)
+    ),
     "to_json": lambda kit: _exported(kit, circuits.to_json),
     "to_neuronpedia": lambda kit: _exported(kit, circuits.to_neuronpedia, slug="added"),
     "top_compositions": lambda kit: len(circuits.top_compositions(kit.exposed, k=3)),
@@ -365,8 +375,8 @@ OF_NO_MODEL = {
     *("GATES", "BilinearGate", "Gate", "bilinear_gate", "SHARES", "Axis", "Weights", "NodeDetails"),
     # What functions give back.
     *("AttentionOnlyTransformer", "Calibration", "Comparison", "ExposedNeurons", "HeadStack"),
-    *("Verification", "PromptPair", "Sweep", "Circuit", "CircuitGraph", "Faithfulness", "Page"),
-    *("Provenance", "PairedPrompts"),
+    *("Verification", "PromptPair", "Sweep", "Paths", "Circuit", "CircuitGraph", "Faithfulness"),
+    *("Page", "Provenance", "PairedPrompts"),
     # Of the shipped model, which is of the kind that there is.
     *("demo", "demo_page", "pretrained"),
 }

@@ -1,17 +1,22 @@
 """The study of edge scores: AUROC by hand, scores against a cut, and the whole script, small."""
 
 import math
+from pathlib import Path
 
 import pandas as pd
 import pytest
 import torch
+from edge_attribution_patching import edge_attribution_patching
+from tracr_cuts import logits_without
 from tracr_edges import Edge
-from tracr_edges_auroc import auroc, gradient_scores, graph_scores, main, metric_of, scores
+from tracr_edges_auroc import METHODS, auroc, graph_scores, main, metric_of, scores
 from tracr_models import load_program
 
 from attn_only_lens import convert
-from attn_only_lens import patching as p
+from attn_only_lens.circuits import score_edges
 from attn_only_lens.tl import HAS_HOOKED_TRANSFORMER
+
+RESULTS = Path(__file__).parents[1] / "analyses" / "results"
 
 pytestmark = pytest.mark.skipif(
     not HAS_HOOKED_TRANSFORMER, reason="needs HookedTransformer: run with transformer-lens 3.9"
@@ -48,39 +53,77 @@ def test_edges_into_the_output_are_what_parts_write_to_the_metric():
     assert of_neurons.max() > 0.1
 
 
-def test_scores_name_candidates_alone_and_false_edges_have_none():
+@pytest.fixture(scope="module")
+def scored():
+    """All edges of a program with two layers, by an input of each length."""
     program = load_program("pair_balance")
-    found = scores(program, n_inputs=2)
+    return program, scores(program, per_length=1)
+
+
+def test_scores_name_candidates_alone_and_false_edges_have_none(scored):
+    program, found = scored
     candidates, true = set(program.candidates()), program.true_edges()
-    for method in ("graph", "gradient edges", "value edges"):
+    assert set(found["two factors"]) == set(found["exact cut"]) == candidates
+    for method in METHODS:
         scored = {edge for edge, score in found[method].items() if score > 1e-6}
         assert scored
         assert scored <= candidates
         assert scored <= true  # in these programs what is no edge writes exact zeros
-    assert {edge.side for edge in found["value edges"]} <= {"v", "in"}
-    assert "k" in {edge.side for edge, score in found["graph"].items() if score > 1e-6}
+        assert "k" in {edge.side for edge in scored}
 
 
-def test_gradient_edges_are_first_order_patches():
-    """Into the output, which is linear: the change of the metric by what the writer writes."""
+def test_exact_cuts_are_those_of_hooks(scored):
+    """Against `tracr_cuts.py`, which knows of no neuron-heads: with a reference of zero alone."""
+    program, _ = scored
+    rows = [tokens[0] for tokens, _, _ in program.batches()][1::2]
+    model = convert(program.model, copy_weights=True)
+    how = {"to": ["zero"], "exact": 1000, "progress": False}
+    found = score_edges(model, rows, **how)
+    assert len(found) == len(program.candidates())
+    expected, n_tokens = {}, sum(map(len, rows))
+    for edge in program.candidates():
+        moved = 0.0
+        for row in rows:
+            whole, cut = program.model(row[None]), logits_without(program.model, row[None], [edge])
+            moved += float((cut - whole).detach().abs().amax(-1).sum())
+        expected[edge] = moved / n_tokens
+    for row in found.itertuples():
+        edge = Edge(row.writer, row.reader, "v" if row.kind == "value" else row.kind)
+        assert row.exact == pytest.approx(expected[edge], abs=1e-12)
+        if row.reader == "output":
+            assert row.score == row.local == row.exact
+    assert (found["exact"] > 0.01).sum() > 5
+
+
+def test_edge_attribution_patching_into_the_output_is_what_is_written():
+    """There the logits are linear: of one logit, the size of what each part puts into it."""
     program = load_program("pair_balance")
     tokens, _, _ = next(program.batches())
-    metric = p.custom(lambda logits: logits[0, -1, 0], name="last")
-    found = gradient_scores(program.model, tokens[3], tokens[5], metric)
-    _, one = program.model.run_with_cache(tokens[3][None])
-    _, other = program.model.run_with_cache(tokens[5][None])
-    moved = (other["post", 1] - one["post", 1])[0, -1]
-    each = moved * (program.model.blocks[1].mlp.W_out @ program.model.unembed.W_U[:, 0])
-    for neuron, change in enumerate(each.abs().tolist()):
-        assert found[Edge(f"L1N{neuron}", "output", "in")] == pytest.approx(change, abs=1e-9)
+    model = convert(program.model, copy_weights=True)
+    nodes = [f"L1N{neuron}" for neuron in range(4)]
+    found = edge_attribution_patching(program.model, model, [tokens[:3]], nodes)
+    _, cache = program.model.run_with_cache(tokens[:3])
+    each = cache["post", 1] * (program.model.blocks[1].mlp.W_out @ program.model.W_U[:, 0])
+    for neuron, size in enumerate(each.abs().sum((0, 1)).tolist()):
+        assert found[f"L1N{neuron}", "output", "in"] == pytest.approx(size, abs=1e-9)
+    assert max(found.values()) > 0.1
 
 
 def test_the_script_writes_a_table_in_which_edges_are_found(tmp_path):
-    main(out=tmp_path, n_inputs=2, seed=0, smoke=True)
+    main(out=tmp_path, per_length=1, seed=0, smoke=True)
     frame = pd.read_csv(tmp_path / "tracr_edges_auroc.csv")
     assert set(frame["program"]) == {"hist", "pair_balance"}
     assert set(frame["edges"]) == {"all", "changing"}
     means = frame.groupby("method")["auroc"].mean()
-    assert means["graph"] > 0.8
+    assert means["two factors"] > 0.85
     assert abs(means["random"] - 0.5) < 0.05
     assert "| pair_balance |" in (tmp_path / "tracr_edges_auroc.md").read_text("utf-8")
+
+
+def test_what_is_stored_finds_the_edges_of_every_program():
+    frame = pd.read_csv(RESULTS / "tracr_edges_auroc.csv").query("edges == 'all'")
+    wide = frame.pivot(index="program", columns="method", values="auroc")
+    assert len(wide) == 7
+    assert wide["two factors"].mean() >= 0.97
+    # Its cap: four of its edges are dead.
+    assert wide["two factors"].drop("pair_balance").min() >= 0.97

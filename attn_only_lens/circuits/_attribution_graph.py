@@ -3,14 +3,21 @@
 One pass gives the attribution of every head and neuron at every position (`linear_model.py`). The
 largest become nodes; each of them, and the metric, then takes one backward pass, whose gradient at
 all heads, chosen or not, gives its edges. Edges from heads that are not chosen are summed into one
-from "rest", so that sums hold for any choice. K nodes cost K backward passes, a block at a time,
-and the memory of one block and of K² / 2 edges.
+from "rest", so that sums hold for any choice.
+
+K nodes cost up to 3 K backward passes, one for each kind of edge, a block at a time, and the
+memory of one block and of all edges. A neuron reads its own token alone, as queries do; the values
+and keys of attention heads come from every token. So there are at most as many edges as chosen
+nodes of earlier sublayers, at the same token or at any, summed over targets and kinds: counted
+before any is computed, and refused beyond a limit.
 """
 
+import time
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pandas as pd
 import torch
 from jaxtyping import Float
@@ -33,7 +40,7 @@ from attn_only_lens.circuits.linear_model import (
 )
 from attn_only_lens.errors import InputError
 from attn_only_lens.heads import host_of, reasons_without_heads
-from attn_only_lens.numerics import full_precision
+from attn_only_lens.numerics import full_precision, is_count
 from attn_only_lens.runs.inputs import reasons_not_to_run
 from attn_only_lens.runs.metrics import AnyMetric, as_metric, bind, require_differentiable
 from attn_only_lens.runs.prompts import PromptPair, Prompts, single_prompts
@@ -147,6 +154,70 @@ def _value_and_gradient(at: Sublayer, pos: int, node: int) -> tuple[float, float
 
 
 _TOP = 300
+_BYTES = 40  # of an edge: source, target, kind, its weight and its contribution for one prompt
+
+
+def _edge_kinds(at: Sublayer, patterns: bool) -> list[str]:
+    return ["value", *(at.queries if patterns and at.pattern.requires_grad else ())]
+
+
+def _count_edges(
+    linear: LinearModel, chosen: list[list[tuple[int, int]]], patterns: bool
+) -> tuple[int, int]:
+    """Return how many backward passes the edges take, and how many edges there are at most."""
+    n_pos = linear.embedding.shape[1]
+    before = np.zeros(n_pos, dtype=np.int64)
+    passes, n_edges = 1, 0
+    for at, targets in zip(linear.sublayers, chosen, strict=True):
+        here = np.bincount(np.array([pos for pos, _ in targets], dtype=np.int64), minlength=n_pos)
+        for kind in _edge_kinds(at, patterns):
+            own = at.kind == "neuron" or kind == "q"
+            # And from the embedding, "rest" and "bias".
+            n_edges += int((here * (before + 3 if own else before.sum() + n_pos + 2)).sum())
+            passes += len(targets)
+        before += here
+    return passes, n_edges + int(before.sum()) + n_pos + 2
+
+
+def _require_affordable(
+    linear: LinearModel,
+    sizes: npt.NDArray[np.float64],
+    index: npt.NDArray[np.int64],
+    patterns: bool,
+    max_edges: int,
+) -> None:
+    """Refuse more edges than the limit, and say what they would cost."""
+
+    def cost(index: npt.NDArray[np.int64]) -> tuple[int, int]:
+        return _count_edges(linear, _by_sublayer(linear, index), patterns)
+
+    passes, n_edges = cost(index)
+    if n_edges <= max_edges:
+        return
+    few, many = 0, len(index)
+    while many - few > 1:
+        middle = (few + many) // 2
+        fits = cost(select_largest(sizes, top=middle))[1] <= max_edges
+        few, many = (middle, many) if fits else (few, middle)
+    started = time.perf_counter()
+    metric_inflow(linear)
+    seconds = (time.perf_counter() - started) * passes
+    n_bytes = n_edges * (_BYTES - 8 + 8 * linear.embedding.shape[0])
+    share, left = (sizes[each].sum() / sizes.sum() for each in (index, _largest(sizes, few)))
+    raise InputError(
+        [
+            f"{len(index):,} nodes ({share:.0%} of the mass) have up to {n_edges:,} edges of "
+            f"{n_bytes / 2**30:.1f} GiB, by {passes:,} backward passes: {seconds / 60:.0f} minutes "
+            f"if each takes as long as the metric's. Expected up to max_edges={max_edges:,}, which "
+            f"top={few:,} ({left:.0%} of the mass) meets: take fewer, patterns=False, or raise "
+            "max_edges"
+        ],
+        "this graph is too large",
+    )
+
+
+def _largest(sizes: npt.NDArray[np.float64], top: int) -> npt.NDArray[np.int64]:
+    return select_largest(sizes, top=top) if top else np.empty(0, dtype=np.int64)
 
 
 @full_precision()
@@ -158,6 +229,7 @@ def attribution_graph(
     top: int | None = None,
     mass: float | None = None,
     patterns: bool = True,
+    max_edges: int = 10_000_000,
     mask: Tensor | None = None,
 ) -> CircuitGraph:
     """Return what each head and neuron contributes to a metric, and through which others.
@@ -175,13 +247,15 @@ def attribution_graph(
         top: how many heads and neurons become nodes; 300 if neither this nor mass is given.
         mass: or the share of Σ |attribution| that nodes must have; 1 for all of them.
         patterns: whether to include edges of kinds "q" and "k".
+        max_edges: the most that there may be: they are counted, from above, before any is computed.
         mask: 1 for real tokens, 0 for padding, if prompts are tokens.
 
     Returns:
         The graph.
 
     Raises:
-        InputError: invalid top or mass.
+        InputError: invalid top, mass or max_edges; more edges than that, with what they would cost
+            in memory and time, and the top that stays below.
         InputError: with every reason: prompts or a metric that do not fit.
         UnsupportedModelError: the model is not linear when frozen.
 
@@ -194,7 +268,7 @@ def attribution_graph(
         >>> sorted(set(graph.edges["kind"]))  # relu: no query of a neuron moves its pattern
         ['k', 'q', 'value']
     """
-    _check(model, metric)
+    _check(model, metric, max_edges)
     top = _TOP if top is None and mass is None else top
     pair = single_prompts(model, prompts, mask)
     run = record(model, pair.clean, pair.mask)
@@ -205,6 +279,7 @@ def attribution_graph(
     every = torch.cat([at.attributions().flatten() for at in linear.sublayers]).cpu().double()
     sizes = np.abs(every.numpy())
     index = select_largest(sizes, top=top, mass=mass)
+    _require_affordable(linear, sizes, index, patterns, max_edges)
     graph = LinearGraph(linear, pair, _by_sublayer(linear, index))
     edges, _ = graph.edges(patterns)
     if linear.offset:
@@ -225,8 +300,10 @@ def attribution_graph(
     )
 
 
-def _check(model: Any, metric: AnyMetric) -> None:
+def _check(model: Any, metric: AnyMetric, max_edges: object) -> None:
     reasons = [*reasons_not_to_run(model), *reasons_without_heads(model)]
+    if not is_count(max_edges, 1):
+        reasons.append(f"got max_edges={max_edges!r}; expected 1 or more")
     if as_metric(metric).needs_reference:
         reasons.append(
             f"{as_metric(metric).name} compares with another run, and there is one run here; "

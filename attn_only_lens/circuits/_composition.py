@@ -55,7 +55,7 @@ from typing import Any, Literal
 
 import pandas as pd
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 from transformer_lens import FactoredMatrix
 
@@ -63,6 +63,7 @@ from attn_only_lens.circuits.head_matrices import KINDS, HeadMatrices, Kind
 from attn_only_lens.errors import InputError
 from attn_only_lens.heads import HeadName
 from attn_only_lens.numerics import is_count, to_float64_device
+from attn_only_lens.runs.largest import LargestScores
 from attn_only_lens.runs.sites import LayerSites, Selection, Sites, all_heads, resolve_sites
 
 _ROWS = 1024  # of W_E at once
@@ -409,30 +410,6 @@ def scores(
         return product.abs_()
     shape = len(writers), writers.shape[1], len(readers), readers.shape[1]
     return product.square_().view(shape).sum(dim=(1, 3)).sqrt_()
-
-
-class LargestScores:
-    """The k largest scores so far."""
-
-    def __init__(self, k: int) -> None:
-        self.k = k
-        self.values = torch.empty(0, device="cpu")
-        self.pairs: Int[Tensor, "pair 2"] = torch.empty(0, 2, dtype=torch.long, device="cpu")
-        self.seen = 0
-
-    def add(self, found: Float[Tensor, "writer reader"], first: tuple[int, int]) -> None:
-        """Add the scores of a block whose first writer and reader have these numbers."""
-        self.seen += found.numel()
-        least = self.values[-1].item() if len(self.values) == self.k else -1.0
-        rows = (found.amax(dim=1) > least).nonzero().squeeze(1)
-        if not len(rows):
-            return
-        values, columns = found[rows].topk(min(self.k, found.shape[1]), dim=1)
-        pairs = torch.stack([rows[:, None].expand_as(columns) + first[0], columns + first[1]], -1)
-        values = torch.cat([self.values.to(values), values.flatten()])
-        self.pairs = torch.cat([self.pairs.to(pairs.device), pairs.flatten(0, 1)])
-        self.values, order = values.topk(min(self.k, len(values)))
-        self.pairs = self.pairs[order]
 
 
 def _frame(model: Any, pairs: Any, found: Tensor, kind: str, note: str) -> pd.DataFrame:

@@ -1,175 +1,63 @@
-r"""Circuits by ranking: how much of a metric the highest ranked sites carry, and how few suffice.
+r"""Small circuits: the fewest sites found that nearly do what the model does.
 
-With m the metric, M all sites, C those of a circuit, everything else ablated (`ablation.py`):
+With f the faithfulness (`_faithfulness.py`), a circuit C suffices if |1 - f(C)| ≤ 1 - wanted. A
+circuit with f > 1 does more than the model and is not more faithful. Along a ranking f need not
+grow with size: sites that work against each other leave it apart. So the search does not halve a
+gap along one curve; it has three steps, each of which starts from the best of the one before.
 
-    faithfulness    f(C) = (m(C) - m(∅)) / (m(M) - m(∅))
-    completeness    f(M \ C), the faithfulness of all other sites: near 0 if nothing was missed
+    prefixes   By |effect| and by signed effect, the k highest ranked sites, for k on a grid of
+               ratio √√2. Wherever f comes within the bound, or leaps over it, between two sizes of
+               the grid, a finer grid goes between the two: the shortest prefix found.
+    worth      The ranking was of the whole model, and what a site adds in a circuit is another
+               thing. Sites are ranked anew by what they add to the circuit at hand, to first order,
+               those outside it included (`AblatedModel.worth`), and the shortest sufficient prefix
+               of that is the next circuit. Ranks are averaged with those of the rounds before,
+               each with half the weight of the next, as rounds may take turns. It ends
+               after two rounds that find no smaller circuit.
+    pruning    Every chunk of sites is left out in turn, exactly; of those that can be, as many as
+               can go together are gone. Chunks halve when none can be, down to single sites.
 
-(Marks et al., "Sparse Feature Circuits", 2024, who normalize alike.) The curve is over circuits of
-the k highest ranked sites, for shares k of all sites, and the two areas are those of Mueller et
-al., "MIB: A Mechanistic Interpretability Benchmark", 2025, by the trapezoids of its code:
+and at the end every prefix of either order that is shorter than the circuit is measured. So of a
+circuit of up to 1,000 sites two things are exact: none of its sites can be left out alone, and no
+shorter prefix of either order suffices. That no smaller circuit exists is not proved.
 
-    CPR = ∫ f(C_k) dk         circuit performance ratio: higher is better
-    CMD = ∫ |1 - f(C_k)| dk   circuit-model distance: lower is better, 0 for a circuit that does
-                              what the model does, at any size
-
-from the smallest share to the largest, .001 to 1 in MIB. CPR rewards a circuit with f > 1, CMD
-does not. MIB ranks by signed scores for CPR, by |scores| for CMD, and counts edges; here each site
-counts as one.
-
-The search doubles k until |1 - f(k)| ≤ 1 - wanted, then halves the gap to the last k that fell
-short until it is closed. f need not grow with k, so the result is a k that suffices while k - 1
-does not: the smallest circuit found, by 2 log₂ n forward passes, and no proof that there is no
-smaller one. A circuit with f > 1 does more than the model and is not more faithful, so that
-|1 - f| is bounded, as in CMD.
+Circuits are small since they are fitted to their prompts, and can be to these alone: `evaluate`
+measures one on others. What holds for a task is found with several prompts of it at once.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from itertools import repeat
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 import pandas as pd
+from jaxtyping import Float
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from attn_only_lens.circuits.ablation import AblatedModel, Ablation, Order
+from attn_only_lens.circuits._faithfulness import reasons_against_draws
+from attn_only_lens.circuits.ablation import ORDERS, AblatedModel, Ablation, Order, Rows, ranked
 from attn_only_lens.errors import InputError
-from attn_only_lens.numerics import as_plain, is_count, is_number
+from attn_only_lens.numerics import as_plain, is_number
 from attn_only_lens.patching._activation_patch import activation_patch
 from attn_only_lens.patching._attribution import METHODS, attribution
-from attn_only_lens.patching.results import MEASURED, Sweep
+from attn_only_lens.patching.results import MEASURED
+from attn_only_lens.patching.site_groups import site_groups
 from attn_only_lens.runs.inputs import option_reasons
 from attn_only_lens.runs.metrics import AnyMetric
 from attn_only_lens.runs.positions import Positions
-from attn_only_lens.runs.prompts import Prompts
-from attn_only_lens.runs.sites import Sites
+from attn_only_lens.runs.prompts import Prompts, prompt_pair
+from attn_only_lens.runs.sites import Sites, all_heads
 
-SHARES = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
-"""The shares of all sites that MIB measures."""
-
-
-@dataclass(frozen=True, eq=False)
-class Faithfulness:
-    """Faithfulness over circuit size.
-
-    Attributes:
-        frame: a row for each share of all sites: `share`, `n_sites`, `faithfulness`,
-            `completeness`, `random` (mean faithfulness of random circuits of the same size), and
-            the `random_min` and `random_max` of those.
-        cpr: circuit performance ratio.
-        cmd: circuit-model distance.
-        random_cpr: mean CPR of random rankings.
-        random_cmd: mean CMD of random rankings.
-        whole: the metric of the model.
-        nothing: the metric with every site ablated.
-        ablation: "zero", "mean" or "resample".
-        order: of the ranking, "magnitude" or "signed".
-        method: of the ranking.
-    """
-
-    frame: pd.DataFrame
-    cpr: float
-    cmd: float
-    random_cpr: float
-    random_cmd: float
-    whole: float
-    nothing: float
-    ablation: str
-    order: str
-    method: str
-
-
-def faithfulness(
-    model: Any,
-    clean: Prompts,
-    corrupted: Prompts,
-    metric: AnyMetric,
-    ranking: Sweep,
-    *,
-    ablation: Ablation = "resample",
-    order: Order = "magnitude",
-    shares: Sequence[float] = SHARES,
-    n_random: int = 3,
-    seed: int = 0,
-    mask: Tensor | None = None,
-) -> Faithfulness:
-    """Measure the faithfulness and completeness of the highest ranked sites, by circuit size.
-
-    Args:
-        model: converted, or with exposed neuron-heads; without hooks of its own.
-        clean: the prompts whose circuit it is; see `prompt_pair`.
-        corrupted: the prompts to resample from, token for token.
-        metric: `logit_diff(...)` and the like, or any function of logits.
-        ranking: of sites, by `activation_patch` or `attribution`, with positions "each" or "all".
-        ablation: of everything outside: "zero", "mean", "resample".
-        order: rank by "magnitude" of effects, or "signed", with what helps the clean run first.
-        shares: of all sites, increasing; MIB's by default.
-        n_random: random rankings to compare with; 0 for none.
-        seed: of those.
-        mask: 1 for real tokens, 0 for padding, if prompts are tokens.
-
-    Returns:
-        The curve, and its areas.
-
-    Raises:
-        InputError: with every reason: invalid shares, settings or sites; ablating everything
-            changes nothing.
-        InputError: prompts or a metric that do not fit.
-
-    Example:
-        >>> import torch
-        >>> from attn_only_lens import circuits, convert, patching as p, pretrained
-        >>> model = convert(pretrained.modular_addition())
-        >>> prompts = torch.tensor([3, 4, 113]), torch.tensor([3, 5, 113])
-        >>> metric = p.logit_diff(correct=7, wrong=8)
-        >>> ranking = p.attribution(model, *prompts, metric, positions="each")
-        >>> curve = circuits.faithfulness(model, *prompts, metric, ranking)
-        >>> round(float(curve.frame["faithfulness"].iloc[-1]), 4), curve.cmd < curve.random_cmd
-        (1.0, True)
-    """
-    reasons = _reasons_against_draws(n_random, seed)
-    in_range = len(shares) > 1 and all(is_number(as_plain(share), 0, 1) for share in shares)
-    if not in_range or list(shares) != sorted(set(shares)):
-        reasons.append(f"got shares {list(shares)}; expected two or more, increasing, from 0 to 1")
-    InputError.raise_if(reasons, "no curve can be drawn")
-    ablated = AblatedModel(
-        *(model, clean, corrupted, metric, ranking), ablation=ablation, order=order, mask=mask
-    )
-    sizes = [int(share * len(ranking.frame)) for share in shares]
-    found = np.array([ablated.faithfulness(ablated.ranked[:size]) for size in sizes])
-    complement = [ablated.completeness(ablated.ranked[:size]) for size in sizes]
-    random = ablated.random_faithfulness(sizes, n_random, seed)
-    if not n_random:
-        random = np.full((1, len(sizes)), np.nan)
-    frame = pd.DataFrame(
-        {
-            "share": list(shares),
-            "n_sites": sizes,
-            "faithfulness": found,
-            "completeness": complement,
-            "random": random.mean(axis=0),
-            "random_min": random.min(axis=0),
-            "random_max": random.max(axis=0),
-        }
-    )
-
-    def area(f: npt.NDArray[np.float64]) -> float:
-        return float((np.diff(shares) * (f[..., 1:] + f[..., :-1]) / 2).sum(-1).mean())
-
-    return Faithfulness(
-        frame,
-        cpr=area(found),
-        cmd=area(abs(1 - found)),
-        random_cpr=area(random),
-        random_cmd=area(abs(1 - random)),
-        whole=ablated.whole,
-        nothing=ablated.nothing,
-        ablation=ablation,
-        order=order,
-        method=ranking.method,
-    )
+_PER_DOUBLING = 4  # sizes of the grid
+_BETWEEN = 16  # sizes that refine it
+_IDLE_ROUNDS = 2
+_EVERY = 1000  # circuits of up to so many sites are pruned site by site
+_SITE = ["layer", "kind", "index", "name", "position"]
+_KEY = ["name", "position"]
+_PROBLEM = "this circuit cannot be measured on these prompts"
+_Step: TypeAlias = Literal["magnitude", "signed", "worth", "pruning", "prefix"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -180,26 +68,33 @@ class Circuit:
         frame: a row for each site, the highest ranked first: `layer`, `kind`, `index`, `name`,
             `position`, and its `effect` by the ranking.
         n_sites: how many were ranked.
+        n_pos: tokens of a prompt.
         faithfulness: of the circuit.
         completeness: the faithfulness of all other sites: near 0 if nothing was missed.
         random: faithfulness of random circuits of the same size.
         wanted: the faithfulness that was asked for.
-        tried: a row for each size that was measured: `n_sites`, `faithfulness`.
+        tried: a row for each circuit that was measured, in that order: the `step` of the search
+            ("magnitude", "signed", "worth", "pruning", "prefix"), `n_sites`, `faithfulness`.
         ablation: of all other sites.
         method: of the ranking.
         metric: its name.
+        candidates: the heads that were ranked.
+        positions: at which they were.
     """
 
     frame: pd.DataFrame
     n_sites: int
+    n_pos: int
     faithfulness: float
     completeness: float
     random: tuple[float, ...]
     wanted: float
     tried: pd.DataFrame
-    ablation: str
+    ablation: Ablation
     method: str
     metric: str
+    candidates: Sites
+    positions: Positions
 
     def __len__(self) -> int:
         return len(self.frame)
@@ -214,7 +109,7 @@ def discover(
     faithfulness: float = 0.9,
     method: str = "exact_gate",
     ablation: Ablation = "resample",
-    order: Order = "magnitude",
+    order: Order | None = None,
     sites: Sites | None = None,
     positions: Positions = "each",
     n_random: int = 3,
@@ -226,14 +121,19 @@ def discover(
 
     Args:
         model: converted, or with exposed neuron-heads; without hooks of its own.
-        clean: the prompts whose circuit it is; see `prompt_pair`.
+        clean: the prompts whose circuit it is; see `prompt_pair`. Several are one circuit, by the
+            metric's mean.
         corrupted: prompts that differ from them in what the circuit is about, token for token.
         metric: `logit_diff(...)` and the like, or a differentiable function of logits.
         faithfulness: the faithfulness wanted, more than 0, up to 1.
-        method: of the ranking: one of `attribution`'s, or "patching" for `activation_patch`.
+        method: of the ranking: one of `attribution`'s, or "patching" for `activation_patch`, which
+            takes no gradients, so that the search goes without ranking anew.
         ablation: of everything outside: "zero", "mean", "resample".
-        order: rank by "magnitude" of effects, or "signed", with what helps the clean run first.
-        sites: candidates, all heads by default. Others are never ablated.
+        order: None to search and prune; "magnitude" or "signed" for the shortest prefix found of
+            that order of effects alone, "signed" with what helps the clean run first.
+        sites: candidates, all heads by default. Others are never ablated. Sites before the first
+            token that differs are among them: resampled, they are what they were, and a pruned
+            circuit has none.
         positions: "each" separately, or "all" together.
         n_random: random circuits of the same size to measure.
         seed: of those.
@@ -241,7 +141,7 @@ def discover(
         progress: whether to show a bar over the circuits that are run; a text is its label.
 
     Returns:
-        The circuit, with the sizes tried.
+        The circuit, with all that were tried.
 
     Raises:
         InputError: invalid settings; ablating everything changes nothing.
@@ -253,67 +153,263 @@ def discover(
         >>> circuit = circuits.discover(
         ...     convert(pretrained.modular_addition()), torch.tensor([3, 4, 113]),
         ...     torch.tensor([3, 5, 113]), p.logit_diff(correct=7, wrong=8))
-        >>> abs(1 - circuit.faithfulness) <= 0.1, len(circuit) < circuit.n_sites
+        >>> abs(1 - circuit.faithfulness) <= 0.1, len(circuit) < 0.1 * circuit.n_sites
         (True, True)
     """
     reasons = option_reasons("method", method, (*METHODS, MEASURED))
+    if order is not None:
+        reasons += option_reasons("order", order, ORDERS)
     if not (is_number(as_plain(faithfulness), 0, 1) and faithfulness > 0):
         reasons.append(f"got faithfulness={faithfulness!r}; expected more than 0, up to 1")
-    reasons += _reasons_against_draws(n_random, seed)
+    reasons += reasons_against_draws(n_random, seed)
     InputError.raise_if(reasons, "no circuit can be looked for")
+    sites = all_heads() if sites is None else sites
     settings: dict[str, Any] = {"sites": sites, "positions": positions, "mask": mask}
     settings |= {"direction": "noise", "progress": False}
     label = f"{progress}: " if isinstance(progress, str) else ""
-    with tqdm(unit="run", desc=f"{label}ranking", disable=not progress) as bar:
+    with tqdm(unit="circuit", desc=f"{label}ranking", disable=not progress) as bar:
         if method == MEASURED:
             ranking = activation_patch(model, clean, corrupted, metric, **settings)
         else:
             settings["method"] = method
             ranking = attribution(model, clean, corrupted, metric, **settings)
-        bar.set_description(f"{label}tests of ablations")
-        ablated = AblatedModel(
-            *(model, clean, corrupted, metric, ranking), ablation=ablation, order=order, mask=mask
-        )
         bar.set_description(f"{label}search")
-        n_sites = len(ranking.frame)
-        bar.total = 2 * n_sites.bit_length() + 1 + n_random  # at most
-        tried: dict[int, float] = {0: 0.0}
-
-        def suffices(size: int) -> bool:
-            tried[size] = ablated.faithfulness(ablated.ranked[:size])
-            bar.update()
-            # All sites are the model itself, to rounding.
-            return size == n_sites or abs(1 - tried[size]) <= 1 - faithfulness
-
-        short, enough = 0, 1
-        while not suffices(enough):
-            short, enough = enough, min(2 * enough, n_sites)
-        while enough - short > 1:
-            middle = (short + enough) // 2
-            short, enough = (short, middle) if suffices(middle) else (middle, enough)
-        circuit = ablated.ranked[:enough]
-        completeness = ablated.completeness(circuit)
-        random = ablated.random_faithfulness([enough], n_random, seed)[:, 0].tolist()
-        bar.total = bar.n = bar.n + 1 + n_random
-    frame = ranking.frame[["layer", "kind", "index", "name", "position"]]
+        given = model, clean, corrupted, metric, ranking.frame
+        ablated = AblatedModel(*given, ablation=ablation, mask=mask, on_done=bar.update)
+        search = _Search(ablated, faithfulness)
+        orders = {each: ranked(ranking, each) for each in ((order,) if order else ORDERS)}
+        circuit = min((search.prefix(*each) for each in orders.items()), key=len)
+        if not order:
+            if method != MEASURED:
+                circuit = search.rank_anew(circuit)
+            circuit = search.prune(circuit)
+            shorter = search.shorter_prefix(orders.values(), circuit)
+            circuit = search.prune(shorter) if len(shorter) < len(circuit) else circuit
+        found = float(ablated.faithfulness([circuit])[0])
+        completeness = float(ablated.completeness([circuit])[0])
+        random = ablated.random_faithfulness([len(circuit)], n_random, seed)[:, 0].tolist()
+    frame = ranking.frame[_SITE].assign(effect=ranking.effect).iloc[circuit]
+    by_effect = frame["effect"].abs().sort_values(ascending=False, kind="stable").index
     return Circuit(
-        frame.assign(effect=ranking.effect).iloc[circuit].reset_index(drop=True),
-        n_sites=n_sites,
-        faithfulness=tried[enough],
+        frame.loc[by_effect].reset_index(drop=True),
+        n_sites=ablated.n_sites,
+        n_pos=ablated.n_pos,
+        faithfulness=found,
         completeness=completeness,
         random=tuple(random),
         wanted=faithfulness,
-        tried=pd.DataFrame(sorted(tried.items()), columns=["n_sites", "faithfulness"]),
+        tried=pd.DataFrame(search.tried, columns=["step", "n_sites", "faithfulness"]),
         ablation=ablation,
         method=method,
         metric=ranking.metric,
+        candidates=sites,
+        positions=positions,
     )
 
 
-def _reasons_against_draws(n_random: object, seed: object) -> list[str]:
-    numbers = {"n_random": n_random, "seed": seed}
-    return [
-        f"got {name}={number!r}; expected a whole number, 0 or more"
-        for name, number in numbers.items()
-        if not is_count(as_plain(number))
-    ]
+class _Search:
+    """Circuits of one ablated model, and the faithfulness of those that were measured.
+
+    Args:
+        ablated: the model.
+        wanted: the faithfulness that suffices.
+
+    Attributes:
+        tried: step, size and faithfulness of each.
+    """
+
+    def __init__(self, ablated: AblatedModel, wanted: float) -> None:
+        self._ablated, self._wanted = ablated, wanted
+        self.tried: list[tuple[_Step, int, float]] = []
+
+    def prefix(self, step: _Step, order: Rows, longest: int | None = None) -> Rows:
+        """Return the shortest prefix found that suffices; all sites if there is none.
+
+        Args:
+            step: of the search.
+            order: sites, the highest ranked first.
+            longest: of the prefixes to measure; None for all.
+        """
+        longest = len(order) if longest is None else min(longest, len(order))
+        # The same sizes whatever the number of sites: what adds sites that do nothing, such as the
+        # growth of a model, finds the same circuit.
+        grid = 2.0 ** (np.arange(_PER_DOUBLING * np.log2(longest)) / _PER_DOUBLING)
+        sizes = np.unique([*grid.round().astype(int), longest])
+        return order[: self._first(step, order, 0, 0.0, sizes)]
+
+    def rank_anew(self, circuit: Rows) -> Rows:
+        """Return the smallest circuit found by what sites add to the circuit at hand."""
+        best, idle, worth = circuit, 0, self._ablated.worth(circuit)
+        while idle < _IDLE_ROUNDS:
+            order = np.argsort(-worth, kind="stable")
+            circuit = self.prefix("worth", order, 2 * len(circuit))
+            if len(circuit) == len(order):
+                break
+            best, idle = (circuit, 0) if len(circuit) < len(best) else (best, idle + 1)
+            worth = (worth + self._ablated.worth(circuit)) / 2
+        return best
+
+    def prune(self, circuit: Rows) -> Rows:
+        """Return a part of a circuit that suffices while no less of it does, chunk by chunk."""
+        n_chunks = 16
+        while True:
+            finest = min(len(circuit), _EVERY)
+            n_chunks = min(n_chunks, finest)
+            fewer = self._without_chunks(circuit, np.array_split(circuit, n_chunks))
+            if len(fewer) < len(circuit):
+                circuit = fewer
+            elif n_chunks == finest:
+                return circuit
+            else:
+                n_chunks *= 2
+
+    def shorter_prefix(self, orders: Iterable[Rows], circuit: Rows) -> Rows:
+        """Return the shortest sufficient prefix of the orders, or the circuit if none is shorter.
+
+        All prefixes are measured that are shorter than the circuit; none, if it is very large.
+        """
+        sizes = range(1, len(circuit) if len(circuit) <= _EVERY else 1)
+        for order in orders:
+            found = self._measure("prefix", [order[:size] for size in sizes])
+            enough = [size for size, f in zip(sizes, found, strict=True) if self._suffices(f, size)]
+            circuit = min([circuit, *(order[:size] for size in enough[:1])], key=len)
+        return circuit
+
+    def _without_chunks(self, circuit: Rows, chunks: Sequence[Rows]) -> Rows:
+        """Return a circuit without as many of the chunks as can be left out together."""
+        without = [np.setdiff1d(circuit, chunk, assume_unique=True) for chunk in chunks]
+        found = self._measure("pruning", without)
+        own = self._ablated.faithfulness([circuit])[0]
+        can_go = [i for i, rest in enumerate(without) if self._suffices(found[i], len(rest))]
+        best = circuit
+        # What changes least goes first; or what works against the circuit, which makes room.
+        for key in (lambda i: abs(found[i] - own), lambda i: -found[i]):
+            order = sorted(can_go, key=key)
+            counts = np.unique(np.geomspace(1, max(1, len(order)), 17).round().astype(int))
+            rests = [
+                np.setdiff1d(circuit, np.concatenate([chunks[i] for i in order[:n]]))
+                for n in counts[: len(order)]
+            ]
+            for rest, f in zip(rests, self._measure("pruning", rests), strict=True):
+                if self._suffices(f, len(rest)) and len(rest) < len(best):
+                    best = rest
+        return best
+
+    def _first(self, step: _Step, order: Rows, short: int, f: float, sizes: Rows) -> int | None:
+        """Return the first sufficient size of a prefix that is found, if there is one.
+
+        Args:
+            step: of the search.
+            order: sites, the highest ranked first.
+            short: the size before those, which does not suffice.
+            f: its faithfulness.
+            sizes: to measure, increasing.
+        """
+        found = self._measure(step, [order[:size] for size in sizes])
+        for size, g in zip(sizes.tolist(), found.tolist(), strict=True):
+            suffices = self._suffices(g, size)
+            if suffices or (f - 1) * (g - 1) < 0:  # or leaps over the bound
+                if size - short > 1:
+                    between = np.linspace(short + 1, size, _BETWEEN).round().astype(np.int64)
+                    earlier = self._first(step, order, short, f, np.unique(between))
+                    if earlier is not None:
+                        return earlier
+                elif suffices:
+                    return size
+            short, f = size, g
+        return None
+
+    def _measure(self, step: _Step, circuits: Sequence[Rows]) -> Float[np.ndarray, "circuit"]:
+        found = self._ablated.faithfulness(circuits)
+        self.tried += zip(repeat(step), map(len, circuits), found.tolist())
+        return found
+
+    def _suffices(self, f: float, size: int) -> bool:
+        # All sites are the model itself, to rounding.
+        return size == self._ablated.n_sites or (size > 0 and abs(1 - f) <= 1 - self._wanted)
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What a circuit does on prompts that need not be its own. Made by `evaluate`.
+
+    Attributes:
+        faithfulness: of the circuit.
+        completeness: the faithfulness of all other sites.
+        whole: the metric of the whole model.
+        nothing: the metric with every site ablated.
+    """
+
+    faithfulness: float
+    completeness: float
+    whole: float
+    nothing: float
+
+
+def evaluate(
+    model: Any,
+    circuit: Circuit,
+    clean: Prompts,
+    corrupted: Prompts,
+    metric: AnyMetric,
+    *,
+    mask: Tensor | None = None,
+) -> Evaluation:
+    """Measure a circuit on other prompts, with everything outside it ablated as it was.
+
+    Args:
+        model: that the circuit is of.
+        circuit: found by `discover`.
+        clean: prompts of the same length, in which positions mean the same.
+        corrupted: their pairs, token for token.
+        metric: of them, such as another answer's.
+        mask: 1 for real tokens, 0 for padding, if prompts are tokens.
+
+    Returns:
+        Faithfulness and completeness there: shares of what all sites do on these prompts.
+
+    Raises:
+        InputError: prompts of another length, unless positions are "all"; a circuit of another
+            model; ablating everything changes nothing.
+        InputError: prompts or a metric that do not fit.
+
+    Example:
+        >>> import torch
+        >>> from attn_only_lens import circuits, convert, patching as p, pretrained
+        >>> model = convert(pretrained.modular_addition())
+        >>> circuit = circuits.discover(
+        ...     model, torch.tensor([3, 4, 113]), torch.tensor([3, 5, 113]), p.logit_diff(7, 8))
+        >>> other = circuits.evaluate(
+        ...     model, circuit, torch.tensor([9, 4, 113]), torch.tensor([9, 5, 113]),
+        ...     p.logit_diff(13, 14))
+        >>> abs(1 - circuit.faithfulness) < abs(1 - other.faithfulness)  # it is of one sum alone
+        True
+    """
+    pair = prompt_pair(model, clean, corrupted, mask)
+    n_pos = pair.clean.shape[1]
+    everywhere = (circuit.frame["position"] == "all").all()
+    if n_pos != circuit.n_pos and not everywhere:
+        raise InputError(
+            [
+                f"got prompts of {n_pos} tokens; expected {circuit.n_pos}, as those that the "
+                "circuit was found on: its sites are at positions"
+            ],
+            _PROBLEM,
+        )
+    groups = site_groups(model, pair, circuit.candidates, circuit.positions, "z")
+    sites = pd.concat([each.rows for each in groups], ignore_index=True)
+    kept = sites[_KEY].merge(circuit.frame[_KEY].assign(kept=True), how="left")["kept"].notna()
+    rows = np.flatnonzero(kept)
+    if len(rows) != len(circuit):
+        missing = len(circuit) - len(rows)
+        raise InputError(
+            [f"{missing} sites of the circuit are none of these prompts and this model"], _PROBLEM
+        )
+    given = model, clean, corrupted, metric, sites
+    ablated = AblatedModel(*given, ablation=circuit.ablation, mask=mask)
+    return Evaluation(
+        faithfulness=float(ablated.faithfulness([rows])[0]),
+        completeness=float(ablated.completeness([rows])[0]),
+        whole=ablated.whole,
+        nothing=ablated.nothing,
+    )

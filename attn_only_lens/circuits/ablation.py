@@ -1,4 +1,4 @@
-"""A model in which everything but a circuit is ablated.
+"""A model in which everything but a circuit is ablated, for many circuits at once.
 
 Sites are attention heads and neuron-heads at positions, as the rows of a `Sweep` name them. A site
 of the circuit computes as usual, from what then reaches it. Any other is ablated: its z becomes
@@ -8,9 +8,20 @@ of the circuit computes as usual, from what then reaches it. Any other is ablate
     "resample"  its value in the corrupted run, at the same position
 
 Heads and positions that are no sites, the embedding and the biases are never ablated.
+
+Circuits are rows of one batch, each with its own sites (`runs/replay`). Resampled, nothing before
+the first token that differs can change, and those positions are not run again.
+
+With m the metric, C a circuit, M all sites, and g the gradient of m at a site where only C is left,
+
+    worth = g · (z - what it becomes if ablated) / (m(M) - m(∅))
+
+is what a site adds to the faithfulness of C, to first order: what it loses if taken away, for a
+site of C, and what it gains if put back, for any other. One forward pass and a backward one tell it
+of all sites.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias, cast, get_args
 
@@ -24,28 +35,48 @@ from torch import Tensor
 from attn_only_lens.errors import InputError
 from attn_only_lens.heads import host_of
 from attn_only_lens.heads.host import HeadKind
+from attn_only_lens.numerics import to_float64_device
 from attn_only_lens.patching.results import Sweep
+from attn_only_lens.patching.run_patches import Batching
 from attn_only_lens.runs.edit_checks import require_edits_read
+from attn_only_lens.runs.gradients import Tape
 from attn_only_lens.runs.inputs import option_reasons, reasons_not_to_run
 from attn_only_lens.runs.interventions import ablate
 from attn_only_lens.runs.metrics import AnyMetric
 from attn_only_lens.runs.prompts import Prompts, prompt_pair
-from attn_only_lens.runs.recording import Hooks, record_pair, run
+from attn_only_lens.runs.recording import Hooks, record_pair
+from attn_only_lens.runs.replay import Variants, make_replay
 from attn_only_lens.runs.sites import resolve_sites
 
 Ablation = Literal["zero", "mean", "resample"]
 Order = Literal["magnitude", "signed"]
-_Rows: TypeAlias = npt.NDArray[np.int64]
+ORDERS: tuple[Order, ...] = get_args(Order)
+Rows: TypeAlias = npt.NDArray[np.int64]
+"""Rows of a frame of sites."""
+_Floats: TypeAlias = npt.NDArray[np.float64]
 _Flags: TypeAlias = npt.NDArray[np.bool_]
 _PROBLEM = "these sites cannot be ablated"
 _EXPECTED_POSITIONS = "expected 'each', 'all', or numbers from 0"
 
 
+def ranked(ranking: Sweep, order: Order) -> Rows:
+    """Return the rows of a ranking, the highest ranked first; of equals the first.
+
+    Args:
+        ranking: of sites.
+        order: by "magnitude" of effects, or "signed", with what helps the clean run first.
+    """
+    # What helps the clean run raises the score when put in, and lowers it when taken out.
+    effect = ranking.effect.to_numpy() * (1 if ranking.baseline == 0 else -1)
+    return np.argsort(-(abs(effect) if order == "magnitude" else effect), kind="stable")
+
+
 class AblatedModel:
-    """A model of which only a circuit of ranked sites is left.
+    """A model of which only a circuit is left.
 
     Attributes:
-        ranked: rows of the ranking, the highest ranked site first; ties in the given order.
+        n_sites: the number of sites that may be ablated.
+        n_pos: tokens of a prompt.
         whole: the metric of the whole model.
         nothing: the metric with every site ablated.
     """
@@ -56,57 +87,65 @@ class AblatedModel:
         clean: Prompts,
         corrupted: Prompts,
         metric: AnyMetric,
-        ranking: Sweep,
+        sites: pd.DataFrame,
         *,
         ablation: Ablation,
-        order: Order,
         mask: Tensor | None,
+        on_done: Callable[[int], None] = lambda n: None,
     ) -> None:
         """Run both prompts, and the clean ones with every site ablated.
 
+        Args:
+            model: converted, or with exposed neuron-heads; without hooks of its own.
+            clean: the prompts whose circuits are measured.
+            corrupted: the prompts to resample from, token for token.
+            metric: that circuits are measured by.
+            sites: that may be ablated, as rows of `Sweep.frame`.
+            ablation: "zero", "mean", "resample".
+            mask: 1 for real tokens, 0 for padding, if prompts are tokens.
+            on_done: called with the number of circuits that are done.
+
         Raises:
-            InputError: an unknown ablation or order; positions from the end, or beyond the
-                prompts; single heads of a neuron; ablating everything changes nothing.
+            InputError: an unknown ablation; positions from the end, or beyond the prompts; single
+                heads of a neuron; ablating everything changes nothing.
             InputError: prompts or a metric that do not fit.
             UnsupportedModelError: ablating some heads has no effect, as the model does not read
                 them where they are hooked.
         """
-        settings = option_reasons("ablation", ablation, get_args(Ablation))
-        settings += option_reasons("order", order, get_args(Order))
-        if ranking.has_prompts:
-            settings.append("got a ranking with rows of each prompt; expected one without")
-        InputError.raise_if(settings, _PROBLEM)
+        InputError.raise_if(option_reasons("ablation", ablation, get_args(Ablation)), _PROBLEM)
         InputError.raise_if(reasons_not_to_run(model), "this model cannot be ablated")
-        sites = ranking.frame.reset_index(drop=True)
+        sites = sites.reset_index(drop=True)
         groups = resolve_sites(model, list(sites["name"].unique()))
         pair = prompt_pair(model, clean, corrupted, mask)
-        self._model, self._runs = model, record_pair(model, pair, metric, groups, "z")
-        InputError.raise_if(_reasons_against_sites(sites, pair.clean.shape[1]), _PROBLEM)
-        # What helps the clean run raises the score when put in, and lowers it when taken out.
-        effect = ranking.effect.to_numpy() * (1 if ranking.baseline == 0 else -1)
-        score = abs(effect) if order == "magnitude" else effect
-        self.ranked: _Rows = np.argsort(-score, kind="stable")
+        runs = record_pair(model, pair, metric, groups, "z")
+        self.n_sites, self.n_pos = len(sites), pair.clean.shape[1]
+        InputError.raise_if(_reasons_against_sites(sites, self.n_pos), _PROBLEM)
         source = (
-            self._runs.corrupted
+            runs.corrupted
             if ablation == "resample"
-            else ablate(self._runs.clean, self._runs.clean, ablation, pair.real)
+            else ablate(runs.clean, runs.clean, ablation, pair.real)
         )
-        self._points: list[_AblatedPoint] = []
         layers: dict[HeadKind, list[int]] = {}
+        self._points: list[_AblatedPoint] = []
         for key, rows in sites.groupby(["layer", "kind"], observed=True):
             layer, kind = cast("tuple[int, HeadKind]", key)
             layers.setdefault(kind, []).append(layer)
-            name = host_of(model).hook_name(layer, kind, "z")
+            name, width = host_of(model).hook_name(layer, kind, "z"), 1
             if kind == "attention":
-                other, width = source.hooked[name], 1
+                other = source.hooked[name]
             else:
                 other = source.neurons[layer].z.unsqueeze(-1)
                 width = host_of(model).neurons[layer].heads_per_neuron
-            self._points.append(_AblatedPoint(name, other, width, rows))
+            self._points.append(_AblatedPoint.of(name, other, width, rows))
         for kind, of_kind in layers.items():
-            require_edits_read(model, self._runs.clean, kind, of_kind, "z")
-        self.whole = self._runs.clean_value
-        self.nothing = self._value(np.zeros(len(sites), dtype=bool))
+            require_edits_read(model, runs.clean, kind, of_kind, "z")
+        self._replay = make_replay(model, runs.clean, runs.metric)
+        differs = ((pair.clean != pair.corrupted) & pair.real).any(dim=0)
+        earliest = int(differs.nonzero()[0]) if ablation == "resample" else 0
+        self._first = self._replay.start(0, earliest)
+        self._batching = Batching(model, None, on_done, self._replay.numbers_per_token)
+        self.whole = runs.clean_value
+        self.nothing = float(self._values([np.empty(0, dtype=np.int64)])[0])
         if not abs(self.whole - self.nothing) > 1e-6 * max(abs(self.whole), abs(self.nothing)):
             reason = (
                 f"the metric is {self.whole} with all sites and {self.nothing} with none of them; "
@@ -114,39 +153,68 @@ class AblatedModel:
             )
             raise InputError([reason], _PROBLEM)
 
-    def faithfulness(self, circuit: _Rows) -> float:
-        """Return (m(C) - m(∅)) / (m(M) - m(∅)), with m the metric, C the circuit, M all sites.
+    def faithfulness(self, circuits: Sequence[Rows]) -> Float[np.ndarray, "circuit"]:
+        """Return (m(C) - m(∅)) / (m(M) - m(∅)) of circuits C, with m the metric, M all sites.
 
         Args:
-            circuit: rows of the ranking.
+            circuits: rows of the sites of each.
         """
-        kept = np.zeros(len(self.ranked), dtype=bool)
-        kept[circuit] = True
-        return self._share(kept)
+        return (self._values(circuits) - self.nothing) / (self.whole - self.nothing)
 
-    def completeness(self, circuit: _Rows) -> float:
-        """Return the faithfulness of all sites outside a circuit."""
-        kept = np.ones(len(self.ranked), dtype=bool)
-        kept[circuit] = False
-        return self._share(kept)
+    def completeness(self, circuits: Sequence[Rows]) -> Float[np.ndarray, "circuit"]:
+        """Return the faithfulness of all sites outside each circuit."""
+        every = np.arange(self.n_sites)
+        return self.faithfulness([np.delete(every, circuit) for circuit in circuits])
 
     def random_faithfulness(
         self, sizes: Sequence[int], n_random: int, seed: int
     ) -> Float[np.ndarray, "random size"]:
         """Return the faithfulness of the first sites of random rankings."""
         generator = np.random.default_rng(seed)
-        orders = [generator.permutation(len(self.ranked)) for _ in range(n_random)]
-        found = [[self.faithfulness(order[:size]) for size in sizes] for order in orders]
-        return np.array(found, dtype=float).reshape(n_random, len(sizes))
+        orders = [generator.permutation(self.n_sites) for _ in range(n_random)]
+        found = self.faithfulness([order[:size] for order in orders for size in sizes])
+        return found.reshape(n_random, len(sizes))
 
-    def _share(self, kept: _Flags) -> float:
-        return (self._value(kept) - self.nothing) / (self.whole - self.nothing)
+    def worth(self, circuit: Rows) -> Float[np.ndarray, "site"]:
+        """Return what each site adds to a circuit's faithfulness, to first order."""
+        kept, computed = self._kept([circuit]), dict[str, Tensor]()
+        tape = Tape(point.name for point in self._points)
+        with torch.enable_grad():
+            stream = self._replay.recorded_stream(0, self._first, 1).requires_grad_()
+            hooks = [*self._hooks(kept, computed), *tape.hooks]
+            logits = self._replay.logits(Variants(0, self._first, stream, hooks))
+            value = self._replay.metric.value(logits.unflatten(0, (-1, self._replay.batch)))[0]
+            gradients = tape.gradients(value)
+        found = np.zeros(self.n_sites)
+        for point in self._points:
+            change = computed[point.name] - point.replacement[:, self._first :]
+            each = to_float64_device(gradients[point.name] * change).double().sum(dim=(0, -1))
+            found[point.rows] = point.by_site(each.cpu().numpy(), self._first)
+        return found / (self.whole - self.nothing)
 
     @torch.no_grad()
-    def _value(self, kept: _Flags) -> float:
-        clean = self._runs.clean
-        hooks = [hook for point in self._points for hook in point.hooks(~kept)]
-        return self._runs.metric.of(run(self._model, clean.tokens, clean.mask, hooks))
+    def _values(self, circuits: Sequence[Rows]) -> _Floats:
+        values = torch.empty(len(circuits), dtype=torch.float64, device="cpu")
+
+        def run(chosen: Tensor) -> Tensor:
+            hooks = self._hooks(self._kept([circuits[i] for i in chosen.tolist()]))
+            stream = self._replay.recorded_stream(0, self._first, len(chosen))
+            found = self._replay.values(Variants(0, self._first, stream, hooks))
+            return self._replay.metric.mean(found)
+
+        every = torch.arange(len(circuits), device="cpu")
+        per_variant = self._replay.numbers_per_variant(self._first)
+        self._batching.fill(values, every, per_variant, run)
+        return values.numpy()
+
+    def _kept(self, circuits: Sequence[Rows]) -> _Flags:
+        kept = np.zeros((len(circuits), self.n_sites), dtype=bool)
+        for row, circuit in enumerate(circuits):
+            kept[row, circuit] = True
+        return kept
+
+    def _hooks(self, kept: _Flags, computed: dict[str, Tensor] | None = None) -> Hooks:
+        return [point.hook(kept, self._first, computed) for point in self._points]
 
 
 def _reasons_against_sites(sites: pd.DataFrame, n_pos: int) -> list[str]:
@@ -175,28 +243,62 @@ class _AblatedPoint:
         name: of the hook point.
         replacement: of every z there.
         width: heads of a node.
-        rows: of the sites.
+        rows: of the sites, among all.
+        index: of each site's head or neuron.
+        position: of each site; None where a site is at all positions.
     """
 
     name: str
     replacement: Float[Tensor, "batch pos head_index d_head"]
     width: int
-    rows: pd.DataFrame
+    rows: Rows
+    index: Rows
+    position: Rows | None
 
-    def hooks(self, ablate: _Flags) -> Hooks:
-        """The hook that ablates these sites; none if there are none."""
-        rows = self.rows[ablate[self.rows.index.to_numpy()]]
-        if rows.empty:
-            return []
-        n_pos, n_heads = self.replacement.shape[1:3]
-        at = np.zeros((n_pos, n_heads // self.width), dtype=bool)
-        if (rows["position"] == "all").all():
-            at[:, rows["index"]] = True
-        else:
-            at[rows["position"], rows["index"]] = True
-        where = torch.from_numpy(at).repeat_interleave(self.width, dim=1)[None, :, :, None]
+    @classmethod
+    def of(cls, name: str, replacement: Tensor, width: int, rows: pd.DataFrame) -> "_AblatedPoint":
+        """Return the point of some rows of a frame of sites."""
+        everywhere = bool((rows["position"] == "all").all())
+        position = None if everywhere else rows["position"].to_numpy(dtype=np.int64)
+        at, index = rows.index.to_numpy(), rows["index"].to_numpy(dtype=np.int64)
+        return cls(name, replacement, width, at, index, position)
+
+    def hook(
+        self, kept: _Flags, first: int, computed: dict[str, Tensor] | None
+    ) -> tuple[str, Callable[[Tensor, Any], Tensor]]:
+        """Return the hook that ablates the sites that each circuit does not keep.
+
+        Args:
+            kept: of all sites, for each circuit.
+            first: the position at which the activation that the hook will see begins.
+            computed: gets that activation, if given.
+        """
+        replacement = self.replacement[:, first:]
 
         def hook(value: Tensor, hook: Any) -> Tensor:
-            return torch.where(where.to(value.device), self.replacement.to(value), value)
+            if computed is not None:
+                computed[self.name] = value.detach()
+            by_circuit = value.unflatten(0, (-1, len(replacement)))
+            where = self._where(kept, first).to(value.device)
+            return torch.where(where, replacement.to(value), by_circuit).flatten(0, 1)
 
-        return [(self.name, hook)]
+        return self.name, hook
+
+    def _where(self, kept: _Flags, first: int) -> Tensor:
+        n_pos, n_heads = self.replacement.shape[1:3]
+        gone = np.zeros((len(kept), n_pos, n_heads // self.width), dtype=bool)
+        at = slice(None) if self.position is None else self.position
+        ablated = ~kept[:, self.rows]
+        gone[:, at, self.index] = ablated[:, None] if self.position is None else ablated
+        where = torch.from_numpy(gone[:, first:]).repeat_interleave(self.width, dim=2)
+        return where[:, None, :, :, None]
+
+    def by_site(self, of_heads: Float[np.ndarray, "pos head_index"], first: int) -> _Floats:
+        """Return a quantity of heads, from a position on, as one of sites: 0 before it."""
+        n_pos, n_heads = self.replacement.shape[1:3]
+        full = np.zeros((n_pos, n_heads // self.width))
+        full[first:] = of_heads.reshape(n_pos - first, -1, self.width).sum(-1)
+        found: _Floats = (
+            full.sum(0)[self.index] if self.position is None else full[self.position, self.index]
+        )
+        return found

@@ -300,6 +300,7 @@ def _circuit(
     return discover(
         *(model, pair.clean, pair.corrupted, batch.metric),
         faithfulness=faithfulness,
+        order="magnitude",  # by which overlaps and their intervals rank nodes, too
         seed=seed,
         mask=pair.mask,
         progress=progress,

@@ -13,7 +13,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from transformer_lens.hook_points import HookPoint
 
-from attn_only_lens.axes import BIAS, SELF, NeuronPattern, PreActivation
+from attn_only_lens.axes import BIAS, SELF, NeuronPattern, PreActivation, Residual
 from attn_only_lens.heads.gating import AnyGate
 from attn_only_lens.tolerances import LOGIT_TOLERANCE
 
@@ -70,6 +70,22 @@ class NeuronHeads(ABC):
     @abstractmethod
     def value_is_product(self) -> bool:
         """True if v is the product of two projections: exact heads of a gated MLP."""
+
+    @abstractmethod
+    def projections(self, x: Residual) -> tuple[PreActivation, PreActivation | None]:
+        """Return q, and u in a gated MLP, of what the MLP reads (behind its norm)."""
+
+    def weights_and_values(
+        self, q: PreActivation, up: PreActivation | None
+    ) -> tuple[Float[Tensor, "*any pos head_index"], Float[Tensor, "*any pos head_index"]]:
+        """Return the attention of heads to their own tokens, and v: closed forms, without hooks.
+
+        Args:
+            q: pre-activations of any neurons of this MLP.
+            up: what they gate; None in a plain MLP.
+        """
+        query, v = self._query_and_value(q, up)
+        return self._gate_pattern(query)[..., SELF], v
 
     @property
     def output_module(self) -> nn.Module:

@@ -53,6 +53,10 @@ class HeadName:
             UnknownHeadError: the text has another form.
         """
         match = _NAME.fullmatch(text) if isinstance(text, str) else None
+        if match is None and "@" in str(text):
+            raise UnknownHeadError(
+                f"got {text!r}, a head at a position; expected the head alone, as in 'L5N1234'"
+            )
         if match is None or (match[2] == "H" and match[4] is not None):
             raise UnknownHeadError(
                 f"got {text!r}; expected 'L5H3' (attention head 3 of source layer 5) or "
@@ -152,8 +156,7 @@ class HeadName:
             UnsupportedCallError: as in `hook`.
         """
         if has_neuron_heads(model):
-            host = host_of(model)
-            neurons, n_heads = [each.n_neurons for each in host.neurons], host.n_heads
+            neurons, n_heads = host_of(model).neurons, host_of(model).n_heads
         else:
             _require_plain(model, self)
             neurons, n_heads = [], [model.cfg.n_heads] * len(model.blocks)
@@ -161,14 +164,16 @@ class HeadName:
             raise UnknownHeadError(
                 f"got {str(self)!r}; the model has layers 0 to {len(n_heads) - 1}"
             )
-        of_kind, said = (
-            (neurons, "neurons") if self.kind == "neuron" else (n_heads, "attention heads")
+        # Of this layer alone: a sweep names every head of every layer.
+        n, said = (
+            (neurons[self.layer].n_neurons, "neurons")
+            if self.kind == "neuron"
+            else (n_heads[self.layer], "attention heads")
         )
-        n = of_kind[self.layer]
         if not 0 <= self.index < n:
             raise UnknownHeadError(f"got {str(self)!r}; layer {self.layer} has {said} 0 to {n - 1}")
         if self.kind == "neuron":
-            self.heads(host.neurons[self.layer].heads_per_neuron)  # refuses an unknown member
+            self.heads(neurons[self.layer].heads_per_neuron)  # refuses an unknown member
 
     def __str__(self) -> str:
         member = "" if self.member is None else f".{self.member}"

@@ -45,10 +45,14 @@ class Norm:
     Attributes:
         weight: w; None for ones.
         centres: whether it removes the mean.
+        bias: added after all; None for zero.
+        module: the one that computes it; None if there is no norm.
     """
 
     weight: Float[Tensor, "d_model"] | None
     centres: bool
+    bias: Float[Tensor, "d_model"] | None = None
+    module: nn.Module | None = None
 
     def before(self, weights: Float[Tensor, "*head d_model n"]) -> Float[Tensor, "*head d_model n"]:
         """Return N W: this norm, then weights."""
@@ -138,7 +142,9 @@ def _known(norm: Any) -> Norm:
     assert norm is None or isinstance(
         norm, LayerNorm | LayerNormPre | RMSNorm | RMSNormPre | nn.Identity
     )
-    return Norm(weight, isinstance(norm, LayerNorm | LayerNormPre))
+    bias = norm.b.detach() if isinstance(norm, LayerNorm) else None
+    module = None if isinstance(norm, nn.Identity) else norm
+    return Norm(weight, isinstance(norm, LayerNorm | LayerNormPre), bias, module)
 
 
 def bridge_norms(model: Any) -> list[LayerNorms]:
@@ -251,7 +257,8 @@ def _fitted(part: Any, name: str, given: Tensor, returned: Tensor) -> Norm:
     x, y = given.cpu().double(), returned.cpu().double()
     weight = getattr(part.original_component, "weight", None)
     bias = getattr(part.original_component, "bias", None)
-    y = y if bias is None else y - bias.detach().cpu().double()
+    bias = None if bias is None else bias.detach()
+    y = y if bias is None else y - bias.cpu().double()
     fits = []
     for centres, offset in product((True, False), (0.0, 1.0)):
         w = None if weight is None else weight.detach() + offset
@@ -260,7 +267,11 @@ def _fitted(part: Any, name: str, given: Tensor, returned: Tensor) -> Norm:
         expected = (centred if w is None else centred * w.cpu().double()) / scale
         silent = not (expected.any() or y.any())  # a gain of zero
         fits.append(
-            ((expected - y).norm().item(), silent or _parallel(expected, y), Norm(w, centres))
+            (
+                (expected - y).norm().item(),
+                silent or _parallel(expected, y),
+                Norm(w, centres, bias, part),
+            )
         )
     _, fits_well, norm = min(fits, key=lambda fit: fit[0])
     if not fits_well:

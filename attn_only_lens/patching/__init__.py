@@ -4,6 +4,8 @@ from attn_only_lens.patching._activation_patch import activation_patch
 from attn_only_lens.patching._agreement import agreement
 from attn_only_lens.patching._attribution import attribution
 from attn_only_lens.patching._gate_and_value import gate_and_value
+from attn_only_lens.patching._path_patch import path_patch
+from attn_only_lens.patching.path_results import Paths
 from attn_only_lens.patching.results import Sweep
 from attn_only_lens.runs.metrics import (
     custom,
@@ -19,6 +21,7 @@ from attn_only_lens.runs.sites import all_heads, heads, neuron_heads
 from attn_only_lens.runs.steering import ablated, steered
 
 __all__ = [
+    "Paths",
     "PromptPair",
     "Sweep",
     "ablated",
@@ -34,6 +37,7 @@ __all__ = [
     "logit_diff",
     "loss",
     "neuron_heads",
+    "path_patch",
     "probability",
     "probability_diff",
     "prompt_pair",

@@ -77,7 +77,7 @@ class OverPrompts:
                 "prompt": np.tile(np.arange(n_prompts), n_sites),
                 "unpatched": np.tile(self.unpatched.numpy(), n_sites),
             }
-        columns = {"value": self._mean(values).numpy()}
+        columns = {"value": self.mean(values).numpy()}
         if self.n_prompts > 1:
             changes = values - self.unpatched
             spreads = self._error_of_mean(values), self._error_of_mean(changes) / abs(self.span)
@@ -91,7 +91,8 @@ class OverPrompts:
             return self.unpatched + moves.sum(dim=1, keepdim=True)
         return self.unpatched + moves / moves.new_tensor([share or 1.0 for share in self.weights])
 
-    def _mean(self, values: Float[Tensor, "site prompt"]) -> Float[Tensor, "site"]:
+    def mean(self, values: Float[Tensor, "site prompt"]) -> Float[Tensor, "site"]:
+        """Return the mean over prompts."""
         # As `BoundMetric.mean` sums: a patch without effect has the unpatched value, bit for bit.
         weighted = zip(self.weights, values.unbind(-1), strict=True)
         return sum((share * each for share, each in weighted), torch.zeros_like(values[:, 0]))
@@ -101,5 +102,5 @@ class OverPrompts:
         n = len(self.weights) - self.weights.count(0.0)
         if n < 2:
             return torch.full_like(values[:, 0], torch.nan)
-        deviations = values.new_tensor(self.weights) * (values - self._mean(values).unsqueeze(-1))
+        deviations = values.new_tensor(self.weights) * (values - self.mean(values).unsqueeze(-1))
         return (deviations.square().sum(-1) * n / (n - 1)).sqrt()

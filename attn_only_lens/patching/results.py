@@ -50,6 +50,7 @@ class _Fields(TableFields):
     n_prompts: int
     model: str
     method: str
+    expected_pearson: float | None
 
 
 _DOCUMENT = Document("attn_only_lens.Sweep", 2, _Fields)
@@ -89,6 +90,8 @@ class Sweep:
         n_prompts: pairs of prompts, over which values are means unless rows are of each.
         model: the model's name.
         method: "patching" where values are measured, or how `attribution` estimated them.
+        expected_pearson: of an attribution with exact repairs, the correlation of its scores with
+            those of patching that their fitted error makes one expect, with a margin; an estimate.
 
     Raises:
         InputError: columns are missing or unknown, a value is not finite, a site is there
@@ -116,6 +119,7 @@ class Sweep:
     n_prompts: int
     model: str
     method: str = MEASURED
+    expected_pearson: float | None = None
 
     def __post_init__(self) -> None:
         given, part = self.frame, self.part
@@ -175,6 +179,7 @@ class Sweep:
         part: str,
         direction: str,
         method: str = MEASURED,
+        expected_pearson: float | None = None,
     ) -> "Sweep":
         """Return the sweep of a frame of values, with the settings of its two runs."""
         return cls(
@@ -187,6 +192,7 @@ class Sweep:
             n_prompts=len(runs.pair.clean),
             model=str(getattr(model.cfg, "model_name", "")),
             method=method,
+            expected_pearson=expected_pearson,
         )
 
     def to_frame(self) -> pd.DataFrame:

@@ -48,6 +48,10 @@ class MemoryParts:
         """Keep a part."""
         self._frames[part] = frame
 
+    def read(self, part: int) -> pd.DataFrame:
+        """Return a part."""
+        return self._frames[part]
+
     def read_all(self) -> pd.DataFrame:
         """Return all parts, one below another."""
         return pd.concat(list(self._frames.values()), ignore_index=True)
@@ -111,6 +115,16 @@ class PartStore:
         """
         write_table(self._path(part), frame, _PART_DOCUMENT, settings=self._digest, part=part)
 
+    def read(self, part: int) -> pd.DataFrame:
+        """Read a part.
+
+        Raises:
+            CheckpointError: its file is missing, damaged, or of another sweep.
+        """
+        frame, said = read_table(self._path(part), _PART_DOCUMENT)
+        self._require_own(part, said)
+        return frame
+
     def read_all(self) -> pd.DataFrame:
         """Read all parts, one below another.
 
@@ -129,9 +143,7 @@ class PartStore:
         frames, reasons = list[pd.DataFrame](), list[str]()
         for part in range(self.n_parts):
             try:
-                frame, said = read_table(self._path(part), _PART_DOCUMENT)
-                self._require_own(part, said)
-                frames.append(frame)
+                frames.append(self.read(part))
             except CheckpointError as error:
                 reasons.append(str(error))
         InputError.raise_if(reasons, "these parts cannot be joined; delete them and sweep again")

@@ -207,10 +207,7 @@ def require_linear(
 
 @contextmanager
 def uncapped_logits(model: Any) -> Iterator[list[Tensor]]:
-    """List the output of the unembedding, before any soft cap, for each run.
-
-    Edits of norm scales are intended here: the warning of bridges about them is silenced.
-    """
+    """List the output of the unembedding, before any soft cap, for each run."""
     seen: list[Tensor] = []
 
     def look(module: nn.Module, args: Any, output: Tensor) -> None:
@@ -218,8 +215,15 @@ def uncapped_logits(model: Any) -> Iterator[list[Tensor]]:
 
     handle = model.unembed.register_forward_hook(look)
     try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="A forward hook edited hook_scale")
+        with silent_scale_edits():
             yield seen
     finally:
         handle.remove()
+
+
+@contextmanager
+def silent_scale_edits() -> Iterator[None]:
+    """Silence the warning of bridges about edits of norm scales, which are intended here."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="A forward hook edited hook_scale")
+        yield

@@ -183,7 +183,7 @@ def record_pair(
 
     Args:
         model: converted, or with exposed neuron-heads.
-        pair: the prompts.
+        pair: the prompts; of one prompt with itself, the metric of the corrupted run is taken as 0.
         metric: to be bound to them.
         sites: the heads to record.
         part: the part of attention heads to record.
@@ -211,11 +211,39 @@ def record_pair(
             keep_graph=side == traced,
         )
 
-    clean, corrupted = record_side("clean"), record_side("corrupted")
+    single = pair.corrupted is pair.clean
+    clean = record_side("clean")
+    corrupted = clean if single else record_side("corrupted")
     _require_ungrouped(model, own, clean)
+    return run_pair(model, pair, clean, corrupted, metric, distinct=distinct)
+
+
+def run_pair(
+    model: Any,
+    pair: PromptPair,
+    clean: Recording,
+    corrupted: Recording,
+    metric: AnyMetric,
+    *,
+    distinct: bool = True,
+) -> RunPair:
+    """Return two runs with the metric of each.
+
+    Args:
+        model: that ran.
+        pair: the prompts.
+        clean: the clean run.
+        corrupted: the corrupted run; of the clean run itself, the metric is taken as 0.
+        metric: to be bound to the prompts.
+        distinct: whether the metric must tell the runs apart, as scores need it to.
+
+    Raises:
+        InputError: the metric does not fit or does not tell the runs apart.
+    """
     bound = bind(metric, model, pair, reference=clean.logits.detach())
-    values = bound.of_run(clean.logits), bound.of_run(corrupted.logits)
-    runs = RunPair(pair, clean, corrupted, bound, *values)
+    value = bound.of_run(clean.logits)
+    other = torch.zeros_like(value) if corrupted is clean else bound.of_run(corrupted.logits)
+    runs = RunPair(pair, clean, corrupted, bound, value, other)
     if distinct:
         require_distinct(runs.clean_value, runs.corrupted_value, clean.logits.dtype)
     return runs

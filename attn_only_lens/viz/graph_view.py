@@ -2,7 +2,8 @@
 
 A page of 1,000 nodes stays under 3 MB: it holds the edges of largest |weight| into each node, with
 the others added up in "rest" as `CircuitGraph.prune_edges` does, and the patterns of the nodes of
-largest |attribution|. Where either bound cuts, the page says so.
+largest |attribution|. Where either bound cuts, the page says so; and always, how much of the
+attribution the graph's nodes have.
 """
 
 from collections.abc import Sequence
@@ -80,7 +81,10 @@ def circuit_view(
         given = "prompts" if model is None else "a model"
         reasons.append(f"got {given} alone; expected a model and prompts, or neither")
     refuse(*reasons)
-    notes: list[str] = []
+    notes = [
+        f"Nodes: {len(graph.heads):,} of {graph.n_heads:,} heads and neurons, with "
+        f"{graph.mass:.0%} of Σ |attribution|; the others add up in rest."
+    ]
     details: dict[str, NodeDetails] = {}
     if prompts is not None:
         run = _record_run(graph, model, prompts, mask)

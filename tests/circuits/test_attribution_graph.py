@@ -1,5 +1,7 @@
 """Attribution graphs: sums that hold, edges against an oracle that edits the stream, pruning."""
 
+import re
+
 import networkx as nx
 import patch_oracle as oracle
 import pytest
@@ -363,6 +365,27 @@ def test_pruning_keeps_sums_and_says_what_is_left():
     apart = pruned.edges.set_index(key)["weight"] - direct.edges.set_index(key)["weight"]
     assert apart.abs().max() < ROUNDING
     assert graph.prune(mass=1).edges.shape == graph.edges.shape
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_too_large_a_graph_is_refused_with_its_cost_and_one_that_is_not(layout):
+    model, given = model_of("gelu", layout), tokens(0, 1, 5)
+    whole = attribution_graph(model, given, METRIC, mass=0.9)
+    with pytest.raises(InputError, match="max_edges=1,000") as refused:
+        attribution_graph(model, given, METRIC, mass=0.9, max_edges=1000)
+    said = str(refused.value).replace(",", "")
+    n_edges, top = (
+        int(re.search(pattern, said)[1]) for pattern in (r"up to (\d+) edges", r"top=(\d+)")
+    )
+    assert len(whole.edges) <= n_edges < 1.5 * len(whole.edges)
+    assert f"{len(whole.heads)} nodes (90% of the mass)" in said
+    fewer = attribution_graph(model, given, METRIC, top=top, max_edges=1000)
+    assert f"top={top} ({fewer.mass:.0%} of the mass)" in said
+    assert 500 < len(fewer.edges) <= 1000
+    with pytest.raises(InputError, match="top="):  # the control: one node more is too many
+        attribution_graph(model, given, METRIC, top=top + 1, max_edges=1000)
+    with pytest.raises(InputError, match="got max_edges=0"):
+        attribution_graph(model, given, METRIC, max_edges=0)
 
 
 def test_blocks_change_nothing(monkeypatch):

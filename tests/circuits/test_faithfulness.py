@@ -9,7 +9,8 @@ from models import build
 
 from attn_only_lens import Bilinear, InputError, convert, expose_neuron_heads
 from attn_only_lens import patching as p
-from attn_only_lens.circuits import SHARES, discover, faithfulness
+from attn_only_lens.circuits import SHARES, discover, evaluate, faithfulness
+from attn_only_lens.circuits.ablation import AblatedModel, ranked
 from attn_only_lens.heads import HeadName
 
 POS = 5
@@ -36,11 +37,13 @@ def model_of(family, layout=LAYOUTS[0]):
 @torch.no_grad()
 def metric_of(model, given, gone, ablation, other):
     """The logit difference where sites are gone, by a hook for each, written anew."""
-    hooks = []
+    hooks, found = [], {}
     for name, position in gone:
         head = HeadName.parse(name)
         at = head.hook("z", model)
-        seen = oracle.seen(model, other if ablation == "resample" else given, at)
+        if at not in found:
+            found[at] = oracle.seen(model, other if ablation == "resample" else given, at)
+        seen = found[at]
         if ablation == "zero":
             put = torch.zeros_like(seen)
         elif ablation == "mean":
@@ -128,8 +131,8 @@ def test_cpr_and_cmd_of_a_curve_worked_out_by_hand(monkeypatch):
     n = len(ranking.frame)
     curve = {int(share * n): share for share in SHARES} | {int(0.5 * n): 1.5, n: 1.0}
 
-    def made_up(self, circuit):
-        return curve.get(len(circuit), float("nan"))
+    def made_up(self, circuits):
+        return np.array([curve.get(len(circuit), float("nan")) for circuit in circuits])
 
     monkeypatch.setattr("attn_only_lens.circuits.ablation.AblatedModel.faithfulness", made_up)
     found = faithfulness(model, clean, corrupted, METRIC, ranking, n_random=0)
@@ -151,47 +154,112 @@ def test_signed_order_puts_what_helps_first_in_either_direction():
         assert curves["signed"].cpr > curves["magnitude"].cpr
 
 
-@pytest.mark.parametrize("method", ["exact_gate", "frozen_pattern", "patching"])
-def test_the_circuit_found_suffices_and_one_site_less_does_not(method):
-    model, (clean, corrupted) = model_of("gelu"), prompts()
+@pytest.mark.parametrize(
+    ("method", "layout"), [("exact_gate", LAYOUTS[1]), ("patching", LAYOUTS[0])]
+)
+def test_the_circuit_found_suffices_and_each_of_its_sites_is_needed(method, layout):
+    model, (clean, corrupted) = model_of("gelu", layout), prompts()
     names = [f"L{layer}H{head}" for layer in range(3) for head in range(2)]
-    names += [f"L{layer}N{neuron}" for layer in range(3) for neuron in range(11)]
+    names += [f"L{layer}N{neuron}" for layer in range(3) for neuron in range(5)]
     circuit = discover(
         model, clean, corrupted, METRIC, sites=names, method=method, faithfulness=0.8
     )
-    k = len(circuit)
-    assert 1 < k < circuit.n_sites == 39 * POS
+    assert 1 < len(circuit) < circuit.n_sites == 21 * POS
     assert abs(1 - circuit.faithfulness) <= 0.2
-    tried = circuit.tried.set_index("n_sites")["faithfulness"]
-    assert tried[k] == circuit.faithfulness
-    assert abs(1 - tried[k - 1]) > 0.2
+    # control: random circuits of that size do not suffice
+    assert all(abs(1 - f) > 0.2 for f in circuit.random)
     # measured by plain hooks
     every = [(name, pos) for name in names for pos in range(POS)]
-    kept = set(zip(circuit.frame["name"], circuit.frame["position"], strict=True))
-    value = [
-        metric_of(model, clean, gone, "resample", corrupted)
-        for gone in ([], every, [site for site in every if site not in kept])
-    ]
-    f = (value[2] - value[1]) / (value[0] - value[1])
-    assert circuit.faithfulness == pytest.approx(f, abs=1e-8)
-    # control: random circuits of that size do not
-    assert all(abs(1 - f) > 0.2 for f in circuit.random)
+    kept = list(zip(circuit.frame["name"], circuit.frame["position"], strict=True))
+    whole, nothing = (metric_of(model, clean, g, "resample", corrupted) for g in ([], every))
+
+    def share(left):
+        gone = [site for site in every if site not in left]
+        value = metric_of(model, clean, gone, "resample", corrupted)
+        return (value - nothing) / (whole - nothing)
+
+    assert circuit.faithfulness == pytest.approx(share(kept), abs=1e-8)
+    rest = [site for site in every if site not in kept]
+    assert circuit.completeness == pytest.approx(share(rest), abs=1e-8)
+    for site in kept:
+        assert abs(1 - share([each for each in kept if each != site])) > 0.2
+    # on other prompts, likewise
+    clean, corrupted = clean.flip(0) + 1, corrupted.flip(0) + 1
+    found = evaluate(model, circuit, clean, corrupted, METRIC)
+    whole, nothing = (metric_of(model, clean, g, "resample", corrupted) for g in ([], every))
+    assert (found.whole, found.nothing) == pytest.approx((whole, nothing), abs=ROUNDING)
+    assert found.faithfulness == pytest.approx(share(kept), abs=1e-8)
+    assert found.completeness == pytest.approx(share(rest), abs=1e-8)
 
 
-def test_the_search_closes_the_gap_between_too_few_and_enough():
-    model, (clean, corrupted) = model_of("gelu"), prompts()
-    sizes = []
-    for wanted in (0.3, 0.5, 0.6, 0.7):
-        circuit = discover(model, clean, corrupted, METRIC, faithfulness=wanted, n_random=0)
-        tried = circuit.tried.set_index("n_sites")["faithfulness"]
-        enough = (1 - tried).abs() <= 1 - wanted
-        assert len(circuit) == tried.index[enough].min()
-        assert not enough[len(circuit) - 1]
-        assert len(tried) <= 2 + 2 * np.log2(circuit.n_sites)
-        sizes.append(len(circuit))
-    assert sizes == sorted(sizes)
-    # control: some are none of the sizes that doubling alone would try
-    assert any(np.log2(size) % 1 for size in sizes)
+def sufficient_prefixes(model, clean, corrupted, wanted):
+    """The shortest sufficient prefix of each order, every one measured; and the curves."""
+    ranking = p.attribution(model, clean, corrupted, METRIC, direction="noise")
+    given = model, clean, corrupted, METRIC, ranking.frame
+    ablated = AblatedModel(*given, ablation="resample", mask=None)
+    shortest, curves = {}, {}
+    for order in ("magnitude", "signed"):
+        sites = ranked(ranking, order)
+        curve = ablated.faithfulness([sites[:k] for k in range(1, len(sites) + 1)])
+        shortest[order] = 1 + int((abs(1 - curve) <= 1 - wanted).argmax())
+        curves[order] = curve
+    return shortest, curves
+
+
+@pytest.mark.parametrize(("seed", "wanted"), [(5, 0.8), (10, 0.99)])
+def test_no_prefix_of_either_order_is_shorter(seed, wanted):
+    """The second is a case where pruning alone ends with one site more than a prefix."""
+    model, (clean, corrupted) = model_of("gelu"), prompts(batch=1)
+    clean, corrupted = (clean + seed) % 41, (corrupted + 5 * seed) % 41
+    shortest, curves = sufficient_prefixes(model, clean, corrupted, wanted)
+    how = {"faithfulness": wanted, "n_random": 0}
+    circuit = discover(model, clean, corrupted, METRIC, **how)
+    assert abs(1 - circuit.faithfulness) <= 1 - wanted
+    assert len(circuit) <= min(shortest.values()) < 0.3 * circuit.n_sites
+    for order, size in shortest.items():
+        prefix = discover(model, clean, corrupted, METRIC, order=order, **how)
+        k = len(prefix)  # a grid may go over shorter ones that suffice
+        assert k >= size
+        assert abs(1 - curves[order][k - 1]) <= 1 - wanted or k == circuit.n_sites
+        assert abs(1 - curves[order][k - 2]) > 1 - wanted
+    # control: no curve is monotone, and halving the gap would have gone astray
+    assert all((np.diff(curve) < -0.01).any() for curve in curves.values())
+
+
+def test_what_a_site_is_worth_is_the_gradient_of_its_ablation():
+    """Against differences: sites of a circuit, and others, moved by a small share of the way."""
+    model, (clean, corrupted) = model_of("gelu", LAYOUTS[1]), prompts()
+    names = ["L0H1", "L0N3", "L0N29", "L1H0", "L1N7", "L2N11", "L2H1"]
+    ranking = p.attribution(model, clean, corrupted, METRIC, sites=names)
+    given = model, clean, corrupted, METRIC, ranking.frame
+    ablated = AblatedModel(*given, ablation="resample", mask=None)
+    sites = list(zip(ranking.frame["name"], ranking.frame["position"], strict=True))
+    kept = [0, 3, 7, 11, 19, 23, 31]
+    worth = ablated.worth(np.array(kept))
+    assert (worth != 0).sum() > 20
+
+    def share(moved):
+        """Faithfulness of those kept, one site moved by a share of its ablation."""
+        hooks = []
+        for row, (name, position) in enumerate(sites):
+            head = HeadName.parse(name)
+            at = head.hook("z", model)
+            put = oracle.seen(model, corrupted, at)
+            gone = float(row not in kept) + moved.get(row, 0.0)
+
+            def hook(z, hook, put=put, gone=gone, pos=position, i=head.index):
+                z[:, pos, i] = z[:, pos, i] + gone * (put[:, pos, i] - z[:, pos, i])
+                return z
+
+            hooks.append((at, hook))
+        with torch.no_grad(), model.hooks(fwd_hooks=hooks):
+            value = oracle.difference(model(clean))
+        return (value - ablated.nothing) / (ablated.whole - ablated.nothing)
+
+    step = 1e-4
+    for row in (*kept, 1, 6, 12, 17, 29, 34):
+        slope = (share({row: -step}) - share({row: step})) / (2 * step)
+        assert worth[row] == pytest.approx(slope, abs=1e-7)  # of differences: step² and rounding
 
 
 def test_nothing_less_than_everything_is_faithful_to_the_bit():
@@ -200,6 +268,9 @@ def test_nothing_less_than_everything_is_faithful_to_the_bit():
         model, clean, corrupted, METRIC, sites=["L0N3", "L1H0"], faithfulness=1.0, positions="all"
     )
     assert len(circuit) == circuit.n_sites == 2
+    # at all positions, prompts may be of any length
+    longer = tokens(3, 2, POS + 2), tokens(5, 2, POS + 2)
+    assert evaluate(model, circuit, *longer, METRIC).faithfulness == pytest.approx(1)
 
 
 def test_neurons_of_several_heads_are_ablated_whole():
@@ -235,8 +306,11 @@ def test_what_makes_no_sense_is_refused():
     longer = tokens(0, 2, POS + 2), tokens(1, 2, POS + 2)
     there = p.attribution(model, *longer, METRIC, sites=["L0N3"], positions="each")
     refused(f"at position {POS + 1}; the prompts have {POS} tokens", there)
-    with pytest.raises(InputError, match="method='best'"):
-        discover(*given, method="best")
+    with pytest.raises(InputError, match=r"(?s)method='best'.*order='best'"):
+        discover(*given, method="best", order="best")
+    circuit = discover(*given, sites=["L0N3", "L1H0"], n_random=0)
+    with pytest.raises(InputError, match=f"prompts of {POS + 2} tokens; expected {POS}"):
+        evaluate(model, circuit, *longer, METRIC)
     for wanted in (2, "x"):
         with pytest.raises(
             InputError, match=rf"(?s)faithfulness={wanted!r}.*n_random=-1.*seed=1.5"

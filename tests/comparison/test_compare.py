@@ -227,7 +227,9 @@ def test_circuits_after_training(after_training):
     pair = p.prompt_pair(model, prompts, prompts.roll(-1, 0))
     for source in (model, grown.model, null.model):
         with expose_neuron_heads(source) as exposed:
-            circuit = circuits.discover(exposed, pair.clean, pair.corrupted, p.loss())
+            circuit = circuits.discover(
+                exposed, pair.clean, pair.corrupted, p.loss(), order="magnitude"
+            )
             graph = circuits.attribution_graph(exposed, prompts, p.loss(), mass=1.0)
         drawn.append(graph.edges.set_index(["source", "target", "kind"])["weight"])
         went = grown.provenance.__getitem__ if source is model else str

@@ -82,7 +82,7 @@ def test_rows_of_each_prompt_and_means_are_those_of_prompts_run_alone(model, dir
 @pytest.mark.parametrize("part", ["z", "q"])
 def test_attribution_of_each_prompt_is_that_of_the_prompt_alone(model, metric, part):
     clean, corrupted, mask = pair()
-    settings = {"sites": SITES, "part": part, "progress": False}
+    settings = {"sites": SITES, "part": part, "budget": 0, "progress": False}
     whole = p.attribution(model, clean, corrupted, metric, mask=mask, **settings)
     rows = p.attribution(model, clean, corrupted, metric, mask=mask, per_prompt=True, **settings)
     for prompt, length in enumerate(LENGTHS):

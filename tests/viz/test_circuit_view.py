@@ -34,7 +34,7 @@ def drawn():
 
 @needs_hooked_transformer
 def test_the_page_holds_the_graph(drawn):
-    graph, _, given, page = drawn
+    graph, model, given, page = drawn
     data = read_back(page)
     assert data["nodes"]["id"] == graph.nodes["id"].tolist()
     assert data["nodes"]["kind"] == graph.nodes["kind"].tolist()
@@ -56,7 +56,12 @@ def test_the_page_holds_the_graph(drawn):
     expected = graph.edges.set_index(["source", "target", "kind"])["weight"].to_dict()
     assert found == pytest.approx(expected, rel=1e-4)
     assert set(data["edges"]["kind"]) == {"value", "q", "k"}
-    assert data["notes"] == []
+    sizes, n = heads_of(graph)["attribution"].abs(), 3 * (2 + 37) * POS
+    every = attribution_graph(model, given, METRIC, mass=1.0)
+    share = sizes.sum() / heads_of(every)["attribution"].abs().sum()
+    (note,) = data["notes"]
+    assert note.startswith(f"Nodes: 61 of {n} heads and neurons, with {share:.0%} of")
+    assert 0.3 < share < 0.99  # the control
 
 
 @needs_hooked_transformer
@@ -247,7 +252,7 @@ def test_a_page_of_a_thousand_nodes_is_bounded_and_says_so():
     page = viz.circuit_view(graph, model, given, top_tokens=20)
     data = read_back(page)
     assert len(graph.edges) > 60_000 > 30_000 > len(data["edges"]["weight"])
-    (note,) = data["notes"]
+    (_, note) = data["notes"]
     assert "strongest into each node" in note
     # What is left out is in "rest": sums hold as they did.
     ids, into = np.array(data["nodes"]["id"]), {}
@@ -268,7 +273,7 @@ def test_patterns_that_do_not_fit_are_left_out_and_it_is_said(drawn, monkeypatch
     graph, model, given, page = drawn
     monkeypatch.setattr("attn_only_lens.viz.graph_view._WEIGHTS", 7 * POS)
     data = read_back(viz.circuit_view(graph, model, given))
-    assert data["notes"] == ["Patterns: of the 7 nodes of largest |attribution|."]
+    assert data["notes"][1:] == ["Patterns: of the 7 nodes of largest |attribution|."]
     heads = heads_of(graph)
     strongest = heads.loc[heads["attribution"].abs().nlargest(7).index]
     keys = {n.name if n.kind == "neuron" else n.id for n in strongest.itertuples()}

@@ -17,6 +17,7 @@ source. Bilinear heads are another function and always replace the activations.
 """
 
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -163,6 +164,21 @@ class InPlace(NeuronHeads):
     def points(self) -> dict[str, HookPoint]:
         """The hook points of the heads, by their names in the MLP."""
         return {name: getattr(self, f"hook_{point}") for point, name in POINTS.items()}
+
+    def projections(self, x: Residual) -> tuple[PreActivation, PreActivation | None]:
+        """q, and u in a gated MLP, as the MLP itself computes them."""
+        seen: dict[HookPoint, Tensor] = {}
+        pre, pre_linear = self.mlp_points.pre, self.mlp_points.pre_linear
+
+        def look(point: nn.Module, args: Any, output: Tensor) -> None:
+            seen[point] = output  # type: ignore[index]
+
+        with self.passing.new_pass(), ExitStack() as stack:
+            for point in (pre, pre_linear):
+                if point is not None:
+                    stack.callback(point.register_forward_hook(look).remove)
+            self.mlp(x)
+        return seen[pre], None if pre_linear is None else seen[pre_linear]
 
     # Called by the taps, in this order
 

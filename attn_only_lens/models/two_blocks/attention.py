@@ -85,19 +85,19 @@ class NeuronAttention(NeuronHeads, QKAndOV, nn.Module):
 
     def forward(self, x: Residual) -> Residual:
         """The output of the source MLP for the normalised residual stream `x`."""
-        q, up = self._project(x)
+        q, up = self.projections(x)
         z = self._through_hooks(q, up, lambda: self._plainly(q, up))
         return self._write(z)
 
     def pre_activation(self, x: Residual) -> PreActivation:
         """q, which the gates read, for the normalised residual stream `x`."""
-        return self._project(x)[0]
+        return self.projections(x)[0]
 
     def _plainly(self, q: PreActivation, up: PreActivation | None) -> PreActivation:
         """z as the source computes it."""
         return self.act_fn(q) if up is None else self.act_fn(q) * up
 
-    def _project(self, x: Residual) -> tuple[PreActivation, PreActivation | None]:
+    def projections(self, x: Residual) -> tuple[PreActivation, PreActivation | None]:
         """The pre-activation q, and u in a gated MLP."""
         if self.W_gate is None:
             return batch_addmm(self.b_in, self.W_in, x), None
@@ -180,7 +180,7 @@ class BilinearAttention(BilinearHeads, NeuronAttention):
 
     def forward(self, x: Residual) -> Residual:
         """The output of the source MLP for the normalised `x`, within the gate's bound."""
-        q, up = self._project(x)
+        q, up = self.projections(x)
         value = q if up is None else up
         results = self.cfg.use_attn_result and is_live(self.hook_result)
         if not (results or any(map(is_live, (*self._before_z, self.hook_z)))):

@@ -61,11 +61,11 @@ class HookedReplay(Replay):
 
     def block_output(self, variants: Variants) -> Residual:
         """Return the output of the first block, from `first` on."""
-        with (
-            self.first_block(variants),
-            self.model.hooks(fwd_hooks=list(variants.hooks)),
-            add_to_mlp_output(variants),
-        ):
+        with self.model.hooks(fwd_hooks=list(variants.hooks)):
+            return self._first_output(variants)
+
+    def _first_output(self, variants: Variants) -> Residual:
+        with self.first_block(variants), add_to_mlp_output(variants):
             return self._block(variants.block, variants.stream, variants.first)
 
     def first_block(self, variants: Variants) -> AbstractContextManager[None]:
@@ -79,10 +79,11 @@ class HookedReplay(Replay):
     def logits(self, variants: Variants) -> Float[Tensor, "row position column"]:
         """Return the logits that the metric reads."""
         first, x = variants.first, variants.stream
-        if variants.block < self.n_blocks:
-            x = self.block_output(variants)
-        for index in range(variants.block + 1, self.n_blocks):
-            x = self._block(index, x, first)
+        with self.model.hooks(fwd_hooks=list(variants.hooks)):
+            if variants.block < self.n_blocks:
+                x = self._first_output(variants)
+            for index in range(variants.block + 1, self.n_blocks):
+                x = self._block(index, x, first)
         return self._read_logits(x, first)
 
     def _read_logits(self, x: Residual, first: int) -> Float[Tensor, "row position column"]:

@@ -1,0 +1,105 @@
+"""Edge attribution patching with a zero reference, of any `HookedTransformer`.
+
+    EAP(w → R, kind) = Σ_tokens |∂m/∂(R's input of that kind) · what w wrote, as R reads it|
+
+(Syed, Rager and Conmy, "Attribution Patching Outperforms Automated Circuit Discovery", 2023), with
+m a sum of all logits with random signs, norm scales held where R reads, and what w wrote removed:
+the first-order estimate of what an exact cut of `circuits.score_edges` with a zero reference does.
+"""
+
+from collections import defaultdict
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from attn_only_lens import HeadName
+from attn_only_lens.runs.sites import resolve_sites
+from attn_only_lens.runs.writes import take_apart
+
+_HOOKS = {"q": "attn.hook_q", "k": "attn.hook_k", "value": "attn.hook_v"}
+_MATRICES = {"q": "W_Q", "k": "W_K", "value": "W_V"}
+
+
+def edge_attribution_patching(
+    source: Any,
+    model: Any,
+    batches: Sequence[Int[Tensor, "batch pos"]],
+    nodes: Collection[str],
+    seed: int = 0,
+) -> dict[tuple[str, str, str], float]:
+    """Return the score of every edge: writer, reader, kind, as `circuits.score_edges` names them.
+
+    Args:
+        source: a `HookedTransformer`, whose gradients are taken.
+        model: the same with neuron-heads, which tells what parts write.
+        batches: of prompts of one length each.
+        nodes: names of heads and neurons.
+        seed: of the signs.
+    """
+    found: dict[tuple[str, str, str], float] = defaultdict(float)
+    generator = torch.Generator().manual_seed(seed)
+    chosen = resolve_sites(model, list(nodes))
+    for tokens in batches:
+        gradients, logits_gradient = _gradients(source, tokens, generator)
+        parts = take_apart(model, tokens, None)
+
+        def add(
+            reader: str, kind: str, g: Tensor, reads: Any, before: Any, parts: Any = parts
+        ) -> None:
+            names, written = ["embed"], [parts.embedding[None]]
+            for sites in chosen:
+                if (own := parts.of(sites.layer, sites.kind)) in before:
+                    names += sites.names
+                    written.append(own.written(sites))
+            each = (reads.change(torch.cat(written)) * g).sum(-1).abs().sum((1, 2))
+            for writer, value in zip(names, each.tolist(), strict=True):
+                found[writer, reader, kind] += value
+
+        for name in (name for sites in chosen for name in sites.names):
+            head = HeadName.parse(name)
+            own, before = (f(head.layer, head.kind) for f in (parts.of, parts.before))
+            for kind, g in _read_gradients(source, gradients, head).items():
+                add(name, kind, g, own.reads, before)
+        g = logits_gradient @ source.unembed.W_U.T
+        add("output", "in", g, parts.final, parts.sublayers)
+    return dict(found)
+
+
+def _gradients(
+    source: Any, tokens: Tensor, generator: torch.Generator
+) -> tuple[dict[str, Tensor], Tensor]:
+    """Gradients of a sum of logits with random signs, at what parts read."""
+    seen: dict[str, Tensor] = {}
+
+    def keep(x: Tensor, hook: Any) -> None:
+        seen[hook.name] = x
+
+    ends = (*_HOOKS.values(), "mlp.hook_pre", "mlp.hook_pre_linear")
+    with torch.enable_grad():
+        logits = source.run_with_hooks(tokens, fwd_hooks=[(lambda n: n.endswith(ends), keep)])
+        signs = torch.randn(logits.shape, generator=generator, dtype=logits.dtype).sign()
+        grads = torch.autograd.grad((logits * signs).sum(), list(seen.values()), allow_unused=True)
+    found = {
+        n: torch.zeros_like(x) if g is None else g
+        for (n, x), g in zip(seen.items(), grads, strict=True)
+    }
+    return found, signs
+
+
+def _read_gradients(source: Any, gradients: dict[str, Tensor], head: HeadName) -> dict[str, Tensor]:
+    """The gradient by what a head is given, behind its norm, for each kind of input."""
+    block, at, i = source.blocks[head.layer], f"blocks.{head.layer}.", head.index
+    if head.kind == "attention":
+        return {
+            kind: gradients[at + hook][:, :, i] @ getattr(block.attn, _MATRICES[kind])[i].T
+            for kind, hook in _HOOKS.items()
+        }
+    gated = source.cfg.gated_mlp
+    by = {"mlp.hook_pre": block.mlp.W_gate if gated else block.mlp.W_in}
+    if gated:
+        by["mlp.hook_pre_linear"] = block.mlp.W_in
+    terms = [gradients[at + hook][:, :, i, None] * W[:, i] for hook, W in by.items()]
+    return {"in": sum(terms, torch.zeros_like(terms[0])).detach()}

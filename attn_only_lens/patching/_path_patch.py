@@ -1,0 +1,340 @@
+"""Path patching: what one head writes, as another reads it, exactly.
+
+For each pair of a sender s and a receiver r, and the run that is patched into (the target) and the
+other one (the source):
+
+    δ = write_s(source) - write_s(target)        at the positions asked for (`runs/writes.py`)
+    what r reads by the inputs of `part` moves by δ, through its norm; nothing else moves
+    r's output moves by Δz_r(δ)                  (`runs/readers.py`)
+    and runs on to the metric: z_r + Δz_r is patched into the target run
+
+(Wang et al. 2022, "Interpretability in the Wild"; Goldowsky-Dill et al. 2023, "Localizing Model
+Behavior with Path Patching".) So the paths from s to the metric that are counted are those whose
+first edge is s → r; of the receiver "logits", the direct one.
+
+One convention holds for every pair, of heads and neurons alike: with `scale="held"` the norm that r
+reads through keeps the scale that it had in the target run, so that the inputs that several senders
+move add up; with "anew" it is computed from x + δ, as where a hook edits the stream. A norm after
+s belongs to s: each run's write has that run's scale. Norms of queries and keys belong to r, and
+are computed anew.
+
+Cost, in flops of matrix products, of a pair of a sender and a receiver with T positions that δ is
+at, S from the first of them on, for each prompt:
+
+    neuron r      2 d_model T (4 d_model T if gated) + the run from after r on
+    attention r   the attention of r's layer, once for each sender and shared by all its heads,
+                  + the run from r's block on
+    logits        the unembedding
+
+The run on is that of an activation patch of r (`runs/replay`): 2 S Σ_{later blocks} parameters.
+`top=k` makes Δz_r of every pair, k runs, and no more.
+
+TransformerLens' `get_act_patch_direct_path` between attention heads is "held" in 3.9, "anew" in 4.
+"""
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import torch
+from torch import Tensor
+from tqdm.auto import tqdm
+
+from attn_only_lens.errors import InputError
+from attn_only_lens.heads import HeadName, host_of
+from attn_only_lens.heads.host import HeadKind
+from attn_only_lens.numerics import full_precision, is_count
+from attn_only_lens.patching._activation_patch import metric_identity
+from attn_only_lens.patching.path_results import Paths
+from attn_only_lens.patching.path_runs import LOGITS, PathBlock, PathRunner, path_blocks
+from attn_only_lens.patching.processes import Processes
+from attn_only_lens.patching.resume import MemoryParts, PartStore
+from attn_only_lens.patching.run_patches import Batching, check_edits
+from attn_only_lens.patching.site_groups import SiteGroup
+from attn_only_lens.runs.fingerprint import fingerprint
+from attn_only_lens.runs.gradients import Tape, start_graph
+from attn_only_lens.runs.inputs import option_reasons, reasons_not_to_run
+from attn_only_lens.runs.interventions import DIRECTIONS
+from attn_only_lens.runs.largest import LargestScores
+from attn_only_lens.runs.metrics import (
+    AnyMetric,
+    BoundMetric,
+    as_metric,
+    require_differentiable,
+    require_slope,
+)
+from attn_only_lens.runs.positions import Positions, resolve_positions
+from attn_only_lens.runs.prompts import Prompts, prompt_pair
+from attn_only_lens.runs.readers import READ_PARTS, Readers, input_hooks
+from attn_only_lens.runs.recording import Recording, run, run_pair
+from attn_only_lens.runs.replay import make_replay
+from attn_only_lens.runs.sites import LayerSites, Selection, Sites, resolve_sites
+from attn_only_lens.runs.writes import SCALES, Scale, take_apart
+
+_PROBLEM = "these paths cannot be patched"
+_AT_ONCE = 256  # paths in a part of the exact values of the top ones
+
+
+@full_precision()
+def path_patch(
+    model: Any,
+    clean: Prompts,
+    corrupted: Prompts,
+    metric: AnyMetric,
+    *,
+    senders: Sites,
+    receivers: Sites,
+    part: str = "value",
+    positions: Positions = "each",
+    direction: str = "denoise",
+    scale: Scale = "held",
+    top: int | None = None,
+    mask: Tensor | None = None,
+    batch_size: int | None = None,
+    resume: str | Path | None = None,
+    progress: bool | str = True,
+) -> Paths:
+    """Patch every path from a sender to a receiver that reads after it, and measure.
+
+    Exact: the receiver reads what the sender wrote in the other run in place of what it wrote in
+    this one, everything else held, and the change of what the receiver puts out runs on to the
+    metric (see `_path_patch.py` for the definition, and the flops of a pair).
+
+    Args:
+        model: converted by `convert`, or with exposed neuron-heads; without hooks of its own; in
+            float32 or float64.
+        clean: a text, texts, or tokens [batch, pos]; see `prompt_pair`.
+        corrupted: the same for the other run, token for token.
+        metric: `logit_diff(...)` and the like, or any function of logits [batch, pos, d_vocab].
+        senders: `neuron_heads()`, `heads()`, `all_heads()`, or names.
+        receivers: the same; or "logits", or names with "logits" among them.
+        part: the inputs by which receivers read: "q", "k", "value"; "pattern", queries and keys;
+            "z", all of them. A neuron-head's pattern depends on its query alone ("q" and "pattern"
+            are one, and it has no "k"); its value is the pre-activation too, and in a gated MLP
+            the product with what it gates. It is of no account to the logits.
+        positions: where the sender's write is replaced: "each" in turn, "all" at once, a number
+            (-1 is each prompt's last token), or a list of them.
+        direction: "denoise", clean writes into the corrupted run; or "noise", the other way.
+        scale: "held", norms that receivers read through keep their scale; "anew", they compute it.
+        top: how many paths to patch: those of the largest |estimated effect|, the exact change of
+            what the receiver puts out times the gradient of the metric there. None for all.
+        mask: 1 for real tokens, 0 for padding, where prompts are tokens.
+        batch_size: paths in one forward pass; by default as many as fit in memory.
+        resume: a folder to write results to as they come, as in `activation_patch`.
+        progress: whether to show a bar; a text is its label.
+
+    Returns:
+        The metric after each patch, and its score: 0 is the corrupted run, 1 the clean one.
+
+    Raises:
+        InputError: with every reason: prompts, metric, heads or positions that do not fit; no
+            receiver reads after a sender; half precision; a flat metric with `top`.
+        UnsupportedModelError: what parts of the model write does not add up to its stream; a
+            receiver's attention is not a function of its hooked queries, keys and values; the
+            model, run in parts, has other logits.
+        CheckpointError: files in the folder `resume` are damaged.
+
+    Example:
+        >>> import torch
+        >>> from attn_only_lens import convert, patching as p, pretrained
+        >>> model = convert(pretrained.modular_addition())
+        >>> paths = p.path_patch(
+        ...     model, torch.tensor([3, 4, 113]), torch.tensor([3, 5, 113]),
+        ...     p.logit_diff(correct=7, wrong=8), senders=p.heads(), receivers=p.neuron_heads(),
+        ...     part="z", positions=-1, top=5, progress=False)
+        >>> len(paths.to_frame()), paths.n_paths  # 4 heads and 512 neurons
+        (5, 2048)
+    """
+    reasons = reasons_not_to_run(model)
+    for name, count in (("batch_size", batch_size), ("top", top)):
+        if count is not None and not is_count(count, 1):
+            reasons.append(f"got {name}={count!r}; expected 1 or more, or None")
+    reasons += option_reasons("part", part, READ_PARTS)
+    reasons += option_reasons("direction", direction, DIRECTIONS)
+    reasons += option_reasons("scale", scale, SCALES)
+    if top is not None and torch.is_inference_mode_enabled():
+        reasons.append("no gradient is taken in torch.inference_mode(); torch.no_grad() will do")
+    InputError.raise_if(reasons, _PROBLEM)
+    sending = resolve_sites(model, senders)
+    receiving = _resolve_receivers(model, receivers, part)
+    pair = prompt_pair(model, clean, corrupted, mask)
+    where = resolve_positions(pair, positions)
+    host = host_of(model)
+    reading = [each.layer for each in receiving if each is not None and each.kind == "attention"]
+    names = tuple(name for layer in reading for name in input_hooks(host, layer))
+    apart = {
+        "clean": take_apart(model, pair.clean, pair.mask, names=names),
+        "corrupted": take_apart(model, pair.corrupted, pair.mask, names=names),
+    }
+    runs = run_pair(model, pair, apart["clean"].recording, apart["corrupted"].recording, metric)
+    target, other, values = runs.target(direction)
+    baseline = runs.metric.mean(values).item()
+    sides = ("corrupted", "clean") if direction == "denoise" else ("clean", "corrupted")
+    blocks = list(path_blocks(apart[sides[0]], sending, where, receiving))
+    n_paths = sum(n * m for n, m in (each.shape for each in blocks))
+    if not blocks:
+        raise InputError(
+            [
+                "no receiver reads what a sender has written; expected a later layer, or an "
+                "attention head and a neuron of one layer (not where they read in parallel)"
+            ],
+            _PROBLEM,
+        )
+    gradients: dict[tuple[int, HeadKind], Tensor] = {}
+    if top is not None:
+        require_differentiable(runs.metric, target.logits)
+        span = runs.clean_value - runs.corrupted_value
+        require_slope(runs.metric, target.logits, other.logits, span)
+        gradients = _gradients(model, target, runs.metric, receiving)
+
+    n_picked = n_paths if top is None else min(top, n_paths)
+    n_parts = len(blocks) if top is None else 1 + -(-n_picked // _AT_ONCE)
+    parts: MemoryParts | PartStore = MemoryParts()
+    if resume is not None:
+        settings = {
+            "model": fingerprint(model),
+            "clean": pair.clean.tolist(),
+            "corrupted": pair.corrupted.tolist(),
+            "mask": None if pair.mask is None else pair.mask.tolist(),
+            "metric": runs.metric.name,
+            "metric_code": metric_identity(as_metric(metric)),
+            "senders": [name for each in sending for name in each.names],
+            "receivers": [
+                name for each in receiving for name in ((LOGITS,) if each is None else each.names)
+            ],
+            "positions": [each.label for each in where],
+            "part": part,
+            "direction": direction,
+            "scale": scale,
+            "top": top,
+        }
+        parts = PartStore(resume, settings, n_parts)
+    processes = Processes(resume)
+    label = progress if isinstance(progress, str) else processes.name
+    hidden = not (progress and processes.first)
+    with tqdm(total=n_picked, unit="path", desc=label, disable=hidden) as bar:
+        replay = make_replay(model, target, runs.metric)
+        reading_heads = [SiteGroup.product(each, where) for each in receiving if each is not None]
+        check_edits(replay, reading_heads, "z")
+        readers = Readers(replay, apart[sides[0]])
+        batching = Batching(model, batch_size, bar.update, replay.numbers_per_token)
+        runner = PathRunner(readers, apart[sides[1]], part, scale, baseline, batching)
+        if top is not None and processes.first and not parts.has(0):
+            parts.write(0, _pick(runner, blocks, gradients, top))
+        processes.wait()
+        picked = None if top is None else parts.read(0)
+        for number in processes.share(range(0 if picked is None else 1, n_parts)):
+            work = _every(blocks, number) if picked is None else _some(picked, number)
+            if parts.has(number):
+                bar.update(len(work))
+                continue
+            if picked is not None:
+                span = runs.clean_value - runs.corrupted_value
+                work["estimate"] = (work["estimate"] + baseline - runs.corrupted_value) / span
+            parts.write(number, _patched(runner, blocks, work))
+    processes.wait()
+    found = [parts.read(number) for number in range(0 if picked is None else 1, n_parts)]
+    return Paths(
+        pd.concat(found, ignore_index=True),
+        part=part,
+        scale=scale,
+        direction=direction,
+        metric=runs.metric.name,
+        clean_value=runs.clean_value,
+        corrupted_value=runs.corrupted_value,
+        n_prompts=len(pair.clean),
+        n_paths=n_paths,
+        model=str(getattr(model.cfg, "model_name", "")),
+    )
+
+
+def _resolve_receivers(model: Any, receivers: Any, part: str) -> list[LayerSites | None]:
+    """Heads by layer and kind; then None for the logits, if they are among the receivers."""
+    names = [receivers] if isinstance(receivers, str | HeadName) else receivers
+    if isinstance(names, Selection) or not isinstance(names, Iterable):
+        found: list[LayerSites | None] = list(resolve_sites(model, names))
+    else:
+        names = list(names)
+        heads = [name for name in names if name != LOGITS]
+        only_logits = bool(names) and not heads
+        found = [] if only_logits else list(resolve_sites(model, heads))
+        found += [None] * (len(heads) < len(names))
+    if part == "k":
+        neurons = [each.names[0] for each in found if each is not None and each.kind == "neuron"]
+        reason = f"got part='k' and receivers such as {neurons[0]}" if neurons else ""
+        InputError.raise_if(
+            [f"{reason}: a neuron-head's keys do not depend on the token"] * bool(neurons), _PROBLEM
+        )
+    return found
+
+
+def _gradients(
+    model: Any,
+    target: Recording,
+    metric: BoundMetric,
+    receivers: Iterable[LayerSites | None],
+) -> dict[tuple[int, HeadKind], Tensor]:
+    """Return the gradient of the metric by z of the receivers, in one run."""
+    places = {(each.layer, each.kind) for each in receivers if each is not None}
+    if not places:
+        return {}
+    names = {place: host_of(model).hook_name(*place, "z") for place in sorted(places)}
+    tape = Tape(names.values())
+    with torch.enable_grad(), start_graph(model):
+        logits = run(model, target.tokens, target.mask, tape.hooks)
+        found = tape.gradients(metric.of_logits(logits))
+    return {place: found[name] for place, name in names.items()}
+
+
+def _pick(
+    runner: PathRunner,
+    blocks: Sequence[PathBlock],
+    gradients: dict[tuple[int, HeadKind], Tensor],
+    top: int,
+) -> pd.DataFrame:
+    """Return the paths of largest |estimated effect|, block by block of the numbers in `_every`."""
+    largest = LargestScores(top)
+    kept: dict[tuple[int, int], float] = {}
+    for block in blocks:
+        found = runner.estimates(block, gradients).cpu().double()
+        largest.add(found.abs(), block.first)
+        for row, column in largest.pairs.tolist():
+            i, j = row - block.first[0], column - block.first[1]
+            if 0 <= i < found.shape[0] and 0 <= j < found.shape[1]:
+                kept[row, column] = float(found[i, j])
+    picks = []
+    for number, block in enumerate(blocks):
+        (row, column), (n, m) = block.first, block.shape
+        for at in largest.pairs.tolist():
+            i, j = at[0] - row, at[1] - column
+            if 0 <= i < n and 0 <= j < m:
+                picks.append((number, i, j, kept[at[0], at[1]]))
+    return pd.DataFrame(picks, columns=["block", "i", "j", "estimate"])
+
+
+def _every(blocks: Sequence[PathBlock], number: int) -> pd.DataFrame:
+    """Return every path of a block."""
+    n, m = blocks[number].shape
+    return pd.DataFrame(
+        {"block": number, "i": np.repeat(np.arange(n), m), "j": np.tile(np.arange(m), n)}
+    )
+
+
+def _some(picked: pd.DataFrame, number: int) -> pd.DataFrame:
+    """Return the paths of a part of the picked ones; the first part has the picks themselves."""
+    return picked.iloc[_AT_ONCE * (number - 1) : _AT_ONCE * number].copy()
+
+
+def _patched(runner: PathRunner, blocks: Sequence[PathBlock], work: pd.DataFrame) -> pd.DataFrame:
+    """Return a frame of paths with their values."""
+    frames = []
+    for number in sorted(work["block"].unique().tolist()):
+        block, of_block = blocks[number], work[work["block"] == number]
+        i, j = (
+            torch.tensor(of_block[name].to_numpy(np.int64), device="cpu") for name in ("i", "j")
+        )
+        further = {"estimate": of_block["estimate"].to_numpy()} if "estimate" in of_block else {}
+        frames.append(block.frame(i, j, value=runner.values(block, i, j).numpy(), **further))
+    return pd.concat(frames, ignore_index=True)

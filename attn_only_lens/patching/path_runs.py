@@ -1,0 +1,335 @@
+"""Run paths from senders to receivers, block by block, in batches that fit memory.
+
+A block is some senders of one layer and kind, at one set of positions, and some receivers of one
+layer and kind. It makes the changes of what all its receivers put out for all its senders, of no
+more than `_NUMBERS` numbers at once, and never those of another block.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from attn_only_lens.heads.host import HeadKind
+from attn_only_lens.patching.run_patches import Batching
+from attn_only_lens.runs.edits import neuron_changes, neuron_variants, sum_by_site
+from attn_only_lens.runs.positions import PositionSet
+from attn_only_lens.runs.readers import Readers
+from attn_only_lens.runs.replay import Variants
+from attn_only_lens.runs.sites import LayerSites
+from attn_only_lens.runs.writes import Parts, Scale
+
+LOGITS = "logits"
+_NUMBERS = 2**21  # in a block's largest tensor; several of them are held
+
+
+@dataclass(frozen=True, eq=False)
+class PathBlock:
+    """Every path from some senders, at some positions, to some receivers.
+
+    Attributes:
+        senders: heads of one kind in one layer.
+        positions: at which what they write is replaced.
+        receivers: heads of one kind in one layer; None for the logits.
+        first: the numbers of the first sender (at these positions) and receiver among all.
+    """
+
+    senders: LayerSites
+    positions: PositionSet
+    receivers: LayerSites | None
+    first: tuple[int, int]
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """How many senders, and receivers."""
+        return len(self.senders.names), _count(self.receivers)
+
+    def frame(self, i: Int[Tensor, "path"], j: Int[Tensor, "path"], **columns: Any) -> pd.DataFrame:
+        """Return a row for each path from sender i to receiver j, with further columns."""
+        receivers = (LOGITS,) if self.receivers is None else self.receivers.names
+        return pd.DataFrame(
+            {
+                "sender": np.array(self.senders.names, dtype=object)[i.cpu().numpy()],
+                "receiver": np.array(receivers, dtype=object)[j.cpu().numpy()],
+                "position": self.positions.label,
+                **columns,
+            }
+        )
+
+
+def path_blocks(
+    parts: Parts,
+    senders: Sequence[LayerSites],
+    positions: Sequence[PositionSet],
+    receivers: Sequence[LayerSites | None],
+) -> Iterator[PathBlock]:
+    """Yield every pair in which the receiver reads after the sender has written.
+
+    The order, and the size of a block, depend on nothing but the prompts and the heads.
+    """
+    n_senders = sum(len(each.names) for each in senders)
+    for number, where in enumerate(positions):
+        row = number * n_senders
+        for sending in senders:
+            column = 0
+            for receiving in receivers:
+                if _in_order(parts, sending, receiving):
+                    yield from _split(parts, PathBlock(sending, where, receiving, (row, column)))
+                column += _count(receiving)
+            row += len(sending.names)
+
+
+def _in_order(parts: Parts, sending: LayerSites, receiving: LayerSites | None) -> bool:
+    if receiving is None:
+        return True
+    written = parts.before(receiving.layer, receiving.kind)
+    return parts.of(sending.layer, sending.kind) in written
+
+
+def _split(parts: Parts, whole: PathBlock) -> Iterator[PathBlock]:
+    """Cut a block into ones of a size that fits."""
+    where, receivers = whole.positions.where, whole.receivers
+    batch, n_pos = where.shape
+    some = where.any(dim=0)
+    width = parts.embedding.shape[-1]
+    if receivers is not None and receivers.kind == "attention":
+        tokens = batch * (n_pos - int(some.int().argmax()))
+        width = max(width, parts.of(receivers.layer, "attention").z[0, 0].numel())
+        many = _count(receivers)
+    else:
+        tokens = batch * int(some.sum())
+        many = max(1, _NUMBERS // (tokens * min(len(whole.senders.names), 64)))
+    few = max(
+        1, min(_NUMBERS // (tokens * width), _NUMBERS // (tokens * min(many, whole.shape[1])))
+    )
+    for i in range(0, whole.shape[0], few):
+        for j in range(0, whole.shape[1], many):
+            yield PathBlock(
+                _take(whole.senders, slice(i, i + few)),
+                whole.positions,
+                None if receivers is None else _take(receivers, slice(j, j + many)),
+                (whole.first[0] + i, whole.first[1] + j),
+            )
+
+
+def _count(receivers: LayerSites | None) -> int:
+    return 1 if receivers is None else len(receivers.names)
+
+
+def _take(sites: LayerSites, which: slice | Int[Tensor, "site"]) -> LayerSites:
+    names = tuple(
+        np.array(sites.names, dtype=object)[
+            which if isinstance(which, slice) else which.cpu().numpy()
+        ]
+    )
+    return replace(sites, names=names, index=sites.index[which], member=sites.member[which])
+
+
+def _local(sites: LayerSites) -> LayerSites:
+    """The same sites, among themselves alone."""
+    return replace(sites, index=torch.arange(len(sites.names), device="cpu"))
+
+
+@dataclass(eq=False)
+class PathRunner:
+    """Run paths of one model, one pair of prompts, one metric and one part.
+
+    Attributes:
+        readers: of the run that is patched into.
+        source: the other run, taken apart.
+        part: the inputs of receivers that senders reach.
+        scale: of the norms that receivers read through.
+        baseline: the metric of the run that is patched into.
+        batching: the batches to run in.
+    """
+
+    readers: Readers
+    source: Parts
+    part: str
+    scale: Scale
+    baseline: float
+    batching: Batching
+
+    def __post_init__(self) -> None:
+        self.replay, self.target = self.readers.replay, self.readers.parts
+
+    @torch.no_grad()
+    def values(
+        self, block: PathBlock, i: Int[Tensor, "path"], j: Int[Tensor, "path"]
+    ) -> Float[Tensor, "path"]:
+        """Return the metric with the path from sender i to receiver j patched, for each pair.
+
+        A path that cannot affect the metric gives the baseline, without a run.
+        """
+        senders, i = i.unique(return_inverse=True)
+        receivers, j = j.unique(return_inverse=True)
+        block = replace(
+            block,
+            senders=_take(block.senders, senders),
+            receivers=None if block.receivers is None else _take(block.receivers, receivers),
+        )
+        values = torch.full((len(i),), self.baseline, dtype=torch.float64, device="cpu")
+        device = self.target.embedding.device
+        if block.receivers is None:
+            self._run_to_logits(block, i.to(device), values)
+        elif block.receivers.kind == "neuron":
+            self._run_neurons(block, block.receivers, i.to(device), j.to(device), values)
+        else:
+            self._run_attention(block, block.receivers, i.to(device), j.to(device), values)
+        return values
+
+    def _fill(
+        self,
+        values: Float[Tensor, "path"],
+        changed: Bool[Tensor, "path batch some"],
+        at: Int[Tensor, "some"],
+        block: int,
+        run: Callable[[Tensor, int], Tensor],
+    ) -> None:
+        """Run the paths whose change, at some positions, from a block on can affect the metric."""
+        replay = self.replay
+        effective = changed & replay.effective_positions(block).to(changed.device)[:, at]
+        some, first = effective.flatten(1).any(1), 0
+        if some.any():
+            first = replay.start(block, int(at[changed[some].any(dim=0).any(dim=0)][0]))
+        left = some.nonzero()[:, 0].cpu()
+        self.batching.on_done(len(values) - len(left))
+
+        def of_paths(chosen: Tensor) -> Tensor:
+            return replay.metric.mean(run(chosen, first))
+
+        self.batching.fill(values, left, replay.numbers_per_variant(first), of_paths)
+
+    def _sent(self, block: PathBlock, positions: Any) -> Float[Tensor, "sender batch pos d_model"]:
+        """What senders wrote in the source run less what they wrote in the target run."""
+        layer, kind = block.senders.layer, block.senders.kind
+        other, own = (
+            parts.of(layer, kind).written(block.senders, positions)
+            for parts in (self.source, self.target)
+        )
+        where = block.positions.where.to(own.device)[:, positions]
+        return (other - own) * where.unsqueeze(-1)
+
+    def _run_to_logits(self, block: PathBlock, i: Tensor, values: Tensor) -> None:
+        sent = self._sent(block, slice(None))[i]
+        everywhere = torch.arange(self.replay.n_pos, device=sent.device)
+
+        def run(some: Tensor, first: int) -> Tensor:
+            return self.readers.values_at_end(sent[some, :, first:], first, self.scale)
+
+        self._fill(values, (sent != 0).any(-1), everywhere, self.replay.n_blocks, run)
+
+    def _neuron_dz(
+        self, block: PathBlock, receivers: LayerSites
+    ) -> tuple[Float[Tensor, "row pos head_index"], Int[Tensor, "pos"]]:
+        """The change of z of every receiver for every sender; rows are senders × prompts."""
+        at = block.positions.where.any(dim=0).nonzero()[:, 0].to(self.target.embedding.device)
+        reads = self.target.of(receivers.layer, "neuron").reads.at(at)
+        entering = reads.change(self._sent(block, at), self.scale)
+        return self.readers.neuron_change(receivers, entering, self.part, at).flatten(0, 1), at
+
+    def _run_neurons(
+        self, block: PathBlock, receivers: LayerSites, i: Tensor, j: Tensor, values: Tensor
+    ) -> None:
+        replay = self.replay
+        heads = replay.host.neurons[receivers.layer]
+        dz, at = self._neuron_dz(block, receivers)
+        of_all = neuron_changes(heads, _local(receivers), dz)  # [receiver, sender · batch, pos]
+        moves = of_all.unflatten(1, (-1, replay.batch))[j, i]
+        block_number = replay.host.block(receivers.layer, "neuron")
+        after = block_number + replay.adds_mlp_output(block_number, heads.output_module)
+        rows = heads.W_out[receivers.index.to(dz.device)]
+
+        def run(some: Tensor, first: int) -> Tensor:
+            directions = rows[j[some]].repeat_interleave(replay.batch, dim=0).unsqueeze(1)
+            change = moves.new_zeros(len(some), replay.batch, replay.n_pos)
+            change[:, :, at] = moves[some]
+            added = change[:, :, first:].flatten(0, 1).unsqueeze(-1) * directions
+            return replay.values(neuron_variants(replay, receivers.layer, first, added))
+
+        self._fill(values, moves != 0, at, after, run)
+
+    def _attention_z(
+        self, block: PathBlock, receivers: LayerSites
+    ) -> tuple[Float[Tensor, "sender batch pos head_index d_head"], int]:
+        """z of every head of the receivers' layer for every sender, from a position on."""
+        replay, layer = self.replay, receivers.layer
+        number = replay.host.block(layer, "attention")
+        begins = int(block.positions.where.any(dim=0).nonzero()[0])
+        first = begins if replay.can_start_at(number, begins) else 0
+        here = slice(first, None)
+        reads = self.target.of(layer, "attention").reads.at(here)
+        entering = reads.change(self._sent(block, here), self.scale)
+        own = self.target.of(layer, "attention").z[:, here]
+        found = torch.empty((len(entering), *own.shape), dtype=own.dtype, device="cpu")
+        quiet = self.batching.silent()
+        quiet.fill(
+            found,
+            torch.arange(len(entering), device="cpu"),
+            replay.numbers_per_variant(first),
+            lambda some: self.readers.attention_z(layer, entering[some], self.part, first),
+        )
+        return found.to(own.device), first
+
+    def _run_attention(
+        self, block: PathBlock, receivers: LayerSites, i: Tensor, j: Tensor, values: Tensor
+    ) -> None:
+        replay, layer = self.replay, receivers.layer
+        number = replay.host.block(layer, "attention")
+        z, begins = self._attention_z(block, receivers)
+        own = self.target.of(layer, "attention").z
+        index = receivers.index.to(z.device)[j]
+        moved = z[i, :, :, index]  # [path, batch, pos, d_head]
+        recorded = own[:, begins:, index].movedim(2, 0)
+        at = torch.arange(begins, replay.n_pos, device=z.device)
+        name = replay.host.hook_name(layer, "attention", "z")
+
+        def run(some: Tensor, first: int) -> Tensor:
+            # Where the metric reads no position that the path can move, variants begin before it.
+            before = own[:, first:begins, index[some]].movedim(2, 0)
+            rows = torch.cat([before, moved[some][:, :, max(first - begins, 0) :]], dim=2)
+            rows, heads = rows.flatten(0, 1), index[some].repeat_interleave(replay.batch)
+
+            def put(value: Tensor, hook: Any) -> Tensor:
+                value = value.clone()
+                value[torch.arange(len(heads), device=value.device), :, heads] = rows
+                return value
+
+            stream = replay.recorded_stream(number, first, len(some))
+            return replay.values(Variants(number, first, stream, [(name, put)]))
+
+        self._fill(values, (moved != recorded).any(-1), at, number, run)
+
+    @torch.no_grad()
+    def estimates(
+        self, block: PathBlock, gradients: dict[tuple[int, HeadKind], Tensor]
+    ) -> Float[Tensor, "sender receiver"]:
+        """Return the expected change of the metric by each path; to the logits, the exact one.
+
+        Args:
+            block: the paths.
+            gradients: of the metric by z, in the run patched into, by layer and kind.
+        """
+        receivers, n = block.receivers, len(block.senders.names)
+        if receivers is None:
+            every = torch.arange(n, device="cpu")
+            quiet = replace(self, batching=self.batching.silent())
+            return (quiet.values(block, every, torch.zeros_like(every)) - self.baseline)[:, None]
+        gradient = gradients[receivers.layer, receivers.kind]
+        if receivers.kind == "neuron":
+            dz, at = self._neuron_dz(block, receivers)
+            heads = self.replay.host.neurons[receivers.layer]
+            index = receivers.index.to(gradient.device)
+            own = gradient.squeeze(-1)[:, at].unflatten(-1, (-1, heads.heads_per_neuron))
+            own = own[:, :, index].flatten(2).repeat(n, 1, 1)
+            terms = sum_by_site(heads, _local(receivers), dz * own)
+            return terms.unflatten(1, (n, -1)).sum((-1, -2)).T
+        z, begins = self._attention_z(block, receivers)
+        dz = z - self.target.of(receivers.layer, "attention").z[:, begins:]
+        index = receivers.index.to(z.device)
+        return torch.einsum("nbphd,bphd->nh", dz[:, :, :, index], gradient[:, begins:, index])

@@ -1,0 +1,306 @@
+"""Path patching against TransformerLens' hooks on the model that was never exposed or converted."""
+
+import bridges
+import pandas as pd
+import pytest
+import torch
+from common import needs_hooked_transformer, tokens
+from patch_oracle import CORRECT, WRONG, difference, seen
+from path_oracle import PathOracle
+
+from attn_only_lens import Bilinear, HeadName, InputError, convert, expose_neuron_heads
+from attn_only_lens import patching as p
+from attn_only_lens.patching import _path_patch, path_runs
+from attn_only_lens.runs.readers import Readers
+from attn_only_lens.tl import HAS_HOOKED_TRANSFORMER
+
+if HAS_HOOKED_TRANSFORMER:
+    from models import CORE, build
+    from transformer_lens.tools.analysis.direct_path_patching import get_act_patch_direct_path
+else:
+    from transformer_lens.patching import get_act_patch_direct_path
+
+    CORE = ()
+
+POS, AT, END = 5, 2, 4
+METRIC = p.logit_diff(CORRECT, WRONG)
+
+
+def prompts(batch=2):
+    clean = tokens(0, batch=batch, pos=POS)
+    corrupted = clean.clone()
+    corrupted[:, 1] = (clean[:, 1] + 7) % 41
+    return clean, corrupted
+
+
+SENDERS = ("L0H1", "L0N3", "L1H1", "L1N29")
+RECEIVERS = ("L1H0", "L1N5", "L2H1", "L2N36")
+
+
+def compare(found, oracle, positions, tolerance=1e-10):
+    """Every row with what the oracle has; return how many."""
+    frame, moved = found.to_frame(), 0.0
+    span = abs(found.clean_value - found.corrupted_value)
+    for row in frame.itertuples():
+        to = row.receiver if row.receiver == "logits" else HeadName.parse(row.receiver)
+        expected = oracle.value(HeadName.parse(row.sender), to, row.part, positions)
+        assert abs(row.value - expected) < tolerance * span, row
+        moved = max(moved, abs(expected - found.corrupted_value))
+    assert moved > 1e-4 * span  # control: paths do something
+    return len(frame)
+
+
+@needs_hooked_transformer
+@pytest.mark.parametrize("family", [*CORE, "rotary", "grouped"])
+def test_equals_hooks(family):
+    source, (clean, corrupted) = build(family, scale=0.25), prompts()
+    held, anew = (PathOracle(source, clean, corrupted, scale) for scale in ("held", "anew"))
+    converted = convert(source)
+    pair = {"senders": SENDERS, "receivers": [*RECEIVERS, "logits"], "progress": False}
+    with expose_neuron_heads(source, copy=True) as exposed:
+        found = p.path_patch(converted, clean, corrupted, METRIC, positions=AT, part="z", **pair)
+        n = compare(found, held, AT)
+        assert n == 17 - source.cfg.parallel_attn_mlp  # there L1H1 does not reach L1N5
+        again = p.path_patch(exposed, clean, corrupted, METRIC, positions=AT, part="z", **pair)
+        pd.testing.assert_frame_equal(found.frame, again.frame, rtol=1e-9)
+        for part, to in (("q", RECEIVERS), ("k", ("L1H0", "L2H1")), ("value", RECEIVERS)):
+            few = pair | {"senders": ("L0H1", "L0N3"), "receivers": to}
+            some = p.path_patch(exposed, clean, corrupted, METRIC, positions=AT, part=part, **few)
+            compare(some, held, AT)
+        pair |= {"positions": "all", "part": "z"}
+        some = p.path_patch(converted, clean, corrupted, METRIC, scale="anew", **pair)
+        compare(some, anew, slice(None))
+        direct = p.path_patch(exposed, clean, corrupted, METRIC, **pair | {"receivers": "logits"})
+        compare(direct, held, slice(None))
+
+
+@needs_hooked_transformer
+def test_heads_one_at_a_time(monkeypatch):
+    """As where all are normed together; here that must change nothing."""
+    model, (clean, corrupted) = convert(build("grouped", scale=0.25)), prompts()
+    options = {"senders": "L0N3", "receivers": p.heads(1), "positions": AT, "progress": False}
+    for part in ("q", "k", "value"):
+        together = p.path_patch(model, clean, corrupted, METRIC, part=part, **options)
+        with monkeypatch.context() as patch:
+            patch.setattr(Readers, "_test", lambda readers, layer: True)
+            alone = p.path_patch(model, clean, corrupted, METRIC, part=part, **options)
+        pd.testing.assert_frame_equal(together.frame, alone.frame, rtol=1e-12)
+        assert together.frame["value"].nunique() == 6
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "gemma2"])
+def test_bridges_equal_hooks(name):
+    """Neurons as receivers, by an edit of their pre-activation; norm scales as the cache has them.
+
+    Bridged RMS norms compute in float32: what is compared with them agrees to that.
+    """
+    model, (clean, corrupted) = bridges.exposed_copy(bridges.boot(name)), prompts()
+    found = p.path_patch(
+        model,
+        *(clean, corrupted, METRIC),
+        senders=["L0H1", "L0N3", "L1H0"],
+        receivers=["L1N5", "logits"],
+        part="z",
+        positions=END,
+        progress=False,
+    )
+    gated = name != "gpt2"
+    norm = model.blocks[1].ln2
+    w = norm.original_component.weight.detach() + (name == "gemma2")
+    rows = found.frame.set_index(["sender", "receiver"])["value"]
+    for sender in ("L0H1", "L0N3", "L1H0"):
+        head = HeadName.parse(sender)
+        block, sublayer = model.blocks[head.layer], "attn" if head.kind == "attention" else "mlp"
+        wrote = []
+        for prompt in (clean, corrupted):
+            z = seen(model, prompt, head.hook("z", model))[:, END, head.index]
+            part = block.attn.W_O if sublayer == "attn" else block.mlp.W_out[:, None]
+            out = z @ part[head.index]
+            if name == "gemma2":
+                at = f"blocks.{head.layer}.ln{1 if sublayer == 'attn' else 2}_post"
+                after = getattr(block, at.rpartition(".")[2]).original_component.weight
+                out = out / seen(model, prompt, f"{at}.hook_scale")[:, END] * (1 + after)
+            wrote.append(out)
+        delta = wrote[0] - wrote[1]
+        delta = delta if gated else delta - delta.mean(-1, keepdim=True)
+        entering = delta / seen(model, corrupted, "blocks.1.ln2.hook_scale")[:, END] * w
+        mlp = model.blocks[1].mlp
+
+        def add(value, hook, more):
+            value = value.clone()
+            value[:, END, 5] += more
+            return value
+
+        edits = [("blocks.1.mlp.hook_pre", (mlp.W_gate if gated else mlp.W_in)[:, 5])]
+        edits += [("blocks.1.mlp.hook_pre_linear", mlp.W_in[:, 5])] * gated
+        hooks = [(at, lambda x, hook, m=entering @ W: add(x, hook, m)) for at, W in edits]
+        with torch.no_grad(), model.hooks(fwd_hooks=hooks):
+            expected = difference(model(corrupted))
+        span = abs(found.clean_value - found.corrupted_value)
+        got = rows[sender, "L1N5"]
+        assert abs(got - expected) < (1e-6 if gated else 1e-10) * span
+        assert abs(got - found.corrupted_value) > 1e-4 * span
+
+
+def test_equals_transformerlens():
+    """Its direct paths between attention heads: 3.9 holds norms' scales, 4 computes them anew."""
+    source, (clean, corrupted) = bridges.boot("gpt2", state="processed"), prompts()
+    theirs_is, other = ("held", "anew") if HAS_HOOKED_TRANSFORMER else ("anew", "held")
+    with torch.no_grad():
+        caches = [source.run_with_cache(each)[1] for each in (clean, corrupted)]
+    with expose_neuron_heads(source, copy=True) as model:
+        for part, component in (("q", "q"), ("k", "k"), ("value", "v")):
+            with torch.no_grad():
+                theirs = get_act_patch_direct_path(
+                    *(source, corrupted, *caches, lambda x: torch.tensor(difference(x))),
+                    *(0, 1, component),
+                    verbose=False,
+                )
+            ours, off = (
+                p.path_patch(
+                    *(model, clean, corrupted, METRIC),
+                    senders="L0H1",
+                    receivers=p.heads(),
+                    part=part,
+                    positions="all",
+                    scale=scale,
+                    progress=False,
+                ).frame
+                for scale in (theirs_is, other)
+            )
+            assert ours["receiver"].tolist() == ["L1H0", "L1H1"]
+            got, control = (torch.tensor(each["value"].to_numpy()).float() for each in (ours, off))
+            assert torch.allclose(got, theirs[1], rtol=1e-6)  # it keeps values in float32
+            assert not torch.allclose(control, theirs[1], rtol=1e-6)
+
+
+@pytest.fixture(scope="module")
+def small():
+    return bridges.exposed_copy(bridges.boot("gpt2")), *prompts()
+
+
+def test_top_is_patched_exactly(small, monkeypatch):
+    model, clean, corrupted = small
+    options = {"senders": p.all_heads(0), "receivers": p.all_heads(1), "part": "z"}
+    options |= {"positions": [1, END], "progress": False}
+    every = p.path_patch(model, clean, corrupted, METRIC, **options)
+    monkeypatch.setattr(path_runs, "_NUMBERS", 500)  # blocks of a few paths
+    monkeypatch.setattr(_path_patch, "_AT_ONCE", 5)
+    cut = p.path_patch(model, clean, corrupted, METRIC, **options)
+    key = ["sender", "receiver", "position"]
+    values = cut.frame.astype({"sender": str, "receiver": str}).set_index(key)["value"]
+    whole = every.frame.astype({"sender": str, "receiver": str}).set_index(key)["value"]
+    span = abs(every.clean_value - every.corrupted_value)
+    assert (values - whole[values.index]).abs().max() < 1e-12 * span
+    top = p.path_patch(model, clean, corrupted, METRIC, top=13, **options)
+    assert len(top.frame) == 13
+    assert top.n_paths == len(every.frame) == 2 * 39 * 39
+    rows = top.frame.astype({"sender": str, "receiver": str}).set_index(key)
+    assert (rows["value"] - whole[rows.index]).abs().max() < 1e-12 * span
+    # Estimates are good enough here to find the largest, and all within a third.
+    best = every.top(7).astype({"sender": str, "receiver": str})
+    assert set(zip(*(best[name] for name in key), strict=True)) <= set(rows.index)
+    assert ((rows["estimate"] - rows["score"]).abs() < rows["score"].abs() / 3 + 1e-6).all()
+
+
+def test_resumes(small, tmp_path, monkeypatch):
+    model, clean, corrupted = small
+    monkeypatch.setattr(_path_patch, "_AT_ONCE", 3)
+    options = {"senders": ["L0H1", "L0N3", "L0N5"], "receivers": ["L1H0", "L1N5", "logits"]}
+    options |= {"positions": [1, END], "progress": False, "resume": tmp_path / "paths"}
+    runs, values = [], path_runs.PathRunner.values
+
+    def count(runner, block, i, j):
+        runs.append(len(i))
+        return values(runner, block, i, j)
+
+    monkeypatch.setattr(path_runs.PathRunner, "values", count)
+    for top in (None, 7):
+        options["resume"] = tmp_path / f"top {top}"
+        expected = p.path_patch(model, clean, corrupted, METRIC, top=top, **options)
+        (tmp_path / f"top {top}" / "part-000001.parquet").unlink()
+        runs.clear()
+        again = p.path_patch(model, clean, corrupted, METRIC, top=top, **options)
+        pd.testing.assert_frame_equal(expected.frame, again.frame, check_exact=True)
+        assert 0 < sum(runs) < len(expected.frame)
+        with pytest.raises(InputError, match="part: got"):
+            p.path_patch(model, clean, corrupted, METRIC, part="q", top=top, **options)
+        expected.save(tmp_path / "paths.csv")
+        loaded = p.Paths.load(tmp_path / "paths.csv")
+        pd.testing.assert_frame_equal(expected.frame, loaded.frame, check_categorical=False)
+
+
+def test_heads_that_share_a_neuron():
+    """Bilinear gates: the heads of a neuron read together, and one alone writes its share."""
+    source, (clean, corrupted) = bridges.boot("gpt2"), prompts()
+    model = bridges.exposed_copy(source, gate=Bilinear(2))
+    found = p.path_patch(
+        model,
+        *(clean, corrupted, METRIC),
+        senders=["L0N3", "L0N3.0", "L0N3.1"],
+        receivers=["L1N5", "L1N5.0", "L1N5.1", "logits"],
+        part="z",
+        positions=END,
+        progress=False,
+    )
+    effect = found.frame.assign(e=found.effect).set_index(["sender", "receiver"])["e"]
+    norm, mlp = model.blocks[1].ln2, model.blocks[1].mlp
+    z = [model.run_with_cache(each)[1]["blocks.0.mlp.hook_post"] for each in (clean, corrupted)]
+    delta = (z[0] - z[1])[:, END, 3, None] * model.blocks[0].mlp.W_out[3]
+    delta = delta - delta.mean(-1, keepdim=True)
+    scale = seen(model, corrupted, "blocks.1.ln2.hook_scale")[:, END]
+    more = delta / scale * norm.original_component.weight @ mlp.W_in[:, 5]
+
+    def add(value, hook):
+        value = value.clone()
+        value[:, END, 5] += more
+        return value
+
+    with torch.no_grad(), model.hooks(fwd_hooks=[("blocks.1.mlp.hook_pre", add)]):
+        expected = difference(model(corrupted))
+    got = found.frame.set_index(["sender", "receiver"])["value"]["L0N3", "L1N5"]
+    assert abs(got - expected) < 1e-10 * abs(found.clean_value - found.corrupted_value)
+    # To the logits, with scales held, what two heads send adds up.
+    parts = [effect["L0N3.0", "logits"], effect["L0N3.1", "logits"]]
+    assert abs(sum(parts) - effect["L0N3", "logits"]) < 1e-10
+    assert all(abs(each) > 1e-6 for each in parts)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padding_changes_nothing(small, side):
+    model, clean, corrupted = small
+    options = {"senders": ["L0H1", "L0N3"], "receivers": ["L1H0", "L1N5", "logits"], "part": "z"}
+    options |= {"positions": -1, "progress": False, "direction": "noise"}
+    whole, short = (
+        p.path_patch(model, clean[i, :n], corrupted[i, :n], METRIC, **options)
+        for i, n in enumerate((POS, 3))
+    )
+    pad = torch.zeros(1, 2, dtype=torch.long)
+    mask = torch.ones_like(clean)
+
+    def padded(x):
+        row = [pad, x[1:, :3]] if side == "left" else [x[1:, :3], pad]
+        return torch.cat([x[:1], torch.cat(row, dim=1)])
+
+    mask[1, slice(2) if side == "left" else slice(3, None)] = 0
+    found = p.path_patch(model, padded(clean), padded(corrupted), METRIC, mask=mask, **options)
+    expected = (whole.frame["value"] + short.frame["value"]) / 2
+    assert (found.frame["value"] - expected).abs().max() < 1e-12
+    assert (found.frame["value"] - found.clean_value).abs().min() > 1e-9
+
+
+def test_refusals(small):
+    model, clean, corrupted = small
+    call = {"senders": "L0H1", "receivers": "L1H0", "progress": False}
+
+    def refused(match, metric=METRIC, **options):
+        with pytest.raises(InputError, match=match):
+            p.path_patch(model, clean, corrupted, metric, **call | options)
+
+    refused("expected one of q, k, value", part="v")
+    refused("do not depend on the token", part="k", receivers=["L1H0", "L1N5"])
+    refused("a later layer", senders="L1N5")
+    refused("not flat", metric=p.kl(), direction="noise", top=3)
+    half = bridges.exposed_copy(bridges.boot("gpt2", torch.bfloat16))
+    with pytest.raises(InputError, match="expected float32"):
+        p.path_patch(half, clean, corrupted, METRIC, **call)

@@ -1,0 +1,143 @@
+"""Paths from head to head on a HookedTransformer, by its own hooks and weights.
+
+Writes, norms and inputs are computed from the weights and the cache. Queries, keys or values are
+put into one run to see what the receiver makes of them, and its z into another. Nothing of
+attn_only_lens enters.
+"""
+
+import torch
+from patch_oracle import difference
+
+ACTS = {
+    "gelu": torch.nn.functional.gelu,
+    "silu": torch.nn.functional.silu,
+    "gelu_new": lambda x: torch.nn.functional.gelu(x, approximate="tanh"),
+}
+
+
+class PathOracle:
+    """Path patching by hand on a HookedTransformer, or a bridge with its names."""
+
+    def __init__(self, model, clean, corrupted, scale="held"):
+        self.model, self.scale = model, scale
+        with torch.no_grad():
+            self.source = model.run_with_cache(clean)[1]
+            self.target = model.run_with_cache(corrupted)[1]
+        self.tokens, self.cfg = corrupted, model.cfg
+        self.post = getattr(self.cfg, "original_architecture", None) == "Olmo2ForCausalLM"
+        self.both = bool(getattr(self.cfg, "use_normalization_before_and_after", False))
+
+    def normed(self, norm, cache, name, change, x=None):
+        """What a norm makes of a change; of x + change less x, its scale computed anew."""
+        if norm is None or isinstance(norm, torch.nn.Identity):
+            return change
+        kind = (self.cfg.normalization_type or "").removesuffix("Pre")
+        if kind == "LN":
+            change = change - change.mean(-1, keepdim=True)
+        w = getattr(norm, "w", None)
+        w = 1.0 if w is None else w
+        old = cache[f"{name}.hook_scale"]
+        if x is None:
+            return change / old * w
+        x = x - x.mean(-1, keepdim=True) if kind == "LN" else x
+        new = ((x + change).square().mean(-1, keepdim=True) + self.cfg.eps).sqrt()
+        return (x + change) / new * w - x / old * w
+
+    def around(self, head):
+        """The norms before and after a sublayer, and what they are called."""
+        n = 1 if head.kind == "attention" else 2
+        block, at = self.model.blocks[head.layer], f"blocks.{head.layer}.ln{n}"
+        first = (getattr(block, f"ln{n}", None), at)
+        if self.post:
+            return (None, ""), first
+        return first, (getattr(block, f"ln{n}_post"), f"{at}_post") if self.both else (None, "")
+
+    def write(self, head, cache):
+        (_, _), (norm, at) = self.around(head)
+        block = self.model.blocks[head.layer]
+        if head.kind == "attention":
+            z = cache[f"blocks.{head.layer}.attn.hook_z"]
+            out = z[:, :, head.index] @ block.attn.W_O[head.index]
+        else:
+            post = cache[f"blocks.{head.layer}.mlp.hook_post"][:, :, head.index, None]
+            if hasattr(block.mlp, "b_in") and getattr(self.cfg, "gated_mlp", False):
+                post = post - block.mlp.b_in[head.index]  # TransformerLens adds it to the product
+            out = post * block.mlp.W_out[head.index]
+        return self.normed(norm, cache, at, out)
+
+    @torch.no_grad()
+    def value(self, sender, receiver, part, positions):
+        sent = self.write(sender, self.source) - self.write(sender, self.target)
+        delta = torch.zeros_like(sent)
+        delta[:, positions] = sent[:, positions]
+        if receiver == "logits":
+            return self.to_logits(delta)
+        (norm, at), _ = self.around(receiver)
+        parallel = self.cfg.parallel_attn_mlp
+        where = "pre" if receiver.kind == "attention" or parallel else "mid"
+        x = self.target[f"blocks.{receiver.layer}.hook_resid_{where}"]
+        entering = self.normed(norm, self.target, at, delta, x if self.scale == "anew" else None)
+        follow = self.to_head if receiver.kind == "attention" else self.to_neuron
+        return follow(receiver, part, entering)
+
+    def logits(self, *edits):
+        with self.model.hooks(fwd_hooks=list(edits)):
+            return self.model(self.tokens)
+
+    def to_logits(self, delta):
+        norm = getattr(self.model, "ln_final", None)
+        if norm is None or isinstance(norm, torch.nn.Identity):
+            last = f"blocks.{self.cfg.n_layers - 1}.hook_resid_post"
+            return difference(self.logits((last, lambda x, hook: x + delta)))
+        x = self.target[f"blocks.{self.cfg.n_layers - 1}.hook_resid_post"]
+        x = x if self.scale == "anew" else None
+        w = getattr(norm, "w", None)
+        more = self.normed(norm, self.target, "ln_final", delta, x)
+        more = more if w is None else more / w
+        return difference(self.logits(("ln_final.hook_normalized", lambda x, hook: x + more)))
+
+    def to_head(self, head, part, entering):
+        attn, at = self.model.blocks[head.layer].attn, f"blocks.{head.layer}.attn"
+        inputs = {"q": "q", "k": "k", "value": "v", "pattern": "qk", "z": "qkv"}[part]
+        edits, found = [], []
+        for point in inputs:
+            W = getattr(attn, f"W_{point.upper()}")
+            own = W[head.index * len(W) // self.cfg.n_heads]
+
+            def put(value, hook, own=own):
+                value = value.clone()
+                value[:, :, head.index * value.shape[2] // self.cfg.n_heads] += entering @ own
+                return value
+
+            edits.append((f"{at}.hook_{point}", put))
+        keep = (f"{at}.hook_z", lambda z, hook: found.append(z[:, :, head.index].clone()))
+        self.logits(*edits, keep)
+
+        def patch(z, hook):
+            z = z.clone()
+            z[:, :, head.index] = found[0]
+            return z
+
+        return difference(self.logits((f"{at}.hook_z", patch)))
+
+    def to_neuron(self, head, part, entering):
+        mlp, at = self.model.blocks[head.layer].mlp, f"blocks.{head.layer}.mlp"
+        act, i = ACTS[self.cfg.act_fn], head.index
+        q = self.target[f"{at}.hook_pre"][:, :, i]
+        gate = getattr(mlp, "W_gate", None)
+        if gate is None:
+            new = q + entering @ mlp.W_in[:, i]
+            v, new_v = q, new
+        else:
+            u = self.target[f"{at}.hook_pre_linear"][:, :, i]
+            new = q + entering @ gate[:, i]
+            v, new_v = q * u, new * (u + entering @ mlp.W_in[:, i])
+        w, new_w = act(q) / q, act(new) / new
+        z = {"q": new_w * v, "pattern": new_w * v, "value": w * new_v, "z": new_w * new_v}[part]
+
+        def patch(post, hook):
+            post = post.clone()
+            post[:, :, i] += z - w * v
+            return post
+
+        return difference(self.logits((f"{at}.hook_post", patch)))

@@ -1,0 +1,82 @@
+"""Runs taken apart: writes add up to the stream, and norms move as their modules do."""
+
+import bridges
+import pytest
+import torch
+import transformers
+from common import needs_hooked_transformer, relative, tokens
+
+from attn_only_lens import InputError, UnsupportedModelError, convert, expose_neuron_heads
+from attn_only_lens import patching as p
+from attn_only_lens.runs.sites import resolve_sites
+from attn_only_lens.runs.writes import take_apart
+from attn_only_lens.tl import HAS_HOOKED_TRANSFORMER
+
+if HAS_HOOKED_TRANSFORMER:
+    from models import build
+
+KINDS = ("llama", "parallel_norms", "norms_before_and_after", "post_norm", "no_norm", "gelu")
+
+
+def heads_and_biases(model, parts):
+    """Every write on its own, summed one after another."""
+    total = parts.embedding.clone()
+    for sites in resolve_sites(model, p.all_heads()):
+        for write in parts.of(sites.layer, sites.kind).written(sites):
+            total += write
+    for each in parts.sublayers:
+        total += each.bias
+    return total
+
+
+def check_norms(model, parts, tolerance):
+    """By the norms' own modules."""
+    for each in parts.sublayers:
+        x = each.reads.stream
+        change = torch.randn_like(x) * x.std()
+        module = each.reads.norm.module
+        expected = change if module is None else module(x + change) - module(x)
+        assert relative(each.reads.change(change, "anew"), expected) < tolerance
+        held = each.reads.change(change)
+        assert relative(each.reads.change(3 * change), 3 * held) < 1e-12
+        if module is not None:  # what scales it up, with one mean taken away, changes it not
+            moved = each.reads.change(0.25 * x, "anew")
+            assert moved.abs().max() < 1e-3 * expected.abs().max()
+            assert relative(each.reads.change(0.25 * x), expected) > 1e-3
+
+
+@needs_hooked_transformer
+@pytest.mark.parametrize("family", KINDS)
+@torch.no_grad()
+def test_writes_add_up(family):
+    source = build(family, scale=0.25)
+    stream = source.run_with_cache(tokens())[1]["blocks.2.hook_resid_post"]
+    for model in (convert(source), expose_neuron_heads(source, copy=True).model):
+        parts = take_apart(model, tokens(), None)
+        assert relative(heads_and_biases(model, parts), stream) < 1e-13
+        assert relative(parts.final.stream, stream) < 1e-13
+    check_norms(model, parts, 1e-10)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "gemma2"])
+@torch.no_grad()
+def test_writes_of_bridges_add_up(name):
+    model = bridges.exposed_copy(bridges.boot(name))
+    parts = take_apart(model, tokens(), None)
+    last = f"blocks.{model.cfg.n_layers - 1}.hook_resid_post"
+    stream = model.run_with_cache(tokens())[1][last]
+    fine = name == "gpt2"  # bridged RMS norms compute in float32
+    assert relative(heads_and_biases(model, parts), stream) < (1e-13 if fine else 1e-6)
+    check_norms(model, parts, 1e-10 if fine else 1e-5)
+
+
+def test_outputs_that_are_multiplied_are_refused():
+    config = transformers.GraniteConfig(
+        **bridges.SIZES, **bridges.GROUPED, residual_multiplier=0.25
+    )
+    torch.manual_seed(0)
+    source = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    bridge = bridges.bridged(bridges.randomise(source.double().eval()))
+    model = bridges.exposed_copy(bridge)
+    with pytest.raises((UnsupportedModelError, InputError), match="outputs are multiplied"):
+        take_apart(model, tokens(), None)
