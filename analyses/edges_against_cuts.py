@@ -158,7 +158,7 @@ def main(
     models_dir: Annotated[
         Path, typer.Option(envvar="ATTN_ONLY_LENS_MODELS", help="real models, a folder each")
     ] = Path(__file__).parents[2] / "shared" / "models",
-    n_nodes: Annotated[int, typer.Option(help="nodes of each model")] = 100,
+    n_nodes: Annotated[int, typer.Option(help="nodes of each model")] = 60,
     n_prompts: Annotated[int, typer.Option(help="prompts of each model")] = 8,
     smoke: Annotated[bool, typer.Option(help="the shipped model and few nodes")] = False,
 ) -> None:
