@@ -18,6 +18,14 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.skip(reason=reason))
 
 
+@pytest.fixture(autouse=True, scope="session")
+def _a_tokenizer_for_examples(doctest_namespace):
+    """Examples of prompts say `tokenizer` for that of any model."""
+    from task_tokenizer import task_tokenizer
+
+    doctest_namespace["tokenizer"] = task_tokenizer()
+
+
 def needs_hooked_transformer(item):
     """Whether it is such an example, or of a test module that takes its models from `models`."""
     if isinstance(item, pytest.DoctestItem):

@@ -1,6 +1,6 @@
 """MLP neurons as attention heads: convert a HookedTransformer, then analyse every head alike."""
 
-from attn_only_lens import circuits, expansion, patching, pretrained, viz
+from attn_only_lens import circuits, expansion, patching, pretrained, tasks, viz
 from attn_only_lens.comparison import Comparison, compare
 from attn_only_lens.errors import (
     AttnOnlyLensError,
@@ -65,6 +65,7 @@ __all__ = [
     "patching",
     "pretrained",
     "save",
+    "tasks",
     "to_stock",
     "token_texts",
     "verify",

@@ -21,6 +21,7 @@ from simulated_device import Float64Forbidden, MixedDevices, SimulatedDevice, se
 
 from attn_only_lens import (
     Bilinear,
+    UnsupportedModelError,
     calibrate,
     circuits,
     compare,
@@ -248,7 +249,18 @@ def weights(model):
     )
 
 
-USES = (passes, patterns, sweeps, other_sweeps, attributions, circuit, frozen, weights)
+def paths(model):
+    given = {"senders": ["L0H1", "L0N3"], "receivers": ["L1H0", "L1N29", "logits"], "part": "z"}
+    given |= {"positions": -1, "progress": False}
+    found = [p.path_patch(model, *GIVEN, **given, **how) for how in ({}, {"top": 3})]
+    found.append(circuits.score_sources(model, CLEAN[0], "L1N29", top=3))
+    try:
+        return found, circuits.score_sources(model, CLEAN[0], "L1H0", -1, 0)
+    except UnsupportedModelError:  # native bridges do not show scores
+        return found, None
+
+
+USES = (passes, patterns, sweeps, other_sweeps, attributions, circuit, frozen, weights, paths)
 
 
 @pytest.mark.parametrize("use", USES, ids=lambda use: use.__name__)

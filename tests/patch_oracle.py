@@ -8,7 +8,7 @@ import torch
 from attn_only_lens import HeadName
 
 CORRECT, WRONG = 7, 11
-ACTIVATION = {"z": "z", "pattern": "pattern", "value": "v", "q": "q"}
+ACTIVATION = {"z": "z", "pattern": "pattern", "value": "v", "q": "q", "k": "k"}
 
 
 def difference(logits, positions=None):

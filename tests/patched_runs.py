@@ -8,7 +8,7 @@ import re
 import torch
 from common import mlp_hook
 
-ACTIVATION = {"z": "z", "pattern": "pattern", "value": "v", "q": "q"}
+ACTIVATION = {"z": "z", "pattern": "pattern", "value": "v", "q": "q", "k": "k"}
 
 
 def two_blocks(model):

@@ -21,11 +21,12 @@ import bridges
 import models
 import torch
 from common import BATCH, D_VOCAB, POS, tokens
+from task_tokenizer import task_tokenizer
 from tiny_tokenizer import tiny_tokenizer
 from typer.testing import CliRunner
 
 import attn_only_lens as lens
-from attn_only_lens import circuits, growth, viz
+from attn_only_lens import circuits, growth, tasks, viz
 from attn_only_lens import expansion as ex
 from attn_only_lens import patching as p
 from attn_only_lens.cli import app
@@ -45,6 +46,7 @@ WORKS = "works"
 TEXT, OTHER = "w3 w5 w7 w2", "w3 w5 w11 w2"
 WORDS = [f"w{i}" for i in range(POS)]
 METRIC = p.logit_diff(correct=7, wrong=8)
+THINGS = [{"thing": f"w{i}", "answer": f" w{i + 4}"} for i in (7, 9)]
 
 
 class Kit:
@@ -104,6 +106,15 @@ class Kit:
     def attributed(self, metric=METRIC):
         return p.attribution(self.exposed, tokens(1), tokens(2), metric, progress=False)
 
+    def patched_by_role(self, task):
+        """Whether patches of the task's prompts at its roles change anything."""
+        return _changed(
+            p.activation_patch(
+                *(self.exposed, task.clean, task.corrupted, task.metric),
+                **{"sites": ["L0H1", "L1N3"], "positions": task.roles, "progress": False},
+            )
+        )
+
     def grown_by(self, expansion, **options):
         """Whether the model grows so, and computes the same."""
         grown = lens.grow(self.model, expansion, seed=0, **options).model
@@ -152,6 +163,12 @@ def _changed(sweep):
     return bool((sweep.frame["value"] != sweep.corrupted_value).any())
 
 
+def _other_inside(kit, context):
+    with context:
+        inside = kit.exposed(tokens())
+    return not torch.equal(inside, kit.exposed(tokens()))
+
+
 def _trained(kit):
     model = kit.grown.shrink()
     training = growth.Training(
@@ -183,6 +200,12 @@ def _cached_by_hand(kit):
 def _bilinear(kit):
     exposed = lens.expose_neuron_heads(kit.model, copy=True, gate=lens.Bilinear(2)).model
     return lens.verify(kit.model, exposed, tokens()).ok
+
+
+def _followed(kit):
+    options = {"senders": ["L0H1", "L0N3"], "receivers": ["L1H1", "L1N3", "logits"], "part": "z"}
+    options |= {"positions": -1, "progress": False}
+    return p.path_patch(kit.exposed, tokens(1), tokens(2), METRIC, **options)
 
 
 def _found(kit, how):
@@ -229,6 +252,7 @@ LENS = {
     "verify": lambda kit: lens.verify(kit.model, kit.exposed, tokens()).ok,
 }
 PATCHING = {
+    "ablated": lambda kit: _other_inside(kit, p.ablated(kit.exposed, ["L0H1", "L1N3"])),
     "activation_patch": lambda kit: _changed(kit.sweep()),
     "agreement": lambda kit: len(
         p.agreement(kit.sweep(p.all_heads(), positions="each"), kit.attributed())
@@ -247,8 +271,23 @@ PATCHING = {
     "logit_diff": lambda kit: _changed(kit.attributed(p.logit_diff("w3", "w5"))),
     "loss": lambda kit: _changed(kit.attributed(p.loss())),
     "neuron_heads": lambda kit: set(kit.sweep(p.neuron_heads(1)).frame["kind"]) == {"neuron"},
+    "path_patch": lambda kit: _followed(kit).effect.abs().max() > 1e-3,
     "probability": lambda kit: _changed(kit.attributed(p.probability(7))),
+    "probability_diff": lambda kit: _changed(
+        kit.attributed(p.probability_diff([[7, 8]] * BATCH, [["w9"]] * BATCH))
+    ),
     "prompt_pair": lambda kit: p.prompt_pair(kit.model, TEXT, OTHER).clean.shape[1] >= 4,
+    "steered": lambda kit: _other_inside(kit, p.steered(kit.exposed, {"L1N3": 4.0})),
+}
+TASKS = {
+    # Of a tokenizer alone: the model's has not their words.
+    "agreement": lambda kit: len(tasks.agreement(task_tokenizer(), 3)),
+    "greater_than": lambda kit: len(tasks.greater_than(task_tokenizer(), 3)),
+    "ioi": lambda kit: len(tasks.ioi(task_tokenizer(), 3)),
+    "from_templates": lambda kit: kit.patched_by_role(
+        tasks.from_templates(kit.model.tokenizer, 2, ["w3 {thing} w2", "{thing} w5"], THINGS)
+    ),
+    "induction": lambda kit: kit.patched_by_role(tasks.induction(kit.model.tokenizer, 3, length=5)),
 }
 CIRCUITS = {
     "attribution_graph": lambda kit: len(kit.graph.edges) > 0,
@@ -258,6 +297,9 @@ CIRCUITS = {
     "faithfulness": lambda kit: len(_found(kit, "faithfulness").frame),
     "from_json": lambda kit: _exported(kit, circuits.to_json, circuits.from_json),
     "neuron_like_heads": lambda kit: len(circuits.neuron_like_heads(kit.exposed, tokens())),
+    "score_sources": lambda kit: len(
+        circuits.score_sources(kit.exposed, tokens(batch=1), "L1H1", query=-1, key=0)
+    ),
     "to_json": lambda kit: _exported(kit, circuits.to_json),
     "to_neuronpedia": lambda kit: _exported(kit, circuits.to_neuronpedia, slug="added"),
     "top_compositions": lambda kit: len(circuits.top_compositions(kit.exposed, k=3)),
@@ -333,8 +375,8 @@ OF_NO_MODEL = {
     *("GATES", "BilinearGate", "Gate", "bilinear_gate", "SHARES", "Axis", "Weights", "NodeDetails"),
     # What functions give back.
     *("AttentionOnlyTransformer", "Calibration", "Comparison", "ExposedNeurons", "HeadStack"),
-    *("Verification", "PromptPair", "Sweep", "Circuit", "CircuitGraph", "Faithfulness", "Page"),
-    "Provenance",
+    *("Verification", "PromptPair", "Sweep", "Paths", "Circuit", "CircuitGraph", "Faithfulness"),
+    *("Page", "Provenance", "PairedPrompts"),
     # Of the shipped model, which is of the kind that there is.
     *("demo", "demo_page", "pretrained"),
 }
@@ -342,6 +384,7 @@ OF_NO_MODEL = {
 TITLES = {
     "attn_only_lens": "attn_only_lens",
     "attn_only_lens.patching": "attn_only_lens.patching",
+    "attn_only_lens.tasks": "attn_only_lens.tasks",
     "attn_only_lens.circuits": "attn_only_lens.circuits",
     "attn_only_lens.viz": "attn_only_lens.viz",
     "attn_only_lens.growth": "attn_only_lens.growth",
@@ -367,6 +410,7 @@ see [limits](limits.md) and [growth](growth.md)."""
 ROWS = {
     "attn_only_lens": LENS,
     "attn_only_lens.patching": PATCHING,
+    "attn_only_lens.tasks": TASKS,
     "attn_only_lens.circuits": CIRCUITS,
     "attn_only_lens.viz": VIZ,
     "attn_only_lens.growth": GROWTH,

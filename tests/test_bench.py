@@ -10,6 +10,7 @@ import bench_composition
 import bench_convert
 import bench_growth
 import bench_patching
+import bench_paths
 import bench_peak_memory
 import pytest
 import torch
@@ -94,6 +95,17 @@ def test_smoke_of_patching(tmp_path, model, name):
     assert [row[0].strip() for row in rows[:4]] == ["each", "all", "each", "all"]
     # float32, of the sum of the two metrics: ours and TransformerLens' loop on the same sites.
     assert all(float(row[-1]) < 2e-5 for row in rows[:4])
+
+
+def test_smoke_of_paths(tmp_path):
+    app = bench_paths.typer.Typer()
+    app.command()(bench_paths.main)
+    result = CliRunner().invoke(app, ["--smoke", "--out", str(tmp_path)])
+    assert result.exit_code == 0, result.output
+    page = (tmp_path / "bench_paths.md").read_text()
+    rows = [line.split("|")[1:-1] for line in page.splitlines() if line.startswith("| ")][2:]
+    assert len(rows) == 5
+    assert all(float(row[-1]) < 2e-5 for row in rows)  # float32, of the sum of the two metrics
 
 
 def test_smoke_of_growth(tmp_path):

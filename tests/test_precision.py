@@ -56,14 +56,23 @@ def graph(model):
     return found
 
 
+def paths(model):
+    given = {"senders": ["L0H1", "L0N3"], "receivers": ["L1H0", "L1N29"], "part": "z"}
+    found = p.path_patch(model, *GIVEN, positions=-1, progress=False, **given)
+    shares = circuits.score_sources(model, CLEAN[0], "L1H0", -1, 0)["share"]
+    return [*found.frame["value"], shares.sum()]
+
+
 def numbers(found):
+    if isinstance(found, list):
+        return torch.tensor(found)
     if isinstance(found, circuits.CircuitGraph):
         return torch.tensor(found.inflow()["metric"])
     return torch.tensor(found.to_frame().sort_values(["name", "position"])["value"].to_numpy())
 
 
 @pytest.mark.parametrize(
-    "use", [sweep, attribution, frozen_pattern, graph], ids=lambda f: f.__name__
+    "use", [sweep, attribution, frozen_pattern, graph, paths], ids=lambda f: f.__name__
 )
 @pytest.mark.parametrize("make", MODELS, ids=lambda make: make.__name__)
 def test_less_precise_products_are_no_reason_to_refuse(make, use):

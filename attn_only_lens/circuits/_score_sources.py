@@ -36,7 +36,7 @@ from transformer_lens.hook_points import HookPoint
 
 from attn_only_lens.errors import InputError, UnknownHeadError, UnsupportedModelError
 from attn_only_lens.heads import HeadName, host_of, reasons_without_heads
-from attn_only_lens.numerics import as_plain, is_count
+from attn_only_lens.numerics import as_plain, full_precision, is_count
 from attn_only_lens.runs.frozen_pass import silent_scale_edits
 from attn_only_lens.runs.inputs import reasons_not_to_run
 from attn_only_lens.runs.largest import LargestScores
@@ -54,6 +54,7 @@ _PROBLEM = "this score has no sources"
 _NOT_A_SUM = "this score is not a sum over what was written before"
 
 
+@full_precision()
 def score_sources(
     model: Any,
     prompt: Prompts,
@@ -181,7 +182,7 @@ def _of_neuron(
     shares = torch.cat([shares[:, 0], own])
     score = heads.projections(this.entered)[0][0, at, head.index]
     _require_sum(shares.sum(), score, shares.abs().sum())
-    frame = pd.DataFrame({"name": names, "position": at, "share": shares.double().cpu().numpy()})
+    frame = pd.DataFrame({"name": names, "position": at, "share": shares.cpu().double().numpy()})
     order = frame["share"].abs().sort_values(ascending=False, kind="stable").index
     kept = frame.loc[order if top is None else order[:top]]
     if top is not None and top < len(frame):
@@ -359,7 +360,7 @@ def _pairs(
     for first in range(0, n, step):
         largest.add((left[first : first + step] @ right.T).abs(), (first, 0))
     i, j = largest.pairs.T
-    share = (left[i] * right[j]).sum(-1).double().cpu().numpy()
+    share = (left[i] * right[j]).sum(-1).cpu().double().numpy()
     frame = pd.DataFrame(
         {
             "writer_q": np.array(q_names, dtype=object)[i.cpu().numpy()],

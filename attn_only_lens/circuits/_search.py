@@ -32,7 +32,6 @@ from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import pandas as pd
-import torch
 from jaxtyping import Float
 from torch import Tensor
 from tqdm.auto import tqdm
@@ -44,12 +43,12 @@ from attn_only_lens.numerics import as_plain, is_number
 from attn_only_lens.patching._activation_patch import activation_patch
 from attn_only_lens.patching._attribution import METHODS, attribution
 from attn_only_lens.patching.results import MEASURED
-from attn_only_lens.patching.run_patches import site_groups
+from attn_only_lens.patching.site_groups import site_groups
 from attn_only_lens.runs.inputs import option_reasons
 from attn_only_lens.runs.metrics import AnyMetric
-from attn_only_lens.runs.positions import Positions, resolve_positions
+from attn_only_lens.runs.positions import Positions
 from attn_only_lens.runs.prompts import Prompts, prompt_pair
-from attn_only_lens.runs.sites import Sites, all_heads, resolve_sites
+from attn_only_lens.runs.sites import Sites, all_heads
 
 _PER_DOUBLING = 4  # sizes of the grid
 _BETWEEN = 16  # sizes that refine it
@@ -397,9 +396,8 @@ def evaluate(
             ],
             _PROBLEM,
         )
-    where = resolve_positions(pair, circuit.positions)
-    groups = site_groups(resolve_sites(model, circuit.candidates), where)
-    sites = pd.concat([each.frame(torch.zeros(len(each))) for each in groups], ignore_index=True)
+    groups = site_groups(model, pair, circuit.candidates, circuit.positions, "z")
+    sites = pd.concat([each.rows for each in groups], ignore_index=True)
     kept = sites[_KEY].merge(circuit.frame[_KEY].assign(kept=True), how="left")["kept"].notna()
     rows = np.flatnonzero(kept)
     if len(rows) != len(circuit):

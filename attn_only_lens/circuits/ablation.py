@@ -56,6 +56,7 @@ Rows: TypeAlias = npt.NDArray[np.int64]
 _Floats: TypeAlias = npt.NDArray[np.float64]
 _Flags: TypeAlias = npt.NDArray[np.bool_]
 _PROBLEM = "these sites cannot be ablated"
+_EXPECTED_POSITIONS = "expected 'each', 'all', or numbers from 0"
 
 
 def ranked(ranking: Sweep, order: Order) -> Rows:
@@ -198,9 +199,10 @@ class AblatedModel:
         def run(chosen: Tensor) -> Tensor:
             hooks = self._hooks(self._kept([circuits[i] for i in chosen.tolist()]))
             stream = self._replay.recorded_stream(0, self._first, len(chosen))
-            return self._replay.values(Variants(0, self._first, stream, hooks))
+            found = self._replay.values(Variants(0, self._first, stream, hooks))
+            return self._replay.metric.mean(found)
 
-        every = torch.ones(len(circuits), dtype=torch.bool, device="cpu")
+        every = torch.arange(len(circuits), device="cpu")
         per_variant = self._replay.numbers_per_variant(self._first)
         self._batching.fill(values, every, per_variant, run)
         return values.numpy()
@@ -221,8 +223,10 @@ def _reasons_against_sites(sites: pd.DataFrame, n_pos: int) -> list[str]:
     if single:
         reasons.append(f"got {single[0]}, one head of a neuron; expected whole neurons")
     numbers = set(sites["position"].unique().tolist()) - {"all"}
-    if any(each < 0 for each in numbers):
-        reasons.append("got positions from the end; expected 'each', 'all', or numbers from 0")
+    if any(isinstance(each, str) for each in numbers):
+        reasons.append(f"got positions by role; {_EXPECTED_POSITIONS}")
+    elif any(each < 0 for each in numbers):
+        reasons.append(f"got positions from the end; {_EXPECTED_POSITIONS}")
     elif any(each >= n_pos for each in numbers):
         reasons.append(
             f"got a site at position {max(numbers)}; the prompts have {n_pos} tokens: pass a "

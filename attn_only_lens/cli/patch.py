@@ -22,6 +22,7 @@ from attn_only_lens.cli.options import (
     parse_prompts,
 )
 from attn_only_lens.errors import AttnOnlyLensError
+from attn_only_lens.patching.over_prompts import SPREAD
 from attn_only_lens.patching.processes import is_first
 from attn_only_lens.patching.results import Sweep
 
@@ -101,7 +102,9 @@ def _print_effects(sweep: Sweep, top: int) -> None:
         f"{sweep.metric}: {sweep.clean_value:.4g} clean, {sweep.corrupted_value:.4g} corrupted; "
         f"{sweep.part}, {sweep.direction}"
     )
-    columns = ["name", "position", "value", "score"]
+    shares = ["score", *(name for name in SPREAD[1:] if name in sweep.frame)]
+    columns = ["name", "position", "value", *shares]
     frame = sweep.top(top)[columns]
-    frame["score"] = frame["score"].map("{:.4f}".format)
+    for name in shares:
+        frame[name] = frame[name].map("{:.4f}".format)
     print_table(title, columns, frame.to_numpy(dtype=object).tolist())

@@ -88,6 +88,11 @@ class Host(ABC):
     def stream_hook(self, layer: int, point: Literal["pre", "mid", "post"]) -> str:
         """The hook point of the residual stream before, within or after a source layer."""
 
+    def write_hook(self, layer: int, kind: HeadKind) -> str:
+        """The hook point of what the heads of a source layer add to the stream together."""
+        sublayer = "mlp" if kind == "neuron" and self.in_place else "attn"
+        return f"blocks.{self.block(layer, kind)}.hook_{sublayer}_out"
+
     @abstractmethod
     def norms(self) -> list[Any]:
         """The norms of each source layer (`models/norms.py`).
@@ -111,6 +116,10 @@ class Host(ABC):
         Raises:
             InputError: with every one that is another.
         """
+
+    @abstractmethod
+    def tokens_before(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+        """How many tokens came before those of a run, as the arguments of its first block say."""
 
     @abstractmethod
     def replay(self, recording: Any, metric: Any, precise: Any = None) -> Any:

@@ -53,6 +53,10 @@ class HeadName:
             UnknownHeadError: the text has another form.
         """
         match = _NAME.fullmatch(text) if isinstance(text, str) else None
+        if match is None and "@" in str(text):
+            raise UnknownHeadError(
+                f"got {text!r}, a head at a position; expected the head alone, as in 'L5N1234'"
+            )
         if match is None or (match[2] == "H" and match[4] is not None):
             raise UnknownHeadError(
                 f"got {text!r}; expected 'L5H3' (attention head 3 of source layer 5) or "

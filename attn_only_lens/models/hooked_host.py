@@ -1,5 +1,7 @@
 """The part of a host that all HookedTransformers have in common, converted or exposed."""
 
+from typing import Any
+
 from attn_only_lens.heads.host import Host
 from attn_only_lens.models.norms import Norm, hooked_final_norm
 
@@ -13,3 +15,8 @@ class HookedTransformerHost(Host):
 
     def require_weights(self) -> None:
         """Pass: a HookedTransformer computes with the matrices that it names."""
+
+    def tokens_before(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+        """The length of the keys in the first block's entry of a cache."""
+        entry = kwargs.get("past_kv_cache_entry")
+        return 0 if entry is None else int(entry.past_keys.shape[1])

@@ -7,14 +7,24 @@ from attn_only_lens.patching._gate_and_value import gate_and_value
 from attn_only_lens.patching._path_patch import path_patch
 from attn_only_lens.patching.path_results import Paths
 from attn_only_lens.patching.results import Sweep
-from attn_only_lens.runs.metrics import custom, kl, log_probability, logit_diff, loss, probability
+from attn_only_lens.runs.metrics import (
+    custom,
+    kl,
+    log_probability,
+    logit_diff,
+    loss,
+    probability,
+    probability_diff,
+)
 from attn_only_lens.runs.prompts import PromptPair, prompt_pair
 from attn_only_lens.runs.sites import all_heads, heads, neuron_heads
+from attn_only_lens.runs.steering import ablated, steered
 
 __all__ = [
     "Paths",
     "PromptPair",
     "Sweep",
+    "ablated",
     "activation_patch",
     "agreement",
     "all_heads",
@@ -29,5 +39,7 @@ __all__ = [
     "neuron_heads",
     "path_patch",
     "probability",
+    "probability_diff",
     "prompt_pair",
+    "steered",
 ]

@@ -1,6 +1,7 @@
 """Activation patching: exact, site by site, at the cost of what each site can change."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,29 +10,29 @@ from tqdm.auto import tqdm
 
 from attn_only_lens.axes import Tokens
 from attn_only_lens.errors import InputError
-from attn_only_lens.heads.host import HEAD_KINDS
-from attn_only_lens.numerics import full_precision, is_count, matmul_precision
+from attn_only_lens.numerics import is_count, matmul_precision
+from attn_only_lens.patching.over_prompts import OverPrompts
 from attn_only_lens.patching.processes import Processes
 from attn_only_lens.patching.results import Sweep
 from attn_only_lens.patching.resume import MemoryParts, PartStore
-from attn_only_lens.patching.run_patches import Batching, PatchRunner, site_groups
-from attn_only_lens.runs.edit_checks import require_same_edit
+from attn_only_lens.patching.run_patches import Batching, PatchRunner, check_edits
+from attn_only_lens.patching.site_groups import SiteGroup, site_groups
 from attn_only_lens.runs.fingerprint import fingerprint
 from attn_only_lens.runs.identity import Unidentified, identity
 from attn_only_lens.runs.inputs import checked_tokens, option_reasons, reasons_not_to_run
 from attn_only_lens.runs.interventions import ABLATIONS, DIRECTIONS, ablate
 from attn_only_lens.runs.metrics import AnyMetric, Metric, as_metric
-from attn_only_lens.runs.positions import Positions, PositionSet, resolve_positions
-from attn_only_lens.runs.prompts import Prompts, prompt_pair
+from attn_only_lens.runs.positions import Positions, PositionSet
+from attn_only_lens.runs.prompts import PromptPair, Prompts, prompt_pair, single_prompts
 from attn_only_lens.runs.recording import Recording, RunPair, record, record_pair
-from attn_only_lens.runs.replay import Replay, make_replay
-from attn_only_lens.runs.sites import PARTS, LayerSites, Part, Sites, all_heads, resolve_sites
+from attn_only_lens.runs.replay import make_replay
+from attn_only_lens.runs.sites import PARTS, LayerSites, Part, Sites, hook_name, split_positions
 
 
 def activation_patch(
     model: Any,
     clean: Prompts,
-    corrupted: Prompts,
+    corrupted: Prompts | None,
     metric: AnyMetric,
     *,
     sites: Sites | None = None,
@@ -40,6 +41,7 @@ def activation_patch(
     direction: str = "denoise",
     mask: Tensor | None = None,
     reference: str | Tokens | None = None,
+    per_prompt: bool = False,
     batch_size: int | None = None,
     resume: str | Path | None = None,
     progress: bool | str = True,
@@ -53,14 +55,16 @@ def activation_patch(
     Args:
         model: converted by `convert`, or with exposed neuron-heads; without hooks of its own.
         clean: a text, texts, or tokens [batch, pos]; see `prompt_pair`.
-        corrupted: the same for the other run, token for token.
+        corrupted: the same for the other run, token for token; None for an ablation without one,
+            whose scores are shares of the clean run's metric.
         metric: `logit_diff(...)` and the like, or any function of logits [batch, pos, d_vocab].
         sites: `neuron_heads()`, `heads()`, `all_heads()`, or names; by default all heads.
         part: "z", a head's output; "pattern", its attention; "value"; "q". A patch of a
             neuron-head's query moves its pattern and nothing else. Several heads that share a
             neuron are patched together, unless a name says which.
-        positions: "each" in turn, "all" at once, a number (-1 is each prompt's last token), or a
-            list of them.
+        positions: "each" in turn, "all" at once, a number (-1 is each prompt's last token), a list
+            of them, or by role: `{"subject": [2, 4], "end": -1}`, one for all prompts or one of
+            each, counted in its own tokens.
         direction: "denoise", clean activations into the corrupted run; "noise", the other way; or
             an ablation of z in the clean run: to "zero", to the "mean" over all real tokens of
             all prompts, to another prompt's z there ("resample": the next one's, and the first's
@@ -69,6 +73,8 @@ def activation_patch(
         reference: a text, or tokens [batch, pos] without padding, to take means or other prompts'
             activations from; by default the clean prompts. For "resample" in their shape: prompt
             i is resampled from row i, so that the caller draws them.
+        per_prompt: whether to return a row for each prompt of each site; by default one for each
+            site, the mean over prompts with its standard errors (see `Sweep`).
         batch_size: sites in one forward pass; by default as many as fit in memory, halved whenever
             it runs out. It changes roundings and nothing else.
         resume: a folder to write results to as they come. An interrupted sweep resumes there; a
@@ -81,7 +87,8 @@ def activation_patch(
         The metric after each patch, and its score: 0 is the corrupted run, 1 the clean one.
 
     Raises:
-        InputError: with every reason: prompts, metric, sites or positions that do not fit.
+        InputError: with every reason: prompts, metric, sites or positions that do not fit; prompts
+            without values of their own, under `per_prompt`.
         UnsupportedModelError: the model, run in parts, has other logits, or an edit of the sites
             in it differs from a hook in a whole run: both are tested first.
         CheckpointError: files in the folder `resume` are damaged.
@@ -96,20 +103,23 @@ def activation_patch(
         >>> len(sweep.to_frame())  # 512 neurons at 3 positions
         1536
     """
-    _check(model, part, direction, reference, batch_size)
-    chosen = resolve_sites(model, all_heads() if sites is None else sites)
-    pair = prompt_pair(model, clean, corrupted, mask)
-    where = resolve_positions(pair, positions)
+    reasons = one_prompt_reasons(corrupted, direction)
+    _check(model, part, direction, reference, batch_size, reasons)
+    pair = pair_or_single(model, clean, corrupted, mask)
+    groups = site_groups(model, pair, sites, positions, part)
+    chosen = tuple(dict.fromkeys(each.sites for each in groups))
     runs = record_pair(model, pair, metric, chosen, part)
     tokens = None if reference is None else checked_tokens(model, reference)
     target, source, baseline = runs.target(direction)
     if direction in ABLATIONS:
-        source = _ablate(model, runs, direction, tokens, chosen)
+        source = ablated_source(model, runs, direction, tokens, chosen)
+    over = OverPrompts.of_runs(runs, direction, per_prompt)
 
-    groups = site_groups(chosen, where)
     parts: MemoryParts | PartStore = MemoryParts()
     if resume is not None:
-        settings = _settings(model, runs, as_metric(metric), chosen, where, part, direction, tokens)
+        settings = _settings(model, runs, as_metric(metric), groups, part, direction, tokens)
+        settings["at"] = None if sites is None else split_positions(sites)
+        settings["per_prompt"] = bool(per_prompt)
         parts = PartStore(resume, settings, len(groups))
     processes = Processes(resume)
     done = [parts.has(i) for i in range(len(groups))]
@@ -119,44 +129,62 @@ def activation_patch(
     label = progress if isinstance(progress, str) else processes.name
     with tqdm(total=total, unit="site", desc=label, disable=hidden) as bar:
         replay = make_replay(model, target, runs.metric)
-        check_edits(replay.precise, chosen, where, part)
+        check_edits(replay.precise, groups, part)
         batching = Batching(model, batch_size, bar.update, replay.numbers_per_token)
         runner = PatchRunner(replay, source, part, baseline, batching)
         for i in mine:
-            parts.write(i, groups[i].frame(runner.values(groups[i])))
+            parts.write(i, groups[i].frame(runner.values(groups[i]), over))
     processes.wait()
     return Sweep.of_runs(model, runs, parts.read_all(), part, direction)
 
 
-def _check(model: Any, part: str, direction: str, reference: object, batch_size: object) -> None:
-    reasons = reasons_not_to_run(model)
-    if batch_size is not None and not is_count(batch_size, 1):
-        reasons.append(f"got batch_size={batch_size!r}; expected 1 or more, or None")
-    reasons += option_reasons("part", part, PARTS)
-    reasons += option_reasons("direction", direction, (*DIRECTIONS, *ABLATIONS))
+def pair_or_single(
+    model: Any, clean: Prompts, corrupted: Prompts | None, mask: Tensor | None
+) -> PromptPair:
+    """Return a pair of prompts, or of one with itself where there is no other."""
+    if corrupted is None:
+        return single_prompts(model, clean, mask)
+    return prompt_pair(model, clean, corrupted, mask)
+
+
+def one_prompt_reasons(corrupted: object, direction: object) -> list[str]:
+    """Return why there must be another run."""
+    if corrupted is not None or direction in ABLATIONS:
+        return []
+    return [
+        f"got no corrupted prompt with direction={direction!r}; expected one, or an ablation: "
+        f"direction={' or '.join(map(repr, ABLATIONS))}"
+    ]
+
+
+def ablation_reasons(part: object, direction: object, reference: object) -> list[str]:
+    """Return why a part, or a reference, does not go with a direction."""
+    reasons = []
     if direction in ABLATIONS and part != "z":
         reasons.append(f"got part={part!r} with direction={direction!r}; an ablation is of z")
     if reference is not None and direction not in ("mean", "resample"):
         reasons.append(f"got a reference with direction={direction!r}, which uses none")
+    return reasons
+
+
+def _check(
+    model: Any,
+    part: str,
+    direction: str,
+    reference: object,
+    batch_size: object,
+    reasons: list[str],
+) -> None:
+    reasons = [*reasons_not_to_run(model), *reasons]
+    if batch_size is not None and not is_count(batch_size, 1):
+        reasons.append(f"got batch_size={batch_size!r}; expected 1 or more, or None")
+    reasons += option_reasons("part", part, PARTS)
+    reasons += option_reasons("direction", direction, (*DIRECTIONS, *ABLATIONS))
+    reasons += ablation_reasons(part, direction, reference)
     InputError.raise_if(reasons, "this cannot be patched")
 
 
-@full_precision()
-def check_edits(
-    replay: Replay, sites: Sequence[LayerSites], positions: Sequence[PositionSet], part: Part
-) -> None:
-    """Test the edits of the sweep on all positions, and from one of those asked for on."""
-    starts = {int(each.where.any(dim=0).nonzero()[0]) for each in positions}
-    later = sorted(starts - {0}) or [0]
-    for kind in HEAD_KINDS:
-        layers = sorted({each.layer for each in sites if each.kind == kind})
-        if layers:
-            block = replay.host.block(layers[0], kind)
-            for first in sorted({0, replay.start(block, later[len(later) // 2])}):
-                require_same_edit(replay, kind, layers, part, first)
-
-
-def _ablate(
+def ablated_source(
     model: Any,
     runs: RunPair,
     to: str,
@@ -164,26 +192,29 @@ def _ablate(
     sites: Sequence[LayerSites],
 ) -> Recording:
     """Return the clean run with ablated heads, by means or prompts of the reference if any."""
-    other, real = runs.clean, runs.pair.real
+    z = {hook_name(model, each.layer, "z") for each in sites if each.kind == "attention"}
+    own = replace(runs.clean, hooked={name: runs.clean.hooked[name] for name in z})
+    other, real = own, runs.pair.real
     if reference is not None:
         layers = [each.layer for each in sites if each.kind == "neuron"]
-        other = record(model, reference, None, layers=layers, names=runs.clean.hooked)
+        other = record(model, reference, None, layers=layers, names=z)
         real = ones_like(reference).bool()
-    return ablate(runs.clean, other, to, real)  # type: ignore[arg-type]
+    return ablate(own, other, to, real)  # type: ignore[arg-type]
 
 
 def _settings(
     model: Any,
     runs: RunPair,
     metric: Metric,
-    sites: Sequence[LayerSites],
-    positions: Sequence[PositionSet],
+    groups: Sequence[SiteGroup],
     part: str,
     direction: str,
     reference: Tokens | None,
 ) -> dict[str, Any]:
     """Return everything that values depend on, so that no other sweep is resumed."""
     pair = runs.pair
+    sites = dict.fromkeys(each.sites for each in groups)
+    sets = dict.fromkeys(each for group in groups for each in group.positions)
     return {
         "model": fingerprint(model),
         "clean": pair.clean.tolist(),
@@ -193,11 +224,17 @@ def _settings(
         "metric": metric.name,
         "metric_code": metric_identity(metric),
         "sites": [name for each in sites for name in each.names],
-        "positions": [each.label for each in positions],
+        "positions": [each.label for each in sets],
+        "where": [each.where.nonzero().tolist() for each in sets if _is_role(each)],
         "float32 products": matmul_precision(),
         "part": part,
         "direction": direction,
     }
+
+
+def _is_role(positions: PositionSet) -> bool:
+    """True for positions that their label does not give."""
+    return isinstance(positions.label, str) and positions.label != "all"
 
 
 def metric_identity(metric: Metric) -> str:

@@ -5,9 +5,8 @@ import pandas as pd
 
 from attn_only_lens.errors import InputError
 from attn_only_lens.numerics import is_count, spearman
-from attn_only_lens.patching.results import Sweep
+from attn_only_lens.patching.results import Sweep, site_columns
 
-_SITE = ["name", "position", "part"]
 _SAME_RUN = 0.01  # of the metric's span: more than any dtype's rounding, less than other prompts
 
 
@@ -44,6 +43,10 @@ def agreement(exact: Sweep, approx: Sweep, k: int = 20) -> pd.DataFrame:
         [{'pearson': 1.0, 'spearman': 1.0, 'top_k': 1.0, 'k': 2, 'n': 3}]
     """
     reasons = []
+    of_prompts = ["prompt" in each.frame for each in (exact, approx)]
+    if len(set(of_prompts)) > 1:
+        reason = "one has rows of each prompt and the other means; expected both with `per_prompt`"
+        raise InputError([reason], "these sweeps cannot be compared")
     if exact.direction != approx.direction:
         reasons.append(f"exact is {exact.direction}, approx is {approx.direction}")
     if exact.metric != approx.metric:
@@ -87,5 +90,5 @@ def agreement(exact: Sweep, approx: Sweep, k: int = 20) -> pd.DataFrame:
 
 
 def _effects(sweep: Sweep) -> "pd.Series[float]":
-    plain = {column: sweep.frame[column].astype(object) for column in _SITE}
+    plain = {name: sweep.frame[name].astype(object) for name in site_columns(sweep.frame)}
     return pd.Series(sweep.effect.to_numpy(), index=pd.MultiIndex.from_frame(pd.DataFrame(plain)))

@@ -57,20 +57,29 @@ along no straight lines, no such sum is claimed.
 
 from collections.abc import Iterable
 from dataclasses import replace
-from functools import partial
 from typing import Any, Literal, get_args
 
 import pandas as pd
 import torch
-from jaxtyping import Float
 from torch import Tensor
 from tqdm.auto import tqdm
 
+from attn_only_lens.axes import Tokens
 from attn_only_lens.errors import InputError, UnsupportedModelError
 from attn_only_lens.heads import host_of, logit_tolerance
 from attn_only_lens.numerics import full_precision, is_count
+from attn_only_lens.patching._activation_patch import (
+    ablated_source,
+    ablation_reasons,
+    one_prompt_reasons,
+    pair_or_single,
+)
+from attn_only_lens.patching.expected_error import expected_errors, hook_points, run_with_part
+from attn_only_lens.patching.over_prompts import OverPrompts
+from attn_only_lens.patching.repairs import Budget, Repairer, budget_reasons
 from attn_only_lens.patching.results import Sweep
-from attn_only_lens.patching.run_patches import SiteGroup
+from attn_only_lens.patching.run_patches import Batching, PatchRunner
+from attn_only_lens.patching.site_groups import site_groups
 from attn_only_lens.runs.frozen_pass import frozen_gradients
 from attn_only_lens.runs.gradients import (
     Tape,
@@ -79,19 +88,19 @@ from attn_only_lens.runs.gradients import (
     site_estimates,
     start_graph,
 )
-from attn_only_lens.runs.inputs import option_reasons, reasons_not_to_run
-from attn_only_lens.runs.interventions import DIRECTIONS
+from attn_only_lens.runs.inputs import checked_tokens, option_reasons, reasons_not_to_run
+from attn_only_lens.runs.interventions import ABLATIONS, DIRECTIONS
 from attn_only_lens.runs.metrics import (
     AnyMetric,
     BoundMetric,
     require_differentiable,
     require_slope,
 )
-from attn_only_lens.runs.positions import Positions, resolve_positions
-from attn_only_lens.runs.prompts import Prompts, prompt_pair
-from attn_only_lens.runs.recording import Recording, Side, record_pair, run
-from attn_only_lens.runs.sites import PARTS, Part, Sites, all_heads, hook_name, resolve_sites
-from attn_only_lens.tolerances import LOGIT_TOLERANCE
+from attn_only_lens.runs.positions import Positions
+from attn_only_lens.runs.prompts import Prompts
+from attn_only_lens.runs.recording import Recording, RunPair, Side, record_pair, run
+from attn_only_lens.runs.replay import make_replay
+from attn_only_lens.runs.sites import PARTS, Part, Sites
 
 Method = Literal["gradient", "exact_gate", "integrated", "frozen_pattern"]
 METHODS: tuple[str, ...] = get_args(Method)
@@ -103,7 +112,7 @@ _STEPS = 5  # as in the experiments of EAP-IG
 def attribution(
     model: Any,
     clean: Prompts,
-    corrupted: Prompts,
+    corrupted: Prompts | None,
     metric: AnyMetric,
     *,
     sites: Sites | None = None,
@@ -112,35 +121,45 @@ def attribution(
     direction: str = "denoise",
     method: Method = "exact_gate",
     steps: int | None = None,
+    budget: Budget = 3,
     mask: Tensor | None = None,
+    reference: str | Tokens | None = None,
+    per_prompt: bool = False,
     progress: bool = True,
 ) -> Sweep:
     """Estimate the results of patching every site, all sites at once.
 
     On the scale of `activation_patch`, and with its columns: `agreement` compares the two.
 
-    It is an estimate, and can miss the one site that matters. On SmolLM2-135M and a pair about
-    agreement in number, the neuron that decides (L0N870 at position 1) has an exact effect of .979
-    and an estimated one of -.014, and nothing in the result shows it. Check the sites at the top by
-    `activation_patch` before you rely on them. That finds overrated sites, not missed ones:
-    patch the early layers at the first token that differs, too, where large misses were found.
+    An estimate by gradients alone can miss the one site that matters, mostly a neuron of an early
+    layer at the first token that differs. So the sites whose estimates are expected to err most are
+    patched exactly (`repairs.py`): their rows are marked `exact`, and `expected_pearson` says what
+    correlation with patching to expect of the whole. With `budget=0` nothing is repaired.
 
     Args:
         model: converted by `convert`, or with exposed neuron-heads; without hooks of its own.
             Neither its parameters' `requires_grad` nor their `grad` are touched.
         clean: a text, texts, or tokens [batch, pos]; see `prompt_pair`.
-        corrupted: the same for the other run, token for token.
+        corrupted: the same for the other run, token for token; None for an ablation without one,
+            whose scores are shares of the clean run's metric.
         metric: `logit_diff(...)` and the like, or a differentiable function of logits
             [batch, pos, d_vocab].
         sites: `neuron_heads()`, `heads()`, `all_heads()`, or names; by default all heads.
-        part: "z", "pattern", "value", "q"; see `activation_patch`.
-        positions: "each", "all", a number, or a list of them; see `activation_patch`.
-        direction: "denoise", clean activations into the corrupted run; "noise", the other way.
+        part: "z", "pattern", "value", "q", "k"; see `activation_patch`.
+        positions: "each", "all", numbers, or by role; see `activation_patch`.
+        direction: "denoise", clean activations into the corrupted run; "noise", the other way; or
+            an ablation of z in the clean run, "zero", "mean", "resample", "bias".
         method: "gradient", "exact_gate", "integrated", "frozen_pattern"; see the module. The
             default is the one that agreed best with patching where that was measured.
         steps: for "integrated", how many gradients to average; by default 5.
+        budget: what to spend on exact patches, in flops of forward passes; or "auto", until the
+            expected correlation is .98. Tests of the model before the first patch come on top,
+            about ten forward passes whatever the budget.
         mask: 1 for real tokens, 0 for padding, where prompts are tokens.
-        progress: whether to show a bar, over the steps of "integrated".
+        reference: prompts to take means or others' activations from; see `activation_patch`.
+        per_prompt: whether to return a row for each prompt of each site; see `activation_patch`.
+            Estimates of each prompt come from the same gradients.
+        progress: whether to show bars, over exact patches and the steps of "integrated".
 
     Returns:
         The estimated metric after each patch, and its score: 0 is the corrupted run, 1 the clean
@@ -165,52 +184,103 @@ def attribution(
         >>> bool(p.agreement(exact, estimate)["pearson"].item() > 0.99)
         True
     """
-    _check(model, part, direction, method, steps)
-    chosen = resolve_sites(model, all_heads() if sites is None else sites)
-    pair = prompt_pair(model, clean, corrupted, mask)
-    where = resolve_positions(pair, positions)
+    _check(model, corrupted, part, direction, method, steps, budget, reference)
+    pair = pair_or_single(model, clean, corrupted, mask)
+    groups = site_groups(model, pair, sites, positions, part)
+    tokens = None if reference is None else checked_tokens(model, reference)
+    chosen = tuple(dict.fromkeys(each.sites for each in groups))
     closed = part == "q" and method == "exact_gate"
-    nodes = [gradient_node(model, each, part, closed=closed) for each in chosen]
-    side: Side = "corrupted" if direction == "denoise" else "clean"
-    tape = Tape(nodes)
+    nodes = {each: gradient_node(model, each, part, closed=closed) for each in chosen}
+    written, kept = hook_points(model, chosen, part) if budget else (set[str](), set[str]())
+    tape = Tape({*nodes.values(), *written})
     with start_graph(model):
+        side: Side = "corrupted" if direction == "denoise" else "clean"
         traced = side if method in _TRACED else None
-        kept = nodes if part == "q" else ()
+        names = [*kept, *(nodes.values() if part == "q" else ())]
         runs = record_pair(
-            model, pair, metric, chosen, part, names=kept, traced=traced, hooks=tape.hooks
+            model, pair, metric, chosen, part, names=names, traced=traced, hooks=tape.hooks
         )
-    target, source, value = runs.target(direction)
+    target, source, _ = runs.target(direction)
+    if direction in ABLATIONS:
+        source = ablated_source(model, runs, direction, tokens, chosen)
+    over = OverPrompts.of_runs(runs, direction, per_prompt)
+    gradients = _gradients(model, runs, direction, method, steps or _STEPS, tape, progress)
+    moved = source
+    if closed and any(each.kind == "attention" for each in chosen):
+        rows = [each.layer for each in chosen if each.kind == "attention"]
+        shown = run_with_part(model, target, source, rows, part)
+        moved = replace(source, hooked={**source.hooked, **shown})
+    values = []
+    for group in groups:
+        node = nodes[group.sites]
+        found = site_estimates(model, group.sites, part, node, gradients[node], target, moved)
+        values.append(over.moved(group.sums(found)))
+    exact, expected = [torch.zeros(len(group), dtype=torch.bool) for group in groups], None
+    if budget:
+        target = replace(target, logits=target.logits.detach())
+        keys = expected_errors(model, groups, part, target, source, gradients)
+        with tqdm(total=0, unit="site", desc="repairs", disable=not progress) as bar:
+            replay = make_replay(model, target, runs.metric)
+            batching = Batching(model, None, bar.update, replay.numbers_per_token)
+            runner = PatchRunner(replay, source, part, over.unpatched, batching)
+            repairs = Repairer(runner, groups, keys, values, over.mean, bar).spend(budget)
+        values, exact, expected = repairs.values, repairs.exact, repairs.expected_pearson
+    frames = [
+        group.frame(of_group, over, which)
+        for group, of_group, which in zip(groups, values, exact, strict=True)
+    ]
+    return Sweep.of_runs(
+        model,
+        runs,
+        pd.concat(frames, ignore_index=True),
+        part,
+        direction,
+        method,
+        expected_pearson=expected,
+    )
+
+
+def _gradients(
+    model: Any,
+    runs: RunPair,
+    direction: str,
+    method: Method,
+    steps: int,
+    tape: Tape,
+    progress: bool,
+) -> dict[str, Tensor]:
+    """Return the gradients of a method, at the nodes of the tape."""
+    target, source, _ = runs.target(direction)
     require_differentiable(runs.metric, target.logits.detach())
-    if method != "integrated":  # which has gradients of its own, between the runs
-        span = runs.clean_value - runs.corrupted_value
-        require_slope(runs.metric, target.logits, source.logits, span)
-    if method == "integrated":
-        gradients = integrated_gradients(
-            model, target, source, runs.metric, nodes, steps or _STEPS, progress
-        )
-    elif method == "frozen_pattern":
-        gradients = frozen_gradients(model, target, runs.metric, tape)
-    else:
-        gradients = tape.gradients(runs.metric.of_logits(target.logits))
-    rows = [each.layer for each in chosen if each.kind == "attention"]
-    if closed and rows:
-        patched = _z_by_queries(model, target, source, rows)
-        source = replace(source, hooked={**source.hooked, **patched})
-    everywhere = torch.stack([each.where for each in where])
-    frames: list[pd.DataFrame] = []
-    for each, node in zip(chosen, nodes, strict=True):
-        found = site_estimates(model, each, part, node, gradients[node], target, source)
-        at = everywhere.to(found.device, found.dtype)
-        moves = torch.einsum("sbp,kbp->ks", found, at).flatten()
-        frames.append(SiteGroup(each, where).frame(value + moves.cpu().double()))
-    frame = pd.concat(frames, ignore_index=True)
-    return Sweep.of_runs(model, runs, frame, part, direction, method)
+    if method == "integrated":  # which has gradients of its own, between the runs
+        names = tape.names
+        return integrated_gradients(model, target, source, runs.metric, names, steps, progress)
+    other = torch.zeros_like(target.logits) if direction in ABLATIONS else source.logits
+    require_slope(runs.metric, target.logits, other, runs.clean_value - runs.corrupted_value)
+    if method == "frozen_pattern":
+        return frozen_gradients(model, target, runs.metric, tape)
+    return tape.gradients(runs.metric.of_logits(target.logits))
 
 
-def _check(model: Any, part: str, direction: str, method: str, steps: object) -> None:
-    reasons = reasons_not_to_run(model)
+def _check(
+    model: Any,
+    corrupted: object,
+    part: str,
+    direction: str,
+    method: str,
+    steps: object,
+    budget: object,
+    reference: object,
+) -> None:
+    reasons = [*reasons_not_to_run(model), *one_prompt_reasons(corrupted, direction)]
     reasons += option_reasons("part", part, PARTS)
-    reasons += option_reasons("direction", direction, DIRECTIONS)
+    reasons += option_reasons("direction", direction, (*DIRECTIONS, *ABLATIONS))
+    reasons += ablation_reasons(part, direction, reference)
+    if direction in ABLATIONS and method == "integrated":
+        reasons.append(
+            f"got direction={direction!r} with method='integrated', which goes between the runs of "
+            "two prompts; expected 'denoise' or 'noise', or another method"
+        )
     reasons += option_reasons("method", method, METHODS)
     if part == "q" and method == "frozen_pattern":
         reasons.append("got part='q' with frozen patterns, which no query moves; expected another")
@@ -218,65 +288,10 @@ def _check(model: Any, part: str, direction: str, method: str, steps: object) ->
         reasons.append(f"got steps={steps!r} with method={method!r}, which takes none")
     elif steps is not None and not is_count(steps, 1):
         reasons.append(f"got steps={steps!r}; expected 1 or more")
+    reasons += budget_reasons(budget)
     if torch.is_inference_mode_enabled():
         reasons.append("no gradient is taken in torch.inference_mode(); torch.no_grad() will do")
     InputError.raise_if(reasons, "this cannot be attributed")
-
-
-@torch.no_grad()
-def _z_by_queries(
-    model: Any, target: Recording, source: Recording, layers: Iterable[int]
-) -> dict[str, Float[Tensor, "batch pos head_index d_head"]]:
-    """Return z of every attention head with the source run's queries, by hook name: two forwards.
-
-    Args:
-        model: converted, or with exposed neuron-heads.
-        target: the run patched into, with its queries and z.
-        source: the other run, with its queries.
-        layers: source layers.
-
-    Raises:
-        UnsupportedModelError: a head's query moves other heads.
-    """
-    names = {hook_name(model, layer, "q"): hook_name(model, layer, "z") for layer in layers}
-
-    def z_with(n_heads: int | None) -> dict[str, Tensor]:
-        """Run with the queries of the first heads replaced, or of all."""
-        found: dict[str, Tensor] = {}
-
-        def replace_queries(value: Tensor, hook: Any, q: str) -> Tensor:
-            own = source.hooked[q][:, :, :n_heads]
-            return torch.cat([own, value[:, :, own.shape[2] :]], dim=2)
-
-        def restore_z(value: Tensor, hook: Any, z: str) -> Tensor:
-            found[z] = value.clone()
-            return target.hooked[z]
-
-        hooks = [(q, partial(replace_queries, q=q)) for q in names]
-        hooks += [(z, partial(restore_z, z=z)) for z in names.values()]
-        run(model, target.tokens, target.mask, hooks)
-        return found
-
-    changed = [
-        z
-        for z, found in z_with(1).items()
-        if not _same(found[:, :, 1:], target.hooked[z][:, :, 1:])
-    ]
-    if changed:
-        raise UnsupportedModelError(
-            [
-                f"to patch the query of one head changes the z of others ({', '.join(changed)}): "
-                "its queries are normed all together. Take method='gradient', or patch the pattern"
-            ],
-            "its queries cannot be patched in closed form",
-        )
-    return z_with(None)
-
-
-def _same(one: Tensor, other: Tensor) -> bool:
-    if not one.numel():
-        return True
-    return float((one - other).abs().max()) <= LOGIT_TOLERANCE[one.dtype] * float(other.abs().max())
 
 
 def integrated_gradients(

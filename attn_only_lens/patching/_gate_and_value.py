@@ -20,20 +20,22 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+import torch
 from torch import Tensor
 
 from attn_only_lens.errors import InputError
 from attn_only_lens.heads import host_of
 from attn_only_lens.patching._activation_patch import activation_patch
 from attn_only_lens.patching.results import Sweep
+from attn_only_lens.patching.site_groups import SiteGroup, site_groups
 from attn_only_lens.runs.edits import change_of_z, interaction, neuron_changes
 from attn_only_lens.runs.inputs import option_reasons
 from attn_only_lens.runs.interventions import DIRECTIONS
 from attn_only_lens.runs.metrics import AnyMetric
-from attn_only_lens.runs.positions import Positions, PositionSet, resolve_positions
+from attn_only_lens.runs.positions import Positions
 from attn_only_lens.runs.prompts import PromptPair, Prompts, prompt_pair
 from attn_only_lens.runs.recording import record
-from attn_only_lens.runs.sites import LayerSites, Part, Sites, neuron_heads, resolve_sites
+from attn_only_lens.runs.sites import Part, Sites, neuron_heads
 from attn_only_lens.storage import open_folder
 
 _SITE = ["layer", "index", "name", "position"]
@@ -93,8 +95,9 @@ def gate_and_value(
         (512, True)
     """
     sites = neuron_heads() if sites is None else sites
-    chosen = resolve_sites(model, sites)
-    attention = [each.names[0] for each in chosen if each.kind == "attention"]
+    pair = prompt_pair(model, clean, corrupted, mask)
+    groups = site_groups(model, pair, sites, positions, "z")
+    attention = [each.sites.names[0] for each in groups if each.sites.kind == "attention"]
     reasons = [f"got {name}; expected neuron-heads" for name in attention]
     reasons += option_reasons("direction", direction, DIRECTIONS)
     InputError.raise_if(reasons, "gate and value cannot be told apart")
@@ -120,8 +123,7 @@ def gate_and_value(
     parts: tuple[Part, ...] = ("pattern", "value", "z")
     sweeps = {part: sweep(part) for part in parts}
     whole = sweeps["z"]
-    pair = prompt_pair(model, clean, corrupted, mask)
-    writes = _writes(model, pair, chosen, resolve_positions(pair, positions), direction)
+    writes = _writes(model, pair, groups, direction)
     effects = {f"effect_{part}": sweeps[part].effect for part in ("pattern", "value")}
     effects["effect_interaction"] = whole.effect - sum(effects.values())
     frame = whole.to_frame()[_SITE].reset_index(drop=True)
@@ -129,31 +131,29 @@ def gate_and_value(
 
 
 def _writes(
-    model: Any,
-    pair: PromptPair,
-    sites: Sequence[LayerSites],
-    positions: Sequence[PositionSet],
-    direction: str,
+    model: Any, pair: PromptPair, groups: Sequence[SiteGroup], direction: str
 ) -> dict[str, np.ndarray]:
     """Return the changes of each neuron's activation, in the order of a sweep's rows."""
-    layers = [each.layer for each in sites]
+    layers = [each.sites.layer for each in groups]
     clean, corrupted = (
         record(model, tokens, pair.mask, layers=layers) for tokens in (pair.clean, pair.corrupted)
     )
     target, source = (corrupted, clean) if direction == "denoise" else (clean, corrupted)
     found: dict[str, list[np.ndarray]] = {}
-    for each in sites:
-        heads = host_of(model).neurons[each.layer]
-        one, other = target.neurons[each.layer], source.neurons[each.layer]
+    for group in groups:
+        layer = group.sites.layer
+        heads = host_of(model).neurons[layer]
+        one, other = target.neurons[layer], source.neurons[layer]
         by = {
             "write_pattern": change_of_z(one, other, "pattern"),
             "write_value": change_of_z(one, other, "value"),
             "write_interaction": interaction(one, other),
             "write": change_of_z(one, other, "z"),
         }
-        change = {name: neuron_changes(heads, each, dz) for name, dz in by.items()}
-        for where in positions:
-            for name, moves in change.items():
-                chosen = (moves * where.where.to(moves.device)).sum(dim=2).mean(dim=1)
-                found.setdefault(name, []).append(chosen.cpu().double().numpy())
+        where = torch.stack([each.where for each in group.positions])
+        for name, dz in by.items():
+            change = neuron_changes(heads, group.sites, dz)
+            sums = torch.einsum("hbp,sbp->sh", change, where.to(change)) / len(pair.clean)
+            chosen = sums.cpu().double()[group.where, group.head]
+            found.setdefault(name, []).append(chosen.numpy())
     return {name: np.concatenate(values) for name, values in found.items()}

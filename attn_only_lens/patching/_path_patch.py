@@ -28,6 +28,8 @@ at, S from the first of them on, for each prompt:
 
 The run on is that of an activation patch of r (`runs/replay`): 2 S Σ_{later blocks} parameters.
 `top=k` makes Δz_r of every pair, k runs, and no more.
+
+TransformerLens' `get_act_patch_direct_path` between attention heads is "held" in 3.9, "anew" in 4.
 """
 
 from collections.abc import Iterable, Sequence
@@ -43,13 +45,14 @@ from tqdm.auto import tqdm
 from attn_only_lens.errors import InputError
 from attn_only_lens.heads import HeadName, host_of
 from attn_only_lens.heads.host import HeadKind
-from attn_only_lens.numerics import is_count, matmul_precision
-from attn_only_lens.patching._activation_patch import check_edits, metric_identity
+from attn_only_lens.numerics import full_precision, is_count
+from attn_only_lens.patching._activation_patch import metric_identity
 from attn_only_lens.patching.path_results import Paths
 from attn_only_lens.patching.path_runs import LOGITS, PathBlock, PathRunner, path_blocks
 from attn_only_lens.patching.processes import Processes
 from attn_only_lens.patching.resume import MemoryParts, PartStore
-from attn_only_lens.patching.run_patches import Batching
+from attn_only_lens.patching.run_patches import Batching, check_edits
+from attn_only_lens.patching.site_groups import SiteGroup
 from attn_only_lens.runs.fingerprint import fingerprint
 from attn_only_lens.runs.gradients import Tape, start_graph
 from attn_only_lens.runs.inputs import option_reasons, reasons_not_to_run
@@ -74,6 +77,7 @@ _PROBLEM = "these paths cannot be patched"
 _AT_ONCE = 256  # paths in a part of the exact values of the top ones
 
 
+@full_precision()
 def path_patch(
     model: Any,
     clean: Prompts,
@@ -165,7 +169,8 @@ def path_patch(
         "corrupted": take_apart(model, pair.corrupted, pair.mask, names=names),
     }
     runs = run_pair(model, pair, apart["clean"].recording, apart["corrupted"].recording, metric)
-    target, other, baseline = runs.target(direction)
+    target, other, values = runs.target(direction)
+    baseline = runs.metric.mean(values).item()
     sides = ("corrupted", "clean") if direction == "denoise" else ("clean", "corrupted")
     blocks = list(path_blocks(apart[sides[0]], sending, where, receiving))
     n_paths = sum(n * m for n, m in (each.shape for each in blocks))
@@ -200,7 +205,6 @@ def path_patch(
                 name for each in receiving for name in ((LOGITS,) if each is None else each.names)
             ],
             "positions": [each.label for each in where],
-            "float32 products": matmul_precision(),
             "part": part,
             "direction": direction,
             "scale": scale,
@@ -212,8 +216,8 @@ def path_patch(
     hidden = not (progress and processes.first)
     with tqdm(total=n_picked, unit="path", desc=label, disable=hidden) as bar:
         replay = make_replay(model, target, runs.metric)
-        heads_reading = [each for each in receiving if each is not None]
-        check_edits(replay.precise, heads_reading, where, "z")
+        reading_heads = [SiteGroup.product(each, where) for each in receiving if each is not None]
+        check_edits(replay, reading_heads, "z")
         readers = Readers(replay, apart[sides[0]])
         batching = Batching(model, batch_size, bar.update, replay.numbers_per_token)
         runner = PathRunner(readers, apart[sides[1]], part, scale, baseline, batching)
@@ -294,7 +298,7 @@ def _pick(
     largest = LargestScores(top)
     kept: dict[tuple[int, int], float] = {}
     for block in blocks:
-        found = runner.estimates(block, gradients).double().cpu()
+        found = runner.estimates(block, gradients).cpu().double()
         largest.add(found.abs(), block.first)
         for row, column in largest.pairs.tolist():
             i, j = row - block.first[0], column - block.first[1]
@@ -328,7 +332,9 @@ def _patched(runner: PathRunner, blocks: Sequence[PathBlock], work: pd.DataFrame
     frames = []
     for number in sorted(work["block"].unique().tolist()):
         block, of_block = blocks[number], work[work["block"] == number]
-        i, j = (torch.tensor(of_block[name].to_numpy(np.int64)) for name in ("i", "j"))
+        i, j = (
+            torch.tensor(of_block[name].to_numpy(np.int64), device="cpu") for name in ("i", "j")
+        )
         further = {"estimate": of_block["estimate"].to_numpy()} if "estimate" in of_block else {}
         frames.append(block.frame(i, j, value=runner.values(block, i, j).numpy(), **further))
     return pd.concat(frames, ignore_index=True)

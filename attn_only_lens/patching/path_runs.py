@@ -197,9 +197,13 @@ class PathRunner:
         some, first = effective.flatten(1).any(1), 0
         if some.any():
             first = replay.start(block, int(at[changed[some].any(dim=0).any(dim=0)][0]))
-        self.batching.fill(
-            values, some, replay.numbers_per_variant(first), lambda chosen: run(chosen, first)
-        )
+        left = some.nonzero()[:, 0].cpu()
+        self.batching.on_done(len(values) - len(left))
+
+        def of_paths(chosen: Tensor) -> Tensor:
+            return replay.metric.mean(run(chosen, first))
+
+        self.batching.fill(values, left, replay.numbers_per_variant(first), of_paths)
 
     def _sent(self, block: PathBlock, positions: Any) -> Float[Tensor, "sender batch pos d_model"]:
         """What senders wrote in the source run less what they wrote in the target run."""
@@ -266,7 +270,7 @@ class PathRunner:
         quiet = self.batching.silent()
         quiet.fill(
             found,
-            torch.ones(len(entering), dtype=torch.bool, device=own.device),
+            torch.arange(len(entering), device="cpu"),
             replay.numbers_per_variant(first),
             lambda some: self.readers.attention_z(layer, entering[some], self.part, first),
         )

@@ -3,19 +3,27 @@
     score = (value - corrupted) / (clean - corrupted)
 
 is 0 on the corrupted run and 1 on the clean one, in either direction: denoising (clean activations
-into the corrupted run) raises it from 0, noising lowers it from 1.
+into the corrupted run) raises it from 0, noising lowers it from 1. Values are means over prompts.
+In rows of each prompt, with `unpatched` the prompt's own value in the run that is patched into,
+
+    score = baseline + (value - unpatched) / (clean - corrupted)
+
+so that a patch without effect leaves the baseline, and the mean over prompts is the score above.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from html import escape
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pandas as pd
 
 from attn_only_lens.errors import InputError
 from attn_only_lens.numerics import is_count
+from attn_only_lens.patching.over_prompts import SPREAD
 from attn_only_lens.runs.recording import RunPair
 from attn_only_lens.storage import Document
 from attn_only_lens.storage.tables import TableFields, read_table, write_table
@@ -27,7 +35,8 @@ MEASURED = "patching"
 """The method of a sweep that ran every patch."""
 
 _GIVEN = ["layer", "kind", "index", "name", "position", "value"]
-_SITE = ["name", "position", "part"]
+_BY_PROMPT = ("prompt", "unpatched")
+_ADDED = ("part", "score")
 _SHOWN = 10
 _PROBLEM = "these are not the results of a sweep"
 
@@ -41,9 +50,24 @@ class _Fields(TableFields):
     n_prompts: int
     model: str
     method: str
+    expected_pearson: float | None
 
 
 _DOCUMENT = Document("attn_only_lens.Sweep", 2, _Fields)
+
+
+def _flags(column: "pd.Series[Any]") -> "npt.NDArray[np.bool_]":
+    """True and False, also as a CSV file has them."""
+    return (column.astype(str) == "True").to_numpy()
+
+
+_OPTIONAL: dict[str, Callable[["pd.Series[Any]"], Any]] = {
+    "prompt": lambda column: column.to_numpy(dtype=np.int64),
+    "unpatched": lambda column: column.to_numpy(dtype=np.float64),
+    **dict.fromkeys(SPREAD, lambda column: column.to_numpy(dtype=np.float64)),
+    "exact": _flags,
+}
+"""Columns that some sweeps have, and how each is read."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -52,17 +76,22 @@ class Sweep:
 
     Attributes:
         frame: a row for each site and position, with columns `layer`, `kind`, `index`, `name`,
-            `position` (a number, or "all"), `part`, `value` (the metric after the patch), `score`.
-            Given without the columns `part` and `score`, it gets them.
+            `position` (a number, "all", or a role), `part`, `value` (the metric after the patch),
+            `score`; given without the columns `part` and `score`, it gets them. Of several prompts
+            `value_standard_error` and `score_standard_error` (see `over_prompts.py`), missing where
+            the metric is one number of all prompts; or, with `per_prompt`, a row for each prompt,
+            with `prompt`, counted from 0, and `unpatched`, its metric before the patch.
         part: the part of each head that was patched: "z", "pattern", "value", "q".
         direction: "denoise", clean into corrupted; "noise", corrupted into clean; or the
             ablation of z in the clean run, "zero", "mean", "resample", "bias".
         metric: the metric's name.
         clean_value: the metric of the clean run.
         corrupted_value: the metric of the corrupted run.
-        n_prompts: pairs of prompts, over which values are means.
+        n_prompts: pairs of prompts, over which values are means unless rows are of each.
         model: the model's name.
         method: "patching" where values are measured, or how `attribution` estimated them.
+        expected_pearson: of an attribution with exact repairs, the correlation of its scores with
+            those of patching that their fitted error makes one expect, with a margin; an estimate.
 
     Raises:
         InputError: columns are missing or unknown, a value is not finite, a site is there
@@ -90,11 +119,20 @@ class Sweep:
     n_prompts: int
     model: str
     method: str = MEASURED
+    expected_pearson: float | None = None
 
     def __post_init__(self) -> None:
         given, part = self.frame, self.part
-        if set(given.columns) - {"part", "score"} != set(_GIVEN):
-            raise InputError([f"got columns {list(given.columns)}; expected {_GIVEN}"], _PROBLEM)
+        others = set(given.columns) - {*_GIVEN, *_ADDED, *_OPTIONAL}
+        halves = [tuple(c in given for c in pair) for pair in (_BY_PROMPT, SPREAD)]
+        if others or set(_GIVEN) - set(given.columns) or any(len(set(half)) > 1 for half in halves):
+            raise InputError(
+                [
+                    f"got columns {list(given.columns)}; expected {_GIVEN}, and any of "
+                    f"{list(_OPTIONAL)}, of which {_BY_PROMPT} and {SPREAD} come together"
+                ],
+                _PROBLEM,
+            )
         frame = pd.DataFrame(
             {
                 "layer": given["layer"].to_numpy(),
@@ -104,6 +142,7 @@ class Sweep:
                 "position": _positions(given["position"]),
                 "part": pd.Categorical([part] * len(given), categories=[part]),
                 "value": given["value"].to_numpy(dtype=np.float64),
+                **{name: read(given[name]) for name, read in _OPTIONAL.items() if name in given},
             }
         )
         reasons = []
@@ -117,13 +156,18 @@ class Sweep:
                 f"the metric is {self.clean_value} on the clean run and {self.corrupted_value} on "
                 "the corrupted one; expected two finite numbers that differ"
             )
-        bad = int((~np.isfinite(frame["value"])).sum())
+        finite = np.isfinite(frame[[c for c in ("value", "unpatched") if c in frame]]).all(axis=1)
+        bad = int((~finite).sum())
         reasons += [f"{bad} of {len(frame)} values are not finite"] * (bad > 0)
-        twice = frame.loc[frame.duplicated(_SITE), "name"]
+        twice = frame.loc[frame.duplicated(site_columns(frame)), "name"]
         if len(twice):
             reasons.append(f"{len(twice)} rows repeat a site, such as {twice.iloc[0]}")
         InputError.raise_if(reasons, _PROBLEM)
-        frame["score"] = (frame["value"] - self.corrupted_value) / span
+        if "unpatched" in frame:
+            score = self.baseline + (frame["value"] - frame["unpatched"]) / span
+        else:
+            score = (frame["value"] - self.corrupted_value) / span
+        frame.insert(list(frame).index("value") + 1, "score", score)
         object.__setattr__(self, "frame", frame)
 
     @classmethod
@@ -135,6 +179,7 @@ class Sweep:
         part: str,
         direction: str,
         method: str = MEASURED,
+        expected_pearson: float | None = None,
     ) -> "Sweep":
         """Return the sweep of a frame of values, with the settings of its two runs."""
         return cls(
@@ -147,11 +192,17 @@ class Sweep:
             n_prompts=len(runs.pair.clean),
             model=str(getattr(model.cfg, "model_name", "")),
             method=method,
+            expected_pearson=expected_pearson,
         )
 
     def to_frame(self) -> pd.DataFrame:
         """Return a copy of the frame."""
         return self.frame.copy()
+
+    @property
+    def has_prompts(self) -> bool:
+        """Whether rows are of single prompts, more than one of them."""
+        return "prompt" in self.frame and self.frame["prompt"].nunique() > 1
 
     @property
     def baseline(self) -> float:
@@ -165,6 +216,8 @@ class Sweep:
 
     def top(self, k: int = 20) -> pd.DataFrame:
         """Return the k rows of largest |effect|, the largest first; of equals the first.
+
+        Where rows are of single prompts, each is ranked by itself.
 
         Raises:
             InputError: k is not a positive number.
@@ -206,11 +259,19 @@ class Sweep:
 
     def _headline(self) -> str:
         kind = "Sweep" if self.method == MEASURED else f"Attribution ({self.method})"
+        rows = "rows of each prompt" if "prompt" in self.frame else "rows"
+        errors = ", without standard errors: its metric is one number of all prompts"
+        missing = SPREAD[0] in self.frame and bool(self.frame[SPREAD[0]].isna().any())
         return (
-            f"{kind} of {self.model}: {self.part}, {self.direction}, {len(self.frame)} rows, "
-            f"{self.n_prompts} prompts; {self.metric} is {self.clean_value:.4g} clean, "
-            f"{self.corrupted_value:.4g} corrupted"
+            f"{kind} of {self.model}: {self.part}, {self.direction}, {len(self.frame)} {rows}, "
+            f"{self.n_prompts} prompts{errors * missing}; {self.metric} is {self.clean_value:.4g} "
+            f"clean, {self.corrupted_value:.4g} corrupted"
         )
+
+
+def site_columns(frame: pd.DataFrame) -> list[str]:
+    """Return the columns that tell rows of a sweep apart."""
+    return ["name", "position", "part", *(["prompt"] if "prompt" in frame else [])]
 
 
 def _categories(column: "pd.Series[Any]") -> pd.Categorical:
@@ -224,7 +285,10 @@ def _positions(column: "pd.Series[Any]") -> Any:
     """Numbers as integers, and labels as categories."""
     if pd.api.types.is_integer_dtype(column.dtype):
         return column.to_numpy(dtype=np.int64)
-    if not (column == "all").all():
-        got = list(pd.unique(column))[:7]
-        raise InputError([f"got positions {got}; expected numbers alone, or 'all'"], _PROBLEM)
+    labels = pd.unique(column)
+    if not all(isinstance(each, str) for each in labels):
+        got = list(labels)[:7]
+        raise InputError(
+            [f"got positions {got}; expected numbers alone, or texts: 'all', or roles"], _PROBLEM
+        )
     return _categories(column)

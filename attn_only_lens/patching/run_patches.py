@@ -1,18 +1,21 @@
 """Run the patches of a sweep, group by group, in batches that fit memory."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, TypeAlias
 
-import numpy as np
-import pandas as pd
 import psutil
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
+from attn_only_lens.heads.host import HEAD_KINDS
+from attn_only_lens.numerics import full_precision
 from attn_only_lens.patching.processes import n_launched
+from attn_only_lens.patching.site_groups import SiteGroup
+from attn_only_lens.runs.edit_checks import require_same_edit
 from attn_only_lens.runs.edits import (
     attention_edit,
     change_of_z,
@@ -20,18 +23,17 @@ from attn_only_lens.runs.edits import (
     neuron_changes,
     neuron_variants,
 )
-from attn_only_lens.runs.positions import PositionSet
 from attn_only_lens.runs.recording import Recording
 from attn_only_lens.runs.replay import Replay, Variants
-from attn_only_lens.runs.sites import LayerSites, Part, hook_name
+from attn_only_lens.runs.sites import Part, hook_name
 
 # At GPT-2 small's shape on one thread 512, 1024 and 2048 are within a tenth of each other, 128 is
 # slower by a tenth, 4096 and 8192 by a sixth: they only leave the caches.
 _CPU_TOKENS = 2048
 _SHARE = 0.5  # of the free memory
 
-_Patch: TypeAlias = tuple[Bool[Tensor, "site batch pos"], int, Callable[[Tensor, int], Variants]]
-"""Where each site changes its block's stream, that block, and the variants of some of the sites."""
+_Patch: TypeAlias = tuple[Bool[Tensor, "head batch pos"], int, Callable[[Tensor, int], Variants]]
+"""Where each head changes its block's stream, that block, and the variants of some of the rows."""
 
 
 class Batching:
@@ -53,31 +55,29 @@ class Batching:
     ) -> None:
         self._size = batch_size
         self._numbers = _numbers_that_fit(model, numbers_per_token) if batch_size is None else 0
-        self._on_done = on_done
+        self.on_done = on_done
 
     def silent(self) -> "Batching":
         """Return the same batches, which count nothing as done."""
         other = copy(self)
-        other._on_done = lambda n: None
+        other.on_done = lambda n: None
         return other
 
     def fill(
         self,
         values: Tensor,
-        effective: Tensor,
+        left: Int[Tensor, "run"],
         numbers_per_variant: int,
         run: Callable[[Tensor], Tensor],
     ) -> None:
-        """Set `values` to `run(indices)` where effective, in chunks; halve them if memory runs out.
+        """Set `values[left]` to `run(left)`, in chunks; halve them if memory runs out.
 
         Args:
-            values: one for each variant, filled in place.
-            effective: the variants to run.
+            values: a row for each variant, filled in place.
+            left: the variants to run.
             numbers_per_variant: how many numbers one variant holds at once.
-            run: returns the values of some variants.
+            run: returns the rows of some variants.
         """
-        left = effective.nonzero()[:, 0]
-        self._on_done(len(values) - len(left))
         while len(left):
             size = self._size or max(1, self._numbers // numbers_per_variant)
             chunk = left[:size]
@@ -85,8 +85,8 @@ class Batching:
             if found is None:
                 self._halve(len(chunk), numbers_per_variant)
                 continue
-            values[chunk.cpu()] = found.cpu().to(values.dtype)
-            self._on_done(len(chunk))
+            values[chunk] = found.cpu().to(values.dtype)
+            self.on_done(len(chunk))
             left = left[size:]
 
     def _halve(self, size: int, numbers_per_variant: int) -> None:
@@ -121,54 +121,6 @@ def _numbers_that_fit(model: Any, numbers_per_token: int) -> int:
     return min(_CPU_TOKENS * numbers_per_token, int(_SHARE * free / each))
 
 
-@dataclass(frozen=True, eq=False)
-class SiteGroup:
-    """Sites that run together: heads of one kind in one layer, at some positions.
-
-    Attributes:
-        sites: the heads.
-        positions: every head is patched at each of these sets of positions in turn.
-    """
-
-    sites: LayerSites
-    positions: tuple[PositionSet, ...]
-
-    def __len__(self) -> int:
-        return len(self.sites.names) * len(self.positions)
-
-    def frame(self, values: Float[Tensor, "site"]) -> pd.DataFrame:
-        """Return a frame for `Sweep` of the group's values, positions outmost, heads inmost."""
-        names = np.array(self.sites.names, dtype=object)
-        labels = np.array([each.label for each in self.positions])
-        return pd.DataFrame(
-            {
-                "layer": self.sites.layer,
-                "kind": self.sites.kind,
-                "index": np.tile(self.sites.index.cpu().numpy(), len(labels)),
-                "name": np.tile(names, len(labels)),
-                "position": np.repeat(labels, len(names)),
-                "value": values.cpu().numpy(),
-            }
-        )
-
-
-def site_groups(
-    sites: Sequence[LayerSites], positions: Sequence[PositionSet]
-) -> tuple[SiteGroup, ...]:
-    """Group all sites, in an order that depends on nothing else.
-
-    Neurons are many, and are grouped by position, so that a group starts where its position does;
-    attention heads are few.
-    """
-    groups: list[SiteGroup] = []
-    for each in sites:
-        if each.kind == "attention":
-            groups.append(SiteGroup(each, tuple(positions)))
-        else:
-            groups += [SiteGroup(each, (where,)) for where in positions]
-    return tuple(groups)
-
-
 @dataclass(eq=False)
 class PatchRunner:
     """Run groups of sites of one model, one pair of prompts, one metric and one part.
@@ -177,47 +129,97 @@ class PatchRunner:
         replay: of the run that is patched into.
         source: the activations that are patched in.
         part: the part of heads.
-        baseline: the metric of the run that is patched into.
+        baseline: the metric of each prompt of the run that is patched into.
         batching: the batches to run in.
     """
 
     replay: Replay
     source: Recording
     part: Part
-    baseline: float
+    baseline: Float[Tensor, "prompt"]
     batching: Batching
 
     @torch.no_grad()
-    def values(self, group: SiteGroup) -> Float[Tensor, "site"]:
-        """Return the metric after each patch: positions outmost, heads inmost.
+    def values(self, group: SiteGroup) -> Float[Tensor, "row prompt"]:
+        """Return the metric of each prompt after the patch of each row.
 
         A patch that cannot affect the metric gives the baseline, without a run.
         """
-        patch = self._patch_neurons if group.sites.kind == "neuron" else self._patch_attention
-        changed, block, variants = patch(group)
-        values = torch.full((len(group),), self.baseline, dtype=torch.float64, device="cpu")
-        first, effective = self._effective_sites(changed, block)
+        changed, block, variants = self._patch(group, tested=True)
+        values = self.baseline.repeat(len(group), 1)
+        starts = self._starts(group, changed, block)
+        n_run = 0
+        for first, rows in self._runs(block, starts):
+            n_run += len(rows)
 
-        def run(chosen: Tensor) -> Tensor:
-            return self.replay.values(variants(chosen, first))
+            def run(chosen: Tensor, first: int = first) -> Tensor:
+                return self.replay.values(variants(chosen, first))
 
-        self.batching.fill(values, effective, self.replay.numbers_per_variant(first), run)
+            self.batching.fill(values, rows, self.replay.numbers_per_variant(first), run)
+        self.batching.on_done(len(group) - n_run)
         return values
 
-    def _patch_neurons(self, group: SiteGroup) -> _Patch:
-        sites, (where,) = group.sites, group.positions
+    @torch.no_grad()
+    def starts(self, group: SiteGroup) -> tuple[int, Int[Tensor, "row"]]:
+        """Return the block that patches of a group enter, and the position from which each runs.
+
+        For plans, without a test: neurons are taken to write into the stream unchanged. The
+        position is -1 where a patch cannot affect the metric.
+        """
+        changed, block, _ = self._patch(group, tested=False)
+        return block, self._starts(group, changed, block)
+
+    def _starts(
+        self, group: SiteGroup, changed: Bool[Tensor, "head batch pos"], block: int
+    ) -> Int[Tensor, "row"]:
+        """Return the first position that each row changes; -1 where it cannot affect the metric."""
+        where = group.everywhere.to(changed.device)
+        read = self.replay.effective_positions(block).to(changed.device)
+        of_sets = []
+        for each in where:
+            here = changed & each
+            first = here.any(dim=1).int().argmax(dim=1)
+            of_sets.append(first.where((here & read).flatten(1).any(dim=1), -1))
+        return torch.stack(of_sets).cpu()[group.where, group.head]
+
+    def _runs(self, block: int, starts: Int[Tensor, "row"]) -> Iterator[tuple[int, Tensor]]:
+        """Yield rows that run together, and the position that they start at.
+
+        Rows that start later join those before, and compute what they cannot change, where that
+        costs less than a run of their own; unless the metric reads the logits of all positions,
+        which stay the same to the bit before the patch.
+        """
+        positions, counts = starts[starts >= 0].unique(return_counts=True)
+        firsts: list[int] = []
+        for position, n in zip(positions.tolist(), counts.tolist(), strict=True):
+            tokens = (position - firsts[-1]) * n * self.replay.batch if firsts else 0
+            own = not firsts or tokens > self.replay.tokens_per_run(block, position)
+            if own or self.replay.metric.positions is None:
+                firsts.append(position)
+        for first, end in pairwise([*firsts, self.replay.n_pos]):
+            rows = ((starts >= first) & (starts < end)).nonzero()[:, 0]
+            yield self.replay.start(block, first), rows
+
+    def _patch(self, group: SiteGroup, *, tested: bool) -> _Patch:
+        if group.sites.kind == "attention":
+            return self._patch_attention(group)
+        return self._patch_neurons(group, tested)
+
+    def _patch_neurons(self, group: SiteGroup, tested: bool) -> _Patch:
+        sites = group.sites
         heads = self.replay.host.neurons[sites.layer]
         target = self.replay.recording.neurons[sites.layer]
         dz = change_of_z(target, self.source.neurons[sites.layer], self.part)
         change = neuron_changes(heads, sites, dz)
-        change = change * where.where.to(change.device)
         block = self.replay.host.block(sites.layer, "neuron")
-        block += self.replay.adds_mlp_output(block, heads.output_module)
+        block += not tested or self.replay.adds_mlp_output(block, heads.output_module)
         directions = heads.W_out[sites.index.to(change.device)]
+        where = group.everywhere.to(change.device)
 
         def variants(chosen: Tensor, first: int) -> Variants:
-            moving = change[chosen, :, first:].flatten(0, 1).unsqueeze(-1)
-            rows = directions[chosen].repeat_interleave(self.replay.batch, dim=0).unsqueeze(1)
+            head, at = (each[chosen].to(change.device) for each in (group.head, group.where))
+            moving = (change[head, :, first:] * where[at, :, first:]).flatten(0, 1).unsqueeze(-1)
+            rows = directions[head].repeat_interleave(self.replay.batch, dim=0).unsqueeze(1)
             added = (moving * rows).to(directions.dtype)
             return neuron_variants(self.replay, sites.layer, first, added)
 
@@ -227,28 +229,41 @@ class PatchRunner:
         sites, part, host = group.sites, self.part, self.replay.host
         name = hook_name(self.replay.model, sites.layer, part)
         target, source = self.replay.recording.hooked[name], self.source.hooked[name]
-        index = sites.index.to(target.device).repeat(len(group.positions))
+        index = sites.index.to(target.device)
         heads = nn.functional.one_hot(index, host.n_heads[sites.layer]).bool()
-        where = torch.stack([each.where for each in group.positions]).to(target.device)
-        where = where.repeat_interleave(len(sites.names), dim=0)
-        changed = where & differences(target, source, part)[..., index].permute(2, 0, 1)
+        where = group.everywhere.to(target.device)
+        changed = differences(target, source, part)[..., index].permute(2, 0, 1)
         block = host.block(sites.layer, "attention")
 
         def variants(chosen: Tensor, first: int) -> Variants:
-            hook = attention_edit(source, part, heads[chosen], where[chosen], first)
+            head, at = (each[chosen].to(target.device) for each in (group.head, group.where))
+            hook = attention_edit(source, part, heads[head], where[at], first)
             stream = self.replay.recorded_stream(block, first, len(chosen))
             return Variants(block, first, stream, [(name, hook)])
 
         return changed, block, variants
 
-    def _effective_sites(
-        self, changed: Bool[Tensor, "site batch pos"], block: int
-    ) -> tuple[int, Tensor]:
-        """Return the first position that any site changes, and which sites affect the metric."""
-        effective = (changed & self.replay.effective_positions(block).to(changed.device)).any(
-            (1, 2)
-        )
-        if not effective.any():
-            return 0, effective
-        positions = changed[effective].any(dim=(0, 1)).nonzero()[:, 0]
-        return self.replay.start(block, int(positions[0])), effective
+
+@full_precision()
+def check_edits(
+    replay: Replay, groups: Sequence[SiteGroup], part: Part, first: int | None = None
+) -> None:
+    """Test the edits of a sweep.
+
+    Args:
+        replay: of the run that is patched.
+        groups: the sites.
+        part: the part that is patched.
+        first: the position from which to test edits; None for all positions, and again from one
+            of those asked for on.
+    """
+    sets = dict.fromkeys(each for group in groups for each in group.positions)
+    starts = {int(each.where.any(dim=0).nonzero()[0]) for each in sets}
+    later = sorted(starts - {0}) or [0]
+    for kind in HEAD_KINDS:
+        layers = sorted({each.sites.layer for each in groups if each.sites.kind == kind})
+        if layers:
+            block = replay.host.block(layers[0], kind)
+            middle = replay.start(block, later[len(later) // 2]) if first is None else first
+            for start in sorted({0, middle} if first is None else {first}):
+                require_same_edit(replay, kind, layers, part, start)

@@ -121,7 +121,7 @@ def require_edits_read(
 
     edits: Hooks = [(name, destroy) for name in names.values()]
     looks: Hooks = []
-    if part == "q":  # of one key, a softmax makes 1 whatever the query; this shows in the pattern
+    if part in ("q", "k"):  # of one key, a softmax makes 1 whatever it is; the pattern shows nan
         later: tuple[Part, ...] = ("pattern", "z")
         witnesses = {layer: [hook_name(model, layer, at, kind) for at in later] for layer in names}
         looks = [(name, look(name)) for each in witnesses.values() for name in each]
@@ -131,7 +131,7 @@ def require_edits_read(
     for layer, name in names.items():
         block = host_of(model).block(layer, kind)
         read = _relative_error(found[block], recording.streams[block + 1], recording) > 1.0
-        if part == "q":
+        if part in ("q", "k"):
             read = read or not all(torch.equal(*shown[at]) for at in witnesses[layer])
         if not read:
             reasons.append(

@@ -36,7 +36,7 @@ class Tape:
     """Hooks that record, in one forward pass, the tensors to take gradients at."""
 
     def __init__(self, names: Iterable[str]) -> None:
-        self._names = sorted(set(names))
+        self.names = sorted(set(names))
         self._seen: dict[str, Tensor] = {}
 
     @property
@@ -46,7 +46,7 @@ class Tape:
         Raises:
             UnsupportedModelError: a hook point did not fire, as its module did not run.
         """
-        require_seen({name: name for name in self._names}, self._seen)
+        require_seen({name: name for name in self.names}, self._seen)
         return self._seen
 
     @property
@@ -62,7 +62,7 @@ class Tape:
 
             return hook
 
-        return [(name, remember(name)) for name in self._names]
+        return [(name, remember(name)) for name in self.names]
 
     def gradients(self, value: Float[Tensor, ""]) -> dict[str, Tensor]:
         """Return the gradient at every node, and free the graph."""

@@ -1,14 +1,17 @@
-"""Metrics: one number of the logits of a batch of prompts, by which a patch is measured.
+"""Metrics: one number of the logits of each prompt, by whose mean a patch is measured.
 
-Unless stated otherwise a metric reads each prompt's last real token and is the mean over the batch.
+Unless stated otherwise a metric reads each prompt's last real token, and is the mean over prompts.
 With ℓ the logits there, c and w the answers, P = softmax ℓ and C the clean run's softmax:
 
     logit_diff         ℓ[c] - ℓ[w]
+    probability_diff   Σ P[c] - Σ P[w], over several answers c and w
     probability        P[c]
     log_probability    log P[c]
     kl                 KL(C ‖ P) = Σ_v C[v] (log C[v] - log P[v]): 0 on the clean run
-    loss               -log P_t[x_{t+1}], the mean over all real tokens x_{t+1} of the clean prompts
-    custom             any function of the logits [batch, pos, d_vocab]
+    loss               -log P_t[x_{t+1}], the mean over all real tokens x_{t+1} of the clean
+                       prompts: over those of each prompt, and over prompts weighted by their number
+    custom             any function of the logits [batch, pos, d_vocab], to one number, or to one of
+                       each prompt
 
 A `Metric` holds for any model and prompts. Bound to one model and pair, it states which logits it
 reads, so that a sweep computes no others: for a logit difference, one position of each prompt and
@@ -36,6 +39,7 @@ _Selected: TypeAlias = Float[Tensor, "site batch position column"]
 _PROBLEM = "this metric does not fit the model or its prompts"
 _NO_NUMBER = "this metric is not a function of the logits to one number"
 _NO_GRADIENT = "this metric cannot be attributed"
+_SHOWN = 4  # answers in a name
 _ROUNDINGS = 8  # of a metric: a difference, a mean and their inputs, each within one
 _NO_SLOPE = 64  # roundings of float32 or finer: below, a gradient is a rounding of sums
 
@@ -49,26 +53,37 @@ class BoundMetric:
         positions: the one position of each prompt that it reads; None where it reads all.
         columns: the entries of the vocabulary that it reads; None where it reads all.
         shape: batch, pos and vocabulary of the logits of a whole run.
-        compute: the formula, from logits as `value` takes them.
+        compute: the formula, from logits as `value` takes them, to one number of each prompt; or of
+            all prompts together, [site, 1], where they have none of their own.
+        weights: of each prompt in the mean, with a sum of 1; None where prompts weigh the same.
     """
 
     name: str
     positions: Int[Tensor, "batch"] | None
     columns: Int[Tensor, "column"] | None
     shape: tuple[int, int, int]
-    compute: Callable[[_Selected], Float[Tensor, "site"]] = field(repr=False)
+    compute: Callable[[_Selected], Float[Tensor, "site prompt"]] = field(repr=False)
+    weights: tuple[float, ...] | None = None
 
     def value(self, logits: _Selected) -> Float[Tensor, "site"]:
-        """Return the metric for every site: the mean over the batch. Differentiable.
+        """Return the metric for every site: the mean over prompts. Differentiable.
+
+        Takes logits as `of_prompts` does, and raises its errors.
+        """
+        return self.mean(self.of_prompts(logits))
+
+    def of_prompts(self, logits: _Selected) -> Float[Tensor, "site prompt"]:
+        """Return the metric of every prompt, for every site. Differentiable.
 
         Args:
             logits: at `positions` (an axis of size 1) and `columns`, all where those are None.
 
         Returns:
-            One number a site, in the dtype of the logits; float32 where they are shorter.
+            A number for each prompt, or one for all (`compute`), in the dtype of the logits;
+            float32 where they are shorter.
 
         Raises:
-            InputError: logits of another shape; a result that is not one finite number a site.
+            InputError: logits of another shape; a result of another shape, or that is not finite.
         """
         batch, pos, d_vocab = self.shape
         expected = (
@@ -82,12 +97,24 @@ class BoundMetric:
                 f"at least one site and then {list(expected)}"
             )
         values = self.compute(logits)
-        if values.shape != logits.shape[:1]:
-            self._refuse(f"got values {list(values.shape)}; expected one of each site")
-        bad = (~values.isfinite()).sum().item()
+        if values.ndim != 2 or len(values) != len(logits) or values.shape[1] not in (1, batch):
+            self._refuse(
+                f"got values {list(values.shape)}; expected one of each site and prompt, or of all "
+                "prompts together [site, 1]"
+            )
+        bad = (~values.isfinite()).any(dim=1).sum().item()
         if bad:
             self._refuse(f"it is not finite for {bad} of {len(values)} sites")
         return values
+
+    def shares(self, n: int) -> tuple[float, ...]:
+        """Return the weights of n numbers in their mean: one of each prompt, or one of all."""
+        return self.weights if self.weights and n > 1 else (1 / n,) * n
+
+    def mean(self, values: Float[Tensor, "*site prompt"]) -> Float[Tensor, "*site"]:
+        """Return the weighted mean over prompts, summed alike for one site and for many."""
+        weighted = zip(self.shares(values.shape[-1]), values.unbind(-1), strict=True)
+        return sum((share * each for share, each in weighted), torch.zeros_like(values[..., 0]))
 
     def select(
         self, logits: Float[Tensor, "*site batch pos d_vocab"]
@@ -103,22 +130,27 @@ class BoundMetric:
             logits = logits[..., rows, self.positions.to(logits.device), :].unsqueeze(-2)
         return logits if self.columns is None else logits[..., self.columns.to(logits.device)]
 
-    @torch.no_grad()
     def of(self, logits: Logits) -> float:
-        """Return the metric of one whole run, computed twice.
+        """Return the metric of one whole run; see `of_run`."""
+        return self.mean(self.of_run(logits)).item()
+
+    @torch.no_grad()
+    def of_run(self, logits: Logits) -> Float[Tensor, "prompt"]:
+        """Return the metric of every prompt of one whole run, computed twice, in float64.
 
         Raises:
-            InputError: as `value` does; or it depends on more than the logits, or changes them.
+            InputError: as `of_prompts` does; or it depends on more than the logits, or changes
+                them.
         """
         read = self.select(logits)[None]
         kept = read.clone()
-        once, again = self.value(read).item(), self.value(read).item()
+        once, again = (self.of_prompts(read)[0].cpu().double() for _ in range(2))
         if not torch.equal(read, kept):
             self._refuse("it changes the logits that it is given; have it work on a copy")
-        if once != again:
+        if not torch.equal(once, again):
             self._refuse(
-                f"got {once} and then {again} for the same logits; expected a function of the "
-                "logits alone, without randomness or a memory"
+                f"got {self.mean(once):.6g} and then {self.mean(again):.6g} for the same logits; "
+                "expected a function of the logits alone, without randomness or a memory"
             )
         return once
 
@@ -226,11 +258,66 @@ def logit_diff(correct: Answer, wrong: Answer) -> Metric:
         columns, at = torch.cat([right, left]).unique(return_inverse=True)
         right_at, left_at = at.chunk(2)
 
-        def compute(logits: _Selected) -> Float[Tensor, "site"]:
+        def compute(logits: _Selected) -> Float[Tensor, "site prompt"]:
             logits = float32_if_half(logits)
-            return (_pick(logits, right_at) - _pick(logits, left_at)).mean(dim=-1)
+            return _pick(logits, right_at) - _pick(logits, left_at)
 
         return BoundMetric(name, pair.last, columns, _logits_shape(model, pair), compute)
+
+    return Metric(name, bound)
+
+
+def probability_diff(
+    correct: Sequence[Sequence[str | int]], wrong: Sequence[Sequence[str | int]]
+) -> Metric:
+    """Return the summed probability of correct answers less that of wrong ones, as a metric.
+
+    The metric of greater-than in Hanna et al. (2023), where every later year is correct.
+
+    Args:
+        correct: of each prompt a list of texts that are one token, or of tokens.
+        wrong: the same.
+
+    Returns:
+        The metric, for any model and as many prompts.
+
+    Raises:
+        InputError: when bound: other numbers of prompts; answers that are not one token each, or
+            twice for a prompt.
+
+    Example:
+        >>> from attn_only_lens import patching as p
+        >>> p.probability_diff([[33, 34], [98]], [[31, 32], [7]]).name
+        'probability_diff([33, 34], …; [31, 32], …)'
+    """
+    first = [each[0] if len(each) else [] for each in (correct, wrong)]
+    name = "probability_diff({}, …; {}, …)".format(*first)
+
+    def bound(model: Any, pair: PromptPair, reference: Logits | None) -> BoundMetric:
+        batch, reasons = len(pair.clean), list[str]()
+        signs = torch.zeros(batch, _d_vocab_out(model), device=pair.clean.device)
+        for role, answers, sign in (("correct", correct, 1.0), ("wrong", wrong, -1.0)):
+            if len(answers) != batch or not all(len(_as_list(each)) for each in answers):
+                reasons.append(
+                    f"{role}: got answers to {len(answers)} prompts; expected a list of one or "
+                    f"more for each of {batch}"
+                )
+                continue
+            for i, each in enumerate(answers):
+                found = [_token(model, one, f"{role}, prompt {i}", reasons) for one in each]
+                if len(set(found)) < len(found) or signs[i, found].any():
+                    reasons.append(
+                        f"{role}, prompt {i}: got {each}; expected each answer once, "
+                        "and not both right and wrong"
+                    )
+                signs[i, found] = sign
+        InputError.raise_if(reasons, _PROBLEM)
+
+        def compute(logits: _Selected) -> Float[Tensor, "site prompt"]:
+            chances = float32_if_half(logits).squeeze(-2).softmax(dim=-1)
+            return (chances * signs.to(chances)).sum(dim=-1)
+
+        return BoundMetric(name, pair.last, None, _logits_shape(model, pair), compute)
 
     return Metric(name, bound)
 
@@ -283,8 +370,8 @@ def _of_answer(kind: str, answer: Answer, scale: Callable[[Tensor], Tensor]) -> 
         tokens = _answer_tokens(model, pair, answer, "answer", reasons)
         InputError.raise_if(reasons, _PROBLEM)
 
-        def compute(logits: _Selected) -> Float[Tensor, "site"]:
-            return scale(_pick(float32_if_half(logits).log_softmax(dim=-1), tokens)).mean(dim=-1)
+        def compute(logits: _Selected) -> Float[Tensor, "site prompt"]:
+            return scale(_pick(float32_if_half(logits).log_softmax(dim=-1), tokens))
 
         return BoundMetric(name, pair.last, None, _logits_shape(model, pair), compute)
 
@@ -321,11 +408,11 @@ def kl() -> Metric:
         last = reference.detach()[rows, pair.last.to(reference.device)]
         clean = float32_if_half(last).log_softmax(dim=-1)
 
-        def compute(logits: _Selected) -> Float[Tensor, "site"]:
+        def compute(logits: _Selected) -> Float[Tensor, "site prompt"]:
             patched = float32_if_half(logits).squeeze(-2).log_softmax(dim=-1)
             # Where the clean run gives no probability at all, a term is 0, not 0 · ∞.
             terms = torch.where(clean == -torch.inf, 0.0, clean.exp() * (clean - patched))
-            return terms.sum(dim=-1).mean(dim=-1)
+            return terms.sum(dim=-1)
 
         return BoundMetric("kl", pair.last, None, shape, compute)
 
@@ -336,7 +423,7 @@ def loss() -> Metric:
     """Return the cross-entropy of the clean prompts' next tokens, in nats, as a metric.
 
     Every token that follows a real one in the clean prompts is a target, whichever run is patched;
-    the metric is the mean over these.
+    the metric is the mean over these, in which a prompt of more tokens weighs more.
 
     Returns:
         The metric, for any model and prompts.
@@ -365,11 +452,17 @@ def loss() -> Metric:
             )
         InputError.raise_if(reasons, _PROBLEM)
 
-        def compute(logits: _Selected) -> Float[Tensor, "site"]:
-            logs = float32_if_half(logits[:, rows, columns]).log_softmax(dim=-1)
-            return -logs[:, torch.arange(len(targets), device=targets.device), targets].mean(dim=-1)
+        n_targets = counts.sum(dim=1).tolist()
 
-        return BoundMetric("loss", None, None, shape, compute)
+        def compute(logits: _Selected) -> Float[Tensor, "site prompt"]:
+            logs = float32_if_half(logits[:, rows, columns]).log_softmax(dim=-1)
+            each = -logs[:, torch.arange(len(targets), device=targets.device), targets]
+            # A prompt without targets has the loss 0, and the weight 0.
+            own = [part.sum(dim=-1) / max(1, part.shape[1]) for part in each.split(n_targets, 1)]
+            return torch.stack(own, dim=-1)
+
+        weights = tuple(n / len(targets) for n in n_targets)
+        return BoundMetric("loss", None, None, shape, compute, weights)
 
     return Metric("loss", bound)
 
@@ -380,10 +473,12 @@ def custom(
     """Return any function of the logits of a whole run, as a metric.
 
     It is called once a site, reads all logits, and so costs more than the metrics above. For
-    attribution it must return a tensor that a gradient passes through.
+    attribution it must return a tensor that a gradient passes through. Of several prompts it may
+    return one number each, as a tensor [batch]: then their mean is measured, and its standard error
+    is known, as it is for the metrics above.
 
     Args:
-        fn: from logits [batch, pos, d_vocab] to one number.
+        fn: from logits [batch, pos, d_vocab] to one number, or one of each prompt.
         name: shown in results; by default the name of `fn`.
         version: identifies `fn` when a sweep is resumed, instead of its code, closure, defaults
             and the globals that it reads. Needed where these cannot be identified (`resume` says
@@ -408,8 +503,8 @@ def custom(
         )
     label = str(name or getattr(fn, "__name__", type(fn).__name__))
 
-    def compute(logits: Float[Tensor, "site batch pos d_vocab"]) -> Float[Tensor, "site"]:
-        return torch.stack([_as_number(fn(each), label) for each in logits])
+    def compute(logits: Float[Tensor, "site batch pos d_vocab"]) -> Float[Tensor, "site prompt"]:
+        return torch.stack([_as_numbers(fn(each), len(each), label) for each in logits])
 
     def bound(model: Any, pair: PromptPair, reference: Logits | None) -> BoundMetric:
         return BoundMetric(label, None, None, _logits_shape(model, pair), compute)
@@ -417,16 +512,20 @@ def custom(
     return Metric(label, bound, version=version)
 
 
-def _as_number(value: Any, name: str) -> Tensor:
-    if isinstance(value, Tensor) and value.ndim == 0 and value.is_floating_point():
-        return value
+def _as_numbers(value: Any, batch: int, name: str) -> Float[Tensor, "prompt"]:
+    """Return what a function made of a run, one number or one of each prompt, as a row."""
+    if isinstance(value, Tensor) and value.is_floating_point() and value.shape in ((), (batch,)):
+        return value.reshape(-1)
     if isinstance(value, int | float) and not isinstance(value, bool):
-        return torch.tensor(value, dtype=torch.float64, device="cpu")
+        return torch.tensor([value], dtype=torch.float64, device="cpu")
     got = (
         f"a {value.dtype} tensor {list(value.shape)}" if isinstance(value, Tensor) else repr(value)
     )
     raise InputError(
-        [f"{name}: got {got} from it; expected one number, such as a mean over the batch"],
+        [
+            f"{name}: got {got} from it; expected one number, such as a mean over the batch, or a "
+            f"tensor of {batch}, one of each prompt"
+        ],
         _NO_NUMBER,
     )
 
@@ -463,6 +562,8 @@ def _as_list(answer: Answer) -> list[Any]:
 def _label(answer: Answer) -> str:
     """Return answers as a metric's name shows them."""
     each = _as_list(answer)
+    if len(each) > _SHOWN:
+        return f"[{', '.join(map(repr, each[:_SHOWN]))}, …]"
     return repr(each[0]) if len(each) == 1 else repr(each)
 
 

@@ -1,22 +1,25 @@
 """Positions to patch: sets of them, each patched at once.
 
 A number from 0 up is a position of the token tensor, padding counted; -1 is each prompt's last
-real token, -2 the one before. `"each"` and `"all"` never touch padding.
+real token, -2 the one before. `"each"` and `"all"` never touch padding. Roles, such as
+`{"subject": [2, 4], "end": -1}`, name a position of each prompt, counted in its own real tokens
+from either end, so that prompts may differ in length.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 import torch
-from jaxtyping import Bool
+from jaxtyping import Bool, Int
 from torch import Tensor
 
 from attn_only_lens.errors import InputError
 from attn_only_lens.numerics import as_plain, is_count
 from attn_only_lens.runs.prompts import PromptPair
 
-Positions: TypeAlias = Literal["each", "all"] | int | Sequence[int] | Tensor
+Roles: TypeAlias = Mapping[str, int | Sequence[int] | Tensor]
+Positions: TypeAlias = Literal["each", "all"] | int | Sequence[int] | Tensor | Roles
 _PROBLEM = "these positions cannot be patched"
 
 
@@ -25,7 +28,7 @@ class PositionSet:
     """Positions that are patched at once.
 
     Attributes:
-        label: its name in the results: "all", or the number asked for.
+        label: its name in the results: "all", the number asked for, or the role.
         where: the positions of each prompt; padding never.
     """
 
@@ -40,7 +43,8 @@ def resolve_positions(pair: PromptPair, positions: Positions) -> tuple[PositionS
         pair: the prompts.
         positions: "each", a set for every position that is real in some prompt, and of those
             prompts only; "all", one set of all real positions; a number, or a list of numbers, a
-            set for each, which every prompt must have.
+            set for each, which every prompt must have; or a number, or one for each prompt, by
+            role, a set for each role.
 
     Returns:
         The sets, in the order asked for.
@@ -58,7 +62,11 @@ def resolve_positions(pair: PromptPair, positions: Positions) -> tuple[PositionS
         [0, 1, 2]
         >>> resolve_positions(pair, -1)[0].where
         tensor([[False, False,  True]])
+        >>> [each.label for each in resolve_positions(pair, {"operand": [1], "end": -1})]
+        ['operand', 'end']
     """
+    if isinstance(positions, Mapping):
+        return _by_role(pair, positions)
     real = pair.real
     n_pos = real.shape[1]
     if isinstance(positions, str):
@@ -95,10 +103,41 @@ def resolve_positions(pair: PromptPair, positions: Positions) -> tuple[PositionS
     return tuple(sets)
 
 
+def _by_role(pair: PromptPair, roles: Roles) -> tuple[PositionSet, ...]:
+    """Return a set for each role; see `resolve_positions`."""
+    lengths = pair.real.sum(dim=1)
+    batch, reasons, sets = len(lengths), list[str](), list[PositionSet]()
+    if not roles:
+        reasons.append("got no roles; expected one at least, such as {'end': -1}")
+    for role, given in roles.items():
+        if not isinstance(role, str) or not role or role in ("each", "all"):
+            reasons.append(f"got role {role!r}; expected a text other than 'each' and 'all'")
+        plain = as_plain(given)
+        each = [plain] * batch if isinstance(plain, int) else plain
+        if not isinstance(each, list | tuple) or len(each) != batch:
+            got = f"{len(each)} positions" if isinstance(each, list | tuple) else repr(given)
+            reasons.append(f"{role}: got {got}; expected one of each of {batch} prompts, or of all")
+            continue
+        each = [as_plain(one) for one in each]
+        outside = [
+            f"{role}: got {one!r} in prompt {i}; expected from {-n} to {n - 1}, of its own tokens"
+            for i, (one, n) in enumerate(zip(each, lengths.tolist(), strict=True))
+            if not is_count(one, -n, n - 1)
+        ]
+        reasons += outside
+        if outside:
+            continue
+        at = torch.tensor(each, device=lengths.device)
+        at = torch.where(at < 0, at, at - lengths)  # of every prompt from its end
+        sets.append(PositionSet(role, _from_end(pair, at[:, None])))
+    InputError.raise_if(reasons, _PROBLEM)
+    return tuple(sets)
+
+
 def _column(real: Bool[Tensor, "batch pos"], pos: int) -> Bool[Tensor, "pos"]:
     return torch.arange(real.shape[1], device=real.device) == pos
 
 
-def _from_end(pair: PromptPair, pos: int) -> Bool[Tensor, "batch pos"]:
+def _from_end(pair: PromptPair, pos: int | Int[Tensor, "batch 1"]) -> Bool[Tensor, "batch pos"]:
     columns = torch.arange(pair.clean.shape[1], device=pair.clean.device)
-    return columns == (pair.last + pos + 1)[:, None]
+    return columns == pair.last[:, None] + pos + 1

@@ -68,26 +68,36 @@ class RunPair:
         clean: the clean run.
         corrupted: the corrupted run.
         metric: the metric, bound to these prompts.
-        clean_value: the metric of the clean run.
-        corrupted_value: the metric of the corrupted run.
+        clean_values: the metric of each prompt of the clean run (`BoundMetric.of_prompts`).
+        corrupted_values: the metric of each prompt of the corrupted run.
     """
 
     pair: PromptPair
     clean: Recording
     corrupted: Recording
     metric: BoundMetric
-    clean_value: float
-    corrupted_value: float
+    clean_values: Float[Tensor, "prompt"]
+    corrupted_values: Float[Tensor, "prompt"]
 
-    def target(self, direction: str) -> tuple[Recording, Recording, float]:
-        """Return the run patched into, the other run, and the metric of the first.
+    @property
+    def clean_value(self) -> float:
+        """The metric of the clean run."""
+        return self.metric.mean(self.clean_values).item()
+
+    @property
+    def corrupted_value(self) -> float:
+        """The metric of the corrupted run."""
+        return self.metric.mean(self.corrupted_values).item()
+
+    def target(self, direction: str) -> tuple[Recording, Recording, Float[Tensor, "prompt"]]:
+        """Return the run patched into, the other run, and the metric of the first, by prompt.
 
         Args:
             direction: "denoise" patches into the corrupted run, any other into the clean one.
         """
         if direction == "denoise":
-            return self.corrupted, self.clean, self.corrupted_value
-        return self.clean, self.corrupted, self.clean_value
+            return self.corrupted, self.clean, self.corrupted_values
+        return self.clean, self.corrupted, self.clean_values
 
 
 def record(
@@ -173,7 +183,7 @@ def record_pair(
 
     Args:
         model: converted, or with exposed neuron-heads.
-        pair: the prompts.
+        pair: the prompts; of one prompt with itself, the metric of the corrupted run is taken as 0.
         metric: to be bound to them.
         sites: the heads to record.
         part: the part of attention heads to record.
@@ -201,7 +211,9 @@ def record_pair(
             keep_graph=side == traced,
         )
 
-    clean, corrupted = record_side("clean"), record_side("corrupted")
+    single = pair.corrupted is pair.clean
+    clean = record_side("clean")
+    corrupted = clean if single else record_side("corrupted")
     _require_ungrouped(model, own, clean)
     return run_pair(model, pair, clean, corrupted, metric, distinct=distinct)
 
@@ -221,7 +233,7 @@ def run_pair(
         model: that ran.
         pair: the prompts.
         clean: the clean run.
-        corrupted: the corrupted run.
+        corrupted: the corrupted run; of the clean run itself, the metric is taken as 0.
         metric: to be bound to the prompts.
         distinct: whether the metric must tell the runs apart, as scores need it to.
 
@@ -229,10 +241,12 @@ def run_pair(
         InputError: the metric does not fit or does not tell the runs apart.
     """
     bound = bind(metric, model, pair, reference=clean.logits.detach())
-    clean_value, corrupted_value = bound.of(clean.logits), bound.of(corrupted.logits)
+    value = bound.of_run(clean.logits)
+    other = torch.zeros_like(value) if corrupted is clean else bound.of_run(corrupted.logits)
+    runs = RunPair(pair, clean, corrupted, bound, value, other)
     if distinct:
-        require_distinct(clean_value, corrupted_value, clean.logits.dtype)
-    return RunPair(pair, clean, corrupted, bound, clean_value, corrupted_value)
+        require_distinct(runs.clean_value, runs.corrupted_value, clean.logits.dtype)
+    return runs
 
 
 def _require_ungrouped(model: Any, names: dict[int, str], run: Recording) -> None:

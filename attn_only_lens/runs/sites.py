@@ -1,5 +1,6 @@
 """Sites: the heads to patch, by name or by kind, and the part of them to patch."""
 
+import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -16,9 +17,16 @@ from attn_only_lens.numerics import as_plain, is_count
 
 ALL_MEMBERS = -1
 """In `LayerSites.member`: all heads of the neuron together."""
-Part = Literal["z", "pattern", "value", "q"]
+Part = Literal["z", "pattern", "value", "q", "k"]
 PARTS: tuple[str, ...] = get_args(Part)
-_POINTS: dict[Part, str] = {"z": "z", "pattern": "pattern", "value": "v", "q": "q"}
+_POSITION = re.compile(r"0|-?[1-9]\d*")
+_POINTS: dict[Part, str] = {
+    "z": "z",
+    "pattern": "pattern",
+    "value": "v",
+    "q": "q",
+    "k": "k",
+}
 
 
 @dataclass(frozen=True)
@@ -189,6 +197,36 @@ def resolve_sites(model: Any, sites: Sites) -> tuple[LayerSites, ...]:
     for name in sorted(names, key=_order):
         groups.setdefault((name.layer, name.kind), []).append(name)
     return tuple(map(LayerSites.of, groups.values()))
+
+
+def split_positions(sites: Sites) -> list[tuple[str, int | None]] | None:
+    """Split names that say where, such as `L3N7@13` or `L3N7@-1`, into a head and a position.
+
+    Returns:
+        Each name, and its position or None; None for the whole where no name has a position.
+
+    Raises:
+        InputError: with every position that is no number.
+
+    Example:
+        >>> from attn_only_lens.runs.sites import split_positions
+        >>> split_positions(["L3N7@13", "L2H0"])
+        [('L3N7', 13), ('L2H0', None)]
+    """
+    given = as_plain(sites)
+    names = [given] if isinstance(given, str | HeadName) else given
+    if not isinstance(names, list | tuple) or not any("@" in str(name) for name in names):
+        return None
+    found: list[tuple[str, int | None]] = []
+    reasons: list[str] = []
+    for name in map(str, names):
+        head, at, position = name.partition("@")
+        if at and not _POSITION.fullmatch(position):
+            reasons.append(f"got {name!r}; expected a position after @, such as 'L3N7@13'")
+        else:
+            found.append((head, int(position) if at else None))
+    InputError.raise_if(reasons, "these sites cannot be patched")
+    return found
 
 
 def _order(name: HeadName) -> tuple[int, str, int, int]:

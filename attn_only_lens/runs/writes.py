@@ -45,6 +45,7 @@ from attn_only_lens.errors import InputError, UnsupportedModelError
 from attn_only_lens.heads import host_of
 from attn_only_lens.heads.computation import NeuronHeads
 from attn_only_lens.heads.host import HEAD_KINDS, HeadKind
+from attn_only_lens.numerics import full_precision
 from attn_only_lens.runs.edits import neuron_changes
 from attn_only_lens.runs.recording import Recording, output_stream, record
 from attn_only_lens.runs.sites import LayerSites
@@ -200,6 +201,7 @@ class Parts:
 
 
 @torch.no_grad()
+@full_precision()
 def take_apart(
     model: Any, tokens: Tokens, mask: Tensor | None, *, names: tuple[str, ...] = ()
 ) -> Parts:

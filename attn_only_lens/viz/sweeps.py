@@ -45,8 +45,8 @@ def sweep_heatmap(
         A plotly figure; `viz.write_html` writes it to a page that works offline.
 
     Raises:
-        InputError: the sweep is empty or has too many heads, `rows` is another word, or tokens
-            are too few.
+        InputError: the sweep is empty, has too many heads, or rows of several prompts; `rows` is
+            another word, or tokens are too few.
         ImportError: plotly is not installed.
 
     Example:
@@ -61,6 +61,8 @@ def sweep_heatmap(
         ('L0 neurons', 0.75)
     """
     frame = _effects(sweep)
+    if sweep.has_prompts:
+        refuse('the sweep has rows of each prompt; expected means, or sweep.query("prompt == 0")')
     if rows not in ("layer", "name"):
         refuse(f"got rows={rows!r}; expected 'layer' or 'name'")
     if rows == "name":
@@ -73,6 +75,8 @@ def sweep_heatmap(
         frame["row"] = "L" + frame["layer"].astype(str) + " " + kinds
         order = list(dict.fromkeys(frame.sort_values(["layer", "kind"])["row"]))
     positions = sorted(set(frame["position"]))
+    if frame["position"].dtype == "category":  # roles, in the order asked for
+        positions = list(frame["position"].cat.categories)
     labels = [_position(position, tokens) for position in positions]
     strongest = frame.drop_duplicates(["row", "position"])  # the first is: see _effects
     grid = strongest.pivot(index="row", columns="position", values="effect")
@@ -132,6 +136,8 @@ def sweep_bars(sweep: Sweep, k: int = 20, tokens: Sequence[str] | None = None) -
         f"{name} at {_position(position, tokens)}"
         for name, position in frame[["name", "position"]].to_numpy()
     ]
+    if sweep.has_prompts:  # else bars of the same name would be drawn in one place
+        frame["label"] += ", prompt " + frame["prompt"].astype(str)
     figure = empty_figure()
     for kind, part in frame.groupby("kind", observed=True, sort=False):
         figure.add_bar(

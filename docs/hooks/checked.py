@@ -22,6 +22,7 @@ from mkdocs.plugins import get_plugin_logger
 MODULES = (
     "",
     ".patching",
+    ".tasks",
     ".circuits",
     ".viz",
     ".expansion",

@@ -14,6 +14,7 @@ from attn_only_lens import expose_neuron_heads as expose
 from attn_only_lens import patching as p
 from attn_only_lens.circuits._composition import scores, writer_factors
 from attn_only_lens.models.norms import Norm
+from attn_only_lens.runs.largest import LargestScores
 
 EXACT = 1e-12  # of scores in [0, 1], each a few hundred roundings of float64
 FAMILIES = ["gelu", "rms", "rms_pre", "ln_pre", "no_norm", "llama", "grouped", "silu_gated"]

@@ -1,6 +1,7 @@
 """Agreement against scipy, whatever the order of rows; and sweeps that cannot be compared."""
 
 import numpy as np
+import pandas as pd
 import pytest
 import scipy.stats
 from random_sweeps import sweep, values
@@ -58,6 +59,22 @@ def test_refused(case):
     other, reason = BAD[case]
     with pytest.raises(InputError, match=reason):
         p.agreement(sweep(), other())
+
+
+def test_rows_of_each_prompt_are_held_against_the_same():
+    one, other = (
+        sweep(
+            frame=pd.concat(
+                values(seed + prompt).assign(prompt=prompt, unpatched=0.1) for prompt in range(2)
+            )
+        )
+        for seed in (0, 2)
+    )
+    row = p.agreement(one, other, k=9).iloc[0]
+    expected = np.corrcoef(one.frame["value"], other.frame["value"])[0, 1]
+    assert (row["n"], row["pearson"]) == (130, pytest.approx(expected, abs=EXACT))
+    with pytest.raises(InputError, match="expected both with `per_prompt`"):
+        p.agreement(one, sweep())
 
 
 def test_refused_with_every_reason():

@@ -1,5 +1,7 @@
 """Attribution on TransformerBridges, under transformer-lens 3.9 and 4 alike."""
 
+from functools import partial
+
 import patch_oracle as oracle
 import pytest
 import torch
@@ -11,6 +13,8 @@ from transformer_lens.model_bridge.sources._bridge_builder import build_bridge_f
 
 from attn_only_lens import UnsupportedModelError, expose_neuron_heads
 from attn_only_lens import patching as p
+
+estimate = partial(p.attribution, budget=0)  # exact repairs: `test_repairs.py`
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # TransformerLens' and transformers' own
 POS, D_MLP = 5, 37
@@ -62,7 +66,7 @@ def moves(sweep, name, pos):
 def test_gradient_is_the_slope_of_small_patches(name):
     model, (clean, corrupted) = bridge_of(name), prompts()
     for part in ("z", "pattern", "q"):
-        found = p.attribution(model, clean, corrupted, METRIC, part=part, method="gradient")
+        found = estimate(model, clean, corrupted, METRIC, part=part, method="gradient")
         expected, got = [], []
         for head in NAMES:
             for pos in (1, POS - 1):
@@ -85,7 +89,7 @@ def test_frozen_is_a_patch_of_the_model_held_in_place(name):
     names = [n for n in model.hook_dict if n.endswith(held)]
     kept = {n: oracle.seen(model, corrupted, n) for n in names}
     hooks = [(n, lambda value, hook, n=n: kept[n]) for n in names]
-    found = p.attribution(model, clean, corrupted, METRIC, method="frozen_pattern")
+    found = estimate(model, clean, corrupted, METRIC, method="frozen_pattern")
     free = []
     for head in ("L1N3", "L1N29") if name == "llama" else NAMES:
         for pos in (1, POS - 1):
@@ -106,11 +110,11 @@ def test_methods_find_what_patching_finds(name):
     model, (clean, corrupted) = bridge_of(name), prompts()
     before = {n: (q.requires_grad, q.grad) for n, q in model.named_parameters()}
     exact = p.activation_patch(model, clean, corrupted, METRIC, part="q", progress=False)
-    closed = p.attribution(model, clean, corrupted, METRIC, part="q")
+    closed = estimate(model, clean, corrupted, METRIC, part="q")
     assert closed.method == "exact_gate"
     assert p.agreement(exact, closed)["pearson"].item() > 0.99
     for method in ("integrated", "frozen_pattern"):
-        p.attribution(model, clean, corrupted, METRIC, method=method, progress=False)
+        estimate(model, clean, corrupted, METRIC, method=method, progress=False)
     assert {n: (q.requires_grad, q.grad) for n, q in model.named_parameters()} == before
     assert not any(m._forward_hooks for m in model.modules())
 
@@ -134,8 +138,8 @@ def test_hook_points_that_only_look_on_are_refused():
         ({"method": "frozen_pattern"}, "still not linear"),
     ):
         if heard:
-            p.attribution(model, clean, corrupted, METRIC, **settings)
+            estimate(model, clean, corrupted, METRIC, **settings)
         else:
             with pytest.raises(UnsupportedModelError, match=reason):
-                p.attribution(model, clean, corrupted, METRIC, **settings)
-    p.attribution(model, clean, corrupted, METRIC, method="gradient")
+                estimate(model, clean, corrupted, METRIC, **settings)
+    estimate(model, clean, corrupted, METRIC, method="gradient")

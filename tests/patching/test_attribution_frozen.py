@@ -1,5 +1,7 @@
 """Frozen patterns: credit adds up, and an estimate is a patch of the model held in place."""
 
+from functools import partial
+
 import patch_oracle as oracle
 import pytest
 import torch
@@ -13,6 +15,8 @@ from attn_only_lens.runs.frozen_pass import FrozenPass
 from attn_only_lens.runs.gradients import Tape, start_graph
 from attn_only_lens.runs.metrics import bind
 from attn_only_lens.runs.recording import record, run
+
+estimate = partial(p.attribution, budget=0)  # exact repairs: `test_repairs.py`
 
 POS = 5
 LAYOUTS = ("two blocks a layer", "in place")
@@ -123,7 +127,7 @@ def test_an_estimate_is_a_patch_of_the_frozen_model(family, layout):
     model, (clean, corrupted) = model_of(family, layout), prompts()
     hooks = held(model, corrupted)
     names = ("L2N3", "L2N29") if model.cfg.gated_mlp else ("L0H1", "L0N3", "L1N29", "L2H0")
-    found = p.attribution(model, clean, corrupted, METRIC, method="frozen_pattern")
+    found = estimate(model, clean, corrupted, METRIC, method="frozen_pattern")
     free = []
     for name in names:
         for pos in (1, POS - 1):
@@ -144,7 +148,7 @@ def test_an_estimate_is_a_patch_of_the_frozen_model(family, layout):
 def test_a_model_that_is_not_linear_when_frozen_is_refused(layout):
     model, (clean, corrupted) = model_of("clip_qkv", layout), prompts()
     with pytest.raises(UnsupportedModelError, match="still not linear"):
-        p.attribution(model, clean, corrupted, METRIC, method="frozen_pattern")
+        estimate(model, clean, corrupted, METRIC, method="frozen_pattern")
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -153,7 +157,7 @@ def test_the_claim_is_tried(family, layout, monkeypatch):
     """Without the scales, or without the half rule, the check says so."""
     model, (clean, corrupted) = model_of(family, layout), prompts()
     attribute = {"metric": METRIC, "method": "frozen_pattern"}
-    p.attribution(model, clean, corrupted, **attribute)
+    estimate(model, clean, corrupted, **attribute)
     own = FrozenPass.record_hooks.fget
 
     def without(ending):
@@ -163,7 +167,7 @@ def test_the_claim_is_tried(family, layout, monkeypatch):
     for ending in endings:
         monkeypatch.setattr(FrozenPass, "record_hooks", without(ending))
         with pytest.raises((UnsupportedModelError, KeyError)):
-            p.attribution(model, clean, corrupted, **attribute)
+            estimate(model, clean, corrupted, **attribute)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -187,16 +191,14 @@ def test_integrated_converges_and_is_no_single_gradient():
     model, (clean, corrupted) = model_of("gelu", "in place"), prompts()
     settings = {"method": "integrated", "progress": False}
     scores = {
-        steps: p.attribution(model, clean, corrupted, METRIC, steps=steps, **settings).frame[
-            "score"
-        ]
+        steps: estimate(model, clean, corrupted, METRIC, steps=steps, **settings).frame["score"]
         for steps in (4, 8, 64)
     }
     off = {steps: (scores[steps] - scores[64]).abs().max() for steps in (4, 8)}
     assert off[8] < off[4] / 2
-    plain = p.attribution(model, clean, corrupted, METRIC, method="gradient").frame["score"]
+    plain = estimate(model, clean, corrupted, METRIC, method="gradient").frame["score"]
     assert (plain - scores[64]).abs().max() > 3 * off[4]
-    noise = p.attribution(
+    noise = estimate(
         model, clean, corrupted, METRIC, steps=64, direction="noise", **settings
     ).frame["score"]
     # the same path the other way: the same gradients, and changes of the other sign
@@ -217,4 +219,4 @@ def test_tokens_that_enter_elsewhere_leave_no_path():
     model.register_forward_pre_hook(of_a_library(note), with_kwargs=True)
     model.blocks[1].forward = with_tokens
     with pytest.raises(UnsupportedModelError, match="tokens enter elsewhere"):
-        p.attribution(model, clean, corrupted, METRIC, method="integrated", progress=False)
+        estimate(model, clean, corrupted, METRIC, method="integrated", progress=False)

@@ -74,6 +74,18 @@ BY_HAND = {
         p.logit_diff("w1", ["w9", "w3", "w4"]),  # after four special tokens
         lambda run: mean(row[5] - row[w] for row, w in zip(at_last(run), [13, 7, 8], strict=True)),
     ),
+    "probability_diff": (
+        p.probability_diff([[2, 3], [5], ["w1", 7]], [[11], [2, 13, 3], [17]]),
+        lambda run: mean(
+            sum(row[c] for c in right) - sum(row[w] for w in wrong)
+            for row, right, wrong in zip(
+                map(softmax, at_last(run)),
+                ([2, 3], [5], [5, 7]),
+                ([11], [2, 13, 3], [17]),
+                strict=True,
+            )
+        ),
+    ),
     "probability": (
         p.probability(CORRECT),
         lambda run: mean(softmax(row)[c] for row, c in zip(at_last(run), CORRECT, strict=True)),
@@ -86,6 +98,7 @@ BY_HAND = {
     ),
     "kl": (p.kl(), lambda run: by_hand_kl(run, CLEAN)),
     "custom": (lambda logits: logits[:, 2, 3].mean(), lambda run: mean(run[:, 2, 3].tolist())),
+    "custom, each": (lambda logits: logits[:, 2, 3], lambda run: mean(run[:, 2, 3].tolist())),
     "custom number": (
         p.custom(lambda logits: logits.max().item(), name="largest"),
         lambda run: max(run.flatten().tolist()),
@@ -186,7 +199,7 @@ BAD_CUSTOM = {
     "remembers": (Counter(), "and then"),
     "random": (lambda logits: logits.mean() + torch.rand(()), "and then"),
     "in place": (doubled, "changes the logits"),
-    "vector": (lambda logits: logits[:, -1, 0], r"float64 tensor \[3\]"),
+    "vector": (lambda logits: logits[0, :, 0], r"float64 tensor \[7\]"),
     "flag": (lambda logits: True, "got True"),
     "nothing": (lambda logits: None, "got None"),
     "integers": (lambda logits: logits.argmax(), "int64 tensor"),
@@ -212,6 +225,11 @@ def test_a_detached_metric_serves_sweeps_and_not_attribution(model, pair):
 
 
 REFUSED = {
+    "other prompts": (p.probability_diff([[1]], [[2], [], [3]]), ["correct: got", "wrong: got"]),
+    "answers twice": (
+        p.probability_diff([[1], [2, 2], [3]], [[4], [5], [3, 6]]),
+        [r"correct, prompt 1: got \[2, 2\]", r"wrong, prompt 2: got \[3, 6\]"],
+    ),
     "two tokens": (p.probability("w1 w2"), [r"'w1 w2', which is 2 tokens \['w1', ' w2'\]"]),
     "no token": (p.probability(""), ["0 tokens"]),
     "range": (p.logit_diff(43, -1), ["correct: got 43; .*0 to 42", "wrong: got -1"]),

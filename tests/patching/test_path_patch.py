@@ -11,6 +11,7 @@ from path_oracle import PathOracle
 from attn_only_lens import Bilinear, HeadName, InputError, convert, expose_neuron_heads
 from attn_only_lens import patching as p
 from attn_only_lens.patching import _path_patch, path_runs
+from attn_only_lens.runs.readers import Readers
 from attn_only_lens.tl import HAS_HOOKED_TRANSFORMER
 
 if HAS_HOOKED_TRANSFORMER:
@@ -66,10 +67,25 @@ def test_equals_hooks(family):
             few = pair | {"senders": ("L0H1", "L0N3"), "receivers": to}
             some = p.path_patch(exposed, clean, corrupted, METRIC, positions=AT, part=part, **few)
             compare(some, held, AT)
-        some = p.path_patch(
-            converted, clean, corrupted, METRIC, positions="all", part="z", scale="anew", **pair
-        )
+        pair |= {"positions": "all", "part": "z"}
+        some = p.path_patch(converted, clean, corrupted, METRIC, scale="anew", **pair)
         compare(some, anew, slice(None))
+        direct = p.path_patch(exposed, clean, corrupted, METRIC, **pair | {"receivers": "logits"})
+        compare(direct, held, slice(None))
+
+
+@needs_hooked_transformer
+def test_heads_one_at_a_time(monkeypatch):
+    """As where all are normed together; here that must change nothing."""
+    model, (clean, corrupted) = convert(build("grouped", scale=0.25)), prompts()
+    options = {"senders": "L0N3", "receivers": p.heads(1), "positions": AT, "progress": False}
+    for part in ("q", "k", "value"):
+        together = p.path_patch(model, clean, corrupted, METRIC, part=part, **options)
+        with monkeypatch.context() as patch:
+            patch.setattr(Readers, "_test", lambda readers, layer: True)
+            alone = p.path_patch(model, clean, corrupted, METRIC, part=part, **options)
+        pd.testing.assert_frame_equal(together.frame, alone.frame, rtol=1e-12)
+        assert together.frame["value"].nunique() == 6
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama", "gemma2"])

@@ -64,11 +64,23 @@ def test_query_keeps_what_was_run():
     assert found.frame["name"].cat.categories.tolist() == found.frame["name"].tolist()
 
 
+OPTIONAL = {
+    "none": {},
+    "each prompt": {"prompt": 3, "unpatched": 0.3},
+    "means": {"value_standard_error": 0.1, "score_standard_error": np.nan, "exact": [True, False]},
+}
+
+
 @pytest.mark.parametrize("ending", ["parquet", "csv"])
-@pytest.mark.parametrize("positions", [range(POSITIONS), ["all"]])
-def test_saved_and_loaded(ending, positions, tmp_path):
+@pytest.mark.parametrize("positions", [range(POSITIONS), ["all"], ["subject", "end"]])
+@pytest.mark.parametrize("columns", OPTIONAL)
+def test_saved_and_loaded(ending, positions, columns, tmp_path):
     path = tmp_path / "deep" / f"sweep.{ending}"
-    saved = sweep(frame=values(positions=positions))
+    frame = values(positions=positions)
+    optional = {
+        name: np.resize(np.array(each), len(frame)) for name, each in OPTIONAL[columns].items()
+    }
+    saved = sweep(frame=frame.assign(**optional))
     saved.save(path)
     saved.save(path)
     loaded = p.Sweep.load(path)
@@ -166,7 +178,7 @@ BAD = {
     "columns": ({}, lambda f: f.drop(columns="name"), "got columns"),
     "nan": ({}, lambda f: f.assign(value=np.nan), "65 of 65 values are not finite"),
     "twice": ({}, lambda f: pd.concat([f, f[:2]]), "2 rows repeat a site, such as L0H0"),
-    "positions": ({}, lambda f: f.assign(position=["all"] + [3] * 64), "numbers alone, or 'all'"),
+    "positions": ({}, lambda f: f.assign(position=["all"] + [3] * 64), "numbers alone, or texts"),
     "direction": ({"direction": "up"}, lambda f: f, "got direction='up'"),
     "constant": ({"clean_value": -1.3}, lambda f: f, "two finite numbers that differ"),
     "infinite": ({"clean_value": np.inf}, lambda f: f, "two finite numbers that differ"),

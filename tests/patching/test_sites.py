@@ -162,3 +162,23 @@ def test_numbers():
     for other in ("last", [], 1.5, None):
         with pytest.raises(InputError, match="expected 'each', 'all'"):
             resolve_positions(pair, other)
+
+
+@pytest.mark.parametrize("side", ["right", "left"])
+def test_by_role(side):
+    pair = pair_of([5, 2, 3], side)
+    start = [0, 0, 0] if side == "right" else [2, 5, 4]
+    roles = {"subject": torch.tensor([3, 0, -3]), "end": -1, "second": 1}
+    assert shown(resolve_positions(pair, roles)) == {
+        "subject": [[0, start[0] + 3], [1, start[1]], [2, start[2]]],
+        "end": [[0, start[0] + 4], [1, start[1] + 1], [2, start[2] + 2]],
+        "second": [[i, each + 1] for i, each in enumerate(start)],
+    }
+    bad = {"a": [1, 2, 0], "b": [1, 1], "all": 0, 3: -1, "c": [4, -3, 1.5], "d": -1, "e": [4, 1, 2]}
+    with pytest.raises(InputError) as caught:
+        resolve_positions(pair, bad)
+    found = str(caught.value)
+    assert len(caught.value.reasons) == 6
+    assert "a: got 2 in prompt 1; expected from -2 to 1" in found
+    with pytest.raises(InputError, match="got no roles"):
+        resolve_positions(pair, {})

@@ -3,6 +3,7 @@
 import re
 
 import numpy as np
+import pandas as pd
 import pytest
 from browser import needs_browser
 from random_sweeps import POSITIONS, SITES, sweep, values
@@ -52,6 +53,21 @@ def test_a_cell_without_a_patch_is_empty():
     frame = frame[~((frame["layer"] == 0) & (frame["position"] == 3))]
     drawn = viz.sweep_heatmap(sweep(frame=frame)).data[0]
     assert np.isnan(drawn.z[0]).tolist() == [False, False, False, True, False]
+
+
+def test_roles_are_in_the_order_asked_for_and_prompts_apart():
+    roles = ["subject", "end", "attractor"]
+    assert list(viz.sweep_heatmap(sweep(frame=values(positions=roles))).data[0].x) == roles
+    frame = values().assign(prompt=0, unpatched=0.5)
+    both = sweep(frame=pd.concat([frame, frame.assign(prompt=1)]))
+    with pytest.raises(InputError, match=r'sweep.query\("prompt == 0"\)'):
+        viz.sweep_heatmap(both)
+    viz.sweep_heatmap(both.query("prompt == 0"))
+    bars = viz.sweep_bars(both, k=2).data
+    assert {label for bar in bars for label in bar.y} == {
+        f"{name} at {position}, prompt {prompt}"
+        for name, position, prompt in both.top(2)[["name", "position", "prompt"]].to_numpy()
+    }
 
 
 def test_bars():

@@ -2,6 +2,8 @@
 
 from typing import Any, Literal
 
+from transformers.cache_utils import Cache
+
 from attn_only_lens.heads.host import HeadKind, Host
 from attn_only_lens.models.hooked_host import HookedTransformerHost
 from attn_only_lens.models.norms import (
@@ -72,6 +74,11 @@ class BridgeHost(_InPlaceHost):
     def require_weights(self) -> None:
         """Hold the matrices against the modules that they are of."""
         require_bridge_weights(self.model)
+
+    def tokens_before(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+        """The length of the cache of transformers, which each family passes in its own way."""
+        caches = [each for each in (*args, *kwargs.values()) if isinstance(each, Cache)]
+        return max((int(each.get_seq_length()) for each in caches), default=0)
 
     def replay(self, recording: Any, metric: Any, precise: Any = None) -> Replay:
         """Through the wrapped model's own forward pass."""

@@ -69,6 +69,12 @@ class BridgeReplay(Replay):
                 self._past = None
         return self._past is not None
 
+    def tokens_per_run(self, block: int, position: int) -> float:
+        """Return also the tokens of the two runs that test a start that is not tested yet."""
+        tokens = super().tokens_per_run(block, position)
+        tested = not position or block >= self._tested.get(position, self.n_blocks + 1)
+        return tokens if tested else tokens + 2 * self.batch * self.n_pos
+
     @torch.no_grad()
     def _test_start(self, block: int, first: int) -> bool:
         recorded, mask = self.recording.streams[block], self.recording.mask

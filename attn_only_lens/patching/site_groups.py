@@ -1,0 +1,205 @@
+"""Sites at positions, in the groups that a sweep runs one after another."""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from attn_only_lens.errors import InputError
+from attn_only_lens.patching.over_prompts import OverPrompts
+from attn_only_lens.runs.positions import Positions, PositionSet, resolve_positions
+from attn_only_lens.runs.prompts import PromptPair
+from attn_only_lens.runs.sites import (
+    LayerSites,
+    Part,
+    Sites,
+    all_heads,
+    heads,
+    resolve_sites,
+    split_positions,
+)
+
+_PROBLEM = "these sites cannot be patched"
+_ROWS = 2048  # of a group: enough for one that is written to a file of its own
+
+
+@dataclass(frozen=True, eq=False)
+class SiteGroup:
+    """Heads of one kind in one layer, each at some sets of positions.
+
+    Attributes:
+        sites: the heads.
+        positions: the sets of positions.
+        head: of each row, its place in `sites`.
+        where: of each row, its place in `positions`.
+    """
+
+    sites: LayerSites
+    positions: tuple[PositionSet, ...]
+    head: Int[Tensor, "row"]
+    where: Int[Tensor, "row"]
+
+    @classmethod
+    def product(cls, sites: LayerSites, positions: Sequence[PositionSet]) -> "SiteGroup":
+        """Every head at every set of positions: positions outmost, heads inmost."""
+        n, n_sets = len(sites.names), len(positions)
+        head = torch.arange(n, device="cpu").repeat(n_sets)
+        where = torch.arange(n_sets, device="cpu").repeat_interleave(n)
+        return cls(sites, tuple(positions), head, where)
+
+    @classmethod
+    def joined(cls, groups: Sequence["SiteGroup"]) -> "SiteGroup":
+        """The rows of groups of the same heads, one group after another."""
+        positions = tuple(each for group in groups for each in group.positions)
+        sizes = [len(group.positions) for group in groups]
+        wheres = [group.where + sum(sizes[:i]) for i, group in enumerate(groups)]
+        heads = [group.head for group in groups]
+        return cls(groups[0].sites, positions, torch.cat(heads), torch.cat(wheres))
+
+    def __len__(self) -> int:
+        return len(self.head)
+
+    def __getitem__(self, rows: Int[Tensor, "some"]) -> "SiteGroup":
+        """Return some of the rows, and the sets of positions that they have."""
+        kept, where = self.where[rows].unique(return_inverse=True)
+        positions = tuple(self.positions[i] for i in kept.tolist())
+        return SiteGroup(self.sites, positions, self.head[rows], where)
+
+    @property
+    def everywhere(self) -> Bool[Tensor, "set batch pos"]:
+        """Where each set of positions is."""
+        return torch.stack([each.where for each in self.positions])
+
+    def sums(self, of_heads: Float[Tensor, "head batch pos"]) -> Float[Tensor, "row batch"]:
+        """Sum a quantity of each row's head over its positions."""
+        found = torch.einsum("hbp,sbp->shb", of_heads, self.everywhere.to(of_heads))
+        return found[self.where.to(found.device), self.head.to(found.device)]
+
+    @property
+    def rows(self) -> pd.DataFrame:
+        """What names each row: its layer, kind, index, name and position."""
+        head, where = self.head.numpy(), self.where.numpy()
+        return pd.DataFrame(
+            {
+                "layer": self.sites.layer,
+                "kind": self.sites.kind,
+                "index": self.sites.index.cpu().numpy()[head],
+                "name": np.array(self.sites.names, dtype=object)[head],
+                "position": np.array([each.label for each in self.positions])[where],
+            }
+        )
+
+    def frame(
+        self,
+        values: Float[Tensor, "row prompt"],
+        over: OverPrompts,
+        exact: Bool[Tensor, "row"] | None = None,
+    ) -> pd.DataFrame:
+        """Return a frame for `Sweep` of the values of the rows, prompts inmost.
+
+        Args:
+            values: of each row and prompt.
+            over: how prompts become rows.
+            exact: which are of patches, where others are estimates; None if all are.
+        """
+        rows = self.rows if exact is None else self.rows.assign(exact=exact.numpy())
+        if over.per_prompt:
+            rows = rows.loc[rows.index.repeat(values.shape[1])].reset_index(drop=True)
+        return rows.assign(**over.columns(values))
+
+
+def site_groups(
+    model: Any, pair: PromptPair, sites: Sites | None, positions: Positions, part: Part
+) -> tuple[SiteGroup, ...]:
+    """Return the sites to patch, in groups whose order depends on nothing else.
+
+    Args:
+        model: converted, or with exposed neuron-heads.
+        pair: the prompts.
+        sites: as `resolve_sites` takes them; names may say where, `L3N7@13`. None for all heads
+            that have the part.
+        positions: as `resolve_positions` takes them, for names that do not say where.
+        part: the part that is patched.
+
+    Raises:
+        InputError: with every reason: sites that the model has not, positions that are none of
+            the prompts'; positions for names that all have their own; keys of neuron-heads.
+    """
+    if sites is None:
+        sites = heads() if part == "k" else all_heads()
+    groups = _site_groups(model, pair, sites, positions)
+    neurons = [each.sites.names[0] for each in groups if each.sites.kind == "neuron"]
+    if part == "k" and neurons:
+        raise InputError(
+            [f"got part='k' and {neurons[0]}: a neuron-head's keys are constant; expected heads()"],
+            _PROBLEM,
+        )
+    return groups
+
+
+def _site_groups(
+    model: Any, pair: PromptPair, sites: Sites, positions: Positions
+) -> tuple[SiteGroup, ...]:
+    given = split_positions(sites)
+    if given is None:
+        return tuple(_groups(resolve_sites(model, sites), resolve_positions(pair, positions)))
+    free = {name for name, at in given if at is None}
+    if not free and not (isinstance(positions, str) and positions == "each"):
+        raise InputError(
+            [f"got positions={positions!r} and names that all say where, such as {_at(given[0])}"],
+            _PROBLEM,
+        )
+    sets = list(resolve_positions(pair, positions)) if free else []
+    n_free, labels = len(sets), [each.label for each in sets]
+    asked = dict.fromkeys(at for _, at in given if at is not None and at not in labels)
+    if asked and any(isinstance(label, str) for label in labels):
+        raise InputError(
+            [
+                f"got positions={positions!r} for {min(free)}, and names that say where by number; "
+                "expected numbers, or 'each', for both"
+            ],
+            _PROBLEM,
+        )
+    if asked:
+        sets += resolve_positions(pair, list(asked))
+    places = {each.label: place for place, each in enumerate(sets)}
+    rows = Counter(
+        (name, place)
+        for name, at in given
+        for place in (range(n_free) if at is None else [places[at]])
+    )
+    twice = [_at((name, sets[place].label)) for (name, place), n in rows.items() if n > 1]
+    InputError.raise_if(
+        [f"got {site} more than once; expected each site once" for site in twice[:5]], _PROBLEM
+    )
+    groups = []
+    for each in resolve_sites(model, list(dict.fromkeys(name for name, _ in given))):
+        index = {name: head for head, name in enumerate(each.names)}
+        found = sorted((place, index[name]) for name, place in rows if name in index)
+        where, head = torch.tensor(found, device="cpu").T
+        groups.append(SiteGroup(each, tuple(sets), head, where))
+    return tuple(groups)
+
+
+def _at(site: tuple[str, object]) -> str:
+    return f"{site[0]}@{site[1]}"
+
+
+def _groups(sites: Sequence[LayerSites], positions: Sequence[PositionSet]) -> list[SiteGroup]:
+    """Group all heads at all positions: many neurons by position, few with several positions."""
+    groups: list[SiteGroup] = []
+    for each in sites:
+        at_once = len(positions)
+        if each.kind == "neuron":
+            at_once = max(1, _ROWS // len(each.names))
+        groups += [
+            SiteGroup.product(each, positions[first : first + at_once])
+            for first in range(0, len(positions), at_once)
+        ]
+    return groups

@@ -1,0 +1,17 @@
+"""Paired prompts of well-known tasks, checked against a tokenizer, and of templates."""
+
+from attn_only_lens.tasks._agreement import agreement
+from attn_only_lens.tasks._greater_than import greater_than
+from attn_only_lens.tasks._induction import induction
+from attn_only_lens.tasks._ioi import ioi
+from attn_only_lens.tasks._templates import from_templates
+from attn_only_lens.tasks.paired_prompts import PairedPrompts
+
+__all__ = [
+    "PairedPrompts",
+    "agreement",
+    "from_templates",
+    "greater_than",
+    "induction",
+    "ioi",
+]

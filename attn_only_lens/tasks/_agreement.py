@@ -1,0 +1,118 @@
+"""Agreement: of a verb with its subject in number, of a pronoun with a name in gender.
+
+Number, with structures of Finlayson et al., "Causal Analysis of Syntactic Agreement Mechanisms in
+Neural Language Models" (2021); the subject changes its number, and what stands between keeps its:
+
+    simple          The keys                              are, not is
+    prepositional   The keys near the cabinet             are, not is
+    relative        The keys that the teacher likes       are, not is
+
+Gender, with the prompts of Mathwin et al., "Identifying a Preliminary Circuit for Predicting
+Gendered Pronouns in GPT-2 Small" (2023): So Mary is a really great friend, isn't … she.
+"""
+
+from collections.abc import Iterator
+from random import Random
+from typing import Any, Literal, get_args
+
+from attn_only_lens.errors import InputError
+from attn_only_lens.runs.inputs import option_reasons
+from attn_only_lens.tasks.paired_prompts import Pair, PairedPrompts, collect, draw, fill
+from attn_only_lens.tasks.words import ADJECTIVES, DEGREES, FRIENDS, MEN, PEOPLE, THINGS, WOMEN
+
+Feature = Literal["number", "gender"]
+Structure = Literal["simple", "prepositional", "relative"]
+
+_STRUCTURES: dict[str, str] = {
+    "simple": "The {subject}",
+    "prepositional": "The {subject} {preposition} the {attractor}",
+    "relative": "The {subject} that the {attractor} {verb}",
+}
+_PREPOSITIONS = ("near", "behind", "beside", "above", "below", "next to", "in front of")
+_VERBS = (("likes", "like"), ("sees", "see"), ("knows", "know"), ("wants", "want"))
+_NUMBER = ((" is", " are"), (" was", " were"), (" has", " have"))
+_GENDER = "So {subject} is a {degree} {adjective} {noun}, isn't"
+
+
+def agreement(
+    tokenizer: Any,
+    n: int,
+    seed: int = 0,
+    *,
+    feature: Feature = "number",
+    structure: Structure | None = None,
+) -> PairedPrompts:
+    """Return pairs of prompts in which a word is to be completed that agrees with the subject.
+
+    Roles: "subject", the noun or name that agreement is with; "attractor", the noun between, where
+    there is one; "end".
+
+    Args:
+        tokenizer: of Hugging Face, such as `model.tokenizer`.
+        n: how many pairs; half of the subjects are plural, or women, on average.
+        seed: which pairs are drawn.
+        feature: "number", of a verb; "gender", of a pronoun.
+        structure: of number: "simple", "prepositional" (by default), "relative".
+
+    Returns:
+        The pairs: different ones, in random order. The corrupted prompt has the subject in the
+        other number, or a name of the other gender.
+
+    Raises:
+        InputError: with every reason: an option, or fewer than n pairs that fit the tokenizer, with
+            what was dropped and why.
+
+    Example:
+        >>> from attn_only_lens import tasks
+        >>> pairs = tasks.agreement(tokenizer, 10, structure="relative")
+        >>> pairs.clean[0]
+        'The artists that the customer knows'
+        >>> pairs.corrupted[0]
+        'The artist that the customer knows'
+        >>> tasks.agreement(tokenizer, 10, feature="gender").clean[0]
+        "So Robert is a really good colleague, isn't"
+    """
+    reasons = option_reasons("feature", feature, get_args(Feature))
+    if structure is not None:
+        reasons += option_reasons("structure", structure, get_args(Structure))
+        reasons += ["got a structure with feature='gender', which has one"] * (feature == "gender")
+    InputError.raise_if(reasons, "no such prompts")
+    pairs = _gender(seed) if feature == "gender" else _number(seed, structure or "prepositional")
+    return collect("agreement", tokenizer, n, seed, pairs)
+
+
+def _number(seed: int, structure: str) -> Iterator[Pair]:
+    random = Random(seed)
+    while True:
+        subject, attractor = random.choice(THINGS), random.choice(PEOPLE)
+        if random.random() < 0.5:
+            subject, attractor = attractor, subject
+        if structure == "relative":  # things like nobody
+            attractor = random.choice([each for each in PEOPLE if each != subject])
+        plural, other_plural = random.random() < 0.5, random.random() < 0.5
+        words = {
+            "preposition": random.choice(_PREPOSITIONS),
+            "verb": random.choice(_VERBS)[other_plural],
+        }
+        template = _STRUCTURES[structure]
+        for role, word in words.items():
+            template = template.replace(f"{{{role}}}", word)
+        verbs = random.choice(_NUMBER)
+        forms = (subject, f"{subject}s")
+        between = {"attractor": f"{attractor}s" if other_plural else attractor}
+        clean, corrupted = (
+            fill(template, between | {"subject": forms[each]}) for each in (plural, not plural)
+        )
+        yield Pair(clean, corrupted, (verbs[plural],), (verbs[not plural],))
+
+
+def _gender(seed: int) -> Iterator[Pair]:
+    pronouns = " he", " she"
+    people = [(name, other, False) for name in MEN for other in WOMEN]
+    people += [(other, name, True) for name, other, _ in people]
+    for (name, other, woman), *words in draw(seed, people, DEGREES, ADJECTIVES, FRIENDS):
+        template = _GENDER
+        for role, word in zip(("degree", "adjective", "noun"), words, strict=True):
+            template = template.replace(f"{{{role}}}", word)
+        clean, corrupted = (fill(template, {"subject": each}) for each in (name, other))
+        yield Pair(clean, corrupted, (pronouns[woman],), (pronouns[not woman],))

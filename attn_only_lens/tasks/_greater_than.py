@@ -1,0 +1,93 @@
+"""Greater-than: The war lasted from the year 1732 to the year 17 … 33 and later.
+
+Hanna, Liu and Variengien, "How does GPT-2 compute greater-than?: Interpreting mathematical
+abilities in a pre-trained language model" (2023). The clean prompt's first year is any from 02 to
+98 of a century, the corrupted one's is 01; all later years of the century are right, the others
+wrong, and the metric is the difference of their summed probabilities.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+from attn_only_lens.errors import InputError
+from attn_only_lens.tasks.paired_prompts import (
+    Pair,
+    PairedPrompts,
+    collect,
+    draw,
+    fill,
+    token_ids,
+    tokenizer_reasons,
+)
+from attn_only_lens.tasks.words import EVENTS
+
+_PROBLEM = "these prompts cannot be made"
+_TEMPLATE = "The {noun} lasted from the year {century}{year} to the year "
+_CENTURIES = [str(century) for century in range(11, 18)]
+_YEARS = range(2, 99)
+
+
+def greater_than(tokenizer: Any, n: int, seed: int = 0) -> PairedPrompts:
+    """Return pairs of prompts in which a year is to be completed, later than one before.
+
+    Roles: "noun"; "century" and "year", of the first year; "end", the century to be completed.
+    Where a tokenizer does not split years in two there are no such prompts.
+
+    Args:
+        tokenizer: of Hugging Face, such as `model.tokenizer`.
+        n: how many pairs.
+        seed: which pairs are drawn.
+
+    Returns:
+        The pairs: different ones, in random order. Their `metric` is the sum of probabilities of
+        all later years less that of all others.
+
+    Raises:
+        InputError: a tokenizer that does not split years in two; fewer than n pairs that fit it,
+            with what was dropped and why.
+
+    Example:
+        >>> from attn_only_lens import tasks
+        >>> pairs = tasks.greater_than(tokenizer, 10)
+        >>> pairs.clean[0]
+        'The riot lasted from the year 1162 to the year 11'
+        >>> pairs.corrupted[0]
+        'The riot lasted from the year 1101 to the year 11'
+        >>> len(pairs.answers[0]), len(pairs.wrong[0])
+        (37, 63)
+    """
+    InputError.raise_if(tokenizer_reasons(tokenizer), _PROBLEM)
+    tokens = _tokens_of_years(tokenizer)
+    if isinstance(tokens, str):
+        reason = (
+            f"it makes no token of {tokens} where this is the end of a year; expected a tokenizer "
+            "that splits years in two, as that of GPT-2 does: century and year"
+        )
+        raise InputError([reason], _PROBLEM)
+    return collect("greater_than", tokenizer, n, seed, _pairs(tokens, seed))
+
+
+def _tokens_of_years(tokenizer: Any) -> tuple[int, ...] | str:
+    """Return the tokens of 00 to 99 at the end of a year; a year that has none."""
+    found = dict[str, int]()
+    every = [f"{year:02}" for year in range(100)]
+    starts = token_ids(tokenizer, [f"year {century}" for century in every[10:]])
+    for century, start in zip(every[10:], starts, strict=True):
+        # Years of note, such as 1776, are tokens by themselves: of them another century tells.
+        left = [year for year in every if year not in found]
+        whole = token_ids(tokenizer, [f"year {century}{year}" for year in left]) if left else []
+        for year, tokens in zip(left, whole, strict=True):
+            if tokens[:-1] == start and tokens[-1] != tokenizer.unk_token_id:
+                found[year] = tokens[-1]
+    lacking = [year for year in every if year not in found]
+    return lacking[0] if lacking else tuple(found[year] for year in every)
+
+
+def _pairs(tokens: tuple[int, ...], seed: int) -> Iterator[Pair]:
+    every = [f"{year:02}" for year in range(100)]
+    for noun, century, year in draw(seed, EVENTS, _CENTURIES, _YEARS):
+        words = {"noun": noun, "century": century}
+        clean, corrupted = (
+            fill(_TEMPLATE + century, words | {"year": each}) for each in (every[year], "01")
+        )
+        yield Pair(clean, corrupted, tokens[year + 1 :], tokens[: year + 1])

@@ -1,0 +1,110 @@
+"""Induction: … A B … A is followed by B again, among words drawn at random.
+
+Olsson et al., "In-context Learning and Induction Heads" (2022). The corrupted prompt has another
+word B' in place of B, which is then the one to repeat, so that the two runs differ in one token and
+nothing but what followed A before can tell the answer.
+"""
+
+from collections.abc import Iterator
+from random import Random
+from typing import Any
+
+from attn_only_lens.errors import InputError
+from attn_only_lens.numerics import is_count
+from attn_only_lens.tasks.paired_prompts import (
+    Filled,
+    Pair,
+    PairedPrompts,
+    collect,
+    token_ids,
+    tokenizer_reasons,
+)
+
+_POOL = 4096  # tokens of the vocabulary that are looked at
+_PROBLEM = "these prompts cannot be made"
+
+
+def induction(tokenizer: Any, n: int, seed: int = 0, *, length: int = 20) -> PairedPrompts:
+    """Return pairs of prompts of random words, of which the last word occurs before as well.
+
+    Roles: "first", the first occurrence of the last word; "repeated", the word after it, which is
+    the answer; "end".
+
+    Args:
+        tokenizer: of Hugging Face, such as `model.tokenizer`.
+        n: how many pairs.
+        seed: which pairs are drawn.
+        length: tokens of a prompt, without a BOS.
+
+    Returns:
+        The pairs: different ones. Words are tokens of the vocabulary that can follow one another in
+        a text, with spaces between if there are enough; all different but for the last.
+
+    Raises:
+        InputError: with every reason: a length below 3, a vocabulary of too few such words, fewer
+            than n pairs that fit the tokenizer, with what was dropped and why.
+
+    Example:
+        >>> from attn_only_lens import tasks
+        >>> pairs = tasks.induction(tokenizer, 10, length=5)
+        >>> pairs.clean[0]
+        ' Karen a Nicholas Erin a'
+        >>> pairs.corrupted[0]
+        ' Karen a kiss Erin a'
+    """
+    reasons = [f"got length={length!r}; expected 3 or more"] * (not is_count(length, 3))
+    reasons += [f"got seed={seed!r}; expected a whole number from 0"] * (not is_count(seed))
+    reasons += tokenizer_reasons(tokenizer)
+    InputError.raise_if(reasons, _PROBLEM)
+    words = _words(tokenizer, Random(seed), length)
+    if len(words) < length + 1:
+        reason = (
+            f"{len(words)} of the tokenizer's words can follow one another; expected {length + 1} "
+            f"for prompts of {length} tokens: take a smaller length"
+        )
+        raise InputError([reason], _PROBLEM)
+    return collect("induction", tokenizer, n, seed, _pairs(tokenizer, words, seed, length))
+
+
+def _pairs(tokenizer: Any, words: list[int], seed: int, length: int) -> Iterator[Pair]:
+    random = Random(seed)
+    while True:
+        *start, repeated, other = random.sample(words, length + 1)
+        at = random.randrange(length - 2)
+        start = start[: length - 2]
+        rows = [[*start[: at + 1], word, *start[at + 1 :]] for word in (repeated, other)]
+        sides = []
+        for row in rows:
+            row.append(start[at])
+            ends = {role: len(_text(tokenizer, row[: at + n])) for role, n in _ROLES.items()}
+            sides.append(Filled(_text(tokenizer, row), ends))
+        text = sides[0].text
+        answers = [
+            _text(tokenizer, [*rows[0], word]).removeprefix(text) for word in (repeated, other)
+        ]
+        yield Pair(sides[0], sides[1], (answers[0],), (answers[1],))
+
+
+_ROLES = {"first": 1, "repeated": 2}
+
+
+def _text(tokenizer: Any, tokens: list[int]) -> str:
+    return str(tokenizer.decode(tokens, clean_up_tokenization_spaces=False))
+
+
+def _words(tokenizer: Any, random: Random, least: int) -> list[int]:
+    """Return tokens that are words, and are read back where they follow one another.
+
+    With spaces between them, if there are more of those than `least`.
+    """
+    special = set(tokenizer.all_special_ids)
+    known = [token for token in sorted(set(tokenizer.get_vocab().values())) if token not in special]
+    some = random.sample(known, min(len(known), _POOL))
+    some = [token for token in some if _text(tokenizer, [token]).strip().isalnum()]
+    if not some:
+        return []
+    texts = {token: _text(tokenizer, [token] * 3) for token in some}
+    back = zip(texts.items(), token_ids(tokenizer, list(texts.values())), strict=True)
+    read = {token: text for (token, text), found in back if found == [token] * 3}
+    apart = [token for token, text in read.items() if len(text.split()) == 3]
+    return apart if len(apart) > least else list(read)

@@ -1,0 +1,86 @@
+"""Indirect object identification: Mary and John went to the store, John gave a drink to … Mary.
+
+Wang, Variengien, Conmy, Shlegeris and Steinhardt, "Interpretability in the Wild: a Circuit for
+Indirect Object Identification in GPT-2 small" (2022): their templates, with the indirect object
+(IO) or the subject (S) named first, their places and objects, and names of theirs.
+"""
+
+from collections.abc import Iterator
+from random import Random
+from typing import Any, Literal, get_args
+
+from attn_only_lens.errors import InputError
+from attn_only_lens.runs.inputs import option_reasons
+from attn_only_lens.tasks.paired_prompts import Pair, PairedPrompts, collect, fill
+from attn_only_lens.tasks.words import NAMES, OBJECTS, PLACES
+
+Corruption = Literal["abc", "swap"]
+_FIRST = ("{S1} and {IO}", "{IO} and {S1}")
+_TEMPLATES = (
+    "Then, {names} went to the {place}. {S2} gave a {object} to",
+    "Then, {names} had a lot of fun at the {place}. {S2} gave a {object} to",
+    "Then, {names} were working at the {place}. {S2} decided to give a {object} to",
+    "Then, {names} were thinking about going to the {place}. {S2} wanted to give a {object} to",
+    "Then, {names} had a long argument, and afterwards {S2} said to",
+    "After {names} went to the {place}, {S2} gave a {object} to",
+    "When {names} got a {object} at the {place}, {S2} decided to give it to",
+    "When {names} got a {object} at the {place}, {S2} decided to give the {object} to",
+    "While {names} were working at the {place}, {S2} gave a {object} to",
+    "While {names} were commuting to the {place}, {S2} gave a {object} to",
+    "After the lunch, {names} went to the {place}. {S2} gave a {object} to",
+    "Afterwards, {names} went to the {place}. {S2} gave a {object} to",
+    "Then, {names} had a long argument. Afterwards {S2} said to",
+    "The {place} {names} went to had a {object}. {S2} gave it to",
+    "Friends {names} found a {object} at the {place}. {S2} gave it to",
+)
+
+
+def ioi(tokenizer: Any, n: int, seed: int = 0, *, corruption: Corruption = "abc") -> PairedPrompts:
+    """Return pairs of prompts in which a name is to be completed, the one that occurs once.
+
+    Roles: "IO", the indirect object, which is the answer; "S1" and "S2", the subject, which is
+    wrong, where it is named first and again; "end".
+
+    Args:
+        tokenizer: of Hugging Face, such as `model.tokenizer`.
+        n: how many pairs; half of them name the subject first, on average.
+        seed: which pairs are drawn.
+        corruption: "abc", three other names in the places of the three; "swap", the indirect
+            object in the place of S2, so that the subject is right.
+
+    Returns:
+        The pairs: different ones, in random order.
+
+    Raises:
+        InputError: with every reason: an option, or fewer than n pairs that fit the tokenizer, with
+            what was dropped and why.
+
+    Example:
+        >>> from attn_only_lens import tasks
+        >>> pairs = tasks.ioi(tokenizer, 100, corruption="swap")
+        >>> pairs.clean[0]
+        'The house Kevin and Sara went to had a ring. Sara gave it to'
+        >>> pairs.corrupted[0]
+        'The house Kevin and Sara went to had a ring. Kevin gave it to'
+        >>> {role: at[0] for role, at in pairs.roles.items()}
+        {'IO': -13, 'S1': -11, 'S2': -4, 'end': -1}
+    """
+    InputError.raise_if(
+        option_reasons("corruption", corruption, get_args(Corruption)), "no such prompts"
+    )
+    return collect("ioi", tokenizer, n, seed, _pairs(seed, corruption))
+
+
+def _pairs(seed: int, corruption: str) -> Iterator[Pair]:
+    random = Random(seed)
+    while True:
+        template = random.choice(_TEMPLATES).replace("{names}", random.choice(_FIRST))
+        words = {"{place}": random.choice(PLACES), "{object}": random.choice(OBJECTS)}
+        for at, word in words.items():
+            template = template.replace(at, word)
+        io, subject, *others = random.sample(NAMES, 5)
+        clean = fill(template, {"IO": io, "S1": subject, "S2": subject})
+        other = dict(zip(("IO", "S1", "S2"), others, strict=True))
+        if corruption == "swap":
+            other = {"IO": io, "S1": subject, "S2": io}
+        yield Pair(clean, fill(template, other), (f" {io}",), (f" {subject}",))

@@ -1,0 +1,266 @@
+"""Pairs of prompts that differ in what decides the answer, with the positions of their parts.
+
+Patches move activations between the two runs of a pair, token by token, and a metric compares the
+logits of two answers. So of every pair that is drawn it is checked, with the tokenizer, that
+
+    its two prompts have as many tokens, none of them unknown
+    each role (the subject, the end, …) is at the same position in both, and ends with a token
+    every answer, put after the clean prompt, is one more token
+
+Pairs that fail are dropped and counted. A role's position is that of its last token, from the end
+of the prompt: -1 is the last token. So it holds with a BOS before the prompt or without, as the
+model has it, and with padding on either side.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from random import Random
+from string import Formatter
+from typing import Any
+
+from attn_only_lens.errors import InputError
+from attn_only_lens.numerics import is_count
+from attn_only_lens.runs.metrics import Metric, logit_diff, probability_diff
+
+END = "end"
+"""The role of the last token, which every task has."""
+
+_MOST_DRAWN = 20_000
+_PROBLEM = "these prompts cannot be made"
+
+
+@dataclass(frozen=True)
+class PairedPrompts:
+    """Pairs of prompts of a task, for any model with the tokenizer that they were made with.
+
+    Attributes:
+        task: its name.
+        clean: a text for each pair.
+        corrupted: the other text of each pair, token for token.
+        answers: the tokens that are right after each clean prompt.
+        wrong: the tokens that are wrong there.
+        roles: a position of each prompt by role, from its end: `positions=` of every analysis.
+        dropped: how many pairs that were drawn are left out, by reason.
+
+    Raises:
+        InputError: the numbers of prompts, answers and positions differ.
+
+    Example:
+        >>> from attn_only_lens import tasks
+        >>> pairs = tasks.PairedPrompts("capitals", ("France:",), ("Italy:",), ((7,),), ((8,),),
+        ...                             {"end": (-1,)})
+        >>> len(pairs), pairs.metric.name
+        (1, 'logit_diff(7, 8)')
+    """
+
+    task: str
+    clean: tuple[str, ...]
+    corrupted: tuple[str, ...]
+    answers: tuple[tuple[int, ...], ...]
+    wrong: tuple[tuple[int, ...], ...]
+    roles: Mapping[str, tuple[int, ...]]
+    dropped: Mapping[str, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        counts = {
+            "corrupted": len(self.corrupted),
+            "answers": len(self.answers),
+            "wrong": len(self.wrong),
+            **{f"positions of {role}": len(at) for role, at in self.roles.items()},
+        }
+        reasons = [
+            f"got {count} {what} of {len(self)} clean prompts; expected as many"
+            for what, count in counts.items()
+            if count != len(self)
+        ]
+        InputError.raise_if(reasons, "these are no pairs of prompts")
+
+    def __len__(self) -> int:
+        return len(self.clean)
+
+    @property
+    def metric(self) -> Metric:
+        """The difference of logits; of prompts with several answers, of summed probabilities."""
+        if all(len(tokens) == 1 for tokens in (*self.answers, *self.wrong)):
+            return logit_diff([each for (each,) in self.answers], [each for (each,) in self.wrong])
+        return probability_diff(self.answers, self.wrong)
+
+    def __repr__(self) -> str:
+        dropped = "; ".join(f"{count} dropped: {why}" for why, count in self.dropped.items())
+        return (
+            f"PairedPrompts({self.task}: {len(self)} pairs; {', '.join(self.roles)}"
+            f"{dropped and '; '}{dropped})\n  {self.clean[0]!r}\n  {self.corrupted[0]!r}"
+        )
+
+
+@dataclass(frozen=True)
+class Filled:
+    """A template with words in it.
+
+    Attributes:
+        text: the prompt.
+        ends: where the words of each role end in it.
+    """
+
+    text: str
+    ends: Mapping[str, int]
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A pair of prompts that is not checked yet.
+
+    Attributes:
+        clean: its clean prompt.
+        corrupted: the other one.
+        answers: texts that continue the clean prompt rightly, or their tokens.
+        wrong: texts that continue it wrongly, or their tokens.
+    """
+
+    clean: Filled
+    corrupted: Filled
+    answers: tuple[str, ...] | tuple[int, ...]
+    wrong: tuple[str, ...] | tuple[int, ...]
+
+
+def fill(template: str, words: Mapping[str, str]) -> Filled:
+    """Put words in the fields of a template, such as `The capital of {country} is`."""
+    text, ends = "", dict[str, int]()
+    for literal, role, _, _ in Formatter().parse(template):
+        text += literal
+        if role is not None:
+            text += words[role]
+            ends[role] = len(text)
+    return Filled(text, ends)
+
+
+def draw(seed: int, *axes: Sequence[Any]) -> Iterator[tuple[Any, ...]]:
+    """Yield combinations of one choice of each axis in random order, none twice, up to 20,000."""
+    total = 1
+    for axis in axes:
+        total *= len(axis)
+    for index in Random(seed).sample(range(total), min(total, _MOST_DRAWN)):
+        chosen = []
+        for axis in axes:
+            index, at = divmod(index, len(axis))
+            chosen.append(axis[at])
+        yield tuple(chosen)
+
+
+def collect(task: str, tokenizer: Any, n: int, seed: int, pairs: Iterable[Pair]) -> PairedPrompts:
+    """Return the first n pairs that fit a tokenizer.
+
+    Args:
+        task: its name.
+        tokenizer: of Hugging Face.
+        n: how many.
+        seed: checked only.
+        pairs: candidates, in random order.
+
+    Raises:
+        InputError: with every reason: no tokenizer, no number of prompts, too few that fit.
+    """
+    reasons = [f"got n={n!r}; expected 1 or more"] * (not is_count(n, 1))
+    reasons += [f"got seed={seed!r}; expected a whole number from 0"] * (not is_count(seed))
+    reasons += tokenizer_reasons(tokenizer)
+    InputError.raise_if(reasons, _PROBLEM)
+    found = dict[str, tuple[Pair, _Tokens]]()
+    dropped, drawn = Counter[str](), 0
+    for pair in islice(pairs, _MOST_DRAWN):
+        drawn += 1
+        if pair.clean.text in found:
+            continue
+        checked = _checked(tokenizer, pair)
+        if isinstance(checked, str):
+            dropped[checked] += 1
+            continue
+        found[pair.clean.text] = pair, checked
+        if len(found) == n:
+            break
+    if len(found) < n:
+        raise InputError(
+            [
+                f"{task}: got n={n}; {len(found)} of {drawn} pairs that were drawn are different "
+                "and fit the tokenizer; expected so many at most",
+                *(f"{count} were dropped: {why}" for why, count in dropped.most_common()),
+            ],
+            _PROBLEM,
+        )
+    kept, tokens = zip(*found.values(), strict=True)
+    roles = [role for role in tokens[0].roles if all(role in each.roles for each in tokens)]
+    return PairedPrompts(
+        task,
+        tuple(pair.clean.text for pair in kept),
+        tuple(pair.corrupted.text for pair in kept),
+        tuple(each.answers for each in tokens),
+        tuple(each.wrong for each in tokens),
+        {role: tuple(each.roles[role] for each in tokens) for role in roles},
+        dict(dropped.most_common()),
+    )
+
+
+def tokenizer_reasons(tokenizer: Any) -> list[str]:
+    """Return why prompts cannot be made with a tokenizer, if they cannot."""
+    if not callable(tokenizer) or not hasattr(tokenizer, "convert_ids_to_tokens"):
+        return [
+            f"got a {type(tokenizer).__name__}; expected a tokenizer of Hugging Face, such as "
+            "model.tokenizer"
+        ]
+    plain, special = token_ids(tokenizer, ["a"])[0], tokenizer("a")["input_ids"]
+    if plain and list(special[-len(plain) :]) != plain:
+        return [
+            "it puts special tokens after a text, so that no answer follows the prompt; expected "
+            "the tokenizer of a model that predicts the next token"
+        ]
+    return []
+
+
+def token_ids(tokenizer: Any, texts: list[str]) -> list[list[int]]:
+    """Return the tokens of texts, without special ones."""
+    return [list(each) for each in tokenizer(texts, add_special_tokens=False)["input_ids"]]
+
+
+@dataclass(frozen=True)
+class _Tokens:
+    answers: tuple[int, ...]
+    wrong: tuple[int, ...]
+    roles: dict[str, int]
+
+
+def _checked(tokenizer: Any, pair: Pair) -> _Tokens | str:
+    """Return the answers and roles of a pair, or why it does not fit."""
+    sides = pair.clean, pair.corrupted
+    starts = [side.text[:end] for side in sides for end in side.ends.values()]
+    given = (*pair.answers, *pair.wrong)
+    continued = [pair.clean.text + each for each in given if isinstance(each, str)]
+    found = iter(token_ids(tokenizer, [*(side.text for side in sides), *starts, *continued]))
+    clean, corrupted = next(found), next(found)
+    if tokenizer.unk_token_id is not None and tokenizer.unk_token_id in (*clean, *corrupted):
+        return "the tokenizer does not know a word"
+    if len(clean) != len(corrupted):
+        return "the two prompts have different numbers of tokens"
+    places = []
+    for side, whole in zip(sides, (clean, corrupted), strict=True):
+        place = {}
+        for role in side.ends:
+            start = next(found)
+            if not start or whole[: len(start)] != start:
+                return f"no token ends where {role} does"
+            place[role] = len(start) - 1 - len(whole)
+        places.append(place | {END: -1})
+    if places[0] != places[1]:
+        return "a role has different positions in the two prompts"
+    tokens = list[int]()
+    for answer in given:
+        text = next(found) if isinstance(answer, str) else [*clean, answer]
+        if text[:-1] != clean or text[-1] == tokenizer.unk_token_id:
+            return "an answer is not one token after the prompt"
+        tokens.append(text[-1])
+    answers, wrong = tokens[: len(pair.answers)], tokens[len(pair.answers) :]
+    if set(answers) & set(wrong):
+        return "an answer is right and wrong"
+    if clean == corrupted:
+        return "the two prompts are the same"
+    return _Tokens(tuple(answers), tuple(wrong), places[0])

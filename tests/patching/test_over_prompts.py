@@ -1,0 +1,148 @@
+"""Means over prompts, their standard errors and rows of each prompt, against prompts run alone."""
+
+import statistics
+
+import bridges
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from common import tokens
+from patched_runs import at, cached, logit_diff, patched_logits
+
+from attn_only_lens import InputError
+from attn_only_lens import patching as p
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # TransformerLens' and transformers' own
+LENGTHS, SITES = (7, 3, 5), ["L0H1", "L0N29", "L1N3"]
+RIGHT, WRONG = [3, 5, 7], [11, 13, 2]
+METRIC = p.logit_diff(RIGHT, WRONG)
+EXACT = 1e-10
+
+
+@pytest.fixture(scope="module")
+def model():
+    return bridges.exposed_copy(bridges.boot("gpt2"))
+
+
+def pair():
+    """Three pairs of three lengths, padded on the right."""
+    clean = tokens(5, batch=3, pos=max(LENGTHS))
+    corrupted = clean.clone()
+    corrupted[:, 1] = (clean[:, 1] + 7) % 41
+    mask = torch.arange(max(LENGTHS)) < torch.tensor(LENGTHS)[:, None]
+    return clean, corrupted, mask.long()
+
+
+def alone(model, prompt, name, pos, direction):
+    """The logit difference of a prompt run without the others, unpatched and patched by hooks."""
+    clean, corrupted, _ = (each[prompt : prompt + 1, : LENGTHS[prompt]] for each in pair())
+    into, source = (corrupted, clean) if direction == "denoise" else (clean, corrupted)
+    end, seen = torch.tensor([LENGTHS[prompt] - 1]), cached(model, source)
+    where = at(1, LENGTHS[prompt], *([pos] if pos < LENGTHS[prompt] else []))
+    runs = model(into), patched_logits(model, into, seen, name, "z", where)
+    return [logit_diff(each, end, RIGHT[prompt], WRONG[prompt]) for each in runs]
+
+
+@pytest.mark.parametrize("direction", ["denoise", "noise"])
+def test_rows_of_each_prompt_and_means_are_those_of_prompts_run_alone(model, direction, tmp_path):
+    clean, corrupted, mask = pair()
+    settings = {"sites": SITES, "mask": mask, "direction": direction, "progress": False}
+    resumed = {"per_prompt": True, "resume": tmp_path}
+    whole = p.activation_patch(model, clean, corrupted, METRIC, **settings)
+    p.activation_patch(model, clean, corrupted, METRIC, **settings, **resumed)
+    rows = p.activation_patch(model, clean, corrupted, METRIC, **settings, **resumed)
+    span = whole.clean_value - whole.corrupted_value
+    assert len(rows.frame) == 3 * len(whole.frame) == 9 * max(LENGTHS)
+    some = rows.query("position in [0, 1, 4]").frame  # before, at and after; not in every prompt
+    for (name, pos), group in some.groupby(["name", "position"], observed=True):
+        ends = [alone(model, prompt, name, pos, direction) for prompt in range(3)]
+        unpatched, patched = map(np.array, zip(*ends, strict=True))
+        np.testing.assert_allclose(group["unpatched"], unpatched, atol=EXACT)
+        np.testing.assert_allclose(group["value"], patched, atol=EXACT)
+        (mean,) = whole.frame.query("name == @name and position == @pos").itertuples()
+        assert mean.value == pytest.approx(patched.mean(), abs=EXACT)
+        assert mean.score == pytest.approx(group["score"].mean(), abs=EXACT)
+        for got, expected in (
+            (mean.value_standard_error, patched),
+            (mean.score_standard_error, (patched - unpatched) / span),
+        ):
+            assert got == pytest.approx(statistics.stdev(expected) / 3**0.5, abs=EXACT)
+    # Controls: prompts differ, and a patch that moves nothing is known to move nothing.
+    assert rows.frame["value"].std() > 0.1
+    still = whole.frame.query("position == 0")
+    assert (still["score"] == whole.baseline).all()
+    assert (still["score_standard_error"] == 0).all()
+    assert (still["value_standard_error"] > 0.01).all()
+
+
+@pytest.mark.parametrize("metric", [METRIC, p.loss()], ids=["equal weights", "by tokens"])
+@pytest.mark.parametrize("part", ["z", "q"])
+def test_attribution_of_each_prompt_is_that_of_the_prompt_alone(model, metric, part):
+    clean, corrupted, mask = pair()
+    settings = {"sites": SITES, "part": part, "budget": 0, "progress": False}
+    whole = p.attribution(model, clean, corrupted, metric, mask=mask, **settings)
+    rows = p.attribution(model, clean, corrupted, metric, mask=mask, per_prompt=True, **settings)
+    for prompt, length in enumerate(LENGTHS):
+        own = metric if metric is not METRIC else p.logit_diff(RIGHT[prompt], WRONG[prompt])
+        ends = [each[prompt : prompt + 1, :length] for each in (clean, corrupted)]
+        single = p.attribution(model, *ends, own, **settings)
+        got = rows.frame.query("prompt == @prompt and position < @length")
+        np.testing.assert_allclose(got["value"], single.frame["value"], atol=EXACT)
+        np.testing.assert_allclose(got["unpatched"], single.corrupted_value, atol=EXACT)
+    weights = np.array([1, 1, 1] if metric is METRIC else [n - 1 for n in LENGTHS])
+    weights = weights / weights.sum()
+    by_site = rows.frame["value"].to_numpy().reshape(-1, 3)
+    np.testing.assert_allclose(whole.frame["value"], by_site @ weights, atol=EXACT)
+    # The ratio of two sums, whose error is that of its linear part.
+    deviations = weights * (by_site - (by_site @ weights)[:, None])
+    expected = np.sqrt((deviations**2).sum(1) * 3 / 2)
+    np.testing.assert_allclose(whole.frame["value_standard_error"], expected, atol=EXACT)
+    assert by_site.std(axis=1).min() > 0.01
+
+
+def test_positions_by_role_are_each_prompts_own(model, tmp_path):
+    clean, corrupted, mask = pair()
+    roles = {"changed": [1, 1, -4], "end": -1}
+    settings = {"sites": SITES, "mask": mask, "resume": tmp_path / "parts", "progress": False}
+    settings |= {"per_prompt": True, "direction": "noise"}
+    sweep = p.activation_patch(model, clean, corrupted, METRIC, positions=roles, **settings)
+    sweep.save(tmp_path / "sweep.parquet")
+    rows = p.Sweep.load(tmp_path / "sweep.parquet").frame
+    estimates = p.attribution(
+        model, clean, corrupted, METRIC, sites=SITES, mask=mask, positions=roles, per_prompt=True
+    )
+    assert set(zip(estimates.frame["position"], estimates.frame["name"], strict=True)) == {
+        (role, site) for role in roles for site in SITES
+    }
+    for name in SITES:
+        for role, places in {"changed": [1, 1, 1], "end": [n - 1 for n in LENGTHS]}.items():
+            got = rows.loc[(rows["name"] == name) & (rows["position"] == role), "value"]
+            expected = [
+                alone(model, prompt, name, pos, "noise")[1] for prompt, pos in enumerate(places)
+            ]
+            np.testing.assert_allclose(got, expected, atol=EXACT)
+    # The label alone does not say where: another sweep is not resumed.
+    other = {"changed": [1, 1, -3], "end": -1}
+    with pytest.raises(InputError, match="where: got"):
+        p.activation_patch(model, clean, corrupted, METRIC, positions=other, **settings)
+
+
+def test_a_function_of_all_prompts_has_no_errors_and_one_of_each_has(model, tmp_path):
+    clean, corrupted, mask = pair()
+    settings = {"sites": SITES, "mask": mask, "progress": False, "positions": [1, 2]}
+    each = p.custom(lambda logits: logits[:, 2, 3], name="each")
+    mean = p.custom(lambda logits: logits[:, 2, 3].mean(), name="mean")
+    for run in (p.activation_patch, p.attribution):
+        rows = run(model, clean, corrupted, each, **settings)
+        blind = run(model, clean, corrupted, mean, **settings)
+        np.testing.assert_allclose(rows.frame["value"], blind.frame["value"], atol=EXACT)
+        assert rows.frame["score_standard_error"].max() > 0
+        assert blind.frame["score_standard_error"].isna().all()
+        assert "without standard errors" in repr(blind)
+        with pytest.raises(InputError, match=r"return a tensor \[3\]"):
+            run(model, clean, corrupted, mean, per_prompt=True, **settings)
+        blind.save(tmp_path / "blind.csv")
+        pd.testing.assert_frame_equal(p.Sweep.load(tmp_path / "blind.csv").frame, blind.frame)
+    one = p.activation_patch(model, clean[:1], corrupted[:1], mean, sites=SITES, progress=False)
+    assert "score_standard_error" not in one.frame

@@ -1,0 +1,220 @@
+"""Heads ablated and steered in forward passes, caches and generation, against plain hooks."""
+
+import bridges
+import pytest
+import torch
+from common import tokens
+from patched_runs import heads_of, hook_point
+from tiny_tokenizer import tiny_tokenizer
+
+from attn_only_lens import (
+    Bilinear,
+    InputError,
+    UnknownHeadError,
+    convert,
+    expose_neuron_heads,
+)
+from attn_only_lens import patching as p
+from attn_only_lens.tl import HAS_HOOKED_TRANSFORMER
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # TransformerLens' and transformers' own
+NAMES = ["L0H1", "L0N29", "L1N3", "L1N36"]
+# The same operations on float64; norms of llama's kind round to float32, at most a step apart.
+EXACT = {"llama": 1e-6, "gemma2": 1e-6}
+KINDS = ["gpt2", "llama", "gemma2", "neox"]
+if HAS_HOOKED_TRANSFORMER:
+    KINDS += ["converted", "exposed", "converted, gated"]
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def model(request, tmp_path_factory):
+    if request.param in bridges.FAMILIES:
+        return bridges.exposed_copy(bridges.boot(request.param))
+    from models import build
+
+    source = build("llama" if "gated" in request.param else "gelu", d_vocab_out=41, n_layers=2)
+    # Without a tokenizer, TransformerLens' own generation with a cache loses count of positions.
+    source.set_tokenizer(tiny_tokenizer(41, tmp_path_factory.mktemp("words")))
+    return expose_neuron_heads(source).model if request.param == "exposed" else convert(source)
+
+
+@pytest.fixture
+def close(request, model):
+    eps = EXACT.get(request.node.callspec.params["model"], 1e-12)
+    return lambda got, expected: (got - expected).abs().max() <= eps * expected.abs().max()
+
+
+def prompts():
+    """Two prompts, the second with two tokens of padding."""
+    return tokens(3, pos=7), torch.tensor([[1] * 7, [1] * 5 + [0] * 2])
+
+
+@torch.no_grad()
+def z_of(model, name, text, mask=None):
+    """What the hook point of a head's z shows, of that head."""
+    found = []
+
+    def keep(value, hook):
+        found.append(value[:, :, heads_of(name)[0]].clone())
+
+    with model.hooks(fwd_hooks=[(hook_point(model, name, "z"), keep)]):
+        model(text, attention_mask=mask)
+    return found[0]
+
+
+def edits(model, change, positions=None):
+    """Plain hooks: `change` maps a name and z [batch, d_head] at one position to a new z."""
+
+    def hook_of(name):
+        def edit(value, hook):
+            value = value.clone()
+            for pos in range(value.shape[1]) if positions is None else positions:
+                if pos < value.shape[1]:
+                    for head in heads_of(name):
+                        value[:, pos, head] = change(name, value[:, pos, head])
+            return value
+
+        return hook_point(model, name, "z"), edit
+
+    return [hook_of(name) for name in NAMES]
+
+
+def steering(model):
+    """A number for each neuron, a vector for each attention head."""
+    generator = torch.Generator().manual_seed(0)
+    return {
+        name: (torch.randn(z_of(model, name, tokens()).shape[-1], generator=generator) * 9).tolist()
+        if "H" in name
+        else 7.0 + len(name)
+        for name in NAMES
+    }
+
+
+@pytest.mark.parametrize("positions", [None, [0, 4], 2])
+@pytest.mark.parametrize("to", ["zero", "mean"])
+def test_ablated(model, close, to, positions):
+    text, mask = prompts()
+    means = {name: z_of(model, name, text, mask)[mask.bool()].mean(dim=0) for name in NAMES}
+    here = [positions] if isinstance(positions, int) else positions
+    hooks = edits(model, lambda name, z: means[name] if to == "mean" else z * 0, here)
+    other = tokens(8, pos=5)
+    plain = model(other)
+    expected = model.run_with_hooks(other, fwd_hooks=hooks)
+    sources = {"prompts": text, "mask": mask} if to == "mean" else {}
+    with p.ablated(model, NAMES, to=to, positions=positions, **sources):
+        assert close(model(other), expected)
+        logits, cache = model.run_with_cache(other)
+        assert close(logits, expected)
+        assert close(model(other), expected)  # the cache has not taken the hooks with it
+    z = cache[hook_point(model, "L1N3", "z")][:, :, 3]
+    at = [pos for pos in range(5) if here is None or pos in here]
+    assert (
+        close(z[:, at], means["L1N3"].expand_as(z[:, at])) if to == "mean" else not z[:, at].any()
+    )
+    assert torch.equal(model(other), plain)
+    assert not close(plain, expected)
+
+
+def test_bias_is_zero_of_neurons_and_shows_in_the_pattern(model, close):
+    neurons, text = NAMES[1:], tokens(8)
+    with p.ablated(model, neurons):
+        expected = model(text)
+    with p.ablated(model, neurons, to="bias"):
+        logits, cache = model.run_with_cache(text)
+    assert close(logits, expected)
+    pattern = cache[hook_point(model, "L1N3", "pattern")][:, 3]
+    assert torch.equal(pattern, torch.tensor([0.0, 1.0]).to(pattern).expand_as(pattern))
+    with p.ablated(model, neurons, to="bias", positions=1), p.ablated(model, NAMES[:1]):
+        both = model(text)
+    zero = edits(model, lambda name, z: z * 0, [1])[1:]
+    every = [edits(model, lambda name, z: z * 0)[0]]
+    assert close(both, model.run_with_hooks(text, fwd_hooks=zero + every))
+
+
+def by_hand(model, text, n, hooks):
+    """Greedy generation without a cache, one whole run for each token."""
+    for _ in range(n):
+        with torch.no_grad():
+            logits = model.run_with_hooks(text, fwd_hooks=hooks)
+        text = torch.cat([text, logits[:, -1:].argmax(-1)], dim=1)
+    return text
+
+
+@pytest.mark.parametrize("positions", [None, [2, 5, 6]])
+@pytest.mark.parametrize("cached", [True, False])
+def test_steered_generation(model, close, positions, cached):
+    """Every token that is generated comes of a run with all that is added, and is steered too."""
+    added, text, n = steering(model), tokens(2, batch=3, pos=4), 4
+    how = {"max_new_tokens": n, "do_sample": False, "verbose": False, "stop_at_eos": False}
+    how |= {"return_type": "tokens", "use_past_kv_cache": cached}
+    hooks = edits(model, lambda name, z: z + torch.tensor(added[name]).to(z), positions)
+    expected = by_hand(model, text, n, hooks)
+    seen, point = [], hook_point(model, "L1N36", "z")
+    keep = (point, lambda value, hook: seen.append(value.clone()))
+    with p.steered(model, added, positions=positions), model.hooks(fwd_hooks=[keep]):
+        assert torch.equal(model.generate(text, **how), expected)
+        assert [z.shape[1] for z in seen] == [4, *([1] * 3 if cached else [5, 6, 7])]
+    z = torch.cat(seen, dim=1) if cached else seen[-1]
+    with model.hooks(fwd_hooks=[*hooks, keep]):
+        model(expected[:, :-1])
+    assert close(z, seen[-1])
+    # Control: steering of the prompt alone leaves other activations at what comes after it.
+    short = range(4) if positions is None else [2]
+    fewer = edits(model, lambda name, z: z + torch.tensor(added[name]).to(z), short)
+    with model.hooks(fwd_hooks=[*fewer, keep]):
+        model(expected[:, :-1])
+    assert not close(z[:, 5:], seen[-1][:, 5:])
+
+
+def test_hooks_are_gone_after_an_error_and_refusals_come_first(model):
+    text = tokens(8)
+    plain = model(text)
+    state = torch.get_rng_state()
+    with pytest.raises(KeyError), p.steered(model, steering(model), positions=[1]):
+        raise KeyError
+    with pytest.raises(KeyError), p.ablated(model, p.all_heads(), to="mean", prompts=text):
+        raise KeyError
+    assert torch.equal(model(text), plain)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert not model.blocks[0]._forward_pre_hooks
+    d_head = z_of(model, "L0H1", text).shape[-1]
+    for refused, reasons in {
+        p.ablated(model, NAMES, to="bias", positions=-1): ["no bias token", "positions -1"],
+        p.ablated(model, NAMES, to="mean"): ["got no prompts"],
+        p.ablated(model, NAMES, prompts=text): ["got prompts with to='zero'"],
+        p.ablated(model, NAMES, to="resample"): ["expected one of zero, mean, bias"],
+        p.ablated(model, ["L9N0"]): ["the model has layers 0 to 1"],
+        p.steered(model, {"L0H1": 4.0, "L0N3": [1.0, 2.0], "L1N3": float("nan")}): [
+            f"L0H1: got 4.0; expected a vector of {d_head}",
+            "L0N3: got 2 numbers; expected a finite number",
+            "L1N3: got nan",
+        ],
+        p.steered(model, {}): ["got no steering"],
+        p.steered(model, {"L0N3": 1.0}, positions=[]): ["got positions []"],
+    }.items():
+        with pytest.raises((InputError, UnknownHeadError)) as caught, refused:
+            pass
+        assert all(reason in str(caught.value) for reason in reasons)
+
+
+def test_heads_that_share_a_neuron():
+    model = expose_neuron_heads(bridges.boot("gpt2"), gate=Bilinear(4), copy=True).model
+    text, point = tokens(8), hook_point(model, "L1N7", "z")
+
+    def add(value, hook):
+        value = value.clone()
+        value[:, :, 4 * 7 + 2] += 3.0
+        return value
+
+    with p.steered(model, {"L1N7.2": 3.0}):
+        steered = model(text)
+    assert torch.equal(steered, model.run_with_hooks(text, fwd_hooks=[(point, add)]))
+    with p.ablated(model, ["L1N7"]):
+        _, cache = model.run_with_cache(text)
+    silent = (cache[point] == 0).all(dim=0).all(dim=0).flatten()
+    assert silent.nonzero().flatten().tolist() == [28, 29, 30, 31]
+    with (
+        pytest.raises(InputError, match=r"4 heads share it; steer L1N7\.0 … L1N7\.3"),
+        p.steered(model, {"L1N7": 3.0}),
+    ):
+        pass

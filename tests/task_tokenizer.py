@@ -1,0 +1,43 @@
+"""A tokenizer of whole words, made on the spot, that knows what the prompts of tasks are made of.
+
+As GPT-2's, it has the space before a word in the word's token, and splits years in two.
+"""
+
+import re
+
+from tokenizers import Regex, Tokenizer, decoders
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Split
+from transformers import PreTrainedTokenizerFast
+
+from attn_only_lens.tasks import _agreement, _greater_than, _ioi, words
+
+TOKEN = r" ?[A-Za-z]+| ?\d\d|[^\sA-Za-z\d]"
+
+
+def task_tokenizer(unknown=()):
+    """The tokenizer; it does not know some words."""
+    known = {f"{space}{year:02}" for year in range(100) for space in ("", " ")}
+    known |= {" is", " are", " was", " were", " has", " have", " he", " she"}
+    for module in (_agreement, _greater_than, _ioi, words):
+        for text in _texts(list(vars(module).values())):
+            known |= {*re.findall(TOKEN, text), *re.findall(TOKEN, f" {text}")}
+    known |= {f" {word}s" for word in (*words.THINGS, *words.PEOPLE)}
+    known -= set(unknown)
+    every = ["<bos>", "<pad>", "<unk>", *sorted(known)]
+    core = Tokenizer(WordLevel({word: i for i, word in enumerate(every)}, unk_token="<unk>"))
+    core.pre_tokenizer = Split(Regex(TOKEN), "isolated")
+    core.decoder = decoders.Fuse()
+    special = {"bos_token": "<bos>", "pad_token": "<pad>", "unk_token": "<unk>"}
+    return PreTrainedTokenizerFast(tokenizer_object=core, **special)
+
+
+def _texts(constants):
+    """All texts among constants and what they hold."""
+    for each in constants:
+        if isinstance(each, str):
+            yield each
+        elif isinstance(each, list | tuple):
+            yield from _texts(each)
+        elif isinstance(each, dict):
+            yield from _texts(each.values())

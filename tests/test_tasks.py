@@ -1,0 +1,246 @@
+"""Prompts of tasks: what they say, where their parts are, and which are left out."""
+
+import random
+from collections import Counter
+from pathlib import Path
+
+import bridges
+import pytest
+import torch
+from common import D_VOCAB
+from patched_runs import at, cached, logit_diff, patched_logits
+from task_tokenizer import task_tokenizer
+from tiny_tokenizer import tiny_tokenizer
+from tokenizers.processors import TemplateProcessing
+from transformers import AutoTokenizer, GPT2TokenizerFast
+
+from attn_only_lens import InputError, tasks
+from attn_only_lens import patching as p
+
+N = 23
+SMOLLM2 = Path(__file__).parents[1] / "out" / "smollm2"
+
+
+@pytest.fixture(scope="module", params=["words", "gpt2", "smollm2"])
+def tokenizer(request):
+    if request.param == "words":
+        return task_tokenizer()
+    if request.param == "smollm2":
+        if not SMOLLM2.is_dir():
+            pytest.skip("no SmolLM2: make smollm2")
+        return AutoTokenizer.from_pretrained(SMOLLM2)
+    folder = request.getfixturevalue("shared_models_dir") / "gpt2_tokenizer"
+    return GPT2TokenizerFast(str(folder / "vocab.json"), str(folder / "merges.txt"))
+
+
+MADE = {
+    "ioi": lambda tokenizer, **how: tasks.ioi(tokenizer, N, **how),
+    "ioi, swapped": lambda tokenizer, **how: tasks.ioi(tokenizer, N, corruption="swap", **how),
+    "greater-than": lambda tokenizer, **how: tasks.greater_than(tokenizer, N, **how),
+    "number": lambda tokenizer, **how: tasks.agreement(tokenizer, N, **how),
+    "simple": lambda tokenizer, **how: tasks.agreement(tokenizer, N, structure="simple", **how),
+    "relative": lambda tokenizer, **how: tasks.agreement(tokenizer, N, structure="relative", **how),
+    "gender": lambda tokenizer, **how: tasks.agreement(tokenizer, N, feature="gender", **how),
+    "induction": lambda tokenizer, **how: tasks.induction(tokenizer, N, length=11, **how),
+}
+
+
+def rows(tokenizer, made):
+    """Of each pair: its tokens, the texts of its roles on both sides, and of its answers."""
+    for i, (clean, corrupted) in enumerate(zip(made.clean, made.corrupted, strict=True)):
+        ids = [
+            tokenizer(text, add_special_tokens=False)["input_ids"] for text in (clean, corrupted)
+        ]
+        assert len(ids[0]) == len(ids[1])
+        roles = [
+            {role: tokenizer.decode(side[where[i]]) for role, where in made.roles.items()}
+            for side in ids
+        ]
+        answers = [
+            [tokenizer.decode(each) for each in side[i]] for side in (made.answers, made.wrong)
+        ]
+        yield ids, roles, answers
+
+
+def check_ioi(row, swapped):
+    (clean, corrupted), (here, there), ((right,), (wrong,)) = row
+    counts = Counter(clean)
+    assert here["S1"] == here["S2"] == wrong != right == here["IO"]
+    if swapped:
+        assert (there["IO"], there["S1"], there["S2"]) == (right, wrong, right)
+    else:
+        assert len({right, wrong, there["IO"], there["S1"], there["S2"]}) == 5
+    changed = sum(one != other for one, other in zip(clean, corrupted, strict=True))
+    assert changed == (1 if swapped else 3)
+    assert counts.most_common()[0][1] >= 2
+
+
+def check_greater(row):
+    _, (here, there), (right, wrong) = row
+    year = int(here["year"])
+    assert [int(each) for each in right] == list(range(year + 1, 100))
+    assert [int(each) for each in wrong] == list(range(year + 1))
+    assert int(there["year"]) == 1
+    assert here["century"] == there["century"] == here["end"]
+
+
+def check_agreement(row, forms):
+    (clean, corrupted), (here, there), ((right,), (wrong,)) = row
+    assert sum(one != other for one, other in zip(clean, corrupted, strict=True)) == 1
+    which = [each["subject"] != each["subject"].rstrip("s") for each in (here, there)]
+    if forms is not None:
+        assert which[0] != which[1]
+        assert (right in forms, wrong in forms) == tuple(which)
+    assert {right, wrong} in [
+        {" he", " she"},
+        {" is", " are"},
+        {" was", " were"},
+        {" has", " have"},
+    ]
+
+
+def check_induction(row):
+    (clean, corrupted), (here, there), ((right,), (wrong,)) = row
+    assert len(clean) == 11
+    assert here["first"] == here["end"] == there["end"]
+    assert (here["repeated"], there["repeated"]) == (right, wrong)
+    assert sum(one != other for one, other in zip(clean, corrupted, strict=True)) == 1
+    assert len(set(clean)) == 10
+
+
+PLURAL = {" are", " were", " have"}
+CHECKS = {
+    "ioi": lambda row: check_ioi(row, swapped=False),
+    "ioi, swapped": lambda row: check_ioi(row, swapped=True),
+    "greater-than": check_greater,
+    "number": lambda row: check_agreement(row, PLURAL),
+    "simple": lambda row: check_agreement(row, PLURAL),
+    "relative": lambda row: check_agreement(row, PLURAL),
+    "gender": lambda row: check_agreement(row, None),
+    "induction": check_induction,
+}
+
+
+@pytest.mark.parametrize("task", MADE)
+def test_what_prompts_say_and_where(task, tokenizer):
+    if task == "greater-than" and len(tokenizer) == 49152:
+        with pytest.raises(InputError, match="no token of 00 where this is the end of a year"):
+            MADE[task](tokenizer)
+        return
+    state = random.getstate(), torch.get_rng_state().tolist()
+    made = MADE[task](tokenizer, seed=5)
+    assert (random.getstate(), torch.get_rng_state().tolist()) == state
+    assert len(made) == len(set(made.clean)) == N
+    assert made == MADE[task](tokenizer, seed=5)
+    assert made.clean != MADE[task](tokenizer, seed=6).clean
+    for row in rows(tokenizer, made):
+        CHECKS[task](row)
+    assert made.metric.name.startswith("probab" if task == "greater-than" else "logit_diff")
+    assert f"{N} pairs" in repr(made)
+
+
+def test_pairs_that_do_not_fit_are_dropped_and_counted():
+    without = {" Mary", "Mary", " store", " decided"}
+    made = tasks.ioi(task_tokenizer(without), 211)
+    assert not any(word.strip() in text.split() for text in made.clean for word in without)
+    assert made.dropped.keys() == {"the tokenizer does not know a word"}
+    assert 20 < sum(made.dropped.values()) < 400
+    assert not tasks.ioi(task_tokenizer(), 211).dropped
+    with pytest.raises(InputError) as caught:
+        tasks.agreement(task_tokenizer({" are"}), 91, structure="simple")
+    assert "got n=91; 90 of 20000" in str(caught.value)
+    assert "were dropped: an answer is not one token after the prompt" in str(caught.value)
+
+
+def test_templates_of_ones_own():
+    words = [
+        {"thing": "keys", "answer": " are"},
+        {"thing": "cars", "answer": " are"},
+        {"thing": "key", "answer": " is"},
+        {"thing": "garden door", "answer": " is"},  # of two tokens
+        {"thing": "door", "answer": " is good"},
+    ]
+    templates = ["The {thing} in the box", "The box near the {thing}"]
+    made = tasks.from_templates(task_tokenizer(), 6, templates, words)
+    expected = {
+        (template.format(thing=one), template.format(thing=other))
+        for template in templates
+        for one, other in [("key", "keys"), ("key", "cars"), ("keys", "key"), ("cars", "key")]
+    }
+    assert set(zip(made.clean, made.corrupted, strict=True)) <= expected
+    assert set(made.roles["thing"]) == {-4, -1}
+    assert set(made.dropped) == {
+        "the two prompts have different numbers of tokens",
+        "an answer is not one token after the prompt",
+    }
+
+
+REFUSED = {
+    "no fields": ("The key", {}, "expected the same fields in all"),
+    "other fields": (["A {thing}", "A {place}"], {"place": "box"}, "got template 'A {place}'"),
+    "end": ("A {end}", {"end": "box"}, "none of them {end}"),
+    "no word": ("A {thing} {place}", {}, "expected a text for place"),
+    "none": ([], {}, "got no templates"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_templates_that_make_no_pairs(case):
+    templates, more, reason = REFUSED[case]
+    words = [{"thing": "key", "answer": " is"} | more, {"thing": "keys", "answer": " are"} | more]
+    with pytest.raises(InputError) as caught:
+        tasks.from_templates(task_tokenizer(), 2, templates, words)
+    assert reason in str(caught.value)
+
+
+def test_what_makes_no_prompts():
+    known = task_tokenizer()
+    ends = task_tokenizer()
+    ends.backend_tokenizer.post_processor = TemplateProcessing("$0 <pad>", None, [("<pad>", 1)])
+    for call, reasons in {
+        lambda: tasks.ioi(None, 0, -1): ["got n=0", "got seed=-1", "got a NoneType"],
+        lambda: tasks.ioi(ends, 3): ["special tokens after a text"],
+        lambda: tasks.ioi(known, 3, corruption="no"): ["expected one of abc, swap"],
+        lambda: tasks.greater_than(ends, 3): ["special tokens after a text"],
+        lambda: tasks.agreement(known, 3, feature="gender", structure="simple"): ["which has one"],
+        lambda: tasks.induction(known, 3, length=2): ["got length=2; expected 3 or more"],
+        lambda: tasks.induction(task_tokenizer(), 3, length=4000): ["expected 4001 for prompts"],
+    }.items():
+        with pytest.raises(InputError) as caught:
+            call()
+        assert all(reason in str(caught.value) for reason in reasons)
+    with pytest.raises(InputError, match="got 2 positions of end of 1 clean prompts"):
+        tasks.PairedPrompts("mine", ("a",), ("b",), ((1,),), ((2,),), {"end": (-1, -1)})
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("side", "bos"), [("left", False), ("right", True), ("left", True)])
+def test_prompts_of_several_lengths_are_patched_by_role(side, bos, tmp_path):
+    """With a BOS before each or without, and padding on a side, against each prompt run alone."""
+    model = bridges.exposed_copy(bridges.boot("gpt2"))
+    model.tokenizer = tiny_tokenizer(D_VOCAB, tmp_path)
+    model.tokenizer.padding_side = side
+    model.cfg.tokenizer_prepends_bos, model.cfg.default_prepend_bos = False, bos
+    words = [{"thing": f"w{i}", "answer": f" w{i + 9}"} for i in (3, 5, 7)]
+    templates = ["w1 {thing} w2", "w4 w1 w2 {thing} w1 w8"]
+    task = tasks.from_templates(model.tokenizer, 5, templates, words, seed=1)
+    sites = ["L0H1", "L0N29", "L1N3"]
+    sweep = p.activation_patch(
+        *(model, task.clean, task.corrupted, task.metric),
+        **{"positions": task.roles, "sites": sites, "per_prompt": True, "progress": False},
+    )
+    assert {len(text.split()) for text in task.clean} == {3, 6}
+    for i, (clean, corrupted) in enumerate(zip(task.clean, task.corrupted, strict=True)):
+        run, into = model.to_tokens(clean), model.to_tokens(corrupted)
+        changed = (run != into)[0].nonzero().flatten().tolist()
+        last = run.shape[1] - 1
+        assert run.shape[1] == len(clean.split()) + bos
+        for role, pos in {"thing": changed[0], "end": last}.items():
+            for name in sites:
+                logits = patched_logits(
+                    model, into, cached(model, run), name, "z", at(1, last + 1, pos)
+                )
+                expected = logit_diff(logits, last, task.answers[i][0], task.wrong[i][0])
+                frame = sweep.frame[sweep.frame["prompt"] == i]
+                row = frame[(frame["name"] == name) & (frame["position"] == role)]
+                assert row["value"].item() == pytest.approx(expected, abs=1e-10)
