@@ -93,9 +93,8 @@ def _effects(*sweeps: Sweep) -> list["pd.Series[float]"]:
     """Return the effects of sweeps by site; by row where rows are of the same sites in order."""
     sites = [each.frame[site_columns(each.frame)].astype(object) for each in sweeps]
     effects = [pd.Series(each.effect.to_numpy()) for each in sweeps]
-    if not all(
-        each.equals(sites[0]) for each in sites
-    ):  # to align them costs a thousand times that
+    # To align them by an index takes a hundred times as long as to see that they are.
+    if not all(each.equals(sites[0]) for each in sites):
         for of_sites, each in zip(sites, effects, strict=True):
             each.index = pd.MultiIndex.from_frame(of_sites)
     return effects
