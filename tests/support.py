@@ -212,6 +212,9 @@ def _found(kit, how):
     pair = (tokens(1), tokens(2))
     if how == "discover":
         return circuits.discover(kit.exposed, *pair, METRIC, n_random=2)
+    if how == "evaluate":
+        circuit = circuits.discover(kit.exposed, *pair, METRIC, order="signed", n_random=0)
+        return circuits.evaluate(kit.exposed, circuit, tokens(3), tokens(5), METRIC)
     return circuits.faithfulness(kit.exposed, *pair, METRIC, kit.attributed(), n_random=2)
 
 
@@ -297,6 +300,10 @@ CIRCUITS = {
     "faithfulness": lambda kit: len(_found(kit, "faithfulness").frame),
     "from_json": lambda kit: _exported(kit, circuits.to_json, circuits.from_json),
     "neuron_like_heads": lambda kit: len(circuits.neuron_like_heads(kit.exposed, tokens())),
+    "evaluate": lambda kit: _found(kit, "evaluate").whole,
+    "score_edges": lambda kit: len(
+        circuits.score_edges(kit.exposed, tokens(), ["L0H1", "L1N3"], exact=3, progress=False)
+    ),
     "score_sources": lambda kit: len(
         circuits.score_sources(kit.exposed, tokens(batch=1), "L1H1", query=-1, key=0)
     ),

@@ -397,7 +397,7 @@ class _Scoring:
         """Return writers, and the change of the logits when they read each replaced."""
         writers, change = self._removed(one, to, one.parts.sublayers, only)
         size = max(1, _NUMBERS // one.parts.recording.logits.numel())
-        values = [one.readers.values_at_end(x, 0, "held") for x in change.split(size)]
+        values = [one.readers.values_at_end(x, 0, "held").mean(-1) for x in change.split(size)]
         return list(zip(writers, torch.cat(values).tolist(), strict=True))
 
     def _values(
@@ -424,19 +424,19 @@ class _Scoring:
                 return by_variant.flatten(0, 1)
 
             stream = replay.recorded_stream(block, 0, len(some))
-            return replay.values(Variants(block, 0, stream, [(name, put)]))
+            return replay.values(Variants(block, 0, stream, [(name, put)])).mean(-1)
 
-        effective = torch.ones(len(z), dtype=torch.bool, device=z.device)
-        one.batching.fill(values, effective, replay.numbers_per_variant(0), run_some)
+        every = torch.arange(len(z), device=z.device)
+        one.batching.fill(values, every, replay.numbers_per_variant(0), run_some)
         return values
 
 
 def _largest_change(parts: Parts) -> BoundMetric:
-    """The mean over tokens of the largest |change| of a logit."""
+    """The largest |change| of a logit, the mean over the tokens of each prompt."""
     recorded = parts.recording.logits
 
-    def compute(logits: Float[Tensor, "site batch pos d_vocab"]) -> Float[Tensor, "site"]:
-        return (logits - recorded).abs().amax(-1).mean((1, 2))
+    def compute(logits: Float[Tensor, "site batch pos d_vocab"]) -> Float[Tensor, "site batch"]:
+        return (logits - recorded).abs().amax(-1).mean(-1)
 
     batch, n_pos, d_vocab = recorded.shape
     return BoundMetric("largest change of a logit", None, None, (batch, n_pos, d_vocab), compute)

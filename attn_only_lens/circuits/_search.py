@@ -42,6 +42,7 @@ from attn_only_lens.errors import InputError
 from attn_only_lens.numerics import as_plain, is_number
 from attn_only_lens.patching._activation_patch import activation_patch
 from attn_only_lens.patching._attribution import METHODS, attribution
+from attn_only_lens.patching.repairs import Budget
 from attn_only_lens.patching.results import MEASURED
 from attn_only_lens.patching.site_groups import site_groups
 from attn_only_lens.runs.inputs import option_reasons
@@ -108,6 +109,7 @@ def discover(
     *,
     faithfulness: float = 0.9,
     method: str = "exact_gate",
+    budget: Budget = 3,
     ablation: Ablation = "resample",
     order: Order | None = None,
     sites: Sites | None = None,
@@ -128,6 +130,7 @@ def discover(
         faithfulness: the faithfulness wanted, more than 0, up to 1.
         method: of the ranking: one of `attribution`'s, or "patching" for `activation_patch`, which
             takes no gradients, so that the search goes without ranking anew.
+        budget: of exact patches in the ranking, as in `attribution`.
         ablation: of everything outside: "zero", "mean", "resample".
         order: None to search and prune; "magnitude" or "signed" for the shortest prefix found of
             that order of effects alone, "signed" with what helps the clean run first.
@@ -171,7 +174,7 @@ def discover(
         if method == MEASURED:
             ranking = activation_patch(model, clean, corrupted, metric, **settings)
         else:
-            settings["method"] = method
+            settings |= {"method": method, "budget": budget}
             ranking = attribution(model, clean, corrupted, metric, **settings)
         bar.set_description(f"{label}search")
         given = model, clean, corrupted, metric, ranking.frame

@@ -219,6 +219,8 @@ class AblatedModel:
 
 def _reasons_against_sites(sites: pd.DataFrame, n_pos: int) -> list[str]:
     reasons = []
+    if "prompt" in sites:
+        reasons.append('got rows of each prompt; expected means, or query("prompt == 0")')
     single = [name for name in sites["name"].astype(str) if "." in name]
     if single:
         reasons.append(f"got {single[0]}, one head of a neuron; expected whole neurons")

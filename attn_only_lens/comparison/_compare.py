@@ -300,7 +300,9 @@ def _circuit(
     return discover(
         *(model, pair.clean, pair.corrupted, batch.metric),
         faithfulness=faithfulness,
-        order="magnitude",  # by which overlaps and their intervals rank nodes, too
+        # As overlaps and their intervals rank nodes: by |estimates| of every prompt.
+        order="magnitude",
+        budget=0,
         seed=seed,
         mask=pair.mask,
         progress=progress,

@@ -303,6 +303,8 @@ def test_what_makes_no_sense_is_refused():
     refused("from the end", p.attribution(*given, sites=["L2N3"], positions=-1))
     refused("by role", p.attribution(*given, sites=["L2N3"], positions={"end": -1}))
     refused("rows of each prompt", p.attribution(*given, sites=["L2N3"], per_prompt=True))
+    by_role = p.attribution(*given, sites=["L2N3"], positions={"end": -1})
+    refused("positions by role", by_role)
     longer = tokens(0, 2, POS + 2), tokens(1, 2, POS + 2)
     there = p.attribution(model, *longer, METRIC, sites=["L0N3"], positions="each")
     refused(f"at position {POS + 1}; the prompts have {POS} tokens", there)
