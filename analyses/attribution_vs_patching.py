@@ -8,11 +8,14 @@ On the shipped model and on the real ones that are there, for pairs of prompts d
 
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from inspect import signature
+from itertools import product
 from pathlib import Path
 from typing import Annotated, Any
 
+import numpy as np
 import pandas as pd
 import torch
 import typer
@@ -27,12 +30,19 @@ from attn_only_lens import expose_neuron_heads, pretrained
 from attn_only_lens import patching as p
 from attn_only_lens.models.source_folder import load_source
 from attn_only_lens.patching._attribution import METHODS
+from attn_only_lens.runs.interventions import DIRECTIONS
 from attn_only_lens.runs.sites import PARTS
 
 LENGTH = {"sort_gelu_new_3l": 6, "modular_addition_relu_1l": 3}  # prompts of tasks; texts: 16
 KINDS = {"neuron": "neuron-heads", "attention": "attention heads"}
 MEASURES = {"pearson": "Pearson", "spearman": "Spearman", "top_k": "top-k"}
 TOP = 20
+BUDGETS = (0, 1, 3, 10, "auto")
+DEFAULT, DEFAULT_BUDGET = (
+    signature(p.attribution).parameters[name].default for name in ("method", "budget")
+)
+AIMED = ("z", "pattern", "value")
+AIM = {"pearson": 0.98, "top_k": 0.95}
 DIGITS = 9  # of scores; float64 sweeps have about 12
 
 
@@ -84,19 +94,35 @@ def pairs(model: Any, tokens: Tensor, n: int, seed: int) -> Iterator[Pair]:
     raise RuntimeError(f"of 1000 pairs of prompts, {found} have other top tokens; wanted {n}")
 
 
-def compare(model: Any, pair: Pair) -> Iterator[dict[str, Any]]:
-    """A row for each part, method and kind of head."""
+def compare(model: Any, pair: Pair, *, smoke: bool) -> Iterator[dict[str, Any]]:
+    """A row for each part, direction, set of positions, method or budget, and kind of head.
+
+    Methods are compared without repairs, one way and position by position; budgets of the default
+    method, every way.
+    """
     prompts = pair.clean, pair.corrupted, p.logit_diff(pair.correct, pair.wrong)
-    for part in PARTS:
-        exact = p.activation_patch(model, *prompts, part=part, progress=False)
-        for method in METHODS:
-            if part == "q" and method == "frozen_pattern":
-                continue  # refused: no query moves a frozen pattern
-            estimate = p.attribution(model, *prompts, part=part, method=method, progress=False)
+    directions = DIRECTIONS[:1] if smoke else DIRECTIONS
+    for part, direction, positions in product(PARTS, directions, ("each", "all")[: 2 - smoke]):
+        how: dict[str, Any] = {"part": part, "direction": direction, "positions": positions}
+        exact = p.activation_patch(model, *prompts, **how, progress=False)
+        ways: list[tuple[str, Any]] = [(DEFAULT, budget) for budget in BUDGETS]
+        if (direction, positions) == ("denoise", "each"):
+            ways += [
+                (method, 0)
+                for method in METHODS
+                # No query or key moves a frozen pattern: refused.
+                if method != DEFAULT and not (method == "frozen_pattern" and part in "qk")
+            ]
+        for method, budget in ways:
+            found = p.attribution(
+                model, *prompts, **how, method=method, budget=budget, progress=False
+            )
             for kind in KINDS:
-                one, other = of_kind(exact, kind), of_kind(estimate, kind)
+                one, other = of_kind(exact, kind), of_kind(found, kind)
                 if one.frame["score"].nunique() > 1:  # some patch has an effect
-                    yield {"kind": kind, "part": part, "method": method} | agree(one, other)
+                    repaired = {"forwards": found.forwards, "exact": other.frame["exact"].sum()}
+                    row = {"kind": kind, **how, "method": method, "budget": budget}
+                    yield row | agree(one, other) | repaired
 
 
 def of_kind(sweep: p.Sweep, kind: str) -> p.Sweep:
@@ -113,37 +139,96 @@ def agree(one: p.Sweep, other: p.Sweep) -> dict[str, Any]:
     return p.agreement(one, other, k).iloc[0].to_dict()
 
 
+def lines_of(header: list[str], rows: Iterable[list[Any]]) -> str:
+    """A table in Markdown."""
+    every = [header, ["---"] * len(header), *rows]
+    return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in every)
+
+
+def unrepaired(frame: pd.DataFrame) -> pd.DataFrame:
+    """Rows in which methods are compared."""
+    one_way = (frame["direction"] == "denoise") & (frame["positions"] == "each")
+    return frame[one_way & (frame["budget"].astype(str) == "0")]
+
+
 def table(frame: pd.DataFrame, measure: str) -> str:
-    """Means over pairs in Markdown: a row for each model, kind and part, a column a method."""
-    means = frame.groupby(["model", "kind", "part", "method"], sort=True, observed=True)[
-        measure
-    ].mean()
-    wide = means.unstack("method")[list(METHODS)]
-    lines = [["model", "heads", "part", *METHODS], ["---"] * (3 + len(METHODS))]
-    for (model, kind, part), row in wide.iterrows():
+    """Means over pairs: a row for each model, kind and part, a column a method."""
+    keys = ["model", "kind", "part", "method"]
+    wide = unrepaired(frame).groupby(keys, observed=True)[measure].mean().unstack("method")
+    rows = []
+    for (model, kind, part), row in wide[list(METHODS)].iterrows():
         shown = ["–" if pd.isna(x) else f"{x:.3f}" for x in row]
         best = f"{row.max():.3f}"
         cells = [f"**{cell}**" if cell == best else cell for cell in shown]
-        lines.append([model, KINDS[kind], part, *cells])
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+        rows.append([model, KINDS[kind], part, *cells])
+    return lines_of(["model", "heads", "part", *METHODS], rows)
 
 
 def summary(frame: pd.DataFrame) -> str:
     """Means over models, by kind of head and part; an estimate without information counts as 0."""
-    filled = frame.fillna(dict.fromkeys(MEASURES, 0.0))
+    filled = unrepaired(frame).fillna(dict.fromkeys(MEASURES, 0.0))
     means = filled.groupby(["kind", "part", "method"], observed=True)[list(MEASURES)].mean()
-    lines = [["heads", "part", "method", *MEASURES.values()], ["---"] * (3 + len(MEASURES))]
-    for (kind, part, method), row in means.iterrows():
-        lines.append([KINDS[kind], part, method, *(f"{x:.3f}" for x in row)])
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+    return lines_of(
+        ["heads", "part", "method", *MEASURES.values()],
+        (
+            [KINDS[kind], part, method, *(f"{x:.3f}" for x in row)]
+            for (kind, part, method), row in means.iterrows()
+        ),
+    )
+
+
+def by_budget(frame: pd.DataFrame) -> str:
+    """What repairs make of the default method: means, least values, and what they cost."""
+    rows = []
+    repaired = frame[(frame["method"] == DEFAULT) & frame["part"].isin(AIMED)]
+    for (kind, budget), of in repaired.groupby(["kind", "budget"], observed=True):
+        recall = of["top_k"].fillna(0.0)
+        rows.append(
+            [
+                KINDS[kind],
+                budget,
+                *(f"{of[m].fillna(0.0).mean():.4f}" for m in ("pearson", "spearman")),
+                f"{of['pearson'].fillna(0.0).min():.3f}",
+                f"{recall.mean():.3f}",
+                f"{(of['pearson'].fillna(0.0) < AIM['pearson']).sum()}",
+                f"{(recall < AIM['top_k']).sum()}",
+                len(of),
+                f"{of['exact'].median():.0f} of {of['n'].median():.0f}",
+                f"{of['forwards'].mean():.2f}",
+            ]
+        )
+    header = ["heads", "budget", "Pearson", "Spearman", "least Pearson", "top-k"]
+    header += ["Pearson < .98", "top-k < .95", "of", "exact sites", "forwards"]
+    return lines_of(header, rows)
+
+
+def misses(frame: pd.DataFrame) -> str:
+    """Runs in which the default budget misses an aim."""
+    default = (frame["method"] == DEFAULT) & (frame["budget"].astype(str) == str(DEFAULT_BUDGET))
+    of = frame[default & frame["part"].isin(AIMED)].fillna(dict.fromkeys(MEASURES, 0.0))
+    of = of[(of["pearson"] < AIM["pearson"]) | (of["top_k"] < AIM["top_k"])]
+    keys = ["model", "kind", "part", "direction", "positions"]
+    return lines_of(
+        [*keys, "pairs", "least Pearson", "least top-k", "of k"],
+        (
+            [
+                *key,
+                len(rows),
+                f"{rows['pearson'].min():.3f}",
+                f"{rows['top_k'].min():.2f}",
+                int(rows["k"].min()),
+            ]
+            for key, rows in of.groupby(keys, observed=True)
+        ),
+    )
 
 
 def findings(frame: pd.DataFrame) -> str:
     """Which method is nearest, overall: over the parts that all of them estimate, and over "q"."""
-    filled = frame.fillna(dict.fromkeys(MEASURES, 0.0))
+    filled = unrepaired(frame).fillna(dict.fromkeys(MEASURES, 0.0))
     lines = []
     for label, rows in (
-        ('parts "z", "pattern" and "value"', filled[filled["part"] != "q"]),
+        ('parts "z", "pattern" and "value"', filled[filled["part"].isin(AIMED)]),
         ('part "q"', filled[filled["part"] == "q"]),
     ):
         for kind, of_kind in rows.groupby("kind", observed=True):
@@ -155,24 +240,25 @@ def findings(frame: pd.DataFrame) -> str:
 
 
 def figure(frame: pd.DataFrame) -> Figure:
-    """Pearson by part, for each kind of head: a dot for each pair, a colour for each method."""
-    picture = Figure(figsize=(11, 7), layout="constrained")
-    axes = picture.subplots(len(KINDS), 1, sharex=True)
+    """Pearson by budget, for each kind of head: a dot for each run, a panel for each model."""
+    picture = Figure(figsize=(11, 6), layout="constrained")
     models = list(frame["model"].unique())
-    places = {(m, part): (i, j) for i, m in enumerate(models) for j, part in enumerate(PARTS)}
-    for panel, (kind, title) in zip(axes, KINDS.items(), strict=True):
-        for offset, method in enumerate(METHODS):
-            rows = frame[(frame["kind"] == kind) & (frame["method"] == method)]
-            at = [places[key] for key in zip(rows["model"], rows["part"], strict=True)]
-            x = [i * (len(PARTS) + 1) + j + 0.18 * (offset - 1.5) for i, j in at]
-            panel.plot(x, rows["pearson"], ".", color=f"C{offset}", label=method, alpha=0.7)
-        panel.set_title(title)
-        panel.set_ylabel("Pearson with patching")
-        panel.grid(axis="y", alpha=0.3)
-    axes[0].legend(fontsize="small")
-    ticks = {i * (len(PARTS) + 1) + j: (part, m) for (m, part), (i, j) in places.items()}
-    labels = [f"{m}, {part}" if part == PARTS[0] else part for part, m in ticks.values()]
-    axes[-1].set_xticks(list(ticks), labels, rotation=60, ha="right", fontsize="small")
+    panels = picture.subplots(len(KINDS), len(models), sharex=True, sharey=True, squeeze=False)
+    repaired = frame[(frame["method"] == DEFAULT) & frame["part"].isin(AIMED)]
+    for row, kind in zip(panels, KINDS, strict=True):
+        for panel, model in zip(row, models, strict=True):
+            of = repaired[(repaired["kind"] == kind) & (repaired["model"] == model)]
+            for place, budget in enumerate(BUDGETS):
+                y = of.loc[of["budget"].astype(str) == str(budget), "pearson"].fillna(0.0)
+                x = place + 0.3 * (np.arange(len(y)) / max(1, len(y)) - 0.5)
+                panel.plot(x, y, ".", color=f"C{place}", alpha=0.5, markersize=4)
+            panel.axhline(AIM["pearson"], color="grey", linewidth=0.7)
+            panel.set_xticks(range(len(BUDGETS)), list(map(str, BUDGETS)))
+            panel.grid(axis="y", alpha=0.3)
+            if kind == next(iter(KINDS)):
+                panel.set_title(model, fontsize="small")
+        row[0].set_ylabel(f"{KINDS[kind]}: Pearson", fontsize="small")
+    picture.supxlabel("budget, forward passes", fontsize="small")
     return picture
 
 
@@ -195,21 +281,28 @@ def main(
             bar.set_description(name)
             seen.append(name)
             for number, pair in enumerate(pairs(model, tokens, n_pairs, seed)):
-                rows += [{"model": name, "pair": number} | row for row in compare(model, pair)]
+                rows += [
+                    {"model": name, "pair": number} | row
+                    for row in compare(model, pair, smoke=smoke)
+                ]
                 bar.update()
     frame = pd.DataFrame(rows).astype({"k": int, "n": int})
-    for column, order in (("kind", list(KINDS)), ("part", PARTS), ("method", METHODS)):
+    orders = {"kind": list(KINDS), "part": PARTS, "method": METHODS, "budget": BUDGETS}
+    for column, order in orders.items():
         frame[column] = pd.Categorical(frame[column], order)
     missing = [] if smoke else [name for name in REAL if name not in seen]
     page = PAGE.format(
         n_pairs=n_pairs,
         seed=seed,
         flag=" --smoke" if smoke else "",
+        by_budget=by_budget(frame),
+        misses=misses(frame),
+        default_budget=DEFAULT_BUDGET,
         missing="".join(f"Left out, its weights were not there: {name}.\n\n" for name in missing),
         findings=findings(frame),
         summary=summary(frame),
         tables="\n\n".join(
-            f"## {title}, by model\n\n{table(frame, name)}" for name, title in MEASURES.items()
+            f"### {title}, by model\n\n{table(frame, name)}" for name, title in MEASURES.items()
         ),
     )
     typer.echo(page)
@@ -219,30 +312,46 @@ def main(
 
 PAGE = """# Attribution against patching
 
-Every head at every position, clean activations into the corrupted run: the effect that
-`attribution` estimates against the one that `activation_patch` measures, in float64, both to 1e-9.
-Means over {n_pairs} pairs of prompts (seed {seed}) that differ in one token and in their top next
-token; the metric is the logit difference of the two top tokens. Texts have 16 tokens; sorting, the
-six digits; addition, all three.
+Every head and neuron at every position: the effect that `attribution` gives against the one that
+`activation_patch` measures, in float64, both to 1e-9. {n_pairs} pairs of prompts of each model
+(seed {seed}), which differ in one token and in their top next token; the metric is the logit
+difference of the two top tokens. Texts have 16 tokens; sorting, the six digits; addition, three.
 
 - Pearson, Spearman: over all heads of the kind and all positions, those without effect included.
 - top-k: the share of the {{20}} largest |effects| that are among the estimate's (of half of the
   sites, where there are fewer than 40).
-- "exact_gate" is "gradient" but for part "q". "frozen_pattern" has no part "q", as no query moves a
-  frozen pattern. – : the estimate is the same for every site. relu's gate is a step, whose slope is
-  0 wherever it has one; in the means, such an estimate counts as 0. Where no patch has an effect at
-  all (queries of the last token in addition, which never changes), there is no row.
+- Where no patch has an effect at all (queries of the last token in addition, which never changes),
+  there is no row.
 
-{missing}Made by `python analyses/attribution_vs_patching.py{flag}`; every pair is in
+{missing}Made by `python analyses/attribution_vs_patching.py{flag}`; every row is in
 `attribution_vs_patching.csv`.
 
-![Pearson by method](attribution_vs_patching.svg)
+## Exact repairs
 
-## What the tables show
+`attribution(…, budget=…)`, method "exact_gate": parts "z", "pattern" and "value", in both
+directions, positions "each" and "all", all heads and neurons in one call, so that attention heads
+and neurons share the budget. It is in flops of forward passes; "forwards" is the mean spent.
+The aims are a Pearson of .98 and a top-k of .95 in every run.
+
+{by_budget}
+
+![Pearson by budget](attribution_vs_patching.svg)
+
+Runs in which the default budget, {default_budget}, misses an aim:
+
+{misses}
+
+## Methods, without repairs
+
+Clean activations into the corrupted run, each position by itself, `budget=0`. "exact_gate" is
+"gradient" but for part "q". "frozen_pattern" has no parts "q" and "k", as neither moves a frozen
+pattern. – : the estimate is the same for every site. relu's gate is a step, whose slope is 0
+wherever it has one; in the means, such an estimate counts as 0. Part "k" is of attention heads
+alone, and its estimate is linear.
 
 {findings}
 
-## Means over models
+### Means over models
 
 {summary}
 

@@ -21,7 +21,6 @@ from simulated_device import Float64Forbidden, MixedDevices, SimulatedDevice, se
 
 from attn_only_lens import (
     Bilinear,
-    UnsupportedModelError,
     calibrate,
     circuits,
     compare,
@@ -254,10 +253,7 @@ def paths(model):
     given |= {"positions": -1, "progress": False}
     found = [p.path_patch(model, *GIVEN, **given, **how) for how in ({}, {"top": 3})]
     found.append(circuits.score_sources(model, CLEAN[0], "L1N29", top=3))
-    try:
-        return found, circuits.score_sources(model, CLEAN[0], "L1H0", -1, 0)
-    except UnsupportedModelError:  # native bridges do not show scores
-        return found, None
+    return found, circuits.score_sources(model, CLEAN[0], "L1H0", -1, 0)
 
 
 USES = (passes, patterns, sweeps, other_sweeps, attributions, circuit, frozen, weights, paths)

@@ -20,18 +20,23 @@ def test_smoke(tmp_path):
     assert page.strip() in result.output
     rows = pd.read_csv(tmp_path / "attribution_vs_patching.csv")
     assert set(rows["method"]) == set(study.METHODS)
-    of_neurons = rows.query("kind == 'neuron' and method == 'exact_gate'")
-    assert len(of_neurons) == 2 * len(study.PARTS)
+    assert set(rows["budget"]) == set(map(str, study.BUDGETS))
+    methods = rows[(rows["direction"] == "denoise") & (rows["positions"] == "each")]
+    methods = methods[methods["budget"].astype(str) == "0"]
+    of_neurons = methods.query("kind == 'neuron' and method == 'exact_gate'")
+    assert len(of_neurons) == 2 * (len(study.PARTS) - 1)  # keys are of attention heads
     # neurons of a model of one layer without a norm: all after them is linear, and estimates exact
     assert of_neurons["pearson"].tolist() == pytest.approx([1.0] * len(of_neurons), abs=1e-9)
     # control: a linearised gate is not
-    linear = rows.query("kind == 'neuron' and method == 'gradient' and part == 'q'")
+    linear = methods.query("kind == 'neuron' and method == 'gradient' and part == 'q'")
     assert (linear["pearson"] < 0.9).all()
-    assert "frozen_pattern" in (tmp_path / "attribution_vs_patching.svg").read_text("utf-8")
+    assert "auto" in (tmp_path / "attribution_vs_patching.svg").read_text("utf-8")
 
 
 def test_the_default_is_the_method_that_agreed_best():
     rows = pd.read_csv(KEPT / "attribution_vs_patching.csv").fillna(0.0)
+    rows = rows[(rows["direction"] == "denoise") & (rows["positions"] == "each")]
+    rows = rows[rows["budget"].astype(str) == "0"]
     means = rows.groupby(["kind", "method"])["pearson"].mean().unstack("method")
     assert (means.idxmax(axis=1) == "exact_gate").all()
     assert signature(study.p.attribution).parameters["method"].default == "exact_gate"

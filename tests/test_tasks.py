@@ -175,6 +175,15 @@ def test_templates_of_ones_own():
     }
 
 
+def test_roles_that_move_are_dropped():
+    words = [
+        {"one": "key", "other": "garden door", "answer": " is"},
+        {"one": "garden door", "other": "key", "answer": " are"},  # as many tokens in all
+    ]
+    with pytest.raises(InputError, match="2 were dropped: a role has different positions"):
+        tasks.from_templates(task_tokenizer(), 1, "The {one} near the {other}", words)
+
+
 REFUSED = {
     "no fields": ("The key", {}, "expected the same fields in all"),
     "other fields": (["A {thing}", "A {place}"], {"place": "box"}, "got template 'A {place}'"),
@@ -214,7 +223,7 @@ def test_what_makes_no_prompts():
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(("side", "bos"), [("left", False), ("right", True), ("left", True)])
+@pytest.mark.parametrize(("side", "bos"), [("left", True), ("right", False)])
 def test_prompts_of_several_lengths_are_patched_by_role(side, bos, tmp_path):
     """With a BOS before each or without, and padding on a side, against each prompt run alone."""
     model = bridges.exposed_copy(bridges.boot("gpt2"))
@@ -233,13 +242,12 @@ def test_prompts_of_several_lengths_are_patched_by_role(side, bos, tmp_path):
     for i, (clean, corrupted) in enumerate(zip(task.clean, task.corrupted, strict=True)):
         run, into = model.to_tokens(clean), model.to_tokens(corrupted)
         changed = (run != into)[0].nonzero().flatten().tolist()
-        last = run.shape[1] - 1
+        last, seen = run.shape[1] - 1, cached(model, run)
         assert run.shape[1] == len(clean.split()) + bos
         for role, pos in {"thing": changed[0], "end": last}.items():
             for name in sites:
-                logits = patched_logits(
-                    model, into, cached(model, run), name, "z", at(1, last + 1, pos)
-                )
+                where = at(1, last + 1, pos)
+                logits = patched_logits(model, into, seen, name, "z", where)
                 expected = logit_diff(logits, last, task.answers[i][0], task.wrong[i][0])
                 frame = sweep.frame[sweep.frame["prompt"] == i]
                 row = frame[(frame["name"] == name) & (frame["position"] == role)]

@@ -15,7 +15,7 @@ from attn_only_lens.tl import HAS_HOOKED_TRANSFORMER
 if HAS_HOOKED_TRANSFORMER:
     from models import build
 
-KINDS = ("llama", "parallel_norms", "norms_before_and_after", "post_norm", "no_norm", "gelu")
+KINDS = ("llama", "parallel_norms", "post_norm", "no_norm")
 
 
 def heads_and_biases(model, parts):

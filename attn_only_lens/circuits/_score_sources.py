@@ -14,6 +14,9 @@ where queries and keys are 0, B is the second derivative of the score. What a sc
 (ALiBi, a bias of a norm of queries) belongs to the pair of the head's own biases. The score is that
 before the softmax and before a soft cap, which has the slope 1 at 0.
 
+Where a model shows no scores, the logarithm of its pattern takes their place: its second derivative
+at 0 is (1 - pattern) B.
+
 The pre-activation of a neuron is such a sum over the writers at its own position,
 
     q = Σ_w w N W_in[:, i] / s + b                    W_gate in a gated MLP
@@ -205,33 +208,37 @@ def _of_attention(
     )
     scales = _own_scales(host.attention(head.layer))
     parts = take_apart(model, tokens, None, names=(q_name, k_name, seen_at, pattern_at, *scales))
-    pattern = parts.recording.hooked[pattern_at]
-    if torch.equal(parts.recording.hooked[seen_at], pattern):
-        raise UnsupportedModelError(
-            [f"{seen_at} of this model shows the pattern, as {pattern_at} does, and no scores"],
-            _NOT_A_SUM,
-        )
-    seen = parts.recording.hooked[seen_at][0, head.index, query, key]
-    if seen <= torch.finfo(seen.dtype).min / 2:
+    seen, pattern = (
+        parts.recording.hooked[at][0, head.index, query] for at in (seen_at, pattern_at)
+    )
+    # Some bridges show the pattern where the scores should be: there its logarithm takes their
+    # place, which is the score less a constant of the query.
+    hidden = torch.equal(seen, pattern)
+    seen = pattern.log() if hidden else seen
+    if seen[key] <= torch.finfo(seen.dtype).min / 2:
         raise InputError(
             [f"position {query} does not attend to position {key}: its score is masked"], _PROBLEM
         )
-    form = _bilinear_form(model, parts, head, query, key, (q_name, k_name, seen_at), scales)
-    sides = {}
-    for side, at, hook_name in (("Q", query, q_name), ("K", key, k_name)):
-        vectors, names = _side(model, parts, head, side, at, parts.recording.hooked[hook_name])
-        sides[side] = (names, vectors)
-    (q_names, q), (k_names, k) = sides["Q"], sides["K"]
+    names = q_name, k_name, seen_at
+    form = _bilinear_form(model, parts, head, query, key, names, scales, hidden=hidden)
+    q_names, q = _side(model, parts, head, "Q", query, parts.recording.hooked[q_name])
+    k_names, k = _side(model, parts, head, "K", key, parts.recording.hooked[k_name])
     left = q @ form
     score = left.sum(0) @ k.sum(0)
     size = (left.abs().sum(0) * k.abs().sum(0)).sum()
-    _require_score(model, score, seen, size)
+    if hidden:  # a difference of two scores is that of the logarithms
+        other = int(pattern.index_fill(0, torch.tensor(key, device=pattern.device), 0).argmax())
+        form = _bilinear_form(model, parts, head, query, other, names, scales, hidden=hidden)
+        _, theirs = _side(model, parts, head, "K", other, parts.recording.hooked[k_name])
+        _require_score(model, [score, (q @ form).sum(0) @ theirs.sum(0)], seen[[key, other]], size)
+    else:
+        _require_score(model, [score], seen[[key]], size)
     return _pairs((q_names, left, query), (k_names, k, key), float(score), top)
 
 
 def _side(
     model: Any, parts: Parts, head: HeadName, side: str, at: int, recorded: Tensor
-) -> tuple[Float[Tensor, "writer d_head+1"], list[str]]:
+) -> tuple[list[str], Float[Tensor, "writer d_head+1"]]:
     """The query, or the key, of each writer; the last coordinate is 1 for the head's own bias."""
     attn, n_heads = host_of(model).attention(head.layer), host_of(model).n_heads[head.layer]
 
@@ -250,7 +257,7 @@ def _side(
         _require_sum(vectors.sum(0), expected, vectors.abs().sum(0).max())
         ones = torch.zeros_like(vectors[:, :1])
         ones[-1] = 1.0
-        return torch.cat([vectors, ones], dim=1), [*names, _OWN]
+        return [*names, _OWN], torch.cat([vectors, ones], dim=1)
 
 
 def _own_scales(attention: Any) -> tuple[str, ...]:
@@ -271,6 +278,8 @@ def _bilinear_form(
     key: int,
     names: tuple[str, str, str],
     scales: tuple[str, ...],
+    *,
+    hidden: bool,
 ) -> Float[Tensor, "d_head+1 d_head+1"]:
     """The score as a function of one query and one key, both with a 1 appended."""
     recorded, n_heads = parts.recording.hooked, host_of(model).n_heads[head.layer]
@@ -295,7 +304,20 @@ def _bilinear_form(
         (0, where, head.index * leaf.shape[2] // n_heads)
         for where, leaf in zip((query, key), leaves, strict=True)
     ]
-    return _taylor(found[0], leaves, at)
+    if not hidden:
+        return _taylor(found[0], leaves, at)
+    alone = 1 - float(found[0].detach())
+    if not alone > 0:
+        raise UnsupportedModelError(
+            [
+                f"position {query} attends to position {key} alone, and {names[2]} of this model "
+                "shows the pattern: there is no score to be seen"
+            ],
+            _NOT_A_SUM,
+        )
+    form = _taylor(found[0].log(), leaves, at) / alone
+    form[-1, -1] = 0.0  # of the constant
+    return form
 
 
 def _taylor(
@@ -313,14 +335,16 @@ def _taylor(
     return form
 
 
-def _require_score(model: Any, score: Tensor, seen: Tensor, size: Tensor) -> None:
-    """Hold the sum against the score in the run, before or after its soft cap."""
+def _require_score(model: Any, scores: list[Tensor], seen: Tensor, size: Tensor) -> None:
+    """Hold sums against scores in the run, before or after a soft cap; or their difference."""
     cap = float(getattr(model.cfg, "attn_scores_soft_cap", None) or 0.0)
-    capped = cap * torch.tanh(score / cap) if cap > 0 else score
-    for value in (score, capped):
-        if (value - seen).abs() <= _allowed(seen) * size:
-            return
-    _require_sum(score, seen, size)
+    found = torch.stack(scores)
+    capped = cap * torch.tanh(found / cap) if cap > 0 else found
+    if len(scores) == 2:
+        found, capped, seen = (each.diff() for each in (found, capped, seen))
+    if (capped - seen).abs() <= _allowed(seen) * size:
+        return
+    _require_sum(found, seen, size)
 
 
 def _require_sum(total: Tensor, expected: Tensor, size: Tensor) -> None:

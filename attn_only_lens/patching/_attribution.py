@@ -215,7 +215,8 @@ def attribution(
         node = nodes[group.sites]
         found = site_estimates(model, group.sites, part, node, gradients[node], target, moved)
         values.append(over.moved(group.sums(found)))
-    exact, expected = [torch.zeros(len(group), dtype=torch.bool) for group in groups], None
+    exact = [torch.zeros(len(group), dtype=torch.bool) for group in groups]
+    expected, forwards = None, 0.0
     if budget:
         target = replace(target, logits=target.logits.detach())
         keys = expected_errors(model, groups, part, target, source, gradients)
@@ -224,7 +225,8 @@ def attribution(
             batching = Batching(model, None, bar.update, replay.numbers_per_token)
             runner = PatchRunner(replay, source, part, over.unpatched, batching)
             repairs = Repairer(runner, groups, keys, values, over.mean, bar).spend(budget)
-        values, exact, expected = repairs.values, repairs.exact, repairs.expected_pearson
+        values, exact = repairs.values, repairs.exact
+        expected, forwards = repairs.expected_pearson, repairs.forwards
     frames = [
         group.frame(of_group, over, which)
         for group, of_group, which in zip(groups, values, exact, strict=True)
@@ -237,6 +239,7 @@ def attribution(
         direction,
         method,
         expected_pearson=expected,
+        forwards=forwards,
     )
 
 
@@ -282,8 +285,10 @@ def _check(
             "two prompts; expected 'denoise' or 'noise', or another method"
         )
     reasons += option_reasons("method", method, METHODS)
-    if part == "q" and method == "frozen_pattern":
-        reasons.append("got part='q' with frozen patterns, which no query moves; expected another")
+    if part in ("q", "k") and method == "frozen_pattern":
+        reasons.append(
+            f"got part={part!r} with frozen patterns, which no query or key moves; expected another"
+        )
     if steps is not None and method != "integrated":
         reasons.append(f"got steps={steps!r} with method={method!r}, which takes none")
     elif steps is not None and not is_count(steps, 1):

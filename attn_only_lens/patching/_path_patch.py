@@ -48,11 +48,11 @@ from attn_only_lens.heads.host import HeadKind
 from attn_only_lens.numerics import full_precision, is_count
 from attn_only_lens.patching._activation_patch import metric_identity
 from attn_only_lens.patching.path_results import Paths
-from attn_only_lens.patching.path_runs import LOGITS, PathBlock, PathRunner, path_blocks
+from attn_only_lens.patching.path_runs import LOGITS, PathBlock, PathRunner, names_of, path_blocks
 from attn_only_lens.patching.processes import Processes
 from attn_only_lens.patching.resume import MemoryParts, PartStore
 from attn_only_lens.patching.run_patches import Batching, check_edits
-from attn_only_lens.patching.site_groups import SiteGroup
+from attn_only_lens.patching.site_groups import SiteGroup, site_groups
 from attn_only_lens.runs.fingerprint import fingerprint
 from attn_only_lens.runs.gradients import Tape, start_graph
 from attn_only_lens.runs.inputs import option_reasons, reasons_not_to_run
@@ -61,14 +61,15 @@ from attn_only_lens.runs.largest import LargestScores
 from attn_only_lens.runs.metrics import (
     AnyMetric,
     BoundMetric,
+    Metric,
     as_metric,
     require_differentiable,
     require_slope,
 )
-from attn_only_lens.runs.positions import Positions, resolve_positions
+from attn_only_lens.runs.positions import Positions
 from attn_only_lens.runs.prompts import Prompts, prompt_pair
 from attn_only_lens.runs.readers import READ_PARTS, Readers, input_hooks
-from attn_only_lens.runs.recording import Recording, run, run_pair
+from attn_only_lens.runs.recording import Recording, RunPair, run, run_pair
 from attn_only_lens.runs.replay import make_replay
 from attn_only_lens.runs.sites import LayerSites, Selection, Sites, resolve_sites
 from attn_only_lens.runs.writes import SCALES, Scale, take_apart
@@ -108,7 +109,8 @@ def path_patch(
         clean: a text, texts, or tokens [batch, pos]; see `prompt_pair`.
         corrupted: the same for the other run, token for token.
         metric: `logit_diff(...)` and the like, or any function of logits [batch, pos, d_vocab].
-        senders: `neuron_heads()`, `heads()`, `all_heads()`, or names.
+        senders: `neuron_heads()`, `heads()`, `all_heads()`, or names, which may say where they
+            are: `L3N7@13`.
         receivers: the same; or "logits", or names with "logits" among them.
         part: the inputs by which receivers read: "q", "k", "value"; "pattern", queries and keys;
             "z", all of them. A neuron-head's pattern depends on its query alone ("q" and "pattern"
@@ -157,10 +159,9 @@ def path_patch(
     if top is not None and torch.is_inference_mode_enabled():
         reasons.append("no gradient is taken in torch.inference_mode(); torch.no_grad() will do")
     InputError.raise_if(reasons, _PROBLEM)
-    sending = resolve_sites(model, senders)
     receiving = _resolve_receivers(model, receivers, part)
     pair = prompt_pair(model, clean, corrupted, mask)
-    where = resolve_positions(pair, positions)
+    sending = site_groups(model, pair, senders, positions, "z")
     host = host_of(model)
     reading = [each.layer for each in receiving if each is not None and each.kind == "attention"]
     names = tuple(name for layer in reading for name in input_hooks(host, layer))
@@ -172,7 +173,7 @@ def path_patch(
     target, other, values = runs.target(direction)
     baseline = runs.metric.mean(values).item()
     sides = ("corrupted", "clean") if direction == "denoise" else ("clean", "corrupted")
-    blocks = list(path_blocks(apart[sides[0]], sending, where, receiving))
+    blocks = list(path_blocks(apart[sides[0]], sending, receiving))
     n_paths = sum(n * m for n, m in (each.shape for each in blocks))
     if not blocks:
         raise InputError(
@@ -182,10 +183,10 @@ def path_patch(
             ],
             _PROBLEM,
         )
+    span = runs.clean_value - runs.corrupted_value
     gradients: dict[tuple[int, HeadKind], Tensor] = {}
     if top is not None:
         require_differentiable(runs.metric, target.logits)
-        span = runs.clean_value - runs.corrupted_value
         require_slope(runs.metric, target.logits, other.logits, span)
         gradients = _gradients(model, target, runs.metric, receiving)
 
@@ -193,36 +194,23 @@ def path_patch(
     n_parts = len(blocks) if top is None else 1 + -(-n_picked // _AT_ONCE)
     parts: MemoryParts | PartStore = MemoryParts()
     if resume is not None:
-        settings = {
-            "model": fingerprint(model),
-            "clean": pair.clean.tolist(),
-            "corrupted": pair.corrupted.tolist(),
-            "mask": None if pair.mask is None else pair.mask.tolist(),
-            "metric": runs.metric.name,
-            "metric_code": metric_identity(as_metric(metric)),
-            "senders": [name for each in sending for name in each.names],
-            "receivers": [
-                name for each in receiving for name in ((LOGITS,) if each is None else each.names)
-            ],
-            "positions": [each.label for each in where],
-            "part": part,
-            "direction": direction,
-            "scale": scale,
-            "top": top,
-        }
+        settings = _settings(model, runs, as_metric(metric), sending, receiving)
+        settings |= {"part": part, "direction": direction, "scale": scale, "top": top}
         parts = PartStore(resume, settings, n_parts)
     processes = Processes(resume)
     label = progress if isinstance(progress, str) else processes.name
     hidden = not (progress and processes.first)
     with tqdm(total=n_picked, unit="path", desc=label, disable=hidden) as bar:
         replay = make_replay(model, target, runs.metric)
+        where = tuple(dict.fromkeys(each for group in sending for each in group.positions))
         reading_heads = [SiteGroup.product(each, where) for each in receiving if each is not None]
         check_edits(replay, reading_heads, "z")
         readers = Readers(replay, apart[sides[0]])
         batching = Batching(model, batch_size, bar.update, replay.numbers_per_token)
         runner = PathRunner(readers, apart[sides[1]], part, scale, baseline, batching)
         if top is not None and processes.first and not parts.has(0):
-            parts.write(0, _pick(runner, blocks, gradients, top))
+            estimated = tqdm(blocks, unit="block", desc="estimates", disable=hidden)
+            parts.write(0, _pick(runner, estimated, gradients, top))
         processes.wait()
         picked = None if top is None else parts.read(0)
         for number in processes.share(range(0 if picked is None else 1, n_parts)):
@@ -231,7 +219,6 @@ def path_patch(
                 bar.update(len(work))
                 continue
             if picked is not None:
-                span = runs.clean_value - runs.corrupted_value
                 work["estimate"] = (work["estimate"] + baseline - runs.corrupted_value) / span
             parts.write(number, _patched(runner, blocks, work))
     processes.wait()
@@ -248,6 +235,28 @@ def path_patch(
         n_paths=n_paths,
         model=str(getattr(model.cfg, "model_name", "")),
     )
+
+
+def _settings(
+    model: Any,
+    runs: RunPair,
+    metric: Metric,
+    senders: Sequence[SiteGroup],
+    receivers: Sequence[LayerSites | None],
+) -> dict[str, Any]:
+    """Return what values depend on, besides plain options."""
+    pair = runs.pair
+    return {
+        "model": fingerprint(model),
+        "clean": pair.clean.tolist(),
+        "corrupted": pair.corrupted.tolist(),
+        "mask": None if pair.mask is None else pair.mask.tolist(),
+        "metric": metric.name,
+        "metric_code": metric_identity(metric),
+        "senders": [[*each.rows["name"]] for each in senders],
+        "positions": [each.rows["position"].tolist() for each in senders],
+        "receivers": [name for each in receivers for name in names_of(each)],
+    }
 
 
 def _resolve_receivers(model: Any, receivers: Any, part: str) -> list[LayerSites | None]:
@@ -290,28 +299,23 @@ def _gradients(
 
 def _pick(
     runner: PathRunner,
-    blocks: Sequence[PathBlock],
+    blocks: Iterable[PathBlock],
     gradients: dict[tuple[int, HeadKind], Tensor],
     top: int,
 ) -> pd.DataFrame:
-    """Return the paths of largest |estimated effect|, block by block of the numbers in `_every`."""
+    """Return the paths of largest |estimated effect|, by their blocks, and numbers in these."""
     largest = LargestScores(top)
-    kept: dict[tuple[int, int], float] = {}
-    for block in blocks:
+    rows: dict[tuple[int, int], tuple[int, int, int, float]] = {}
+    for number, block in enumerate(blocks):
         found = runner.estimates(block, gradients).cpu().double()
         largest.add(found.abs(), block.first)
-        for row, column in largest.pairs.tolist():
-            i, j = row - block.first[0], column - block.first[1]
-            if 0 <= i < found.shape[0] and 0 <= j < found.shape[1]:
-                kept[row, column] = float(found[i, j])
-    picks = []
-    for number, block in enumerate(blocks):
-        (row, column), (n, m) = block.first, block.shape
-        for at in largest.pairs.tolist():
-            i, j = at[0] - row, at[1] - column
-            if 0 <= i < n and 0 <= j < m:
-                picks.append((number, i, j, kept[at[0], at[1]]))
-    return pd.DataFrame(picks, columns=["block", "i", "j", "estimate"])
+        still = {}
+        for pair in map(tuple, largest.pairs.tolist()):
+            i, j = pair[0] - block.first[0], pair[1] - block.first[1]
+            inside = 0 <= i < found.shape[0] and 0 <= j < found.shape[1]
+            still[pair] = (number, i, j, float(found[i, j])) if inside else rows[pair]
+        rows = still
+    return pd.DataFrame(sorted(rows.values()), columns=["block", "i", "j", "estimate"])
 
 
 def _every(blocks: Sequence[PathBlock], number: int) -> pd.DataFrame:

@@ -54,6 +54,17 @@ class Paths:
 
     Raises:
         InputError: columns are missing, or a value is not finite.
+
+    Example:
+        >>> import pandas as pd
+        >>> from attn_only_lens import patching as p
+        >>> values = pd.DataFrame({"sender": "L0H1", "receiver": ["L0N5", "logits"],
+        ...                        "position": 2, "value": [2.0, -1.0]})
+        >>> paths = p.Paths(values, part="z", scale="held", direction="denoise",
+        ...                 metric="logit_diff(7, 8)", clean_value=3.0, corrupted_value=-1.0,
+        ...                 n_prompts=1, n_paths=2, model="adder")
+        >>> paths.to_frame()["score"].tolist(), paths.top(1)["receiver"].tolist()
+        ([0.75, 0.0], ['L0N5'])
     """
 
     frame: pd.DataFrame

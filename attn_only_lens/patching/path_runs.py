@@ -17,6 +17,7 @@ from torch import Tensor
 
 from attn_only_lens.heads.host import HeadKind
 from attn_only_lens.patching.run_patches import Batching
+from attn_only_lens.patching.site_groups import SiteGroup
 from attn_only_lens.runs.edits import neuron_changes, neuron_variants, sum_by_site
 from attn_only_lens.runs.positions import PositionSet
 from attn_only_lens.runs.readers import Readers
@@ -47,11 +48,11 @@ class PathBlock:
     @property
     def shape(self) -> tuple[int, int]:
         """How many senders, and receivers."""
-        return len(self.senders.names), _count(self.receivers)
+        return len(self.senders.names), len(names_of(self.receivers))
 
     def frame(self, i: Int[Tensor, "path"], j: Int[Tensor, "path"], **columns: Any) -> pd.DataFrame:
         """Return a row for each path from sender i to receiver j, with further columns."""
-        receivers = (LOGITS,) if self.receivers is None else self.receivers.names
+        receivers = names_of(self.receivers)
         return pd.DataFrame(
             {
                 "sender": np.array(self.senders.names, dtype=object)[i.cpu().numpy()],
@@ -63,25 +64,24 @@ class PathBlock:
 
 
 def path_blocks(
-    parts: Parts,
-    senders: Sequence[LayerSites],
-    positions: Sequence[PositionSet],
-    receivers: Sequence[LayerSites | None],
+    parts: Parts, senders: Sequence[SiteGroup], receivers: Sequence[LayerSites | None]
 ) -> Iterator[PathBlock]:
     """Yield every pair in which the receiver reads after the sender has written.
 
     The order, and the size of a block, depend on nothing but the prompts and the heads.
     """
-    n_senders = sum(len(each.names) for each in senders)
-    for number, where in enumerate(positions):
-        row = number * n_senders
-        for sending in senders:
-            column = 0
+    row = 0
+    for group in senders:
+        for place, where in enumerate(group.positions):
+            heads = group.head[group.where == place]
+            if not len(heads):
+                continue
+            sending, column = _take(group.sites, heads), 0
             for receiving in receivers:
                 if _in_order(parts, sending, receiving):
                     yield from _split(parts, PathBlock(sending, where, receiving, (row, column)))
-                column += _count(receiving)
-            row += len(sending.names)
+                column += len(names_of(receiving))
+            row += len(heads)
 
 
 def _in_order(parts: Parts, sending: LayerSites, receiving: LayerSites | None) -> bool:
@@ -100,7 +100,7 @@ def _split(parts: Parts, whole: PathBlock) -> Iterator[PathBlock]:
     if receivers is not None and receivers.kind == "attention":
         tokens = batch * (n_pos - int(some.int().argmax()))
         width = max(width, parts.of(receivers.layer, "attention").z[0, 0].numel())
-        many = _count(receivers)
+        many = len(names_of(receivers))
     else:
         tokens = batch * int(some.sum())
         many = max(1, _NUMBERS // (tokens * min(len(whole.senders.names), 64)))
@@ -117,8 +117,9 @@ def _split(parts: Parts, whole: PathBlock) -> Iterator[PathBlock]:
             )
 
 
-def _count(receivers: LayerSites | None) -> int:
-    return 1 if receivers is None else len(receivers.names)
+def names_of(receivers: LayerSites | None) -> tuple[str, ...]:
+    """Return the names of receivers."""
+    return (LOGITS,) if receivers is None else receivers.names
 
 
 def _take(sites: LayerSites, which: slice | Int[Tensor, "site"]) -> LayerSites:
@@ -263,14 +264,13 @@ class PathRunner:
         begins = int(block.positions.where.any(dim=0).nonzero()[0])
         first = begins if replay.can_start_at(number, begins) else 0
         here = slice(first, None)
-        reads = self.target.of(layer, "attention").reads.at(here)
-        entering = reads.change(self._sent(block, here), self.scale)
+        sent = self._sent(block, here)
+        entering = self.target.of(layer, "attention").reads.at(here).change(sent, self.scale)
         own = self.target.of(layer, "attention").z[:, here]
-        found = torch.empty((len(entering), *own.shape), dtype=own.dtype, device="cpu")
-        quiet = self.batching.silent()
-        quiet.fill(
+        found = own.cpu().repeat(len(sent), 1, 1, 1, 1)
+        self.batching.silent().fill(
             found,
-            torch.arange(len(entering), device="cpu"),
+            (sent != 0).flatten(1).any(1).nonzero()[:, 0].cpu(),
             replay.numbers_per_variant(first),
             lambda some: self.readers.attention_z(layer, entering[some], self.part, first),
         )

@@ -51,6 +51,7 @@ class _Fields(TableFields):
     model: str
     method: str
     expected_pearson: float | None
+    forwards: float
 
 
 _DOCUMENT = Document("attn_only_lens.Sweep", 2, _Fields)
@@ -92,6 +93,7 @@ class Sweep:
         method: "patching" where values are measured, or how `attribution` estimated them.
         expected_pearson: of an attribution with exact repairs, the correlation of its scores with
             those of patching that their fitted error makes one expect, with a margin; an estimate.
+        forwards: of such an attribution, what its patches cost, in flops of forward passes.
 
     Raises:
         InputError: columns are missing or unknown, a value is not finite, a site is there
@@ -120,6 +122,7 @@ class Sweep:
     model: str
     method: str = MEASURED
     expected_pearson: float | None = None
+    forwards: float = 0.0
 
     def __post_init__(self) -> None:
         given, part = self.frame, self.part
@@ -180,6 +183,7 @@ class Sweep:
         direction: str,
         method: str = MEASURED,
         expected_pearson: float | None = None,
+        forwards: float = 0.0,
     ) -> "Sweep":
         """Return the sweep of a frame of values, with the settings of its two runs."""
         return cls(
@@ -193,6 +197,7 @@ class Sweep:
             model=str(getattr(model.cfg, "model_name", "")),
             method=method,
             expected_pearson=expected_pearson,
+            forwards=forwards,
         )
 
     def to_frame(self) -> pd.DataFrame:

@@ -27,9 +27,17 @@ from attn_only_lens.heads import HeadName, host_of
 from attn_only_lens.numerics import as_plain, is_count, is_number, keep_random_state
 from attn_only_lens.runs.edit_checks import require_edits_read
 from attn_only_lens.runs.inputs import option_reasons, reasons_not_to_run
+from attn_only_lens.runs.interventions import ablate
 from attn_only_lens.runs.prompts import Prompts, single_prompts
 from attn_only_lens.runs.recording import Recording, record
-from attn_only_lens.runs.sites import ALL_MEMBERS, LayerSites, Part, Sites, resolve_sites
+from attn_only_lens.runs.sites import (
+    ALL_MEMBERS,
+    LayerSites,
+    Part,
+    Sites,
+    resolve_sites,
+    split_positions,
+)
 
 AblateTo = Literal["zero", "mean", "bias"]
 Steering: TypeAlias = Mapping[str | HeadName, float | Sequence[float] | Tensor]
@@ -51,13 +59,14 @@ def ablated(
 
     Args:
         model: converted by `convert`, or with exposed neuron-heads.
-        names: `L5H3`, `L5N1234`, several of them, or `heads(layers=5)` and the like.
+        names: `L5H3`, `L5N1234`, several of them, or `heads(layers=5)` and the like; `L5N1234@13`
+            at that position alone.
         to: "zero", "mean" over all real tokens of `prompts`, or "bias": all attention of a
             neuron-head on the bias token, where it writes nothing.
         prompts: texts or tokens to take means from, of the model as it is on entering.
         mask: 1 for real tokens, 0 for padding, where those are tokens.
-        positions: numbers from 0, of the tokens that the model is given and of those that it
-            generates after them, padding counted; by default all.
+        positions: of names that do not say where: numbers from 0, of the tokens that the model is
+            given and of those that it generates after them, padding counted; by default all.
 
     Yields:
         Nothing; the model is the one that was given.
@@ -80,7 +89,8 @@ def ablated(
         >>> torch.equal(model(tokens), before)
         True
     """
-    sites = resolve_sites(model, names)
+    placed = _placed(model, names, positions)
+    sites = [each for each, _, _ in placed]
     reasons = option_reasons("to", to, get_args(AblateTo))
     if to == "bias" and any(each.kind == "attention" for each in sites):
         reasons.append("attention heads have no bias token; ablate them to 'zero' or 'mean'")
@@ -89,32 +99,33 @@ def ablated(
         reasons.append(f"got {got} with to={to!r}; means are of prompts, and nothing else is")
     if to == "mean":
         reasons += reasons_not_to_run(model)
-    where = _where(positions, reasons)
+    reasons += _position_reasons(placed)
     InputError.raise_if(reasons, _ABLATED)
     if prompts is None:
         run = _short_run(model, sites)
+        real = torch.ones_like(run.tokens, dtype=torch.bool)
     else:
         pair = single_prompts(model, prompts, mask)
-        run = _record(model, sites, pair.clean, pair.mask)
+        run, real = _record(model, sites, pair.clean, pair.mask), pair.real
     _require_read(model, run, sites, "pattern" if to == "bias" else "z")
-    edits: dict[str, _Change] = {}
-    for each in sites:
-        heads = _heads(model, each)
+    source = ablate(run, run, to, real)
+    before, edits = _TokensBefore(), list[tuple[str, _Change]]()
+    for each, at, _ in placed:
+        where = _Where(before, at)
+        heads = [head for heads in _heads_of_each(model, each) for head in heads]
         if to == "bias":
-            edits[_hook(model, each, "pattern")] = _all_on_bias(heads, where)
+            edits.append((_hook(model, each, "pattern"), _all_on_bias(heads, where)))
             continue
-        new = torch.zeros_like(_z(run, model, each)[0, 0])
-        if to == "mean":
-            new = _z(run, model, each)[pair.real].mean(dim=0)
-            if not new.isfinite().all():
-                reason = (
-                    f"the mean of z is not finite in layer {each.layer}: the model runs these "
-                    "prompts to no numbers, as some do with padding on the left; pad on the right, "
-                    "or give prompts of one length"
-                )
-                raise InputError([reason], _ABLATED)
-        edits[_hook(model, each, "z")] = _replace(new, heads, where)
-    with _edited(model, edits, where):
+        new = _z(source, model, each)[0, 0]  # the same at every token
+        if not new.isfinite().all():
+            reason = (
+                f"the mean of z is not finite in layer {each.layer}: the model runs these prompts "
+                "to no numbers, as some do with padding on the left; pad on the right, or give "
+                "prompts of one length"
+            )
+            raise InputError([reason], _ABLATED)
+        edits.append((_hook(model, each, "z"), _replace(new, heads, where)))
+    with _edited(model, edits, before):
         yield
 
 
@@ -126,9 +137,9 @@ def steered(
 
     Args:
         model: converted by `convert`, or with exposed neuron-heads.
-        steering: by name, what is added to z: a number for a neuron-head, which is the change of
-            its neuron's activation; a vector [d_head] for an attention head. Of heads that share a
-            neuron, each has a name, such as `L5N1234.2`.
+        steering: by name, as those of `ablated`, what is added to z: a number for a neuron-head,
+            which is the change of its neuron's activation; a vector [d_head] for an attention head.
+            Of heads that share a neuron, each has a name, such as `L5N1234.2`.
         positions: as for `ablated`.
 
     Yields:
@@ -154,21 +165,24 @@ def steered(
     reasons: list[str] = []
     if not isinstance(steering, Mapping) or not steering:
         raise InputError(["got no steering; expected such as {'L5N1234': 4.0}"], _STEERED)
-    sites = resolve_sites(model, list(steering))
+    placed = _placed(model, list(steering), positions)
+    sites = [each for each, _, _ in placed]
     given = {str(name): value for name, value in steering.items()}
-    where = _where(positions, reasons)
+    reasons += _position_reasons(placed)
+    InputError.raise_if(reasons, _STEERED)
     run = _short_run(model, sites)
-    edits: dict[str, _Change] = {}
-    for each in sites:
+    before, edits = _TokensBefore(), list[tuple[str, _Change]]()
+    for each, at, suffix in placed:
         added = torch.zeros_like(_z(run, model, each)[0, 0])
         for name, heads in zip(each.names, _heads_of_each(model, each), strict=True):
+            name += suffix
             value = _vector(name, given[name], len(heads), added.shape[-1], each.kind, reasons)
             if value is not None:
                 added[heads] = value.to(added)
-        edits[_hook(model, each, "z")] = _add(added, where)
+        edits.append((_hook(model, each, "z"), _add(added, _Where(before, at))))
     InputError.raise_if(reasons, _STEERED)
     _require_read(model, run, sites, "z")
-    with _edited(model, edits, where):
+    with _edited(model, edits, before):
         yield
 
 
@@ -185,15 +199,9 @@ def _heads_of_each(model: Any, sites: LayerSites) -> list[list[int]]:
     if sites.kind == "neuron":
         width = host_of(model).neurons[sites.layer].heads_per_neuron
     return [
-        [index * width + (0 if member == ALL_MEMBERS else member)]
-        if member != ALL_MEMBERS or width == 1
-        else list(range(index * width, (index + 1) * width))
+        [index * width + one for one in (range(width) if member == ALL_MEMBERS else [member])]
         for index, member in zip(sites.index.tolist(), sites.member.tolist(), strict=True)
     ]
-
-
-def _heads(model: Any, sites: LayerSites) -> list[int]:
-    return [head for heads in _heads_of_each(model, sites) for head in heads]
 
 
 def _z(run: Recording, model: Any, sites: LayerSites) -> Float[Tensor, "batch pos head_index d"]:
@@ -222,34 +230,63 @@ def _vector(
 # Where
 
 
-@dataclass
-class _Where:
-    """The positions to edit, and how many tokens came before those of the present run."""
+_Placed: TypeAlias = list[tuple[LayerSites, tuple[int, ...] | None, str]]
+"""Heads, the positions at which they are edited (None for all), and `@13` if their names say so."""
 
+
+@dataclass
+class _TokensBefore:
+    """How many tokens came before those of the present run."""
+
+    count: int = 0
+
+
+@dataclass(frozen=True)
+class _Where:
+    """The positions of an edit, of the whole text."""
+
+    before: _TokensBefore
     positions: tuple[int, ...] | None
-    before: int = 0
 
     def among(self, n_pos: int, device: torch.device) -> Bool[Tensor, "pos"]:
         """Return which tokens of a run to edit."""
         if self.positions is None:
             return torch.ones(n_pos, dtype=torch.bool, device=device)
-        here = torch.arange(self.before, self.before + n_pos, device=device)
+        here = torch.arange(self.before.count, self.before.count + n_pos, device=device)
         return torch.isin(here, torch.tensor(self.positions, device=device))
 
 
-def _where(positions: Any, reasons: list[str]) -> _Where:
-    if positions is None:
-        return _Where(None)
+def _placed(model: Any, names: Sites, positions: Any) -> _Placed:
+    """Return heads with their positions: their own where a name says where, such as `L3N7@13`."""
     plain = as_plain(positions)
-    each = list(map(as_plain, plain)) if isinstance(plain, list | tuple | range) else [plain]
-    bad = [pos for pos in each if not is_count(pos)]
-    if bad or not each:
-        reasons.append(
-            f"got positions {positions!r}; expected numbers from 0, as a text that grows has no "
-            "fixed end, or None for all"
+    asked = plain if isinstance(plain, list | tuple | range) or plain is None else (plain,)
+    every = None if asked is None else tuple(map(as_plain, asked))
+    given = split_positions(names)
+    if given is None:
+        return [(each, every, "") for each in resolve_sites(model, names)]
+    if positions is not None and all(at is not None for _, at in given):
+        raise InputError(
+            [f"got positions={positions!r} and names that all say where; expected one of the two"],
+            "these heads cannot be edited",
         )
-        return _Where(())
-    return _Where(tuple(each))
+    found: _Placed = []
+    for place in dict.fromkeys(at for _, at in given):
+        here = [name for name, at in given if at == place]
+        where, suffix = (every, "") if place is None else ((place,), f"@{place}")
+        found += [(each, where, suffix) for each in resolve_sites(model, here)]
+    return found
+
+
+def _position_reasons(placed: _Placed) -> list[str]:
+    reasons = []
+    for at in dict.fromkeys(at for _, at, _ in placed if at is not None):
+        bad = [pos for pos in at if not is_count(pos)]
+        if bad or not at:
+            reasons.append(
+                f"got positions {list(at)}; expected numbers from 0, as a text that grows has no "
+                "fixed end, or None for all"
+            )
+    return reasons
 
 
 def _replace(new: Float[Tensor, "head_index d"], heads: list[int], where: _Where) -> _Change:
@@ -289,20 +326,21 @@ def _all_on_bias(heads: list[int], where: _Where) -> _Change:
 
 
 @contextmanager
-def _edited(model: Any, edits: Mapping[str, _Change], where: _Where) -> Iterator[None]:
+def _edited(
+    model: Any, edits: Sequence[tuple[str, _Change]], before: _TokensBefore
+) -> Iterator[None]:
     """Edit hook points of a model for as long as the context lasts."""
 
     def count(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        where.before = host_of(model).tokens_before(args, kwargs)
+        before.count = host_of(model).tokens_before(args, kwargs)
 
     def hook(change: _Change) -> Callable[[Tensor, Any], Tensor]:
         return lambda value, hook: change(value)
 
     with ExitStack() as stack:
-        if where.positions is not None:
-            handle = model.blocks[0].register_forward_pre_hook(count, with_kwargs=True)
-            stack.callback(handle.remove)
-        hooks = [(name, hook(change)) for name, change in edits.items()]
+        handle = model.blocks[0].register_forward_pre_hook(count, with_kwargs=True)
+        stack.callback(handle.remove)
+        hooks = [(name, hook(change)) for name, change in edits]
         stack.enter_context(model.hooks(fwd_hooks=hooks))
         yield
 
@@ -322,6 +360,6 @@ def _short_run(model: Any, sites: Sequence[LayerSites]) -> Recording:
 
 def _require_read(model: Any, run: Recording, sites: Sequence[LayerSites], part: Part) -> None:
     for kind in {each.kind for each in sites}:
-        layers = [each.layer for each in sites if each.kind == kind]
+        layers = sorted({each.layer for each in sites if each.kind == kind})
         with keep_random_state(run.tokens.device):
             require_edits_read(model, run, kind, layers, part)

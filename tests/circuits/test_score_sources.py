@@ -122,6 +122,22 @@ def test_shares_add_up_in_bridges(name):
     assert abs(neuron["share"].sum() - pre) < 1e-6 * neuron["share"].abs().sum()
 
 
+@pytest.mark.parametrize("name", ["native"] if HAS_HOOKED_TRANSFORMER else ["native", "gptj"])
+def test_where_the_hook_of_scores_shows_the_pattern(name):
+    """Their attention runs in one piece; scores are what their softmax has, up to a constant."""
+    model = bridges.exposed_copy(bridges.boot(name))
+    keys = range(QUERY + 1)
+    scores = [circuits.score_sources(model, PROMPT, HEAD, QUERY, key) for key in keys]
+    totals = torch.tensor([frame["share"].sum() for frame in scores])
+    pattern = seen(model, PROMPT, "blocks.1.attn.hook_pattern")[0, 1, QUERY, : QUERY + 1]
+    assert (totals.softmax(0) - pattern).abs().max() < 1e-6
+    assert totals.std() > 1e-3
+    if name == "native":  # by hand: 1/√d_head, no rotation
+        q, k = (seen(model, PROMPT, f"blocks.1.attn.hook_{at}")[0, :, 1] for at in "qk")
+        expected = (k[: QUERY + 1] @ q[QUERY]) / q.shape[-1] ** 0.5
+        assert (totals - expected).abs().max() < 1e-6
+
+
 def test_refusals():
     model = bridges.exposed_copy(bridges.boot("gpt2"))
     for match, *at in (
@@ -136,10 +152,9 @@ def test_refusals():
         circuits.score_sources(model, tokens(), HEAD, QUERY, KEY)
     with pytest.raises(UnknownHeadError, match="layers 0 to 1"):
         circuits.score_sources(model, PROMPT, "L7H0", QUERY, KEY)
-    # Its attention runs in one piece, and the hook of its scores shows the pattern.
     native = bridges.exposed_copy(bridges.boot("native"))
-    with pytest.raises(UnsupportedModelError, match="shows the pattern"):
-        circuits.score_sources(native, PROMPT, HEAD, QUERY, KEY)
+    with pytest.raises(UnsupportedModelError, match="to position 0 alone"):
+        circuits.score_sources(native, PROMPT, HEAD, 0, 0)
 
 
 @needs_hooked_transformer

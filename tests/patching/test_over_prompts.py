@@ -38,10 +38,12 @@ def alone(model, prompt, name, pos, direction):
     """The logit difference of a prompt run without the others, unpatched and patched by hooks."""
     clean, corrupted, _ = (each[prompt : prompt + 1, : LENGTHS[prompt]] for each in pair())
     into, source = (corrupted, clean) if direction == "denoise" else (clean, corrupted)
-    end, seen = torch.tensor([LENGTHS[prompt] - 1]), cached(model, source)
-    where = at(1, LENGTHS[prompt], *([pos] if pos < LENGTHS[prompt] else []))
-    runs = model(into), patched_logits(model, into, seen, name, "z", where)
-    return [logit_diff(each, end, RIGHT[prompt], WRONG[prompt]) for each in runs]
+    end = torch.tensor([LENGTHS[prompt] - 1])
+    logits = patched = model(into)
+    if pos < LENGTHS[prompt]:
+        where = at(1, LENGTHS[prompt], pos)
+        patched = patched_logits(model, into, cached(model, source), name, "z", where)
+    return [logit_diff(each, end, RIGHT[prompt], WRONG[prompt]) for each in (logits, patched)]
 
 
 @pytest.mark.parametrize("direction", ["denoise", "noise"])
@@ -54,7 +56,7 @@ def test_rows_of_each_prompt_and_means_are_those_of_prompts_run_alone(model, dir
     rows = p.activation_patch(model, clean, corrupted, METRIC, **settings, **resumed)
     span = whole.clean_value - whole.corrupted_value
     assert len(rows.frame) == 3 * len(whole.frame) == 9 * max(LENGTHS)
-    some = rows.query("position in [0, 1, 4]").frame  # before, at and after; not in every prompt
+    some = rows.query("position in [1, 4]").frame  # where prompts differ; not in every prompt
     for (name, pos), group in some.groupby(["name", "position"], observed=True):
         ends = [alone(model, prompt, name, pos, direction) for prompt in range(3)]
         unpatched, patched = map(np.array, zip(*ends, strict=True))

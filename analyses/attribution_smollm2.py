@@ -1,0 +1,147 @@
+"""Attribution with exact repairs on SmolLM2-135M, against exact patches of a sample of sites.
+
+A sweep of every site would take hours. So sites are sampled: 500 of the largest expected error, 500
+of the largest |estimate|, and 500 of all others at random, each of which stands for as many as were
+not drawn. Correlations are weighted so; top-20 is among the sampled sites.
+
+    python analyses/attribution_smollm2.py out/smollm2 --out analyses/results
+"""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import pandas as pd
+import typer
+from benching import machine
+from tqdm import tqdm
+
+from attn_only_lens import expose_neuron_heads
+from attn_only_lens import patching as p
+from attn_only_lens.models.load import load
+from attn_only_lens.patching import _attribution
+from attn_only_lens.patching.repairs import Repairer
+from attn_only_lens.storage import write_text
+
+PAIRS = {
+    "number": ("The keys to the old cabinet", "The key to the old cabinet", " are", " is"),
+    "capital": ("The capital of France is", "The capital of Germany is", " Paris", " Berlin"),
+    "names": (
+        "When Mary and John went to the store, John gave a drink to",
+        "When Mary and John went to the store, Mary gave a drink to",
+        " Mary",
+        " John",
+    ),
+    "gender": ("The queen left the hall because", "The king left the hall because", " she", " he"),
+}
+BUDGETS = (0, 1, 3, 10, "auto")
+EACH, TOP = 500, 20
+SITE = ["name", "position"]
+
+
+class Keeping(Repairer):
+    """A repairer that leaves its keys to be read."""
+
+    keys: pd.Series
+
+    def __init__(self, runner: Any, groups: Any, keys: Any, *args: Any) -> None:
+        rows = pd.concat([group.rows for group in groups], ignore_index=True)
+        numbers = np.concatenate([each.double().numpy() for each in keys])
+        type(self).keys = pd.Series(numbers, pd.MultiIndex.from_frame(rows[SITE].astype(object)))
+        super().__init__(runner, groups, keys, *args)
+
+
+def effects(sweep: p.Sweep) -> pd.Series:
+    """Effects by site."""
+    sites = pd.MultiIndex.from_frame(sweep.frame[SITE].astype(object))
+    return pd.Series(sweep.effect.to_numpy(), sites)
+
+
+def sample(estimate: pd.Series, key: pd.Series, seed: int) -> pd.Series:
+    """Sampled sites, with how many each stands for."""
+    largest = key.nlargest(EACH).index.union(estimate.abs().nlargest(EACH).index)
+    others = estimate.index.difference(largest)
+    drawn = others[np.random.default_rng(seed).choice(len(others), EACH, replace=False)]
+    return pd.concat(
+        [pd.Series(1.0, largest), pd.Series(len(others) / len(drawn), drawn)], verify_integrity=True
+    )
+
+
+def pearson(one: pd.Series, other: pd.Series, weight: pd.Series) -> float:
+    """Weighted correlation."""
+    cov = np.cov(one, other, aweights=weight)
+    return float(cov[0, 1] / np.sqrt(cov[0, 0] * cov[1, 1]))
+
+
+def main(
+    folder: Annotated[Path, typer.Argument(help="SmolLM2-135M, as `make smollm2` writes it")],
+    out: Annotated[Path, typer.Option(help="folder to write")] = Path("out/attribution"),
+    seed: Annotated[int, typer.Option(help="of the random sites")] = 0,
+) -> None:
+    """Measure, and write a page."""
+    model = expose_neuron_heads(load(folder)).model
+    _attribution.Repairer = Keeping  # type: ignore[attr-defined]
+    rows = []
+    for task, (clean, corrupted, right, wrong) in tqdm(PAIRS.items(), unit="pair"):
+        prompts = clean, corrupted, p.logit_diff(right, wrong)
+        found = {
+            budget: p.attribution(model, *prompts, budget=budget, progress=False)
+            for budget in BUDGETS
+        }
+        estimate = effects(found[0])
+        weight = sample(estimate, Keeping.keys, seed)
+        names = [f"{name}@{position}" for name, position in weight.index]
+        exact = effects(p.activation_patch(model, *prompts, sites=names, progress=False))
+        exact = exact.reindex(weight.index)
+        best = set(exact.abs().nlargest(TOP).index)
+        for budget, sweep in found.items():
+            mended = effects(sweep).reindex(weight.index)
+            rows.append(
+                {
+                    "pair": task,
+                    "budget": budget,
+                    "Pearson": pearson(mended, exact, weight),
+                    "Spearman": pearson(mended.rank(), exact.rank(), weight),
+                    "top-20": len(best & set(mended.abs().nlargest(TOP).index)) / TOP,
+                    "expected Pearson": sweep.expected_pearson,
+                    "exact": int(sweep.frame["exact"].sum()),
+                    "forwards": sweep.forwards,
+                    "sites": len(sweep.frame),
+                    "largest effect": f"{exact.abs().idxmax()[0]}@{exact.abs().idxmax()[1]}",
+                    "its exact effect": exact[exact.abs().idxmax()],
+                    "its effect here": mended[exact.abs().idxmax()],
+                }
+            )
+    frame = pd.DataFrame(rows)
+    lines = [list(frame), ["---"] * frame.shape[1]]
+    lines += [["–" if pd.isna(x) else x for x in row] for row in frame.round(3).values.tolist()]
+    shown = "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)
+    prompts_shown = "\n".join(
+        f"- {task}: “{clean}” / “{corrupted}”, “{right}” against “{wrong}”"
+        for task, (clean, corrupted, right, wrong) in PAIRS.items()
+    )
+    page = PAGE.format(
+        table=shown, prompts=prompts_shown, machine=machine("cpu"), each=EACH, seed=seed
+    )
+    out.mkdir(parents=True, exist_ok=True)
+    write_text(out / "attribution_smollm2.md", page)
+    typer.echo(page)
+
+
+PAGE = """# Attribution with exact repairs on SmolLM2-135M
+
+Clean activations into the corrupted run, every attention head and neuron at every position. Exact
+effects are of a sample: {each} sites of the largest expected error, {each} of the largest
+|estimate|, {each} of the others at random (seed {seed}), which stand for all of those. Correlations
+are weighted so; top-20 is among the sampled sites. Budgets, and "forwards", what was spent of them,
+are in flops of forward passes.
+
+{prompts}
+
+{table}
+
+Made by `python analyses/attribution_smollm2.py out/smollm2`, on {machine}.
+"""
+
+if __name__ == "__main__":
+    typer.run(main)
