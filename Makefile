@@ -48,7 +48,8 @@ help: ## what there is to make
 demo: .venv/ready ## convert the shipped model, verify it, show its neuron-heads (writes out/)
 	$(BIN)/attn-only-lens demo --out out
 
-test: .venv/ready .venv4/ready ## every check that CI runs
+test: ## every check that CI runs
+	$(MAKE) -j2 .venv/ready .venv4/ready
 	$(MAKE) -j2 --output-sync=target lint types contracts docs
 	$(MAKE) pytest pytest4 portable
 	@$(HAS_BROWSER) || echo "tests that open pictures in a browser were skipped: make browser"
@@ -110,23 +111,30 @@ smollm2: .venv/ready .venv4/ready out/smollm2/config.json ## fetch SmolLM2-135M-
 clean: ## remove what make made
 	rm -rf .venv .venv4 out site
 
-.venv/ready: pyproject.toml
+.venv/torch: pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' \
 		|| { echo "Python 3.10 or newer is needed; $(PYTHON) is older. Set PYTHON=..."; exit 1; }
-	$(call SET_UP,$(PYTHON),-e '.[dev$(comma)hooked$(comma)docs]')
+	$(call ENVIRONMENT,$(PYTHON))
+	@touch $@
 
-.venv4/ready: .venv/ready
-	$(call SET_UP,$(BIN)/python,-e '.[dev$(comma)bridge]')
+.venv/ready: .venv/torch
+	$(call INSTALL,-e '.[dev$(comma)hooked$(comma)docs]')
+
+# With the torch that .venv has by then: `make -j2` installs the rest into both at once.
+.venv4/ready: .venv/torch
+	$(call ENVIRONMENT,$(BIN)/python)
+	$(call INSTALL,-e '.[dev$(comma)bridge]')
 
 out/smollm2/config.json: | .venv4/ready
 	.venv4/bin/python analyses/fetch_smollm2.py --out $(@D)
 
 out/wheel/%/ready:
-	$(call SET_UP,$(PYTHON),"$$(echo out/wheel/*.whl)[$*$(comma)viz]")
+	$(call ENVIRONMENT,$(PYTHON))
+	$(call INSTALL,"$$(echo out/wheel/*.whl)[$*$(comma)viz]")
 	@$(@D)/bin/python -m pip check
 
-# SET_UP,PYTHON,WHAT: the environment of this target, with the torch of an interpreter that has one
-define SET_UP
+# ENVIRONMENT,PYTHON: that of this target, with the torch of an interpreter that has one
+define ENVIRONMENT
 	@$(PYTHON) -m venv $(@D) \
 		|| { echo "python -m venv failed: on Debian, apt-get install python3-venv"; exit 1; }
 	@if there=$$($(1) -c $(WHERE_TORCH_IS) 2>/dev/null); then \
@@ -134,6 +142,9 @@ define SET_UP
 		$(@D)/bin/python -c $(LOOK_THERE_TOO) "$$there"; \
 	fi
 	@$(@D)/bin/python -c 'import torch' 2>/dev/null || $(@D)/bin/python -m pip install -q $(TORCH)
-	$(@D)/bin/python -m pip install -q $(2)
+endef
+
+define INSTALL
+	$(@D)/bin/python -m pip install -q $(1)
 	@touch $@
 endef

@@ -19,9 +19,13 @@ one when noised (`Sweep.effect`). Methods differ in g, and for queries in Δ:
                       for parts "z", "pattern" and "value", which do not pass through the gate.
     "integrated"      g averaged between the embeddings of the two runs (below).
     "frozen_pattern"  g of the model that is linear once patterns and norm scales are constants
-                      (`frozen_pass.py`). There no query moves anything, and part "q" is refused.
+                      (`frozen_pass.py`). There no query or key moves anything, and parts "q" and
+                      "k" are refused.
 
-Δ is exact but for queries under "gradient" and "integrated": a patch of any part of a neuron-head
+Keys of attention heads, part "k", are linear in every method. In ablations (direction "zero" and
+the like) the source run is the clean run with its z ablated.
+
+Δ is exact but for keys, and for queries under "gradient" and "integrated": a patch of any part of a neuron-head
 is one of its Δz (`edits.py`). Patches scaled by ε move the metric by ε times the estimate of
 "gradient", as ε goes to 0.
 
@@ -35,6 +39,10 @@ Cost, in forwards of 2 · n_pos · parameters flops: a backward that stops at ac
 forward, as it multiplies by each weight once. "gradient" is two forwards and one backward, so 3,
 for every head and position together; "exact_gate" the same, and 2 more for queries of attention
 heads; "frozen_pattern" 3 forwards, a backward and a check of 2, so 6; "integrated" 3 + 2 · steps.
+
+Repairs. The squared error of an estimate sits in few sites, mostly of early layers at the first
+token that differs, where one neuron writes a tenth of the stream's length or more. By default
+three forward passes are spent on exact patches of those (`repairs.py`, `expected_error.py`): MEASURED
 
 Queries of attention heads in closed form: a query moves one row of one head's pattern, and so that
 head's z at that token and nothing else of its layer: z' = softmax(q' · K) V with keys and values as
