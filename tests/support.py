@@ -383,7 +383,7 @@ OF_NO_MODEL = {
     # What functions give back.
     *("AttentionOnlyTransformer", "Calibration", "Comparison", "ExposedNeurons", "HeadStack"),
     *("Verification", "PromptPair", "Sweep", "Paths", "Circuit", "CircuitGraph", "Faithfulness"),
-    *("Page", "Provenance", "PairedPrompts"),
+    *("Page", "Provenance", "PairedPrompts", "Evaluation"),
     # Of the shipped model, which is of the kind that there is.
     *("demo", "demo_page", "pretrained"),
 }
