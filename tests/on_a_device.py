@@ -18,6 +18,7 @@ import pytest
 import torch
 from common import D_VOCAB, needs_hooked_transformer, tokens
 from simulated_device import Float64Forbidden, MixedDevices, SimulatedDevice, set_up
+from transformer_lens.model_bridge import TransformerBridge
 
 from attn_only_lens import (
     Bilinear,
@@ -256,7 +257,34 @@ def paths(model):
     return found, circuits.score_sources(model, CLEAN[0], "L1H0", -1, 0)
 
 
-USES = (passes, patterns, sweeps, other_sweeps, attributions, circuit, frozen, weights, paths)
+def steered(model):
+    """Runs and generation with heads ablated and steered, and what is measured of each prompt."""
+    prompts, several = there(model), host_of(model).neurons[0].heads_per_neuron > 1
+    neuron = "L0N3.1" if several else "L0N3"
+    width = model.run_with_cache(prompts)[1]["blocks.0.attn.hook_z"].shape[-1]
+    found = []
+    for context in (
+        p.ablated(model, SITES, to="mean", prompts=OTHERS),
+        p.ablated(model, "L1N29", to="bias", positions=[1]),
+        p.steered(model, {neuron: 4.0, "L1H0@5": [1.0] * width}),
+    ):
+        with context:
+            found.append(model(prompts))
+            # That of HookedTransformer is in inference mode, which this device cannot be in.
+            if isinstance(model, TransformerBridge):
+                how = {"max_new_tokens": 3, "do_sample": False, "stop_at_eos": False}
+                how |= {"return_type": "tokens", "verbose": False}
+                found.append(model.generate(prompts, **how))
+    probability = p.probability_diff([[7], [9, 11]], [[8, 5], [3]])
+    by_role = {"sites": SITES, "positions": {"one": [1, 2], "end": -1}, "per_prompt": True}
+    rows = p.attribution(model, CLEAN, CORRUPTED, probability, progress=False, **by_role)
+    return found, rows
+
+
+USES = (
+    *(passes, patterns, sweeps, other_sweeps, attributions, circuit),
+    *(frozen, weights, paths, steered),
+)
 
 
 @pytest.mark.parametrize("use", USES, ids=lambda use: use.__name__)

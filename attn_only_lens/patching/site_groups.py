@@ -108,7 +108,7 @@ class SiteGroup:
             over: how prompts become rows.
             exact: which are of patches, where others are estimates; None if all are.
         """
-        rows = self.rows if exact is None else self.rows.assign(exact=exact.numpy())
+        rows = self.rows if exact is None else self.rows.assign(exact=exact.cpu().numpy())
         if over.per_prompt:
             rows = rows.loc[rows.index.repeat(values.shape[1])].reset_index(drop=True)
         return rows.assign(**over.columns(values))

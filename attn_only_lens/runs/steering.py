@@ -178,7 +178,7 @@ def steered(
             name += suffix
             value = _vector(name, given[name], len(heads), added.shape[-1], each.kind, reasons)
             if value is not None:
-                added[heads] = value.to(added)
+                added[heads] = added.new_tensor(value)
         edits.append((_hook(model, each, "z"), _add(added, _Where(before, at))))
     InputError.raise_if(reasons, _STEERED)
     _require_read(model, run, sites, "z")
@@ -212,7 +212,7 @@ def _z(run: Recording, model: Any, sites: LayerSites) -> Float[Tensor, "batch po
 
 def _vector(
     name: str, value: Any, n_heads: int, d_head: int, kind: str, reasons: list[str]
-) -> Tensor | None:
+) -> list[float] | None:
     """Return what is added to z of a head, or add the reason why there is nothing."""
     plain = as_plain(value)
     numbers = [plain] if not isinstance(plain, list | tuple) else list(map(as_plain, plain))
@@ -223,7 +223,7 @@ def _vector(
         expected = "a finite number" if kind == "neuron" else f"a vector of {d_head} finite numbers"
         reasons.append(f"{name}: got {got}; expected {expected}, which is added to its z")
     else:
-        return torch.tensor([numbers], dtype=torch.float64, device="cpu")
+        return numbers
     return None
 
 
