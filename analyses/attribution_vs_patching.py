@@ -9,7 +9,7 @@ On the shipped model and on the real ones that are there, for pairs of prompts d
 import time
 import warnings
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from inspect import signature
 from itertools import product
 from pathlib import Path
@@ -29,6 +29,7 @@ from tqdm import tqdm
 from attn_only_lens import expose_neuron_heads, pretrained
 from attn_only_lens import patching as p
 from attn_only_lens.models.source_folder import load_source
+from attn_only_lens.numerics import spearman
 from attn_only_lens.patching._attribution import METHODS
 from attn_only_lens.runs.interventions import DIRECTIONS
 from attn_only_lens.runs.sites import PARTS
@@ -117,26 +118,37 @@ def compare(model: Any, pair: Pair, *, smoke: bool) -> Iterator[dict[str, Any]]:
             found = p.attribution(
                 model, *prompts, **how, method=method, budget=budget, progress=False
             )
+            sites = [each.frame[["name", "position"]].astype(str) for each in (exact, found)]
+            assert sites[0].equals(sites[1])
             for kind in KINDS:
-                one, other = of_kind(exact, kind), of_kind(found, kind)
-                if one.frame["score"].nunique() > 1:  # some patch has an effect
-                    repaired = {"forwards": found.forwards, "exact": other.frame["exact"].sum()}
+                here = (found.frame["kind"] == kind).to_numpy()
+                one, other = (each.effect.to_numpy()[here] for each in (exact, found))
+                if here.any() and np.ptp(one.round(DIGITS)) > 0:  # some patch has an effect
+                    repaired = {
+                        "forwards": found.forwards,
+                        "exact": found.frame["exact"][here].sum(),
+                    }
                     row = {"kind": kind, **how, "method": method, "budget": budget}
                     yield row | agree(one, other) | repaired
 
 
-def of_kind(sweep: p.Sweep, kind: str) -> p.Sweep:
-    """Heads of one kind; without the rounding that would rank sites that have no effect."""
-    found = sweep.query(f"kind == {kind!r}")
-    return replace(found, frame=found.frame.round({"score": DIGITS}))
+def agree(exact: np.ndarray, found: np.ndarray) -> dict[str, Any]:
+    """Agreement of an estimate's effects with those of patching; none where it has one for all.
 
-
-def agree(one: p.Sweep, other: p.Sweep) -> dict[str, Any]:
-    """Agreement of an estimate with patching; none where it is the same for all sites."""
-    k = min(TOP, len(one.frame) // 2)
-    if other.frame["score"].nunique() < 2:
-        return {"k": k, "n": len(one.frame)}
-    return p.agreement(one, other, k).iloc[0].to_dict()
+    As `p.agreement` measures it, of effects rounded so that sites without any share their rank.
+    """
+    one, other = (each.round(DIGITS) for each in (exact, found))
+    k = min(TOP, len(one) // 2)
+    if np.ptp(other) == 0:
+        return {"k": k, "n": len(one)}
+    largest = [set(np.argsort(-abs(each), kind="stable")[:k]) for each in (one, other)]
+    return {
+        "k": k,
+        "n": len(one),
+        "pearson": float(np.corrcoef(one, other)[0, 1]),
+        "spearman": spearman(one, other),
+        "top_k": len(largest[0] & largest[1]) / k,
+    }
 
 
 def lines_of(header: list[str], rows: Iterable[list[Any]]) -> str:

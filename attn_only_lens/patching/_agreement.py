@@ -59,7 +59,7 @@ def agreement(exact: Sweep, approx: Sweep, k: int = 20) -> pd.DataFrame:
                 f"{which} is {mine:.4g} in exact and {theirs:.4g} in approx: expected the same "
                 "prompts and model"
             )
-    one, other = _effects(exact), _effects(approx)
+    one, other = _effects(exact, approx)
     only_one, only_other = one.index.difference(other.index), other.index.difference(one.index)
     if len(only_one) or len(only_other):
         example = next(iter([*only_one[:1], *only_other[:1]]))
@@ -89,6 +89,12 @@ def agreement(exact: Sweep, approx: Sweep, k: int = 20) -> pd.DataFrame:
     )
 
 
-def _effects(sweep: Sweep) -> "pd.Series[float]":
-    plain = {name: sweep.frame[name].astype(object) for name in site_columns(sweep.frame)}
-    return pd.Series(sweep.effect.to_numpy(), index=pd.MultiIndex.from_frame(pd.DataFrame(plain)))
+def _effects(*sweeps: Sweep) -> list["pd.Series[float]"]:
+    """Return the effects of sweeps by site; by row where rows are of the same sites in order."""
+    sites = [each.frame[site_columns(each.frame)].astype(object) for each in sweeps]
+    effects = [pd.Series(each.effect.to_numpy()) for each in sweeps]
+    # To align them by an index takes a hundred times as long as to see that they are.
+    if not all(each.equals(sites[0]) for each in sites):
+        for of_sites, each in zip(sites, effects, strict=True):
+            each.index = pd.MultiIndex.from_frame(of_sites)
+    return effects
