@@ -229,7 +229,10 @@ def circuit(model):
     ranking = p.attribution(model, *GIVEN, positions="all", progress=False)
     how = {"n_random": 1, "ablation": "mean"}
     curve = circuits.faithfulness(model, *GIVEN, ranking, shares=[0.1, 1.0], **how)
-    return curve, circuits.discover(model, *GIVEN, positions="all", faithfulness=0.5, **how)
+    found = circuits.discover(model, *GIVEN, positions="all", faithfulness=0.5, **how)
+    nodes = ["L0H1", "L0N3", "L1H0", "L1N29"]
+    edges = circuits.score_edges(model, CLEAN, nodes, exact=3, progress=False)
+    return curve, found, circuits.evaluate(model, found, *GIVEN), edges
 
 
 def frozen(model):

@@ -255,10 +255,7 @@ class _Scoring:
 
     def _mean(self, activations: Sequence[Tensor]) -> Tensor:
         """The mean over all tokens."""
-        total: Tensor = sum(
-            (x.sum((0, 1)) for x in activations), torch.zeros(()).to(activations[0])
-        )
-        return total / self._n_tokens
+        return torch.stack([x.sum((0, 1)) for x in activations]).sum(0) / self._n_tokens
 
     def sizes(self) -> dict[str, float]:
         """Return the largest size of what each node writes."""
@@ -294,7 +291,7 @@ class _Scoring:
         kind: str,
         sizes: Float[Tensor, "writer node"],
     ) -> None:
-        rows = (sizes.double() / self._n_tokens).tolist()
+        rows = (sizes.cpu().double() / self._n_tokens).tolist()
         for writer, row in zip(writers, rows, strict=True):
             for name, value in zip(names, row, strict=True):
                 found[writer, name, kind] = found.get((writer, name, kind), 0.0) + value

@@ -191,6 +191,8 @@ def discover(
         found = float(ablated.faithfulness([circuit])[0])
         completeness = float(ablated.completeness([circuit])[0])
         random = ablated.random_faithfulness([len(circuit)], n_random, seed)[:, 0].tolist()
+        bar.total = bar.n  # not known before
+        bar.refresh()
     frame = ranking.frame[_SITE].assign(effect=ranking.effect).iloc[circuit]
     by_effect = frame["effect"].abs().sort_values(ascending=False, kind="stable").index
     return Circuit(

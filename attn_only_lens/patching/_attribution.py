@@ -223,7 +223,7 @@ def attribution(
         node = nodes[group.sites]
         found = site_estimates(model, group.sites, part, node, gradients[node], target, moved)
         values.append(over.moved(group.sums(found)))
-    exact = [torch.zeros(len(group), dtype=torch.bool) for group in groups]
+    exact = [torch.zeros(len(group), dtype=torch.bool, device="cpu") for group in groups]
     expected, forwards = None, 0.0
     if budget:
         target = replace(target, logits=target.logits.detach())
