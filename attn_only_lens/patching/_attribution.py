@@ -25,9 +25,9 @@ one when noised (`Sweep.effect`). Methods differ in g, and for queries in Δ:
 Keys of attention heads, part "k", are linear in every method. In ablations (direction "zero" and
 the like) the source run is the clean run with its z ablated.
 
-Δ is exact but for keys, and for queries under "gradient" and "integrated": a patch of any part of a neuron-head
-is one of its Δz (`edits.py`). Patches scaled by ε move the metric by ε times the estimate of
-"gradient", as ε goes to 0.
+Δ is exact but for keys, and for queries under "gradient" and "integrated": a patch of any part of
+a neuron-head is one of its Δz (`edits.py`). Patches scaled by ε move the metric by ε times the
+estimate of "gradient", as ε goes to 0.
 
 Which agrees best with patching was measured (`analyses/results/attribution_vs_patching.md`: the
 shipped model and five real ones, all sites). "exact_gate" is the default: mean Pearson with
@@ -42,7 +42,8 @@ heads; "frozen_pattern" 3 forwards, a backward and a check of 2, so 6; "integrat
 
 Repairs. The squared error of an estimate sits in few sites, mostly of early layers at the first
 token that differs, where one neuron writes a tenth of the stream's length or more. By default
-three forward passes are spent on exact patches of those (`repairs.py`, `expected_error.py`): MEASURED
+three forward passes are spent on exact patches of those (`repairs.py`, `expected_error.py`).
+MEASURED
 
 Queries of attention heads in closed form: a query moves one row of one head's pattern, and so that
 head's z at that token and nothing else of its layer: z' = softmax(q' · K) V with keys and values as
