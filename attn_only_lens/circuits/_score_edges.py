@@ -414,6 +414,8 @@ class _Scoring:
         values = torch.zeros(len(z), dtype=torch.float64, device="cpu")
 
         def run_some(some: Tensor) -> Tensor:
+            some = some.to(z.device)
+
             def put(value: Tensor, hook: Any) -> Tensor:
                 by_variant = value.clone().unflatten(0, (len(some), -1))
                 row = torch.arange(len(some), device=value.device)[:, None]
@@ -423,7 +425,7 @@ class _Scoring:
             stream = replay.recorded_stream(block, 0, len(some))
             return replay.values(Variants(block, 0, stream, [(name, put)])).mean(-1)
 
-        every = torch.arange(len(z), device=z.device)
+        every = torch.arange(len(z), device="cpu")
         one.batching.fill(values, every, replay.numbers_per_variant(0), run_some)
         return values
 
