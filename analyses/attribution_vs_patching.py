@@ -263,7 +263,7 @@ def figure(frame: pd.DataFrame) -> Figure:
             for place, budget in enumerate(BUDGETS):
                 y = of.loc[of["budget"].astype(str) == str(budget), "pearson"].fillna(0.0)
                 x = place + 0.3 * (np.arange(len(y)) / max(1, len(y)) - 0.5)
-                panel.plot(x, y, ".", color=f"C{place}", alpha=0.5, markersize=4)
+                panel.plot(x, y, ".", color=f"C{place}", alpha=0.5, markersize=4, rasterized=True)
             panel.axhline(AIM["pearson"], color="grey", linewidth=0.7)
             panel.set_xticks(range(len(BUDGETS)), list(map(str, BUDGETS)))
             panel.grid(axis="y", alpha=0.3)

@@ -221,15 +221,16 @@ def other_sweeps(model):
 
 def attributions(model):
     ways = [{"method": "gradient"}, {"part": "q", "direction": "noise", "sites": p.neuron_heads()}]
-    ways += [{"part": "pattern", "sites": p.neuron_heads()}, {"method": "integrated", "steps": 2}]
+    ways += [{"part": "pattern", "sites": p.neuron_heads()}, {"method": "integrated", "steps": 2, "budget": 0}]
     return [p.attribution(model, *GIVEN, **how, progress=False) for how in ways]
 
 
 def circuit(model):
-    ranking = p.attribution(model, *GIVEN, positions="all", progress=False)
+    few = {"sites": SITES, "positions": "all", "budget": 0, "progress": False}
+    ranking = p.attribution(model, *GIVEN, **few)
     how = {"n_random": 1, "ablation": "mean"}
-    curve = circuits.faithfulness(model, *GIVEN, ranking, shares=[0.1, 1.0], **how)
-    found = circuits.discover(model, *GIVEN, positions="all", faithfulness=0.5, **how)
+    curve = circuits.faithfulness(model, *GIVEN, ranking, shares=[0.4, 1.0], **how)
+    found = circuits.discover(model, *GIVEN, faithfulness=0.5, **few, **how)
     nodes = ["L0H1", "L0N3", "L1H0", "L1N29"]
     edges = circuits.score_edges(model, CLEAN, nodes, exact=3, progress=False)
     return curve, found, circuits.evaluate(model, found, *GIVEN), edges
@@ -238,7 +239,7 @@ def circuit(model):
 def frozen(model):
     graph = circuits.attribution_graph(model, CLEAN, METRIC, top=10)
     assert len(viz.circuit_view(graph, model, CLEAN)) > 10_000
-    return graph, p.attribution(model, *GIVEN, method="frozen_pattern", progress=False)
+    return graph, p.attribution(model, *GIVEN, method="frozen_pattern", budget=0, progress=False)
 
 
 def weights(model):
