@@ -42,10 +42,10 @@ heads; "frozen_pattern" 3 forwards, a backward and a check of 2, so 6; "integrat
 
 Repairs. The squared error of an estimate sits in few sites, mostly of early layers at the first
 token that differs, where one neuron writes a tenth of the stream's length or more. By default
-three forward passes are spent on exact patches of those (`repairs.py`, `expected_error.py`): over the
-same models, both directions, positions "each" and "all", the mean Pearson becomes .9994 for neuron-
-heads and .9991 for attention heads, the least of 864 runs .979 (without repairs -.080). Of the 20
-largest effects .989 are found in the mean, and fewer than .95 in 34 runs.
+three forward passes are spent on exact patches of those (`repairs.py`, `expected_error.py`). Over
+the same models, both directions, positions "each" and "all", the mean Pearson becomes .9994 for
+neuron-heads and .9991 for attention heads, the least of 864 runs .979 (without repairs -.080). Of
+the 20 largest effects .989 are found in the mean, and fewer than .95 in 34 runs.
 
 Queries of attention heads in closed form: a query moves one row of one head's pattern, and so that
 head's z at that token and nothing else of its layer: z' = softmax(q' · K) V with keys and values as

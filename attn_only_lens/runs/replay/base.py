@@ -42,9 +42,10 @@ _ROUNDINGS = 8
 # Numbers at once, as torch's profiler counts allocations (`test_memory.py`): several copies
 # of the widest activation, or of attention scores; of the logits that a loss reads.
 _WIDEST, _SCORES, _LOGITS = 6, 4, 8
-# The flops of matrix products in the time in which a block is called, whatever its size. On two
-# cores of an EPYC: MEASURE. On GPUs estimated: 90 kernels at 10 µs, 30 Tflop/s.
-_CALL_FLOPS = {"cpu": 3e7, "cuda": 3e10}
+# The flops of matrix products in the time that a call of a block takes, whatever its size. On two
+# cores of an EPYC, beside other jobs, 0.9e8 in a converted model and 2.8e8 in a bridge. On GPUs it
+# is an estimate: 90 kernels at 10 µs, and 30 Tflop/s.
+_CALL_FLOPS = {"cpu": 1e8, "cuda": 3e10}
 
 
 @dataclass(frozen=True)
