@@ -221,7 +221,10 @@ def other_sweeps(model):
 
 def attributions(model):
     ways = [{"method": "gradient"}, {"part": "q", "direction": "noise", "sites": p.neuron_heads()}]
-    ways += [{"part": "pattern", "sites": p.neuron_heads()}, {"method": "integrated", "steps": 2, "budget": 0}]
+    ways += [
+        {"part": "pattern", "sites": p.neuron_heads()},
+        {"method": "integrated", "steps": 2, "budget": 0},
+    ]
     return [p.attribution(model, *GIVEN, **how, progress=False) for how in ways]
 
 
