@@ -47,13 +47,14 @@ class Repairs:
     Attributes:
         values: of the rows of each group, some of them exact.
         exact: which.
-        expected_pearson: the correlation expected of the scores with exact ones.
+        expected_pearson: the correlation expected of the scores with exact ones; None if no patch,
+            or no effect, tells.
         forwards: what the patches cost, in flops of forward passes.
     """
 
     values: list[Float[Tensor, "row prompt"]]
     exact: list[torch.Tensor]
-    expected_pearson: float
+    expected_pearson: float | None
     forwards: float
 
 
@@ -143,7 +144,7 @@ class Repairer:
         rows = np.concatenate(seeds) if seeds else self._order
         while len(rows):
             self._patch(rows)
-            if self._expected_pearson() >= _TARGET:
+            if (self._expected_pearson() or 0.0) >= _TARGET:
                 break
             unseen = self._order[~self._exact[self._order]]
             rows = unseen[: max(_STEP, int(self._exact.sum()) // 4)]
@@ -171,8 +172,8 @@ class Repairer:
             self._values[here] = self._runner.values(group)
             self._exact[here] = True
 
-    def _expected_pearson(self) -> float:
-        """Return the correlation expected of all scores with exact ones."""
+    def _expected_pearson(self) -> float | None:
+        """Return the correlation expected of all scores with exact ones; None if there is none."""
         scores: _Numbers = self._mean(self._values).numpy()
         key2 = np.where(np.isfinite(self._cost), self._key**2, 0.0)
         error2 = (scores - self._estimates) ** 2
@@ -180,7 +181,7 @@ class Repairer:
         if not unseen.any():
             return 1.0
         if not (key2 * self._exact).any():
-            return float("nan")
+            return None
         least = _LUCK * error2.sum() / key2[self._exact].sum()
         left = 0.0
         for i in range(len(self._sites)):
@@ -190,5 +191,5 @@ class Repairer:
             left += c * unseen[here].sum()
         total = ((scores - scores.mean()) ** 2).sum()
         if total <= 0:
-            return float("nan")
+            return None
         return float(np.sqrt(max(0.0, 1.0 - _SAFETY * left / total)))

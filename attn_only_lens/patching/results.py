@@ -266,9 +266,15 @@ class Sweep:
         kind = "Sweep" if self.method == MEASURED else f"Attribution ({self.method})"
         rows = "rows of each prompt" if "prompt" in self.frame else "rows"
         errors = ", without standard errors: its metric is one number of all prompts"
+        repaired = ""
+        if "exact" in self.frame and self.frame["exact"].any():
+            repaired = f", {self.frame['exact'].sum()} of them exact patches"
+            if self.expected_pearson is not None:
+                repaired += f" (expected correlation with patching: {self.expected_pearson:.3g})"
         missing = SPREAD[0] in self.frame and bool(self.frame[SPREAD[0]].isna().any())
         return (
-            f"{kind} of {self.model}: {self.part}, {self.direction}, {len(self.frame)} {rows}, "
+            f"{kind} of {self.model}: {self.part}, {self.direction}, {len(self.frame)} {rows}"
+            f"{repaired}, "
             f"{self.n_prompts} prompts{errors * missing}; {self.metric} is {self.clean_value:.4g} "
             f"clean, {self.corrupted_value:.4g} corrupted"
         )

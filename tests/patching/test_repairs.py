@@ -257,6 +257,17 @@ def test_one_prompt_alone(model):
             run(model, CLEAN, None, METRIC, progress=False)
 
 
+def test_kept_in_a_file(tmp_path):
+    """With little spent and with enough: which rows are exact, and what is expected of the rest."""
+    for budget, suffix in ((1e-9, "csv"), (0.5, "csv"), (0.5, "parquet")):
+        found = p.attribution(bridge(), CLEAN, CORRUPTED, METRIC, budget=budget, progress=False)
+        found.save(tmp_path / f"found.{suffix}")
+        again = p.Sweep.load(tmp_path / f"found.{suffix}")
+        assert again.frame["exact"].tolist() == found.frame["exact"].tolist()
+        assert (again.expected_pearson is None) == (budget < 1e-3)
+        assert (again.forwards, repr(again)) == (found.forwards, repr(found))
+
+
 @pytest.mark.parametrize("budget", [-1, "all", float("nan"), None, True])
 def test_no_budget(budget):
     with pytest.raises(InputError, match="0 or more forward passes, or 'auto'"):
