@@ -1,20 +1,16 @@
 """The results of path patching: a row for each path, on a scale from 0 to 1 (see `results.py`)."""
 
-from dataclasses import dataclass, fields
-from html import escape
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import pandas as pd
 
 from attn_only_lens.errors import InputError
-from attn_only_lens.numerics import is_count
-from attn_only_lens.patching.results import BASELINE
+from attn_only_lens.patching.scored_frame import ScoredFrame
 from attn_only_lens.storage import Document
-from attn_only_lens.storage.tables import TableFields, read_table, write_table
+from attn_only_lens.storage.tables import TableFields
 
-_SHOWN = 10
 _GIVEN = ["sender", "receiver", "position", "value"]
 _PROBLEM = "these are not the results of path patching"
 
@@ -35,7 +31,7 @@ _DOCUMENT = Document("attn_only_lens.Paths", 1, _Fields)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Paths:
+class Paths(ScoredFrame):
     """The results of path patching, with its settings.
 
     Attributes:
@@ -66,6 +62,8 @@ class Paths:
         >>> paths.to_frame()["score"].tolist(), paths.top(1)["receiver"].tolist()
         ([0.75, 0.0], ['L0N5'])
     """
+
+    _document = _DOCUMENT
 
     frame: pd.DataFrame
     part: str
@@ -98,57 +96,6 @@ class Paths:
         if "estimate" in self.frame:
             frame["estimate"] = self.frame["estimate"].to_numpy(dtype=np.float64)
         object.__setattr__(self, "frame", frame)
-
-    def to_frame(self) -> pd.DataFrame:
-        """Return a copy of the frame."""
-        return self.frame.copy()
-
-    @property
-    def baseline(self) -> float:
-        """The score of the run that is patched into, which a path without effect leaves."""
-        return BASELINE[self.direction]
-
-    @property
-    def effect(self) -> "pd.Series[float]":
-        """The change of the score by each path, from `baseline`."""
-        return self.frame["score"] - self.baseline
-
-    def top(self, k: int = 20) -> pd.DataFrame:
-        """Return the k rows of largest |effect|, the largest first; of equals the first.
-
-        Raises:
-            InputError: k is not a positive number.
-        """
-        if not is_count(k, 1):
-            raise InputError([f"got k={k!r}; expected 1 or more"], "no rows can be picked")
-        return self.frame.loc[self.effect.abs().nlargest(k, keep="first").index]
-
-    def save(self, path: str | Path) -> None:
-        """Write to a .parquet file, or to a .csv file with a .csv.json beside it.
-
-        Raises:
-            CheckpointError: another suffix, or parquet without pyarrow.
-        """
-        run = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "frame"}
-        write_table(path, self.frame, _DOCUMENT, **run)
-
-    @classmethod
-    def load(cls, path: str | Path) -> "Paths":
-        """Read a file that `save` wrote.
-
-        Raises:
-            CheckpointError: it is missing, damaged, newer than this package, or no such results.
-        """
-        frame, said = read_table(path, _DOCUMENT)
-        return cls(frame, **{f.name: said[f.name] for f in fields(cls) if f.name != "frame"})
-
-    def __repr__(self) -> str:
-        shown = self.top(_SHOWN).to_string(index=False) if len(self.frame) else "no rows"
-        return f"{self._headline()}\n{shown}"
-
-    def _repr_html_(self) -> str:
-        shown = self.top(_SHOWN).to_html(index=False) if len(self.frame) else "no rows"
-        return f"<p>{escape(self._headline())}</p>\n{shown}"
 
     def _headline(self) -> str:
         of_all: Any = "" if self.n_paths == len(self.frame) else f" of {self.n_paths:,}"

@@ -12,9 +12,7 @@ so that a patch without effect leaves the baseline, and the mean over prompts is
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
-from html import escape
-from pathlib import Path
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -22,14 +20,11 @@ import numpy.typing as npt
 import pandas as pd
 
 from attn_only_lens.errors import InputError
-from attn_only_lens.numerics import is_count
 from attn_only_lens.patching.over_prompts import SPREAD
+from attn_only_lens.patching.scored_frame import BASELINE, ScoredFrame
 from attn_only_lens.runs.recording import RunPair
 from attn_only_lens.storage import Document
-from attn_only_lens.storage.tables import TableFields, read_table, write_table
-
-BASELINE = {"denoise": 0.0, "noise": 1.0, "zero": 1.0, "mean": 1.0, "resample": 1.0, "bias": 1.0}
-"""The score of the run that is patched into, by direction; ablations are of the clean run."""
+from attn_only_lens.storage.tables import TableFields
 
 MEASURED = "patching"
 """The method of a sweep that ran every patch."""
@@ -37,7 +32,6 @@ MEASURED = "patching"
 _GIVEN = ["layer", "kind", "index", "name", "position", "value"]
 _BY_PROMPT = ("prompt", "unpatched")
 _ADDED = ("part", "score")
-_SHOWN = 10
 _PROBLEM = "these are not the results of a sweep"
 
 
@@ -72,7 +66,7 @@ _OPTIONAL: dict[str, Callable[["pd.Series[Any]"], Any]] = {
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Sweep:
+class Sweep(ScoredFrame):
     """The results of a sweep, with its settings.
 
     Attributes:
@@ -111,6 +105,8 @@ class Sweep:
         >>> sweep.top(1)["name"].tolist()
         ['L0N5']
     """
+
+    _document = _DOCUMENT
 
     frame: pd.DataFrame
     part: str
@@ -200,67 +196,14 @@ class Sweep:
             forwards=forwards,
         )
 
-    def to_frame(self) -> pd.DataFrame:
-        """Return a copy of the frame."""
-        return self.frame.copy()
-
     @property
     def has_prompts(self) -> bool:
         """Whether rows are of single prompts, more than one of them."""
         return "prompt" in self.frame and self.frame["prompt"].nunique() > 1
 
-    @property
-    def baseline(self) -> float:
-        """The score of the run that is patched into, which a patch without effect leaves."""
-        return BASELINE[self.direction]
-
-    @property
-    def effect(self) -> "pd.Series[float]":
-        """The change of the score by each patch, from `baseline`."""
-        return self.frame["score"] - self.baseline
-
-    def top(self, k: int = 20) -> pd.DataFrame:
-        """Return the k rows of largest |effect|, the largest first; of equals the first.
-
-        Where rows are of single prompts, each is ranked by itself.
-
-        Raises:
-            InputError: k is not a positive number.
-        """
-        if not is_count(k, 1):
-            raise InputError([f"got k={k!r}; expected 1 or more"], "no rows can be picked")
-        return self.frame.loc[self.effect.abs().nlargest(k, keep="first").index]
-
     def query(self, condition: str) -> "Sweep":
         """Return the rows that meet a condition, such as `layer == 3 and kind == 'neuron'`."""
         return replace(self, frame=self.frame.query(condition))
-
-    def save(self, path: str | Path) -> None:
-        """Write to a .parquet file, or to a .csv file with a .csv.json beside it.
-
-        Raises:
-            CheckpointError: another suffix, or parquet without pyarrow.
-        """
-        run = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "frame"}
-        write_table(path, self.frame, _DOCUMENT, **run)
-
-    @classmethod
-    def load(cls, path: str | Path) -> "Sweep":
-        """Read a file that `save` wrote.
-
-        Raises:
-            CheckpointError: it is missing, damaged, newer than this package, or no sweep.
-        """
-        frame, said = read_table(path, _DOCUMENT)
-        return cls(frame, **{f.name: said[f.name] for f in fields(cls) if f.name != "frame"})
-
-    def __repr__(self) -> str:
-        shown = self.top(_SHOWN).to_string(index=False) if len(self.frame) else "no rows"
-        return f"{self._headline()}\n{shown}"
-
-    def _repr_html_(self) -> str:
-        shown = self.top(_SHOWN).to_html(index=False) if len(self.frame) else "no rows"
-        return f"<p>{escape(self._headline())}</p>\n{shown}"
 
     def _headline(self) -> str:
         kind = "Sweep" if self.method == MEASURED else f"Attribution ({self.method})"

@@ -1,0 +1,91 @@
+"""What results of patching have in common: scored rows, kept with the settings of their run."""
+
+from abc import abstractmethod
+from dataclasses import fields
+from html import escape
+from pathlib import Path
+from typing import ClassVar, TypeVar
+
+import pandas as pd
+
+from attn_only_lens.errors import InputError
+from attn_only_lens.numerics import is_count
+from attn_only_lens.storage import Document
+from attn_only_lens.storage.tables import read_table, write_table
+
+BASELINE = {"denoise": 0.0, "noise": 1.0, "zero": 1.0, "mean": 1.0, "resample": 1.0, "bias": 1.0}
+"""The score of the run that is patched into, by direction; ablations are of the clean run."""
+
+_SHOWN = 10
+
+
+_Results = TypeVar("_Results", bound="ScoredFrame")
+
+
+class ScoredFrame:
+    """A frame with a column `score`, and settings: all other fields of its dataclass."""
+
+    _document: ClassVar[Document]
+    frame: pd.DataFrame
+    direction: str
+
+    def to_frame(self) -> pd.DataFrame:
+        """Return a copy of the frame."""
+        return self.frame.copy()
+
+    @property
+    def baseline(self) -> float:
+        """The score of the run that is patched into, which a patch without effect leaves."""
+        return BASELINE[self.direction]
+
+    @property
+    def effect(self) -> "pd.Series[float]":
+        """The change of the score by each patch, from `baseline`."""
+        return self.frame["score"] - self.baseline
+
+    def top(self, k: int = 20) -> pd.DataFrame:
+        """Return the k rows of largest |effect|, the largest first; of equals the first.
+
+        Where rows are of single prompts, each is ranked by itself.
+
+        Raises:
+            InputError: k is not a positive number.
+        """
+        if not is_count(k, 1):
+            raise InputError([f"got k={k!r}; expected 1 or more"], "no rows can be picked")
+        return self.frame.loc[self.effect.abs().nlargest(k, keep="first").index]
+
+    def save(self, path: str | Path) -> None:
+        """Write to a .parquet file, or to a .csv file with a .csv.json beside it.
+
+        Raises:
+            CheckpointError: another suffix, or parquet without pyarrow.
+        """
+        run = {name: getattr(self, name) for name in self._settings()}
+        write_table(path, self.frame, self._document, **run)
+
+    @classmethod
+    def load(cls: "type[_Results]", path: str | Path) -> "_Results":
+        """Read a file that `save` wrote.
+
+        Raises:
+            CheckpointError: it is missing, damaged, newer than this package, or of other results.
+        """
+        frame, said = read_table(path, cls._document)
+        return cls(frame, **{name: said[name] for name in cls._settings()})  # type: ignore[call-arg]
+
+    @classmethod
+    def _settings(cls) -> list[str]:
+        return [f.name for f in fields(cls) if f.name != "frame"]  # type: ignore[arg-type]
+
+    @abstractmethod
+    def _headline(self) -> str:
+        """Return what these results are, in a line."""
+
+    def __repr__(self) -> str:
+        shown = self.top(_SHOWN).to_string(index=False) if len(self.frame) else "no rows"
+        return f"{self._headline()}\n{shown}"
+
+    def _repr_html_(self) -> str:
+        shown = self.top(_SHOWN).to_html(index=False) if len(self.frame) else "no rows"
+        return f"<p>{escape(self._headline())}</p>\n{shown}"
