@@ -41,7 +41,7 @@ def patch(
     tokens: options.TokenNumbers = False,
     sites: Annotated[str, typer.Option(help="neurons, heads, all, or names: L5H3,L5N1234")] = "all",
     layers: Annotated[str | None, typer.Option(help="source layers: 8,9,10; default: all")] = None,
-    part: Annotated[str, typer.Option(help="z, pattern, value, q")] = "z",
+    part: Annotated[str, typer.Option(help="z, pattern, value, q, k")] = "z",
     positions: Annotated[str, typer.Option(help="each, all, or numbers: 3,4,-1")] = "each",
     direction: Annotated[
         str, typer.Option(help="denoise, noise; or an ablation: zero, mean, resample, bias")

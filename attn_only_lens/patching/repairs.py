@@ -47,13 +47,14 @@ class Repairs:
     Attributes:
         values: of the rows of each group, some of them exact.
         exact: which.
-        expected_pearson: the correlation expected of the scores with exact ones.
+        expected_pearson: the correlation expected of the scores with exact ones; None where no
+            patch tells.
         forwards: what the patches cost, in flops of forward passes.
     """
 
     values: list[Float[Tensor, "row prompt"]]
     exact: list[torch.Tensor]
-    expected_pearson: float
+    expected_pearson: float | None
     forwards: float
 
 
@@ -110,10 +111,11 @@ class Repairer:
                     chosen.append(row)
             self._patch(np.array(chosen, dtype=int))
         sizes = [len(group) for group in self._groups]
+        expected = self._expected_pearson()
         return Repairs(
             list(self._values.split(sizes)),
             list(torch.from_numpy(self._exact).split(sizes)),
-            self._expected_pearson(),
+            expected if np.isfinite(expected) else None,
             float(self._cost[self._exact].sum()),
         )
 
@@ -172,7 +174,7 @@ class Repairer:
             self._exact[here] = True
 
     def _expected_pearson(self) -> float:
-        """Return the correlation expected of all scores with exact ones."""
+        """Return the correlation expected of all scores with exact ones; nan if no patch tells."""
         scores: _Numbers = self._mean(self._values).numpy()
         key2 = np.where(np.isfinite(self._cost), self._key**2, 0.0)
         error2 = (scores - self._estimates) ** 2

@@ -82,7 +82,7 @@ class Sweep:
             `value_standard_error` and `score_standard_error` (see `over_prompts.py`), missing where
             the metric is one number of all prompts; or, with `per_prompt`, a row for each prompt,
             with `prompt`, counted from 0, and `unpatched`, its metric before the patch.
-        part: the part of each head that was patched: "z", "pattern", "value", "q".
+        part: the part of each head that was patched: "z", "pattern", "value", "q", "k".
         direction: "denoise", clean into corrupted; "noise", corrupted into clean; or the
             ablation of z in the clean run, "zero", "mean", "resample", "bias".
         metric: the metric's name.
@@ -92,7 +92,8 @@ class Sweep:
         model: the model's name.
         method: "patching" where values are measured, or how `attribution` estimated them.
         expected_pearson: of an attribution with exact repairs, the correlation of its scores with
-            those of patching that their fitted error makes one expect, with a margin; an estimate.
+            those of patching that their fitted error makes one expect, with a margin; an estimate,
+            of all rows together. None where nothing was patched that tells.
         forwards: of such an attribution, what its patches cost, in flops of forward passes.
 
     Raises:

@@ -218,16 +218,42 @@ def test_names_that_say_where(model):
         (["L0N5@9"], "each", "from -5 to 4"),
         (["L0N5@1", "L0N5@1"], "each", "L0N5@1 more than once"),
         (["L0N5@1", "L0N5"], "each", "L0N5@1 more than once"),
+        (["L0N5@4", "L0N5@-1"], "each", "L0N5@4 more than once"),
+        (["L0N5", "L0N5@-1"], "each", "L0N5@4 more than once"),
+        (["L0N5@9", "L0N7@-9"], "each", "got 9.*got -9"),
         (["L0N5@1"], [1], "names that all say where"),
         (["L0N5@1", "L0N7"], {"end": -1}, "names that say where by number"),
         (["L9N5@1"], "each", "layers 0 to 2"),
     ],
 )
 def test_names_that_cannot_be_placed(sites, positions, reason):
-    with pytest.raises(InputError, match=reason):
+    with pytest.raises(InputError, match=f"(?s){reason}"):
         p.activation_patch(
             *(bridge(), CLEAN, CORRUPTED, METRIC), sites=sites, positions=positions, progress=False
         )
+
+
+def test_one_place_has_two_numbers():
+    """-1 is 4 here: a site of its own for another head, also beside one that is everywhere."""
+    model, how = bridge(), {"progress": False}
+    found = p.activation_patch(
+        model, CLEAN, CORRUPTED, METRIC, sites=["L0N5@4", "L1H1@-1", "L0N7"], **how
+    )
+    whole = p.activation_patch(
+        *(model, CLEAN, CORRUPTED, METRIC), sites=["L0N5", "L1H1"], positions=-1, **how
+    )
+    assert abs(scores(found)["L0N5", 4] - scores(whole)["L0N5", -1]) < 1e-12
+    assert abs(scores(found)["L1H1", -1] - scores(whole)["L1H1", -1]) < 1e-12
+    assert len(found.frame) == 7
+
+
+def test_too_little_to_say_what_to_expect(tmp_path):
+    """No patch fits: nothing is expected, and what was found can be kept."""
+    found = p.attribution(bridge(), CLEAN, CORRUPTED, METRIC, budget=1e-9, progress=False)
+    assert found.expected_pearson is None
+    assert not found.frame["exact"].any()
+    found.save(tmp_path / "sweep.csv")
+    assert p.Sweep.load(tmp_path / "sweep.csv").expected_pearson is None
 
 
 def test_one_prompt_alone(model):
