@@ -59,7 +59,10 @@ _DOCUMENT = Document("attn_only_lens.Sweep", 2, _Fields)
 
 def _flags(column: "pd.Series[Any]") -> "npt.NDArray[np.bool_]":
     """True and False, also as a CSV file has them."""
-    return (column.astype(str) == "True").to_numpy()
+    text = column.astype(str)
+    others = sorted(set(text) - {"True", "False"})
+    InputError.raise_if([f"got exact={each}; expected True or False" for each in others], _PROBLEM)
+    return (text == "True").to_numpy()
 
 
 _OPTIONAL: dict[str, Callable[["pd.Series[Any]"], Any]] = {
@@ -268,10 +271,14 @@ class Sweep:
         rows = "rows of each prompt" if "prompt" in self.frame else "rows"
         errors = ", without standard errors: its metric is one number of all prompts"
         missing = SPREAD[0] in self.frame and bool(self.frame[SPREAD[0]].isna().any())
+        exact = f" ({self.frame['exact'].sum()} exact)" if "exact" in self.frame else ""
+        hope = (
+            f", expected correlation {self.expected_pearson:.3f}" if self.expected_pearson else ""
+        )
         return (
-            f"{kind} of {self.model}: {self.part}, {self.direction}, {len(self.frame)} {rows}, "
-            f"{self.n_prompts} prompts{errors * missing}; {self.metric} is {self.clean_value:.4g} "
-            f"clean, {self.corrupted_value:.4g} corrupted"
+            f"{kind} of {self.model}: {self.part}, {self.direction}, "
+            f"{len(self.frame)} {rows}{exact}{hope}, {self.n_prompts} prompts{errors * missing}; "
+            f"{self.metric} is {self.clean_value:.4g} clean, {self.corrupted_value:.4g} corrupted"
         )
 
 
