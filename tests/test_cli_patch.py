@@ -133,7 +133,7 @@ def test_errors_are_one_message_and_nothing_is_written(folder, tmp_path):
         ((*TEXTS, "--out", out, "--sites", "L9N3"), "the model has layers 0 to 1"),
         ((*TEXTS, "--out", out, "--layers", "zero"), "got 'zero'"),
         ((*TEXTS, "--out", out, "--positions", "1;2"), "got '1;2'"),
-        ((*TEXTS, "--out", out, "--part", "k"), "got part='k'"),
+        ((*TEXTS, "--out", out, "--part", "k", "--sites", "all"), "got part='k'"),
         ((*TEXTS, "--out", out, "--clean", CLEAN), "2 clean and 1 corrupted"),
         ((*NUMBERS, "--out", out, "--clean", "1,2"), "tokens have no padding here"),
         ((*TOKENS, "--answer", "17,3", "--wrong", "5", "--out", out), "one token number"),
