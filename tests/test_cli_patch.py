@@ -46,6 +46,33 @@ def test_a_sweep_of_texts(folder, tmp_path):
     assert f"{len(frame)} rows" in result.output
 
 
+@pytest.mark.parametrize(
+    ("options", "how"),
+    [
+        (["--corrupted", "0,8,9,11", "--part", "k"], {"part": "k"}),
+        (["--direction", "zero", "--sites", "L0N5@1,L1H1@-1"], {"direction": "zero"}),
+    ],
+    ids=["keys", "one prompt"],
+)
+def test_what_has_no_neurons_or_no_pair(folder, tmp_path, options, how):
+    """Keys are of attention heads alone; an ablation needs no corrupted prompt."""
+    out = tmp_path / "sweep.csv"
+    given = ("--tokens", "--clean", "0,7,9,11", "--answer", 17, "--wrong", 21)
+    result = run(folder, *given, "--out", out, *options)
+    assert result.exit_code == 0, result.output
+    frame = p.Sweep.load(out).frame
+    if "part" in how:
+        other = torch.tensor([0, 8, 9, 11])
+        assert set(frame["kind"]) == {"attention"}
+    else:
+        other, how = None, how | {"sites": ["L0N5@1", "L1H1@-1"]}
+        assert frame["position"].tolist() == [1, -1]
+    wanted = expected(
+        folder, torch.tensor([0, 7, 9, 11]), other, metric=p.logit_diff(17, 21), **how
+    )
+    np.testing.assert_allclose(frame["value"], wanted["value"], rtol=0, atol=1e-4)
+
+
 def test_a_saved_model_tokens_and_every_option(folder, tmp_path):
     saved = save(expose_neuron_heads(load(folder)).model, tmp_path / "saved")
     out, parts = tmp_path / "sweep.csv", tmp_path / "parts"
@@ -106,7 +133,7 @@ def test_errors_are_one_message_and_nothing_is_written(folder, tmp_path):
         ((*TEXTS, "--out", out, "--sites", "L9N3"), "the model has layers 0 to 1"),
         ((*TEXTS, "--out", out, "--layers", "zero"), "got 'zero'"),
         ((*TEXTS, "--out", out, "--positions", "1;2"), "got '1;2'"),
-        ((*TEXTS, "--out", out, "--part", "k"), "got part='k'"),
+        ((*TEXTS, "--out", out, "--part", "k", "--sites", "all"), "got part='k'"),
         ((*TEXTS, "--out", out, "--clean", CLEAN), "2 clean and 1 corrupted"),
         ((*NUMBERS, "--out", out, "--clean", "1,2"), "tokens have no padding here"),
         ((*TOKENS, "--answer", "17,3", "--wrong", "5", "--out", out), "one token number"),

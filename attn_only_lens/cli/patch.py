@@ -33,15 +33,22 @@ _SELECTIONS = {"neurons": p.neuron_heads, "heads": p.heads, "all": p.all_heads}
 def patch(
     model: options.Model,
     clean: options.Clean,
-    corrupted: Annotated[list[str], typer.Option(help="its pair, token for token")],
     out: Annotated[Path, typer.Option(help="a .parquet or .csv file to write")],
+    corrupted: Annotated[
+        list[str] | None, typer.Option(help="its pair, token for token; ablations need none")
+    ] = None,
     answer: options.Answer = None,
     wrong: options.Wrong = None,
     metric: options.Metric = "logit_diff",
     tokens: options.TokenNumbers = False,
-    sites: Annotated[str, typer.Option(help="neurons, heads, all, or names: L5H3,L5N1234")] = "all",
+    sites: Annotated[
+        str | None,
+        typer.Option(
+            help="neurons, heads, all, or names: L5H3,L5N1234@13; default: all that have the part"
+        ),
+    ] = None,
     layers: Annotated[str | None, typer.Option(help="source layers: 8,9,10; default: all")] = None,
-    part: Annotated[str, typer.Option(help="z, pattern, value, q")] = "z",
+    part: Annotated[str, typer.Option(help="z, pattern, value, q, k")] = "z",
     positions: Annotated[str, typer.Option(help="each, all, or numbers: 3,4,-1")] = "each",
     direction: Annotated[
         str, typer.Option(help="denoise, noise; or an ablation: zero, mean, resample, bias")
@@ -61,20 +68,18 @@ def patch(
     """Patch every site in turn between two runs; print the largest effects, write all."""
     with clear_errors():
         require_writable(out, (".parquet", ".csv"), top)
-        selection = _parse_sites(sites, layers)
+        selection = _parse_sites(sites or ("heads" if part == "k" else "all"), layers)
         measure = parse_metric(metric, answer, wrong, tokens)
         at: Any = positions
         if positions not in ("each", "all"):
             at = parse_numbers(positions, "--positions")
-        pair = [
-            parse_prompts(clean, "--clean", tokens),
-            parse_prompts(corrupted, "--corrupted", tokens),
-        ]
+        first = parse_prompts(clean, "--clean", tokens)
+        other = parse_prompts(corrupted, "--corrupted", tokens) if corrupted else None
         loaded = load_with_neuron_heads(model, dtype, device, hooked)
         sweep = p.activation_patch(
             loaded,
-            as_chat(loaded, pair[0], chat),
-            as_chat(loaded, pair[1], chat),
+            as_chat(loaded, first, chat),
+            None if other is None else as_chat(loaded, other, chat),
             measure,
             sites=selection,
             part=part,  # type: ignore[arg-type]  # checked there

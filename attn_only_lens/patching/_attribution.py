@@ -163,8 +163,8 @@ def attribution(
         method: "gradient", "exact_gate", "integrated", "frozen_pattern"; see the module. The
             default is the one that agreed best with patching where that was measured.
         steps: for "integrated", how many gradients to average; by default 5.
-        budget: what to spend on exact patches, in flops of forward passes; or "auto", until the
-            expected correlation is .98. Tests of the model before the first patch come on top,
+        budget: what to spend on exact patches, in flops of forward passes; or "auto": two sites of
+            each layer and kind, and more until the expected correlation is .98. Tests of the model before the first patch come on top,
             about ten forward passes whatever the budget.
         mask: 1 for real tokens, 0 for padding, where prompts are tokens.
         reference: prompts to take means or others' activations from; see `activation_patch`.

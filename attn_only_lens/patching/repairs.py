@@ -28,7 +28,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from attn_only_lens.numerics import is_number
+from attn_only_lens.numerics import as_plain, is_number
 from attn_only_lens.patching.run_patches import PatchRunner, check_edits
 from attn_only_lens.patching.site_groups import SiteGroup
 from attn_only_lens.runs.sites import LayerSites
@@ -60,7 +60,7 @@ class Repairs:
 
 def budget_reasons(budget: object) -> list[str]:
     """Return why a budget is none."""
-    if budget == "auto" or is_number(budget, 0, float("inf")):
+    if budget == "auto" or is_number(as_plain(budget), 0):
         return []
     return [f"got budget={budget!r}; expected 0 or more forward passes, or 'auto'"]
 

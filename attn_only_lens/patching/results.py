@@ -53,7 +53,10 @@ _DOCUMENT = Document("attn_only_lens.Sweep", 2, _Fields)
 
 def _flags(column: "pd.Series[Any]") -> "npt.NDArray[np.bool_]":
     """True and False, also as a CSV file has them."""
-    return (column.astype(str) == "True").to_numpy()
+    text = column.astype(str)
+    others = sorted(set(text) - {"True", "False"})
+    InputError.raise_if([f"got exact={each}; expected True or False" for each in others], _PROBLEM)
+    return (text == "True").to_numpy()
 
 
 _OPTIONAL: dict[str, Callable[["pd.Series[Any]"], Any]] = {
@@ -76,7 +79,7 @@ class Sweep(ScoredFrame):
             `value_standard_error` and `score_standard_error` (see `over_prompts.py`), missing where
             the metric is one number of all prompts; or, with `per_prompt`, a row for each prompt,
             with `prompt`, counted from 0, and `unpatched`, its metric before the patch.
-        part: the part of each head that was patched: "z", "pattern", "value", "q".
+        part: the part of each head that was patched: "z", "pattern", "value", "q", "k".
         direction: "denoise", clean into corrupted; "noise", corrupted into clean; or the
             ablation of z in the clean run, "zero", "mean", "resample", "bias".
         metric: the metric's name.
@@ -86,7 +89,8 @@ class Sweep(ScoredFrame):
         model: the model's name.
         method: "patching" where values are measured, or how `attribution` estimated them.
         expected_pearson: of an attribution with exact repairs, the correlation of its scores with
-            those of patching that their fitted error makes one expect, with a margin; an estimate.
+            those of patching that their fitted error makes one expect, with a margin; an estimate,
+            of all rows together. None where nothing was patched that tells.
         forwards: of such an attribution, what its patches cost, in flops of forward passes.
 
     Raises:

@@ -157,7 +157,7 @@ def _site_groups(
         )
     sets = list(resolve_positions(pair, positions)) if free else []
     n_free, labels = len(sets), [each.label for each in sets]
-    asked = dict.fromkeys(at for _, at in given if at is not None and at not in labels)
+    asked = dict.fromkeys(at for _, at in given if at is not None)
     if asked and any(isinstance(label, str) for label in labels):
         raise InputError(
             [
@@ -166,23 +166,36 @@ def _site_groups(
             ],
             _PROBLEM,
         )
-    if asked:
-        sets += resolve_positions(pair, list(asked))
+    reasons = list[str]()
+    for at in asked:
+        try:
+            found = resolve_positions(pair, at)
+        except InputError as error:
+            reasons += error.reasons
+        else:
+            sets += found if at not in labels else ()
+    InputError.raise_if(reasons, _PROBLEM)
     places = {each.label: place for place, each in enumerate(sets)}
-    rows = Counter(
+    # -1 may be 4, which is a site of its own for another head.
+    first = [
+        next(i for i, other in enumerate(sets) if torch.equal(other.where, each.where))
+        for each in sets
+    ]
+    rows = [
         (name, place)
         for name, at in given
         for place in (range(n_free) if at is None else [places[at]])
-    )
-    twice = [_at((name, sets[place].label)) for (name, place), n in rows.items() if n > 1]
+    ]
+    n_rows = Counter((name, first[place]) for name, place in rows)
+    twice = [_at((name, sets[place].label)) for (name, place), n in n_rows.items() if n > 1]
     InputError.raise_if(
         [f"got {site} more than once; expected each site once" for site in twice[:5]], _PROBLEM
     )
     groups = []
     for each in resolve_sites(model, list(dict.fromkeys(name for name, _ in given))):
         index = {name: head for head, name in enumerate(each.names)}
-        found = sorted((place, index[name]) for name, place in rows if name in index)
-        where, head = torch.tensor(found, device="cpu").T
+        here = sorted((place, index[name]) for name, place in rows if name in index)
+        where, head = torch.tensor(here, device="cpu").T
         groups.append(SiteGroup(each, tuple(sets), head, where))
     return tuple(groups)
 

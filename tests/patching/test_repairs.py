@@ -107,6 +107,7 @@ def test_a_budget_is_kept_and_auto_stops_where_it_says(model):
             least = ((2 - rows["layer"]) / 3 * (5 - rows["position"]) / 5).sum()
             assert 0.8 * least < budget
     assert found.expected_pearson >= 0.98
+    assert f" rows ({len(rows)} exact), expected correlation " in repr(found)
     exact = scores(p.activation_patch(model, CLEAN, CORRUPTED, METRIC, progress=False))
     assert np.corrcoef(scores(found), exact)[0, 1] > 0.9  # it is an expectation
 
@@ -118,6 +119,7 @@ def by_hand(model, layer, part):
         **{"x": f"{block}.hook_resid_post", "out": f"{block}.hook_attn_out"},
         **{"pre": f"{block}.hook_resid_pre", "z": f"{block}.attn.hook_z"},
         **{"v": f"{block}.attn.hook_v", "pattern": f"{block}.attn.hook_pattern"},
+        "k": f"{block}.attn.hook_k",
         "post": f"{block}.mlp.hook_neuron_act",
     }
 
@@ -134,6 +136,10 @@ def by_hand(model, layer, part):
         wanted = [kept["x"], kept["out"]]
         g_post, g_mid = torch.autograd.grad(logits[0, -1, 7] - logits[0, -1, 11], wanted)
     dirty = {key: value.detach() for key, value in kept.items()}
+    other_keys = (points["k"], lambda value, hook: clean["k"])
+    with model.hooks(fwd_hooks=[other_keys, (points["pattern"], keep)]):
+        model(CORRUPTED)
+    shown = kept["pattern"].detach()
     W_O = model.blocks[layer].attn.W_O
     slopes = {
         "neuron": g_post.norm(dim=-1) / dirty["x"].norm(dim=-1),
@@ -151,6 +157,13 @@ def by_hand(model, layer, part):
             if part == "z":
                 a = ((clean["z"] - dirty["z"])[0, t, h] @ W_O[h]).norm()
                 found[f"L{layer}H{h}", t] = float(a**2 * slopes["attention"][0, t])
+            elif part == "pattern":
+                a = ((clean["pattern"] - dirty["pattern"])[0, h, t] @ dirty["v"][0, :, h]) @ W_O[h]
+                found[f"L{layer}H{h}", t] = float(a.norm() ** 2 * slopes["attention"][0, t])
+            elif part == "k":
+                moved = (dirty["v"][0, t, h] - dirty["z"][0, :, h]) @ W_O[h]
+                a = (shown - dirty["pattern"])[0, h, :, t] * moved.norm(dim=-1)
+                found[f"L{layer}H{h}", t] = float((a**2 * slopes["attention"][0]).sum())
             else:
                 dv = (clean["v"] - dirty["v"])[0, t, h] @ W_O[h]
                 terms = dirty["pattern"][0, h, :, t] ** 2 * slopes["attention"][0]
@@ -158,7 +171,7 @@ def by_hand(model, layer, part):
     return found
 
 
-@pytest.mark.parametrize("part", ["z", "value"])
+@pytest.mark.parametrize("part", ["z", "value", "pattern", "k"])
 def test_the_key_by_plain_hooks(part, monkeypatch):
     model, seen = bridge(), {}
 
@@ -175,7 +188,7 @@ def test_the_key_by_plain_hooks(part, monkeypatch):
     expected = pd.Series(by_hand(model, 1, part))
     got = pd.Series(seen).reindex(expected.index)
     assert (got - expected).abs().max() < 1e-9 * expected.max()
-    assert expected.max() > 10 * expected.median() > 0 or part == "value"
+    assert expected.max() > 10 * expected.median() > 0 or part != "z"
 
 
 def test_several_prompts_row_by_row():
@@ -218,16 +231,42 @@ def test_names_that_say_where(model):
         (["L0N5@9"], "each", "from -5 to 4"),
         (["L0N5@1", "L0N5@1"], "each", "L0N5@1 more than once"),
         (["L0N5@1", "L0N5"], "each", "L0N5@1 more than once"),
+        (["L0N5@4", "L0N5@-1"], "each", "L0N5@4 more than once"),
+        (["L0N5", "L0N5@-1"], "each", "L0N5@4 more than once"),
+        (["L0N5@9", "L0N7@-9"], "each", "got 9.*got -9"),
         (["L0N5@1"], [1], "names that all say where"),
         (["L0N5@1", "L0N7"], {"end": -1}, "names that say where by number"),
         (["L9N5@1"], "each", "layers 0 to 2"),
     ],
 )
 def test_names_that_cannot_be_placed(sites, positions, reason):
-    with pytest.raises(InputError, match=reason):
+    with pytest.raises(InputError, match=f"(?s){reason}"):
         p.activation_patch(
             *(bridge(), CLEAN, CORRUPTED, METRIC), sites=sites, positions=positions, progress=False
         )
+
+
+def test_one_place_has_two_numbers():
+    """-1 is 4 here: a site of its own for another head, also beside one that is everywhere."""
+    model, how = bridge(), {"progress": False}
+    found = p.activation_patch(
+        model, CLEAN, CORRUPTED, METRIC, sites=["L0N5@4", "L1H1@-1", "L0N7"], **how
+    )
+    whole = p.activation_patch(
+        *(model, CLEAN, CORRUPTED, METRIC), sites=["L0N5", "L1H1"], positions=-1, **how
+    )
+    assert abs(scores(found)["L0N5", 4] - scores(whole)["L0N5", -1]) < 1e-12
+    assert abs(scores(found)["L1H1", -1] - scores(whole)["L1H1", -1]) < 1e-12
+    assert len(found.frame) == 7
+
+
+def test_too_little_to_say_what_to_expect(tmp_path):
+    """No patch fits: nothing is expected, and what was found can be kept."""
+    found = p.attribution(bridge(), CLEAN, CORRUPTED, METRIC, budget=1e-9, progress=False)
+    assert found.expected_pearson is None
+    assert not found.frame["exact"].any()
+    found.save(tmp_path / "sweep.csv")
+    assert p.Sweep.load(tmp_path / "sweep.csv").expected_pearson is None
 
 
 def test_one_prompt_alone(model):

@@ -177,6 +177,7 @@ def test_shown():
 BAD = {
     "columns": ({}, lambda f: f.drop(columns="name"), "got columns"),
     "nan": ({}, lambda f: f.assign(value=np.nan), "65 of 65 values are not finite"),
+    "flags": ({}, lambda f: f.assign(exact=1), "got exact=1; expected True or False"),
     "twice": ({}, lambda f: pd.concat([f, f[:2]]), "2 rows repeat a site, such as L0H0"),
     "positions": ({}, lambda f: f.assign(position=["all"] + [3] * 64), "numbers alone, or texts"),
     "direction": ({"direction": "up"}, lambda f: f, "got direction='up'"),
