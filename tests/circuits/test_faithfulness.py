@@ -273,6 +273,17 @@ def test_nothing_less_than_everything_is_faithful_to_the_bit():
     assert evaluate(model, circuit, *longer, METRIC).faithfulness == pytest.approx(1)
 
 
+def test_the_bar_says_what_is_done(capsys):
+    model, (clean, corrupted) = model_of("gelu"), prompts()
+    discover(
+        model, clean, corrupted, METRIC, sites=["L0N3"], positions="all", progress="the original"
+    )
+    said = capsys.readouterr().err
+    assert "the original: ranking: " in said
+    assert "the original: search: " in said
+    assert "search: :" not in said
+
+
 def test_neurons_of_several_heads_are_ablated_whole():
     model = convert(build("gelu", scale=0.1), gate=Bilinear())
     clean, corrupted = prompts()
