@@ -204,13 +204,13 @@ def _require_affordable(
     seconds = (time.perf_counter() - started) * passes
     n_bytes = n_edges * (_BYTES - 8 + 8 * linear.embedding.shape[0])
     share, left = (sizes[each].sum() / sizes.sum() for each in (index, _largest(sizes, few)))
+    met_by = f"top={few:,} ({left:.0%} of the mass)" if few else "not even top=1"
     raise InputError(
         [
             f"{len(index):,} nodes ({share:.0%} of the mass) have up to {n_edges:,} edges of "
             f"{n_bytes / 2**30:.1f} GiB, by {passes:,} backward passes: {seconds / 60:.0f} minutes "
             f"if each takes as long as the metric's. Expected up to max_edges={max_edges:,}, which "
-            f"top={few:,} ({left:.0%} of the mass) meets: take fewer, patterns=False, or raise "
-            "max_edges"
+            f"{met_by} meets: take fewer, patterns=False, or raise max_edges"
         ],
         "this graph is too large",
     )

@@ -46,7 +46,13 @@ from attn_only_lens.runs.edit_checks import require_edits_read
 from attn_only_lens.runs.edits import neuron_changes
 from attn_only_lens.runs.gradients import Tape, start_graph
 from attn_only_lens.runs.inputs import reasons_not_to_run
-from attn_only_lens.runs.metrics import AnyMetric, BoundMetric, bind, require_differentiable
+from attn_only_lens.runs.metrics import (
+    AnyMetric,
+    BoundMetric,
+    as_metric,
+    bind,
+    require_differentiable,
+)
 from attn_only_lens.runs.prompts import PromptPair, Prompts, single_prompts
 from attn_only_lens.runs.readers import Readers, input_hooks
 from attn_only_lens.runs.recording import run
@@ -126,8 +132,7 @@ def score_edges(
     )
     batches = _by_length(pair)
     n_nodes = sum(len(each.names) for each in chosen)
-    total = len(batches) * len(to) * (n_nodes + exact)
-    with tqdm(total=total, unit="pass", disable=not progress) as bar:
+    with tqdm(total=len(batches) * len(to) * n_nodes, unit="pass", disable=not progress) as bar:
         scoring = _Scoring(model, batches, chosen, tuple(to), bar.update)
         local, node = scoring.local(), scoring.node()
         edges = pd.DataFrame(list(local), columns=_COLUMNS[:3]).assign(local=list(local.values()))
@@ -137,16 +142,25 @@ def score_edges(
         edges["score"] = edges["local"] * share
         edges = edges.sort_values("score", ascending=False, kind="stable", ignore_index=True)
         wanted = [tuple(row) for row in edges[_COLUMNS[:3]].head(exact).to_numpy()]
+        # What is cut from the logits takes no forward pass.
+        n_cuts = sum(reader != "output" for _, reader, _ in wanted)
+        bar.total = bar.n + len(batches) * len(to) * n_cuts
         found = scoring.exact(wanted)
         edges["exact"] = [found.get(tuple(row), np.nan) for row in edges[_COLUMNS[:3]].to_numpy()]
     return edges[_COLUMNS]
 
 
 def _check(
-    model: Any, nodes: object, metric: object, top: object, to: Sequence[str], exact: object
+    model: Any,
+    nodes: object,
+    metric: AnyMetric | None,
+    top: object,
+    to: Sequence[str],
+    exact: object,
 ) -> None:
     reasons = reasons_not_to_run(model)
-    if isinstance(to, str) or not to or set(to) - set(_REFERENCES) or len(set(to)) < len(to):
+    listed = list(to) if isinstance(to, list | tuple) else []
+    if not listed or any(each not in _REFERENCES or listed.count(each) > 1 for each in listed):
         reasons.append(f"got to={to!r}; expected one or both of {list(_REFERENCES)}, each once")
     if not is_count(exact):
         reasons.append(f"got exact={exact!r}; expected a number of edges, 0 or more")
@@ -154,6 +168,13 @@ def _check(
         reasons.append(f"got top={top!r}; expected 1 or more")
     if nodes is not None and metric is not None:
         reasons.append("got nodes and a metric, which chooses nodes; expected one of the two")
+    if metric is not None and as_metric(metric).needs_reference:
+        reasons.append(
+            f"{as_metric(metric).name} compares with another run, and there is one run here; "
+            "expected a metric of its logits alone"
+        )
+    if metric is not None and torch.is_inference_mode_enabled():
+        reasons.append("no gradient is taken in torch.inference_mode(); torch.no_grad() will do")
     InputError.raise_if(reasons, _PROBLEM)
 
 

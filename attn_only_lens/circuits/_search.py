@@ -176,7 +176,7 @@ def discover(
         else:
             settings |= {"method": method, "budget": budget}
             ranking = attribution(model, clean, corrupted, metric, **settings)
-        bar.set_description(f"{label}search")
+        bar.set_description_str(f"{label}search")
         given = model, clean, corrupted, metric, ranking.frame
         ablated = AblatedModel(*given, ablation=ablation, mask=mask, on_done=bar.update)
         search = _Search(ablated, faithfulness)
@@ -236,8 +236,8 @@ class _Search:
             longest: of the prefixes to measure; None for all.
         """
         longest = len(order) if longest is None else min(longest, len(order))
-        # The same sizes whatever the number of sites: what adds sites that do nothing, such as the
-        # growth of a model, finds the same circuit.
+        # The same sizes whatever the number of sites: by |effect|, sites that do nothing come last,
+        # and a model that only grew by such has the same prefix.
         grid = 2.0 ** (np.arange(_PER_DOUBLING * np.log2(longest)) / _PER_DOUBLING)
         sizes = np.unique([*grid.round().astype(int), longest])
         return order[: self._first(step, order, 0, 0.0, sizes)]
@@ -374,8 +374,8 @@ def evaluate(
         Faithfulness and completeness there: shares of what all sites do on these prompts.
 
     Raises:
-        InputError: prompts of another length, unless positions are "all"; a circuit of another
-            model; ablating everything changes nothing.
+        InputError: prompts of another length, unless positions are "all"; a circuit with sites that
+            the model has not; ablating everything changes nothing.
         InputError: prompts or a metric that do not fit.
 
     Example:

@@ -10,6 +10,7 @@ from models import build
 from attn_only_lens import Bilinear, InputError, convert, expose_neuron_heads
 from attn_only_lens import patching as p
 from attn_only_lens.circuits import SHARES, discover, evaluate, faithfulness
+from attn_only_lens.circuits._search import _Search
 from attn_only_lens.circuits.ablation import AblatedModel, ranked
 from attn_only_lens.heads import HeadName
 
@@ -206,9 +207,25 @@ def sufficient_prefixes(model, clean, corrupted, wanted):
     return shortest, curves
 
 
+@pytest.mark.parametrize("wanted", [0.8, 0.95])
+def test_the_last_look_finds_the_shortest_prefix(wanted):
+    """Every prefix is measured that is shorter than the circuit, wherever that came from."""
+    model, (clean, corrupted) = model_of("gelu"), prompts(batch=1)
+    shortest, _ = sufficient_prefixes(model, clean, corrupted, wanted)
+    ranking = p.attribution(model, clean, corrupted, METRIC, direction="noise")
+    given = model, clean, corrupted, METRIC, ranking.frame
+    search = _Search(AblatedModel(*given, ablation="resample", mask=None), wanted)
+    orders = [ranked(ranking, order) for order in ("magnitude", "signed")]
+    size = min(shortest.values())
+    longer = orders[0][: size + 5]
+    assert len(search.shorter_prefix(orders, longer)) == size
+    # the control: none is shorter than the shortest
+    own = orders[0][:size]
+    assert search.shorter_prefix(orders, own) is own
+
+
 @pytest.mark.parametrize(("seed", "wanted"), [(5, 0.8), (10, 0.99)])
 def test_no_prefix_of_either_order_is_shorter(seed, wanted):
-    """The second is a case where pruning alone ends with one site more than a prefix."""
     model, (clean, corrupted) = model_of("gelu"), prompts(batch=1)
     clean, corrupted = (clean + seed) % 41, (corrupted + 5 * seed) % 41
     shortest, curves = sufficient_prefixes(model, clean, corrupted, wanted)
@@ -271,6 +288,17 @@ def test_nothing_less_than_everything_is_faithful_to_the_bit():
     # at all positions, prompts may be of any length
     longer = tokens(3, 2, POS + 2), tokens(5, 2, POS + 2)
     assert evaluate(model, circuit, *longer, METRIC).faithfulness == pytest.approx(1)
+
+
+def test_the_bar_says_what_is_done(capsys):
+    model, (clean, corrupted) = model_of("gelu"), prompts()
+    discover(
+        model, clean, corrupted, METRIC, sites=["L0N3"], positions="all", progress="the original"
+    )
+    said = capsys.readouterr().err
+    assert "the original: ranking: " in said
+    assert "the original: search: " in said
+    assert "search: :" not in said
 
 
 def test_neurons_of_several_heads_are_ablated_whole():

@@ -199,6 +199,14 @@ def test_prompts_are_cut_out_of_padding_and_as_many_cuts_are_made_as_asked(expos
         assert again.equals(found)
 
 
+def test_the_bar_ends_where_the_passes_do(exposed, prompts, capsys):
+    """Cuts from the logits take no forward pass, and there are fewer edges than asked for."""
+    found = score_edges(exposed, prompts, NODES, exact=10 * N_EDGES)
+    cuts = 2 * 2 * (found["reader"] != "output").sum()  # lengths and references
+    total = 2 * 2 * len(NODES) + cuts
+    assert f"{total}/{total} [" in capsys.readouterr().err
+
+
 def test_the_nodes_are_those_of_largest_attribution(exposed, prompts):
     metric = p.custom(lambda logits: logits[:, -1, 7].mean(), name="a logit")
     given = torch.stack([prompts[0], prompts[2]])
@@ -254,5 +262,10 @@ def test_what_makes_no_sense_is_refused(exposed, prompts):
 
     refused(r"(?s)to='zero'.*exact=-1.*top=0", NODES, to="zero", exact=-1, top=0)
     refused(r"to=\['zero', 'zero'\]", NODES, to=["zero", "zero"])
+    refused("to=3", NODES, to=3)
+    refused(r"to=\[\['zero'\]\]", NODES, to=[["zero"]])
+    refused("kl compares with another run", metric=p.kl())
+    with torch.inference_mode():
+        refused(r"torch\.inference_mode", top=7, metric=p.loss())
     refused(r"heads and neurons; expected nodes, or a metric", top=7)
     refused("got nodes and a metric", NODES, metric=p.loss())
