@@ -27,7 +27,7 @@ import numpy.typing as npt
 import pandas as pd
 from torch import Tensor
 
-from attn_only_lens.circuits.ablation import ORDERS, AblatedModel, Ablation, Order, ranked
+from attn_only_lens.circuits.ablation import ORDERS, AblatedModel, Ablation, Order
 from attn_only_lens.errors import InputError
 from attn_only_lens.numerics import as_plain, is_count, is_number
 from attn_only_lens.patching.results import Sweep
@@ -126,7 +126,8 @@ def faithfulness(
     ablated = AblatedModel(
         *(model, clean, corrupted, metric, ranking.frame), ablation=ablation, mask=mask
     )
-    highest, sizes = ranked(ranking, order), [int(share * ablated.n_sites) for share in shares]
+    highest = ablated.ranked(ranking, order)
+    sizes = [int(share * ablated.n_sites) for share in shares]
     found = ablated.faithfulness([highest[:size] for size in sizes])
     complement = ablated.completeness([highest[:size] for size in sizes])
     random = ablated.random_faithfulness(sizes, n_random, seed)

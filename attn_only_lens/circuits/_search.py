@@ -37,7 +37,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from attn_only_lens.circuits._faithfulness import reasons_against_draws
-from attn_only_lens.circuits.ablation import ORDERS, AblatedModel, Ablation, Order, Rows, ranked
+from attn_only_lens.circuits.ablation import ORDERS, AblatedModel, Ablation, Order, Rows
 from attn_only_lens.errors import InputError
 from attn_only_lens.numerics import as_plain, is_number
 from attn_only_lens.patching._activation_patch import activation_patch
@@ -180,7 +180,7 @@ def discover(
         given = model, clean, corrupted, metric, ranking.frame
         ablated = AblatedModel(*given, ablation=ablation, mask=mask, on_done=bar.update)
         search = _Search(ablated, faithfulness)
-        orders = {each: ranked(ranking, each) for each in ((order,) if order else ORDERS)}
+        orders = {each: ablated.ranked(ranking, each) for each in ((order,) if order else ORDERS)}
         circuit = min((search.prefix(*each) for each in orders.items()), key=len)
         if not order:
             if method != MEASURED:
@@ -391,13 +391,14 @@ def evaluate(
         True
     """
     pair = prompt_pair(model, clean, corrupted, mask)
-    n_pos = pair.clean.shape[1]
     everywhere = (circuit.frame["position"] == "all").all()
-    if n_pos != circuit.n_pos and not everywhere:
+    lengths = sorted(set(pair.real.sum(dim=1).tolist()))
+    if lengths != [circuit.n_pos] and not everywhere:
         raise InputError(
             [
-                f"got prompts of {n_pos} tokens; expected {circuit.n_pos}, as those that the "
-                "circuit was found on: its sites are at positions"
+                f"got prompts of {' and '.join(map(str, lengths))} tokens; expected "
+                f"{circuit.n_pos}, as those that the circuit was found on: its sites are at "
+                "positions"
             ],
             _PROBLEM,
         )

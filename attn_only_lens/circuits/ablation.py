@@ -59,18 +59,6 @@ _PROBLEM = "these sites cannot be ablated"
 _EXPECTED_POSITIONS = "expected 'each', 'all', or numbers from 0"
 
 
-def ranked(ranking: Sweep, order: Order) -> Rows:
-    """Return the rows of a ranking, the highest ranked first; of equals the first.
-
-    Args:
-        ranking: of sites.
-        order: by "magnitude" of effects, or "signed", with what helps the clean run first.
-    """
-    # What helps the clean run raises the score when put in, and lowers it when taken out.
-    effect = ranking.effect.to_numpy() * (1 if ranking.baseline == 0 else -1)
-    return np.argsort(-(abs(effect) if order == "magnitude" else effect), kind="stable")
-
-
 class AblatedModel:
     """A model of which only a circuit is left.
 
@@ -152,6 +140,20 @@ class AblatedModel:
                 "expected sites, an ablation and a metric that tell the two apart"
             )
             raise InputError([reason], _PROBLEM)
+
+    def ranked(self, ranking: Sweep, order: Order) -> Rows:
+        """Return the rows of a ranking, the highest ranked first; of equals the first.
+
+        Args:
+            ranking: of the sites.
+            order: by "magnitude" of effects, or "signed", with what helps faithfulness first.
+        """
+        # The two spans may differ in sign: of two prompts, and of all sites and none.
+        own = ranking.clean_value - ranking.corrupted_value
+        # What helps raises the score when put in, and lowers it when taken out.
+        helps = np.sign(own * (self.whole - self.nothing)) * (1 if ranking.baseline == 0 else -1)
+        effect = ranking.effect.to_numpy() * helps
+        return np.argsort(-(abs(effect) if order == "magnitude" else effect), kind="stable")
 
     def faithfulness(self, circuits: Sequence[Rows]) -> Float[np.ndarray, "circuit"]:
         """Return (m(C) - m(∅)) / (m(M) - m(∅)) of circuits C, with m the metric, M all sites.

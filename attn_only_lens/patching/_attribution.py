@@ -164,8 +164,8 @@ def attribution(
             default is the one that agreed best with patching where that was measured.
         steps: for "integrated", how many gradients to average; by default 5.
         budget: what to spend on exact patches, in flops of forward passes; or "auto": two sites of
-            each layer and kind, and more until the expected correlation is .98. Tests of the model before the first patch come on top,
-            about ten forward passes whatever the budget.
+            each layer and kind, and more until the expected correlation is .98. Tests of the model
+            before the first patch come on top, about ten forward passes whatever the budget.
         mask: 1 for real tokens, 0 for padding, where prompts are tokens.
         reference: prompts to take means or others' activations from; see `activation_patch`.
         per_prompt: whether to return a row for each prompt of each site; see `activation_patch`.

@@ -11,7 +11,7 @@ from attn_only_lens import Bilinear, InputError, convert, expose_neuron_heads
 from attn_only_lens import patching as p
 from attn_only_lens.circuits import SHARES, discover, evaluate, faithfulness
 from attn_only_lens.circuits._search import _Search
-from attn_only_lens.circuits.ablation import AblatedModel, ranked
+from attn_only_lens.circuits.ablation import AblatedModel
 from attn_only_lens.heads import HeadName
 
 POS = 5
@@ -200,11 +200,28 @@ def sufficient_prefixes(model, clean, corrupted, wanted):
     ablated = AblatedModel(*given, ablation="resample", mask=None)
     shortest, curves = {}, {}
     for order in ("magnitude", "signed"):
-        sites = ranked(ranking, order)
+        sites = ablated.ranked(ranking, order)
         curve = ablated.faithfulness([sites[:k] for k in range(1, len(sites) + 1)])
         shortest[order] = 1 + int((abs(1 - curve) <= 1 - wanted).argmax())
         curves[order] = curve
     return shortest, curves
+
+
+def test_what_helps_faithfulness_is_first_in_the_signed_order():
+    """Though a prompt alone, or two, may have spans of the other sign than all sites and none."""
+    model, (clean, corrupted), signs = model_of("gelu"), prompts(batch=1), set()
+    for wrong in range(4):
+        metric = p.logit_diff(oracle.CORRECT, wrong)
+        how = {"direction": "zero", "sites": ["L0H1", "L1H0", "L2H1", "L2N3"], "progress": False}
+        ranking = p.activation_patch(model, clean, None, metric, **how)
+        given = model, clean, corrupted, metric, ranking.frame
+        ablated = AblatedModel(*given, ablation="zero", mask=None)
+        every = np.arange(len(ranking.frame))
+        without = ablated.faithfulness([np.delete(every, site) for site in every])
+        first = ablated.ranked(ranking, "signed")[0]
+        assert without[first] == pytest.approx(without.min(), abs=1e-9)
+        signs.add(np.sign((ablated.whole - ablated.nothing) * ranking.clean_value))
+    assert signs == {-1.0, 1.0}
 
 
 @pytest.mark.parametrize("wanted", [0.8, 0.95])
@@ -214,8 +231,9 @@ def test_the_last_look_finds_the_shortest_prefix(wanted):
     shortest, _ = sufficient_prefixes(model, clean, corrupted, wanted)
     ranking = p.attribution(model, clean, corrupted, METRIC, direction="noise")
     given = model, clean, corrupted, METRIC, ranking.frame
-    search = _Search(AblatedModel(*given, ablation="resample", mask=None), wanted)
-    orders = [ranked(ranking, order) for order in ("magnitude", "signed")]
+    ablated = AblatedModel(*given, ablation="resample", mask=None)
+    search = _Search(ablated, wanted)
+    orders = [ablated.ranked(ranking, order) for order in ("magnitude", "signed")]
     size = min(shortest.values())
     longer = orders[0][: size + 5]
     assert len(search.shorter_prefix(orders, longer)) == size
