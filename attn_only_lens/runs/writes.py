@@ -215,7 +215,7 @@ def take_apart(
 
     Raises:
         InputError: with every reason: norms or matrices of a bridge are unknown; half precision,
-            in which sums of writes are not the stream.
+            in which sums of writes are not the stream; the run is not finite, padding included.
         UnsupportedModelError: the writes do not add up to the stream.
 
     Example:
@@ -244,6 +244,7 @@ def take_apart(
         modules |= {n.module for n in (*each.attention, *each.neuron, last) if n.module is not None}
     with _traffic(modules) as (entered, returned):
         recording = record(model, tokens, mask, layers=layers, names=[*z_names, *names])
+    _require_finite(recording)
 
     def passed(norm: Any, at: nn.Module, seen: dict[nn.Module, Tensor]) -> NormRun:
         """A norm, or the lack of one, at a module's input or output."""
@@ -277,6 +278,17 @@ def take_apart(
     parts = Parts(recording, recording.streams[0], tuple(sublayers), final, parallel)
     _require_sums(parts)
     return parts
+
+
+def _require_finite(recording: Recording) -> None:
+    """Refuse a run with nan: what is nan at padding would be nan in every sum over positions."""
+    finite = torch.stack([x.isfinite().all(-1) for x in recording.streams]).all(0)
+    if finite.all():
+        return
+    prompts = (~finite).any(1).nonzero()[:, 0].tolist()
+    padded = recording.mask is not None and not bool(recording.mask.all())
+    advice = "; some models give nan to padding on the left: pad on the right" if padded else ""
+    raise InputError([f"the model's own run is not finite for prompts {prompts}{advice}"], _PROBLEM)
 
 
 def _require_sums(parts: Parts) -> None:

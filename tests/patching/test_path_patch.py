@@ -63,7 +63,8 @@ def test_equals_hooks(family):
         assert n == 17 - source.cfg.parallel_attn_mlp  # there L1H1 does not reach L1N5
         again = p.path_patch(exposed, clean, corrupted, METRIC, positions=AT, part="z", **pair)
         pd.testing.assert_frame_equal(found.frame, again.frame, rtol=1e-9)
-        for part, to in (("q", RECEIVERS), ("k", ("L1H0", "L2H1")), ("value", RECEIVERS)):
+        by = {part: RECEIVERS for part in ("q", "value", "pattern")} | {"k": ("L1H0", "L2H1")}
+        for part, to in by.items():
             few = pair | {"senders": ("L0H1", "L0N3"), "receivers": to}
             some = p.path_patch(exposed, clean, corrupted, METRIC, positions=AT, part=part, **few)
             compare(some, held, AT)
@@ -223,8 +224,10 @@ def test_resumes(small, tmp_path, monkeypatch):
         again = p.path_patch(model, clean, corrupted, METRIC, top=top, **options)
         pd.testing.assert_frame_equal(expected.frame, again.frame, check_exact=True)
         assert 0 < sum(runs) < len(expected.frame)
-        with pytest.raises(InputError, match="part: got"):
-            p.path_patch(model, clean, corrupted, METRIC, part="q", top=top, **options)
+        for name, other in {"part": "q", "scale": "anew", "direction": "noise", "top": 3}.items():
+            changed = options | {"top": top, name: other}
+            with pytest.raises(InputError, match=f"{name}: got"):
+                p.path_patch(model, clean, corrupted, METRIC, **changed)
         expected.save(tmp_path / "paths.csv")
         loaded = p.Paths.load(tmp_path / "paths.csv")
         pd.testing.assert_frame_equal(expected.frame, loaded.frame, check_categorical=False)
@@ -318,3 +321,14 @@ def test_refusals(small):
     half = bridges.exposed_copy(bridges.boot("gpt2", torch.bfloat16))
     with pytest.raises(InputError, match="expected float32"):
         p.path_patch(half, clean, corrupted, METRIC, **call)
+
+
+def test_a_run_with_nan_says_so():
+    """Left padding is nan in this bridge, and then every token of the prompt."""
+    model, (clean, corrupted) = bridges.exposed_copy(bridges.boot("llama")), prompts()
+    mask = torch.ones_like(clean)
+    mask[1, 0] = 0
+    assert model(clean, attention_mask=mask)[1].isnan().all()  # without our help
+    call = {"senders": "L0H1", "receivers": "L1H0", "mask": mask, "progress": False}
+    with pytest.raises(InputError, match=r"not finite for prompts \[1\].*pad on the right"):
+        p.path_patch(model, clean, corrupted, METRIC, **call)
