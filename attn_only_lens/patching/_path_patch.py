@@ -33,6 +33,7 @@ TransformerLens' `get_act_patch_direct_path` between attention heads is "held" i
 """
 
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -75,7 +76,8 @@ from attn_only_lens.runs.sites import LayerSites, Selection, Sites, resolve_site
 from attn_only_lens.runs.writes import SCALES, Scale, take_apart
 
 _PROBLEM = "these paths cannot be patched"
-_AT_ONCE = 256  # paths in a part of the exact values of the top ones
+_AT_ONCE = 256  # paths in a part of exact values
+_ESTIMATES_AT_ONCE = 2**24  # in a part of estimates: some ten seconds
 
 
 @full_precision()
@@ -113,8 +115,9 @@ def path_patch(
             are: `L3N7@13`.
         receivers: the same; or "logits", or names with "logits" among them.
         part: the inputs by which receivers read: "q", "k", "value"; "pattern", queries and keys;
-            "z", all of them. A neuron-head's pattern depends on its query alone ("q" and "pattern"
-            are one, and it has no "k"); its value is the pre-activation too, and in a gated MLP
+            "z", all of them, which the whole direct effect takes: by "value" alone, the default, a
+            neuron's gate stays. A neuron-head's pattern depends on its query alone ("q" and
+            "pattern" are one, and it has no "k"); its value is the pre-activation too, and in a gated MLP
             the product with what it gates. It is of no account to the logits.
         positions: where the sender's write is replaced: "each" in turn, "all" at once, a number
             (-1 is each prompt's last token), or a list of them.
@@ -191,7 +194,9 @@ def path_patch(
         gradients = _gradients(model, target, runs.metric, receiving)
 
     n_picked = n_paths if top is None else min(top, n_paths)
-    n_parts = len(blocks) if top is None else 1 + -(-n_picked // _AT_ONCE)
+    chunks = _chunks(blocks, _AT_ONCE if top is None else _ESTIMATES_AT_ONCE)
+    n_first = 0 if top is None else len(chunks)  # parts with estimates
+    n_parts = len(chunks) if top is None else n_first + -(-n_picked // _AT_ONCE)
     parts: MemoryParts | PartStore = MemoryParts()
     if resume is not None:
         settings = _settings(model, runs, as_metric(metric), sending, receiving)
@@ -208,13 +213,20 @@ def path_patch(
         readers = Readers(replay, apart[sides[0]])
         batching = Batching(model, batch_size, bar.update, replay.numbers_per_token)
         runner = PathRunner(readers, apart[sides[1]], part, scale, baseline, batching)
-        if top is not None and processes.first and not parts.has(0):
-            estimated = tqdm(blocks, unit="block", desc="estimates", disable=hidden)
-            parts.write(0, _pick(runner, estimated, gradients, top))
+        estimated = tqdm(total=len(blocks), unit="block", desc="estimates", disable=hidden)
+        for number in processes.share(range(n_first)):
+            assert top is not None
+            if not parts.has(number):
+                parts.write(number, _pick(runner, blocks, chunks[number], gradients, top))
+            estimated.update(len(chunks[number]))
+        estimated.close()
         processes.wait()
-        picked = None if top is None else parts.read(0)
-        for number in processes.share(range(0 if picked is None else 1, n_parts)):
-            work = _every(blocks, number) if picked is None else _some(picked, number)
+        picked = None if top is None else _largest([parts.read(i) for i in range(n_first)], top)
+        for number in processes.share(range(n_first, n_parts)):
+            if picked is None:
+                work = _every(blocks, chunks[number])
+            else:
+                work = picked.iloc[_AT_ONCE * (number - n_first) :].head(_AT_ONCE).copy()
             if parts.has(number):
                 bar.update(len(work))
                 continue
@@ -222,7 +234,7 @@ def path_patch(
                 work["estimate"] = (work["estimate"] + baseline - runs.corrupted_value) / span
             parts.write(number, _patched(runner, blocks, work))
     processes.wait()
-    found = [parts.read(number) for number in range(0 if picked is None else 1, n_parts)]
+    found = [parts.read(number) for number in range(n_first, n_parts)]
     return Paths(
         pd.concat(found, ignore_index=True),
         part=part,
@@ -297,16 +309,30 @@ def _gradients(
     return {place: found[name] for place, name in names.items()}
 
 
+def _chunks(blocks: Sequence[PathBlock], n_paths: int) -> list[range]:
+    """Return runs of blocks with so many paths, or one more block: what a part is about."""
+    ends = [0]
+    n = 0
+    for number, (senders, receivers) in enumerate(block.shape for block in blocks):
+        n += senders * receivers
+        if n >= n_paths or number == len(blocks) - 1:
+            ends.append(number + 1)
+            n = 0
+    return [range(*each) for each in pairwise(ends)]
+
+
 def _pick(
     runner: PathRunner,
-    blocks: Iterable[PathBlock],
+    blocks: Sequence[PathBlock],
+    chunk: range,
     gradients: dict[tuple[int, HeadKind], Tensor],
     top: int,
 ) -> pd.DataFrame:
     """Return the paths of largest |estimated effect|, by their blocks, and numbers in these."""
     largest = LargestScores(top)
     rows: dict[tuple[int, int], tuple[int, int, int, float]] = {}
-    for number, block in enumerate(blocks):
+    for number in chunk:
+        block = blocks[number]
         found = runner.estimates(block, gradients).cpu().double()
         largest.add(found.abs(), block.first)
         still = {}
@@ -318,17 +344,21 @@ def _pick(
     return pd.DataFrame(sorted(rows.values()), columns=["block", "i", "j", "estimate"])
 
 
-def _every(blocks: Sequence[PathBlock], number: int) -> pd.DataFrame:
-    """Return every path of a block."""
-    n, m = blocks[number].shape
-    return pd.DataFrame(
+def _largest(picked: list[pd.DataFrame], top: int) -> pd.DataFrame:
+    """Return the paths of largest |estimated effect| of all picks, by block."""
+    every = pd.concat(picked, ignore_index=True)
+    kept = every["estimate"].abs().nlargest(top, keep="first").index
+    return every.loc[kept.sort_values()].reset_index(drop=True)
+
+
+def _every(blocks: Sequence[PathBlock], chunk: range) -> pd.DataFrame:
+    """Return every path of some blocks."""
+    shapes = [(number, *blocks[number].shape) for number in chunk]
+    every = [
         {"block": number, "i": np.repeat(np.arange(n), m), "j": np.tile(np.arange(m), n)}
-    )
-
-
-def _some(picked: pd.DataFrame, number: int) -> pd.DataFrame:
-    """Return the paths of a part of the picked ones; the first part has the picks themselves."""
-    return picked.iloc[_AT_ONCE * (number - 1) : _AT_ONCE * number].copy()
+        for number, n, m in shapes
+    ]
+    return pd.concat(map(pd.DataFrame, every), ignore_index=True)
 
 
 def _patched(runner: PathRunner, blocks: Sequence[PathBlock], work: pd.DataFrame) -> pd.DataFrame:

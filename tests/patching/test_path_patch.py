@@ -207,6 +207,7 @@ def test_top_is_patched_exactly(small, monkeypatch):
 def test_resumes(small, tmp_path, monkeypatch):
     model, clean, corrupted = small
     monkeypatch.setattr(_path_patch, "_AT_ONCE", 3)
+    monkeypatch.setattr(_path_patch, "_ESTIMATES_AT_ONCE", 5)
     options = {"senders": ["L0H1", "L0N3", "L0N5"], "receivers": ["L1H0", "L1N5", "logits"]}
     options |= {"positions": [1, END], "progress": False, "resume": tmp_path / "paths"}
     runs, values = [], path_runs.PathRunner.values
@@ -216,14 +217,21 @@ def test_resumes(small, tmp_path, monkeypatch):
         return values(runner, block, i, j)
 
     monkeypatch.setattr(path_runs.PathRunner, "values", count)
+    picked, pick = [], _path_patch._pick
+    monkeypatch.setattr(_path_patch, "_pick", lambda *given: picked.append(1) or pick(*given))
     for top in (None, 7):
         options["resume"] = tmp_path / f"top {top}"
         expected = p.path_patch(model, clean, corrupted, METRIC, top=top, **options)
-        (tmp_path / f"top {top}" / "part-000001.parquet").unlink()
+        parts = sorted((tmp_path / f"top {top}").glob("part-*"))
+        if top:  # of estimates, all but one are there; picking goes on where it stopped
+            parts[0].unlink()
+            picked.clear()
+        parts[-1].unlink()
         runs.clear()
         again = p.path_patch(model, clean, corrupted, METRIC, top=top, **options)
         pd.testing.assert_frame_equal(expected.frame, again.frame, check_exact=True)
         assert 0 < sum(runs) < len(expected.frame)
+        assert not top or (len(picked) == 1 and len(parts) > 3)
         for name, other in {"part": "q", "scale": "anew", "direction": "noise", "top": 3}.items():
             changed = options | {"top": top, name: other}
             with pytest.raises(InputError, match=f"{name}: got"):
