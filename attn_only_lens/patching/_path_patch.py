@@ -117,8 +117,8 @@ def path_patch(
         part: the inputs by which receivers read: "q", "k", "value"; "pattern", queries and keys;
             "z", all of them, which the whole direct effect takes: by "value" alone, the default, a
             neuron's gate stays. A neuron-head's pattern depends on its query alone ("q" and
-            "pattern" are one, and it has no "k"); its value is the pre-activation too, and in a gated MLP
-            the product with what it gates. It is of no account to the logits.
+            "pattern" are one, and it has no "k"); its value is the pre-activation too, and in a
+            gated MLP the product with what it gates. It is of no account to the logits.
         positions: where the sender's write is replaced: "each" in turn, "all" at once, a number
             (-1 is each prompt's last token), or a list of them.
         direction: "denoise", clean writes into the corrupted run; or "noise", the other way.

@@ -107,7 +107,7 @@ def test_a_budget_is_kept_and_auto_stops_where_it_says(model):
             least = ((2 - rows["layer"]) / 3 * (5 - rows["position"]) / 5).sum()
             assert 0.8 * least < budget
     assert found.expected_pearson >= 0.98
-    assert f" rows ({len(rows)} exact), expected correlation " in repr(found)
+    assert f" rows, {len(rows)} of them exact patches (expected correlation" in repr(found)
     exact = scores(p.activation_patch(model, CLEAN, CORRUPTED, METRIC, progress=False))
     assert np.corrcoef(scores(found), exact)[0, 1] > 0.9  # it is an expectation
 
