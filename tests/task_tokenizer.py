@@ -20,7 +20,9 @@ def task_tokenizer(unknown=()):
     known = {f"{space}{year:02}" for year in range(100) for space in ("", " ")}
     known |= {" is", " are", " was", " were", " has", " have", " he", " she"}
     for module in (_agreement, _greater_than, _ioi, words):
-        for text in _texts(list(vars(module).values())):
+        # Not what Python adds to a module, such as the path of its file.
+        own = [value for name, value in vars(module).items() if not name.startswith("__")]
+        for text in _texts(own):
             known |= {*re.findall(TOKEN, text), *re.findall(TOKEN, f" {text}")}
     known |= {f" {word}s" for word in (*words.THINGS, *words.PEOPLE)}
     known -= set(unknown)
