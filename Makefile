@@ -32,7 +32,8 @@ OF_NO_VERSION := tests/comparison/test_overlap.py tests/conformance/test_their_o
 	tests/viz/test_comparison_pages.py tests/viz/test_page.py tests/viz/test_sweeps.py \
 	$(filter-out %/test_stock_parts.py,$(wildcard tests/theorems/test_*.py))
 IN_WHEEL := env -u PYTHONPATH $(CURDIR)/out/wheel
-EXAMPLES := tests/examples.py README.md docs/circuits.md docs/growth.md docs/patching.md
+EXAMPLES := tests/examples.py README.md docs/circuits.md docs/growth.md docs/patching.md \
+	docs/tasks.md
 HAS_BROWSER := command -v chromium >/dev/null && command -v chromedriver >/dev/null
 comma := ,
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
