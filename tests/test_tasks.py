@@ -1,10 +1,12 @@
 """Prompts of tasks: what they say, where their parts are, and which are left out."""
 
 import random
+import re
 from collections import Counter
 from pathlib import Path
 
 import bridges
+import numpy as np
 import pytest
 import torch
 from common import D_VOCAB
@@ -16,6 +18,7 @@ from transformers import AutoTokenizer, GPT2TokenizerFast
 
 from attn_only_lens import InputError, tasks
 from attn_only_lens import patching as p
+from attn_only_lens.tasks.words import PEOPLE, THINGS
 
 N = 23
 SMOLLM2 = Path(__file__).parents[1] / "out" / "smollm2"
@@ -160,7 +163,7 @@ def test_templates_of_ones_own():
         {"thing": "garden door", "answer": " is"},  # of two tokens
         {"thing": "door", "answer": " is good"},
     ]
-    templates = ["The {thing} in the box", "The box near the {thing}"]
+    templates = ["The {thing} in the bag", "The bag near the {thing}"]
     made = tasks.from_templates(task_tokenizer(), 6, templates, words)
     expected = {
         (template.format(thing=one), template.format(thing=other))
@@ -185,10 +188,16 @@ def test_roles_that_move_are_dropped():
 
 
 REFUSED = {
-    "no fields": ("The key", {}, "expected the same fields in all"),
-    "other fields": (["A {thing}", "A {place}"], {"place": "box"}, "got template 'A {place}'"),
-    "end": ("A {end}", {"end": "box"}, "none of them {end}"),
+    "no fields": ("The key", {}, "expected a text with fields"),
+    "other fields": (["A {thing}", "A {place}"], {"place": "bag"}, "got template 'A {place}'"),
+    "end": ("A {end}", {"end": "bag"}, "got field {end}; expected another name"),
     "no word": ("A {thing} {place}", {}, "expected a text for place"),
+    "each": ("A {all}", {"all": "bag"}, "got field {all}; expected another name"),
+    "no name": ("A {} {thing}", {}, "got template 'A {} {thing}'"),
+    "half a brace": ("A {thing", {}, "got template 'A {thing'"),
+    "a format": ("A {thing:>9}", {}, "got template 'A {thing:>9}'"),
+    "no text": ([7], {}, "got template 7"),
+    "no list": (None, {}, "got None; expected texts"),
     "none": ([], {}, "got no templates"),
 }
 
@@ -218,8 +227,24 @@ def test_what_makes_no_prompts():
         with pytest.raises(InputError) as caught:
             call()
         assert all(reason in str(caught.value) for reason in reasons)
-    with pytest.raises(InputError, match="got 2 positions of end of 1 clean prompts"):
-        tasks.PairedPrompts("mine", ("a",), ("b",), ((1,),), ((2,),), {"end": (-1, -1)})
+    for columns, reason in {
+        (("a",), ("b",), ((1,),), ((2,),), (-1, -1)): "got 2 positions of end of 1 clean prompts",
+        (("a",), ("b",), (1,), ((2,),), (-1,)): "got answers 1; expected tokens",
+        (("a",), ("b",), ((1,),), ((),), (-1,)): r"got answers \(\); expected tokens",
+        ("a", "b", ((1,),), ((2,),), (-1,)): "got what is no list",
+        ((), (), (), (), ()): "got no prompts",
+    }.items():
+        with pytest.raises(InputError, match=reason):
+            tasks.PairedPrompts("mine", *columns[:4], {"end": columns[4]})
+    with pytest.raises(InputError, match="got words 'thing'; expected a text by field"):
+        tasks.from_templates(known, 2, "A {thing}", {"thing": "key", "answer": " is"})
+
+
+def test_nouns_take_an_s_and_any_whole_number_is_a_seed():
+    for noun in (*THINGS, *PEOPLE):
+        assert not re.search("([sxz]|[cs]h|[^aeiou]y)$", noun)
+    for make in (tasks.ioi, tasks.induction):
+        assert make(task_tokenizer(), 2, np.int64(3)) == make(task_tokenizer(), 2, 3)
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -122,6 +122,11 @@ def faithfulness(
     in_range = len(shares) > 1 and all(is_number(as_plain(share), 0, 1) for share in shares)
     if not in_range or list(shares) != sorted(set(shares)):
         reasons.append(f"got shares {list(shares)}; expected two or more, increasing, from 0 to 1")
+    if not isinstance(ranking, Sweep):
+        reasons.append(
+            f"ranking: got a {type(ranking).__name__}; expected what `attribution` or "
+            "`activation_patch` returns"
+        )
     InputError.raise_if(reasons, "no curve can be drawn")
     ablated = AblatedModel(
         *(model, clean, corrupted, metric, ranking.frame), ablation=ablation, mask=mask

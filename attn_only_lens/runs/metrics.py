@@ -104,7 +104,9 @@ class BoundMetric:
             )
         bad = (~values.isfinite()).any(dim=1).sum().item()
         if bad:
-            self._refuse(f"it is not finite for {bad} of {len(values)} sites")
+            advice = "; some models give nan to padding on the left: pad on the right"
+            several = advice if batch > 1 else ""
+            self._refuse(f"it is not finite for {bad} of {len(values)} sites{several}")
         return values
 
     def shares(self, n: int) -> tuple[float, ...]:

@@ -63,7 +63,8 @@ def ablated(
             at that position alone.
         to: "zero", "mean" over all real tokens of `prompts`, or "bias": all attention of a
             neuron-head on the bias token, where it writes nothing.
-        prompts: texts or tokens to take means from, of the model as it is on entering.
+        prompts: texts or tokens to take means from, of the model without hooks: among nested
+            contexts, one of means is the outer one.
         mask: 1 for real tokens, 0 for padding, where those are tokens.
         positions: of names that do not say where: numbers from 0, of the tokens that the model is
             given and of those that it generates after them, padding counted; by default all.
@@ -97,8 +98,13 @@ def ablated(
     if (prompts is None) == (to == "mean"):
         got = "no prompts" if prompts is None else "prompts"
         reasons.append(f"got {got} with to={to!r}; means are of prompts, and nothing else is")
+    if mask is not None and prompts is None:
+        reasons.append("got a mask without prompts; it says which of their tokens are real")
     if to == "mean":
-        reasons += reasons_not_to_run(model)
+        unready = reasons_not_to_run(model)
+        reasons += unready + ["among nested contexts, one of means is the outer one"] * bool(
+            unready
+        )
     reasons += _position_reasons(placed)
     InputError.raise_if(reasons, _ABLATED)
     if prompts is None:
@@ -279,14 +285,14 @@ def _placed(model: Any, names: Sites, positions: Any) -> _Placed:
 
 def _position_reasons(placed: _Placed) -> list[str]:
     reasons = []
-    for at in dict.fromkeys(at for _, at, _ in placed if at is not None):
+    for at in (at for _, at, _ in placed if at is not None):
         bad = [pos for pos in at if not is_count(pos)]
         if bad or not at:
             reasons.append(
                 f"got positions {list(at)}; expected numbers from 0, as a text that grows has no "
                 "fixed end, or None for all"
             )
-    return reasons
+    return list(dict.fromkeys(reasons))
 
 
 def _replace(new: Float[Tensor, "head_index d"], heads: list[int], where: _Where) -> _Change:
@@ -334,12 +340,19 @@ def _edited(
     def count(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         before.count = host_of(model).tokens_before(args, kwargs)
 
+    def reset(module: Any, args: tuple[Any, ...], output: Any) -> None:
+        before.count = 0  # a run from a later block on does not count anew
+
     def hook(change: _Change) -> Callable[[Tensor, Any], Tensor]:
         return lambda value, hook: change(value)
 
     with ExitStack() as stack:
-        handle = model.blocks[0].register_forward_pre_hook(count, with_kwargs=True)
-        stack.callback(handle.remove)
+        handles = (
+            model.blocks[0].register_forward_pre_hook(count, with_kwargs=True),
+            model.blocks[-1].register_forward_hook(reset, always_call=True),
+        )
+        for handle in handles:
+            stack.callback(handle.remove)
         hooks = [(name, hook(change)) for name, change in edits]
         stack.enter_context(model.hooks(fwd_hooks=hooks))
         yield

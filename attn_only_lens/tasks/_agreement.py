@@ -82,7 +82,7 @@ def agreement(
 
 
 def _number(seed: int, structure: str) -> Iterator[Pair]:
-    random = Random(seed)
+    random = Random(int(seed))
     while True:
         subject, attractor = random.choice(THINGS), random.choice(PEOPLE)
         if random.random() < 0.5:

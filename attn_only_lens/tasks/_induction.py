@@ -56,7 +56,7 @@ def induction(tokenizer: Any, n: int, seed: int = 0, *, length: int = 20) -> Pai
     reasons += [f"got seed={seed!r}; expected a whole number from 0"] * (not is_count(seed))
     reasons += tokenizer_reasons(tokenizer)
     InputError.raise_if(reasons, _PROBLEM)
-    words = _words(tokenizer, Random(seed), length)
+    words = _words(tokenizer, Random(int(seed)), length)
     if len(words) < length + 1:
         reason = (
             f"{len(words)} of the tokenizer's words can follow one another; expected {length + 1} "
@@ -67,7 +67,7 @@ def induction(tokenizer: Any, n: int, seed: int = 0, *, length: int = 20) -> Pai
 
 
 def _pairs(tokenizer: Any, words: list[int], seed: int, length: int) -> Iterator[Pair]:
-    random = Random(seed)
+    random = Random(int(seed))
     while True:
         *start, repeated, other = random.sample(words, length + 1)
         at = random.randrange(length - 2)

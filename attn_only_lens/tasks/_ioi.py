@@ -72,7 +72,7 @@ def ioi(tokenizer: Any, n: int, seed: int = 0, *, corruption: Corruption = "abc"
 
 
 def _pairs(seed: int, corruption: str) -> Iterator[Pair]:
-    random = Random(seed)
+    random = Random(int(seed))
     while True:
         template = random.choice(_TEMPLATES).replace("{names}", random.choice(_FIRST))
         words = {"{place}": random.choice(PLACES), "{object}": random.choice(OBJECTS)}

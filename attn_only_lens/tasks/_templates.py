@@ -1,6 +1,6 @@
 """Pairs of prompts by templates of one's own."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from string import Formatter
 from typing import Any
 
@@ -8,6 +8,8 @@ from attn_only_lens.errors import InputError
 from attn_only_lens.tasks.paired_prompts import END, Pair, PairedPrompts, collect, draw, fill
 
 ANSWER = "answer"
+_PROBLEM = "these templates make no pairs"
+_TAKEN = {END, "each", "all"}  # what roles cannot be called: analyses know these positions
 
 
 def from_templates(
@@ -41,33 +43,56 @@ def from_templates(
     Example:
         >>> from attn_only_lens import tasks
         >>> words = [{"thing": "key", "answer": " is"}, {"thing": "keys", "answer": " are"}]
-        >>> pairs = tasks.from_templates(tokenizer, 2, "The {thing} in the box", words)
+        >>> pairs = tasks.from_templates(tokenizer, 2, "The {thing} in the bag", words)
         >>> pairs.clean[0], pairs.corrupted[0]
-        ('The keys in the box', 'The key in the box')
+        ('The keys in the bag', 'The key in the bag')
         >>> dict(pairs.roles)
         {'thing': (-4, -4), 'end': (-1, -1)}
     """
+    if not isinstance(templates, Iterable) or not isinstance(words, Iterable):
+        given = templates if isinstance(words, Iterable) else words
+        raise InputError([f"got {given!r}; expected texts, and rows of words"], _PROBLEM)
     given = [templates] if isinstance(templates, str) else list(templates)
     rows, reasons = list(words), list[str]()
-    fields = [[role for _, role, _, _ in Formatter().parse(each) if role] for each in given]
-    expected = set(fields[0]) if fields else set()
+    fields = list(map(_fields, given))
+    expected = set(fields[0] or ()) if fields else set()
     for template, roles in zip(given, fields, strict=True):
-        if not roles or set(roles) != expected or len(set(roles)) != len(roles) or END in roles:
+        if not roles or set(roles) != expected or len(set(roles)) != len(roles):
             reasons.append(
-                f"got template {template!r}; expected the same fields in all, each once, one or "
-                f"more, and none of them {{{END}}}"
+                f"got template {template!r}; expected a text with fields such as {{subject}}, the "
+                "same in all, each once, one or more"
             )
+    reasons += [f"got field {{{role}}}; expected another name" for role in expected & _TAKEN]
     for row in rows:
+        if not isinstance(row, Mapping):
+            reasons.append(f"got words {row!r}; expected a text by field, and the {ANSWER!r}")
+            continue
         lacking = [key for key in (*sorted(expected), ANSWER) if not isinstance(row.get(key), str)]
         reasons += [f"got words {dict(row)}; expected a text for {', '.join(lacking)}"] * bool(
             lacking
         )
     reasons += ["got no templates; expected one or more"] * (not given)
     reasons += [f"got {len(rows)} rows of words; expected two or more"] * (len(rows) < 2)
-    InputError.raise_if(reasons, "these templates make no pairs")
+    InputError.raise_if(reasons, _PROBLEM)
     pairs = (
         Pair(fill(template, one), fill(template, other), (one[ANSWER],), (other[ANSWER],))
         for template, one, other in draw(seed, given, rows, rows)
         if one is not other and one[ANSWER] != other[ANSWER]
     )
     return collect("templates", tokenizer, n, seed, pairs)
+
+
+def _fields(template: object) -> list[str] | None:
+    """Return the fields of a template; None of what is no template of plain fields."""
+    if not isinstance(template, str):
+        return None
+    fields = list[str]()
+    try:
+        for _, role, spec, how in Formatter().parse(template):
+            if role is not None:
+                if not role or spec or how:
+                    return None
+                fields.append(role)
+    except ValueError:  # a brace without its other
+        return None
+    return fields

@@ -29,6 +29,7 @@ END = "end"
 
 _MOST_DRAWN = 20_000
 _PROBLEM = "these prompts cannot be made"
+_NO_PAIRS = "these are no pairs of prompts"
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,8 @@ class PairedPrompts:
         dropped: how many pairs that were drawn are left out, by reason.
 
     Raises:
-        InputError: the numbers of prompts, answers and positions differ.
+        InputError: no prompts; their number and those of answers and positions differ; answers
+            that are not tokens of each prompt.
 
     Example:
         >>> from attn_only_lens import tasks
@@ -64,6 +66,12 @@ class PairedPrompts:
     dropped: Mapping[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        columns = (self.clean, self.corrupted, self.answers, self.wrong, *self.roles.values())
+        if any(isinstance(each, str) or not isinstance(each, Sequence) for each in columns):
+            raise InputError(
+                ["got what is no list; expected prompts, answers and positions of every pair"],
+                _NO_PAIRS,
+            )
         counts = {
             "corrupted": len(self.corrupted),
             "answers": len(self.answers),
@@ -75,7 +83,11 @@ class PairedPrompts:
             for what, count in counts.items()
             if count != len(self)
         ]
-        InputError.raise_if(reasons, "these are no pairs of prompts")
+        reasons += ["got no prompts; expected one pair or more"] * (not self.clean)
+        for each in (*self.answers, *self.wrong):
+            if not isinstance(each, Sequence) or not each or not all(map(is_count, each)):
+                reasons.append(f"got answers {each!r}; expected tokens of each prompt, as (7,)")
+        InputError.raise_if(reasons, _NO_PAIRS)
 
     def __len__(self) -> int:
         return len(self.clean)
@@ -141,7 +153,7 @@ def draw(seed: int, *axes: Sequence[Any]) -> Iterator[tuple[Any, ...]]:
     total = 1
     for axis in axes:
         total *= len(axis)
-    for index in Random(seed).sample(range(total), min(total, _MOST_DRAWN)):
+    for index in Random(int(seed)).sample(range(total), min(total, _MOST_DRAWN)):
         chosen = []
         for axis in axes:
             index, at = divmod(index, len(axis))

@@ -34,7 +34,7 @@ EVENTS = _words(
 )
 """What lasts from a year to a year, in Hanna et al. (2023)."""
 THINGS = _words(
-    "key door table picture letter book chair bottle window box cabinet garden bridge tower road "
+    "key door table picture letter book chair bottle window bag cabinet garden bridge tower road "
     "tree shop wall boat car truck painting house river lamp"
 )
 PEOPLE = _words(

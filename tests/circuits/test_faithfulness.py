@@ -344,6 +344,7 @@ def test_what_makes_no_sense_is_refused():
     refused(r"shares \[0, 'x'\]", shares=[0, "x"])
     refused("n_random=-1", n_random=-1)
     refused("seed='x'", seed="x")
+    refused("ranking: got a list", ["L0N3@1"])
     after = p.attribution(*given, sites=["L2N3"], positions=[0])
     refused("tell the two apart", after)  # after the first position, nobody reads it
     refused("from the end", p.attribution(*given, sites=["L2N3"], positions=-1))

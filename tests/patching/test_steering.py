@@ -79,6 +79,26 @@ def edits(model, change, positions=None):
     return [hook_of(name) for name in NAMES]
 
 
+def edit_of(model, name, new):
+    """A hook that puts z of a head at a value."""
+
+    def edit(value, hook):
+        value = value.clone()
+        value[:, :, heads_of(name)[0]] = new
+        return value
+
+    return hook_point(model, name, "z"), edit
+
+
+def cache_of(model, text):
+    """Keys and values of a text."""
+    from transformer_lens.cache.key_value_cache import TransformerLensKeyValueCache as Cache
+
+    cache = Cache.init_cache(model.cfg, text.device, len(text))
+    model(text, past_kv_cache=cache)
+    return cache
+
+
 def steering(model):
     """A number for each neuron, a vector for each attention head."""
     generator = torch.Generator().manual_seed(0)
@@ -183,6 +203,8 @@ def test_hooks_are_gone_after_an_error_and_refusals_come_first(model):
         p.ablated(model, NAMES, to="mean"): ["got no prompts"],
         p.ablated(model, NAMES, prompts=text): ["got prompts with to='zero'"],
         p.ablated(model, NAMES, to="resample"): ["expected one of zero, mean, bias"],
+        p.ablated(model, NAMES, mask=torch.ones(1, 8)): ["got a mask without prompts"],
+        p.ablated(model, NAMES, positions={"end": -1}): ["got positions [{'end': -1}]"],
         p.ablated(model, ["L9N0"]): ["the model has layers 0 to 1"],
         p.steered(model, {"L0H1": 4.0, "L0N3": [1.0, 2.0], "L1N3": float("nan")}): [
             f"L0H1: got 4.0; expected a vector of {d_head}",
@@ -195,6 +217,40 @@ def test_hooks_are_gone_after_an_error_and_refusals_come_first(model):
         with pytest.raises((InputError, UnknownHeadError)) as caught, refused:
             pass
         assert all(reason in str(caught.value) for reason in reasons)
+
+
+def test_means_are_taken_before_other_contexts(model, close):
+    text, mask = prompts()
+    means = {"to": "mean", "prompts": text, "mask": mask}
+    with p.steered(model, steering(model)):
+        expected = model(text)
+        with (
+            pytest.raises(InputError, match="is the outer one"),
+            p.ablated(model, "L0N3", **means),
+        ):
+            pass
+        assert torch.equal(model(text), expected)
+    with p.ablated(model, "L0N3", **means), p.steered(model, {"L0N3": 2.0}):
+        got = model(text)
+    new = z_of(model, "L0N3", text, mask)[mask.bool()].mean(dim=0) + 2.0
+    with model.hooks(fwd_hooks=[edit_of(model, "L0N3", new)]):
+        assert close(got, model(text))
+
+
+@pytest.mark.skipif(not HAS_HOOKED_TRANSFORMER, reason="bridges run whole")
+def test_runs_from_a_later_block_on_count_from_the_start(tmp_path):
+    """What a run with a cache left does not count: its positions are those of the stream given."""
+    from models import build
+
+    source, text = build("gelu", d_vocab_out=41, n_layers=2), tokens(8)
+    source.set_tokenizer(tiny_tokenizer(41, tmp_path))
+    model = convert(source)
+    stream = model.run_with_cache(text)[1]["blocks.2.hook_resid_pre"]
+    with p.steered(model, {"L1N3": 7.0}, positions=2):
+        expected = model(text)
+        model(text[:, :1], past_kv_cache=cache_of(model, text))
+        torch.testing.assert_close(model(stream, start_at_layer=2), expected)
+    assert not torch.allclose(model(stream, start_at_layer=2), expected)
 
 
 def test_names_that_say_where(model):
