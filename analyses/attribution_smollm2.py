@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import numpy as np
 import pandas as pd
 import typer
-from benching import machine
+from benching import machine, markdown
 from tqdm import tqdm
 
 from attn_only_lens import expose_neuron_heads
@@ -113,9 +113,8 @@ def main(
                 }
             )
     frame = pd.DataFrame(rows)
-    lines = [list(frame), ["---"] * frame.shape[1]]
-    lines += [["–" if pd.isna(x) else x for x in row] for row in frame.round(3).values.tolist()]
-    shown = "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)
+    lines = [["–" if pd.isna(x) else x for x in row] for row in frame.round(3).values.tolist()]
+    shown = markdown(list(frame), lines)
     prompts_shown = "\n".join(
         f"- {task}: “{clean}” / “{corrupted}”, “{right}” against “{wrong}”"
         for task, (clean, corrupted, right, wrong) in PAIRS.items()

@@ -8,7 +8,7 @@ On the shipped model and on the real ones that are there, for pairs of prompts d
 
 import time
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from inspect import signature
 from itertools import product
@@ -19,16 +19,15 @@ import numpy as np
 import pandas as pd
 import torch
 import typer
-from exactness_measures import REAL
+from benching import markdown
+from exactness_measures import REAL, trained
 from matplotlib.figure import Figure
-from safetensors.torch import load_file
 from studies import keep
 from torch import Tensor
 from tqdm import tqdm
 
-from attn_only_lens import expose_neuron_heads, pretrained
+from attn_only_lens import expose_neuron_heads
 from attn_only_lens import patching as p
-from attn_only_lens.models.source_folder import load_source
 from attn_only_lens.numerics import spearman
 from attn_only_lens.patching._attribution import METHODS
 from attn_only_lens.runs.interventions import DIRECTIONS
@@ -55,25 +54,6 @@ class Pair:
     corrupted: Tensor
     correct: int
     wrong: int
-
-
-def subjects(folder: Path, *, smoke: bool) -> Iterator[tuple[str, Any, Tensor]]:
-    """Models with neuron-heads, and prompts."""
-    shipped = pretrained.modular_addition()
-    shipped.to(torch.float64, print_details=False)
-    yield (
-        "modular_addition",
-        expose_neuron_heads(shipped).model,
-        pretrained.modular_addition_tokens(),
-    )
-    for name in () if smoke else REAL:
-        if (folder / name).is_dir():
-            source = load_source(folder / name).eval()
-            source.to(torch.float64, print_details=False)
-            if source.cfg.n_key_value_heads is not None:
-                source.set_ungroup_grouped_query_attention(True)
-            tokens = load_file(folder / name / "tokens.safetensors")["tokens"].long()
-            yield name, expose_neuron_heads(source).model, tokens[:, : LENGTH.get(name, 16)]
 
 
 @torch.no_grad()
@@ -151,12 +131,6 @@ def agree(exact: np.ndarray, found: np.ndarray) -> dict[str, Any]:
     }
 
 
-def lines_of(header: list[str], rows: Iterable[list[Any]]) -> str:
-    """A table in Markdown."""
-    every = [header, ["---"] * len(header), *rows]
-    return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in every)
-
-
 def unrepaired(frame: pd.DataFrame) -> pd.DataFrame:
     """Rows in which methods are compared."""
     one_way = (frame["direction"] == "denoise") & (frame["positions"] == "each")
@@ -173,14 +147,14 @@ def table(frame: pd.DataFrame, measure: str) -> str:
         best = f"{row.max():.3f}"
         cells = [f"**{cell}**" if cell == best else cell for cell in shown]
         rows.append([model, KINDS[kind], part, *cells])
-    return lines_of(["model", "heads", "part", *METHODS], rows)
+    return markdown(["model", "heads", "part", *METHODS], rows)
 
 
 def summary(frame: pd.DataFrame) -> str:
     """Means over models, by kind of head and part; an estimate without information counts as 0."""
     filled = unrepaired(frame).fillna(dict.fromkeys(MEASURES, 0.0))
     means = filled.groupby(["kind", "part", "method"], observed=True)[list(MEASURES)].mean()
-    return lines_of(
+    return markdown(
         ["heads", "part", "method", *MEASURES.values()],
         (
             [KINDS[kind], part, method, *(f"{x:.3f}" for x in row)]
@@ -211,7 +185,7 @@ def by_budget(frame: pd.DataFrame) -> str:
         )
     header = ["heads", "budget", "Pearson", "Spearman", "least Pearson", "top-k"]
     header += ["Pearson < .98", "top-k < .95", "of", "exact sites", "forwards"]
-    return lines_of(header, rows)
+    return markdown(header, rows)
 
 
 def misses(frame: pd.DataFrame) -> str:
@@ -220,7 +194,7 @@ def misses(frame: pd.DataFrame) -> str:
     of = frame[default & frame["part"].isin(AIMED)].fillna(dict.fromkeys(MEASURES, 0.0))
     of = of[(of["pearson"] < AIM["pearson"]) | (of["top_k"] < AIM["top_k"])]
     keys = ["model", "kind", "part", "direction", "positions"]
-    return lines_of(
+    return markdown(
         [*keys, "pairs", "least Pearson", "least top-k", "of k"],
         (
             [
@@ -289,7 +263,8 @@ def main(
     rows, seen = [], []
     n_pairs = 2 if smoke else n_pairs
     with tqdm(unit="pair", leave=False) as bar:
-        for name, model, tokens in subjects(models_dir, smoke=smoke):
+        for name, source, tokens in trained(models_dir, LENGTH, smoke=smoke):
+            model = expose_neuron_heads(source).model
             bar.set_description(name)
             seen.append(name)
             for number, pair in enumerate(pairs(model, tokens, n_pairs, seed)):

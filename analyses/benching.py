@@ -3,7 +3,7 @@
 import platform
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +58,16 @@ def speeds(device: str, smoke: bool) -> tuple[float, float]:
 
 def table(frame: pd.DataFrame) -> str:
     """A frame as Markdown, numbers to three digits."""
-    lines = [list(frame.columns), ["---"] * len(frame.columns)]
-    for row in frame.itertuples(index=False):
-        lines.append([f"{cell:.3g}" if isinstance(cell, float) else str(cell) for cell in row])
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+    return markdown(
+        list(frame.columns),
+        (
+            [f"{cell:.3g}" if isinstance(cell, float) else cell for cell in row]
+            for row in frame.itertuples(index=False)
+        ),
+    )
+
+
+def markdown(header: Sequence[Any], rows: Iterable[Sequence[Any]]) -> str:
+    """A table in Markdown."""
+    every = [header, ["---"] * len(header), *rows]
+    return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in every)

@@ -20,39 +20,21 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import pandas as pd
-import torch
 import typer
 from benching import table
 from edge_attribution_patching import edge_attribution_patching
-from exactness_measures import REAL
+from exactness_measures import REAL, trained
 from matplotlib.figure import Figure
-from safetensors.torch import load_file
 from studies import keep
 from torch import Tensor
 
-from attn_only_lens import circuits, convert, pretrained
+from attn_only_lens import circuits, convert
 from attn_only_lens import patching as p
-from attn_only_lens.models.source_folder import load_source
 
 LENGTH = {"sort_gelu_new_3l": 12, "modular_addition_relu_1l": 3}  # of a prompt; texts: 16
 TOP = 100
 KINDS = ("all", "q", "k", "value", "in")
 REFERENCES = {"zero": ("zero",), "zero and mean": ("zero", "mean")}
-
-
-def subjects(folder: Path, *, smoke: bool) -> Iterator[tuple[str, Any, Tensor]]:
-    """Models, and prompts."""
-    shipped = pretrained.modular_addition()
-    shipped.to(torch.float64, print_details=False)
-    yield "modular_addition", shipped, pretrained.modular_addition_tokens()
-    for name in () if smoke else REAL:
-        if (folder / name).is_dir():
-            source = load_source(folder / name).eval()
-            source.to(torch.float64, print_details=False)
-            if source.cfg.n_key_value_heads is not None:
-                source.set_ungroup_grouped_query_attention(True)
-            tokens = load_file(folder / name / "tokens.safetensors")["tokens"].long()
-            yield name, source, tokens[:, : LENGTH.get(name, 16)]
 
 
 def rows_of(source: Any, tokens: Tensor, n_nodes: int) -> Iterator[dict[str, Any]]:
@@ -167,7 +149,7 @@ def main(
     started = time.perf_counter()
     n_nodes = 17 if smoke else n_nodes
     rows, seen = [], []
-    for name, source, tokens in subjects(models_dir, smoke=smoke):
+    for name, source, tokens in trained(models_dir, LENGTH, smoke=smoke):
         given = tokens[:: len(tokens) // n_prompts][:n_prompts]
         rows += [{"model": name} | row for row in rows_of(source, given, n_nodes)]
         seen.append(name)

@@ -7,7 +7,7 @@ digits until d itself is rounding, near 1e-30.
 
 import copy
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -36,6 +36,29 @@ REAL = {
     "words_swiglu_4l": "English, 4 layers, SwiGLU",
 }
 GELUS = ("gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh")
+
+
+def trained(
+    folder: Path, lengths: Mapping[str, int], *, smoke: bool
+) -> Iterator[tuple[str, HookedTransformer, Tensor]]:
+    """The shipped model, and the real ones that are there, in float64; and prompts of each.
+
+    Args:
+        folder: of the real ones.
+        lengths: of a prompt, by model; 16 of others.
+        smoke: whether to leave out the real ones.
+    """
+    shipped = pretrained.modular_addition()
+    shipped.to(torch.float64, print_details=False)
+    yield "modular_addition", shipped, pretrained.modular_addition_tokens()
+    for name in () if smoke else REAL:
+        if (folder / name).is_dir():
+            source = load_source(folder / name).eval()
+            source.to(torch.float64, print_details=False)
+            if source.cfg.n_key_value_heads is not None:
+                source.set_ungroup_grouped_query_attention(True)
+            tokens = load_file(folder / name / "tokens.safetensors")["tokens"].long()
+            yield name, source, tokens[:, : lengths.get(name, 16)]
 
 
 @dataclass(frozen=True)

@@ -106,6 +106,8 @@ class Repairer:
         else:
             left, chosen = float(budget), list[int]()
             for row in self._order.tolist():
+                if left < _LEAST_COST:
+                    break
                 if self._cost[row] <= left:
                     left -= self._cost[row]
                     chosen.append(row)
@@ -128,12 +130,8 @@ class Repairer:
         self._first = replay.start(min(blocks), first)
         if self._first < first:  # no run leaves out what comes before
             starts = tuple(each.clamp(max=0) for each in starts)
-        share = [
-            replay.share_of_forward(block, position)
-            for block, each in zip(blocks, starts, strict=True)
-            for position in each.tolist()
-        ]
-        costs: _Numbers = np.array(share) + _LEAST_COST
+        shares = map(replay.share_of_forward, blocks, starts)
+        costs: _Numbers = torch.cat(list(shares)).numpy() + _LEAST_COST
         costs[every.numpy() < 0] = np.inf
         return costs
 

@@ -264,6 +264,7 @@ def check_edits(
         layers = sorted({each.sites.layer for each in groups if each.sites.kind == kind})
         if layers:
             block = replay.host.block(layers[0], kind)
-            middle = replay.start(block, later[len(later) // 2]) if first is None else first
-            for start in sorted({0, middle} if first is None else {first}):
+            middle = later[len(later) // 2]
+            tested = [0, replay.start(block, middle)] if first is None else [first]
+            for start in sorted(set(tested)):
                 require_same_edit(replay, kind, layers, part, start)

@@ -188,8 +188,8 @@ class Readers:
     @torch.no_grad()
     def values_at_end(
         self, change: Float[Tensor, "variant batch pos d_model"], first: int, scale: Scale
-    ) -> Float[Tensor, "variant"]:
-        """Return the metric when something is added to the stream that the unembedding reads.
+    ) -> Float[Tensor, "variant prompt"]:
+        """Return the metric, by prompt, when something is added to what the unembedding reads.
 
         Args:
             change: from position `first` on.

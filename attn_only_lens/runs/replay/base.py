@@ -28,7 +28,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from attn_only_lens.errors import UnsupportedModelError
@@ -133,11 +133,11 @@ class Replay(ABC):
         """Return the flops of a block and those after it, of their matrices alone, for a token."""
         return 2 * sum(self._parameters[block:])
 
-    def share_of_forward(self, block: int, first: int) -> float:
-        """Return the flops of a variant that enters a block at a position, over a whole run's."""
+    def share_of_forward(self, block: int, first: Int[Tensor, "row"]) -> Float[Tensor, "row"]:
+        """Return the flops of variants that enter a block at positions, over a whole run's."""
         cfg = self.model.cfg
         whole = self.n_pos * (self.flops_per_token(0) + 2 * cfg.d_model * cfg.d_vocab)
-        return (self.n_pos - first) * self.flops_per_token(block) / whole
+        return (self.n_pos - first).double() * self.flops_per_token(block) / whole
 
     def tokens_per_run(self, block: int, position: int) -> float:
         """Return how many tokens a run from a block on costs, beside those that it runs.
