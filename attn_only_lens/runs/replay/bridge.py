@@ -93,7 +93,8 @@ class BridgeReplay(Replay):
             # Token by token: the largest would hide errors of others.
             scale = theirs.abs().amax(-1, keepdim=True)
             if mask is not None:  # no token attends to padding, and none is patched
-                scale = scale.masked_fill(~mask[:, first:, None].bool(), torch.inf)
+                padding = ~mask[:, first:, None].bool().to(scale.device)
+                scale = scale.masked_fill(padding, torch.inf)
             if not self._agree(mine, theirs, scale):
                 return False
         return self._agree(again, logits, self.recording.logits.abs().max())
@@ -223,7 +224,7 @@ class BridgeReplay(Replay):
             if positions is None:
                 return args
             x = args[0]
-            where = (positions - first).repeat(x.shape[0] // self.batch)
+            where = (positions - first).repeat(x.shape[0] // self.batch).to(x.device)
             return (x[torch.arange(x.shape[0], device=x.device), where].unsqueeze(1), *args[1:])
 
         handle = self.model.unembed.register_forward_pre_hook(pick)
