@@ -375,7 +375,7 @@ def compared(model):
 @pytest.mark.parametrize("use", [verified, grown, compared], ids=lambda use: use.__name__)
 def test_models_made_from_others(use):
     of_both_layouts = HAS_HOOKED_TRANSFORMER and use is verified
-    twice(partial(hooked, "silu_gated") if of_both_layouts else partial(bridge, "native"), use)
+    twice(partial(hooked, "silu_gated") if of_both_layouts else partial(split, "llama"), use)
 
 
 @needs_hooked_transformer

@@ -115,6 +115,7 @@ class NormRun:
             change: of its input.
             scale: "held" at that of the run, or computed "anew".
         """
+        change = change.to(self.scale.device)  # it may come from a layer on another
         moved: Tensor = self.norm.after(change)
         if scale == "held" or self.norm.module is None:
             return moved / self.scale

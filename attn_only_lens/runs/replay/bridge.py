@@ -138,7 +138,10 @@ class BridgeReplay(Replay):
         if self.metric.columns is None:
             return False
         linear = self.model.unembed.original_component
-        if type(linear) is not nn.Linear or "forward" in vars(linear):  # quantised, or placed
+        if type(linear) is not nn.Linear:  # quantised
+            return False
+        placed = getattr(linear, "_hf_hook", None)  # on a device, by accelerate
+        if "forward" in vars(linear) and getattr(placed, "offload", True):
             return False
         unedited = Variants(self.n_blocks, 0, self.recorded_stream(self.n_blocks, 0, 1))
         try:
@@ -211,8 +214,8 @@ class BridgeReplay(Replay):
         """Unembed only the columns that the metric reads."""
         linear, columns = self.model.unembed.original_component, self.metric.columns
         bias = None if linear.bias is None else linear.bias[columns]
-        own = partial(functional.linear, weight=linear.weight[columns], bias=bias)
-        with _replace_forward(linear, own):
+        weight = linear.weight[columns]
+        with _replace_forward(linear, lambda x: functional.linear(x.to(weight.device), weight, bias)):
             yield
 
     @contextmanager
