@@ -1,9 +1,9 @@
 """Everything public on a device that is not the CPU: the same results as on the CPU.
 
-Models and prompts are on one simulated device, without float64 (as MPS is), or models are split
-over two; tensors that do not say where they go are made on another (`torch.set_default_device`), and
-to mix devices raises. So whatever is made in the wrong place, or in float64 where there is none, is
-an error.
+Prompts are on one simulated device, without float64 (as MPS is), and so are models, or they are
+split over two; tensors that do not say where they go are made on another device
+(`torch.set_default_device`), and to mix devices raises. So whatever is made in the wrong place, or
+in float64 where there is none, is an error.
 
 `test_devices.py` runs this file, in processes of its own.
 """
@@ -118,7 +118,10 @@ def bridge(name, device, dtype=torch.float32):
 # The modules of each family that a map of devices names, and those of them on the second device.
 # GPT-2's unembedding is tied to its embedding, on the first: the stream comes back to it.
 PLACES = {
-    "gpt2": ("transformer.wte transformer.wpe transformer.h.0 lm_head", "transformer.h.1 transformer.ln_f"),
+    "gpt2": (
+        "transformer.wte transformer.wpe transformer.h.0 lm_head",
+        "transformer.h.1 transformer.ln_f",
+    ),
     "llama": (
         "model.embed_tokens model.layers.0",
         "model.layers.1 model.norm model.rotary_emb lm_head",

@@ -332,7 +332,9 @@ class _Module(backend_registration._DummyBackendModule):
         return N_DEVICES
 
     def manual_seed_all(self, seed: int) -> None:
-        self.states = [torch.Generator("cpu").manual_seed(seed).get_state() for _ in range(N_DEVICES)]
+        self.states = [
+            torch.Generator("cpu").manual_seed(seed).get_state() for _ in range(N_DEVICES)
+        ]
 
     def get_rng_state(self, device: Any) -> Tensor:
         return self.states[torch.device(device).index or 0].clone()

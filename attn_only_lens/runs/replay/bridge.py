@@ -213,9 +213,13 @@ class BridgeReplay(Replay):
     def _unembed_columns(self) -> Iterator[None]:
         """Unembed only the columns that the metric reads."""
         linear, columns = self.model.unembed.original_component, self.metric.columns
-        bias = None if linear.bias is None else linear.bias[columns]
         weight = linear.weight[columns]
-        with _replace_forward(linear, lambda x: functional.linear(x.to(weight.device), weight, bias)):
+        bias = None if linear.bias is None else linear.bias[columns]
+
+        def unembed(x: Tensor) -> Tensor:
+            return functional.linear(x.to(weight.device), weight, bias)
+
+        with _replace_forward(linear, unembed):
             yield
 
     @contextmanager
