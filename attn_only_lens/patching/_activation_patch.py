@@ -12,7 +12,7 @@ from tqdm.auto import tqdm
 
 from attn_only_lens.axes import Tokens
 from attn_only_lens.errors import InputError
-from attn_only_lens.numerics import is_count, matmul_precision
+from attn_only_lens.numerics import is_count, matmul_precision, precision_reasons
 from attn_only_lens.patching.over_prompts import OverPrompts
 from attn_only_lens.patching.processes import Processes
 from attn_only_lens.patching.results import Sweep
@@ -45,6 +45,7 @@ def activation_patch(
     reference: str | Tokens | None = None,
     per_prompt: bool = False,
     batch_size: int | None = None,
+    precision: str | None = None,
     resume: str | Path | None = None,
     progress: bool | str = True,
 ) -> Sweep:
@@ -80,6 +81,11 @@ def activation_patch(
             site, the mean over prompts with its standard errors (see `Sweep`).
         batch_size: sites in one forward pass; by default as many as fit in memory, halved whenever
             it runs out. It changes roundings and nothing else.
+        precision: "tf32", on NVIDIA GPUs, or "bf16" rounds what enters matrix products in the
+            blocks of a float32 model: a faster approximation. The two runs, all tests, the
+            unembedding and the metric stay in full precision, and a sample of rows is run in both:
+            `Sweep.rounding` says by how much their scores differ. By default nothing is rounded
+            but as the model's dtype and torch's own settings say.
         resume: a folder to write results to as they come. An interrupted sweep resumes there; a
             folder of another sweep is refused. A metric of your own is identified by its code and
             the values it depends on (see `custom`). Needed under `accelerate launch`, where
@@ -107,6 +113,8 @@ def activation_patch(
         1536
     """
     reasons = one_prompt_reasons(corrupted, direction)
+    parameter = next(model.parameters())
+    reasons += precision_reasons(precision, parameter.dtype, parameter.device)
     _check(model, part, direction, reference, batch_size, reasons)
     pair = pair_or_single(model, clean, corrupted, mask)
     groups = site_groups(model, pair, sites, positions, part)
@@ -121,6 +129,7 @@ def activation_patch(
     parts: MemoryParts | PartStore = MemoryParts()
     if resume is not None:
         settings = _settings(model, runs, as_metric(metric), groups, part, direction, tokens)
+        settings["precision"] = precision
         settings["at"] = None if sites is None else split_positions(sites)
         parts = PartStore(resume, settings, len(groups))
     processes = Processes(resume)
@@ -133,9 +142,10 @@ def activation_patch(
         replay = make_replay(model, target, runs.metric)
         check_edits(replay.precise, groups, part)
         batching = Batching(model, batch_size, bar.update, replay.numbers_per_token)
-        runner = PatchRunner(replay, source, part, baseline, batching)
+        runner = PatchRunner(replay, source, part, baseline, batching, precision)
         for i in mine:
             parts.write(i, pd.DataFrame({"value": runner.values(groups[i]).flatten().numpy()}))
+        errors = None if precision is None else runner.rounding(groups)
     processes.wait()
     values = torch.from_numpy(parts.read_all()["value"].to_numpy(copy=True)).view(-1, len(baseline))
     frames = [
@@ -144,7 +154,12 @@ def activation_patch(
             groups, values.split([len(each) for each in groups]), strict=True
         )
     ]
-    return Sweep.of_runs(model, runs, pd.concat(frames, ignore_index=True), part, direction)
+    found = Sweep.of_runs(model, runs, pd.concat(frames, ignore_index=True), part, direction)
+    if errors is None:
+        return found
+    span = found.clean_value - found.corrupted_value
+    largest = float((errors / span).abs().max()) if len(errors) else 0.0
+    return replace(found, precision=precision, rounding=largest, n_rounded=len(errors))
 
 
 def pair_or_single(

@@ -46,6 +46,9 @@ class _Fields(TableFields):
     method: str
     expected_pearson: float | None
     forwards: float
+    precision: str | None
+    rounding: float | None
+    n_rounded: int
 
 
 _DOCUMENT = Document("attn_only_lens.Sweep", 2, _Fields)
@@ -92,6 +95,10 @@ class Sweep(ScoredFrame):
             those of patching that their fitted error makes one expect, with a margin; an estimate,
             of all rows together. None where nothing was patched that tells.
         forwards: of such an attribution, what its patches cost, in flops of forward passes.
+        precision: what the factors of matrix products were rounded to, "tf32" or "bf16"; None
+            where `activation_patch` was not asked to.
+        rounding: the largest error of a score by that, among rows that were run in full, too.
+        n_rounded: how many those are: rows with an effect, of a sample spread evenly over all.
 
     Raises:
         InputError: columns are missing or unknown, a value is not finite, a site is there
@@ -123,6 +130,9 @@ class Sweep(ScoredFrame):
     method: str = MEASURED
     expected_pearson: float | None = None
     forwards: float = 0.0
+    precision: str | None = None
+    rounding: float | None = None
+    n_rounded: int = 0
 
     def __post_init__(self) -> None:
         given, part = self.frame, self.part
@@ -218,6 +228,9 @@ class Sweep(ScoredFrame):
             repaired = f", {self.frame['exact'].sum()} of them exact patches"
             if self.expected_pearson is not None:
                 repaired += f" (expected correlation with patching: {self.expected_pearson:.3g})"
+        if self.precision is not None:
+            repaired += f" in {self.precision} (off by up to {self.rounding:.2g} in score, of "
+            repaired += f"{self.n_rounded} run in float32, too)"
         missing = SPREAD[0] in self.frame and bool(self.frame[SPREAD[0]].isna().any())
         return (
             f"{kind} of {self.model}: {self.part}, {self.direction}, {len(self.frame)} {rows}"

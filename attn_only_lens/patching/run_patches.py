@@ -2,16 +2,17 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, TypeAlias
 
+import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from attn_only_lens.heads.host import HEAD_KINDS
-from attn_only_lens.numerics import free_bytes, full_precision
+from attn_only_lens.numerics import free_bytes, full_precision, rounded_products
 from attn_only_lens.patching.processes import n_launched
 from attn_only_lens.patching.site_groups import SiteGroup
 from attn_only_lens.runs.edit_checks import require_same_edit
@@ -30,6 +31,7 @@ from attn_only_lens.runs.sites import Part, hook_name
 # slower by a tenth, 4096 and 8192 by a sixth: they only leave the caches.
 _CPU_TOKENS = 2048
 _SHARE = 0.5  # of the free memory
+_SAMPLE = 64  # rows that are run in two precisions
 
 _Patch: TypeAlias = tuple[Bool[Tensor, "head batch pos"], int, Callable[[Tensor, int], Variants]]
 """Where each head changes its block's stream, that block, and the variants of some of the rows."""
@@ -129,6 +131,7 @@ class PatchRunner:
         part: the part of heads.
         baseline: the metric of each prompt of the run that is patched into.
         batching: the batches to run in.
+        precision: of matrix products in the blocks that run; None for the model's own.
     """
 
     replay: Replay
@@ -136,6 +139,7 @@ class PatchRunner:
     part: Part
     baseline: Float[Tensor, "prompt"]
     batching: Batching
+    precision: str | None = None
 
     @torch.no_grad()
     def values(self, group: SiteGroup) -> Float[Tensor, "row prompt"]:
@@ -151,11 +155,34 @@ class PatchRunner:
             n_run += len(rows)
 
             def run(chosen: Tensor, first: int = first) -> Tensor:
-                return self.replay.values(variants(chosen, first))
+                made = variants(chosen, first)
+                with rounded_products(self.replay.model.blocks, self.precision):
+                    return self.replay.values(made)
 
             self.batching.fill(values, rows, self.replay.numbers_per_variant(first), run)
         self.batching.on_done(len(group) - n_run)
         return values
+
+    @full_precision()
+    def rounding(self, groups: Sequence[SiteGroup]) -> Float[Tensor, "row"]:
+        """Return by how much the metric of a sample of rows differs from that in full precision.
+
+        The rows are spread evenly over all of the groups; those without an effect are left out.
+        """
+        precise = replace(self, replay=self.replay.precise, batching=self.batching.silent())
+        rounded = replace(precise, precision=self.precision)
+        precise.precision = None
+        ends = np.cumsum([0, *map(len, groups)])
+        sample = np.unique(np.linspace(0, ends[-1] - 1, _SAMPLE).astype(int))
+        errors = []
+        for group, first, end in zip(groups, ends, ends[1:], strict=False):
+            here = torch.from_numpy(sample[(sample >= first) & (sample < end)] - first)
+            if len(here):
+                some = group[here]
+                some = some[(self.starts(some)[1] >= 0).nonzero()[:, 0]]
+                pair = (each.values(some) for each in (rounded, precise))
+                errors.append(torch.sub(*map(self.replay.metric.mean, pair)))
+        return torch.cat(errors)
 
     @torch.no_grad()
     def starts(self, group: SiteGroup) -> tuple[int, Int[Tensor, "row"]]:
