@@ -169,19 +169,19 @@ class PatchRunner:
 
         The rows are spread evenly over all of the groups; those without an effect are left out.
         """
-        precise = replace(self, replay=self.replay.precise, batching=self.batching.silent())
-        rounded = replace(precise, precision=self.precision)
-        precise.precision = None
+        exact = replace(
+            self, replay=self.replay.precise, batching=self.batching.silent(), precision=None
+        )
+        rounded = replace(exact, precision=self.precision)
         ends = np.cumsum([0, *map(len, groups)])
         sample = np.unique(np.linspace(0, ends[-1] - 1, _SAMPLE).astype(int))
-        errors = []
+        errors = [torch.zeros(0, device="cpu")]
         for group, first, end in zip(groups, ends, ends[1:], strict=False):
-            here = torch.from_numpy(sample[(sample >= first) & (sample < end)] - first)
-            if len(here):
-                some = group[here]
-                some = some[(self.starts(some)[1] >= 0).nonzero()[:, 0]]
-                pair = (each.values(some) for each in (rounded, precise))
-                errors.append(torch.sub(*map(self.replay.metric.mean, pair)))
+            rows = torch.from_numpy(sample[(sample >= first) & (sample < end)] - first)
+            rows = rows[self.starts(group[rows])[1] >= 0] if len(rows) else rows
+            if len(rows):
+                found = (each.values(group[rows]) for each in (rounded, exact))
+                errors.append(torch.sub(*map(self.replay.metric.mean, found)))
         return torch.cat(errors)
 
     @torch.no_grad()
