@@ -15,7 +15,7 @@ from attn_only_lens.patching.over_prompts import OverPrompts
 from attn_only_lens.patching.processes import Processes
 from attn_only_lens.patching.results import Sweep
 from attn_only_lens.patching.resume import MemoryParts, PartStore
-from attn_only_lens.patching.run_patches import Batching, PatchRunner, check_edits
+from attn_only_lens.patching.run_patches import Batching, PatchRunner, check_edits, together
 from attn_only_lens.patching.site_groups import SiteGroup, site_groups
 from attn_only_lens.runs.fingerprint import fingerprint
 from attn_only_lens.runs.identity import Unidentified, identity
@@ -133,8 +133,10 @@ def activation_patch(
         check_edits(replay.precise, groups, part)
         batching = Batching(model, batch_size, bar.update, replay.numbers_per_token)
         runner = PatchRunner(replay, source, part, baseline, batching)
-        for i in mine:
-            parts.write(i, groups[i].frame(runner.values(groups[i]), over))
+        for batch in together([groups[i] for i in mine]):
+            found = runner.values([groups[mine[place]] for place in batch])
+            for place, values in zip(batch, found, strict=True):
+                parts.write(mine[place], groups[mine[place]].frame(values, over))
     processes.wait()
     return Sweep.of_runs(model, runs, parts.read_all(), part, direction)
 

@@ -65,7 +65,7 @@ def worst(model, frame, mask=None, part="z"):
 @pytest.fixture(autouse=True)
 def starts_of_their_own(monkeypatch):
     """A run for each position, as of many sites: a few would run together from the first on."""
-    monkeypatch.setattr(BridgeReplay, "tokens_per_run", lambda self, block, position: 0.0)
+    monkeypatch.setattr(BridgeReplay, "flops_per_run", lambda self, block, position: 0.0)
 
 
 def lengths(model, run):
