@@ -130,9 +130,10 @@ def activation_patch(
     label = progress if isinstance(progress, str) else processes.name
     with tqdm(total=total, unit="site", desc=label, disable=hidden) as bar:
         replay = make_replay(model, target, runs.metric)
-        check_edits(replay.precise, groups, part)
         batching = Batching(model, batch_size, bar.update, replay.numbers_per_token)
         runner = PatchRunner(replay, source, part, baseline, batching)
+        first = runner.earliest(groups)
+        check_edits(replay.precise, groups, part, (0, first) if first else ())
         for batch in together([groups[i] for i in mine]):
             found = runner.values([groups[mine[place]] for place in batch])
             for place, values in zip(batch, found, strict=True):

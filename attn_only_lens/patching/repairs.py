@@ -164,7 +164,7 @@ class Repairer:
             ]
             joined.append((here, SiteGroup.joined(of_groups)))
         untested = [group for _, group in joined if group.sites not in self._tested]
-        check_edits(self._runner.replay.precise, untested, self._runner.part, self._first)
+        check_edits(self._runner.replay.precise, untested, self._runner.part, [self._first])
         self._tested |= {group.sites for group in untested}
         found = self._runner.values([group for _, group in joined])
         for (here, _), values in zip(joined, found, strict=True):

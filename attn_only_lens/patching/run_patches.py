@@ -191,18 +191,25 @@ class PatchRunner:
         changed, block, _ = self._patch(group, tested=False)
         return block, self._starts(group, changed, block)
 
+    def earliest(self, groups: Sequence[SiteGroup]) -> int:
+        """Return the first position that patches of some groups run from, as the tokens tell."""
+        differ = (self.replay.recording.tokens != self.source.tokens).any(dim=0)
+        asked = torch.stack([each.everywhere.flatten(0, 1).any(dim=0) for each in groups]).any(
+            dim=0
+        )
+        first = max(int(at.int().argmax()) for at in (differ, asked))
+        block = min(self.replay.host.block(each.sites.layer, each.sites.kind) for each in groups)
+        return self.replay.start(block, first)
+
     def _starts(
         self, group: SiteGroup, changed: Bool[Tensor, "head batch pos"], block: int
     ) -> Int[Tensor, "row"]:
         """Return the first position that each row changes; -1 where it cannot affect the metric."""
-        where = group.everywhere.to(changed.device)
+        head, at = (each.to(changed.device) for each in (group.head, group.where))
+        moving = changed[head] & group.everywhere.to(changed.device)[at]
         read = self.replay.effective_positions(block).to(changed.device)
-        of_sets = []
-        for each in where:
-            here = changed & each
-            first = here.any(dim=1).int().argmax(dim=1)
-            of_sets.append(first.where((here & read).flatten(1).any(dim=1), -1))
-        return torch.stack(of_sets).cpu()[group.where, group.head]
+        first = moving.any(dim=1).int().argmax(dim=1)
+        return first.where((moving & read).flatten(1).any(dim=1), -1).cpu()
 
     def _runs(
         self, blocks: Int[Tensor, "row"], starts: Int[Tensor, "row"]
@@ -286,7 +293,7 @@ def together(groups: Sequence[SiteGroup]) -> Iterator[list[int]]:
 
 @full_precision()
 def check_edits(
-    replay: Replay, groups: Sequence[SiteGroup], part: Part, first: int | None = None
+    replay: Replay, groups: Sequence[SiteGroup], part: Part, starts: Sequence[int] = ()
 ) -> None:
     """Test the edits of a sweep.
 
@@ -294,17 +301,16 @@ def check_edits(
         replay: of the run that is patched.
         groups: the sites.
         part: the part that is patched.
-        first: the position from which to test edits; None for all positions, and again from one
-            of those asked for on.
+        starts: the positions from which to test edits; by default from 0, and from one of those
+            asked for.
     """
     sets = dict.fromkeys(each for group in groups for each in group.positions)
-    starts = {int(each.where.any(dim=0).nonzero()[0]) for each in sets}
-    later = sorted(starts - {0}) or [0]
+    asked = {int(each.where.any(dim=0).nonzero()[0]) for each in sets}
+    later = sorted(asked - {0}) or [0]
     for kind in HEAD_KINDS:
         layers = sorted({each.sites.layer for each in groups if each.sites.kind == kind})
         if layers:
             block = replay.host.block(layers[0], kind)
-            middle = later[len(later) // 2]
-            tested = [0, replay.start(block, middle)] if first is None else [first]
+            tested = starts or (0, replay.start(block, later[len(later) // 2]))
             for start in sorted(set(tested)):
                 require_same_edit(replay, kind, layers, part, start)

@@ -326,12 +326,12 @@ class Replay(ABC):
         bound = logit_tolerance(self.host.neurons, whole.dtype) * largest
 
         def error(*blocks: int) -> float:
-            unedited = (Variants(b, first, self.recorded_stream(b, first, 2)) for b in blocks)
+            unedited = (Variants(b, first, self.recorded_stream(b, first, 1)) for b in blocks)
             again = self.logits(*unedited)
-            return float((again - whole.repeat(len(again) // self.batch, 1, 1)).abs().max())
+            return float((again - whole.repeat(len(blocks), 1, 1)).abs().max())
 
         blocks = sorted({0, self.n_blocks // 2, self.n_blocks})
-        for first in sorted({0, self.start(0, self.n_pos)}):
+        for first in self.starts_to_check():
             if self._joined_agree(lambda: error(*blocks) <= bound):
                 continue
             for block in blocks:
@@ -344,6 +344,10 @@ class Replay(ABC):
                         ],
                         PROBLEM,
                     )
+
+    def starts_to_check(self) -> set[int]:
+        """Return positions of which some stand for all others: the first, and the last."""
+        return {0, self.start(0, self.n_pos)}
 
     def _joined_agree(self, agree: Callable[[], bool]) -> bool:
         """Return whether variants that run together agree; if not, they run alone from now on."""

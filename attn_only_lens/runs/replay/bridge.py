@@ -78,6 +78,10 @@ class BridgeReplay(Replay):
         tokens = self.batch * (2 * self.n_pos - position)
         return 3 * flops + tokens * self.flops_per_token(block)
 
+    def starts_to_check(self) -> set[int]:
+        """Return position 0: each other is tested before it is first used."""
+        return {0}
+
     @torch.no_grad()
     def _test_start(self, block: int, first: int) -> bool:
         recorded, mask = self.recording.streams[block], self.recording.mask
