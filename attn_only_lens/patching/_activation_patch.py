@@ -5,7 +5,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor, ones_like
+import pandas as pd
+import torch
+from torch import Tensor
 from tqdm.auto import tqdm
 
 from attn_only_lens.axes import Tokens
@@ -120,7 +122,6 @@ def activation_patch(
     if resume is not None:
         settings = _settings(model, runs, as_metric(metric), groups, part, direction, tokens)
         settings["at"] = None if sites is None else split_positions(sites)
-        settings["per_prompt"] = bool(per_prompt)
         parts = PartStore(resume, settings, len(groups))
     processes = Processes(resume)
     done = [parts.has(i) for i in range(len(groups))]
@@ -137,9 +138,17 @@ def activation_patch(
         for batch in together([groups[i] for i in mine]):
             found = runner.values([groups[mine[place]] for place in batch])
             for place, values in zip(batch, found, strict=True):
-                parts.write(mine[place], groups[mine[place]].frame(values, over))
+                column = pd.DataFrame({"value": values.flatten().numpy()})
+                parts.write(mine[place], column)
     processes.wait()
-    return Sweep.of_runs(model, runs, parts.read_all(), part, direction)
+    values = torch.from_numpy(parts.read_all()["value"].to_numpy(copy=True)).view(-1, len(baseline))
+    frames = [
+        group.frame(of_group, over)
+        for group, of_group in zip(
+            groups, values.split([len(each) for each in groups]), strict=True
+        )
+    ]
+    return Sweep.of_runs(model, runs, pd.concat(frames, ignore_index=True), part, direction)
 
 
 def pair_or_single(
@@ -202,7 +211,7 @@ def ablated_source(
     if reference is not None:
         layers = [each.layer for each in sites if each.kind == "neuron"]
         other = record(model, reference, None, layers=layers, names=z)
-        real = ones_like(reference).bool()
+        real = torch.ones_like(reference).bool()
     return ablate(own, other, to, real)  # type: ignore[arg-type]
 
 
