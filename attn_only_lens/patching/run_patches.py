@@ -12,13 +12,12 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, TypeAlias
 
-import psutil
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from attn_only_lens.heads.host import HEAD_KINDS
-from attn_only_lens.numerics import full_precision
+from attn_only_lens.numerics import free_bytes, full_precision
 from attn_only_lens.patching.processes import n_launched
 from attn_only_lens.patching.site_groups import ROWS, SiteGroup
 from attn_only_lens.runs.edit_checks import require_same_edit
@@ -117,14 +116,13 @@ def _unless_out_of_memory(run: Callable[[Tensor], Tensor], chunk: Tensor) -> Ten
 
 
 def _numbers_that_fit(model: Any, numbers_per_token: int) -> int:
-    parameter = next(model.parameters())
-    each = parameter.element_size()
-    if parameter.device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(parameter.device)
-        return int(_SHARE * free / each)
+    each = next(model.parameters()).element_size()
+    devices = {parameter.device for parameter in model.parameters()}
+    fits = int(_SHARE * min(map(free_bytes, devices)) / each)
+    if any(device.type == "cuda" for device in devices):
+        return fits
     # Processes launched together share the memory; each may get there before the others.
-    free = psutil.virtual_memory().available // n_launched()
-    return min(_CPU_TOKENS * numbers_per_token, int(_SHARE * free / each))
+    return min(_CPU_TOKENS * numbers_per_token, fits // n_launched())
 
 
 @dataclass(eq=False)

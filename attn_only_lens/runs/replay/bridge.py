@@ -100,7 +100,8 @@ class BridgeReplay(Replay):
             # Token by token: the largest would hide errors of others.
             scale = theirs.abs().amax(-1, keepdim=True)
             if mask is not None:  # no token attends to padding, and none is patched
-                scale = scale.masked_fill(~mask[:, first:, None].bool(), torch.inf)
+                padding = ~mask[:, first:, None].bool().to(scale.device)
+                scale = scale.masked_fill(padding, torch.inf)
             if not self._agree(mine, theirs, scale):
                 return False
         return self._agree(again, logits, self.recording.logits.abs().max())
@@ -144,7 +145,10 @@ class BridgeReplay(Replay):
         if self.metric.columns is None:
             return False
         linear = self.model.unembed.original_component
-        if type(linear) is not nn.Linear or "forward" in vars(linear):  # quantised, or placed
+        if type(linear) is not nn.Linear:  # quantised
+            return False
+        placed = getattr(linear, "_hf_hook", None)  # on a device, by accelerate
+        if "forward" in vars(linear) and getattr(placed, "offload", True):
             return False
         unedited = Variants(self.n_blocks, 0, self.recorded_stream(self.n_blocks, 0, 1))
         try:
@@ -228,9 +232,13 @@ class BridgeReplay(Replay):
     def _unembed_columns(self) -> Iterator[None]:
         """Unembed only the columns that the metric reads."""
         linear, columns = self.model.unembed.original_component, self.metric.columns
+        weight = linear.weight[columns]
         bias = None if linear.bias is None else linear.bias[columns]
-        own = partial(functional.linear, weight=linear.weight[columns], bias=bias)
-        with _replace_forward(linear, own):
+
+        def unembed(x: Tensor) -> Tensor:
+            return functional.linear(x.to(weight.device), weight, bias)
+
+        with _replace_forward(linear, unembed):
             yield
 
     @contextmanager
@@ -242,7 +250,7 @@ class BridgeReplay(Replay):
             if positions is None:
                 return args
             x = args[0]
-            where = (positions - first).repeat(x.shape[0] // self.batch)
+            where = (positions - first).repeat(x.shape[0] // self.batch).to(x.device)
             return (x[torch.arange(x.shape[0], device=x.device), where].unsqueeze(1), *args[1:])
 
         handle = self.model.unembed.register_forward_pre_hook(pick)
