@@ -245,7 +245,9 @@ class PatchRunner:
         which stay the same to the bit before the patch.
         """
         replay = self.replay
-        of_token = torch.tensor([replay.flops_per_token(b) for b in range(replay.n_blocks + 1)])
+        of_token = torch.tensor(
+            [replay.flops_per_token(b) for b in range(replay.n_blocks + 1)], device="cpu"
+        )
         firsts: list[int] = []
         for position in starts[starts >= 0].unique().tolist():
             of_rows = blocks[starts == position]
