@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from attn_only_lens.errors import InputError
@@ -83,6 +83,10 @@ class OverPrompts:
             spreads = self._error_of_mean(values), self._error_of_mean(changes) / abs(self.span)
             columns |= dict(zip(SPREAD, map(Tensor.numpy, spreads), strict=True))
         return columns
+
+    def flags(self, flags: Bool[Tensor, "site"]) -> Bool[np.ndarray, "row"]:
+        """Return the flag of each row."""
+        return np.repeat(flags.numpy(), len(self.weights) if self.per_prompt else 1)
 
     def moved(self, moves: Float[Tensor, "site batch"]) -> Float[Tensor, "site prompt"]:
         """Return the values of prompts of which each moves the mean by so much."""

@@ -12,7 +12,6 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from attn_only_lens.errors import InputError
-from attn_only_lens.patching.over_prompts import OverPrompts
 from attn_only_lens.runs.positions import Positions, PositionSet, resolve_positions
 from attn_only_lens.runs.prompts import PromptPair
 from attn_only_lens.runs.sites import (
@@ -94,24 +93,6 @@ class SiteGroup:
                 "position": np.array([each.label for each in self.positions])[where],
             }
         )
-
-    def frame(
-        self,
-        values: Float[Tensor, "row prompt"],
-        over: OverPrompts,
-        exact: Bool[Tensor, "row"] | None = None,
-    ) -> pd.DataFrame:
-        """Return a frame for `Sweep` of the values of the rows, prompts inmost.
-
-        Args:
-            values: of each row and prompt.
-            over: how prompts become rows.
-            exact: which are of patches, where others are estimates; None if all are.
-        """
-        rows = self.rows if exact is None else self.rows.assign(exact=exact.cpu().numpy())
-        if over.per_prompt:
-            rows = rows.loc[rows.index.repeat(values.shape[1])].reset_index(drop=True)
-        return rows.assign(**over.columns(values))
 
 
 def site_groups(
