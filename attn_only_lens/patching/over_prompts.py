@@ -92,11 +92,15 @@ class OverPrompts:
         """Return the values of prompts of which each moves the mean by so much."""
         moves = moves.cpu().double()
         if len(self.weights) == 1:  # of all prompts, or of the only one
-            return self.unpatched + moves.sum(dim=1, keepdim=True)
+            return (
+                moves if moves.shape[1] == 1 else moves.sum(dim=1, keepdim=True)
+            ) + self.unpatched
         return self.unpatched + moves / moves.new_tensor([share or 1.0 for share in self.weights])
 
     def mean(self, values: Float[Tensor, "site prompt"]) -> Float[Tensor, "site"]:
         """Return the mean over prompts."""
+        if len(self.weights) == 1:
+            return values[:, 0]
         # As `BoundMetric.mean` sums: a patch without effect has the unpatched value, bit for bit.
         weighted = zip(self.weights, values.unbind(-1), strict=True)
         return sum((share * each for share, each in weighted), torch.zeros_like(values[:, 0]))
