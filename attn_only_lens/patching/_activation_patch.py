@@ -19,6 +19,7 @@ from attn_only_lens.patching.results import Sweep
 from attn_only_lens.patching.resume import MemoryParts, PartStore
 from attn_only_lens.patching.run_patches import Batching, PatchRunner, check_edits, together
 from attn_only_lens.patching.site_groups import SiteGroup, site_groups
+from attn_only_lens.patching.sweep_rows import SweepRows
 from attn_only_lens.runs.fingerprint import fingerprint
 from attn_only_lens.runs.identity import Unidentified, identity
 from attn_only_lens.runs.inputs import checked_tokens, option_reasons, reasons_not_to_run
@@ -152,18 +153,16 @@ def activation_patch(
         errors = None if precision is None else runner.rounding(groups)
     processes.wait()
     values = torch.from_numpy(parts.read_all()["value"].to_numpy(copy=True)).view(-1, len(baseline))
-    frames = [
-        group.frame(of_group, over)
-        for group, of_group in zip(
-            groups, values.split([len(each) for each in groups]), strict=True
-        )
-    ]
-    sweep = Sweep.of_runs(model, runs, pd.concat(frames, ignore_index=True), part, direction)
+    of_groups = values.split([len(each) for each in groups])
+    rows = SweepRows.of_groups(groups, [over.columns(each) for each in of_groups])
+    sweep = Sweep.of_runs(model, runs, rows, part, direction)
     if errors is None:
         return sweep
     span = sweep.clean_value - sweep.corrupted_value
     largest = float((errors / span).abs().max()) if len(errors) else 0.0
-    return replace(sweep, precision=precision, rounding=largest, n_rounded=len(errors))
+    return replace(
+        sweep, given=sweep.rows, precision=precision, rounding=largest, n_rounded=len(errors)
+    )
 
 
 def pair_or_single(
