@@ -128,7 +128,7 @@ class SweepRows:
         head, names = _coded(frame["name"])
         where, labels = _coded_positions(frame["position"])
         example = np.full(len(names), -1)  # a row of each head
-        example[head] = np.arange(len(frame))
+        example[head] = np.arange(len(frame), dtype=np.int32)
         kind, kinds = _coded(frame["kind"])
         layer, index = (frame[name].to_numpy(dtype=np.int64) for name in ("layer", "index"))
         numbers = {name: read(frame[name]) for name, read in _OPTIONAL.items() if name in frame}
@@ -254,7 +254,7 @@ def rows_in_order(one: SweepRows, other: SweepRows) -> npt.NDArray[np.int64] | N
     return _last_rows(theirs, n)[mine]
 
 
-def site_keys(*rows: SweepRows) -> tuple[list[npt.NDArray[np.int64]], int]:
+def site_keys(*rows: SweepRows) -> tuple[list[npt.NDArray[Any]], int]:
     """Return a number for each row's site and prompt, from 0, and how many numbers there are.
 
     Args:
@@ -262,12 +262,14 @@ def site_keys(*rows: SweepRows) -> tuple[list[npt.NDArray[np.int64]], int]:
     """
     names, n_heads = _common_codes([each.names for each in rows])
     labels, n_places = _common_codes([each.labels for each in rows])
-    keys = []
+    n = n_heads * n_places
+    keys: list[npt.NDArray[Any]] = []
     for each, name, label in zip(rows, names, labels, strict=True):
         head = each.head if name is None else name[each.head]
         where = each.where if label is None else label[each.where]
-        keys.append(head + n_heads * where.astype(np.int64))
-    n = n_heads * n_places
+        keys.append(where.astype(np.int32 if n < 2**31 else np.int64))
+        keys[-1] *= n_heads
+        keys[-1] += head
     ends = np.cumsum([len(each) for each in rows])
     if "prompt" in rows[0].numbers:
         prompt, prompts = pd.factorize(np.concatenate([each.numbers["prompt"] for each in rows]))
