@@ -17,7 +17,7 @@ from attn_only_lens.patching.over_prompts import OverPrompts
 from attn_only_lens.patching.processes import Processes
 from attn_only_lens.patching.results import Sweep
 from attn_only_lens.patching.resume import MemoryParts, PartStore
-from attn_only_lens.patching.run_patches import Batching, PatchRunner, check_edits
+from attn_only_lens.patching.run_patches import Batching, PatchRunner, check_edits, together
 from attn_only_lens.patching.site_groups import SiteGroup, site_groups
 from attn_only_lens.patching.sweep_rows import SweepRows
 from attn_only_lens.runs.fingerprint import fingerprint
@@ -132,11 +132,15 @@ def activation_patch(
     label = progress if isinstance(progress, str) else processes.name
     with tqdm(total=total, unit="site", desc=label, disable=hidden) as bar:
         replay = make_replay(model, target, runs.metric)
-        check_edits(replay.precise, groups, part)
         batching = Batching(model, batch_size, bar.update, replay.numbers_per_token)
         runner = PatchRunner(replay, source, part, baseline, batching)
-        for i in mine:
-            parts.write(i, pd.DataFrame({"value": runner.values(groups[i]).flatten().numpy()}))
+        first = runner.earliest(groups)
+        check_edits(replay.precise, groups, part, (0, first) if first else ())
+        for batch in together([groups[i] for i in mine]):
+            found = runner.values([groups[mine[place]] for place in batch])
+            for place, values in zip(batch, found, strict=True):
+                column = pd.DataFrame({"value": values.flatten().numpy()})
+                parts.write(mine[place], column)
     processes.wait()
     values = torch.from_numpy(parts.read_all()["value"].to_numpy(copy=True)).view(-1, len(baseline))
     of_groups = values.split([len(each) for each in groups])

@@ -26,7 +26,7 @@ from attn_only_lens.runs.sites import (
 )
 
 _PROBLEM = "these sites cannot be patched"
-_ROWS = 2048  # of a group: enough for one that is written to a file of its own
+ROWS = 2048  # of a group: enough for one that is written to a file of its own
 
 
 @dataclass(frozen=True, eq=False)
@@ -121,7 +121,7 @@ def site_groups(
     positions: Positions,
     part: Part,
     *,
-    most_rows: int | None = _ROWS,
+    most_rows: int | None = ROWS,
 ) -> tuple[SiteGroup, ...]:
     """Return the sites to patch, in groups whose order depends on nothing else.
 
