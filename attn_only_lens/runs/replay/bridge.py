@@ -235,6 +235,8 @@ class BridgeReplay(Replay):
     def _unembed_columns(self) -> Iterator[None]:
         """Unembed only the columns that the metric reads."""
         linear, columns = self.model.unembed.original_component, self.metric.columns
+        assert columns is not None
+        columns = columns.to(linear.weight.device)
         weight = linear.weight[columns]
         bias = None if linear.bias is None else linear.bias[columns]
 
