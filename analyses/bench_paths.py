@@ -28,7 +28,7 @@ from typing import Annotated, Any
 import pandas as pd
 import torch
 import typer
-from bench_patching import FIRST, POS, bridge_of, prompts
+from bench_patching import Task, bridge_of, prompts
 from benching import Device, machine, page_name, speeds, table
 from torch import Tensor
 
@@ -37,7 +37,7 @@ from attn_only_lens import patching as p
 from attn_only_lens.runs.metrics import bind
 from attn_only_lens.storage import write_text
 
-AT = FIRST[0]
+POS, AT = 15, 10  # the prompts' length, and where they differ
 METRIC = p.logit_diff(correct=11, wrong=12)
 
 
@@ -120,7 +120,7 @@ def report(smoke: bool, device: str, few: int, theirs: int) -> str:
     source.requires_grad_(False)
     cfg, (speed, _) = source.cfg, speeds(device, smoke)
     first, last = (0, 1) if smoke else (4, 8)
-    clean, corrupted = prompts(AT, cfg.d_vocab, device)
+    clean, corrupted = prompts(Task("paths", "each", POS, AT), cfg.d_vocab, device)
     by_hand = ByHand(source, clean, corrupted)
     neurons = [list(range(0, cfg.d_mlp, max(1, cfg.d_mlp // few)))[:few]] * 2
     from_neurons, to_neurons = (

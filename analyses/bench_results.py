@@ -28,7 +28,7 @@ import bench_patching
 import pandas as pd
 import torch
 import typer
-from benching import machine, table, wait
+from benching import Device, machine, page_name, table, wait
 from torch import Tensor
 
 from attn_only_lens import expose_neuron_heads, load
@@ -208,14 +208,14 @@ three.
 
 def main(
     out: Annotated[Path, typer.Option(help="folder to write")] = Path("out/bench"),
-    device: Annotated[str, typer.Option(help="cpu or cuda")] = "cpu",
+    device: Device = "cpu",
     model: Annotated[str, typer.Option(help="a folder to load; GPT-2 small's shape if none")] = "",
     smoke: Annotated[bool, typer.Option(help="tiny sizes")] = False,
 ) -> None:
     """Measure, print, and write `bench_results.md`."""
     text = report(model, smoke, device)
     typer.echo(text)
-    write_text(out / "bench_results.md", text)
+    write_text(out / page_name(__file__, device), text)
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ from typing import Annotated, Any
 import pandas as pd
 import torch
 import typer
-from bench_patching import bridge_of, prompts
+from bench_patching import Task, bridge_of, prompts
 from benching import Device, machine, markdown, table, wait
 
 from attn_only_lens import expose_neuron_heads
@@ -34,7 +34,7 @@ from attn_only_lens.numerics import PRECISIONS, precision_reasons
 from attn_only_lens.storage import write_text
 
 HERE = Path(__file__).parent
-AT = 10  # where the two prompts of the first step differ
+FIRST_STEP = Task("every neuron", "each", 15, 10)
 
 
 @dataclass(frozen=True)
@@ -58,6 +58,7 @@ STEPS = (
     Step("bench_compare", 60),
     Step("bench_composition", 60),
     Step("bench_patching", 90, ("--model", "hooked")),
+    Step("bench_results", 60),
     Step("bench_growth", 60),
     Step("bench_convert", 60),
     Step("edges_against_cuts", 60),
@@ -72,7 +73,7 @@ STEPS = (
 
 def sweeps(device: str, smoke: bool) -> str:
     """Sweeps on a device in every precision that it has, against the CPU's in full."""
-    given = prompts(AT, 41 if smoke else 50257, "cpu")
+    given = prompts(FIRST_STEP, 41 if smoke else 50257, "cpu")
     metric = p.logit_diff(correct=11, wrong=12)
     neurons = range(0, 37 if smoke else 3072, 18 if smoke else 384)
     names = [f"L{layer}N{i}" for layer in range(2 if smoke else 12) for i in neurons]
