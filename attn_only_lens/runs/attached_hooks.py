@@ -52,10 +52,12 @@ def find_hooks(model: Any) -> AttachedHooks:
     own: dict[str, None] = {}
     added: set[str] = set()  # the ways in which users added hooks
     for name, module in modules_of(model):
+        if not any(map(module.__dict__.__getitem__, _KINDS)):
+            continue
         lens = _lens_handles(module)
         shown = str(getattr(module, "name", None) or name) if lens else name or "the model itself"
         for kind in _KINDS:
-            hooks = getattr(module, kind)
+            hooks = module.__dict__[kind]
             for key, hook in hooks.items():
                 handle = lens.get((id(hooks), key))
                 if handle is not None and is_placeholder(handle):
@@ -111,8 +113,8 @@ def modules_of(model: Any) -> Iterator[tuple[str, nn.Module]]:
     while left:
         name, module = left.popleft()
         yield name, module
-        for part, child in module.named_children():
-            if id(child) not in found:
+        for part, child in module._modules.items():  # `named_children` takes three times as long
+            if child is not None and id(child) not in found:
                 found.add(id(child))
                 left.append((f"{name}.{part}" if name else part, child))
 

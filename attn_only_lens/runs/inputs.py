@@ -9,7 +9,7 @@ from transformer_lens.model_bridge import TransformerBridge
 from attn_only_lens.axes import Tokens
 from attn_only_lens.errors import UnsupportedCallError
 from attn_only_lens.heads import has_neuron_heads
-from attn_only_lens.runs.attached_hooks import hook_reasons
+from attn_only_lens.runs.attached_hooks import hook_reasons, modules_of
 from attn_only_lens.tl import HookedTransformer
 
 
@@ -64,6 +64,6 @@ def reasons_not_to_run(model: Any) -> list[str]:
     if not has_neuron_heads(model):
         return []
     reasons = hook_reasons(model, "would run on batches of variants, or be left out of them")
-    if any(isinstance(m, nn.Dropout) and m.p > 0 and m.training for m in model.modules()):
+    if any(isinstance(m, nn.Dropout) and m.p > 0 and m.training for _, m in modules_of(model)):
         reasons.append("dropout is active; call model.eval() first")
     return reasons
