@@ -11,7 +11,7 @@ In rows of each prompt, with `unpatched` the prompt's own value in the run that 
 so that a patch without effect leaves the baseline, and the mean over prompts is the score above.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,9 +20,9 @@ import numpy.typing as npt
 import pandas as pd
 
 from attn_only_lens.errors import InputError
-from attn_only_lens.patching.over_prompts import SPREAD
+from attn_only_lens.patching.over_prompts import SPREAD, OverPrompts
 from attn_only_lens.patching.scored_frame import BASELINE, ScoredFrame
-from attn_only_lens.runs.recording import RunPair
+from attn_only_lens.patching.site_groups import SiteGroup
 from attn_only_lens.storage import Document
 from attn_only_lens.storage.tables import TableFields
 
@@ -174,30 +174,43 @@ class Sweep(ScoredFrame):
         object.__setattr__(self, "frame", frame)
 
     @classmethod
-    def of_runs(
+    def of_prompts(
         cls,
         model: Any,
-        runs: RunPair,
-        frame: pd.DataFrame,
+        groups: Sequence[SiteGroup],
+        over: OverPrompts,
         part: str,
-        direction: str,
         method: str = MEASURED,
-        expected_pearson: float | None = None,
-        forwards: float = 0.0,
+        **others: Any,
     ) -> "Sweep":
-        """Return the sweep of a frame of values, with the settings of its two runs."""
+        """Return the sweep of the values of all prompts, with the settings of its runs.
+
+        Args:
+            model: that was patched.
+            groups: the sites.
+            over: their values.
+            part: of each head.
+            method: how they were found.
+            others: `exact`, which rows are patches where others are estimates; and fields of an
+                attribution.
+        """
+        frame = pd.concat([group.rows for group in groups], ignore_index=True)
+        if "exact" in others:
+            frame = frame.assign(exact=others.pop("exact"))
+        if over.per_prompt:
+            frame = frame.loc[frame.index.repeat(over.n_prompts)].reset_index(drop=True)
+        clean_value, corrupted_value = over.ends
         return cls(
-            frame,
+            frame.assign(**over.columns()),
             part=part,
-            direction=direction,
-            metric=runs.metric.name,
-            clean_value=runs.clean_value,
-            corrupted_value=runs.corrupted_value,
-            n_prompts=len(runs.pair.clean),
+            direction=over.direction,
+            metric=over.name,
+            clean_value=clean_value,
+            corrupted_value=corrupted_value,
+            n_prompts=over.n_prompts,
             model=str(getattr(model.cfg, "model_name", "")),
             method=method,
-            expected_pearson=expected_pearson,
-            forwards=forwards,
+            **others,
         )
 
     @property

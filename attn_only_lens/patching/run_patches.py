@@ -258,7 +258,8 @@ def check_edits(
             of those asked for on.
     """
     sets = dict.fromkeys(each for group in groups for each in group.positions)
-    starts = {int(each.where.any(dim=0).nonzero()[0]) for each in sets}
+    some = [each.where.any(dim=0) for each in sets]  # a run of prompts may lack a position
+    starts = {int(each.nonzero()[0]) for each in some if each.any()}
     later = sorted(starts - {0}) or [0]
     for kind in HEAD_KINDS:
         layers = sorted({each.sites.layer for each in groups if each.sites.kind == kind})

@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -12,7 +12,6 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from attn_only_lens.errors import InputError
-from attn_only_lens.patching.over_prompts import OverPrompts
 from attn_only_lens.runs.positions import Positions, PositionSet, resolve_positions
 from attn_only_lens.runs.prompts import PromptPair
 from attn_only_lens.runs.sites import (
@@ -71,6 +70,14 @@ class SiteGroup:
         positions = tuple(self.positions[i] for i in kept.tolist())
         return SiteGroup(self.sites, positions, self.head[rows], where)
 
+    def of_prompts(self, pair: PromptPair) -> "SiteGroup":
+        """Return the same sites at a run of the prompts, which knows which it is."""
+        if pair.among is None:
+            return self
+        n_pos = pair.clean.shape[1]
+        positions = tuple(each.of_prompts(pair.among[0], n_pos) for each in self.positions)
+        return replace(self, positions=positions)
+
     @property
     def everywhere(self) -> Bool[Tensor, "set batch pos"]:
         """Where each set of positions is."""
@@ -94,24 +101,6 @@ class SiteGroup:
                 "position": np.array([each.label for each in self.positions])[where],
             }
         )
-
-    def frame(
-        self,
-        values: Float[Tensor, "row prompt"],
-        over: OverPrompts,
-        exact: Bool[Tensor, "row"] | None = None,
-    ) -> pd.DataFrame:
-        """Return a frame for `Sweep` of the values of the rows, prompts inmost.
-
-        Args:
-            values: of each row and prompt.
-            over: how prompts become rows.
-            exact: which are of patches, where others are estimates; None if all are.
-        """
-        rows = self.rows if exact is None else self.rows.assign(exact=exact.cpu().numpy())
-        if over.per_prompt:
-            rows = rows.loc[rows.index.repeat(values.shape[1])].reset_index(drop=True)
-        return rows.assign(**over.columns(values))
 
 
 def site_groups(

@@ -35,6 +35,10 @@ class PositionSet:
     label: int | str
     where: Bool[Tensor, "batch pos"]
 
+    def of_prompts(self, prompts: range, n_pos: int) -> "PositionSet":
+        """Return those of a run of prompts, before position n_pos."""
+        return PositionSet(self.label, self.where[prompts.start : prompts.stop, :n_pos])
+
 
 def resolve_positions(pair: PromptPair, positions: Positions) -> tuple[PositionSet, ...]:
     """Return the sets of positions to patch in given prompts.
