@@ -260,6 +260,8 @@ def test_an_interrupted_sweep_goes_on(layout, tmp_path, monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(Interrupted, "left", 2)
+        patch.setattr(sweep_parts, "_PARTS", 5)
+        patch.setattr(sweep_parts, "_LEAST", 1)
         patch.setattr("attn_only_lens.patching._activation_patch.PartStore", Interrupted)
         with pytest.raises(KeyboardInterrupt):
             sweep(model, resume=folder)
@@ -401,17 +403,6 @@ def test_what_cannot_be_identified_is_not_resumed_unless_it_has_a_version(tmp_pa
         assert swept(version="1").frame.equals(kept)
         with pytest.raises(InputError, match=r'got "version 2"; the folder has "version 1"'):
             swept(version="2")
-
-
-def test_processes_that_share_no_folder_give_no_part_of_a_frame(tmp_path, monkeypatch):
-    """A process that has done its half, and waits for no one."""
-    model = made()
-    monkeypatch.setattr(
-        "attn_only_lens.patching._activation_patch.Processes.share",
-        lambda self, work: list(work[::2]),
-    )
-    with pytest.raises(InputError, match="this sweep is not whole"):
-        sweep(model, resume=tmp_path / "parts")
 
 
 def test_nothing_on_record_holds_a_graph():
