@@ -272,7 +272,7 @@ def attribution(
         over,
         part,
         method,
-        exact=exact.numpy(),
+        exact=exact,
         expected_pearson=expected_pearson(error, over.means),
         forwards=forwards,
     )
