@@ -336,12 +336,13 @@ def _inflow(
     def contributions(gradient: Tensor | None, at: Sublayer) -> Tensor:
         if gradient is None:  # it does not come before the targets
             return rows.new_zeros(()).expand(batch, len(rows), n_pos, at.n_nodes)
-        return at.sum_by_node(gradient * at.cut.detach()).transpose(0, 1)
+        return at.sum_by_node(gradient * at.cut.detach()).transpose(0, 1).to(rows.device)
 
     assert embedding_gradient is not None
+    embedding = embedding_gradient * linear.embedding.detach()
     return Inflow(
         tuple(targets),
-        (embedding_gradient * linear.embedding.detach()).sum(dim=-1).transpose(0, 1),
+        embedding.sum(dim=-1).transpose(0, 1).to(rows.device),
         tuple(map(contributions, gradients, linear.sublayers)),
         constant.detach(),
     )

@@ -16,7 +16,7 @@ from attn_only_lens.patching.processes import is_first, require_folder
 from attn_only_lens.patching.prompt_runs import PromptRuns, measure_parts, prompts_per_run
 from attn_only_lens.patching.results import Sweep
 from attn_only_lens.patching.resume import PartStore
-from attn_only_lens.patching.run_patches import Batching, PatchRunner, check_edits
+from attn_only_lens.patching.run_patches import Batching, PatchRunner, check_edits, together
 from attn_only_lens.patching.site_groups import SiteGroup, site_groups
 from attn_only_lens.patching.sweep_parts import SweepPart, sweep_parts
 from attn_only_lens.runs.fingerprint import fingerprint
@@ -139,25 +139,29 @@ def activation_patch(
     label = progress if isinstance(progress, str) else None
     total = sum(len(each.rows) for each in parts)
     with tqdm(total=total, unit="site", desc=label, disable=hidden) as bar:
-        tested, made = set[bool](), dict[range, PatchRunner]()
+        tested, made = set[tuple[bool, int]](), dict[range, PatchRunner]()
 
         def runner_of(prompts: range) -> PatchRunner:
             if prompts not in made:
                 made.clear()
                 run = runs.of(prompts)
                 replay = make_replay(model, run.target, run.runs.metric)
-                if run.padded not in tested:
-                    here = [each.of_prompts(run.runs.pair) for each in groups]
-                    check_edits(replay.precise, here, part)
-                    tested.add(run.padded)
                 batching = Batching(model, batch_size, bar.update, replay.numbers_per_token)
-                made[prompts] = PatchRunner(replay, run.source, part, run.unpatched, batching)
+                runner = PatchRunner(replay, run.source, part, run.unpatched, batching)
+                here = [each.of_prompts(run.runs.pair) for each in groups]
+                first = runner.earliest(here)
+                if (run.padded, first) not in tested:
+                    check_edits(replay.precise, here, part, (0, first) if first else ())
+                    tested.add((run.padded, first))
+                made[prompts] = runner
             return made[prompts]
 
         def measure(each: SweepPart) -> Tensor:
             runner, run = runner_of(each.prompts), runs.of(each.prompts)
-            values = map(runner.values, each.groups(groups, run.runs.pair))
-            return run.reduced(over, torch.cat(list(values))).flatten()
+            here = each.groups(groups, run.runs.pair)
+            batches = (runner.values([here[i] for i in batch]) for batch in together(here))
+            values = torch.cat([of_group for batch in batches for of_group in batch])
+            return run.reduced(over, values).flatten()
 
         measure_parts(parts, store, measure, over.add, lambda i: bar.update(len(parts[i].rows)))
     return Sweep.of_prompts(model, groups, over, part)

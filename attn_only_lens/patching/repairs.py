@@ -184,10 +184,11 @@ class Repairer:
             for (_, group), edit in zip(joined, edits, strict=True)
             if edit not in self._tested
         ]
-        check_edits(replay, untested, self._runner.part, self._first)
+        check_edits(replay, untested, self._runner.part, [self._first])
         self._tested.update(edits)
-        for here, group in joined:
-            self._values[here] = self._runner.values(group)
+        found = self._runner.values([group for _, group in joined])
+        for (here, _), values in zip(joined, found, strict=True):
+            self._values[here] = values
             self._exact[here] = True
 
     def _expected_error(self) -> float | None:
