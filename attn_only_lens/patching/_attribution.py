@@ -218,7 +218,7 @@ def attribution(
     """
     _check(model, corrupted, part, direction, method, steps, budget, reference, prompts_at_once)
     pair = pair_or_single(model, clean, corrupted, mask)
-    groups = site_groups(model, pair, sites, positions, part)
+    groups = site_groups(model, pair, sites, positions, part, most_rows=None)
     tokens = None if reference is None else checked_tokens(model, reference)
     chosen = tuple(dict.fromkeys(each.sites for each in groups))
     metric = as_metric(metric)

@@ -68,15 +68,12 @@ class AblatedRuns:
             if others is None:
                 others, mask = self._pair.clean.roll(-1, dims=0), clean.mask
             other = self._record(others[rows, :n_pos], mask)
-            neurons = {
-                layer: replace(each, z=other.neurons[layer].z)
-                for layer, each in own.neurons.items()
-            }
-            return replace(own, neurons=neurons, hooked=other.hooked)
+            return replace(own, neurons=other.neurons, hooked=other.hooked)
         return ablate(own, own, self._to, self._pair.real[rows, :n_pos])
 
     def _record(self, tokens: Tokens, mask: Tensor | None) -> Recording:
-        return record(self._model, tokens, mask, layers=self._layers, names=self._names)
+        names, layers = self._names, self._layers
+        return record(self._model, tokens, mask, layers=layers, names=names, gates=False)
 
     def _mean(self) -> Recording:
         """Return the mean z of all real tokens, as a run of one token."""
@@ -96,7 +93,7 @@ class AblatedRuns:
         }
         return replace(
             run,
-            neurons={layer: NeuronRun(*(means[layer],) * 3) for layer in run.neurons},
+            neurons={layer: NeuronRun(means[layer]) for layer in run.neurons},
             hooked={name: means[name] for name in run.hooked},
         )
 

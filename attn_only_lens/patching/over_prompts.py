@@ -159,6 +159,8 @@ def mean_over(
     values: Float[Tensor, "row prompt"], shares: tuple[float, ...]
 ) -> Float[Tensor, "row"]:
     """Return the weighted mean over prompts, summed alike for one row and for many."""
+    if len(shares) == 1:
+        return values[:, 0]
     # As `BoundMetric.mean` sums: a patch without effect has the unpatched value, bit for bit.
     weighted = zip(shares, values.unbind(-1), strict=True)
     return sum((share * each for share, each in weighted), torch.zeros_like(values[:, 0]))
@@ -170,7 +172,7 @@ def moved_values(
     """Return the values of prompts of which each moves the mean by so much."""
     moves = moves.cpu().double()
     if len(shares) == 1:  # of all prompts, or of the only one
-        return unpatched + moves.sum(dim=1, keepdim=True)
+        return unpatched + (moves if moves.shape[1] == 1 else moves.sum(dim=1, keepdim=True))
     return unpatched + moves / moves.new_tensor([share or 1.0 for share in shares])
 
 

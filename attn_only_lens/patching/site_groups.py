@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -47,10 +48,7 @@ class SiteGroup:
     @classmethod
     def product(cls, sites: LayerSites, positions: Sequence[PositionSet]) -> "SiteGroup":
         """Every head at every set of positions: positions outmost, heads inmost."""
-        n, n_sets = len(sites.names), len(positions)
-        head = torch.arange(n, device="cpu").repeat(n_sets)
-        where = torch.arange(n_sets, device="cpu").repeat_interleave(n)
-        return cls(sites, tuple(positions), head, where)
+        return cls(sites, tuple(positions), *_product(len(sites.names), len(positions)))
 
     @classmethod
     def joined(cls, groups: Sequence["SiteGroup"]) -> "SiteGroup":
@@ -60,6 +58,12 @@ class SiteGroup:
         wheres = [group.where + sum(sizes[:i]) for i, group in enumerate(groups)]
         heads = [group.head for group in groups]
         return cls(groups[0].sites, positions, torch.cat(heads), torch.cat(wheres))
+
+    @property
+    def is_product(self) -> bool:
+        """Whether the rows are known to be those of `product`, in order."""
+        head, where = _product(len(self.sites.names), len(self.positions))
+        return self.head is head and self.where is where
 
     def __len__(self) -> int:
         return len(self.head)
@@ -85,7 +89,15 @@ class SiteGroup:
 
     def sums(self, of_heads: Float[Tensor, "head batch pos"]) -> Float[Tensor, "row batch"]:
         """Sum a quantity of each row's head over its positions."""
-        found = torch.einsum("hbp,sbp->shb", of_heads, self.everywhere.to(of_heads))
+        everywhere = self.everywhere.to(of_heads)
+        if all(each.column is not None for each in self.positions):
+            columns = torch.tensor([each.column for each in self.positions], device=of_heads.device)
+            here = everywhere.gather(-1, columns[:, None, None].expand(-1, everywhere.shape[1], 1))
+            found = of_heads.permute(2, 0, 1)[columns] * here.transpose(1, 2)
+        else:
+            found = torch.einsum("hbp,sbp->shb", of_heads, everywhere)
+        if self.is_product:
+            return found.flatten(0, 1)
         return found[self.where.to(found.device), self.head.to(found.device)]
 
     @property
@@ -103,8 +115,21 @@ class SiteGroup:
         )
 
 
+@lru_cache(maxsize=4)  # layers have the same
+def _product(n_heads: int, n_sets: int) -> tuple[Int[Tensor, "row"], Int[Tensor, "row"]]:
+    """Return the head and the set of each row of a product."""
+    rows = torch.arange(n_heads * n_sets, device="cpu")
+    return rows % n_heads, rows // n_heads
+
+
 def site_groups(
-    model: Any, pair: PromptPair, sites: Sites | None, positions: Positions, part: Part
+    model: Any,
+    pair: PromptPair,
+    sites: Sites | None,
+    positions: Positions,
+    part: Part,
+    *,
+    most_rows: int | None = ROWS,
 ) -> tuple[SiteGroup, ...]:
     """Return the sites to patch, in groups whose order depends on nothing else.
 
@@ -115,6 +140,7 @@ def site_groups(
             that have the part.
         positions: as `resolve_positions` takes them, for names that do not say where.
         part: the part that is patched.
+        most_rows: of a group, unless the heads of one layer are more; None for a group a layer.
 
     Raises:
         InputError: with every reason: sites that the model has not, positions that are none of
@@ -122,7 +148,7 @@ def site_groups(
     """
     if sites is None:
         sites = heads() if part == "k" else all_heads()
-    groups = _site_groups(model, pair, sites, positions)
+    groups = _site_groups(model, pair, sites, positions, most_rows)
     neurons = [each.sites.names[0] for each in groups if each.sites.kind == "neuron"]
     if part == "k" and neurons:
         raise InputError(
@@ -133,11 +159,12 @@ def site_groups(
 
 
 def _site_groups(
-    model: Any, pair: PromptPair, sites: Sites, positions: Positions
+    model: Any, pair: PromptPair, sites: Sites, positions: Positions, most_rows: int | None
 ) -> tuple[SiteGroup, ...]:
     given = split_positions(sites)
     if given is None:
-        return tuple(_groups(resolve_sites(model, sites), resolve_positions(pair, positions)))
+        heads = resolve_sites(model, sites)
+        return tuple(_groups(heads, resolve_positions(pair, positions), most_rows))
     free = {name for name, at in given if at is None}
     if not free and not (isinstance(positions, str) and positions == "each"):
         raise InputError(
@@ -193,13 +220,15 @@ def _at(site: tuple[str, object]) -> str:
     return f"{site[0]}@{site[1]}"
 
 
-def _groups(sites: Sequence[LayerSites], positions: Sequence[PositionSet]) -> list[SiteGroup]:
+def _groups(
+    sites: Sequence[LayerSites], positions: Sequence[PositionSet], most_rows: int | None
+) -> list[SiteGroup]:
     """Group all heads at all positions: many neurons by position, few with several positions."""
     groups: list[SiteGroup] = []
     for each in sites:
         at_once = len(positions)
-        if each.kind == "neuron":
-            at_once = max(1, ROWS // len(each.names))
+        if each.kind == "neuron" and most_rows is not None:
+            at_once = max(1, most_rows // len(each.names))
         groups += [
             SiteGroup.product(each, positions[first : first + at_once])
             for first in range(0, len(positions), at_once)

@@ -8,6 +8,7 @@ of some hundred thousand heads, and no text of a row.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -96,9 +97,9 @@ class SweepRows:
         n_rows = sum(len(group) for group in groups)
         rows = cls(
             layer=np.repeat([each.layer for each in sites], np.diff(ends)),
-            kind=tuple(each.kind for each in sites for _ in each.names),
+            kind=tuple(chain.from_iterable([each.kind] * len(each.names) for each in sites)),
             index=np.concatenate([each.index.cpu().numpy() for each in sites]),
-            names=tuple(name for each in sites for name in each.names),
+            names=tuple(chain.from_iterable(each.names for each in sites)),
             labels=tuple(labels),
             blocks=tuple(blocks),
             repeats=len(columns["value"]) // n_rows,

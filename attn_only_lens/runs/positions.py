@@ -35,6 +35,12 @@ class PositionSet:
     label: int | str
     where: Bool[Tensor, "batch pos"]
 
+    @property
+    def column(self) -> int | None:
+        """The only position that it may have in any prompt; None if prompts may have others."""
+        inside = isinstance(self.label, int) and 0 <= self.label < self.where.shape[1]
+        return int(self.label) if inside else None
+
     def of_prompts(self, prompts: range, n_pos: int) -> "PositionSet":
         """Return those of a run of prompts, before position n_pos."""
         return PositionSet(self.label, self.where[prompts.start : prompts.stop, :n_pos])

@@ -4,6 +4,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Literal, TypeAlias, get_args
 
 import torch
@@ -233,6 +234,7 @@ def _order(name: HeadName) -> tuple[int, str, int, int]:
     return name.layer, name.kind, name.index, ALL_MEMBERS if name.member is None else name.member
 
 
+@lru_cache(maxsize=1024)  # of ten thousand neurons, to name them takes as long as to attribute them
 def _all_heads(layer: int, kind: HeadKind, count: int) -> LayerSites:
     stem = str(HeadName(layer, kind, 0)).removesuffix("0")
     names = tuple(f"{stem}{index}" for index in range(count))
