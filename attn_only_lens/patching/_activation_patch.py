@@ -118,7 +118,7 @@ def activation_patch(
     tokens = None if reference is None else checked_tokens(model, reference)
     chosen = tuple(dict.fromkeys(each.sites for each in groups))
     metric = as_metric(metric)
-    at_once = prompts_per_run(model, pair, metric, chosen, prompts_at_once, resume)
+    at_once = prompts_per_run(model, pair, metric, chosen, part, prompts_at_once, resume)
     parts = sweep_parts(model, pair, groups, at_once, None if resume is None else direction)
 
     def record(pair: PromptPair, whole: bool) -> RunPair:

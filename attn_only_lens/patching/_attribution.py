@@ -222,7 +222,9 @@ def attribution(
     tokens = None if reference is None else checked_tokens(model, reference)
     chosen = tuple(dict.fromkeys(each.sites for each in groups))
     metric = as_metric(metric)
-    at_once = prompts_per_run(model, pair, metric, chosen, prompts_at_once, resume, traced=True)
+    at_once = prompts_per_run(
+        model, pair, metric, chosen, part, prompts_at_once, resume, traced=True
+    )
     parts = sweep_parts(model, pair, groups, at_once, None)
     several = len(parts) > 1
     estimator = _Estimator(

@@ -25,7 +25,7 @@ from attn_only_lens.patching.sweep_parts import SweepPart
 from attn_only_lens.runs.metrics import Metric, bind, require_distinct
 from attn_only_lens.runs.prompts import PromptPair
 from attn_only_lens.runs.recording import Recording, RunPair
-from attn_only_lens.runs.sites import LayerSites
+from attn_only_lens.runs.sites import LayerSites, Part
 
 _SHARE = 0.2  # of all memory, for what a run of prompts records
 
@@ -156,6 +156,7 @@ def prompts_per_run(
     pair: PromptPair,
     metric: Metric,
     sites: Sequence[LayerSites],
+    part: Part,
     asked: int | None,
     resume: str | Path | None,
     *,
@@ -168,6 +169,7 @@ def prompts_per_run(
         pair: all prompts.
         metric: to be measured.
         sites: the heads to record.
+        part: the part of them.
         asked: how many the caller wants.
         resume: the folder of a sweep that may have begun.
         traced: whether gradients are taken.
@@ -181,7 +183,7 @@ def prompts_per_run(
     if asked is None:
         asked = n_prompts
         if metric.by_prompt:
-            each = _numbers_per_prompt(model, pair, sites, traced)
+            each = _numbers_per_prompt(model, pair, sites, 1 if part == "z" else 3, traced)
             asked = max(1, _numbers_that_fit(model) // each)
     if asked < n_prompts and not metric.by_prompt:
         raise InputError(
@@ -205,17 +207,20 @@ def _numbers_that_fit(model: Any) -> int:
 
 
 def _numbers_per_prompt(
-    model: Any, pair: PromptPair, sites: Sequence[LayerSites], traced: bool
+    model: Any, pair: PromptPair, sites: Sequence[LayerSites], gates: int, traced: bool
 ) -> int:
-    """Estimate the maximum of the numbers that are held at once for a prompt."""
+    """Estimate the maximum of the numbers that are held at once for a prompt.
+
+    Within a quarter of what torch allocates on SmolLM2, traced and not.
+    """
     host, cfg, n_pos = host_of(model), model.cfg, pair.clean.shape[1]
-    d_heads = sum(host.n_heads[each.layer] for each in sites if each.kind == "attention")
-    neurons = sum(
-        host.neurons[each.layer].W_out.shape[0] * host.neurons[each.layer].heads_per_neuron
-        for each in sites
-        if each.kind == "neuron"
-    )
-    d_heads *= max(cfg.d_head, n_pos)  # z, or a row of the pattern
-    stream = (len(model.blocks) + 1) * cfg.d_model
-    per_token = 2 * (stream + 3 * neurons + d_heads + cfg.d_vocab)
+    kept = (len(model.blocks) + 1) * cfg.d_model
+    for each in sites:
+        if each.kind == "attention":
+            kept += host.n_heads[each.layer] * max(cfg.d_head, n_pos)  # z, or rows of the pattern
+        else:
+            heads = host.neurons[each.layer]
+            kept += gates * heads.W_out.shape[0] * heads.heads_per_neuron
+    graph = 10 * cfg.d_model + 8 * cfg.d_mlp + 4 * max(host.n_heads) * n_pos
+    per_token = 2 * kept + (6 if traced else 4) * cfg.d_vocab + traced * len(model.blocks) * graph
     return per_token * n_pos
