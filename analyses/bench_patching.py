@@ -34,7 +34,7 @@ import torch
 import transformers
 import typer
 from bench_peak_memory import GPT2_SMALL, TINY, model_of
-from benching import machine, medians, speeds, table
+from benching import Device, machine, medians, page_name, speeds, table
 from torch import Tensor
 from transformer_lens.model_bridge import TransformerBridge
 from transformer_lens.model_bridge.sources._bridge_builder import build_bridge_from_module
@@ -124,7 +124,7 @@ def sweep(
     for half in (frame[::2], frame[1::2]):
         start = time.perf_counter()
         expected += their_loop(source, clean, corrupted, value, half).tolist()
-        theirs += time.perf_counter() - start
+        theirs += time.perf_counter() - start  # each value was read: the device is idle
         if found is None:
             start = time.perf_counter()
             names = [f"L{layer}N{neuron}" for layer in layers for neuron in chosen]
@@ -218,7 +218,7 @@ making of a frame with a row for each site in them.
 
 def main(
     out: Annotated[Path, typer.Option(help="folder to write")] = Path("out/bench"),
-    device: Annotated[str, typer.Option(help="cpu or cuda")] = "cpu",
+    device: Device = "cpu",
     neurons: Annotated[int, typer.Option(help="of each layer, for ours")] = 384,
     theirs: Annotated[int, typer.Option(help="of each layer, for TransformerLens")] = 2,
     model: Annotated[
@@ -230,8 +230,8 @@ def main(
     warnings.filterwarnings("ignore", "HookedTransformer.* is deprecated", DeprecationWarning)
     text = report(model, smoke, device, (neurons, theirs))
     typer.echo(text)
-    parts = ["bench_patching", *["bridge"] * (model == "bridge"), *[device] * (device != "cpu")]
-    write_text(out / f"{'_'.join(parts)}.md", text)
+    kind = ["bridge"] * (model == "bridge")
+    write_text(out / page_name(__file__, device, *kind), text)
 
 
 if __name__ == "__main__":

@@ -4,13 +4,15 @@ Some devices have no float64 (MPS). A generator of random numbers belongs to one
 other numbers than another's. With `torch.set_float32_matmul_precision("high")`, GPUs round the
 factors of a float32 matrix product to TF32's 10 bits: one model, run twice on batches of different
 size, then differs by 1e-3 where rounding alone makes 1e-6. Whatever is compared with a tolerance is
-computed with `full_precision`.
+computed with `full_precision`. `rounded_products` rounds on purpose, to TF32 or to bfloat16's 7
+bits, inside of some modules alone.
 """
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from threading import Lock
 from typing import Any
 
@@ -18,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 import psutil
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 
 def as_plain(value: Any) -> Any:
@@ -180,7 +182,7 @@ def full_precision() -> Iterator[bool]:
     global _inside, _restore
     with _lock:
         if not _inside and matmul_precision() != "ieee":
-            _restore = _set_highest()
+            _restore = _set_products("highest")
         _inside += 1
         lowered = _restore is not None
     try:
@@ -199,6 +201,79 @@ def matmul_precision() -> str:
     return min((_LOWER.get(each, "ieee") for each in set_to), key=("bf16", "tf32", "ieee").index)
 
 
+PRECISIONS = ("tf32", "bf16")
+
+
+def precision_reasons(precision: object, dtype: torch.dtype, device: torch.device) -> list[str]:
+    """Return why products of a model are not rounded to one of `PRECISIONS`; None rounds nothing.
+
+    Example:
+        >>> precision_reasons("tf32", torch.float32, torch.device("cpu"))[0][:33]
+        "got precision='tf32' on cpu; TF32"
+    """
+    if precision is None:
+        return []
+    if precision not in PRECISIONS:
+        return [f"got precision={precision!r}; expected one of {PRECISIONS}, or None"]
+    reasons = []
+    if dtype != torch.float32:
+        reasons.append(
+            f"got precision={precision!r} with a model in {dtype}; expected one in float32, whose "
+            "products it rounds"
+        )
+    if precision == "tf32" and not (
+        device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
+    ):
+        reasons.append(
+            f"got precision='tf32' on {device}; TF32 is of NVIDIA's GPUs from Ampere on: expected "
+            "'bf16', or None"
+        )
+    if precision == "bf16" and not torch.amp.is_autocast_available(device.type):
+        reasons.append(f"got precision='bf16' on {device}, which torch.autocast does not serve")
+    return reasons
+
+
+@contextmanager
+def rounded_products(modules: Iterable[nn.Module], precision: str | None) -> Iterator[None]:
+    """Round what enters matrix products inside of modules, and nowhere else; None rounds nothing.
+
+    Outside of them, products are in full precision. What modules add to a stream in float32 leaves
+    it in float32.
+
+    Args:
+        modules: those to round in, none inside of another.
+        precision: one of `PRECISIONS`, for which there are no `precision_reasons`.
+
+    Example:
+        >>> layer, x = torch.nn.Linear(3, 2), torch.full((1, 3), 1 / 3)
+        >>> with rounded_products([layer], "bf16"):
+        ...     rounded = layer(x)
+        >>> rounded.dtype, layer(x).dtype
+        (torch.bfloat16, torch.float32)
+    """
+    if precision is None:
+        yield
+        return
+    leave: list[Callable[[], object]] = []
+
+    def enter(module: nn.Module, args: Any) -> None:
+        if precision == "tf32":
+            leave.append(_set_products("high"))
+            return
+        context = torch.autocast(next(module.parameters()).device.type, torch.bfloat16)
+        context.__enter__()
+        leave.append(partial(context.__exit__, None, None, None))
+
+    def left(module: nn.Module, args: Any, output: Any) -> None:
+        leave.pop()()
+
+    with full_precision(), ExitStack() as stack:
+        for module in modules:
+            stack.callback(module.register_forward_pre_hook(enter).remove)
+            stack.callback(module.register_forward_hook(left, always_call=True).remove)
+        yield
+
+
 def _backends() -> list[Any]:
     """Return the backends that have a setting of their own; none before torch 2.9."""
     every = (torch.backends.cuda, torch.backends.mkldnn)
@@ -206,8 +281,8 @@ def _backends() -> list[Any]:
     return [each for each in found if hasattr(each, "fp32_precision")]
 
 
-def _set_highest() -> Callable[[], None]:
-    """Set the highest precision, and return a function that restores the user's."""
+def _set_products(precision: str) -> Callable[[], None]:
+    """Set the precision of float32 products, and return a function that restores the user's."""
     backends: list[Any] = _backends()
     own = [each.fp32_precision for each in backends]
     # A backend that has no setting takes that of the device's library, or of all of them.
@@ -221,7 +296,7 @@ def _set_highest() -> Callable[[], None]:
             whole = torch.get_float32_matmul_precision()
         except RuntimeError:  # the newer settings are in use
             whole = None
-        torch.set_float32_matmul_precision("highest")
+        torch.set_float32_matmul_precision(precision)
 
     def restore() -> None:
         with warnings.catch_warnings():

@@ -4,13 +4,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from tqdm.auto import tqdm
 
 from attn_only_lens.axes import Tokens
 from attn_only_lens.errors import InputError
-from attn_only_lens.numerics import is_count, matmul_precision
+from attn_only_lens.numerics import is_count, matmul_precision, precision_reasons
 from attn_only_lens.patching.ablated_runs import AblatedRuns
 from attn_only_lens.patching.processes import is_first, require_folder
 from attn_only_lens.patching.prompt_runs import PromptRuns, measure_parts, prompts_per_run
@@ -46,6 +47,7 @@ def activation_patch(
     per_prompt: bool = False,
     prompts_at_once: int | None = None,
     batch_size: int | None = None,
+    precision: str | None = None,
     resume: str | Path | None = None,
     progress: bool | str = True,
 ) -> Sweep:
@@ -84,6 +86,11 @@ def activation_patch(
             else. Of your own functions of the logits all, since they may depend on all.
         batch_size: sites in one forward pass; by default as many as fit in memory, halved whenever
             it runs out. It changes roundings and nothing else.
+        precision: "tf32", on NVIDIA GPUs, or "bf16" rounds what enters matrix products in the
+            blocks of a float32 model: a faster approximation. The two runs, all tests, the
+            unembedding and the metric stay in full precision, and a sample of rows is run in both:
+            `Sweep.rounding` says by how much their scores differ. By default nothing is rounded
+            but as the model's dtype and torch's own settings say.
         resume: a folder to write results to as they come. An interrupted sweep resumes there; a
             folder of another sweep is refused. A metric of your own is identified by its code and
             the values it depends on (see `custom`). Needed under `accelerate launch`, where
@@ -111,6 +118,8 @@ def activation_patch(
         1536
     """
     reasons = one_prompt_reasons(corrupted, direction)
+    parameter = next(model.parameters())
+    reasons += precision_reasons(precision, parameter.dtype, parameter.device)
     _check(model, part, direction, reference, batch_size, prompts_at_once, reasons)
     require_folder(resume)
     pair = pair_or_single(model, clean, corrupted, mask)
@@ -134,6 +143,7 @@ def activation_patch(
         settings = sweep_settings(model, pair, metric, groups, part, direction, tokens)
         settings["at"] = None if sites is None else split_positions(sites)
         settings |= {"per_prompt": bool(per_prompt), "prompts_at_once": at_once}
+        settings["precision"] = precision
         store = PartStore(resume, settings, len(parts))
     hidden = not (progress and is_first())
     label = progress if isinstance(progress, str) else None
@@ -147,7 +157,7 @@ def activation_patch(
                 run = runs.of(prompts)
                 replay = make_replay(model, run.target, run.runs.metric)
                 batching = Batching(model, batch_size, bar.update, replay.numbers_per_token)
-                runner = PatchRunner(replay, run.source, part, run.unpatched, batching)
+                runner = PatchRunner(replay, run.source, part, run.unpatched, batching, precision)
                 here = [each.of_prompts(run.runs.pair) for each in groups]
                 first = runner.earliest(here)
                 if (run.padded, first) not in tested:
@@ -164,7 +174,16 @@ def activation_patch(
             return run.reduced(over, values).flatten()
 
         measure_parts(parts, store, measure, over.add, lambda i: bar.update(len(parts[i].rows)))
-    return Sweep.of_prompts(model, groups, over, part)
+        rounding = {}
+        if precision is not None:  # on the last run of prompts, which may be at hand
+            last = parts[-1].prompts
+            here = [each.of_prompts(runs.of(last).runs.pair) for each in groups]
+            errors = runner_of(last).rounding(here)
+            largest = (
+                float(errors.abs().max() / abs(np.subtract(*over.ends))) if len(errors) else 0.0
+            )
+            rounding = {"precision": precision, "rounding": largest, "n_rounded": len(errors)}
+    return Sweep.of_prompts(model, groups, over, part, **rounding)
 
 
 def pair_or_single(

@@ -44,6 +44,9 @@ class _Fields(TableFields):
     method: str
     expected_pearson: float | None
     forwards: float
+    precision: str | None
+    rounding: float | None
+    n_rounded: int
 
 
 _DOCUMENT = Document("attn_only_lens.Sweep", 2, _Fields)
@@ -75,6 +78,10 @@ class Sweep(ScoredFrame):
             those of patching that their fitted error makes one expect, with a margin; an estimate,
             of all rows together. None where nothing was patched that tells.
         forwards: of such an attribution, what its patches cost, in flops of forward passes.
+        precision: what the factors of matrix products were rounded to, "tf32" or "bf16"; None
+            where `activation_patch` was not asked to.
+        rounding: the largest error of a score by that, among rows that were run in full, too.
+        n_rounded: how many those are: rows with an effect, of a sample spread evenly over all.
 
     Raises:
         InputError: columns are missing or unknown, a value is not finite, a site is there
@@ -107,6 +114,9 @@ class Sweep(ScoredFrame):
     method: str = MEASURED
     expected_pearson: float | None = None
     forwards: float = 0.0
+    precision: str | None = None
+    rounding: float | None = None
+    n_rounded: int = 0
     rows: SweepRows = field(init=False)
 
     def __post_init__(self, given: pd.DataFrame | SweepRows) -> None:
@@ -144,7 +154,7 @@ class Sweep(ScoredFrame):
             part: of each head.
             method: how they were found.
             exact: which are of patches, where others are estimates; None if all are.
-            fields: of an attribution.
+            fields: of an attribution, or of rounded products.
         """
         columns = over.columns()
         if exact is not None:
@@ -201,6 +211,9 @@ class Sweep(ScoredFrame):
         repaired = f", {n_exact} of them exact patches" * (n_exact > 0)
         if n_exact and self.expected_pearson is not None:
             repaired += f" (expected correlation with patching: {self.expected_pearson:.3g})"
+        if self.precision is not None:
+            repaired += f" in {self.precision} (off by up to {self.rounding:.2g} in score, of "
+            repaired += f"{self.n_rounded} run in float32, too)"
         missing = bool(np.isnan(numbers.get(SPREAD[0], np.zeros(1))).any())
         return (
             f"{kind} of {self.model}: {self.part}, {self.direction}, {len(self)} {rows}"
