@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from tqdm.auto import tqdm
@@ -89,7 +88,8 @@ def activation_patch(
         precision: "tf32", on NVIDIA GPUs, or "bf16" rounds what enters matrix products in the
             blocks of a float32 model: a faster approximation. The two runs, all tests, the
             unembedding and the metric stay in full precision, and a sample of rows is run in both:
-            `Sweep.rounding` says by how much their scores differ. By default nothing is rounded
+            `Sweep.rounding` says by how much their scores differ (of the last run of prompts, where
+            there are several). By default nothing is rounded
             but as the model's dtype and torch's own settings say.
         resume: a folder to write results to as they come. An interrupted sweep resumes there; a
             folder of another sweep is refused. A metric of your own is identified by its code and
@@ -174,15 +174,14 @@ def activation_patch(
             return run.reduced(over, values).flatten()
 
         measure_parts(parts, store, measure, over.add, lambda i: bar.update(len(parts[i].rows)))
-        rounding = {}
-        if precision is not None:  # on the last run of prompts, which may be at hand
-            last = parts[-1].prompts
-            here = [each.of_prompts(runs.of(last).runs.pair) for each in groups]
-            errors = runner_of(last).rounding(here)
-            largest = (
-                float(errors.abs().max() / abs(np.subtract(*over.ends))) if len(errors) else 0.0
-            )
-            rounding = {"precision": precision, "rounding": largest, "n_rounded": len(errors)}
+        rounding: dict[str, Any] = {}
+        if precision is not None:
+            prompts = parts[-1].prompts  # which are at hand
+            runner, pair = runner_of(prompts), runs.of(prompts).runs.pair
+            errors = runner.rounding([each.of_prompts(pair) for each in groups])
+            largest = errors.abs().max().item() if len(errors) else 0.0
+            rounding = {"precision": precision, "n_rounded": len(errors)}
+            rounding["rounding"] = largest / abs(over.ends[0] - over.ends[1])
     return Sweep.of_prompts(model, groups, over, part, **rounding)
 
 
