@@ -144,6 +144,7 @@ def activation_patch(
         settings["at"] = None if sites is None else split_positions(sites)
         settings |= {"per_prompt": bool(per_prompt), "prompts_at_once": at_once}
         settings["precision"] = precision
+        settings["parts"] = [len(each.rows) for each in parts if not each.prompts.start]
         store = PartStore(resume, settings, len(parts))
     hidden = not (progress and is_first())
     label = progress if isinstance(progress, str) else None

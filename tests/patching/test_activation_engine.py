@@ -11,6 +11,7 @@ from models import build
 
 from attn_only_lens import InputError, convert, expose_neuron_heads
 from attn_only_lens import patching as p
+from attn_only_lens.patching import sweep_parts
 from attn_only_lens.patching.resume import PartStore
 from attn_only_lens.patching.run_patches import Batching
 from attn_only_lens.runs.recording import record_pair
@@ -248,6 +249,8 @@ class Interrupted(PartStore):
 
 @LAYOUTS
 def test_an_interrupted_sweep_goes_on(layout, tmp_path, monkeypatch):
+    monkeypatch.setattr(sweep_parts, "_PARTS", 5)
+    monkeypatch.setattr(sweep_parts, "_LEAST", 1)
     model = made(layout)
     whole = sweep(model).to_frame()
     folder = tmp_path / "sweep.parts"
@@ -260,13 +263,11 @@ def test_an_interrupted_sweep_goes_on(layout, tmp_path, monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(Interrupted, "left", 2)
-        patch.setattr(sweep_parts, "_PARTS", 5)
-        patch.setattr(sweep_parts, "_LEAST", 1)
         patch.setattr("attn_only_lens.patching._activation_patch.PartStore", Interrupted)
         with pytest.raises(KeyboardInterrupt):
             sweep(model, resume=folder)
     assert len(list(folder.glob("part-*"))) == 2
-    # Of 5 groups, those that are missing, and then none: the two runs, and that they are theirs.
+    # Of 5 parts, those that are missing, and then none: the two runs, and that they are theirs.
     assert calls() > calls(resume=folder) > calls(resume=folder)
     assert len(list(folder.glob("part-*"))) == 5
 
