@@ -12,6 +12,7 @@ import bench_growth
 import bench_patching
 import bench_paths
 import bench_peak_memory
+import bench_results
 import on_gpu
 import pytest
 import torch
@@ -93,9 +94,20 @@ def test_smoke_of_patching(tmp_path, model, name):
     assert result.exit_code == 0, result.output
     page = (tmp_path / name).read_text()
     rows = [line.split("|")[1:-1] for line in page.splitlines() if line.startswith("| ")][2:]
-    assert [row[0].strip() for row in rows[:4]] == ["each", "all", "each", "all"]
-    # float32, of the sum of the two metrics: ours and TransformerLens' loop on the same sites.
-    assert all(float(row[-1]) < 2e-5 for row in rows[:4])
+    assert len(rows) == len(bench_patching.TASKS)
+    # float32, of the sum of the two metrics: ours, and TransformerLens' loop and hooks.
+    assert all(float(row[-1]) < 2e-5 for row in rows)
+
+
+def test_smoke_of_results(tmp_path):
+    app = bench_results.typer.Typer()
+    app.command()(bench_results.main)
+    result = CliRunner().invoke(app, ["--smoke", "--out", str(tmp_path)])
+    assert result.exit_code == 0, result.output
+    page = (tmp_path / "bench_results.md").read_text()
+    rows = [line.split("|")[1:-1] for line in page.splitlines() if line.startswith("| ")]
+    # float32, of the largest effect: ours and AtP by plain hooks, which has no scale of ours.
+    assert float(rows[4][-1]) < 2e-5
 
 
 def test_smoke_of_paths(tmp_path):

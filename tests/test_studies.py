@@ -98,3 +98,12 @@ def test_what_a_large_model_costs():
     assert counter.get_total_flops() == tiny.forward(13)
     page = (RESULTS.parents[1] / "docs" / "scale.md").read_text("utf-8")
     assert cost_at_scale.table() in page
+
+
+def test_every_benchmark_and_study_takes_a_device():
+    scripts = {path.stem: path.read_text("utf-8") for path in RESULTS.parent.glob("*.py")}
+    measuring = {name for name in scripts if name.startswith("bench_")} - {"bench_peak_memory"}
+    measuring |= {name for name, text in scripts.items() if "from studies import keep" in text}
+    measuring |= {"attribution_smollm2", "grow_smollm2", "on_gpu"}
+    assert len(measuring) > 14
+    assert not [name for name in measuring if "    device: Device = " not in scripts[name]]

@@ -208,7 +208,7 @@ def linearize(model: Any, target: Recording, metric: BoundMetric) -> LinearModel
         logits=logits,
         weights=weights,
         logits_constant=constants["logits"],
-        offset=float(value.detach() - (weights * logits.detach()).sum()),
+        offset=float(value.detach() - (weights * logits.detach()).sum().to(value.device)),
     )
 
 

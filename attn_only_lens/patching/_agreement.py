@@ -5,7 +5,7 @@ import pandas as pd
 from jaxtyping import Int
 
 from attn_only_lens.errors import InputError
-from attn_only_lens.numerics import is_count, spearman
+from attn_only_lens.numerics import is_count, pearson, spearman
 from attn_only_lens.patching.results import Sweep
 from attn_only_lens.patching.scored_frame import largest
 from attn_only_lens.patching.sweep_rows import rows_in_order
@@ -78,7 +78,7 @@ def agreement(exact: Sweep, approx: Sweep, k: int = 20) -> pd.DataFrame:
     both = [set(largest(np.abs(each), k).tolist()) for each in (one, other)]
     return pd.DataFrame(
         {
-            "pearson": [np.corrcoef(one, other)[0, 1]],
+            "pearson": [pearson(one, other)],
             "spearman": [spearman(one, other)],
             "top_k": [len(both[0] & both[1]) / k],
             "k": [k],

@@ -229,11 +229,21 @@ class PatchRunner:
         self, group: SiteGroup, changed: Bool[Tensor, "head batch pos"], block: int
     ) -> Int[Tensor, "row"]:
         """Return the first position that each row changes; -1 where it cannot affect the metric."""
-        head, at = (each.to(changed.device) for each in (group.head, group.where))
-        moving = changed[head] & group.everywhere.to(changed.device)[at]
+        where = group.everywhere.to(changed.device)
         read = self.replay.effective_positions(block).to(changed.device)
-        first = moving.any(dim=1).int().argmax(dim=1)
-        return first.where((moving & read).flatten(1).any(dim=1), -1).cpu()
+        if all(each.column is not None for each in group.positions):
+            at = torch.tensor([each.column for each in group.positions], device=changed.device)
+            sets = torch.arange(len(at), device=changed.device)
+            felt = (changed[:, :, at] & (where & read)[sets, :, at].T).any(dim=1)
+            first = at[:, None].where(felt.T, -1)
+        else:
+            of_sets = []
+            for each in where:
+                here = changed & each
+                earliest = here.any(dim=1).int().argmax(dim=1)
+                of_sets.append(earliest.where((here & read).flatten(1).any(dim=1), -1))
+            first = torch.stack(of_sets)
+        return first.cpu()[group.where, group.head]
 
     def _runs(
         self, blocks: Int[Tensor, "row"], starts: Int[Tensor, "row"]

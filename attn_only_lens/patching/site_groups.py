@@ -3,7 +3,6 @@
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -48,7 +47,9 @@ class SiteGroup:
     @classmethod
     def product(cls, sites: LayerSites, positions: Sequence[PositionSet]) -> "SiteGroup":
         """Every head at every set of positions: positions outmost, heads inmost."""
-        return cls(sites, tuple(positions), *_product(len(sites.names), len(positions)))
+        n = len(sites.names)
+        rows = torch.arange(n * len(positions), device="cpu")
+        return cls(sites, tuple(positions), rows % n, rows // n)
 
     @classmethod
     def joined(cls, groups: Sequence["SiteGroup"]) -> "SiteGroup":
@@ -61,9 +62,10 @@ class SiteGroup:
 
     @property
     def is_product(self) -> bool:
-        """Whether the rows are known to be those of `product`, in order."""
-        head, where = _product(len(self.sites.names), len(self.positions))
-        return self.head is head and self.where is where
+        """Whether the rows are those of `product`, in order."""
+        n = len(self.sites.names)
+        rows = torch.arange(n * len(self.positions), device="cpu")
+        return len(self) == len(rows) and torch.equal(self.where * n + self.head, rows)
 
     def __len__(self) -> int:
         return len(self.head)
@@ -113,13 +115,6 @@ class SiteGroup:
                 "position": np.array([each.label for each in self.positions])[where],
             }
         )
-
-
-@lru_cache(maxsize=4)  # layers have the same
-def _product(n_heads: int, n_sets: int) -> tuple[Int[Tensor, "row"], Int[Tensor, "row"]]:
-    """Return the head and the set of each row of a product."""
-    rows = torch.arange(n_heads * n_sets, device="cpu")
-    return rows % n_heads, rows // n_heads
 
 
 def site_groups(
@@ -225,12 +220,15 @@ def _groups(
 ) -> list[SiteGroup]:
     """Group all heads at all positions: many neurons by position, few with several positions."""
     groups: list[SiteGroup] = []
+    products: dict[tuple[int, int], SiteGroup] = {}  # of one size, which share their rows
     for each in sites:
         at_once = len(positions)
         if each.kind == "neuron" and most_rows is not None:
             at_once = max(1, most_rows // len(each.names))
-        groups += [
-            SiteGroup.product(each, positions[first : first + at_once])
-            for first in range(0, len(positions), at_once)
-        ]
+        for first in range(0, len(positions), at_once):
+            here = tuple(positions[first : first + at_once])
+            size = len(each.names), len(here)
+            if size not in products:
+                products[size] = SiteGroup.product(each, here)
+            groups.append(replace(products[size], sites=each, positions=here))
     return groups

@@ -127,15 +127,15 @@ class SweepRows:
             raise InputError([reason], PROBLEM)
         head, names = _coded(frame["name"])
         where, labels = _coded_positions(frame["position"])
-        first = np.zeros(len(names), dtype=np.int64)
-        first[head[::-1]] = np.arange(len(frame))[::-1]
+        example = np.full(len(names), -1)  # a row of each head
+        example[head] = np.arange(len(frame), dtype=np.int32)
         kind, kinds = _coded(frame["kind"])
         layer, index = (frame[name].to_numpy(dtype=np.int64) for name in ("layer", "index"))
         numbers = {name: read(frame[name]) for name, read in _OPTIONAL.items() if name in frame}
         rows = cls(
-            layer=layer[first],
-            kind=tuple(kinds[code] for code in kind[first].tolist()),
-            index=index[first],
+            layer=layer[example],
+            kind=tuple(kinds[code] for code in kind[example].tolist()),
+            index=index[example],
             names=names,
             labels=labels,
             blocks=((0, head, where),),
@@ -145,14 +145,14 @@ class SweepRows:
         reasons = []
         if "part" in frame and not (frame["part"] == part).all():
             reasons.append(f"got parts {sorted(set(frame['part']))}; expected {part!r} alone")
-        unlike = [each != each[first][head] for each in (layer, kind, index)]
+        unlike = [each != each[example][head] for each in (layer, kind, index)]
         reasons += [
             f"rows of {names[head[at.argmax()]]} differ in their {column}"
             for column, at in zip(("layer", "kind", "index"), unlike, strict=True)
             if at.any()
         ]
         InputError.raise_if(reasons + rows._reasons_against_repeats(), PROBLEM)
-        return rows
+        return rows if (example >= 0).all() else rows[np.arange(len(rows))]
 
     def __len__(self) -> int:
         return len(self.numbers["value"])
@@ -227,10 +227,11 @@ class SweepRows:
 
     def _reasons_against_repeats(self) -> list[str]:
         (key,), n = site_keys(self)
-        own = np.arange(len(self))
-        again = _last_rows(key, n)[key] != own
-        if not again.any():
+        seen = np.zeros(n, dtype=bool)
+        seen[key] = True
+        if int(seen.sum()) == len(self):
             return []
+        again = _last_rows(key, n)[key] != np.arange(len(self))
         name = self.names[self.head[again.argmax()]]
         return [f"{again.sum()} rows repeat a site, such as {name}"]
 
@@ -253,19 +254,22 @@ def rows_in_order(one: SweepRows, other: SweepRows) -> npt.NDArray[np.int64] | N
     return _last_rows(theirs, n)[mine]
 
 
-def site_keys(*rows: SweepRows) -> tuple[list[npt.NDArray[np.int64]], int]:
+def site_keys(*rows: SweepRows) -> tuple[list[npt.NDArray[Any]], int]:
     """Return a number for each row's site and prompt, from 0, and how many numbers there are.
 
     Args:
         rows: of one sweep or several, which get the same number for the same site.
     """
-    heads, n_heads = _common_codes([each.names for each in rows])
-    places, n_places = _common_codes([each.labels for each in rows])
-    keys = [
-        head[each.head] + n_heads * place[each.where]
-        for each, head, place in zip(rows, heads, places, strict=True)
-    ]
+    names, n_heads = _common_codes([each.names for each in rows])
+    labels, n_places = _common_codes([each.labels for each in rows])
     n = n_heads * n_places
+    keys: list[npt.NDArray[Any]] = []
+    for each, name, label in zip(rows, names, labels, strict=True):
+        head = each.head if name is None else name[each.head]
+        where = each.where if label is None else label[each.where]
+        keys.append(where.astype(np.int32 if n < 2**31 else np.int64))
+        keys[-1] *= n_heads
+        keys[-1] += head
     ends = np.cumsum([len(each) for each in rows])
     if "prompt" in rows[0].numbers:
         prompt, prompts = pd.factorize(np.concatenate([each.numbers["prompt"] for each in rows]))
@@ -277,11 +281,17 @@ def site_keys(*rows: SweepRows) -> tuple[list[npt.NDArray[np.int64]], int]:
     return keys, n
 
 
-def _common_codes(tables: Sequence[Sequence[Any]]) -> tuple[list[npt.NDArray[np.int64]], int]:
-    """Return a code for each entry of tables, the same for the same entry, and how many."""
-    place = {
-        entry: i for i, entry in enumerate(dict.fromkeys(each for of in tables for each in of))
-    }
+def _common_codes(
+    tables: Sequence[Sequence[Any]],
+) -> tuple[list[npt.NDArray[np.int64] | None], int]:
+    """Return a code for each entry of tables, the same for the same entry, and how many.
+
+    None for the places of entries themselves, where tables are the same.
+    """
+    if all(of == tables[0] for of in tables):
+        return [None] * len(tables), len(tables[0])
+    entries = dict.fromkeys(entry for of in tables for entry in of)
+    place = {entry: i for i, entry in enumerate(entries)}
     return [np.array([place[entry] for entry in of], dtype=np.int64) for of in tables], len(place)
 
 
@@ -297,16 +307,20 @@ def _categories(codes: npt.NDArray[Any], categories: Any) -> pd.Categorical:
 
 
 def _coded(column: _Column) -> tuple[_Codes, tuple[str, ...]]:
-    """Return the codes of texts in order of appearance, and the texts.
+    """Return the codes of texts, and the texts: categories, or in order of appearance.
 
     Raises:
         InputError: there are rows without a text.
     """
-    codes, found = pd.factorize(column)
+    codes: Any
+    if isinstance(column.dtype, pd.CategoricalDtype):
+        codes, found = column.cat.codes.to_numpy(), column.cat.categories
+    else:
+        codes, found = pd.factorize(column)
     if len(codes) and codes.min() < 0:
         reason = f"{int((codes < 0).sum())} rows have no {column.name} (null)"
         raise InputError([reason], PROBLEM)
-    return codes.astype(np.int32), tuple(map(str, found))
+    return codes.astype(np.int32, copy=False), tuple(map(str, found))
 
 
 def _coded_positions(column: _Column) -> tuple[_Codes, tuple[int | str, ...]]:

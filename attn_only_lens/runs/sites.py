@@ -234,12 +234,16 @@ def _order(name: HeadName) -> tuple[int, str, int, int]:
     return name.layer, name.kind, name.index, ALL_MEMBERS if name.member is None else name.member
 
 
-@lru_cache(maxsize=1024)  # of ten thousand neurons, to name them takes as long as to attribute them
 def _all_heads(layer: int, kind: HeadKind, count: int) -> LayerSites:
-    stem = str(HeadName(layer, kind, 0)).removesuffix("0")
-    names = tuple(f"{stem}{index}" for index in range(count))
     index = torch.arange(count, device="cpu")
+    names = _all_names(layer, kind, count)
     return LayerSites(layer, kind, names, index, torch.full_like(index, ALL_MEMBERS))
+
+
+@lru_cache(maxsize=1024)  # to make names takes a share of the time of an attribution
+def _all_names(layer: int, kind: HeadKind, count: int) -> tuple[str, ...]:
+    stem = str(HeadName(layer, kind, 0)).removesuffix("0")
+    return tuple(f"{stem}{index}" for index in range(count))
 
 
 def _names(model: Any, sites: object) -> tuple[list[HeadName], list[str]]:
