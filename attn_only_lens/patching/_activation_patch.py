@@ -1,11 +1,9 @@
 """Activation patching: exact, site by site, at the cost of what each site can change."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
 import torch
 from torch import Tensor
 from tqdm.auto import tqdm
@@ -13,23 +11,24 @@ from tqdm.auto import tqdm
 from attn_only_lens.axes import Tokens
 from attn_only_lens.errors import InputError
 from attn_only_lens.numerics import is_count, matmul_precision, precision_reasons
-from attn_only_lens.patching.over_prompts import OverPrompts
-from attn_only_lens.patching.processes import Processes
+from attn_only_lens.patching.ablated_runs import AblatedRuns
+from attn_only_lens.patching.processes import is_first, require_folder
+from attn_only_lens.patching.prompt_runs import PromptRuns, measure_parts, prompts_per_run
 from attn_only_lens.patching.results import Sweep
-from attn_only_lens.patching.resume import MemoryParts, PartStore
+from attn_only_lens.patching.resume import PartStore
 from attn_only_lens.patching.run_patches import Batching, PatchRunner, check_edits, together
 from attn_only_lens.patching.site_groups import SiteGroup, site_groups
-from attn_only_lens.patching.sweep_rows import SweepRows
+from attn_only_lens.patching.sweep_parts import SweepPart, sweep_parts
 from attn_only_lens.runs.fingerprint import fingerprint
 from attn_only_lens.runs.identity import Unidentified, identity
 from attn_only_lens.runs.inputs import checked_tokens, option_reasons, reasons_not_to_run
-from attn_only_lens.runs.interventions import ABLATIONS, DIRECTIONS, ablate
+from attn_only_lens.runs.interventions import ABLATIONS, DIRECTIONS
 from attn_only_lens.runs.metrics import AnyMetric, Metric, as_metric
 from attn_only_lens.runs.positions import Positions, PositionSet
 from attn_only_lens.runs.prompts import PromptPair, Prompts, prompt_pair, single_prompts
-from attn_only_lens.runs.recording import Recording, RunPair, record, record_pair
+from attn_only_lens.runs.recording import RunPair, record_pair
 from attn_only_lens.runs.replay import make_replay
-from attn_only_lens.runs.sites import PARTS, LayerSites, Part, Sites, hook_name, split_positions
+from attn_only_lens.runs.sites import PARTS, Part, Sites, split_positions
 
 
 def activation_patch(
@@ -45,6 +44,7 @@ def activation_patch(
     mask: Tensor | None = None,
     reference: str | Tokens | None = None,
     per_prompt: bool = False,
+    prompts_at_once: int | None = None,
     batch_size: int | None = None,
     precision: str | None = None,
     resume: str | Path | None = None,
@@ -80,12 +80,16 @@ def activation_patch(
             i is resampled from row i, so that the caller draws them.
         per_prompt: whether to return a row for each prompt of each site; by default one for each
             site, the mean over prompts with its standard errors (see `Sweep`).
+        prompts_at_once: pairs whose activations are held at once; by default as many as fit a
+            fifth of the memory, or as in the folder `resume`. It changes roundings and nothing
+            else. Of your own functions of the logits all, since they may depend on all.
         batch_size: sites in one forward pass; by default as many as fit in memory, halved whenever
             it runs out. It changes roundings and nothing else.
         precision: "tf32", on NVIDIA GPUs, or "bf16" rounds what enters matrix products in the
             blocks of a float32 model: a faster approximation. The two runs, all tests, the
             unembedding and the metric stay in full precision, and a sample of rows is run in both:
-            `Sweep.rounding` says by how much their scores differ. By default nothing is rounded
+            `Sweep.rounding` says by how much their scores differ (of the last run of prompts, where
+            there are several). By default nothing is rounded
             but as the model's dtype and torch's own settings say.
         resume: a folder to write results to as they come. An interrupted sweep resumes there; a
             folder of another sweep is refused. A metric of your own is identified by its code and
@@ -116,53 +120,70 @@ def activation_patch(
     reasons = one_prompt_reasons(corrupted, direction)
     parameter = next(model.parameters())
     reasons += precision_reasons(precision, parameter.dtype, parameter.device)
-    _check(model, part, direction, reference, batch_size, reasons)
+    _check(model, part, direction, reference, batch_size, prompts_at_once, reasons)
+    require_folder(resume)
     pair = pair_or_single(model, clean, corrupted, mask)
     groups = site_groups(model, pair, sites, positions, part)
-    chosen = tuple(dict.fromkeys(each.sites for each in groups))
-    runs = record_pair(model, pair, metric, chosen, part)
     tokens = None if reference is None else checked_tokens(model, reference)
-    target, source, baseline = runs.target(direction)
-    if direction in ABLATIONS:
-        source = ablated_source(model, runs, direction, tokens, chosen)
-    over = OverPrompts.of_runs(runs, direction, per_prompt)
+    chosen = tuple(dict.fromkeys(each.sites for each in groups))
+    metric = as_metric(metric)
+    at_once = prompts_per_run(model, pair, metric, chosen, part, prompts_at_once, resume)
+    parts = sweep_parts(model, pair, groups, at_once, None if resume is None else direction)
 
-    parts: MemoryParts | PartStore = MemoryParts()
+    def record(pair: PromptPair, whole: bool) -> RunPair:
+        return record_pair(model, pair, metric, chosen, part, distinct=whole)
+
+    ablated = None
+    if direction in ABLATIONS:
+        ablated = AblatedRuns(model, pair, direction, tokens, chosen, at_once)
+    runs = PromptRuns(model, pair, metric, direction, ablated, record)
+    over = runs.over(parts[0].prompts, sum(map(len, groups)), per_prompt)
+    store = None
     if resume is not None:
-        settings = _settings(model, runs, as_metric(metric), groups, part, direction, tokens)
-        settings["precision"] = precision
+        settings = sweep_settings(model, pair, metric, groups, part, direction, tokens)
         settings["at"] = None if sites is None else split_positions(sites)
-        parts = PartStore(resume, settings, len(groups))
-    processes = Processes(resume)
-    done = [parts.has(i) for i in range(len(groups))]
-    mine = [i for i in processes.share(range(len(groups))) if not done[i]]
-    total = sum(len(groups[i]) for i in mine)
-    hidden = not (progress and processes.first)
-    label = progress if isinstance(progress, str) else processes.name
+        settings |= {"per_prompt": bool(per_prompt), "prompts_at_once": at_once}
+        settings["precision"] = precision
+        settings["parts"] = [len(each.rows) for each in parts if not each.prompts.start]
+        store = PartStore(resume, settings, len(parts))
+    hidden = not (progress and is_first())
+    label = progress if isinstance(progress, str) else None
+    total = sum(len(each.rows) for each in parts)
     with tqdm(total=total, unit="site", desc=label, disable=hidden) as bar:
-        replay = make_replay(model, target, runs.metric)
-        batching = Batching(model, batch_size, bar.update, replay.numbers_per_token)
-        runner = PatchRunner(replay, source, part, baseline, batching, precision)
-        first = runner.earliest(groups)
-        check_edits(replay.precise, groups, part, (0, first) if first else ())
-        for batch in together([groups[i] for i in mine]):
-            found = runner.values([groups[mine[place]] for place in batch])
-            for place, values in zip(batch, found, strict=True):
-                column = pd.DataFrame({"value": values.flatten().numpy()})
-                parts.write(mine[place], column)
-        errors = None if precision is None else runner.rounding(groups)
-    processes.wait()
-    values = torch.from_numpy(parts.read_all()["value"].to_numpy(copy=True)).view(-1, len(baseline))
-    of_groups = values.split([len(each) for each in groups])
-    rows = SweepRows.of_groups(groups, [over.columns(each) for each in of_groups])
-    sweep = Sweep.of_runs(model, runs, rows, part, direction)
-    if errors is None:
-        return sweep
-    span = sweep.clean_value - sweep.corrupted_value
-    largest = float((errors / span).abs().max()) if len(errors) else 0.0
-    return replace(
-        sweep, given=sweep.rows, precision=precision, rounding=largest, n_rounded=len(errors)
-    )
+        tested, made = set[tuple[bool, int]](), dict[range, PatchRunner]()
+
+        def runner_of(prompts: range) -> PatchRunner:
+            if prompts not in made:
+                made.clear()
+                run = runs.of(prompts)
+                replay = make_replay(model, run.target, run.runs.metric)
+                batching = Batching(model, batch_size, bar.update, replay.numbers_per_token)
+                runner = PatchRunner(replay, run.source, part, run.unpatched, batching, precision)
+                here = [each.of_prompts(run.runs.pair) for each in groups]
+                first = runner.earliest(here)
+                if (run.padded, first) not in tested:
+                    check_edits(replay.precise, here, part, (0, first) if first else ())
+                    tested.add((run.padded, first))
+                made[prompts] = runner
+            return made[prompts]
+
+        def measure(each: SweepPart) -> Tensor:
+            runner, run = runner_of(each.prompts), runs.of(each.prompts)
+            here = each.groups(groups, run.runs.pair)
+            batches = (runner.values([here[i] for i in batch]) for batch in together(here))
+            values = torch.cat([of_group for batch in batches for of_group in batch])
+            return run.reduced(over, values).flatten()
+
+        measure_parts(parts, store, measure, over.add, lambda i: bar.update(len(parts[i].rows)))
+        rounding: dict[str, Any] = {}
+        if precision is not None:
+            prompts = parts[-1].prompts  # which are at hand
+            runner, pair = runner_of(prompts), runs.of(prompts).runs.pair
+            errors = runner.rounding([each.of_prompts(pair) for each in groups])
+            largest = errors.abs().max().item() if len(errors) else 0.0
+            rounding = {"precision": precision, "n_rounded": len(errors)}
+            rounding["rounding"] = largest / abs(over.ends[0] - over.ends[1])
+    return Sweep.of_prompts(model, groups, over, part, **rounding)
 
 
 def pair_or_single(
@@ -184,6 +205,15 @@ def one_prompt_reasons(corrupted: object, direction: object) -> list[str]:
     ]
 
 
+def count_reasons(**counts: object) -> list[str]:
+    """Return why counts are none."""
+    return [
+        f"got {name}={count!r}; expected 1 or more, or None"
+        for name, count in counts.items()
+        if count is not None and not is_count(count, 1)
+    ]
+
+
 def ablation_reasons(part: object, direction: object, reference: object) -> list[str]:
     """Return why a part, or a reference, does not go with a direction."""
     reasons = []
@@ -200,38 +230,20 @@ def _check(
     direction: str,
     reference: object,
     batch_size: object,
+    prompts_at_once: object,
     reasons: list[str],
 ) -> None:
     reasons = [*reasons_not_to_run(model), *reasons]
-    if batch_size is not None and not is_count(batch_size, 1):
-        reasons.append(f"got batch_size={batch_size!r}; expected 1 or more, or None")
+    reasons += count_reasons(batch_size=batch_size, prompts_at_once=prompts_at_once)
     reasons += option_reasons("part", part, PARTS)
     reasons += option_reasons("direction", direction, (*DIRECTIONS, *ABLATIONS))
     reasons += ablation_reasons(part, direction, reference)
     InputError.raise_if(reasons, "this cannot be patched")
 
 
-def ablated_source(
+def sweep_settings(
     model: Any,
-    runs: RunPair,
-    to: str,
-    reference: Tokens | None,
-    sites: Sequence[LayerSites],
-) -> Recording:
-    """Return the clean run with ablated heads, by means or prompts of the reference if any."""
-    z = {hook_name(model, each.layer, "z") for each in sites if each.kind == "attention"}
-    own = replace(runs.clean, hooked={name: runs.clean.hooked[name] for name in z})
-    other, real = own, runs.pair.real
-    if reference is not None:
-        layers = [each.layer for each in sites if each.kind == "neuron"]
-        other = record(model, reference, None, layers=layers, names=z)
-        real = torch.ones_like(reference).bool()
-    return ablate(own, other, to, real)  # type: ignore[arg-type]
-
-
-def _settings(
-    model: Any,
-    runs: RunPair,
+    pair: PromptPair,
     metric: Metric,
     groups: Sequence[SiteGroup],
     part: str,
@@ -239,7 +251,6 @@ def _settings(
     reference: Tokens | None,
 ) -> dict[str, Any]:
     """Return everything that values depend on, so that no other sweep is resumed."""
-    pair = runs.pair
     sites = dict.fromkeys(each.sites for each in groups)
     sets = dict.fromkeys(each for group in groups for each in group.positions)
     return {

@@ -66,8 +66,11 @@ to metric(x') - metric(x) as k grows, with an error of order 1/k². At heads, wh
 along no straight lines, no such sum is claimed.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from functools import partial
+from math import nan
+from pathlib import Path
 from typing import Any, Literal, get_args
 
 import torch
@@ -77,20 +80,30 @@ from tqdm.auto import tqdm
 from attn_only_lens.axes import Tokens
 from attn_only_lens.errors import InputError, UnsupportedModelError
 from attn_only_lens.heads import host_of, logit_tolerance
-from attn_only_lens.numerics import full_precision, is_count
+from attn_only_lens.numerics import as_plain, full_precision, is_count
 from attn_only_lens.patching._activation_patch import (
-    ablated_source,
     ablation_reasons,
+    count_reasons,
     one_prompt_reasons,
     pair_or_single,
+    sweep_settings,
 )
+from attn_only_lens.patching.ablated_runs import AblatedRuns
 from attn_only_lens.patching.expected_error import expected_errors, hook_points, run_with_part
-from attn_only_lens.patching.over_prompts import OverPrompts
-from attn_only_lens.patching.repairs import Budget, Repairer, budget_reasons
+from attn_only_lens.patching.over_prompts import mean_over, moved_values
+from attn_only_lens.patching.processes import is_first
+from attn_only_lens.patching.prompt_runs import (
+    PromptRun,
+    PromptRuns,
+    measure_parts,
+    prompts_per_run,
+)
+from attn_only_lens.patching.repairs import Budget, Repairer, budget_reasons, expected_pearson
 from attn_only_lens.patching.results import Sweep
+from attn_only_lens.patching.resume import PartStore
 from attn_only_lens.patching.run_patches import Batching, PatchRunner
-from attn_only_lens.patching.site_groups import site_groups
-from attn_only_lens.patching.sweep_rows import SweepRows
+from attn_only_lens.patching.site_groups import SiteGroup, site_groups
+from attn_only_lens.patching.sweep_parts import SweepPart, sweep_parts
 from attn_only_lens.runs.frozen_pass import frozen_gradients
 from attn_only_lens.runs.gradients import (
     Tape,
@@ -104,14 +117,16 @@ from attn_only_lens.runs.interventions import ABLATIONS, DIRECTIONS
 from attn_only_lens.runs.metrics import (
     AnyMetric,
     BoundMetric,
+    Metric,
+    as_metric,
     require_differentiable,
     require_slope,
 )
 from attn_only_lens.runs.positions import Positions
-from attn_only_lens.runs.prompts import Prompts
+from attn_only_lens.runs.prompts import PromptPair, Prompts
 from attn_only_lens.runs.recording import Recording, RunPair, Side, record_pair, run
 from attn_only_lens.runs.replay import make_replay
-from attn_only_lens.runs.sites import PARTS, Part, Sites
+from attn_only_lens.runs.sites import PARTS, Part, Sites, split_positions
 
 Method = Literal["gradient", "exact_gate", "integrated", "frozen_pattern"]
 METHODS: tuple[str, ...] = get_args(Method)
@@ -136,6 +151,8 @@ def attribution(
     mask: Tensor | None = None,
     reference: str | Tokens | None = None,
     per_prompt: bool = False,
+    prompts_at_once: int | None = None,
+    resume: str | Path | None = None,
     progress: bool = True,
 ) -> Sweep:
     """Estimate the results of patching every site, all sites at once.
@@ -170,7 +187,11 @@ def attribution(
         reference: prompts to take means or others' activations from; see `activation_patch`.
         per_prompt: whether to return a row for each prompt of each site; see `activation_patch`.
             Estimates of each prompt come from the same gradients.
-        progress: whether to show bars, over exact patches and the steps of "integrated".
+        prompts_at_once: pairs that are run at once; see `activation_patch`. Each run of them has a
+            budget of its own: a row is `exact` where it was patched in all.
+        resume: a folder to write each run of prompts to; see `activation_patch`.
+        progress: whether to show bars, over exact patches and the steps of "integrated"; of
+            several runs, over prompts.
 
     Returns:
         The estimated metric after each patch, and its score: 0 is the corrupted run, 1 the clean
@@ -195,85 +216,163 @@ def attribution(
         >>> bool(p.agreement(exact, estimate)["pearson"].item() > 0.99)
         True
     """
-    _check(model, corrupted, part, direction, method, steps, budget, reference)
+    _check(model, corrupted, part, direction, method, steps, budget, reference, prompts_at_once)
     pair = pair_or_single(model, clean, corrupted, mask)
     groups = site_groups(model, pair, sites, positions, part, most_rows=None)
     tokens = None if reference is None else checked_tokens(model, reference)
     chosen = tuple(dict.fromkeys(each.sites for each in groups))
-    closed = part == "q" and method == "exact_gate"
-    nodes = {each: gradient_node(model, each, part, closed=closed) for each in chosen}
-    written, kept = hook_points(model, chosen, part) if budget else (set[str](), set[str]())
-    tape = Tape({*nodes.values(), *written})
-    with start_graph(model):
-        side: Side = "corrupted" if direction == "denoise" else "clean"
-        traced = side if method in _TRACED else None
-        names = [*kept, *(nodes.values() if part == "q" else ())]
-        runs = record_pair(
-            model, pair, metric, chosen, part, names=names, traced=traced, hooks=tape.hooks
-        )
-    target, source, _ = runs.target(direction)
+    metric = as_metric(metric)
+    at_once = prompts_per_run(
+        model, pair, metric, chosen, part, prompts_at_once, resume, traced=True
+    )
+    parts = sweep_parts(model, pair, groups, at_once, None)
+    several = len(parts) > 1
+    estimator = _Estimator(
+        model, groups, part, direction, method, steps or _STEPS, budget, progress and not several
+    )
+
+    def record(pair: PromptPair, whole: bool) -> RunPair:
+        return estimator.record(pair, metric, distinct=whole)
+
+    ablated = None
     if direction in ABLATIONS:
-        source = ablated_source(model, runs, direction, tokens, chosen)
-    over = OverPrompts.of_runs(runs, direction, per_prompt)
-    gradients = _gradients(model, runs, direction, method, steps or _STEPS, tape, progress)
-    moved = source
-    if closed and any(each.kind == "attention" for each in chosen):
-        rows = [each.layer for each in chosen if each.kind == "attention"]
-        shown = run_with_part(model, target, source, rows, part)
-        moved = replace(source, hooked={**source.hooked, **shown})
-    values = []
-    for group in groups:
-        node = nodes[group.sites]
-        found = site_estimates(model, group.sites, part, node, gradients[node], target, moved)
-        values.append(over.moved(group.sums(found)))
-    exact = [torch.zeros(len(group), dtype=torch.bool, device="cpu") for group in groups]
-    expected, forwards = None, 0.0
-    if budget:
-        target = replace(target, logits=target.logits.detach())
-        keys = expected_errors(model, groups, part, target, source, gradients)
-        with tqdm(total=0, unit="site", desc="repairs", disable=not progress) as bar:
-            replay = make_replay(model, target, runs.metric)
-            batching = Batching(model, None, bar.update, replay.numbers_per_token)
-            runner = PatchRunner(replay, source, part, over.unpatched, batching)
-            repairs = Repairer(runner, groups, keys, values, over.mean, bar).spend(budget)
-        values, exact = repairs.values, repairs.exact
-        expected, forwards = repairs.expected_pearson, repairs.forwards
-    numbers = [
-        over.columns(of_group) | {"exact": over.flags(which)}
-        for of_group, which in zip(values, exact, strict=True)
-    ]
-    return Sweep.of_runs(
+        ablated = AblatedRuns(model, pair, direction, tokens, chosen, at_once)
+    runs = PromptRuns(model, pair, metric, direction, ablated, record)
+    n_rows = sum(map(len, groups))
+    over = runs.over(parts[0].prompts, n_rows, per_prompt)
+    store = None
+    if resume is not None:
+        settings = sweep_settings(model, pair, metric, groups, part, direction, tokens)
+        settings["at"] = None if sites is None else split_positions(sites)
+        settings |= {"per_prompt": bool(per_prompt), "prompts_at_once": at_once}
+        settings |= {"method": method, "steps": steps, "budget": as_plain(budget)}
+        store = PartStore(resume, settings, len(parts))
+    exact = torch.ones(n_rows, dtype=torch.bool, device="cpu")
+    error, forwards = 0.0, 0.0
+    shown = progress and several and is_first()
+    with tqdm(total=len(pair.clean), unit="prompt", disable=not shown) as bar:
+
+        def measure(each: SweepPart) -> Tensor:
+            values, repaired, told = estimator.estimate(runs.of(each.prompts))
+            kept = runs.of(each.prompts).reduced(over, values)
+            bar.update(len(each.prompts))
+            return torch.cat([kept.flatten(), repaired.double(), torch.tensor(told).double()])
+
+        def add(each: SweepPart, found: Tensor) -> None:
+            nonlocal exact, error, forwards
+            kept, repaired, told = found.split([len(found) - n_rows - 2, n_rows, 2])
+            over.add(each, kept)
+            exact &= repaired.bool()
+            # Of a mean: no more than the mean of the errors.
+            error += sum(over.weights[each.prompts.start : each.prompts.stop]) * told[0].item()
+            forwards += len(each.prompts) / len(pair.clean) * told[1].item()
+
+        measure_parts(parts, store, measure, add, lambda i: bar.update(len(parts[i].prompts)))
+    return Sweep.of_prompts(
         model,
-        runs,
-        SweepRows.of_groups(groups, numbers),
+        groups,
+        over,
         part,
-        direction,
         method,
-        expected_pearson=expected,
+        exact=exact,
+        expected_pearson=expected_pearson(error, over.means),
         forwards=forwards,
     )
 
 
-def _gradients(
-    model: Any,
-    runs: RunPair,
-    direction: str,
-    method: Method,
-    steps: int,
-    tape: Tape,
-    progress: bool,
-) -> dict[str, Tensor]:
-    """Return the gradients of a method, at the nodes of the tape."""
-    target, source, _ = runs.target(direction)
-    require_differentiable(runs.metric, target.logits.detach())
-    if method == "integrated":  # which has gradients of its own, between the runs
-        names = tape.names
-        return integrated_gradients(model, target, source, runs.metric, names, steps, progress)
-    other = torch.zeros_like(target.logits) if direction in ABLATIONS else source.logits
-    require_slope(runs.metric, target.logits, other, runs.clean_value - runs.corrupted_value)
-    if method == "frozen_pattern":
-        return frozen_gradients(model, target, runs.metric, tape)
-    return tape.gradients(runs.metric.of_logits(target.logits))
+class _Estimator:
+    """Estimates of all sites, on a run of prompts."""
+
+    def __init__(
+        self,
+        model: Any,
+        groups: Sequence[SiteGroup],
+        part: Part,
+        direction: str,
+        method: Method,
+        steps: int,
+        budget: Budget,
+        progress: bool,
+    ) -> None:
+        self._model, self._groups, self._part = model, groups, part
+        self._direction, self._method, self._steps = direction, method, steps
+        self._budget, self._progress = budget, progress
+        self._chosen = tuple(dict.fromkeys(each.sites for each in groups))
+        self._closed = part == "q" and method == "exact_gate"
+        self._nodes = {
+            each: gradient_node(model, each, part, closed=self._closed) for each in self._chosen
+        }
+        self._tested: set[Any] = set()
+        self._tape = Tape(())
+
+    def record(self, pair: PromptPair, metric: Metric, *, distinct: bool) -> RunPair:
+        """Record the runs of some prompts, and keep the graph of the one that is patched into."""
+        model, part, chosen = self._model, self._part, self._chosen
+        nodes = self._nodes.values()
+        written, kept = hook_points(model, chosen, part) if self._budget else (set(), set())
+        self._tape = tape = Tape({*nodes, *written})
+        side: Side = "corrupted" if self._direction == "denoise" else "clean"
+        traced = side if self._method in _TRACED else None
+        names = [*kept, *(nodes if part == "q" else ())]
+        with start_graph(model):
+            return record_pair(
+                *(model, pair, metric, chosen, part),
+                names=names,
+                traced=traced,
+                hooks=tape.hooks,
+                distinct=distinct,
+            )
+
+    def estimate(self, run: PromptRun) -> tuple[Tensor, Tensor, tuple[float, float]]:
+        """Estimate what every patch gives on the prompts that were recorded last.
+
+        Returns:
+            The values [row, prompt]; which rows are patches; the root of the squared error that
+            means over these prompts are expected to have, nan if unknown; and what patches cost.
+        """
+        model, part, target, source = self._model, self._part, run.target, run.source
+        groups = [each.of_prompts(run.runs.pair) for each in self._groups]
+        gradients = self._gradients(run)
+        moved = source
+        if self._closed and any(each.kind == "attention" for each in self._chosen):
+            rows = [each.layer for each in self._chosen if each.kind == "attention"]
+            shown = run_with_part(model, target, source, rows, part)
+            moved = replace(source, hooked={**source.hooked, **shown})
+        values = []
+        for group in groups:
+            node = self._nodes[group.sites]
+            found = site_estimates(model, group.sites, part, node, gradients[node], target, moved)
+            values.append(moved_values(run.unpatched, group.sums(found), run.shares))
+        if not self._budget:
+            every = torch.cat(values)
+            return every, torch.zeros(len(every), dtype=torch.bool, device="cpu"), (nan, 0.0)
+        target = replace(target, logits=target.logits.detach())
+        keys = expected_errors(model, groups, part, target, source, gradients)
+        with tqdm(total=0, unit="site", desc="repairs", disable=not self._progress) as bar:
+            replay = make_replay(model, target, run.runs.metric)
+            batching = Batching(model, None, bar.update, replay.numbers_per_token)
+            runner = PatchRunner(replay, source, part, run.unpatched, batching)
+            mean = partial(mean_over, shares=run.shares)
+            repairer = Repairer(runner, groups, keys, values, mean, bar, self._tested)
+            repairs = repairer.spend(self._budget)
+        error = nan if repairs.expected_error is None else repairs.expected_error
+        return torch.cat(repairs.values), torch.cat(repairs.exact), (error, repairs.forwards)
+
+    def _gradients(self, run: PromptRun) -> dict[str, Tensor]:
+        """Return the gradients of the method, at the nodes of the tape."""
+        model, target, source, metric = self._model, run.target, run.source, run.runs.metric
+        require_differentiable(metric, target.logits.detach())
+        if self._method == "integrated":  # which has gradients of its own, between the runs
+            names, steps = self._tape.names, self._steps
+            return integrated_gradients(model, target, source, metric, names, steps, self._progress)
+        if not run.prompts.start:  # later prompts may happen to be flat
+            ablation = self._direction in ABLATIONS
+            other = torch.zeros_like(target.logits) if ablation else source.logits
+            span = run.runs.clean_value - run.runs.corrupted_value
+            require_slope(metric, target.logits, other, span)
+        if self._method == "frozen_pattern":
+            return frozen_gradients(model, target, metric, self._tape)
+        return self._tape.gradients(metric.of_logits(target.logits))
 
 
 def _check(
@@ -285,8 +384,10 @@ def _check(
     steps: object,
     budget: object,
     reference: object,
+    prompts_at_once: object,
 ) -> None:
     reasons = [*reasons_not_to_run(model), *one_prompt_reasons(corrupted, direction)]
+    reasons += count_reasons(prompts_at_once=prompts_at_once)
     reasons += option_reasons("part", part, PARTS)
     reasons += option_reasons("direction", direction, (*DIRECTIONS, *ABLATIONS))
     reasons += ablation_reasons(part, direction, reference)

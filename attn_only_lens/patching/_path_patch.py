@@ -50,7 +50,7 @@ from attn_only_lens.numerics import full_precision, is_count
 from attn_only_lens.patching._activation_patch import metric_identity
 from attn_only_lens.patching.path_results import Paths
 from attn_only_lens.patching.path_runs import LOGITS, PathBlock, PathRunner, names_of, path_blocks
-from attn_only_lens.patching.processes import Processes
+from attn_only_lens.patching.processes import is_first, require_folder
 from attn_only_lens.patching.resume import MemoryParts, PartStore
 from attn_only_lens.patching.run_patches import Batching, check_edits
 from attn_only_lens.patching.site_groups import SiteGroup, site_groups
@@ -162,6 +162,7 @@ def path_patch(
     if top is not None and torch.is_inference_mode_enabled():
         reasons.append("no gradient is taken in torch.inference_mode(); torch.no_grad() will do")
     InputError.raise_if(reasons, _PROBLEM)
+    require_folder(resume)
     receiving = _resolve_receivers(model, receivers, part)
     pair = prompt_pair(model, clean, corrupted, mask)
     sending = site_groups(model, pair, senders, positions, "z")
@@ -202,9 +203,8 @@ def path_patch(
         settings = _settings(model, runs, as_metric(metric), sending, receiving)
         settings |= {"part": part, "direction": direction, "scale": scale, "top": top}
         parts = PartStore(resume, settings, n_parts)
-    processes = Processes(resume)
-    label = progress if isinstance(progress, str) else processes.name
-    hidden = not (progress and processes.first)
+    label = progress if isinstance(progress, str) else None
+    hidden = not (progress and is_first())
     with tqdm(total=n_picked, unit="path", desc=label, disable=hidden) as bar:
         replay = make_replay(model, target, runs.metric)
         where = tuple(dict.fromkeys(each for group in sending for each in group.positions))
@@ -213,27 +213,28 @@ def path_patch(
         readers = Readers(replay, apart[sides[0]])
         batching = Batching(model, batch_size, bar.update, replay.numbers_per_token)
         runner = PathRunner(readers, apart[sides[1]], part, scale, baseline, batching)
-        estimated = tqdm(total=len(blocks), unit="block", desc="estimates", disable=hidden)
-        for number in processes.share(range(n_first)):
-            assert top is not None
-            if not parts.has(number):
+        with (
+            tqdm(total=len(blocks), unit="block", desc="estimates", disable=hidden) as estimated,
+            parts.todo(range(n_first), lambda i: estimated.update(len(chunks[i]))) as todo,
+        ):
+            for number in todo:
+                assert top is not None
                 parts.write(number, _pick(runner, blocks, chunks[number], gradients, top))
-            estimated.update(len(chunks[number]))
-        estimated.close()
-        processes.wait()
+                estimated.update(len(chunks[number]))
         picked = None if top is None else _largest([parts.read(i) for i in range(n_first)], top)
-        for number in processes.share(range(n_first, n_parts)):
+
+        def paths_of(number: int) -> pd.DataFrame:
             if picked is None:
-                work = _every(blocks, chunks[number])
-            else:
-                work = picked.iloc[_AT_ONCE * (number - n_first) :].head(_AT_ONCE).copy()
-            if parts.has(number):
-                bar.update(len(work))
-                continue
-            if picked is not None:
-                work["estimate"] = (work["estimate"] + baseline - runs.corrupted_value) / span
-            parts.write(number, _patched(runner, blocks, work))
-    processes.wait()
+                return _every(blocks, chunks[number])
+            return picked.iloc[_AT_ONCE * (number - n_first) :].head(_AT_ONCE).copy()
+
+        others = parts.todo(range(n_first, n_parts), lambda i: bar.update(len(paths_of(i))))
+        with others as todo:
+            for number in todo:
+                work = paths_of(number)
+                if picked is not None:
+                    work["estimate"] = (work["estimate"] + baseline - runs.corrupted_value) / span
+                parts.write(number, _patched(runner, blocks, work))
     found = [parts.read(number) for number in range(n_first, n_parts)]
     return Paths(
         pd.concat(found, ignore_index=True),

@@ -1,4 +1,4 @@
-"""Values of each prompt as rows of a sweep: means with standard errors, or every prompt's own.
+"""Means over prompts that come a run at a time, with their standard errors; or every prompt's own.
 
 With v_b the metric of prompt b after a patch and u_b before it, w_b its weight in the mean (1/n,
 but for a loss; Σ w_b = 1), and span = clean - corrupted of the means, taken as given,
@@ -9,106 +9,179 @@ but for a loss; Σ w_b = 1), and span = clean - corrupted of the means, taken as
 
 which is s/√n of n prompts of equal weight, and the linearised one of a ratio of sums otherwise. The
 score's is of paired differences: prompts differ more from each other than a patch moves them.
+
+A run of prompts leaves three numbers of v, and of d, for each site, whatever its size: its mean m
+and Σ w_b² (v_b - m), Σ w_b² (v_b - m)² about it. Two runs are joined by moving both about the mean
+of all, as Chan, Golub and LeVeque do (1979) for equal weights.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 from torch import Tensor
 
 from attn_only_lens.errors import InputError
-from attn_only_lens.runs.recording import RunPair
+from attn_only_lens.patching.sweep_parts import SweepPart
 
 SPREAD = ("value_standard_error", "score_standard_error")
 """Columns of means over several prompts."""
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class OverPrompts:
-    """How the values of each prompt become rows.
+    """The metric of both runs and after the patch of each site, over the prompts so far.
 
     Attributes:
-        unpatched: the metric of each prompt in the run patched into.
-        weights: of each prompt in the mean.
-        n_prompts: how many prompts there are; more than there are values, if prompts have none of
-            their own.
-        span: the mean of the clean run less that of the corrupted one.
+        name: of the metric.
+        n_rows: how many sites there are.
+        n_prompts: how many prompts.
+        weights: of each prompt in the mean; of the only number, where prompts have none of their
+            own.
+        direction: of the patches.
         per_prompt: whether each prompt gets rows of its own.
+
+    Raises:
+        InputError: prompts have no rows of their own.
     """
 
-    unpatched: Float[Tensor, "prompt"]
-    weights: tuple[float, ...]
+    name: str
+    n_rows: int
     n_prompts: int
-    span: float
+    weights: tuple[float, ...]
+    direction: str
     per_prompt: bool
+    _table: Float[Tensor, "end_or_row number"] = field(init=False, repr=False)
 
-    @classmethod
-    def of_runs(cls, runs: RunPair, direction: str, per_prompt: bool) -> "OverPrompts":
-        """Return it for the two runs of a sweep.
+    def __post_init__(self) -> None:
+        if self.per_prompt and len(self.weights) != self.n_prompts:
+            reason = (
+                f"{self.name} is one number of all {self.n_prompts} prompts; expected a metric "
+                "that gives each its own: have the function return a tensor "
+                f"[{self.n_prompts}]"
+            )
+            raise InputError([reason], "there are no rows of each prompt")
+        if self.per_prompt and 0.0 in self.weights:
+            at = self.weights.index(0.0)
+            reason = f"{self.name} has no value for prompt {at}; leave it out"
+            raise InputError([reason], "there are no rows of each prompt")
+        width = self.n_prompts if self.per_prompt else 6 if self.n_prompts > 1 else 1
+        self._table = torch.zeros(2 + self.n_rows, width, dtype=torch.float64, device="cpu")
 
-        Raises:
-            InputError: prompts have no rows of their own.
+    def reduced(
+        self,
+        clean: Float[Tensor, "prompt"],
+        corrupted: Float[Tensor, "prompt"],
+        values: Float[Tensor, "row prompt"],
+        shares: tuple[float, ...],
+    ) -> Float[Tensor, "end_or_row number"]:
+        """Return what is kept of the values of a run of prompts: for the two ends, and each row.
+
+        Args:
+            clean: the metric of the clean prompts.
+            corrupted: the metric of the corrupted ones.
+            values: the metric after each patch.
+            shares: the weight of each prompt in the mean of these.
         """
-        unpatched = runs.target(direction)[2]
-        weights, n_prompts = runs.metric.shares(len(unpatched)), len(runs.pair.clean)
-        if per_prompt and len(weights) != n_prompts:
-            reason = (
-                f"{runs.metric.name} is one number of all {n_prompts} prompts; expected a metric "
-                f"that gives each its own: have the function return a tensor [{n_prompts}]"
-            )
-            raise InputError([reason], "there are no rows of each prompt")
-        if per_prompt and 0.0 in weights:
-            reason = (
-                f"{runs.metric.name} has no value for prompt {weights.index(0.0)}; leave it out"
-            )
-            raise InputError([reason], "there are no rows of each prompt")
-        span = runs.clean_value - runs.corrupted_value
-        return cls(unpatched, weights, n_prompts, span, per_prompt)
-
-    def columns(self, values: Float[Tensor, "site prompt"]) -> dict[str, np.ndarray]:
-        """Return the columns that values make: a row for each site, or each site and prompt."""
-        values = values.cpu().double()
+        found = torch.cat([clean[None], corrupted[None], values.cpu().double()])
         if self.per_prompt:
-            n_sites, n_prompts = values.shape
+            return found
+        if self.n_prompts == 1:
+            return mean_over(found, shares)[:, None]
+        unpatched = corrupted if self.direction == "denoise" else clean
+        return torch.cat([_moments(found, shares), _moments(found - unpatched, shares)], dim=1)
+
+    def add(self, part: SweepPart, flat: Float[Tensor, "number"]) -> None:
+        """Add what was kept of a part, `reduced` in a row. Parts come in order."""
+        found = flat.view(2 + len(part.rows), -1)
+        rows = slice(2 + part.rows.start, 2 + part.rows.stop)
+        for there, new in ((slice(2), found[:2]), (rows, found[2:])):
+            if self.per_prompt:
+                self._table[there, part.prompts.start : part.prompts.stop] = new
+            elif there != slice(2) or part.rows.start == 0:
+                self._table[there] = self._joined(self._table[there], new, part.prompts)
+
+    def _joined(self, so_far: Tensor, new: Tensor, prompts: range) -> Tensor:
+        if self.n_prompts == 1:
+            return new
+        weights = torch.tensor(self.weights, dtype=torch.float64, device="cpu")
+        before, own = weights[: prompts.start], weights[prompts.start : prompts.stop]
+        new = new.unflatten(1, (2, 3)) * new.new_tensor([1.0, own.sum() ** 2, own.sum() ** 2])
+        if prompts.start == 0:
+            return new.flatten(1)
+        old = so_far.unflatten(1, (2, 3))
+        mean = old[..., 0] + (new[..., 0] - old[..., 0]) * (own.sum() / (before.sum() + own.sum()))
+        first = second = torch.zeros_like(mean)
+        for each, w in ((old, before), (new, own)):
+            shift, squares = each[..., 0] - mean, w.square().sum()
+            second = second + each[..., 2] + 2 * shift * each[..., 1] + shift.square() * squares
+            first = first + each[..., 1] + shift * squares
+        return torch.stack([mean, first, second], dim=-1).flatten(1)
+
+    @property
+    def ends(self) -> tuple[float, float]:
+        """The metric of the clean run, and of the corrupted one."""
+        ends = mean_over(self._table[:2], self.weights) if self.per_prompt else self._table[:2, 0]
+        return ends[0].item(), ends[1].item()
+
+    @property
+    def means(self) -> Float[Tensor, "row"]:
+        """The metric after each patch: the mean over prompts."""
+        return mean_over(self._table[2:], self.weights) if self.per_prompt else self._table[2:, 0]
+
+    def columns(self) -> dict[str, np.ndarray]:
+        """Return the columns of the results: a row for each site, or each site and prompt."""
+        values = self._table[2:]
+        if self.per_prompt:
+            unpatched = self._table[1 if self.direction == "denoise" else 0]
             return {
                 "value": values.flatten().numpy(),
-                "prompt": np.tile(np.arange(n_prompts), n_sites),
-                "unpatched": np.tile(self.unpatched.numpy(), n_sites),
+                "prompt": np.tile(np.arange(self.n_prompts), self.n_rows),
+                "unpatched": np.tile(unpatched.numpy(), self.n_rows),
             }
-        columns = {"value": self.mean(values).numpy()}
+        columns = {"value": values[:, 0].numpy()}
         if self.n_prompts > 1:
-            changes = values - self.unpatched
-            spreads = self._error_of_mean(values), self._error_of_mean(changes) / abs(self.span)
+            clean, corrupted = self.ends
+            spreads = self._error(values[:, 2]), self._error(values[:, 5]) / abs(clean - corrupted)
             columns |= dict(zip(SPREAD, map(Tensor.numpy, spreads), strict=True))
         return columns
 
-    def flags(self, flags: Bool[Tensor, "site"]) -> Bool[np.ndarray, "row"]:
-        """Return the flag of each row."""
-        return np.repeat(flags.numpy(), len(self.weights) if self.per_prompt else 1)
-
-    def moved(self, moves: Float[Tensor, "site batch"]) -> Float[Tensor, "site prompt"]:
-        """Return the values of prompts of which each moves the mean by so much."""
-        moves = moves.cpu().double()
-        if len(self.weights) == 1:  # of all prompts, or of the only one
-            return (
-                moves if moves.shape[1] == 1 else moves.sum(dim=1, keepdim=True)
-            ) + self.unpatched
-        return self.unpatched + moves / moves.new_tensor([share or 1.0 for share in self.weights])
-
-    def mean(self, values: Float[Tensor, "site prompt"]) -> Float[Tensor, "site"]:
-        """Return the mean over prompts."""
-        if len(self.weights) == 1:
-            return values[:, 0]
-        # As `BoundMetric.mean` sums: a patch without effect has the unpatched value, bit for bit.
-        weighted = zip(self.weights, values.unbind(-1), strict=True)
-        return sum((share * each for share, each in weighted), torch.zeros_like(values[:, 0]))
-
-    def _error_of_mean(self, values: Float[Tensor, "site prompt"]) -> Float[Tensor, "site"]:
+    def _error(self, squares: Float[Tensor, "row"]) -> Float[Tensor, "row"]:
         """Return the standard error; nan where fewer than two prompts have values of their own."""
         n = len(self.weights) - self.weights.count(0.0)
         if n < 2:
-            return torch.full_like(values[:, 0], torch.nan)
-        deviations = values.new_tensor(self.weights) * (values - self.mean(values).unsqueeze(-1))
-        return (deviations.square().sum(-1) * n / (n - 1)).sqrt()
+            return torch.full_like(squares, torch.nan)
+        return (squares.clamp(min=0) * n / (n - 1)).sqrt() / sum(self.weights)
+
+
+def mean_over(
+    values: Float[Tensor, "row prompt"], shares: tuple[float, ...]
+) -> Float[Tensor, "row"]:
+    """Return the weighted mean over prompts, summed alike for one row and for many."""
+    if len(shares) == 1:
+        return values[:, 0]
+    # As `BoundMetric.mean` sums: a patch without effect has the unpatched value, bit for bit.
+    weighted = zip(shares, values.unbind(-1), strict=True)
+    return sum((share * each for share, each in weighted), torch.zeros_like(values[:, 0]))
+
+
+def moved_values(
+    unpatched: Float[Tensor, "prompt"], moves: Float[Tensor, "row batch"], shares: tuple[float, ...]
+) -> Float[Tensor, "row prompt"]:
+    """Return the values of prompts of which each moves the mean by so much."""
+    moves = moves.cpu().double()
+    if len(shares) == 1:  # of all prompts, or of the only one
+        return unpatched + (moves if moves.shape[1] == 1 else moves.sum(dim=1, keepdim=True))
+    return unpatched + moves / moves.new_tensor([share or 1.0 for share in shares])
+
+
+def _moments(
+    values: Float[Tensor, "row prompt"], shares: tuple[float, ...]
+) -> Float[Tensor, "row 3"]:
+    """Return the mean, and the first and second moment about it by squares of weights."""
+    mean = mean_over(values, shares)
+    squares = values.new_tensor(shares).square()
+    deviations = values - mean[:, None]
+    first = (deviations * squares).sum(-1)
+    return torch.stack([mean, first, (deviations.square() * squares).sum(-1)], dim=-1)

@@ -47,15 +47,25 @@ class Repairs:
     Attributes:
         values: of the rows of each group, some of them exact.
         exact: which.
-        expected_pearson: the correlation expected of the scores with exact ones; None if no patch,
-            or no effect, tells.
+        expected_error: the root of the squared error, summed over rows, that scores are expected
+            to have, with a margin; None if no patch tells.
         forwards: what the patches cost, in flops of forward passes.
     """
 
     values: list[Float[Tensor, "row prompt"]]
     exact: list[torch.Tensor]
-    expected_pearson: float | None
+    expected_error: float | None
     forwards: float
+
+
+def expected_pearson(error: float | None, scores: Float[Tensor, "row"] | _Numbers) -> float | None:
+    """Return the correlation with exact scores to expect; None if unknown, or without effects."""
+    if error is None or np.isnan(error):
+        return None
+    total = float(((scores - scores.mean()) ** 2).sum())
+    if error == 0:
+        return 1.0
+    return None if total <= 0 else float(np.sqrt(max(0.0, 1.0 - error**2 / total)))
 
 
 def budget_reasons(budget: object) -> list[str]:
@@ -75,6 +85,7 @@ class Repairer:
         values: estimates of their rows.
         mean: of the values of prompts, for each row.
         bar: to show how many sites are to be patched.
+        tested: edits that were tested before, to which others are added.
     """
 
     def __init__(
@@ -85,6 +96,7 @@ class Repairer:
         values: Sequence[Float[Tensor, "row prompt"]],
         mean: Callable[[Float[Tensor, "row prompt"]], Tensor],
         bar: Any,
+        tested: set[tuple[LayerSites, int, bool]],
     ) -> None:
         self._runner, self._groups, self._mean, self._bar = runner, groups, mean, bar
         self._key: _Numbers = torch.cat(list(keys)).double().numpy()
@@ -94,7 +106,7 @@ class Repairer:
         self._sites = list(dict.fromkeys(group.sites for group in groups))
         place = {sites: i for i, sites in enumerate(self._sites)}
         self._layer = np.concatenate([np.full(len(g), place[g.sites]) for g in groups])
-        self._tested: set[LayerSites] = set()
+        self._tested = tested
         self._exact = np.zeros(len(self._key), dtype=bool)
         order = np.argsort(-self._key / np.sqrt(self._cost), kind="stable")
         self._order = order[(self._key[order] > 0) & np.isfinite(self._cost[order])]
@@ -116,7 +128,7 @@ class Repairer:
         return Repairs(
             list(self._values.split(sizes)),
             list(torch.from_numpy(self._exact).split(sizes)),
-            self._expected_pearson(),
+            self._expected_error(),
             float(self._cost[self._exact].sum()),
         )
 
@@ -142,7 +154,8 @@ class Repairer:
         rows = np.concatenate(seeds) if seeds else self._order
         while len(rows):
             self._patch(rows)
-            if (self._expected_pearson() or 0.0) >= _TARGET:
+            scores = self._mean(self._values)
+            if (expected_pearson(self._expected_error(), scores) or 0.0) >= _TARGET:
                 break
             unseen = self._order[~self._exact[self._order]]
             rows = unseen[: max(_STEP, int(self._exact.sum()) // 4)]
@@ -163,22 +176,29 @@ class Repairer:
                 if group.sites is sites
             ]
             joined.append((here, SiteGroup.joined(of_groups)))
-        untested = [group for _, group in joined if group.sites not in self._tested]
-        check_edits(self._runner.replay.precise, untested, self._runner.part, [self._first])
-        self._tested |= {group.sites for group in untested}
+        replay = self._runner.replay.precise
+        padded = not (replay.recording.mask is None or bool(replay.recording.mask.all()))
+        edits = [(group.sites, self._first, padded) for _, group in joined]
+        untested = [
+            group
+            for (_, group), edit in zip(joined, edits, strict=True)
+            if edit not in self._tested
+        ]
+        check_edits(replay, untested, self._runner.part, [self._first])
+        self._tested.update(edits)
         found = self._runner.values([group for _, group in joined])
         for (here, _), values in zip(joined, found, strict=True):
             self._values[here] = values
             self._exact[here] = True
 
-    def _expected_pearson(self) -> float | None:
-        """Return the correlation expected of all scores with exact ones; None if there is none."""
+    def _expected_error(self) -> float | None:
+        """Return the root of the squared error expected of all scores; None if unknown."""
         scores: _Numbers = self._mean(self._values).numpy()
         key2 = np.where(np.isfinite(self._cost), self._key**2, 0.0)
         error2 = (scores - self._estimates) ** 2
         unseen = key2 * ~self._exact
         if not unseen.any():
-            return 1.0
+            return 0.0
         if not (key2 * self._exact).any():
             return None
         least = _LUCK * error2.sum() / key2[self._exact].sum()
@@ -188,7 +208,4 @@ class Repairer:
             seen = key2[here & self._exact].sum()
             c = max(least, error2[here].sum() / seen) if seen > 0 else least / _LUCK
             left += c * unseen[here].sum()
-        total = ((scores - scores.mean()) ** 2).sum()
-        if total <= 0:
-            return None
-        return float(np.sqrt(max(0.0, 1.0 - _SAFETY * left / total)))
+        return float(np.sqrt(_SAFETY * left))

@@ -11,19 +11,21 @@ In rows of each prompt, with `unpatched` the prompt's own value in the run that 
 so that a patch without effect leaves the baseline, and the mean over prompts is the score above.
 """
 
+from collections.abc import Sequence
 from dataclasses import InitVar, dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 import pandas as pd
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
 
 from attn_only_lens.errors import InputError
-from attn_only_lens.patching.over_prompts import SPREAD
+from attn_only_lens.patching.over_prompts import SPREAD, OverPrompts
 from attn_only_lens.patching.scored_frame import BASELINE, ScoredFrame
+from attn_only_lens.patching.site_groups import SiteGroup
 from attn_only_lens.patching.sweep_rows import PROBLEM, SweepRows
-from attn_only_lens.runs.recording import RunPair
 from attn_only_lens.storage import Document
 from attn_only_lens.storage.tables import TableFields
 
@@ -132,30 +134,43 @@ class Sweep(ScoredFrame):
         object.__setattr__(self, "rows", rows)
 
     @classmethod
-    def of_runs(
+    def of_prompts(
         cls,
         model: Any,
-        runs: RunPair,
-        rows: SweepRows,
+        groups: Sequence[SiteGroup],
+        over: OverPrompts,
         part: str,
-        direction: str,
         method: str = MEASURED,
-        expected_pearson: float | None = None,
-        forwards: float = 0.0,
+        *,
+        exact: Bool[Tensor, "row"] | None = None,
+        **fields: Any,
     ) -> "Sweep":
-        """Return the sweep of rows, with the settings of its two runs."""
+        """Return the sweep of the values of all prompts.
+
+        Args:
+            model: that was patched.
+            groups: the sites.
+            over: their values.
+            part: of each head.
+            method: how they were found.
+            exact: which are of patches, where others are estimates; None if all are.
+            fields: of an attribution, or of rounded products.
+        """
+        columns = over.columns()
+        if exact is not None:
+            columns["exact"] = np.repeat(exact.numpy(), len(columns["value"]) // len(exact))
+        clean_value, corrupted_value = over.ends
         return cls(
-            rows,
+            SweepRows.of_groups(groups, [columns]),
             part=part,
-            direction=direction,
-            metric=runs.metric.name,
-            clean_value=runs.clean_value,
-            corrupted_value=runs.corrupted_value,
-            n_prompts=len(runs.pair.clean),
+            direction=over.direction,
+            metric=over.name,
+            clean_value=clean_value,
+            corrupted_value=corrupted_value,
+            n_prompts=over.n_prompts,
             model=str(getattr(model.cfg, "model_name", "")),
             method=method,
-            expected_pearson=expected_pearson,
-            forwards=forwards,
+            **fields,
         )
 
     def __len__(self) -> int:

@@ -6,17 +6,20 @@
 A part of a sweep is one column, the values [row, prompt] of a group of sites, row by row: what the
 rows are, the settings say.
 
-Several processes may write different parts of one folder.
+Several processes may share a folder: each claims the parts that it writes (`claims.py`).
 """
 
 import hashlib
 import json
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any, TypedDict
 
 import pandas as pd
 
 from attn_only_lens.errors import CheckpointError, InputError
+from attn_only_lens.patching.claims import Claims
 from attn_only_lens.storage import Document, open_folder, path_inside
 from attn_only_lens.storage.tables import TableFields, read_table, read_table_document, write_table
 
@@ -43,9 +46,12 @@ class MemoryParts:
     def __init__(self) -> None:
         self._frames: dict[int, pd.DataFrame] = {}
 
-    def has(self, part: int) -> bool:
-        """Return whether a part is written."""
-        return part in self._frames
+    @contextmanager
+    def todo(
+        self, parts: Iterable[int], on_other: Callable[[int], None]
+    ) -> Iterator[Iterator[int]]:
+        """Yield all of the parts."""
+        yield iter(parts)
 
     def write(self, part: int, frame: pd.DataFrame) -> None:
         """Keep a part."""
@@ -54,10 +60,6 @@ class MemoryParts:
     def read(self, part: int) -> pd.DataFrame:
         """Return a part."""
         return self._frames[part]
-
-    def read_all(self) -> pd.DataFrame:
-        """Return all parts, one below another."""
-        return pd.concat(list(self._frames.values()), ignore_index=True)
 
 
 class PartStore:
@@ -110,6 +112,29 @@ class PartStore:
         self._require_own(part, read_table_document(path, _PART_DOCUMENT))
         return True
 
+    @contextmanager
+    def todo(
+        self, parts: Iterable[int], on_other: Callable[[int], None]
+    ) -> Iterator[Iterator[int]]:
+        """Yield the parts that this process is to write, each claimed until the next is asked for.
+
+        They end when all are written, by this process or by others: one that dies leaves its parts
+        to those that live.
+
+        Args:
+            parts: their numbers.
+            on_other: called with each that is written already, or by another process.
+
+        Raises:
+            CheckpointError: a file is damaged, or of another sweep; the folder cannot be written.
+        """
+        parts = list(parts)
+        for part in parts:
+            self.has(part)
+        claims = Claims(self.folder, lambda part: self._path(part).exists())
+        with closing(claims.todo(parts, on_other)) as todo:
+            yield todo
+
     def write(self, part: int, frame: pd.DataFrame) -> None:
         """Write a part, in place of an earlier file of it.
 
@@ -128,11 +153,12 @@ class PartStore:
         self._require_own(part, said)
         return frame
 
-    def read_all(self) -> pd.DataFrame:
-        """Read all parts, one below another.
+    def read_all(self) -> Iterator[pd.DataFrame]:
+        """Read all parts, one after another.
 
         Raises:
-            InputError: with every part that is missing, or damaged, or of another sweep.
+            InputError: with every part that is missing; or, at the end, every one that is damaged
+                or of another sweep.
         """
         missing = [part for part in range(self.n_parts) if not self._path(part).exists()]
         if missing:
@@ -143,14 +169,15 @@ class PartStore:
                 ],
                 "this sweep is not whole; sweep again, in a folder that every process sees",
             )
-        frames, reasons = list[pd.DataFrame](), list[str]()
+        reasons = list[str]()
         for part in range(self.n_parts):
             try:
-                frames.append(self.read(part))
+                frame = self.read(part)
             except CheckpointError as error:
                 reasons.append(str(error))
+            else:
+                yield frame
         InputError.raise_if(reasons, "these parts cannot be joined; delete them and sweep again")
-        return pd.concat(frames, ignore_index=True)
 
     def _path(self, part: int) -> Path:
         return path_inside(self.folder, f"part-{part:06d}.parquet")
@@ -181,6 +208,16 @@ class PartStore:
             if ours.get(key, _MISSING) != theirs.get(key, _MISSING)
         ]
         InputError.raise_if(differ, f"{self.folder} belongs to another sweep; use a new folder")
+
+
+def kept_settings(folder: str | Path) -> dict[str, Any]:
+    """Return the settings of the sweep in a folder; none where none has begun.
+
+    Raises:
+        CheckpointError: they cannot be read.
+    """
+    path = open_folder(folder) / _SETTINGS
+    return dict(_SETTINGS_DOCUMENT.read(path)["settings"]) if path.exists() else {}
 
 
 def _short(value: object) -> str:

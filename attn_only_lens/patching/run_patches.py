@@ -341,7 +341,8 @@ def check_edits(
             asked for.
     """
     sets = dict.fromkeys(each for group in groups for each in group.positions)
-    asked = {int(each.where.any(dim=0).nonzero()[0]) for each in sets}
+    some = [each.where.any(dim=0) for each in sets]  # a run of prompts may lack a position
+    asked = {int(each.nonzero()[0]) for each in some if each.any()}
     later = sorted(asked - {0}) or [0]
     for kind in HEAD_KINDS:
         layers = sorted({each.sites.layer for each in groups if each.sites.kind == kind})

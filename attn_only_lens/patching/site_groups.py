@@ -76,6 +76,14 @@ class SiteGroup:
         positions = tuple(self.positions[i] for i in kept.tolist())
         return SiteGroup(self.sites, positions, self.head[rows], where)
 
+    def of_prompts(self, pair: PromptPair) -> "SiteGroup":
+        """Return the same sites at a run of the prompts, which knows which it is."""
+        if pair.among is None:
+            return self
+        n_pos = pair.clean.shape[1]
+        positions = tuple(each.of_prompts(pair.among[0], n_pos) for each in self.positions)
+        return replace(self, positions=positions)
+
     @property
     def everywhere(self) -> Bool[Tensor, "set batch pos"]:
         """Where each set of positions is."""

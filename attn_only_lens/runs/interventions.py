@@ -7,6 +7,7 @@ import torch
 from jaxtyping import Bool
 from torch import Tensor
 
+from attn_only_lens.axes import Tokens
 from attn_only_lens.errors import InputError
 from attn_only_lens.runs.recording import NeuronRun, Recording
 
@@ -43,7 +44,7 @@ def ablate(
             "neuron_heads(), or ablate to 'zero'"
         )
     if to == "resample":
-        reasons += _resample_reasons(recording, reference, real)
+        reasons += resample_reasons(recording.tokens, None if own else reference.tokens, real)
     InputError.raise_if(reasons, "these heads cannot be ablated like this")
 
     def ablated_z(z: Tensor, of_reference: Tensor) -> Tensor:
@@ -61,16 +62,17 @@ def ablate(
     return replace(recording, neurons=neurons, hooked=hooked)
 
 
-def _resample_reasons(
-    recording: Recording, reference: Recording, real: Bool[Tensor, "batch pos"]
+def resample_reasons(
+    clean: Tokens, reference: Tokens | None, real: Bool[Tensor, "batch pos"]
 ) -> list[str]:
-    if real.shape != recording.tokens.shape:
+    """Return why prompts cannot be resampled from a reference, or from each other without one."""
+    if reference is not None and reference.shape != clean.shape:
         return [
-            f"got reference prompts {list(real.shape)}; expected {list(recording.tokens.shape)}, a "
+            f"got reference prompts {list(reference.shape)}; expected {list(clean.shape)}, a "
             "row for each clean prompt, token for token"
         ]
-    if reference is not recording:
-        rows = enumerate(zip(recording.tokens, reference.tokens, strict=True))
+    if reference is not None:
+        rows = enumerate(zip(clean, reference, strict=True))
         return [
             f"got clean prompt {row} itself in row {row} of the reference, from which it is "
             "resampled; expected another prompt"

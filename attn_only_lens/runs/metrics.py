@@ -181,12 +181,15 @@ class Metric:
         bound: binds it to a model, prompts and the clean run's logits; called by `bind`.
         needs_reference: whether it compares with the clean run's logits.
         version: identifies it when a sweep is resumed, in place of its code; None for its code.
+        by_prompt: whether it may be measured on some of the prompts: the number of each then hangs
+            on its own logits alone.
     """
 
     name: str
     bound: Callable[[Any, PromptPair, Logits | None], BoundMetric] = field(repr=False)
     needs_reference: bool = False
     version: str | None = field(default=None, repr=False)
+    by_prompt: bool = field(default=True, repr=False)
 
 
 AnyMetric: TypeAlias = Metric | Callable[[Logits], Tensor | float]
@@ -296,8 +299,8 @@ def probability_diff(
     name = "probability_diff({}, …; {}, …)".format(*first)
 
     def bound(model: Any, pair: PromptPair, reference: Logits | None) -> BoundMetric:
-        batch, reasons = len(pair.clean), list[str]()
-        signs = torch.zeros(batch, _d_vocab_out(model), device=pair.clean.device)
+        batch, reasons = pair.n_all, list[str]()
+        signs = torch.zeros(len(pair.clean), _d_vocab_out(model), device=pair.clean.device)
         for role, answers, sign in (("correct", correct, 1.0), ("wrong", wrong, -1.0)):
             if len(answers) != batch or not all(len(_as_list(each)) for each in answers):
                 reasons.append(
@@ -305,7 +308,7 @@ def probability_diff(
                     f"more for each of {batch}"
                 )
                 continue
-            for i, each in enumerate(answers):
+            for i, each in enumerate(pair.own(answers)):
                 found = [_token(model, one, f"{role}, prompt {i}", reasons) for one in each]
                 if len(set(found)) < len(found) or signs[i, found].any():
                     reasons.append(
@@ -511,7 +514,7 @@ def custom(
     def bound(model: Any, pair: PromptPair, reference: Logits | None) -> BoundMetric:
         return BoundMetric(label, None, None, _logits_shape(model, pair), compute)
 
-    return Metric(label, bound, version=version)
+    return Metric(label, bound, version=version, by_prompt=False)
 
 
 def _as_numbers(value: Any, batch: int, name: str) -> Float[Tensor, "prompt"]:
@@ -573,10 +576,12 @@ def _answer_tokens(
     model: Any, pair: PromptPair, answer: Answer, role: str, reasons: list[str]
 ) -> Int[Tensor, "batch"]:
     """Return the token of each prompt's answer, and add reasons for those that are not one."""
-    batch = len(pair.clean)
+    batch, n_all = len(pair.clean), pair.n_all
     each = _as_list(answer)
-    if len(each) not in (1, batch):
-        reasons.append(f"{role}: got {len(each)} answers; expected 1, or {batch}, one a prompt")
+    if len(each) not in (1, n_all):
+        reasons.append(f"{role}: got {len(each)} answers; expected 1, or {n_all}, one a prompt")
+    elif len(each) == n_all:
+        each = list(pair.own(each))
     found = [_token(model, one, role, reasons) for one in each]
     if len(found) != batch:
         found = found[:1] * batch

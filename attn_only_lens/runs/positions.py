@@ -38,7 +38,12 @@ class PositionSet:
     @property
     def column(self) -> int | None:
         """The only position that it may have in any prompt; None if prompts may have others."""
-        return self.label if isinstance(self.label, int) and self.label >= 0 else None
+        inside = isinstance(self.label, int) and 0 <= self.label < self.where.shape[1]
+        return int(self.label) if inside else None
+
+    def of_prompts(self, prompts: range, n_pos: int) -> "PositionSet":
+        """Return those of a run of prompts, before position n_pos."""
+        return PositionSet(self.label, self.where[prompts.start : prompts.stop, :n_pos])
 
 
 def resolve_positions(pair: PromptPair, positions: Positions) -> tuple[PositionSet, ...]:

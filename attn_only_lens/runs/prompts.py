@@ -6,7 +6,7 @@ two prompts of a pair must have as many tokens, and padding at the same places.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from jaxtyping import Bool, Int
@@ -17,6 +17,7 @@ from attn_only_lens.errors import InputError, UnsupportedCallError
 from attn_only_lens.runs.inputs import checked_tokens
 from attn_only_lens.runs.token_texts import token_texts
 
+_T = TypeVar("_T")
 Prompts: TypeAlias = str | Sequence[str] | Sequence[Tensor] | Tensor
 _PROBLEM = "these prompts cannot be patched into each other"
 _PROBLEM_OF_SINGLE = "the model cannot run on these prompts"
@@ -31,11 +32,13 @@ class PromptPair:
         corrupted: tokens of the corrupted prompts.
         mask: 1 where a token is real and 0 where it is padding, the same for both; None where
             every token is real.
+        among: which prompts these are, and of how many; None where they are all.
     """
 
     clean: Tokens
     corrupted: Tokens
     mask: Int[Tensor, "batch pos"] | None = None
+    among: tuple[range, int] | None = None
 
     @property
     def real(self) -> Bool[Tensor, "batch pos"]:
@@ -49,6 +52,31 @@ class PromptPair:
         """The position of the last real token of each prompt, whichever side is padded."""
         positions = torch.arange(self.clean.shape[1], device=self.clean.device)
         return (self.real * positions).amax(dim=1)
+
+    @property
+    def n_all(self) -> int:
+        """How many prompts there are, these among them."""
+        return len(self.clean) if self.among is None else self.among[1]
+
+    def own(self, of_all: Sequence[_T]) -> Sequence[_T]:
+        """Return what is of these prompts, of something for each of all."""
+        return of_all if self.among is None else of_all[self.among[0].start : self.among[0].stop]
+
+    def of_prompts(self, prompts: range) -> "PromptPair":
+        """Return a run of these prompts, up to the last position that is real in one of them."""
+        if len(prompts) == len(self.clean):
+            return self
+        rows = slice(prompts.start, prompts.stop)
+        n_pos = int(self.last[rows].max()) + 1
+        clean, corrupted, mask = (
+            None if each is None else each[rows, :n_pos]
+            for each in (self.clean, self.corrupted, self.mask)
+        )
+        assert clean is not None
+        assert corrupted is not None
+        if self.corrupted is self.clean:
+            corrupted = clean
+        return PromptPair(clean, corrupted, mask, (prompts, len(self.clean)))
 
 
 def prompt_pair(

@@ -11,6 +11,7 @@ from models import build
 
 from attn_only_lens import InputError, convert, expose_neuron_heads
 from attn_only_lens import patching as p
+from attn_only_lens.patching import sweep_parts
 from attn_only_lens.patching.resume import PartStore
 from attn_only_lens.patching.run_patches import Batching
 from attn_only_lens.runs.recording import record_pair
@@ -248,6 +249,8 @@ class Interrupted(PartStore):
 
 @LAYOUTS
 def test_an_interrupted_sweep_goes_on(layout, tmp_path, monkeypatch):
+    monkeypatch.setattr(sweep_parts, "_PARTS", 5)
+    monkeypatch.setattr(sweep_parts, "_LEAST", 1)
     model = made(layout)
     whole = sweep(model).to_frame()
     folder = tmp_path / "sweep.parts"
@@ -264,8 +267,9 @@ def test_an_interrupted_sweep_goes_on(layout, tmp_path, monkeypatch):
         with pytest.raises(KeyboardInterrupt):
             sweep(model, resume=folder)
     assert len(list(folder.glob("part-*"))) == 2
-    # Of 5 groups, those that are missing, and then none: the two runs, and that they are theirs.
-    assert calls() > calls(resume=folder) > calls(resume=folder)
+    # Of 5 parts, those that are missing, and then none: the two runs alone.
+    whole_calls = calls(resume=tmp_path / "another")
+    assert whole_calls > calls(resume=folder) > calls(resume=folder)
     assert len(list(folder.glob("part-*"))) == 5
 
 
@@ -401,17 +405,6 @@ def test_what_cannot_be_identified_is_not_resumed_unless_it_has_a_version(tmp_pa
         assert swept(version="1").frame.equals(kept)
         with pytest.raises(InputError, match=r'got "version 2"; the folder has "version 1"'):
             swept(version="2")
-
-
-def test_processes_that_share_no_folder_give_no_part_of_a_frame(tmp_path, monkeypatch):
-    """A process that has done its half, and waits for no one."""
-    model = made()
-    monkeypatch.setattr(
-        "attn_only_lens.patching._activation_patch.Processes.share",
-        lambda self, work: list(work[::2]),
-    )
-    with pytest.raises(InputError, match="this sweep is not whole"):
-        sweep(model, resume=tmp_path / "parts")
 
 
 def test_nothing_on_record_holds_a_graph():

@@ -3,11 +3,9 @@
 import pytest
 import torch
 import transformers
+from allocations import Allocated
 from bridges import bridged
 from common import needs_hooked_transformer
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from attn_only_lens import convert, expose_neuron_heads
 from attn_only_lens import patching as p
@@ -17,30 +15,6 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # TransformerLens' and transf
 POS, D_MODEL, D_MLP, HEADS, D_VOCAB = 101, 78, 311, 6, 41
 SITES = [f"L0N{i}" for i in range(7)]
 ATTENTION = [f"L0H{i}" for i in range(HEADS)]
-
-
-class Allocated(TorchDispatchMode):
-    """The most bytes that are alive at once, of those that operations allocate."""
-
-    def __init__(self):
-        super().__init__()
-        self.alive, self.most = {}, 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        given = {self.key(each) for each in tree_leaves((args, kwargs))}
-        out = func(*args, **(kwargs or {}))
-        self.alive = {key: each for key, each in self.alive.items() if not each[0].expired()}
-        for each in tree_leaves(out):
-            key = self.key(each)
-            if key is not None and key not in given:
-                storage = each.untyped_storage()
-                self.alive[key] = StorageWeakRef(storage), storage.nbytes()
-        self.most = max(self.most, sum(size for _, size in self.alive.values()))
-        return out
-
-    @staticmethod
-    def key(value):
-        return value.untyped_storage()._cdata if isinstance(value, torch.Tensor) else None
 
 
 def hooked(**changes):

@@ -1,104 +1,187 @@
-"""Two processes on one sweep, as `accelerate launch` starts them: the very same frame as one."""
+"""Processes that share a folder: the very same frame as of one, also if one of them dies."""
 
+import heapq
 import os
+import platform
 import re
 import subprocess
 import sys
+import time
+from collections import Counter
 from pathlib import Path
 
+import bridges
 import pandas as pd
 import pytest
+import torch
+import transformers
+from common import tokens
 
-from attn_only_lens import InputError
+from attn_only_lens import InputError, expose_neuron_heads
 from attn_only_lens import patching as p
-from attn_only_lens.patching.processes import Processes
+from attn_only_lens.patching import claims, sweep_parts
+from attn_only_lens.patching.claims import Claims
+from attn_only_lens.patching.processes import is_first
+from attn_only_lens.patching.resume import PartStore
+from attn_only_lens.runs.replay import Replay, base
 
+pytestmark = pytest.mark.filterwarnings("ignore")  # TransformerLens' and transformers' own
 SWEEP = """
 import torch
 from attn_only_lens import expose_neuron_heads, patching as p, pretrained
+from attn_only_lens.patching import sweep_parts
 
+sweep_parts._PARTS, sweep_parts._LEAST = 5, 1
 WORDS, WEIGHTS = {"some", "words", "in", "an", "order"}, torch.tensor([7, 8])
 
 def measure(logits):  # identified by each process, with hashes of its own
     right, wrong = logits[0, -1, WEIGHTS]
     return right - wrong if "words" in WORDS else 0.0
 
-def swept(resume=None):
+def swept(resume=None, **options):
     return p.activation_patch(
         expose_neuron_heads(pretrained.modular_addition()).model, torch.tensor([3, 4, 113]),
-        torch.tensor([3, 5, 113]), measure, batch_size=64, resume=resume)
+        torch.tensor([3, 5, 113]), measure, batch_size=64, resume=resume, **options)
 """
-SCRIPT = f"""{SWEEP}
-import sys
-from attn_only_lens.patching.processes import is_first
+DIES = f"""{SWEEP}
+import os, signal, sys
+from attn_only_lens.patching.resume import PartStore
 
-found = swept(sys.argv[1])
-if is_first():
-    found.save(sys.argv[2])
+def die(self, part, frame):
+    if part:
+        os.kill(os.getpid(), signal.SIGKILL)
+    write(self, part, frame)
+
+write, PartStore.write = PartStore.write, die
+swept(sys.argv[1])
 """
 
 
-def run(arguments, folder):
-    package = Path(p.__file__).parents[2]
-    settings = {
-        "PYTHONPATH": str(package),
-        "OMP_NUM_THREADS": "1",
-        "CUDA_VISIBLE_DEVICES": "",
-        "HF_HUB_OFFLINE": "1",
-        "HF_HOME": str(folder / "home"),  # accelerate looks there for settings of the user's
-    }
-    found = subprocess.run(
-        [sys.executable, *arguments],
-        env=os.environ | settings,
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    assert found.returncode == 0, found.stderr
-    return found
+def test_a_process_that_dies_leaves_its_parts_to_the_others(tmp_path, monkeypatch, capsys):
+    for module, name in ((sweep_parts, "_PARTS"), (sweep_parts, "_LEAST")):
+        monkeypatch.setattr(module, name, getattr(module, name))  # which the script sets
+    script, parts = tmp_path / "script.py", tmp_path / "parts"
+    script.write_text(DIES)
+    settings = {"PYTHONPATH": str(Path(p.__file__).parents[2]), "OMP_NUM_THREADS": "1"}
+    settings |= {"WORLD_SIZE": "2", "RANK": "1", "CUDA_VISIBLE_DEVICES": ""}
+    errors = (tmp_path / "errors.txt").open("w+")
+    with subprocess.Popen(
+        [sys.executable, script, parts], env=os.environ | settings, stderr=errors
+    ) as other:
+        while not (parts / ".part-000001.claim-0").exists():
+            assert other.poll() is None, Path(errors.name).read_text()
+            time.sleep(0.05)
+        monkeypatch.setenv("WORLD_SIZE", "2")
+        monkeypatch.setenv("RANK", "0")
+        here: dict = {}
+        exec(SWEEP, here)
+        together = here["swept"](parts).frame
+        assert other.wait() < 0, Path(errors.name).read_text()
+    assert not list(parts.glob(".part*"))
+    # A bar of all sites, those of the other among them; of the process that reports.
+    assert re.search(r"1548/1548.*site/s", capsys.readouterr().err)
+    assert "site" not in Path(errors.name).read_text()
+    monkeypatch.delenv("WORLD_SIZE")
+    alone = here["swept"](progress=False).frame
+    pd.testing.assert_frame_equal(together, alone, check_exact=True)
 
 
-def launch(*arguments):
-    """What a user types. Told so, accelerate starts several processes on CPUs too; `--cpu`, one."""
-    command = ["-m", "accelerate.commands.accelerate_cli", "launch"]
-    return [*command, "--multi_gpu", "--num_processes", "2", "--main_process_port", "0", *arguments]
+@pytest.mark.parametrize("positions", ["each", "all"])
+def test_eight_processes_end_at_about_the_same_time(positions, tmp_path, monkeypatch):
+    """By the flops of what each runs; whoever is free takes the next part."""
+    monkeypatch.setattr(sweep_parts, "_LEAST", 1)
+    monkeypatch.setattr(base, "_CALL_FLOPS_ON_CPU", 0)  # which would be most of so small a model's
+    values, write = Replay.values, PartStore.write
+    running, costs = [0], []
+
+    def counted(self, *variants):
+        for each in variants:
+            running[0] += each.stream.shape[:2].numel() * (self.flops_per_token(each.block) + 1)
+        return values(self, *variants)
+
+    def written(self, part, frame):
+        write(self, part, frame)
+        costs.append(running[0])
+        running[0] = 0
+
+    config = transformers.GPT2Config(**bridges.GPT | {"n_layer": 3, "n_inner": 397})
+    source = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    model = expose_neuron_heads(bridges.bridged(source.eval())).model
+    monkeypatch.setattr(Replay, "values", counted)
+    monkeypatch.setattr(PartStore, "write", written)
+    clean, corrupted = tokens(1, batch=1, pos=8), tokens(2, batch=1, pos=8)
+    options = {"positions": positions, "resume": tmp_path, "progress": False}
+    p.activation_patch(model, clean, corrupted, p.logit_diff(3, 5), **options)
+    busy = [0] * 8
+    for cost in costs:
+        heapq.heapreplace(busy, busy[0] + cost)
+    assert sum(costs) / (8 * max(busy)) >= 0.9
 
 
-def test_two_processes_give_the_frame_of_one(tmp_path):
-    script = tmp_path / "script.py"
-    script.write_text(SCRIPT)
-    parts, saved = tmp_path / "parts", tmp_path / "saved.parquet"
-    found = run(launch(script, parts, saved), tmp_path)
-    alone: dict = {}
-    exec(SWEEP, alone)
-    pd.testing.assert_frame_equal(p.Sweep.load(saved).frame, alone["swept"]().frame)
-    # One bar, of the share of the process that reports: of 6 groups, every second.
-    assert "site/s" in found.stderr
-    bars = {
-        line.strip().split(":")[0] for line in re.split(r"[\r\n]", found.stderr) if "site/s" in line
-    }
-    assert bars == {"process 1 of 2"}
-    assert "/1548" not in found.stderr
+def test_every_part_is_done_once_by_who_is_free(tmp_path):
+    done, others = Counter(), Counter()
+    written = set()
+    store = [Claims(tmp_path, written.__contains__) for _ in range(3)]
+    each = [one.todo(range(11), lambda part: others.update([part])) for one in store]
+    at = [next(one) for one in each]
+    assert len(set(at)) == 3
+    for turn in (0, 1, 0, 0, 2, 1, 0, 0):  # the last of a process is written when it asks again
+        written.add(at[turn])
+        done[at[turn]] += 1
+        at[turn] = next(each[turn])
+    assert len(set(at)) == 3
+    for part in at:
+        written.add(part)
+        done[part] += 1
+    assert [next(one, None) for one in each] == [None] * 3
+    assert done == Counter(range(11))
+    assert others == Counter({part: 2 for part in range(11)})
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_claim_is_dead_with_its_process_or_after_long_silence(tmp_path, monkeypatch):
+    clock, later, found = [0.0], [], []
+    monkeypatch.setattr(claims.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(claims.time, "sleep", lambda seconds: later.pop(0)())
+    (tmp_path / ".part-000000.claim-0").write_text(f"{platform.node()} {2**22 + 7}")  # never runs
+    (tmp_path / ".part-000001.claim-0").write_text("another machine 7")
+    (tmp_path / ".part-000002.claim-0").write_text(f"{platform.node()} {os.getpid()}")
+
+    def touched():
+        clock[0] += 50
+        for part in (1, 2):
+            os.utime(tmp_path / f".part-00000{part}.claim-0", (clock[0], clock[0]))
+
+    def silent():
+        clock[0] += 50
+
+    later += [touched, touched, touched, silent, lambda: (silent(), found.append("silent"))]
+    for part in Claims(tmp_path, found.__contains__).todo(range(3), lambda part: None):
+        found.append(part)
+    assert found == [0, "silent", 1, 2]
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_error_gives_the_claim_back(tmp_path):
+    def fail():
+        with PartStore(tmp_path, {}, 2).todo(range(2), print) as todo:
+            next(todo)
+            raise ZeroDivisionError(len(list(tmp_path.glob(".part*"))))
+
+    with pytest.raises(ZeroDivisionError, match="1"):
+        fail()
+    assert not list(tmp_path.glob(".part*"))
 
 
 def test_processes_need_a_folder(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
+    model = bridges.exposed_copy(bridges.boot("gpt2"))
     with pytest.raises(InputError, match="2 processes were launched"):
-        Processes(None)
+        p.activation_patch(model, torch.tensor([3, 4]), torch.tensor([3, 5]), p.logit_diff(1, 2))
 
 
-def test_one_process_does_everything(monkeypatch):
-    monkeypatch.delenv("WORLD_SIZE", raising=False)
-    alone = Processes(None)
-    assert (alone.first, alone.count, alone.share(range(5))) == (True, 1, [0, 1, 2, 3, 4])
-    alone.wait()
-
-
-def test_work_is_dealt_out_once():
-    found = []
-    for index in range(3):
-        one = Processes(None)
-        one.index, one.count = index, 3
-        found.append(one.share(range(7)))
-    assert found == [[0, 3, 6], [1, 4], [2, 5]]
+def test_the_first_process_reports(monkeypatch):
+    assert is_first()
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
+    monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "1")
+    assert not is_first()

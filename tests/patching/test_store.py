@@ -28,7 +28,8 @@ def test_resumed(tmp_path):
     again.write(1, parts[1])
     again.write(0, parts[0])
     expected = pd.concat(parts, ignore_index=True)
-    pd.testing.assert_frame_equal(again.read_all(), expected, check_exact=True)
+    joined = pd.concat(again.read_all(), ignore_index=True)
+    pd.testing.assert_frame_equal(joined, expected, check_exact=True)
     assert {each.name for each in folder.iterdir()} == {
         "settings.json",
         *(f"part-00000{i}.parquet" for i in range(3)),
@@ -59,7 +60,7 @@ def test_a_part_of_another_sweep_is_refused(tmp_path):
     with pytest.raises(CheckpointError, match="its settings differ"):
         ours.has(0)
     with pytest.raises(InputError, match="its settings differ"):
-        ours.read_all()
+        list(ours.read_all())
     (tmp_path / "ours" / "part-000001.parquet").rename(foreign)
     with pytest.raises(CheckpointError, match="its part differ"):
         ours.has(0)
@@ -78,7 +79,7 @@ def test_damaged_parts_are_told_all_at_once(tmp_path):
     broken[50] ^= 1
     second.write_bytes(broken)
     with pytest.raises(InputError, match="cannot be joined") as caught:
-        store.read_all()
+        list(store.read_all())
     for path, reason in zip((first, second), caught.value.reasons, strict=True):
         assert str(path) in reason
     with pytest.raises(CheckpointError, match="cannot be read"):
@@ -181,6 +182,6 @@ def test_a_sweep_that_is_not_whole_is_refused(tmp_path):
     for i in (0, 2):
         store.write(i, values(i))
     with pytest.raises(InputError, match="lacks 2 parts, such as 1:"):
-        store.read_all()
+        list(store.read_all())
     store = PartStore(tmp_path, SETTINGS, 1)
-    assert len(store.read_all()) == len(values(0))
+    assert len(next(store.read_all())) == len(values(0))

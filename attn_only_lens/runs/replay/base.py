@@ -25,7 +25,7 @@ model run in parts differs from itself by that; then these tests run on a second
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -180,16 +180,15 @@ class Replay(ABC):
         model: converted, or with exposed neuron-heads.
         recording: the forward pass.
         metric: the metric.
-        precise: the replay that is tested in place of this one.
+        other: the replay that is tested in place of this one, if there is another.
     """
 
     model: Any
     recording: Recording
     metric: BoundMetric
-    precise: "Replay" = field(default=None)  # type: ignore[assignment]
+    other: "Replay | None" = None
 
     def __post_init__(self) -> None:
-        self.precise = self.precise or self
         self.host = host_of(self.model)
         self.n_blocks = len(self.model.blocks)
         self.batch, self.n_pos = self.recording.tokens.shape
@@ -216,6 +215,11 @@ class Replay(ABC):
     @abstractmethod
     def block_output(self, variants: Variants) -> Float[Tensor, "row pos d_model"]:
         """Return the output of the first block, from `first` on."""
+
+    @property
+    def precise(self) -> "Replay":
+        """The replay that is tested."""
+        return self.other or self  # one that held itself would live until garbage is collected
 
     @abstractmethod
     def can_start_at(self, block: int, position: int) -> bool:

@@ -1,0 +1,183 @@
+"""Prompts taken a run at a time: the results of all at once, in the memory of a run, resumable.
+
+That all at once is right is tested elsewhere (`test_over_prompts.py`), as are some runs of prompts
+against prompts run alone.
+"""
+
+import bridges
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from allocations import Allocated
+from common import tokens
+
+from attn_only_lens import InputError
+from attn_only_lens import patching as p
+from attn_only_lens.patching import prompt_runs
+from attn_only_lens.patching.resume import PartStore
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # TransformerLens' and transformers' own
+LENGTHS, SITES = (3, 7, 5, 6, 7, 2, 4), ["L0H1", "L0N29", "L1N3", "L1H0"]
+RIGHT, WRONG = [3, 5, 7, 1, 2, 3, 4], [11, 13, 2, 4, 5, 6, 7]
+DIFF, EXACT = p.logit_diff(RIGHT, WRONG), 1e-11
+CHANCES = p.probability_diff([[each] for each in RIGHT], [[each, 17] for each in WRONG])
+ROLES = {"changed": [1, 1, -4, 1, 1, 1, -3], "end": -1}
+
+
+@pytest.fixture(scope="module")
+def model():
+    return bridges.exposed_copy(bridges.boot("gpt2"))
+
+
+def prompts(n=7, pos=7, padded=True):
+    clean = tokens(5, batch=n, pos=pos)
+    corrupted = clean.clone()
+    corrupted[:, 1] = (clean[:, 1] + 7) % 41
+    mask = (torch.arange(pos) < torch.tensor(LENGTHS)[:, None]).long() if padded else None
+    return {"clean": clean, "corrupted": corrupted, "mask": mask}
+
+
+def assert_same(one, other):
+    assert list(one.frame) == list(other.frame)
+    for name, column in one.frame.items():
+        if column.dtype == float:
+            np.testing.assert_allclose(other.frame[name], column, atol=EXACT, err_msg=name)
+        else:
+            assert (other.frame[name] == column).all()
+    for name in ("clean_value", "corrupted_value"):
+        assert getattr(one, name) == pytest.approx(getattr(other, name), abs=EXACT)
+
+
+@pytest.mark.parametrize("at_once", [1, 3, 5])
+@pytest.mark.parametrize(
+    ("metric", "options"),
+    [
+        (DIFF, {}),
+        (p.loss(), {"direction": "noise"}),
+        (p.loss(), {"per_prompt": True}),
+        (p.kl(), {"positions": ROLES, "part": "q"}),
+        (CHANCES, {"direction": "mean"}),
+        (DIFF, {"direction": "mean", "reference": tokens(8, batch=4, pos=5)}),
+        (DIFF, {"direction": "resample", "reference": tokens(8, batch=7, pos=7)}),
+    ],
+)
+def test_runs_of_prompts_give_what_all_give_at_once(model, metric, options, at_once):
+    settings = {"sites": SITES, "progress": False, **prompts(), **options}
+    for run, more in ((p.activation_patch, {}), (p.attribution, {"budget": 0})):
+        whole = run(model, metric=metric, **settings, **more)
+        assert_same(whole, run(model, metric=metric, prompts_at_once=at_once, **settings, **more))
+    errors = "unpatched" if options.get("per_prompt") else "value_standard_error"
+    assert whole.frame[errors].abs().min() > 0  # as prompts differ
+
+
+def test_prompts_are_resampled_from_those_of_the_next_run(model):
+    settings = {"sites": SITES, "progress": False, "direction": "resample", "metric": DIFF}
+    settings |= prompts(padded=False)
+    assert_same(
+        p.activation_patch(model, **settings),
+        p.activation_patch(model, prompts_at_once=2, **settings),
+    )
+    with pytest.raises(InputError, match="padding of other prompts"):
+        p.activation_patch(model, **settings | prompts(), prompts_at_once=2)
+    reference = {"reference": tokens(8, batch=2, pos=7)}
+    with pytest.raises(InputError, match=r"got reference prompts \[2, 7\]; expected \[7, 7\]"):
+        p.activation_patch(model, **settings, **reference, prompts_at_once=2)
+
+
+class Interrupted(PartStore):
+    """A folder whose sweep is stopped after some parts."""
+
+    left = 2
+
+    def write(self, part, frame):
+        if not type(self).left:
+            raise KeyboardInterrupt
+        type(self).left -= 1
+        super().write(part, frame)
+
+
+@pytest.mark.parametrize("run", [p.activation_patch, p.attribution])
+@pytest.mark.parametrize("per_prompt", [False, True])
+def test_an_interrupted_run_is_lost_and_no_other(model, run, per_prompt, tmp_path, monkeypatch):
+    settings = {"sites": SITES, "per_prompt": per_prompt, "progress": False, "metric": p.loss()}
+    settings |= prompts()
+    whole = run(model, prompts_at_once=2, **settings)
+    module = "_attribution" if run is p.attribution else "_activation_patch"
+    with monkeypatch.context() as patch:
+        patch.setattr(Interrupted, "left", 2)
+        patch.setattr(f"attn_only_lens.patching.{module}.PartStore", Interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            run(model, prompts_at_once=2, resume=tmp_path, **settings)
+    kept = {path: path.stat().st_mtime_ns for path in tmp_path.glob("part-*")}
+    again = run(model, resume=tmp_path, **settings)  # as many at once as before
+    pd.testing.assert_frame_equal(again.frame, whole.frame, check_exact=True)
+    assert (again.expected_pearson, again.forwards) == (whole.expected_pearson, whole.forwards)
+    assert len(kept) == 2
+    assert all(path.stat().st_mtime_ns == time for path, time in kept.items())
+    with pytest.raises(InputError, match="prompts_at_once: got 3; the folder has 2"):
+        run(model, prompts_at_once=3, resume=tmp_path, **settings)
+
+
+def test_repairs_of_each_run(model):
+    settings = {"sites": SITES, "progress": False, "metric": DIFF, **prompts()}
+    exact = p.activation_patch(model, **settings)
+    every = p.attribution(model, budget=1000, prompts_at_once=3, **settings)
+    np.testing.assert_allclose(every.frame["value"], exact.frame["value"], atol=EXACT)
+    assert every.expected_pearson == 1
+    some = p.attribution(model, budget=1, prompts_at_once=3, **settings)
+    assert 0 < some.forwards <= 1
+    assert some.frame["exact"].sum() < every.frame["exact"].sum()
+    rows = some.frame["exact"]
+    np.testing.assert_allclose(some.frame["value"][rows], exact.frame["value"][rows], atol=EXACT)
+    found = np.corrcoef(some.frame["score"], exact.frame["score"])[0, 1]
+    assert some.expected_pearson is None or some.expected_pearson <= found
+
+
+@pytest.mark.parametrize("run", [p.activation_patch, p.attribution])
+def test_memory_is_that_of_a_run_of_prompts(model, run):
+    def peak(n, at_once):
+        settings = {"metric": p.logit_diff(3, 5), "positions": -1, "prompts_at_once": at_once}
+        with Allocated() as allocated:
+            run(model, sites=SITES[1:3], progress=False, **settings, **prompts(n, padded=False))
+        return allocated.most
+
+    few, many, all_at_once = peak(22, 11), peak(55, 11), peak(55, 55)
+    assert many < 1.2 * few
+    assert all_at_once > 2 * few
+
+
+def test_as_many_prompts_as_fit_are_run_at_once(model, monkeypatch):
+    made = []
+    of = prompt_runs.PromptRuns.of
+
+    def counted(self, prompts):
+        made.append(len(prompts))
+        return of(self, prompts)
+
+    monkeypatch.setattr(prompt_runs.PromptRuns, "of", counted)
+    settings = {"sites": SITES, "progress": False, "metric": DIFF, **prompts()}
+    p.activation_patch(model, **settings)
+    assert set(made) == {7}
+    made.clear()
+    monkeypatch.setattr(prompt_runs, "_numbers_that_fit", lambda model: 20000)
+    p.activation_patch(model, **settings)
+    assert max(made) < 7
+    made.clear()
+    p.activation_patch(model, **settings | {"metric": lambda logits: logits[:, -1, 3].mean()})
+    assert set(made) == {7}
+
+
+def test_refused(model):
+    settings = {"sites": SITES, "progress": False, **prompts()}
+    with pytest.raises(InputError, match="a function of the logits of all 7 prompts"):
+        p.activation_patch(
+            model, metric=lambda logits: logits[:, -1, 3], prompts_at_once=2, **settings
+        )
+    with pytest.raises(InputError, match="got prompts_at_once=0; expected 1 or more"):
+        p.attribution(model, metric=DIFF, prompts_at_once=0, **settings)
+    with pytest.raises(InputError, match="got 2 answers; expected 1, or 7"):
+        p.activation_patch(model, metric=p.logit_diff([1, 2], 3), prompts_at_once=2, **settings)
+    late = p.logit_diff(RIGHT, [*WRONG[:-1], RIGHT[-1]])  # wrong in the last run alone
+    with pytest.raises(InputError, match=r"same token for prompts \[6\]"):
+        p.activation_patch(model, metric=late, prompts_at_once=2, **settings)
