@@ -33,21 +33,24 @@ Those add up to p · P' q, which is no share of A_t: it is the effect on the met
 query by 1 + ε, over ε. A neuron-head's keys are constant, so it has no edges of kind "k"; if its
 gate is a step (relu), none of kind "q".
 
-Each target takes one backward pass, done for a block of targets at once. No head reads another
-prompt, so the contributions of each prompt separate at no cost.
+Each target takes one backward pass, done for a block of targets at once, of whatever sublayers and
+kinds. No head reads another prompt, so the contributions of each prompt separate at no cost.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
+import numpy as np
+import numpy.typing as npt
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from attn_only_lens.axes import Residual
 from attn_only_lens.heads import HeadName, host_of
 from attn_only_lens.heads.host import HeadKind
+from attn_only_lens.patching.run_patches import _numbers_that_fit
 from attn_only_lens.runs.frozen_pass import FrozenPass, frozen_gradients, uncapped_logits
 from attn_only_lens.runs.gradients import Tape, as_leaf, edit_input, start_graph
 from attn_only_lens.runs.metrics import BoundMetric
@@ -118,6 +121,7 @@ class LinearModel:
         weights: gradient of the metric by the logits.
         logits_constant: logits of the linear model if embedding and all heads put out 0.
         offset: the metric less weights · logits: 0 for a metric that is linear in the logits.
+        block: how many numbers gradients of a block of targets may be.
     """
 
     sublayers: tuple[Sublayer, ...]
@@ -127,6 +131,7 @@ class LinearModel:
     weights: Float[Tensor, "batch pos d_vocab"]
     logits_constant: Float[Tensor, "batch pos d_vocab"]
     offset: float
+    block: int
 
 
 def linearize(model: Any, target: Recording, metric: BoundMetric) -> LinearModel:
@@ -209,6 +214,8 @@ def linearize(model: Any, target: Recording, metric: BoundMetric) -> LinearModel
         weights=weights,
         logits_constant=constants["logits"],
         offset=float(value.detach() - (weights * logits.detach()).sum()),
+        # Gradients, side by side, and times what the sources put out.
+        block=_numbers_that_fit(model, _BLOCK) // 3,
     )
 
 
@@ -262,93 +269,225 @@ def _constants(
     return {**kept, "logits": before[-1].chunk(2)[0]}
 
 
-_BLOCK = 2**24  # numbers: 64 MiB in float32
-Target = tuple[int, int]
-"""Position and index in the sublayer."""
+_BLOCK = 2**24  # numbers on a CPU: 64 MiB in float32; elsewhere as many as memory allows
+Target: TypeAlias = tuple[int, str, int, int]
+"""Sublayer, kind of edge, position, and index in the sublayer."""
+
+
+def edge_kinds(at: Sublayer, patterns: bool) -> list[str]:
+    """Return the kinds of edges into nodes of a sublayer, with or without those into patterns."""
+    return ["value", *(at.queries if patterns and at.pattern.requires_grad else ())]
 
 
 @dataclass(frozen=True, eq=False)
-class Inflow:
-    """Contributions of all sources to some targets.
+class _Group:
+    """Sources whose outputs have one width, side by side: the embedding, or some sublayers.
 
     Attributes:
-        targets: in the order of the rows.
-        embedding: of the embedding at each position.
-        sublayers: of each node at each position, for every sublayer of the model.
-        constant: of biases.
+        members: which sources.
+        width: numbers that one node puts out.
+        values: the outputs.
+        ends: of each member's nodes among all.
+        chosen: which nodes are chosen.
+        n_chosen: of each member and those before it.
+        order: number of each chosen node among those of all groups.
     """
 
-    targets: tuple[Target, ...]
-    embedding: Float[Tensor, "batch target pos"]
-    sublayers: tuple[Float[Tensor, "batch target pos node"], ...]
-    constant: Float[Tensor, "batch target"]
+    members: list[int]
+    width: int
+    values: Float[Tensor, "batch number"]
+    ends: Int[np.ndarray, "member"]
+    chosen: Int[Tensor, "chosen"]
+    n_chosen: Int[np.ndarray, "member"]
+    order: Int[np.ndarray, "chosen"]
+
+    def by_node(self, x: Float[Tensor, "*any number"]) -> Float[Tensor, "*any node"]:
+        """Sum over the numbers of each node."""
+        return x if self.width == 1 else x.unflatten(-1, (-1, self.width)).sum(-1)
 
 
-def inflows(
-    linear: LinearModel, at: Sublayer, kind: str, targets: Sequence[Target]
-) -> Iterator[Inflow]:
-    """Yield edges into nodes of a sublayer, a block of targets at a time.
+class Inflows:
+    """Contributions of chosen sources to nodes, and that of all others together.
+
+    Sources are the embedding, at each position, and the nodes of sublayers. The gradients of one
+    block of targets are laid side by side, so that what is done with them takes a few operations
+    and one transfer, whatever the number of layers and nodes.
 
     Args:
         linear: the linear model.
-        at: the sublayer.
-        kind: "value", or "q" or "k": no edges if the pattern does not depend on them.
-        targets: nodes of the sublayer.
+        positions: of the embedding, to be told apart.
+        chosen: (position, node) of the chosen nodes of each sublayer.
     """
-    if kind == "value":
-        start, gradient, of, constant = at.z, at.gradient, at.z, at.constant
-    elif kind in at.queries and at.pattern.requires_grad:
-        start, gradient = at.pattern, at.pattern_gradient
-        of, constant = at.queries[kind], at.query_constants[kind]
-    else:
-        return
-    numbers = linear.embedding.numel() + sum(each.cut.numel() for each in linear.sublayers)
-    size = max(1, _BLOCK // numbers)
-    for first in range(0, len(targets), size):
-        some = targets[first : first + size]
-        rows = start.new_zeros((len(some), *start.shape))
-        for row, (pos, node) in enumerate(some):
-            heads = at.heads(node)
-            entry = (slice(None), *((pos, heads) if kind == "value" else (heads, pos)))
-            rows[row][entry] = gradient[entry]
-        if of is not start:
-            (of_queries,) = _batched_gradients(start, [of], rows)
-            if of_queries is None:
-                return
-            rows = of_queries
-        yield _inflow(linear, some, of, rows, (rows * constant).flatten(2).sum(-1).T)
+
+    def __init__(
+        self,
+        linear: LinearModel,
+        positions: Sequence[int],
+        chosen: Sequence[Sequence[tuple[int, int]]],
+    ) -> None:
+        self._linear = linear
+        self._sources = [linear.embedding, *(at.cut for at in linear.sublayers)]
+        columns = [np.array(positions, dtype=np.int64)]
+        columns += [
+            np.array([pos * at.n_nodes + node for pos, node in here], dtype=np.int64)
+            for at, here in zip(linear.sublayers, chosen, strict=True)
+        ]
+        widths = [linear.embedding.shape[-1]]
+        widths += [at.width * at.cut.shape[-1] for at in linear.sublayers]
+        before = np.cumsum([0, *map(len, columns)])
+        alike: dict[tuple[torch.device, int], list[int]] = {}
+        for index, (source, width) in enumerate(zip(self._sources, widths, strict=True)):
+            alike.setdefault((source.device, width), []).append(index)
+        self._groups = []
+        for (device, width), members in alike.items():
+            ends = np.cumsum([self._sources[i][0].numel() // width for i in members])
+            starts = [0, *ends[:-1].tolist()]
+            nodes = [start + columns[i] for start, i in zip(starts, members, strict=True)]
+            order = [np.arange(before[i], before[i + 1]) for i in members]
+            self._groups.append(
+                _Group(
+                    members,
+                    width,
+                    torch.cat([self._sources[i].detach().flatten(1) for i in members], dim=1),
+                    ends,
+                    torch.from_numpy(np.concatenate(nodes)).to(device),
+                    np.cumsum([len(columns[i]) for i in members]),
+                    np.concatenate(order),
+                )
+            )
+
+    def of_metric(self) -> Float[Tensor, "batch target column"]:
+        """Return the contributions to the metric, as `of` does for one target."""
+        linear = self._linear
+        constant = (linear.weights * linear.logits_constant).flatten(1).sum(-1)
+        return self._contributions([linear.logits], [linear.weights[None]], constant[None])
+
+    def of(
+        self, targets: Sequence[Target]
+    ) -> Iterator[tuple[Sequence[Target], Float[Tensor, "batch target column"]]]:
+        """Yield blocks of targets, and what contributes to them.
+
+        Args:
+            targets: in the order of their sublayers.
+
+        Yields:
+            Some of the targets; and on the CPU a column for each chosen source, up to the last that
+            comes before any of them, one for all other sources and one for biases.
+        """
+        numbers = sum(source.numel() for source in self._sources)
+        size = max(1, self._linear.block // numbers)
+        for first in range(0, len(targets), size):
+            some = targets[first : first + size]
+            outputs, rows, constants = self._starts(some)
+            products = [
+                (row * constant).flatten(2).sum(-1).to(self._linear.embedding.device)
+                for row, constant in zip(rows, constants, strict=True)
+            ]
+            yield some, self._contributions(outputs, rows, torch.stack(products).sum(0))
+
+    def _starts(self, targets: Sequence[Target]) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+        """Outputs to start from, the gradient there for each target, and their constant parts."""
+        outputs: list[Tensor] = []
+        rows: list[Tensor] = []
+        constants: list[Tensor] = []
+        patterns: list[Tensor] = []
+        pattern_rows: list[Tensor] = []
+        queries: list[tuple[Tensor, Tensor, Tensor]] = []  # with constants, and whose they are
+        kinds = np.array([kind for _, kind, _, _ in targets])
+        for index in dict.fromkeys(index for index, *_ in targets):
+            at = self._linear.sublayers[index]
+            own = np.array([each == index for each, *_ in targets])
+            if (own & (kinds == "value")).any():
+                where = _where(at, targets, own & (kinds == "value")).to(at.gradient.device)
+                rows.append(torch.where(where[:, None, ..., None], at.gradient, 0.0))
+                outputs.append(at.z)
+                constants.append(at.constant)
+            if (own & (kinds != "value")).any():
+                where = _where(at, targets, own & (kinds != "value")).transpose(1, 2)
+                where = where[:, None, ..., None].to(at.pattern_gradient.device)
+                patterns.append(at.pattern)
+                pattern_rows.append(torch.where(where, at.pattern_gradient, 0.0))
+                for kind in dict.fromkeys(kinds[own & (kinds != "value")].tolist()):
+                    these = torch.from_numpy(own & (kinds == kind)).to(at.pattern.device)
+                    queries.append((at.queries[kind], at.query_constants[kind], these))
+        if patterns:
+            found = _batched_gradients(patterns, [query for query, *_ in queries], pattern_rows)
+            for gradient, (query, constant, these) in zip(found, queries, strict=True):
+                if gradient is not None:
+                    several = these.view(-1, *[1] * (gradient.ndim - 1))
+                    rows.append(torch.where(several, gradient, 0.0))
+                    outputs.append(query)
+                    constants.append(constant)
+        return outputs, rows, constants
+
+    def _contributions(
+        self, outputs: Sequence[Tensor], rows: Sequence[Tensor], constant: Tensor
+    ) -> Float[Tensor, "batch target column"]:
+        """Gradients of outputs, weighted by each row, times what each source puts out."""
+        home = self._linear.embedding.device
+        gradients = _batched_gradients(outputs, self._sources, rows)
+        n_before = 1 + max(i for i, each in enumerate(gradients) if each is not None)
+        shape = constant.shape
+        kept: list[Tensor] = []
+        rest: list[Tensor] = []
+        order: list[npt.NDArray[np.int64]] = []
+        for group in self._groups:
+            members = [i for i in group.members if i < n_before]
+            if not members:
+                continue
+            each = [
+                source.new_zeros(()).expand(*shape, source[0].numel())
+                if gradient is None
+                else gradient.flatten(2)
+                for source, gradient in ((self._sources[i], gradients[i]) for i in members)
+            ]
+            flat = torch.cat(each, dim=2)
+            flat = group.by_node(flat * group.values[:, : flat.shape[2]])
+            n = int(group.n_chosen[len(members) - 1])
+            chosen = group.chosen[:n]
+            kept.append(flat.index_select(2, chosen).to(home))
+            rest.append(flat.index_fill(2, chosen, 0.0).sum(2).to(home))
+            order.append(group.order[:n])
+        columns = [*kept, torch.stack(rest).sum(0)[..., None], constant.detach()[..., None]]
+        found = torch.cat(columns, dim=2).transpose(0, 1).cpu()
+        numbers = np.concatenate(order)  # from 0 to the last: of whole sources, one after the other
+        return found[..., [*np.argsort(numbers), len(numbers), len(numbers) + 1]]
+
+    def of_nodes(self) -> Float[np.ndarray, "quantity source"]:
+        """Return of each chosen source: the length and the sum of what it puts out, and gradients.
+
+        Means over prompts of length and sum; the attribution, summed over them; and the gradient of
+        the metric where that is one number.
+        """
+        linear = self._linear
+        gradients = [linear.embedding_gradient, *(at.gradient for at in linear.sublayers)]
+        found: list[npt.NDArray[np.float64]] = []
+        for group in self._groups:
+            z = group.values.unflatten(1, (-1, group.width))[:, group.chosen]
+            gradient = torch.cat([gradients[i].flatten(1) for i in group.members], dim=1)
+            gradient = gradient.unflatten(1, (-1, group.width))[:, group.chosen]
+            quantities = [z.norm(dim=-1).mean(0), z.sum(-1).mean(0)]
+            quantities += [(gradient * z).sum((0, 2)), gradient[0, :, 0]]
+            found.append(torch.stack(quantities).cpu().double().numpy())
+            if group.width > 1 or len(gradient) > 1:
+                found[-1][3] = np.nan
+        order = np.concatenate([group.order for group in self._groups])
+        return np.concatenate(found, axis=1)[:, np.argsort(order)]
 
 
-def metric_inflow(linear: LinearModel) -> Inflow:
-    """Return the edges into the metric."""
-    constant = (linear.weights * linear.logits_constant).flatten(1).sum(-1, keepdim=True)
-    return _inflow(linear, [(0, 0)], linear.logits, linear.weights[None], constant)
-
-
-def _inflow(
-    linear: LinearModel, targets: Sequence[Target], of: Tensor, rows: Tensor, constant: Tensor
-) -> Inflow:
-    """Gradients of `of`, weighted by each row, times the output of each source."""
-    sources = [linear.embedding, *(at.cut for at in linear.sublayers)]
-    embedding_gradient, *gradients = _batched_gradients(of, sources, rows)
-    batch, n_pos = linear.embedding.shape[:2]
-
-    def contributions(gradient: Tensor | None, at: Sublayer) -> Tensor:
-        if gradient is None:  # it does not come before the targets
-            return rows.new_zeros(()).expand(batch, len(rows), n_pos, at.n_nodes)
-        return at.sum_by_node(gradient * at.cut.detach()).transpose(0, 1)
-
-    assert embedding_gradient is not None
-    return Inflow(
-        tuple(targets),
-        (embedding_gradient * linear.embedding.detach()).sum(dim=-1).transpose(0, 1),
-        tuple(map(contributions, gradients, linear.sublayers)),
-        constant.detach(),
-    )
+def _where(
+    at: Sublayer, targets: Sequence[Target], chosen: Bool[np.ndarray, "target"]
+) -> Bool[Tensor, "target pos head_index"]:
+    """The heads of each chosen target of a sublayer, at its position."""
+    where = np.zeros((len(targets), *at.z.shape[1:3]), dtype=bool)
+    for row in np.flatnonzero(chosen).tolist():
+        _, _, pos, node = targets[row]
+        where[row, pos, at.heads(node)] = True
+    return torch.from_numpy(where)
 
 
 def _batched_gradients(
-    of: Tensor, sources: Sequence[Tensor], rows: Tensor
+    of: Sequence[Tensor], sources: Sequence[Tensor], rows: Sequence[Tensor]
 ) -> tuple[Tensor | None, ...]:
     """The gradient at every source, for each row in place of the gradient of `of`."""
     return torch.autograd.grad(

@@ -176,7 +176,10 @@ class Overlap(NamedTuple):
         jaccard = np.where(sizes, both / sizes.clip(min=1), 1.0)
         of_any = union.any(axis=0)
         scores = self.scores[:, of_any], self.other_scores[:, of_any]
-        return {"jaccard": jaccard, "rank_correlation": _rank_correlation(*scores, union[:, of_any])}
+        return {
+            "jaccard": jaccard,
+            "rank_correlation": _rank_correlation(*scores, union[:, of_any]),
+        }
 
 
 def overlap_measures(
@@ -374,9 +377,7 @@ class _Edges:
     ends: _Ints
     weights: tuple[Float[np.ndarray, "edge batch"], ...]
 
-    def within(
-        self, nodes: Bool[np.ndarray, "resample node"]
-    ) -> Bool[np.ndarray, "resample edge"]:
+    def within(self, nodes: Bool[np.ndarray, "resample node"]) -> Bool[np.ndarray, "resample edge"]:
         """Edges between these nodes, the embedding and the metric."""
         found = (nodes[:, self.ends] | (self.ends < 0)).all(axis=2)
         return np.asarray(found)
