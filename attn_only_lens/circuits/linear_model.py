@@ -490,6 +490,13 @@ def _batched_gradients(
     of: Sequence[Tensor], sources: Sequence[Tensor], rows: Sequence[Tensor]
 ) -> tuple[Tensor | None, ...]:
     """The gradient at every source, for each row in place of the gradient of `of`."""
-    return torch.autograd.grad(
-        of, sources, rows, retain_graph=True, allow_unused=True, is_grads_batched=True
-    )
+    used: list[bool] = []
+
+    # Not is_grads_batched, which takes some operations row by row, such as softmax.
+    def gradients(rows: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        found = torch.autograd.grad(of, sources, rows, retain_graph=True, allow_unused=True)
+        used[:] = [each is not None for each in found]
+        return tuple(each for each in found if each is not None)
+
+    found = iter(torch.func.vmap(gradients)(tuple(rows)))
+    return tuple(next(found) if each else None for each in used)
