@@ -9,10 +9,11 @@ with s every attention head and neuron-head before it, x_0 the embedding, and b_
 of biases: each term passes through norms and projections, and through no other head. The same holds
 for the logits.
 
-To read off the W_ts, one forward pass cuts each z_s: what follows sees a leaf with the same
-numbers, so that the gradient of z_t by that leaf is W_ts, without paths through a third head. The
-b_t are measured in a second forward pass, in which the embedding and all heads put out 0; so Σ_s
-W_ts z_s + W_te x_0 + b_t equals z_t only if the model is indeed linear.
+To read off the W_ts, one forward pass cuts each z_s: what follows sees a copy of the same numbers.
+It passes gradients on at first, so that they are those of the metric; then no more, so that the
+gradient of z_t by that copy is W_ts, without paths through a third head. The b_t are measured in a
+second forward pass, in which the embedding and all heads put out 0; so Σ_s W_ts z_s + W_te x_0 +
+b_t equals z_t only if the model is indeed linear.
 
 Edges. The attribution of a target t is A_t = c_t · z_t, with c_t the gradient of the metric there.
 As z_t is a sum over what is written before it, so is A_t, and its terms are the edges:
@@ -51,10 +52,10 @@ from attn_only_lens.axes import Residual
 from attn_only_lens.heads import HeadName, host_of
 from attn_only_lens.heads.host import HeadKind
 from attn_only_lens.patching.run_patches import _numbers_that_fit
-from attn_only_lens.runs.frozen_pass import FrozenPass, frozen_gradients, uncapped_logits
-from attn_only_lens.runs.gradients import Tape, as_leaf, edit_input, start_graph
+from attn_only_lens.runs.frozen_pass import frozen_run, require_linear
+from attn_only_lens.runs.gradients import Tape
 from attn_only_lens.runs.metrics import BoundMetric
-from attn_only_lens.runs.recording import Hooks, Recording, run
+from attn_only_lens.runs.recording import Hooks, Recording
 
 
 @dataclass(frozen=True, eq=False)
@@ -147,11 +148,9 @@ def linearize(model: Any, target: Recording, metric: BoundMetric) -> LinearModel
     """
     points = _hook_points(model)
     tape = Tape(point[at] for point in points for at in ("z", "pattern"))
-    with torch.enable_grad():
-        gradients = frozen_gradients(model, target, metric, tape)
-    frozen = FrozenPass(model)
+    queries = Tape(name for point in points for at, name in point.items() if at in ("q", "k"))
     whole: dict[str, Tensor] = {}
-    cut: dict[str, Tensor] = {}
+    closed: list[bool] = []
 
     # By the name that is asked for: bridges have hook points of several names.
     def keep(name: str) -> tuple[str, Callable[..., None]]:
@@ -162,35 +161,23 @@ def linearize(model: Any, target: Recording, metric: BoundMetric) -> LinearModel
 
     def sever(name: str) -> tuple[str, Callable[..., Tensor]]:
         def hook(value: Tensor, hook: Any) -> Tensor:
-            whole[name], cut[name] = value, as_leaf(value)
-            return cut[name]
+            whole[name] = value
+            severed: Tensor = _Cut.apply(value, closed)
+            return severed
 
         return name, hook
 
-    queries = Tape(name for point in points for at, name in point.items() if at in ("q", "k"))
-    hooks: Hooks = [
+    before: Hooks = [
         *queries.hooks,
         *(keep(point["pattern"]) for point in points),
-        *frozen.record_hooks,
         *(sever(point["z"]) for point in points),
     ]
-    with (
-        torch.enable_grad(),
-        start_graph(model) as roots,
-        uncapped_logits(model) as before,
-    ):
-        seen = run(model, target.tokens, target.mask, hooks)
-        value, logits, x = metric.of_logits(seen), before[-1], roots[-1]
-        (weights,) = torch.autograd.grad(value, logits, retain_graph=True)
-        names = [point["z"] for point in points]
-        # The chain rule, summed over the heads that read the embedding.
-        (embedding_gradient,) = torch.autograd.grad(
-            [logits, *(whole[name] for name in names)],
-            [x],
-            [weights, *(gradients[name] for name in names)],
-            retain_graph=True,
-        )
-    constants = _constants(model, target, frozen, cut, x.detach(), list(queries.nodes))
+    found = frozen_run(model, target, metric, tape, before=before, keep_graph=True)
+    closed.append(True)
+    nodes, gradients = tape.nodes, found.gradients
+    cut = {point["z"]: nodes[point["z"]] for point in points}
+    constants = require_linear(model, target, found, cut, list(queries.nodes))
+    weights, logits = gradients["logits"], found.logits
     return LinearModel(
         tuple(
             Sublayer(
@@ -208,12 +195,12 @@ def linearize(model: Any, target: Recording, metric: BoundMetric) -> LinearModel
             )
             for index, point in enumerate(points)
         ),
-        embedding=x,
-        embedding_gradient=embedding_gradient,
+        embedding=found.x,
+        embedding_gradient=gradients["x"],
         logits=logits,
         weights=weights,
         logits_constant=constants["logits"],
-        offset=float(value.detach() - (weights * logits.detach()).sum()),
+        offset=float(found.value.detach() - (weights * logits.detach()).sum()),
         # Gradients, side by side, and times what the sources put out.
         block=_numbers_that_fit(model, _BLOCK) // 3,
     )
@@ -236,37 +223,17 @@ def _n_nodes(model: Any, index: int, z: Tensor) -> int:
     return host_of(model).neurons[index // 2].n_neurons if index % 2 else z.shape[2]
 
 
-@torch.no_grad()
-def _constants(
-    model: Any,
-    target: Recording,
-    frozen: FrozenPass,
-    cut: dict[str, Tensor],
-    embedding: Residual,
-    queries: list[str],
-) -> dict[str, Tensor]:
-    """z, queries and logits of the linear model if the embedding and all heads put out 0.
+class _Cut(torch.autograd.Function):
+    """The same numbers, which pass gradients on until the cut is closed."""
 
-    `FrozenPass.linear_hooks` is for pairs x + δ, x - δ: here δ = -x, and so 0 and 2x.
-    """
-    kept: dict[str, Tensor] = {}
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, closed: list[bool]) -> Tensor:
+        ctx.closed = closed
+        return value.view_as(value)
 
-    def zero_and_twice(x: Tensor) -> Tensor:
-        return torch.cat([torch.zeros_like(x), 2 * x])
-
-    def keep(name: str) -> tuple[str, Callable[..., Tensor | None]]:
-        def hook(value: Tensor, hook: Any) -> Tensor | None:
-            kept[name] = value.chunk(2)[0].clone()
-            return zero_and_twice(cut[name].detach()) if name in cut else None
-
-        return name, hook
-
-    mask = None if target.mask is None else target.mask.repeat(2, 1)
-    hooks: Hooks = [*map(keep, queries), *frozen.linear_hooks, *map(keep, cut)]
-    both = zero_and_twice(embedding)
-    with edit_input(model, lambda _: both), uncapped_logits(model) as before:
-        run(model, target.tokens.repeat(2, 1), mask, hooks)
-    return {**kept, "logits": before[-1].chunk(2)[0]}
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, None]:
+        return None if ctx.closed else gradients[0], None
 
 
 _BLOCK = 2**24  # numbers on a CPU: 64 MiB in float32; elsewhere as many as memory allows
