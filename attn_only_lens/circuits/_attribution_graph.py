@@ -101,7 +101,7 @@ class LinearGraph:
         """Return the nodes: embedding, heads by layer, and those that are no heads."""
         linear = self._linear
         lengths, sums, attributions, gradients = self._inflows.of_nodes()
-        terms = [(at.gradient * at.constant).sum() for at in linear.sublayers]
+        terms = [at.gradient.flatten() @ at.constant.flatten() for at in linear.sublayers]
         terms.append((linear.weights * linear.logits_constant).sum())
         bias = float(torch.stack([term.to(linear.weights.device) for term in terms]).sum())
         rows: list[tuple[object, ...]] = [

@@ -43,7 +43,6 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
@@ -103,7 +102,7 @@ class Sublayer:
 
     def sum_by_node(self, x: Float[Tensor, "*any pos head_index d_head"]) -> Tensor:
         """Sum over d_head and the heads of each node: [..., pos, node]."""
-        return x.sum(-1).unflatten(-1, (self.n_nodes, self.width)).sum(-1)
+        return x.flatten(-2).unflatten(-1, (self.n_nodes, -1)).sum(-1)
 
     def attributions(self) -> Float[Tensor, "pos node"]:
         """The attribution of each node, summed over prompts."""
@@ -201,8 +200,7 @@ def linearize(model: Any, target: Recording, metric: BoundMetric) -> LinearModel
         weights=weights,
         logits_constant=constants["logits"],
         offset=float(found.value.detach() - (weights * logits.detach()).sum()),
-        # Gradients, side by side, and times what the sources put out.
-        block=_numbers_that_fit(model, _BLOCK) // 3,
+        block=_numbers_that_fit(model, _BLOCK) // _COPIES,
     )
 
 
@@ -236,7 +234,8 @@ class _Cut(torch.autograd.Function):
         return None if ctx.closed else gradients[0], None
 
 
-_BLOCK = 2**24  # numbers on a CPU: 64 MiB in float32; elsewhere as many as memory allows
+_BLOCK = 2**15  # numbers for each token that a CPU runs at once: 64 MiB in all, in float32
+_COPIES = 3  # gradients, those side by side, and times what the sources put out
 Target: TypeAlias = tuple[int, str, int, int]
 """Sublayer, kind of edge, position, and index in the sublayer."""
 
@@ -247,38 +246,39 @@ def edge_kinds(at: Sublayer, patterns: bool) -> list[str]:
 
 
 @dataclass(frozen=True, eq=False)
-class _Group:
-    """Sources whose outputs have one width, side by side: the embedding, or some sublayers.
+class _Source:
+    """The embedding, or the heads of a sublayer, and which of its nodes are told apart.
 
     Attributes:
-        members: which sources.
+        put_out: what it puts out, in the graph.
         width: numbers that one node puts out.
-        values: the outputs.
-        ends: of each member's nodes among all.
-        chosen: which nodes are chosen.
-        n_chosen: of each member and those before it.
-        order: number of each chosen node among those of all groups.
+        numbers: those of the chosen nodes, among all of a prompt.
+        chosen: what those are.
+        others: what all others are, 0 at the chosen.
     """
 
-    members: list[int]
+    put_out: Tensor
     width: int
-    values: Float[Tensor, "batch number"]
-    ends: Int[np.ndarray, "member"]
-    chosen: Int[Tensor, "chosen"]
-    n_chosen: Int[np.ndarray, "member"]
-    order: Int[np.ndarray, "chosen"]
+    numbers: Int[Tensor, "number"]
+    chosen: Float[Tensor, "batch number"]
+    others: Float[Tensor, "batch every"]
 
-    def by_node(self, x: Float[Tensor, "*any number"]) -> Float[Tensor, "*any node"]:
-        """Sum over the numbers of each node."""
-        return x if self.width == 1 else x.unflatten(-1, (-1, self.width)).sum(-1)
+    @classmethod
+    def of(cls, put_out: Tensor, width: int, nodes: Sequence[int]) -> "_Source":
+        """Return a source some of whose nodes are chosen."""
+        every = put_out.detach().flatten(1)
+        first = torch.tensor(nodes, dtype=torch.int64)[:, None] * width
+        numbers = (first + torch.arange(width)).flatten().to(put_out.device)
+        chosen, others = every[:, numbers], every.index_fill(1, numbers, 0.0)
+        return cls(put_out, width, numbers, chosen, others)
 
 
 class Inflows:
     """Contributions of chosen sources to nodes, and that of all others together.
 
-    Sources are the embedding, at each position, and the nodes of sublayers. The gradients of one
-    block of targets are laid side by side, so that what is done with them takes a few operations
-    and one transfer, whatever the number of layers and nodes.
+    Sources are the embedding, at each position, and the nodes of sublayers. What is done with the
+    gradients of a block of targets takes a few operations for each sublayer and one transfer,
+    whatever the number of nodes.
 
     Args:
         linear: the linear model.
@@ -293,35 +293,11 @@ class Inflows:
         chosen: Sequence[Sequence[tuple[int, int]]],
     ) -> None:
         self._linear = linear
-        self._sources = [linear.embedding, *(at.cut for at in linear.sublayers)]
-        columns = [np.array(positions, dtype=np.int64)]
-        columns += [
-            np.array([pos * at.n_nodes + node for pos, node in here], dtype=np.int64)
-            for at, here in zip(linear.sublayers, chosen, strict=True)
-        ]
-        widths = [linear.embedding.shape[-1]]
-        widths += [at.width * at.cut.shape[-1] for at in linear.sublayers]
-        before = np.cumsum([0, *map(len, columns)])
-        alike: dict[tuple[torch.device, int], list[int]] = {}
-        for index, (source, width) in enumerate(zip(self._sources, widths, strict=True)):
-            alike.setdefault((source.device, width), []).append(index)
-        self._groups = []
-        for (device, width), members in alike.items():
-            ends = np.cumsum([self._sources[i][0].numel() // width for i in members])
-            starts = [0, *ends[:-1].tolist()]
-            nodes = [start + columns[i] for start, i in zip(starts, members, strict=True)]
-            order = [np.arange(before[i], before[i + 1]) for i in members]
-            self._groups.append(
-                _Group(
-                    members,
-                    width,
-                    torch.cat([self._sources[i].detach().flatten(1) for i in members], dim=1),
-                    ends,
-                    torch.from_numpy(np.concatenate(nodes)).to(device),
-                    np.cumsum([len(columns[i]) for i in members]),
-                    np.concatenate(order),
-                )
-            )
+        embedding = linear.embedding
+        self._sources = [_Source.of(embedding, embedding.shape[-1], positions)]
+        for at, here in zip(linear.sublayers, chosen, strict=True):
+            nodes = [pos * at.n_nodes + node for pos, node in here]
+            self._sources.append(_Source.of(at.cut, at.width * at.cut.shape[-1], nodes))
 
     def of_metric(self) -> Float[Tensor, "batch target column"]:
         """Return the contributions to the metric, as `of` does for one target."""
@@ -341,13 +317,14 @@ class Inflows:
             Some of the targets; and on the CPU a column for each chosen source, up to the last that
             comes before any of them, one for all other sources and one for biases.
         """
-        numbers = sum(source.numel() for source in self._sources)
+        numbers = sum(source.put_out.numel() for source in self._sources)
         size = max(1, self._linear.block // numbers)
         for first in range(0, len(targets), size):
             some = targets[first : first + size]
             outputs, rows, constants = self._starts(some)
+            home = self._linear.embedding.device
             products = [
-                (row * constant).flatten(2).sum(-1).to(self._linear.embedding.device)
+                _dot(row.flatten(2), constant.flatten(1)).to(home)
                 for row, constant in zip(rows, constants, strict=True)
             ]
             yield some, self._contributions(outputs, rows, torch.stack(products).sum(0))
@@ -392,33 +369,22 @@ class Inflows:
     ) -> Float[Tensor, "batch target column"]:
         """Gradients of outputs, weighted by each row, times what each source puts out."""
         home = self._linear.embedding.device
-        gradients = _batched_gradients(outputs, self._sources, rows)
+        gradients = _batched_gradients(outputs, [each.put_out for each in self._sources], rows)
+        rest = [constant.new_zeros(constant.shape)]
+        columns: list[Tensor] = []
         n_before = 1 + max(i for i, each in enumerate(gradients) if each is not None)
-        shape = constant.shape
-        kept: list[Tensor] = []
-        rest: list[Tensor] = []
-        order: list[npt.NDArray[np.int64]] = []
-        for group in self._groups:
-            members = [i for i in group.members if i < n_before]
-            if not members:
-                continue
-            each = [
-                source.new_zeros(()).expand(*shape, source[0].numel())
-                if gradient is None
-                else gradient.flatten(2)
-                for source, gradient in ((self._sources[i], gradients[i]) for i in members)
-            ]
-            flat = torch.cat(each, dim=2)
-            flat = group.by_node(flat * group.values[:, : flat.shape[2]])
-            n = int(group.n_chosen[len(members) - 1])
-            chosen = group.chosen[:n]
-            kept.append(flat.index_select(2, chosen).to(home))
-            rest.append(flat.index_fill(2, chosen, 0.0).sum(2).to(home))
-            order.append(group.order[:n])
-        columns = [*kept, torch.stack(rest).sum(0)[..., None], constant.detach()[..., None]]
-        found = torch.cat(columns, dim=2).transpose(0, 1).cpu()
-        numbers = np.concatenate(order)  # from 0 to the last: of whole sources, one after the other
-        return found[..., [*np.argsort(numbers), len(numbers), len(numbers) + 1]]
+        for source, each in zip(self._sources[:n_before], gradients, strict=False):
+            if each is not None:
+                gradient = each.flatten(2)
+                rest.append(_dot(gradient, source.others).to(home))
+                kept = gradient.index_select(2, source.numbers) * source.chosen
+            else:
+                kept = source.chosen.new_zeros(()).expand(*constant.shape, len(source.numbers))
+            if source.width > 1:
+                kept = kept.unflatten(2, (-1, source.width)).sum(-1)
+            columns.append(kept.to(home))
+        columns += [torch.stack(rest).sum(0)[..., None], constant.detach()[..., None]]
+        return torch.cat(columns, dim=2).transpose(0, 1).cpu()
 
     def of_nodes(self) -> Float[np.ndarray, "quantity source"]:
         """Return of each chosen source: the length and the sum of what it puts out, and gradients.
@@ -426,20 +392,31 @@ class Inflows:
         Means over prompts of length and sum; the attribution, summed over them; and the gradient of
         the metric where that is one number.
         """
-        linear = self._linear
+        linear, home = self._linear, self._linear.embedding.device
         gradients = [linear.embedding_gradient, *(at.gradient for at in linear.sublayers)]
-        found: list[npt.NDArray[np.float64]] = []
-        for group in self._groups:
-            z = group.values.unflatten(1, (-1, group.width))[:, group.chosen]
-            gradient = torch.cat([gradients[i].flatten(1) for i in group.members], dim=1)
-            gradient = gradient.unflatten(1, (-1, group.width))[:, group.chosen]
-            quantities = [z.norm(dim=-1).mean(0), z.sum(-1).mean(0)]
-            quantities += [(gradient * z).sum((0, 2)), gradient[0, :, 0]]
-            found.append(torch.stack(quantities).cpu().double().numpy())
-            if group.width > 1 or len(gradient) > 1:
-                found[-1][3] = np.nan
-        order = np.concatenate([group.order for group in self._groups])
-        return np.concatenate(found, axis=1)[:, np.argsort(order)]
+        found: list[Tensor] = []
+        order: list[int] = []
+        for width in {source.width for source in self._sources}:
+            alike = [i for i, source in enumerate(self._sources) if source.width == width]
+            chosen = [self._sources[i].chosen.to(home) for i in alike]
+            there = [gradients[i].flatten(1)[:, self._sources[i].numbers].to(home) for i in alike]
+            z, gradient = (torch.cat(x, 1).unflatten(1, (-1, width)) for x in (chosen, there))
+            quantities = [z.norm(dim=-1).mean(0), z.sum(-1).mean(0), (gradient * z).sum((0, 2))]
+            single = len(z) == width == 1
+            quantities.append(gradient[0, :, 0] if single else quantities[0] * torch.nan)
+            found.append(torch.stack(quantities))
+            order += [
+                i for i, x in zip(alike, chosen, strict=True) for _ in range(x.shape[1] // width)
+            ]
+        numbers = torch.cat(found, dim=1).cpu().double().numpy()
+        return numbers[:, np.argsort(order, kind="stable")]
+
+
+def _dot(
+    x: Float[Tensor, "target batch number"], y: Float[Tensor, "batch number"]
+) -> Float[Tensor, "target batch"]:
+    """The dot product of each prompt."""
+    return torch.einsum("tbn,bn->tb", x, y)
 
 
 def _where(
