@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pandas as pd
+import psutil
 import torch
 from torch import Tensor
 
@@ -58,6 +59,27 @@ def to_float64_device(x: Tensor) -> Tensor:
     except (RuntimeError, TypeError):  # MPS raises the one, others the other
         return x.cpu()
     return x
+
+
+def free_bytes(device: torch.device) -> int:
+    """Return how much more memory tensors can take on a device.
+
+    Of an accelerator: what it has left, and what torch's allocator holds of it without a tensor in
+    it, but for the rest of blocks that are partly in use, which no large tensor fits into. Of a
+    device without memory of its own (MPS): the machine's.
+
+    Example:
+        >>> free_bytes(torch.device("cpu")) > 0
+        True
+    """
+    module: Any = None if device.type in ("cpu", "meta") else torch.get_device_module(device)
+    if not hasattr(module, "mem_get_info"):
+        return int(psutil.virtual_memory().available)
+    free, _ = module.mem_get_info(device)
+    stats = module.memory_stats(device)
+    in_use = ("active_bytes", "inactive_split_bytes")
+    held, *used = (stats.get(f"{name}.all.current", 0) for name in ("reserved_bytes", *in_use))
+    return int(free + held - sum(used))
 
 
 def float32_if_half(x: Tensor) -> Tensor:

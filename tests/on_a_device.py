@@ -1,8 +1,9 @@
 """Everything public on a device that is not the CPU: the same results as on the CPU.
 
-Models and prompts are on one simulated device, without float64 (as MPS is); tensors that do not say
-where they go are made on another (`torch.set_default_device`), and to mix devices raises. So
-whatever is made in the wrong place, or in float64 where there is none, is an error.
+Prompts are on one simulated device, without float64 (as MPS is), and so are models, or they are
+split over two; tensors that do not say where they go are made on another device
+(`torch.set_default_device`), and to mix devices raises. So whatever is made in the wrong place, or
+in float64 where there is none, is an error.
 
 `test_devices.py` runs this file, in processes of its own.
 """
@@ -16,6 +17,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+from accelerate import dispatch_model
 from common import D_VOCAB, needs_hooked_transformer, tokens
 from simulated_device import Float64Forbidden, MixedDevices, SimulatedDevice, set_up
 from transformer_lens.model_bridge import TransformerBridge
@@ -46,7 +48,7 @@ from attn_only_lens.runs.metrics import bind
 from attn_only_lens.tl import HAS_HOOKED_TRANSFORMER
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # TransformerLens' and transformers' own
-HERE, ELSEWHERE = "simulated:1", "simulated:0"
+HERE, ELSEWHERE, SECOND = "simulated:1", "simulated:0", "simulated:2"
 CLEAN, CORRUPTED, OTHERS = (tokens(seed, pos=5) for seed in range(3))
 METRIC = p.logit_diff([7, 8], [8, 9])
 GIVEN = (CLEAN, CORRUPTED, METRIC)
@@ -113,6 +115,31 @@ def bridge(name, device, dtype=torch.float32):
     return bridges.boot(name, dtype).to(device)
 
 
+# The modules of each family that a map of devices names, and those of them on the second device.
+# GPT-2's unembedding is tied to its embedding, on the first: the stream comes back to it.
+PLACES = {
+    "gpt2": (
+        "transformer.wte transformer.wpe transformer.h.0 lm_head",
+        "transformer.h.1 transformer.ln_f",
+    ),
+    "llama": (
+        "model.embed_tokens model.layers.0",
+        "model.layers.1 model.norm model.rotary_emb lm_head",
+    ),
+}
+
+
+def split(name, device, dtype=torch.float32):
+    """A bridge whose module is on two devices, as transformers loads it with a `device_map`."""
+    if device == "cpu":
+        return bridges.boot(name, dtype)
+    places = zip(PLACES[name], (HERE, SECOND), strict=True)
+    device_map = {module: place for modules, place in places for module in modules.split()}
+    model = bridges.bridged(dispatch_model(bridges.original(name, dtype), device_map))
+    model.cfg.device, model.cfg.n_devices = HERE, 2  # as `boot_transformers` does
+    return model
+
+
 def hooked(name, device, dtype=torch.float32):
     from models import build
 
@@ -139,7 +166,7 @@ def moved(*model):
 
 HALF = torch.bfloat16
 ALL = {
-    "gpt2": made(bridge, "gpt2", "exposed", "exact"),
+    "gpt2, split": made(split, "gpt2", "exposed", "exact"),
     "native_gated, bilinear, moved": moved(bridge, "native_gated", "exposed", "bilinear"),
 }
 SOME = {
@@ -351,7 +378,7 @@ def compared(model):
 @pytest.mark.parametrize("use", [verified, grown, compared], ids=lambda use: use.__name__)
 def test_models_made_from_others(use):
     of_both_layouts = HAS_HOOKED_TRANSFORMER and use is verified
-    twice(partial(hooked, "silu_gated") if of_both_layouts else partial(bridge, "native"), use)
+    twice(partial(hooked, "silu_gated") if of_both_layouts else partial(split, "llama"), use)
 
 
 @needs_hooked_transformer

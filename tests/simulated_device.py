@@ -1,6 +1,6 @@
 """A device that is not the CPU, in Python: for tests of how the package treats devices.
 
-`simulated:0` and `simulated:1` are devices to torch (its PrivateUse1 backend). Their tensors wrap
+`simulated:0`, `:1` and `:2` are devices to torch (its PrivateUse1 backend). Their tensors wrap
 CPU tensors, so results are the CPU's, bit for bit; but an operation that mixes devices raises, as
 on a GPU, with the file and line that asked for it. What CUDA allows is allowed: scalars on the CPU,
 and indices. With `forbid_float64`, as on MPS, a float64 tensor on the device raises, too.
@@ -38,6 +38,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 __all__ = ["Float64Forbidden", "MixedDevices", "SimulatedDevice", "set_up"]
 
 NAME = "simulated"
+N_DEVICES = 3
 
 # No kernel: views, allocations, and the answers that `_SYNC` counts.
 _FREE = frozenset(
@@ -118,7 +119,7 @@ class _Simulated(Tensor):
 
 
 class SimulatedDevice(TorchDispatchMode):
-    """While it is entered, `simulated:0` and `simulated:1` exist.
+    """While it is entered, `simulated:0`, `simulated:1` and `simulated:2` exist.
 
     Args:
         watch: of which files the file:line is given; the innermost caller whose path has it.
@@ -322,16 +323,18 @@ def _call(op: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 class _Module(backend_registration._DummyBackendModule):
-    """What `torch.simulated` offers: two devices, each with a random state of its own."""
+    """What `torch.simulated` offers: devices, each with a random state of its own."""
 
     def __init__(self) -> None:
-        self.states = [torch.Generator("cpu").get_state() for _ in range(2)]
+        self.states = [torch.Generator("cpu").get_state() for _ in range(N_DEVICES)]
 
     def device_count(self) -> int:
-        return 2
+        return N_DEVICES
 
     def manual_seed_all(self, seed: int) -> None:
-        self.states = [torch.Generator("cpu").manual_seed(seed).get_state() for _ in range(2)]
+        self.states = [
+            torch.Generator("cpu").manual_seed(seed).get_state() for _ in range(N_DEVICES)
+        ]
 
     def get_rng_state(self, device: Any) -> Tensor:
         return self.states[torch.device(device).index or 0].clone()

@@ -309,6 +309,7 @@ def test_hook_result_that_would_not_fire_is_refused():
         (lambda m: setattr(m.cfg, "act_fn", "solu"), "solu"),
         (lambda m: setattr(m.blocks[1], "mlp", torch.nn.Linear(26, 26)), "Linear"),
         (lambda m: setattr(m.blocks[2].mlp, "forward", lambda x: x), "forward was replaced"),
+        (lambda m: setattr(m.cfg, "n_devices", 2), "spread over 2 devices"),
     ],
 )
 def test_refused_and_left_alone(spoil, reason):

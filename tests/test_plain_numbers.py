@@ -1,5 +1,7 @@
 """Numbers are numbers, whoever's; weights that are none are named. With either transformer-lens."""
 
+from types import SimpleNamespace
+
 import bridges
 import numpy as np
 import pandas as pd
@@ -10,6 +12,8 @@ from common import D_MLP, tokens
 from attn_only_lens import GrowthError, InputError, UnsupportedModelError, expose_neuron_heads, grow
 from attn_only_lens import expansion as ex
 from attn_only_lens import patching as p
+from attn_only_lens.numerics import free_bytes
+from attn_only_lens.patching.run_patches import Batching
 from attn_only_lens.runs.metrics import bind
 from attn_only_lens.runs.positions import resolve_positions
 from attn_only_lens.runs.sites import resolve_sites
@@ -23,6 +27,33 @@ KINDS = {
     "list of torch": lambda numbers: [torch.tensor(each) for each in numbers],
 }
 ONE = {"numpy": np.int64, "0-d": np.array, "torch": torch.tensor}
+
+
+def test_what_the_allocator_holds_without_use_is_free(monkeypatch):
+    """As torch's caching allocator counts, in GiB: of 80, 30 are left, and 20 of 50 held are free.
+
+    Of those, 3 are the rest of blocks in use. The fullest device of several decides.
+    """
+    gib = 2**30
+    counts = {"reserved_bytes": 50, "active_bytes": 30, "inactive_split_bytes": 3}
+    stats = {f"{name}.all.current": n * gib for name, n in counts.items()}
+    gpus = SimpleNamespace(
+        mem_get_info=lambda device: (30 * gib // (1 + device.index), 80 * gib),
+        memory_stats=lambda device: stats,
+    )
+    monkeypatch.setattr("torch.get_device_module", lambda device: gpus)
+    first, second = torch.device("cuda:0"), torch.device("cuda:1")
+    assert (free_bytes(first), free_bytes(second)) == (47 * gib, 32 * gib)
+    parameters = [SimpleNamespace(device=each, element_size=lambda: 4) for each in (first, second)]
+    split = SimpleNamespace(parameters=lambda: iter(parameters))
+    chunks = []
+
+    def run(chunk):
+        chunks.append(len(chunk))
+        return chunk.double()
+
+    Batching(split, None, lambda n: None).fill(torch.zeros(40), torch.arange(40), gib // 4, run)
+    assert chunks == [16, 16, 8]  # of 1 GiB each, in half of the free memory
 
 
 @pytest.fixture(scope="module")

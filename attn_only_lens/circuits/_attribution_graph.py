@@ -260,7 +260,9 @@ def attribution_graph(
     require_differentiable(bound, run.logits)
     value = bound.of(run.logits)
     linear = linearize(model, run, bound)
-    every = torch.cat([at.attributions().flatten() for at in linear.sublayers]).cpu().double()
+    device = pair.clean.device
+    each = [at.attributions().flatten().to(device) for at in linear.sublayers]
+    every = torch.cat(each).cpu().double()
     sizes = np.abs(every.numpy())
     index = select_largest(sizes, top=top, mass=mass)
     _require_affordable(linear, sizes, index, patterns, max_edges)

@@ -284,8 +284,10 @@ def virtual_weights(
         raise InputError([f"got writer {writer} and reader {reader}; {_NO_PAIR}"], _PROBLEM)
     right = matrices.read_matrices(target, kind)[0]
     if source is None:
-        return FactoredMatrix(matrices.embedding(), right.A) @ right.B
-    return matrices.write_matrices(source)[0] @ right
+        left = matrices.embedding()
+        return FactoredMatrix(left, right.A.to(left)) @ right.B.to(left)
+    written = matrices.write_matrices(source)[0]
+    return written @ FactoredMatrix(right.A.to(written.A), right.B.to(written.A))
 
 
 def _resolve_pairs(
@@ -405,7 +407,7 @@ def scores(
     writers: Float[Tensor, "writer rank d_model"], readers: Float[Tensor, "reader rank_2 d_model"]
 ) -> Float[Tensor, "writer reader"]:
     """Return the composition score of every pair, from factors."""
-    product = writers.flatten(0, 1) @ readers.flatten(0, 1).T
+    product = writers.flatten(0, 1) @ readers.to(writers.device).flatten(0, 1).T
     if writers.shape[1] == readers.shape[1] == 1:
         return product.abs_()
     shape = len(writers), writers.shape[1], len(readers), readers.shape[1]

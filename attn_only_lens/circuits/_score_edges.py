@@ -383,7 +383,8 @@ class _Scoring:
         for own in before:
             if sites := self._chosen.get((own.layer, own.kind)):
                 names += sites.names
-                changes.append(self._put(own, to).written(sites) - own.written(sites))
+                change = self._put(own, to).written(sites) - own.written(sites)
+                changes.append(change.to(x.device))
         change = torch.cat(changes)
         if only is None:
             return names, change

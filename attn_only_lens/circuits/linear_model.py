@@ -50,7 +50,7 @@ from torch import Tensor
 from attn_only_lens.axes import Residual
 from attn_only_lens.heads import HeadName, host_of
 from attn_only_lens.heads.host import HeadKind
-from attn_only_lens.patching.run_patches import _numbers_that_fit
+from attn_only_lens.numerics import free_bytes
 from attn_only_lens.runs.frozen_pass import frozen_run, require_linear
 from attn_only_lens.runs.gradients import Tape
 from attn_only_lens.runs.metrics import BoundMetric
@@ -200,7 +200,7 @@ def linearize(model: Any, target: Recording, metric: BoundMetric) -> LinearModel
         weights=weights,
         logits_constant=constants["logits"],
         offset=float(found.value.detach() - (weights * logits.detach()).sum()),
-        block=_numbers_that_fit(model, _BLOCK) // _COPIES,
+        block=_numbers_at_once(found.x),
     )
 
 
@@ -234,8 +234,16 @@ class _Cut(torch.autograd.Function):
         return None if ctx.closed else gradients[0], None
 
 
-_BLOCK = 2**15  # numbers for each token that a CPU runs at once: 64 MiB in all, in float32
-_COPIES = 3  # gradients, those side by side, and times what the sources put out
+_BLOCK = 2**24  # on a CPU: 64 MiB in float32
+_SHARE = 0.1  # of the free memory elsewhere: the gradients, what leads to them, and copies
+
+
+def _numbers_at_once(x: Tensor) -> int:
+    """Return how many numbers the gradients of a block of targets may be."""
+    fit = int(_SHARE * free_bytes(x.device) / x.element_size())
+    return min(_BLOCK, fit) if x.device.type == "cpu" else fit
+
+
 Target: TypeAlias = tuple[int, str, int, int]
 """Sublayer, kind of edge, position, and index in the sublayer."""
 

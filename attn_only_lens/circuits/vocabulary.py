@@ -83,7 +83,7 @@ class DirectEffects:
         W_E = self._matrices.embedding()
         found: dict[int, TopTokens] = {}
         for rows, sites in _by_layer([HeadName.parse(name) for name in neurons]):
-            columns = self._matrices.read_matrices(sites, "q").A[:, :, 0]
+            columns = self._matrices.read_matrices(sites, "q").A[:, :, 0].to(W_E.device)
             tops = [top for some in columns.split(_ROWS) for top in _largest(some @ W_E.T, k)]
             found |= zip(rows, tops, strict=True)
         return [found[row] for row in range(len(neurons))]

@@ -70,7 +70,7 @@ class BatchRun:
         else:
             heads = host_of(self.model).neurons[sites.layer]
             z = heads.neuron_outputs(self.neurons[sites.layer].z).unsqueeze(-1)
-        return z[self.real][:, sites.index.to(z.device)]
+        return z[self.real.to(z.device)][:, sites.index.to(z.device)]
 
     def patterns(self, sites: LayerSites) -> Float[Tensor, "batch site query_pos key"]:
         """The patterns of attention heads."""
@@ -115,7 +115,7 @@ def run_batch(model: Any, batch: Batch, sites: Sequence[LayerSites]) -> BatchRun
     effects = {}
     for each, node in zip(sites, nodes, strict=True):
         found = site_estimates(model, each, "z", node, gradients[node], runs.clean, runs.corrupted)
-        effects[each.layer, each.kind] = found * weight
+        effects[each.layer, each.kind] = found * weight.to(found.device)
     values = runs.clean_value, runs.corrupted_value
     clean, metric = runs.clean, runs.metric.name
     return BatchRun(model, clean.hooked, clean.neurons, pair.real, effects, values, metric)

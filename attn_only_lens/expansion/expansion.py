@@ -13,7 +13,6 @@ from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any
 
-import psutil
 import torch
 from torch import Tensor
 
@@ -21,7 +20,7 @@ from attn_only_lens.errors import GrowthError
 from attn_only_lens.expansion.initialise import Initialiser, New, drawn, own
 from attn_only_lens.expansion.provenance import IndexMap, Provenance, ZeroEntries
 from attn_only_lens.expansion.weights import Axis, Weights, axes_of, block_name, in_layer, tail
-from attn_only_lens.numerics import as_plain, is_count
+from attn_only_lens.numerics import as_plain, free_bytes, is_count
 
 
 @dataclass(frozen=True)
@@ -88,9 +87,8 @@ class Expansion(ABC):
 
 def reasons_against_bytes(needed: int) -> list[str]:
     """Return the reason against tensors of so many bytes: they do not fit into memory."""
-    free = [psutil.virtual_memory().available]
-    if torch.cuda.is_available():
-        free += [torch.cuda.mem_get_info(at)[0] for at in range(torch.cuda.device_count())]
+    gpus = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
+    free = [free_bytes(device) for device in (torch.device("cpu"), *gpus)]
     if needed <= max(free):
         return []
     return [f"the grown model takes {needed:,} bytes, and {max(free):,} are free; grow it by less"]

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from accelerate import dispatch_model
 from einops import rearrange
 from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
@@ -40,7 +41,7 @@ from attn_only_lens.models.transformers_module import (
     has_head_dim,
     intermediate_size,
 )
-from attn_only_lens.numerics import keep_random_state
+from attn_only_lens.numerics import keep_random_state, to_float64_device
 
 
 @dataclass(frozen=True)
@@ -211,7 +212,10 @@ class HuggingFaceBridge(BridgeModel):
         for name, buffer in module.named_buffers():
             like = old.get(name)
             buffer.data = buffer.to(some.device, None if like is None else like.dtype)
+        if len(places := {parameter.device for parameter in module.parameters()}) > 1:
+            module = dispatch_model(module, _device_map(module, some.device))  # as the source is
         model = self._bridge(module)
+        model.cfg.n_devices = len(places)
         usual = vars(self._usual[1].cfg)
         for key, value in vars(template.cfg).items():  # what the user has set since
             if key in usual and type(value) in (bool, str) and usual[key] != value:
@@ -310,7 +314,7 @@ class HuggingFaceBridge(BridgeModel):
         finally:
             for module, mode in modes.items():
                 module.training = mode
-        return getattr(found, "logits", found).double()
+        return to_float64_device(getattr(found, "logits", found)).double()
 
     def grown_config(self, weights: Weights) -> PretrainedConfig:
         """Return the configuration of a model with these weights."""
@@ -468,6 +472,17 @@ class HuggingFaceBridge(BridgeModel):
                 model_name=template.cfg.model_name,
             )
         return bridge
+
+
+def _device_map(module: nn.Module, first: torch.device, name: str = "") -> dict[str, Any]:
+    """Return where the largest modules are that lie on one device; `first`, without parameters."""
+    places = {parameter.device for parameter in module.parameters()} or {first}
+    if len(places) == 1:
+        return {name: str(places.pop())}
+    found: dict[str, Any] = {}
+    for child, part in module.named_children():
+        found |= _device_map(part, first, f"{name}.{child}".removeprefix("."))
+    return found
 
 
 def _difference(one: Tensor, other: Tensor) -> float:

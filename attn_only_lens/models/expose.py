@@ -149,6 +149,12 @@ def expose_neuron_heads(
         raise UnsupportedModelError(["got copy_weights=True; give copy=True with it"], _PROBLEM)
     if isinstance(model, TransformerBridge) and (why := weight_reasons(model.original_model)):
         raise UnsupportedModelError(why, _PROBLEM)
+    if isinstance(model, HookedTransformer) and model.cfg.n_devices > 1:
+        why = [
+            f"it is spread over {model.cfg.n_devices} devices; load it on one (n_devices=1), or as "
+            "a TransformerBridge with a device_map"
+        ]
+        raise UnsupportedModelError(why, _PROBLEM)
     if copy:
         if reasons := reasons_against_copying(model):
             raise UnsupportedModelError([*reasons, *_mlp_reasons(model)], _PROBLEM)

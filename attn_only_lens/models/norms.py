@@ -57,13 +57,13 @@ class Norm:
     def before(self, weights: Float[Tensor, "*head d_model n"]) -> Float[Tensor, "*head d_model n"]:
         """Return N W: this norm, then weights."""
         if self.weight is not None:
-            weights = self.weight.to(weights.dtype)[:, None] * weights
+            weights = self.weight.to(weights)[:, None] * weights
         return weights - weights.mean(dim=-2, keepdim=True) if self.centres else weights
 
     def after(self, rows: Float[Tensor, "*head d_model"]) -> Float[Tensor, "*head d_model"]:
         """Return o N: rows, then this norm."""
         rows = rows - rows.mean(dim=-1, keepdim=True) if self.centres else rows
-        return rows if self.weight is None else rows * self.weight.to(rows.dtype)
+        return rows if self.weight is None else rows * self.weight.to(rows)
 
 
 NO_NORM = Norm(None, centres=False)

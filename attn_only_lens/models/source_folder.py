@@ -12,7 +12,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypedDict
 
-import psutil
 import torch
 from torch import Tensor
 from transformer_lens.utilities.activation_functions import SUPPORTED_ACTIVATIONS
@@ -20,6 +19,7 @@ from transformers import AutoTokenizer
 
 from attn_only_lens.errors import AttnOnlyLensError, CheckpointError
 from attn_only_lens.models.two_blocks.build import stock_skeleton, tensor_misfits
+from attn_only_lens.numerics import free_bytes
 from attn_only_lens.storage import (
     Document,
     FileDigest,
@@ -215,7 +215,7 @@ def tokenizer_reasons(tokenizer: Any, d_vocab: int) -> list[str]:
 
 def memory_reasons(n_bytes: int) -> list[str]:
     """Return why so large a model is not loaded here."""
-    free = psutil.virtual_memory().available
+    free = free_bytes(torch.device("cpu"))
     return [f"the model takes {n_bytes:,} bytes, and {free:,} are free"] if n_bytes > free else []
 
 

@@ -5,7 +5,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor, ones_like
+import pandas as pd
+import torch
+from torch import Tensor
 from tqdm.auto import tqdm
 
 from attn_only_lens.axes import Tokens
@@ -15,7 +17,7 @@ from attn_only_lens.patching.over_prompts import OverPrompts
 from attn_only_lens.patching.processes import Processes
 from attn_only_lens.patching.results import Sweep
 from attn_only_lens.patching.resume import MemoryParts, PartStore
-from attn_only_lens.patching.run_patches import Batching, PatchRunner, check_edits
+from attn_only_lens.patching.run_patches import Batching, PatchRunner, check_edits, together
 from attn_only_lens.patching.site_groups import SiteGroup, site_groups
 from attn_only_lens.runs.fingerprint import fingerprint
 from attn_only_lens.runs.identity import Unidentified, identity
@@ -120,7 +122,6 @@ def activation_patch(
     if resume is not None:
         settings = _settings(model, runs, as_metric(metric), groups, part, direction, tokens)
         settings["at"] = None if sites is None else split_positions(sites)
-        settings["per_prompt"] = bool(per_prompt)
         parts = PartStore(resume, settings, len(groups))
     processes = Processes(resume)
     done = [parts.has(i) for i in range(len(groups))]
@@ -130,13 +131,24 @@ def activation_patch(
     label = progress if isinstance(progress, str) else processes.name
     with tqdm(total=total, unit="site", desc=label, disable=hidden) as bar:
         replay = make_replay(model, target, runs.metric)
-        check_edits(replay.precise, groups, part)
         batching = Batching(model, batch_size, bar.update, replay.numbers_per_token)
         runner = PatchRunner(replay, source, part, baseline, batching)
-        for i in mine:
-            parts.write(i, groups[i].frame(runner.values(groups[i]), over))
+        first = runner.earliest(groups)
+        check_edits(replay.precise, groups, part, (0, first) if first else ())
+        for batch in together([groups[i] for i in mine]):
+            found = runner.values([groups[mine[place]] for place in batch])
+            for place, values in zip(batch, found, strict=True):
+                column = pd.DataFrame({"value": values.flatten().numpy()})
+                parts.write(mine[place], column)
     processes.wait()
-    return Sweep.of_runs(model, runs, parts.read_all(), part, direction)
+    values = torch.from_numpy(parts.read_all()["value"].to_numpy(copy=True)).view(-1, len(baseline))
+    frames = [
+        group.frame(of_group, over)
+        for group, of_group in zip(
+            groups, values.split([len(each) for each in groups]), strict=True
+        )
+    ]
+    return Sweep.of_runs(model, runs, pd.concat(frames, ignore_index=True), part, direction)
 
 
 def pair_or_single(
@@ -199,7 +211,7 @@ def ablated_source(
     if reference is not None:
         layers = [each.layer for each in sites if each.kind == "neuron"]
         other = record(model, reference, None, layers=layers, names=z)
-        real = ones_like(reference).bool()
+        real = torch.ones_like(reference).bool()
     return ablate(own, other, to, real)  # type: ignore[arg-type]
 
 

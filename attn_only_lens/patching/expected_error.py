@@ -87,7 +87,7 @@ def expected_errors(
     def slope(layer: int, kind: HeadKind) -> Float[Tensor, "batch pos"]:
         name, block = host.write_hook(layer, kind), host.block(layer, kind)
         write, streams = target.hooked[name], target.streams
-        x = streams[block] + write if kind == "attention" else streams[block + 1]
+        x = streams[block].to(write) + write if kind == "attention" else streams[block + 1]
         length = float32_if_half(x).norm(dim=-1)
         steep = float32_if_half(gradients[name]).norm(dim=-1)
         return torch.where(length > 0, steep / length, 0.0)

@@ -175,7 +175,8 @@ class PathRunner:
             receivers=None if block.receivers is None else _take(block.receivers, receivers),
         )
         values = torch.full((len(i),), self.baseline, dtype=torch.float64, device="cpu")
-        device = self.target.embedding.device
+        last = block.receivers or block.senders
+        device = self.target.of(last.layer, last.kind).z.device
         if block.receivers is None:
             self._run_to_logits(block, i.to(device), values)
         elif block.receivers.kind == "neuron":
@@ -209,6 +210,8 @@ class PathRunner:
     def _sent(self, block: PathBlock, positions: Any) -> Float[Tensor, "sender batch pos d_model"]:
         """What senders wrote in the source run less what they wrote in the target run."""
         layer, kind = block.senders.layer, block.senders.kind
+        if isinstance(positions, Tensor):
+            positions = positions.to(self.target.of(layer, kind).z.device)
         other, own = (
             parts.of(layer, kind).written(block.senders, positions)
             for parts in (self.source, self.target)
@@ -229,8 +232,9 @@ class PathRunner:
         self, block: PathBlock, receivers: LayerSites
     ) -> tuple[Float[Tensor, "row pos head_index"], Int[Tensor, "pos"]]:
         """The change of z of every receiver for every sender; rows are senders × prompts."""
-        at = block.positions.where.any(dim=0).nonzero()[:, 0].to(self.target.embedding.device)
-        reads = self.target.of(receivers.layer, "neuron").reads.at(at)
+        own = self.target.of(receivers.layer, "neuron")
+        at = block.positions.where.any(dim=0).nonzero()[:, 0].to(own.z.device)
+        reads = own.reads.at(at)
         entering = reads.change(self._sent(block, at), self.scale)
         return self.readers.neuron_change(receivers, entering, self.part, at).flatten(0, 1), at
 

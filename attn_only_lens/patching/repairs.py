@@ -164,10 +164,11 @@ class Repairer:
             ]
             joined.append((here, SiteGroup.joined(of_groups)))
         untested = [group for _, group in joined if group.sites not in self._tested]
-        check_edits(self._runner.replay.precise, untested, self._runner.part, self._first)
+        check_edits(self._runner.replay.precise, untested, self._runner.part, [self._first])
         self._tested |= {group.sites for group in untested}
-        for here, group in joined:
-            self._values[here] = self._runner.values(group)
+        found = self._runner.values([group for _, group in joined])
+        for (here, _), values in zip(joined, found, strict=True):
+            self._values[here] = values
             self._exact[here] = True
 
     def _expected_pearson(self) -> float | None:

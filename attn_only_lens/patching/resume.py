@@ -3,6 +3,9 @@
     folder/settings.json          model, prompts, metric, sites: whatever values depend on
     folder/part-<i>.parquet       the results of one part, with a digest of the settings
 
+A part of a sweep is one column, the values [row, prompt] of a group of sites, row by row: what the
+rows are, the settings say.
+
 Several processes may write different parts of one folder.
 """
 

@@ -1,4 +1,10 @@
-"""Run the patches of a sweep, group by group, in batches that fit memory."""
+"""Run the patches of a sweep, those of several groups together, in batches that fit memory.
+
+A pass through the blocks takes up the patches of each layer on its way (`replay`), all from one
+position on. So few names, spread over layers and positions, cost a pass for each position, or
+fewer: patches that start later join a pass that starts before, where the tokens that they cannot
+change cost less than a pass of their own.
+"""
 
 from collections.abc import Callable, Iterator, Sequence
 from copy import copy
@@ -6,15 +12,14 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, TypeAlias
 
-import psutil
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from attn_only_lens.heads.host import HEAD_KINDS
-from attn_only_lens.numerics import full_precision
+from attn_only_lens.numerics import free_bytes, full_precision
 from attn_only_lens.patching.processes import n_launched
-from attn_only_lens.patching.site_groups import SiteGroup
+from attn_only_lens.patching.site_groups import ROWS, SiteGroup
 from attn_only_lens.runs.edit_checks import require_same_edit
 from attn_only_lens.runs.edits import (
     attention_edit,
@@ -111,14 +116,13 @@ def _unless_out_of_memory(run: Callable[[Tensor], Tensor], chunk: Tensor) -> Ten
 
 
 def _numbers_that_fit(model: Any, numbers_per_token: int) -> int:
-    parameter = next(model.parameters())
-    each = parameter.element_size()
-    if parameter.device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(parameter.device)
-        return int(_SHARE * free / each)
+    each = next(model.parameters()).element_size()
+    devices = {parameter.device for parameter in model.parameters()}
+    fits = int(_SHARE * min(map(free_bytes, devices)) / each)
+    if any(device.type == "cuda" for device in devices):
+        return fits
     # Processes launched together share the memory; each may get there before the others.
-    free = psutil.virtual_memory().available // n_launched()
-    return min(_CPU_TOKENS * numbers_per_token, int(_SHARE * free / each))
+    return min(_CPU_TOKENS * numbers_per_token, fits // n_launched())
 
 
 @dataclass(eq=False)
@@ -140,24 +144,40 @@ class PatchRunner:
     batching: Batching
 
     @torch.no_grad()
-    def values(self, group: SiteGroup) -> Float[Tensor, "row prompt"]:
-        """Return the metric of each prompt after the patch of each row.
+    def values(self, groups: Sequence[SiteGroup]) -> list[Float[Tensor, "row prompt"]]:
+        """Return the metric of each prompt after the patch of each row of each group.
 
         A patch that cannot affect the metric gives the baseline, without a run.
         """
-        changed, block, variants = self._patch(group, tested=True)
-        values = self.baseline.repeat(len(group), 1)
-        starts = self._starts(group, changed, block)
+        if not groups:
+            return []
+        patches = [self._patch(group, tested=True) for group in groups]
+        blocks = torch.tensor([block for _, block, _ in patches], device="cpu")
+        sizes = torch.tensor([len(group) for group in groups], device="cpu")
+        offsets = sizes.cumsum(0) - sizes
+        place = torch.arange(len(groups), device="cpu").repeat_interleave(sizes)
+        starts = torch.cat(
+            [
+                self._starts(group, changed, block)
+                for group, (changed, block, _) in zip(groups, patches, strict=True)
+            ]
+        )
+        values = self.baseline.repeat(len(starts), 1)
         n_run = 0
-        for first, rows in self._runs(block, starts):
+        for first, rows in self._runs(blocks[place], starts):
             n_run += len(rows)
 
             def run(chosen: Tensor, first: int = first) -> Tensor:
-                return self.replay.values(variants(chosen, first))
+                # In the order of blocks, in which the rows are, and of groups.
+                of_groups, counts = place[chosen].unique_consecutive(return_counts=True)
+                parts = zip(of_groups.tolist(), chosen.split(counts.tolist()), strict=True)
+                return self.replay.values(
+                    *(patches[i][2](at - offsets[i], first) for i, at in parts)
+                )
 
             self.batching.fill(values, rows, self.replay.numbers_per_variant(first), run)
-        self.batching.on_done(len(group) - n_run)
-        return values
+        self.batching.on_done(len(starts) - n_run)
+        return list(values.split(sizes.tolist()))
 
     @torch.no_grad()
     def starts(self, group: SiteGroup) -> tuple[int, Int[Tensor, "row"]]:
@@ -169,36 +189,50 @@ class PatchRunner:
         changed, block, _ = self._patch(group, tested=False)
         return block, self._starts(group, changed, block)
 
+    def earliest(self, groups: Sequence[SiteGroup]) -> int:
+        """Return the first position that patches of some groups run from, as the tokens tell."""
+        differ = (self.replay.recording.tokens != self.source.tokens).any(dim=0)
+        asked = torch.stack([each.everywhere.flatten(0, 1).any(dim=0) for each in groups]).any(
+            dim=0
+        )
+        first = max(int(at.int().argmax()) for at in (differ, asked))
+        block = min(self.replay.host.block(each.sites.layer, each.sites.kind) for each in groups)
+        return self.replay.start(block, first)
+
     def _starts(
         self, group: SiteGroup, changed: Bool[Tensor, "head batch pos"], block: int
     ) -> Int[Tensor, "row"]:
         """Return the first position that each row changes; -1 where it cannot affect the metric."""
-        where = group.everywhere.to(changed.device)
+        head, at = (each.to(changed.device) for each in (group.head, group.where))
+        moving = changed[head] & group.everywhere.to(changed.device)[at]
         read = self.replay.effective_positions(block).to(changed.device)
-        of_sets = []
-        for each in where:
-            here = changed & each
-            first = here.any(dim=1).int().argmax(dim=1)
-            of_sets.append(first.where((here & read).flatten(1).any(dim=1), -1))
-        return torch.stack(of_sets).cpu()[group.where, group.head]
+        first = moving.any(dim=1).int().argmax(dim=1)
+        return first.where((moving & read).flatten(1).any(dim=1), -1).cpu()
 
-    def _runs(self, block: int, starts: Int[Tensor, "row"]) -> Iterator[tuple[int, Tensor]]:
-        """Yield rows that run together, and the position that they start at.
+    def _runs(
+        self, blocks: Int[Tensor, "row"], starts: Int[Tensor, "row"]
+    ) -> Iterator[tuple[int, Int[Tensor, "some"]]]:
+        """Yield the position that rows which run together start at, and them, by block.
 
         Rows that start later join those before, and compute what they cannot change, where that
         costs less than a run of their own; unless the metric reads the logits of all positions,
         which stay the same to the bit before the patch.
         """
-        positions, counts = starts[starts >= 0].unique(return_counts=True)
+        replay = self.replay
+        of_token = torch.tensor([replay.flops_per_token(b) for b in range(replay.n_blocks + 1)])
         firsts: list[int] = []
-        for position, n in zip(positions.tolist(), counts.tolist(), strict=True):
-            tokens = (position - firsts[-1]) * n * self.replay.batch if firsts else 0
-            own = not firsts or tokens > self.replay.tokens_per_run(block, position)
-            if own or self.replay.metric.positions is None:
+        for position in starts[starts >= 0].unique().tolist():
+            of_rows = blocks[starts == position]
+            joining = replay.batch * float(of_token[of_rows].sum())
+            own = not firsts or (position - firsts[-1]) * joining > replay.flops_per_run(
+                int(of_rows.min()), position
+            )
+            if own or replay.metric.positions is None:
                 firsts.append(position)
-        for first, end in pairwise([*firsts, self.replay.n_pos]):
+        for first, end in pairwise([*firsts, replay.n_pos]):
             rows = ((starts >= first) & (starts < end)).nonzero()[:, 0]
-            yield self.replay.start(block, first), rows
+            rows = rows[blocks[rows].argsort(stable=True)]
+            yield replay.start(int(blocks[rows[0]]), first), rows
 
     def _patch(self, group: SiteGroup, *, tested: bool) -> _Patch:
         if group.sites.kind == "attention":
@@ -244,9 +278,20 @@ class PatchRunner:
         return changed, block, variants
 
 
+def together(groups: Sequence[SiteGroup]) -> Iterator[list[int]]:
+    """Yield the places of groups that run together: few rows of each layer, or many of one."""
+    batch, n_rows = list[int](), 0
+    for place, group in enumerate(groups):
+        batch.append(place)
+        n_rows += len(group)
+        if n_rows >= ROWS or place == len(groups) - 1:
+            yield batch
+            batch, n_rows = [], 0
+
+
 @full_precision()
 def check_edits(
-    replay: Replay, groups: Sequence[SiteGroup], part: Part, first: int | None = None
+    replay: Replay, groups: Sequence[SiteGroup], part: Part, starts: Sequence[int] = ()
 ) -> None:
     """Test the edits of a sweep.
 
@@ -254,17 +299,16 @@ def check_edits(
         replay: of the run that is patched.
         groups: the sites.
         part: the part that is patched.
-        first: the position from which to test edits; None for all positions, and again from one
-            of those asked for on.
+        starts: the positions from which to test edits; by default from 0, and from one of those
+            asked for.
     """
     sets = dict.fromkeys(each for group in groups for each in group.positions)
-    starts = {int(each.where.any(dim=0).nonzero()[0]) for each in sets}
-    later = sorted(starts - {0}) or [0]
+    asked = {int(each.where.any(dim=0).nonzero()[0]) for each in sets}
+    later = sorted(asked - {0}) or [0]
     for kind in HEAD_KINDS:
         layers = sorted({each.sites.layer for each in groups if each.sites.kind == kind})
         if layers:
             block = replay.host.block(layers[0], kind)
-            middle = later[len(later) // 2]
-            tested = [0, replay.start(block, middle)] if first is None else [first]
+            tested = starts or (0, replay.start(block, later[len(later) // 2]))
             for start in sorted(set(tested)):
                 require_same_edit(replay, kind, layers, part, start)

@@ -26,7 +26,7 @@ from attn_only_lens.runs.sites import (
 )
 
 _PROBLEM = "these sites cannot be patched"
-_ROWS = 2048  # of a group: enough for one that is written to a file of its own
+ROWS = 2048  # of a group: enough for one that is written to a file of its own
 
 
 @dataclass(frozen=True, eq=False)
@@ -210,7 +210,7 @@ def _groups(sites: Sequence[LayerSites], positions: Sequence[PositionSet]) -> li
     for each in sites:
         at_once = len(positions)
         if each.kind == "neuron":
-            at_once = max(1, _ROWS // len(each.names))
+            at_once = max(1, ROWS // len(each.names))
         groups += [
             SiteGroup.product(each, positions[first : first + at_once])
             for first in range(0, len(positions), at_once)

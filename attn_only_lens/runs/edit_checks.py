@@ -234,7 +234,7 @@ def _attention_edit(replay: Replay, layer: int, part: Part, first: int, noise: _
 def _relative_error(one: Residual, other: Residual, recording: Recording) -> float:
     """Return the largest difference of two streams at a token, relative to the rounding there."""
     if recording.mask is not None:  # nothing is patched at padding, and none attends to it
-        real = recording.mask.bool()
+        real = recording.mask.bool().to(one.device)
         one, other = one[real], other[real]
     if not torch.equal(one.isfinite(), other.isfinite()):
         return float("inf")

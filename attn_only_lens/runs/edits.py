@@ -114,7 +114,7 @@ def attention_edit(
     position_axis = 2 if part == "pattern" else 1
     kept = source.narrow(position_axis, first, source.shape[position_axis] - first)
     rows = kept.repeat(n_variants, 1, 1, 1)
-    chosen = where[:, :, first:, None] & heads[:, None, None, :]
+    chosen = where[:, :, first:, None].to(heads.device) & heads[:, None, None, :]
     chosen = chosen.flatten(0, 1)  # [row, pos, head_index]
     if part == "pattern":
         chosen = chosen.transpose(1, 2)

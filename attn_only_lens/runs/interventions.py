@@ -48,7 +48,7 @@ def ablate(
 
     def ablated_z(z: Tensor, of_reference: Tensor) -> Tensor:
         if to == "mean":
-            return of_reference[real].mean(dim=0).expand_as(z)
+            return of_reference[real.to(z.device)].mean(dim=0).expand_as(z)
         if to == "resample":
             return of_reference.roll(-1, dims=0) if own else of_reference
         return torch.zeros_like(z)

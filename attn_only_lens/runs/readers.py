@@ -199,7 +199,7 @@ class Readers:
         replay, final, n = self.replay, self.parts.final, len(change)
         stream = replay.recorded_stream(replay.n_blocks, first, n)
         if scale == "anew" or final.norm.module is None:
-            moved = stream + change.flatten(0, 1)
+            moved = stream + change.flatten(0, 1).to(stream.device)
             return replay.values(Variants(replay.n_blocks, first, moved))
         more = final.at(slice(first, None)).change(change).flatten(0, 1)
         at = replay.metric.positions
@@ -229,7 +229,7 @@ class Readers:
         allowed = LOGIT_TOLERANCE[z.dtype] * z.abs().max()
         mask = self.parts.recording.mask
         kept, moved, alone, z = (
-            y if mask is None else y[mask.bool()] for y in (kept, moved, alone, z)
+            y if mask is None else y[mask.bool().to(y.device)] for y in (kept, moved, alone, z)
         )
         if not (kept - z).abs().max() <= allowed:
             raise UnsupportedModelError(

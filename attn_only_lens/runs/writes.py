@@ -115,6 +115,7 @@ class NormRun:
             change: of its input.
             scale: "held" at that of the run, or computed "anew".
         """
+        change = change.to(self.scale.device)  # it may come from a layer on another
         moved: Tensor = self.norm.after(change)
         if scale == "held" or self.norm.module is None:
             return moved / self.scale
@@ -282,7 +283,8 @@ def take_apart(
 
 def _require_finite(recording: Recording) -> None:
     """Refuse a run with nan: what is nan at padding would be nan in every sum over positions."""
-    finite = torch.stack([x.isfinite().all(-1) for x in recording.streams]).all(0)
+    device = recording.tokens.device
+    finite = torch.stack([x.isfinite().all(-1).to(device) for x in recording.streams]).all(0)
     if finite.all():
         return
     prompts = (~finite).any(1).nonzero()[:, 0].tolist()
@@ -300,8 +302,10 @@ def _require_sums(parts: Parts) -> None:
     reasons = []
     for layer, kind, stream in readers:
         n = len(totals) if layer == len(parts.parallel) else len(parts.before(layer, kind))
-        off = (sum(totals[:n], parts.embedding) - stream).abs()
-        off, size = (x if real is None else x[real.bool()] for x in (off, stream.abs()))
+        off = (sum((x.to(stream) for x in totals[:n]), parts.embedding.to(stream)) - stream).abs()
+        off, size = (
+            x if real is None else x[real.bool().to(x.device)] for x in (off, stream.abs())
+        )
         if not off.amax() <= _ROUNDING * size.amax():
             at = (
                 "the unembedding"
@@ -334,7 +338,9 @@ def _traffic(
                 ],
                 _PROBLEM,
             )
-        entered[module], returned[module] = given.detach(), output_stream(output).detach()
+        returned[module] = output_stream(output).detach()
+        # Where its weights are: a model over several devices moves there what it is given.
+        entered[module] = given.detach().to(returned[module].device)
 
     with ExitStack() as stack:
         for module in modules:

@@ -329,6 +329,7 @@ def test_what_comes_before_a_patch_is_the_same_to_the_bit(layout):
 
     frame = sweep(model, metric=seen, sites=["L0N36", "L2N3"], positions=[4, 5], batch_size=1)
     corrupted_logits, patched = given[3], given[-4:]  # the metric is measured twice beforehand
+    frame = frame.sort_values(["position", "layer"])  # the order in which they run
     for row, logits in zip(frame.itertuples(), patched, strict=True):
         same = logits == corrupted_logits
         assert same[:, : row.position].all()

@@ -94,7 +94,8 @@ def describe_bridge(model: TransformerBridge) -> tuple[dict[str, Any], dict[str,
         "other_mode": [name for name, m in _modules(model) if m.training != model.training],
     }
     mode = {"training": model.training}
-    _finish(twin, entries | mode, {name: tensor.detach() for name, tensor in kept.items()})
+    one = next(model.parameters()).device  # of a model that is split over several
+    _finish(twin, entries | mode, {name: each.detach().to(one) for name, each in kept.items()})
     if wrong := _differences(model, twin):
         raise _lost(wrong)
     return entries, flat

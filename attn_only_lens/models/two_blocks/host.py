@@ -1,13 +1,15 @@
 """Converted models as hosts: two blocks a layer, called one by one."""
 
-from contextlib import AbstractContextManager
 from typing import Any, Literal
 
+import torch
+
+from attn_only_lens.axes import Residual
 from attn_only_lens.heads.host import HeadKind
 from attn_only_lens.models.hooked_host import HookedTransformerHost
 from attn_only_lens.models.norms import LayerNorms, hooked_norms
 from attn_only_lens.models.two_blocks.block_numbers import block_layer, heads_block, neurons_block
-from attn_only_lens.runs.replay.base import Replay, Variants
+from attn_only_lens.runs.replay.base import Joined, Replay
 from attn_only_lens.runs.replay.hooked import HookedReplay
 
 
@@ -55,16 +57,19 @@ class TwoBlocksHost(HookedTransformerHost):
 
 
 class _TwoBlocksReplay(HookedReplay):
-    def first_block(self, variants: Variants) -> AbstractContextManager[None]:
+    def _run(self, joined: Joined, end: int) -> Residual:
+        with self.model.passing.new_pass():
+            return super()._run(joined, end)
+
+    def enter(self, joined: Joined, block: int) -> None:
         """In a parallel model, give neurons what entered the attention block before theirs.
 
         No variant that begins between the two blocks has moved that.
         """
-        if not (self.model.cfg.parallel_attn_mlp and variants.block % 2):
-            return super().first_block(variants)
-        attention, n = variants.block - 1, len(variants.stream) // self.batch
-        entered = self.recorded_stream(attention, variants.first, n)
-        passing: AbstractContextManager[None] = self.model.passing.new_pass(
-            {block_layer(attention): entered}
-        )
-        return passing
+        n = sum(len(each.stream) for each in joined.entering(block)) // self.batch
+        if not (self.model.cfg.parallel_attn_mlp and block % 2 and n):
+            return
+        values, layer = self.model.passing.values, block_layer(block - 1)
+        recorded = self.recorded_stream(block - 1, joined.first, n)
+        earlier = [values[layer]] if layer in values else []
+        values[layer] = torch.cat([*earlier, recorded])

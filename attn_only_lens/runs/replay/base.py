@@ -2,7 +2,9 @@
 
 Rows are variants × prompts, prompts inmost: row r is prompt r mod batch of variant r // batch. A
 variant states the stream that enters a block, edits at hooks of that block or later ones, and an
-addition to the output of the first one's MLP; all else then runs as it would.
+addition to the output of the first one's MLP; all else then runs as it would. Variants that enter
+at different blocks run together: a block runs those that have entered (`Joined`), so that a few
+variants of each layer cost as many calls of blocks as those of one.
 
 Nothing is computed that a variant cannot change:
 
@@ -20,24 +22,27 @@ sweep makes of it with hooks (`edit_checks.py`). Where products of matrices are 
 model run in parts differs from itself by that; then these tests run on a second, precise replay.
 """
 
-import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from attn_only_lens.errors import UnsupportedModelError
+from attn_only_lens.axes import Residual
+from attn_only_lens.errors import AttnOnlyLensError, UnsupportedModelError
 from attn_only_lens.heads import host_of, logit_tolerance
 from attn_only_lens.numerics import full_precision, normal_numbers
 from attn_only_lens.runs.metrics import BoundMetric
 from attn_only_lens.runs.recording import Hooks, Recording
 
 PROBLEM = "this model cannot be patched"
+UNFIT = (AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
+"""Errors of models that cannot run in parts, and of others: `is_refusal` tells."""
 _ROUNDINGS = 8
 # Numbers at once, as torch's profiler counts allocations (`test_memory.py`): several copies
 # of the widest activation, or of attention scores; of the logits that a loss reads.
@@ -45,7 +50,7 @@ _WIDEST, _SCORES, _LOGITS = 6, 4, 8
 # The flops of matrix products in the time that a call of a block takes, whatever its size. On two
 # cores of an EPYC, beside other jobs, 0.9e8 in a converted model and 2.8e8 in a bridge. On GPUs it
 # is an estimate: 90 kernels at 10 µs, and 30 Tflop/s.
-_CALL_FLOPS = {"cpu": 1e8, "cuda": 3e10}
+_CALL_FLOPS_ON_CPU, _CALL_FLOPS = 1e8, 3e10
 
 
 @dataclass(frozen=True)
@@ -69,6 +74,104 @@ class Variants:
     added: Float[Tensor, "row pos d_model"] | None = None
 
 
+@dataclass(frozen=True, eq=False)
+class Joined:
+    """Variants that run together, each from its own block on.
+
+    Attributes:
+        parts: in the order of the blocks that they enter, all from one position on.
+    """
+
+    parts: tuple[Variants, ...]
+
+    def __post_init__(self) -> None:
+        blocks = [each.block for each in self.parts]
+        assert blocks == sorted(blocks)
+        assert len({each.first for each in self.parts}) == 1
+
+    @property
+    def first(self) -> int:
+        """The first position at which they differ."""
+        return self.parts[0].first
+
+    @property
+    def block(self) -> int:
+        """The first block that any of them runs."""
+        return self.parts[0].block
+
+    @property
+    def n_rows(self) -> int:
+        """The rows of all."""
+        return sum(len(each.stream) for each in self.parts)
+
+    def entering(self, block: int) -> list[Variants]:
+        """Return those that enter a block."""
+        return [each for each in self.parts if each.block == block]
+
+    def stream(self, block: int, x: Residual | None) -> Residual:
+        """Return the stream that enters a block, of all that have come so far.
+
+        Args:
+            block: the block.
+            x: the stream of those that entered before; None if there are none.
+        """
+        streams = [*([] if x is None else [x]), *(each.stream for each in self.entering(block))]
+        return streams[0] if len(streams) == 1 else torch.cat(streams)
+
+    def _slices(self) -> Iterator[tuple[Variants, slice]]:
+        start = 0
+        for each in self.parts:
+            yield each, slice(start, start + len(each.stream))
+            start += len(each.stream)
+
+    @property
+    def hooks(self) -> list[tuple[str, Callable[..., Any]]]:
+        """The edits of each, on its own rows."""
+        if len(self.parts) == 1:
+            return list(self.parts[0].hooks)
+        return [
+            (name, partial(_edit_rows, edit, rows))
+            for each, rows in self._slices()
+            for name, edit in each.hooks
+        ]
+
+    @contextmanager
+    def added(self) -> Iterator[None]:
+        """Make the additions to the outputs of MLPs."""
+        with ExitStack() as stack:
+            for each, rows in self._slices():
+                if each.mlp is not None:
+                    add = partial(_add_to_rows, each, rows)
+                    stack.callback(each.mlp.register_forward_hook(add).remove)
+            yield
+
+
+def is_refusal(error: Exception) -> bool:
+    """Return whether one of UNFIT means that a model does not run like this.
+
+    It does not if memory ran out, or if this package raised it for the caller.
+    """
+    text = str(error)
+    gone = isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in text
+    return not gone and not isinstance(error, AttnOnlyLensError)
+
+
+def _edit_rows(edit: Callable[..., Any], rows: slice, value: Tensor, hook: Any) -> Tensor | None:
+    edited: Tensor | None = edit(value[rows], hook=hook)
+    if edited is None:
+        return None
+    return torch.cat([value[: rows.start], edited, value[rows.stop :]])
+
+
+def _add_to_rows(variants: Variants, rows: slice, module: nn.Module, args: Any, output: Any) -> Any:
+    found: Tensor = output[0] if isinstance(output, tuple | list) else output
+    assert variants.added is not None
+    added = found[rows] + variants.added
+    if len(added) < len(found):
+        added = torch.cat([found[: rows.start], added, found[rows.stop :]])
+    return (added, *output[1:]) if isinstance(output, tuple | list) else added
+
+
 @dataclass(eq=False)
 class Replay(ABC):
     """A model, one recorded forward pass of it, and the logits that a metric reads.
@@ -90,14 +193,25 @@ class Replay(ABC):
         self.host = host_of(self.model)
         self.n_blocks = len(self.model.blocks)
         self.batch, self.n_pos = self.recording.tokens.shape
+        self.joins = True  # until a test shows that blocks do not run some of the rows
         self._adds: dict[int, bool] = {}
         self._parameters = [
             sum(p.numel() for p in block.parameters() if p.ndim > 1) for block in self.model.blocks
         ]
 
+    def logits(self, *variants: Variants) -> Float[Tensor, "row position column"]:
+        """Return the logits that the metric reads.
+
+        Args:
+            variants: in the order of the blocks that they enter, all from one position on.
+        """
+        if self.joins:
+            return self.joined_logits(Joined(variants))
+        return torch.cat([self.joined_logits(Joined((each,))) for each in variants])
+
     @abstractmethod
-    def logits(self, variants: Variants) -> Float[Tensor, "row position column"]:
-        """Return the logits that the metric reads."""
+    def joined_logits(self, joined: Joined) -> Float[Tensor, "row position column"]:
+        """Return the logits that the metric reads, of variants that run together."""
 
     @abstractmethod
     def block_output(self, variants: Variants) -> Float[Tensor, "row pos d_model"]:
@@ -113,9 +227,13 @@ class Replay(ABC):
         """The numbers that a block holds at once for the keys and values of a token."""
 
     @torch.no_grad()
-    def values(self, variants: Variants) -> Float[Tensor, "site prompt"]:
-        """Return the metric of each prompt of each variant (`BoundMetric.of_prompts`)."""
-        logits = self.logits(variants)
+    def values(self, *variants: Variants) -> Float[Tensor, "site prompt"]:
+        """Return the metric of each prompt of each variant (`BoundMetric.of_prompts`).
+
+        Args:
+            variants: in the order of the blocks that they enter, all from one position on.
+        """
+        logits = self.logits(*variants)
         return self.metric.of_prompts(logits.unflatten(0, (-1, self.batch)))
 
     def recorded_stream(self, block: int, first: int, n: int) -> Float[Tensor, "row pos d_model"]:
@@ -139,17 +257,15 @@ class Replay(ABC):
         whole = self.n_pos * (self.flops_per_token(0) + 2 * cfg.d_model * cfg.d_vocab)
         return (self.n_pos - first).double() * self.flops_per_token(block) / whole
 
-    def tokens_per_run(self, block: int, position: int) -> float:
-        """Return how many tokens a run from a block on costs, beside those that it runs.
+    def flops_per_run(self, block: int, position: int) -> float:
+        """Return what a run from a block on costs, beside the tokens that it runs, as flops.
 
         Args:
             block: the block.
             position: where the run would start.
         """
-        if block >= self.n_blocks:
-            return math.inf
-        calls = _CALL_FLOPS["cuda" if self.recording.tokens.is_cuda else "cpu"]
-        return (self.n_blocks - block) * calls / self.flops_per_token(block)
+        on_cpu = self.recording.tokens.device.type == "cpu"
+        return (self.n_blocks - block) * (_CALL_FLOPS_ON_CPU if on_cpu else _CALL_FLOPS)
 
     @property
     def numbers_per_token(self) -> int:
@@ -208,18 +324,41 @@ class Replay(ABC):
         whole = self.metric.select(self.recording.logits)
         largest = float(self.recording.logits.abs().max())
         bound = logit_tolerance(self.host.neurons, whole.dtype) * largest
-        for block in sorted({0, self.n_blocks // 2, self.n_blocks}):
-            for first in {0, self.start(block, self.n_pos)}:
-                again = self.logits(Variants(block, first, self.recorded_stream(block, first, 2)))
-                error = float((again - whole.repeat(2, 1, 1)).abs().max())
-                if not error <= bound:
+
+        def error(*blocks: int) -> float:
+            unedited = (Variants(b, first, self.recorded_stream(b, first, 1)) for b in blocks)
+            again = self.logits(*unedited)
+            return float((again - whole.repeat(len(blocks), 1, 1)).abs().max())
+
+        blocks = sorted({0, self.n_blocks // 2, self.n_blocks})
+        for first in self.starts_to_check():
+            if self._joined_agree(lambda: error(*blocks) <= bound):
+                continue
+            for block in blocks:
+                found = error(block)
+                if not found <= bound:
                     raise UnsupportedModelError(
                         [
                             f"run again from block {block}, position {first}, its logits differ by "
-                            f"{error:.2g} from those of a whole run (largest: {largest:.2g})"
+                            f"{found:.2g} from those of a whole run (largest: {largest:.2g})"
                         ],
                         PROBLEM,
                     )
+
+    def starts_to_check(self) -> set[int]:
+        """Return positions of which some stand for all others: the first, and the last."""
+        return {0, self.start(0, self.n_pos)}
+
+    def _joined_agree(self, agree: Callable[[], bool]) -> bool:
+        """Return whether variants that run together agree; if not, they run alone from now on."""
+        if self.joins:
+            try:
+                self.joins = agree()
+            except UNFIT as error:  # of a model that wants all rows in every block
+                if not is_refusal(error):
+                    raise
+                self.joins = False
+        return self.joins
 
     def with_earlier_logits(
         self, logits: Float[Tensor, "row position column"], first: int
@@ -229,22 +368,3 @@ class Replay(ABC):
             return logits
         before = self.metric.select(self.recording.logits)[:, :first]
         return torch.cat([before.repeat(len(logits) // self.batch, 1, 1), logits], dim=1)
-
-
-@contextmanager
-def add_to_mlp_output(variants: Variants) -> Iterator[None]:
-    """Make the addition of variants to the output of their MLP."""
-    if variants.mlp is None:
-        yield
-        return
-
-    def add(module: nn.Module, args: Any, output: Any) -> Any:
-        if isinstance(output, tuple | list):
-            return (output[0] + variants.added, *output[1:])
-        return output + variants.added
-
-    handle = variants.mlp.register_forward_hook(add)
-    try:
-        yield
-    finally:
-        handle.remove()

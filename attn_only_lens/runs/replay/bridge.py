@@ -24,14 +24,15 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils._pytree import tree_map
 
 from attn_only_lens.axes import Residual
 from attn_only_lens.errors import UnsupportedCallError
 from attn_only_lens.heads import logit_tolerance
 from attn_only_lens.numerics import full_precision, normal_numbers
 from attn_only_lens.runs.recording import input_stream, output_stream, record_streams, run
-from attn_only_lens.runs.replay.base import Replay, Variants, add_to_mlp_output
-from attn_only_lens.runs.replay.key_values import UNFIT, KeyValues, is_refusal, record_key_values
+from attn_only_lens.runs.replay.base import UNFIT, Joined, Replay, Variants, is_refusal
+from attn_only_lens.runs.replay.key_values import KeyValues, record_key_values
 
 _FINE = (torch.float32, torch.float64)
 
@@ -69,11 +70,17 @@ class BridgeReplay(Replay):
                 self._past = None
         return self._past is not None
 
-    def tokens_per_run(self, block: int, position: int) -> float:
-        """Return also the tokens of the two runs that test a start that is not tested yet."""
-        tokens = super().tokens_per_run(block, position)
-        tested = not position or block >= self._tested.get(position, self.n_blocks + 1)
-        return tokens if tested else tokens + 2 * self.batch * self.n_pos
+    def flops_per_run(self, block: int, position: int) -> float:
+        """Return also the cost of the two runs that test a start that is not tested yet."""
+        flops = super().flops_per_run(block, position)
+        if not position or block >= self._tested.get(position, self.n_blocks + 1):
+            return flops
+        tokens = self.batch * (2 * self.n_pos - position)
+        return 3 * flops + tokens * self.flops_per_token(block)
+
+    def starts_to_check(self) -> set[int]:
+        """Return position 0: each other is tested before it is first used."""
+        return {0}
 
     @torch.no_grad()
     def _test_start(self, block: int, first: int) -> bool:
@@ -93,7 +100,8 @@ class BridgeReplay(Replay):
             # Token by token: the largest would hide errors of others.
             scale = theirs.abs().amax(-1, keepdim=True)
             if mask is not None:  # no token attends to padding, and none is patched
-                scale = scale.masked_fill(~mask[:, first:, None].bool(), torch.inf)
+                padding = ~mask[:, first:, None].bool().to(scale.device)
+                scale = scale.masked_fill(padding, torch.inf)
             if not self._agree(mine, theirs, scale):
                 return False
         return self._agree(again, logits, self.recording.logits.abs().max())
@@ -123,13 +131,13 @@ class BridgeReplay(Replay):
         extra = self.recording.extra_outputs[block]
         return stream if extra is None else (stream, *(None,) * extra)
 
-    def logits(self, variants: Variants) -> Float[Tensor, "row position column"]:
-        """Return the logits that the metric reads."""
-        with self._unembed_read(variants.first):
-            logits = self._run(variants)
+    def joined_logits(self, joined: Joined) -> Float[Tensor, "row position column"]:
+        """Return the logits that the metric reads, of variants that run together."""
+        with self._unembed_read(joined.first):
+            logits = self._run(joined)
         if self.metric.columns is not None and not self._few_columns:
             logits = logits[..., self.metric.columns]
-        return self.with_earlier_logits(logits, variants.first)
+        return self.with_earlier_logits(logits, joined.first)
 
     @torch.no_grad()
     def _can_unembed_columns(self) -> bool:
@@ -137,12 +145,15 @@ class BridgeReplay(Replay):
         if self.metric.columns is None:
             return False
         linear = self.model.unembed.original_component
-        if type(linear) is not nn.Linear or "forward" in vars(linear):  # quantised, or placed
+        if type(linear) is not nn.Linear:  # quantised
+            return False
+        placed = getattr(linear, "_hf_hook", None)  # on a device, by accelerate
+        if "forward" in vars(linear) and getattr(placed, "offload", True):
             return False
         unedited = Variants(self.n_blocks, 0, self.recorded_stream(self.n_blocks, 0, 1))
         try:
             with self._unembed_columns():
-                mine = self._run(unedited)
+                mine = self._run(Joined((unedited,)))
         except UNFIT as error:  # a model that counts its vocabulary
             if not is_refusal(error):
                 raise
@@ -160,58 +171,74 @@ class BridgeReplay(Replay):
 
         handle = self.model.blocks[variants.block].register_forward_hook(stop)
         try:
-            self._run(variants)
+            self._run(Joined((variants,)))
         except _StopForward:
             return found[0]
         finally:
             handle.remove()
         raise AssertionError("the block did not run")
 
-    def _run(self, variants: Variants) -> Float[Tensor, "row pos d_vocab"]:
-        recording, first = self.recording, variants.first
-        repeats = variants.stream.shape[0] // self.batch
+    def _run(self, joined: Joined) -> Float[Tensor, "row pos d_vocab"]:
+        recording, first = self.recording, joined.first
+        repeats = joined.n_rows // self.batch
         mask = None if recording.mask is None else recording.mask.repeat(repeats, 1)
         tokens = recording.tokens[:, first:].repeat(repeats, 1)
         cached: dict[str, Any] = {}
         if first:
             assert self._past is not None
             cached["past_key_values"] = self._past.before(first)
-        with self._skip_blocks(variants), add_to_mlp_output(variants):
-            return run(self.model, tokens, mask, variants.hooks, **cached)
+        with self._enter_blocks(joined), joined.added():
+            return run(self.model, tokens, mask, joined.hooks, **cached)
 
     @contextmanager
-    def _skip_blocks(self, variants: Variants) -> Iterator[None]:
-        """Make blocks before the first return their input; the last one, the variants' stream."""
+    def _enter_blocks(self, joined: Joined) -> Iterator[None]:
+        """Make blocks before the first return their input; the others run the rows that are there.
 
-        def enter(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        The model makes masks and rotations for all rows: a block gets those of its own.
+        """
+        n_rows, n_blocks = joined.n_rows, self.n_blocks
+
+        def enter(index: int, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+            before = None if index == joined.block else input_stream(args, kwargs)
+            stream = joined.stream(index, before)
+            if len(stream) < n_rows:
+                args, kwargs = tree_map(partial(_first_rows, n_rows, len(stream)), (args, kwargs))
             if args:
-                return (variants.stream, *args[1:]), kwargs
-            return args, {**kwargs, "hidden_states": variants.stream}
+                return (stream, *args[1:]), kwargs
+            return args, {**kwargs, "hidden_states": stream}
 
         def pass_on(index: int, *args: Any, **kwargs: Any) -> Any:
-            last = index == self.n_blocks - 1
-            return self._block_return(
-                index, variants.stream if last else input_stream(args, kwargs)
-            )
+            return self._block_return(index, input_stream(args, kwargs))
+
+        def leave(module: nn.Module, args: Any, output: Any) -> Any:
+            before = None if joined.block == n_blocks else output_stream(output)
+            stream = joined.stream(n_blocks, before)
+            return (stream, *output[1:]) if isinstance(output, tuple | list) else stream
 
         with ExitStack() as stack:
-            for index in range(min(variants.block, self.n_blocks)):
-                stack.enter_context(
-                    _replace_forward(self.model.blocks[index], partial(pass_on, index))
-                )
-            if variants.block < self.n_blocks:
-                block = self.model.blocks[variants.block]
-                handle = block.register_forward_pre_hook(enter, with_kwargs=True)
-                stack.callback(handle.remove)
+            for index, block in enumerate(self.model.blocks):
+                if index < joined.block:
+                    stack.enter_context(_replace_forward(block, partial(pass_on, index)))
+                elif index == joined.block or len(joined.parts) > 1:
+                    handle = block.register_forward_pre_hook(
+                        partial(enter, index), with_kwargs=True
+                    )
+                    stack.callback(handle.remove)
+            if joined.entering(n_blocks):
+                stack.callback(self.model.blocks[-1].register_forward_hook(leave).remove)
             yield
 
     @contextmanager
     def _unembed_columns(self) -> Iterator[None]:
         """Unembed only the columns that the metric reads."""
         linear, columns = self.model.unembed.original_component, self.metric.columns
+        weight = linear.weight[columns]
         bias = None if linear.bias is None else linear.bias[columns]
-        own = partial(functional.linear, weight=linear.weight[columns], bias=bias)
-        with _replace_forward(linear, own):
+
+        def unembed(x: Tensor) -> Tensor:
+            return functional.linear(x.to(weight.device), weight, bias)
+
+        with _replace_forward(linear, unembed):
             yield
 
     @contextmanager
@@ -223,7 +250,7 @@ class BridgeReplay(Replay):
             if positions is None:
                 return args
             x = args[0]
-            where = (positions - first).repeat(x.shape[0] // self.batch)
+            where = (positions - first).repeat(x.shape[0] // self.batch).to(x.device)
             return (x[torch.arange(x.shape[0], device=x.device), where].unsqueeze(1), *args[1:])
 
         handle = self.model.unembed.register_forward_pre_hook(pick)
@@ -238,6 +265,11 @@ class BridgeReplay(Replay):
             return False
         allowed = logit_tolerance(self.host.neurons, other.dtype) * scale
         return bool(((one - other).abs() <= allowed).all())
+
+
+def _first_rows(n_rows: int, n: int, x: Any) -> Any:
+    """Return the first n of all rows, of a tensor that has them."""
+    return x[:n] if isinstance(x, Tensor) and x.ndim > 1 and len(x) == n_rows else x
 
 
 class _StopForward(Exception):

@@ -1,6 +1,5 @@
 """The replay of HookedTransformers, converted or exposed: call their blocks one by one."""
 
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,7 +8,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from attn_only_lens.axes import Residual
-from attn_only_lens.runs.replay.base import Replay, Variants, add_to_mlp_output
+from attn_only_lens.runs.replay.base import Joined, Replay, Variants
 from attn_only_lens.runs.replay.key_values import extend
 from attn_only_lens.tl import TransformerBlock
 
@@ -61,30 +60,27 @@ class HookedReplay(Replay):
 
     def block_output(self, variants: Variants) -> Residual:
         """Return the output of the first block, from `first` on."""
-        with self.model.hooks(fwd_hooks=list(variants.hooks)):
-            return self._first_output(variants)
+        return self._run(Joined((variants,)), variants.block + 1)
 
-    def _first_output(self, variants: Variants) -> Residual:
-        with self.first_block(variants), add_to_mlp_output(variants):
-            return self._block(variants.block, variants.stream, variants.first)
+    def _run(self, joined: Joined, end: int) -> Residual:
+        """Return the output of the block before `end`, of the rows that have entered by then."""
+        x = None
+        with self.model.hooks(fwd_hooks=joined.hooks), joined.added():
+            for index in range(joined.block, end):
+                self.enter(joined, index)
+                x = self._block(index, joined.stream(index, x), joined.first)
+        return joined.stream(end, x)
 
-    def first_block(self, variants: Variants) -> AbstractContextManager[None]:
-        """Provide the first block with inputs besides the stream: none."""
-        return nullcontext()
+    def enter(self, joined: Joined, block: int) -> None:
+        """Provide a block with inputs besides the stream, for rows that enter there: none."""
 
     def _block(self, index: int, x: Residual, first: int) -> Residual:
         past = self._past[index].before(first) if first and index in self._past else None
         return self._call(index, x, first, past)
 
-    def logits(self, variants: Variants) -> Float[Tensor, "row position column"]:
-        """Return the logits that the metric reads."""
-        first, x = variants.first, variants.stream
-        with self.model.hooks(fwd_hooks=list(variants.hooks)):
-            if variants.block < self.n_blocks:
-                x = self._first_output(variants)
-            for index in range(variants.block + 1, self.n_blocks):
-                x = self._block(index, x, first)
-        return self._read_logits(x, first)
+    def joined_logits(self, joined: Joined) -> Float[Tensor, "row position column"]:
+        """Return the logits that the metric reads, of variants that run together."""
+        return self._read_logits(self._run(joined, self.n_blocks), joined.first)
 
     def _read_logits(self, x: Residual, first: int) -> Float[Tensor, "row position column"]:
         repeats, positions = x.shape[0] // self.batch, self.metric.positions

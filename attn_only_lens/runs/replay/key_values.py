@@ -13,11 +13,8 @@ from jaxtyping import Float
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
-from attn_only_lens.errors import AttnOnlyLensError
 from attn_only_lens.runs.recording import Recording, run
-
-UNFIT = (AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
-"""Errors of models that cannot run in parts, and of others: `is_refusal` tells."""
+from attn_only_lens.runs.replay.base import UNFIT, is_refusal
 
 _Heads = Float[Tensor, "batch head pos d_head"]
 
@@ -52,16 +49,6 @@ def record_key_values(model: Any, recording: Recording) -> KeyValues | None:
     if not layers or not all(layer.is_initialized for layer in layers):
         return None
     return KeyValues(tuple((layer.keys, layer.values) for layer in layers))
-
-
-def is_refusal(error: Exception) -> bool:
-    """Return whether one of UNFIT means that a model does not run like this.
-
-    It does not if memory ran out, or if this package raised it for the caller.
-    """
-    text = str(error)
-    gone = isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in text
-    return not gone and not isinstance(error, AttnOnlyLensError)
 
 
 class _Prefix(DynamicLayer):
