@@ -428,6 +428,70 @@ def test_the_shipped_model():
     twice(pretrained.modular_addition, lambda model: model(prompts.to(model.cfg.device)))
 
 
+# Kernels and synchronisations, with as many layers and heads as GPT-2 small has. They hang on those,
+# and on how much runs at once, not on widths: as many as here, wherever memory takes all variants,
+# and all targets of a graph, in one batch.
+
+
+def deep(source, **prompts):
+    """A model of 12 layers of 12 heads, on a device, and prompts of 15 tokens that differ late."""
+    if HAS_HOOKED_TRANSFORMER:
+        from models import build
+
+        sizes = {"n_layers": 12, "n_heads": 12, "d_head": 2, "d_model": 24, "d_mlp": 37}
+        return convert(build("gelu", torch.float32, **sizes)).to(HERE)
+    sizes = {"n_layer": 12, "n_head": 12, "n_embd": 24}
+    with pytest.MonkeyPatch.context() as patch:
+        for name, size in sizes.items():
+            patch.setitem(bridges.GPT, name, size)
+        bridge = bridges.boot("gpt2", torch.float32)
+    return expose_neuron_heads(bridge.to(HERE)).model
+
+
+@pytest.fixture(scope="module")
+def counted():
+    """The counts of a call on such a model."""
+    set_up()
+    clean = tokens(pos=15)[:1]
+    corrupted = clean.clone()
+    corrupted[0, 10] = (clean[0, 10] + 1) % D_VOCAB
+
+    def count(call):
+        with SimulatedDevice() as device:
+            call(model, clean.to(HERE), corrupted.to(HERE), p.logit_diff(7, 8))  # what is cached
+            device.counts.clear()
+            call(model, clean.to(HERE), corrupted.to(HERE), p.logit_diff(7, 8))
+        return device
+
+    with SimulatedDevice():
+        model = deep(None)
+    return count
+
+
+def test_kernels_of_a_graph(counted):
+    def graph(top):
+        return counted(
+            lambda model, clean, _, metric: circuits.attribution_graph(
+                model, clean, metric, top=top
+            )
+        )
+
+    few, many = graph(5), graph(50)
+    assert many.total("kernel") <= 5_000
+    # Two in a layer, where activations are checked, and some of the run; none of a node.
+    assert few.synchronisations == many.synchronisations <= 2 * 12 + 30
+
+
+def test_kernels_of_a_search(counted):
+    def search(model, clean, corrupted, metric):
+        how = {"order": "magnitude", "budget": 0, "progress": False}
+        circuits.discover(model, clean, corrupted, metric, **how)
+
+    device = counted(search)
+    print(device.total("kernel"), device.synchronisations)
+    assert device.total("kernel") <= 5_000
+
+
 # The device itself
 
 

@@ -160,6 +160,41 @@ def discover(
         >>> abs(1 - circuit.faithfulness) <= 0.1, len(circuit) < 0.1 * circuit.n_sites
         (True, True)
     """
+    return search_circuit(
+        *(model, clean, corrupted, metric),
+        faithfulness=faithfulness,
+        method=method,
+        budget=budget,
+        ablation=ablation,
+        order=order,
+        sites=sites,
+        positions=positions,
+        n_random=n_random,
+        seed=seed,
+        mask=mask,
+        progress=progress,
+    )[0]
+
+
+def search_circuit(
+    model: Any,
+    clean: Prompts,
+    corrupted: Prompts,
+    metric: AnyMetric,
+    *,
+    faithfulness: float,
+    budget: Budget,
+    seed: int,
+    method: str = "exact_gate",
+    ablation: Ablation = "resample",
+    order: Order | None = None,
+    sites: Sites | None = None,
+    positions: Positions = "each",
+    n_random: int = 3,
+    mask: Tensor | None = None,
+    progress: bool | str = False,
+) -> tuple[Circuit, AblatedModel]:
+    """Return the circuit that `discover` finds, and the ablated model that it was found in."""
     reasons = option_reasons("method", method, (*METHODS, MEASURED))
     if order is not None:
         reasons += option_reasons("order", order, ORDERS)
@@ -196,7 +231,7 @@ def discover(
         bar.refresh()
     frame = ranking.frame[_SITE].assign(effect=ranking.effect).iloc[circuit]
     by_effect = frame["effect"].abs().sort_values(ascending=False, kind="stable").index
-    return Circuit(
+    circuit_found = Circuit(
         frame.loc[by_effect].reset_index(drop=True),
         n_sites=ablated.n_sites,
         n_pos=ablated.n_pos,
@@ -211,6 +246,7 @@ def discover(
         candidates=sites,
         positions=positions,
     )
+    return circuit_found, ablated
 
 
 class _Search:

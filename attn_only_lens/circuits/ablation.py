@@ -79,7 +79,7 @@ class AblatedModel:
         *,
         ablation: Ablation,
         mask: Tensor | None,
-        on_done: Callable[[int], None] = lambda n: None,
+        on_done: Callable[[int], object] = lambda n: None,
     ) -> None:
         """Run both prompts, and the clean ones with every site ablated.
 
@@ -107,6 +107,7 @@ class AblatedModel:
         pair = prompt_pair(model, clean, corrupted, mask)
         runs = record_pair(model, pair, metric, groups, "z")
         self.n_sites, self.n_pos = len(sites), pair.clean.shape[1]
+        self._sites = sites.groupby("name", observed=True)
         InputError.raise_if(_reasons_against_sites(sites, self.n_pos), _PROBLEM)
         source = (
             runs.corrupted
@@ -162,6 +163,19 @@ class AblatedModel:
             circuits: rows of the sites of each.
         """
         return (self._values(circuits) - self.nothing) / (self.whole - self.nothing)
+
+    def losses(self, names: Sequence[str], on_done: Callable[[int], object]) -> _Floats:
+        """Return how much of the metric is lost when one head is ablated, at all its positions.
+
+        Args:
+            names: of the heads.
+            on_done: called with the number of heads that are done, here and from then on.
+        """
+        self._batching.on_done = on_done
+        rows = self._sites.indices
+        every = np.arange(self.n_sites)
+        found = self.faithfulness([np.delete(every, rows[name]) for name in names])
+        return (1 - found) * (self.whole - self.nothing)
 
     def curves(
         self, circuits: Sequence[Rows], n_random: int = 0, seed: int = 0
