@@ -107,7 +107,7 @@ def test_nothing_grows_with_the_number_of_batches(pair):
             del batch
 
     compare(*pair, stream(), p.loss(), **FEW)
-    # The first batch's runs are kept, for patching; of others nothing, 3 × 11 tokens and their pairs.
+    # The first batch's runs are kept, for patching; of another, 3 × 11 tokens and their pairs.
     assert max(seen) <= seen[1] + 8 * (3 * 11 * 8)
     assert max(seen[2:]) == seen[2]
     assert sum(each() is not None for each in given) <= 1
