@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import numpy as np
 import pandas as pd
 import typer
-from benching import machine, markdown
+from benching import Device, machine, markdown
 from tqdm import tqdm
 
 from attn_only_lens import expose_neuron_heads
@@ -76,10 +76,11 @@ def pearson(one: pd.Series, other: pd.Series, weight: pd.Series) -> float:
 def main(
     folder: Annotated[Path, typer.Argument(help="SmolLM2-135M, as `make smollm2` writes it")],
     out: Annotated[Path, typer.Option(help="folder to write")] = Path("out/attribution"),
+    device: Device = "cpu",
     seed: Annotated[int, typer.Option(help="of the random sites")] = 0,
 ) -> None:
     """Measure, and write a page."""
-    model = expose_neuron_heads(load(folder)).model
+    model = expose_neuron_heads(load(folder, device=device)).model
     _attribution.Repairer = Keeping  # type: ignore[attr-defined]
     rows = []
     for task, (clean, corrupted, right, wrong) in tqdm(PAIRS.items(), unit="pair"):
@@ -120,7 +121,7 @@ def main(
         for task, (clean, corrupted, right, wrong) in PAIRS.items()
     )
     page = PAGE.format(
-        table=shown, prompts=prompts_shown, machine=machine("cpu"), each=EACH, seed=seed
+        table=shown, prompts=prompts_shown, machine=machine(device), each=EACH, seed=seed
     )
     out.mkdir(parents=True, exist_ok=True)
     write_text(out / "attribution_smollm2.md", page)

@@ -19,7 +19,7 @@ import numpy as np
 import pandas as pd
 import torch
 import typer
-from benching import markdown
+from benching import Device, markdown
 from exactness_measures import REAL, trained
 from matplotlib.figure import Figure
 from studies import keep
@@ -255,6 +255,7 @@ def main(
     ] = Path(__file__).parents[2] / "shared" / "models",
     n_pairs: Annotated[int, typer.Option(help="pairs of prompts for each model")] = 6,
     seed: Annotated[int, typer.Option(help="of the prompts")] = 0,
+    device: Device = "cpu",
     smoke: Annotated[bool, typer.Option(help="the shipped model and two pairs")] = False,
 ) -> None:
     """Measure, print, and keep what `studies.py` says."""
@@ -263,7 +264,7 @@ def main(
     rows, seen = [], []
     n_pairs = 2 if smoke else n_pairs
     with tqdm(unit="pair", leave=False) as bar:
-        for name, source, tokens in trained(models_dir, LENGTH, smoke=smoke):
+        for name, source, tokens in trained(models_dir, LENGTH, device, smoke=smoke):
             model = expose_neuron_heads(source).model
             bar.set_description(name)
             seen.append(name)
@@ -293,7 +294,7 @@ def main(
         ),
     )
     typer.echo(page)
-    settings = {"models": seen, "n_pairs": n_pairs, "seed": seed, "smoke": smoke}
+    settings = {"models": seen, "n_pairs": n_pairs, "seed": seed, "device": device, "smoke": smoke}
     keep(__file__, out, page, frame, figure(frame), started=started, **settings)
 
 

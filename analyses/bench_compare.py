@@ -28,7 +28,7 @@ import pandas as pd
 import torch
 import typer
 from bench_peak_memory import held_and_peak, model_of, reset_peak
-from benching import MIB, machine, table, wait
+from benching import MIB, Device, machine, page_name, table, wait
 from torch import Tensor, nn
 
 from attn_only_lens import circuits, compare, expose_neuron_heads, grow
@@ -217,7 +217,7 @@ Peak memory of what streams, beyond both models:
 
 def main(
     out: Annotated[Path, typer.Option(help="folder to write")] = Path("out/bench"),
-    device: Annotated[str, typer.Option(help="cpu or cuda")] = "cpu",
+    device: Device = "cpu",
     batch: Annotated[int, typer.Option(help="prompts of a batch")] = 4,
     pos: Annotated[int, typer.Option(help="tokens of a prompt")] = 64,
     rounds: Annotated[int, typer.Option(help="of timing")] = 3,
@@ -228,8 +228,7 @@ def main(
     warnings.filterwarnings("ignore", "HookedTransformer.* is deprecated", DeprecationWarning)
     text = report(smoke, device, batch, min(pos, 13) if smoke else pos, rounds, layers)
     typer.echo(text)
-    name = f"bench_compare_{device}.md" if device != "cpu" else "bench_compare.md"
-    write_text(out / name, text)
+    write_text(out / page_name(__file__, device), text)
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ from typing import Annotated, Any
 import pandas as pd
 import typer
 from bench_peak_memory import held_and_peak, model_of, reset_peak
-from benching import MIB, machine, speeds, table
+from benching import MIB, Device, machine, page_name, speeds, table, wait
 
 from attn_only_lens import circuits, expose_neuron_heads
 from attn_only_lens.storage import write_text
@@ -62,6 +62,7 @@ def measure(kind: str, block: int, device: str, smoke: bool) -> dict[str, Any]:
     circuits.top_compositions(model, 1, kind, ["embed", "L0H0", "L0N0"], ["L1H0", "L1N0"])
     reset_peak(device)
     before, _ = held_and_peak(device)
+    wait(device)
     start = time.perf_counter()
     frame = circuits.top_compositions(model, K, kind, block=block)
     took = time.perf_counter() - start
@@ -99,7 +100,7 @@ Memory is above that of the loaded model; the bounds are in the script. Times ar
 
 def main(
     out: Annotated[Path, typer.Option(help="folder to write")] = Path("out/bench"),
-    device: Annotated[str, typer.Option(help="cpu or cuda")] = "cpu",
+    device: Device = "cpu",
     smoke: Annotated[bool, typer.Option(help="tiny sizes")] = False,
     one: Annotated[str, typer.Option(help="print one figure: kind and block")] = "",
 ) -> None:
@@ -111,8 +112,7 @@ def main(
         return
     text = report(smoke, device)
     typer.echo(text)
-    name = f"bench_composition_{device}.md" if device != "cpu" else "bench_composition.md"
-    write_text(out / name, text)
+    write_text(out / page_name(__file__, device), text)
 
 
 if __name__ == "__main__":

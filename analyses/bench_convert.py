@@ -28,7 +28,7 @@ import pandas as pd
 import torch
 import typer
 from bench_peak_memory import OPERATIONS, model_of
-from benching import MIB, machine, medians, speeds, table
+from benching import MIB, Device, machine, medians, page_name, speeds, table
 from torch import Tensor
 from tqdm import tqdm
 
@@ -277,7 +277,7 @@ point operations of the matrix products and the bytes kept by the converted mode
 
 def main(
     out: Annotated[Path, typer.Option(help="folder to write")] = Path("out/bench"),
-    device: Annotated[str, typer.Option(help="cpu or cuda")] = "cpu",
+    device: Device = "cpu",
     rounds: Annotated[int, typer.Option(help="rounds to take the median of")] = 15,
     smoke: Annotated[bool, typer.Option(help="tiny sizes and 2 rounds")] = False,
 ) -> None:
@@ -285,8 +285,7 @@ def main(
     warnings.filterwarnings("ignore", "HookedTransformer.* is deprecated", DeprecationWarning)
     text = report(smoke, device, 2 if smoke else rounds)
     typer.echo(text)
-    name = f"bench_convert_{device}.md" if device != "cpu" else "bench_convert.md"
-    write_text(out / name, text)
+    write_text(out / page_name(__file__, device), text)
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ import pandas as pd
 import torch
 import typer
 from bench_peak_memory import GPT2_SMALL, TINY, held_and_peak, model_of, reset_peak
-from benching import MIB, machine, medians, table
+from benching import MIB, Device, machine, medians, page_name, table
 from tqdm import tqdm
 
 from attn_only_lens import expansion as ex
@@ -139,7 +139,7 @@ The grown model's logits differ from the source's by {error:.1e} of the largest 
 
 def main(
     out: Annotated[Path, typer.Option(help="folder to write")] = Path("out/bench"),
-    device: Annotated[str, typer.Option(help="cpu or cuda")] = "cpu",
+    device: Device = "cpu",
     peak_of: Annotated[
         str, typer.Option("--peak", help="print the peak of this call in MiB, and nothing else")
     ] = "",
@@ -152,8 +152,7 @@ def main(
         return
     text = report(device, smoke)
     typer.echo(text)
-    name = f"bench_growth_{device}.md" if device != "cpu" else "bench_growth.md"
-    write_text(out / name, text)
+    write_text(out / page_name(__file__, device), text)
 
 
 if __name__ == "__main__":

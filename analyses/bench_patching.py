@@ -1,29 +1,33 @@
-"""What patching costs: ours against TransformerLens' loop, on the same sites, in one run.
+"""What patching costs: ours, TransformerLens' loop, and its hooks batched by hand, in one run.
 
 The model has GPT-2 small's shape and random weights, as a HookedTransformer or as transformers' own
-in a TransformerBridge (`--model bridge`); the prompts have 15 tokens. A site is one
-neuron at one position (or at all). TransformerLens runs a whole forward pass with a hook for each;
-it is timed on one or two neurons of every layer at every position, ours on some tens or hundreds of
-each: a stratified sample of the 36,864 neurons, since the slow side would take hours. Theirs is run
-in two halves around ours, and the values of the sites that both ran are compared.
+in a TransformerBridge (`--model bridge`), or is one of Hugging Face in a folder (`--folder`). A
+site is one neuron at one position (or at all). TransformerLens' own sweep runs a whole forward pass
+with a hook for each; by hand, a skilled user runs 48 of a layer in one. Both are timed on a sample
+of the sites that we run, in two halves around ours, and the values of those sites are compared.
 
 Flops of a site at position t of layer l, counted as multiplications and additions of matrix
-products, for a patch of T tokens after which S are left (S = T - t; for all positions, S = T less
-the tokens before the first that differs):
+products, for prompts of T tokens after which S = T - t are left (for all positions, S = T less the
+tokens before the first that differs), with P the parameters of a block's matrices:
 
-    ours              S (L - 1 - l) 2 (12 d_model² + 2 d_model T)
-    TransformerLens   T (L 2 (12 d_model² + 2 d_model T) + 2 d_model d_vocab)
+    ours              (L - 1 - l) (2 S P + 4 n_heads d_head Σ_{t < i ≤ T} i)
+    TransformerLens   L (2 T P + 4 n_heads d_head T²) + 2 T d_model d_vocab
 
 and none of ours where the two prompts have not yet differed, or in the last layer at positions
-that the metric does not read. The bound is ours at the speed of this machine's matrix product.
+that the metric does not read. The bound is ours at the speed of this machine's matrix product of
+2,048 rows and columns, measured before and after each of our runs. Seconds are of the wall; shares
+of the bound and ratios are of processor time where that is known, since others use the machine too.
 
     python analyses/bench_patching.py --out analyses/results
 """
 
 import os
+import random
+import statistics
 import time
 import warnings
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -34,27 +38,71 @@ import torch
 import transformers
 import typer
 from bench_peak_memory import GPT2_SMALL, TINY, model_of
-from benching import machine, medians, speeds, table
+from benching import Device, machine, page_name, speeds, table, wait
 from torch import Tensor
 from transformer_lens.model_bridge import TransformerBridge
 from transformer_lens.model_bridge.sources._bridge_builder import build_bridge_from_module
 from transformer_lens.patching import generic_activation_patch
+from transformer_lens.utilities import get_act_name
 
-from attn_only_lens import expose_neuron_heads
+from attn_only_lens import expose_neuron_heads, load
 from attn_only_lens import patching as p
 from attn_only_lens.runs.metrics import bind
 from attn_only_lens.storage import write_text
 
-POS = 15
-FIRST = (10, 2)  # where prompts differ: at a late name, as in "… John gave a drink to"; early
+BY_HAND = 48  # variants in a forward pass
+METRIC = p.logit_diff(correct=11, wrong=12)
 
 
-def prompts(first: int, d_vocab: int, device: str | torch.device) -> tuple[Tensor, Tensor]:
+@dataclass(frozen=True)
+class Task:
+    """Sites to patch, of prompts that differ from one token on.
+
+    Attributes:
+        sites: "every neuron", some of them in equal steps; "scattered", a thousand anywhere; or
+            "25 names".
+        positions: "each" or "all".
+        n_pos: the length of the prompts.
+        first: where they differ.
+    """
+
+    sites: str
+    positions: str
+    n_pos: int
+    first: int
+
+
+# At a late name, as in "… John gave a drink to"; early; in the middle and at the end of long ones.
+TASKS = [
+    *(Task("every neuron", at, 15, first) for first in (10, 2) for at in ("each", "all")),
+    *(Task("25 names", "each", 15, first) for first in (10, 2)),
+    *(Task("scattered", "each", n_pos, first) for n_pos, first in ((64, 24), (64, 60), (128, 96))),
+]
+
+
+def prompts(task: Task, d_vocab: int, device: str | torch.device) -> tuple[Tensor, Tensor]:
     """A pair that differs in one token."""
-    clean = (torch.arange(POS, device=device)[None] * 7) % d_vocab
+    clean = (torch.arange(task.n_pos, device=device)[None] * 7) % d_vocab
     corrupted = clean.clone()
-    corrupted[0, first] = (corrupted[0, first] + 1) % d_vocab
+    corrupted[0, task.first] = (corrupted[0, task.first] + 1) % d_vocab
     return clean, corrupted
+
+
+def sites_of(task: Task, cfg: Any, neurons: int, scattered: int) -> pd.DataFrame:
+    """Layer, position (-1 for all) and neuron of each site, as TransformerLens' loop takes them."""
+    layers, width = range(cfg.n_layers), cfg.d_mlp
+    positions = range(task.n_pos) if task.positions == "each" else [-1]
+    if task.sites == "every neuron":
+        chosen = range(0, width, max(1, width // neurons))[:neurons]
+        rows = list(product(layers, positions, chosen))
+    else:
+        draw = random.Random(0)
+        names = [(draw.choice(layers), draw.randrange(width)) for _ in range(scattered)]
+        if task.sites == "scattered":
+            rows = [(layer, draw.randrange(task.first, task.n_pos), n) for layer, n in names]
+        else:
+            rows = [(layer, at, n) for layer, n in names[:25] for at in positions]
+    return pd.DataFrame(sorted(set(rows)), columns=["layer", "pos", "neuron"])
 
 
 def bridge_of(device: str, *, smoke: bool) -> TransformerBridge:
@@ -72,13 +120,18 @@ def bridge_of(device: str, *, smoke: bool) -> TransformerBridge:
     return build_bridge_from_module(model.to(device).eval(), "GPT2LMHeadModel", hf_config=config)
 
 
-def flops(cfg: Any, layer: int, start: int, first: int) -> float:
-    """Of one site that begins at a position, as the module has it."""
-    if start < first or layer == cfg.n_layers - 1:
-        return 0.0
-    per_token = 2 * (4 * cfg.d_model * cfg.n_heads * cfg.d_head + 2 * cfg.d_model * cfg.d_mlp)
-    per_token += 4 * POS * cfg.n_heads * cfg.d_head
-    return float((POS - start) * (cfg.n_layers - 1 - layer) * per_token)
+def flops(cfg: Any, task: Task, sites: pd.DataFrame) -> float:
+    """Of all sites, as the module has it."""
+    key_heads = getattr(cfg, "n_key_value_heads", None) or cfg.n_heads
+    matrices = 3 if getattr(cfg, "gated_mlp", False) else 2
+    parameters = cfg.d_model * cfg.d_head * 2 * (cfg.n_heads + key_heads)
+    parameters += cfg.d_model * cfg.d_mlp * matrices
+    start = sites["pos"].where(sites["pos"] >= 0, task.first)
+    felt = sites[start >= task.first]
+    start, end = start[start >= task.first], task.n_pos
+    seen = (end * (end + 1) - start * (start + 1)) / 2  # Σ i
+    each = 2 * (end - start) * parameters + 4 * cfg.n_heads * cfg.d_head * seen
+    return float((each * (cfg.n_layers - 1 - felt["layer"])).sum())
 
 
 def their_loop(
@@ -99,139 +152,153 @@ def their_loop(
         )
 
 
-def sweep(
-    source: Any, positions: str, first: int, neurons: tuple[int, int], speed: float
-) -> dict[str, Any]:
-    """One row: our sites a second and theirs; `speed` is the machine's flops a second."""
-    ours_each, theirs_each = neurons
+def by_hand(
+    model: Any, clean: Tensor, corrupted: Tensor, metric: Any, sites: pd.DataFrame
+) -> Tensor:
+    """The same by hooks, 48 sites of a layer in one forward pass, in the order of the sites."""
+    _, cache = model.run_with_cache(clean, names_filter=lambda name: name.endswith("hook_post"))
+    values = torch.empty(len(sites), device=clean.device)
+    places = sites.reset_index(drop=True)
+    for layer, of_layer in places.groupby("layer"):
+        name = get_act_name("post", layer)
+        for start in range(0, len(of_layer), BY_HAND):
+            some = of_layer.iloc[start : start + BY_HAND]
+            row, neuron = torch.arange(len(some)), torch.tensor(some["neuron"].to_numpy())
+            where = torch.tensor(some["pos"].to_numpy())[:, None] == torch.arange(clean.shape[1])
+            where |= torch.tensor(some["pos"].to_numpy() == -1)[:, None]
+            row, neuron, where = (each.to(clean.device) for each in (row, neuron, where))
+
+            def setter(post: Tensor, hook: Any, given: Any = (name, row, neuron, where)) -> Tensor:
+                name, row, neuron, where = given
+                old, new = post[row, :, neuron], cache[name][0, :, neuron].T
+                post[row, :, neuron] = torch.where(where, new, old)
+                return post
+
+            with torch.no_grad():
+                logits = model.run_with_hooks(
+                    corrupted.expand(len(some), -1), fwd_hooks=[(name, setter)]
+                )
+            values[some.index.to_numpy()] = torch.stack([metric(each[None]) for each in logits])
+    return values
+
+
+def timed(call: Callable[[], Any], device: str) -> tuple[Any, float, float]:
+    """What a call returns, its seconds, and what of it the processor worked; on a GPU, as long."""
+    wait(device)
+    start, worked = time.perf_counter(), time.process_time()
+    found = call()
+    wait(device)
+    took = time.perf_counter() - start
+    return found, took, time.process_time() - worked if device == "cpu" else took
+
+
+def sweep(source: Any, task: Task, sizes: dict[str, int], device: str) -> dict[str, Any]:
+    """One row: seconds, and processor time a site of ours over those of the others."""
     cfg = source.cfg
-    clean, corrupted = prompts(first, cfg.d_vocab, next(source.parameters()).device)
-    metric = p.logit_diff(correct=11, wrong=12)
-    labels = list(range(POS)) if positions == "each" else [-1]
-    chosen = range(0, cfg.d_mlp, max(1, cfg.d_mlp // ours_each))[:ours_each]
-    few = chosen[:: max(1, len(chosen) // theirs_each)][:theirs_each]
-    layers = range(cfg.n_layers)
-    frame = pd.DataFrame(product(layers, labels, few), columns=["layer", "pos", "neuron"])
-    bound = bind(metric, source, p.prompt_pair(source, clean, corrupted))
+    clean, corrupted = prompts(task, cfg.d_vocab, device)
+    sites = sites_of(task, cfg, sizes["neurons"], sizes["scattered"])
+    felt = sites[(sites["pos"] >= task.first) | (sites["pos"] == -1)]
+    bound = bind(METRIC, source, p.prompt_pair(source, clean, corrupted))
 
     def value(logits: Tensor) -> Tensor:
         return bound.value(bound.select(logits)[None])[0]
 
     # Theirs in two halves around ours, so that what else the machine does falls on both.
-    expected: list[float] = []
-    theirs = 0.0
-    found = None
-    for half in (frame[::2], frame[1::2]):
-        start = time.perf_counter()
-        expected += their_loop(source, clean, corrupted, value, half).tolist()
-        theirs += time.perf_counter() - start
+    samples = {
+        "loop": (their_loop, felt.sample(min(len(felt), sizes["loop"]), random_state=0)),
+        "by hand": (by_hand, felt.sample(min(len(felt), sizes["by hand"]), random_state=1)),
+    }
+    worked = dict.fromkeys(samples, 0.0)
+    theirs, found, rates = list[tuple[Any, float]](), None, []
+    for half in (0, 1):
+        for name, (run, sample) in samples.items():
+            some = sample.sort_values("layer")[half::2]
+            values, _, spent = timed(partial(run, source, clean, corrupted, value, some), device)
+            worked[name] += spent / len(sample)
+            theirs += zip(some.itertuples(index=False), values.tolist(), strict=True)
         if found is None:
-            start = time.perf_counter()
-            names = [f"L{layer}N{neuron}" for layer in layers for neuron in chosen]
+            rates.append(speeds(device, sizes["neurons"] < 10)[0])
+            names = [
+                f"L{row.layer}N{row.neuron}" + f"@{row.pos}" * (task.positions == "each")
+                for row in sites.itertuples()
+            ]
+            at = {} if task.positions == "each" else {"positions": "all"}
             with expose_neuron_heads(source) as model:
-                found = p.activation_patch(
-                    model, clean, corrupted, metric, sites=names, positions=positions
-                )
-            ours = time.perf_counter() - start
+                patch = partial(p.activation_patch, model, clean, corrupted, METRIC, sites=names)
+                found, seconds, ours = timed(partial(patch, progress=False, **at), device)
+            rates.append(speeds(device, sizes["neurons"] < 10)[0])
     values = found.to_frame().set_index(["name", "position"])["value"]
-    sampled = pd.concat([frame[::2], frame[1::2]]).itertuples()
-    keys = [(f"L{r.layer}N{r.neuron}", "all" if r.pos == -1 else r.pos) for r in sampled]
-    worst = max(abs(values[key] - other) for key, other in zip(keys, expected, strict=True))
-    n_ours, n_theirs = len(values), len(frame)
-    sites = product(layers, [first if label == -1 else label for label in labels])
-    counted = len(chosen) * sum(flops(cfg, layer, start, first) for layer, start in sites)
+    worst = max(
+        abs(values[f"L{row.layer}N{row.neuron}", "all" if row.pos == -1 else row.pos] - other)
+        for row, other in theirs
+    )
+    least = flops(cfg, task, sites) / statistics.mean(rates)
+    # The others run sites where the prompts do not differ yet as they run any.
     return {
-        "positions": positions,
-        "prompts differ at": first,
-        "sites": n_ours,
-        "seconds": ours,
-        "TransformerLens sites/s": n_theirs / theirs,
-        "ours sites/s": n_ours / ours,
-        "ratio": (n_ours / ours) / (n_theirs / theirs),
-        "bound sites/s": n_ours / (counted / speed),
-        "Mflop a site": counted / n_ours / 1e6,
+        "sites": f"{task.sites}, {task.positions}",
+        "tokens": task.n_pos,
+        "differ at": task.first,
+        "n": len(sites),
+        "seconds": seconds,
+        "processor seconds": ours,
+        "of the bound": least / ours,
+        "loop / ours": worked["loop"] * len(sites) / ours,
+        "by hand / ours": worked["by hand"] * len(sites) / ours,
         "largest difference": worst / (abs(found.clean_value) + abs(found.corrupted_value)),
     }
 
 
-def estimates(source: Any, rounds: int, device: str) -> pd.DataFrame:
-    """Attribution of every neuron at every position, against a forward pass, in turns."""
-    clean, corrupted = prompts(FIRST[0], source.cfg.d_vocab, device)
-    metric, sites = p.logit_diff(correct=11, wrong=12), p.neuron_heads()
-
-    def forward() -> Tensor:
-        with torch.no_grad():
-            return source(clean)
-
-    with expose_neuron_heads(source) as model:
-        calls: dict[str, Callable[[], Any]] = {"forward": forward}
-        for method in ("exact_gate", "gradient", "frozen_pattern", "integrated"):
-            calls[method] = partial(
-                p.attribution,
-                *(model, clean, corrupted, metric),
-                sites=sites,
-                method=method,
-                progress=False,
-            )
-        took = medians(calls, rounds, device)
-    return pd.DataFrame(
-        {
-            "call": list(took),
-            "ms": list(took.values()),
-            "in forward passes": [ms / took["forward"] for ms in took.values()],
-        }
-    )
-
-
-def report(model: str, smoke: bool, device: str, neurons: tuple[int, int]) -> str:
-    """All tables, as the text of a page."""
-    ours, theirs = (5, neurons[1]) if smoke else neurons
+def report(
+    source: Any, kind: str, shape: str, sizes: dict[str, int], device: str, called: str
+) -> str:
+    """The table, as the text of a page."""
     load = os.getloadavg()[0]
-    source = (bridge_of if model == "bridge" else model_of)(device, smoke=smoke)
     source.requires_grad_(False)
-    speed, _ = speeds(device, smoke)
-    rows = [
-        sweep(source, positions, first, (ours, theirs), speed)
-        for first in FIRST
-        for positions in ("each", "all")
+    smoke = sizes["neurons"] < 10
+    tasks = [
+        replace(task, n_pos=15, first=min(task.first, 12)) if smoke else task for task in TASKS
     ]
-    shape = "A tiny model (--smoke)" if smoke else "GPT-2 small's shape, random weights"
-    called = f"--model {model} --neurons {ours} --theirs {theirs}{' --smoke' if smoke else ''}"
-    kind = "TransformerBridge" if model == "bridge" else "HookedTransformer"
+    rows = [sweep(source, task, sizes, device) for task in tasks]
+    speed, _ = speeds(device, smoke)
     return f"""# What patching costs: a {kind}
 
-{shape}, float32, {POS} tokens, `part="z"`, a logit difference at the last token;
-{ours} neurons of each layer for ours, {theirs} for TransformerLens. Machine: {machine(device)};
-matrix product {speed / 1e9:.0f} GFLOP/s; {load:.1f} other processes ran when it began.
+{shape}, float32, `part="z"`, a logit difference at the last token; of "every neuron",
+{sizes["neurons"]} of each layer, with tests and recordings in the time. {sizes["loop"]} of the
+sites run in TransformerLens' loop, {sizes["by hand"]} by hand. Machine: {machine(device)}; matrix
+product {speed / 1e9:.0f} GFLOP/s; {load:.1f} other processes ran when it began.
 Made by `python analyses/bench_patching.py {called}`.
 
 {table(pd.DataFrame(rows))}
-
-## Attribution of every neuron at every position
-
-By flops, "exact_gate" and "gradient" cost 3 forward passes (`_attribution.py`); times have the
-making of a frame with a row for each site in them.
-
-{table(estimates(source, 2 if smoke else 5, device))}
 """
 
 
 def main(
     out: Annotated[Path, typer.Option(help="folder to write")] = Path("out/bench"),
-    device: Annotated[str, typer.Option(help="cpu or cuda")] = "cpu",
-    neurons: Annotated[int, typer.Option(help="of each layer, for ours")] = 384,
-    theirs: Annotated[int, typer.Option(help="of each layer, for TransformerLens")] = 2,
+    device: Device = "cpu",
+    neurons: Annotated[int, typer.Option(help="of each layer, of every neuron")] = 128,
     model: Annotated[
         Literal["hooked", "bridge"], typer.Option(help="a HookedTransformer, or a bridge")
     ] = "hooked",
+    folder: Annotated[Path | None, typer.Option(help="a model of Hugging Face instead")] = None,
     smoke: Annotated[bool, typer.Option(help="tiny sizes")] = False,
 ) -> None:
     """Measure, print, and write `bench_patching.md`, or `bench_patching_bridge.md`."""
     warnings.filterwarnings("ignore", "HookedTransformer.* is deprecated", DeprecationWarning)
-    text = report(model, smoke, device, (neurons, theirs))
+    sizes = {"neurons": 5 if smoke else neurons, "scattered": 50 if smoke else 1000}
+    sizes |= {"loop": 4, "by hand": 8} if smoke else {"loop": 24, "by hand": 192}
+    called = f"--neurons {sizes['neurons']} --model {model}{' --smoke' * smoke}"
+    shape = "A tiny model (--smoke)" if smoke else "GPT-2 small's shape, random weights"
+    kind = "TransformerBridge" if model == "bridge" else "HookedTransformer"
+    if folder is not None:
+        source: Any = load(folder, device=device)
+        kind, shape = type(source).__name__, f"Trained weights of {folder.name}"
+        called = f"--neurons {neurons} --folder {folder.name}"
+    else:
+        source = (bridge_of if model == "bridge" else model_of)(device, smoke=smoke)
+    text = report(source, kind, shape, sizes, device, called)
     typer.echo(text)
-    parts = ["bench_patching", *["bridge"] * (model == "bridge"), *[device] * (device != "cpu")]
-    write_text(out / f"{'_'.join(parts)}.md", text)
+    parts = [folder.name] if folder is not None else ["bridge"] * (model == "bridge")
+    write_text(out / page_name(__file__, device, *parts), text)
 
 
 if __name__ == "__main__":

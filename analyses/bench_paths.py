@@ -29,7 +29,7 @@ import pandas as pd
 import torch
 import typer
 from bench_patching import FIRST, POS, bridge_of, prompts
-from benching import machine, speeds, table
+from benching import Device, machine, page_name, speeds, table
 from torch import Tensor
 
 from attn_only_lens import HeadName, expose_neuron_heads
@@ -194,7 +194,7 @@ median, by {100 * errors.max():.2g} % at most.
 
 def main(
     out: Annotated[Path, typer.Option(help="folder to write")] = Path("out/bench"),
-    device: Annotated[str, typer.Option(help="cpu or cuda")] = "cpu",
+    device: Device = "cpu",
     few: Annotated[int, typer.Option(help="neurons of a layer, as senders or receivers")] = 96,
     theirs: Annotated[int, typer.Option(help="paths of each kind by hand")] = 24,
     smoke: Annotated[bool, typer.Option(help="tiny sizes")] = False,
@@ -203,8 +203,7 @@ def main(
     warnings.filterwarnings("ignore", "HookedTransformer.* is deprecated", DeprecationWarning)
     text = report(smoke, device, *((5, 3) if smoke else (few, theirs)))
     typer.echo(text)
-    name = "bench_paths" if device == "cpu" else f"bench_paths_{device}"
-    write_text(out / f"{name}.md", text)
+    write_text(out / page_name(__file__, device), text)
 
 
 if __name__ == "__main__":

@@ -64,16 +64,17 @@ def model_of(device: str, *, smoke: bool = False, **changes: Any) -> HookedTrans
 def reset_peak(device: str) -> None:
     """Begin to watch for a peak."""
     gc.collect()
-    if device == "cuda":
-        torch.cuda.reset_peak_memory_stats()
+    if torch.device(device).type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
     else:
         Path("/proc/self/clear_refs").write_text("5")  # Linux: the peak is now what is held
 
 
 def held_and_peak(device: str) -> tuple[float, float]:
     """Bytes held now, and their peak since `reset_peak`."""
-    if device == "cuda":
-        return float(torch.cuda.memory_allocated()), float(torch.cuda.max_memory_allocated())
+    if torch.device(device).type == "cuda":
+        held = torch.cuda.memory_allocated(device)
+        return float(held), float(torch.cuda.max_memory_allocated(device))
     lines = Path("/proc/self/status").read_text().splitlines()
     sizes = {line.split(":")[0]: line.split()[1] for line in lines if line.startswith("Vm")}
     return 1024.0 * int(sizes["VmRSS"]), 1024.0 * int(sizes["VmHWM"])

@@ -1,16 +1,38 @@
-"""What the benchmarks share: turns, medians, the machine, and a table."""
+"""What benchmarks and studies share: the device, turns, medians, the machine, and a table."""
 
 import platform
 import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, TypeAlias
 
 import pandas as pd
 import torch
+import typer
 
 MIB = 2**20
+
+
+def known_device(name: str) -> str:
+    """The name of a device that is there."""
+    try:
+        torch.empty(1, device=name)
+    except (AssertionError, RuntimeError, ImportError) as error:
+        raise typer.BadParameter(f"torch has no {name!r} here: {str(error)[:200]}") from error
+    return name
+
+
+Device: TypeAlias = Annotated[
+    str, typer.Option("--device", help="cpu, cuda, cuda:1, …", callback=known_device)
+]
+"""The option of every benchmark and study: where its models and prompts are."""
+
+
+def page_name(script: str, device: str, *parts: str) -> str:
+    """The name of a benchmark's page: of the CPU's, that of its script."""
+    where = [] if device == "cpu" else [device.replace(":", "")]
+    return "_".join([Path(script).stem, *parts, *where]) + ".md"
 
 
 def machine(device: str) -> str:
@@ -20,15 +42,15 @@ def machine(device: str) -> str:
     if info.exists():
         models = [line for line in info.read_text().splitlines() if line.startswith("model name")]
         name = models[0].split(":")[1].strip() if models else name
-    if device == "cuda":
-        name = f"{torch.cuda.get_device_name()}, {name}"
+    if torch.device(device).type == "cuda":
+        name = f"{torch.cuda.get_device_name(device)}, {name}"
     return f"{name}, {torch.get_num_threads()} threads, torch {torch.__version__}"
 
 
 def wait(device: str) -> None:
     """Until the device has done what it was given."""
-    if device == "cuda":
-        torch.cuda.synchronize()
+    if device != "cpu":
+        torch.get_device_module(device).synchronize()
 
 
 def medians(calls: dict[str, Callable[[], Any]], rounds: int, device: str) -> dict[str, float]:

@@ -80,7 +80,7 @@ def _gradients(
     ends = (*_HOOKS.values(), "mlp.hook_pre", "mlp.hook_pre_linear")
     with torch.enable_grad():
         logits = source.run_with_hooks(tokens, fwd_hooks=[(lambda n: n.endswith(ends), keep)])
-        signs = torch.randn(logits.shape, generator=generator, dtype=logits.dtype).sign()
+        signs = torch.randn(logits.shape, generator=generator, dtype=logits.dtype).sign().to(logits)
         grads = torch.autograd.grad((logits * signs).sum(), list(seen.values()), allow_unused=True)
     found = {
         n: torch.zeros_like(x) if g is None else g

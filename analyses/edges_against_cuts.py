@@ -21,7 +21,7 @@ from typing import Annotated, Any
 
 import pandas as pd
 import typer
-from benching import table
+from benching import Device, table
 from edge_attribution_patching import edge_attribution_patching
 from exactness_measures import REAL, trained
 from matplotlib.figure import Figure
@@ -142,6 +142,7 @@ def main(
     ] = Path(__file__).parents[2] / "shared" / "models",
     n_nodes: Annotated[int, typer.Option(help="nodes of each model")] = 60,
     n_prompts: Annotated[int, typer.Option(help="prompts of each model")] = 8,
+    device: Device = "cpu",
     smoke: Annotated[bool, typer.Option(help="the shipped model and few nodes")] = False,
 ) -> None:
     """Measure, print, and keep what `studies.py` says."""
@@ -149,7 +150,7 @@ def main(
     started = time.perf_counter()
     n_nodes = 17 if smoke else n_nodes
     rows, seen = [], []
-    for name, source, tokens in trained(models_dir, LENGTH, smoke=smoke):
+    for name, source, tokens in trained(models_dir, LENGTH, device, smoke=smoke):
         given = tokens[:: len(tokens) // n_prompts][:n_prompts]
         rows += [{"model": name} | row for row in rows_of(source, given, n_nodes)]
         seen.append(name)
@@ -166,7 +167,13 @@ def main(
         wins=where_eap_wins(frame),
     )
     typer.echo(text)
-    settings = {"models": seen, "n_nodes": n_nodes, "n_prompts": n_prompts, "smoke": smoke}
+    settings = {
+        "models": seen,
+        "n_nodes": n_nodes,
+        "n_prompts": n_prompts,
+        "device": device,
+        "smoke": smoke,
+    }
     keep(__file__, out, text, frame, figure(frame), started=started, digits="%.4f", **settings)
 
 

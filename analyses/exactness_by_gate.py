@@ -14,6 +14,7 @@ from typing import Annotated
 
 import pandas as pd
 import typer
+from benching import Device
 from exactness_measures import EXACT, PAPER, REAL, measure, subjects
 from matplotlib.figure import Figure
 from studies import keep
@@ -171,6 +172,7 @@ def main(
     models_dir: Annotated[
         Path, typer.Option(envvar="ATTN_ONLY_LENS_MODELS", help="real models, a folder each")
     ] = Path(__file__).parents[2] / "shared" / "models",
+    device: Device = "cpu",
     smoke: Annotated[bool, typer.Option(help="tiny models")] = False,
 ) -> None:
     """Measure, print, and keep what `studies.py` says."""
@@ -180,12 +182,12 @@ def main(
     with tqdm(unit="gate", leave=False) as bar:
         for subject in subjects(models_dir, smoke=smoke):
             bar.set_description(subject.name)
-            frames.append(measure(subject, bar.update))
+            frames.append(measure(subject.on(device), bar.update))
             about[subject.name] = f"{subject.about}; {subject.tokens.numel()} tokens."
     frame = pd.concat(frames)
     text = report(frame, about, smoke=smoke)
     typer.echo(text)
-    settings = {"models": list(about), "smoke": smoke}
+    settings = {"models": list(about), "device": device, "smoke": smoke}
     keep(__file__, out, text, frame, figure(frame), started=started, **settings)
 
 

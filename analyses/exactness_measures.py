@@ -39,26 +39,27 @@ GELUS = ("gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh")
 
 
 def trained(
-    folder: Path, lengths: Mapping[str, int], *, smoke: bool
+    folder: Path, lengths: Mapping[str, int], device: str, *, smoke: bool
 ) -> Iterator[tuple[str, HookedTransformer, Tensor]]:
     """The shipped model, and the real ones that are there, in float64; and prompts of each.
 
     Args:
         folder: of the real ones.
         lengths: of a prompt, by model; 16 of others.
+        device: where they are to be.
         smoke: whether to leave out the real ones.
     """
     shipped = pretrained.modular_addition()
-    shipped.to(torch.float64, print_details=False)
-    yield "modular_addition", shipped, pretrained.modular_addition_tokens()
+    shipped.to(torch.float64, print_details=False).to(device, print_details=False)
+    yield "modular_addition", shipped, pretrained.modular_addition_tokens().to(device)
     for name in () if smoke else REAL:
         if (folder / name).is_dir():
             source = load_source(folder / name).eval()
-            source.to(torch.float64, print_details=False)
+            source.to(torch.float64, print_details=False).to(device, print_details=False)
             if source.cfg.n_key_value_heads is not None:
                 source.set_ungroup_grouped_query_attention(True)
             tokens = load_file(folder / name / "tokens.safetensors")["tokens"].long()
-            yield name, source, tokens[:, : lengths.get(name, 16)]
+            yield name, source, tokens[:, : lengths.get(name, 16)].to(device)
 
 
 @dataclass(frozen=True)
@@ -76,6 +77,12 @@ class Subject:
         """What its neurons are, as far as their gates differ: gated, gelu, relu or silu."""
         cfg = self.source.cfg
         return "gated" if cfg.gated_mlp else "gelu" if cfg.act_fn in GELUS else cfg.act_fn
+
+    def on(self, device: str) -> "Subject":
+        """The same on a device."""
+        calibration = None if self.calibration is None else self.calibration.to(device)
+        source = self.source.to(device, print_details=False)
+        return replace(self, source=source, tokens=self.tokens.to(device), calibration=calibration)
 
 
 @dataclass(frozen=True)

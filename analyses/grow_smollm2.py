@@ -23,7 +23,7 @@ import torch
 import transformers
 import typer
 from bench_peak_memory import held_and_peak, reset_peak
-from benching import MIB, machine, table
+from benching import MIB, Device, machine, table, wait
 from tqdm import tqdm
 from transformer_lens.model_bridge import TransformerBridge
 
@@ -114,20 +114,22 @@ def error(got: list[torch.Tensor], expected: list[torch.Tensor]) -> float:
     return max(each.abs().max().item() for each in differences) / largest
 
 
-def measure(folder: Path, sizes: dict[str, int], grown_folder: Path) -> dict[str, Any]:
+def measure(folder: Path, sizes: dict[str, int], grown_folder: Path, device: str) -> dict[str, Any]:
     """Grow the model of a folder, and write it: in this process, whose peak memory is watched."""
-    bridge = TransformerBridge.boot_transformers(str(folder), device="cpu")
-    reset_peak("cpu")
-    before, _ = held_and_peak("cpu")
+    bridge = TransformerBridge.boot_transformers(str(folder), device=device)
+    reset_peak(device)
+    before, _ = held_and_peak(device)
     start = time.process_time()
     grown = grow(bridge, **sizes, seed=0)
+    wait(device)
     grew = time.process_time()
-    _, peak = held_and_peak("cpu")
+    _, peak = held_and_peak(device)
     grown.save_pretrained(grown_folder)
     wrote = time.process_time()
     prompts = tokens_of(folder)
     with torch.no_grad():
-        logits = [grown.model(torch.tensor([prompt]))[0] for prompt in prompts]
+        given = [torch.tensor([prompt], device=device) for prompt in prompts]
+        logits = [grown.model(each)[0].cpu() for each in given]
     torch.save(logits, grown_folder.with_suffix(".pt"))
     return {
         "parameters": sum(p.numel() for p in grown.model.original_model.parameters()),
@@ -137,14 +139,16 @@ def measure(folder: Path, sizes: dict[str, int], grown_folder: Path) -> dict[str
     }
 
 
-def report(folder: Path, sizes: dict[str, int], scratch: Path, flags: list[str]) -> str:
+def report(
+    folder: Path, sizes: dict[str, int], scratch: Path, flags: list[str], device: str
+) -> str:
     """All figures, as the text of a page."""
     prompts = tokens_of(folder)
     before = alone(folder, prompts, scratch)
     rows = []
     for name in tqdm(growths(sizes), "growths", leave=False):
         grown_folder = scratch / "grown"
-        given = json.dumps([str(folder), growths(sizes)[name], str(grown_folder)])
+        given = json.dumps([str(folder), growths(sizes)[name], str(grown_folder), device])
         command = [sys.executable, __file__, "--measure", given]
         done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
         row = json.loads(done.stdout.splitlines()[-1])
@@ -175,7 +179,7 @@ def report(folder: Path, sizes: dict[str, int], scratch: Path, flags: list[str])
         model="A tiny LLaMA (--smoke)" if flags else "SmolLM2-135M-Instruct",
         n_prompts=len(prompts),
         n_new=N_NEW,
-        machine=machine("cpu"),
+        machine=machine(device),
         table=table(pd.DataFrame(rows)),
     )
 
@@ -200,17 +204,18 @@ def main(
     measured: Annotated[
         str, typer.Option("--measure", help="do one growth, print its figures, and nothing else")
     ] = "",
+    device: Device = "cpu",
     smoke: Annotated[bool, typer.Option(help="a tiny model of random weights")] = False,
 ) -> None:
     """Measure, print, and write `grow_smollm2.md`."""
     if measured:
-        folder, sizes, grown_folder = json.loads(measured)
-        typer.echo(json.dumps(measure(Path(folder), sizes, Path(grown_folder))))
+        folder, sizes, grown_folder, device = json.loads(measured)
+        typer.echo(json.dumps(measure(Path(folder), sizes, Path(grown_folder), device)))
         return
     with TemporaryDirectory() as scratch:
         model = tiny(Path(scratch, "tiny")) if smoke else model
         sizes, flags = (TINY_SIZES, ["--smoke"]) if smoke else (SIZES, [])
-        text = report(model, sizes, Path(scratch), flags)
+        text = report(model, sizes, Path(scratch), flags, device)
     write_text(out / "grow_smollm2.md", text)
     typer.echo(text)
 

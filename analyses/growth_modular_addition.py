@@ -27,7 +27,7 @@ from typing import Annotated, Any
 import pandas as pd
 import torch
 import typer
-from benching import machine
+from benching import Device, machine
 from growth_arms import SMOKE, Run, Study, runs
 from growth_measures import by_offset, frequency_shares, joined, key_frequencies, neurons
 from growth_report import curves_figure, neurons_figure, page
@@ -115,7 +115,7 @@ def measured(study: Study, folder: Path, device: str) -> dict[str, pd.DataFrame]
 def main(
     out: Annotated[Path, typer.Option(help="folder to write")] = Path("out/growth"),
     runs_dir: Annotated[Path, typer.Option("--runs", help="to go on from")] = Path("out/runs"),
-    device: Annotated[str, typer.Option(help="cpu or cuda")] = "cpu",
+    device: Device = "cpu",
     n_seeds: Annotated[int, typer.Option(help="of each arm")] = 3,
     smoke: Annotated[bool, typer.Option(help="tiny sizes and few epochs")] = False,
 ) -> None:

@@ -12,7 +12,13 @@ Init: TypeAlias = Literal["scaled", "growing", "unit"]
 
 
 def random_transformer(
-    n_layers: int, d_model: int, *, init: Init, seed: int, causal: bool = False
+    n_layers: int,
+    d_model: int,
+    *,
+    init: Init,
+    seed: int,
+    causal: bool = False,
+    device: str = "cpu",
 ) -> PlainTransformer:
     """Normal weights that float32 holds exactly, d_mlp = 4 d_model.
 
@@ -24,6 +30,7 @@ def random_transformer(
             width d_model, as the post's demonstration.
         seed: of the weights.
         causal: whether the attention heads are masked.
+        device: where it is to be.
     """
     generator = torch.Generator().manual_seed(seed)
     n_heads = 1 if init == "unit" else 4
@@ -32,7 +39,7 @@ def random_transformer(
 
     def normal(*shape: int, fan_in: int) -> Tensor:
         scale = 1.0 if init == "unit" else 1 / math.sqrt(fan_in)
-        return scale * torch.randn(shape, generator=generator)
+        return scale * torch.randn(shape, generator=generator).to(device)
 
     layers = [
         PlainLayer(
@@ -40,10 +47,10 @@ def random_transformer(
             W_K=normal(n_heads, d_model, d_head, fan_in=d_model),
             W_V=normal(n_heads, d_model, d_head, fan_in=d_model),
             W_O=damping * normal(n_heads, d_head, d_model, fan_in=n_heads * d_head),
-            b_Q=torch.zeros(n_heads, d_head),
-            b_K=torch.zeros(n_heads, d_head),
-            b_V=torch.zeros(n_heads, d_head),
-            b_O=torch.zeros(d_model),
+            b_Q=torch.zeros(n_heads, d_head, device=device),
+            b_K=torch.zeros(n_heads, d_head, device=device),
+            b_V=torch.zeros(n_heads, d_head, device=device),
+            b_O=torch.zeros(d_model, device=device),
             W_1=normal(d_model, d_mlp, fan_in=d_model),
             b_1=normal(d_mlp, fan_in=d_model),
             W_2=damping * normal(d_mlp, d_model, fan_in=d_mlp),
@@ -65,7 +72,7 @@ def direct(plain: PlainTransformer, x: Tensor) -> tuple[Tensor, list[float]]:
         scores = queries @ keys.mT / math.sqrt(w.W_Q.shape[-1])
         largest.append(scores.abs().max().item())
         if plain.causal:
-            future = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
+            future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=x.device).triu(1)
             scores = scores.masked_fill(future, -math.inf)
         x = x + torch.einsum("hte,hed->td", scores.softmax(-1) @ values, w.W_O) + w.b_O
         x = x + torch.nn.functional.silu(x @ w.W_1 + w.b_1) @ w.W_2 + w.b_2

@@ -17,6 +17,7 @@ from typing import Annotated
 import pandas as pd
 import torch
 import typer
+from benching import Device
 from matplotlib.figure import Figure
 from omega_models import Init, direct, random_transformer
 from studies import keep
@@ -64,14 +65,23 @@ def errors(plain: PlainTransformer, x: Tensor, omegas: Iterable[float]) -> pd.Da
 
 
 def sweep(
-    lengths: list[int], depth: int, omegas: list[float], init: Init, *, seeds: int, causal: bool
+    lengths: list[int],
+    depth: int,
+    omegas: list[float],
+    init: Init,
+    *,
+    seeds: int,
+    causal: bool,
+    device: str,
 ) -> pd.DataFrame:
     """The same for several numbers of tokens; of several random models the worst."""
     frames = []
     for n_tokens in lengths:
         for seed in tqdm(range(seeds), desc=f"{init}, N = {n_tokens}", leave=False):
-            plain = random_transformer(depth, 16, init=init, seed=seed, causal=causal)
-            x = torch.randn(n_tokens, 16, generator=torch.Generator().manual_seed(seed))
+            plain = random_transformer(
+                depth, 16, init=init, seed=seed, causal=causal, device=device
+            )
+            x = torch.randn(n_tokens, 16, generator=torch.Generator().manual_seed(seed)).to(device)
             frames.append(errors(plain, x, omegas).assign(N=n_tokens))
     by = ["N", "kind", "depth", "omega"]
     return pd.concat(frames).groupby(by, dropna=False)["value"].max().reset_index()
@@ -102,10 +112,10 @@ def best_float32(frame: pd.DataFrame, depths: list[int]) -> str:
     return table(pd.DataFrame(rows))
 
 
-def demonstration(depth: int) -> str:
+def demonstration(depth: int, device: str) -> str:
     """The sizes and unit normal weights of the post's demonstration, stacked to a deep model."""
-    plain = random_transformer(depth, 30, init="unit", seed=0)
-    x = torch.randn(20, 30, generator=torch.Generator().manual_seed(0))
+    plain = random_transformer(depth, 30, init="unit", seed=0, device=device)
+    x = torch.randn(20, 30, generator=torch.Generator().manual_seed(0)).to(device)
     found = errors(plain, x, [AUTHORS_OMEGA])
     return table(found.pivot(index="depth", columns="kind", values="value").reset_index())
 
@@ -149,6 +159,7 @@ def figure(frame: pd.DataFrame, depths: list[int]) -> Figure:
 @torch.no_grad()
 def main(
     out: Annotated[Path, typer.Option(help="folder to write")] = Path("out/omega"),
+    device: Device = "cpu",
     smoke: Annotated[bool, typer.Option(help="tiny sizes")] = False,
 ) -> None:
     """Measure, print, and keep what `studies.py` says."""
@@ -156,9 +167,9 @@ def main(
     lengths, depths, seeds = ([5], [1, 2], 1) if smoke else ([8, 32, 128], [1, 2, 4, 8], 3)
     omegas = [4.0, 9.0, AUTHORS_OMEGA] if smoke else FINE + COARSE
     few, shown = lengths[:2], lengths[len(lengths) // 2]
-    scaled = sweep(lengths, depths[-1], omegas, "scaled", seeds=seeds, causal=False)
-    causal = sweep(few, depths[-1], omegas, "scaled", seeds=seeds, causal=True)
-    growing = sweep(few, depths[-1], omegas, "growing", seeds=seeds, causal=False)
+    scaled = sweep(lengths, depths[-1], omegas, "scaled", seeds=seeds, causal=False, device=device)
+    causal = sweep(few, depths[-1], omegas, "scaled", seeds=seeds, causal=True, device=device)
+    growing = sweep(few, depths[-1], omegas, "growing", seeds=seeds, causal=False, device=device)
     kinds = "\n\n".join(
         f"### {kind}\n\n{by_omega(scaled[scaled['N'] == shown], kind, depths)}" for kind in KINDS
     )
@@ -171,13 +182,23 @@ def main(
         kinds=kinds,
         causal=best_float32(causal, depths),
         growing=best_float32(growing, depths),
-        demonstration=demonstration(2 if smoke else 4),
+        demonstration=demonstration(2 if smoke else 4, device),
     )
     typer.echo(text)
     frames = {"scaled": scaled, "scaled, causal": causal, "growing": growing}
     every = pd.concat([frame.assign(weights=name) for name, frame in frames.items()])
     picture = figure(scaled, [depths[0], depths[-1]])
-    keep(__file__, out, text, every, picture, started=started, seeds=seeds, smoke=smoke)
+    keep(
+        __file__,
+        out,
+        text,
+        every,
+        picture,
+        started=started,
+        seeds=seeds,
+        device=device,
+        smoke=smoke,
+    )
 
 
 PAGE = """# How large should Ω be?

@@ -30,7 +30,7 @@ import numpy as np
 import pandas as pd
 import torch
 import typer
-from benching import table
+from benching import Device, table
 from edge_attribution_patching import edge_attribution_patching
 from matplotlib.figure import Figure
 from studies import keep
@@ -64,7 +64,9 @@ def metric_of(program: TracrProgram, expected: list[Any]) -> Metric:
         rows = logits[0, at]
         if program.outputs is None:
             return rows.sum()
-        right = torch.tensor([program.outputs.index(expected[pos - 1]) for pos in at])
+        right = torch.tensor([program.outputs.index(expected[pos - 1]) for pos in at]).to(
+            rows.device
+        )
         chosen = rows.gather(1, right[:, None])[:, 0]
         return (chosen - (rows.sum(1) - chosen) / (rows.shape[1] - 1)).sum()
 
@@ -121,9 +123,11 @@ def scores(program: TracrProgram, per_length: int | None) -> dict[str, dict[Edge
     }
 
 
-def rows_of(name: str, per_length: int | None, seed: int) -> list[dict[str, Any]]:
+def rows_of(
+    name: str, per_length: int | None, seed: int, device: str = "cpu"
+) -> list[dict[str, Any]]:
     """AUROC of each method on a program, for both sets of labels."""
-    program = load_program(name)
+    program = load_program(name, device=device)
     candidates = program.candidates()
     changing = program.edges[program.edges["changes_logits"]]
     true = {
@@ -203,18 +207,19 @@ def main(
     out: Annotated[Path, typer.Option(help="folder to write")] = Path("out/tracr_edges"),
     per_length: Annotated[int, typer.Option(help="inputs of each length; 0 for all")] = 0,
     seed: Annotated[int, typer.Option(help="of the random scores")] = 0,
+    device: Device = "cpu",
     smoke: Annotated[bool, typer.Option(help="two programs, an input of each length")] = False,
 ) -> None:
     """Measure, print, and keep what `studies.py` says."""
     started = time.perf_counter()
     per_length = 1 if smoke else per_length
     programs = ("hist", "pair_balance") if smoke else PROGRAMS
-    rows = [row for name in programs for row in rows_of(name, per_length or None, seed)]
+    rows = [row for name in programs for row in rows_of(name, per_length or None, seed, device)]
     frame = pd.DataFrame(rows)
     inputs = f"{per_length} inputs" if per_length else "all inputs"
     text = page(frame, inputs, " --smoke" if smoke else "")
     typer.echo(text)
-    settings = {"per_length": per_length, "seed": seed, "smoke": smoke}
+    settings = {"per_length": per_length, "seed": seed, "device": device, "smoke": smoke}
     keep(__file__, out, text, frame, figure(frame), started=started, digits="%.4f", **settings)
 
 

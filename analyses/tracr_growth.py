@@ -22,7 +22,7 @@ from typing import Annotated, Any
 import pandas as pd
 import torch
 import typer
-from benching import table
+from benching import Device, table
 from matplotlib.figure import Figure
 from studies import keep
 from tracr_edges import Edge
@@ -74,9 +74,9 @@ def found_in(program: TracrProgram, n_inputs: int) -> set[Edge]:
     return {e for e in found if e.writer not in ("bias", "rest", "offset")}
 
 
-def row_of(name: str, n_inputs: int) -> dict[str, Any]:
+def row_of(name: str, n_inputs: int, device: str) -> dict[str, Any]:
     """The row of one program."""
-    program = load_program(name)
+    program = load_program(name, device=device)
     every, true = set(program.candidates()), program.true_edges()
     found = found_in(program, n_inputs)
     coarse, coarse_true = with_whole_mlps(every), with_whole_mlps(true)
@@ -99,17 +99,18 @@ def row_of(name: str, n_inputs: int) -> dict[str, Any]:
 def main(
     out: Annotated[Path, typer.Option(help="folder to write")] = Path("out/tracr_growth"),
     n_inputs: Annotated[int, typer.Option(help="inputs of each program")] = 12,
+    device: Device = "cpu",
     smoke: Annotated[bool, typer.Option(help="two programs and two inputs")] = False,
 ) -> None:
     """Measure, print, and keep what `studies.py` says."""
     started = time.perf_counter()
     n_inputs = 2 if smoke else n_inputs
     programs = ("frac_prevs", "pair_balance") if smoke else PROGRAMS
-    frame = pd.DataFrame([row_of(name, n_inputs) for name in programs])
+    frame = pd.DataFrame([row_of(name, n_inputs, device) for name in programs])
     shown = frame.assign(error=[f"{each:.1e}" for each in frame["error"]])
     text = PAGE.format(table=table(shown), n_inputs=n_inputs, flag=" --smoke" if smoke else "")
     typer.echo(text)
-    settings = {"n_inputs": n_inputs, "smoke": smoke}
+    settings = {"n_inputs": n_inputs, "device": device, "smoke": smoke}
     keep(__file__, out, text, frame, figure(frame), started=started, digits="%.4g", **settings)
 
 

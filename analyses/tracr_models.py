@@ -85,7 +85,7 @@ class TracrProgram:
 
     def candidates(self) -> list[Edge]:
         """Every edge that the architecture allows, true or not."""
-        weights = {name: x.detach().numpy() for name, x in self.model.named_parameters()}
+        weights = {name: x.detach().cpu().numpy() for name, x in self.model.named_parameters()}
         return candidates(weights)
 
     def batches(self) -> Iterator[tuple[Int[Tensor, "batch pos"], list[Any], Tensor]]:
@@ -96,7 +96,9 @@ class TracrProgram:
         for _, at in sorted(by_length.items(), reverse=True):
             tokens = [[self.vocab.index(t) for t in (self.bos, *self.inputs[i])] for i in at]
             logits = torch.stack([self.tracr_logits[i] for i in at])
-            yield torch.tensor(tokens), [list(self.expected[i]) for i in at], logits
+            device = self.model.cfg.device
+            given = torch.tensor(tokens, device=device)
+            yield given, [list(self.expected[i]) for i in at], logits.to(device)
 
     def decode(self, logits: Float[Tensor, "batch pos d_vocab_out"]) -> list[list[Any]]:
         """The outputs that logits stand for, without BOS."""
@@ -119,12 +121,13 @@ class TracrProgram:
         return all(got == want for got, want in pairs)
 
 
-def load_program(name: str, folder: Path = FIXTURES) -> TracrProgram:
+def load_program(name: str, folder: Path = FIXTURES, device: str = "cpu") -> TracrProgram:
     """Read a compiled program.
 
     Args:
         name: one of `PROGRAMS`.
         folder: where NAME.json and NAME.safetensors lie.
+        device: where its model is to be, and its inputs.
 
     Raises:
         FileNotFoundError: there is no such program.
@@ -142,7 +145,7 @@ def load_program(name: str, folder: Path = FIXTURES) -> TracrProgram:
     return TracrProgram(
         name=name,
         source=card["program"],
-        model=_model(name, card, tensors),
+        model=_model(name, card, tensors).to(device, print_details=False),
         edges=pd.DataFrame(card["edges"]),
         inputs=tuple(map(tuple, card["inputs"])),
         expected=tuple(map(tuple, card["expected"])),

@@ -4,21 +4,23 @@ Some devices have no float64 (MPS). A generator of random numbers belongs to one
 other numbers than another's. With `torch.set_float32_matmul_precision("high")`, GPUs round the
 factors of a float32 matrix product to TF32's 10 bits: one model, run twice on batches of different
 size, then differs by 1e-3 where rounding alone makes 1e-6. Whatever is compared with a tolerance is
-computed with `full_precision`.
+computed with `full_precision`. `rounded_products` rounds on purpose, to TF32 or to bfloat16's 7
+bits, inside of some modules alone.
 """
 
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from threading import Lock
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import pandas as pd
 import psutil
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 
 def as_plain(value: Any) -> Any:
@@ -99,10 +101,38 @@ def spearman(first: npt.ArrayLike, second: npt.ArrayLike) -> float:
         >>> spearman([1.0, 2.0, 2.0, 9.0], [0.1, 0.5, 0.5, 0.7])
         1.0
     """
-    ranks = [pd.Series(np.asarray(each)).rank().to_numpy() for each in (first, second)]
-    if any(len(each) < 2 or np.ptp(each) == 0 for each in ranks):
+    given = [np.asarray(each, dtype=np.float64) for each in (first, second)]
+    if any(len(each) < 2 or np.isnan(each).any() or np.ptp(each) == 0 for each in given):
         return float("nan")
-    return float(np.corrcoef(ranks[0], ranks[1])[0, 1])
+    with ThreadPoolExecutor(2) as threads:  # sorts leave Python's lock
+        ranks = list(threads.map(_ranks, given))
+    return pearson(*ranks)
+
+
+def pearson(first: npt.NDArray[np.float64], second: npt.NDArray[np.float64]) -> float:
+    """Return the correlation of two arrays that vary.
+
+    Example:
+        >>> round(pearson(np.array([1.0, 2.0, 4.0]), np.array([3.0, 5.0, 9.0])), 9)
+        1.0
+    """
+    one, other = (each - each.mean() for each in (first, second))
+    return float(one @ other / np.sqrt((one @ one) * (other @ other)))
+
+
+def _ranks(x: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    """Return the rank of each number, from 0; equals share their mean rank."""
+    # Of ten million numbers torch sorts in half of NumPy's time; new memory costs as much.
+    found, places = torch.sort(torch.from_numpy(np.require(x, requirements="W")))
+    ranks, order = found.numpy(), places.numpy()
+    differs = ranks[1:] != ranks[:-1]
+    if differs.all():
+        ranks[order] = np.arange(len(x))
+    else:
+        firsts = np.flatnonzero(np.append(True, differs))
+        counts = np.diff(np.append(firsts, len(x)))
+        ranks[order] = np.repeat(firsts + (counts - 1) / 2, counts)
+    return ranks
 
 
 def normal_numbers(shape: tuple[int, ...], seed: int = 0) -> Tensor:
@@ -164,7 +194,7 @@ def full_precision() -> Iterator[bool]:
     global _inside, _restore
     with _lock:
         if not _inside and matmul_precision() != "ieee":
-            _restore = _set_highest()
+            _restore = _set_products("highest")
         _inside += 1
         lowered = _restore is not None
     try:
@@ -183,6 +213,79 @@ def matmul_precision() -> str:
     return min((_LOWER.get(each, "ieee") for each in set_to), key=("bf16", "tf32", "ieee").index)
 
 
+PRECISIONS = ("tf32", "bf16")
+
+
+def precision_reasons(precision: object, dtype: torch.dtype, device: torch.device) -> list[str]:
+    """Return why products of a model are not rounded to one of `PRECISIONS`; None rounds nothing.
+
+    Example:
+        >>> precision_reasons("tf32", torch.float32, torch.device("cpu"))[0][:33]
+        "got precision='tf32' on cpu; TF32"
+    """
+    if precision is None:
+        return []
+    if precision not in PRECISIONS:
+        return [f"got precision={precision!r}; expected one of {PRECISIONS}, or None"]
+    reasons = []
+    if dtype != torch.float32:
+        reasons.append(
+            f"got precision={precision!r} with a model in {dtype}; expected one in float32, whose "
+            "products it rounds"
+        )
+    if precision == "tf32" and not (
+        device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
+    ):
+        reasons.append(
+            f"got precision='tf32' on {device}; TF32 is of NVIDIA's GPUs from Ampere on: expected "
+            "'bf16', or None"
+        )
+    if precision == "bf16" and not torch.amp.is_autocast_available(device.type):
+        reasons.append(f"got precision='bf16' on {device}, which torch.autocast does not serve")
+    return reasons
+
+
+@contextmanager
+def rounded_products(modules: Iterable[nn.Module], precision: str | None) -> Iterator[None]:
+    """Round what enters matrix products inside of modules, and nowhere else; None rounds nothing.
+
+    Outside of them, products are in full precision. What modules add to a stream in float32 leaves
+    it in float32.
+
+    Args:
+        modules: those to round in, none inside of another.
+        precision: one of `PRECISIONS`, for which there are no `precision_reasons`.
+
+    Example:
+        >>> layer, x = torch.nn.Linear(3, 2), torch.full((1, 3), 1 / 3)
+        >>> with rounded_products([layer], "bf16"):
+        ...     rounded = layer(x)
+        >>> rounded.dtype, layer(x).dtype
+        (torch.bfloat16, torch.float32)
+    """
+    if precision is None:
+        yield
+        return
+    leave: list[Callable[[], object]] = []
+
+    def enter(module: nn.Module, args: Any) -> None:
+        if precision == "tf32":
+            leave.append(_set_products("high"))
+            return
+        context = torch.autocast(next(module.parameters()).device.type, torch.bfloat16)
+        context.__enter__()
+        leave.append(partial(context.__exit__, None, None, None))
+
+    def left(module: nn.Module, args: Any, output: Any) -> None:
+        leave.pop()()
+
+    with full_precision(), ExitStack() as stack:
+        for module in modules:
+            stack.callback(module.register_forward_pre_hook(enter).remove)
+            stack.callback(module.register_forward_hook(left, always_call=True).remove)
+        yield
+
+
 def _backends() -> list[Any]:
     """Return the backends that have a setting of their own; none before torch 2.9."""
     every = (torch.backends.cuda, torch.backends.mkldnn)
@@ -190,8 +293,8 @@ def _backends() -> list[Any]:
     return [each for each in found if hasattr(each, "fp32_precision")]
 
 
-def _set_highest() -> Callable[[], None]:
-    """Set the highest precision, and return a function that restores the user's."""
+def _set_products(precision: str) -> Callable[[], None]:
+    """Set the precision of float32 products, and return a function that restores the user's."""
     backends: list[Any] = _backends()
     own = [each.fp32_precision for each in backends]
     # A backend that has no setting takes that of the device's library, or of all of them.
@@ -205,7 +308,7 @@ def _set_highest() -> Callable[[], None]:
             whole = torch.get_float32_matmul_precision()
         except RuntimeError:  # the newer settings are in use
             whole = None
-        torch.set_float32_matmul_precision("highest")
+        torch.set_float32_matmul_precision(precision)
 
     def restore() -> None:
         with warnings.catch_warnings():

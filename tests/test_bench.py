@@ -12,6 +12,8 @@ import bench_growth
 import bench_patching
 import bench_paths
 import bench_peak_memory
+import bench_results
+import on_gpu
 import pytest
 import torch
 from common import needs_hooked_transformer
@@ -92,9 +94,20 @@ def test_smoke_of_patching(tmp_path, model, name):
     assert result.exit_code == 0, result.output
     page = (tmp_path / name).read_text()
     rows = [line.split("|")[1:-1] for line in page.splitlines() if line.startswith("| ")][2:]
-    assert [row[0].strip() for row in rows[:4]] == ["each", "all", "each", "all"]
-    # float32, of the sum of the two metrics: ours and TransformerLens' loop on the same sites.
-    assert all(float(row[-1]) < 2e-5 for row in rows[:4])
+    assert len(rows) == len(bench_patching.TASKS)
+    # float32, of the sum of the two metrics: ours, and TransformerLens' loop and hooks.
+    assert all(float(row[-1]) < 2e-5 for row in rows)
+
+
+def test_smoke_of_results(tmp_path):
+    app = bench_results.typer.Typer()
+    app.command()(bench_results.main)
+    result = CliRunner().invoke(app, ["--smoke", "--out", str(tmp_path)])
+    assert result.exit_code == 0, result.output
+    page = (tmp_path / "bench_results.md").read_text()
+    rows = [line.split("|")[1:-1] for line in page.splitlines() if line.startswith("| ")]
+    # float32, of the largest effect: ours and AtP by plain hooks, which has no scale of ours.
+    assert float(rows[4][-1]) < 2e-5
 
 
 def test_smoke_of_paths(tmp_path):
@@ -154,3 +167,69 @@ def test_the_bound_counts_the_products_of_pairs_in_order(kind):
     pairs = zip(frame.writer, frame.reader, strict=True)
     total = sum(rank[w[2] if w != "embed" else "e"] * rank[r[2]] for w, r in pairs)
     assert bench_composition.flops(model.cfg, kind) == 2 * 26 * total
+
+
+def test_on_gpu_goes_on_where_it_stopped(tmp_path, monkeypatch):
+    """What is done is not done again; what is cut off, fails or finds no time is said, and is."""
+    seen, fails = [], {"bench_paths": "cut off after 60 s", "bench_growth": "failed: no device"}
+
+    def run(command, log, seconds):
+        script = Path(command[1]).stem
+        seen.append(script)
+        Path(command[3], f"{script}.md").write_text(f"# What {script} found\n")
+        clock[0] += 60
+        return fails.pop(script, "")
+
+    clock = [0.0]
+    monkeypatch.setattr(on_gpu, "run", run)
+    monkeypatch.setattr(on_gpu.time, "monotonic", lambda: clock[0])
+    app = on_gpu.typer.Typer()
+    app.command()(on_gpu.main)
+
+    def page(*options):
+        seen.clear()
+        args = ["--device", "cpu", "--out", str(tmp_path), *options]
+        result = CliRunner().invoke(app, args)
+        assert result.exit_code == 0, result.output
+        return (tmp_path / "on_gpu.md").read_text()
+
+    scripts = [step.script for step in on_gpu.STEPS]
+    first = page("--minutes", "7.5")  # a minute each
+    assert seen == scripts[: len(seen)]
+    assert "bench_growth" in seen
+    assert len(seen) < len(scripts)
+    for said in ("| bench_paths | cut off after 60 s |", "| bench_growth | failed: no device |"):
+        assert said in first
+    assert first.count("no time was left") == len(scripts) - len(seen)
+    done = set(seen) - {"bench_paths", "bench_growth"}
+    second = page()
+    assert seen == [each for each in scripts if each not in done]
+    assert second.count("| done in ") == len(scripts)
+    assert "# What bench_paths found" in second
+    page()
+    assert not seen
+    page("--smoke", "--only", "bench_paths")  # it is another measurement
+    assert seen == ["bench_paths"]
+
+
+def test_on_gpu_stops_a_step_and_what_it_started(tmp_path):
+    child = "import subprocess, sys; subprocess.run(['sleep', '60'])"
+    held = [sys.executable, "-c", child]
+    assert on_gpu.run(held, tmp_path / "log.txt", 0.2) == "cut off after 0 s"
+    failed = [sys.executable, "-c", "raise SystemExit('no device')"]
+    assert on_gpu.run(failed, tmp_path / "log.txt", 60) == "failed: no device"
+
+
+def test_smoke_of_sweeps_in_every_precision():
+    text = on_gpu.sweeps("cpu", smoke=True)
+    rows = [line.split("|")[1:-1] for line in text.splitlines() if line.startswith("| cpu")]
+    assert [row[1].strip() for row in rows] == ["float32", "bf16"]
+    assert float(rows[0][-2]) < 1e-5 < float(rows[1][-2])
+
+
+def test_a_device_that_is_not_there_is_refused():
+    app = bench_paths.typer.Typer()
+    app.command()(bench_paths.main)
+    result = CliRunner().invoke(app, ["--smoke", "--device", "cuda:99"])
+    assert result.exit_code == 2
+    assert "torch has no 'cuda:99' here" in " ".join(result.output.split()).replace("│ ", "")

@@ -246,6 +246,11 @@ def store(folder):
     return PartStore(folder, {"metric": "kl", "value": 0.25}, 2)
 
 
+def loaded(path):
+    found = p.Sweep.load(path)
+    return {**vars(found), "rows": found.to_frame()}
+
+
 def parts(folder):
     for i in range(2):
         store(folder).write(i, values(i))
@@ -287,11 +292,8 @@ def comparison():
 KINDS = {
     "bridge": (saved_bridge, lambda folder: load(folder).state_dict()),
     "training": (trained, resumed),
-    "sweep.csv": (lambda f: sweep().save(f / "s.csv"), lambda f: vars(p.Sweep.load(f / "s.csv"))),
-    "sweep.parquet": (
-        lambda folder: sweep().save(folder / "s.parquet"),
-        lambda folder: vars(p.Sweep.load(folder / "s.parquet")),
-    ),
+    "sweep.csv": (lambda f: sweep().save(f / "s.csv"), lambda f: loaded(f / "s.csv")),
+    "sweep.parquet": (lambda f: sweep().save(f / "s.parquet"), lambda f: loaded(f / "s.parquet")),
     "parts": (parts, lambda folder: {"frame": store(folder).read_all()}),
     "graph": (lambda f: to_json(graph(), f / "g.json"), lambda f: vars(from_json(f / "g.json"))),
     "comparison": (

@@ -4,10 +4,14 @@ import hashlib
 import json
 from pathlib import Path
 
+import cost_at_scale
 import pandas as pd
 import pytest
 import studies
+import torch
+import transformers
 from matplotlib.figure import Figure
+from torch.utils.flop_counter import FlopCounterMode
 
 RESULTS = Path(studies.__file__).parent / "results"
 
@@ -64,3 +68,42 @@ def test_what_is_stored_is_of_one_run_and_nobody_changed_it(path):
     }
     assert set(run["sha256"]) == beside
     assert run["sha256"] == {name: digest(RESULTS / name) for name in run["sha256"]}
+
+
+def test_what_a_large_model_costs():
+    """Its parameters, as transformers counts them; the flops of a run, as torch does of a tiny one.
+
+    The page has the table that the script makes.
+    """
+    names = {
+        "n_layers": "num_hidden_layers",
+        "d_model": "hidden_size",
+        "d_mlp": "intermediate_size",
+    }
+    names |= {"n_heads": "num_attention_heads", "n_key_value_heads": "num_key_value_heads"}
+    names |= {"d_head": "head_dim", "d_vocab": "vocab_size"}
+
+    def built(shape):
+        config = transformers.LlamaConfig(**{names[k]: v for k, v in vars(shape).items()})
+        with torch.device("meta"):
+            return transformers.AutoModelForCausalLM.from_config(
+                config, attn_implementation="eager"
+            )
+
+    large = cost_at_scale.Shape()
+    assert sum(each.numel() for each in built(large).parameters()) == large.parameters
+    tiny = cost_at_scale.Shape(3, 30, 37, 6, 2, 14, 41)
+    with FlopCounterMode(display=False) as counter:
+        built(tiny)(torch.zeros(1, 13, dtype=torch.long, device="meta"))
+    assert counter.get_total_flops() == tiny.forward(13)
+    page = (RESULTS.parents[1] / "docs" / "scale.md").read_text("utf-8")
+    assert cost_at_scale.table() in page
+
+
+def test_every_benchmark_and_study_takes_a_device():
+    scripts = {path.stem: path.read_text("utf-8") for path in RESULTS.parent.glob("*.py")}
+    measuring = {name for name in scripts if name.startswith("bench_")} - {"bench_peak_memory"}
+    measuring |= {name for name, text in scripts.items() if "from studies import keep" in text}
+    measuring |= {"attribution_smollm2", "grow_smollm2", "on_gpu"}
+    assert len(measuring) > 14
+    assert not [name for name in measuring if "    device: Device = " not in scripts[name]]

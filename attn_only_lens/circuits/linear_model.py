@@ -199,7 +199,9 @@ def linearize(model: Any, target: Recording, metric: BoundMetric) -> LinearModel
         logits=logits,
         weights=weights,
         logits_constant=constants["logits"],
-        offset=float(found.value.detach() - (weights * logits.detach()).sum()),
+        offset=float(
+            found.value.detach() - (weights * logits.detach()).sum().to(found.value.device)
+        ),
         block=_numbers_at_once(found.x),
     )
 

@@ -91,7 +91,7 @@ def patch(
         if is_first():
             sweep.save(out)
             _print_effects(sweep, top)
-            typer.echo(f"{out}: {len(sweep.frame)} rows")
+            typer.echo(f"{out}: {len(sweep)} rows")
 
 
 def _parse_sites(sites: str, layers: str | None) -> Any:
@@ -107,7 +107,7 @@ def _print_effects(sweep: Sweep, top: int) -> None:
         f"{sweep.metric}: {sweep.clean_value:.4g} clean, {sweep.corrupted_value:.4g} corrupted; "
         f"{sweep.part}, {sweep.direction}"
     )
-    shares = ["score", *(name for name in SPREAD[1:] if name in sweep.frame)]
+    shares = ["score", *(name for name in SPREAD[1:] if name in sweep.rows.numbers)]
     columns = ["name", "position", "value", *shares]
     frame = sweep.top(top)[columns]
     for name in shares:

@@ -105,6 +105,7 @@ def run_batch(model: Any, batch: Batch, sites: Sequence[LayerSites]) -> BatchRun
         runs = record_pair(
             *(model, pair, batch.metric, sites, "z"),
             names=patterns,
+            gates=True,
             traced="clean",
             hooks=tape.hooks,
             distinct=False,  # of each batch; no score divides by it

@@ -254,7 +254,7 @@ def _write_something(module: Any, args: Any, output: Any, *, seed: int) -> Any:
 
 def _fitted(part: Any, name: str, given: Tensor, returned: Tensor) -> Norm:
     """The norm of a bridge that fits its input and output; none, if it returns what it gets."""
-    if torch.equal(given, returned):
+    if torch.equal(given.to(returned.device), returned):
         return NO_NORM
     x, y = given.cpu().double(), returned.cpu().double()
     weight = getattr(part.original_component, "weight", None)

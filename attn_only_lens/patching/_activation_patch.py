@@ -12,13 +12,14 @@ from tqdm.auto import tqdm
 
 from attn_only_lens.axes import Tokens
 from attn_only_lens.errors import InputError
-from attn_only_lens.numerics import is_count, matmul_precision
+from attn_only_lens.numerics import is_count, matmul_precision, precision_reasons
 from attn_only_lens.patching.over_prompts import OverPrompts
 from attn_only_lens.patching.processes import Processes
 from attn_only_lens.patching.results import Sweep
 from attn_only_lens.patching.resume import MemoryParts, PartStore
 from attn_only_lens.patching.run_patches import Batching, PatchRunner, check_edits, together
 from attn_only_lens.patching.site_groups import SiteGroup, site_groups
+from attn_only_lens.patching.sweep_rows import SweepRows
 from attn_only_lens.runs.fingerprint import fingerprint
 from attn_only_lens.runs.identity import Unidentified, identity
 from attn_only_lens.runs.inputs import checked_tokens, option_reasons, reasons_not_to_run
@@ -45,6 +46,7 @@ def activation_patch(
     reference: str | Tokens | None = None,
     per_prompt: bool = False,
     batch_size: int | None = None,
+    precision: str | None = None,
     resume: str | Path | None = None,
     progress: bool | str = True,
 ) -> Sweep:
@@ -80,6 +82,11 @@ def activation_patch(
             site, the mean over prompts with its standard errors (see `Sweep`).
         batch_size: sites in one forward pass; by default as many as fit in memory, halved whenever
             it runs out. It changes roundings and nothing else.
+        precision: "tf32", on NVIDIA GPUs, or "bf16" rounds what enters matrix products in the
+            blocks of a float32 model: a faster approximation. The two runs, all tests, the
+            unembedding and the metric stay in full precision, and a sample of rows is run in both:
+            `Sweep.rounding` says by how much their scores differ. By default nothing is rounded
+            but as the model's dtype and torch's own settings say.
         resume: a folder to write results to as they come. An interrupted sweep resumes there; a
             folder of another sweep is refused. A metric of your own is identified by its code and
             the values it depends on (see `custom`). Needed under `accelerate launch`, where
@@ -107,6 +114,8 @@ def activation_patch(
         1536
     """
     reasons = one_prompt_reasons(corrupted, direction)
+    parameter = next(model.parameters())
+    reasons += precision_reasons(precision, parameter.dtype, parameter.device)
     _check(model, part, direction, reference, batch_size, reasons)
     pair = pair_or_single(model, clean, corrupted, mask)
     groups = site_groups(model, pair, sites, positions, part)
@@ -121,6 +130,7 @@ def activation_patch(
     parts: MemoryParts | PartStore = MemoryParts()
     if resume is not None:
         settings = _settings(model, runs, as_metric(metric), groups, part, direction, tokens)
+        settings["precision"] = precision
         settings["at"] = None if sites is None else split_positions(sites)
         parts = PartStore(resume, settings, len(groups))
     processes = Processes(resume)
@@ -132,7 +142,7 @@ def activation_patch(
     with tqdm(total=total, unit="site", desc=label, disable=hidden) as bar:
         replay = make_replay(model, target, runs.metric)
         batching = Batching(model, batch_size, bar.update, replay.numbers_per_token)
-        runner = PatchRunner(replay, source, part, baseline, batching)
+        runner = PatchRunner(replay, source, part, baseline, batching, precision)
         first = runner.earliest(groups)
         check_edits(replay.precise, groups, part, (0, first) if first else ())
         for batch in together([groups[i] for i in mine]):
@@ -140,15 +150,19 @@ def activation_patch(
             for place, values in zip(batch, found, strict=True):
                 column = pd.DataFrame({"value": values.flatten().numpy()})
                 parts.write(mine[place], column)
+        errors = None if precision is None else runner.rounding(groups)
     processes.wait()
     values = torch.from_numpy(parts.read_all()["value"].to_numpy(copy=True)).view(-1, len(baseline))
-    frames = [
-        group.frame(of_group, over)
-        for group, of_group in zip(
-            groups, values.split([len(each) for each in groups]), strict=True
-        )
-    ]
-    return Sweep.of_runs(model, runs, pd.concat(frames, ignore_index=True), part, direction)
+    of_groups = values.split([len(each) for each in groups])
+    rows = SweepRows.of_groups(groups, [over.columns(each) for each in of_groups])
+    sweep = Sweep.of_runs(model, runs, rows, part, direction)
+    if errors is None:
+        return sweep
+    span = sweep.clean_value - sweep.corrupted_value
+    largest = float((errors / span).abs().max()) if len(errors) else 0.0
+    return replace(
+        sweep, given=sweep.rows, precision=precision, rounding=largest, n_rounded=len(errors)
+    )
 
 
 def pair_or_single(

@@ -2,10 +2,13 @@
 
 import numpy as np
 import pandas as pd
+from jaxtyping import Int
 
 from attn_only_lens.errors import InputError
-from attn_only_lens.numerics import is_count, spearman
-from attn_only_lens.patching.results import Sweep, site_columns
+from attn_only_lens.numerics import is_count, pearson, spearman
+from attn_only_lens.patching.results import Sweep
+from attn_only_lens.patching.scored_frame import largest
+from attn_only_lens.patching.sweep_rows import rows_in_order
 
 _SAME_RUN = 0.01  # of the metric's span: more than any dtype's rounding, less than other prompts
 
@@ -27,8 +30,8 @@ def agreement(exact: Sweep, approx: Sweep, k: int = 20) -> pd.DataFrame:
         largest of one that are among the k largest of the other), `k`, `n` (rows).
 
     Raises:
-        InputError: with every reason: sites that only one has, directions, metrics or their
-            values that differ, a score that is not finite, scores all the same, k not from 1 to n.
+        InputError: with every reason: sites that only one has, parts, directions, metrics or their
+            values that differ, scores all the same, k not from 1 to n.
 
     Example:
         >>> import pandas as pd
@@ -43,7 +46,7 @@ def agreement(exact: Sweep, approx: Sweep, k: int = 20) -> pd.DataFrame:
         [{'pearson': 1.0, 'spearman': 1.0, 'top_k': 1.0, 'k': 2, 'n': 3}]
     """
     reasons = []
-    of_prompts = ["prompt" in each.frame for each in (exact, approx)]
+    of_prompts = ["prompt" in each.rows.numbers for each in (exact, approx)]
     if len(set(of_prompts)) > 1:
         reason = "one has rows of each prompt and the other means; expected both with `per_prompt`"
         raise InputError([reason], "these sweeps cannot be compared")
@@ -59,42 +62,42 @@ def agreement(exact: Sweep, approx: Sweep, k: int = 20) -> pd.DataFrame:
                 f"{which} is {mine:.4g} in exact and {theirs:.4g} in approx: expected the same "
                 "prompts and model"
             )
-    one, other = _effects(exact, approx)
-    only_one, only_other = one.index.difference(other.index), other.index.difference(one.index)
-    if len(only_one) or len(only_other):
-        example = next(iter([*only_one[:1], *only_other[:1]]))
-        reasons.append(
-            f"{len(only_one)} of {len(one)} rows are of exact alone, and {len(only_other)} of "
-            f"{len(other)} of approx alone, such as {example}; expected the same name, position "
-            "and part in both"
-        )
+    if exact.part != approx.part:
+        reasons.append(f"exact is of part {exact.part!r}, approx of {approx.part!r}")
+    one, other = exact.effects, approx.effects
+    order = rows_in_order(exact.rows, approx.rows)
+    if order is not None:
+        reasons += _reasons_against_sites(exact, approx, order)
     for label, effects in (("exact", one), ("approx", other)):
-        if not np.isfinite(effects).all():
-            reasons.append(f"{label} has scores that are not finite")
-        elif effects.nunique() < 2:
+        if not (effects != effects[:1]).any():
             reasons.append(f"all scores of {label} are the same: nothing correlates with them")
     if not is_count(k, 1, len(one)):
         reasons.append(f"got k={k!r}; expected 1 to the {len(one)} rows")
     InputError.raise_if(reasons, "these sweeps cannot be compared")
-    other = other.reindex(one.index)
-    largest = [set(each.abs().nlargest(k, keep="first").index) for each in (one, other)]
+    other = other if order is None else other[order]
+    both = [set(largest(np.abs(each), k).tolist()) for each in (one, other)]
     return pd.DataFrame(
         {
-            "pearson": [one.corr(other)],
+            "pearson": [pearson(one, other)],
             "spearman": [spearman(one, other)],
-            "top_k": [len(largest[0] & largest[1]) / k],
+            "top_k": [len(both[0] & both[1]) / k],
             "k": [k],
             "n": [len(one)],
         }
     )
 
 
-def _effects(*sweeps: Sweep) -> list["pd.Series[float]"]:
-    """Return the effects of sweeps by site; by row where rows are of the same sites in order."""
-    sites = [each.frame[site_columns(each.frame)].astype(object) for each in sweeps]
-    effects = [pd.Series(each.effect.to_numpy()) for each in sweeps]
-    # To align them by an index takes a hundred times as long as to see that they are.
-    if not all(each.equals(sites[0]) for each in sites):
-        for of_sites, each in zip(sites, effects, strict=True):
-            each.index = pd.MultiIndex.from_frame(of_sites)
-    return effects
+def _reasons_against_sites(exact: Sweep, approx: Sweep, order: Int[np.ndarray, "row"]) -> list[str]:
+    """Return a reason if a sweep has sites that the other has not, by the rows of each other."""
+    alone = np.flatnonzero(order < 0)
+    shared = np.zeros(len(approx), dtype=bool)
+    shared[order[order >= 0]] = True
+    others = np.flatnonzero(~shared)
+    if not len(alone) and not len(others):
+        return []
+    example = exact.rows.site(alone[0]) if len(alone) else approx.rows.site(others[0])
+    return [
+        f"{len(alone)} of {len(exact)} rows are of exact alone, and {len(others)} of "
+        f"{len(approx)} of approx alone, such as {example}; expected the same name and position in "
+        "both"
+    ]

@@ -70,7 +70,6 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any, Literal, get_args
 
-import pandas as pd
 import torch
 from torch import Tensor
 from tqdm.auto import tqdm
@@ -91,6 +90,7 @@ from attn_only_lens.patching.repairs import Budget, Repairer, budget_reasons
 from attn_only_lens.patching.results import Sweep
 from attn_only_lens.patching.run_patches import Batching, PatchRunner
 from attn_only_lens.patching.site_groups import site_groups
+from attn_only_lens.patching.sweep_rows import SweepRows
 from attn_only_lens.runs.frozen_pass import frozen_gradients
 from attn_only_lens.runs.gradients import (
     Tape,
@@ -197,7 +197,7 @@ def attribution(
     """
     _check(model, corrupted, part, direction, method, steps, budget, reference)
     pair = pair_or_single(model, clean, corrupted, mask)
-    groups = site_groups(model, pair, sites, positions, part)
+    groups = site_groups(model, pair, sites, positions, part, most_rows=None)
     tokens = None if reference is None else checked_tokens(model, reference)
     chosen = tuple(dict.fromkeys(each.sites for each in groups))
     closed = part == "q" and method == "exact_gate"
@@ -238,14 +238,14 @@ def attribution(
             repairs = Repairer(runner, groups, keys, values, over.mean, bar).spend(budget)
         values, exact = repairs.values, repairs.exact
         expected, forwards = repairs.expected_pearson, repairs.forwards
-    frames = [
-        group.frame(of_group, over, which)
-        for group, of_group, which in zip(groups, values, exact, strict=True)
+    numbers = [
+        over.columns(of_group) | {"exact": over.flags(which)}
+        for of_group, which in zip(values, exact, strict=True)
     ]
     return Sweep.of_runs(
         model,
         runs,
-        pd.concat(frames, ignore_index=True),
+        SweepRows.of_groups(groups, numbers),
         part,
         direction,
         method,

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from attn_only_lens.errors import InputError
@@ -84,15 +84,23 @@ class OverPrompts:
             columns |= dict(zip(SPREAD, map(Tensor.numpy, spreads), strict=True))
         return columns
 
+    def flags(self, flags: Bool[Tensor, "site"]) -> Bool[np.ndarray, "row"]:
+        """Return the flag of each row."""
+        return np.repeat(flags.numpy(), len(self.weights) if self.per_prompt else 1)
+
     def moved(self, moves: Float[Tensor, "site batch"]) -> Float[Tensor, "site prompt"]:
         """Return the values of prompts of which each moves the mean by so much."""
         moves = moves.cpu().double()
         if len(self.weights) == 1:  # of all prompts, or of the only one
-            return self.unpatched + moves.sum(dim=1, keepdim=True)
+            return (
+                moves if moves.shape[1] == 1 else moves.sum(dim=1, keepdim=True)
+            ) + self.unpatched
         return self.unpatched + moves / moves.new_tensor([share or 1.0 for share in self.weights])
 
     def mean(self, values: Float[Tensor, "site prompt"]) -> Float[Tensor, "site"]:
         """Return the mean over prompts."""
+        if len(self.weights) == 1:
+            return values[:, 0]
         # As `BoundMetric.mean` sums: a patch without effect has the unpatched value, bit for bit.
         weighted = zip(self.weights, values.unbind(-1), strict=True)
         return sum((share * each for share, each in weighted), torch.zeros_like(values[:, 0]))

@@ -90,7 +90,7 @@ class Repairer:
         self._key: _Numbers = torch.cat(list(keys)).double().numpy()
         self._cost = self._costs()
         self._values = torch.cat(list(values))
-        self._estimates: _Numbers = mean(self._values).numpy()
+        self._estimates: _Numbers = mean(self._values).numpy().copy()  # the values will change
         self._sites = list(dict.fromkeys(group.sites for group in groups))
         place = {sites: i for i, sites in enumerate(self._sites)}
         self._layer = np.concatenate([np.full(len(g), place[g.sites]) for g in groups])

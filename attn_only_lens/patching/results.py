@@ -11,28 +11,24 @@ In rows of each prompt, with `unpatched` the prompt's own value in the run that 
 so that a patch without effect leaves the baseline, and the mean over prompts is the score above.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import InitVar, dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pandas as pd
+from jaxtyping import Float, Int
 
 from attn_only_lens.errors import InputError
 from attn_only_lens.patching.over_prompts import SPREAD
 from attn_only_lens.patching.scored_frame import BASELINE, ScoredFrame
+from attn_only_lens.patching.sweep_rows import PROBLEM, SweepRows
 from attn_only_lens.runs.recording import RunPair
 from attn_only_lens.storage import Document
 from attn_only_lens.storage.tables import TableFields
 
 MEASURED = "patching"
 """The method of a sweep that ran every patch."""
-
-_GIVEN = ["layer", "kind", "index", "name", "position", "value"]
-_BY_PROMPT = ("prompt", "unpatched")
-_ADDED = ("part", "score")
-_PROBLEM = "these are not the results of a sweep"
 
 
 class _Fields(TableFields):
@@ -46,26 +42,12 @@ class _Fields(TableFields):
     method: str
     expected_pearson: float | None
     forwards: float
+    precision: str | None
+    rounding: float | None
+    n_rounded: int
 
 
 _DOCUMENT = Document("attn_only_lens.Sweep", 2, _Fields)
-
-
-def _flags(column: "pd.Series[Any]") -> "npt.NDArray[np.bool_]":
-    """True and False, also as a CSV file has them."""
-    text = column.astype(str)
-    others = sorted(set(text) - {"True", "False"})
-    InputError.raise_if([f"got exact={each}; expected True or False" for each in others], _PROBLEM)
-    return (text == "True").to_numpy()
-
-
-_OPTIONAL: dict[str, Callable[["pd.Series[Any]"], Any]] = {
-    "prompt": lambda column: column.to_numpy(dtype=np.int64),
-    "unpatched": lambda column: column.to_numpy(dtype=np.float64),
-    **dict.fromkeys(SPREAD, lambda column: column.to_numpy(dtype=np.float64)),
-    "exact": _flags,
-}
-"""Columns that some sweeps have, and how each is read."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -75,7 +57,9 @@ class Sweep(ScoredFrame):
     Attributes:
         frame: a row for each site and position, with columns `layer`, `kind`, `index`, `name`,
             `position` (a number, "all", or a role), `part`, `value` (the metric after the patch),
-            `score`; given without the columns `part` and `score`, it gets them. Of several prompts
+            `score`; a frame that is given, the first argument, needs no `part` and `score`. It is
+            made when first asked for: of ten million rows it takes half a gigabyte, where `top`,
+            `effects`, `agreement` and `len` need a third of that. Of several prompts
             `value_standard_error` and `score_standard_error` (see `over_prompts.py`), missing where
             the metric is one number of all prompts; or, with `per_prompt`, a row for each prompt,
             with `prompt`, counted from 0, and `unpatched`, its metric before the patch.
@@ -92,10 +76,15 @@ class Sweep(ScoredFrame):
             those of patching that their fitted error makes one expect, with a margin; an estimate,
             of all rows together. None where nothing was patched that tells.
         forwards: of such an attribution, what its patches cost, in flops of forward passes.
+        precision: what the factors of matrix products were rounded to, "tf32" or "bf16"; None
+            where `activation_patch` was not asked to.
+        rounding: the largest error of a score by that, among rows that were run in full, too.
+        n_rounded: how many those are: rows with an effect, of a sample spread evenly over all.
 
     Raises:
         InputError: columns are missing or unknown, a value is not finite, a site is there
-            twice, positions are of two kinds, or the clean value is the corrupted one.
+            twice, positions are of two kinds, a name is of two heads, or the clean value is the
+            corrupted one.
 
     Example:
         >>> import pandas as pd
@@ -112,7 +101,7 @@ class Sweep(ScoredFrame):
 
     _document = _DOCUMENT
 
-    frame: pd.DataFrame
+    given: InitVar[pd.DataFrame | SweepRows]
     part: str
     direction: str
     metric: str
@@ -123,34 +112,14 @@ class Sweep(ScoredFrame):
     method: str = MEASURED
     expected_pearson: float | None = None
     forwards: float = 0.0
+    precision: str | None = None
+    rounding: float | None = None
+    n_rounded: int = 0
+    rows: SweepRows = field(init=False)
 
-    def __post_init__(self) -> None:
-        given, part = self.frame, self.part
-        others = set(given.columns) - {*_GIVEN, *_ADDED, *_OPTIONAL}
-        halves = [tuple(c in given for c in pair) for pair in (_BY_PROMPT, SPREAD)]
-        if others or set(_GIVEN) - set(given.columns) or any(len(set(half)) > 1 for half in halves):
-            raise InputError(
-                [
-                    f"got columns {list(given.columns)}; expected {_GIVEN}, and any of "
-                    f"{list(_OPTIONAL)}, of which {_BY_PROMPT} and {SPREAD} come together"
-                ],
-                _PROBLEM,
-            )
-        frame = pd.DataFrame(
-            {
-                "layer": given["layer"].to_numpy(),
-                "kind": _categories(given["kind"]),
-                "index": given["index"].to_numpy(),
-                "name": _categories(given["name"]),
-                "position": _positions(given["position"]),
-                "part": pd.Categorical([part] * len(given), categories=[part]),
-                "value": given["value"].to_numpy(dtype=np.float64),
-                **{name: read(given[name]) for name, read in _OPTIONAL.items() if name in given},
-            }
-        )
+    def __post_init__(self, given: pd.DataFrame | SweepRows) -> None:
+        rows = given if isinstance(given, SweepRows) else SweepRows.of_frame(given, self.part)
         reasons = []
-        if "part" in given and not (given["part"] == part).all():
-            reasons.append(f"got parts {sorted(set(given['part']))}; expected {part!r} alone")
         if self.direction not in BASELINE:
             reasons.append(f"got direction={self.direction!r}; expected one of {list(BASELINE)}")
         span = self.clean_value - self.corrupted_value
@@ -159,35 +128,24 @@ class Sweep(ScoredFrame):
                 f"the metric is {self.clean_value} on the clean run and {self.corrupted_value} on "
                 "the corrupted one; expected two finite numbers that differ"
             )
-        finite = np.isfinite(frame[[c for c in ("value", "unpatched") if c in frame]]).all(axis=1)
-        bad = int((~finite).sum())
-        reasons += [f"{bad} of {len(frame)} values are not finite"] * (bad > 0)
-        twice = frame.loc[frame.duplicated(site_columns(frame)), "name"]
-        if len(twice):
-            reasons.append(f"{len(twice)} rows repeat a site, such as {twice.iloc[0]}")
-        InputError.raise_if(reasons, _PROBLEM)
-        if "unpatched" in frame:
-            score = self.baseline + (frame["value"] - frame["unpatched"]) / span
-        else:
-            score = (frame["value"] - self.corrupted_value) / span
-        frame.insert(list(frame).index("value") + 1, "score", score)
-        object.__setattr__(self, "frame", frame)
+        InputError.raise_if(reasons + rows.reasons_against_values(), PROBLEM)
+        object.__setattr__(self, "rows", rows)
 
     @classmethod
     def of_runs(
         cls,
         model: Any,
         runs: RunPair,
-        frame: pd.DataFrame,
+        rows: SweepRows,
         part: str,
         direction: str,
         method: str = MEASURED,
         expected_pearson: float | None = None,
         forwards: float = 0.0,
     ) -> "Sweep":
-        """Return the sweep of a frame of values, with the settings of its two runs."""
+        """Return the sweep of rows, with the settings of its two runs."""
         return cls(
-            frame,
+            rows,
             part=part,
             direction=direction,
             metric=runs.metric.name,
@@ -200,53 +158,51 @@ class Sweep(ScoredFrame):
             forwards=forwards,
         )
 
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @cached_property
+    def frame(self) -> pd.DataFrame:  # type: ignore[override]
+        """The rows with their names, positions and scores; made when first asked for."""
+        return self.rows.frame(self.part, self.scores)
+
+    @cached_property
+    def scores(self) -> Float[np.ndarray, "row"]:
+        """The score of each row."""
+        numbers, span = self.rows.numbers, self.clean_value - self.corrupted_value
+        if "unpatched" in numbers:
+            return self.baseline + (numbers["value"] - numbers["unpatched"]) / span
+        return (numbers["value"] - self.corrupted_value) / span
+
     @property
-    def has_prompts(self) -> bool:
-        """Whether rows are of single prompts, more than one of them."""
-        return "prompt" in self.frame and self.frame["prompt"].nunique() > 1
+    def effects(self) -> Float[np.ndarray, "row"]:
+        """The change of the score by each patch, from `baseline`."""
+        return self.scores - self.baseline
+
+    def _chosen(self, rows: Int[np.ndarray, "some"]) -> pd.DataFrame:
+        return self.rows[rows].frame(self.part, self.scores[rows]).set_index(pd.Index(rows))
 
     def query(self, condition: str) -> "Sweep":
         """Return the rows that meet a condition, such as `layer == 3 and kind == 'neuron'`."""
-        return replace(self, frame=self.frame.query(condition))
+        kept = self.frame.query(condition).index.to_numpy()
+        return replace(self, given=self.rows[kept])
 
     def _headline(self) -> str:
         kind = "Sweep" if self.method == MEASURED else f"Attribution ({self.method})"
-        rows = "rows of each prompt" if "prompt" in self.frame else "rows"
+        numbers = self.rows.numbers
+        rows = "rows of each prompt" if "prompt" in numbers else "rows"
         errors = ", without standard errors: its metric is one number of all prompts"
-        repaired = ""
-        if "exact" in self.frame and self.frame["exact"].any():
-            repaired = f", {self.frame['exact'].sum()} of them exact patches"
-            if self.expected_pearson is not None:
-                repaired += f" (expected correlation with patching: {self.expected_pearson:.3g})"
-        missing = SPREAD[0] in self.frame and bool(self.frame[SPREAD[0]].isna().any())
+        n_exact = int(numbers.get("exact", np.zeros(1)).sum())
+        repaired = f", {n_exact} of them exact patches" * (n_exact > 0)
+        if n_exact and self.expected_pearson is not None:
+            repaired += f" (expected correlation with patching: {self.expected_pearson:.3g})"
+        if self.precision is not None:
+            repaired += f" in {self.precision} (off by up to {self.rounding:.2g} in score, of "
+            repaired += f"{self.n_rounded} run in float32, too)"
+        missing = bool(np.isnan(numbers.get(SPREAD[0], np.zeros(1))).any())
         return (
-            f"{kind} of {self.model}: {self.part}, {self.direction}, {len(self.frame)} {rows}"
+            f"{kind} of {self.model}: {self.part}, {self.direction}, {len(self)} {rows}"
             f"{repaired}, "
             f"{self.n_prompts} prompts{errors * missing}; {self.metric} is {self.clean_value:.4g} "
             f"clean, {self.corrupted_value:.4g} corrupted"
         )
-
-
-def site_columns(frame: pd.DataFrame) -> list[str]:
-    """Return the columns that tell rows of a sweep apart."""
-    return ["name", "position", "part", *(["prompt"] if "prompt" in frame else [])]
-
-
-def _categories(column: "pd.Series[Any]") -> pd.Categorical:
-    """Text as categories, in order of appearance."""
-    codes, found = pd.factorize(column, use_na_sentinel=False)  # nameless rows are an error
-    text = found.astype(str) if isinstance(found, pd.CategoricalIndex) else found
-    return pd.Categorical.from_codes(codes, categories=text)
-
-
-def _positions(column: "pd.Series[Any]") -> Any:
-    """Numbers as integers, and labels as categories."""
-    if pd.api.types.is_integer_dtype(column.dtype):
-        return column.to_numpy(dtype=np.int64)
-    labels = pd.unique(column)
-    if not all(isinstance(each, str) for each in labels):
-        got = list(labels)[:7]
-        raise InputError(
-            [f"got positions {got}; expected numbers alone, or texts: 'all', or roles"], _PROBLEM
-        )
-    return _categories(column)

@@ -8,16 +8,17 @@ change cost less than a pass of their own.
 
 from collections.abc import Callable, Iterator, Sequence
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, TypeAlias
 
+import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from attn_only_lens.heads.host import HEAD_KINDS
-from attn_only_lens.numerics import free_bytes, full_precision
+from attn_only_lens.numerics import free_bytes, full_precision, rounded_products
 from attn_only_lens.patching.processes import n_launched
 from attn_only_lens.patching.site_groups import ROWS, SiteGroup
 from attn_only_lens.runs.edit_checks import require_same_edit
@@ -36,6 +37,7 @@ from attn_only_lens.runs.sites import Part, hook_name
 # slower by a tenth, 4096 and 8192 by a sixth: they only leave the caches.
 _CPU_TOKENS = 2048
 _SHARE = 0.5  # of the free memory
+_SAMPLE = 64  # rows that are run in two precisions
 
 _Patch: TypeAlias = tuple[Bool[Tensor, "head batch pos"], int, Callable[[Tensor, int], Variants]]
 """Where each head changes its block's stream, that block, and the variants of some of the rows."""
@@ -135,6 +137,7 @@ class PatchRunner:
         part: the part of heads.
         baseline: the metric of each prompt of the run that is patched into.
         batching: the batches to run in.
+        precision: of matrix products in the blocks that run; None for the model's own.
     """
 
     replay: Replay
@@ -142,6 +145,7 @@ class PatchRunner:
     part: Part
     baseline: Float[Tensor, "prompt"]
     batching: Batching
+    precision: str | None = None
 
     @torch.no_grad()
     def values(self, groups: Sequence[SiteGroup]) -> list[Float[Tensor, "row prompt"]]:
@@ -171,13 +175,35 @@ class PatchRunner:
                 # In the order of blocks, in which the rows are, and of groups.
                 of_groups, counts = place[chosen].unique_consecutive(return_counts=True)
                 parts = zip(of_groups.tolist(), chosen.split(counts.tolist()), strict=True)
-                return self.replay.values(
-                    *(patches[i][2](at - offsets[i], first) for i, at in parts)
-                )
+                variants = [patches[i][2](at - offsets[i], first) for i, at in parts]
+                with rounded_products(self.replay.model.blocks, self.precision):
+                    return self.replay.values(*variants)
 
             self.batching.fill(values, rows, self.replay.numbers_per_variant(first), run)
         self.batching.on_done(len(starts) - n_run)
         return list(values.split(sizes.tolist()))
+
+    @full_precision()
+    def rounding(self, groups: Sequence[SiteGroup]) -> Float[Tensor, "row"]:
+        """Return by how much the metric of a sample of rows differs from that in full precision.
+
+        The rows are spread evenly over all of the groups; those without an effect are left out.
+        """
+        exact = replace(
+            self, replay=self.replay.precise, batching=self.batching.silent(), precision=None
+        )
+        rounded = replace(exact, precision=self.precision)
+        ends = np.cumsum([0, *map(len, groups)])
+        sample = np.unique(np.linspace(0, ends[-1] - 1, _SAMPLE).astype(int))
+        some = []
+        for group, first, end in zip(groups, ends, ends[1:], strict=False):
+            rows = torch.from_numpy(sample[(sample >= first) & (sample < end)] - first)
+            rows = rows[self.starts(group[rows])[1] >= 0] if len(rows) else rows
+            some += [group[rows]] if len(rows) else []
+        if not some:
+            return torch.zeros(0, device="cpu")
+        found = (torch.cat(each.values(some)) for each in (rounded, exact))
+        return torch.sub(*map(self.replay.metric.mean, found))
 
     @torch.no_grad()
     def starts(self, group: SiteGroup) -> tuple[int, Int[Tensor, "row"]]:
@@ -203,11 +229,21 @@ class PatchRunner:
         self, group: SiteGroup, changed: Bool[Tensor, "head batch pos"], block: int
     ) -> Int[Tensor, "row"]:
         """Return the first position that each row changes; -1 where it cannot affect the metric."""
-        head, at = (each.to(changed.device) for each in (group.head, group.where))
-        moving = changed[head] & group.everywhere.to(changed.device)[at]
+        where = group.everywhere.to(changed.device)
         read = self.replay.effective_positions(block).to(changed.device)
-        first = moving.any(dim=1).int().argmax(dim=1)
-        return first.where((moving & read).flatten(1).any(dim=1), -1).cpu()
+        if all(each.column is not None for each in group.positions):
+            at = torch.tensor([each.column for each in group.positions], device=changed.device)
+            sets = torch.arange(len(at), device=changed.device)
+            felt = (changed[:, :, at] & (where & read)[sets, :, at].T).any(dim=1)
+            first = at[:, None].where(felt.T, -1)
+        else:
+            of_sets = []
+            for each in where:
+                here = changed & each
+                earliest = here.any(dim=1).int().argmax(dim=1)
+                of_sets.append(earliest.where((here & read).flatten(1).any(dim=1), -1))
+            first = torch.stack(of_sets)
+        return first.cpu()[group.where, group.head]
 
     def _runs(
         self, blocks: Int[Tensor, "row"], starts: Int[Tensor, "row"]
@@ -219,7 +255,9 @@ class PatchRunner:
         which stay the same to the bit before the patch.
         """
         replay = self.replay
-        of_token = torch.tensor([replay.flops_per_token(b) for b in range(replay.n_blocks + 1)])
+        of_token = torch.tensor(
+            [replay.flops_per_token(b) for b in range(replay.n_blocks + 1)], device="cpu"
+        )
         firsts: list[int] = []
         for position in starts[starts >= 0].unique().tolist():
             of_rows = blocks[starts == position]

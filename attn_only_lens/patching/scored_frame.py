@@ -6,7 +6,9 @@ from html import escape
 from pathlib import Path
 from typing import ClassVar, TypeVar
 
+import numpy as np
 import pandas as pd
+from jaxtyping import Float, Int
 
 from attn_only_lens.errors import InputError
 from attn_only_lens.numerics import is_count
@@ -23,7 +25,7 @@ _Results = TypeVar("_Results", bound="ScoredFrame")
 
 
 class ScoredFrame:
-    """A frame with a column `score`, and settings: all other fields of its dataclass."""
+    """Scored rows, as a frame with a column `score`, and settings: the fields of a dataclass."""
 
     _document: ClassVar[Document]
     frame: pd.DataFrame
@@ -41,7 +43,15 @@ class ScoredFrame:
     @property
     def effect(self) -> "pd.Series[float]":
         """The change of the score by each patch, from `baseline`."""
-        return self.frame["score"] - self.baseline
+        return pd.Series(self.effects, name="score")
+
+    @property
+    def effects(self) -> Float[np.ndarray, "row"]:
+        """`effect`, without an index."""
+        return self.frame["score"].to_numpy() - self.baseline
+
+    def __len__(self) -> int:
+        return len(self.frame)
 
     def top(self, k: int = 20) -> pd.DataFrame:
         """Return the k rows of largest |effect|, the largest first; of equals the first.
@@ -53,7 +63,11 @@ class ScoredFrame:
         """
         if not is_count(k, 1):
             raise InputError([f"got k={k!r}; expected 1 or more"], "no rows can be picked")
-        return self.frame.loc[self.effect.abs().nlargest(k, keep="first").index]
+        return self._chosen(largest(np.abs(self.effects), k))
+
+    def _chosen(self, rows: Int[np.ndarray, "some"]) -> pd.DataFrame:
+        """Return some rows of the frame."""
+        return self.frame.iloc[rows]
 
     def save(self, path: str | Path) -> None:
         """Write to a .parquet file, or to a .csv file with a .csv.json beside it.
@@ -76,16 +90,29 @@ class ScoredFrame:
 
     @classmethod
     def _settings(cls) -> list[str]:
-        return [f.name for f in fields(cls) if f.name != "frame"]  # type: ignore[arg-type]
+        return [f.name for f in fields(cls) if f.name not in ("frame", "rows")]  # type: ignore[arg-type]
 
     @abstractmethod
     def _headline(self) -> str:
         """Return what these results are, in a line."""
 
     def __repr__(self) -> str:
-        shown = self.top(_SHOWN).to_string(index=False) if len(self.frame) else "no rows"
+        shown = self.top(_SHOWN).to_string(index=False) if len(self) else "no rows"
         return f"{self._headline()}\n{shown}"
 
     def _repr_html_(self) -> str:
-        shown = self.top(_SHOWN).to_html(index=False) if len(self.frame) else "no rows"
+        shown = self.top(_SHOWN).to_html(index=False) if len(self) else "no rows"
         return f"<p>{escape(self._headline())}</p>\n{shown}"
+
+
+def largest(values: Float[np.ndarray, "row"], k: int) -> Int[np.ndarray, "some"]:
+    """Return the rows of the k largest values, the largest first; of equals the first.
+
+    Example:
+        >>> largest(np.array([1.0, 3.0, 2.0, 3.0]), 3).tolist()
+        [1, 3, 2]
+    """
+    k = min(k, len(values))
+    least = np.partition(values, len(values) - k)[len(values) - k] if k else np.inf
+    candidates = np.flatnonzero(values >= least)
+    return candidates[np.argsort(-values[candidates], kind="stable")[:k]]

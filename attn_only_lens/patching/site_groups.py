@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -12,7 +12,6 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from attn_only_lens.errors import InputError
-from attn_only_lens.patching.over_prompts import OverPrompts
 from attn_only_lens.runs.positions import Positions, PositionSet, resolve_positions
 from attn_only_lens.runs.prompts import PromptPair
 from attn_only_lens.runs.sites import (
@@ -48,10 +47,9 @@ class SiteGroup:
     @classmethod
     def product(cls, sites: LayerSites, positions: Sequence[PositionSet]) -> "SiteGroup":
         """Every head at every set of positions: positions outmost, heads inmost."""
-        n, n_sets = len(sites.names), len(positions)
-        head = torch.arange(n, device="cpu").repeat(n_sets)
-        where = torch.arange(n_sets, device="cpu").repeat_interleave(n)
-        return cls(sites, tuple(positions), head, where)
+        n = len(sites.names)
+        rows = torch.arange(n * len(positions), device="cpu")
+        return cls(sites, tuple(positions), rows % n, rows // n)
 
     @classmethod
     def joined(cls, groups: Sequence["SiteGroup"]) -> "SiteGroup":
@@ -61,6 +59,13 @@ class SiteGroup:
         wheres = [group.where + sum(sizes[:i]) for i, group in enumerate(groups)]
         heads = [group.head for group in groups]
         return cls(groups[0].sites, positions, torch.cat(heads), torch.cat(wheres))
+
+    @property
+    def is_product(self) -> bool:
+        """Whether the rows are those of `product`, in order."""
+        n = len(self.sites.names)
+        rows = torch.arange(n * len(self.positions), device="cpu")
+        return len(self) == len(rows) and torch.equal(self.where * n + self.head, rows)
 
     def __len__(self) -> int:
         return len(self.head)
@@ -78,7 +83,15 @@ class SiteGroup:
 
     def sums(self, of_heads: Float[Tensor, "head batch pos"]) -> Float[Tensor, "row batch"]:
         """Sum a quantity of each row's head over its positions."""
-        found = torch.einsum("hbp,sbp->shb", of_heads, self.everywhere.to(of_heads))
+        everywhere = self.everywhere.to(of_heads)
+        if all(each.column is not None for each in self.positions):
+            columns = torch.tensor([each.column for each in self.positions], device=of_heads.device)
+            here = everywhere.gather(-1, columns[:, None, None].expand(-1, everywhere.shape[1], 1))
+            found = of_heads.permute(2, 0, 1)[columns] * here.transpose(1, 2)
+        else:
+            found = torch.einsum("hbp,sbp->shb", of_heads, everywhere)
+        if self.is_product:
+            return found.flatten(0, 1)
         return found[self.where.to(found.device), self.head.to(found.device)]
 
     @property
@@ -95,27 +108,15 @@ class SiteGroup:
             }
         )
 
-    def frame(
-        self,
-        values: Float[Tensor, "row prompt"],
-        over: OverPrompts,
-        exact: Bool[Tensor, "row"] | None = None,
-    ) -> pd.DataFrame:
-        """Return a frame for `Sweep` of the values of the rows, prompts inmost.
-
-        Args:
-            values: of each row and prompt.
-            over: how prompts become rows.
-            exact: which are of patches, where others are estimates; None if all are.
-        """
-        rows = self.rows if exact is None else self.rows.assign(exact=exact.cpu().numpy())
-        if over.per_prompt:
-            rows = rows.loc[rows.index.repeat(values.shape[1])].reset_index(drop=True)
-        return rows.assign(**over.columns(values))
-
 
 def site_groups(
-    model: Any, pair: PromptPair, sites: Sites | None, positions: Positions, part: Part
+    model: Any,
+    pair: PromptPair,
+    sites: Sites | None,
+    positions: Positions,
+    part: Part,
+    *,
+    most_rows: int | None = ROWS,
 ) -> tuple[SiteGroup, ...]:
     """Return the sites to patch, in groups whose order depends on nothing else.
 
@@ -126,6 +127,7 @@ def site_groups(
             that have the part.
         positions: as `resolve_positions` takes them, for names that do not say where.
         part: the part that is patched.
+        most_rows: of a group, unless the heads of one layer are more; None for a group a layer.
 
     Raises:
         InputError: with every reason: sites that the model has not, positions that are none of
@@ -133,7 +135,7 @@ def site_groups(
     """
     if sites is None:
         sites = heads() if part == "k" else all_heads()
-    groups = _site_groups(model, pair, sites, positions)
+    groups = _site_groups(model, pair, sites, positions, most_rows)
     neurons = [each.sites.names[0] for each in groups if each.sites.kind == "neuron"]
     if part == "k" and neurons:
         raise InputError(
@@ -144,11 +146,12 @@ def site_groups(
 
 
 def _site_groups(
-    model: Any, pair: PromptPair, sites: Sites, positions: Positions
+    model: Any, pair: PromptPair, sites: Sites, positions: Positions, most_rows: int | None
 ) -> tuple[SiteGroup, ...]:
     given = split_positions(sites)
     if given is None:
-        return tuple(_groups(resolve_sites(model, sites), resolve_positions(pair, positions)))
+        heads = resolve_sites(model, sites)
+        return tuple(_groups(heads, resolve_positions(pair, positions), most_rows))
     free = {name for name, at in given if at is None}
     if not free and not (isinstance(positions, str) and positions == "each"):
         raise InputError(
@@ -204,15 +207,20 @@ def _at(site: tuple[str, object]) -> str:
     return f"{site[0]}@{site[1]}"
 
 
-def _groups(sites: Sequence[LayerSites], positions: Sequence[PositionSet]) -> list[SiteGroup]:
+def _groups(
+    sites: Sequence[LayerSites], positions: Sequence[PositionSet], most_rows: int | None
+) -> list[SiteGroup]:
     """Group all heads at all positions: many neurons by position, few with several positions."""
     groups: list[SiteGroup] = []
+    products: dict[tuple[int, int], SiteGroup] = {}  # of one size, which share their rows
     for each in sites:
         at_once = len(positions)
-        if each.kind == "neuron":
-            at_once = max(1, ROWS // len(each.names))
-        groups += [
-            SiteGroup.product(each, positions[first : first + at_once])
-            for first in range(0, len(positions), at_once)
-        ]
+        if each.kind == "neuron" and most_rows is not None:
+            at_once = max(1, most_rows // len(each.names))
+        for first in range(0, len(positions), at_once):
+            here = tuple(positions[first : first + at_once])
+            size = len(each.names), len(here)
+            if size not in products:
+                products[size] = SiteGroup.product(each, here)
+            groups.append(replace(products[size], sites=each, positions=here))
     return groups

@@ -206,9 +206,9 @@ def _neuron_edit(replay: Replay, layer: int, part: Part, first: int, noise: _Noi
     read: Part = "pattern" if part == "q" else part
     shown = noise.shown[hook_name(replay.model, layer, read, "neuron")]
     if read == "pattern":
-        source = replace(target, weight=shown[..., SELF].transpose(1, 2))
+        source = replace(target, gates=(target.v, shown[..., SELF].transpose(1, 2)))
     elif read == "value":
-        source = replace(target, v=shown.squeeze(-1))
+        source = replace(target, gates=(shown.squeeze(-1), target.weight))
     else:
         source = replace(target, z=shown.squeeze(-1))
     dz = heads.head_outputs(change_of_z(target, source, part))[:, first:]

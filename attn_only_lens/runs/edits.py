@@ -63,7 +63,10 @@ def sum_by_site(
     """Sum a quantity over the heads of each site: all of its neuron, or one."""
     each = of_heads.unflatten(-1, (-1, heads.heads_per_neuron))  # [batch, pos, neuron, member]
     index, member = sites.index.to(of_heads.device), sites.member.to(of_heads.device)
-    chosen = each[:, :, index]
+    every = torch.equal(sites.index, torch.arange(each.shape[2], device=sites.index.device))
+    chosen = each if every else each[:, :, index]
+    if heads.heads_per_neuron == 1:
+        return chosen.squeeze(-1).permute(2, 0, 1)
     one = chosen.gather(-1, member.clamp(min=0).expand(*chosen.shape[:2], -1).unsqueeze(-1))
     change = chosen.sum(-1).where(member == ALL_MEMBERS, one.squeeze(-1))
     return change.permute(2, 0, 1)

@@ -161,10 +161,9 @@ def site_estimates(
     """
     if node == host_of(model).hook_name(sites.layer, "neuron", "z"):
         ours, theirs = target.neurons[sites.layer], source.neurons[sites.layer]
-        change = change_of_z(ours, theirs, part).unsqueeze(-1)
+        each = gradient.squeeze(-1) * change_of_z(ours, theirs, part)
     else:
-        change = source.hooked[node] - target.hooked[node]
-    each = (gradient * change).sum(dim=-1)
+        each = (gradient * (source.hooked[node] - target.hooked[node])).sum(dim=-1)
     if sites.kind == "neuron":
         return sum_by_site(host_of(model).neurons[sites.layer], sites, each)
     if node.endswith("hook_pattern"):  # [batch, head_index, query_pos]

@@ -8,7 +8,7 @@ from jaxtyping import Bool
 from torch import Tensor
 
 from attn_only_lens.errors import InputError
-from attn_only_lens.runs.recording import Recording
+from attn_only_lens.runs.recording import NeuronRun, Recording
 
 DIRECTIONS = ("denoise", "noise")
 """Patch clean activations into the corrupted run, or corrupted ones into the clean run."""
@@ -54,11 +54,7 @@ def ablate(
         return torch.zeros_like(z)
 
     neurons = {
-        layer: replace(
-            each,
-            weight=torch.zeros_like(each.weight) if to == "bias" else each.weight,
-            z=ablated_z(each.z, reference.neurons[layer].z),
-        )
+        layer: NeuronRun(ablated_z(each.z, reference.neurons[layer].z))
         for layer, each in recording.neurons.items()
     }
     hooked = {name: ablated_z(z, reference.hooked[name]) for name, z in recording.hooked.items()}

@@ -161,11 +161,11 @@ class BoundMetric:
         """Return the metric of one whole run, in the graph of its logits."""
         return self.value(self.select(logits)[None])[0]
 
-    def gradient(self, logits: Logits) -> Logits | None:
-        """Return the gradient with respect to the logits of a whole run; None if it is detached."""
+    def gradient(self, logits: Logits) -> Float[Tensor, "batch position column"] | None:
+        """Return the gradient with respect to what it reads of a run; None if it is detached."""
         with torch.enable_grad():
-            leaf = logits.detach().clone().requires_grad_()
-            value = self.of_logits(leaf)
+            leaf = self.select(logits.detach()).clone().requires_grad_()
+            value = self.value(leaf[None])[0]
         return torch.autograd.grad(value, leaf)[0] if value.requires_grad else None
 
     def _refuse(self, reason: str) -> None:
@@ -675,7 +675,7 @@ def require_slope(metric: BoundMetric, logits: Logits, other: Logits, span: floa
     """
     gradient = metric.gradient(logits)
     assert gradient is not None
-    terms = gradient * (other.detach() - logits.detach())
+    terms = gradient * (metric.select(other.detach()) - metric.select(logits.detach()))
     eps = min(torch.finfo(dtype).eps for dtype in (logits.dtype, torch.float32))
     if float(to_float64_device(terms).double().abs().sum()) <= _NO_SLOPE * eps * abs(span):
         raise InputError(

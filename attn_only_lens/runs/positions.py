@@ -35,6 +35,11 @@ class PositionSet:
     label: int | str
     where: Bool[Tensor, "batch pos"]
 
+    @property
+    def column(self) -> int | None:
+        """The only position that it may have in any prompt; None if prompts may have others."""
+        return self.label if isinstance(self.label, int) and self.label >= 0 else None
+
 
 def resolve_positions(pair: PromptPair, positions: Positions) -> tuple[PositionSet, ...]:
     """Return the sets of positions to patch in given prompts.

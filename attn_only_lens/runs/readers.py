@@ -260,4 +260,4 @@ def _read_matrices(heads: NeuronHeads) -> tuple[Tensor, Tensor | None]:
 
 def _neuron_run(heads: NeuronHeads, q: Tensor, up: Tensor | None) -> NeuronRun:
     weight, v = heads.weights_and_values(q, up)
-    return NeuronRun(v=v, weight=weight, z=weight * v)
+    return NeuronRun(weight * v, (v, weight))

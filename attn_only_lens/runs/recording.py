@@ -26,14 +26,23 @@ class NeuronRun:
     """The activations of one layer's neuron-heads.
 
     Attributes:
-        v: their values.
-        weight: their attention to the token itself, the rest being on the bias token.
         z: their output, `weight * v`.
+        gates: their values, and their weights; none where z alone was recorded, as the MLP has it
+            without a gate being computed.
     """
 
-    v: Float[Tensor, "batch pos head_index"]
-    weight: Float[Tensor, "batch pos head_index"]
     z: Float[Tensor, "batch pos head_index"]
+    gates: tuple[Float[Tensor, "batch pos head_index"], ...] = ()
+
+    @property
+    def v(self) -> Float[Tensor, "batch pos head_index"]:
+        """Their values."""
+        return self.gates[0]
+
+    @property
+    def weight(self) -> Float[Tensor, "batch pos head_index"]:
+        """Their attention to the token itself, the rest being on the bias token."""
+        return self.gates[1]
 
 
 @dataclass(frozen=True)
@@ -107,6 +116,7 @@ def record(
     *,
     layers: Iterable[int] = (),
     names: Iterable[str] = (),
+    gates: bool = True,
     hooks: Hooks = (),
     keep_graph: bool = False,
 ) -> Recording:
@@ -118,6 +128,7 @@ def record(
         mask: 1 for real tokens, 0 for padding.
         layers: source layers whose neuron-heads to record.
         names: hook points of attention heads to record.
+        gates: whether to record the values and weights of neuron-heads, besides their z.
         hooks: hooks of the caller's, which run after the recording ones.
         keep_graph: whether the logits keep their graph; nothing else does.
 
@@ -140,7 +151,7 @@ def record(
     with ExitStack() as stack:
         for layer in layers:
             heads = host_of(model).neurons[layer]
-            for point in _POINTS:
+            for point in _POINTS if gates else ("z",):
                 key = f"{layer}.{point}"
                 expected[key] = f"layer {layer}, {point} of its neurons"
                 handle = getattr(heads, f"hook_{point}").register_forward_hook(look(key))
@@ -151,9 +162,13 @@ def record(
     require_seen(expected, seen)
     neurons = {
         layer: NeuronRun(
-            v=seen[f"{layer}.v"].squeeze(-1),
-            weight=seen[f"{layer}.pattern"][..., SELF].transpose(1, 2),
-            z=seen[f"{layer}.z"].squeeze(-1),
+            seen[f"{layer}.z"].squeeze(-1),
+            (
+                seen[f"{layer}.v"].squeeze(-1),
+                seen[f"{layer}.pattern"][..., SELF].transpose(1, 2),
+            )
+            if gates
+            else (),
         )
         for layer in layers
     }
@@ -164,7 +179,8 @@ def record(
 def record_again(model: Any, recording: Recording) -> Recording:
     """Record the same run, with the same activations, once more."""
     layers, names = recording.neurons, recording.hooked
-    return record(model, recording.tokens, recording.mask, layers=layers, names=names)
+    gates = any(each.gates for each in layers.values())
+    return record(model, recording.tokens, recording.mask, layers=layers, names=names, gates=gates)
 
 
 def record_pair(
@@ -175,6 +191,7 @@ def record_pair(
     part: Part,
     *,
     names: Sequence[str] = (),
+    gates: bool = False,
     traced: Side | None = None,
     hooks: Hooks = (),
     distinct: bool = True,
@@ -188,6 +205,7 @@ def record_pair(
         sites: the heads to record.
         part: the part of attention heads to record.
         names: further hook points to record.
+        gates: whether to record the values and weights of neuron-heads if z alone is patched.
         traced: the run whose logits keep their graph, if one does.
         hooks: on that run.
         distinct: whether the metric must tell the runs apart, as scores need it to.
@@ -207,6 +225,7 @@ def record_pair(
             pair.mask,
             layers=layers,
             names=[*own.values(), *names],
+            gates=gates or part != "z",
             hooks=hooks if side == traced else (),
             keep_graph=side == traced,
         )

@@ -4,6 +4,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Literal, TypeAlias, get_args
 
 import torch
@@ -234,9 +235,8 @@ def _order(name: HeadName) -> tuple[int, str, int, int]:
 
 
 def _all_heads(layer: int, kind: HeadKind, count: int) -> LayerSites:
-    stem = str(HeadName(layer, kind, 0)).removesuffix("0")
-    names = tuple(f"{stem}{index}" for index in range(count))
     index = torch.arange(count, device="cpu")
+    names = _all_names(layer, kind, count)
     return LayerSites(layer, kind, names, index, torch.full_like(index, ALL_MEMBERS))
 
 
@@ -247,6 +247,12 @@ def _unknown(model: Any, name: HeadName) -> list[str]:
     except UnknownHeadError as error:
         return [str(error)]
     return []
+
+
+@lru_cache(maxsize=1024)  # to make names takes a share of the time of an attribution
+def _all_names(layer: int, kind: HeadKind, count: int) -> tuple[str, ...]:
+    stem = str(HeadName(layer, kind, 0)).removesuffix("0")
+    return tuple(f"{stem}{index}" for index in range(count))
 
 
 def _names(model: Any, sites: object) -> tuple[list[HeadName], list[str]]:

@@ -61,7 +61,7 @@ def sweep_heatmap(
         ('L0 neurons', 0.75)
     """
     frame = _effects(sweep)
-    if sweep.has_prompts:
+    if sweep.rows.has_prompts:
         refuse('the sweep has rows of each prompt; expected means, or sweep.query("prompt == 0")')
     if rows not in ("layer", "name"):
         refuse(f"got rows={rows!r}; expected 'layer' or 'name'")
@@ -136,7 +136,7 @@ def sweep_bars(sweep: Sweep, k: int = 20, tokens: Sequence[str] | None = None) -
         f"{name} at {_position(position, tokens)}"
         for name, position in frame[["name", "position"]].to_numpy()
     ]
-    if sweep.has_prompts:  # else bars of the same name would be drawn in one place
+    if sweep.rows.has_prompts:  # else bars of the same name would be drawn in one place
         frame["label"] += ", prompt " + frame["prompt"].astype(str)
     figure = empty_figure()
     for kind, part in frame.groupby("kind", observed=True, sort=False):
@@ -154,12 +154,12 @@ def sweep_bars(sweep: Sweep, k: int = 20, tokens: Sequence[str] | None = None) -
         type="category", categoryorder="array", categoryarray=frame["label"].tolist()[::-1]
     )
     figure.update_layout(showlegend=True)
-    return _titled(figure, sweep, len(frame), f"{len(frame)} of {len(sweep.frame)} patches")
+    return _titled(figure, sweep, len(frame), f"{len(frame)} of {len(sweep)} patches")
 
 
 def _effects(sweep: Sweep) -> pd.DataFrame:
     """Return the sweep's rows with their effect, the strongest first; ties keep their order."""
-    refuse(*["the sweep has no rows"] * (not len(sweep.frame)))
+    refuse(*["the sweep has no rows"] * (not len(sweep)))
     frame = sweep.to_frame().assign(effect=sweep.effect)
     for column in ("name", "kind"):
         frame[column] = frame[column].astype(str)

@@ -45,7 +45,7 @@ def test_with_itself_and_its_opposite():
 
 BAD = {
     "sites": (lambda: sweep(frame=values().iloc[3:].replace("L1N4", "L1N5000")), "8 of 65 rows"),
-    "part": (lambda: sweep(part="q"), "65 of 65 rows are of exact alone, and 65 of 65"),
+    "part": (lambda: sweep(part="q"), "exact is of part 'z', approx of 'q'"),
     "position": (lambda: sweep(frame=values(positions=["all"])), "13 of approx alone"),
     "direction": (lambda: sweep(direction="noise"), "exact is denoise, approx is noise"),
     "metric": (lambda: sweep(metric="kl"), "exact is of logit_diff.*approx of kl"),
@@ -78,10 +78,9 @@ def test_rows_of_each_prompt_are_held_against_the_same():
 
 
 def test_refused_with_every_reason():
-    broken = sweep()
-    broken.frame.loc[3, "score"] = np.nan
+    flat = sweep(frame=values().assign(value=1.0))
     with pytest.raises(InputError) as caught:
-        p.agreement(sweep(direction="noise"), broken, k=66)
+        p.agreement(sweep(direction="noise"), flat, k=66)
     assert len(caught.value.reasons) == 3
     for k in (0, True, 2.0):
         with pytest.raises(InputError, match="expected 1 to the 65 rows"):

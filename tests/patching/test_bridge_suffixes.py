@@ -109,6 +109,63 @@ def test_positions_before_a_patch_are_not_run(name, state):
     assert heads.groupby("name")["value"].std().min() > 1e-6
 
 
+SCATTERED = ["L0N5", "L0H1", "L1N29", "L1H0"]
+
+
+def passes(model, run):
+    """The rows of each pass of many through the unembedding: those of all variants."""
+    found = []
+
+    def look(module, args, output):
+        found.append(len(output))
+
+    handle = model.unembed.register_forward_hook(of_a_library(look))
+    try:
+        return run(), found
+    finally:
+        handle.remove()
+
+
+# What is at the metric's position alone: neurons of the last layer; not where a norm follows them.
+@pytest.mark.parametrize(
+    ("name", "felt"),
+    [(name, 3 * len(SUFFIXES) + 1) for name in ("gpt2", "neox", "llama")]
+    + [("gemma2", 4 * len(SUFFIXES)), ("bert", 4 * POS)],
+)
+def test_patches_of_all_layers_run_in_one_pass(name, felt, monkeypatch):
+    """Those that enter a block join those that have come so far."""
+    model = exposed(name)
+    monkeypatch.setattr(BridgeReplay, "flops_per_run", lambda self, block, position: 1e30)
+    frame, found = passes(model, lambda: sweep(model, SCATTERED))
+    assert found[-1] == BATCH * felt
+    assert worst(model, frame) < EXACT
+    assert frame.groupby("name")["value"].std().min() > 1e-8
+
+
+def test_a_model_that_wants_all_rows_in_every_block():
+    """A control of the passes above: each layer's patches run alone, and are right."""
+    model, rows = exposed("gpt2"), []
+
+    def count(module, args, output):
+        rows.append(len(output))
+
+    def want(module, args):
+        if len(args[0]) != rows[-1]:
+            raise RuntimeError("all rows, please")
+
+    handles = [
+        model.embed.register_forward_hook(of_a_library(count)),
+        model.blocks[1].register_forward_pre_hook(of_a_library(want)),
+    ]
+    frame, alone = passes(model, lambda: sweep(model, SCATTERED))
+    for handle in handles:
+        handle.remove()
+    again, together = passes(model, lambda: sweep(model, SCATTERED))
+    assert worst(model, frame) < EXACT
+    assert (frame["value"] - again["value"]).abs().max() < EXACT
+    assert len(alone) > len(together)
+
+
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("name", ["gpt2", "neox", "llama", "gemma2"])
 def test_with_padding(name, side):
@@ -296,7 +353,7 @@ def test_a_wrong_cache_is_seen(name, wrong, monkeypatch):
     assert found[-1] == WHOLE[-1]
     assert worst(model, frame) < EXACT
     # Control: were it not tried, scores would be wrong.
-    monkeypatch.setattr(BridgeReplay, "_test_start", lambda self, block, first: True)
+    monkeypatch.setattr(BridgeReplay, "_test_start", lambda self, block, first, earlier: True)
     monkeypatch.setattr(BridgeReplay, "check", lambda self: None)
     assert worst(model, sweep(model)) > 1e-5
 
@@ -337,9 +394,9 @@ def test_later_blocks_are_trusted_where_earlier_ones_were_tried(monkeypatch):
     model, tried = exposed("gpt2"), []
     own = BridgeReplay._test_start
 
-    def watching(self, block, first):
+    def watching(self, block, first, earlier):
         tried.append((block, first))
-        return own(self, block, first)
+        return own(self, block, first, earlier)
 
     monkeypatch.setattr(BridgeReplay, "_test_start", watching)
     replay = replay_of_corrupted(model)
@@ -362,7 +419,7 @@ def test_a_model_that_is_not_causal_is_run_whole(monkeypatch):
     assert set(found) == {POS}
     assert worst(model, frame) < EXACT
     # Control: the unpatched run, which `check` makes, does not tell.
-    monkeypatch.setattr(BridgeReplay, "_test_start", lambda self, block, first: True)
+    monkeypatch.setattr(BridgeReplay, "_test_start", lambda self, block, first, earlier: True)
     frame, found = lengths(model, lambda: sweep(model))
     assert min(found) < POS
     assert worst(model, frame) > 1e-3

@@ -57,6 +57,14 @@ def test_nameless_rows_are_an_error(column):
         sweep(frame=frame)
 
 
+def test_categories_are_those_that_there_are():
+    plain, texts = sweep().frame, values()
+    for categories in (sorted({*texts["name"]}), ["L9N9", *dict.fromkeys(texts["name"])]):
+        found = sweep(frame=texts.assign(name=pd.Categorical(texts["name"], categories)))
+        pd.testing.assert_frame_equal(found.frame, plain, check_categorical=False)
+        assert set(found.frame["name"].cat.categories) == {*texts["name"]}
+
+
 def test_query_keeps_what_was_run():
     found = sweep(direction="noise").query("layer == 1 and position == 3")
     assert (found.direction, found.metric) == ("noise", RUN["metric"])
@@ -183,6 +191,7 @@ BAD = {
     "direction": ({"direction": "up"}, lambda f: f, "got direction='up'"),
     "constant": ({"clean_value": -1.3}, lambda f: f, "two finite numbers that differ"),
     "infinite": ({"clean_value": np.inf}, lambda f: f, "two finite numbers that differ"),
+    "two heads": ({}, lambda f: f.assign(layer=range(65)), "rows of L0H0 differ in their layer"),
     "part": ({}, lambda f: f.assign(part="q"), r"got parts \['q'\]"),
 }
 

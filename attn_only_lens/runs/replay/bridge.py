@@ -3,9 +3,10 @@
 A model of transformers that takes a cache runs on the tokens from a patch on alone, as if it
 generated them after those before, whose keys and values are recorded (`key_values.py`). Whether it
 can is tested for each position before it is first used: noise is added to the stream that enters a
-block from there on, and the model runs on all positions, and on those from there on alone. Every
-block and the logits must agree, within the tolerance for the dtype. They do not if positions before
-the noise see it and pass it on: then their recorded keys and values are out of date.
+block from there on, and the model runs on all positions, or from an earlier one that is tested, and
+on those from there on alone. Every block and the logits must agree, within the tolerance for the
+dtype. They do not if positions before the noise see it and pass it on: then their recorded keys and
+values are out of date.
 
 Where they disagree, every patch runs all positions: right in any case, but slower. So run models
 that are not causal or have no such cache (those of `boot_native`, encoders, recurrent ones), and
@@ -65,8 +66,9 @@ class BridgeReplay(Replay):
         if self._past is None:
             return False
         if block < self._tested.get(position, self.n_blocks + 1):
+            earlier = [p for p, b in self._tested.items() if p < position and b <= block]
             self._tested[position] = block
-            if not self._test_start(block, position):
+            if not self._test_start(block, position, max(earlier, default=0)):
                 self._past = None
         return self._past is not None
 
@@ -75,7 +77,7 @@ class BridgeReplay(Replay):
         flops = super().flops_per_run(block, position)
         if not position or block >= self._tested.get(position, self.n_blocks + 1):
             return flops
-        tokens = self.batch * (2 * self.n_pos - position)
+        tokens = self.batch * 2 * (self.n_pos - position)
         return 3 * flops + tokens * self.flops_per_token(block)
 
     def starts_to_check(self) -> set[int]:
@@ -83,12 +85,13 @@ class BridgeReplay(Replay):
         return {0}
 
     @torch.no_grad()
-    def _test_start(self, block: int, first: int) -> bool:
+    def _test_start(self, block: int, first: int, earlier: int) -> bool:
+        """Compare runs from a position on with runs from an earlier one, which is tested, or 0."""
         recorded, mask = self.recording.streams[block], self.recording.mask
         noise = normal_numbers(recorded.shape)
         noise[:, :first] = 0
         stream = recorded + noise.to(recorded) * recorded.std()
-        whole, logits = self._streams_and_logits(Variants(block, 0, stream))
+        whole, logits = self._streams_and_logits(Variants(block, earlier, stream[:, earlier:]))
         try:
             later, again = self._streams_and_logits(Variants(block, first, stream[:, first:]))
         except UNFIT as error:  # a model that cannot continue a cache
@@ -96,7 +99,7 @@ class BridgeReplay(Replay):
                 raise
             return False
         for mine, theirs in zip(later, whole, strict=True):
-            theirs = theirs[:, first:]
+            theirs = theirs[:, first - earlier :]
             # Token by token: the largest would hide errors of others.
             scale = theirs.abs().amax(-1, keepdim=True)
             if mask is not None:  # no token attends to padding, and none is patched
@@ -232,6 +235,8 @@ class BridgeReplay(Replay):
     def _unembed_columns(self) -> Iterator[None]:
         """Unembed only the columns that the metric reads."""
         linear, columns = self.model.unembed.original_component, self.metric.columns
+        assert columns is not None
+        columns = columns.to(linear.weight.device)
         weight = linear.weight[columns]
         bias = None if linear.bias is None else linear.bias[columns]
 

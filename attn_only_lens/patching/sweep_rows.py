@@ -1,0 +1,334 @@
+"""The rows of a sweep as arrays: codes of heads and positions, and numbers; and frames of them.
+
+A row is of a head in a table, at a set of positions in a list, and of a prompt if rows are of each.
+Of ten million rows there are as many codes of four bytes, and as many numbers; but only the names
+of some hundred thousand heads, and no text of a row.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import chain
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import pandas as pd
+
+from attn_only_lens.errors import InputError
+from attn_only_lens.patching.over_prompts import SPREAD
+from attn_only_lens.patching.site_groups import SiteGroup
+
+PROBLEM = "these are not the results of a sweep"
+_GIVEN = ["layer", "kind", "index", "name", "position", "value"]
+_BY_PROMPT = ("prompt", "unpatched")
+_ADDED = ("part", "score")
+
+_Codes: TypeAlias = npt.NDArray[np.int32]
+_Column: TypeAlias = "pd.Series[Any]"
+
+
+def _flags(column: _Column) -> npt.NDArray[np.bool_]:
+    """True and False, also as a CSV file has them."""
+    if column.dtype == bool:
+        return column.to_numpy()
+    text = column.astype(str)
+    others = sorted(set(text) - {"True", "False"})
+    InputError.raise_if([f"got exact={each}; expected True or False" for each in others], PROBLEM)
+    return (text == "True").to_numpy()
+
+
+def _floats(column: _Column) -> npt.NDArray[np.float64]:
+    return column.to_numpy(dtype=np.float64)
+
+
+_OPTIONAL: dict[str, Callable[[_Column], Any]] = {
+    "prompt": lambda column: column.to_numpy(dtype=np.int64),
+    "unpatched": _floats,
+    **dict.fromkeys(SPREAD, _floats),
+    "exact": _flags,
+}
+"""Columns that some sweeps have, and how each is read."""
+
+
+@dataclass(frozen=True, eq=False)
+class SweepRows:
+    """Rows of a sweep.
+
+    Attributes:
+        layer: of each head.
+        kind: of each head.
+        index: of each head.
+        names: of each head, each once.
+        labels: of sets of positions: numbers, or texts.
+        blocks: of rows, one after another: the first head, the heads counted from it, and the sets
+            of positions; all rows of a block in order.
+        repeats: rows that follow each other for each of these, one for each prompt.
+        numbers: a number for each row: `value`, and some of the optional columns.
+    """
+
+    layer: npt.NDArray[np.int64]
+    kind: tuple[str, ...]
+    index: npt.NDArray[np.int64]
+    names: tuple[str, ...]
+    labels: tuple[int | str, ...]
+    blocks: tuple[tuple[int, npt.NDArray[Any], npt.NDArray[Any]], ...]
+    repeats: int
+    numbers: dict[str, npt.NDArray[Any]]
+
+    @classmethod
+    def of_groups(
+        cls, groups: Sequence[SiteGroup], numbers: Sequence[dict[str, npt.NDArray[Any]]]
+    ) -> "SweepRows":
+        """Return the rows of groups of sites, with the numbers of each."""
+        sites = list(dict.fromkeys(group.sites for group in groups))
+        ends = np.cumsum([0, *(len(each.names) for each in sites)]).tolist()
+        first = dict(zip(sites, ends, strict=False))
+        labels = list(dict.fromkeys(each.label for group in groups for each in group.positions))
+        place = {label: i for i, label in enumerate(labels)}
+        blocks = []
+        for group in groups:
+            places = [place[each.label] for each in group.positions]
+            where = group.where.numpy()
+            if places != list(range(len(places))):
+                where = np.array(places, dtype=np.int32)[where]
+            blocks.append((first[group.sites], group.head.numpy(), where))
+        columns = {name: np.concatenate([each[name] for each in numbers]) for name in numbers[0]}
+        n_rows = sum(len(group) for group in groups)
+        rows = cls(
+            layer=np.repeat([each.layer for each in sites], np.diff(ends)),
+            kind=tuple(chain.from_iterable([each.kind] * len(each.names) for each in sites)),
+            index=np.concatenate([each.index.cpu().numpy() for each in sites]),
+            names=tuple(chain.from_iterable(each.names for each in sites)),
+            labels=tuple(labels),
+            blocks=tuple(blocks),
+            repeats=len(columns["value"]) // n_rows,
+            numbers=columns,
+        )
+        # Tables are in order of appearance, as those of a file are when it is read.
+        every = all(len(each) == len(each.sites.names) * len(each.positions) for each in groups)
+        return rows if every else rows[np.arange(len(rows))]
+
+    @classmethod
+    def of_frame(cls, frame: pd.DataFrame, part: str) -> "SweepRows":
+        """Return the rows of a frame, which may have the columns that are added.
+
+        Raises:
+            InputError: with every reason: columns, positions or parts that are none of a sweep's;
+                values that are not finite; a site that is there twice.
+        """
+        others = set(frame.columns) - {*_GIVEN, *_ADDED, *_OPTIONAL}
+        halves = [tuple(c in frame for c in pair) for pair in (_BY_PROMPT, SPREAD)]
+        if others or set(_GIVEN) - set(frame.columns) or any(len(set(half)) > 1 for half in halves):
+            reason = (
+                f"got columns {list(frame.columns)}; expected {_GIVEN}, and any of "
+                f"{list(_OPTIONAL)}, of which {_BY_PROMPT} and {SPREAD} come together"
+            )
+            raise InputError([reason], PROBLEM)
+        head, names = _coded(frame["name"])
+        where, labels = _coded_positions(frame["position"])
+        example = np.full(len(names), -1)  # a row of each head
+        example[head] = np.arange(len(frame), dtype=np.int32)
+        kind, kinds = _coded(frame["kind"])
+        layer, index = (frame[name].to_numpy(dtype=np.int64) for name in ("layer", "index"))
+        numbers = {name: read(frame[name]) for name, read in _OPTIONAL.items() if name in frame}
+        rows = cls(
+            layer=layer[example],
+            kind=tuple(kinds[code] for code in kind[example].tolist()),
+            index=index[example],
+            names=names,
+            labels=labels,
+            blocks=((0, head, where),),
+            repeats=1,
+            numbers={"value": _floats(frame["value"]), **numbers},
+        )
+        reasons = []
+        if "part" in frame and not (frame["part"] == part).all():
+            reasons.append(f"got parts {sorted(set(frame['part']))}; expected {part!r} alone")
+        unlike = [each != each[example][head] for each in (layer, kind, index)]
+        reasons += [
+            f"rows of {names[head[at.argmax()]]} differ in their {column}"
+            for column, at in zip(("layer", "kind", "index"), unlike, strict=True)
+            if at.any()
+        ]
+        InputError.raise_if(reasons + rows._reasons_against_repeats(), PROBLEM)
+        return rows if (example >= 0).all() else rows[np.arange(len(rows))]
+
+    def __len__(self) -> int:
+        return len(self.numbers["value"])
+
+    @cached_property
+    def head(self) -> _Codes:
+        """The place of each row's head in the table."""
+        return self._joined([head + np.int32(first) for first, head, _ in self.blocks])
+
+    @cached_property
+    def where(self) -> _Codes:
+        """The place of each row's set of positions in the list."""
+        return self._joined([where for _, _, where in self.blocks])
+
+    def _joined(self, codes: list[npt.NDArray[Any]]) -> _Codes:
+        joined = np.concatenate([each.astype(np.int32, copy=False) for each in codes])
+        return np.repeat(joined, self.repeats) if self.repeats > 1 else joined
+
+    def __getitem__(self, rows: npt.NDArray[np.int64]) -> "SweepRows":
+        """Return some of the rows, with the heads and positions that they have."""
+        head, heads = pd.factorize(self.head[rows])
+        where, places = pd.factorize(self.where[rows])
+        return SweepRows(
+            layer=self.layer[heads],
+            kind=tuple(self.kind[i] for i in heads.tolist()),
+            index=self.index[heads],
+            names=tuple(self.names[i] for i in heads.tolist()),
+            labels=tuple(self.labels[i] for i in places.tolist()),
+            blocks=((0, head, where),),
+            repeats=1,
+            numbers={name: each[rows] for name, each in self.numbers.items()},
+        )
+
+    def frame(self, part: str, score: npt.NDArray[np.float64]) -> pd.DataFrame:
+        """Return the frame of the rows, with their part and score."""
+        kind, kinds = pd.factorize(np.array(self.kind, dtype=object))
+        labels: Any = np.array(self.labels, dtype=np.int64 if self.numbered else object)
+        where = labels[self.where] if self.numbered else _categories(self.where, labels)
+        numbers = dict(self.numbers)
+        return pd.DataFrame(
+            {
+                "layer": self.layer[self.head],
+                "kind": _categories(kind.astype(np.int8)[self.head], kinds),
+                "index": self.index[self.head],
+                "name": _categories(self.head, list(self.names)),
+                "position": where,
+                "part": _categories(np.zeros(len(self), dtype=np.int8), [part]),
+                "value": numbers.pop("value"),
+                "score": score,
+                **{name: numbers[name] for name in _OPTIONAL if name in numbers},
+            }
+        )
+
+    @property
+    def numbered(self) -> bool:
+        """Whether positions are numbers."""
+        return not any(isinstance(label, str) for label in self.labels)
+
+    @property
+    def has_prompts(self) -> bool:
+        """Whether rows are of single prompts, more than one of them."""
+        prompt = self.numbers.get("prompt")
+        return prompt is not None and bool((prompt != prompt[:1]).any())
+
+    def reasons_against_values(self) -> list[str]:
+        """Return a reason if values are not finite."""
+        finite = np.isfinite(self.numbers["value"])
+        if "unpatched" in self.numbers:
+            finite &= np.isfinite(self.numbers["unpatched"])
+        bad = int((~finite).sum())
+        return [f"{bad} of {len(self)} values are not finite"] * (bad > 0)
+
+    def _reasons_against_repeats(self) -> list[str]:
+        (key,), n = site_keys(self)
+        seen = np.zeros(n, dtype=bool)
+        seen[key] = True
+        if int(seen.sum()) == len(self):
+            return []
+        again = _last_rows(key, n)[key] != np.arange(len(self))
+        name = self.names[self.head[again.argmax()]]
+        return [f"{again.sum()} rows repeat a site, such as {name}"]
+
+    def site(self, row: int) -> str:
+        """Return the name of a row's head, its positions, and its prompt if it is of one."""
+        prompt = f", prompt {self.numbers['prompt'][row]}" if "prompt" in self.numbers else ""
+        return f"{self.names[self.head[row]]} at {self.labels[self.where[row]]}{prompt}"
+
+
+def rows_in_order(one: SweepRows, other: SweepRows) -> npt.NDArray[np.int64] | None:
+    """Return the row of `other` with each row's site of `one`, -1 where it has none.
+
+    None if the rows are of the same sites in order.
+    """
+    if (one.names, one.labels) == (other.names, other.labels):
+        columns = ([each.head, each.where, each.numbers.get("prompt")] for each in (one, other))
+        if all(np.array_equal(*pair) for pair in zip(*columns, strict=True)):
+            return None
+    (mine, theirs), n = site_keys(one, other)
+    return _last_rows(theirs, n)[mine]
+
+
+def site_keys(*rows: SweepRows) -> tuple[list[npt.NDArray[Any]], int]:
+    """Return a number for each row's site and prompt, from 0, and how many numbers there are.
+
+    Args:
+        rows: of one sweep or several, which get the same number for the same site.
+    """
+    names, n_heads = _common_codes([each.names for each in rows])
+    labels, n_places = _common_codes([each.labels for each in rows])
+    n = n_heads * n_places
+    keys: list[npt.NDArray[Any]] = []
+    for each, name, label in zip(rows, names, labels, strict=True):
+        head = each.head if name is None else name[each.head]
+        where = each.where if label is None else label[each.where]
+        keys.append(where.astype(np.int32 if n < 2**31 else np.int64))
+        keys[-1] *= n_heads
+        keys[-1] += head
+    ends = np.cumsum([len(each) for each in rows])
+    if "prompt" in rows[0].numbers:
+        prompt, prompts = pd.factorize(np.concatenate([each.numbers["prompt"] for each in rows]))
+        keys = [k + n * of for k, of in zip(keys, np.split(prompt, ends[:-1]), strict=True)]
+        n *= len(prompts)
+    if n > 8 * ends[-1] + 1024:  # a table of all would be far longer than the rows
+        key, found = pd.factorize(np.concatenate(keys))
+        keys, n = np.split(key, ends[:-1]), len(found)
+    return keys, n
+
+
+def _common_codes(
+    tables: Sequence[Sequence[Any]],
+) -> tuple[list[npt.NDArray[np.int64] | None], int]:
+    """Return a code for each entry of tables, the same for the same entry, and how many.
+
+    None for the places of entries themselves, where tables are the same.
+    """
+    if all(of == tables[0] for of in tables):
+        return [None] * len(tables), len(tables[0])
+    entries = dict.fromkeys(entry for of in tables for entry in of)
+    place = {entry: i for i, entry in enumerate(entries)}
+    return [np.array([place[entry] for entry in of], dtype=np.int64) for of in tables], len(place)
+
+
+def _last_rows(key: npt.NDArray[np.int64], n: int) -> npt.NDArray[np.int64]:
+    """Return the last row with each key; -1 where there is none."""
+    last = np.full(n, -1)
+    last[key] = np.arange(len(key))
+    return last
+
+
+def _categories(codes: npt.NDArray[Any], categories: Any) -> pd.Categorical:
+    return pd.Categorical.from_codes(codes, categories=categories)
+
+
+def _coded(column: _Column) -> tuple[_Codes, tuple[str, ...]]:
+    """Return the codes of texts, and the texts: categories, or in order of appearance.
+
+    Raises:
+        InputError: there are rows without a text.
+    """
+    codes: Any
+    if isinstance(column.dtype, pd.CategoricalDtype):
+        codes, found = column.cat.codes.to_numpy(), column.cat.categories
+    else:
+        codes, found = pd.factorize(column)
+    if len(codes) and codes.min() < 0:
+        reason = f"{int((codes < 0).sum())} rows have no {column.name} (null)"
+        raise InputError([reason], PROBLEM)
+    return codes.astype(np.int32, copy=False), tuple(map(str, found))
+
+
+def _coded_positions(column: _Column) -> tuple[_Codes, tuple[int | str, ...]]:
+    """Return the codes of positions in order of appearance, and the positions."""
+    codes, found = pd.factorize(column, use_na_sentinel=False)
+    labels = list(found)
+    numbers = pd.api.types.is_integer_dtype(column.dtype)
+    if not numbers and not all(isinstance(each, str) for each in labels):
+        reason = f"got positions {labels[:7]}; expected numbers alone, or texts: 'all', or roles"
+        raise InputError([reason], PROBLEM)
+    return codes.astype(np.int32), tuple(map(int, labels) if numbers else labels)
