@@ -380,7 +380,8 @@ class Inflows:
         """Gradients of outputs, weighted by each row, times what each source puts out."""
         home = self._linear.embedding.device
         gradients = _batched_gradients(outputs, [each.put_out for each in self._sources], rows)
-        rest = [constant.new_zeros(constant.shape)]
+        constant = constant.detach().to(home)
+        rest = [torch.zeros_like(constant)]
         columns: list[Tensor] = []
         n_before = 1 + max(i for i, each in enumerate(gradients) if each is not None)
         for source, each in zip(self._sources[:n_before], gradients, strict=False):
@@ -393,7 +394,7 @@ class Inflows:
             if source.width > 1:
                 kept = kept.unflatten(2, (-1, source.width)).sum(-1)
             columns.append(kept.to(home))
-        columns += [torch.stack(rest).sum(0)[..., None], constant.detach()[..., None]]
+        columns += [torch.stack(rest).sum(0)[..., None], constant[..., None]]
         return torch.cat(columns, dim=2).transpose(0, 1).cpu()
 
     def of_nodes(self) -> Float[np.ndarray, "quantity source"]:
