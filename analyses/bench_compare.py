@@ -17,17 +17,21 @@ import subprocess
 import sys
 import time
 import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
+from unittest import mock
 
 import pandas as pd
 import torch
 import typer
 from bench_peak_memory import held_and_peak, model_of, reset_peak
 from benching import MIB, Device, machine, page_name, table, wait
-from torch import Tensor
+from torch import Tensor, nn
 
-from attn_only_lens import compare, expose_neuron_heads, grow
+from attn_only_lens import circuits, compare, expose_neuron_heads, grow
 from attn_only_lens import expansion as ex
 from attn_only_lens import patching as p
 from attn_only_lens.comparison.alignment import align
@@ -78,10 +82,56 @@ def throughput(
     return {name: tokens.numel() / sorted(each)[len(each) // 2] for name, each in took.items()}
 
 
-def seconds_of_the_first_batch(source: Any, grown: Grown, tokens: Tensor, n_patched: int) -> float:
-    """Of `compare` on one batch: circuits, edges, patching and all."""
-    start = time.perf_counter()
-    compare(
+@contextmanager
+def block_calls() -> Iterator[list[int]]:
+    """Count how often blocks of models with neuron-heads run; hooks would be refused."""
+    called, calls = nn.Module.__call__, [0]
+
+    def count(self: nn.Module, *args: Any, **how: Any) -> Any:
+        calls[0] += type(self).__name__.endswith(("Block", "BlockBridge"))
+        return called(self, *args, **how)
+
+    with mock.patch.object(nn.Module, "__call__", count):
+        yield calls
+
+
+def cost(call: Callable[[], Any], n_blocks: int, device: str) -> dict[str, float]:
+    """Seconds of a call, of the processor as well, and its forward passes, by blocks."""
+    wait(device)
+    start, own = time.perf_counter(), time.process_time()
+    with block_calls() as calls:
+        call()
+    wait(device)
+    took = {"s": time.perf_counter() - start, "CPU s": time.process_time() - own}
+    return {**took, "forward passes": calls[0] / n_blocks, "load": os.getloadavg()[0]}
+
+
+def circuit_costs(source: Any, tokens: Tensor, device: str, top: int) -> list[dict[str, Any]]:
+    """Of graphs, a search for a circuit, and its measure, on one pair of prompts."""
+    clean, corrupted = tokens[:1].to(device), tokens[:1].to(device).clone()
+    corrupted[0, -2] = (clean[0, -2] + 1) % source.cfg.d_vocab
+    metric = p.logit_diff(7, 8)
+    with expose_neuron_heads(source):
+        pair = source, clean, corrupted, metric
+        ranking = p.attribution(*pair, positions="each", budget=0, progress=False)
+        calls = {
+            f"attribution_graph, top {top}": lambda: circuits.attribution_graph(
+                source, clean, metric, top=top
+            ),
+            "discover": lambda: circuits.discover(*pair, budget=0),
+            "faithfulness, 10 shares": lambda: circuits.faithfulness(*pair, ranking),
+        }
+        n_blocks = len(source.blocks)
+        return [{"call": name, **cost(call, n_blocks, device)} for name, call in calls.items()]
+
+
+def cost_of_the_first_batch(
+    source: Any, grown: Grown, tokens: Tensor, n_patched: int, device: str
+) -> dict[str, float]:
+    """Of `compare` on one batch: circuits, edges, patching and all; passes through both models."""
+    n_blocks = len(source.blocks) + len(grown.model.blocks)
+    call = partial(
+        compare,
         *(source, grown, tokens, p.loss()),
         batch_size=len(tokens),
         n_patched=n_patched,
@@ -89,7 +139,7 @@ def seconds_of_the_first_batch(source: Any, grown: Grown, tokens: Tensor, n_patc
         n_resamples=50,
         progress=False,
     )
-    return time.perf_counter() - start
+    return cost(call, n_blocks, device)
 
 
 def peak(n_batches: int, batch: int, pos: int, smoke: bool, device: str, layers: int) -> float:
@@ -128,7 +178,8 @@ def report(smoke: bool, device: str, batch: int, pos: int, rounds: int, layers: 
         for name, speed in found.items()
     ]
     n_patched = 5 if smoke else 20
-    seconds = seconds_of_the_first_batch(source, grown, tokens, n_patched)
+    first = cost_of_the_first_batch(source, grown, tokens, n_patched, device)
+    own = circuit_costs(source, tokens, device, 5 if smoke else 300)
     peaks = [
         {"batches": n, "peak MiB": peak_apart(n, batch, pos, smoke, device, layers)} for n in (1, 4)
     ]
@@ -149,8 +200,14 @@ table take turns, so that what else the machine does falls on both.
 
 By flops the most is 1/3: two forward passes and a backward one for each model.
 
-The first batch takes {seconds:.1f} s in all: it is searched for both circuits, the edges between
-20 of their nodes are drawn, and {n_patched} components are patched in each model.
+The first batch takes {first["s"]:.1f} s in all, {first["CPU s"]:.1f} s of them the processor's, and
+{first["forward passes"]:.0f} forward passes of both models: it is searched for both circuits, the
+edges between 20 of their nodes are drawn, and {n_patched} components are patched in each model.
+
+On one pair of prompts of the original, which differ at the last token but one; "forward passes" are
+runs of blocks over the number of blocks, however many variants run at once:
+
+{table(pd.DataFrame(own))}
 
 Peak memory of what streams, beyond both models:
 

@@ -43,6 +43,7 @@ from attn_only_lens import (
 )
 from attn_only_lens import expansion as ex
 from attn_only_lens import patching as p
+from attn_only_lens.circuits.ablation import AblatedModel
 from attn_only_lens.growth import Training, gradient_products
 from attn_only_lens.heads import host_of
 from attn_only_lens.patching.run_patches import PatchRunner
@@ -498,6 +499,70 @@ def test_a_split_model_takes_the_same_shortcuts():
             )
     assert counts[0] == (*counts[1][:2], True)
     assert not counts[1][2]
+
+
+@pytest.fixture(scope="module")
+def counted():
+    """The counts of a call on such a model, of prompts of 15 tokens that differ late."""
+    set_up()
+    clean = tokens(pos=15)[:1]
+    corrupted = clean.clone()
+    corrupted[0, 10] = (clean[0, 10] + 1) % D_VOCAB
+
+    def count(call):
+        with SimulatedDevice() as device:
+            call(model, clean.to(HERE), corrupted.to(HERE), p.logit_diff(7, 8))
+        return device
+
+    with SimulatedDevice():
+        model = gpt2_of_twelve_layers().to(HERE)
+    return count
+
+
+def test_kernels_of_a_graph(counted):
+    def graph(top):
+        return counted(
+            lambda model, clean, _, metric: circuits.attribution_graph(
+                model, clean, metric, top=top
+            )
+        )
+
+    few, many = graph(5), graph(50)
+    assert many.total("kernel") <= 5_000
+    # Two in a layer, where activations are checked, and some of the run; none of a node.
+    assert few.synchronisations == many.synchronisations <= 2 * 12 + 30
+
+
+def test_kernels_of_a_search(counted):
+    """Of all prefixes, complements and random circuits together, few passes."""
+
+    def search(model, clean, corrupted, metric):
+        how = {"order": "magnitude", "budget": 0, "progress": False}
+        circuits.discover(model, clean, corrupted, metric, **how)
+
+    device = counted(search)
+    assert device.total("kernel") <= 15_000
+    assert device.synchronisations <= 14 * 12
+
+
+def test_circuits_of_a_batch_cost_what_one_does(counted):
+    found = []
+
+    def measure(model, *given):
+        names = [f"L{layer}H{head}" for layer in range(12) for head in range(2)]
+        few = {"sites": names, "positions": "all", "budget": 0, "progress": False}
+        sites = p.attribution(model, *given, **few).frame
+        ablated = AblatedModel(model, *given, sites, ablation="resample", mask=None)
+        device = SimulatedDevice.current()
+        for n in (1, 7):
+            device.counts.clear()
+            ablated.curves([np.arange(5 + i) for i in range(n)], n_random=n)
+            found.append((device.total("kernel"), device.synchronisations))
+
+    counted(measure)
+    one, many = found
+    assert one[1] == many[1] <= 2
+    assert many[0] - one[0] <= 12  # recorded keys and values are not copied for one
 
 
 # The device itself

@@ -14,6 +14,8 @@ before any is computed, and refused beyond a limit.
 
 import time
 from collections.abc import Callable
+from itertools import groupby, product
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -25,18 +27,15 @@ from torch import Tensor
 
 from attn_only_lens.circuits.graph import (
     EDGE_COLUMNS,
-    EDGE_KINDS,
     NODE_COLUMNS,
     CircuitGraph,
     select_largest,
 )
 from attn_only_lens.circuits.linear_model import (
-    Inflow,
+    Inflows,
     LinearModel,
-    Sublayer,
-    inflows,
+    edge_kinds,
     linearize,
-    metric_inflow,
 )
 from attn_only_lens.errors import InputError
 from attn_only_lens.heads import host_of, reasons_without_heads
@@ -61,13 +60,14 @@ class LinearGraph:
         self, linear: LinearModel, pair: PromptPair, chosen: list[list[tuple[int, int]]]
     ) -> None:
         self._linear = linear
-        self._chosen = chosen
-        self._real = pair.real.any(dim=0).nonzero().flatten().tolist()
-        self._sources = [f"embed@{pos}" for pos in self._real] + [
-            f"{at.name(node)}@{pos}"
-            for at, here in zip(linear.sublayers, chosen, strict=True)
-            for pos, node in here
+        self._chosen = [
+            (index, pos, node) for index, here in enumerate(chosen) for pos, node in here
         ]
+        self._real = pair.real.any(dim=0).nonzero().flatten().tolist()
+        self._inflows = Inflows(linear, self._real, chosen)
+
+    def _name(self, index: int, pos: int, node: int) -> str:
+        return f"{self._linear.sublayers[index].name(node)}@{pos}"
 
     def edges(
         self, patterns: bool, on_done: Callable[[int], object] = lambda n: None
@@ -81,62 +81,38 @@ class LinearGraph:
         Returns:
             A row for each edge that is not 0, and the contribution of each prompt to its weight.
         """
-        linear = self._linear
-        found = [self._edges_into(["metric"], metric_inflow(linear), "value")]
-        for at, targets in zip(linear.sublayers, self._chosen, strict=True):
-            for kind in EDGE_KINDS if patterns else ("value",):
-                for inflow in inflows(linear, at, kind, targets):
-                    ids = [f"{at.name(node)}@{pos}" for pos, node in inflow.targets]
-                    found.append(self._edges_into(ids, inflow, kind))
-            on_done(len(targets))
-        frames, weights = zip(*found, strict=True)
-        return pd.concat(frames, ignore_index=True), np.concatenate(weights)
-
-    def _edges_into(
-        self, ids: list[str], inflow: Inflow, kind: str
-    ) -> tuple[pd.DataFrame, Float[np.ndarray, "edge batch"]]:
-        kept = [inflow.embedding[:, :, self._real]]
-        rest = inflow.embedding.sum(2) - kept[0].sum(2)  # from padding: none
-        for contributions, here in zip(inflow.sublayers, self._chosen, strict=True):
-            others = torch.ones(
-                contributions.shape[2:], dtype=torch.bool, device=contributions.device
+        targets = [
+            (index, kind, pos, node)
+            for index, own in groupby(self._chosen, key=itemgetter(0))
+            for kind, (_, pos, node) in product(
+                edge_kinds(self._linear.sublayers[index], patterns), own
             )
-            pos, node = ([each[i] for each in here] for i in (0, 1))
-            others[pos, node] = False
-            rest = rest + (contributions * others).flatten(2).sum(2)
-            kept.append(contributions[:, :, pos, node])
-        sources = [*self._sources, "rest", "bias"]
-        by_prompt = torch.cat([*kept, rest[..., None], inflow.constant[..., None]], dim=2)
-        weights = by_prompt.sum(0)
-        row, column = weights.nonzero(as_tuple=True)
-        frame = pd.DataFrame(
-            {
-                "source": np.array(sources, dtype=object)[column.cpu().numpy()],
-                "target": np.array(ids, dtype=object)[row.cpu().numpy()],
-                "kind": kind,
-                "weight": weights[row, column].cpu().double().numpy(),
-            }
-        )
-        return frame, by_prompt[:, row, column].T.cpu().double().numpy()
+        ]
+        sources = [f"embed@{pos}" for pos in self._real] + [self._name(*at) for at in self._chosen]
+        blocks = [(["metric"], ["value"], self._inflows.of_metric())]
+        for some, by_prompt in self._inflows.of(targets):
+            kinds = [kind for _, kind, _, _ in some]
+            blocks.append(([self._name(at, *node) for at, _, *node in some], kinds, by_prompt))
+            on_done(kinds.count("value"))
+        frames, weights = zip(*(_edges_of(sources, *block) for block in blocks), strict=True)
+        return pd.concat(frames, ignore_index=True), np.concatenate(weights)
 
     def nodes(self, value: float, rest: float) -> pd.DataFrame:
         """Return the nodes: embedding, heads by layer, and those that are no heads."""
         linear = self._linear
-        x = linear.embedding.detach()
-        lengths = x.norm(dim=-1).mean(0)
-        attributions = (linear.embedding_gradient * x).sum(dim=(0, -1))
-        rows: list[tuple[object, ...]] = []
-        for pos in self._real:
-            numbers = float(lengths[pos]), np.nan, float(attributions[pos])
-            rows.append((f"embed@{pos}", "embed", None, "embed", pos, *numbers))
-        bias = float((linear.weights * linear.logits_constant).sum())
-        for at, here in zip(linear.sublayers, self._chosen, strict=True):
-            bias += float((at.gradient * at.constant).sum())
-            of_nodes = at.attributions()
-            for pos, node in here:
-                name = at.name(node)
-                numbers = *_value_and_gradient(at, pos, node), float(of_nodes[pos, node])
-                rows.append((f"{name}@{pos}", at.kind, at.layer, name, pos, *numbers))
+        lengths, sums, attributions, gradients = self._inflows.of_nodes()
+        terms = [at.gradient.flatten() @ at.constant.flatten() for at in linear.sublayers]
+        terms.append((linear.weights * linear.logits_constant).sum())
+        bias = float(torch.stack([term.to(linear.weights.device) for term in terms]).sum())
+        rows: list[tuple[object, ...]] = [
+            (f"embed@{pos}", "embed", None, "embed", pos, length, np.nan, attribution)
+            for pos, length, attribution in zip(self._real, lengths, attributions, strict=False)
+        ]
+        for i, (index, pos, node) in enumerate(self._chosen, start=len(self._real)):
+            at = linear.sublayers[index]
+            numbers = (lengths[i], np.nan) if at.kind == "attention" else (sums[i], gradients[i])
+            own = at.kind, at.layer, at.name(node), pos
+            rows.append((self._name(index, pos, node), *own, *numbers, attributions[i]))
         single = {"bias": (0.0, bias), "rest": (0.0, rest), "offset": (0.0, linear.offset)}
         for name, (size, attribution) in (single | {"metric": (value, value)}).items():
             rows.append((name, name, None, name, None, size, np.nan, attribution))
@@ -144,21 +120,29 @@ class LinearGraph:
         return frame.astype({"layer": "Int64", "position": "Int64"})
 
 
-def _value_and_gradient(at: Sublayer, pos: int, node: int) -> tuple[float, float]:
-    """The value of a node, and the gradient there if it is one number."""
-    z = at.cut.detach()[:, pos, at.heads(node)].flatten(1)
-    if at.kind == "attention":
-        return float(z.norm(dim=-1).mean()), float("nan")
-    gradient = at.gradient[:, pos, at.heads(node)].flatten()
-    return float(z.sum(-1).mean()), float(gradient) if len(gradient) == 1 else float("nan")
+def _edges_of(
+    sources: list[str],
+    ids: list[str],
+    kinds: list[str],
+    by_prompt: Float[Tensor, "batch target column"],
+) -> tuple[pd.DataFrame, Float[np.ndarray, "edge batch"]]:
+    """Edges that are not 0 into targets, and the contribution of each prompt."""
+    weights = by_prompt.sum(0)
+    row, column = (each.numpy() for each in weights.nonzero(as_tuple=True))
+    names = [*sources[: weights.shape[1] - 2], "rest", "bias"]
+    frame = pd.DataFrame(
+        {
+            "source": np.array(names, dtype=object)[column],
+            "target": np.array(ids, dtype=object)[row],
+            "kind": np.array(kinds, dtype=object)[row],
+            "weight": weights[row, column].double().numpy(),
+        }
+    )
+    return frame, by_prompt[:, row, column].T.double().numpy()
 
 
 _TOP = 300
 _BYTES = 40  # of an edge: source, target, kind, its weight and its contribution for one prompt
-
-
-def _edge_kinds(at: Sublayer, patterns: bool) -> list[str]:
-    return ["value", *(at.queries if patterns and at.pattern.requires_grad else ())]
 
 
 def _count_edges(
@@ -170,7 +154,7 @@ def _count_edges(
     passes, n_edges = 1, 0
     for at, targets in zip(linear.sublayers, chosen, strict=True):
         here = np.bincount(np.array([pos for pos, _ in targets], dtype=np.int64), minlength=n_pos)
-        for kind in _edge_kinds(at, patterns):
+        for kind in edge_kinds(at, patterns):
             own = at.kind == "neuron" or kind == "q"
             # And from the embedding, "rest" and "bias".
             n_edges += int((here * (before + 3 if own else before.sum() + n_pos + 2)).sum())
@@ -200,7 +184,7 @@ def _require_affordable(
         fits = cost(select_largest(sizes, top=middle))[1] <= max_edges
         few, many = (middle, many) if fits else (few, middle)
     started = time.perf_counter()
-    metric_inflow(linear)
+    Inflows(linear, [], [[]] * len(linear.sublayers)).of_metric()
     seconds = (time.perf_counter() - started) * passes
     n_bytes = n_edges * (_BYTES - 8 + 8 * linear.embedding.shape[0])
     share, left = (sizes[each].sum() / sizes.sum() for each in (index, _largest(sizes, few)))

@@ -133,9 +133,8 @@ def faithfulness(
     )
     highest = ablated.ranked(ranking, order)
     sizes = [int(share * ablated.n_sites) for share in shares]
-    found = ablated.faithfulness([highest[:size] for size in sizes])
-    complement = ablated.completeness([highest[:size] for size in sizes])
-    random = ablated.random_faithfulness(sizes, n_random, seed)
+    circuits = [highest[:size] for size in sizes]
+    found, complement, random = ablated.curves(circuits, n_random, seed)
     if not n_random:
         random = np.full((1, len(sizes)), np.nan)
     frame = pd.DataFrame(

@@ -25,9 +25,8 @@ Circuits are small since they are fitted to their prompts, and can be to these a
 measures one on others. What holds for a task is found with several prompts of it at once.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import repeat
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
@@ -59,6 +58,8 @@ _SITE = ["layer", "kind", "index", "name", "position"]
 _KEY = ["name", "position"]
 _PROBLEM = "this circuit cannot be measured on these prompts"
 _Step: TypeAlias = Literal["magnitude", "signed", "worth", "pruning", "prefix"]
+_Asks: TypeAlias = Generator[list[Rows], Float[np.ndarray, "circuit"], int | None]
+"""Yields circuits, is sent their faithfulness, and returns a size."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -159,6 +160,41 @@ def discover(
         >>> abs(1 - circuit.faithfulness) <= 0.1, len(circuit) < 0.1 * circuit.n_sites
         (True, True)
     """
+    return search_circuit(
+        *(model, clean, corrupted, metric),
+        faithfulness=faithfulness,
+        method=method,
+        budget=budget,
+        ablation=ablation,
+        order=order,
+        sites=sites,
+        positions=positions,
+        n_random=n_random,
+        seed=seed,
+        mask=mask,
+        progress=progress,
+    )[0]
+
+
+def search_circuit(
+    model: Any,
+    clean: Prompts,
+    corrupted: Prompts,
+    metric: AnyMetric,
+    *,
+    faithfulness: float,
+    budget: Budget,
+    seed: int,
+    method: str = "exact_gate",
+    ablation: Ablation = "resample",
+    order: Order | None = None,
+    sites: Sites | None = None,
+    positions: Positions = "each",
+    n_random: int = 3,
+    mask: Tensor | None = None,
+    progress: bool | str = False,
+) -> tuple[Circuit, AblatedModel]:
+    """Return the circuit that `discover` finds, and the ablated model that it was found in."""
     reasons = option_reasons("method", method, (*METHODS, MEASURED))
     if order is not None:
         reasons += option_reasons("order", order, ORDERS)
@@ -180,28 +216,28 @@ def discover(
         given = model, clean, corrupted, metric, ranking.frame
         ablated = AblatedModel(*given, ablation=ablation, mask=mask, on_done=bar.update)
         search = _Search(ablated, faithfulness)
-        orders = {each: ablated.ranked(ranking, each) for each in ((order,) if order else ORDERS)}
-        circuit = min((search.prefix(*each) for each in orders.items()), key=len)
+        orders: dict[_Step, Rows] = {
+            each: ablated.ranked(ranking, each) for each in ((order,) if order else ORDERS)
+        }
+        circuit = min(search.prefixes(orders), key=len)
         if not order:
             if method != MEASURED:
                 circuit = search.rank_anew(circuit)
             circuit = search.prune(circuit)
             shorter = search.shorter_prefix(orders.values(), circuit)
             circuit = search.prune(shorter) if len(shorter) < len(circuit) else circuit
-        found = float(ablated.faithfulness([circuit])[0])
-        completeness = float(ablated.completeness([circuit])[0])
-        random = ablated.random_faithfulness([len(circuit)], n_random, seed)[:, 0].tolist()
+        found, complete, random = ablated.curves([circuit], n_random, seed)
         bar.total = bar.n  # not known before
         bar.refresh()
     frame = ranking.frame[_SITE].assign(effect=ranking.effect).iloc[circuit]
     by_effect = frame["effect"].abs().sort_values(ascending=False, kind="stable").index
-    return Circuit(
+    circuit_found = Circuit(
         frame.loc[by_effect].reset_index(drop=True),
         n_sites=ablated.n_sites,
         n_pos=ablated.n_pos,
-        faithfulness=found,
-        completeness=completeness,
-        random=tuple(random),
+        faithfulness=float(found[0]),
+        completeness=float(complete[0]),
+        random=tuple(random[:, 0].tolist()),
         wanted=faithfulness,
         tried=pd.DataFrame(search.tried, columns=["step", "n_sites", "faithfulness"]),
         ablation=ablation,
@@ -210,6 +246,7 @@ def discover(
         candidates=sites,
         positions=positions,
     )
+    return circuit_found, ablated
 
 
 class _Search:
@@ -227,27 +264,45 @@ class _Search:
         self._ablated, self._wanted = ablated, wanted
         self.tried: list[tuple[_Step, int, float]] = []
 
-    def prefix(self, step: _Step, order: Rows, longest: int | None = None) -> Rows:
-        """Return the shortest prefix found that suffices; all sites if there is none.
+    def prefixes(self, orders: Mapping[_Step, Rows], longest: int | None = None) -> list[Rows]:
+        """Return of each order the shortest prefix found that suffices; all sites if none is.
 
         Args:
-            step: of the search.
-            order: sites, the highest ranked first.
+            orders: by the step of the search: sites, the highest ranked first.
             longest: of the prefixes to measure; None for all.
         """
+        searches = {step: self._search(order, longest) for step, order in orders.items()}
+        asked = {step: next(search) for step, search in searches.items()}
+        found: dict[_Step, Rows] = {}
+        while asked:
+            steps = [step for step, circuits in asked.items() for _ in circuits]
+            values = self._measure(
+                steps, [each for circuits in asked.values() for each in circuits]
+            )
+            measured, asked = asked, {}
+            for step, circuits in measured.items():
+                own, values = values[: len(circuits)], values[len(circuits) :]
+                try:
+                    asked[step] = searches[step].send(own)
+                except StopIteration as done:
+                    found[step] = orders[step][: done.value]
+        return [found[step] for step in orders]
+
+    def _search(self, order: Rows, longest: int | None) -> _Asks:
+        """Ask for the faithfulness of prefixes, and return the shortest size that suffices."""
         longest = len(order) if longest is None else min(longest, len(order))
         # The same sizes whatever the number of sites: by |effect|, sites that do nothing come last,
         # and a model that only grew by such has the same prefix.
         grid = 2.0 ** (np.arange(_PER_DOUBLING * np.log2(longest)) / _PER_DOUBLING)
         sizes = np.unique([*grid.round().astype(int), longest])
-        return order[: self._first(step, order, 0, 0.0, sizes)]
+        return (yield from self._first(order, 0, 0.0, sizes))
 
     def rank_anew(self, circuit: Rows) -> Rows:
         """Return the smallest circuit found by what sites add to the circuit at hand."""
         best, idle, worth = circuit, 0, self._ablated.worth(circuit)
         while idle < _IDLE_ROUNDS:
             order = np.argsort(-worth, kind="stable")
-            circuit = self.prefix("worth", order, 2 * len(circuit))
+            (circuit,) = self.prefixes({"worth": order}, 2 * len(circuit))
             if len(circuit) == len(order):
                 break
             best, idle = (circuit, 0) if len(circuit) < len(best) else (best, idle + 1)
@@ -274,49 +329,51 @@ class _Search:
         All prefixes are measured that are shorter than the circuit; none, if it is very large.
         """
         sizes = range(1, len(circuit) if len(circuit) <= _EVERY else 1)
-        for order in orders:
-            found = self._measure("prefix", [order[:size] for size in sizes])
-            enough = [size for size, f in zip(sizes, found, strict=True) if self._suffices(f, size)]
-            circuit = min([circuit, *(order[:size] for size in enough[:1])], key=len)
-        return circuit
+        every = [order[:size] for order in orders for size in sizes]
+        found = self._measure(["prefix"] * len(every), every)
+        enough = [
+            each for each, f in zip(every, found, strict=True) if self._suffices(f, len(each))
+        ]
+        return min([circuit, *enough], key=len)
 
     def _without_chunks(self, circuit: Rows, chunks: Sequence[Rows]) -> Rows:
         """Return a circuit without as many of the chunks as can be left out together."""
         without = [np.setdiff1d(circuit, chunk, assume_unique=True) for chunk in chunks]
-        found = self._measure("pruning", without)
-        own = self._ablated.faithfulness([circuit])[0]
+        *found, own = self._measure(["pruning"] * (len(chunks) + 1), [*without, circuit])
         can_go = [i for i, rest in enumerate(without) if self._suffices(found[i], len(rest))]
-        best = circuit
         # What changes least goes first; or what works against the circuit, which makes room.
-        for key in (lambda i: abs(found[i] - own), lambda i: -found[i]):
-            order = sorted(can_go, key=key)
-            counts = np.unique(np.geomspace(1, max(1, len(order)), 17).round().astype(int))
-            rests = [
-                np.setdiff1d(circuit, np.concatenate([chunks[i] for i in order[:n]]))
-                for n in counts[: len(order)]
-            ]
-            for rest, f in zip(rests, self._measure("pruning", rests), strict=True):
-                if self._suffices(f, len(rest)) and len(rest) < len(best):
-                    best = rest
-        return best
+        rests = [
+            np.setdiff1d(circuit, np.concatenate([chunks[i] for i in order[:n]]))
+            for key in (lambda i: abs(found[i] - own), lambda i: -found[i])
+            for order in [sorted(can_go, key=key)]
+            for n in np.unique(np.geomspace(1, max(1, len(order)), 17).round().astype(int))
+            if len(order)
+        ]
+        values = self._measure(["pruning"] * len(rests), rests)
+        enough = [
+            rest for rest, f in zip(rests, values, strict=True) if self._suffices(f, len(rest))
+        ]
+        return min([circuit, *enough], key=len)
 
-    def _first(self, step: _Step, order: Rows, short: int, f: float, sizes: Rows) -> int | None:
+    def _first(self, order: Rows, short: int, f: float, sizes: Rows) -> _Asks:
         """Return the first sufficient size of a prefix that is found, if there is one.
 
         Args:
-            step: of the search.
             order: sites, the highest ranked first.
             short: the size before those, which does not suffice.
             f: its faithfulness.
             sizes: to measure, increasing.
+
+        Yields:
+            Circuits, whose faithfulness is then sent.
         """
-        found = self._measure(step, [order[:size] for size in sizes])
+        found = yield [order[:size] for size in sizes]
         for size, g in zip(sizes.tolist(), found.tolist(), strict=True):
             suffices = self._suffices(g, size)
             if suffices or (f - 1) * (g - 1) < 0:  # or leaps over the bound
                 if size - short > 1:
                     between = np.linspace(short + 1, size, _BETWEEN).round().astype(np.int64)
-                    earlier = self._first(step, order, short, f, np.unique(between))
+                    earlier = yield from self._first(order, short, f, np.unique(between))
                     if earlier is not None:
                         return earlier
                 elif suffices:
@@ -324,9 +381,11 @@ class _Search:
             short, f = size, g
         return None
 
-    def _measure(self, step: _Step, circuits: Sequence[Rows]) -> Float[np.ndarray, "circuit"]:
+    def _measure(
+        self, steps: Sequence[_Step], circuits: Sequence[Rows]
+    ) -> Float[np.ndarray, "circuit"]:
         found = self._ablated.faithfulness(circuits)
-        self.tried += zip(repeat(step), map(len, circuits), found.tolist())
+        self.tried += zip(steps, map(len, circuits), found.tolist(), strict=True)
         return found
 
     def _suffices(self, f: float, size: int) -> bool:
@@ -413,9 +472,10 @@ def evaluate(
         )
     given = model, clean, corrupted, metric, sites
     ablated = AblatedModel(*given, ablation=circuit.ablation, mask=mask)
+    found, complete, _ = ablated.curves([rows])
     return Evaluation(
-        faithfulness=float(ablated.faithfulness([rows])[0]),
-        completeness=float(ablated.completeness([rows])[0]),
+        faithfulness=float(found[0]),
+        completeness=float(complete[0]),
         whole=ablated.whole,
         nothing=ablated.nothing,
     )

@@ -79,7 +79,7 @@ class AblatedModel:
         *,
         ablation: Ablation,
         mask: Tensor | None,
-        on_done: Callable[[int], None] = lambda n: None,
+        on_done: Callable[[int], object] = lambda n: None,
     ) -> None:
         """Run both prompts, and the clean ones with every site ablated.
 
@@ -107,6 +107,7 @@ class AblatedModel:
         pair = prompt_pair(model, clean, corrupted, mask)
         runs = record_pair(model, pair, metric, groups, "z")
         self.n_sites, self.n_pos = len(sites), pair.clean.shape[1]
+        self._sites = sites.groupby("name", observed=True)
         InputError.raise_if(_reasons_against_sites(sites, self.n_pos), _PROBLEM)
         source = (
             runs.corrupted
@@ -163,19 +164,37 @@ class AblatedModel:
         """
         return (self._values(circuits) - self.nothing) / (self.whole - self.nothing)
 
-    def completeness(self, circuits: Sequence[Rows]) -> Float[np.ndarray, "circuit"]:
-        """Return the faithfulness of all sites outside each circuit."""
-        every = np.arange(self.n_sites)
-        return self.faithfulness([np.delete(every, circuit) for circuit in circuits])
+    def losses(self, names: Sequence[str], on_done: Callable[[int], object]) -> _Floats:
+        """Return how much of the metric is lost when one head is ablated, at all its positions.
 
-    def random_faithfulness(
-        self, sizes: Sequence[int], n_random: int, seed: int
-    ) -> Float[np.ndarray, "random size"]:
-        """Return the faithfulness of the first sites of random rankings."""
+        Args:
+            names: of the heads.
+            on_done: called with the number of heads that are done, here and from then on.
+        """
+        self._batching.on_done = on_done
+        rows = self._sites.indices
+        every = np.arange(self.n_sites)
+        found = self.faithfulness([np.delete(every, rows[name]) for name in names])
+        return (1 - found) * (self.whole - self.nothing)
+
+    def curves(
+        self, circuits: Sequence[Rows], n_random: int = 0, seed: int = 0
+    ) -> tuple[_Floats, _Floats, Float[np.ndarray, "random circuit"]]:
+        """Return the faithfulness of circuits, of all other sites, and of random ones.
+
+        Args:
+            circuits: rows of the sites of each.
+            n_random: random rankings, whose first sites are circuits of the same sizes.
+            seed: of those.
+        """
+        every = np.arange(self.n_sites)
+        others = [np.delete(every, circuit) for circuit in circuits]
         generator = np.random.default_rng(seed)
         orders = [generator.permutation(self.n_sites) for _ in range(n_random)]
-        found = self.faithfulness([order[:size] for order in orders for size in sizes])
-        return found.reshape(n_random, len(sizes))
+        random = [order[: len(circuit)] for order in orders for circuit in circuits]
+        n = len(circuits)
+        found = self.faithfulness([*circuits, *others, *random])
+        return found[:n], found[n : 2 * n], found[2 * n :].reshape(n_random, n)
 
     def worth(self, circuit: Rows) -> Float[np.ndarray, "site"]:
         """Return what each site adds to a circuit's faithfulness, to first order."""
@@ -187,11 +206,18 @@ class AblatedModel:
             logits = self._replay.logits(Variants(0, self._first, stream, hooks))
             value = self._replay.metric.value(logits.unflatten(0, (-1, self._replay.batch)))[0]
             gradients = tape.gradients(value)
-        found = np.zeros(self.n_sites)
+        worths = []
         for point in self._points:
             change = computed[point.name] - point.replacement[:, self._first :]
             each = to_float64_device(gradients[point.name] * change).double().sum(dim=(0, -1))
-            found[point.rows] = point.by_site(each.cpu().numpy(), self._first)
+            worths.append(each.to(to_float64_device(stream).device))
+        flat = torch.cat([each.flatten() for each in worths]).cpu()
+        found = np.zeros(self.n_sites)
+        for point, each in zip(
+            self._points, flat.split([each.numel() for each in worths]), strict=True
+        ):
+            of_heads = each.view(-1, point.replacement.shape[2]).numpy()
+            found[point.rows] = point.by_site(of_heads, self._first)
         return found / (self.whole - self.nothing)
 
     @torch.no_grad()

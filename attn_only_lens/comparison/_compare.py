@@ -9,13 +9,12 @@
     progress.py      bars that say which of these runs
 
 The dataset streams by with two forward passes and a backward one for each model and batch. Patching
-and the search for circuits take runs of their own for each component, so they are done on the first
-batch only.
+and the search for circuits run many variants of a batch, so they are done on the first one only.
 
 Memory, beyond the models: of one batch, in each model and for each token, 3 numbers a neuron and
 d_head + pos a head in both runs, whatever the backward pass keeps, and the logits; of the first
-batch that, and one number for each component and token; and 14 float64 a component. Nothing grows
-with the number of batches.
+batch that, one number for each component and token, and to the end both runs, for patching; and 14
+float64 a component. Nothing grows with the number of batches.
 """
 
 from collections.abc import Sequence
@@ -24,7 +23,8 @@ from typing import Any
 
 import torch
 
-from attn_only_lens.circuits._search import Circuit, discover
+from attn_only_lens.circuits._search import Circuit, search_circuit
+from attn_only_lens.circuits.ablation import AblatedModel
 from attn_only_lens.comparison.alignment import align
 from attn_only_lens.comparison.batch_runs import add_patching, on_device_of
 from attn_only_lens.comparison.batches import Batch, PromptSource, batches
@@ -155,10 +155,11 @@ def compare(
         # The circuits first, so that what does not fit is refused before hours of work.
         first = next(stream)
         n_first, n_steps = len(first.pair.clean), statistics.n_steps
-        circuits = [
+        found = [
             _circuit(model, first, faithfulness, seed, progress and f"circuit of {label}")
             for model, label in zip(models, MODELS, strict=False)
         ]
+        circuits, ablated = zip(*found, strict=True)
         with stage_bar(first.label, n_steps, "step", progress) as bar:
             runs = statistics.add(first, bar)
         frames = compare_circuits(
@@ -180,7 +181,7 @@ def compare(
 
         def result(n_patched: int | None) -> Comparison:
             old, new, silent = statistics.frames()
-            old, new = add_patching(models, first, old, new, n_patched, progress)
+            old, new = add_patching(ablated, old, new, n_patched, progress)
             return Comparison(
                 heads=old[old["kind"] == "attention"].reset_index(drop=True),
                 neurons=old[old["kind"] == "neuron"].reset_index(drop=True),
@@ -295,9 +296,9 @@ def _require_source(model: Any, provenance: Provenance) -> None:
 
 def _circuit(
     model: Any, batch: Batch, faithfulness: float, seed: int, progress: bool | str
-) -> Circuit:
+) -> tuple[Circuit, AblatedModel]:
     pair = on_device_of(model, batch.pair)
-    return discover(
+    return search_circuit(
         *(model, pair.clean, pair.corrupted, batch.metric),
         faithfulness=faithfulness,
         # As overlaps and their intervals rank nodes: by |estimates| of every prompt.

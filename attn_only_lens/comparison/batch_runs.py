@@ -10,8 +10,8 @@ estimates the metric's loss when z* replaces z, in the metric's own units: posit
 that supports it. Effects are kept for each prompt: for a metric that is a mean over B prompts they
 are B times the shares of the batch's gradient.
 
-`add_patching` measures the loss for the components with the largest estimates, by
-`patching.activation_patch` of z at all positions: a run of part of the model for each component, so
+`add_patching` measures the loss for the components with the largest estimates, with z replaced at
+all positions: as circuits of all others, in the ablated model in which the circuit was found, so
 for one batch only.
 """
 
@@ -24,11 +24,11 @@ import pandas as pd
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from attn_only_lens.circuits.ablation import AblatedModel
 from attn_only_lens.comparison.batches import Batch
-from attn_only_lens.comparison.progress import MODELS
+from attn_only_lens.comparison.progress import MODELS, stage_bar
 from attn_only_lens.heads import host_of
 from attn_only_lens.heads.host import HeadKind
-from attn_only_lens.patching._activation_patch import activation_patch
 from attn_only_lens.runs.gradients import Tape, gradient_node, site_estimates, start_graph
 from attn_only_lens.runs.metrics import require_differentiable
 from attn_only_lens.runs.prompts import PromptPair
@@ -133,8 +133,7 @@ _ESTIMATES = ("attribution", "grown_attribution", "null_attribution")
 
 
 def add_patching(
-    models: Sequence[Any],
-    batch: Batch,
+    ablated: Sequence[AblatedModel],
     old: pd.DataFrame,
     new: pd.DataFrame,
     n_patched: int | None,
@@ -143,8 +142,7 @@ def add_patching(
     """Add measured effects of the largest components to the frames of old and new components.
 
     Args:
-        models: the original, the grown one and, if there is one, the null.
-        batch: the prompts and the metric.
+        ablated: on the first batch, the original, the grown model and, if there is one, the null.
         old: a row for each component of the original.
         new: a row for each other one of the grown model.
         n_patched: how many to patch; None for all.
@@ -156,37 +154,26 @@ def add_patching(
     chosen[np.argsort(-sizes, kind="stable")[:n_patched]] = True
     old, new = old.copy(), new.copy()
     patched, gained = old[chosen[: len(old)]], new[chosen[len(old) :]]
-    labels = [progress and f"patching {label}" for label in MODELS]
-    old["patching"] = old["name"].map(
-        _effects(models[0], batch, patched["name"].tolist(), labels[0])
-    )
+    shown = [(f"patching {label}", progress) for label in MODELS]
+    old["patching"] = old["name"].map(_effects(ablated[0], patched["name"].tolist(), *shown[0]))
     names = [*patched["grown_name"], *gained["grown_name"]]
-    for prefix, column, model, label in zip(
-        ("grown_", "null_"), ("patching", "null_patching"), models[1:], labels[1:], strict=False
+    for prefix, column, model, stage in zip(
+        ("grown_", "null_"), ("patching", "null_patching"), ablated[1:], shown[1:], strict=False
     ):
-        effects = _effects(model, batch, names, label)
+        effects = _effects(model, names, *stage)
         old[f"{prefix}patching"] = old["grown_name"].map(effects)
         new[column] = new["grown_name"].map(effects)
     old["patching_change"] = old["grown_patching"] - old["patching"]
-    if len(models) > 2:
+    if len(ablated) > 2:
         old["null_patching_change"] = old["null_patching"] - old["grown_patching"]
     return old, new
 
 
 def _effects(
-    model: Any, batch: Batch, names: list[str], progress: bool | str
+    ablated: AblatedModel, names: list[str], stage: str, progress: bool
 ) -> "pd.Series[float]":
     """The loss of the metric when each component is patched, by name."""
     if not names:
         return pd.Series(dtype=float)
-    pair = on_device_of(model, batch.pair)
-    sweep = activation_patch(
-        *(model, pair.clean, pair.corrupted, batch.metric),
-        sites=names,
-        positions="all",
-        direction="noise",
-        mask=pair.mask,
-        progress=progress,
-    )
-    loss = sweep.clean_value - sweep.frame["value"]
-    return pd.Series(loss.to_numpy(), index=sweep.frame["name"].astype(str))
+    with stage_bar(stage, len(names), "site", progress) as bar:
+        return pd.Series(ablated.losses(names, bar.update), index=names)

@@ -22,17 +22,16 @@ since finding them anew would take a search for each resample. An estimate may l
 interval, as every resample has fewer distinct prompts.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 import pandas as pd
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 
 from attn_only_lens.circuits._attribution_graph import LinearGraph
-from attn_only_lens.circuits.graph import select_largest
 from attn_only_lens.circuits.linear_model import linearize
 from attn_only_lens.comparison.alignment import Alignment
 from attn_only_lens.comparison.batch_runs import BatchRun, on_device_of
@@ -40,13 +39,14 @@ from attn_only_lens.comparison.batches import Batch
 from attn_only_lens.comparison.progress import MODELS, stage_bar
 from attn_only_lens.errors import UnsupportedModelError
 from attn_only_lens.heads import HeadName
-from attn_only_lens.numerics import full_precision, spearman
+from attn_only_lens.numerics import full_precision
 from attn_only_lens.runs.metrics import bind
 from attn_only_lens.runs.recording import record
 from attn_only_lens.runs.sites import LayerSites, all_heads, resolve_sites
 
 _Floats: TypeAlias = npt.NDArray[np.float64]
 _Ints: TypeAlias = npt.NDArray[np.int64]
+_AT_ONCE = 2**22  # numbers of an array of resamples
 
 
 class CircuitFrames(NamedTuple):
@@ -92,8 +92,12 @@ def compare_circuits(
         for rows, size, run in zip(components, sizes, runs, strict=True)
     ]
     uniform = resampling.uniform
-    nodes = np.unique(np.concatenate([each.nodes(uniform) for each in circuits]))
-    effects = np.nanmax([np.abs(each.scores[nodes] @ uniform) for each in circuits], axis=0)
+    means = [each.means(uniform[None]) for each in circuits]
+    in_any = np.logical_or.reduce(
+        [largest(each, own.size)[0] for each, own in zip(means, circuits, strict=True)]
+    )
+    nodes = np.flatnonzero(in_any)
+    effects = np.nanmax(np.abs(np.concatenate(means)[:, nodes]), axis=0)
     nodes = nodes[np.sort(np.argsort(-effects, kind="stable")[:n_nodes])]
     edges = _edges_between(models, batch, components, nodes, progress)
     overlays = [
@@ -105,7 +109,9 @@ def compare_circuits(
         rows = [
             {"pair": label, "what": what, **measures}
             for label, overlay in zip(("grown", "null model"), overlays, strict=False)
-            for what, measures in overlap_measures(overlay.overlaps, resampling, bar.update).items()
+            for what, measures in overlap_measures(
+                overlay.overlaps, resampling, overlay.n_rows, bar.update
+            ).items()
         ]
     return CircuitFrames(pd.DataFrame(rows), overlays[0].nodes(uniform), overlays[0].edges(uniform))
 
@@ -131,11 +137,11 @@ class Resampling:
         """The weight of each prompt in the sample itself."""
         return np.full(self.n_prompts, 1 / self.n_prompts)
 
-    def weights(self) -> Iterator[_Floats]:
-        """Yield the weight of each prompt in each resample."""
+    def weights(self) -> _Floats:
+        """Return the weight of each prompt in each resample: [resample, prompt]."""
         generator = np.random.default_rng(self.seed)
-        for _ in range(self.n_resamples):
-            yield generator.multinomial(self.n_prompts, self.uniform) / self.n_prompts
+        counts = generator.multinomial(self.n_prompts, self.uniform, size=self.n_resamples)
+        return counts / self.n_prompts
 
     def interval(self, values: _Floats) -> tuple[float, float]:
         """Return quantiles of the values that are not NaN; NaN if there are none."""
@@ -148,83 +154,138 @@ class Resampling:
 
 
 class Overlap(NamedTuple):
-    """Rows (nodes or edges) of two circuits, and the scores of all rows in both models."""
+    """Rows (nodes or edges) of two circuits in each resample, and the scores of all rows.
 
-    first: _Ints
-    second: _Ints
-    scores: _Floats
-    other_scores: _Floats
+    Attributes:
+        first: the rows of one circuit.
+        second: the rows of the other.
+        scores: in one model.
+        other_scores: in the other.
+    """
 
-    @property
-    def union(self) -> _Ints:
-        """Rows of either circuit."""
-        return np.union1d(self.first, self.second).astype(np.int64)
+    first: Bool[np.ndarray, "resample row"]
+    second: Bool[np.ndarray, "resample row"]
+    scores: Float[np.ndarray, "resample row"]
+    other_scores: Float[np.ndarray, "resample row"]
 
-    def status(self) -> npt.NDArray[np.object_]:
-        """Of each row of the union: "kept", "lost" or "gained"."""
-        before, after = (np.isin(self.union, rows) for rows in (self.first, self.second))
-        found = np.where(before & after, "kept", np.where(before, "lost", "gained"))
-        return found.astype(object)
-
-    def similarity(self) -> dict[str, float]:
-        """Jaccard index and rank correlation."""
-        union = self.union
-        jaccard = len(np.intersect1d(self.first, self.second)) / len(union) if len(union) else 1.0
-        first, second = (each[union] for each in (self.scores, self.other_scores))
-        both = ~np.isnan(first) & ~np.isnan(second)
-        return {"jaccard": jaccard, "rank_correlation": spearman(first[both], second[both])}
+    def similarity(self) -> dict[str, Float[np.ndarray, "resample"]]:
+        """Return the Jaccard index and the rank correlation of each resample."""
+        union = self.first | self.second
+        sizes = union.sum(axis=1)
+        both = (self.first & self.second).sum(axis=1)
+        jaccard = np.where(sizes, both / sizes.clip(min=1), 1.0)
+        of_any = union.any(axis=0)
+        scores = self.scores[:, of_any], self.other_scores[:, of_any]
+        return {
+            "jaccard": jaccard,
+            "rank_correlation": _rank_correlation(*scores, union[:, of_any]),
+        }
 
 
 def overlap_measures(
     overlaps: Callable[[_Floats], dict[str, Overlap]],
     resampling: Resampling,
-    on_resample: Callable[[], object] = lambda: None,
+    n_rows: int,
+    on_resamples: Callable[[int], object] = lambda n: None,
 ) -> dict[str, dict[str, float]]:
     """Return counts, Jaccard index and rank correlation, with intervals.
 
     Args:
-        overlaps: from the weight of each prompt to nodes, and each kind of edges, of two circuits.
+        overlaps: from weights [resample, prompt] to nodes, and each kind of edges, of two circuits.
         resampling: of the prompts.
-        on_resample: called after each resample.
+        n_rows: the most that an overlap has, for the memory of many resamples at once.
+        on_resamples: called with the number of resamples that are done.
     """
-    resampled = []
-    for weights in resampling.weights():
-        resampled.append({what: each.similarity() for what, each in overlaps(weights).items()})
-        on_resample()
+    # Few prompts have few different resamples; one prompt has one.
+    weights, number = np.unique(resampling.weights(), axis=0, return_inverse=True)
+    resampled: dict[tuple[str, str], list[_Floats]] = {}
+    size = max(1, _AT_ONCE // max(1, n_rows))
+    for first in range(0, len(weights), size):
+        for what, overlap in overlaps(weights[first : first + size]).items():
+            for name, values in overlap.similarity().items():
+                resampled.setdefault((what, name), []).append(values)
+        on_resamples(int(((number >= first) & (number < first + size)).sum()))
     found: dict[str, dict[str, float]] = {}
-    for what, overlap in overlaps(resampling.uniform).items():
-        n_first, n_second = len(overlap.first), len(overlap.second)
-        kept = len(np.intersect1d(overlap.first, overlap.second))
+    for what, overlap in overlaps(resampling.uniform[None]).items():
+        n_first, n_second = int(overlap.first.sum()), int(overlap.second.sum())
+        kept = int((overlap.first & overlap.second).sum())
         row: dict[str, float] = {"original": n_first, "grown": n_second, "kept": kept}
         row |= {"lost": n_first - kept, "gained": n_second - kept}
         for name, value in overlap.similarity().items():
-            values = np.array([each[what][name] for each in resampled], dtype=float)
-            low, high = resampling.interval(values)
-            row |= {name: value, f"{name}_low": low, f"{name}_high": high}
+            each = np.concatenate(resampled.get((what, name), [np.empty(0)]))
+            low, high = resampling.interval(each[number])
+            row |= {name: float(value[0]), f"{name}_low": low, f"{name}_high": high}
         found[what] = row
     return found
 
 
-def largest(scores: _Floats, size: int) -> _Ints:
-    """Return the rows of the largest |score|, of equals the first; never rows without a score."""
+def _rank_correlation(
+    first: Float[np.ndarray, "resample row"],
+    second: Float[np.ndarray, "resample row"],
+    among: Bool[np.ndarray, "resample row"],
+) -> Float[np.ndarray, "resample"]:
+    """Return Spearman's, of the rows that have both scores; nan unless both have ranks."""
+    among = among & ~np.isnan(first) & ~np.isnan(second)
+    middle = (among.sum(axis=1, keepdims=True) + 1) / 2
+    one, other = (np.where(among, _ranks(each, among) - middle, 0.0) for each in (first, second))
+    scale = np.sqrt((one**2).sum(axis=1) * (other**2).sum(axis=1))
+    return np.where(scale > 0, (one * other).sum(axis=1) / np.where(scale > 0, scale, 1), np.nan)
+
+
+def _ranks(
+    x: Float[np.ndarray, "resample row"], among: Bool[np.ndarray, "resample row"]
+) -> Float[np.ndarray, "resample row"]:
+    """Return ranks from 1 among some rows; equals share their mean rank."""
+    x = np.where(among, x, np.inf)  # the others come last
+    order = np.argsort(x, axis=1, kind="stable")
+    ordered = np.take_along_axis(x, order, axis=1)
+    place = np.arange(x.shape[1])
+    differs = ordered[:, 1:] != ordered[:, :-1]
+    begins = np.pad(differs, ((0, 0), (1, 0)), constant_values=True)[:, : x.shape[1]]
+    ends = np.pad(differs, ((0, 0), (0, 1)), constant_values=True)[:, : x.shape[1]]
+    first = np.maximum.accumulate(np.where(begins, place, 0), axis=1)
+    last = np.minimum.accumulate(np.where(ends, place, x.shape[1])[:, ::-1], axis=1)[:, ::-1]
+    ranks = np.empty_like(x)
+    np.put_along_axis(ranks, order, (first + last) / 2 + 1, axis=1)
+    return ranks
+
+
+def largest(
+    scores: Float[np.ndarray, "resample row"], size: int
+) -> Bool[np.ndarray, "resample row"]:
+    """Return where |score| is largest, of equals the first; never a row without a score."""
     sizes = np.where(np.isnan(scores), -1.0, np.abs(scores))
-    if not 0 < size < len(sizes):
-        return np.flatnonzero(sizes >= 0)[: max(size, 0)]
+    scored = sizes >= 0
+    n_rows = sizes.shape[1]
+    if not 0 < size < n_rows:
+        return scored & (size > 0)
     # A partition, not a sort: there may be millions of rows, and hundreds of resamples.
-    least = np.partition(sizes, len(sizes) - size)[len(sizes) - size]
-    above, equal = np.flatnonzero(sizes > least), np.flatnonzero(sizes == least)
-    return np.sort(np.concatenate([above, equal[: size - len(above)]]))
+    least = np.partition(sizes, n_rows - size, axis=1)[:, n_rows - size, None]
+    above, equal = sizes > least, sizes == least
+    equal &= equal.cumsum(axis=1) <= size - above.sum(axis=1, keepdims=True)
+    return (above | equal) & scored
 
 
 def select_mass(
-    weights: _Floats, kinds: npt.NDArray[np.object_], among: _Ints, mass: float
-) -> _Ints:
+    weights: Float[np.ndarray, "resample row"],
+    kinds: npt.NDArray[np.object_],
+    among: Bool[np.ndarray, "resample row"],
+    mass: float,
+) -> Bool[np.ndarray, "resample row"]:
     """Return as few of some rows as have a share of their Σ |weight|, for each kind separately."""
-    found = [among[:0]]
-    for kind in pd.unique(kinds[among]):
-        rows = among[(kinds[among] == kind) & (weights[among] != 0)]
-        found.append(rows[select_largest(np.abs(weights[rows]), mass=mass)])
-    return np.sort(np.concatenate(found))
+    found = np.zeros_like(among)
+    sizes = np.where(among, np.abs(weights), 0.0)
+    for kind in pd.unique(kinds):
+        rows = np.flatnonzero(kinds == kind)
+        order = np.argsort(-sizes[:, rows], axis=1, kind="stable")
+        ordered = np.take_along_axis(sizes[:, rows], order, axis=1)
+        reached = np.cumsum(np.pad(ordered, ((0, 0), (1, 0))), axis=1)
+        # A row is needed while those before it do not reach the share.
+        needed = ((reached[:, :-1] < mass * reached[:, -1:]) | (mass == 1)) & (ordered > 0)
+        chosen = np.zeros_like(needed)
+        np.put_along_axis(chosen, order, needed, axis=1)
+        found[:, rows] = chosen
+    return found
 
 
 @dataclass(frozen=True, eq=False)
@@ -297,9 +358,9 @@ class _ScoredCircuit:
     size: int
     scores: Float[np.ndarray, "node batch"]
 
-    def nodes(self, weights: _Floats) -> _Ints:
-        """The nodes of largest score, with these weights of prompts."""
-        return largest(self.scores @ weights, self.size)
+    def means(self, weights: Float[np.ndarray, "resample batch"]) -> _Floats:
+        """The score of each node, with these weights of prompts: [resample, node]."""
+        return np.asarray(weights @ self.scores.T)
 
 
 @dataclass(frozen=True, eq=False)
@@ -316,9 +377,10 @@ class _Edges:
     ends: _Ints
     weights: tuple[Float[np.ndarray, "edge batch"], ...]
 
-    def within(self, nodes: _Ints) -> _Ints:
+    def within(self, nodes: Bool[np.ndarray, "resample node"]) -> Bool[np.ndarray, "resample edge"]:
         """Edges between these nodes, the embedding and the metric."""
-        return np.flatnonzero((np.isin(self.ends, nodes) | (self.ends < 0)).all(axis=1))
+        found = (nodes[:, self.ends] | (self.ends < 0)).all(axis=2)
+        return np.asarray(found)
 
 
 def _edges_between(
@@ -399,30 +461,31 @@ class _Overlay:
     models: tuple[int, int]
     edge_mass: float
 
-    def overlaps(self, weights: _Floats) -> dict[str, Overlap]:
+    @property
+    def n_rows(self) -> int:
+        """How many nodes and edges there are."""
+        return len(self.first.scores) + len(self.all_edges.frame)
+
+    def overlaps(self, weights: Float[np.ndarray, "resample batch"]) -> dict[str, Overlap]:
         """Return the overlap of nodes, and of edges by kind, with these weights of prompts."""
-        first, second = self.first, self.second
-        nodes = first.nodes(weights), second.nodes(weights)
-        found = {"nodes": Overlap(*nodes, first.scores @ weights, second.scores @ weights)}
+        circuits = self.first, self.second
+        scores = [each.means(weights) for each in circuits]
+        nodes = [largest(x, each.size) for x, each in zip(scores, circuits, strict=True)]
+        found = {"nodes": Overlap(*nodes, *scores)}
         kinds = self.all_edges.frame["kind"].to_numpy(dtype=object)
-        edge_weights = self._edge_weights(weights)
+        edge_weights = [weights @ self.all_edges.weights[i].T for i in self.models]
         chosen = [
-            select_mass(each, kinds, self.all_edges.within(ends), self.edge_mass)
-            for each, ends in zip(edge_weights, nodes, strict=True)
+            select_mass(x, kinds, self.all_edges.within(ends), self.edge_mass)
+            for x, ends in zip(edge_weights, nodes, strict=True)
         ]
         for kind in pd.unique(kinds):
-            one, other = (rows[kinds[rows] == kind] for rows in chosen)
-            found[f"{kind} edges"] = Overlap(one, other, *edge_weights)
+            found[f"{kind} edges"] = Overlap(*(x & (kinds == kind) for x in chosen), *edge_weights)
         return found
-
-    def _edge_weights(self, weights: _Floats) -> tuple[_Floats, _Floats]:
-        one, other = self.models
-        return self.all_edges.weights[one] @ weights, self.all_edges.weights[other] @ weights
 
     def nodes(self, weights: _Floats) -> pd.DataFrame:
         """Return a row for each node of either circuit."""
-        overlap = self.overlaps(weights)["nodes"]
-        union, components = overlap.union, self.second.components
+        overlap = self.overlaps(weights[None])["nodes"]
+        union, components = _union([overlap]), self.second.components
         old_names = {new: old for old, new in self.first.components.grown_names.items()}
         names = components.names[union // components.n_pos]
         parsed = [HeadName.parse(name) for name in names]
@@ -434,29 +497,36 @@ class _Overlay:
                 "name": names,
                 "position": union % components.n_pos,
                 "original_name": [old_names.get(name) for name in names],
-                "status": overlap.status(),
-                "effect": overlap.scores[union],
-                "grown_effect": overlap.other_scores[union],
+                "status": _status([overlap], union),
+                "effect": overlap.scores[0, union],
+                "grown_effect": overlap.other_scores[0, union],
             }
         )
 
     def edges(self, weights: _Floats) -> pd.DataFrame:
         """Return a row for each edge of either circuit."""
-        by_kind = [each for what, each in self.overlaps(weights).items() if what != "nodes"]
-        first, second = (
-            np.concatenate([np.empty(0, np.int64), *rows])
-            for rows in ([each.first for each in by_kind], [each.second for each in by_kind])
-        )
-        overlap = Overlap(
-            first, second, *(self.all_edges.weights[i] @ weights for i in self.models)
-        )
-        union = overlap.union
+        overlaps = self.overlaps(weights[None])
+        by_kind = [each for what, each in overlaps.items() if what != "nodes"]
+        union = _union(by_kind)
+        one, other = (self.all_edges.weights[i][union] @ weights for i in self.models)
         return (
             self.all_edges.frame.iloc[union]
-            .assign(
-                status=overlap.status(),
-                weight=overlap.scores[union],
-                grown_weight=overlap.other_scores[union],
-            )
+            .assign(status=_status(by_kind, union), weight=one, grown_weight=other)
             .reset_index(drop=True)
         )
+
+
+def _union(overlaps: Sequence[Overlap]) -> _Ints:
+    """Rows of either circuit."""
+    rows = [np.flatnonzero(each.first[0] | each.second[0]) for each in overlaps]
+    return np.sort(np.concatenate([np.empty(0, np.int64), *rows]))
+
+
+def _status(overlaps: Sequence[Overlap], rows: _Ints) -> npt.NDArray[np.object_]:
+    """Of each of these rows: "kept", "lost" or "gained"."""
+    before, after = (
+        np.any([getattr(each, side)[0, rows] for each in overlaps], axis=0)
+        for side in ("first", "second")
+    )
+    found = np.where(before & after, "kept", np.where(before, "lost", "gained"))
+    return found.astype(object)

@@ -57,7 +57,7 @@ class Batching:
         self,
         model: Any,
         batch_size: int | None,
-        on_done: Callable[[int], None],
+        on_done: Callable[[int], object],
         numbers_per_token: int = 1,
     ) -> None:
         self._size = batch_size

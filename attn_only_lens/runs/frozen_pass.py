@@ -24,8 +24,10 @@ tested on every run: see `require_linear`.
 """
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -95,17 +97,22 @@ class FrozenPass:
     def linear_hooks(self) -> Hooks:
         """For a run of pairs of rows, x + δ and x - δ: the linear model itself.
 
-        There g u, at both, gives 2 (g_0 δu + u_0 δg) as its difference.
+        First x + δ of every δ, then x - δ of each. There g u, at both, gives 2 (g_0 δu + u_0 δg) as
+        its difference.
         """
 
+        def recorded(name: str, n_rows: int) -> Tensor:
+            each = self.recorded[name]
+            return each.repeat(n_rows // len(each), *[1] * (each.ndim - 1))
+
         def constant(name: str) -> Callable[..., Tensor]:
-            return lambda value, hook: torch.cat([self.recorded[name]] * 2)
+            return lambda value, hook: recorded(name, len(value))
 
         def linear(name: str) -> Callable[..., Tensor]:
             def hook(value: Tensor, hook: Any) -> Tensor:
                 more, less = value.chunk(2)
-                change = (more - less) / 4
-                return torch.cat([self.recorded[name] + change, self.recorded[name] - change])
+                change, middle = (more - less) / 4, recorded(name, len(more))
+                return torch.cat([middle + change, middle - change])
 
             return hook
 
@@ -117,6 +124,25 @@ class FrozenPass:
     def missing_patterns(self) -> list[str]:
         """Return the patterns whose hook points did not fire in the run."""
         return [name for name in self._patterns if name not in self.recorded]
+
+
+@dataclass(frozen=True, eq=False)
+class FrozenRun:
+    """A run at which a model is frozen.
+
+    Attributes:
+        frozen: the constants.
+        x: the stream that enters the first block.
+        logits: before any soft cap.
+        value: the metric.
+        gradients: of the metric at nodes, and at "x" and "logits".
+    """
+
+    frozen: FrozenPass
+    x: Residual
+    logits: Float[Tensor, "batch pos d_vocab"]
+    value: Float[Tensor, ""]
+    gradients: dict[str, Tensor]
 
 
 def frozen_gradients(
@@ -133,17 +159,44 @@ def frozen_gradients(
     Raises:
         UnsupportedModelError: it is not linear when its patterns and norm scales are frozen.
     """
+    found = frozen_run(model, target, metric, tape)
+    require_linear(model, target, found)
+    return {name: each for name, each in found.gradients.items() if name in tape.names}
+
+
+def frozen_run(
+    model: Any,
+    target: Recording,
+    metric: BoundMetric,
+    tape: Tape,
+    *,
+    before: Hooks = (),
+    keep_graph: bool = False,
+) -> FrozenRun:
+    """Return a run at which the model is frozen, and gradients of a metric there.
+
+    Args:
+        model: converted, or with exposed neuron-heads.
+        target: the run.
+        metric: to be differentiated.
+        tape: the nodes.
+        before: hooks that see what is frozen before it is.
+        keep_graph: whether to keep the graph.
+
+    Raises:
+        UnsupportedModelError: patterns or norm scales cannot be frozen.
+    """
     frozen = FrozenPass(model)
     with (
         torch.enable_grad(),
         start_graph(model) as roots,
-        uncapped_logits(model) as before,
+        uncapped_logits(model) as uncapped,
     ):
-        hooks = [*frozen.record_hooks, *tape.hooks]
+        hooks = [*before, *frozen.record_hooks, *tape.hooks]
         logits = run(model, target.tokens, target.mask, hooks)
-        found = gradients(
-            metric.of_logits(logits), {"x": roots[-1], "logits": before[-1], **tape.nodes}
-        )
+        value = metric.of_logits(logits)
+        nodes = {"x": roots[-1], "logits": uncapped[-1], **tape.nodes}
+        found = gradients(value, nodes, keep_graph=keep_graph)
     error = float((logits.detach() - target.logits).abs().max())
     # Many bridged norms compute in float32 in whatever dtype the model is; their hooked form not.
     heads, dtypes = host_of(model).neurons, (logits.dtype, torch.float32)
@@ -155,43 +208,65 @@ def frozen_gradients(
     if not error <= allowed:
         reasons.append(f"to freeze it changes its logits, by {error:.2g}")
     UnsupportedModelError.raise_if(reasons, _PROBLEM)
-    require_linear(model, target, frozen, found.pop("x"), found.pop("logits"))
-    return found
+    return FrozenRun(frozen, roots[-1], uncapped[-1], value, found)
 
 
 @torch.no_grad()
 def require_linear(
     model: Any,
     target: Recording,
-    frozen: FrozenPass,
-    gradient: Residual,
-    weights: Float[Tensor, "batch pos d_vocab"],
-) -> None:
+    at: FrozenRun,
+    cut: Mapping[str, Tensor] = MappingProxyType({}),
+    names: Sequence[str] = (),
+) -> dict[str, Tensor]:
     """Compare the effect of noise in the stream that enters the first block with its gradient.
 
     Args:
         model: frozen at `target`.
         target: the run.
-        frozen: the constants.
-        gradient: of the metric with respect to the stream that enters the first block.
-        weights: of the metric with respect to the logits, before any cap.
+        at: the frozen run.
+        cut: outputs of heads, by hook name, whose constant part is asked for.
+        names: hook points whose constant part is asked for.
+
+    Returns:
+        What heads would put out, and hook points and "logits" show, if the embedding and all heads
+        that are cut put out 0; nothing if none is asked for.
 
     Raises:
         UnsupportedModelError: weights · Δlogits is not gradient · Δx.
     """
     x = target.streams[0]
     noise = normal_numbers(x.shape).to(x) * x.std()
-    mask = None if target.mask is None else target.mask.repeat(2, 1)
-    both = torch.cat([x + noise, x - noise])
+    # Pairs x + δ, x - δ; with δ = -x they are 0 and 2x.
+    changes = [noise, -x] if cut else [noise]
+    both = torch.cat([*(x + change for change in changes), *(x - change for change in changes)])
+    n = 2 * len(changes)
+    constants: dict[str, Tensor] = {}
+
+    def keep(name: str) -> tuple[str, Callable[..., Tensor | None]]:
+        def hook(value: Tensor, hook: Any) -> Tensor | None:
+            more, nothing, less, _ = value.chunk(n)
+            constants[name] = nothing.clone()
+            if name not in cut:
+                return None
+            z = cut[name].detach()
+            return torch.cat([more, torch.zeros_like(z), less, 2 * z])
+
+        return name, hook
+
+    mask = None if target.mask is None else target.mask.repeat(n, 1)
+    hooks: Hooks = [*map(keep, names), *at.frozen.linear_hooks, *map(keep, cut)]
     with (
         edit_input(model, lambda _: both),
-        uncapped_logits(model) as before,
+        uncapped_logits(model) as uncapped,
     ):
-        run(model, target.tokens.repeat(2, 1), mask, frozen.linear_hooks)
-    more, less = before[-1].chunk(2)
-    terms = weights * (more - less) / 2
-    expected, got = float((gradient * noise).sum()), float(terms.sum())
-    scale = float(terms.abs().sum())
+        run(model, target.tokens.repeat(n, 1), mask, hooks)
+    logits = uncapped[-1].chunk(n)
+    terms = at.gradients["logits"] * (logits[0] - logits[n // 2]) / 2
+    numbers = torch.stack(
+        [(at.gradients["x"] * noise).sum().to(terms), terms.sum(), terms.abs().sum()]
+    )
+    expected, got, scale = numbers.tolist()
     if not abs(got - expected) <= logit_tolerance(host_of(model).neurons, x.dtype) * scale:
         raise UnsupportedModelError(
             [
@@ -203,6 +278,7 @@ def require_linear(
             ],
             _PROBLEM,
         )
+    return {**constants, "logits": logits[1]} if cut else {}
 
 
 @contextmanager

@@ -74,14 +74,18 @@ def as_leaf(value: Tensor) -> Tensor:
     return value.detach().requires_grad_()
 
 
-def gradients(value: Float[Tensor, ""], nodes: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return the gradient at every node, and free the graph.
+def gradients(
+    value: Float[Tensor, ""], nodes: dict[str, Tensor], *, keep_graph: bool = False
+) -> dict[str, Tensor]:
+    """Return the gradient at every node, and free the graph unless it is to be kept.
 
     Raises:
         UnsupportedModelError: the value does not depend on a node, so that no patch there would
             have an effect.
     """
-    found = torch.autograd.grad(value, list(nodes.values()), allow_unused=True)
+    found = torch.autograd.grad(
+        value, list(nodes.values()), retain_graph=keep_graph, allow_unused=True
+    )
     unused = [name for name, each in zip(nodes, found, strict=True) if each is None]
     UnsupportedModelError.raise_if(
         [f"{name} is read-only in this model; it has no gradient" for name in unused],

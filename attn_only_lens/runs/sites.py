@@ -240,6 +240,15 @@ def _all_heads(layer: int, kind: HeadKind, count: int) -> LayerSites:
     return LayerSites(layer, kind, names, index, torch.full_like(index, ALL_MEMBERS))
 
 
+def _unknown(model: Any, name: HeadName) -> list[str]:
+    """Return why a model has no head of this name."""
+    try:
+        name.require_in(model)
+    except UnknownHeadError as error:
+        return [str(error)]
+    return []
+
+
 @lru_cache(maxsize=1024)  # to make names takes a share of the time of an attribution
 def _all_names(layer: int, kind: HeadKind, count: int) -> tuple[str, ...]:
     stem = str(HeadName(layer, kind, 0)).removesuffix("0")
@@ -257,13 +266,21 @@ def _names(model: Any, sites: object) -> tuple[list[HeadName], list[str]]:
         ]
     names: list[HeadName] = []
     reasons: list[str] = []
+    last: dict[tuple[int, HeadKind, int | None], HeadName] = {}
     for each in given:
         try:
             name = each if isinstance(each, HeadName) else HeadName.parse(each)
-            names.append(name)
-            name.require_in(model)
         except UnknownHeadError as error:
             reasons.append(str(error))
+            continue
+        names.append(name)
+        key = name.layer, name.kind, name.member
+        last[key] = max(name, last.get(key, name), key=lambda each: each.index)
+    # A layer that has the last of some heads has those before it.
+    known = {key for key, name in last.items() if not _unknown(model, name)}
+    for name in names:
+        if name.index < 0 or (name.layer, name.kind, name.member) not in known:
+            reasons += _unknown(model, name)
     repeated = [str(name) for name, count in Counter(names).items() if count > 1]
     reasons += [f"got {name} more than once; expected each name once" for name in repeated]
     return names, reasons

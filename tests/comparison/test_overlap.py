@@ -45,51 +45,89 @@ def test_a_sink_is_an_outcome():
     assert pattern_divergence(low, low.float().to(torch.bfloat16)).item() == 0
 
 
+def rows(chosen):
+    """Those of the only resample."""
+    return np.flatnonzero(chosen[0]).tolist()
+
+
 def test_overlap_of_two_circuits():
     first = np.array([5.0, -4.0, 3.0, 2.0, np.nan, 0.0, 1.0])
     second = np.array([1.0, -4.0, 5.0, 0.5, 9.0, 0.0, -2.0])
-    one, other = largest(first, 3), largest(second, 3)
-    assert (one.tolist(), other.tolist()) == ([0, 1, 2], [1, 2, 4])
-    assert largest(np.array([1.0, -2.0, 2.0, -2.0, 1.0]), 2).tolist() == [1, 2]  # of equals
-    assert [largest(first, n).tolist() for n in (0, 7)] == [[], [0, 1, 2, 3, 5, 6]]
-    found = overlap_measures(
-        lambda weights: {"nodes": Overlap(one, other, first, second)}, Resampling(3, 5, 0.9, 0)
-    )["nodes"]
+    first, second = first[None], second[None]
+    assert rows(largest(first, 3)) == [0, 1, 2]
+    assert rows(largest(second, 3)) == [1, 2, 4]
+    assert rows(largest(np.array([[1.0, -2.0, 2.0, -2.0, 1.0]]), 2)) == [1, 2]  # of equals
+    assert [rows(largest(first, n)) for n in (0, 7)] == [[], [0, 1, 2, 3, 5, 6]]
+
+    def overlaps(weights):
+        both = [x.repeat(len(weights), axis=0) for x in (first, second)]
+        return {"nodes": Overlap(*(largest(x, 3) for x in both), *both)}
+
+    found = overlap_measures(overlaps, Resampling(3, 5, 0.9, 0), 7)["nodes"]
     assert [found[key] for key in ("kept", "lost", "gained")] == [2, 1, 1]
     assert found["jaccard"] == found["jaccard_low"] == found["jaccard_high"] == 0.5
-    expected = spearmanr(first[[0, 1, 2]], second[[0, 1, 2]]).statistic
+    expected = spearmanr(first[0, :3], second[0, :3]).statistic
     assert found["rank_correlation"] == pytest.approx(expected)
 
 
 def test_intervals_are_of_resampled_prompts():
     """Against every resample that there is."""
     scores = np.array([[3.0, 0.0, 0.0], [0.0, 2.0, 0.0], [1.2, 1.1, 1.2]])
-    other = np.array([2])
 
     def choose(weights):
-        found = largest(scores @ weights, 1)
-        return {"nodes": Overlap(found, other, scores @ weights, np.ones(3))}
+        means = weights @ scores.T
+        other = np.zeros(means.shape, dtype=bool)
+        other[:, 2] = True
+        return {"nodes": Overlap(largest(means, 1), other, means, np.ones(means.shape))}
 
     n = 4000
-    resampling = Resampling(3, n, 0.5, seed=0)
-    values = [float(choose(w)["nodes"][0][0] == 2) for w in resampling.weights()]
+    weights = Resampling(3, n, 0.5, seed=0).weights()
+    values = choose(weights)["nodes"].first[:, 2]
     every = [
-        largest(scores[:, list(rows)].mean(1), 1)[0] == 2
+        scores[:, list(rows)].mean(1).argmax() == 2
         for rows in itertools.product(range(3), repeat=3)
     ]
     # Four standard errors of a share.
     assert np.mean(values) == pytest.approx(np.mean(every), abs=4 * np.sqrt(0.25 / n))
     assert 0 < np.mean(every) < 1
-    found = overlap_measures(choose, Resampling(3, 200, 0.999, seed=0))["nodes"]
+    found = overlap_measures(choose, Resampling(3, 200, 0.999, seed=0), 3)["nodes"]
     assert (found["jaccard_low"], found["jaccard_high"]) == (0, 1)
-    again = overlap_measures(choose, Resampling(3, 200, 0.999, seed=0))["nodes"]
-    assert found == pytest.approx(again, nan_ok=True)
+    again = overlap_measures(choose, Resampling(3, 200, 0.999, seed=0), 10**9)["nodes"]
+    assert found == pytest.approx(again, nan_ok=True)  # however many resamples at once
+
+
+def test_all_resamples_at_once_are_each_by_itself():
+    """Against sets and scipy, with ties, and rows that one model has not."""
+    generator = np.random.default_rng(0)
+    scores, others = generator.integers(-3, 4, size=(2, 29, 8)).astype(float)
+    scores[[3, 11]], others[17] = np.nan, np.nan
+    resampling = Resampling(8, 37, 0.9, seed=1)  # weights are exact, and so are ties
+
+    def overlaps(weights):
+        means = weights @ scores.T, weights @ others.T
+        return {"nodes": Overlap(largest(means[0], 7), largest(means[1], 13), *means)}
+
+    done = []
+    found = overlap_measures(overlaps, resampling, 29, done.append)["nodes"]
+    assert sum(done) == 37
+    jaccard, correlation = [], []
+    for weights in resampling.weights():
+        means = scores @ weights, others @ weights
+        by_size = (np.argsort(-np.nan_to_num(abs(x), nan=-1), kind="stable") for x in means)
+        one, other = (set(rows[:n].tolist()) for rows, n in zip(by_size, (7, 13), strict=True))
+        jaccard.append(len(one & other) / len(one | other))
+        union = [row for row in one | other if np.isfinite(means[0][row] + means[1][row])]
+        correlation.append(spearmanr(means[0][union], means[1][union]).statistic)
+    for name, values in (("jaccard", jaccard), ("rank_correlation", correlation)):
+        expected = np.quantile(values, [0.05, 0.95])
+        assert [found[f"{name}_{end}"] for end in ("low", "high")] == pytest.approx(expected)
+        assert expected[0] < expected[1]
 
 
 def test_as_few_edges_as_have_the_mass():
-    weights = np.array([4.0, -3.0, 2.0, 1.0, 50.0, 0.0, 7.0])
+    weights = np.array([[4.0, -3.0, 2.0, 1.0, 50.0, 0.0, 7.0]])
     kinds = np.array(["value"] * 4 + ["q"] * 3, dtype=object)
-    among = np.array([0, 1, 2, 3, 5, 6])
-    assert select_mass(weights, kinds, among, 0.7).tolist() == [0, 1, 6]
-    assert select_mass(weights, kinds, among, 1.0).tolist() == [0, 1, 2, 3, 6]
-    assert select_mass(weights, kinds, among[:0], 0.7).tolist() == []
+    among = np.array([[True, True, True, True, False, True, True]])
+    assert rows(select_mass(weights, kinds, among, 0.7)) == [0, 1, 6]
+    assert rows(select_mass(weights, kinds, among, 1.0)) == [0, 1, 2, 3, 6]
+    assert rows(select_mass(weights, kinds, among & False, 0.7)) == []

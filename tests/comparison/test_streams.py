@@ -107,8 +107,8 @@ def test_nothing_grows_with_the_number_of_batches(pair):
             del batch
 
     compare(*pair, stream(), p.loss(), **FEW)
-    # The first batch's tokens are kept, for patching: 3 × 11 numbers, and their pairs.
-    assert max(seen) <= seen[0] + 8 * (3 * 11 * 8)
+    # The first batch's runs are kept, for patching; of another, 3 × 11 tokens and their pairs.
+    assert max(seen) <= seen[1] + 8 * (3 * 11 * 8)
     assert max(seen[2:]) == seen[2]
     assert sum(each() is not None for each in given) <= 1
 
