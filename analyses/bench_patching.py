@@ -163,9 +163,10 @@ def by_hand(
         name = get_act_name("post", layer)
         for start in range(0, len(of_layer), BY_HAND):
             some = of_layer.iloc[start : start + BY_HAND]
-            row, neuron = torch.arange(len(some)), torch.tensor(some["neuron"].to_numpy())
-            where = torch.tensor(some["pos"].to_numpy())[:, None] == torch.arange(clean.shape[1])
-            where |= torch.tensor(some["pos"].to_numpy() == -1)[:, None]
+            at = torch.tensor(some["pos"].tolist())
+            row, neuron = torch.arange(len(some)), torch.tensor(some["neuron"].tolist())
+            where = at[:, None] == torch.arange(clean.shape[1])
+            where |= at[:, None] == -1
             row, neuron, where = (each.to(clean.device) for each in (row, neuron, where))
 
             def setter(post: Tensor, hook: Any, given: Any = (name, row, neuron, where)) -> Tensor:
@@ -178,7 +179,7 @@ def by_hand(
                 logits = model.run_with_hooks(
                     corrupted.expand(len(some), -1), fwd_hooks=[(name, setter)]
                 )
-            values[some.index.to_numpy()] = torch.stack([metric(each[None]) for each in logits])
+            values[some.index.tolist()] = torch.stack([metric(each[None]) for each in logits])
     return values
 
 

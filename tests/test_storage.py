@@ -294,7 +294,7 @@ KINDS = {
     "training": (trained, resumed),
     "sweep.csv": (lambda f: sweep().save(f / "s.csv"), lambda f: loaded(f / "s.csv")),
     "sweep.parquet": (lambda f: sweep().save(f / "s.parquet"), lambda f: loaded(f / "s.parquet")),
-    "parts": (parts, lambda folder: {"frame": store(folder).read_all()}),
+    "parts": (parts, lambda folder: {"frame": pd.concat(store(folder).read_all())}),
     "graph": (lambda f: to_json(graph(), f / "g.json"), lambda f: vars(from_json(f / "g.json"))),
     "comparison": (
         lambda folder: comparison().save(folder),

@@ -277,8 +277,8 @@ class _Source:
     def of(cls, put_out: Tensor, width: int, nodes: Sequence[int]) -> "_Source":
         """Return a source some of whose nodes are chosen."""
         every = put_out.detach().flatten(1)
-        first = torch.tensor(nodes, dtype=torch.int64)[:, None] * width
-        numbers = (first + torch.arange(width)).flatten().to(put_out.device)
+        first = torch.tensor(nodes, dtype=torch.int64, device=put_out.device)[:, None] * width
+        numbers = (first + torch.arange(width, device=put_out.device)).flatten()
         chosen, others = every[:, numbers], every.index_fill(1, numbers, 0.0)
         return cls(put_out, width, numbers, chosen, others)
 

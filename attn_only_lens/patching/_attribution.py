@@ -256,7 +256,13 @@ def attribution(
             values, repaired, told = estimator.estimate(runs.of(each.prompts))
             kept = runs.of(each.prompts).reduced(over, values)
             bar.update(len(each.prompts))
-            return torch.cat([kept.flatten(), repaired.double(), torch.tensor(told).double()])
+            return torch.cat(
+                [
+                    kept.flatten(),
+                    repaired.double(),
+                    torch.tensor(told, dtype=torch.float64, device="cpu"),
+                ]
+            )
 
         def add(each: SweepPart, found: Tensor) -> None:
             nonlocal exact, error, forwards

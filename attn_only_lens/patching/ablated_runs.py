@@ -62,7 +62,7 @@ class AblatedRuns:
         whole = len(prompts) == len(self._pair.clean) and self._reference is None
         if self._to == "mean" and not whole:
             self._means = self._means or self._mean()
-            return ablate(own, self._means, "mean", torch.ones(1, 1, dtype=torch.bool))
+            return ablate(own, self._means, "mean", torch.ones_like(clean.tokens[:1, :1]).bool())
         if self._to == "resample" and not whole:
             others, mask = self._reference, None
             if others is None:
