@@ -3,8 +3,8 @@
 The model has GPT-2 small's shape and random weights, as a HookedTransformer or as transformers' own
 in a TransformerBridge (`--model bridge`), or is one of Hugging Face in a folder (`--folder`). A
 site is one neuron at one position (or at all). TransformerLens' own sweep runs a whole forward pass
-with a hook for each; by hand, a skilled user runs 48 of a layer in one. Both are timed on a sample
-of the sites that we run, in two halves around ours, and the values of those sites are compared.
+with a hook for each; by hand, a skilled user runs 48, of any layers, in one. Both are timed on a
+sample of the sites that we run, in halves around ours, and the values of those are compared.
 
 Flops of a site at position t of layer l, counted as multiplications and additions of matrix
 products, for prompts of T tokens after which S = T - t are left (for all positions, S = T less the
@@ -155,32 +155,37 @@ def their_loop(
 def by_hand(
     model: Any, clean: Tensor, corrupted: Tensor, metric: Any, sites: pd.DataFrame
 ) -> Tensor:
-    """The same by hooks, 48 sites of a layer in one forward pass, in the order of the sites."""
+    """The same by hooks, 48 sites of any layers in one forward pass, in the order of the sites."""
     _, cache = model.run_with_cache(clean, names_filter=lambda name: name.endswith("hook_post"))
-    values = torch.empty(len(sites), device=clean.device)
-    places = sites.reset_index(drop=True)
-    for layer, of_layer in places.groupby("layer"):
-        name = get_act_name("post", layer)
-        for start in range(0, len(of_layer), BY_HAND):
-            some = of_layer.iloc[start : start + BY_HAND]
-            at = torch.tensor(some["pos"].tolist())
-            row, neuron = torch.arange(len(some)), torch.tensor(some["neuron"].tolist())
-            where = at[:, None] == torch.arange(clean.shape[1])
-            where |= at[:, None] == -1
-            row, neuron, where = (each.to(clean.device) for each in (row, neuron, where))
+    values = []
+    for start in range(0, len(sites), BY_HAND):
+        some = sites.iloc[start : start + BY_HAND].reset_index(drop=True)
+        hooks = []
+        for layer, of_layer in some.groupby("layer"):
+            row, neuron, at = (
+                torch.tensor(each, device=clean.device)
+                for each in (
+                    of_layer.index.tolist(),
+                    *(of_layer[c].tolist() for c in ("neuron", "pos")),
+                )
+            )
+            here = (at[:, None] == torch.arange(clean.shape[1], device=clean.device)) | (
+                at[:, None] == -1
+            )
 
-            def setter(post: Tensor, hook: Any, given: Any = (name, row, neuron, where)) -> Tensor:
-                name, row, neuron, where = given
-                old, new = post[row, :, neuron], cache[name][0, :, neuron].T
-                post[row, :, neuron] = torch.where(where, new, old)
+            name = get_act_name("post", layer)
+
+            def setter(post: Tensor, hook: Any, given: Any = (name, row, neuron, here)) -> Tensor:
+                name, row, neuron, here = given
+                new = cache[name][0, :, neuron].T
+                post[row, :, neuron] = torch.where(here, new, post[row, :, neuron])
                 return post
 
-            with torch.no_grad():
-                logits = model.run_with_hooks(
-                    corrupted.expand(len(some), -1), fwd_hooks=[(name, setter)]
-                )
-            values[some.index.tolist()] = torch.stack([metric(each[None]) for each in logits])
-    return values
+            hooks.append((name, setter))
+        with torch.no_grad():
+            logits = model.run_with_hooks(corrupted.expand(len(some), -1), fwd_hooks=hooks)
+        values += [metric(each[None]) for each in logits]
+    return torch.stack(values)
 
 
 def timed(call: Callable[[], Any], device: str) -> tuple[Any, float, float]:
@@ -205,15 +210,16 @@ def sweep(source: Any, task: Task, sizes: dict[str, int], device: str) -> dict[s
         return bound.value(bound.select(logits)[None])[0]
 
     # Theirs in two halves around ours, so that what else the machine does falls on both.
+    shorter = 1 + task.n_pos // 32
     samples = {
-        "loop": (their_loop, felt.sample(min(len(felt), sizes["loop"]), random_state=0)),
-        "by hand": (by_hand, felt.sample(min(len(felt), sizes["by hand"]), random_state=1)),
+        name: (run, felt.sample(min(len(felt), sizes[name] // shorter), random_state=0))
+        for name, run in (("loop", their_loop), ("by hand", by_hand))
     }
     worked = dict.fromkeys(samples, 0.0)
     theirs, found, rates = list[tuple[Any, float]](), None, []
     for half in (0, 1):
         for name, (run, sample) in samples.items():
-            some = sample.sort_values("layer")[half::2]
+            some = sample[half::2]
             values, _, spent = timed(partial(run, source, clean, corrupted, value, some), device)
             worked[name] += spent / len(sample)
             theirs += zip(some.itertuples(index=False), values.tolist(), strict=True)
@@ -286,7 +292,7 @@ def main(
     """Measure, print, and write `bench_patching.md`, or `bench_patching_bridge.md`."""
     warnings.filterwarnings("ignore", "HookedTransformer.* is deprecated", DeprecationWarning)
     sizes = {"neurons": 5 if smoke else neurons, "scattered": 50 if smoke else 1000}
-    sizes |= {"loop": 4, "by hand": 8} if smoke else {"loop": 24, "by hand": 192}
+    sizes |= {"loop": 4, "by hand": 8} if smoke else {"loop": 24, "by hand": 4 * BY_HAND}
     called = f"--neurons {sizes['neurons']} --model {model}{' --smoke' * smoke}"
     shape = "A tiny model (--smoke)" if smoke else "GPT-2 small's shape, random weights"
     kind = "TransformerBridge" if model == "bridge" else "HookedTransformer"
