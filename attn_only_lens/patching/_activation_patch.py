@@ -137,7 +137,7 @@ def activation_patch(
     if direction in ABLATIONS:
         ablated = AblatedRuns(model, pair, direction, tokens, chosen, at_once)
     runs = PromptRuns(model, pair, metric, direction, ablated, record)
-    over = runs.over(parts[0].prompts, sum(map(len, groups)), per_prompt)
+    over = runs.over(parts, sum(map(len, groups)), per_prompt)
     store = None
     if resume is not None:
         settings = sweep_settings(model, pair, metric, groups, part, direction, tokens)
