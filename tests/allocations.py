@@ -11,18 +11,21 @@ class Allocated(TorchDispatchMode):
 
     def __init__(self):
         super().__init__()
-        self.alive, self.most = {}, 0
+        self.alive, self.total, self.most = {}, 0, 0  # total: with some that are dead already
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         given = {self.key(each) for each in tree_leaves((args, kwargs))}
         out = func(*args, **(kwargs or {}))
-        self.alive = {key: each for key, each in self.alive.items() if not each[0].expired()}
         for each in tree_leaves(out):
             key = self.key(each)
-            if key is not None and key not in given:
+            if key is not None and key not in given and key not in self.alive:
                 storage = each.untyped_storage()
                 self.alive[key] = StorageWeakRef(storage), storage.nbytes()
-        self.most = max(self.most, sum(size for _, size in self.alive.values()))
+                self.total += storage.nbytes()
+        if self.total > self.most:
+            self.alive = {key: each for key, each in self.alive.items() if not each[0].expired()}
+            self.total = sum(size for _, size in self.alive.values())
+            self.most = max(self.most, self.total)
         return out
 
     @staticmethod

@@ -24,7 +24,7 @@ from attn_only_lens.runs.identity import Unidentified, identity
 from attn_only_lens.runs.inputs import checked_tokens, option_reasons, reasons_not_to_run
 from attn_only_lens.runs.interventions import ABLATIONS, DIRECTIONS
 from attn_only_lens.runs.metrics import AnyMetric, Metric, as_metric
-from attn_only_lens.runs.positions import Positions, PositionSet
+from attn_only_lens.runs.positions import Positions
 from attn_only_lens.runs.prompts import PromptPair, Prompts, prompt_pair, single_prompts
 from attn_only_lens.runs.recording import RunPair, record_pair
 from attn_only_lens.runs.replay import make_replay
@@ -137,7 +137,7 @@ def activation_patch(
     if direction in ABLATIONS:
         ablated = AblatedRuns(model, pair, direction, tokens, chosen, at_once)
     runs = PromptRuns(model, pair, metric, direction, ablated, record)
-    over = runs.over(parts[0].prompts, sum(map(len, groups)), per_prompt)
+    over = runs.over(parts, sum(map(len, groups)), per_prompt)
     store = None
     if resume is not None:
         settings = sweep_settings(model, pair, metric, groups, part, direction, tokens)
@@ -263,16 +263,18 @@ def sweep_settings(
         "metric_code": metric_identity(metric),
         "sites": [name for each in sites for name in each.names],
         "positions": [each.label for each in sets],
-        "where": [each.where.nonzero().tolist() for each in sets if _is_role(each)],
+        "where": roles_where(groups),
         "float32 products": matmul_precision(),
         "part": part,
         "direction": direction,
     }
 
 
-def _is_role(positions: PositionSet) -> bool:
-    """True for positions that their label does not give."""
-    return isinstance(positions.label, str) and positions.label != "all"
+def roles_where(groups: Sequence[SiteGroup]) -> list[list[list[int]]]:
+    """Return where each role is, which its label does not tell."""
+    sets = dict.fromkeys(each for group in groups for each in group.positions)
+    roles = [each for each in sets if isinstance(each.label, str) and each.label != "all"]
+    return [each.where.nonzero().tolist() for each in roles]
 
 
 def metric_identity(metric: Metric) -> str:

@@ -239,7 +239,7 @@ def attribution(
         ablated = AblatedRuns(model, pair, direction, tokens, chosen, at_once)
     runs = PromptRuns(model, pair, metric, direction, ablated, record)
     n_rows = sum(map(len, groups))
-    over = runs.over(parts[0].prompts, n_rows, per_prompt)
+    over = runs.over(parts, n_rows, per_prompt)
     store = None
     if resume is not None:
         settings = sweep_settings(model, pair, metric, groups, part, direction, tokens)
@@ -371,7 +371,7 @@ class _Estimator:
         if self._method == "integrated":  # which has gradients of its own, between the runs
             names, steps = self._tape.names, self._steps
             return integrated_gradients(model, target, source, metric, names, steps, self._progress)
-        if not run.prompts.start:  # later prompts may happen to be flat
+        if run.first:  # later prompts may happen to be flat
             ablation = self._direction in ABLATIONS
             other = torch.zeros_like(target.logits) if ablation else source.logits
             span = run.runs.clean_value - run.runs.corrupted_value

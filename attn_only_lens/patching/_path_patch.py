@@ -47,7 +47,7 @@ from attn_only_lens.errors import InputError
 from attn_only_lens.heads import HeadName, host_of
 from attn_only_lens.heads.host import HeadKind
 from attn_only_lens.numerics import full_precision, is_count
-from attn_only_lens.patching._activation_patch import metric_identity
+from attn_only_lens.patching._activation_patch import metric_identity, roles_where
 from attn_only_lens.patching.path_results import Paths
 from attn_only_lens.patching.path_runs import LOGITS, PathBlock, PathRunner, names_of, path_blocks
 from attn_only_lens.patching.processes import is_first, require_folder
@@ -268,6 +268,7 @@ def _settings(
         "metric_code": metric_identity(metric),
         "senders": [[*each.rows["name"]] for each in senders],
         "positions": [each.rows["position"].tolist() for each in senders],
+        "where": roles_where(senders),
         "receivers": [name for each in receivers for name in names_of(each)],
     }
 

@@ -83,7 +83,7 @@ class Claims:
 
     def _is_dead(self, claim: Path) -> bool:
         try:
-            with claim.open() as file:
+            with claim.open(errors="replace") as file:
                 machine, _, process = file.read().rpartition(" ")
                 touched = os.fstat(file.fileno()).st_mtime_ns
         except OSError:  # just removed

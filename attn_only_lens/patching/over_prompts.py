@@ -111,7 +111,8 @@ class OverPrompts:
         if prompts.start == 0:
             return new.flatten(1)
         old = so_far.unflatten(1, (2, 3))
-        mean = old[..., 0] + (new[..., 0] - old[..., 0]) * (own.sum() / (before.sum() + own.sum()))
+        total = (before.sum() + own.sum()) or 1.0  # without weight so far, all are 0
+        mean = old[..., 0] + (new[..., 0] - old[..., 0]) * (own.sum() / total)
         first = second = torch.zeros_like(mean)
         for each, w in ((old, before), (new, own)):
             shift, squares = each[..., 0] - mean, w.square().sum()

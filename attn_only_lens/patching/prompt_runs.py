@@ -40,6 +40,7 @@ class PromptRun:
         target: the run patched into.
         source: the run that patches come from.
         unpatched: the metric of each prompt of the target.
+        first: whether the first pair of unlike prompts is among them.
     """
 
     prompts: range
@@ -47,6 +48,7 @@ class PromptRun:
     target: Recording
     source: Recording
     unpatched: Float[Tensor, "prompt"]
+    first: bool
 
     @property
     def shares(self) -> tuple[float, ...]:
@@ -90,6 +92,8 @@ class PromptRuns:
         self._model, self._pair, self._metric = model, pair, metric
         self._direction, self._ablated, self._record = direction, ablated, record
         self._held: PromptRun | None = None
+        unlike = ((pair.clean != pair.corrupted) & pair.real).any(dim=1)
+        self._first = int(unlike.int().argmax())
 
     def of(self, prompts: range) -> PromptRun:
         """Return a run of prompts, recorded now if it was not the last one."""
@@ -100,19 +104,20 @@ class PromptRuns:
             target, source, unpatched = runs.target(self._direction)
             if self._ablated is not None:
                 source = self._ablated.of(runs.clean, prompts)
-            self._held = PromptRun(prompts, runs, target, source, unpatched)
+            first = self._first in prompts
+            self._held = PromptRun(prompts, runs, target, source, unpatched, first)
         return self._held
 
-    def over(self, first: range, n_rows: int, per_prompt: bool) -> OverPrompts:
+    def over(self, parts: Sequence[SweepPart], n_rows: int, per_prompt: bool) -> OverPrompts:
         """Return what the values of all prompts are joined in, once a first run fits.
 
         Raises:
-            InputError: the metric does not fit the prompts, or is constant on the first of them;
-                prompts have no rows of their own.
+            InputError: the metric does not fit the prompts, or is constant on the first run of
+                unlike ones; prompts have no rows of their own.
         """
-        run, n_prompts = self.of(first), len(self._pair.clean)
-        weights = run.shares
-        if len(first) < n_prompts:
+        run = self.of(next(each.prompts for each in parts if self._first in each.prompts))
+        n_prompts, weights = len(self._pair.clean), run.shares
+        if len(run.prompts) < n_prompts:
             if torch.equal(run.runs.clean_values, run.runs.corrupted_values):
                 require_distinct(run.runs.clean_value, run.runs.corrupted_value, torch.float64)
             weights = (1 / n_prompts,) * n_prompts
@@ -178,7 +183,7 @@ def prompts_per_run(
         InputError: the metric is of all prompts together, or does not fit them.
     """
     n_prompts = len(pair.clean)
-    if asked is None and resume is not None:
+    if asked is None and resume is not None and metric.by_prompt:
         asked = kept_settings(resume).get("prompts_at_once")
     if asked is None:
         asked = n_prompts

@@ -26,6 +26,7 @@ from attn_only_lens.patching.over_prompts import SPREAD, OverPrompts
 from attn_only_lens.patching.scored_frame import BASELINE, ScoredFrame
 from attn_only_lens.patching.site_groups import SiteGroup
 from attn_only_lens.patching.sweep_rows import PROBLEM, SweepRows
+from attn_only_lens.runs.metrics import require_distinct
 from attn_only_lens.storage import Document
 from attn_only_lens.storage.tables import TableFields
 
@@ -155,11 +156,15 @@ class Sweep(ScoredFrame):
             method: how they were found.
             exact: which are of patches, where others are estimates; None if all are.
             fields: of an attribution, or of rounded products.
+
+        Raises:
+            InputError: the metric does not tell the clean run from the corrupted one.
         """
         columns = over.columns()
         if exact is not None:
             columns["exact"] = np.repeat(exact.numpy(), len(columns["value"]) // len(exact))
         clean_value, corrupted_value = over.ends
+        require_distinct(clean_value, corrupted_value, next(model.parameters()).dtype)
         return cls(
             SweepRows.of_groups(groups, [columns]),
             part=part,

@@ -448,9 +448,9 @@ def loss() -> Metric:
         rows, columns = counts.nonzero(as_tuple=True)
         targets = pair.clean[:, 1:][rows, columns]
         reasons = []
-        if not len(targets):
+        if not len(targets) and pair.among is None:
             reasons.append("loss: no prompt has a second token to be predicted")
-        elif targets.max() >= shape[2]:
+        elif len(targets) and targets.max() >= shape[2]:
             reasons.append(
                 f"loss: the prompts hold token {targets.max()}, and the model puts out logits of "
                 f"tokens 0 to {shape[2] - 1} only"
@@ -466,7 +466,7 @@ def loss() -> Metric:
             own = [part.sum(dim=-1) / max(1, part.shape[1]) for part in each.split(n_targets, 1)]
             return torch.stack(own, dim=-1)
 
-        weights = tuple(n / len(targets) for n in n_targets)
+        weights = tuple(n / max(1, len(targets)) for n in n_targets)
         return BoundMetric("loss", None, None, shape, compute, weights)
 
     return Metric("loss", bound)

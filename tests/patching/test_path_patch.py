@@ -239,6 +239,10 @@ def test_resumes(small, tmp_path, monkeypatch):
         expected.save(tmp_path / "paths.csv")
         loaded = p.Paths.load(tmp_path / "paths.csv")
         pd.testing.assert_frame_equal(expected.frame, loaded.frame, check_categorical=False)
+    roles = options | {"resume": tmp_path / "roles", "positions": {"role": 1}}
+    p.path_patch(model, clean, corrupted, METRIC, **roles)
+    with pytest.raises(InputError, match="where: got"):  # of one name, and elsewhere
+        p.path_patch(model, clean, corrupted, METRIC, **roles | {"positions": {"role": 2}})
 
 
 def test_heads_that_share_a_neuron():

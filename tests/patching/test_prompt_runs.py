@@ -85,6 +85,20 @@ def test_prompts_are_resampled_from_those_of_the_next_run(model):
         p.activation_patch(model, **settings, **reference, prompts_at_once=2)
 
 
+@pytest.mark.parametrize("run", [p.activation_patch, p.attribution])
+def test_runs_of_pairs_that_are_alike_and_of_prompts_without_a_loss(model, run):
+    settings = {"sites": SITES, "progress": False, **prompts(3)}
+    settings |= {"mask": (torch.arange(7) < torch.tensor([5, 1, 1])[:, None]).long()}
+    alike = settings["clean"][:1].clone(), settings["corrupted"][1:]
+    for metric, more in ((p.loss(), {}), (p.logit_diff(3, 5), {"corrupted": torch.cat(alike)})):
+        options = settings | more | {"budget": 0} if run is p.attribution else settings | more
+        options |= {"mask": None} if more else {}
+        assert_same(
+            run(model, metric=metric, **options),
+            run(model, metric=metric, prompts_at_once=1, **options),
+        )
+
+
 class Interrupted(PartStore):
     """A folder whose sweep is stopped after some parts."""
 
@@ -117,6 +131,8 @@ def test_an_interrupted_run_is_lost_and_no_other(model, run, per_prompt, tmp_pat
     assert all(path.stat().st_mtime_ns == time for path, time in kept.items())
     with pytest.raises(InputError, match="prompts_at_once: got 3; the folder has 2"):
         run(model, prompts_at_once=3, resume=tmp_path, **settings)
+    with pytest.raises(InputError, match="metric: got"):  # and not that it takes all at once
+        run(model, resume=tmp_path, **settings | {"metric": lambda logits: logits[:, -1, 3]})
 
 
 def test_repairs_of_each_run(model):
@@ -142,7 +158,7 @@ def test_memory_is_that_of_a_run_of_prompts(model, run):
             run(model, sites=SITES[1:3], progress=False, **settings, **prompts(n, padded=False))
         return allocated.most
 
-    few, many, all_at_once = peak(22, 11), peak(55, 11), peak(55, 55)
+    few, many, all_at_once = peak(11, 11), peak(33, 11), peak(33, 33)
     assert many < 1.2 * few
     assert all_at_once > 2 * few
 
@@ -178,6 +194,10 @@ def test_refused(model):
         p.attribution(model, metric=DIFF, prompts_at_once=0, **settings)
     with pytest.raises(InputError, match="got 2 answers; expected 1, or 7"):
         p.activation_patch(model, metric=p.logit_diff([1, 2], 3), prompts_at_once=2, **settings)
+    swapped = {"clean": settings["clean"][:2], "corrupted": settings["clean"][[1, 0]], "mask": None}
+    for run in (p.activation_patch, p.attribution):  # each run differs, the mean does not
+        with pytest.raises(InputError, match="float64 does not tell apart"):
+            run(model, metric=p.logit_diff(3, 5), prompts_at_once=1, **settings | swapped)
     late = p.logit_diff(RIGHT, [*WRONG[:-1], RIGHT[-1]])  # wrong in the last run alone
     with pytest.raises(InputError, match=r"same token for prompts \[6\]"):
         p.activation_patch(model, metric=late, prompts_at_once=2, **settings)
