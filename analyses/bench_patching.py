@@ -4,7 +4,8 @@ The model has GPT-2 small's shape and random weights, as a HookedTransformer or 
 in a TransformerBridge (`--model bridge`), or is one of Hugging Face in a folder (`--folder`). A
 site is one neuron at one position (or at all). TransformerLens' own sweep runs a whole forward pass
 with a hook for each; by hand, a skilled user runs 48 of a layer in one. Both are timed on a sample
-of the sites that we run, in two halves around ours, and the values of those sites are compared.
+of the sites that we run, in two halves around ours, in passes as full as all sites would make them,
+and the values of those sites are compared.
 
 Flops of a site at position t of layer l, counted as multiplications and additions of matrix
 products, for prompts of T tokens after which S = T - t are left (for all positions, S = T less the
@@ -38,7 +39,7 @@ import torch
 import transformers
 import typer
 from bench_peak_memory import GPT2_SMALL, TINY, model_of
-from benching import Device, machine, page_name, speeds, table, wait
+from benching import Device, machine, page_name, table, wait
 from torch import Tensor
 from transformer_lens.model_bridge import TransformerBridge
 from transformer_lens.model_bridge.sources._bridge_builder import build_bridge_from_module
@@ -135,10 +136,9 @@ def flops(cfg: Any, task: Task, sites: pd.DataFrame) -> float:
 
 
 def their_loop(
-    model: Any, clean: Tensor, corrupted: Tensor, metric: Any, sites: pd.DataFrame
+    model: Any, cache: Any, corrupted: Tensor, metric: Any, sites: pd.DataFrame
 ) -> Tensor:
     """TransformerLens' own sweep over an explicit frame of sites."""
-    _, cache = model.run_with_cache(clean, names_filter=lambda name: name.endswith("hook_post"))
 
     def setter(post: Tensor, index: Any, clean_post: Tensor) -> Tensor:
         _, position, neuron = index
@@ -152,21 +152,19 @@ def their_loop(
         )
 
 
-def by_hand(
-    model: Any, clean: Tensor, corrupted: Tensor, metric: Any, sites: pd.DataFrame
-) -> Tensor:
-    """The same by hooks, 48 sites of a layer in one forward pass, in the order of the sites."""
-    _, cache = model.run_with_cache(clean, names_filter=lambda name: name.endswith("hook_post"))
-    values = torch.empty(len(sites), device=clean.device)
+def by_hand(model: Any, cache: Any, corrupted: Tensor, metric: Any, sites: pd.DataFrame) -> Tensor:
+    """The same by hooks, 48 sites of a layer in one forward pass."""
+    device, n_pos = corrupted.device, corrupted.shape[1]
+    values = torch.empty(len(sites), device=device)
     places = sites.reset_index(drop=True)
     for layer, of_layer in places.groupby("layer"):
         name = get_act_name("post", layer)
         for start in range(0, len(of_layer), BY_HAND):
             some = of_layer.iloc[start : start + BY_HAND]
             row, neuron = torch.arange(len(some)), torch.tensor(some["neuron"].to_numpy())
-            where = torch.tensor(some["pos"].to_numpy())[:, None] == torch.arange(clean.shape[1])
+            where = torch.tensor(some["pos"].to_numpy())[:, None] == torch.arange(n_pos)
             where |= torch.tensor(some["pos"].to_numpy() == -1)[:, None]
-            row, neuron, where = (each.to(clean.device) for each in (row, neuron, where))
+            row, neuron, where = (each.to(device) for each in (row, neuron, where))
 
             def setter(post: Tensor, hook: Any, given: Any = (name, row, neuron, where)) -> Tensor:
                 name, row, neuron, where = given
@@ -178,7 +176,7 @@ def by_hand(
                 logits = model.run_with_hooks(
                     corrupted.expand(len(some), -1), fwd_hooks=[(name, setter)]
                 )
-            values[some.index.to_numpy()] = torch.stack([metric(each[None]) for each in logits])
+            values[some.index.tolist()] = torch.stack([metric(each[None]) for each in logits])
     return values
 
 
@@ -190,6 +188,21 @@ def timed(call: Callable[[], Any], device: str) -> tuple[Any, float, float]:
     wait(device)
     took = time.perf_counter() - start
     return found, took, time.process_time() - worked if device == "cpu" else took
+
+
+def rate(device: str, *, smoke: bool) -> float:
+    """Float operations of a matrix product in a second, of the processor as `timed` has it."""
+    size = 256 if smoke else 2048
+    a, b = (torch.randn(size, size, device=device) for _ in range(2))
+    worked = [timed(lambda: a @ b, device)[2] for _ in range(8)]
+    return 2 * size**3 / statistics.median(worked[1:])
+
+
+def full_batches(sites: pd.DataFrame, n: int) -> list[pd.DataFrame]:
+    """About n sites, in forward passes as full as those that would run all of them by hand."""
+    drawn = sites.sample(frac=1.0, random_state=1)
+    batches = [each.head(BY_HAND) for _, each in drawn.groupby("layer", sort=False)]
+    return batches[: max(2, round(n / statistics.mean(map(len, batches))))]
 
 
 def sweep(source: Any, task: Task, sizes: dict[str, int], device: str) -> dict[str, Any]:
@@ -204,20 +217,23 @@ def sweep(source: Any, task: Task, sizes: dict[str, int], device: str) -> dict[s
         return bound.value(bound.select(logits)[None])[0]
 
     # Theirs in two halves around ours, so that what else the machine does falls on both.
+    loop = felt.sample(min(len(felt), sizes["loop"]), random_state=0).sort_values("layer")
+    batches = full_batches(sites, sizes["by hand"])
     samples = {
-        "loop": (their_loop, felt.sample(min(len(felt), sizes["loop"]), random_state=0)),
-        "by hand": (by_hand, felt.sample(min(len(felt), sizes["by hand"]), random_state=1)),
+        "loop": (their_loop, [loop[half::2] for half in (0, 1)]),
+        "by hand": (by_hand, [pd.concat(batches[half::2]) for half in (0, 1)]),
     }
+    _, cache = source.run_with_cache(clean, names_filter=lambda name: name.endswith("hook_post"))
     worked = dict.fromkeys(samples, 0.0)
     theirs, found, rates = list[tuple[Any, float]](), None, []
     for half in (0, 1):
-        for name, (run, sample) in samples.items():
-            some = sample.sort_values("layer")[half::2]
-            values, _, spent = timed(partial(run, source, clean, corrupted, value, some), device)
-            worked[name] += spent / len(sample)
+        for name, (run, halves) in samples.items():
+            some = halves[half]
+            values, _, spent = timed(partial(run, source, cache, corrupted, value, some), device)
+            worked[name] += spent / sum(map(len, halves))
             theirs += zip(some.itertuples(index=False), values.tolist(), strict=True)
         if found is None:
-            rates.append(speeds(device, sizes["neurons"] < 10)[0])
+            rates.append(rate(device, smoke=sizes["neurons"] < 10))
             names = [
                 f"L{row.layer}N{row.neuron}" + f"@{row.pos}" * (task.positions == "each")
                 for row in sites.itertuples()
@@ -226,7 +242,7 @@ def sweep(source: Any, task: Task, sizes: dict[str, int], device: str) -> dict[s
             with expose_neuron_heads(source) as model:
                 patch = partial(p.activation_patch, model, clean, corrupted, METRIC, sites=names)
                 found, seconds, ours = timed(partial(patch, progress=False, **at), device)
-            rates.append(speeds(device, sizes["neurons"] < 10)[0])
+            rates.append(rate(device, smoke=sizes["neurons"] < 10))
     values = found.to_frame().set_index(["name", "position"])["value"]
     worst = max(
         abs(values[f"L{row.layer}N{row.neuron}", "all" if row.pos == -1 else row.pos] - other)
@@ -259,13 +275,14 @@ def report(
         replace(task, n_pos=15, first=min(task.first, 12)) if smoke else task for task in TASKS
     ]
     rows = [sweep(source, task, sizes, device) for task in tasks]
-    speed, _ = speeds(device, smoke)
+    speed = rate(device, smoke=smoke)
     return f"""# What patching costs: a {kind}
 
 {shape}, float32, `part="z"`, a logit difference at the last token; of "every neuron",
 {sizes["neurons"]} of each layer, with tests and recordings in the time. {sizes["loop"]} of the
-sites run in TransformerLens' loop, {sizes["by hand"]} by hand. Machine: {machine(device)}; matrix
-product {speed / 1e9:.0f} GFLOP/s; {load:.1f} other processes ran when it began.
+sites run in TransformerLens' loop, about {sizes["by hand"]} by hand.
+Machine: {machine(device)}; matrix product {speed / 1e9:.0f} GFLOP/s;
+{load:.1f} other processes ran when it began.
 Made by `python analyses/bench_patching.py {called}`.
 
 {table(pd.DataFrame(rows))}
