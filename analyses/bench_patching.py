@@ -38,7 +38,7 @@ import torch
 import transformers
 import typer
 from bench_peak_memory import GPT2_SMALL, TINY, model_of
-from benching import Device, machine, page_name, speeds, table, wait
+from benching import Device, machine, page_name, table, wait
 from torch import Tensor
 from transformer_lens.model_bridge import TransformerBridge
 from transformer_lens.model_bridge.sources._bridge_builder import build_bridge_from_module
@@ -135,10 +135,9 @@ def flops(cfg: Any, task: Task, sites: pd.DataFrame) -> float:
 
 
 def their_loop(
-    model: Any, clean: Tensor, corrupted: Tensor, metric: Any, sites: pd.DataFrame
+    model: Any, cache: Any, corrupted: Tensor, metric: Any, sites: pd.DataFrame
 ) -> Tensor:
     """TransformerLens' own sweep over an explicit frame of sites."""
-    _, cache = model.run_with_cache(clean, names_filter=lambda name: name.endswith("hook_post"))
 
     def setter(post: Tensor, index: Any, clean_post: Tensor) -> Tensor:
         _, position, neuron = index
@@ -152,24 +151,21 @@ def their_loop(
         )
 
 
-def by_hand(
-    model: Any, clean: Tensor, corrupted: Tensor, metric: Any, sites: pd.DataFrame
-) -> Tensor:
+def by_hand(model: Any, cache: Any, corrupted: Tensor, metric: Any, sites: pd.DataFrame) -> Tensor:
     """The same by hooks, 48 sites of any layers in one forward pass, in the order of the sites."""
-    _, cache = model.run_with_cache(clean, names_filter=lambda name: name.endswith("hook_post"))
-    values = []
+    device, values = corrupted.device, []
     for start in range(0, len(sites), BY_HAND):
         some = sites.iloc[start : start + BY_HAND].reset_index(drop=True)
         hooks = []
         for layer, of_layer in some.groupby("layer"):
             row, neuron, at = (
-                torch.tensor(each, device=clean.device)
+                torch.tensor(each, device=device)
                 for each in (
                     of_layer.index.tolist(),
                     *(of_layer[c].tolist() for c in ("neuron", "pos")),
                 )
             )
-            here = (at[:, None] == torch.arange(clean.shape[1], device=clean.device)) | (
+            here = (at[:, None] == torch.arange(corrupted.shape[1], device=device)) | (
                 at[:, None] == -1
             )
 
@@ -198,6 +194,14 @@ def timed(call: Callable[[], Any], device: str) -> tuple[Any, float, float]:
     return found, took, time.process_time() - worked if device == "cpu" else took
 
 
+def rate(device: str, *, smoke: bool) -> float:
+    """Float operations of a matrix product in a second, of the processor as `timed` has it."""
+    size = 256 if smoke else 2048
+    a, b = (torch.randn(size, size, device=device) for _ in range(2))
+    worked = [timed(lambda: a @ b, device)[2] for _ in range(8)]
+    return 2 * size**3 / statistics.median(worked[1:])
+
+
 def sweep(source: Any, task: Task, sizes: dict[str, int], device: str) -> dict[str, Any]:
     """One row: seconds, and processor time a site of ours over those of the others."""
     cfg = source.cfg
@@ -210,21 +214,22 @@ def sweep(source: Any, task: Task, sizes: dict[str, int], device: str) -> dict[s
         return bound.value(bound.select(logits)[None])[0]
 
     # Theirs in two halves around ours, so that what else the machine does falls on both.
-    shorter = 1 + task.n_pos // 32
+    chosen = {"loop": sizes["loop"] // (1 + task.n_pos // 32), "by hand": sizes["by hand"]}
     samples = {
-        name: (run, felt.sample(min(len(felt), sizes[name] // shorter), random_state=0))
+        name: (run, felt.sample(min(len(felt), chosen[name]), random_state=0))
         for name, run in (("loop", their_loop), ("by hand", by_hand))
     }
+    _, cache = source.run_with_cache(clean, names_filter=lambda name: name.endswith("hook_post"))
     worked = dict.fromkeys(samples, 0.0)
     theirs, found, rates = list[tuple[Any, float]](), None, []
     for half in (0, 1):
         for name, (run, sample) in samples.items():
             some = sample[half::2]
-            values, _, spent = timed(partial(run, source, clean, corrupted, value, some), device)
+            values, _, spent = timed(partial(run, source, cache, corrupted, value, some), device)
             worked[name] += spent / len(sample)
             theirs += zip(some.itertuples(index=False), values.tolist(), strict=True)
         if found is None:
-            rates.append(speeds(device, sizes["neurons"] < 10)[0])
+            rates.append(rate(device, smoke=sizes["neurons"] < 10))
             names = [
                 f"L{row.layer}N{row.neuron}" + f"@{row.pos}" * (task.positions == "each")
                 for row in sites.itertuples()
@@ -233,7 +238,7 @@ def sweep(source: Any, task: Task, sizes: dict[str, int], device: str) -> dict[s
             with expose_neuron_heads(source) as model:
                 patch = partial(p.activation_patch, model, clean, corrupted, METRIC, sites=names)
                 found, seconds, ours = timed(partial(patch, progress=False, **at), device)
-            rates.append(speeds(device, sizes["neurons"] < 10)[0])
+            rates.append(rate(device, smoke=sizes["neurons"] < 10))
     values = found.to_frame().set_index(["name", "position"])["value"]
     worst = max(
         abs(values[f"L{row.layer}N{row.neuron}", "all" if row.pos == -1 else row.pos] - other)
@@ -266,13 +271,14 @@ def report(
         replace(task, n_pos=15, first=min(task.first, 12)) if smoke else task for task in TASKS
     ]
     rows = [sweep(source, task, sizes, device) for task in tasks]
-    speed, _ = speeds(device, smoke)
+    speed = rate(device, smoke=smoke)
     return f"""# What patching costs: a {kind}
 
 {shape}, float32, `part="z"`, a logit difference at the last token; of "every neuron",
 {sizes["neurons"]} of each layer, with tests and recordings in the time. {sizes["loop"]} of the
-sites run in TransformerLens' loop, {sizes["by hand"]} by hand. Machine: {machine(device)}; matrix
-product {speed / 1e9:.0f} GFLOP/s; {load:.1f} other processes ran when it began.
+sites run in TransformerLens' loop, about {sizes["by hand"]} by hand.
+Machine: {machine(device)}; matrix product {speed / 1e9:.0f} GFLOP/s;
+{load:.1f} other processes ran when it began.
 Made by `python analyses/bench_patching.py {called}`.
 
 {table(pd.DataFrame(rows))}
@@ -292,7 +298,7 @@ def main(
     """Measure, print, and write `bench_patching.md`, or `bench_patching_bridge.md`."""
     warnings.filterwarnings("ignore", "HookedTransformer.* is deprecated", DeprecationWarning)
     sizes = {"neurons": 5 if smoke else neurons, "scattered": 50 if smoke else 1000}
-    sizes |= {"loop": 4, "by hand": 8} if smoke else {"loop": 24, "by hand": 4 * BY_HAND}
+    sizes |= {"loop": 4, "by hand": 8} if smoke else {"loop": 24, "by hand": 2 * BY_HAND}
     called = f"--neurons {sizes['neurons']} --model {model}{' --smoke' * smoke}"
     shape = "A tiny model (--smoke)" if smoke else "GPT-2 small's shape, random weights"
     kind = "TransformerBridge" if model == "bridge" else "HookedTransformer"

@@ -139,6 +139,15 @@ def test_a_sweep_with_products_in_bfloat16_says_by_how_much_it_is_off(make, tmp_
         p.activation_patch(model, *GIVEN, **how, resume=tmp_path / "parts")
 
 
+def test_the_rounding_of_rows_of_prompts_is_theirs():
+    """The score of a prompt is off by more than the mean of them."""
+    model = expose_neuron_heads(bridges.boot("gpt2", torch.float32)).model
+    how = {"sites": ["L0N3", "L0H1"], "progress": False, "per_prompt": True}
+    exact, found = (p.activation_patch(model, *GIVEN, **how, precision=x) for x in (None, "bf16"))
+    error = (found.frame["score"] - exact.frame["score"]).abs().max()
+    assert found.rounding == pytest.approx(error, rel=0.1)
+
+
 def test_products_that_cannot_be_rounded_are_refused():
     model = expose_neuron_heads(bridges.boot("gpt2")).model
     with pytest.raises(InputError) as caught:

@@ -179,8 +179,9 @@ def activation_patch(
         if precision is not None:
             prompts = parts[-1].prompts  # which are at hand
             runner, pair = runner_of(prompts), runs.of(prompts).runs.pair
-            errors = runner.rounding([each.of_prompts(pair) for each in groups])
-            largest = errors.abs().max().item() if len(errors) else 0.0
+            here = [each.of_prompts(pair) for each in groups]
+            errors = runner.rounding(here, per_prompt=per_prompt)
+            largest = errors.max().item() if len(errors) else 0.0
             rounding = {"precision": precision, "n_rounded": len(errors)}
             rounding["rounding"] = largest / abs(over.ends[0] - over.ends[1])
     return Sweep.of_prompts(model, groups, over, part, **rounding)

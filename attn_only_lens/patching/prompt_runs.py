@@ -99,7 +99,9 @@ class PromptRuns:
         """Return a run of prompts, recorded now if it was not the last one."""
         if self._held is None or self._held.prompts != prompts:
             self._held = None
-            pair = self._pair.of_prompts(prompts)
+            # HookedTransformers that are not causal attend to padding.
+            causal = getattr(self._model.cfg, "attention_dir", "causal") == "causal"
+            pair = self._pair.of_prompts(prompts, cut=causal)
             runs = self._record(pair, pair is self._pair)
             target, source, unpatched = runs.target(self._direction)
             if self._ablated is not None:

@@ -184,10 +184,14 @@ class PatchRunner:
         return list(values.split(sizes.tolist()))
 
     @full_precision()
-    def rounding(self, groups: Sequence[SiteGroup]) -> Float[Tensor, "row"]:
+    def rounding(self, groups: Sequence[SiteGroup], *, per_prompt: bool) -> Float[Tensor, "row"]:
         """Return by how much the metric of a sample of rows differs from that in full precision.
 
         The rows are spread evenly over all of the groups; those without an effect are left out.
+
+        Args:
+            groups: the sites.
+            per_prompt: whether to return the largest difference of a prompt, or that of the means.
         """
         exact = replace(
             self, replay=self.replay.precise, batching=self.batching.silent(), precision=None
@@ -203,7 +207,9 @@ class PatchRunner:
         if not some:
             return torch.zeros(0, device="cpu")
         found = (torch.cat(each.values(some)) for each in (rounded, exact))
-        return torch.sub(*map(self.replay.metric.mean, found))
+        if per_prompt:
+            return torch.sub(*found).abs().amax(dim=-1)
+        return torch.sub(*map(self.replay.metric.mean, found)).abs()
 
     @torch.no_grad()
     def starts(self, group: SiteGroup) -> tuple[int, Int[Tensor, "row"]]:

@@ -62,12 +62,17 @@ class PromptPair:
         """Return what is of these prompts, of something for each of all."""
         return of_all if self.among is None else of_all[self.among[0].start : self.among[0].stop]
 
-    def of_prompts(self, prompts: range) -> "PromptPair":
-        """Return a run of these prompts, up to the last position that is real in one of them."""
+    def of_prompts(self, prompts: range, *, cut: bool = True) -> "PromptPair":
+        """Return a run of these prompts.
+
+        Args:
+            prompts: which.
+            cut: whether to leave out positions after the last one that is real in one of them.
+        """
         if len(prompts) == len(self.clean):
             return self
         rows = slice(prompts.start, prompts.stop)
-        n_pos = int(self.last[rows].max()) + 1
+        n_pos = int(self.last[rows].max()) + 1 if cut else self.clean.shape[1]
         clean, corrupted, mask = (
             None if each is None else each[rows, :n_pos]
             for each in (self.clean, self.corrupted, self.mask)

@@ -10,9 +10,9 @@ import pandas as pd
 import pytest
 import torch
 from allocations import Allocated
-from common import tokens
+from common import needs_hooked_transformer, tokens
 
-from attn_only_lens import InputError
+from attn_only_lens import InputError, expose_neuron_heads
 from attn_only_lens import patching as p
 from attn_only_lens.patching import prompt_runs
 from attn_only_lens.patching.resume import PartStore
@@ -201,3 +201,15 @@ def test_refused(model):
     late = p.logit_diff(RIGHT, [*WRONG[:-1], RIGHT[-1]])  # wrong in the last run alone
     with pytest.raises(InputError, match=r"same token for prompts \[6\]"):
         p.activation_patch(model, metric=late, prompts_at_once=2, **settings)
+
+
+@needs_hooked_transformer
+def test_a_model_that_attends_to_padding_keeps_it():
+    """A HookedTransformer that is not causal: without its padding a prompt has other logits."""
+    from models import build
+
+    model = expose_neuron_heads(build("bidirectional")).model
+    how = {"sites": ["L0N29", "L1H0"], "positions": 1, "progress": False}
+    expected = p.activation_patch(model, **prompts(), metric=DIFF, **how)
+    found = p.activation_patch(model, **prompts(), metric=DIFF, **how, prompts_at_once=1)
+    assert_same(expected, found)
