@@ -362,7 +362,7 @@ def _coded_positions(column: _Column) -> tuple[_Codes, tuple[int | str, ...]]:
 
 def _factors(column: _Column, use_na_sentinel: bool) -> tuple[npt.NDArray[np.int64], Any]:
     try:
-        return pd.factorize(column, use_na_sentinel=use_na_sentinel)  # type: ignore[return-value]
+        return pd.factorize(column, use_na_sentinel=use_na_sentinel)
     except TypeError as error:  # of lists
         reason = f"{column.name} cannot be read ({error}); expected numbers or texts"
         raise InputError([reason], PROBLEM) from error
