@@ -203,9 +203,23 @@ class Sweep(ScoredFrame):
         return self.rows[rows].frame(self.part, self.scores[rows]).set_index(pd.Index(rows))
 
     def query(self, condition: str) -> "Sweep":
-        """Return the rows that meet a condition, such as `layer == 3 and kind == 'neuron'`."""
-        kept = self.frame.query(condition).index.to_numpy()
-        return replace(self, given=self.rows[kept])
+        """Return the rows that meet a condition, such as `layer == 3 and kind == 'neuron'`.
+
+        Names after an @ are variables of the caller: `name in @names`.
+
+        Raises:
+            InputError: it is no condition on columns of the frame.
+        """
+        problem = f"no rows can be picked by {condition!r}"
+        try:
+            met = self.frame.eval(condition, level=1)
+        except (NameError, SyntaxError, TypeError, ValueError) as error:
+            reason = f"{error}; expected a condition on {list(self.frame.columns)}"
+            raise InputError([reason], problem) from error
+        if not (isinstance(met, pd.Series) and met.dtype == bool):
+            got = met.dtype if isinstance(met, pd.Series) else type(met).__name__
+            raise InputError([f"it gives {got}; expected True or False for each row"], problem)
+        return replace(self, given=self.rows[np.flatnonzero(met)])
 
     def _headline(self) -> str:
         kind = "Sweep" if self.method == MEASURED else f"Attribution ({self.method})"

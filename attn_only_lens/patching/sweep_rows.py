@@ -39,11 +39,29 @@ def _flags(column: _Column) -> npt.NDArray[np.bool_]:
 
 
 def _floats(column: _Column) -> npt.NDArray[np.float64]:
-    return column.to_numpy(dtype=np.float64)
+    """A copy, which no change of the frame reaches."""
+    try:
+        if pd.api.types.is_complex_dtype(column.dtype):
+            raise TypeError(f"they are {column.dtype}")
+        return column.to_numpy(dtype=np.float64, copy=True)
+    except (TypeError, ValueError) as error:
+        reason = f"{column.name} cannot be read ({error}); expected numbers"
+        raise InputError([reason], PROBLEM) from error
+
+
+def _integers(column: _Column) -> npt.NDArray[np.int64]:
+    """A copy; floats that are whole will do, as pandas makes them when it joins frames."""
+    if isinstance(column.dtype, np.dtype) and column.dtype.kind in "iu":
+        return column.to_numpy(dtype=np.int64, copy=True)
+    floats = _floats(column)
+    bad = floats[~(np.abs(floats) < 2**53) | (floats != np.round(floats))]
+    reasons = [f"got {column.name} {bad[0]}; expected whole numbers"] if len(bad) else []
+    InputError.raise_if(reasons, PROBLEM)
+    return floats.astype(np.int64)
 
 
 _OPTIONAL: dict[str, Callable[[_Column], Any]] = {
-    "prompt": lambda column: column.to_numpy(dtype=np.int64),
+    "prompt": _integers,
     "unpatched": _floats,
     **dict.fromkeys(SPREAD, _floats),
     "exact": _flags,
@@ -117,12 +135,16 @@ class SweepRows:
             InputError: with every reason: columns, positions or parts that are none of a sweep's;
                 values that are not finite; a site that is there twice.
         """
+        if not isinstance(frame, pd.DataFrame):
+            reason = f"got a {type(frame).__name__}; expected a pandas DataFrame"
+            raise InputError([reason], PROBLEM)
         others = set(frame.columns) - {*_GIVEN, *_ADDED, *_OPTIONAL}
         halves = [tuple(c in frame for c in pair) for pair in (_BY_PROMPT, SPREAD)]
-        if others or set(_GIVEN) - set(frame.columns) or any(len(set(half)) > 1 for half in halves):
+        odd = [others, set(_GIVEN) - set(frame.columns), not frame.columns.is_unique]
+        if any(odd) or any(len(set(half)) > 1 for half in halves):
             reason = (
                 f"got columns {list(frame.columns)}; expected {_GIVEN}, and any of "
-                f"{list(_OPTIONAL)}, of which {_BY_PROMPT} and {SPREAD} come together"
+                f"{list(_OPTIONAL)}, of which {_BY_PROMPT} and {SPREAD} come together, each once"
             )
             raise InputError([reason], PROBLEM)
         head, names = _coded(frame["name"])
@@ -130,7 +152,7 @@ class SweepRows:
         example = np.full(len(names), -1)  # a row of each head
         example[head] = np.arange(len(frame), dtype=np.int32)
         kind, kinds = _coded(frame["kind"])
-        layer, index = (frame[name].to_numpy(dtype=np.int64) for name in ("layer", "index"))
+        layer, index = (_integers(frame[name]) for name in ("layer", "index"))
         numbers = {name: read(frame[name]) for name, read in _OPTIONAL.items() if name in frame}
         rows = cls(
             layer=layer[example],
@@ -144,7 +166,8 @@ class SweepRows:
         )
         reasons = []
         if "part" in frame and not (frame["part"] == part).all():
-            reasons.append(f"got parts {sorted(set(frame['part']))}; expected {part!r} alone")
+            parts = sorted({str(each) for each in frame["part"]})
+            reasons.append(f"got parts {parts}; expected {part!r} alone")
         unlike = [each != each[example][head] for each in (layer, kind, index)]
         reasons += [
             f"rows of {names[head[at.argmax()]]} differ in their {column}"
@@ -307,7 +330,7 @@ def _categories(codes: npt.NDArray[Any], categories: Any) -> pd.Categorical:
 
 
 def _coded(column: _Column) -> tuple[_Codes, tuple[str, ...]]:
-    """Return the codes of texts, and the texts: categories, or in order of appearance.
+    """Return a copy of the codes of texts, and the texts: categories, or in order of appearance.
 
     Raises:
         InputError: there are rows without a text.
@@ -316,19 +339,30 @@ def _coded(column: _Column) -> tuple[_Codes, tuple[str, ...]]:
     if isinstance(column.dtype, pd.CategoricalDtype):
         codes, found = column.cat.codes.to_numpy(), column.cat.categories
     else:
-        codes, found = pd.factorize(column)
+        codes, found = _factors(column, use_na_sentinel=True)
     if len(codes) and codes.min() < 0:
         reason = f"{int((codes < 0).sum())} rows have no {column.name} (null)"
         raise InputError([reason], PROBLEM)
-    return codes.astype(np.int32, copy=False), tuple(map(str, found))
+    other = next((each for each in found if not isinstance(each, str)), None)
+    if other is not None:
+        raise InputError([f"got {column.name} {other!r}; expected text"], PROBLEM)
+    return codes.astype(np.int32), tuple(map(str, found))
 
 
 def _coded_positions(column: _Column) -> tuple[_Codes, tuple[int | str, ...]]:
     """Return the codes of positions in order of appearance, and the positions."""
-    codes, found = pd.factorize(column, use_na_sentinel=False)
+    codes, found = _factors(column, use_na_sentinel=False)
     labels = list(found)
-    numbers = pd.api.types.is_integer_dtype(column.dtype)
+    numbers = pd.api.types.is_integer_dtype(column.dtype) and not column.hasnans
     if not numbers and not all(isinstance(each, str) for each in labels):
         reason = f"got positions {labels[:7]}; expected numbers alone, or texts: 'all', or roles"
         raise InputError([reason], PROBLEM)
     return codes.astype(np.int32), tuple(map(int, labels) if numbers else labels)
+
+
+def _factors(column: _Column, use_na_sentinel: bool) -> tuple[npt.NDArray[np.int64], Any]:
+    try:
+        return pd.factorize(column, use_na_sentinel=use_na_sentinel)
+    except TypeError as error:  # of lists
+        reason = f"{column.name} cannot be read ({error}); expected numbers or texts"
+        raise InputError([reason], PROBLEM) from error

@@ -85,3 +85,12 @@ def test_refused_with_every_reason():
     for k in (0, True, 2.0):
         with pytest.raises(InputError, match="expected 1 to the 65 rows"):
             p.agreement(sweep(), sweep(), k=k)
+
+
+def test_positions_are_matched_by_what_they_are_and_not_by_their_order():
+    frame = values(positions=[1, 3])
+    turned = values(1, positions=[3, 1])
+    expected = p.agreement(sweep(frame=frame), sweep(frame=turned.sort_index()[::-1]))
+    pd.testing.assert_frame_equal(p.agreement(sweep(frame=frame), sweep(frame=turned)), expected)
+    with pytest.raises(InputError, match="26 of 26 rows are of exact alone"):
+        p.agreement(sweep(frame=frame), sweep(frame=values(positions=[2, 4])))

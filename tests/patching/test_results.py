@@ -57,6 +57,41 @@ def test_nameless_rows_are_an_error(column):
         sweep(frame=frame)
 
 
+@pytest.mark.parametrize(
+    ("column", "value", "reason"),
+    [
+        ("layer", 0.5, "got layer 0.5; expected whole numbers"),
+        ("layer", np.nan, "got layer nan; expected whole numbers"),
+        ("index", None, "got index nan; expected whole numbers"),
+        ("value", 1 + 2j, "complex128"),
+        ("value", "much", "value cannot be read"),
+        ("name", 7, "got name 7; expected text"),
+        ("part", "q", "got parts"),
+    ],
+)
+def test_columns_that_are_something_else(column, value, reason):
+    with pytest.raises(InputError, match=reason):
+        sweep(frame=values().assign(**{column: value}))
+    with pytest.raises(InputError, match="expected a pandas DataFrame"):
+        p.Sweep([column], **RUN)
+    twice = pd.concat([values(), values()[["value"]]], axis=1)
+    with pytest.raises(InputError, match="each once"):
+        sweep(frame=twice)
+
+
+def test_whole_floats_are_numbers():
+    frame = values().astype({"layer": "float64", "index": "Int64"})
+    pd.testing.assert_frame_equal(sweep(frame=frame).frame, sweep().frame)
+
+
+def test_a_change_of_the_frame_that_was_given_reaches_no_result():
+    frame = values().assign(prompt=2, unpatched=0.5).astype({"name": "category"})
+    found, expected = sweep(frame=frame), sweep(frame=frame.copy())
+    frame.loc[0, ["value", "prompt", "unpatched"]] = [99.0, 9, 9.0]
+    frame.loc[0, "name"] = frame["name"].iloc[-1]
+    pd.testing.assert_frame_equal(found.frame, expected.frame)
+
+
 def test_categories_are_those_that_there_are():
     plain, texts = sweep().frame, values()
     for categories in (sorted({*texts["name"]}), ["L9N9", *dict.fromkeys(texts["name"])]):
@@ -70,6 +105,11 @@ def test_query_keeps_what_was_run():
     assert (found.direction, found.metric) == ("noise", RUN["metric"])
     assert set(found.frame["layer"]) == {1}
     assert found.frame["name"].cat.categories.tolist() == found.frame["name"].tolist()
+    names = found.frame["name"].tolist()[:3]
+    assert len(found.query("name in @names")) == len(names)
+    for condition in ("layer", "layer + 1", "nothing == 1", "layer ==", "position < 'a'"):
+        with pytest.raises(InputError, match="no rows can be picked"):
+            found.query(condition)
 
 
 OPTIONAL = {
