@@ -320,6 +320,31 @@ def run(
     return logits
 
 
+class StopForward(Exception):
+    """Stops a forward pass that is no longer needed."""
+
+
+def run_blocks(
+    model: Any,
+    tokens: Tokens,
+    mask: Int[Tensor, "batch pos"] | None,
+    hooks: Hooks = (),
+    **kwargs: Any,
+) -> None:
+    """Run a model with hooks up to the output of its last block; nobody needs its logits."""
+
+    def stop(module: nn.Module, args: Any, output: Any) -> None:
+        raise StopForward
+
+    handle = model.blocks[-1].register_forward_hook(stop)
+    try:
+        run(model, tokens, mask, hooks, **kwargs)
+    except StopForward:
+        pass
+    finally:
+        handle.remove()
+
+
 @contextmanager
 def record_streams(model: Any) -> Iterator[tuple[list[Residual], list[int | None]]]:
     """Yield two lists that the next forward pass fills.

@@ -23,7 +23,9 @@ from attn_only_lens.patching import claims, sweep_parts
 from attn_only_lens.patching.claims import Claims
 from attn_only_lens.patching.processes import is_first
 from attn_only_lens.patching.resume import PartStore
-from attn_only_lens.runs.replay import Replay, base
+from attn_only_lens.runs.replay import Replay
+from attn_only_lens.runs.replay.bridge import BridgeReplay
+from attn_only_lens.runs.replay.hooked import HookedReplay
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # TransformerLens' and transformers' own
 SWEEP = """
@@ -90,7 +92,8 @@ def test_a_process_that_dies_leaves_its_parts_to_the_others(tmp_path, monkeypatc
 def test_eight_processes_end_at_about_the_same_time(positions, tmp_path, monkeypatch):
     """By the flops of what each runs; whoever is free takes the next part."""
     monkeypatch.setattr(sweep_parts, "_LEAST", 1)
-    monkeypatch.setattr(base, "_CALL_FLOPS_ON_CPU", 0)  # which would be most of so small a model's
+    for replay in (BridgeReplay, HookedReplay):
+        monkeypatch.setattr(replay, "call_flops_on_cpu", 0)  # most of so small a model's
     values, frames = Replay.values, dict[int, pd.DataFrame]()
     running, costs = [0], []
 

@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -47,10 +47,8 @@ _ROUNDINGS = 8
 # Numbers at once, as torch's profiler counts allocations (`test_memory.py`): several copies
 # of the widest activation, or of attention scores; of the logits that a loss reads.
 _WIDEST, _SCORES, _LOGITS = 6, 4, 8
-# The flops of matrix products in the time that a call of a block takes, whatever its size. On two
-# cores of an EPYC, beside other jobs, 0.9e8 in a converted model and 2.8e8 in a bridge. On GPUs it
-# is an estimate: 90 kernels at 10 µs, and 30 Tflop/s.
-_CALL_FLOPS_ON_CPU, _CALL_FLOPS = 1e8, 3e10
+# The same on GPUs, where it is an estimate: 90 kernels at 10 µs, and 30 Tflop/s.
+_CALL_FLOPS = 3e10
 
 
 @dataclass(frozen=True)
@@ -181,8 +179,11 @@ class Replay(ABC):
         recording: the forward pass.
         metric: the metric.
         other: the replay that is tested in place of this one, if there is another.
+        call_flops_on_cpu: the flops of matrix products in the time that a call of a block takes,
+            whatever its size, as measured on two cores of an EPYC.
     """
 
+    call_flops_on_cpu: ClassVar[float]
     model: Any
     recording: Recording
     metric: BoundMetric
@@ -269,7 +270,7 @@ class Replay(ABC):
             position: where the run would start.
         """
         on_cpu = self.recording.tokens.device.type == "cpu"
-        return (self.n_blocks - block) * (_CALL_FLOPS_ON_CPU if on_cpu else _CALL_FLOPS)
+        return (self.n_blocks - block) * (self.call_flops_on_cpu if on_cpu else _CALL_FLOPS)
 
     @property
     def numbers_per_token(self) -> int:

@@ -31,7 +31,13 @@ from attn_only_lens.axes import Residual
 from attn_only_lens.errors import UnsupportedCallError
 from attn_only_lens.heads import logit_tolerance
 from attn_only_lens.numerics import full_precision, normal_numbers
-from attn_only_lens.runs.recording import input_stream, output_stream, record_streams, run
+from attn_only_lens.runs.recording import (
+    StopForward,
+    input_stream,
+    output_stream,
+    record_streams,
+    run,
+)
 from attn_only_lens.runs.replay.base import UNFIT, Joined, Replay, Variants, is_refusal
 from attn_only_lens.runs.replay.key_values import KeyValues, record_key_values
 
@@ -40,6 +46,8 @@ _FINE = (torch.float32, torch.float64)
 
 class BridgeReplay(Replay):
     """A replay through the bridged model's own forward pass."""
+
+    call_flops_on_cpu = 3e8
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -170,12 +178,12 @@ class BridgeReplay(Replay):
 
         def stop(module: nn.Module, args: Any, output: Any) -> None:
             found.append(output_stream(output))
-            raise _StopForward
+            raise StopForward
 
         handle = self.model.blocks[variants.block].register_forward_hook(stop)
         try:
             self._run(Joined((variants,)))
-        except _StopForward:
+        except StopForward:
             return found[0]
         finally:
             handle.remove()
@@ -275,10 +283,6 @@ class BridgeReplay(Replay):
 def _first_rows(n_rows: int, n: int, x: Any) -> Any:
     """Return the first n of all rows, of a tensor that has them."""
     return x[:n] if isinstance(x, Tensor) and x.ndim > 1 and len(x) == n_rows else x
-
-
-class _StopForward(Exception):
-    """Stops a forward pass that is no longer needed."""
 
 
 class _Replacement(partial[Any]):

@@ -16,6 +16,8 @@ from attn_only_lens.tl import TransformerBlock
 class HookedReplay(Replay):
     """A replay block by block."""
 
+    call_flops_on_cpu = 1e8
+
     def __post_init__(self) -> None:
         super().__post_init__()
         model, cfg = self.model, self.model.cfg

@@ -13,7 +13,7 @@ from jaxtyping import Float
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
-from attn_only_lens.runs.recording import Recording, run
+from attn_only_lens.runs.recording import Recording, run_blocks
 from attn_only_lens.runs.replay.base import UNFIT, is_refusal
 
 _Heads = Float[Tensor, "batch head pos d_head"]
@@ -40,7 +40,7 @@ def record_key_values(model: Any, recording: Recording) -> KeyValues | None:
     # Without its configuration a cache keeps all positions, where attention is to a window too.
     cache = DynamicCache()
     try:
-        run(model, recording.tokens, recording.mask, past_key_values=cache)
+        run_blocks(model, recording.tokens, recording.mask, past_key_values=cache)
     except UNFIT as error:  # a model that takes no such argument
         if not is_refusal(error):
             raise
