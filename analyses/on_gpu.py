@@ -32,6 +32,7 @@ from attn_only_lens import expose_neuron_heads
 from attn_only_lens import patching as p
 from attn_only_lens.numerics import PRECISIONS, precision_reasons
 from attn_only_lens.storage import write_text
+from attn_only_lens.tl import HAS_HOOKED_TRANSFORMER
 
 HERE = Path(__file__).parent
 FIRST_STEP = Task("every neuron", "each", 15, 10)
@@ -69,6 +70,8 @@ STEPS = (
     Step("attribution_vs_patching", 120),
 )
 """By what a page without the last ones would miss least."""
+if not HAS_HOOKED_TRANSFORMER:
+    STEPS = tuple(step for step in STEPS if "hooked" not in step.options)
 
 
 def sweeps(device: str, smoke: bool) -> str:
