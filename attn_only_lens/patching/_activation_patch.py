@@ -140,8 +140,7 @@ def activation_patch(
     over = runs.over(parts, sum(map(len, groups)), per_prompt)
     store = None
     if resume is not None:
-        settings = sweep_settings(model, pair, metric, groups, part, direction, tokens)
-        settings["at"] = None if sites is None else split_positions(sites)
+        settings = sweep_settings(model, pair, metric, groups, sites, part, direction, tokens)
         settings |= {"per_prompt": bool(per_prompt), "prompts_at_once": at_once}
         settings["precision"] = precision
         settings["parts"] = [len(each.rows) for each in parts if not each.prompts.start]
@@ -247,6 +246,7 @@ def sweep_settings(
     pair: PromptPair,
     metric: Metric,
     groups: Sequence[SiteGroup],
+    asked: Sites | None,
     part: str,
     direction: str,
     reference: Tokens | None,
@@ -265,6 +265,7 @@ def sweep_settings(
         "sites": [name for each in sites for name in each.names],
         "positions": [each.label for each in sets],
         "where": roles_where(groups),
+        "at": None if asked is None else split_positions(asked),
         "float32 products": matmul_precision(),
         "part": part,
         "direction": direction,

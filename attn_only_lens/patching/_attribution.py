@@ -126,7 +126,7 @@ from attn_only_lens.runs.positions import Positions
 from attn_only_lens.runs.prompts import PromptPair, Prompts
 from attn_only_lens.runs.recording import Recording, RunPair, Side, record_pair, run
 from attn_only_lens.runs.replay import make_replay
-from attn_only_lens.runs.sites import PARTS, Part, Sites, split_positions
+from attn_only_lens.runs.sites import PARTS, Part, Sites
 
 Method = Literal["gradient", "exact_gate", "integrated", "frozen_pattern"]
 METHODS: tuple[str, ...] = get_args(Method)
@@ -242,8 +242,7 @@ def attribution(
     over = runs.over(parts, n_rows, per_prompt)
     store = None
     if resume is not None:
-        settings = sweep_settings(model, pair, metric, groups, part, direction, tokens)
-        settings["at"] = None if sites is None else split_positions(sites)
+        settings = sweep_settings(model, pair, metric, groups, sites, part, direction, tokens)
         settings |= {"per_prompt": bool(per_prompt), "prompts_at_once": at_once}
         settings |= {"method": method, "steps": steps, "budget": as_plain(budget)}
         store = PartStore(resume, settings, len(parts))

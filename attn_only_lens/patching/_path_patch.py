@@ -46,8 +46,8 @@ from tqdm.auto import tqdm
 from attn_only_lens.errors import InputError
 from attn_only_lens.heads import HeadName, host_of
 from attn_only_lens.heads.host import HeadKind
-from attn_only_lens.numerics import full_precision, is_count
-from attn_only_lens.patching._activation_patch import metric_identity, roles_where
+from attn_only_lens.numerics import full_precision
+from attn_only_lens.patching._activation_patch import count_reasons, metric_identity, roles_where
 from attn_only_lens.patching.path_results import Paths
 from attn_only_lens.patching.path_runs import LOGITS, PathBlock, PathRunner, names_of, path_blocks
 from attn_only_lens.patching.processes import is_first, require_folder
@@ -152,10 +152,7 @@ def path_patch(
         >>> len(paths.to_frame()), paths.n_paths  # 4 heads and 512 neurons
         (5, 2048)
     """
-    reasons = reasons_not_to_run(model)
-    for name, count in (("batch_size", batch_size), ("top", top)):
-        if count is not None and not is_count(count, 1):
-            reasons.append(f"got {name}={count!r}; expected 1 or more, or None")
+    reasons = [*reasons_not_to_run(model), *count_reasons(batch_size=batch_size, top=top)]
     reasons += option_reasons("part", part, READ_PARTS)
     reasons += option_reasons("direction", direction, DIRECTIONS)
     reasons += option_reasons("scale", scale, SCALES)

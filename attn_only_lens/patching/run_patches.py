@@ -224,9 +224,7 @@ class PatchRunner:
     def earliest(self, groups: Sequence[SiteGroup]) -> int:
         """Return the first position that patches of some groups run from, as the tokens tell."""
         differ = (self.replay.recording.tokens != self.source.tokens).any(dim=0)
-        asked = torch.stack([each.everywhere.flatten(0, 1).any(dim=0) for each in groups]).any(
-            dim=0
-        )
+        asked = torch.cat([each.everywhere.flatten(0, 1) for each in groups]).any(dim=0)
         first = max(int(at.int().argmax()) for at in (differ, asked))
         block = min(self.replay.host.block(each.sites.layer, each.sites.kind) for each in groups)
         return self.replay.start(block, first)
