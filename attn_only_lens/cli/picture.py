@@ -11,14 +11,11 @@ from attn_only_lens.cli import options
 from attn_only_lens.cli.common import app, clear_errors, load_with_neuron_heads, require_writable
 from attn_only_lens.cli.options import as_chat, parse_names, parse_prompts
 from attn_only_lens.errors import AttnOnlyLensError
-from attn_only_lens.heads import host_of
-from attn_only_lens.heads.host import HEAD_KINDS
 from attn_only_lens.runs.prompts import single_prompts
-from attn_only_lens.runs.token_texts import token_texts
+from attn_only_lens.runs.sites import Sites
 from attn_only_lens.viz import (
     attention_view,
     circuit_view,
-    neuron_pattern_view,
     sweep_bars,
     sweep_heatmap,
     write_html,
@@ -55,8 +52,8 @@ def pattern(
     model: options.Model,
     prompt: Annotated[str, typer.Option(help="a text")],
     out: options.OutPage,
-    neurons: Annotated[
-        str | None, typer.Option(help="neuron-heads: L5N1234,L7N2, up to 24")
+    names: Annotated[
+        str | None, typer.Option(help="heads and neurons: L5N1234,L2H3, up to 24")
     ] = None,
     layer: Annotated[
         int | None, typer.Option(help="or a source layer, whose attention heads to show")
@@ -69,25 +66,14 @@ def pattern(
     dtype: options.Dtype = None,
     device: options.Device = "cpu",
 ) -> None:
-    """Draw the patterns of neuron-heads, or of the attention heads of a layer, over a text."""
+    """Draw attention heads and neuron-heads over a text."""
     with clear_errors():
         require_writable(out, _PAGE)
-        if (neurons is None) == (layer is None):
-            raise AttnOnlyLensError("give either --neurons or --layer")
+        if (names is None) == (layer is None):
+            raise AttnOnlyLensError("give either --names or --layer")
         given = parse_prompts([prompt], "--prompt", tokens)
         loaded = load_with_neuron_heads(model, dtype, device, hooked)
         ids = single_prompts(loaded, as_chat(loaded, given, chat)).clean
-        patterns = [
-            host_of(loaded).hook_name(at, kind, "pattern")
-            for at in range(host_of(loaded).n_layers)
-            for kind in HEAD_KINDS
-        ]
-        _, cache = loaded.run_with_cache(ids, names_filter=patterns)
-        texts = token_texts(loaded, ids[0])
-        if neurons is not None:
-            page = neuron_pattern_view(cache, parse_names(neurons), texts)
-        else:
-            assert layer is not None
-            page = attention_view(cache, layer, texts)
-        write_html(page, out)
+        heads: Sites = p.heads(layer) if names is None else parse_names(names)
+        write_html(attention_view(loaded, heads, ids), out)
         typer.echo(str(out))
