@@ -124,7 +124,12 @@ def _drawing(nodes: pd.DataFrame, edges: pd.DataFrame, meta: Mapping[str, Any]) 
     ]
     drawing = {
         "nodes": _columns(nodes, NODE_COLUMNS, "status", "exact")
-        | {"label": labels, "row": row, "column": column.tolist(), "width": list(map(_box, labels))},
+        | {
+            "label": labels,
+            "row": row,
+            "column": column.tolist(),
+            "width": list(map(_box, labels)),
+        },
         "edges": _columns(ends, EDGE_COLUMNS, "status"),
         "rows": rows,
         "tokens": tokens,

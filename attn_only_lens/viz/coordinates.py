@@ -150,7 +150,9 @@ def place(
 
     narrow(2)
     if total() > free:
-        runs = _fold(runs, used, lambda a, b: sum(map(column_width, range(a, b + 1))), total() - free)
+        runs = _fold(
+            runs, used, lambda a, b: sum(map(column_width, range(a, b + 1))), total() - free
+        )
     narrow(1)
     full = {c: max(len(cell) for (_, at), cell in cells.items() if at == c) for c in used}
     for c in sorted(used, key=lambda c: (-full[c], c)):  # what folding left is for the fullest

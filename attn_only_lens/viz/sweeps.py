@@ -186,6 +186,7 @@ def sweep_bars(sweep: Sweep, k: int = 20) -> "go.Figure":
         categoryarray=frame["label"].tolist()[::-1],
         automargin=True,
         tickmode="linear",
+        ticklabelstandoff=5,
     )
     figure.update_layout(showlegend=True, legend={"orientation": "h", "y": 1, "yanchor": "bottom"})
     notes = f"{len(frame)} of {n_patches} patches", _mean_note(sweep, bars=True)
