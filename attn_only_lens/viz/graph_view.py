@@ -16,7 +16,7 @@ from torch import Tensor
 from transformer_lens import ActivationCache
 
 from attn_only_lens.circuits.graph import CircuitGraph
-from attn_only_lens.circuits.vocabulary import DirectEffects, TopTokens
+from attn_only_lens.circuits.vocabulary import DirectEffects, TokenScores
 from attn_only_lens.errors import InputError
 from attn_only_lens.heads import HeadName, host_of, reasons_without_heads
 from attn_only_lens.numerics import full_precision, is_count
@@ -197,7 +197,7 @@ def _with_tokens(
     texts = {each: token_text(model, each) for each in ids}
     found = dict(details)
 
-    def with_texts(top: TopTokens) -> list[tuple[str, float]]:
+    def with_texts(top: TokenScores) -> list[tuple[str, float]]:
         return [(texts[token], amount) for token, amount in top]
 
     for key, top in zip(heads["id"], raised, strict=True):
