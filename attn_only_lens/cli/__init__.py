@@ -2,6 +2,7 @@
 
 # Each adds its commands.
 from attn_only_lens.cli import (  # noqa: F401
+    atlas,
     circuit,
     compare,
     convert,
