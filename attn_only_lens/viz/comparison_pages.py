@@ -119,8 +119,8 @@ def comparison_circuit(comparison: Comparison) -> Page:
     notes = [
         "Of the model's heads and neurons, "
         + ", ".join(f"{(every == word).sum():,} {word}" for word in STATUSES)
-        + "; names and layers are the grown model's, and effects and weights are measured there; of "
-        "what was lost, in the original."
+        + "; names and layers are the grown model's, and effects and weights are measured there; "
+        "of what was lost, in the original."
     ]
     if counts.sum() < len(every):
         notes.append(f"Nodes: the {counts.sum()} of largest effect, of {len(every):,}.")
