@@ -112,7 +112,7 @@ def _drawing(nodes: pd.DataFrame, edges: pd.DataFrame, meta: Mapping[str, Any]) 
     ends = edges.assign(source=edges["source"].map(at), target=edges["target"].map(at))
     position = nodes["position"].astype(float)
     column = position.fillna(-1).astype(int)
-    for metric in np.flatnonzero((nodes["kind"] == "metric") & position.isna()):
+    for metric in np.flatnonzero((nodes["kind"] == "metric") & position.isna()).tolist():
         column[metric] = _where_read(ends[ends["target"] == metric], position)
     labels = [
         axis[int(t)] if kind == "embed" and pd.notna(t) else _shortened(visible_token(name))
@@ -144,10 +144,12 @@ def _drawing(nodes: pd.DataFrame, edges: pd.DataFrame, meta: Mapping[str, Any]) 
 
 
 def _where_read(into: pd.DataFrame, position: "pd.Series[float]") -> int:
-    """Return the token that a metric reads most: nodes write at their own, and it reads the last."""
-    sources = into[into["kind"] == "value"].assign(at=into["source"].map(position))
-    sizes = sources["weight"].abs().groupby(sources["at"]).sum()
-    return int(sizes.idxmax()) if len(sizes) else -1
+    """Return the token that a metric reads most: that of the nodes it has edges from."""
+    value = into[into["kind"] == "value"]
+    at = position.to_numpy()[value["source"]]
+    here = ~np.isnan(at)
+    sizes = np.bincount(at[here].astype(int), value["weight"].abs().to_numpy()[here])
+    return int(sizes.argmax()) if len(sizes) else -1
 
 
 def _shortened(text: str, longest: int = _LONGEST) -> str:

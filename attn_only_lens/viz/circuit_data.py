@@ -32,8 +32,8 @@ class NodeDetails:
         pattern: a weight in [0, 1] for each token of the prompt: of a neuron-head, what each token
             attends to itself, the rest being the bias token's; of an attention head, what the
             token at the node's position attends to.
-        writes: tokens that the node raises (positive) or lowers (negative) most, each with how much,
-            in standard deviations over the vocabulary; the largest first.
+        writes: tokens that the node raises (positive) or lowers (negative) most, each with how
+            much, in standard deviations over the vocabulary; the largest first.
         reads: tokens that raise or lower a neuron's query most, likewise.
         examples: where a neuron's values are largest in a corpus.
 

@@ -131,7 +131,7 @@ def _edge(path: Sequence[Point], kind: str, weight: float, heaviest: float, stat
     colour = status or ("negative" if weight < 0 else "positive")
     return (
         f'<path class="edge {kind} {colour}" d="{curve(path)}{head}" '
-        f'stroke-width="{width:.2f}" opacity="{0.35 + 0.6 * size:.2f}"/>'
+        f'stroke-width="{width:.2f}" opacity="{0.35 + 0.6 * size**0.5:.2f}"/>'
     )
 
 

@@ -10,7 +10,7 @@ another node, it bends through the nearest gap of that line. Edges at one end ha
 own there, by kind and then by where they come from, so that q, value and k of a pair are apart.
 
 Lengths are pixels, y downward. `assets/layout.js` does the same for the page, where readers change
-what is shown; `tests/viz/test_circuit_layout.py` holds the two against each other.
+what is shown; `tests/viz/test_circuit_page.py` holds the two against each other.
 """
 
 from collections.abc import Callable, Sequence
@@ -31,7 +31,7 @@ _GAP = 8  # between boxes
 _COLUMN_GAP, _LINE, _ROW_GAP = 10, 34, 6
 _FOLDED = 34  # width of tokens that are folded
 _RIGHT = 14
-_WIDEST_ROW_GAP = 76
+_WIDEST_ROW_GAP = 120
 _MARGIN, _ARROW = 3, 6
 _LANES, _LANE = 5, 5  # beside a node, for edges that go around it
 _KIND_ORDER = ("q", "value", "k")

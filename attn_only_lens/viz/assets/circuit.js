@@ -128,8 +128,8 @@
   const view = svg.append("g"), bands = view.append("g"), lines = view.append("g");
   const marks = view.append("g");
   const side = svg.append("g"), foot = svg.append("g").attr("class", "axis");
-  side.append("rect").attr("class", "back").attr("opacity", 0.88);
-  foot.append("rect").attr("class", "back").attr("opacity", 0.92);
+  side.append("rect").attr("class", "back");
+  foot.append("rect").attr("class", "back");
   let pane = { width: 0, height: 0 }, transform = d3.zoomIdentity;
 
   // A bar at a negative edge's end, where a positive one has an arrow: signs are told without colours.
@@ -146,13 +146,13 @@
     const paths = layout.paths(scene, items, drawn.map((each) => [each.source, each.target, each.kind]));
     const colour = (each) => each.status || (each.weight < 0 ? "negative" : "positive");
     lines.selectAll("path").data(drawn, (each) => each.key).join("path")
-      .attr("class", (each) => `edge ${each.kind} ${colour(each)}`)
+      .attr("class", (each) => `edge ${each.kind} ${colour(each)}`).attr("data-id", (each) => each.key)
       .attr("d", (each, j) => layout.curve(paths[j]) + head(each, paths[j]))
       .attr("stroke-width", (each) => each.width.toFixed(2))
-      .attr("opacity", (each) => (0.35 + 0.6 * Math.abs(each.weight) / top).toFixed(2))
+      .attr("opacity", (each) => (0.35 + 0.6 * Math.sqrt(Math.abs(each.weight) / top)).toFixed(2))
       .each(function title(each) {
         d3.select(this).selectAll("title").data([each]).join("title")
-          .text(`${items[each.source].label} → ${items[each.target].label}, ${each.kind}: ${+each.weight.toPrecision(4)}`);
+          .text(`${items[each.source].label} → ${items[each.target].label}, ${each.kind}${each.status ? ", " + each.status : ""}: ${+each.weight.toPrecision(4)}`);
       });
   };
   const corner = { attention: 10, group: 10, metric: 4, embed: 4, neuron: 0 };
@@ -176,6 +176,7 @@
     });
     groups.order()
       .attr("class", (i) => `node ${items[i].kind} ${items[i].status || ""}`)
+      .attr("data-id", (i) => items[i].key)
       .classed("pinned", (i) => items[i].members.some((m) => pinned.has(nodes.id[m])))
       .classed("chosen", (i) => i === chosen)
       .attr("transform", (i) => `translate(${scene.at.get(i).x.toFixed(1)},${scene.at.get(i).y.toFixed(1)})`);
