@@ -26,7 +26,7 @@ from attn_only_lens import patching as p
 
 HERE = Path(__file__).parent
 TEXT = "The keys near the cabinet"
-WIDTH = 1000
+FIGURE, PAGE = 800, 900  # pixels of a style sheet; the column of a page of the guide has 690
 
 
 def main() -> None:
@@ -51,17 +51,17 @@ def main() -> None:
         n_nodes=40,
         progress=False,
     )
-    pages: dict[str, tuple[Any, int]] = {
-        "circuit_page": (circuit, 760),
-        "sweep_bars": (viz.sweep_bars(sweep, k=12), 500),
-        "sweep_heatmap": (viz.sweep_heatmap(pair), 360),
-        "attention": (viz.attention_view(model, strongest[:4], TEXT), 1210),
-        "neuron": (viz.neuron_page(model, read, texts), 900),
-        "comparison": (viz.comparison_circuit(found), 760),
+    pages: dict[str, tuple[Any, int, int]] = {
+        "circuit_page": (circuit, PAGE, 760),
+        "sweep_bars": (viz.sweep_bars(sweep, k=12), FIGURE, 500),
+        "sweep_heatmap": (viz.sweep_heatmap(pair), FIGURE, 360),
+        "attention": (viz.attention_view(model, strongest[:4], TEXT), FIGURE, 1210),
+        "neuron": (viz.neuron_page(model, read, texts), PAGE, 900),
+        "comparison": (viz.comparison_circuit(found), PAGE, 760),
     }
     with tempfile.TemporaryDirectory() as folder, chromium(Path(folder) / "profile") as browser:
-        for name, (picture, height) in pages.items():
-            size = {"width": WIDTH, "height": height, "deviceScaleFactor": 1, "mobile": False}
+        for name, (picture, width, height) in pages.items():
+            size = {"width": width, "height": height, "deviceScaleFactor": 1.5, "mobile": False}
             browser.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
             browser.driver.execute_cdp_cmd("Emulation.setScrollbarsHidden", {"hidden": True})
             browser.open(viz.write_html(picture, Path(folder) / f"{name}.html"))
