@@ -49,10 +49,9 @@ def atlas(
         if layers is not None and names is not None:
             raise AttnOnlyLensError("got --layers and --names; expected one of them")
         loaded = load_with_neuron_heads(model, dtype, device, hooked)
-        chosen: Sites = p.neuron_heads(
-            None if layers is None else parse_numbers(layers, "--layers")
-        )
-        groups = resolve_sites(loaded, chosen if names is None else parse_names(names))
+        wanted = None if layers is None else parse_numbers(layers, "--layers")
+        sites: Sites = p.neuron_heads(wanted) if names is None else parse_names(names)
+        groups = resolve_sites(loaded, sites)
         every = [name for each in groups for name in each.names]
         found = neuron_statistics(
             *(loaded, every, texts, k),
