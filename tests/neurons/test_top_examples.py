@@ -82,7 +82,7 @@ def looked_up(model, texts, name):
         z = cache[head.hook("z", model)][0, :, head.heads(shared), 0]
         v = cache[head.hook("v", model)][0, :, head.heads(shared), 0]
         gate = neuron_gate(cache, name)[0].tolist()
-        whole = z[:, 0] if shared == 1 else torch.tensor(gate) * v[:, 0]
+        whole = z[:, 0] if shared == 1 else torch.tensor(gate, dtype=v.dtype) * v[:, 0]
         for i, token in enumerate(piece):
             row = {"z": whole[i].item(), "gate": gate[i], "value": v[i, 0].item()}
             row |= {"text": number, "at": first + i, "token": token}
@@ -221,8 +221,9 @@ def test_attributions_are_derivatives(family):
     assert (frame["value"].abs() > 1e-7).sum() >= 8  # nothing follows the last tokens
     for row in frame.to_dict("records"):
         at = texts[row["text"]], row["name"], row["at"]
-        slope = (by_loss(model, *at, 1 + 1e-4) - by_loss(model, *at, 1 - 1e-4)) / 2e-4
-        assert row["value"] == pytest.approx(slope, rel=1e-4, abs=1e-9)
+        # LLaMA's norm computes in float32, so steps are large.
+        slope = (by_loss(model, *at, 1.01) - by_loss(model, *at, 0.99)) / 0.02
+        assert row["value"] == pytest.approx(slope, rel=0.005, abs=1e-5)
         assert row["values"][row["position"]] != pytest.approx(row["value"], rel=0.01)
     whole = p.custom(lambda logits: logits.mean())
     with pytest.raises(InputError, match="one number for 2 texts; expected one of each"):
