@@ -9,7 +9,7 @@ from attn_only_lens.viz.circuit_data import NodeDetails
 from attn_only_lens.viz.comparison_pages import comparison_circuit, comparison_report
 from attn_only_lens.viz.demo import demo_page
 from attn_only_lens.viz.graph_view import circuit_view
-from attn_only_lens.viz.neuron_page import neuron_page
+from attn_only_lens.viz.neurons import neuron_page
 from attn_only_lens.viz.page import Page, write_html
 from attn_only_lens.viz.sweeps import sweep_bars, sweep_heatmap
 
