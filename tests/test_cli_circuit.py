@@ -131,7 +131,7 @@ def test_errors_are_one_message_and_nothing_is_written(folder, tmp_path):
             "error: the model cannot run on these prompts: - prompts: tokens: got values",
         ),
         (("pattern", folder, "--prompt", CLEAN, "--out", page), "either --names or --layer"),
-        (("pattern", folder, "--prompt", CLEAN, "--layer", 9, "--out", page), "layers 0 to 1"),
+        (("pattern", folder, "--prompt", CLEAN, "--layer", 9, "--out", page), "from 0 to 1"),
         (
             ("pattern", folder, "--prompt", CLEAN, "--names", "L0H99", "--out", page),
             "attention heads 0 to",

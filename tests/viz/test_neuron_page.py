@@ -122,6 +122,6 @@ def test_sizes_and_refusals(model, found, monkeypatch):
     some = found.of(["L0N3"])
     with pytest.raises(InputError, match="got 'L1N29'"):
         viz.neuron_page(model, ["L1N29"], some)
-    monkeypatch.setattr(neuron_page, "MOST_NEURONS", 73)
+    monkeypatch.setattr(pages, "MOST_NEURONS", 73)
     with pytest.raises(InputError, match="got 74 neurons; expected 73 at most on one page"):
         viz.neuron_page(model, None, found)
