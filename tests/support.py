@@ -329,12 +329,12 @@ VIZ = {
     "neuron_page": lambda kit: len(
         viz.neuron_page(kit.exposed, ["L1N3"], [TEXT, OTHER], progress=False)
     ),
-    "node_patterns": lambda kit: len(viz.node_patterns(kit.cache, kit.graph.nodes)),
     "sweep_bars": lambda kit: viz.sweep_bars(kit.sweep()).data,
     "sweep_heatmap": lambda kit: viz.sweep_heatmap(kit.sweep()).data,
     "write_html": lambda kit: viz.write_html(
         viz.sweep_bars(kit.sweep()), kit.out("x.html")
     ).exists(),
+    "write_svg": lambda kit: viz.write_svg(_page(kit), kit.out("x.svg")).exists(),
 }
 NEURONS = {
     "examples_of": lambda kit: neurons.examples_of(kit.looked_up("z").frame(), "L1N3")[0].value,

@@ -8,10 +8,11 @@ import typer
 from attn_only_lens import patching as p
 from attn_only_lens.cli import options
 from attn_only_lens.cli.common import (
-    app,
     clear_errors,
+    command,
     load_with_neuron_heads,
     require_folder,
+    say_page,
     working,
 )
 from attn_only_lens.cli.options import parse_names, parse_numbers
@@ -22,7 +23,7 @@ from attn_only_lens.viz import write_html
 from attn_only_lens.viz.neurons import MOST_NEURONS, index_of_layers, page_of_statistics
 
 
-@app.command()
+@command("Look at a model", "attn-only-lens atlas gpt2 --texts corpus.txt --out atlas/")
 def atlas(
     model: options.Model,
     texts: Annotated[
@@ -71,4 +72,4 @@ def atlas(
                     page = page_of_statistics(loaded, of_layer, pages)
                     write_html(page, out / pages[each.layer])
                 write_html(index_of_layers(found, pages), index)
-        typer.echo(f"{index}\nOpen it in a browser: it works offline.")
+        say_page(index)

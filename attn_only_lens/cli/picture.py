@@ -8,7 +8,13 @@ import typer
 from attn_only_lens import circuits
 from attn_only_lens import patching as p
 from attn_only_lens.cli import options
-from attn_only_lens.cli.common import app, clear_errors, load_with_neuron_heads, require_writable
+from attn_only_lens.cli.common import (
+    clear_errors,
+    command,
+    load_with_neuron_heads,
+    require_writable,
+    say_page,
+)
 from attn_only_lens.cli.options import as_chat, parse_names, parse_prompts
 from attn_only_lens.errors import AttnOnlyLensError
 from attn_only_lens.runs.prompts import single_prompts
@@ -24,7 +30,7 @@ from attn_only_lens.viz import (
 _PAGE = (".html",)
 
 
-@app.command()
+@command("Find what matters", "attn-only-lens picture sweep.parquet --out sweep.html --bars 20")
 def picture(
     source: Annotated[
         Path, typer.Argument(help="what `patch` (.parquet, .csv) or `circuit` (.json) wrote")
@@ -34,7 +40,7 @@ def picture(
         int | None, typer.Option(help="of a sweep: so many ranked bars, and no heatmap")
     ] = None,
 ) -> None:
-    """Draw a sweep as a heatmap, or a graph as the page of a circuit."""
+    """Draw what `patch` saved, as a heatmap or bars, or what `circuit` saved, as its page."""
     with clear_errors():
         require_writable(out, _PAGE)
         if source.suffix == ".json":
@@ -44,10 +50,14 @@ def picture(
         else:
             sweep = p.Sweep.load(source)
             write_html(sweep_heatmap(sweep) if bars is None else sweep_bars(sweep, k=bars), out)
-        typer.echo(str(out))
+        say_page(out)
 
 
-@app.command()
+@command(
+    "Look at a model",
+    'attn-only-lens pattern gpt2 --prompt "The keys to the cabinet are"',
+    "--names L5N1234,L7H2 --out patterns.html",
+)
 def pattern(
     model: options.Model,
     prompt: Annotated[str, typer.Option(help="a text")],
@@ -66,7 +76,7 @@ def pattern(
     dtype: options.Dtype = None,
     device: options.Device = "cpu",
 ) -> None:
-    """Draw attention heads and neuron-heads over a text."""
+    """Draw what attention heads and neuron-heads attend to in a text."""
     with clear_errors():
         require_writable(out, _PAGE)
         if (names is None) == (layer is None):
@@ -76,4 +86,4 @@ def pattern(
         ids = single_prompts(loaded, as_chat(loaded, given, chat)).clean
         heads: Sites = p.heads(layer) if names is None else parse_names(names)
         write_html(attention_view(loaded, heads, ids), out)
-        typer.echo(str(out))
+        say_page(out)

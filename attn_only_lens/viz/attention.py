@@ -22,7 +22,7 @@ from attn_only_lens.axes import SELF
 from attn_only_lens.errors import UnsupportedCallError
 from attn_only_lens.heads import HeadName, host_of, neuron_gate, neuron_pattern
 from attn_only_lens.heads.patterns import cached_activation, require_neuron_heads
-from attn_only_lens.numerics import as_plain, is_count
+from attn_only_lens.numerics import as_plain
 from attn_only_lens.runs.inputs import checked_tokens
 from attn_only_lens.runs.sites import Selection, Sites, resolve_sites
 from attn_only_lens.runs.token_texts import token_texts
@@ -90,8 +90,7 @@ def attention_view(
         texts, cache = token_texts(model, tokens[0]), _run(model, tokens, heads)
     attention = [head for head in heads if head.kind == "attention"]
     patterns = {
-        layer: original_attention(cache, layer, prompt)
-        for layer in {head.layer for head in attention}
+        layer: _pattern(cache, layer, prompt) for layer in {head.layer for head in attention}
     }
     neurons = [_neuron(cache, head, prompt) for head in heads if head.kind == "neuron"]
     n_tokens = len(neurons[0]["z"]) if neurons else patterns[attention[0].layer].shape[-1]
@@ -121,19 +120,10 @@ def attention_view(
     return page_of_tokens(told, note, main, data, "attention", libraries)
 
 
-def original_attention(
+def _pattern(
     cache: ActivationCache, layer: int, prompt: int
 ) -> Float[Tensor, "head_index query_pos key_pos"]:
-    """Return the weights of every head of a source layer over one prompt, in float64 on the CPU.
-
-    Raises:
-        InputError: there is no such layer or prompt, or the run had a KV cache.
-        UnsupportedCallError: the cache is not of a model with neuron-heads, or lacks the pattern.
-    """
-    require_neuron_heads(cache)
-    n_layers = host_of(cache.model).n_layers
-    if not is_count(layer, 0, n_layers - 1):
-        refuse(f"got layer={layer!r}; the model has source layers 0 to {n_layers - 1}")
+    """Return the weights of every head of a source layer over one prompt."""
     pattern = cached_activation(cache, layer, "attention", "pattern")
     pattern = prompt_values(pattern, prompt, cache.has_batch_dim)
     n_queries, n_keys = pattern.shape[-2:]

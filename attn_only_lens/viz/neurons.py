@@ -166,12 +166,12 @@ def _by_weights(
     except InputError as error:
         return {}, ["Tokens read and written are left out: " + "; ".join(error.reasons)]
     try:
-        found["Raise the gate" if gated else "Read"] = effects.read_tokens(names, _TOP_TOKENS)
+        found["The gate reads" if gated else "It reads"] = effects.read_tokens(names, _TOP_TOKENS)
         if gated:
-            found["Raise the value"] = effects.read_tokens(names, _TOP_TOKENS, "v")
+            found["The value reads"] = effects.read_tokens(names, _TOP_TOKENS, "v")
     except InputError as error:
         notes.append("Tokens read are left out: " + "; ".join(error.reasons))
-    found["Write"] = effects.written_tokens(names, _TOP_TOKENS)
+    found["It writes"] = effects.written_tokens(names, _TOP_TOKENS)
     return found, notes
 
 

@@ -213,7 +213,7 @@
   function connections(title, rows, reads) {
     const most = Math.max(...rows.map((row) => Math.abs(row[2])), 1e-9);
     const inputs = (name, kind) => (/H/.test(name) ? { q: "query", k: "key", v: "value" }[kind] : READS[kind]);
-    const gated = "Raise the value" in data.tokens;
+    const gated = "The value reads" in data.tokens;
     const body = rows.map(([name, kind, amount]) => {
       const isHead = /H/.test(name);
       const meter = el("span", { class: "meter" });
@@ -269,7 +269,7 @@
       el("div", { class: "panels" }, histogram("z", neuron, "z", signs), histogram("gate", neuron, "Gate", () => "var(--soft)"), together(neuron)),
       el("p", { class: "note" }, "Tokens by value, on a logarithmic scale."),
       ...(Object.keys(data.tokens).length ? [el("h3", {}, "Tokens, by weights alone"), tokenLists(neuron),
-        el("p", { class: "note" }, "Read: embeddings that raise or lower its input. Write: logits that it raises or lowers where z is positive. In standard deviations over the vocabulary.")] : []),
+        el("p", { class: "note" }, "Reads: embeddings that raise (blue) or lower (red) it. Writes: logits that it raises or lowers where z is positive. In standard deviations over the vocabulary.")] : []),
       ...(data.partners[neuron].length ? [el("h3", {}, "Connections, by weights alone"),
         el("div", { class: "connections" }, connections("Writers: what it reads from", writers, false), connections("Readers: what reads it", readers, true)),
         el("p", { class: "note" }, "Composition scores. Between neurons with the sign of the cosine: blue excites, red inhibits (where the writer's z is positive).")] : []),
