@@ -165,22 +165,21 @@ def train(recipe: Recipe, out: Path) -> HookedTransformer:
     return model
 
 
-def keep(path: Path, recipe: Recipe, done: int, parameters: dict[str, Any], optimizer: Any) -> None:
-    """Write all that the next epoch depends on; the old checkpoint lives until it is done."""
+def keep(path: Path, recipe: Any, done: int, parameters: dict[str, Any], *optimizers: Any) -> None:
+    """Write all that the next step depends on; the old checkpoint lives until it is done."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    tensors = {}
+    tensors = {name: parameter.detach() for name, parameter in parameters.items()}
     for name, parameter in parameters.items():
-        state = optimizer.state[parameter]
-        tensors[name] = parameter.detach()
-        tensors[f"{name}#exp_avg"] = state["exp_avg"]
-        tensors[f"{name}#exp_avg_sq"] = state["exp_avg_sq"]
-    metadata = {"epochs": str(done), "recipe": json.dumps(asdict(recipe))}
+        for optimizer in optimizers:
+            state = optimizer.state.get(parameter, {})
+            tensors |= {f"{name}#{key}": value for key, value in state.items()}
+    metadata = {"done": str(done), "recipe": json.dumps(asdict(recipe))}
     partial = path.with_suffix(".partial")
     save_file(tensors, partial, metadata)
     partial.replace(path)
 
 
-def resume(path: Path, recipe: Recipe, parameters: dict[str, Any], optimizer: Any) -> int:
+def resume(path: Path, recipe: Any, parameters: dict[str, Any], *optimizers: Any) -> int:
     """Read a checkpoint back.
 
     Raises:
@@ -193,15 +192,18 @@ def resume(path: Path, recipe: Recipe, parameters: dict[str, Any], optimizer: An
     theirs, mine = json.loads(metadata["recipe"]), asdict(recipe)
     if {**theirs, "epochs": 0} != {**mine, "epochs": 0}:
         raise ValueError(f"{path} holds {theirs}; expected {mine}: choose another --out")
-    tensors, done = load_file(path), int(metadata["epochs"])
-    for name, parameter in parameters.items():
-        parameter.data.copy_(tensors[name])
-        optimizer.state[parameter] = {
-            "step": torch.tensor(float(done)),
-            "exp_avg": tensors[f"{name}#exp_avg"],
-            "exp_avg_sq": tensors[f"{name}#exp_avg_sq"],
-        }
-    return done
+    tensors = load_file(path)
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                name = next(each for each, it in parameters.items() if it is parameter)
+                parameter.data.copy_(tensors[name])
+                optimizer.state[parameter] = {
+                    key.partition("#")[2]: tensor
+                    for key, tensor in tensors.items()
+                    if key.startswith(f"{name}#")
+                }
+    return int(metadata["done"])
 
 
 def write(out: Path, recipe: Recipe, model: HookedTransformer) -> None:

@@ -30,6 +30,7 @@ __all__ = [
     "RMSNorm",
     "RMSNormPre",
     "TransformerBlock",
+    "convert_llama_weights",
     "convert_tl_checkpoint",
     "no_remote_code",
     "quiet",
@@ -95,6 +96,7 @@ if TYPE_CHECKING or HAS_HOOKED_TRANSFORMER:
         RMSNormPre,
         TransformerBlock,
     )
+    from transformer_lens.pretrained.weight_conversions import convert_llama_weights
 
     def convert_tl_checkpoint(
         state_dict: dict[str, Tensor], cfg: TransformerBridgeConfig
@@ -117,6 +119,10 @@ else:
         def from_pretrained(cls, *args: object, **kwargs: object) -> NoReturn:
             """Refuse, as the class does."""
             require_hooked_transformer()
+
+    def convert_llama_weights(*args: object) -> NoReturn:
+        """Refuse: what it makes is a HookedTransformer's."""
+        require_hooked_transformer()
 
     for _name in set(__all__) - set(globals()):
         globals()[_name] = type(_name, (_Absent,), {})

@@ -13,7 +13,7 @@ Vocabulary Space" (2022).
 """
 
 from collections.abc import Iterator, Sequence
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 from jaxtyping import Float
@@ -70,12 +70,29 @@ class DirectEffects:
         return [found[row] for row in range(len(nodes))]
 
     @torch.no_grad()
-    def read_tokens(self, neurons: Sequence[str], k: int) -> list[TokenScores]:
+    def written_tokens(self, neurons: Sequence[str], k: int) -> list[TokenScores]:
+        """Return the tokens that each neuron raises most where its z is positive, and lowers most.
+
+        Args:
+            neurons: names.
+            k: tokens of each end.
+        """
+        found: dict[int, TokenScores] = {}
+        for rows, sites in _by_layer([HeadName.parse(name) for name in neurons]):
+            one = self._matrices.outputs(sites, sites.index.new_ones(len(rows), 1).float())
+            found |= zip(rows, self._unembed(self._final.after(one), k), strict=True)
+        return [found[row] for row in range(len(neurons))]
+
+    @torch.no_grad()
+    def read_tokens(
+        self, neurons: Sequence[str], k: int, kind: Literal["q", "v"] = "q"
+    ) -> list[TokenScores]:
         """Return the tokens whose embeddings raise the query of each neuron most, and lower it.
 
         Args:
             neurons: names.
             k: tokens of each end.
+            kind: "v" for the value instead, which a gated MLP reads by other weights.
 
         Raises:
             InputError: the embedding is normed or projected before it enters the stream.
@@ -83,7 +100,7 @@ class DirectEffects:
         W_E = self._matrices.embedding()
         found: dict[int, TokenScores] = {}
         for rows, sites in _by_layer([HeadName.parse(name) for name in neurons]):
-            columns = self._matrices.read_matrices(sites, "q").A[:, :, 0].to(W_E.device)
+            columns = self._matrices.read_matrices(sites, kind).A[:, :, 0].to(W_E.device)
             tops = [top for some in columns.split(_ROWS) for top in _extremes(some @ W_E.T, k)]
             found |= zip(rows, tops, strict=True)
         return [found[row] for row in range(len(neurons))]

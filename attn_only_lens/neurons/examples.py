@@ -55,7 +55,7 @@ def examples_of(frame: pd.DataFrame, name: str) -> list[Example]:
     rows = frame[frame["name"] == name]
     if rows.empty:
         raise InputError([f"got {name!r}; it has examples of {_names(frame)}"], problem)
-    return [Example(**row) for row in rows[list(COLUMNS)].to_dict("records")]
+    return [Example(**{key: row[key] for key in COLUMNS}) for row in rows.to_dict("records")]
 
 
 def _names(frame: pd.DataFrame) -> str:

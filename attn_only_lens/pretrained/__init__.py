@@ -1,5 +1,11 @@
 """Small trained models that ship with the package; nothing is downloaded."""
 
 from attn_only_lens.pretrained.modular_addition import modular_addition, modular_addition_tokens
+from attn_only_lens.pretrained.small_english import small_english, small_english_texts
 
-__all__ = ["modular_addition", "modular_addition_tokens"]
+__all__ = [
+    "modular_addition",
+    "modular_addition_tokens",
+    "small_english",
+    "small_english_texts",
+]

@@ -1,6 +1,7 @@
 """Paired prompts of well-known tasks, checked against a tokenizer, and of templates."""
 
 from attn_only_lens.tasks._agreement import agreement
+from attn_only_lens.tasks._brackets import brackets
 from attn_only_lens.tasks._greater_than import greater_than
 from attn_only_lens.tasks._induction import induction
 from attn_only_lens.tasks._ioi import ioi
@@ -10,6 +11,7 @@ from attn_only_lens.tasks.paired_prompts import PairedPrompts
 __all__ = [
     "PairedPrompts",
     "agreement",
+    "brackets",
     "from_templates",
     "greater_than",
     "induction",

@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args
 
 from attn_only_lens.errors import InputError
 from attn_only_lens.runs.inputs import option_reasons
-from attn_only_lens.tasks.paired_prompts import Pair, PairedPrompts, collect, fill
+from attn_only_lens.tasks.paired_prompts import Pair, PairedPrompts, collect, fill, token_ids
 from attn_only_lens.tasks.words import NAMES, OBJECTS, PLACES
 
 Corruption = Literal["abc", "swap"]
@@ -68,19 +68,30 @@ def ioi(tokenizer: Any, n: int, seed: int = 0, *, corruption: Corruption = "abc"
     InputError.raise_if(
         option_reasons("corruption", corruption, get_args(Corruption)), "no such prompts"
     )
-    return collect("ioi", tokenizer, n, seed, _pairs(seed, corruption))
+    return collect("ioi", tokenizer, n, seed, _pairs(tokenizer, seed, corruption))
 
 
-def _pairs(seed: int, corruption: str) -> Iterator[Pair]:
-    random = Random(int(seed))
+def _pairs(tokenizer: Any, seed: int, corruption: str) -> Iterator[Pair]:
+    random, names = Random(int(seed)), _known(tokenizer)
     while True:
         template = random.choice(_TEMPLATES).replace("{names}", random.choice(_FIRST))
         words = {"{place}": random.choice(PLACES), "{object}": random.choice(OBJECTS)}
         for at, word in words.items():
             template = template.replace(at, word)
-        io, subject, *others = random.sample(NAMES, 5)
+        io, subject, *others = random.sample(names, 5)
         clean = fill(template, {"IO": io, "S1": subject, "S2": subject})
         other = dict(zip(("IO", "S1", "S2"), others, strict=True))
         if corruption == "swap":
             other = {"IO": io, "S1": subject, "S2": io}
         yield Pair(clean, fill(template, other), (f" {io}",), (f" {subject}",))
+
+
+def _known(tokenizer: Any) -> tuple[str, ...]:
+    """Return the names that a tokenizer knows: of a small one, most draws of five would fail."""
+    found = token_ids(tokenizer, [f"{name} {name}" for name in NAMES])
+    known = tuple(
+        name
+        for name, tokens in zip(NAMES, found, strict=True)
+        if tokenizer.unk_token_id not in tokens
+    )
+    return known if len(known) >= 5 else NAMES

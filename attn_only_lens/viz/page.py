@@ -191,6 +191,12 @@ def visible_token(token: str) -> str:
     )
 
 
+def with_space(token: str) -> str:
+    """Return a token as it stands in a text, with signs for what cannot be seen there."""
+    kept = token[: len(token) - len(token.lstrip(" "))] if token.strip(" ") else ""
+    return kept + visible_token(token.removeprefix(kept))
+
+
 def short_numbers(values: Iterable[Any]) -> list[Any]:
     """Return plain numbers to five significant figures, missing ones as None, texts as they are."""
     return [_short(value) for value in values]

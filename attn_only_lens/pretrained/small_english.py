@@ -1,0 +1,112 @@
+"""Small English: a language model of four layers, and texts of its grammar.
+
+The model's card is `data/small_english/README.md`.
+"""
+
+from importlib.resources import as_file, files
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from attn_only_lens.models.load import load
+from attn_only_lens.models.source_folder import parse_device, parse_dtype, read_tokenizer
+from attn_only_lens.tl import (
+    HookedTransformer,
+    HookedTransformerConfig,
+    convert_llama_weights,
+    quiet,
+    require_hooked_transformer,
+)
+
+_DATA = files("attn_only_lens.pretrained") / "data" / "small_english"
+
+
+@torch.inference_mode(False)  # weights of inference mode could never be trained
+def small_english(
+    device: str | torch.device = "cpu",
+    dtype: str | torch.dtype = torch.float32,
+    *,
+    hooked: bool = False,
+) -> Any:
+    """Return a language model of four layers that is small enough to be run anywhere.
+
+    A LLaMA (gated MLPs, RMS norm, rotary positions) with 450 words, trained by
+    `analyses/train_small_english.py` on text of a grammar: verbs agree with their subjects and
+    pronouns with names, brackets close, lists repeat themselves. Prompts of the tasks that it has
+    learnt are made by `tasks.agreement`, `tasks.brackets`, `tasks.induction` and `tasks.ioi`.
+
+    Args:
+        device: where to put it.
+        dtype: its floating-point type; it was trained in float32.
+        hooked: return a HookedTransformer, for `convert` (transformer-lens 3.9).
+
+    Returns:
+        A `TransformerBridge`, or a `HookedTransformer`, with its tokenizer; the weights are as they
+        were trained, neither folded nor centred.
+
+    Raises:
+        UnsupportedCallError: a HookedTransformer is asked for, and transformer-lens 4 has none.
+        CheckpointError: the installed files are damaged, or the device or dtype is unknown.
+
+    Example:
+        >>> from attn_only_lens import pretrained
+        >>> model = pretrained.small_english()
+        >>> model.to_str_tokens("The keys near the cabinet")
+        ['<s>', 'The', ' keys', ' near', ' the', ' cabinet']
+        >>> logits = model("The keys near the cabinet")[0, -1]
+        >>> bool(logits[model.to_single_token(" are")] > logits[model.to_single_token(" is")])
+        True
+    """
+    if hooked:
+        require_hooked_transformer("small_english as a HookedTransformer")
+    with as_file(_DATA) as folder:
+        if hooked:
+            return _hooked(folder, parse_device(device), parse_dtype(dtype))
+        bridge = load(folder, device=device, dtype=dtype)
+    bridge.cfg.model_name = "small-english-4l"
+    return bridge
+
+
+def small_english_texts() -> list[str]:
+    """Return texts that the model has not read: a corpus of some 100,000 letters.
+
+    Example:
+        >>> from attn_only_lens import pretrained
+        >>> texts = pretrained.small_english_texts()
+        >>> texts[0]
+    """
+    return (_DATA / "texts.txt").read_text("utf-8").splitlines()
+
+
+def _hooked(folder: Path, device: torch.device, dtype: torch.dtype) -> HookedTransformer:
+    source = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(device)
+    config = source.config
+    cfg = HookedTransformerConfig(
+        n_layers=config.num_hidden_layers,
+        d_model=config.hidden_size,
+        n_heads=config.num_attention_heads,
+        d_head=config.head_dim,
+        d_mlp=config.intermediate_size,
+        d_vocab=config.vocab_size,
+        n_ctx=config.max_position_embeddings,
+        eps=config.rms_norm_eps,
+        act_fn=config.hidden_act,
+        gated_mlp=True,
+        normalization_type="RMS",
+        final_rms=True,
+        positional_embedding_type="rotary",
+        rotary_dim=config.head_dim,
+        rotary_base=int(config.rope_parameters["rope_theta"]),
+        original_architecture="LlamaForCausalLM",
+        model_name="small-english-4l",
+        init_weights=False,
+        device=str(device),
+        dtype=dtype,
+    )
+    with quiet():
+        model = HookedTransformer(cfg, tokenizer=read_tokenizer(folder))
+    state = convert_llama_weights(source, cfg)
+    model.load_state_dict({name: tensor.clone() for name, tensor in state.items()}, strict=False)
+    return model.eval()

@@ -1,0 +1,72 @@
+"""Brackets: The book (the old one near the door … ), and not ].
+
+Of a pair, the prompts differ in the mark that opened, and so in the one that is to close:
+
+    simple    The book (the old one near the door                        ), not ]
+    nested    The book (the old one [the red one] near the door          ), not ]
+
+Nested, the mark that is wrong has opened and closed in between.
+"""
+
+from collections.abc import Iterator
+from random import Random
+from typing import Any, Literal, get_args
+
+from attn_only_lens.errors import InputError
+from attn_only_lens.runs.inputs import option_reasons
+from attn_only_lens.tasks._agreement import _PREPOSITIONS
+from attn_only_lens.tasks.paired_prompts import Pair, PairedPrompts, collect, fill
+from attn_only_lens.tasks.words import THINGS
+
+Structure = Literal["simple", "nested"]
+
+MARKS = ((" (", ")"), (" [", "]"), (' "', '"'))
+_ADJECTIVES = ("old", "new", "small", "big", "red", "blue", "green", "clean", "heavy", "cheap")
+
+
+def brackets(
+    tokenizer: Any, n: int, seed: int = 0, *, structure: Structure = "simple"
+) -> PairedPrompts:
+    """Return pairs of prompts in which a bracket or a quotation is to be closed.
+
+    Roles: "open", the mark that is to be closed; nested, "closed", the mark that closed the inner
+    one; "end".
+
+    Args:
+        tokenizer: of Hugging Face, such as `model.tokenizer`.
+        n: how many pairs; round and square brackets and quotation marks.
+        seed: which pairs are drawn.
+        structure: "simple"; "nested", with a remark inside, in marks as the wrong answer.
+
+    Returns:
+        The pairs: different ones, in random order. The corrupted prompt has another mark that
+        opens.
+
+    Raises:
+        InputError: with every reason: an option, or fewer than n pairs that fit the tokenizer, with
+            what was dropped and why.
+
+    Example:
+        >>> from attn_only_lens import tasks
+        >>> pairs = tasks.brackets(tokenizer, 10, structure="nested")
+        >>> pairs.clean[0]
+        >>> pairs.corrupted[0]
+    """
+    InputError.raise_if(option_reasons("structure", structure, get_args(Structure)), "no such prompts")
+    return collect("brackets", tokenizer, n, seed, _pairs(seed, structure))
+
+
+def _pairs(seed: int, structure: str) -> Iterator[Pair]:
+    random = Random(int(seed))
+    while True:
+        noun, other = random.sample(THINGS, 2)
+        one, color = random.sample(_ADJECTIVES, 2)
+        (here, closes), (there, wrong) = random.sample(MARKS, 2)
+        start = f"The {noun}{{open}}the {one} one"
+        if structure == "nested":
+            start += f"{there}the {color} one{{closed}}"
+        template = f"{start} {random.choice(_PREPOSITIONS)} the {other}"
+        clean, corrupted = (
+            fill(template, {"open": each, "closed": wrong}) for each in (here, there)
+        )
+        yield Pair(clean, corrupted, (closes,), (wrong,))
