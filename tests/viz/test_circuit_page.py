@@ -56,6 +56,12 @@ def test_the_first_view(opened):
     show_all(shown)
     assert ids(shown) == set(nodes["id"])
     assert len(ids(shown, "#stage .edge")) == len(circuit()[1])
+    # Light and dark, by a switch.
+    back = "return getComputedStyle(document.querySelector('#stage .back')).fill"
+    before = shown.js(back)
+    switch(shown, "theme")
+    assert shown.js(back) != before
+    assert len(page()) < 500_000
 
 
 def centres(shown):
@@ -131,12 +137,17 @@ def test_a_click_tells_of_the_node(opened):
     assert shown.texts("#pattern .here") == ['·"q"']
     assert shown.texts("#writes-tokens td") == ["</script>", "+2.5", "·Zebra", "−1.3"]
     assert shown.texts("#examples .example")[0] == "a·<b>"
-    # Its edges are lit, and those of weak weight too; another one by its line in the table.
+    # Its edges are lit; those of another that is pointed at; another by its line in the table.
     lit = ids(shown, "#stage .edge.near")
     here = edges[["source", "target"]].isin(["L1N4@4"]).any(axis=1) & (edges["kind"] == "value")
     drawn = ~edges["source"].isin(["rest", "bias L2"])
     drawn &= ~edges["target"].isin(["rest", "bias L2"])
     assert lit == set(edges.index[here & drawn])
+    point = "d3.select('[data-id=\"embed@0\"]').node().dispatchEvent(new MouseEvent(arguments[0]))"
+    shown.js(point, "mouseenter")
+    assert {edges["source"][j] for j in ids(shown, "#stage .edge.near")} == {"embed@0"}
+    shown.js(point, "mouseleave")
+    assert ids(shown, "#stage .edge.near") == lit
     first = shown.texts("#reads td:first-child")[0]
     shown.driver.find_element("css selector", "#reads tr").click()
     assert shown.texts("#panel h2") == [first]
@@ -191,7 +202,7 @@ def test_a_search_finds(opened):
 
 
 @needs_browser
-def test_pins_names_and_groups_are_saved_with_the_page_and_come_back(opened):
+def test_pins_names_and_groups_are_saved_with_the_page_and_come_back(opened, tmp_path):
     nodes, edges = circuit()
     shown = opened(page())
     members = ["L1N4@4", "L1N1@1"]
@@ -238,6 +249,11 @@ def test_pins_names_and_groups_are_saved_with_the_page_and_come_back(opened):
         assert again.js("return document.scripts.length") == 5
         switch(again, "only-pinned")
         assert ids(again) == {"group 0", "metric"}
+    (tmp_path / "state.json").write_text(state)
+    again = opened(page())
+    again.driver.find_element("id", "load").send_keys(str(tmp_path / "state.json"))
+    again.wait("document.getElementById('said').textContent === 'state.json loaded'")
+    assert "group 0" in ids(again)
     with pytest.raises(InputError, match="the state is of another circuit: it has 'L7N7'"):
         page(state={"pinned": ["L7N7"]})
 
