@@ -160,7 +160,8 @@ def test_the_sliders_and_kinds_choose_what_is_shown(opened):
     nodes, edges = circuit()
     shown = opened(page())
     plain = nodes[~nodes["kind"].isin(EXTRAS)]
-    ranked = plain.loc[plain["attribution"].abs().sort_values(ascending=False).index, "id"]
+    sizes = plain["attribution"].abs().where(plain["kind"] != "metric", np.inf)  # it always is
+    ranked = plain.loc[sizes.sort_values(ascending=False).index, "id"]
     slide(shown, "node-slider", 500)
     kept = ranked.head(round(PLAIN**0.5)).tolist()
     assert ids(shown) == set(kept)
@@ -312,7 +313,7 @@ def test_the_picture_is_what_the_page_shows_first(browser, tmp_path):
         "const d = JSON.parse(document.getElementById('circuit').textContent), n = d.nodes;"
         "const boxes = n.id.map((_, i) => ({row: n.row[i], column: n.column[i],"
         " width: n.width[i], overhangs: n.kind[i] === 'metric'}));"
-        "const s = n.attribution.map((a) => a === null ? Infinity : Math.abs(a));"
+        "const s = n.attribution.map((a, i) => n.kind[i] === 'metric' ? Infinity : Math.abs(a));"
         "const order = s.map((_, i) => i).filter((i) => !['bias', 'rest', 'offset'].includes("
         "n.kind[i])).sort((a, b) => s[b] - s[a]).slice(0, d.first.nodes), on = new Set(order);"
         "const e = d.edges, keys = e.source.map((_, j) => j).filter((j) => e.kind[j] === 'value'"

@@ -46,6 +46,7 @@
   // --- Strength, colour ------------------------------------------------------------------------
   const sizes = (values) => values.map((value) => (value === null ? Infinity : Math.abs(value)));
   const strength = { node: sizes(nodes.attribution), edge: sizes(edges.weight) };
+  nodes.kind.forEach((kind, i) => { if (kind === "metric") strength.node[i] = Infinity; }); // always shown
   const largest = (all) => all.reduce((a, b) => (b < Infinity && b > a ? b : a), 0) || 1;
   const scale = { node: largest(strength.node) };
   const STATUS = { kept: "=", lost: "×", gained: "+" };
