@@ -32,14 +32,14 @@ OF_NO_VERSION := tests/comparison/test_overlap.py tests/conformance/test_their_o
 	tests/viz/test_comparison_pages.py tests/viz/test_page.py tests/viz/test_sweeps.py \
 	$(filter-out %/test_stock_parts.py,$(wildcard tests/theorems/test_*.py))
 IN_WHEEL := env -u PYTHONPATH $(CURDIR)/out/wheel
-EXAMPLES := tests/examples.py README.md docs/circuits.md docs/growth.md docs/patching.md \
-	docs/tasks.md
+EXAMPLES := tests/examples.py README.md docs/circuits.md docs/growth.md docs/layouts.md \
+	docs/patching.md docs/tasks.md docs/theory.md
 HAS_BROWSER := command -v chromium >/dev/null && command -v chromedriver >/dev/null
 comma := ,
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 export PIP_NO_INPUT = 1
 
-.PHONY: help demo test lint types contracts docs browser pytest pytest4 portable notebooks support \
+.PHONY: help demo test lint types contracts docs browser pytest pytest4 portable notebooks pictures support \
 	wheel bench conformance smollm2 clean
 .DEFAULT_GOAL := help
 
@@ -91,6 +91,9 @@ wheel: ## install the wheel into empty environments, run the README's examples o
 	cd $$(mktemp -d) && $(IN_WHEEL)/hooked/bin/attn-only-lens demo --out demo
 	cd $$(mktemp -d) && $(IN_WHEEL)/hooked/bin/python -I $(addprefix $(CURDIR)/,$(EXAMPLES))
 	cd $$(mktemp -d) && $(IN_WHEEL)/bridge/bin/python -I $(addprefix $(CURDIR)/,$(EXAMPLES))
+
+pictures: .venv4/ready browser ## draw the pictures of the README and the guide again
+	PYTHONPATH=tests .venv4/bin/python docs/pictures/make.py
 
 support: .venv/ready .venv4/ready ## what each function makes of each kind of model: docs/support.md
 	PYTHONPATH=tests .venv4/bin/python tests/growth/test_hugging_face.py

@@ -1,6 +1,6 @@
 """MLP neurons as attention heads: convert a HookedTransformer, then analyse every head alike."""
 
-from attn_only_lens import circuits, expansion, patching, pretrained, tasks, viz
+from attn_only_lens import circuits, expansion, neurons, patching, pretrained, tasks, viz
 from attn_only_lens.comparison import Comparison, compare
 from attn_only_lens.errors import (
     AttnOnlyLensError,
@@ -62,6 +62,7 @@ __all__ = [
     "load",
     "neuron_gate",
     "neuron_pattern",
+    "neurons",
     "patching",
     "pretrained",
     "save",

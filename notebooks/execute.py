@@ -89,8 +89,9 @@ def _page(data: dict[str, Any]) -> str | None:
         data["text/plain"] = FIGURE
         return plotly.io.from_json(figure).to_html(config={"displayModeBar": False})
     html = data.get("text/html", "")
-    if html.startswith("<iframe") and len(html) > LARGEST_PAGE:
-        return unescape(html.partition('srcdoc="')[2].rpartition('"')[0])
+    frame = html.partition("<iframe")[2].partition('srcdoc="')[2].partition('"')[0]
+    if frame and len(html) > LARGEST_PAGE:
+        return unescape(frame)
     return None
 
 

@@ -4,6 +4,7 @@ import numpy as np
 import pandas as pd
 
 from attn_only_lens import viz
+from attn_only_lens.neurons import Example
 
 EVIL = [
     "<bos>",
@@ -54,6 +55,10 @@ def details():
     """Of one neuron by name, and of one node by id."""
     ramp = [t / len(EVIL) for t in range(len(EVIL))]
     return {
-        "L1N4": viz.NodeDetails(pattern=ramp, top_tokens=[("</script>", 2.5), (" Zebra", 1.25)]),
+        "L1N4": viz.NodeDetails(
+            pattern=ramp,
+            writes=[("</script>", 2.5), (" Zebra", -1.28)],
+            examples=[Example(("a", " <b>"), (0.5, -0.25), (0.75, 0.5), 1, -0.25, 3)],
+        ),
         "L1H3@6": viz.NodeDetails(pattern=ramp[::-1]),
     }

@@ -15,7 +15,7 @@ EXAMPLE = re.compile(r"^```python\n(.*?)^```", re.M | re.S)
 
 
 HOOKED = "An attention-only model"
-"""The README's section that needs HookedTransformer."""
+"""The section, of whatever page, that needs HookedTransformer."""
 
 
 def run(text, name):

@@ -9,14 +9,15 @@ def read_back(html):
     return json.loads(re.search(r'id="circuit">(.*?)</script>', html, re.S)[1])
 
 
-def click(opened, node):
-    x, y = opened.js(
-        "const n = circuit.getElementById('n' + arguments[0]); circuit.center(n);"
-        "const r = n.renderedPosition(), b = document.getElementById('graph');"
-        "const box = b.getBoundingClientRect(); return [r.x + box.left, r.y + box.top]",
-        node,
+def click(opened, key, *, shift=False):
+    """Click on a node, by its id."""
+    opened.js(
+        "const n = [...document.querySelectorAll('#stage .node')]"
+        ".find(n => n.dataset.id === arguments[0]);"
+        "n.dispatchEvent(new MouseEvent('click', {bubbles: true, shiftKey: arguments[1]}))",
+        key,
+        shift,
     )
-    opened.click_at(x, y)
 
 
 def slide(opened, which, value):
@@ -28,8 +29,22 @@ def slide(opened, which, value):
     )
 
 
-def visible(opened, what):
-    opened.drawn()  # cytoscape keeps what is visible until it draws
-    return set(
-        opened.js(f"return circuit.{what}.filter(e => e.visible()).map(e => e.data('index'))")
+def ids(opened, selector="#stage .node"):
+    """Ids of the nodes, or rows of the edges (`#stage .edge`), that are shown."""
+    found = opened.js(
+        "return [...document.querySelectorAll(arguments[0])].map(e => e.dataset.id)", selector
     )
+    edge = re.compile(r"e(\d+)")
+    return {int(edge.fullmatch(each)[1]) if edge.fullmatch(each) else each for each in found}
+
+
+def switch(opened, *boxes):
+    for each in boxes:
+        opened.js("document.getElementById(arguments[0]).click()", each)
+
+
+def show_all(opened):
+    """All nodes and edges, of all kinds."""
+    switch(opened, "extras", *(f"edges-{kind}" for kind in ("q", "k")))
+    slide(opened, "node-slider", 1000)
+    slide(opened, "edge-slider", 1000)

@@ -4,6 +4,7 @@ import numpy as np
 import pandas as pd
 
 from attn_only_lens import patching as p
+from attn_only_lens.patching.prompt_tokens import PromptTokens
 
 SITES, POSITIONS = 13, 5
 RUN = {
@@ -15,6 +16,8 @@ RUN = {
     "n_prompts": 7,
     "model": "<tiny>",
 }
+TEXTS = ["<b>x</b>", "</script>", " the", "\n", "&lt;"]
+TOKENS = PromptTokens([TEXTS] * 7, [[*TEXTS[:2], " a", *TEXTS[3:]]] * 7, {"subject": [2] * 7})
 
 
 def values(seed=0, positions=range(POSITIONS)):

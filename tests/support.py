@@ -325,12 +325,12 @@ VIZ = {
         viz.gate_value_scatter(kit.cache, "L1N3", [WORDS] * BATCH).data
     ),
     "neuron_pattern_view": lambda kit: len(viz.neuron_pattern_view(kit.cache, "L1N3", WORDS)),
-    "node_patterns": lambda kit: len(viz.node_patterns(kit.cache, kit.graph.nodes)),
     "sweep_bars": lambda kit: viz.sweep_bars(kit.sweep()).data,
     "sweep_heatmap": lambda kit: viz.sweep_heatmap(kit.sweep()).data,
     "write_html": lambda kit: viz.write_html(
         viz.sweep_bars(kit.sweep()), kit.out("x.html")
     ).exists(),
+    "write_svg": lambda kit: viz.write_svg(_page(kit), kit.out("x.svg")).exists(),
 }
 EXPANSION = {
     "AddHeads": lambda kit: kit.grown_by(ex.AddHeads(1)),

@@ -1,8 +1,11 @@
 """`attn-only-lens circuit`, `picture` and `pattern`: what they write, what they print, errors."""
 
+import shlex
+
 import numpy as np
 import pytest
 import torch
+import typer
 from bridges import hf_folder
 from page_of_circuit import read_back
 from typer.testing import CliRunner
@@ -18,6 +21,17 @@ TEXTS = ("--clean", CLEAN, *ANSWERS)
 
 def run(*arguments):
     return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+def test_each_command_is_in_a_group_with_an_example_that_it_takes():
+    command = typer.main.get_command(app)
+    listed = run("--help").output
+    for name, each in command.commands.items():
+        assert each.rich_help_panel in listed
+        example = each.help.split("Example:")[1].replace("\\\n", " ")
+        program, verb, *arguments = shlex.split(example)
+        assert (program, verb) == ("attn-only-lens", name)
+        each.make_context(name, arguments)  # or it raises: no such option
 
 
 @pytest.fixture(scope="module")
@@ -53,6 +67,7 @@ def test_a_graph_and_a_page_of_it(folder, expected, tmp_path):
     # A page of the file is that of the graph alone.
     result = run("picture", tmp_path / "circuit.json", "--out", tmp_path / "again.html")
     assert result.exit_code == 0, result.output
+    assert (tmp_path / "again.html").as_uri() in result.output  # how to open it
     again = read_back((tmp_path / "again.html").read_text("utf-8"))
     assert again["nodes"]["id"] == data["nodes"]["id"]
     assert again["details"] == {}

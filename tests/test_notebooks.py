@@ -1,4 +1,7 @@
-"""The notebooks run; what is stored in them is what they give, and is fit to be published."""
+"""The notebooks run; what is stored in them is what they give, and is fit to be published.
+
+They are written for transformer-lens 4, and run with it.
+"""
 
 import ast
 import re
@@ -12,6 +15,8 @@ import nbformat
 import pandas as pd
 import pytest
 import torch
+from common import needs_transformer_lens_4
+from IPython.core.inputtransformer2 import TransformerManager
 from plotly.basedatatypes import BaseFigure
 
 NOTEBOOKS = execute.NOTEBOOKS
@@ -42,7 +47,7 @@ def run(path):
     namespace = {}
     with torch.enable_grad(), pd.option_context("display.max_columns", 20):  # as in a kernel
         for cell in code_cells(read(path)):
-            *body, last = ast.parse(cell.source).body
+            *body, last = ast.parse(TransformerManager().transform_cell(cell.source)).body
             with redirect_stdout(StringIO()) as printed:
                 exec(compile(ast.Module(body, []), path.name, "exec"), namespace)
                 if isinstance(last, ast.Expr):
@@ -65,9 +70,10 @@ def agree(one, other):
     return words[0] == words[1] and numbers[0] == pytest.approx(numbers[1], rel=1e-3, abs=1e-3)
 
 
+@needs_transformer_lens_4
 @each_notebook
 def test_it_gives_what_is_stored(path, tmp_path, monkeypatch):
-    """With either version, in this process: a kernel takes some seconds to start."""
+    """In this process: a kernel takes some seconds to start."""
     monkeypatch.chdir(tmp_path)
     for now, stored in zip(run(path), said(read(path)), strict=True):
         assert agree(now, stored), f"{stored}\nis now\n{now}\n`make notebooks` stores it"
@@ -99,7 +105,7 @@ def test_outputs_are_there_small_and_of_no_machine(path):
         assert output.output_type in ("display_data", "execute_result", "stream")
         assert output.get("name") != "stderr"
         data = output.get("data", {"text/plain": output.get("text")})
-        assert set(data) <= {"text/plain", "text/html", "image/png"}
+        assert set(data) <= {"text/plain", "text/html", "image/png", "image/svg+xml"}
         kinds.update(list(data))
         for text in (text for kind, text in data.items() if kind != "image/png"):
             assert not elsewhere(text)

@@ -183,13 +183,6 @@ def test_the_build_fails_on_a_fault(tmp_path):
         checked.on_post_build(SimpleNamespace(site_dir=str(tmp_path)))
 
 
-def test_a_section_that_the_readme_has_not_is_refused():
-    assert gathered.section("Five lines").startswith("## Five lines\n")
-    assert gathered.section("attn_only_lens").endswith("that one.\n\n")
-    with pytest.raises(PluginError, match="got section 'Six lines'; the README has"):
-        gathered.section("Six lines")
-
-
 def test_a_name_is_described_once_and_referred_to_elsewhere():
     assert "::: attn_only_lens.heads.names.HeadName" in gathered.entries("attn_only_lens")
     here = gathered.entries("attn_only_lens.heads")
@@ -202,6 +195,7 @@ def test_the_names_to_begin_with_come_first():
     text = gathered.entries("attn_only_lens.viz", ["sweep_heatmap"])
     found = re.findall(r'id="attn_only_lens.viz.(\w+)"', text)
     assert found[0] == "sweep_heatmap"
+    assert "| [sweep_heatmap](#attn_only_lens.viz.sweep_heatmap) | Draw the effect of" in text
     assert sorted(found[1:]) == found[1:]
     assert set(found) == set(gathered.public("attn_only_lens.viz"))
     with pytest.raises(PluginError, match="viz has no sweep, which"):

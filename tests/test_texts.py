@@ -34,7 +34,7 @@ from attn_only_lens import (
 from attn_only_lens import patching as p
 from attn_only_lens.cli import app
 from attn_only_lens.runs.inputs import checked_tokens
-from attn_only_lens.runs.token_texts import join_tokens, token_text
+from attn_only_lens.runs.token_texts import join_tokens, token_text, token_texts_of_prompts
 
 TEXT = "One day, Lily went to a café 🙂\n  too"
 
@@ -147,6 +147,15 @@ def test_joined_they_are_what_the_tokenizer_decodes(tokenizer, text):
     kinds = str(tokenizer.backend_tokenizer.decoder)
     if "ByteLevel" in kinds or "ByteFallback" in kinds:
         assert join_tokens(texts).removeprefix("<s> ") == text
+
+
+def test_tokens_of_many_prompts_are_those_of_each(tokenizer):
+    model = SimpleNamespace(tokenizer=tokenizer)
+    rows = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in (TEXT, "w1 went")]
+    real = torch.tensor([[True] * 4, [False, False, True, True]])
+    ids = torch.tensor([rows[0][:4], [0, 0, *rows[1][:2]]])
+    found = token_texts_of_prompts(model, ids, real)
+    assert found == [token_texts(model, ids[0]), [None, None, *token_texts(model, ids[1, 2:])]]
 
 
 def test_each_kind():

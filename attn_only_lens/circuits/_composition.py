@@ -124,7 +124,7 @@ def composition(
             [f"got {n_pairs:,} pairs; expected at most {_MOST_PAIRS:,}: use top_compositions"],
             "these scores would not fit a table",
         )
-    sources = [_writers(matrices, sites) for sites in writing]
+    sources = [head_writers(matrices, sites) for sites in writing]
     frames = []
     for source in sources:
         written = source.factors(slice(None))
@@ -134,7 +134,7 @@ def composition(
             if kind == "k" and sites.kind == "neuron":
                 found, note = written.new_zeros(len(written), len(sites.names)), _NO_KEYS
             else:
-                found = scores(written, _readers(matrices, sites, kind).factors(slice(None)))
+                found = scores(written, head_readers(matrices, sites, kind).factors(slice(None)))
                 note = ""
             pairs = pd.MultiIndex.from_product([source.names, sites.names])
             frames.append(_frame(model, pairs.to_frame().to_numpy(), found.flatten(), kind, note))
@@ -210,8 +210,8 @@ def top_compositions(
         if not reading:
             raise InputError([f"K-composition into neuron-heads is {_NO_KEYS}"], _PROBLEM)
     matrices = HeadMatrices.of(model, fold_norms=fold_norms)
-    sources = [_writers(matrices, sites) for sites in writing]
-    targets = [_readers(matrices, sites, kind) for sites in reading]
+    sources = [head_writers(matrices, sites) for sites in writing]
+    targets = [head_readers(matrices, sites, kind) for sites in reading]
     largest = LargestScores(k)
     first_writer = 0
     for source in sources:
@@ -319,7 +319,7 @@ def _write_stage(matrices: HeadMatrices, sites: LayerSites | None) -> int:
 
 
 @dataclass(frozen=True, eq=False)
-class _HeadFactors:
+class HeadFactors:
     """Heads of one kind in one layer, as writers or as readers.
 
     Attributes:
@@ -341,35 +341,39 @@ class _HeadFactors:
             yield slice(start, min(start + step, len(self.names)))
 
 
-def _writers(matrices: HeadMatrices, sites: LayerSites | None) -> _HeadFactors:
+def head_writers(matrices: HeadMatrices, sites: LayerSites | None) -> HeadFactors:
+    """Return heads as writers; of None, the embedding."""
     if sites is None:
         factor = _embedding_factor(matrices.embedding())
-        return _HeadFactors((_EMBED,), 0, factor.shape[1], lambda part: factor[part])
+        return HeadFactors((_EMBED,), 0, factor.shape[1], lambda part: factor[part])
     return _head_factors(sites, _write_stage(matrices, sites), matrices.write_matrices)
 
 
-def _readers(matrices: HeadMatrices, sites: LayerSites, kind: Kind) -> _HeadFactors:
+def head_readers(matrices: HeadMatrices, sites: LayerSites, kind: Kind) -> HeadFactors:
+    """Return heads as readers."""
     return _head_factors(sites, _read_stage(sites), lambda s: matrices.read_matrices(s, kind).T)
 
 
 def _head_factors(
     sites: LayerSites, stage: int, matrix: Callable[[LayerSites], FactoredMatrix]
-) -> _HeadFactors:
+) -> HeadFactors:
     """Factors of attention heads, kept; of neurons, which are many, made whenever asked for."""
     if sites.kind == "attention":
         kept = writer_factors(matrix(sites), sites.names)
-        return _HeadFactors(sites.names, stage, kept.shape[1], lambda part: kept[part])
+        return HeadFactors(sites.names, stage, kept.shape[1], lambda part: kept[part])
 
     def factors(part: slice) -> Tensor:
         some = sites.names[part], sites.index[part], sites.member[part]
         return writer_factors(matrix(LayerSites(sites.layer, sites.kind, *some)), some[0])
 
-    return _HeadFactors(sites.names, stage, 1, factors)
+    return HeadFactors(sites.names, stage, 1, factors)
 
 
 def writer_factors(matrix: FactoredMatrix, names: tuple[str, ...]) -> Tensor:
     """Return the factors of writers; those of readers from the transpose."""
-    return _normalize(torch.linalg.qr(matrix.A).R @ matrix.B, names)
+    # Of a neuron, whose A is one number, the factor has the sign too.
+    A = matrix.A
+    return _normalize((A if A.shape[-2:] == (1, 1) else torch.linalg.qr(A).R) @ matrix.B, names)
 
 
 def _embedding_factor(W_E: Float[Tensor, "d_vocab d_model"]) -> Float[Tensor, "1 d_model d_model"]:
@@ -404,12 +408,15 @@ def _normalize(factors: Tensor, names: tuple[str, ...]) -> Tensor:
 
 
 def scores(
-    writers: Float[Tensor, "writer rank d_model"], readers: Float[Tensor, "reader rank_2 d_model"]
+    writers: Float[Tensor, "writer rank d_model"],
+    readers: Float[Tensor, "reader rank_2 d_model"],
+    *,
+    signed: bool = False,
 ) -> Float[Tensor, "writer reader"]:
-    """Return the composition score of every pair, from factors."""
+    """Return the composition score of every pair, from factors; of neurons `signed`, the cosine."""
     product = writers.flatten(0, 1) @ readers.to(writers.device).flatten(0, 1).T
     if writers.shape[1] == readers.shape[1] == 1:
-        return product.abs_()
+        return product if signed else product.abs_()
     shape = len(writers), writers.shape[1], len(readers), readers.shape[1]
     return product.square_().view(shape).sum(dim=(1, 3)).sqrt_()
 

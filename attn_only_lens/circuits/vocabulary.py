@@ -13,7 +13,7 @@ Vocabulary Space" (2022).
 """
 
 from collections.abc import Iterator, Sequence
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 from jaxtyping import Float
@@ -25,8 +25,8 @@ from attn_only_lens.numerics import float32_if_half
 from attn_only_lens.runs.sites import LayerSites
 
 _ROWS = 64  # of d_vocab numbers at once
-TopTokens: TypeAlias = list[tuple[int, float]]
-"""Tokens and scores, the largest first."""
+TokenScores: TypeAlias = list[tuple[int, float]]
+"""Tokens of the largest scores and, after them, those of the smallest; each with its score."""
 
 
 class DirectEffects:
@@ -47,19 +47,19 @@ class DirectEffects:
     @torch.no_grad()
     def promoted_tokens(
         self, z: dict[str, Tensor], nodes: Sequence[tuple[str, int]], k: int, *, prompt: int = 0
-    ) -> list[TopTokens]:
-        """Return the tokens that each node promotes most at its own position.
+    ) -> list[TokenScores]:
+        """Return the tokens that each node raises most at its own position, and lowers most.
 
         Args:
             z: outputs of heads, by hook name: [batch, pos, head_index, d_head].
             nodes: names of heads or neurons, and positions.
-            k: tokens of each.
+            k: tokens of each end; the whole vocabulary where it has no more than both.
             prompt: of the batch.
 
         Returns:
             The tokens of each node; none if it writes nothing.
         """
-        found: dict[int, TopTokens] = {}
+        found: dict[int, TokenScores] = {}
         for rows, sites in _by_layer([HeadName.parse(name) for name, _ in nodes]):
             name = self._host.hook_name(sites.layer, sites.kind, "z")
             out, positions = z[name][prompt], [nodes[row][1] for row in rows]
@@ -70,30 +70,47 @@ class DirectEffects:
         return [found[row] for row in range(len(nodes))]
 
     @torch.no_grad()
-    def read_tokens(self, neurons: Sequence[str], k: int) -> list[TopTokens]:
-        """Return the tokens whose embeddings increase the query of each neuron most.
+    def written_tokens(self, neurons: Sequence[str], k: int) -> list[TokenScores]:
+        """Return the tokens that each neuron raises most where its z is positive, and lowers most.
 
         Args:
             neurons: names.
-            k: tokens of each.
+            k: tokens of each end.
+        """
+        found: dict[int, TokenScores] = {}
+        for rows, sites in _by_layer([HeadName.parse(name) for name in neurons]):
+            one = self._matrices.outputs(sites, sites.index.new_ones(len(rows), 1).float())
+            found |= zip(rows, self._unembed(self._final.after(one), k), strict=True)
+        return [found[row] for row in range(len(neurons))]
+
+    @torch.no_grad()
+    def read_tokens(
+        self, neurons: Sequence[str], k: int, kind: Literal["q", "v"] = "q"
+    ) -> list[TokenScores]:
+        """Return the tokens whose embeddings raise the query of each neuron most, and lower it.
+
+        Args:
+            neurons: names.
+            k: tokens of each end.
+            kind: "v" for the value instead, which a gated MLP reads by other weights.
 
         Raises:
             InputError: the embedding is normed or projected before it enters the stream.
         """
         W_E = self._matrices.embedding()
-        found: dict[int, TopTokens] = {}
+        found: dict[int, TokenScores] = {}
         for rows, sites in _by_layer([HeadName.parse(name) for name in neurons]):
-            columns = self._matrices.read_matrices(sites, "q").A[:, :, 0].to(W_E.device)
-            tops = [top for some in columns.split(_ROWS) for top in _largest(some @ W_E.T, k)]
+            columns = self._matrices.read_matrices(sites, kind).A[:, :, 0].to(W_E.device)
+            tops = [top for some in columns.split(_ROWS) for top in _extremes(some @ W_E.T, k)]
             found |= zip(rows, tops, strict=True)
         return [found[row] for row in range(len(neurons))]
 
-    def _unembed(self, outputs: Float[Tensor, "row d_model"], k: int) -> Iterator[TopTokens]:
-        """Top tokens by the unembedding as the model applies it, without its bias."""
+    def _unembed(self, outputs: Float[Tensor, "row d_model"], k: int) -> Iterator[TokenScores]:
+        """Tokens by the unembedding as the model applies it, without its bias."""
         unembed, dtype = self._model.unembed, next(self._model.unembed.parameters()).dtype
         bias = unembed(outputs.new_zeros(1, 1, outputs.shape[1], dtype=dtype))
         for some in outputs.to(dtype).split(_ROWS):
-            yield from _largest((unembed(some[None]) - bias)[0], k)
+            yield from _extremes((unembed(some[None]) - bias)[0], k)
 
 
 def _by_layer(heads: list[HeadName]) -> Iterator[tuple[list[int], LayerSites]]:
@@ -105,11 +122,14 @@ def _by_layer(heads: list[HeadName]) -> Iterator[tuple[list[int], LayerSites]]:
         yield rows, LayerSites.of(heads[row] for row in rows)
 
 
-def _largest(scores: Float[Tensor, "row d_vocab"], k: int) -> list[TopTokens]:
+def _extremes(scores: Float[Tensor, "row d_vocab"], k: int) -> list[TokenScores]:
     centred = float32_if_half(scores)
     centred = centred - centred.mean(-1, keepdim=True)
     deviation = centred.std(-1, correction=0, keepdim=True)
-    values, tokens = (centred / deviation).topk(min(k, scores.shape[-1]))
+    standard, n = centred / deviation, scores.shape[-1]
+    values, tokens = standard.topk(min(k, (n + 1) // 2))
+    low, lowest = standard.topk(min(k, n // 2), largest=False)
+    values, tokens = torch.cat([values, low.flip(-1)], -1), torch.cat([tokens, lowest.flip(-1)], -1)
     return [
         list(zip(row.tolist(), amounts.tolist(), strict=True)) if spread > 0 else []
         for row, amounts, spread in zip(tokens, values, deviation[:, 0].tolist(), strict=True)

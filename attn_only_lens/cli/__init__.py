@@ -2,6 +2,7 @@
 
 # Each adds its commands.
 from attn_only_lens.cli import (  # noqa: F401
+    atlas,
     circuit,
     compare,
     convert,
@@ -10,6 +11,8 @@ from attn_only_lens.cli import (  # noqa: F401
     patch,
     picture,
 )
-from attn_only_lens.cli.common import app
+from attn_only_lens.cli.common import app, sort_commands
+
+sort_commands()
 
 __all__ = ["app"]

@@ -9,18 +9,25 @@ from attn_only_lens import circuits
 from attn_only_lens.circuits.graph import CircuitGraph
 from attn_only_lens.cli import options
 from attn_only_lens.cli.common import (
-    app,
     clear_errors,
+    command,
     load_with_neuron_heads,
     print_table,
     require_writable,
+    say_page,
     working,
 )
 from attn_only_lens.cli.options import as_chat, parse_metric, parse_prompts
 from attn_only_lens.viz import circuit_view, write_html
 
 
-@app.command()
+@command(
+    "Find what matters",
+    "attn-only-lens circuit gpt2",
+    '--clean "When Mary and John went to the store, John gave a drink to"',
+    '--corrupted "When Mary and John went to the store, Mary gave a drink to"',
+    '--answer " Mary" --wrong " John" --out circuit.html',
+)
 def circuit(
     model: options.Model,
     clean: options.Clean,
@@ -43,10 +50,11 @@ def circuit(
     dtype: options.Dtype = None,
     device: options.Device = "cpu",
 ) -> None:
-    """Draw the paths that contribute to a metric; with --corrupted, find the sites that suffice.
+    """Draw the circuit behind an answer: which heads and neurons write what others read.
 
-    The graph is of the clean prompts: exact for patterns and norm scales as they are there. The
-    sites that suffice reach the faithfulness wanted when all others are taken from --corrupted.
+    The graph is of the clean prompts: exact for patterns and norm scales as they are there. With
+    --corrupted, also find the sites that suffice: those that reach the faithfulness wanted when
+    all others are taken from the corrupted prompts.
     """
     with clear_errors():
         require_writable(out, (".html", ".json"), top)
@@ -70,7 +78,12 @@ def circuit(
         _print_attributions(graph, top)
         if found is not None:
             _print_circuit(found, top)
-        typer.echo(f"{out}: {graph!r}")
+        if out.suffix == ".json":
+            typer.echo(
+                f"{out}: {graph!r}\nDraw it: attn-only-lens picture {out} --out circuit.html"
+            )
+        else:
+            say_page(out, repr(graph))
 
 
 def _print_attributions(graph: CircuitGraph, top: int) -> None:

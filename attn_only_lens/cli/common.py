@@ -1,10 +1,11 @@
 """The application; how its commands load models, report errors and print tables."""
 
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
+from inspect import getdoc
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypeVar, get_args
 
 import typer
 from rich.console import Console
@@ -23,6 +24,41 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
+
+Panel = Literal["Start here", "Look at a model", "Find what matters", "Make models, and compare"]
+_Function = TypeVar("_Function", bound=Callable[..., None])
+
+
+def command(panel: Panel, *example: str) -> Callable[[_Function], _Function]:
+    """Add a command to a group of the help, with an example of it.
+
+    Args:
+        panel: the group.
+        example: the lines of a shell command; each but the last is continued.
+    """
+
+    def add(function: _Function) -> _Function:
+        # \b keeps the lines of a paragraph as they are.
+        shown = "\b\nExample:\n  " + " \\\n    ".join(example)
+        return app.command(rich_help_panel=panel, help=f"{getdoc(function)}\n\n{shown}")(function)
+
+    return add
+
+
+def sort_commands() -> None:
+    """Put the groups of commands in their order, once all are added."""
+    panels = get_args(Panel)
+    app.registered_commands.sort(
+        key=lambda each: (
+            panels.index(each.rich_help_panel),
+            getattr(each.callback, "__name__", ""),
+        )
+    )
+
+
+def say_page(path: Path, what: str = "") -> None:
+    """Print where a page was written, and the address that opens it."""
+    typer.echo(f"{path}{what and ': '}{what}\nOpen it in a browser: {path.resolve().as_uri()}")
 
 
 @contextmanager

@@ -10,7 +10,14 @@ import typer
 
 from attn_only_lens import viz
 from attn_only_lens.cli import options
-from attn_only_lens.cli.common import app, clear_errors, load_model, print_table, require_folder
+from attn_only_lens.cli.common import (
+    clear_errors,
+    command,
+    load_model,
+    print_table,
+    require_folder,
+    say_page,
+)
 from attn_only_lens.cli.convert import read_tokens
 from attn_only_lens.cli.options import as_chat, parse_metric, parse_prompts
 from attn_only_lens.comparison import Comparison
@@ -24,7 +31,10 @@ _NUMBERS = re.compile(r"\d+(,\d+)*")
 _PROMPTS = "a .safetensors file with `tokens`, or a text file: a prompt a line, or 3,4,113"
 
 
-@app.command()
+@command(
+    "Make models, and compare",
+    "attn-only-lens compare gpt2 grown/ --tokens prompts.txt --out report/",
+)
 def compare(
     model: options.Model,
     grown: Annotated[Path, typer.Argument(help="a model that `grow` wrote, trained since or not")],
@@ -54,7 +64,7 @@ def compare(
         str | None, typer.Option(help="cpu, cuda, mps; default: cuda where there is one")
     ] = None,
 ) -> None:
-    """Compare a model with one grown from it: tables, report.html and circuit.html in a folder."""
+    """Compare a model with one grown from it: tables and two pages, in a folder."""
     with clear_errors():
         import_extra("plotly")
         require_folder(out)
@@ -89,7 +99,8 @@ def compare(
         viz.write_html(viz.comparison_report(found), out / "report.html")
         viz.write_html(viz.comparison_circuit(found), out / "circuit.html")
         _print_summary(found)
-        typer.echo(f"report:  {out / 'report.html'}\ncircuit: {out / 'circuit.html'}")
+        say_page(out / "report.html", "tables and figures")
+        say_page(out / "circuit.html", "what was kept, lost and gained")
 
 
 def _require_other_folder(out: Path, given: Sequence[str | Path | None]) -> None:

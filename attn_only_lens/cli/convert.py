@@ -12,8 +12,8 @@ from transformer_lens.model_bridge import TransformerBridge
 
 from attn_only_lens.cli import options
 from attn_only_lens.cli.common import (
-    app,
     clear_errors,
+    command,
     load_model,
     load_with_neuron_heads,
     working,
@@ -33,7 +33,7 @@ from attn_only_lens.tl import require_hooked_transformer
 _BRIDGE = "TransformerBridge"  # in a manifest
 
 
-@app.command()
+@command("Make models, and compare", "attn-only-lens convert gpt2 gpt2-attn-only")
 def convert(
     model: options.Model,
     out: options.OutFolder,
@@ -47,7 +47,10 @@ def convert(
     text: Annotated[str | None, typer.Option(help="to calibrate gated MLPs on")] = None,
     tokens: Annotated[Path | None, typer.Option(help="the same, as for `verify`")] = None,
 ) -> None:
-    """Convert a HookedTransformer and save it; a folder that `convert` wrote is saved again."""
+    """Make an attention-only HookedTransformer of a model, and save it (transformer-lens 3.9).
+
+    A folder that `convert` wrote is saved again.
+    """
     with clear_errors():
         require_hooked_transformer()
         if gate not in ("exact", "bilinear"):
@@ -90,7 +93,7 @@ def convert(
         typer.echo(f"{out}: {', '.join(layers)}")
 
 
-@app.command()
+@command("Start here", 'attn-only-lens verify gpt2 --text "The cat sat on the mat"')
 def verify(
     model: options.Model,
     converted: Annotated[
@@ -106,9 +109,9 @@ def verify(
     dtype: options.Dtype = None,
     device: options.Device = "cpu",
 ) -> None:
-    """Compare a model with its neurons as heads with the model itself; exit with 1 if they differ.
+    """Check that a model computes the same with its neurons as heads; exit with 1 if not.
 
-    MODEL alone is run without its neuron-heads, and with them. CONVERTED is compared with MODEL.
+    MODEL alone is run without neuron-heads and with them. CONVERTED is compared with MODEL.
     """
     with clear_errors():
         given = _read_input(text, tokens, chat)

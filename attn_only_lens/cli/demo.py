@@ -5,18 +5,18 @@ from typing import Annotated
 
 import typer
 
-from attn_only_lens.cli.common import app, clear_errors, print_table, require_folder
+from attn_only_lens.cli.common import clear_errors, command, print_table, require_folder, say_page
 from attn_only_lens.storage import write_text
 from attn_only_lens.viz import demo_page
 from attn_only_lens.viz.checks import import_extra
 from attn_only_lens.viz.demo import PERIODIC, run_demo
 
 
-@app.command()
+@command("Start here", "attn-only-lens demo --out out")
 def demo(
     out: Annotated[Path, typer.Option(help="folder for the table and the picture")] = Path("out"),
 ) -> None:
-    """See the shipped model's neurons as heads, verify that, draw what they attend to."""
+    """Show what the neurons of the shipped model attend to."""
     with clear_errors():
         import_extra("plotly")
         require_folder(out)
@@ -46,4 +46,5 @@ def demo(
         )
         write_text(out / "neuron_heads.csv", found.neuron_heads.to_csv(index=False))
         write_text(out / "neuron_heads.html", demo_page(found))
-        typer.echo(f"table:   {out / 'neuron_heads.csv'}\npicture: {out / 'neuron_heads.html'}")
+        typer.echo(f"{out / 'neuron_heads.csv'}: a row for each neuron-head")
+        say_page(out / "neuron_heads.html", "what they attend to")

@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from attn_only_lens.cli import options
-from attn_only_lens.cli.common import app, clear_errors, load_model, working
+from attn_only_lens.cli.common import clear_errors, command, load_model, working
 from attn_only_lens.cli.options import parse_numbers
 from attn_only_lens.errors import AttnOnlyLensError
 from attn_only_lens.expansion import InsertLayer, compose
@@ -15,7 +15,10 @@ from attn_only_lens.models.in_place import hide
 from attn_only_lens.models.two_blocks import AttentionOnlyTransformer
 
 
-@app.command()
+@command(
+    "Make models, and compare",
+    "attn-only-lens grow gpt2 out/larger --d-mlp 4096 --n-layers 14",
+)
 def grow(
     model: options.Model,
     out: options.OutFolder,
@@ -36,9 +39,10 @@ def grow(
     dtype: options.Dtype = None,
     device: options.Device = "cpu",
 ) -> None:
-    """Make a larger model that computes the same, in a folder that is a MODEL to every command.
+    """Make a larger model that computes the same.
 
-    The folder holds a plain model (not a converted one: `convert` it next), and provenance.json.
+    The folder is a MODEL to every command. It holds a plain model, and provenance.json, which says
+    where every head and neuron went. For a converted one, grow the source and `convert` that.
     """
     with clear_errors():
         if Path(model).resolve() == out.resolve():

@@ -8,8 +8,8 @@ import typer
 from attn_only_lens import patching as p
 from attn_only_lens.cli import options
 from attn_only_lens.cli.common import (
-    app,
     clear_errors,
+    command,
     load_with_neuron_heads,
     print_table,
     require_writable,
@@ -29,7 +29,13 @@ from attn_only_lens.patching.results import Sweep
 _SELECTIONS = {"neurons": p.neuron_heads, "heads": p.heads, "all": p.all_heads}
 
 
-@app.command()
+@command(
+    "Find what matters",
+    "attn-only-lens patch gpt2",
+    '--clean "When Mary and John went to the store, John gave a drink to"',
+    '--corrupted "When Mary and John went to the store, Mary gave a drink to"',
+    '--answer " Mary" --wrong " John" --out sweep.parquet',
+)
 def patch(
     model: options.Model,
     clean: options.Clean,
@@ -65,7 +71,7 @@ def patch(
     dtype: options.Dtype = None,
     device: options.Device = "cpu",
 ) -> None:
-    """Patch every site in turn between two runs; print the largest effects, write all."""
+    """Patch heads and neurons between two prompts, one by one, and rank their effects."""
     with clear_errors():
         require_writable(out, (".parquet", ".csv"), top)
         selection = _parse_sites(sites or ("heads" if part == "k" else "all"), layers)
@@ -91,7 +97,9 @@ def patch(
         if is_first():
             sweep.save(out)
             _print_effects(sweep, top)
-            typer.echo(f"{out}: {len(sweep)} rows")
+            typer.echo(
+                f"{out}: {len(sweep)} rows\nDraw it: attn-only-lens picture {out} --out sweep.html"
+            )
 
 
 def _parse_sites(sites: str, layers: str | None) -> Any:

@@ -8,17 +8,20 @@ import typer
 from attn_only_lens import circuits
 from attn_only_lens import patching as p
 from attn_only_lens.cli import options
-from attn_only_lens.cli.common import app, clear_errors, load_with_neuron_heads, require_writable
+from attn_only_lens.cli.common import (
+    clear_errors,
+    command,
+    load_with_neuron_heads,
+    require_writable,
+    say_page,
+)
 from attn_only_lens.cli.options import as_chat, parse_names, parse_prompts
 from attn_only_lens.errors import AttnOnlyLensError
-from attn_only_lens.heads import host_of
-from attn_only_lens.heads.host import HEAD_KINDS
 from attn_only_lens.runs.prompts import single_prompts
-from attn_only_lens.runs.token_texts import token_texts
+from attn_only_lens.runs.sites import Sites
 from attn_only_lens.viz import (
     attention_view,
     circuit_view,
-    neuron_pattern_view,
     sweep_bars,
     sweep_heatmap,
     write_html,
@@ -27,7 +30,7 @@ from attn_only_lens.viz import (
 _PAGE = (".html",)
 
 
-@app.command()
+@command("Find what matters", "attn-only-lens picture sweep.parquet --out sweep.html --bars 20")
 def picture(
     source: Annotated[
         Path, typer.Argument(help="what `patch` (.parquet, .csv) or `circuit` (.json) wrote")
@@ -37,7 +40,7 @@ def picture(
         int | None, typer.Option(help="of a sweep: so many ranked bars, and no heatmap")
     ] = None,
 ) -> None:
-    """Draw a sweep as a heatmap, or a graph as the page of a circuit."""
+    """Draw what `patch` saved, as a heatmap or bars, or what `circuit` saved, as its page."""
     with clear_errors():
         require_writable(out, _PAGE)
         if source.suffix == ".json":
@@ -47,16 +50,20 @@ def picture(
         else:
             sweep = p.Sweep.load(source)
             write_html(sweep_heatmap(sweep) if bars is None else sweep_bars(sweep, k=bars), out)
-        typer.echo(str(out))
+        say_page(out)
 
 
-@app.command()
+@command(
+    "Look at a model",
+    'attn-only-lens pattern gpt2 --prompt "The keys to the cabinet are"',
+    "--names L5N1234,L7H2 --out patterns.html",
+)
 def pattern(
     model: options.Model,
     prompt: Annotated[str, typer.Option(help="a text")],
     out: options.OutPage,
-    neurons: Annotated[
-        str | None, typer.Option(help="neuron-heads: L5N1234,L7N2, up to 24")
+    names: Annotated[
+        str | None, typer.Option(help="heads and neurons: L5N1234,L2H3, up to 24")
     ] = None,
     layer: Annotated[
         int | None, typer.Option(help="or a source layer, whose attention heads to show")
@@ -69,25 +76,14 @@ def pattern(
     dtype: options.Dtype = None,
     device: options.Device = "cpu",
 ) -> None:
-    """Draw the patterns of neuron-heads, or of the attention heads of a layer, over a text."""
+    """Draw what attention heads and neuron-heads attend to in a text."""
     with clear_errors():
         require_writable(out, _PAGE)
-        if (neurons is None) == (layer is None):
-            raise AttnOnlyLensError("give either --neurons or --layer")
+        if (names is None) == (layer is None):
+            raise AttnOnlyLensError("give either --names or --layer")
         given = parse_prompts([prompt], "--prompt", tokens)
         loaded = load_with_neuron_heads(model, dtype, device, hooked)
         ids = single_prompts(loaded, as_chat(loaded, given, chat)).clean
-        patterns = [
-            host_of(loaded).hook_name(at, kind, "pattern")
-            for at in range(host_of(loaded).n_layers)
-            for kind in HEAD_KINDS
-        ]
-        _, cache = loaded.run_with_cache(ids, names_filter=patterns)
-        texts = token_texts(loaded, ids[0])
-        if neurons is not None:
-            page = neuron_pattern_view(cache, parse_names(neurons), texts)
-        else:
-            assert layer is not None
-            page = attention_view(cache, layer, texts)
-        write_html(page, out)
-        typer.echo(str(out))
+        heads: Sites = p.heads(layer) if names is None else parse_names(names)
+        write_html(attention_view(loaded, heads, ids), out)
+        say_page(out)

@@ -183,7 +183,7 @@ def activation_patch(
             largest = errors.max().item() if len(errors) else 0.0
             rounding = {"precision": precision, "n_rounded": len(errors)}
             rounding["rounding"] = largest / abs(over.ends[0] - over.ends[1])
-    return Sweep.of_prompts(model, groups, over, part, **rounding)
+    return Sweep.of_prompts(model, pair, groups, over, part, **rounding)
 
 
 def pair_or_single(

@@ -275,6 +275,7 @@ def attribution(
         measure_parts(parts, store, measure, add, lambda i: bar.update(len(parts[i].prompts)))
     return Sweep.of_prompts(
         model,
+        pair,
         groups,
         over,
         part,

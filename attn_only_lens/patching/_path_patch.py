@@ -51,6 +51,7 @@ from attn_only_lens.patching._activation_patch import count_reasons, metric_iden
 from attn_only_lens.patching.path_results import Paths
 from attn_only_lens.patching.path_runs import LOGITS, PathBlock, PathRunner, names_of, path_blocks
 from attn_only_lens.patching.processes import is_first, require_folder
+from attn_only_lens.patching.prompt_tokens import PromptTokens
 from attn_only_lens.patching.resume import MemoryParts, PartStore
 from attn_only_lens.patching.run_patches import Batching, check_edits
 from attn_only_lens.patching.site_groups import SiteGroup, site_groups
@@ -244,6 +245,7 @@ def path_patch(
         n_prompts=len(pair.clean),
         n_paths=n_paths,
         model=str(getattr(model.cfg, "model_name", "")),
+        tokens=PromptTokens.of_groups(model, pair, sending),
     )
 
 

@@ -7,6 +7,7 @@ import numpy as np
 import pandas as pd
 
 from attn_only_lens.errors import InputError
+from attn_only_lens.patching.prompt_tokens import PromptTokens
 from attn_only_lens.patching.scored_frame import ScoredFrame
 from attn_only_lens.storage import Document
 from attn_only_lens.storage.tables import TableFields
@@ -25,9 +26,10 @@ class _Fields(TableFields):
     n_prompts: int
     n_paths: int
     model: str
+    tokens: PromptTokens | None
 
 
-_DOCUMENT = Document("attn_only_lens.Paths", 1, _Fields)
+_DOCUMENT = Document("attn_only_lens.Paths", 2, _Fields)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -47,6 +49,7 @@ class Paths(ScoredFrame):
         n_prompts: pairs of prompts, over which values are means.
         n_paths: how many paths there were; more than rows if only the top ones were patched.
         model: the model's name.
+        tokens: the texts of the prompts' tokens; None of a frame that was given without.
 
     Raises:
         InputError: columns are missing, or a value is not finite.
@@ -75,6 +78,7 @@ class Paths(ScoredFrame):
     n_prompts: int
     n_paths: int
     model: str
+    tokens: PromptTokens | None = None
 
     def __post_init__(self) -> None:
         missing = [name for name in _GIVEN if name not in self.frame]

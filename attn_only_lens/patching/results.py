@@ -23,10 +23,12 @@ from torch import Tensor
 
 from attn_only_lens.errors import InputError
 from attn_only_lens.patching.over_prompts import SPREAD, OverPrompts
+from attn_only_lens.patching.prompt_tokens import PromptTokens
 from attn_only_lens.patching.scored_frame import BASELINE, ScoredFrame
 from attn_only_lens.patching.site_groups import SiteGroup
 from attn_only_lens.patching.sweep_rows import PROBLEM, SweepRows
 from attn_only_lens.runs.metrics import require_distinct
+from attn_only_lens.runs.prompts import PromptPair
 from attn_only_lens.storage import Document
 from attn_only_lens.storage.tables import TableFields
 
@@ -48,9 +50,10 @@ class _Fields(TableFields):
     precision: str | None
     rounding: float | None
     n_rounded: int
+    tokens: PromptTokens | None
 
 
-_DOCUMENT = Document("attn_only_lens.Sweep", 2, _Fields)
+_DOCUMENT = Document("attn_only_lens.Sweep", 3, _Fields)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -83,6 +86,8 @@ class Sweep(ScoredFrame):
             where `activation_patch` was not asked to.
         rounding: the largest error of a score by that, among rows that were run in full, too.
         n_rounded: how many those are: rows with an effect, of a sample spread evenly over all.
+        tokens: the texts of the prompts' tokens, which pictures show at positions; None of a frame
+            that was given without.
 
     Raises:
         InputError: columns are missing or unknown, a value is not finite, a site is there
@@ -118,6 +123,7 @@ class Sweep(ScoredFrame):
     precision: str | None = None
     rounding: float | None = None
     n_rounded: int = 0
+    tokens: PromptTokens | None = None
     rows: SweepRows = field(init=False)
 
     def __post_init__(self, given: pd.DataFrame | SweepRows) -> None:
@@ -131,6 +137,9 @@ class Sweep(ScoredFrame):
                 f"the metric is {self.clean_value} on the clean run and {self.corrupted_value} on "
                 "the corrupted one; expected two finite numbers that differ"
             )
+        if self.tokens is not None and len(self.tokens.clean) != self.n_prompts:
+            got = f"tokens of {len(self.tokens.clean)} prompts"
+            reasons.append(f"got {got} and n_prompts={self.n_prompts}; expected as many")
         InputError.raise_if(reasons + rows.reasons_against_values(), PROBLEM)
         object.__setattr__(self, "rows", rows)
 
@@ -138,6 +147,7 @@ class Sweep(ScoredFrame):
     def of_prompts(
         cls,
         model: Any,
+        pair: PromptPair,
         groups: Sequence[SiteGroup],
         over: OverPrompts,
         part: str,
@@ -150,6 +160,7 @@ class Sweep(ScoredFrame):
 
         Args:
             model: that was patched.
+            pair: the prompts.
             groups: the sites.
             over: their values.
             part: of each head.
@@ -175,6 +186,7 @@ class Sweep(ScoredFrame):
             n_prompts=over.n_prompts,
             model=str(getattr(model.cfg, "model_name", "")),
             method=method,
+            tokens=PromptTokens.of_groups(model, pair, groups),
             **fields,
         )
 

@@ -12,6 +12,7 @@ from jaxtyping import Float, Int
 
 from attn_only_lens.errors import InputError
 from attn_only_lens.numerics import is_count
+from attn_only_lens.patching.prompt_tokens import PromptTokens
 from attn_only_lens.storage import Document
 from attn_only_lens.storage.tables import read_table, write_table
 
@@ -30,6 +31,7 @@ class ScoredFrame:
     _document: ClassVar[Document]
     frame: pd.DataFrame
     direction: str
+    tokens: PromptTokens | None
 
     def to_frame(self) -> pd.DataFrame:
         """Return a copy of the frame."""
@@ -76,6 +78,7 @@ class ScoredFrame:
             CheckpointError: another suffix, or parquet without pyarrow.
         """
         run = {name: getattr(self, name) for name in self._settings()}
+        run["tokens"] = None if self.tokens is None else vars(self.tokens)
         write_table(path, self.frame, self._document, **run)
 
     @classmethod
@@ -86,7 +89,10 @@ class ScoredFrame:
             CheckpointError: it is missing, damaged, newer than this package, or of other results.
         """
         frame, said = read_table(path, cls._document)
-        return cls(frame, **{name: said[name] for name in cls._settings()})  # type: ignore[call-arg]
+        run = {name: said[name] for name in cls._settings()}
+        if run["tokens"] is not None:
+            run["tokens"] = PromptTokens(**run["tokens"])
+        return cls(frame, **run)  # type: ignore[call-arg]
 
     @classmethod
     def _settings(cls) -> list[str]:
@@ -96,12 +102,25 @@ class ScoredFrame:
     def _headline(self) -> str:
         """Return what these results are, in a line."""
 
+    def _shown(self) -> pd.DataFrame:
+        """Return the first rows, with the tokens at their positions."""
+        top = self.top(_SHOWN)
+        if self.tokens is None:
+            return top
+        prompts = [[each] for each in top["prompt"]] if "prompt" in top else [None] * len(top)
+        texts = [
+            self.tokens.text(position, of)
+            for position, of in zip(top["position"], prompts, strict=True)
+        ]
+        top.insert(list(top.columns).index("position") + 1, "token", texts)
+        return top
+
     def __repr__(self) -> str:
-        shown = self.top(_SHOWN).to_string(index=False) if len(self) else "no rows"
+        shown = self._shown().to_string(index=False) if len(self) else "no rows"
         return f"{self._headline()}\n{shown}"
 
     def _repr_html_(self) -> str:
-        shown = self.top(_SHOWN).to_html(index=False) if len(self) else "no rows"
+        shown = self._shown().to_html(index=False) if len(self) else "no rows"
         return f"<p>{escape(self._headline())}</p>\n{shown}"
 
 

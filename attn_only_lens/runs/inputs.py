@@ -26,9 +26,7 @@ def checked_tokens(model: HookedTransformer | TransformerBridge, tokens: object)
             f"{cfg.model_name} has no vocabulary (it takes pictures?); expected a model of tokens"
         )
     if isinstance(tokens, str):
-        if model.tokenizer is None:
-            raise UnsupportedCallError("got a text, and the model has no tokenizer; give tokens")
-        tokens = _tokens_of(model, tokens)
+        tokens = tokens_of_text(model, tokens)
     expected = f"expected integers [batch, pos] from 0 to {cfg.d_vocab - 1}, pos up to {cfg.n_ctx}"
     if not isinstance(tokens, Tensor):
         raise UnsupportedCallError(f"tokens: got a {type(tokens).__name__}; {expected}")
@@ -44,8 +42,14 @@ def checked_tokens(model: HookedTransformer | TransformerBridge, tokens: object)
     return tokens.to(device)
 
 
-def _tokens_of(model: Any, text: str) -> Tensor:
-    """Return the tokens of a text as `model.to_tokens` does, but never a second BOS before one."""
+def tokens_of_text(model: Any, text: str) -> Tensor:
+    """Return the tokens of a text as `model.to_tokens` does, but never a second BOS before one.
+
+    Raises:
+        UnsupportedCallError: the model has no tokenizer.
+    """
+    if model.tokenizer is None:
+        raise UnsupportedCallError("got a text, and the model has no tokenizer; give tokens")
     bos = model.tokenizer.bos_token
     has_bos = bool(bos) and text.startswith(bos)
     tokens: Tensor = model.to_tokens(text, truncate=False, prepend_bos=False if has_bos else None)

@@ -10,11 +10,13 @@ them together again.
 
 import re
 import reprlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
+from jaxtyping import Bool
 from torch import Tensor
 
+from attn_only_lens.axes import Tokens
 from attn_only_lens.errors import UnsupportedCallError
 from attn_only_lens.numerics import as_plain, is_count
 from attn_only_lens.runs.inputs import checked_tokens
@@ -58,7 +60,28 @@ def token_texts(model: Any, tokens: str | Tensor | Iterable[int]) -> list[str]:
         raise UnsupportedCallError(
             f"tokens: got {reprlib.repr(tokens)}; expected a text, or tokens of one prompt [pos]"
         )
-    texts = [token_text(model, each) for each in ids]
+    return _texts(model, ids, {each: token_text(model, each) for each in {*ids}})
+
+
+def token_texts_of_prompts(
+    model: Any, tokens: Tokens, real: Bool[Tensor, "batch pos"]
+) -> list[list[str | None]]:
+    """Return the texts of the tokens of every prompt; None where a token is padding.
+
+    Each token of the vocabulary is decoded once, however many prompts there are.
+    """
+    known = {each: token_text(model, each) for each in tokens[real].unique().tolist()}
+    found = list[list[str | None]]()
+    for row, kept in zip(tokens.tolist(), real.tolist(), strict=True):
+        ids = [each for each, is_real in zip(row, kept, strict=True) if is_real]
+        texts = iter(_texts(model, ids, known))
+        found.append([next(texts) if is_real else None for is_real in kept])
+    return found
+
+
+def _texts(model: Any, ids: list[int], known: Mapping[int, str]) -> list[str]:
+    """Return the tokens of a prompt as texts, given what each is within a text."""
+    texts = [known[each] for each in ids]
     if texts and getattr(model, "tokenizer", None) is not None:
         first = _decode(model.tokenizer, ids[:1])
         if first and texts[0] == f" {first}":

@@ -1,35 +1,138 @@
-"""Attention over a text: of neuron-heads to themselves or the bias token, and of original heads.
+"""Attention heads and neuron-heads over a text.
 
-A token t of a neuron-head attends to itself with σ(score) and to the bias token with the rest, so
-its whole pattern is one number a token. It is drawn twice: as the colour of each token, and as
-heads are, query by key, with the bias token as one more key column. The bias token asks for
-nothing, so its row stays empty.
+A token t of a neuron-head attends to itself with its gate and to the bias token with the rest, so
+that its whole pattern is one number a token; and it puts out z = gate × value. The gate alone
+misleads in gated MLPs: SiLU's is ½ where the pre-activation is 0, and looks "on" all over a text
+in which the neuron does nothing. So tokens are coloured by z, white at 0, with gate and value
+under them.
+
+Attention heads are drawn by circuitsvis, query by key.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from html import escape
 from typing import Any
 
+import torch
 from jaxtyping import Float
 from torch import Tensor
 from transformer_lens import ActivationCache
 
 from attn_only_lens.axes import SELF
-from attn_only_lens.heads import HeadName, dense_pattern, host_of, neuron_pattern
+from attn_only_lens.errors import UnsupportedCallError
+from attn_only_lens.heads import HeadName, host_of, neuron_gate, neuron_pattern
 from attn_only_lens.heads.patterns import cached_activation, require_neuron_heads
-from attn_only_lens.numerics import is_count
+from attn_only_lens.numerics import as_plain, is_count
+from attn_only_lens.runs.inputs import checked_tokens
+from attn_only_lens.runs.sites import Selection, Sites, resolve_sites
+from attn_only_lens.runs.token_texts import token_texts
 from attn_only_lens.viz.checks import prompt_values, refuse, token_reasons
-from attn_only_lens.viz.circuitsvis_page import Component, circuitsvis_page, safe_tokens
-from attn_only_lens.viz.page import Page
+from attn_only_lens.viz.circuitsvis_page import circuitsvis_bundle, safe_tokens
+from attn_only_lens.viz.page import (
+    Page,
+    asset,
+    document,
+    inline_script,
+    script_data,
+    visible_token,
+    with_space,
+)
 
 MOST_CELLS = 400_000
 """Cells of heatmaps in one page: each is drawn by itself, twice as many keep a browser waiting."""
 
-MOST_NEURONS = 24
-"""Neuron-heads in one page, each a line of tokens and a heatmap."""
+MOST_HEADS = 24
+"""Heads in one page, each a line of tokens or a heatmap."""
 
-_BIAS = "[bias]"
-_DIGITS = 4
-_SCALE = {"minValue": -1, "maxValue": 1}
+_POINTS = {"attention": ("pattern",), "neuron": ("pattern", "v", "z")}
+
+
+def attention_view(
+    source: Any,
+    names: Sites,
+    text: str | Tensor | Sequence[int] | Sequence[str],
+    *,
+    prompt: int = 0,
+) -> Page:
+    """Draw attention heads and neuron-heads over one text.
+
+    A layer has thousands of neurons: filter first, by a sweep (`sweep.top(7)["name"]`), an
+    attribution, or their top examples.
+
+    Args:
+        source: a converted model or one with exposed neuron-heads, which is run; or the cache of
+            one, with the patterns of the heads, and z and v of neurons.
+        names: up to 24, such as "L2H3" or ["L3N7", "L2H3"], drawn in that order, each once; or
+            `patching.heads(layers)`. Of several heads that share a neuron, `L3N7.0` is one.
+        text: with a model, a text or its tokens [pos]. With a cache, that which it was made of,
+            or the texts of its tokens.
+        prompt: which prompt of a cache's batch.
+
+    Returns:
+        One page. A neuron-head's tokens are coloured by z = gate × value, blue for positive, white
+        for 0 and red for negative; under each token are its gate (the weight on itself) and its
+        value. An attention head is a heatmap of its pattern, query by key.
+
+    Raises:
+        InputError: no names or too many, or of no heads of the model; a text that does not fit, or
+            is too long to draw.
+        UnsupportedCallError: the cache does not hold what is drawn; a text that the model cannot
+            take.
+        ImportError: attention heads are drawn, and circuitsvis is not installed.
+
+    Example:
+        >>> from attn_only_lens import expose_neuron_heads, pretrained, viz
+        >>> model = expose_neuron_heads(pretrained.modular_addition()).model
+        >>> page = viz.attention_view(model, ["L0N7", "L0N11"], [3, 4, 113])
+        >>> "L0N11" in page
+        True
+    """
+    is_cache = isinstance(source, ActivationCache)
+    if is_cache:
+        require_neuron_heads(source)
+    model = source.model if is_cache else source
+    heads = _heads(model, names)
+    if is_cache:
+        cache, texts = source, _texts(model, text)
+    else:
+        tokens = _tokens(model, text)
+        texts, cache = token_texts(model, tokens[0]), _run(model, tokens, heads)
+    attention = [head for head in heads if head.kind == "attention"]
+    patterns = {
+        layer: original_attention(cache, layer, prompt)
+        for layer in {head.layer for head in attention}
+    }
+    neurons = [_neuron(cache, head, prompt) for head in heads if head.kind == "neuron"]
+    n_tokens = len(neurons[0]["z"]) if neurons else patterns[attention[0].layer].shape[-1]
+    refuse(*token_reasons(texts, n_tokens), *_size_reasons(len(attention) * n_tokens**2))
+    shown = [{"shown": with_space(each), "name": visible_token(each)} for each in texts]
+    data: dict[str, Any] = {"tokens": shown, "neurons": neurons, "heads": None}
+    libraries = []
+    if attention:
+        square = [patterns[head.layer][head.index] for head in attention]
+        data["heads"] = {
+            "attention": [_rounded(each) for each in square],
+            "attentionHeadNames": [str(head) for head in attention],
+            "tokens": safe_tokens(texts),
+            # Grey only what no head can see; a bidirectional model has nothing of the kind.
+            "maskUpperTri": all(bool((each.triu(1) == 0).all()) for each in square),
+            **{"minValue": -1, "maxValue": 1},
+        }
+        libraries.append(inline_script(circuitsvis_bundle()))
+    told = ", ".join(map(str, heads[:3])) + ", …" * (len(heads) > 3)
+    words = "<h2>Attention heads</h2><p class='note'>Blue is the weight of a query on a key, 0 to 1"
+    body = [
+        f'<header><h1>{escape(told)}</h1><span class="note">{len(texts)} tokens</span>',
+        '<button id="theme" title="Light or dark" aria-label="Light or dark">◐</button></header>',
+        '<main id="attention"><div id="neurons"></div>',
+        f"{words}; point at a cell for the number.</p>" if attention else "",
+        '<div id="heads"></div></main>' if attention else "</main>",
+        f'<script type="application/json" id="data">{script_data(data)}</script>',
+        *libraries,
+        *(inline_script(asset(f"assets/{name}.js")) for name in ("tokens", "attention")),
+    ]
+    style = "".join(asset(f"assets/{name}.css") for name in ("page", "tokens", "attention"))
+    return document(told, "\n".join(body), style)
 
 
 def original_attention(
@@ -53,116 +156,83 @@ def original_attention(
     return pattern
 
 
-def neuron_pattern_view(
-    cache: ActivationCache, names: str | Iterable[str], tokens: Sequence[str], *, prompt: int = 0
-) -> Page:
-    """Draw the patterns of neuron-heads over one prompt.
-
-    A layer has thousands: filter first, by a sweep (`sweep.top(7)["name"]`) or an attribution.
-
-    Args:
-        cache: of a converted or exposed model, with the patterns of the neurons' blocks.
-        names: a neuron-head, `L5N1234`, or up to 24 of them; a name given twice is drawn once.
-        tokens: the texts of the prompt's tokens, `token_texts(model, prompt)`.
-        prompt: which prompt of the cache's batch.
-
-    Returns:
-        One page: each name with its tokens coloured by self weight, from 0 white to 1 blue; then
-        each pattern, pos × (pos + 1).
-
-    Raises:
-        InputError: no names or too many, tokens that do not fit, a text too long to draw.
-        UnknownHeadError: a name is not of a neuron-head of the model.
-        UnsupportedCallError: the cache does not hold that block's pattern.
-        ImportError: circuitsvis is not installed.
-
-    Example:
-        >>> from attn_only_lens import expose_neuron_heads, pretrained, viz
-        >>> model = expose_neuron_heads(pretrained.modular_addition()).model
-        >>> _, cache = model.run_with_cache(pretrained.modular_addition_tokens()[:5])
-        >>> page = viz.neuron_pattern_view(cache, ["L0N7", "L0N11"], ["0", "3", "="], prompt=3)
-        >>> page.count("L0N11") >= 2
-        True
-    """
-    # A list of top results repeats some names.
-    unique = list(dict.fromkeys([names] if isinstance(names, str) else names))
-    if not 1 <= len(unique) <= MOST_NEURONS:
+def _heads(model: Any, names: Sites) -> list[HeadName]:
+    """Return heads in the order given, each once."""
+    given = as_plain(names)
+    if isinstance(given, Selection):
+        found = [name for each in resolve_sites(model, given) for name in each.names]
+    elif isinstance(given, list | tuple):
+        found = [str(each) for each in given]
+    else:
+        found = [str(given)]
+    found = list(dict.fromkeys(found))
+    if not 1 <= len(found) <= MOST_HEADS:
         refuse(
-            f"got {len(unique)} neuron-heads; expected 1 to {MOST_NEURONS}: filter first, such as "
+            f"got {len(found)} heads; expected 1 to {MOST_HEADS}: filter first, such as "
             'sweep.top(7)["name"]'
         )
+    resolve_sites(model, found)
+    return [HeadName.parse(each) for each in found]
 
-    def of_prompt(values: Tensor) -> Tensor:
-        return prompt_values(values, prompt, cache.has_batch_dim)
 
-    weights = [of_prompt(neuron_pattern(cache, name))[:, SELF] for name in unique]
-    n_tokens = len(weights[0])
-    refuse(
-        *token_reasons(tokens, n_tokens), *_size_reasons(len(unique) * n_tokens * (n_tokens + 1))
-    )
-    texts = safe_tokens(tokens)
-    coloured = [
-        Component("ColoredTokens", {"tokens": texts, "values": _rounded(each), **_SCALE}, name)
-        for name, each in zip(unique, weights, strict=True)
-    ]
-    heads = {
-        "attention": [_rounded(of_prompt(dense_pattern(cache, name))) for name in unique],
-        "attentionHeadNames": unique,
-        "tokens": [*texts, _BIAS],
-        # Circuitsvis' mask would grey the bias token's column out, which comes after all tokens.
-        "maskUpperTri": False,
-        **_SCALE,
+def _tokens(model: Any, text: Any) -> Tensor:
+    """Return the tokens of one text."""
+    given = as_plain(text)
+    if isinstance(given, str):
+        return checked_tokens(model, given)
+    if isinstance(given, list | tuple) and any(isinstance(each, str) for each in given):
+        refuse("got a list of texts; expected one text, or the tokens of one")
+    tokens = text if isinstance(text, Tensor) else _as_tensor(given)
+    tokens = checked_tokens(model, tokens[None] if tokens.ndim == 1 else tokens)
+    if len(tokens) > 1:
+        refuse(f"got {len(tokens)} prompts; expected one: give tokens[0], or a cache")
+    return tokens
+
+
+def _as_tensor(given: Any) -> Tensor:
+    try:
+        return torch.tensor(given, device="cpu")
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise UnsupportedCallError(f"text: expected a text, or tokens: {error}") from error
+
+
+def _texts(model: Any, text: Any) -> list[str]:
+    given = as_plain(text)
+    if isinstance(given, list | tuple) and given and isinstance(given[0], str):
+        return list(given)
+    return token_texts(model, text)
+
+
+def _run(model: Any, tokens: Tensor, heads: list[HeadName]) -> ActivationCache:
+    hooks = {
+        host_of(model).hook_name(head.layer, head.kind, point)
+        for head in heads
+        for point in _POINTS[head.kind]
     }
-    return circuitsvis_page(
-        f"Neuron-heads: {', '.join(unique)}" if len(unique) <= 3 else f"{len(unique)} neuron-heads",
-        "Each token attends to itself and to the bias token. Blue is the weight on itself, 0 to 1; "
-        f"point at a token for the number. Below, query by key, with {_BIAS} as the last column.",
-        [*coloured, Component("AttentionHeads", heads, "Patterns")],
-    )
+    with torch.no_grad():
+        _, cache = model.run_with_cache(tokens, names_filter=sorted(hooks))
+    return cache
 
 
-def attention_view(
-    cache: ActivationCache, layer: int, tokens: Sequence[str], *, prompt: int = 0
-) -> Page:
-    """Draw the patterns of the original attention heads of a layer over one prompt.
-
-    Args:
-        cache: of a converted or exposed model, with that layer's pattern.
-        layer: a source layer (not a block).
-        tokens: the texts of the prompt's tokens.
-        prompt: which prompt of the cache's batch.
-
-    Returns:
-        One page: circuitsvis' attention heads, named `L5H3`.
-
-    Raises:
-        InputError: there is no such layer, tokens do not fit, the text is too long to draw.
-        UnsupportedCallError: the cache is not of such a model, or does not hold the pattern.
-        ImportError: circuitsvis is not installed.
-
-    Example:
-        >>> from attn_only_lens import expose_neuron_heads, pretrained, viz
-        >>> model = expose_neuron_heads(pretrained.modular_addition()).model
-        >>> _, cache = model.run_with_cache(pretrained.modular_addition_tokens()[:5])
-        >>> "L0H3" in viz.attention_view(cache, 0, ["0", "3", "="], prompt=3)
-        True
-    """
-    pattern = original_attention(cache, layer, prompt)
-    n_heads, n_queries, _ = pattern.shape
-    refuse(*token_reasons(tokens, n_queries), *_size_reasons(pattern.numel()))
-    heads = {
-        "attention": _rounded(pattern),
-        "attentionHeadNames": [str(HeadName(layer, "attention", i)) for i in range(n_heads)],
-        "tokens": safe_tokens(tokens),
-        # Grey only what no head can see; a bidirectional model has nothing of the kind.
-        "maskUpperTri": bool((pattern.triu(1) == 0).all()),
-        **_SCALE,
+def _neuron(cache: ActivationCache, head: HeadName, prompt: int) -> dict[str, Any]:
+    """Return z, gate and value of a neuron, or of one of its heads, at each token."""
+    heads, name = host_of(cache.model).neurons[head.layer], str(head)
+    first = head.heads(heads.heads_per_neuron).start
+    of_heads = {
+        point: cached_activation(cache, head.layer, "neuron", point).squeeze(-1)
+        for point in ("z", "v")
     }
-    return circuitsvis_page(
-        f"Attention heads of layer {layer}",
-        "Blue is the weight of a query on a key, 0 to 1; point at a cell for the number.",
-        [Component("AttentionHeads", heads)],
-    )
+    if head.member is None:
+        gate = neuron_gate(cache, name)
+        z = heads.neuron_outputs(of_heads["z"])[..., head.index]
+    else:
+        gate = neuron_pattern(cache, name)[..., SELF]
+        z = of_heads["z"][..., first]
+    found = {"z": z, "gate": gate, "value": of_heads["v"][..., first]}
+    numbers = {
+        key: _rounded(prompt_values(x, prompt, cache.has_batch_dim)) for key, x in found.items()
+    }
+    return {"name": name, **numbers}
 
 
 def _size_reasons(n_cells: int) -> list[str]:
@@ -175,7 +245,7 @@ def _size_reasons(n_cells: int) -> list[str]:
 
 
 def _rounded(weights: Tensor) -> Any:
-    """Return nested lists to four decimals: a page ten times as short, in the same colours."""
+    """Return nested lists to four figures: a page ten times as short, in the same colours."""
     if weights.ndim > 1:
         return [_rounded(row) for row in weights]
-    return [round(weight, _DIGITS) for weight in weights.tolist()]
+    return [float(f"{weight:.4g}") for weight in weights.tolist()]

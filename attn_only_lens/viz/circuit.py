@@ -1,24 +1,23 @@
-"""A circuit as one interactive page: layers upward, tokens across.
+"""A circuit as one interactive page: layers upward, tokens across; and as a picture.
 
-The graph is drawn by cytoscape.js, which is part of the page (`vendor/`), as are the data. The
-page's own script is `assets/circuit.js`: it hides nodes and edges under two thresholds, searches,
-and shows what a node that is clicked reads, writes, attends to and promotes.
+The strongest nodes and their value edges come first; more of them, q and k edges, and what is of no
+token are a switch away. The page is drawn by `assets/circuit.js` with d3.js, which is part of it
+(`vendor/`), as are the data; the picture that a notebook keeps is drawn here, without a browser.
 """
 
 from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
+from unicodedata import east_asian_width
 
+import numpy as np
 import pandas as pd
-from transformer_lens import ActivationCache
 
-from attn_only_lens.axes import SELF
 from attn_only_lens.circuits.graph import EDGE_COLUMNS
-from attn_only_lens.heads import HeadName, has_neuron_heads, host_of, neuron_pattern
-from attn_only_lens.viz.attention import original_attention
-from attn_only_lens.viz.checks import prompt_values, refuse
+from attn_only_lens.viz.checks import refuse
 from attn_only_lens.viz.circuit_data import NODE_COLUMNS, NodeDetails, circuit_reasons
-from attn_only_lens.viz.coordinates import node_coordinates
+from attn_only_lens.viz.circuit_picture import FEWEST, MOST, circuit_picture, first_view
+from attn_only_lens.viz.coordinates import rows_of
 from attn_only_lens.viz.page import (
     Page,
     asset,
@@ -29,55 +28,8 @@ from attn_only_lens.viz.page import (
     visible_token,
 )
 
-
-def node_patterns(
-    cache: ActivationCache, nodes: pd.DataFrame, *, prompt: int = 0
-) -> dict[str, NodeDetails]:
-    """Return the patterns of a circuit's heads, as details for `circuit_page`.
-
-    Args:
-        cache: of the converted or exposed model on the circuit's prompt, with the patterns.
-        nodes: as for `circuit_page`.
-        prompt: which prompt of the cache's batch.
-
-    Returns:
-        By the name of each neuron-head, its self weight at every token; by the id of each attention
-        head, what the token at its position attends to. A neuron that several heads share has
-        none; its heads have (`L5N12.0` …).
-
-    Raises:
-        InputError: a node lies beyond the prompt.
-        UnknownHeadError: a node of kind "neuron" or "attention" has a name that is not of a head.
-        UnsupportedCallError: the cache does not hold a pattern.
-
-    Example:
-        >>> import pandas as pd
-        >>> from attn_only_lens import expose_neuron_heads, pretrained, viz
-        >>> model = expose_neuron_heads(pretrained.modular_addition()).model
-        >>> _, cache = model.run_with_cache(pretrained.modular_addition_tokens()[:5])
-        >>> nodes = pd.DataFrame({"id": ["L0H3@2", "L0N7@2"], "kind": ["attention", "neuron"],
-        ...                       "name": ["L0H3", "L0N7"], "position": [2, 2]})
-        >>> sorted(viz.node_patterns(cache, nodes))
-        ['L0H3@2', 'L0N7']
-    """
-    found: dict[str, NodeDetails] = {}
-    for kind, key, name, position in nodes[["kind", "id", "name", "position"]].to_numpy():
-        if kind == "neuron" and name not in found:
-            head, model = HeadName.parse(name), getattr(cache, "model", None)
-            shared = has_neuron_heads(model) and host_of(model).neurons[0].heads_per_neuron > 1
-            if head.member is None and shared:
-                continue
-            pattern = prompt_values(neuron_pattern(cache, name), prompt, cache.has_batch_dim)
-            found[name] = NodeDetails(pattern[:, SELF].tolist())
-        elif kind == "attention":
-            head = HeadName.parse(name)
-            rows = original_attention(cache, head.layer, prompt)
-            if head.index >= len(rows) or not 0 <= position < rows.shape[1]:
-                refuse(
-                    f"got {key!r}; the cache holds {len(rows)} heads over {rows.shape[1]} tokens"
-                )
-            found[key] = NodeDetails(rows[head.index, int(position)].tolist())
-    return found
+_CHARACTER, _PADDING, _SIGN = 6.7, 12.0, 13.4  # of a box, in pixels
+_LONGEST = 28  # characters of a label
 
 
 def circuit_page(
@@ -85,6 +37,8 @@ def circuit_page(
     edges: pd.DataFrame,
     meta: Mapping[str, Any],
     details: Mapping[str, NodeDetails] | None = None,
+    *,
+    state: Mapping[str, Any] | None = None,
 ) -> Page:
     """Draw the graph of a circuit as one HTML page that works offline.
 
@@ -92,21 +46,26 @@ def circuit_page(
         nodes: `id` (a text, such as "L5N1234@7"), `kind` ("embed", "attention", "neuron", "bias",
             "rest", "offset", "metric": those of `CircuitGraph`), `layer` and `position` (missing
             where a node has none), `name`, `value`, `attribution` (missing where there is none:
-            such a node is always shown); and `status` ("kept", "lost", "gained"), if two circuits
-            are compared.
-        edges: `source` and `target` (ids), `kind` ("value", or "q" and "k" of the query side, drawn
-            dashed), `weight`; and `status`, if wanted.
+            such a node is always shown); and, if wanted, `exact`, the node's exact effect (missing
+            where it is not known), and `status` ("kept", "lost", "gained") where two circuits are
+            compared. A metric without a position stands above the token whose nodes it reads.
+        edges: `source` and `target` (ids), `kind` ("value", which is shown first, or "q" and "k" of
+            the query side), `weight`; and `status`, if wanted.
         meta: `tokens` (the texts of the prompt's), `metric` (its name), `value` (the metric's),
-            `model` (its name); and `notes`, texts that the page shows, if wanted.
+            `model` (its name); `exact`, what the column of that name means, if there is one; and
+            `notes`, texts that the page shows, if wanted.
         details: by id, or by name for all positions of a node; where both are there, each field of
             the id's counts that is given.
+        state: what the page is to begin with, as its button "Save" writes it to JSON: pinned nodes,
+            their names, groups of them, how much is shown.
 
     Returns:
-        The page, numbers in it to five significant figures. `write_html` writes it to a file.
+        The page, numbers in it to five significant figures, and its first view as `picture`.
+        `write_html` writes it to a file, `write_svg` the picture.
 
     Raises:
         InputError: with every reason: columns are missing, ids repeat, an edge ends at no node, a
-            number is not finite, a position is not the prompt's, details fit no node.
+            number is not finite, a position is not the prompt's, details or state fit no node.
 
     Example:
         >>> import pandas as pd
@@ -119,43 +78,110 @@ def circuit_page(
         ...                       "kind": "value", "weight": [0.5, 1.5]})
         >>> page = viz.circuit_page(nodes, edges, {"tokens": ["a", "b"], "metric": "logit",
         ...                                        "value": 2.0, "model": "m"},
-        ...                         {"L0N5": viz.NodeDetails(pattern=[0.0, 0.9])})
-        >>> page[:15], "L0N5@1" in page
-        ('<!DOCTYPE html>', True)
+        ...                         {"L0N5": viz.NodeDetails(pattern=[0.0, 0.9])},
+        ...                         state={"pinned": ["L0N5@1"], "names": {"L0N5@1": "a → b"}})
+        >>> page[:15], "L0N5@1" in page, page.picture[:4]
+        ('<!DOCTYPE html>', True, '<svg')
     """
-    details = details or {}
-    refuse(*circuit_reasons(nodes, edges, meta, details))
-    at = node_coordinates(nodes, len(meta["tokens"]))
-    rows = {name: row for row, name in enumerate(nodes["id"])}
-    ends = edges.assign(source=edges["source"].map(rows), target=edges["target"].map(rows))
-    data = {
-        "nodes": _columns(nodes, NODE_COLUMNS)
-        | {"x": at.xy[:, 0].round(1).tolist(), "y": at.xy[:, 1].round(1).tolist()},
-        "edges": _columns(ends, EDGE_COLUMNS),
-        "rows": at.rows,
-        "columns": at.columns,
-        "tokens": [visible_token(token) for token in meta["tokens"]],
-        "details": {key: _plain(each) for key, each in details.items()},
-        "notes": list(meta.get("notes", ())),
-    }
+    details, state = details or {}, dict(state or {})
+    refuse(*circuit_reasons(nodes, edges, meta, details, state))
+    data = _drawing(nodes.reset_index(drop=True), edges, meta)
+    data["details"] = {key: _plain(each) for key, each in details.items()}
+    data["notes"], data["state"] = list(meta.get("notes", ())), state
+    data["exact"] = meta.get("exact", "")
     title = f"{meta['model']}: {meta['metric']} = {float(meta['value']):.5g}"
+    picture = circuit_picture(data, title)
     body = [
         asset("assets/circuit.html").replace("TITLE", escape(title)),
         f'<script type="application/json" id="circuit">{script_data(data)}</script>',
-        inline_script(asset("vendor/cytoscape.min.js")),
+        f'<script type="application/json" id="state">{script_data(state)}</script>',
+        inline_script(asset("vendor/d3.min.js")),
+        inline_script(asset("assets/layout.js")),
         inline_script(asset("assets/circuit.js")),
     ]
-    return document(title, "\n".join(body), asset("assets/circuit.css"))
+    styles = [asset(f"assets/{name}.css") for name in ("page", "graph", "circuit")]
+    return document(title, "\n".join(body), "".join(styles), picture=picture)
 
 
-def _columns(frame: pd.DataFrame, columns: Sequence[str]) -> dict[str, list[Any]]:
-    columns = [*columns, *(["status"] if "status" in frame else [])]
+def _drawing(nodes: pd.DataFrame, edges: pd.DataFrame, meta: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what the page and the picture are drawn from."""
+    tokens = [visible_token(token) for token in meta["tokens"]]
+    axis = [_shortened(token) for token in tokens]
+    row, rows = rows_of(nodes)
+    at = {name: index for index, name in enumerate(nodes["id"])}
+    ends = edges.assign(source=edges["source"].map(at), target=edges["target"].map(at))
+    position = nodes["position"].astype(float)
+    column = position.fillna(-1).astype(int)
+    for metric in np.flatnonzero((nodes["kind"] == "metric") & position.isna()).tolist():
+        column[metric] = _where_read(ends[ends["target"] == metric], position)
+    labels = [
+        axis[int(t)] if kind == "embed" and pd.notna(t) else _shortened(visible_token(name))
+        for kind, name, t in zip(nodes["kind"], nodes["name"], position, strict=True)
+    ]
+    labels = [
+        _shortened(meta["metric"], 40) if kind == "metric" else label
+        for kind, label in zip(nodes["kind"], labels, strict=True)
+    ]
+    drawing = {
+        "nodes": _columns(nodes, NODE_COLUMNS, "status", "exact")
+        | {
+            "label": labels,
+            "row": row,
+            "column": column.tolist(),
+            "width": list(map(_box, labels)),
+        },
+        "edges": _columns(ends, EDGE_COLUMNS, "status"),
+        "rows": rows,
+        "tokens": tokens,
+        "axis": axis,
+        "axis_width": [round(_CHARACTER * _cells(token), 1) for token in axis],
+        "style": asset("assets/graph.css"),
+        "per_character": _CHARACTER,
+        "padding": _PADDING + _SIGN,
+        "first_view": {"most": MOST, "fewest": FEWEST},
+    }
+    return drawing | {"first": first_view(drawing)}
+
+
+def _where_read(into: pd.DataFrame, position: "pd.Series[float]") -> int:
+    """Return the token that a metric reads most: that of the nodes it has edges from."""
+    value = into[into["kind"] == "value"]
+    at = position.to_numpy()[value["source"]]
+    here = ~np.isnan(at)
+    sizes = np.bincount(at[here].astype(int), value["weight"].abs().to_numpy()[here])
+    return int(sizes.argmax()) if len(sizes) else -1
+
+
+def _shortened(text: str, longest: int = _LONGEST) -> str:
+    return text if len(text) <= longest else text[: longest - 1] + "…"
+
+
+def _cells(text: str) -> int:
+    return sum(2 if east_asian_width(each) in "WF" else 1 for each in text)
+
+
+def _box(label: str) -> float:
+    return round(_CHARACTER * _cells(label) + _PADDING + _SIGN, 1)
+
+
+def _columns(frame: pd.DataFrame, columns: Sequence[str], *more: str) -> dict[str, list[Any]]:
+    columns = [*columns, *(each for each in more if each in frame)]
     return {column: short_numbers(frame[column]) for column in columns}
 
 
 def _plain(details: NodeDetails) -> dict[str, list[Any]]:
     """Return details as plain lists, without those that are not given."""
     told: dict[str, list[Any]] = {"pattern": short_numbers(details.pattern or ())}
-    for name, tokens in (("top", details.top_tokens), ("read", details.read_tokens)):
-        told[name] = [[visible_token(token), *short_numbers([amount])] for token, amount in tokens]
+    for name, tokens in (("writes", details.writes), ("reads", details.reads)):
+        told[name] = [[visible_token(token), round(amount, 2)] for token, amount in tokens]
+    told["examples"] = [
+        {
+            "tokens": [visible_token(token) for token in each.tokens],
+            "values": [float(f"{value:.3g}") for value in each.values],
+            "gates": [float(f"{gate:.3g}") for gate in each.gates],
+            "position": each.position,
+            "text": each.text,
+        }
+        for each in details.examples
+    ]
     return {name: values for name, values in told.items() if values}

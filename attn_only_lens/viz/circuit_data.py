@@ -13,11 +13,14 @@ import pandas as pd
 from jaxtyping import Float
 
 from attn_only_lens.circuits.graph import EDGE_COLUMNS, EDGE_KINDS, NODE_KINDS
+from attn_only_lens.neurons import Example
 from attn_only_lens.viz.checks import token_reasons
 from attn_only_lens.viz.page import short_numbers
 
 NODE_COLUMNS = ("id", "kind", "layer", "name", "position", "value", "attribution")
-_STATUSES = ("kept", "lost", "gained")
+EXTRAS = ("bias", "rest", "offset")
+"""Kinds of nodes that no token has, and that are shown on demand."""
+STATUSES = {"kept": "=", "lost": "×", "gained": "+"}
 _META = ("tokens", "metric", "value", "model")
 
 
@@ -29,18 +32,21 @@ class NodeDetails:
         pattern: a weight in [0, 1] for each token of the prompt: of a neuron-head, what each token
             attends to itself, the rest being the bias token's; of an attention head, what the
             token at the node's position attends to.
-        top_tokens: tokens that the node raises most, each with how much; the strongest first.
-        read_tokens: tokens that a neuron reads most, likewise.
+        writes: tokens that the node raises (positive) or lowers (negative) most, each with how
+            much, in standard deviations over the vocabulary; the largest first.
+        reads: tokens that raise or lower a neuron's query most, likewise.
+        examples: where a neuron's values are largest in a corpus.
 
     Example:
         >>> from attn_only_lens.viz import NodeDetails
-        >>> NodeDetails(pattern=[0.1, 0.9], top_tokens=[(" the", 2.5)]).pattern
+        >>> NodeDetails(pattern=[0.1, 0.9], writes=[(" the", 2.5), (" a", -1.5)]).pattern
         [0.1, 0.9]
     """
 
     pattern: Sequence[float] | None = None
-    top_tokens: Sequence[tuple[str, float]] = ()
-    read_tokens: Sequence[tuple[str, float]] = ()
+    writes: Sequence[tuple[str, float]] = ()
+    reads: Sequence[tuple[str, float]] = ()
+    examples: Sequence[Example] = ()
 
 
 def circuit_reasons(
@@ -48,6 +54,7 @@ def circuit_reasons(
     edges: pd.DataFrame,
     meta: Mapping[str, Any],
     details: Mapping[str, NodeDetails],
+    state: Mapping[str, Any],
 ) -> list[str]:
     """Return all that does not fit together; nothing if the circuit can be drawn."""
     reasons = [f"meta has no {key!r}" for key in _META if key not in meta]
@@ -62,6 +69,7 @@ def circuit_reasons(
         *_node_reasons(nodes, n_tokens),
         *_edge_reasons(edges, nodes),
         *_details_reasons(details, nodes, n_tokens),
+        *_state_reasons(state, nodes),
     ]
 
 
@@ -85,7 +93,8 @@ def _node_reasons(nodes: pd.DataFrame, n_tokens: int) -> list[str]:
     twice = nodes.loc[nodes["id"].duplicated(), "id"]
     reasons += [f"{len(twice)} ids are there twice, such as {each!r}" for each in twice[:1]]
     reasons += _word_reasons(nodes, "kind", NODE_KINDS, "nodes")
-    for column in ("layer", "position", "value", "attribution"):
+    exact = ["exact"] if "exact" in nodes else []
+    for column in ("layer", "position", "value", "attribution", *exact):
         numbers = _numbers(nodes, column, "nodes", reasons)
         infinite = int(np.isinf(numbers).sum())
         reasons += [f"{infinite} nodes have an infinite {column}"] * bool(infinite)
@@ -99,7 +108,7 @@ def _node_reasons(nodes: pd.DataFrame, n_tokens: int) -> list[str]:
                 "none"
                 for each in outside[:1]
             ]
-    return reasons + _word_reasons(nodes, "status", _STATUSES, "nodes")
+    return reasons + _word_reasons(nodes, "status", tuple(STATUSES), "nodes")
 
 
 def _edge_reasons(edges: pd.DataFrame, nodes: pd.DataFrame) -> list[str]:
@@ -114,7 +123,7 @@ def _edge_reasons(edges: pd.DataFrame, nodes: pd.DataFrame) -> list[str]:
     reasons += [f"{twice} edges repeat a source, target and kind"] * bool(twice)
     bad = int((~np.isfinite(_numbers(edges, "weight", "edges", reasons))).sum())
     reasons += [f"{bad} edges have a weight that is not finite"] * bool(bad)
-    return reasons + _word_reasons(edges, "status", _STATUSES, "edges")
+    return reasons + _word_reasons(edges, "status", tuple(STATUSES), "edges")
 
 
 def _details_reasons(
@@ -133,10 +142,26 @@ def _details_reasons(
                 )
             elif not ((weights >= 0) & (weights <= 1)).all():
                 reasons.append(f"the pattern of {key!r} leaves [0, 1]")
-        for what, tokens in (("top", each.top_tokens), ("read", each.read_tokens)):
+        for what, tokens in (("writes", each.writes), ("reads", each.reads)):
             if any(not isinstance(t, str) or not np.isfinite(a) for t, a in tokens):
-                reasons.append(f"the {what} tokens of {key!r} are not (text, finite number)")
+                reasons.append(f"the tokens that {key!r} {what} are not (text, finite number)")
+        for one in each.examples:
+            sizes = {len(one.tokens), len(one.values), len(one.gates)}
+            if len(sizes) > 1 or not np.isfinite([*one.values, *one.gates]).all():
+                reasons.append(
+                    f"an example of {key!r} has tokens, values and gates that do not fit, or a "
+                    "number that is not finite"
+                )
     return reasons
+
+
+def _state_reasons(state: Mapping[str, Any], nodes: pd.DataFrame) -> list[str]:
+    """Return why this is not what the page saves. What it does not know, it leaves out itself."""
+    known, given = set(nodes["id"]), [*state.get("pinned", ()), *state.get("names", {})]
+    for group in state.get("groups", ()):
+        given += group["members"]
+    odd = sorted({key for key in given if key not in known})
+    return [f"the state is of another circuit: it has {each!r}, no node's id" for each in odd[:1]]
 
 
 def _numbers(

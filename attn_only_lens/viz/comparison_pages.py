@@ -14,6 +14,7 @@ import pandas as pd
 from attn_only_lens.comparison import Comparison
 from attn_only_lens.viz.checks import import_extra, refuse
 from attn_only_lens.viz.circuit import circuit_page
+from attn_only_lens.viz.circuit_data import STATUSES
 from attn_only_lens.viz.figures import HEAD_COLOURS, empty_figure, plotly_text, style_figure
 from attn_only_lens.viz.page import Page, asset, document, inline_script, short_numbers
 
@@ -114,11 +115,21 @@ def comparison_circuit(comparison: Comparison) -> Page:
     weight = np.where(edges["status"] == "lost", edges["weight"], edges["grown_weight"])
     edges = edges[["source", "target", "kind", "status"]].assign(weight=weight)
     about = comparison.about
+    every, counts = comparison.nodes["status"], drawn["status"].value_counts()
+    notes = [
+        "Of the model's heads and neurons, "
+        + ", ".join(f"{(every == word).sum():,} {word}" for word in STATUSES)
+        + "; names and layers are the grown model's, and effects and weights are measured there; "
+        "of what was lost, in the original."
+    ]
+    if counts.sum() < len(every):
+        notes.append(f"Nodes: the {counts.sum()} of largest effect, of {len(every):,}.")
     meta = {
         "tokens": list(comparison.tokens),
-        "metric": f"{about['metric']}, original against grown",
+        "metric": about["metric"],
         "value": about["values"]["grown"]["clean"],
-        "model": about["model"] or "model",
+        "model": f"{about['model'] or 'model'}, original against grown",
+        "notes": notes,
     }
     return circuit_page(drawn, edges, meta)
 

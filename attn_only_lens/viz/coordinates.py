@@ -1,103 +1,336 @@
-"""Coordinates of a circuit's nodes: layers upward, tokens across.
+"""Where the nodes of a circuit stand, and how its edges run between them.
 
-A row is a kind of node of one layer, in the order in which a model computes them: embeddings and
-biases of no layer, then for each layer its attention heads, its neuron-heads, its biases and the
-rest of it, and the metric on top. A column is a position of the prompt, as wide as its fullest
-cell; nodes without a position have a column of their own on the left. The nodes of a cell stand in
-lines, by |attribution|, so that the strongest are in the same corner of every cell.
+Layers go upward and tokens across. A row is a kind of node of one layer, in the order in which a
+model computes them; a column is a position of the prompt, and nodes of no position have a column of
+their own on the left. Only nodes that are shown take space: the nodes of a cell stand in lines,
+as few as the width allows, and where all tokens do not fit, those without nodes are folded.
+
+An edge rises from the top of its source to the bottom of its target. Where its curve would cross
+another node, it bends through the nearest gap of that line. Edges at one end have places of their
+own there, by kind and then by where they come from, so that q, value and k of a pair are apart.
+
+Lengths are pixels, y downward. `assets/layout.js` does the same for the page, where readers change
+what is shown; `tests/viz/test_circuit_page.py` holds the two against each other.
 """
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from math import ceil, sqrt
+from itertools import pairwise
+from math import ceil
+from typing import TypeAlias
 
 import numpy as np
 import pandas as pd
-from jaxtyping import Float
 
 from attn_only_lens.circuits.graph import NODE_KINDS
 from attn_only_lens.viz.page import HEAD_PLURALS
 
-_STEP_X, _STEP_Y = 84.0, 58.0  # between nodes: a label such as L11N3071 fits
-_GAP_X, _GAP_Y = 46.0, 22.0  # between cells, beyond that
-_FLAT = 2.5  # how much longer a cell's lines are than they are many: screens are wide
+GUTTER, AXIS, TOP = 96, 40, 12  # names of rows on the left, tokens below, and above all
+BOX = 20  # height of a node
+_GAP = 8  # between boxes
+_COLUMN_GAP, _LINE, _ROW_GAP = 10, 34, 6
+_FOLDED = 34  # width of tokens that are folded
+_RIGHT = 14
+_WIDEST_ROW_GAP = 120
+_MARGIN, _ARROW = 3, 6
+_LANES, _LANE = 5, 5  # beside a node, for edges that go around it
+_KIND_ORDER = ("q", "value", "k")
+
+Point: TypeAlias = tuple[float, float]
+Interval: TypeAlias = tuple[float, float]
+Line: TypeAlias = tuple[float, list[Interval]]
+"""A line of nodes: its y, and what its boxes cover, from left to right."""
 
 
 @dataclass(frozen=True)
-class Coordinates:
-    """Coordinates of nodes, rows and columns, with y downward as on screens.
+class Boxes:
+    """What the layout needs of each node.
 
     Attributes:
-        xy: of each node.
-        rows: the name of each row and its y.
-        columns: the position of each column (-1: none) and its x.
+        row: of each node, counted from below.
+        column: its position; -1 for none.
+        width: of its box.
+        overhangs: whether its box may be wider than its column, as the metric's.
     """
 
-    xy: Float[np.ndarray, "n_nodes 2"]
-    rows: list[tuple[str, float]]
-    columns: list[tuple[int, float]]
+    row: Sequence[int]
+    column: Sequence[int]
+    width: Sequence[float]
+    overhangs: Sequence[bool]
 
 
-def node_coordinates(nodes: pd.DataFrame, n_tokens: int) -> Coordinates:
-    """Return coordinates of every node, no two the same.
+@dataclass(frozen=True)
+class Layout:
+    """Where everything stands.
 
-    Args:
-        nodes: with `kind`, `layer`, `position` (missing where a node has none) and `attribution`.
-        n_tokens: positions of the prompt; each has a column, with nodes or without.
+    Attributes:
+        x: centre of each box, by node, of those that are shown.
+        y: likewise.
+        columns: first and last position, left end and width of each column; several positions are
+            folded tokens, and -1 is that of no position.
+        rows: row, y and height of each row that has nodes.
+        width: of all of it.
+        height: likewise.
+    """
+
+    x: dict[int, float]
+    y: dict[int, float]
+    columns: list[tuple[int, int, float, float]]
+    rows: list[tuple[int, float, float]]
+    width: float
+    height: float
+
+
+def rows_of(nodes: pd.DataFrame) -> tuple[list[int], list[str]]:
+    """Return the row of each node, counted from below, and the names of rows.
 
     Example:
         >>> import pandas as pd
-        >>> nodes = pd.DataFrame({"kind": ["embed", "metric"], "layer": [None, None],
-        ...                       "position": [0, 1], "attribution": [1.0, 1.0]})
-        >>> at = node_coordinates(nodes, n_tokens=2)
-        >>> bool(at.xy[0, 0] < at.xy[1, 0]), bool(at.xy[0, 1] > at.xy[1, 1])
-        (True, True)
+        >>> rows_of(pd.DataFrame({"kind": ["metric", "embed", "neuron"],
+        ...                       "layer": [None, None, 2]}))
+        ([2, 0, 1], ['tokens', 'L2 neurons', 'metric'])
     """
     ranks = [_rank(kind, layer) for kind, layer in zip(nodes["kind"], nodes["layer"], strict=True)]
-    columns = nodes["position"].fillna(-1).astype(int).tolist()
-    strength = nodes["attribution"].abs().fillna(0).tolist()
-    cells: dict[tuple[tuple[int, int], int], list[int]] = {}
-    for node in sorted(range(len(nodes)), key=lambda node: -strength[node]):
-        cells.setdefault((ranks[node], columns[node]), []).append(node)
-    lines = {
-        cell: ceil(sqrt(_FLAT * len(inside))) if len(inside) > 2 else len(inside)
-        for cell, inside in cells.items()
-    }
-    heights = {
-        rank: max(ceil(len(cells[cell]) / lines[cell]) for cell in cells if cell[0] == rank)
-        for rank in sorted(set(ranks))
-    }
-    named = [-1, *range(n_tokens)] if -1 in columns else list(range(n_tokens))
-    widths = {
-        column: max((lines[cell] for cell in cells if cell[1] == column), default=1)
-        for column in named
-    }
-    left, x = {}, 0.0
-    for column, width in widths.items():
-        left[column], x = x, x + width * _STEP_X + _GAP_X
-    bottom, y = {}, 0.0
-    for rank, height in heights.items():
-        bottom[rank], y = y, y - height * _STEP_Y - _GAP_Y
-    xy = np.zeros((len(nodes), 2))
-    for (rank, column), inside in cells.items():
-        for at, node in enumerate(inside):
-            line, along = divmod(at, lines[rank, column])
-            xy[node] = left[column] + along * _STEP_X, bottom[rank] - line * _STEP_Y
     names = dict(zip(ranks, zip(nodes["kind"], nodes["layer"], strict=True), strict=True))
-    return Coordinates(
-        xy,
-        [(_row_name(*names[r]), bottom[r] - (heights[r] - 1) * _STEP_Y / 2) for r in heights],
-        [(c, left[c] + (widths[c] - 1) * _STEP_X / 2) for c in widths],
-    )
+    order = {rank: at for at, rank in enumerate(sorted(names))}
+    return [order[rank] for rank in ranks], [_row_name(*names[rank]) for rank in order]
 
 
 def _rank(kind: str, layer: float | None) -> tuple[int, int]:
-    """Rank a row by when it is computed; biases of no layer stand beside the embeddings."""
+    """Rank a row by when it is computed; what has no layer stands beside the embeddings."""
     at = NODE_KINDS.index(kind)
     if kind == "metric":
         return np.iinfo(int).max, at
-    return (-1 if kind == "embed" or pd.isna(layer) else int(layer or 0)), at
+    return (-1, 0) if kind == "embed" or pd.isna(layer) else (int(layer or 0), at)
 
 
 def _row_name(kind: str, layer: float | None) -> str:
-    what = HEAD_PLURALS.get(kind, kind)
-    return what if kind in ("embed", "metric") or pd.isna(layer) else f"L{int(layer or 0)} {what}"
+    if kind == "metric":
+        return kind
+    return "tokens" if pd.isna(layer) else f"L{int(layer or 0)} {HEAD_PLURALS.get(kind, kind)}"
+
+
+def place(
+    boxes: Boxes, shown: Sequence[int], tokens: Sequence[float], width: float, height: float
+) -> Layout:
+    """Lay out the nodes that are shown.
+
+    Args:
+        boxes: of all nodes.
+        shown: nodes, in the order in which those of a cell stand.
+        tokens: widths of the tokens' texts.
+        width: to fill; more is taken where that is not enough.
+        height: likewise.
+    """
+    cells: dict[tuple[int, int], list[int]] = {}
+    for node in shown:
+        cells.setdefault((boxes.row[node], boxes.column[node]), []).append(node)
+    used = sorted({column for _, column in cells})
+    step = {
+        c: max([boxes.width[i] for i in shown if boxes.column[i] == c and not boxes.overhangs[i]],
+               default=0.0) + _GAP
+        for c in used
+    }  # fmt: skip
+    abreast = {c: max(len(cell) for (_, at), cell in cells.items() if at == c) for c in used}
+
+    def column_width(c: int) -> float:
+        own = step[c] * abreast[c] if c in step else 0.0
+        return max(own, tokens[c] if c >= 0 else 0.0) + _COLUMN_GAP
+
+    runs = [(c, c) for c in range(-1 if -1 in used else 0, len(tokens))]
+    free = width - GUTTER - _RIGHT
+
+    def total() -> float:
+        return sum(_FOLDED if a < b else column_width(a) for a, b in runs)
+
+    def narrow(fewest: int) -> None:
+        while total() > free and max(abreast.values(), default=0) > fewest:
+            wide = [c for c in used if abreast[c] > fewest]
+            abreast[max(wide, key=lambda c: step[c] * abreast[c])] -= 1
+
+    narrow(2)
+    if total() > free:
+        runs = _fold(
+            runs, used, lambda a, b: sum(map(column_width, range(a, b + 1))), total() - free
+        )
+    narrow(1)
+    full = {c: max(len(cell) for (_, at), cell in cells.items() if at == c) for c in used}
+    for c in sorted(used, key=lambda c: (-full[c], c)):  # what folding left is for the fullest
+        while abreast[c] < full[c] and total() + step[c] <= free:
+            abreast[c] += 1
+    more = max(0.0, free - total()) / max(len(used), 1)
+    left, columns = float(GUTTER), []
+    for a, b in runs:
+        wide = _FOLDED if a < b else column_width(a) + (more if a in step else 0.0)
+        columns.append((a, b, left, wide))
+        left += wide
+    lines: dict[int, int] = {}
+    for (row, c), cell in cells.items():
+        lines[row] = max(lines.get(row, 1), ceil(len(cell) / abreast[c]))
+    tall = sum(lines.values()) * _LINE + (len(lines) - 1) * _ROW_GAP + TOP + AXIS
+    gaps = max(len(lines) - 1, 1)
+    gap = _ROW_GAP + min(max(0.0, height - tall) / gaps, _WIDEST_ROW_GAP)
+    bottom, rows, whole = 0.0, [], max(left + _RIGHT, width)
+    x: dict[int, float] = {}
+    y: dict[int, float] = {}
+    where = {a: (start, wide) for a, b, start, wide in columns if a == b}
+    for row in sorted(lines):
+        for c in used:
+            cell = cells.get((row, c), [])
+            start, wide = where[c]
+            for at, node in enumerate(cell):
+                line, along = divmod(at, abreast[c])
+                beside = min(abreast[c], len(cell) - line * abreast[c])
+                apart = min((wide - _COLUMN_GAP) / beside, 1.6 * step[c])
+                centre = start + wide / 2 + (along - (beside - 1) / 2) * apart
+                half = boxes.width[node] / 2 + 2
+                if boxes.overhangs[node]:
+                    centre = max(GUTTER + half, min(centre, whole - half))
+                x[node], y[node] = centre, bottom - (line + 0.5) * _LINE
+        rows.append((row, bottom - lines[row] * _LINE / 2, lines[row] * _LINE - 6.0))
+        bottom -= lines[row] * _LINE + gap
+    base = TOP - (bottom + gap)
+    return Layout(
+        x,
+        {node: at + base for node, at in y.items()},
+        columns,
+        [(row, at + base, tall) for row, at, tall in rows],
+        whole,
+        base + AXIS,
+    )
+
+
+def _fold(
+    runs: list[tuple[int, int]],
+    used: Sequence[int],
+    width: Callable[[int, int], float],
+    excess: float,
+) -> list[tuple[int, int]]:
+    """Return the columns with runs of tokens without nodes folded, the widest first, until it fits.
+
+    Args:
+        runs: a column for each position.
+        used: positions that have nodes.
+        width: of the columns from one position to another.
+        excess: how much too wide they are.
+    """
+    ends = [*used, runs[-1][1] + 1]
+    empty = [(a + 1, b - 1) for a, b in pairwise([-1, *(e for e in ends if e >= 0)]) if b - a > 2]
+    folded = []
+    for a, b in sorted(empty, key=lambda run: (-width(*run), run)):
+        if excess > 0:
+            folded.append((a, b))
+            excess -= width(a, b) - _FOLDED
+    kept = [run for run in runs if not any(a <= run[0] <= b for a, b in folded)]
+    return sorted(kept + folded)
+
+
+def edge_paths(
+    layout: Layout, boxes: Boxes, edges: Sequence[tuple[int, int, str]]
+) -> list[list[Point]]:
+    """Return the points that each edge runs through, from its source to its target.
+
+    Between two points it is a curve that leaves and arrives vertically (`curve`).
+
+    Args:
+        layout: of the nodes.
+        boxes: likewise.
+        edges: source, target and kind of each; their nodes are shown.
+    """
+    lines = _lines(layout, boxes)
+    up = [(a, b) if layout.y[a] >= layout.y[b] else (b, a) for a, b, _ in edges]
+    kinds = [_KIND_ORDER.index(kind) for *_, kind in edges]
+    starts = _ports(layout, boxes, up, kinds, end=0)
+    stops = _ports(layout, boxes, up, kinds, end=1)
+    paths = []
+    for j, (low, high) in enumerate(up):
+        start, stop, source = starts[j], stops[j], edges[j][0]
+        y0, y1 = layout.y[low] - BOX / 2, layout.y[high] + BOX / 2
+        if layout.y[low] == layout.y[high]:  # beside each other: over the top of both
+            top = y0 - _LINE / 2
+            paths.append([(start, y0), ((start + stop) / 2, top), (stop, y0 - _ARROW)])
+            continue
+        # The head of an arrow needs room before its node.
+        p = start, y0 - (_ARROW if low != source else 0)
+        q = stop, y1 + (_ARROW if low == source else 0)
+        between = [line for line in lines if layout.y[high] < line[0] < layout.y[low]]
+        path = _bend(p, q, between, j % _LANES, layout.width)
+        paths.append(path if low == source else path[::-1])
+    return paths
+
+
+def curve(path: Sequence[Point]) -> str:
+    """Return the path of an edge, as SVG writes it.
+
+    Example:
+        >>> curve([(0, 10), (5, 0)])
+        'M0.0 10.0C0.0 5.0 5.0 5.0 5.0 0.0'
+    """
+    text = [f"M{path[0][0]:.1f} {path[0][1]:.1f}"]
+    for (x0, y0), (x1, y1) in pairwise(path):
+        middle = (y0 + y1) / 2
+        numbers = (x0, middle, x1, middle, x1, y1)
+        text.append("C" + " ".join(f"{each:.1f}" for each in numbers))
+    return "".join(text)
+
+
+def _lines(layout: Layout, boxes: Boxes) -> list[Line]:
+    """Return the lines of nodes from below."""
+    found: dict[float, list[Interval]] = {}
+    for node, y in layout.y.items():
+        half = boxes.width[node] / 2
+        found.setdefault(y, []).append((layout.x[node] - half, layout.x[node] + half))
+    return [(y, sorted(found[y])) for y in sorted(found, reverse=True)]
+
+
+def _ports(
+    layout: Layout,
+    boxes: Boxes,
+    pairs: Sequence[tuple[int, int]],
+    kinds: Sequence[int],
+    *,
+    end: int,
+) -> list[float]:
+    """Return the x at which each edge leaves its lower node (end 0) or enters its upper one."""
+    at: dict[int, list[int]] = {}
+    for j, pair in enumerate(pairs):
+        at.setdefault(pair[end], []).append(j)
+    found = [0.0] * len(pairs)
+    for node, mine in at.items():
+        mine.sort(key=lambda j: (kinds[j], layout.x[pairs[j][1 - end]]))
+        apart = min(7.0, (boxes.width[node] - 10) / len(mine))
+        for rank, j in enumerate(mine):
+            found[j] = layout.x[node] + (rank - (len(mine) - 1) / 2) * apart
+    return found
+
+
+def _bend(p: Point, q: Point, lines: Sequence[Line], lane: int, width: float) -> list[Point]:
+    """Return the points from p up to q that keep the curve off all boxes of the lines between."""
+    for at, (y, covered) in enumerate(lines):
+        low, high = y + BOX / 2 + _MARGIN, y - BOX / 2 - _MARGIN
+        a, b = sorted((_crossing(p, q, low), _crossing(p, q, high)))
+        if any(left - _MARGIN < b and a < right + _MARGIN for left, right in covered):
+            x = _nearest_gap(covered, (a + b) / 2, lane, width)
+            before = _bend(p, (x, low), lines[:at], lane, width)
+            return [*before, *_bend((x, high), q, lines[at + 1 :], lane, width)]
+    return [p, q]
+
+
+def _crossing(p: Point, q: Point, y: float) -> float:
+    """Return the x at which the curve from p to q is at y: y and x are cubics of one parameter."""
+    s = min(1.0, max(0.0, (p[1] - y) / (p[1] - q[1])))
+    low, high = 0.0, 1.0
+    for _ in range(24):
+        t = (low + high) / 2
+        low, high = (t, high) if 1.5 * t - 1.5 * t**2 + t**3 < s else (low, t)
+    return p[0] + (q[0] - p[0]) * (3 * low**2 - 2 * low**3)
+
+
+def _nearest_gap(covered: Sequence[Interval], x: float, lane: int, width: float) -> float:
+    """Return the x nearest to this one that is in a gap between boxes, and there in this lane."""
+    found = []
+    for (_, left), (right, _) in pairwise([(0, GUTTER - 8), *covered, (width, width)]):
+        if right - left >= 2 * _MARGIN:
+            room = min(_MARGIN + 1 + _LANE * lane, (right - left) / 2)
+            found.append(max(left + room, min(right - room, x)))
+    return min(found, key=lambda each: abs(each - x))

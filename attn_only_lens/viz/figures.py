@@ -9,6 +9,8 @@ from attn_only_lens.viz.page import visible_token
 if TYPE_CHECKING:
     import plotly.graph_objects as go
 
+DIVERGING = [[0, "#b2182b"], [0.25, "#f4a582"], [0.5, "#ffffff"], [0.75, "#92c5de"], [1, "#2166ac"]]
+"""Red for less, white for 0, blue for more: told apart in any colour vision."""
 HEAD_COLOURS = {"attention": "#0072B2", "neuron": "#E69F00"}  # tell apart in any colour vision
 
 

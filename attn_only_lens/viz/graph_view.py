@@ -1,38 +1,55 @@
-"""An attribution graph as a page: nodes, edges, and the patterns and top tokens of each node.
+"""An attribution graph as a page: nodes, edges, and the patterns, tokens and examples of each node.
 
 A page of 1,000 nodes stays under 3 MB: it holds the edges of largest |weight| into each node, with
-the others added up in "rest" as `CircuitGraph.prune_edges` does, and the patterns of the nodes of
-largest |attribution|. Where either bound cuts, the page says so; and always, how much of the
-attribution the graph's nodes have.
+the others added up in "rest" as `CircuitGraph.prune_edges` does, and the patterns and examples of
+the nodes of largest |attribution|. Where a bound cuts, the page says so; and always, how much of
+the attribution the graph's nodes have.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pandas as pd
 from torch import Tensor
-from transformer_lens import ActivationCache
 
+from attn_only_lens.axes import SELF
 from attn_only_lens.circuits.graph import CircuitGraph
-from attn_only_lens.circuits.vocabulary import DirectEffects, TopTokens
+from attn_only_lens.circuits.vocabulary import DirectEffects, TokenScores
 from attn_only_lens.errors import InputError
 from attn_only_lens.heads import HeadName, host_of, reasons_without_heads
+from attn_only_lens.neurons import examples_of
+from attn_only_lens.neurons.examples import COLUMNS as EXAMPLE_COLUMNS
 from attn_only_lens.numerics import full_precision, is_count
+from attn_only_lens.patching import Sweep
+from attn_only_lens.patching.results import MEASURED
 from attn_only_lens.runs.inputs import reasons_not_to_run
 from attn_only_lens.runs.prompts import Prompts, single_prompts
 from attn_only_lens.runs.recording import Recording, record
 from attn_only_lens.runs.token_texts import token_text, token_texts
 from attn_only_lens.tolerances import LOGIT_TOLERANCE
 from attn_only_lens.viz.checks import refuse
-from attn_only_lens.viz.circuit import circuit_page, node_patterns
+from attn_only_lens.viz.circuit import circuit_page
 from attn_only_lens.viz.circuit_data import NodeDetails
 from attn_only_lens.viz.page import Page
 
 _EDGES = 25_000
 _WEIGHTS = 100_000  # of patterns, to three decimals
 _FEWEST = 8  # edges into a node, however many nodes there are
+_EXAMPLES = 60_000  # tokens of examples
+_WHAT_IS_EXACT = {
+    direction: f"Exact effect: by how much the metric {what}, measured by running the model. The "
+    "attribution is its share with all patterns and norm scales as they are."
+    for direction, what in {
+        "zero": "falls when the node's output is set to zero",
+        "mean": "falls when the node's output is set to its mean",
+        "resample": "falls when the node's output is another prompt's",
+        "bias": "falls when the neuron attends to the bias token alone",
+        "noise": "falls when the node's output is that of the corrupted run",
+        "denoise": "rises in the corrupted run when the node's output is the clean run's",
+    }.items()
+}
 
 
 def circuit_view(
@@ -43,6 +60,9 @@ def circuit_view(
     prompt: int = 0,
     mask: Tensor | None = None,
     top_tokens: int = 10,
+    exact: Sweep | None = None,
+    examples: pd.DataFrame | None = None,
+    state: Mapping[str, Any] | None = None,
 ) -> Page:
     """Draw an attribution graph as one interactive page, layers upward and tokens across.
 
@@ -52,14 +72,21 @@ def circuit_view(
         prompts: the graph's prompts, as given to `attribution_graph`; needed with a model.
         prompt: index of the prompt whose tokens and patterns are shown.
         mask: as given to `attribution_graph`.
-        top_tokens: of each node; 0 for none. Amounts are standard deviations above the mean over
-            the vocabulary.
+        top_tokens: that each node raises most, and as many that it lowers most; 0 for none.
+            Amounts are standard deviations above the mean over the vocabulary.
+        exact: a sweep of the graph's prompts and metric with `positions="each"`, whose effects
+            stand beside the attributions: by how much the metric falls when a node is patched.
+            `activation_patch(model, prompts, None, metric, direction="zero",
+            sites=list(graph.heads["name"].unique()))` sets each to zero.
+        examples: of neurons, by `neurons.top_examples`.
+        state: pins, names and groups, as `circuit_page` takes them.
 
     Returns:
         The page. A click on a node shows its pattern, what it reads and writes, and its tokens.
 
     Raises:
         InputError: model and prompts are not those of the graph, or one comes without the other.
+        InputError: a sweep of another metric or other prompts, or of no single positions.
         InputError: the model's norms or embedding are not known, so that there are no top tokens.
         InputError: prompts that do not fit the model.
 
@@ -80,7 +107,7 @@ def circuit_view(
     if (model is None) != (prompts is None):
         given = "prompts" if model is None else "a model"
         reasons.append(f"got {given} alone; expected a model and prompts, or neither")
-    refuse(*reasons)
+    refuse(*reasons, *_exact_reasons(graph, exact), *_example_reasons(examples))
     notes = [
         f"Nodes: {len(graph.heads):,} of {graph.n_heads:,} heads and neurons, with "
         f"{graph.mass:.0%} of Σ |attribution|; the others add up in rest."
@@ -92,15 +119,21 @@ def circuit_view(
         details = _patterns(run, model, heads, prompt, notes)
         if top_tokens:
             details = _with_tokens(details, run, model, heads, prompt, top_tokens)
+    if examples is not None:
+        details = _with_examples(details, graph.heads, examples, notes)
     drawn = _fewer_edges(graph, notes)
+    nodes = drawn.nodes
+    if exact is not None:
+        nodes = nodes.assign(exact=_exact_effects(nodes, exact))
     meta = {
         "tokens": list(graph.tokens[prompt]),
         "metric": graph.metric,
         "value": graph.value,
         "model": graph.model or "model",
+        "exact": "" if exact is None else _WHAT_IS_EXACT[exact.direction],
         "notes": notes,
     }
-    return circuit_page(drawn.nodes, drawn.edges, meta, details)
+    return circuit_page(nodes, drawn.edges, meta, details, state=state)
 
 
 def _fewer_edges(graph: CircuitGraph, notes: list[str]) -> CircuitGraph:
@@ -162,18 +195,84 @@ def _value(run: Recording, model: Any, name: str, pos: int) -> float:
     return float((z.norm(dim=-1) if head.kind == "attention" else z.sum(-1)).mean())
 
 
+def _exact_reasons(graph: CircuitGraph, exact: Sweep | None) -> list[str]:
+    if exact is None:
+        return []
+    reasons, apart = [], abs(exact.clean_value - graph.value)
+    if exact.metric != graph.metric:
+        reasons.append(f"got a sweep of {exact.metric}; the graph is of {graph.metric}")
+    elif apart > 1e-2 * max(abs(exact.clean_value - exact.corrupted_value), abs(graph.value)):
+        reasons.append(
+            f"got a sweep of a run whose metric is {exact.clean_value:.4g}; the graph's is "
+            f"{graph.value:.4g}: it is of other prompts"
+        )
+    if exact.part != "z" or exact.method != MEASURED:
+        reasons.append(f"got a sweep of {exact.part} by {exact.method}; expected patches of z")
+    frame = exact.to_frame()
+    if "prompt" in frame or not pd.api.types.is_integer_dtype(frame["position"]):
+        reasons.append('got a sweep without a row for each position; expected positions="each"')
+    return reasons
+
+
+def _exact_effects(nodes: pd.DataFrame, exact: Sweep) -> "pd.Series[float]":
+    """Return the effect of each node that the sweep has, in units of the metric."""
+    frame = exact.to_frame()
+    rises = exact.direction == "denoise"
+    effect = frame["value"] - exact.corrupted_value if rises else exact.clean_value - frame["value"]
+    found = effect.set_axis(frame["name"].astype(str) + "@" + frame["position"].astype(str))
+    return nodes["id"].map(found)
+
+
+def _example_reasons(examples: pd.DataFrame | None) -> list[str]:
+    if examples is None or {"name", *EXAMPLE_COLUMNS} <= set(examples.columns):
+        return []
+    return [f"got examples with {list(examples.columns)}; expected those of top_examples"]
+
+
+def _with_examples(
+    details: dict[str, NodeDetails], heads: pd.DataFrame, examples: pd.DataFrame, notes: list[str]
+) -> dict[str, NodeDetails]:
+    """Add the examples of the neurons of largest |attribution|, as many as a page holds."""
+    known, left = set(examples["name"]), _EXAMPLES
+    ranked = heads.loc[heads["attribution"].abs().sort_values(ascending=False).index, "name"]
+    found, names = dict(details), [name for name in ranked.unique() if name in known]
+    for at, name in enumerate(names):
+        told = examples_of(examples, name)
+        left -= sum(len(each.tokens) for each in told)
+        if left < 0:
+            notes.append(f"Examples: of the {at} neurons of largest |attribution|.")
+            break
+        found[name] = replace(found.get(name, NodeDetails()), examples=told)
+    return found
+
+
 def _patterns(
     run: Recording, model: Any, heads: pd.DataFrame, prompt: int, notes: list[str]
 ) -> dict[str, NodeDetails]:
+    """Return what neurons attend to, by name, and attention heads, by id.
+
+    A neuron that several heads share has no one pattern.
+    """
     most = _WEIGHTS // run.tokens.shape[1]
     strongest = heads.loc[heads["attribution"].abs().nlargest(most).index]
     if len(strongest) < len(heads):
         notes.append(f"Patterns: of the {most} nodes of largest |attribution|.")
-    cache = ActivationCache(run.hooked, model)
-    return {
-        key: NodeDetails(pattern=[round(weight, 3) for weight in each.pattern or ()])
-        for key, each in node_patterns(cache, strongest, prompt=prompt).items()
-    }
+    shared = host_of(model).neurons[0].heads_per_neuron > 1
+    found: dict[str, NodeDetails] = {}
+    for key, name, position in strongest[["id", "name", "position"]].to_numpy():
+        head = HeadName.parse(name)
+        if name in found or (head.kind == "neuron" and shared):
+            continue
+        pattern = run.hooked[_hooks(model, head)[1]][prompt, head.index].double()
+        if head.kind == "neuron":
+            found[name] = NodeDetails(_rounded(pattern[:, SELF]))
+        else:
+            found[key] = NodeDetails(_rounded(pattern[int(position)]))
+    return found
+
+
+def _rounded(pattern: Tensor) -> list[float]:
+    return [round(weight, 3) for weight in pattern.tolist()]
 
 
 def _with_tokens(
@@ -184,7 +283,7 @@ def _with_tokens(
     prompt: int,
     k: int,
 ) -> dict[str, NodeDetails]:
-    """Add the tokens that each node raises, by id, and that each neuron reads, by name."""
+    """Add the tokens that each node writes, by id, and that each neuron reads, by name."""
     try:
         effects = DirectEffects(model)
         raised = effects.promoted_tokens(run.hooked, _names_and_positions(heads), k, prompt=prompt)
@@ -197,13 +296,13 @@ def _with_tokens(
     texts = {each: token_text(model, each) for each in ids}
     found = dict(details)
 
-    def with_texts(top: TopTokens) -> list[tuple[str, float]]:
+    def with_texts(top: TokenScores) -> list[tuple[str, float]]:
         return [(texts[token], amount) for token, amount in top]
 
     for key, top in zip(heads["id"], raised, strict=True):
-        found[key] = replace(found.get(key, NodeDetails()), top_tokens=with_texts(top))
+        found[key] = replace(found.get(key, NodeDetails()), writes=with_texts(top))
     for key, top in zip(neurons, read, strict=True):
-        found[key] = replace(found.get(key, NodeDetails()), read_tokens=with_texts(top))
+        found[key] = replace(found.get(key, NodeDetails()), reads=with_texts(top))
     return found
 
 

@@ -15,6 +15,7 @@ Texts from outside reach a page in three ways only, each with its own escape:
 
 import json
 import sys
+from base64 import b64encode
 from collections.abc import Iterable
 from html import escape, unescape
 from importlib.resources import files
@@ -41,23 +42,44 @@ _FIGURES = 5  # significant
 class Page(str):
     """The text of a page; a notebook shows it in a frame of its own.
 
+    Attributes:
+        picture: SVG of what it shows first, if there is one: what a notebook shows where frames are
+            taken out, as on GitHub.
+
     Example:
         >>> from attn_only_lens.viz import Page
         >>> Page("<p>hello")._repr_html_()[:7]
         '<iframe'
     """
 
-    __slots__ = ()
+    picture: str | None
+
+    def __new__(cls, text: str, picture: str | None = None) -> "Page":
+        """Take the text, and the picture beside it."""
+        page = super().__new__(cls, text)
+        page.picture = picture
+        return page
 
     def _repr_html_(self) -> str:
-        style = "width:100%;height:760px;border:1px solid #ccc"
+        place = "grid-area:1/1;width:100%"
         # A sandbox without allow-same-origin: the page can reach nothing of the notebook's.
-        return f'<iframe sandbox="allow-scripts" style="{style}" srcdoc="{escape(self)}"></iframe>'
+        frame = (
+            f'<iframe sandbox="allow-scripts allow-downloads" style="{place};height:760px;'
+            f'border:1px solid #ccc" srcdoc="{escape(self)}"></iframe>'
+        )
+        if self.picture is None:
+            return frame
+        coded = b64encode(self.picture.encode()).decode()
+        title = escape(self._title())
+        image = f'<img alt="{title}" style="{place}" src="data:image/svg+xml;base64,{coded}">'
+        return f'<div style="display:grid">{image}{frame}</div>'  # the frame covers the picture
+
+    def _title(self) -> str:
+        return unescape(self.partition("<title>")[2].partition("</title>")[0])
 
     def __repr__(self) -> str:
         # A notebook stores this beside the frame: not the whole page a second time.
-        title = unescape(self.partition("<title>")[2].partition("</title>")[0])
-        return f"<Page {title!r}, {len(self):,} characters>"
+        return f"<Page {self._title()!r}, {len(self):,} characters>"
 
 
 def write_html(picture: "str | go.Figure", path: str | Path) -> Path:
@@ -91,13 +113,41 @@ def write_html(picture: "str | go.Figure", path: str | Path) -> Path:
     return Path(path)
 
 
-def document(title: str, body: str, style: str = "") -> Page:
+def write_svg(page: Page, path: str | Path) -> Path:
+    """Write the picture of a page to a file: whole, or not at all.
+
+    Args:
+        page: of a circuit.
+        path: the file; folders on the way to it are made.
+
+    Returns:
+        The path.
+
+    Raises:
+        TypeError: there is no picture of this page.
+
+    Example:
+        >>> import tempfile
+        >>> from attn_only_lens import viz
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     viz.write_svg(viz.Page("<p>hello", "<svg/>"), f"{folder}/hello.svg").read_text()
+        '<svg/>'
+    """
+    picture = getattr(page, "picture", None)
+    if picture is None:
+        raise TypeError(f"got a {type(page).__name__} without a picture; expected a circuit's page")
+    write_text(path, picture)
+    return Path(path)
+
+
+def document(title: str, body: str, style: str = "", picture: str | None = None) -> Page:
     """Return a page of this title around a body that is HTML already."""
     return Page(
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">\n'
         f"<title>{escape(title)}</title>\n<style>\n{style}</style>\n</head>\n"
-        f"<body>\n{body}\n</body>\n</html>\n"
+        f"<body>\n{body}\n</body>\n</html>\n",
+        picture,
     )
 
 
@@ -139,6 +189,12 @@ def visible_token(token: str) -> str:
     return "".join(
         _WHITE.get(c, c if c.isprintable() else c.encode("unicode_escape").decode()) for c in token
     )
+
+
+def with_space(token: str) -> str:
+    """Return a token as it stands in a text, with signs for what cannot be seen there."""
+    kept = token[: len(token) - len(token.lstrip(" "))] if token.strip(" ") else ""
+    return kept + visible_token(token.removeprefix(kept))
 
 
 def short_numbers(values: Iterable[Any]) -> list[Any]:

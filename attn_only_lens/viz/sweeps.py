@@ -2,19 +2,32 @@
 
     effect = score - score of the run that is patched into        (`Sweep.effect`)
 
-so that a patch without effect is white, whatever the direction of the sweep.
+so that a patch without effect is white, whatever the direction of the sweep. Of several prompts it
+is their mean, and the standard error of that mean is drawn as an error bar:
+
+    means                     the sweep's own `score_standard_error`
+    rows of each prompt       s/√n of the effects of the n prompts; their mean weighs them alike
 """
 
-from collections.abc import Sequence
+from textwrap import wrap
 from typing import TYPE_CHECKING, Literal
 
+import numpy as np
 import pandas as pd
 
+from attn_only_lens.numerics import is_count
 from attn_only_lens.patching import Sweep
+from attn_only_lens.patching.over_prompts import SPREAD
 from attn_only_lens.patching.results import MEASURED
-from attn_only_lens.viz.checks import refuse, token_reasons
-from attn_only_lens.viz.figures import HEAD_COLOURS, empty_figure, plotly_text, style_figure
-from attn_only_lens.viz.page import HEAD_PLURALS
+from attn_only_lens.viz.checks import refuse
+from attn_only_lens.viz.figures import (
+    DIVERGING,
+    HEAD_COLOURS,
+    empty_figure,
+    plotly_text,
+    style_figure,
+)
+from attn_only_lens.viz.page import HEAD_PLURALS, visible_token
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
@@ -23,30 +36,27 @@ MOST_ROWS = 100
 """Rows of a heatmap, or bars, whose names one can still read."""
 
 _OTHER = "#666666"
+_LINE = 95  # characters of a title, which are 860 px at most
 
 
-def sweep_heatmap(
-    sweep: Sweep,
-    rows: Literal["layer", "name"] = "layer",
-    tokens: Sequence[str] | None = None,
-) -> "go.Figure":
+def sweep_heatmap(sweep: Sweep, rows: Literal["layer", "name"] = "layer") -> "go.Figure":
     """Draw the effect of patches by layer and position, or by head and position.
 
     Effects of single patches do not add up to that of all, so a cell of a layer is not their sum
-    but that of its strongest site, named under the pointer.
+    but that of its strongest site, named under the pointer. Positions are labelled by the tokens
+    that the sweep was run on; where the corrupted prompt has another token, it follows after "/".
 
     Args:
-        sweep: the results; `sweep.query` and `sweep.top` narrow them.
+        sweep: the results; `sweep.query` and `sweep.top` narrow them. Of rows of each prompt, the
+            mean over prompts is drawn.
         rows: "layer", a row for the heads and one for the neurons of each layer, upward; "name", a
             row for each of up to 100 heads, the strongest on top.
-        tokens: the texts of the prompt's tokens, for the names of positions.
 
     Returns:
         A plotly figure; `viz.write_html` writes it to a page that works offline.
 
     Raises:
-        InputError: the sweep is empty, has too many heads, or rows of several prompts; `rows` is
-            another word, or tokens are too few.
+        InputError: the sweep is empty, or has too many heads; `rows` is another word.
         ImportError: plotly is not installed.
 
     Example:
@@ -61,8 +71,6 @@ def sweep_heatmap(
         ('L0 neurons', 0.75)
     """
     frame = _effects(sweep)
-    if sweep.rows.has_prompts:
-        refuse('the sweep has rows of each prompt; expected means, or sweep.query("prompt == 0")')
     if rows not in ("layer", "name"):
         refuse(f"got rows={rows!r}; expected 'layer' or 'name'")
     if rows == "name":
@@ -77,43 +85,59 @@ def sweep_heatmap(
     positions = sorted(set(frame["position"]))
     if frame["position"].dtype == "category":  # roles, in the order asked for
         positions = list(frame["position"].cat.categories)
-    labels = [_position(position, tokens) for position in positions]
+    labels = _position_labels(sweep, positions)
     strongest = frame.drop_duplicates(["row", "position"])  # the first is: see _effects
     grid = strongest.pivot(index="row", columns="position", values="effect")
-    named = strongest.pivot(index="row", columns="position", values="name")
+    strongest = strongest.assign(
+        said=strongest["name"].map(plotly_text) + _errors_as_text(strongest)
+    )
+    named = strongest.pivot(index="row", columns="position", values="said")
     grid, named = (each.reindex(index=order, columns=positions) for each in (grid, named))
     limit = float(frame["effect"].abs().max()) or 1.0
     figure = empty_figure().add_heatmap(
         z=grid.to_numpy(),
-        x=labels,
+        x=[labels[position] for position in positions],
         y=order,
-        customdata=named.map(plotly_text, na_action="ignore").fillna("").to_numpy(),
+        customdata=named.fillna("").to_numpy(),
         hoverongaps=False,
-        hovertemplate="%{customdata} at %{x}<br>effect %{z:.4g}<extra></extra>",
-        colorscale="RdBu",
+        hovertemplate="%{x}<br>effect %{z:.4g}<br>%{customdata}<extra></extra>",
+        colorscale=DIVERGING,
         zmid=0,
         zmin=-limit,
         zmax=limit,
         colorbar={"title": "effect"},
+        xgap=1,
+        ygap=1,
     )
-    figure.update_xaxes(title_text="position", type="category")
-    figure.update_yaxes(type="category")
-    return _titled(figure, sweep, len(order), "strongest site of each cell" * (rows == "layer"))
+    figure.update_xaxes(
+        title={"text": _position_title(sweep), "standoff": 12},
+        type="category",
+        automargin=True,
+        tickmode="linear",  # every position
+        autotickangles=[0, -45, -90],
+        showgrid=False,
+    )
+    figure.update_yaxes(type="category", automargin=True, tickmode="linear", showgrid=False)
+    figure.update_layout(plot_bgcolor="#e4e4e4")  # where nothing was patched
+    notes = ["strongest site of each cell"] * (rows == "layer") + [_mean_note(sweep)]
+    return _titled(figure, sweep, (14 if len(order) > 30 else 20) * len(order), *notes)
 
 
-def sweep_bars(sweep: Sweep, k: int = 20, tokens: Sequence[str] | None = None) -> "go.Figure":
+def sweep_bars(sweep: Sweep, k: int = 20) -> "go.Figure":
     """Draw the k patches of largest |effect| as bars, the largest on top.
+
+    Of several prompts, an error bar is the standard error of the mean over prompts, and the title
+    says so. There is none where the metric is one number of all prompts, and of one prompt.
 
     Args:
         sweep: the results.
         k: how many, 100 at most.
-        tokens: as for `sweep_heatmap`.
 
     Returns:
         A plotly figure.
 
     Raises:
-        InputError: the sweep is empty, k is too large, or tokens are too few.
+        InputError: the sweep is empty, or k is too large.
         InputError: k is not a positive number.
         ImportError: plotly is not installed.
 
@@ -128,61 +152,111 @@ def sweep_bars(sweep: Sweep, k: int = 20, tokens: Sequence[str] | None = None) -
         ('L0N5 at 2',)
     """
     frame = _effects(sweep)
-    top = sweep.top(k)
-    if len(top) > MOST_ROWS:
+    if not is_count(k, 1):
+        refuse(f"got k={k!r}; expected 1 or more")
+    n_patches, frame = len(frame), frame.head(k)
+    if len(frame) > MOST_ROWS:
         refuse(f"got k={k}; expected {MOST_ROWS} at most")
-    frame = frame.loc[top.index]
+    positions = _position_labels(sweep, list(dict.fromkeys(frame["position"])))
     frame["label"] = [
-        f"{name} at {_position(position, tokens)}"
+        f"{plotly_text(name)} at {positions[position]}"
         for name, position in frame[["name", "position"]].to_numpy()
     ]
-    if sweep.rows.has_prompts:  # else bars of the same name would be drawn in one place
-        frame["label"] += ", prompt " + frame["prompt"].astype(str)
+    frame["said"] = _errors_as_text(frame)
     figure = empty_figure()
     for kind, part in frame.groupby("kind", observed=True, sort=False):
+        errors = {"array": part["error"].tolist(), "thickness": 1.2, "width": 3, "color": "#222"}
         figure.add_bar(
             x=part["effect"].tolist(),
             y=part["label"].tolist(),
             orientation="h",
-            name=plotly_text(str(kind)),
+            name=plotly_text(HEAD_PLURALS.get(str(kind), str(kind))),
             marker_color=HEAD_COLOURS.get(str(kind), _OTHER),
-            customdata=part["value"].tolist(),
-            hovertemplate="%{y}<br>effect %{x:.4g}<br>metric %{customdata:.4g}<extra></extra>",
+            error_x=errors if part["error"].notna().any() else None,
+            customdata=part[["value", "said"]].to_numpy(),
+            hovertemplate="%{y}<br>effect %{x:.4g}%{customdata[1]}<br>"
+            "metric %{customdata[0]:.4g}<extra></extra>",
         )
-    figure.update_xaxes(title_text="effect", zeroline=True, zerolinecolor="#444")
-    figure.update_yaxes(
-        type="category", categoryorder="array", categoryarray=frame["label"].tolist()[::-1]
+    figure.update_xaxes(
+        title_text="effect on the score (0 corrupted, 1 clean)", zeroline=True, zerolinecolor="#444"
     )
-    figure.update_layout(showlegend=True)
-    return _titled(figure, sweep, len(frame), f"{len(frame)} of {len(sweep)} patches")
+    figure.update_yaxes(
+        type="category",
+        categoryorder="array",
+        categoryarray=frame["label"].tolist()[::-1],
+        automargin=True,
+        tickmode="linear",
+    )
+    figure.update_layout(showlegend=True, legend={"orientation": "h", "y": 1, "yanchor": "bottom"})
+    notes = f"{len(frame)} of {n_patches} patches", _mean_note(sweep, bars=True)
+    return _titled(figure, sweep, 22 * len(frame), *notes, legend=25)
 
 
 def _effects(sweep: Sweep) -> pd.DataFrame:
-    """Return the sweep's rows with their effect, the strongest first; ties keep their order."""
+    """Return the effect of each patch and its error, the strongest first; ties keep their order."""
     refuse(*["the sweep has no rows"] * (not len(sweep)))
     frame = sweep.to_frame().assign(effect=sweep.effect)
     for column in ("name", "kind"):
         frame[column] = frame[column].astype(str)
+    if sweep.rows.has_prompts:
+        site = ["layer", "kind", "name", "position"]
+        of_site = frame.groupby(site, sort=False, observed=True)[["effect", "value"]]
+        frame = of_site.mean().assign(error=of_site.sem()["effect"]).reset_index()
+    else:
+        frame["error"] = frame.get(SPREAD[1], np.nan)
     order = frame["effect"].abs().sort_values(ascending=False, kind="stable").index
     return frame.loc[order]
 
 
-def _position(position: int | str, tokens: Sequence[str] | None) -> str:
-    if tokens is None or isinstance(position, str):
-        return str(position)
-    reasons = token_reasons(tokens)
-    if not reasons and not -len(tokens) <= position < len(tokens):
-        reasons = [f"got {len(tokens)} tokens; the sweep has position {position}"]
-    refuse(*reasons)
-    return f"{position} {plotly_text(tokens[position])}"
+def _errors_as_text(frame: pd.DataFrame) -> "pd.Series[str]":
+    return frame["error"].map(lambda error: "" if np.isnan(error) else f" ± {error:.2g}")
 
 
-def _titled(figure: "go.Figure", sweep: Sweep, n_rows: int, note: str) -> "go.Figure":
+def _position_labels(sweep: Sweep, positions: list[int | str]) -> dict[int | str, str]:
+    """Return the label of each position: itself, and the tokens that are there."""
+    if sweep.tokens is None:
+        return {each: plotly_text(str(each)) for each in positions}
+    numbers = sweep.rows.numbers.get("prompt")
+    prompts = None if numbers is None else np.unique(numbers).tolist()
+    texts = {each: sweep.tokens.text(each, prompts, visible_token) for each in positions}
+    return {each: plotly_text(f"{each} {text}".rstrip()) for each, text in texts.items()}
+
+
+def _position_title(sweep: Sweep) -> str:
+    tokens = sweep.tokens
+    if tokens is None:
+        return "position"
+    return f"position and token{' (clean / corrupted where they differ)' * bool(tokens.corrupted)}"
+
+
+def _mean_note(sweep: Sweep, bars: bool = False) -> str:
+    """Return what is drawn of several prompts, and what an error bar is."""
+    numbers = sweep.rows.numbers
+    n = len(np.unique(numbers["prompt"])) if "prompt" in numbers else sweep.n_prompts
+    if n == 1:
+        return ""
+    mean = f"mean over {n} prompts"
+    if not bars:
+        return mean
+    if not sweep.rows.has_prompts and np.isnan(numbers.get(SPREAD[1], np.full(1, np.nan))).all():
+        return f"{mean}, without error bars: the metric is one number of all prompts"
+    return f"{mean} ± its standard error"
+
+
+def _titled(
+    figure: "go.Figure", sweep: Sweep, height: int, *notes: str, legend: int = 0
+) -> "go.Figure":
     method = "measured" if sweep.method == MEASURED else f"estimated by {sweep.method}"
-    parts = [f"{sweep.model}: {sweep.part}, {sweep.direction}", sweep.metric, method, note]
+    title = f"{sweep.model}: {sweep.part}, {sweep.direction} · {sweep.metric}"
+    below = " · ".join(note for note in (method, *notes) if note)
+    lines = [plotly_text(each) for each in wrap(title, _LINE)]
+    lines += [
+        f"<span style='font-size:12px'>{plotly_text(each)}</span>" for each in wrap(below, _LINE)
+    ]
+    top = 50 + 20 * len(lines) + legend
     return style_figure(
         figure,
-        plotly_text(" · ".join(part for part in parts if part)),
-        height=max(400, 220 + 22 * n_rows),
-        margin={"l": 130, "b": 110},
-    )
+        "<br>".join(lines),
+        height=max(300, 100 + top + height),
+        margin={"l": 60, "r": 20, "t": top, "b": 60},
+    ).update_layout(title={"y": 1, "yanchor": "top", "yref": "container", "pad": {"t": 36}})

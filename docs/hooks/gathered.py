@@ -1,20 +1,15 @@
 """What the site takes from the rest of the repository, so that nothing is written twice.
 
-    <!-- README: Five lines -->    in a page: that section of the README, heading and all; under the
-                                   README's own title, what stands above its first section
-    module: attn_only_lens.viz     in the head of a page: an entry for every name in `__all__`
-    first: [circuit_view]          beside it: the names to begin with; the others follow a rule
-    notebooks/*.ipynb              a page each, with the outputs that they were saved with
-    analyses/results/*             where they are in the repository, so that links to them hold
-    CHANGELOG.md                   a page
-    notebooks/*.md                 in `nav`: every such page, in order; no section if there is none
-
-Links of a README section are relative to the root, without docs/: only pages directly under docs/
-take sections.
+module: attn_only_lens.viz     in the head of a page: an entry for every name in `__all__`
+first: [circuit_view]          beside it: the names to begin with; the page opens with a table of
+                               them, and the others follow a rule
+notebooks/*.ipynb              a page each, with the outputs that they were saved with
+analyses/results/*             where they are in the repository, so that links to them hold
+CHANGELOG.md                   a page
+notebooks/*.md                 in `nav`: every such page, in order; no section if there is none
 """
 
 import ast
-import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -25,7 +20,6 @@ from nbconvert import MarkdownExporter
 
 ROOT = Path(__file__).parents[2]
 NOTEBOOKS = ROOT / "notebooks"
-_SECTION = re.compile(r"^<!-- README: (.+) -->$", re.M)
 
 
 def on_files(files: Any, config: Any) -> Any:
@@ -58,6 +52,8 @@ def _expanded(item: Any, pages: list[str]) -> list[Any]:
     if not isinstance(item, dict):
         return [item]
     [(title, inner)] = item.items()
+    if isinstance(inner, list):
+        return [{title: [entry for each in inner for entry in _expanded(each, pages)]}]
     if isinstance(inner, str) and "*" in inner:
         found: list[Any] = [page for page in pages if Path(page).match(inner)]
         return [{title: found}] if found else []
@@ -65,20 +61,9 @@ def _expanded(item: Any, pages: list[str]) -> list[Any]:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Sections of the README, and entries of a module."""
-    text = _SECTION.sub(lambda match: section(match[1]), markdown)
+    """Add the entries of a module."""
     module = page.meta.get("module")
-    return f"{text}\n\n{entries(module, page.meta.get('first', ()))}" if module else text
-
-
-def section(title: str) -> str:
-    """A section of the README."""
-    readme = (ROOT / "README.md").read_text("utf-8")
-    parts = {part.split("\n", 1)[0]: part for part in re.split(r"^##? ", readme, flags=re.M)}
-    if title not in parts:
-        raise PluginError(f"got section {title!r}; the README has {sorted(parts)}")
-    text = f"## {parts[title]}" if title != "attn_only_lens" else parts[title].split("\n", 1)[1]
-    return text.replace("](docs/", "](")
+    return f"{markdown}\n\n{entries(module, page.meta.get('first', ()))}" if module else markdown
 
 
 def package(module: str) -> Path:
@@ -120,11 +105,12 @@ def entries(module: str, first: Sequence[str] = ()) -> str:
     pages of their own.
     """
     names, root = public(module), public("attn_only_lens")
-    unknown = [name for name in first if name not in names]
+    own = [name for name in first if "." not in name]
+    unknown = [name for name in own if name not in names]
     if unknown:
         raise PluginError(f"{module} has no {unknown[0]}, which its page puts first")
-    parts = []
-    for name in (*first, *(name for name in names if name not in first)):
+    parts = [_table(module, first)] if first else []
+    for name in (*own, *(name for name in names if name not in own)):
         where, anchor = names[name], f'<a id="{module}.{name}"></a>'
         if where == f"{module}.{name}" and package(where).is_file():
             parts.append(f"## {name}\n\n{anchor}A module: [{where}]({name}.md).")
@@ -132,6 +118,30 @@ def entries(module: str, first: Sequence[str] = ()) -> str:
             parts.append(f"## {name}\n\n{anchor}[attn_only_lens.{name}][{where}]")
         else:
             parts.append(f"{anchor}\n\n::: {where}")
-    if 0 < len(first) < len(names):
-        parts.insert(len(first), "---\n\n*The rest, in alphabetical order:*")
+    if 0 < len(own) < len(names):
+        parts.insert(len(own) + 1, "---\n\n*The rest, in alphabetical order:*")
     return "\n\n".join(parts)
+
+
+def _table(module: str, first: Sequence[str]) -> str:
+    """Return a table of names, of this module or of its modules, each with what is said of it."""
+    rows = []
+    for each in first:
+        inner, _, name = each.rpartition(".")
+        of = f"{module}.{inner}" if inner else module
+        page = f"{inner}.md" if inner else ""
+        rows.append(f"| [{each}]({page}#{of}.{name}) | {said(public(of)[name])} |")
+    return "\n".join(["| name | |", "| --- | --- |", *rows])
+
+
+def said(where: str) -> str:
+    """Return the first sentence of the docstring of a function or class, or of a package."""
+    if package(where).is_file():
+        tree: Any = ast.parse(package(where).read_text("utf-8"))
+    else:
+        module, _, name = where.rpartition(".")
+        path = ROOT / f"{module.replace('.', '/')}.py"
+        found = ast.parse(path.read_text("utf-8")).body
+        [tree] = [each for each in found if getattr(each, "name", None) == name]
+    paragraph = (ast.get_docstring(tree) or "").split("\n\n")[0]
+    return " ".join(paragraph.split()).split(". ")[0].rstrip(".").replace("|", "\\|")

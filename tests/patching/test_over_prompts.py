@@ -110,10 +110,19 @@ def test_positions_by_role_are_each_prompts_own(model, tmp_path):
     settings |= {"per_prompt": True, "direction": "noise"}
     sweep = p.activation_patch(model, clean, corrupted, METRIC, positions=roles, **settings)
     sweep.save(tmp_path / "sweep.parquet")
-    rows = p.Sweep.load(tmp_path / "sweep.parquet").frame
+    loaded = p.Sweep.load(tmp_path / "sweep.parquet")
+    rows = loaded.frame
     estimates = p.attribution(
         model, clean, corrupted, METRIC, sites=SITES, mask=mask, positions=roles, per_prompt=True
     )
+    texts = [
+        [str(token) if i < n else None for i, token in enumerate(row)]
+        for n, row in zip(LENGTHS, clean.tolist(), strict=True)
+    ]
+    for found in (sweep, loaded.query("prompt == 1"), estimates):
+        assert found.tokens.clean == texts
+        assert found.tokens.corrupted[2][1] == str(corrupted[2, 1].item())
+        assert found.tokens.roles == {"changed": [1, 1, 1], "end": [n - 1 for n in LENGTHS]}
     assert set(zip(estimates.frame["position"], estimates.frame["name"], strict=True)) == {
         (role, site) for role in roles for site in SITES
     }

@@ -239,6 +239,8 @@ def test_resumes(small, tmp_path, monkeypatch):
         expected.save(tmp_path / "paths.csv")
         loaded = p.Paths.load(tmp_path / "paths.csv")
         pd.testing.assert_frame_equal(expected.frame, loaded.frame, check_categorical=False)
+        assert loaded.tokens == expected.tokens
+        assert expected.tokens.clean == [[str(each) for each in row] for row in clean.tolist()]
     roles = options | {"resume": tmp_path / "roles", "positions": {"role": 1}}
     p.path_patch(model, clean, corrupted, METRIC, **roles)
     with pytest.raises(InputError, match="where: got"):  # of one name, and elsewhere

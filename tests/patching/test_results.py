@@ -6,7 +6,7 @@ import time
 import numpy as np
 import pandas as pd
 import pytest
-from random_sweeps import POSITIONS, RUN, SITES, sweep, values
+from random_sweeps import POSITIONS, RUN, SITES, TOKENS, sweep, values
 from sealed_files import rewrite
 
 from attn_only_lens import CheckpointError, InputError
@@ -128,12 +128,13 @@ def test_saved_and_loaded(ending, positions, columns, tmp_path):
     optional = {
         name: np.resize(np.array(each), len(frame)) for name, each in OPTIONAL[columns].items()
     }
-    saved = sweep(frame=frame.assign(**optional))
+    saved = sweep(frame=frame.assign(**optional), tokens=TOKENS)
     saved.save(path)
     saved.save(path)
     loaded = p.Sweep.load(path)
     pd.testing.assert_frame_equal(loaded.frame, saved.frame, check_exact=True)
     assert {key: getattr(loaded, key) for key in RUN} == RUN
+    assert loaded.tokens == saved.tokens == saved.query("layer == 0").tokens
     left = {each.name for each in path.parent.iterdir()}
     assert left == {path.name} | ({f"{path.name}.json"} if ending == "csv" else set())
 
@@ -196,8 +197,8 @@ def test_files_that_are_no_sweep(tmp_path):
     with pytest.raises(CheckpointError, match=r"ends in \.parquet"):
         sweep().save(tmp_path / "sweep.pkl")
     sweep().save(tmp_path / "new.csv")
-    rewrite(tmp_path / "new.csv.json", format_version=3)
-    with pytest.raises(CheckpointError, match="format version 3"):
+    rewrite(tmp_path / "new.csv.json", format_version=4)
+    with pytest.raises(CheckpointError, match="format version 4"):
         p.Sweep.load(tmp_path / "new.csv")
 
 

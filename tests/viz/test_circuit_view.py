@@ -2,12 +2,13 @@
 
 import models
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from bridges import boot, original
 from browser import needs_browser
 from common import needs_hooked_transformer, tokens
-from page_of_circuit import click, read_back, slide, visible
+from page_of_circuit import click, ids, read_back, show_all, switch
 
 from attn_only_lens import Bilinear, InputError, convert, expose_neuron_heads, viz
 from attn_only_lens import patching as p
@@ -143,10 +144,10 @@ def test_top_tokens_are_what_the_model_makes_of_them(family, layout):
     plain = 0
     for node in heads_of(graph).itertuples():
         expected = standard(direct_logits(source, given, node.name, node.position))
-        _told(details[node.id]["top"], expected, 3)
+        _told(details[node.id]["writes"], expected, 3)
         if node.kind == "neuron":
             queries = standard(embedding_queries(source, node.name))
-            _told(details[node.name]["read"], queries, 3)
+            _told(details[node.name]["reads"], queries, 3)
         # The control: to leave out the norm before the unembedding names other tokens.
         W_O = source.blocks[node.layer].mlp.W_out if node.kind == "neuron" else None
         if W_O is not None:
@@ -156,9 +157,11 @@ def test_top_tokens_are_what_the_model_makes_of_them(family, layout):
 
 
 def _told(got, expected, k):
-    amounts, best = expected.topk(k)
-    assert [text for text, _ in got] == [str(each) for each in best.tolist()]
-    assert [amount for _, amount in got] == pytest.approx(amounts.tolist(), rel=1e-4)
+    """The k largest and, after them, the k smallest, the very smallest last."""
+    order = expected.argsort(descending=True)
+    ends = torch.cat([order[:k], order[-k:]])
+    assert [text for text, _ in got] == [str(each) for each in ends.tolist()]
+    assert [amount for _, amount in got] == pytest.approx(expected[ends].tolist(), abs=6e-3)
 
 
 @needs_hooked_transformer
@@ -170,7 +173,7 @@ def test_top_tokens_are_of_the_prompt_that_is_shown(drawn):
         first, second = (
             standard(direct_logits(source, row[None], node.name, node.position)) for row in given
         )
-        _told(details[node.id]["top"], second, 10)
+        _told(details[node.id]["writes"], second, 10)
         moved += int(first.argmax()) != int(second.argmax())
     assert moved  # the control
 
@@ -188,7 +191,7 @@ def test_heads_that_share_a_neuron_tell_what_it_raises():
         rows = source.ln_final.w * (W_out - W_out.mean()) @ source.W_U
         written = direct_logits(source, given, node.name, node.position)
         sign = 1 if (rows * written).sum() > 0 else -1
-        assert details[node.id]["top"][0][0] == str(int((sign * rows).argmax()))
+        assert details[node.id]["writes"][0][0] == str(int((sign * rows).argmax()))
         assert "pattern" not in details.get(node.name, {})
 
 
@@ -241,7 +244,7 @@ def test_bridges_say_what_their_originals_do(family):
             after = "attention" if node.kind == "attention" else "feedforward"
             row = through(getattr(block, f"post_{after}_layernorm"), row)
         expected = standard(plain.lm_head.weight @ through(getattr(trunk, last), row))
-        _told(details[node.id]["top"], expected, 3)
+        _told(details[node.id]["writes"], expected, 3)
 
 
 @needs_hooked_transformer
@@ -328,42 +331,99 @@ def test_an_embedding_that_is_not_known_says_how_to_go_on(drawn, monkeypatch):
         viz.circuit_view(graph, model, given)
 
 
+@needs_hooked_transformer
+def test_exact_effects_stand_beside_attributions(drawn):
+    """By a run of the model with one node's output set to zero, with hooks of the test's own."""
+    graph, model, given, _ = drawn
+    names = heads_of(graph)["name"].unique().tolist()[:5]
+    how = {"sites": names, "progress": False}
+    sweep = p.activation_patch(model, given, None, METRIC, direction="zero", **how)
+    data = read_back(viz.circuit_view(graph, exact=sweep))
+    shown = dict(zip(data["nodes"]["id"], data["nodes"]["exact"], strict=True))
+    known = {key for key, value in shown.items() if value is not None}
+    assert known == set(heads_of(graph)["id"][heads_of(graph)["name"].isin(names)])
+    assert "set to zero" in data["exact"]
+    key = min(known)
+    name, at = key.split("@")
+    head = HeadName.parse(name)
+
+    def zero(z, hook):
+        z[:, int(at), head.index] = 0
+        return z
+
+    with torch.no_grad():
+        whole = model(given)[:, -1]
+        hooks = [(head.hook("z", model), zero)]
+        without = model.run_with_hooks(given, fwd_hooks=hooks)[:, -1]
+    fall = ((whole - without)[:, 7] - (whole - without)[:, 11]).mean().item()
+    assert shown[key] == pytest.approx(fall, rel=1e-3)
+    for wrong, match in (
+        (p.activation_patch(model, given, None, p.logit_diff(7, 12), direction="zero", **how),
+         "the graph is of"),
+        (p.activation_patch(model, tokens(5, 2, POS), None, METRIC, direction="zero", **how),
+         "of other prompts"),
+        (p.activation_patch(model, given, None, METRIC, direction="zero", positions="all", **how),
+         'expected positions="each"'),
+    ):  # fmt: skip
+        with pytest.raises(InputError, match=match):
+            viz.circuit_view(graph, exact=wrong)
+
+
+@needs_hooked_transformer
+def test_examples_of_neurons(drawn, monkeypatch):
+    graph, *_ = drawn
+    neurons = heads_of(graph).query("kind == 'neuron'")
+    ranked = neurons.loc[neurons["attribution"].abs().sort_values(ascending=False).index, "name"]
+    frame = pd.DataFrame(
+        [
+            {"name": name, "rank": rank, "tokens": ("a", "b"), "values": (0.5, 2.0),
+             "gates": (0.25, 0.75), "position": 1, "value": 2.0, "text": 3}
+            for name in ranked.unique() for rank in range(3)
+        ]
+    )  # fmt: skip
+    data = read_back(viz.circuit_view(graph, examples=frame))
+    (first, *rest) = data["details"][ranked.iloc[0]]["examples"]
+    assert first == {"tokens": ["a", "b"], "values": [0.5, 2.0], "gates": [0.25, 0.75],
+                     "position": 1, "text": 3}  # fmt: skip
+    assert len(rest) == 2
+    monkeypatch.setattr("attn_only_lens.viz.graph_view._EXAMPLES", 12)
+    data = read_back(viz.circuit_view(graph, examples=frame))
+    assert set(data["details"]) == set(ranked.unique()[:2])
+    assert data["notes"][1:] == ["Examples: of the 2 neurons of largest |attribution|."]
+    with pytest.raises(InputError, match="expected those of top_examples"):
+        viz.circuit_view(graph, examples=frame.drop(columns="gates"))
+
+
 @needs_browser
 @needs_hooked_transformer
 def test_a_click_tells_what_the_graph_says(opened, drawn):
     graph, _, _, page = drawn
     shown, data = opened(page), read_back(page)
+    show_all(shown)
     neuron = heads_of(graph).query("kind == 'neuron' and layer == 2").iloc[0]
-    at = data["nodes"]["id"].index(neuron["id"])
-    click(shown, at)
-    shown.wait("document.querySelector('#details h2')")
-    assert shown.texts("#details h2") == [neuron["id"]]
+    click(shown, neuron["id"])
+    assert shown.texts("#panel h2") == [neuron["id"]]
     for title, end, other in (("reads", "target", "source"), ("writes", "source", "target")):
         mine = graph.edges[graph.edges[end] == neuron["id"]]
         assert set(shown.texts(f"#{title} tr td:first-child")) <= set(mine[other])
         assert shown.texts(f"#{title} h3")[0].split("(")[1].startswith(str(len(mine)))
     details = data["details"]
     for part, key, field in (
-        ("top-tokens", neuron["id"], "top"),
-        ("read-tokens", neuron["name"], "read"),
+        ("writes-tokens", neuron["id"], "writes"),
+        ("reads-tokens", neuron["name"], "reads"),
     ):
         got = shown.texts(f"#{part} td:first-child")
-        assert got == [text for text, _ in details[key][field]]
-        assert len(got) == 10
+        assert set(got) == {text for text, _ in details[key][field]}
+        assert len(got) == 20
     assert len(shown.texts("#pattern .tokens span")) == POS
     # Edges that say what sets a pattern are dashed, and can be switched off.
-    kinds = dict(enumerate(data["edges"]["kind"]))
-    lines = shown.js("return circuit.edges().map(e => [e.data('index'), e.style('line-style')])")
-    assert {(kinds[j], line) for j, line in lines} == {
-        ("value", "solid"), ("q", "dashed"), ("k", "dashed"),
-    }  # fmt: skip
-    slide(shown, "edge-threshold", 1000)
-    for kind in ("q", "k"):
-        shown.driver.find_element("id", f"edges-{kind}").click()
-    assert {kinds[j] for j in visible(shown, "edges()")} == {"value"}
-    # A search by a token that it raises finds it; the slider leaves the strongest.
-    shown.driver.find_element("id", "search").send_keys(neuron["id"])
-    assert shown.texts("#found") == ["1 found"]
-    slide(shown, "node-threshold", 0)
-    strongest = int(np.argmax(np.abs(data["nodes"]["attribution"])))
-    assert visible(shown, "nodes()") == {at, strongest}
+    kinds = data["edges"]["kind"]
+    dashes = shown.js(
+        "return [...document.querySelectorAll('#stage .edge')].map(e => "
+        "[d3.select(e).datum().kind, getComputedStyle(e).strokeDasharray === 'none'])"
+    )
+    assert {tuple(each) for each in dashes} == {("value", True), ("q", False), ("k", False)}
+    switch(shown, "edges-q", "edges-k")
+    assert {kinds[j] for j in ids(shown, "#stage .edge")} == {"value"}
+    # The metric stands above the token that it reads: the last one.
+    assert data["nodes"]["column"][data["nodes"]["kind"].index("metric")] == POS - 1

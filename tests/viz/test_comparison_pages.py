@@ -109,19 +109,29 @@ def test_the_report(opened, null):
 @needs_browser
 def test_the_circuit(opened):
     shown = opened(viz.comparison_circuit(found()))
-    colours = shown.js(
-        "return Object.fromEntries(circuit.nodes().map(n => [n.data('label'), "
-        "n.style('background-color')]))"
+    for kind in ("q", "k"):
+        shown.js("document.getElementById(arguments[0])?.click()", f"edges-{kind}")
+    nodes = dict(
+        shown.js(
+            "return [...document.querySelectorAll('#stage .node')].map(n => [n.dataset.id, "
+            "[getComputedStyle(n.querySelector('.box')).fill, n.textContent.at(-1)]])"
+        )
     )
-    kept, lost, gained = ("rgb(0,114,178)", "rgb(213,94,0)", "rgb(0,158,115)")
-    assert {name: colours[name] for name in ("L1H0", "L1N3", "L1N7")} == {
-        "L1H0": kept,
-        "L1N3": lost,
-        "L1N7": gained,
+    kept, lost, gained = ("rgb(0, 114, 178)", "rgb(213, 94, 0)", "rgb(0, 158, 115)")
+    assert {name: fill for name, (fill, _) in nodes.items() if name.startswith("L1")} == {
+        "L1H0@1": kept,
+        "L1N3@2": lost,
+        "L1N7@2": gained,
     }
-    assert colours["metric"] not in (kept, lost, gained)
-    lines = shown.js("return circuit.edges().map(e => e.style('line-color'))")
+    assert nodes["metric"][0] not in (kept, lost, gained)
+    lines = shown.js(
+        "return [...document.querySelectorAll('#stage .edge')].sort((a, b) => "
+        "a.dataset.id < b.dataset.id ? -1 : 1).map(e => getComputedStyle(e).stroke)"
+    )
     assert lines == [kept, lost, gained]
+    assert shown.texts("h1") == ["m, original against grown: loss = 1.5"]
+    assert shown.js("return document.querySelector('h1').scrollWidth <= innerWidth")
+    assert "1 kept, 1 lost, 1 gained" in shown.texts("#notes")[0]
 
 
 def test_a_negative_zero_is_zero():

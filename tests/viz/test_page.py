@@ -53,11 +53,11 @@ def test_a_library_keeps_its_strings():
 def test_the_bundled_library_is_the_one_that_was_published():
     folder = files("attn_only_lens.viz") / "vendor"
     readme = (folder / "README.md").read_text("utf-8")
-    bundle = (folder / "cytoscape.min.js").read_bytes()
+    bundle = (folder / "d3.min.js").read_bytes()
     assert hashlib.sha256(bundle).hexdigest() in readme
-    version = re.search(r"cytoscape (\d+\.\d+\.\d+)", readme)[1]
-    assert f'"{version}"' in bundle.decode("utf-8")
-    assert "Permission is hereby granted" in (folder / "cytoscape-LICENSE").read_text("utf-8")
+    version = re.search(r"d3 (\d+\.\d+\.\d+)", readme)[1]
+    assert f"d3js.org v{version} " in bundle.decode("utf-8")
+    assert "Permission to use, copy, modify" in (folder / "d3-LICENSE").read_text("utf-8")
 
 
 def test_a_file_is_whole_or_not_there(tmp_path):
@@ -76,7 +76,7 @@ def test_a_file_is_whole_or_not_there(tmp_path):
 
 def test_a_notebook_shows_a_page_in_a_frame():
     frame = viz.Page('<p class="a">\'</p>')._repr_html_()
-    assert 'sandbox="allow-scripts"' in frame
+    assert 'sandbox="allow-scripts allow-downloads"' in frame
     assert 'srcdoc="&lt;p class=&quot;a&quot;&gt;&#x27;&lt;/p&gt;"' in frame
 
 
@@ -98,7 +98,7 @@ exposed = expose_neuron_heads(pretrained.modular_addition())
 tokens, metric = torch.tensor([[3, 4, 113]]), patching.logit_diff(7, 8)
 _, cache = exposed.model.run_with_cache(tokens)
 graph = circuits.attribution_graph(exposed.model, tokens, metric, top=5)
-assert "cytoscape" in attn_only_lens.viz.circuit_view(graph)
+assert "d3js.org" in attn_only_lens.viz.circuit_view(graph)
 sweep = patching.attribution(exposed.model, tokens, torch.tensor([[3, 5, 113]]), metric)
 for name, draw in {
     "plotly": lambda: viz.sweep_heatmap(sweep),

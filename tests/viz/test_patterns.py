@@ -6,7 +6,6 @@ import re
 import circuitsvis
 import models
 import numpy as np
-import pandas as pd
 import pytest
 import torch
 from bridges import boot
@@ -132,33 +131,6 @@ def test_a_cache_may_have_no_batch(cache):
         viz.attention_view(alone, 1, TEXTS, prompt=1)
 
 
-def test_patterns_of_a_circuits_nodes(ran):
-    cache, plain = ran
-    nodes = pd.DataFrame(
-        [("neuron", f"{name}@{at}", name, at) for name in NAMES for at in (3, 7)]
-        + [("attention", "L1H1@5", "L1H1", 5), ("metric", "metric", "metric", 10)],
-        columns=["kind", "id", "name", "position"],
-    )
-    found = viz.node_patterns(cache, nodes, prompt=1)
-    assert set(found) == {*NAMES, "L1H1@5"}
-    for name in NAMES:
-        assert found[name].pattern == pytest.approx(self_weight(plain, name)[1], rel=1e-9)
-    expected = plain["blocks.1.attn.hook_pattern"][1, 1, 5].tolist()
-    assert found["L1H1@5"].pattern == pytest.approx(expected, rel=1e-9)
-    for wrong in ({"position": 11}, {"name": "L1H2"}):
-        with pytest.raises(InputError, match=r"got 'L1H1@5'; the cache holds 2 heads over 11"):
-            viz.node_patterns(cache, nodes.iloc[[6]].assign(**wrong))
-
-
-@needs_hooked_transformer
-def test_a_neuron_of_several_heads_has_no_pattern():
-    model = convert(models.build("gelu"), gate=Bilinear(4))
-    _, cache = model.run_with_cache(tokens())
-    names = ["L1N29", "L1N29.2"]
-    nodes = pd.DataFrame({"kind": "neuron", "id": names, "name": names, "position": 3})
-    assert set(viz.node_patterns(cache, nodes)) == {"L1N29.2"}
-
-
 @needs_browser
 def test_tokens_are_seen_as_they_are(opened, cache):
     page = opened(viz.neuron_pattern_view(cache, NAMES, TEXTS))
@@ -240,16 +212,12 @@ def test_refused_names_layers_and_caches(cache):
         viz.attention_view(partial, 1, TEXTS)
 
 
-NODE = ["id", "kind", "name", "position"]
 READERS = {
     "neuron_pattern": lambda cache: neuron_pattern(cache, "L1N29"),
     "neuron_gate": lambda cache: neuron_gate(cache, "L1N29"),
     "dense_pattern": lambda cache: dense_pattern(cache, "L1N29"),
     "neuron_pattern_view": lambda cache: viz.neuron_pattern_view(cache, "L1N29", TEXTS),
     "gate_value_scatter": lambda cache: viz.gate_value_scatter(cache, "L1N29", [TEXTS] * BATCH),
-    "node_patterns": lambda cache: viz.node_patterns(
-        cache, pd.DataFrame([("L1N29", "neuron", "L1N29", 2)], columns=NODE)
-    ),
     "attention_view": lambda cache: viz.attention_view(cache, 1, TEXTS),
 }
 

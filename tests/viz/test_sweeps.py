@@ -6,12 +6,12 @@ import numpy as np
 import pandas as pd
 import pytest
 from browser import needs_browser
-from random_sweeps import POSITIONS, SITES, sweep, values
+from random_sweeps import POSITIONS, SITES, TOKENS, sweep, values
 
 from attn_only_lens import InputError, viz
+from attn_only_lens.patching.prompt_tokens import PromptTokens
 
-TEXTS = ["<b>x</b>", "</script>", " the", "\n", "&lt;"]
-LABELS = ["0 <b>x</b>", "1 </script>", "2  the", "3 ↵", "4 &lt;"]
+LABELS = ["0 <b>x</b>", "1 </script>", "2 ·the / ·a", "3 ↵", "4 &lt;"]
 
 
 def strongest(found, rows):
@@ -55,19 +55,66 @@ def test_a_cell_without_a_patch_is_empty():
     assert np.isnan(drawn.z[0]).tolist() == [False, False, False, True, False]
 
 
-def test_roles_are_in_the_order_asked_for_and_prompts_apart():
+def test_roles_are_in_the_order_asked_for():
     roles = ["subject", "end", "attractor"]
     assert list(viz.sweep_heatmap(sweep(frame=values(positions=roles))).data[0].x) == roles
-    frame = values().assign(prompt=0, unpatched=0.5)
-    both = sweep(frame=pd.concat([frame, frame.assign(prompt=1)]))
-    with pytest.raises(InputError, match=r'sweep.query\("prompt == 0"\)'):
-        viz.sweep_heatmap(both)
-    viz.sweep_heatmap(both.query("prompt == 0"))
-    bars = viz.sweep_bars(both, k=2).data
-    assert {label for bar in bars for label in bar.y} == {
-        f"{name} at {position}, prompt {prompt}"
-        for name, position, prompt in both.top(2)[["name", "position", "prompt"]].to_numpy()
+    found = sweep(frame=values(positions=["subject", "all"]), tokens=TOKENS)
+    assert list(viz.sweep_heatmap(found).data[0].x) == ["subject ·the / ·a", "all"]
+
+
+def test_positions_are_labelled_by_the_tokens_of_the_prompts_that_are_drawn():
+    clean = [["The", " keys", " of"], [None, " dogs", " of"], ["My", " keys", " in"]]
+    other = [["The", " key", " of"], [None, " dog", " of"], ["My", " key", " in"]]
+    tokens = PromptTokens(clean, other, {})
+    frame = values(positions=[0, 1, 2, -1])
+    means = sweep(frame=frame, n_prompts=3, tokens=tokens)
+    assert list(viz.sweep_heatmap(means).data[0].x) == [
+        *("-1 ·of, ·in", "0 The, My", "1 ·keys, ·dogs", "2 ·of, ·in")
+    ]
+    each = pd.concat([frame.assign(prompt=i, unpatched=0.5) for i in range(3)])
+    second = sweep(frame=each, n_prompts=3, tokens=tokens).query("prompt == 1")
+    assert list(viz.sweep_heatmap(second).data[0].x) == ["-1 ·of", "0", "1 ·dogs / ·dog", "2 ·of"]
+    with pytest.raises(InputError, match="got tokens of 3 prompts and n_prompts=7"):
+        sweep(frame=frame, tokens=tokens)
+
+
+def test_error_bars_are_standard_errors_over_prompts():
+    rng, n, span = np.random.default_rng(3), 5, 5.0
+    each = pd.concat(
+        [
+            values().assign(prompt=i, unpatched=rng.normal(), value=rng.normal(size=65))
+            for i in range(n)
+        ]
+    )
+    found = sweep(frame=each, n_prompts=n)
+    figure = viz.sweep_bars(found, k=65)
+    assert "mean over 5 prompts ± its standard error" in figure.layout.title.text
+    drawn = {
+        label: (x, error)
+        for part in figure.data
+        for label, x, error in zip(part.y, part.x, part.error_x.array, strict=True)
     }
+    grid = viz.sweep_heatmap(found, "name").data[0]
+    for name in each["name"].unique():
+        for at in range(POSITIONS):
+            rows = each[(each["name"] == name) & (each["position"] == at)]
+            effects = [
+                (v - u) / span for v, u in zip(rows["value"], rows["unpatched"], strict=True)
+            ]
+            mean = sum(effects) / n
+            error = (sum((each - mean) ** 2 for each in effects) / (n - 1) / n) ** 0.5
+            assert drawn[f"{name} at {at}"] == pytest.approx((mean, error), rel=1e-9)
+            assert grid.z[grid.y.index(name), at] == pytest.approx(mean, rel=1e-9)
+
+    means = values().assign(value_standard_error=0.1, score_standard_error=0.25)
+    bars = viz.sweep_bars(sweep(frame=means)).data
+    assert {error for part in bars for error in part.error_x.array} == {0.25}
+    blind = viz.sweep_bars(sweep(frame=means.assign(score_standard_error=np.nan)))
+    assert "without error bars" in blind.layout.title.text
+    for one in (found.query("prompt == 2"), sweep(n_prompts=1)):
+        single = viz.sweep_bars(one)
+        assert "prompts" not in single.layout.title.text
+        assert all(part.error_x.array is None for part in (*single.data, *blind.data))
 
 
 def test_bars():
@@ -78,13 +125,13 @@ def test_bars():
     assert figure.layout.yaxis.categoryarray == tuple(wanted[::-1])
     bars = {y: x for part in figure.data for y, x in zip(part.y, part.x, strict=True)}
     assert [bars[label] for label in wanted] == pytest.approx((top["score"] - 1.0).tolist())
-    assert {part.name for part in figure.data} <= {"attention", "neuron"}
+    assert {part.name for part in figure.data} <= {"heads", "neurons"}
 
 
 def test_the_title_says_what_it_is_of():
     measured = viz.sweep_bars(sweep()).layout.title.text
     assert measured.startswith("&lt;tiny&gt;: z, denoise · logit_diff(")
-    assert "measured · 20 of 65 patches" in measured
+    assert "measured · 20 of 65 patches · mean over 7 prompts" in measured
     assert "estimated by atp" in viz.sweep_bars(sweep(method="atp")).layout.title.text
 
 
@@ -92,10 +139,6 @@ def test_the_title_says_what_it_is_of():
 def test_refused(draw):
     with pytest.raises(InputError, match="no rows"):
         draw(sweep().query("layer == 5"))
-    with pytest.raises(InputError, match=r"got 4 tokens; the sweep has position 4"):
-        draw(sweep(), tokens=TEXTS[:4])
-    with pytest.raises(InputError, match="got a str for tokens"):
-        draw(sweep(), tokens="text")
 
 
 def test_refused_too_many():
@@ -114,15 +157,22 @@ def test_refused_too_many():
 @needs_browser
 @pytest.mark.parametrize("draw", [viz.sweep_heatmap, viz.sweep_bars])
 def test_in_a_browser(opened, draw):
-    page = opened(draw(sweep(), tokens=TEXTS))
+    page = opened(draw(sweep(tokens=TOKENS)))
     page.wait("document.querySelectorAll('.xtick').length > 0")
     ticks = page.texts(".xtick text" if draw is viz.sweep_heatmap else ".ytick text")
     if draw is viz.sweep_heatmap:
-        assert [" ".join(tick.split()) for tick in ticks] == [" ".join(x.split()) for x in LABELS]
+        assert ticks == LABELS
     else:
         assert len(ticks) == 20
         assert any(re.fullmatch(r"L\d[HN]\d+ at 1 </script>", tick) for tick in ticks)
-    assert page.texts(".gtitle") == [
-        "<tiny>: z, denoise · logit_diff(' Mary', \" John\") · measured · "
-        + ("strongest site of each cell" if draw is viz.sweep_heatmap else "20 of 65 patches")
-    ]
+    (title,) = page.texts(".gtitle")
+    assert title.startswith("<tiny>: z, denoise · logit_diff(' Mary', \" John\")measured · ")
+    # Nothing is cut off: every text is within the picture.
+    outside = page.js(
+        "const frame = document.querySelector('.main-svg').getBoundingClientRect();"
+        "return [...document.querySelectorAll('.main-svg text')].filter(e => {"
+        " const box = e.getBoundingClientRect(); return box.width && (box.left < frame.left ||"
+        " box.right > frame.right || box.top < frame.top || box.bottom > frame.bottom)})"
+        ".map(e => e.textContent)"
+    )
+    assert outside == []

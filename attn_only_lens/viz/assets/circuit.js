@@ -1,8 +1,9 @@
 // What the page of a circuit does. Texts reach the page as textContent only, never as HTML.
 "use strict";
 (() => {
-  const data = JSON.parse(document.getElementById("circuit").textContent);
-  const { nodes, edges, tokens, details } = data;
+  const source = document.documentElement.outerHTML; // before anything changes, to be saved again
+  const read = (id) => JSON.parse(document.getElementById(id).textContent);
+  const data = read("circuit"), { nodes, edges, tokens, details } = data;
   const N = nodes.id.length, E = edges.source.length;
   const at = (id) => document.getElementById(id);
   const make = (tag, text = "", className = "") => {
@@ -11,312 +12,699 @@
     made.className = className;
     return made;
   };
+  const button = (text, act) => {
+    const made = make("button", text);
+    made.type = "button";
+    made.addEventListener("click", act);
+    return made;
+  };
   const number = (value) => (value === null ? "–" : String(value));
   // hasOwn: a node may be called "constructor".
-  const own = (key) => (Object.hasOwn(details, key) ? details[key] : {});
-  const told = (i) => ({ pattern: null, top: [], read: [], ...own(nodes.name[i]),
-                         ...own(nodes.id[i]) });
+  const own = (table, key) => (Object.hasOwn(table, key) ? table[key] : undefined);
+  const told = (i) => ({ ...own(details, nodes.name[i]), ...own(details, nodes.id[i]) });
+  const index = new Map(nodes.id.map((id, i) => [id, i]));
+
+  // --- What readers change, and what is saved with the page ------------------------------------
+  const state = { nodes: null, edges: null, kinds: ["value"], extras: false,
+                  only_pinned: false, pinned: [], names: {}, groups: [], theme: null };
+  const take = (given) => {
+    const list = (all) => (Array.isArray(all) ? all.filter((id) => index.has(id)) : []);
+    for (const key of ["nodes", "edges"]) // none: as many as fit
+      state[key] = Number.isFinite(given[key]) ? Math.max(1, Math.round(given[key])) : null;
+    for (const key of ["extras", "only_pinned"]) state[key] = given[key] === true;
+    if (Array.isArray(given.kinds)) state.kinds = given.kinds.map(String);
+    state.pinned = list(given.pinned);
+    state.names = Object.fromEntries(Object.entries(given.names || {})
+      .filter(([id, name]) => index.has(id) && typeof name === "string"));
+    state.groups = (Array.isArray(given.groups) ? given.groups : [])
+      .map((each) => ({ name: String(each.name), members: list(each.members) }))
+      .filter((each) => each.members.length);
+    state.theme = given.theme === "dark" || given.theme === "light" ? given.theme : null;
+  };
+  take({ ...state, ...read("state") });
 
   // --- Strength, colour ------------------------------------------------------------------------
   const sizes = (values) => values.map((value) => (value === null ? Infinity : Math.abs(value)));
   const strength = { node: sizes(nodes.attribution), edge: sizes(edges.weight) };
   const largest = (all) => all.reduce((a, b) => (b < Infinity && b > a ? b : a), 0) || 1;
-  const scale = { node: largest(strength.node), edge: largest(strength.edge) };
-  const STATUS = { kept: "#0072B2", lost: "#D55E00", gained: "#009E73" };
-  const SIGN = { embed: "▢", attention: "●", neuron: "◆", bias: "⬢", rest: "▼",
-                 offset: "★", metric: "■" };
-  const SHAPE = { embed: "round-rectangle", attention: "ellipse", neuron: "diamond",
-                  bias: "hexagon", rest: "vee", offset: "star", metric: "rectangle" };
-  // From white: blue positive, red negative. A root, so that weak ones keep a colour.
-  const signed = (value, top) => {
-    if (value === null) return "#dddddd";
-    const t = Math.sqrt(Math.min(1, Math.abs(value) / top));
-    const end = value < 0 ? [178, 24, 43] : [33, 102, 172];
-    return "rgb(" + end.map((c) => Math.round(255 + (c - 255) * t)).join(",") + ")";
+  const scale = { node: largest(strength.node) };
+  const STATUS = { kept: "=", lost: "×", gained: "+" };
+  const EXTRAS = ["bias", "rest", "offset"];
+  const css = (name) => getComputedStyle(document.documentElement).getPropertyValue("--" + name).trim();
+  const mix = (value, top) => {
+    const t = value === null ? 0 : Math.sqrt(Math.min(1, Math.abs(value) / top));
+    const ends = [css("zero"), css(value < 0 ? "negative" : "positive")];
+    return { fill: d3.interpolateRgb(...ends)(t), strong: t > 0.6 };
   };
-  const colour = (columns, values, top) => (i) =>
-    columns.status ? STATUS[columns.status[i]] || "#dddddd" : signed(values[i], top);
-  const nodeColour = colour(nodes, nodes.attribution, scale.node);
-  const edgeColour = colour(edges, edges.weight, scale.edge);
 
-  const fullColour = (j) => (edges.status ? edgeColour(j) : signed(edges.weight[j], 1e-300));
-
-  // --- The graph -------------------------------------------------------------------------------
-  const elements = [
-    ...nodes.id.map((_, i) => ({
-      group: "nodes", data: { id: "n" + i, index: i, label: nodes.name[i], colour: nodeColour(i),
-                              shape: SHAPE[nodes.kind[i]] },
-      position: { x: nodes.x[i], y: nodes.y[i] }, classes: "node",
-    })),
-    ...edges.source.map((source, j) => ({
-      group: "edges", data: { id: "e" + j, index: j, source: "n" + source,
-                              target: "n" + edges.target[j], colour: edgeColour(j),
-                              sign: fullColour(j),
-                              width: 0.7 + 4 * Math.abs(edges.weight[j]) / scale.edge,
-                              line: edges.kind[j] === "value" ? "solid" : "dashed" },
-      selectable: false,
-    })),
-  ];
-  const cy = cytoscape({
-    container: at("graph"), elements, layout: { name: "preset" }, autoungrabify: true,
-    boxSelectionEnabled: false, minZoom: 0.05, maxZoom: 4, hideEdgesOnViewport: E > 4000,
-    style: [
-      { selector: ".node", style: { label: "data(label)", shape: "data(shape)", width: 28,
-        height: 28, "background-color": "data(colour)", "border-width": 1, "border-color": "#555",
-        "font-size": 14, "text-valign": "bottom", "text-margin-y": 1, "min-zoomed-font-size": 5 } },
-      { selector: "edge", style: { "curve-style": "haystack", "haystack-radius": 0,
-        "line-color": "data(colour)", width: "data(width)", "line-style": "data(line)",
-        opacity: 0.65, events: "no" } },
-      { selector: ".weak", style: { display: "none" } },
-      { selector: ".faded", style: { opacity: 0.12 } },
-      { selector: "edge.near", style: { display: "element", opacity: 1, "z-index": 9, width: 2.5,
-        "line-color": "data(sign)" } },
-      { selector: ".found", style: { "border-width": 4, "border-color": "#E69F00" } },
-      { selector: ".chosen", style: { "border-width": 4, "border-color": "#000000" } },
-    ],
-  });
-  const node = (i) => cy.getElementById("n" + i);
-  const allNodes = cy.nodes(".node"), allEdges = cy.edges();
-  const whole = () => {
-    cy.resize(); // the header grows with what it says
-    const ends = (all, margin) => [Math.min(...all) - margin, Math.max(...all) + margin];
-    const [x1, x2] = ends(nodes.x, 45), [y1, y2] = ends(nodes.y, 30);
-    const left = 100, low = 25; // the names of rows and columns
-    const width = cy.width() - left, height = cy.height() - low;
-    const zoom = Math.min(width / (x2 - x1), height / (y2 - y1), 1.5);
-    cy.viewport({ zoom, pan: { x: left + (width - (x1 + x2) * zoom) / 2,
-                               y: (height - (y1 + y2) * zoom) / 2 } });
-  };
-  let moved = false; // by the reader
-  cy.on("dragpan scrollzoom pinchzoom", () => { moved = true; });
-  window.circuit = cy; // for the console
-
-  // --- Names of rows and columns, which stay in sight while the graph moves --------------------
-  const names = (box, all) => all.map(([name, where]) => {
-    const made = make("span", name);
-    made.title = name;
-    at(box).append(made);
-    return { made, where };
-  });
-  const rows = names("rows", data.rows);
-  const columns = names("columns", data.columns.map(([position, x]) =>
-    [position < 0 ? "none" : `${position} ${tokens[position]}`, x]));
-  const follow = () => {
-    const zoom = cy.zoom(), pan = cy.pan();
-    let last = Infinity; // rows come from below, and one that would cover the last is left out
-    for (const { made, where } of rows) {
-      const y = where * zoom + pan.y, on = last - y >= 14;
-      made.style.display = on ? "" : "none";
-      made.style.top = y + "px";
-      if (on) last = y;
-    }
-    columns.forEach(({ made, where }, i) => {
-      const apart = [columns[i - 1], columns[i + 1]].filter(Boolean)
-        .map((other) => Math.abs(other.where - where) * zoom);
-      made.style.left = where * zoom + pan.x + "px";
-      made.style.maxWidth = Math.max(12, Math.min(160, ...apart) - 4) + "px";
+  // --- Nodes as they are drawn: those of the graph, and groups of them -------------------------
+  let items = [], home = [];
+  const rebuild = () => {
+    home = nodes.id.map((_, i) => i);
+    items = nodes.id.map((id, i) => {
+      const name = own(state.names, id);
+      const width = name === undefined ? nodes.width[i] : data.per_character * name.length + data.padding;
+      return { key: id, label: name ?? nodes.label[i], row: nodes.row[i], column: nodes.column[i], width,
+               overhangs: nodes.kind[i] === "metric", members: [i], attribution: nodes.attribution[i],
+               kind: nodes.kind[i], status: nodes.status ? nodes.status[i] : null };
+    });
+    state.groups.forEach((each, g) => {
+      const members = each.members.map((id) => index.get(id));
+      const head = members.reduce((a, b) => (strength.node[b] > strength.node[a] ? b : a));
+      for (const i of members) home[i] = N + g;
+      const width = data.per_character * each.name.length + data.padding + 6;
+      items.push({ ...items[head], key: "group " + g, label: each.name, width, members, group: each,
+                   attribution: members.reduce((sum, i) => sum + (nodes.attribution[i] || 0), 0),
+                   status: null, kind: "group" });
     });
   };
-  cy.on("viewport resize", follow);
+  const position = (i) => (nodes.position[i] === null ? "" : tokens[nodes.position[i]]);
 
-  // --- Search ----------------------------------------------------------------------------------
-  const words = nodes.id.map((id, i) => {
-    const more = told(i), top = [...more.top, ...more.read].map(([token]) => token);
-    const position = nodes.position[i];
-    return [id, nodes.name[i], position === null ? "" : tokens[position], ...top]
-      .map((word) => word.toLowerCase());
+  // --- What is shown ---------------------------------------------------------------------------
+  const order = nodes.id.map((_, i) => i).sort((a, b) => (strength.node[b] - strength.node[a]) || a - b); // NaN of two ∞: as they come
+  const isExtra = (i) => EXTRAS.includes(nodes.kind[i]);
+  let chosen = null, scene = null, shown = [], drawn = [];
+  let count = { ...data.first };
+  const counting = () => {
+    if (state.nodes === null && pane.width) {
+      const first = order.filter((i) => !isExtra(i)), { most, fewest } = data.first_view;
+      for (count.nodes = Math.min(most, first.length); count.nodes > fewest; count.nodes--) {
+        const { width, height } = layout.place(items, first.slice(0, count.nodes), data.axis_width,
+                                               pane.width, pane.height);
+        if (width <= pane.width && height <= pane.height) break;
+      }
+    } else count.nodes = state.nodes ?? count.nodes;
+    count.edges = state.edges ?? 2 * count.nodes;
+    for (const what of ["nodes", "edges"]) toSlider(what);
+  };
+  const showing = () => {
+    const pinned = new Set(state.pinned.map((id) => index.get(id)));
+    for (const each of state.groups) for (const id of each.members) pinned.add(index.get(id));
+    const first = order.filter((i) => !isExtra(i));
+    const strong = state.only_pinned ? first.filter((i) => nodes.kind[i] === "metric")
+      : [...first.slice(0, count.nodes), ...(state.extras ? order.filter(isExtra) : [])];
+    const wanted = new Set([...strong, ...pinned]);
+    if (chosen !== null) for (const i of items[chosen].members) wanted.add(i);
+    return [...new Set(order.filter((i) => wanted.has(i)).map((i) => home[i]))];
+  };
+  const between = (visible) => {
+    const on = new Set(visible), kinds = new Set(state.kinds), found = new Map();
+    for (let j = 0; j < E; j++) {
+      const a = home[edges.source[j]], b = home[edges.target[j]];
+      if (a === b || !on.has(a) || !on.has(b) || !kinds.has(edges.kind[j])) continue;
+      const key = a < N && b < N ? j : `${a} ${b} ${edges.kind[j]}`;
+      const one = found.get(key) || { key: "e" + key, source: a, target: b, kind: edges.kind[j], weight: 0,
+                                      status: edges.status ? edges.status[j] : null };
+      one.weight += edges.weight[j]; // into a group, or out of it, edges of a kind add up
+      found.set(key, one);
+    }
+    return [...found.values()].sort((a, b) => Math.abs(b.weight) - Math.abs(a.weight));
+  };
+
+  // --- The drawing -----------------------------------------------------------------------------
+  const svg = d3.select("#stage").append("svg").attr("class", "circuit").attr("role", "img")
+    .attr("aria-label", document.title);
+  const back = svg.append("rect").attr("class", "back");
+  const view = svg.append("g"), bands = view.append("g"), lines = view.append("g");
+  const marks = view.append("g");
+  const side = svg.append("g"), foot = svg.append("g").attr("class", "axis");
+  side.append("rect").attr("class", "back");
+  foot.append("rect").attr("class", "back");
+  let pane = { width: 0, height: 0 }, transform = d3.zoomIdentity;
+
+  // A bar at a negative edge's end, where a positive one has an arrow: signs are told without colours.
+  const head = (edge, path) => {
+    const [x, y] = path.at(-1), up = path.at(-2)[1] > y ? 1 : -1, half = edge.width / 2;
+    const n = (value) => value.toFixed(1);
+    return edge.weight < 0 ? `M${n(x - 4 - half)} ${n(y)}H${n(x + 4 + half)}`
+      : `M${n(x - 3 - half)} ${n(y + up * half)}L${n(x)} ${n(y - up * 5)}L${n(x + 3 + half)} ${n(y + up * half)}`;
+  };
+  const sign = (value) => (value === null || value === 0 ? "" : value < 0 ? "− " : "+ ");
+  const drawEdges = () => {
+    const top = drawn.reduce((most, each) => Math.max(most, Math.abs(each.weight)), 0) || 1;
+    for (const each of drawn) each.width = 0.8 + 4.2 * Math.abs(each.weight) / top;
+    const paths = layout.paths(scene, items, drawn.map((each) => [each.source, each.target, each.kind]));
+    const colour = (each) => each.status || (each.weight < 0 ? "negative" : "positive");
+    lines.selectAll("path").data(drawn, (each) => each.key).join("path")
+      .attr("class", (each) => `edge ${each.kind} ${colour(each)}`).attr("data-id", (each) => each.key)
+      .attr("d", (each, j) => layout.curve(paths[j]) + head(each, paths[j]))
+      .attr("stroke-width", (each) => each.width.toFixed(2))
+      .attr("opacity", (each) => (0.35 + 0.6 * Math.sqrt(Math.abs(each.weight) / top)).toFixed(2))
+      .each(function title(each) {
+        d3.select(this).selectAll("title").data([each]).join("title")
+          .text(`${items[each.source].label} → ${items[each.target].label}, ${each.kind}${each.status ? ", " + each.status : ""}: ${+each.weight.toPrecision(4)}`);
+      });
+  };
+  const corner = { attention: 10, group: 10, metric: 4, embed: 4, neuron: 0 };
+  const drawNodes = () => {
+    const pinned = new Set(state.pinned);
+    const groups = marks.selectAll("g").data(shown, (i) => items[i].key).join((enter) => {
+      const made = enter.append("g").attr("tabindex", 0).attr("role", "button");
+      made.append("title");
+      made.append("rect").attr("class", "outer");
+      made.append("rect").attr("class", "box");
+      made.append("text").attr("dy", "0.35em");
+      return made.on("click", (event, i) => {
+        event.stopPropagation();
+        if (event.shiftKey || event.ctrlKey || event.metaKey) pin(i);
+        else choose(i);
+      }).on("mouseenter", (_, i) => light(i)).on("mouseleave", () => light(chosen))
+        .on("keydown", (event, i) => {
+          if (event.key === "Enter" || event.key === " ") { event.preventDefault(); choose(i); }
+          if (event.key === "p") pin(i);
+        });
+    });
+    groups.order()
+      .attr("class", (i) => `node ${items[i].kind} ${items[i].status || ""}`)
+      .attr("data-id", (i) => items[i].key)
+      .classed("pinned", (i) => items[i].members.some((m) => pinned.has(nodes.id[m])))
+      .classed("chosen", (i) => i === chosen)
+      .attr("transform", (i) => `translate(${scene.at.get(i).x.toFixed(1)},${scene.at.get(i).y.toFixed(1)})`);
+    const box = (selection, more) => selection
+      .attr("x", (i) => -items[i].width / 2 - more).attr("width", (i) => items[i].width + 2 * more)
+      .attr("y", -layout.BOX / 2 - more).attr("height", layout.BOX + 2 * more)
+      .attr("rx", (i) => (corner[items[i].kind] ?? 0) + more);
+    box(groups.select(".outer"), 2.5).style("display", (i) => (items[i].group ? "" : "none"));
+    box(groups.select(".box"), 0)
+      .style("fill", (i) => (items[i].status ? null : mix(items[i].attribution, scale.node).fill));
+    groups.select("text").text(labelOf)
+      .attr("class", (i) => (!items[i].status && mix(items[i].attribution, scale.node).strong ? "strong" : ""));
+    groups.select("title").text((i) => (items[i].group
+      ? items[i].members.map((m) => nodes.id[m]).join(", ")
+      : `${nodes.id[i]}  ${position(i)}\nattribution ${number(items[i].attribution)}`));
+  };
+  const labelOf = (i) => (items[i].status ? STATUS[items[i].status] + " " : sign(items[i].attribution))
+    + items[i].label;
+  const drawAxes = () => {
+    const { x, y, k } = transform;
+    view.attr("transform", transform);
+    svg.attr("width", pane.width).attr("height", pane.height);
+    back.attr("width", pane.width).attr("height", pane.height);
+    side.select("rect").attr("width", layout.GUTTER - 8).attr("height", pane.height);
+    let last = Infinity; // rows come from below, and one that would cover the last is left out
+    side.selectAll("text").data(scene.rows).join("text").attr("class", "row").attr("x", 8).attr("dy", "0.35em")
+      .text((each) => data.rows[each.row])
+      .attr("y", (each) => each.y * k + y)
+      .style("display", (each) => {
+        const here = each.y * k + y, on = last - here >= 13;
+        if (on) last = here;
+        return on ? "" : "none";
+      });
+    const top = Math.min(pane.height, scene.height * k + y) - layout.AXIS;
+    foot.attr("transform", `translate(0,${top.toFixed(1)})`);
+    foot.select("rect").attr("width", pane.width).attr("height", layout.AXIS);
+    const place = (each) => (each.left + each.width / 2) * k + x;
+    foot.selectAll("g").data(scene.columns, (each) => each.first + "-" + each.last).join((enter) => {
+      const made = enter.append("g");
+      made.append("title");
+      made.append("text").attr("class", "token").attr("y", 17);
+      made.append("text").attr("class", "index").attr("y", 32);
+      return made;
+    }).attr("transform", (each) => `translate(${place(each).toFixed(1)},0)`)
+      .classed("folded", (each) => each.first < each.last)
+      .style("display", (each) => (place(each) < layout.GUTTER - 10 ? "none" : ""));
+    foot.selectAll("g").select("title").text((each) => (each.first < 0 ? "of no position"
+      : tokens.slice(each.first, each.last + 1).join("")));
+    foot.selectAll("g").select(".token").text((each) => (each.first < 0 ? "–"
+      : each.first < each.last ? "⋯" : data.axis[each.first]));
+    foot.selectAll("g").select(".index").text((each) => (each.first < 0 ? ""
+      : each.first < each.last ? `${each.first}–${each.last}` : each.first));
+  };
+  const zoom = d3.zoom().scaleExtent([0.1, 4])
+    .filter((event) => (event.type !== "wheel" || event.ctrlKey || event.metaKey) && !event.button)
+    .on("zoom", (event) => { transform = event.transform; drawAxes(); });
+  svg.call(zoom).on("dblclick.zoom", null)
+    .on("wheel", (event) => { // a notebook scrolls on where there is nothing more to see here
+      if (event.ctrlKey || event.metaKey || !scene) return;
+      const before = transform.toString();
+      zoom.translateBy(svg, -event.deltaX / transform.k, -event.deltaY / transform.k);
+      if (transform.toString() !== before) event.preventDefault();
+    }).on("click", () => choose(null));
+  const settle = () => zoom.extent([[0, 0], [pane.width, pane.height]])
+    .translateExtent([[0, 0], [Math.max(scene.width, pane.width), Math.max(scene.height, pane.height)]]);
+  const home_view = () => {
+    settle();
+    // All columns from the right and rows from the top, where the metric is: if not all fit.
+    svg.call(zoom.transform, d3.zoomIdentity.translate(Math.min(0, pane.width - scene.width), 0));
+  };
+  const fit = () => {
+    settle();
+    const k = Math.min(1, pane.width / scene.width, pane.height / scene.height);
+    svg.call(zoom.transform, d3.zoomIdentity.scale(k));
+  };
+
+  // --- Everything, anew ------------------------------------------------------------------------
+  const measure = () => {
+    const box = at("stage").getBoundingClientRect();
+    pane = { width: box.width, height: box.height };
+    return pane.width > 0 && pane.height > 0; // a frame that is hidden has no size yet
+  };
+  const update = (keep = true) => {
+    const sized = measure();
+    counting();
+    shown = showing();
+    const all = between(shown);
+    const most = state.only_pinned ? all.length : count.edges;
+    drawn = all.filter((each, j) => j < most || each.source === chosen || each.target === chosen);
+    tellCounts(all.length);
+    if (!sized) return;
+    const before = chosen !== null ? scene?.at.get(chosen) : null;
+    scene = layout.place(items, shown, data.axis_width, pane.width, pane.height);
+    bands.selectAll("rect").data(scene.rows).join("rect").attr("class", "band").attr("x", layout.GUTTER - 8)
+      .attr("width", scene.width).attr("y", (each) => each.y - each.height / 2)
+      .attr("height", (each) => each.height);
+    drawEdges();
+    drawNodes();
+    const after = chosen !== null ? scene.at.get(chosen) : null;
+    if (!keep) home_view();
+    else { // what was chosen stays where it was, as far as that goes
+      settle();
+      zoom.translateBy(svg, before && after ? before.x - after.x : 0, before && after ? before.y - after.y : 0);
+    }
+    light(chosen);
+    search();
+  };
+  const light = (i) => {
+    const near = new Set(i === null ? [] : [i]);
+    lines.selectAll("path").classed("near", (each) => {
+      const mine = i !== null && (each.source === i || each.target === i);
+      if (mine) near.add(each.source).add(each.target);
+      return mine;
+    }).filter(".near").raise();
+    marks.selectAll("g").classed("near", (each) => near.has(each));
+    view.classed("lit", i !== null);
+  };
+  const reveal = (i) => { // not behind the panel, nor outside
+    const where = scene?.at.get(i);
+    if (!where) return;
+    const { x, y, k } = transform, half = items[i].width / 2 + 12;
+    const covered = getComputedStyle(at("panel")).position === "absolute" ? at("panel").offsetWidth : 0;
+    const here = [where.x * k + x, where.y * k + y], free = pane.width - covered;
+    const bring = (value, low, high) => (value < low ? low - value : value > high ? high - value : 0);
+    const [dx, dy] = [bring(here[0], layout.GUTTER + half, free - half),
+                      bring(here[1], 24, pane.height - layout.AXIS - 24)];
+    if (!dx && !dy) return;
+    zoom.translateExtent([[0, 0], [Math.max(scene.width, pane.width) + covered, Math.max(scene.height, pane.height)]]);
+    zoom.translateBy(svg, dx / k, dy / k);
+  };
+
+  // --- Counts, sliders, search -----------------------------------------------------------------
+  const candidates = order.filter((i) => !isExtra(i)).length;
+  const slider = { nodes: at("node-slider"), edges: at("edge-slider") };
+  const most = { nodes: candidates, edges: Math.max(E, 1) };
+  const toSlider = (what) => {
+    const k = Math.min(count[what], most[what]);
+    slider[what].value = most[what] > 1 ? Math.round(1000 * Math.log(k) / Math.log(most[what])) : 1000;
+  };
+  const said = new Intl.NumberFormat("en");
+  const tellCounts = (possible) => {
+    const plain = shown.filter((i) => !(i < N && isExtra(i))).length;
+    at("nodes-shown").textContent = `${said.format(plain)} of ${said.format(candidates)}`;
+    at("edges-shown").textContent = `${said.format(drawn.length)} of ${said.format(possible)}`;
+    at("edges-shown").title = "Of those between the nodes that are shown, and of the kinds chosen";
+    at("more").disabled = state.only_pinned || (count.nodes >= candidates && count.edges >= possible);
+  };
+  for (const what of ["nodes", "edges"])
+    slider[what].addEventListener("input", () => {
+      state[what] = Math.round(Math.exp(Math.log(most[what]) * slider[what].value / 1000));
+      update();
+    });
+  at("more").addEventListener("click", () => {
+    for (const what of ["nodes", "edges"]) state[what] = Math.min(most[what], 2 * count[what]);
+    update();
   });
+  const words = nodes.id.map((id, i) => {
+    const more = told(i), ends = [...(more.writes || []), ...(more.reads || [])].map(([token]) => token);
+    return [id, nodes.name[i], position(i), ...ends].map((word) => word.toLowerCase());
+  });
+  let hits = [];
   const search = () => {
     const wanted = at("search").value.trim().toLowerCase();
-    const hits = wanted ? words.map((all) => all.some((word) => word.includes(wanted))) : [];
-    cy.batch(() => allNodes.forEach((each) => {
-      const hit = hits[each.data("index")];
-      each.toggleClass("found", !!hit);
-      each.toggleClass("faded", hit === false);
-    }));
-    const hidden = cy.nodes(".found.weak").length;
-    at("found").textContent = !wanted ? ""
-      : `${hits.filter(Boolean).length} found` + (hidden ? `, ${hidden} hidden` : "");
+    const named = (i) => own(state.names, nodes.id[i])?.toLowerCase().includes(wanted)
+      || items[home[i]].label.toLowerCase().includes(wanted);
+    hits = wanted ? order.filter((i) => named(i) || words[i].some((word) => word.includes(wanted))) : [];
+    const on = new Set(hits.map((i) => home[i])), visible = new Set(shown);
+    marks.selectAll("g").classed("found", (i) => on.has(i));
+    view.classed("searching", !!wanted);
+    const hidden = hits.filter((i) => !visible.has(home[i])).length;
+    at("found").textContent = !wanted ? "" : `${hits.length} found` + (hidden ? `, ${hidden} not shown` : "");
+  };
+  at("search").addEventListener("input", search);
+  at("search").addEventListener("keydown", (event) => {
+    if (event.key === "Enter" && hits.length) choose(home[hits[0]]);
+  });
+  document.addEventListener("keydown", (event) => {
+    const typing = event.target.matches?.("input:not([type=range]):not([type=checkbox])");
+    if (event.key === "/" && !typing) {
+      event.preventDefault();
+      at("search").focus();
+    }
+    if (event.key === "Escape") {
+      at("save").open = false;
+      if (at("search").value) { at("search").value = ""; search(); }
+      else if (chosen !== null) choose(null);
+      else at("panel").classList.remove("open");
+      if (typing) event.target.blur();
+    }
+  });
+
+  // --- Pins, names, groups ---------------------------------------------------------------------
+  const pin = (i) => {
+    const ids = items[i].members.map((m) => nodes.id[m]);
+    const on = ids.every((id) => state.pinned.includes(id));
+    state.pinned = on ? state.pinned.filter((id) => !ids.includes(id)) : [...new Set([...state.pinned, ...ids])];
+    update();
+    tell();
+  };
+  const rename = (i, name) => {
+    if (items[i].group) items[i].group.name = name || "group";
+    else if (name && name !== nodes.label[i]) state.names[nodes.id[i]] = name;
+    else delete state.names[nodes.id[i]];
+    rebuild();
+    update();
+    tell();
+  };
+  const group = () => {
+    const taken = new Set(state.groups.flatMap((each) => each.members));
+    const members = state.pinned.filter((id) => !taken.has(id) && nodes.kind[index.get(id)] !== "metric");
+    if (members.length < 2) return;
+    state.groups.push({ name: `group ${state.groups.length + 1}`, members });
+    rebuild();
+    choose(N + state.groups.length - 1);
+    at("name").select();
+  };
+  const ungroup = (i) => {
+    state.groups = state.groups.filter((each) => each !== items[i].group);
+    chosen = null;
+    rebuild();
+    update();
+    tell();
   };
 
-  // --- Thresholds ------------------------------------------------------------------------------
-  // A slider is a number of elements on a logarithmic scale: 0 the strongest alone, 1000 all.
-  const order = (all) => [...all].sort((a, b) => b - a);
-  const ranked = { node: order(strength.node), edge: order(strength.edge) };
-  const slider = { node: at("node-threshold"), edge: at("edge-threshold") };
-  const threshold = (what) => {
-    const all = ranked[what];
-    const k = Math.round(Math.exp(Math.log(Math.max(1, all.length)) * slider[what].value / 1000));
-    return all.length ? all[k - 1] : 0;
-  };
-  const setTo = (what, k) => {
-    const n = ranked[what].length;
-    slider[what].value = n > 1 ? Math.floor(1000 * Math.log(Math.min(k, n)) / Math.log(n)) : 1000;
-    if (k >= n) slider[what].value = 1000;
-  };
-  const kindOff = new Set();
-  let chosen = null;
-  const update = () => {
-    const least = { node: threshold("node"), edge: threshold("edge") };
-    let shownNodes = 0, shownEdges = 0;
-    cy.batch(() => {
-      const strong = strength.node.map((value, i) => value >= least.node || i === chosen);
-      allNodes.forEach((each) => {
-        const on = strong[each.data("index")];
-        each.toggleClass("weak", !on);
-        shownNodes += on;
-      });
-      allEdges.forEach((each) => {
-        const j = each.data("index"), allowed = !kindOff.has(edges.kind[j]);
-        const near = allowed && (edges.source[j] === chosen || edges.target[j] === chosen);
-        const on = allowed && strength.edge[j] >= least.edge;
-        each.toggleClass("near", near);
-        each.toggleClass("faded", chosen !== null && !near);
-        each.toggleClass("weak", !on && !near);
-        // Cytoscape draws no edge whose end is hidden.
-        shownEdges += (on || near) && strong[edges.source[j]] && strong[edges.target[j]];
-      });
-    });
-    const say = (what, count, n, sign) =>
-      `${count} of ${n} (${sign} ≥ ${least[what] === Infinity ? "∞" : least[what].toPrecision(3)})`;
-    search();
-    at("nodes-shown").textContent = say("node", shownNodes, N, "|attribution|");
-    at("edges-shown").textContent = E ? say("edge", shownEdges, E, "|weight|") : "none";
-  };
-
-  // --- A node's details ------------------------------------------------------------------------
-  const MOST = 50;
-  const table = (rows) => {
+  // --- The panel -------------------------------------------------------------------------------
+  const MOST = 40;
+  const table = (rows, header = null) => {
     const made = make("table");
-    for (const { cells, go } of rows) {
+    if (header) {
       const row = made.insertRow();
-      for (const cell of cells)
-        row.append(make("td", typeof cell === "string" ? cell : number(cell),
-                        typeof cell === "string" ? "" : "number"));
+      header.forEach((each, c) => row.append(make("th", each, c ? "number" : "")));
+    }
+    for (const { cells, go, title, numbers } of rows) {
+      const row = made.insertRow();
+      cells.forEach((cell, c) => row.append(make("td", typeof cell === "string" ? cell : number(cell),
+        typeof cell !== "string" || (numbers && c) ? "number" : "")));
+      if (title) row.title = title;
       if (go !== undefined) {
         row.className = "link";
-        row.addEventListener("click", () => choose(go, true));
+        row.addEventListener("click", () => choose(go));
+        row.addEventListener("mouseenter", () => light(go));
+        row.addEventListener("mouseleave", () => light(chosen));
       }
     }
     return made;
   };
-  const linked = (title, id, mine, other) => {
-    const list = [];
-    for (let j = 0; j < E; j++) if (mine[j] === chosen) list.push(j);
-    list.sort((a, b) => strength.edge[b] - strength.edge[a]);
+  const section = (id, title, note = "") => {
     const part = make("section");
     part.id = id;
+    part.append(make("h3", title));
+    if (note) part.append(make("p", note, "note"));
+    return part;
+  };
+  const linked = (title, id, mine, other) => {
+    const members = new Set(items[chosen].members), list = [];
+    for (let j = 0; j < E; j++) if (members.has(mine[j]) && !members.has(other[j])) list.push(j);
+    list.sort((a, b) => strength.edge[b] - strength.edge[a]);
     const cut = list.length > MOST ? `, the strongest ${MOST} below` : "";
-    part.append(make("h3", `${title} (${list.length}${cut})`));
+    const part = section(id, `${title} (${list.length}${cut})`);
     part.append(table(list.slice(0, MOST).map((j) => ({
-      cells: [nodes.id[other[j]], edges.kind[j], ...(edges.status ? [edges.status[j] || ""] : []),
+      cells: [nameOf(other[j]), edges.kind[j], ...(edges.status ? [edges.status[j] || ""] : []),
               edges.weight[j]],
-      go: other[j],
+      go: home[other[j]],
     }))));
     return part;
   };
-  const coloured = (pattern, here) => {
+  const nameOf = (i) => {
+    const name = own(state.names, nodes.id[i]);
+    return name === undefined ? nodes.id[i] : `${name} (${nodes.id[i]})`;
+  };
+  const coloured = (texts, values, top, here, say) => {
     const line = make("div", "", "tokens");
-    tokens.forEach((token, t) => {
-      const span = make("span", token, t === here ? "here" : "");
-      span.style.background = signed(pattern[t] ** 2, 1); // signed takes the root
-      span.style.color = pattern[t] > 0.6 ? "white" : "black";
-      span.title = `${t}: ${pattern[t]}`;
+    texts.forEach((token, t) => {
+      const span = make("span", token, t === here ? "here" : ""), { fill, strong } = mix(values[t], top);
+      span.style.background = fill;
+      if (strong) span.style.color = "var(--back)";
+      span.title = say(t);
       line.append(span);
     });
     return line;
   };
-  const tell = (i) => {
-    const box = at("details"), position = nodes.position[i];
-    box.replaceChildren(make("h2", nodes.id[i]));
+  const SPREAD = "Amounts: standard deviations above the mean over the vocabulary (σ), direct path alone.";
+  const bothEnds = (id, title, note, words, list) => {
+    const part = section(id, title, note), both = make("div", "", "both");
+    for (const [name, some] of [[words[0], list.filter(([, s]) => s >= 0)],
+                                [words[1], list.filter(([, s]) => s < 0).reverse()]])
+      both.append(table(some.map(([token, s]) => ({ cells: [token, `${s < 0 ? "−" : "+"}${Math.abs(s).toFixed(1)}`] })),
+                        [name, "σ"]));
+    for (const cell of both.querySelectorAll("td:last-child")) cell.className = "number";
+    part.append(both);
+    return part;
+  };
+  const panelOf = (i) => {
+    const item = items[i], box = document.createDocumentFragment(), name = make("div", "", "name");
+    const field = make("input");
+    field.id = "name";
+    field.type = "text";
+    field.value = item.label;
+    field.title = "Type another name";
+    field.setAttribute("aria-label", "Name");
+    field.addEventListener("change", () => rename(i, field.value.trim()));
+    const close = button("×", () => choose(null));
+    close.className = "close";
+    close.setAttribute("aria-label", "Close");
+    name.append(field, close);
+    const on = item.members.every((m) => state.pinned.includes(nodes.id[m]));
+    const actions = make("div", "", "actions"), pinning = button(on ? "Unpin" : "Pin", () => pin(i));
+    pinning.id = "pin";
+    pinning.title = "Key: p. Or click with shift";
+    actions.append(pinning, ...(item.group ? [button("Ungroup", () => ungroup(i))] : []));
+    box.append(name, actions);
+    if (item.group) {
+      box.append(table([{ cells: ["Σ attribution of members", +item.attribution.toPrecision(5)] }]));
+      const part = section("members", `Members (${item.members.length})`,
+                           "Edges of one kind into a group, or out of it, are added up.");
+      part.append(table(item.members.map((m) => ({ cells: [nameOf(m), nodes.attribution[m]] }))));
+      box.append(part, linked("Reads", "reads", edges.target, edges.source),
+                 linked("Writes", "writes", edges.source, edges.target));
+      return box;
+    }
+    const where = nodes.position[i], heading = make("h2", nodes.id[i]);
     const facts = [["kind", nodes.kind[i]], ["layer", nodes.layer[i]],
-                   ["position", position === null ? null : `${position}  ${tokens[position]}`],
+                   ["token", where === null ? null : `${tokens[where]}  (${where})`],
                    ["value", nodes.value[i]], ["attribution", nodes.attribution[i]]];
+    if (nodes.exact) facts.push(["exact effect", nodes.exact[i]]);
     if (nodes.status) facts.push(["status", nodes.status[i] || "–"]);
-    box.append(table(facts.map((cells) => ({ cells }))));
+    box.append(heading, table(facts.map((cells) => ({
+      cells, numbers: true, title: cells[0] === "exact effect" ? data.exact : "" }))));
+    if (nodes.exact && nodes.exact[i] !== null) box.append(make("p", data.exact, "note"));
     const more = told(i);
     if (more.pattern) {
-      const part = make("section");
-      part.id = "pattern";
-      part.append(make("h3", "Pattern"), make("p", nodes.kind[i] === "neuron"
-        ? "What each token attends to itself; the rest goes to the bias token."
-        : "What the token here attends to.", "note"), coloured(more.pattern, position));
+      const part = section("pattern", "Attention", nodes.kind[i] === "neuron"
+        ? "What each token attends to itself, 0 to 1; the rest goes to the bias token."
+        : "What the outlined token attends to, 0 to 1.");
+      // Squares, as mix takes the root.
+      part.append(coloured(tokens, more.pattern.map((w) => w ** 2), 1, where, (t) => `${t}: ${more.pattern[t]}`));
       box.append(part);
     }
-    for (const [id, title, list] of [["top-tokens", "Top tokens", more.top],
-                                     ["read-tokens", "Tokens it reads", more.read]]) {
-      if (!list.length) continue;
-      const part = make("section");
-      part.id = id;
-      part.append(make("h3", title), table(list.map((cells) => ({ cells }))));
+    if (more.writes) box.append(bothEnds("writes-tokens", "Tokens it writes", SPREAD, ["raises", "lowers"], more.writes));
+    if (more.reads) box.append(bothEnds("reads-tokens", "Tokens it reads", "Its query by each token's embedding, in σ likewise.",
+                                        ["most", "least"], more.reads));
+    if (more.examples) {
+      const part = section("examples", "Top examples", "Coloured by the neuron's value (gate × value); point at a token.");
+      const top = more.examples.flatMap((each) => each.values).reduce((a, b) => Math.max(a, Math.abs(b)), 1e-12);
+      for (const each of more.examples) {
+        const line = coloured(each.tokens, each.values, top, each.position,
+                              (t) => `value ${each.values[t]}, gate ${each.gates[t]} (text ${each.text})`);
+        line.classList.add("example");
+        part.append(line);
+      }
       box.append(part);
     }
     box.append(linked("Reads", "reads", edges.target, edges.source),
                linked("Writes", "writes", edges.source, edges.target));
+    return box;
   };
-  const nothing = at("details").firstElementChild;
-  const choose = (i, centre) => {
-    if (chosen !== null) node(chosen).removeClass("chosen");
-    chosen = i;
-    if (i === null) at("details").replaceChildren(nothing);
-    else {
-      node(i).addClass("chosen");
-      tell(i);
+  const panelOfNone = () => {
+    const box = document.createDocumentFragment();
+    box.append(make("p", "Click a node for its attention, tokens, and what it reads and writes. Shift-click pins "
+      + "it: pinned nodes stay, and can be grouped. Drag to move, Ctrl and wheel to zoom, / to search.", "note"));
+    const pins = section("pinned", `Pinned (${state.pinned.length})`), list = make("ul");
+    for (const id of state.pinned) {
+      const line = make("li", nameOf(index.get(id)));
+      line.addEventListener("click", () => choose(home[index.get(id)]));
+      list.append(line);
     }
+    const grouping = button("Group pinned nodes", group);
+    grouping.id = "group";
+    const taken = new Set(state.groups.flatMap((each) => each.members));
+    grouping.disabled = state.pinned.filter((id) => !taken.has(id)).length < 2;
+    pins.append(list, grouping);
+    for (const [g, each] of state.groups.entries())
+      pins.append(button(each.name, () => choose(N + g)));
+    const prompt = section("prompt", "Prompt");
+    prompt.append(coloured(tokens, tokens.map(() => null), 1, null, String));
+    const about = section("notes", "About this graph");
+    about.append(...[...data.notes, ...(nodes.exact ? [data.exact] : [])].map((note) => make("p", note, "note")));
+    box.append(pins, prompt, about);
+    return box;
+  };
+  const tell = () => at("panel").replaceChildren(chosen === null ? panelOfNone() : panelOf(chosen));
+  const choose = (i) => {
+    chosen = i;
+    at("panel").classList.toggle("open", i !== null);
+    at("panel").scrollTop = 0;
     update();
-    if (i !== null && centre) cy.center(node(i));
+    tell();
+    if (i !== null) reveal(i);
   };
 
-  // --- Legend and events -----------------------------------------------------------------------
-  const key = (text, background) => {
-    const made = make("span", text, "key"), box = make("i");
-    box.style.background = background;
-    made.prepend(box);
+  // --- Legend ----------------------------------------------------------------------------------
+  const sample = (text, draw, width = 30) => {
+    const made = make("span", text), box = d3.create("svg").attr("class", "circuit").attr("width", width).attr("height", 16);
+    draw(box);
+    made.prepend(box.node());
     return made;
   };
-  at("legend").append(
-    ...(nodes.status || edges.status
-      ? Object.entries(STATUS).map(([word, tint]) => key(word, tint)) : []),
-    ...(nodes.status && edges.status ? []
-      : [key("positive", signed(1, 1)), key("negative", signed(-1, 1))]),
-    make("p", Object.entries(SIGN).filter(([kind]) => nodes.kind.includes(kind))
-      .map(([kind, sign]) => `${sign} ${kind}`).join("   "), "note"),
-    ...data.notes.map((note) => make("p", note, "note")),
-  );
+  const chip = (kind, cls, fill, text) => (box) => {
+    const made = box.append("g").attr("class", `node ${kind} ${cls}`).attr("transform", "translate(15,8)");
+    made.append("rect").attr("x", -13).attr("y", -7).attr("width", 26).attr("height", 14)
+      .attr("rx", kind === "attention" ? 7 : corner[kind] ?? 0).style("fill", fill);
+    made.append("text").attr("dy", "0.35em").text(text);
+  };
+  const stroke = (cls, end) => (box) => box.append("path").attr("class", `edge ${cls}`).attr("stroke-width", 2)
+    .attr("d", "M2 8H26" + (end === "+" ? "M21 4L26 8L21 12" : end === "-" ? "M26 3V13" : ""));
+  const legend = () => {
+    const parts = [], is = (kind) => nodes.kind.includes(kind);
+    if (nodes.status) {
+      for (const [word, mark] of Object.entries(STATUS)) parts.push(sample(word, chip("neuron", word, null, mark)));
+    } else {
+      parts.push(sample("raises the metric", chip("embed", "", mix(0.5, 1).fill, "+")),
+                 sample("lowers it", chip("embed", "", mix(-0.5, 1).fill, "−")));
+    }
+    if (is("attention")) parts.push(sample("attention head", chip("attention", "", "none", "")));
+    if (is("neuron")) parts.push(sample("neuron", chip("neuron", "", "none", "")));
+    const plain = edges.status ? "" : "positive", less = edges.status ? "" : "negative";
+    parts.push(sample("positive edge", stroke(plain, "+")), sample("negative edge", stroke(less, "-")));
+    if (edges.kind.includes("q")) parts.push(sample("q", stroke("q " + plain, "+")));
+    if (edges.kind.includes("k")) parts.push(sample("k", stroke("k " + plain, "+")));
+    at("legend").replaceChildren(...parts);
+  };
+
+  // --- Saving ----------------------------------------------------------------------------------
+  const download = (name, type, content) => {
+    const link = make("a");
+    link.href = URL.createObjectURL(content instanceof Blob ? content : new Blob([content], { type }));
+    link.download = name;
+    document.body.append(link);
+    link.click();
+    link.remove();
+    setTimeout(() => URL.revokeObjectURL(link.href), 10000);
+    at("save").open = false;
+  };
+  const picture = () => {
+    const kept = { pane, transform };
+    pane = { width: scene.width, height: scene.height };
+    transform = d3.zoomIdentity;
+    drawAxes();
+    const copy = svg.node().cloneNode(true);
+    ({ pane, transform } = kept);
+    drawAxes();
+    const title = d3.select(copy).attr("xmlns", "http://www.w3.org/2000/svg")
+      .attr("viewBox", `0 -28 ${scene.width} ${scene.height + 28}`).attr("height", scene.height + 28);
+    title.select(".back").attr("y", -28).attr("height", scene.height + 28);
+    title.append("text").attr("class", "title").attr("x", 8).attr("y", -9).text(document.title);
+    title.insert("style", ":first-child").text(data.style.replace(/var\(--([\w-]+)\)/g, (_, name) => css(name)));
+    return new XMLSerializer().serializeToString(copy);
+  };
+  const name = "circuit";
+  const changed = () => JSON.stringify(state);
+  at("save-svg").addEventListener("click", () => download(name + ".svg", "image/svg+xml", picture()));
+  at("save-png").addEventListener("click", () => {
+    const image = new Image(), width = scene.width, height = scene.height + 28;
+    image.onload = () => {
+      const canvas = make("canvas");
+      canvas.width = 2 * width;
+      canvas.height = 2 * height;
+      canvas.getContext("2d").drawImage(image, 0, 0, 2 * width, 2 * height);
+      canvas.toBlob((blob) => download(name + ".png", "image/png", blob));
+    };
+    image.src = "data:image/svg+xml;charset=utf-8," + encodeURIComponent(picture());
+  });
+  at("save-state").addEventListener("click", () => download(name + ".json", "application/json", changed()));
+  at("save-page").addEventListener("click", () => {
+    const safe = changed().replace(/[<>&]/g, (c) => "\\u" + c.charCodeAt(0).toString(16).padStart(4, "0"));
+    const text = source.replace(/(<script type="application\/json" id="state">)[^<]*/, (_, start) => start + safe);
+    download(name + ".html", "text/html", "<!DOCTYPE html>\n" + text);
+  });
+  at("load").addEventListener("change", async () => {
+    const [file] = at("load").files;
+    try {
+      take(JSON.parse(await file.text()));
+      at("said").textContent = `${file.name} loaded`;
+    } catch {
+      at("said").textContent = `${file.name} is not a file of pins, names and groups`;
+    }
+    at("load").value = "";
+    at("save").open = false;
+    begin();
+  });
+
+  // --- Switches --------------------------------------------------------------------------------
+  const check = (box, get, set) => {
+    box.checked = get();
+    box.onchange = () => { set(box.checked); update(); };
+  };
   for (const kind of ["value", "q", "k"].filter((each) => edges.kind.includes(each))) {
-    const label = make("label", ` ${kind} `), box = make("input");
+    const label = make("label", ` ${kind}`), box = make("input");
     box.type = "checkbox";
-    box.checked = true;
     box.id = "edges-" + kind;
-    box.addEventListener("change", () => {
-      if (box.checked) kindOff.delete(kind);
-      else kindOff.add(kind);
-      update();
-    });
     label.prepend(box);
     at("edge-kinds").append(label);
   }
-  for (const each of Object.values(slider)) each.addEventListener("input", update);
-  at("search").addEventListener("input", search);
-  at("search").addEventListener("keydown", (event) => {
-    const hits = cy.nodes(".found");
-    if (event.key === "Enter" && hits.length) {
-      moved = true;
-      cy.animate({ fit: { eles: hits, padding: 90 } });
+  const isDark = () => (state.theme || (matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light")) === "dark";
+  const recolour = () => {
+    if (state.theme) document.documentElement.dataset.theme = state.theme;
+    else delete document.documentElement.dataset.theme;
+    legend();
+    if (scene) drawNodes();
+    tell();
+  };
+  at("theme").addEventListener("click", () => {
+    state.theme = isDark() ? "light" : "dark";
+    recolour();
+  });
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", recolour);
+  at("about").addEventListener("click", () => at("panel").classList.toggle("open"));
+  const step = (factor) => svg.call(zoom.scaleBy, factor);
+  at("in").addEventListener("click", () => step(1.3));
+  at("out").addEventListener("click", () => step(1 / 1.3));
+  at("fit").addEventListener("click", fit);
+  at("extras-label").hidden = !nodes.kind.some((kind) => EXTRAS.includes(kind));
+  const begin = () => {
+    chosen = null;
+    rebuild();
+    for (const kind of ["value", "q", "k"]) {
+      const box = at("edges-" + kind), others = () => state.kinds.filter((each) => each !== kind);
+      if (box) check(box, () => state.kinds.includes(kind), (on) => { state.kinds = on ? [...others(), kind] : others(); });
     }
-  });
-  at("fit").addEventListener("click", () => {
-    moved = false;
-    whole();
-  });
-  cy.on("tap", ".node", (event) => choose(event.target.data("index"), false));
-  cy.on("tap", (event) => { if (event.target === cy) choose(null, false); });
-
-  setTo("node", N);
-  setTo("edge", 400); // more is a tangle; the counter beside the slider says how many there are
-  update();
-  whole();
-  follow();
-  // The size of a frame may come after its script has run, and change.
-  new ResizeObserver(() => moved ? cy.resize() : whole()).observe(at("stage"));
+    check(at("extras"), () => state.extras, (on) => { state.extras = on; });
+    check(at("only-pinned"), () => state.only_pinned, (on) => { state.only_pinned = on; });
+    update(false);
+    recolour();
+  };
+  begin();
+  // A frame may get its size after its script has run, and change it.
+  new ResizeObserver(() => {
+    const { width, height } = at("stage").getBoundingClientRect();
+    if (Math.abs(width - pane.width) > 1 || Math.abs(height - pane.height) > 1 || !scene) update(false);
+  }).observe(at("stage"));
 })();

@@ -1,0 +1,76 @@
+"""`attn-only-lens atlas`: every neuron of a model, on pages to look around in."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from attn_only_lens import patching as p
+from attn_only_lens.cli import options
+from attn_only_lens.cli.common import (
+    clear_errors,
+    command,
+    load_with_neuron_heads,
+    require_folder,
+    say_page,
+    working,
+)
+from attn_only_lens.cli.options import parse_names, parse_numbers
+from attn_only_lens.errors import AttnOnlyLensError
+from attn_only_lens.neurons import neuron_statistics
+from attn_only_lens.runs.sites import Sites, resolve_sites
+from attn_only_lens.viz import write_html
+from attn_only_lens.viz.neuron_page import MOST_NEURONS, index_of_layers, page_of_statistics
+
+
+@command("Look at a model", "attn-only-lens atlas gpt2 --texts corpus.txt --out atlas/")
+def atlas(
+    model: options.Model,
+    texts: Annotated[
+        Path, typer.Option(help="a corpus: a text a line; .jsonl: a line is an object with `text`")
+    ],
+    out: Annotated[Path, typer.Option(help="the folder to write; an interrupted atlas resumes")],
+    layers: Annotated[str | None, typer.Option(help="source layers: 0,3; default: all")] = None,
+    names: Annotated[str | None, typer.Option(help="or neurons: L5N1234,L7N2")] = None,
+    k: Annotated[int, typer.Option(help="examples of the largest z, and of the smallest")] = 20,
+    context: Annotated[
+        int | None, typer.Option(help="tokens run at once; default: 128, or fewer")
+    ] = None,
+    batch_size: Annotated[int, typer.Option(help="texts run at once")] = 32,
+    hooked: options.Hooked = False,
+    dtype: options.Dtype = None,
+    device: options.Device = "cpu",
+) -> None:
+    """Look up every neuron in a corpus: top examples, densities, tokens, connections.
+
+    Up to 3,000 neurons are one page, more are a page of each layer.
+    """
+    with clear_errors():
+        require_folder(out)
+        if layers is not None and names is not None:
+            raise AttnOnlyLensError("got --layers and --names; expected one of them")
+        loaded = load_with_neuron_heads(model, dtype, device, hooked)
+        chosen: Sites = p.neuron_heads(
+            None if layers is None else parse_numbers(layers, "--layers")
+        )
+        groups = resolve_sites(loaded, chosen if names is None else parse_names(names))
+        every = [name for each in groups for name in each.names]
+        found = neuron_statistics(
+            *(loaded, every, texts, k),
+            context=context,
+            batch_size=batch_size,
+            resume=out / "statistics",
+            progress="texts",
+        )
+        index = out / "index.html"
+        with working("drawing"):
+            if len(every) <= MOST_NEURONS:
+                write_html(page_of_statistics(loaded, found), index)
+            else:
+                pages = {each.layer: f"layer-{each.layer:02d}.html" for each in groups}
+                for each in groups:
+                    of_layer = found.of(list(each.names))
+                    page = page_of_statistics(loaded, of_layer, pages)
+                    write_html(page, out / pages[each.layer])
+                write_html(index_of_layers(found, pages), index)
+        say_page(index)

@@ -1,0 +1,196 @@
+"""Largest entries and histograms of many neurons at once, from one batch after another.
+
+Both are exact, and do not depend on how a corpus is cut into batches:
+
+Largest entries. Of equals, those that came first are kept. `topk` takes any of them, so that the
+entries at its threshold are chosen anew, by their order. Most neurons get nothing new from most
+batches: one comparison with the least that is kept leaves them out of the rest.
+
+Histograms. A neuron's range is 2^e, the smallest power of 2 that its values have stayed within; on
+either side of 0 there are BINS bins of |x|, closed above: (i, i + 1] 2^e / BINS, with 0 in the
+first. When the range doubles, two bins become one, (2i, 2i + 2], which is what they would have been
+from the beginning.
+"""
+
+from typing import Literal, TypeAlias
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from attn_only_lens.neurons.corpus import Batch
+from attn_only_lens.numerics import float32_if_half
+
+End = Literal["largest", "smallest"]
+ENDS: tuple[End, ...] = ("largest", "smallest")
+State: TypeAlias = dict[str, Tensor]
+"""Tensors by name, each with an axis of neurons first."""
+BINS = 64
+JOINT = 16
+QUANTITIES = ("z", "gate", "value")
+_LEAST = -40  # of exponents: what is smaller is in the first bin
+
+
+# The largest entries
+
+
+def no_examples(n: int, k: int, width: int, like: Tensor) -> State:
+    """Return the state of `add_examples` before the first batch, of one end.
+
+    Args:
+        n: neurons.
+        k: entries of each.
+        width: tokens of a window.
+        like: of the type of numbers, and on the device.
+    """
+    whole = dict.fromkeys(("text", "at", "position"), (k,)) | {"tokens": (k, width)}
+    numbers = {"score": (k,), "z": (k, width), "gate": (k, width)}
+    state = {name: like.new_full((n, *s), -1, dtype=torch.long) for name, s in whole.items()}
+    state |= {name: like.new_zeros(n, *shape) for name, shape in numbers.items()}
+    state["found"] = like.new_zeros(n, k, dtype=torch.bool)
+    return state
+
+
+def add_examples(
+    state: State,
+    end: End,
+    score: Float[Tensor, "neuron place"],
+    z: Float[Tensor, "neuron place"],
+    gate: Float[Tensor, "neuron place"],
+    batch: Batch,
+    before: int,
+) -> None:
+    """Add the entries of a batch, whose tokens lie row after row, to the largest of each neuron.
+
+    Args:
+        state: which is changed.
+        end: "smallest" for the least instead of the largest.
+        score: what they are ranked by.
+        z: of the neurons.
+        gate: of the neurons.
+        batch: the tokens.
+        before: tokens of a window before the one that it is of.
+    """
+    counted = batch.counted
+    sign = 1.0 if end == "largest" else -1.0
+    ranked = score[:, counted] * sign
+    least = torch.where(state["found"], state["score"] * sign, -torch.inf)
+    rows = (ranked.amax(dim=1) > least[:, -1]).nonzero()[:, 0]
+    if not len(rows):
+        return
+    chosen = _first_of_largest(ranked[rows], state["score"].shape[1])
+    new = _windows(score, z, gate, batch, rows, counted[chosen], before, state["z"].shape[-1])
+    both = torch.cat([least[rows], ranked[rows].gather(1, chosen)], dim=1)
+    # Stable: of equals, those of earlier batches stay first.
+    order = both.sort(dim=1, descending=True, stable=True).indices[:, : least.shape[1]]
+    for name, kept in state.items():
+        joined = torch.cat([kept[rows], new[name].to(kept.dtype)], dim=1)
+        at = order.view(*order.shape, *[1] * (joined.ndim - 2)).expand(-1, -1, *joined.shape[2:])
+        kept[rows] = joined.gather(1, at)
+
+
+def _first_of_largest(x: Float[Tensor, "row place"], k: int) -> Int[Tensor, "row k"]:
+    """Return the places of the k largest of each row, in their order; of equals, the first."""
+    k = min(k, x.shape[1])
+    least = x.topk(k, dim=1).values[:, -1:]
+    larger, equal = x > least, x == least
+    wanted = larger | (equal & (equal.cumsum(1) <= k - larger.sum(1, keepdim=True)))
+    return wanted.nonzero()[:, 1].view(-1, k)
+
+
+def _windows(
+    score: Tensor,
+    z: Tensor,
+    gate: Tensor,
+    batch: Batch,
+    rows: Int[Tensor, "row"],
+    places: Int[Tensor, "row k"],
+    before: int,
+    width: int,
+) -> State:
+    n_pos = batch.tokens.shape[1]
+    row, position = places // n_pos, places % n_pos
+    first = (position - before).clamp(min=0)
+    within = first[..., None] + torch.arange(width, device=places.device)
+    length = torch.minimum(batch.lengths[row], position + width - before)[..., None]
+    flat = row[..., None] * n_pos + within.clamp(max=n_pos - 1)
+    here: Bool[Tensor, "row k window"] = within < length
+    tokens = torch.where(here, batch.tokens.flatten()[flat], -1)
+    of_tokens = {
+        name: torch.where(here, x[rows].gather(1, flat.flatten(1)).view_as(flat), 0.0)
+        for name, x in (("z", z), ("gate", gate))
+    }
+    return {
+        "found": torch.ones_like(places, dtype=torch.bool),
+        "score": score[rows].gather(1, places),
+        "text": batch.text[row],
+        "at": batch.first[row] + position,
+        "position": position - first,
+        "tokens": tokens,
+        **of_tokens,
+    }
+
+
+# Histograms
+
+
+def no_counts(n: int, device: torch.device) -> State:
+    """Return the state of `add_counts` before the first batch."""
+
+    def zeros(*shape: int) -> Tensor:
+        return torch.zeros(n, *shape, dtype=torch.long, device=device)
+
+    state = {"joint": zeros(2 * JOINT, 2 * JOINT)}
+    for name in QUANTITIES:
+        state[f"{name}.counts"] = zeros(2, BINS)
+        state[f"{name}.exponent"] = zeros() + _LEAST
+    return state
+
+
+def add_counts(
+    state: State,
+    z: Float[Tensor, "neuron token"],
+    gate: Float[Tensor, "neuron token"],
+    value: Float[Tensor, "neuron token"],
+) -> None:
+    """Count the tokens of a batch in the bins of each neuron's z, gate and value.
+
+    The gate, by row, and the value, by column, also together: `JOINT` bins on either side of 0.
+    """
+    bins = {}
+    for name, x in (("z", z), ("gate", gate), ("value", value)):
+        size = float32_if_half(x).abs()
+        mantissa, exponent = torch.frexp(size.amax(dim=1))
+        held = state[f"{name}.exponent"]
+        now = torch.maximum(held, exponent - (mantissa == 0.5).long())
+        now = torch.where(mantissa == 0, held, now)
+        state[f"{name}.counts"] = _halved(state[f"{name}.counts"], now - held)
+        if name != "z":
+            wide = state["joint"].unflatten(1, (2, JOINT)).unflatten(3, (2, JOINT))
+            wide = wide.movedim(2, -1) if name == "gate" else wide
+            wide = _halved(wide, now - held)
+            wide = wide.movedim(-1, 2) if name == "gate" else wide
+            state["joint"] = wide.flatten(3).flatten(1, 2)
+        state[f"{name}.exponent"] = now
+        scale = BINS * torch.exp2(-now.to(size.dtype))[:, None]
+        bins[name] = ((size * scale).ceil().long() - 1).clamp(min=0, max=BINS - 1)
+        side = (x < 0).logical_not().long()  # 0 is on the side of what is positive
+        _count(state[f"{name}.counts"], side * BINS + bins[name])
+        bins[name] = side * JOINT + bins[name] // (BINS // JOINT)
+    _count(state["joint"], bins["gate"] * 2 * JOINT + bins["value"])
+
+
+def _halved(
+    counts: Int[Tensor, "neuron *any bin"], times: Int[Tensor, "neuron"]
+) -> Int[Tensor, "neuron *any bin"]:
+    """Return counts in bins 2^times as wide."""
+    bins = torch.arange(counts.shape[-1], device=counts.device)
+    into = bins >> times.clamp(max=30)[:, None]
+    into = into.view(len(into), *[1] * (counts.ndim - 2), -1).expand_as(counts)
+    return torch.zeros_like(counts).scatter_add_(-1, into, counts)
+
+
+def _count(counts: Int[Tensor, "neuron *bin"], bins: Int[Tensor, "neuron token"]) -> None:
+    n, size = len(counts), counts[0].numel()
+    places = bins + torch.arange(n, device=bins.device)[:, None] * size
+    counts += torch.bincount(places.flatten(), minlength=n * size).view_as(counts)

@@ -1,0 +1,151 @@
+"""A corpus as rows of tokens, read one text after another, and never held."""
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sized
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from attn_only_lens.axes import Tokens
+from attn_only_lens.errors import InputError, UnsupportedCallError
+from attn_only_lens.runs.inputs import checked_tokens, tokens_of_text
+
+Texts: TypeAlias = str | Path | Tensor | Iterable[Any]
+"""A file, or texts: strings, dictionaries with a text, or rows of tokens."""
+_PROBLEM = "this corpus cannot be read"
+_EXPECTED = "expected a text, a dictionary with 'text', or tokens of one text [pos]"
+
+
+@dataclass(frozen=True, eq=False)
+class Row:
+    """What is run at once of a text.
+
+    Attributes:
+        text: which text of the corpus.
+        first: the position in the text of its first token, had the text no other BOS before that.
+        tokens: on the CPU.
+        has_bos: whether it begins with BOS, which is no example: it is the same in every text.
+    """
+
+    text: int
+    first: int
+    tokens: Int[Tensor, "pos"]
+    has_bos: bool
+
+
+@dataclass(frozen=True, eq=False)
+class Batch:
+    """Rows of tokens, padded on the right.
+
+    Attributes:
+        tokens: on the model's device.
+        mask: 1 for real tokens; None where all are.
+        text: which text each row is of.
+        first: the position in its text of each row's first token.
+        lengths: of the rows.
+        counted: the tokens that count, in `tokens.flatten()`: all but padding and BOS.
+    """
+
+    tokens: Tokens
+    mask: Int[Tensor, "batch pos"] | None
+    text: Int[Tensor, "batch"]
+    first: Int[Tensor, "batch"]
+    lengths: Int[Tensor, "batch"]
+    counted: Int[Tensor, "token"]
+
+
+def n_texts(texts: Texts) -> int | None:
+    """Return how many texts there are, where that is known."""
+    return len(texts) if isinstance(texts, Sized) and not isinstance(texts, str) else None
+
+
+def corpus_rows(model: Any, texts: Texts, context: int) -> Iterator[Row]:
+    """Yield the rows of a corpus: each text in pieces of at most `context` tokens.
+
+    Every piece begins with BOS where `model.to_tokens` puts one. Empty texts have no rows.
+
+    Raises:
+        InputError: a file that is not there, or an entry that is no text.
+    """
+    for number, entry in enumerate(_entries(texts)):
+        tokens, has_bos = _tokens(model, entry, number)
+        n_bos = int(has_bos)
+        body, step = tokens[n_bos:], context - n_bos
+        for start in range(0, len(body), step):
+            piece = body[start : start + step]
+            yield Row(number, start, torch.cat([tokens[:n_bos], piece]), has_bos)
+
+
+def batches(
+    rows: Iterator[Row], size: int, device: torch.device
+) -> Iterator[tuple[Batch, list[Row]]]:
+    """Yield batches of rows; with each, the rows that it holds."""
+    while some := list(islice(rows, size)):
+        yield _batch(some, device), some
+
+
+def _batch(rows: list[Row], device: torch.device) -> Batch:
+    lengths, text, first = (
+        torch.tensor(numbers, device="cpu")
+        for numbers in zip(*((len(row.tokens), row.text, row.first) for row in rows), strict=True)
+    )
+    n_pos = int(lengths.max())
+    tokens = torch.zeros(len(rows), n_pos, dtype=torch.long, device="cpu")
+    for i, row in enumerate(rows):
+        tokens[i, : len(row.tokens)] = row.tokens
+    real = torch.arange(n_pos, device="cpu") < lengths[:, None]
+    counts = real.clone()
+    counts[:, 0] &= ~torch.tensor([row.has_bos for row in rows], device="cpu")
+    counted = counts.flatten().nonzero()[:, 0]
+    mask = None if bool(real.all()) else real.long().to(device)
+    return Batch(tokens.to(device), mask, *(x.to(device) for x in (text, first, lengths, counted)))
+
+
+def chained_digest(before: str, row: Row) -> str:
+    """Return a digest of all rows up to this one, from that of those before it."""
+    return hashlib.sha256(f"{before} {row.text} {row.tokens.tolist()}".encode()).hexdigest()
+
+
+def _entries(texts: Texts) -> Iterator[Any]:
+    if not isinstance(texts, str | Path):
+        if not isinstance(texts, Iterable) or isinstance(texts, Mapping):
+            raise InputError([f"got a {type(texts).__name__}; expected a file, or texts"], _PROBLEM)
+        yield from texts
+        return
+    path = Path(texts)
+    try:
+        with path.open(encoding="utf-8") as file:
+            for line in file:
+                yield json.loads(line) if path.suffix == ".jsonl" else line.rstrip("\r\n")
+    except (OSError, ValueError) as error:
+        advice = "; a text itself goes into a list" if isinstance(texts, str) else ""
+        reason = f"{str(texts)[:100]!r} is no file of texts: {error}{advice}"
+        raise InputError([reason], _PROBLEM) from error
+
+
+def _tokens(model: Any, entry: Any, number: int) -> tuple[Int[Tensor, "pos"], bool]:
+    """Return the tokens of an entry, and whether they begin with BOS."""
+    if isinstance(entry, Mapping):
+        entry = entry.get("text")
+    try:
+        if isinstance(entry, str):
+            found = tokens_of_text(model, entry)[0].cpu()
+            bos = getattr(model.tokenizer, "bos_token_id", None)
+            return found, bool(len(found) and bos is not None and int(found[0]) == bos)
+        if isinstance(entry, list | tuple):
+            entry = torch.tensor(entry, device="cpu")
+        if not isinstance(entry, Tensor):
+            raise UnsupportedCallError(f"got a {type(entry).__name__}; {_EXPECTED}")
+        if entry.ndim != 1:
+            raise UnsupportedCallError(f"got tokens {list(entry.shape)}; {_EXPECTED}")
+        for piece in entry.split(model.cfg.n_ctx):
+            checked_tokens(model, piece[None])
+        return entry.cpu().long(), False
+    except (UnsupportedCallError, RuntimeError, TypeError) as error:
+        raise InputError([f"text {number}: {error}"], _PROBLEM) from error

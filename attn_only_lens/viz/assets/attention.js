@@ -1,0 +1,15 @@
+"use strict";
+// Heads over one text: attention heads by circuitsvis, neuron-heads as coloured tokens.
+{
+  const data = JSON.parse(document.getElementById("data").textContent);
+  const most = (numbers) => Math.max(...numbers.map(Math.abs), 0);
+  data.neurons.forEach((neuron) => {
+    const limits = { z: most(neuron.z), value: most(neuron.value) };
+    const of = { ...neuron, tokens: data.tokens, here: -1 };
+    document.getElementById("neurons").append(
+      el("section", { class: "neuron" },
+        el("h2", {}, neuron.name), tokenLine(of, limits, true), tokenLegend(limits, true))
+    );
+  });
+  if (data.heads) CircuitsVis.render("heads", CircuitsVis.AttentionHeads, data.heads);
+}

@@ -1,0 +1,296 @@
+"use strict";
+// Neurons at a glance: a list to search and sort, and the page of the one that is chosen.
+{
+  const data = JSON.parse(document.getElementById("data").textContent);
+  const KINDS = { u1: Uint8Array, i1: Int8Array, u2: Uint16Array, i2: Int16Array, u4: Uint32Array, i4: Int32Array, f4: Float32Array };
+  const unpack = (text, kind) => {
+    const bytes = Uint8Array.from(atob(text), (c) => c.charCodeAt(0));
+    return new KINDS[kind](bytes.buffer);
+  };
+  const ends = Object.entries(data.ends).map(([end, e]) => ({
+    end, ...e,
+    score: unpack(e.score, "f4"), text: unpack(e.text, "i4"), position: unpack(e.position, "i2"),
+    tokens: unpack(e.tokens, e.wide ? "u4" : "u2"), z: unpack(e.z, "i2"), gate: unpack(e.gate, "i1"),
+  }));
+  const [BINS, JOINT] = data.bins;
+  const histograms = Object.fromEntries(
+    Object.entries(data.histograms).map(([name, h]) => [name, { ...h, counts: unpack(h.counts, "u4") }])
+  );
+  const joint = unpack(data.joint, "u1");
+  const number = new Map(data.names.map((name, i) => [name, i]));
+  const visible = (text) => text.replace(/^ +/, (spaces) => "·".repeat(spaces.length));
+  const vocabulary = data.vocabulary.map((text) => ({ shown: text, name: visible(text) }));
+
+  // Examples
+
+  function windowOf(end, neuron, rank) {
+    const at = (neuron * end.k + rank) * end.width;
+    const tokens = [], z = [], gate = [], value = [];
+    for (let i = at; i < at + end.width && end.tokens[i] < vocabulary.length; i++) {
+      tokens.push(vocabulary[end.tokens[i]]);
+      z.push((end.z[i] / 32767) * data.limits[neuron]);
+      gate.push((end.gate[i] / 127) * end.gates[neuron]);
+      const last = gate.length - 1;
+      value.push(gate[last] !== 0 ? z[last] / gate[last] : null);
+    }
+    const from = neuron * end.k + rank;
+    return { tokens, z, gate, value, here: end.position[from], score: end.score[from], text: end.text[from] };
+  }
+  // The same words in several texts are shown once.
+  function examplesOf(end, neuron) {
+    const found = new Map();
+    for (let rank = 0; rank < end.found[neuron]; rank++) {
+      const each = windowOf(end, neuron, rank);
+      const key = each.tokens.map((token) => token.name).join("\u0000") + each.here;
+      const same = found.get(key);
+      if (same) same.times += 1;
+      else found.set(key, { ...each, times: 1 });
+    }
+    return [...found.values()];
+  }
+  const peak = (neuron, end = ends[0]) => {
+    if (!end.found[neuron]) return null;
+    const from = neuron * end.k;
+    return vocabulary[end.tokens[from * end.width + end.position[from]]];
+  };
+
+  // The list
+
+  const largest = ends.find((e) => e.end === "largest"), smallest = ends.find((e) => e.end === "smallest");
+  const score = (end) => (neuron) => (end && end.found[neuron] ? end.score[neuron * end.k] : 0);
+  const positive = (neuron) => {
+    const { counts } = histograms.z;
+    let all = 0, above = 0;
+    for (let i = 0; i < 2 * BINS; i++) {
+      const n = counts[neuron * 2 * BINS + i];
+      all += n;
+      if (i > BINS) above += n; // the first bin of positive numbers holds 0
+    }
+    return all ? above / all : 0;
+  };
+  const by = data.by === "z" ? "z" : data.by;
+  const orders = [
+    ["Order: by name", (n) => n, ""],
+    largest && [`Order: largest ${by}`, (n) => -score(largest)(n), largest],
+    smallest && [`Order: smallest ${by}`, (n) => score(smallest)(n), smallest],
+    ["Order: most often large", (n) => -positive(n), positive],
+    ["Order: most seldom large", (n) => positive(n), positive],
+  ].filter(Boolean);
+  const $ = (id) => document.getElementById(id);
+  orders.forEach(([name], i) => $("order").append(el("option", { value: i }, name)));
+
+  const words = data.names.map(() => null);
+  const wordsOf = (neuron) =>
+    (words[neuron] ??= [
+      ...ends.flatMap((end) => Array.from({ length: end.found[neuron] }, (_, rank) => {
+        const from = neuron * end.k + rank;
+        return vocabulary[end.tokens[from * end.width + end.position[from]]].shown;
+      })),
+      ...Object.values(data.tokens).flatMap((all) => all[neuron].map(([token]) => vocabulary[token].shown)),
+    ].map((text) => text.trim().toLowerCase()));
+  let listed = data.names.map((_, i) => i), chosen = -1;
+  const ROW = 24;
+  function list() {
+    const wanted = $("search").value.trim(), low = wanted.toLowerCase();
+    const isName = /^l\d+(n\d*)?$/i.test(wanted);
+    listed = data.names.map((_, i) => i).filter((i) =>
+      !low || (isName ? data.names[i].toLowerCase().startsWith(low) : wordsOf(i).some((word) => word.startsWith(low))));
+    const order = orders[$("order").value][1];
+    const keys = new Map(listed.map((i) => [i, order(i)]));
+    listed.sort((a, b) => keys.get(a) - keys.get(b) || a - b);
+    $("count").textContent = listed.length === data.names.length ? `${listed.length.toLocaleString("en")} neurons`
+      : `${listed.length.toLocaleString("en")} of ${data.names.length.toLocaleString("en")}`;
+    $("rows").style.height = `${listed.length * ROW}px`;
+    $("list").scrollTop = 0;
+    drawRows();
+  }
+  function drawRows() {
+    const first = Math.max(0, Math.floor($("list").scrollTop / ROW) - 5);
+    const told = orders[$("order").value][2];
+    $("rows").replaceChildren(...listed.slice(first, first + Math.ceil($("list").clientHeight / ROW) + 10).map((i, at) => {
+      const end = told === smallest && smallest ? smallest : ends[0];
+      const shown = told === positive ? `${short(100 * positive(i))}%` : short(score(end)(i));
+      const row = el("a", { href: `#${data.names[i]}`, class: i === chosen ? "chosen" : "" },
+        el("span", {}, data.names[i]), el("span", { class: "peak" }, peak(i, end)?.name ?? ""),
+        el("span", { class: "number" }, shown));
+      row.style.top = `${(first + at) * ROW}px`;
+      row.addEventListener("click", (event) => { event.preventDefault(); choose(i); });
+      return row;
+    }));
+  }
+
+  // The one that is chosen
+
+  let shownEnd = 0, strips = true;
+  const svg = (tag, attributes, text) => {
+    const made = document.createElementNS("http://www.w3.org/2000/svg", tag);
+    for (const [name, value] of Object.entries(attributes)) made.setAttribute(name, value);
+    if (text !== undefined) made.textContent = text;
+    return made;
+  };
+  const W = 260, H = 120, LEFT = 6, BOTTOM = 18;
+  function axis(picture, x, edges, y = H - BOTTOM) {
+    picture.append(svg("line", { x1: LEFT, x2: W - LEFT, y1: y, y2: y, stroke: "var(--line)" }));
+    edges.forEach((value, i) => {
+      const anchor = i === 0 ? "start" : i === edges.length - 1 ? "end" : "middle";
+      picture.append(svg("text", { x: x(value), y: y + 13, "text-anchor": anchor }, short(value)));
+    });
+  }
+  // The bins in use, from the most negative; and the edges of the first and the last.
+  function bins(name, neuron) {
+    const { counts, exponent } = histograms[name];
+    const all = Array.from(counts.subarray(neuron * 2 * BINS, (neuron + 1) * 2 * BINS));
+    const signed = [...all.slice(0, BINS).reverse(), ...all.slice(BINS)];
+    let first = signed.findIndex((n) => n > 0), last = signed.length - 1;
+    if (first < 0) return null;
+    while (!signed[last]) last--;
+    first = Math.min(first, BINS); // 0 is always there
+    last = Math.max(last, BINS - 1);
+    const step = 2 ** exponent[neuron] / BINS;
+    return { counts: signed.slice(first, last + 1), low: (first - BINS) * step, high: (last + 1 - BINS) * step, step };
+  }
+  const ends3 = (low, high) => (low < 0 && high > 0 ? [low, 0, high] : [low, high])
+    .filter((value, i, all) => value !== 0 || i === 0 || i === all.length - 1 ||
+      (Math.abs(low) > 0.15 * (high - low) && high > 0.15 * (high - low)));
+  function histogram(name, neuron, title, colour) {
+    const found = bins(name, neuron);
+    const picture = svg("svg", { viewBox: `0 0 ${W} ${H}`, role: "img", "aria-label": title });
+    if (found) {
+      const { counts, low, high, step } = found;
+      const x = (value) => LEFT + ((value - low) / (high - low)) * (W - 2 * LEFT);
+      const total = counts.reduce((a, b) => a + b, 0), most = Math.log1p(Math.max(...counts));
+      counts.forEach((n, i) => {
+        if (!n) return;
+        const from = low + i * step, height = (Math.log1p(n) / most) * (H - BOTTOM - 6);
+        const bar = svg("rect", { x: x(from), y: H - BOTTOM - height, height, width: Math.max(1, x(from + step) - x(from) - 0.4), fill: colour(from + step / 2) });
+        bar.append(svg("title", {}, `${short(from)} to ${short(from + step)}: ${n.toLocaleString("en")} tokens, ${short((100 * n) / total)}%`));
+        picture.append(bar);
+      });
+      axis(picture, x, ends3(low, high));
+    }
+    return el("div", { class: "panel" }, el("h4", {}, title), picture);
+  }
+  function together(neuron) {
+    const size = 2 * JOINT;
+    const at = (g, v) => joint[(neuron * size + g) * size + v]; // each side from 0 outward: negative, positive
+    const order = [...Array(JOINT).keys()].reverse().concat([...Array(JOINT).keys()].map((i) => JOINT + i));
+    const rows = order.filter((g) => order.some((v) => at(g, v))), columns = order.filter((v) => order.some((g) => at(g, v)));
+    const picture = svg("svg", { viewBox: `0 0 ${W} ${H}`, role: "img", "aria-label": "gate and value together" });
+    if (rows.length) {
+      const span = (used) => [order.indexOf(used[0]), order.indexOf(used[used.length - 1])];
+      const [[g0, g1], [v0, v1]] = [span(rows), span(columns)];
+      const edge = (i, name) => ((i - JOINT) / JOINT) * 2 ** histograms[name].exponent[neuron];
+      const left = 38, wide = (W - left - LEFT) / (v1 - v0 + 1), high = (H - BOTTOM - 4) / (g1 - g0 + 1);
+      for (let g = g0; g <= g1; g++) for (let v = v0; v <= v1; v++) {
+        const n = at(order[g], order[v]);
+        if (!n) continue;
+        const z = (edge(g, "gate") + edge(g + 1, "gate")) * (edge(v, "value") + edge(v + 1, "value"));
+        picture.append(svg("rect", { x: left + (v - v0) * wide, y: 4 + (g1 - g) * high, width: wide + 0.3, height: high + 0.3,
+          fill: `var(--${z < 0 ? "negative" : "positive"})`, opacity: 0.12 + 0.88 * (n / 255) }));
+      }
+      const x = (value) => left + ((value - edge(v0, "value")) / (edge(v1 + 1, "value") - edge(v0, "value"))) * (W - left - LEFT);
+      picture.append(svg("line", { x1: left, x2: left, y1: 4, y2: H - BOTTOM, stroke: "var(--line)" }));
+      picture.append(svg("text", { x: left - 4, y: 12, "text-anchor": "end" }, short(edge(g1 + 1, "gate"))));
+      picture.append(svg("text", { x: left - 4, y: H - BOTTOM, "text-anchor": "end" }, short(edge(g0, "gate"))));
+      axis(picture, x, ends3(edge(v0, "value"), edge(v1 + 1, "value")));
+    }
+    return el("div", { class: "panel" }, el("h4", {}, "Gate (up) by value (across)"), picture);
+  }
+
+  const link = (name) => {
+    if (number.has(name)) {
+      const made = el("a", { href: `#${name}` }, name);
+      made.addEventListener("click", (event) => { event.preventDefault(); choose(number.get(name)); });
+      return made;
+    }
+    const page = /N/.test(name) ? data.others[/^L(\d+)/.exec(name)[1]] : undefined;
+    return page ? el("a", { href: `${page}#${name}` }, name) : name;
+  };
+  const READS = { q: "gate", v: "value", k: "key" };
+  function connections(title, rows, reads) {
+    const most = Math.max(...rows.map((row) => Math.abs(row[2])), 1e-9);
+    const inputs = (name, kind) => (/H/.test(name) ? { q: "query", k: "key", v: "value" }[kind] : READS[kind]);
+    const gated = "Raise the value" in data.tokens;
+    const body = rows.map(([name, kind, amount]) => {
+      const isHead = /H/.test(name);
+      const meter = el("span", { class: "meter" });
+      const colour = isHead ? "var(--soft)" : amount < 0 ? "var(--negative)" : "var(--positive)";
+      const full = Math.round((100 * Math.abs(amount)) / most);
+      meter.style.background = `linear-gradient(to right, ${colour} ${full}%, var(--line) ${full}%)`;
+      const token = number.has(name) ? peak(number.get(name))?.name ?? "" : "";
+      const through = reads && isHead ? inputs(name, kind) : gated ? READS[kind] : "input";
+      return el("tr", {}, el("td", {}, link(name)), el("td", {}, through),
+        el("td", { class: "number" }, isHead ? short(amount) : `${amount > 0 ? "+" : ""}${short(amount)}`, " ", meter), el("td", {}, token));
+    });
+    const head = el("tr", {}, ...["Head", reads ? "Its" : "Into", "Score", "Peaks at"].map((text, i) => el("th", { class: i === 2 ? "number" : "" }, text)));
+    return el("div", {}, el("h4", {}, title), rows.length ? el("table", {}, head, ...body) : el("p", { class: "note" }, "None: no layer is there."));
+  }
+
+  function tokenLists(neuron) {
+    const panels = Object.entries(data.tokens).map(([title, all]) => {
+      const limit = Math.max(...all[neuron].map(([, amount]) => Math.abs(amount)), 1e-9);
+      const half = (keep, order) => el("div", {}, ...order(all[neuron].filter(([, amount]) => keep(amount))).map(([token, amount]) => {
+        const entry = el("div", { class: "entry" }, el("span", { class: "token" }, vocabulary[token].name), el("span", { class: "number" }, short(amount)));
+        entry.style.background = `color-mix(in srgb, var(--${amount < 0 ? "negative" : "positive"}) ${Math.round((38 * Math.abs(amount)) / limit)}%, transparent)`;
+        return entry;
+      }));
+      return el("div", {}, el("h4", {}, title), el("div", { class: "ends" }, half((amount) => amount > 0, (list) => list), half((amount) => amount <= 0, (list) => list.reverse())));
+    });
+    return el("div", { class: "lists" }, ...panels);
+  }
+
+  const ENDS = { largest: "Largest", smallest: "Smallest" };
+  function draw() {
+    hideTip();
+    const neuron = chosen, end = ends[shownEnd], name = data.names[neuron];
+    const examples = examplesOf(end, neuron);
+    const limits = { z: data.limits[neuron], value: Math.max(...examples.flatMap((each) => each.value.map((v) => Math.abs(v ?? 0))), 0) };
+    const tabs = ends.map((each, i) => el("button", { type: "button", "aria-pressed": i === shownEnd, onclick: () => { shownEnd = i; draw(); } },
+      `${ENDS[each.end]} ${by} (${short(score(each)(neuron))})`));
+    const box = el("input", { type: "checkbox", onchange: (event) => { strips = event.target.checked; draw(); } });
+    box.checked = strips;
+    const go = (by) => () => choose(listed[(listed.indexOf(neuron) + by + listed.length) % listed.length]);
+    const signs = (middle) => (middle < 0 ? "var(--negative)" : "var(--positive)");
+    const [writers, readers] = data.partners[neuron].length ? data.partners[neuron] : [[], []];
+    $("one").replaceChildren(
+      el("header", {}, el("h2", {}, name),
+        el("button", { type: "button", title: "The one before", onclick: go(-1) }, "‹"),
+        el("button", { type: "button", title: "The next", onclick: go(1) }, "›"),
+        el("span", { class: "note" }, `z from ${short(bins("z", neuron)?.low)} to ${short(bins("z", neuron)?.high)}`)),
+      el("div", { class: "bar-of-tabs" }, ...tabs, el("label", {}, box, " gate and value under tokens")),
+      tokenLegend(limits, strips),
+      el("div", {}, ...examples.map((each) => el("div", { class: "example" },
+        el("span", { class: "value" }, short(each.score)), tokenLine(each, limits, strips),
+        el("span", { class: "from", title: each.times > 1 ? "in so many of the texts" : "" }, each.times > 1 ? `${each.times} times` : `text ${each.text}`)))),
+      el("h3", {}, "How often"),
+      el("div", { class: "panels" }, histogram("z", neuron, "z", signs), histogram("gate", neuron, "Gate", () => "var(--soft)"), together(neuron)),
+      el("p", { class: "note" }, "Tokens by value, on a logarithmic scale."),
+      ...(Object.keys(data.tokens).length ? [el("h3", {}, "Tokens, by weights alone"), tokenLists(neuron),
+        el("p", { class: "note" }, "Read: embeddings that raise or lower its input. Write: logits that it raises or lowers where z is positive. In standard deviations over the vocabulary.")] : []),
+      ...(data.partners[neuron].length ? [el("h3", {}, "Connections, by weights alone"),
+        el("div", { class: "connections" }, connections("Writers: what it reads from", writers, false), connections("Readers: what reads it", readers, true)),
+        el("p", { class: "note" }, "Composition scores. Between neurons with the sign of the cosine: blue excites, red inhibits (where the writer's z is positive).")] : []),
+      ...data.notes.map((text) => el("p", { class: "note" }, text)));
+    $("one").scrollTop = 0;
+  }
+  function choose(neuron) {
+    chosen = neuron;
+    try { history.replaceState(null, "", `#${data.names[neuron]}`); } catch { /* a frame of a notebook */ }
+    const at = listed.indexOf(neuron);
+    const { scrollTop, clientHeight } = $("list");
+    if (at >= 0 && (at * ROW < scrollTop || (at + 1) * ROW > scrollTop + clientHeight)) $("list").scrollTop = Math.max(0, at * ROW - clientHeight / 2);
+    drawRows();
+    draw();
+  }
+  $("search").addEventListener("input", list);
+  $("order").addEventListener("change", list);
+  $("list").addEventListener("scroll", drawRows);
+  new ResizeObserver(drawRows).observe($("list"));
+  const fromHash = () => number.get(decodeURIComponent(location.hash.slice(1)));
+  addEventListener("hashchange", () => { if (fromHash() !== undefined && fromHash() !== chosen) choose(fromHash()); });
+  addEventListener("keydown", (event) => {
+    if (event.key === "/" && event.target !== $("search")) { event.preventDefault(); $("search").focus(); }
+  });
+  list();
+  choose(fromHash() ?? listed[0]);
+}

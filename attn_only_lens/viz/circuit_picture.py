@@ -1,0 +1,191 @@
+"""The first view of a circuit's page as a picture: SVG, drawn without a browser.
+
+It is what a notebook keeps where no script runs, as on GitHub. `assets/circuit.js` draws the same.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from html import escape
+from typing import Any
+
+from attn_only_lens.viz.circuit_data import EXTRAS, STATUSES
+from attn_only_lens.viz.coordinates import (
+    AXIS,
+    BOX,
+    GUTTER,
+    Boxes,
+    Layout,
+    Point,
+    curve,
+    edge_paths,
+    place,
+)
+from attn_only_lens.viz.page import asset
+
+WIDTH = 900.0
+_HEIGHT = 600.0
+MOST, FEWEST = 40, 12
+_TITLE, _LEGEND = 28, 30
+_CORNERS = {"attention": 10, "metric": 4, "embed": 4}
+_Data = Mapping[str, Any]
+
+
+def first_view(data: _Data) -> dict[str, int]:
+    """Return how many of the strongest nodes and edges are shown first: as many as can be read.
+
+    Args:
+        data: of a circuit's page.
+    """
+    n = len(data["nodes"]["id"])
+    for k in range(min(MOST, n), FEWEST, -1):
+        at = _placed(data, _shown(data, k), _HEIGHT)
+        if at.width <= WIDTH and at.height <= _HEIGHT:
+            break
+    else:
+        k = min(FEWEST, n)
+    return {"nodes": k, "edges": 2 * k}
+
+
+def circuit_picture(data: _Data, title: str) -> str:
+    """Return the first view of a circuit as SVG.
+
+    Args:
+        data: of the circuit's page.
+        title: above it.
+    """
+    nodes = data["nodes"]
+    shown = _shown(data, data["first"]["nodes"])
+    at = _placed(data, shown, _HEIGHT)
+    colours = _light_colours()
+    edges = _shown_edges(data, set(shown), data["first"]["edges"])
+    paths = edge_paths(at, _boxes(data), [(a, b, kind) for a, b, kind, _, _ in edges])
+    heaviest = max((abs(weight) for *_, weight, _ in edges), default=0.0) or 1.0
+    sizes = [abs(each) for each in nodes["attribution"] if each is not None]
+    largest = max(sizes, default=0.0) or 1.0
+    height = at.height + _TITLE + _LEGEND
+    style = re.sub(r"var\(--([\w-]+)\)", lambda found: colours[found[1]], data["style"])
+    band = '<rect class="band" x="{:.0f}" y="{:.1f}" width="{:.0f}" height="{:.0f}"/>'
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" class="circuit" width="{at.width:.0f}" '
+        f'height="{height:.0f}" viewBox="0 {-_TITLE} {at.width:.0f} {height:.0f}" role="img">',
+        f"<title>{escape(title)}</title><style>{style}</style>",
+        f'<rect class="back" y="{-_TITLE}" width="{at.width:.0f}" height="{height:.0f}"/>',
+        _text(8, -9, title, "title"),
+        *(band.format(GUTTER - 8, y - tall / 2, at.width, tall) for _, y, tall in at.rows),
+        *(
+            _edge(path, kind, weight, heaviest, status)
+            for path, (_, _, kind, weight, status) in zip(paths, edges, strict=True)
+        ),
+        *(_node(data, i, at, largest, colours) for i in shown),
+        *(_text(8, y, data["rows"][row], "row", "0.35em") for row, y, _ in at.rows),
+        *_axis(data, at),
+        _legend(data, at.height + 18),
+        "</svg>",
+    ]
+    return "\n".join(parts)
+
+
+def _shown(data: _Data, k: int) -> list[int]:
+    """Return the k strongest nodes; those without an attribution come first, as they are kept."""
+    nodes = data["nodes"]
+    sizes = [float("inf") if a is None else abs(a) for a in nodes["attribution"]]
+    plain = [i for i, kind in enumerate(nodes["kind"]) if kind not in EXTRAS]
+    return sorted(plain, key=lambda i: -sizes[i])[:k]
+
+
+def _boxes(data: _Data) -> Boxes:
+    nodes = data["nodes"]
+    overhangs = [kind == "metric" for kind in nodes["kind"]]
+    return Boxes(nodes["row"], nodes["column"], nodes["width"], overhangs)
+
+
+def _placed(data: _Data, shown: Sequence[int], height: float) -> Layout:
+    return place(_boxes(data), shown, data["axis_width"], WIDTH, height)
+
+
+def _shown_edges(data: _Data, shown: set[int], k: int) -> list[tuple[int, int, str, float, Any]]:
+    """Return the k strongest value edges among these nodes."""
+    edges = data["edges"]
+    statuses = edges.get("status", [None] * len(edges["kind"]))
+    columns = (edges["source"], edges["target"], edges["kind"], edges["weight"], statuses)
+    found = [
+        each
+        for each in zip(*columns, strict=True)
+        if each[2] == "value" and {each[0], each[1]} <= shown
+    ]
+    return sorted(found, key=lambda each: -abs(each[3]))[:k]
+
+
+def _edge(path: Sequence[Point], kind: str, weight: float, heaviest: float, status: Any) -> str:
+    size = abs(weight) / heaviest
+    width = 0.8 + 4.2 * size
+    x, y = path[-1]
+    half = width / 2
+    if weight < 0:  # a bar, where a positive edge has an arrow: signs are told without colours
+        head = f"M{x - 4 - half:.1f} {y:.1f}H{x + 4 + half:.1f}"
+    else:
+        head = (
+            f"M{x - 3 - half:.1f} {y + half:.1f}L{x:.1f} {y - 5:.1f}L{x + 3 + half:.1f} "
+            f"{y + half:.1f}"
+        )
+    colour = status or ("negative" if weight < 0 else "positive")
+    return (
+        f'<path class="edge {kind} {colour}" d="{curve(path)}{head}" '
+        f'stroke-width="{width:.2f}" opacity="{0.35 + 0.6 * size**0.5:.2f}"/>'
+    )
+
+
+def _node(data: _Data, i: int, at: Layout, largest: float, colours: Mapping[str, str]) -> str:
+    nodes = data["nodes"]
+    kind, width, attribution = nodes["kind"][i], nodes["width"][i], nodes["attribution"][i]
+    status = nodes["status"][i] if "status" in nodes else None
+    size = 0.0 if attribution is None else min(1.0, abs(attribution) / largest) ** 0.5
+    end = colours["negative" if (attribution or 0) < 0 else "positive"]
+    fill = "" if status else f' style="fill:{_mixed(colours["zero"], end, size)}"'
+    sign = "" if not attribution else "− " if attribution < 0 else "+ "
+    mark = f"{STATUSES[status]} " if status else sign
+    strong = "strong" if size > 0.6 and not status else ""
+    return (
+        f'<g class="node {kind} {status or ""}" transform="translate({at.x[i]:.1f},{at.y[i]:.1f})">'
+        f'<rect x="{-width / 2:.1f}" y="{-BOX / 2:.0f}" width="{width:.1f}" height="{BOX}" '
+        f'rx="{_CORNERS.get(kind, 0)}"{fill}/>'
+        f"{_text(0, 0, mark + nodes['label'][i], strong, '0.35em')}</g>"
+    )
+
+
+def _axis(data: _Data, at: Layout) -> list[str]:
+    parts = [f'<g class="axis" transform="translate(0,{at.height - AXIS:.1f})">']
+    for first, last, left, width in at.columns:
+        x = left + width / 2
+        if first < 0:
+            parts.append(_text(x, 17, "–", "token"))
+        elif first < last:
+            parts.append(_text(x, 17, "⋯", "token") + _text(x, 32, f"{first}–{last}", "index"))
+        else:
+            parts.append(_text(x, 17, data["axis"][first], "token"))
+            parts.append(_text(x, 32, str(first), "index"))
+    return [*parts, "</g>"]
+
+
+def _legend(data: _Data, y: float) -> str:
+    if "status" in data["nodes"]:
+        marks = " · ".join(f"{mark} {word}" for word, mark in STATUSES.items())
+    else:
+        marks = "+ raises the metric (blue) · − lowers it (red)"
+    return _text(8, y, f"{marks} · edges: arrow positive, bar negative", "row")
+
+
+def _text(x: float, y: float, text: str, name: str, dy: str = "0") -> str:
+    return f'<text class="{name}" x="{x:.1f}" y="{y:.1f}" dy="{dy}">{escape(text)}</text>'
+
+
+def _light_colours() -> dict[str, str]:
+    (light,) = re.findall(r":root \{(.*?)\}", asset("assets/page.css"), re.S)[:1]
+    return dict(re.findall(r"--(\w+): (#\w+)", light))
+
+
+def _mixed(start: str, end: str, t: float) -> str:
+    mixed = (
+        round(int(start[c : c + 2], 16) * (1 - t) + int(end[c : c + 2], 16) * t) for c in (1, 3, 5)
+    )
+    return "#" + "".join(f"{each:02x}" for each in mixed)

@@ -1,0 +1,282 @@
+"""Neurons at a glance: one page for a set of them, up to a few thousand.
+
+The page holds arrays, packed, and its script (`assets/neurons.js`) draws the neuron that is looked
+at. An example of 19 tokens takes 76 bytes and a histogram 1 or 2 a bin: z and gate are 16-bit and
+8-bit shares of the neuron's largest, counts of gate and value together are shares of the most, on
+a logarithmic scale. Numbers on the page have so many figures; `NeuronStatistics` has them all.
+"""
+
+import base64
+from collections import Counter
+from collections.abc import Iterable
+from html import escape
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from attn_only_lens.circuits.partners import strongest_partners
+from attn_only_lens.circuits.vocabulary import DirectEffects
+from attn_only_lens.errors import InputError
+from attn_only_lens.heads import HeadName
+from attn_only_lens.neurons import NeuronStatistics, neuron_statistics
+from attn_only_lens.neurons._top_examples import By
+from attn_only_lens.neurons.accumulate import BINS, ENDS, JOINT, QUANTITIES
+from attn_only_lens.neurons.corpus import Texts
+from attn_only_lens.runs.metrics import AnyMetric
+from attn_only_lens.runs.sites import Sites, neuron_heads, resolve_sites
+from attn_only_lens.runs.token_texts import token_text
+from attn_only_lens.viz.checks import refuse
+from attn_only_lens.viz.page import Page, asset, document, inline_script, script_data, with_space
+
+MOST_NEURONS = 3_000
+"""Neurons of one page; `attn-only-lens atlas` makes a page of each layer."""
+
+_TOP_TOKENS = 8
+_PARTNERS = 6
+
+
+def neuron_page(
+    model: Any,
+    names: Sites | None,
+    texts: Texts | NeuronStatistics,
+    k: int = 20,
+    *,
+    by: By = "z",
+    metric: AnyMetric | None = None,
+    context: int | None = None,
+    batch_size: int = 32,
+    resume: str | Path | None = None,
+    progress: bool | str = True,
+) -> Page:
+    """Draw neurons: their top examples, densities, tokens, and the heads they are connected to.
+
+    Args:
+        model: converted, or with exposed neuron-heads.
+        names: neurons, such as ["L3N7", "L2N5"], or `patching.neuron_heads(layers)`; None for all,
+            or all of the statistics.
+        texts: a corpus, as `neurons.top_examples` takes it; or what `neurons.neuron_statistics`
+            found in one, for which the options below do not count.
+        k: examples of each neuron, of the largest and of the smallest z.
+        by: what examples are ranked by, as in `neurons.top_examples`.
+        metric: of attributions.
+        context: as in `neurons.top_examples`.
+        batch_size: as in `neurons.top_examples`.
+        resume: as in `neurons.top_examples`.
+        progress: as in `neurons.top_examples`.
+
+    Returns:
+        One page. Of each neuron: the texts in which z is largest and smallest, each token coloured
+        by z; histograms of z and of the gate, and of gate and value together; the tokens that it
+        reads from the embedding and writes to the logits by its weights alone, in standard
+        deviations over the vocabulary; and the heads that it composes with most, as
+        `circuits.composition` scores them, with links.
+
+    Raises:
+        InputError: as `neurons.top_examples` does; more than 3,000 neurons.
+
+    Example:
+        >>> from attn_only_lens import expose_neuron_heads, pretrained, viz
+        >>> model = expose_neuron_heads(pretrained.modular_addition()).model
+        >>> texts = [[3, 4, 113], [5, 7, 113]]
+        >>> page = viz.neuron_page(model, ["L0N7", "L0N11"], texts, k=2, progress=False)
+        >>> "L0N11" in page
+        True
+    """
+    if isinstance(texts, NeuronStatistics):
+        sites = resolve_sites(model, list(texts.names) if names is None else names)
+    else:
+        sites = resolve_sites(model, neuron_heads() if names is None else names)
+    wanted = [name for each in sites for name in each.names]
+    if len(wanted) > MOST_NEURONS:
+        refuse(
+            f"got {len(wanted):,} neurons; expected {MOST_NEURONS:,} at most on one page: name "
+            "some, or let `attn-only-lens atlas` make a page of each layer"
+        )
+    if isinstance(texts, NeuronStatistics):
+        found = texts.of(wanted)
+    else:
+        found = neuron_statistics(
+            *(model, wanted, texts, k, by, metric),
+            context=context,
+            batch_size=batch_size,
+            resume=resume,
+            progress=progress,
+        )
+    return page_of_statistics(model, found)
+
+
+def page_of_statistics(
+    model: Any, found: NeuronStatistics, others: dict[int, str] | None = None
+) -> Page:
+    """Draw statistics.
+
+    Args:
+        model: that they are of.
+        found: of the neurons of the page.
+        others: the pages with the neurons of layers, to link to.
+    """
+    names = list(found.names)
+    lists, notes = _by_weights(model, names)
+    ids = sorted(
+        {*found.vocabulary, *(token for each in lists.values() for top in each for token, _ in top)}
+    )
+    texts = {token: found.vocabulary.get(token) or token_text(model, token) for token in ids}
+    place = {token: i for i, token in enumerate(ids)}
+    partners, why = _partners(model, names)
+    data = {
+        "names": names,
+        "by": found.by,
+        "vocabulary": [with_space(texts[token]) for token in ids],
+        "ends": {end: _examples(found, end, ids) for end in ENDS if f"{end}.z" in found.examples},
+        "limits": [_short(x) for x in _limits(found)],
+        "histograms": {name: _histogram(found, name) for name in QUANTITIES},
+        "joint": _packed(_log_shares(found.counts["joint"]), "u1"),
+        "bins": [BINS, JOINT],
+        "tokens": {
+            title: [[[place[t], round(score, 1)] for t, score in top] for top in each]
+            for title, each in lists.items()
+        },
+        "partners": [partners.get(name, []) for name in names],
+        "notes": [*notes, *why],
+        "others": others or {},
+    }
+    many = f"{len(names):,} neurons" if len(names) > 3 else ", ".join(names)
+    title = f"{many} of {Path(found.model).name}" if found.model else many
+    body = [
+        asset("assets/neurons.html")
+        .replace("TITLE", escape(title))
+        .replace("ABOUT", _about(found)),
+        f'<script type="application/json" id="data">{script_data(data)}</script>',
+        *(inline_script(asset(f"assets/{name}.js")) for name in ("tokens", "neurons")),
+    ]
+    style = "".join(asset(f"assets/{name}.css") for name in ("page", "tokens", "neurons"))
+    return document(title, "\n".join(body), style)
+
+
+def _about(found: NeuronStatistics) -> str:
+    metric = f" ({escape(found.metric)})" if found.metric else ""
+    return f"{found.n_texts:,} texts, {found.n_tokens:,} tokens · examples by {found.by}{metric}"
+
+
+def _by_weights(
+    model: Any, names: list[str]
+) -> tuple[dict[str, list[list[tuple[int, float]]]], list[str]]:
+    """Return the tokens that neurons read and write; and why some are left out."""
+    gated = bool(model.cfg.gated_mlp)
+    notes: list[str] = []
+    found = {}
+    try:
+        effects = DirectEffects(model)
+    except InputError as error:
+        return {}, ["Tokens read and written are left out: " + "; ".join(error.reasons)]
+    try:
+        found["Raise the gate" if gated else "Read"] = effects.read_tokens(names, _TOP_TOKENS)
+        if gated:
+            found["Raise the value"] = effects.read_tokens(names, _TOP_TOKENS, "v")
+    except InputError as error:
+        notes.append("Tokens read are left out: " + "; ".join(error.reasons))
+    found["Write"] = effects.written_tokens(names, _TOP_TOKENS)
+    return found, notes
+
+
+def _partners(model: Any, names: list[str]) -> tuple[dict[str, Any], list[str]]:
+    try:
+        found = strongest_partners(model, names, _PARTNERS)
+    except InputError as error:
+        return {}, ["Connections are left out: " + "; ".join(error.reasons)]
+    kept = {}
+    for name, rows in found.items():
+        both = ([r for r in rows if r.side == side][:_PARTNERS] for side in ("writes", "reads"))
+        kept[name] = [[[r.name, r.kind, round(r.score, 3)] for r in side] for side in both]
+    return kept, []
+
+
+def _limits(found: NeuronStatistics) -> Iterable[float]:
+    """The largest |z| of each neuron's windows: that of the strongest colour."""
+    sizes = [x.abs().flatten(1).amax(1) for key, x in found.examples.items() if key.endswith(".z")]
+    limits: list[float] = torch.stack(sizes).amax(0).tolist()
+    return limits
+
+
+def _examples(found: NeuronStatistics, end: str, ids: list[int]) -> dict[str, Any]:
+    """Pack the examples of one end: [neuron, k] and [neuron, k, window] numbers."""
+    of_end = {name: found.examples[f"{end}.{name}"] for name in _PARTS}
+    limits = torch.tensor(list(_limits(found)), device="cpu").view(-1, 1, 1)
+    gates = of_end["gate"].abs().flatten(1).amax(1).clamp(min=1.0)
+    tokens = torch.tensor(ids, device="cpu")
+    # Where there is no token, the number is that after the last.
+    places = torch.searchsorted(tokens, of_end["tokens"].contiguous())
+    places[of_end["tokens"] < 0] = len(ids)
+    kind = "<u2" if len(ids) < 2**16 else "<u4"
+    shares = of_end["z"] / torch.where(limits == 0, 1.0, limits)
+    return {
+        "k": of_end["z"].shape[1],
+        "width": of_end["z"].shape[2],
+        "found": of_end["found"].sum(1).tolist(),
+        "score": _packed(of_end["score"], "<f4"),
+        "text": _packed(of_end["text"], "<i4"),
+        "position": _packed(of_end["position"], "<i2"),
+        "wide": kind == "<u4",
+        "tokens": _packed(places, kind),
+        "z": _packed((shares * 32767).round(), "<i2"),
+        "gate": _packed((of_end["gate"] / gates.view(-1, 1, 1) * 127).round(), "i1"),
+        "gates": [_short(x) for x in gates.tolist()],
+    }
+
+
+_PARTS = ("found", "score", "text", "position", "tokens", "z", "gate")
+
+
+def _histogram(found: NeuronStatistics, quantity: str) -> dict[str, Any]:
+    return {
+        "counts": _packed(found.counts[f"{quantity}.counts"], "<u4"),
+        "exponent": found.counts[f"{quantity}.exponent"].tolist(),
+    }
+
+
+def _log_shares(counts: Tensor) -> Tensor:
+    """Return counts of each neuron as 0 to 255, on a logarithmic scale."""
+    logs = counts.double().log1p()
+    most = logs.flatten(1).amax(1).clamp(min=1e-9).view(-1, 1, 1)
+    return (logs / most * 255).ceil()
+
+
+def _packed(x: Tensor, kind: str) -> str:
+    array = np.ascontiguousarray(x.numpy().astype(np.dtype(kind)))
+    return base64.b64encode(array.tobytes()).decode()
+
+
+def _short(x: float) -> float:
+    return float(f"{x:.4g}")
+
+
+def index_of_layers(found: NeuronStatistics, pages: dict[int, str]) -> Page:
+    """Return the page that leads to those of layers.
+
+    Args:
+        found: of the neurons of all pages.
+        pages: the file of each layer's, beside this one.
+    """
+    counts = Counter(HeadName.parse(name).layer for name in found.names)
+    title = f"{len(found.names):,} neurons of {Path(found.model).name}"
+    rows = [
+        f'<tr><td><a href="{escape(page)}">Layer {layer}</a></td>'
+        f'<td class="number">{counts[layer]:,} neurons</td></tr>'
+        for layer, page in sorted(pages.items())
+    ]
+    body = [
+        f'<header><h1>{escape(title)}</h1><span class="note">{_about(found)}</span>',
+        '<button id="theme" type="button" title="Light or dark" aria-label="Light or dark">◐</button>'
+        "</header>",
+        '<main id="layers"><label>Go to a neuron <input id="go" type="search" placeholder="L3N7">'
+        f"</label><table>{''.join(rows)}</table></main>",
+        f'<script type="application/json" id="data">{script_data(pages)}</script>',
+        *(inline_script(asset(f"assets/{name}.js")) for name in ("tokens", "layers")),
+    ]
+    style = "".join(asset(f"assets/{name}.css") for name in ("page", "tokens"))
+    return document(
+        title, "\n".join(body), f"{style}#layers {{ padding: 14px; max-width: 420px; }}\n"
+    )
