@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from attn_only_lens.circuits.partners import strongest_partners
+from attn_only_lens.circuits.partners import is_gated, strongest_partners
 from attn_only_lens.circuits.vocabulary import DirectEffects
 from attn_only_lens.errors import InputError
 from attn_only_lens.heads import HeadName
@@ -158,7 +158,7 @@ def _by_weights(
     model: Any, names: list[str]
 ) -> tuple[dict[str, list[list[tuple[int, float]]]], list[str]]:
     """Return the tokens that neurons read and write; and why some are left out."""
-    gated = bool(model.cfg.gated_mlp)
+    gated = is_gated(model, HeadName.parse(names[0]).layer)
     notes: list[str] = []
     found = {}
     try:
