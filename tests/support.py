@@ -291,6 +291,7 @@ PATCHING = {
 TASKS = {
     # Of a tokenizer alone: the model's has not their words.
     "agreement": lambda kit: len(tasks.agreement(task_tokenizer(), 3)),
+    "brackets": lambda kit: len(tasks.brackets(task_tokenizer(), 3)),
     "greater_than": lambda kit: len(tasks.greater_than(task_tokenizer(), 3)),
     "ioi": lambda kit: len(tasks.ioi(task_tokenizer(), 3)),
     "from_templates": lambda kit: kit.patched_by_role(
@@ -397,7 +398,7 @@ OF_NO_MODEL = {
     *("AttentionOnlyTransformer", "Calibration", "Comparison", "ExposedNeurons", "HeadStack"),
     *("Verification", "PromptPair", "Sweep", "Paths", "Circuit", "CircuitGraph", "Faithfulness"),
     *("Page", "Provenance", "Example", "NeuronStatistics", "PairedPrompts", "Evaluation"),
-    # Of the shipped model, which is of the kind that there is.
+    # Of the shipped models, which are of the kinds that there are.
     *("demo", "demo_page", "pretrained"),
 }
 """Public names without a row."""
@@ -425,8 +426,8 @@ on a `TransformerBridge` around a model of Hugging Face transformers, with trans
 There is nothing else: where a function ends in another error, `make support` does, and this page
 is not written. [The same as CSV](support.csv).
 
-`demo`, `viz.demo_page` and `pretrained` are about the shipped model, a bridge with 4 and a
-`HookedTransformer` with 3.9. Models of other families may be refused for reasons of their own:
+`demo`, `viz.demo_page` and `pretrained` are about the shipped models, bridges with 4 and of
+either class with 3.9. Models of other families may be refused for reasons of their own:
 see [limits](limits.md) and [growth](growth.md)."""
 ROWS = {
     "attn_only_lens": LENS,

@@ -61,7 +61,7 @@ def test_a_graph_and_a_page_of_it(folder, expected, tmp_path):
     np.testing.assert_allclose(found.nodes["attribution"], graph.nodes["attribution"], atol=1e-4)
     data = read_back((tmp_path / "circuit.html").read_text("utf-8"))
     assert data["nodes"]["id"] == graph.nodes["id"].tolist()
-    tops = [each["top"] for each in data["details"].values() if "top" in each]
+    tops = [each["writes"] for each in data["details"].values() if "writes" in each]
     assert len(tops) == 19
     assert all(text.startswith(("·w", "·<", "<")) for top in tops for text, _ in top)
     # A page of the file is that of the graph alone.
