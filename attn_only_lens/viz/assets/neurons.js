@@ -124,7 +124,8 @@
 
   // The one that is chosen
 
-  let shownEnd = 0, strips = true;
+  const FEW = 8; // so that what comes below is in reach
+  let shownEnd = 0, strips = true, whole = false;
   const svg = (tag, attributes, text) => {
     const made = document.createElementNS("http://www.w3.org/2000/svg", tag);
     for (const [name, value] of Object.entries(attributes)) made.setAttribute(name, value);
@@ -262,9 +263,11 @@
         el("span", { class: "note" }, `z from ${short(bins("z", neuron)?.low)} to ${short(bins("z", neuron)?.high)}, positive at ${short(100 * positive(neuron))}% of tokens`)),
       el("div", { class: "bar-of-tabs" }, ...tabs, el("label", {}, box, " gate and value under tokens")),
       tokenLegend(limits, strips),
-      el("div", {}, ...examples.map((each) => el("div", { class: "example" },
+      el("div", {}, ...examples.slice(0, whole ? undefined : FEW).map((each) => el("div", { class: "example" },
         el("span", { class: "value" }, short(each.score)), tokenLine(each, limits, strips),
         el("span", { class: "from", title: each.times > 1 ? "in so many of the texts" : "" }, each.times > 1 ? `${each.times} times` : `text ${each.text}`)))),
+      examples.length > FEW ? el("button", { type: "button", onclick: () => { whole = !whole; draw(); } },
+        whole ? `The first ${FEW} alone` : `All ${examples.length} examples`) : "",
       el("h3", {}, "How often"),
       el("div", { class: "panels" }, histogram("z", neuron, "z", signs), histogram("gate", neuron, "Gate", () => "var(--soft)"), together(neuron)),
       el("p", { class: "note" }, "Tokens by value, on a logarithmic scale."),
@@ -274,10 +277,10 @@
         el("div", { class: "connections" }, connections("Writers: what it reads from", writers, false), connections("Readers: what reads it", readers, true)),
         el("p", { class: "note" }, "Composition scores. Between neurons with the sign of the cosine: blue excites, red inhibits (where the writer's z is positive).")] : []),
       ...data.notes.map((text) => el("p", { class: "note" }, text)));
-    $("one").scrollTop = 0;
   }
   function choose(neuron) {
     chosen = neuron;
+    $("one").scrollTop = 0;
     shownEnd = ends.indexOf(further(neuron));
     try { history.replaceState(null, "", `#${data.names[neuron]}`); } catch { /* a frame of a notebook */ }
     const at = listed.indexOf(neuron);
