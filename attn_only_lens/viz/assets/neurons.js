@@ -66,9 +66,9 @@
     for (let i = 0; i < 2 * BINS; i++) {
       const n = counts[neuron * 2 * BINS + i];
       all += n;
-      if (i > BINS) above += n; // the first bin of positive numbers holds 0
+      if (i >= BINS) above += n;
     }
-    return all ? above / all : 0;
+    return all ? (above - data.zeros[neuron]) / all : 0; // 0 is in the first bin of what is positive
   };
   const by = data.by === "z" ? "z" : data.by;
   const orders = [
@@ -132,7 +132,9 @@
     if (text !== undefined) made.textContent = text;
     return made;
   };
-  const W = 260, H = 120, LEFT = 6, BOTTOM = 18;
+  // As wide as their panels, so that letters keep their size.
+  let W = 260;
+  const H = 130, LEFT = 6, BOTTOM = 18;
   function axis(picture, x, edges, y = H - BOTTOM) {
     picture.append(svg("line", { x1: LEFT, x2: W - LEFT, y1: y, y2: y, stroke: "var(--line)" }));
     edges.forEach((value, i) => {
@@ -246,6 +248,8 @@
   const ENDS = { largest: "Largest", smallest: "Smallest" };
   function draw() {
     hideTip();
+    const inside = $("one").clientWidth - 36, columns = Math.max(1, Math.min(3, Math.floor((inside + 22) / 222)));
+    W = inside > 0 ? (inside - 22 * (columns - 1)) / columns : 260;
     const neuron = chosen, end = ends[shownEnd], name = data.names[neuron];
     const examples = examplesOf(end, neuron);
     const limits = { z: data.limits[neuron], value: Math.max(...examples.flatMap((each) => each.value.map((v) => Math.abs(v ?? 0))), 0) };
@@ -254,13 +258,15 @@
     const box = el("input", { type: "checkbox", onchange: (event) => { strips = event.target.checked; draw(); } });
     box.checked = strips;
     const go = (by) => () => choose(listed[(listed.indexOf(neuron) + by + listed.length) % listed.length]);
+    const found = bins("z", neuron), isZ = data.by === "z";
+    const low = isZ && smallest ? score(smallest)(neuron) : found?.low, high = isZ && largest ? score(largest)(neuron) : found?.high;
     const signs = (middle) => (middle < 0 ? "var(--negative)" : "var(--positive)");
     const [writers, readers] = data.partners[neuron].length ? data.partners[neuron] : [[], []];
     $("one").replaceChildren(
       el("header", {}, el("h2", {}, name),
         el("button", { type: "button", title: "The one before", onclick: go(-1) }, "‹"),
         el("button", { type: "button", title: "The next", onclick: go(1) }, "›"),
-        el("span", { class: "note" }, `z from ${short(bins("z", neuron)?.low)} to ${short(bins("z", neuron)?.high)}, positive at ${short(100 * positive(neuron))}% of tokens`)),
+        el("span", { class: "note" }, `z from ${short(low)} to ${short(high)}, positive at ${short(100 * positive(neuron))}% of tokens`)),
       el("div", { class: "bar-of-tabs" }, ...tabs, el("label", {}, box, " gate and value under tokens")),
       tokenLegend(limits, strips),
       el("div", {}, ...examples.slice(0, whole ? undefined : FEW).map((each) => el("div", { class: "example" },
@@ -293,6 +299,7 @@
   $("order").addEventListener("change", list);
   $("list").addEventListener("scroll", drawRows);
   new ResizeObserver(drawRows).observe($("list"));
+  new ResizeObserver(() => chosen >= 0 && draw()).observe($("one"));
   const fromHash = () => number.get(decodeURIComponent(location.hash.slice(1)));
   addEventListener("hashchange", () => { if (fromHash() !== undefined && fromHash() !== chosen) choose(fromHash()); });
   addEventListener("keydown", (event) => {
