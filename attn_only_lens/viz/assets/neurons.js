@@ -186,7 +186,7 @@
       const span = (used) => [order.indexOf(used[0]), order.indexOf(used[used.length - 1])];
       const [[g0, g1], [v0, v1]] = [span(rows), span(columns)];
       const edge = (i, name) => ((i - JOINT) / JOINT) * 2 ** histograms[name].exponent[neuron];
-      const left = 38, wide = (W - left - LEFT) / (v1 - v0 + 1), high = (H - BOTTOM - 4) / (g1 - g0 + 1);
+      const left = 46, wide = (W - left - LEFT) / (v1 - v0 + 1), high = (H - BOTTOM - 4) / (g1 - g0 + 1);
       for (let g = g0; g <= g1; g++) for (let v = v0; v <= v1; v++) {
         const n = at(order[g], order[v]);
         if (!n) continue;
@@ -228,7 +228,7 @@
       return el("tr", {}, el("td", {}, link(name)), el("td", {}, through),
         el("td", { class: "number" }, isHead ? short(amount) : `${amount > 0 ? "+" : ""}${short(amount)}`, " ", meter), el("td", {}, token));
     });
-    const head = el("tr", {}, ...["Head", reads ? "Its" : "Into", "Score", "Peaks at"].map((text, i) => el("th", { class: i === 2 ? "number" : "" }, text)));
+    const head = el("tr", {}, ...["Head", reads ? "Its" : "Into", "Score", rows.some(([name]) => number.has(name)) ? "Peaks at" : ""].map((text, i) => el("th", { class: i === 2 ? "number" : "" }, text)));
     return el("div", {}, el("h4", {}, title), rows.length ? el("table", {}, head, ...body) : el("p", { class: "note" }, reads ? "No later layer reads it." : "No earlier layer writes."));
   }
 
