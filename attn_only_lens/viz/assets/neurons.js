@@ -236,7 +236,7 @@
     const panels = Object.entries(data.tokens).map(([title, all]) => {
       const limit = Math.max(...all[neuron].map(([, amount]) => Math.abs(amount)), 1e-9);
       const half = (keep, order) => el("div", {}, ...order(all[neuron].filter(([, amount]) => keep(amount))).map(([token, amount]) => {
-        const entry = el("div", { class: "entry" }, el("span", { class: "token" }, vocabulary[token].name), el("span", { class: "number" }, short(amount)));
+        const entry = el("div", { class: "entry" }, el("span", { class: "token", title: vocabulary[token].name }, vocabulary[token].name), el("span", { class: "number" }, short(amount)));
         entry.style.background = `color-mix(in srgb, var(--${amount < 0 ? "negative" : "positive"}) ${Math.round((38 * Math.abs(amount)) / limit)}%, transparent)`;
         return entry;
       }));
