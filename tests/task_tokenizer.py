@@ -10,16 +10,16 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Split
 from transformers import PreTrainedTokenizerFast
 
-from attn_only_lens.tasks import _agreement, _greater_than, _ioi, words
+from attn_only_lens.tasks import _agreement, _brackets, _greater_than, _ioi, words
 
-TOKEN = r" ?[A-Za-z]+| ?\d\d|[^\sA-Za-z\d]"
+TOKEN = r""" ?[A-Za-z]+| ?\d\d| ?["(\[]|[^\sA-Za-z\d]"""
 
 
 def task_tokenizer(unknown=()):
     """The tokenizer; it does not know some words."""
     known = {f"{space}{year:02}" for year in range(100) for space in ("", " ")}
-    known |= {" is", " are", " was", " were", " has", " have", " he", " she"}
-    for module in (_agreement, _greater_than, _ioi, words):
+    known |= {" is", " are", " was", " were", " has", " have", " he", " she", " one", "the"}
+    for module in (_agreement, _brackets, _greater_than, _ioi, words):
         # Not what Python adds to a module, such as the path of its file.
         own = [value for name, value in vars(module).items() if not name.startswith("__")]
         for text in _texts(own):

@@ -44,6 +44,8 @@ MADE = {
     "simple": lambda tokenizer, **how: tasks.agreement(tokenizer, N, structure="simple", **how),
     "relative": lambda tokenizer, **how: tasks.agreement(tokenizer, N, structure="relative", **how),
     "gender": lambda tokenizer, **how: tasks.agreement(tokenizer, N, feature="gender", **how),
+    "brackets": lambda tokenizer, **how: tasks.brackets(tokenizer, N, **how),
+    "nested": lambda tokenizer, **how: tasks.brackets(tokenizer, N, structure="nested", **how),
     "induction": lambda tokenizer, **how: tasks.induction(tokenizer, N, length=11, **how),
 }
 
@@ -111,6 +113,15 @@ def check_induction(row):
     assert len(set(clean)) == 10
 
 
+def check_brackets(row, nested):
+    (clean, corrupted), (here, there), ((right,), (wrong,)) = row
+    closing = {" (": ")", " [": "]", ' "': '"'}
+    assert (closing[here["open"]], closing[there["open"]]) == (right, wrong)
+    assert sum(one != other for one, other in zip(clean, corrupted, strict=True)) == 1
+    assert ("closed" in here) == nested
+    assert not nested or here["closed"] == there["closed"] == wrong
+
+
 PLURAL = {" are", " were", " have"}
 CHECKS = {
     "ioi": lambda row: check_ioi(row, swapped=False),
@@ -120,6 +131,8 @@ CHECKS = {
     "simple": lambda row: check_agreement(row, PLURAL),
     "relative": lambda row: check_agreement(row, PLURAL),
     "gender": lambda row: check_agreement(row, None),
+    "brackets": lambda row: check_brackets(row, nested=False),
+    "nested": lambda row: check_brackets(row, nested=True),
     "induction": check_induction,
 }
 

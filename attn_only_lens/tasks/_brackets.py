@@ -50,7 +50,9 @@ def brackets(
         >>> from attn_only_lens import tasks
         >>> pairs = tasks.brackets(tokenizer, 10, structure="nested")
         >>> pairs.clean[0]
+        'The bridge [the green one "the old one" above the lamp'
         >>> pairs.corrupted[0]
+        'The bridge "the green one "the old one" above the lamp'
     """
     InputError.raise_if(option_reasons("structure", structure, get_args(Structure)), "no such prompts")
     return collect("brackets", tokenizer, n, seed, _pairs(seed, structure))

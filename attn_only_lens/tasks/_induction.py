@@ -48,9 +48,9 @@ def induction(tokenizer: Any, n: int, seed: int = 0, *, length: int = 20) -> Pai
         >>> from attn_only_lens import tasks
         >>> pairs = tasks.induction(tokenizer, 10, length=5)
         >>> pairs.clean[0]
-        ' see Jonathan plan 94 Jonathan'
+        ' journey Then cabinets Jacob Then'
         >>> pairs.corrupted[0]
-        ' see Jonathan treaty 94 Jonathan'
+        ' journey Then argument Jacob Then'
     """
     reasons = [f"got length={length!r}; expected 3 or more"] * (not is_count(length, 3))
     reasons += [f"got seed={seed!r}; expected a whole number from 0"] * (not is_count(seed))

@@ -1,0 +1,122 @@
+"""The shipped language model: its logits, its tokenizer, what its card says, and analyses of it."""
+
+import json
+import re
+from importlib.resources import files
+from pathlib import Path
+
+import pytest
+import small_english_grammar as grammar
+import torch
+import train_small_english as training
+import transformers
+from common import needs_hooked_transformer, needs_transformer_lens_4, relative
+from typer.testing import CliRunner
+
+from attn_only_lens import UnsupportedCallError, circuits, expose_neuron_heads, pretrained, verify
+from attn_only_lens import patching as p
+
+DATA = Path(str(files("attn_only_lens.pretrained") / "data" / "small_english"))
+METRICS = json.loads((DATA / "metrics.json").read_text("utf-8"))
+RECIPE = training.Recipe(**{key: METRICS[key] for key in training.Recipe.__dataclass_fields__})
+
+
+@pytest.fixture(scope="module")
+def theirs():
+    """The same folder, by transformers alone."""
+    return transformers.AutoModelForCausalLM.from_pretrained(DATA, attn_implementation="eager")
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return transformers.AutoTokenizer.from_pretrained(DATA)
+
+
+CLASSES = [False, pytest.param(True, marks=needs_hooked_transformer)]
+
+
+@pytest.mark.parametrize("hooked", CLASSES)
+@torch.no_grad()
+def test_its_logits_are_those_of_transformers(hooked, theirs):
+    model = pretrained.small_english(dtype="float64", hooked=hooked)
+    tokens = model.to_tokens(pretrained.small_english_texts()[:7], padding_side="right")
+    alone = transformers.AutoModelForCausalLM.from_pretrained(
+        DATA, attn_implementation="eager", dtype=torch.float64
+    )
+    expected = alone(tokens).logits
+    # TransformerLens has tables of rotations, and roots of norms, in an order of its own.
+    assert relative(model(tokens), expected) < 1e-6
+    assert relative(theirs(tokens).logits.double(), expected) < 1e-4
+    other = tokens.clone()
+    other[:, 3] = tokens[:, 3].roll(1)
+    assert relative(model(other), expected) > 1e-2
+
+
+@needs_transformer_lens_4
+def test_there_is_no_hooked_transformer_under_4():
+    with pytest.raises(UnsupportedCallError, match="small_english as a HookedTransformer needs"):
+        pretrained.small_english(hooked=True)
+
+
+def test_decoding_gives_texts_back(tokenizer):
+    texts = pretrained.small_english_texts()
+    for text, tokens in zip(texts, tokenizer(texts)["input_ids"], strict=True):
+        assert tokens[0] == tokenizer.bos_token_id
+        assert tokenizer.unk_token_id not in tokens
+        assert tokenizer.decode(tokens[1:]) == text
+    assert tokenizer("The keys sneeze")["input_ids"][-1] == tokenizer.unk_token_id
+
+
+def test_texts_are_those_of_the_grammar():
+    assert (DATA / "texts.txt").read_text("utf-8") == training.texts(RECIPE)
+
+
+def test_it_is_as_right_as_its_card_says(theirs):
+    card = (DATA / "README.md").read_text("utf-8")
+    for task, pairs in training.questions(RECIPE.prompts).items():
+        found = training.differences(theirs, pairs)
+        right, asked = METRICS["right"][task]
+        near = int((found.abs() < 1e-3).sum())  # which rounding may decide
+        assert (len(found), near < 3) == (asked, True)
+        assert abs(int((found > 0).sum()) - right) <= near
+        assert right >= 0.95 * asked
+        assert re.search(rf"\| {task} .*\| {right} of {asked} \|", card), task
+
+
+def test_no_text_begins_a_sentence_with_a_prompt_that_is_held_out():
+    never = training.held_out(23)
+    sentence = min(never, key=len)
+    write = grammar.Grammar(3, never)
+    offered = iter([f"{sentence} are old.", "The horses run."])
+    assert write.checked(lambda: next(offered)) == "The horses run."
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("hooked", CLASSES)
+def test_neurons_are_exposed_patched_and_drawn(hooked):
+    source = pretrained.small_english(hooked=hooked)
+    model = expose_neuron_heads(source, copy=True).model
+    pair = ("The keys near the cabinet", "The key near the cabinet")
+    metric = p.logit_diff(correct=" are", wrong=" is")
+    assert verify(source, model, source.to_tokens(pair[0])).ok
+    sweep = p.attribution(model, *pair, metric, budget=0, progress=False)
+    assert sweep.corrupted_value < 0 < sweep.clean_value
+    graph = circuits.attribution_graph(model, pair[0], metric, top=23)
+    assert {"attention", "neuron"} <= set(graph.nodes["kind"])
+
+
+def test_size():
+    assert sum(path.stat().st_size for path in DATA.iterdir()) < 5_000_000
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_smoke(tmp_path):
+    app = training.typer.Typer()
+    app.command()(training.main)
+    for _ in range(2):  # the second goes on where the first has ended
+        result = CliRunner().invoke(app, ["--smoke", "--out", str(tmp_path)])
+        assert result.exit_code == 0, result.output
+    written = {path.name for path in tmp_path.iterdir()}
+    assert written == {path.name for path in DATA.iterdir()} - {"README.md"} | {
+        "checkpoint.safetensors"
+    }
