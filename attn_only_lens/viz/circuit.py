@@ -28,7 +28,7 @@ from attn_only_lens.viz.page import (
     visible_token,
 )
 
-_CHARACTER, _PADDING, _SIGN = 6.7, 12.0, 13.4  # of a box, in pixels
+_CHARACTER, _PADDING, _SIGN = 6.7, 8.0, 13.4  # of a box, in pixels
 _LONGEST = 28  # characters of a label
 
 

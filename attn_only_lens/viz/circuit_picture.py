@@ -37,10 +37,10 @@ def first_view(data: _Data) -> dict[str, int]:
     Args:
         data: of a circuit's page.
     """
-    n = len(data["nodes"]["id"])
-    for k in range(min(MOST, n), FEWEST, -1):
+    n = len(_shown(data, MOST))
+    for k in range(n, FEWEST, -1):
         at = _placed(data, _shown(data, k), _HEIGHT)
-        if at.width <= WIDTH and at.height <= _HEIGHT:
+        if at.width < WIDTH + 1 and at.height < _HEIGHT + 1:
             break
     else:
         k = min(FEWEST, n)

@@ -296,6 +296,7 @@ def test_a_notebook_keeps_a_picture_where_frames_are_taken_out():
     html = drawn._repr_html_()
     assert 'sandbox="allow-scripts allow-downloads"' in html
     assert html.index("<img") < html.index("<iframe")
+    assert drawn._repr_svg_() == drawn.picture
     assert drawn.picture.startswith("<svg")
     assert "<script" not in drawn.picture
     assert "</script>" not in drawn.picture  # a token of the prompt

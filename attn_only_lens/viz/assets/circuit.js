@@ -92,7 +92,7 @@
       for (count.nodes = Math.min(most, first.length); count.nodes > fewest; count.nodes--) {
         const { width, height } = layout.place(items, first.slice(0, count.nodes), data.axis_width,
                                                pane.width, pane.height);
-        if (width <= pane.width && height <= pane.height) break;
+        if (width < pane.width + 1 && height < pane.height + 1) break;
       }
     } else count.nodes = state.nodes ?? count.nodes;
     count.edges = state.edges ?? 2 * count.nodes;
