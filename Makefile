@@ -29,7 +29,8 @@ OF_NO_VERSION := tests/comparison/test_overlap.py tests/conformance/test_their_o
 	tests/patching/test_agreement.py tests/patching/test_identity.py \
 	tests/patching/test_processes.py tests/patching/test_results.py tests/test_omega_study.py \
 	tests/test_studies.py tests/viz/test_circuit_page.py \
-	tests/viz/test_comparison_pages.py tests/viz/test_page.py tests/viz/test_sweeps.py \
+	tests/viz/test_comparison_pages.py tests/viz/test_neuron_page.py tests/viz/test_page.py \
+	tests/viz/test_sweeps.py \
 	$(filter-out %/test_stock_parts.py,$(wildcard tests/theorems/test_*.py))
 IN_WHEEL := env -u PYTHONPATH $(CURDIR)/out/wheel
 EXAMPLES := tests/examples.py README.md docs/circuits.md docs/growth.md docs/layouts.md \

@@ -217,9 +217,7 @@ def patterns(model):
         neuron_pattern(cache, name),
         dense_pattern(cache, name),
         neuron_gate(cache, "L1N29"),
-        viz.gate_value_scatter(cache, "L1N29", texts).to_dict(),
-        str(viz.neuron_pattern_view(cache, [name], texts[0])),
-        str(viz.attention_view(cache, 1, texts[0])),
+        str(viz.attention_view(cache, [name, "L1H1"], texts[0])),
     )
 
 

@@ -26,7 +26,7 @@ from tiny_tokenizer import tiny_tokenizer
 from typer.testing import CliRunner
 
 import attn_only_lens as lens
-from attn_only_lens import circuits, growth, tasks, viz
+from attn_only_lens import circuits, growth, neurons, tasks, viz
 from attn_only_lens import expansion as ex
 from attn_only_lens import patching as p
 from attn_only_lens.cli import app
@@ -113,6 +113,12 @@ class Kit:
                 *(self.exposed, task.clean, task.corrupted, task.metric),
                 **{"sites": ["L0H1", "L1N3"], "positions": task.roles, "progress": False},
             )
+        )
+
+    def looked_up(self, by, metric=None):
+        texts = [TEXT, OTHER]
+        return neurons.neuron_statistics(
+            self.exposed, ["L1N3"], texts, 3, by, metric, progress=False
         )
 
     def grown_by(self, expansion, **options):
@@ -316,21 +322,25 @@ CIRCUITS = {
     ],
 }
 VIZ = {
-    "attention_view": lambda kit: len(viz.attention_view(kit.cache, 1, WORDS)),
+    "attention_view": lambda kit: len(viz.attention_view(kit.exposed, ["L1H1", "L1N3"], TEXT)),
     "circuit_page": lambda kit: len(_page(kit)),
     "circuit_view": lambda kit: len(viz.circuit_view(kit.graph, kit.exposed, tokens(batch=1))),
     "comparison_circuit": lambda kit: len(viz.comparison_circuit(kit.comparison)),
     "comparison_report": lambda kit: len(viz.comparison_report(kit.comparison)),
-    "gate_value_scatter": lambda kit: (
-        viz.gate_value_scatter(kit.cache, "L1N3", [WORDS] * BATCH).data
+    "neuron_page": lambda kit: len(
+        viz.neuron_page(kit.exposed, ["L1N3"], [TEXT, OTHER], progress=False)
     ),
-    "neuron_pattern_view": lambda kit: len(viz.neuron_pattern_view(kit.cache, "L1N3", WORDS)),
     "sweep_bars": lambda kit: viz.sweep_bars(kit.sweep()).data,
     "sweep_heatmap": lambda kit: viz.sweep_heatmap(kit.sweep()).data,
     "write_html": lambda kit: viz.write_html(
         viz.sweep_bars(kit.sweep()), kit.out("x.html")
     ).exists(),
     "write_svg": lambda kit: viz.write_svg(_page(kit), kit.out("x.svg")).exists(),
+}
+NEURONS = {
+    "examples_of": lambda kit: neurons.examples_of(kit.looked_up("z").frame(), "L1N3")[0].value,
+    "neuron_statistics": lambda kit: kit.looked_up("gate").n_tokens,
+    "top_examples": lambda kit: len(kit.looked_up("attribution", p.loss()).frame()),
 }
 EXPANSION = {
     "AddHeads": lambda kit: kit.grown_by(ex.AddHeads(1)),
@@ -362,6 +372,9 @@ GROWTH = {
     "read_provenance": lambda kit: growth.read_provenance(kit.larger)["L0N3"] == "L0N3",
 }
 COMMANDS = {
+    "atlas": lambda kit: kit.run(
+        *("atlas", kit.files, "--texts", kit.prompts, "--names", "L1N3", "--out", kit.out("atlas"))
+    ).exists(),
     "circuit": lambda kit: kit.run(
         *("circuit", kit.files, "--clean", TEXT, "--answer", "w7", "--wrong", "w11"),
         *("--nodes", 7, "--out", kit.out("x.html")),
@@ -374,7 +387,7 @@ COMMANDS = {
     "grow": lambda kit: kit.larger.exists(),
     "patch": lambda kit: kit.patched.exists(),
     "pattern": lambda kit: kit.run(
-        "pattern", kit.files, "--prompt", TEXT, "--neurons", "L1N3", "--out", kit.out("x.html")
+        "pattern", kit.files, "--prompt", TEXT, "--names", "L1N3", "--out", kit.out("x.html")
     ).exists(),
     "picture": lambda kit: kit.run("picture", kit.patched, "--out", kit.out("x.html")).exists(),
     "verify": lambda kit: kit.run("verify", kit.files, "--text", TEXT),
@@ -384,7 +397,7 @@ OF_NO_MODEL = {
     # What functions give back.
     *("AttentionOnlyTransformer", "Calibration", "Comparison", "ExposedNeurons", "HeadStack"),
     *("Verification", "PromptPair", "Sweep", "Paths", "Circuit", "CircuitGraph", "Faithfulness"),
-    *("Page", "Provenance", "PairedPrompts", "Evaluation"),
+    *("Page", "Provenance", "Example", "NeuronStatistics", "PairedPrompts", "Evaluation"),
     # Of the shipped models, which are of the kinds that there are.
     *("demo", "demo_page", "pretrained"),
 }
@@ -395,6 +408,7 @@ TITLES = {
     "attn_only_lens.tasks": "attn_only_lens.tasks",
     "attn_only_lens.circuits": "attn_only_lens.circuits",
     "attn_only_lens.viz": "attn_only_lens.viz",
+    "attn_only_lens.neurons": "attn_only_lens.neurons",
     "attn_only_lens.growth": "attn_only_lens.growth",
     "attn_only_lens.expansion": "attn_only_lens.expansion, by `grow`",
     "attn-only-lens": "The command line",
@@ -421,6 +435,7 @@ ROWS = {
     "attn_only_lens.tasks": TASKS,
     "attn_only_lens.circuits": CIRCUITS,
     "attn_only_lens.viz": VIZ,
+    "attn_only_lens.neurons": NEURONS,
     "attn_only_lens.growth": GROWTH,
     "attn_only_lens.expansion": EXPANSION,
     "attn-only-lens": COMMANDS,

@@ -61,7 +61,7 @@ def test_a_graph_and_a_page_of_it(folder, expected, tmp_path):
     np.testing.assert_allclose(found.nodes["attribution"], graph.nodes["attribution"], atol=1e-4)
     data = read_back((tmp_path / "circuit.html").read_text("utf-8"))
     assert data["nodes"]["id"] == graph.nodes["id"].tolist()
-    tops = [each["top"] for each in data["details"].values() if "top" in each]
+    tops = [each["writes"] for each in data["details"].values() if "writes" in each]
     assert len(tops) == 19
     assert all(text.startswith(("·w", "·<", "<")) for top in tops for text, _ in top)
     # A page of the file is that of the graph alone.
@@ -110,13 +110,13 @@ def test_sweeps_as_pictures(folder, tmp_path):
 
 def test_patterns(folder, expected, tmp_path):
     model, out = expected[0], tmp_path / "pattern.html"
-    result = run("pattern", folder, "--prompt", CLEAN, "--neurons", "L0N7, L1N5", "--out", out)
+    result = run("pattern", folder, "--prompt", CLEAN, "--names", "L0N7, L1H1", "--out", out)
     assert result.exit_code == 0, result.output
     text = out.read_text("utf-8")
     _, cache = model.run_with_cache(CLEAN)
-    for name in ("L0N7", "L1N5"):
-        weights = neuron_pattern(cache, name)[0, :, 0]
-        assert f"{round(weights[-1].item(), 4)}"[:5] in text
+    gates = neuron_pattern(cache, "L0N7")[0, :, 0].tolist()
+    assert str([float(f"{gate:.4g}") for gate in gates]).replace(" ", "") in text
+    assert '"L1H1"' in text
     assert run("pattern", folder, "--prompt", "0,7,9", "--tokens", "--layer", 1, "--out", out
                ).exit_code == 0  # fmt: skip
     assert "L1H0" in out.read_text("utf-8")
@@ -145,11 +145,11 @@ def test_errors_are_one_message_and_nothing_is_written(folder, tmp_path):
             ("pattern", folder, "--prompt", "0,99", "--tokens", "--layer", 1, "--out", page),
             "error: the model cannot run on these prompts: - prompts: tokens: got values",
         ),
-        (("pattern", folder, "--prompt", CLEAN, "--out", page), "either --neurons or --layer"),
-        (("pattern", folder, "--prompt", CLEAN, "--layer", 9, "--out", page), "layers 0 to 1"),
+        (("pattern", folder, "--prompt", CLEAN, "--out", page), "either --names or --layer"),
+        (("pattern", folder, "--prompt", CLEAN, "--layer", 9, "--out", page), "from 0 to 1"),
         (
-            ("pattern", folder, "--prompt", CLEAN, "--neurons", "L0H1", "--out", page),
-            "an attention",
+            ("pattern", folder, "--prompt", CLEAN, "--names", "L0H99", "--out", page),
+            "attention heads 0 to",
         ),
     ):
         result = run(*arguments)

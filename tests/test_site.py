@@ -28,7 +28,7 @@ pytestmark = pytest.mark.skipif(
 ROOT = Path(__file__).parents[1]
 MODULES = [
     "attn_only_lens",
-    *(f"attn_only_lens.{name}" for name in ("patching", "tasks", "circuits", "viz")),
+    *(f"attn_only_lens.{name}" for name in ("patching", "tasks", "circuits", "neurons", "viz")),
     *(f"attn_only_lens.{name}" for name in ("expansion", "growth", "comparison")),
     *(f"attn_only_lens.{name}" for name in ("gates", "heads", "reference", "pretrained")),
 ]

@@ -335,10 +335,10 @@ def test_pictures():
     model, _ = uneven("gelu")
     _, cache = model.run_with_cache(tokens())
     texts = [str(each) for each in tokens()[0].tolist()]
-    assert "L1N36" in viz.neuron_pattern_view(cache, ["L0N28", "L1N36"], texts)
-    assert "L0H1" in viz.attention_view(cache, 0, texts)
-    assert "L0H2" not in viz.attention_view(cache, 0, texts)
-    assert "L1H2" in viz.attention_view(cache, 1, texts)
+    assert "L1N36" in viz.attention_view(cache, ["L0N28", "L1N36"], texts)
+    assert "L0H1" in viz.attention_view(cache, p.heads(0), texts)
+    assert "L0H2" not in viz.attention_view(cache, p.heads(0), texts)
+    assert "L1H2" in viz.attention_view(cache, p.heads(1), texts)
 
 
 def test_copies_casts_and_gradients():

@@ -20,7 +20,7 @@ from attn_only_lens.errors import AttnOnlyLensError
 from attn_only_lens.neurons import neuron_statistics
 from attn_only_lens.runs.sites import Sites, resolve_sites
 from attn_only_lens.viz import write_html
-from attn_only_lens.viz.neuron_page import MOST_NEURONS, index_of_layers, page_of_statistics
+from attn_only_lens.viz.neurons import MOST_NEURONS, index_of_layers, page_of_statistics
 
 
 @command("Look at a model", "attn-only-lens atlas gpt2 --texts corpus.txt --out atlas/")
@@ -50,10 +50,9 @@ def atlas(
         if layers is not None and names is not None:
             raise AttnOnlyLensError("got --layers and --names; expected one of them")
         loaded = load_with_neuron_heads(model, dtype, device, hooked)
-        chosen: Sites = p.neuron_heads(
-            None if layers is None else parse_numbers(layers, "--layers")
-        )
-        groups = resolve_sites(loaded, chosen if names is None else parse_names(names))
+        wanted = None if layers is None else parse_numbers(layers, "--layers")
+        sites: Sites = p.neuron_heads(wanted) if names is None else parse_names(names)
+        groups = resolve_sites(loaded, sites)
         every = [name for each in groups for name in each.names]
         found = neuron_statistics(
             *(loaded, every, texts, k),

@@ -145,7 +145,7 @@ def top_examples(
         >>> frame = neurons.top_examples(model, ["L0N7"], texts, k=2, ends="largest",
         ...                              progress=False)
         >>> frame[["name", "rank", "text", "at"]].to_numpy().tolist()
-        [['L0N7', 1, 1, 0], ['L0N7', 2, 1, 1]]
+        [['L0N7', 1, 0, 2], ['L0N7', 2, 2, 2]]
     """
     windows = before, after, context
     options = (batch_size, resume, progress)

@@ -139,12 +139,12 @@ def _tokens(model: Any, entry: Any, number: int) -> tuple[Int[Tensor, "pos"], bo
             bos = getattr(model.tokenizer, "bos_token_id", None)
             return found, bool(len(found) and bos is not None and int(found[0]) == bos)
         if isinstance(entry, list | tuple):
-            entry = torch.tensor(entry, device="cpu")
+            entry = torch.tensor(entry, device="cpu", dtype=None if entry else torch.long)
         if not isinstance(entry, Tensor):
             raise UnsupportedCallError(f"got a {type(entry).__name__}; {_EXPECTED}")
         if entry.ndim != 1:
             raise UnsupportedCallError(f"got tokens {list(entry.shape)}; {_EXPECTED}")
-        for piece in entry.split(model.cfg.n_ctx):
+        for piece in entry.split(model.cfg.n_ctx) if len(entry) else ():
             checked_tokens(model, piece[None])
         return entry.cpu().long(), False
     except (UnsupportedCallError, RuntimeError, TypeError) as error:

@@ -47,7 +47,7 @@ def examples_of(frame: pd.DataFrame, name: str) -> list[Example]:
         >>> texts = [[3, 4, 113], [5, 7, 113]]
         >>> frame = neurons.top_examples(model, ["L0N7"], texts, k=2, progress=False)
         >>> [each.tokens for each in neurons.examples_of(frame, "L0N7")][:1]
-        [('5', '7', '113')]
+        [('3', '4', '113')]
     """
     problem = "no examples can be taken from this frame"
     lacking = sorted({"name", *COLUMNS} - set(frame.columns))

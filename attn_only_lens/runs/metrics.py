@@ -20,7 +20,7 @@ custom function gets.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 import torch
@@ -226,7 +226,8 @@ def bind(
         >>> metric.of(model(pair.clean)) > 0 > metric.of(model(pair.corrupted))
         True
     """
-    return as_metric(metric).bound(model, pair, reference)
+    metric = as_metric(metric)
+    return replace(metric.bound(model, pair, reference), name=metric.name)
 
 
 # The metrics

@@ -14,7 +14,7 @@ model has it, and with padding on either side.
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from random import Random
 from string import Formatter
@@ -54,7 +54,7 @@ class PairedPrompts:
         >>> pairs = tasks.PairedPrompts("capitals", ("France:",), ("Italy:",), ((7,),), ((8,),),
         ...                             {"end": (-1,)})
         >>> len(pairs), pairs.metric.name
-        (1, 'logit_diff(7, 8)')
+        (1, 'logit_diff of capitals')
     """
 
     task: str
@@ -96,8 +96,10 @@ class PairedPrompts:
     def metric(self) -> Metric:
         """The difference of logits; of prompts with several answers, of summed probabilities."""
         if all(len(tokens) == 1 for tokens in (*self.answers, *self.wrong)):
-            return logit_diff([each for (each,) in self.answers], [each for (each,) in self.wrong])
-        return probability_diff(self.answers, self.wrong)
+            right, wrong = ([each for (each,) in some] for some in (self.answers, self.wrong))
+            return replace(logit_diff(right, wrong), name=f"logit_diff of {self.task}")
+        metric = probability_diff(self.answers, self.wrong)
+        return replace(metric, name=f"probability_diff of {self.task}")
 
     def __repr__(self) -> str:
         dropped = "; ".join(f"{count} dropped: {why}" for why, count in self.dropped.items())

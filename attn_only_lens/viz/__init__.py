@@ -8,9 +8,8 @@ from attn_only_lens.viz.circuit import circuit_page
 from attn_only_lens.viz.circuit_data import NodeDetails
 from attn_only_lens.viz.comparison_pages import comparison_circuit, comparison_report
 from attn_only_lens.viz.demo import demo_page
-from attn_only_lens.viz.gate_value import gate_value_scatter
 from attn_only_lens.viz.graph_view import circuit_view
-from attn_only_lens.viz.neuron_page import neuron_page
+from attn_only_lens.viz.neurons import neuron_page
 from attn_only_lens.viz.page import Page, write_html, write_svg
 from attn_only_lens.viz.sweeps import sweep_bars, sweep_heatmap
 
@@ -23,7 +22,6 @@ __all__ = [
     "comparison_circuit",
     "comparison_report",
     "demo_page",
-    "gate_value_scatter",
     "neuron_page",
     "sweep_bars",
     "sweep_heatmap",

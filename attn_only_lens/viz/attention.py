@@ -10,7 +10,7 @@ Attention heads are drawn by circuitsvis, query by key.
 """
 
 from collections.abc import Sequence
-from html import escape
+from importlib.resources import files
 from typing import Any
 
 import torch
@@ -22,21 +22,12 @@ from attn_only_lens.axes import SELF
 from attn_only_lens.errors import UnsupportedCallError
 from attn_only_lens.heads import HeadName, host_of, neuron_gate, neuron_pattern
 from attn_only_lens.heads.patterns import cached_activation, require_neuron_heads
-from attn_only_lens.numerics import as_plain, is_count
+from attn_only_lens.numerics import as_plain
 from attn_only_lens.runs.inputs import checked_tokens
 from attn_only_lens.runs.sites import Selection, Sites, resolve_sites
 from attn_only_lens.runs.token_texts import token_texts
-from attn_only_lens.viz.checks import prompt_values, refuse, token_reasons
-from attn_only_lens.viz.circuitsvis_page import circuitsvis_bundle, safe_tokens
-from attn_only_lens.viz.page import (
-    Page,
-    asset,
-    document,
-    inline_script,
-    script_data,
-    visible_token,
-    with_space,
-)
+from attn_only_lens.viz.checks import import_extra, prompt_values, refuse, token_reasons
+from attn_only_lens.viz.page import Page, page_of_tokens, visible_token, with_space
 
 MOST_CELLS = 400_000
 """Cells of heatmaps in one page: each is drawn by itself, twice as many keep a browser waiting."""
@@ -87,7 +78,7 @@ def attention_view(
         >>> "L0N11" in page
         True
     """
-    is_cache = isinstance(source, ActivationCache)
+    is_cache = isinstance(source, ActivationCache | dict)  # of which the one is refused
     if is_cache:
         require_neuron_heads(source)
     model = source.model if is_cache else source
@@ -99,8 +90,7 @@ def attention_view(
         texts, cache = token_texts(model, tokens[0]), _run(model, tokens, heads)
     attention = [head for head in heads if head.kind == "attention"]
     patterns = {
-        layer: original_attention(cache, layer, prompt)
-        for layer in {head.layer for head in attention}
+        layer: _pattern(cache, layer, prompt) for layer in {head.layer for head in attention}
     }
     neurons = [_neuron(cache, head, prompt) for head in heads if head.kind == "neuron"]
     n_tokens = len(neurons[0]["z"]) if neurons else patterns[attention[0].layer].shape[-1]
@@ -113,41 +103,27 @@ def attention_view(
         data["heads"] = {
             "attention": [_rounded(each) for each in square],
             "attentionHeadNames": [str(head) for head in attention],
-            "tokens": safe_tokens(texts),
+            "tokens": [each["name"] for each in shown],
             # Grey only what no head can see; a bidirectional model has nothing of the kind.
             "maskUpperTri": all(bool((each.triu(1) == 0).all()) for each in square),
             **{"minValue": -1, "maxValue": 1},
         }
-        libraries.append(inline_script(circuitsvis_bundle()))
+        import_extra("circuitsvis")
+        # Its own HTML would load this from a content delivery network.
+        bundle = files("circuitsvis").joinpath("dist/cdn/iife.js")
+        libraries.append(bundle.read_text(encoding="utf-8"))
     told = ", ".join(map(str, heads[:3])) + ", …" * (len(heads) > 3)
     words = "<h2>Attention heads</h2><p class='note'>Blue is the weight of a query on a key, 0 to 1"
-    body = [
-        f'<header><h1>{escape(told)}</h1><span class="note">{len(texts)} tokens</span>',
-        '<button id="theme" title="Light or dark" aria-label="Light or dark">◐</button></header>',
-        '<main id="attention"><div id="neurons"></div>',
-        f"{words}; point at a cell for the number.</p>" if attention else "",
-        '<div id="heads"></div></main>' if attention else "</main>",
-        f'<script type="application/json" id="data">{script_data(data)}</script>',
-        *libraries,
-        *(inline_script(asset(f"assets/{name}.js")) for name in ("tokens", "attention")),
-    ]
-    style = "".join(asset(f"assets/{name}.css") for name in ("page", "tokens", "attention"))
-    return document(told, "\n".join(body), style)
+    below = f"{words}; point at a cell for the number.</p><div id='heads'></div>"
+    main = f'<main id="attention"><div id="neurons"></div>{below if attention else ""}</main>'
+    note = f"{len(texts)} tokens"
+    return page_of_tokens(told, note, main, data, "attention", libraries)
 
 
-def original_attention(
+def _pattern(
     cache: ActivationCache, layer: int, prompt: int
 ) -> Float[Tensor, "head_index query_pos key_pos"]:
-    """Return the weights of every head of a source layer over one prompt, in float64 on the CPU.
-
-    Raises:
-        InputError: there is no such layer or prompt, or the run had a KV cache.
-        UnsupportedCallError: the cache is not of a model with neuron-heads, or lacks the pattern.
-    """
-    require_neuron_heads(cache)
-    n_layers = host_of(cache.model).n_layers
-    if not is_count(layer, 0, n_layers - 1):
-        refuse(f"got layer={layer!r}; the model has source layers 0 to {n_layers - 1}")
+    """Return the weights of every head of a source layer over one prompt."""
     pattern = cached_activation(cache, layer, "attention", "pattern")
     pattern = prompt_values(pattern, prompt, cache.has_batch_dim)
     n_queries, n_keys = pattern.shape[-2:]

@@ -6,6 +6,7 @@ It is what a notebook keeps where no script runs, as on GitHub. `assets/circuit.
 import re
 from collections.abc import Mapping, Sequence
 from html import escape
+from math import inf
 from typing import Any
 
 from attn_only_lens.viz.circuit_data import EXTRAS, STATUSES
@@ -53,15 +54,13 @@ def circuit_picture(data: _Data, title: str) -> str:
         data: of the circuit's page.
         title: above it.
     """
-    nodes = data["nodes"]
     shown = _shown(data, data["first"]["nodes"])
     at = _placed(data, shown, _HEIGHT)
     colours = _light_colours()
     edges = _shown_edges(data, set(shown), data["first"]["edges"])
     paths = edge_paths(at, _boxes(data), [(a, b, kind) for a, b, kind, _, _ in edges])
     heaviest = max((abs(weight) for *_, weight, _ in edges), default=0.0) or 1.0
-    sizes = [abs(each) for each in nodes["attribution"] if each is not None]
-    largest = max(sizes, default=0.0) or 1.0
+    largest = max((size for size in _sizes(data) if size < inf), default=0.0) or 1.0
     height = at.height + _TITLE + _LEGEND
     style = re.sub(r"var\(--([\w-]+)\)", lambda found: colours[found[1]], data["style"])
     band = '<rect class="band" x="{:.0f}" y="{:.1f}" width="{:.0f}" height="{:.0f}"/>'
@@ -86,11 +85,17 @@ def circuit_picture(data: _Data, title: str) -> str:
 
 
 def _shown(data: _Data, k: int) -> list[int]:
-    """Return the k strongest nodes; those without an attribution come first, as they are kept."""
-    nodes = data["nodes"]
-    sizes = [float("inf") if a is None else abs(a) for a in nodes["attribution"]]
-    plain = [i for i, kind in enumerate(nodes["kind"]) if kind not in EXTRAS]
+    """Return the k strongest nodes."""
+    sizes = _sizes(data)
+    plain = [i for i, kind in enumerate(data["nodes"]["kind"]) if kind not in EXTRAS]
     return sorted(plain, key=lambda i: -sizes[i])[:k]
+
+
+def _sizes(data: _Data) -> list[float]:
+    """Return |attribution| of each node; ∞ of what is always shown, such as the metric."""
+    nodes = data["nodes"]
+    both = zip(nodes["attribution"], nodes["kind"], strict=True)
+    return [inf if a is None or kind == "metric" else abs(a) for a, kind in both]
 
 
 def _boxes(data: _Data) -> Boxes:

@@ -27,7 +27,7 @@ from attn_only_lens.viz.page import HEAD_PLURALS
 
 GUTTER, AXIS, TOP = 96, 40, 12  # names of rows on the left, tokens below, and above all
 BOX = 20  # height of a node
-_GAP = 8  # between boxes
+_GAP = 12  # between boxes
 _COLUMN_GAP, _LINE, _ROW_GAP = 10, 34, 6
 _FOLDED = 34  # width of tokens that are folded
 _RIGHT = 14
@@ -331,6 +331,9 @@ def _nearest_gap(covered: Sequence[Interval], x: float, lane: int, width: float)
     found = []
     for (_, left), (right, _) in pairwise([(0, GUTTER - 8), *covered, (width, width)]):
         if right - left >= 2 * _MARGIN:
-            room = min(_MARGIN + 1 + _LANE * lane, (right - left) / 2)
-            found.append(max(left + room, min(right - room, x)))
+            room = _MARGIN + 1 + _LANE * lane
+            if right - left >= 2 * room:
+                found.append(max(left + room, min(right - room, x)))
+            else:  # side by side in what room there is
+                found.append(left + (right - left) * (lane + 1) / (_LANES + 1))
     return min(found, key=lambda each: abs(each - x))

@@ -16,7 +16,7 @@ Texts from outside reach a page in three ways only, each with its own escape:
 import json
 import sys
 from base64 import b64encode
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from html import escape, unescape
 from importlib.resources import files
 from pathlib import Path
@@ -149,6 +149,31 @@ def document(title: str, body: str, style: str = "", picture: str | None = None)
         f"<body>\n{body}\n</body>\n</html>\n",
         picture,
     )
+
+
+def page_of_tokens(
+    title: str, note: str, main: str, data: Any, name: str, libraries: Sequence[str] = ()
+) -> Page:
+    """Return a page that shows neurons over tokens.
+
+    Args:
+        title: a text.
+        note: beside it in the header; a text.
+        main: HTML.
+        data: what its script reads, as JSON.
+        name: of its script and style among the assets, beside those that such pages share.
+        libraries: scripts that come before.
+    """
+    body = [
+        f'<header><h1>{escape(title)}</h1><span class="note">{escape(note)}</span>',
+        '<button id="theme" type="button" title="Light or dark" aria-label="Light or dark">◐',
+        f"</button></header>\n{main}",
+        f'<script type="application/json" id="data">{script_data(data)}</script>',
+        *map(inline_script, libraries),
+        *(inline_script(asset(f"assets/{each}.js")) for each in ("tokens", name)),
+    ]
+    style = "".join(asset(f"assets/{each}.css") for each in ("page", "tokens", name))
+    return document(title, "\n".join(body), style)
 
 
 def script_data(data: Any) -> str:

@@ -35,6 +35,9 @@ if TYPE_CHECKING:
 MOST_ROWS = 100
 """Rows of a heatmap, or bars, whose names one can still read."""
 
+MOST_LABELS = 60
+"""Positions of a heatmap that are all labelled."""
+
 _OTHER = "#666666"
 _LINE = 95  # characters of a title, which are 860 px at most
 
@@ -113,7 +116,8 @@ def sweep_heatmap(sweep: Sweep, rows: Literal["layer", "name"] = "layer") -> "go
         title={"text": _position_title(sweep), "standoff": 12},
         type="category",
         automargin=True,
-        tickmode="linear",  # every position
+        tickmode="linear" if len(positions) <= MOST_LABELS else "auto",  # every position, or some
+        tickfont_size=12 if len(positions) <= 30 else 10,
         autotickangles=[0, -45, -90],
         showgrid=False,
     )
@@ -186,6 +190,7 @@ def sweep_bars(sweep: Sweep, k: int = 20) -> "go.Figure":
         categoryarray=frame["label"].tolist()[::-1],
         automargin=True,
         tickmode="linear",
+        ticklabelstandoff=5,
     )
     figure.update_layout(showlegend=True, legend={"orientation": "h", "y": 1, "yanchor": "bottom"})
     notes = f"{len(frame)} of {n_patches} patches", _mean_note(sweep, bars=True)

@@ -24,6 +24,7 @@ MODULES = (
     ".patching",
     ".tasks",
     ".circuits",
+    ".neurons",
     ".viz",
     ".expansion",
     ".growth",

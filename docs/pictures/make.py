@@ -8,8 +8,10 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import torch
 from browser import chromium
 from PIL import Image
+from torch.nn.functional import cross_entropy
 
 from attn_only_lens import (
     circuits,
@@ -24,7 +26,7 @@ from attn_only_lens import patching as p
 
 HERE = Path(__file__).parent
 TEXT = "The keys near the cabinet"
-WIDTH = 1000
+FIGURE, PAGE = 800, 900  # pixels of a style sheet; the column of a page of the guide has 690
 
 
 def main() -> None:
@@ -32,37 +34,58 @@ def main() -> None:
     model = pretrained.small_english()
     expose_neuron_heads(model)
     metric = p.logit_diff(" are", " is")
-    task = tasks.agreement(model.tokenizer, n=8)
+    task = tasks.agreement(model.tokenizer, n=20, structure="relative")
     sweep = p.activation_patch(
         model, task.clean, task.corrupted, task.metric, positions=task.roles, progress=False
     )
     pair = p.activation_patch(model, TEXT, TEXT.replace("keys", "key"), metric, progress=False)
-    strongest = pair.query("kind == 'neuron'").top(8)["name"].unique()[:3].tolist()
+    strongest = pair.top(12)["name"].unique().tolist()
+    read = [name for name in strongest if "N" in name][:3]
     graph = circuits.attribution_graph(model, TEXT, metric, top=60)
     circuit = viz.circuit_view(graph, model, TEXT)
     viz.write_svg(circuit, HERE / "circuit.svg")
     texts = pretrained.small_english_texts()
-    grown = grow(pretrained.small_english(), d_mlp=model.cfg.d_mlp + 8, seed=0)
     found = compare(
-        pretrained.small_english(), grown, task.clean, task.metric, n_nodes=30, progress=False
+        *(pretrained.small_english(), grown_and_trained(texts), task.clean, task.metric),
+        corrupted=task.corrupted,
+        n_nodes=40,
+        progress=False,
     )
-    pages: dict[str, tuple[Any, int]] = {
-        "circuit_page": (circuit, 760),
-        "sweep_bars": (viz.sweep_bars(sweep, k=12), 440),
-        "sweep_heatmap": (viz.sweep_heatmap(pair), 420),
-        "attention": (viz.attention_view(model, strongest[0], TEXT), 420),
-        "neuron": (viz.neuron_page(model, strongest, texts), 900),
-        "comparison": (viz.comparison_circuit(found), 760),
+    pages: dict[str, tuple[Any, int, int]] = {
+        "circuit_page": (circuit, PAGE, 760),
+        "sweep_bars": (viz.sweep_bars(sweep, k=12), FIGURE, 500),
+        "sweep_heatmap": (viz.sweep_heatmap(pair), FIGURE, 360),
+        "attention": (viz.attention_view(model, strongest[:4], TEXT), FIGURE, 1210),
+        "neuron": (viz.neuron_page(model, read, texts), PAGE, 900),
+        "comparison": (viz.comparison_circuit(found), PAGE, 760),
     }
     with tempfile.TemporaryDirectory() as folder, chromium(Path(folder) / "profile") as browser:
-        for name, (picture, height) in pages.items():
-            browser.driver.set_window_size(WIDTH, height)
+        for name, (picture, width, height) in pages.items():
+            size = {"width": width, "height": height, "deviceScaleFactor": 1.5, "mobile": False}
+            browser.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+            browser.driver.execute_cdp_cmd("Emulation.setScrollbarsHidden", {"hidden": True})
             browser.open(viz.write_html(picture, Path(folder) / f"{name}.html"))
             browser.wait("document.readyState === 'complete'")
+            browser.js("document.querySelectorAll('.modebar').forEach(each => each.remove())")
             browser.drawn()
             path = HERE / f"{name}.png"
             browser.driver.save_screenshot(str(path))
             Image.open(path).convert("RGB").quantize(128).save(path, optimize=True)
+
+
+def grown_and_trained(texts: list[str]) -> Any:
+    """Grow the model and train it for a few steps, so that its circuits change."""
+    model = pretrained.small_english()
+    grown = grow(model, d_mlp=model.cfg.d_mlp + 32, n_heads=model.cfg.n_heads + 1, seed=0)
+    optimizer = torch.optim.AdamW(grown.model.parameters(), lr=3e-3)
+    rows = [model.to_tokens(text)[0] for text in texts]
+    for step in range(8):
+        logits_of = [(grown.model(row[None])[0], row) for row in rows[step::8][:8]]
+        losses = [cross_entropy(logits[:-1], row[1:]) for logits, row in logits_of]
+        optimizer.zero_grad()
+        torch.stack(losses).mean().backward()
+        optimizer.step()
+    return grown
 
 
 if __name__ == "__main__":

@@ -98,18 +98,18 @@ exposed = expose_neuron_heads(pretrained.modular_addition())
 tokens, metric = torch.tensor([[3, 4, 113]]), patching.logit_diff(7, 8)
 _, cache = exposed.model.run_with_cache(tokens)
 graph = circuits.attribution_graph(exposed.model, tokens, metric, top=5)
+assert viz.attention_view(cache, "L0N7", ["3", "4", "="])
 assert "d3js.org" in attn_only_lens.viz.circuit_view(graph)
 sweep = patching.attribution(exposed.model, tokens, torch.tensor([[3, 5, 113]]), metric)
 for name, draw in {
     "plotly": lambda: viz.sweep_heatmap(sweep),
-    "plotly ": lambda: viz.gate_value_scatter(cache, "L0N7", [["3", "4", "="]]),
-    "circuitsvis": lambda: viz.attention_view(cache, 0, ["3", "4", "="]),
+    "circuitsvis": lambda: viz.attention_view(cache, "L0H2", ["3", "4", "="]),
 }.items():
     try:
         draw()
     except ImportError as error:
         assert str(error) == (
-            f"this picture needs {name.strip()}: pip install {name.strip()}"
+            f"this picture needs {name}: pip install {name}"
         ), error
     else:
         raise AssertionError(name)

@@ -15,8 +15,8 @@ from common import BATCH, POS, mlp_hook, needs_hooked_transformer, tokens
 from attn_only_lens import (
     Bilinear,
     InputError,
-    UnknownHeadError,
     UnsupportedCallError,
+    calibrate,
     convert,
     dense_pattern,
     expose_neuron_heads,
@@ -24,12 +24,11 @@ from attn_only_lens import (
     neuron_pattern,
     viz,
 )
-from attn_only_lens.viz.circuitsvis_page import Component, circuitsvis_page
+from attn_only_lens import patching as p
 
 TEXTS = ["<bos>", "</script>", "<b>x</b>", "\n", ' "q"', "&amp;", " the", " the", "日", "'", "</"]
 SHOWN = ["<bos>", "</script>", "<b>x</b>", "↵", '·"q"', "&amp;", "·the", "·the", "日", "'", "</"]
 NAMES = ["L1N29", "L0N3", "L1N0"]
-JOINER = "\u2060"
 
 
 def run(layout):
@@ -59,7 +58,7 @@ def cache():
     return run("bridge")[0]
 
 
-def parts(page):
+def drawn(page):
     return json.loads(re.search(r'id="data">(.*?)</script>', page, re.S)[1])
 
 
@@ -70,107 +69,99 @@ def self_weight(plain, name):
     return (post / pre).tolist()
 
 
+def mixed(cache, prompt=0, names=(*NAMES, "L1H1", "L0H0")):
+    return drawn(viz.attention_view(cache, names, TEXTS, prompt=prompt))
+
+
 @pytest.mark.parametrize("prompt", range(BATCH))
-def test_neuron_heads_attend_as_the_source_activates(ran, prompt):
+def test_heads_and_neuron_heads_are_the_sources(ran, prompt):
     cache, plain = ran
-    *coloured, heads = parts(viz.neuron_pattern_view(cache, NAMES, TEXTS, prompt=prompt))
-    assert heads[1]["attentionHeadNames"] == NAMES
-    assert heads[1]["tokens"][-1] == "[bias]"
-    assert len(heads[1]["tokens"]) == POS + 1
-    assert not heads[1]["maskUpperTri"]  # the bias token comes after all queries
-    for name, (kind, props), square in zip(NAMES, coloured, heads[1]["attention"], strict=True):
-        expected = np.array(self_weight(plain, name)[prompt])
-        other = np.array(self_weight(plain, name)[1 - prompt])
-        assert kind == "ColoredTokens"
-        assert props["values"] == pytest.approx(expected, abs=6e-5)  # four decimals
-        assert np.abs(props["values"] - other).max() > 0.01  # the control: another prompt
-        # pos × (pos + 1): on itself, and on the bias token in the last column.
-        grid = np.zeros((POS, POS + 1))
-        grid[range(POS), range(POS)], grid[:, POS] = expected, 1 - expected
-        assert np.abs(np.array(square) - grid).max() < 6e-5
-
-
-def test_attention_heads_are_the_sources(ran):
-    cache, plain = ran
-    ((kind, props),) = parts(viz.attention_view(cache, 1, TEXTS, prompt=1))
-    assert kind == "AttentionHeads"
-    assert props["attentionHeadNames"] == ["L1H0", "L1H1"]
-    expected = plain["blocks.1.attn.hook_pattern"][1].numpy()
-    assert np.abs(np.array(props["attention"]) - expected).max() < 6e-5
-    assert props["maskUpperTri"]
+    page = mixed(cache, prompt)
+    assert [each["name"] for each in page["tokens"]] == SHOWN
+    assert [each["name"] for each in page["neurons"]] == NAMES
+    for name, each in zip(NAMES, page["neurons"], strict=True):
+        layer, index = map(int, re.fullmatch(r"L(\d+)N(\d+)", name).groups())
+        pre, post = (plain[f"blocks.{layer}.mlp.hook_{at}"][..., index] for at in ("pre", "post"))
+        # Four figures.
+        assert each["z"] == pytest.approx(post[prompt].tolist(), rel=6e-4)
+        assert each["value"] == pytest.approx(pre[prompt].tolist(), rel=6e-4)
+        assert each["gate"] == pytest.approx(self_weight(plain, name)[prompt], rel=6e-4)
+        assert each["z"] != pytest.approx(post[1 - prompt].tolist(), rel=0.01)  # the control
+    heads = page["heads"]
+    assert heads["attentionHeadNames"] == ["L1H1", "L0H0"]
+    for layer, index, square in ((1, 1, heads["attention"][0]), (0, 0, heads["attention"][1])):
+        expected = plain[f"blocks.{layer}.attn.hook_pattern"][prompt, index].numpy()
+        assert np.abs(np.array(square) - expected).max() < 6e-4
+    assert heads["maskUpperTri"]
 
 
 @needs_hooked_transformer
 def test_only_what_cannot_be_seen_is_grey():
     model = convert(models.build("bidirectional"))
-    _, cache = model.run_with_cache(tokens())
-    assert not parts(viz.attention_view(cache, 1, TEXTS))[0][1]["maskUpperTri"]
+    page = viz.attention_view(model, "L1H0", tokens()[0])
+    assert not drawn(page)["heads"]["maskUpperTri"]
 
 
-@needs_hooked_transformer
-def test_one_head_of_several():
-    model = convert(models.build("gelu"), gate=Bilinear(4))
-    _, cache = model.run_with_cache(tokens())
-    (_, props), _ = parts(viz.neuron_pattern_view(cache, "L1N29.2", TEXTS))
-    expected = cache["pattern", 3][0, 29 * 4 + 2, :, 0]
-    assert props["values"] == pytest.approx(expected.tolist(), abs=6e-5)
+def test_a_gated_neuron_and_one_of_several_heads():
+    bridge, one = boot("llama"), tokens(batch=1)
+    mlp, seen = bridge.original_model.model.layers[1].mlp, {}
+    exact = expose_neuron_heads(bridge, copy=True).model
+    (each,) = drawn(viz.attention_view(exact, "L1N29", one))["neurons"]
+    calibration = calibrate(bridge, one)
+    gate = Bilinear(4, calibration=calibration)
+    shared = expose_neuron_heads(bridge, gate=gate, copy=True).model
+    for at in ("gate_proj", "up_proj"):
+        getattr(mlp, at).register_forward_hook(
+            lambda module, args, value, at=at: seen.update({at: value[0, :, 29].detach()})
+        )
+    bridge(one)
+    g, u = seen["gate_proj"], seen["up_proj"]
+    assert each["value"] == pytest.approx((g * u).tolist(), rel=6e-4)
+    assert each["z"] == pytest.approx((g.sigmoid() * g * u).tolist(), rel=6e-4)
+    member, whole = drawn(viz.attention_view(shared, ["L1N29.2", "L1N29"], one))["neurons"]
+    assert member["value"] == whole["value"] == pytest.approx(u.tolist(), rel=0.02)
+    assert all(0 <= gate <= 1 for gate in member["gate"])
+    for each in (member, whole):
+        product = np.array(each["gate"]) * np.array(each["value"])
+        assert each["z"] == pytest.approx(product.tolist(), rel=2e-3, abs=1e-9)
 
 
-def test_a_name_given_twice_is_drawn_once(cache):
-    assert len(parts(viz.neuron_pattern_view(cache, NAMES * 2, TEXTS))) == len(NAMES) + 1
-
-
-def test_a_cache_may_have_no_batch(cache):
+def test_a_model_and_its_cache_make_one_page_and_a_name_is_drawn_once(cache):
+    names = [*NAMES, *NAMES, "L1H1"]
+    texts = [str(token) for token in tokens()[0].tolist()]
+    of_cache = viz.attention_view(cache, names, texts)
+    assert viz.attention_view(cache.model, names, tokens()[0]) == of_cache
+    assert len(drawn(of_cache)["neurons"]) == len(NAMES)
     _, alone = cache.model.run_with_cache(tokens()[:1], remove_batch_dim=True)
     assert not alone.has_batch_dim
-    assert viz.neuron_pattern_view(alone, NAMES, TEXTS) == viz.neuron_pattern_view(
-        cache, NAMES, TEXTS
-    )
-    assert viz.attention_view(alone, 1, TEXTS) == viz.attention_view(cache, 1, TEXTS)
+    assert viz.attention_view(alone, names, texts) == of_cache
+    assert viz.attention_view(alone, names, tokens()[0].tolist()) == of_cache
     with pytest.raises(InputError, match="prompts 0 to 0"):
-        viz.attention_view(alone, 1, TEXTS, prompt=1)
+        viz.attention_view(alone, names, texts, prompt=1)
+    whole = drawn(viz.attention_view(cache, p.heads(1), TEXTS))["heads"]["attentionHeadNames"]
+    assert whole == ["L1H0", "L1H1"]
 
 
 @needs_browser
 def test_tokens_are_seen_as_they_are(opened, cache):
-    page = opened(viz.neuron_pattern_view(cache, NAMES, TEXTS))
-    page.wait("document.querySelectorAll('.colored-tokens').length == 3")
-    page.wait("document.querySelectorAll('canvas').length == 4")  # three small, one large
-    spans = page.texts("#part-1 .colored-tokens > span")
-    assert [text.replace(JOINER, "") for text in spans] == SHOWN
-    assert page.js("return document.querySelectorAll('.colored-tokens b').length") == 0
-    # White is 0 and blue is 1, on one scale for all: red falls as the weight grows.
-    reds = page.js(
-        "return [...document.querySelectorAll('.colored-tokens > span > span')]"
-        ".map(s => Number(getComputedStyle(s).backgroundColor.match(/\\d+/)[0]))"
-    )
-    coloured = parts(viz.neuron_pattern_view(cache, NAMES, TEXTS))[:3]
-    drawn = [value for _, props in coloured for value in props["values"]]
-    order = np.argsort(drawn)
-    assert (np.diff(np.array(reds)[order]) <= 0).all()
-    assert max(reds) - min(reds) > 100
-
-
-@needs_browser
-def test_circuitsvis_alone_would_make_tags_of_tokens(browser, tmp_path):
-    """The control: why tokens are made safe."""
-    component = Component("ColoredTokens", {"tokens": ["<b>x</b>"], "values": [0.5]})
-    browser.open(viz.write_html(circuitsvis_page("", "", [component]), tmp_path / "raw.html"))
-    browser.wait("document.querySelectorAll('.colored-tokens b').length == 1")
-
-
-@needs_browser
-def test_heads_in_a_browser(opened, cache):
-    page = opened(viz.attention_view(cache, 1, TEXTS))
+    page = opened(viz.attention_view(cache, [*NAMES, "L1H0", "L1H1"], TEXTS))
     page.wait("document.querySelectorAll('canvas').length == 3")
+    assert [text.replace(" ", "·") for text in page.texts(".neuron:first-of-type .t")] == SHOWN
+    assert page.js("return document.querySelectorAll('main b:not(.legend b)').length") == 0
     assert page.texts("h4") == ["L1H0", "L1H1"]
-
-
-EXTERNAL = re.compile(r"<(script|link|img)[^>]+(src|href)=|from \"https?:|import\(")
+    # White is 0 and blue is positive: red falls as z grows.
+    colours = page.js(
+        "return [...document.querySelectorAll('.neuron')].map(n => [...n.querySelectorAll('.t')]"
+        ".map(s => getComputedStyle(s).backgroundColor.match(/[\\d.]+/g).map(Number)))"
+    )
+    for each, found in zip(mixed(cache)["neurons"], colours, strict=True):
+        most = max(map(abs, each["z"]))
+        for z, (red, _, blue, *_) in zip(each["z"], found, strict=True):
+            assert (blue > red) == (z > 0) or abs(z) < 0.01 * most
 
 
 def test_nothing_is_loaded_from_elsewhere(cache):
-    page = viz.attention_view(cache, 1, TEXTS)
+    page = viz.attention_view(cache, "L1H0", TEXTS)
     markup = re.sub(r"<script>.*?</script>", "", page, flags=re.S)
     assert "script" in page
     assert not EXTERNAL.search(markup)
@@ -179,46 +170,44 @@ def test_nothing_is_loaded_from_elsewhere(cache):
     assert EXTERNAL.search(str(circuitsvis.tokens.colored_tokens(["a"], [0.5])))
 
 
+EXTERNAL = re.compile(r"<(script|link|img)[^>]+(src|href)=|from \"https?:|import\(")
+
+
 @pytest.mark.parametrize(
     ("names", "texts", "how", "reason"),
     [
-        ([], TEXTS, {}, "got 0 neuron-heads; expected 1 to 24"),
-        (
-            [f"L0N{i}" for i in range(29)],
-            TEXTS,
-            {},
-            "got 29 neuron-heads; expected 1 to 24: filter",
-        ),
+        ([], TEXTS, {}, "got 0 heads; expected 1 to 24"),
+        ([f"L0N{i}" for i in range(29)], TEXTS, {}, "got 29 heads; expected 1 to 24: filter"),
         (NAMES, TEXTS[:-1], {}, "got 10 tokens; expected 11"),
-        (NAMES, "text", {}, "got a str for tokens"),
-        (NAMES, list(range(POS)), {}, "got 0 among the tokens"),
+        (["L2H0"], TEXTS, {}, "the model has layers 0 to 1"),
         (NAMES, TEXTS, {"prompt": 2}, "got prompt=2; the cache holds prompts 0 to 1"),
         (NAMES, TEXTS, {"prompt": -1}, "got prompt=-1"),
     ],
 )
 def test_refused(cache, names, texts, how, reason):
     with pytest.raises(InputError, match=re.escape(reason)):
-        viz.neuron_pattern_view(cache, names, texts, **how)
+        viz.attention_view(cache, names, texts, **how)
 
 
-def test_refused_names_layers_and_caches(cache):
-    with pytest.raises(UnknownHeadError):
-        viz.neuron_pattern_view(cache, "L0H1", TEXTS)
-    for layer in (2, -1, True):
-        with pytest.raises(InputError, match="source layers 0 to 1"):
-            viz.attention_view(cache, layer, TEXTS)
+def test_refused_texts_and_caches(cache):
+    for text, reason in (
+        (TEXTS, "got a list of texts"),
+        (tokens(), "got 2 prompts; expected one"),
+    ):
+        with pytest.raises(InputError, match=reason):
+            viz.attention_view(cache.model, NAMES, text)
+    with pytest.raises(UnsupportedCallError, match="no tokenizer"):
+        viz.attention_view(cache.model, NAMES, "a text")
     _, partial = cache.model.run_with_cache(tokens(), names_filter="blocks.0.attn.hook_pattern")
     with pytest.raises(UnsupportedCallError, match=r"does not hold blocks\.1\.attn\.hook_pattern"):
-        viz.attention_view(partial, 1, TEXTS)
+        viz.attention_view(partial, "L1H0", TEXTS)
 
 
 READERS = {
     "neuron_pattern": lambda cache: neuron_pattern(cache, "L1N29"),
     "neuron_gate": lambda cache: neuron_gate(cache, "L1N29"),
     "dense_pattern": lambda cache: dense_pattern(cache, "L1N29"),
-    "neuron_pattern_view": lambda cache: viz.neuron_pattern_view(cache, "L1N29", TEXTS),
-    "gate_value_scatter": lambda cache: viz.gate_value_scatter(cache, "L1N29", [TEXTS] * BATCH),
-    "attention_view": lambda cache: viz.attention_view(cache, 1, TEXTS),
+    "attention_view": lambda cache: viz.attention_view(cache, "L1N29", TEXTS),
 }
 
 
@@ -230,12 +219,10 @@ def test_caches_of_a_model_that_had_no_neuron_heads_then_or_has_none_now(reader)
     with pytest.raises(UnsupportedCallError, match=r"without neuron-heads.*convert the"):
         read(before)
     exposed = expose_neuron_heads(bridge)
-    if reader == "attention_view":  # it holds what is read
+    point = "z" if reader == "attention_view" else "pattern"
+    reason = f"does not hold {mlp_hook(point)}.*before the model"
+    with pytest.raises(UnsupportedCallError, match=reason):
         read(before)
-    else:
-        reason = f"does not hold {mlp_hook('pattern')}.*before the model"
-        with pytest.raises(UnsupportedCallError, match=reason):
-            read(before)
     _, during = bridge.run_with_cache(tokens())
     read(during)
     exposed.undo()
@@ -248,10 +235,10 @@ def test_caches_of_a_model_that_had_no_neuron_heads_then_or_has_none_now(reader)
 def test_a_text_too_long_to_draw_is_refused(cache, monkeypatch):
     monkeypatch.setattr("attn_only_lens.viz.attention.MOST_CELLS", POS * POS)
     with pytest.raises(InputError, match="242 cells"):
-        viz.attention_view(cache, 1, TEXTS)
+        viz.attention_view(cache, p.heads(1), TEXTS)
 
 
 def test_without_circuitsvis_it_says_what_to_install(cache, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "circuitsvis", None)
     with pytest.raises(ImportError, match=r"pip install circuitsvis"):
-        viz.attention_view(cache, 1, TEXTS)
+        viz.attention_view(cache, "L1H0", TEXTS)

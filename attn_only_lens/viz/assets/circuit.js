@@ -46,6 +46,7 @@
   // --- Strength, colour ------------------------------------------------------------------------
   const sizes = (values) => values.map((value) => (value === null ? Infinity : Math.abs(value)));
   const strength = { node: sizes(nodes.attribution), edge: sizes(edges.weight) };
+  nodes.kind.forEach((kind, i) => { if (kind === "metric") strength.node[i] = Infinity; }); // always shown
   const largest = (all) => all.reduce((a, b) => (b < Infinity && b > a ? b : a), 0) || 1;
   const scale = { node: largest(strength.node) };
   const STATUS = { kept: "=", lost: "×", gained: "+" };
@@ -210,10 +211,11 @@
         if (on) last = here;
         return on ? "" : "none";
       });
-    const top = Math.min(pane.height, scene.height * k + y) - layout.AXIS;
+    const top = Math.min(pane.height - layout.AXIS, (scene.height - layout.AXIS) * k + y);
     foot.attr("transform", `translate(0,${top.toFixed(1)})`);
     foot.select("rect").attr("width", pane.width).attr("height", layout.AXIS);
     const place = (each) => (each.left + each.width / 2) * k + x;
+    let right = 0; // of the last token that is written: what would cover it is left out
     foot.selectAll("g").data(scene.columns, (each) => each.first + "-" + each.last).join((enter) => {
       const made = enter.append("g");
       made.append("title");
@@ -222,7 +224,13 @@
       return made;
     }).attr("transform", (each) => `translate(${place(each).toFixed(1)},0)`)
       .classed("folded", (each) => each.first < each.last)
-      .style("display", (each) => (place(each) < layout.GUTTER - 10 ? "none" : ""));
+      .style("display", (each) => {
+        const middle = place(each), half = each.first === each.last && each.first >= 0
+          ? data.axis_width[each.first] / 2 : 12;
+        const on = middle - half > Math.max(right, layout.GUTTER - 20);
+        if (on) right = middle + half;
+        return on ? "" : "none";
+      });
     foot.selectAll("g").select("title").text((each) => (each.first < 0 ? "of no position"
       : tokens.slice(each.first, each.last + 1).join("")));
     foot.selectAll("g").select(".token").text((each) => (each.first < 0 ? "–"
@@ -240,8 +248,18 @@
       zoom.translateBy(svg, -event.deltaX / transform.k, -event.deltaY / transform.k);
       if (transform.toString() !== before) event.preventDefault();
     }).on("click", () => choose(null));
-  const settle = () => zoom.extent([[0, 0], [pane.width, pane.height]])
-    .translateExtent([[0, 0], [Math.max(scene.width, pane.width), Math.max(scene.height, pane.height)]]);
+  let slack = 0; // on the right, where the panel covers the drawing
+  zoom.constrain(({ x, y, k }) => {
+    const within = (value, low, high) => Math.max(Math.min(low, high), Math.min(value, high));
+    return d3.zoomIdentity
+      .translate(within(x, pane.width - scene.width * k - slack, layout.GUTTER * (1 - k)),
+                 within(y, pane.height - layout.AXIS - (scene.height - layout.AXIS) * k, 0))
+      .scale(k);
+  });
+  const settle = () => {
+    slack = 0;
+    zoom.extent([[0, 0], [pane.width, pane.height]]);
+  };
   const home_view = () => {
     settle();
     // All columns from the right and rows from the top, where the metric is: if not all fit.
@@ -249,8 +267,9 @@
   };
   const fit = () => {
     settle();
-    const k = Math.min(1, pane.width / scene.width, pane.height / scene.height);
-    svg.call(zoom.transform, d3.zoomIdentity.scale(k));
+    const k = Math.min(1, (pane.width - layout.GUTTER) / (scene.width - layout.GUTTER),
+                       (pane.height - layout.AXIS) / (scene.height - layout.AXIS));
+    svg.call(zoom.transform, d3.zoomIdentity.translate(layout.GUTTER * (1 - k), 0).scale(k));
   };
 
   // --- Everything, anew ------------------------------------------------------------------------
@@ -270,6 +289,11 @@
     if (!sized) return;
     const before = chosen !== null ? scene?.at.get(chosen) : null;
     scene = layout.place(items, shown, data.axis_width, pane.width, pane.height);
+    // What is too much for the window keeps its proportions.
+    for (let wide = pane.width; scene.height / pane.height > 1.2 * scene.width / pane.width && wide < 20 * pane.width;) {
+      wide *= 1.2;
+      scene = layout.place(items, shown, data.axis_width, wide, pane.height);
+    }
     bands.selectAll("rect").data(scene.rows).join("rect").attr("class", "band").attr("x", layout.GUTTER - 8)
       .attr("width", scene.width).attr("y", (each) => each.y - each.height / 2)
       .attr("height", (each) => each.height);
@@ -304,7 +328,7 @@
     const [dx, dy] = [bring(here[0], layout.GUTTER + half, free - half),
                       bring(here[1], 24, pane.height - layout.AXIS - 24)];
     if (!dx && !dy) return;
-    zoom.translateExtent([[0, 0], [Math.max(scene.width, pane.width) + covered, Math.max(scene.height, pane.height)]]);
+    slack = covered;
     zoom.translateBy(svg, dx / k, dy / k);
   };
 
@@ -431,14 +455,18 @@
     return part;
   };
   const linked = (title, id, mine, other) => {
-    const members = new Set(items[chosen].members), list = [];
-    for (let j = 0; j < E; j++) if (members.has(mine[j]) && !members.has(other[j])) list.push(j);
-    list.sort((a, b) => strength.edge[b] - strength.edge[a]);
+    const members = new Set(items[chosen].members), sums = new Map();
+    for (let j = 0; j < E; j++)
+      if (members.has(mine[j]) && !members.has(other[j])) {
+        const key = other[j] + edges.kind[j], one = sums.get(key);
+        sums.set(key, { j, weight: (one ? one.weight : 0) + edges.weight[j] });
+      }
+    const list = [...sums.values()].sort((a, b) => Math.abs(b.weight) - Math.abs(a.weight));
     const cut = list.length > MOST ? `, the strongest ${MOST} below` : "";
     const part = section(id, `${title} (${list.length}${cut})`);
-    part.append(table(list.slice(0, MOST).map((j) => ({
+    part.append(table(list.slice(0, MOST).map(({ j, weight }) => ({
       cells: [nameOf(other[j]), edges.kind[j], ...(edges.status ? [edges.status[j] || ""] : []),
-              edges.weight[j]],
+              +weight.toPrecision(5)],
       go: home[other[j]],
     }))));
     return part;

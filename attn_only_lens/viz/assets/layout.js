@@ -2,7 +2,7 @@
 "use strict";
 const layout = (() => {
   const GUTTER = 96, AXIS = 40, TOP = 12, BOX = 20;
-  const GAP = 8, COLUMN_GAP = 10, LINE = 34, ROW_GAP = 6, FOLDED = 34, RIGHT = 14, WIDEST_ROW_GAP = 120;
+  const GAP = 12, COLUMN_GAP = 10, LINE = 34, ROW_GAP = 6, FOLDED = 34, RIGHT = 14, WIDEST_ROW_GAP = 120;
   const MARGIN = 3, ARROW = 6, LANES = 5, LANE = 5, KINDS = ["q", "value", "k"];
   const group = (all, key) => {
     const found = new Map();
@@ -119,8 +119,9 @@ const layout = (() => {
     let best = null, left = GUTTER - 8;
     for (const [right, next] of [...covered, [width, width]]) {
       if (right - left >= 2 * MARGIN) {
-        const room = Math.min(MARGIN + 1 + LANE * lane, (right - left) / 2);
-        const found = Math.max(left + room, Math.min(right - room, x));
+        const room = MARGIN + 1 + LANE * lane, wide = right - left;
+        const found = wide >= 2 * room ? Math.max(left + room, Math.min(right - room, x))
+          : left + wide * (lane + 1) / (LANES + 1);
         if (best === null || Math.abs(found - x) < Math.abs(best - x)) best = found;
       }
       left = next;

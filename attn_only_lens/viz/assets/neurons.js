@@ -48,7 +48,10 @@
     }
     return [...found.values()];
   }
-  const peak = (neuron, end = ends[0]) => {
+  const score = (end) => (neuron) => (end && end.found[neuron] ? end.score[neuron * end.k] : 0);
+  // The end at which a neuron is further from 0: the one to show first.
+  const further = (neuron) => ends.reduce((a, b) => (Math.abs(score(b)(neuron)) > Math.abs(score(a)(neuron)) ? b : a));
+  const peak = (neuron, end = further(neuron)) => {
     if (!end.found[neuron]) return null;
     const from = neuron * end.k;
     return vocabulary[end.tokens[from * end.width + end.position[from]]];
@@ -57,7 +60,6 @@
   // The list
 
   const largest = ends.find((e) => e.end === "largest"), smallest = ends.find((e) => e.end === "smallest");
-  const score = (end) => (neuron) => (end && end.found[neuron] ? end.score[neuron * end.k] : 0);
   const positive = (neuron) => {
     const { counts } = histograms.z;
     let all = 0, above = 0;
@@ -71,10 +73,11 @@
   const by = data.by === "z" ? "z" : data.by;
   const orders = [
     ["Order: by name", (n) => n, ""],
+    ["Order: furthest from 0", (n) => -Math.abs(score(further(n))(n)), ""],
     largest && [`Order: largest ${by}`, (n) => -score(largest)(n), largest],
     smallest && [`Order: smallest ${by}`, (n) => score(smallest)(n), smallest],
-    ["Order: most often large", (n) => -positive(n), positive],
-    ["Order: most seldom large", (n) => positive(n), positive],
+    ["Order: most often positive", (n) => -positive(n), positive],
+    ["Order: least often positive", (n) => positive(n), positive],
   ].filter(Boolean);
   const $ = (id) => document.getElementById(id);
   orders.forEach(([name], i) => $("order").append(el("option", { value: i }, name)));
@@ -108,7 +111,7 @@
     const first = Math.max(0, Math.floor($("list").scrollTop / ROW) - 5);
     const told = orders[$("order").value][2];
     $("rows").replaceChildren(...listed.slice(first, first + Math.ceil($("list").clientHeight / ROW) + 10).map((i, at) => {
-      const end = told === smallest && smallest ? smallest : ends[0];
+      const end = told && told !== positive ? told : further(i);
       const shown = told === positive ? `${short(100 * positive(i))}%` : short(score(end)(i));
       const row = el("a", { href: `#${data.names[i]}`, class: i === chosen ? "chosen" : "" },
         el("span", {}, data.names[i]), el("span", { class: "peak" }, peak(i, end)?.name ?? ""),
@@ -210,7 +213,7 @@
   function connections(title, rows, reads) {
     const most = Math.max(...rows.map((row) => Math.abs(row[2])), 1e-9);
     const inputs = (name, kind) => (/H/.test(name) ? { q: "query", k: "key", v: "value" }[kind] : READS[kind]);
-    const gated = "Raise the value" in data.tokens;
+    const gated = "The value reads" in data.tokens;
     const body = rows.map(([name, kind, amount]) => {
       const isHead = /H/.test(name);
       const meter = el("span", { class: "meter" });
@@ -223,7 +226,7 @@
         el("td", { class: "number" }, isHead ? short(amount) : `${amount > 0 ? "+" : ""}${short(amount)}`, " ", meter), el("td", {}, token));
     });
     const head = el("tr", {}, ...["Head", reads ? "Its" : "Into", "Score", "Peaks at"].map((text, i) => el("th", { class: i === 2 ? "number" : "" }, text)));
-    return el("div", {}, el("h4", {}, title), rows.length ? el("table", {}, head, ...body) : el("p", { class: "note" }, "None: no layer is there."));
+    return el("div", {}, el("h4", {}, title), rows.length ? el("table", {}, head, ...body) : el("p", { class: "note" }, reads ? "No later layer reads it." : "No earlier layer writes."));
   }
 
   function tokenLists(neuron) {
@@ -256,7 +259,7 @@
       el("header", {}, el("h2", {}, name),
         el("button", { type: "button", title: "The one before", onclick: go(-1) }, "‹"),
         el("button", { type: "button", title: "The next", onclick: go(1) }, "›"),
-        el("span", { class: "note" }, `z from ${short(bins("z", neuron)?.low)} to ${short(bins("z", neuron)?.high)}`)),
+        el("span", { class: "note" }, `z from ${short(bins("z", neuron)?.low)} to ${short(bins("z", neuron)?.high)}, positive at ${short(100 * positive(neuron))}% of tokens`)),
       el("div", { class: "bar-of-tabs" }, ...tabs, el("label", {}, box, " gate and value under tokens")),
       tokenLegend(limits, strips),
       el("div", {}, ...examples.map((each) => el("div", { class: "example" },
@@ -266,7 +269,7 @@
       el("div", { class: "panels" }, histogram("z", neuron, "z", signs), histogram("gate", neuron, "Gate", () => "var(--soft)"), together(neuron)),
       el("p", { class: "note" }, "Tokens by value, on a logarithmic scale."),
       ...(Object.keys(data.tokens).length ? [el("h3", {}, "Tokens, by weights alone"), tokenLists(neuron),
-        el("p", { class: "note" }, "Read: embeddings that raise or lower its input. Write: logits that it raises or lowers where z is positive. In standard deviations over the vocabulary.")] : []),
+        el("p", { class: "note" }, "Reads: embeddings that raise (blue) or lower (red) it. Writes: logits that it raises or lowers where z is positive. In standard deviations over the vocabulary.")] : []),
       ...(data.partners[neuron].length ? [el("h3", {}, "Connections, by weights alone"),
         el("div", { class: "connections" }, connections("Writers: what it reads from", writers, false), connections("Readers: what reads it", readers, true)),
         el("p", { class: "note" }, "Composition scores. Between neurons with the sign of the cosine: blue excites, red inhibits (where the writer's z is positive).")] : []),
@@ -275,6 +278,7 @@
   }
   function choose(neuron) {
     chosen = neuron;
+    shownEnd = ends.indexOf(further(neuron));
     try { history.replaceState(null, "", `#${data.names[neuron]}`); } catch { /* a frame of a notebook */ }
     const at = listed.indexOf(neuron);
     const { scrollTop, clientHeight } = $("list");

@@ -29,7 +29,7 @@ from attn_only_lens.runs.metrics import AnyMetric
 from attn_only_lens.runs.sites import Sites, neuron_heads, resolve_sites
 from attn_only_lens.runs.token_texts import token_text
 from attn_only_lens.viz.checks import refuse
-from attn_only_lens.viz.page import Page, asset, document, inline_script, script_data, with_space
+from attn_only_lens.viz.page import Page, asset, page_of_tokens, with_space
 
 MOST_NEURONS = 3_000
 """Neurons of one page; `attn-only-lens atlas` makes a page of each layer."""
@@ -145,19 +145,12 @@ def page_of_statistics(
     }
     many = f"{len(names):,} neurons" if len(names) > 3 else ", ".join(names)
     title = f"{many} of {Path(found.model).name}" if found.model else many
-    body = [
-        asset("assets/neurons.html")
-        .replace("TITLE", escape(title))
-        .replace("ABOUT", _about(found)),
-        f'<script type="application/json" id="data">{script_data(data)}</script>',
-        *(inline_script(asset(f"assets/{name}.js")) for name in ("tokens", "neurons")),
-    ]
-    style = "".join(asset(f"assets/{name}.css") for name in ("page", "tokens", "neurons"))
-    return document(title, "\n".join(body), style)
+    main = asset("assets/neurons.html")
+    return page_of_tokens(title, _about(found), main, data, "neurons")
 
 
 def _about(found: NeuronStatistics) -> str:
-    metric = f" ({escape(found.metric)})" if found.metric else ""
+    metric = f" ({found.metric})" if found.metric else ""
     return f"{found.n_texts:,} texts, {found.n_tokens:,} tokens · examples by {found.by}{metric}"
 
 
@@ -173,12 +166,12 @@ def _by_weights(
     except InputError as error:
         return {}, ["Tokens read and written are left out: " + "; ".join(error.reasons)]
     try:
-        found["Raise the gate" if gated else "Read"] = effects.read_tokens(names, _TOP_TOKENS)
+        found["The gate reads" if gated else "It reads"] = effects.read_tokens(names, _TOP_TOKENS)
         if gated:
-            found["Raise the value"] = effects.read_tokens(names, _TOP_TOKENS, "v")
+            found["The value reads"] = effects.read_tokens(names, _TOP_TOKENS, "v")
     except InputError as error:
         notes.append("Tokens read are left out: " + "; ".join(error.reasons))
-    found["Write"] = effects.written_tokens(names, _TOP_TOKENS)
+    found["It writes"] = effects.written_tokens(names, _TOP_TOKENS)
     return found, notes
 
 
@@ -267,16 +260,6 @@ def index_of_layers(found: NeuronStatistics, pages: dict[int, str]) -> Page:
         f'<td class="number">{counts[layer]:,} neurons</td></tr>'
         for layer, page in sorted(pages.items())
     ]
-    body = [
-        f'<header><h1>{escape(title)}</h1><span class="note">{_about(found)}</span>',
-        '<button id="theme" type="button" title="Light or dark" aria-label="Light or dark">◐</button>'
-        "</header>",
-        '<main id="layers"><label>Go to a neuron <input id="go" type="search" placeholder="L3N7">'
-        f"</label><table>{''.join(rows)}</table></main>",
-        f'<script type="application/json" id="data">{script_data(pages)}</script>',
-        *(inline_script(asset(f"assets/{name}.js")) for name in ("tokens", "layers")),
-    ]
-    style = "".join(asset(f"assets/{name}.css") for name in ("page", "tokens"))
-    return document(
-        title, "\n".join(body), f"{style}#layers {{ padding: 14px; max-width: 420px; }}\n"
-    )
+    go = '<label>Go to a neuron <input id="go" type="search" placeholder="L3N7"></label>'
+    main = f'<main id="layers">{go}<table>{"".join(rows)}</table></main>'
+    return page_of_tokens(title, _about(found), main, pages, "layers")

@@ -1,0 +1,333 @@
+"""Top examples and histograms against a slow oracle: a text at a time, a cache, and a sort."""
+
+import json
+import math
+
+import models
+import pytest
+import torch
+from bridges import boot
+from common import D_VOCAB, needs_hooked_transformer
+from tiny_tokenizer import tiny_tokenizer
+
+from attn_only_lens import (
+    Bilinear,
+    HeadName,
+    InputError,
+    convert,
+    expose_neuron_heads,
+    neuron_gate,
+    neurons,
+)
+from attn_only_lens import patching as p
+from attn_only_lens.neurons import _top_examples
+
+NAMES = ["L0N3", "L1N0", "L1N29"]
+CONTEXT = 7
+QUIET = {"progress": False, "context": CONTEXT}
+
+
+def bridge(family):
+    return expose_neuron_heads(boot(family)).model
+
+
+MODELS = {
+    "plain": lambda: bridge("gpt2"),
+    "gated": lambda: bridge("llama"),
+    "relu": lambda: bridge("neox_sequential"),
+    "two blocks": lambda: convert(models.build("gelu")),
+    "several heads": lambda: convert(models.build("gelu"), gate=Bilinear(4)),
+}
+HOOKED = ("two blocks", "several heads")
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(name, marks=[needs_hooked_transformer] * (name in HOOKED)) for name in MODELS
+    ],
+)
+def model(request):
+    return MODELS[request.param]()
+
+
+@pytest.fixture(scope="module")
+def plain():
+    return MODELS["plain"]()
+
+
+def corpus():
+    """Texts of different lengths: one is empty, one is cut in three, two are the same."""
+    generator = torch.Generator().manual_seed(5)
+    made = [
+        torch.randint(0, D_VOCAB, (n,), generator=generator).tolist() for n in (5, 17, 3, 0, 7, 2)
+    ]
+    return [*made, made[2], made[0]]
+
+
+def pieces(texts):
+    for number, text in enumerate(texts):
+        for first in range(0, len(text), CONTEXT):
+            yield number, first, text[first : first + CONTEXT]
+
+
+@torch.no_grad()
+def looked_up(model, texts, name):
+    """z, gate and value of a neuron at every token, with its text and position, in their order."""
+    head = HeadName.parse(name)
+    shared = _shared(model, head)
+    found = []
+    for number, first, piece in pieces(texts):
+        _, cache = model.run_with_cache(torch.tensor([piece]))
+        z = cache[head.hook("z", model)][0, :, head.heads(shared), 0]
+        v = cache[head.hook("v", model)][0, :, head.heads(shared), 0]
+        gate = neuron_gate(cache, name)[0].tolist()
+        whole = z[:, 0] if shared == 1 else torch.tensor(gate, dtype=v.dtype) * v[:, 0]
+        for i, token in enumerate(piece):
+            row = {"z": whole[i].item(), "gate": gate[i], "value": v[i, 0].item()}
+            row |= {"text": number, "at": first + i, "token": token}
+            window = slice(max(0, i - 2), i + 2)
+            row["tokens"] = tuple(str(each) for each in piece[window])
+            row["values"] = whole[window].tolist()
+            row["gates"] = gate[window]
+            row["position"] = i - window.start
+            found.append(row)
+    return found
+
+
+def _shared(model, head):
+    index = head.hook("z", model)
+    seen = []
+    model.run_with_hooks(torch.tensor([[1]]), fwd_hooks=[(index, lambda x, hook: seen.append(x))])
+    return seen[0].shape[2] // 37
+
+
+@pytest.mark.parametrize("by", ["z", "gate"])
+def test_they_are_those_of_a_sort(model, by):
+    texts = corpus()
+    options = {"k": 4, "by": by, "before": 2, "after": 1, **QUIET}
+    one = neurons.top_examples(model, NAMES, texts, **options, batch_size=1)
+    many = neurons.top_examples(model, NAMES, texts, **options, batch_size=3)
+    has_equals = False
+    for name in NAMES:
+        every = looked_up(model, texts, name)
+        for end, sign in (("largest", -1), ("smallest", 1)):
+            expected = sorted(every, key=lambda row: sign * row[by])[:4]  # stable: of equals, first
+            last = sorted(every[::-1], key=lambda row: sign * row[by])[:4]
+            has_equals |= last != expected
+            rows, others = (
+                f[(f["name"] == name) & (f["end"] == end)].to_dict("records") for f in (one, many)
+            )
+            assert [row["rank"] for row in rows] == [1, 2, 3, 4]
+            for row, wanted in zip(rows, expected, strict=True):
+                assert (row["text"], row["at"]) == (wanted["text"], wanted["at"])
+                assert row["tokens"] == wanted["tokens"]
+                assert row["position"] == wanted["position"]
+                assert row["values"] == pytest.approx(wanted["values"], rel=1e-9, abs=1e-12)
+                assert row["gates"] == pytest.approx(wanted["gates"], rel=1e-9)
+                assert row["value"] == pytest.approx(wanted[by], rel=1e-9, abs=1e-12)
+            # A batch changes roundings alone.
+            assert [row["value"] for row in others] == pytest.approx(
+                [row["value"] for row in rows], rel=1e-9, abs=1e-12
+            )
+    assert has_equals  # or their order would not have been looked at
+
+
+def test_all_neurons_and_a_selection(plain):
+    texts = corpus()
+    every = neurons.top_examples(plain, None, texts, k=2, **QUIET)
+    assert len(every) == 2 * 2 * 2 * 37
+    layer = neurons.top_examples(plain, p.neuron_heads(1), texts, k=2, ends="smallest", **QUIET)
+    wanted = every[every["name"].str.startswith("L1") & (every["end"] == "smallest")]
+    # Hooks in layer 0 change roundings.
+    for one, other in zip(layer.to_dict("records"), wanted.to_dict("records"), strict=True):
+        assert one["value"] == pytest.approx(other["value"], rel=1e-9, abs=1e-12)
+        assert (one["name"], one["rank"]) == (other["name"], other["rank"])
+
+
+def test_fewer_tokens_than_examples(plain):
+    frame = neurons.top_examples(plain, "L0N3", [[1, 2], [3]], k=20, ends="largest", **QUIET)
+    assert sorted(zip(frame["text"], frame["at"], strict=True)) == [(0, 0), (0, 1), (1, 0)]
+
+
+def bins(x):
+    """Counts in 64 bins of |x| on either side, one by one."""
+    limit = 2.0 ** max(math.ceil(math.log2(abs(each))) if each else -40 for each in x)
+    counts = [0] * 128
+    for each in x:
+        place = max(1, math.ceil(abs(each) * 64 / limit))
+        counts[64 - place if each < 0 else 63 + place] += 1
+    return counts, limit
+
+
+@pytest.mark.parametrize("batch_size", [1, 3])
+def test_histograms_are_those_of_all_tokens_at_once(model, batch_size):
+    texts = corpus()
+    found = neurons.neuron_statistics(model, NAMES, texts, **QUIET, batch_size=batch_size)
+    assert found.n_tokens == sum(map(len, texts))
+    assert found.n_texts == len(texts)
+    for row, name in enumerate(NAMES):
+        every = looked_up(model, texts, name)
+        for quantity in ("z", "gate", "value"):
+            counts, limit = bins([each[quantity] for each in every])
+            got, edges = found.histogram(name, quantity)
+            assert got.tolist() == counts
+            assert (edges[0], edges[64], edges[-1]) == (-limit, 0, limit)
+        joint = found.counts["joint"][row]
+        for quantity, of_axis in (("gate", joint.sum(1)), ("value", joint.sum(0))):
+            fine = torch.tensor(bins([each[quantity] for each in every])[0])
+            coarse = fine.view(32, 4).sum(1)
+            assert of_axis.tolist() == [*coarse[:16].flip(0).tolist(), *coarse[16:].tolist()]
+
+
+def test_statistics_are_kept(plain, tmp_path):
+    found = neurons.neuron_statistics(plain, NAMES, corpus(), k=3, **QUIET)
+    read = neurons.NeuronStatistics.load(found.save(tmp_path / "found.safetensors"))
+    assert read.frame().equals(found.frame())
+    assert torch.equal(read.counts["joint"], found.counts["joint"])
+    one = read.of(["L1N29"])
+    frame = found.frame()
+    assert one.frame().equals(frame[frame["name"] == "L1N29"].reset_index(drop=True))
+    examples = neurons.examples_of(frame, "L1N29")
+    assert len(examples) == 6
+    assert examples[0].values[examples[0].position] == examples[0].value
+    for call in (lambda: one.histogram("L0N3", "z"), lambda: found.histogram("L0N3", "q")):
+        with pytest.raises(InputError, match="got '"):
+            call()
+
+
+def by_loss(model, text, name, position, scale):
+    """The loss of a text with a neuron's z at a position multiplied."""
+    head = HeadName.parse(name)
+
+    def multiply(z, hook):
+        z = z.clone()
+        z[:, position, head.index] *= scale
+        return z
+
+    with torch.no_grad():
+        hooks = [(head.hook("z", model), multiply)]
+        logits = model.run_with_hooks(torch.tensor([text]), fwd_hooks=hooks)
+    logs = logits[0, :-1].log_softmax(-1)
+    return -logs[torch.arange(len(text) - 1), torch.tensor(text[1:])].mean().item()
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_attributions_are_derivatives(family):
+    model, texts = bridge(family), [[3, 5, 7, 11], [2, 13, 17]]
+    options = {"k": 7, "by": "attribution", "ends": "largest", **QUIET}
+    frame = neurons.top_examples(model, ["L0N3", "L1N29"], texts, metric=p.loss(), **options)
+    assert len(frame) == 14
+    assert (frame["value"].abs() > 1e-7).sum() >= 8  # nothing follows the last tokens
+    for row in frame.to_dict("records"):
+        at = texts[row["text"]], row["name"], row["at"]
+        # LLaMA's norm computes in float32, so steps are large.
+        slope = (by_loss(model, *at, 1.01) - by_loss(model, *at, 0.99)) / 0.02
+        assert row["value"] == pytest.approx(slope, rel=0.005, abs=1e-5)
+        assert row["values"][row["position"]] != pytest.approx(row["value"], rel=0.01)
+    whole = p.custom(lambda logits: logits.mean())
+    with pytest.raises(InputError, match="one number for 2 texts; expected one of each"):
+        neurons.top_examples(model, "L0N3", texts, metric=whole, **options)
+
+
+@pytest.fixture(scope="module")
+def of_words(tmp_path_factory):
+    model = boot("gpt2")
+    model.cfg.tokenizer_prepends_bos, model.cfg.default_prepend_bos = False, True
+    model.tokenizer = tiny_tokenizer(D_VOCAB, tmp_path_factory.mktemp("words"))
+    return expose_neuron_heads(model).model
+
+
+def test_corpora_of_every_form(of_words, tmp_path):
+    texts = ["w3 w5 w7", "", "w11 w2 w13 w17 w19 w23 w29 w31", "w3 w5 w7"]
+    (tmp_path / "texts.txt").write_text("\n".join(texts) + "\n")
+    of_dicts = [{"text": text, "other": 1} for text in texts]
+    (tmp_path / "texts.jsonl").write_text("".join(f"{json.dumps(each)}\n" for each in of_dicts))
+    forms = [
+        texts,
+        (text for text in texts),
+        of_dicts,
+        tmp_path / "texts.txt",
+        str(tmp_path / "texts.jsonl"),
+    ]
+    frames = [neurons.top_examples(of_words, NAMES, form, k=5, **QUIET) for form in forms]
+    assert all(frame.equals(frames[0]) for frame in frames)
+    # BOS begins every piece where texts have it, and is no example.
+    assert (frames[0]["at"] > 0).all()
+    whole = neurons.top_examples(of_words, "L0N3", texts, k=20, ends="largest", **QUIET)
+    assert sorted(whole["at"][whole["text"] == 2]) == list(range(1, 9))
+    assert len(whole) == 3 + 8 + 3
+    begun = whole[(whole["text"] == 2) & (whole["at"] == 7)].iloc[0]
+    assert "".join(begun["tokens"]).strip() == "<bos> w29 w31"
+
+
+def interrupted(texts, after):
+    for number, text in enumerate(texts):
+        if number == after:
+            raise KeyboardInterrupt
+        yield text
+
+
+def test_an_interrupted_pass_goes_on(plain, tmp_path, monkeypatch):
+    monkeypatch.setattr(_top_examples, "_SECONDS", 0.0)
+    texts, folder = corpus(), tmp_path / "kept"
+    options = {"k": 3, **QUIET, "batch_size": 2}
+    with pytest.raises(KeyboardInterrupt):
+        neurons.neuron_statistics(plain, NAMES, interrupted(texts, 5), **options, resume=folder)
+    ran = []
+    add = _top_examples.add_counts
+    monkeypatch.setattr(_top_examples, "add_counts", lambda *x: (ran.append(1), add(*x)))
+    found = neurons.neuron_statistics(plain, NAMES, iter(texts), **options, resume=folder)
+    assert len(ran) == 2 * 2  # two layers; 6 of 9 pieces were seen, and 3 are run by twos
+    whole = neurons.neuron_statistics(plain, NAMES, texts, **options)
+    assert found.frame().equals(whole.frame())
+    assert torch.equal(found.counts["joint"], whole.counts["joint"])
+    assert (found.n_texts, found.n_tokens) == (whole.n_texts, whole.n_tokens)
+    # More texts after those; others in their place; other options.
+    longer = neurons.neuron_statistics(plain, NAMES, [*texts, [3, 4]], **options, resume=folder)
+    assert longer.n_tokens == whole.n_tokens + 2
+    for given, more, reason in (
+        ([[1, 2, 3], *texts[1:]], {}, "do not begin with them"),
+        (texts[:3], {}, "do not begin with them"),
+        (texts, {"by": "gate"}, "by: got gate; the folder has z"),
+        (texts, {"k": 5}, "numbers: got"),
+    ):
+        with pytest.raises(InputError, match=reason):
+            neurons.neuron_statistics(plain, NAMES, given, **(options | more), resume=folder)
+
+
+@pytest.mark.parametrize(
+    ("names", "texts", "options", "reason"),
+    [
+        (["L0H1"], [[1]], {}, "got L0H1, an attention head; expected neurons"),
+        (NAMES, [[1]], {"k": 0}, "got k=0; expected a whole number from 1 on"),
+        (NAMES, [[1]], {"by": "value"}, "got by='value'; expected one of z, gate, attribution"),
+        (NAMES, [[1]], {"by": "attribution"}, "expected a metric"),
+        (NAMES, [[1]], {"metric": p.loss()}, "expected none"),
+        (NAMES, [[1]], {"context": 18}, "got context=18; expected 2 to 17"),
+        (NAMES, [[]], {}, "holds no tokens but BOS"),
+        (NAMES, [[1], None], {}, "text 1: got a NoneType; expected a text"),
+        (NAMES, [[1], [D_VOCAB]], {}, "text 1: tokens: got values from 41"),
+        (NAMES, ["a text"], {}, "text 0: got a text, and the model has no tokenizer"),
+        (NAMES, "no.txt", {}, "'no.txt' is no file of texts.*a text itself goes into a list"),
+        (NAMES, 7, {}, "got a int; expected a file, or texts"),
+    ],
+)
+def test_refused(plain, names, texts, options, reason):
+    with pytest.raises(InputError, match=reason):
+        neurons.top_examples(plain, names, texts, **(QUIET | options))
+
+
+@needs_hooked_transformer
+def test_one_of_several_heads_is_refused():
+    model = MODELS["several heads"]()
+    with pytest.raises(InputError, match=r"got L1N29\.2, one of several heads of a neuron"):
+        neurons.top_examples(model, ["L1N29.2"], [[1]], **QUIET)
+
+
+def test_activations_that_are_not_finite_are_refused():
+    model = bridge("gpt2")
+    with torch.no_grad():
+        model.W_E[7] = math.inf
+    with pytest.raises(InputError, match="not finite in one of the texts 0 to 1"):
+        neurons.top_examples(model, NAMES, [[1, 2], [3, 7]], **QUIET)

@@ -1,0 +1,51 @@
+"""`attn-only-lens atlas`: one page or several, and where it goes on."""
+
+import pytest
+from bridges import original
+from tiny_tokenizer import tiny_tokenizer
+from typer.testing import CliRunner
+
+from attn_only_lens.cli import app, atlas
+
+
+def run(*arguments):
+    return CliRunner().invoke(app, [str(each) for each in arguments])
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    import torch
+    from common import D_VOCAB
+
+    made = tmp_path_factory.mktemp("model")
+    original("llama", torch.float32).save_pretrained(made)
+    tiny_tokenizer(D_VOCAB, made)
+    return made
+
+
+def test_an_atlas(folder, tmp_path, monkeypatch):
+    texts, out = tmp_path / "texts.txt", tmp_path / "atlas"
+    texts.write_text("w3 w5 w7\nw11 w2\n")
+    command = ("atlas", folder, "--texts", texts, "--k", 3, "--out", out)
+    result = run(*command)
+    assert result.exit_code == 0, result.output
+    assert "index.html" in result.output
+    whole = (out / "index.html").read_text("utf-8")
+    assert "74 neurons" in whole
+    assert {each.name for each in out.iterdir()} == {"index.html", "statistics"}
+    monkeypatch.setattr(atlas, "MOST_NEURONS", 73)  # and it goes on where it was
+    assert run(*command).exit_code == 0
+    assert "layer-01.html" in (out / "index.html").read_text("utf-8")
+    assert "37 neurons" in (out / "layer-01.html").read_text("utf-8")
+    narrow = run(*command[:-1], tmp_path / "narrow", "--layers", 1)
+    assert narrow.exit_code == 0, narrow.output
+    assert "37 neurons" in (tmp_path / "narrow" / "index.html").read_text("utf-8")
+    for more, reason in (
+        (("--layers", "1", "--names", "L1N3"), "got --layers and --names"),
+        (("--names", "L1H1"), "got L1H1, an attention head"),
+        (("--k", 5), "holds other statistics"),
+        (("--texts", tmp_path / "no.txt"), "is no file of texts"),
+    ):
+        result = run(*command, *more)
+        assert result.exit_code == 2
+        assert reason in " ".join(result.output.split())

@@ -1,0 +1,128 @@
+"""The page of neurons: what it shows is what was found, and it can be looked around in."""
+
+from html import escape
+
+import pytest
+import torch
+from bridges import boot
+from browser import needs_browser
+from common import D_VOCAB
+
+from attn_only_lens import InputError, circuits, expose_neuron_heads, neurons, viz
+from attn_only_lens import patching as p
+from attn_only_lens.circuits.partners import strongest_partners
+from attn_only_lens.viz import neurons as pages
+
+NAMES = ["L0N3", "L1N0", "L1N29"]
+
+
+@pytest.fixture(scope="module")
+def model():
+    return expose_neuron_heads(boot("llama")).model
+
+
+@pytest.fixture(scope="module")
+def found(model):
+    generator = torch.Generator().manual_seed(3)
+    texts = torch.randint(0, D_VOCAB, (11, 13), generator=generator)
+    return neurons.neuron_statistics(model, None, [*texts, texts[2]], k=5, progress=False)
+
+
+def test_partners_are_those_of_composition(model):
+    top = strongest_partners(model, NAMES, 3)
+    W_out = [each.mlp.down_proj.weight.T for each in model.original_model.model.layers]
+    for name in NAMES:
+        for kind in ("q", "v"):
+            for side in ("writes", "reads"):
+                pair = (p.all_heads(), name) if side == "writes" else (name, p.all_heads())
+                try:
+                    scores = circuits.composition(model, *pair, kind)
+                except InputError:  # of no pair
+                    scores = circuits.composition(model, "L0N3", "L1N0").iloc[:0]
+                partner = "writer" if side == "writes" else "reader"
+                wanted = scores.nlargest(3, "score").set_index(partner)["score"]
+                got = {x.name: x.score for x in top[name] if (x.side, x.kind) == (side, kind)}
+                assert {n: abs(x) for n, x in got.items()} == pytest.approx(wanted.to_dict())
+    # The sign is that of what one writes times what the other reads.
+    second = model.original_model.model.layers[1]
+    gate = second.mlp.gate_proj.weight * second.post_attention_layernorm.weight
+    for each in top["L1N0"]:
+        if (each.side, each.kind, each.name[:3]) == ("writes", "q", "L0N"):
+            assert (W_out[0][int(each.name[3:])] @ gate[0] > 0) == (each.score > 0)
+
+
+SHOWN = """
+return [...document.querySelectorAll('.example')].map(row => [
+  row.querySelector('.value').textContent,
+  [...row.querySelectorAll('.t')].map(t => t.textContent),
+  [...row.querySelectorAll('.tok')].findIndex(t => t.classList.contains('here')),
+  row.querySelector('.from').textContent])
+"""
+
+
+@needs_browser
+def test_looking_around(opened, model, found):
+    page = opened(viz.neuron_page(model, None, found))
+    page.wait("document.querySelectorAll('.example').length > 0")
+    assert page.texts("#count") == ["74 neurons"]
+    page.js("location.hash = '#L1N29'")
+    page.wait("document.querySelector('#one h2').textContent === 'L1N29'")
+    frame = found.frame()
+    for end, button in (("largest", 0), ("smallest", 1)):
+        page.js(f"document.querySelectorAll('.bar-of-tabs button')[{button}].click()")
+        of_end = frame[(frame["name"] == "L1N29") & (frame["end"] == end)]
+        rows = of_end.drop_duplicates(["tokens", "position"]).to_dict("records")
+        times = of_end.groupby(["tokens", "position"]).size()
+        shown = page.js(SHOWN)
+        assert len(shown) == len(rows)
+        for (value, tokens, here, source), row in zip(shown, rows, strict=True):
+            assert float(value.replace("−", "-")) == pytest.approx(row["value"], rel=6e-3)
+            assert (tuple(tokens), here) == (row["tokens"], row["position"])
+            n = times[row["tokens"], row["position"]]
+            assert source == (f"{n} times" if n > 1 else f"text {row['text']}")
+    # Numbers at a token.
+    page.js("document.querySelector('.example .tok').dispatchEvent(new MouseEvent('mouseenter'))")
+    z, gate = (float(t.split()[-1].replace("−", "-")) for t in page.texts("#tip div")[1:3])
+    assert z == pytest.approx(rows[0]["values"][0], rel=6e-3, abs=1e-4)
+    assert gate == pytest.approx(rows[0]["gates"][0], abs=5e-3)
+    # A neuron that is connected; a name; a token; an order.
+    name = page.texts(".connections a")[0]
+    page.js("document.querySelector('.connections a').click()")
+    assert page.texts("#one h2") == [name]
+    search = "const s = document.getElementById('search'); s.value = arguments[0];"
+    search += (
+        "s.dispatchEvent(new Event('input')); return document.querySelectorAll('#rows a').length"
+    )
+    assert page.js(search, "l1n2") == 11
+    peaks = frame[frame["value"] == frame["value"].max()].iloc[0]
+    assert page.js(search, peaks["tokens"][peaks["position"]]) > 0
+    assert page.js(search, "no such token") == 0
+    page.js(search, "")
+    order = "const s = document.getElementById('order'); s.value = 2;"
+    page.js(f"{order} s.dispatchEvent(new Event('change'))")
+    assert page.texts("#rows a span")[0] == peaks["name"]
+
+
+@needs_browser
+def test_in_a_frame_that_is_hidden_at_first(opened, model, found):
+    frame = viz.neuron_page(model, NAMES, found)._repr_html_()
+    page = opened(viz.Page(f"<!DOCTYPE html><div id=cell style='display:none'>{frame}</div>"))
+    page.js("document.getElementById('cell').style.display = 'block'")
+    page.driver.switch_to.frame(0)
+    page.wait("document.querySelectorAll('#rows a').length === 3")
+    assert (
+        page.js("return document.querySelector('.panel svg').getBoundingClientRect().height") > 50
+    )
+
+
+def test_sizes_and_refusals(model, found, monkeypatch):
+    assert len(viz.neuron_page(model, None, found)) < 74 * 14_000 + 60_000
+    assert escape("74 neurons") in viz.neuron_page(model, None, found)
+    with pytest.raises(InputError, match="got L0H1, an attention head"):
+        viz.neuron_page(model, ["L0H1"], [[1]], progress=False)
+    some = found.of(["L0N3"])
+    with pytest.raises(InputError, match="got 'L1N29'"):
+        viz.neuron_page(model, ["L1N29"], some)
+    monkeypatch.setattr(pages, "MOST_NEURONS", 73)
+    with pytest.raises(InputError, match="got 74 neurons; expected 73 at most on one page"):
+        viz.neuron_page(model, None, found)
