@@ -14,8 +14,10 @@ Random numbers are Python's own, drawn one by one, so that a seed writes the sam
 """
 
 import re
-from collections.abc import Container
+from collections.abc import Callable, Container, Sequence
+from functools import partial
 from random import Random
+from typing import Any
 
 from attn_only_lens.tasks import _agreement, _brackets, _ioi, words
 
@@ -92,7 +94,7 @@ class Grammar:
             return " ".join([self.checked(self.scene), *self.story(self.random.randrange(3))])
         return " ".join(self.story(2 + self.random.randrange(4)))
 
-    def checked(self, write) -> str:
+    def checked(self, write: Callable[[], str]) -> str:
         """Write a sentence that begins with nothing that is kept for later."""
         while True:
             sentence = write()
@@ -100,7 +102,7 @@ class Grammar:
             if not any(sentence[:end] in self.never for end in parts):
                 return sentence
 
-    def one(self, options):
+    def one(self, options: Sequence[Any]) -> Any:
         """Choose one of some."""
         return options[self.random.randrange(len(options))]
 
@@ -116,7 +118,7 @@ class Grammar:
             kind = self.random.random()
             if about is not None and kind < 0.4:
                 forms = PRONOUNS[about]
-                sentences.append(self.checked(lambda forms=forms: self.of_person(forms[0], forms)))
+                sentences.append(self.checked(partial(self.of_person, forms[0], forms)))
             elif kind < 0.6:
                 sentences.append(self.checked(self.of_something))
                 about = None
@@ -126,15 +128,17 @@ class Grammar:
             else:
                 woman = self.maybe(0.5)
                 name, forms = self.one(words.WOMEN if woman else words.MEN), PRONOUNS[not woman]
-                sentences.append(self.checked(lambda name=name, forms=forms: self.of_person(name, forms)))
+                sentences.append(
+                    self.checked(lambda name=name, forms=forms: self.of_person(name, forms))
+                )
                 about = int(not woman)
         return sentences
 
-    def noun(self, plural: bool, among=(*THINGS, *ALIVE)) -> str:
+    def noun(self, plural: bool, among: Sequence[str] = (*THINGS, *ALIVE)) -> str:
         """Choose a noun in a number."""
         return self.one(among) + "s" * plural
 
-    def new(self, among) -> str:
+    def new(self, among: Sequence[str]) -> str:
         """Write a noun with an adjective, of what was not spoken of."""
         look = self.one(LOOKS)
         return f"a{'n' * (look == 'old')} {look} {self.one(among)}"
@@ -298,7 +302,10 @@ def _inner_words() -> set[str]:
     singular = {*THINGS, *ALIVE}
     texts = [*NAMES, *singular, *(f"{noun}s" for noun in singular), *words.PLACES, *words.OBJECTS]
     texts += [*PREPOSITIONS, *LOOKS, *FEELINGS, *WHEN, *words.DEGREES, *words.ADJECTIVES]
-    texts += [*words.FRIENDS, *(form for verb in (*TRANSITIVE, *INTRANSITIVE, *STATES) for form in verb)]
+    texts += [
+        *words.FRIENDS,
+        *(form for verb in (*TRANSITIVE, *INTRANSITIVE, *STATES) for form in verb),
+    ]
     texts += [form for forms in PRONOUNS for form in forms[1:]]
     texts += _words("is are was were has have does do not been a an the that one ones here said it")
     texts += _words("isn't aren't wasn't weren't because with went to and got helped")

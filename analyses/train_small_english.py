@@ -1,12 +1,12 @@
 """Train the language model that ships with the package: Small English, four layers.
 
 A LLaMA of transformers (gated MLPs, RMS norm, rotary positions) reads the texts that
-`small_english_grammar.py` writes, each of them once. The prompts of the tasks that it is measured on
-begin no sentence of those texts.
+`small_english_grammar.py` writes, each of them once. The prompts of the tasks that it is measured
+on begin no sentence of those texts.
 
-Forward and back, a token costs about 6 flops for each weight but the embedding's: 5.2 million. A
-batch is of some 2,000 tokens, so that 6,000 steps are 6e13 flops, a quarter of an hour for one
-thread that does 70 Gflop/s.
+Forward and back, a token costs about 6 flops for each of 850,000 weights: 5 million. A batch is of
+some 1,700 tokens, so that 4,000 steps are 3.5e13 flops, ten minutes for one thread that does 60
+Gflop/s.
 
     python analyses/train_small_english.py --out runs/small-english
 """
@@ -47,7 +47,7 @@ class Recipe:
     d_mlp: int = 344
     n_ctx: int = 128
     seed: int = 0
-    steps: int = 6_000
+    steps: int = 4_000
     rows: int = 56
     lr: float = 4e-3
     weight_decay: float = 0.1
@@ -101,7 +101,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 
 def questions(n: int) -> dict[str, tasks.PairedPrompts]:
-    """The prompts that the model is measured on, n of each task; a few of the shortest."""
+    """The prompts that the model is measured on, n of each task; there are few of the shortest."""
     of, seed = tokenizer(), SEED_OF_PROMPTS
     return {
         "number, simple": tasks.agreement(of, min(n, 50), seed, structure="simple"),
@@ -204,7 +204,7 @@ def differences(model: LlamaForCausalLM, pairs: tasks.PairedPrompts) -> Tensor:
 
 @torch.no_grad()
 def measure(model: LlamaForCausalLM, recipe: Recipe) -> dict[str, float | dict[str, list[int]]]:
-    """The loss on text that it has not read; of each task, how many answers are right, and of all."""
+    """The loss on text not read; of each task, how many answers are right, of how many."""
     made = {task: differences(model, each) for task, each in questions(recipe.prompts).items()}
     batches = pool(recipe, SEED_OF_HELD_OUT, held_out(recipe.prompts))
     losses = torch.stack([loss_of(model, tokens.to(model.device)) for tokens in batches])
@@ -235,7 +235,7 @@ def main(
     out: Annotated[Path, typer.Option(help="folder to write")] = Path("out/small-english"),
     device: Device = "cpu",
     seed: int = 0,
-    steps: int = 6_000,
+    steps: int = 4_000,
     smoke: Annotated[bool, typer.Option(help="tiny sizes and few steps")] = False,
 ) -> None:
     """Train the shipped language model, or go on where an interrupted run stopped."""

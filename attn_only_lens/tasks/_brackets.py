@@ -54,7 +54,9 @@ def brackets(
         >>> pairs.corrupted[0]
         'The bridge "the green one "the old one" above the lamp'
     """
-    InputError.raise_if(option_reasons("structure", structure, get_args(Structure)), "no such prompts")
+    InputError.raise_if(
+        option_reasons("structure", structure, get_args(Structure)), "no such prompts"
+    )
     return collect("brackets", tokenizer, n, seed, _pairs(seed, structure))
 
 
