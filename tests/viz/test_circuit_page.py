@@ -296,6 +296,7 @@ def test_a_notebook_keeps_a_picture_where_frames_are_taken_out():
     html = drawn._repr_html_()
     assert 'sandbox="allow-scripts allow-downloads"' in html
     assert html.index("<img") < html.index("<iframe")
+    assert drawn._repr_svg_() == drawn.picture
     assert drawn.picture.startswith("<svg")
     assert "<script" not in drawn.picture
     assert "</script>" not in drawn.picture  # a token of the prompt
@@ -312,7 +313,7 @@ def test_the_picture_is_what_the_page_shows_first(browser, tmp_path):
         "const d = JSON.parse(document.getElementById('circuit').textContent), n = d.nodes;"
         "const boxes = n.id.map((_, i) => ({row: n.row[i], column: n.column[i],"
         " width: n.width[i], overhangs: n.kind[i] === 'metric'}));"
-        "const s = n.attribution.map((a, i) => n.kind[i] === 'metric' ? Infinity : Math.abs(a));"
+        "const s = n.strength.map((a) => a ?? Infinity);"
         "const order = s.map((_, i) => i).filter((i) => !['bias', 'rest', 'offset'].includes("
         "n.kind[i])).sort((a, b) => s[b] - s[a]).slice(0, d.first.nodes), on = new Set(order);"
         "const e = d.edges, keys = e.source.map((_, j) => j).filter((j) => e.kind[j] === 'value'"
