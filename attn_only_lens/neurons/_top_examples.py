@@ -4,7 +4,7 @@ A layer's activations are taken in as they are computed, and forgotten: beyond t
 pass of one batch, memory is that of what is kept, for each neuron and end
 
     k (4 + window) integers and k (1 + 2 window) numbers         top examples
-    1,024 + 3 · 128 integers                                     histograms
+    1,024 + 3 · 128 + 4 integers                                 histograms
 
 An attribution is z times the gradient of a metric with respect to z, an estimate of what setting z
 to 0 takes from the metric of its text (`patching.attribution`, direction "zero", has the same

@@ -133,6 +133,7 @@ def page_of_statistics(
         "ends": {end: _examples(found, end, ids) for end in ENDS if f"{end}.z" in found.examples},
         "limits": [_short(x) for x in _limits(found)],
         "histograms": {name: _histogram(found, name) for name in QUANTITIES},
+        "zeros": found.counts["zeros"].tolist(),
         "joint": _packed(_log_shares(found.counts["joint"]), "u1"),
         "bins": [BINS, JOINT],
         "tokens": {

@@ -173,6 +173,8 @@ def test_histograms_are_those_of_all_tokens_at_once(model, batch_size):
             got, edges = found.histogram(name, quantity)
             assert got.tolist() == counts
             assert (edges[0], edges[64], edges[-1]) == (-limit, 0, limit)
+        zeros = sum(each["z"] == 0 for each in every)
+        assert found.counts["zeros"][row] == zeros
         joint = found.counts["joint"][row]
         for quantity, of_axis in (("gate", joint.sum(1)), ("value", joint.sum(0))):
             fine = torch.tensor(bins([each[quantity] for each in every])[0])
