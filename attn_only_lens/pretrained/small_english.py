@@ -78,7 +78,8 @@ def small_english_texts() -> list[str]:
     Example:
         >>> from attn_only_lens import pretrained
         >>> texts = pretrained.small_english_texts()
-        >>> texts[0]
+        >>> texts[0][:30]
+        ' David Barbara queens friend D'
     """
     return (_DATA / "texts.txt").read_text("utf-8").splitlines()
 
