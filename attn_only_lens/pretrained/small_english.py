@@ -97,7 +97,8 @@ def _no_bars() -> Iterator[None]:
 
 
 def _hooked(folder: Path, device: torch.device, dtype: torch.dtype) -> HookedTransformer:
-    source = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(device)
+    source: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+    source = source.to(device)
     config = source.config
     cfg = HookedTransformerConfig(
         n_layers=config.num_hidden_layers,
