@@ -117,11 +117,14 @@ def _camera() -> Iterator[Callable[[str], str]]:
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder) / "page.html"
             file.write_text(page, encoding="utf-8")
+            driver.set_window_size(_WIDTH, 400)
             driver.get(file.as_uri())
             height = driver.execute_script("return document.documentElement.scrollHeight")
-        clip = {"x": 0, "y": 0, "width": _WIDTH, "height": height, "scale": 1}
-        how = {"clip": clip, "captureBeyondViewport": True}
-        return driver.execute_cdp_cmd("Page.captureScreenshot", how)["data"]
+            frame = driver.execute_script("return outerHeight - innerHeight")
+            # A capture beyond the viewport would catch a chart while it draws itself anew.
+            driver.set_window_size(_WIDTH, height + frame)
+            driver.execute_async_script("setTimeout(arguments[0], 500)")
+            return driver.get_screenshot_as_base64()
 
     try:
         yield photograph

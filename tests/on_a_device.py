@@ -35,6 +35,7 @@ from attn_only_lens import (
     load,
     neuron_gate,
     neuron_pattern,
+    neurons,
     pretrained,
     save,
     to_stock,
@@ -213,11 +214,14 @@ def patterns(model):
     cache = model.run_with_cache(there(model))[1]
     name = "L1N29" if host_of(model).neurons[0].heads_per_neuron == 1 else "L1N29.0"
     texts = [[str(token) for token in row] for row in CLEAN.tolist()]
+    looked_up = neurons.neuron_statistics(model, ["L1N29"], CLEAN.tolist(), 3, progress=False)
     return (
         neuron_pattern(cache, name),
         dense_pattern(cache, name),
         neuron_gate(cache, "L1N29"),
         str(viz.attention_view(cache, [name, "L1H1"], texts[0])),
+        looked_up.examples["largest.score"],
+        looked_up.counts["z.counts"].sum(),
     )
 
 

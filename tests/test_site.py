@@ -205,5 +205,7 @@ def test_the_names_to_begin_with_come_first():
 def test_notebooks_are_in_the_navigation_once_there_are_some():
     item = {"Notebooks": "notebooks/*.md"}
     assert gathered._expanded(item, ["index.md"]) == []
-    found = gathered._expanded(item, ["index.md", "notebooks/01.md", "notebooks/02.md"])
+    pages = ["index.md", "notebooks/01.md", "notebooks/02.md"]
+    found = gathered._expanded(item, pages)
     assert found == [{"Notebooks": ["notebooks/01.md", "notebooks/02.md"]}]
+    assert gathered._expanded({"Both": ["a.md", item]}, pages) == [{"Both": ["a.md", *found]}]

@@ -76,8 +76,12 @@ def strongest_partners(model: Any, neurons: Sites, k: int) -> dict[str, list[Par
 def _kinds(model: Any, reader: LayerSites) -> tuple[Kind, ...]:
     if reader.kind == "attention":
         return "v", "q", "k"
-    gated = getattr(host_of(model).neurons[reader.layer].module, "W_gate", None) is not None
-    return ("v", "q") if gated else ("v",)
+    return ("v", "q") if is_gated(model, reader.layer) else ("v",)
+
+
+def is_gated(model: Any, layer: int) -> bool:
+    """Return whether the neurons of a source layer read their gate by weights of its own."""
+    return getattr(host_of(model).neurons[layer].module, "W_gate", None) is not None
 
 
 def _strongest(

@@ -140,7 +140,7 @@ def no_counts(n: int, device: torch.device) -> State:
     def zeros(*shape: int) -> Tensor:
         return torch.zeros(n, *shape, dtype=torch.long, device=device)
 
-    state = {"joint": zeros(2 * JOINT, 2 * JOINT)}
+    state = {"joint": zeros(2 * JOINT, 2 * JOINT), "zeros": zeros()}
     for name in QUANTITIES:
         state[f"{name}.counts"] = zeros(2, BINS)
         state[f"{name}.exponent"] = zeros() + _LEAST
@@ -156,8 +156,10 @@ def add_counts(
     """Count the tokens of a batch in the bins of each neuron's z, gate and value.
 
     The gate, by row, and the value, by column, also together: `JOINT` bins on either side of 0.
+    How often z is 0, on its own: the bin that 0 is in holds more.
     """
     bins = {}
+    state["zeros"] += (z == 0).sum(dim=1)
     for name, x in (("z", z), ("gate", gate), ("value", value)):
         size = float32_if_half(x).abs()
         mantissa, exponent = torch.frexp(size.amax(dim=1))

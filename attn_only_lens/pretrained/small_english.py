@@ -73,7 +73,7 @@ def small_english(
 
 
 def small_english_texts() -> list[str]:
-    """Return texts that the model has not read: a corpus of 100,000 letters.
+    """Return texts that the model has not read: a corpus of some 100,000 letters.
 
     Example:
         >>> from attn_only_lens import pretrained
@@ -98,7 +98,7 @@ def _no_bars() -> Iterator[None]:
 
 def _hooked(folder: Path, device: torch.device, dtype: torch.dtype) -> HookedTransformer:
     source: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
-    source.to(device)
+    source = source.to(device)
     config = source.config
     cfg = HookedTransformerConfig(
         n_layers=config.num_hidden_layers,

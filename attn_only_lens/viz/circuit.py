@@ -28,7 +28,7 @@ from attn_only_lens.viz.page import (
     visible_token,
 )
 
-_CHARACTER, _PADDING, _SIGN = 6.7, 12.0, 13.4  # of a box, in pixels
+_CHARACTER, _PADDING, _SIGN = 6.7, 8.0, 13.4  # of a box, in pixels
 _LONGEST = 28  # characters of a label
 
 
@@ -46,9 +46,10 @@ def circuit_page(
         nodes: `id` (a text, such as "L5N1234@7"), `kind` ("embed", "attention", "neuron", "bias",
             "rest", "offset", "metric": those of `CircuitGraph`), `layer` and `position` (missing
             where a node has none), `name`, `value`, `attribution` (missing where there is none:
-            such a node is always shown); and, if wanted, `exact`, the node's exact effect (missing
-            where it is not known), and `status` ("kept", "lost", "gained") where two circuits are
-            compared. A metric without a position stands above the token whose nodes it reads.
+            such a node is as strong as its strongest edge); and, if wanted, `exact`, the node's
+            exact effect (missing where it is not known), and `status` ("kept", "lost", "gained")
+            where two circuits are compared. A metric without a position stands above the token
+            whose nodes it reads.
         edges: `source` and `target` (ids), `kind` ("value", which is shown first, or "q" and "k" of
             the query side), `weight`; and `status`, if wanted.
         meta: `tokens` (the texts of the prompt's), `metric` (its name), `value` (the metric's),
@@ -114,14 +115,12 @@ def _drawing(nodes: pd.DataFrame, edges: pd.DataFrame, meta: Mapping[str, Any]) 
     column = position.fillna(-1).astype(int)
     for metric in np.flatnonzero((nodes["kind"] == "metric") & position.isna()).tolist():
         column[metric] = _where_read(ends[ends["target"] == metric], position)
-    labels = [
-        axis[int(t)] if kind == "embed" and pd.notna(t) else _shortened(visible_token(name))
-        for kind, name, t in zip(nodes["kind"], nodes["name"], position, strict=True)
-    ]
-    labels = [
-        _shortened(meta["metric"], 40) if kind == "metric" else label
-        for kind, label in zip(nodes["kind"], labels, strict=True)
-    ]
+    labels = [_shortened(visible_token(name)) for name in nodes["name"]]
+    for i, (kind, t) in enumerate(zip(nodes["kind"], position, strict=True)):
+        if kind == "metric":
+            labels[i] = _shortened(meta["metric"], 40)
+        elif kind == "embed" and pd.notna(t):
+            labels[i] = axis[int(t)]
     drawing = {
         "nodes": _columns(nodes, NODE_COLUMNS, "status", "exact")
         | {
@@ -129,6 +128,7 @@ def _drawing(nodes: pd.DataFrame, edges: pd.DataFrame, meta: Mapping[str, Any]) 
             "row": row,
             "column": column.tolist(),
             "width": list(map(_box, labels)),
+            "strength": short_numbers(_strength(nodes, ends)),
         },
         "edges": _columns(ends, EDGE_COLUMNS, "status"),
         "rows": rows,
@@ -141,6 +141,14 @@ def _drawing(nodes: pd.DataFrame, edges: pd.DataFrame, meta: Mapping[str, Any]) 
         "first_view": {"most": MOST, "fewest": FEWEST},
     }
     return drawing | {"first": first_view(drawing)}
+
+
+def _strength(nodes: pd.DataFrame, ends: pd.DataFrame) -> "pd.Series[float]":
+    """Return how soon each node is shown; missing of the metric, which always is."""
+    both = pd.concat([ends.set_index(end)["weight"].abs() for end in ("source", "target")])
+    heaviest = both.groupby(level=0).max().reindex(nodes.index, fill_value=0.0)
+    sizes = nodes["attribution"].astype(float).abs().fillna(heaviest)
+    return sizes.where(nodes["kind"] != "metric")
 
 
 def _where_read(into: pd.DataFrame, position: "pd.Series[float]") -> int:

@@ -37,10 +37,10 @@ def first_view(data: _Data) -> dict[str, int]:
     Args:
         data: of a circuit's page.
     """
-    n = len(data["nodes"]["id"])
-    for k in range(min(MOST, n), FEWEST, -1):
+    n = len(_shown(data, MOST))
+    for k in range(n, FEWEST, -1):
         at = _placed(data, _shown(data, k), _HEIGHT)
-        if at.width <= WIDTH and at.height <= _HEIGHT:
+        if at.width < WIDTH + 1 and at.height < _HEIGHT + 1:
             break
     else:
         k = min(FEWEST, n)
@@ -60,7 +60,8 @@ def circuit_picture(data: _Data, title: str) -> str:
     edges = _shown_edges(data, set(shown), data["first"]["edges"])
     paths = edge_paths(at, _boxes(data), [(a, b, kind) for a, b, kind, _, _ in edges])
     heaviest = max((abs(weight) for *_, weight, _ in edges), default=0.0) or 1.0
-    largest = max((size for size in _sizes(data) if size < inf), default=0.0) or 1.0
+    colours_of = zip(data["nodes"]["attribution"], data["nodes"]["kind"], strict=True)
+    largest = max((abs(a or 0) for a, kind in colours_of if kind != "metric"), default=0) or 1
     height = at.height + _TITLE + _LEGEND
     style = re.sub(r"var\(--([\w-]+)\)", lambda found: colours[found[1]], data["style"])
     band = '<rect class="band" x="{:.0f}" y="{:.1f}" width="{:.0f}" height="{:.0f}"/>'
@@ -86,16 +87,9 @@ def circuit_picture(data: _Data, title: str) -> str:
 
 def _shown(data: _Data, k: int) -> list[int]:
     """Return the k strongest nodes."""
-    sizes = _sizes(data)
+    sizes = [inf if size is None else size for size in data["nodes"]["strength"]]
     plain = [i for i, kind in enumerate(data["nodes"]["kind"]) if kind not in EXTRAS]
     return sorted(plain, key=lambda i: -sizes[i])[:k]
-
-
-def _sizes(data: _Data) -> list[float]:
-    """Return |attribution| of each node; ∞ of what is always shown, such as the metric."""
-    nodes = data["nodes"]
-    both = zip(nodes["attribution"], nodes["kind"], strict=True)
-    return [inf if a is None or kind == "metric" else abs(a) for a, kind in both]
 
 
 def _boxes(data: _Data) -> Boxes:

@@ -131,7 +131,8 @@ def place(
                default=0.0) + _GAP
         for c in used
     }  # fmt: skip
-    abreast = {c: max(len(cell) for (_, at), cell in cells.items() if at == c) for c in used}
+    full = {c: max(len(cell) for (_, at), cell in cells.items() if at == c) for c in used}
+    abreast = dict(full)
 
     def column_width(c: int) -> float:
         own = step[c] * abreast[c] if c in step else 0.0
@@ -144,9 +145,11 @@ def place(
         return sum(_FOLDED if a < b else column_width(a) for a, b in runs)
 
     def narrow(fewest: int) -> None:
+        """Narrow the column whose cells are least tall for it, of these the widest."""
         while total() > free and max(abreast.values(), default=0) > fewest:
             wide = [c for c in used if abreast[c] > fewest]
-            abreast[max(wide, key=lambda c: step[c] * abreast[c])] -= 1
+            costs = {c: (ceil(full[c] / (abreast[c] - 1)), -step[c] * abreast[c]) for c in wide}
+            abreast[min(wide, key=costs.__getitem__)] -= 1
 
     narrow(2)
     if total() > free:
@@ -154,7 +157,6 @@ def place(
             runs, used, lambda a, b: sum(map(column_width, range(a, b + 1))), total() - free
         )
     narrow(1)
-    full = {c: max(len(cell) for (_, at), cell in cells.items() if at == c) for c in used}
     for c in sorted(used, key=lambda c: (-full[c], c)):  # what folding left is for the fullest
         while abreast[c] < full[c] and total() + step[c] <= free:
             abreast[c] += 1

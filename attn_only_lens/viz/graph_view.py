@@ -37,7 +37,7 @@ from attn_only_lens.viz.page import Page
 _EDGES = 25_000
 _WEIGHTS = 100_000  # of patterns, to three decimals
 _FEWEST = 8  # edges into a node, however many nodes there are
-_EXAMPLES = 60_000  # tokens of examples
+_EXAMPLES = 30_000  # tokens of examples
 _WHAT_IS_EXACT = {
     direction: f"Exact effect: by how much the metric {what}, measured by running the model. The "
     "attribution is its share with all patterns and norm scales as they are."

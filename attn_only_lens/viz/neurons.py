@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from attn_only_lens.circuits.partners import strongest_partners
+from attn_only_lens.circuits.partners import is_gated, strongest_partners
 from attn_only_lens.circuits.vocabulary import DirectEffects
 from attn_only_lens.errors import InputError
 from attn_only_lens.heads import HeadName
@@ -133,6 +133,7 @@ def page_of_statistics(
         "ends": {end: _examples(found, end, ids) for end in ENDS if f"{end}.z" in found.examples},
         "limits": [_short(x) for x in _limits(found)],
         "histograms": {name: _histogram(found, name) for name in QUANTITIES},
+        "zeros": found.counts["zeros"].tolist(),
         "joint": _packed(_log_shares(found.counts["joint"]), "u1"),
         "bins": [BINS, JOINT],
         "tokens": {
@@ -158,7 +159,7 @@ def _by_weights(
     model: Any, names: list[str]
 ) -> tuple[dict[str, list[list[tuple[int, float]]]], list[str]]:
     """Return the tokens that neurons read and write; and why some are left out."""
-    gated = bool(model.cfg.gated_mlp)
+    gated = is_gated(model, HeadName.parse(names[0]).layer)
     notes: list[str] = []
     found = {}
     try:

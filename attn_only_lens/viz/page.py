@@ -74,6 +74,9 @@ class Page(str):
         image = f'<img alt="{title}" style="{place}" src="data:image/svg+xml;base64,{coded}">'
         return f'<div style="display:grid">{image}{frame}</div>'  # the frame covers the picture
 
+    def _repr_svg_(self) -> str | None:
+        return self.picture  # for what shows no HTML, as a notebook that is made a PDF
+
     def _title(self) -> str:
         return unescape(self.partition("<title>")[2].partition("</title>")[0])
 

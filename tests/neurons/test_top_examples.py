@@ -20,7 +20,7 @@ from attn_only_lens import (
     neurons,
 )
 from attn_only_lens import patching as p
-from attn_only_lens.neurons import _top_examples
+from attn_only_lens.neurons import found as so_far
 
 NAMES = ["L0N3", "L1N0", "L1N29"]
 CONTEXT = 7
@@ -173,6 +173,8 @@ def test_histograms_are_those_of_all_tokens_at_once(model, batch_size):
             got, edges = found.histogram(name, quantity)
             assert got.tolist() == counts
             assert (edges[0], edges[64], edges[-1]) == (-limit, 0, limit)
+        zeros = sum(each["z"] == 0 for each in every)
+        assert found.counts["zeros"][row] == zeros
         joint = found.counts["joint"][row]
         for quantity, of_axis in (("gate", joint.sum(1)), ("value", joint.sum(0))):
             fine = torch.tensor(bins([each[quantity] for each in every])[0])
@@ -269,14 +271,14 @@ def interrupted(texts, after):
 
 
 def test_an_interrupted_pass_goes_on(plain, tmp_path, monkeypatch):
-    monkeypatch.setattr(_top_examples, "_SECONDS", 0.0)
+    monkeypatch.setattr(so_far, "_SECONDS", 0.0)
     texts, folder = corpus(), tmp_path / "kept"
     options = {"k": 3, **QUIET, "batch_size": 2}
     with pytest.raises(KeyboardInterrupt):
         neurons.neuron_statistics(plain, NAMES, interrupted(texts, 5), **options, resume=folder)
     ran = []
-    add = _top_examples.add_counts
-    monkeypatch.setattr(_top_examples, "add_counts", lambda *x: (ran.append(1), add(*x)))
+    add = so_far.add_counts
+    monkeypatch.setattr(so_far, "add_counts", lambda *x: (ran.append(1), add(*x)))
     found = neurons.neuron_statistics(plain, NAMES, iter(texts), **options, resume=folder)
     assert len(ran) == 2 * 2  # two layers; 6 of 9 pieces were seen, and 3 are run by twos
     whole = neurons.neuron_statistics(plain, NAMES, texts, **options)

@@ -252,7 +252,13 @@ def test_a_page_of_a_thousand_nodes_is_bounded_and_says_so():
     model, given = convert(models.build("gelu", scale=0.25)), tokens(0, 1, 13)
     graph = attribution_graph(model, given, METRIC, top=1000)
     assert len(heads_of(graph)) == 1000
-    page = viz.circuit_view(graph, model, given, top_tokens=20)
+    rows = [
+        {"name": name, "rank": rank, "tokens": ("word",) * 24, "values": (-0.123,) * 24}
+        | {"gates": (0.123,) * 24, "position": 7, "value": 2.0, "text": 3}
+        for name in graph.heads.query("kind == 'neuron'")["name"].unique()
+        for rank in range(5)
+    ]
+    page = viz.circuit_view(graph, model, given, top_tokens=20, examples=pd.DataFrame(rows))
     data = read_back(page)
     assert len(graph.edges) > 60_000 > 30_000 > len(data["edges"]["weight"])
     (_, note) = data["notes"]
@@ -267,7 +273,7 @@ def test_a_page_of_a_thousand_nodes_is_bounded_and_says_so():
     apart = [abs(into[each] - attribution[each]) for each in into]
     assert max(apart) < 1e-3 * attribution.abs().max()  # five figures of each edge
     # On top of what is there: patterns of 100 tokens, and texts of 8 characters more to a token.
-    longest = len(page.encode()) + 1000 * (20 * 8 + 100 * 6)
+    longest = len(page.encode()) + 1000 * (4 * 20 * 8 + 100 * 6)
     assert longest < 3_000_000
 
 

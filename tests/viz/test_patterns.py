@@ -160,6 +160,23 @@ def test_tokens_are_seen_as_they_are(opened, cache):
             assert (blue > red) == (z > 0) or abs(z) < 0.01 * most
 
 
+@needs_browser
+def test_heads_in_a_frame_that_is_hidden_at_first(opened, cache):
+    frame = viz.attention_view(cache, "L1H0", TEXTS)._repr_html_()
+    page = opened(viz.Page(f"<!DOCTYPE html><div id=cell style='display:none'>{frame}</div>"))
+    page.drawn()
+    page.js("document.getElementById('cell').style.display = 'block'")
+    page.driver.switch_to.frame(0)
+    large = "[...document.querySelectorAll('canvas')].at(-1)"
+    page.wait(f"{large} && {large}.getBoundingClientRect().height > 100")
+    page.drawn()
+    colours = (
+        f"const c = {large}, d = c.getContext('2d').getImageData(0, 0, c.width, c.height).data;"
+        "return new Set(Array.from({length: d.length / 4}, (_, i) => d[4 * i])).size"
+    )
+    assert page.js(colours) > 10
+
+
 def test_nothing_is_loaded_from_elsewhere(cache):
     page = viz.attention_view(cache, "L1H0", TEXTS)
     markup = re.sub(r"<script>.*?</script>", "", page, flags=re.S)

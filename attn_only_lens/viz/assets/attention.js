@@ -11,5 +11,13 @@
         el("h2", {}, neuron.name), tokenLine(of, limits, true), tokenLegend(limits, true))
     );
   });
-  if (data.heads) CircuitsVis.render("heads", CircuitsVis.AttentionHeads, data.heads);
+  if (data.heads) {
+    // Its heatmap stays empty where it is drawn while a notebook's frame is hidden, 0 × 0.
+    const seen = new ResizeObserver(([{ contentRect }]) => {
+      if (!contentRect.width) return;
+      seen.disconnect();
+      CircuitsVis.render("heads", CircuitsVis.AttentionHeads, data.heads);
+    });
+    seen.observe(document.getElementById("heads"));
+  }
 }

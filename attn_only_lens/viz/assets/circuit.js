@@ -45,10 +45,9 @@
 
   // --- Strength, colour ------------------------------------------------------------------------
   const sizes = (values) => values.map((value) => (value === null ? Infinity : Math.abs(value)));
-  const strength = { node: sizes(nodes.attribution), edge: sizes(edges.weight) };
-  nodes.kind.forEach((kind, i) => { if (kind === "metric") strength.node[i] = Infinity; }); // always shown
+  const strength = { node: sizes(nodes.strength), edge: sizes(edges.weight) }; // ∞: always shown
   const largest = (all) => all.reduce((a, b) => (b < Infinity && b > a ? b : a), 0) || 1;
-  const scale = { node: largest(strength.node) };
+  const scale = { node: largest(sizes(nodes.attribution.filter((_, i) => nodes.kind[i] !== "metric"))) };
   const STATUS = { kept: "=", lost: "×", gained: "+" };
   const EXTRAS = ["bias", "rest", "offset"];
   const css = (name) => getComputedStyle(document.documentElement).getPropertyValue("--" + name).trim();
@@ -92,7 +91,7 @@
       for (count.nodes = Math.min(most, first.length); count.nodes > fewest; count.nodes--) {
         const { width, height } = layout.place(items, first.slice(0, count.nodes), data.axis_width,
                                                pane.width, pane.height);
-        if (width <= pane.width && height <= pane.height) break;
+        if (width < pane.width + 1 && height < pane.height + 1) break;
       }
     } else count.nodes = state.nodes ?? count.nodes;
     count.edges = state.edges ?? 2 * count.nodes;

@@ -43,6 +43,7 @@ const layout = (() => {
       abreast.set(c, most([...rows.values()].map((cell) => cell.length), 0));
       cells.set(c, rows);
     }
+    const full = new Map(abreast);
     const columnWidth = (c) => Math.max(step.has(c) ? step.get(c) * abreast.get(c) : 0,
                                         c >= 0 ? tokens[c] : 0) + COLUMN_GAP;
     const free = width - GUTTER - RIGHT;
@@ -53,15 +54,16 @@ const layout = (() => {
       while (total() > free) {
         const wide = used.filter((c) => abreast.get(c) > fewest);
         if (!wide.length) break;
+        // The one whose cells are least tall for it, of these the widest.
+        const tall = (c) => Math.ceil(full.get(c) / (abreast.get(c) - 1));
         const size = (c) => step.get(c) * abreast.get(c);
-        const widest = wide.reduce((a, b) => (size(b) > size(a) ? b : a));
-        abreast.set(widest, abreast.get(widest) - 1);
+        const best = wide.reduce((a, b) => (tall(b) - tall(a) || size(a) - size(b)) < 0 ? b : a);
+        abreast.set(best, abreast.get(best) - 1);
       }
     };
     narrow(2);
     if (total() > free) runs = fold(runs, used, columnWidth, total() - free);
     narrow(1);
-    const full = new Map(used.map((c) => [c, most([...cells.get(c).values()].map((x) => x.length), 0)]));
     for (const c of [...used].sort((a, b) => full.get(b) - full.get(a) || a - b))
       while (abreast.get(c) < full.get(c) && total() + step.get(c) <= free)
         abreast.set(c, abreast.get(c) + 1); // what folding left is for the fullest

@@ -66,9 +66,9 @@
     for (let i = 0; i < 2 * BINS; i++) {
       const n = counts[neuron * 2 * BINS + i];
       all += n;
-      if (i > BINS) above += n; // the first bin of positive numbers holds 0
+      if (i >= BINS) above += n;
     }
-    return all ? above / all : 0;
+    return all ? (above - data.zeros[neuron]) / all : 0; // 0 is in the first bin of what is positive
   };
   const by = data.by === "z" ? "z" : data.by;
   const orders = [
@@ -124,14 +124,17 @@
 
   // The one that is chosen
 
-  let shownEnd = 0, strips = true;
+  const FEW = 8; // so that what comes below is in reach
+  let shownEnd = 0, strips = true, whole = false;
   const svg = (tag, attributes, text) => {
     const made = document.createElementNS("http://www.w3.org/2000/svg", tag);
     for (const [name, value] of Object.entries(attributes)) made.setAttribute(name, value);
     if (text !== undefined) made.textContent = text;
     return made;
   };
-  const W = 260, H = 120, LEFT = 6, BOTTOM = 18;
+  // As wide as their panels, so that letters keep their size.
+  let W = 260;
+  const H = 130, LEFT = 6, BOTTOM = 18;
   function axis(picture, x, edges, y = H - BOTTOM) {
     picture.append(svg("line", { x1: LEFT, x2: W - LEFT, y1: y, y2: y, stroke: "var(--line)" }));
     edges.forEach((value, i) => {
@@ -183,7 +186,7 @@
       const span = (used) => [order.indexOf(used[0]), order.indexOf(used[used.length - 1])];
       const [[g0, g1], [v0, v1]] = [span(rows), span(columns)];
       const edge = (i, name) => ((i - JOINT) / JOINT) * 2 ** histograms[name].exponent[neuron];
-      const left = 38, wide = (W - left - LEFT) / (v1 - v0 + 1), high = (H - BOTTOM - 4) / (g1 - g0 + 1);
+      const left = 46, wide = (W - left - LEFT) / (v1 - v0 + 1), high = (H - BOTTOM - 4) / (g1 - g0 + 1);
       for (let g = g0; g <= g1; g++) for (let v = v0; v <= v1; v++) {
         const n = at(order[g], order[v]);
         if (!n) continue;
@@ -225,7 +228,7 @@
       return el("tr", {}, el("td", {}, link(name)), el("td", {}, through),
         el("td", { class: "number" }, isHead ? short(amount) : `${amount > 0 ? "+" : ""}${short(amount)}`, " ", meter), el("td", {}, token));
     });
-    const head = el("tr", {}, ...["Head", reads ? "Its" : "Into", "Score", "Peaks at"].map((text, i) => el("th", { class: i === 2 ? "number" : "" }, text)));
+    const head = el("tr", {}, ...["Head", reads ? "Its" : "Into", "Score", rows.some(([name]) => number.has(name)) ? "Peaks at" : ""].map((text, i) => el("th", { class: i === 2 ? "number" : "" }, text)));
     return el("div", {}, el("h4", {}, title), rows.length ? el("table", {}, head, ...body) : el("p", { class: "note" }, reads ? "No later layer reads it." : "No earlier layer writes."));
   }
 
@@ -233,7 +236,7 @@
     const panels = Object.entries(data.tokens).map(([title, all]) => {
       const limit = Math.max(...all[neuron].map(([, amount]) => Math.abs(amount)), 1e-9);
       const half = (keep, order) => el("div", {}, ...order(all[neuron].filter(([, amount]) => keep(amount))).map(([token, amount]) => {
-        const entry = el("div", { class: "entry" }, el("span", { class: "token" }, vocabulary[token].name), el("span", { class: "number" }, short(amount)));
+        const entry = el("div", { class: "entry" }, el("span", { class: "token", title: vocabulary[token].name }, vocabulary[token].name), el("span", { class: "number" }, short(amount)));
         entry.style.background = `color-mix(in srgb, var(--${amount < 0 ? "negative" : "positive"}) ${Math.round((38 * Math.abs(amount)) / limit)}%, transparent)`;
         return entry;
       }));
@@ -245,6 +248,8 @@
   const ENDS = { largest: "Largest", smallest: "Smallest" };
   function draw() {
     hideTip();
+    const inside = $("one").clientWidth - 36, columns = Math.max(1, Math.min(3, Math.floor((inside + 22) / 222)));
+    W = inside > 0 ? (inside - 22 * (columns - 1)) / columns : 260;
     const neuron = chosen, end = ends[shownEnd], name = data.names[neuron];
     const examples = examplesOf(end, neuron);
     const limits = { z: data.limits[neuron], value: Math.max(...examples.flatMap((each) => each.value.map((v) => Math.abs(v ?? 0))), 0) };
@@ -253,18 +258,22 @@
     const box = el("input", { type: "checkbox", onchange: (event) => { strips = event.target.checked; draw(); } });
     box.checked = strips;
     const go = (by) => () => choose(listed[(listed.indexOf(neuron) + by + listed.length) % listed.length]);
+    const found = bins("z", neuron), isZ = data.by === "z";
+    const low = isZ && smallest ? score(smallest)(neuron) : found?.low, high = isZ && largest ? score(largest)(neuron) : found?.high;
     const signs = (middle) => (middle < 0 ? "var(--negative)" : "var(--positive)");
     const [writers, readers] = data.partners[neuron].length ? data.partners[neuron] : [[], []];
     $("one").replaceChildren(
       el("header", {}, el("h2", {}, name),
         el("button", { type: "button", title: "The one before", onclick: go(-1) }, "‹"),
         el("button", { type: "button", title: "The next", onclick: go(1) }, "›"),
-        el("span", { class: "note" }, `z from ${short(bins("z", neuron)?.low)} to ${short(bins("z", neuron)?.high)}, positive at ${short(100 * positive(neuron))}% of tokens`)),
+        el("span", { class: "note" }, `z from ${short(low)} to ${short(high)}, positive at ${short(100 * positive(neuron))}% of tokens`)),
       el("div", { class: "bar-of-tabs" }, ...tabs, el("label", {}, box, " gate and value under tokens")),
       tokenLegend(limits, strips),
-      el("div", {}, ...examples.map((each) => el("div", { class: "example" },
+      el("div", {}, ...examples.slice(0, whole ? undefined : FEW).map((each) => el("div", { class: "example" },
         el("span", { class: "value" }, short(each.score)), tokenLine(each, limits, strips),
         el("span", { class: "from", title: each.times > 1 ? "in so many of the texts" : "" }, each.times > 1 ? `${each.times} times` : `text ${each.text}`)))),
+      examples.length > FEW ? el("button", { type: "button", onclick: () => { whole = !whole; draw(); } },
+        whole ? `The first ${FEW} alone` : `All ${examples.length} examples`) : "",
       el("h3", {}, "How often"),
       el("div", { class: "panels" }, histogram("z", neuron, "z", signs), histogram("gate", neuron, "Gate", () => "var(--soft)"), together(neuron)),
       el("p", { class: "note" }, "Tokens by value, on a logarithmic scale."),
@@ -274,10 +283,10 @@
         el("div", { class: "connections" }, connections("Writers: what it reads from", writers, false), connections("Readers: what reads it", readers, true)),
         el("p", { class: "note" }, "Composition scores. Between neurons with the sign of the cosine: blue excites, red inhibits (where the writer's z is positive).")] : []),
       ...data.notes.map((text) => el("p", { class: "note" }, text)));
-    $("one").scrollTop = 0;
   }
   function choose(neuron) {
     chosen = neuron;
+    $("one").scrollTop = 0;
     shownEnd = ends.indexOf(further(neuron));
     try { history.replaceState(null, "", `#${data.names[neuron]}`); } catch { /* a frame of a notebook */ }
     const at = listed.indexOf(neuron);
@@ -290,6 +299,7 @@
   $("order").addEventListener("change", list);
   $("list").addEventListener("scroll", drawRows);
   new ResizeObserver(drawRows).observe($("list"));
+  new ResizeObserver(() => chosen >= 0 && draw()).observe($("one"));
   const fromHash = () => number.get(decodeURIComponent(location.hash.slice(1)));
   addEventListener("hashchange", () => { if (fromHash() !== undefined && fromHash() !== chosen) choose(fromHash()); });
   addEventListener("keydown", (event) => {

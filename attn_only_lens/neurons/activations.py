@@ -1,0 +1,118 @@
+"""What neurons are at the tokens of a batch: run a model, and look at its neuron-heads."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, TypeAlias
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from attn_only_lens.axes import SELF
+from attn_only_lens.errors import InputError
+from attn_only_lens.heads import host_of
+from attn_only_lens.neurons.corpus import Batch
+from attn_only_lens.numerics import float32_if_half
+from attn_only_lens.runs.gradients import Tape, start_graph
+from attn_only_lens.runs.metrics import Metric, bind
+from attn_only_lens.runs.prompts import PromptPair
+from attn_only_lens.runs.recording import require_seen, run, run_blocks
+from attn_only_lens.runs.sites import LayerSites
+
+OfNeurons: TypeAlias = dict[str, Float[Tensor, "neuron place"]]
+"""z, gate, value and perhaps attribution of a layer's neurons, of all tokens row after row."""
+TakeIn: TypeAlias = Callable[[int, OfNeurons], None]
+_POINTS = ("v", "pattern", "z")
+_PROBLEM = "these neurons cannot be attributed in a corpus"
+
+
+def run_by_layer(model: Any, sites: Sequence[LayerSites], batch: Batch, take_in: TakeIn) -> None:
+    """Run a model up to its last block, and give each layer's activations to `take_in`."""
+    ran: set[str] = set()
+
+    def look(number: int) -> Callable[[str, Tensor], None]:
+        seen: dict[str, Tensor] = {}
+
+        def keep(point: str, value: Tensor) -> None:
+            seen[point] = value
+            if point == "z":  # the last
+                ran.add(str(sites[number].layer))
+                take_in(number, _of_neurons(model, sites[number], seen))
+                seen.clear()
+
+        return keep
+
+    with torch.no_grad(), _looking(model, sites, [look(i) for i in range(len(sites))]):
+        run_blocks(model, batch.tokens, batch.mask)
+    require_seen({str(each.layer): f"neurons of layer {each.layer}" for each in sites}, ran)
+
+
+def run_by_gradient(
+    model: Any, sites: Sequence[LayerSites], batch: Batch, metric: Metric, take_in: TakeIn
+) -> None:
+    """Run a model and the gradient of a metric, and give all layers' activations to `take_in`."""
+    seen: list[dict[str, Tensor]] = [{} for _ in sites]
+    nodes = [host_of(model).hook_name(each.layer, "neuron", "z") for each in sites]
+    pair = PromptPair(batch.tokens, batch.tokens, batch.mask)
+    tape = Tape(nodes)
+    with torch.enable_grad(), _looking(model, sites, [x.__setitem__ for x in seen]):
+        with start_graph(model):
+            logits = run(model, batch.tokens, batch.mask, tape.hooks)
+        bound = bind(metric, model, pair, logits.detach())
+        values = bound.of_prompts(bound.select(logits)[None])[0]
+        if len(values) != len(batch.tokens):
+            raise InputError(
+                [
+                    f"{bound.name} has one number for {len(batch.tokens)} texts; expected one of "
+                    "each: a tensor [batch]. Or take batch_size=1"
+                ],
+                _PROBLEM,
+            )
+        # Each is a function of its own text alone: the gradient of their sum has those of all.
+        gradients = tape.gradients(values.sum())
+    for number, (each, node) in enumerate(zip(sites, nodes, strict=True)):
+        z = seen[number]["z"]
+        seen[number]["attribution"] = gradients[node].detach() * z
+        take_in(number, _of_neurons(model, each, seen[number]))
+
+
+@contextmanager
+def _looking(
+    model: Any, sites: Sequence[LayerSites], keep: Sequence[Callable[[str, Tensor], None]]
+) -> Iterator[None]:
+    """Show the values, patterns and outputs of each layer's neuron-heads as they are computed."""
+    with ExitStack() as stack:
+        for each, of_layer in zip(sites, keep, strict=True):
+            heads = host_of(model).neurons[each.layer]
+            for point in _POINTS:
+
+                def look(
+                    module: Any, args: Any, value: Tensor, at: Any = of_layer, of: str = point
+                ) -> None:
+                    at(of, value.detach().clone())
+
+                hook = getattr(heads, f"hook_{point}").register_forward_hook(look)
+                stack.callback(hook.remove)
+        yield
+
+
+def _of_neurons(model: Any, sites: LayerSites, seen: dict[str, Tensor]) -> OfNeurons:
+    """Return z, gate and value of neurons, and attributions, of all tokens row after row."""
+    heads = host_of(model).neurons[sites.layer]
+    of_heads = {
+        "z": seen["z"].squeeze(-1),
+        "gate": seen["pattern"][..., SELF].transpose(1, 2),
+        "value": seen["v"].squeeze(-1),
+    }
+    if "attribution" in seen:
+        of_heads["attribution"] = seen["attribution"].squeeze(-1)
+    index, each = sites.index.to(seen["z"].device), heads.heads_per_neuron
+    found = {}
+    for name, x in of_heads.items():
+        if name in ("z", "gate"):
+            x = heads.neuron_outputs(x)
+        elif each > 1:  # one value for all heads of a neuron; an attribution is their sum
+            x = x.unflatten(-1, (-1, each))
+            x = x[..., 0] if name == "value" else x.sum(-1)
+        found[name] = float32_if_half(x.flatten(0, 1)[:, index].T.contiguous())
+    return found
