@@ -84,7 +84,7 @@ def circuit_page(
         >>> page[:15], "L0N5@1" in page, page.picture[:4]
         ('<!DOCTYPE html>', True, '<svg')
     """
-    details, state = details or {}, dict(state or {})
+    details, state = details or {}, {} if state is None else state
     refuse(*circuit_reasons(nodes, edges, meta, details, state))
     data = _drawing(nodes.reset_index(drop=True), edges, meta)
     data["details"] = {key: _plain(each) for key, each in details.items()}
@@ -180,8 +180,8 @@ def _columns(frame: pd.DataFrame, columns: Sequence[str], *more: str) -> dict[st
 def _plain(details: NodeDetails) -> dict[str, list[Any]]:
     """Return details as plain lists, without those that are not given."""
     told: dict[str, list[Any]] = {
-        "pattern": short_numbers(details.pattern or ()),
-        "z": short_numbers(details.z or ()),
+        name: short_numbers(() if numbers is None else numbers)
+        for name, numbers in (("pattern", details.pattern), ("z", details.z))
     }
     for name, tokens in (("writes", details.writes), ("reads", details.reads)):
         told[name] = [[visible_token(token), round(amount, 2)] for token, amount in tokens]

@@ -4,6 +4,7 @@ A page with a node missing, or an edge at the wrong node, looks like any other p
 does not fit is refused, with every reason.
 """
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +15,7 @@ from jaxtyping import Float
 
 from attn_only_lens.circuits.graph import EDGE_COLUMNS, EDGE_KINDS, NODE_KINDS
 from attn_only_lens.neurons import Example
+from attn_only_lens.numerics import is_count
 from attn_only_lens.viz.checks import token_reasons
 from attn_only_lens.viz.page import short_numbers
 
@@ -21,6 +23,7 @@ NODE_COLUMNS = ("id", "kind", "layer", "name", "position", "value", "attribution
 EXTRAS = ("bias", "rest", "offset")
 """Kinds of nodes that no token has, and that are shown on demand."""
 STATUSES = {"kept": "=", "lost": "×", "gained": "+"}
+_STATE: Mapping[str, Any] = {"pinned": list, "names": dict, "groups": list, "kinds": list}
 _META = ("tokens", "metric", "value", "model")
 
 
@@ -135,6 +138,9 @@ def _details_reasons(
     for key, each in details.items():
         if key not in known:
             reasons.append(f"details are given for {key!r}, which is no node's id or name")
+        if not isinstance(each, NodeDetails):
+            reasons.append(f"got a {type(each).__name__} for {key!r}; expected NodeDetails")
+            continue
         if each.pattern is not None:
             weights = np.asarray(each.pattern, dtype=float)
             if weights.shape != (n_tokens,):
@@ -166,11 +172,49 @@ def _details_reasons(
 
 def _state_reasons(state: Mapping[str, Any], nodes: pd.DataFrame) -> list[str]:
     """Return why this is not what the page saves. What it does not know, it leaves out itself."""
-    known, given = set(nodes["id"]), [*state.get("pinned", ()), *state.get("names", {})]
-    for group in state.get("groups", ()):
-        given += group["members"]
-    odd = sorted({key for key in given if key not in known})
-    return [f"the state is of another circuit: it has {each!r}, no node's id" for each in odd[:1]]
+    if not isinstance(state, Mapping):
+        return [f"got a {type(state).__name__} as state; expected what the page saves as JSON"]
+    pinned, names, groups, kinds = (state.get(key, of()) for key, of in _STATE.items())
+    reasons = [
+        f"got {state[key]!r} as the state's {key}; expected a {of.__name__}"
+        for key, of in _STATE.items()
+        if not isinstance(state.get(key, of()), of)
+    ]
+    reasons += [
+        f"got {state[key]!r} as the state's {key}; expected 1 or more"
+        for key in ("nodes", "edges")
+        if state.get(key) is not None and not is_count(state[key], 1)
+    ]
+    if reasons:
+        return reasons
+    reasons += [
+        f"got the kind {each!r} in the state; expected those of {list(EDGE_KINDS)}"
+        for each in kinds
+        if each not in EDGE_KINDS
+    ]
+    odd = [each for each in groups if not _is_group(each)]
+    reasons += [
+        f"got the group {each!r}; expected a name, and a list of members" for each in odd[:1]
+    ]
+    if not all(isinstance(name, str) for name in names.values()):
+        reasons.append(f"got the names {names!r}; expected a text for each id")
+    members = [key for each in groups if _is_group(each) for key in each["members"]]
+    known = set(nodes["id"])
+    unknown = [key for key in (*pinned, *names, *members) if str(key) not in known]
+    reasons += [
+        f"the state is of another circuit: it has {key!r}, no node's id" for key in unknown[:1]
+    ]
+    twice = [key for key, count in Counter(map(str, members)).items() if count > 1]
+    return reasons + [f"{key!r} is in the state's groups twice" for key in twice[:1]]
+
+
+def _is_group(group: Any) -> bool:
+    return (
+        isinstance(group, Mapping)
+        and isinstance(group.get("name"), str)
+        and isinstance(group.get("members"), list)
+        and bool(group["members"])
+    )
 
 
 def _numbers(

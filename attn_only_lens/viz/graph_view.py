@@ -99,6 +99,8 @@ def circuit_view(
         >>> len(viz.circuit_view(graph, model, prompt)) < 3_000_000
         True
     """
+    if not isinstance(graph, CircuitGraph):
+        refuse(f"got a {type(graph).__name__}; expected a graph, of attribution_graph or from_json")
     reasons = []
     if not is_count(prompt, 0, len(graph.tokens) - 1):
         reasons.append(f"got prompt={prompt!r}; the graph is of {len(graph.tokens)} prompts")
@@ -112,6 +114,11 @@ def circuit_view(
         f"Nodes: {len(graph.heads):,} of {graph.n_heads:,} heads and neurons, with "
         f"{graph.mass:.0%} of Σ |attribution|; the others add up in rest."
     ]
+    if len(graph.tokens) > 1:
+        notes.append(
+            f"Prompts: tokens, attention and what nodes write are those of prompt {prompt}; "
+            f"attributions and edges add up {len(graph.tokens)} prompts, and values are their mean."
+        )
     details: dict[str, NodeDetails] = {}
     if prompts is not None:
         run = _record_run(graph, model, prompts, mask)
@@ -198,6 +205,8 @@ def _value(run: Recording, model: Any, name: str, pos: int) -> float:
 def _exact_reasons(graph: CircuitGraph, exact: Sweep | None) -> list[str]:
     if exact is None:
         return []
+    if not isinstance(exact, Sweep):
+        return [f"got a {type(exact).__name__} as exact; expected a sweep, of activation_patch"]
     reasons, apart = [], abs(exact.clean_value - graph.value)
     if exact.metric != graph.metric:
         reasons.append(f"got a sweep of {exact.metric}; the graph is of {graph.metric}")
@@ -224,7 +233,11 @@ def _exact_effects(nodes: pd.DataFrame, exact: Sweep) -> "pd.Series[float]":
 
 
 def _example_reasons(examples: pd.DataFrame | None) -> list[str]:
-    if examples is None or {"name", *EXAMPLE_COLUMNS} <= set(examples.columns):
+    if examples is None:
+        return []
+    if not isinstance(examples, pd.DataFrame):
+        return [f"got a {type(examples).__name__} as examples; expected those of top_examples"]
+    if {"name", *EXAMPLE_COLUMNS} <= set(examples.columns):
         return []
     return [f"got examples with {list(examples.columns)}; expected those of top_examples"]
 

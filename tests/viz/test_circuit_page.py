@@ -123,7 +123,9 @@ def test_a_click_tells_of_the_node(opened):
     for title, end, other in (("reads", "target", "source"), ("writes", "source", "target")):
         mine = edges[edges[end] == "L1N4@4"]
         mine = mine.loc[mine["weight"].abs().sort_values(ascending=False).index]
-        assert shown.texts(f"#{title} tr td:first-child") == mine[other].tolist()
+        got = shown.texts(f"#{title} tr td:first-child")  # embeddings with their tokens
+        assert [text.rpartition("(")[-1].rstrip(")") for text in got] == mine[other].tolist()
+        assert all(text.endswith(")") for text in got if "embed" in text)
         got = [float(text) for text in shown.texts(f"#{title} td.number")]
         assert got == pytest.approx(mine["weight"].tolist(), rel=1e-4)  # five figures
         assert len(mine) > 3
@@ -255,8 +257,49 @@ def test_pins_names_and_groups_are_saved_with_the_page_and_come_back(opened, tmp
     again.driver.find_element("id", "load").send_keys(str(tmp_path / "state.json"))
     again.wait("document.getElementById('said').textContent === 'state.json loaded'")
     assert "group 0" in ids(again)
-    with pytest.raises(InputError, match="the state is of another circuit: it has 'L7N7'"):
-        page(state={"pinned": ["L7N7"]})
+    # A file of something else changes nothing.
+    for text, said in (("{}", "no file"), (state.replace("@", "#"), "of another circuit")):
+        (tmp_path / "other.json").write_text(text)
+        again.driver.find_element("id", "load").send_keys(str(tmp_path / "other.json"))
+        said = {"no file": "is not a file of pins, names and groups"}.get(said, f"is {said}")
+        again.wait(f"document.getElementById('said').textContent === 'other.json {said}'")
+        assert "group 0" in ids(again)
+
+
+@pytest.mark.parametrize(
+    ("state", "reason"),
+    [
+        ({"pinned": ["L7N7"]}, "the state is of another circuit: it has 'L7N7'"),
+        ({"pinned": "metric"}, "got 'metric' as the state's pinned; expected a list"),
+        ({"names": {"metric": 3}}, "expected a text for each id"),
+        ({"nodes": float("nan")}, "got nan as the state's nodes; expected 1 or more"),
+        ({"kinds": ["v"]}, "got the kind 'v' in the state"),
+        ({"groups": [{"name": "g"}]}, "expected a name, and a list of members"),
+        ({"groups": [{"name": "g", "members": ["L1N4@4"] * 2}]}, "'L1N4@4' is in the state's gr"),
+        (["L1N4@4"], "got a list as state"),
+    ],
+)
+def test_a_state_that_is_none_is_refused(state, reason):
+    with pytest.raises(InputError, match=re.escape(reason)):
+        page(state=state)
+
+
+@needs_browser
+def test_edges_of_a_group_keep_their_status(opened):
+    nodes, edges = circuit()
+    members = ["L1N4@4", "L1N1@1"]
+    status = np.where(edges["source"] == members[0], "kept", "lost")
+    edges = edges.assign(status=status, kind="value")
+    state = {"groups": [{"name": "g", "members": members}], "edges": len(edges)}
+    shown = opened(viz.circuit_page(nodes.assign(status="kept"), edges, META, state=state))
+    into = edges[edges["source"].isin(members) & (edges["target"] == "metric")]
+    expected = into.groupby("status")["weight"].sum().to_dict()
+    got = shown.js("return [...document.querySelectorAll('#stage .edge')].map(e => d3.select(e)"
+                   ".datum()).filter(d => d.key.includes(' ') && d.target === arguments[0])"
+                   ".map(d => [d.status, d.weight])",
+                   int(np.flatnonzero(nodes["id"] == "metric")[0]))  # fmt: skip
+    assert dict(got) == pytest.approx(expected, rel=1e-4)
+    assert len(expected) == 2
 
 
 FRAMES = {

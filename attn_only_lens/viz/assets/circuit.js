@@ -28,7 +28,7 @@
   const state = { nodes: null, edges: null, kinds: ["value"], extras: false,
                   only_pinned: false, pinned: [], names: {}, groups: [], theme: null };
   const take = (given) => {
-    const list = (all) => (Array.isArray(all) ? all.filter((id) => index.has(id)) : []);
+    const list = (all) => (Array.isArray(all) ? [...new Set(all)].filter((id) => index.has(id)) : []);
     for (const key of ["nodes", "edges"]) // none: as many as fit
       state[key] = Number.isFinite(given[key]) ? Math.max(1, Math.round(given[key])) : null;
     for (const key of ["extras", "only_pinned"]) state[key] = given[key] === true;
@@ -36,8 +36,10 @@
     state.pinned = list(given.pinned);
     state.names = Object.fromEntries(Object.entries(given.names || {})
       .filter(([id, name]) => index.has(id) && typeof name === "string"));
+    const taken = new Set(); // no node is in two groups
     state.groups = (Array.isArray(given.groups) ? given.groups : [])
-      .map((each) => ({ name: String(each.name), members: list(each.members) }))
+      .map((each) => ({ name: String(each.name),
+                        members: list(each.members).filter((id) => !taken.has(id) && taken.add(id)) }))
       .filter((each) => each.members.length);
     state.theme = given.theme === "dark" || given.theme === "light" ? given.theme : null;
   };
@@ -59,12 +61,19 @@
 
   // --- Nodes as they are drawn: those of the graph, and groups of them -------------------------
   let items = [], home = [];
+  const LONGEST = 40, pen = make("canvas").getContext("2d"); // characters of a name; some are wide
+  pen.font = "11px monospace";
+  const named = (name) => {
+    const label = [...name].length > LONGEST ? [...name].slice(0, LONGEST - 1).join("") + "…" : name;
+    const width = Math.max(data.per_character * label.length, pen.measureText(label).width) + data.padding;
+    return { label, width };
+  };
   const rebuild = () => {
     home = nodes.id.map((_, i) => i);
     items = nodes.id.map((id, i) => {
       const name = own(state.names, id);
-      const width = name === undefined ? nodes.width[i] : data.per_character * name.length + data.padding;
-      return { key: id, label: name ?? nodes.label[i], row: nodes.row[i], column: nodes.column[i], width,
+      const { label, width } = name === undefined ? { label: nodes.label[i], width: nodes.width[i] } : named(name);
+      return { key: id, label, name: name ?? nodes.label[i], row: nodes.row[i], column: nodes.column[i], width,
                overhangs: nodes.kind[i] === "metric", members: [i], attribution: nodes.attribution[i],
                kind: nodes.kind[i], status: nodes.status ? nodes.status[i] : null };
     });
@@ -72,8 +81,8 @@
       const members = each.members.map((id) => index.get(id));
       const head = members.reduce((a, b) => (strength.node[b] > strength.node[a] ? b : a));
       for (const i of members) home[i] = N + g;
-      const width = data.per_character * each.name.length + data.padding + 6;
-      items.push({ ...items[head], key: "group " + g, label: each.name, width, members, group: each,
+      const { label, width } = named(each.name);
+      items.push({ ...items[head], key: "group " + g, label, name: each.name, width: width + 6, members, group: each,
                    attribution: members.reduce((sum, i) => sum + (nodes.attribution[i] || 0), 0),
                    status: null, kind: "group" });
     });
@@ -112,9 +121,9 @@
     for (let j = 0; j < E; j++) {
       const a = home[edges.source[j]], b = home[edges.target[j]];
       if (a === b || !on.has(a) || !on.has(b) || !kinds.has(edges.kind[j])) continue;
-      const key = a < N && b < N ? j : `${a} ${b} ${edges.kind[j]}`;
-      const one = found.get(key) || { key: "e" + key, source: a, target: b, kind: edges.kind[j], weight: 0,
-                                      status: edges.status ? edges.status[j] : null };
+      const status = edges.status ? edges.status[j] : null;
+      const key = a < N && b < N ? j : `${a} ${b} ${edges.kind[j]} ${status}`;
+      const one = found.get(key) || { key: "e" + key, source: a, target: b, kind: edges.kind[j], weight: 0, status };
       one.weight += edges.weight[j]; // into a group, or out of it, edges of a kind add up
       found.set(key, one);
     }
@@ -303,6 +312,7 @@
     else { // what was chosen stays where it was, as far as that goes
       settle();
       zoom.translateBy(svg, before && after ? before.x - after.x : 0, before && after ? before.y - after.y : 0);
+      if (chosen !== null) reveal(chosen);
     }
     light(chosen);
     search();
@@ -363,9 +373,9 @@
   let hits = [];
   const search = () => {
     const wanted = at("search").value.trim().toLowerCase();
-    const named = (i) => own(state.names, nodes.id[i])?.toLowerCase().includes(wanted)
-      || items[home[i]].label.toLowerCase().includes(wanted);
-    hits = wanted ? order.filter((i) => named(i) || words[i].some((word) => word.includes(wanted))) : [];
+    const called = (i) => own(state.names, nodes.id[i])?.toLowerCase().includes(wanted)
+      || items[home[i]].name.toLowerCase().includes(wanted);
+    hits = wanted ? order.filter((i) => called(i) || words[i].some((word) => word.includes(wanted))) : [];
     const on = new Set(hits.map((i) => home[i])), visible = new Set(shown);
     marks.selectAll("g").classed("found", (i) => on.has(i));
     view.classed("searching", !!wanted);
@@ -407,9 +417,12 @@
     update();
     tell();
   };
-  const group = () => {
+  const groupable = () => {
     const taken = new Set(state.groups.flatMap((each) => each.members));
-    const members = state.pinned.filter((id) => !taken.has(id) && nodes.kind[index.get(id)] !== "metric");
+    return state.pinned.filter((id) => !taken.has(id) && nodes.kind[index.get(id)] !== "metric");
+  };
+  const group = () => {
+    const members = groupable();
     if (members.length < 2) return;
     state.groups.push({ name: `group ${state.groups.length + 1}`, members });
     rebuild();
@@ -457,7 +470,7 @@
     const members = new Set(items[chosen].members), sums = new Map();
     for (let j = 0; j < E; j++)
       if (members.has(mine[j]) && !members.has(other[j])) {
-        const key = other[j] + edges.kind[j], one = sums.get(key);
+        const key = `${other[j]} ${edges.kind[j]} ${edges.status ? edges.status[j] : ""}`, one = sums.get(key);
         sums.set(key, { j, weight: (one ? one.weight : 0) + edges.weight[j] });
       }
     const list = [...sums.values()].sort((a, b) => Math.abs(b.weight) - Math.abs(a.weight));
@@ -471,7 +484,7 @@
     return part;
   };
   const nameOf = (i) => {
-    const name = own(state.names, nodes.id[i]);
+    const name = own(state.names, nodes.id[i]) ?? (nodes.kind[i] === "embed" ? nodes.label[i] : undefined);
     return name === undefined ? nodes.id[i] : `${name} (${nodes.id[i]})`;
   };
   const coloured = (texts, values, top, here, say) => {
@@ -502,10 +515,13 @@
     const field = make("input");
     field.id = "name";
     field.type = "text";
-    field.value = item.label;
+    field.value = item.name;
     field.title = "Type another name";
     field.setAttribute("aria-label", "Name");
     field.addEventListener("change", () => rename(i, field.value.trim()));
+    field.addEventListener("keydown", (event) => {
+      if (event.key === "Escape") { event.stopPropagation(); field.value = item.name; field.blur(); }
+    });
     const close = button("×", () => choose(null));
     close.className = "close";
     close.setAttribute("aria-label", "Close");
@@ -578,8 +594,7 @@
     }
     const grouping = button("Group pinned nodes", group);
     grouping.id = "group";
-    const taken = new Set(state.groups.flatMap((each) => each.members));
-    grouping.disabled = state.pinned.filter((id) => !taken.has(id)).length < 2;
+    grouping.disabled = groupable().length < 2;
     pins.append(list, grouping);
     for (const [g, each] of state.groups.entries())
       pins.append(button(each.name, () => choose(N + g)));
@@ -597,7 +612,6 @@
     at("panel").scrollTop = 0;
     update();
     tell();
-    if (i !== null) reveal(i);
   };
 
   // --- Legend ----------------------------------------------------------------------------------
@@ -681,8 +695,14 @@
   at("load").addEventListener("change", async () => {
     const [file] = at("load").files;
     try {
-      take(JSON.parse(await file.text()));
-      at("said").textContent = `${file.name} loaded`;
+      const given = JSON.parse(await file.text());
+      const ids = [...given.pinned, ...Object.keys(given.names), ...given.groups.flatMap((each) => each.members)];
+      const unknown = ids.filter((id) => !index.has(id)).length;
+      if (unknown && unknown === ids.length) at("said").textContent = `${file.name} is of another circuit`;
+      else {
+        take(given);
+        at("said").textContent = `${file.name} loaded` + (unknown ? `; ${unknown} of its nodes are not here` : "");
+      }
     } catch {
       at("said").textContent = `${file.name} is not a file of pins, names and groups`;
     }
