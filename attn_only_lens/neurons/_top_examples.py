@@ -195,7 +195,10 @@ def _pass(
     settings = {
         "names": hashlib.sha256(" ".join(found.names).encode()).hexdigest(),
         "n_neurons": len(found.names),
-        "numbers": [k, before, after, context],
+        "k": k,
+        "before": before,
+        "after": after,
+        "context": context,
         "by": by,
         "ends": ends,
         "histograms": histograms,

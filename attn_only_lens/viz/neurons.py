@@ -76,7 +76,8 @@ def neuron_page(
         `circuits.composition` scores them, with links.
 
     Raises:
-        InputError: as `neurons.top_examples` does; more than 3,000 neurons.
+        InputError: as `neurons.top_examples` does; more than 3,000 neurons; statistics of another
+            model.
 
     Example:
         >>> from attn_only_lens import expose_neuron_heads, pretrained, viz
@@ -87,6 +88,9 @@ def neuron_page(
         True
     """
     if isinstance(texts, NeuronStatistics):
+        of, own = (Path(str(name)).name for name in (texts.model, model.cfg.model_name))
+        if of != own:
+            refuse(f"got statistics of the model {of!r}; expected those of {own!r}")
         sites = resolve_sites(model, list(texts.names) if names is None else names)
     else:
         sites = resolve_sites(model, neuron_heads() if names is None else names)

@@ -308,7 +308,7 @@ def test_an_interrupted_pass_goes_on(plain, tmp_path, monkeypatch):
         ([[1, 2, 3], *texts[1:]], {}, "do not begin with them"),
         (texts[:3], {}, "do not begin with them"),
         (texts, {"by": "gate"}, "by: got gate; the folder has z"),
-        (texts, {"k": 5}, "numbers: got"),
+        (texts, {"k": 5}, "k: got 5; the folder has 3"),
     ):
         with pytest.raises(InputError, match=reason):
             neurons.neuron_statistics(plain, NAMES, given, **(options | more), resume=folder)

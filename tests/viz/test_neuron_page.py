@@ -1,5 +1,6 @@
 """The page of neurons: what it shows is what was found, and it can be looked around in."""
 
+from dataclasses import replace
 from html import escape
 
 import pytest
@@ -125,6 +126,8 @@ def test_sizes_and_refusals(model, found, monkeypatch):
     some = found.of(["L0N3"])
     with pytest.raises(InputError, match="got 'L1N29'"):
         viz.neuron_page(model, ["L1N29"], some)
+    with pytest.raises(InputError, match="got statistics of the model 'another'"):
+        viz.neuron_page(model, None, replace(found, model="models/another"))
     monkeypatch.setattr(pages, "MOST_NEURONS", 73)
     with pytest.raises(InputError, match="got 74 neurons; expected 73 at most on one page"):
         viz.neuron_page(model, None, found)
