@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 import pandas as pd
+import torch
 from tqdm.auto import tqdm
 
 from attn_only_lens.errors import InputError
@@ -59,15 +60,15 @@ def top_examples(
 ) -> pd.DataFrame:
     """Return the places of a corpus where neurons are largest, and where they are least.
 
-    The corpus is read once, text by text, and never held. A BOS that begins a text is no example:
-    there, neurons are what they are in every text.
+    The corpus is read once, text by text, and never held. A BOS that begins a text, or its tokens,
+    is no example: there, neurons are what they are in every text.
 
     Args:
         model: converted, or with exposed neuron-heads.
         names: neurons, such as "L3N7", or `patching.neuron_heads(layers)`; None for all.
         texts: a list or any iterable (of `datasets` too) of texts, of dictionaries with a "text",
             or of tokens of one text [pos]; or the path of a file with a text a line, or, if its
-            name ends in .jsonl, a dictionary a line.
+            name ends in .jsonl, a dictionary a line. Files are UTF-8.
         k: examples of each neuron and end; fewer if the corpus has fewer tokens.
         by: "z", gate × value, what a neuron puts out; "gate", its attention to itself; or
             "attribution", z times the gradient of a metric of that text: an estimate of what
@@ -181,13 +182,23 @@ def _pass(
     if (metric is None) == (by == "attribution"):
         expected = "a metric" if by == "attribution" else "none"
         reasons.append(f"got by={by!r} and metric={metric!r}; expected {expected}")
+    if metric is not None and as_metric(metric).needs_reference:
+        reasons.append(
+            f"{as_metric(metric).name} compares with another run, and there is one run here; "
+            "expected a metric of its logits alone"
+        )
+    if metric is not None and torch.is_inference_mode_enabled():
+        reasons.append("no gradient is taken in torch.inference_mode(); torch.no_grad() will do")
     InputError.raise_if(reasons, _PROBLEM)
     bound = None if metric is None else as_metric(metric)
     found = Found(model, sites, k, by, _ENDS[ends], before, after, histograms)
     settings = {
         "names": hashlib.sha256(" ".join(found.names).encode()).hexdigest(),
         "n_neurons": len(found.names),
-        "numbers": [k, before, after, context],
+        "k": k,
+        "before": before,
+        "after": after,
+        "context": context,
         "by": by,
         "ends": ends,
         "histograms": histograms,
@@ -202,7 +213,7 @@ def _pass(
     label = progress if isinstance(progress, str) else None
     with tqdm(total=n_texts(texts), unit="text", desc=label, disable=not progress) as bar:
         bar.update(found.n_texts)
-        for batch, some in batches(rows, batch_size, next(model.parameters()).device):
+        for batch, some in batches(model, rows, batch_size):
             found.add(batch, bound)
             bar.update(some[-1].text + 1 - found.n_texts)
             found.n_texts = some[-1].text + 1

@@ -53,7 +53,9 @@ def run_by_gradient(
     """Run a model and the gradient of a metric, and give all layers' activations to `take_in`."""
     seen: list[dict[str, Tensor]] = [{} for _ in sites]
     nodes = [host_of(model).hook_name(each.layer, "neuron", "z") for each in sites]
-    pair = PromptPair(batch.tokens, batch.tokens, batch.mask)
+    rows = len(batch.tokens)
+    # As some among many: texts of one token have no loss, though no other text is in their batch.
+    pair = PromptPair(batch.tokens, batch.tokens, batch.mask, (range(rows), rows))
     tape = Tape(nodes)
     with torch.enable_grad(), _looking(model, sites, [x.__setitem__ for x in seen]):
         with start_graph(model):

@@ -4,10 +4,12 @@ import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sized
 from dataclasses import dataclass
-from itertools import islice
+from itertools import count, islice
 from pathlib import Path
 from typing import Any, TypeAlias
 
+import numpy as np
+import pandas as pd
 import torch
 from jaxtyping import Int
 from torch import Tensor
@@ -62,13 +64,16 @@ class Batch:
 
 def n_texts(texts: Texts) -> int | None:
     """Return how many texts there are, where that is known."""
-    return len(texts) if isinstance(texts, Sized) and not isinstance(texts, str) else None
+    try:
+        return len(texts) if isinstance(texts, Sized) and not isinstance(texts, str) else None
+    except TypeError:  # a tensor of one number, a stream that cannot tell
+        return None
 
 
 def corpus_rows(model: Any, texts: Texts, context: int) -> Iterator[Row]:
     """Yield the rows of a corpus: each text in pieces of at most `context` tokens.
 
-    Every piece begins with BOS where `model.to_tokens` puts one. Empty texts have no rows.
+    Every piece begins with BOS where its text does. Empty texts have no rows.
 
     Raises:
         InputError: a file that is not there, or an entry that is no text.
@@ -82,10 +87,12 @@ def corpus_rows(model: Any, texts: Texts, context: int) -> Iterator[Row]:
             yield Row(number, start, torch.cat([tokens[:n_bos], piece]), has_bos)
 
 
-def batches(
-    rows: Iterator[Row], size: int, device: torch.device
-) -> Iterator[tuple[Batch, list[Row]]]:
+def batches(model: Any, rows: Iterator[Row], size: int) -> Iterator[tuple[Batch, list[Row]]]:
     """Yield batches of rows; with each, the rows that it holds."""
+    device = next(model.parameters()).device
+    # HookedTransformers that are not causal attend to padding.
+    causal = getattr(model.cfg, "attention_dir", "causal") == "causal"
+    size = size if causal else 1
     while some := list(islice(rows, size)):
         yield _batch(some, device), some
 
@@ -114,30 +121,42 @@ def chained_digest(before: str, row: Row) -> str:
 
 def _entries(texts: Texts) -> Iterator[Any]:
     if not isinstance(texts, str | Path):
-        if not isinstance(texts, Iterable) or isinstance(texts, Mapping):
-            raise InputError([f"got a {type(texts).__name__}; expected a file, or texts"], _PROBLEM)
+        wrong = not isinstance(texts, Iterable) or getattr(texts, "ndim", 1) == 0
+        if wrong or isinstance(texts, Mapping | pd.DataFrame):
+            expected = "expected a file, or texts, such as those of one column of a table"
+            raise InputError([f"got a {type(texts).__name__}; {expected}"], _PROBLEM)
         yield from texts
         return
-    path = Path(texts)
+    path, at = Path(texts), count()
     try:
-        with path.open(encoding="utf-8") as file:
+        with path.open(encoding="utf-8-sig") as file:
+            objects = path.suffix.lower() == ".jsonl"
             for line in file:
-                yield json.loads(line) if path.suffix == ".jsonl" else line.rstrip("\r\n")
+                next(at)
+                text = line.rstrip("\r\n")
+                yield (json.loads(text) if text.strip() else []) if objects else text
     except (OSError, ValueError) as error:
         advice = "; a text itself goes into a list" if isinstance(texts, str) else ""
-        reason = f"{str(texts)[:100]!r} is no file of texts: {error}{advice}"
+        said = f"line {next(at)}: {error.msg}" if isinstance(error, json.JSONDecodeError) else error
+        reason = f"{str(texts)[:100]!r} is no file of texts: {said}{advice}"
         raise InputError([reason], _PROBLEM) from error
 
 
 def _tokens(model: Any, entry: Any, number: int) -> tuple[Int[Tensor, "pos"], bool]:
     """Return the tokens of an entry, and whether they begin with BOS."""
+    found = _checked(model, entry, number)
+    bos = getattr(model.tokenizer, "bos_token_id", None)
+    return found, bool(len(found) and bos is not None and int(found[0]) == bos)
+
+
+def _checked(model: Any, entry: Any, number: int) -> Int[Tensor, "pos"]:
     if isinstance(entry, Mapping):
         entry = entry.get("text")
     try:
         if isinstance(entry, str):
-            found = tokens_of_text(model, entry)[0].cpu()
-            bos = getattr(model.tokenizer, "bos_token_id", None)
-            return found, bool(len(found) and bos is not None and int(found[0]) == bos)
+            return tokens_of_text(model, entry)[0].cpu()
+        if isinstance(entry, np.ndarray):
+            entry = entry.tolist()
         if isinstance(entry, list | tuple):
             entry = torch.tensor(entry, device="cpu", dtype=None if entry else torch.long)
         if not isinstance(entry, Tensor):
@@ -146,6 +165,6 @@ def _tokens(model: Any, entry: Any, number: int) -> tuple[Int[Tensor, "pos"], bo
             raise UnsupportedCallError(f"got tokens {list(entry.shape)}; {_EXPECTED}")
         for piece in entry.split(model.cfg.n_ctx) if len(entry) else ():
             checked_tokens(model, piece[None])
-        return entry.cpu().long(), False
-    except (UnsupportedCallError, RuntimeError, TypeError) as error:
+        return entry.cpu().long()
+    except (UnsupportedCallError, RuntimeError, TypeError, ValueError) as error:
         raise InputError([f"text {number}: {error}"], _PROBLEM) from error

@@ -50,6 +50,8 @@ def examples_of(frame: pd.DataFrame, name: str) -> list[Example]:
         [('3', '4', '113')]
     """
     problem = "no examples can be taken from this frame"
+    if not isinstance(frame, pd.DataFrame):
+        raise InputError([f"got a {type(frame).__name__}; expected that of top_examples"], problem)
     lacking = sorted({"name", *COLUMNS} - set(frame.columns))
     InputError.raise_if([f"it lacks {', '.join(lacking)}"] * bool(lacking), problem)
     rows = frame[frame["name"] == name]

@@ -1,6 +1,7 @@
 """What was found in a corpus so far, and the folder that keeps it."""
 
 import json
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from time import monotonic
@@ -158,12 +159,11 @@ class Store:
         if not self._path.exists():
             return
         tensors, said = read_tensors(self._path, _SO_FAR)
-        theirs = said["settings"]
-        keys = sorted(self._settings.keys() | theirs.keys())
+        mine, theirs = self._settings, said["settings"]
         differ = [
-            f"{key}: got {self._settings.get(key)}; the folder has {theirs.get(key)}"
-            for key in keys
-            if self._settings.get(key) != theirs.get(key)
+            f"{key}: got {_shown(mine.get(key))}; the folder has {_shown(theirs.get(key))}"
+            for key in sorted(mine.keys() | theirs.keys())
+            if mine.get(key) != theirs.get(key)
         ]
         InputError.raise_if(differ, f"{self._path.parent} holds other statistics; use a new folder")
         found.restore(tensors)
@@ -202,3 +202,8 @@ class Store:
         with atomic_write(self._path) as new:
             write_tensors(new, found.tensors(), _SO_FAR, **said)
         self._written = monotonic()
+
+
+def _shown(setting: Any) -> str:
+    """Return a setting, without most of a digest."""
+    return re.sub(r"\b([0-9a-f]{8})[0-9a-f]{56}\b", r"\1…", str(setting))

@@ -1,6 +1,7 @@
 """What one pass over a corpus says of neurons, and its file."""
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, TypedDict
 
@@ -119,7 +120,7 @@ class NeuronStatistics:
         Raises:
             CheckpointError: it cannot be written.
         """
-        fields = {k: v for k, v in vars(self).items() if k not in ("examples", "counts")}
+        fields = {key: vars(self)[key] for key in _Fields.__annotations__ if key != "tensors"}
         with atomic_write(path) as new:
             write_tensors(new, self.examples | self.counts, _DOCUMENT, **fields)
         return Path(path)
@@ -145,16 +146,20 @@ class NeuronStatistics:
         Raises:
             InputError: one is not among them.
         """
-        rows = torch.tensor([self._row(name) for name in names], device="cpu")
+        rows = torch.tensor([self._row(name) for name in names], device="cpu", dtype=torch.long)
         examples, counts = (
             {key: x[rows] for key, x in each.items()} for each in (self.examples, self.counts)
         )
         return replace(self, names=tuple(names), examples=examples, counts=counts)
 
+    @cached_property
+    def _rows(self) -> dict[str, int]:
+        return {name: row for row, name in enumerate(self.names)}
+
     def _row(self, name: str) -> int:
-        if name not in self.names:
+        if name not in self._rows:
             raise InputError([f"got {name!r}; these are of {len(self.names)} others"], _NOT_THERE)
-        return self.names.index(name)
+        return self._rows[name]
 
 
 _NOT_THERE = "this is not among these statistics"

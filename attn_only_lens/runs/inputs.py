@@ -68,6 +68,11 @@ def reasons_not_to_run(model: Any) -> list[str]:
     if not has_neuron_heads(model):
         return []
     reasons = hook_reasons(model, "would run on batches of variants, or be left out of them")
+    return reasons + dropout_reasons(model)
+
+
+def dropout_reasons(model: Any) -> list[str]:
+    """Return why two runs of a model would differ, if its dropout is active."""
     if any(isinstance(m, nn.Dropout) and m.p > 0 and m.training for _, m in modules_of(model)):
-        reasons.append("dropout is active; call model.eval() first")
-    return reasons
+        return ["dropout is active; call model.eval() first"]
+    return []

@@ -23,7 +23,7 @@ from attn_only_lens.errors import UnsupportedCallError
 from attn_only_lens.heads import HeadName, host_of, neuron_gate, neuron_pattern
 from attn_only_lens.heads.patterns import cached_activation, require_neuron_heads
 from attn_only_lens.numerics import as_plain
-from attn_only_lens.runs.inputs import checked_tokens
+from attn_only_lens.runs.inputs import checked_tokens, dropout_reasons
 from attn_only_lens.runs.sites import Selection, Sites, resolve_sites
 from attn_only_lens.runs.token_texts import token_texts
 from attn_only_lens.viz.checks import import_extra, prompt_values, refuse, token_reasons
@@ -66,7 +66,7 @@ def attention_view(
 
     Raises:
         InputError: no names or too many, or of no heads of the model; a text that does not fit, or
-            is too long to draw.
+            is too long to draw; a model whose dropout is active.
         UnsupportedCallError: the cache does not hold what is drawn; a text that the model cannot
             take.
         ImportError: attention heads are drawn, and circuitsvis is not installed.
@@ -86,6 +86,7 @@ def attention_view(
     if is_cache:
         cache, texts = source, _texts(model, text)
     else:
+        refuse(*dropout_reasons(model))
         tokens = _tokens(model, text)
         texts, cache = token_texts(model, tokens[0]), _run(model, tokens, heads)
     attention = [head for head in heads if head.kind == "attention"]

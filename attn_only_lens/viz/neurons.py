@@ -1,9 +1,10 @@
 """Neurons at a glance: one page for a set of them, up to a few thousand.
 
 The page holds arrays, packed, and its script (`assets/neurons.js`) draws the neuron that is looked
-at. An example of 19 tokens takes 76 bytes and a histogram 1 or 2 a bin: z and gate are 16-bit and
-8-bit shares of the neuron's largest, counts of gate and value together are shares of the most, on
-a logarithmic scale. Numbers on the page have so many figures; `NeuronStatistics` has them all.
+at. An example of 19 tokens takes 114 bytes: z (as a share of the neuron's largest) and gate are
+half-precision numbers, three figures each however small they are, since the page divides one by
+the other for the value. Counts of gate and value together are shares of the most, on a logarithmic
+scale. `NeuronStatistics` has all figures.
 """
 
 import base64
@@ -75,7 +76,8 @@ def neuron_page(
         `circuits.composition` scores them, with links.
 
     Raises:
-        InputError: as `neurons.top_examples` does; more than 3,000 neurons.
+        InputError: as `neurons.top_examples` does; more than 3,000 neurons; statistics of another
+            model.
 
     Example:
         >>> from attn_only_lens import expose_neuron_heads, pretrained, viz
@@ -86,6 +88,9 @@ def neuron_page(
         True
     """
     if isinstance(texts, NeuronStatistics):
+        of, own = (Path(str(name)).name for name in (texts.model, model.cfg.model_name))
+        if of != own:
+            refuse(f"got statistics of the model {of!r}; expected those of {own!r}")
         sites = resolve_sites(model, list(texts.names) if names is None else names)
     else:
         sites = resolve_sites(model, neuron_heads() if names is None else names)
@@ -199,7 +204,6 @@ def _examples(found: NeuronStatistics, end: str, ids: list[int]) -> dict[str, An
     """Pack the examples of one end: [neuron, k] and [neuron, k, window] numbers."""
     of_end = {name: found.examples[f"{end}.{name}"] for name in _PARTS}
     limits = torch.tensor(list(_limits(found)), device="cpu").view(-1, 1, 1)
-    gates = of_end["gate"].abs().flatten(1).amax(1).clamp(min=1.0)
     tokens = torch.tensor(ids, device="cpu")
     # Where there is no token, the number is that after the last.
     places = torch.searchsorted(tokens, of_end["tokens"].contiguous())
@@ -215,9 +219,8 @@ def _examples(found: NeuronStatistics, end: str, ids: list[int]) -> dict[str, An
         "position": _packed(of_end["position"], "<i2"),
         "wide": kind == "<u4",
         "tokens": _packed(places, kind),
-        "z": _packed((shares * 32767).round(), "<i2"),
-        "gate": _packed((of_end["gate"] / gates.view(-1, 1, 1) * 127).round(), "i1"),
-        "gates": [_short(x) for x in gates.tolist()],
+        "z": _packed(shares, "<f2"),
+        "gate": _packed(of_end["gate"], "<f2"),
     }
 
 

@@ -4,6 +4,7 @@ import json
 import math
 
 import models
+import pandas as pd
 import pytest
 import torch
 from bridges import boot
@@ -37,8 +38,9 @@ MODELS = {
     "relu": lambda: bridge("neox_sequential"),
     "two blocks": lambda: convert(models.build("gelu")),
     "several heads": lambda: convert(models.build("gelu"), gate=Bilinear(4)),
+    "attends to padding": lambda: convert(models.build("bidirectional")),
 }
-HOOKED = ("two blocks", "several heads")
+HOOKED = ("two blocks", "several heads", "attends to padding")
 
 
 @pytest.fixture(
@@ -227,6 +229,15 @@ def test_attributions_are_derivatives(family):
         slope = (by_loss(model, *at, 1.01) - by_loss(model, *at, 0.99)) / 0.02
         assert row["value"] == pytest.approx(slope, rel=0.005, abs=1e-5)
         assert row["values"][row["position"]] != pytest.approx(row["value"], rel=0.01)
+    # Texts of one token have no loss, and stop no one.
+    short = [[3], [5], *texts]
+    shifted = neurons.top_examples(
+        model, ["L0N3", "L1N29"], short, metric=p.loss(), batch_size=2, **options | {"k": 9}
+    )
+    shifted = shifted[shifted["text"] > 1]
+    places = ["name", "text", "at"]
+    found, wanted = (each.sort_values(places)["value"].tolist() for each in (shifted, frame))
+    assert found == pytest.approx(wanted, rel=1e-6, abs=1e-9)
     whole = p.custom(lambda logits: logits.mean())
     with pytest.raises(InputError, match="one number for 2 texts; expected one of each"):
         neurons.top_examples(model, "L0N3", texts, metric=whole, **options)
@@ -243,10 +254,15 @@ def of_words(tmp_path_factory):
 def test_corpora_of_every_form(of_words, tmp_path):
     texts = ["w3 w5 w7", "", "w11 w2 w13 w17 w19 w23 w29 w31", "w3 w5 w7"]
     (tmp_path / "texts.txt").write_text("\n".join(texts) + "\n")
+    (tmp_path / "windows.txt").write_bytes("\r\n".join(["\ufeff" + texts[0], *texts[1:]]).encode())
     of_dicts = [{"text": text, "other": 1} for text in texts]
-    (tmp_path / "texts.jsonl").write_text("".join(f"{json.dumps(each)}\n" for each in of_dicts))
+    lines = [json.dumps(each) if each["text"] else "" for each in of_dicts]
+    (tmp_path / "texts.jsonl").write_text("\n".join(lines))
     forms = [
         texts,
+        [of_words.to_tokens(text)[0] for text in texts],
+        [of_words.to_tokens(text)[0].numpy() for text in texts],
+        tmp_path / "windows.txt",
         (text for text in texts),
         of_dicts,
         tmp_path / "texts.txt",
@@ -292,7 +308,7 @@ def test_an_interrupted_pass_goes_on(plain, tmp_path, monkeypatch):
         ([[1, 2, 3], *texts[1:]], {}, "do not begin with them"),
         (texts[:3], {}, "do not begin with them"),
         (texts, {"by": "gate"}, "by: got gate; the folder has z"),
-        (texts, {"k": 5}, "numbers: got"),
+        (texts, {"k": 5}, "k: got 5; the folder has 3"),
     ):
         with pytest.raises(InputError, match=reason):
             neurons.neuron_statistics(plain, NAMES, given, **(options | more), resume=folder)
@@ -313,6 +329,10 @@ def test_an_interrupted_pass_goes_on(plain, tmp_path, monkeypatch):
         (NAMES, ["a text"], {}, "text 0: got a text, and the model has no tokenizer"),
         (NAMES, "no.txt", {}, "'no.txt' is no file of texts.*a text itself goes into a list"),
         (NAMES, 7, {}, "got a int; expected a file, or texts"),
+        (NAMES, torch.tensor(7), {}, "got a Tensor; expected a file, or texts"),
+        (NAMES, pd.DataFrame({"text": ["a"]}), {}, "got a DataFrame; .*one column of a table"),
+        (NAMES, [["a", "text"]], {}, "text 0: "),
+        (NAMES, [[1]], {"by": "attribution", "metric": p.kl()}, "kl compares with another run"),
     ],
 )
 def test_refused(plain, names, texts, options, reason):

@@ -1,5 +1,6 @@
 """The page of neurons: what it shows is what was found, and it can be looked around in."""
 
+from dataclasses import replace
 from html import escape
 
 import pytest
@@ -82,9 +83,11 @@ def test_looking_around(opened, model, found):
             assert source == (f"{n} times" if n > 1 else f"text {row['text']}")
     # Numbers at a token.
     page.js("document.querySelector('.example .tok').dispatchEvent(new MouseEvent('mouseenter'))")
-    z, gate = (float(t.split()[-1].replace("−", "-")) for t in page.texts("#tip div")[1:3])
-    assert z == pytest.approx(rows[0]["values"][0], rel=6e-3, abs=1e-4)
-    assert gate == pytest.approx(rows[0]["gates"][0], abs=5e-3)
+    z, gate, value = (float(t.split()[-1].replace("−", "-")) for t in page.texts("#tip div")[1:])
+    expected, of_gate = rows[0]["values"][0], rows[0]["gates"][0]
+    assert z == pytest.approx(expected, rel=6e-3)
+    assert gate == pytest.approx(of_gate, rel=6e-3)
+    assert value == pytest.approx(expected / of_gate, rel=6e-3)
     # A neuron that is connected; a name; a token; an order.
     name = page.texts(".connections a")[0]
     page.js("document.querySelector('.connections a').click()")
@@ -123,6 +126,8 @@ def test_sizes_and_refusals(model, found, monkeypatch):
     some = found.of(["L0N3"])
     with pytest.raises(InputError, match="got 'L1N29'"):
         viz.neuron_page(model, ["L1N29"], some)
+    with pytest.raises(InputError, match="got statistics of the model 'another'"):
+        viz.neuron_page(model, None, replace(found, model="models/another"))
     monkeypatch.setattr(pages, "MOST_NEURONS", 73)
     with pytest.raises(InputError, match="got 74 neurons; expected 73 at most on one page"):
         viz.neuron_page(model, None, found)

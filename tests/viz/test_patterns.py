@@ -215,6 +215,10 @@ def test_refused_texts_and_caches(cache):
             viz.attention_view(cache.model, NAMES, text)
     with pytest.raises(UnsupportedCallError, match="no tokenizer"):
         viz.attention_view(cache.model, NAMES, "a text")
+    model = expose_neuron_heads(boot("gpt2")).model
+    model.train()  # GPT-2's configuration drops a tenth
+    with pytest.raises(InputError, match="dropout is active"):
+        viz.attention_view(model, NAMES, tokens()[0])
     _, partial = cache.model.run_with_cache(tokens(), names_filter="blocks.0.attn.hook_pattern")
     with pytest.raises(UnsupportedCallError, match=r"does not hold blocks\.1\.attn\.hook_pattern"):
         viz.attention_view(partial, "L1H0", TEXTS)

@@ -2,7 +2,7 @@
 // Neurons at a glance: a list to search and sort, and the page of the one that is chosen.
 {
   const data = JSON.parse(document.getElementById("data").textContent);
-  const KINDS = { u1: Uint8Array, i1: Int8Array, u2: Uint16Array, i2: Int16Array, u4: Uint32Array, i4: Int32Array, f4: Float32Array };
+  const KINDS = { u1: Uint8Array, u2: Uint16Array, i2: Int16Array, u4: Uint32Array, i4: Int32Array, f4: Float32Array };
   const unpack = (text, kind) => {
     const bytes = Uint8Array.from(atob(text), (c) => c.charCodeAt(0));
     return new KINDS[kind](bytes.buffer);
@@ -10,7 +10,7 @@
   const ends = Object.entries(data.ends).map(([end, e]) => ({
     end, ...e,
     score: unpack(e.score, "f4"), text: unpack(e.text, "i4"), position: unpack(e.position, "i2"),
-    tokens: unpack(e.tokens, e.wide ? "u4" : "u2"), z: unpack(e.z, "i2"), gate: unpack(e.gate, "i1"),
+    tokens: unpack(e.tokens, e.wide ? "u4" : "u2"), z: unpack(e.z, "u2"), gate: unpack(e.gate, "u2"),
   }));
   const [BINS, JOINT] = data.bins;
   const histograms = Object.fromEntries(
@@ -23,13 +23,18 @@
 
   // Examples
 
+  // A number of half precision, from its bits.
+  const half = (bits) => {
+    const exponent = (bits >> 10) & 31, digits = bits & 1023;
+    return (bits >> 15 ? -1 : 1) * (exponent ? 2 ** (exponent - 25) * (1024 + digits) : 2 ** -24 * digits);
+  };
   function windowOf(end, neuron, rank) {
     const at = (neuron * end.k + rank) * end.width;
     const tokens = [], z = [], gate = [], value = [];
     for (let i = at; i < at + end.width && end.tokens[i] < vocabulary.length; i++) {
       tokens.push(vocabulary[end.tokens[i]]);
-      z.push((end.z[i] / 32767) * data.limits[neuron]);
-      gate.push((end.gate[i] / 127) * end.gates[neuron]);
+      z.push(half(end.z[i]) * data.limits[neuron]);
+      gate.push(half(end.gate[i]));
       const last = gate.length - 1;
       value.push(gate[last] !== 0 ? z[last] / gate[last] : null);
     }
@@ -41,7 +46,7 @@
     const found = new Map();
     for (let rank = 0; rank < end.found[neuron]; rank++) {
       const each = windowOf(end, neuron, rank);
-      const key = each.tokens.map((token) => token.name).join("\u0000") + each.here;
+      const key = each.tokens.map((token) => token.name).join("\u0000") + "\u0000" + each.here;
       const same = found.get(key);
       if (same) same.times += 1;
       else found.set(key, { ...each, times: 1 });
@@ -271,12 +276,12 @@
       tokenLegend(limits, strips),
       el("div", {}, ...examples.slice(0, whole ? undefined : FEW).map((each) => el("div", { class: "example" },
         el("span", { class: "value" }, short(each.score)), tokenLine(each, limits, strips),
-        el("span", { class: "from", title: each.times > 1 ? "in so many of the texts" : "" }, each.times > 1 ? `${each.times} times` : `text ${each.text}`)))),
+        el("span", { class: "from", title: each.times > 1 ? `so many of the ${end.found[neuron]} examples are these words` : "" }, each.times > 1 ? `${each.times} times` : `text ${each.text}`)))),
       examples.length > FEW ? el("button", { type: "button", onclick: () => { whole = !whole; draw(); } },
         whole ? `The first ${FEW} alone` : `All ${examples.length} examples`) : "",
       el("h3", {}, "How often"),
       el("div", { class: "panels" }, histogram("z", neuron, "z", signs), histogram("gate", neuron, "Gate", () => "var(--soft)"), together(neuron)),
-      el("p", { class: "note" }, "Tokens by value, on a logarithmic scale."),
+      el("p", { class: "note" }, "Heights and shades count tokens, on a logarithmic scale."),
       ...(Object.keys(data.tokens).length ? [el("h3", {}, "Tokens, by weights alone"), tokenLists(neuron),
         el("p", { class: "note" }, "Reads: embeddings that raise (blue) or lower (red) it. Writes: logits that it raises or lowers where z is positive. In standard deviations over the vocabulary.")] : []),
       ...(data.partners[neuron].length ? [el("h3", {}, "Connections, by weights alone"),
