@@ -118,8 +118,8 @@ def test_outputs_are_there_small_and_of_no_machine(path):
         for text in (text for kind, text in data.items() if kind != "image/png"):
             assert not elsewhere(text)
             assert not re.search(r"/(tmp|home|root|work|Users)/|site-packages", text)
-    assert kinds["text/html"] >= 3
-    assert kinds["text/html"] + kinds["image/png"] >= 4
+    assert kinds["text/html"] >= 1
+    assert kinds["text/html"] + kinds["image/png"] >= 3
 
 
 def elsewhere(html):
