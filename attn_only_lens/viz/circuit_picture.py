@@ -27,6 +27,7 @@ WIDTH = 900.0
 _HEIGHT = 600.0
 MOST, FEWEST = 40, 12
 _TITLE, _LEGEND = 28, 30
+_CHARACTER = 7.9  # of the title
 _CORNERS = {"attention": 10, "metric": 4, "embed": 4}
 _Data = Mapping[str, Any]
 
@@ -63,6 +64,8 @@ def circuit_picture(data: _Data, title: str) -> str:
     colours_of = zip(data["nodes"]["attribution"], data["nodes"]["kind"], strict=True)
     largest = max((abs(a or 0) for a, kind in colours_of if kind != "metric"), default=0) or 1
     height = at.height + _TITLE + _LEGEND
+    longest = int((at.width - 16) / _CHARACTER)
+    shorter = title if len(title) <= longest else title[: longest - 1] + "…"
     style = re.sub(r"var\(--([\w-]+)\)", lambda found: colours[found[1]], data["style"])
     band = '<rect class="band" x="{:.0f}" y="{:.1f}" width="{:.0f}" height="{:.0f}"/>'
     parts = [
@@ -70,7 +73,7 @@ def circuit_picture(data: _Data, title: str) -> str:
         f'height="{height:.0f}" viewBox="0 {-_TITLE} {at.width:.0f} {height:.0f}" role="img">',
         f"<title>{escape(title)}</title><style>{style}</style>",
         f'<rect class="back" y="{-_TITLE}" width="{at.width:.0f}" height="{height:.0f}"/>',
-        _text(8, -9, title, "title"),
+        _text(8, -9, shorter, "title"),
         *(band.format(GUTTER - 8, y - tall / 2, at.width, tall) for _, y, tall in at.rows),
         *(
             _edge(path, kind, weight, heaviest, status)

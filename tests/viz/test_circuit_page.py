@@ -2,6 +2,7 @@
 
 import json
 import re
+from html import unescape
 from io import BytesIO
 
 import numpy as np
@@ -112,6 +113,19 @@ def test_no_edge_runs_through_another_node_and_kinds_are_apart(opened):
         *(int(np.flatnonzero(nodes["id"] == same[end].item())[0]) for end in ("source", "target")),
     )
     assert len({round(x, 1) for x in starts}) == 3
+
+
+@needs_browser
+def test_more_nodes_leave_the_metric_in_view(opened):
+    nodes, edges = circuit(150)
+    shown = opened(viz.circuit_page(nodes, edges.head(300), META))
+    slide(shown, "node-slider", 1000)
+    left, right, end = shown.js(
+        "const r = document.querySelector('.node.metric').getBoundingClientRect();"
+        "return [r.left, r.right, document.getElementById('stage').clientWidth]"
+    )
+    assert float(shown.js("return d3.select('#stage .band').attr('width')")) > end  # not all fits
+    assert 0 < left < right <= end
 
 
 @needs_browser
@@ -347,6 +361,8 @@ def test_a_notebook_keeps_a_picture_where_frames_are_taken_out():
     assert drawn.picture.startswith("<svg")
     assert "<script" not in drawn.picture
     assert "</script>" not in drawn.picture  # a token of the prompt
+    long = page(meta=META | {"metric": "m" * 200}).picture  # its title fits
+    assert len(unescape(re.search(r'class="title"[^>]*>(.*?)<', long)[1])) < 900 / 7.9
     assert drawn.picture.count('<g class="node') == read_back(drawn)["first"]["nodes"] > 15
 
 

@@ -295,7 +295,7 @@
     drawn = all.filter((each, j) => j < most || each.source === chosen || each.target === chosen);
     tellCounts(all.length);
     if (!sized) return;
-    const before = chosen !== null ? scene?.at.get(chosen) : null;
+    const anchor = chosen ?? shown[0], before = scene?.at.get(anchor); // the first is the metric
     scene = layout.place(items, shown, data.axis_width, pane.width, pane.height);
     // What is too much for the window keeps its proportions.
     for (let wide = pane.width; scene.height / pane.height > 1.2 * scene.width / pane.width && wide < 20 * pane.width;) {
@@ -307,9 +307,9 @@
       .attr("height", (each) => each.height);
     drawEdges();
     drawNodes();
-    const after = chosen !== null ? scene.at.get(chosen) : null;
+    const after = scene.at.get(anchor);
     if (!keep) home_view();
-    else { // what was chosen stays where it was, as far as that goes
+    else { // what was chosen, or the metric, stays where it was, as far as that goes
       settle();
       zoom.translateBy(svg, before && after ? before.x - after.x : 0, before && after ? before.y - after.y : 0);
       if (chosen !== null) reveal(chosen);
@@ -657,6 +657,7 @@
     setTimeout(() => URL.revokeObjectURL(link.href), 10000);
     at("save").open = false;
   };
+  const TITLE = 7.9; // width of a character
   const picture = () => {
     const kept = { pane, transform };
     pane = { width: scene.width, height: scene.height };
@@ -668,7 +669,8 @@
     const title = d3.select(copy).attr("xmlns", "http://www.w3.org/2000/svg")
       .attr("viewBox", `0 -28 ${scene.width} ${scene.height + 28}`).attr("height", scene.height + 28);
     title.select(".back").attr("y", -28).attr("height", scene.height + 28);
-    title.append("text").attr("class", "title").attr("x", 8).attr("y", -9).text(document.title);
+    title.append("text").attr("class", "title").attr("x", 8).attr("y", -9)
+      .text(document.title.length * TITLE + 16 > scene.width ? document.title.slice(0, (scene.width - 16) / TITLE - 1) + "…" : document.title);
     title.insert("style", ":first-child").text(data.style.replace(/var\(--([\w-]+)\)/g, (_, name) => css(name)));
     return new XMLSerializer().serializeToString(copy);
   };
