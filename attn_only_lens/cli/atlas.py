@@ -49,6 +49,8 @@ def atlas(
         require_folder(out)
         if layers is not None and names is not None:
             raise AttnOnlyLensError("got --layers and --names; expected one of them")
+        if not texts.is_file():
+            raise AttnOnlyLensError(f"--texts: {texts} is no file of texts")
         loaded = load_with_neuron_heads(model, dtype, device, hooked)
         wanted = None if layers is None else parse_numbers(layers, "--layers")
         sites: Sites = p.neuron_heads(wanted) if names is None else parse_names(names)

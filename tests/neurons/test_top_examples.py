@@ -304,14 +304,19 @@ def test_an_interrupted_pass_goes_on(plain, tmp_path, monkeypatch):
     # More texts after those; others in their place; other options.
     longer = neurons.neuron_statistics(plain, NAMES, [*texts, [3, 4]], **options, resume=folder)
     assert longer.n_tokens == whole.n_tokens + 2
-    for given, more, reason in (
-        ([[1, 2, 3], *texts[1:]], {}, "do not begin with them"),
-        (texts[:3], {}, "do not begin with them"),
-        (texts, {"by": "gate"}, "by: got gate; the folder has z"),
-        (texts, {"k": 5}, "k: got 5; the folder has 3"),
+    changed = bridge("gpt2")
+    with torch.no_grad():
+        changed.W_E[7] += 1
+    for model, given, more, reason in (
+        (plain, [[1, 2, 3], *texts[1:], [3, 4]], {}, "do not begin with them"),
+        (plain, [[], *texts, [3, 4]], {}, "do not begin with them"),  # the same, of other numbers
+        (plain, texts[:3], {}, "do not begin with them"),
+        (plain, texts, {"by": "gate"}, "by: got gate; the folder has z"),
+        (plain, texts, {"k": 5}, "k: got 5; the folder has 3"),
+        (changed, texts, {}, r"model: got \w{8}…; the folder has"),
     ):
         with pytest.raises(InputError, match=reason):
-            neurons.neuron_statistics(plain, NAMES, given, **(options | more), resume=folder)
+            neurons.neuron_statistics(model, NAMES, given, **(options | more), resume=folder)
 
 
 @pytest.mark.parametrize(

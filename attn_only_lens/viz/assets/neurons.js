@@ -262,7 +262,10 @@
       `${ENDS[each.end]} ${by} (${short(score(each)(neuron))})`));
     const box = el("input", { type: "checkbox", onchange: (event) => { strips = event.target.checked; draw(); } });
     box.checked = strips;
-    const go = (by) => () => choose(listed[(listed.indexOf(neuron) + by + listed.length) % listed.length]);
+    const go = (by) => () => {
+      const at = listed.indexOf(neuron); // -1 where a search has left it out
+      if (listed.length) choose(listed[at < 0 ? 0 : (at + by + listed.length) % listed.length]);
+    };
     const found = bins("z", neuron), isZ = data.by === "z";
     const low = isZ && smallest ? score(smallest)(neuron) : found?.low, high = isZ && largest ? score(largest)(neuron) : found?.high;
     const signs = (middle) => (middle < 0 ? "var(--negative)" : "var(--positive)");
@@ -305,7 +308,7 @@
   $("list").addEventListener("scroll", drawRows);
   new ResizeObserver(drawRows).observe($("list"));
   new ResizeObserver(() => chosen >= 0 && draw()).observe($("one"));
-  const fromHash = () => number.get(decodeURIComponent(location.hash.slice(1)));
+  const fromHash = () => number.get(location.hash.slice(1));
   addEventListener("hashchange", () => { if (fromHash() !== undefined && fromHash() !== chosen) choose(fromHash()); });
   addEventListener("keydown", (event) => {
     if (event.key === "/" && event.target !== $("search")) { event.preventDefault(); $("search").focus(); }
