@@ -404,7 +404,7 @@ def test_install_hints_name_what_a_registry_has():
     hints = [
         asked
         for path in paths
-        for command in re.findall(r"pip install ([^{`,:;\"]*)", path.read_text("utf-8"))
+        for command in re.findall(r"pip install (?!-e)([^{`,:;\"]*)", path.read_text("utf-8"))
         for asked in map(Requirement, re.findall(r"[\w.\[\]<>=-]{2,}", command.split(" for ")[0]))
     ]
     assert {each.name for each in hints} >= {"transformer-lens", "pyarrow", "plotly", "circuitsvis"}

@@ -11,8 +11,10 @@ them together again.
 import re
 import reprlib
 from collections.abc import Iterable, Mapping
+from itertools import chain
 from typing import Any
 
+import torch
 from jaxtyping import Bool
 from torch import Tensor
 
@@ -70,12 +72,12 @@ def token_texts_of_prompts(
 
     Each token of the vocabulary is decoded once, however many prompts there are.
     """
-    known = {each: token_text(model, each) for each in tokens[real].unique().tolist()}
     found = list[list[str | None]]()
-    for row, kept in zip(tokens.tolist(), real.tolist(), strict=True):
-        ids = [each for each, is_real in zip(row, kept, strict=True) if is_real]
-        texts = iter(_texts(model, ids, known))
-        found.append([next(texts) if is_real else None for is_real in kept])
+    rows = torch.where(real, tokens, -1).tolist()
+    known = {each: token_text(model, each) for each in {*chain(*rows)} - {-1}}
+    for row in rows:
+        texts = iter(_texts(model, [each for each in row if each >= 0], known))
+        found.append([next(texts) if each >= 0 else None for each in row])
     return found
 
 

@@ -272,15 +272,18 @@ def _patterns(
         notes.append(f"Patterns: of the {most} nodes of largest |attribution|.")
     shared = host_of(model).neurons[0].heads_per_neuron > 1
     found: dict[str, NodeDetails] = {}
+    seen: dict[tuple[str, str], tuple[Tensor, ...]] = {}
     for key, name, position in strongest[["id", "name", "position"]].to_numpy():
         head = HeadName.parse(name)
         if name in found or (head.kind == "neuron" and shared):
             continue
-        z_hook, pattern_hook = _hooks(model, head)
-        pattern = run.hooked[pattern_hook][prompt, head.index].double()
+        hooks = _hooks(model, head)
+        if hooks not in seen:  # of all heads of a layer at once: a transfer each would take long
+            seen[hooks] = tuple(run.hooked[hook][prompt].cpu().double() for hook in hooks)
+        z, pattern = seen[hooks][0], seen[hooks][1][head.index]
         if head.kind == "neuron":
-            z = run.hooked[z_hook][prompt, :, head.index, 0].tolist()
-            found[name] = NodeDetails(_rounded(pattern[:, SELF]), z=[float(f"{x:.3g}") for x in z])
+            put_out = [float(f"{x:.3g}") for x in z[:, head.index, 0].tolist()]
+            found[name] = NodeDetails(_rounded(pattern[:, SELF]), z=put_out)
         else:
             found[key] = NodeDetails(_rounded(pattern[int(position)]))
     return found

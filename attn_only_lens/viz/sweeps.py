@@ -9,6 +9,7 @@ is their mean, and the standard error of that mean is drawn as an error bar:
     rows of each prompt       s/√n of the effects of the n prompts; their mean weighs them alike
 """
 
+from collections.abc import Iterable
 from textwrap import wrap
 from typing import TYPE_CHECKING, Literal
 
@@ -113,7 +114,7 @@ def sweep_heatmap(sweep: Sweep, rows: Literal["layer", "name"] = "layer") -> "go
         ygap=1,
     )
     figure.update_xaxes(
-        title={"text": _position_title(sweep), "standoff": 12},
+        title={"text": _position_title(sweep, labels.values()), "standoff": 12},
         type="category",
         automargin=True,
         tickmode="linear" if len(positions) <= MOST_LABELS else "auto",  # every position, or some
@@ -227,11 +228,11 @@ def _position_labels(sweep: Sweep, positions: list[int | str]) -> dict[int | str
     return {each: plotly_text(f"{each} {text}".rstrip()) for each, text in texts.items()}
 
 
-def _position_title(sweep: Sweep) -> str:
-    tokens = sweep.tokens
-    if tokens is None:
+def _position_title(sweep: Sweep, labels: Iterable[str]) -> str:
+    if sweep.tokens is None:
         return "position"
-    return f"position and token{' (clean / corrupted where they differ)' * bool(tokens.corrupted)}"
+    differ = bool(sweep.tokens.corrupted) and any(" / " in label for label in labels)
+    return f"position and token{' (clean / corrupted where they differ)' * differ}"
 
 
 def _mean_note(sweep: Sweep, bars: bool = False) -> str:

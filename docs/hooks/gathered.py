@@ -41,7 +41,8 @@ def notebook(path: Path) -> dict[str, Any]:
     text, resources = exporter.from_filename(
         str(path), resources={"output_files_dir": f"{path.stem}_files"}
     )
-    text = f"[This notebook]({path.name}){{: download }}\n\n{text}"
+    title, _, text = text.lstrip().partition("\n")  # first, or `nav` has the name of the file
+    text = f"{title}\n\n[Download this notebook]({path.name}){{: download }}\n{text}"
     files = {f"notebooks/{name}": data for name, data in resources["outputs"].items()}
     own = {f"notebooks/{path.stem}.md": text, f"notebooks/{path.name}": path.read_bytes()}
     return own | files

@@ -73,7 +73,10 @@ def test_positions_are_labelled_by_the_tokens_of_the_prompts_that_are_drawn():
     ]
     each = pd.concat([frame.assign(prompt=i, unpatched=0.5) for i in range(3)])
     second = sweep(frame=each, n_prompts=3, tokens=tokens).query("prompt == 1")
-    assert list(viz.sweep_heatmap(second).data[0].x) == ["-1 ·of", "0", "1 ·dogs / ·dog", "2 ·of"]
+    drawn = viz.sweep_heatmap(second)
+    assert list(drawn.data[0].x) == ["-1 ·of", "0", "1 ·dogs / ·dog", "2 ·of"]
+    assert drawn.layout.xaxis.title.text.endswith("(clean / corrupted where they differ)")
+    assert viz.sweep_heatmap(means).layout.xaxis.title.text == "position and token"
     with pytest.raises(InputError, match="got tokens of 3 prompts and n_prompts=7"):
         sweep(frame=frame, tokens=tokens)
 
