@@ -47,7 +47,7 @@ export PIP_NO_INPUT = 1
 help: ## what there is to make
 	@grep -E '^[a-z0-9]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9]+):.*## (.*)/  make \1\t\2/' | expand -t 20
 
-demo: .venv/ready ## convert the shipped model, verify it, show its neuron-heads (writes out/)
+demo: .venv/ready ## find and draw a circuit in the language model that ships (writes out/)
 	$(BIN)/attn-only-lens demo --out out
 
 test: ## every check that CI runs

@@ -399,7 +399,7 @@ OF_NO_MODEL = {
     *("Verification", "PromptPair", "Sweep", "Paths", "Circuit", "CircuitGraph", "Faithfulness"),
     *("Page", "Provenance", "Example", "NeuronStatistics", "PairedPrompts", "Evaluation"),
     # Of the shipped models, which are of the kinds that there are.
-    *("demo", "demo_page", "pretrained"),
+    *("demo", "pretrained"),
 }
 """Public names without a row."""
 TITLES = {
@@ -426,7 +426,7 @@ on a `TransformerBridge` around a model of Hugging Face transformers, with trans
 There is nothing else: where a function ends in another error, `make support` does, and this page
 is not written. [The same as CSV](support.csv).
 
-`demo`, `viz.demo_page` and `pretrained` are about the shipped models, bridges with 4 and of
+`demo` and `pretrained` are about the shipped models, bridges with 4 and of
 either class with 3.9. Models of other families may be refused for reasons of their own:
 see [limits](limits.md) and [growth](growth.md)."""
 ROWS = {

@@ -5,46 +5,48 @@ from typing import Annotated
 
 import typer
 
+from attn_only_lens import circuits, patching, pretrained, viz
 from attn_only_lens.cli.common import clear_errors, command, print_table, require_folder, say_page
-from attn_only_lens.storage import write_text
-from attn_only_lens.viz import demo_page
-from attn_only_lens.viz.checks import import_extra
-from attn_only_lens.viz.demo import PERIODIC, run_demo
+from attn_only_lens.models.expose import expose_neuron_heads
+from attn_only_lens.models.verify import verify
+from attn_only_lens.neurons import neuron_statistics
+
+CLEAN, CORRUPTED = "The keys near the cabinet", "The key near the cabinet"
+_SHOWN = 8
 
 
 @command("Start here", "attn-only-lens demo --out out")
 def demo(
-    out: Annotated[Path, typer.Option(help="folder for the table and the picture")] = Path("out"),
+    out: Annotated[Path, typer.Option(help="folder for the pages")] = Path("out"),
 ) -> None:
-    """Show what the neurons of the shipped model attend to."""
+    """Find and draw a circuit of heads and neurons in the language model of this package."""
     with clear_errors():
-        import_extra("plotly")
         require_folder(out)
-        found = run_demo()
-        typer.echo("Addition modulo 113, one layer: its 512 neurons as attention heads.\n")
-        typer.echo(f"{found.verification}\n")
+        source = pretrained.small_english()
+        model = expose_neuron_heads(source, copy=True).model
+        same = "bitwise the same" if verify(source, model, CLEAN).bitwise else "NOT THE SAME"
+        typer.echo(
+            f"A language model of 4 layers; with its neurons as heads, its logits are {same}."
+        )
+        typer.echo(f"What makes {CLEAN!r} go on with 'are', not 'is'? The same with 'key' tells:\n")
+        metric = patching.logit_diff(" are", " is")
+        found = patching.activation_patch(model, CLEAN, CORRUPTED, metric)
+        strongest = found.top(_SHOWN)
+        tokens = [model.to_str_tokens(CLEAN)[at] for at in strongest["position"]]
         print_table(
-            "Neuron-heads attend to themselves in waves over (a, b)",
-            ("frequency", "period", "neuron-heads", "clearest", "explained", "self"),
+            "The strongest heads and neurons",
+            ("head or neuron", "at the token", "share of the difference"),
             [
-                (
-                    row["frequency"],
-                    f"{row['period']:.2f}",
-                    row["neuron_heads"],
-                    row["name"],
-                    f"{row['explained']:.1%}",
-                    f"{row['lowest']:.2f} to {row['highest']:.2f}",
-                )
-                for row in found.clearest().to_dict("records")
+                (row.name, token, f"{row.score:.2f}")
+                for row, token in zip(strongest.itertuples(index=False), tokens, strict=True)
             ],
         )
-        share = (found.neuron_heads["explained"] > PERIODIC).mean()
-        control = (found.untrained["explained"] > PERIODIC).mean()
-        typer.echo(
-            f"{share:.1%} of neuron-heads have over {PERIODIC:.0%} of the variance of their self "
-            f"weight in one frequency; with random weights, {control:.1%}.\n"
-        )
-        write_text(out / "neuron_heads.csv", found.neuron_heads.to_csv(index=False))
-        write_text(out / "neuron_heads.html", demo_page(found))
-        typer.echo(f"{out / 'neuron_heads.csv'}: a row for each neuron-head")
-        say_page(out / "neuron_heads.html", "what they attend to")
+        neurons = found.query("kind == 'neuron'").top(4 * _SHOWN)["name"].unique().tolist()
+        seen = neuron_statistics(model, neurons, pretrained.small_english_texts(), progress="texts")
+        graph = circuits.attribution_graph(model, CLEAN, metric, top=60)
+        circuit = viz.circuit_view(graph, model, CLEAN, examples=seen.frame())
+        for name, page, what in (
+            ("circuit.html", circuit, "the circuit; click a node"),
+            ("neurons.html", viz.neuron_page(model, None, seen), "its neurons, over texts"),
+        ):
+            say_page(viz.write_html(page, out / name), what)

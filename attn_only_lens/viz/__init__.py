@@ -7,7 +7,6 @@ from attn_only_lens.viz.attention import attention_view
 from attn_only_lens.viz.circuit import circuit_page
 from attn_only_lens.viz.circuit_data import NodeDetails
 from attn_only_lens.viz.comparison_pages import comparison_circuit, comparison_report
-from attn_only_lens.viz.demo import demo_page
 from attn_only_lens.viz.graph_view import circuit_view
 from attn_only_lens.viz.neurons import neuron_page
 from attn_only_lens.viz.page import Page, write_html, write_svg
@@ -21,7 +20,6 @@ __all__ = [
     "circuit_view",
     "comparison_circuit",
     "comparison_report",
-    "demo_page",
     "neuron_page",
     "sweep_bars",
     "sweep_heatmap",

@@ -179,7 +179,10 @@ def _columns(frame: pd.DataFrame, columns: Sequence[str], *more: str) -> dict[st
 
 def _plain(details: NodeDetails) -> dict[str, list[Any]]:
     """Return details as plain lists, without those that are not given."""
-    told: dict[str, list[Any]] = {"pattern": short_numbers(details.pattern or ())}
+    told: dict[str, list[Any]] = {
+        "pattern": short_numbers(details.pattern or ()),
+        "z": short_numbers(details.z or ()),
+    }
     for name, tokens in (("writes", details.writes), ("reads", details.reads)):
         told[name] = [[visible_token(token), round(amount, 2)] for token, amount in tokens]
     told["examples"] = [

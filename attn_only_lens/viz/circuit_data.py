@@ -36,6 +36,7 @@ class NodeDetails:
             much, in standard deviations over the vocabulary; the largest first.
         reads: tokens that raise or lower a neuron's query most, likewise.
         examples: where a neuron's values are largest in a corpus.
+        z: of a neuron-head, gate × value at each token of the prompt, which colours them.
 
     Example:
         >>> from attn_only_lens.viz import NodeDetails
@@ -47,6 +48,7 @@ class NodeDetails:
     writes: Sequence[tuple[str, float]] = ()
     reads: Sequence[tuple[str, float]] = ()
     examples: Sequence[Example] = ()
+    z: Sequence[float] | None = None
 
 
 def circuit_reasons(
@@ -142,6 +144,13 @@ def _details_reasons(
                 )
             elif not ((weights >= 0) & (weights <= 1)).all():
                 reasons.append(f"the pattern of {key!r} leaves [0, 1]")
+        if each.z is not None and (
+            len(each.z) != n_tokens or not np.isfinite(np.asarray(each.z, dtype=float)).all()
+        ):
+            reasons.append(
+                f"z of {key!r} has {len(each.z)} numbers; expected a finite one for each of "
+                f"{n_tokens} tokens"
+            )
         for what, tokens in (("writes", each.writes), ("reads", each.reads)):
             if any(not isinstance(t, str) or not np.isfinite(a) for t, a in tokens):
                 reasons.append(f"the tokens that {key!r} {what} are not (text, finite number)")

@@ -249,7 +249,7 @@ def _with_examples(
 def _patterns(
     run: Recording, model: Any, heads: pd.DataFrame, prompt: int, notes: list[str]
 ) -> dict[str, NodeDetails]:
-    """Return what neurons attend to, by name, and attention heads, by id.
+    """Return what neurons attend to and put out, by name, and what attention heads do, by id.
 
     A neuron that several heads share has no one pattern.
     """
@@ -263,9 +263,11 @@ def _patterns(
         head = HeadName.parse(name)
         if name in found or (head.kind == "neuron" and shared):
             continue
-        pattern = run.hooked[_hooks(model, head)[1]][prompt, head.index].double()
+        z_hook, pattern_hook = _hooks(model, head)
+        pattern = run.hooked[pattern_hook][prompt, head.index].double()
         if head.kind == "neuron":
-            found[name] = NodeDetails(_rounded(pattern[:, SELF]))
+            z = run.hooked[z_hook][prompt, :, head.index, 0].tolist()
+            found[name] = NodeDetails(_rounded(pattern[:, SELF]), z=[float(f"{x:.3g}") for x in z])
         else:
             found[key] = NodeDetails(_rounded(pattern[int(position)]))
     return found

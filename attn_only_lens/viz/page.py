@@ -81,8 +81,9 @@ class Page(str):
         return unescape(self.partition("<title>")[2].partition("</title>")[0])
 
     def __repr__(self) -> str:
-        # A notebook stores this beside the frame: not the whole page a second time.
-        return f"<Page {self._title()!r}, {len(self):,} characters>"
+        # A notebook stores this beside the frame: not the whole page a second time, nor how long it
+        # is, which rounding moves.
+        return f"<Page {self._title()!r}>"
 
 
 def write_html(picture: "str | go.Figure", path: str | Path) -> Path:

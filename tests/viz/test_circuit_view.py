@@ -76,6 +76,8 @@ def test_patterns_are_of_the_prompt_that_is_shown(drawn):
         if head.kind == "neuron":
             own, other = pattern[1, :, 0], pattern[0, :, 0]
             got = details[node.name]["pattern"]
+            z = cache[head.hook("z", model)][1, :, head.index, 0]
+            assert details[node.name]["z"] == pytest.approx(z.tolist(), rel=6e-3)  # three figures
         else:
             own, other = (rows[node.position] for rows in (pattern[1], pattern[0]))
             got = details[node.id]["pattern"]
@@ -299,7 +301,7 @@ def test_without_a_model_there_are_nodes_and_edges(drawn):
     assert len(data["nodes"]["id"]) == len(graph.nodes)
     bare = read_back(viz.circuit_view(graph, model, given, top_tokens=0))["details"]
     assert bare
-    assert all(set(each) == {"pattern"} for each in bare.values())
+    assert all(set(each) <= {"pattern", "z"} for each in bare.values())
 
 
 @needs_hooked_transformer
@@ -422,6 +424,9 @@ def test_a_click_tells_what_the_graph_says(opened, drawn):
         assert set(got) == {text for text, _ in details[key][field]}
         assert len(got) == 20
     assert len(shown.texts("#pattern .tokens span")) == POS
+    told = shown.js("return document.querySelector('#pattern .tokens span').title")
+    of_neuron = details[neuron["name"]]
+    assert told == f"z {of_neuron['z'][0]:g}, gate {of_neuron['pattern'][0]:g}"
     # Edges that say what sets a pattern are dashed, and can be switched off.
     kinds = data["edges"]["kind"]
     dashes = shown.js(

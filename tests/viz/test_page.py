@@ -82,7 +82,7 @@ def test_a_notebook_shows_a_page_in_a_frame():
 
 def test_a_notebook_stores_a_page_once():
     page = document("a < b", "<p>" + 10_000 * "x")
-    assert repr(page) == f"<Page 'a < b', {len(page):,} characters>"
+    assert repr(page) == "<Page 'a < b'>"
 
 
 WITHOUT_EXTRAS = """

@@ -485,6 +485,7 @@
     });
     return line;
   };
+  const furthest = (values) => values.reduce((a, b) => Math.max(a, Math.abs(b)), 1e-12);
   const SPREAD = "Amounts: standard deviations above the mean over the vocabulary (σ), direct path alone.";
   const bothEnds = (id, title, note, words, list) => {
     const part = section(id, title, note), both = make("div", "", "both");
@@ -535,22 +536,27 @@
     if (nodes.exact && nodes.exact[i] !== null) box.append(make("p", data.exact, "note"));
     const more = told(i);
     if (more.pattern) {
-      const part = section("pattern", "Attention", nodes.kind[i] === "neuron"
-        ? "What each token attends to itself, 0 to 1; the rest goes to the bias token."
-        : "What the outlined token attends to, 0 to 1.");
-      // Squares, as mix takes the root.
-      part.append(coloured(tokens, more.pattern.map((w) => w ** 2), 1, where, (t) => `${t}: ${more.pattern[t]}`));
+      const gate = "What each token attends to itself, 0 to 1; the rest goes to the bias token.";
+      // A gate alone would mislead: that of SiLU is ½ where nothing is put out.
+      const part = section("pattern", "Attention", more.z
+        ? "Coloured by what the neuron puts out at each token: z, its gate × value. Point at a token for its gate, "
+          + "the weight on itself."
+        : nodes.kind[i] === "neuron" ? gate : "What the outlined token attends to, 0 to 1.");
+      part.append(more.z
+        ? coloured(tokens, more.z, furthest(more.z), where, (t) => `z ${more.z[t]}, gate ${more.pattern[t]}`)
+        // Squares, as mix takes the root.
+        : coloured(tokens, more.pattern.map((w) => w ** 2), 1, where, (t) => `${t}: ${more.pattern[t]}`));
       box.append(part);
     }
     if (more.writes) box.append(bothEnds("writes-tokens", "Tokens it writes", SPREAD, ["raises", "lowers"], more.writes));
     if (more.reads) box.append(bothEnds("reads-tokens", "Tokens it reads", "Its query by each token's embedding, in σ likewise.",
                                         ["most", "least"], more.reads));
     if (more.examples) {
-      const part = section("examples", "Top examples", "Coloured by the neuron's value (gate × value); point at a token.");
-      const top = more.examples.flatMap((each) => each.values).reduce((a, b) => Math.max(a, Math.abs(b)), 1e-12);
+      const part = section("examples", "Top examples", "Coloured by z likewise; point at a token.");
+      const top = furthest(more.examples.flatMap((each) => each.values));
       for (const each of more.examples) {
         const line = coloured(each.tokens, each.values, top, each.position,
-                              (t) => `value ${each.values[t]}, gate ${each.gates[t]} (text ${each.text})`);
+                              (t) => `z ${each.values[t]}, gate ${each.gates[t]} (text ${each.text})`);
         line.classList.add("example");
         part.append(line);
       }
