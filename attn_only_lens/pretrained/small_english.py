@@ -33,12 +33,12 @@ def small_english(
     *,
     hooked: bool = False,
 ) -> Any:
-    """Return a language model of four layers that is small enough to be run anywhere.
+    """Return a language model of four layers that is small enough to run anywhere.
 
     A LLaMA (gated MLPs, RMS norm, rotary positions) with 450 words, trained by
     `analyses/train_small_english.py` on text of a grammar: verbs agree with their subjects and
-    pronouns with names, brackets close, lists repeat themselves. Prompts of the tasks that it has
-    learnt are made by `tasks.agreement`, `tasks.brackets`, `tasks.induction` and `tasks.ioi`.
+    pronouns with names, brackets close, lists repeat themselves. `tasks.agreement`,
+    `tasks.brackets`, `tasks.induction` and `tasks.ioi` make prompts for what it has learnt.
 
     Args:
         device: where to put it.

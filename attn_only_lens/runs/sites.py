@@ -177,7 +177,7 @@ def resolve_sites(model: Any, sites: Sites) -> tuple[LayerSites, ...]:
         >>> resolve_sites(model, ["L0N7", "L0N5"])[0].index
         tensor([5, 7])
     """
-    problem = "these sites cannot be patched"
+    problem = "these heads cannot be selected"
     InputError.raise_if(reasons_without_heads(model), problem)
     if isinstance(sites, Selection):
         host = host_of(model)
@@ -226,7 +226,7 @@ def split_positions(sites: Sites) -> list[tuple[str, int | None]] | None:
             reasons.append(f"got {name!r}; expected a position after @, such as 'L3N7@13'")
         else:
             found.append((head, int(position) if at else None))
-    InputError.raise_if(reasons, "these sites cannot be patched")
+    InputError.raise_if(reasons, "these heads cannot be selected")
     return found
 
 

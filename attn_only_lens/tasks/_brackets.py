@@ -29,18 +29,19 @@ def brackets(
 ) -> PairedPrompts:
     """Return pairs of prompts in which a bracket or a quotation is to be closed.
 
-    Roles: "open", the mark that is to be closed; nested, "closed", the mark that closed the inner
-    one; "end".
+    Roles: "open", the mark that is to be closed; "end"; and, if nested, "closed", the mark that
+    closes the inner remark.
 
     Args:
         tokenizer: of Hugging Face, such as `model.tokenizer`.
         n: how many pairs; round and square brackets and quotation marks.
         seed: which pairs are drawn.
-        structure: "simple"; "nested", with a remark inside, in marks as the wrong answer.
+        structure: "simple"; or "nested", with a second remark inside, whose closing mark is the
+            wrong answer.
 
     Returns:
-        The pairs: different ones, in random order. The corrupted prompt has another mark that
-        opens.
+        The pairs, all different, in random order. The corrupted prompt opens with another mark:
+        its right answer is the wrong one of the clean prompt.
 
     Raises:
         InputError: with every reason: an option, or fewer than n pairs that fit the tokenizer, with

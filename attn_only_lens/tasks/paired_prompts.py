@@ -197,7 +197,7 @@ def collect(task: str, tokenizer: Any, n: int, seed: int, pairs: Iterable[Pair])
         raise InputError(
             [
                 f"{task}: got n={n}; {len(found)} of {drawn} pairs that were drawn are different "
-                "and fit the tokenizer; expected so many at most",
+                f"and fit the tokenizer; expected n={len(found)} at most",
                 *(f"{count} were dropped: {why}" for why, count in dropped.most_common()),
             ],
             _PROBLEM,
