@@ -146,7 +146,7 @@ def _node(data: _Data, i: int, at: Layout, largest: float, colours: Mapping[str,
     fill = "" if status else f' style="fill:{_mixed(colours["zero"], end, size)}"'
     sign = "" if not attribution else "− " if attribution < 0 else "+ "
     mark = f"{STATUSES[status]} " if status else sign
-    strong = "strong" if size > 0.6 and not status else ""
+    strong = "strong" if size > 0.77 and not status else ""
     return (
         f'<g class="node {kind} {status or ""}" transform="translate({at.x[i]:.1f},{at.y[i]:.1f})">'
         f'<rect x="{-width / 2:.1f}" y="{-BOX / 2:.0f}" width="{width:.1f}" height="{BOX}" '

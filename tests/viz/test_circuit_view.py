@@ -60,7 +60,11 @@ def test_the_page_holds_the_graph(drawn):
     sizes, n = heads_of(graph)["attribution"].abs(), 3 * (2 + 37) * POS
     every = attribution_graph(model, given, METRIC, mass=1.0)
     share = sizes.sum() / heads_of(every)["attribution"].abs().sum()
-    (note,) = data["notes"]
+    note, prompts = data["notes"]
+    assert prompts.startswith(
+        "Prompts: tokens, attention and what nodes write are those of prompt 1;"
+    )
+    assert "add up 2 prompts" in prompts
     assert note.startswith(f"Nodes: 61 of {n} heads and neurons, with {share:.0%} of")
     assert 0.3 < share < 0.99  # the control
 
@@ -263,7 +267,7 @@ def test_a_page_of_a_thousand_nodes_is_bounded_and_says_so():
     page = viz.circuit_view(graph, model, given, top_tokens=20, examples=pd.DataFrame(rows))
     data = read_back(page)
     assert len(graph.edges) > 60_000 > 30_000 > len(data["edges"]["weight"])
-    (_, note) = data["notes"]
+    *_, note = data["notes"]
     assert "strongest into each node" in note
     # What is left out is in "rest": sums hold as they did.
     ids, into = np.array(data["nodes"]["id"]), {}
@@ -284,7 +288,7 @@ def test_patterns_that_do_not_fit_are_left_out_and_it_is_said(drawn, monkeypatch
     graph, model, given, page = drawn
     monkeypatch.setattr("attn_only_lens.viz.graph_view._WEIGHTS", 7 * POS)
     data = read_back(viz.circuit_view(graph, model, given))
-    assert data["notes"][1:] == ["Patterns: of the 7 nodes of largest |attribution|."]
+    assert data["notes"][-1:] == ["Patterns: of the 7 nodes of largest |attribution|."]
     heads = heads_of(graph)
     strongest = heads.loc[heads["attribution"].abs().nlargest(7).index]
     keys = {n.name if n.kind == "neuron" else n.id for n in strongest.itertuples()}
@@ -397,7 +401,7 @@ def test_examples_of_neurons(drawn, monkeypatch):
     monkeypatch.setattr("attn_only_lens.viz.graph_view._EXAMPLES", 12)
     data = read_back(viz.circuit_view(graph, examples=frame))
     assert set(data["details"]) == set(ranked.unique()[:2])
-    assert data["notes"][1:] == ["Examples: of the 2 neurons of largest |attribution|."]
+    assert data["notes"][-1:] == ["Examples: of the 2 neurons of largest |attribution|."]
     with pytest.raises(InputError, match="expected those of top_examples"):
         viz.circuit_view(graph, examples=frame.drop(columns="gates"))
 
@@ -413,7 +417,8 @@ def test_a_click_tells_what_the_graph_says(opened, drawn):
     assert shown.texts("#panel h2") == [neuron["id"]]
     for title, end, other in (("reads", "target", "source"), ("writes", "source", "target")):
         mine = graph.edges[graph.edges[end] == neuron["id"]]
-        assert set(shown.texts(f"#{title} tr td:first-child")) <= set(mine[other])
+        told = shown.texts(f"#{title} tr td:first-child")  # embeddings with their tokens
+        assert {text.rpartition("(")[-1].rstrip(")") for text in told} <= set(mine[other])
         assert shown.texts(f"#{title} h3")[0].split("(")[1].startswith(str(len(mine)))
     details = data["details"]
     for part, key, field in (

@@ -53,10 +53,11 @@
   const STATUS = { kept: "=", lost: "×", gained: "+" };
   const EXTRAS = ["bias", "rest", "offset"];
   const css = (name) => getComputedStyle(document.documentElement).getPropertyValue("--" + name).trim();
+  const isDark = () => (state.theme || (matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light")) === "dark";
   const mix = (value, top) => {
     const t = value === null ? 0 : Math.sqrt(Math.min(1, Math.abs(value) / top));
     const ends = [css("zero"), css(value < 0 ? "negative" : "positive")];
-    return { fill: d3.interpolateRgb(...ends)(t), strong: t > 0.6 };
+    return { fill: d3.interpolateRgb(...ends)(t), strong: t > (isDark() ? 0.64 : 0.77) }; // whichever text has more contrast
   };
 
   // --- Nodes as they are drawn: those of the graph, and groups of them -------------------------
@@ -725,7 +726,6 @@
     label.prepend(box);
     at("edge-kinds").append(label);
   }
-  const isDark = () => (state.theme || (matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light")) === "dark";
   const recolour = () => {
     if (state.theme) document.documentElement.dataset.theme = state.theme;
     else delete document.documentElement.dataset.theme;
