@@ -23,7 +23,7 @@ from attn_only_lens.viz import write_html
 from attn_only_lens.viz.neurons import MOST_NEURONS, index_of_layers, page_of_statistics
 
 
-@command("Look at a model", "attn-only-lens atlas gpt2 --texts corpus.txt --out atlas/")
+@command("Look at a model", "attn-only-lens atlas small-english --texts corpus.txt --out atlas/")
 def atlas(
     model: options.Model,
     texts: Annotated[

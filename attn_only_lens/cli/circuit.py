@@ -23,10 +23,10 @@ from attn_only_lens.viz import circuit_view, write_html
 
 @command(
     "Find what matters",
-    "attn-only-lens circuit gpt2",
-    '--clean "When Mary and John went to the store, John gave a drink to"',
-    '--corrupted "When Mary and John went to the store, Mary gave a drink to"',
-    '--answer " Mary" --wrong " John" --out circuit.html',
+    "attn-only-lens circuit small-english",
+    '--clean "The keys near the cabinet"',
+    '--corrupted "The key near the cabinet"',
+    '--answer " are" --wrong " is" --out circuit.html',
 )
 def circuit(
     model: options.Model,

@@ -17,6 +17,7 @@ from attn_only_lens.heads import has_neuron_heads, host_of
 from attn_only_lens.models.expose import expose_neuron_heads
 from attn_only_lens.models.load import load
 from attn_only_lens.models.two_blocks import AttentionOnlyTransformer
+from attn_only_lens.pretrained import small_english
 from attn_only_lens.tl import quiet
 
 app = typer.Typer(
@@ -25,6 +26,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
+SHIPPED = "small-english"
+"""What the command line calls the language model that ships with the package."""
 Panel = Literal["Start here", "Look at a model", "Find what matters", "Make models, and compare"]
 _Function = TypeVar("_Function", bound=Callable[..., None])
 
@@ -75,7 +78,10 @@ def clear_errors() -> Iterator[None]:
 def load_model(model: str, dtype: str | None, device: str, hooked: bool = False) -> Any:
     """Load a model by name or from a folder, and say what it is."""
     with redirect_stdout(sys.stderr):  # TransformerLens prints its progress
-        loaded = load(model, dtype=dtype, device=device, hooked=hooked)
+        if model == SHIPPED and not Path(model).exists():
+            loaded = small_english(device, dtype or "float32", hooked=hooked)
+        else:
+            loaded = load(model, dtype=dtype, device=device, hooked=hooked)
     typer.echo(f"{model}: {_describe(loaded)}", err=True)
     return loaded
 

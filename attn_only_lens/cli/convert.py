@@ -33,7 +33,7 @@ from attn_only_lens.tl import require_hooked_transformer
 _BRIDGE = "TransformerBridge"  # in a manifest
 
 
-@command("Make models, and compare", "attn-only-lens convert gpt2 gpt2-attn-only")
+@command("Make models, and compare", "attn-only-lens convert small-english attention-only/")
 def convert(
     model: options.Model,
     out: options.OutFolder,
@@ -93,7 +93,7 @@ def convert(
         typer.echo(f"{out}: {', '.join(layers)}")
 
 
-@command("Start here", 'attn-only-lens verify gpt2 --text "The cat sat on the mat"')
+@command("Start here", 'attn-only-lens verify small-english --text "The keys near the cabinet"')
 def verify(
     model: options.Model,
     converted: Annotated[

@@ -12,7 +12,7 @@ from attn_only_lens.runs import metrics
 from attn_only_lens.runs.chat import chat_tokens
 from attn_only_lens.runs.prompts import Prompts
 
-MODEL = "a Hugging Face name, or a folder that holds a model"
+MODEL = "a Hugging Face name, a folder that holds a model, or small-english, which ships with this"
 _METRICS = ("logit_diff", "probability", "log_probability", "kl", "loss")
 
 Model = Annotated[str, typer.Argument(help=MODEL)]

@@ -31,10 +31,10 @@ _SELECTIONS = {"neurons": p.neuron_heads, "heads": p.heads, "all": p.all_heads}
 
 @command(
     "Find what matters",
-    "attn-only-lens patch gpt2",
-    '--clean "When Mary and John went to the store, John gave a drink to"',
-    '--corrupted "When Mary and John went to the store, Mary gave a drink to"',
-    '--answer " Mary" --wrong " John" --out sweep.parquet',
+    "attn-only-lens patch small-english",
+    '--clean "The keys near the cabinet"',
+    '--corrupted "The key near the cabinet"',
+    '--answer " are" --wrong " is" --out sweep.parquet',
 )
 def patch(
     model: options.Model,

@@ -55,8 +55,8 @@ def picture(
 
 @command(
     "Look at a model",
-    'attn-only-lens pattern gpt2 --prompt "The keys to the cabinet are"',
-    "--names L5N1234,L7H2 --out patterns.html",
+    'attn-only-lens pattern small-english --prompt "The keys near the cabinet are"',
+    "--names L0N259,L3H3 --out patterns.html",
 )
 def pattern(
     model: options.Model,

@@ -118,7 +118,11 @@ def attention_view(
     below = f"{words}; point at a cell for the number.</p><div id='heads'></div>"
     main = f'<main id="attention"><div id="neurons"></div>{below if attention else ""}</main>'
     note = f"{len(texts)} tokens"
-    return page_of_tokens(told, note, main, data, "attention", libraries)
+    page = page_of_tokens(told, note, main, data, "attention", libraries)
+    # By lines of tokens, of some 10 px a character in 860, and what a heatmap takes.
+    lines = -(-sum(len(each) + 1 for each in texts) * 10 // 860)
+    height = 70 + len(neurons) * (90 + 48 * lines) + 900 * bool(attention)
+    return Page(page, height=min(height, 1_200))
 
 
 def _pattern(

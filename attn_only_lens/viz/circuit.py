@@ -23,6 +23,7 @@ from attn_only_lens.viz.page import (
     asset,
     document,
     inline_script,
+    model_title,
     script_data,
     short_numbers,
     visible_token,
@@ -90,7 +91,7 @@ def circuit_page(
     data["details"] = {key: _plain(each) for key, each in details.items()}
     data["notes"], data["state"] = list(meta.get("notes", ())), state
     data["exact"] = meta.get("exact", "")
-    title = f"{meta['model']}: {meta['metric']} = {float(meta['value']):.5g}"
+    title = f"{model_title(meta['model'])}: {meta['metric']} = {float(meta['value']):.5g}"
     picture = circuit_picture(data, title)
     body = [
         asset("assets/circuit.html").replace("TITLE", escape(title)),

@@ -16,7 +16,7 @@ from attn_only_lens.viz.checks import import_extra, refuse
 from attn_only_lens.viz.circuit import circuit_page
 from attn_only_lens.viz.circuit_data import STATUSES
 from attn_only_lens.viz.figures import HEAD_COLOURS, empty_figure, plotly_text, style_figure
-from attn_only_lens.viz.page import Page, asset, document, inline_script, short_numbers
+from attn_only_lens.viz.page import Page, asset, document, inline_script, model_title, short_numbers
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
@@ -56,7 +56,7 @@ def comparison_report(comparison: Comparison) -> Page:
     every = pd.concat([comparison.heads, comparison.neurons], ignore_index=True)
     changed = every.loc[every["attribution_change"].abs().nlargest(_ROWS).index]
     new = comparison.new.loc[comparison.new["share"].abs().nlargest(_ROWS).index]
-    title = f"{about['model'] or 'model'}: {about['metric']}, original against grown"
+    title = f"{model_title(about['model'])}: {about['metric']}, original against grown"
     models = pd.DataFrame(about["values"]).T.rename_axis("model").reset_index()
     models = models.assign(
         circuit_size=about["circuit_sizes"][: len(models)],
@@ -122,13 +122,18 @@ def comparison_circuit(comparison: Comparison) -> Page:
         + "; names and layers are the grown model's, and effects and weights are measured there; "
         "of what was lost, in the original."
     ]
+    if about["n_prompts_of_circuits"] > 1:
+        notes.append(
+            f"These are circuits of {about['n_prompts_of_circuits']} prompts. Tokens are those of "
+            "the first; others may have other tokens at a position, and more or fewer of them."
+        )
     if counts.sum() < len(every):
         notes.append(f"Nodes: the {counts.sum()} of largest effect, of {len(every):,}.")
     meta = {
         "tokens": list(comparison.tokens),
         "metric": about["metric"],
         "value": about["values"]["grown"]["clean"],
-        "model": f"{about['model'] or 'model'}, original against grown",
+        "model": f"{model_title(about['model'])}, original against grown",
         "notes": notes,
     }
     return circuit_page(drawn, edges, meta)

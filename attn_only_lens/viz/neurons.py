@@ -30,7 +30,7 @@ from attn_only_lens.runs.metrics import AnyMetric
 from attn_only_lens.runs.sites import Sites, neuron_heads, resolve_sites
 from attn_only_lens.runs.token_texts import token_text
 from attn_only_lens.viz.checks import refuse
-from attn_only_lens.viz.page import Page, asset, page_of_tokens, with_space
+from attn_only_lens.viz.page import Page, asset, model_title, page_of_tokens, with_space
 
 MOST_NEURONS = 3_000
 """Neurons of one page; `attn-only-lens atlas` makes a page of each layer."""
@@ -88,7 +88,7 @@ def neuron_page(
         True
     """
     if isinstance(texts, NeuronStatistics):
-        of, own = (Path(str(name)).name for name in (texts.model, model.cfg.model_name))
+        of, own = (model_title(str(name)) for name in (texts.model, model.cfg.model_name))
         if of != own:
             refuse(f"got statistics of the model {of!r}; expected those of {own!r}")
         sites = resolve_sites(model, list(texts.names) if names is None else names)
@@ -150,7 +150,7 @@ def page_of_statistics(
         "others": others or {},
     }
     many = f"{len(names):,} neurons" if len(names) > 3 else ", ".join(names)
-    title = f"{many} of {Path(found.model).name}" if found.model else many
+    title = f"{many} of {model_title(found.model)}" if found.model else many
     main = asset("assets/neurons.html")
     return page_of_tokens(title, _about(found), main, data, "neurons")
 
@@ -258,7 +258,7 @@ def index_of_layers(found: NeuronStatistics, pages: dict[int, str]) -> Page:
         pages: the file of each layer's, beside this one.
     """
     counts = Counter(HeadName.parse(name).layer for name in found.names)
-    title = f"{len(found.names):,} neurons of {Path(found.model).name}"
+    title = f"{len(found.names):,} neurons of {model_title(found.model)}"
     rows = [
         f'<tr><td><a href="{escape(page)}">Layer {layer}</a></td>'
         f'<td class="number">{counts[layer]:,} neurons</td></tr>'

@@ -45,6 +45,7 @@ class Page(str):
     Attributes:
         picture: SVG of what it shows first, if there is one: what a notebook shows where frames are
             taken out, as on GitHub.
+        height: of the frame, in pixels.
 
     Example:
         >>> from attn_only_lens.viz import Page
@@ -53,19 +54,22 @@ class Page(str):
     """
 
     picture: str | None
+    height: int
 
-    def __new__(cls, text: str, picture: str | None = None) -> "Page":
-        """Take the text, and the picture beside it."""
+    def __new__(cls, text: str, picture: str | None = None, height: int = 760) -> "Page":
+        """Take the text, the picture beside it, and the height of a notebook's frame."""
         page = super().__new__(cls, text)
         page.picture = picture
+        page.height = height
         return page
 
     def _repr_html_(self) -> str:
         place = "grid-area:1/1;width:100%"
+        size = f"{place};height:{self.height}px;border:1px solid #ccc"
         # A sandbox without allow-same-origin: the page can reach nothing of the notebook's.
         frame = (
-            f'<iframe sandbox="allow-scripts allow-downloads" style="{place};height:760px;'
-            f'border:1px solid #ccc" srcdoc="{escape(self)}"></iframe>'
+            f'<iframe sandbox="allow-scripts allow-downloads" style="{size}" '
+            f'srcdoc="{escape(self)}"></iframe>'
         )
         if self.picture is None:
             return frame
@@ -206,6 +210,16 @@ def inline_script(source: str) -> str:
 def asset(name: str) -> str:
     """Return the text of a file that ships beside this module."""
     return files("attn_only_lens.viz").joinpath(name).read_text(encoding="utf-8")
+
+
+def model_title(name: str) -> str:
+    """Return a model's name; of a folder that, and not its whole path.
+
+    Example:
+        >>> model_title("gpt2"), model_title(str(Path("folder/gpt2-larger").resolve()))
+        ('gpt2', 'gpt2-larger')
+    """
+    return (Path(name).name if Path(name).is_absolute() else name) or "model"
 
 
 def visible_token(token: str) -> str:

@@ -28,7 +28,7 @@ from attn_only_lens.viz.figures import (
     plotly_text,
     style_figure,
 )
-from attn_only_lens.viz.page import HEAD_PLURALS, visible_token
+from attn_only_lens.viz.page import HEAD_PLURALS, model_title, visible_token
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
@@ -253,7 +253,7 @@ def _titled(
     figure: "go.Figure", sweep: Sweep, height: int, *notes: str, legend: int = 0
 ) -> "go.Figure":
     method = "measured" if sweep.method == MEASURED else f"estimated by {sweep.method}"
-    title = f"{sweep.model}: {sweep.part}, {sweep.direction} · {sweep.metric}"
+    title = f"{model_title(sweep.model)}: {sweep.part}, {sweep.direction} · {sweep.metric}"
     below = " · ".join(note for note in (method, *notes) if note)
     lines = [plotly_text(each) for each in wrap(title, _LINE)]
     lines += [

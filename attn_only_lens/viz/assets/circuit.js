@@ -545,7 +545,7 @@
     const where = nodes.position[i], heading = make("h2", nodes.id[i]);
     const facts = [["kind", nodes.kind[i]], ["layer", nodes.layer[i]],
                    ["token", where === null ? null : `${tokens[where]}  (${where})`],
-                   ["value", nodes.value[i]], ["attribution", nodes.attribution[i]]];
+                   [{ attention: "length of z", neuron: "z" }[nodes.kind[i]] || "value", nodes.value[i]], ["attribution", nodes.attribution[i]]];
     if (nodes.exact) facts.push(["exact effect", nodes.exact[i]]);
     if (nodes.status) facts.push(["status", nodes.status[i] || "–"]);
     box.append(heading, table(facts.map((cells) => ({
