@@ -88,7 +88,7 @@ def neuron_page(
         True
     """
     if isinstance(texts, NeuronStatistics):
-        of, own = (model_title(str(name)) for name in (texts.model, model.cfg.model_name))
+        of, own = (Path(str(name)).name for name in (texts.model, model.cfg.model_name))
         if of != own:
             refuse(f"got statistics of the model {of!r}; expected those of {own!r}")
         sites = resolve_sites(model, list(texts.names) if names is None else names)
