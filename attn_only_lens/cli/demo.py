@@ -28,14 +28,17 @@ def demo(
         typer.echo(
             f"A language model of 4 layers; with its neurons as heads, its logits are {same}."
         )
-        typer.echo(f"What makes {CLEAN!r} go on with 'are', not 'is'? The same with 'key' tells:\n")
+        typer.echo(
+            f"Why does {CLEAN!r} go on with 'are', and not 'is'? The output of each head and\n"
+            f"neuron is copied into a run of {CORRUPTED!r}: how much of the answer comes back?\n"
+        )
         metric = patching.logit_diff(" are", " is")
         found = patching.activation_patch(model, CLEAN, CORRUPTED, metric)
         strongest = found.top(_SHOWN)
         tokens = [model.to_str_tokens(CLEAN)[at] for at in strongest["position"]]
         print_table(
             "The strongest heads and neurons",
-            ("head or neuron", "at the token", "share of the difference"),
+            ("head or neuron", "at the token", "comes back"),
             [
                 (row.name, token, f"{row.score:.2f}")
                 for row, token in zip(strongest.itertuples(index=False), tokens, strict=True)
