@@ -85,7 +85,7 @@ def circuit_page(
         >>> page[:15], "L0N5@1" in page, page.picture[:4]
         ('<!DOCTYPE html>', True, '<svg')
     """
-    details, state = details or {}, {} if state is None else state
+    details, state = {} if details is None else details, {} if state is None else state
     refuse(*circuit_reasons(nodes, edges, meta, details, state))
     data = _drawing(nodes.reset_index(drop=True), edges, meta)
     data["details"] = {key: _plain(each) for key, each in details.items()}

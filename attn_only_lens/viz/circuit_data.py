@@ -62,6 +62,14 @@ def circuit_reasons(
     state: Mapping[str, Any],
 ) -> list[str]:
     """Return all that does not fit together; nothing if the circuit can be drawn."""
+    given = (("nodes", nodes, pd.DataFrame), ("edges", edges, pd.DataFrame))
+    reasons = [
+        f"got a {type(each).__name__} as {what}; expected a {kind.__name__}"
+        for what, each, kind in (*given, ("meta", meta, Mapping), ("details", details, Mapping))
+        if not isinstance(each, kind)
+    ]
+    if reasons:
+        return reasons
     reasons = [f"meta has no {key!r}" for key in _META if key not in meta]
     for what, frame, wanted in (("nodes", nodes, NODE_COLUMNS), ("edges", edges, EDGE_COLUMNS)):
         missing = [column for column in wanted if column not in frame]

@@ -531,6 +531,8 @@ def test_frames_that_do_not_fit_are_refused(reason):
     ("changes", "reason"),
     [
         ({"meta": {**META, "tokens": "text"}}, "got a str for tokens"),
+        ({"meta": "m", "details": [1]}, "got a list as details; expected a Mapping"),
+        ({"details": {"L1N4": viz.NodeDetails([0.5] * 7, z=[1.0] * 6)}}, "z of 'L1N4' has 6"),
         ({"meta": {**META, "value": float("nan")}}, "got meta value nan"),
         ({"meta": {"tokens": EVIL}}, "meta has no 'metric'"),
         ({"details": {"L7N7": viz.NodeDetails()}}, "'L7N7', which is no node's id or name"),
