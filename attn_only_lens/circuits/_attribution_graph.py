@@ -41,7 +41,13 @@ from attn_only_lens.errors import InputError
 from attn_only_lens.heads import host_of, reasons_without_heads
 from attn_only_lens.numerics import full_precision, is_count
 from attn_only_lens.runs.inputs import reasons_not_to_run
-from attn_only_lens.runs.metrics import AnyMetric, as_metric, bind, require_differentiable
+from attn_only_lens.runs.metrics import (
+    AnyMetric,
+    bind,
+    no_gradient_reasons,
+    one_run_reasons,
+    require_differentiable,
+)
 from attn_only_lens.runs.prompts import PromptPair, Prompts, single_prompts
 from attn_only_lens.runs.recording import record
 from attn_only_lens.runs.token_texts import token_texts
@@ -290,13 +296,7 @@ def _check(model: Any, metric: AnyMetric, max_edges: object) -> None:
     reasons = [*reasons_not_to_run(model), *reasons_without_heads(model)]
     if not is_count(max_edges, 1):
         reasons.append(f"got max_edges={max_edges!r}; expected 1 or more")
-    if as_metric(metric).needs_reference:
-        reasons.append(
-            f"{as_metric(metric).name} compares with another run, and there is one run here; "
-            "expected a metric of its logits alone"
-        )
-    if torch.is_inference_mode_enabled():
-        reasons.append("no gradient is taken in torch.inference_mode(); torch.no_grad() will do")
+    reasons += one_run_reasons(metric) + no_gradient_reasons()
     InputError.raise_if(reasons, "there is no attribution graph of this")
 
 

@@ -49,8 +49,9 @@ from attn_only_lens.runs.inputs import reasons_not_to_run
 from attn_only_lens.runs.metrics import (
     AnyMetric,
     BoundMetric,
-    as_metric,
     bind,
+    no_gradient_reasons,
+    one_run_reasons,
     require_differentiable,
 )
 from attn_only_lens.runs.prompts import PromptPair, Prompts, single_prompts
@@ -168,13 +169,8 @@ def _check(
         reasons.append(f"got top={top!r}; expected 1 or more")
     if nodes is not None and metric is not None:
         reasons.append("got nodes and a metric, which chooses nodes; expected one of the two")
-    if metric is not None and as_metric(metric).needs_reference:
-        reasons.append(
-            f"{as_metric(metric).name} compares with another run, and there is one run here; "
-            "expected a metric of its logits alone"
-        )
-    if metric is not None and torch.is_inference_mode_enabled():
-        reasons.append("no gradient is taken in torch.inference_mode(); torch.no_grad() will do")
+    if metric is not None:
+        reasons += one_run_reasons(metric) + no_gradient_reasons()
     InputError.raise_if(reasons, _PROBLEM)
 
 

@@ -43,6 +43,7 @@ from attn_only_lens.numerics import as_plain, full_precision, is_count
 from attn_only_lens.runs.frozen_pass import silent_scale_edits
 from attn_only_lens.runs.inputs import reasons_not_to_run
 from attn_only_lens.runs.largest import LargestScores
+from attn_only_lens.runs.metrics import no_gradient_reasons
 from attn_only_lens.runs.prompts import Prompts, single_prompts
 from attn_only_lens.runs.recording import Hooks, run
 from attn_only_lens.runs.sites import all_heads, resolve_sites
@@ -110,8 +111,7 @@ def score_sources(
     reasons = [*reasons_without_heads(model), *reasons_not_to_run(model)]
     if top is not None and not is_count(top, 1):
         reasons.append(f"got top={top!r}; expected 1 or more, or None")
-    if torch.is_inference_mode_enabled():
-        reasons.append("no gradient is taken in torch.inference_mode(); torch.no_grad() will do")
+    reasons += no_gradient_reasons()
     InputError.raise_if(reasons, _PROBLEM)
     head = name if isinstance(name, HeadName) else HeadName.parse(name)
     head.require_in(model)

@@ -21,8 +21,6 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any
 
-import torch
-
 from attn_only_lens.circuits._search import Circuit, search_circuit
 from attn_only_lens.circuits.ablation import AblatedModel
 from attn_only_lens.comparison.alignment import align
@@ -39,7 +37,7 @@ from attn_only_lens.heads import has_neuron_heads, host_of
 from attn_only_lens.models.expose import expose_neuron_heads
 from attn_only_lens.numerics import as_plain, is_count
 from attn_only_lens.runs.inputs import reasons_not_to_run
-from attn_only_lens.runs.metrics import AnyMetric
+from attn_only_lens.runs.metrics import AnyMetric, no_gradient_reasons
 from attn_only_lens.runs.prompts import Prompts
 from attn_only_lens.runs.sites import all_heads, resolve_sites
 from attn_only_lens.runs.token_texts import token_texts
@@ -232,8 +230,7 @@ def _require_valid(given: Sequence[Any], provenance: object, settings: dict[str,
             reasons.append("the null grew differently; expected the same growth, trained apart")
         elif other.source and provenance.source and other.source.differences(provenance.source):
             reasons.append("the null grew from another model; expected the same growth")
-    if torch.is_inference_mode_enabled():
-        reasons.append("no gradient is taken in torch.inference_mode(); torch.no_grad() will do")
+    reasons += no_gradient_reasons()
     models = [each.model if isinstance(each, Grown) else each for each in given]
     for label, model in zip(MODELS, models, strict=False):
         if not hasattr(model, "cfg"):

@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 import pandas as pd
-import torch
 from tqdm.auto import tqdm
 
 from attn_only_lens.errors import InputError
@@ -32,7 +31,7 @@ from attn_only_lens.numerics import full_precision, is_count
 from attn_only_lens.patching._activation_patch import metric_identity
 from attn_only_lens.runs.fingerprint import fingerprint
 from attn_only_lens.runs.inputs import option_reasons, reasons_not_to_run
-from attn_only_lens.runs.metrics import AnyMetric, as_metric
+from attn_only_lens.runs.metrics import AnyMetric, as_metric, no_gradient_reasons, one_run_reasons
 from attn_only_lens.runs.sites import ALL_MEMBERS, LayerSites, Sites, neuron_heads, resolve_sites
 
 By = Literal["z", "gate", "attribution"]
@@ -182,13 +181,8 @@ def _pass(
     if (metric is None) == (by == "attribution"):
         expected = "a metric" if by == "attribution" else "none"
         reasons.append(f"got by={by!r} and metric={metric!r}; expected {expected}")
-    if metric is not None and as_metric(metric).needs_reference:
-        reasons.append(
-            f"{as_metric(metric).name} compares with another run, and there is one run here; "
-            "expected a metric of its logits alone"
-        )
-    if metric is not None and torch.is_inference_mode_enabled():
-        reasons.append("no gradient is taken in torch.inference_mode(); torch.no_grad() will do")
+    if metric is not None:
+        reasons += one_run_reasons(metric) + no_gradient_reasons()
     InputError.raise_if(reasons, _PROBLEM)
     bound = None if metric is None else as_metric(metric)
     found = Found(model, sites, k, by, _ENDS[ends], before, after, histograms)

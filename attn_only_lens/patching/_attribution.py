@@ -119,6 +119,7 @@ from attn_only_lens.runs.metrics import (
     BoundMetric,
     Metric,
     as_metric,
+    no_gradient_reasons,
     require_differentiable,
     require_slope,
 )
@@ -412,8 +413,7 @@ def _check(
     elif steps is not None and not is_count(steps, 1):
         reasons.append(f"got steps={steps!r}; expected 1 or more")
     reasons += budget_reasons(budget)
-    if torch.is_inference_mode_enabled():
-        reasons.append("no gradient is taken in torch.inference_mode(); torch.no_grad() will do")
+    reasons += no_gradient_reasons()
     InputError.raise_if(reasons, "this cannot be attributed")
 
 

@@ -65,6 +65,7 @@ from attn_only_lens.runs.metrics import (
     BoundMetric,
     Metric,
     as_metric,
+    no_gradient_reasons,
     require_differentiable,
     require_slope,
 )
@@ -157,8 +158,8 @@ def path_patch(
     reasons += option_reasons("part", part, READ_PARTS)
     reasons += option_reasons("direction", direction, DIRECTIONS)
     reasons += option_reasons("scale", scale, SCALES)
-    if top is not None and torch.is_inference_mode_enabled():
-        reasons.append("no gradient is taken in torch.inference_mode(); torch.no_grad() will do")
+    if top is not None:
+        reasons += no_gradient_reasons()
     InputError.raise_if(reasons, _PROBLEM)
     require_folder(resume)
     receiving = _resolve_receivers(model, receivers, part)

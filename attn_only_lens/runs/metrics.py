@@ -642,6 +642,23 @@ def require_distinct(clean_value: float, corrupted_value: float, dtype: torch.dt
         )
 
 
+def one_run_reasons(metric: AnyMetric) -> list[str]:
+    """Return why a metric is not of one run alone."""
+    if not as_metric(metric).needs_reference:
+        return []
+    return [
+        f"{as_metric(metric).name} compares with another run, and there is one run here; "
+        "expected a metric of its logits alone"
+    ]
+
+
+def no_gradient_reasons() -> list[str]:
+    """Return why no gradient can be taken here, whatever the metric."""
+    if not torch.is_inference_mode_enabled():
+        return []
+    return ["no gradient is taken in torch.inference_mode(); torch.no_grad() will do"]
+
+
 def require_differentiable(metric: BoundMetric, logits: Logits) -> None:
     """Refuse a metric that no gradient passes through.
 
