@@ -23,14 +23,13 @@ The transformers around them are a GPT-2 of transformers (text) and the HookedTr
 """
 
 import copy
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel
-from typing_extensions import Literal
 
 from attn_only_lens.tl import HookedTransformer
 
