@@ -81,12 +81,12 @@ class Neurons(nn.Module):
         over the tokens given, "value_b" is 0.
         """
         q = x @ self.W_Q
-        d_model, zero, one = x.shape[-1], torch.zeros_like(q[:1, :1]), torch.ones_like(q[:1, :1])
+        d_model, zero, one = x.shape[-1], x.new_zeros(()), x.new_ones(())
         k = x @ self.W_K[:d_model] if hasattr(self, "W_K") else zero
         v = x @ self.W_V[:d_model] if hasattr(self, "W_V") else q
         key_b, value_b = -one, zero
         if self.bias is not None:
-            row = torch.cat([self.bias, one.flatten()[:1]])
+            row = torch.cat([self.bias, one[None]])
             key_b, value_b = row @ self.W_K, row @ self.W_V
         elif self.kind == "persistent":
             key_b, value_b = self.key_b, self.value_b

@@ -115,7 +115,7 @@ def verdicts(frames: Mapping[str, pd.DataFrame]) -> list[tuple[bool, str]]:
             + ", ".join(f"{part[task]['key']:.3g} on {task}" for task in tasks)
             + "; without the bias token's value "
             + ", ".join(f"{part[task]['value_b']:.3g}" for task in tasks)
-            + f"; without token keys from the start they end {relative['keyless']:+.1%} from the MLP",
+            + f"; trained without token keys they end {relative['keyless']:+.1%} from the MLP",
         ),
         (
             abs(relative["persistent"] - relative["bias token"]) < NEAR,
@@ -128,6 +128,7 @@ def verdicts(frames: Mapping[str, pd.DataFrame]) -> list[tuple[bool, str]]:
             + ", ".join(
                 f"{'never' if first[arm] == float('inf') else f'{first[arm]:.0f}'} ({arm})"
                 for arm in COLOURS
+                if arm in first.index
             ),
         ),
     ]
@@ -135,7 +136,7 @@ def verdicts(frames: Mapping[str, pd.DataFrame]) -> list[tuple[bool, str]]:
 
 
 def curves_figure(curves: pd.DataFrame) -> Figure:
-    """Loss against flops, a panel a task: medians over seeds, and from the lowest to the highest."""
+    """Loss against flops, a panel a task: medians over seeds, between the lowest and highest."""
     picture = Figure(figsize=(11, 4.5), layout="constrained")
     panels = picture.subplots(1, 2)
     for panel, task in zip(panels, ("text", "addition"), strict=True):

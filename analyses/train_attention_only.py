@@ -15,11 +15,13 @@ the text of Small English (a GPT-2 of two layers) and on addition modulo 53 (one
     persistent              each head's own persistent key and value, half as many
 
 Equal parameters are equal flops: what is needed of a head is as many products as it has weights.
-All have the same data in the same order, AdamW and schedule; attention and embeddings are drawn
-alike. Each takes the learning rate, of those that all try, that ended lowest on a seed of its own.
+Addition has arms of equal parameters alone. All have the same data in the same order, AdamW and
+schedule; attention and embeddings are drawn alike. Each takes the learning rate, of those that all
+try, that ended lowest on another seed.
 
 Compute is the flops of matrix products, forward and backward. The dense form that masks what it has
-computed needs more; those are counted too, and neither done nor drawn. `bench_training_step.py` has times.
+computed needs more; those are counted too, and neither done nor drawn. Times are in
+`bench_training_step.py`.
 
 Predictions, written before the run:
 
@@ -80,6 +82,7 @@ ARMS: dict[str, tuple[models.Kind, float]] = {
     "persistent": ("persistent", 1 / 2),
 }
 """Each arm's kind, and how many heads it has for a neuron of the MLP."""
+KEPT_HEADS = ("keyless", "bias token", "set free", "persistent")
 
 
 @dataclass(frozen=True)
@@ -100,6 +103,11 @@ class Task:
     checks: int
     lrs: tuple[float, ...]
     warmup: int
+
+    @property
+    def arms(self) -> tuple[str, ...]:
+        """Those that are trained."""
+        return tuple(ARMS)
 
     def neurons(self, arm: str) -> tuple[models.Kind, int]:
         """The kind of an arm's neurons, and how many there are in a layer."""
@@ -155,7 +163,7 @@ class Text(Task):
         return {"loss": torch.stack(losses).mean().item()}
 
 
-@lru_cache(4)
+@lru_cache(None)
 def _pool(rows: int, seed: int, number: int) -> list[Tensor]:
     return english.pool(english.Recipe(rows=rows, seed=seed), number, _never())
 
@@ -172,6 +180,11 @@ class Addition(Task):
     modulus: int = 53
     train_fraction: float = 0.6
     clip: float = float("inf")
+
+    @property
+    def arms(self) -> tuple[str, ...]:
+        """Those of equal parameters: others do not tell what solves the task sooner."""
+        return tuple(arm for arm, (kind, _) in ARMS.items() if arm in ("mlp", kind))
 
     def recipe(self, seed: int, lr: float = 0.0) -> addition.Recipe:
         """Of the model without its MLP."""
@@ -241,10 +254,10 @@ class Study:
     """What determines the result."""
 
     text: Text = field(
-        default_factory=lambda: Text(48, 4, 192, 1000, 500, 25, (4e-3, 8e-3, 1.6e-2, 3.2e-2), 50)
+        default_factory=lambda: Text(48, 4, 192, 600, 300, 12, (8e-3, 1.6e-2, 3.2e-2), 50)
     )
     addition: Addition = field(
-        default_factory=lambda: Addition(48, 4, 96, 1000, 1000, 50, (1e-3, 2e-3, 4e-3), 10)
+        default_factory=lambda: Addition(48, 4, 96, 800, 600, 40, (1e-3, 2e-3, 4e-3), 10)
     )
     n_seeds: int = 3
 
@@ -369,8 +382,8 @@ def heads_of(neurons: models.Neurons, x: Tensor) -> pd.DataFrame:
         x: what they read, [token, d_model].
     """
     d_model = x.shape[1]
-    parts = {name: each.expand(len(x), -1) for name, each in neurons.parts(x).items()}
-    parts = {name: each.expand(-1, neurons.W_Q.shape[1]) for name, each in parts.items()}
+    shape = len(x), neurons.W_Q.shape[1]
+    parts = {name: each.expand(shape) for name, each in neurons.parts(x).items()}
     p = neurons.pattern(parts)
     z = parts["value_b"] + p * (parts["v"] - parts["value_b"])
     score = parts["q"] * (parts["k"] - parts["key_b"])
@@ -435,7 +448,8 @@ def runs(
         raise ValueError(f"{said} is of another study: choose another --runs")
     write_text(said, mine)
     tasks: dict[str, Any] = {"text": study.text, "addition": study.addition}
-    total = sum(len(ARMS) * (len(task.lrs) + study.n_seeds) for task in tasks.values())
+    both = [(name, arm) for name, task in tasks.items() for arm in task.arms]
+    total = sum(len(tasks[name].lrs) + study.n_seeds for name, _ in both)
     with tqdm(total=total, unit="run") as bar:
 
         def one(name: str, arm: str, seed: int, lr: float) -> tuple[nn.Module, pd.DataFrame]:
@@ -447,14 +461,17 @@ def runs(
             bar.update()
             return done
 
-        for name, task in tasks.items():
-            for arm in ARMS:
-                tried = {lr: late(one(name, arm, SEED_OF_SEARCH, lr)[1]) for lr in task.lrs}
-                best = min(tried, key=lambda lr: tried[lr])
-                search = pd.DataFrame({"lr": tried.keys(), "loss": tried.values()})
-                search["chosen"] = search["lr"] == best
-                for seed in range(study.n_seeds):
-                    yield name, arm, seed, *one(name, arm, seed, best), search
+        searches = {}
+        for name, arm in both:
+            lrs = tasks[name].lrs
+            tried = [late(one(name, arm, SEED_OF_SEARCH, lr)[1]) for lr in lrs]
+            found = pd.DataFrame({"lr": lrs, "loss": tried})
+            searches[name, arm] = found.assign(chosen=found.index == found["loss"].idxmin())
+        for seed in range(study.n_seeds):
+            for name, arm in both:
+                search = searches[name, arm]
+                lr = float(search["lr"][search["chosen"]].item())
+                yield name, arm, seed, *one(name, arm, seed, lr), search
 
 
 def measured(study: Study, folder: Path, device: str) -> dict[str, pd.DataFrame]:
@@ -473,13 +490,14 @@ def measured(study: Study, folder: Path, device: str) -> dict[str, pd.DataFrame]
         }
         if seed == 0:
             frames |= {"search": search}
-            frames |= {"heads": end} if "mlp" not in arm else {}
+            frames |= {"heads": end} if arm in KEPT_HEADS else {}
         for part, frame in frames.items():
             frame.insert(0, "task", name)
             frame.insert(1, "arm", arm)
             frame.insert(2, "seed", SEED_OF_SEARCH if part == "search" else seed)
             found.setdefault(part, []).append(frame)
-    sizes = [size_of(study, name, arm) for name in ("text", "addition") for arm in ARMS]
+    tasks = ("text", "addition")
+    sizes = [size_of(study, name, arm) for name in tasks for arm in getattr(study, name).arms]
     joined = {part: pd.concat(frames, ignore_index=True) for part, frames in found.items()}
     return joined | {"sizes": pd.DataFrame(sizes)}
 

@@ -1,6 +1,5 @@
 """Neuron-heads that are trained: what they compute, count and become; the study and its page."""
 
-import itertools
 from pathlib import Path
 
 import attention_only_models as models
@@ -12,6 +11,7 @@ import train_attention_only as study
 from common import needs_hooked_transformer, relative
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
+from transformer_lens.model_bridge.sources._bridge_builder import build_bridge_from_module
 from typer.testing import CliRunner
 
 from attn_only_lens import expose_neuron_heads, neuron_gate, reference
@@ -48,16 +48,11 @@ def to_the_letter(made, x):
     W_V = full("W_V" if hasattr(made, "W_V") else "W_Q", getattr(made, "value_b", none))
     mask = torch.eye(POS + 1, dtype=torch.float64)
     mask[:, -1] = 1
-    written = [
-        reference.Head(W_Q[:, [i]] @ W_K[:, i][None], W_V[:, [i]] @ made.W_O[[i]], mask)
+    W_O = torch.cat([made.W_O, torch.zeros(H, 1, dtype=torch.float64)], dim=1)
+    heads = [
+        reference.Head(torch.outer(W_Q[:, i], W_K[:, i]), torch.outer(W_V[:, i], W_O[i]), mask)
         for i in range(H)
-        if W_V.shape[0] == made.W_O.shape[1]
     ]
-    heads = []
-    for i in range(H):
-        W_O = torch.cat([made.W_O[i], made.W_O.new_zeros(1)])
-        heads.append(reference.Head(W_Q[:, [i]] @ W_K[:, i][None], W_V[:, [i]] @ W_O[None], mask))
-    assert not written
     return sum(head(stream) for head in heads)[:POS, :D]
 
 
@@ -72,19 +67,149 @@ def test_heads_are_masked_heads_of_the_paper(kind):
     assert relative(made(x), expected) > 1e-3
 
 
+@pytest.mark.parametrize("kind", models.KINDS)
+@pytest.mark.parametrize("dense", [False, True])
+def test_flops_of_a_step_of_one_layer(kind, dense):
+    made = neurons(kind)
+    x = torch.randn(2, POS, D, dtype=torch.float64, requires_grad=True)
+    with FlopCounterMode(display=False) as counter:
+        (made.dense if dense else made)(x).sum().backward()
+    counted = counter.get_total_flops()
+    if made.bias is not None:  # its key and value are one product of a row with W_K, and with W_V
+        counted -= 3 * 2 * 2 * (D + 1) * H
+    assert counted == 3 * 2 * POS * models.flops(kind, D, H, dense * (POS + 1))
+
+
+def test_flops_of_a_step_of_text():
+    task = TINY["text"]
+    model, batch = task.model("keyless", 6, 0), task.batch(0, 0)
+    model.set_attn_implementation("eager")
+    with FlopCounterMode(display=False) as counter:
+        task.loss(model, batch).backward()
+    assert counter.get_total_flops() == task.flops(model, batch)
+
+
 @pytest.mark.parametrize("task", TASKS)
 def test_the_theorem_is_the_mlp_step_for_step(task):
-    task = TINY[task]
-    trained = {}
+    """And not once W_V is free of W_Q, from the same weights."""
+    task, trained = TINY[task], {}
     for kind in ("mlp", "theorem", "set free"):
         model = task.model(kind, 6, seed=1).double()
         optimizer = task.optimizer(model, 1e-2)
-        for step in range(13):
-            loss = task.loss(model, task.batch(step % 5, 1))
+        for step in range(5):
+            loss = task.loss(model, task.batch(step % 2, 1))
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
-        trained[kind] = torch.cat(
-            [p.detach().flatten() for n, p in model.named_parameters() if "W_" in n]
-        )
+        each = models.neurons_of(model)[0]
+        trained[kind] = torch.cat([each.W_Q.flatten(), each.W_O.flatten()]).detach()
+    # AdamW divides by the size of a gradient, rounded at 1e-16 of the largest, five times
     assert relative(trained["theorem"], trained["mlp"]) < 1e-9
+    assert relative(trained["set free"], trained["mlp"]) > 1e-4
+
+
+@pytest.mark.parametrize("task", TASKS)
+@torch.no_grad()
+def test_the_theorem_comes_into_the_package(task):
+    """As a model with an MLP of SiLU, whose exposed heads have the weights that were trained."""
+    of, task = task, TINY[task]
+    model = task.model("theorem", 6, seed=1).double()
+    plain, tokens = models.in_package(model), task.batch(0, 1)[:, :3]
+    if of == "text":
+        expected = model(tokens).logits
+        plain = build_bridge_from_module(plain, "GPT2LMHeadModel", hf_config=plain.config)
+    else:
+        expected = model(tokens)
+    exposed = expose_neuron_heads(plain).model
+    logits, cache = exposed.run_with_cache(tokens)
+    assert relative(logits, expected) < 1e-12
+    read = study.read_by(task, model, 1)[0]  # on other tokens: of what q and p are of each other
+    parts = models.neurons_of(model)[0].parts(read)
+    gate = models.neurons_of(model)[0].pattern(parts)
+    assert relative(gate, parts["q"].sigmoid()) < 1e-15
+    hook = exposed.blocks[0].mlp.hook_neuron_query.name
+    assert relative(neuron_gate(cache, "L0N2"), cache[hook][..., 2].sigmoid()) < 1e-12
+    with pytest.raises(ValueError, match="expected those of an MLP"):
+        models.in_package(task.model("set free", 6, seed=1))
+
+
+def test_what_is_explained_by_one_number():
+    torch.manual_seed(3)
+    by = torch.randn(4000, 3, dtype=torch.float64)
+    other = torch.randn(4000, dtype=torch.float64)
+    z = torch.stack([2 * by[:, 0] + 5, by[:, 1] ** 2, by[:, 2] + other], dim=1)
+    linear, function = study.share_linear(z, by), study.share_explained(z, by)
+    # 4,000 draws: an error of 3 / √4000 = 0.05; 16 bins leave about 3 % within them
+    assert linear.tolist() == pytest.approx([1, 0, 0.5], abs=0.05)
+    assert function.tolist() == pytest.approx([1, 1, 0.5], abs=0.1)
+
+
+@torch.no_grad()
+def test_a_cut_is_what_it_says():
+    made, x = neurons("bias token"), torch.randn(2, POS, D, dtype=torch.float64)
+    whole = made(x)
+    row = torch.cat([made.bias, torch.ones(1).double()])
+    q, k, v = (x @ W[:D] for W in (made.W_Q, made.W_K, made.W_V))
+    key_b, value_b = row @ made.W_K, row @ made.W_V
+    p = (q * (k - key_b)).sigmoid()
+    mean_k, mean_p = k.mean((0, 1)), p.mean((0, 1))
+    at_mean = (q * (mean_k - key_b)).sigmoid()
+    expected = {
+        "key": at_mean * v + (1 - at_mean) * value_b,
+        "value_b": p * v,
+        "gate": mean_p * v + (1 - mean_p) * value_b,
+    }
+    for cut, z in expected.items():
+        made.cut = frozenset({cut})
+        assert relative(made(x), z @ made.W_O) < 1e-13
+        assert relative(made(x), whole) > 1e-3
+
+
+@needs_hooked_transformer
+def test_smoke(tmp_path):
+    app = study.typer.Typer()
+    app.command()(study.main)
+    folders = ["--out", str(tmp_path), "--runs", str(tmp_path / "runs"), "--n-seeds", "1"]
+    result = CliRunner().invoke(app, ["--smoke", *folders])
+    assert result.exit_code == 0, result.output
+    page = (tmp_path / f"{NAME}.md").read_text("utf-8")
+    assert page.strip() in result.output
+    curves = pd.read_csv(tmp_path / f"{NAME}.csv")
+    last = curves.groupby(["task", "arm"])[["step", "flops"]].last()
+    assert set(last.index) == {(task, arm) for task in TINY for arm in study.ARMS}
+    assert set(last["step"]["text"]), set(last["step"]["addition"]) == ({4}, {6})
+    for task in TINY:
+        flops = last["flops"][task]
+        assert flops["mlp"] == flops["keyless"] == flops["persistent"] < flops["mlp, twice"]
+    become = pd.read_csv(tmp_path / f"{NAME}_become.csv").set_index(["task", "arm", "when"])
+    assert (become.loc[("text", "mlp"), "cos_qv"] == 1).all()
+    assert become.loc[("text", "set free", "start"), "cos_qv"] == 1
+    assert become.loc[("text", "set free", "end"), "cos_qv"] < 1
+    again = CliRunner().invoke(app, ["--smoke", *folders])  # all is read, and nothing trained
+    assert (tmp_path / f"{NAME}.md").read_text("utf-8") == page, again.output
+
+
+def stored():
+    parts = ("", "become", "cuts", "heads", "search", "sizes")
+    return {
+        part: pd.read_csv(KEPT / f"{NAME}{'_' * bool(part)}{part}.csv", keep_default_na=True)
+        for part in parts
+    }
+
+
+def test_what_is_stored():
+    """The page's sentences are those of its tables, and the sizes what the arms are to be equal in."""
+    frames = stored()
+    page = (KEPT / f"{NAME}.md").read_text("utf-8")
+    for number, (holds, said) in enumerate(report.verdicts(frames), start=2):
+        assert f"{number}. {'As predicted' if holds else 'Not as predicted'}: {said}." in page
+    assert frames[""].groupby(["task", "arm"])["seed"].nunique().eq(3).all()
+    sizes = frames["sizes"].set_index(["task", "arm"])
+    for task in TINY:
+        of = sizes.loc[task]
+        for arm in ("keyless", "bias token", "set free", "persistent"):
+            assert of["flops a token"][arm] == of["flops a token"]["mlp"]
+            assert of["parameters"][arm] == pytest.approx(of["parameters"]["mlp"], rel=0.02)
+        assert of["heads"]["bias token, as many"] == of["heads"]["mlp"]
+    chosen = frames["search"].groupby(["task", "arm"])["chosen"].sum()
+    assert (chosen == 1).all()
