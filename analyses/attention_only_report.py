@@ -6,6 +6,7 @@ from typing import Any
 import pandas as pd
 from benching import table
 from matplotlib.figure import Figure
+from matplotlib.ticker import NullFormatter
 
 __all__ = ["curves_figure", "finals", "heads_figure", "page", "verdicts"]
 
@@ -149,7 +150,11 @@ def curves_figure(curves: pd.DataFrame) -> Figure:
             panel.fill_between(
                 x, at["loss", "min"], at["loss", "max"], color=colour, alpha=0.12, linewidth=0
             )
-        panel.set(title=task, xscale="log", yscale="log", xlabel="Tflop of matrix products")
+        panel.set(title=task, xscale="log", xlabel="Tflop of matrix products")
+        panel.set_yscale("log" if task == "addition" else "linear")
+        for axis in (panel.xaxis, panel.yaxis):
+            axis.set_major_formatter("{x:g}")
+            axis.set_minor_formatter(NullFormatter())
         panel.grid(alpha=0.3, which="both")
     panels[0].set_ylabel("loss on what is held out, nats")
     panels[0].legend(fontsize="small", title="dashed: twice the flops")
