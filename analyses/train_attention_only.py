@@ -120,7 +120,7 @@ class Text(Task):
     """Small English."""
 
     n_layers: int = 2
-    rows: int = 28
+    rows: int = 16
     n_held_out: int = 16  # batches
     clip: float = 1.0
 
@@ -254,10 +254,10 @@ class Study:
     """What determines the result."""
 
     text: Text = field(
-        default_factory=lambda: Text(48, 4, 192, 600, 300, 12, (8e-3, 1.6e-2, 3.2e-2), 50)
+        default_factory=lambda: Text(48, 4, 192, 600, 240, 12, (8e-3, 1.6e-2, 3.2e-2), 50)
     )
     addition: Addition = field(
-        default_factory=lambda: Addition(48, 4, 96, 800, 600, 40, (1e-3, 2e-3, 4e-3), 10)
+        default_factory=lambda: Addition(48, 2, 96, 700, 400, 35, (1e-3, 2e-3, 4e-3), 10)
     )
     n_seeds: int = 3
 
