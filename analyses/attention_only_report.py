@@ -4,11 +4,11 @@ from collections.abc import Mapping
 from typing import Any
 
 import pandas as pd
-from benching import table
+from benching import markdown, table
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullFormatter
 
-__all__ = ["curves_figure", "finals", "heads_figure", "page", "verdicts"]
+__all__ = ["curves_figure", "finals", "heads_figure", "page", "summary", "verdicts"]
 
 SOLVED = 0.99
 NEAR = 0.02  # of the loss: what counts as the same
@@ -57,6 +57,27 @@ def finals(curves: pd.DataFrame, task: str) -> pd.DataFrame:
 
 def _step(value: float) -> str:
     return "no" if pd.isna(value) else f"{value:.0f}"
+
+
+def summary(frames: Mapping[str, pd.DataFrame]) -> str:
+    """The table of the theory's page: parameters, losses, and when addition is solved."""
+    losses, steps = ends(frames[""], "text"), solved(frames[""]).unstack("seed")
+    sizes = frames["sizes"].query("task == 'text'").set_index("arm").drop(columns="task")
+    rows = []
+    for arm in sizes.index:
+        of_arm = losses[arm]
+        epochs = [_step(each) for each in steps.loc[arm]] if arm in steps.index else ["–"]
+        share = sizes.loc[arm] / sizes.loc["mlp"]
+        rows.append(
+            [
+                *(arm, f"{share['heads']:.2g}", f"{share['flops a token']:.2g}"),
+                f"{of_arm.median():.3f} ({of_arm.min():.3f} to {of_arm.max():.3f})",
+                f"{(of_arm / losses['mlp'] - 1).median():+.1%}",
+                ", ".join(epochs),
+            ]
+        )
+    header = ["", "heads a neuron", "flops", "loss on text", "than the MLP's"]
+    return markdown([*header, f"epochs to {SOLVED:.0%} of addition, by seed"], rows)
 
 
 def became(frame: pd.DataFrame, task: str) -> pd.DataFrame:
@@ -124,7 +145,7 @@ def verdicts(frames: Mapping[str, pd.DataFrame]) -> list[tuple[bool, str]]:
             f"token {relative['bias token']:+.1%}",
         ),
         (
-            bool(first["bias token"] <= first["mlp"]),
+            bool(first["bias token"] <= first["mlp"] < float("inf")),
             "the median step at which addition is solved is "
             + ", ".join(
                 f"{'never' if first[arm] == float('inf') else f'{first[arm]:.0f}'} ({arm})"
@@ -215,7 +236,12 @@ def page(frames: Mapping[str, pd.DataFrame], about: Mapping[str, Any], flag: str
             "search": searched(frames["search"], task),
         }.items()
     }
-    settings = about["study"]
+    spent = frames[""].groupby(["task", "arm", "seed"])["seconds"].last().sum()
+    settings = about["study"] | {
+        "summary": summary(frames),
+        "machine": about["machine"],
+        "minutes": (spent + frames["search"]["seconds"].sum()) / 60,
+    }
     return PAGE.format(
         verdicts="\n".join(lines), flag=flag, SOLVED=SOLVED, NEAR=NEAR, **tables, **settings
     )
@@ -248,6 +274,13 @@ has the heads' formulas. Predictions, by their numbers there:
 "keyless", "bias token", "set free" and "persistent" have the parameters and flops of "mlp", and
 fewer heads; dashed arms have twice of them in their MLP or neuron-heads. Bands go from the lowest
 to the highest of the seeds.
+
+## In short
+
+{summary}
+
+Losses are medians of seeds, with the lowest and the highest; "than the MLP's" compares seed with
+seed.
 
 ## How each arm ends
 
@@ -328,5 +361,6 @@ Models of some 50,000 parameters, {n_seeds} seeds, one optimizer, one scale of w
 search of weight decay. Flops are not time: see `bench_training_step.md`. Tokens of text include
 the padding of shorter texts in what is measured of heads, not in losses.
 
-Made by `python analyses/train_attention_only.py{flag}`.
+Made by `python analyses/train_attention_only.py{flag}` on {machine}; all runs, those of the search
+too, took {minutes:.0f} minutes of processor time.
 """

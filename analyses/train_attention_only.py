@@ -48,6 +48,7 @@ import warnings
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache, partial
+from io import StringIO
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -72,6 +73,7 @@ SEED_OF_SEARCH = 100
 SATURATED = 0.05  # a weight below this, or above 1 - this
 DEAD = 0.01  # of the mean strength of its layer's heads
 BINS = 16
+DIGITS = "%.5g"
 ARMS: dict[str, tuple[models.Kind, float]] = {
     "mlp": ("mlp", 1),
     "mlp, twice": ("mlp", 2),
@@ -293,12 +295,14 @@ def train(
         return model, pd.read_csv(curve)
     optimizer, rows, flops = task.optimizer(model, lr), [], 0
     losses: list[Tensor] = []
+    began = time.process_time()
     for step in range(steps + 1):
         if step % (steps // task.checks) == 0 or step == steps:
             with torch.no_grad():
                 found = task.held_out(model, seed)
             trained = torch.stack(losses).mean().item() if losses else float("nan")
-            rows.append({"step": step, "flops": flops, "trained": trained, **found})
+            spent = {"flops": flops, "seconds": time.process_time() - began}
+            rows.append({"step": step, **spent, "trained": trained, **found})
             losses = []
         if step == steps:
             break
@@ -464,8 +468,9 @@ def runs(
         searches = {}
         for name, arm in both:
             lrs = tasks[name].lrs
-            tried = [late(one(name, arm, SEED_OF_SEARCH, lr)[1]) for lr in lrs]
-            found = pd.DataFrame({"lr": lrs, "loss": tried})
+            tried = [one(name, arm, SEED_OF_SEARCH, lr)[1] for lr in lrs]
+            found = pd.DataFrame({"lr": lrs, "loss": [late(curve) for curve in tried]})
+            found["seconds"] = [curve["seconds"].iloc[-1] for curve in tried]
             searches[name, arm] = found.assign(chosen=found.index == found["loss"].idxmin())
         for seed in range(study.n_seeds):
             for name, arm in both:
@@ -537,13 +542,18 @@ def main(
     warnings.filterwarnings("ignore", "HookedTransformer.* is deprecated", DeprecationWarning)
     started = time.perf_counter()
     study = replace(SMOKE if smoke else Study(), n_seeds=n_seeds)
-    frames = measured(study, runs_dir, device)
+    every = measured(study, runs_dir, device)
+    text_of = {
+        part: frame.to_csv(index=False, float_format=DIGITS) for part, frame in every.items()
+    }
+    # the page is made of what is stored, to its last digit
+    frames = {part: pd.read_csv(StringIO(text)) for part, text in text_of.items()}
     about = {"study": asdict(study), "machine": machine(device)}
     text = page(frames, about, " --smoke" if smoke else "")
     typer.echo(text)
     pictures = {"": curves_figure(frames[""]), "heads": heads_figure(frames["heads"])}
     settings = {"device": device, "smoke": smoke, **about}
-    keep(__file__, out, text, frames, pictures, started=started, digits="%.4g", **settings)
+    keep(__file__, out, text, frames, pictures, started=started, digits=DIGITS, **settings)
 
 
 if __name__ == "__main__":
