@@ -16,6 +16,7 @@ APART = 0.1  # of |cos|
 COLOURS = {
     "mlp": "black",
     "mlp, twice": "grey",
+    "mlp, an eighth": "C5",
     "keyless": "C2",
     "bias token": "C0",
     "bias token, as many": "C9",
@@ -166,19 +167,19 @@ def curves_figure(curves: pd.DataFrame) -> Figure:
             at = of_arm.groupby("step")[["flops", "loss"]].agg(["median", "min", "max"])
             at = at[at["flops", "median"] > 0]
             x, colour = at["flops", "median"] / 1e12, COLOURS[str(arm)]
-            style = "--" if "twice" in str(arm) or "many" in str(arm) else "-"
+            style = "--" if "," in str(arm) else "-"
             panel.plot(x, at["loss", "median"], color=colour, linestyle=style, label=arm)
             panel.fill_between(
                 x, at["loss", "min"], at["loss", "max"], color=colour, alpha=0.12, linewidth=0
             )
-        panel.set(title=task, xscale="log", xlabel="Tflop of matrix products")
-        panel.set_yscale("log" if task == "addition" else "linear")
+        scale = "log" if task == "addition" else "linear"
+        panel.set(title=task, xscale=scale, yscale=scale, xlabel="Tflop of matrix products")
         for axis in (panel.xaxis, panel.yaxis):
             axis.set_major_formatter("{x:g}")
             axis.set_minor_formatter(NullFormatter())
         panel.grid(alpha=0.3, which="both")
     panels[0].set_ylabel("loss on what is held out, nats")
-    panels[0].legend(fontsize="small", title="dashed: twice the flops")
+    panels[0].legend(fontsize="small", title="dashed: other flops than mlp")
     return picture
 
 
@@ -272,7 +273,7 @@ has the heads' formulas. Predictions, by their numbers there:
 ![Loss against compute](train_attention_only.svg)
 
 "keyless", "bias token", "set free" and "persistent" have the parameters and flops of "mlp", and
-fewer heads; dashed arms have twice of them in their MLP or neuron-heads. Bands go from the lowest
+fewer heads. Bands go from the lowest
 to the highest of the seeds.
 
 ## In short
