@@ -128,6 +128,7 @@ class Text(Task):
     n_layers: int = 2
     rows: int = 16
     n_held_out: int = 16  # batches
+    prompts: int = 200  # of each task, with which no sentence begins
     clip: float = 1.0
 
     def model(self, kind: models.Kind, n_neurons: int, seed: int) -> nn.Module:
@@ -148,7 +149,11 @@ class Text(Task):
 
     def batch(self, step: int, seed: int) -> Tensor:
         """The same texts for every arm."""
-        return _pool(self.rows, seed, step // english.POOL)[step % english.POOL]
+        return self._pool(seed, step // english.POOL)[step % english.POOL]
+
+    def _pool(self, seed: int, number: int) -> list[Tensor]:
+        recipe = english.Recipe(rows=self.rows, seed=seed, prompts=self.prompts)
+        return _pool(recipe, number)
 
     def loss(self, model: Any, batch: Tensor) -> Tensor:
         """Cross-entropy of the next token."""
@@ -164,19 +169,19 @@ class Text(Task):
 
     def held_out(self, model: Any, seed: int) -> dict[str, float]:
         """The loss on texts that are the same for every seed."""
-        batches = _pool(self.rows, 0, english.SEED_OF_HELD_OUT)[: self.n_held_out]
+        batches = self._pool(0, english.SEED_OF_HELD_OUT)[: self.n_held_out]
         losses = [self.loss(model, each.to(model.device)) for each in batches]
         return {"loss": torch.stack(losses).mean().item()}
 
 
 @lru_cache(None)
-def _pool(rows: int, seed: int, number: int) -> list[Tensor]:
-    return english.pool(english.Recipe(rows=rows, seed=seed), number, _never())
+def _pool(recipe: english.Recipe, number: int) -> list[Tensor]:
+    return english.pool(recipe, number, _never(recipe.prompts))
 
 
-@lru_cache(1)
-def _never() -> frozenset[str]:
-    return english.held_out(english.Recipe().prompts)
+@lru_cache(None)
+def _never(prompts: int) -> frozenset[str]:
+    return english.held_out(prompts)
 
 
 @dataclass(frozen=True)
@@ -269,7 +274,7 @@ class Study:
 
 
 SMOKE = Study(
-    Text(8, 2, 6, 4, 2, 2, (1e-2,), 2, n_layers=1, rows=3, n_held_out=1),
+    Text(8, 2, 6, 4, 2, 2, (1e-2,), 2, n_layers=1, rows=3, n_held_out=1, prompts=5),
     Addition(10, 2, 6, 6, 3, 3, (1e-2,), 2, modulus=7),
 )
 

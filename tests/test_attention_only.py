@@ -208,7 +208,22 @@ def test_what_is_stored():
     page = (KEPT / f"{NAME}.md").read_text("utf-8")
     for number, (holds, said) in enumerate(report.verdicts(frames), start=2):
         assert f"{number}. {'As predicted' if holds else 'Not as predicted'}: {said}." in page
+    assert report.summary(frames) in page
+    assert report.summary(frames) in (KEPT.parents[1] / "docs" / "theory.md").read_text("utf-8")
     assert frames[""].groupby(["task", "arm"])["seed"].nunique().eq(3).all()
+    # what the page says of all arms together
+    text = report.ends(frames[""], "text")
+    more = (text.div(text["mlp"], axis=0) - 1).median()
+    assert more.pop("mlp, an eighth") > report.NEAR > more.abs().max()
+    steps = report.solved(frames[""]).unstack("seed").fillna(float("inf"))
+    assert (steps.drop("mlp") > steps.loc["mlp"]).all(axis=None)
+    for task in TINY:
+        cost = report.costs(frames["cuts"], task)
+        letters = [arm for arm in cost.index if arm not in ("set free", "keyless")]
+        letters = [arm for arm in letters if "mlp" not in arm]
+        assert (cost.loc[letters, "key"] > 10 * cost.loc[letters, "value_b"]).all()
+        apart = report.became(frames["become"], task).query("when == 'end'").set_index("arm")
+        assert (apart["cos_qv"][[*letters, "set free", "keyless"]] < 0.5).all()
     sizes = frames["sizes"].set_index(["task", "arm"])
     for task in TINY:
         of = sizes.loc[task]
