@@ -12,7 +12,7 @@ from attn_only_lens.errors import (
     UnsupportedCallError,
     UnsupportedModelError,
 )
-from attn_only_lens.gates import GATES, BilinearGate, Gate, bilinear_gate
+from attn_only_lens.gates import GATES, BilinearGate, Gate, GeneralizedSiLU, bilinear_gate
 from attn_only_lens.growth import Grown, grow
 from attn_only_lens.heads import HeadName, dense_pattern, neuron_gate, neuron_pattern
 from attn_only_lens.models.calibrate import Calibration, calibrate
@@ -40,6 +40,7 @@ __all__ = [
     "ComparisonError",
     "ExposedNeurons",
     "Gate",
+    "GeneralizedSiLU",
     "Grown",
     "GrowthError",
     "HeadName",

@@ -126,7 +126,8 @@ def converted_skeleton(
     """Build a converted model without numbers, with layers of these sizes.
 
     Args:
-        source: of `stock_skeleton`, whose `cfg` has the sizes of layer 0. Used up.
+        source: of `stock_skeleton`, whose `cfg` has the sizes of layer 0. Used up. Its MLPs get the
+            activation of the gates, where that has no name.
         gating: the gates of neuron-heads.
         sizes: of each source layer.
     """
@@ -141,7 +142,15 @@ def converted_skeleton(
             if hasattr(module, "cfg"):
                 module.cfg = source.cfg  # type: ignore[assignment]
         source.blocks[layer] = block
+    give_activation(source, gating)
     return convert_as(source, gating, sizes=sizes)
+
+
+def give_activation(source: HookedTransformer, gating: Gating) -> None:
+    """Give the MLPs of a skeleton the activation of gates, where no configuration names it."""
+    if gating.silu is not None:
+        for block in source.blocks:
+            block.mlp.act_fn = gating.silu
 
 
 def rebuild(
