@@ -3,11 +3,11 @@
 import math
 
 import bridges
+import models
 import mpmath
 import pytest
 import torch
 from common import BATCH, D_MLP, POS, mlp_hook, needs_hooked_transformer, relative, tokens
-from models import build
 
 from attn_only_lens import (
     Bilinear,
@@ -49,7 +49,7 @@ class Activation(torch.nn.Module):
 
 
 def hooked(name, act_fn=alpha):
-    source = build(name)
+    source = models.build(name)
     for block in source.blocks:
         block.mlp.act_fn = act_fn
     return source
@@ -228,7 +228,7 @@ def test_another_activation_than_the_models_is_refused():
         with pytest.raises(
             UnsupportedModelError, match=r"they differ by 0\.02"
         ):  # no approximation
-            call(build("gelu"), gate=GeneralizedSiLU(1 / 1.702, 1.702))
+            call(models.build("gelu"), gate=GeneralizedSiLU(1 / 1.702, 1.702))
 
 
 def test_a_bridge_with_another_activation_is_refused():
@@ -315,13 +315,13 @@ def test_the_papers_gelu():
 @pytest.mark.parametrize(("name", "slope"), [("gelu", "paper"), ("relu", 50.0)])
 def test_one_head_in_converted_models_and_their_files(name, slope, tmp_path):
     number = 1.702 if slope == "paper" else slope
-    x, model = tokens(), convert(build(name), gate=Bilinear(slope=slope))
-    twin = build(name)
+    x, model = tokens(), convert(models.build(name), gate=Bilinear(slope=slope))
+    twin = models.build(name)
     for block in twin.blocks:
         block.mlp.act_fn = one_head(number)
     assert relative(model(x), twin(x)) <= EXACT
     assert torch.equal(load(save(model, tmp_path / "saved"))(x), model(x))
-    bound = verify(build(name), model, x).activations["bound"]
+    bound = verify(models.build(name), model, x).activations["bound"]
     assert bound.unique() == pytest.approx([0.0203 if slope == "paper" else 0.27846 / 50], abs=1e-4)
 
 
