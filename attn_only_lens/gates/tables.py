@@ -65,8 +65,8 @@ def bilinear_gate(
         tolerance: for plain MLPs, the largest allowed error over all real q, at least 1e-12; by
             default 1e-3.
         slope: for plain MLPs with one head. For relu, k, with an error of 0.2785/k at most; for
-            the gelus from 1 to 3.2, or "paper" for the paper's 1.702, with an error of 0.0203 at
-            most. silu and quick_gelu have their own.
+            the gelus from 1 to 3.2, or "paper" for the paper's 1.702, whose bound is 0.0204, or
+            0.0207 for the tanh forms. silu and quick_gelu have their own.
         limit: for gated MLPs, the largest |q| to cover, as measured on data.
 
     Returns:
