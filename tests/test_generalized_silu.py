@@ -24,7 +24,9 @@ from attn_only_lens import (
     to_stock,
     verify,
 )
+from attn_only_lens.circuits.head_matrices import HeadMatrices
 from attn_only_lens.heads import host_of
+from attn_only_lens.runs.sites import resolve_sites
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # TransformerLens' and transformers' own
 EXACT = 1e-12
@@ -166,6 +168,9 @@ def test_the_matrices_are_the_theorems():
     x = entering(attn, lambda: model(tokens()))
     v = torch.einsum("bpd,ndh->bpnh", x, attn.W_V) + attn.b_V
     assert relative(cache["v", 3], v) <= EXACT
+    matrices = HeadMatrices.of(model, fold_norms=False)
+    (sites,) = resolve_sites(model, ["L1N0", "L1N17"])
+    assert relative(matrices.read_matrices(sites, "v").A, attn.W_V[[0, 17]]) <= EXACT
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
