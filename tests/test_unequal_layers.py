@@ -74,6 +74,7 @@ def test_heads_of_other_widths(name):
     small = {"d_head": 13}
     model, uniform = uneven(name, widths=True, **small)
     assert [block.attn.W_Q.shape[-1] for block in model.blocks[::2]] == [11, 13, 7]
+    assert [block.attn.W_V.shape[-1] for block in model.blocks[::2]] == [7, 11, 13]
     assert relative(model(tokens()), uniform(tokens())) <= EXACT
     _, cache = model.run_with_cache(tokens())
     _, theirs = uniform.run_with_cache(tokens())
@@ -383,7 +384,7 @@ def test_rebuilding_touches_nothing_and_refuses_what_does_not_fit():
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
     del tensors["blocks.1.attn.W_in"]
     tensors |= {"blocks.9.attn.W_in": tensors["blocks.3.attn.W_in"]}
-    larger = [*sizes[:2], LayerSizes(2, None, 13, 41, sizes[2].attn_scale)]
+    larger = [*sizes[:2], LayerSizes(2, None, 13, 13, 41, sizes[2].attn_scale)]
     with pytest.raises(UnsupportedModelError) as refused:
         rebuild(model, tensors, larger)
     assert refused.value.reasons[:2] == (
@@ -393,6 +394,7 @@ def test_rebuilding_touches_nothing_and_refuses_what_does_not_fit():
     assert "blocks.5.attn.W_in has shape (26, 37); expected (26, 41)" in refused.value.reasons
     for wrong in (
         {"n_heads": 0},
+        {"d_value": 0},
         {"n_heads": 7, "n_key_value_heads": 2},
         {"d_mlp": 2.5},
         {"attn_scale": "√d"},
@@ -401,6 +403,7 @@ def test_rebuilding_touches_nothing_and_refuses_what_does_not_fit():
             "n_heads": 2,
             "n_key_value_heads": None,
             "d_head": 13,
+            "d_value": 13,
             "d_mlp": 37,
             "attn_scale": 1.0,
         }
