@@ -38,6 +38,8 @@ def uneven(name, *, widths=False, gate=None, tokens=None, **changes):
         tokens: to calibrate gated MLPs on.
         **changes: of the configuration.
     """
+    if widths:
+        changes = {"d_head": max(*WIDTHS, *VALUES)} | changes
     grouped = FAMILIES[name].get("n_key_value_heads")
     per_group = 3 if grouped else 1
     n_heads = max(GROUPS) * per_group
