@@ -9,7 +9,7 @@ from models import build
 from sealed_files import rewrite
 from tiny_tokenizer import tiny_tokenizer
 from transformer_lens import TransformerLensKeyValueCache
-from uneven import GROUPS, NEURONS, UNEVEN, has, uneven
+from uneven import GROUPS, NEURONS, UNEVEN, VALUES, has, uneven
 
 from attn_only_lens import (
     CheckpointError,
@@ -274,6 +274,37 @@ def test_attribution(method):
         for each in (model, uniform)
     )
     assert compared(mine, theirs, ["name", "position"]) <= 1e-11
+
+
+def test_every_other_way_to_patch_and_score():
+    model, uniform = uneven("gelu", widths=True)
+    clean, corrupted = tokens(1), tokens(2)
+    how = {"positions": -1, "progress": False}
+    attention = {"sites": ["L0H0", "L0H1", "L1H2"], "progress": False}
+    paths = {"senders": ["L0H1", "L0N3"], "receivers": ["L1H1", "L1N3", "logits"], **how}
+    for frame in (
+        *(
+            lambda each, part=part: p.activation_patch(
+                each, clean, corrupted, METRIC, part=part, **attention
+            ).to_frame()
+            for part in ("q", "k", "value")
+        ),
+        lambda each: p.path_patch(each, clean, corrupted, METRIC, **paths).to_frame(),
+        lambda each: circuits.score_edges(each, clean, ["L0H1", "L1N3"], exact=3, progress=False),
+        lambda each: circuits.score_sources(each, tokens(0, 1, 5), "L1H1", query=-1, key=0),
+    ):
+        mine, theirs = frame(model), frame(uniform)
+        by = [each for each in mine if mine[each].dtype.kind != "f"]
+        both = mine.merge(theirs, on=by, suffixes=("", " there"), validate="one_to_one")
+        assert len(both) == len(mine)
+        for each in mine.select_dtypes("float"):
+            assert (both[each] - both[f"{each} there"]).abs().max() <= 1e-11, each
+    with torch.no_grad(), p.steered(model, {"L0H1": [1.0] * VALUES[0]}):
+        mine = model(clean)
+    with torch.no_grad(), p.steered(uniform, {"L0H1": [1.0] * max(VALUES)}):
+        assert relative(mine, uniform(clean)) <= EXACT
+    with pytest.raises(InputError, match="a vector of 7"), p.steered(model, {"L0H1": [1.0] * 11}):
+        pass
 
 
 def compared(mine, theirs, by):

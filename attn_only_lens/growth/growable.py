@@ -94,7 +94,7 @@ class Growable(ABC):
                 sizes.setdefault(axis.label, set()).add(size)
         reasons = [
             f"its layers would differ in {_FIELDS.get(label, label)} ({sorted(found)}), which "
-            f"those of a {type(self.model).__name__} cannot{self._instead}"
+            f"those of a {type(self.model).__name__} cannot: grow all alike{self._instead}"
             for label, found in sizes.items()
             if len(found) > 1
         ]

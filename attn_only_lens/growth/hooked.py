@@ -44,7 +44,7 @@ _CLASSES = {
 class HookedModel(Growable):
     """A HookedTransformer."""
 
-    _instead = "; convert(model) first: converted models can"
+    _instead = "; or convert(model) first: converted models can"
 
     @staticmethod
     def is_kind(model: Any) -> bool:
