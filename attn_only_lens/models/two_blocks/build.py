@@ -198,9 +198,9 @@ def rebuild(
         >>> pruned.blocks[1].cfg.n_heads, pruned.all_head_labels()[-1]
         (7, 'L0N6')
     """
-    fields = {**vars(model.cfg.layer_cfg(0)), **sizes[0].stock_fields, "n_layers": len(sizes), **changes}
+    fields = vars(model.cfg.layer_cfg(0)) | sizes[0].stock_fields | {"n_layers": len(sizes)}
     gating = model.cfg.gating if gating is None else gating
-    new = converted_skeleton(stock_skeleton(fields), gating, sizes)
+    new = converted_skeleton(stock_skeleton(fields | changes), gating, sizes)
     tied = tied or {}
     if wrong := skeleton_misfits(new, tensors, tied):
         raise UnsupportedModelError(wrong, "these weights make no model of these sizes")

@@ -43,9 +43,8 @@ class LayerSizes:
     attn_scale: float
 
     def __post_init__(self) -> None:
-        grouped = self.n_key_value_heads is not None
-        counts = [self.n_heads, self.d_head, self.d_value, self.d_mlp]
-        counts += [self.n_key_value_heads] * grouped
+        shared = 1 if self.n_key_value_heads is None else self.n_key_value_heads
+        counts = [self.n_heads, self.d_head, self.d_value, self.d_mlp, shared]
         if any(type(each) is not int or each < 1 for each in counts):
             raise ValueError(f"got {self}; expected whole numbers, 1 or more")
         if self.n_key_value_heads and self.n_heads % self.n_key_value_heads:

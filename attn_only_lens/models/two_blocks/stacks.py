@@ -101,7 +101,7 @@ class HeadStack(QKAndOV):
     b_K = StackedWeight()
     """Key biases [layer, head_index, d_head]; zero for neuron-heads."""
     b_V = StackedWeight()
-    """Value biases [layer, head_index, d_value]; neuron-heads of gated MLPs have none, and raise."""
+    """Value biases [layer, head_index, d_value]; neuron-heads of gated MLPs raise, as for W_V."""
 
     @property
     def labels(self) -> list[str]:
