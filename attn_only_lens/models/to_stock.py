@@ -200,13 +200,14 @@ def write_heads(attn: Attention, heads: dict[str, Tensor], at: int) -> None:
     """Write heads into the first heads of `attn`, from coordinate `at`; zero the rest."""
     for parameter in attn.parameters():
         parameter.zero_()
-    n_heads, width = heads["b_Q"].shape
+    n_heads = len(heads["b_Q"])
     for name, values in heads.items():
         target = getattr(attn, name)
         if name != "b_O":
             target = target[:n_heads]
             if name != "sinks":
-                target = target.narrow(1 if name == "W_O" else -1, at, width)
+                axis = 1 if name == "W_O" else -1
+                target = target.narrow(axis, at, values.shape[axis])
         target.copy_(values)
 
 
@@ -283,7 +284,7 @@ def _stock_config(converted: AttentionOnlyConfig, heads_per_neuron: int) -> Hook
     """
     source, sizes = converted.layer_cfg(0), converted.layer_sizes
     kinds = source.attn_types if source.use_local_attn else None
-    width = max(each.d_head for each in sizes)
+    width = max(max(each.d_head, each.d_value) for each in sizes)
     changes: dict[str, Any] = {}
     if source.positional_embedding_type == "rotary":
         width = max(width, (source.rotary_dim or width) + 1)

@@ -132,13 +132,14 @@ def _skeleton(manifest: dict[str, Any]) -> HookedTransformer:
     if reasons := reasons_against(source, silu=gating.silu):
         raise CheckpointError(f"its configuration cannot be built: {'; '.join(reasons)}")
     own, sizes = sizes_of(source.cfg), [LayerSizes(**each) for each in manifest["layers"]]
-    if (len(sizes), *sizes[:1]) != (source.cfg.n_layers, own):
+    first = [each.stock_fields for each in sizes[:1]]
+    if (len(sizes), *first) != (source.cfg.n_layers, own.stock_fields):
         raise CheckpointError(
             f"its layers are {by_layer(sizes)}; expected {source.cfg.n_layers} layers, the "
             f"first {own}"
         )
     if manifest["layout"] == "two blocks a layer":
         return converted_skeleton(source, gating, sizes)
-    if len(set(sizes)) > 1:
-        raise CheckpointError(f"its layers are {by_layer(sizes)}; expected one size for all")
+    if set(sizes) != {own}:
+        raise CheckpointError(f"its layers are {by_layer(sizes)}; expected {own} for all")
     return source
