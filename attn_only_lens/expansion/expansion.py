@@ -204,8 +204,8 @@ def apply_plan(
     return result, replace(
         provenance,
         sizes=result.sizes,
-        zeros=tuple(kept.zeros),
-        ties=tuple(kept.ties),
+        zeros=tuple(replace(each, since=len(kept.shares)) for each in kept.zeros),
+        ties=tuple(replace(each, since=len(kept.shares)) for each in kept.ties),
         shares=tuple(kept.shares.values()),
     )
 
