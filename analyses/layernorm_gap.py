@@ -67,6 +67,7 @@ from attn_only_lens.growth._grow import growable_of
 ARMS = ("bert2BERT", "evenly", "Deep Fusion", "3.5 as printed", "Theorem 3.5")
 COLOURS = dict(zip(ARMS, ("#d55e00", "#e69f00", "#0072b2", "#999999", "#009e73"), strict=True))
 STREAM = Axis("d_model")
+POS = 32  # tokens of a text
 EXACT = 1e-5  # of the largest logit: roundings of float32, some layers deep
 
 
@@ -185,22 +186,22 @@ def gpt2(recipe: small.Recipe, device: str, *, trained: bool) -> Any:
             loss.backward()
             clip_grad_norm_(module.parameters(), 1.0)
             optimizer.step()
-    return build_bridge_from_module(
-        module.eval(), "GPT2LMHeadModel", hf_config=module.config, tokenizer=small.tokenizer()
-    )
+    module.eval()
+    return build_bridge_from_module(module, "GPT2LMHeadModel", hf_config=module.config)
 
 
-def text(model: Any, rows: int, pos: int) -> Tensor:
-    """Tokens of text that no model has read, as many as fit."""
-    ids = model.tokenizer("".join(pretrained.small_english_texts()))["input_ids"]
-    return torch.tensor(ids[: rows * pos]).reshape(rows, pos)
+def texts(model: Any, rows: int, pos: int) -> Tensor:
+    """The beginnings of texts that none of the trained models has read."""
+    tokenizer = model.tokenizer or small.tokenizer()
+    ids = (tokenizer(each)["input_ids"] for each in pretrained.small_english_texts())
+    return torch.tensor([each[:pos] for each in ids if len(each) >= pos][:rows])
 
 
 def measured(models: Mapping[str, Any], ratios: list[float], seeds: int, rows: int) -> pd.DataFrame:
     """One row for each model, width, arm and, where anything is drawn, seed."""
     found = []
     for label, model in models.items():
-        tokens = text(model, rows, 48).to(next(model.parameters()).device)
+        tokens = texts(model, rows, POS).to(next(model.parameters()).device)
         size = model.cfg.d_model
         with torch.no_grad():
             old = model(tokens)
