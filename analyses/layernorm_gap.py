@@ -67,6 +67,7 @@ from attn_only_lens.growth._grow import growable_of
 ARMS = ("bert2BERT", "evenly", "Deep Fusion", "3.5 as printed", "Theorem 3.5")
 COLOURS = dict(zip(ARMS, ("#d55e00", "#e69f00", "#0072b2", "#999999", "#009e73"), strict=True))
 STREAM = Axis("d_model")
+TRAINED = ("trained", "random")
 POS = 32  # tokens of a text
 EXACT = 1e-5  # of the largest logit: roundings of float32, some layers deep
 
@@ -262,7 +263,7 @@ def figure(frame: pd.DataFrame) -> Figure:
         panel.set(yscale="log", title=model, xlabel="new width / old width of the stream")
     first = picture.axes[0]
     first.set_ylabel("largest difference of a logit / largest logit")
-    first.annotate("roundings of float32", (1.02, EXACT * 1.25), fontsize=8)
+    first.annotate("roundings of float32", (1.1, EXACT / 2), fontsize=8)
     picture.legend(
         *first.get_legend_handles_labels(),
         loc="outside lower center",
@@ -306,6 +307,33 @@ def main(
     keep(__file__, out, text, frame, figure(frame), started=started, digits="%.4g", **settings)
 
 
+def verdicts(frame: pd.DataFrame) -> dict[str, bool]:
+    """Whether each prediction held."""
+    exact, of = exact_at(frame).set_index("model"), summary(frame)
+    whole = ", ".join(f"{each:g}" for each in sorted(set(of["ratio"])) if each % 1 == 0)
+    wide = {name: of.pivot_table(name, ["model", "ratio"], "arm") for name in ("logits", "KL")}
+    is_rms = wide["logits"].index.get_level_values("model").str.contains("RMSNorm")
+    trained, random = (wide["KL"].loc[f"GPT-2, {each} (LayerNorm)"] for each in TRAINED)
+    between = wide["KL"][wide["KL"].index.get_level_values("ratio") % 1 != 0]
+    below_2 = between.loc[between.index.get_level_values("ratio") < 2, "evenly"]
+    peaks = below_2.groupby(level="model").idxmax().map(lambda at: at[1])
+    copying = ["bert2BERT", "evenly"]
+    inexact = trained.index[trained.index % 1 != 0]
+    rms, layer_norm = wide["logits"][is_rms], wide["logits"][~is_rms]
+    return {
+        "ours": bool((exact["Theorem 3.5"] == "all").all()),
+        "never": bool((exact["bert2BERT"] == "none").all()),
+        "whole": bool((exact[["evenly", "Deep Fusion"]] == whole).all(axis=None)),
+        "printed_rms": bool(rms["3.5 as printed"].between(EXACT, 1e-3).all()),
+        "printed_ln": bool((layer_norm["3.5 as printed"] >= layer_norm["bert2BERT"]).all()),
+        "trained": bool(
+            (trained.loc[inexact, copying] > random.loc[inexact, copying]).all(axis=None)
+        ),
+        "peak": bool((peaks == 1.5).all()),
+        "less": bool((between["evenly"] < between["bert2BERT"]).all()),
+    }
+
+
 def page(frame: pd.DataFrame, seeds: int, smoke: bool) -> str:
     """The page, with every number from the table."""
     losses = frame.groupby("model", sort=False)["loss before"].first()
@@ -319,7 +347,13 @@ def page(frame: pd.DataFrame, seeds: int, smoke: bool) -> str:
                 ("KL", "KL divergence, in nats"),
             )
         ]
+    worst = summary(frame).groupby("arm")["logits"].max()
+    least = summary(frame).groupby("arm")["logits"].min()
     return PAGE.format(
+        **{name: "held" if held else "failed" for name, held in verdicts(frame).items()},
+        at_most=f"{worst['Theorem 3.5']:.1e}",
+        at_least=f"{least['bert2BERT']:.1e}",
+        exact_below=f"{EXACT:g}",
         exact=table(exact_at(frame)),
         losses=table(loss_table(frame)),
         parts="\n\n".join(parts),
@@ -340,13 +374,50 @@ def loss_table(frame: pd.DataFrame) -> pd.DataFrame:
 
 PAGE = """# The gap of bert2BERT and Deep Fusion under a norm
 
+The growth paper says of earlier width expansions (bert2BERT, Deep Fusion) that they are nearly
+function-preserving, "but admit gaps due to LayerNorm discrepancies". How large are the gaps, at
+which widths are there none, and has Theorem 3.5 any? The arms and the predictions, written before
+the first run, are at the top of `layernorm_gap.py`.
+
+Theorem 3.5 as it is here (ε scaled, LayerNorm centred first) is exact at every width: no logit
+differs by more than {at_most} of the largest. bert2BERT is off by {at_least} or more, whatever the
+width. What copies every coordinate equally often is exact at whole multiples, and nowhere else.
+Widths ĥ/h at which no logit differs by more than {exact_below} of the largest, with any seed:
+
 {exact}
+
+What is added to the loss at most, at widths between whole multiples (of the next token, every one):
 
 {losses}
 
+![gap by width](layernorm_gap.svg)
+
+Of several seeds the line is the median, the band their range.
+
+## Predictions
+
+1. Theorem 3.5 is exact at every width: {ours}. bert2BERT never is: {never}. Evenly and Deep Fusion
+   are at whole multiples, and only there: {whole}.
+2. The paper's rule as it is printed misses by ε under RMSNorm, a small gap (below 1e-3 of the
+   largest logit): {printed_rms}. Under LayerNorm, which it is not made for, the gap is large (that
+   of bert2BERT or more): {printed_ln}.
+3. The trained GPT-2 has larger gaps than the random one, in KL: {trained}.
+4. Of the widths below 2, evenly has its largest gap at 1.5: {peak}; and a smaller one than
+   bert2BERT at every width: {less}.
+
+## Figures
+
+The worst of {seeds} seeds, where coordinates are drawn.
+
 {parts}
 
-![gap by width](layernorm_gap.svg)
+## What limits this
+
+These are gaps right after widening, and training may close them. Three small models, one of each
+kind, and one kind of text. bert2BERT and Deep Fusion are implemented by their papers' descriptions,
+for the stream; bert2BERT may share out heads and neurons, too, which is exact by itself. Deep
+Fusion with a part of the model, for widths between, is an extension made here. The embedding is
+untied in all arms.
 
     python analyses/layernorm_gap.py --out analyses/results{flag}
 """
