@@ -11,9 +11,9 @@ empty hidden part of the stream. What stands in the weights of its heads has thr
 
     own      the model's own weights
     omega    the position blocks, which hold 2Ω and -2Ω
-    ones     the -1 of the SiLU heads (score and value), and that by which the hidden part is cleared
+    ones     the -1 of the SiLU heads (score and value), and that which clears the hidden part
 
-"factored" has W_Q, W_K, W_V and W_O instead, as attention layers store them: 2Ω is a product then.
+"factored" has W_Q, W_K, W_V and W_O instead, as attention layers store them; 2Ω is a product then.
 """
 
 import copy
