@@ -47,7 +47,7 @@ from benching import Device, medians, table
 from matplotlib.figure import Figure
 from omega_models import direct, plain_of
 from omega_study import AUTHORS_OMEGA, KINDS
-from studies import keep
+from studies import keep, verdict
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 from tqdm import tqdm
@@ -273,6 +273,81 @@ def answers(of: Case, frame: pd.DataFrame) -> str:
     return "\n".join(f"- {line}." for line in lines)
 
 
+def predictions(frames: dict[str, pd.DataFrame], cases: list[Case], cost: pd.DataFrame) -> str:
+    """Each prediction, whether it held, and the numbers."""
+    of, frame = cases[0], frames[cases[0].name]
+    float64, float32 = (best(frame, kind, 1.0) for kind in ("float64", "float32"))
+    own = frame.set_index("kind")
+    exact32 = own.loc["direct float32", "logits"]
+    largest = float64[float64.index >= 18.0]
+    usual = float32[(float32.index >= 9.0) & (float32.index <= 32.0)]
+    worse = float32[AUTHORS_OMEGA] / exact32
+    right = frame[(frame["kind"] == "float32") & frame["omega"].between(4.0, 1e4)]["accuracy"]
+    below = [o for o in float64.index if 3.0 <= o <= of.largest]
+    shares = [float64[o] / (3 * math.exp(-2 * o)) for o in below] or [math.nan]
+    lines = [
+        verdict(
+            "float64 errs by at most 1e-15 at Ω = 18 and less than 1e-12 at 1000.",
+            largest.iloc[0] <= 1e-15 and float64[AUTHORS_OMEGA] < 1e-12,
+            f"{largest.iloc[0]:.2g} at Ω = {largest.index[0]:g}, least from there "
+            f"{largest.min():.2g}, {float64[AUTHORS_OMEGA]:.2g} at {AUTHORS_OMEGA:g}",
+        ),
+        verdict(
+            "float32 is as good as direct evaluation (within 2) from Ω = 9 to 32.",
+            usual.max() <= 2 * exact32,
+            f"{usual.min():.2g} to {usual.max():.2g}; direct {exact32:.2g}",
+        ),
+        verdict(
+            f"float32 is 10 to 50 times worse at Ω = {AUTHORS_OMEGA:g}.",
+            10 <= worse <= 50,
+            f"{worse:.2g} times",
+        ),
+        verdict(
+            "accuracy in float32 is the original's from Ω = 4 to 10,000.",
+            bool((right == own.loc["direct float64", "accuracy"]).all()),
+            f"{right.min():g} to {right.max():g}",
+        ),
+        verdict(
+            "Ω below the largest score is no harm by itself: the error is the same multiple of "
+            "N e^(-2Ω) there (within 2).",
+            max(shares) <= 2 * min(shares),
+            f"largest |score| {of.largest:.3g}; {min(shares):.3g} to {max(shares):.3g} times "
+            f"N e^(-2Ω) at Ω = {', '.join(f'{o:g}' for o in below)}",
+        ),
+    ]
+    for other in cases:
+        if other.act == "relu":
+            frame = frames[other.name]
+            by_k = {
+                k: best(frame, "float64", k)[AUTHORS_OMEGA] * k for k in (1.0, 10.0, 100.0, 1e3)
+            }
+            wide, narrow = (best(frame, "float32", k) for k in (1e3, 1e8))
+            lines += [
+                verdict(
+                    "ReLU: the error falls as 1/k (k times the error, within 2).",
+                    max(by_k.values()) <= 2 * min(by_k.values()),
+                    "; ".join(f"{x:.2g} (k = {k:g})" for k, x in by_k.items()),
+                ),
+                verdict(
+                    "ReLU, k = 1000, float32: Ω = 1000 is as good as Ω = 9 (within 2).",
+                    wide[AUTHORS_OMEGA] <= 2 * wide[9.0],
+                    f"{wide[AUTHORS_OMEGA]:.3g} against {wide[9.0]:.3g}",
+                ),
+                verdict(
+                    "ReLU, k = 1e8, float32: too steep for Ω = 9.",
+                    narrow[9.0] > 0.01,
+                    f"{narrow[9.0]:.2g}; at Ω = {AUTHORS_OMEGA:g} {narrow[AUTHORS_OMEGA]:.2g}",
+                ),
+            ]
+    flops = cost[cost["model"] == of.name].set_index("form")["Mflop a prompt"]
+    post, ours = flops["post"] / flops["original"], flops["our heads"] / flops["original"]
+    lines.append(
+        verdict("the post takes 50 to 200 times the flops.", 50 <= post <= 200, f"{post:.3g}")
+    )
+    lines.append(verdict("our heads take at most 1.1 times the flops.", ours <= 1.1, f"{ours:.3g}"))
+    return "\n".join(lines)
+
+
 def by_omega(frame: pd.DataFrame, slope: float) -> str:
     """Errors of logits, and the other measures in float32."""
     rows = frame[frame["slope"] == slope]
@@ -357,6 +432,7 @@ def main(
         + "".join(f" --model {folder.name}" for folder in model or []),
         answers="\n\n".join(answer for answer, _ in parts),
         factors=factors(costly),
+        predictions=predictions(frames, cases, costly),
         cost=table(costly),
         tables="\n\n".join(each for _, each in parts),
         sublayers=", ".join(SUBLAYERS),
@@ -410,25 +486,27 @@ Random models, deeper and longer: [omega_study](omega_study.md).
 
 Made by `python analyses/post_on_trained.py{flags}`.
 
-![Error by Ω](post_on_trained.svg)
-
-## What the tables show
-
 {answers}
 
 Cost over the original's:
 
 {factors}
 
+## The predictions
+
+{predictions}
+
 ## Cost
 
-Float32, one prompt of a batch. Heads of the post are those of its sublayers ({sublayers}); numbers
+Float32, one prompt of a batch. The post has heads of {sublayers}; numbers
 in its weights are those of factored matrices, zeros included, and of embedding and unembedding.
 Flops are those of matrix products, as torch counts them.
 
 {cost}
 
 ## Error by Ω
+
+![Error by Ω](post_on_trained.svg)
 
 {tables}
 """
