@@ -120,11 +120,10 @@ class TokenCircuit:
             InputError: tokens that the circuit has not, or more than 4,000,000 entries.
         """
         reasons: list[str] = []
+        n_rows, n_columns = self.matrix.shape
         chosen = [
-            self._places(name, tokens, n, reasons)
-            for name, tokens, n in zip(
-                self.columns, (rows, columns), self.matrix.shape, strict=True
-            )
+            self._places("rows", rows, n_rows, reasons),
+            self._places("columns", columns, n_columns, reasons),
         ]
         if len(chosen[0]) * len(chosen[1]) > _MOST_ENTRIES:
             reasons.append(
@@ -165,16 +164,17 @@ class TokenCircuit:
         ids = self._ids(name, places)
         return ["bias token" if each == _BIAS else token_text(self._model, each) for each in ids]
 
-    def _places(self, name: str, tokens: object, n: int, reasons: list[str]) -> list[int]:
+    def _places(self, side: str, tokens: object, n: int, reasons: list[str]) -> list[int]:
         """The rows or columns of some tokens; of None, all."""
         if tokens is None:
             return list(range(n))
         given = as_plain(tokens)
         ids: list[Any] = list(map(as_plain, given)) if isinstance(given, Sequence) else [None]
+        name = self.columns[side == "columns"]
         place = {each: at for at, each in enumerate(self._ids(name, list(range(n))))}
         wrong = [each for each in ids if not is_count(each, _BIAS) or each not in place]
         if wrong:
-            reasons.append(f"{name}: got {wrong[0]!r}; expected tokens of this circuit")
+            reasons.append(f"{side}: got {wrong[0]!r}; expected tokens of this circuit")
         return [] if wrong else [place[each] for each in ids]
 
 
