@@ -357,6 +357,8 @@ Each arm tries the same rates on a seed of its own, {text[search_steps]} steps o
 
 {search_addition}
 
+On addition all take the highest of the rates, so that a higher one may be better for any.
+
 ## Into this package
 
 Models of the theorem's form, and the MLPs that they are, come in as they are: `in_package` of

@@ -233,5 +233,7 @@ def test_what_is_stored():
     of = sizes.loc["text"]
     assert of["heads"]["bias token, as many"] == of["heads"]["mlp"]
     assert of["flops a token"]["bias token, as many"] == of["flops a token"]["mlp, twice"]
+    highest = frames["search"].query("task == 'addition' and chosen")["lr"]
+    assert (highest == max(study.Study().addition.lrs)).all()
     chosen = frames["search"].groupby(["task", "arm"])["chosen"].sum()
     assert (chosen == 1).all()
