@@ -78,7 +78,7 @@ def plain_of(state: Mapping[str, Tensor]) -> PlainTransformer:
 def direct(
     plain: PlainTransformer, x: Tensor, activation: Callable[[Tensor], Tensor] = F.silu
 ) -> tuple[Tensor, list[float]]:
-    """The stream after each layer, [n_layers, *batch, n_tokens, d_model]; their largest |scores|."""
+    """Streams after each layer, [n_layers, *batch, n_tokens, d_model]; each's largest |score|."""
     streams, largest = [], []
     for layer in plain.layers:
         w = layer.to(x.dtype)

@@ -1,6 +1,7 @@
 """The study of training on with a regularizer: its forms, its measures, and how it resumes."""
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pandas as pd
@@ -43,10 +44,11 @@ def test_smoke_and_on_from_where_it_stopped(tmp_path):
     kept = runs / "post Ω=9-decay 1-0.csv"
     before = pd.read_csv(kept).drop(columns="seconds")
     kept.unlink()
-    assert CliRunner().invoke(app, arguments).exit_code == 0
+    again = study.measured(study.SMOKE, runs, "cpu")
     pd.testing.assert_frame_equal(pd.read_csv(kept).drop(columns="seconds"), before)
-    (runs / "study.json").write_text("{}")
-    assert "choose another --runs" in str(CliRunner().invoke(app, arguments).exception)
+    assert len(again["curves"]) == len(pd.read_csv(tmp_path / "regularised_curves.csv"))
+    with pytest.raises(ValueError, match="choose another --runs"):
+        study.measured(replace(study.SMOKE, lr=1.0), runs, "cpu")
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -76,7 +78,8 @@ def test_what_leaks_and_what_masks_take_away(model, kind):
     assert report.when(3.0, expected, factored="factored" in kind) == pytest.approx(0.25)
     assert max(masked.leaks.values()) == 0.0
     size = exact.abs().max().item()
-    assert (masked.logits - exact).abs().max() < 1e-5 * size
+    # Factored, what holds Ω carries the score of the SiLU heads as well, which no mask gives back.
+    assert ((masked.logits - exact).abs().max() < 1e-5 * size) == ("factored" not in kind)
     assert (leaking.logits - exact).abs().max() > 1e-3 * size
 
 
@@ -136,3 +139,15 @@ def test_what_is_stored():
     assert curves.groupby(["form", "regularizer"])["seed"].nunique().eq(3).all()
     start = curves[curves["step"] == 0]
     assert (start["kl"] < 1e-6).all()
+    # What the page's first lines and docs/theory.md say in words.
+    whole = curves[(curves["step"] == 500) & (curves["regularizer"] != "none")]
+    kl = whole.set_index(["form", "regularizer", "seed"])["kl"].sort_index()
+    for form in ("post Ω=9", "post Ω=1000"):
+        assert (kl[form] / kl["MLP"]).between(0.5, 2.0).all()
+    same = kl["heads"] == kl["MLP"]
+    assert same[same.index.get_level_values("regularizer") != "dropout, patterns"].all()
+    every = curves[curves["form"].str.endswith("every entry") & (curves["regularizer"] == "none")]
+    assert (every[every["step"] == 100]["kl"] > 5).all()
+    decayed = curves[(curves["form"] == "post Ω=9") & (curves["regularizer"] == "decay 3")]
+    leaks = decayed.groupby("step")["leak_out_of_hidden"].agg(["min", "max"])
+    assert leaks.loc[375, "max"] < 0.01 < leaks.loc[425, "min"]
