@@ -498,16 +498,16 @@ raises.
 
 {rows}"""
 
-ANSWER = """Expected, before the run: heads of induction copy; paths through at most two heads explain
-most of the logits; neurons of the first layer read words of one kind.
+ANSWER = """Expected, before the run: heads of induction copy; paths through at most two heads
+explain most of the logits; neurons of the first layer read words of one kind.
 
 - Path expansion is exact with neurons as heads, but short paths are not most of a model. In Small
-  English, paths of up to two hops explain {two:.0%} of the logits, those of up to four {four:.0%}.
+  English, paths of up to two hops explain {two:.0%} of the logits, of up to four {four:.0%}.
   It is a matter of the task. Of a task's logit difference, two hops make:
   {tasks}.
-- Where two hops suffice, they show the circuit. In induction the largest pair is {pair},
-  heads whose copying scores are {scores}. No single head of Small English attends to the
-  answer much.
+- Where two hops suffice, they show the circuit. In induction the largest
+  pair is {pair}, heads whose copying scores are {scores}. No single head of Small English
+  attends to the answer much.
 - Of five tokens that drive a neuron of layer 0, {reads:.0%} are of one kind, of random ones
   {random:.0%}; all five are in {five:.1%} of rows, against {random_five:.3%}. In later
   layers: {later}."""

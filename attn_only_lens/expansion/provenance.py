@@ -6,9 +6,10 @@ the new indices of its layer and its own. Provenances compose as functions do.
 """
 
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import TypeVar
 
 import pandas as pd
 import torch
@@ -152,16 +153,78 @@ class ZeroEntries:
     Attributes:
         name: the tensor.
         indices: along each of its axes; the entries are their product.
+        since: how many `Provenance.shares` there were by then.
     """
 
     name: str
     indices: tuple[tuple[int, ...], ...]
+    since: int = 0
+
+    def off(self, tensor: Tensor) -> Tensor:
+        """Return by how much they are off."""
+        return self.entries(tensor)
 
     def entries(self, tensor: Tensor) -> Tensor:
         """Return these entries of the tensor."""
         for dim, indices in enumerate(self.indices):
             tensor = tensor.index_select(dim, _index(indices, tensor.device))
         return tensor
+
+
+@dataclass(frozen=True)
+class TiedEntries:
+    """Entries that must be multiples of others of their tensor, for the function to be the old one.
+
+    Attributes:
+        name: the tensor.
+        indices: along each of its axes; the entries are their product.
+        dim: the axis along which the others lie.
+        of: the indices of the others, one for each of `indices[dim]`.
+        factor: 1, or -1 for entries that cancel.
+        since: how many `Provenance.shares` there were by then.
+    """
+
+    name: str
+    indices: tuple[tuple[int, ...], ...]
+    dim: int
+    of: tuple[int, ...]
+    factor: float
+    since: int = 0
+
+    def off(self, tensor: Tensor) -> Tensor:
+        """Return by how much they are off."""
+        ours = ZeroEntries(self.name, self.indices).entries(tensor)
+        others = (*self.indices[: self.dim], self.of, *self.indices[self.dim + 1 :])
+        return ours - self.factor * ZeroEntries(self.name, others).entries(tensor)
+
+
+@dataclass(frozen=True)
+class Shares:
+    """New units with a share of what old ones wrote, along an axis.
+
+    Attributes:
+        axis: of the grown model.
+        new: their indices.
+        of: the index of the old unit of each.
+        share: what each has of it, but for noise; the old unit kept the rest.
+        written: the tensors that it was shared out in. In others of the axis each is a copy.
+    """
+
+    axis: Axis
+    new: tuple[int, ...]
+    of: tuple[int, ...]
+    share: tuple[float, ...]
+    written: frozenset[str]
+
+    def kept(self) -> dict[int, float]:
+        """Return what each old unit kept."""
+        rest: dict[int, float] = {}
+        for of, share in zip(self.of, self.share, strict=True):
+            rest[of] = rest.get(of, 1.0) - share
+        return rest
+
+
+_EntriesT = TypeVar("_EntriesT", ZeroEntries, TiedEntries)
 
 
 def _index(indices: tuple[int, ...], device: torch.device) -> Int[Tensor, " n"]:
@@ -186,6 +249,8 @@ class Provenance:
         scales: factors of old tensors, by old name.
         activation_scales: factors of old activations, by the old name of the hook point.
         zeros: entries that had to be zero.
+        ties: entries that had to be multiples of others, of units that cancel or are copies.
+        shares: the new units that share with old ones what these wrote.
         centred: whether the residual stream lost its mean over d_model, which LayerNorm ignores.
         source: identity of the model that grew (`growth.identity`); None for weights alone.
 
@@ -208,6 +273,8 @@ class Provenance:
     scales: Mapping[str, float] = field(default_factory=dict)
     activation_scales: Mapping[str, float] = field(default_factory=dict)
     zeros: tuple[ZeroEntries, ...] = ()
+    ties: tuple[TiedEntries, ...] = ()
+    shares: tuple[Shares, ...] = ()
     centred: bool = False
     source: Identity | None = None
 
@@ -229,7 +296,9 @@ class Provenance:
             like=grown | inserted,
             scales=self._times(self.scales, after.scales),
             activation_scales=self._times(self.activation_scales, after.activation_scales),
-            zeros=tuple(map(after._moved_zeros, self.zeros)) + after.zeros,
+            zeros=tuple(map(after._moved_zeros, self.zeros)) + self._later(after.zeros),
+            ties=tuple(map(after._moved_ties, self.ties)) + self._later(after.ties),
+            shares=tuple(map(after._moved_shares, self.shares)) + after.shares,
             centred=self.centred or after.centred,
             source=self.source,
         )
@@ -354,11 +423,65 @@ class Provenance:
 
     def _moved_zeros(self, zeros: ZeroEntries) -> ZeroEntries:
         """The same entries, after this growth."""
-        indices = (
-            tuple(self.axes[axis].new_of[index] for index in old)
-            for axis, old in zip(axes_of(zeros.name, self.constants), zeros.indices, strict=True)
+        axes = axes_of(zeros.name, self.constants)
+        indices = tuple(map(self._moved, axes, zeros.indices))
+        return replace(zeros, name=self.name(zeros.name), indices=indices)
+
+    def _moved_ties(self, ties: TiedEntries) -> TiedEntries:
+        axes = axes_of(ties.name, self.constants)
+        return replace(
+            ties,
+            name=self.name(ties.name),
+            indices=tuple(map(self._moved, axes, ties.indices)),
+            of=self._moved(axes[ties.dim], ties.of),
         )
-        return ZeroEntries(self.name(zeros.name), tuple(indices))
+
+    def _later(self, each: tuple[_EntriesT, ...]) -> tuple[_EntriesT, ...]:
+        """What a later growth says of entries, which is as of its own shares."""
+        return tuple(replace(one, since=one.since + len(self.shares)) for one in each)
+
+    def _moved_shares(self, shares: Shares) -> Shares:
+        return replace(
+            shares,
+            axis=self.axis(shares.axis),
+            new=self._moved(shares.axis, shares.new),
+            of=self._moved(shares.axis, shares.of),
+            written=frozenset(map(self.name, shares.written)),
+        )
+
+    def _moved(self, axis: Axis, indices: tuple[int, ...]) -> tuple[int, ...]:
+        return tuple(self.axes[axis].new_of[index] for index in indices)
+
+    def old_part(self, name: str, grown: Mapping[str, Tensor]) -> Tensor:
+        """Return an old tensor's entries in a grown model, with what new units share of them."""
+        tensor_map = self.tensor_map(name)
+        return tensor_map.old_part(self._given_back(tensor_map.name, grown[tensor_map.name]))
+
+    def broken(self, grown: Mapping[str, Tensor]) -> dict[str, str]:
+        """Return the tensors of a grown model that keep it from computing the same, and why."""
+        found: dict[str, str] = {}
+        kinds: tuple[tuple[str, Sequence[ZeroEntries | TiedEntries]], ...] = (
+            ("were zero", self.zeros),
+            ("were equal or opposite", self.ties),
+        )
+        for was, each in kinds:
+            for entries in each:
+                now = grown[entries.name]
+                before = self._given_back(entries.name, now, entries.since)
+                rounded = 4 * torch.finfo(now.dtype).eps * float(now.abs().max())
+                least = 0.0 if before is now else rounded
+                if not (entries.off(before).abs() <= least).all():
+                    found.setdefault(entries.name, was)
+        return found
+
+    def _given_back(self, name: str, tensor: Tensor, since: int = 0) -> Tensor:
+        """The tensor of a grown model with what new units share given back to the old ones."""
+        for shares in reversed(self.shares[since:]):
+            if name in shares.written:
+                dim = axes_of(name, self.constants).index(shares.axis)
+                new, of = (_index(each, tensor.device) for each in (shares.new, shares.of))
+                tensor = tensor.index_add(dim, of, tensor.index_select(dim, new))
+        return tensor
 
     def _names(self, letter: str) -> list[str]:
         sizes = [self.sizes.get(Axis(_AXIS_OF[letter], at), 0) for at in range(self.layers.size)]
