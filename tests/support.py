@@ -320,12 +320,18 @@ TASKS = {
 CIRCUITS = {
     "attribution_graph": lambda kit: len(kit.graph.edges) > 0,
     "composition": lambda kit: len(circuits.composition(kit.exposed, "L0N3", "L1H1")),
+    "copying_scores": lambda kit: circuits.copying_scores(kit.exposed)["copying"].notna().any(),
     "discover": lambda kit: len(_found(kit, "discover")),
     "enrichment": lambda kit: len(circuits.enrichment(kit.exposed)),
     "faithfulness": lambda kit: len(_found(kit, "faithfulness").frame),
     "from_json": lambda kit: _exported(kit, circuits.to_json, circuits.from_json),
     "neuron_like_heads": lambda kit: len(circuits.neuron_like_heads(kit.exposed, tokens())),
     "evaluate": lambda kit: _found(kit, "evaluate").whole,
+    "ov_circuit": lambda kit: len(circuits.ov_circuit(kit.exposed, "L1N3").top(5)),
+    "path_expansion": lambda kit: len(
+        circuits.path_expansion(kit.exposed, tokens()).paths(METRIC, 5, progress=False)
+    ),
+    "qk_circuit": lambda kit: len(circuits.qk_circuit(kit.exposed, "L1H1").top(5)),
     "score_edges": lambda kit: len(
         circuits.score_edges(kit.exposed, tokens(), ["L0H1", "L1N3"], exact=3, progress=False)
     ),
@@ -334,6 +340,7 @@ CIRCUITS = {
     ),
     "to_json": lambda kit: _exported(kit, circuits.to_json),
     "to_neuronpedia": lambda kit: _exported(kit, circuits.to_neuronpedia, slug="added"),
+    "token_paths": lambda kit: len(circuits.token_paths(kit.exposed, k=5, progress=False)),
     "top_compositions": lambda kit: len(circuits.top_compositions(kit.exposed, k=3)),
     "virtual_weights": lambda kit: circuits.virtual_weights(kit.exposed, "L0N3", "L1H1", "v").shape[
         0
@@ -416,6 +423,7 @@ OF_NO_MODEL = {
     *("AttentionOnlyTransformer", "Calibration", "Comparison", "ExposedNeurons", "HeadStack"),
     "HeadCounts",
     *("Verification", "PromptPair", "Sweep", "Paths", "Circuit", "CircuitGraph", "Faithfulness"),
+    *("PathExpansion", "TokenCircuit"),
     *("Page", "Provenance", "Example", "NeuronStatistics", "PairedPrompts", "Evaluation"),
     # Of the shipped models, which are of the kinds that there are.
     *("demo", "pretrained"),

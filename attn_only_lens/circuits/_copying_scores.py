@@ -114,10 +114,9 @@ def _products(matrices: VocabularyMatrices) -> tuple[Tensor, Tensor, Tensor]:
         across.addmm_(U.T, E)
         read.addmm_(E.T, E)
         written.addmm_(U.T, U)
+    across, read, written = (each.to(matrices.W_E) for each in (across, read, written))
     norm = matrices.final
-    across = norm.before(across)
-    written = norm.before(norm.before(written).T)
-    return tuple(each.to(matrices.W_E) for each in (across, read, written))  # type: ignore[return-value]
+    return norm.before(across), read, norm.before(norm.before(written).T)
 
 
 _Sums = tuple[Float[Tensor, "site"], Float[Tensor, "site"], Float[Tensor, "site"]]

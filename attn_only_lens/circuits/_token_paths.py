@@ -98,7 +98,7 @@ def token_paths(
         reads = _drives(matrices, sites, n_tokens, block)
         writes = _writes(matrices, sites, n_tokens)
         for sign, (drive, read), (write, written) in zip("+-", reads, writes, strict=False):
-            score = drive[:, 0] * write[:, 0]
+            score = drive[:, 0] * write[:, 0].to(drive.device)
             frame = pd.DataFrame({"name": sites.names, "layer": sites.layer, "value": sign})
             frame["reads"], frame["writes"] = read.tolist(), written.tolist()
             for name, x in (("drive", drive[:, 0]), ("write", write[:, 0]), ("score", score)):
