@@ -6,8 +6,9 @@ data seed and on the number of its step alone. The embedding and the unembedding
 have the same parameters.
 
 AdamW trains everything. The learning rate rises over the first `warmup` steps and falls in a line
-to zero over the last `decay`; nothing happens to it when the model grows, and old and new entries
-have the same. Moments go along with their entries, new ones start at zero.
+to zero over the last `decay`; nothing happens to it when the model grows, and new entries have that
+of the tensor which they are in (growth scales the rate of tensors that it scales:
+`growth/optimizer.py`). Moments go along with their entries, new ones start at zero.
 
 A run may begin where another one stopped, with its weights, moments, step and totals: so many runs
 share one small model, and no text is read twice.
@@ -121,10 +122,10 @@ class Plan:
         return bridged(GPTNeoXForCausalLM(config))
 
     def rate(self, step: int) -> float:
-        """The learning rate of a step."""
+        """The learning rate of a step, in units of the highest."""
         rises = (step + 1) / self.warmup if self.warmup else 1.0
         falls = (self.steps - step) / self.decay if self.decay else 1.0
-        return self.lr * min(1.0, rises, falls)
+        return min(1.0, rises, falls)
 
 
 @dataclass(frozen=True)
@@ -202,18 +203,29 @@ def figures(model: TransformerBridge, n_read: int, asked: int) -> dict[str, floa
     return {"loss": losses.mean().item(), **right}
 
 
-def adamw(plan: Plan, model: TransformerBridge) -> torch.optim.AdamW:
-    """The optimizer, of all parameters."""
-    settings = {"lr": plan.lr, "weight_decay": plan.weight_decay}
-    return torch.optim.AdamW(model.parameters(), betas=(0.9, 0.98), **settings)
+def adamw(plan: Plan, model: TransformerBridge, start: Done | None) -> torch.optim.AdamW:
+    """The optimizer of all parameters, in the state of `start`'s."""
+    settings = {"lr": plan.lr, "weight_decay": plan.weight_decay, "betas": (0.9, 0.98)}
+    if start is None:
+        groups = [{"params": list(model.parameters()), "initial_lr": plan.lr}]
+        return torch.optim.AdamW(groups, **settings)
+    ours, theirs = dict(model.named_parameters()), start.training.optimizer
+    names = {parameter: name for name, parameter in start.model.named_parameters()}
+    groups = [
+        group | {"params": [ours[names[parameter]] for parameter in group["params"]]}
+        for group in theirs.param_groups
+    ]
+    optimizer = torch.optim.AdamW(groups, **settings)
+    optimizer.load_state_dict(theirs.state_dict())
+    for group in optimizer.param_groups:
+        group["initial_lr"] *= plan.lr / start.plan.lr
+    return optimizer
 
 
 def training_of(plan: Plan, device: str, start: Done | None) -> growth.Training:
     """A run at its start."""
     model = plan.model().to(device) if start is None else copy_model(start.model, copy_weights=True)
-    optimizer = adamw(plan, model)
-    if start is not None:
-        optimizer.load_state_dict(start.training.optimizer.state_dict())
+    optimizer = adamw(plan, model, start)
     return growth.Training(model, optimizer, plan.schedule, plan.init, plan.growth_seed)
 
 
@@ -251,7 +263,7 @@ def run(
         loss.backward()
         clip_grad_norm_(model.parameters(), 1.0)
         for group in training.optimizer.param_groups:
-            group["lr"] = plan.rate(step)
+            group["lr"] = group["initial_lr"] * plan.rate(step)
         training.optimizer.step()
         n_tokens = tokens.shape[0] * (tokens.shape[1] - 1)
         return {"tokens": n_tokens, "flops": step_flops(weights[stage], tokens)}

@@ -56,7 +56,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import pandas as pd
-import torch
 import typer
 from benching import Device
 from english_runs import Done, Plan, Sizes, batch, figures, run, step_flops
@@ -269,9 +268,7 @@ def parts(study: Study) -> dict[str, Callable[[Runs], Arms]]:
     return {
         "rates": rates,
         "neurons": lambda runs: starts(runs, "neurons", *study.neurons, family="gpt_neox"),
-        "everything": lambda runs: starts(
-            runs, "everything", study.family[0], study.family[-1]
-        ),
+        "everything": lambda runs: starts(runs, "everything", study.family[0], study.family[-1]),
         **{
             f"family {budget}": lambda runs, budget=budget: family(runs, budget)
             for budget in study.budgets

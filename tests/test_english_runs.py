@@ -15,23 +15,12 @@ from attn_only_lens.growth import read
 pytestmark = needs_transformer_lens_4
 
 SMALL = runs.Sizes(n_layers=1, d_model=8, n_heads=2, d_mlp=11)
-GROWS = {
-    4: ex.AddNeurons(3),
-    6: ex.compose(ex.AddHeads(1), ex.WidenStream(4)),
-    7: ex.InsertLayer(0),
-}
-PLAN = runs.Plan(
-    *(SMALL, 9),
-    schedule=GROWS,
-    rows=2,
-    read=1,
-    asked=3,
-    check_every=3,
-    save_every=3,
-    kept=(6,),
-    decay=4,
-)
-TRUNK = replace(PLAN, steps=4, schedule={}, kept=(), decay=0, warmup=3)
+WIDER = ex.compose(ex.AddHeads(1), ex.WidenStream(4))
+GROWS = {4: ex.AddNeurons(3), 6: WIDER, 7: ex.InsertLayer(0)}
+OFTEN = {"read": 1, "asked": 3, "check_every": 3, "save_every": 3}
+PLAN = runs.Plan(SMALL, 9, schedule=GROWS, rows=2, kept=(6,), decay=4, **OFTEN)
+# Of a wider stream, gains are scaled, and have a learning rate of their own.
+TRUNK = replace(PLAN, steps=4, schedule={2: WIDER}, kept=(), decay=0, warmup=3)
 
 
 def parameters(model):
@@ -76,8 +65,9 @@ def test_a_run_that_is_broken_off_goes_on(tmp_path):
 def test_a_run_begins_where_another_one_stopped(tmp_path):
     trunk = runs.run(TRUNK, tmp_path / "trunk", "cpu")
     before = {name: each.clone() for name, each in parameters(trunk.model).items()}
-    plan = replace(TRUNK, steps=9)
-    at_once = runs.run(plan, tmp_path / "at once", "cpu")
+    assert len(trunk.training.optimizer.param_groups) == 2
+    at_once = runs.run(replace(TRUNK, steps=9), tmp_path / "at once", "cpu")
+    plan = replace(TRUNK, steps=9, schedule={})
     for _ in range(2):  # the second reads the first's checkpoint
         gone_on = runs.run(plan, tmp_path / "gone on", "cpu", start=trunk)
         assert same(at_once.model, gone_on.model)
@@ -105,6 +95,6 @@ def test_flops_are_those_that_torch_counts(family, tmp_path):
 
 
 def test_the_rate_rises_and_falls():
-    plan = replace(PLAN, steps=100, warmup=10, decay=40, lr=2.0)
+    plan = replace(PLAN, steps=100, warmup=10, decay=40)
     rates = [plan.rate(step) for step in (0, 9, 59, 60, 80, 99)]
-    assert rates == pytest.approx([0.2, 2, 2, 2, 1, 0.05])
+    assert rates == pytest.approx([0.1, 1, 1, 1, 0.5, 0.025])
