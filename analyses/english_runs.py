@@ -6,9 +6,9 @@ data seed and on the number of its step alone. The embedding and the unembedding
 have the same parameters.
 
 AdamW trains everything. The learning rate rises over the first `warmup` steps and falls in a line
-to zero over the last `decay`; nothing happens to it when the model grows, and new entries have that
-of the tensor which they are in (growth scales the rate of tensors that it scales:
-`growth/optimizer.py`). Moments go along with their entries, new ones start at zero.
+to zero over the last `decay`; nothing happens to it when the model grows. All tensors have the same
+rate, those too that growth scales (`growth/optimizer.py` would scale theirs). Moments go along with
+their entries, new ones start at zero.
 
 A run may begin where another one stopped, with its weights, moments, step and totals: so many runs
 share one small model, and no text is read twice.
@@ -122,10 +122,10 @@ class Plan:
         return bridged(GPTNeoXForCausalLM(config))
 
     def rate(self, step: int) -> float:
-        """The learning rate of a step, in units of the highest."""
+        """The learning rate of a step."""
         rises = (step + 1) / self.warmup if self.warmup else 1.0
         falls = (self.steps - step) / self.decay if self.decay else 1.0
-        return min(1.0, rises, falls)
+        return self.lr * min(1.0, rises, falls)
 
 
 @dataclass(frozen=True)
@@ -207,8 +207,7 @@ def adamw(plan: Plan, model: TransformerBridge, start: Done | None) -> torch.opt
     """The optimizer of all parameters, in the state of `start`'s."""
     settings = {"lr": plan.lr, "weight_decay": plan.weight_decay, "betas": (0.9, 0.98)}
     if start is None:
-        groups = [{"params": list(model.parameters()), "initial_lr": plan.lr}]
-        return torch.optim.AdamW(groups, **settings)
+        return torch.optim.AdamW(model.parameters(), **settings)
     ours, theirs = dict(model.named_parameters()), start.training.optimizer
     names = {parameter: name for name, parameter in start.model.named_parameters()}
     groups = [
@@ -217,8 +216,6 @@ def adamw(plan: Plan, model: TransformerBridge, start: Done | None) -> torch.opt
     ]
     optimizer = torch.optim.AdamW(groups, **settings)
     optimizer.load_state_dict(theirs.state_dict())
-    for group in optimizer.param_groups:
-        group["initial_lr"] *= plan.lr / start.plan.lr
     return optimizer
 
 
@@ -263,7 +260,7 @@ def run(
         loss.backward()
         clip_grad_norm_(model.parameters(), 1.0)
         for group in training.optimizer.param_groups:
-            group["lr"] = group["initial_lr"] * plan.rate(step)
+            group["lr"] = plan.rate(step)
         training.optimizer.step()
         n_tokens = tokens.shape[0] * (tokens.shape[1] - 1)
         return {"tokens": n_tokens, "flops": step_flops(weights[stage], tokens)}
