@@ -4,8 +4,8 @@ All models read Small English; `english_runs.py` trains them. Three seeds of eve
 texts and new entries; what is compared within a seed reads the same texts in the same order.
 
 Which start trains best? A small model trains, grows, and trains on; the arms differ in what the new
-entries start as. In neurons alone (plain MLPs and LayerNorm, where GradMax can be asked), and in
-neurons, heads and width at once (gated MLPs, RMS norm):
+entries start as. It grows in neurons, heads and width at once; once with plain MLPs and LayerNorm,
+where GradMax can be asked, and once with gated MLPs and RMS norm:
 
     own          drawn as the model's own, outputs zero: the growth paper's
     zeros        zero everywhere: dead, a control
