@@ -74,8 +74,6 @@ from attn_only_lens import growth
 from attn_only_lens.expansion.expansion import Expansion
 from attn_only_lens.expansion.initialise import Initialiser
 
-KINDS = {"plain": "gpt_neox", "gated": "llama"}
-
 
 @dataclass(frozen=True)
 class Study:
@@ -83,6 +81,7 @@ class Study:
 
     family: tuple[Sizes, ...] = (Sizes(2, 16, 1, 32), Sizes(2, 32, 2, 64), Sizes(2, 64, 4, 128))
     layers: tuple[int, int] = (2, 4)
+    kinds: dict[str, str] = field(default_factory=lambda: {"plain": "gpt_neox", "gated": "llama"})
     before: int = 200  # steps
     after: int = 200
     decay: int = 100
@@ -102,6 +101,7 @@ class Study:
 SMOKE = Study(
     family=(Sizes(1, 8, 2, 5), Sizes(1, 12, 3, 7)),
     layers=(1, 2),
+    kinds={"plain": "gpt_neox"},
     before=4,
     after=4,
     decay=2,
@@ -111,7 +111,7 @@ SMOKE = Study(
     plan={"warmup": 2, "rows": 2, "check_every": 4, "save_every": 4},
     read=(1, 1),
     asked=2,
-    left_out=("zeros", "copies", "splits", "middle", "spread", "spread, copies"),
+    left_out=("zeros", "copies", "splits", "unequal", "middle", "spread", "spread, copies"),
 )
 
 
@@ -188,7 +188,7 @@ def kept(study: Study, arms: dict[str, T]) -> list[tuple[str, T]]:
 
 def starts(runs: Runs, part: str) -> Arms:
     """Which start trains best?"""
-    study, settings = runs.study, {"family": KINDS[part]}
+    study, settings = runs.study, {"family": runs.study.kinds[part]}
     small, full = study.family[0], study.family[-1]
     plan = runs.plan(small, study.before, **settings)
     trunk = runs.go(f"{part}-trunk", plan)
@@ -272,7 +272,7 @@ def rates(runs: Runs) -> Arms:
     """The learning rates that were tried."""
     study = runs.study
     ends = {"small": study.family[0], "full": study.family[-1]}
-    for kind, family in KINDS.items() if runs.seed == 0 else ():
+    for kind, family in study.kinds.items() if runs.seed == 0 else ():
         for size, sizes in ends.items():
             for lr in study.rates:
                 plan = runs.plan(sizes, study.tried, lr=lr, decay=study.decay, family=family)
@@ -283,7 +283,7 @@ def parts(study: Study) -> dict[str, Callable[[Runs], Arms]]:
     """What is compared with what, by name."""
     return {
         "rates": rates,
-        **{kind: lambda runs, kind=kind: starts(runs, kind) for kind in KINDS},
+        **{kind: lambda runs, kind=kind: starts(runs, kind) for kind in study.kinds},
         **{
             f"family {budget}": lambda runs, budget=budget: family(runs, budget)
             for budget in study.budgets

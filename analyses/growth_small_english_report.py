@@ -29,6 +29,11 @@ def said(found: tuple[float, float, float]) -> str:
     return f"{mean:+.3f} [{low:+.3f}, {high:+.3f}]"
 
 
+def sizes(each: Any) -> str:
+    """In words."""
+    return f"d_model {each.d_model}, {each.n_heads} heads and {each.d_mlp} neurons a layer"
+
+
 def of(frame: pd.DataFrame, part: str) -> pd.DataFrame:
     """The rows of one part."""
     return frame[frame["part"] == part]
@@ -73,6 +78,15 @@ def soon(curves: pd.DataFrame, part: str, grows_at: int) -> dict[str, list[float
         arm: [means.get((arm, grows_at + each), float("nan")) for each in EARLY]
         for arm in frame["arm"].unique()
     }
+
+
+def starts(frames: Mapping[str, pd.DataFrame], study: Any) -> str:
+    """A table for each kind of model."""
+    return "\n\n".join(
+        f"### {STARTS[kind]}\n\n"
+        + compared(frames["ends"], kind, "own", soon(frames["curves"], kind, study.before))
+        for kind in study.kinds
+    )
 
 
 def families(ends: pd.DataFrame, budgets: Iterable[int], widths: Sequence[int]) -> str:
@@ -163,8 +177,8 @@ def page(frames: Mapping[str, pd.DataFrame], study: Any, fresh: Sequence[float],
         after=study.after,
         decay=study.decay,
         plan=study.plan,
-        small=study.family[0],
-        full=study.family[-1],
+        small=sizes(study.family[0]),
+        full=sizes(study.family[-1]),
         layers=" to ".join(map(str, study.layers)),
         widths=", ".join(map(str, widths)),
         budgets=" and ".join(map(str, study.budgets)),
@@ -172,8 +186,7 @@ def page(frames: Mapping[str, pd.DataFrame], study: Any, fresh: Sequence[float],
         first=fresh[0],
         most=max(fresh),
         at=fresh.index(max(fresh)) + 1,
-        plain=compared(ends, "plain", "own", soon(curves, "plain", study.before)),
-        gated=compared(ends, "gated", "own", soon(curves, "gated", study.before)),
+        starts=starts(frames, study),
         families=families(ends, study.budgets, widths),
         depths=compared(ends, "layers", "top", soon(curves, "layers", study.before)),
         rates=rates(ends),
@@ -186,7 +199,7 @@ def page(frames: Mapping[str, pd.DataFrame], study: Any, fresh: Sequence[float],
 def findings(ends: pd.DataFrame) -> str:
     """What the tables show, in sentences that are made of their numbers."""
     lines = []
-    for part, name in STARTS.items():
+    for part in [each for each in STARTS if each in set(ends["part"])]:
         found: dict[str, list[str]] = {"better": [], "worse": [], "not told apart": []}
         for arm in of(ends, part)["arm"].unique():
             if arm != "own":
@@ -194,7 +207,7 @@ def findings(ends: pd.DataFrame) -> str:
                 verdict = "better" if high < 0 else "worse" if low > 0 else "not told apart"
                 found[verdict].append(f"{arm} ({mean:+.3f})")
         words = [f"{verdict}: {', '.join(arms) or 'none'}" for verdict, arms in found.items()]
-        lines.append(f"{name}, against the paper's start: " + "; ".join(words))
+        lines.append(f"{STARTS[part]}, against the paper's start: " + "; ".join(words))
     for part in ends["part"].unique():
         if part.startswith("family"):
             arms = [each for each in of(ends, part)["arm"].unique() if "grown" in each]
@@ -229,22 +242,17 @@ Made by `python analyses/growth_small_english.py{flag}`.
 
 ## Which start trains best?
 
-{small} for {before} steps, then growth at once to {full}, then {after} steps, the rate falling over
-the last {decay}. The columns "+" are the mean loss {early} steps after growth, on 64 texts. All
-grown arms take the same flops; "small" and "full" take as many from scratch, without growth.
+Two layers, {small}, for {before} steps; then growth at once to
+{full}; then {after} steps, the rate falling over the last {decay}.
+The columns "+" are the mean loss {early} steps after growth, on 64 texts. All grown arms take the
+same flops; "small" and "full" take as many from scratch, without growth.
 
 AdamW's step does not depend on the size of a gradient. With fresh moments in a tensor whose bias
 correction is over, the first step of an entry is {first:.2f} learning rates, and with a steady
 gradient it rises to {most:.2f} at step {at}: at a rate of {lr}, a zero is as large as what is drawn
 (0.04) within some ten steps, whichever start it is.
 
-### Plain MLPs and LayerNorm
-
-{plain}
-
-### Gated MLPs and RMS norm
-
-{gated}
+{starts}
 
 ## One checkpoint for a family of sizes?
 
@@ -256,7 +264,7 @@ outputs zero).
 
 ## Where should new layers go?
 
-{layers} layers of {small}, {before} steps before growth and {after} after it.
+{layers} layers, gated, {small}: {before} steps before growth and {after} after it.
 
 {depths}
 

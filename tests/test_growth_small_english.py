@@ -43,9 +43,9 @@ def test_smoke(tmp_path):
     ends = pd.read_csv(tmp_path / f"{NAME}_ends.csv")
     assert ends["loss"].between(5, 7).all()
     check(ends, smallest=1.3)
-    curves = pd.read_csv(tmp_path / f"{NAME}_curves.csv").query("part == 'gated'")
+    curves = pd.read_csv(tmp_path / f"{NAME}_curves.csv").query("part == 'plain'")
     by_step = curves.pivot(index="step", columns="arm", values="loss")
-    arms = ["own", "pairs", "unequal"]
+    arms = ["own", "pairs", "GradMax"]
     # before growth and right after it the function is the same, later it is not
     assert by_step.loc[4, arms].to_numpy() == pytest.approx(by_step.loc[4, "own"], rel=1e-5)
     assert by_step.loc[8, arms].nunique() == 3
