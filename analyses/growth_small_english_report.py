@@ -1,6 +1,6 @@
 """The page and the figure of the study of growth on Small English."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import pandas as pd
@@ -190,37 +190,65 @@ def page(frames: Mapping[str, pd.DataFrame], study: Any, fresh: Sequence[float],
         families=families(ends, study.budgets, widths),
         depths=compared(ends, "layers", "top", soon(curves, "layers", study.before)),
         rates=rates(ends),
-        findings=findings(ends),
+        findings=findings(frames, study),
         early=" and ".join(map(str, EARLY)),
-        answered=ends["seed"].nunique(),
     )
 
 
-def findings(ends: pd.DataFrame) -> str:
-    """What the tables show, in sentences that are made of their numbers."""
-    lines = []
-    for part in [each for each in STARTS if each in set(ends["part"])]:
-        found: dict[str, list[str]] = {"better": [], "worse": [], "not told apart": []}
-        for arm in of(ends, part)["arm"].unique():
-            if arm != "own":
-                mean, low, high = difference(ends, part, arm, "own")
-                verdict = "better" if high < 0 else "worse" if low > 0 else "not told apart"
-                found[verdict].append(f"{arm} ({mean:+.3f})")
-        words = [f"{verdict}: {', '.join(arms) or 'none'}" for verdict, arms in found.items()]
-        lines.append(f"{STARTS[part]}, against the paper's start: " + "; ".join(words))
-    for part in ends["part"].unique():
-        if part.startswith("family"):
-            arms = [each for each in of(ends, part)["arm"].unique() if "grown" in each]
-            words = []
-            for arm in arms:
-                found_here = difference(ends, part, arm, arm.replace("grown", "scratch"))
-                words.append(f"d_model {arm.split(', ')[1]} {said(found_here)}")
-            steps = part.split()[1]
-            lines.append(f"One checkpoint less scratch, {steps} steps each: {', '.join(words)}")
-    means = of(ends, "layers").groupby("arm")["loss"].mean().sort_values()
-    words = [f"{arm} {loss:.3f}" for arm, loss in means.items()]
-    lines.append(f"New layers, best first: {', '.join(words)}")
-    return "\n".join(f"- {line}." for line in lines)
+def verdicts(frames: Mapping[str, pd.DataFrame], study: Any) -> Iterator[tuple[str, bool]]:
+    """Each prediction of `growth_small_english.py`, and whether it held."""
+    ends = frames["ends"]
+    for kind in study.kinds:
+        means = of(ends, kind).groupby("arm")["loss"].mean()
+        early = {arm: each[0] for arm, each in soon(frames["curves"], kind, study.before).items()}
+        others = [arm for arm in early if arm not in ("own", "zeros")]
+        ahead = [arm for arm in others if difference(ends, kind, arm, "own")[2] < 0]
+        where = STARTS[kind]
+        yield (
+            f"{where}: no live start ends better than own ({', '.join(ahead) or 'none'})",
+            not ahead,
+        )
+        leads = [arm for arm in ("pairs", "GradMax") if arm in early]
+        lower = [f"{arm} {early[arm]:.3f}" for arm in leads]
+        said_early = f"{where}, {EARLY[0]} steps after growth: {', '.join(lower)} lead own"
+        held = all(early[arm] < early["own"] for arm in leads)
+        yield f"{said_early} ({early['own']:.3f})", held
+        last = means[["own", *others]].idxmax()
+        yield f"{where}: of the live starts unequal ends last ({last} does)", last == "unequal"
+        if "zeros" in means:
+            found = difference(ends, kind, "zeros", "own")
+            yield f"{where}: zeros end behind own, {said(found)}", found[1] > 0
+        found = difference(ends, kind, "full", "own")
+        close = found[1] > 0 and found[0] < 0.1
+        yield f"{where}: full ends behind own by less than 0.1, {said(found)}", close
+        best = means["small"] < min(means["own"], means["full"])
+        yield f"{where}: small, {means['small']:.3f}, ends better than both", bool(best)
+    gains = {}
+    for budget in study.budgets:
+        for width in [each.d_model for each in study.family[1:]]:
+            arms = f"grown, {width}", f"scratch, {width}"
+            found = gains[width, budget] = difference(ends, f"family {budget}", *arms)
+            said_here = f"{budget} steps each: d_model {width} is better from the checkpoint"
+            yield f"{said_here}, {said(found)}", found[2] < 0
+    few, most = min(study.budgets), max(study.budgets)
+    more = all(gains[w, few][0] < gains[w, most][0] for w, n in gains if n == few)
+    yield f"it gains more at {few} steps than at {most}", more or few == most
+    layers = (
+        of(ends, "layers").query("arm != 'full'").pivot(index="seed", columns="arm", values="loss")
+    )
+    places, seeds = layers.mean(), layers.mean(axis=1)
+    apart, between = places.max() - places.min(), seeds.max() - seeds.min()
+    yield (
+        f"new layers' places differ by {apart:.3f}, less than seeds by {between:.3f}",
+        apart < between,
+    )
+    yield f"at the bottom is worst ({places.idxmax()} is)", places.idxmax() == "bottom"
+
+
+def findings(frames: Mapping[str, pd.DataFrame], study: Any) -> str:
+    """The predictions, held or failed, as a list."""
+    lines = [f"- {'Held' if held else 'FAILED'}: {text}." for text, held in verdicts(frames, study)]
+    return "\n".join(lines)
 
 
 PAGE = """# Does it pay to grow? Small English
@@ -234,7 +262,10 @@ seed, with Student's interval of 95 %.
 
 Made by `python analyses/growth_small_english.py{flag}`.
 
-## What the tables show
+## What we expected, and what came out
+
+Differences are means over seeds with their intervals; "better" and "behind" are of intervals that
+do not hold zero.
 
 {findings}
 
