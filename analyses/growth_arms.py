@@ -1,10 +1,6 @@
-"""The arms of the study of growth: what is trained, for how long, and goes on if broken off.
-
-A run writes its checkpoint and its curve to a folder of its own, and goes on from there.
-"""
+"""The arms of the study of growth: what is trained, and for how long."""
 
 import json
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -13,7 +9,7 @@ from typing import Any
 import pandas as pd
 import torch
 from growth_measures import step_flops
-from safetensors.torch import load_file, save_file
+from resumable import claim, put_back, train
 from torch import Tensor
 from tqdm import tqdm
 from train_modular_addition import Recipe, adamw, fast_logits, loss_of, pairs, step
@@ -21,7 +17,6 @@ from train_modular_addition import Recipe, adamw, fast_logits, loss_of, pairs, s
 from attn_only_lens import expansion as ex
 from attn_only_lens.expansion.expansion import Expansion
 from attn_only_lens.growth import Training
-from attn_only_lens.storage import atomic_write, write_text
 from attn_only_lens.tl import HookedTransformer
 
 
@@ -137,51 +132,32 @@ def run(
     fed = tokens[trained], answers[trained]
     growth_seed = 1 + 10 * seed + arm.growth_seed
     training = Training(model, adamw(recipe, model), arm.schedule, seed=growth_seed)
-    checkpoint, curve, before = (
-        folder / file for file in ("checkpoint.safetensors", "curve.csv", "before.safetensors")
-    )
-    rows: list[dict[str, Any]] = []
-    flops, cpu, wall = 0, 0.0, 0.0
-    if checkpoint.exists():
-        training.resume(checkpoint)
-        *rows, last = pd.read_csv(curve).query(f"epoch <= {training.done}").to_dict("records")
-        flops, cpu, wall = (last[name] for name in ("flops", "cpu_seconds", "wall_seconds"))
-    tick(training.done)
-    cpu, wall = time.process_time() - cpu, time.perf_counter() - wall
-
-    def note(epoch: int) -> None:
-        spent = {
-            "flops": flops,
-            "cpu_seconds": time.process_time() - cpu,
-            "wall_seconds": time.perf_counter() - wall,
-        }
-        rows.append({"epoch": epoch} | spent | figures_of(training.model, data))
-        if epoch % study.save_every == 0 or epoch == study.epochs:
-            # The curve may be ahead of the checkpoint, never behind it.
-            write_text(curve, pd.DataFrame(rows).to_csv(index=False))
-            training.save(checkpoint)
-
     cost: dict[int, int] = {}  # of a step, by how often the model has grown
-    first_growth = min(arm.schedule, default=study.epochs)
-    for stop in (first_growth, study.epochs):
-        for epoch in training.steps(stop):
-            if epoch % study.check_every == 0:
-                note(epoch)
-            stage = len(training.history)
-            if stage not in cost:
-                cost[stage] = step_flops(training.model, *fed)
-            step(training.model, training.optimizer, *fed)
-            flops += cost[stage]
-            tick(1)
-        if stop == first_growth and arm.schedule and not training.history:
-            with atomic_write(before) as partial:
-                save_file(dict(training.model.state_dict()), partial)
-    note(study.epochs)
+
+    def one(training: Training, _: int) -> dict[str, int]:
+        stage = len(training.history)
+        if stage not in cost:
+            cost[stage] = step_flops(training.model, *fed)
+        step(training.model, training.optimizer, *fed)
+        return {"flops": cost[stage]}
+
+    first_growth = sorted(arm.schedule)[:1]
+    curve = train(
+        training,
+        study.epochs,
+        folder,
+        one,
+        lambda model: figures_of(model, data),
+        {"flops": 0},
+        check_every=study.check_every,
+        save_every=study.save_every,
+        tick=tick,
+        kept=first_growth,
+    )
     ungrown = None
-    if arm.schedule:
-        ungrown = recipe.model().to(device)
-        ungrown.load_state_dict(load_file(before, device))
-    return Run(name, seed, training, pd.DataFrame(rows), ungrown)
+    for at in first_growth:
+        ungrown = put_back(recipe.model(), folder / f"{at}.safetensors").to(device)
+    return Run(name, seed, training, curve.rename(columns={"step": "epoch"}), ungrown)
 
 
 def runs(study: Study, folder: Path, device: str) -> Iterator[Run]:
@@ -190,11 +166,7 @@ def runs(study: Study, folder: Path, device: str) -> Iterator[Run]:
     Raises:
         ValueError: the folder holds runs of another study.
     """
-    said = folder / "study.json"
-    mine = json.dumps(asdict(study), indent=2) + "\n"
-    if said.exists() and said.read_text("utf-8") != mine:
-        raise ValueError(f"{said} is of another study: choose another --runs")
-    write_text(said, mine)
+    claim(folder / "study.json", json.dumps(asdict(study), indent=2) + "\n")
     names = list(arms(study))
     with tqdm(total=len(names) * study.n_seeds * study.epochs, unit="epoch") as bar:
         for seed in range(study.n_seeds):

@@ -54,10 +54,9 @@ class Recipe:
     prompts: int = 200  # of each task
     held_out: int = 100_000  # letters of text
 
-    def model(self) -> LlamaForCausalLM:
-        """The untrained model."""
-        torch.manual_seed(self.seed)
-        config = LlamaConfig(
+    def config(self) -> LlamaConfig:
+        """Of the model."""
+        return LlamaConfig(
             vocab_size=len(vocabulary()),
             hidden_size=self.d_model,
             intermediate_size=self.d_mlp,
@@ -71,7 +70,11 @@ class Recipe:
             initializer_range=0.04,
             tie_word_embeddings=True,
         )
-        return LlamaForCausalLM(config)
+
+    def model(self) -> LlamaForCausalLM:
+        """The untrained model."""
+        torch.manual_seed(self.seed)
+        return LlamaForCausalLM(self.config())
 
 
 def vocabulary() -> dict[str, int]:

@@ -1,0 +1,312 @@
+"""The page and the figure of the study of growth on Small English."""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import pandas as pd
+from benching import markdown
+from matplotlib.figure import Figure
+from scipy.stats import t as student
+
+__all__ = ["curves_figure", "difference", "page"]
+
+STARTS = {"plain": "Plain MLPs and LayerNorm", "gated": "Gated MLPs and RMS norm"}
+EARLY = (20, 100)  # steps after growth
+COLOURS = {"small": "0.6", "full": "0.0"}
+
+
+def difference(ends: pd.DataFrame, part: str, arm: str, other: str) -> tuple[float, float, float]:
+    """The mean over seeds of one arm's loss less another's, and Student's interval of 95 %."""
+    losses = ends[ends["part"] == part].pivot(index="seed", columns="arm", values="loss")
+    found = losses[arm] - losses[other]
+    half = student.ppf(0.975, len(found) - 1) * found.sem() if len(found) > 1 else float("nan")
+    return found.mean(), found.mean() - half, found.mean() + half
+
+
+def said(found: tuple[float, float, float]) -> str:
+    """A difference with its interval."""
+    mean, low, high = found
+    return f"{mean:+.3f} [{low:+.3f}, {high:+.3f}]"
+
+
+def sizes(each: Any) -> str:
+    """In words."""
+    return f"d_model {each.d_model}, {each.n_heads} heads and {each.d_mlp} neurons a layer"
+
+
+def of(frame: pd.DataFrame, part: str) -> pd.DataFrame:
+    """The rows of one part."""
+    return frame[frame["part"] == part]
+
+
+def tasks(ends: pd.DataFrame) -> list[str]:
+    """The columns of right answers."""
+    return list(ends.columns[ends.columns.get_loc("loss") + 1 :])
+
+
+def compared(
+    ends: pd.DataFrame, part: str, reference: str, early: Mapping[str, Sequence[float]]
+) -> str:
+    """A row for each arm of a part: its losses by seed, against the reference."""
+    frame, rows = of(ends, part), []
+    seeds = sorted(frame["seed"].unique())
+    for arm in frame["arm"].unique():
+        mine = frame[frame["arm"] == arm].sort_values("seed")
+        against = "" if arm == reference else said(difference(ends, part, arm, reference))
+        rows.append(
+            [
+                arm,
+                f"{mine['flops'].mean() / 1e9:.0f}",
+                *(f"{each:.3f}" for each in early.get(arm, [float("nan")] * len(EARLY))),
+                *(f"{each:.3f}" for each in mine["loss"]),
+                f"{mine['loss'].mean():.3f}",
+                against,
+                f"{mine[tasks(ends)].to_numpy().mean():.1%}",
+            ]
+        )
+    header = ["", "Gflop", *(f"+{each}" for each in EARLY), *(f"seed {each}" for each in seeds)]
+    header += ["mean", f"less that of {reference}", "right"]
+    return markdown(header, rows).replace("nan", "–")
+
+
+def soon(curves: pd.DataFrame, part: str, grows_at: int) -> dict[str, list[float]]:
+    """The mean loss of each grown arm so many steps after growth."""
+    frame = of(curves, part)
+    frame = frame[~frame["arm"].isin(list(COLOURS))]
+    means = frame.groupby(["arm", "step"])["loss"].mean()
+    return {
+        arm: [means.get((arm, grows_at + each), float("nan")) for each in EARLY]
+        for arm in frame["arm"].unique()
+    }
+
+
+def starts(frames: Mapping[str, pd.DataFrame], study: Any) -> str:
+    """A table for each kind of model."""
+    return "\n\n".join(
+        f"### {STARTS[kind]}\n\n"
+        + compared(frames["ends"], kind, "own", soon(frames["curves"], kind, study.before))
+        for kind in study.kinds
+    )
+
+
+def families(ends: pd.DataFrame, budgets: Iterable[int], widths: Sequence[int]) -> str:
+    """A row for each budget and size."""
+    rows = []
+    for budget in budgets:
+        part = f"family {budget}"
+        frame = of(ends, part).set_index(["arm", "seed"])
+        for number, width in enumerate(widths):
+            scratch = frame.loc[f"scratch, {width}"]
+            row = [budget, width, f"{scratch['flops'].mean() / 1e9:.0f}"]
+            row += [f"{scratch['loss'].mean():.3f}"]
+            if number:
+                grown = frame.loc[f"grown, {width}"]
+                row += [f"{grown['loss'].mean():.3f}"]
+                found = difference(ends, part, f"grown, {width}", f"scratch, {width}")
+                row += [said(found)]
+            else:
+                row += ["the same", ""]
+            rows.append(row)
+    header = ["steps of each", "d_model", "Gflop from scratch", "from scratch", "one checkpoint"]
+    return markdown([*header, "difference"], rows).replace("nan", "–")
+
+
+def rates(ends: pd.DataFrame) -> str:
+    """The loss by learning rate."""
+    frame = of(ends, "rates").copy()
+    frame[["kind", "size", "rate"]] = frame["arm"].str.split(", ", expand=True)
+    wide = frame.pivot(index=["kind", "size"], columns="rate", values="loss")
+    wide = wide[sorted(wide, key=float)]
+    rows = [
+        [*index, *(f"{each:.3f}" for each in row)]
+        for index, row in zip(wide.index, wide.to_numpy(), strict=True)
+    ]
+    return markdown(["", "", *wide.columns], rows)
+
+
+def curves_figure(curves: pd.DataFrame) -> Figure:
+    """The mean loss of each arm against flops, one panel a part, and the seeds' range."""
+    parts = [each for each in curves["part"].unique() if each != "rates"]
+    picture = Figure(figsize=(11, 3.7 * -(-len(parts) // 2)), layout="constrained")
+    panels = picture.subplots(-(-len(parts) // 2), 2, squeeze=False).flat
+    for panel, part in zip(panels, parts, strict=False):
+        frame = of(curves, part)
+        colours = dict(COLOURS)
+        for number, arm in enumerate(a for a in frame["arm"].unique() if a not in colours):
+            colours[arm] = f"C{number}"
+        for arm in frame["arm"].unique():
+            by_step = frame[frame["arm"] == arm].groupby("step")
+            seen = by_step[["flops", "loss"]].mean().assign(n=by_step["seed"].nunique())
+            seen = seen[(seen["n"] == seen["n"].max()) & (seen["flops"] > 0)]
+            spread = by_step["loss"].agg(["min", "max"]).loc[seen.index]
+            style = {"color": colours[arm], "lw": 1.3}
+            if arm.startswith("scratch"):
+                twin = arm.replace("scratch", "grown")
+                style |= {"ls": "--"} | ({"color": colours[twin]} if twin in colours else {})
+            panel.plot(seen["flops"] / 1e9, seen["loss"], label=arm, **style)
+            panel.fill_between(
+                seen["flops"] / 1e9, spread["min"], spread["max"], color=style["color"], alpha=0.1
+            )
+        ends = frame.groupby(["arm", "seed"])["loss"].last()
+        low, high = ends.min(), ends.max()
+        panel.set_ylim(low - 0.1 * (high - low + 0.1), high + 1.5 * (high - low + 0.1))
+        panel.set_title(part, fontsize="medium")
+        panel.set_xlabel("Gflop of matrix products")
+        panel.set_ylabel("loss, part of the held-out text")
+        panel.grid(alpha=0.3)
+        panel.legend(fontsize="x-small", ncols=2)
+    for panel in list(panels):
+        panel.set_visible(False)
+    return picture
+
+
+def page(frames: Mapping[str, pd.DataFrame], study: Any, fresh: Sequence[float], flag: str) -> str:
+    """Everything in Markdown."""
+    ends, curves = frames["ends"], frames["curves"]
+    widths = [each.d_model for each in study.family]
+    flops = ends.groupby(["part", "arm"])["flops"].mean() / 1e9
+    totals = [
+        sum(flops[f"family {each}", f"scratch, {width}"] for width in widths)
+        for each in study.budgets
+    ]
+    return PAGE.format(
+        n=ends["seed"].nunique(),
+        flag=flag,
+        lr=study.lr,
+        before=study.before,
+        after=study.after,
+        decay=study.decay,
+        plan=study.plan,
+        small=sizes(study.family[0]),
+        full=sizes(study.family[-1]),
+        layers=" to ".join(map(str, study.layers)),
+        widths=", ".join(map(str, widths)),
+        budgets=" and ".join(map(str, study.budgets)),
+        totals=" and ".join(f"{each:.0f}" for each in totals),
+        first=fresh[0],
+        most=max(fresh),
+        at=fresh.index(max(fresh)) + 1,
+        starts=starts(frames, study),
+        families=families(ends, study.budgets, widths),
+        depths=compared(ends, "layers", "top", soon(curves, "layers", study.before)),
+        rates=rates(ends),
+        findings=findings(frames, study),
+        early=" and ".join(map(str, EARLY)),
+    )
+
+
+def verdicts(frames: Mapping[str, pd.DataFrame], study: Any) -> Iterator[tuple[str, bool]]:
+    """Each prediction of `growth_small_english.py`, and whether it held."""
+    ends = frames["ends"]
+    for kind in study.kinds:
+        means = of(ends, kind).groupby("arm")["loss"].mean()
+        early = {arm: each[0] for arm, each in soon(frames["curves"], kind, study.before).items()}
+        others = [arm for arm in early if arm not in ("own", "zeros")]
+        ahead = [arm for arm in others if difference(ends, kind, arm, "own")[2] < 0]
+        where = STARTS[kind]
+        yield (
+            f"{where}: no live start ends better than own ({', '.join(ahead) or 'none'})",
+            not ahead,
+        )
+        leads = [arm for arm in ("pairs", "GradMax") if arm in early]
+        lower = [f"{arm} {early[arm]:.3f}" for arm in leads]
+        said_early = f"{where}, {EARLY[0]} steps after growth: {', '.join(lower)} lead own"
+        held = all(early[arm] < early["own"] for arm in leads)
+        yield f"{said_early} ({early['own']:.3f})", held
+        last = means[["own", *others]].idxmax()
+        yield f"{where}: of the live starts unequal ends last ({last} does)", last == "unequal"
+        if "zeros" in means:
+            found = difference(ends, kind, "zeros", "own")
+            yield f"{where}: zeros end behind own, {said(found)}", found[1] > 0
+        found = difference(ends, kind, "full", "own")
+        close = found[1] > 0 and found[0] < 0.1
+        yield f"{where}: full ends behind own by less than 0.1, {said(found)}", close
+        best = means["small"] < min(means["own"], means["full"])
+        yield f"{where}: small, {means['small']:.3f}, ends better than both", bool(best)
+    gains = {}
+    for budget in study.budgets:
+        for width in [each.d_model for each in study.family[1:]]:
+            arms = f"grown, {width}", f"scratch, {width}"
+            found = gains[width, budget] = difference(ends, f"family {budget}", *arms)
+            said_here = f"{budget} steps each: d_model {width} is better from the checkpoint"
+            yield f"{said_here}, {said(found)}", found[2] < 0
+    few, most = min(study.budgets), max(study.budgets)
+    more = all(gains[w, few][0] < gains[w, most][0] for w, n in gains if n == few)
+    yield f"it gains more at {few} steps than at {most}", more or few == most
+    layers = (
+        of(ends, "layers").query("arm != 'full'").pivot(index="seed", columns="arm", values="loss")
+    )
+    places, seeds = layers.mean(), layers.mean(axis=1)
+    apart, between = places.max() - places.min(), seeds.max() - seeds.min()
+    yield (
+        f"new layers' places differ by {apart:.3f}, less than seeds by {between:.3f}",
+        apart < between,
+    )
+    yield f"at the bottom is worst ({places.idxmax()} is)", places.idxmax() == "bottom"
+
+
+def findings(frames: Mapping[str, pd.DataFrame], study: Any) -> str:
+    """The predictions, held or failed, as a list."""
+    lines = [f"- {'Held' if held else 'FAILED'}: {text}." for text, held in verdicts(frames, study)]
+    return "\n".join(lines)
+
+
+PAGE = """# Does it pay to grow? Small English
+
+Three questions about small language models, those of §5 of the growth paper: which start trains
+best after growth, whether one checkpoint pays for a family of sizes, and where new layers go.
+`growth_small_english.py` says what is compared and what we expected before the runs;
+`english_runs.py` trains. {n} seeds; losses are nats a word of held-out text, lower is better;
+"right" is the share of right answers to the questions of eight tasks. Differences are paired by
+seed, with Student's interval of 95 %.
+
+Made by `python analyses/growth_small_english.py{flag}`.
+
+## What we expected, and what came out
+
+Differences are means over seeds with their intervals; "better" and "behind" are of intervals that
+do not hold zero.
+
+{findings}
+
+![Loss against compute](growth_small_english.svg)
+
+## Which start trains best?
+
+Two layers, {small}, for {before} steps; then growth at once to
+{full}; then {after} steps, the rate falling over the last {decay}.
+The columns "+" are the mean loss {early} steps after growth, on 64 texts. All grown arms take the
+same flops; "small" and "full" take as many from scratch, without growth.
+
+AdamW's step does not depend on the size of a gradient. With fresh moments in a tensor whose bias
+correction is over, the first step of an entry is {first:.2f} learning rates, and with a steady
+gradient it rises to {most:.2f} at step {at}: at a rate of {lr}, a zero is as large as what is drawn
+(0.04) within some ten steps, whichever start it is.
+
+{starts}
+
+## One checkpoint for a family of sizes?
+
+Widths {widths}; each size trains for {budgets} steps of its own, so that a whole family takes
+{totals} Gflop, either way. From scratch, or each size grown from the one before it (own draws,
+outputs zero).
+
+{families}
+
+## Where should new layers go?
+
+{layers} layers, gated, {small}: {before} steps before growth and {after} after it.
+
+{depths}
+
+## Learning rates
+
+The loss from scratch, seed 0, by the highest rate. All other runs take {lr:g}.
+
+{rates}
+
+## What limits this
+
+Models of some 50,000 to 150,000 parameters that read at most two million words, one grammar, one
+schedule of the rate, one moment of growth. Differences below the intervals are not shown not to be.
+"""

@@ -1,0 +1,97 @@
+"""Runs on Small English: they go on where they stopped, begin where others did, count flops."""
+
+from dataclasses import replace
+
+import english_runs as runs
+import pytest
+import torch
+from common import needs_transformer_lens_4
+from torch.utils.flop_counter import FlopCounterMode
+from train_small_english import loss_of
+
+from attn_only_lens import expansion as ex
+from attn_only_lens import grow
+from attn_only_lens.growth import read
+
+pytestmark = needs_transformer_lens_4
+
+SMALL = runs.Sizes(n_layers=1, d_model=8, n_heads=2, d_mlp=11)
+WIDER = ex.compose(ex.AddHeads(1), ex.WidenStream(4))
+GROWS = {4: ex.AddNeurons(3), 6: WIDER, 7: ex.InsertLayer(0)}
+OFTEN = {"read": 1, "asked": 1, "check_every": 3, "save_every": 3}
+PLAN = runs.Plan(SMALL, 9, schedule=GROWS, rows=2, kept=(6,), decay=4, **OFTEN)
+# Of a wider stream, gains are scaled, and have settings of their own.
+TRUNK = replace(PLAN, steps=4, schedule={2: WIDER}, kept=(), decay=0, warmup=3)
+
+
+def parameters(model):
+    return dict(model.named_parameters())
+
+
+def same(one, other):
+    ours, theirs = parameters(one), parameters(other)
+    assert ours.keys() == theirs.keys()
+    return all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def test_a_run_that_is_broken_off_goes_on(tmp_path):
+    whole = runs.run(PLAN, tmp_path / "whole", "cpu")
+    ticks = iter(range(9))
+
+    def breaks(_):
+        if next(ticks) == 7:  # in step 6, grown twice
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        runs.run(PLAN, tmp_path / "parts", "cpu", breaks)
+    parts = runs.run(PLAN, tmp_path / "parts", "cpu")
+    assert same(whole.model, parts.model)
+    drop = ["cpu_seconds", "wall_seconds"]
+    assert whole.curve.drop(columns=drop).equals(parts.curve.drop(columns=drop))
+    assert whole.curve["step"].tolist() == [0, 3, 6, 9]
+    at_six = runs.model_at(whole, 6, tmp_path / "whole")
+    assert read(at_six).sizes[ex.Axis("d_mlp", 0)] == 14
+    assert whole.model.cfg.d_model == 12 != at_six.cfg.d_model == 8
+    # the loss just before growth is that just after it, up to rounding
+    after = whole.curve["loss"][2]
+    assert runs.figures(at_six, 1, 0)["loss"] == pytest.approx(after, rel=1e-5)
+    with pytest.raises(ValueError, match="choose another --runs"):
+        runs.run(replace(PLAN, lr=1e-3), tmp_path / "parts", "cpu")
+
+
+def test_a_run_begins_where_another_one_stopped(tmp_path):
+    trunk = runs.run(TRUNK, tmp_path / "trunk", "cpu")
+    before = {name: each.clone() for name, each in parameters(trunk.model).items()}
+    assert len(trunk.training.optimizer.param_groups) == 2
+    at_once = runs.run(replace(TRUNK, steps=9), tmp_path / "at once", "cpu")
+    plan = replace(TRUNK, steps=9, schedule={})
+    for _ in range(2):  # the second reads the first's checkpoint
+        gone_on = runs.run(plan, tmp_path / "gone on", "cpu", start=trunk)
+        assert same(at_once.model, gone_on.model)
+        assert gone_on.curve["step"].tolist() == [4, 6, 9]
+        ends = [each.curve.iloc[-1] for each in (at_once, gone_on)]
+        assert ends[0][["tokens", "flops", "loss"]].equals(ends[1][["tokens", "flops", "loss"]])
+    assert all(torch.equal(before[name], each) for name, each in parameters(trunk.model).items())
+
+
+def test_batches_are_of_seed_and_step_alone():
+    first, again = (runs.batch(replace(PLAN, seed=seed), 40) for seed in (0, 1))
+    assert torch.equal(first, again)
+    assert not torch.equal(first, runs.batch(replace(PLAN, data_seed=1), 40))
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt_neox"])
+def test_flops_are_those_that_torch_counts(family):
+    plan = replace(PLAN, family=family)
+    model = grow(plan.model(), ex.compose(*GROWS.values())).model
+    model.original_model.set_attn_implementation("eager")
+    tokens = runs.batch(plan, 5)
+    with FlopCounterMode(display=False) as counter:
+        loss_of(model.original_model, tokens).backward()
+    assert runs.step_flops(read(model), tokens) == counter.get_total_flops() > 0
+
+
+def test_the_rate_rises_and_falls():
+    plan = replace(PLAN, steps=100, warmup=10, decay=40, lr=2.0)
+    rates = [plan.rate(step) for step in (0, 9, 59, 60, 80, 99)]
+    assert rates == pytest.approx([0.2, 2, 2, 2, 1, 0.05])

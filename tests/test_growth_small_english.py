@@ -1,0 +1,91 @@
+"""The study of growth on Small English: its smoke run, its arithmetic, and what is stored."""
+
+from pathlib import Path
+
+import growth_small_english as study
+import growth_small_english_report as report
+import pandas as pd
+import pytest
+import torch
+from common import needs_transformer_lens_4
+from english_runs import growth
+from typer.testing import CliRunner
+
+pytestmark = needs_transformer_lens_4
+
+NAME = Path(study.__file__).stem
+KEPT = Path(__file__).parents[1] / "analyses" / "results"
+
+
+def check(ends, smallest):
+    """Arms that are compared take the same flops; a family's are those of its twins."""
+    for part, frame in ends.groupby("part"):
+        if part == "rates":
+            continue
+        flops = frame.groupby("arm")["flops"].mean()
+        if part.startswith("family"):
+            for arm in [each for each in flops.index if each.startswith("grown")]:
+                assert arm.replace("grown", "scratch") in flops
+        else:
+            grown = flops.drop(["full", *({"small"} & set(flops.index))])
+            assert grown.nunique() == 1
+            assert (flops / grown.iloc[0]).between(1, smallest).all()
+
+
+def test_smoke(tmp_path):
+    app = study.typer.Typer()
+    app.command()(study.main)
+    folders = ["--out", str(tmp_path), "--runs", str(tmp_path / "runs")]
+    result = CliRunner().invoke(app, ["--smoke", "--n-seeds", "1", *folders])
+    assert result.exit_code == 0, result.output
+    page = (tmp_path / f"{NAME}.md").read_text("utf-8")
+    assert page.strip() in result.output
+    ends = pd.read_csv(tmp_path / f"{NAME}_ends.csv")
+    assert ends["loss"].between(5, 7).all()
+    check(ends, smallest=1.3)
+    curves = pd.read_csv(tmp_path / f"{NAME}_curves.csv").query("part == 'plain'")
+    by_step = curves.pivot(index="step", columns="arm", values="loss")
+    arms = ["own", "pairs", "GradMax"]
+    # before growth and right after it the function is the same, later it is not
+    assert by_step.loc[4, arms].to_numpy() == pytest.approx(by_step.loc[4, "own"], rel=1e-5)
+    assert by_step.loc[8, arms].nunique() == 3
+
+
+def test_what_is_stored():
+    ends = pd.read_csv(KEPT / f"{NAME}_ends.csv")
+    assert ends.query("part != 'rates'").groupby(["part", "arm"])["seed"].nunique().eq(3).all()
+    check(ends, smallest=1.02)
+
+
+def test_intervals_are_students():
+    rows = [
+        {"part": "x", "arm": arm, "seed": seed, "loss": loss}
+        for arm, losses in {"a": (1.0, 2.0, 4.0), "b": (0.5, 1.0, 2.5)}.items()
+        for seed, loss in enumerate(losses)
+    ]
+    mean, low, high = report.difference(pd.DataFrame(rows), "x", "a", "b")
+    # differences 0.5, 1, 1.5: deviation 0.5, and 4.302653 is Student's for two degrees of freedom
+    assert (mean, high - mean, mean - low) == pytest.approx((1, *[4.302653 * 0.5 / 3**0.5] * 2))
+
+
+def test_steps_of_fresh_entries_are_those_of_adamw():
+    weight = torch.zeros(2, dtype=torch.float64, requires_grad=True)
+    optimizer = torch.optim.AdamW([weight], lr=1.0, betas=(0.9, 0.98), weight_decay=0.0, eps=0.0)
+    weight.grad, moved = torch.ones(2, dtype=torch.float64), []
+    for step in range(1010):
+        if step == 1000:  # the second entry is new: its moments are fresh, the count is not
+            state = optimizer.state[weight]
+            state["exp_avg"][1] = state["exp_avg_sq"][1] = 0.0
+        before = weight.detach().clone()
+        optimizer.step()
+        moved.append((before - weight.detach()).tolist())
+    assert [new for _, new in moved[1000:]] == pytest.approx(study.fresh_steps(10), rel=1e-6)
+    assert [old for old, _ in moved[1000:]] == pytest.approx([1] * 10, rel=1e-6)
+
+
+def test_new_layers_are_where_they_are_said_to_be():
+    small = study.Runs(study.SMOKE, 0, Path(), "cpu", None).plan(study.SMOKE.family[0], 1).model()
+    two = growth.grow(small, study.inserted((1,)))
+    assert two.provenance.new_layers == ("L1",)
+    four = growth.grow(two.model, study.inserted((1, 3))).provenance
+    assert (four["L0"], four["L1"], four.new_layers) == ("L0", "L2", ("L1", "L3"))
