@@ -17,8 +17,22 @@ import torch
 from torch import Tensor
 
 from attn_only_lens.errors import GrowthError
-from attn_only_lens.expansion.initialise import Initialiser, New, drawn, own
-from attn_only_lens.expansion.provenance import IndexMap, Provenance, ZeroEntries
+from attn_only_lens.expansion.initialise import own
+from attn_only_lens.expansion.new_entries import (
+    Initialiser,
+    Made,
+    New,
+    Units,
+    WithoutZeros,
+    drawn,
+)
+from attn_only_lens.expansion.provenance import (
+    IndexMap,
+    Provenance,
+    Shares,
+    TiedEntries,
+    ZeroEntries,
+)
 from attn_only_lens.expansion.weights import Axis, Weights, axes_of, block_name, in_layer, tail
 from attn_only_lens.numerics import as_plain, free_bytes, is_count
 
@@ -32,6 +46,9 @@ class Plan:
         zero: the tensors whose new entries are zero.
         only: for tensors whose new entries are free in some heads and zero in others, the former's
             indices along the first axis.
+        cancel: of `zero` and `zero_in_new`, what may be of opposite pairs instead.
+        share: of `zero`, what may be shares of old entries instead.
+        runs: for axes of heads that go together, `Units.runs` and `Units.block`.
         scales: factors of the old entries of tensors.
         activation_scales: resulting factors of activations.
         constants: those that change.
@@ -45,6 +62,9 @@ class Plan:
     axes: Mapping[Axis, IndexMap] = field(default_factory=dict)
     zero: frozenset[str] = frozenset()
     only: Mapping[str, frozenset[int]] = field(default_factory=dict)
+    cancel: frozenset[str] = frozenset()
+    share: frozenset[str] = frozenset()
+    runs: Mapping[Axis, tuple[int, int]] = field(default_factory=dict)
     scales: Mapping[str, float] = field(default_factory=dict)
     activation_scales: Mapping[str, float] = field(default_factory=dict)
     constants: Mapping[str, Any] = field(default_factory=dict)
@@ -135,7 +155,8 @@ def apply_plan(
         activation_scales=plan.activation_scales,
     )
     grown: dict[str, Tensor] = {}
-    zeros: list[ZeroEntries] = []
+    kept = _Kept()
+    instead = getattr(plan, init.may) if isinstance(init, WithoutZeros) else frozenset()
     for name, old in weights.tensors.items():
         tensor_map = provenance.tensor_map(name)
         tensor = tensor_map.scaled(old)
@@ -146,36 +167,96 @@ def apply_plan(
             shape = (*tensor.shape[:dim], len(indices.added), *tensor.shape[dim + 1 :])
             axis = axes_of(name, weights.constants)[dim]
             new = New(tensor_map.name, axis, dim, shape, tensor, constants)
-            is_zero = name in plan.zero
-            entries = tensor.new_zeros(shape) if is_zero else drawn(init, new, seed)
-            if is_zero:
-                zeros.append(_zero_entries(new, indices.added))
-            elif name in plan.only:
-                others = set(range(shape[0])) - plan.only[name]
-                entries[sorted(others)] = 0.0
+            if axis.layer in map(in_layer, instead):
+                units = Units(dim, indices.new_of, indices.added, *plan.runs.get(axis, ()))
+                new = replace(new, units=units)
+            if name in plan.zero and (new.units is None or name not in instead):
+                entries = tensor.new_zeros(shape)
+                kept.zeros.append(_zero_entries(new, indices.added))
+            else:
+                made = drawn(init, new, seed, writes=name in plan.zero)
+                entries = made.entries
+                if name in plan.only:
+                    others = sorted(set(range(shape[0])) - plan.only[name])
+                    entries[others] = 0.0
+                    if made.old is not None:
+                        made.old[others] = tensor[others]
+                tensor = tensor if made.old is None else made.old
+                kept.add(new, made)
             tensor = indices.combine(tensor, entries, dim)
         grown[tensor_map.name] = tensor
     for layer, like in plan.like.items():
         for name in [each for each in weights.tensors if in_layer(each) == like]:
             old = weights.tensors[name]
             new = New(block_name(layer, tail(name)), None, None, tuple(old.shape), old, constants)
-            if tail(name) in plan.zero_in_new:
+            new = replace(new, units=_units_of_layer(new, weights, like) if instead else None)
+            is_zero, may = tail(name) in plan.zero_in_new, tail(name) in instead
+            if is_zero and not may:
                 grown[new.name] = torch.zeros_like(old)
-                zeros.append(_zero_entries(new))
+                kept.zeros.append(_zero_entries(new))
             elif plan.copied is not None:
                 grown[new.name] = old * plan.copied.get(tail(name), 1.0)
             else:
-                grown[new.name] = drawn(init, new, seed)
+                made = drawn(init, new, seed, writes=is_zero)
+                grown[new.name] = made.entries
+                kept.add(new, made)
     result = Weights(grown, constants)
-    return result, replace(provenance, sizes=result.sizes, zeros=tuple(zeros))
+    return result, replace(
+        provenance,
+        sizes=result.sizes,
+        zeros=tuple(kept.zeros),
+        ties=tuple(kept.ties),
+        shares=tuple(kept.shares.values()),
+    )
+
+
+@dataclass
+class _Kept:
+    """What must hold of the entries for the function to be the old one."""
+
+    zeros: list[ZeroEntries] = field(default_factory=list)
+    ties: list[TiedEntries] = field(default_factory=list)
+    shares: dict[Axis, Shares] = field(default_factory=dict)
+
+    def add(self, new: New, made: Made) -> None:
+        """Add what must hold of units that go together."""
+        if new.units is None:
+            return
+        dim, shape = new.units.dim, new.whole
+        if made.zero:
+            self.zeros.append(ZeroEntries(new.name, _grid(shape, dim, made.zero)))
+        if made.tied:
+            ours, others = zip(*made.tied, strict=True)
+            grid = _grid(shape, dim, ours)
+            self.ties.append(TiedEntries(new.name, grid, dim, others, made.factor))
+        if made.shares and new.axis is not None:
+            before = self.shares.get(new.axis)
+            written = frozenset({new.name}) | (before.written if before else set())
+            indices, of, share = zip(*made.shares, strict=True)
+            self.shares[new.axis] = Shares(new.axis, indices, of, share, written)
+
+
+def _units_of_layer(new: New, weights: Weights, like: int) -> Units | None:
+    """The heads or neurons that a tensor of a new layer has entries of."""
+    sizes = weights.sizes
+    for dim, axis in enumerate(axes_of(new.name, new.constants)):
+        if axis.label in ("head", "kv_head", "d_mlp"):
+            together = sizes[Axis("head", like)] // sizes[Axis("kv_head", like)]
+            block = together if axis.label == "head" else 1
+            return Units(dim, (), tuple(range(new.shape[dim])), block=block)
+    return None
 
 
 def _zero_entries(new: New, added: tuple[int, ...] = ()) -> ZeroEntries:
     """All new entries; `added` are their indices along the axis that grows."""
-    indices = [tuple(range(size)) for size in new.shape]
-    if new.dim is not None:
-        indices[new.dim] = added
-    return ZeroEntries(new.name, tuple(indices))
+    return ZeroEntries(new.name, _grid(new.shape, new.dim, added))
+
+
+def _grid(
+    shape: tuple[int, ...], dim: int | None, indices: tuple[int, ...]
+) -> tuple[tuple[int, ...], ...]:
+    """All indices along each dimension, but these along one."""
+    return tuple(indices if at == dim else tuple(range(size)) for at, size in enumerate(shape))
 
 
 @dataclass(frozen=True)

@@ -72,6 +72,7 @@ class AddHeads(Expansion):
         sizes, axes = weights.sizes, {}
         layers = layers_of(self.layers, weights)
         zero = {block_name(layer, "attn.W_O") for layer in layers}
+        written, runs = frozenset(zero), {}
         scales: dict[str, float] = {}
         activation_scales: dict[str, float] = {}
         for layer in layers:
@@ -81,9 +82,11 @@ class AddHeads(Expansion):
                 now = per_group + self.n // sizes[group]
                 where = (g * now + j for g in range(sizes[group]) for j in range(per_group))
                 axes[head] = IndexMap(tuple(where), sizes[group] * now)
+                runs[head] = sizes[group], 1
             else:
                 axes[head] = IndexMap.append(sizes[head], self.n)
                 axes[group] = IndexMap.append(sizes[group], self.n // per_group)
+                runs[head] = 1, per_group
             if weights.constants.qk_norm == "all heads":
                 for axis, letter in ((head, "q"), (group, "k")):
                     if axis not in axes:
@@ -97,6 +100,9 @@ class AddHeads(Expansion):
         return Plan(
             axes=axes,
             zero=frozenset(zero),
+            cancel=written,
+            share=frozenset() if weights.constants.qk_norm == "all heads" else written,
+            runs=runs,
             scales={name: factor for name, factor in scales.items() if name in weights.tensors},
             activation_scales=activation_scales,
             constants={"grouped": weights.constants.grouped or self.into_groups},

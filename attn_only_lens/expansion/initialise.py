@@ -9,133 +9,36 @@ Numbers depend on the seed and on the tensor's name, axis and size, not on the o
 tensors are made, nor on the device.
 """
 
-import hashlib
-import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import Protocol
+from dataclasses import dataclass
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from attn_only_lens.expansion.weights import Axis, Constants, in_layer, is_gain, tail
+from attn_only_lens.expansion.new_entries import (
+    Initialiser,
+    New,
+    Own,
+    generator,
+    normal_numbers,
+)
+from attn_only_lens.expansion.weights import Axis, in_layer, tail
+from attn_only_lens.expansion.without_zeros import cancelling, splits
 
-__all__ = ["Initialiser", "New", "copies", "drawn", "grad_max", "normal", "own", "zeros"]
+__all__ = [
+    "Initialiser",
+    "New",
+    "cancelling",
+    "copies",
+    "grad_max",
+    "normal",
+    "own",
+    "splits",
+    "zeros",
+]
 
 _SAME = 0.999  # cosine of two directions that are one, in half precision too
-
-
-@dataclass(frozen=True)
-class New:
-    """New entries to initialize.
-
-    Attributes:
-        name: the tensor, as it is called in the grown model.
-        axis: the axis that grows; None if the whole tensor is new, in a new layer.
-        dim: which dimension of the tensor that is.
-        shape: of the new entries.
-        old: the tensor that grows; for a new layer that of the layer it is like.
-        constants: of the grown model.
-    """
-
-    name: str
-    axis: Axis | None
-    dim: int | None
-    shape: tuple[int, ...]
-    old: Tensor
-    constants: Constants
-
-    @property
-    def whole(self) -> tuple[int, ...]:
-        """The shape of the grown tensor."""
-        if self.dim is None:
-            return self.shape
-        sizes = list(self.old.shape)
-        sizes[self.dim] += self.shape[self.dim]
-        return tuple(sizes)
-
-    @property
-    def is_gain(self) -> bool:
-        """True for gains of norms."""
-        return is_gain(self.name)
-
-    @property
-    def is_matrix(self) -> bool:
-        """True for weight matrices: neither biases nor gains nor sinks."""
-        return ".W_" in self.name
-
-
-class Initialiser(Protocol):
-    """Makes new entries."""
-
-    def __call__(self, new: New, seed: int) -> Float[Tensor, "..."]:
-        """Return the new entries, of `new.shape`, in float64 on the CPU."""
-        ...
-
-
-def drawn(init: Initialiser, new: New, seed: int) -> Float[Tensor, "..."]:
-    """Return the entries in the dtype and on the device of the tensor that grows.
-
-    Initialisers see and make true gains, wherever the model stores gain - 1.
-
-    Raises:
-        ValueError: the initialiser made another shape.
-    """
-    if new.old.device.type == "meta":  # a sketch has shapes only
-        return new.old.new_empty(new.shape)
-    offset = new.constants.gain_offset if new.is_gain else 0.0
-    made = init(replace(new, old=new.old + offset), seed) - offset if offset else init(new, seed)
-    if tuple(made.shape) != new.shape:
-        raise ValueError(f"{init} made {tuple(made.shape)} for {new.name}; expected {new.shape}")
-    return made.to(device=new.old.device, dtype=new.old.dtype)
-
-
-def _generator(seed: int, *what: object) -> torch.Generator:
-    """A generator for one draw, so that the order of draws does not matter."""
-    digest = hashlib.sha256(repr((seed, *what)).encode()).digest()
-    return torch.Generator("cpu").manual_seed(int.from_bytes(digest[:7], "big"))
-
-
-def _key(new: New, seed: int) -> torch.Generator:
-    # A second growth must not repeat the first: of the same tensor, by its whole shape; of another
-    # that has its name since a layer was inserted, by the number of layers.
-    return _generator(seed, new.name, new.dim, new.whole, new.constants.n_layers)
-
-
-def _normal(new: New, seed: int) -> Float[Tensor, "..."]:
-    return torch.randn(new.shape, generator=_key(new, seed), dtype=torch.float64, device="cpu")
-
-
-@dataclass(frozen=True)
-class _Own:
-    def __call__(self, new: New, seed: int) -> Float[Tensor, "..."]:
-        if not new.is_matrix:
-            return torch.full(new.shape, float(new.is_gain), dtype=torch.float64, device="cpu")
-        std = _own_std(new)
-        if not new.constants.init[0].endswith("uniform"):
-            return std * _normal(new, seed)
-        uniform = torch.rand(
-            new.shape, generator=_key(new, seed), dtype=torch.float64, device="cpu"
-        )
-        return std * math.sqrt(3) * (2 * uniform - 1)
-
-
-def _own_std(new: New) -> float:
-    """The deviation of `HookedTransformer.init_weights`, for a tensor of the grown shape."""
-    mode, gain = new.constants.init
-    whole = new.whole
-    heads = whole[0] if len(whole) == 3 else 1
-    fan_in, fan_out = whole[-2], heads * whole[-1]
-    if mode == "gpt2":
-        return gain
-    if mode.startswith("xavier"):
-        return gain * math.sqrt(2 / (fan_in + fan_out))
-    if mode.startswith("kaiming"):
-        return gain * math.sqrt(2 / fan_in)
-    if mode == "muP":
-        return 1.0 if "embed" in new.name else 1 / math.sqrt(fan_in)
-    raise ValueError(f"got init_mode {mode!r}, which is not known; give init=normal(std)")
 
 
 @dataclass(frozen=True)
@@ -143,7 +46,7 @@ class _Normal:
     std: float
 
     def __call__(self, new: New, seed: int) -> Float[Tensor, "..."]:
-        return float(new.is_gain) + self.std * _normal(new, seed)
+        return float(new.is_gain) + self.std * normal_numbers(new, seed)
 
 
 @dataclass(frozen=True)
@@ -165,12 +68,12 @@ class _Copies:
             # a copied head its keys (but queries and groups apart, where heads share keys).
             size, n_new = old.shape[new.dim], new.shape[new.dim]
             axis = Axis(new.axis.label.removeprefix("kv_"), new.axis.layer)
-            key = _generator(seed, axis, size, new.constants.n_layers)
+            key = generator(seed, axis, size, new.constants.n_layers)
             made = old.index_select(
                 new.dim, torch.randint(size, (n_new,), generator=key, device="cpu")
             )
         scale = old.std(correction=0) if old.numel() > 1 else old.abs().max()
-        return made + self.noise * (scale if scale > 0 else 1.0) * _normal(new, seed)
+        return made + self.noise * (scale if scale > 0 else 1.0) * normal_numbers(new, seed)
 
 
 @dataclass(frozen=True)
@@ -179,7 +82,7 @@ class _GradMax:
     std: float | None
 
     def __call__(self, new: New, seed: int) -> Float[Tensor, "..."]:
-        other = _Own()(new, seed)
+        other = Own()(new, seed)
         layer = in_layer(new.name)
         if (
             layer is None
@@ -209,7 +112,7 @@ def own() -> Initialiser:
 
     Biases and sinks start at zero and gains of norms at one, as in TransformerLens.
     """
-    return _Own()
+    return Own()
 
 
 def normal(std: float) -> Initialiser:

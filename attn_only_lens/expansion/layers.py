@@ -87,11 +87,15 @@ class InsertLayer(Expansion):
                 for tails in (through, seen)
             )
         types = constants.attn_types
+        may_cancel = set()
+        if constants.norm_place == "before" and not self.copy:
+            may_cancel = {"mlp.W_out"} | ({"attn.W_O"} if constants.positions != "alibi" else set())
         return Plan(
             layers=IndexMap(tuple(each + (each >= at) for each in range(n_layers)), n_layers + 1),
             like={at: like},
             zero_in_new=frozenset(_ZERO) | (_AFTER if constants.norm_place == "after" else set()),
             copied=copied if self.copy else None,
+            cancel=frozenset(may_cancel),
             scales={name: factor for name, factor in scales.items() if name in weights.tensors},
             activation_scales=activation_scales,
             constants={

@@ -47,10 +47,13 @@ class AddNeurons(Expansion):
         """Return the plan for these weights."""
         layers = layers_of(self.layers, weights)
         sizes = weights.sizes
+        written = frozenset(block_name(layer, "mlp.W_out") for layer in layers)
         return Plan(
             axes={
                 Axis("d_mlp", layer): IndexMap.append(sizes[Axis("d_mlp", layer)], self.n)
                 for layer in layers
             },
-            zero=frozenset(block_name(layer, "mlp.W_out") for layer in layers),
+            zero=written,
+            cancel=written,
+            share=written,
         )

@@ -7,7 +7,7 @@ the new indices of its layer and its own. Provenances compose as functions do.
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import pandas as pd
@@ -164,6 +164,64 @@ class ZeroEntries:
         return tensor
 
 
+@dataclass(frozen=True)
+class TiedEntries:
+    """Entries that must be multiples of others of their tensor, for the function to be the old one.
+
+    Attributes:
+        name: the tensor.
+        indices: along each of its axes; the entries are their product.
+        dim: the axis along which the others lie.
+        of: the indices of the others, one for each of `indices[dim]`.
+        factor: 1, or -1 for entries that cancel.
+    """
+
+    name: str
+    indices: tuple[tuple[int, ...], ...]
+    dim: int
+    of: tuple[int, ...]
+    factor: float
+
+    def hold(self, tensor: Tensor) -> bool:
+        """Return True if these entries of the tensor are those multiples."""
+        ours = ZeroEntries(self.name, self.indices).entries(tensor)
+        others = (*self.indices[: self.dim], self.of, *self.indices[self.dim + 1 :])
+        return torch.equal(ours, self.factor * ZeroEntries(self.name, others).entries(tensor))
+
+
+@dataclass(frozen=True)
+class Shares:
+    """New units with a share of what old ones wrote, along an axis.
+
+    Attributes:
+        axis: of the grown model.
+        new: their indices.
+        of: the index of the old unit of each.
+        share: what each has of it, but for noise; the old unit kept the rest.
+        written: the tensors that it was shared out in. In others of the axis each is a copy.
+    """
+
+    axis: Axis
+    new: tuple[int, ...]
+    of: tuple[int, ...]
+    share: tuple[float, ...]
+    written: frozenset[str]
+
+    def kept(self) -> dict[int, float]:
+        """Return what each old unit kept."""
+        rest: dict[int, float] = {}
+        for of, share in zip(self.of, self.share, strict=True):
+            rest[of] = rest.get(of, 1.0) - share
+        return rest
+
+    def given_back(self, name: str, tensor: Tensor, dim: int) -> Tensor:
+        """Return the tensor with new units' entries added to those of the old ones."""
+        if name not in self.written:
+            return tensor
+        new, of = (_index(each, tensor.device) for each in (self.new, self.of))
+        return tensor.index_add(dim, of, tensor.index_select(dim, new))
+
+
 def _index(indices: tuple[int, ...], device: torch.device) -> Int[Tensor, " n"]:
     return torch.tensor(indices, dtype=torch.long, device=device)
 
@@ -186,6 +244,8 @@ class Provenance:
         scales: factors of old tensors, by old name.
         activation_scales: factors of old activations, by the old name of the hook point.
         zeros: entries that had to be zero.
+        ties: entries that had to be multiples of others, of units that cancel or are copies.
+        shares: the new units that share with old ones what these wrote.
         centred: whether the residual stream lost its mean over d_model, which LayerNorm ignores.
         source: identity of the model that grew (`growth.identity`); None for weights alone.
 
@@ -208,6 +268,8 @@ class Provenance:
     scales: Mapping[str, float] = field(default_factory=dict)
     activation_scales: Mapping[str, float] = field(default_factory=dict)
     zeros: tuple[ZeroEntries, ...] = ()
+    ties: tuple[TiedEntries, ...] = ()
+    shares: tuple[Shares, ...] = ()
     centred: bool = False
     source: Identity | None = None
 
@@ -230,6 +292,8 @@ class Provenance:
             scales=self._times(self.scales, after.scales),
             activation_scales=self._times(self.activation_scales, after.activation_scales),
             zeros=tuple(map(after._moved_zeros, self.zeros)) + after.zeros,
+            ties=tuple(map(after._moved_ties, self.ties)) + after.ties,
+            shares=tuple(map(after._moved_shares, self.shares)) + after.shares,
             centred=self.centred or after.centred,
             source=self.source,
         )
@@ -354,11 +418,40 @@ class Provenance:
 
     def _moved_zeros(self, zeros: ZeroEntries) -> ZeroEntries:
         """The same entries, after this growth."""
-        indices = (
-            tuple(self.axes[axis].new_of[index] for index in old)
-            for axis, old in zip(axes_of(zeros.name, self.constants), zeros.indices, strict=True)
+        axes = axes_of(zeros.name, self.constants)
+        indices = tuple(map(self._moved, axes, zeros.indices))
+        return ZeroEntries(self.name(zeros.name), indices)
+
+    def _moved_ties(self, ties: TiedEntries) -> TiedEntries:
+        axes = axes_of(ties.name, self.constants)
+        return replace(
+            ties,
+            name=self.name(ties.name),
+            indices=tuple(map(self._moved, axes, ties.indices)),
+            of=self._moved(axes[ties.dim], ties.of),
         )
-        return ZeroEntries(self.name(zeros.name), tuple(indices))
+
+    def _moved_shares(self, shares: Shares) -> Shares:
+        return replace(
+            shares,
+            axis=self.axis(shares.axis),
+            new=self._moved(shares.axis, shares.new),
+            of=self._moved(shares.axis, shares.of),
+            written=frozenset(map(self.name, shares.written)),
+        )
+
+    def _moved(self, axis: Axis, indices: tuple[int, ...]) -> tuple[int, ...]:
+        return tuple(self.axes[axis].new_of[index] for index in indices)
+
+    def old_part(self, name: str, grown: Mapping[str, Tensor]) -> Tensor:
+        """Return an old tensor's entries in a grown model, with what new units share of them."""
+        tensor_map = self.tensor_map(name)
+        tensor = grown[tensor_map.name]
+        axes = [self.axis(axis) for axis in axes_of(name, self.constants)]
+        for shares in reversed(self.shares):
+            if shares.axis in axes:
+                tensor = shares.given_back(tensor_map.name, tensor, axes.index(shares.axis))
+        return tensor_map.old_part(tensor)
 
     def _names(self, letter: str) -> list[str]:
         sizes = [self.sizes.get(Axis(_AXIS_OF[letter], at), 0) for at in range(self.layers.size)]

@@ -100,13 +100,21 @@ class WidenQueriesAndKeys(Expansion):
                 seen["attn.hook_q"] = factor
             scales |= {block_name(layer, of): by for of, by in by_tail.items() if by != 1.0}
             activation_scales |= {block_name(layer, of): by for of, by in seen.items() if by != 1.0}
-        zero = (*_KEYS, *_QUERIES) if is_normed else _KEYS
+        zero, keys = (
+            frozenset(block_name(layer, of) for layer in layers for of in tails)
+            for tails in ((*_KEYS, *_QUERIES) if is_normed else _KEYS, _KEYS)
+        )
+        may_cancel = not is_normed and constants.rotary != "whole head"
+        may_share = may_cancel and constants.positions != "rotary" and constants.clip_qkv is None
+        only = only_for(self.heads, layers, (*_QUERIES, *_KEYS), weights)
         return Plan(
             axes=axes,
-            zero=frozenset(block_name(layer, of) for layer in layers for of in zero),
+            zero=zero,
+            cancel=keys if may_cancel else frozenset(),
+            share=keys if may_share else frozenset(),
             scales={name: factor for name, factor in scales.items() if name in weights.tensors},
             activation_scales=activation_scales,
-            only={} if is_normed else only_for(self.heads, layers, _QUERIES, weights),
+            only={} if is_normed else only,
         )
 
     def _places(self, size: int, constants: Constants) -> IndexMap:

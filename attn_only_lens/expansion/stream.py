@@ -83,13 +83,17 @@ class WidenStream(Expansion):
         has_norm = constants.norm is not None or constants.final_norm is not None
         zero = WRITERS | {f"{norm}.b" for norm in _NORMS}
         tied = _stays_tied(constants)
+        written = frozenset(
+            name
+            for name in weights.tensors
+            if tail(name) in zero or (tied and name == "unembed.W_U")
+        )
+        unseen = written if not has_norm and not tied else frozenset()
         return Plan(
             axes={axis: IndexMap.append(size, self.n)},
-            zero=frozenset(
-                name
-                for name in weights.tensors
-                if tail(name) in zero or (tied and name == "unembed.W_U")
-            ),
+            zero=written,
+            cancel=unseen,
+            share=unseen,
             scales=self._scales(weights, s) if has_norm else {},
             activation_scales=_activation_scales(weights, s) if has_norm else {},
             constants={"tied": tied} | ({"eps": constants.eps * s**2} if has_norm else {}),

@@ -55,8 +55,11 @@ class WidenValues(Expansion):
         """Return the plan for these weights."""
         layers, sizes = layers_of(self.layers, weights), weights.sizes
         axes = [Axis("d_value", layer) for layer in layers]
+        written = frozenset(block_name(layer, "attn.W_O") for layer in layers)
         return Plan(
             axes={axis: IndexMap.append(sizes[axis], self.n) for axis in axes},
-            zero=frozenset(block_name(layer, "attn.W_O") for layer in layers),
-            only=only_for(self.heads, layers, ("attn.W_V", "attn.b_V"), weights),
+            zero=written,
+            cancel=written,
+            share=written,
+            only=only_for(self.heads, layers, ("attn.W_V", "attn.b_V", "attn.W_O"), weights),
         )

@@ -90,12 +90,16 @@ class Grown:
             raise GrowthError(reasons, "this model cannot be shrunk")
         now = growable.read()
         nonzero = [z.name for z in provenance.zeros if z.entries(now.tensors[z.name]).any()]
-        if nonzero and not drop_new:
+        untied = [each.name for each in provenance.ties if not each.hold(now.tensors[each.name])]
+        if (nonzero or untied) and not drop_new:
+            why = dict.fromkeys(untied, "were equal or opposite") | dict.fromkeys(
+                nonzero, "were zero"
+            )
             raise GrowthError(
                 [
-                    f"{name}: entries that were zero are not any more; shrink(drop_new=True) "
+                    f"{name}: entries that {was} are not any more; shrink(drop_new=True) "
                     "drops them, and the model then computes something else"
-                    for name in dict.fromkeys(nonzero)
+                    for name, was in why.items()
                 ],
                 "this model cannot be shrunk",
             )
@@ -104,13 +108,12 @@ class Grown:
             old = provenance.old_name(name)
             if old is None:
                 continue
-            tensor_map = provenance.tensor_map(old)
-            part = tensor_map.old_part(now.tensors[name])
+            part = provenance.old_part(old, now.tensors)
             original = self._originals.get(old)
             if original is not None and _digest(part) == original.grown_digest:
                 part = original.tensor.to(part.device, copy=True)
             else:
-                part = tensor_map.unscaled(part)
+                part = provenance.tensor_map(old).unscaled(part)
             tensors[old] = part
         constants = provenance.constants
         if constants.tied and not _is_tied(tensors):  # untied, and trained since
@@ -263,8 +266,7 @@ def grow(
     larger, error = _rounded(larger, weights, provenance)
     originals = {}
     for name, tensor in weights.tensors.items():
-        tensor_map = provenance.tensor_map(name)
-        part = tensor_map.old_part(larger.tensors[tensor_map.name])
+        part = provenance.old_part(name, larger.tensors)
         if not torch.equal(part, tensor):
             originals[name] = _Original(tensor.clone(), _digest(part))
     notes = [_CENTRED] * provenance.centred

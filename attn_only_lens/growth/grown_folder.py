@@ -15,7 +15,7 @@ from typing import Any, TypedDict
 from attn_only_lens.errors import CheckpointError, GrowthError
 from attn_only_lens.expansion import Axis, Provenance
 from attn_only_lens.expansion.identity import Identity
-from attn_only_lens.expansion.provenance import IndexMap, ZeroEntries
+from attn_only_lens.expansion.provenance import IndexMap, Shares, TiedEntries, ZeroEntries
 from attn_only_lens.expansion.weights import Constants
 from attn_only_lens.growth.growable import PROBLEM, Growable
 from attn_only_lens.models.source_folder import (
@@ -45,6 +45,14 @@ class _Source(TypedDict):
     precision: float
 
 
+class _Shares(TypedDict):
+    axis: tuple[str, int | None]
+    new: _Runs
+    of: _Runs
+    share: list[float]
+    written: list[str]
+
+
 class _Provenance(TypedDict):
     layers: _IndexMap
     axes: list[tuple[str, int | None, _IndexMap]]
@@ -54,6 +62,8 @@ class _Provenance(TypedDict):
     scales: dict[str, float]
     activation_scales: dict[str, float]
     zeros: list[tuple[str, list[_Runs]]]
+    ties: list[tuple[str, list[_Runs], int, _Runs, float]]
+    shares: list[_Shares]
     centred: bool
     source: _Source | None
 
@@ -124,6 +134,20 @@ def _to_json(provenance: Provenance) -> dict[str, Any]:
         "scales": dict(provenance.scales),
         "activation_scales": dict(provenance.activation_scales),
         "zeros": [[each.name, list(map(_runs, each.indices))] for each in provenance.zeros],
+        "ties": [
+            [each.name, list(map(_runs, each.indices)), each.dim, _runs(each.of), each.factor]
+            for each in provenance.ties
+        ],
+        "shares": [
+            {
+                "axis": list(each.axis),
+                "new": _runs(each.new),
+                "of": _runs(each.of),
+                "share": list(each.share),
+                "written": sorted(each.written),
+            }
+            for each in provenance.shares
+        ],
         "centred": provenance.centred,
         "source": None if provenance.source is None else asdict(provenance.source),
     }
@@ -142,6 +166,20 @@ def _from_json(data: dict[str, Any]) -> Provenance:
         scales=data["scales"],
         activation_scales=data["activation_scales"],
         zeros=tuple(ZeroEntries(name, tuple(map(_indices, runs))) for name, runs in data["zeros"]),
+        ties=tuple(
+            TiedEntries(name, tuple(map(_indices, runs)), dim, _indices(of), factor)
+            for name, runs, dim, of, factor in data["ties"]
+        ),
+        shares=tuple(
+            Shares(
+                Axis(*each["axis"]),
+                _indices(each["new"]),
+                _indices(each["of"]),
+                tuple(each["share"]),
+                frozenset(each["written"]),
+            )
+            for each in data["shares"]
+        ),
         centred=data["centred"],
         source=source
         and Identity(
