@@ -113,6 +113,8 @@ def arms(study: Study) -> dict[str, Arm]:
         "width": Arm(ex.WidenStream(grown.d_model - small.d_model)),
         "depth": Arm(ex.InsertLayer(small.n_layers)),
         "neurons, copies": Arm(neurons, ex.init.copies(), (0,)),
+        "neurons, cancelling": Arm(neurons, ex.init.cancelling(), (0,)),
+        "neurons, splits": Arm(neurons, ex.init.splits(), (0,)),
     }
 
 
