@@ -18,7 +18,7 @@ of training; so an arm with more weights does fewer steps. Neurons, heads, width
 as many weights each. The learning rate falls over the last quarter. Three small models; two growths
 of each with other numbers in the new entries, to tell what is growth's from what is chance's.
 
-Before growth, right after it, and after 1/32, 1/8, 1/4, 1/2 and all of the flops every component's
+Before growth, right after it, and after 1/32, 1/8, 3/8 and all of the flops every component's
 effect on every task is measured (`circuit_measures.py` defines all measures), with intervals over
 prompts; seeds are all shown. Nulls: an arm's two growths against each other, training without
 growth, and neurons of a layer matched at random.
@@ -69,12 +69,12 @@ class Study:
 
     small: Sizes = Sizes(2, 48, 3, 96)
     grown: Sizes = Sizes(3, 64, 7, 192)
-    steps: int = 1600  # of the small model, before growth
-    more: int = 800  # steps of the small model, whose flops all arms have after growth
-    checks: tuple[float, ...] = (1 / 32, 1 / 8, 1 / 4, 1 / 2, 1)
+    steps: int = 1400  # of the small model, before growth
+    more: int = 600  # steps of the small model, whose flops all arms have after growth
+    checks: tuple[float, ...] = (1 / 32, 1 / 8, 3 / 8, 1)
     lr: float = 6e-3
     rows: int = 32
-    save_every: int = 400
+    save_every: int = 200
     n_seeds: int = 3
     prompts: int = 48
     texts: int = 64
@@ -244,7 +244,8 @@ def measured(
         for task in TASKS:
             frame = measures.foremost(measures.Pair(before, seen[-1].look, old), task)
             neurons.append(frame.assign(task=task, growth_seed=growth_seed))
-        errors.append(measures.errors(end, asked.questions).assign(growth_seed=growth_seed))
+        if growth_seed == arm.growth_seeds[0]:
+            errors.append(measures.errors(end, asked.questions))
     frames = {
         "": pd.DataFrame(rows),
         "neurons": pd.concat(neurons),
