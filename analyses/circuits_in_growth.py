@@ -70,7 +70,7 @@ class Study:
     small: Sizes = Sizes(2, 48, 3, 96)
     grown: Sizes = Sizes(3, 64, 7, 192)
     steps: int = 1400  # of the small model, before growth
-    more: int = 600  # steps of the small model, whose flops all arms have after growth
+    more: int = 500  # steps of the small model, whose flops all arms have after growth
     checks: tuple[float, ...] = (1 / 32, 1 / 8, 3 / 8, 1)
     lr: float = 6e-3
     rows: int = 32
