@@ -28,9 +28,9 @@ Of what is new:
     without_new    the metric with all new components patched together, on a scale from 0, with all
                    components patched, to 1, with none; 1 where nothing is new
     without_old    the same of all old ones
-    resemblance    of the K new neurons of largest |effect|, the mean of the largest |correlation| of
-                   its gate with that of an old neuron; old_resemblance is that of the circuit's
-                   neurons with other old ones
+    resemblance    the largest |correlation| of a neuron's gate with that of an old one, the mean over
+                   the K new neurons of largest |effect|; old_resemblance is that of the K old
+                   neurons of largest |effect| with other old ones
 
 Intervals are quantiles over resamples of prompts, all components with the same ones.
 """
@@ -411,9 +411,7 @@ def new_measures(
     sizes = sizes / sizes.sum(1, keepdims=True)
     is_new, is_idle = np.isin(names, list(new)), np.isin(names, list(idle))
     of_neurons = is_neuron(names)
-    parity = sum(
-        sizes[:, kind].sum(1) * is_new[kind].mean() for kind in (of_neurons, ~of_neurons)
-    )
+    parity = sum(sizes[:, kind].sum(1) * is_new[kind].mean() for kind in (of_neurons, ~of_neurons))
     clean, nothing, no_new, no_old = (
         weights @ each for each in (part.clean, part.nothing, part.without_new, part.without_old)
     )

@@ -60,15 +60,18 @@ from attn_only_lens.growth import read
 from attn_only_lens.storage import write_text
 
 TASKS = ("number, prepositional", "gender", "brackets, simple")
+ARMS = ("none", "neurons", "heads", "width", "depth")
+ARMS = (*ARMS, "neurons, copies", "neurons, cancelling", "neurons, splits")
 SEED_OF_TEXTS = 888_888
+SMALL, GROWN = Sizes(2, 48, 3, 96), Sizes(3, 64, 7, 192)
 
 
 @dataclass(frozen=True)
 class Study:
     """What determines the result."""
 
-    small: Sizes = Sizes(2, 48, 3, 96)
-    grown: Sizes = Sizes(3, 64, 7, 192)
+    small: Sizes = SMALL
+    grown: Sizes = GROWN
     steps: int = 1400  # of the small model, before growth
     more: int = 500  # steps of the small model, whose flops all arms have after growth
     checks: tuple[float, ...] = (1 / 32, 1 / 8, 3 / 8, 1)
@@ -76,6 +79,8 @@ class Study:
     rows: int = 32
     save_every: int = 200
     n_seeds: int = 3
+    tasks: tuple[str, ...] = TASKS
+    arms: tuple[str, ...] = ARMS
     prompts: int = 48
     texts: int = 64
 
@@ -85,9 +90,12 @@ SMOKE = Study(
     grown=Sizes(2, 12, 3, 11),
     steps=2,
     more=2,
-    checks=(1 / 2, 1),
+    checks=(1,),
+    lr=0.5,
     rows=2,
     save_every=2,
+    tasks=("gender",),
+    arms=("none", "neurons"),
     prompts=5,
     texts=3,
 )
@@ -132,7 +140,7 @@ class Asked:
         made = questions(study.prompts)
         texts = [torch.tensor(of(write.text())["input_ids"]) for _ in range(study.texts)]
         return cls(
-            {task: measures.Question.of(made[task], of).to(device) for task in TASKS},
+            {task: measures.Question.of(made[task], of).to(device) for task in study.tasks},
             [text.to(device) for text in texts],
         )
 
@@ -227,7 +235,7 @@ def measured(
             again.setdefault(each.check, []).append((each.look, old))
             pair = measures.Pair(before, each.look, old)
             alike = pair.similarities()
-            for task in TASKS:
+            for task in study.tasks:
                 idle = [old[name] for name in measures.idle_half(before, task)]
                 rows.append(
                     {
@@ -241,7 +249,7 @@ def measured(
                         **measures.resemblances(each.look, task, new),
                     }
                 )
-        for task in TASKS:
+        for task in study.tasks:
             frame = measures.foremost(measures.Pair(before, seen[-1].look, old), task)
             neurons.append(frame.assign(task=task, growth_seed=growth_seed))
         if growth_seed == arm.growth_seeds[0]:
@@ -260,7 +268,7 @@ def measured(
             twins += [
                 {"check": check, "task": task, **measures.kept_measures(pair, task, alike)}
                 | {"heads": pair.heads()}
-                for task in TASKS
+                for task in study.tasks
             ]
     return frames | ({"again": pd.DataFrame(twins)} if twins else {})
 
@@ -270,7 +278,7 @@ def of_seed(study: Study, seed: int, folder: Path, device: str) -> dict[str, pd.
     small: Done | None = None
     asked = Asked.of(study, device)
     found: dict[str, list[pd.DataFrame]] = {}
-    for name in arms(study):
+    for name in study.arms:
         here = folder / f"{seed}-{name.replace(', ', '-')}"
         done = here / "done.json"
         if not done.exists():
@@ -292,7 +300,9 @@ def of_seed(study: Study, seed: int, folder: Path, device: str) -> dict[str, pd.
 
 def main(
     out: Annotated[Path, typer.Option(help="folder to write")] = Path("out/circuits"),
-    runs_dir: Annotated[Path, typer.Option("--runs", help="to go on from")] = Path("out/circuit-runs"),
+    runs_dir: Annotated[Path, typer.Option("--runs", help="to go on from")] = Path(
+        "out/circuit-runs"
+    ),
     device: Device = "cpu",
     n_seeds: Annotated[int, typer.Option(help="small models")] = 3,
     only: Annotated[int | None, typer.Option(help="run this seed, and report nothing")] = None,

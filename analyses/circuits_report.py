@@ -1,7 +1,8 @@
 """The questions, predictions, answers, page and figures of the study of circuits in growth."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any, TypeAlias
 
 import pandas as pd
@@ -143,9 +144,7 @@ def _starts(frames: Frames) -> tuple[bool, str]:
 
 
 def _again(frames: Frames) -> tuple[bool, str]:
-    before, again = (
-        by_arm(frames, KINDS, "correlation", part=part) for part in ("", "again")
-    )
+    before, again = (by_arm(frames, KINDS, "correlation", part=part) for part in ("", "again"))
     held = all(means(again)[arm] > means(before)[arm] for arm in KINDS)
     return held, f"with each other: {listed(again)}; with before: {listed(before)}"
 
@@ -219,14 +218,275 @@ PREDICTIONS = (
 )
 
 
-def page(frames: Frames, about: Mapping[str, Any], flag: str) -> str:
-    """Everything in Markdown."""
-    return ""
+def _spread(values: "pd.Series[float]") -> str:
+    return "–" if values.isna().all() else said(values)
+
+
+def at_the_end(frames: Frames) -> pd.DataFrame:
+    """A row for each arm: means over tasks and growths, and over seeds with their range."""
+    columns = {
+        "loss": "loss",
+        "steps": "steps",
+        "correlation": "correlation",
+        "kept": "kept",
+        "gates": "gates",
+        "examples": "examples",
+        "heads": "heads",
+        "new share": "new_share",
+        "parity": "parity",
+        "without new": "without_new",
+        "without old": "without_old",
+        "resemblance": "resemblance",
+    }
+    rows = []
+    for arm in dict.fromkeys(frames[""]["arm"]):
+        found = {name: over_seeds(frames, arm, column) for name, column in columns.items()}
+        steps = f"{found['steps'].mean():.0f}"
+        rows.append(
+            {"arm": arm} | {name: _spread(each) for name, each in found.items()} | {"steps": steps}
+        )
+    return pd.DataFrame(rows)
+
+
+def by_task(frames: Frames, column: str, check: float = 1.0) -> pd.DataFrame:
+    """A row for each arm and task, a column for each seed: of the first growth, with intervals."""
+    rows = frames[""]
+    rows = rows[(rows["check"] == check) & (rows["growth_seed"] == 0)]
+    shown = [
+        f"{value:.2f} [{low:.2f}, {high:.2f}]"
+        for value, low, high in rows[[column, f"{column}_low", f"{column}_high"]].to_numpy()
+    ]
+    wide = rows.assign(shown=shown).pivot(index=["arm", "task"], columns="seed", values="shown")
+    wide = wide.loc[pd.MultiIndex.from_frame(rows[["arm", "task"]].drop_duplicates())]
+    return wide.rename(columns="seed {}".format).reset_index()
+
+
+def small_models(frames: Frames) -> pd.DataFrame:
+    """What the small models have learned: a row for each seed and task."""
+    rows = frames[""]
+    rows = rows[(rows["arm"] == "none") & (rows["check"] == 0)]
+    return rows[["seed", "task", "loss", "metric", "nothing", "right", "old_share_heads"]].rename(
+        columns={"right": "right answers", "old_share_heads": "share of heads"}
+    )
+
+
+def twins(frames: Frames) -> pd.DataFrame:
+    """Two growths of one model, at the end: a row for each arm."""
+    rows = []
+    for arm in dict.fromkeys(frames["again"]["arm"]):
+        row = {"arm": arm}
+        for column in ("correlation", "kept", "gates", "examples", "heads"):
+            row[column] = _spread(over_seeds(frames, arm, column, part="again"))
+        rows.append(row)
+    return pd.DataFrame(rows)
+
+
+def agreements(frames: Frames) -> pd.DataFrame:
+    """How estimates agree with patching: a row for each task."""
+    by = frames["errors"].groupby("task")
+    return pd.DataFrame(
+        {
+            "models": by.size(),
+            "Pearson, mean": by["pearson"].mean(),
+            "least": by["pearson"].min(),
+            "of the first 20, mean": by["top_k"].mean(),
+            "least ": by["top_k"].min(),
+        }
+    ).reset_index()
+
+
+def chances(frames: Frames) -> str:
+    """What a random matching would give, in a sentence."""
+    end = frames[""][frames[""]["check"] == 1]
+    kept, gates, examples = (end[f"{name}_chance"].mean() for name in ("kept", "gates", "examples"))
+    return f"kept {kept:.2f}, gates {gates:.2f}, examples {examples:.2f}"
+
+
+COLOURS = {
+    "none": "black",
+    "neurons": "C0",
+    "heads": "C1",
+    "width": "C2",
+    "depth": "C3",
+    "neurons, copies": "C9",
+    "neurons, cancelling": "C4",
+    "neurons, splits": "C6",
+}
+
+
+def _panels(frames: Frames, rows: Sequence[tuple[str, str, tuple[str, ...]]]) -> Figure:
+    """A row of panels for each measure, a column for each task: means, and ranges over seeds."""
+    frame = frames[""]
+    tasks, checks = (list(dict.fromkeys(frame[name])) for name in ("task", "check"))
+    picture = Figure(figsize=(3.6 * len(tasks), 2.9 * len(rows) + 0.6), layout="constrained")
+    panels = picture.subplots(len(rows), len(tasks), squeeze=False, sharex=True, sharey="row")
+    for line, (column, label, names) in zip(panels, rows, strict=True):
+        line[0].set_ylabel(label)
+        for panel, task in zip(line, tasks, strict=True):
+            panel.set_title(task, fontsize="medium")
+            for number, name in enumerate(names):
+                of_arm = frame[(frame["arm"] == name) & (frame["task"] == task)]
+                if of_arm.empty:
+                    continue
+                seeds = of_arm.groupby(["check", "seed"])[column].mean().unstack()
+                at = [i + 0.06 * (number - len(names) / 2) for i in range(len(checks))]
+                off = [seeds.mean(1) - seeds.min(1), seeds.max(1) - seeds.mean(1)]
+                style = {"color": COLOURS[name], "lw": 1.4, "elinewidth": 0.8, "ms": 4}
+                panel.errorbar(at, seeds.mean(1), yerr=off, fmt="o-", label=name, **style)
+            panel.set_xticks(range(len(checks)), [_share(each) for each in checks])
+            panel.grid(alpha=0.3)
+    for panel in panels[-1]:
+        panel.set_xlabel("share of the flops after growth")
+    return picture
+
+
+def _share(check: float) -> str:
+    return str(Fraction(check).limit_denominator(64))
+
+
+def _legend(picture: Figure, title: str) -> Figure:
+    handles, labels = {}, []
+    for panel in picture.axes:
+        for handle, label in zip(*panel.get_legend_handles_labels(), strict=True):
+            handles.setdefault(label, handle)
+    labels = list(handles)
+    picture.legend(
+        handles.values(),
+        labels,
+        loc="outside upper center",
+        ncols=len(labels),
+        title=title,
+        fontsize="small",
+    )
+    return picture
 
 
 def old_figure(frames: Frames) -> Figure:
-    return Figure()
+    """What becomes of old neurons: their effects, and their gates."""
+    shown = ("none", *KINDS)
+    rows = [
+        ("correlation", "correlation of effects\nwith before growth", shown),
+        ("kept", "share of the circuit's\nneurons that are kept", shown),
+        ("gates", "correlation of\nthe circuit's gates", shown),
+    ]
+    return _legend(_panels(frames, rows), "bars: least and largest of the seeds")
 
 
 def new_figure(frames: Frames) -> Figure:
-    return Figure()
+    """What new components hold."""
+    shown = (*WITH_NEW, *STARTS[1:])
+    rows = [
+        ("new_share", "share that new\ncomponents hold", shown),
+        ("without_new", "metric with all\nnew ones patched", shown),
+    ]
+    picture = _panels(frames, rows)
+    frame = frames[""]
+    idle = frame[frame["arm"] == "none"].groupby(["task", "check"])["idle_share"].mean()
+    for panel, task in zip(picture.axes, dict.fromkeys(frame["task"]), strict=False):
+        panel.plot(idle[task].to_numpy(), "k:", label="idle half, without growth")
+    return _legend(picture, "bars: least and largest of the seeds")
+
+
+def answers(frames: Frames) -> str:
+    """Question by question: what we expected, and what came out."""
+    parts = []
+    for number, each in enumerate(PREDICTIONS, 1):
+        held, figures = each.answer(frames)
+        verdict = "**It held.**" if held else "**It failed.**"
+        text = f"{number}. **{each.question}** *Expected:* {each.expected} {verdict} {figures}."
+        parts.append(text)
+    return "\n\n".join(parts)
+
+
+def page(frames: Frames, about: Mapping[str, Any], flag: str) -> str:
+    """Everything in Markdown."""
+    study = about["study"]
+    held = [each.answer(frames)[0] for each in PREDICTIONS]
+    return PAGE.format(
+        **study,
+        n=study["n_seeds"],
+        flag=flag,
+        machine=about["machine"],
+        held=sum(held),
+        of=len(held),
+        answers=answers(frames),
+        small_models=table(small_models(frames)),
+        end=table(at_the_end(frames)),
+        chances=chances(frames),
+        correlation=table(by_task(frames, "correlation")),
+        share=table(by_task(frames, "new_share")),
+        twins=table(twins(frames)),
+        agreements=table(agreements(frames)),
+    )
+
+
+PAGE = """# What becomes of circuits when a transformer grows
+
+A LLaMA of 2 layers ({small}) learns Small English in {steps} steps of {rows} texts. Then it grows,
+in neurons, heads, width or depth alone (to {grown}, each), and trains on, for the flops of {more}
+more of its steps. Every component's effect on three of its tasks is measured before, right after
+growth, and on the way: {n} small models, two growths of each, {prompts} prompts of a task, which
+begin no sentence of the texts. `circuits_in_growth.py` says what is compared, and
+`circuit_measures.py` defines the measures.
+
+Made by `python analyses/circuits_in_growth.py{flag}` on {machine}.
+
+## Questions and answers
+
+Predictions were written before the run, with the bounds that decide; {held} of {of} held. Figures
+are means over tasks, growths and small models, with the least and the largest of the small models
+in brackets.
+
+{answers}
+
+![What becomes of old neurons](circuits_in_growth.svg)
+
+![What new components hold](circuits_in_growth_new.svg)
+
+## What the small models have learned
+
+`metric` is the right answer's logit less the wrong one's, the mean over prompts; `nothing` is the
+same with every head and neuron patched from the corrupted prompt.
+
+{small_models}
+
+## At the end
+
+Every arm has had as many flops since growth as the others. By chance, if each neuron were matched
+with another one of its layer: {chances}.
+
+{end}
+
+## By task and small model
+
+The correlation of old neurons' effects at the end with those before growth; in brackets 95 %
+intervals over prompts. Of arms with two growths, the first.
+
+{correlation}
+
+The share that new components hold at the end:
+
+{share}
+
+## Two growths of one model
+
+The old components of one at the end against those of the other, whose new entries began with other
+numbers.
+
+{twins}
+
+## How good the estimates are
+
+Effects are estimated (`patching.attribution`), the foremost patched. Against patching of every
+component, at the end of the first growth of each arm:
+
+{agreements}
+
+## What limits this
+
+One grammar, one family of models, of 2 layers; three tasks that such a model answers without fail.
+Growth comes once, at one time, and doubles (or nearly) what it adds to. The learning rate is the
+same for old and new entries. Arms with more weights have done fewer steps, so that they have had
+less time to drift. Effects are of one component at a time: where several stand in for one another,
+each has a small one.
+"""
