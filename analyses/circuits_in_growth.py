@@ -62,6 +62,7 @@ from attn_only_lens.storage import write_text
 TASKS = ("number, prepositional", "gender", "brackets, simple")
 ARMS = ("none", "neurons", "heads", "width", "depth")
 ARMS = (*ARMS, "neurons, copies", "neurons, cancelling", "neurons, splits")
+DIGITS = "%.4g"
 SEED_OF_TEXTS = 888_888
 SMALL, GROWN = Sizes(2, 48, 3, 96), Sizes(3, 64, 7, 192)
 
@@ -73,7 +74,7 @@ class Study:
     small: Sizes = SMALL
     grown: Sizes = GROWN
     steps: int = 1400  # of the small model, before growth
-    more: int = 500  # steps of the small model, whose flops all arms have after growth
+    more: int = 300  # steps of the small model, whose flops all arms have after growth
     checks: tuple[float, ...] = (1 / 32, 1 / 8, 3 / 8, 1)
     lr: float = 6e-3
     rows: int = 32
@@ -252,13 +253,12 @@ def measured(
         for task in study.tasks:
             frame = measures.foremost(measures.Pair(before, seen[-1].look, old), task)
             neurons.append(frame.assign(task=task, growth_seed=growth_seed))
-        if growth_seed == arm.growth_seeds[0]:
+        if arm.init is None and growth_seed == arm.growth_seeds[0]:
             errors.append(measures.errors(end, asked.questions))
     frames = {
         "": pd.DataFrame(rows),
         "neurons": pd.concat(neurons),
-        "errors": pd.concat(errors),
-    }
+    } | ({"errors": pd.concat(errors)} if errors else {})
     twins = []
     for check, looks in again.items():
         if len(looks) > 1:
@@ -271,6 +271,11 @@ def measured(
                 for task in study.tasks
             ]
     return frames | ({"again": pd.DataFrame(twins)} if twins else {})
+
+
+def stored(text: str) -> pd.DataFrame:
+    """A table that was written as text."""
+    return pd.read_csv(io.StringIO(text), float_precision="round_trip")
 
 
 def of_seed(study: Study, seed: int, folder: Path, device: str) -> dict[str, pd.DataFrame]:
@@ -291,7 +296,7 @@ def of_seed(study: Study, seed: int, folder: Path, device: str) -> dict[str, pd.
             texts = {part: each.to_csv(index=False) for part, each in frames.items()}
             write_text(done, json.dumps(texts))
         for part, text in json.loads(done.read_text("utf-8")).items():
-            frame = pd.read_csv(io.StringIO(text), float_precision="round_trip")
+            frame = stored(text)
             frame.insert(0, "arm", name)
             frame.insert(0, "seed", seed)
             found.setdefault(part, []).append(frame)
@@ -316,13 +321,17 @@ def main(
         of_seed(study, only, runs_dir, device)
         return
     by_seed = [of_seed(study, seed, runs_dir, device) for seed in range(n_seeds)]
-    frames = {part: pd.concat([each[part] for each in by_seed]) for part in by_seed[0]}
+    made = {part: pd.concat([each[part] for each in by_seed]) for part in by_seed[0]}
+    # As they are stored, so that the page is made of what the tables show.
+    frames = {
+        part: stored(each.to_csv(index=False, float_format=DIGITS)) for part, each in made.items()
+    }
     about = {"study": asdict(study), "machine": machine(device), "load_average": os.getloadavg()}
     text = page(frames, about, " --smoke" if smoke else "")
     typer.echo(text)
     pictures = {"": old_figure(frames), "new": new_figure(frames)}
     settings = {"device": device, "smoke": smoke, **about}
-    keep(__file__, out, text, frames, pictures, started=started, digits="%.4g", **settings)
+    keep(__file__, out, text, frames, pictures, started=started, digits=DIGITS, **settings)
 
 
 if __name__ == "__main__":
