@@ -2,9 +2,9 @@
 
 A component is an attention head or a neuron, at all positions of a prompt. Its *effect* is what the
 metric, a difference of logits, loses when its output in the clean run is replaced by that in the
-corrupted run, and nothing else: estimated by `patching.attribution`, whose foremost sites are
-patched; `errors` compares it with patching of all. Its *share* is of the sum of |effects|, each the
-mean over prompts. A task's *circuit* in a model is the K neurons of largest |effect|.
+corrupted run, and nothing else: measured by patching, for every component. Its *share* is of the
+sum of |effects|, each the mean over prompts. A task's *circuit* in a model is the K neurons of
+largest |effect|.
 
 Between a model and one grown from it, over the components of both:
 
@@ -28,14 +28,14 @@ Of what is new:
     without_new    the metric with all new components patched together, on a scale from 0, with all
                    components patched, to 1, with none; 1 where nothing is new
     without_old    the same of all old ones
-    resemblance    the largest |correlation| of a neuron's gate with that of an old one, the mean over
-                   the K new neurons of largest |effect|; old_resemblance is that of the K old
-                   neurons of largest |effect| with other old ones
+    resemblance    the largest |correlation| of a neuron's gate with that of an old one, the mean
+                   over the K new neurons of largest |effect|; old_resemblance is that of the K
+                   old neurons of largest |effect| with other old ones
 
 Intervals are quantiles over resamples of prompts, all components with the same ones.
 """
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
@@ -163,7 +163,7 @@ def look(
     parts, names = {}, tuple[str, ...]()
     with expose_neuron_heads(model) as exposed:
         for task, asked in questions.items():
-            frame = sweep(p.attribution, exposed, asked, per_prompt=True).to_frame()
+            frame = sweep(exposed, asked, per_prompt=True).to_frame()
             names = tuple(frame["name"].unique())
             lost = (frame["unpatched"] - frame["value"]).to_numpy()
             old = [name for name in names if name not in new]
@@ -178,9 +178,9 @@ def look(
     return Look(names, parts, gates, patterns, examples)
 
 
-def sweep(method: Callable[..., p.Sweep], exposed: Any, asked: Question, **how: Any) -> p.Sweep:
-    """The effects of all components, estimated or measured."""
-    return method(
+def sweep(exposed: Any, asked: Question, **how: Any) -> p.Sweep:
+    """Patch every component in turn, at all positions."""
+    return p.activation_patch(
         *(exposed, asked.clean, asked.corrupted, asked.metric),
         positions="all",
         direction="noise",
@@ -188,18 +188,6 @@ def sweep(method: Callable[..., p.Sweep], exposed: Any, asked: Question, **how: 
         progress=False,
         **how,
     )
-
-
-def errors(model: Any, questions: Mapping[str, Question]) -> pd.DataFrame:
-    """How well the estimates agree with patching: a row for each task."""
-    frames = []
-    with expose_neuron_heads(model) as exposed:
-        for task, asked in questions.items():
-            exact, estimate = (
-                sweep(method, exposed, asked) for method in (p.activation_patch, p.attribution)
-            )
-            frames.append(p.agreement(exact, estimate, k=min(K, len(exact))).assign(task=task))
-    return pd.concat(frames)
 
 
 @torch.no_grad()

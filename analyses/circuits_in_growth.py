@@ -178,8 +178,8 @@ def plan_of(study: Study, seed: int) -> Plan:
 
 def seen_through(
     study: Study, arm: Arm, grown: Grown, growth_seed: int, small: Done, asked: Asked, folder: Path
-) -> tuple[list[Seen], Any]:
-    """What one growth is like from its beginning to its end, and its model there."""
+) -> list[Seen]:
+    """What one growth is like from its beginning to its end."""
     start, weights = small.plan.steps, read(grown.model)
     first = batch(small.plan, start)
     ratio = step_flops(read(small.model), first) / step_flops(weights, first)
@@ -202,12 +202,14 @@ def seen_through(
     found = []
     for check, stop in {0.0: 0, **stops}.items():
         model = grown.model
-        if stop:
+        if stop == n_steps:
+            model = done.model
+        elif stop:
             model = model_at(done, start + stop, folder, start=small).to(device)
         look = measures.look(model, asked.questions, asked.texts, new)
         about = {"steps": stop, "flops": flops[stop], **figures(model, plan.read, 0)}
         found.append(Seen(check, look, about))
-    return found, done.model
+    return found
 
 
 def measured(
@@ -223,13 +225,13 @@ def measured(
         asked: what models are asked.
         folder: of this arm with this small model.
     """
-    arm, rows, neurons, errors = arms(study)[name], [], [], []
+    arm, rows, neurons = arms(study)[name], [], []
     again: dict[float, list[tuple[measures.Look, dict[str, str]]]] = {}
     for growth_seed in arm.growth_seeds:
         expansion = arm.expansion or ex.compose()
         grown = grow(small.model, expansion, init=arm.init, seed=growth_seed)
         runs = folder.with_name(f"{folder.name}-{growth_seed}")
-        seen, end = seen_through(study, arm, grown, growth_seed, small, asked, runs)
+        seen = seen_through(study, arm, grown, growth_seed, small, asked, runs)
         old = {name: grown.provenance[name] for name in before.names}
         new = {*grown.provenance.new_heads, *grown.provenance.new_neurons}
         for each in seen:
@@ -253,12 +255,7 @@ def measured(
         for task in study.tasks:
             frame = measures.foremost(measures.Pair(before, seen[-1].look, old), task)
             neurons.append(frame.assign(task=task, growth_seed=growth_seed))
-        if arm.init is None and growth_seed == arm.growth_seeds[0]:
-            errors.append(measures.errors(end, asked.questions))
-    frames = {
-        "": pd.DataFrame(rows),
-        "neurons": pd.concat(neurons),
-    } | ({"errors": pd.concat(errors)} if errors else {})
+    frames = {"": pd.DataFrame(rows), "neurons": pd.concat(neurons)}
     twins = []
     for check, looks in again.items():
         if len(looks) > 1:
@@ -275,7 +272,7 @@ def measured(
 
 def stored(text: str) -> pd.DataFrame:
     """A table that was written as text."""
-    return pd.read_csv(io.StringIO(text), float_precision="round_trip")
+    return pd.read_csv(io.StringIO(text))
 
 
 def of_seed(study: Study, seed: int, folder: Path, device: str) -> dict[str, pd.DataFrame]:

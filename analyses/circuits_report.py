@@ -281,20 +281,6 @@ def twins(frames: Frames) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
-def agreements(frames: Frames) -> pd.DataFrame:
-    """How estimates agree with patching: a row for each task."""
-    by = frames["errors"].groupby("task")
-    return pd.DataFrame(
-        {
-            "models": by.size(),
-            "Pearson, mean": by["pearson"].mean(),
-            "least": by["pearson"].min(),
-            "of the first 20, mean": by["top_k"].mean(),
-            "least ": by["top_k"].min(),
-        }
-    ).reset_index()
-
-
 def chances(frames: Frames) -> str:
     """What a random matching would give, in a sentence."""
     end = frames[""][frames[""]["check"] == 1]
@@ -330,9 +316,10 @@ def _panels(frames: Frames, rows: Sequence[tuple[str, str, tuple[str, ...]]]) ->
                     continue
                 seeds = of_arm.groupby(["check", "seed"])[column].mean().unstack()
                 at = [i + 0.06 * (number - len(names) / 2) for i in range(len(checks))]
-                off = [seeds.mean(1) - seeds.min(1), seeds.max(1) - seeds.mean(1)]
+                middle = seeds.mean(axis=1)
+                off = [middle - seeds.min(axis=1), seeds.max(axis=1) - middle]
                 style = {"color": COLOURS[name], "lw": 1.4, "elinewidth": 0.8, "ms": 4}
-                panel.errorbar(at, seeds.mean(1), yerr=off, fmt="o-", label=name, **style)
+                panel.errorbar(at, middle, yerr=off, fmt="o-", label=name, **style)
             panel.set_xticks(range(len(checks)), [_share(each) for each in checks])
             panel.grid(alpha=0.3)
     for panel in panels[-1]:
@@ -416,7 +403,6 @@ def page(frames: Frames, about: Mapping[str, Any], flag: str) -> str:
         correlation=table(by_task(frames, "correlation")),
         share=table(by_task(frames, "new_share")),
         twins=table(twins(frames)),
-        agreements=table(agreements(frames)),
     )
 
 
@@ -474,13 +460,6 @@ The old components of one at the end against those of the other, whose new entri
 numbers.
 
 {twins}
-
-## How good the estimates are
-
-Effects are estimated (`patching.attribution`), the foremost patched. Against patching of every
-component, at the end of the first growth of each arm:
-
-{agreements}
 
 ## What limits this
 
