@@ -179,14 +179,14 @@ SOME = {
     "gemma2, moved": moved(bridge, "gemma2", "exposed", "exact"),
     "native, half": made(bridge, "native", "exposed", "exact", HALF),
 }
-if HAS_HOOKED_TRANSFORMER:  # bridges are much the same in both: all that is done, with 4
-    SOME |= ALL
+if HAS_HOOKED_TRANSFORMER:  # bridges are much the same in both: all but one, with 4
     ALL = {
         "converted": made(hooked, "gelu", "converted", "exact"),
         "converted, bilinear, moved": moved(hooked, "silu_gated", "converted", "bilinear"),
         "in place, moved": moved(hooked, "silu_gated", "exposed", "exact"),
     }
-    SOME |= {
+    SOME = {
+        "gemma2, moved": SOME["gemma2, moved"],
         "converted llama": made(hooked, "llama", "converted", "exact"),
         "converted parallel, bilinear": made(hooked, "parallel", "converted", "bilinear"),
         "converted, half, moved": moved(hooked, "gelu", "converted", "exact", HALF),
@@ -443,6 +443,10 @@ def test_the_shipped_model():
 
 # How much is asked of it
 
+of_bridges = pytest.mark.skipif(
+    HAS_HOOKED_TRANSFORMER, reason="bridges are much the same in both: counted with 4"
+)
+
 
 def gpt2_of_twelve_layers():
     """As many layers as GPT-2 small has: kernels hang on these, and not on widths."""
@@ -452,6 +456,7 @@ def gpt2_of_twelve_layers():
     return expose_neuron_heads(bridges.bridged(source.eval())).model
 
 
+@of_bridges
 @pytest.mark.parametrize("n_pos", [5, 13])
 def test_attribution_takes_a_pass_a_run_and_a_transfer_a_layer(n_pos):
     """Of every neuron and position, whatever their number."""
@@ -467,6 +472,7 @@ def test_attribution_takes_a_pass_a_run_and_a_transfer_a_layer(n_pos):
     assert device.synchronisations <= 12 + 30
 
 
+@of_bridges
 @pytest.mark.parametrize("n_names", [7, 19])
 def test_a_sweep_of_few_names_takes_one_pass(n_names, monkeypatch):
     """At every position, whatever their number; beside the passes that record and test."""
@@ -494,6 +500,7 @@ def test_a_sweep_of_few_names_takes_one_pass(n_names, monkeypatch):
     assert device.total("kernel") <= 10_000
 
 
+@of_bridges
 def test_a_split_model_takes_the_same_shortcuts():
     """The same kernels and waits: where a step of a replay fails, it is slower, and still right."""
     set_up()
@@ -528,6 +535,7 @@ def counted():
     return count
 
 
+@of_bridges
 def test_kernels_of_a_graph(counted):
     def graph(top):
         return counted(
@@ -542,6 +550,7 @@ def test_kernels_of_a_graph(counted):
     assert few.synchronisations == many.synchronisations <= 2 * 12 + 30
 
 
+@of_bridges
 def test_kernels_of_a_search(counted):
     """Of all prefixes, complements and random circuits together, few passes."""
 
@@ -554,6 +563,7 @@ def test_kernels_of_a_search(counted):
     assert device.synchronisations <= 14 * 12
 
 
+@of_bridges
 def test_circuits_of_a_batch_cost_what_one_does(counted):
     found = []
 
