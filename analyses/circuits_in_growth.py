@@ -36,7 +36,7 @@ import time
 from dataclasses import asdict, dataclass, replace
 from itertools import accumulate
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import circuit_measures as measures
 import pandas as pd

@@ -34,9 +34,11 @@ def test_smoke(tmp_path):
     found = frames_in(tmp_path)[""]
     assert found.groupby("arm")["flops"].max().between(1, 1e9).all()
     first = found[found["check"] == 0]
-    assert (first["correlation"] > 0.9999).all() and (first["new_share"] < 1e-4).all()
+    assert (first["correlation"] > 0.9999).all()
+    assert (first["new_share"] < 1e-4).all()
     last = found[(found["check"] == 1) & (found["arm"] == "neurons")]
-    assert (last["new_share"] > 1e-4).all() and (last["kept"] <= 1).all()
+    assert (last["new_share"] > 1e-4).all()
+    assert (last["kept"] <= 1).all()
     again = CliRunner().invoke(app, [*asked[:2], "2", *asked[3:]])
     assert "choose another --runs" in str(again.exception)
 
@@ -215,7 +217,8 @@ def test_intervals_are_of_resampled_prompts():
     weights = measures.resamples(7)
     assert weights.shape == (measures.RESAMPLES + 1, 7)
     np.testing.assert_allclose(weights.sum(1), 1)
-    assert (weights[0] == 1 / 7).all() and (weights[1:] * 7 % 1 < 1e-9).all()
+    assert (weights[0] == 1 / 7).all()
+    assert (weights[1:] * 7 % 1 < 1e-9).all()
     values = weights @ np.arange(7.0)
     got = measures.with_interval("x", values)
     # The standard error of the mean of 0 … 6 is .756; 200 draws give it to a tenth or so.
