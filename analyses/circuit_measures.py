@@ -2,9 +2,10 @@
 
 A component is an attention head or a neuron, at all positions of a prompt. Its *effect* is what the
 metric, a difference of logits, loses when its output in the clean run is replaced by that in the
-corrupted run, and nothing else: measured by patching, for every component. Its *share* is of the
-sum of |effects|, each the mean over prompts. A task's *circuit* in a model is the K neurons of
-largest |effect|.
+corrupted run, and nothing else: estimated by `patching.attribution`, whose foremost sites are
+patched; of one small model all measures are made by patching every component, too. Its *share* is
+of the sum of |effects|, each the mean over prompts. A task's *circuit* in a model is the K neurons
+of largest |effect|.
 
 Between a model and one grown from it, over the components of both:
 
@@ -35,7 +36,7 @@ Of what is new:
 Intervals are quantiles over resamples of prompts, all components with the same ones.
 """
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
@@ -57,6 +58,7 @@ K = 20
 EXAMPLES = 10
 RESAMPLES = 200
 
+Method: TypeAlias = Callable[..., p.Sweep]
 Floats: TypeAlias = Float[np.ndarray, "..."]
 
 
@@ -151,6 +153,7 @@ def look(
     questions: Mapping[str, Question],
     texts: Sequence[Tensor],
     new: Collection[str] = (),
+    method: Method = p.attribution,
 ) -> Look:
     """Measure a model; its neuron-heads are exposed for the call.
 
@@ -159,11 +162,12 @@ def look(
         questions: by task.
         texts: tokens of each, BOS first.
         new: the components that it has gained.
+        method: of effects, `patching.attribution` or `patching.activation_patch`.
     """
     parts, names = {}, tuple[str, ...]()
     with expose_neuron_heads(model) as exposed:
         for task, asked in questions.items():
-            frame = sweep(exposed, asked, per_prompt=True).to_frame()
+            frame = sweep(method, exposed, asked, per_prompt=True).to_frame()
             names = tuple(frame["name"].unique())
             lost = (frame["unpatched"] - frame["value"]).to_numpy()
             old = [name for name in names if name not in new]
@@ -178,9 +182,9 @@ def look(
     return Look(names, parts, gates, patterns, examples)
 
 
-def sweep(exposed: Any, asked: Question, **how: Any) -> p.Sweep:
-    """Patch every component in turn, at all positions."""
-    return p.activation_patch(
+def sweep(method: Method, exposed: Any, asked: Question, **how: Any) -> p.Sweep:
+    """The effects of all components, estimated or measured."""
+    return method(
         *(exposed, asked.clean, asked.corrupted, asked.metric),
         positions="all",
         direction="noise",

@@ -54,6 +54,7 @@ from train_small_english import questions, tokenizer
 
 from attn_only_lens import Grown, grow
 from attn_only_lens import expansion as ex
+from attn_only_lens import patching as p
 from attn_only_lens.expansion.expansion import Expansion
 from attn_only_lens.expansion.initialise import Initialiser
 from attn_only_lens.growth import read
@@ -177,7 +178,14 @@ def plan_of(study: Study, seed: int) -> Plan:
 
 
 def seen_through(
-    study: Study, arm: Arm, grown: Grown, growth_seed: int, small: Done, asked: Asked, folder: Path
+    study: Study,
+    arm: Arm,
+    grown: Grown,
+    growth_seed: int,
+    small: Done,
+    asked: Asked,
+    folder: Path,
+    method: measures.Method,
 ) -> list[Seen]:
     """What one growth is like from its beginning to its end."""
     start, weights = small.plan.steps, read(grown.model)
@@ -206,14 +214,20 @@ def seen_through(
             model = done.model
         elif stop:
             model = model_at(done, start + stop, folder, start=small).to(device)
-        look = measures.look(model, asked.questions, asked.texts, new)
+        look = measures.look(model, asked.questions, asked.texts, new, method)
         about = {"steps": stop, "flops": flops[stop], **figures(model, plan.read, 0)}
         found.append(Seen(check, look, about))
     return found
 
 
 def measured(
-    study: Study, name: str, small: Done, before: measures.Look, asked: Asked, folder: Path
+    study: Study,
+    name: str,
+    small: Done,
+    before: measures.Look,
+    asked: Asked,
+    folder: Path,
+    method: measures.Method,
 ) -> dict[str, pd.DataFrame]:
     """Train and measure one arm: frames by name.
 
@@ -224,6 +238,7 @@ def measured(
         before: what it is like.
         asked: what models are asked.
         folder: of this arm with this small model.
+        method: of effects.
     """
     arm, rows, neurons = arms(study)[name], [], []
     again: dict[float, list[tuple[measures.Look, dict[str, str]]]] = {}
@@ -231,7 +246,7 @@ def measured(
         expansion = arm.expansion or ex.compose()
         grown = grow(small.model, expansion, init=arm.init, seed=growth_seed)
         runs = folder.with_name(f"{folder.name}-{growth_seed}")
-        seen = seen_through(study, arm, grown, growth_seed, small, asked, runs)
+        seen = seen_through(study, arm, grown, growth_seed, small, asked, runs, method)
         old = {name: grown.provenance[name] for name in before.names}
         new = {*grown.provenance.new_heads, *grown.provenance.new_neurons}
         for each in seen:
@@ -275,21 +290,27 @@ def stored(text: str) -> pd.DataFrame:
     return pd.read_csv(io.StringIO(text))
 
 
-def of_seed(study: Study, seed: int, folder: Path, device: str) -> dict[str, pd.DataFrame]:
+def of_seed(
+    study: Study,
+    seed: int,
+    folder: Path,
+    device: str,
+    method: measures.Method = p.attribution,
+) -> dict[str, pd.DataFrame]:
     """All arms of one small model: frames with columns `seed` and `arm`."""
     small: Done | None = None
     asked = Asked.of(study, device)
     found: dict[str, list[pd.DataFrame]] = {}
     for name in study.arms:
         here = folder / f"{seed}-{name.replace(', ', '-')}"
-        done = here / "done.json"
+        done = here / f"{method.__name__}.json"
         if not done.exists():
             if small is None:
                 with tqdm(total=study.steps, desc=f"small {seed}", unit="step") as bar:
                     plan = plan_of(study, seed)
                     small = run(plan, folder / f"{seed}-small", device, bar.update)
-                before = measures.look(small.model, asked.questions, asked.texts)
-            frames = measured(study, name, small, before, asked, here)
+                before = measures.look(small.model, asked.questions, asked.texts, method=method)
+            frames = measured(study, name, small, before, asked, here, method)
             texts = {part: each.to_csv(index=False) for part, each in frames.items()}
             write_text(done, json.dumps(texts))
         for part, text in json.loads(done.read_text("utf-8")).items():
@@ -319,6 +340,7 @@ def main(
         return
     by_seed = [of_seed(study, seed, runs_dir, device) for seed in range(n_seeds)]
     made = {part: pd.concat([each[part] for each in by_seed]) for part in by_seed[0]}
+    made["exact"] = of_seed(study, 0, runs_dir, device, p.activation_patch)[""]
     # As they are stored, so that the page is made of what the tables show.
     frames = {
         part: stored(each.to_csv(index=False, float_format=DIGITS)) for part, each in made.items()

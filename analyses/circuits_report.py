@@ -73,7 +73,7 @@ def _at_once(frames: Frames) -> tuple[bool, str]:
     )
     changed = others["correlation"].min()
     return bool(least > 0.9999 and most < 0.001 and new > 0.1), (
-        f"where zeros are written, the least correlation is {least:.5f} and the largest new share "
+        f"where zeros are written, the least correlation is {least:.4f} and the largest new share "
         f"{most:.1g}; of pairs that cancel and of splits the least new share is {new:.2f}, and the "
         f"least correlation of the old ones {changed:.2f}"
     )
@@ -281,6 +281,30 @@ def twins(frames: Frames) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
+def by_patching(frames: Frames) -> pd.DataFrame:
+    """How far measures by patching are from those by estimates: a row for each measure."""
+    exact, keys = frames["exact"], ["seed", "arm", "growth_seed", "check", "task"]
+    estimated = frames[""].merge(exact[keys], on=keys).set_index(keys).sort_index()
+    exact = exact.set_index(keys).sort_index()
+    names = ("correlation", "kept", "gates", "examples", "new_share", "idle_share")
+    rows = []
+    for name in names:
+        off = (exact[name] - estimated[name]).abs()
+        row = {"measure": name, "mean difference": off.mean(), "largest": off.max()}
+        rows.append(row | {"of": len(off)})
+    return pd.DataFrame(rows)
+
+
+def at_once_by_patching(frames: Frames) -> str:
+    """What patching says of models right after growth, in a sentence."""
+    exact = frames["exact"]
+    first = exact[(exact["check"] == 0) & exact["arm"].isin(WROTE_ZEROS)]
+    return (
+        f"right after growth, where zeros are written, the least correlation is "
+        f"{first['correlation'].min():.6f} and the largest new share {first['new_share'].max():.1g}"
+    )
+
+
 def chances(frames: Frames) -> str:
     """What a random matching would give, in a sentence."""
     end = frames[""][frames[""]["check"] == 1]
@@ -379,10 +403,18 @@ def answers(frames: Frames) -> str:
     parts = []
     for number, each in enumerate(PREDICTIONS, 1):
         held, figures = each.answer(frames)
-        verdict = "**It held.**" if held else "**It failed.**"
-        text = f"{number}. **{each.question}** *Expected:* {each.expected} {verdict} {figures}."
+        verdict = "It held" if held else "It failed"
+        text = (
+            f"{number}. **{each.question}** *Expected:* {each.expected} **{verdict}:** {figures}."
+        )
         parts.append(text)
     return "\n\n".join(parts)
+
+
+def _sizes(sizes: Mapping[str, int]) -> str:
+    return "{n_layers} layers, width {d_model}, {n_heads} heads and {d_mlp} neurons a layer".format(
+        **sizes
+    )
 
 
 def page(frames: Frames, about: Mapping[str, Any], flag: str) -> str:
@@ -390,7 +422,7 @@ def page(frames: Frames, about: Mapping[str, Any], flag: str) -> str:
     study = about["study"]
     held = [each.answer(frames)[0] for each in PREDICTIONS]
     return PAGE.format(
-        **study,
+        **study | {name: _sizes(study[name]) for name in ("small", "grown")},
         n=study["n_seeds"],
         flag=flag,
         machine=about["machine"],
@@ -403,17 +435,19 @@ def page(frames: Frames, about: Mapping[str, Any], flag: str) -> str:
         correlation=table(by_task(frames, "correlation")),
         share=table(by_task(frames, "new_share")),
         twins=table(twins(frames)),
+        at_once=at_once_by_patching(frames),
+        by_patching=table(by_patching(frames)),
     )
 
 
 PAGE = """# What becomes of circuits when a transformer grows
 
-A LLaMA of 2 layers ({small}) learns Small English in {steps} steps of {rows} texts. Then it grows,
-in neurons, heads, width or depth alone (to {grown}, each), and trains on, for the flops of {more}
-more of its steps. Every component's effect on three of its tasks is measured before, right after
-growth, and on the way: {n} small models, two growths of each, {prompts} prompts of a task, which
-begin no sentence of the texts. `circuits_in_growth.py` says what is compared, and
-`circuit_measures.py` defines the measures.
+A LLaMA with {small} learns Small English in {steps} steps of {rows} texts.
+Then it grows in neurons, heads, width or depth alone, to what is there of {grown},
+and trains on, for the flops of {more} more of its steps. Every component's effect on three of its
+tasks is measured before, right after growth, and on the way: {n} small models, two growths of each
+kind, {prompts} prompts of a task, which begin no sentence of the texts. `circuits_in_growth.py`
+says what is compared, and `circuit_measures.py` defines the measures.
 
 Made by `python analyses/circuits_in_growth.py{flag}` on {machine}.
 
@@ -461,9 +495,21 @@ numbers.
 
 {twins}
 
+## How good the estimates are
+
+Effects are estimated (`patching.attribution`), the foremost patched; which are patched may differ
+between a model and one grown from it. Of small model 0 every measure was made by patching every
+component, too: {at_once}. The differences, over all of its growths, times and tasks:
+
+{by_patching}
+
 ## What limits this
 
-One grammar, one family of models, of 2 layers; three tasks that such a model answers without fail.
+Training after growth is short beside that before: {more} steps of the small model's cost after
+{steps}. New components may well come in later, or where growth comes before circuits have formed:
+in [addition modulo 53](growth_modular_addition.md), which trains longer after growth than before,
+most new neurons take up the old ones' job. One grammar, one family of models; three tasks that such
+a model answers nearly without fail.
 Growth comes once, at one time, and doubles (or nearly) what it adds to. The learning rate is the
 same for old and new entries. Arms with more weights have done fewer steps, so that they have had
 less time to drift. Effects are of one component at a time: where several stand in for one another,

@@ -17,7 +17,7 @@ KEPT = Path(__file__).parents[1] / "analyses" / "results"
 
 
 def frames_in(folder):
-    parts = ("", "again", "neurons")
+    parts = ("", "again", "exact", "neurons")
     files = {part: f"{NAME}_{part}.csv" if part else f"{NAME}.csv" for part in parts}
     return {part: study.stored((folder / file).read_text("utf-8")) for part, file in files.items()}
 
@@ -48,6 +48,23 @@ def test_the_page_is_of_its_tables():
     settings = json.loads((KEPT / f"{NAME}.run.json").read_text("utf-8"))["settings"]
     made = report.page(frames_in(KEPT), settings, "")
     assert (KEPT / f"{NAME}.md").read_text("utf-8") == made
+
+
+def test_what_the_guide_says():
+    frames = frames_in(KEPT)
+
+    def percent(column, *names):
+        found = (report.over_seeds(frames, name, column).mean() for name in names)
+        return [round(100 * each) for each in found]
+
+    kept = percent("kept", *report.KINDS)
+    assert (min(kept), max(kept), percent("kept", "none")) == (70, 72, [66])
+    assert round(100 * frames[""].query("check == 1")["kept_chance"].mean()) == 11
+    new = percent("new_share", *report.WITH_NEW)
+    assert (min(new), max(new), percent("new_share", "neurons, splits")) == (1, 2, [18])
+    assert percent("idle_share", "none") == [4]
+    failed = [each for each in report.PREDICTIONS if not each.answer(frames)[0]]
+    assert (len(failed), len(report.PREDICTIONS)) == (5, 9)
 
 
 def test_patches_are_those_of_the_wrapped_model():
@@ -93,7 +110,7 @@ def test_patches_are_those_of_the_wrapped_model():
     assert abs(got - runs(asked.clean, replaces)).max() > 1e-8
     # And one at a time they are the effects.
     with measures.expose_neuron_heads(model) as exposed:
-        exact = measures.sweep(exposed, asked).to_frame()
+        exact = measures.sweep(measures.p.activation_patch, exposed, asked).to_frame()
     for name, value in zip(exact["name"], exact["value"], strict=True):
         assert alone[name].mean() == pytest.approx(value, abs=1e-10)
 
