@@ -44,7 +44,7 @@ import small_english_grammar as grammar
 import torch
 import typer
 from benching import Device, machine
-from circuits_report import new_figure, old_figure, page
+from circuits_report import COMPARED, COMPARED_BY, new_figure, old_figure, page
 from english_runs import Done, Plan, Sizes, batch, figures, model_at, run, step_flops
 from resumable import claim
 from studies import keep
@@ -64,6 +64,7 @@ TASKS = ("number, prepositional", "gender", "brackets, simple")
 ARMS = ("none", "neurons", "heads", "width", "depth")
 ARMS = (*ARMS, "neurons, copies", "neurons, cancelling", "neurons, splits")
 DIGITS = "%.4g"
+EXACT = [*COMPARED_BY, *COMPARED]
 SEED_OF_TEXTS = 888_888
 SMALL, GROWN = Sizes(2, 48, 3, 96), Sizes(3, 64, 7, 192)
 
@@ -340,12 +341,19 @@ def main(
         return
     by_seed = [of_seed(study, seed, runs_dir, device) for seed in range(n_seeds)]
     made = {part: pd.concat([each[part] for each in by_seed]) for part in by_seed[0]}
-    made["exact"] = of_seed(study, 0, runs_dir, device, p.activation_patch)[""]
+    made["neurons"] = made["neurons"][made["neurons"]["growth_seed"] == 0]
+    made["exact"] = of_seed(study, 0, runs_dir, device, p.activation_patch)[""][EXACT]
     # As they are stored, so that the page is made of what the tables show.
     frames = {
         part: stored(each.to_csv(index=False, float_format=DIGITS)) for part, each in made.items()
     }
-    about = {"study": asdict(study), "machine": machine(device), "load_average": os.getloadavg()}
+    curves = (pd.read_csv(each) for each in sorted(runs_dir.glob("*/curve.csv")))
+    about = {
+        "study": asdict(study),
+        "machine": machine(device),
+        "load_average": os.getloadavg(),
+        "training_seconds": round(sum(each["cpu_seconds"].iloc[-1] for each in curves)),
+    }
     text = page(frames, about, " --smoke" if smoke else "")
     typer.echo(text)
     pictures = {"": old_figure(frames), "new": new_figure(frames)}

@@ -16,6 +16,8 @@ WROTE_ZEROS = (*KINDS, "neurons, copies")
 WROTE_AT_ONCE = ("neurons, cancelling", "neurons, splits")
 STARTS = ("neurons", "neurons, copies", *WROTE_AT_ONCE)
 TAKES_PART = 0.05
+COMPARED_BY = ("seed", "arm", "growth_seed", "check", "task")
+COMPARED = ("correlation", "kept", "gates", "examples", "new_share", "idle_share")
 
 
 @dataclass(frozen=True)
@@ -283,12 +285,11 @@ def twins(frames: Frames) -> pd.DataFrame:
 
 def by_patching(frames: Frames) -> pd.DataFrame:
     """How far measures by patching are from those by estimates: a row for each measure."""
-    exact, keys = frames["exact"], ["seed", "arm", "growth_seed", "check", "task"]
+    exact, keys = frames["exact"], list(COMPARED_BY)
     estimated = frames[""].merge(exact[keys], on=keys).set_index(keys).sort_index()
     exact = exact.set_index(keys).sort_index()
-    names = ("correlation", "kept", "gates", "examples", "new_share", "idle_share")
     rows = []
-    for name in names:
+    for name in COMPARED:
         off = (exact[name] - estimated[name]).abs()
         row = {"measure": name, "mean difference": off.mean(), "largest": off.max()}
         rows.append(row | {"of": len(off)})
@@ -426,6 +427,7 @@ def page(frames: Frames, about: Mapping[str, Any], flag: str) -> str:
         n=study["n_seeds"],
         flag=flag,
         machine=about["machine"],
+        seconds=about["training_seconds"],
         held=sum(held),
         of=len(held),
         answers=answers(frames),
@@ -450,6 +452,7 @@ kind, {prompts} prompts of a task, which begin no sentence of the texts. `circui
 says what is compared, and `circuit_measures.py` defines the measures.
 
 Made by `python analyses/circuits_in_growth.py{flag}` on {machine}.
+Training took {seconds} s of processor time in all; measuring takes about as long.
 
 ## Questions and answers
 
