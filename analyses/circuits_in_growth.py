@@ -25,6 +25,7 @@ growth, and neurons of a layer matched at random.
 
 Questions, and what we expect of each, are `PREDICTIONS` in `circuits_report.py`; they were written
 before the run, with what would make each of them fail.
+A first run, of which the page speaks, trained on for 300 steps.
 
     python analyses/circuits_in_growth.py --out analyses/results
 """
@@ -76,7 +77,7 @@ class Study:
     small: Sizes = SMALL
     grown: Sizes = GROWN
     steps: int = 1400  # of the small model, before growth
-    more: int = 300  # steps of the small model, whose flops all arms have after growth
+    more: int = 2000  # steps of the small model, whose flops all arms have after growth
     checks: tuple[float, ...] = (1 / 32, 1 / 8, 3 / 8, 1)
     lr: float = 6e-3
     rows: int = 32

@@ -508,11 +508,12 @@ component, too: {at_once}. The differences, over all of its growths, times and t
 
 ## What limits this
 
-Training after growth is short beside that before: {more} steps of the small model's cost after
-{steps}. New components may well come in later, or where growth comes before circuits have formed:
-in [addition modulo 53](growth_modular_addition.md), which trains longer after growth than before,
-most new neurons take up the old ones' job. One grammar, one family of models; three tasks that such
-a model answers nearly without fail.
+Growth comes after circuits have formed: {more} steps of the small model's cost follow on {steps}.
+Where it comes before, new components may well take more part: in
+[addition modulo 53](growth_modular_addition.md) most new neurons take up the old ones' job. One
+grammar, one family of models; three tasks that such a model answers nearly without fail. A first
+run trained on for 300 steps, in which no new component came to hold anything; the predictions are
+older than that, too.
 Growth comes once, at one time, and doubles (or nearly) what it adds to. The learning rate is the
 same for old and new entries. Arms with more weights have done fewer steps, so that they have had
 less time to drift. Effects are of one component at a time: where several stand in for one another,
