@@ -173,6 +173,7 @@ def page(frames: Mapping[str, pd.DataFrame], study: Any, fresh: Sequence[float],
         n=ends["seed"].nunique(),
         flag=flag,
         lr=study.lr,
+        tried=study.tried,
         before=study.before,
         after=study.after,
         decay=study.decay,
@@ -287,8 +288,8 @@ gradient it rises to {most:.2f} at step {at}: at a rate of {lr}, a zero is as la
 
 ## One checkpoint for a family of sizes?
 
-Widths {widths}; each size trains for {budgets} steps of its own, so that a whole family takes
-{totals} Gflop, either way. From scratch, or each size grown from the one before it (own draws,
+Widths {widths}; each size trains for {budgets} steps of its own, so that a whole
+family takes {totals} Gflop, either way. From scratch, or each size grown from the one before it (own draws,
 outputs zero).
 
 {families}
@@ -301,12 +302,14 @@ outputs zero).
 
 ## Learning rates
 
-The loss from scratch, seed 0, by the highest rate. All other runs take {lr:g}.
+The loss from scratch, seed 0, after {tried} steps, by the highest rate. All other runs take {lr:g}.
 
 {rates}
 
 ## What limits this
 
-Models of some 50,000 to 150,000 parameters that read at most two million words, one grammar, one
-schedule of the rate, one moment of growth. Differences below the intervals are not shown not to be.
+Models of at most some 140,000 parameters that read at most two million words, one grammar, one
+schedule of the rate, one moment of growth, one learning rate, which suits the full size better than
+the small one. At these lengths no size is trained to its end: small models still gain the most for
+their flops. Intervals of three seeds are wide: what they do not tell apart may differ.
 """

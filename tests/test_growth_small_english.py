@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 pytestmark = needs_transformer_lens_4
 
 NAME = Path(study.__file__).stem
+FAMILIES = ("grown", "scratch")
 KEPT = Path(__file__).parents[1] / "analyses" / "results"
 
 
@@ -55,6 +56,20 @@ def test_what_is_stored():
     ends = pd.read_csv(KEPT / f"{NAME}_ends.csv")
     assert ends.query("part != 'rates'").groupby(["part", "arm"])["seed"].nunique().eq(3).all()
     check(ends, smallest=1.02)
+    rates = ends.query("part == 'rates'").set_index("arm")["loss"]
+    for kind in ("plain", "gated"):
+        full = {float(arm.split()[-1]): x for arm, x in rates.items() if f"{kind}, full" in arm}
+        assert min(full, key=full.get) == study.Study().lr
+    curves = pd.read_csv(KEPT / f"{NAME}_curves.csv")
+    for budget in study.Study().budgets:  # a size takes the same flops, grown or from scratch
+        part = f"family {budget}"
+        for number, sizes in enumerate(study.Study().family[1:], start=1):
+            both = [f"part == '{part}' and arm == '{how}, {sizes.d_model}'" for how in FAMILIES]
+            grown, scratch = (curves.query(each).groupby("seed") for each in both)
+            began = number * (budget - study.Study().decay)
+            before = curves.query(f"{both[0]} and step == {began}").set_index("seed")["flops"]
+            own = grown["flops"].last() - before
+            assert own.to_numpy() == pytest.approx(scratch["flops"].last(), rel=0.05)
 
 
 def test_intervals_are_students():
