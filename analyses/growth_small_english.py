@@ -47,8 +47,8 @@ How it is measured: the loss on held-out text (`loss_of` in `train_small_english
 texts for all, of which 64 while it trains; and the share of right answers to questions of eight
 tasks. Differences are paired by seed, with Student's interval of 95 %. Flops are those of matrix
 products, by arithmetic (`step_flops`). One learning rate for all: the best of four for the full
-size of both kinds, from scratch with seed 0. (It was chosen at widths 32 and 64; the smallest models
-turned out to learn faster at twice that.)
+size of both kinds, from scratch with seed 0. (It was chosen at widths 32 and 64; the smallest
+models turned out to learn faster at twice that.)
 
     python analyses/growth_small_english.py --out analyses/results
 """

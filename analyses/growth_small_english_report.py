@@ -302,7 +302,8 @@ outputs zero).
 
 ## Learning rates
 
-The loss from scratch, seed 0, after {tried} steps, by the highest rate. All other runs take {lr:g}.
+The loss from scratch, seed 0, after {tried} steps, by the highest rate. All other runs take
+{lr:g}.
 
 {rates}
 
