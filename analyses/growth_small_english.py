@@ -332,9 +332,13 @@ def main(
     started = time.perf_counter()
     study = replace(SMOKE if smoke else Study(), n_seeds=n_seeds)
     frames = measured(study, runs_dir, device)
-    text = page(frames, study, fresh_steps(100), " --smoke" if smoke else "")
+    # Of training, over all sessions of it.
+    curves = [pd.read_csv(each) for each in sorted(runs_dir.glob("*/curve.csv"))]
+    seconds = sum(each["cpu_seconds"].iloc[-1] for each in curves)
+    text = page(frames, study, fresh_steps(100), seconds, " --smoke" if smoke else "")
     typer.echo(text)
     settings = {"device": device, "smoke": smoke, "study": asdict(study)}
+    settings["cpu_seconds"] = round(seconds, 1)
     keep(__file__, out, text, frames, curves_figure(frames["curves"]), started=started, **settings)
 
 
