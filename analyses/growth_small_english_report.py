@@ -31,7 +31,8 @@ def said(found: tuple[float, float, float]) -> str:
 
 def sizes(each: Any) -> str:
     """In words."""
-    return f"d_model {each.d_model}, {each.n_heads} heads and {each.d_mlp} neurons a layer"
+    heads = "1 head" if each.n_heads == 1 else f"{each.n_heads} heads"
+    return f"d_model {each.d_model}, {heads} and {each.d_mlp} neurons a layer"
 
 
 def of(frame: pd.DataFrame, part: str) -> pd.DataFrame:
@@ -124,12 +125,19 @@ def rates(ends: pd.DataFrame) -> str:
     return markdown(["", "", *wide.columns], rows)
 
 
+def title(part: str) -> str:
+    """Of a panel."""
+    if part.startswith("family"):
+        return f"Family of sizes, {part.split()[1]} steps each, by d_model"
+    return STARTS.get(part, "New layers")
+
+
 def curves_figure(curves: pd.DataFrame) -> Figure:
     """The mean loss of each arm against flops, one panel a part, and the seeds' range."""
     parts = [each for each in curves["part"].unique() if each != "rates"]
     picture = Figure(figsize=(11, 3.7 * -(-len(parts) // 2)), layout="constrained")
     panels = picture.subplots(-(-len(parts) // 2), 2, squeeze=False).flat
-    for panel, part in zip(panels, parts, strict=False):
+    for part, panel in zip(parts, panels, strict=False):
         frame = of(curves, part)
         colours = dict(COLOURS)
         for number, arm in enumerate(a for a in frame["arm"].unique() if a not in colours):
@@ -150,7 +158,7 @@ def curves_figure(curves: pd.DataFrame) -> Figure:
         ends = frame.groupby(["arm", "seed"])["loss"].last()
         low, high = ends.min(), ends.max()
         panel.set_ylim(low - 0.1 * (high - low + 0.1), high + 1.5 * (high - low + 0.1))
-        panel.set_title(part, fontsize="medium")
+        panel.set_title(title(part), fontsize="medium")
         panel.set_xlabel("Gflop of matrix products")
         panel.set_ylabel("loss, part of the held-out text")
         panel.grid(alpha=0.3)
@@ -160,7 +168,13 @@ def curves_figure(curves: pd.DataFrame) -> Figure:
     return picture
 
 
-def page(frames: Mapping[str, pd.DataFrame], study: Any, fresh: Sequence[float], flag: str) -> str:
+def page(
+    frames: Mapping[str, pd.DataFrame],
+    study: Any,
+    fresh: Sequence[float],
+    seconds: float,
+    flag: str,
+) -> str:
     """Everything in Markdown."""
     ends, curves = frames["ends"], frames["curves"]
     widths = [each.d_model for each in study.family]
@@ -173,6 +187,7 @@ def page(frames: Mapping[str, pd.DataFrame], study: Any, fresh: Sequence[float],
         n=ends["seed"].nunique(),
         flag=flag,
         lr=study.lr,
+        tried=study.tried,
         before=study.before,
         after=study.after,
         decay=study.decay,
@@ -191,6 +206,8 @@ def page(frames: Mapping[str, pd.DataFrame], study: Any, fresh: Sequence[float],
         depths=compared(ends, "layers", "top", soon(curves, "layers", study.before)),
         rates=rates(ends),
         findings=findings(frames, study),
+        answer=answer(ends, study),
+        seconds=seconds,
         early=" and ".join(map(str, EARLY)),
     )
 
@@ -251,6 +268,32 @@ def findings(frames: Mapping[str, pd.DataFrame], study: Any) -> str:
     return "\n".join(lines)
 
 
+def answer(ends: pd.DataFrame, study: Any) -> str:
+    """In short, in sentences about the numbers of the tables."""
+
+    def against(arm: str, part: str = "") -> str:
+        parts = [part] if part else list(study.kinds)
+        return " and ".join(said(difference(ends, each, arm, "own")) for each in parts)
+
+    most, width = max(study.budgets), study.family[-1].d_model
+    arms = f"grown, {width}", f"scratch, {width}"
+    checkpoint = said(difference(ends, f"family {most}", *arms))
+    places = of(ends, "layers").query("arm != 'full'").groupby("arm")["loss"].mean()
+    lines = [
+        f"Which start: against the paper's, pairs {against('pairs')} ({' and '.join(study.kinds)})",
+        f"full size from scratch {against('full')}, small all along {against('small')}",
+    ]
+    if "copies" not in study.left_out:
+        lines.insert(1, f"copies with zero outputs {against('copies')}")
+        lines.insert(1, f"shared-out units {against('splits')}")
+    apart = places.max() - places.min()
+    return (
+        "; ".join(lines)
+        + f".\n\nOne checkpoint: the largest model, after {most} steps of each size, {checkpoint} "
+        f"against scratch. Places of new layers: {apart:.3f} between the best and the worst."
+    )
+
+
 PAGE = """# Does it pay to grow? Small English
 
 Three questions about small language models, those of §5 of the growth paper: which start trains
@@ -260,7 +303,12 @@ best after growth, whether one checkpoint pays for a family of sizes, and where 
 "right" is the share of right answers to the questions of eight tasks. Differences are paired by
 seed, with Student's interval of 95 %.
 
-Made by `python analyses/growth_small_english.py{flag}`.
+Made by `python analyses/growth_small_english.py{flag}`; training took {seconds:.0f} s of one
+thread.
+
+## In short
+
+{answer}
 
 ## What we expected, and what came out
 
@@ -275,8 +323,8 @@ do not hold zero.
 
 Two layers, {small}, for {before} steps; then growth at once to
 {full}; then {after} steps, the rate falling over the last {decay}.
-The columns "+" are the mean loss {early} steps after growth, on 64 texts. All grown arms take the
-same flops; "small" and "full" take as many from scratch, without growth.
+The columns "+" are the mean loss {early} steps after growth, on 64 texts. All grown arms take
+the same flops; "small" and "full" take as many from scratch, without growth.
 
 AdamW's step does not depend on the size of a gradient. With fresh moments in a tensor whose bias
 correction is over, the first step of an entry is {first:.2f} learning rates, and with a steady
@@ -287,9 +335,9 @@ gradient it rises to {most:.2f} at step {at}: at a rate of {lr}, a zero is as la
 
 ## One checkpoint for a family of sizes?
 
-Widths {widths}; each size trains for {budgets} steps of its own, so that a whole family takes
-{totals} Gflop, either way. From scratch, or each size grown from the one before it (own draws,
-outputs zero).
+Widths {widths}; each size trains for {budgets} steps of its own, so that a whole
+family takes {totals} Gflop, either way. From scratch, or each size grown from the one before it
+(own draws, outputs zero).
 
 {families}
 
@@ -301,12 +349,15 @@ outputs zero).
 
 ## Learning rates
 
-The loss from scratch, seed 0, by the highest rate. All other runs take {lr:g}.
+The loss from scratch, seed 0, after {tried} steps, by the highest rate. All other runs take
+{lr:g}.
 
 {rates}
 
 ## What limits this
 
-Models of some 50,000 to 150,000 parameters that read at most two million words, one grammar, one
-schedule of the rate, one moment of growth. Differences below the intervals are not shown not to be.
+Models of at most some 140,000 parameters that read at most two million words, one grammar, one
+schedule of the rate, one moment of growth, one learning rate, which suits the full size better than
+the small one. At these lengths no size is trained to its end: small models still gain the most for
+their flops. Intervals of three seeds are wide: what they do not tell apart may differ.
 """

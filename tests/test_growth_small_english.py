@@ -1,5 +1,6 @@
 """The study of growth on Small English: its smoke run, its arithmetic, and what is stored."""
 
+import re
 from pathlib import Path
 
 import growth_small_english as study
@@ -14,7 +15,12 @@ from typer.testing import CliRunner
 pytestmark = needs_transformer_lens_4
 
 NAME = Path(study.__file__).stem
+FAMILIES = ("grown", "scratch")
 KEPT = Path(__file__).parents[1] / "analyses" / "results"
+
+
+def stored():
+    return {part: pd.read_csv(KEPT / f"{NAME}_{part}.csv") for part in ("curves", "ends")}
 
 
 def check(ends, smallest):
@@ -52,9 +58,42 @@ def test_smoke(tmp_path):
 
 
 def test_what_is_stored():
-    ends = pd.read_csv(KEPT / f"{NAME}_ends.csv")
+    curves, ends = stored().values()
     assert ends.query("part != 'rates'").groupby(["part", "arm"])["seed"].nunique().eq(3).all()
     check(ends, smallest=1.02)
+    rates = ends.query("part == 'rates'").set_index("arm")["loss"]
+    for kind in ("plain", "gated"):
+        full = {float(arm.split()[-1]): x for arm, x in rates.items() if f"{kind}, full" in arm}
+        assert min(full, key=full.get) == study.Study().lr
+    for budget in study.Study().budgets:  # a size takes the same flops, grown or from scratch
+        part = f"family {budget}"
+        for number, sizes in enumerate(study.Study().family[1:], start=1):
+            both = [f"part == '{part}' and arm == '{how}, {sizes.d_model}'" for how in FAMILIES]
+            grown, scratch = (curves.query(each).groupby("seed") for each in both)
+            began = number * (budget - study.Study().decay)
+            before = curves.query(f"{both[0]} and step == {began}").set_index("seed")["flops"]
+            own = grown["flops"].last() - before
+            assert own.to_numpy() == pytest.approx(scratch["flops"].last(), rel=0.05)
+
+
+def test_the_guide_says_what_is_stored():
+    ends = stored()["ends"]
+    guide = (KEPT.parents[1] / "docs" / "growth.md").read_text("utf-8")
+    said = guide[guide.index("A [second study]") :].split("\n\n")[0]
+
+    def less(part, arm, other="own"):
+        return abs(report.difference(ends, part, arm, other)[0])
+
+    alike = [
+        *(less("plain", arm) for arm in ("pairs", "splits", "unequal", "GradMax")),
+        *(less("gated", arm) for arm in ("pairs", "splits", "unequal")),
+    ]
+    figures = [less("gated", "full"), less("gated", "small"), less("plain", "small"), max(alike)]
+    figures += [less("gated", "copies"), less("plain", "copies")]
+    figures += [less("family 400", "grown, 64", "scratch, 64")]
+    assert re.findall(r"\d\.\d{3}", said) == [f"{each:.3f}" for each in figures]
+    verdicts = dict(report.verdicts(stored(), study.Study()))
+    assert (sum(verdicts.values()), len(verdicts)) == (12, 19)
 
 
 def test_intervals_are_students():
