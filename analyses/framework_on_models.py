@@ -499,7 +499,8 @@ raises.
 {rows}"""
 
 ANSWER = """Expected, before the run: heads of induction copy; paths through at most two heads
-explain most of the logits; neurons of the first layer read words of one kind.
+explain most of the logits; neurons of the first layer read words of one kind. (When that was
+written down, one prompt of each model had already spoken against the second.)
 
 - Path expansion is exact with neurons as heads, but short paths are not most of a model. In Small
   English, paths of up to two hops explain {two:.0%} of the logits, of up to four {four:.0%}.
