@@ -265,10 +265,10 @@ class Study:
     """What determines the result."""
 
     text: Text = field(
-        default_factory=lambda: Text(48, 4, 192, 2400, 400, 12, (4e-3, 8e-3, 1.6e-2, 3.2e-2), 50)
+        default_factory=lambda: Text(48, 4, 192, 600, 240, 12, (8e-3, 1.6e-2, 3.2e-2), 50)
     )
     addition: Addition = field(
-        default_factory=lambda: Addition(48, 2, 96, 1200, 600, 60, (2e-3, 4e-3, 8e-3, 1.6e-2), 10)
+        default_factory=lambda: Addition(48, 2, 96, 1200, 600, 60, (1e-3, 2e-3, 4e-3, 8e-3), 10)
     )
     n_seeds: int = 3
 
