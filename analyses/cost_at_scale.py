@@ -13,6 +13,8 @@ from dataclasses import dataclass
 
 from benching import markdown
 
+from attn_only_lens import HeadCounts
+
 # What NVIDIA states for an H100 (SXM, 80 GB): flops a second, without sparsity, and bytes a second.
 PEAK = {"float32": 67e12, "TF32": 495e12}
 BANDWIDTH = 3.35e12
@@ -35,10 +37,15 @@ class Shape:
     d_vocab: int = 128256
 
     @property
+    def layer(self) -> HeadCounts:
+        """The counts of a block."""
+        sizes = self.d_model, self.n_heads, self.d_head, self.d_mlp, self.n_key_value_heads
+        return HeadCounts(*sizes, gated=True)
+
+    @property
     def block(self) -> int:
         """Weights of a block's matrices."""
-        heads = 2 * self.n_heads + 2 * self.n_key_value_heads
-        return self.d_model * (heads * self.d_head + 3 * self.d_mlp)
+        return self.layer.attention_parameters + self.layer.mlp_parameters
 
     @property
     def parameters(self) -> int:
@@ -48,7 +55,7 @@ class Shape:
 
     def per_token(self, pos: int) -> int:
         """Flops of a block for one token that attends to so many."""
-        return 2 * self.block + 4 * pos * self.n_heads * self.d_head
+        return self.layer.attention_flops(pos) + self.layer.mlp_flops
 
     def forward(self, pos: int) -> int:
         """Flops of a whole run."""

@@ -202,8 +202,8 @@ converted model runs through its heads' patterns, the exact one too.
   pass it by its rounding.
 - max abs Δ logit, and the same relative to the source's largest |logit|.
 - KL(source ‖ converted) in nats, over positions; same top token: the share of positions.
-- slope 1.702: the paper's one head for gelu, with the bound that our certificate gives it; this row
-  is the source with that head's function as its activation.
+- slope 1.702: the paper's one head for gelu, `Bilinear(slope="paper")`, with the bound that our
+  certificate gives it.
 - Positions count that a model was not trained on: all but the last in modular addition, the first
   five in sorting.
 - gated: the range R of a layer's gates is 1.25 times the largest |g| on one half of the sequences,

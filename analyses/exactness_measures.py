@@ -19,14 +19,12 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from attn_only_lens import Bilinear, calibrate, convert, pretrained
-from attn_only_lens.gates import BilinearGate, certified_bound
 from attn_only_lens.heads.gating import AnyGate
 from attn_only_lens.models.source_folder import load_source
 from attn_only_lens.models.two_blocks.block_numbers import neurons_block
 from attn_only_lens.tl import HookedTransformer
 
-PAPERS_SLOPE = 1.702
-PAPER = f"slope {PAPERS_SLOPE}"
+PAPER = "slope 1.702"
 EXACT = "exact"
 REAL = {
     "char_gelu_4l": "characters of English, 4 layers, gelu",
@@ -87,7 +85,7 @@ class Subject:
 
 @dataclass(frozen=True)
 class Setting:
-    """One way to make a model's gates; the paper's has no option of `convert`."""
+    """One way to make a model's gates."""
 
     label: str
     gate: Literal["exact"] | Bilinear = "exact"
@@ -139,7 +137,7 @@ def settings(subject: Subject) -> list[Setting]:
     elif subject.kind == "gelu":
         heads = (1, 2, 4, 6, 8)
         found = [Setting(f"m = {m}", Bilinear(m)) for m in heads]
-        found = [Setting(PAPER), *found]
+        found = [Setting(PAPER, Bilinear(slope="paper")), *found]
     elif subject.kind == "relu":
         tolerances = (1e-2, 1e-3, 1e-4, 1e-5, 1e-6, 1e-8)
         found = [Setting(f"tolerance {t:.0e}", Bilinear(tolerance=t)) for t in tolerances]
@@ -177,24 +175,12 @@ def gates_and_logits(
     source: HookedTransformer, setting: Setting, tokens: Tensor
 ) -> tuple[list[AnyGate], Tensor]:
     """The gates of each layer, and the logits with them, formed through every head's pattern."""
-    n_layers = source.cfg.n_layers
-    if setting.label == PAPER:
-        gate = papers_gate(source.cfg.act_fn)
-        twin = copy.deepcopy(source)
-        for block in twin.blocks:
-            block.mlp.act_fn = gate.activation
-        return [gate] * n_layers, twin(tokens)
     model = convert(source, gate=setting.gate)
     # A hook that changes nothing: without one, exact gates run the source's own activation.
     look = [(lambda name: name.endswith("attn.hook_pattern"), lambda pattern, hook: None)]
-    gates = [model.blocks[neurons_block(layer)].attn.gate for layer in range(n_layers)]
+    layers = range(source.cfg.n_layers)
+    gates = [model.blocks[neurons_block(layer)].attn.gate for layer in layers]
     return gates, model.run_with_hooks(tokens, fwd_hooks=look)
-
-
-def papers_gate(act_fn: str) -> BilinearGate:
-    """The paper's one head for a gelu, with the bound that our certificate gives it."""
-    gate = BilinearGate(act_fn, (1.0,), (PAPERS_SLOPE,), (0.0,), math.inf)
-    return BilinearGate(act_fn, gate.w, gate.b, gate.c, certified_bound(gate))
 
 
 def activations(

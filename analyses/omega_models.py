@@ -1,9 +1,11 @@
-"""Random transformers for `omega_study.py`, and their direct evaluation."""
+"""Transformers for the post's construction, random and trained, and their direct evaluation."""
 
 import math
+from collections.abc import Callable, Mapping
 from typing import Literal, TypeAlias
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from attn_only_lens.reference.post import PlainLayer, PlainTransformer
@@ -61,20 +63,34 @@ def random_transformer(
     return PlainTransformer(tuple(layers), causal)
 
 
-def direct(plain: PlainTransformer, x: Tensor) -> tuple[Tensor, list[float]]:
-    """The stream after each layer, [n_layers, n_tokens, d_model]; each layer's largest |score|."""
+def plain_of(state: Mapping[str, Tensor]) -> PlainTransformer:
+    """The layers in a HookedTransformer's state dict: causal, with plain MLPs and no norm."""
+    n_layers = sum(name.endswith("mlp.W_in") for name in state)
+    names = {f"{kind}_{of}": f"attn.{kind}_{of}" for kind in "Wb" for of in "QKVO"}
+    names |= {"W_1": "mlp.W_in", "b_1": "mlp.b_in", "W_2": "mlp.W_out", "b_2": "mlp.b_out"}
+    layers = [
+        PlainLayer(**{ours: state[f"blocks.{i}.{name}"].clone() for ours, name in names.items()})
+        for i in range(n_layers)
+    ]
+    return PlainTransformer(tuple(layers), causal=True)
+
+
+def direct(
+    plain: PlainTransformer, x: Tensor, activation: Callable[[Tensor], Tensor] = F.silu
+) -> tuple[Tensor, list[float]]:
+    """Streams after each layer, [n_layers, *batch, n_tokens, d_model]; each's largest |score|."""
     streams, largest = [], []
     for layer in plain.layers:
         w = layer.to(x.dtype)
-        queries = torch.einsum("td,hde->hte", x, w.W_Q) + w.b_Q[:, None]
-        keys = torch.einsum("td,hde->hte", x, w.W_K) + w.b_K[:, None]
-        values = torch.einsum("td,hde->hte", x, w.W_V) + w.b_V[:, None]
+        queries = torch.einsum("...td,hde->...hte", x, w.W_Q) + w.b_Q[:, None]
+        keys = torch.einsum("...td,hde->...hte", x, w.W_K) + w.b_K[:, None]
+        values = torch.einsum("...td,hde->...hte", x, w.W_V) + w.b_V[:, None]
         scores = queries @ keys.mT / math.sqrt(w.W_Q.shape[-1])
         largest.append(scores.abs().max().item())
         if plain.causal:
             future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=x.device).triu(1)
             scores = scores.masked_fill(future, -math.inf)
-        x = x + torch.einsum("hte,hed->td", scores.softmax(-1) @ values, w.W_O) + w.b_O
-        x = x + torch.nn.functional.silu(x @ w.W_1 + w.b_1) @ w.W_2 + w.b_2
+        x = x + torch.einsum("...hte,hed->...td", scores.softmax(-1) @ values, w.W_O) + w.b_O
+        x = x + activation(x @ w.W_1 + w.b_1) @ w.W_2 + w.b_2
         streams.append(x)
     return torch.stack(streams), largest

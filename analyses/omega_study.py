@@ -17,7 +17,7 @@ from typing import Annotated
 import pandas as pd
 import torch
 import typer
-from benching import Device
+from benching import Device, table
 from matplotlib.figure import Figure
 from omega_models import Init, direct, random_transformer
 from studies import keep
@@ -127,14 +127,6 @@ def by_omega(frame: pd.DataFrame, kind: str, depths: list[int]) -> str:
     ]
     wide = wanted.pivot(index="omega", columns="depth", values="value")
     return table(wide.add_prefix("depth ").reset_index().rename(columns={"omega": "Ω"}))
-
-
-def table(frame: pd.DataFrame) -> str:
-    """A Markdown table, numbers to three digits."""
-    lines = [[str(name) for name in frame.columns], ["---"] * len(frame.columns)]
-    for row in frame.itertuples(index=False):
-        lines.append([f"{cell:.3g}" if isinstance(cell, float) else str(cell) for cell in row])
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
 def figure(frame: pd.DataFrame, depths: list[int]) -> Figure:

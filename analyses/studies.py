@@ -77,6 +77,11 @@ def _part(name: str, part: str) -> str:
     return f"{name}_{part}" if part else name
 
 
+def verdict(claim: str, held: bool, found: str) -> str:
+    """A line of a page: what was predicted, whether it held, and what was found."""
+    return f"- {'Held' if held else 'Failed'}: {claim} Found: {found}."
+
+
 def svg(picture: Figure) -> str:
     """The same text for the same figure: no date, no random ids; letters as letters."""
     text = io.StringIO()

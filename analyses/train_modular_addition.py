@@ -17,6 +17,7 @@ flops a step than a plain forward pass. The figures reported are measured with t
 import json
 import platform
 import warnings
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -88,8 +89,13 @@ def pairs(recipe: Recipe) -> tuple[Tensor, Tensor, Tensor]:
     return tokens, (tokens[:, 0] + tokens[:, 1]) % p, trained
 
 
-def fast_logits(model: HookedTransformer, tokens: Tensor) -> Tensor:
-    """Logits at the last position, with attention computed by token rather than by pair."""
+def fast_logits(
+    model: HookedTransformer, tokens: Tensor, neurons: Callable[[Tensor], Tensor] | None = None
+) -> Tensor:
+    """Logits at the last position, with attention computed by token rather than by pair.
+
+    `neurons` take the place of the MLP.
+    """
     attn, mlp, p = model.blocks[0].attn, model.blocks[0].mlp, model.cfg.d_vocab_out
     by_pos = [model.W_E[:p] + model.W_pos[0], model.W_E[:p] + model.W_pos[1]]
     equals = model.W_E[p:] + model.W_pos[2]
@@ -100,7 +106,7 @@ def fast_logits(model: HookedTransformer, tokens: Tensor) -> Tensor:
     index = torch.stack([tokens[:, 0], tokens[:, 1] + p, torch.full_like(tokens[:, 0], 2 * p)])
     pattern = score[index].softmax(dim=0)  # [key_pos, pair, head]
     resid = equals + torch.einsum("kbh,kbhm->bm", pattern, value[index])
-    resid = resid + F.silu(resid @ mlp.W_in) @ mlp.W_out
+    resid = resid + (F.silu(resid @ mlp.W_in) @ mlp.W_out if neurons is None else neurons(resid))
     return resid @ model.W_U
 
 

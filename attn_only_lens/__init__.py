@@ -12,9 +12,16 @@ from attn_only_lens.errors import (
     UnsupportedCallError,
     UnsupportedModelError,
 )
-from attn_only_lens.gates import GATES, BilinearGate, Gate, bilinear_gate
+from attn_only_lens.gates import GATES, BilinearGate, Gate, GeneralizedSiLU, bilinear_gate
 from attn_only_lens.growth import Grown, grow
-from attn_only_lens.heads import HeadName, dense_pattern, neuron_gate, neuron_pattern
+from attn_only_lens.heads import (
+    HeadCounts,
+    HeadName,
+    dense_pattern,
+    head_counts,
+    neuron_gate,
+    neuron_pattern,
+)
 from attn_only_lens.models.calibrate import Calibration, calibrate
 from attn_only_lens.models.checkpoint import save
 from attn_only_lens.models.convert import convert
@@ -40,8 +47,10 @@ __all__ = [
     "ComparisonError",
     "ExposedNeurons",
     "Gate",
+    "GeneralizedSiLU",
     "Grown",
     "GrowthError",
+    "HeadCounts",
     "HeadName",
     "HeadStack",
     "InputError",
@@ -59,6 +68,7 @@ __all__ = [
     "expansion",
     "expose_neuron_heads",
     "grow",
+    "head_counts",
     "load",
     "neuron_gate",
     "neuron_pattern",

@@ -284,6 +284,10 @@ def weights(model):
         [circuits.composition(model, into, onto, kind) for kind in "qkv"],
         circuits.top_compositions(model, 5, kind="v"),  # of the embedding, too
         circuits.enrichment(model),
+        circuits.copying_scores(model, tokens=range(D_VOCAB)).drop(columns="copying"),
+        circuits.token_paths(model, k=5, progress=False)[["score"]],
+        circuits.ov_circuit(model, "L1H0").top(3)[["score"]],
+        circuits.qk_circuit(model, "L1N29", tokens=[3, 5]).block([5]),
         circuits.virtual_weights(model, "L0H1", "L1H0", "v").AB,
         circuits.neuron_like_heads(model, CLEAN),
     )
@@ -294,6 +298,8 @@ def paths(model):
     given |= {"positions": -1, "progress": False}
     found = [p.path_patch(model, *GIVEN, **given, **how) for how in ({}, {"top": 3})]
     found.append(circuits.score_sources(model, CLEAN[0], "L1N29", top=3))
+    expanded = circuits.path_expansion(model, CLEAN)
+    found += [expanded.logits, expanded.paths(METRIC, 3, progress=False)]
     return found, circuits.score_sources(model, CLEAN[0], "L1H0", -1, 0)
 
 

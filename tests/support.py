@@ -235,9 +235,26 @@ def _page(kit):
     return viz.circuit_page(kit.graph.nodes, kit.graph.edges, about)
 
 
+def _generalized_silu(kit):
+    silu = lens.GeneralizedSiLU(0.5, 2.0)
+    if kit.kind == HOOKED:
+        model = models.build("gelu", torch.float32)
+        for block in model.blocks:
+            block.mlp.act_fn = silu
+    else:
+        gpt2 = bridges.original("gpt2", torch.float32)
+        for block in gpt2.transformer.h:
+            del block.mlp.act  # a module
+            block.mlp.act = silu
+        model = bridges.bridged(gpt2)
+    exposed = lens.expose_neuron_heads(model, copy=True, gate=silu).model
+    return lens.verify(model, exposed, tokens()).ok
+
+
 LENS = {
     "AttentionOnlyCache": _cached_by_hand,
     "Bilinear": _bilinear,
+    "GeneralizedSiLU": _generalized_silu,
     "HeadName": lambda kit: lens.HeadName.parse("L0N3").hook("z", kit.exposed) in kit.cache,
     "calibrate": lambda kit: min(lens.calibrate(kit.gated, tokens()).ranges) > 0,
     "compare": lambda kit: (kit.comparison.heads["divergence"] < 1e-3).all(),
@@ -246,6 +263,7 @@ LENS = {
     "dense_pattern": lambda kit: lens.dense_pattern(kit.cache, "L0N3").shape[1:] == (POS, POS + 1),
     "expose_neuron_heads": lambda kit: lens.verify(kit.model, kit.exposed, tokens()).bitwise,
     "grow": lambda kit: kit.grown.model.cfg.d_mlp == 41,
+    "head_counts": lambda kit: lens.head_counts(kit.gated.cfg).n_neuron_heads == 37,
     "load": lambda kit: lens.load(kit.files)(tokens()).isfinite().all(),
     "neuron_gate": lambda kit: lens.neuron_gate(kit.cache, "L0N3").shape == (BATCH, POS),
     "neuron_pattern": lambda kit: lens.neuron_pattern(kit.cache, "L0N3").shape == (BATCH, POS, 2),
@@ -302,12 +320,18 @@ TASKS = {
 CIRCUITS = {
     "attribution_graph": lambda kit: len(kit.graph.edges) > 0,
     "composition": lambda kit: len(circuits.composition(kit.exposed, "L0N3", "L1H1")),
+    "copying_scores": lambda kit: circuits.copying_scores(kit.exposed)["copying"].notna().any(),
     "discover": lambda kit: len(_found(kit, "discover")),
     "enrichment": lambda kit: len(circuits.enrichment(kit.exposed)),
     "faithfulness": lambda kit: len(_found(kit, "faithfulness").frame),
     "from_json": lambda kit: _exported(kit, circuits.to_json, circuits.from_json),
     "neuron_like_heads": lambda kit: len(circuits.neuron_like_heads(kit.exposed, tokens())),
     "evaluate": lambda kit: _found(kit, "evaluate").whole,
+    "ov_circuit": lambda kit: len(circuits.ov_circuit(kit.exposed, "L1N3").top(5)),
+    "path_expansion": lambda kit: len(
+        circuits.path_expansion(kit.exposed, tokens()).paths(METRIC, 5, progress=False)
+    ),
+    "qk_circuit": lambda kit: len(circuits.qk_circuit(kit.exposed, "L1H1").top(5)),
     "score_edges": lambda kit: len(
         circuits.score_edges(kit.exposed, tokens(), ["L0H1", "L1N3"], exact=3, progress=False)
     ),
@@ -316,6 +340,7 @@ CIRCUITS = {
     ),
     "to_json": lambda kit: _exported(kit, circuits.to_json),
     "to_neuronpedia": lambda kit: _exported(kit, circuits.to_neuronpedia, slug="added"),
+    "token_paths": lambda kit: len(circuits.token_paths(kit.exposed, k=5, progress=False)),
     "top_compositions": lambda kit: len(circuits.top_compositions(kit.exposed, k=3)),
     "virtual_weights": lambda kit: circuits.virtual_weights(kit.exposed, "L0N3", "L1H1", "v").shape[
         0
@@ -396,7 +421,9 @@ OF_NO_MODEL = {
     *("GATES", "BilinearGate", "Gate", "bilinear_gate", "SHARES", "Axis", "Weights", "NodeDetails"),
     # What functions give back.
     *("AttentionOnlyTransformer", "Calibration", "Comparison", "ExposedNeurons", "HeadStack"),
+    "HeadCounts",
     *("Verification", "PromptPair", "Sweep", "Paths", "Circuit", "CircuitGraph", "Faithfulness"),
+    *("PathExpansion", "TokenCircuit"),
     *("Page", "Provenance", "Example", "NeuronStatistics", "PairedPrompts", "Evaluation"),
     # Of the shipped models, which are of the kinds that there are.
     *("demo", "pretrained"),

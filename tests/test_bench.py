@@ -13,6 +13,7 @@ import bench_patching
 import bench_paths
 import bench_peak_memory
 import bench_results
+import bench_training_step
 import on_gpu
 import pytest
 import torch
@@ -119,6 +120,21 @@ def test_smoke_of_paths(tmp_path):
     rows = [line.split("|")[1:-1] for line in page.splitlines() if line.startswith("| ")][2:]
     assert len(rows) == 5
     assert all(float(row[-1]) < 2e-5 for row in rows)  # float32, of the sum of the two metrics
+
+
+def test_smoke_of_a_training_step(tmp_path):
+    app = bench_training_step.typer.Typer()
+    app.command()(bench_training_step.main)
+    result = CliRunner().invoke(app, ["--smoke", "--out", str(tmp_path)])
+    assert result.exit_code == 0, result.output
+    page = (tmp_path / "bench_training_step.md").read_text("utf-8")
+    assert page.strip() in result.output
+    rows = [line.split("|")[1:-1] for line in page.splitlines() if line.startswith("| ")]
+    assert sum(row[0].strip().endswith("patterns read") for row in rows) == 2
+    layers = {row[0].strip(): row for row in rows[-len(bench_training_step.LAYERS) :]}
+    assert list(layers) == list(bench_training_step.LAYERS)
+    # of a head's 2 vectors of 12 numbers, and 2 products of them with 8 rows: 2 * 12 + 2 * 8 for 24
+    assert float(layers["theorem's heads, dense"][-2]) == pytest.approx(40 / 24, abs=0.005)
 
 
 def test_smoke_of_growth(tmp_path):

@@ -244,6 +244,14 @@ def test_the_slope_of_relu_follows_from_the_tolerance(tolerance):
         assert abs(mixture(gate, q) - activation("relu", q)) == pytest.approx(largest, rel=1e-12)
 
 
+def test_the_error_of_relu_follows_from_the_slope():
+    for slope in (0.5, 50, 1e6):
+        gate = bilinear_gate("relu", slope=slope)
+        largest = mpmath.lambertw(mpmath.exp(-1)).real / mpmath.mpf(slope)
+        assert gate.b == (slope,)
+        assert largest <= gate.bound < largest * mpmath.mpf("1.000001")
+
+
 def test_the_slope_of_relu_does_not_amplify_float32():
     """A relative error of a pre-activation stays one of the activation, however steep."""
     q = torch.linspace(-7, 7, 100_003)
@@ -254,9 +262,10 @@ def test_the_slope_of_relu_does_not_amplify_float32():
 
 
 def test_one_head_is_better_than_the_papers_slope():
-    paper = BilinearGate("gelu", (1.0,), (1.702,), (0.0,), math.nan)
+    paper = bilinear_gate("gelu", slope="paper")
+    assert paper.b == (1.702,)
     assert measured(paper) == pytest.approx(0.0203, abs=5e-5)
-    assert certified_bound(paper) == pytest.approx(0.0203, abs=2e-4)
+    assert measured(paper) <= paper.bound == pytest.approx(0.0203, abs=2e-4)
     assert bilinear_gate("gelu", 1).bound < 0.014
     errors = [bilinear_gate("gelu", m).bound for m in HEADS]
     assert errors == sorted(errors, reverse=True)

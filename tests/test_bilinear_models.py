@@ -393,8 +393,8 @@ def test_refused_with_all_reasons():
     gelu, llama = build("gelu"), build("llama")
     calibration = calibrate(llama, tokens())
     for model, gate, message in (
-        (gelu, "bilinear", r"expected 'exact' or attn_only_lens\.Bilinear"),
-        (gelu, Bilinear, r"expected 'exact' or attn_only_lens\.Bilinear"),
+        (gelu, "bilinear", r"expected 'exact', attn_only_lens\.Bilinear"),
+        (gelu, Bilinear, r"expected 'exact', attn_only_lens\.Bilinear"),
         (gelu, Bilinear(3), r"got heads=3; gelu has gates of \[1, 2, 4, 6, 8\]"),
         (gelu, Bilinear(tolerance=1e-9), "8 heads"),
         (gelu, Bilinear(calibration=calibration), "leave it out"),

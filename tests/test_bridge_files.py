@@ -271,7 +271,14 @@ DAMAGE = {
     "an unknown layout": (lambda f: _edit(f, layout="upside down"), "layout: got 'upside down'"),
     "a gate that does not fit": (
         lambda f: _edit(
-            f, gate={"kind": "bilinear", "heads_per_neuron": 3, "tolerance": None, "ranges": None}
+            f,
+            gate={
+                "kind": "bilinear",
+                "heads_per_neuron": 3,
+                "slope": None,
+                "ranges": None,
+                "silu": None,
+            },
         ),
         "cannot be exposed again",
     ),

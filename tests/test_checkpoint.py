@@ -304,7 +304,13 @@ DAMAGE = {
     "an exact gate of four heads": (
         lambda f: edit_manifest(
             f,
-            gate={"kind": "exact", "heads_per_neuron": 4, "tolerance": None, "ranges": None},
+            gate={
+                "kind": "exact",
+                "heads_per_neuron": 4,
+                "slope": None,
+                "ranges": None,
+                "silu": None,
+            },
         ),
         "expected exact gates to have one head",
     ),
@@ -314,8 +320,9 @@ DAMAGE = {
             gate={
                 "kind": "bilinear",
                 "heads_per_neuron": 4,
-                "tolerance": None,
+                "slope": None,
                 "ranges": [3.0, 3.0, 3.0],
+                "silu": None,
             },
         ),
         "expected no ranges",
@@ -330,15 +337,16 @@ DAMAGE = {
             gate={
                 "kind": "bilinear",
                 "heads_per_neuron": 3,
-                "tolerance": None,
+                "slope": None,
                 "ranges": None,
+                "silu": None,
             },
         ),
         "got heads=3",
     ),
     "newer": (
-        lambda f: edit_manifest(f, format_version=7),
-        "format version 7, and this attn-only-lens reads 6",
+        lambda f: edit_manifest(f, format_version=8),
+        "format version 8, and this attn-only-lens reads 7",
     ),
     "edited": (edit_by_hand, "was changed after it was written"),
     "other gate": (lambda f: edit_manifest(f, gate="other"), "gate: got 'other'"),

@@ -93,7 +93,7 @@ def test_what_could_not_be_built_again_is_refused_before_anything_is_written(tmp
 
 def test_damage_is_refused(tmp_path):
     folder = save(exposed("gelu"), tmp_path / "saved")
-    other = {"kind": "bilinear", "heads_per_neuron": 3, "tolerance": None, "ranges": None}
+    other = {"kind": "bilinear", "heads_per_neuron": 3, "slope": None, "ranges": None, "silu": None}
     for changes, message in (
         ({"gate": other}, "got heads=3"),
         ({"gate": other | {"heads_per_neuron": 4, "ranges": [3.0, 3.0]}}, "expected no ranges"),

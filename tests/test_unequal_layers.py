@@ -9,7 +9,7 @@ from models import build
 from sealed_files import rewrite
 from tiny_tokenizer import tiny_tokenizer
 from transformer_lens import TransformerLensKeyValueCache
-from uneven import GROUPS, NEURONS, UNEVEN, has, uneven
+from uneven import GROUPS, NEURONS, UNEVEN, VALUES, has, uneven
 
 from attn_only_lens import (
     CheckpointError,
@@ -71,9 +71,9 @@ def test_logits_and_every_activation(name):
 @pytest.mark.parametrize("name", ["gelu", "rotary", "llama", "no_attn_scale", "clip_qkv"])
 @torch.no_grad()
 def test_heads_of_other_widths(name):
-    small = {"d_head": 13}
-    model, uniform = uneven(name, widths=True, **small)
+    model, uniform = uneven(name, widths=True)
     assert [block.attn.W_Q.shape[-1] for block in model.blocks[::2]] == [11, 13, 7]
+    assert [block.attn.W_V.shape[-1] for block in model.blocks[::2]] == [7, 11, 13]
     assert relative(model(tokens()), uniform(tokens())) <= EXACT
     _, cache = model.run_with_cache(tokens())
     _, theirs = uniform.run_with_cache(tokens())
@@ -98,7 +98,7 @@ def test_bilinear_gates(name, heads):
 
 @torch.no_grad()
 def test_names_are_held_against_their_own_layer():
-    model, uniform = uneven("gelu")
+    model, uniform = uneven("gelu", widths=True)
     _, cache = model.run_with_cache(tokens())
     _, theirs = uniform.run_with_cache(tokens())
     assert (
@@ -123,7 +123,7 @@ def test_names_are_held_against_their_own_layer():
 
 
 def test_stacks_name_the_layers_that_differ():
-    model, _ = uneven("gelu")
+    model, _ = uneven("gelu", widths=True)
     for stack in ("W_Q", "W_K", "W_V", "W_O", "b_Q", "b_K", "b_V", "QK", "OV"):
         with pytest.raises(UnsupportedCallError, match=r"model.blocks\[2 \* l \+ 1\]"):
             getattr(model.neuron_heads, stack)
@@ -155,7 +155,7 @@ def test_what_has_no_one_answer_refuses():
 @pytest.mark.parametrize("name", ["gelu", "llama", "grouped", "rotary"])
 @torch.no_grad()
 def test_key_value_cache(name, tmp_path):
-    model, uniform = uneven(name, d_vocab_out=41, widths=name == "rotary")
+    model, uniform = uneven(name, d_vocab_out=41, widths=True)
     for each in (model, uniform):
         each.set_tokenizer(tiny_tokenizer(41, tmp_path / "tokenizer"))
     past = TransformerLensKeyValueCache.init_cache(model.cfg, "cpu", 2)
@@ -170,7 +170,7 @@ def test_key_value_cache(name, tmp_path):
 @pytest.mark.parametrize("name", SOME)
 @torch.no_grad()
 def test_methods_of_the_cache(name):
-    model, uniform = uneven(name)
+    model, uniform = uneven(name, widths=True)
     _, cache = model.run_with_cache(tokens())
     _, theirs = uniform.run_with_cache(tokens())
     calls = [
@@ -206,7 +206,7 @@ def test_methods_of_the_cache(name):
 @pytest.mark.parametrize("name", SOME)
 @torch.no_grad()
 def test_saved_and_loaded(name, tmp_path):
-    model, _ = uneven(name, widths=name == "llama", **({"d_head": 13} if name == "llama" else {}))
+    model, _ = uneven(name, widths=True)
     loaded = load(save(model, tmp_path / "saved"))
     assert loaded.cfg.layer_sizes == model.cfg.layer_sizes
     assert torch.equal(loaded(tokens()), model(tokens()))
@@ -227,6 +227,7 @@ def test_sizes_that_do_not_fit_are_refused(tmp_path):
         (size(1, "n_heads", 5), "multiple of n_key_value_heads"),
         (size(2, "n_heads", 6), r"W_Q has shape \(3, 26, 8\); expected \(6, 26, 8\)"),
         (size(1, "d_head", 0), "whole numbers, 1 or more"),
+        (size(2, "d_value", 5), r"W_V has shape \(1, 26, 8\); expected \(1, 26, 5\)"),
         (size(1, "d_head", "8"), r"layers\[1\].d_head: got '8'; expected int"),
         (size(1, "attn_scale", None), r"layers\[1\].attn_scale: got None"),
         (size(1, "colour", 3), "colour"),
@@ -241,17 +242,17 @@ def test_sizes_that_do_not_fit_are_refused(tmp_path):
     load(folder)
 
 
-@pytest.mark.parametrize(("name", "widths"), [("silu", True), ("grouped", False), ("rotary", True)])
+@pytest.mark.parametrize("name", ["silu", "grouped", "rotary"])
 @torch.no_grad()
-def test_to_stock(name, widths):
-    model, uniform = uneven(name, widths=widths, act_fn="silu")
+def test_to_stock(name):
+    model, uniform = uneven(name, widths=True, act_fn="silu")
     stock = to_stock(model)
     assert relative(stock(tokens()), uniform(tokens())) <= 1e-11
 
 
 @pytest.mark.parametrize(("name", "part"), [("gelu", "z"), ("llama", "pattern")])
 def test_patching(name, part):
-    model, uniform = uneven(name)
+    model, uniform = uneven(name, widths=True)
     clean, corrupted = tokens(1), tokens(2)
     how = {"sites": p.all_heads(), "part": part, "progress": False}
     mine, theirs = (
@@ -266,13 +267,44 @@ def test_patching(name, part):
 
 @pytest.mark.parametrize("method", ["gradient", "exact_gate", "frozen_pattern"])
 def test_attribution(method):
-    model, uniform = uneven("gelu")
+    model, uniform = uneven("gelu", widths=True)
     clean, corrupted = tokens(1), tokens(2)
     mine, theirs = (
         p.attribution(each, clean, corrupted, METRIC, method=method, budget=0).to_frame()
         for each in (model, uniform)
     )
     assert compared(mine, theirs, ["name", "position"]) <= 1e-11
+
+
+def test_every_other_way_to_patch_and_score():
+    model, uniform = uneven("gelu", widths=True)
+    clean, corrupted = tokens(1), tokens(2)
+    how = {"positions": -1, "progress": False}
+    attention = {"sites": ["L0H0", "L0H1", "L1H2"], "progress": False}
+    paths = {"senders": ["L0H1", "L0N3"], "receivers": ["L1H1", "L1N3", "logits"], **how}
+    for frame in (
+        *(
+            lambda each, part=part: p.activation_patch(
+                each, clean, corrupted, METRIC, part=part, **attention
+            ).to_frame()
+            for part in ("q", "k", "value")
+        ),
+        lambda each: p.path_patch(each, clean, corrupted, METRIC, **paths).to_frame(),
+        lambda each: circuits.score_edges(each, clean, ["L0H1", "L1N3"], exact=3, progress=False),
+        lambda each: circuits.score_sources(each, tokens(0, 1, 5), "L1H1", query=-1, key=0),
+    ):
+        mine, theirs = frame(model), frame(uniform)
+        by = [each for each in mine if mine[each].dtype.kind != "f"]
+        both = mine.merge(theirs, on=by, suffixes=("", " there"), validate="one_to_one")
+        assert len(both) == len(mine)
+        for each in mine.select_dtypes("float"):
+            assert (both[each] - both[f"{each} there"]).abs().max() <= 1e-11, each
+    with torch.no_grad(), p.steered(model, {"L0H1": [1.0] * VALUES[0]}):
+        mine = model(clean)
+    with torch.no_grad(), p.steered(uniform, {"L0H1": [1.0] * max(VALUES)}):
+        assert relative(mine, uniform(clean)) <= EXACT
+    with pytest.raises(InputError, match="a vector of 7"), p.steered(model, {"L0H1": [1.0] * 11}):
+        pass
 
 
 def compared(mine, theirs, by):
@@ -286,7 +318,7 @@ def compared(mine, theirs, by):
 
 @pytest.mark.parametrize("name", ["gelu", "llama", "parallel"])
 def test_circuits(name):
-    model, uniform = uneven(name)
+    model, uniform = uneven(name, widths=True)
     mine, theirs = (
         circuits.composition(each, writers=p.all_heads(), readers=p.all_heads())
         for each in (model, uniform)
@@ -306,7 +338,7 @@ def test_circuits(name):
 
 
 def test_gate_and_value():
-    model, uniform = uneven("llama")
+    model, uniform = uneven("llama", widths=True)
     sites = ["L0N28", "L1N36"]
     mine, theirs = (
         p.gate_and_value(each, tokens(1), tokens(2), METRIC, sites=names, progress=False)
@@ -317,7 +349,7 @@ def test_gate_and_value():
 
 @pytest.mark.parametrize("name", ["gelu", "llama"])
 def test_faithfulness_of_everything_is_one(name):
-    model, _ = uneven(name)
+    model, _ = uneven(name, widths=True)
     clean, corrupted = tokens(1), tokens(2)
     ranking = p.attribution(model, clean, corrupted, METRIC)
     found = circuits.faithfulness(
@@ -332,7 +364,7 @@ def test_faithfulness_of_everything_is_one(name):
 
 @torch.no_grad()
 def test_pictures():
-    model, _ = uneven("gelu")
+    model, _ = uneven("gelu", widths=True)
     _, cache = model.run_with_cache(tokens())
     texts = [str(each) for each in tokens()[0].tolist()]
     assert "L1N36" in viz.attention_view(cache, ["L0N28", "L1N36"], texts)
@@ -342,7 +374,7 @@ def test_pictures():
 
 
 def test_copies_casts_and_gradients():
-    model, uniform = uneven("llama")
+    model, uniform = uneven("llama", widths=True)
     twin = copy.deepcopy(model)
     assert torch.equal(twin(tokens()), model(tokens()))
     twin.to(torch.bfloat16, print_details=False)
@@ -356,7 +388,7 @@ def test_copies_casts_and_gradients():
 
 
 def test_flags_reach_every_block():
-    model, _ = uneven("llama")
+    model, _ = uneven("llama", widths=True)
     model.set_use_attn_result(True)
     model.set_use_split_qkv_input(True)
     _, cache = model.run_with_cache(tokens())
@@ -383,7 +415,7 @@ def test_rebuilding_touches_nothing_and_refuses_what_does_not_fit():
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
     del tensors["blocks.1.attn.W_in"]
     tensors |= {"blocks.9.attn.W_in": tensors["blocks.3.attn.W_in"]}
-    larger = [*sizes[:2], LayerSizes(2, None, 13, 41, sizes[2].attn_scale)]
+    larger = [*sizes[:2], LayerSizes(2, None, 13, 13, 41, sizes[2].attn_scale)]
     with pytest.raises(UnsupportedModelError) as refused:
         rebuild(model, tensors, larger)
     assert refused.value.reasons[:2] == (
@@ -393,6 +425,7 @@ def test_rebuilding_touches_nothing_and_refuses_what_does_not_fit():
     assert "blocks.5.attn.W_in has shape (26, 37); expected (26, 41)" in refused.value.reasons
     for wrong in (
         {"n_heads": 0},
+        {"d_value": 0},
         {"n_heads": 7, "n_key_value_heads": 2},
         {"d_mlp": 2.5},
         {"attn_scale": "√d"},
@@ -401,6 +434,7 @@ def test_rebuilding_touches_nothing_and_refuses_what_does_not_fit():
             "n_heads": 2,
             "n_key_value_heads": None,
             "d_head": 13,
+            "d_value": 13,
             "d_mlp": 37,
             "attn_scale": 1.0,
         }

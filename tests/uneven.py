@@ -15,7 +15,8 @@ from attn_only_lens.models.two_blocks import LayerSizes, rebuild
 # Layer 0, whose sizes a configuration has, is nowhere the largest.
 NEURONS = (29, 37, 31)
 GROUPS = (2, 3, 1)  # of heads that share keys and values; heads, where none do
-WIDTHS = (11, 13, 7)
+WIDTHS = (11, 13, 7)  # of queries and keys
+VALUES = (7, 11, 13)
 
 UNEVEN = [
     name
@@ -32,11 +33,13 @@ def uneven(name, *, widths=False, gate=None, tokens=None, **changes):
 
     Args:
         name: of the family.
-        widths: whether the widths of heads differ too.
+        widths: whether the widths of heads differ too, and those of values from those of queries.
         gate: how many bilinear heads a neuron has; None for exact gates.
         tokens: to calibrate gated MLPs on.
         **changes: of the configuration.
     """
+    if widths:
+        changes = {"d_head": max(*WIDTHS, *VALUES)} | changes
     grouped = FAMILIES[name].get("n_key_value_heads")
     per_group = 3 if grouped else 1
     n_heads = max(GROUPS) * per_group
@@ -47,7 +50,7 @@ def uneven(name, *, widths=False, gate=None, tokens=None, **changes):
             block.attn.W_O[GROUPS[layer] * per_group :] = 0.0
             block.mlp.W_out[NEURONS[layer] :] = 0.0
             if widths:  # what narrower heads lack multiplies zeros, in scores and in values
-                block.attn.W_O[:, WIDTHS[layer] :] = 0.0
+                block.attn.W_O[:, VALUES[layer] :] = 0.0
                 block.attn.W_Q[..., WIDTHS[layer] :] = 0.0
                 block.attn.b_Q[..., WIDTHS[layer] :] = 0.0
     calibration = calibrate(source, tokens) if gate and source.cfg.gated_mlp else None
@@ -56,7 +59,7 @@ def uneven(name, *, widths=False, gate=None, tokens=None, **changes):
         LayerSizes(
             GROUPS[layer] * per_group,
             GROUPS[layer] if grouped else None,
-            WIDTHS[layer] if widths else source.cfg.d_head,
+            *((WIDTHS[layer], VALUES[layer]) if widths else (source.cfg.d_head,) * 2),
             NEURONS[layer],
             each.attn_scale,
         )
@@ -83,7 +86,9 @@ def cut(name, tensor, sizes, widths):
         per_head = {"W_Q", "W_K", "W_V", "W_O", "b_Q", "b_K", "b_V", "sinks"}
         along = [(0, heads)] if leaf.removeprefix("_") in per_head else []
         if widths and leaf.removeprefix("_") in per_head - {"sinks"}:
-            along.append((1 if leaf == "W_O" else tensor.ndim - 1, "d_head"))
+            of_values = leaf.removeprefix("_") in {"W_V", "b_V", "W_O"}
+            width = "d_value" if of_values else "d_head"
+            along.append((1 if leaf == "W_O" else tensor.ndim - 1, width))
     for dim, which in along:
         tensor = tensor.narrow(dim, 0, getattr(size, which))
     return tensor

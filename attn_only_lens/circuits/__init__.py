@@ -2,14 +2,18 @@
 
 from attn_only_lens.circuits._attribution_graph import attribution_graph
 from attn_only_lens.circuits._composition import composition, top_compositions, virtual_weights
+from attn_only_lens.circuits._copying_scores import copying_scores
 from attn_only_lens.circuits._enrichment import enrichment
 from attn_only_lens.circuits._faithfulness import SHARES, Faithfulness, faithfulness
+from attn_only_lens.circuits._path_expansion import PathExpansion, path_expansion
 from attn_only_lens.circuits._score_edges import score_edges
 from attn_only_lens.circuits._score_sources import score_sources
 from attn_only_lens.circuits._search import Circuit, Evaluation, discover, evaluate
+from attn_only_lens.circuits._token_paths import token_paths
 from attn_only_lens.circuits.export import from_json, to_json, to_neuronpedia
 from attn_only_lens.circuits.graph import CircuitGraph
 from attn_only_lens.circuits.neuron_like import neuron_like_heads
+from attn_only_lens.circuits.token_circuits import TokenCircuit, ov_circuit, qk_circuit
 
 __all__ = [
     "SHARES",
@@ -17,18 +21,25 @@ __all__ = [
     "CircuitGraph",
     "Evaluation",
     "Faithfulness",
+    "PathExpansion",
+    "TokenCircuit",
     "attribution_graph",
     "composition",
+    "copying_scores",
     "discover",
     "enrichment",
     "evaluate",
     "faithfulness",
     "from_json",
     "neuron_like_heads",
+    "ov_circuit",
+    "path_expansion",
+    "qk_circuit",
     "score_edges",
     "score_sources",
     "to_json",
     "to_neuronpedia",
+    "token_paths",
     "top_compositions",
     "virtual_weights",
 ]

@@ -380,11 +380,11 @@ def _pairs(
             "these shares would not fit a table",
         )
     wanted = n * m if top is None else min(top, n * m)
-    largest, step = LargestScores(wanted), max(1, _BLOCK // m)
+    largest, step = LargestScores(wanted, by_size=True), max(1, _BLOCK // m)
     for first in range(0, n, step):
-        largest.add((left[first : first + step] @ right.T).abs(), (first, 0))
+        largest.add(left[first : first + step] @ right.T, (first, 0))
     i, j = largest.pairs.T
-    share = (left[i] * right[j]).sum(-1).cpu().double().numpy()
+    share = largest.values.cpu().double().numpy()
     frame = pd.DataFrame(
         {
             "writer_q": np.array(q_names, dtype=object)[i.cpu().numpy()],

@@ -22,6 +22,7 @@ from torch import Tensor
 from transformer_lens import FactoredMatrix
 
 from attn_only_lens.errors import InputError
+from attn_only_lens.gates import Gate
 from attn_only_lens.heads import host_of
 from attn_only_lens.models.norms import NO_NORM, LayerNorms, Norm
 from attn_only_lens.numerics import float32_if_half
@@ -145,10 +146,12 @@ class HeadMatrices:
             left, right = (q, k) if kind == "q" else (k, q)
             return FactoredMatrix(left, right.transpose(-2, -1))
         assert kind != "k"
-        mlp: Any = host_of(self.model).neurons[sites.layer].module
-        gate = getattr(mlp, "W_gate", None)
-        W = mlp.W_in if kind == "v" or gate is None else gate
+        heads: Any = host_of(self.model).neurons[sites.layer]
+        gate = getattr(heads.module, "W_gate", None)
+        W = heads.module.W_in if kind == "v" or gate is None else gate
         columns = first.before(float32_if_half(W[:, sites.index.to(W.device)].detach())).T
+        if kind == "v" and gate is None and isinstance(heads.gate, Gate):
+            columns = heads.gate.values(columns)  # of a generalized SiLU, perhaps the opposite
         slope = self._gate_parameters(sites, "b", columns) if kind == "q" else columns.new_ones(1)
         return FactoredMatrix(columns[:, :, None], slope.expand(len(columns))[:, None, None])
 

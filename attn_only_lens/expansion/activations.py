@@ -3,7 +3,8 @@
 Old entries are at the new indices of their heads, neurons and coordinates. Most are unchanged; some
 differ by a known factor (`Provenance.activation_scales`): the scale of a norm and its output before
 the gain, and keys, if scores are divided by a larger √d_head. And if LayerNorm made growth centre
-the residual stream, activations in it and outputs to it lost their mean.
+the residual stream, activations in it and outputs to it lost their mean. What an old unit wrote
+before it was shared out (`init.splits`) is no entry of the grown model, but a sum of several.
 """
 
 from dataclasses import dataclass
@@ -45,6 +46,12 @@ _AXES: dict[str, tuple[str | None, ...]] = {
 _BEFORE_HEADS = ("attn.hook_attn_scores", "attn.hook_pattern")  # [batch, head, query_pos, key_pos]
 _IN_THE_STREAM = {*_STREAM, "attn.hook_result"} | {f"hook_{x}_input" for x in "qkv"}
 _IN_THE_STREAM |= {"hook_attn_in"}
+# By axis, what its units write: outputs of heads, keys, the stream.
+_WRITTEN = {
+    "head": {"attn.hook_result"},
+    "d_query": {"attn.hook_k", "attn.hook_rot_k"},
+    "d_model": _IN_THE_STREAM | {"unembed.hook_in"},
+}
 
 
 @dataclass(frozen=True)
@@ -93,7 +100,7 @@ def activation_map(provenance: Provenance, hook: str) -> ActivationMap:
 
     Raises:
         KeyError: growth does not know this hook point's axes (norms of queries and keys see heads
-            and batch as one axis).
+            and batch as one axis), or has shared out what is seen there.
 
     Example:
         >>> import torch
@@ -110,6 +117,10 @@ def activation_map(provenance: Provenance, hook: str) -> ActivationMap:
         True
     """
     of, layer, constants = tail(hook), in_layer(hook), provenance.constants
+    now = in_layer(provenance.name(hook))
+    for axis in (each.axis for each in provenance.shares):
+        if axis.layer in (None, now) and of in _WRITTEN.get(axis.label, ()):
+            raise KeyError(f"{hook}: old units of {axis.label} share it with their copies")
     labels = _AXES[of]
     if constants.grouped_by_head:
         labels = tuple("head" if label == "kv_head" else label for label in labels)

@@ -182,7 +182,7 @@ def apply_plan(
                     if made.old is not None:
                         made.old[others] = tensor[others]
                 tensor = tensor if made.old is None else made.old
-                kept.add(new, made)
+                kept.add(new, made, writes=name in plan.zero)
             tensor = indices.combine(tensor, entries, dim)
         grown[tensor_map.name] = tensor
     for layer, like in plan.like.items():
@@ -199,13 +199,13 @@ def apply_plan(
             else:
                 made = drawn(init, new, seed, writes=is_zero)
                 grown[new.name] = made.entries
-                kept.add(new, made)
+                kept.add(new, made, writes=is_zero)
     result = Weights(grown, constants)
     return result, replace(
         provenance,
         sizes=result.sizes,
-        zeros=tuple(kept.zeros),
-        ties=tuple(kept.ties),
+        zeros=tuple(replace(each, since=len(kept.shares)) for each in kept.zeros),
+        ties=tuple(replace(each, since=len(kept.shares)) for each in kept.ties),
         shares=tuple(kept.shares.values()),
     )
 
@@ -218,7 +218,7 @@ class _Kept:
     ties: list[TiedEntries] = field(default_factory=list)
     shares: dict[Axis, Shares] = field(default_factory=dict)
 
-    def add(self, new: New, made: Made) -> None:
+    def add(self, new: New, made: Made, *, writes: bool) -> None:
         """Add what must hold of units that go together."""
         if new.units is None:
             return
@@ -231,7 +231,9 @@ class _Kept:
             self.ties.append(TiedEntries(new.name, grid, dim, others, made.factor))
         if made.shares and new.axis is not None:
             before = self.shares.get(new.axis)
-            written = frozenset({new.name}) | (before.written if before else set())
+            written = frozenset({new.name} if writes else ()) | (
+                before.written if before else set()
+            )
             indices, of, share = zip(*made.shares, strict=True)
             self.shares[new.axis] = Shares(new.axis, indices, of, share, written)
 

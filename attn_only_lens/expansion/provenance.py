@@ -6,9 +6,10 @@ the new indices of its layer and its own. Provenances compose as functions do.
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import TypeVar
 
 import pandas as pd
 import torch
@@ -152,10 +153,16 @@ class ZeroEntries:
     Attributes:
         name: the tensor.
         indices: along each of its axes; the entries are their product.
+        since: how many `Provenance.shares` there were by then.
     """
 
     name: str
     indices: tuple[tuple[int, ...], ...]
+    since: int = 0
+
+    def off(self, tensor: Tensor) -> Tensor:
+        """Return by how much they are off."""
+        return self.entries(tensor)
 
     def entries(self, tensor: Tensor) -> Tensor:
         """Return these entries of the tensor."""
@@ -174,6 +181,7 @@ class TiedEntries:
         dim: the axis along which the others lie.
         of: the indices of the others, one for each of `indices[dim]`.
         factor: 1, or -1 for entries that cancel.
+        since: how many `Provenance.shares` there were by then.
     """
 
     name: str
@@ -181,12 +189,13 @@ class TiedEntries:
     dim: int
     of: tuple[int, ...]
     factor: float
+    since: int = 0
 
-    def hold(self, tensor: Tensor) -> bool:
-        """Return True if these entries of the tensor are those multiples."""
+    def off(self, tensor: Tensor) -> Tensor:
+        """Return by how much they are off."""
         ours = ZeroEntries(self.name, self.indices).entries(tensor)
         others = (*self.indices[: self.dim], self.of, *self.indices[self.dim + 1 :])
-        return torch.equal(ours, self.factor * ZeroEntries(self.name, others).entries(tensor))
+        return ours - self.factor * ZeroEntries(self.name, others).entries(tensor)
 
 
 @dataclass(frozen=True)
@@ -214,12 +223,8 @@ class Shares:
             rest[of] = rest.get(of, 1.0) - share
         return rest
 
-    def given_back(self, name: str, tensor: Tensor, dim: int) -> Tensor:
-        """Return the tensor with new units' entries added to those of the old ones."""
-        if name not in self.written:
-            return tensor
-        new, of = (_index(each, tensor.device) for each in (self.new, self.of))
-        return tensor.index_add(dim, of, tensor.index_select(dim, new))
+
+_EntriesT = TypeVar("_EntriesT", ZeroEntries, TiedEntries)
 
 
 def _index(indices: tuple[int, ...], device: torch.device) -> Int[Tensor, " n"]:
@@ -291,8 +296,8 @@ class Provenance:
             like=grown | inserted,
             scales=self._times(self.scales, after.scales),
             activation_scales=self._times(self.activation_scales, after.activation_scales),
-            zeros=tuple(map(after._moved_zeros, self.zeros)) + after.zeros,
-            ties=tuple(map(after._moved_ties, self.ties)) + after.ties,
+            zeros=tuple(map(after._moved_zeros, self.zeros)) + self._later(after.zeros),
+            ties=tuple(map(after._moved_ties, self.ties)) + self._later(after.ties),
             shares=tuple(map(after._moved_shares, self.shares)) + after.shares,
             centred=self.centred or after.centred,
             source=self.source,
@@ -420,7 +425,7 @@ class Provenance:
         """The same entries, after this growth."""
         axes = axes_of(zeros.name, self.constants)
         indices = tuple(map(self._moved, axes, zeros.indices))
-        return ZeroEntries(self.name(zeros.name), indices)
+        return replace(zeros, name=self.name(zeros.name), indices=indices)
 
     def _moved_ties(self, ties: TiedEntries) -> TiedEntries:
         axes = axes_of(ties.name, self.constants)
@@ -430,6 +435,10 @@ class Provenance:
             indices=tuple(map(self._moved, axes, ties.indices)),
             of=self._moved(axes[ties.dim], ties.of),
         )
+
+    def _later(self, each: tuple[_EntriesT, ...]) -> tuple[_EntriesT, ...]:
+        """What a later growth says of entries, which is as of its own shares."""
+        return tuple(replace(one, since=one.since + len(self.shares)) for one in each)
 
     def _moved_shares(self, shares: Shares) -> Shares:
         return replace(
@@ -446,12 +455,33 @@ class Provenance:
     def old_part(self, name: str, grown: Mapping[str, Tensor]) -> Tensor:
         """Return an old tensor's entries in a grown model, with what new units share of them."""
         tensor_map = self.tensor_map(name)
-        tensor = grown[tensor_map.name]
-        axes = [self.axis(axis) for axis in axes_of(name, self.constants)]
-        for shares in reversed(self.shares):
-            if shares.axis in axes:
-                tensor = shares.given_back(tensor_map.name, tensor, axes.index(shares.axis))
-        return tensor_map.old_part(tensor)
+        return tensor_map.old_part(self._given_back(tensor_map.name, grown[tensor_map.name]))
+
+    def broken(self, grown: Mapping[str, Tensor]) -> dict[str, str]:
+        """Return the tensors of a grown model that keep it from computing the same, and why."""
+        found: dict[str, str] = {}
+        kinds: tuple[tuple[str, Sequence[ZeroEntries | TiedEntries]], ...] = (
+            ("were zero", self.zeros),
+            ("were equal or opposite", self.ties),
+        )
+        for was, each in kinds:
+            for entries in each:
+                now = grown[entries.name]
+                before = self._given_back(entries.name, now, entries.since)
+                rounded = 4 * torch.finfo(now.dtype).eps * float(now.abs().max())
+                least = 0.0 if before is now else rounded
+                if not (entries.off(before).abs() <= least).all():
+                    found.setdefault(entries.name, was)
+        return found
+
+    def _given_back(self, name: str, tensor: Tensor, since: int = 0) -> Tensor:
+        """The tensor of a grown model with what new units share given back to the old ones."""
+        for shares in reversed(self.shares[since:]):
+            if name in shares.written:
+                dim = axes_of(name, self.constants).index(shares.axis)
+                new, of = (_index(each, tensor.device) for each in (shares.new, shares.of))
+                tensor = tensor.index_add(dim, of, tensor.index_select(dim, new))
+        return tensor
 
     def _names(self, letter: str) -> list[str]:
         sizes = [self.sizes.get(Axis(_AXIS_OF[letter], at), 0) for at in range(self.layers.size)]

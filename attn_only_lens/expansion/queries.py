@@ -106,6 +106,7 @@ class WidenQueriesAndKeys(Expansion):
         )
         may_cancel = not is_normed and constants.rotary != "whole head"
         may_share = may_cancel and constants.positions != "rotary" and constants.clip_qkv is None
+        may_share = may_share and self.heads is None
         only = only_for(self.heads, layers, (*_QUERIES, *_KEYS), weights)
         return Plan(
             axes=axes,

@@ -60,6 +60,6 @@ class WidenValues(Expansion):
             axes={axis: IndexMap.append(sizes[axis], self.n) for axis in axes},
             zero=written,
             cancel=written,
-            share=written,
+            share=written if self.heads is None else frozenset(),
             only=only_for(self.heads, layers, ("attn.W_V", "attn.b_V", "attn.W_O"), weights),
         )

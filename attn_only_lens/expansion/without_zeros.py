@@ -16,7 +16,8 @@ Pairs.  Let new units j, j' have r_j = r_j' and w_j = -w_j'. They add f(r_j; x) 
 Shares. Let a new unit j have r_j = r_i of an old one, and let w_i become α w_i - n, w_j be
     (1 - α) w_i + n: they add f(r_i; x) (w_i' + w_j) = f(r_i; x) w_i. (Net2Net: Chen, Goodfellow,
     Shlens, 2016; with unequal outputs, LEMON: Wang et al., 2023.) Without the noise n the gradients
-    by r_i and r_j are parallel, and Adam, to which their lengths do not matter, keeps r_i = r_j.
+    by r_i and r_j are parallel, and the first step of Adam, to which lengths do not matter, is the
+    same for both.
 
     axis                 reads with                                writes with
     neurons (3.1)        W_in, W_gate, b_in, b_gate                W_out
@@ -41,7 +42,8 @@ Zeros stay (and what reads with them is drawn as ever):
   Σ_m |q_m| |k_m| cos(θ_m Δ + φ_m), which is zero at all distances Δ only if each |q_m| |k_m| is.
   Where they turn the first coordinates only, new ones, which are not turned, may cancel, but are
   no shares of those that are;
-- for keys that `clip_qkv` bounds, which are not shared out (pairs are: the bound is symmetric);
+- for keys that `clip_qkv` bounds, which are not shared out (but cancel: it is symmetric), nor are
+  values and keys that get wider in some heads only;
 - for new heads beside ALiBi, whose slopes make a pair two functions;
 - for a new layer that is a copy, or has norms after sublayers, which would divide what rounding
   leaves of a pair by √ε. In a new layer there is no old unit to share out, either.
@@ -115,10 +117,11 @@ class _Splits(WithoutZeros):
         old = new.old.detach().cpu().double()
         copies, dim = old.index_select(units.dim, _index(sources)), units.dim
         pairs = [(j, units.old[i]) for j, i in zip(units.added, sources, strict=True)]
-        if not writes:
-            return Made(copies, tied=tuple(pairs))
         n_copies = [sources.count(i) for i in range(len(units.old))]
         shares = [(1 - self.share) / n_copies[i] for i in sources]
+        shared = tuple((*pair, share) for pair, share in zip(pairs, shares, strict=True))
+        if not writes:
+            return Made(copies, tied=tuple(pairs), shares=shared)
         kept = [self.share if n else 1.0 for n in n_copies]
         std = float(old.std(correction=0) if old.numel() > 1 else old.abs().max())
         if std == 0 and new.is_matrix:
@@ -127,7 +130,7 @@ class _Splits(WithoutZeros):
         return Made(
             copies * _along(shares, dim, old.ndim) + noise,
             old=(old * _along(kept, dim, old.ndim)).index_add(dim, _index(sources), -noise),
-            shares=tuple((*pair, share) for pair, share in zip(pairs, shares, strict=True)),
+            shares=shared,
         )
 
     def _sources(self, new: New, units: Units, seed: int) -> list[int]:

@@ -2,7 +2,8 @@
 
 An activation α with α(q) = q · p(q) and p(q) in [0, 1] is a head that attends to its own token
 with weight p(q) and to a static bias token with weight 1 - p(q). The bias token's value is zero,
-the token's own value is q, so the head's output is p(q) · q = α(q).
+the token's own value is q, so the head's output is p(q) · q = α(q). (A generalized SiLU is that
+times a number, which is part of the value: `generalized_silu.py`.)
 
 The scores are those of the paper's gauge: 0 for the token itself, and
 
@@ -19,7 +20,7 @@ cubic inside gelu_new overflows float16 near |q| = 100, long before the activati
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Float
@@ -42,6 +43,8 @@ class Gate:
         name: the activation's name in TransformerLens (`cfg.act_fn`).
         log_odds: logit p(q), elementwise; may be infinite.
         self_weight: p(q), elementwise, accurate in both tails.
+        slope: where log_odds(q) is slope · q, the slope: a score that is bilinear to the letter.
+        scale: the token's value over q; 1 but for generalized SiLUs.
 
     Example:
         >>> import torch
@@ -57,6 +60,8 @@ class Gate:
     name: str
     log_odds: Callable[[Tensor], Tensor]
     self_weight: Callable[[Tensor], Tensor]
+    slope: float | None = None
+    scale: float = 1.0
 
     def scores(self, q: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape key=2"]:
         """Return the scores of (self, bias) before the softmax: (0, -logit p(q)).
@@ -87,20 +92,22 @@ class Gate:
         return self.self_weight(-q)
 
     def activation(self, q: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
-        """Return q · p(q), the activation that this gate stands for."""
-        return (self.self_weight(float32_if_half(q)) * q).to(q.dtype)
+        """Return scale · q · p(q), the activation that this gate stands for."""
+        working = float32_if_half(q)
+        return (self.self_weight(working) * self.values(working)).to(q.dtype)
+
+    def values(self, q: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
+        """Return scale · q, the value of a token in a plain MLP: q itself where the scale is 1."""
+        return q if self.scale == 1.0 else self.scale * q
 
 
 def _logistic(name: str, log_odds: Callable[[Tensor], Tensor]) -> Gate:
     return Gate(name, log_odds, lambda q: torch.sigmoid(log_odds(q)))
 
 
-def _silu(q: Tensor) -> Tensor:
-    return q
-
-
-def _quick_gelu(q: Tensor) -> Tensor:
-    return QUICK_GELU_SLOPE * q
+def linear_gate(name: str, slope: float, scale: float = 1.0) -> Gate:
+    """Return the gate of scale · q · σ(slope · q)."""
+    return replace(_logistic(name, lambda q: slope * q), slope=slope, scale=scale)
 
 
 def _clamp(q: Tensor) -> Tensor:
@@ -145,8 +152,8 @@ def _step(q: Tensor, above: float, below: float) -> Tensor:
 GATES: dict[str, Gate] = {
     gate.name: gate
     for gate in (
-        _logistic("silu", _silu),
-        _logistic("quick_gelu", _quick_gelu),
+        linear_gate("silu", 1.0),
+        linear_gate("quick_gelu", QUICK_GELU_SLOPE),
         _logistic("gelu_new", _gelu_tanh),
         _logistic("gelu_fast", _gelu_fast),
         _logistic("gelu_pytorch_tanh", _gelu_tanh),

@@ -25,14 +25,17 @@ from importlib import resources
 from typing import Literal
 
 from attn_only_lens.gates.bilinear import BilinearGate
-from attn_only_lens.gates.exact import QUICK_GELU_SLOPE
+from attn_only_lens.gates.certificates import certified_bound
+from attn_only_lens.gates.exact import GATES, QUICK_GELU_SLOPE
 
 _DEFAULT_TOLERANCE = 1e-3  # gelu then takes 4 heads
 _DEFAULT_GATED_HEADS = 8
 _LEAST_TOLERANCE = 1e-12  # what float64 keeps of an activation; relu's slope stays in float32
 _LARGEST_LIMIT = 2.0**64  # of any use, and far within float32
 _RELU_CONSTANT = 0.2784645427611  # max of x / (1 + exp x), rounded up
-_EXACT_SLOPES = {"silu": 1.0, "quick_gelu": QUICK_GELU_SLOPE}
+_EXACT_SLOPES = {name: gate.slope for name, gate in GATES.items() if gate.slope is not None}
+_PAPERS_SLOPE = QUICK_GELU_SLOPE
+_STEEPEST = _RELU_CONSTANT / _LEAST_TOLERANCE
 _SPELLINGS = {"gelu_fast": "gelu_new", "gelu_pytorch_tanh": "gelu_new"}
 
 
@@ -41,13 +44,18 @@ def bilinear_gate(
     heads: int | None = None,
     *,
     tolerance: float | None = None,
+    slope: float | Literal["paper"] | None = None,
     limit: float | None = None,
 ) -> BilinearGate:
     """Return the bilinear gate of an activation.
 
     For plain MLPs (no `limit`), the fewest heads whose certified bound is within `tolerance`; or
     the given number of heads, if they are within it. For relu, which has one head, the tolerance
-    sets the slope. For gated MLPs, the gate of the smallest limit in the table that covers `limit`.
+    sets the slope. With `slope` the gate is one head, SiLU(slope · q) / slope. For gated MLPs, the
+    gate of the smallest limit in the table that covers `limit`.
+
+    Source: "Attention-Only Transformers and Implementing MLPs with Attention Heads", section 2, for
+    gates of one head.
 
     Args:
         act_fn: silu, quick_gelu, gelu, gelu_new, gelu_fast, gelu_pytorch_tanh or relu; quick_gelu
@@ -56,6 +64,9 @@ def bilinear_gate(
             for gated ones 4, 6, 8 (the default) or 12.
         tolerance: for plain MLPs, the largest allowed error over all real q, at least 1e-12; by
             default 1e-3.
+        slope: for plain MLPs with one head. For relu, k, with an error of 0.2785/k at most; for
+            the gelus from 1 to 3.2, or "paper" for the paper's 1.702, whose bound is 0.0204, or
+            0.0207 for the tanh forms. silu and quick_gelu have their own.
         limit: for gated MLPs, the largest |q| to cover, as measured on data.
 
     Returns:
@@ -74,12 +85,15 @@ def bilinear_gate(
         >>> gate = bilinear_gate("gelu_new", limit=11.0)
         >>> gate.limit, gate.heads_per_neuron, gate.bound < 1e-3
         (16.0, 8, True)
+        >>> gate = bilinear_gate("gelu", slope="paper")
+        >>> gate.b, 0.0203 < gate.bound < 0.0204
+        ((1.702,), True)
     """
     if limit is not None:
-        if tolerance is not None:
+        if tolerance is not None or slope is not None:
             raise ValueError(
-                "a tolerance was given for gated MLPs, whose error depends on the limit: choose "
-                "the number of heads, and read the bounds off the gates"
+                "a tolerance or a slope was given for gated MLPs, whose error depends on the "
+                "limit: choose the number of heads, and read the bounds off the gates"
             )
         return _gated(act_fn, _DEFAULT_GATED_HEADS if heads is None else heads, limit)
     if tolerance is not None and not _LEAST_TOLERANCE <= tolerance < math.inf:
@@ -87,6 +101,13 @@ def bilinear_gate(
             f"got tolerance={tolerance!r}; expected a number of at least {_LEAST_TOLERANCE}. Exact "
             "gates (GATES) have no error beyond rounding"
         )
+    if slope is not None:
+        if heads not in (None, 1) or tolerance is not None:
+            raise ValueError(
+                f"got slope={slope!r} with heads={heads!r} and tolerance={tolerance!r}; expected a "
+                "slope alone, which is that of one head and settles its error"
+            )
+        return _of_slope(act_fn, slope)
     within = _DEFAULT_TOLERANCE if tolerance is None else tolerance
     gates = _plain(act_fn, relu_tolerance=within)
     if heads is not None:
@@ -101,6 +122,25 @@ def bilinear_gate(
         f"no bilinear gate of {act_fn} is within {within!r} of it ({bounds}): allow more heads or "
         f"a larger tolerance, or use the exact gate, GATES[{act_fn!r}]"
     )
+
+
+@cache
+def _of_slope(act_fn: str, slope: float | Literal["paper"]) -> BilinearGate:
+    """One head for plain MLPs."""
+    if slope == "paper" and act_fn not in ("relu", *_EXACT_SLOPES):
+        slope = _PAPERS_SLOPE
+    if isinstance(slope, str) or not 0.0 < slope <= _STEEPEST:
+        raise ValueError(
+            f"got slope={slope!r} for {act_fn}; expected a number from 0 to {_STEEPEST:.3g}, or "
+            "'paper' for a gelu"
+        )
+    if act_fn in _EXACT_SLOPES and slope != _EXACT_SLOPES[act_fn]:
+        raise ValueError(f"got slope={slope!r}; that of {act_fn} is {_EXACT_SLOPES[act_fn]}")
+    gate = _plain(act_fn, _DEFAULT_TOLERANCE)[0]
+    gate = replace(gate, b=(float(slope),))
+    if act_fn == "relu":
+        return replace(gate, bound=_RELU_CONSTANT / slope)
+    return gate if act_fn in _EXACT_SLOPES else replace(gate, bound=certified_bound(gate))
 
 
 def _plain(act_fn: str, relu_tolerance: float) -> Sequence[BilinearGate]:

@@ -89,17 +89,13 @@ class Grown:
         if reasons := _all_reasons(growable):
             raise GrowthError(reasons, "this model cannot be shrunk")
         now = growable.read()
-        nonzero = [z.name for z in provenance.zeros if z.entries(now.tensors[z.name]).any()]
-        untied = [each.name for each in provenance.ties if not each.hold(now.tensors[each.name])]
-        if (nonzero or untied) and not drop_new:
-            why = dict.fromkeys(untied, "were equal or opposite") | dict.fromkeys(
-                nonzero, "were zero"
-            )
+        broken = provenance.broken(now.tensors)
+        if broken and not drop_new:
             raise GrowthError(
                 [
                     f"{name}: entries that {was} are not any more; shrink(drop_new=True) "
                     "drops them, and the model then computes something else"
-                    for name, was in why.items()
+                    for name, was in broken.items()
                 ],
                 "this model cannot be shrunk",
             )

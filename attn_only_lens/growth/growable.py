@@ -53,7 +53,7 @@ class Growable(ABC):
 
     may_differ_by_layer: frozenset[str] = frozenset()
 
-    _unequal_layers_instead = ""
+    _instead = ""
 
     def __init__(self, model: Any) -> None:
         self.model = model
@@ -94,7 +94,7 @@ class Growable(ABC):
                 sizes.setdefault(axis.label, set()).add(size)
         reasons = [
             f"its layers would differ in {_FIELDS.get(label, label)} ({sorted(found)}), which "
-            f"those of a {type(self.model).__name__} cannot{self._unequal_layers_instead}"
+            f"those of a {type(self.model).__name__} cannot: grow all alike{self._instead}"
             for label, found in sizes.items()
             if len(found) > 1
         ]
@@ -102,7 +102,7 @@ class Growable(ABC):
         if not reasons and query != value:
             reasons.append(
                 f"queries and keys would have width {query}, values {value}; "
-                f"a {type(self.model).__name__} has one d_head for both: widen both"
+                f"a {type(self.model).__name__} has one d_head for both: widen both{self._instead}"
             )
         return reasons
 

@@ -61,8 +61,8 @@ class _Provenance(TypedDict):
     like: list[tuple[int, int]]
     scales: dict[str, float]
     activation_scales: dict[str, float]
-    zeros: list[tuple[str, list[_Runs]]]
-    ties: list[tuple[str, list[_Runs], int, _Runs, float]]
+    zeros: list[tuple[str, list[_Runs], int]]
+    ties: list[tuple[str, list[_Runs], int, _Runs, float, int]]
     shares: list[_Shares]
     centred: bool
     source: _Source | None
@@ -133,9 +133,14 @@ def _to_json(provenance: Provenance) -> dict[str, Any]:
         "like": list(provenance.like.items()),
         "scales": dict(provenance.scales),
         "activation_scales": dict(provenance.activation_scales),
-        "zeros": [[each.name, list(map(_runs, each.indices))] for each in provenance.zeros],
+        "zeros": [
+            [each.name, list(map(_runs, each.indices)), each.since] for each in provenance.zeros
+        ],
         "ties": [
-            [each.name, list(map(_runs, each.indices)), each.dim, _runs(each.of), each.factor]
+            [
+                *(each.name, list(map(_runs, each.indices)), each.dim),
+                *(_runs(each.of), each.factor, each.since),
+            ]
             for each in provenance.ties
         ],
         "shares": [
@@ -165,10 +170,13 @@ def _from_json(data: dict[str, Any]) -> Provenance:
         like=dict(data["like"]),
         scales=data["scales"],
         activation_scales=data["activation_scales"],
-        zeros=tuple(ZeroEntries(name, tuple(map(_indices, runs))) for name, runs in data["zeros"]),
+        zeros=tuple(
+            ZeroEntries(name, tuple(map(_indices, runs)), since)
+            for name, runs, since in data["zeros"]
+        ),
         ties=tuple(
-            TiedEntries(name, tuple(map(_indices, runs)), dim, _indices(of), factor)
-            for name, runs, dim, of, factor in data["ties"]
+            TiedEntries(name, tuple(map(_indices, runs)), dim, _indices(of), factor, since)
+            for name, runs, dim, of, factor, since in data["ties"]
         ),
         shares=tuple(
             Shares(

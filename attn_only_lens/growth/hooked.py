@@ -44,7 +44,7 @@ _CLASSES = {
 class HookedModel(Growable):
     """A HookedTransformer."""
 
-    _unequal_layers_instead = "; convert(model) first: converted models may differ by layer"
+    _instead = "; or convert(model) first: converted models can"
 
     @staticmethod
     def is_kind(model: Any) -> bool:

@@ -14,6 +14,11 @@ New entries start with moments of zero, at the step count of their tensor: with 
 first updates of them are up to 3.2 lr, as its bias correction is over by then. Parameters of new
 layers have no state yet, as in a new optimizer.
 
+Where an old unit is shared out (`expansion.init.splits`), it and its copies see the gradient of
+what they write as it did, and that of what they read times their share, but for noise. Their
+moments are set accordingly. So the copies of what is written move as the old one does: together, as
+often as far.
+
 All this is exact but in three cases.
 
 Gains that are stored as gain - 1 (Gemma's) are scaled about -1, and decay towards 0: where d_model
@@ -31,11 +36,13 @@ centred.
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from attn_only_lens.errors import GrowthError
 from attn_only_lens.expansion.provenance import Provenance, TensorMap
+from attn_only_lens.expansion.weights import axes_of
 from attn_only_lens.growth.growable import Growable, Parameter
 
 OptimizerT = TypeVar("OptimizerT", bound=Optimizer)
@@ -83,7 +90,9 @@ def grown_optimizer(
             by_scale.setdefault(1.0, []).extend(of_new_layers.get(name, []))
             if parameter in optimizer.state:
                 state[new_parameters[new]] = {
-                    key: _grown_state(key, value, old_layouts[name], new_layouts[new], tensor_map)
+                    key: _grown_state(
+                        key, value, old_layouts[name], new_layouts[new], tensor_map, provenance
+                    )
                     for key, value in optimizer.state[parameter].items()
                 }
         for scale, names in by_scale.items():
@@ -147,7 +156,12 @@ def _settings(optimizer: Optimizer, group: Mapping[str, Any], scale: float) -> d
 
 
 def _grown_state(
-    key: str, value: Any, old: Parameter, new: Parameter, tensor_map: TensorMap
+    key: str,
+    value: Any,
+    old: Parameter,
+    new: Parameter,
+    tensor_map: TensorMap,
+    provenance: Provenance,
 ) -> Any:
     """One entry of a parameter's state, for the grown parameter."""
     if key not in _MOMENTS or value is None:
@@ -155,4 +169,26 @@ def _grown_state(
     moment = old.to_weights(value)
     if tensor_map.scale != 1.0:  # offsets do not matter to a gradient
         moment = moment / tensor_map.scale ** _MOMENTS[key]
-    return new.from_weights(tensor_map.put(moment, moment.new_zeros(tensor_map.shape)))
+    moment = tensor_map.put(moment, moment.new_zeros(tensor_map.shape))
+    return new.from_weights(_shared_out(moment, tensor_map.name, _MOMENTS[key], provenance))
+
+
+def _shared_out(moment: Tensor, name: str, power: int, provenance: Provenance) -> Tensor:
+    """A grown tensor's moment, with those of copies and of the old units that shared with them."""
+    axes = axes_of(name, provenance.constants)
+    for shares in provenance.shares:
+        if shares.axis not in axes:
+            continue
+        dim = axes.index(shares.axis)
+        kept = {} if name in shares.written else shares.kept()
+        factors = [1.0] * len(shares.new) if name in shares.written else list(shares.share)
+        units = [
+            *zip(shares.new, shares.of, factors, strict=True),
+            *((of, of, factor) for of, factor in kept.items()),
+        ]
+        now, before, factor = zip(*units, strict=True)
+        at, of = (torch.tensor(each, device=moment.device) for each in (now, before))
+        shape = [-1 if each == dim else 1 for each in range(moment.ndim)]
+        scale = moment.new_tensor([each**power for each in factor]).reshape(shape)
+        moment = moment.index_copy(dim, at, moment.index_select(dim, of) * scale)
+    return moment

@@ -4,7 +4,8 @@ Its parameters are those of its source under other names: source layer l is bloc
 and the MLP's matrices are the neuron-heads'. So every expansion has the same meaning as in the
 source: `AddNeurons` appends neuron-heads (all m of a neuron, if m share one), `InsertLayer` inserts
 two blocks, and converting a grown model gives, bit for bit, the converted model grown. Layers may
-differ: expansions of some layers only are for these models.
+differ, and queries and keys may have another width than values: expansions of some layers only, and
+`WidenValues` or `WidenQueriesAndKeys` alone, are for these models.
 
 Bilinear gates of a gated MLP hold on a range that was measured layer by layer. A new layer has the
 range of the one it is like, and new neurons that of their layer: beyond it they do not compute the
@@ -100,14 +101,7 @@ class ConvertedModel(Growable):
 
     def reasons_against_weights(self, weights: Weights) -> list[str]:
         """Return every reason why no converted model can have such weights."""
-        sizes = weights.sizes
-        return joint_norm_reasons(weights) + [
-            f"queries and keys of layer {layer} would have width {sizes[Axis('d_query', layer)]}, "
-            f"values {sizes[Axis('d_value', layer)]}; a converted model has one d_head for both: "
-            "widen both"
-            for layer in range(weights.constants.n_layers)
-            if sizes[Axis("d_query", layer)] != sizes[Axis("d_value", layer)]
-        ]
+        return joint_norm_reasons(weights)
 
     def write(self, weights: Weights, source_of: Callable[[str], str]) -> Any:
         """Return a new converted model."""
@@ -175,10 +169,11 @@ def _layer_sizes(weights: Weights, attn_scale: float) -> list[LayerSizes]:
     """Sizes of every layer; `attn_scale` is of models that do not divide by √d_head."""
     constants, found = weights.constants, []
     for layer in range(constants.n_layers):
-        n_heads, n_shared, width, neurons = (
-            weights.sizes[Axis(label, layer)] for label in ("head", "kv_head", "d_query", "d_mlp")
+        n_heads, n_shared, width, d_value, neurons = (
+            weights.sizes[Axis(label, layer)]
+            for label in ("head", "kv_head", "d_query", "d_value", "d_mlp")
         )
         scale = math.sqrt(width) if constants.scale is None else attn_scale
         grouped = n_shared if constants.grouped else None
-        found.append(LayerSizes(n_heads, grouped, width, neurons, scale))
+        found.append(LayerSizes(n_heads, grouped, width, d_value, neurons, scale))
     return found

@@ -7,6 +7,7 @@ that share a neuron).
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
+from typing import cast
 
 import torch
 from jaxtyping import Float
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from transformer_lens.hook_points import HookPoint
 
 from attn_only_lens.axes import BIAS, SELF, NeuronPattern, PreActivation, Residual
+from attn_only_lens.gates import Gate
 from attn_only_lens.heads.gating import AnyGate
 from attn_only_lens.tolerances import LOGIT_TOLERANCE
 
@@ -147,9 +149,11 @@ class NeuronHeads(ABC):
         self, q: PreActivation, up: PreActivation | None
     ) -> tuple[PreActivation, PreActivation]:
         # Copies: patch setters edit in place, and an edited query must not move the value.
+        value = cast(Gate, self.gate).values(q)
         if up is None:
-            return q, q.clone() if is_live(self.hook_q) or is_live(self.hook_v) else q
-        gate = q.clone() if is_live(self.hook_q) else q
+            hooked = value is q and (is_live(self.hook_q) or is_live(self.hook_v))
+            return q, value.clone() if hooked else value
+        gate = value.clone() if value is q and is_live(self.hook_q) else value
         # A product of two float16 numbers does not fit float16.
         return q, gate.float() * up.float() if q.dtype == torch.float16 else gate * up
 

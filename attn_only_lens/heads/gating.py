@@ -4,7 +4,7 @@ from dataclasses import asdict, dataclass
 from functools import lru_cache
 from typing import Any, Literal
 
-from attn_only_lens.gates import GATES, BilinearGate, Gate, bilinear_gate
+from attn_only_lens.gates import GATES, BilinearGate, Gate, GeneralizedSiLU, bilinear_gate
 
 AnyGate = Gate | BilinearGate
 
@@ -17,20 +17,24 @@ class Gating:
         kind: "exact", one head a neuron whose pattern is the activation's own; or "bilinear",
             softmax over bilinear scores and nothing else.
         heads_per_neuron: heads that share a neuron; 1 for exact gates.
-        tolerance: for relu with bilinear gates, the activation error that sets the slope.
+        slope: for plain MLPs with one bilinear head, its slope, if it can be chosen.
         ranges: for gated MLPs with bilinear gates, the largest |gate pre-activation| of each
             source layer that the heads must serve.
+        silu: for exact gates, the activation itself, where it is a generalized SiLU.
     """
 
     kind: Literal["exact", "bilinear"] = "exact"
     heads_per_neuron: int = 1
-    tolerance: float | None = None
+    slope: float | None = None
     ranges: tuple[float, ...] | None = None
+    silu: GeneralizedSiLU | None = None
 
     def __post_init__(self) -> None:
-        others = self.heads_per_neuron, self.tolerance, self.ranges
+        others = self.heads_per_neuron, self.slope, self.ranges
         if self.kind == "exact" and others != (1, None, None):
             raise ValueError(f"got {self}; expected exact gates to have one head and nothing else")
+        if self.kind == "bilinear" and self.silu is not None:
+            raise ValueError(f"got {self}; a generalized SiLU has exact gates")
 
     def require_fit(self, act_fn: str, gated: bool, n_layers: int) -> None:
         """Require that these gates are for the MLPs of a model.
@@ -53,9 +57,21 @@ class Gating:
             ValueError: no gate exists for this activation with so many heads, or for that range.
         """
         if self.kind == "exact":
-            return GATES[act_fn]
+            return self.activation(act_fn)
         limit = None if self.ranges is None else self.ranges[layer]
-        return _bilinear_gate(act_fn, self.heads_per_neuron, self.tolerance, limit)
+        return _bilinear_gate(act_fn, self.heads_per_neuron, self.slope, limit)
+
+    def activation(self, act_fn: str) -> Gate:
+        """Return the exact gate of the activation that the MLPs have.
+
+        Raises:
+            ValueError: no gate has this name.
+        """
+        if self.silu is not None:
+            return self.silu.gate
+        if act_fn not in GATES:
+            raise ValueError(f"no exact gate of {act_fn!r}; expected one of {', '.join(GATES)}")
+        return GATES[act_fn]
 
     def to_json(self) -> dict[str, Any]:
         """Return the fields as plain data."""
@@ -67,9 +83,12 @@ class Gating:
 
         Raises:
             TypeError: the data has other fields.
+            ValueError: they do not go together.
         """
-        ranges = data["ranges"]
-        return cls(**data | {"ranges": None if ranges is None else tuple(ranges)})
+        ranges, silu = data["ranges"], data["silu"]
+        ranges = None if ranges is None else tuple(ranges)
+        silu = None if silu is None else GeneralizedSiLU(**silu)
+        return cls(**data | {"ranges": ranges, "silu": silu})
 
 
 EXACT = Gating()
@@ -77,6 +96,6 @@ EXACT = Gating()
 
 @lru_cache(maxsize=1024)
 def _bilinear_gate(
-    act_fn: str, heads: int, tolerance: float | None, limit: float | None
+    act_fn: str, heads: int, slope: float | None, limit: float | None
 ) -> BilinearGate:
-    return bilinear_gate(act_fn, heads, tolerance=tolerance, limit=limit)
+    return bilinear_gate(act_fn, heads, slope=slope, limit=limit)

@@ -4,6 +4,7 @@ import torch
 from transformer_lens.model_bridge import TransformerBridge
 
 from attn_only_lens.errors import UnsupportedModelError
+from attn_only_lens.gates import GeneralizedSiLU
 from attn_only_lens.heads import EXACT
 from attn_only_lens.models.gate_option import GateOption, gating_for
 from attn_only_lens.models.in_place.known_mlps import non_finite_weights
@@ -36,7 +37,8 @@ def convert(
     Args:
         model: a `HookedTransformer` with MLPs. It is not changed. A `TransformerBridge` has its
             blocks from the model that it wraps: see `expose_neuron_heads`.
-        gate: "exact", one head a neuron with the activation's own pattern; or `Bilinear(...)`.
+        gate: "exact", one head a neuron with the activation's own pattern; the same with
+            `GeneralizedSiLU(a_1, a_2)`, for an activation that no name tells; or `Bilinear(...)`.
         copy_weights: give the new model weights of its own. By default the two share them, so that
             conversion costs no memory; then training either trains both.
 
@@ -66,7 +68,8 @@ def convert(
                 "in place"
             ]
         )
-    reasons, gating = reasons_against(model), EXACT
+    silu = gate if isinstance(gate, GeneralizedSiLU) else None
+    reasons, gating = reasons_against(model, silu=silu), EXACT
     if isinstance(model, HookedTransformer):
         reasons += [*hook_reasons(model), *non_finite_weights(model)]
         cfg = model.cfg

@@ -8,6 +8,7 @@ from torch import Tensor
 from transformer_lens.model_bridge import TransformerBridge
 
 from attn_only_lens.errors import UnsupportedModelError
+from attn_only_lens.gates import GeneralizedSiLU
 from attn_only_lens.heads import EXACT, Gating, logit_tolerance
 from attn_only_lens.heads.pass_state import PassState
 from attn_only_lens.models.gate_option import GateOption, gating_for
@@ -116,9 +117,9 @@ def expose_neuron_heads(
     Args:
         model: a `HookedTransformer`, or a `TransformerBridge` before or after
             `enable_compatibility_mode`. It is changed in place, unless copied.
-        gate: "exact" or `Bilinear(...)`, as in `convert`. With bilinear gates the approximation is
-            the model's function until it is undone, also of an activation that is replaced
-            meanwhile.
+        gate: "exact", `GeneralizedSiLU(...)` or `Bilinear(...)`, as in `convert`. With bilinear
+            gates the approximation is the model's function until it is undone, also of an
+            activation that is replaced meanwhile.
         copy: expose the neuron-heads of a second model, and leave `model` unchanged. It has
             modules, hook points and settings of its own.
         copy_weights: give that copy weights of its own. By default it shares them with `model`, so
@@ -145,6 +146,7 @@ def expose_neuron_heads(
         >>> "blocks.0.mlp.hook_neuron_act" in model.hook_dict, torch.equal(twin.W_E, model.W_E)
         (False, True)
     """
+    silu = gate if isinstance(gate, GeneralizedSiLU) else None
     if copy_weights and not copy:
         raise UnsupportedModelError(["got copy_weights=True; give copy=True with it"], _PROBLEM)
     if isinstance(model, TransformerBridge) and (why := weight_reasons(model.original_model)):
@@ -157,10 +159,10 @@ def expose_neuron_heads(
         raise UnsupportedModelError(why, _PROBLEM)
     if copy:
         if reasons := reasons_against_copying(model):
-            raise UnsupportedModelError([*reasons, *_mlp_reasons(model)], _PROBLEM)
+            raise UnsupportedModelError([*reasons, *_mlp_reasons(model, silu)], _PROBLEM)
         with torch.inference_mode(False):  # weights of inference mode could never be trained
             model = copy_model(model, copy_weights=copy_weights)
-    known, gating = known_mlps(model, _PROBLEM), EXACT
+    known, gating = known_mlps(model, _PROBLEM, silu), EXACT
     reasons = [] if exposed_heads(model) else non_finite_weights(model)
     W_out: Any = known[0].mlp.W_out
     try:
@@ -210,9 +212,9 @@ def expose_as(model: Any, known: list[KnownMLP], gating: Gating) -> ExposedNeuro
     return ExposedNeurons(model, first=True)
 
 
-def _mlp_reasons(model: Any) -> tuple[str, ...]:
+def _mlp_reasons(model: Any, silu: GeneralizedSiLU | None) -> tuple[str, ...]:
     try:
-        known_mlps(model, _PROBLEM)
+        known_mlps(model, _PROBLEM, silu)
     except UnsupportedModelError as error:
         return error.reasons
     return ()

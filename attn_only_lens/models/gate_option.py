@@ -6,7 +6,7 @@ from typing import Literal
 import torch
 
 from attn_only_lens.errors import InputError
-from attn_only_lens.gates import bilinear_gate
+from attn_only_lens.gates import GeneralizedSiLU, bilinear_gate
 from attn_only_lens.heads import EXACT, Gating
 from attn_only_lens.models.calibrate import Calibration
 from attn_only_lens.numerics import as_plain
@@ -25,38 +25,43 @@ class Bilinear:
         heads: m, heads a neuron; by default the fewest within `tolerance`, or 8 for gated MLPs.
         tolerance: for plain MLPs, the largest error of the activation; by default 1e-3.
         calibration: for gated MLPs, which need it: `calibrate(model, tokens)`.
+        slope: for plain MLPs with one head, SiLU(slope · x) / slope: k for relu, from 1 to 3.2 for
+            the gelus, and "paper" for the paper's gelu, of slope 1.702 (`bilinear_gate`).
 
     Raises:
-        InputError: the heads are no whole number, the tolerance no number, or the calibration not
-            `calibrate`'s.
+        InputError: the heads are no whole number, the tolerance or the slope no number, or the
+            calibration not `calibrate`'s.
 
     Example:
         >>> from attn_only_lens import Bilinear
         >>> Bilinear(heads=4)
-        Bilinear(heads=4, tolerance=None, calibration=None)
+        Bilinear(heads=4, tolerance=None, calibration=None, slope=None)
     """
 
     heads: int | None = None
     tolerance: float | None = None
     calibration: Calibration | None = None
+    slope: float | Literal["paper"] | None = None
 
     def __post_init__(self) -> None:
         wrong = []
         expected: dict[str, tuple[str, tuple[type, ...]]] = {
             "heads": ("a whole number", (int,)),
             "tolerance": ("a number", (int, float)),
+            "slope": ("a number, or 'paper'", (int, float)),
             "calibration": ("what calibrate returned", (Calibration,)),
         }
         for name, (what, types) in expected.items():
             value = as_plain(getattr(self, name))
             object.__setattr__(self, name, value)
-            if value is not None and type(value) not in types:  # True is no number
+            named = name == "slope" and value == "paper"
+            if value is not None and not named and type(value) not in types:  # True is no number
                 wrong.append(f"got {name}={value!r}; expected {what}")
         if wrong:
             raise InputError(wrong, "there are no such bilinear gates")
 
 
-GateOption = Literal["exact"] | Bilinear
+GateOption = Literal["exact"] | GeneralizedSiLU | Bilinear
 
 
 def gating_for(
@@ -69,8 +74,13 @@ def gating_for(
     """
     if isinstance(gate, str) and gate == "exact":
         return EXACT
+    if isinstance(gate, GeneralizedSiLU):
+        return Gating(silu=gate)
     if not isinstance(gate, Bilinear):
-        raise ValueError(f"got gate={gate!r}; expected 'exact' or attn_only_lens.Bilinear(...)")
+        raise ValueError(
+            f"got gate={gate!r}; expected 'exact', attn_only_lens.Bilinear(...) or "
+            "attn_only_lens.GeneralizedSiLU(a_1, a_2)"
+        )
     return _gated(gate, act_fn, n_layers) if gated else _plain(gate, act_fn, dtype)
 
 
@@ -80,15 +90,15 @@ def _plain(option: Bilinear, act_fn: str, dtype: torch.dtype) -> Gating:
             "a calibration was given for plain MLPs, whose bilinear gates hold for every input: "
             "leave it out"
         )
-    gate = bilinear_gate(act_fn, option.heads, tolerance=option.tolerance)
+    gate = bilinear_gate(act_fn, option.heads, tolerance=option.tolerance, slope=option.slope)
     slope, room = max(gate.b), torch.finfo(dtype).max / 64  # for pre-activations
     if slope > room:
         raise ValueError(
             f"its slope would be {slope:.3g}, and scores of {dtype} end soon after: give a "
             f"tolerance of {gate.bound * slope / room:.1g} or more, or convert in float32"
         )
-    tolerance = option.tolerance if act_fn == "relu" else None
-    return Gating("bilinear", gate.heads_per_neuron, tolerance)
+    chosen = act_fn == "relu" or option.slope is not None
+    return Gating("bilinear", gate.heads_per_neuron, slope if chosen else None)
 
 
 def _gated(option: Bilinear, act_fn: str, n_layers: int) -> Gating:
@@ -106,7 +116,9 @@ def _gated(option: Bilinear, act_fn: str, n_layers: int) -> Gating:
     wrong: dict[str, list[int]] = {}
     for layer, limit in enumerate(ranges):
         try:
-            gate = bilinear_gate(act_fn, option.heads, tolerance=option.tolerance, limit=limit)
+            gate = bilinear_gate(
+                act_fn, option.heads, tolerance=option.tolerance, slope=option.slope, limit=limit
+            )
             heads.add(gate.heads_per_neuron)
         except ValueError as error:
             wrong.setdefault(str(error), []).append(layer)

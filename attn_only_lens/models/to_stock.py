@@ -48,7 +48,6 @@ from torch import Tensor
 
 from attn_only_lens.errors import UnsupportedModelError
 from attn_only_lens.gates import Gate
-from attn_only_lens.gates.exact import QUICK_GELU_SLOPE
 from attn_only_lens.heads.gating import AnyGate
 from attn_only_lens.models.two_blocks import AttentionOnlyTransformer
 from attn_only_lens.models.two_blocks.attention import NeuronAttention
@@ -63,7 +62,6 @@ from attn_only_lens.tl import (
 )
 
 _PROBLEM = "this model cannot be made of TransformerLens' own parts"
-_SLOPES = {"silu": 1.0, "quick_gelu": QUICK_GELU_SLOPE}
 _ALIBI = 2  # coordinates, the first of each head, that hold alibi positions
 _GIB = 2**30
 _BOTH = "would act on the neurons too: a stock model has one setting for all of its layers"
@@ -94,9 +92,9 @@ def to_stock(
     Source: "Attention-Only Transformers and Implementing MLPs with Attention Heads", Theorem 4.
 
     Args:
-        attn_only: a model that `convert` returned, with bilinear gates (exact ones of silu and
-            quick_gelu are). It is not changed, and shares its tokenizer, but no weights, with the
-            result.
+        attn_only: a model that `convert` returned, with bilinear gates (exact ones of silu,
+            quick_gelu and generalized SiLUs are). It is not changed, and shares its tokenizer, but
+            no weights, with the result.
         max_bytes: the largest size of the result's weights to accept.
 
     Returns:
@@ -145,7 +143,7 @@ class Mixture(NamedTuple):
 def mixture(gate: AnyGate) -> Mixture | None:
     """The gate as a mixture of sigmoids of affine maps, one for each head of a neuron.
 
-    None for an exact gate of another activation than silu or quick_gelu, which is no such mixture.
+    None for an exact gate whose score is not linear in the pre-activation: no such mixture.
 
     Example:
         >>> from attn_only_lens import GATES
@@ -155,7 +153,7 @@ def mixture(gate: AnyGate) -> Mixture | None:
     """
     if not isinstance(gate, Gate):
         return Mixture(gate.w, gate.b, gate.c)
-    return Mixture((1.0,), (_SLOPES[gate.name],), (0.0,)) if gate.name in _SLOPES else None
+    return None if gate.slope is None else Mixture((gate.scale,), (gate.slope,), (0.0,))
 
 
 def neuron_heads(
@@ -202,13 +200,14 @@ def write_heads(attn: Attention, heads: dict[str, Tensor], at: int) -> None:
     """Write heads into the first heads of `attn`, from coordinate `at`; zero the rest."""
     for parameter in attn.parameters():
         parameter.zero_()
-    n_heads, width = heads["b_Q"].shape
+    n_heads = len(heads["b_Q"])
     for name, values in heads.items():
         target = getattr(attn, name)
         if name != "b_O":
             target = target[:n_heads]
             if name != "sinks":
-                target = target.narrow(1 if name == "W_O" else -1, at, width)
+                axis = 1 if name == "W_O" else -1
+                target = target.narrow(axis, at, values.shape[axis])
         target.copy_(values)
 
 
@@ -285,7 +284,7 @@ def _stock_config(converted: AttentionOnlyConfig, heads_per_neuron: int) -> Hook
     """
     source, sizes = converted.layer_cfg(0), converted.layer_sizes
     kinds = source.attn_types if source.use_local_attn else None
-    width = max(each.d_head for each in sizes)
+    width = max(max(each.d_head, each.d_value) for each in sizes)
     changes: dict[str, Any] = {}
     if source.positional_embedding_type == "rotary":
         width = max(width, (source.rotary_dim or width) + 1)

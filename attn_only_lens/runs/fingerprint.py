@@ -78,7 +78,6 @@ def _description(model: Any) -> dict[str, Any]:
             if isinstance(value, float) and not name.startswith("_")
         },
     }
-    sizes = getattr(model.cfg, "layer_sizes", ())
-    if len(set(sizes)) > 1:  # else the configuration says them
-        described["layers"] = [asdict(each) for each in sizes]
+    if not getattr(model.cfg, "has_stock_sizes", True):  # else the configuration says them
+        described["layers"] = [asdict(each) for each in model.cfg.layer_sizes]
     return described

@@ -1,12 +1,21 @@
 """The largest entries of a matrix that is made block by block, and never held."""
 
+from typing import TypeAlias
+
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+_Numbers: TypeAlias = int | Int[Tensor, "number"]
+_ROUNDED = 1.001  # of products and lengths in any dtype
+
 
 class LargestScores:
     """The k largest scores so far, of a writer and a reader each.
+
+    Args:
+        k: how many to keep.
+        by_size: whether those of largest |score| are meant.
 
     Example:
         >>> largest = LargestScores(2)
@@ -16,22 +25,75 @@ class LargestScores:
         ([[1, 0], [0, 2]], [7.0, 6.0])
     """
 
-    def __init__(self, k: int) -> None:
-        self.k = k
+    def __init__(self, k: int, *, by_size: bool = False) -> None:
+        self.k, self.by_size = k, by_size
         self.values = torch.empty(0, device="cpu")
         self.pairs: Int[Tensor, "pair 2"] = torch.empty(0, 2, dtype=torch.long, device="cpu")
         self.seen = 0
 
-    def add(self, found: Float[Tensor, "writer reader"], first: tuple[int, int]) -> None:
-        """Add the scores of a block whose first writer and reader have these numbers."""
+    def add(self, found: Float[Tensor, "writer reader"], first: tuple[_Numbers, _Numbers]) -> None:
+        """Add the scores of a block.
+
+        Args:
+            found: the scores.
+            first: the numbers of its first writer and reader, or those of all.
+        """
         self.seen += found.numel()
-        least = self.values[-1].item() if len(self.values) == self.k else -1.0
-        rows = (found.amax(dim=1) > least).nonzero().squeeze(1)
+        least, found_sizes = self._least, self._sizes(found)
+        rows = (found_sizes.amax(dim=1) > least).nonzero().squeeze(1)
         if not len(rows):
             return
-        values, columns = found[rows].topk(min(self.k, found.shape[1]), dim=1)
-        pairs = torch.stack([rows[:, None].expand_as(columns) + first[0], columns + first[1]], -1)
+        columns = found_sizes[rows].topk(min(self.k, found.shape[1]), dim=1).indices
+        values = found[rows[:, None], columns]
+        at = (
+            places + start if isinstance(start, int) else start.to(places.device)[places]
+            for places, start in zip(
+                (rows[:, None].expand_as(columns), columns), first, strict=True
+            )
+        )
+        pairs = torch.stack(list(at), -1)
         values = torch.cat([self.values.to(values), values.flatten()])
         self.pairs = torch.cat([self.pairs.to(pairs.device), pairs.flatten(0, 1)])
-        self.values, order = values.topk(min(self.k, len(values)))
-        self.pairs = self.pairs[order]
+        order = self._sizes(values).topk(min(self.k, len(values))).indices
+        self.values, self.pairs = values[order], self.pairs[order]
+
+    @property
+    def _least(self) -> float:
+        """What a score, or its size, must exceed to be kept."""
+        full = len(self.values) == self.k
+        return self._sizes(self.values[-1]).item() if full else -float("inf")
+
+    def _sizes(self, found: Tensor) -> Tensor:
+        return found.abs() if self.by_size else found
+
+    def add_products(
+        self,
+        left: Float[Tensor, "writer d"],
+        right: Float[Tensor, "reader d"],
+        first: tuple[int, int],
+        *,
+        block: int,
+    ) -> None:
+        """Add the product of every two rows, longest first, until no longer product is left.
+
+        |a · b| is at most ‖a‖ ‖b‖, so blocks of short rows are never computed. Takes the memory of
+        2 block d + 2 block² + 16 block min(k, block) numbers.
+
+        Args:
+            left: a row for each writer.
+            right: a row for each reader.
+            first: the numbers of the first writer and reader.
+            block: rows of either side at once.
+        """
+        seen = self.seen + len(left) * len(right)
+        orders = [each.norm(dim=1).sort(descending=True) for each in (left, right)]
+        (lengths, rows), (others, columns) = orders
+        starts = others[::block].tolist()
+        for i, longest in zip(range(0, len(rows), block), lengths[::block].tolist(), strict=True):
+            some = left[rows[i : i + block]]
+            for j, other in zip(range(0, len(columns), block), starts, strict=True):
+                if longest * other * _ROUNDED <= self._least:
+                    break
+                at = rows[i : i + block], columns[j : j + block]
+                self.add(some @ right[at[1]].T, (at[0] + first[0], at[1] + first[1]))
+        self.seen = seen

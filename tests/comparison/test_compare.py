@@ -336,6 +336,19 @@ def test_converted_models_are_compared_alike():
     assert found.nodes["id"].tolist() == expected.nodes["id"].tolist()
 
 
+def test_values_and_keys_of_a_converted_model_grown_apart():
+    model = convert(build("llama", d_vocab_out=41))
+    apart = ex.compose(ex.WidenValues(3), ex.WidenQueriesAndKeys(5, layers=[0]))
+    found = compare(model, grow(model, apart), tokens(batch=3), p.loss(), **FAST)
+    every = components(found)
+    assert every["attribution"].abs().max() > 1e-2
+    assert every["divergence"].max() < SAME
+    assert (every["cosine"] - 1).abs().max() < SAME
+    assert every["patching_change"].abs().max() < SAME * every["patching"].abs().max()
+    assert not len(found.new)
+    assert (found.nodes["status"] == "kept").all()
+
+
 @pytest.fixture(scope="module")
 def grown_and_not():
     model = build("gelu", d_vocab_out=41, n_layers=2)

@@ -135,6 +135,26 @@ def test_every_expansion_is_exact(name, monkeypatch):
         assert torch.equal(grown.shrink()(tokens), logits)
 
 
+@pytest.mark.parametrize(
+    ("name", "init"),
+    [
+        ("gpt2", ex.init.splits(0.3, 0.7)),
+        ("llama", ex.init.cancelling(0.3)),
+        ("olmo2", ex.init.cancelling(0.3)),
+    ],
+)
+def test_starts_without_zeros_are_exact_and_a_way_back(name, init, monkeypatch):
+    if name not in HERE:
+        pytest.skip("transformer-lens 3.9 has no such bridge; run with 4")
+    with in_float64(monkeypatch), torch.no_grad():
+        bridge = boot(name)
+        logits, step = bridge(prompts()), STEPS["all six"]
+        grown = grow(bridge, step, init=init, seed=3)
+        assert grown.provenance.ties
+        assert relative(grown.model(prompts()), logits) < EXACT
+        assert torch.equal(grown.shrink()(prompts()), logits)
+
+
 @pytest.mark.parametrize("name", ["gpt2", "llama", "qwen3", "gemma2", "olmo2"])
 def test_old_parts_do_what_they_did(name):
     if name not in HERE:

@@ -6,7 +6,7 @@ from common import D_VOCAB
 from models import build
 from safetensors.torch import save_file
 
-from attn_only_lens import CheckpointError, GrowthError
+from attn_only_lens import CheckpointError, GrowthError, convert
 from attn_only_lens import expansion as ex
 from attn_only_lens.growth import Training
 from attn_only_lens.growth.training import _DOCUMENT, _Checkpoint
@@ -73,6 +73,27 @@ def test_going_on_from_a_checkpoint_is_as_if_nothing_had_happened(tmp_path, kind
     theirs = dict(second.model.named_parameters())
     for name, parameter in straight.model.named_parameters():
         assert torch.equal(parameter, theirs[name]), name
+
+
+def test_values_and_keys_grow_apart_in_a_converted_model(tmp_path):
+    def converted(schedule):
+        model = convert(build("rms"))
+        return Training(model, OPTIMIZERS["adamw"](model.parameters()), schedule, seed=3)
+
+    apart = {1: ex.WidenValues(3), 3: ex.WidenQueriesAndKeys(2, layers=[0])}
+    straight = converted(apart)
+    losses = run(straight, 5)
+    assert losses[:2] == pytest.approx(run(converted({}), 2), abs=1e-12)
+    first = converted(apart)
+    run(first, 4)
+    first.save(tmp_path / "training.safetensors")
+    second = converted(apart)
+    second.resume(tmp_path / "training.safetensors")
+    assert run(second, 5) == losses[4:]
+    assert second.model.cfg.layer_sizes[0].d_head == 15
+    assert second.model.cfg.layer_sizes[0].d_value == 16
+    back = straight.history[-1].shrink(drop_new=True)
+    assert back.cfg.layer_sizes[0].d_head == 13
 
 
 def test_settings_that_were_changed_on_the_way_come_back(tmp_path):

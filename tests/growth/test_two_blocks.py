@@ -116,7 +116,7 @@ def partial(group):
         ex.AddHeads(2 * group, layers=[1]),
         ex.InsertLayer(1),
         ex.WidenValues(3, layers=[2]),
-        ex.WidenQueriesAndKeys(3, layers=[2]),
+        ex.WidenQueriesAndKeys(5, layers=[0]),
         ex.AddNeurons(7, layers=[1]),
         ex.WidenStream(11),
     )
@@ -132,7 +132,8 @@ def test_some_layers_only(family, tmp_path):
     heads, width = converted.blocks[0].cfg.n_heads, converted.blocks[0].cfg.d_head
     assert [each.d_mlp for each in sizes] == [42, 49, 37, 42]
     assert [each.n_heads for each in sizes] == [heads, heads, heads + 2 * group, heads]
-    assert [each.d_head for each in sizes] == [width, width, width + 3, width]
+    assert [each.d_head for each in sizes] == [width + 5, width, width, width]
+    assert [each.d_value for each in sizes] == [width, width, width + 3, width]
     assert grown.provenance["L1N36"] == "L2N36"
     assert grown.provenance.new_layers == ("L1",)
     assert grown.provenance.old_of(f"L2H{heads}") is None
@@ -156,9 +157,31 @@ def test_some_layers_only(family, tmp_path):
         again.shrink()
 
 
+@pytest.mark.parametrize("family", ["gelu", "llama", "parallel", "gemma", "qk_norm"])
+@torch.no_grad()
+def test_values_and_keys_apart(family):
+    """Each alone keeps the function, and both in turn are both at once, bit for bit."""
+    source = build(family)
+    converted = convert(source)
+    values, keys = ex.WidenValues(3), ex.WidenQueriesAndKeys(3)
+    width, (logits, old) = source.cfg.d_head, cached(converted)
+    both = grow(source, ex.compose(values, keys), seed=3).model
+    for first, then, d_head, d_value in ((values, keys, 0, 3), (keys, values, 3, 0)):
+        grown = grow(converted, first, seed=3)
+        new_logits, new = cached(grown.model)
+        assert relative(new_logits, logits) < EXACT
+        assert worst_head(converted, grown, old, new) < EXACT
+        assert worst_stream(converted, grown, old, new) < EXACT
+        for block in range(0, 6, 2):
+            found = [new[f"blocks.{block}.attn.hook_{part}"].shape[-1] for part in "qkvz"]
+            assert found == [width + d_head] * 2 + [width + d_value] * 2
+        assert same_bits(grown.shrink(), converted)
+        assert same_bits(grow(grown.model, then, seed=3).model, convert(both))
+
+
 @torch.no_grad()
 def test_layers_that_differ_are_brought_to_one_size():
-    model, _ = uneven("llama", widths=True, d_head=13)
+    model, _ = uneven("llama", widths=True)
     with pytest.raises(GrowthError, match="got n_heads=6; it has 9"):
         grow(model, n_heads=6)
     before = model(tokens())
@@ -271,8 +294,6 @@ def test_parameters_are_known_by_their_names_in_the_source():
 @torch.no_grad()
 def test_refused_with_all_reasons():
     converted = convert(build("grouped"))
-    with pytest.raises(GrowthError, match="one d_head for both: widen both"):
-        grow(converted, ex.WidenValues(3, layers=[1]))
     with pytest.raises(GrowthError, match="expected a multiple of 3"):
         grow(converted, ex.AddHeads(2, layers=[1]))
     into = grow(converted, ex.AddHeads(2, layers=[1], into_groups=True))
@@ -304,7 +325,8 @@ def test_refused_with_all_reasons():
 def test_patching_a_model_of_unequal_layers_is_patching_the_original(name):
     model = convert(build(name))
     steps = ex.AddNeurons(2, layers=[0]), ex.AddHeads(1, layers=[2]), ex.InsertLayer(1)
-    grown = grow(model, ex.compose(*steps))
+    widths = ex.WidenValues(3, layers=[0]), ex.WidenQueriesAndKeys(2, layers=[3])
+    grown = grow(model, ex.compose(*steps, *widths))
     clean = tokens()
     corrupted = clean.roll(-1, dims=0)
 

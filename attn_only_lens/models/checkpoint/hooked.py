@@ -11,7 +11,7 @@ from typing import Any, Literal, TypedDict
 from torch import Tensor
 
 from attn_only_lens.errors import CheckpointError
-from attn_only_lens.heads import Gating
+from attn_only_lens.heads import Gating, host_of
 from attn_only_lens.models.expose import expose_as
 from attn_only_lens.models.in_place import exposed_heads, hidden
 from attn_only_lens.models.in_place.known_mlps import known_mlps
@@ -20,6 +20,7 @@ from attn_only_lens.models.two_blocks import AttentionOnlyTransformer, LayerSize
 from attn_only_lens.models.two_blocks.build import (
     converted_skeleton,
     fill,
+    give_activation,
     skeleton_misfits,
     stock_skeleton,
 )
@@ -50,7 +51,15 @@ def describe_hooked(model: HookedTransformer) -> tuple[dict[str, Any], dict[str,
         layout, cfg, gating = "in place", model.cfg, exposed_heads(model)[0].gating
         sizes = (sizes_of(cfg),) * cfg.n_layers
         with hidden(model):
-            reasons = reasons_against(model)  # hooks are not saved, as in a state dict
+            # Hooks are not saved, as in a state dict.
+            reasons = reasons_against(model, silu=gating.silu)
+    if gating.silu is not None and any(
+        each.module.act_fn != gating.silu for each in host_of(model).neurons
+    ):
+        reasons.append(
+            f"its activation is code of its own, and what is loaded runs {gating.silu!r}: set that "
+            "as act_fn of every MLP of the source, and start again from there"
+        )
     first = {id(parameter): name for name, parameter in model.named_parameters()}
     entries: dict[str, Any] = {
         "layout": layout,
@@ -103,7 +112,8 @@ def expose_again(model: Any, manifest: dict[str, Any]) -> None:
     """
     problem = "its neuron-heads cannot be exposed again"
     try:
-        expose_as(model, known_mlps(model, problem), Gating.from_json(manifest["gate"]))
+        gating = Gating.from_json(manifest["gate"])
+        expose_as(model, known_mlps(model, problem, gating.silu), gating)
     except (LookupError, TypeError, ValueError) as error:
         raise CheckpointError(f"{problem}: {error}") from error
 
@@ -117,16 +127,19 @@ def _skeleton(manifest: dict[str, Any]) -> HookedTransformer:
     # Code from a hub is not run whatever a file says, and a file need not say otherwise.
     chosen = {"dtype": parse_dtype(str(config.get("dtype"))), "trust_remote_code": False}
     source = stock_skeleton({"device": "cpu", **config, **chosen})
-    if reasons := reasons_against(source):
+    gating = Gating.from_json(manifest["gate"])
+    give_activation(source, gating)
+    if reasons := reasons_against(source, silu=gating.silu):
         raise CheckpointError(f"its configuration cannot be built: {'; '.join(reasons)}")
     own, sizes = sizes_of(source.cfg), [LayerSizes(**each) for each in manifest["layers"]]
-    if (len(sizes), *sizes[:1]) != (source.cfg.n_layers, own):
+    first = [each.stock_fields for each in sizes[:1]]
+    if (len(sizes), *first) != (source.cfg.n_layers, own.stock_fields):
         raise CheckpointError(
             f"its layers are {by_layer(sizes)}; expected {source.cfg.n_layers} layers, the "
             f"first {own}"
         )
     if manifest["layout"] == "two blocks a layer":
-        return converted_skeleton(source, Gating.from_json(manifest["gate"]), sizes)
-    if len(set(sizes)) > 1:
-        raise CheckpointError(f"its layers are {by_layer(sizes)}; expected one size for all")
+        return converted_skeleton(source, gating, sizes)
+    if set(sizes) != {own}:
+        raise CheckpointError(f"its layers are {by_layer(sizes)}; expected {own} for all")
     return source

@@ -68,7 +68,7 @@ class _Kind(NamedTuple):
     rebuild: Callable[[dict[str, Any], dict[str, Tensor]], Any]
 
 
-_DOCUMENT = Document("attn_only_lens", 6, _Manifest)
+_DOCUMENT = Document("attn_only_lens", 7, _Manifest)
 _KINDS = {
     "HookedTransformer": _Kind(HookedFields, describe_hooked, rebuild_hooked),
     "TransformerBridge": _Kind(BridgeFields, describe_bridge, rebuild_bridge),

@@ -28,7 +28,7 @@ from transformer_lens.hook_points import HookPoint
 
 from attn_only_lens.axes import PreActivation, Residual
 from attn_only_lens.errors import UnsupportedCallError
-from attn_only_lens.gates import GATES
+from attn_only_lens.gates import Gate
 from attn_only_lens.heads.bilinear import BilinearHeads
 from attn_only_lens.heads.computation import NeuronHeads, is_live
 from attn_only_lens.heads.gating import AnyGate, Gating
@@ -65,20 +65,20 @@ class MLPHookPoints:
 
 
 def activation_error(
-    act_fn: str, post: Tensor, q: Tensor, u: Tensor | None, b_in: Tensor | float = 0.0
+    gate: Gate, post: Tensor, q: Tensor, u: Tensor | None, b_in: Tensor | float = 0.0
 ) -> float:
     """Largest |post - (act(q) · u + b_in)|, in units of what rounding explains.
 
     Args:
-        act_fn: a key of `GATES`.
+        gate: the exact gate of act.
         post: what entered hook_post.
         q: pre-activations, in the precision in which to compute act.
         u: what they gate; None in a plain MLP.
         b_in: what a GatedMLP adds to the product.
     """
     u = torch.ones((), dtype=q.dtype, device=q.device) if u is None else u.to(q.dtype)
-    expected = GATES[act_fn].activation(q) * u + b_in
-    size = (1.0 + q.abs()) * (1.0 + u.abs())
+    expected = gate.activation(q) * u + b_in
+    size = (1.0 + gate.values(q).abs()) * (1.0 + u.abs())
     size = size + (b_in.abs() if isinstance(b_in, Tensor) else abs(b_in))
     limits = torch.finfo(post.dtype)
     error = (post.to(q.dtype) - expected).abs() / (_ROUNDINGS * limits.eps * size)
@@ -209,7 +209,8 @@ class InPlace(NeuronHeads):
     def _require_known(
         self, q: PreActivation, up: PreActivation | None, post: PreActivation
     ) -> None:
-        if activation_error(self.act_fn, post, float32_if_half(q), up, self._b_in) > 1.0:
+        gate = self.gating.activation(self.act_fn)
+        if activation_error(gate, post, float32_if_half(q), up, self._b_in) > 1.0:
             why = "its dropout, in training mode" if self.mlp.training else "changed since?"
             raise UnsupportedCallError(
                 f"layer {self.layer}: the MLP no longer computes {self.act_fn} of its "

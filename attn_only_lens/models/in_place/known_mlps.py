@@ -20,7 +20,7 @@ Dropout between the two does not show, since the MLP runs in evaluation mode; no
 
 import math
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -37,7 +37,7 @@ from transformer_lens.model_bridge.generalized_components import (
 from transformers.pytorch_utils import Conv1D
 
 from attn_only_lens.errors import UnsupportedModelError
-from attn_only_lens.gates import GATES
+from attn_only_lens.gates import GATES, Gate, GeneralizedSiLU
 from attn_only_lens.models.in_place.exposed import exposed_heads
 from attn_only_lens.models.in_place.heads import MLPHookPoints, activation_error
 from attn_only_lens.models.two_blocks.known_modules import reasons_against
@@ -62,7 +62,7 @@ class KnownMLP:
     Attributes:
         mlp: the module.
         points: its hook points.
-        act_fn: the name of its activation, a key of `GATES`.
+        act_fn: the name of its activation: a key of `GATES`, or that of a generalized SiLU.
     """
 
     mlp: nn.Module
@@ -70,8 +70,10 @@ class KnownMLP:
     act_fn: str
 
 
-def known_mlps(model: Any, problem: str) -> list[KnownMLP]:
+def known_mlps(model: Any, problem: str, silu: GeneralizedSiLU | None = None) -> list[KnownMLP]:
     """Recognise the MLP of every layer of a HookedTransformer or TransformerBridge, exposed or not.
+
+    With `silu`, the activation of each is to be that.
 
     Raises:
         UnsupportedModelError: an MLP, or the model, is not known; `problem` says what cannot be
@@ -90,7 +92,7 @@ def known_mlps(model: Any, problem: str) -> list[KnownMLP]:
             "transformer-lens 3.9) or a TransformerBridge"
         ]
     else:
-        reasons = reasons_against(model)  # hooks may stay where they are
+        reasons = reasons_against(model, silu=silu)  # hooks may stay where they are
         blocks = [] if reasons else list(model.blocks)
     known: list[KnownMLP] = []
     mlps: list[Any] = [getattr(block, "mlp", None) for block in blocks]
@@ -100,7 +102,7 @@ def known_mlps(model: Any, problem: str) -> list[KnownMLP]:
                 if any(mlp is each.mlp for each in known):
                     raise UnknownMLPError("it shares its MLP with an earlier layer")
                 points = find_hook_points(mlp)
-                known.append(KnownMLP(mlp, points, _activation(mlp, points, model.cfg)))
+                known.append(KnownMLP(mlp, points, _activation(mlp, points, model.cfg, silu)))
             except UnknownMLPError as error:
                 reasons.append(f"layer {layer}: {error}")
     names = {each.act_fn for each in known}
@@ -245,7 +247,7 @@ def evaluation_without_hooks(mlps: Iterable[object]) -> Iterator[None]:
             setattr(point, name, registered)
 
 
-def _activation(mlp: Any, points: MLPHookPoints, cfg: Any) -> str:
+def _activation(mlp: Any, points: MLPHookPoints, cfg: Any, silu: GeneralizedSiLU | None) -> str:
     """Run an MLP and name its activation, or raise UnknownMLPError."""
     d_mlp, d_model = mlp.W_out.shape
     shape = (_BATCH, _POS, d_mlp)
@@ -271,7 +273,8 @@ def _activation(mlp: Any, points: MLPHookPoints, cfg: Any) -> str:
     shapes = {tuple(output.shape) for (output,) in seen.values()}
     if shapes != {shape}:
         raise UnknownMLPError(f"its activations have shapes {shapes}; expected {shape}")
-    return _name(seen[points.post][0], q, u, mlp, cfg)
+    gates = GATES if silu is None else {silu.gate.name: silu.gate}
+    return _name(seen[points.post][0], q, u, mlp, cfg, gates)
 
 
 def _queries(shape: tuple[int, ...]) -> Tensor:
@@ -282,16 +285,16 @@ def _queries(shape: tuple[int, ...]) -> Tensor:
     return q.reshape(shape)
 
 
-def _name(post: Tensor, q: Tensor, u: Tensor, mlp: Any, cfg: Any) -> str:
+def _name(post: Tensor, q: Tensor, u: Tensor, mlp: Any, cfg: Any, gates: Mapping[str, Gate]) -> str:
     """Name the activation that made `post` of q and u: of equals, the one the model names."""
     post, q, u = post.cpu(), q.cpu().double(), u.cpu()
     b_in = mlp.b_in.cpu().double() if isinstance(mlp, GatedMLP) else 0.0
-    errors = {name: activation_error(name, post, q, u, b_in) for name in GATES}
+    errors = {name: activation_error(gate, post, q, u, b_in) for name, gate in gates.items()}
     best = min(errors, key=errors.__getitem__)
     name = cfg.act_fn if errors.get(cfg.act_fn, math.inf) <= 1.0 else best
     if errors[name] <= 1.0:
         return str(name)
     raise UnknownMLPError(
         "its MLP's activations are not q times a weight in [0, 1] of q alone: expected one of "
-        f"{', '.join(sorted(GATES))}"
+        f"{', '.join(sorted(gates))}"
     )

@@ -23,6 +23,7 @@ With bilinear gates, m heads share each neuron; the mathematics is in `heads/bil
 """
 
 from collections.abc import Callable
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -32,6 +33,7 @@ from transformer_lens.utilities.addmm import batch_addmm
 
 from attn_only_lens.axes import PreActivation, Residual
 from attn_only_lens.errors import UnsupportedCallError
+from attn_only_lens.gates import Gate
 from attn_only_lens.gates.bilinear import largest_query
 from attn_only_lens.heads.bilinear import BilinearHeads
 from attn_only_lens.heads.computation import NeuronHeads, is_live
@@ -122,7 +124,7 @@ class NeuronAttention(NeuronHeads, QKAndOV, nn.Module):
 
     def _scale(self, by: str, of: Tensor) -> Tensor:
         """Multiply the row of each neuron by the factors, of this name, of its heads."""
-        return of
+        return cast(Gate, self.gate).values(of) if by == "value" else of
 
     @property
     def W_Q(self) -> Float[Tensor, "head_index d_model d_head=1"]:
@@ -147,15 +149,17 @@ class NeuronAttention(NeuronHeads, QKAndOV, nn.Module):
 
     @property
     def W_V(self) -> Float[Tensor, "head_index d_model d_head=1"]:
-        """Value weights: W_in, in a plain MLP the same storage as W_Q."""
+        """Value weights: W_in, in a plain MLP the same storage as W_Q (a_1 a_2 times it in a
+        generalized SiLU's).
+        """
         self._refuse_product_value("W_V")
-        return self._scale("ones", self.W_in.T.unsqueeze(-1))
+        return self._scale("value", self.W_in.T.unsqueeze(-1))
 
     @property
     def b_V(self) -> Float[Tensor, "head_index d_head=1"]:
         """Value biases: b_in, or zero in a gated MLP."""
         self._refuse_product_value("b_V")
-        return self._scale("ones", self._bias)
+        return self._scale("value", self._bias)
 
     @property
     def W_O(self) -> Float[Tensor, "head_index d_head=1 d_model"]:
@@ -199,6 +203,8 @@ class BilinearAttention(BilinearHeads, NeuronAttention):
 
     def _scale(self, by: str, of: Tensor) -> Tensor:
         m = self.heads_per_neuron
-        factors = of.new_ones(m) if by == "ones" else of.new_tensor(getattr(self.bilinear_gate, by))
+        factors = (
+            of.new_ones(m) if by == "value" else of.new_tensor(getattr(self.bilinear_gate, by))
+        )
         limit = largest_query(of.dtype)
         return torch.einsum("j,n...->nj...", factors.clamp(-limit, limit), of).flatten(0, 1)

@@ -50,7 +50,7 @@ class AttentionBlock(TransformerBlock):
         block.ln2 = nn.Identity().train(source.training)
         block.hook_mlp_out = NoMLP().train(source.training)
         block.cfg = cfg
-        block.attn.cfg = cfg  # type: ignore[assignment]
+        block.attn.cfg = cfg.of_attention()  # type: ignore[assignment]
         block.passing = passing
         return block
 
@@ -65,9 +65,9 @@ class AttentionBlock(TransformerBlock):
         entry = past_kv_cache_entry
         # TransformerLens makes all entries of one size; an empty one can be replaced.
         if isinstance(entry, TransformerLensKeyValueCacheEntry) and not entry.past_keys.shape[1]:
-            heads = self.cfg.n_key_value_heads or self.cfg.n_heads
-            empty = entry.past_keys.new_empty((len(entry.past_keys), 0, heads, self.cfg.d_head))
-            entry.past_keys = entry.past_values = empty
+            shape = len(entry.past_keys), 0, self.cfg.n_key_value_heads or self.cfg.n_heads
+            entry.past_keys = entry.past_keys.new_empty((*shape, self.cfg.d_head))
+            entry.past_values = entry.past_values.new_empty((*shape, self.cfg.d_value))
         resid_post: Residual = super().forward(
             resid_pre, shortformer_pos_embed, entry, attention_mask
         )

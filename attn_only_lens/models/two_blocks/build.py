@@ -5,13 +5,13 @@ number is drawn; then it is given its tensors. Those that do not fit the skeleto
 
 TransformerLens has one size for all layers in its configuration, and none in its forward pass: a
 block asks its own `cfg`. So where a layer is to have another size, the skeleton gets the block that
-a configuration with that size leads to; its modules are then given the configuration of the model,
-and conversion gives its attention a view of that (`BlockConfig`).
+a configuration with that size leads to, and parameters for values of another width; its modules are
+then given the configuration of the model, and conversion gives its attention a view of that
+(`BlockConfig`).
 """
 
 import copy
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -120,13 +120,17 @@ def stock_skeleton(fields: Mapping[str, Any]) -> HookedTransformer:
     return source
 
 
+_OF_VALUES = {"W_V": 2, "b_V": 1, "W_O": 1}  # and the axis that is as wide
+
+
 def converted_skeleton(
     source: HookedTransformer, gating: Gating, sizes: Sequence[LayerSizes]
 ) -> AttentionOnlyTransformer:
     """Build a converted model without numbers, with layers of these sizes.
 
     Args:
-        source: of `stock_skeleton`, whose `cfg` has the sizes of layer 0. Used up.
+        source: of `stock_skeleton`, whose `cfg` has the sizes of layer 0. Used up. Its MLPs get the
+            activation of the gates, where that has no name.
         gating: the gates of neuron-heads.
         sizes: of each source layer.
     """
@@ -134,14 +138,27 @@ def converted_skeleton(
         if each == sizes_of(source.cfg):
             continue
         cfg = copy.copy(source.cfg)
-        vars(cfg).update(asdict(each))
+        vars(cfg).update(each.stock_fields)
         with torch.device("meta"):
             block = TransformerBlock(cfg, layer)
+        for name, parameter in list(block.attn.named_parameters()):
+            if (axis := _OF_VALUES.get(name.removeprefix("_"))) is not None:
+                shape = list(parameter.shape)
+                shape[axis] = each.d_value
+                setattr(block.attn, name, nn.Parameter(parameter.new_empty(shape)))
         for module in block.modules():
             if hasattr(module, "cfg"):
                 module.cfg = source.cfg  # type: ignore[assignment]
         source.blocks[layer] = block
+    give_activation(source, gating)
     return convert_as(source, gating, sizes=sizes)
+
+
+def give_activation(source: HookedTransformer, gating: Gating) -> None:
+    """Give the MLPs of a skeleton the activation of gates, where no configuration names it."""
+    if gating.silu is not None:
+        for block in source.blocks:
+            block.mlp.act_fn = gating.silu
 
 
 def rebuild(
@@ -186,13 +203,13 @@ def rebuild(
         ...     for name, tensor in model.state_dict().items()
         ... }
         >>> (sizes,) = model.cfg.layer_sizes
-        >>> pruned = rebuild(model, tensors, [LayerSizes(4, None, 32, 7, sizes.attn_scale)])
+        >>> pruned = rebuild(model, tensors, [LayerSizes(4, None, 32, 32, 7, sizes.attn_scale)])
         >>> pruned.blocks[1].cfg.n_heads, pruned.all_head_labels()[-1]
         (7, 'L0N6')
     """
-    fields = {**vars(model.cfg.layer_cfg(0)), **asdict(sizes[0]), "n_layers": len(sizes), **changes}
+    fields = vars(model.cfg.layer_cfg(0)) | sizes[0].stock_fields | {"n_layers": len(sizes)}
     gating = model.cfg.gating if gating is None else gating
-    new = converted_skeleton(stock_skeleton(fields), gating, sizes)
+    new = converted_skeleton(stock_skeleton(fields | changes), gating, sizes)
     tied = tied or {}
     if wrong := skeleton_misfits(new, tensors, tied):
         raise UnsupportedModelError(wrong, "these weights make no model of these sizes")

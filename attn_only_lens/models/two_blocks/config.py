@@ -2,9 +2,11 @@
 
 In a model that `convert` made, all source layers are alike. They need not be: a block of heads
 writes a sum over them, whatever their number, so the layers of a converted model may differ in
-their heads and neurons (`rebuild`). The stream's d_model is one for all.
+their heads and neurons (`rebuild`), and queries and keys may have another width than values, as in
+the growth paper. The stream's d_model is one for all.
 """
 
+import copy
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pprint import pformat
@@ -18,13 +20,14 @@ from attn_only_lens.tl import HookedTransformerConfig
 
 @dataclass(frozen=True)
 class LayerSizes:
-    """The sizes of one source layer, under the names that a configuration has for them.
+    """The sizes of one source layer, under the names that a configuration has for all but d_value.
 
     Attributes:
         n_heads: attention heads.
         n_key_value_heads: keys and values that they share, in groups of equal size; None where
             each head has its own.
-        d_head: the width of an attention head.
+        d_head: the width of an attention head's queries and keys.
+        d_value: the width of its values, and of z; for TransformerLens the same.
         d_mlp: neurons.
         attn_scale: the divisor of the scores of its attention heads, if the model has one.
 
@@ -35,12 +38,13 @@ class LayerSizes:
     n_heads: int
     n_key_value_heads: int | None
     d_head: int
+    d_value: int
     d_mlp: int
     attn_scale: float
 
     def __post_init__(self) -> None:
-        grouped = self.n_key_value_heads is not None
-        counts = [self.n_heads, self.d_head, self.d_mlp, *[self.n_key_value_heads] * grouped]
+        shared = 1 if self.n_key_value_heads is None else self.n_key_value_heads
+        counts = [self.n_heads, self.d_head, self.d_value, self.d_mlp, shared]
         if any(type(each) is not int or each < 1 for each in counts):
             raise ValueError(f"got {self}; expected whole numbers, 1 or more")
         if self.n_key_value_heads and self.n_heads % self.n_key_value_heads:
@@ -48,9 +52,14 @@ class LayerSizes:
         if isinstance(self.attn_scale, bool) or not isinstance(self.attn_scale, int | float):
             raise ValueError(f"got {self}; expected attn_scale to be a number")
 
+    @property
+    def stock_fields(self) -> dict[str, Any]:
+        """The fields of a `HookedTransformerConfig`: all but d_value."""
+        return {name: size for name, size in asdict(self).items() if name != "d_value"}
+
     def n_params(self, cfg: HookedTransformerConfig) -> int:
         """Count the parameters of the layer as TransformerLens does in `cfg.n_params`."""
-        attention = 4 * self.n_heads * self.d_head
+        attention = 2 * self.n_heads * (self.d_head + self.d_value)
         return cfg.d_model * (attention + self.d_mlp * (2 + cfg.gated_mlp))
 
 
@@ -58,7 +67,7 @@ def sizes_of(cfg: HookedTransformerConfig) -> LayerSizes:
     """The sizes of every layer of a stock model with MLPs."""
     grouped = None if cfg.n_key_value_heads is None else int(cfg.n_key_value_heads)
     heads, width, neurons = int(cfg.n_heads), int(cfg.d_head), int(cfg.d_mlp or 0)
-    return LayerSizes(heads, grouped, width, neurons, float(cfg.attn_scale))
+    return LayerSizes(heads, grouped, width, width, neurons, float(cfg.attn_scale))
 
 
 def by_layer(values: Sequence[Any]) -> str:
@@ -97,15 +106,15 @@ class AttentionOnlyConfig(HookedTransformerConfig):
     `model.blocks[i].cfg.n_heads`, or `model.cfg.layer_sizes`. It also keeps TransformerLens
     from building a different model out of this configuration.
 
-    Where source layers differ in size, `d_mlp` raises too, and `n_key_value_heads`, `d_head` and
-    `attn_scale` are those of layer 0: TransformerLens begins a key-value cache with the first two,
-    and each attention block fits its own entry to its heads.
+    Where source layers differ in size, `d_mlp` raises too, and `n_key_value_heads`, `d_head` (of
+    queries and keys) and `attn_scale` are those of layer 0: TransformerLens begins a key-value
+    cache with the first two, and each attention block fits its own entry to its heads.
     """
 
     gating: Gating
     """The gates of the neuron-heads, for which the blocks were built."""
     layer_sizes: tuple[LayerSizes, ...]
-    """The numbers of heads and neurons of each source layer, and the width of its heads."""
+    """The numbers of heads and neurons of each source layer, and the widths of its heads."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         raise UnsupportedCallError(
@@ -159,15 +168,23 @@ class AttentionOnlyConfig(HookedTransformerConfig):
             )
         return counts[0]
 
+    @property
+    def has_stock_sizes(self) -> bool:
+        """True if a stock model can have these sizes: of all layers, with one width of heads."""
+        first = self.layer_sizes[0]
+        return set(self.layer_sizes) == {first} and first.d_value == first.d_head
+
     def source_cfg(self) -> HookedTransformerConfig:
         """A stock configuration of the source model, at the present dtype and device.
 
         Raises:
-            UnsupportedCallError: source layers differ in size, as those of no stock model do.
+            UnsupportedCallError: no stock model has such sizes: source layers differ, or values
+                have another width than queries and keys.
         """
-        if len(set(self.layer_sizes)) > 1:
+        if not self.has_stock_sizes:
             raise UnsupportedCallError(
-                "source_cfg of a converted model whose layers differ: no stock model is like it. "
+                "source_cfg of a converted model whose layers differ, or whose values have another "
+                "width than queries and keys: no stock model is like it. "
                 f"It has {by_layer(self.layer_sizes)}. Use model.cfg for what all layers share, "
                 "model.cfg.layer_sizes[l] or model.blocks[i].cfg for what they do not, and "
                 "model.cfg.layer_cfg(l) for a stock configuration with every layer like layer l"
@@ -175,12 +192,15 @@ class AttentionOnlyConfig(HookedTransformerConfig):
         return self.layer_cfg(0)
 
     def layer_cfg(self, layer: int) -> HookedTransformerConfig:
-        """A stock configuration of a source model with every layer of the size of this one."""
+        """A stock configuration of a source model with every layer of the size of this one.
+
+        Its d_head is that of queries and keys.
+        """
         fields = {k: v for k, v in self.__dict__.items() if k not in ("gating", "layer_sizes")}
         fields |= {
             "n_layers": len(self.layer_sizes),
             "attn_only": False,
-            **asdict(self.layer_sizes[layer]),
+            **self.layer_sizes[layer].stock_fields,
         }
         source = object.__new__(HookedTransformerConfig)
         source.__dict__.update(fields)
@@ -204,7 +224,7 @@ def attention_only_config(
     first = sizes[0]
     kv_heads = first.n_heads if first.n_key_value_heads is None else first.n_key_value_heads
     cfg = object.__new__(AttentionOnlyConfig)
-    cfg.__dict__.update(source.__dict__ | asdict(first))
+    cfg.__dict__.update(source.__dict__ | first.stock_fields)
     cfg.__dict__.update(
         n_layers=2 * source.n_layers,
         attn_only=True,
@@ -240,6 +260,12 @@ class BlockConfig:
     def __setattr__(self, name: str, value: object) -> None:
         raise AttributeError(f"a block's cfg is read-only: set {name} on the model's cfg")
 
+    def of_attention(self) -> "BlockConfig":
+        """The view of TransformerLens' attention, which reads d_head for the width of z alone."""
+        view = copy.copy(self)
+        view.__dict__["_overrides"] = self._overrides | {"d_head": self.d_value}
+        return view
+
 
 def _overrides(root: AttentionOnlyConfig, block: int) -> dict[str, Any]:
     layer = block_layer(block)
@@ -248,7 +274,7 @@ def _overrides(root: AttentionOnlyConfig, block: int) -> dict[str, Any]:
     both = {"layer": layer, "neurons_read_along": root.parallel_attn_mlp}
     if block_kind(block) == "neuron":
         n_heads = sizes.d_mlp * root.gating.heads_per_neuron
-        heads = {"n_heads": n_heads, "d_head": 1, "n_key_value_heads": None}
+        heads = {"n_heads": n_heads, "d_head": 1, "d_value": 1, "n_key_value_heads": None}
         return {**both, **heads, "d_mlp": sizes.d_mlp}
     return {
         **both,

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from attn_only_lens.gates import GATES
+from attn_only_lens.gates import GATES, GeneralizedSiLU
 from attn_only_lens.tl import (
     MLP,
     USE_INSTEAD,
@@ -24,11 +24,13 @@ _NORMS = (LayerNorm, LayerNormPre, RMSNorm, RMSNormPre, nn.Identity)
 _NORM_TYPES = ("LN", "LNPre", "RMS", "RMSPre", None)
 
 
-def reasons_against(model: object, *, needs_mlp: bool = True) -> list[str]:
+def reasons_against(
+    model: object, *, needs_mlp: bool = True, silu: GeneralizedSiLU | None = None
+) -> list[str]:
     """List why this model cannot be converted exactly. Changes nothing.
 
     Without `needs_mlp`, list why it is not known what it computes, with MLPs or without. Hooks are
-    another matter: `hook_reasons`.
+    another matter: `hook_reasons`. With `silu`, its activation is to be that, whatever its name.
     """
     if not isinstance(model, HookedTransformer):
         return [
@@ -45,7 +47,7 @@ def reasons_against(model: object, *, needs_mlp: bool = True) -> list[str]:
         ),
         f"its act_fn is {cfg.act_fn!r}, which is not q times a weight in [0, 1] of q alone; "
         f"expected one of {', '.join(sorted(GATES))}": (
-            not cfg.attn_only and cfg.act_fn not in GATES
+            not cfg.attn_only and silu is None and cfg.act_fn not in GATES
         ),
         f"it is a mixture of {cfg.num_experts} experts: which MLP runs is routed": cfg.num_experts,
         "its weights are quantized; load it in float32, bfloat16 or float16": (
@@ -61,7 +63,7 @@ def reasons_against(model: object, *, needs_mlp: bool = True) -> list[str]:
     reasons += module_reasons(model)
     if not reasons:
         for layer, block in enumerate(model.blocks):
-            reasons += [f"layer {layer}: {reason}" for reason in _block_reasons(block, cfg)]
+            reasons += [f"layer {layer}: {reason}" for reason in _block_reasons(block, cfg, silu)]
     return reasons
 
 
@@ -86,7 +88,7 @@ def module_reasons(model: HookedTransformer) -> list[str]:
     return reasons
 
 
-def _block_reasons(block: nn.Module, cfg: Any) -> list[str]:
+def _block_reasons(block: nn.Module, cfg: Any, silu: GeneralizedSiLU | None) -> list[str]:
     if type(block) is not TransformerBlock:
         return [f"its block is a {type(block).__qualname__}; expected a TransformerBlock"]
     reasons = []
@@ -112,15 +114,21 @@ def _block_reasons(block: nn.Module, cfg: Any) -> list[str]:
             wrong.append(f"its {name} has shape {tuple(weight.shape)}; expected {shape}")
         elif not weight.is_floating_point():
             wrong.append(f"its {name} is {weight.dtype}; expected floating point")
-    return reasons + (wrong or _activation_reasons(mlp.act_fn, cfg.act_fn))
+    return reasons + (wrong or _activation_reasons(mlp.act_fn, cfg.act_fn, silu))
 
 
-def _activation_reasons(act_fn: Any, name: str) -> list[str]:
+def _activation_reasons(act_fn: Any, name: str, silu: GeneralizedSiLU | None) -> list[str]:
     """Compare the activation that the model calls with the gate of its name, in float64."""
+    gate = GATES[name] if silu is None else silu.gate
     q = torch.linspace(-12.0, 12.0, 193, dtype=torch.float64, device="cpu")
     with torch.no_grad():
-        got, expected = act_fn(q), GATES[name].activation(q)
+        got, expected = act_fn(q), gate.activation(q)
     if got.shape == q.shape and torch.allclose(got, expected, rtol=1e-12, atol=1e-14):
         return []
     worst = (got - expected).abs().max().item() if got.shape == q.shape else float("nan")
-    return [f"its act_fn is not {name}, which cfg.act_fn promises: they differ by {worst:.2g}"]
+    if silu is not None:
+        return [f"its act_fn is not {gate.name}, which was given: they differ by {worst:.2g}"]
+    return [
+        f"its act_fn is not {name}, which cfg.act_fn promises: they differ by {worst:.2g}; if it "
+        "is a_1 SiLU(a_2 x), pass gate=GeneralizedSiLU(a_1, a_2)"
+    ]

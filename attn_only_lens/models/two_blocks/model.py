@@ -29,8 +29,9 @@ class AttentionOnlyTransformer(Refusals, ConvertedHookChecks, WithNeuronHeads):
     named, the name speaks of source layers (`L5H3`, `L5N1234`). A call of TransformerLens that
     has no right answer raises `UnsupportedCallError` and names the one to use.
 
-    Source layers may differ in their numbers of heads and neurons (`cfg.layer_sizes`); those of a
-    model that `convert` made do not.
+    Source layers may differ in their numbers of heads and neurons, and in the widths of queries
+    and keys (d_head) and of values (d_value): `cfg.layer_sizes`. Those of a model that `convert`
+    made do not.
 
     Example:
         >>> from attn_only_lens import convert, pretrained
@@ -67,7 +68,8 @@ class AttentionOnlyTransformer(Refusals, ConvertedHookChecks, WithNeuronHeads):
         """A stock configuration of the source model, at the present dtype and device.
 
         Raises:
-            UnsupportedCallError: source layers differ in size, as those of no stock model do.
+            UnsupportedCallError: no stock model has such sizes: source layers differ, or values
+                have another width than queries and keys.
         """
         return self.cfg.source_cfg()
 

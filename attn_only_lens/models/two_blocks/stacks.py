@@ -65,7 +65,8 @@ class HeadStack(QKAndOV):
 
     In place of `model.W_Q` and its like, which have no one shape for heads of two kinds. Stacks
     are built when asked for, from the parameters as they are then. The first axis is the source
-    layer; grouped keys and values are repeated for each query head, as in TransformerLens. Where
+    layer; grouped keys and values are repeated for each query head, as in TransformerLens. Values
+    have a width of their own, d_value, which is d_head unless growth widened one alone. Where
     source layers differ in size there is no stack, and asking for one raises UnsupportedCallError.
 
     Attributes:
@@ -91,16 +92,16 @@ class HeadStack(QKAndOV):
     W_K = StackedWeight()
     """Key weights [layer, head_index, d_model, d_head]; zero for neuron-heads."""
     W_V = StackedWeight()
-    """Value weights [layer, head_index, d_model, d_head]; neuron-heads of gated MLPs have none,
+    """Value weights [layer, head_index, d_model, d_value]; neuron-heads of gated MLPs have none,
     and raise."""
     W_O = StackedWeight()
-    """Output weights [layer, head_index, d_head, d_model]."""
+    """Output weights [layer, head_index, d_value, d_model]."""
     b_Q = StackedWeight()
     """Query biases [layer, head_index, d_head]."""
     b_K = StackedWeight()
     """Key biases [layer, head_index, d_head]; zero for neuron-heads."""
     b_V = StackedWeight()
-    """Value biases [layer, head_index, d_head]; neuron-heads of gated MLPs have none, and raise."""
+    """Value biases [layer, head_index, d_value]; neuron-heads of gated MLPs raise, as for W_V."""
 
     @property
     def labels(self) -> list[str]:

@@ -46,8 +46,9 @@ class Heads:
 
     def scores(self, stream: Float[Tensor, "*batch n_vectors width"]) -> Tensor:
         """Scores before the softmax, [*batch, n_heads, query, key]."""
-        x = stream.unsqueeze(-3)
-        return (x @ self.W_Q) @ (x @ self.W_K).mT
+        # One product for all heads: broadcast over heads, the stream would be copied for each.
+        queries = torch.einsum("...nw,hwd->...hnd", stream, self.W_Q)
+        return queries @ torch.einsum("...nw,hwd->...hnd", stream, self.W_K).mT
 
     def pattern(self, stream: Float[Tensor, "*batch n_vectors width"]) -> Tensor:
         """Attention weights, [*batch, n_heads, query, key]; each query's weights sum to 1."""
@@ -55,9 +56,16 @@ class Heads:
 
     def __call__(self, stream: Float[Tensor, "*batch n_vectors width"]) -> Tensor:
         """The stream after the sublayer, skip connection included: the same shape."""
-        x = stream.unsqueeze(-3)
-        z = self.pattern(stream) @ (x @ self.W_V)
-        return stream + (z @ self.W_O).sum(-3)
+        return stream + self.write(stream, self.pattern(stream))
+
+    def write(
+        self,
+        stream: Float[Tensor, "*batch n_vectors width"],
+        pattern: Float[Tensor, "*batch n_heads n_vectors n_vectors"],
+    ) -> Tensor:
+        """What the heads add to the stream where they attend so: the shape of the stream."""
+        z = pattern @ torch.einsum("...nw,hwd->...hnd", stream, self.W_V)
+        return torch.einsum("...hnd,hdw->...nw", z, self.W_O)
 
 
 def split(

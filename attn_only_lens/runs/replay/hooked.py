@@ -52,9 +52,10 @@ class HookedReplay(Replay):
     def cached_numbers_per_token(self) -> int:
         """The numbers that a block holds at once for the keys and values of a token."""
         rotary = self.model.cfg.positional_embedding_type == "rotary"  # keys are rotated each time
-        d_head = max((each.past_keys.shape[-1] for each in self._past.values()), default=0)
+        held = (tensor for each in self._past.values() for tensor in vars(each).values())
+        width = max((tensor.shape[-1] for tensor in held), default=0)
         # Grouped keys and values are repeated for each head.
-        return (6 if rotary else 3) * max(self.host.n_heads) * d_head
+        return (6 if rotary else 3) * max(self.host.n_heads) * width
 
     def can_start_at(self, block: int, position: int) -> bool:
         """Return whether blocks can run from a position on: in any causal model."""

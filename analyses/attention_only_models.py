@@ -1,0 +1,211 @@
+"""Neuron-heads that are trained, and the transformers that have them in the place of MLPs.
+
+With x a token of the stream (normalised), a neuron-head is a masked attention head of width 1:
+each token sees itself and one static row outside of the text.
+
+    q = x·W_Q    k = x·W_K    v = x·W_V      key_b, value_b: of the static row
+    scores    self: q k          static row: q key_b            (the scale √1 of width 1)
+    pattern   self: p = σ(q (k - key_b))     static row: 1 - p
+    output    (p v + (1 - p) value_b) W_O
+
+    bias token   to the letter: one row [b | 1] for all heads of all layers, b learned, and tokens
+                 [x | 0]: key_b = [b | 1]·W_K, value_b = [b | 1]·W_V; four vectors a head
+    persistent   of Sukhbaatar et al. (2019): key_b and value_b are each head's own two numbers
+    keyless      the theorem's W_K = [0 | -1], so that p = σ(q), and value_b = 0: three vectors;
+                 p v is then a gated linear unit (Dauphin et al., 2017)
+    theorem      and W_Q = W_V: two vectors, σ(q) q; the MLP, computed as heads
+    mlp          SiLU(x W_Q) W_O by torch: Definition 1, no biases
+
+"set free" is "bias token" started at the theorem's weights: at first it is that MLP.
+
+The transformers around them are a GPT-2 of transformers (text) and the HookedTransformer of
+`train_modular_addition.py`; `in_package` gives them back with an MLP, from the "mlp" or "theorem".
+"""
+
+import copy
+from typing import Any, Literal, get_args
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor, nn
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from attn_only_lens.tl import HookedTransformer
+
+Kind = Literal["mlp", "theorem", "keyless", "bias token", "set free", "persistent"]
+KINDS: tuple[Kind, ...] = get_args(Kind)
+VECTORS = {"mlp": 2, "theorem": 2, "keyless": 3}  # of d_model numbers a head; the others have 4
+
+
+class Neurons(nn.Module):
+    """The neuron-heads of a layer, or its MLP.
+
+    Args:
+        kind: as the module has it.
+        d_model: of the stream.
+        n_heads: how many.
+        std: of the vectors that read; those that write are drawn with `std_out`.
+        bias: b of the bias token, shared by all layers.
+    """
+
+    def __init__(
+        self, kind: Kind, d_model: int, n_heads: int, std: float, std_out: float, bias: nn.Parameter
+    ) -> None:
+        super().__init__()
+        self.kind, self.bias = kind, None
+        self.cut: frozenset[str] = frozenset()
+        own = 1 if kind in ("bias token", "set free") else 0  # the coordinate of the bias token
+
+        def drawn(*shape: int, std: float = std) -> nn.Parameter:
+            return nn.Parameter(torch.randn(shape) * std)
+
+        self.W_Q, self.W_O = drawn(d_model, n_heads), drawn(n_heads, d_model, std=std_out)
+        if kind not in ("mlp", "theorem"):
+            self.W_V = drawn(d_model + own, n_heads)
+        if kind not in ("mlp", "theorem", "keyless"):
+            self.W_K = drawn(d_model + own, n_heads)
+        if own:
+            self.bias = bias
+        if kind == "persistent":
+            self.key_b, self.value_b = drawn(n_heads), drawn(n_heads)
+        if kind == "set free":
+            with torch.no_grad():
+                self.W_K.zero_()[-1] = -1.0
+                self.W_V.zero_()[:-1] = self.W_Q
+
+    def parts(self, x: Float[Tensor, "... d_model"]) -> dict[str, Tensor]:
+        """What a head computes: q, k, v [..., head], and key_b, value_b, which broadcast to them.
+
+        `self.cut` names what is left out of it, for measurements: "key" puts every key at its mean
+        over the tokens given, "value_b" is 0.
+        """
+        q = x @ self.W_Q
+        d_model, zero, one = x.shape[-1], x.new_zeros(()), x.new_ones(())
+        k = x @ self.W_K[:d_model] if hasattr(self, "W_K") else zero
+        v = x @ self.W_V[:d_model] if hasattr(self, "W_V") else q
+        key_b, value_b = -one, zero
+        if self.bias is not None:
+            row = torch.cat([self.bias, one[None]])
+            key_b, value_b = row @ self.W_K, row @ self.W_V
+        elif self.kind == "persistent":
+            key_b, value_b = self.key_b, self.value_b
+        if "key" in self.cut:
+            k = k.flatten(0, -2).mean(0).expand_as(k)
+        if "value_b" in self.cut:
+            value_b = zero
+        return {"q": q, "k": k, "v": v, "key_b": key_b, "value_b": value_b}
+
+    def pattern(self, parts: dict[str, Tensor]) -> Tensor:
+        """The weight of each token on itself; cut "gate", its mean over the tokens given."""
+        self_weight = torch.sigmoid(parts["q"] * (parts["k"] - parts["key_b"]))
+        if "gate" in self.cut:
+            self_weight = self_weight.flatten(0, -2).mean(0).expand_as(self_weight)
+        return self_weight
+
+    def forward(self, x: Float[Tensor, "... d_model"]) -> Float[Tensor, "... d_model"]:
+        """The sum of all heads."""
+        if self.kind == "mlp" and not self.cut:
+            return F.silu(x @ self.W_Q) @ self.W_O
+        parts = self.parts(x)
+        p, value_b = self.pattern(parts), parts["value_b"]
+        return (value_b + p * (parts["v"] - value_b)) @ self.W_O
+
+    def dense(self, x: Float[Tensor, "batch pos d_model"]) -> Float[Tensor, "batch pos d_model"]:
+        """The same as Definition 1 has it: every token scores all, and most of that is masked.
+
+        The row of the bias token, which stays what it is, asks for nothing.
+        """
+        parts, pos = self.parts(x), x.shape[1]
+
+        def rows(of_token: Tensor, of_bias: Tensor) -> Tensor:
+            """[batch, head, pos + 1, 1]."""
+            shape = (len(x), 1, self.W_Q.shape[1])
+            every = [of_token.expand_as(parts["q"]), of_bias.expand(shape)]
+            return torch.cat(every, dim=1).transpose(1, 2)[..., None]
+
+        k, v = rows(parts["k"], parts["key_b"]), rows(parts["v"], parts["value_b"])
+        seen = torch.eye(pos, pos + 1, dtype=torch.bool, device=x.device)
+        seen[:, -1] = True
+        scores = parts["q"].transpose(1, 2)[..., None] @ k.transpose(2, 3)
+        z = scores.masked_fill(~seen, -torch.inf).softmax(-1) @ v
+        return z[..., 0].transpose(1, 2) @ self.W_O
+
+
+def flops(kind: Kind, d_model: int, n_heads: int, n_dense: int = 0) -> int:
+    """Of matrix products, for a token, forward; a training step takes three times as many.
+
+    Args:
+        kind: as the module has it.
+        d_model: of the stream.
+        n_heads: how many.
+        n_dense: how many rows each token scores in the dense form. Of the two that are needed,
+            score and weight are no matrix product, and counted as none.
+    """
+    return 2 * n_heads * (VECTORS.get(kind, 4) * d_model + 2 * n_dense)
+
+
+def text_model(
+    kind: Kind, n_heads: int, *, d_vocab: int, seed: int, n_layers: int, d_model: int, heads: int
+) -> GPT2LMHeadModel:
+    """An untrained GPT-2 whose MLPs are such neurons; the rest is drawn alike for every kind."""
+    config = GPT2Config(
+        vocab_size=d_vocab,
+        n_positions=128,
+        n_embd=d_model,
+        n_layer=n_layers,
+        n_head=heads,
+        n_inner=1,
+        activation_function="silu",
+        initializer_range=0.04,
+        bos_token_id=0,
+        eos_token_id=1,
+        **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0),
+    )
+    torch.manual_seed(seed)
+    model = GPT2LMHeadModel(config)
+    bias = nn.Parameter(torch.zeros(d_model))
+    for block in model.transformer.h:
+        std_out = (2 * n_layers * n_heads) ** -0.5
+        block.mlp = Neurons(kind, d_model, n_heads, d_model**-0.5, std_out, bias)
+    return model
+
+
+def neurons_of(model: Any) -> list[Neurons]:
+    """The neurons of each layer."""
+    return [each for each in model.modules() if isinstance(each, Neurons)]
+
+
+def in_package(model: Any) -> Any:
+    """The same model with plain MLPs of SiLU, for this package to expose.
+
+    Raises:
+        ValueError: its neurons are neither "mlp" nor "theorem". Neuron-heads of this package have
+            keys that do not depend on the token, and q for a value, as those of an MLP.
+    """
+    layers = neurons_of(model)
+    odd = {each.kind for each in layers} - {"mlp", "theorem"}
+    if odd:
+        raise ValueError(f"got neuron-heads of kind {sorted(odd)}; expected those of an MLP")
+    if isinstance(model, HookedTransformer):
+        cfg = copy.deepcopy(model.cfg)
+        cfg.d_mlp = layers[0].W_Q.shape[1]
+        plain = HookedTransformer(cfg)
+        names = ("blocks.{}.mlp.W_in", "blocks.{}.mlp.W_out")
+    else:
+        config = copy.deepcopy(model.config)
+        config.n_inner = layers[0].W_Q.shape[1]
+        plain = GPT2LMHeadModel(config)
+        names = ("transformer.h.{}.mlp.c_fc.weight", "transformer.h.{}.mlp.c_proj.weight")
+    state, theirs = plain.to(layers[0].W_Q.dtype).state_dict(), model.state_dict()
+    of_layers = {
+        name.format(layer): tensor
+        for layer, each in enumerate(layers)
+        for name, tensor in zip(names, (each.W_Q, each.W_O), strict=True)
+    }
+    for name, tensor in state.items():
+        if ".mlp." in name and name not in of_layers:
+            tensor.zero_()  # biases, which Definition 1 has none of
+        else:
+            tensor.copy_((of_layers | theirs)[name].detach())
+    return plain.eval()

@@ -1,0 +1,453 @@
+"""What the study of circuits in growth measures in a model, and between two.
+
+A component is an attention head or a neuron, at all positions of a prompt. Its *effect* is what the
+metric, a difference of logits, loses when its output in the clean run is replaced by that in the
+corrupted run, and nothing else: estimated by `patching.attribution`, whose foremost sites are
+patched; of one small model all measures are made by patching every component, too. Its *share* is
+of the sum of |effects|, each the mean over prompts. A task's *circuit* in a model is the K neurons
+of largest |effect|.
+
+Between a model and one grown from it, over the components of both:
+
+    correlation    Pearson's, of the effects of neurons
+    kept           the share of the circuit's K neurons that are among the K first of the old ones
+    gates          Pearson's of a neuron's gate, its attention to itself, over the tokens of texts;
+                   the mean over the circuit
+    examples       the share of a neuron's largest and least places in those texts that are the
+                   same, EXAMPLES at each end; the mean over the circuit
+    heads          Pearson's of an attention head's pattern over the same texts; the mean over heads
+
+and what they would be by chance: the mean over all ways to match each neuron with one of its layer
+at random. Correlations of what is constant count as 0.
+
+Of what is new:
+
+    new_share      the share of new components
+    parity         what it would be if labels "new" were given at random among components of a kind
+    idle_share     the share of the quieter half of the old neurons of each layer, by |effect|
+                   before: how far what had no part comes in without being new
+    without_new    the metric with all new components patched together, on a scale from 0, with all
+                   components patched, to 1, with none; 1 where nothing is new
+    without_old    the same of all old ones
+    resemblance    the largest |correlation| of a neuron's gate with that of an old one, the mean
+                   over the K new neurons of largest |effect|; old_resemblance is that of the K
+                   old neurons of largest |effect| with other old ones
+
+Intervals are quantiles over resamples of prompts, all components with the same ones.
+"""
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import groupby
+from typing import Any, TypeAlias
+
+import numpy as np
+import pandas as pd
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from attn_only_lens import expose_neuron_heads, neurons
+from attn_only_lens import patching as p
+from attn_only_lens.heads import HeadName
+from attn_only_lens.tasks import PairedPrompts
+
+K = 20
+EXAMPLES = 10
+RESAMPLES = 200
+
+Method: TypeAlias = Callable[..., p.Sweep]
+Floats: TypeAlias = Float[np.ndarray, "..."]
+
+
+@dataclass(frozen=True)
+class Question:
+    """Prompts of a task, as tokens padded on the right, and the two answers."""
+
+    clean: Int[Tensor, "prompt pos"]
+    corrupted: Int[Tensor, "prompt pos"]
+    mask: Int[Tensor, "prompt pos"]
+    right: Int[Tensor, "prompt"]
+    wrong: Int[Tensor, "prompt"]
+
+    @classmethod
+    def of(cls, pairs: PairedPrompts, tokenizer: Any) -> "Question":
+        """Tokenize prompts of one answer each."""
+        clean, corrupted = (
+            tokenizer(list(each), padding=True, return_tensors="pt")
+            for each in (pairs.clean, pairs.corrupted)
+        )
+        right, wrong = (torch.tensor(each)[:, 0] for each in (pairs.answers, pairs.wrong))
+        mask = clean["attention_mask"]
+        return cls(clean["input_ids"], corrupted["input_ids"], mask, right, wrong)
+
+    def to(self, device: str) -> "Question":
+        """The same on a device."""
+        return Question(*(each.to(device) for each in vars(self).values()))
+
+    @property
+    def metric(self) -> Any:
+        """The right answer's logit less the wrong one's."""
+        return p.logit_diff(self.right, self.wrong)
+
+    def of_logits(self, logits: Float[Tensor, "prompt pos d_vocab"]) -> Floats:
+        """The metric of each prompt of a whole run."""
+        rows = torch.arange(len(logits), device=logits.device)
+        last = logits[rows, self.mask.sum(1).to(logits.device) - 1]
+        found: Floats = (last[rows, self.right] - last[rows, self.wrong]).cpu().double().numpy()
+        return found
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one task makes of a model.
+
+    Attributes:
+        effects: of each component, in logits.
+        clean: the metric of each prompt.
+        nothing: the same with all components patched, together.
+        without_new: with those that are new.
+        without_old: with all others.
+    """
+
+    effects: Float[np.ndarray, "component prompt"]
+    clean: Float[np.ndarray, "prompt"]
+    nothing: Float[np.ndarray, "prompt"]
+    without_new: Float[np.ndarray, "prompt"]
+    without_old: Float[np.ndarray, "prompt"]
+
+
+@dataclass(frozen=True)
+class Look:
+    """A model as it is measured.
+
+    Attributes:
+        names: of its components: heads and neurons by layer.
+        parts: by task.
+        gates: of neurons, at the tokens of the texts.
+        patterns: of attention heads, in the texts.
+        examples: the places where each neuron is largest, and where it is least.
+    """
+
+    names: tuple[str, ...]
+    parts: Mapping[str, Part]
+    gates: Mapping[str, Float[np.ndarray, "token"]]
+    patterns: Mapping[str, Float[np.ndarray, "entry"]]
+    examples: Mapping[str, tuple[frozenset[tuple[int, int]], ...]]
+
+
+def is_neuron(names: Sequence[str]) -> Bool[np.ndarray, "component"]:
+    """Which components are neurons."""
+    return np.array(["N" in name for name in names])
+
+
+def layers(names: Sequence[str]) -> Int[np.ndarray, "component"]:
+    """The layer of each component."""
+    return np.array([HeadName.parse(name).layer for name in names])
+
+
+def look(
+    model: Any,
+    questions: Mapping[str, Question],
+    texts: Sequence[Tensor],
+    new: Collection[str] = (),
+    method: Method = p.attribution,
+) -> Look:
+    """Measure a model; its neuron-heads are exposed for the call.
+
+    Args:
+        model: a bridge.
+        questions: by task.
+        texts: tokens of each, BOS first.
+        new: the components that it has gained.
+        method: of effects, `patching.attribution` or `patching.activation_patch`.
+    """
+    parts, names = {}, tuple[str, ...]()
+    with expose_neuron_heads(model) as exposed:
+        for task, asked in questions.items():
+            frame = sweep(method, exposed, asked, per_prompt=True).to_frame()
+            names = tuple(frame["name"].unique())
+            lost = (frame["unpatched"] - frame["value"]).to_numpy()
+            old = [name for name in names if name not in new]
+            together = (patched(exposed, asked, some) for some in ((), names, new, old))
+            parts[task] = Part(lost.reshape(len(names), -1), *together)
+        gates, patterns = in_texts(exposed, texts)
+        found = neurons.top_examples(exposed, None, texts, k=EXAMPLES, progress=False)
+    examples: dict[str, tuple[frozenset[tuple[int, int]], ...]] = {}
+    for (name, _), rows in found.groupby(["name", "end"], sort=False):
+        places = frozenset(zip(rows["text"], rows["at"], strict=True))
+        examples[str(name)] = (*examples.get(str(name), ()), places)
+    return Look(names, parts, gates, patterns, examples)
+
+
+def sweep(method: Method, exposed: Any, asked: Question, **how: Any) -> p.Sweep:
+    """The effects of all components, estimated or measured."""
+    return method(
+        *(exposed, asked.clean, asked.corrupted, asked.metric),
+        positions="all",
+        direction="noise",
+        mask=asked.mask,
+        progress=False,
+        **how,
+    )
+
+
+@torch.no_grad()
+def patched(exposed: Any, asked: Question, names: Iterable[str]) -> Float[np.ndarray, "prompt"]:
+    """The metric of each prompt with components patched from its corrupted run, all at once."""
+    points: dict[str, list[int]] = {}
+    for name in names:
+        head = HeadName.parse(name)
+        points.setdefault(head.hook("z", exposed), []).append(head.index)
+    _, cache = exposed.run_with_cache(asked.corrupted, names_filter=list(points))
+
+    def patch(z: Tensor, hook: Any, other: Tensor, at: list[int]) -> Tensor:
+        return z.index_copy(2, torch.tensor(at, device=z.device), other[:, :, at])
+
+    hooks = [(name, partial(patch, other=cache[name], at=at)) for name, at in points.items()]
+    return asked.of_logits(exposed.run_with_hooks(asked.clean, fwd_hooks=hooks))
+
+
+@torch.no_grad()
+def in_texts(exposed: Any, texts: Sequence[Tensor]) -> tuple[dict[str, Floats], dict[str, Floats]]:
+    """The gates of neurons and the patterns of attention heads, at every token but BOS."""
+    tokens = pad_sequence(list(texts), batch_first=True)  # on the right: no token sees it
+    lengths = torch.tensor([len(text) for text in texts])
+    real = torch.arange(tokens.shape[1]) < lengths[:, None]
+    real[:, 0] = False
+    rows = {"neuron": dict[str, Floats](), "attention": dict[str, Floats]()}
+    hooks = {
+        head.hook("pattern", exposed)
+        for layer in range(exposed.cfg.n_layers)
+        for head in (HeadName(layer, "neuron", 0), HeadName(layer, "attention", 0))
+    }
+    _, cache = exposed.run_with_cache(tokens, names_filter=sorted(hooks))
+    for layer in range(exposed.cfg.n_layers):
+        for kind, found in rows.items():
+            head = HeadName(layer, kind, 0)
+            # [text, head_index, pos, key], of a neuron-head its own token and the bias token
+            pattern = cache[head.hook("pattern", exposed)].transpose(0, 1)[:, real]
+            for index, each in enumerate(pattern[..., 0] if kind == "neuron" else pattern):
+                found[str(HeadName(layer, kind, index))] = each.flatten().cpu().double().numpy()
+    return rows["neuron"], rows["attention"]
+
+
+# Between two models
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two looks at components in common: those of the first, and their names in the second.
+
+    Chance is the mean over all other neurons of a neuron's layer, which is what matching each with
+    another one at random gives on average.
+    """
+
+    first: Look
+    second: Look
+    names: Mapping[str, str]
+
+    def neurons(self) -> list[str]:
+        """Names in the first model."""
+        return [name for name in self.names if "N" in name]
+
+    def similarities(self) -> pd.DataFrame:
+        """Of each neuron, its gates and examples: alike, and by chance."""
+        rows = []
+        for _, group in groupby(self.neurons(), key=lambda name: HeadName.parse(name).layer):
+            here = list(group)
+            there = [self.names[name] for name in here]
+            gates = correlations(
+                np.stack([self.first.gates[name] for name in here]),
+                np.stack([self.second.gates[name] for name in there]),
+            )
+            examples = np.array(
+                [
+                    [shared(self.first.examples[a], self.second.examples[b]) for b in there]
+                    for a in here
+                ]
+            )
+            others = ~np.eye(len(here), dtype=bool)
+            rows.append(
+                pd.DataFrame(
+                    {
+                        "gates": gates.diagonal(),
+                        "gates_chance": gates.mean(1, where=others),
+                        "examples": examples.diagonal(),
+                        "examples_chance": examples.mean(1, where=others),
+                    },
+                    index=here,
+                )
+            )
+        return pd.concat(rows)
+
+    def heads(self) -> float:
+        """The mean correlation of the patterns of attention heads."""
+        found = [
+            correlations(self.first.patterns[a][None], self.second.patterns[b][None]).item()
+            for a, b in self.names.items()
+            if "N" not in a
+        ]
+        return float(np.mean(found))
+
+
+def correlations(
+    one: Float[np.ndarray, "row number"], other: Float[np.ndarray, "row_2 number"]
+) -> Float[np.ndarray, "row row_2"]:
+    """Pearson's, of every row of one with every row of the other; 0 where a row is constant."""
+    scaled = []
+    for rows in (one, other):
+        rows = rows - rows.mean(1, keepdims=True)
+        norm = np.linalg.norm(rows, axis=1, keepdims=True)
+        # What a rounding of float32 leaves of a constant is none.
+        constant = norm <= 1e-6 * np.sqrt(rows.shape[1])
+        scaled.append(np.where(constant, 0, rows / np.where(constant, 1, norm)))
+    found: Floats = scaled[0] @ scaled[1].T
+    return found
+
+
+def shared(one: Sequence[frozenset[Any]], other: Sequence[frozenset[Any]]) -> float:
+    """The share of places in common, over both ends."""
+    return sum(len(a & b) for a, b in zip(one, other, strict=True)) / sum(map(len, one))
+
+
+def first_k(effects: Float[np.ndarray, "*resample component"], k: int) -> Bool[np.ndarray, "..."]:
+    """Which k components have the largest |effect|."""
+    order = np.argsort(-abs(effects), axis=-1, kind="stable")[..., :k]
+    chosen = np.zeros(effects.shape, dtype=bool)
+    np.put_along_axis(chosen, order, True, axis=-1)
+    return chosen
+
+
+def resamples(n_prompts: int, seed: int = 0) -> Float[np.ndarray, "resample prompt"]:
+    """Weights of prompts: all the same first, then RESAMPLES draws with replacement."""
+    drawn = np.random.default_rng(seed).multinomial(
+        n_prompts, np.full(n_prompts, 1 / n_prompts), size=RESAMPLES
+    )
+    return np.concatenate([np.ones((1, n_prompts)), drawn]) / n_prompts
+
+
+def with_interval(name: str, values: Float[np.ndarray, "resample"]) -> dict[str, float]:
+    """The value of all prompts, and the quantiles of the resamples."""
+    low, high = np.nanquantile(values[1:], [0.025, 0.975])
+    return {name: values[0], f"{name}_low": low, f"{name}_high": high}
+
+
+def kept_measures(pair: Pair, task: str, alike: pd.DataFrame) -> dict[str, float]:
+    """What became of a task's circuit: `correlation`, `kept`, `gates`, `examples`, `heads`.
+
+    Args:
+        pair: the two models.
+        task: whose circuit.
+        alike: `similarities` of the pair.
+    """
+    names = pair.neurons()
+    before, now = (
+        _rows(each, task, some)
+        for each, some in (
+            (pair.first, names),
+            (pair.second, [pair.names[name] for name in names]),
+        )
+    )
+    weights = resamples(before.shape[1])
+    first, second = weights @ before.T, weights @ now.T  # [resample, neuron]
+    centred = [each - each.mean(1, keepdims=True) for each in (first, second)]
+    norms = [np.linalg.norm(each, axis=1) for each in centred]
+    correlation = (centred[0] * centred[1]).sum(1) / (norms[0] * norms[1])
+    k = min(K, len(names) // 2)
+    chosen, still = first_k(first, k), first_k(second, k)
+    of_layer = layers(names)
+    by_chance = sum(
+        chosen[0, here].sum() * still[0, here].sum() / here.sum()
+        for here in (of_layer == layer for layer in np.unique(of_layer))
+    )
+    circuit = alike.loc[np.array(names)[chosen[0]]].mean()
+    return {
+        **with_interval("correlation", correlation),
+        **with_interval("kept", (chosen & still).sum(1) / k),
+        "kept_chance": by_chance / k,
+        **{str(name): float(value) for name, value in circuit.items()},
+    }
+
+
+def foremost(pair: Pair, task: str) -> pd.DataFrame:
+    """The effects of the circuit's neurons, in both models."""
+    names = pair.neurons()
+    before = _rows(pair.first, task, names).mean(1)
+    now = _rows(pair.second, task, [pair.names[name] for name in names]).mean(1)
+    frame = pd.DataFrame({"name": names, "before": before, "now": now})
+    return frame[first_k(before, min(K, len(names) // 2))]
+
+
+def _rows(each: Look, task: str, names: Sequence[str]) -> Float[np.ndarray, "component prompt"]:
+    at = {name: i for i, name in enumerate(each.names)}
+    return each.parts[task].effects[[at[name] for name in names]]
+
+
+def new_measures(
+    now: Look, task: str, new: Collection[str], idle: Collection[str]
+) -> dict[str, float]:
+    """What new components hold of a task: `new_share`, `parity`, `idle_share`, `without_…`.
+
+    Args:
+        now: the grown model.
+        task: which.
+        new: the names of its new components.
+        idle: the names of old neurons that were the quieter half before.
+    """
+    part, names = now.parts[task], np.array(now.names)
+    weights = resamples(len(part.clean))
+    sizes = abs(weights @ part.effects.T)  # [resample, component]
+    sizes = sizes / sizes.sum(1, keepdims=True)
+    is_new, is_idle = np.isin(names, list(new)), np.isin(names, list(idle))
+    of_neurons = is_neuron(names)
+    parity = sum(sizes[:, kind].sum(1) * is_new[kind].mean() for kind in (of_neurons, ~of_neurons))
+    clean, nothing, no_new, no_old = (
+        weights @ each for each in (part.clean, part.nothing, part.without_new, part.without_old)
+    )
+    return {
+        "metric": clean[0],
+        "nothing": nothing[0],
+        "right": float((part.clean > 0).mean()),
+        **with_interval("new_share", sizes[:, is_new].sum(1)),
+        "new_share_heads": sizes[0, is_new & ~of_neurons].sum(),
+        "old_share_heads": sizes[0, ~is_new & ~of_neurons].sum(),
+        **with_interval("parity", parity),
+        **with_interval("idle_share", sizes[:, is_idle].sum(1)),
+        **with_interval("without_new", (no_new - nothing) / (clean - nothing)),
+        **with_interval("without_old", (no_old - nothing) / (clean - nothing)),
+    }
+
+
+def idle_half(before: Look, task: str) -> list[str]:
+    """The quieter half of the neurons of each layer, by |effect|."""
+    names = [name for name in before.names if "N" in name]
+    sizes = pd.Series(abs(_rows(before, task, names).mean(1)), index=names)
+    by_layer = sizes.groupby(layers(names), group_keys=False)
+    return list(by_layer.apply(lambda each: each.nsmallest(len(each) // 2)).index)
+
+
+def resemblances(now: Look, task: str, new: Collection[str]) -> dict[str, float]:
+    """How like old neurons the gates of the foremost new ones are, and those of old ones."""
+    names = [name for name in now.names if "N" in name]
+    old = [name for name in names if name not in new]
+    found = {"resemblance": float("nan")}
+    for what, some in (
+        ("resemblance", [name for name in names if name in new]),
+        ("old_resemblance", old),
+    ):
+        if not some:
+            continue
+        chosen = first_k(_rows(now, task, some).mean(1), min(K, len(some)))
+        foremost = [name for name, is_first in zip(some, chosen, strict=True) if is_first]
+        alike = abs(
+            correlations(
+                np.stack([now.gates[name] for name in foremost]),
+                np.stack([now.gates[name] for name in old]),
+            )
+        )
+        alike[np.array(foremost)[:, None] == np.array(old)] = 0  # with itself
+        found[what] = float(alike.max(1).mean())
+    return found

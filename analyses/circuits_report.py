@@ -1,0 +1,520 @@
+"""The questions, predictions, answers, page and figures of the study of circuits in growth."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any, TypeAlias
+
+import pandas as pd
+from benching import table
+from matplotlib.figure import Figure
+
+Frames: TypeAlias = Mapping[str, pd.DataFrame]
+KINDS = ("neurons", "heads", "width", "depth")
+WITH_NEW = ("neurons", "heads", "depth")
+WROTE_ZEROS = (*KINDS, "neurons, copies")
+WROTE_AT_ONCE = ("neurons, cancelling", "neurons, splits")
+STARTS = ("neurons", "neurons, copies", *WROTE_AT_ONCE)
+TAKES_PART = 0.05
+COMPARED_BY = ("seed", "arm", "growth_seed", "check", "task")
+COMPARED = ("correlation", "kept", "gates", "examples", "new_share", "idle_share")
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """A question, what we expected before the run, and how the tables answer.
+
+    Attributes:
+        question: in a line.
+        expected: with the bound that decides.
+        answer: whether it held, and the figures.
+    """
+
+    question: str
+    expected: str
+    answer: Callable[[Frames], tuple[bool, str]]
+
+
+def over_seeds(
+    frames: Frames, arm: str, column: str, check: float = 1.0, part: str = ""
+) -> "pd.Series[float]":
+    """The mean over tasks and growths, by seed."""
+    frame = frames[part]
+    rows = frame[(frame["arm"] == arm) & (frame["check"] == check)]
+    return rows.groupby("seed")[column].mean()
+
+
+def said(values: "pd.Series[float]") -> str:
+    """The mean, and the least and largest of the seeds."""
+    return f"{values.mean():.2f} ({values.min():.2f} to {values.max():.2f})"
+
+
+def by_arm(frames: Frames, names: tuple[str, ...], column: str, **how: Any) -> dict[str, Any]:
+    """`over_seeds` of several arms."""
+    return {arm: over_seeds(frames, arm, column, **how) for arm in names}
+
+
+def listed(values: Mapping[str, "pd.Series[float]"]) -> str:
+    """Arms with their means and ranges, in a sentence."""
+    return "; ".join(f"{arm} {said(each)}" for arm, each in values.items())
+
+
+def means(values: Mapping[str, "pd.Series[float]"]) -> dict[str, float]:
+    """The mean over seeds, by arm."""
+    return {arm: float(each.mean()) for arm, each in values.items()}
+
+
+def _at_once(frames: Frames) -> tuple[bool, str]:
+    first = frames[""][frames[""]["check"] == 0]
+    zeros = first[first["arm"].isin(WROTE_ZEROS)]
+    others = first[first["arm"].isin(WROTE_AT_ONCE)]
+    least, most, new = (
+        zeros["correlation"].min(),
+        zeros["new_share"].max(),
+        others["new_share"].min(),
+    )
+    changed = others["correlation"].min()
+    return bool(least > 0.9999 and most < 0.001 and new > 0.1), (
+        f"where zeros are written, the least correlation is {least:.4f} and the largest new share "
+        f"{most:.1g}; of pairs that cancel and of splits the least new share is {new:.2f}, and the "
+        f"least correlation of the old ones {changed:.2f}"
+    )
+
+
+def _keep(frames: Frames) -> tuple[bool, str]:
+    kept, gates = (by_arm(frames, KINDS, column) for column in ("kept", "gates"))
+    chance = frames[""].query("check == 1")["kept_chance"].mean()
+    held = min(means(kept).values()) >= 0.5 and min(means(gates).values()) >= 0.7
+    return held, f"kept: {listed(kept)}; by chance {chance:.2f}. Gates: {listed(gates)}"
+
+
+def _whose(frames: Frames) -> tuple[bool, str]:
+    found = by_arm(frames, ("none", *KINDS), "correlation")
+    least = min(value for arm, value in means(found).items() if arm != "none")
+    return means(found)["none"] - least <= 0.1, f"correlation: {listed(found)}"
+
+
+def _alone(frames: Frames) -> tuple[bool, str]:
+    found = by_arm(frames, KINDS, "kept")
+    order = sorted(KINDS, key=means(found).__getitem__)
+    return order[-1] == "heads" and order[0] == "width", f"kept, from least to most: {order}"
+
+
+def first_times(frames: Frames, arm: str) -> "pd.Series[float]":
+    """By seed, growth and task the first check at which the interval is above TAKES_PART."""
+    rows = frames[""][(frames[""]["arm"] == arm) & (frames[""]["check"] > 0)]
+    above = rows["check"].where(rows["new_share_low"] > TAKES_PART, float("inf"))
+    return above.groupby([rows["seed"], rows["growth_seed"], rows["task"]]).min()
+
+
+def _when(frames: Frames) -> tuple[bool, str]:
+    found = {arm: first_times(frames, arm) for arm in WITH_NEW}
+    middle = {arm: float(each.median()) for arm, each in found.items()}
+    held = middle["neurons"] <= 1 / 8 and middle["depth"] <= 1 / 8 and middle["heads"] >= 1 / 4
+    words = [
+        f"{arm} at {middle[arm]:.3g} of the flops (median; {(each < 2).sum()} of {len(each)} ever)"
+        for arm, each in found.items()
+    ]
+    return held, "; ".join(words)
+
+
+def _parity(frames: Frames) -> tuple[bool, str]:
+    share, parity, left = (
+        by_arm(frames, WITH_NEW, column) for column in ("new_share", "parity", "without_new")
+    )
+    held = all(means(share)[a] < means(parity)[a] and means(left)[a] < 0.9 for a in WITH_NEW)
+    return held, (
+        f"new share: {listed(share)}; parity: {listed(parity)}; what is left without them: "
+        f"{listed(left)}"
+    )
+
+
+def _starts(frames: Frames) -> tuple[bool, str]:
+    soon = by_arm(frames, STARTS, "new_share", check=1 / 8)
+    end = by_arm(frames, STARTS, "new_share")
+    alike = by_arm(frames, STARTS, "resemblance")
+    own, copies, _, splits = STARTS
+    held = (
+        means(soon)[copies] > means(soon)[own] + 0.02
+        and means(end)[splits] > means(end)[own]
+        and means(alike)[copies] > means(alike)[own] + 0.1
+    )
+    return held, (
+        f"new share after 1/8: {listed(soon)}; at the end: {listed(end)}. Resemblance: "
+        f"{listed(alike)}"
+    )
+
+
+def _again(frames: Frames) -> tuple[bool, str]:
+    before, again = (by_arm(frames, KINDS, "correlation", part=part) for part in ("", "again"))
+    held = all(means(again)[arm] > means(before)[arm] for arm in KINDS)
+    return held, f"with each other: {listed(again)}; with before: {listed(before)}"
+
+
+def _idle(frames: Frames) -> tuple[bool, str]:
+    new = over_seeds(frames, "neurons", "new_share")
+    idle = over_seeds(frames, "none", "idle_share")
+    was = over_seeds(frames, "none", "idle_share", check=0.0)
+    return bool(new.mean() > 1.5 * idle.mean()), (
+        f"new neurons hold {said(new)}; without growth the idle half holds {said(idle)}, "
+        f"where it held {said(was)}"
+    )
+
+
+PREDICTIONS = (
+    Prediction(
+        "Does growth itself change a circuit?",
+        "Not where the new entries that write are zero: right after growth every correlation is "
+        "above .9999 and every new share below .001. Where new units write at once, in pairs that "
+        "cancel and in splits, the same function has another circuit: new shares above .1.",
+        _at_once,
+    ),
+    Prediction(
+        "Do old neurons keep their job?",
+        "Mostly: at the end at least half of a circuit's neurons are kept in every kind of growth, "
+        "and their gates correlate with what they were by .7 or more.",
+        _keep,
+    ),
+    Prediction(
+        "Is it growth that makes them drift?",
+        "No, training is: without growth the effects drift as far, so that their correlation with "
+        "those before is at most .1 above that of any kind of growth.",
+        _whose,
+    ),
+    Prediction(
+        "Which kind of growth leaves old neurons most alone?",
+        "Heads, which compete with heads; width least, as every norm reads the new coordinates.",
+        _alone,
+    ),
+    Prediction(
+        "When do new components take part?",
+        "The interval of their share is above .05 after 1/8 of the flops or sooner for neurons and "
+        "a new layer; for heads after 1/4 or later, since their patterns must form first.",
+        _when,
+    ),
+    Prediction(
+        "Do they take over?",
+        "No: at the end their share is below parity in every kind of growth. But the model leans "
+        "on them: patched together, they take more than a tenth of the metric.",
+        _parity,
+    ),
+    Prediction(
+        "What difference does the start make?",
+        "Copies take part sooner (after 1/8 their share is larger than that of own draws by .02 or "
+        "more) and stay like what they copied (resemblance larger by .1 or more); splits, which "
+        "begin with half of every job, hold more at the end than own draws.",
+        _starts,
+    ),
+    Prediction(
+        "How much is chance?",
+        "Less than training: at the end two growths of one model with other new entries are more "
+        "alike, in their old neurons, than each is like the model before, in every kind.",
+        _again,
+    ),
+    Prediction(
+        "Would idle neurons have come in without growth?",
+        "Less: at the end new neurons hold more than 1.5 times what the idle half of the old ones "
+        "holds in the model that did not grow.",
+        _idle,
+    ),
+)
+
+
+def _spread(values: "pd.Series[float]") -> str:
+    return "–" if values.isna().all() else said(values)
+
+
+def at_the_end(frames: Frames) -> pd.DataFrame:
+    """A row for each arm: means over tasks and growths, and over seeds with their range."""
+    columns = {
+        "loss": "loss",
+        "steps": "steps",
+        "correlation": "correlation",
+        "kept": "kept",
+        "gates": "gates",
+        "examples": "examples",
+        "heads": "heads",
+        "new share": "new_share",
+        "parity": "parity",
+        "without new": "without_new",
+        "without old": "without_old",
+        "resemblance": "resemblance",
+    }
+    rows = []
+    for arm in dict.fromkeys(frames[""]["arm"]):
+        found = {name: over_seeds(frames, arm, column) for name, column in columns.items()}
+        steps = f"{found['steps'].mean():.0f}"
+        rows.append(
+            {"arm": arm} | {name: _spread(each) for name, each in found.items()} | {"steps": steps}
+        )
+    return pd.DataFrame(rows)
+
+
+def by_task(frames: Frames, column: str, check: float = 1.0) -> pd.DataFrame:
+    """A row for each arm and task, a column for each seed: of the first growth, with intervals."""
+    rows = frames[""]
+    rows = rows[(rows["check"] == check) & (rows["growth_seed"] == 0)]
+    shown = [
+        f"{value:.2f} [{low:.2f}, {high:.2f}]"
+        for value, low, high in rows[[column, f"{column}_low", f"{column}_high"]].to_numpy()
+    ]
+    wide = rows.assign(shown=shown).pivot(index=["arm", "task"], columns="seed", values="shown")
+    wide = wide.loc[pd.MultiIndex.from_frame(rows[["arm", "task"]].drop_duplicates())]
+    return wide.rename(columns="seed {}".format).reset_index()
+
+
+def small_models(frames: Frames) -> pd.DataFrame:
+    """What the small models have learned: a row for each seed and task."""
+    rows = frames[""]
+    rows = rows[(rows["arm"] == "none") & (rows["check"] == 0)]
+    return rows[["seed", "task", "loss", "metric", "nothing", "right", "old_share_heads"]].rename(
+        columns={"right": "right answers", "old_share_heads": "share of heads"}
+    )
+
+
+def twins(frames: Frames) -> pd.DataFrame:
+    """Two growths of one model, at the end: a row for each arm."""
+    rows = []
+    for arm in dict.fromkeys(frames["again"]["arm"]):
+        row = {"arm": arm}
+        for column in ("correlation", "kept", "gates", "examples", "heads"):
+            row[column] = _spread(over_seeds(frames, arm, column, part="again"))
+        rows.append(row)
+    return pd.DataFrame(rows)
+
+
+def by_patching(frames: Frames) -> pd.DataFrame:
+    """How far measures by patching are from those by estimates: a row for each measure."""
+    exact, keys = frames["exact"], list(COMPARED_BY)
+    estimated = frames[""].merge(exact[keys], on=keys).set_index(keys).sort_index()
+    exact = exact.set_index(keys).sort_index()
+    rows = []
+    for name in COMPARED:
+        off = (exact[name] - estimated[name]).abs()
+        row = {"measure": name, "mean difference": off.mean(), "largest": off.max()}
+        rows.append(row | {"of": len(off)})
+    return pd.DataFrame(rows)
+
+
+def at_once_by_patching(frames: Frames) -> str:
+    """What patching says of models right after growth, in a sentence."""
+    exact = frames["exact"]
+    first = exact[(exact["check"] == 0) & exact["arm"].isin(WROTE_ZEROS)]
+    return (
+        f"right after growth, where zeros are written, the least correlation is "
+        f"{first['correlation'].min():.6f} and the largest new share {first['new_share'].max():.1g}"
+    )
+
+
+def chances(frames: Frames) -> str:
+    """What a random matching would give, in a sentence."""
+    end = frames[""][frames[""]["check"] == 1]
+    kept, gates, examples = (end[f"{name}_chance"].mean() for name in ("kept", "gates", "examples"))
+    return f"kept {kept:.2f}, gates {gates:.2f}, examples {examples:.2f}"
+
+
+COLOURS = {
+    "none": "black",
+    "neurons": "C0",
+    "heads": "C1",
+    "width": "C2",
+    "depth": "C3",
+    "neurons, copies": "C9",
+    "neurons, cancelling": "C4",
+    "neurons, splits": "C6",
+}
+
+
+def _panels(frames: Frames, rows: Sequence[tuple[str, str, tuple[str, ...]]]) -> Figure:
+    """A row of panels for each measure, a column for each task: means, and ranges over seeds."""
+    frame = frames[""]
+    tasks, checks = (list(dict.fromkeys(frame[name])) for name in ("task", "check"))
+    picture = Figure(figsize=(3.6 * len(tasks), 2.9 * len(rows) + 0.6), layout="constrained")
+    panels = picture.subplots(len(rows), len(tasks), squeeze=False, sharex=True, sharey="row")
+    for line, (column, label, names) in zip(panels, rows, strict=True):
+        line[0].set_ylabel(label)
+        for panel, task in zip(line, tasks, strict=True):
+            panel.set_title(task, fontsize="medium")
+            for number, name in enumerate(names):
+                of_arm = frame[(frame["arm"] == name) & (frame["task"] == task)]
+                if of_arm.empty:
+                    continue
+                seeds = of_arm.groupby(["check", "seed"])[column].mean().unstack()
+                at = [i + 0.06 * (number - len(names) / 2) for i in range(len(checks))]
+                middle = seeds.mean(axis=1)
+                off = [middle - seeds.min(axis=1), seeds.max(axis=1) - middle]
+                style = {"color": COLOURS[name], "lw": 1.4, "elinewidth": 0.8, "ms": 4}
+                panel.errorbar(at, middle, yerr=off, fmt="o-", label=name, **style)
+            panel.set_xticks(range(len(checks)), [_share(each) for each in checks])
+            panel.grid(alpha=0.3)
+    for panel in panels[-1]:
+        panel.set_xlabel("share of the flops after growth")
+    return picture
+
+
+def _share(check: float) -> str:
+    return str(Fraction(check).limit_denominator(64))
+
+
+def _legend(picture: Figure, title: str) -> Figure:
+    handles, labels = {}, []
+    for panel in picture.axes:
+        for handle, label in zip(*panel.get_legend_handles_labels(), strict=True):
+            handles.setdefault(label, handle)
+    labels = list(handles)
+    picture.legend(
+        handles.values(),
+        labels,
+        loc="outside upper center",
+        ncols=len(labels),
+        title=title,
+        fontsize="small",
+    )
+    return picture
+
+
+def old_figure(frames: Frames) -> Figure:
+    """What becomes of old neurons: their effects, and their gates."""
+    shown = ("none", *KINDS)
+    rows = [
+        ("correlation", "correlation of effects\nwith before growth", shown),
+        ("kept", "share of the circuit's\nneurons that are kept", shown),
+        ("gates", "correlation of\nthe circuit's gates", shown),
+    ]
+    return _legend(_panels(frames, rows), "bars: least and largest of the seeds")
+
+
+def new_figure(frames: Frames) -> Figure:
+    """What new components hold."""
+    shown = (*WITH_NEW, *STARTS[1:])
+    rows = [
+        ("new_share", "share that new\ncomponents hold", shown),
+        ("without_new", "metric with all\nnew ones patched", shown),
+    ]
+    picture = _panels(frames, rows)
+    frame = frames[""]
+    idle = frame[frame["arm"] == "none"].groupby(["task", "check"])["idle_share"].mean()
+    for panel, task in zip(picture.axes, dict.fromkeys(frame["task"]), strict=False):
+        panel.plot(idle[task].to_numpy(), "k:", label="idle half, without growth")
+    return _legend(picture, "bars: least and largest of the seeds")
+
+
+def answers(frames: Frames) -> str:
+    """Question by question: what we expected, and what came out."""
+    parts = []
+    for number, each in enumerate(PREDICTIONS, 1):
+        held, figures = each.answer(frames)
+        verdict = "It held" if held else "It failed"
+        text = (
+            f"{number}. **{each.question}** *Expected:* {each.expected} **{verdict}:** {figures}."
+        )
+        parts.append(text)
+    return "\n\n".join(parts)
+
+
+def _sizes(sizes: Mapping[str, int]) -> str:
+    return "{n_layers} layers, width {d_model}, {n_heads} heads and {d_mlp} neurons a layer".format(
+        **sizes
+    )
+
+
+def page(frames: Frames, about: Mapping[str, Any], flag: str) -> str:
+    """Everything in Markdown."""
+    study = about["study"]
+    held = [each.answer(frames)[0] for each in PREDICTIONS]
+    return PAGE.format(
+        **study | {name: _sizes(study[name]) for name in ("small", "grown")},
+        n=study["n_seeds"],
+        flag=flag,
+        machine=about["machine"],
+        seconds=about["training_seconds"],
+        held=sum(held),
+        of=len(held),
+        answers=answers(frames),
+        small_models=table(small_models(frames)),
+        end=table(at_the_end(frames)),
+        chances=chances(frames),
+        correlation=table(by_task(frames, "correlation")),
+        share=table(by_task(frames, "new_share")),
+        twins=table(twins(frames)),
+        at_once=at_once_by_patching(frames),
+        by_patching=table(by_patching(frames)),
+    )
+
+
+PAGE = """# What becomes of circuits when a transformer grows
+
+A LLaMA with {small} learns Small English in {steps} steps of {rows} texts.
+Then it grows in neurons, heads, width or depth alone, to what is there of {grown},
+and trains on, for the flops of {more} more of its steps. Every component's effect on three of its
+tasks is measured before, right after growth, and on the way: {n} small models, two growths of each
+kind, {prompts} prompts of a task, which begin no sentence of the texts. `circuits_in_growth.py`
+says what is compared, and `circuit_measures.py` defines the measures.
+
+Made by `python analyses/circuits_in_growth.py{flag}` on {machine}.
+Training took {seconds} s of processor time in all; measuring takes about as long.
+
+## Questions and answers
+
+Predictions were written before the run, with the bounds that decide; {held} of {of} held. Figures
+are means over tasks, growths and small models, with the least and the largest of the small models
+in brackets.
+
+{answers}
+
+![What becomes of old neurons](circuits_in_growth.svg)
+
+![What new components hold](circuits_in_growth_new.svg)
+
+## What the small models have learned
+
+`metric` is the right answer's logit less the wrong one's, the mean over prompts; `nothing` is the
+same with every head and neuron patched from the corrupted prompt.
+
+{small_models}
+
+## At the end
+
+Every arm has had as many flops since growth as the others. By chance, if each neuron were matched
+with another one of its layer: {chances}.
+
+{end}
+
+## By task and small model
+
+The correlation of old neurons' effects at the end with those before growth; in brackets 95 %
+intervals over prompts. Of arms with two growths, the first.
+
+{correlation}
+
+The share that new components hold at the end:
+
+{share}
+
+## Two growths of one model
+
+The old components of one at the end against those of the other, whose new entries began with other
+numbers.
+
+{twins}
+
+## How good the estimates are
+
+Effects are estimated (`patching.attribution`), the foremost patched; which are patched may differ
+between a model and one grown from it. Of small model 0 every measure was made by patching every
+component, too: {at_once}. The differences, over all of its growths, times and tasks:
+
+{by_patching}
+
+## What limits this
+
+Training after growth is short beside that before: {more} steps of the small model's cost after
+{steps}. New components may well come in later, or where growth comes before circuits have formed:
+in [addition modulo 53](growth_modular_addition.md), which trains longer after growth than before,
+most new neurons take up the old ones' job. One grammar, one family of models; three tasks that such
+a model answers nearly without fail.
+Growth comes once, at one time, and doubles (or nearly) what it adds to. The learning rate is the
+same for old and new entries. Arms with more weights have done fewer steps, so that they have had
+less time to drift. Effects are of one component at a time: where several stand in for one another,
+each has a small one.
+"""

@@ -1,0 +1,109 @@
+"""What heads read from the embedding and write to the logits: their matrices in the vocabulary.
+
+    reads    W_E N W         N the gain of the norm that the head reads through
+    writes   W N W_U C       N that of the final norm; C removes the mean over the vocabulary
+
+The mean over the vocabulary is left out since softmax does not see it: so a model with a centred
+unembedding has the matrices of the same model without.
+"""
+
+import reprlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from attn_only_lens.circuits.head_matrices import HeadMatrices
+from attn_only_lens.errors import InputError
+from attn_only_lens.heads import host_of
+from attn_only_lens.models.norms import NO_NORM, Norm
+from attn_only_lens.numerics import as_plain, float32_if_half, is_count, normal_numbers
+from attn_only_lens.tolerances import rounding
+
+_PROBLEM = "heads of this model have no matrices in its vocabulary"
+
+
+@dataclass(frozen=True, eq=False)
+class VocabularyMatrices:
+    """The matrices of a model's heads, and those that join them to its vocabulary.
+
+    Attributes:
+        heads: their own matrices.
+        W_E: the embedding, of the tokens that were asked for.
+        W_U: the unembedding, of those.
+        final: the norm before it.
+        mean: of W_U over them.
+        tokens: those; None for all.
+    """
+
+    heads: HeadMatrices
+    W_E: Float[Tensor, "d_vocab d_model"]
+    W_U: Float[Tensor, "d_model d_vocab_out"]
+    final: Norm
+    mean: Float[Tensor, "d_model"]
+    tokens: tuple[int, ...] | None
+
+    @classmethod
+    def of(
+        cls, model: Any, tokens: Sequence[int] | None, *, fold_norms: bool
+    ) -> "VocabularyMatrices":
+        """Return the matrices of a model.
+
+        Args:
+            model: converted, or with exposed neuron-heads.
+            tokens: of the vocabulary, each once; None for all.
+            fold_norms: whether to fold gains of norms into the weights.
+
+        Raises:
+            InputError: with every reason: norms or matrices of a bridge are unknown; an embedding
+                or unembedding that does more than multiply by one matrix; tokens that are not in
+                the vocabulary, or repeated.
+        """
+        heads = HeadMatrices.of(model, fold_norms=fold_norms)
+        W_E, W_U = heads.embedding(), _unembedding(model)
+        chosen = _checked(tokens, min(len(W_E), W_U.shape[1]))
+        if chosen is not None:
+            W_E, W_U = W_E[list(chosen)], W_U[:, list(chosen)]
+        final = host_of(model).final_norm() if fold_norms else NO_NORM
+        return cls(heads, W_E, W_U, final, W_U.mean(dim=1), chosen)
+
+    def reads(self, columns: Float[Tensor, "d_model n"]) -> Float[Tensor, "d_vocab n"]:
+        """Return what is read, through columns, of the embedding of each token."""
+        return self.W_E @ columns.to(self.W_E)
+
+    def writes(self, rows: Float[Tensor, "n d_model"]) -> Float[Tensor, "n d_vocab_out"]:
+        """Return what rows in the stream add to each logit, up to a constant."""
+        normed = self.final.after(rows).to(self.W_U)
+        return (normed @ self.W_U).sub_((normed @ self.mean)[:, None])
+
+
+def _checked(tokens: object, n: int) -> tuple[int, ...] | None:
+    if tokens is None:
+        return None
+    given = as_plain(tokens)
+    ids = [as_plain(each) for each in given] if isinstance(given, Sequence) else []
+    if not ids or not all(is_count(each, 0, n - 1) for each in ids) or len({*ids}) < len(ids):
+        raise InputError(
+            [f"got tokens={reprlib.repr(tokens)}; expected tokens from 0 to {n - 1}, each once"],
+            _PROBLEM,
+        )
+    return tuple(ids)
+
+
+def _unembedding(model: Any) -> Float[Tensor, "d_model d_vocab_out"]:
+    """W_U, once it is known that the model applies it."""
+    unembed = model.unembed
+    W_U = getattr(unembed, "W_U", None)
+    if W_U is not None:
+        x = normal_numbers((1, 3, W_U.shape[0])).to(W_U)
+        made = unembed(x) - unembed(torch.zeros_like(x))
+        expected = x @ W_U
+        allowed = 10 * rounding(W_U.dtype) * expected.norm()
+        if made.shape == expected.shape and (made - expected).norm() <= allowed:
+            return float32_if_half(W_U.detach())
+    raise InputError(
+        ["its unembedding does not multiply by one matrix W_U: nothing follows it"], _PROBLEM
+    )

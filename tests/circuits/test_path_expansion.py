@@ -1,0 +1,239 @@
+"""Path expansion against the model's own code, run with heads scaled and all patterns held.
+
+With every pattern, norm scale and held factor put back to those of a run, and what every head puts
+out multiplied by e, a path through h heads is multiplied by e^h: so the logits are a polynomial in
+e, whose coefficients are the logits of paths by length. With all heads but two put to zero, what
+the two add together and not each alone is the path through both.
+"""
+
+import bridges
+import numpy as np
+import pytest
+import torch
+from common import D_MLP, N_LAYERS, needs_hooked_transformer
+
+from attn_only_lens import (
+    Bilinear,
+    InputError,
+    UnsupportedModelError,
+    calibrate,
+    circuits,
+    convert,
+    expose_neuron_heads,
+)
+from attn_only_lens import HeadName as Name
+from attn_only_lens import patching as p
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # TransformerLens' and transformers' own
+PROMPT = torch.tensor([[3, 29, 7, 11, 5]])
+METRIC = p.logit_diff(correct=7, wrong=8)
+
+
+class Frozen:
+    """A model whose patterns, norm scales and held factors are those of one run."""
+
+    def __init__(self, model, n_layers, gated=False, held="gate"):
+        self.model, self.gated, self.held, self.n_layers = model, gated, held, n_layers
+        kinds = [(layer, kind) for layer in range(n_layers) for kind in "HN"]
+        self.z = [Name.parse(f"L{layer}{kind}0").hook("z", model) for layer, kind in kinds]
+        self.patterns = [at.replace("hook_z", "hook_pattern") for at in self.z]
+        self.patterns = [at.replace("neuron_act", "neuron_probs") for at in self.patterns]
+        self.scales = [name for name in model.hook_dict if name.endswith("hook_scale")]
+        self.neurons = [Name.parse(f"L{layer}N0") for layer in range(n_layers)]
+        names = [*self.patterns, *self.scales]
+        for name in self.neurons:
+            names += [name.hook("q", model), name.hook("v", model)]
+        self.seen = {}
+        with torch.no_grad():
+            self.value = model.run_with_hooks(
+                PROMPT, fwd_hooks=[(name, self.keep(self.seen, name)) for name in names]
+            )
+
+    @staticmethod
+    def keep(where, name):
+        def hook(value, hook):
+            where[name] = value.clone()
+
+        return hook
+
+    def product(self, now, name):
+        """The value of gated neurons with one factor put back."""
+        q, v = (name.hook(point, self.model) for point in "qv")
+
+        def hook(value, hook):
+            gate, gate_then, then = now[q], self.seen[q], self.seen[v]
+            up, up_then = value / gate, then / gate_then
+            return gate_then * up if self.held == "gate" else gate * up_then
+
+        return [(q, self.keep(now, q)), (v, hook)]
+
+    @torch.no_grad()
+    def logits(self, scale):
+        """Logits with z of every sublayer multiplied by what `scale` says of its hook."""
+        hooks = [
+            (name, lambda value, hook, name=name: self.seen[name])
+            for name in (*self.patterns, *self.scales)
+            if name in self.seen
+        ]
+        now = {}
+        for name in self.neurons if self.gated else ():
+            hooks += self.product(now, name)
+        hooks += [(name, lambda z, hook, name=name: z * scale(name, z)) for name in self.z]
+        return self.model.run_with_hooks(PROMPT, fwd_hooks=hooks)
+
+    def by_hops(self):
+        """[hops, batch, pos, d_vocab]"""
+        n = len(self.z) + 1
+        at = np.cos(np.pi * (np.arange(n) + 0.5) / n)
+        runs = torch.stack([self.logits(lambda name, z, e=float(e): e) for e in at])
+        powers = torch.from_numpy(np.linalg.inv(np.vander(at, increasing=True)))
+        return torch.einsum("hn,nbpv->hbpv", powers.to(runs), runs)
+
+    def only(self, *heads):
+        """METRIC with all heads at zero but some, written `L0H1@3`."""
+
+        def scale(name, z):
+            kept = torch.zeros_like(z)
+            for head in heads:
+                own, _, pos = head.partition("@")
+                own = Name.parse(own)
+                if own.hook("z", self.model) == name:
+                    width = z.shape[2] // D_MLP if own.kind == "neuron" else 1
+                    kept[:, int(pos), own.index * width : (own.index + 1) * width] = 1.0
+            return kept
+
+        logits = self.logits(scale)[0, -1]
+        return float(logits[7] - logits[8])
+
+
+def check(model, tolerance, n_layers=N_LAYERS, gated=False, held="gate", two=7):
+    frozen = Frozen(model, n_layers, gated, held)
+    expected = frozen.by_hops()
+    n = len(expected) - 1
+    found = circuits.path_expansion(model, PROMPT, n, held=held)
+    size = expected.abs().max()
+    assert (found.logits[:-1] - expected).abs().max() < tolerance * size
+    assert found.logits[-1].abs().max() == 0
+    short = circuits.path_expansion(model, PROMPT, held=held)
+    assert short.logits.shape[0] == 4
+    assert (short.logits[3] - expected[3:].sum(0)).abs().max() < tolerance * size
+    assert (short.logits.sum(0) - frozen.value).abs().max() < tolerance * size
+    # The control: what is more than two hops is not nothing.
+    assert short.logits[3].abs().max() > 1e-3 * size
+    effects = short.effects(METRIC)
+    unit = (short.logits[:, 0, -1, 7] - short.logits[:, 0, -1, 8]).numpy()
+    assert abs(effects["effect"].to_numpy() - unit).max() < tolerance * size
+    assert abs(effects["effect"].sum() - effects.attrs["value"]) < 10 * tolerance * size
+
+    paths = short.paths(METRIC, 10**6, block=29, progress=False)
+    assert paths["effect"].abs().is_monotonic_decreasing
+    assert not paths.duplicated(["first", "second"]).any()
+    totals = paths.groupby("hops")["effect"].sum()
+    for hops in (1, 2):
+        assert abs(totals[hops] - unit[hops]) < 100 * tolerance * size
+    none = frozen.only()
+    rows = [*paths[paths["hops"] == 1].head(3).itertuples()]
+    twos = paths[paths["hops"] == 2]
+    rows += [*twos.head(two).itertuples(), *twos.sample(two, random_state=0).itertuples()]
+    for row in rows:
+        if row.hops == 1:
+            effect = frozen.only(row.first) - none
+        else:
+            both = frozen.only(row.first, row.second)
+            effect = both - frozen.only(row.first) - frozen.only(row.second) + none
+        assert abs(row.effect - effect) < 10 * tolerance * size, row
+    few = short.paths(METRIC, 13, block=1024, progress=False)
+    assert abs(few["effect"] - paths["effect"][:13]).max() < tolerance * size
+    return found
+
+
+HOOKED = ["gelu", "llama", "parallel", "post_norm"]
+
+
+CONVERTED = ["gelu", "llama"]
+
+
+@needs_hooked_transformer
+@pytest.mark.parametrize("name", HOOKED)
+def test_paths_of_hooked_transformers(name):
+    from models import FAMILIES, build  # at the top it would have the module skipped under 4
+
+    source = build(name, scale=0.25)
+    gated = bool(FAMILIES[name].get("gated_mlp"))
+    model = convert(source) if name in CONVERTED else expose_neuron_heads(source).model
+    check(model, 1e-12, gated=gated)
+
+
+@needs_hooked_transformer
+def test_heads_that_share_a_neuron():
+    from models import build
+
+    source = build("llama", scale=0.2)
+    check(convert(source, gate=Bilinear(4, calibration=calibrate(source, PROMPT))), 1e-9)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "olmo2"])
+def test_paths_of_bridges(name):
+    """Bridged norms compute in float32."""
+    model = bridges.exposed_copy(bridges.boot(name))
+    check(model, 1e-5, n_layers=2, gated=name != "gpt2", two=3)
+
+
+def test_a_soft_cap_is_after_the_paths():
+    model = bridges.exposed_copy(bridges.boot("gemma2"))
+    found, cap = circuits.path_expansion(model, PROMPT), 30.0
+    total = found.logits.sum(0)
+    with torch.no_grad():
+        assert (cap * torch.tanh(total / cap) - model(PROMPT)).abs().max() < 1e-5
+    slope = 1 - torch.tanh(total[0, -1] / cap) ** 2
+    expected = slope[7] * found.logits[:, 0, -1, 7] - slope[8] * found.logits[:, 0, -1, 8]
+    assert abs(found.effects(METRIC)["effect"].to_numpy() - expected.numpy()).max() < 1e-6
+
+
+def test_the_other_factor_held():
+    model = bridges.exposed_copy(bridges.boot("llama"))
+    up = check(model, 1e-5, n_layers=2, gated=True, held="up", two=3).logits
+    gate = circuits.path_expansion(model, PROMPT, 4).logits
+    assert (up.sum(0) - gate.sum(0)).abs().max() < 1e-5 * gate.abs().max()
+    assert (up - gate).abs().max() > 1e-2 * gate.abs().max()
+
+
+def test_several_prompts_and_padding():
+    model = bridges.exposed_copy(bridges.boot("gpt2"))
+    rows = [torch.tensor([3, 29, 7, 11, 5]), torch.tensor([13, 17, 7])]
+    both = circuits.path_expansion(model, rows)
+    metric = p.logit_diff(correct=[7, 5], wrong=8)
+    effects = both.effects(metric)
+    alone = [circuits.path_expansion(model, row[None]) for row in rows]
+    for i, (row, each) in enumerate(zip(rows, alone, strict=True)):
+        assert (both.logits[:, i, : len(row)] - each.logits[:, 0]).abs().max() < 1e-5
+    mean = sum(
+        each.effects(p.logit_diff(correct=right, wrong=8))["effect"] / 2
+        for each, right in zip(alone, (7, 5), strict=True)
+    )
+    assert abs(effects["effect"] - mean).max() < 1e-5
+    paths = both.paths(metric, 10**6, progress=False)
+    assert abs(paths[paths["hops"] == 2]["effect"].sum() - effects["effect"][2]) < 1e-4
+
+
+def test_refusals():
+    model = bridges.exposed_copy(bridges.boot("gpt2"))
+    found = circuits.path_expansion(model, PROMPT)
+    for match, call in (
+        ("got hops=0", lambda: circuits.path_expansion(model, PROMPT, 0)),
+        ("got held='both'", lambda: circuits.path_expansion(model, PROMPT, held="both")),
+        ("no value of these", lambda: circuits.path_expansion(model, PROMPT, held="up")),
+        ("has no neuron-heads", lambda: circuits.path_expansion(bridges.boot("gpt2"), PROMPT)),
+        ("got k=0", lambda: found.paths(METRIC, 0)),
+        ("compares with another run", lambda: found.effects(p.kl())),
+    ):
+        with pytest.raises(InputError, match=match):
+            call()
+
+
+@needs_hooked_transformer
+def test_values_that_are_clipped_are_refused():
+    from models import build
+
+    with pytest.raises(UnsupportedModelError, match="not linear in their values"):
+        circuits.path_expansion(convert(build("clip_qkv")), PROMPT)

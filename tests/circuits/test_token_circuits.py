@@ -1,0 +1,247 @@
+"""QK and OV circuits, copying scores and token paths against dense matrices of the vocabulary."""
+
+import copy
+
+import bridges
+import numpy as np
+import pytest
+import torch
+from allocations import Allocated
+from common import D_MLP, D_VOCAB, needs_hooked_transformer
+from dense_heads import Dense
+
+from attn_only_lens import Bilinear, InputError, circuits, convert, expose_neuron_heads
+from attn_only_lens import patching as p
+from attn_only_lens.runs.largest import LargestScores
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # TransformerLens' and transformers' own
+EXACT = 1e-11  # of the largest entry: some hundred roundings of float64
+SOME = [3, 5, 7, 11, 13, 17, 19, 23, 29, 31, 37]
+
+
+def source(name):
+    from models import build  # at the top it would have the whole module skipped under 4
+
+    return build(name, d_vocab_out=D_VOCAB)
+
+
+def near(got, expected):
+    got, expected = (torch.as_tensor(each, dtype=torch.float64) for each in (got, expected))
+    assert (got - expected).abs().max() <= EXACT * expected.abs().max()
+
+
+class Tables:
+    """What `Dense` makes of the vocabulary."""
+
+    def __init__(self, model, tokens=slice(None), fold=True):
+        self.dense = Dense(model, fold)
+        self.E = self.dense.writes["embed"][tokens]
+        unembed = self.dense.unembed[:, tokens]
+        self.U = unembed - unembed.mean(1, keepdim=True)
+
+    def qk(self, name):
+        read = self.E @ self.dense.reads[name]["q"]
+        return read if "N" in name else read @ self.E.T
+
+    def ov(self, name):
+        return self.E @ self.dense.writes[name] @ self.U
+
+
+@needs_hooked_transformer
+@pytest.mark.parametrize("name", ["gelu", "llama", "gemma", "post_norm", "no_norm"])
+def test_circuits_are_those_of_dense_matrices(name):
+    raw = source(name)
+    tables, part = Tables(raw), Tables(raw, SOME)
+    source_model = copy.deepcopy(raw)
+    in_place = name in ("gelu", "gemma")
+    model = expose_neuron_heads(source_model).model if in_place else convert(source_model)
+    for head in ("L1H1", "L2N5"):
+        ov, qk = circuits.ov_circuit(model, head), circuits.qk_circuit(model, head)
+        near(ov.matrix.AB, tables.ov(head))
+        near(qk.matrix.AB, tables.qk(head))
+        near(circuits.ov_circuit(model, head, tokens=SOME).matrix.AB, part.ov(head))
+        values = np.linalg.eigvals(tables.ov(head).numpy())
+        values = values[np.argsort(-abs(values))][: ov.matrix.mdim]
+        got = ov.eigenvalues.numpy()
+        for value in got:
+            assert abs(values - value).min() < 1e-8 * abs(values).max()
+        frame = circuits.copying_scores(model, [head]).iloc[0]
+        assert abs(frame.eigenvalue_sum - values.sum().real) < 1e-9 * abs(values).max()
+        assert abs(frame.copying - values.sum().real / abs(values).sum()) < 1e-9
+        M = tables.ov(head)
+        assert abs(frame.cosine - float(M.trace() / M.norm())) < 1e-9
+        own = circuits.copying_scores(model, [head], tokens=SOME).iloc[0]
+        M = part.ov(head)
+        assert abs(own.cosine - float(M.trace() / M.norm())) < 1e-9
+        # The control: with weights as they stand they are others, where there are norms.
+        other = circuits.ov_circuit(model, head, fold_norms=False).matrix.AB
+        near(other, Tables(raw, fold=False).ov(head))
+        assert name == "no_norm" or (other - tables.ov(head)).abs().max() > 1e-2
+    assert list(circuits.copying_scores(model, p.heads(1))["name"]) == [
+        f"L1H{i}" for i in range(raw.cfg.n_heads)
+    ]
+    assert len(circuits.copying_scores(model)) == 3 * (raw.cfg.n_heads + D_MLP)
+
+
+@needs_hooked_transformer
+@pytest.mark.parametrize("block", [5, 1024])
+def test_the_strongest_pairs(block):
+    raw = source("llama")
+    model, tables = convert(raw), Tables(raw)
+    for head in ("L1H4", "L2N5"):
+        ov, every = circuits.ov_circuit(model, head), tables.ov(head)
+        for lowest in (False, True):
+            top = ov.top(29, lowest=lowest, block=block)
+            expected = every.flatten().sort(descending=not lowest).values
+            near(top["score"].to_numpy(), expected[:29])
+            near(every[top["read_token"], top["written_token"]], expected[:29])
+        assert top["read"].tolist() == [str(token) for token in top["read_token"]]
+        near(ov.block(SOME, [2, 3]).to_numpy(), every[SOME][:, [2, 3]])
+        part = circuits.ov_circuit(model, head, tokens=SOME)
+        assert set(part.top(1000)["read_token"]) == set(SOME)
+        near(part.block([5, 31], [7]).to_numpy(), Tables(raw, SOME).ov(head)[[1, 9]][:, [2]])
+    gate = circuits.qk_circuit(model, "L2N5").top(3)
+    assert gate["key"].tolist() == ["bias token"] * 3
+    assert gate["key_token"].tolist() == [-1] * 3
+    near(gate["score"].to_numpy(), tables.qk("L2N5")[:, 0].sort(descending=True).values[:3])
+
+
+@needs_hooked_transformer
+@pytest.mark.parametrize("name", ["gelu", "llama"])
+def test_token_paths_by_hand(name):
+    raw = source(name)
+    tables, model = Tables(raw), convert(raw)
+    rows = {}
+    for neuron in range(D_MLP):
+        key = f"L1N{neuron}"
+        gate = tables.qk(key)[:, 0].clamp(min=0)
+        value = (tables.E @ tables.dense.reads[key]["v"])[:, 0]
+        drive = gate * value if name == "llama" else gate
+        W_out = raw.blocks[1].mlp.W_out.detach()[neuron]
+        for sign in (1, -1)[: 1 + (name == "llama")]:
+            reads = (sign * drive).argsort(descending=True)[:3]
+            write = sign * (W_out @ tables.U)
+            writes = write.argsort(descending=True)[:3]
+            score = float(sign * drive[reads[0]] * write[writes[0]])
+            rows[key, "+" if sign > 0 else "-"] = (score, reads.tolist(), writes.tolist())
+    for block in (5, 1024):
+        got = circuits.token_paths(
+            model, p.neuron_heads(1), 11, n_tokens=3, block=block, progress=False
+        )
+        largest = sorted((score for score, *_ in rows.values()), reverse=True)[:11]
+        near(got["score"].to_numpy(), largest)
+        for row in got.itertuples():
+            score, reads, writes = rows[row.name, row.value]
+            near(row.score, score)
+            assert list(row.reads)[: row.drive > 0] == list(map(str, reads))[: row.drive > 0]
+            assert list(row.writes) == list(map(str, writes))
+    few = circuits.token_paths(model, ["L1N5"], tokens=SOME, n_tokens=2, progress=False)
+    assert {int(text) for row in few["reads"] for text in row} <= set(SOME)
+
+
+@needs_hooked_transformer
+def test_heads_that_share_a_neuron_share_its_circuit():
+    raw = source("gelu")
+    model = convert(raw, gate=Bilinear(4))
+    whole = circuits.ov_circuit(model, "L1N5").matrix.AB
+    parts = [circuits.ov_circuit(model, f"L1N5.{j}").matrix.AB for j in range(4)]
+    for part, w in zip(parts, model.blocks[3].attn.gate.w, strict=True):
+        near(part, w * whole)
+    with pytest.raises(InputError, match="expected whole neurons"):
+        circuits.token_paths(model, ["L1N5.2"])
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "gemma2"])
+def test_bridges(name):
+    """Against the model's own embedding, modules and unembedding, on one token at a time."""
+    bridge = bridges.boot(name)
+    model, block = bridges.exposed_copy(bridge), bridge.blocks[1]
+    circuit = circuits.ov_circuit(model, "L1N29")
+    W_U = bridge.unembed.W_U.detach()
+    last = bridge.ln_final.original_component.weight.detach() + (name == "gemma2")
+    norm = block.ln2_post if hasattr(block, "ln2_post") and name == "gemma2" else None
+    row = block.mlp.W_out.detach()[29]
+    if norm is not None:
+        row = row * (norm.original_component.weight.detach() + 1)
+    row = (row - row.mean() if name == "gpt2" else row) * last @ W_U
+    first = block.ln2.original_component.weight.detach() + (name == "gemma2")
+    column = first * block.mlp.W_in.detach()[:, 29]
+    column = column - column.mean() if name == "gpt2" else column
+    near(circuit.matrix.AB, torch.outer(bridge.W_E.detach() @ column, row - row.mean()))
+    frame = circuits.copying_scores(model)
+    assert abs(frame.set_index("name").eigenvalue_sum["L1N29"] - circuit.matrix.AB.trace()) < 1e-9
+    heads = frame[frame["kind"] == "attention"]
+    for row in heads.itertuples():
+        M = circuits.ov_circuit(model, row.name).matrix.AB
+        assert abs(row.eigenvalue_sum - float(M.trace())) < 1e-9 * float(M.norm())
+
+
+def test_no_matrix_of_the_vocabulary_is_held():
+    d_vocab, b, k = 2003, 128, 50
+    config = bridges.transformers.GPT2Config(**bridges.GPT | {"vocab_size": d_vocab})
+    bridge = bridges.bridged(bridges.transformers.GPT2LMHeadModel(config).eval())
+    model, d_head, d_model = expose_neuron_heads(bridge).model, 13, 26
+    ov = circuits.ov_circuit(model, "L0H1")
+    factors = 4 * (2 * d_vocab * d_head + 2 * d_model * d_head)
+    for make in (circuits.ov_circuit, circuits.qk_circuit):
+        with Allocated() as allocated:
+            make(model, "L0H1")
+        assert factors / 4 < allocated.most < 1.5 * factors + 20 * 4 * d_vocab
+    with Allocated() as allocated:
+        top = ov.top(k, block=b)
+    bound = 4 * (2 * b * d_head + 2 * b * b + 16 * b * k + 8 * d_vocab)
+    assert allocated.most < bound < 4 * d_vocab**2 / 10
+    expected = ov.matrix.AB.flatten().topk(k).values.double()
+    assert abs(top["score"].to_numpy() - expected.numpy()).max() < 1e-5 * expected[0]
+    with Allocated() as allocated:
+        circuits.copying_scores(model)
+    assert allocated.most < 64 * d_model**2 + 32 * 1024 * d_model + 32 * d_model * D_MLP + 2**18
+    with Allocated() as allocated:
+        circuits.token_paths(model, k=5, n_tokens=3, block=b, progress=False)
+    tables = 2 * d_model * D_MLP + b * (4 * D_MLP + d_model) + 12 * D_MLP * (b + 3)
+    assert allocated.most < 4 * tables + 4 * 64 * 4 * d_vocab
+
+
+def test_the_largest_products_are_found_whatever_is_skipped():
+    generator = torch.Generator().manual_seed(0)
+    left, right = (torch.randn(n, 5, generator=generator).double() for n in (61, 43))
+    left *= torch.rand(61, 1, generator=generator) ** 9
+    for by_size in (False, True):
+        largest = LargestScores(17, by_size=by_size)
+        largest.add_products(left, right, (100, 0), block=7)
+        every = left @ right.T
+        sizes = every.abs() if by_size else every
+        expected = every.flatten()[sizes.flatten().topk(17).indices]
+        near(largest.values, expected)
+        near(every[largest.pairs[:, 0] - 100, largest.pairs[:, 1]], expected)
+        assert largest.seen == 61 * 43
+
+
+def test_refusals():
+    model = bridges.exposed_copy(bridges.boot("gpt2"))
+    ov = circuits.ov_circuit(model, "L0H1", tokens=SOME)
+    for match, call in (
+        ("got k=0", lambda: ov.top(0)),
+        ("got block=0.5", lambda: ov.top(block=0.5)),
+        ("rows: got 2; expected tokens of this circuit", lambda: ov.block([2, 3])),
+        ("each once", lambda: circuits.qk_circuit(model, "L0H1", tokens=[3, 3])),
+        ("got tokens=", lambda: circuits.copying_scores(model, tokens=[D_VOCAB])),
+        ("got tokens=", lambda: circuits.token_paths(model, tokens=[])),
+        ("expected one name", lambda: circuits.ov_circuit(model, ["L0H1"])),
+        ("expected whole neurons", lambda: circuits.token_paths(model, p.heads())),
+        ("has no neuron-heads", lambda: circuits.copying_scores(bridges.boot("gpt2"))),
+    ):
+        with pytest.raises(InputError, match=match):
+            call()
+
+
+@needs_hooked_transformer
+def test_an_output_vocabulary_of_another_size():
+    from models import build
+
+    model = convert(build("gelu"))
+    with pytest.raises(InputError, match="reads 41 tokens and writes 43"):
+        circuits.copying_scores(model)
+    with pytest.raises(InputError, match="rows and columns differ"):
+        _ = circuits.ov_circuit(model, "L0H1").eigenvalues
+    assert len(circuits.ov_circuit(model, "L0H1", tokens=SOME).eigenvalues) == 13

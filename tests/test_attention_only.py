@@ -1,0 +1,239 @@
+"""Neuron-heads that are trained: what they compute, count and become; the study and its page."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import attention_only_models as models
+import attention_only_report as report
+import pandas as pd
+import pytest
+import torch
+import train_attention_only as study
+from common import needs_hooked_transformer, relative
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+from transformer_lens.model_bridge.sources._bridge_builder import build_bridge_from_module
+from typer.testing import CliRunner
+
+from attn_only_lens import expose_neuron_heads, neuron_gate, reference
+
+NAME = Path(study.__file__).stem
+KEPT = Path(__file__).parents[1] / "analyses" / "results"
+D, H, POS = 5, 3, 7
+TINY = {"text": study.SMOKE.text, "addition": study.SMOKE.addition}
+TASKS = ["text", pytest.param("addition", marks=needs_hooked_transformer)]
+
+
+def neurons(kind, n_heads=H, d_model=D):
+    torch.manual_seed(11)
+    made = models.Neurons(kind, d_model, n_heads, 0.7, 0.9, nn.Parameter(torch.zeros(d_model)))
+    for parameter in made.parameters():
+        parameter.data = torch.randn(parameter.shape, dtype=torch.float64)
+    made.bias = made.bias if made.bias is None else nn.Parameter(torch.randn(D).double())
+    return made
+
+
+def to_the_letter(made, x):
+    """Heads of Definition 1 on [x | 0] over the bias token's row, one after the other."""
+    none = torch.zeros(H, dtype=torch.float64)
+    unit = torch.tensor([[0.0] * D + [1.0]], dtype=torch.float64)
+    row = unit if made.bias is None else torch.cat([made.bias, unit[0, -1:]])[None]
+    stream = torch.cat([torch.cat([x, 0 * x[:, :1]], dim=1), row])
+
+    def full(name, last):
+        vectors = getattr(made, name, torch.zeros_like(made.W_Q))
+        return vectors if len(vectors) == D + 1 else torch.cat([vectors, last[None]])
+
+    W_Q = full("W_Q", none)
+    W_K = full("W_K", made.key_b if made.kind == "persistent" else none - 1)
+    W_V = full("W_V" if hasattr(made, "W_V") else "W_Q", getattr(made, "value_b", none))
+    mask = torch.eye(POS + 1, dtype=torch.float64)
+    mask[:, -1] = 1
+    W_O = torch.cat([made.W_O, torch.zeros(H, 1, dtype=torch.float64)], dim=1)
+    heads = [
+        reference.Head(torch.outer(W_Q[:, i], W_K[:, i]), torch.outer(W_V[:, i], W_O[i]), mask)
+        for i in range(H)
+    ]
+    return sum(head(stream) for head in heads)[:POS, :D]
+
+
+@pytest.mark.parametrize("kind", models.KINDS)
+@torch.no_grad()
+def test_heads_are_masked_heads_of_the_paper(kind):
+    made, x = neurons(kind), torch.randn(2, POS, D, dtype=torch.float64)
+    expected = torch.stack([to_the_letter(made, each) for each in x])
+    assert relative(made(x), expected) < 1e-13
+    assert relative(made.dense(x), expected) < 1e-13
+    made.W_Q[0, 0] += 0.1
+    assert relative(made(x), expected) > 1e-3
+
+
+@pytest.mark.parametrize("kind", models.KINDS)
+@pytest.mark.parametrize("dense", [False, True])
+def test_flops_of_a_step_of_one_layer(kind, dense):
+    made = neurons(kind)
+    x = torch.randn(2, POS, D, dtype=torch.float64, requires_grad=True)
+    with FlopCounterMode(display=False) as counter:
+        (made.dense if dense else made)(x).sum().backward()
+    counted = counter.get_total_flops()
+    if made.bias is not None:  # its key and value are one product of a row with W_K, and with W_V
+        counted -= 3 * 2 * 2 * (D + 1) * H
+    if dense and kind in ("mlp", "theorem", "keyless"):  # whose keys have no gradient
+        counted += 2 * 2 * POS * (POS + 1) * H
+    assert counted == 3 * 2 * POS * models.flops(kind, D, H, dense * (POS + 1))
+
+
+def test_flops_of_a_step_of_text():
+    task = TINY["text"]
+    model, batch = task.model("keyless", 6, 0), task.batch(0, 0)
+    model.set_attn_implementation("eager")
+    with FlopCounterMode(display=False) as counter:
+        task.loss(model, batch).backward()
+    assert counter.get_total_flops() == task.flops(model, batch)
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_the_theorem_is_the_mlp_step_for_step(task):
+    """And not once W_V is free of W_Q, from the same weights."""
+    task, trained = TINY[task], {}
+    for kind in ("mlp", "theorem", "set free"):
+        model = task.model(kind, 6, seed=1).double()
+        optimizer = task.optimizer(model, 1e-2)
+        for step in range(5):
+            loss = task.loss(model, task.batch(step % 2, 1))
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        each = models.neurons_of(model)[0]
+        trained[kind] = torch.cat([each.W_Q.flatten(), each.W_O.flatten()]).detach()
+    # AdamW divides by the size of a gradient, rounded at 1e-16 of the largest, five times
+    assert relative(trained["theorem"], trained["mlp"]) < 1e-9
+    assert relative(trained["set free"], trained["mlp"]) > 1e-4
+
+
+@pytest.mark.parametrize("task", TASKS)
+@torch.no_grad()
+def test_the_theorem_comes_into_the_package(task):
+    """As a model with an MLP of SiLU, whose exposed heads have the weights that were trained."""
+    is_text, task = task == "text", TINY[task]
+    model, tokens = task.model("theorem", 6, seed=1).double(), task.batch(0, 1)[:, :3]
+    plain, neurons, seen = models.in_package(model), models.neurons_of(model)[0], []
+    neurons.register_forward_hook(lambda module, given, out: seen.append(given[0]))
+    expected = model(tokens).logits if is_text else model(tokens)
+    if is_text:
+        plain = build_bridge_from_module(plain, "GPT2LMHeadModel", hf_config=plain.config)
+    logits, cache = expose_neuron_heads(plain).model.run_with_cache(tokens)
+    assert relative(logits, expected) < 1e-12
+    gates = neurons.pattern(neurons.parts(seen[0]))
+    assert relative(neuron_gate(cache, "L0N2"), gates[..., 2]) < 1e-12
+    assert relative(neuron_gate(cache, "L0N2"), gates[..., 3]) > 1e-3
+    with pytest.raises(ValueError, match="expected those of an MLP"):
+        models.in_package(task.model("set free", 6, seed=1))
+
+
+def test_what_is_explained_by_one_number():
+    torch.manual_seed(3)
+    by = torch.randn(4000, 3, dtype=torch.float64)
+    other = torch.randn(4000, dtype=torch.float64)
+    z = torch.stack([2 * by[:, 0] + 5, by[:, 1] ** 2, by[:, 2] + other], dim=1)
+    linear, function = study.share_linear(z, by), study.share_explained(z, by)
+    # 4,000 draws: errors of 3 / √4000 = 0.05; tails of a square vary within 16 bins
+    assert linear.tolist() == pytest.approx([1, 0, 0.5], abs=0.05)
+    assert function.tolist() == pytest.approx([0.97, 0.85, 0.5], abs=0.08)
+
+
+@torch.no_grad()
+def test_a_cut_is_what_it_says():
+    made, x = neurons("bias token"), torch.randn(2, POS, D, dtype=torch.float64)
+    whole = made(x)
+    row = torch.cat([made.bias, torch.ones(1).double()])
+    q, k, v = (x @ W[:D] for W in (made.W_Q, made.W_K, made.W_V))
+    key_b, value_b = row @ made.W_K, row @ made.W_V
+    p = (q * (k - key_b)).sigmoid()
+    mean_k, mean_p = k.mean((0, 1)), p.mean((0, 1))
+    at_mean = (q * (mean_k - key_b)).sigmoid()
+    expected = {
+        "key": at_mean * v + (1 - at_mean) * value_b,
+        "value_b": p * v,
+        "gate": mean_p * v + (1 - mean_p) * value_b,
+    }
+    for cut, z in expected.items():
+        made.cut = frozenset({cut})
+        assert relative(made(x), z @ made.W_O) < 1e-13
+        assert relative(made(x), whole) > 1e-3
+
+
+@needs_hooked_transformer
+def test_smoke(tmp_path):
+    app = study.typer.Typer()
+    app.command()(study.main)
+    folders = ["--out", str(tmp_path), "--runs", str(tmp_path / "runs"), "--n-seeds", "1"]
+    result = CliRunner().invoke(app, ["--smoke", *folders])
+    assert result.exit_code == 0, result.output
+    page = (tmp_path / f"{NAME}.md").read_text("utf-8")
+    assert page.strip() in result.output
+    curves = pd.read_csv(tmp_path / f"{NAME}.csv")
+    last = curves.groupby(["task", "arm"])[["step", "flops"]].last()
+    assert set(last.index) == {(task, arm) for task in TINY for arm in TINY[task].arms}
+    assert (set(last["step"]["text"]), set(last["step"]["addition"])) == ({4}, {6})
+    flops = last["flops"]["text"]
+    assert flops["mlp"] == flops["keyless"] == flops["persistent"] < flops["mlp, twice"]
+    become = pd.read_csv(tmp_path / f"{NAME}_become.csv").set_index(["task", "arm", "when"])
+    become = become.sort_index()
+    assert (become.loc[("text", "mlp"), "cos_qv"] == 1).all()
+    assert become.loc[("text", "set free", "start"), "cos_qv"] == 1
+    assert become.loc[("text", "set free", "end"), "cos_qv"] < 1
+
+
+def test_a_run_that_is_done_is_read(tmp_path):
+    task, run = TINY["text"], ("bias token", 0, 1e-2, 4, tmp_path, "cpu")
+    model, curve = study.train(task, *run)
+    again, read = study.train(replace(task, n_held_out=0), *run)  # which could not be trained
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, again.state_dict()[name]), name
+    pd.testing.assert_frame_equal(curve, read)  # the file has all digits
+
+
+def stored():
+    parts = ("", "become", "cuts", "heads", "search", "sizes")
+    return {
+        part: pd.read_csv(KEPT / f"{NAME}{'_' * bool(part)}{part}.csv", keep_default_na=True)
+        for part in parts
+    }
+
+
+def test_what_is_stored():
+    """The page's sentences are those of its tables; arms are equal in what they are to be."""
+    frames = stored()
+    page = (KEPT / f"{NAME}.md").read_text("utf-8")
+    for number, (holds, said) in enumerate(report.verdicts(frames), start=2):
+        assert f"{number}. {'As predicted' if holds else 'Not as predicted'}: {said}." in page
+    assert report.summary(frames) in page
+    assert report.summary(frames) in (KEPT.parents[1] / "docs" / "theory.md").read_text("utf-8")
+    assert frames[""].groupby(["task", "arm"])["seed"].nunique().eq(3).all()
+    # what the page says of all arms together
+    text = report.ends(frames[""], "text")
+    more = (text.div(text["mlp"], axis=0) - 1).median()
+    assert more.pop("mlp, an eighth") > report.NEAR > more.abs().max()
+    steps = report.solved(frames[""]).unstack("seed").fillna(float("inf"))
+    assert (steps.drop("mlp") > steps.loc["mlp"]).all(axis=None)
+    for task in TINY:
+        cost = report.costs(frames["cuts"], task)
+        letters = [arm for arm in cost.index if arm not in ("set free", "keyless")]
+        letters = [arm for arm in letters if "mlp" not in arm]
+        assert (cost.loc[letters, "key"] > 10 * cost.loc[letters, "value_b"]).all()
+        apart = report.became(frames["become"], task).query("when == 'end'").set_index("arm")
+        assert (apart["cos_qv"][[*letters, "set free", "keyless"]] < 0.5).all()
+    sizes = frames["sizes"].set_index(["task", "arm"])
+    for task in TINY:
+        of = sizes.loc[task]
+        for arm in ("keyless", "bias token", "set free", "persistent"):
+            assert of["flops a token"][arm] == of["flops a token"]["mlp"]
+            assert of["parameters"][arm] == pytest.approx(of["parameters"]["mlp"], rel=0.02)
+    of = sizes.loc["text"]
+    assert of["heads"]["bias token, as many"] == of["heads"]["mlp"]
+    assert of["flops a token"]["bias token, as many"] == of["flops a token"]["mlp, twice"]
+    highest = frames["search"].query("task == 'addition' and chosen")["lr"]
+    assert (highest == max(study.Study().addition.lrs)).all()
+    chosen = frames["search"].groupby(["task", "arm"])["chosen"].sum()
+    assert (chosen == 1).all()

@@ -1,0 +1,349 @@
+"""Models whose activation is a_1 SiLU(a_2 x): exact heads with any coefficients (Theorem 2)."""
+
+import math
+
+import bridges
+import models
+import mpmath
+import pytest
+import torch
+from common import BATCH, D_MLP, POS, mlp_hook, needs_hooked_transformer, relative, tokens
+
+from attn_only_lens import (
+    Bilinear,
+    CheckpointError,
+    GeneralizedSiLU,
+    InputError,
+    UnsupportedModelError,
+    convert,
+    expose_neuron_heads,
+    grow,
+    load,
+    patching,
+    save,
+    to_stock,
+    verify,
+)
+from attn_only_lens.circuits.head_matrices import HeadMatrices
+from attn_only_lens.heads import host_of
+from attn_only_lens.runs.sites import resolve_sites
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # TransformerLens' and transformers' own
+EXACT = 1e-12
+ALPHAS = [(0.4, -3.1), (-2.3, 0.7), (1 / 1.702, 1.702)]
+SILU = GeneralizedSiLU(0.4, -3.1)
+
+
+def alpha(x, a_1=SILU.a_1, a_2=SILU.a_2):
+    """The activation, written down again."""
+    return a_1 * a_2 * x / (1 + torch.exp(-a_2 * x))
+
+
+class Activation(torch.nn.Module):
+    """As a module of transformers has it."""
+
+    def __init__(self, function=alpha):
+        super().__init__()
+        self.function = function
+
+    def forward(self, x):
+        return self.function(x)
+
+
+def hooked(name, act_fn=alpha):
+    source = models.build(name)
+    for block in source.blocks:
+        block.mlp.act_fn = act_fn
+    return source
+
+
+def bridge(name, function=alpha):
+    """A bridge around a model of transformers whose activations were replaced."""
+    model = bridges.original(name)
+    for module in model.modules():
+        for child in ("act", "act_fn"):
+            if hasattr(module, child):
+                setattr(module, child, Activation(function))
+    return bridges.bridged(model)
+
+
+# the gate
+
+
+@pytest.mark.parametrize(("a_1", "a_2"), ALPHAS)
+def test_the_gate_is_accurate_in_both_tails(a_1, a_2):
+    gate = GeneralizedSiLU(a_1, a_2).gate
+    points = [-37.0, -5.7, -1e-3, 0.0, 0.7, 13.1]
+    q = torch.tensor(points, dtype=torch.float64)
+    for x, (own, bias), y in zip(points, gate.pattern(q).tolist(), gate.activation(q), strict=True):
+        weight = 1 / (1 + mpmath.exp(-mpmath.mpf(a_2) * x))
+        other = 1 / (1 + mpmath.exp(mpmath.mpf(a_2) * x))
+        # exp of an argument of up to 115 loses as many roundings.
+        assert abs(own - weight) <= 1e-13 * weight
+        assert abs(bias - other) <= 1e-13 * other
+        expected = mpmath.mpf(a_1) * mpmath.mpf(a_2) * x * weight
+        assert abs(y.item() - expected) <= 1e-13 * abs(expected)
+    torch.testing.assert_close(gate.scores(q).softmax(-1), gate.pattern(q), rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("a_1", "a_2", "reason"),
+    [
+        (0.0, 1.0, "a_1=0.0"),
+        (1.0, math.nan, "a_2=nan"),
+        (math.inf, 1.0, "a_1=inf"),
+        (1.0, 1e300, r"a_2=1e\+300"),
+        (True, 1.0, "a_1=True"),
+        ("1", 0, "a_1='1'"),
+        (1e-30, 1e-30, "a_1 · a_2"),
+    ],
+)
+def test_coefficients_that_make_no_activation_are_refused(a_1, a_2, reason):
+    with pytest.raises(InputError, match=reason) as refusal:
+        GeneralizedSiLU(a_1, a_2)
+    assert len(refusal.value.reasons) == (2 if a_2 == 0 else 1)
+
+
+# models
+
+
+def entering(module, run):
+    """What enters a module in a run."""
+    seen = []
+    handle = module.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0]))
+    run()
+    handle.remove()
+    return seen[0]
+
+
+def check_heads(seen, x, W_Q, W_V, b):
+    """Every number of every head, from the stream that it reads and the MLP's own weights."""
+    a_1, a_2 = SILU.a_1, SILU.a_2
+    q = torch.einsum("bpd,dn->bpn", x, W_Q) + b
+    u = 1.0 if W_V is None else torch.einsum("bpd,dn->bpn", x, W_V)
+    own = 1 / (1 + torch.exp(-a_2 * q))
+    assert relative(seen["q"][..., 0], q) <= EXACT
+    assert relative(seen["v"][..., 0], a_1 * a_2 * q * u) <= EXACT
+    assert relative(seen["z"][..., 0], a_1 * a_2 * q * own * u) <= EXACT
+    assert relative(seen["attn_scores"][..., 1].transpose(1, 2), -a_2 * q) <= EXACT
+    assert not seen["attn_scores"][..., 0].any()
+    assert relative(seen["pattern"][..., 0].transpose(1, 2), own) <= EXACT
+    # control: with a_1 in a_2's place the product is the same, and the pattern is another
+    swapped = 1 / (1 + torch.exp(-a_1 * q))
+    assert relative(seen["pattern"][..., 0].transpose(1, 2), swapped) > 0.1
+
+
+POINTS = ("q", "v", "attn_scores", "pattern", "z")
+
+
+@needs_hooked_transformer
+@pytest.mark.parametrize("name", ["silu", "llama", "parallel_gated"])
+@torch.no_grad()
+def test_hooked_transformers(name):
+    source, x = hooked(name), tokens()
+    mlp = source.blocks[1].mlp
+    expected, reads = source(x), entering(mlp, lambda: source(x))
+    gated = source.cfg.gated_mlp
+    weights = (mlp.W_gate, mlp.W_in, 0.0) if gated else (mlp.W_in, None, mlp.b_in)
+    for model in (convert(source, gate=SILU), expose_neuron_heads(source, gate=SILU, copy=True)):
+        model = getattr(model, "model", model)
+        assert torch.equal(model(x), expected)
+        logits, cache = model.run_with_cache(x)
+        assert relative(logits, expected) <= EXACT
+        host = host_of(model)
+        seen = {point: cache[host.hook_name(1, "neuron", point)] for point in POINTS}
+        check_heads(seen, reads, *weights)
+        assert verify(source, model, x).ok
+
+
+@needs_hooked_transformer
+def test_the_matrices_are_the_theorems():
+    """W_V W_O = a_1 a_2 V_1 V_2, and what hook_v shows is what W_V and b_V make."""
+    model = convert(hooked("silu"), gate=SILU)
+    attn = model.blocks[3].attn
+    for i in (0, 17):
+        outer = SILU.a_1 * SILU.a_2 * torch.outer(attn.W_in[:, i], attn.W_out[i])
+        assert relative((attn.W_V @ attn.W_O)[i], outer) <= EXACT
+    _, cache = model.run_with_cache(tokens())
+    x = entering(attn, lambda: model(tokens()))
+    v = torch.einsum("bpd,ndh->bpnh", x, attn.W_V) + attn.b_V
+    assert relative(cache["v", 3], v) <= EXACT
+    matrices = HeadMatrices.of(model, fold_norms=False)
+    (sites,) = resolve_sites(model, ["L1N0", "L1N17"])
+    assert relative(matrices.read_matrices(sites, "v").A, attn.W_V[[0, 17]]) <= EXACT
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+@torch.no_grad()
+def test_bridges(name):
+    model, x = bridge(name), tokens()
+    expected, theirs = model.run_with_cache(x)
+    with pytest.raises(UnsupportedModelError, match="not q times a weight"):
+        expose_neuron_heads(model)
+    twin = bridge(name)
+    exposed = expose_neuron_heads(twin, gate=SILU).model
+    assert torch.equal(exposed(x), expected)
+    logits, cache = exposed.run_with_cache(x)
+    assert relative(logits, expected) <= EXACT
+    seen = {point: cache[mlp_hook(point)] for point in POINTS}
+    mlp = model.blocks[1].mlp
+    gated = name != "gpt2"
+    weights = (mlp.W_gate, mlp.W_in, 0.0) if gated else (mlp.W_in, None, mlp.b_in)
+    check_heads(seen, theirs["blocks.1.mlp.hook_in"], *weights)
+    assert verify(model, exposed, x).ok
+
+
+@pytest.mark.parametrize("kind", ["bridge", pytest.param("hooked", marks=needs_hooked_transformer)])
+@torch.no_grad()
+def test_a_patch_of_a_value(kind):
+    """A sweep against the model run with the other prompt's numbers put in by hand."""
+    model = bridge("gpt2") if kind == "bridge" else hooked("silu")
+    exposed = expose_neuron_heads(model, gate=SILU).model
+    clean, corrupted = tokens(1, batch=1), tokens(2, batch=1)
+    metric = patching.logit_diff(correct=7, wrong=8)
+    found = patching.activation_patch(
+        exposed, clean, corrupted, metric, sites=["L1N29"], part="value"
+    )
+    _, cache = exposed.run_with_cache(clean)
+    hook = mlp_hook("v")
+
+    def edit(v, hook, at):
+        v[:, at, 29] = cache[hook.name][:, at, 29]
+        return v
+
+    for at in (3, POS - 1):
+        logits = exposed.run_with_hooks(
+            corrupted, fwd_hooks=[(hook, lambda v, hook, at=at: edit(v, hook, at))]
+        )
+        difference = (logits[0, -1, 7] - logits[0, -1, 8]).item()
+        assert found.frame.query(f"position == {at}")["value"].item() == pytest.approx(difference)
+
+
+# what is refused
+
+
+@needs_hooked_transformer
+def test_another_activation_than_the_models_is_refused():
+    near = GeneralizedSiLU(0.4, -3.1001)
+    for call in (convert, expose_neuron_heads):
+        with pytest.raises(UnsupportedModelError, match=r"not 0\.4 SiLU\(-3\.1001 x\)"):
+            call(hooked("silu"), gate=near)
+        with pytest.raises(UnsupportedModelError, match=r"pass gate=GeneralizedSiLU\(a_1, a_2\)"):
+            call(hooked("silu"))
+        with pytest.raises(
+            UnsupportedModelError, match=r"they differ by 0\.02"
+        ):  # no approximation
+            call(models.build("gelu"), gate=GeneralizedSiLU(1 / 1.702, 1.702))
+
+
+def test_a_bridge_with_another_activation_is_refused():
+    with pytest.raises(UnsupportedModelError, match=r"expected one of 0\.4 SiLU\(3\.1 x\)"):
+        expose_neuron_heads(bridge("gpt2"), gate=GeneralizedSiLU(0.4, 3.1))
+    exposed = expose_neuron_heads(bridge("gpt2"), gate=SILU).model
+    with pytest.raises(UnsupportedModelError, match="no exact gate"):
+        expose_neuron_heads(exposed)
+    assert expose_neuron_heads(exposed, gate=SILU).model is exposed
+
+
+# files, growth, stock parts
+
+
+@needs_hooked_transformer
+@torch.no_grad()
+def test_files_keep_the_gate(tmp_path):
+    x, source = tokens(), hooked("llama", SILU)
+    exposed = expose_neuron_heads(source, gate=SILU, copy=True).model
+    for model, folder in ((convert(source, gate=SILU), "two"), (exposed, "one")):
+        same = load(save(model, tmp_path / folder))
+        assert torch.equal(same(x), source(x))
+        assert relative(same.run_with_cache(x)[0], source(x)) <= EXACT
+        assert host_of(same).gates()[2]["silu"] == {"a_1": 0.4, "a_2": -3.1}
+    own = expose_neuron_heads(hooked("llama"), gate=SILU).model
+    for model in (convert(hooked("llama"), gate=SILU), own):  # equal but for rounding
+        with pytest.raises(CheckpointError, match="activation is code of its own"):
+            save(model, tmp_path / "other")
+
+
+@torch.no_grad()
+def test_bridges_are_saved_where_their_configuration_names_the_activation(tmp_path):
+    config = bridges.FAMILIES["gpt2"].config()
+    config.activation_function = "quick_gelu"
+    gpt2 = bridges.transformers.AutoModelForCausalLM.from_config(config)
+    model = bridges.bridged(bridges.randomise(gpt2.double().eval()))
+    exposed = expose_neuron_heads(model, gate=GeneralizedSiLU(1 / 1.702, 1.702)).model
+    same = load(save(exposed, tmp_path / "saved"))
+    assert torch.equal(same(tokens()), exposed(tokens()))
+    assert host_of(same).gates() == host_of(exposed).gates()
+    with pytest.raises(CheckpointError):
+        save(expose_neuron_heads(bridge("gpt2"), gate=SILU).model, tmp_path / "other")
+
+
+@needs_hooked_transformer
+@torch.no_grad()
+def test_grown_and_made_of_stock_parts():
+    source = hooked("silu")
+    model, x = convert(source, gate=SILU), tokens()
+    grown = grow(model, d_mlp=43, n_layers=4).model
+    assert relative(grown(x), source(x)) <= EXACT
+    stock = to_stock(model)
+    assert relative(stock(x), source(x)) <= EXACT
+    assert stock.blocks[1].attn.b_K[:D_MLP, -1].unique().tolist() == [-3.1]
+
+
+# one head of a chosen slope: the paper's gelu, and relu
+
+
+def one_head(slope):
+    return lambda q: q / (1 + torch.exp(-slope * q))
+
+
+@torch.no_grad()
+def test_the_papers_gelu():
+    """A bridge of GPT-2, whose gelu is the tanh form, against one with the approximation in it."""
+    model, x = bridges.boot("gpt2"), tokens()
+    with expose_neuron_heads(model, gate=Bilinear(slope="paper")) as exposed:
+        expected = bridge("gpt2", one_head(1.702))(x)
+        assert relative(exposed(x), expected) <= EXACT
+        logits, cache = exposed.run_with_cache(x)
+        assert relative(logits, expected) <= EXACT
+        assert cache[mlp_hook("pattern")].shape == (BATCH, D_MLP, POS, 2)
+        report = verify(bridges.boot("gpt2"), exposed, x)
+        assert report.ok
+        assert (report.activations["measured"] <= report.activations["bound"]).all()
+        assert report.activations["bound"].unique() == pytest.approx([0.0207], abs=5e-5)
+        # control: the best single head is another function
+        assert relative(expected, bridge("gpt2", one_head(1.77))(x)) > 1e-6
+
+
+@needs_hooked_transformer
+@torch.no_grad()
+@pytest.mark.parametrize(("name", "slope"), [("gelu", "paper"), ("relu", 50.0)])
+def test_one_head_in_converted_models_and_their_files(name, slope, tmp_path):
+    number = 1.702 if slope == "paper" else slope
+    x, model = tokens(), convert(models.build(name), gate=Bilinear(slope=slope))
+    twin = models.build(name)
+    for block in twin.blocks:
+        block.mlp.act_fn = one_head(number)
+    assert relative(model(x), twin(x)) <= EXACT
+    assert torch.equal(load(save(model, tmp_path / "saved"))(x), model(x))
+    bound = verify(models.build(name), model, x).activations["bound"]
+    assert bound.unique() == pytest.approx([0.0203 if slope == "paper" else 0.27846 / 50], abs=1e-4)
+
+
+def test_slopes_that_are_refused():
+    model = bridges.boot("gpt2")
+    for options, reason in (
+        ({"slope": 0.5}, "at least 1"),
+        ({"slope": -1.0}, r"slope=-1\.0"),
+        ({"slope": math.nan}, "slope=nan"),
+        ({"slope": 1.702, "heads": 4}, "a slope alone"),
+        ({"slope": 1.702, "tolerance": 0.1}, "a slope alone"),
+    ):
+        with pytest.raises(UnsupportedModelError, match=reason):
+            expose_neuron_heads(model, gate=Bilinear(**options))
+
+
+def test_what_is_no_slope():
+    for slope in ("steep", True, [1.0]):
+        with pytest.raises(InputError, match="expected a number, or 'paper'"):
+            Bilinear(slope=slope)

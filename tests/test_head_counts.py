@@ -1,0 +1,139 @@
+"""Counts of heads, parameters and flops, against modules, torch's counter and the constructions."""
+
+from pathlib import Path
+
+import bridges
+import count_heads
+import models
+import pytest
+import torch
+from common import needs_hooked_transformer
+from torch.utils.flop_counter import FlopCounterMode
+
+from attn_only_lens import HeadCounts, InputError, UnsupportedCallError, convert, head_counts
+from attn_only_lens.reference.post import (
+    PlainLayer,
+    PlainTransformer,
+    StreamCoordinates,
+    post_transformer,
+)
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # TransformerLens' and transformers' own
+GPT3 = HeadCounts(d_model=12288, n_heads=96, d_head=128, d_mlp=4 * 12288)
+
+
+def test_what_the_paper_says_of_gpt3():
+    assert (GPT3.n_neuron_heads, GPT3.n_heads) == (49152, 96)
+    assert GPT3.n_neuron_heads / GPT3.n_heads == 512  # "500:1"
+    assert GPT3.mlp_parameters == 2 * GPT3.attention_parameters  # "2:1"
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_parameters_are_those_of_the_modules(name):
+    """Against the matrices of a model of transformers that was never bridged."""
+    family, model = bridges.FAMILIES[name], bridges.original(name)
+    layer = model.get_submodule(family.layers)[0]
+    counted = {"attn": 0, "mlp": 0}
+    for path, parameter in layer.named_parameters():
+        kind = "mlp" if "mlp" in path else "attn"
+        counted[kind] += parameter.numel() if parameter.ndim == 2 else 0
+    counts = head_counts(bridges.bridged(model).cfg)
+    assert counts.attention_parameters == counted["attn"]
+    assert counts.mlp_parameters == counted["mlp"]
+    expected = (True, 1) if name == "llama" else (False, None)
+    assert (counts.gated, counts.n_key_value_heads) == expected
+
+
+@needs_hooked_transformer
+def test_configurations_of_hooked_transformers():
+    source = models.build("llama")
+    counts = head_counts(source.cfg)
+    assert counts == HeadCounts(26, 6, 8, 37, 2, gated=True)
+    assert head_counts(convert(source).cfg) == counts
+    block = source.blocks[0]
+    shared = [block.attn._W_K, block.attn._W_V]
+    assert counts.attention_parameters == sum(
+        each.numel() for each in (block.attn.W_Q, block.attn.W_O, *shared)
+    )
+    for cfg, reason in (
+        (models.build("gelu", attn_only=True).cfg, "has no MLPs"),
+        (source, "has no d_model"),
+    ):
+        with pytest.raises((InputError, UnsupportedCallError), match=reason):
+            head_counts(cfg)
+
+
+def flops(run):
+    with FlopCounterMode(display=False) as counter:
+        run()
+    return counter.get_total_flops()
+
+
+def meta(*shape):
+    return torch.empty(*shape, device="meta")
+
+
+def test_flops_are_torchs():
+    """A layer written out as products, for each of `pos` tokens that attend to all of them."""
+    d_model, n_heads, d_head, d_mlp, pos = 13, 3, 5, 37, 11
+    counts = HeadCounts(d_model, n_heads, d_head, d_mlp)
+    x = meta(pos, d_model)
+
+    def attention():
+        q, k, v = (x @ meta(d_model, n_heads * d_head) for _ in range(3))
+        q, k, v = (each.view(pos, n_heads, d_head).transpose(0, 1) for each in (q, k, v))
+        z = (q @ k.mT).softmax(-1) @ v
+        z.transpose(0, 1).reshape(pos, -1) @ meta(n_heads * d_head, d_model)
+
+    def neuron_heads(keys):
+        """The bias token is one of the keys; the value is the query (Remark 3)."""
+        q = (x @ meta(d_model, d_mlp)).T[:, :, None]
+        z = (q @ meta(d_mlp, keys, 1).mT).softmax(-1) @ meta(d_mlp, keys, 1)
+        z[..., 0].T @ meta(d_mlp, d_model)
+
+    def narrow():
+        q = (x @ meta(d_model, d_mlp)).view(-1, 1, 1)
+        z = (q @ meta(pos * d_mlp, 2, 1).mT).softmax(-1) @ meta(pos * d_mlp, 2, 1)
+        z.view(pos, d_mlp) @ meta(d_mlp, d_model)
+
+    assert flops(attention) == pos * counts.attention_flops(pos)
+    assert flops(narrow) == pos * counts.neuron_head_flops
+    assert flops(lambda: neuron_heads(pos + 1)) == pos * counts.masked_flops(pos)
+    assert flops(lambda: neuron_heads(pos)) != pos * counts.masked_flops(pos)  # control
+    assert flops(lambda: x @ meta(d_model, d_mlp) @ meta(d_mlp, d_model)) == pos * counts.mlp_flops
+
+
+def test_the_posts_heads_are_those_of_its_construction():
+    """As built, the heads there are; as worded, the rank of the two matrices over d_head."""
+    d_model, n_heads, d_head, d_mlp, n_ctx = 7, 3, 2, 28, 5
+    counts = HeadCounts(d_model, n_heads, d_head, d_mlp)
+    shapes = dict.fromkeys(("W_Q", "W_K", "W_V"), (n_heads, d_model, d_head))
+    shapes |= dict.fromkeys(("b_Q", "b_K", "b_V"), (n_heads, d_head))
+    shapes |= {"W_O": (n_heads, d_head, d_model), "b_O": (d_model,)}
+    shapes |= {"W_1": (d_model, d_mlp), "b_1": (d_mlp,), "W_2": (d_mlp, d_model), "b_2": (d_model,)}
+    plain = PlainLayer(**{name: torch.randn(shape) for name, shape in shapes.items()})
+    (layer,) = post_transformer(PlainTransformer((plain,)), n_ctx, omega=10.0).layers
+    assert list(counts.post_heads(built=True).values()) == [len(s.W_Q) for s in layer.sublayers]
+    ranks = [int(torch.linalg.matrix_rank(each)) for each in (plain.W_1, plain.W_2)]
+    worded = counts.post_heads()
+    assert [worded["into_hidden"], worded["out_of_hidden"]] == [-(-r // d_head) for r in ranks]
+    assert (worded["attention"], worded["activation"]) == (n_heads, d_mlp)
+    assert counts.post_width(n_ctx) == StreamCoordinates(n_ctx, d_model, d_mlp).width
+    with pytest.raises(InputError, match="gated"):
+        HeadCounts(7, 3, 2, 28, gated=True).post_heads()
+
+
+def test_what_is_no_layer():
+    with pytest.raises(InputError) as refusal:
+        HeadCounts(0, 3, 2.0, 28, gated="no")
+    assert len(refusal.value.reasons) == 3
+    with pytest.raises(InputError, match="a multiple"):
+        HeadCounts(13, 6, 2, 28, 4)
+    with pytest.raises(InputError, match="got a LlamaConfig, which has no d_model"):
+        head_counts(bridges.FAMILIES["llama"].config())
+
+
+def test_the_page_has_the_tables():
+    page = (Path(__file__).parents[1] / "docs" / "limits.md").read_text("utf-8")
+    assert count_heads.layers() in page
+    assert count_heads.post() in page

@@ -1,0 +1,63 @@
+"""The study of gaps under norms: what is exact, and a page that says what its table says."""
+
+from pathlib import Path
+
+import layernorm_gap as study
+import pandas as pd
+import pytest
+import torch
+from bridges import boot
+from common import D_VOCAB, relative
+
+from attn_only_lens.growth._grow import growable_of
+
+RESULTS = Path(study.__file__).parent / "results"
+PROMPTS = torch.arange(22).reshape(2, 11) * 7 % D_VOCAB
+
+
+def test_what_is_exact_in_float64(monkeypatch):
+    source = growable_of(boot("gpt2"))  # LayerNorm, float64
+    size = source.model.cfg.d_model
+    with torch.no_grad():
+        logits = source.model(PROMPTS)
+        for arm, times, exact in (
+            ("evenly", 2, True),
+            ("Deep Fusion", 2, True),
+            ("bert2BERT", 2, False),
+            ("Theorem 3.5", 1.5, True),
+        ):
+            wider = study.widened(source, arm, round(times * size), 0)
+            assert wider.cfg.d_model == times * size
+            difference = relative(wider(PROMPTS), logits)
+            assert difference < 1e-12 if exact else difference > 1e-3, arm
+        # The control: readers that are not divided by the number of copies.
+        monkeypatch.setattr(torch, "bincount", lambda x, minlength: torch.ones(minlength))
+        assert relative(study.widened(source, "evenly", 2 * size, 0)(PROMPTS), logits) > 0.5
+
+
+def test_gap_by_hand():
+    tokens = torch.tensor([[0, 1]])
+    old = torch.tensor([[[0.0, 0.0], [3.0, 1.0]]])
+    new = torch.tensor([[[0.0, torch.log(torch.tensor(3.0))], [3.0, 1.0]]])
+    found = study.gap(old, new, tokens)
+    assert found["logits"] == pytest.approx(1.0986123 / 3)
+    assert found["KL"] == pytest.approx(0.1438410)  # ln(2 / √3)
+    assert (found["loss before"], found["loss"]) == pytest.approx((0.6931472, 0.2876821))
+
+
+def test_the_script_runs(tmp_path):
+    study.main(out=tmp_path, smoke=True)
+    frame = pd.read_csv(tmp_path / "layernorm_gap.csv")
+    assert set(frame["arm"]) == set(study.ARMS)
+    assert (frame[frame["arm"] == "Theorem 3.5"][["logits", "KL"]] == 0).all(axis=None)
+    assert "| 1.5 |" in (tmp_path / "layernorm_gap.md").read_text("utf-8")
+
+
+def test_the_stored_page_is_that_of_the_stored_table():
+    frame = pd.read_csv(RESULTS / "layernorm_gap.csv")
+    n_seeds = int(frame["seed"].max()) + 1
+    assert (RESULTS / "layernorm_gap.md").read_text("utf-8") == study.page(frame, n_seeds, False)
+    assert study.verdicts(frame)["ours"]
+    off = 100 * study.summary(frame).groupby("arm")["logits"].agg(["min", "max"]).loc["bert2BERT"]
+    guide = (RESULTS.parents[1] / "docs" / "growth.md").read_text("utf-8")
+    assert f"by up to {off['min']:.0f} to {off['max']:.0f} % of the largest" in guide
