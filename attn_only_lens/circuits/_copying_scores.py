@@ -146,5 +146,8 @@ def _of_neurons(
     column = matrices.heads.read_matrices(sites, "v").A[:, :, 0].to(across)
     row = (own.A * own.B)[:, 0].to(across)
     value = ((row @ across) * column).sum(-1)
+    if not value.isfinite().all():
+        wrong = sites.names[int((~value.isfinite()).nonzero()[0])]
+        raise InputError([f"{wrong}: weights that are not finite"], _PROBLEM)
     sizes = [((x @ of) * x).sum(-1) for x, of in ((column, read), (row, written))]
     return value, value.abs(), (sizes[0] * sizes[1]).clamp(min=0).sqrt()

@@ -6,12 +6,14 @@
     score      drive(s) · write(t)
 
 That is the direct path of a token through one neuron with ReLU in the place of its activation,
-which every activation here approaches as the stream grows. ReLU commutes with positive factors, so
-the scale of a layer's norm changes no order of its neurons' tokens, but for what differs between
-tokens. Left out, as in `token_circuits.py`: biases, positions, and what earlier heads add.
+which every activation here approaches as the stream grows; for a_1 SiLU(a_2 x), it is
+a_1 (a_2 x)⁺. ReLU commutes with positive factors, so the scale of a layer's norm changes no order
+of its neurons' tokens, but for what differs between tokens. Left out, as in `token_circuits.py`:
+biases, positions, and what earlier heads add.
 
 In a gated MLP the value may be negative: then the neuron raises the tokens that it writes against.
-So each of its neurons has two rows, one for either sign.
+So each of its neurons has two rows, one for either sign. With a_1 < 0, a plain neuron's value is
+negative, too, and its only row has that sign.
 
 In bytes beyond the model, with m = d_mlp, n tokens kept and b tokens at once, float32:
 
@@ -31,6 +33,8 @@ from tqdm.auto import tqdm
 from attn_only_lens.circuits.partners import is_gated
 from attn_only_lens.circuits.vocabulary_matrices import VocabularyMatrices
 from attn_only_lens.errors import InputError
+from attn_only_lens.gates import Gate
+from attn_only_lens.heads import host_of
 from attn_only_lens.numerics import full_precision, is_count
 from attn_only_lens.runs.sites import LayerSites, Sites, neuron_heads, resolve_sites
 from attn_only_lens.runs.token_texts import token_text
@@ -97,7 +101,8 @@ def token_paths(
     for sites in tqdm(chosen, unit="layer", disable=not progress):
         reads = _drives(matrices, sites, n_tokens, block)
         writes = _writes(matrices, sites, n_tokens)
-        for sign, (drive, read), (write, written) in zip("+-", reads, writes, strict=False):
+        for sign, (drive, read) in reads.items():
+            write, written = writes[sign]
             score = drive[:, 0] * write[:, 0].to(drive.device)
             frame = pd.DataFrame({"name": sites.names, "layer": sites.layer, "value": sign})
             frame["reads"], frame["writes"] = read.tolist(), written.tolist()
@@ -118,33 +123,38 @@ _Top = tuple[Float[Tensor, "neuron kept"], Int[Tensor, "neuron kept"]]
 """The largest numbers of each neuron, and their tokens."""
 
 
-def _drives(matrices: VocabularyMatrices, sites: LayerSites, n: int, block: int) -> list[_Top]:
-    """The tokens of largest drive of each neuron; in a gated MLP also those of smallest."""
+def _drives(matrices: VocabularyMatrices, sites: LayerSites, n: int, block: int) -> dict[str, _Top]:
+    """The tokens of largest drive of each neuron, by the sign of its value."""
     gate, value = (matrices.heads.read_matrices(sites, kind).A[:, :, 0].T for kind in ("q", "v"))
     gated = is_gated(matrices.heads.model, sites.layer)
-    found: list[_Top] = []
+    own: Any = host_of(matrices.heads.model).neurons[sites.layer].gate
+    height = 1.0 if gated or not isinstance(own, Gate) else own.scale * own.side
+    signs = "+-" if gated else "+" if height > 0 else "-"
+    found: dict[str, _Top] = {}
     for first in range(0, len(matrices.W_E), block):
         E = matrices.W_E[first : first + block]
         drive = (E @ gate.to(E)).clamp_(min=0)
         if gated:
             drive *= E @ value.to(E)
-        signed = [drive, -drive] if gated else [drive]
-        tops = [_top(each.T, n, first) for each in signed]
-        found = [_merged(*pair, n) for pair in zip(found, tops, strict=True)] if found else tops
+        elif height != 1:
+            drive *= height
+        for sign in signs:
+            top = _top((drive if sign == "+" else -drive).T, n, first)
+            found[sign] = _merged(found[sign], top, n) if sign in found else top
     return found
 
 
-def _writes(matrices: VocabularyMatrices, sites: LayerSites, n: int) -> list[_Top]:
-    """The tokens whose logits each neuron raises most, and those that it lowers most."""
+def _writes(matrices: VocabularyMatrices, sites: LayerSites, n: int) -> dict[str, _Top]:
+    """The tokens whose logits each neuron raises most, by the sign of its value."""
     rows = matrices.heads.write_matrices(sites).B[:, 0]
     found = []
     for some in rows.split(_NEURONS):
         written = matrices.writes(some)
         found.append((_top(written, n, 0), _top(-written, n, 0)))
-    return [
-        (torch.cat([top[0] for top in tops]), torch.cat([top[1] for top in tops]))
-        for tops in zip(*found, strict=True)
-    ]
+    return {
+        sign: (torch.cat([top[0] for top in tops]), torch.cat([top[1] for top in tops]))
+        for sign, tops in zip("+-", zip(*found, strict=True), strict=True)
+    }
 
 
 def _top(x: Float[Tensor, "neuron token"], n: int, first: int) -> _Top:

@@ -8,7 +8,9 @@
 
 A neuron-head's own W_V is left out: it has rank one and cancels in every score, and a gated MLP has
 none. If several heads share a neuron, head j writes w_j W_out[i] and has the query b_j W_in[:, i];
-with b_j = 0 its query reads nothing.
+with b_j = 0 its query reads nothing. What a neuron with the activation a_1 SiLU(a_2 x) reads has
+the sign of a_2 as its query, which is then positive where its gate is open; and its value is times
+a_1 a_2, or a_1 |a_2| in a gated MLP, where W_gate has its sign already.
 
 Norms are folded into the matrices on request (`models/norms.py`). Half precision is computed in
 float32.
@@ -150,8 +152,13 @@ class HeadMatrices:
         gate = getattr(heads.module, "W_gate", None)
         W = heads.module.W_in if kind == "v" or gate is None else gate
         columns = first.before(float32_if_half(W[:, sites.index.to(W.device)].detach())).T
-        if kind == "v" and gate is None and isinstance(heads.gate, Gate):
-            columns = heads.gate.values(columns)  # of a generalized SiLU, perhaps the opposite
+        if isinstance(heads.gate, Gate):  # of a generalized SiLU, perhaps the opposite
+            if kind == "q":
+                columns = columns * heads.gate.side
+            elif gate is None:
+                columns = heads.gate.values(columns)
+            else:
+                columns = columns * (heads.gate.scale * heads.gate.side)
         slope = self._gate_parameters(sites, "b", columns) if kind == "q" else columns.new_ones(1)
         return FactoredMatrix(columns[:, :, None], slope.expand(len(columns))[:, None, None])
 

@@ -63,6 +63,11 @@ class Gate:
     slope: float | None = None
     scale: float = 1.0
 
+    @property
+    def side(self) -> float:
+        """The sign of q where a token attends to itself; -1 of SiLU(a_2 x) with a_2 below 0."""
+        return -1.0 if self.slope is not None and self.slope < 0 else 1.0
+
     def scores(self, q: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape key=2"]:
         """Return the scores of (self, bias) before the softmax: (0, -logit p(q)).
 

@@ -10,7 +10,14 @@ from allocations import Allocated
 from common import D_MLP, D_VOCAB, needs_hooked_transformer
 from dense_heads import Dense
 
-from attn_only_lens import Bilinear, InputError, circuits, convert, expose_neuron_heads
+from attn_only_lens import (
+    Bilinear,
+    GeneralizedSiLU,
+    InputError,
+    circuits,
+    convert,
+    expose_neuron_heads,
+)
 from attn_only_lens import patching as p
 from attn_only_lens.runs.largest import LargestScores
 
@@ -137,6 +144,31 @@ def test_token_paths_by_hand(name):
             assert list(row.writes) == list(map(str, writes))
     few = circuits.token_paths(model, ["L1N5"], tokens=SOME, n_tokens=2, progress=False)
     assert {int(text) for row in few["reads"] for text in row} <= set(SOME)
+
+
+@needs_hooked_transformer
+@pytest.mark.parametrize(("a_1", "a_2"), [(0.4, -3.1), (-2.3, 0.7)])
+@pytest.mark.parametrize("name", ["gelu", "llama"])
+def test_generalized_silus_in_the_limit_of_a_large_stream(name, a_1, a_2):
+    raw, gate = source(name), GeneralizedSiLU(a_1, a_2)
+    tables = Tables(raw)
+    for block in raw.blocks:
+        block.mlp.act_fn = gate
+    model = convert(raw, gate=gate)
+    found = circuits.token_paths(model, p.neuron_heads(1), 100, progress=False)
+    best = found.groupby("name")["score"].max()
+    for key in (f"L1N{neuron}" for neuron in range(0, D_MLP, 9)):
+        q = tables.qk(key)[:, 0]
+        assert torch.equal(circuits.qk_circuit(model, key).matrix.AB[:, 0] > 0, a_2 * q > 0)
+        drive = a_1 * (a_2 * q).clamp(min=0)
+        value = (tables.E @ tables.dense.reads[key]["v"])[:, 0]
+        drive = drive * value if name == "llama" else drive
+        row = tables.dense.writes[key][0] / tables.dense.reads[key]["v"][0, 0]
+        paths = torch.outer(drive, row @ tables.U)
+        near(best[key], paths.max())
+        if name == "gelu":  # a gated neuron's OV follows its other factor, whatever its gate
+            ov, opens = circuits.ov_circuit(model, key).matrix.AB, a_2 * q > 0
+            near(ov[opens], paths[opens])
 
 
 @needs_hooked_transformer
