@@ -83,8 +83,6 @@ def copying_scores(
             _PROBLEM,
         )
     products = _products(matrices)
-    if not all(each.isfinite().all() for each in products):
-        raise InputError(["the embedding or unembedding has weights that are not finite"], _PROBLEM)
     frames = []
     for each in chosen:
         found = (_of_attention if each.kind == "attention" else _of_neurons)(

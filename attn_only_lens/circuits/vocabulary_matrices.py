@@ -59,11 +59,12 @@ class VocabularyMatrices:
 
         Raises:
             InputError: with every reason: norms or matrices of a bridge are unknown; an embedding
-                or unembedding that does more than multiply by one matrix; tokens that are not in
-                the vocabulary, or repeated.
+                or unembedding that does more than multiply by one matrix, or is not finite; tokens
+                that are not in the vocabulary, or repeated.
         """
         heads = HeadMatrices.of(model, fold_norms=fold_norms)
-        W_E, W_U = heads.embedding(), _unembedding(model)
+        W_E = _finite(heads.embedding(), "embedding")
+        W_U = _finite(_unembedding(model), "unembedding")
         chosen = _checked(tokens, min(len(W_E), W_U.shape[1]))
         if chosen is not None:
             W_E, W_U = W_E[list(chosen)], W_U[:, list(chosen)]
@@ -78,6 +79,12 @@ class VocabularyMatrices:
         """Return what rows in the stream add to each logit, up to a constant."""
         normed = self.final.after(rows).to(self.W_U)
         return (normed @ self.W_U).sub_((normed @ self.mean)[:, None])
+
+
+def _finite(matrix: Tensor, name: str) -> Tensor:
+    if not matrix.isfinite().all():
+        raise InputError([f"its {name} has weights that are not finite"], _PROBLEM)
+    return matrix
 
 
 def _checked(tokens: object, n: int) -> tuple[int, ...] | None:

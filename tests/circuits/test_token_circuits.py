@@ -265,6 +265,11 @@ def test_refusals():
     ):
         with pytest.raises(InputError, match=match):
             call()
+    with torch.no_grad():
+        model.embed.original_component.weight[5, 0] = float("nan")
+    for tool in (circuits.copying_scores, circuits.token_paths):
+        with pytest.raises(InputError, match="its embedding has weights that are not finite"):
+            tool(model)
 
 
 @needs_hooked_transformer
