@@ -31,6 +31,7 @@ from transformer_lens.utilities.architectures import POST_NORM_ARCHITECTURES
 
 from attn_only_lens.errors import InputError
 from attn_only_lens.numerics import normal_numbers
+from attn_only_lens.runs.inputs import checked_tokens
 from attn_only_lens.tl import LayerNorm, LayerNormPre, RMSNorm, RMSNormPre
 
 _PROBLEM = "this model has norms or sublayers of an unknown structure"
@@ -170,7 +171,7 @@ def bridge_norms(model: Any) -> list[LayerNorms]:
 
 def _run_two_tokens(model: Any) -> None:
     first = model.cfg.d_vocab - 1  # one that no tokenizer uses to pad
-    model(torch.tensor([[first, 0]], device=next(model.parameters()).device))
+    model(checked_tokens(model, torch.tensor([[first, 0]], device="cpu")))
 
 
 class _UnknownError(Exception):

@@ -14,6 +14,7 @@ from attn_only_lens import (
     Bilinear,
     GeneralizedSiLU,
     InputError,
+    UnsupportedCallError,
     circuits,
     convert,
     expose_neuron_heads,
@@ -270,6 +271,8 @@ def test_refusals():
     for tool in (circuits.copying_scores, circuits.token_paths):
         with pytest.raises(InputError, match="its embedding has weights that are not finite"):
             tool(model)
+    with pytest.raises(UnsupportedCallError, match="no vocabulary"):
+        circuits.copying_scores(bridges.exposed_copy(bridges.boot("vit")))
 
 
 @needs_hooked_transformer
