@@ -284,7 +284,7 @@ def path_expansion(
         >>> model = expose_neuron_heads(pretrained.small_english()).model
         >>> found = circuits.path_expansion(model, "The keys near the cabinet")
         >>> found.logits.shape
-        torch.Size([4, 1, 6, 450])
+        torch.Size([4, 1, 6, 456])
         >>> metric = p.logit_diff(" are", " is")
         >>> effects = found.effects(metric)
         >>> bool(abs(effects["effect"].sum() - effects.attrs["value"]) < 1e-4)

@@ -210,7 +210,7 @@ def qk_circuit(
         >>> from attn_only_lens import circuits, expose_neuron_heads, pretrained
         >>> model = expose_neuron_heads(pretrained.small_english()).model
         >>> circuits.qk_circuit(model, "L0H1").matrix
-        FactoredMatrix: Shape(torch.Size([450, 450])), Hidden Dim(32)
+        FactoredMatrix: Shape(torch.Size([456, 456])), Hidden Dim(32)
         >>> circuits.qk_circuit(model, "L0N5").top(3)["key"].tolist()
         ['bias token', 'bias token', 'bias token']
     """
