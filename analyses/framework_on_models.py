@@ -506,7 +506,7 @@ written down, one prompt of each model had already spoken against the second.)
   English, paths of up to two hops explain {two:.0%} of the logits, of up to four {four:.0%}.
   It is a matter of the task. Of a task's logit difference, two hops make:
   {tasks}.
-- Where two hops suffice, they show the circuit. In induction the largest
+- Where two hops make most, they name its parts; none was cut to test them. In induction the largest
   pair is {pair}, heads whose copying scores are {scores}. No single head of Small English
   attends to the answer much.
 - Of five tokens that drive a neuron of layer 0, {reads:.0%} are of one kind, of random ones

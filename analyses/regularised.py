@@ -61,6 +61,7 @@ import time
 import warnings
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from io import StringIO
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -77,6 +78,8 @@ from train_modular_addition import Recipe, loss_of, pairs, train
 
 from attn_only_lens.storage import write_text
 from attn_only_lens.tl import HookedTransformer
+
+DIGITS = "%.6g"
 
 
 @dataclass(frozen=True)
@@ -302,7 +305,10 @@ def main(
     started = time.perf_counter()
     warnings.filterwarnings("ignore", "HookedTransformer is deprecated")
     study = SMOKE if smoke else Study(n_seeds=n_seeds)
-    frames = measured(study, runs, device)
+    every = measured(study, runs, device)
+    # the page is made of what is stored, to its last digit
+    stored = {part: each.to_csv(index=False, float_format=DIGITS) for part, each in every.items()}
+    frames = {part: pd.read_csv(StringIO(each)) for part, each in stored.items()}
     decays = {name: how.decay for name, how in study.regularizers.items() if how.decay}
     about = asdict(study)
     text = page(
@@ -318,7 +324,7 @@ def main(
         frames,
         pictures,
         started=started,
-        digits="%.3g",
+        digits=DIGITS,
         device=device,
         smoke=smoke,
         **about,

@@ -26,7 +26,8 @@ computed needs more; those are counted too, and neither done nor drawn. Times ar
 
 Predictions, written before the run. After it, "mlp, an eighth" was added, and addition was trained
 longer, with one more rate to try: 700 epochs were too few for three arms of five, and the highest
-rate had been taken by four.
+rate had been taken by four. A longer run (2400 steps of text, a higher rate of addition) was begun
+after that and broken off for time.
 
 1. The theorem's form is the MLP: trained alike, they stay the same numbers, to rounding.
 2. At equal parameters, the loss of heads to the letter on text is within 2 % of the MLP's: half as
