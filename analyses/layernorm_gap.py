@@ -388,7 +388,8 @@ the first run, are at the top of `layernorm_gap.py`.
 Theorem 3.5 as it is here (ε scaled, LayerNorm centred first) is exact at every width. bert2BERT is
 off by {at_least} of the largest logit or more, whatever the width and the seed. What copies every
 coordinate equally often is exact at whole multiples, and nowhere else. Widths ĥ/h that are exact in
-this sense, that no logit differs by more than {logits} of the largest (float32 rounds), with any seed:
+this sense, that no logit differs by more than {logits} of the largest (float32 rounds), with any
+seed:
 
 {exact}
 
