@@ -97,9 +97,8 @@ def _whose(frames: Frames) -> tuple[bool, str]:
 def _alone(frames: Frames) -> tuple[bool, str]:
     found = by_arm(frames, KINDS, "kept")
     order = sorted(KINDS, key=means(found).__getitem__)
-    return order[-1] == "heads" and order[
-        0
-    ] == "width", f"kept, from least to most: {', '.join(order)}"
+    held = order[-1] == "heads" and order[0] == "width"
+    return held, f"kept, from least to most: {', '.join(order)}"
 
 
 def first_times(frames: Frames, arm: str) -> "pd.Series[float]":
@@ -114,7 +113,7 @@ def _when(frames: Frames) -> tuple[bool, str]:
     middle = {arm: float(each.median()) for arm, each in found.items()}
     held = middle["neurons"] <= 1 / 8 and middle["depth"] <= 1 / 8 and middle["heads"] >= 1 / 4
     words = [
-        f"{arm} {_when(middle[arm])} (median; {(each < 2).sum()} of {len(each)} ever)"
+        f"{arm} {_at(middle[arm])} (median; {(each < 2).sum()} of {len(each)} ever)"
         for arm, each in found.items()
     ]
     return held, "; ".join(words)
@@ -308,7 +307,7 @@ def at_once_by_patching(frames: Frames) -> str:
     )
 
 
-def _when(check: float) -> str:
+def _at(check: float) -> str:
     return f"at {check:.3g} of the flops" if check < 2 else "never"
 
 
@@ -500,7 +499,8 @@ The share that new components hold at the end:
 ## Two growths of one model
 
 The old components of one at the end against those of the other, whose new entries began with other
-numbers.
+numbers. Both read the same texts in the same order, so this is what new entries leave to chance,
+not what texts do.
 
 {twins}
 
@@ -515,13 +515,16 @@ component, too: {at_once}. The differences, over all of its growths, times and t
 ## What limits this
 
 Growth comes after circuits have formed: {more} steps of the small model's cost follow on {steps}.
-Where it comes before, new components may well take more part: in
-[addition modulo 53](growth_modular_addition.md) most new neurons take up the old ones' job. One
+Elsewhere new components take more part: in
+[addition modulo 53](growth_modular_addition.md) most new neurons take up the old ones' job,
+whether growth is early or late; why, this study cannot tell. One
 grammar, one family of models; three tasks that such a model answers nearly without fail. A first
 run trained on for 300 steps, in which new components came to hold 1 to 2 % of all effects, but for
-splits and copies; the predictions are older than that, too.
+splits and copies; so this one was made longer. The predictions are older than both, and have not
+been changed.
 Growth comes once, at one time, and doubles (or nearly) what it adds to. The learning rate is the
 same for old and new entries. Arms with more weights have done fewer steps, so that they have had
-less time to drift. Effects are of one component at a time: where several stand in for one another,
-each has a small one.
+less time to drift, and end with a higher loss: questions 3 and 9 compare with no growth at equal
+flops, not at equal steps or equal loss. Effects are of one component at a time: where several stand
+in for one another, each has a small one.
 """

@@ -44,6 +44,12 @@ def finals(curves: pd.DataFrame) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
+def costs(curves: pd.DataFrame, arm: Any) -> list[tuple[Any, float]]:
+    """Of each seed that solves the task, the Gflop that it took."""
+    solved = curves[(curves["arm"] == arm) & (curves["test_accuracy"] >= SOLVED)]
+    return list((solved.groupby("seed")["flops"].min() / 1e9).items())
+
+
 def at_equal_compute(curves: pd.DataFrame, column: str = "test_loss") -> pd.DataFrame:
     """Medians over seeds at the compute that each arm takes in all: a row for each, by arm."""
     curves = curves[curves["arm"].isin(ARMS)]
@@ -130,7 +136,13 @@ def findings(frames: Mapping[str, pd.DataFrame]) -> str:
     cost = ends["Gflop until then"]
     lines = [
         f"{arm}: {row['seeds that solve it']} seeds solve it"
-        + ("" if pd.isna(cost[arm]) else f", after {cost[arm]:.3g} Gflop (median of those that do)")
+        + (
+            ""
+            if pd.isna(cost[arm])
+            else f", after {cost[arm]:.3g} Gflop (median of those that do; "
+            + ", ".join(f"seed {seed} {each:.3g}" for seed, each in costs(frames["curves"], arm))
+            + ")"
+        )
         for arm, row in ends.iterrows()
     ]
     joined, circuits = frames["joined"], frames["circuits"]

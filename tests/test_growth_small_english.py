@@ -91,6 +91,8 @@ def test_the_guide_says_what_is_stored():
     figures = [less("gated", "full"), less("gated", "small"), less("plain", "small"), max(alike)]
     figures += [less("gated", "copies"), less("plain", "copies")]
     figures += [less("family 400", "grown, 64", "scratch, 64")]
+    places = ends.query("part == 'layers' and arm != 'full'").groupby("arm")["loss"].mean()
+    figures += [places.max() - places.min()]
     assert re.findall(r"\d\.\d{3}", said) == [f"{each:.3f}" for each in figures]
     verdicts = dict(report.verdicts(stored(), study.Study()))
     assert (sum(verdicts.values()), len(verdicts)) == (12, 19)
