@@ -20,6 +20,7 @@ from attn_only_lens.expansion.new_entries import (
     Initialiser,
     New,
     Own,
+    deviation,
     generator,
     normal_numbers,
 )
@@ -72,7 +73,7 @@ class _Copies:
             made = old.index_select(
                 new.dim, torch.randint(size, (n_new,), generator=key, device="cpu")
             )
-        scale = old.std(correction=0) if old.numel() > 1 else old.abs().max()
+        scale = deviation(old)
         return made + self.noise * (scale if scale > 0 else 1.0) * normal_numbers(new, seed)
 
 

@@ -206,6 +206,11 @@ class Own:
         return std * math.sqrt(3) * (2 * uniform - 1)
 
 
+def deviation(old: Tensor) -> float:
+    """That of the entries of a tensor; of one number, its size."""
+    return float(old.std(correction=0) if old.numel() > 1 else old.abs().max())
+
+
 def own_std(new: New) -> float:
     """The deviation of `HookedTransformer.init_weights`, for a tensor of the grown shape."""
     mode, gain = new.constants.init

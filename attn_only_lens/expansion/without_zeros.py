@@ -67,6 +67,7 @@ from attn_only_lens.expansion.new_entries import (
     Own,
     Units,
     WithoutZeros,
+    deviation,
     generator,
     normal_numbers,
     own_std,
@@ -123,7 +124,7 @@ class _Splits(WithoutZeros):
         if not writes:
             return Made(copies, tied=tuple(pairs), shares=shared)
         kept = [self.share if n else 1.0 for n in n_copies]
-        std = float(old.std(correction=0) if old.numel() > 1 else old.abs().max())
+        std = deviation(old)
         if std == 0 and new.is_matrix:
             std = own_std(new)
         noise = self.noise * std * normal_numbers(new, seed)
