@@ -9,7 +9,8 @@ point of its neuron-heads live, and, where it is a HookedTransformer, converted
     inherent    it asserts what is bound to change, and `conformance_reasons.py` says what that is
     failed      anything else: nothing is written, and the exit status is 1
 
-It fetches from the package registry, and takes half an hour on two cores.
+It fetches from the package registry, and takes half an hour on two cores. With `--python`, it runs
+the tests of some versions alone, and keeps what the page says of the others.
 
     python analyses/conformance.py --out docs/conformance.md
 """
@@ -21,7 +22,8 @@ import subprocess
 import tarfile
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from datetime import date
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -50,14 +52,20 @@ class Verdict:
     Attributes:
         test: its node id.
         kind: "passed", "refused", "inherent", "failed"; "stock" where none of its models is ours.
-        fired: whether a hook of a neuron-head fired.
+        reach: what the test, its fixtures and its module did, and how many tests did so: some of
+            `REACHES`.
         why: what the error says, or the reason; for stock ones, why the models are.
     """
 
     test: str
     kind: str
-    fired: bool
+    reach: frozenset[str] = frozenset()
     why: str = ""
+
+
+REACHES = ("ran", "fired", "fired_in_body", "replaced")
+"""A model of ours ran; a hook of a neuron-head fired; in the test's body, without its fixtures; a
+method was called that the plugin replaces."""
 
 
 def judge(outcome: Outcome, layout: str, inherent: Iterable[Inherent] = INHERENT) -> Verdict:
@@ -68,21 +76,22 @@ def judge(outcome: Outcome, layout: str, inherent: Iterable[Inherent] = INHERENT
         layout: "exposed" or "converted".
         inherent: the reasons that are known.
     """
-    test, fired = outcome["test"], bool(outcome["fired"])
+    test = outcome["test"]
+    reach = frozenset(name for name in REACHES if outcome[name])
     if outcome["outcome"] == "passed":
         if outcome["ours"]:
-            return Verdict(test, "passed", fired)
+            return Verdict(test, "passed", reach)
         why = "; ".join(sorted(set(map(plain, outcome["refused"]))))
         return Verdict(
-            test, "stock", fired, why or "it makes none by a constructor that is watched"
+            test, "stock", reach, why or "it makes none by a constructor that is watched"
         )
     if outcome.get("refusal"):
-        return Verdict(test, "refused", fired, outcome["message"])
+        return Verdict(test, "refused", reach, outcome["message"])
     for reason in inherent:
         if reason.covers(test, layout):
-            return Verdict(test, "inherent", fired, reason.why)
+            return Verdict(test, "inherent", reach, reason.why)
     said = f"{outcome.get('error', outcome['outcome'])}: {outcome.get('message', '')}"
-    return Verdict(test, "failed", fired, said)
+    return Verdict(test, "failed", reach, said)
 
 
 def unneeded(
@@ -118,11 +127,13 @@ class Run:
         version: of transformer-lens.
         stock: how the tests ended on stock models.
         verdicts: by layout, of each test that applies.
+        measured: the day.
     """
 
     version: str
     stock: list[Outcome]
     verdicts: dict[str, list[Verdict]]
+    measured: date = field(default_factory=date.today)
 
 
 def run(python: Path, work: Path, *, reuse: bool) -> Run:
@@ -154,7 +165,8 @@ def run(python: Path, work: Path, *, reuse: bool) -> Run:
     verdicts = {
         layout: [judge(each, layout) for each in outcomes(layout, wanted)] for layout in layouts
     }
-    return Run(version, stock, verdicts)
+    ended = (work / f"{version}-{layouts[-1]}.jsonl").stat().st_mtime
+    return Run(version, stock, verdicts, date.fromtimestamp(ended))
 
 
 def fetch(python: Path, version: str, folder: Path) -> None:
@@ -177,7 +189,9 @@ def one_pass(
     """Run the tests once, at low priority, as one process, from an empty cache of models."""
     command = ["nice", "-n", "10", python, "-m", "pytest", "-p", "conformance_plugin"]
     # TransformerLens' settings of pytest want plugins that are not needed here.
-    command += ["-c", os.devnull, "--rootdir", ".", "-p", "no:cacheprovider", "-W", "ignore"]
+    # Nor may a conftest.py above the folder run, such as this repository's.
+    command += ["-c", os.devnull, "--rootdir", ".", "--confcutdir", "."]
+    command += ["-p", "no:cacheprovider", "-W", "ignore"]
     command += ["-q", "--tb=no", "--continue-on-collection-errors"]
     command += ["--models", models, "--outcomes", outcomes.resolve()]
     where = [f"tests/{name}" for name in FOLDERS]
@@ -223,47 +237,115 @@ more on models of this package:
 
 - **exposed**: each `TransformerBridge` and `HookedTransformer` has its neuron-heads exposed as soon
   as it is made, with a hook that changes nothing on every one of their hook points, so that neurons
-  are computed as heads throughout;
+  are computed as heads whenever an MLP runs;
 - **converted**: each `HookedTransformer` becomes its conversion as soon as it is made, with the
-  same hooks.
+  same hooks. A converted model refuses `init_weights`, `load_and_process_state_dict` and
+  `process_weights_`; in these runs they are **replaced**, and do what the errors advise: process
+  the source, and convert it again.
+
+Many of the tests read names, settings, weights or hooks, and run no model. They show that exposing
+or converting a model breaks none of these, and nothing about neurons. So the table says how many
+tests *ran a model* of ours, they or their fixtures, and how many *reached a neuron-head*, of which
+a hook fired (some call a part of a model, and run no model as a whole).
 
 A test that passes no longer is *refused clearly* if it ends with an error of this package, which
 says what to do instead; or *inherent* if it asserts what is bound to change, for a reason that is
 given below. There is nothing else: where a test fails otherwise, `make conformance` does, and this
 page is not written. It is made by `python analyses/conformance.py`, from what the tests did."""
+_HEAD = (
+    "transformer-lens",
+    "models",
+    "tests",
+    "ran a model",
+    "reached a neuron-head",
+    "passed",
+    "passed and reached one",
+    "refused clearly",
+    "inherent",
+)
 _KINDS = {
     "refused": ("Refused clearly", "what the error says"),
     "inherent": ("Inherent", "why"),
 }
+_SECTION = "## transformer-lens "
 
 
-def page(runs: list[Run]) -> str:
-    """The page: the same for the same outcomes."""
-    rows = []
+def page(runs: list[Run], kept: str = "") -> str:
+    """The page: the same for the same outcomes.
+
+    Args:
+        runs: of the versions that were run.
+        kept: the page as it was, whose rows and sections of other versions stay.
+    """
+    ran = {each.version for each in runs}
+    rows, sections = parts_of(kept)
+    rows = {version: lines for version, lines in rows.items() if version not in ran}
+    sections = {version: text for version, text in sections.items() if version not in ran}
     for each in runs:
-        for layout, verdicts in each.verdicts.items():
-            kinds = Counter(verdict.kind for verdict in verdicts)
-            counts = [len(verdicts) - kinds["stock"], kinds["passed"], *map(kinds.get, _KINDS)]
-            rows.append([each.version, layout, *(f"{count or 0:,}" for count in counts)])
-    head = ["transformer-lens", "models", "tests", "passed", "refused clearly", "inherent"]
-    parts = [_INTRODUCTION, _table(head, rows)]
-    for each in runs:
-        passed = [outcome for outcome in each.stock if outcome["outcome"] == "passed"]
-        models = sum(bool(outcome["models"]) for outcome in passed)
-        parts.append(
-            f"## transformer-lens {each.version}\n\nOf {len(each.stock):,} tests, {len(passed):,} "
-            f"pass on stock models without a network (most of the others load a model from the "
-            f"hub), and {models:,} of these make or run a model."
-        )
-        for layout, verdicts in each.verdicts.items():
-            parts += [f"### {layout.capitalize()}, {each.version}", *_of_layout(verdicts)]
-    return "\n\n".join(parts) + "\n"
+        counts = [_counts(verdicts) for verdicts in each.verdicts.values()]
+        rows[each.version] = [
+            _row([each.version, layout, *(f"{count:,}" for count in numbers)])
+            for layout, numbers in zip(each.verdicts, counts, strict=True)
+        ]
+        sections[each.version] = "\n\n".join(_of_version(each))
+    newest_first = sorted(rows, key=lambda version: [*map(int, version.split("."))], reverse=True)
+    lines = [line for version in newest_first for line in rows[version]]
+    table = "\n".join([_row(_HEAD), _row(["---"] * len(_HEAD)), *lines])
+    return "\n\n".join([_INTRODUCTION, table, *map(sections.get, newest_first)]) + "\n"
 
 
-def _of_layout(verdicts: list[Verdict]) -> Iterable[str]:
+def parts_of(text: str) -> tuple[dict[str, list[str]], dict[str, str]]:
+    """The rows of a page's first table, and its sections, by version."""
+    first, *others = text.split(f"\n{_SECTION}")
+    sections = {other.partition("\n")[0]: f"{_SECTION}{other}".strip() for other in others}
+    lines = first.splitlines()
+    rows = {
+        version: [line for line in lines if line.startswith(f"| {version} |")]
+        for version in sections
+    }
+    return rows, sections
+
+
+def _counts(verdicts: list[Verdict]) -> list[int]:
+    """The numbers of a row."""
+    applicable = [each for each in verdicts if each.kind != "stock"]
+    reached = [each for each in applicable if "fired" in each.reach]
+    kinds, reached_kinds = (Counter(each.kind for each in some) for some in (applicable, reached))
+    ran = sum("ran" in each.reach for each in applicable)
+    passed = [kinds["passed"], reached_kinds["passed"]]
+    return [len(applicable), ran, len(reached), *passed, *(kinds[kind] for kind in _KINDS)]
+
+
+def _of_version(run: Run) -> Iterable[str]:
+    """What stands on the page about one version."""
+    passed = [outcome for outcome in run.stock if outcome["outcome"] == "passed"]
+    models = sum(bool(outcome["models"]) for outcome in passed)
+    yield (
+        f"{_SECTION}{run.version}\n\nMeasured on {run.measured}. Of {len(run.stock):,} tests, "
+        f"{len(passed):,} pass on stock models without a network (most of the others load a model "
+        f"from the hub), and {models:,} of these make or run a model."
+    )
+    for layout, verdicts in run.verdicts.items():
+        yield f"### {layout.capitalize()}, {run.version}"
+        yield from _of_layout(verdicts, layout)
+
+
+def _of_layout(verdicts: list[Verdict], layout: str) -> Iterable[str]:
     """What stands on the page about one layout of one version."""
-    fired = sum(each.fired for each in verdicts)
-    yield f"A hook of a neuron-head fired in {fired:,} of the tests."
+    applicable = [each for each in verdicts if each.kind != "stock"]
+    counts = Counter(name for each in applicable for name in each.reach)
+    text = (
+        f"A hook of a neuron-head fired in {counts['fired']:,} of {len(applicable):,} tests, in "
+        f"{counts['fired_in_body']:,} of these in the body of the test, in the others in a fixture."
+    )
+    if layout == "converted":
+        replaced = [each.kind for each in applicable if "replaced" in each.reach]
+        passed = replaced.count("passed")
+        text += (
+            f" {len(replaced):,} of the tests called a method that is replaced, {passed} of those "
+            "that passed among them: without the replacement, the error would have ended them."
+        )
+    yield text
     for kind, (title, head) in _KINDS.items():
         by_reason = _by_reason(each for each in verdicts if each.kind == kind)
         if by_reason:
@@ -302,11 +384,13 @@ def _grouped(tests: list[str]) -> list[str]:
     ]
 
 
-def _table(head: list[str], rows: Iterable[list[Any]]) -> str:
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join(
-        "| " + " | ".join(str(cell).replace("|", "\\|") for cell in line) + " |" for line in lines
-    )
+def _table(head: Iterable[Any], rows: Iterable[Iterable[Any]]) -> str:
+    head = list(head)
+    return "\n".join(map(_row, [head, ["---"] * len(head), *rows]))
+
+
+def _row(cells: Iterable[Any]) -> str:
+    return "| " + " | ".join(str(cell).replace("|", "\\|") for cell in cells) + " |"
 
 
 def main(
@@ -315,7 +399,8 @@ def main(
         "out/conformance"
     ),
     python: Annotated[
-        list[Path] | None, typer.Option(help="an interpreter for each transformer-lens")
+        list[Path] | None,
+        typer.Option(help="interpreters with the versions of transformer-lens to run; all if none"),
     ] = None,
     reuse: Annotated[bool, typer.Option(help="take passes that lie there complete")] = False,
 ) -> None:
@@ -334,9 +419,10 @@ def main(
     ]
     if failed:
         raise Broken("these tests fail, and nobody has said why:\n" + "\n".join(failed))
-    if passing := unneeded(together):
+    kept = out.read_text("utf-8") if python and out.exists() else ""
+    if not kept and (passing := unneeded(together)):
         raise Broken("conformance_reasons.py explains what passes:\n" + "\n".join(passing))
-    write_text(out, page(runs))
+    write_text(out, page(runs, kept))
 
 
 if __name__ == "__main__":

@@ -6,13 +6,15 @@ Whatever TransformerBridge or HookedTransformer a test makes is, before the test
 
     stock       left alone
     exposed     exposed, with a hook on every hook point of every neuron-head, results included
-    converted   converted, if it is a HookedTransformer; what processes its weights later is done
-                as the errors advise: to the source, which is then converted anew
+    converted   converted, if it is a HookedTransformer; the methods in `PROCESSING`, which a
+                converted model refuses, are replaced: they do what the errors advise, process
+                the source and convert it anew
 
-or left alone where that is refused. One line of JSON a test says how it ended, how many models it
-had (those of its fixtures and its module included), how many of them became ours, why others did
-not, and how often a hook of a neuron-head fired. No test reaches the network or runs forever, and
-each begins with the same seed.
+or left alone where that is refused. For every test, one line of JSON says how it ended, how many
+models it had (those of its fixtures and its module included), how many of them became ours and why
+others did not, how often a model of ours ran, how often a hook of a neuron-head fired, how often it
+did so in the body of the test alone, and which replaced methods were called. No test reaches the
+network or runs forever, and all begin with the same seed.
 """
 
 import functools
@@ -46,26 +48,32 @@ PROCESSING = ("init_weights", "load_and_process_state_dict", "process_weights_")
 
 @dataclass
 class Built:
-    """The models that some stretch of code made.
+    """The models that some stretch of code made, and what it did with them.
 
     Attributes:
         models: how many TransformerBridges and HookedTransformers.
         ours: how many of them were exposed or converted.
+        ran: how often one of those ran as a whole.
         fired: how often a hook of a neuron-head fired.
-        refused: why others were not.
+        refused: why others were not exposed or converted.
+        replaced: the replaced methods that were called.
     """
 
     models: int = 0
     ours: int = 0
+    ran: int = 0
     fired: int = 0
     refused: list[str] = field(default_factory=list)
+    replaced: list[str] = field(default_factory=list)
 
     def add(self, other: "Built") -> None:
         """Count those of other code, too."""
         self.models += other.models
         self.ours += other.ours
+        self.ran += other.ran
         self.fired += other.fired
         self.refused += other.refused
+        self.replaced += other.replaced
 
 
 def pytest_addoption(parser: Any) -> None:
@@ -94,6 +102,7 @@ class Conformance:
         self.sources: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()  # of converted models
         self.depth = 0
         self.phases: dict[str, Any] = {}
+        self.body = Built()  # of the running test, without its fixtures
         self._watch()
         _cut_off()
 
@@ -147,8 +156,11 @@ class Conformance:
 
     def ran(self, model: Any) -> None:
         """A model has run: it may have been made long ago, and kept."""
-        self.building[-1].models += 1
-        self.building[-1].ours += has_neuron_heads(model)
+        built = self.building[-1]
+        built.models += 1
+        if has_neuron_heads(model):
+            built.ours += 1
+            built.ran += 1
 
     def _make_ours(self, model: Any) -> None:
         if self.models == "converted":
@@ -173,6 +185,7 @@ class Conformance:
         """Have a method that a converted model refuses work on its source."""
 
         def process(model: Any, *args: Any, **how: Any) -> Any:
+            self.building[-1].replaced.append(name)
             self.depth += 1
             try:
                 result = getattr(self.sources[model], name)(*args, **how)
@@ -220,7 +233,7 @@ class Conformance:
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: Any) -> Iterator[None]:
         """Run a test, and write its line."""
-        self.phases = {}
+        self.phases, self.body = {}, Built()
         seed()
         with self._built() as built:
             result = yield
@@ -235,7 +248,10 @@ class Conformance:
             "models": built.models,
             "ours": built.ours,
             "refused": sorted(Counter(built.refused)),
+            "ran": built.ran,
             "fired": built.fired,
+            "fired_in_body": self.body.fired,
+            "replaced": sorted(set(built.replaced)),
         }
         self.outcomes.write(json.dumps(line) + "\n")
         self.outcomes.flush()
@@ -250,7 +266,7 @@ class Conformance:
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_call(self, item: Any) -> Iterator[None]:
         """Not forever."""
-        with limited(SECONDS[self.models]):
+        with self._built() as self.body, limited(SECONDS[self.models]):
             return (yield)
 
     @pytest.hookimpl(wrapper=True)

@@ -9,7 +9,6 @@ import bench_compare
 import bench_composition
 import bench_convert
 import bench_growth
-import bench_patching
 import bench_paths
 import bench_peak_memory
 import bench_results
@@ -82,22 +81,6 @@ def test_the_bound_counts_the_flops_of_the_model():
         model(torch.zeros((1, 13), dtype=torch.long))
     counted = counter.get_total_flops()
     assert bench_convert.forward_flops(model.cfg, 13) == pytest.approx(counted, rel=1e-12)
-
-
-@pytest.mark.parametrize(
-    ("model", "name"), [("hooked", "bench_patching.md"), ("bridge", "bench_patching_bridge.md")]
-)
-def test_smoke_of_patching(tmp_path, model, name):
-    app = bench_patching.typer.Typer()
-    app.command()(bench_patching.main)
-    args = ["--smoke", "--model", model, "--out", str(tmp_path)]
-    result = CliRunner().invoke(app, args)
-    assert result.exit_code == 0, result.output
-    page = (tmp_path / name).read_text()
-    rows = [line.split("|")[1:-1] for line in page.splitlines() if line.startswith("| ")][2:]
-    assert len(rows) == len(bench_patching.TASKS)
-    # float32, of the sum of the two metrics: ours, and TransformerLens' loop and hooks.
-    assert all(float(row[-1]) < 2e-5 for row in rows)
 
 
 def test_smoke_of_results(tmp_path):

@@ -2,6 +2,7 @@
 
 import sys
 from collections import Counter
+from datetime import date
 
 import conformance
 import pytest
@@ -39,6 +40,19 @@ def test_names(bridge):
 
 def test_runs(bridge):
     assert run(bridge).shape == (1, 5, 11)
+
+
+@pytest.fixture(scope="module")
+def logits(bridge):
+    return run(bridge)
+
+
+def test_of_what_a_fixture_ran(logits):
+    assert logits.isfinite().all()
+
+
+def test_runs_a_part(bridge):
+    assert bridge.blocks[1].mlp(torch.zeros(1, 5, 6)).shape == (1, 5, 6)
 
 
 @pytest.mark.parametrize("case", [0, 1])
@@ -91,6 +105,8 @@ def outcomes(tmp_path_factory):
     folder = tmp_path_factory.mktemp("them")
     (folder / "tests" / "unit").mkdir(parents=True)
     seen = torch.rand((), generator=torch.Generator().manual_seed(0)).item()
+    # Such as this repository has, under which the folder of `make conformance` is.
+    (folder.parent / "conftest.py").write_text("raise ImportError('of another folder')")
     path = folder / "tests" / "unit" / "test_made_up.py"
     path.write_text(TESTS.replace("SEEN", repr(seen)))
     names = [line[4:].split("(")[0] for line in TESTS.splitlines() if line.startswith("def test_")]
@@ -105,6 +121,8 @@ def test_each_test_is_told_from_the_others(outcomes):
     assert kinds == {
         "test_names": "passed",
         "test_runs": "passed",
+        "test_of_what_a_fixture_ran": "passed",
+        "test_runs_a_part": "passed",
         "test_class[0]": "inherent",
         "test_class[1]": "inherent",
         "test_refused": "refused",
@@ -119,7 +137,15 @@ def test_each_test_is_told_from_the_others(outcomes):
     why = judge(outcomes["test_none_of_ours"], "exposed", INHERENT).why
     assert why == "layer …: it has no MLP"
     # 7 hook points a layer, and two layers or one; and with no reason known, it fails.
-    assert [outcomes[name]["fired"] for name in ("test_names", "test_runs")] == [0, 14]
+    counts = {
+        name: tuple(outcomes[name][count] for count in ("ran", "fired", "fired_in_body"))
+        for name in outcomes
+    }
+    assert counts["test_names"] == counts["test_none_of_ours"] == (0, 0, 0)
+    assert counts["test_runs"] == (1, 14, 14)
+    assert counts["test_runs_a_part"] == (0, 7, 7)
+    # By the first test that has the fixture, and by the fixture.
+    assert counts["test_of_what_a_fixture_ran"] == (2, 28, 0)
     assert outcomes["test_of_another_kind"]["fired"] == 7
     assert judge(outcomes["test_class[0]"], "exposed", ()).kind == "failed"
     assert judge(outcomes["test_class[0]"], "converted", INHERENT).kind == "failed"
@@ -138,12 +164,26 @@ def test_the_page_says_what_is_not_passed(outcomes):
     with_models = [each for each in outcomes.values() if each["models"]]
     verdicts = [judge(each, "exposed", INHERENT) for each in with_models]
     stock = [each | {"outcome": "passed"} for each in outcomes.values()]
-    text = page([Run("4.3.0", stock, {"exposed": verdicts})])
-    assert "| 4.3.0 | exposed | 6 | 3 | 1 | 2 |" in text
-    assert "Of 11 tests, 11 pass on stock models" in text
-    assert "and 7 of these make" in text
+    text = page([Run("4.3.0", stock, {"exposed": verdicts}, date(2026, 11, 23))])
+    # Five made a model that is ours and passed, and one of these (`test_names`) did not use it.
+    assert "| 4.3.0 | exposed | 8 | 3 | 4 | 5 | 4 | 1 | 2 |" in text
+    assert "fired in 4 of 8 tests, in 3 of these in the body" in text
+    assert "replaced, " not in text.split("# Exposed")[1]  # it is of conversions alone
+    assert "Measured on 2026-11-23. Of 13 tests, 13 pass on stock models" in text
+    assert "and 9 of these make" in text
     assert "| the class differs | `unit/test_made_up.py::test_class` (2 cases) |" in text
     assert "| call another | `unit/test_made_up.py::test_refused` |" in text
+
+
+def test_a_version_that_is_not_run_stays_as_it_was(outcomes):
+    verdicts = {"exposed": [judge(each, "exposed", INHERENT) for each in outcomes.values()]}
+    both = [Run(version, [], verdicts, date(2026, 11, 23)) for version in ("4.3.0", "3.9.0")]
+    before = page(both)
+    assert page(both[::-1]) == before
+    again = Run("3.9.0", [], {"converted": verdicts["exposed"]}, date(2026, 11, 24))
+    after = page([again], kept=before)
+    assert after == page([both[0], again])
+    assert after != before
 
 
 def test_a_failure_that_nobody_explained_writes_nothing(outcomes, tmp_path, monkeypatch):
@@ -158,6 +198,42 @@ def test_a_failure_that_nobody_explained_writes_nothing(outcomes, tmp_path, monk
 def test_a_pass_that_broke_off_is_not_taken_for_a_whole_one(tmp_path):
     (tmp_path / "outcomes").write_text('{"test": "a"}\n')
     assert finished(tmp_path / "outcomes") is None
+
+
+CONVERTED = """
+import torch
+from transformer_lens import HookedTransformer, HookedTransformerConfig
+
+CFG = {"n_layers": 1, "d_model": 6, "n_heads": 2, "d_head": 3, "d_mlp": 7, "n_ctx": 5}
+CFG |= {"d_vocab": 11, "act_fn": "gelu"}
+
+
+def test_initial_weights():
+    model = HookedTransformer(HookedTransformerConfig(**CFG))
+    model.init_weights()
+    assert model.W_U.shape == (6, 11)
+
+
+def test_runs():
+    assert HookedTransformer(HookedTransformerConfig(**CFG))(torch.arange(5)[None]).isfinite().all()
+"""
+
+
+@needs_hooked_transformer
+def test_what_is_replaced_is_counted(tmp_path):
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests" / "test_made_up.py").write_text(CONVERTED)
+    names = [f"tests/test_made_up.py::{name}" for name in ("test_initial_weights", "test_runs")]
+    one_pass(sys.executable, tmp_path, tmp_path / "converted.jsonl", "converted", names)
+    found = finished(tmp_path / "converted.jsonl")
+    assert [each["replaced"] for each in found] == [["init_weights"], []]
+    assert [each["ran"] for each in found] == [0, 1]
+    verdicts = [judge(each, "converted") for each in found]
+    text = page([Run("3.9.0", found, {"converted": verdicts})])
+    assert "| 3.9.0 | converted | 2 | 1 | 1 | 2 | 1 | 0 | 0 |" in text
+    assert (
+        "1 of the tests called a method that is replaced, 1 of those that passed among them" in text
+    )
 
 
 @needs_hooked_transformer

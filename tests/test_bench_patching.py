@@ -1,0 +1,101 @@
+"""The benchmark of patching: its four ways agree, and its sites are those that can matter."""
+
+import json
+
+import bench_patching as bench
+import pandas as pd
+import pytest
+import torch
+from common import needs_hooked_transformer
+from typer.testing import CliRunner
+
+from attn_only_lens import expose_neuron_heads
+
+TASK = bench.Task("scattered", "each", 7, 3)
+EVERYWHERE = bench.Task("every neuron", "all", 7, 3)
+KINDS = ["bridge", pytest.param("hooked", marks=needs_hooked_transformer)]
+
+
+def model_of(kind):
+    """A model of the smallest size in float64, with weights so large that every site matters."""
+    model = (bench.bridge_of if kind == "bridge" else bench.model_of)("cpu", smoke=True).double()
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            random = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+            parameter.add_(0.4 * random)
+    return model.requires_grad_(False)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("task", [TASK, EVERYWHERE], ids=["scattered", "everywhere"])
+def test_four_ways_give_the_same_values(kind, task):
+    """Against TransformerLens' hooks in float64; its loop keeps its values in float32."""
+    model = model_of(kind)
+    pair = bench.prompts(task, model.cfg.d_vocab, "cpu")
+    sites = bench.sites_of(task, model.cfg, 11)
+    expected = bench.hooks(model, *pair, sites)
+    unpatched = bench.metric_of(model, *pair)(model(pair[1]))
+    assert ((expected - unpatched).abs() > 1e-6).all()  # the control: no site is without effect
+    with expose_neuron_heads(model):
+        values = {"ours": bench.ours(model, *pair, sites)}
+    values |= {"skilled": bench.skilled(model, *pair, sites)}
+    for way, found in values.items():
+        # Logits are below 100: float64 rounds them by 1e-14, some hundred times over.
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-12, msg=way)
+    looped = bench.loop(model, *pair, sites).double()
+    torch.testing.assert_close(looped, expected, rtol=1e-7, atol=0)
+
+
+def test_sites_that_are_left_out_have_no_effect():
+    """One neuron of every layer and position, by hooks."""
+    model = model_of("bridge")
+    pair = bench.prompts(TASK, model.cfg.d_vocab, "cpu")
+    places = [(layer, pos) for layer in range(model.cfg.n_layers) for pos in range(TASK.n_pos)]
+    frame = pd.DataFrame([(*place, 5) for place in places], columns=["layer", "pos", "neuron"])
+    unpatched = bench.metric_of(model, *pair)(model(pair[1]))
+    effects = (bench.hooks(model, *pair, frame) - unpatched).abs()
+    chosen = bench.sites_of(TASK, model.cfg, 500)
+    there = set(zip(chosen["layer"], chosen["pos"], strict=True))
+    felt = zip(places, effects.tolist(), strict=True)
+    assert there == {place for place, effect in felt if effect > 1e-12}
+    assert len(there) == 5  # positions 3 to 6 of the first layer, and 6 of the last
+
+
+def test_the_fit_separates_fixed_from_marginal_cost():
+    rows = [
+        {"model": "m", "sites": "s", "tokens": 7, "first": 3, "way": "ours", "round": turn, "n": n}
+        | {"seconds": 2.0 + off + 0.5 * n, "bound": 0.25 * n, "expose": 1.0}
+        | {"effect": 1.0, "difference": 0.0}
+        for turn, off in enumerate((0.0, 3.0, 0.125))  # other work in one of the rounds
+        for n in (11, 31)
+    ]
+    [fit] = bench.fit(pd.DataFrame(rows)).itertuples()
+    assert (fit.marginal, fit.fixed, fit.bound) == (0.5, 2.125, 0.25)
+
+
+def test_a_way_with_other_values_is_an_error(monkeypatch):
+    def other(model, clean, corrupted, sites):
+        return bench.skilled(model, clean, corrupted, sites.assign(neuron=sites["neuron"] - 1))
+
+    monkeypatch.setitem(bench.WAYS, "skilled", other)
+    with pytest.raises(ValueError, match="skilled and ours differ by"):
+        bench.measure(bench.bridge_of("cpu", smoke=True), TASK, 1, "cpu", smoke=True)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_smoke(tmp_path, kind):
+    app = bench.typer.Typer()
+    app.command()(bench.main)
+    args = ["--smoke", "--rounds", "1", "--model", kind, "--out", str(tmp_path)]
+    result = CliRunner().invoke(app, args)
+    assert result.exit_code == 0, result.output
+    page = (tmp_path / "bench_patching.md").read_text("utf-8")
+    assert page.strip() in result.output
+    table = pd.read_csv(tmp_path / "bench_patching.csv")
+    assert set(table["way"]) == set(bench.WAYS)
+    assert (table["difference"] <= bench.TOLERANCE).all()
+    assert (table["effect"] > 10 * bench.TOLERANCE).all()
+    run = json.loads((tmp_path / "bench_patching.run.json").read_text("utf-8"))
+    assert run["settings"]["smoke"]
+    assert set(run["sha256"]) == {f"bench_patching.{end}" for end in ("md", "csv", "svg")}
