@@ -1,4 +1,4 @@
-"""Models whose activation is a_1 SiLU(a_2 x): exact heads with any coefficients (Theorem 2)."""
+"""Models whose activation is a_1 SiLU(a_2 x): exact heads with any coefficients (Theorem 3)."""
 
 import math
 

@@ -86,7 +86,7 @@ def test_flops_are_torchs():
         z.transpose(0, 1).reshape(pos, -1) @ meta(n_heads * d_head, d_model)
 
     def neuron_heads(keys):
-        """The bias token is one of the keys; the value is the query (Remark 3)."""
+        """The bias token is one of the keys; the value is the query."""
         q = (x @ meta(d_model, d_mlp)).T[:, :, None]
         z = (q @ meta(d_mlp, keys, 1).mT).softmax(-1) @ meta(d_mlp, keys, 1)
         z[..., 0].T @ meta(d_mlp, d_model)

@@ -197,7 +197,7 @@ def test_start_and_stop_at_a_block(name):
     assert torch.equal(converted(tokens()), expected)
 
 
-def test_pattern_is_the_dense_one_of_theorem_2():
+def test_pattern_is_the_dense_one_of_theorem_3():
     """Masked attention over N tokens and a bias token, matrices as in the paper, one neuron."""
     model = build("silu", normalization_type=None)
     mlp = model.blocks[0].mlp
@@ -229,7 +229,7 @@ def test_pattern_is_the_dense_one_of_theorem_2():
 
 
 def test_the_control_fails():
-    """Without its mask Theorem 2's head attends to other tokens, and the neuron is another."""
+    """Without its mask Theorem 3's head attends to other tokens, and the neuron is another."""
     x = torch.randn(POS, 1, dtype=torch.float64)
     unmasked = torch.softmax(torch.cat([torch.zeros(POS, POS), -x], -1), -1)[:, :POS] @ x
     masked = GATES["silu"].pattern(x[:, 0])[:, :1] * x

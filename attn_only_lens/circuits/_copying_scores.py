@@ -1,14 +1,15 @@
 """Which heads copy: the eigenvalues of every OV circuit in the vocabulary, from weights alone.
 
-The OV circuit M = W_E W_V W_O W_U of a head (`token_circuits.py`) copies where it raises the logit
-of the token that it reads. Then its eigenvalues are positive (Elhage et al. 2021, "A Mathematical
-Framework for Transformer Circuits"):
+The OV circuit M = W_E W_V W_O W_U C of a head, with W_U C the unembedding less its mean over the
+vocabulary (`token_circuits.py`), copies where it raises the logit of the token that it reads. Then
+its eigenvalues are positive (Elhage et al. 2021, "A Mathematical Framework for Transformer
+Circuits"):
 
     copying = Σ λ / Σ |λ|               1: all are positive; -1: all are negative; 0 in the mean
                                         for a head that is unrelated to the tokens
     cosine  = Σ λ / ‖M‖_F               the cosine of M and the identity, times √d_vocab
 
-A neuron-head has one eigenvalue, λ = (W_out W_U) · (W_E W_in), so its copying score is its sign;
+A neuron-head has one eigenvalue, λ = (W_out W_U C) · (W_E W_in), so its copying score is its sign;
 its cosine is that of what it reads and writes over the vocabulary, in [-1, 1].
 
 The eigenvalues that are not zero by rank are those of W_O W_U W_E W_V, d_head × d_head, and
@@ -48,6 +49,8 @@ def copying_scores(
     fold_norms: bool = True,
 ) -> pd.DataFrame:
     """Return how much each head and neuron-head copies, by the eigenvalues of its OV circuit.
+
+    The circuit has W_U less its mean over the vocabulary, as in `ov_circuit`.
 
     Args:
         model: converted, or with exposed neuron-heads.

@@ -121,8 +121,7 @@ class _WriteDirections:
     """Directions that the heads of a model write along, as readers see them."""
 
     def __init__(self, model: Any) -> None:
-        norms = host_of(model).norms()
-        self._centred = all(each.attention[0].centres and each.neuron[0].centres for each in norms)
+        self._centred = host_of(model).reads_centred()
         self._matrices = HeadMatrices.of(model, fold_norms=False)
 
     def of(self, sites: LayerSites) -> Float[Tensor, "site d_head d_model"]:

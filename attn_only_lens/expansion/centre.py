@@ -9,7 +9,11 @@ An unembedding that is the embedding itself reads what the embedding writes, and
 centred: the two are untied, and the embedding alone is centred.
 
 This fails if something else reads the stream: RMSNorm at the end (`final_rms`); or if LayerNorm
-stands after a sublayer and writes.
+writes, after a sublayer or on the stream (BERT). It writes g ⊙ u + b, whose mean over d_model
+differs from token to token with u; to subtract it takes the matrix (1 - 11ᵀ/d_model) diag(g), and a
+gain is diagonal. On such a stream, of mean m, new coordinates of zero change the mean to m h/ĥ and
+the deviation with it, for the next norm. (Copies of all coordinates, at whole multiples of the
+width, would not: `analyses/layernorm_gap.py`. That is none of the six expansions.)
 """
 
 from dataclasses import dataclass, replace
@@ -58,7 +62,14 @@ class CentreStream(Expansion):
                 f"its last norm is {constants.final_norm}, which sees the mean of the stream that "
                 "LayerNorm in the blocks does not"
             )
-        if constants.norm_place != "before":
+        if constants.norm_place == "stream":
+            reasons.append(
+                "its norms stand on the residual stream (post-norm) and write to it: the mean of "
+                "the stream over d_model differs from token to token, so no weight can take it "
+                "off, and new coordinates of zero would change the mean and deviation that the "
+                "next LayerNorm takes; neurons, heads and d_head can grow"
+            )
+        elif constants.norm_place != "before":
             reasons.append("LayerNorm after a sublayer writes to the stream, with a mean")
         return reasons
 

@@ -4,6 +4,11 @@ A block adds to the stream what its attention and its MLP write. With W_O, b_O, 
 that is nothing (equation 40), whatever the rest of it computes. A norm after a sublayer keeps zero
 zero if it has no bias, and ε > 0; so LayerNorm's bias there is zero too.
 
+A norm on the stream itself, norm(x + f(x)) as in BERT, norms the stream even where f(x) is 0. What
+comes in is what the norm before it made, y = g ⊙ u + b with u of mean 0 and mean square 1. Its mean
+and deviation over d_model differ from token to token, unless g and b are constant, so no gain and
+bias turn LayerNorm(y) back into y. New layers are refused there.
+
 Layers above move up by one. If scores of layer l are divided by l + 1
 (`scale_attn_by_inverse_layer_idx`), those of a moved layer are multiplied back through its keys:
 W_K and b_K, or the gain of the keys' norm, by (new + 1) / (old + 1).
@@ -59,7 +64,14 @@ class InsertLayer(Expansion):
             reasons.append(f"got like={self.like!r}; expected 0 … {n_layers - 1}")
         if type(self.copy) is not bool:
             reasons.append(f"got copy={self.copy!r}; expected True or False")
-        if constants.norm_place != "before" and not constants.eps > 0:
+        if constants.norm_place == "stream":
+            reasons.append(
+                "its norms stand on the residual stream (post-norm), so a new layer that writes "
+                "nothing would norm it all the same, and norm(x) is not x: the mean and deviation "
+                "of x over d_model differ from token to token, and no gain and bias make up for "
+                "them; neurons, heads and d_head can grow"
+            )
+        elif constants.norm_place != "before" and not constants.eps > 0:
             reasons.append("a norm after a sublayer of zeros divides 0 by 0, as its eps is 0")
         if constants.scale_by_layer and constants.clip_qkv is not None and self.at < n_layers:
             reasons.append(

@@ -20,10 +20,12 @@ from typing import Literal, NamedTuple, TypeAlias
 from torch import Tensor
 
 Norm: TypeAlias = Literal["LN", "LNPre", "RMS", "RMSPre"] | None
+NormPlace: TypeAlias = Literal["before", "after", "both", "stream"]
 
 _AXES: dict[str, tuple[str, ...]] = {
     "embed.W_E": ("d_vocab", "d_model"),
     "pos_embed.W_pos": ("pos", "d_model"),
+    "token_type_embed.W_token_type": ("token_type", "d_model"),
     "attn.W_Q": ("head", "d_model", "d_query"),
     "attn.W_K": ("kv_head", "d_model", "d_query"),
     "attn.W_V": ("kv_head", "d_model", "d_value"),
@@ -41,11 +43,13 @@ _AXES: dict[str, tuple[str, ...]] = {
     "mlp.b_gate": ("d_mlp",),
     "mlp.W_out": ("d_mlp", "d_model"),
     "mlp.b_out": ("d_model",),
+    "mlm_head.W": ("d_model", "d_model"),
+    "mlm_head.b": ("d_model",),
     "unembed.W_U": ("d_model", "d_vocab_out"),
     "unembed.b_U": ("d_vocab_out",),
     **{
         f"{norm}.{part}": ("d_model",)
-        for norm in ("ln1", "ln2", "ln1_post", "ln2_post", "ln_final")
+        for norm in ("embed_ln", "ln1", "ln2", "ln1_post", "ln2_post", "ln_final")
         for part in ("w", "b")
     },
 }
@@ -57,7 +61,7 @@ WRITERS = frozenset(
     {"embed.W_E", "pos_embed.W_pos", "attn.W_O", "attn.b_O", "mlp.W_out", "mlp.b_out"}
 )
 """The tails of tensors that write to the residual stream ("shortformer" positions: beside it)."""
-_OF_MODEL = frozenset({"d_vocab", "d_vocab_out", "d_model", "pos"})
+_OF_MODEL = frozenset({"d_vocab", "d_vocab_out", "d_model", "pos", "token_type"})
 _BLOCK = re.compile(r"blocks\.(\d+)\.(.+)")
 
 
@@ -114,7 +118,8 @@ class Constants:
         n_layers: how many blocks.
         norm: of the norms in the blocks. Those that end in "Pre" have no gain: it was folded.
         final_norm: the norm before the unembedding.
-        norm_place: whether a norm stands before each sublayer, after it, or both.
+        norm_place: where norms stand, for each sublayer f: "before" it, x + f(norm(x)); "after" it,
+            x + norm(f(x)); "both", x + norm(f(norm(x))); or on the "stream", norm(x + f(x)).
         gain_offset: what a norm adds to its stored gain: 1 where w stands for a gain of 1 + w.
         eps: the ε of all norms, of queries and keys too.
         embed_scaled: whether embeddings are multiplied by √d_model as they enter the stream.
@@ -142,7 +147,7 @@ class Constants:
     n_layers: int
     norm: Norm
     final_norm: Norm
-    norm_place: Literal["before", "after", "both"] = "before"
+    norm_place: NormPlace = "before"
     gain_offset: float = 0.0
     eps: float = 1e-5
     embed_scaled: bool = False

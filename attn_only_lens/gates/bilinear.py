@@ -16,7 +16,7 @@ The value is q itself, so q · p(q) stands for α(q), within `bound` for every r
 needed: p(q) goes to Σ_j w_j as q grows, and the error to (Σ_j w_j - 1) q. Σ_j |w_j| is what
 rounding is amplified by, and stays below 2.
 
-* silu is one head with b = 1, quick_gelu one with b = 1.702, both exact: Theorem 2 of
+* silu is one head with b = 1, quick_gelu one with b = 1.702, both exact: Theorem 3 of
   "Attention-Only Transformers and Implementing MLPs with Attention Heads" to the letter.
 * gelu and its tanh forms take 1, 2, 4, 6 or 8 heads. With one, the paper's slope 1.702 errs by
   0.0203, the best slope by 0.0139; with four the error is 2.4e-5 (`tables.py`).
@@ -28,7 +28,7 @@ Gated MLPs (SwiGLU, GEGLU, ReGLU)
 ---------------------------------
 A neuron is α(q) · u with q = x · W_gate[:, i] and u = x · W_in[:, i]. The value is u, so the
 mixture itself stands for α(q), within `bound` for |q| <= `limit`. The last head has b = 0 and
-c = ∞: the bias token is masked, its pattern is (1, 0), and it is linear, as in Theorem 6. Every
+c = ∞: the bias token is masked, its pattern is (1, 0), and it is linear, as in Theorem 7. Every
 score is still bilinear and every value linear in the residual stream. The paper stops at plain
 MLPs; as far as we know nobody has published this. The neuron is off by at most
 bound · |u| · |W_out[i]|.

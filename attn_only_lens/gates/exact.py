@@ -10,9 +10,9 @@ The scores are those of the paper's gauge: 0 for the token itself, and
     score of the bias token = -logit p(q) = -log_odds(q)
 
 so that softmax([0, -log_odds(q)]) = [p(q), 1 - p(q)]. For silu and quick_gelu `log_odds` is
-linear in q, which is the paper's Theorem 2 to the letter; for the others the score is a monotone
+linear in q, which is the paper's Theorem 3 to the letter; for the others the score is a monotone
 function of a bilinear form. ("Attention-Only Transformers and Implementing MLPs with Attention
-Heads", Theorem 2 and Remark 3.)
+Heads", Theorem 3.)
 
 A gate's weights are computed in the working precision, or in float32 for half precision: the
 cubic inside gelu_new overflows float16 near |q| = 100, long before the activation does.

@@ -1,4 +1,4 @@
-"""Generalized SiLU functions: the activations of which Theorem 2 holds to the letter.
+"""Generalized SiLU functions: the activations of which Theorem 3 holds to the letter.
 
 α(q) = a_1 SiLU(a_2 q) is q times the weight σ(a_2 q) times the number a_1 a_2: the score of the
 bias token is -a_2 q, linear in q, and the token's value is a_1 a_2 q. The paper's W_Q = W_V =
@@ -35,7 +35,7 @@ class GeneralizedSiLU:
     Called, it is the activation itself. A model that was saved and loaded computes it by this code.
 
     Source: "Attention-Only Transformers and Implementing MLPs with Attention Heads", section 2 and
-    Theorem 2.
+    Theorem 3.
 
     Attributes:
         a_1: not 0.

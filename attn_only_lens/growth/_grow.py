@@ -149,7 +149,8 @@ class Grown:
         """Write the grown model to a folder, trained since or not, all of it or nothing.
 
         A bridge of a model of transformers is written as transformers writes one, so that
-        `AutoModelForCausalLM.from_pretrained(folder)` needs nothing of this package; a
+        `AutoModelForCausalLM.from_pretrained(folder)` (BERT: `AutoModelForMaskedLM`) needs nothing
+        of this package; a
         HookedTransformer as `config.json`, `model.safetensors` and `tokenizer/`. The provenance
         lies beside. Every file has a digest in `provenance.json`: write a model that is trained
         further by this method again, not over the weights in the folder.

@@ -19,7 +19,10 @@ from attn_only_lens.growth.growable import Growable, Parameter, shared_parameter
 from attn_only_lens.models.in_place import exposed_heads, reasons_against_copying
 
 WRAPPED = "_original_component."  # of a part of the bridge, the module that it wraps
-_OF_MODEL = ("embed", "pos_embed", "ln_final", "unembed")
+_OF_MODEL = (
+    *("embed", "pos_embed", "token_type_embed", "embed_ln"),
+    *("mlm_head", "ln_final", "unembed"),
+)
 _OF_BLOCK = (
     *("ln1", "ln1_post", "ln2", "ln2_post"),
     *("attn.q", "attn.k", "attn.v", "attn.o", "attn.q_norm", "attn.k_norm"),
@@ -28,6 +31,9 @@ _OF_BLOCK = (
 PARAMETERS = {
     "embed.weight": ("embed.W_E", None),
     "pos_embed.weight": ("pos_embed.W_pos", None),
+    "token_type_embed.weight": ("token_type_embed.W_token_type", None),
+    "mlm_head.weight": ("mlm_head.W", "output input -> input output"),
+    "mlm_head.bias": ("mlm_head.b", None),
     "unembed.weight": ("unembed.W_U", "vocab model -> model vocab"),
     "unembed.bias": ("unembed.b_U", None),
     "attn.q.weight": ("attn.W_Q", "(head width) model -> head model width"),
@@ -48,7 +54,7 @@ PARAMETERS = {
     "mlp.out.bias": ("mlp.b_out", None),
     **{
         f"{norm}.{theirs}": (f"{norm}.{ours}", None)
-        for norm in ("ln1", "ln1_post", "ln2", "ln2_post", "ln_final")
+        for norm in ("embed_ln", "ln1", "ln1_post", "ln2", "ln2_post", "ln_final")
         for theirs, ours in (("weight", "w"), ("bias", "b"))
     },
 }

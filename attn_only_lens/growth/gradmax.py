@@ -7,6 +7,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 from torch.nn import functional
+from transformers import PreTrainedModel
 
 from attn_only_lens.axes import Logits, Tokens
 from attn_only_lens.errors import GrowthError
@@ -33,12 +34,14 @@ def gradient_products(
         model: a bridge or `HookedTransformer` whose MLPs are not gated; it is not changed, nor its
             gradients.
         tokens: to take gradients on.
-        loss: of logits and tokens; by default the next token's cross-entropy.
+        loss: of logits and tokens; by default the next token's cross-entropy. A masked language
+            model (BERT) needs one.
         batch_size: prompts at a time; losses of batches are added up.
 
     Raises:
-        GrowthError: its neurons' activations are not, to first order, multiples of x · w_i; or
-            the batch size is no number of prompts.
+        GrowthError: its neurons' activations are not, to first order, multiples of x · w_i; it
+            does not predict the next token, and there is no loss; or the batch size is no number
+            of prompts.
         UnsupportedCallError: the tokens are none that the model can run on.
 
     Example:
@@ -63,6 +66,9 @@ def gradient_products(
         if is_gated or not weights.in_layers("mlp.W_in"):
             has = "gated MLPs, products of two inputs" if is_gated else "no MLPs"
             reasons.append(f"it has {has}; GradMax is about one input to each neuron")
+    wrapped = getattr(model, "original_model", None)
+    if loss is None and isinstance(wrapped, PreTrainedModel) and not wrapped.can_generate():
+        reasons.append(f"a {type(wrapped).__name__} does not predict the next token; pass loss=")
     if not is_count(batch_size, 1):
         reasons.append(f"got batch_size={batch_size!r}; expected 1 or more")
     GrowthError.raise_if(reasons, "there are no gradients to choose neurons by")
@@ -71,12 +77,20 @@ def gradient_products(
         inputs: list[Tensor] = []
         outputs: list[Tensor] = []
 
-        def seen(_: Any, given: tuple[Tensor, ...], output: Tensor) -> Tensor:
-            inputs.append(given[0].detach())  # noqa: B023 - called within this turn of the loop
+        def see_input(_: Any, args: tuple[Tensor, ...]) -> None:
+            inputs.append(args[0].detach())  # noqa: B023 - called within this turn of the loop
+
+        def see_output(_: Any, args: Any, output: Tensor) -> Tensor:
             outputs.append(torch.zeros_like(output, requires_grad=True))  # noqa: B023
             return output + outputs[-1]  # noqa: B023
 
-        handles = [block.mlp.register_forward_hook(seen) for block in model.blocks]
+        handles = []
+        for block in model.blocks:
+            first, last = _ends(block.mlp)
+            handles += [
+                first.register_forward_pre_hook(see_input),
+                last.register_forward_hook(see_output),
+            ]
         try:
             with torch.enable_grad():
                 logits = model(batch)
@@ -90,6 +104,12 @@ def gradient_products(
             product = x.T @ g
             products[layer] = products.get(layer, 0) + product
     return products
+
+
+def _ends(mlp: Any) -> tuple[Any, Any]:
+    """The modules that an MLP's input enters and that its output leaves; BERT's runs no module."""
+    parts = dict(mlp.named_children())
+    return (parts["in"], parts["out"]) if getattr(mlp, "name", "") is None else (mlp, mlp)
 
 
 def _next_token_loss(logits: Logits, tokens: Tokens) -> Float[Tensor, ""]:

@@ -29,7 +29,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from attn_only_lens.errors import GrowthError
 from attn_only_lens.expansion import Axis, Weights
-from attn_only_lens.expansion.weights import Constants, Norm, block_name, in_layer
+from attn_only_lens.expansion.weights import Constants, Norm, NormPlace, block_name, in_layer
 from attn_only_lens.growth.bridge import PARAMETERS, WRAPPED, BridgeModel, differing_modules
 from attn_only_lens.growth.growable import PROBLEM
 from attn_only_lens.models.in_place import copy_model
@@ -58,7 +58,7 @@ class Family:
 
     norm: Norm = "RMS"
     eps: str = "rms_norm_eps"
-    norm_place: Literal["before", "after", "both"] = "before"
+    norm_place: NormPlace = "before"
     gain_offset: float = 0.0
     embed_scaled: bool = False
     qk_norm: Literal["by head", "all heads"] | None = None
@@ -79,6 +79,8 @@ FAMILIES = {
     "phi": Family("LN", "layer_norm_eps", partial_rotary=True),
     "phi3": Family(partial_rotary=True),
     "olmo2": Family(norm_place="after", qk_norm="all heads"),
+    "bert": Family("LN", "layer_norm_eps", norm_place="stream", positions="standard"),
+    "roberta": Family("LN", "layer_norm_eps", norm_place="stream", positions="standard"),
 }
 """By `model_type`."""
 # Frequencies that depend on their own wavelength alone, or on the index of a pair.
@@ -97,7 +99,7 @@ _ROUNDED = 5e-2  # of weights in half precision, in float32
 
 
 class HuggingFaceBridge(BridgeModel):
-    """A TransformerBridge around a causal language model of transformers, of `FAMILIES`."""
+    """A TransformerBridge around a causal or masked language model, of `FAMILIES`."""
 
     may_differ_by_layer = frozenset({"d_mlp"})
 
@@ -110,7 +112,7 @@ class HuggingFaceBridge(BridgeModel):
             isinstance(model, TransformerBridge)
             and isinstance(wrapped, PreTrainedModel)
             and kind in FAMILIES
-            and wrapped.can_generate()
+            and (wrapped.can_generate() or type(wrapped).__name__.endswith("ForMaskedLM"))
         )
 
     @property
@@ -256,11 +258,12 @@ class HuggingFaceBridge(BridgeModel):
             return []
         return [
             f"{type(config).__name__} has no head_dim: {cfg.n_heads} heads of width {cfg.d_head} "
-            f"need hidden_size {cfg.n_heads * cfg.d_head}, and it is {cfg.d_model}; {_INSTEAD}"
+            f"need hidden_size {cfg.n_heads * cfg.d_head}, and it is {cfg.d_model}; "
+            f"{_SAVE if self.family.norm_place == 'stream' else _INSTEAD}"
         ]
 
     def save_pretrained(self, folder: Path) -> None:
-        """Write what `AutoModelForCausalLM.from_pretrained` reads."""
+        """Write what `from_pretrained` of the class of the wrapped model reads."""
         module = self._module(self.config, self.state(self.read()))
         module.config.dtype = next(self.model.parameters()).dtype
         module.config.output_attentions = False  # TransformerLens turns it on for itself
@@ -457,7 +460,8 @@ class HuggingFaceBridge(BridgeModel):
             model.load_state_dict(state, assign=True)
             model.tie_weights()
         model.config._attn_implementation = template.config._attn_implementation
-        model.generation_config = copy.deepcopy(template.generation_config)
+        if template.can_generate():
+            model.generation_config = copy.deepcopy(template.generation_config)
         return model
 
     def _bridge(self, model: PreTrainedModel) -> TransformerBridge:

@@ -13,7 +13,7 @@ d_mlp = 4 · d_model, and the MLP is plain: 8 d_model² against 4 d_model².
 Flops are the multiplications and additions of matrix products, for one token that attends to `pos`
 tokens, itself included: 2 a weight, and 4 · d_head a key and head for scores and values. A
 neuron-head has two keys, the token itself and the bias token, and d_head = 1. It needs no more than
-these two: 8 flops a neuron besides the MLP's own products, as W_Q = W_V is applied once (Remark 3).
+these two: 8 flops a neuron besides the MLP's own products, as W_Q = W_V is applied once.
 In the paper's dense form every score with all pos + 1 keys is computed, and all but two are masked.
 
 The blog post's heads: "the linear transformation sublayer just needs enough to spread the rank of

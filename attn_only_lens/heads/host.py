@@ -101,6 +101,15 @@ class Host(ABC):
             InputError: with every reason: norms, or an order of attention and MLP, not known.
         """
 
+    def reads_centred(self) -> bool:
+        """True if nothing that reads the stream sees its mean over d_model.
+
+        Raises:
+            InputError: as `norms`.
+        """
+        norms = self.norms()
+        return all(each.attention[0].centres and each.neuron[0].centres for each in norms)
+
     @abstractmethod
     def final_norm(self) -> Any:
         """The norm that the unembedding reads through.

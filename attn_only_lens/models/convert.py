@@ -1,4 +1,4 @@
-"""Convert a model: every MLP neuron becomes an attention head of width 1 (Theorem 4)."""
+"""Convert a model: every MLP neuron becomes an attention head of width 1 (Theorem 6)."""
 
 import torch
 from transformer_lens.model_bridge import TransformerBridge

@@ -169,6 +169,36 @@ def bridge_norms(model: Any) -> list[LayerNorms]:
     return found
 
 
+def stream_is_centred(model: Any) -> bool:
+    """Return whether the blocks of a bridge are norm(x + f(x)), as BERT's, and all centre x + f(x).
+
+    It is judged by a run of two tokens.
+    """
+    if any(getattr(block.mlp, "name", "") is not None for block in model.blocks):
+        return False  # the MLPs of a BERT have no module
+    blocks = []
+    for block in model.blocks:
+        parts = {"attn": block.attn, "o": getattr(block.attn, "o", None)}
+        parts |= dict(block.mlp.named_children())
+        parts |= {name: getattr(block, name, None) for name in ("ln1", "ln2")}
+        if not {"o", "in", "out", "ln1", "ln2"} <= {n for n, part in parts.items() if part}:
+            return False
+        blocks.append(_Traffic(parts))
+    with ExitStack() as stack, torch.no_grad():
+        for traffic in blocks:
+            traffic.watch(stack)
+        _run_two_tokens(model)
+    try:
+        return all(
+            _parallel(traffic.given[norm], traffic.given[reads] + traffic.returned[writes])
+            and traffic.norm(norm).centres
+            for traffic in blocks
+            for norm, reads, writes in (("ln1", "attn", "o"), ("ln2", "in", "out"))
+        )
+    except _UnknownError:
+        return False
+
+
 def _run_two_tokens(model: Any) -> None:
     first = model.cfg.d_vocab - 1  # one that no tokenizer uses to pad
     model(checked_tokens(model, torch.tensor([[first, 0]], device="cpu")))
@@ -195,6 +225,11 @@ class _Traffic:
                 self.returned[name] = output[0] if isinstance(output, tuple | list) else output
 
             stack.callback(module.register_forward_hook(look, with_kwargs=True).remove)
+
+    def norm(self, name: str | None) -> Norm:
+        if name is None:
+            return NO_NORM
+        return _fitted(self.modules[name], name, self.given[name], self.returned[name])
 
 
 class _BlockTraffic(_Traffic):
@@ -231,17 +266,12 @@ class _BlockTraffic(_Traffic):
             raise _UnknownError(
                 "its MLP reads neither its attention's input, nor that plus its attention's output"
             )
-        around = {part: (self._norm(before[part]), self._norm(after[part])) for part in parts}
-        query, key = (self._norm(n if n in self.modules else None) for n in ("q_norm", "k_norm"))
+        around = {part: (self.norm(before[part]), self.norm(after[part])) for part in parts}
+        query, key = (self.norm(n if n in self.modules else None) for n in ("q_norm", "k_norm"))
         return LayerNorms(around["attn"], around["mlp"], query, key, parallel)
 
     def _norm_with(self, side: dict[str, Tensor], value: Tensor) -> str | None:
         return next((n for n in _NORMS if n in side and torch.equal(side[n], value)), None)
-
-    def _norm(self, name: str | None) -> Norm:
-        if name is None:
-            return NO_NORM
-        return _fitted(self.modules[name], name, self.given[name], self.returned[name])
 
 
 def _write_something(module: Any, args: Any, output: Any, *, seed: int) -> Any:

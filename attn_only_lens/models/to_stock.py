@@ -15,7 +15,7 @@ with gate p(q) = Σ_j w_j σ(b_j q + c_j) computes
     W_O = w_j W_out[i]        output w_j σ(b_j q + c_j) q W_out[i]
 
 (in a gated MLP W_Q = W_gate[:, i], and the sum is a mixture times the value, `gates/bilinear.py`)
-whose sum over j is q p(q) W_out[i]: Theorem 2 of "Attention-Only Transformers and Implementing
+whose sum over j is q p(q) W_out[i]: Theorem 3 of "Attention-Only Transformers and Implementing
 MLPs with Attention Heads", with the sink in the place of the bias token. Heads are in the order of
 the neurons, the m heads of a neuron next to each other: head i m + j.
 
@@ -89,7 +89,7 @@ def to_stock(
     A token that a mask leaves out (padding) does not attend to itself in a stock model, so its own
     logits differ there from the converted model's; those of the other tokens do not.
 
-    Source: "Attention-Only Transformers and Implementing MLPs with Attention Heads", Theorem 4.
+    Source: "Attention-Only Transformers and Implementing MLPs with Attention Heads", Theorem 6.
 
     Args:
         attn_only: a model that `convert` returned, with bilinear gates (exact ones of silu,

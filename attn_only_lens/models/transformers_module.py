@@ -1,10 +1,10 @@
 """Models of transformers from configurations, also of sizes that their classes do not provide for.
 
 A class of transformers has one size for all layers; some want hidden_size to be a multiple of the
-number of heads; GPT-2 and GPT-NeoX have no `head_dim`. The code of their layers does not care: it
-reads the widths of matrices, or attributes of the module. So here such a configuration is taken at
-its word: `head_dim` for every class, `d_mlp_by_layer` for layers that differ. Only this package
-reads that entry: a folder for transformers alone must do without.
+number of heads; GPT-2, GPT-NeoX and BERT have no `head_dim`. The code of their layers does not
+care: it reads the widths of matrices, or attributes of the module. So here such a configuration is
+taken at its word: `head_dim` for every class, `d_mlp_by_layer` for layers that differ. Only this
+package reads that entry: a folder for transformers alone must do without.
 """
 
 import copy
@@ -16,7 +16,7 @@ from transformers.initialization import no_init_weights
 from transformers.pytorch_utils import Conv1D
 
 BY_LAYER = "d_mlp_by_layer"
-_WITHOUT_HEAD_DIM = ("gpt2", "gpt_neox")
+_WITHOUT_HEAD_DIM = ("gpt2", "gpt_neox", "bert", "roberta")
 
 
 def has_head_dim(config: PretrainedConfig) -> bool:
@@ -54,18 +54,22 @@ def build_module(kind: Any, config: PretrainedConfig) -> PreTrainedModel:
                 like.num_hidden_layers = 1
                 setattr(like, intermediate_size(like), d_mlp)
                 setattr(like, BY_LAYER, None)
-                layer.mlp = _layers(build_module(kind, like))[0].mlp
+                other = _layers(build_module(kind, like))[0]
+                for part in ("mlp",) if hasattr(layer, "mlp") else ("intermediate", "output"):
+                    setattr(layer, part, getattr(other, part))
     model.tie_weights()
     return model.eval()
 
 
 def _layers(model: Any) -> Any:
-    base = model.base_model
+    base = getattr(model.base_model, "encoder", model.base_model)
+    if hasattr(base, "layer"):
+        return base.layer
     return base.h if hasattr(base, "h") else base.layers
 
 
 def _with_head_dim(kind: Any, config: PretrainedConfig) -> PreTrainedModel:
-    """Build GPT-2 or GPT-NeoX with one head, which always fits, then set the attention's sizes."""
+    """Build a model with one head, which always fits, then set the attention's sizes."""
     n_heads, width, d_model = config.num_attention_heads, config.head_dim, config.hidden_size
     config.num_attention_heads = 1
     model: PreTrainedModel = kind(config)
@@ -84,5 +88,12 @@ def _with_head_dim(kind: Any, config: PretrainedConfig) -> PreTrainedModel:
             module.rotary_ndims = int(width * config.rope_parameters["partial_rotary_factor"])
             module.query_key_value = nn.Linear(d_model, 3 * n_heads * width, bias=bias)
             module.dense = nn.Linear(n_heads * width, d_model, bias=bias)
+        elif hasattr(module, "attention_head_size"):  # BERT
+            module.num_attention_heads, module.attention_head_size = n_heads, width
+            module.all_head_size, module.scaling = n_heads * width, width**-0.5
+            for part in ("query", "key", "value"):
+                setattr(module, part, nn.Linear(d_model, n_heads * width))
+        elif hasattr(getattr(module, "self", None), "attention_head_size"):  # what holds it
+            module.output.dense = nn.Linear(n_heads * width, d_model)
     config.num_attention_heads = n_heads
     return model

@@ -1,8 +1,12 @@
 """The papers' constructions, slow, dense and in float64: oracles that share no code with the rest.
 
-"Attention-Only Transformers and Implementing MLPs with Attention Heads", one file a theorem:
-Definition 1 (`masked_attention`, `transformer`), Theorem 2, Remark 3, the bias trick, Theorem 4,
-Theorem 6 and Theorem 7. The blog post's construction, Ω in place of masks, is in `reference.post`.
+"Attention-Only Transformers and Implementing MLPs with Attention Heads", one file a theorem. The
+theorems have the numbers of the arXiv version, 2309.08593: 3 (an MLP as heads), 6 (a whole
+transformer), 7 (linear maps), 8 (activations) and 9 (masks in the weights). The text that is
+followed is that of the anonymous draft, where 3, 6, 7 and 8 are Theorems 2, 4, 6 and 7; sections
+and appendices, where named, are the draft's. The definitions are in `masked_attention` and
+`transformer`; beside the theorems there are neuron-heads in factors (a remark of the paper) and the
+bias trick. The blog post's construction, Ω in place of masks, is in `reference.post`.
 """
 
 from attn_only_lens.reference.bias_trick import (
@@ -11,13 +15,19 @@ from attn_only_lens.reference.bias_trick import (
     head_with_biases,
     mlp_with_biases,
 )
+from attn_only_lens.reference.factored_heads import FactoredHead, factored_heads, persistent_vector
 from attn_only_lens.reference.masked_attention import Head, msoftmax
 from attn_only_lens.reference.matrices import direct_sum
-from attn_only_lens.reference.remark_3 import FactoredHead, factored_heads, persistent_vector
-from attn_only_lens.reference.theorem_2 import neuron_heads, neuron_mask
-from attn_only_lens.reference.theorem_4 import PassingNorm, attention_only, extended_head
-from attn_only_lens.reference.theorem_6 import linear_head
-from attn_only_lens.reference.theorem_7 import activation_heads, replacing_heads
+from attn_only_lens.reference.theorem_3 import neuron_heads, neuron_mask
+from attn_only_lens.reference.theorem_6 import PassingNorm, attention_only, extended_head
+from attn_only_lens.reference.theorem_7 import linear_head
+from attn_only_lens.reference.theorem_8 import activation_heads, replacing_heads
+from attn_only_lens.reference.theorem_9 import (
+    masking_error,
+    sufficient_omega,
+    unmasked_head,
+    with_positions,
+)
 from attn_only_lens.reference.transformer import (
     MLP,
     GeneralizedSiLU,
@@ -48,10 +58,14 @@ __all__ = [
     "factored_heads",
     "head_with_biases",
     "linear_head",
+    "masking_error",
     "mlp_with_biases",
     "msoftmax",
     "neuron_heads",
     "neuron_mask",
     "persistent_vector",
     "replacing_heads",
+    "sufficient_omega",
+    "unmasked_head",
+    "with_positions",
 ]

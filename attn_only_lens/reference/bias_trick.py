@@ -1,17 +1,17 @@
 """The bias trick: heads and MLPs with biases, as heads and MLPs without, on a stream [X | 1].
 
-Theorem 4 assumes it. Every token gets one more coordinate that is always 1, and a bias becomes the
+Theorem 6 assumes it. Every token gets one more coordinate that is always 1, and a bias becomes the
 row of a weight matrix that this coordinate reads. Write W̃ = W over b for that.
 
 * **Reading biases.** [X | 1] W̃ = X W + b. So an MLP reads with Ṽ₁ = V₁ over b₁, a head with
   W̃_QK = W̃_Q W̃_Kᵀ / √d_head. For values, W̃_OV = W̃_V W_O: a pattern's rows sum to 1, so b_V W_O is
   added once.
 * **Writing biases.** For b₂, one hidden neuron with pre-activation 1, hence activation α(1), and
-  output row b₂ / α(1). For b_O, one head masked to the diagonal (Theorem 6) that writes b_O.
+  output row b₂ / α(1). For b_O, one head masked to the diagonal (Theorem 7) that writes b_O.
 * **The constant stays.** No one writes to the last coordinate (the last columns of V₂ and W_OV are
-  0), so the skip connection carries it on; a LayerNorm must pass it, `theorem_4.PassingNorm`.
+  0), so the skip connection carries it on; a LayerNorm must pass it, `theorem_6.PassingNorm`.
 
-The constant coordinate is not the bias coordinate of Theorem 2: that one is 1 on the bias token and
+The constant coordinate is not the bias coordinate of Theorem 3: that one is 1 on the bias token and
 0 on the others. (In the paper's gauge the two cannot be one: token and bias token would have equal
 keys, hence patterns of 1/2.)
 """
@@ -24,7 +24,7 @@ from torch import Tensor
 
 from attn_only_lens.reference.masked_attention import Head
 from attn_only_lens.reference.matrices import check_matrix, check_vector, direct_sum, ones, zeros
-from attn_only_lens.reference.theorem_6 import linear_head
+from attn_only_lens.reference.theorem_7 import linear_head
 from attn_only_lens.reference.transformer import MLP, GeneralizedSiLU
 
 

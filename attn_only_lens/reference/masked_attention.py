@@ -1,4 +1,4 @@
-"""Definition 1, first half: the masked softmax and the masked attention head.
+"""The definitions, first half: the masked softmax and the masked attention head.
 
 A mask matrix Λ has entries in {0, 1} and at least one 1 in every row. With rownorm the row-wise
 ℓ¹ normalisation and ⊙ the element-wise product,
@@ -23,7 +23,7 @@ from attn_only_lens.reference.matrices import check_matrix
 def msoftmax(
     A: Float[Tensor, "n_queries n_keys"], mask: Float[Tensor, "n_queries n_keys"]
 ) -> Float[Tensor, "n_queries n_keys"]:
-    """The masked softmax: rownorm(exp(A) ⊙ Λ), Definition 1.
+    """The masked softmax: rownorm(exp(A) ⊙ Λ).
 
     Args:
         A: scores.
@@ -53,7 +53,7 @@ def msoftmax(
 
 @dataclass(frozen=True, eq=False)
 class Head:
-    """A masked attention head on M_{N,D}, Definition 1.
+    """A masked attention head on M_{N,D}.
 
     Attributes:
         W_QK: scores are X W_QK Xᵀ; any scaling by a square root is inside.

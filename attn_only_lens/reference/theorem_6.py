@@ -1,38 +1,146 @@
-"""Theorem 6: a head masked to the diagonal is a linear map, whatever its W_QK.
+"""Theorem 6: heads in the place of every MLP sublayer, and the transformer computes the same.
 
-If Λ = I_N then h(X) = X W_OV. Proof: a row of the pattern has one unmasked entry, on the diagonal,
-and sums to 1, so the pattern is I_N. ("Attention-Only Transformers and Implementing MLPs with
-Attention Heads", Appendix B.)
+For a transformer t on M_{N,D} whose MLPs have generalised SiLU activations there is t′ on
+M_{N+1,D+1}, with heads and nothing else, whose stream is X′_j = X_j ⊕ [1] at every sublayer j.
+
+(Theorem 4 of the draft.) Proof (its Appendix A), by induction on j. MLPs become the heads of
+Theorem 3. A head becomes W′_QK = W_QK ⊕ [1], W′_OV = W_OV ⊕ [0], Λ′ = Λ ⊕ [1], and h′(X ⊕ [1]) =
+h(X) ⊕ [0]: Λ′ keeps tokens and bias token from seeing each other (a causal Λ stays causal among
+tokens), and the bias token reads 0. So every sublayer s has s′(X ⊕ [1]) = s(X) ⊕ [0], and with
+norm′(Y ⊕ [1]) = norm(Y) ⊕ [1],
+
+    post-norm    norm′(X_j ⊕ [1] + s(X_j) ⊕ [0]) = norm(X_j + s(X_j)) ⊕ [1]
+    pre-norm     X_j ⊕ [1] + s′(norm(X_j) ⊕ [1]) = (X_j + s(norm(X_j))) ⊕ [1]
+
+and a final norm likewise. The pre-norm line, GPT-2's, is ours. Biases are the bias trick's
+(`reference/bias_trick.py`): t is then a transformer on [X | 1], and t′ one on [X | 1] ⊕ [1], with
+one head more in every sublayer, which writes b_O or b₂.
+
+**The norm.** The draft writes LayerNorm(Y ⊕ [1]) = LayerNorm(Y) ⊕ [1] for one and the same
+LayerNorm. That is false, and no gain g and bias b make the LayerNorm of D + 1 coordinates satisfy
+it. Proof: the bias coordinate of a token (y | 0) becomes -g_{D+1} μ/s + b_{D+1}, with μ and
+s the row's mean and deviation; that is 0 for all y only if g_{D+1} = b_{D+1} = 0, as μ/s varies;
+then the bias token's coordinate becomes b_{D+1} = 0 instead of 1. Nor does it suffice to normalise
+the first D coordinates of every row: the bias token (0 | 1) becomes (b | 1), or 0/0 where eps = 0.
+It then has a value, b V₁ⁱ, and Theorem 3 fails, unless b = 0 and eps > 0. `PassingNorm` is what the
+proof needs: it normalises the block of the first N rows and D columns and passes the rest.
+
+**Skip connections** (a remark of the paper). Every head here writes 0 to the bias token, so without
+the first skip connection X′_1 = X_1 ⊕ [0]. Every score of the next MLP's heads is then 0, every
+gate 1/2, and that MLP is linear: ½ a₁ a₂ X_1 V₁ V₂.
 """
 
-import torch
+from dataclasses import dataclass
+
 from jaxtyping import Float
 from torch import Tensor
 
 from attn_only_lens.reference.masked_attention import Head
+from attn_only_lens.reference.matrices import check_matrix, direct_sum
+from attn_only_lens.reference.theorem_3 import neuron_heads
+from attn_only_lens.reference.transformer import Norm, Transformer
 
 
-def linear_head(W_OV: Float[Tensor, "d d"], n_tokens: int) -> Head:
-    """The head of Theorem 6 that maps X to X W_OV; its W_QK is 0, as good as any.
+@dataclass(frozen=True)
+class PassingNorm:
+    """A norm of the first N rows and D columns; what lies outside is passed on as it is.
 
-    Args:
-        W_OV: the linear map, acting on rows from the right.
+    It serves [X | 1], X ⊕ [1] and [X | 1] ⊕ [1] alike.
+
+    Attributes:
+        norm: a norm on M_{N,D}.
         n_tokens: N.
-
-    Returns:
-        A head on M_{N,D} with mask I_N.
-
-    Raises:
-        ValueError: W_OV is not a square float64 matrix.
+        d: D.
 
     Example:
         >>> import torch
-        >>> from attn_only_lens.reference import linear_head
-        >>> X = torch.tensor([[2.0, 3.0]], dtype=torch.float64)
-        >>> swap = torch.tensor([[0.0, 1.0], [1.0, 0.0]], dtype=torch.float64)
-        >>> linear_head(swap, n_tokens=1)(X).tolist()
-        [[3.0, 2.0]]
+        >>> from attn_only_lens.reference import PassingNorm
+        >>> PassingNorm(torch.neg, n_tokens=1, d=1)(torch.eye(2, dtype=torch.float64)).tolist()
+        [[-1.0, 0.0], [0.0, 1.0]]
     """
-    return Head(
-        torch.zeros_like(W_OV), W_OV, torch.eye(n_tokens, dtype=torch.float64, device="cpu")
+
+    norm: Norm
+    n_tokens: int
+    d: int
+
+    def __call__(self, X: Float[Tensor, "rows columns"]) -> Float[Tensor, "rows columns"]:
+        """norm(X[:N, :D]) in its place.
+
+        Raises:
+            ValueError: X is not a float64 matrix, or smaller than N × D.
+        """
+        check_matrix("X", X)
+        if X.shape[0] < self.n_tokens or X.shape[1] < self.d:
+            raise ValueError(
+                f"X: got shape {list(X.shape)}; expected [{self.n_tokens}, {self.d}] or larger"
+            )
+        normed = X.clone()
+        normed[: self.n_tokens, : self.d] = self.norm(X[: self.n_tokens, : self.d])
+        return normed
+
+
+def extended_head(head: Head) -> Head:
+    """h′ on M_{N+1,D+1} with h′(X ⊕ [1]) = h(X) ⊕ [0]: the bias token neither sees nor is seen.
+
+    Example:
+        >>> import torch
+        >>> from attn_only_lens.reference import Head, extended_head
+        >>> one = torch.ones(1, 1, dtype=torch.float64)
+        >>> extended_head(Head(one, one, mask=one)).mask.tolist()
+        [[1.0, 0.0], [0.0, 1.0]]
+    """
+    return Head(direct_sum(head.W_QK, 1.0), direct_sum(head.W_OV, 0.0), direct_sum(head.mask, 1.0))
+
+
+def attention_only(transformer: Transformer, n_tokens: int) -> Transformer:
+    """t′ of Theorem 6: heads and nothing else, with stream X_j ⊕ [1]; post-norm or pre-norm.
+
+    Args:
+        transformer: t on M_{N,D}, every MLP's activation a `GeneralizedSiLU`.
+        n_tokens: N.
+
+    Returns:
+        t′ on M_{N+1,D+1}: sublayer j is sublayer j of t, an MLP's heads in the order of its
+        neurons. `.run(X ⊕ [1])` gives every intermediate stream, output and pattern.
+
+    Raises:
+        ValueError: an activation is not a `GeneralizedSiLU`, or the heads of t have another N.
+
+    Example:
+        >>> import torch
+        >>> from attn_only_lens.reference import (
+        ...     MLP, GeneralizedSiLU, LayerNorm, Transformer, attention_only, direct_sum
+        ... )
+        >>> _ = torch.manual_seed(0)
+        >>> shapes = [(5, 3), (3, 7), (7, 3)]
+        >>> X, V_1, V_2 = (torch.randn(*shape, dtype=torch.float64) for shape in shapes)
+        >>> one = torch.ones(3, dtype=torch.float64)
+        >>> norm = LayerNorm(gain=2 * one, bias=one)
+        >>> t = Transformer((MLP(V_1, V_2, GeneralizedSiLU()),), norms=(norm,))
+        >>> got = attention_only(t, n_tokens=5)(direct_sum(X, 1.0))
+        >>> torch.allclose(got, direct_sum(t(X), 1.0), rtol=1e-12, atol=1e-12)
+        True
+    """
+    sublayers = []
+    for sublayer in transformer.sublayers:
+        if isinstance(sublayer, tuple):
+            sublayers.append(tuple(_extended(head, n_tokens) for head in sublayer))
+        else:
+            sublayers.append(neuron_heads(sublayer, n_tokens))
+
+    def passing(norm: Norm) -> Norm:
+        return PassingNorm(norm, n_tokens, transformer.width)
+
+    final = transformer.final_norm
+    return Transformer(
+        tuple(sublayers),
+        tuple(passing(norm) for norm in transformer.norms),
+        transformer.pre_norm,
+        None if final is None else passing(final),
     )
+
+
+def _extended(head: Head, n_tokens: int) -> Head:
+    if head.n_tokens != n_tokens:
+        raise ValueError(f"n_tokens: got {n_tokens}; expected {head.n_tokens}, as the masks have")
+    return extended_head(head)

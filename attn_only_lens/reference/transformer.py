@@ -1,4 +1,4 @@
-"""Definition 1, second half: MLPs, LayerNorm, and transformers of both kinds.
+"""The definitions, second half: MLPs, LayerNorm, and transformers of both kinds.
 
 An MLP without biases is f(X) = α(X V₁) V₂, with V₁ ∈ M_{D,ℓ}, V₂ ∈ M_{ℓ,D} and α applied entry by
 entry. A generalised SiLU is α(x) = a₁ SiLU(a₂ x), SiLU(x) = x σ(x). A transformer is
@@ -9,7 +9,7 @@ f_j(X), and
     pre-norm, GPT-2's:         X_{j+1} = X_j + s_j(LayerNorm_j(X_j)),    then LayerNorm_final(X_m)
 
 ("Attention-Only Transformers and Implementing MLPs with Attention Heads", section 2; pre-norm is
-not in it.) The paper indexes sublayers 0 … m - 1 here and up to 2m in Theorem 4; this is m.
+not in it.) The paper indexes sublayers 0 … m - 1 here and up to 2m in Theorem 6; this is m.
 """
 
 from collections.abc import Callable
@@ -138,7 +138,7 @@ class Run:
 
 @dataclass(frozen=True, eq=False)
 class Transformer:
-    """Sublayers with skip connections and norms, Definition 1.
+    """Sublayers with skip connections and norms.
 
     Attributes:
         sublayers: each an MLP or a tuple of heads.

@@ -18,8 +18,10 @@ from attn_only_lens import (
     circuits,
     convert,
     expose_neuron_heads,
+    pretrained,
 )
 from attn_only_lens import patching as p
+from attn_only_lens.growth import read
 from attn_only_lens.runs.largest import LargestScores
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # TransformerLens' and transformers' own
@@ -53,6 +55,30 @@ class Tables:
 
     def ov(self, name):
         return self.E @ self.dense.writes[name] @ self.U
+
+
+def test_what_centring_the_unembedding_does_to_small_english():
+    """The figures of docs/circuits.md, from plain weights; W_U as it is gives another circuit."""
+    model = pretrained.small_english()
+    heads = circuits.copying_scores(expose_neuron_heads(model, copy=True).model, p.heads())
+    tensors = {key: x.double() for key, x in read(model).tensors.items()}
+    W_E, W_U = tensors["embed.W_E"], tensors["ln_final.w"][:, None] * tensors["unembed.W_U"]
+    changes, moved = [], []
+    for name, copying in zip(heads["name"], heads["copying"], strict=True):
+        layer, head = map(int, name[1:].split("H"))
+        W_V, W_O = (tensors[f"blocks.{layer}.attn.W_{x}"][head] for x in "VO")
+        gain = tensors[f"blocks.{layer}.ln1.w"][:, None]
+        plain = W_E @ (gain * W_V) @ W_O @ W_U
+        centred = plain - plain.mean(1, keepdim=True)
+        changes.append(((plain - centred).norm() / plain.norm()).item())
+        scores = []
+        for OV in (plain, centred):
+            values = torch.linalg.eigvals(OV)
+            scores.append((values.sum().real / values.abs().sum()).item())
+        assert copying == pytest.approx(scores[1], abs=1e-3)
+        moved.append(abs(scores[0] - scores[1]))
+    assert (max(changes), np.median(changes)) == pytest.approx((0.628, 0.378), abs=2e-3)
+    assert max(moved) == pytest.approx(0.153, abs=2e-3)
 
 
 @needs_hooked_transformer

@@ -44,6 +44,7 @@ NAMES = {
     "phi3": "Phi 3",
     "olmo2": "OLMo 2",
 }
+POST_NORM = ("BERT, RoBERTa",)  # test_post_norm.py has their tests
 STEPS = {
     "d_mlp": ex.AddNeurons(4),
     "n_heads": ex.AddHeads(2),
@@ -596,6 +597,10 @@ def table():
         if name == "olmo2":
             cells[columns.index("n_heads")] = "exact [2]"
         lines.append(f"| {title} | {' | '.join(cells)} | {NOT_IN_A_FOLDER.get(name, '')} |")
+    for title in POST_NORM:
+        cells = ["refused [3]" if of in ("d_model", "n_layers") else "exact" for of in STEPS]
+        cells[columns.index("all six")] = "the four: exact"
+        lines.append(f"| {title} | {' | '.join(cells)} | d_mlp alone: n_heads · d_head = d_model |")
     return "\n".join(lines)
 
 

@@ -1,4 +1,4 @@
-"""The bias trick that Theorem 4 assumes: heads and MLPs with biases, on [X | 1] without them."""
+"""The bias trick that Theorem 6 assumes: heads and MLPs with biases, on [X | 1] without them."""
 
 import math
 
@@ -68,7 +68,7 @@ def test_the_bias_trick_mlp():
 
 
 def test_the_square_root_in_the_scores_is_that_of_the_heads_width():
-    """Control: √(D + 1) of Remark 3 belongs to neuron-heads, √d_head to the original ones."""
+    """Control: √(D + 1) belongs to neuron-heads, √d_head to the original ones."""
     W, b = rand(D, D_HEAD), rand(D_HEAD)
     head = head_with_biases(W, b, W, b, W, b, rand(D_HEAD, D), CAUSAL)
     scores = head.scores(append_ones(X := rand(N, D)))

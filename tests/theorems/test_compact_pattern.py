@@ -2,7 +2,7 @@
 
 The reference is built from the weights of a random HookedTransformer: GPT-2's pre-norm form, biases
 everywhere, several layers. It shares no code with the package, and neither side is told of the
-other: what they have in common is the model and Theorem 4.
+other: what they have in common is the model and Theorem 6.
 """
 
 import pytest
@@ -40,7 +40,7 @@ MODELS = {
 
 
 def reference_of(model, n_tokens):
-    """Theorem 4 on the weights of a HookedTransformer with LayerNorm: heads and nothing else."""
+    """Theorem 6 on the weights of a HookedTransformer with LayerNorm: heads and nothing else."""
     cfg, causal = model.cfg, torch.ones(n_tokens, n_tokens, dtype=torch.float64).tril()
 
     def norm(ln):

@@ -1,41 +1,283 @@
-"""Theorem 6: a head masked to the diagonal is X ↦ X W_OV."""
+"""Theorem 6: torch's own encoder layers, biases and all, as heads and nothing else."""
+
+import dataclasses
 
 import pytest
 import torch
+import torch.nn.functional as F
 from common import relative
+from torch import nn
 
-from attn_only_lens.reference import Head, linear_head
+from attn_only_lens.reference import (
+    MLP,
+    GeneralizedSiLU,
+    Head,
+    LayerNorm,
+    PassingNorm,
+    Transformer,
+    append_ones,
+    attention_only,
+    constant_head,
+    direct_sum,
+    extended_head,
+    head_with_biases,
+    mlp_with_biases,
+)
 
-N, D = 7, 5
+N, D, D_HEAD, D_MLP, N_LAYERS = 7, 10, 5, 11, 3
+N_HEADS = D // D_HEAD
+CAUSAL = torch.ones(N, N, dtype=torch.float64).tril()
+A_1, A_2 = -2.3, 0.7
+# Six sublayers of random weights of size one amplify the roundings of a sublayer, some 1e-15.
+TOLERANCE = 1e-12
 
 
 def rand(*shape):
     return torch.randn(*shape, dtype=torch.float64)
 
 
-def row_by_row(X, W):
-    return [[sum(x[a] * W[a, b] for a in range(D)).item() for b in range(D)] for x in X]
+def activation(x):
+    return A_1 * F.silu(A_2 * x)
 
 
-def test_a_linear_map_whatever_the_scores():
-    X, W_OV = rand(N, D), rand(D, D)
-    expected = torch.tensor(row_by_row(X, W_OV), dtype=torch.float64)
-    for W_QK in (rand(D, D), 1e3 * rand(D, D), 0 * rand(D, D)):
-        head = Head(W_QK, W_OV, torch.eye(N, dtype=torch.float64))
-        assert torch.equal(head.pattern(X), torch.eye(N, dtype=torch.float64))
-        assert relative(head(X), expected) < 1e-14
-    assert relative(linear_head(W_OV, N)(X), expected) < 1e-14
+@torch.no_grad()
+def torch_layers(pre_norm=False):
+    """Encoder layers with every parameter random: biases, gains and norm biases too."""
+    generator = torch.Generator().manual_seed(1)
+    layers = [
+        nn.TransformerEncoderLayer(
+            D, N_HEADS, D_MLP, 0.0, activation, norm_first=pre_norm, dtype=torch.float64
+        )
+        for _ in range(N_LAYERS)
+    ]
+    for layer in layers:
+        for p in layer.parameters():
+            p.copy_(torch.randn(p.shape, generator=generator, dtype=torch.float64))
+    final = nn.LayerNorm(D, dtype=torch.float64)
+    final.weight.data, final.bias.data = rand(D), rand(D)
+    return layers, final
 
 
-def test_another_mask_is_another_map():
-    """Control: one off-diagonal entry in Λ, and tokens mix."""
-    X, W_OV, mask = rand(N, D), rand(D, D), torch.eye(N, dtype=torch.float64)
-    mask[4, 2] = 1.0
-    difference = (Head(rand(D, D), W_OV, mask)(X) - X @ W_OV).abs().amax(1)
-    assert difference[4] > 0.01
-    assert difference[[0, 1, 2, 3, 5, 6]].max() < 1e-13
+@torch.no_grad()
+def run_torch(layers, X, pre_norm):
+    """X_0 … X_m, the outputs of the sublayers and the patterns of the heads, all by torch.nn."""
+    stream, outputs, patterns = [X], [], []
+    for layer in layers:
+        read = layer.norm1(X) if pre_norm else X
+        mask = (1 - CAUSAL).bool()
+        wrote, pattern = layer.self_attn(
+            read, read, read, attn_mask=mask, average_attn_weights=False
+        )
+        middle = X + wrote if pre_norm else layer.norm1(X + wrote)
+        mlp_read = layer.norm2(middle) if pre_norm else middle
+        mlp_wrote = layer.linear2(activation(layer.linear1(mlp_read)))
+        X = layer(X, src_mask=mask)
+        stream += [middle, X]
+        outputs += [wrote, mlp_wrote]
+        patterns.append(pattern)
+    return stream, outputs, patterns
 
 
-def test_a_map_to_another_width_is_refused():
-    with pytest.raises(ValueError, match="W_QK: got shape"):
-        linear_head(rand(D, 3), N)
+@torch.no_grad()
+def on_constant(layers, final, pre_norm):
+    """The same as a transformer without biases on [X | 1]."""
+    sublayers, norms = [], []
+    for layer in layers:
+        attn = layer.self_attn
+        W_Q, W_K, W_V = attn.in_proj_weight.T.reshape(D, 3, N_HEADS, D_HEAD).unbind(1)
+        b_Q, b_K, b_V = attn.in_proj_bias.reshape(3, N_HEADS, D_HEAD)
+        W_O = attn.out_proj.weight.T.reshape(N_HEADS, D_HEAD, D)
+        heads = [
+            head_with_biases(
+                W_Q[:, h], b_Q[h], W_K[:, h], b_K[h], W_V[:, h], b_V[h], W_O[h], CAUSAL
+            )
+            for h in range(N_HEADS)
+        ]
+        sublayers.append((*heads, constant_head(attn.out_proj.bias, N)))
+        sublayers.append(
+            mlp_with_biases(
+                layer.linear1.weight.T,
+                layer.linear1.bias,
+                layer.linear2.weight.T,
+                layer.linear2.bias,
+                GeneralizedSiLU(A_1, A_2),
+            )
+        )
+        norms += [passing(layer.norm1), passing(layer.norm2)]
+    end = passing(final) if pre_norm else None
+    return Transformer(tuple(sublayers), tuple(norms), pre_norm, end)
+
+
+def passing(norm):
+    return PassingNorm(LayerNorm(norm.weight.data, norm.bias.data), N, D)
+
+
+def widened(X, constant=1.0):
+    """[X | c] ⊕ [1], by hand; c = 0 for what a sublayer writes."""
+    Z = F.pad(X, (0, 2, 0, 1))
+    Z[:N, D] = constant
+    Z[N, D + 1] = 1.0
+    return Z
+
+
+@pytest.mark.parametrize("pre_norm", [False, True])
+def test_every_stream_output_and_pattern(pre_norm):
+    layers, final = torch_layers(pre_norm)
+    X = rand(N, D)
+    stream, outputs, patterns = run_torch(layers, X, pre_norm)
+    converted = attention_only(on_constant(layers, final, pre_norm), N)
+    assert all(isinstance(h, Head) for sublayer in converted.sublayers for h in sublayer)
+    # One head for each neuron, and one more that writes b_2.
+    assert [len(s) for s in converted.sublayers] == [N_HEADS + 1, D_MLP + 1] * N_LAYERS
+
+    run = converted.run(direct_sum(append_ones(X), 1.0))
+    for got, expected in zip(run.stream, stream, strict=True):
+        assert relative(got, widened(expected)) < TOLERANCE
+        # What was added to the stream passes exactly.
+        assert torch.equal(got[:N, D:], torch.tensor([[1.0, 0.0]] * N, dtype=torch.float64))
+        assert got[N].tolist() == [0.0] * (D + 1) + [1.0]
+    for got, expected in zip(run.outputs, outputs, strict=True):
+        assert relative(got[:N, :D], expected) < TOLERANCE
+        assert not got[N].any()
+        assert not got[:, D:].any()
+    for layer, expected in enumerate(patterns):
+        got = run.patterns[2 * layer]
+        assert relative(got[:N_HEADS, :N, :N], expected) < TOLERANCE
+        assert torch.equal(got[:, N], F.one_hot(torch.tensor([N] * (N_HEADS + 1))).double())
+        assert not got[:, :N, N].any()
+    with torch.no_grad():
+        end = final(stream[-1]) if pre_norm else stream[-1]
+    assert relative(run.result, widened(end)) < TOLERANCE
+
+
+@pytest.mark.parametrize("pre_norm", [False, True])
+def test_sublayer_by_sublayer_on_the_definitions(pre_norm):
+    """No biases, sublayers in any order, D + 1 coordinates: X′_j = X_j ⊕ [1]."""
+
+    def heads():
+        return tuple(Head(rand(D, D) / D, rand(D, D), CAUSAL) for _ in range(3))
+
+    def mlp():
+        return MLP(rand(D, D_MLP), rand(D_MLP, D), GeneralizedSiLU(A_1, A_2))
+
+    sublayers = (mlp(), heads(), heads(), mlp(), mlp())
+    norms = tuple(LayerNorm(rand(D), rand(D)) for _ in sublayers)
+    final = LayerNorm(rand(D), rand(D)) if pre_norm else None
+    original = Transformer(sublayers, norms, pre_norm, final)
+    X = rand(N, D)
+    expected = original.run(X)
+    run = attention_only(original, N).run(direct_sum(X, 1.0))
+    for got, want in zip((*run.stream, run.result), (*expected.stream, expected.result),
+                         strict=True):  # fmt: skip
+        assert relative(got[:N, :D], want) < TOLERANCE
+        assert not got[:N, D].any()
+        assert got[N].tolist() == [0.0] * D + [1.0]
+
+
+def test_an_extended_head_ignores_the_bias_token():
+    X, head = rand(N, D), Head(rand(D, D), rand(D, D), CAUSAL)
+    extended, Z = extended_head(head), direct_sum(X, 1.0)
+    for got, old, corner in (
+        (extended.W_QK, head.W_QK, 1.0),
+        (extended.W_OV, head.W_OV, 0.0),
+        (extended.mask, head.mask, 1.0),
+    ):
+        assert torch.equal(got[:-1, :-1], old)
+        assert got[-1].tolist() == got[:, -1].tolist() == [0.0] * len(old) + [corner]
+    pattern = extended.pattern(Z)
+    assert relative(pattern[:N, :N], head.pattern(X)) < 1e-14
+    assert pattern[N].tolist() == pattern[:, N].tolist() == [0.0] * N + [1.0]
+    assert relative(extended(Z)[:N, :D], head(X)) < 1e-13
+    assert not extended(Z)[N].any()
+    assert not extended(Z)[:, D].any()
+    # Control: with a mask through which tokens see the bias token, they see less of each other.
+    leaking = dataclasses.replace(extended, mask=torch.ones_like(extended.mask))
+    assert relative(leaking(Z)[:N, :D], head(X)) > 0.1
+
+
+def test_no_token_sees_a_later_one():
+    converted = attention_only(on_constant(*torch_layers(pre_norm=True), pre_norm=True), N)
+    X = rand(N, D)
+    changed = X.clone()
+    changed[4:] = rand(3, D)
+    before, after = (converted(direct_sum(append_ones(x), 1.0)) for x in (X, changed))
+    assert torch.equal(before[:4], after[:4])
+    assert relative(after[4:N], before[4:N]) > 0.01
+
+
+def test_the_layer_norm_of_all_coordinates_does_not_pass_the_bias_coordinate():
+    """The paper's LayerNorm(Y ⊕ [1]) = LayerNorm(Y) ⊕ [1], of a stock LayerNorm: false."""
+    Y, gain, bias = rand(N, D), rand(D), rand(D)
+    expected = direct_sum(F.layer_norm(Y, (D,), gain, bias), 1.0)
+    assert relative(PassingNorm(LayerNorm(gain, bias), N, D)(direct_sum(Y, 1.0)), expected) < 1e-14
+    for last_gain, last_bias in ((1.0, 0.0), (0.0, 0.0), (0.0, 1.0), (-0.7, 1.3)):
+        stock = LayerNorm(
+            F.pad(gain, (0, 1), value=last_gain), F.pad(bias, (0, 1), value=last_bias)
+        )
+        got = stock(direct_sum(Y, 1.0))
+        # The steps of the proof: the column of the bias coordinate is never (0, …, 0, 1).
+        if last_gain == 0:
+            assert got[:, D].tolist() == [last_bias] * (N + 1)
+        else:
+            assert got[:N, D].std() > 0.01
+        assert relative(got, expected) > 0.1
+
+
+def rows_norm(norm, d):
+    """LayerNorm of the first d coordinates of every row, the bias token's row too."""
+
+    def apply(X):
+        return torch.cat([norm(X[:, :d]), X[:, d:]], dim=1)
+
+    return apply
+
+
+@pytest.mark.parametrize(
+    ("zero_bias", "eps", "holds"),
+    [(True, 1e-5, True), (False, 1e-5, False), (True, 0.0, False)],
+)
+def test_the_norm_must_pass_the_bias_tokens_row(zero_bias, eps, holds):
+    """Of the first D coordinates of every row: right with norm bias 0 and eps > 0 only."""
+    mlp = MLP(rand(D, D_MLP), rand(D_MLP, D), GeneralizedSiLU(A_1, A_2))
+    norms = [LayerNorm(rand(D), rand(D) * (not zero_bias), eps) for _ in range(2)]
+    original = Transformer((mlp, mlp), tuple(norms))
+    converted = attention_only(original, N)
+    changed = dataclasses.replace(converted, norms=tuple(rows_norm(n, D) for n in norms))
+    X = rand(N, D)
+    got, expected = changed(direct_sum(X, 1.0)), original(X)
+    if holds:
+        assert relative(got[:N, :D], expected) < TOLERANCE
+    else:
+        error = (got[:N, :D] - expected).abs().max() / expected.abs().max()
+        assert not error < 0.1  # nan where eps = 0: the bias token's row is 0 / 0
+
+
+@pytest.mark.parametrize("pre_norm", [False, True])
+def test_the_norm_must_pass_the_constant_coordinate(pre_norm):
+    layers, final = torch_layers(pre_norm)
+    stream, _, _ = run_torch(layers, X := rand(N, D), pre_norm)
+    converted = attention_only(on_constant(layers, final, pre_norm), N)
+    start = direct_sum(append_ones(X), 1.0)
+    wide = LayerNorm(torch.ones(D + 1, dtype=torch.float64), torch.zeros(D + 1).double())
+    swallowing = tuple(PassingNorm(wide, N, D + 1) for _ in converted.norms)
+    changed = dataclasses.replace(converted, norms=swallowing)
+    assert relative(converted.run(start).stream[-1], widened(stream[-1])) < TOLERANCE
+    assert relative(changed.run(start).stream[-1], widened(stream[-1])) > 0.1
+
+
+def test_the_final_norm_counts():
+    layers, final = torch_layers(pre_norm=True)
+    converted = attention_only(on_constant(layers, final, pre_norm=True), N)
+    run = converted.run(direct_sum(append_ones(rand(N, D)), 1.0))
+    assert relative(run.result, run.stream[-1]) > 0.1
+
+
+def test_refusals():
+    mlp = MLP(rand(D, 3), rand(3, D), torch.relu)
+    with pytest.raises(ValueError, match="expected a GeneralizedSiLU"):
+        attention_only(Transformer((mlp,), (torch.neg,)), N)
+    head = Head(rand(D, D), rand(D, D), CAUSAL)
+    with pytest.raises(ValueError, match="n_tokens: got 11; expected 7"):
+        attention_only(Transformer(((head,),), (torch.neg,)), 11)
+    with pytest.raises(ValueError, match=r"expected \[7, 10\] or larger"):
+        PassingNorm(torch.neg, N, D)(rand(N, D - 1))

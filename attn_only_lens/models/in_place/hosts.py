@@ -13,6 +13,7 @@ from attn_only_lens.models.norms import (
     bridge_norms,
     hooked_norms,
     require_bridge_weights,
+    stream_is_centred,
 )
 from attn_only_lens.runs.replay.base import Replay
 from attn_only_lens.runs.replay.bridge import BridgeReplay
@@ -66,6 +67,10 @@ class BridgeHost(_InPlaceHost):
     def norms(self) -> list[LayerNorms]:
         """The norms of each layer, as two tokens show them."""
         return bridge_norms(self.model)
+
+    def reads_centred(self) -> bool:
+        """As two tokens show it; BERT's norms stand on the stream, and are not of `norms`."""
+        return stream_is_centred(self.model) or super().reads_centred()
 
     def final_norm(self) -> Norm:
         """The norm that the unembedding reads through, as two tokens show it."""

@@ -8,7 +8,7 @@ For token t with normalised residual x_t, head i of a plain MLP computes
     z = p(q) · v = act(q)             the bias token's value is 0
     result = z · W_out[i, :]
 
-which is Theorem 2 of "Attention-Only Transformers and Implementing MLPs with Attention Heads" for
+which is Theorem 3 of "Attention-Only Transformers and Implementing MLPs with Attention Heads" for
 p = σ. A gated MLP has q = g = x · W_gate[:, i] and v = g · u with u = x · W_in[:, i]: the pattern
 is that of the gate, and the value is a *product*, not a linear map of x. Its b_in, which
 TransformerLens adds after the product, is not part of z: b_in @ W_out belongs to the block's b_O.
@@ -47,7 +47,7 @@ class NeuronAttention(NeuronHeads, QKAndOV, nn.Module):
     """d_mlp neuron-heads with the parameters of one source MLP.
 
     Parameters keep their MLP names and shapes, so that the two vectors a neuron-head needs are
-    stored once (Remark 3: W_Q = W_V); `W_Q`, `W_K`, `W_V`, `W_O` are views in a head's shape.
+    stored once (W_Q = W_V); `W_Q`, `W_K`, `W_V`, `W_O` are views in a head's shape.
     """
 
     W_in: nn.Parameter

@@ -1,4 +1,4 @@
-"""Definition 1 against plain loops and against torch's own layers; the claims of section 2."""
+"""The definitions against plain loops and against torch's own layers; the claims of section 2."""
 
 import math
 

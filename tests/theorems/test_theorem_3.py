@@ -1,4 +1,4 @@
-"""Theorem 2: every clause, against loops; and what breaks it."""
+"""Theorem 3: every clause, against loops; and what breaks it."""
 
 import dataclasses
 import math

@@ -1,4 +1,4 @@
-"""Remark 5: without skip connections the bias token loses its 1, and the next MLP its gate."""
+"""Without skip connections the bias token loses its 1, and the next MLP its gate."""
 
 import pytest
 import torch
@@ -54,7 +54,7 @@ def test_without_skip_connections_the_second_sublayer_fails(first):
     assert relative(Z_1[:N, :D], X_1) < 1e-12
     assert not Z_1[N].any()
     assert not Z_1[:, D].any()
-    # … so every score of Theorem 2's heads is 0, every gate half open …
+    # … so every score of Theorem 3's heads is 0, every gate half open …
     for head in converted.sublayers[1]:
         assert not head.scores(Z_1).any()
         pattern = head.pattern(Z_1)

@@ -1,4 +1,4 @@
-"""Remark 3: the factors, what is shared, the scaling, and the persistent vector."""
+"""Neuron-heads in factors: the factors, what is shared, the scaling, and the persistent vector."""
 
 import dataclasses
 import math
@@ -52,7 +52,7 @@ def test_the_factors_symbol_for_symbol(mlp):
         assert head.W_K[D, 0] == -math.sqrt(D + 1)
 
 
-def test_they_are_the_factors_of_theorem_2(mlp):
+def test_they_are_the_factors_of_theorem_3(mlp):
     for factors, head in zip(factored_heads(mlp), neuron_heads(mlp, N), strict=True):
         W_QK = factors.W_Q @ factors.W_K.T / math.sqrt(D + 1)
         W_OV = factors.W_V @ factors.W_O.T
@@ -125,7 +125,7 @@ def test_persistent_keys_and_values_after_the_projections(X, mlp):
     assert relative(got[:, :D], total) < TOLERANCE
 
 
-def test_its_pattern_is_theorem_2s_less_the_bias_tokens_row(X, mlp):
+def test_its_pattern_is_theorem_3s_less_the_bias_tokens_row(X, mlp):
     Z = F.pad(X, (0, 1, 0, 1))
     Z[-1, -1] = 1.0
     for factors, head in zip(factored_heads(mlp), neuron_heads(mlp, N), strict=True):

@@ -1,4 +1,4 @@
-"""Theorem 2: an MLP of size ℓ is a sum of ℓ masked attention heads, one a neuron.
+"""Theorem 3: an MLP of size ℓ is a sum of ℓ masked attention heads, one a neuron.
 
 For f(X) = α(X V₁) V₂ on M_{N,D} with α(x) = a₁ SiLU(a₂ x), the head of neuron i on M_{N+1,D+1} has
 
@@ -9,7 +9,8 @@ For f(X) = α(X V₁) V₂ on M_{N,D} with α(x) = a₁ SiLU(a₂ x), the head o
 (V₁ⁱ a column, V₂ⁱ a row) and f(X) ⊕ [0] = Σ_i h_i(X ⊕ [1]) for every X. The last row of X ⊕ [1] is
 the bias token, its last column the bias coordinate.
 
-Proof, as in the paper's Appendix A. With q = a₂ X V₁ⁱ, one number per token, the scores are
+(Theorem 2 of the draft.) Proof, as in its Appendix A. With q = a₂ X V₁ⁱ, one number per token, the
+scores are
 
     (X ⊕ [1]) W_QK (X ⊕ [1])ᵀ = [[0, -q], [0, 0]].
 
@@ -17,7 +18,7 @@ Proof, as in the paper's Appendix A. With q = a₂ X V₁ⁱ, one number per tok
 (σ(q_t), σ(-q_t)). The bias token sees itself alone, and X ⊕ [1] W_OV has a last row of 0. So token
 t reads σ(q_t) x_t · a₁ a₂ V₁ⁱ V₂ⁱ = a₁ q_t σ(q_t) V₂ⁱ = α(x_t V₁ⁱ) V₂ⁱ, and the bias token 0.
 
-Slips in the paper, with what is meant:
+Slips in the draft, with what is meant:
 
 * "the block decompositions are into size N and 1": true of Λ; W_QK and W_OV are cut into D and 1.
 * The proof sketch gives the token's own score as -x and the bias token's as 0, "from the main
@@ -38,7 +39,7 @@ from attn_only_lens.reference.transformer import MLP, GeneralizedSiLU
 
 
 def neuron_mask(n_tokens: int) -> Float[Tensor, "n_tokens+1 n_tokens+1"]:
-    """Λ of Theorem 2: every token sees itself and the bias token, which sees itself.
+    """Λ of Theorem 3: every token sees itself and the bias token, which sees itself.
 
     Example:
         >>> from attn_only_lens.reference import neuron_mask
@@ -50,7 +51,7 @@ def neuron_mask(n_tokens: int) -> Float[Tensor, "n_tokens+1 n_tokens+1"]:
 
 
 def neuron_heads(mlp: MLP, n_tokens: int) -> tuple[Head, ...]:
-    """The heads of Theorem 2, one a neuron, on M_{N+1,D+1}.
+    """The heads of Theorem 3, one a neuron, on M_{N+1,D+1}.
 
     Args:
         mlp: on M_{N,D}, its activation a `GeneralizedSiLU`.
@@ -85,7 +86,7 @@ def neuron_heads(mlp: MLP, n_tokens: int) -> tuple[Head, ...]:
 
 
 def generalized_silu(mlp: MLP) -> GeneralizedSiLU:
-    """The activation of an MLP that Theorem 2 speaks of.
+    """The activation of an MLP that Theorem 3 speaks of.
 
     Raises:
         ValueError: it is another function.

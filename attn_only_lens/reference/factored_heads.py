@@ -1,6 +1,6 @@
-"""Remark 3: the neuron-heads factored, two stored vectors each; and as persistent vectors.
+"""The neuron-heads factored, two stored vectors each; and as persistent vectors.
 
-The heads of Theorem 2 have internal dimension 1. With columns W_Q, W_K, W_V, W_O ∈ M_{D+1,1},
+The heads of Theorem 3 have internal dimension 1. With columns W_Q, W_K, W_V, W_O ∈ M_{D+1,1},
 
     W_QK = W_Q W_Kᵀ / √(D+1)        W_Q = W_V = a₂ [V₁ⁱ | 0]ᵀ
     W_OV = W_V W_Oᵀ                 W_K = √(D+1) [0 | -1]ᵀ,  the same for every neuron
@@ -11,7 +11,7 @@ writes W_OV = W_V W_O, which is not conformable for W_O ∈ M_{D+1,1}: it means 
 
 About √(D+1): Vaswani et al. divide by √d_k, and d_k = 1 here, so a head built in a stock
 implementation is divided by nothing and takes W_K = [0 | -1]ᵀ. Either way W_QK is that of Theorem
-2; we keep the paper's pair. One without the other is another head: a score -q / √(D+1) or
+3; we keep the paper's pair. One without the other is another head: a score -q / √(D+1) or
 -q √(D+1), thus another slope a₂.
 
 **Persistent vectors** (Sukhbaatar et al., 2019). The bias token need not be a row of the stream.
@@ -21,7 +21,7 @@ queries: with Y = [X | 0] and Z = Y over p,
     msoftmax(Y W_QK Zᵀ, [I_N | 1]) Z W_OV = [f_i(X) | 0].
 
 Proof: these are the first N rows of (X ⊕ [1]) in the place of queries and all of X ⊕ [1] in the
-place of keys and values, so this is Theorem 2 less the row of the bias token. One p serves all
+place of keys and values, so this is Theorem 3 less the row of the bias token. One p serves all
 heads: its key W_Kᵀ p = -√(D+1) and its value W_Vᵀ p = 0 are the same in each. In Sukhbaatar et al.
 persistent keys and values are learned for each head after the projections; in that form it is the
 pair (-√(D+1), 0) that is shared. Their softmax runs over the whole context; ours over one token.
@@ -36,7 +36,7 @@ from torch import Tensor
 
 from attn_only_lens.reference.masked_attention import Head, msoftmax
 from attn_only_lens.reference.matrices import check_matrix, zeros
-from attn_only_lens.reference.theorem_2 import generalized_silu, neuron_mask
+from attn_only_lens.reference.theorem_3 import generalized_silu, neuron_mask
 from attn_only_lens.reference.transformer import MLP
 
 
@@ -88,7 +88,7 @@ class FactoredHead:
         return math.sqrt(self.W_Q.shape[0])
 
     def head(self, n_tokens: int) -> Head:
-        """The head of Theorem 2 on M_{N+1,D+1} that these are the factors of."""
+        """The head of Theorem 3 on M_{N+1,D+1} that these are the factors of."""
         W_QK = self.W_Q @ self.W_K.T / self.scale
         return Head(W_QK, self.W_V @ self.W_O.T, neuron_mask(n_tokens))
 
@@ -118,7 +118,7 @@ class FactoredHead:
 
 
 def factored_heads(mlp: MLP) -> tuple[FactoredHead, ...]:
-    """The heads of Theorem 2 in the factors of Remark 3, one a neuron.
+    """The heads of Theorem 3 in factors, one a neuron.
 
     Args:
         mlp: on M_{N,D}, its activation a `GeneralizedSiLU`.

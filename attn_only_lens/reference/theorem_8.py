@@ -1,0 +1,77 @@
+"""Theorem 8: D heads apply a generalised SiLU entry by entry, and D + 1 replace X by α(X).
+
+    α(X) ⊕ [0] = Σ_{i=1}^{D} h_i(X ⊕ [1])        on M_{N+1,D+1}
+
+Proof: Theorem 3 for the MLP f(X) = α(X I_D) I_D, of hidden size D. (The paper writes I_N: X ∈
+M_{N,D} is multiplied from the right, so it is I_D.)
+
+Behind a skip connection, X ↦ X + sublayer(X), one more head makes the map X ↦ α(X): the linear head
+of Theorem 7 that writes -X. The paper gives the sublayer α(X) - X on M_{N,D}; on the widened stream
+the linear head must leave the bias coordinate alone, W_OV = -I_D ⊕ [0]:
+
+    X ⊕ [1] + α(X) ⊕ [0] + (-X) ⊕ [0] = α(X) ⊕ [1]
+
+With W_OV = -I_{D+1} the bias token would be wiped out, and the next sublayer would fail as without
+a skip connection (`theorem_6.py`). ("Attention-Only Transformers and Implementing MLPs with
+Attention Heads"; Theorem 7 of the draft.)
+"""
+
+import torch
+
+from attn_only_lens.reference.masked_attention import Head
+from attn_only_lens.reference.matrices import direct_sum
+from attn_only_lens.reference.theorem_3 import neuron_heads
+from attn_only_lens.reference.theorem_7 import linear_head
+from attn_only_lens.reference.transformer import MLP, GeneralizedSiLU
+
+
+def activation_heads(alpha: GeneralizedSiLU, n_tokens: int, d: int) -> tuple[Head, ...]:
+    """The D heads of Theorem 8: Σ_i h_i(X ⊕ [1]) = α(X) ⊕ [0].
+
+    Args:
+        alpha: the activation.
+        n_tokens: N.
+        d: D, the width of X; the heads have D + 1.
+
+    Returns:
+        D heads on M_{N+1,D+1}.
+
+    Example:
+        >>> import torch
+        >>> from attn_only_lens.reference import GeneralizedSiLU, activation_heads, direct_sum
+        >>> X = torch.randn(5, 3, dtype=torch.float64)
+        >>> heads = activation_heads(GeneralizedSiLU(), n_tokens=5, d=3)
+        >>> total = sum(head(direct_sum(X, 1.0)) for head in heads)
+        >>> expected = direct_sum(torch.nn.functional.silu(X), 0.0)
+        >>> len(heads), torch.allclose(total, expected, rtol=1e-12, atol=1e-12)
+        (3, True)
+    """
+    I_D = torch.eye(d, dtype=torch.float64, device="cpu")
+    return neuron_heads(MLP(I_D, I_D, alpha), n_tokens)
+
+
+def replacing_heads(alpha: GeneralizedSiLU, n_tokens: int, d: int) -> tuple[Head, ...]:
+    """The D + 1 heads that turn X ⊕ [1] into α(X) ⊕ [1] through a skip connection.
+
+    Args:
+        alpha: the activation.
+        n_tokens: N.
+        d: D, the width of X; the heads have D + 1.
+
+    Returns:
+        D + 1 heads on M_{N+1,D+1}, the linear one last.
+
+    Example:
+        >>> import torch
+        >>> from attn_only_lens.reference import GeneralizedSiLU, direct_sum, replacing_heads
+        >>> X = torch.randn(5, 3, dtype=torch.float64)
+        >>> stream = direct_sum(X, 1.0)
+        >>> stream = stream + sum(head(stream) for head in replacing_heads(GeneralizedSiLU(), 5, 3))
+        >>> expected = direct_sum(torch.nn.functional.silu(X), 1.0)
+        >>> torch.allclose(stream, expected, rtol=1e-12, atol=1e-12)
+        True
+    """
+    minus_X = linear_head(
+        direct_sum(-torch.eye(d, dtype=torch.float64, device="cpu"), 0.0), n_tokens + 1
+    )
+    return (*activation_heads(alpha, n_tokens, d), minus_X)

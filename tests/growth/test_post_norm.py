@@ -1,0 +1,310 @@
+"""Growth of BERT and RoBERTa, whose norms stand on the residual stream: x becomes norm(x + f(x)).
+
+Neurons, heads, values, queries and keys grow exactly. New layers and a wider stream are refused,
+and here it is shown why. The oracle is a forward pass by hand over a state dict of transformers.
+"""
+
+import copy
+import math
+
+import pytest
+import torch
+import transformers
+from bridges import D_VOCAB, NO_DROPOUT, SIZES, bridged, original, randomise
+from common import relative
+from tiny_tokenizer import tiny_tokenizer
+from torch.nn import functional
+
+from attn_only_lens import GrowthError, compare, expose_neuron_heads, grow, load, save
+from attn_only_lens import expansion as ex
+from attn_only_lens import patching as p
+from attn_only_lens.growth import gradient_products, read, read_provenance
+from attn_only_lens.growth.hugging_face import HuggingFaceBridge
+from attn_only_lens.heads import host_of
+from attn_only_lens.tl import HAS_HOOKED_TRANSFORMER
+from attn_only_lens.tolerances import LOGIT_TOLERANCE
+
+EXACT, FLOAT32 = LOGIT_TOLERANCE[torch.float64], LOGIT_TOLERANCE[torch.float32]
+EPS = 1e-12
+STEPS = {
+    "neurons of one layer": ex.AddNeurons(4, layers=[1]),
+    "heads": ex.AddHeads(3),
+    "values, queries and keys": ex.compose(ex.WidenValues(6), ex.WidenQueriesAndKeys(6)),
+}
+STEPS["all four"] = ex.compose(*list(STEPS.values())[1:], ex.AddNeurons(4))
+# What must be zero, broken, and the tensor of transformers where it is.
+ZEROS = {
+    "blocks.0.mlp.W_out": "encoder.layer.0.output.dense.weight",
+    "blocks.1.attn.W_O": "encoder.layer.1.attention.output.dense.weight",
+    "blocks.0.attn.W_K": "encoder.layer.0.attention.self.key.weight",
+}
+
+
+def model_of(name, dtype=torch.float64):
+    """A small model of transformers."""
+    if name == "bert":
+        return original("bert", dtype)
+    config = transformers.RobertaConfig(**SIZES | NO_DROPOUT | {"max_position_embeddings": 19})
+    model = transformers.AutoModelForMaskedLM.from_config(config, attn_implementation="eager")
+    return randomise(model.to(dtype).eval())
+
+
+NAMES = ["bert"] if HAS_HOOKED_TRANSFORMER else ["bert", "roberta"]  # 3.9 knows no RoBERTa
+
+
+def prompts():
+    return torch.randint(3, D_VOCAB, (2, 11), generator=torch.Generator().manual_seed(5))
+
+
+def state_of(model):
+    """A state dict by transformers' names, without those of the bridge and of its base model."""
+    found = {}
+    for key, value in model.named_parameters(remove_duplicate=False):
+        plain = key.replace("_original_component.", "").split(".", 1)[1]
+        found[plain] = value.detach()
+    return found
+
+
+def by_hand(state, n_heads, tokens, is_roberta):
+    """Logits of a masked language model with these weights, norms on the stream."""
+
+    def linear(name, x):
+        return x @ state[f"{name}.weight"].T + state[f"{name}.bias"]
+
+    def norm(name, x):
+        x = x - x.mean(-1, keepdim=True)
+        x = x / (x.square().mean(-1, keepdim=True) + EPS).sqrt()
+        return x * state[f"{name}.weight"] + state[f"{name}.bias"]
+
+    first = 2 if is_roberta else 0  # RoBERTa's positions begin behind that of its padding
+    places = torch.arange(tokens.shape[1]) + first
+    x = state["embeddings.word_embeddings.weight"][tokens]
+    x = x + state["embeddings.position_embeddings.weight"][places]
+    x = norm("embeddings.LayerNorm", x + state["embeddings.token_type_embeddings.weight"][0])
+    layer = 0
+    while f"encoder.layer.{layer}.output.dense.weight" in state:
+        block = f"encoder.layer.{layer}"
+        q, k, v = (
+            linear(f"{block}.attention.self.{part}", x).unflatten(-1, (n_heads, -1))
+            for part in ("query", "key", "value")
+        )
+        scores = torch.einsum("bqhd,bkhd->bhqk", q, k) / math.sqrt(q.shape[-1])
+        z = torch.einsum("bhqk,bkhd->bqhd", scores.softmax(-1), v).flatten(2)
+        x = norm(
+            f"{block}.attention.output.LayerNorm", x + linear(f"{block}.attention.output.dense", z)
+        )
+        hidden = functional.gelu(linear(f"{block}.intermediate.dense", x))
+        x = norm(f"{block}.output.LayerNorm", x + linear(f"{block}.output.dense", hidden))
+        layer += 1
+    if is_roberta:
+        head = norm("layer_norm", functional.gelu(linear("dense", x)))
+    else:
+        head = functional.gelu(linear("predictions.transform.dense", x))
+        head = norm("predictions.transform.LayerNorm", head)
+    bias = state["bias" if is_roberta else "predictions.bias"]
+    return head @ state["embeddings.word_embeddings.weight"].T + bias
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    ("name", "step"),
+    [*(("bert", step) for step in STEPS), *((name, "all four") for name in NAMES[1:])],
+)
+def test_the_four_are_exact(name, step):
+    model, tokens = model_of(name), prompts()
+    logits = model(tokens).logits
+    assert relative(by_hand(state_of(model), 2, tokens, name == "roberta"), logits) < EXACT
+    bridge = bridged(model)
+    before = {key: value.clone() for key, value in bridge.state_dict().items()}
+    grown = grow(bridge, STEPS[step], init=ex.init.normal(0.3), seed=3)
+    assert relative(grown.model(tokens), logits) < EXACT
+    n_heads = grown.model.cfg.n_heads
+    state = state_of(grown.model.original_model)
+    assert relative(by_hand(state, n_heads, tokens, name == "roberta"), logits) < EXACT
+    for tensor in ("intermediate.dense.weight", "attention.self.query.weight"):
+        assert (state[f"encoder.layer.1.{tensor}"] != 0).all()  # what is free is not zero
+    assert all(torch.equal(before[key], value) for key, value in bridge.state_dict().items())
+    assert torch.equal(grown.shrink()(tokens), logits)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("tensor", ZEROS)
+def test_zeros_that_are_broken_change_the_function(tensor):
+    model, tokens = model_of("bert"), prompts()
+    grown = grow(bridged(model), STEPS["all four"], init=ex.init.normal(0.3), seed=3)
+    state = {key: value.clone() for key, value in state_of(grown.model.original_model).items()}
+    broken = state[ZEROS[tensor]]
+    assert (broken == 0).any()
+    broken[broken == 0] = torch.randn_like(broken)[broken == 0]  # no constant: norms take that off
+    logits = by_hand(state, grown.model.cfg.n_heads, tokens, is_roberta=False)
+    assert relative(logits, model(tokens).logits) > 1e-2
+    assert tensor in {each.name for each in grown.provenance.zeros}
+
+
+@torch.no_grad()
+def test_a_layer_that_writes_nothing_is_not_the_identity():
+    """Why new layers are refused: its two norms change the stream, with any gain and bias."""
+    model, tokens = model_of("bert"), prompts()
+    with pytest.raises(GrowthError, match=r"norm\(x\) is not x"):
+        grow(bridged(model), n_layers=3)
+    deeper, kept = copy.deepcopy(model), {}
+    new = copy.deepcopy(deeper.bert.encoder.layer[1])
+    for part in (new.attention.output.dense, new.output.dense):
+        part.weight.zero_()
+        part.bias.zero_()
+    for norm in (new.attention.output.LayerNorm, new.output.LayerNorm):
+        norm.weight.fill_(1.0)
+        norm.bias.zero_()
+    new.register_forward_hook(lambda module, args, output: kept.update(x=args[0], y=output))
+    deeper.bert.encoder.layer.append(new)
+    assert relative(deeper(tokens).logits, model(tokens).logits) > 1e-2
+    # The best gain and bias for each coordinate, over all tokens, do not give x back either.
+    x, y = (kept[key].flatten(0, 1) for key in "xy")
+    x, y = (z - z.mean(0) for z in (x, y))
+    left = x - y * (x * y).sum(0) / (y * y).sum(0)
+    assert left.norm() > 0.1 * x.norm()
+
+
+@torch.no_grad()
+def test_a_wider_stream_changes_the_norms():
+    """Why a wider stream is refused: its mean differs by token, and zeros change what norms see."""
+    model, tokens = model_of("bert"), prompts()
+    with pytest.raises(GrowthError, match="no weight can take it off"):
+        grow(bridged(model), d_model=28)
+    x = model.bert(tokens, output_hidden_states=True).hidden_states[1]
+    assert x.mean(-1).std() > 0.01 * x.std()
+    h, n = x.shape[-1], 2
+    wide = functional.pad(x, (0, n))
+    normed = functional.layer_norm(wide, [h + n], eps=EPS)[..., :h] * math.sqrt(h / (h + n))
+    assert relative(normed, functional.layer_norm(x, [h], eps=EPS)) > 1e-3
+    centred = functional.pad(x - x.mean(-1, keepdim=True), (0, n))  # control: what it would take
+    normed = functional.layer_norm(centred, [h + n], eps=EPS)[..., :h] * math.sqrt(h / (h + n))
+    assert relative(normed, functional.layer_norm(x, [h], eps=EPS)) < EXACT
+
+
+def test_all_reasons_at_once_and_nothing_changes():
+    bridge = bridged(model_of("bert"))
+    before = {key: value.clone() for key, value in bridge.state_dict().items()}
+    with pytest.raises(GrowthError) as caught:
+        grow(bridge, ex.compose(ex.InsertLayer(0), ex.WidenStream(2)))
+    text = str(caught.value)
+    assert "norm(x) is not x" in text
+    assert "no weight can take it off" in text
+    assert all(torch.equal(before[key], value) for key, value in bridge.state_dict().items())
+
+
+def step(model, optimizer):
+    optimizer.zero_grad()
+    model(prompts()).log_softmax(-1)[..., 3].mean().neg().backward()
+    optimizer.step()
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD])
+def test_the_optimizer_goes_on(kind):
+    bridge = bridged(model_of("bert"))
+    options = {"eps": 1e-2} if kind is torch.optim.AdamW else {"momentum": 0.9}
+    optimizer = kind(bridge.parameters(), lr=1e-2, **options)
+    for _ in range(2):
+        step(bridge, optimizer)
+    grown = grow(bridge, STEPS["all four"])
+    new = grown.optimizer(optimizer, bridge)
+    step(bridge, optimizer)
+    step(grown.model, new)
+    old, now = read(bridge).tensors, read(grown.model).tensors
+    for key, tensor in old.items():
+        moved = grown.provenance.tensor_map(key)
+        here = moved.unscaled(moved.old_part(now[moved.name]))
+        assert torch.allclose(here, tensor, atol=1e-11), key
+    assert now["blocks.0.mlp.W_out"][-1].any()  # new parts learn
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", NAMES)
+def test_the_folder_is_transformers_own(name, tmp_path):
+    model, tokens = model_of(name, torch.float32), prompts()
+    logits, bridge = model(tokens).logits, bridged(model)
+    bridge.tokenizer = tiny_tokenizer(D_VOCAB, tmp_path / "tokenizer")
+    grown = grow(bridge, d_mlp=41)
+    folder = grown.save_pretrained(tmp_path / "grown")
+    alone = transformers.AutoModelForMaskedLM.from_pretrained(folder)
+    assert type(alone) is type(bridge.original_model)
+    assert relative(alone(tokens).logits, logits) < FLOAT32
+    assert read_provenance(folder) == grown.provenance
+    again = grow(load(folder), d_mlp=43, n_heads=5)
+    assert relative(again.model(tokens), logits) < FLOAT32
+    with pytest.raises(
+        GrowthError, match="heads of width 13 need hidden_size 65, and it is 26; wri"
+    ):
+        again.save_pretrained(tmp_path / "again")
+    assert not (tmp_path / "again").exists()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("step", ["neurons of one layer", "all four"])
+def test_sizes_that_no_configuration_has_are_in_our_own_folder(step, tmp_path):
+    bridge, tokens = bridged(model_of("bert")), prompts()
+    grown = grow(bridge, STEPS[step])
+    logits = grown.model(tokens)
+    with expose_neuron_heads(grown.model):
+        same = load(save(grown.model, tmp_path / "saved"))
+    assert torch.equal(same(tokens), logits)
+
+
+def test_compare():
+    bridge, tokens = bridged(model_of("bert", torch.float32)), prompts()
+    grown = grow(bridge, STEPS["all four"])
+    assert host_of(expose_neuron_heads(bridge, copy=True).model).reads_centred()
+    assert grown.provenance["L1N36"] == "L1N36"
+    assert grown.provenance.new_heads == tuple(f"L{at}H{h}" for at in range(2) for h in (2, 3, 4))
+    found = compare(
+        bridge, grown, tokens, p.logit_diff([3, 5], [4, 6]), n_patched=5, n_nodes=0, progress=False
+    )
+    assert found.new["share"].abs().max() < 1e-6
+    assert found.circuits["jaccard"].min() == 1
+
+
+@torch.no_grad()
+def test_half_precision_is_rounded_once():
+    bridge, tokens = bridged(model_of("bert", torch.bfloat16)), prompts()
+    logits = bridge(tokens)
+    grown = grow(bridge, STEPS["all four"])
+    assert {tensor.dtype for tensor in grown.model.parameters()} == {torch.bfloat16}
+    assert relative(grown.model(tokens), logits) < LOGIT_TOLERANCE[torch.bfloat16]
+    assert torch.equal(grown.shrink()(tokens), logits)
+
+
+def test_products_for_grad_max():
+    """x gᵀ by a backward pass of transformers' own model, through its layers' modules."""
+    model, tokens, seen = model_of("bert"), prompts(), []
+    for layer in model.bert.encoder.layer:
+        layer.intermediate.register_forward_hook(lambda module, args, out: seen.append(args[0]))
+        layer.output.dense.register_forward_hook(
+            lambda module, args, out: out.retain_grad() or seen.append(out)
+        )
+    model(tokens).logits.log_softmax(-1)[..., 3].mean().backward()
+    bridge = bridged(model_of("bert"))
+
+    def loss(logits, tokens):
+        return logits.log_softmax(-1)[..., 3].mean()
+
+    products = gradient_products(bridge, tokens, loss=loss)
+    for layer, found in products.items():
+        x, g = seen[2 * layer], seen[2 * layer + 1].grad
+        assert relative(found, torch.einsum("bpm,bpn->mn", x, g)) < EXACT
+    grown = grow(bridge, d_mlp=41, init=ex.init.grad_max(products))
+    assert relative(grown.model(tokens), bridge(tokens)) < EXACT
+    with pytest.raises(GrowthError, match="does not predict the next token; pass loss="):
+        gradient_products(bridge, tokens)
+
+
+def test_a_wrong_constant_is_noticed_before_the_model_is_returned(monkeypatch):
+    usual = HuggingFaceBridge.grown_config
+
+    def broken(self, weights):
+        config = usual(self, weights)
+        config.layer_norm_eps = 0.1
+        return config
+
+    monkeypatch.setattr(HuggingFaceBridge, "grown_config", broken)
+    with pytest.raises(GrowthError, match="logits would differ"):
+        grow(bridged(model_of("bert")), d_mlp=41)
