@@ -138,7 +138,9 @@ def test_some_layers_only(family, tmp_path):
     assert grown.provenance.new_layers == ("L1",)
     assert grown.provenance.old_of(f"L2H{heads}") is None
     assert len(grown.model.blocks) == 8
-    assert len(grown.model.all_head_labels(neurons=True)) == sum(each.n_heads + each.d_mlp for each in sizes)
+    assert len(grown.model.all_head_labels(neurons=True)) == sum(
+        each.n_heads + each.d_mlp for each in sizes
+    )
     (logits, old), (new_logits, new) = cached(converted), cached(grown.model)
     assert relative(new_logits, logits) < EXACT
     assert worst_head(converted, grown, old, new) < EXACT
