@@ -4,8 +4,8 @@ Those that patch the stream, or what a block writes, need no number of heads, bu
 `cfg.n_heads`, which has no answer. They also read and hook `hook_resid_mid` and `hook_mlp_out`,
 under which users of a converted model get an error that names the block they mean. All of them run
 `generic_activation_patch` with the names of its axes, and nothing that they pass to the model says
-so: it is looked up in the frame of that function, as it is in transformer-lens 3.9, the last version
-with HookedTransformer. Whoever else asks gets the error, and so would a function of another form.
+so: it is looked up in the frame of that function, as it is in transformer-lens 3.9, the last
+version with HookedTransformer. Whoever else asks gets the error, as would a function that differs.
 
 Row b of a result is block b, which is half a layer of the source:
 

@@ -1,4 +1,4 @@
-"""Stacks with a row for each head that raise where code splits them by the wrong number of layers."""
+"""Stacks with a row for each head that raise where they are split by the wrong number of layers."""
 
 import copy
 from collections.abc import Callable, Sequence
