@@ -193,7 +193,7 @@ def test_weights_are_those_of_the_computation(name):
 @torch.no_grad()
 def test_names():
     model = bilinear(build("gelu"))
-    labels = model.all_head_labels()
+    labels = model.all_head_labels(neurons=True)
     assert labels[2:7] == ["L0N0.0", "L0N0.1", "L0N0.2", "L0N0.3", "L0N1.0"]
     assert len(labels) == N_LAYERS * (2 + 4 * D_MLP)
     assert model.neuron_heads.labels[-1] == "L2N36.3"
@@ -211,7 +211,7 @@ def test_names():
     with pytest.raises(UnknownHeadError, match="one head of a neuron"):
         neuron_gate(cache, "L1N29.0")
     single = convert(build("silu"), gate=Bilinear())
-    assert single.all_head_labels()[2] == "L0N0"
+    assert single.all_head_labels(neurons=True)[2] == "L0N0"
     _, cache = single.run_with_cache(tokens())
     assert neuron_pattern(cache, "L1N29").shape == (2, POS, 2)
     with pytest.raises(UnknownHeadError, match="one head, L1N29"):
@@ -252,8 +252,8 @@ def test_parts_sum_to_the_stream(name):
     assert ("L1N29" in labels) is False
     neurons, labels = cache.stack_neuron_results(-1, return_labels=True)
     assert labels[D_MLP + 29] == "L1N29"
-    heads, names = cache.stack_head_results(return_labels=True)
-    assert names == model.all_head_labels()
+    heads, names = cache.stack_head_results(return_labels=True, neurons=True)
+    assert names == model.all_head_labels(neurons=True)
     own = [i for i, label in enumerate(names) if label.split(".")[0] == "L1N29"]
     assert len(own) == model.heads_per_neuron
     assert relative(heads[own].sum(0), neurons[D_MLP + 29]) <= 1e-11

@@ -59,8 +59,8 @@ def test_logits_and_every_activation(name):
     folded = ("q_norm", "k_norm")  # their rows are tokens and heads: no axis to cut
     for key in (key for key in cache if not any(norm in key for norm in folded)):
         assert distance(cache[key], theirs[key]) <= EXACT, key
-    assert model.all_head_labels() == [
-        each for each in uniform.all_head_labels() if has(model, each)
+    assert model.all_head_labels(neurons=True) == [
+        each for each in uniform.all_head_labels(neurons=True) if has(model, each)
     ]
     # control: what the smaller layers lack would have had an effect
     for block in uniform.blocks[1::2]:
@@ -175,7 +175,9 @@ def test_methods_of_the_cache(name):
     _, theirs = uniform.run_with_cache(tokens())
     calls = [
         lambda cache: cache.stack_head_results(return_labels=True),
-        lambda cache: cache.stack_head_results(3, return_labels=True, incl_remainder=True),
+        lambda cache: cache.stack_head_results(
+            3, return_labels=True, incl_remainder=True, neurons=True
+        ),
         lambda cache: cache.stack_neuron_results(-1, return_labels=True, pos_slice=-1),
         lambda cache: cache.stack_neuron_results(6, return_labels=True, neuron_slice=28),
         lambda cache: cache.stack_neuron_results(6, return_labels=True, neuron_slice=(3, 35)),
@@ -357,7 +359,7 @@ def test_faithfulness_of_everything_is_one(name):
     )
     rows = found.frame.set_index("share")
     n_pos = len(ranking.frame["position"].unique())
-    assert rows.loc[1.0, "n_sites"] == len(model.all_head_labels()) * n_pos
+    assert rows.loc[1.0, "n_sites"] == len(model.all_head_labels(neurons=True)) * n_pos
     assert rows.loc[1.0, "faithfulness"] == pytest.approx(1.0, abs=1e-9)
     assert rows.loc[0.0, "faithfulness"] == pytest.approx(0.0, abs=1e-9)
 
@@ -440,4 +442,4 @@ def test_rebuilding_touches_nothing_and_refuses_what_does_not_fit():
         }
         with pytest.raises(ValueError, match="expected"):
             LayerSizes(**whole | wrong)
-    assert str(HeadName.parse("L2N36")) in model.all_head_labels()
+    assert str(HeadName.parse("L2N36")) in model.all_head_labels(neurons=True)

@@ -33,11 +33,13 @@ def is_live(point: HookPoint) -> bool:
 def require_grad_like(constant: Tensor, like: Tensor) -> Tensor:
     """Return a tensor that depends on no parameter, in the graph wherever `like` is.
 
-    So that a gradient reaches the hook that sees it. Not a leaf, which no hook could edit in place.
+    So that a gradient reaches the hook that sees it. Not a leaf, which no hook could edit in place,
+    and which torch.func has not.
     """
     if constant.requires_grad or not (like.requires_grad and torch.is_grad_enabled()):
         return constant
-    return constant.requires_grad_().clone()
+    never = torch.zeros((), dtype=torch.bool, device=like.device)
+    return torch.where(never, like.sum().to(constant.dtype), constant)
 
 
 class NeuronHeads(ABC):

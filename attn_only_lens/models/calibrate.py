@@ -66,7 +66,7 @@ def calibrate(
         >>> cfg = HookedTransformerConfig(**sizes, **vocabulary, seed=0, device="cpu")
         >>> model = HookedTransformer(cfg)
         >>> calibration = calibrate(model, torch.arange(11)[None])
-        >>> convert(model, gate=Bilinear(calibration=calibration)).all_head_labels()[2]
+        >>> convert(model, gate=Bilinear(calibration=calibration)).all_head_labels(neurons=True)[2]
         'L0N0.0'
     """
     known = known_mlps(model, _PROBLEM)

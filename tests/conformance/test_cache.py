@@ -1,8 +1,12 @@
 """ActivationCache on a converted model: every component right, and under its right name."""
 
+import copy
+import pickle
+
 import pytest
 import torch
 from common import relative, tokens
+from einops import rearrange
 from models import CORE, build
 from transformer_lens import ActivationCache
 
@@ -119,12 +123,14 @@ def test_post_norm_is_not_applied_to_the_stream():
 
 def test_stack_head_results(plain):
     _, source, cache = plain
-    stack, labels = cache.stack_head_results(return_labels=True)
-    assert labels == cache.model.all_head_labels()
+    for options in ({}, {"pos_slice": -1, "incl_remainder": True}, {"pos_slice": (2, 7)}):
+        heads = source.stack_head_results(return_labels=True, **options)
+        agree(cache.stack_head_results(return_labels=True, **options), heads)
+    heads = source.stack_head_results(layer=2, return_labels=True)
+    agree(cache.stack_head_results(layer=4, return_labels=True), heads)
+    stack, labels = cache.stack_head_results(return_labels=True, neurons=True)
+    assert labels == cache.model.all_head_labels(neurons=True)
     assert len(stack) == len(labels)
-    heads = source.stack_head_results(return_labels=True)
-    rows = [i for i, label in enumerate(labels) if "H" in label]
-    agree((stack[rows], [labels[i] for i in rows]), heads)
     for label in ("L0N0", "L1N29", "L2N36"):
         layer, neuron = int(label[1]), int(label[3:])
         mlp = source.model.blocks[layer].mlp
@@ -134,7 +140,7 @@ def test_stack_head_results(plain):
         written = post[..., None] * mlp.W_out[neuron]
         torch.testing.assert_close(stack[labels.index(label)], written, rtol=EXACT, atol=EXACT)
     with_rest, names = cache.stack_head_results(
-        layer=3, incl_remainder=True, return_labels=True, pos_slice=4
+        layer=3, incl_remainder=True, return_labels=True, pos_slice=4, neurons=True
     )
     assert names[-1] == "remainder"
     assert relative(with_rest.sum(0), cache["resid_post", 2][:, 4]) <= EXACT
@@ -147,8 +153,7 @@ def test_head_results_are_the_same_from_the_hook(pair):
     with torch.no_grad():
         _, hooked = converted.run_with_cache(tokens())
     assert "blocks.1.attn.hook_result" in hooked.cache_dict
-    expected, _ = cache.stack_head_results(return_labels=True)
-    got, _ = hooked.stack_head_results(return_labels=True)
+    expected, got = (each.stack_head_results(neurons=True) for each in (cache, hooked))
     torch.testing.assert_close(got, expected, rtol=EXACT, atol=EXACT)
     cache.compute_head_results()
     torch.testing.assert_close(cache["result", 3], hooked["result", 3], rtol=EXACT, atol=EXACT)
@@ -189,12 +194,37 @@ def test_stack_neuron_results(plain, options):
     agree(ours, neurons_of_source(source, **options))
 
 
-@pytest.mark.parametrize("name", ["stack_head_results", "stack_neuron_results"])
-def test_a_stack_without_labels_is_refused(pair, name):
-    """`rearrange(stack, "(layer head) ... -> layer head ...", layer=cfg.n_layers)` misreads it."""
-    _, _, cache = pair
-    with pytest.raises(UnsupportedCallError, match="return_labels=True"):
-        getattr(cache, name)(-1)
+BY_LAYER = "(layer head) ... -> layer head ..."
+
+
+@pytest.mark.parametrize("stacked", ["stack_head_results", "stack_neuron_results"])
+@torch.no_grad()
+def test_a_stack_splits_by_source_layers_alone(stacked):
+    """As ARENA's notebooks split it, `layer=cfg.n_layers` would mix layers without an error."""
+    source = build("gelu", d_mlp=34)
+    _, theirs = source.run_with_cache(tokens())
+    _, cache = convert(source).run_with_cache(tokens())
+    n_layers, n_blocks = source.cfg.n_layers, cache.model.cfg.n_layers
+    expected = rearrange(getattr(theirs, stacked)(-1, pos_slice=-1), BY_LAYER, layer=n_layers)
+    stack = getattr(cache, stacked)(-1, pos_slice=-1)
+    torch.testing.assert_close(rearrange(stack, BY_LAYER, layer=n_layers), expected)
+    assert len(stack) % n_blocks == 0  # so nothing but HeadRows sees the wrong split
+
+    normed = cache.apply_ln_to_stack(stack, pos_slice=-1)
+    projected = normed @ source.W_U
+    for rows in (stack, normed, projected, projected.mean(dim=(1, 2)), stack.clone().mul_(2)):
+        assert type(rearrange(rows, BY_LAYER, layer=n_layers)) is torch.Tensor
+        for split in (
+            lambda rows: rearrange(rows, BY_LAYER, layer=n_blocks),
+            lambda rows: rows.unflatten(0, (n_blocks, -1)),
+            lambda rows: torch.reshape(rows, (n_blocks, -1, *rows.shape[1:])),
+        ):
+            with pytest.raises(UnsupportedCallError, match=r"layer=model\.cfg\.n_layers // 2"):
+                split(rows)
+    assert stack[:, None].shape == (len(stack), 1, 2, 26)
+    assert torch.equal(copy.deepcopy(stack), stack)
+    assert torch.equal(pickle.loads(pickle.dumps(stack)), stack)
+    assert stack.numpy().shape == stack.shape
 
 
 def test_one_neuron_keeps_its_axis(pair):
@@ -285,7 +315,7 @@ def test_what_is_normed_on_its_way(normed):
     scale = source[f"blocks.{layer}.{norm}.hook_scale"]
     gain = getattr(model.blocks[layer], norm).w
     head = source["z", layer][:, :, 1] @ model.blocks[layer].attn.W_O[1] * gain / scale
-    stack, labels = cache.stack_head_results(return_labels=True)
+    stack, labels = cache.stack_head_results(return_labels=True, neurons=True)
     torch.testing.assert_close(stack[labels.index("L1H1")], head, rtol=EXACT, atol=EXACT)
     torch.testing.assert_close(stack[labels.index("L1N29")], expected, rtol=EXACT, atol=EXACT)
 

@@ -394,7 +394,10 @@ def test_accumulated_bias(name):
 
 
 def test_every_head_has_a_name():
-    labels = convert(build("gelu")).all_head_labels()
+    source = build("gelu")
+    converted = convert(source)
+    assert converted.all_head_labels() == source.all_head_labels()
+    labels = converted.all_head_labels(neurons=True)
     assert len(labels) == len(set(labels)) == 3 * (2 + 37)
     assert labels[:3] == ["L0H0", "L0H1", "L0N0"]
     assert labels[-1] == "L2N36"

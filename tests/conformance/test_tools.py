@@ -1,5 +1,7 @@
 """TransformerLens' tools on a converted model: right, or an error that says what to do."""
 
+import re
+
 import circuitsvis
 import pandas as pd
 import pytest
@@ -13,6 +15,7 @@ from transformer_lens.tools.analysis import direct_logit_attribution
 from transformer_lens.tools.analysis.attribution_patching import attribution_patch
 from transformer_lens.utilities import composition_scores
 
+import attn_only_lens.patching
 from attn_only_lens import HeadName, UnsupportedCallError, convert, dense_pattern
 
 CLEAN, CORRUPTED = tokens(1, batch=1), tokens(2, batch=1)
@@ -22,46 +25,92 @@ def metric(logits):
     return (logits[:, -1, 7] - logits[:, -1, 11]).sum()
 
 
+CLOSE = {"rtol": 1e-5, "atol": 1e-6}  # TransformerLens holds results in float32
 HEAD_PATCHES = [name for name in dir(patching) if name.startswith("get_act_patch_attn_head")]
 
 
 @pytest.mark.parametrize("name", HEAD_PATCHES)
 @torch.no_grad()
-def test_patching_of_all_heads_is_refused_rather_than_partial(name):
+def test_patching_of_all_heads_is_refused_with_the_call_to_make(name):
     converted = convert(build("gelu"))
     _, cache = converted.run_with_cache(CLEAN)
-    with pytest.raises(UnsupportedCallError, match="index_df"):
+    with pytest.raises(UnsupportedCallError, match="index_df") as caught:
         getattr(patching, name)(converted, CORRUPTED, cache, metric)
     assert len(HEAD_PATCHES) >= 12
+    call = re.search(r"patching\.activation_patch\(.*'\)", str(caught.value)).group()
+    if "every" not in name:
+        part = name.split("_")[5]
+        assert f"part={ {'out': 'z', 'v': 'value'}.get(part, part)!r}" in call
+        assert ("positions='each'" in call) == ("all_pos" not in name)
+    names = {"model": converted, "clean_tokens": CLEAN, "corrupted_tokens": CORRUPTED}
+    names |= {"patching": attn_only_lens.patching, "patching_metric": metric}
+    assert set(eval(call, names).frame["name"]) >= {"L0H0", "L2H1"}
 
 
-@pytest.mark.parametrize("name", ["gelu", "llama", "parallel"])
+@pytest.mark.parametrize("name", ["gelu", "llama", "parallel", "post_norm"])
 @torch.no_grad()
 def test_patching_of_the_stream_and_of_block_outputs(name):
-    """With an explicit frame; TransformerLens reads cfg.n_heads whenever it makes its own."""
+    """Rows are blocks: the source's results, one half of a layer after the other."""
     source = build(name)
     converted = convert(source)
     _, cache = converted.run_with_cache(CLEAN)
     _, theirs = source.run_with_cache(CLEAN)
+
+    def both(function):
+        function = getattr(patching, function)
+        return (
+            function(source, CORRUPTED, theirs, metric),
+            function(converted, CORRUPTED, cache, metric),
+        )
+
+    def close(got, expected):
+        torch.testing.assert_close(got, expected, **CLOSE)
+
+    heads, attn_out = both("get_act_patch_attn_out")
+    mlps, mlp_out = both("get_act_patch_mlp_out")
+    pre, resid_pre = both("get_act_patch_resid_pre")
+    corrupted = metric(converted(CORRUPTED)).float().expand(3, 11)
+    close(attn_out[::2], heads)
+    close(attn_out[1::2], mlps)
+    close(mlp_out[1::2], mlps)
+    close(mlp_out[::2], corrupted)
+    close(resid_pre[::2], pre)
+    assert all((result - corrupted[0]).abs().max() > 1e-3 for result in (heads, mlps, pre))
+    _, every = both("get_act_patch_block_every")
+    close(every, torch.stack([resid_pre, attn_out, mlp_out]))
+    resid_mid = patching.get_act_patch_resid_mid(converted, CORRUPTED, cache, metric)
+    close(resid_mid[:-1], resid_pre[1:])
+    if name != "parallel":  # which has no hook_resid_mid in the source
+        close(resid_mid[::2], patching.get_act_patch_resid_mid(source, CORRUPTED, theirs, metric))
+    # The names stay refused to whoever else asks.
+    for point in ("mlp_out", "resid_mid"):
+        with pytest.raises(UnsupportedCallError, match="block 2l"):
+            cache[point, 1]
     frame = patching.make_df_from_ranges([6, 11], ["layer", "pos"])
+    setter = patching.layer_pos_patch_setter
+    with pytest.raises(UnsupportedCallError, match="block 2l"):
+        patching.generic_activation_patch(
+            converted, CORRUPTED, cache, metric, setter, "mlp_out", index_df=frame
+        )
 
-    def every(point):
-        setter = patching.layer_pos_patch_setter
-        return patching.generic_activation_patch(
-            converted, CORRUPTED, cache, metric, setter, point, index_df=frame
-        ).reshape(6, 11)
+    def metric_that_asks(logits):
+        with pytest.raises(UnsupportedCallError, match="no one number"):
+            converted.cfg.n_heads  # noqa: B018
+        return metric(logits)
 
-    close = {"rtol": 1e-5, "atol": 1e-6}
-    blocks = every("attn_out")
-    heads = patching.get_act_patch_attn_out(source, CORRUPTED, theirs, metric)
-    mlps = patching.get_act_patch_mlp_out(source, CORRUPTED, theirs, metric)
-    torch.testing.assert_close(blocks[::2], heads, **close)
-    torch.testing.assert_close(blocks[1::2], mlps, **close)
-    expected = patching.get_act_patch_resid_pre(source, CORRUPTED, theirs, metric)
-    torch.testing.assert_close(every("resid_pre")[::2], expected, **close)
-    for point in ("resid_pre", "attn_out", "mlp_out"):
-        with pytest.raises(UnsupportedCallError, match="index_df"):
-            getattr(patching, f"get_act_patch_{point}")(converted, CORRUPTED, cache, metric)
+    close(patching.get_act_patch_attn_out(converted, CORRUPTED, cache, metric_that_asks), attn_out)
+
+
+def test_a_block_without_an_mlp_says_what_to_use():
+    converted = convert(build("llama"))
+    for block in converted.blocks[:2]:
+        assert not hasattr(block, "mlp")
+        with pytest.raises(AttributeError, match=r"model\.blocks\[2 \* l \+ 1\]\.attn"):
+            block.mlp  # noqa: B018
+        with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+            block.nothing  # noqa: B018
+    for name in ("W_in", "b_in", "W_out", "b_out", "W_gate"):
+        assert hasattr(converted.blocks[1].attn, name)
 
 
 @pytest.mark.parametrize("name", ["gelu", "llama", "parallel"])

@@ -46,7 +46,7 @@ def reasons(model, step):
 def worst_head(model, grown, old, new):
     """The largest relative difference of what an old head shows, found by name."""
     m, worst = model.heads_per_neuron, 0.0
-    for label in model.all_head_labels():
+    for label in model.all_head_labels(neurons=True):
         here, there = HeadName.parse(label), HeadName.parse(grown.provenance[label])
         for part in PARTS:
             axis = 1 if part in ("attn_scores", "pattern") else 2
@@ -90,7 +90,7 @@ def test_converting_and_growing_commute(family):
     assert same_bits(grown.model, one)
     assert vars(grown.model.cfg) == vars(one.cfg)
     assert torch.equal(grown.model(tokens()), one(tokens()))
-    assert grown.model.all_head_labels() == one.all_head_labels()
+    assert grown.model.all_head_labels(neurons=True) == one.all_head_labels(neurons=True)
     (logits, old), (new_logits, new) = cached(converted), cached(grown.model)
     assert relative(new_logits, logits) < EXACT
     assert worst_head(converted, grown, old, new) < EXACT
@@ -138,7 +138,9 @@ def test_some_layers_only(family, tmp_path):
     assert grown.provenance.new_layers == ("L1",)
     assert grown.provenance.old_of(f"L2H{heads}") is None
     assert len(grown.model.blocks) == 8
-    assert len(grown.model.all_head_labels()) == sum(each.n_heads + each.d_mlp for each in sizes)
+    assert len(grown.model.all_head_labels(neurons=True)) == sum(
+        each.n_heads + each.d_mlp for each in sizes
+    )
     (logits, old), (new_logits, new) = cached(converted), cached(grown.model)
     assert relative(new_logits, logits) < EXACT
     assert worst_head(converted, grown, old, new) < EXACT
@@ -219,7 +221,7 @@ def test_bilinear_gates(family, heads):
         two = grow(converted, even, seed=2).model
         assert same_bits(one, two)
         assert torch.equal(one(tokens()), two(tokens()))
-        assert one.all_head_labels() == two.all_head_labels()
+        assert one.all_head_labels(neurons=True) == two.all_head_labels(neurons=True)
     provenance = grown.provenance
     assert provenance["L1N17"] == "L2N17"
     if heads > 1:

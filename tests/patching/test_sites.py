@@ -42,7 +42,7 @@ def test_all_heads_are_those_of_the_model(model):
         (layer, kind) for layer in range(N_LAYERS) for kind in ("attention", "neuron")
     ]
     # An oracle of another make: the labels of the converted model.
-    assert names(found) == convert(build("llama")).all_head_labels()
+    assert names(found) == convert(build("llama")).all_head_labels(neurons=True)
     assert names(resolve_sites(model, p.heads())) == [
         f"L{i}H{j}" for i in range(3) for j in range(6)
     ]

@@ -66,7 +66,7 @@ class MLPHookPoints:
 
 def activation_error(
     gate: Gate, post: Tensor, q: Tensor, u: Tensor | None, b_in: Tensor | float = 0.0
-) -> float:
+) -> Float[Tensor, ""]:
     """Largest |post - (act(q) · u + b_in)|, in units of what rounding explains.
 
     Args:
@@ -84,7 +84,14 @@ def activation_error(
     error = (post.to(q.dtype) - expected).abs() / (_ROUNDINGS * limits.eps * size)
     # Half precision has no number for what overflows; a user's own nan is not the MLP's fault.
     there = expected.abs() <= 0.99 * limits.max
-    return torch.where(there, error.nan_to_num(nan=torch.inf), 0.0).max().item()
+    return torch.where(there, error.nan_to_num(nan=torch.inf), 0.0).max()
+
+
+def _every_example(value: Tensor) -> Tensor:
+    """Return the values of all examples of `torch.func.vmap`, where `value` is of one of them."""
+    while torch._C._functorch.is_functorch_wrapped_tensor(value):
+        value = torch._C._functorch.get_unwrapped(value)
+    return value
 
 
 class InPlace(NeuronHeads):
@@ -210,13 +217,17 @@ class InPlace(NeuronHeads):
         self, q: PreActivation, up: PreActivation | None, post: PreActivation
     ) -> None:
         gate = self.gating.activation(self.act_fn)
-        if activation_error(gate, post, float32_if_half(q), up, self._b_in) > 1.0:
-            why = "its dropout, in training mode" if self.mlp.training else "changed since?"
-            raise UnsupportedCallError(
-                f"layer {self.layer}: the MLP no longer computes {self.act_fn} of its "
-                f"pre-activations ({why}), which its neuron-heads would silently ignore; call "
-                "model.eval(), or undo() and expose_neuron_heads again"
-            )
+        error = activation_error(gate, post, float32_if_half(q), up, self._b_in)
+        why = "its dropout, in training mode" if self.mlp.training else "changed since?"
+        message = (
+            f"layer {self.layer}: the MLP no longer computes {self.act_fn} of its "
+            f"pre-activations ({why}), which its neuron-heads would silently ignore; call "
+            "model.eval(), or undo() and expose_neuron_heads again"
+        )
+        if torch.compiler.is_compiling():  # no values yet: the graph looks at them when it runs
+            torch._assert_async(error <= 1.0, message)
+        elif _every_example(error).max() > 1.0:
+            raise UnsupportedCallError(message)
 
     def record_edit(self, post: PreActivation, z: PreActivation | None) -> None:
         """Note what users made of the activations at hook_post, for the results."""

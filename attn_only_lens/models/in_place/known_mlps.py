@@ -289,7 +289,7 @@ def _name(post: Tensor, q: Tensor, u: Tensor, mlp: Any, cfg: Any, gates: Mapping
     """Name the activation that made `post` of q and u: of equals, the one the model names."""
     post, q, u = post.cpu(), q.cpu().double(), u.cpu()
     b_in = mlp.b_in.cpu().double() if isinstance(mlp, GatedMLP) else 0.0
-    errors = {name: activation_error(gate, post, q, u, b_in) for name, gate in gates.items()}
+    errors = {name: activation_error(gate, post, q, u, b_in).item() for name, gate in gates.items()}
     best = min(errors, key=errors.__getitem__)
     name = cfg.act_fn if errors.get(cfg.act_fn, math.inf) <= 1.0 else best
     if errors[name] <= 1.0:

@@ -18,7 +18,21 @@ from attn_only_lens.models.two_blocks.refusals import NO_MLP
 from attn_only_lens.tl import MLP, GatedMLP, TransformerBlock
 
 
-class AttentionBlock(TransformerBlock):
+class _WithoutMLP(nn.Module):
+    """A block of a converted model, whose `mlp` is missing with a reason."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "mlp":
+            raise AttributeError(
+                f"{type(self).__name__} has no mlp: the MLP of source layer l is the neuron-heads "
+                "of block 2l + 1. Use model.blocks[2 * l + 1].attn, which has W_in, b_in, W_out, "
+                "b_out and in gated MLPs W_gate; its hook_q is the MLP's hook_pre, its hook_z the "
+                "MLP's hook_post"
+            )
+        return super().__getattr__(name)
+
+
+class AttentionBlock(_WithoutMLP, TransformerBlock):
     """Block 2l: the attention heads of source layer l, run by TransformerLens' own code.
 
     The stock block is reused, without its MLP. Its `cfg` claims a parallel MLP (see `BlockConfig`),
@@ -80,7 +94,7 @@ class AttentionBlock(TransformerBlock):
         return self.hook_mlp_out.zero(normalized_resid)
 
 
-class NeuronBlock(nn.Module):
+class NeuronBlock(_WithoutMLP):
     """Block 2l + 1: the neurons of source layer l as heads, with that layer's ln2 as its ln1."""
 
     def __init__(self, source: TransformerBlock, cfg: BlockConfig, passing: PassState) -> None:

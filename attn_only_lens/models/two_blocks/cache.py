@@ -24,6 +24,12 @@ from attn_only_lens.errors import UnsupportedCallError
 from attn_only_lens.heads.names import HeadName
 from attn_only_lens.models.two_blocks.block_numbers import block_kind, block_layer, neurons_block
 from attn_only_lens.models.two_blocks.config import AttentionOnlyConfig
+from attn_only_lens.models.two_blocks.get_act_patch import (
+    HALF_LAYER_POINTS,
+    sweep_of_caller,
+    written_at,
+)
+from attn_only_lens.models.two_blocks.head_rows import HeadRows
 
 
 def refuse_mlp_input(mlp_input: bool) -> None:
@@ -66,6 +72,10 @@ class AttentionOnlyCache(ActivationCache):
                 parts = (parts[0], self.model.cfg.n_layers + parts[1], *parts[2:])
             key = get_act_name(*parts)
             gone = (".mlp.", ".ln2", "hook_mlp_in", "hook_mlp_out", "hook_resid_mid")
+            if key.endswith(HALF_LAYER_POINTS) and sweep_of_caller(1) is not None:
+                written = written_at(key)
+                # Of a block without an MLP nothing is patched with it.
+                return self[written] if written else torch.zeros(())
             if any(part in key for part in gone):
                 raise UnsupportedCallError(
                     f"{key} on a converted model: the MLP of source layer l is block 2l + 1. Use "
@@ -142,17 +152,32 @@ class AttentionOnlyCache(ActivationCache):
         incl_remainder: bool = False,
         pos_slice: Any = None,
         apply_ln: bool = False,
+        neurons: bool = False,
     ) -> Any:
-        """Stack the outputs of every head before block `layer`, of both kinds, block by block.
+        """Stack the outputs of the attention heads before block `layer`, as the source model does.
 
-        Large: d_mlp vectors of d_model a token for each neuron block. `stack_neuron_results` with
-        `project_output_onto` needs far less. Without `return_labels=True` it raises.
+        Rows and labels are those of the source: `L0H0`, `L0H1`, … Split them by source layers,
+        half as many as `cfg.n_layers`:
+
+            layer=model.cfg.n_layers // 2    in einops.rearrange(stack, "(layer head) ... -> ...")
+
+        `HeadRows` raises for a split by `cfg.n_layers` itself.
+
+        Args:
+            layer: a block; -1 for all blocks.
+            return_labels: whether to return the name of the head of each row, too.
+            incl_remainder: whether to add a row with the rest of the stream.
+            pos_slice: positions; all by default.
+            apply_ln: whether to apply the norm at the entry of block `layer`.
+            neurons: whether to return neuron-heads too, block by block: L0H0 …, L0N0 …, L1H0 …
+                They are d_mlp vectors of d_model a token for each neuron block;
+                `stack_neuron_results` with `project_output_onto` needs far less memory.
         """
-        self._require_labels("stack_head_results", return_labels)
         stack = _Stack(self, layer, pos_slice, apply_ln)
         for block in range(stack.end):
-            stack.add_heads(block)
-        return stack.finish(incl_remainder, return_labels)
+            if neurons or block_kind(block) == "attention":
+                stack.add_heads(block)
+        return stack.finish_rows(incl_remainder, return_labels)
 
     def compute_head_results(self) -> None:
         """Add `hook_result` of every block to the cache, where it is missing."""
@@ -193,12 +218,15 @@ class AttentionOnlyCache(ActivationCache):
         apply_ln: bool = False,
         project_output_onto: Tensor | None = None,
     ) -> Any:
-        """Stack the outputs of every neuron-head before block `layer`: `L0N0`, `L0N1`, …"""
-        self._require_labels("stack_neuron_results", return_labels)
+        """Stack the outputs of every neuron-head before block `layer`: `L0N0`, `L0N1`, …
+
+        Rows and labels are those of the source. As in `stack_head_results`, they split by source
+        layers, `cfg.n_layers // 2`.
+        """
         stack = _Stack(self, layer, pos_slice, apply_ln, project_output_onto)
         for block in range(neurons_block(0), stack.end, 2):
             stack.add_neurons(block, neuron_slice)
-        return stack.finish(incl_remainder, return_labels)
+        return stack.finish_rows(incl_remainder, return_labels)
 
     def get_full_resid_decomposition(
         self,
@@ -286,17 +314,6 @@ class AttentionOnlyCache(ActivationCache):
                 "blocks 2l and 2l + 1), or -1 for the input of the unembedding"
             )
         return end
-
-    def _require_labels(self, name: str, return_labels: bool) -> None:
-        if not return_labels:
-            raise UnsupportedCallError(
-                f"{name} on a converted model without labels: attention heads and neuron-heads are "
-                "in blocks of their own and of unequal numbers, so the stack does not split into "
-                f"cfg.n_layers = {self.model.cfg.n_layers} equal parts, as "
-                '"(layer head) … -> layer head …" would have it. Pass return_labels=True, and '
-                'select rows by their labels: those of attention heads hold an "H", those of '
-                'neurons an "N"'
-            )
 
     def _require_norm(self, block: int) -> None:
         """Refuse to apply a block's norm to the stream where the model does not either."""
@@ -417,6 +434,12 @@ class _Stack:
         self.labels += [
             str(HeadName(block_layer(block), "neuron", each)) for each in neurons.tolist()
         ]
+
+    def finish_rows(self, incl_remainder: bool, return_labels: bool) -> Any:
+        """`finish` a stack whose rows are heads, all of them."""
+        components, labels = self.finish(incl_remainder, return_labels=True)
+        rows = HeadRows.of(components, self.cache.model.cfg.n_layers)
+        return (rows, labels) if return_labels else rows
 
     def finish(self, incl_remainder: bool, return_labels: bool) -> Any:
         """Join the components, add what they leave of the stream, and norm them."""

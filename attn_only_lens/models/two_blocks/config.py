@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 from attn_only_lens.errors import UnsupportedCallError
 from attn_only_lens.heads.gating import Gating
 from attn_only_lens.models.two_blocks.block_numbers import block_kind, block_layer
+from attn_only_lens.models.two_blocks.get_act_patch import sweep_of_caller
 from attn_only_lens.tl import HookedTransformerConfig
 
 
@@ -144,7 +145,10 @@ class AttentionOnlyConfig(HookedTransformerConfig):
 
     @property
     def n_heads(self) -> int:  # type: ignore[override]
-        """Raises: see the class."""
+        """Raises: see the class; TransformerLens' patching of whole blocks asks, and gets 0."""
+        if (sweep := sweep_of_caller(1)) is not None:
+            sweep.require_no_heads()
+            return 0
         m = self.gating.heads_per_neuron
         counts = by_layer([f"{each.n_heads} and {each.d_mlp * m}" for each in self.layer_sizes])
         raise UnsupportedCallError(
@@ -152,9 +156,12 @@ class AttentionOnlyConfig(HookedTransformerConfig):
             f"attention heads and neuron-heads ({counts}), so no "
             "one number is right. Use model.blocks[i].cfg.n_heads for a block, "
             "model.cfg.layer_sizes[l].n_heads for the attention heads of a source layer, and "
-            "model.all_head_labels() for every head. To patch with TransformerLens, give "
-            "generic_activation_patch an explicit index_df; to "
-            "build a model, use attn_only_lens.convert or attn_only_lens.load"
+            "model.all_head_labels(neurons=True) for every head. To patch heads, "
+            "from attn_only_lens import patching, and call patching.activation_patch(model, clean, "
+            "corrupted, metric), or for paths between heads patching.path_patch(model, clean, "
+            'corrupted, metric, senders="L0H1", receivers=patching.heads(), part="q"); or give '
+            "generic_activation_patch an explicit index_df. To build a model, use "
+            "attn_only_lens.convert or attn_only_lens.load"
         )
 
     @property

@@ -93,9 +93,14 @@ class AttentionOnlyTransformer(Refusals, ConvertedHookChecks, WithNeuronHeads):
         n_heads, shared = self.blocks[block].attn.cfg.n_heads, self.heads_per_neuron
         return head_labels(block_layer(block), block_kind(block), n_heads, shared)
 
-    def all_head_labels(self) -> list[str]:
-        """The name of every head, block by block: L0H0 …, L0N0 …, L1H0 …"""
-        return [label for block in range(len(self.blocks)) for label in self.head_labels(block)]
+    def all_head_labels(self, neurons: bool = False) -> list[str]:
+        """The name of every attention head, as in the source: L0H0, L0H1, …, L1H0, …
+
+        Args:
+            neurons: whether to name neuron-heads too, block by block: L0H0 …, L0N0 …, L1H0 …
+        """
+        blocks = range(0, len(self.blocks), 1 if neurons else 2)
+        return [label for block in blocks for label in self.head_labels(block)]
 
     @property
     def heads_per_neuron(self) -> int:

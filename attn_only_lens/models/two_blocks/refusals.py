@@ -8,6 +8,7 @@ from typing import Any, NoReturn
 
 from attn_only_lens.errors import UnsupportedCallError
 from attn_only_lens.models.hook_checks import HookChecks
+from attn_only_lens.models.two_blocks.get_act_patch import sweep_of_caller, written_at
 
 NO_MLP = (
     "no block of a converted model has an MLP, and its hook_mlp_out is zero. The output of the MLP "
@@ -108,6 +109,13 @@ class ConvertedHookChecks(HookChecks):
     alone. By name it can be hooked together with `attn.hook_z` of every block, as TransformerLens'
     `attribution_patch` does, which asks for all that heads and MLPs write.
     """
+
+    def run_with_hooks(self, *model_args: Any, fwd_hooks: Any = (), **kwargs: Any) -> Any:
+        """As in TransformerLens; `get_act_patch_*` patches what its names mean in a block."""
+        if sweep_of_caller(1) is not None:
+            points = [(written_at(name), hook) for name, hook in fwd_hooks]
+            fwd_hooks = [(name, hook) for name, hook in points if name is not None]
+        return super().run_with_hooks(*model_args, fwd_hooks=list(fwd_hooks), **kwargs)
 
     def _require_all(self, wanted: list[Any]) -> None:
         """Refuse, of hooks added together, those that never fire or would see an absent MLP."""
