@@ -9,6 +9,7 @@ from abc import ABC, abstractmethod
 from typing import Any, ClassVar, Literal, get_args
 
 from attn_only_lens.errors import UnsupportedCallError
+from attn_only_lens.heads.pass_state import PassState
 
 HeadKind = Literal["attention", "neuron"]
 HEAD_KINDS: tuple[HeadKind, ...] = get_args(HeadKind)
@@ -75,6 +76,11 @@ class Host(ABC):
         if kind == "neuron" and self.in_place:
             return f"blocks.{block}.mlp.{POINTS[point]}"
         return f"blocks.{block}.attn.hook_{point}"
+
+    @property
+    @abstractmethod
+    def passing(self) -> PassState:
+        """The values that the modules of the model leave for each other in a forward pass."""
 
     def attention(self, layer: int) -> Any:
         """The module with the attention heads of a source layer."""

@@ -114,7 +114,7 @@ class _ExposedMLPBridge:
 
     def forward(self, *args: Any, **how: Any) -> Any:
         """As in TransformerLens."""
-        with self._neuron_heads.passing.new_pass():  # a hook may run this MLP alone
+        with self._neuron_heads.run_alone():
             return super().forward(*args, **how)  # type: ignore[misc]
 
 
@@ -125,7 +125,7 @@ class _ExposedMLP:
 
     def forward(self, x: Residual) -> Residual:
         """Return the output of the MLP, by way of hook_neuron_write where that is live."""
-        with self._neuron_heads.passing.new_pass():  # a hook may run this MLP alone
+        with self._neuron_heads.run_alone():
             return self._neuron_heads.write(super().forward(x))  # type: ignore[misc]
 
 

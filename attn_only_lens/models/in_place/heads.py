@@ -17,7 +17,7 @@ source. Bilinear heads are another function and always replace the activations.
 """
 
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -179,6 +179,10 @@ class InPlace(NeuronHeads):
                     stack.callback(point.register_forward_hook(look).remove)
             self.mlp(x)
         return seen[pre], None if pre_linear is None else seen[pre_linear]
+
+    def run_alone(self) -> AbstractContextManager[None]:
+        """Keep what the MLP leaves in a run of it apart: a hook may run it within another run."""
+        return self.passing.new_pass(self.passing.values)
 
     # Called by the taps, in this order
 

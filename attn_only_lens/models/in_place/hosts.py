@@ -5,6 +5,7 @@ from typing import Any, Literal
 from transformers.cache_utils import Cache
 
 from attn_only_lens.heads.host import HeadKind, Host
+from attn_only_lens.heads.pass_state import PassState
 from attn_only_lens.models.hooked_host import HookedTransformerHost
 from attn_only_lens.models.norms import (
     LayerNorms,
@@ -26,6 +27,12 @@ class _InPlaceHost(Host):
     def neurons(self) -> list[Any]:
         """The neuron-heads beside each MLP."""
         return [block.mlp._neuron_heads for block in self.model.blocks]
+
+    @property
+    def passing(self) -> PassState:
+        """What all MLPs share."""
+        passing: PassState = self.neurons[0].passing
+        return passing
 
     @property
     def n_heads(self) -> list[int]:

@@ -6,6 +6,7 @@ import torch
 
 from attn_only_lens.axes import Residual
 from attn_only_lens.heads.host import HeadKind
+from attn_only_lens.heads.pass_state import PassState
 from attn_only_lens.models.hooked_host import HookedTransformerHost
 from attn_only_lens.models.norms import LayerNorms, hooked_norms
 from attn_only_lens.models.two_blocks.block_numbers import block_layer, heads_block, neurons_block
@@ -22,6 +23,12 @@ class TwoBlocksHost(HookedTransformerHost):
     def neurons(self) -> list[Any]:
         """The attention module of each neuron block."""
         return [block.attn for block in self.model.blocks[1::2]]
+
+    @property
+    def passing(self) -> PassState:
+        """What all blocks share."""
+        passing: PassState = self.model.passing
+        return passing
 
     @property
     def n_heads(self) -> list[int]:
