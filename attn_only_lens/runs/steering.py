@@ -22,7 +22,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from attn_only_lens.axes import SELF
-from attn_only_lens.errors import InputError
+from attn_only_lens.errors import InputError, UnsupportedModelError
 from attn_only_lens.heads import HeadName, host_of
 from attn_only_lens.numerics import as_plain, is_count, is_number, keep_random_state
 from attn_only_lens.runs.edit_checks import require_edits_read
@@ -381,6 +381,12 @@ def _short_run(model: Any, sites: Sequence[LayerSites]) -> Recording:
 
 
 def _require_read(model: Any, run: Recording, sites: Sequence[LayerSites], part: Part) -> None:
+    reasons = [
+        reason
+        for layer, heads in dict.fromkeys((each.layer, each.kind) for each in sites)
+        for reason in host_of(model).unseen_edit_reasons(layer, heads)
+    ]
+    UnsupportedModelError.raise_if(reasons, "these heads cannot be edited")
     for kind in {each.kind for each in sites}:
         layers = sorted({each.layer for each in sites if each.kind == kind})
         with keep_random_state(run.tokens.device):

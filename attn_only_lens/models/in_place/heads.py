@@ -195,7 +195,12 @@ class InPlace(NeuronHeads):
     ) -> tuple[PreActivation, PreActivation | None]:
         """Return the input of hook_post in place of `post`; and z, if hook_result fires."""
         left = self.passing.values
-        q, up = left.pop((self.layer, "pre")), left.pop((self.layer, "pre_linear"), None)
+        q, up = (left.pop((self.layer, name), None) for name in ("pre", "pre_linear"))
+        if q is None:
+            raise UnsupportedCallError(
+                f"layer {self.layer}: the output of its MLP runs as a module of its own, or as a "
+                "copy (modules_to_save of peft): undo() and expose_neuron_heads again"
+            )
         left.pop((self.layer, "written"), None)  # of an MLP that was run alone, and broke off
         if self._recomputes:
             self._require_known(q, up, post)
@@ -337,3 +342,7 @@ class _Out(_Tap):
     def __call__(self, x: Tensor) -> Tensor:
         out: Tensor = super().__call__(self._neuron_heads.write(x))
         return out
+
+
+TAPS = (_Pre, _PreLinear, _Post, _Out)
+"""The classes of hook points that are tapped."""
