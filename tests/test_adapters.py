@@ -200,7 +200,7 @@ def test_merge_and_unload_takes_a_bridge_apart_and_is_refused(llama):
 @pytest.mark.parametrize("first", ["adapter", "exposed"])
 @torch.no_grad()
 def test_adapters_within_attention_run_and_no_weight_of_theirs_is_read(llama, first):
-    """Their inputs and outputs are hooked: an ablation, by plain hooks on the model, is the same."""
+    """An ablation is that of a plain torch hook on the adapter: it runs between the hook points."""
     if first == "exposed":
         lens.expose_neuron_heads(llama)
     get_peft_model(llama.original_model, lora("o_proj"))
