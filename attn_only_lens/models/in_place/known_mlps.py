@@ -77,7 +77,7 @@ def known_mlps(model: Any, problem: str, silu: GeneralizedSiLU | None = None) ->
     blocks: list[Any] = []
     if type(model) is TransformerBridge:
         blocks = list(getattr(model, "blocks", ()))
-        reasons = part_reasons(model) if blocks else ["it has no blocks (an encoder-decoder?)"]
+        reasons = [] if blocks else ["it has no blocks (an encoder-decoder?)"]
     elif isinstance(model, TransformerBridge) or not isinstance(model, HookedTransformer):
         kind = type(model)
         reasons = [
@@ -98,6 +98,8 @@ def known_mlps(model: Any, problem: str, silu: GeneralizedSiLU | None = None) ->
                 known.append(KnownMLP(mlp, points, _activation(mlp, points, model.cfg, silu)))
             except UnknownMLPError as error:
                 reasons.append(f"layer {layer}: {error}")
+    if type(model) is TransformerBridge and not reasons:
+        reasons = part_reasons(model)
     names = {each.act_fn for each in known}
     if len(names) > 1:
         reasons.append(f"its layers differ in their activation: {', '.join(sorted(names))}")
