@@ -8,7 +8,8 @@ blocks, and its neuron-heads are beside its MLPs. Everything above asks the host
 from abc import ABC, abstractmethod
 from typing import Any, ClassVar, Literal, get_args
 
-from attn_only_lens.errors import UnsupportedCallError
+from attn_only_lens.errors import InputError, UnsupportedCallError
+from attn_only_lens.heads.pass_state import PassState
 
 HeadKind = Literal["attention", "neuron"]
 HEAD_KINDS: tuple[HeadKind, ...] = get_args(HeadKind)
@@ -29,6 +30,9 @@ POINTS = {
 
 Where heads are a block's attention, it is `hook_q`, `hook_k` and so on, as in TransformerLens.
 """
+
+
+CHANGED = "the model is not what it was when its neurons became heads"
 
 
 class Host(ABC):
@@ -76,6 +80,11 @@ class Host(ABC):
             return f"blocks.{block}.mlp.{POINTS[point]}"
         return f"blocks.{block}.attn.hook_{point}"
 
+    @property
+    @abstractmethod
+    def passing(self) -> PassState:
+        """The values that the modules of the model leave for each other in a forward pass."""
+
     def attention(self, layer: int) -> Any:
         """The module with the attention heads of a source layer."""
         return self.model.blocks[self.block(layer, "attention")].attn
@@ -92,6 +101,14 @@ class Host(ABC):
         """The hook point of what the heads of a source layer add to the stream together."""
         sublayer = "mlp" if kind == "neuron" and self.in_place else "attn"
         return f"blocks.{self.block(layer, kind)}.hook_{sublayer}_out"
+
+    @abstractmethod
+    def reasons(self) -> list[str]:
+        """Why the model no longer runs the modules that were recognised; empty if it does."""
+
+    def unseen_edit_reasons(self, layer: int, kind: HeadKind) -> list[str]:
+        """Why an edit of z would not reach all that is computed from it."""
+        return []
 
     @abstractmethod
     def norms(self) -> list[Any]:
@@ -118,13 +135,15 @@ class Host(ABC):
             InputError: it is not known.
         """
 
-    @abstractmethod
     def require_weights(self) -> None:
         """Check that `W_Q`, `W_in` and so on are the matrices that the model applies.
 
+        Attached hooks of TransformerLens are another matter: they edit activations.
+
         Raises:
-            InputError: with every one that is another.
+            InputError: with every one that is another, and with modules that were replaced.
         """
+        InputError.raise_if(self.reasons(), CHANGED)
 
     @abstractmethod
     def tokens_before(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
@@ -139,6 +158,13 @@ class WithNeuronHeads:
     """A model that has a host."""
 
     _host: ClassVar[type[Host]]
+
+
+def stock_class(module: object) -> type:
+    """Return the class that a module has without its neuron-heads."""
+    kind = type(module)
+    stock: type = vars(kind).get("_stock", kind)  # not of a subclass, which computes otherwise
+    return stock
 
 
 def has_neuron_heads(model: object) -> bool:

@@ -8,6 +8,7 @@ from attn_only_lens.gates import GeneralizedSiLU
 from attn_only_lens.heads import EXACT
 from attn_only_lens.models.gate_option import GateOption, gating_for
 from attn_only_lens.models.in_place.known_mlps import non_finite_weights
+from attn_only_lens.models.shared_weights import share_weights
 from attn_only_lens.models.two_blocks import AttentionOnlyTransformer, convert_as
 from attn_only_lens.models.two_blocks.known_modules import reasons_against
 from attn_only_lens.runs.attached_hooks import hook_reasons
@@ -40,7 +41,8 @@ def convert(
         gate: "exact", one head a neuron with the activation's own pattern; the same with
             `GeneralizedSiLU(a_1, a_2)`, for an activation that no name tells; or `Bilinear(...)`.
         copy_weights: give the new model weights of its own. By default the two share them, so that
-            conversion costs no memory; then training either trains both.
+            conversion costs no memory; then training either trains both. After fold_ln of the
+            source a converted model that shares its weights is refused wherever it is used.
 
     Returns:
         The converted model, on the device and in the dtype of `model`, without its hooks.
@@ -85,4 +87,7 @@ def convert(
             reasons.append(str(error))
     if reasons:
         raise UnsupportedModelError(reasons)
-    return convert_as(model, gating, copy_weights=copy_weights)
+    converted = convert_as(model, gating, copy_weights=copy_weights)
+    if not copy_weights:
+        share_weights(model, converted)
+    return converted

@@ -21,15 +21,16 @@ from attn_only_lens.models.in_place import (
     reasons_against_copying,
     show,
 )
+from attn_only_lens.models.in_place.hook_points import UnknownMLPError
 from attn_only_lens.models.in_place.known_mlps import (
     KnownMLP,
-    UnknownMLPError,
     evaluation_without_hooks,
     known_mlps,
     non_finite_weights,
     run_mlp,
 )
 from attn_only_lens.models.quantised import weight_reasons
+from attn_only_lens.models.shared_weights import share_weights
 from attn_only_lens.numerics import full_precision, normal_numbers
 from attn_only_lens.tl import HookedTransformer
 
@@ -124,7 +125,8 @@ def expose_neuron_heads(
             modules, hook points and settings of its own.
         copy_weights: give that copy weights of its own. By default it shares them with `model`, so
             that it costs no memory; then training either trains both, and a later change of dtype
-            or device of one parts them.
+            or device of one parts them. After fold_ln of `model`, a `HookedTransformer`, a copy
+            that shares its weights is refused wherever it is used.
 
     Returns:
         A context manager, and the way to undo it; its `model` is the exposed model. On a model that
@@ -161,7 +163,9 @@ def expose_neuron_heads(
         if reasons := reasons_against_copying(model):
             raise UnsupportedModelError([*reasons, *_mlp_reasons(model, silu)], _PROBLEM)
         with torch.inference_mode(False):  # weights of inference mode could never be trained
-            model = copy_model(model, copy_weights=copy_weights)
+            source, model = model, copy_model(model, copy_weights=copy_weights)
+        if isinstance(model, HookedTransformer) and not copy_weights:
+            share_weights(source, model)
     known, gating = known_mlps(model, _PROBLEM, silu), EXACT
     reasons = [] if exposed_heads(model) else non_finite_weights(model)
     W_out: Any = known[0].mlp.W_out

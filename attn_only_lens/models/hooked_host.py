@@ -13,9 +13,6 @@ class HookedTransformerHost(Host):
         """The norm that the unembedding reads through."""
         return hooked_final_norm(self.model)
 
-    def require_weights(self) -> None:
-        """Pass: a HookedTransformer computes with the matrices that it names."""
-
     def tokens_before(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
         """The length of the keys in the first block's entry of a cache."""
         entry = kwargs.get("past_kv_cache_entry")

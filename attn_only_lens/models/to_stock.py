@@ -48,6 +48,7 @@ from torch import Tensor
 
 from attn_only_lens.errors import UnsupportedModelError
 from attn_only_lens.gates import Gate
+from attn_only_lens.heads import host_of
 from attn_only_lens.heads.gating import AnyGate
 from attn_only_lens.models.two_blocks import AttentionOnlyTransformer
 from attn_only_lens.models.two_blocks.attention import NeuronAttention
@@ -334,6 +335,8 @@ def _reasons_against(model: object, max_bytes: int) -> list[str]:
             f"got a {type(model).__module__}.{type(model).__qualname__}; expected what "
             f"attn_only_lens.convert returns{USE_INSTEAD}"
         ]
+    if reasons := host_of(model).reasons():
+        return reasons
     cfg: Any = model.cfg.layer_cfg(0)  # nothing below looks at what layers may differ in
     exact = model.cfg.gating.kind == "exact"
     half = cfg.dtype in (torch.float16, torch.bfloat16)

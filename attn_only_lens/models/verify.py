@@ -17,7 +17,7 @@ from attn_only_lens.heads import has_neuron_heads, host_of, logit_tolerance
 from attn_only_lens.heads.gating import AnyGate
 from attn_only_lens.heads.host import Host
 from attn_only_lens.models.in_place import hidden
-from attn_only_lens.models.in_place.known_mlps import find_hook_points
+from attn_only_lens.models.in_place.hook_points import find_hook_points
 from attn_only_lens.models.two_blocks import AttentionOnlyTransformer
 from attn_only_lens.numerics import full_precision, to_float64_device
 from attn_only_lens.runs.inputs import checked_tokens
@@ -280,10 +280,10 @@ def _mismatches(source: Any, converted: Any) -> list[str]:
             f"converted: got {type(converted).__name__}; expected what attn_only_lens.convert or "
             "attn_only_lens.load returns, or a model with attn_only_lens.expose_neuron_heads"
         ]
-    elif source is converted and in_place:
-        return []
     else:
-        reasons = []
+        reasons = host_of(converted).reasons()
+        if source is converted and in_place:
+            return reasons
     expected = TransformerBridge if isinstance(converted, TransformerBridge) else HookedTransformer
     if not isinstance(source, expected) or has_neuron_heads(source):
         reasons.insert(

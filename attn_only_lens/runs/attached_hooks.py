@@ -7,8 +7,9 @@ None of these changes what a model computes. All others may: a hook's owner is t
 of its code.
 """
 
+import re
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +21,7 @@ _KINDS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 _LIBRARIES = ("accelerate", "transformers")
 _PLACEHOLDERS = "transformer_lens.model_bridge.component_setup"
 _EVERYWHERE = "every module, by torch.nn.modules.module.register_module_forward_hook or the like"
+_WITH_WEIGHTS = re.compile(r"(blocks\.\d+\.(attn|mlp)|(pos_|un)?embed)\b")
 _NAMED = 3
 
 
@@ -31,12 +33,15 @@ class AttachedHooks:
         users: names of modules with hooks of users.
         placeholders: names of hook points where transformer-lens 4 shows a part without a module.
         own: names of modules with other hooks of TransformerLens that refer to these very modules.
+        on_weights: names of attention, MLPs and embeddings, or parts of them, with torch's own
+            hooks of users: what they compute need not be what their weights say.
         removal: how to remove those of users.
     """
 
     users: tuple[str, ...]
     placeholders: tuple[str, ...]
     own: tuple[str, ...]
+    on_weights: tuple[str, ...]
     removal: str
 
 
@@ -50,6 +55,7 @@ def find_hooks(model: Any) -> AttachedHooks:
     users: dict[str, None] = {}
     placeholders: dict[str, None] = {}
     own: dict[str, None] = {}
+    on_weights: dict[str, None] = {}
     added: set[str] = set()  # the ways in which users added hooks
     for name, module in modules_of(model):
         if not any(map(module.__dict__.__getitem__, _KINDS)):
@@ -71,6 +77,8 @@ def find_hooks(model: Any) -> AttachedHooks:
                 elif _library(hook) not in _LIBRARIES:
                     users[shown] = None
                     added.add("torch")
+                    if not isinstance(module, HookPoint) and _WITH_WEIGHTS.match(name):
+                        on_weights[shown] = None
     if any(
         _library(hook) not in (*_LIBRARIES, "torch")  # such as torch's counter of flops
         for kind in _KINDS
@@ -79,7 +87,7 @@ def find_hooks(model: Any) -> AttachedHooks:
         users[_EVERYWHERE] = None
         added.add("torch")
     removal = _removal(added, bool(placeholders))
-    return AttachedHooks(tuple(users), tuple(placeholders), tuple(own), removal)
+    return AttachedHooks(tuple(users), tuple(placeholders), tuple(own), tuple(on_weights), removal)
 
 
 def hook_reasons(model: Any, so: str = "would not come along") -> list[str]:
@@ -90,12 +98,37 @@ def hook_reasons(model: Any, so: str = "would not come along") -> list[str]:
         so: the fate of the hooks.
     """
     found = find_hooks(model)
-    if not found.users:
+    return _hook_reasons(found.users, so, found.removal)
+
+
+def weight_hook_reasons(model: Any) -> list[str]:
+    """Return the reason to refuse the weights of a model, if hooks may change what they compute."""
+    so = "may change what its weights compute"
+    return _hook_reasons(find_hooks(model).on_weights, so, _removal({"torch"}, False))
+
+
+def _hook_reasons(names: tuple[str, ...], so: str, removal: str) -> list[str]:
+    if not names:
         return []
-    more = ", …" * (len(found.users) > _NAMED)
+    more = ", …" * (len(names) > _NAMED)
     return [
-        f"hooks are attached to it ({', '.join(found.users[:_NAMED])}{more}) and {so}; remove them "
-        f"first: {found.removal}"
+        f"hooks are attached to it ({', '.join(names[:_NAMED])}{more}) and {so}; remove them "
+        f"first: {removal}"
+    ]
+
+
+def user_forward_hooks(module: nn.Module) -> list[Callable[[Any, Any], Any]]:
+    """Return the forward hooks of users on a module, as functions of its input and output."""
+
+    def call(hook: Any, with_kwargs: bool) -> Callable[[Any, Any], Any]:
+        if with_kwargs:
+            return lambda given, output: hook(module, (given,), {}, output)
+        return lambda given, output: hook(module, (given,), output)
+
+    return [
+        call(hook, key in module._forward_hooks_with_kwargs)
+        for key, hook in module._forward_hooks.items()
+        if _library(hook) not in (*_LIBRARIES, "transformer_lens")
     ]
 
 

@@ -30,7 +30,13 @@ from attn_only_lens.heads import host_of
 from attn_only_lens.heads.host import HeadKind
 from attn_only_lens.numerics import normal_numbers, to_float64_device
 from attn_only_lens.runs.edits import attention_edit, change_of_z, neuron_variants
-from attn_only_lens.runs.recording import Hooks, Recording, output_stream, run_blocks
+from attn_only_lens.runs.recording import (
+    Hooks,
+    Recording,
+    of_this_thread,
+    output_stream,
+    run_blocks,
+)
 from attn_only_lens.runs.replay import Replay, Variants
 from attn_only_lens.runs.sites import Part, hook_name
 from attn_only_lens.tolerances import LOGIT_TOLERANCE
@@ -195,7 +201,7 @@ def _block_outputs(model: Any, recording: Recording, hooks: Hooks) -> list[Resid
 
     with ExitStack() as stack:
         for block in model.blocks:
-            stack.callback(block.register_forward_hook(restore).remove)
+            stack.callback(block.register_forward_hook(of_this_thread(restore)).remove)
         run_blocks(model, recording.tokens, recording.mask, hooks)
     return found
 

@@ -8,7 +8,7 @@ from transformer_lens.model_bridge import TransformerBridge
 
 from attn_only_lens.axes import Tokens
 from attn_only_lens.errors import UnsupportedCallError
-from attn_only_lens.heads import has_neuron_heads
+from attn_only_lens.heads import has_neuron_heads, host_of
 from attn_only_lens.runs.attached_hooks import hook_reasons, modules_of
 from attn_only_lens.tl import HookedTransformer
 
@@ -68,7 +68,7 @@ def reasons_not_to_run(model: Any) -> list[str]:
     if not has_neuron_heads(model):
         return []
     reasons = hook_reasons(model, "would run on batches of variants, or be left out of them")
-    return reasons + dropout_reasons(model)
+    return host_of(model).reasons() + reasons + dropout_reasons(model)
 
 
 def dropout_reasons(model: Any) -> list[str]:

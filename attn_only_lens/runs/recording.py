@@ -1,5 +1,6 @@
 """Run a model once, or on a clean and a corrupted prompt, and record activations."""
 
+import threading
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -154,7 +155,8 @@ def record(
             for point in _POINTS if gates else ("z",):
                 key = f"{layer}.{point}"
                 expected[key] = f"layer {layer}, {point} of its neurons"
-                handle = getattr(heads, f"hook_{point}").register_forward_hook(look(key))
+                look_on = of_this_thread(look(key))
+                handle = getattr(heads, f"hook_{point}").register_forward_hook(look_on)
                 stack.callback(handle.remove)
         streams, extra_outputs = stack.enter_context(record_streams(model))
         stack.enter_context(torch.set_grad_enabled(keep_graph))
@@ -314,10 +316,21 @@ def run(
     **kwargs: Any,
 ) -> Float[Tensor, "batch pos d_vocab"]:
     """Return the logits of a model, run with hooks."""
+    named = [(name, of_this_thread(hook)) for name, hook in hooks]
     # A bridge resolves all its aliases at that call: as long as a forward pass of a short suffix.
-    with model.hooks(fwd_hooks=list(hooks)) if hooks else nullcontext():
+    with model.hooks(fwd_hooks=named) if named else nullcontext():
         logits: Tensor = model(tokens, attention_mask=mask, return_type="logits", **kwargs)
     return logits
+
+
+def of_this_thread(hook: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a hook that leaves alone the passes that other threads run at the same time."""
+    thread = threading.get_ident()
+
+    def act(*args: Any, **kwargs: Any) -> Any:
+        return hook(*args, **kwargs) if threading.get_ident() == thread else None
+
+    return act
 
 
 class StopForward(Exception):
@@ -336,7 +349,7 @@ def run_blocks(
     def stop(module: nn.Module, args: Any, output: Any) -> None:
         raise StopForward
 
-    handle = model.blocks[-1].register_forward_hook(stop)
+    handle = model.blocks[-1].register_forward_hook(of_this_thread(stop))
     try:
         run(model, tokens, mask, hooks, **kwargs)
     except StopForward:
@@ -365,9 +378,9 @@ def record_streams(model: Any) -> Iterator[tuple[list[Residual], list[int | None
 
     with ExitStack() as stack:
         for block in model.blocks:
-            handle = block.register_forward_pre_hook(enter, with_kwargs=True)
+            handle = block.register_forward_pre_hook(of_this_thread(enter), with_kwargs=True)
             stack.callback(handle.remove)
-            stack.callback(block.register_forward_hook(leave).remove)
+            stack.callback(block.register_forward_hook(of_this_thread(leave)).remove)
         yield streams, extra_outputs
 
 

@@ -178,7 +178,7 @@ def resolve_sites(model: Any, sites: Sites) -> tuple[LayerSites, ...]:
         tensor([5, 7])
     """
     problem = "these heads cannot be selected"
-    InputError.raise_if(reasons_without_heads(model), problem)
+    InputError.raise_if(reasons_without_heads(model) or host_of(model).reasons(), problem)
     if isinstance(sites, Selection):
         host = host_of(model)
         counts: list[dict[HeadKind, int]] = [

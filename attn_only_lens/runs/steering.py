@@ -13,7 +13,7 @@ Engineering" (2023); mean ablation is Wang et al., "Interpretability in the Wild
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias, get_args
 
@@ -22,7 +22,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from attn_only_lens.axes import SELF
-from attn_only_lens.errors import InputError
+from attn_only_lens.errors import InputError, UnsupportedModelError
 from attn_only_lens.heads import HeadName, host_of
 from attn_only_lens.numerics import as_plain, is_count, is_number, keep_random_state
 from attn_only_lens.runs.edit_checks import require_edits_read
@@ -115,7 +115,7 @@ def ablated(
         run, real = _record(model, sites, pair.clean, pair.mask), pair.real
     _require_read(model, run, sites, "pattern" if to == "bias" else "z")
     source = ablate(run, run, to, real)
-    before, edits = _TokensBefore(), list[tuple[str, _Change]]()
+    before, edits = _TokensBefore(model), list[tuple[str, _Change]]()
     for each, at, _ in placed:
         where = _Where(before, at)
         heads = [head for heads in _heads_of_each(model, each) for head in heads]
@@ -177,7 +177,7 @@ def steered(
     reasons += _position_reasons(placed)
     InputError.raise_if(reasons, _STEERED)
     run = _short_run(model, sites)
-    before, edits = _TokensBefore(), list[tuple[str, _Change]]()
+    before, edits = _TokensBefore(model), list[tuple[str, _Change]]()
     for each, at, suffix in placed:
         added = torch.zeros_like(_z(run, model, each)[0, 0])
         for name, heads in zip(each.names, _heads_of_each(model, each), strict=True):
@@ -240,11 +240,33 @@ _Placed: TypeAlias = list[tuple[LayerSites, tuple[int, ...] | None, str]]
 """Heads, the positions at which they are edited (None for all), and `@13` if their names say so."""
 
 
-@dataclass
 class _TokensBefore:
-    """How many tokens came before those of the present run."""
+    """How many tokens came before those of the pass that this thread is in."""
 
-    count: int = 0
+    def __init__(self, model: Any) -> None:
+        self._host = host_of(model)
+        self._passing = self._host.passing
+
+    @property
+    def count(self) -> int:
+        """0 in a pass from a later block on, which has no arguments to count by."""
+        count: int = self._passing.values.get(self, 0)
+        return count
+
+    @contextmanager
+    def counted(self) -> Iterator[None]:
+        """Count in every pass, as it comes to the first block."""
+        values = self._passing.values
+
+        def enter(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            self._passing.values[self] = self._host.tokens_before(args, kwargs)
+
+        handle = self._host.model.blocks[0].register_forward_pre_hook(enter, with_kwargs=True)
+        try:
+            yield
+        finally:
+            handle.remove()
+            values.pop(self, None)  # of blocks that were run outside a pass of the model
 
 
 @dataclass(frozen=True)
@@ -337,24 +359,11 @@ def _edited(
 ) -> Iterator[None]:
     """Edit hook points of a model for as long as the context lasts."""
 
-    def count(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        before.count = host_of(model).tokens_before(args, kwargs)
-
-    def reset(module: Any, args: tuple[Any, ...], output: Any) -> None:
-        before.count = 0  # a run from a later block on does not count anew
-
     def hook(change: _Change) -> Callable[[Tensor, Any], Tensor]:
         return lambda value, hook: change(value)
 
-    with ExitStack() as stack:
-        handles = (
-            model.blocks[0].register_forward_pre_hook(count, with_kwargs=True),
-            model.blocks[-1].register_forward_hook(reset, always_call=True),
-        )
-        for handle in handles:
-            stack.callback(handle.remove)
-        hooks = [(name, hook(change)) for name, change in edits]
-        stack.enter_context(model.hooks(fwd_hooks=hooks))
+    hooks = [(name, hook(change)) for name, change in edits]
+    with before.counted(), model.hooks(fwd_hooks=hooks):
         yield
 
 
@@ -372,6 +381,12 @@ def _short_run(model: Any, sites: Sequence[LayerSites]) -> Recording:
 
 
 def _require_read(model: Any, run: Recording, sites: Sequence[LayerSites], part: Part) -> None:
+    reasons = [
+        reason
+        for layer, heads in dict.fromkeys((each.layer, each.kind) for each in sites)
+        for reason in host_of(model).unseen_edit_reasons(layer, heads)
+    ]
+    UnsupportedModelError.raise_if(reasons, "these heads cannot be edited")
     for kind in {each.kind for each in sites}:
         layers = sorted({each.layer for each in sites if each.kind == kind})
         with keep_random_state(run.tokens.device):

@@ -86,7 +86,7 @@ def attention_view(
     if is_cache:
         cache, texts = source, _texts(model, text)
     else:
-        refuse(*dropout_reasons(model))
+        refuse(*host_of(model).reasons(), *dropout_reasons(model))
         tokens = _tokens(model, text)
         texts, cache = token_texts(model, tokens[0]), _run(model, tokens, heads)
     attention = [head for head in heads if head.kind == "attention"]

@@ -1,9 +1,12 @@
 """Heads ablated and steered in forward passes, caches and generation, against plain hooks."""
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
 import bridges
 import pytest
 import torch
-from common import tokens
+from common import in_threads, meeting, of_a_library, tokens
 from patched_runs import heads_of, hook_point
 from tiny_tokenizer import tiny_tokenizer
 
@@ -303,3 +306,84 @@ def test_means_that_are_no_numbers_are_refused():
     refused = p.ablated(model, NAMES, to="mean", prompts=text, mask=left)
     with pytest.raises(InputError, match="pad on the right"), refused:
         pass
+
+
+GENERATE = {"max_new_tokens": 4, "do_sample": False, "verbose": False, "stop_at_eos": False}
+GENERATE |= {"return_type": "tokens"}
+
+
+def test_passes_of_threads_count_their_tokens_apart(model):
+    """Block 0 of every thread's pass has run when the first of them goes on to block 1."""
+    texts = (tokens(2, batch=1, pos=pos) for pos in (3, 4, 5))
+    runs = list(zip(texts, (True, False, True), strict=True))
+    shown = {}
+
+    def keep(value, hook):
+        shown.setdefault(threading.get_ident(), []).append(value.clone())
+
+    def generate(run):
+        shown.pop(threading.get_ident(), None)
+        text, cached = run
+        found = model.generate(text, use_past_kv_cache=cached, **GENERATE)
+        return found, torch.cat(shown[threading.get_ident()], dim=1)
+
+    last = [(hook_point(model, "L1N36", "z"), keep)]
+    with p.steered(model, steering(model), positions=[2, 5, 6]), model.hooks(fwd_hooks=last):
+        alone = [generate(run) for run in runs]
+        handle = model.blocks[0].register_forward_hook(of_a_library(meeting(runs)))
+        together = [found for (found,) in in_threads(generate, runs, times=1)]
+        handle.remove()
+    for (expected, z), (got, z_together) in zip(alone, together, strict=True):
+        assert torch.equal(got, expected)
+        assert torch.equal(z_together, z)
+    # Control: the last token is steered at position 5 in one run, and not at 4 in another.
+    assert alone[0][1][0, 5, 36] - alone[0][1][0, 4, 36] > 1.0
+
+
+def test_a_pass_in_the_middle_of_another(model):
+    """A hook runs the model on another text in every pass of a generation with a cache."""
+    text, other, shown = tokens(2, batch=1, pos=4), tokens(3, batch=1, pos=7), []
+
+    def run_again(value, hook):
+        if not inside:
+            inside.append(None)
+            model(other)
+            inside.pop()
+
+    def keep(value, hook):
+        if not inside:
+            shown.append(value.clone())
+
+    first, last = (hook_point(model, name, "z") for name in ("L0N29", "L1N36"))
+    with p.steered(model, steering(model), positions=[2, 5, 6]):
+        for hooks in ([(last, keep)], [(first, run_again), (last, keep)]):
+            inside = []
+            with model.hooks(fwd_hooks=hooks):
+                model.generate(text, use_past_kv_cache=True, **GENERATE)
+    alone, with_others = torch.cat(shown[:4], dim=1), torch.cat(shown[4:], dim=1)
+    assert torch.equal(with_others, alone)
+    assert alone[0, 5, 36] - alone[0, 4, 36] > 1.0
+
+
+@pytest.mark.parametrize("to", ["zero", "mean"])
+def test_another_thread_runs_the_model_while_heads_are_looked_up(model, close, to):
+    """It sees no hook of the lookup, and the lookup sees nothing of its pass."""
+    text, other = tokens(2, pos=7), tokens(3, pos=5)
+    plain = model(other)
+    sources = {"prompts": text} if to == "mean" else {}
+    with p.ablated(model, NAMES, to=to, positions=2, **sources):
+        expected = model(text)
+    thread, runs = threading.get_ident(), []
+
+    def run(*_):
+        if threading.get_ident() == thread:
+            with ThreadPoolExecutor(1) as pool:
+                runs.append(pool.submit(torch.no_grad()(model), other).result())
+
+    handles = [block.register_forward_hook(of_a_library(run)) for block in model.blocks]
+    with p.ablated(model, NAMES, to=to, positions=2, **sources):
+        for handle in handles:
+            handle.remove()
+        assert close(model(text), expected)
+    assert len(runs) >= 2
+    assert all(close(one, plain) for one in runs)

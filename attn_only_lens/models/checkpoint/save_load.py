@@ -18,7 +18,7 @@ from torch import Tensor
 from transformer_lens.model_bridge import TransformerBridge
 
 from attn_only_lens.errors import CheckpointError
-from attn_only_lens.heads import Gating, has_neuron_heads
+from attn_only_lens.heads import Gating, has_neuron_heads, host_of
 from attn_only_lens.models.checkpoint.bridge import BridgeFields, describe_bridge, rebuild_bridge
 from attn_only_lens.models.checkpoint.hooked import HookedFields, describe_hooked, rebuild_hooked
 from attn_only_lens.models.source_folder import (
@@ -120,6 +120,8 @@ def save(
             f"got a {type(model).__name__}; expected what attn_only_lens.convert or load returns, "
             "or a model with attn_only_lens.expose_neuron_heads"
         )
+    if reasons := host_of(model).reasons():
+        raise CheckpointError("; ".join(reasons))
     kind = "TransformerBridge" if isinstance(model, TransformerBridge) else "HookedTransformer"
     with checkpoint_errors(f"it {_UNBUILDABLE}"):
         entries, tensors = _KINDS[kind].describe(model)

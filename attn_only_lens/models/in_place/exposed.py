@@ -20,11 +20,12 @@ from transformer_lens.model_bridge.generalized_components import (
 )
 
 from attn_only_lens.axes import Residual
-from attn_only_lens.errors import UnsupportedCallError
-from attn_only_lens.heads.host import POINTS, WithNeuronHeads
+from attn_only_lens.errors import UnsupportedCallError, UnsupportedModelError
+from attn_only_lens.heads.host import CHANGED, POINTS, WithNeuronHeads, stock_class
 from attn_only_lens.models.hook_checks import HookChecks
 from attn_only_lens.models.in_place.heads import InPlace
-from attn_only_lens.models.in_place.hosts import BridgeHost, HookedHost
+from attn_only_lens.models.in_place.hosts import BridgeHost, HookedHost, replaced_mlps
+from attn_only_lens.models.shared_weights import parted_reasons, sharing_reasons
 from attn_only_lens.tl import MLP, GatedMLP, HookedTransformer
 
 _RESULT = f"mlp.{POINTS['result']}"
@@ -42,9 +43,15 @@ class _Exposed(WithNeuronHeads):
     """A model whose blocks have MLPs with neuron-heads."""
 
     blocks: Any
+    _stock: type
 
     def forward(self, *args: Any, **how: Any) -> Any:
-        """As in TransformerLens."""
+        """As in TransformerLens.
+
+        Raises:
+            UnsupportedModelError: an MLP was replaced: hooks on its neuron-heads would not fire.
+        """
+        UnsupportedModelError.raise_if(replaced_mlps(self), CHANGED)
         with exposed_heads(self)[0].passing.new_pass():  # a hook may run the model again
             return super().forward(*args, **how)  # type: ignore[misc]
 
@@ -52,7 +59,35 @@ class _Exposed(WithNeuronHeads):
 class ExposedTransformer(_Exposed, HookChecks):
     """A HookedTransformer whose MLPs have neuron-heads."""
 
+    _stock = HookedTransformer
     _host = HookedHost
+
+    def forward(self, *args: Any, **how: Any) -> Any:
+        """As in TransformerLens.
+
+        Raises:
+            UnsupportedModelError: an MLP was replaced, or the norms of a model that shares the
+                weights of this one were folded into them.
+        """
+        UnsupportedModelError.raise_if(parted_reasons(self), CHANGED)
+        return super().forward(*args, **how)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Refuse to copy or pickle a model that is refused: a copy would not know why."""
+        UnsupportedModelError.raise_if(parted_reasons(self), CHANGED)
+        return self.__dict__
+
+    def load_and_process_state_dict(
+        self, state_dict: Any, fold_ln: bool = True, *args: Any, **how: Any
+    ) -> None:
+        """As in TransformerLens, where no other model has the same weights.
+
+        Raises:
+            UnsupportedModelError: another model, which is not processed, shares them.
+        """
+        if fold_ln:
+            UnsupportedModelError.raise_if(sharing_reasons(self), "its norms cannot be folded")
+        super().load_and_process_state_dict(state_dict, fold_ln, *args, **how)
 
     def _list_hook_points(self, heads: list[InPlace]) -> None:
         self.setup()
@@ -67,6 +102,7 @@ class ExposedTransformer(_Exposed, HookChecks):
 class ExposedBridge(_Exposed, TransformerBridge):
     """A TransformerBridge whose MLPs have neuron-heads."""
 
+    _stock = TransformerBridge
     _host = BridgeHost
 
     def _list_hook_points(self, heads: list[InPlace]) -> None:
@@ -78,8 +114,8 @@ class ExposedBridge(_Exposed, TransformerBridge):
     def _unlist_hook_points(self, heads: list[InPlace]) -> None:
         for each in heads:
             for name in each.points:
-                each.mlp._hook_registry.pop(name)
-                self._hook_registry.pop(f"blocks.{each.layer}.mlp.{name}")
+                each.mlp._hook_registry.pop(name, None)
+                self._hook_registry.pop(f"blocks.{each.layer}.mlp.{name}", None)
 
     def set_use_attn_result(self, use_attn_result: bool) -> None:
         """As in TransformerLens; and where it has none for the attention, for the MLPs alone."""
@@ -114,7 +150,7 @@ class _ExposedMLPBridge:
 
     def forward(self, *args: Any, **how: Any) -> Any:
         """As in TransformerLens."""
-        with self._neuron_heads.passing.new_pass():  # a hook may run this MLP alone
+        with self._neuron_heads.run_alone():
             return super().forward(*args, **how)  # type: ignore[misc]
 
 
@@ -125,40 +161,48 @@ class _ExposedMLP:
 
     def forward(self, x: Residual) -> Residual:
         """Return the output of the MLP, by way of hook_neuron_write where that is live."""
-        with self._neuron_heads.passing.new_pass():  # a hook may run this MLP alone
-            return self._neuron_heads.write(super().forward(x))  # type: ignore[misc]
+        heads = vars(self).get("_neuron_heads")
+        if heads is None:  # undone, while torch.nn.utils.parametrize had a class of its own on it
+            return super().forward(x)  # type: ignore[misc]
+        with heads.run_alone():
+            return heads.write(super().forward(x))  # type: ignore[misc]
 
 
 class ExposedMLP(_ExposedMLP, MLP):
     """A plain MLP of a HookedTransformer with neuron-heads."""
 
+    _stock = MLP
+
 
 class ExposedGatedMLP(_ExposedMLP, GatedMLP):
     """A gated MLP of a HookedTransformer with neuron-heads."""
+
+    _stock = GatedMLP
 
 
 class ExposedPlainBridge(_ExposedMLPBridge, MLPBridge):
     """A plain MLP of a bridge with neuron-heads."""
 
+    _stock = MLPBridge
+
 
 class ExposedGatedBridge(_ExposedMLPBridge, GatedMLPBridge):
     """A gated MLP of a bridge with neuron-heads."""
+
+    _stock = GatedMLPBridge
 
 
 class ExposedJointBridge(_ExposedMLPBridge, JointGateUpMLPBridge):
     """A gated MLP of a bridge, q and u from one weight, with neuron-heads."""
 
+    _stock = JointGateUpMLPBridge
 
-_EXPOSED: dict[type, type] = {
-    HookedTransformer: ExposedTransformer,
-    TransformerBridge: ExposedBridge,
-    MLP: ExposedMLP,
-    GatedMLP: ExposedGatedMLP,
-    MLPBridge: ExposedPlainBridge,
-    GatedMLPBridge: ExposedGatedBridge,
-    JointGateUpMLPBridge: ExposedJointBridge,
-}
-_STOCK = {exposed: stock for stock, exposed in _EXPOSED.items()}
+
+_CLASSES: tuple[Any, ...] = (
+    *(ExposedTransformer, ExposedBridge, ExposedMLP, ExposedGatedMLP),
+    *(ExposedPlainBridge, ExposedGatedBridge, ExposedJointBridge),
+)
+_EXPOSED: dict[type, type] = {exposed._stock: exposed for exposed in _CLASSES}
 
 
 def show(model: Any, heads: list[InPlace]) -> None:
@@ -167,6 +211,7 @@ def show(model: Any, heads: list[InPlace]) -> None:
         each.attach()
         each.mlp.__class__ = _EXPOSED.get(type(each.mlp), type(each.mlp))
     model.__class__ = _EXPOSED[type(model)]
+    vars(model)["_neuron_heads"] = heads
     model._list_hook_points(heads)
 
 
@@ -174,11 +219,12 @@ def hide(model: Any) -> None:
     """Undo `show`; a model that is not exposed is left as it is."""
     heads = exposed_heads(model)
     for each in heads:
-        each.mlp.__class__ = _STOCK.get(type(each.mlp), type(each.mlp))
+        each.mlp.__class__ = stock_class(each.mlp)
         each.detach()
     if heads:
         model._unlist_hook_points(heads)
-        model.__class__ = _STOCK[type(model)]
+        model.__class__ = stock_class(model)
+        del vars(model)["_neuron_heads"]
 
 
 @contextmanager

@@ -17,7 +17,7 @@ source. Bilinear heads are another function and always replace the activations.
 """
 
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -187,6 +187,10 @@ class InPlace(NeuronHeads):
             self.mlp(x)
         return seen[pre], None if pre_linear is None else seen[pre_linear]
 
+    def run_alone(self) -> AbstractContextManager[None]:
+        """Keep what the MLP leaves in a run of it apart: a hook may run it within another run."""
+        return self.passing.new_pass(self.passing.values)
+
     # Called by the taps, in this order
 
     def record(self, name: str, x: PreActivation) -> None:
@@ -198,7 +202,12 @@ class InPlace(NeuronHeads):
     ) -> tuple[PreActivation, PreActivation | None]:
         """Return the input of hook_post in place of `post`; and z, if hook_result fires."""
         left = self.passing.values
-        q, up = left.pop((self.layer, "pre")), left.pop((self.layer, "pre_linear"), None)
+        q, up = (left.pop((self.layer, name), None) for name in ("pre", "pre_linear"))
+        if q is None:
+            raise UnsupportedCallError(
+                f"layer {self.layer}: the output of its MLP runs as a module of its own, or as a "
+                "copy (modules_to_save of peft): undo() and expose_neuron_heads again"
+            )
         left.pop((self.layer, "written"), None)  # of an MLP that was run alone, and broke off
         if self._recomputes:
             self._require_known(q, up, post)
@@ -344,3 +353,7 @@ class _Out(_Tap):
     def __call__(self, x: Tensor) -> Tensor:
         out: Tensor = super().__call__(self._neuron_heads.write(x))
         return out
+
+
+TAPS = (_Pre, _PreLinear, _Post, _Out)
+"""The classes of hook points that are tapped."""

@@ -4,8 +4,12 @@ from typing import Any, Literal
 
 from transformers.cache_utils import Cache
 
-from attn_only_lens.heads.host import HeadKind, Host
+from attn_only_lens.errors import InputError
+from attn_only_lens.heads.host import CHANGED, HeadKind, Host
+from attn_only_lens.heads.pass_state import PassState
 from attn_only_lens.models.hooked_host import HookedTransformerHost
+from attn_only_lens.models.in_place.bridge_parts import part_reasons, unseen_edit_reasons
+from attn_only_lens.models.in_place.hook_points import UnknownMLPError, find_hook_points
 from attn_only_lens.models.norms import (
     LayerNorms,
     Norm,
@@ -15,9 +19,34 @@ from attn_only_lens.models.norms import (
     require_bridge_weights,
     stream_is_centred,
 )
+from attn_only_lens.models.shared_weights import parted_reasons
+from attn_only_lens.models.two_blocks.known_modules import structure_reasons
+from attn_only_lens.runs.attached_hooks import weight_hook_reasons
 from attn_only_lens.runs.replay.base import Replay
 from attn_only_lens.runs.replay.bridge import BridgeReplay
 from attn_only_lens.runs.replay.hooked import HookedReplay
+
+_AGAIN = "undo() and expose_neuron_heads again"
+
+
+def replaced_mlps(model: Any) -> list[str]:
+    """Return the reasons why an exposed model's MLPs are not those with the neuron-heads."""
+    heads, blocks = vars(model)["_neuron_heads"], model.blocks
+    if len(heads) != len(blocks):
+        return [f"it has {len(blocks)} blocks, and had {len(heads)}; {_AGAIN}"]
+    return [
+        f"blocks.{each.layer}.mlp was replaced, by a {type(mlp).__qualname__}; {_AGAIN}"
+        for each, block in zip(heads, blocks, strict=True)
+        for mlp in (block._modules.get("mlp"), _run_mlp(block, each.mlp))
+        if mlp is not each.mlp
+    ]
+
+
+def _run_mlp(block: Any, mlp: Any) -> Any:
+    """What the layer that a bridge's block wraps has in the place of an MLP."""
+    layer = block._modules.get("_original_component")
+    name = None if layer is None else mlp.name
+    return layer._modules.get(name) if name in getattr(layer, "_modules", ()) else mlp
 
 
 class _InPlaceHost(Host):
@@ -25,8 +54,15 @@ class _InPlaceHost(Host):
 
     @property
     def neurons(self) -> list[Any]:
-        """The neuron-heads beside each MLP."""
-        return [block.mlp._neuron_heads for block in self.model.blocks]
+        """The neuron-heads beside each MLP, as they were exposed."""
+        heads: list[Any] = vars(self.model)["_neuron_heads"]
+        return heads
+
+    @property
+    def passing(self) -> PassState:
+        """What all MLPs share."""
+        passing: PassState = self.neurons[0].passing
+        return passing
 
     @property
     def n_heads(self) -> list[int]:
@@ -36,6 +72,22 @@ class _InPlaceHost(Host):
     def block(self, layer: int, kind: HeadKind) -> int:
         """The block of the layer."""
         return layer
+
+    def require_weights(self) -> None:
+        """Refuse torch hooks, too, which may change what weights compute."""
+        super().require_weights()
+        InputError.raise_if(weight_hook_reasons(self.model), CHANGED)
+
+    def _mlp_reasons(self) -> list[str]:
+        """Why MLPs are not those whose neuron-heads were exposed, hook point by hook point."""
+        reasons = replaced_mlps(self.model)
+        for heads in [] if reasons else self.neurons:
+            try:
+                if find_hook_points(heads.mlp) != heads.mlp_points:
+                    reasons.append(f"layer {heads.layer}: parts of its mlp were replaced; {_AGAIN}")
+            except UnknownMLPError as error:
+                reasons.append(f"layer {heads.layer}: {error}")
+        return reasons
 
     def gates(self) -> list[dict[str, Any]]:
         """The gates and the activation of each layer."""
@@ -48,6 +100,11 @@ class _InPlaceHost(Host):
 
 class HookedHost(HookedTransformerHost, _InPlaceHost):
     """An exposed `HookedTransformer`, whose configuration says which norms it has."""
+
+    def reasons(self) -> list[str]:
+        """MLPs that were replaced, or modules whose classes are not known."""
+        reasons = self._mlp_reasons() or structure_reasons(self.model)
+        return parted_reasons(self.model) + reasons
 
     def norms(self) -> list[LayerNorms]:
         """The norms of each layer."""
@@ -64,6 +121,18 @@ class HookedHost(HookedTransformerHost, _InPlaceHost):
 class BridgeHost(_InPlaceHost):
     """An exposed `TransformerBridge`, whose norms and matrices are found by running it."""
 
+    def reasons(self) -> list[str]:
+        """MLPs, or other parts, that were replaced or wrapped."""
+        return self._mlp_reasons() + part_reasons(self.model)
+
+    def unseen_edit_reasons(self, layer: int, kind: HeadKind) -> list[str]:
+        """A torch hook on the part that z enters."""
+        if kind == "neuron":
+            return unseen_edit_reasons(self.model, self.neurons[layer].mlp_points.post)
+        return unseen_edit_reasons(
+            self.model, self.model.hook_dict[self.hook_name(layer, kind, "z")]
+        )
+
     def norms(self) -> list[LayerNorms]:
         """The norms of each layer, as two tokens show them."""
         return bridge_norms(self.model)
@@ -78,6 +147,7 @@ class BridgeHost(_InPlaceHost):
 
     def require_weights(self) -> None:
         """Hold the matrices against the modules that they are of."""
+        super().require_weights()
         require_bridge_weights(self.model)
 
     def tokens_before(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:

@@ -29,30 +29,22 @@ import torch
 from torch import Tensor, nn
 from transformer_lens.hook_points import HookPoint
 from transformer_lens.model_bridge import TransformerBridge
-from transformer_lens.model_bridge.generalized_components import (
-    GatedMLPBridge,
-    JointGateUpMLPBridge,
-    MLPBridge,
-)
-from transformers.pytorch_utils import Conv1D
 
 from attn_only_lens.errors import UnsupportedModelError
 from attn_only_lens.gates import GATES, Gate, GeneralizedSiLU
+from attn_only_lens.heads import host_of
+from attn_only_lens.models.in_place.bridge_parts import part_reasons
 from attn_only_lens.models.in_place.exposed import exposed_heads
 from attn_only_lens.models.in_place.heads import MLPHookPoints, activation_error
+from attn_only_lens.models.in_place.hook_points import UnknownMLPError, find_hook_points
 from attn_only_lens.models.two_blocks.known_modules import reasons_against
 from attn_only_lens.numerics import keep_random_state, normal_numbers
-from attn_only_lens.tl import MLP, GatedMLP, HookedTransformer
+from attn_only_lens.tl import GatedMLP, HookedTransformer
 
-_BRIDGES = (MLPBridge, GatedMLPBridge, JointGateUpMLPBridge)
 _SHOWN = 5
 _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _BATCH, _POS = 2, 7
 _FAR = 1e4  # and its product with u is within float16
-
-
-class UnknownMLPError(Exception):
-    """An MLP whose neurons are not known to be heads; its text says why."""
 
 
 @dataclass(frozen=True)
@@ -80,6 +72,7 @@ def known_mlps(model: Any, problem: str, silu: GeneralizedSiLU | None = None) ->
             done about it.
     """
     if exposed := exposed_heads(model):
+        UnsupportedModelError.raise_if(host_of(model).reasons(), problem)
         return [KnownMLP(heads.mlp, heads.mlp_points, heads.act_fn) for heads in exposed]
     blocks: list[Any] = []
     if type(model) is TransformerBridge:
@@ -105,6 +98,8 @@ def known_mlps(model: Any, problem: str, silu: GeneralizedSiLU | None = None) ->
                 known.append(KnownMLP(mlp, points, _activation(mlp, points, model.cfg, silu)))
             except UnknownMLPError as error:
                 reasons.append(f"layer {layer}: {error}")
+    if type(model) is TransformerBridge and not reasons:
+        reasons = part_reasons(model)
     names = {each.act_fn for each in known}
     if len(names) > 1:
         reasons.append(f"its layers differ in their activation: {', '.join(sorted(names))}")
@@ -126,56 +121,6 @@ def non_finite_weights(model: Any) -> list[str]:
             reasons.append(f"its {plain} has {count} entries that are NaN or infinite")
     more = len(reasons) - _SHOWN
     return [*reasons[:_SHOWN], *[f"and {more} more of its parameters have"] * (more > 0)]
-
-
-def find_hook_points(mlp: Any) -> MLPHookPoints:
-    """Find the hook points of an MLP.
-
-    Raises:
-        UnknownMLPError: its class, or that of one of its parts, is not known.
-    """
-    if mlp is None:
-        raise UnknownMLPError("it has no MLP")
-    if type(mlp) in (MLP, GatedMLP):
-        points = MLPHookPoints(
-            mlp.hook_pre, getattr(mlp, "hook_pre_linear", None), mlp.hook_post, None
-        )
-    elif type(mlp) in _BRIDGES:
-        points = _bridge_hook_points(mlp)
-    else:
-        raise UnknownMLPError(
-            f"its mlp is a {type(mlp).__qualname__}, whose forward pass is not known; expected one "
-            f"of {', '.join(known.__name__ for known in (MLP, GatedMLP, *_BRIDGES))}"
-        )
-    changed = [point.name for point in points if type(point) is not HookPoint]
-    if changed:
-        raise UnknownMLPError(f"its hook points {changed} are of a class that is not known")
-    # OPT: what passes is [batch · pos, d_mlp], and hooks are shown [batch, pos, d_mlp].
-    converted = [point.name for point in points if point.hook_conversion is not None]
-    if converted:
-        raise UnknownMLPError(
-            f"its hook points {converted} show something else than what passes through them (in "
-            "OPT, tokens of all batch entries pass on one axis)"
-        )
-    return points
-
-
-def _bridge_hook_points(mlp: Any) -> MLPHookPoints:
-    parts: dict[str, Any] = dict(mlp.named_children())
-    missing = [part for part in ("in", "out") if part not in parts]
-    if missing:
-        raise UnknownMLPError(f"its MLP has no part {' and no part '.join(missing)}")
-    # The weight of an adapted or quantised W_out is not all of what it computes.
-    W_out = getattr(parts["out"], "original_component", None)
-    if type(W_out) not in (nn.Linear, Conv1D):
-        raise UnknownMLPError(
-            f"its W_out is a {type(W_out).__qualname__}, expected a Linear or a Conv1D: merge "
-            "adapters, dequantise, or remove parametrizations first"
-        )
-    first = parts["gate" if "gate" in parts else "in"].hook_out
-    second = parts["in"].hook_out if "gate" in parts else None
-    layer = mlp.original_component if mlp.name is None else None
-    return MLPHookPoints(first, second, parts["out"].hook_in, parts["out"].hook_out, layer)
 
 
 @torch.no_grad()

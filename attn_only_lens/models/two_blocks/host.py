@@ -5,12 +5,22 @@ from typing import Any, Literal
 import torch
 
 from attn_only_lens.axes import Residual
-from attn_only_lens.heads.host import HeadKind
+from attn_only_lens.errors import InputError
+from attn_only_lens.heads.host import CHANGED, HeadKind
+from attn_only_lens.heads.pass_state import PassState
 from attn_only_lens.models.hooked_host import HookedTransformerHost
 from attn_only_lens.models.norms import LayerNorms, hooked_norms
+from attn_only_lens.models.shared_weights import parted_reasons
+from attn_only_lens.models.two_blocks.attention import BilinearAttention, NeuronAttention
 from attn_only_lens.models.two_blocks.block_numbers import block_layer, heads_block, neurons_block
+from attn_only_lens.models.two_blocks.blocks import AttentionBlock, NeuronBlock
+from attn_only_lens.models.two_blocks.known_modules import module_reasons
+from attn_only_lens.runs.attached_hooks import weight_hook_reasons
 from attn_only_lens.runs.replay.base import Joined, Replay
 from attn_only_lens.runs.replay.hooked import HookedReplay
+from attn_only_lens.tl import Attention, GroupedQueryAttention
+
+_ATTENTION = ((Attention, GroupedQueryAttention), (NeuronAttention, BilinearAttention))
 
 
 class TwoBlocksHost(HookedTransformerHost):
@@ -22,6 +32,27 @@ class TwoBlocksHost(HookedTransformerHost):
     def neurons(self) -> list[Any]:
         """The attention module of each neuron block."""
         return [block.attn for block in self.model.blocks[1::2]]
+
+    def reasons(self) -> list[str]:
+        """Modules that were replaced, or have another forward pass."""
+        reasons = parted_reasons(self.model) + module_reasons(self.model)
+        for name, block in self.model.blocks.named_children():
+            for path, module, known in (
+                (f"blocks.{name}", block, (AttentionBlock, NeuronBlock)),
+                (f"blocks.{name}.attn", getattr(block, "attn", None), _ATTENTION[int(name) % 2]),
+            ):
+                if type(module) not in known:
+                    kinds = " or ".join(kind.__name__ for kind in known)
+                    reasons.append(
+                        f"{path} was replaced, by a {type(module).__qualname__}; expected a {kinds}"
+                    )
+        return reasons
+
+    @property
+    def passing(self) -> PassState:
+        """What all blocks share."""
+        passing: PassState = self.model.passing
+        return passing
 
     @property
     def n_heads(self) -> list[int]:
@@ -40,6 +71,11 @@ class TwoBlocksHost(HookedTransformerHost):
         """Return the input of one of the two blocks, or the output of the second."""
         block = heads_block(layer) if point == "pre" else neurons_block(layer)
         return f"blocks.{block}.hook_resid_{'post' if point == 'post' else 'pre'}"
+
+    def require_weights(self) -> None:
+        """Refuse torch hooks, too, which may change what weights compute."""
+        super().require_weights()
+        InputError.raise_if(weight_hook_reasons(self.model), CHANGED)
 
     def norms(self) -> list[LayerNorms]:
         """The norms of each source layer, half of them in each block."""

@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from attn_only_lens.gates import GATES, GeneralizedSiLU
+from attn_only_lens.heads.host import stock_class
 from attn_only_lens.tl import (
     MLP,
     USE_INSTEAD,
@@ -60,10 +61,19 @@ def reasons_against(
         ),
     }
     reasons = [reason for reason, applies in obstacles.items() if applies]
-    reasons += module_reasons(model)
-    if not reasons:
+    reasons = reasons or structure_reasons(model)
+    if not reasons and not cfg.attn_only:
         for layer, block in enumerate(model.blocks):
-            reasons += [f"layer {layer}: {reason}" for reason in _block_reasons(block, cfg, silu)]
+            why = _activation_reasons(block.mlp.act_fn, cfg.act_fn, silu)
+            reasons += [f"layer {layer}: {reason}" for reason in why]
+    return reasons
+
+
+def structure_reasons(model: HookedTransformer) -> list[str]:
+    """List why it is not known what a model's blocks compute, up to their activation."""
+    reasons = module_reasons(model)
+    for layer, block in enumerate([] if reasons else model.blocks):
+        reasons += [f"layer {layer}: {reason}" for reason in _block_reasons(block, model.cfg)]
     return reasons
 
 
@@ -88,7 +98,7 @@ def module_reasons(model: HookedTransformer) -> list[str]:
     return reasons
 
 
-def _block_reasons(block: nn.Module, cfg: Any, silu: GeneralizedSiLU | None) -> list[str]:
+def _block_reasons(block: Any, cfg: Any) -> list[str]:
     if type(block) is not TransformerBlock:
         return [f"its block is a {type(block).__qualname__}; expected a TransformerBlock"]
     reasons = []
@@ -101,7 +111,7 @@ def _block_reasons(block: nn.Module, cfg: Any, silu: GeneralizedSiLU | None) -> 
     if cfg.attn_only:
         return reasons
     mlp, known = block.mlp, GatedMLP if cfg.gated_mlp else MLP
-    if type(mlp) is not known:
+    if stock_class(mlp) is not known:
         return [*reasons, f"its mlp is a {type(mlp).__qualname__}; expected a {known.__name__}"]
     into, out = (cfg.d_model, cfg.d_mlp), (cfg.d_mlp, cfg.d_model)
     shapes = {"W_in": into, "b_in": out[:1], "W_out": out, "b_out": into[:1]}
@@ -114,7 +124,7 @@ def _block_reasons(block: nn.Module, cfg: Any, silu: GeneralizedSiLU | None) -> 
             wrong.append(f"its {name} has shape {tuple(weight.shape)}; expected {shape}")
         elif not weight.is_floating_point():
             wrong.append(f"its {name} is {weight.dtype}; expected floating point")
-    return reasons + (wrong or _activation_reasons(mlp.act_fn, cfg.act_fn, silu))
+    return reasons + wrong
 
 
 def _activation_reasons(act_fn: Any, name: str, silu: GeneralizedSiLU | None) -> list[str]:

@@ -7,11 +7,12 @@ from jaxtyping import Float
 from torch import Tensor
 from transformer_lens import ActivationCache
 
-from attn_only_lens.errors import UnsupportedCallError
-from attn_only_lens.heads.host import WithNeuronHeads
+from attn_only_lens.errors import UnsupportedCallError, UnsupportedModelError
+from attn_only_lens.heads.host import CHANGED, WithNeuronHeads
 from attn_only_lens.heads.names import head_labels
 from attn_only_lens.heads.pass_state import PassState
 from attn_only_lens.heads.patterns import neuron_gate, neuron_pattern
+from attn_only_lens.models.shared_weights import parted_reasons
 from attn_only_lens.models.two_blocks.block_numbers import block_kind, block_layer
 from attn_only_lens.models.two_blocks.cache import AttentionOnlyCache, refuse_mlp_input
 from attn_only_lens.models.two_blocks.config import AttentionOnlyConfig
@@ -157,8 +158,14 @@ class AttentionOnlyTransformer(Refusals, ConvertedHookChecks, WithNeuronHeads):
 
     def forward(self, input: Any, *args: Any, **kwargs: Any) -> Any:
         """As `HookedTransformer.forward`; `start_at_layer` and `stop_at_layer` count blocks."""
+        UnsupportedModelError.raise_if(parted_reasons(self), CHANGED)
         with self.passing.new_pass():  # a hook may run the model again
             return super().forward(input, *args, **kwargs)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Refuse to copy or pickle a model that is refused: a copy would not know why."""
+        UnsupportedModelError.raise_if(parted_reasons(self), CHANGED)
+        return self.__dict__
 
     def run_with_cache(
         self,

@@ -1,0 +1,105 @@
+"""Check that the model which a bridge wraps runs the parts of the bridge, and nothing around them.
+
+A bridge puts its parts into the wrapped model, by the names that the model calls them by: the
+output of an MLP is `block.mlp.out` of the bridge and `layer.mlp.down_proj` of the model. What is
+put in such a place afterwards, such as an adapter around the part, runs outside its hook points:
+it reads activations before they are edited, and no weight of the bridge shows it. Where joint
+attention computes for its model, the model's own module stays in its place.
+
+What replaces the module inside a part, as peft's adapters do, runs between the hook points, and its
+weights are another matter: `known_mlps` looks at W_out, `require_bridge_weights` at all matrices.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformer_lens.hook_points import HookPoint
+
+from attn_only_lens.numerics import normal_numbers
+from attn_only_lens.runs.attached_hooks import user_forward_hooks
+
+_WRAPPED = "_original_component"
+
+
+def part_reasons(model: Any) -> list[str]:
+    """Return the reasons why a bridge's parts are not what its wrapped model runs."""
+    blocks = set(model._modules["blocks"])
+    return [
+        f"{name}: the model that the bridge wraps has a {_kind(placed)} in the place of this part, "
+        f"{path}; put the part back, or build the bridge again, of a model without adapters "
+        "(merge_and_unload() of peft takes a bridge apart: call it before)"
+        for name, part, owner, path in _parts(model)
+        if (placed := _module_at(owner, path)) is not None
+        and placed is not part
+        and (placed is not part._modules.get(_WRAPPED) or part in blocks)
+    ]
+
+
+def unseen_edit_reasons(model: Any, point: HookPoint) -> list[str]:
+    """Return the reasons why an edit of what enters a part would not reach all that it computes.
+
+    A torch hook on a part is given what entered the part, before an edit. So it is tried whether
+    what it makes of one output depends on the input.
+
+    Args:
+        model: an exposed bridge.
+        point: the hook point at the entrance of the part.
+    """
+    return [
+        f"{name} has a hook by torch's register_forward_hook that computes from what entered this "
+        "part before it was edited; remove it"
+        for name, part, _, _ in _parts(model)
+        if any(module is point for module in part._modules.values())
+        for hook in user_forward_hooks(part)
+        if _reads_input(hook, part.weight)
+    ]
+
+
+def _reads_input(hook: Callable[[Any, Any], Any], weight: Tensor) -> bool:
+    """Return whether what a hook makes of an output depends on the input."""
+    sides = (tuple(weight.shape), tuple(weight.shape[::-1]))  # Conv1D and Linear
+    for d_in, d_out in dict.fromkeys(sides):
+        one, other = (normal_numbers((1, 2, d_in), seed).to(weight) for seed in (0, 1))
+        output = normal_numbers((1, 2, d_out), 2).to(weight)
+        try:
+            made = [hook(given, output.clone()) for given in (one, other)]
+        except RuntimeError:
+            continue
+        if all(each is None for each in made):
+            return False
+        return not (all(isinstance(each, Tensor) for each in made) and torch.equal(*made))
+    return True
+
+
+def _parts(model: Any) -> Iterator[tuple[str, Any, Any, str]]:
+    """Yield the parts of a bridge: name, module, the module that runs it, and its path in that."""
+    for name, part in model._modules.items():
+        if name == "blocks":
+            for layer, block in enumerate(part):
+                yield from _with_parts(f"blocks.{layer}", block, model.original_model)
+        elif name != "original_model":
+            yield from _with_parts(name, part, model.original_model)
+
+
+def _with_parts(name: str, part: Any, owner: Any) -> Iterator[tuple[str, Any, Any, str]]:
+    path = getattr(part, "name", None)
+    if isinstance(part, HookPoint) or _WRAPPED not in part._modules:
+        return
+    if path:
+        yield name, part, owner, path
+    for child_name, child in part._modules.items():
+        if child is not None and child_name != _WRAPPED:
+            yield from _with_parts(f"{name}.{child_name}", child, part._modules[_WRAPPED])
+
+
+def _module_at(owner: Any, path: str) -> nn.Module | None:
+    module: nn.Module | None = owner
+    for step in path.split("."):
+        module = None if module is None else module._modules.get(step)
+    return module
+
+
+def _kind(module: nn.Module) -> str:
+    return f"{type(module).__module__}.{type(module).__qualname__}"

@@ -1,0 +1,373 @@
+"""Modules that are replaced or wrapped before or after neuron-heads are exposed.
+
+What no longer runs as it was recognised is refused wherever a model is given to a public function,
+by a row of `support.py` for each; the forward pass stays the user's.
+"""
+
+import bridges
+import pytest
+import support
+import torch
+from common import needs_hooked_transformer, tokens
+from peft import IA3Config, LoraConfig, get_peft_model, inject_adapter_in_model
+from torch import nn
+from torch.nn.utils import parametrize
+from transformer_lens.model_bridge import TransformerBridge
+
+import attn_only_lens as lens
+from attn_only_lens import circuits
+from attn_only_lens import patching as p
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # TransformerLens', transformers' and peft's own
+METRIC = p.logit_diff(7, 8)
+REFUSED = (lens.InputError, lens.CheckpointError)
+OUT = {"gpt2": "c_proj", "llama": "down_proj"}
+
+
+class Adapted(nn.Module):
+    """A low-rank adapter, as people write them: the module, and a product beside it."""
+
+    def __init__(self, base, d_in, d_out):
+        super().__init__()
+        self.base = base
+        self.A = nn.Parameter(torch.randn(d_in, 3, dtype=torch.float64) * 0.3)
+        self.B = nn.Parameter(torch.randn(3, d_out, dtype=torch.float64) * 0.3)
+
+    def forward(self, x, *args, **kwargs):
+        return self.base(x, *args, **kwargs) + x @ self.A @ self.B
+
+
+def lora(name, **options):
+    options = {
+        "r": 3,
+        "init_lora_weights": False,
+        "fan_in_fan_out": name in ("c_proj", "c_fc"),
+    } | options
+    return LoraConfig(target_modules=rf".*\.{name}\._original_component", **options)
+
+
+def ia3(name):
+    module = rf".*\.{name}\._original_component"
+    return IA3Config(target_modules=module, feedforward_modules=module, init_ia3_weights=False)
+
+
+def around(bridge, path):
+    """Put an adapter around a part, in the model that the bridge wraps."""
+    *parents, name = path.split(".")
+    owner = bridge.original_model.get_submodule(".".join(parents))
+    part = getattr(owner, name)
+    weight = (
+        part.weight if "gpt2" in type(bridge.original_model).__name__.lower() else part.weight.T
+    )
+    setattr(owner, name, Adapted(part, *weight.shape))
+
+
+def llama_layer(part):
+    return f"model.layers.1._original_component.{part}"
+
+
+CHANGES = {
+    "adapter in down_proj": lambda bridge: get_peft_model(bridge.original_model, lora("down_proj")),
+    "adapter injected": lambda bridge: inject_adapter_in_model(
+        lora("down_proj"), bridge.original_model
+    ),
+    "weight-decomposed": lambda bridge: get_peft_model(
+        bridge.original_model, lora("down_proj", use_dora=True)
+    ),
+    "ia3": lambda bridge: get_peft_model(bridge.original_model, ia3("down_proj")),
+    "around down_proj": lambda bridge: around(
+        bridge, llama_layer("mlp._original_component.down_proj")
+    ),
+    "around o_proj": lambda bridge: around(
+        bridge, llama_layer("self_attn._original_component.o_proj")
+    ),
+    "parametrized": lambda bridge: parametrize.register_parametrization(
+        bridge.blocks[1].mlp.out.original_component, "weight", nn.Tanh()
+    ),
+    "another down_proj in the wrapped model": lambda bridge: setattr(
+        bridge.original_model.get_submodule(llama_layer("mlp._original_component")),
+        "down_proj",
+        nn.Linear(37, 26, bias=False, dtype=torch.float64),
+    ),
+    "another mlp in the wrapped model": lambda bridge: setattr(
+        bridge.original_model.get_submodule(llama_layer("mlp")[: -len(".mlp")]),
+        "mlp",
+        nn.Linear(26, 26, bias=False, dtype=torch.float64),
+    ),
+}
+RUNS = {
+    "sweep": lambda model: p.activation_patch(
+        model, tokens(1), tokens(2), METRIC, sites=["L1N3"], positions=-1, progress=False
+    ),
+    "attribution": lambda model: p.attribution(model, tokens(1), tokens(2), METRIC, progress=False),
+    "ablated": lambda model: p.ablated(model, ["L1N3"]).__enter__(),
+    "steered": lambda model: p.steered(model, {"L1N3": 4.0}).__enter__(),
+    "discover": lambda model: circuits.discover(model, tokens(1), tokens(2), METRIC, n_random=2),
+    "top_compositions": lambda model: circuits.top_compositions(model, k=3),
+    "copying_scores": lambda model: circuits.copying_scores(model),
+    "verify": lambda model: lens.verify(model, model, tokens()),
+}
+
+
+@pytest.fixture
+def llama():
+    return bridges.boot("llama")
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@torch.no_grad()
+def test_a_change_after_exposing_is_refused_as_one_before(llama, change, tmp_path):
+    before = llama(tokens())
+    exposed = lens.expose_neuron_heads(llama)
+    CHANGES[change](llama)
+    if change == "another mlp in the wrapped model":  # hooks on its neurons would not fire
+        with pytest.raises(lens.UnsupportedModelError, match=r"blocks\.1\.mlp was replaced"):
+            llama(tokens())
+    elif "o_proj" not in change:  # the attention of this bridge runs its parts itself
+        assert not torch.allclose(llama(tokens()), before)
+    named = "o_proj" if "o_proj" in change else r"down_proj|mlp\b|W_out"
+    for run in RUNS.values():
+        with pytest.raises(REFUSED, match=named):
+            run(llama)
+    with pytest.raises(lens.CheckpointError, match=named):
+        lens.save(llama, tmp_path / "saved")
+    with pytest.raises(lens.UnsupportedModelError, match=named):
+        lens.expose_neuron_heads(llama)
+    exposed.undo()
+    assert torch.isfinite(llama(tokens())).all()
+    with pytest.raises(lens.UnsupportedModelError, match=named):
+        lens.expose_neuron_heads(llama)
+
+
+@torch.no_grad()
+def test_a_part_that_peft_copies_and_saves_is_refused(llama):
+    lens.expose_neuron_heads(llama)
+    get_peft_model(llama.original_model, lora("q_proj", modules_to_save=["down_proj"]))
+    with pytest.raises(lens.UnsupportedCallError, match="modules_to_save"):
+        llama(tokens())
+    with pytest.raises(REFUSED, match="ModulesToSaveWrapper"):
+        RUNS["sweep"](llama)
+
+
+@pytest.mark.parametrize("name", OUT)
+@torch.no_grad()
+def test_a_merged_adapter_is_served(name):
+    """As in a model that has had these weights all along; before, one without effect is not."""
+    bridge = bridges.boot(name)
+    lens.expose_neuron_heads(bridge)
+    adapted = get_peft_model(bridge.original_model, lora(OUT[name], init_lora_weights=True))
+    with pytest.raises(REFUSED, match=r"peft\.tuners\.lora"):
+        RUNS["sweep"](bridge)
+    for key, parameter in adapted.named_parameters():
+        if "lora_B" in key:
+            parameter.copy_(torch.randn_like(parameter))
+    expected = bridge(tokens())
+    plain = bridges.boot(name)
+    assert not torch.allclose(expected, plain(tokens()))
+    for block, other in zip(bridge.blocks, plain.blocks, strict=True):
+        layer = block.mlp.out.original_component
+        layer.merge()
+        block.mlp.out.set_original_component(layer.get_base_layer())
+        other.mlp.out.original_component.weight.copy_(layer.get_base_layer().weight)
+    torch.testing.assert_close(bridge(tokens()), expected)
+    lens.expose_neuron_heads(plain)
+    for one, other in zip(*(_scores(model) for model in (bridge, plain)), strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=0)
+
+
+def _scores(model):
+    sweep = RUNS["attribution"](model).frame["value"]
+    compositions = RUNS["top_compositions"](model)["score"]
+    return [torch.tensor(x.to_numpy()) for x in (sweep, compositions)]
+
+
+@torch.no_grad()
+def test_merge_and_unload_takes_a_bridge_apart_and_is_refused(llama):
+    """It puts plain modules in the places of parts, which have the hook points."""
+    exposed = lens.expose_neuron_heads(llama)
+    get_peft_model(llama.original_model, lora("down_proj")).merge_and_unload()
+    with pytest.raises(REFUSED, match="build the bridge again, of a model without adapters"):
+        RUNS["sweep"](llama)
+    exposed.undo()
+    model = bridges.original("llama")
+    bridge = bridges.bridged(
+        get_peft_model(model, LoraConfig(target_modules=["down_proj"])).merge_and_unload()
+    )
+    lens.expose_neuron_heads(bridge)
+    RUNS["sweep"](bridge)
+
+
+@pytest.mark.parametrize("first", ["adapter", "exposed"])
+@torch.no_grad()
+def test_adapters_within_attention_run_and_no_weight_of_theirs_is_read(llama, first):
+    """An ablation is that of a plain torch hook on the adapter: it runs between the hook points."""
+    if first == "exposed":
+        lens.expose_neuron_heads(llama)
+    get_peft_model(llama.original_model, lora("o_proj"))
+    if first == "adapter":
+        lens.expose_neuron_heads(llama)
+    o_proj = llama.original_model.get_submodule(
+        llama_layer("self_attn._original_component.o_proj._original_component")
+    )
+
+    def silence(module, args):
+        z = args[0].clone()
+        z[..., 14:] = 0  # head 1
+        return (z,)
+
+    handle = o_proj.register_forward_pre_hook(silence)
+    expected = llama(tokens())
+    handle.remove()
+    with p.ablated(llama, ["L1H1"]):
+        torch.testing.assert_close(llama(tokens()), expected)
+    assert not torch.allclose(llama(tokens()), expected)
+    for name in ("top_compositions", "copying_scores"):
+        with pytest.raises(lens.InputError, match=r"W_O is not the matrix .* attn\.o applies"):
+            RUNS[name](llama)
+
+
+@pytest.mark.parametrize("adds", ["low rank", "half", None])
+@torch.no_grad()
+def test_torch_hooks_on_a_part(llama, adds):
+    """One that reads what entered before an edit is refused; one that reads the output is not."""
+    lens.expose_neuron_heads(llama)
+    part = llama.original_model.get_submodule(llama_layer("mlp._original_component.down_proj"))
+    A = torch.randn(37, 26, dtype=torch.float64)
+    make = {
+        "low rank": lambda module, args, output: output + args[0] @ A,
+        "half": lambda module, args, output: output / 2,
+        None: lambda module, args, output: None,
+    }[adds]
+    handle = part.register_forward_hook(make)
+    if adds == "low rank":
+        with pytest.raises(lens.UnsupportedModelError, match=r"blocks\.1\.mlp\.out has a hook"):
+            RUNS["ablated"](llama)
+    else:
+        hook = [("blocks.1.mlp.out.hook_in", lambda x, hook: x * (torch.arange(37) != 3))]
+        expected = llama.run_with_hooks(tokens(), fwd_hooks=hook)
+        with p.ablated(llama, ["L1N3"]):
+            torch.testing.assert_close(llama(tokens()), expected)
+    for name in ("sweep", "attribution", "top_compositions", "copying_scores"):
+        with pytest.raises(lens.InputError, match="hooks are attached"):
+            RUNS[name](llama)
+    handle.remove()
+    RUNS["top_compositions"](llama)
+
+
+def _bridge_and_new_mlp():
+    return bridges.boot("gpt2"), bridges.boot("gpt2").blocks[0].mlp
+
+
+def _hooked_and_new_mlp():
+    from models import build
+
+    return build("gelu"), build("gelu").blocks[0].mlp
+
+
+@pytest.mark.parametrize(
+    "build_both",
+    [_bridge_and_new_mlp, pytest.param(_hooked_and_new_mlp, marks=needs_hooked_transformer)],
+)
+@torch.no_grad()
+def test_an_mlp_that_was_replaced_is_named_and_can_be_undone(build_both):
+    model, mlp = build_both()
+    exposed, names = lens.expose_neuron_heads(model), list(model.hook_dict)
+    model.blocks[1].mlp = mlp
+    for run in (
+        lambda: model(tokens()),
+        lambda: RUNS["sweep"](model),
+        lambda: p.ablated(model, "L1N3").__enter__(),
+    ):
+        with pytest.raises(lens.InputError, match=r"blocks\.1\.mlp was replaced.*undo\(\)"):
+            run()
+    exposed.undo()
+    assert torch.isfinite(model(tokens())).all()
+    assert not [name for name in model.hook_dict if "neuron" in name]
+    if isinstance(model, TransformerBridge):  # the MLP was put into the model that it wraps
+        with pytest.raises(lens.UnsupportedModelError, match=r"blocks\.1\.mlp: the model that"):
+            lens.expose_neuron_heads(model)
+        return
+    lens.expose_neuron_heads(model)
+    assert set(model.hook_dict) == set(names)
+    assert lens.verify(model, model, tokens()).ok
+
+
+@needs_hooked_transformer
+@torch.no_grad()
+def test_weights_of_a_hooked_transformer_that_are_replaced_are_read():
+    from models import build
+
+    model, other = build("gelu", d_vocab_out=41), build("gelu", d_vocab_out=41)
+    lens.expose_neuron_heads(model)
+    for each in (model, other):
+        each.blocks[1].mlp.W_out = nn.Parameter(
+            torch.randn(37, 26, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
+        )
+    lens.expose_neuron_heads(other)
+    for one, another in zip(*map(_scores, (model, other)), strict=True):
+        assert torch.equal(one, another)
+    parametrize.register_parametrization(model.blocks[1].mlp, "W_out", nn.Tanh())
+    with pytest.raises(lens.InputError, match="its mlp is a Parametrized"):
+        RUNS["sweep"](model)
+    handle = other.blocks[1].mlp.register_forward_hook(lambda module, args, output: output / 2)
+    for name in ("sweep", "top_compositions"):
+        with pytest.raises(lens.InputError, match=r"hooks are attached.*blocks\.1\.mlp"):
+            RUNS[name](other)
+    handle.remove()
+    converted = lens.convert(build("gelu"))
+    converted.blocks[3].attn = Adapted(converted.blocks[3].attn, 26, 26)
+    with pytest.raises(lens.InputError, match=r"blocks\.3\.attn was replaced"):
+        RUNS["top_compositions"](converted)
+
+
+# Every public function
+
+
+class ChangedKit(support.Kit):
+    """Models of which an MLP was adapted after their neuron-heads had been exposed."""
+
+    @property
+    def exposed(self):
+        if not hasattr(self, "_adapted"):
+            self._adapted = lens.expose_neuron_heads(self.model, copy=True).model
+            mlp = self._adapted.blocks[1].mlp
+            if self.kind == support.HOOKED:
+                torch.nn.utils.parametrize.register_parametrization(mlp, "W_out", nn.Tanh())
+            else:
+                config = lora("c_proj")
+                config.target_modules = config.target_modules.replace(r"\.c_proj", r"mlp.*\.c_proj")
+                inject_adapter_in_model(config, self._adapted.original_model)
+        return self._adapted
+
+
+OF_NO_SUCH_MODEL = {
+    # Of models without neuron-heads, of tokens or files.
+    *("Bilinear", "GeneralizedSiLU", "calibrate", "chat_tokens", "convert", "grow", "head_counts"),
+    *("load", "token_texts", "compare", "prompt_pair", "agreement", "brackets", "greater_than"),
+    *("ioi", "comparison_circuit", "comparison_report", *support.EXPANSION, *support.COMMANDS),
+    *("Grown.save_pretrained", "Grown.shrink", "Training", "gradient_products", "read"),
+    "read_provenance",
+    # Of activations that its forward pass shows, which is the user's, or of names.
+    *("AttentionOnlyCache", "HeadName", "dense_pattern", "neuron_gate", "neuron_pattern"),
+    *("identity", "to_stock"),
+}
+ROWS = [
+    (package, name)
+    for package, names in support.ROWS.items()
+    for name in names
+    if name not in OF_NO_SUCH_MODEL or (package, name) == ("attn_only_lens.patching", "agreement")
+]
+
+
+@pytest.fixture(scope="module", params=support.HERE)
+def kit(request, tmp_path_factory):
+    return ChangedKit(request.param, tmp_path_factory.mktemp("kit"))
+
+
+@pytest.mark.parametrize(("package", "name"), ROWS, ids=[".".join(row) for row in ROWS])
+def test_every_function_refuses_a_model_that_was_changed(kit, package, name):
+    with pytest.raises(
+        lens.AttnOnlyLensError,
+        match=r"layer 1: its (W_out|mlp) is a",
+    ):
+        support.ROWS[package][name](kit)

@@ -1,0 +1,135 @@
+"""Models that share weights with one whose norms are folded into them."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from common import tokens
+from models import build
+
+import attn_only_lens as lens
+from attn_only_lens import circuits
+from attn_only_lens import patching as p
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # TransformerLens' own
+FAMILIES = ("gelu", "llama", "norms_before_and_after")
+FOLDED = "norms of a model that shares its weights were folded"
+METRIC = p.logit_diff(7, 8)
+MAKE = {
+    "converted": lambda model, **how: lens.convert(model, **how),
+    "copied": lambda model, **how: lens.expose_neuron_heads(model, copy=True, **how).model,
+}
+USES = {
+    "forward": lambda model: model(tokens()),
+    "sweep": lambda model: p.activation_patch(
+        model, tokens(1), tokens(2), METRIC, sites=["L1N3"], positions=-1, progress=False
+    ),
+    "ablated": lambda model: p.ablated(model, ["L1N3"]).__enter__(),
+    "top_compositions": lambda model: circuits.top_compositions(model, k=3),
+    "copy": copy.deepcopy,
+    "pickle": pickle.dumps,
+}
+
+
+@pytest.fixture(params=FAMILIES)
+def source(request):
+    return build(request.param, d_vocab_out=41)
+
+
+@pytest.fixture(params=MAKE)
+def make(request):
+    return MAKE[request.param]
+
+
+def log_probs(model):
+    with torch.no_grad():
+        return model(tokens()).log_softmax(-1)
+
+
+def close(one, other):
+    """TransformerLens processes in float32: 4e-4 at most, of logits up to 40, over FAMILIES."""
+    return bool((one - other).abs().max() <= 4e-3)
+
+
+@pytest.mark.parametrize("way", ["process_weights_", "load_and_process_state_dict"])
+def test_folded_norms_part_a_model_from_its_source(source, make, way, tmp_path):
+    model, alone, before = make(source), make(source, copy_weights=True), log_probs(source)
+    how = () if way == "process_weights_" else (source.state_dict(),)
+    getattr(source, way)(*how)
+    assert close(log_probs(source), before)
+    assert torch.equal(log_probs(alone), before)
+    for use in USES.values():
+        with pytest.raises(lens.InputError, match=FOLDED):
+            use(model)
+    with pytest.raises(lens.CheckpointError, match=FOLDED):
+        lens.save(model, tmp_path / "saved")
+    assert close(log_probs(make(source)), before)
+    # Control: what is refused.
+    for block in model.blocks:
+        block.forward  # noqa: B018
+    with torch.no_grad():
+        assert not close(type(source).forward(model, tokens()).log_softmax(-1), before)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"center_writing_weights": True, "center_unembed": False},
+        {"center_writing_weights": False, "center_unembed": True},
+        {"center_writing_weights": False, "center_unembed": False},
+    ],
+)
+def test_processing_that_keeps_the_norms_changes_all_alike(source, make, options):
+    model, before = make(source), log_probs(source)
+    source.process_weights_(fold_ln=False, **options)
+    assert torch.equal(log_probs(model), log_probs(source))
+    assert close(log_probs(model), before)
+    USES["sweep"](model)
+
+
+def test_changes_of_weights_alone_are_no_matter(make):
+    source = build("gelu", d_vocab_out=41)
+    model = make(source)
+    optimizer = torch.optim.AdamW(source.parameters(), lr=1e-2)
+    source(tokens()).square().mean().backward()
+    optimizer.step()
+    assert torch.equal(log_probs(model), log_probs(source))
+    source.load_state_dict(build("gelu", d_vocab_out=41, scale=0.3).state_dict())
+    assert torch.equal(log_probs(model), log_probs(source))
+    # Weights that were cast before are not shared any more.
+    before = log_probs(make(build("gelu", d_vocab_out=41)))
+    source, kept = build("gelu", d_vocab_out=41), None
+    kept = make(source)
+    source.to(torch.float32)
+    source.process_weights_()
+    assert torch.equal(log_probs(kept), before)
+    # Norms replaced by hand, and no weight changed.
+    source = build("gelu", d_vocab_out=41)
+    kept = make(source)
+    source.ln_final = torch.nn.Identity()
+    assert torch.equal(log_probs(kept), before)
+    # A source that is gone cannot be processed.
+    del source
+    assert torch.equal(log_probs(kept), before)
+
+
+def test_a_copy_is_not_processed_while_its_source_lives():
+    source = build("gelu", d_vocab_out=41)
+    exposed = lens.expose_neuron_heads(source, copy=True)
+    converted, before = lens.convert(source), log_probs(source)
+    with pytest.raises(lens.InputError, match="weights are those of another model too"):
+        exposed.model.process_weights_()
+    assert torch.equal(log_probs(source), before)
+    # Without neuron-heads it is TransformerLens' own, and the others notice.
+    exposed.undo()
+    exposed.model.process_weights_()
+    assert close(log_probs(exposed.model), before)
+    with pytest.raises(lens.InputError, match=FOLDED):
+        converted(tokens())
+    # Exposed in place there is one model, whose neuron-heads go with it.
+    alone = build("gelu", d_vocab_out=41)
+    with lens.expose_neuron_heads(alone):
+        alone.process_weights_()
+        assert close(log_probs(alone), before)
+        USES["sweep"](alone)
