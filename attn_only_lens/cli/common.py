@@ -1,6 +1,7 @@
 """The application; how its commands load models, report errors and print tables."""
 
 import sys
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
 from inspect import getdoc
@@ -12,12 +13,13 @@ from rich.console import Console
 from rich.table import Table
 from transformer_lens.model_bridge import TransformerBridge
 
-from attn_only_lens.errors import AttnOnlyLensError
+from attn_only_lens.errors import AttnOnlyLensError, InputWarning
 from attn_only_lens.heads import has_neuron_heads, host_of
 from attn_only_lens.models.expose import expose_neuron_heads
 from attn_only_lens.models.load import load
 from attn_only_lens.models.two_blocks import AttentionOnlyTransformer
 from attn_only_lens.pretrained import small_english
+from attn_only_lens.runs.input_warnings import warned_once
 from attn_only_lens.tl import quiet
 
 app = typer.Typer(
@@ -66,8 +68,18 @@ def say_page(path: Path, what: str = "") -> None:
 
 @contextmanager
 def clear_errors() -> Iterator[None]:
-    """Print errors of this package as one message, without a traceback, and exit with code 2."""
-    with quiet():
+    """Print errors and warnings of this package as one message each; errors exit with code 2."""
+    show = warnings.showwarning
+
+    def show_clearly(message: Warning | str, category: type[Warning], *place: Any) -> None:
+        if issubclass(category, InputWarning):
+            typer.echo(f"warning: {message}", err=True)
+        else:
+            show(message, category, *place)
+
+    with quiet(), warned_once():
+        warnings.simplefilter("always", InputWarning)
+        warnings.showwarning = show_clearly  # type: ignore[assignment]  # `quiet` restores it
         try:
             yield
         except (AttnOnlyLensError, ImportError, OSError) as error:  # OSError: a path, a full disk
