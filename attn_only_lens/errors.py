@@ -45,6 +45,24 @@ class InputError(AttnOnlyLensError, ValueError):
         return type(self), (self.reasons, self.problem)
 
 
+class InputWarning(UserWarning):
+    """Prompts or answers that can be used, and are probably not those that were meant.
+
+    A word of a prompt is not known to the tokenizer; or an answer lacks the space before it, or has
+    one that the model does not expect. `warnings.filterwarnings("error", category=InputWarning)`
+    makes errors of them.
+
+    Example:
+        >>> import warnings
+        >>> from attn_only_lens import InputWarning, patching as p, pretrained
+        >>> with warnings.catch_warnings(record=True) as caught:
+        ...     warnings.simplefilter("always")
+        ...     pair = p.prompt_pair(pretrained.small_english(), "The kezs near", "The key near")
+        >>> [each.category is InputWarning and "'kezs'" in str(each.message) for each in caught]
+        [True]
+    """
+
+
 class ComparisonError(InputError):
     """Models, a provenance or prompts that cannot be compared component by component.
 

@@ -262,7 +262,7 @@ def attribution_graph(
     top = _TOP if top is None and mass is None else top
     pair = single_prompts(model, prompts, mask)
     run = record(model, pair.clean, pair.mask)
-    bound = bind(metric, model, pair)
+    bound = bind(metric, model, pair, run.logits)
     require_differentiable(bound, run.logits)
     value = bound.of(run.logits)
     linear = linearize(model, run, bound)

@@ -31,6 +31,7 @@ from attn_only_lens.circuits.ablation import ORDERS, AblatedModel, Ablation, Ord
 from attn_only_lens.errors import InputError
 from attn_only_lens.numerics import as_plain, is_count, is_number
 from attn_only_lens.patching.results import Sweep
+from attn_only_lens.runs.input_warnings import warned_once
 from attn_only_lens.runs.inputs import option_reasons
 from attn_only_lens.runs.metrics import AnyMetric
 from attn_only_lens.runs.prompts import Prompts
@@ -70,6 +71,7 @@ class Faithfulness:
     method: str
 
 
+@warned_once()
 def faithfulness(
     model: Any,
     clean: Prompts,

@@ -224,7 +224,8 @@ class PathExpansion:
     def _gradient(self, metric: AnyMetric) -> tuple[Float[Tensor, "batch pos d_vocab"], float]:
         """That of the metric at the logits before any soft cap, and the metric."""
         InputError.raise_if([*one_run_reasons(metric), *no_gradient_reasons()], _PROBLEM)
-        bound, recording = bind(metric, self._model, self._pair), self._parts.recording
+        recording = self._parts.recording
+        bound = bind(metric, self._model, self._pair, recording.logits)
         require_differentiable(bound, recording.logits)
         with (
             torch.enable_grad(),

@@ -196,12 +196,12 @@ def _default_nodes(model: Any, pair: PromptPair, metric: AnyMetric | None, top: 
             ],
             _PROBLEM,
         )
-    bound = bind(metric, model, pair)
     host = host_of(model)
     at = [host.hook_name(each.layer, each.kind, "z") for each in every]
     tape = Tape(at)
     with torch.enable_grad(), start_graph(model):
         logits = run(model, pair.clean, pair.mask, tape.hooks)
+        bound = bind(metric, model, pair, logits.detach())
         require_differentiable(bound, logits.detach())
         nodes = dict(tape.nodes)
         gradients = tape.gradients(bound.of_logits(logits))

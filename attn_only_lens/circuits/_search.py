@@ -44,6 +44,7 @@ from attn_only_lens.patching._attribution import METHODS, attribution
 from attn_only_lens.patching.repairs import Budget
 from attn_only_lens.patching.results import MEASURED
 from attn_only_lens.patching.site_groups import site_groups
+from attn_only_lens.runs.input_warnings import warned_once
 from attn_only_lens.runs.inputs import option_reasons
 from attn_only_lens.runs.metrics import AnyMetric
 from attn_only_lens.runs.positions import Positions
@@ -102,6 +103,7 @@ class Circuit:
         return len(self.frame)
 
 
+@warned_once()
 def discover(
     model: Any,
     clean: Prompts,
@@ -410,6 +412,7 @@ class Evaluation:
     nothing: float
 
 
+@warned_once()
 def evaluate(
     model: Any,
     circuit: Circuit,

@@ -62,7 +62,7 @@ def token_paths(
         model: converted, or with exposed neuron-heads.
         neurons: `patching.neuron_heads()`, names of whole neurons; None for all.
         k: how many rows; fewer if there are fewer.
-        tokens: as in `qk_circuit`.
+        tokens: as in `ov_circuit`.
         n_tokens: how many tokens of either end to name.
         block: tokens at once.
         fold_norms: whether to fold gains of norms into the weights.
@@ -111,10 +111,9 @@ def token_paths(
             frames.append(frame.nlargest(k, "score"))
     found = pd.concat(frames).nlargest(k, "score").reset_index(drop=True)
     ends = "reads", "writes"
-    named = {place for name in ends for row in found[name] for place in row}
-    own = matrices.tokens
-    texts = {at: token_text(model, at if own is None else own[at]) for at in named}
-    for name in ends:
+    for name, own in zip(ends, (matrices.read_tokens, matrices.written_tokens), strict=True):
+        named = {place for row in found[name] for place in row}
+        texts = {at: token_text(model, at if own is None else own[at]) for at in named}
         found[name] = [tuple(texts[place] for place in row) for row in found[name]]
     return found
 

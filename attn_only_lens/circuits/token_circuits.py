@@ -38,7 +38,7 @@ from jaxtyping import Complex
 from torch import Tensor
 from transformer_lens import FactoredMatrix
 
-from attn_only_lens.circuits.vocabulary_matrices import VocabularyMatrices
+from attn_only_lens.circuits.vocabulary_matrices import InputVocabulary, VocabularyMatrices
 from attn_only_lens.errors import InputError
 from attn_only_lens.heads import HeadName
 from attn_only_lens.numerics import as_plain, full_precision, is_count, to_float64_device
@@ -61,13 +61,16 @@ class TokenCircuit:
         matrix: a row for each query token, or token attended to; a column for each key token, or
             token written. Of a neuron's QK, one column: the bias token. A TransformerLens
             `FactoredMatrix`: `matrix.AB` would be all of it.
-        tokens: of its rows and columns; None for the whole vocabulary.
+        row_tokens: the tokens of its rows; None for the whole input vocabulary.
+        column_tokens: the tokens of its columns; None for the whole vocabulary, of an OV circuit
+            the output vocabulary.
     """
 
     name: str
     kind: Literal["qk", "ov"]
     matrix: FactoredMatrix
-    tokens: tuple[int, ...] | None
+    row_tokens: tuple[int, ...] | None
+    column_tokens: tuple[int, ...] | None
     _model: Any = field(repr=False)
 
     @property
@@ -163,7 +166,8 @@ class TokenCircuit:
     def _ids(self, name: str, places: list[int]) -> list[int]:
         if name == "key" and self.matrix.shape[1] == 1:
             return [_BIAS] * len(places)
-        return places if self.tokens is None else [self.tokens[place] for place in places]
+        tokens = self.row_tokens if name == self.columns[0] else self.column_tokens
+        return places if tokens is None else [tokens[place] for place in places]
 
     def _texts(self, name: str, places: list[int]) -> list[str]:
         ids = self._ids(name, places)
@@ -199,8 +203,9 @@ def qk_circuit(
     Args:
         model: converted, or with exposed neuron-heads.
         name: `L5H3`, a neuron, or one of several heads of a neuron.
-        tokens: those of interest, such as all that occur in a text; None for all. Tokens that were
-            never trained may lie far from all others, and fill every table.
+        tokens: those of interest, such as all that occur in a text, of the input vocabulary; None
+            for all. Tokens that were never trained may lie far from all others, and fill every
+            table.
         fold_norms: whether to fold gains of norms into the weights.
 
     Returns:
@@ -208,8 +213,8 @@ def qk_circuit(
 
     Raises:
         InputError: the model has no neuron-heads, or not that head; unknown weights or norms; an
-            embedding or unembedding that does more than multiply by one matrix; tokens that are
-            not in the vocabulary, or repeated.
+            embedding that does more than multiply by one matrix; tokens that are not in the
+            vocabulary, or repeated.
 
     Example:
         >>> from attn_only_lens import circuits, expose_neuron_heads, pretrained
@@ -219,12 +224,14 @@ def qk_circuit(
         >>> circuits.qk_circuit(model, "L0N5").top(3)["key"].tolist()
         ['bias token', 'bias token', 'bias token']
     """
-    sites, matrices = _resolved(model, name, tokens, fold_norms)
+    sites = _resolved(model, name)
+    matrices = InputVocabulary.of(model, tokens, fold_norms=fold_norms)
     read = matrices.heads.read_matrices(sites, "q")
     left = matrices.reads(read.A[0])
     right = read.B[0] if sites.kind == "neuron" else matrices.reads(read.B[0].T).T
     both = FactoredMatrix(left, right.to(left))
-    return TokenCircuit(sites.names[0], "qk", both, matrices.tokens, model)
+    chosen = matrices.read_tokens
+    return TokenCircuit(sites.names[0], "qk", both, chosen, chosen, model)
 
 
 @torch.no_grad()
@@ -243,7 +250,9 @@ def ov_circuit(
     Args:
         model: as in `qk_circuit`.
         name: as in `qk_circuit`.
-        tokens: as in `qk_circuit`; logits are centred over these.
+        tokens: as in `qk_circuit`. Where a model does not put out all the tokens that it takes, or
+            puts out others, those that it takes are read and those that it puts out written.
+            Logits are centred over the latter.
         fold_norms: as in `qk_circuit`.
 
     Returns:
@@ -251,7 +260,8 @@ def ov_circuit(
         vocabulary, or over `tokens`.
 
     Raises:
-        InputError: as in `qk_circuit`.
+        InputError: as in `qk_circuit`, and the same of the unembedding; no token that the model
+            takes, or none that it puts out.
 
     Example:
         >>> from attn_only_lens import circuits, expose_neuron_heads, pretrained
@@ -263,7 +273,8 @@ def ov_circuit(
         >>> ov.block([3, 5], [7, 11, 13]).shape
         (2, 3)
     """
-    sites, matrices = _resolved(model, name, tokens, fold_norms)
+    sites = _resolved(model, name)
+    matrices = VocabularyMatrices.of(model, tokens, fold_norms=fold_norms)
     written = matrices.heads.write_matrices(sites)
     if sites.kind == "neuron":
         left = matrices.heads.read_matrices(sites, "v").A[0] * written.A[0]
@@ -271,13 +282,12 @@ def ov_circuit(
         left = written.A[0]
     right = matrices.writes(written.B[0])
     both = FactoredMatrix(matrices.reads(left).to(right), right)
-    return TokenCircuit(sites.names[0], "ov", both, matrices.tokens, model)
+    ends = matrices.read_tokens, matrices.written_tokens
+    return TokenCircuit(sites.names[0], "ov", both, *ends, model)
 
 
-def _resolved(
-    model: Any, name: str | HeadName, tokens: Sequence[int] | None, fold_norms: bool
-) -> tuple[LayerSites, VocabularyMatrices]:
+def _resolved(model: Any, name: str | HeadName) -> LayerSites:
     if not isinstance(name, str | HeadName):
         raise InputError([f"got {name!r}; expected one name, such as 'L5H3'"], _PROBLEM)
     (sites,) = resolve_sites(model, [name])
-    return sites, VocabularyMatrices.of(model, tokens, fold_norms=fold_norms)
+    return sites

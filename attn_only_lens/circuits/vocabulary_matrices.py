@@ -27,24 +27,63 @@ _PROBLEM = "heads of this model have no matrices in its vocabulary"
 
 
 @dataclass(frozen=True, eq=False)
-class VocabularyMatrices:
-    """The matrices of a model's heads, and those that join them to its vocabulary.
+class InputVocabulary:
+    """The matrices of a model's heads, and the one that joins them to the tokens it takes.
 
     Attributes:
         heads: their own matrices.
         W_E: the embedding, of the tokens that were asked for.
-        W_U: the unembedding, of those.
-        final: the norm before it.
-        mean: of W_U over them.
-        tokens: those; None for all.
+        read_tokens: those; None for all.
     """
 
     heads: HeadMatrices
     W_E: Float[Tensor, "d_vocab d_model"]
+    read_tokens: tuple[int, ...] | None
+
+    @classmethod
+    def of(cls, model: Any, tokens: Sequence[int] | None, *, fold_norms: bool) -> "InputVocabulary":
+        """Return the matrices of a model.
+
+        Args:
+            model: converted, or with exposed neuron-heads.
+            tokens: of the input vocabulary, each once; None for all.
+            fold_norms: whether to fold gains of norms into the weights.
+
+        Raises:
+            InputError: with every reason: norms or matrices of a bridge are unknown; an embedding
+                that does more than multiply by one matrix, or is not finite; tokens that are not
+                in the vocabulary, or repeated.
+        """
+        heads, W_E = _embedding(model, fold_norms)
+        chosen = _checked(tokens, len(W_E))
+        return cls(heads, W_E if chosen is None else W_E[list(chosen)], chosen)
+
+    def reads(self, columns: Float[Tensor, "d_model n"]) -> Float[Tensor, "d_vocab n"]:
+        """Return what is read, through columns, of the embedding of each token."""
+        return self.W_E @ columns.to(self.W_E)
+
+
+@dataclass(frozen=True, eq=False)
+class VocabularyMatrices(InputVocabulary):
+    """The matrices of a model's heads, and those that join them to both of its vocabularies.
+
+    A model may take tokens that it does not put out, or put out others. Of the tokens that are
+    asked for, those of the input vocabulary are read and those of the output vocabulary written.
+
+    Attributes:
+        heads: their own matrices.
+        W_E: the embedding, of the tokens that are read.
+        read_tokens: those; None for all.
+        W_U: the unembedding, of the tokens that are written.
+        written_tokens: those; None for all.
+        final: the norm before it.
+        mean: of W_U over them.
+    """
+
     W_U: Float[Tensor, "d_model d_vocab_out"]
+    written_tokens: tuple[int, ...] | None
     final: Norm
     mean: Float[Tensor, "d_model"]
-    tokens: tuple[int, ...] | None
 
     @classmethod
     def of(
@@ -54,31 +93,46 @@ class VocabularyMatrices:
 
         Args:
             model: converted, or with exposed neuron-heads.
-            tokens: of the vocabulary, each once; None for all.
+            tokens: of either vocabulary, each once; None for all.
             fold_norms: whether to fold gains of norms into the weights.
 
         Raises:
-            InputError: with every reason: norms or matrices of a bridge are unknown; an embedding
-                or unembedding that does more than multiply by one matrix, or is not finite; tokens
-                that are not in the vocabulary, or repeated.
+            InputError: as for `InputVocabulary`, and the same of the unembedding; no token of the
+                input vocabulary is among the tokens, or none of the output vocabulary.
         """
-        heads = HeadMatrices.of(model, fold_norms=fold_norms)
-        W_E = _finite(heads.embedding(), "embedding")
+        heads, W_E = _embedding(model, fold_norms)
         W_U = _finite(_unembedding(model), "unembedding")
-        chosen = _checked(tokens, min(len(W_E), W_U.shape[1]))
-        if chosen is not None:
-            W_E, W_U = W_E[list(chosen)], W_U[:, list(chosen)]
+        sizes = len(W_E), W_U.shape[1]
+        chosen = _checked(tokens, max(sizes))
+        read, written = (
+            None if chosen is None else tuple(token for token in chosen if token < size)
+            for size in sizes
+        )
+        for name, part in (("taken in", read), ("put out", written)):
+            if part == ():
+                raise InputError(
+                    [
+                        f"got tokens={reprlib.repr(tokens)}, of which none is {name}: the model "
+                        f"takes tokens 0 to {sizes[0] - 1} and puts out 0 to {sizes[1] - 1}"
+                    ],
+                    _PROBLEM,
+                )
+        W_E = W_E if read is None else W_E[list(read)]
+        W_U = W_U if written is None else W_U[:, list(written)]
         final = host_of(model).final_norm() if fold_norms else NO_NORM
-        return cls(heads, W_E, W_U, final, W_U.mean(dim=1), chosen)
-
-    def reads(self, columns: Float[Tensor, "d_model n"]) -> Float[Tensor, "d_vocab n"]:
-        """Return what is read, through columns, of the embedding of each token."""
-        return self.W_E @ columns.to(self.W_E)
+        return cls(heads, W_E, read, W_U, written, final, W_U.mean(dim=1))
 
     def writes(self, rows: Float[Tensor, "n d_model"]) -> Float[Tensor, "n d_vocab_out"]:
         """Return what rows in the stream add to each logit, up to a constant."""
         normed = self.final.after(rows).to(self.W_U)
         return (normed @ self.W_U).sub_((normed @ self.mean)[:, None])
+
+
+def _embedding(
+    model: Any, fold_norms: bool
+) -> tuple[HeadMatrices, Float[Tensor, "d_vocab d_model"]]:
+    heads = HeadMatrices.of(model, fold_norms=fold_norms)
+    return heads, _finite(heads.embedding(), "embedding")
 
 
 def _finite(matrix: Tensor, name: str) -> Tensor:

@@ -1,23 +1,26 @@
 """The application; how its commands load models, report errors and print tables."""
 
 import sys
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
 from inspect import getdoc
 from pathlib import Path
-from typing import Any, Literal, TypeVar, get_args
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import typer
 from rich.console import Console
 from rich.table import Table
 from transformer_lens.model_bridge import TransformerBridge
 
-from attn_only_lens.errors import AttnOnlyLensError
+from attn_only_lens.errors import AttnOnlyLensError, CheckpointError, InputWarning
 from attn_only_lens.heads import has_neuron_heads, host_of
 from attn_only_lens.models.expose import expose_neuron_heads
 from attn_only_lens.models.load import load
 from attn_only_lens.models.two_blocks import AttentionOnlyTransformer
 from attn_only_lens.pretrained import small_english
+from attn_only_lens.runs.input_warnings import warned_once
+from attn_only_lens.storage.atomic import as_path
 from attn_only_lens.tl import quiet
 
 app = typer.Typer(
@@ -29,6 +32,7 @@ app = typer.Typer(
 SHIPPED = "small-english"
 """What the command line calls the language model that ships with the package."""
 Panel = Literal["Start here", "Look at a model", "Find what matters", "Make models, and compare"]
+_FILES = (".html", ".json", ".csv", ".parquet", ".safetensors", ".svg", ".txt")
 _Function = TypeVar("_Function", bound=Callable[..., None])
 
 
@@ -41,11 +45,28 @@ def command(panel: Panel, *example: str) -> Callable[[_Function], _Function]:
     """
 
     def add(function: _Function) -> _Function:
+        for hint in get_type_hints(function, include_extras=True).values():
+            kind, *options = get_args(hint) if get_origin(hint) is Annotated else (hint,)
+            if kind in (Path, Path | None):
+                for option in options:
+                    option.parser = path
         # \b keeps the lines of a paragraph as they are.
         shown = "\b\nExample:\n  " + " \\\n    ".join(example)
         return app.command(rich_help_panel=panel, help=f"{getdoc(function)}\n\n{shown}")(function)
 
     return add
+
+
+def path(value: str | Path) -> Path:
+    """Return a path that was given in a shell; '' would otherwise be the current folder.
+
+    Raises:
+        BadParameter: it is none.
+    """
+    try:
+        return as_path(value)
+    except CheckpointError as error:
+        raise typer.BadParameter(str(error)) from error
 
 
 def sort_commands() -> None:
@@ -66,8 +87,18 @@ def say_page(path: Path, what: str = "") -> None:
 
 @contextmanager
 def clear_errors() -> Iterator[None]:
-    """Print errors of this package as one message, without a traceback, and exit with code 2."""
-    with quiet():
+    """Print errors and warnings of this package as one message each; errors exit with code 2."""
+    show = warnings.showwarning
+
+    def show_clearly(message: Warning | str, category: type[Warning], *place: Any) -> None:
+        if issubclass(category, InputWarning):
+            typer.echo(f"warning: {message}", err=True)
+        else:
+            show(message, category, *place)
+
+    with quiet(), warned_once():
+        warnings.simplefilter("always", InputWarning)
+        warnings.showwarning = show_clearly  # type: ignore[assignment]  # `quiet` restores it
         try:
             yield
         except (AttnOnlyLensError, ImportError, OSError) as error:  # OSError: a path, a full disk
@@ -136,7 +167,12 @@ def require_writable(out: Path, endings: tuple[str, ...], top: int = 1) -> None:
 
 
 def require_folder(out: Path) -> None:
-    """Refuse a file where a folder is to be written, before computing."""
+    """Refuse a file, or the name of one, where a folder is to be written, before computing."""
+    if out.suffix in _FILES and not out.is_dir():
+        raise AttnOnlyLensError(
+            f"got --out {out}, the name of a file; expected that of a folder, for several files: "
+            f"--out {out.with_suffix('')}"
+        )
     if out.exists() and not out.is_dir():
         raise AttnOnlyLensError(f"--out: {out} is a file; expected a folder, or a new name")
 

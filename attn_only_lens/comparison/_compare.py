@@ -36,6 +36,7 @@ from attn_only_lens.growth import Grown, identity
 from attn_only_lens.heads import has_neuron_heads, host_of
 from attn_only_lens.models.expose import expose_neuron_heads
 from attn_only_lens.numerics import as_plain, is_count
+from attn_only_lens.runs.input_warnings import warned_once
 from attn_only_lens.runs.inputs import reasons_not_to_run
 from attn_only_lens.runs.metrics import AnyMetric, no_gradient_reasons
 from attn_only_lens.runs.prompts import Prompts
@@ -45,6 +46,7 @@ from attn_only_lens.runs.token_texts import token_texts
 _PROBLEM = "these cannot be compared"
 
 
+@warned_once()
 def compare(
     model: Any,
     grown: Any,

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from attn_only_lens.axes import Tokens
 from attn_only_lens.errors import ComparisonError
-from attn_only_lens.runs.inputs import checked_tokens
+from attn_only_lens.runs.inputs import array_as_tensor, checked_tokens
 from attn_only_lens.runs.metrics import AnyMetric
 from attn_only_lens.runs.prompts import (
     PromptPair,
@@ -83,6 +83,7 @@ def batches(
         InputError: prompts that the model cannot take or that do not fit each other.
     """
     reasons = []
+    tokens = array_as_tensor(tokens)
     is_whole = isinstance(tokens, str | Tensor) or are_prompts(tokens)
     if corrupted is not None and not is_whole:
         reasons.append(
@@ -228,6 +229,7 @@ def _alone(rows: Tokens) -> ComparisonError:
 
 def _checked(model: Any, rows: object) -> _Rows:
     """A batch of a stream that the model can run on."""
+    rows = array_as_tensor(rows)
     if isinstance(rows, PromptPair):
         checked_tokens(model, rows.clean)
         checked_tokens(model, rows.corrupted)

@@ -422,7 +422,7 @@ def _edges(
     pair = on_device_of(model, batch.pair)
     run = record(model, pair.clean, pair.mask)
     try:
-        linear = linearize(model, run, bind(batch.metric, model, pair))
+        linear = linearize(model, run, bind(batch.metric, model, pair, run.logits))
     except UnsupportedModelError as error:
         more = "n_nodes=0 compares the nodes of circuits, and no edges"
         raise UnsupportedModelError([*error.reasons, more], error.problem) from error

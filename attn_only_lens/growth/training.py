@@ -84,10 +84,20 @@ class Training:
     history: tuple[Grown, ...] = ()
 
     def __post_init__(self) -> None:
+        if not isinstance(self.schedule, Mapping):
+            got = type(self.schedule).__name__
+            reason = f"got a schedule of type {got}; expected expansions by step, {{200: …}}"
+            raise GrowthError([reason], _PROBLEM)
         self.schedule = {as_plain(step): each for step, each in self.schedule.items()}
         odd = [step for step in self.schedule if not is_count(step)]
-        if odd:
-            raise GrowthError([f"got step {step!r}; expected 0 or more" for step in odd], _PROBLEM)
+        reasons = [f"got step {step!r}; expected 0 or more" for step in odd]
+        reasons += [
+            f"got {each!r} before step {step!r}; expected an expansion, such as AddNeurons(3)"
+            for step, each in self.schedule.items()
+            if not isinstance(each, Expansion)
+        ]
+        if reasons:
+            raise GrowthError(reasons, _PROBLEM)
 
     @property
     def provenance(self) -> Provenance | None:
@@ -107,9 +117,11 @@ class Training:
             progress: whether to show a bar.
 
         Raises:
-            GrowthError: an expansion does not fit the model; model and optimizer are then those of
-                the step before.
+            GrowthError: `until` is no number of steps; or an expansion does not fit the model, and
+                model and optimizer are then those of the step before.
         """
+        if not is_count(until):
+            raise GrowthError([f"got until={until!r}; expected a number of steps"], _PROBLEM)
         for step in tqdm(
             range(self.done, until), "steps", until, initial=self.done, disable=not progress
         ):

@@ -16,6 +16,9 @@ from attn_only_lens.heads.names import HeadName
 def neuron_pattern(cache: ActivationCache, name: str) -> Float[Tensor, "batch pos key=2"]:
     """Return the attention of one neuron-head: by each token to (itself, the bias token).
 
+    Compact: the last axis is no axis of tokens. circuitsvis and the like would take it for one and
+    draw nonsense without an error; `dense_pattern` is for them.
+
     Args:
         cache: of a converted or exposed model, with the pattern of the neuron's block in it.
         name: a neuron-head by source layer, `L5N1234`; `L5N1234.2` if several share a neuron.

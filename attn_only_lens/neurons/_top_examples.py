@@ -30,6 +30,7 @@ from attn_only_lens.neurons.statistics import NeuronStatistics
 from attn_only_lens.numerics import full_precision, is_count
 from attn_only_lens.patching._activation_patch import metric_identity
 from attn_only_lens.runs.fingerprint import fingerprint
+from attn_only_lens.runs.input_warnings import warned_once
 from attn_only_lens.runs.inputs import option_reasons, reasons_not_to_run
 from attn_only_lens.runs.metrics import AnyMetric, as_metric, no_gradient_reasons, one_run_reasons
 from attn_only_lens.runs.sites import ALL_MEMBERS, LayerSites, Sites, neuron_heads, resolve_sites
@@ -145,6 +146,7 @@ def neuron_statistics(
     return _pass(model, names, texts, k, by, metric, ends, *windows, *options, True)
 
 
+@warned_once()
 @full_precision()
 def _pass(
     model: Any,

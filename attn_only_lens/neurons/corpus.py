@@ -16,7 +16,9 @@ from torch import Tensor
 
 from attn_only_lens.axes import Tokens
 from attn_only_lens.errors import InputError, UnsupportedCallError
+from attn_only_lens.runs.input_warnings import shortened
 from attn_only_lens.runs.inputs import checked_tokens, tokens_of_text
+from attn_only_lens.runs.unknown_words import warn_of_unknown_words
 
 Texts: TypeAlias = str | Path | Tensor | Iterable[Any]
 """A file, or texts: strings, dictionaries with a text, or rows of tokens."""
@@ -73,13 +75,20 @@ def n_texts(texts: Texts) -> int | None:
 def corpus_rows(model: Any, texts: Texts, context: int) -> Iterator[Row]:
     """Yield the rows of a corpus: each text in pieces of at most `context` tokens.
 
-    Every piece begins with BOS where its text does. Empty texts have no rows.
+    Every piece begins with BOS where its text does. Empty texts have no rows. The first text with
+    a word that the tokenizer does not know is warned of, and none after it.
 
     Raises:
         InputError: a file that is not there, or an entry that is no text.
     """
+    all_known = True
     for number, entry in enumerate(_entries(texts)):
+        if isinstance(entry, Mapping):
+            entry = entry.get("text")
         tokens, has_bos = _tokens(model, entry, number)
+        if all_known and isinstance(entry, str):
+            name = f"text {number} of the corpus {shortened(entry)}, and perhaps in others"
+            all_known = not warn_of_unknown_words(model.tokenizer, {name: entry})
         n_bos = int(has_bos)
         body, step = tokens[n_bos:], context - n_bos
         for start in range(0, len(body), step):
@@ -150,8 +159,6 @@ def _tokens(model: Any, entry: Any, number: int) -> tuple[Int[Tensor, "pos"], bo
 
 
 def _checked(model: Any, entry: Any, number: int) -> Int[Tensor, "pos"]:
-    if isinstance(entry, Mapping):
-        entry = entry.get("text")
     try:
         if isinstance(entry, str):
             return tokens_of_text(model, entry)[0].cpu()

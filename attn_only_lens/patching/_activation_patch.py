@@ -21,6 +21,7 @@ from attn_only_lens.patching.site_groups import SiteGroup, site_groups
 from attn_only_lens.patching.sweep_parts import SweepPart, sweep_parts
 from attn_only_lens.runs.fingerprint import fingerprint
 from attn_only_lens.runs.identity import Unidentified, identity
+from attn_only_lens.runs.input_warnings import warned_once
 from attn_only_lens.runs.inputs import checked_tokens, option_reasons, reasons_not_to_run
 from attn_only_lens.runs.interventions import ABLATIONS, DIRECTIONS
 from attn_only_lens.runs.metrics import AnyMetric, Metric, as_metric
@@ -31,6 +32,7 @@ from attn_only_lens.runs.replay import make_replay
 from attn_only_lens.runs.sites import PARTS, Part, Sites, split_positions
 
 
+@warned_once()
 def activation_patch(
     model: Any,
     clean: Prompts,

@@ -112,6 +112,7 @@ from attn_only_lens.runs.gradients import (
     site_estimates,
     start_graph,
 )
+from attn_only_lens.runs.input_warnings import warned_once
 from attn_only_lens.runs.inputs import checked_tokens, option_reasons, reasons_not_to_run
 from attn_only_lens.runs.interventions import ABLATIONS, DIRECTIONS
 from attn_only_lens.runs.metrics import (
@@ -135,6 +136,7 @@ _TRACED = ("gradient", "exact_gate")  # by the very run that is recorded
 _STEPS = 5  # as in the experiments of EAP-IG
 
 
+@warned_once()
 @full_precision()
 def attribution(
     model: Any,

@@ -29,6 +29,7 @@ from attn_only_lens.patching._activation_patch import activation_patch
 from attn_only_lens.patching.results import Sweep
 from attn_only_lens.patching.site_groups import SiteGroup, site_groups
 from attn_only_lens.runs.edits import change_of_z, interaction, neuron_changes
+from attn_only_lens.runs.input_warnings import warned_once
 from attn_only_lens.runs.inputs import option_reasons
 from attn_only_lens.runs.interventions import DIRECTIONS
 from attn_only_lens.runs.metrics import AnyMetric
@@ -41,6 +42,7 @@ from attn_only_lens.storage import open_folder
 _SITE = ["layer", "index", "name", "position"]
 
 
+@warned_once()
 def gate_and_value(
     model: Any,
     clean: Prompts,

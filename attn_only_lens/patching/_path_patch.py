@@ -57,6 +57,7 @@ from attn_only_lens.patching.run_patches import Batching, check_edits
 from attn_only_lens.patching.site_groups import SiteGroup, site_groups
 from attn_only_lens.runs.fingerprint import fingerprint
 from attn_only_lens.runs.gradients import Tape, start_graph
+from attn_only_lens.runs.input_warnings import warned_once
 from attn_only_lens.runs.inputs import option_reasons, reasons_not_to_run
 from attn_only_lens.runs.interventions import DIRECTIONS
 from attn_only_lens.runs.largest import LargestScores
@@ -82,6 +83,7 @@ _AT_ONCE = 256  # paths in a part of exact values
 _ESTIMATES_AT_ONCE = 2**24  # in a part of estimates: some ten seconds
 
 
+@warned_once()
 @full_precision()
 def path_patch(
     model: Any,

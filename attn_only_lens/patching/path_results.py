@@ -81,6 +81,7 @@ class Paths(ScoredFrame):
     tokens: PromptTokens | None = None
 
     def __post_init__(self) -> None:
+        InputError.raise_if(self._setting_reasons(), _PROBLEM)
         missing = [name for name in _GIVEN if name not in self.frame]
         reasons = [f"got columns {list(self.frame.columns)}; expected {_GIVEN}"] * bool(missing)
         InputError.raise_if(reasons, _PROBLEM)

@@ -24,7 +24,7 @@ from torch import Tensor
 from attn_only_lens.errors import InputError
 from attn_only_lens.patching.over_prompts import SPREAD, OverPrompts
 from attn_only_lens.patching.prompt_tokens import PromptTokens
-from attn_only_lens.patching.scored_frame import BASELINE, ScoredFrame
+from attn_only_lens.patching.scored_frame import ScoredFrame
 from attn_only_lens.patching.site_groups import SiteGroup
 from attn_only_lens.patching.sweep_rows import PROBLEM, SweepRows
 from attn_only_lens.runs.metrics import require_distinct
@@ -127,16 +127,9 @@ class Sweep(ScoredFrame):
     rows: SweepRows = field(init=False)
 
     def __post_init__(self, given: pd.DataFrame | SweepRows) -> None:
+        InputError.raise_if(self._setting_reasons(), PROBLEM)
         rows = given if isinstance(given, SweepRows) else SweepRows.of_frame(given, self.part)
         reasons = []
-        if self.direction not in BASELINE:
-            reasons.append(f"got direction={self.direction!r}; expected one of {list(BASELINE)}")
-        span = self.clean_value - self.corrupted_value
-        if not np.isfinite(span) or span == 0:
-            reasons.append(
-                f"the metric is {self.clean_value} on the clean run and {self.corrupted_value} on "
-                "the corrupted one; expected two finite numbers that differ"
-            )
         if self.tokens is not None and len(self.tokens.clean) != self.n_prompts:
             got = f"tokens of {len(self.tokens.clean)} prompts"
             reasons.append(f"got {got} and n_prompts={self.n_prompts}; expected as many")

@@ -11,7 +11,7 @@ import pandas as pd
 from jaxtyping import Float, Int
 
 from attn_only_lens.errors import InputError
-from attn_only_lens.numerics import is_count
+from attn_only_lens.numerics import as_plain, is_count, is_number
 from attn_only_lens.patching.prompt_tokens import PromptTokens
 from attn_only_lens.storage import Document
 from attn_only_lens.storage.tables import read_table, write_table
@@ -30,8 +30,36 @@ class ScoredFrame:
 
     _document: ClassVar[Document]
     frame: pd.DataFrame
+    part: str
     direction: str
+    metric: str
+    clean_value: float
+    corrupted_value: float
+    n_prompts: int
+    model: str
     tokens: PromptTokens | None
+
+    def _setting_reasons(self) -> list[str]:
+        """Return why settings are of the wrong kind, if they are."""
+        reasons = [
+            f"got {name}={getattr(self, name)!r}; expected a text"
+            for name in ("part", "metric", "model")
+            if not isinstance(getattr(self, name), str)
+        ]
+        if self.direction not in list(BASELINE):  # what is not hashable is in no dictionary
+            reasons.append(f"got direction={self.direction!r}; expected one of {list(BASELINE)}")
+        ends = as_plain(self.clean_value), as_plain(self.corrupted_value)
+        if not all(map(is_number, ends)) or ends[0] == ends[1]:
+            reasons.append(
+                f"the metric is {ends[0]!r} on the clean run and {ends[1]!r} on the corrupted one; "
+                "expected two finite numbers that differ"
+            )
+        if not is_count(self.n_prompts, 1):
+            reasons.append(f"got n_prompts={self.n_prompts!r}; expected 1 or more")
+        if not isinstance(self.tokens, PromptTokens | None):
+            got = type(self.tokens).__name__
+            reasons.append(f"got tokens of type {got}; expected the tokens of a sweep, or None")
+        return reasons
 
     def to_frame(self) -> pd.DataFrame:
         """Return a copy of the frame."""

@@ -9,6 +9,8 @@ from jaxtyping import Int
 from torch import Tensor
 
 from attn_only_lens.errors import InputError
+from attn_only_lens.runs.input_warnings import shortened
+from attn_only_lens.runs.unknown_words import warn_of_unknown_words
 
 Message: TypeAlias = Mapping[str, str]
 _PROBLEM = "these are no prompts of a chat"
@@ -56,7 +58,7 @@ def chat_tokens(
             ],
             _PROBLEM,
         )
-    reasons, rows = list[str](), list[list[int]]()
+    reasons, rows, texts = list[str](), list[list[int]](), dict[str, str]()
     for i, messages in enumerate(_chats(prompts)):
         try:
             rows.append(
@@ -67,9 +69,13 @@ def chat_tokens(
         except Exception as error:  # of a template, which is a program
             reasons.append(f"prompt {i}: the template does not take it: {error}")
             continue
+        text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        message = str(messages[-1]["content"])
+        texts[f"prompt {i} {shortened(message)}"] = text
         if not rows[-1]:
             reasons.append(f"prompt {i}: the template makes no token of it; expected one at least")
     InputError.raise_if(reasons, _PROBLEM)
+    warn_of_unknown_words(tokenizer, texts)
     device = next(model.parameters()).device
     return [torch.tensor(row, device=device) for row in rows]
 

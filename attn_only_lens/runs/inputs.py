@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+import torch
 from torch import Tensor, nn
 from transformer_lens.model_bridge import TransformerBridge
 
@@ -10,11 +12,20 @@ from attn_only_lens.axes import Tokens
 from attn_only_lens.errors import UnsupportedCallError
 from attn_only_lens.heads import has_neuron_heads, host_of
 from attn_only_lens.runs.attached_hooks import hook_reasons, modules_of
+from attn_only_lens.runs.input_warnings import shortened
+from attn_only_lens.runs.unknown_words import warn_of_unknown_words
 from attn_only_lens.tl import HookedTransformer
 
 
-def checked_tokens(model: HookedTransformer | TransformerBridge, tokens: object) -> Tokens:
+def checked_tokens(
+    model: HookedTransformer | TransformerBridge, tokens: object, *, warn: bool = True
+) -> Tokens:
     """Return tokens that the model can run on, on its device, from tokens or a text.
+
+    Args:
+        model: that is to run.
+        tokens: a tensor or array [batch, pos], or a text.
+        warn: whether to warn of words of the text that the tokenizer does not know.
 
     Raises:
         UnsupportedCallError: they are not integers [batch, pos] of its vocabulary, or too long for
@@ -26,7 +37,10 @@ def checked_tokens(model: HookedTransformer | TransformerBridge, tokens: object)
             f"{cfg.model_name} has no vocabulary (it takes pictures?); expected a model of tokens"
         )
     if isinstance(tokens, str):
+        if warn:
+            warn_of_unknown_words(model.tokenizer, {shortened(tokens): tokens})
         tokens = tokens_of_text(model, tokens)
+    tokens = array_as_tensor(tokens)
     expected = f"expected integers [batch, pos] from 0 to {cfg.d_vocab - 1}, pos up to {cfg.n_ctx}"
     if not isinstance(tokens, Tensor):
         raise UnsupportedCallError(f"tokens: got a {type(tokens).__name__}; {expected}")
@@ -40,6 +54,13 @@ def checked_tokens(model: HookedTransformer | TransformerBridge, tokens: object)
         )
     device = next(model.parameters()).device
     return tokens.to(device)
+
+
+def array_as_tensor(given: Any) -> Any:
+    """Return an array of numbers as a tensor, in integers of 64 bits; other values as they are."""
+    if not isinstance(given, np.ndarray) or given.dtype.kind not in "iubf":
+        return given
+    return torch.tensor(given.astype(np.int64) if given.dtype.kind in "iu" else given, device="cpu")
 
 
 def tokens_of_text(model: Any, text: str) -> Tensor:
@@ -76,3 +97,9 @@ def dropout_reasons(model: Any) -> list[str]:
     if any(isinstance(m, nn.Dropout) and m.p > 0 and m.training for _, m in modules_of(model)):
         return ["dropout is active; call model.eval() first"]
     return []
+
+
+def d_vocab_out(model: Any) -> int:
+    """Return the size of the output vocabulary; configurations may leave it to d_vocab."""
+    out = getattr(model.cfg, "d_vocab_out", None)
+    return int(out) if out is not None and out > 0 else int(model.cfg.d_vocab)

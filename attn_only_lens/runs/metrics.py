@@ -19,7 +19,7 @@ two columns of the vocabulary. Logits in half precision are summed in float32, e
 custom function gets.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
@@ -29,17 +29,24 @@ from torch import Tensor
 
 from attn_only_lens.axes import Logits
 from attn_only_lens.errors import InputError
-from attn_only_lens.numerics import as_plain, float32_if_half, is_count, to_float64_device
+from attn_only_lens.numerics import float32_if_half, to_float64_device
+from attn_only_lens.runs.answers import (
+    Answers,
+    answer_rows,
+    answer_tokens,
+    answers_label,
+    one_each,
+    overlap_reasons,
+    warn_of_spaces,
+)
+from attn_only_lens.runs.inputs import d_vocab_out
 from attn_only_lens.runs.prompts import PromptPair
-from attn_only_lens.runs.token_texts import token_texts
 
-Answer: TypeAlias = str | int | Sequence[str | int] | Tensor
 _Selected: TypeAlias = Float[Tensor, "site batch position column"]
 
 _PROBLEM = "this metric does not fit the model or its prompts"
 _NO_NUMBER = "this metric is not a function of the logits to one number"
 _NO_GRADIENT = "this metric cannot be attributed"
-_SHOWN = 4  # answers in a name
 _ROUNDINGS = 8  # of a metric: a difference, a mean and their inputs, each within one
 _NO_SLOPE = 64  # roundings of float32 or finer: below, a gradient is a rounding of sums
 
@@ -209,10 +216,13 @@ def bind(
         metric: a metric, or a function of logits [batch, pos, d_vocab].
         model: its tokenizer and vocabulary are those of the answers.
         pair: the prompts.
-        reference: the clean run's logits [batch, pos, d_vocab], for `kl`.
+        reference: the clean run's logits [batch, pos, d_vocab], for `kl`, and to check answers on.
 
     Raises:
         InputError: with every reason why it does not fit.
+
+    Warns:
+        InputWarning: an answer is far more probable with a space before it, or without its space.
 
     Example:
         >>> import torch
@@ -233,7 +243,7 @@ def bind(
 # The metrics
 
 
-def logit_diff(correct: Answer, wrong: Answer) -> Metric:
+def logit_diff(correct: Answers, wrong: Answers) -> Metric:
     """Return the logit of a correct answer less that of a wrong one, as a metric.
 
     Args:
@@ -244,24 +254,29 @@ def logit_diff(correct: Answer, wrong: Answer) -> Metric:
         The metric, for any model and prompts.
 
     Raises:
-        InputError: when bound: answers that are not one token each, or the same.
+        InputError: when bound: answers that are not one token each, that the tokenizer does not
+            know, or that are the same.
+
+    Warns:
+        InputWarning: on the clean run, an answer is at least ten times as probable with a space
+            before it, or without its space. So do all metrics of answers.
 
     Example:
         >>> from attn_only_lens import patching as p
         >>> p.logit_diff(correct=" Mary", wrong=" John")
         Metric(name="logit_diff(' Mary', ' John')", needs_reference=False)
     """
-    name = f"logit_diff({_label(correct)}, {_label(wrong)})"
+    correct_rows, wrong_rows = answer_rows(correct), answer_rows(wrong)
+    name = f"logit_diff({answers_label(correct_rows)}, {answers_label(wrong_rows)})"
 
     def bound(model: Any, pair: PromptPair, reference: Logits | None) -> BoundMetric:
         reasons: list[str] = []
-        right = _answer_tokens(model, pair, correct, "correct", reasons)
-        left = _answer_tokens(model, pair, wrong, "wrong", reasons)
-        same = (right == left).nonzero().flatten().tolist()
-        if same and not reasons:
-            reasons.append(f"correct and wrong are the same token for prompts {same}")
-        InputError.raise_if(reasons, _PROBLEM)
-        columns, at = torch.cat([right, left]).unique(return_inverse=True)
+        right = answer_tokens(model, pair, correct_rows, "correct", reasons)
+        left = answer_tokens(model, pair, wrong_rows, "wrong", reasons)
+        InputError.raise_if(reasons or overlap_reasons(right, left), _PROBLEM)
+        warn_of_spaces(model, pair, {"correct": right, "wrong": left}, reference)
+        tokens = torch.cat([one_each(each, pair.clean.device) for each in (right, left)])
+        columns, at = tokens.unique(return_inverse=True)
         right_at, left_at = at.chunk(2)
 
         def compute(logits: _Selected) -> Float[Tensor, "site prompt"]:
@@ -273,51 +288,41 @@ def logit_diff(correct: Answer, wrong: Answer) -> Metric:
     return Metric(name, bound)
 
 
-def probability_diff(
-    correct: Sequence[Sequence[str | int]], wrong: Sequence[Sequence[str | int]]
-) -> Metric:
+def probability_diff(correct: Answers, wrong: Answers) -> Metric:
     """Return the summed probability of correct answers less that of wrong ones, as a metric.
 
     The metric of greater-than in Hanna et al. (2023), where every later year is correct.
 
     Args:
-        correct: of each prompt a list of texts that are one token, or of tokens.
+        correct: as in `logit_diff`; or a list or tensor of several answers to each prompt, or of
+            one such list for all prompts: `[[33, 34]]`.
         wrong: the same.
 
     Returns:
-        The metric, for any model and as many prompts.
+        The metric, for any model and prompts.
 
     Raises:
-        InputError: when bound: other numbers of prompts; answers that are not one token each, or
-            twice for a prompt.
+        InputError: when bound: as in `logit_diff`; answers to another number of prompts, or twice
+            for a prompt.
 
     Example:
         >>> from attn_only_lens import patching as p
         >>> p.probability_diff([[33, 34], [98]], [[31, 32], [7]]).name
-        'probability_diff([33, 34], …; [31, 32], …)'
+        'probability_diff([[33, 34], 98], [[31, 32], 7])'
     """
-    first = [each[0] if len(each) else [] for each in (correct, wrong)]
-    name = "probability_diff({}, …; {}, …)".format(*first)
+    correct_rows, wrong_rows = answer_rows(correct), answer_rows(wrong)
+    name = f"probability_diff({answers_label(correct_rows)}, {answers_label(wrong_rows)})"
 
     def bound(model: Any, pair: PromptPair, reference: Logits | None) -> BoundMetric:
-        batch, reasons = pair.n_all, list[str]()
-        signs = torch.zeros(len(pair.clean), _d_vocab_out(model), device=pair.clean.device)
-        for role, answers, sign in (("correct", correct, 1.0), ("wrong", wrong, -1.0)):
-            if len(answers) != batch or not all(len(_as_list(each)) for each in answers):
-                reasons.append(
-                    f"{role}: got answers to {len(answers)} prompts; expected a list of one or "
-                    f"more for each of {batch}"
-                )
-                continue
-            for i, each in enumerate(pair.own(answers)):
-                found = [_token(model, one, f"{role}, prompt {i}", reasons) for one in each]
-                if len(set(found)) < len(found) or signs[i, found].any():
-                    reasons.append(
-                        f"{role}, prompt {i}: got {each}; expected each answer once, "
-                        "and not both right and wrong"
-                    )
-                signs[i, found] = sign
-        InputError.raise_if(reasons, _PROBLEM)
+        reasons: list[str] = []
+        right = answer_tokens(model, pair, correct_rows, "correct", reasons, several=True)
+        left = answer_tokens(model, pair, wrong_rows, "wrong", reasons, several=True)
+        InputError.raise_if(reasons or overlap_reasons(right, left), _PROBLEM)
+        warn_of_spaces(model, pair, {"correct": right, "wrong": left}, reference)
+        signs = torch.zeros(len(pair.clean), d_vocab_out(model), device=pair.clean.device)
+        for rows, sign in ((right, 1.0), (left, -1.0)):
+            for prompt, tokens in enumerate(rows):
+                signs[prompt, list(tokens)] = sign
 
         def compute(logits: _Selected) -> Float[Tensor, "site prompt"]:
             chances = float32_if_half(logits).squeeze(-2).softmax(dim=-1)
@@ -328,7 +333,7 @@ def probability_diff(
     return Metric(name, bound)
 
 
-def probability(answer: Answer) -> Metric:
+def probability(answer: Answers) -> Metric:
     """Return the probability of an answer, as a metric.
 
     Args:
@@ -338,7 +343,7 @@ def probability(answer: Answer) -> Metric:
         The metric, for any model and prompts.
 
     Raises:
-        InputError: when bound: answers that are not one token each.
+        InputError: when bound: as in `logit_diff`.
 
     Example:
         >>> from attn_only_lens import patching as p
@@ -348,7 +353,7 @@ def probability(answer: Answer) -> Metric:
     return _of_answer("probability", answer, torch.exp)
 
 
-def log_probability(answer: Answer) -> Metric:
+def log_probability(answer: Answers) -> Metric:
     """Return the natural logarithm of the probability of an answer, as a metric.
 
     Args:
@@ -358,7 +363,7 @@ def log_probability(answer: Answer) -> Metric:
         The metric, for any model and prompts.
 
     Raises:
-        InputError: when bound: answers that are not one token each.
+        InputError: when bound: as in `logit_diff`.
 
     Example:
         >>> from attn_only_lens import patching as p
@@ -368,13 +373,16 @@ def log_probability(answer: Answer) -> Metric:
     return _of_answer("log_probability", answer, lambda logs: logs)
 
 
-def _of_answer(kind: str, answer: Answer, scale: Callable[[Tensor], Tensor]) -> Metric:
-    name = f"{kind}({_label(answer)})"
+def _of_answer(kind: str, answer: Answers, scale: Callable[[Tensor], Tensor]) -> Metric:
+    rows = answer_rows(answer)
+    name = f"{kind}({answers_label(rows)})"
 
     def bound(model: Any, pair: PromptPair, reference: Logits | None) -> BoundMetric:
         reasons: list[str] = []
-        tokens = _answer_tokens(model, pair, answer, "answer", reasons)
+        answers = answer_tokens(model, pair, rows, "answer", reasons)
         InputError.raise_if(reasons, _PROBLEM)
+        warn_of_spaces(model, pair, {"answer": answers}, reference)
+        tokens = one_each(answers, pair.clean.device)
 
         def compute(logits: _Selected) -> Float[Tensor, "site prompt"]:
             return scale(_pick(float32_if_half(logits).log_softmax(dim=-1), tokens))
@@ -539,78 +547,13 @@ def _as_numbers(value: Any, batch: int, name: str) -> Float[Tensor, "prompt"]:
 def _logits_shape(model: Any, pair: PromptPair) -> tuple[int, int, int]:
     """Return batch, pos and vocabulary of the logits of a whole run."""
     batch, pos = pair.clean.shape
-    return batch, pos, _d_vocab_out(model)
-
-
-def _d_vocab_out(model: Any) -> int:
-    """Return the size of the output vocabulary; configurations may leave it to d_vocab."""
-    out = getattr(model.cfg, "d_vocab_out", None)
-    return int(out) if out is not None and out > 0 else int(model.cfg.d_vocab)
+    return batch, pos, d_vocab_out(model)
 
 
 def _pick(logits: _Selected, columns: Int[Tensor, "batch"]) -> Float[Tensor, "site batch"]:
     """Return one column of each prompt, at its one position."""
     prompts = torch.arange(len(columns), device=columns.device)
     return logits[:, prompts, 0, columns]
-
-
-# Answers
-
-
-def _as_list(answer: Answer) -> list[Any]:
-    """Return answers as a list: of one where all prompts share it."""
-    given = as_plain(answer)
-    if not isinstance(given, list | tuple):
-        return [given]
-    return [answer] if getattr(answer, "ndim", 1) > 1 else list(given)
-
-
-def _label(answer: Answer) -> str:
-    """Return answers as a metric's name shows them."""
-    each = _as_list(answer)
-    if len(each) > _SHOWN:
-        return f"[{', '.join(map(repr, each[:_SHOWN]))}, …]"
-    return repr(each[0]) if len(each) == 1 else repr(each)
-
-
-def _answer_tokens(
-    model: Any, pair: PromptPair, answer: Answer, role: str, reasons: list[str]
-) -> Int[Tensor, "batch"]:
-    """Return the token of each prompt's answer, and add reasons for those that are not one."""
-    batch, n_all = len(pair.clean), pair.n_all
-    each = _as_list(answer)
-    if len(each) not in (1, n_all):
-        reasons.append(f"{role}: got {len(each)} answers; expected 1, or {n_all}, one a prompt")
-    elif len(each) == n_all:
-        each = list(pair.own(each))
-    found = [_token(model, one, role, reasons) for one in each]
-    if len(found) != batch:
-        found = found[:1] * batch
-    return torch.tensor(found, device=pair.clean.device)
-
-
-def _token(model: Any, answer: Any, role: str, reasons: list[str]) -> int:
-    """Return the token of an answer; 0, and a reason, if it is not one."""
-    size = _d_vocab_out(model)
-    if isinstance(answer, str):
-        if getattr(model, "tokenizer", None) is None:
-            reasons.append(
-                f"{role}: got {answer!r}, and the model has no tokenizer; give its token"
-            )
-            return 0
-        tokens = model.tokenizer(answer, add_special_tokens=False)["input_ids"]
-        if len(tokens) != 1:
-            reasons.append(
-                f"{role}: got {answer!r}, which is {len(tokens)} tokens "
-                f"{token_texts(model, tokens)}; expected one: most words need the space before "
-                "them, or give a token of the vocabulary"
-            )
-            return 0
-        answer = tokens[0]
-    if not is_count(answer, 0, size - 1):
-        reasons.append(f"{role}: got {answer!r}; expected a text, or a token from 0 to {size - 1}")
-        return 0
-    return int(answer)
 
 
 # Requirements

@@ -8,17 +8,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias, TypeVar
 
+import numpy as np
 import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
 from attn_only_lens.axes import Tokens
 from attn_only_lens.errors import InputError, UnsupportedCallError
-from attn_only_lens.runs.inputs import checked_tokens
+from attn_only_lens.runs.input_warnings import shortened
+from attn_only_lens.runs.inputs import array_as_tensor, checked_tokens
 from attn_only_lens.runs.token_texts import token_texts
+from attn_only_lens.runs.unknown_words import warn_of_unknown_words
 
 _T = TypeVar("_T")
-Prompts: TypeAlias = str | Sequence[str] | Sequence[Tensor] | Tensor
+Prompts: TypeAlias = str | Sequence[str] | Sequence[Tensor] | Tensor | np.ndarray
 _PROBLEM = "these prompts cannot be patched into each other"
 _PROBLEM_OF_SINGLE = "the model cannot run on these prompts"
 
@@ -96,8 +99,8 @@ def prompt_pair(
     Args:
         model: any HookedTransformer or TransformerBridge, with its tokenizer.
         clean: a text, a list of texts, tokens [batch, pos], one row of tokens [pos], or a list of
-            rows, as `chat_tokens` makes them. A text begins with BOS where `model.to_tokens` puts
-            one; a text with a BOS of its own gets no second.
+            rows, as `chat_tokens` makes them; tokens are a tensor or a NumPy array. A text begins
+            with BOS where `model.to_tokens` puts one; a text with a BOS of its own gets no second.
         corrupted: the same for the other run, prompt by prompt.
         mask: 1 or True for real tokens and 0 or False for padding, in the shape of the tokens;
             with tokens only.
@@ -109,6 +112,10 @@ def prompt_pair(
         InputError: with every reason: not tokens of the model, unequal lengths, identical
             prompts, a mask that does not fit or leaves a prompt empty.
 
+    Warns:
+        InputWarning: the tokenizer does not know a word of a text. So do all functions that take
+            texts.
+
     Example:
         >>> import torch
         >>> from attn_only_lens import patching as p, pretrained
@@ -118,9 +125,11 @@ def prompt_pair(
         (torch.Size([1, 3]), [2])
     """
     reasons: list[str] = []
-    rows = _rows(model, clean, "clean", reasons)
-    others = _rows(model, corrupted, "corrupted", reasons)
+    texts: dict[str, str] = {}
+    rows = _rows(model, clean, "clean", reasons, texts)
+    others = _rows(model, corrupted, "corrupted", reasons, texts)
     InputError.raise_if(reasons, _PROBLEM)
+    warn_of_unknown_words(model.tokenizer, texts)
     if len(rows) != len(others):
         raise InputError(
             [
@@ -136,7 +145,7 @@ def prompt_pair(
                 f"prompt {i} has {len(row)} clean tokens {here} and {len(other)} corrupted tokens "
                 f"{there}; expected as many: choose words that split alike"
             )
-    padded = not (isinstance(clean, Tensor) or isinstance(corrupted, Tensor))
+    padded = not (_is_tensor(clean) or _is_tensor(corrupted))
     clean_tokens, mask = _stack(model, rows, padded, mask, reasons, _PROBLEM)
     corrupted_tokens, _ = _pad(model, others)
     pair = PromptPair(clean_tokens, corrupted_tokens, mask)
@@ -160,8 +169,10 @@ def single_prompts(model: Any, prompts: Prompts, mask: Tensor | None = None) -> 
         InputError: with every reason: not tokens of the model, a mask that does not fit.
     """
     reasons: list[str] = []
-    rows = _rows(model, prompts, "prompts", reasons)
-    padded = not isinstance(prompts, Tensor)
+    texts: dict[str, str] = {}
+    rows = _rows(model, prompts, "", reasons, texts)
+    warn_of_unknown_words(model.tokenizer, texts)
+    padded = not _is_tensor(prompts)
     tokens, mask = _stack(model, rows, padded, mask, reasons, _PROBLEM_OF_SINGLE)
     return PromptPair(tokens, tokens, mask)
 
@@ -184,29 +195,46 @@ def _stack(
     return tokens, found
 
 
-def _rows(model: Any, prompts: Prompts, side: str, reasons: list[str]) -> list[Tensor]:
-    """Return the tokens of each prompt on the model's device, without padding of texts."""
-    each: list[Any]
+def _rows(
+    model: Any, prompts: Prompts, side: str, reasons: list[str], texts: dict[str, str]
+) -> list[Tensor]:
+    """Return the tokens of each prompt on the model's device, without padding of texts.
+
+    Args:
+        model: whose tokens they are.
+        prompts: of one run.
+        side: of the pair; "" where there is none.
+        reasons: gets why prompts are none of the model's.
+        texts: gets those that are texts, by what to call them.
+    """
+    given: list[Any]
+    prompts, name = array_as_tensor(prompts), side or "prompts"
     if isinstance(prompts, Tensor):
-        each = [prompts[None] if prompts.ndim == 1 else prompts]
+        given = [prompts[None] if prompts.ndim == 1 else prompts]
     elif isinstance(prompts, str):
-        each = [prompts]
+        given = [prompts]
     elif are_prompts(prompts):
-        each = [row[None] if isinstance(row, Tensor) else row for row in prompts]
+        given = list(prompts)
     else:
         reasons.append(
-            f"{side}: got {type(prompts).__name__}; expected a text, a list of texts, a tensor of "
-            "tokens [batch, pos], or a list of rows of tokens [pos]"
+            f"{name}: got {type(prompts).__name__}; expected a text, a list of texts, a tensor or "
+            "array of tokens [batch, pos], or a list of rows of tokens [pos]"
         )
         return []
-    if not each:
-        reasons.append(f"{side}: got no prompts; expected at least one")
+    if not given:
+        reasons.append(f"{name}: got no prompts; expected at least one")
     rows: list[Tensor] = []
-    for prompt in each:
+    for number, prompt in enumerate(given):
+        if isinstance(prompt, str):
+            label = f"{side} prompt".strip() + (f" {number}" if len(given) > 1 else "")
+            texts[f"{label} {shortened(prompt)}"] = prompt
+        else:
+            prompt = array_as_tensor(prompt)
+            prompt = prompt[None] if prompt.ndim == 1 else prompt
         try:
-            rows += checked_tokens(model, prompt).long()
+            rows += checked_tokens(model, prompt, warn=False).long()
         except UnsupportedCallError as error:
-            reasons.append(f"{side}: {error}")
+            reasons.append(f"{name}: {error}")
     return rows
 
 
@@ -214,8 +242,13 @@ def are_prompts(given: object) -> bool:
     """True for a list of texts, or of rows of tokens [pos]."""
     return isinstance(given, list | tuple) and (
         all(isinstance(each, str) for each in given)
-        or all(isinstance(each, Tensor) and each.ndim == 1 for each in given)
+        or all(_is_tensor(each) and each.ndim == 1 for each in given)
     )
+
+
+def _is_tensor(given: object) -> bool:
+    """True for tokens, and for a mask, of torch or NumPy."""
+    return isinstance(given, Tensor | np.ndarray)
 
 
 def _pad(model: Any, rows: list[Tensor]) -> tuple[Tokens, Tensor | None]:
@@ -239,6 +272,7 @@ def _pad(model: Any, rows: list[Tensor]) -> tuple[Tokens, Tensor | None]:
 def _check_mask(mask: object, tokens: Tokens, reasons: list[str]) -> Tensor | None:
     if mask is None:
         return None
+    mask = array_as_tensor(mask)
     expected = f"expected 1 (real) and 0 (padding) in the tokens' shape {list(tokens.shape)}"
     if not isinstance(mask, Tensor) or mask.shape != tokens.shape:
         got = list(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__

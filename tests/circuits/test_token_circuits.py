@@ -301,13 +301,92 @@ def test_refusals():
         circuits.copying_scores(bridges.exposed_copy(bridges.boot("vit")))
 
 
-@needs_hooked_transformer
-def test_an_output_vocabulary_of_another_size():
+def of_two_vocabularies(kind, d_out):
+    """A model that puts out fewer tokens than it takes, or more."""
+    if kind == "native":
+        cfg = bridges.TransformerBridgeConfig(**bridges.NATIVE, d_vocab_out=d_out)
+        bridge = bridges.TransformerBridge.boot_native(cfg, dtype=torch.float64)
+        bridges.randomise(bridge.original_model)
+        return bridge
     from models import build
 
-    model = convert(build("gelu"))
-    with pytest.raises(InputError, match="reads 41 tokens and writes 43"):
+    return build("gelu", d_vocab_out=d_out)
+
+
+@pytest.mark.parametrize("kind", ["native", pytest.param("hooked", marks=needs_hooked_transformer)])
+@pytest.mark.parametrize(
+    ("d_out", "chosen", "read", "written"),
+    [
+        (31, [3, 37, 29, 40], [3, 37, 29, 40], [3, 29]),
+        (53, [51, 3, 29, 47], [3, 29], [51, 3, 29, 47]),
+    ],
+)
+def test_tokens_are_those_of_their_side(kind, d_out, chosen, read, written):
+    raw = of_two_vocabularies(kind, d_out)
+    model = expose_neuron_heads(raw, copy=True).model
+    attn, mlp = raw.blocks[1].attn, raw.blocks[1].mlp
+    E, U = raw.W_E.detach()[read], raw.W_U.detach()[:, written]
+    U = U - U.mean(1, keepdim=True)
+    W_Q, W_K, W_V, W_O = (getattr(attn, name).detach()[1] for name in ("W_Q", "W_K", "W_V", "W_O"))
+    W_in, W_out = mlp.W_in.detach(), mlp.W_out.detach()
+    how = {"tokens": chosen, "fold_norms": False}
+    ov = circuits.ov_circuit(model, "L1H1", **how)
+    near(ov.matrix.AB, E @ W_V @ W_O @ U)
+    near(
+        ov.block([3, 29], [29]).to_numpy(),
+        ov.matrix.AB[[read.index(3), read.index(29)]][:, [written.index(29)]],
+    )
+    pairs = ov.top(100)
+    assert set(pairs["read_token"]) == set(read)
+    assert set(pairs["written_token"]) == set(written)
+    qk = circuits.qk_circuit(model, "L1H1", tokens=read, fold_norms=False)
+    near(qk.matrix.AB, E @ W_Q @ W_K.T @ E.T)
+    gate = circuits.qk_circuit(model, "L1N5", tokens=read, fold_norms=False)
+    near(gate.matrix.AB[:, 0], E @ W_in[:, 5])
+    assert gate.top(9)["query_token"].tolist() == [
+        read[i] for i in (E @ W_in[:, 5]).argsort(descending=True)
+    ]
+    paths = circuits.token_paths(model, ["L1N5"], n_tokens=9, progress=False, **how)
+    drive, write = (E @ W_in[:, 5]).clamp(min=0), W_out[5] @ U
+    near(paths["score"], [drive.max() * write.max()])
+    assert int(paths["reads"][0][0]) == read[int(drive.argmax())]
+    assert [int(each) for each in paths["writes"][0]] == [
+        written[i] for i in write.argsort(descending=True)
+    ]
+    both = [each for each in read if each in written]
+    M = circuits.ov_circuit(model, "L1H1", tokens=both, fold_norms=False)
+    scores = circuits.copying_scores(model, ["L1H1"], tokens=both, fold_norms=False)
+    assert abs(scores.eigenvalue_sum[0] - M.matrix.AB.trace()) < EXACT * M.matrix.AB.norm()
+    assert len(M.eigenvalues) == 13
+    for match, call in (
+        (f"reads {len(read)} tokens and writes {len(written)}", circuits.copying_scores),
+        (
+            "tokens from 0 to 40, each once",
+            lambda m, tokens: circuits.qk_circuit(m, "L1H1", tokens=[*tokens, 41]),
+        ),
+        (
+            f"from 0 to {max(41, d_out) - 1}",
+            lambda m, tokens: circuits.ov_circuit(m, "L1H1", tokens=[53]),
+        ),
+        (
+            "none is " + ("put out" if d_out < 41 else "taken in"),
+            lambda m, tokens: circuits.ov_circuit(m, "L1H1", tokens=[40 if d_out < 41 else 41]),
+        ),
+    ):
+        with pytest.raises(InputError, match=match):
+            call(model, tokens=chosen)
+    with pytest.raises(InputError, match=f"reads 41 tokens and writes {d_out}"):
         circuits.copying_scores(model)
     with pytest.raises(InputError, match="rows and columns differ"):
         _ = circuits.ov_circuit(model, "L0H1").eigenvalues
-    assert len(circuits.ov_circuit(model, "L0H1", tokens=SOME).eigenvalues) == 13
+
+
+def test_a_qk_circuit_needs_no_unembedding():
+    raw = of_two_vocabularies("native", 31)
+    model = expose_neuron_heads(raw, copy=True).model
+    expected = circuits.qk_circuit(model, "L0H1").matrix.AB
+    with torch.no_grad():
+        model.unembed.original_component.weight[5, 0] = float("nan")
+    assert torch.equal(circuits.qk_circuit(model, "L0H1").matrix.AB, expected)
+    with pytest.raises(InputError, match="its unembedding"):
+        circuits.ov_circuit(model, "L0H1")

@@ -131,7 +131,7 @@ def test_metrics_of_the_package_are_told_apart():
         *(p.log_probability(7), p.kl(), p.loss(), p.custom(torch.sum), p.custom(torch.mean)),
         *(p.custom(lambda logits: (logits @ model.W_U.T).sum()), p.custom(np.mean)),
         p.custom(torch.nn.Linear(3, 1)),
-        p.logit_diff(torch.tensor([7]), 8),
+        p.logit_diff(torch.tensor([11]), 8),
     ]
     found = [identity(metric.bound) for metric in metrics]
     assert len(set(found)) == len(found)

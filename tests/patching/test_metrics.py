@@ -225,16 +225,23 @@ def test_a_detached_metric_serves_sweeps_and_not_attribution(model, pair):
 
 
 REFUSED = {
-    "other prompts": (p.probability_diff([[1]], [[2], [], [3]]), ["correct: got", "wrong: got"]),
+    "other prompts": (
+        p.probability_diff([[1], [4]], [[2], [], [3]]),
+        ["correct: got 2 answers", "wrong, prompt 1: got 0 answers"],
+    ),
     "answers twice": (
         p.probability_diff([[1], [2, 2], [3]], [[4], [5], [3, 6]]),
-        [r"correct, prompt 1: got \[2, 2\]", r"wrong, prompt 2: got \[3, 6\]"],
+        [r"correct, prompt 1: got \[2, 2\]; expected each answer once"],
+    ),
+    "right and wrong": (
+        p.probability_diff([[1], [2], [3]], [[4], [5], [3, 6]]),
+        [r"same token for prompts \[2\]"],
     ),
     "two tokens": (p.probability("w1 w2"), [r"'w1 w2', which is 2 tokens \['w1', ' w2'\]"]),
     "no token": (p.probability(""), ["0 tokens"]),
     "range": (p.logit_diff(43, -1), ["correct: got 43; .*0 to 42", "wrong: got -1"]),
     "kind": (p.logit_diff(True, 2.0), ["correct: got True", "wrong: got 2.0"]),
-    "count": (p.log_probability([1, 2]), ["got 2 answers; expected 1, or 3"]),
+    "count": (p.log_probability([1, 2]), ["got 2 answers; expected 1, or 3, one for"]),
     "none": (p.log_probability([]), ["got 0 answers"]),
     "same": (p.logit_diff([1, 2, 3], [2, 2, 3]), [r"same token for prompts \[1, 2\]"]),
     "no reference": (p.kl(), ["got reference None"]),

@@ -1,0 +1,461 @@
+"""Answers and prompts as texts: all forms, unknown words, and the space before an answer."""
+
+import math
+import re
+import warnings
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from task_tokenizer import task_tokenizer
+from tiny_tokenizer import tiny_tokenizer
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+from typer.testing import CliRunner
+
+from attn_only_lens import (
+    InputError,
+    InputWarning,
+    chat_tokens,
+    circuits,
+    expose_neuron_heads,
+    neurons,
+    pretrained,
+    tasks,
+    token_texts,
+)
+from attn_only_lens import patching as p
+from attn_only_lens.cli import app
+from attn_only_lens.runs.metrics import bind
+from attn_only_lens.runs.prompts import PromptPair
+from attn_only_lens.runs.unknown_words import unknown_words
+
+POS, VOCAB = 5, 31
+EXACT = 1e-12  # float64: a softmax over 31 entries and a mean, some hundred roundings of 1e-16
+WORDS = ["are", " are", "is", " is", "was"]
+
+
+def fast(core, words, decoder=None, **special):
+    core.pre_tokenizer = words
+    if decoder is not None:
+        core.decoder = decoder
+    return PreTrainedTokenizerFast(tokenizer_object=core, **special)
+
+
+def byte_level(folder):
+    """As GPT-2's: every byte is known, and the unknown token is BOS and EOS, too."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    merges = [("a", "r"), ("ar", "e"), ("Ġ", "are"), ("i", "s"), ("Ġ", "is")]
+    entries = ["<|endoftext|>", *alphabet, *("".join(pair) for pair in merges)]
+    core = Tokenizer(models.BPE({entry: i for i, entry in enumerate(entries)}, merges))
+    same = dict.fromkeys(("bos_token", "eos_token", "unk_token"), "<|endoftext|>")
+    words = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    return fast(core, words, decoders.ByteLevel(), **same)
+
+
+def sentencepiece(folder):
+    """It puts a space before every text: no text is the token "are"."""
+    pieces = ["<unk>", "▁are", "are", "▁is", "is", "▁", "a", "r", "e", "i", "s"]
+    core = Tokenizer(models.Unigram([(piece, -1.0 - i) for i, piece in enumerate(pieces)], 0))
+    return fast(core, pre_tokenizers.Metaspace(), decoders.Metaspace(), unk_token="<unk>")
+
+
+def wordpiece(folder):
+    entries = ["[UNK]", "are", "##are", "is", "##is", "the"]
+    core = Tokenizer(models.WordPiece({each: i for i, each in enumerate(entries)}))
+    return fast(core, pre_tokenizers.BertPreTokenizer(), unk_token="[UNK]")
+
+
+def letters(folder):
+    """It has no token for what it does not know, and leaves it out."""
+    entries = [*"aceirs", "Ġ", "ar", "are"]
+    vocabulary = {each: i for i, each in enumerate(entries)}
+    core = Tokenizer(models.BPE(vocabulary, [("a", "r"), ("ar", "e")]))
+    return fast(core, pre_tokenizers.Whitespace())
+
+
+class Slow:
+    """A tokenizer in Python, which does not tell where its tokens are."""
+
+    unk_token, unk_token_id, is_fast = "<unk>", 0, False
+    known = ("<unk>", "are", "is", "the")
+
+    def __call__(self, text, **options):
+        ids = [self.known.index(w) if w in self.known else 0 for w in text.split()]
+        return {"input_ids": ids}
+
+    def __len__(self):
+        return len(self.known)
+
+    def convert_ids_to_tokens(self, token):
+        return self.known[token]
+
+    def convert_tokens_to_ids(self, piece):
+        return self.known.index(piece) if piece in self.known else 0
+
+
+TOKENIZERS = {
+    "words": lambda folder: task_tokenizer(),
+    "bytes": byte_level,
+    "sentencepiece": sentencepiece,
+    "wordpiece": wordpiece,
+    "letters": letters,
+    "spaces": lambda folder: tiny_tokenizer(29, folder),
+    "slow": lambda folder: Slow(),
+}
+
+
+@pytest.fixture(scope="module")
+def tokenizers(tmp_path_factory):
+    return {name: make(tmp_path_factory.mktemp(name)) for name, make in TOKENIZERS.items()}
+
+
+def stub(tokenizer, size=None):
+    size = size or len(tokenizer)
+    return SimpleNamespace(tokenizer=tokenizer, cfg=SimpleNamespace(d_vocab=size))
+
+
+def pair_of(batch):
+    clean = torch.arange(batch * POS).view(batch, POS) % 7
+    return PromptPair(clean, clean + 1)
+
+
+# Forms
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return stub(tiny_tokenizer(VOCAB, tmp_path_factory.mktemp("tiny")))
+
+
+FORMS = {  # w0 is token 4
+    "one text": ("w1", [[5], [5], [5]]),
+    "digits": ("12", None),
+    "a list of one text": (["w1"], [[5], [5], [5]]),
+    "texts": (["w1", "w2", "w3"], [[5], [6], [7]]),
+    "a number": (5, [[5], [5], [5]]),
+    "NumPy's number": (np.int64(5), [[5], [5], [5]]),
+    "a tensor's number": (torch.tensor(5), [[5], [5], [5]]),
+    "numbers": ([5, 6, 7], [[5], [6], [7]]),
+    "an array": (np.array([5, 6, 7]), [[5], [6], [7]]),
+    "a tensor": (torch.tensor([5, 6, 7]), [[5], [6], [7]]),
+    "tensors": ([torch.tensor(5), torch.tensor([6]), 7], [[5], [6], [7]]),
+    "a list in a list": ([["w1", 6]], [[5, 6], [5, 6], [5, 6]]),
+    "lists": ([["w1", 6], [7], range(8, 11)], [[5, 6], [7], [8, 9, 10]]),
+    "mixed": (["w1", (6, "w3"), 8], [[5], [6, 7], [8]]),
+    "a table": (torch.tensor([[5, 6], [7, 8], [9, 10]]), [[5, 6], [7, 8], [9, 10]]),
+}
+OTHERS = [[20, 21], [22], [23]]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_all_metrics_take_the_same_forms(form, model):
+    given, tokens = FORMS[form]
+    generator = torch.Generator().manual_seed(3)
+    logits = torch.randn(3, POS, VOCAB, generator=generator, dtype=torch.float64)
+    rows = logits[:, -1].tolist()
+    odds = [[math.exp(x) / sum(map(math.exp, row)) for x in row] for row in rows]
+
+    def mean(of_prompt):
+        return sum(of_prompt(i) for i in range(3)) / 3
+
+    several = p.probability_diff(given, OTHERS)
+    single = [p.probability(given), p.log_probability(given), p.logit_diff(given, 23)]
+    pair = pair_of(3)
+    if tokens is None:
+        for metric in (several, *single):
+            with pytest.raises(InputError, match="does not know '12'"):
+                bind(metric, model, pair)
+        return
+    expected = mean(
+        lambda i: sum(odds[i][c] for c in tokens[i]) - sum(odds[i][w] for w in OTHERS[i])
+    )
+    assert bind(several, model, pair).of(logits) == pytest.approx(expected, abs=EXACT)
+    flipped = p.probability_diff(OTHERS, given)
+    assert bind(flipped, model, pair).of(logits) == pytest.approx(-expected, abs=EXACT)
+    by_hand = [
+        lambda i: odds[i][tokens[i][0]],
+        lambda i: math.log(odds[i][tokens[i][0]]),
+        lambda i: rows[i][tokens[i][0]] - rows[i][23],
+    ]
+    for metric, of_prompt in zip(single, by_hand, strict=True):
+        if all(len(row) == 1 for row in tokens):
+            assert bind(metric, model, pair).of(logits) == pytest.approx(mean(of_prompt), abs=EXACT)
+        else:
+            with pytest.raises(InputError, match="probability_diff takes several"):
+                bind(metric, model, pair)
+
+
+@pytest.mark.parametrize("n_prompts", [1, 3])
+def test_what_is_ambiguous_is_refused(model, n_prompts):
+    expected = {1: "expected 1;", 3: "expected 1, or 3, one for each prompt;"}[n_prompts]
+    with pytest.raises(InputError, match=re.escape(expected)) as caught:
+        bind(p.probability_diff([5, 6], ["w3", "w4"]), model, pair_of(n_prompts))
+    assert len(caught.value.reasons) == 2
+    assert caught.match(re.escape("[[33, 34]]"))
+    for bad in ({5}, {"a": 5}, None, 5.0, True, [[[5]]], torch.tensor([5.0]), b"w1"):
+        with pytest.raises(InputError, match="expected a text, or a token from 0 to 30"):
+            bind(p.probability_diff(bad, 7), model, pair_of(n_prompts))
+    with pytest.raises(InputError, match="got 0 answers"):
+        bind(p.probability_diff([[]], 7), model, pair_of(n_prompts))
+
+
+def test_answers_of_some_prompts_are_those_prompts(model):
+    """Runs of prompts take theirs of the answers to all; a list is not changed from outside."""
+    answers = [[5, 6], [7], [8, 9, 10]]
+    metric = p.probability_diff(answers, 11)
+    answers[1] = [12]
+    logits = torch.zeros(2, POS, VOCAB)
+    logits[0, -1, 7], logits[1, -1, 9] = 50.0, 50.0
+    whole = pair_of(3)
+    some = PromptPair(whole.clean[1:], whole.corrupted[1:], None, (range(1, 3), 3))
+    assert bind(metric, model, some).of_run(logits).tolist() == pytest.approx([1.0, 1.0])
+
+
+# Unknown words
+
+UNKNOWN = {
+    "words": ("The keys kezs near, xyz", ["kezs", "xyz"]),
+    "bytes": ("the kezs <|endoftext|> né☃", []),
+    "sentencepiece": ("are kers is", ["kers"]),
+    "wordpiece": ("the are kers [UNK] is", ["kers"]),
+    "letters": ("are kers is", ["kers"]),
+    "spaces": ("w1 are <unk> w2 xyz", ["are", "xyz"]),
+    "slow": ("the kers are <unk> kers", ["kers"]),
+}
+
+
+@pytest.mark.parametrize("name", UNKNOWN)
+def test_unknown_words(name, tokenizers):
+    text, expected = UNKNOWN[name]
+    assert unknown_words(tokenizers[name], text) == expected
+    assert unknown_words(tokenizers[name], "") == []
+    if not expected:
+        return
+    with pytest.raises(InputError, match=f"'{expected[0]}'") as caught:
+        bind(p.probability(expected[0]), stub(tokenizers[name]), pair_of(1))
+    assert caught.match("would be measured instead")
+
+
+def test_an_unknown_answer_says_what_to_do():
+    model = pretrained.small_english()
+    with pytest.raises(InputError, match=r"'are', and .*<unk> would be .*: ' are' is one token"):
+        bind(p.logit_diff("are", " is"), model, pair_of(1))
+    with pytest.raises(InputError, match=r"wrong: got 'xyz', .* or give a token"):
+        bind(p.logit_diff(" are", "xyz"), model, pair_of(1))
+    bind(p.logit_diff(" are", "<unk>"), model, pair_of(1))  # that token itself
+    bind(p.logit_diff(" are", 2), model, pair_of(1))
+
+
+# The space before an answer
+
+ARE = {  # of the token with a space, and without: the text, if one is that token
+    "bytes": (("Ġare", " are"), ("are", "are")),
+    "sentencepiece": (("▁are", " are"), ("are", None)),
+}
+
+
+@pytest.mark.parametrize("name", ["bytes", "sentencepiece"])
+@pytest.mark.parametrize("right", [0, 1], ids=["space", "no space"])
+def test_a_space_more_or_less(name, right, tokenizers):
+    tokenizer = tokenizers[name]
+    model, pair = stub(tokenizer), pair_of(3)
+    ids = [tokenizer.convert_tokens_to_ids(piece) for piece, _ in ARE[name]]
+    other = tokenizer.convert_tokens_to_ids("i")  # it has no twin
+    metrics = {
+        "correct": lambda a: p.logit_diff(a, other),
+        "wrong": lambda a: p.logit_diff(other, a),
+        "answer": p.log_probability,
+        "answer ": p.probability,
+        "correct ": lambda a: p.probability_diff([[a, other]], "s"),
+    }
+    if name == "sentencepiece":
+        metrics["correct "] = lambda a: p.probability_diff([[a, other]], 10)
+    for times, is_far in ((9.9, False), (10.1, True)):
+        logits = torch.zeros(3, POS, len(tokenizer), dtype=torch.float64)
+        # Of three prompts the geometric mean is so many times.
+        logits[0, -1, ids[right]] = math.log(times) * 3
+        for given, is_right in ((ids[right], True), (ids[1 - right], False)):
+            for role, metric in metrics.items():
+                with warnings.catch_warnings(record=True) as caught:
+                    warnings.simplefilter("always")
+                    bind(metric(given), model, pair, logits)
+                    bind(metric(given), model, pair)  # without a clean run
+                assert len(caught) == (is_far and not is_right), (role, times)
+                if caught:
+                    text = ARE[name][right][1]
+                    give = f"its number, {ids[right]}" if text is None else f"give {text!r}"
+                    message = str(caught[0].message)
+                    assert give in message
+                    assert f"{role.strip()}: " in message
+                    assert caught[0].filename == __file__
+
+
+@pytest.mark.parametrize("name", ["wordpiece", "spaces", "slow"])
+def test_where_a_space_makes_no_token(name, tokenizers):
+    tokenizer = tokenizers[name]
+    word = "w1" if name == "spaces" else "are"
+    (token,) = tokenizer(word, add_special_tokens=False)["input_ids"]
+    logits = torch.full((1, POS, len(tokenizer)), 30.0)
+    logits[..., token] = 0.0  # all others are far more probable
+    for answer in (word, f" {word}", token):
+        assert bind(p.logit_diff(answer, 0), stub(tokenizer), pair_of(1), logits)
+
+
+def test_one_wrong_answer_among_many(tokenizers):
+    """Answers are told apart by their own prompts, and those after the third are counted."""
+    tokenizer = tokenizers["words"]
+    names = ["Mary", "John", "Paul", "Mark", "Sarah"]
+    ids = [tokenizer.convert_tokens_to_ids(f" {each}") for each in names]
+    logits = torch.zeros(5, POS, len(tokenizer))
+    logits[range(5), -1, ids] = 8.0
+    spaced = [f" {each}" for each in names]
+    with pytest.warns(InputWarning) as caught:
+        bind(p.probability([*spaced[:3], "Mark", spaced[4]]), stub(tokenizer), pair_of(5), logits)
+    assert re.findall("if you mean it, give '(.*)'", str(caught[0].message)) == [" Mark"]
+    with pytest.warns(InputWarning, match="and 2 more"):
+        bind(p.probability(names), stub(tokenizer), pair_of(5), logits)
+
+
+# Every entry point warns once
+
+CLEAN = "When Mary and John went to the store, John gave a {} to"
+CORRUPTED = "When Mary and John went to the store, Mary gave a {} to"
+KNOWN, ODD = ([each.format(word) for each in (CLEAN, CORRUPTED)] for word in ("drink", "kezs"))
+SITES = ["L0H1", "L1N7"]
+
+
+@pytest.fixture(scope="module")
+def english():
+    return expose_neuron_heads(pretrained.small_english()).model
+
+
+def short_ranking(model, prompts, metric):
+    sites = [f"L0H{i}" for i in range(4)] + SITES[1:]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return p.attribution(model, *prompts, metric, sites=sites, positions="all")
+
+
+def faithfulness(model, prompts, metric):
+    ranking = short_ranking(model, prompts, metric)
+    return circuits.faithfulness(model, *prompts, metric, ranking, n_random=0, shares=(0.1, 1.0))
+
+
+def path_effects(model, prompts, metric):
+    return circuits.path_expansion(model, prompts[0]).effects(metric)
+
+
+def discovered(model, prompts, metric):
+    how = {"sites": SITES, "positions": "all", "n_random": 0}
+    return circuits.discover(model, *prompts, metric, **how)
+
+
+def generated(model, prompts, metric):
+    with p.ablated(model, SITES, to="mean", prompts=list(prompts)):
+        pass
+
+
+QUICK = {"sites": SITES, "positions": -1, "progress": False}
+ENTRIES = {
+    "patch": lambda m, t, f: p.activation_patch(m, *t, f, **QUICK),
+    "some prompts at once": lambda m, t, f: p.activation_patch(
+        *(m, [t[0]] * 3, [t[1]] * 3, f), prompts_at_once=1, **QUICK
+    ),
+    "ablation": lambda m, t, f: p.activation_patch(m, t[0], None, f, direction="zero", **QUICK),
+    "attribution": lambda m, t, f: p.attribution(m, *t, f, sites=SITES, progress=False),
+    "paths": lambda m, t, f: p.path_patch(
+        m, *t, f, senders=["L0H1"], receivers=["L1N7"], positions=-1, progress=False
+    ),
+    "gate and value": lambda m, t, f: p.gate_and_value(m, *t, f, **QUICK | {"sites": ["L1N7"]}),
+    "graph": lambda m, t, f: circuits.attribution_graph(m, t[0], f, top=3),
+    "edges": lambda m, t, f: circuits.score_edges(m, t[0], metric=f, top=2, progress=False),
+    "expansion": path_effects,
+    "discover": discovered,
+    "faithfulness": faithfulness,
+}
+TEXT_ALONE = {
+    "pair": lambda m, t, f: p.prompt_pair(m, *t),
+    "mean": generated,
+    "neurons": lambda m, t, f: neurons.top_examples(m, ["L0N5"], [*t, *t], progress=False),
+    "sources": lambda m, t, f: circuits.score_sources(m, t[0], "L0H1", query=2, key=0),
+    "neuron-like": lambda m, t, f: circuits.neuron_like_heads(m, t[0]),
+    "texts": lambda m, t, f: token_texts(m, t[0]),
+}
+
+
+@pytest.mark.parametrize("entry", [*ENTRIES, *TEXT_ALONE])
+def test_every_entry_point_warns_once(entry, english):
+    call = (ENTRIES | TEXT_ALONE)[entry]
+    right, odd = p.logit_diff(" Mary", " John"), p.logit_diff("Mary", "John")
+
+    def caught(prompts, metric):
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            call(english, prompts, metric)
+        assert {each.filename for each in found} <= {__file__}
+        return [str(each.message) for each in found if each.category is InputWarning]
+
+    assert caught(KNOWN, right) == []
+    messages = caught(ODD, odd)
+    assert len(messages) == 1 + (entry in ENTRIES)
+    assert "'kezs' in " in messages[0]
+    assert "reads <unk>" in messages[0]
+    if entry in ENTRIES:
+        assert "correct: ' Mary', with a space before it" in messages[1]
+        assert "wrong: ' John'" in messages[1]
+
+
+def test_a_chat_warns(english):
+    english.tokenizer.chat_template = "{% for m in messages %} {{ m['content'] }}{% endfor %}"
+    try:
+        with pytest.warns(InputWarning, match="'kezs' in prompt 1 'The kezs'") as caught:
+            chat_tokens(english, ["The key", "The kezs"])
+    finally:
+        english.tokenizer.chat_template = None
+    assert len(caught) == 1
+
+
+def test_the_sign_that_flips():
+    """What the warning is about: with "are" the scores of " are" have another sign."""
+    model = expose_neuron_heads(pretrained.small_english()).model
+    spaced, bare = (
+        p.logit_diff(*words).bound(model, p.prompt_pair(model, *KNOWN), None)
+        for words in ((" Mary", " John"), ("Mary", " John"))
+    )
+    logits = model(KNOWN[0])
+    assert spaced.of(logits) > 0 > bare.of(logits)
+
+
+@pytest.mark.parametrize("command", ["patch", "circuit"])
+def test_the_command_line_prints_warnings(command, tmp_path):
+    out = tmp_path / ("sweep.csv" if command == "patch" else "graph.json")
+    clean, corrupted = ODD
+    more = ["--corrupted", corrupted, "--sites", "heads", "--positions", "-1"]
+    given = ["--clean", clean, "--answer", "Mary", "--wrong", "John", "--out", str(out)]
+    result = CliRunner().invoke(
+        app, [command, "small-english", *given, *(more if command == "patch" else [])]
+    )
+    assert result.exit_code == 0, result.output
+    shown = result.stderr
+    assert shown.count("warning: ") == 2
+    assert shown.count("'kezs' in ") == (2 if command == "patch" else 1)
+    assert "give ' Mary'" in shown
+    assert "input_warnings.py" not in shown
+
+
+def test_the_command_line_refuses_an_unknown_answer(tmp_path):
+    given = ["--clean", KNOWN[0], "--answer", "xyz", "--wrong", " John", "--direction", "zero"]
+    out = ["--out", str(tmp_path / "sweep.csv")]
+    result = CliRunner().invoke(app, ["patch", "small-english", *given, *out])
+    assert result.exit_code == 2
+    assert "the tokenizer does not know 'xyz'" in result.stderr
+
+
+def test_tasks_do_not_warn(english):
+    """Under pytest a warning is an error: prompts and answers of tasks fit the model."""
+    for make in (tasks.agreement, tasks.ioi, tasks.brackets, tasks.induction):
+        task = make(english.tokenizer, n=5)
+        how = {"sites": ["L0H1"], "positions": -1, "progress": False}
+        p.activation_patch(english, task.clean, task.corrupted, task.metric, **how)

@@ -1,0 +1,176 @@
+"""Arguments of another kind: arrays of NumPy are taken, and what is none is refused in words."""
+
+import re
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from attn_only_lens import (
+    CheckpointError,
+    GrowthError,
+    InputError,
+    circuits,
+    expose_neuron_heads,
+    neurons,
+    pretrained,
+    verify,
+    viz,
+)
+from attn_only_lens import expansion as ex
+from attn_only_lens import patching as p
+from attn_only_lens.cli import app
+from attn_only_lens.comparison.batches import batches
+from attn_only_lens.growth import Training
+
+CLEAN, CORRUPTED = [3, 4, 113], [3, 5, 113]
+METRIC = p.logit_diff(7, 8)
+HOW = {"sites": ["L0H1", "L0N5"], "progress": False}
+
+
+@pytest.fixture(scope="module")
+def model():
+    return expose_neuron_heads(pretrained.modular_addition()).model
+
+
+def swept(model, make):
+    return p.activation_patch(model, make(CLEAN), make(CORRUPTED), METRIC, **HOW).frame["value"]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        np.array,
+        lambda row: np.array([row], dtype=np.uint8),
+        lambda row: np.array(row, dtype=">i4")[::-1][::-1],
+        lambda row: [np.array(row)],
+    ],
+    ids=["a row", "a batch", "of another order", "a list of rows"],
+)
+def test_arrays_are_tokens(make, model):
+    assert swept(model, make).equals(swept(model, torch.tensor))
+
+
+def test_arrays_wherever_tokens_are_taken(model):
+    tokens = np.array([CLEAN, CORRUPTED])
+    tensor, mask = torch.from_numpy(tokens), np.array([[1, 1, 1], [0, 1, 1]])
+    same = p.prompt_pair(model, tokens, tokens[::-1], mask)
+    assert same.mask.tolist() == mask.tolist()
+    assert verify(pretrained.modular_addition(), model, tokens).bitwise
+    assert circuits.neuron_like_heads(model, tokens).equals(
+        circuits.neuron_like_heads(model, tensor)
+    )
+    mean = p.activation_patch(
+        model, tokens, None, METRIC, direction="mean", reference=tokens, **HOW
+    )
+    other = p.activation_patch(
+        model, tensor, None, METRIC, direction="mean", reference=tensor, **HOW
+    )
+    assert mean.frame.equals(other.frame)
+    graph = circuits.attribution_graph(model, tokens[0], METRIC, top=3)
+    assert viz.circuit_view(graph, model, tokens[0])
+    assert viz.attention_view(model, ["L0N5"], tokens[0])
+    assert len(neurons.top_examples(model, ["L0N5"], tokens, progress=False))
+    for given in (tokens, [tokens]):
+        (batch,) = batches(model, given, METRIC, None, 2)
+        assert torch.equal(batch.pair.clean, tensor)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "match"),
+    [
+        (np.array(CLEAN, dtype=float), "got float64"),
+        (np.array([3, 4, 114]), "values from 3 to 114"),
+        (np.array(["w1"]), "got ndarray"),
+        (np.array(3), r"got int64 \[\]"),
+    ],
+    ids=["floats", "range", "texts", "a number"],
+)
+def test_arrays_that_are_no_tokens(tokens, match, model):
+    with pytest.raises(InputError, match=match):
+        p.prompt_pair(model, tokens, torch.tensor(CORRUPTED))
+
+
+VALUES = pd.DataFrame(
+    {"layer": 0, "kind": "neuron", "index": [5, 7], "name": ["L0N5", "L0N7"], "position": -1}
+).assign(value=[2.0, -1.0])
+PATHS = pd.DataFrame({"sender": "L0H1", "receiver": ["L0N5", "logits"], "position": 2}).assign(
+    value=[2.0, -1.0]
+)
+SETTINGS = {"part": "z", "direction": "denoise", "metric": "m", "clean_value": 3.0}
+SETTINGS |= {"corrupted_value": -1.0, "n_prompts": 1, "model": "adder"}
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "reason"),
+    [
+        ("clean_value", "3", "the metric is '3' on the clean run"),
+        ("corrupted_value", None, "None on the corrupted one"),
+        ("clean_value", True, "the metric is True"),
+        ("clean_value", np.nan, "the metric is nan"),
+        ("direction", ["denoise"], r"got direction=\['denoise'\]; expected one of"),
+        ("part", ["z"], r"got part=\['z'\]; expected a text"),
+        ("metric", 3, "got metric=3"),
+        ("n_prompts", "1", "got n_prompts='1'"),
+        ("tokens", 3, "got tokens of type int"),
+    ],
+)
+def test_settings_of_results(name, value, reason):
+    settings = SETTINGS | {name: value}
+    with pytest.raises(InputError, match=reason):
+        p.Sweep(VALUES, **settings)
+    with pytest.raises(InputError, match=reason):
+        p.Paths(PATHS, scale="held", n_paths=2, **settings)
+    assert len(p.Sweep(VALUES, **SETTINGS | {"clean_value": np.float32(3)})) == 2
+
+
+def test_training_of_another_kind(tmp_path):
+    model = pretrained.modular_addition()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    for schedule, reason in (
+        ([ex.AddNeurons(1)], "got a schedule of type list"),
+        (None, "got a schedule of type NoneType"),
+        ({1: 3}, "got 3 before step 1"),
+    ):
+        with pytest.raises(GrowthError, match=reason):
+            Training(model, optimizer, schedule)
+    training = Training(model, optimizer, {})
+    for until in ("5", 2.5, None, -1):
+        with pytest.raises(GrowthError, match=re.escape(f"got until={until!r}")):
+            next(training.steps(until))
+    for call in (training.save, training.resume):
+        for path in (3, None, ""):
+            with pytest.raises(CheckpointError, match="expected a path"):
+                call(path)
+
+
+PATCH = ["patch", "small-english", "--clean", "The key", "--out", "sweep.csv"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        ([*PATCH, "--resume", ""], "got ''; expected a path"),
+        (["demo", "--out", ""], "got ''; expected a path"),
+        (["demo", "--out", "demo.html"], "name of a file; expected that of a folder"),
+        (["grow", "small-english", "", "--d-mlp", "900"], "got ''; expected a path"),
+        (["atlas", "small-english", "--texts", __file__, "--out", "a.html"], "the name of a file"),
+    ],
+)
+def test_paths_of_the_command_line(arguments, reason, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 2
+    assert reason in " ".join(re.sub("[^ -~]", " ", result.stderr).split())
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_class_of_an_exposed_model():
+    """What the page on layouts says."""
+    source = pretrained.modular_addition()
+    before = type(source)
+    model = expose_neuron_heads(source).model
+    assert isinstance(model, before)
+    assert type(model) is not before
