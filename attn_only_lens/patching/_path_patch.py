@@ -62,6 +62,7 @@ from attn_only_lens.patching.site_groups import SiteGroup, site_groups
 from attn_only_lens.patching.sweep_parts import SweepPart, sweep_parts
 from attn_only_lens.runs.fingerprint import fingerprint
 from attn_only_lens.runs.gradients import Tape, start_graph
+from attn_only_lens.runs.in_float32 import in_float32
 from attn_only_lens.runs.inputs import option_reasons, reasons_not_to_run
 from attn_only_lens.runs.interventions import DIRECTIONS
 from attn_only_lens.runs.largest import LargestScores
@@ -87,6 +88,7 @@ _AT_ONCE = 256  # paths in a part of exact values
 _ESTIMATES_AT_ONCE = 2**24  # in a part of estimates: some ten seconds
 
 
+@in_float32
 @full_precision()
 def path_patch(
     model: Any,
@@ -115,8 +117,8 @@ def path_patch(
     metric (see `_path_patch.py` for the definition, and the flops of a pair).
 
     Args:
-        model: converted by `convert`, or with exposed neuron-heads; without hooks of its own; in
-            float32 or float64.
+        model: converted by `convert`, or with exposed neuron-heads; without hooks of its own.
+            One in half precision runs in float32 in the meantime, with the same weights.
         clean: a text, texts, or tokens [batch, pos]; see `prompt_pair`.
         corrupted: the same for the other run, token for token.
         metric: `logit_diff(...)` and the like, or any function of logits [batch, pos, d_vocab].
@@ -148,7 +150,7 @@ def path_patch(
 
     Raises:
         InputError: with every reason: prompts, metric, heads or positions that do not fit; no
-            receiver reads after a sender; half precision; a flat metric with `top`; prompts
+            receiver reads after a sender; a flat metric with `top`; prompts
             without values of their own, under `per_prompt`.
         UnsupportedModelError: what parts of the model write does not add up to its stream; a
             receiver's attention is not a function of its hooked queries, keys and values; the
