@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial, wraps
 from threading import Lock
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -27,13 +27,13 @@ _inside: dict[int, int] = {}  # by id of a model, how many analyses run it in fl
 _restore: dict[int, Callable[[], None]] = {}
 
 
-def in_float32(analysis: Callable[Concatenate[Any, _P], _R]) -> Callable[Concatenate[Any, _P], _R]:
-    """Have an analysis, whose first argument is a model, run one in half precision in float32."""
+def in_float32(analysis: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Have an analysis, whose first argument is `model`, run one in half precision in float32."""
 
     @wraps(analysis)
-    def run(model: Any, *args: _P.args, **kwargs: _P.kwargs) -> _R:
-        with float32_weights(model):
-            return analysis(model, *args, **kwargs)
+    def run(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        with float32_weights(args[0] if args else kwargs.get("model")):
+            return analysis(*args, **kwargs)
 
     return run
 
