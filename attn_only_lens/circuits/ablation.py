@@ -322,13 +322,13 @@ class _AblatedPoint:
         roles: Sequence[PositionSet],
     ) -> "_AblatedPoint":
         """Return the point of some rows of a frame of sites."""
-        position: Rows | None = None
-        role: Rows | None = None
+        position: npt.NDArray[Any] | None = None
+        role: npt.NDArray[Any] | None = None
         if roles:
             numbers = {each.label: number for number, each in enumerate(roles)}
             position = rows["position"].map(numbers).to_numpy(dtype=np.int64)
             where = torch.stack([each.where for each in roles]).cpu().numpy()
-            role = np.where(where.any(axis=0), where.argmax(axis=0), -1).astype(np.int64)
+            role = np.where(where.any(axis=0), where.argmax(axis=0), -1)
         elif not (rows["position"] == "all").all():
             position = rows["position"].to_numpy(dtype=np.int64)
         at, index = rows.index.to_numpy(), rows["index"].to_numpy(dtype=np.int64)
