@@ -165,7 +165,7 @@ def _writes(
     layers = [each.sites.layer for each in groups]
     n_rows, n_prompts = sum(map(len, groups)), len(pair.clean)
     shape = (n_rows, n_prompts) if per_prompt else (n_rows, 1)
-    writes = {name: torch.zeros(shape, dtype=torch.float64) for name in _WRITES}
+    writes = {name: torch.zeros(shape, dtype=torch.float64, device="cpu") for name in _WRITES}
     for part in parts:
         some = pair.of_prompts(part.prompts)
         clean, corrupted = (
