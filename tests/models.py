@@ -118,6 +118,25 @@ def build(name, dtype=torch.float64, scale=0.4, **changes):
     return model
 
 
+def written_out(name, dtype=torch.float64, **changes):
+    """The same model as `build`, in which each head has keys and values that it shares with none.
+
+    Without a hook the two are the same function; and here a plain hook patches one head.
+    """
+    shared = build(name, dtype, **changes)
+    if shared.cfg.n_key_value_heads is None or shared.cfg.ungroup_grouped_query_attention:
+        return shared
+    model = build(name, dtype, **changes | {"n_key_value_heads": None})
+    n_heads, n_shared = shared.cfg.n_heads, shared.cfg.n_key_value_heads
+    state = dict(shared.state_dict())
+    for key in [key for key in state if "._" in key]:  # _W_K, _b_K, _W_V, _b_V
+        copies = [state[key][head * n_shared // n_heads] for head in range(n_heads)]
+        state[key.replace("._", ".")] = torch.stack(copies)
+        del state[key]
+    model.load_state_dict(state)
+    return model
+
+
 def source_folder(folder):
     """A source model with a tokenizer, as commands take it."""
     folder.mkdir(exist_ok=True)

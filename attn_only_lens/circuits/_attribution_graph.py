@@ -40,6 +40,7 @@ from attn_only_lens.circuits.linear_model import (
 from attn_only_lens.errors import InputError
 from attn_only_lens.heads import host_of, reasons_without_heads
 from attn_only_lens.numerics import full_precision, is_count
+from attn_only_lens.runs.in_float32 import in_float32
 from attn_only_lens.runs.inputs import reasons_not_to_run
 from attn_only_lens.runs.metrics import (
     AnyMetric,
@@ -210,6 +211,7 @@ def _largest(sizes: npt.NDArray[np.float64], top: int) -> npt.NDArray[np.int64]:
     return select_largest(sizes, top=top) if top else np.empty(0, dtype=np.int64)
 
 
+@in_float32
 @full_precision()
 def attribution_graph(
     model: Any,
@@ -230,6 +232,7 @@ def attribution_graph(
 
     Args:
         model: converted by `convert`, or with exposed neuron-heads; without hooks of its own.
+            One in half precision runs in float32 in the meantime, with the same weights.
         prompts: a text, texts, or tokens [batch, pos]. Contributions of several prompts at one
             position are summed.
         metric: `logit_diff(...)` and the like, or a differentiable function of logits

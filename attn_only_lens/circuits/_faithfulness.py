@@ -34,6 +34,7 @@ from attn_only_lens.patching.results import Sweep
 from attn_only_lens.runs.input_warnings import warned_once
 from attn_only_lens.runs.inputs import option_reasons
 from attn_only_lens.runs.metrics import AnyMetric
+from attn_only_lens.runs.positions import Roles
 from attn_only_lens.runs.prompts import Prompts
 
 SHARES = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
@@ -82,6 +83,7 @@ def faithfulness(
     ablation: Ablation = "resample",
     order: Order = "magnitude",
     shares: Sequence[float] = SHARES,
+    positions: Roles | None = None,
     n_random: int = 3,
     seed: int = 0,
     mask: Tensor | None = None,
@@ -93,10 +95,12 @@ def faithfulness(
         clean: the prompts whose circuit it is; see `prompt_pair`.
         corrupted: the prompts to resample from, token for token.
         metric: `logit_diff(...)` and the like, or any function of logits.
-        ranking: of sites, by `activation_patch` or `attribution`, with positions "each" or "all".
+        ranking: of sites, by `activation_patch` or `attribution`, with positions "each", "all" or
+            by role.
         ablation: of everything outside: "zero", "mean", "resample".
         order: rank by "magnitude" of effects, or "signed", with what helps the clean run first.
         shares: of all sites, increasing; MIB's by default.
+        positions: where each role is in these prompts, of a ranking by role: `task.roles`.
         n_random: random rankings to compare with; 0 for none.
         seed: of those.
         mask: 1 for real tokens, 0 for padding, if prompts are tokens.
@@ -131,7 +135,10 @@ def faithfulness(
         )
     InputError.raise_if(reasons, "no curve can be drawn")
     ablated = AblatedModel(
-        *(model, clean, corrupted, metric, ranking.frame), ablation=ablation, mask=mask
+        *(model, clean, corrupted, metric, ranking.frame),
+        ablation=ablation,
+        mask=mask,
+        positions=positions,
     )
     highest = ablated.ranked(ranking, order)
     sizes = [int(share * ablated.n_sites) for share in shares]

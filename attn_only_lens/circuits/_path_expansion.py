@@ -62,6 +62,7 @@ from attn_only_lens.heads import HeadName, host_of, logit_tolerance, reasons_wit
 from attn_only_lens.numerics import full_precision, is_count
 from attn_only_lens.runs.frozen_pass import uncapped_logits
 from attn_only_lens.runs.gradients import start_graph
+from attn_only_lens.runs.in_float32 import float32_weights, in_float32
 from attn_only_lens.runs.inputs import option_reasons, reasons_not_to_run
 from attn_only_lens.runs.largest import LargestScores
 from attn_only_lens.runs.metrics import (
@@ -177,7 +178,8 @@ class PathExpansion:
         Raises:
             InputError: a metric that compares two runs, or that no gradient passes through.
         """
-        gradient, value = self._gradient(metric)
+        with float32_weights(self._model):
+            gradient, value = self._gradient(metric)
         effect = (self.logits * gradient).sum((1, 2, 3)).cpu().double().numpy()
         hops = [*map(str, range(len(effect) - 1)), "more"]
         frame = pd.DataFrame({"hops": hops, "effect": effect})
@@ -210,8 +212,8 @@ class PathExpansion:
             if not is_count(given, 1)
         ]
         InputError.raise_if(reasons, _PROBLEM)
-        gradient, value = self._gradient(metric)
-        with torch.no_grad():
+        with torch.no_grad(), float32_weights(self._model):
+            gradient, value = self._gradient(metric)
             ranked = _Ranked(self._parts, self._linear, self._first, k, block)
             stream = self._stream_gradient(gradient)
             ends = stream.abs().amax((0, 2)).nonzero().flatten().tolist()
@@ -245,6 +247,7 @@ class PathExpansion:
         return found
 
 
+@in_float32
 @torch.no_grad()
 @full_precision()
 def path_expansion(
@@ -263,7 +266,8 @@ def path_expansion(
     Source: Elhage et al. 2021, "A Mathematical Framework for Transformer Circuits".
 
     Args:
-        model: converted, or with exposed neuron-heads; in float32 or float64.
+        model: converted, or with exposed neuron-heads. One in half precision runs in float32 in the
+            meantime, with the same weights, and again for `effects` and `paths`.
         prompts: a text, texts, or tokens.
         hops: the most heads of paths that are told apart by their number.
         held: in a gated MLP with exact heads, the factor of the value that is held: "gate" (paths
@@ -275,7 +279,7 @@ def path_expansion(
         metric, and its `paths` the single paths through one head or two that add most.
 
     Raises:
-        InputError: with every reason: prompts that do not fit, half precision, unknown norms or
+        InputError: with every reason: prompts that do not fit, unknown norms or
             matrices, `held="up"` where no value is a product.
         UnsupportedModelError: heads do not put out what is linear in what they read, as where
             values are clipped or normed; or paths do not add up to the logits.

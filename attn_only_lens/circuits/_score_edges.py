@@ -45,6 +45,7 @@ from attn_only_lens.patching.run_patches import Batching
 from attn_only_lens.runs.edit_checks import require_edits_read
 from attn_only_lens.runs.edits import neuron_changes
 from attn_only_lens.runs.gradients import Tape, start_graph
+from attn_only_lens.runs.in_float32 import in_float32
 from attn_only_lens.runs.inputs import reasons_not_to_run
 from attn_only_lens.runs.metrics import (
     AnyMetric,
@@ -68,6 +69,7 @@ _COLUMNS = ["writer", "reader", "kind", "score", "local", "node", "exact"]
 _PROBLEM = "these edges cannot be scored"
 
 
+@in_float32
 @full_precision()
 def score_edges(
     model: Any,
@@ -87,8 +89,8 @@ def score_edges(
     readers are heads at all positions together.
 
     Args:
-        model: converted, or with exposed neuron-heads, in float32 or float64; without hooks of its
-            own.
+        model: converted, or with exposed neuron-heads; without hooks of its own. One in half
+            precision runs in float32 in the meantime, with the same weights.
         prompts: a text, texts, tokens [batch, pos], or a list of rows of tokens; of any lengths.
         nodes: `neuron_heads()`, `heads()`, `all_heads()`, or names: whole neurons. By default all,
             if there are no more than `top`; otherwise those of largest attribution.
@@ -107,7 +109,7 @@ def score_edges(
     Raises:
         InputError: with every reason: prompts or nodes that do not fit, single heads of a neuron, a
             model with too many heads without nodes or a metric.
-        InputError: norms or matrices of a bridge are unknown; half precision.
+        InputError: norms or matrices of a bridge are unknown.
         UnsupportedModelError: what parts write does not add up to the stream, or heads do not read
             or write where they are hooked.
 

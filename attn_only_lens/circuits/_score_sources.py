@@ -41,6 +41,7 @@ from attn_only_lens.errors import InputError, UnknownHeadError, UnsupportedModel
 from attn_only_lens.heads import HeadName, host_of, reasons_without_heads
 from attn_only_lens.numerics import as_plain, full_precision, is_count
 from attn_only_lens.runs.frozen_pass import silent_scale_edits
+from attn_only_lens.runs.in_float32 import in_float32
 from attn_only_lens.runs.inputs import reasons_not_to_run
 from attn_only_lens.runs.largest import LargestScores
 from attn_only_lens.runs.metrics import no_gradient_reasons
@@ -58,6 +59,7 @@ _PROBLEM = "this score has no sources"
 _NOT_A_SUM = "this score is not a sum over what was written before"
 
 
+@in_float32
 @full_precision()
 def score_sources(
     model: Any,
@@ -74,7 +76,8 @@ def score_sources(
     scales as they are in this run.
 
     Args:
-        model: converted, or with exposed neuron-heads; in float32 or float64.
+        model: converted, or with exposed neuron-heads. One in half precision runs in
+            float32 in the meantime, with the same weights.
         prompt: a text, or tokens [pos] or [1, pos].
         name: `L5H3`, or a neuron, `L5N1234`.
         query: the position that asks; of a neuron, its position. -1 is the last.
@@ -92,7 +95,7 @@ def score_sources(
 
     Raises:
         InputError: with every reason: positions that are not there, a key after its query, more
-            than one prompt, too many pairs, half precision, unknown norms or matrices.
+            than one prompt, too many pairs, unknown norms or matrices.
         UnknownHeadError: the model has no such head.
         UnsupportedModelError: the shares do not add up, as where queries are clipped.
 

@@ -47,7 +47,7 @@ from attn_only_lens.patching.site_groups import site_groups
 from attn_only_lens.runs.input_warnings import warned_once
 from attn_only_lens.runs.inputs import option_reasons
 from attn_only_lens.runs.metrics import AnyMetric
-from attn_only_lens.runs.positions import Positions
+from attn_only_lens.runs.positions import Positions, Roles
 from attn_only_lens.runs.prompts import Prompts, prompt_pair
 from attn_only_lens.runs.sites import Sites, all_heads
 
@@ -140,7 +140,9 @@ def discover(
         sites: candidates, all heads by default. Others are never ablated. Sites before the first
             token that differs are among them: resampled, they are what they were, and a pruned
             circuit has none.
-        positions: "each" separately, or "all" together.
+        positions: "each" separately, "all" together, or by role: `task.roles`. Then a site is a
+            head at a role's token, prompts may differ in length, and all other tokens are never
+            ablated.
         n_random: random circuits of the same size to measure.
         seed: of those.
         mask: 1 for real tokens, 0 for padding, if prompts are tokens.
@@ -216,7 +218,8 @@ def search_circuit(
             ranking = attribution(model, clean, corrupted, metric, **settings)
         bar.set_description_str(f"{label}search")
         given = model, clean, corrupted, metric, ranking.frame
-        ablated = AblatedModel(*given, ablation=ablation, mask=mask, on_done=bar.update)
+        how: dict[str, Any] = {"ablation": ablation, "mask": mask, "positions": positions}
+        ablated = AblatedModel(*given, **how, on_done=bar.update)
         search = _Search(ablated, faithfulness)
         orders: dict[_Step, Rows] = {
             each: ablated.ranked(ranking, each) for each in ((order,) if order else ORDERS)
@@ -420,6 +423,7 @@ def evaluate(
     corrupted: Prompts,
     metric: AnyMetric,
     *,
+    positions: Roles | None = None,
     mask: Tensor | None = None,
 ) -> Evaluation:
     """Measure a circuit on other prompts, with everything outside it ablated as it was.
@@ -427,17 +431,20 @@ def evaluate(
     Args:
         model: that the circuit is of.
         circuit: found by `discover`.
-        clean: prompts of the same length, in which positions mean the same.
+        clean: prompts of the same length, in which positions mean the same; of any length for a
+            circuit by role.
         corrupted: their pairs, token for token.
         metric: of them, such as another answer's.
+        positions: where each role is in these prompts, of a circuit by role: `task.roles`.
         mask: 1 for real tokens, 0 for padding, if prompts are tokens.
 
     Returns:
         Faithfulness and completeness there: shares of what all sites do on these prompts.
 
     Raises:
-        InputError: prompts of another length, unless positions are "all"; a circuit with sites that
-            the model has not; ablating everything changes nothing.
+        InputError: prompts of another length, unless positions are "all" or by role; other roles
+            than those of the circuit; a circuit with sites that the model has not; ablating
+            everything changes nothing.
         InputError: prompts or a metric that do not fit.
 
     Example:
@@ -453,7 +460,14 @@ def evaluate(
         True
     """
     pair = prompt_pair(model, clean, corrupted, mask)
-    everywhere = (circuit.frame["position"] == "all").all()
+    roles = circuit.positions if isinstance(circuit.positions, Mapping) else {}
+    if {*roles} != {*(positions or {})}:
+        expected = sorted(roles) or "none, as its sites are at positions"
+        reason = (
+            f"got the roles {sorted(positions or {})}; expected those of the circuit, {expected}"
+        )
+        raise InputError([reason], _PROBLEM)
+    everywhere = bool(roles) or (circuit.frame["position"] == "all").all()
     lengths = sorted(set(pair.real.sum(dim=1).tolist()))
     if lengths != [circuit.n_pos] and not everywhere:
         raise InputError(
@@ -464,7 +478,8 @@ def evaluate(
             ],
             _PROBLEM,
         )
-    groups = site_groups(model, pair, circuit.candidates, circuit.positions, "z")
+    here = positions or circuit.positions
+    groups = site_groups(model, pair, circuit.candidates, here, "z")
     sites = pd.concat([each.rows for each in groups], ignore_index=True)
     kept = sites[_KEY].merge(circuit.frame[_KEY].assign(kept=True), how="left")["kept"].notna()
     rows = np.flatnonzero(kept)
@@ -474,7 +489,7 @@ def evaluate(
             [f"{missing} sites of the circuit are none of these prompts and this model"], _PROBLEM
         )
     given = model, clean, corrupted, metric, sites
-    ablated = AblatedModel(*given, ablation=circuit.ablation, mask=mask)
+    ablated = AblatedModel(*given, ablation=circuit.ablation, mask=mask, positions=here)
     found, complete, _ = ablated.curves([rows])
     return Evaluation(
         faithfulness=float(found[0]),

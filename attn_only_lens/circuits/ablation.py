@@ -9,6 +9,9 @@ of the circuit computes as usual, from what then reaches it. Any other is ablate
 
 Heads and positions that are no sites, the embedding and the biases are never ablated.
 
+Positions are numbers, "all" together, or roles (`runs/positions.py`), of which a site is one too:
+then it is at that role's token in each prompt, and prompts may differ in length.
+
 Circuits are rows of one batch, each with its own sites (`runs/replay`). Resampled, nothing before
 the first token that differs can change, and those positions are not run again.
 
@@ -21,8 +24,9 @@ site of C, and what it gains if put back, for any other. One forward pass and a 
 of all sites.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import combinations
 from typing import Any, Literal, TypeAlias, cast, get_args
 
 import numpy as np
@@ -43,6 +47,7 @@ from attn_only_lens.runs.gradients import Tape
 from attn_only_lens.runs.inputs import option_reasons, reasons_not_to_run
 from attn_only_lens.runs.interventions import ablate
 from attn_only_lens.runs.metrics import AnyMetric
+from attn_only_lens.runs.positions import Positions, PositionSet, resolve_positions
 from attn_only_lens.runs.prompts import Prompts, prompt_pair
 from attn_only_lens.runs.recording import Hooks, record_pair
 from attn_only_lens.runs.replay import Variants, make_replay
@@ -79,6 +84,7 @@ class AblatedModel:
         *,
         ablation: Ablation,
         mask: Tensor | None,
+        positions: Positions | None = None,
         on_done: Callable[[int], object] = lambda n: None,
     ) -> None:
         """Run both prompts, and the clean ones with every site ablated.
@@ -91,11 +97,13 @@ class AblatedModel:
             sites: that may be ablated, as rows of `Sweep.frame`.
             ablation: "zero", "mean", "resample".
             mask: 1 for real tokens, 0 for padding, if prompts are tokens.
+            positions: where each role is in the prompts, for sites by role.
             on_done: called with the number of circuits that are done.
 
         Raises:
-            InputError: an unknown ablation; positions from the end, or beyond the prompts; single
-                heads of a neuron; ablating everything changes nothing.
+            InputError: an unknown ablation; positions from the end, or beyond the prompts; roles
+                without a position, or two of them at one token; single heads of a neuron; ablating
+                everything changes nothing.
             InputError: prompts or a metric that do not fit.
             UnsupportedModelError: ablating some heads has no effect, as the model does not read
                 them where they are hooked.
@@ -108,7 +116,8 @@ class AblatedModel:
         runs = record_pair(model, pair, metric, groups, "z")
         self.n_sites, self.n_pos = len(sites), pair.clean.shape[1]
         self._sites = sites.groupby("name", observed=True)
-        InputError.raise_if(_reasons_against_sites(sites, self.n_pos), _PROBLEM)
+        roles = resolve_positions(pair, positions) if isinstance(positions, Mapping) else ()
+        InputError.raise_if(_reasons_against_sites(sites, self.n_pos, roles), _PROBLEM)
         source = (
             runs.corrupted
             if ablation == "resample"
@@ -125,7 +134,7 @@ class AblatedModel:
             else:
                 other = source.neurons[layer].z.unsqueeze(-1)
                 width = host_of(model).neurons[layer].heads_per_neuron
-            self._points.append(_AblatedPoint.of(name, other, width, rows))
+            self._points.append(_AblatedPoint.of(name, other, width, rows, roles))
         for kind, of_kind in layers.items():
             require_edits_read(model, runs.clean, kind, of_kind, "z")
         self._replay = make_replay(model, runs.clean, runs.metric)
@@ -209,15 +218,16 @@ class AblatedModel:
         worths = []
         for point in self._points:
             change = computed[point.name] - point.replacement[:, self._first :]
-            each = to_float64_device(gradients[point.name] * change).double().sum(dim=(0, -1))
+            each = to_float64_device(gradients[point.name] * change).double().sum(dim=-1)
+            each = each.sum(dim=0, keepdim=True) if point.role is None else each
             worths.append(each.to(to_float64_device(stream).device))
         flat = torch.cat([each.flatten() for each in worths]).cpu()
         found = np.zeros(self.n_sites)
         for point, each in zip(
             self._points, flat.split([each.numel() for each in worths]), strict=True
         ):
-            of_heads = each.view(-1, point.replacement.shape[2]).numpy()
-            found[point.rows] = point.by_site(of_heads, self._first)
+            of_heads = each.view(-1, self.n_pos - self._first, point.replacement.shape[2])
+            found[point.rows] = point.by_site(of_heads.numpy(), self._first)
         return found / (self.whole - self.nothing)
 
     @torch.no_grad()
@@ -245,7 +255,9 @@ class AblatedModel:
         return [point.hook(kept, self._first, computed) for point in self._points]
 
 
-def _reasons_against_sites(sites: pd.DataFrame, n_pos: int) -> list[str]:
+def _reasons_against_sites(
+    sites: pd.DataFrame, n_pos: int, roles: Sequence[PositionSet]
+) -> list[str]:
     reasons = []
     if "prompt" in sites:
         reasons.append('got rows of each prompt; expected means, or query("prompt == 0")')
@@ -254,7 +266,19 @@ def _reasons_against_sites(sites: pd.DataFrame, n_pos: int) -> list[str]:
         reasons.append(f"got {single[0]}, one head of a neuron; expected whole neurons")
     numbers = set(sites["position"].unique().tolist()) - {"all"}
     if any(isinstance(each, str) for each in numbers):
-        reasons.append(f"got positions by role; {_EXPECTED_POSITIONS}")
+        labels = [each.label for each in roles]
+        unknown = sorted(str(each) for each in numbers if each not in labels)
+        reasons += [
+            f"got sites at the role {each!r}; expected positions={{{each!r}: …}}, where it is in "
+            "each prompt"
+            for each in unknown
+        ]
+        reasons += [
+            f"got {one.label!r} and {other.label!r}, the same token of prompt "
+            f"{int((one.where & other.where).any(dim=1).nonzero()[0])}; expected one role a token"
+            for one, other in combinations(roles, 2)
+            if (one.where & other.where).any()
+        ]
     elif any(each < 0 for each in numbers):
         reasons.append(f"got positions from the end; {_EXPECTED_POSITIONS}")
     elif any(each >= n_pos for each in numbers):
@@ -275,7 +299,9 @@ class _AblatedPoint:
         width: heads of a node.
         rows: of the sites, among all.
         index: of each site's head or neuron.
-        position: of each site; None where a site is at all positions.
+        position: of each site: a number, or its role's; None where a site is at all positions.
+        role: [batch, pos], the number of the role at each token, -1 for none; None where sites are
+            by position.
     """
 
     name: str
@@ -284,14 +310,29 @@ class _AblatedPoint:
     rows: Rows
     index: Rows
     position: Rows | None
+    role: Rows | None
 
     @classmethod
-    def of(cls, name: str, replacement: Tensor, width: int, rows: pd.DataFrame) -> "_AblatedPoint":
+    def of(
+        cls,
+        name: str,
+        replacement: Tensor,
+        width: int,
+        rows: pd.DataFrame,
+        roles: Sequence[PositionSet],
+    ) -> "_AblatedPoint":
         """Return the point of some rows of a frame of sites."""
-        everywhere = bool((rows["position"] == "all").all())
-        position = None if everywhere else rows["position"].to_numpy(dtype=np.int64)
+        position: npt.NDArray[Any] | None = None
+        role: npt.NDArray[Any] | None = None
+        if roles:
+            numbers = {each.label: number for number, each in enumerate(roles)}
+            position = rows["position"].map(numbers).to_numpy(dtype=np.int64)
+            where = torch.stack([each.where for each in roles]).cpu().numpy()
+            role = np.where(where.any(axis=0), where.argmax(axis=0), -1)
+        elif not (rows["position"] == "all").all():
+            position = rows["position"].to_numpy(dtype=np.int64)
         at, index = rows.index.to_numpy(), rows["index"].to_numpy(dtype=np.int64)
-        return cls(name, replacement, width, at, index, position)
+        return cls(name, replacement, width, at, index, position, role)
 
     def hook(
         self, kept: _Flags, first: int, computed: dict[str, Tensor] | None
@@ -315,20 +356,31 @@ class _AblatedPoint:
         return self.name, hook
 
     def _where(self, kept: _Flags, first: int) -> Tensor:
+        """Return where heads are ablated: [circuit, batch or 1, pos, head_index, 1]."""
         n_pos, n_heads = self.replacement.shape[1:3]
-        gone = np.zeros((len(kept), n_pos, n_heads // self.width), dtype=bool)
+        n_places = n_pos if self.role is None else self.role.max() + 2  # and that of no role
+        gone = np.zeros((len(kept), n_places, n_heads // self.width), dtype=bool)
         at = slice(None) if self.position is None else self.position
         ablated = ~kept[:, self.rows]
         gone[:, at, self.index] = ablated[:, None] if self.position is None else ablated
-        where = torch.from_numpy(gone[:, first:]).repeat_interleave(self.width, dim=2)
-        return where[:, None, :, :, None]
+        gone = gone[:, None] if self.role is None else gone[:, self.role]
+        where = torch.from_numpy(gone[:, :, first:]).repeat_interleave(self.width, dim=3)
+        return where.unsqueeze(-1)
 
-    def by_site(self, of_heads: Float[np.ndarray, "pos head_index"], first: int) -> _Floats:
-        """Return a quantity of heads, from a position on, as one of sites: 0 before it."""
+    def by_site(self, of_heads: Float[np.ndarray, "row pos head_index"], first: int) -> _Floats:
+        """Return a quantity of heads, from a position on, as one of sites: 0 before it.
+
+        Args:
+            of_heads: the sum over prompts; for sites by role, of each prompt.
+            first: the position.
+        """
         n_pos, n_heads = self.replacement.shape[1:3]
-        full = np.zeros((n_pos, n_heads // self.width))
-        full[first:] = of_heads.reshape(n_pos - first, -1, self.width).sum(-1)
-        found: _Floats = (
-            full.sum(0)[self.index] if self.position is None else full[self.position, self.index]
-        )
-        return found
+        full = np.zeros((len(of_heads), n_pos, n_heads // self.width))
+        full[:, first:] = of_heads.reshape(*of_heads.shape[:2], -1, self.width).sum(-1)
+        if self.position is None:
+            return cast("_Floats", full.sum(axis=(0, 1))[self.index])
+        if self.role is None:
+            return cast("_Floats", full[0, self.position, self.index])
+        of_roles = np.zeros((self.role.max() + 2, full.shape[-1]))
+        np.add.at(of_roles, self.role, full)
+        return cast("_Floats", of_roles[self.position, self.index])

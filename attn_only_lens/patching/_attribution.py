@@ -66,7 +66,7 @@ to metric(x') - metric(x) as k grows, with an error of order 1/k². At heads, wh
 along no straight lines, no such sum is claimed.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from math import nan
@@ -128,7 +128,7 @@ from attn_only_lens.runs.positions import Positions
 from attn_only_lens.runs.prompts import PromptPair, Prompts
 from attn_only_lens.runs.recording import Recording, RunPair, Side, record_pair, run
 from attn_only_lens.runs.replay import make_replay
-from attn_only_lens.runs.sites import PARTS, Part, Sites
+from attn_only_lens.runs.sites import PARTS, SHARED_PARTS, Part, Sites, hook_name
 
 Method = Literal["gradient", "exact_gate", "integrated", "frozen_pattern"]
 METHODS: tuple[str, ...] = get_args(Method)
@@ -311,6 +311,12 @@ class _Estimator:
         self._nodes = {
             each: gradient_node(model, each, part, closed=self._closed) for each in self._chosen
         }
+        # The z of the heads that read keys or values, which they may share.
+        self._readers = {
+            node: hook_name(model, each.layer, "z")
+            for each, node in self._nodes.items()
+            if each.kind == "attention" and part in SHARED_PARTS
+        }
         self._tested: set[Any] = set()
         self._tape = Tape(())
 
@@ -319,7 +325,7 @@ class _Estimator:
         model, part, chosen = self._model, self._part, self._chosen
         nodes = self._nodes.values()
         written, kept = hook_points(model, chosen, part) if self._budget else (set(), set())
-        self._tape = tape = Tape({*nodes, *written})
+        self._tape = tape = Tape({*nodes, *written}, self._readers)
         side: Side = "corrupted" if self._direction == "denoise" else "clean"
         traced = side if self._method in _TRACED else None
         names = [*kept, *(nodes if part == "q" else ())]
@@ -372,8 +378,8 @@ class _Estimator:
         model, target, source, metric = self._model, run.target, run.source, run.runs.metric
         require_differentiable(metric, target.logits.detach())
         if self._method == "integrated":  # which has gradients of its own, between the runs
-            names, steps = self._tape.names, self._steps
-            return integrated_gradients(model, target, source, metric, names, steps, self._progress)
+            tape, steps = self._tape, self._steps
+            return integrated_gradients(model, target, source, metric, tape, steps, self._progress)
         if run.first:  # later prompts may happen to be flat
             ablation = self._direction in ABLATIONS
             other = torch.zeros_like(target.logits) if ablation else source.logits
@@ -424,7 +430,7 @@ def integrated_gradients(
     target: Recording,
     source: Recording,
     metric: BoundMetric,
-    names: Iterable[str],
+    tape: Tape,
     steps: int,
     progress: bool,
 ) -> dict[str, Tensor]:
@@ -435,9 +441,9 @@ def integrated_gradients(
     """
     x, other = target.streams[0], source.streams[0]
     _require_whole(model, target, source)
-    names, total = list(names), dict[str, Tensor]()
+    total = dict[str, Tensor]()
     for step in tqdm(range(steps), unit="step", disable=not progress):
-        tape, point = Tape(names), torch.lerp(x, other, (step + 0.5) / steps)
+        tape, point = tape.anew(), torch.lerp(x, other, (step + 0.5) / steps)
         # The later of two hooks sees the output of the earlier: first the point, then a root.
         with torch.enable_grad(), edit_input(model, lambda _, at=point: at), start_graph(model):  # type: ignore[misc]
             logits = run(model, target.tokens, target.mask, tape.hooks)

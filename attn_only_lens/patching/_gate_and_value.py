@@ -14,32 +14,43 @@ patching pattern and value alone,
 A neuron writes along its row of W_out: the numbers here are the factors of that row.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
 from attn_only_lens.errors import InputError
 from attn_only_lens.heads import host_of
 from attn_only_lens.patching._activation_patch import activation_patch
+from attn_only_lens.patching.prompt_runs import prompts_per_run
 from attn_only_lens.patching.results import Sweep
 from attn_only_lens.patching.site_groups import SiteGroup, site_groups
+from attn_only_lens.patching.sweep_parts import SweepPart, sweep_parts
 from attn_only_lens.runs.edits import change_of_z, interaction, neuron_changes
 from attn_only_lens.runs.input_warnings import warned_once
 from attn_only_lens.runs.inputs import option_reasons
 from attn_only_lens.runs.interventions import DIRECTIONS
-from attn_only_lens.runs.metrics import AnyMetric
+from attn_only_lens.runs.metrics import AnyMetric, as_metric
 from attn_only_lens.runs.positions import Positions
 from attn_only_lens.runs.prompts import PromptPair, Prompts, prompt_pair
-from attn_only_lens.runs.recording import record
+from attn_only_lens.runs.recording import NeuronRun, Recording, record
 from attn_only_lens.runs.sites import Part, Sites, neuron_heads
 from attn_only_lens.storage import open_folder
 
 _SITE = ["layer", "index", "name", "position"]
+_WRITES: dict[str, Callable[[NeuronRun, NeuronRun], Tensor]] = {
+    "write_pattern": partial(change_of_z, part="pattern"),
+    "write_value": partial(change_of_z, part="value"),
+    "write_interaction": interaction,
+    "write": partial(change_of_z, part="z"),
+}
+"""The changes of z, in the order of columns."""
 
 
 @warned_once()
@@ -53,6 +64,8 @@ def gate_and_value(
     positions: Positions = "each",
     direction: str = "denoise",
     mask: Tensor | None = None,
+    per_prompt: bool = False,
+    prompts_at_once: int | None = None,
     batch_size: int | None = None,
     resume: str | Path | None = None,
     progress: bool = True,
@@ -68,16 +81,19 @@ def gate_and_value(
         positions: see there.
         direction: "denoise" or "noise".
         mask: see there.
+        per_prompt: whether to return a row for each prompt of each site; by default one for each
+            site, the mean over prompts.
+        prompts_at_once: pairs whose activations are held at once; see there.
         batch_size: see there.
         resume: a folder, in which each of the three sweeps has its own.
         progress: whether to show bars, one for each of the three sweeps.
 
     Returns:
-        A row for each site and position, with `layer`, `index`, `name`, `position` and
+        A row for each site and position, with `layer`, `index`, `name`, `position`, with
+        `per_prompt` also `prompt`, counted from 0, and
 
         write_pattern, write_value, write_interaction, write: by how much the neuron's activation
-            changes, the mean over prompts of its sum over the positions patched. The first three
-            add up to the last.
+            changes, its sum over the positions patched. The first three add up to the last.
         effect_pattern, effect_value, effect_interaction, effect: by how much the score changes
             (0 is the corrupted run, 1 the clean one). The first three add up to the last.
 
@@ -105,6 +121,10 @@ def gate_and_value(
     InputError.raise_if(reasons, "gate and value cannot be told apart")
 
     folder = None if resume is None else open_folder(resume)
+    chosen = tuple(dict.fromkeys(each.sites for each in groups))
+    at_once = prompts_per_run(
+        model, pair, as_metric(metric), chosen, "value", prompts_at_once, None
+    )
 
     def sweep(part: Part) -> Sweep:
         return activation_patch(
@@ -117,6 +137,8 @@ def gate_and_value(
             positions=positions,
             direction=direction,
             mask=mask,
+            per_prompt=per_prompt,
+            prompts_at_once=prompts_at_once,
             batch_size=batch_size,
             resume=None if folder is None else folder / part,
             progress=progress,
@@ -125,37 +147,52 @@ def gate_and_value(
     parts: tuple[Part, ...] = ("pattern", "value", "z")
     sweeps = {part: sweep(part) for part in parts}
     whole = sweeps["z"]
-    writes = _writes(model, pair, groups, direction)
+    parts_of_prompts = sweep_parts(model, pair, groups, at_once, None)
+    writes = _writes(model, pair, groups, parts_of_prompts, direction, per_prompt)
     effects = {f"effect_{part}": sweeps[part].effect for part in ("pattern", "value")}
     effects["effect_interaction"] = whole.effect - sum(effects.values())
-    frame = whole.to_frame()[_SITE].reset_index(drop=True)
+    frame = whole.to_frame()[[*_SITE, *(["prompt"] if per_prompt else [])]].reset_index(drop=True)
     return frame.assign(**writes, **effects, effect=whole.effect)
 
 
 def _writes(
-    model: Any, pair: PromptPair, groups: Sequence[SiteGroup], direction: str
+    model: Any,
+    pair: PromptPair,
+    groups: Sequence[SiteGroup],
+    parts: Sequence[SweepPart],
+    direction: str,
+    per_prompt: bool,
 ) -> dict[str, np.ndarray]:
     """Return the changes of each neuron's activation, in the order of a sweep's rows."""
     layers = [each.sites.layer for each in groups]
-    clean, corrupted = (
-        record(model, tokens, pair.mask, layers=layers) for tokens in (pair.clean, pair.corrupted)
-    )
-    target, source = (corrupted, clean) if direction == "denoise" else (clean, corrupted)
-    found: dict[str, list[np.ndarray]] = {}
-    for group in groups:
-        layer = group.sites.layer
-        heads = host_of(model).neurons[layer]
-        one, other = target.neurons[layer], source.neurons[layer]
-        by = {
-            "write_pattern": change_of_z(one, other, "pattern"),
-            "write_value": change_of_z(one, other, "value"),
-            "write_interaction": interaction(one, other),
-            "write": change_of_z(one, other, "z"),
-        }
-        where = torch.stack([each.where for each in group.positions])
-        for name, dz in by.items():
-            change = neuron_changes(heads, group.sites, dz)
-            sums = torch.einsum("hbp,sbp->sh", change, where.to(change)) / len(pair.clean)
-            chosen = sums.cpu().double()[group.where, group.head]
-            found.setdefault(name, []).append(chosen.numpy())
-    return {name: np.concatenate(values) for name, values in found.items()}
+    n_rows, n_prompts = sum(map(len, groups)), len(pair.clean)
+    shape = (n_rows, n_prompts) if per_prompt else (n_rows, 1)
+    writes = {name: torch.zeros(shape, dtype=torch.float64, device="cpu") for name in _WRITES}
+    for part in parts:
+        some = pair.of_prompts(part.prompts)
+        clean, corrupted = (
+            record(model, tokens, some.mask, layers=layers)
+            for tokens in (some.clean, some.corrupted)
+        )
+        target, source = (corrupted, clean) if direction == "denoise" else (clean, corrupted)
+        here = [each.of_prompts(some) for each in groups]
+        for name, change in _WRITES.items():
+            values = torch.cat([_sums(model, each, target, source, change) for each in here])
+            if per_prompt:
+                writes[name][:, part.prompts.start : part.prompts.stop] = values
+            else:
+                writes[name] += values.sum(dim=1, keepdim=True) / n_prompts
+    return {name: each.flatten().numpy() for name, each in writes.items()}
+
+
+def _sums(
+    model: Any,
+    group: SiteGroup,
+    target: Recording,
+    source: Recording,
+    change: Callable[[NeuronRun, NeuronRun], Tensor],
+) -> Float[Tensor, "row prompt"]:
+    layer = group.sites.layer
+    dz = change(target.neurons[layer], source.neurons[layer])
+    moved = neuron_changes(host_of(model).neurons[layer], group.sites, dz)
+    return group.sums(moved).cpu().double()

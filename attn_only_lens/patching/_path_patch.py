@@ -32,7 +32,7 @@ The run on is that of an activation patch of r (`runs/replay`): 2 S Σ_{later bl
 TransformerLens' `get_act_patch_direct_path` between attention heads is "held" in 3.9, "anew" in 4.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -40,6 +40,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import torch
+from jaxtyping import Float
 from torch import Tensor
 from tqdm.auto import tqdm
 
@@ -48,16 +49,21 @@ from attn_only_lens.heads import HeadName, host_of
 from attn_only_lens.heads.host import HeadKind
 from attn_only_lens.numerics import full_precision
 from attn_only_lens.patching._activation_patch import count_reasons, metric_identity, roles_where
+from attn_only_lens.patching.over_prompts import OverPrompts
 from attn_only_lens.patching.path_results import Paths
 from attn_only_lens.patching.path_runs import LOGITS, PathBlock, PathRunner, names_of, path_blocks
 from attn_only_lens.patching.processes import is_first, require_folder
+from attn_only_lens.patching.prompt_runs import PromptRuns, measure_parts, prompts_per_run
 from attn_only_lens.patching.prompt_tokens import PromptTokens
 from attn_only_lens.patching.resume import MemoryParts, PartStore
 from attn_only_lens.patching.run_patches import Batching, check_edits
+from attn_only_lens.patching.scored_frame import BASELINE
 from attn_only_lens.patching.site_groups import SiteGroup, site_groups
+from attn_only_lens.patching.sweep_parts import SweepPart, sweep_parts
 from attn_only_lens.runs.fingerprint import fingerprint
 from attn_only_lens.runs.gradients import Tape, start_graph
 from attn_only_lens.runs.input_warnings import warned_once
+from attn_only_lens.runs.in_float32 import in_float32
 from attn_only_lens.runs.inputs import option_reasons, reasons_not_to_run
 from attn_only_lens.runs.interventions import DIRECTIONS
 from attn_only_lens.runs.largest import LargestScores
@@ -71,12 +77,12 @@ from attn_only_lens.runs.metrics import (
     require_slope,
 )
 from attn_only_lens.runs.positions import Positions
-from attn_only_lens.runs.prompts import Prompts, prompt_pair
+from attn_only_lens.runs.prompts import PromptPair, Prompts, prompt_pair
 from attn_only_lens.runs.readers import READ_PARTS, Readers, input_hooks
-from attn_only_lens.runs.recording import Recording, RunPair, run, run_pair
+from attn_only_lens.runs.recording import Recording, RunPair, Side, run, run_pair
 from attn_only_lens.runs.replay import make_replay
-from attn_only_lens.runs.sites import LayerSites, Selection, Sites, resolve_sites
-from attn_only_lens.runs.writes import SCALES, Scale, take_apart
+from attn_only_lens.runs.sites import LayerSites, Selection, Sites, all_heads, resolve_sites
+from attn_only_lens.runs.writes import SCALES, Parts, Scale, take_apart
 
 _PROBLEM = "these paths cannot be patched"
 _AT_ONCE = 256  # paths in a part of exact values
@@ -84,6 +90,7 @@ _ESTIMATES_AT_ONCE = 2**24  # in a part of estimates: some ten seconds
 
 
 @warned_once()
+@in_float32
 @full_precision()
 def path_patch(
     model: Any,
@@ -99,6 +106,8 @@ def path_patch(
     scale: Scale = "held",
     top: int | None = None,
     mask: Tensor | None = None,
+    per_prompt: bool = False,
+    prompts_at_once: int | None = None,
     batch_size: int | None = None,
     resume: str | Path | None = None,
     progress: bool | str = True,
@@ -110,8 +119,8 @@ def path_patch(
     metric (see `_path_patch.py` for the definition, and the flops of a pair).
 
     Args:
-        model: converted by `convert`, or with exposed neuron-heads; without hooks of its own; in
-            float32 or float64.
+        model: converted by `convert`, or with exposed neuron-heads; without hooks of its own.
+            One in half precision runs in float32 in the meantime, with the same weights.
         clean: a text, texts, or tokens [batch, pos]; see `prompt_pair`.
         corrupted: the same for the other run, token for token.
         metric: `logit_diff(...)` and the like, or any function of logits [batch, pos, d_vocab].
@@ -124,12 +133,16 @@ def path_patch(
             "pattern" are one, and it has no "k"); its value is the pre-activation too, and in a
             gated MLP the product with what it gates. It is of no account to the logits.
         positions: where the sender's write is replaced: "each" in turn, "all" at once, a number
-            (-1 is each prompt's last token), or a list of them.
+            (-1 is each prompt's last token), a list of them, or by role; see `activation_patch`.
         direction: "denoise", clean writes into the corrupted run; or "noise", the other way.
         scale: "held", norms that receivers read through keep their scale; "anew", they compute it.
         top: how many paths to patch: those of the largest |estimated effect|, the exact change of
             what the receiver puts out times the gradient of the metric there. None for all.
         mask: 1 for real tokens, 0 for padding, where prompts are tokens.
+        per_prompt: whether to return a row for each prompt of each path; by default one for each
+            path, the mean over prompts with its standard errors (see `Paths`). With `top`, the
+            paths are those of the largest |mean estimate|.
+        prompts_at_once: pairs whose activations are held at once; see `activation_patch`.
         batch_size: paths in one forward pass; by default as many as fit in memory.
         resume: a folder to write results to as they come, as in `activation_patch`.
         progress: whether to show a bar; a text is its label.
@@ -139,7 +152,8 @@ def path_patch(
 
     Raises:
         InputError: with every reason: prompts, metric, heads or positions that do not fit; no
-            receiver reads after a sender; half precision; a flat metric with `top`.
+            receiver reads after a sender; a flat metric with `top`; prompts
+            without values of their own, under `per_prompt`.
         UnsupportedModelError: what parts of the model write does not add up to its stream; a
             receiver's attention is not a function of its hooked queries, keys and values; the
             model, run in parts, has other logits.
@@ -157,6 +171,7 @@ def path_patch(
         (5, 2048)
     """
     reasons = [*reasons_not_to_run(model), *count_reasons(batch_size=batch_size, top=top)]
+    reasons += count_reasons(prompts_at_once=prompts_at_once)
     reasons += option_reasons("part", part, READ_PARTS)
     reasons += option_reasons("direction", direction, DIRECTIONS)
     reasons += option_reasons("scale", scale, SCALES)
@@ -167,18 +182,25 @@ def path_patch(
     receiving = _resolve_receivers(model, receivers, part)
     pair = prompt_pair(model, clean, corrupted, mask)
     sending = site_groups(model, pair, senders, positions, "z")
-    host = host_of(model)
+    metric, host, traced = as_metric(metric), host_of(model), top is not None
+    every = resolve_sites(model, all_heads())
+    at_once = prompts_per_run(
+        model, pair, metric, every, "value", prompts_at_once, resume, traced=traced, apart=True
+    )
+    prompts = sweep_parts(model, pair, sending, at_once, None)
     reading = [each.layer for each in receiving if each is not None and each.kind == "attention"]
     names = tuple(name for layer in reading for name in input_hooks(host, layer))
-    apart = {
-        "clean": take_apart(model, pair.clean, pair.mask, names=names),
-        "corrupted": take_apart(model, pair.corrupted, pair.mask, names=names),
-    }
-    runs = run_pair(model, pair, apart["clean"].recording, apart["corrupted"].recording, metric)
-    target, other, values = runs.target(direction)
-    baseline = runs.metric.mean(values).item()
-    sides = ("corrupted", "clean") if direction == "denoise" else ("clean", "corrupted")
-    blocks = list(path_blocks(apart[sides[0]], sending, receiving))
+    apart: dict[Side, Parts] = {}  # the runs that were recorded last
+
+    def record(pair: PromptPair, whole: bool) -> RunPair:
+        apart["clean"] = take_apart(model, pair.clean, pair.mask, names=names)
+        apart["corrupted"] = take_apart(model, pair.corrupted, pair.mask, names=names)
+        recordings = apart["clean"].recording, apart["corrupted"].recording
+        return run_pair(model, pair, *recordings, metric, distinct=whole)
+
+    runs = PromptRuns(model, pair, metric, direction, None, record)
+    first = runs.first_of(prompts)
+    blocks = list(path_blocks(apart["clean"], sending, receiving, at_once))
     n_paths = sum(n * m for n, m in (each.shape for each in blocks))
     if not blocks:
         raise InputError(
@@ -188,63 +210,98 @@ def path_patch(
             ],
             _PROBLEM,
         )
-    span = runs.clean_value - runs.corrupted_value
-    gradients: dict[tuple[int, HeadKind], Tensor] = {}
-    if top is not None:
-        require_differentiable(runs.metric, target.logits)
-        require_slope(runs.metric, target.logits, other.logits, span)
-        gradients = _gradients(model, target, runs.metric, receiving)
-
     n_picked = n_paths if top is None else min(top, n_paths)
-    chunks = _chunks(blocks, _AT_ONCE if top is None else _ESTIMATES_AT_ONCE)
-    n_first = 0 if top is None else len(chunks)  # parts with estimates
-    n_parts = len(chunks) if top is None else n_first + -(-n_picked // _AT_ONCE)
-    parts: MemoryParts | PartStore = MemoryParts()
+    over = runs.over(prompts, n_picked, per_prompt)
+    if traced:
+        span = first.runs.clean_value - first.runs.corrupted_value
+        require_differentiable(first.runs.metric, first.target.logits)
+        require_slope(first.runs.metric, first.target.logits, first.source.logits, span)
+
+    picks = _chunks(blocks, _ESTIMATES_AT_ONCE) if traced else []
+    if top is None:
+        sizes = [sum(map(_n_paths, blocks[each.start : each.stop])) for each in _chunks(blocks)]
+        ends = np.cumsum([0, *sizes]).tolist()
+    else:
+        ends = [*range(0, n_picked, _AT_ONCE), n_picked]
+    rows = [range(*each) for each in pairwise(ends)]
+    parts = [SweepPart(each.prompts, some) for each in prompts for some in rows]
+    store = None
     if resume is not None:
-        settings = _settings(model, runs, as_metric(metric), sending, receiving)
+        settings = _settings(model, pair, metric, sending, receiving)
         settings |= {"part": part, "direction": direction, "scale": scale, "top": top}
-        parts = PartStore(resume, settings, n_parts)
+        settings |= {"per_prompt": bool(per_prompt), "prompts_at_once": at_once}
+        store = PartStore(resume, settings, len(picks) + len(parts))
     label = progress if isinstance(progress, str) else None
     hidden = not (progress and is_first())
-    with tqdm(total=n_picked, unit="path", desc=label, disable=hidden) as bar:
-        replay = make_replay(model, target, runs.metric)
+    with tqdm(total=len(prompts) * n_picked, unit="path", desc=label, disable=hidden) as bar:
         where = tuple(dict.fromkeys(each for group in sending for each in group.positions))
         reading_heads = [SiteGroup.product(each, where) for each in receiving if each is not None]
-        check_edits(replay, reading_heads, "z")
-        readers = Readers(replay, apart[sides[0]])
-        batching = Batching(model, batch_size, bar.update, replay.numbers_per_token)
-        runner = PathRunner(readers, apart[sides[1]], part, scale, baseline, batching)
+        tested, made = set[bool](), dict[range, PathRunner]()
+
+        def runner_of(prompts: range) -> PathRunner:
+            if prompts not in made:
+                made.clear()
+                run = runs.of(prompts)
+                replay = make_replay(model, run.target, run.runs.metric)
+                if run.padded not in tested:
+                    heads = [each.of_prompts(run.runs.pair) for each in reading_heads]
+                    check_edits(replay, heads, "z")
+                    tested.add(run.padded)
+                target, source = apart["clean"], apart["corrupted"]
+                if direction == "denoise":
+                    target, source = source, target
+                readers = Readers(replay, target)
+                batching = Batching(model, batch_size, bar.update, replay.numbers_per_token)
+                made[prompts] = PathRunner(readers, source, part, scale, run.unpatched, batching)
+            return made[prompts]
+
+        def pick(number: int) -> pd.DataFrame:
+            """Pick the largest of a chunk of all paths, by the mean estimate over all prompts."""
+            assert top is not None
+            chunk = {at: blocks[at] for at in picks[number]}
+            total = {
+                at: torch.zeros(each.shape, device="cpu").double() for at, each in chunk.items()
+            }
+            for each in prompts:
+                runner, run = runner_of(each.prompts), runs.of(each.prompts)
+                gradients = _gradients(model, run.target, run.runs.metric, receiving)
+                weight = sum(over.weights[each.prompts.start : each.prompts.stop])
+                for at, block in chunk.items():
+                    found = runner.estimates(block.of_prompts(run.runs.pair), gradients)
+                    total[at] += weight * found.cpu().double()
+            return _pick(chunk, total, top)
+
+        picked: MemoryParts | PartStore = store or MemoryParts()
         with (
             tqdm(total=len(blocks), unit="block", desc="estimates", disable=hidden) as estimated,
-            parts.todo(range(n_first), lambda i: estimated.update(len(chunks[i]))) as todo,
+            picked.todo(range(len(picks)), lambda i: estimated.update(len(picks[i]))) as todo,
         ):
             for number in todo:
-                assert top is not None
-                parts.write(number, _pick(runner, blocks, chunks[number], gradients, top))
-                estimated.update(len(chunks[number]))
-        picked = None if top is None else _largest([parts.read(i) for i in range(n_first)], top)
+                picked.write(number, pick(number))
+                estimated.update(len(picks[number]))
+        if top is None:
+            work = _every(blocks, range(len(blocks)))
+        else:
+            work = _largest([picked.read(i) for i in range(len(picks))], top)
 
-        def paths_of(number: int) -> pd.DataFrame:
-            if picked is None:
-                return _every(blocks, chunks[number])
-            return picked.iloc[_AT_ONCE * (number - n_first) :].head(_AT_ONCE).copy()
+        def measure(each: SweepPart) -> Tensor:
+            runner, run = runner_of(each.prompts), runs.of(each.prompts)
+            here = [block.of_prompts(run.runs.pair) for block in blocks]
+            values = _values(runner, here, work.iloc[each.rows.start : each.rows.stop])
+            return run.reduced(over, values).flatten()
 
-        others = parts.todo(range(n_first, n_parts), lambda i: bar.update(len(paths_of(i))))
-        with others as todo:
-            for number in todo:
-                work = paths_of(number)
-                if picked is not None:
-                    work["estimate"] = (work["estimate"] + baseline - runs.corrupted_value) / span
-                parts.write(number, _patched(runner, blocks, work))
-    found = [parts.read(number) for number in range(n_first, n_parts)]
+        def on_other(number: int) -> None:
+            bar.update(len(parts[number].rows))
+
+        measure_parts(parts, store, measure, over.add, on_other, len(picks))
     return Paths(
-        pd.concat(found, ignore_index=True),
+        _frame(blocks, work, over),
         part=part,
         scale=scale,
         direction=direction,
-        metric=runs.metric.name,
-        clean_value=runs.clean_value,
-        corrupted_value=runs.corrupted_value,
+        metric=over.name,
+        clean_value=over.ends[0],
+        corrupted_value=over.ends[1],
         n_prompts=len(pair.clean),
         n_paths=n_paths,
         model=str(getattr(model.cfg, "model_name", "")),
@@ -254,13 +311,12 @@ def path_patch(
 
 def _settings(
     model: Any,
-    runs: RunPair,
+    pair: PromptPair,
     metric: Metric,
     senders: Sequence[SiteGroup],
     receivers: Sequence[LayerSites | None],
 ) -> dict[str, Any]:
     """Return what values depend on, besides plain options."""
-    pair = runs.pair
     return {
         "model": fingerprint(model),
         "clean": pair.clean.tolist(),
@@ -313,31 +369,30 @@ def _gradients(
     return {place: found[name] for place, name in names.items()}
 
 
-def _chunks(blocks: Sequence[PathBlock], n_paths: int) -> list[range]:
+def _chunks(blocks: Sequence[PathBlock], n_paths: int | None = None) -> list[range]:
     """Return runs of blocks with so many paths, or one more block: what a part is about."""
     ends = [0]
-    n = 0
-    for number, (senders, receivers) in enumerate(block.shape for block in blocks):
-        n += senders * receivers
-        if n >= n_paths or number == len(blocks) - 1:
+    n, at_once = 0, _AT_ONCE if n_paths is None else n_paths
+    for number, block in enumerate(blocks):
+        n += _n_paths(block)
+        if n >= at_once or number == len(blocks) - 1:
             ends.append(number + 1)
             n = 0
     return [range(*each) for each in pairwise(ends)]
 
 
+def _n_paths(block: PathBlock) -> int:
+    return block.shape[0] * block.shape[1]
+
+
 def _pick(
-    runner: PathRunner,
-    blocks: Sequence[PathBlock],
-    chunk: range,
-    gradients: dict[tuple[int, HeadKind], Tensor],
-    top: int,
+    blocks: dict[int, PathBlock], estimates: dict[int, Float[Tensor, "sender receiver"]], top: int
 ) -> pd.DataFrame:
     """Return the paths of largest |estimated effect|, by their blocks, and numbers in these."""
     largest = LargestScores(top)
     rows: dict[tuple[int, int], tuple[int, int, int, float]] = {}
-    for number in chunk:
-        block = blocks[number]
-        found = runner.estimates(block, gradients).cpu().double()
+    for number, block in blocks.items():
+        found = estimates[number]
         largest.add(found.abs(), block.first)
         still = {}
         for pair in map(tuple, largest.pairs.tolist()):
@@ -365,14 +420,28 @@ def _every(blocks: Sequence[PathBlock], chunk: range) -> pd.DataFrame:
     return pd.concat(map(pd.DataFrame, every), ignore_index=True)
 
 
-def _patched(runner: PathRunner, blocks: Sequence[PathBlock], work: pd.DataFrame) -> pd.DataFrame:
-    """Return a frame of paths with their values."""
-    frames = []
-    for number in sorted(work["block"].unique().tolist()):
-        block, of_block = blocks[number], work[work["block"] == number]
-        i, j = (
-            torch.tensor(of_block[name].to_numpy(np.int64), device="cpu") for name in ("i", "j")
-        )
-        further = {"estimate": of_block["estimate"].to_numpy()} if "estimate" in of_block else {}
-        frames.append(block.frame(i, j, value=runner.values(block, i, j).numpy(), **further))
-    return pd.concat(frames, ignore_index=True)
+def _by_block(work: pd.DataFrame) -> Iterator[tuple[int, Tensor, Tensor]]:
+    """Yield each block of some paths, which are in the order of blocks, and their numbers in it."""
+    for number, of_block in work.groupby("block"):
+        i, j = (torch.from_numpy(of_block[name].to_numpy(np.int64, copy=True)) for name in "ij")
+        yield int(number), i, j  # type: ignore[arg-type]
+
+
+def _values(
+    runner: PathRunner, blocks: Sequence[PathBlock], work: pd.DataFrame
+) -> Float[Tensor, "path prompt"]:
+    """Return the metric of each prompt after the patch of each path."""
+    return torch.cat([runner.values(blocks[number], i, j) for number, i, j in _by_block(work)])
+
+
+def _frame(blocks: Sequence[PathBlock], work: pd.DataFrame, over: OverPrompts) -> pd.DataFrame:
+    """Return a frame of paths, of each a row for each prompt if rows are of single prompts."""
+    paths = pd.concat(
+        [blocks[number].frame(i, j) for number, i, j in _by_block(work)], ignore_index=True
+    )
+    if "estimate" in work:
+        clean, corrupted = over.ends
+        paths["estimate"] = BASELINE[over.direction] + work["estimate"] / (clean - corrupted)
+    columns = over.columns()
+    repeated = np.repeat(np.arange(len(paths)), len(columns["value"]) // len(paths))
+    return paths.iloc[repeated].reset_index(drop=True).assign(**columns)

@@ -34,9 +34,9 @@ from attn_only_lens.heads import host_of
 from attn_only_lens.heads.host import HeadKind
 from attn_only_lens.numerics import float32_if_half
 from attn_only_lens.patching.site_groups import SiteGroup
-from attn_only_lens.runs.edits import change_of_z, neuron_changes
+from attn_only_lens.runs.edits import by_head, change_of_z, neuron_changes
 from attn_only_lens.runs.recording import Recording, run
-from attn_only_lens.runs.sites import LayerSites, Part, hook_name
+from attn_only_lens.runs.sites import SHARED_PARTS, LayerSites, Part, hook_name
 from attn_only_lens.tolerances import LOGIT_TOLERANCE
 
 _READ: dict[Part, tuple[Part, ...]] = {"value": ("pattern",), "k": ("pattern", "value", "z")}
@@ -104,13 +104,17 @@ def expected_errors(
         W_O = float32_if_half(host.attention(layer).W_O)
         at: dict[Part, Tensor] = {}
         for each in (part, "z", *_READ.get(part, ())):
-            at[each] = float32_if_half(target.hooked[hook_name(model, layer, each)])
+            shown_here = target.hooked[hook_name(model, layer, each)]
+            if each in SHARED_PARTS:
+                shown_here = by_head(shown_here, host.n_heads[layer])
+            at[each] = float32_if_half(shown_here)
 
         def written(z: Tensor) -> Float[Tensor, "batch pos head d_model"]:
             return torch.einsum("bphd,hdm->bphm", float32_if_half(z), W_O)
 
         if part == "value":
-            dv = source.hooked[hook_name(model, layer, part)] - at["value"]
+            moved = source.hooked[hook_name(model, layer, part)]
+            dv = by_head(moved, host.n_heads[layer]) - at["value"]
             spread = torch.einsum("bhts,bt->bsh", at["pattern"].square(), slope(layer, "attention"))
             key = written(dv).square().sum(-1) * spread
         elif part == "k":

@@ -7,6 +7,7 @@ import numpy as np
 import pandas as pd
 
 from attn_only_lens.errors import InputError
+from attn_only_lens.patching.over_prompts import SPREAD
 from attn_only_lens.patching.prompt_tokens import PromptTokens
 from attn_only_lens.patching.scored_frame import ScoredFrame
 from attn_only_lens.storage import Document
@@ -38,8 +39,10 @@ class Paths(ScoredFrame):
 
     Attributes:
         frame: a row for each path, with columns `sender`, `receiver`, `part`, `position` (the
-            sender's: a number, or "all"), `value` (the metric after the patch) and `score`; and
-            with `top`, `estimate`, the score that the gradient expected.
+            sender's: a number, a role, or "all"), `value` (the metric after the patch) and
+            `score`. Of several prompts also the columns that a `Sweep` has: standard errors of
+            means, or `prompt` and `unpatched` of single prompts. With `top`, `estimate`, the
+            score that the gradient expected, in the mean.
         part: the inputs of the receivers: "q", "k", "value", "pattern", "z".
         scale: of the norms that receivers read through: "held" or "anew".
         direction: "denoise" or "noise".
@@ -98,8 +101,12 @@ class Paths(ScoredFrame):
                 "score": (self.frame["value"].to_numpy() - self.corrupted_value) / span,
             }
         )
-        if "estimate" in self.frame:
-            frame["estimate"] = self.frame["estimate"].to_numpy(dtype=np.float64)
+        for name in (*SPREAD, "prompt", "unpatched", "estimate"):
+            if name in self.frame:
+                dtype = np.int64 if name == "prompt" else np.float64
+                frame[name] = self.frame[name].to_numpy(dtype=dtype)
+        if "unpatched" in frame:
+            frame["score"] = self.baseline + (frame["value"] - frame["unpatched"]) / span
         object.__setattr__(self, "frame", frame)
 
     def _headline(self) -> str:

@@ -20,6 +20,7 @@ from attn_only_lens.patching.run_patches import Batching
 from attn_only_lens.patching.site_groups import SiteGroup
 from attn_only_lens.runs.edits import neuron_changes, neuron_variants, sum_by_site
 from attn_only_lens.runs.positions import PositionSet
+from attn_only_lens.runs.prompts import PromptPair
 from attn_only_lens.runs.readers import Readers
 from attn_only_lens.runs.replay import Variants
 from attn_only_lens.runs.sites import LayerSites
@@ -50,25 +51,41 @@ class PathBlock:
         """How many senders, and receivers."""
         return len(self.senders.names), len(names_of(self.receivers))
 
-    def frame(self, i: Int[Tensor, "path"], j: Int[Tensor, "path"], **columns: Any) -> pd.DataFrame:
-        """Return a row for each path from sender i to receiver j, with further columns."""
+    def of_prompts(self, pair: PromptPair) -> "PathBlock":
+        """Return the same paths in a run of the prompts, which knows which it is."""
+        if pair.among is None:
+            return self
+        where = self.positions.of_prompts(pair.among[0], pair.clean.shape[1])
+        return replace(self, positions=where)
+
+    def frame(self, i: Int[Tensor, "path"], j: Int[Tensor, "path"]) -> pd.DataFrame:
+        """Return a row for each path from sender i to receiver j."""
         receivers = names_of(self.receivers)
         return pd.DataFrame(
             {
                 "sender": np.array(self.senders.names, dtype=object)[i.cpu().numpy()],
                 "receiver": np.array(receivers, dtype=object)[j.cpu().numpy()],
                 "position": self.positions.label,
-                **columns,
             }
         )
 
 
 def path_blocks(
-    parts: Parts, senders: Sequence[SiteGroup], receivers: Sequence[LayerSites | None]
+    parts: Parts,
+    senders: Sequence[SiteGroup],
+    receivers: Sequence[LayerSites | None],
+    prompts_at_once: int,
 ) -> Iterator[PathBlock]:
     """Yield every pair in which the receiver reads after the sender has written.
 
-    The order, and the size of a block, depend on nothing but the prompts and the heads.
+    The order, and the size of a block, depend on nothing but the prompts, how many of them are run
+    at once, and the heads.
+
+    Args:
+        parts: of any run of the prompts.
+        senders: the senders, at positions in all prompts.
+        receivers: the receivers.
+        prompts_at_once: how many prompts are a run.
     """
     row = 0
     for group in senders:
@@ -79,7 +96,8 @@ def path_blocks(
             sending, column = _take(group.sites, heads), 0
             for receiving in receivers:
                 if _in_order(parts, sending, receiving):
-                    yield from _split(parts, PathBlock(sending, where, receiving, (row, column)))
+                    whole = PathBlock(sending, where, receiving, (row, column))
+                    yield from _split(parts, whole, prompts_at_once)
                 column += len(names_of(receiving))
             row += len(heads)
 
@@ -91,10 +109,10 @@ def _in_order(parts: Parts, sending: LayerSites, receiving: LayerSites | None) -
     return parts.of(sending.layer, sending.kind) in written
 
 
-def _split(parts: Parts, whole: PathBlock) -> Iterator[PathBlock]:
+def _split(parts: Parts, whole: PathBlock, prompts_at_once: int) -> Iterator[PathBlock]:
     """Cut a block into ones of a size that fits."""
     where, receivers = whole.positions.where, whole.receivers
-    batch, n_pos = where.shape
+    batch, n_pos = prompts_at_once, where.shape[1]
     some = where.any(dim=0)
     width = parts.embedding.shape[-1]
     if receivers is not None and receivers.kind == "attention":
@@ -145,7 +163,7 @@ class PathRunner:
         source: the other run, taken apart.
         part: the inputs of receivers that senders reach.
         scale: of the norms that receivers read through.
-        baseline: the metric of the run that is patched into.
+        baseline: the metric of each prompt of the run that is patched into.
         batching: the batches to run in.
     """
 
@@ -153,7 +171,7 @@ class PathRunner:
     source: Parts
     part: str
     scale: Scale
-    baseline: float
+    baseline: Float[Tensor, "prompt"]
     batching: Batching
 
     def __post_init__(self) -> None:
@@ -162,11 +180,15 @@ class PathRunner:
     @torch.no_grad()
     def values(
         self, block: PathBlock, i: Int[Tensor, "path"], j: Int[Tensor, "path"]
-    ) -> Float[Tensor, "path"]:
-        """Return the metric with the path from sender i to receiver j patched, for each pair.
+    ) -> Float[Tensor, "path prompt"]:
+        """Return the metric of each prompt with the path from sender i to receiver j patched.
 
         A path that cannot affect the metric gives the baseline, without a run.
         """
+        values = self.baseline.repeat(len(i), 1)
+        if not block.positions.where.any():  # no prompt of this run has such a position
+            self.batching.on_done(len(i))
+            return values
         senders, i = i.unique(return_inverse=True)
         receivers, j = j.unique(return_inverse=True)
         block = replace(
@@ -174,7 +196,6 @@ class PathRunner:
             senders=_take(block.senders, senders),
             receivers=None if block.receivers is None else _take(block.receivers, receivers),
         )
-        values = torch.full((len(i),), self.baseline, dtype=torch.float64, device="cpu")
         last = block.receivers or block.senders
         device = self.target.of(last.layer, last.kind).z.device
         if block.receivers is None:
@@ -187,7 +208,7 @@ class PathRunner:
 
     def _fill(
         self,
-        values: Float[Tensor, "path"],
+        values: Float[Tensor, "path prompt"],
         changed: Bool[Tensor, "path batch some"],
         at: Int[Tensor, "some"],
         block: int,
@@ -201,11 +222,8 @@ class PathRunner:
             first = replay.start(block, int(at[changed[some].any(dim=0).any(dim=0)][0]))
         left = some.nonzero()[:, 0].cpu()
         self.batching.on_done(len(values) - len(left))
-
-        def of_paths(chosen: Tensor) -> Tensor:
-            return replay.metric.mean(run(chosen, first))
-
-        self.batching.fill(values, left, replay.numbers_per_variant(first), of_paths)
+        numbers = replay.numbers_per_variant(first)
+        self.batching.fill(values, left, numbers, lambda chosen: run(chosen, first))
 
     def _sent(self, block: PathBlock, positions: Any) -> Float[Tensor, "sender batch pos d_model"]:
         """What senders wrote in the source run less what they wrote in the target run."""
@@ -320,10 +338,14 @@ class PathRunner:
             gradients: of the metric by z, in the run patched into, by layer and kind.
         """
         receivers, n = block.receivers, len(block.senders.names)
+        if not block.positions.where.any():
+            return torch.zeros(block.shape, device="cpu")
         if receivers is None:
             every = torch.arange(n, device="cpu")
             quiet = replace(self, batching=self.batching.silent())
-            return (quiet.values(block, every, torch.zeros_like(every)) - self.baseline)[:, None]
+            mean = self.replay.metric.mean
+            values = mean(quiet.values(block, every, torch.zeros_like(every)))
+            return (values - mean(self.baseline))[:, None]
         gradient = gradients[receivers.layer, receivers.kind]
         if receivers.kind == "neuron":
             dz, at = self._neuron_dz(block, receivers)

@@ -110,6 +110,10 @@ class PromptRuns:
             self._held = PromptRun(prompts, runs, target, source, unpatched, first)
         return self._held
 
+    def first_of(self, parts: Sequence[SweepPart]) -> PromptRun:
+        """Return the run with the first pair of unlike prompts."""
+        return self.of(next(each.prompts for each in parts if self._first in each.prompts))
+
     def over(self, parts: Sequence[SweepPart], n_rows: int, per_prompt: bool) -> OverPrompts:
         """Return what the values of all prompts are joined in, once a first run fits.
 
@@ -117,7 +121,7 @@ class PromptRuns:
             InputError: the metric does not fit the prompts, or is constant on the first run of
                 unlike ones; prompts have no rows of their own.
         """
-        run = self.of(next(each.prompts for each in parts if self._first in each.prompts))
+        run = self.first_of(parts)
         n_prompts, weights = len(self._pair.clean), run.shares
         if len(run.prompts) < n_prompts:
             if torch.equal(run.runs.clean_values, run.runs.corrupted_values):
@@ -135,6 +139,7 @@ def measure_parts(
     measure: Callable[[SweepPart], Float[Tensor, "number"]],
     add: Callable[[SweepPart, Float[Tensor, "number"]], None],
     on_other: Callable[[int], None],
+    first: int = 0,
 ) -> None:
     """Measure the parts of a sweep, and add up what each leaves, in order.
 
@@ -146,15 +151,17 @@ def measure_parts(
         add: adds the numbers of the next part.
         on_other: called with the number of each part that is there, or that another process
             measured.
+        first: the number of the first of these parts in the store.
     """
     if store is None:
         for part in parts:
             add(part, measure(part))
         return
-    with store.todo(range(len(parts)), on_other) as todo:
+    numbers = range(first, first + len(parts))
+    with store.todo(numbers, lambda i: on_other(i - first)) as todo:
         for i in todo:
-            store.write(i, pd.DataFrame({"value": measure(parts[i]).numpy()}))
-    for part, frame in zip(parts, store.read_all(), strict=True):
+            store.write(i, pd.DataFrame({"value": measure(parts[i - first]).numpy()}))
+    for part, frame in zip(parts, store.read_all(first), strict=True):
         add(part, torch.from_numpy(frame["value"].to_numpy(copy=True)))
 
 
@@ -168,6 +175,7 @@ def prompts_per_run(
     resume: str | Path | None,
     *,
     traced: bool = False,
+    apart: bool = False,
 ) -> int:
     """Return how many prompts to run at once: as asked, as in the folder, or as fit in memory.
 
@@ -180,6 +188,7 @@ def prompts_per_run(
         asked: how many the caller wants.
         resume: the folder of a sweep that may have begun.
         traced: whether gradients are taken.
+        apart: whether runs are taken apart (`take_apart`).
 
     Raises:
         InputError: the metric is of all prompts together, or does not fit them.
@@ -190,7 +199,8 @@ def prompts_per_run(
     if asked is None:
         asked = n_prompts
         if metric.by_prompt:
-            each = _numbers_per_prompt(model, pair, sites, 1 if part == "z" else 3, traced)
+            gates = 1 if part == "z" else 3
+            each = _numbers_per_prompt(model, pair, sites, gates, traced, apart)
             asked = max(1, _numbers_that_fit(model) // each)
     if asked < n_prompts and not metric.by_prompt:
         raise InputError(
@@ -214,7 +224,12 @@ def _numbers_that_fit(model: Any) -> int:
 
 
 def _numbers_per_prompt(
-    model: Any, pair: PromptPair, sites: Sequence[LayerSites], gates: int, traced: bool
+    model: Any,
+    pair: PromptPair,
+    sites: Sequence[LayerSites],
+    gates: int,
+    traced: bool,
+    apart: bool,
 ) -> int:
     """Estimate the maximum of the numbers that are held at once for a prompt.
 
@@ -222,6 +237,8 @@ def _numbers_per_prompt(
     """
     host, cfg, n_pos = host_of(model), model.cfg, pair.clean.shape[1]
     kept = (len(model.blocks) + 1) * cfg.d_model
+    if apart:  # what two sublayers and their norms are given, and return
+        kept += 10 * host.n_layers * cfg.d_model
     for each in sites:
         if each.kind == "attention":
             kept += host.n_heads[each.layer] * max(cfg.d_head, n_pos)  # z, or rows of the pattern

@@ -153,8 +153,8 @@ class PartStore:
         self._require_own(part, said)
         return frame
 
-    def read_all(self) -> Iterator[pd.DataFrame]:
-        """Read all parts, one after another.
+    def read_all(self, first: int = 0) -> Iterator[pd.DataFrame]:
+        """Read all parts, from one on, one after another.
 
         Raises:
             InputError: with every part that is missing; or, at the end, every one that is damaged
@@ -170,7 +170,7 @@ class PartStore:
                 "this sweep is not whole; sweep again, in a folder that every process sees",
             )
         reasons = list[str]()
-        for part in range(self.n_parts):
+        for part in range(first, self.n_parts):
             try:
                 frame = self.read(part)
             except CheckpointError as error:

@@ -21,17 +21,19 @@ from attn_only_lens.heads.host import HEAD_KINDS
 from attn_only_lens.numerics import free_bytes, full_precision, rounded_products
 from attn_only_lens.patching.processes import n_launched
 from attn_only_lens.patching.site_groups import ROWS, SiteGroup
-from attn_only_lens.runs.edit_checks import require_same_edit
+from attn_only_lens.runs.edit_checks import require_groups, require_same_edit
 from attn_only_lens.runs.edits import (
     attention_edit,
     change_of_z,
     differences,
     neuron_changes,
     neuron_variants,
+    of_group,
+    share_edits,
 )
 from attn_only_lens.runs.recording import Recording
 from attn_only_lens.runs.replay import Replay, Variants
-from attn_only_lens.runs.sites import Part, hook_name
+from attn_only_lens.runs.sites import SHARED_PARTS, Part, hook_name
 
 # At GPT-2 small's shape on one thread 512, 1024 and 2048 are within a tenth of each other, 128 is
 # slower by a tenth, 4096 and 8192 by a sixth: they only leave the caches.
@@ -303,19 +305,27 @@ class PatchRunner:
 
     def _patch_attention(self, group: SiteGroup) -> _Patch:
         sites, part, host = group.sites, self.part, self.replay.host
-        name = hook_name(self.replay.model, sites.layer, part)
-        target, source = self.replay.recording.hooked[name], self.source.hooked[name]
-        index = sites.index.to(target.device)
-        heads = nn.functional.one_hot(index, host.n_heads[sites.layer]).bool()
+        name, z_name = (hook_name(self.replay.model, sites.layer, at) for at in (part, "z"))
+        recorded, source = self.replay.recording.hooked, self.source.hooked[name]
+        target = recorded[name]
+        index, n_heads = sites.index.to(target.device), host.n_heads[sites.layer]
+        shared = bool(_layers_that_share(self.replay, [sites.layer], part))
+        read = of_group(index, n_heads, target.shape[2]) if shared else index
         where = group.everywhere.to(target.device)
-        changed = differences(target, source, part)[..., index].permute(2, 0, 1)
+        changed = differences(target, source, part)[..., read].permute(2, 0, 1)
         block = host.block(sites.layer, "attention")
 
         def variants(chosen: Tensor, first: int) -> Variants:
             head, at = (each[chosen].to(target.device) for each in (group.head, group.where))
-            hook = attention_edit(source, part, heads[head], where[at], first)
+            heads, places = index[head], where[at]
+            if shared:
+                z = recorded[z_name]
+                hooks = share_edits(name, z_name, source, z, heads, places, first)
+            else:
+                these = nn.functional.one_hot(heads, n_heads).bool()
+                hooks = [(name, attention_edit(source, part, these, places, first))]
             stream = self.replay.recorded_stream(block, first, len(chosen))
-            return Variants(block, first, stream, [(name, hook)])
+            return Variants(block, first, stream, hooks)
 
         return changed, block, variants
 
@@ -353,5 +363,22 @@ def check_edits(
         if layers:
             block = replay.host.block(layers[0], kind)
             tested = starts or (0, replay.start(block, later[len(later) // 2]))
+            shared = _layers_that_share(replay, layers, part) if kind == "attention" else []
+            if shared:
+                require_groups(replay, shared)
             for start in sorted(set(tested)):
                 require_same_edit(replay, kind, layers, part, start)
+                if shared:  # where the z of other heads is restored
+                    require_same_edit(replay, kind, shared, "z", start)
+
+
+def _layers_that_share(replay: Replay, layers: Sequence[int], part: Part) -> list[int]:
+    """Return the layers in which several attention heads share a part."""
+    if part not in SHARED_PARTS:
+        return []
+    shown = replay.recording.hooked
+    return [
+        layer
+        for layer in layers
+        if shown[hook_name(replay.model, layer, part)].shape[2] != replay.host.n_heads[layer]
+    ]

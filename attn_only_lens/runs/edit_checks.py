@@ -19,6 +19,7 @@ zero hide, heads are set to nan, which those weights pass on.
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -43,6 +44,7 @@ from attn_only_lens.tolerances import LOGIT_TOLERANCE
 
 _NOISE_LEVELS = (1.0, 2.0**5, 2.0**10)  # of noise, relative to the activation
 _CLEAR_EFFECT = 8.0  # times the rounding of a stream: then any error is seen too
+_VALUE_AND_Z: tuple[Part, ...] = ("value", "z")
 _PROBLEM = "these hook points cannot be patched"
 
 
@@ -145,6 +147,52 @@ def require_edits_read(
                 f"has no effect; patch another part, or {other} alone"
             )
     UnsupportedModelError.raise_if(reasons, _PROBLEM)
+
+
+@torch.no_grad()
+def require_groups(replay: Replay, layers: Sequence[int]) -> None:
+    """Refuse layers in which keys and values are shared by other than consecutive heads.
+
+    The last value is set to nan, which shows the heads that read it.
+
+    Args:
+        replay: of the run that is patched.
+        layers: source layers with grouped queries.
+
+    Raises:
+        UnsupportedModelError: with every such layer.
+    """
+    model, recording = replay.model, replay.recording
+    shown: dict[str, Tensor] = {}
+    n_shared: dict[str, int] = {}
+
+    def destroy_last(value: Tensor, hook: Any, name: str) -> Tensor:
+        value = value.clone()
+        value[:, :, -1] = torch.nan
+        n_shared[name] = value.shape[2]
+        return value
+
+    def look(value: Tensor, hook: Any, name: str) -> None:
+        shown[name] = value.clone()
+
+    names = {layer: [hook_name(model, layer, at) for at in _VALUE_AND_Z] for layer in layers}
+    hooks: Hooks = [
+        (name, partial(act, name=name))
+        for pair in names.values()
+        for name, act in zip(pair, (destroy_last, look), strict=True)
+    ]
+    _block_outputs(model, recording, hooks)
+    reasons = []
+    for layer, (v_name, z_name) in names.items():
+        n_heads = replay.host.n_heads[layer]
+        reading = shown[z_name].isnan().transpose(0, 2).flatten(1).any(dim=1).nonzero()[:, 0]
+        expected = range(n_heads - n_heads // n_shared[v_name], n_heads)
+        if reading.tolist() != list(expected):
+            reasons.append(
+                f"layer {layer}: its last value is read by heads {reading.tolist()}; expected "
+                f"heads {list(expected)}; patch z"
+            )
+    UnsupportedModelError.raise_if(reasons, "its shared keys and values cannot be patched")
 
 
 class _Noise:

@@ -17,19 +17,25 @@ to pattern, value and interaction.
 An attention head moves information between positions, so a patch of its value, query or pattern is
 not one of z at the same place. Its block runs again, for many variants at once, with a hook that
 patches another head at other positions in each.
+
+Grouped queries share keys and values. To patch one head's share of them, the key or value of its
+group is patched, and the z of all other heads is restored: only this head reads what was patched.
+So the model's own code computes z, whatever its rotations, norms, caps and masks. It is the plain
+patch of a model in which each head has its own copy of the shared key or value.
 """
 
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
+from torch.nn.functional import one_hot
 
 from attn_only_lens.axes import Residual
 from attn_only_lens.errors import UnsupportedModelError
 from attn_only_lens.heads.computation import NeuronHeads
-from attn_only_lens.runs.recording import NeuronRun
+from attn_only_lens.runs.recording import Hooks, NeuronRun
 from attn_only_lens.runs.replay import Replay, Variants
 from attn_only_lens.runs.sites import ALL_MEMBERS, LayerSites, Part
 
@@ -94,6 +100,48 @@ def differences(target: Tensor, source: Tensor, part: Part) -> Bool[Tensor, "bat
     """Return where a patch of all heads would change anything."""
     differs = (target != source).any(dim=-1)
     return differs.transpose(1, 2) if part == "pattern" else differs
+
+
+def of_group(heads: Int[Tensor, "head"], n_heads: int, n_shared: int) -> Int[Tensor, "head"]:
+    """Return the key or value that each head reads, of those that all heads share.
+
+    Groups are of consecutive heads: `require_groups` tests that.
+    """
+    return heads // (n_heads // n_shared)
+
+
+def by_head(shared: Float[Tensor, "batch pos group d"], n_heads: int) -> Tensor:
+    """Return shared keys or values, or numbers of them, repeated for each head that reads them."""
+    return shared.repeat_interleave(n_heads // shared.shape[2], dim=2)
+
+
+def share_edits(
+    name: str,
+    z_name: str,
+    source: Tensor,
+    z: Float[Tensor, "batch pos head_index d_head"],
+    heads: Int[Tensor, "variant"],
+    where: Bool[Tensor, "variant batch pos"],
+    first: int,
+) -> Hooks:
+    """Return hooks that patch one head's share of a key or value in each variant.
+
+    Args:
+        name: the hook point of the shared keys or values.
+        z_name: that of z.
+        source: the keys or values patched in, of the whole prompts.
+        z: of the run that is patched.
+        heads: the head of each variant.
+        where: the positions of each variant.
+        first: the position at which the rows that the hooks will see begin.
+    """
+    n_heads, n_shared = z.shape[2], source.shape[2]
+    groups = one_hot(of_group(heads, n_heads, n_shared), n_shared).bool()
+    others = ~one_hot(heads, n_heads).bool()
+    return [
+        (name, attention_edit(source, "value", groups, where, first)),
+        (z_name, attention_edit(z, "z", others, torch.ones_like(where), first)),
+    ]
 
 
 def attention_edit(

@@ -40,7 +40,7 @@ from attn_only_lens.errors import UnsupportedModelError
 from attn_only_lens.heads import host_of, logit_tolerance
 from attn_only_lens.heads.host import HEAD_KINDS
 from attn_only_lens.numerics import normal_numbers
-from attn_only_lens.runs.gradients import Tape, edit_input, gradients, start_graph
+from attn_only_lens.runs.gradients import Tape, edit_input, start_graph
 from attn_only_lens.runs.metrics import BoundMetric
 from attn_only_lens.runs.recording import Hooks, Recording, run
 
@@ -195,8 +195,8 @@ def frozen_run(
         hooks = [*before, *frozen.record_hooks, *tape.hooks]
         logits = run(model, target.tokens, target.mask, hooks)
         value = metric.of_logits(logits)
-        nodes = {"x": roots[-1], "logits": uncapped[-1], **tape.nodes}
-        found = gradients(value, nodes, keep_graph=keep_graph)
+        ends = {"x": roots[-1], "logits": uncapped[-1]}
+        found = tape.gradients(value, ends, keep_graph=keep_graph)
     error = float((logits.detach() - target.logits).abs().max())
     # Many bridged norms compute in float32 in whatever dtype the model is; their hooked form not.
     heads, dtypes = host_of(model).neurons, (logits.dtype, torch.float32)

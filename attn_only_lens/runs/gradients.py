@@ -12,32 +12,47 @@ heads        part                    node            Δ, source run minus the ru
 neuron       "z" "pattern" "value"   z               Δz of that part (`edits.py`)
 neuron       "q", gate linear        q               q' - q
 neuron       "q", gate closed        z               (w(q') - w(q)) v
-attention    any                     its hook point  the difference of its activations
+attention    any                     its hook point  the difference of its activations; of shared
+                                                     keys and values through each head (`Tape`)
 attention    "q", gate closed        z               softmax(q' · K) V - z (`_attribution.py`)
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from types import MappingProxyType
 from typing import Any
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from attn_only_lens.axes import Residual
 from attn_only_lens.errors import UnsupportedModelError
 from attn_only_lens.heads import host_of
-from attn_only_lens.runs.edits import change_of_z, sum_by_site
+from attn_only_lens.runs.edits import by_head, change_of_z, sum_by_site
 from attn_only_lens.runs.recording import Hooks, Recording, input_stream, require_seen
-from attn_only_lens.runs.sites import LayerSites, Part, hook_name
+from attn_only_lens.runs.sites import SHARED_PARTS, LayerSites, Part, hook_name
 
 
 class Tape:
-    """Hooks that record, in one forward pass, the tensors to take gradients at."""
+    """Hooks that record, in one forward pass, the tensors to take gradients at.
 
-    def __init__(self, names: Iterable[str]) -> None:
-        self.names = sorted(set(names))
+    Args:
+        names: hook points.
+        readers: by the hook point of keys or values among them, that of the z of the heads that
+            read them. The gradient of those that heads share is taken apart, head by head.
+    """
+
+    def __init__(
+        self, names: Iterable[str], readers: Mapping[str, str] = MappingProxyType({})
+    ) -> None:
+        self.names = sorted({*names, *readers.values()})
+        self._readers = readers
         self._seen: dict[str, Tensor] = {}
+
+    def anew(self) -> "Tape":
+        """Return an empty tape for the same hook points."""
+        return Tape(self.names, self._readers)
 
     @property
     def nodes(self) -> dict[str, Tensor]:
@@ -64,9 +79,27 @@ class Tape:
 
         return [(name, remember(name)) for name in self.names]
 
-    def gradients(self, value: Float[Tensor, ""]) -> dict[str, Tensor]:
-        """Return the gradient at every node, and free the graph."""
-        return gradients(value, self.nodes)
+    def gradients(
+        self,
+        value: Float[Tensor, ""],
+        more: Mapping[str, Tensor] = MappingProxyType({}),
+        *,
+        keep_graph: bool = False,
+    ) -> dict[str, Tensor]:
+        """Return the gradient at every node, and at more tensors.
+
+        The graph is freed, unless it is to be kept or heads share keys or values.
+        """
+        nodes = self.nodes
+        shared = {
+            name: z
+            for name, z in self._readers.items()
+            if nodes[name].shape[2] != nodes[z].shape[2]
+        }
+        found = gradients(value, {**more, **nodes}, keep_graph=keep_graph or bool(shared))
+        for name, z in shared.items():
+            found[name] = gradient_by_head(nodes[name], nodes[z], found[z])
+        return found
 
 
 def as_leaf(value: Tensor) -> Tensor:
@@ -92,6 +125,36 @@ def gradients(
         "this model cannot be attributed here",
     )
     return dict(zip(nodes, found, strict=True))
+
+
+def gradient_by_head(
+    shared: Float[Tensor, "batch pos group d"],
+    z: Float[Tensor, "batch pos head_index d_head"],
+    z_gradient: Float[Tensor, "batch pos head_index d_head"],
+) -> Float[Tensor, "batch pos head_index d"]:
+    """Return the part of the gradient at shared keys or values that comes through each head's z.
+
+    One head of each group at a time, as they read different ones; a head at a time if keys are
+    normed together, so that one head's also move those of others.
+
+    Args:
+        shared: the keys or values, in a graph.
+        z: of the heads that read them, in the same graph.
+        z_gradient: the gradient of the metric at z.
+    """
+    n_heads, n_shared = z.shape[2], shared.shape[2]
+    size = n_heads // n_shared
+    index = torch.arange(n_heads, device=z.device)
+
+    def through(heads: Bool[Tensor, "head_index"]) -> Tensor:
+        (found,) = torch.autograd.grad(z, shared, z_gradient * heads[:, None], retain_graph=True)
+        return found
+
+    if through(index == 0)[:, :, 1:].any():
+        one_by_one = [through(index == head)[:, :, head // size] for head in range(n_heads)]
+        return torch.stack(one_by_one, dim=2)
+    of_groups = [through(index % size == member) for member in range(size)]
+    return torch.stack(of_groups, dim=3).flatten(2, 3)
 
 
 @contextmanager
@@ -155,7 +218,7 @@ def site_estimates(
         sites: heads of one kind in one layer.
         part: the part that is patched.
         node: its hook point.
-        gradient: there.
+        gradient: there; of keys and values that heads share, through each head.
         target: the run patched into.
         source: the other run, with the activation that is patched in at `hooked[node]`.
     """
@@ -163,7 +226,10 @@ def site_estimates(
         ours, theirs = target.neurons[sites.layer], source.neurons[sites.layer]
         each = gradient.squeeze(-1) * change_of_z(ours, theirs, part)
     else:
-        each = (gradient * (source.hooked[node] - target.hooked[node])).sum(dim=-1)
+        change = source.hooked[node] - target.hooked[node]
+        if sites.kind == "attention" and part in SHARED_PARTS:
+            change = by_head(change, gradient.shape[2])
+        each = (gradient * change).sum(dim=-1)
     if sites.kind == "neuron":
         return sum_by_site(host_of(model).neurons[sites.layer], sites, each)
     if node.endswith("hook_pattern"):  # [batch, head_index, query_pos]

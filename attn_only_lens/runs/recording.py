@@ -15,7 +15,7 @@ from attn_only_lens.errors import InputError, UnsupportedModelError
 from attn_only_lens.heads import host_of
 from attn_only_lens.runs.metrics import AnyMetric, BoundMetric, bind, require_distinct
 from attn_only_lens.runs.prompts import PromptPair
-from attn_only_lens.runs.sites import LayerSites, Part, hook_name
+from attn_only_lens.runs.sites import SHARED_PARTS, LayerSites, Part, hook_name
 
 Hooks = Sequence[tuple[str, Callable[..., Any]]]
 Side = Literal["clean", "corrupted"]
@@ -205,7 +205,8 @@ def record_pair(
         pair: the prompts; of one prompt with itself, the metric of the corrupted run is taken as 0.
         metric: to be bound to them.
         sites: the heads to record.
-        part: the part of attention heads to record.
+        part: the part of attention heads to record; with keys and values, which several heads may
+            share, z too.
         names: further hook points to record.
         gates: whether to record the values and weights of neuron-heads if z alone is patched.
         traced: the run whose logits keep their graph, if one does.
@@ -213,12 +214,13 @@ def record_pair(
         distinct: whether the metric must tell the runs apart, as scores need it to.
 
     Raises:
-        InputError: the metric does not fit or does not tell the runs apart; the part is shared
-            between heads.
+        InputError: the metric does not fit or does not tell the runs apart; the part is not shown
+            head by head.
     """
     layers = [each.layer for each in sites if each.kind == "neuron"]
     attention = [each.layer for each in sites if each.kind == "attention"]
     own = {layer: hook_name(model, layer, part) for layer in attention}
+    z = [hook_name(model, layer, "z") for layer in attention if part in SHARED_PARTS]
 
     def record_side(side: Side) -> Recording:
         return record(
@@ -226,7 +228,7 @@ def record_pair(
             getattr(pair, side),
             pair.mask,
             layers=layers,
-            names=[*own.values(), *names],
+            names=[*own.values(), *z, *names],
             gates=gates or part != "z",
             hooks=hooks if side == traced else (),
             keep_graph=side == traced,
@@ -235,7 +237,7 @@ def record_pair(
     single = pair.corrupted is pair.clean
     clean = record_side("clean")
     corrupted = clean if single else record_side("corrupted")
-    _require_ungrouped(model, own, clean)
+    _require_heads(model, own, part, clean)
     return run_pair(model, pair, clean, corrupted, metric, distinct=distinct)
 
 
@@ -270,18 +272,20 @@ def run_pair(
     return runs
 
 
-def _require_ungrouped(model: Any, names: dict[int, str], run: Recording) -> None:
-    """Refuse values that grouped queries share: to patch one head's would patch the group's."""
+def _require_heads(model: Any, names: dict[int, str], part: Part, run: Recording) -> None:
+    """Refuse activations without an axis of heads, or of groups of heads that share them."""
     reasons = []
     for layer, name in names.items():
-        seen, n_heads = run.hooked[name], host_of(model).n_heads[layer]
-        n_seen = seen.shape[1 if name.endswith("hook_pattern") else 2]
-        if seen.ndim != 4 or n_seen != n_heads:
+        shape, n_heads = run.hooked[name].shape, host_of(model).n_heads[layer]
+        n_shown = shape[1 if part == "pattern" else 2] if len(shape) == 4 else 0
+        fits = n_shown == n_heads
+        if part in SHARED_PARTS and n_shown:
+            fits = n_heads % n_shown == 0
+        if not fits:
             reasons.append(
-                f"{name} has shape {list(seen.shape)}, not one for each of {n_heads} heads: "
-                "grouped queries share keys and values. On a HookedTransformer, "
-                "model.set_ungroup_grouped_query_attention(True) gives each head its own; or "
-                "patch z"
+                f"{name} has shape {list(shape)}; expected an axis of {n_heads} heads"
+                + ", or of groups of them" * (part in SHARED_PARTS)
+                + "; patch z"
             )
     InputError.raise_if(reasons, "these heads cannot be patched one by one")
 

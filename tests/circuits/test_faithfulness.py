@@ -348,10 +348,8 @@ def test_what_makes_no_sense_is_refused():
     after = p.attribution(*given, sites=["L2N3"], positions=[0])
     refused("tell the two apart", after)  # after the first position, nobody reads it
     refused("from the end", p.attribution(*given, sites=["L2N3"], positions=-1))
-    refused("by role", p.attribution(*given, sites=["L2N3"], positions={"end": -1}))
+    refused("the role 'end'", p.attribution(*given, sites=["L2N3"], positions={"end": -1}))
     refused("rows of each prompt", p.attribution(*given, sites=["L2N3"], per_prompt=True))
-    by_role = p.attribution(*given, sites=["L2N3"], positions={"end": -1})
-    refused("positions by role", by_role)
     longer = tokens(0, 2, POS + 2), tokens(1, 2, POS + 2)
     there = p.attribution(model, *longer, METRIC, sites=["L0N3"], positions="each")
     refused(f"at position {POS + 1}; the prompts have {POS} tokens", there)

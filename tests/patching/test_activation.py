@@ -7,7 +7,7 @@ import pandas as pd
 import pytest
 import torch
 from common import tokens
-from models import CORE, FAMILIES, STRUCTURES, build
+from models import CORE, FAMILIES, STRUCTURES, build, written_out
 from patched_runs import at, cached, logit_diff, patched_logits
 from transformer_lens import patching as theirs
 
@@ -33,7 +33,7 @@ def pair():
     return clean, corrupted
 
 
-def made(family, layout, dtype=torch.float64, **changes):
+def made(family, layout, dtype=torch.float64, build=build, **changes):
     model = build(family, dtype, **changes)
     if layout == "two blocks":
         return convert(model)
@@ -45,11 +45,15 @@ def value(logits):
     return logit_diff(logits, torch.tensor([POS - 1] * BATCH), RIGHT, WRONG)
 
 
-def errors(model, part, sites=SITES, n=9):
-    """The largest error over some sites, and how far their values spread, by what logits are."""
+def errors(model, part, sites=SITES, n=9, truth=None):
+    """The largest error over some sites, and how far their values spread, by what logits are.
+
+    The truth is of whole runs with hooks, of the same model if no other is given.
+    """
+    truth = truth or model
     clean, corrupted = pair()
     sweep = p.activation_patch(model, clean, corrupted, METRIC, sites=sites, part=part, progress=0)
-    source = cached(model, clean)
+    source = cached(truth, clean)
     rows = sweep.to_frame()
     assert len(rows) == len(sites) * POS
     # Rows at 3 and after, where prompts differ, and one before.
@@ -57,7 +61,7 @@ def errors(model, part, sites=SITES, n=9):
     worst = 0.0
     for row in rows.itertuples():
         where = at(BATCH, POS, row.position)
-        logits = patched_logits(model, corrupted, source, row.name, part, where)
+        logits = patched_logits(truth, corrupted, source, row.name, part, where)
         worst = max(worst, abs(value(logits) - row.value) / logits.abs().max().item())
     return worst, rows.value.std()
 
@@ -69,19 +73,14 @@ EVERY = [
     for family, part in itertools.product(FAMILIES, PARTS)
     for layout in ("two blocks", "in place")
     if part == "z" or family in CORE or (layout == "two blocks" and family in STRUCTURES)
-    if part != "k" or not FAMILIES[family].get("n_key_value_heads")
 ]
 
 
 @pytest.mark.parametrize(("family", "layout", "part"), EVERY)
 def test_every_family(family, layout, part):
-    model = made(family, layout)
-    shared = FAMILIES[family].get("n_key_value_heads") and family != "grouped_ungrouped"
-    neurons = [site for site in SITES if "N" in site]
-    sites = neurons if part == "value" and shared else SITES
-    if part == "k":
-        sites = [site for site in SITES if site not in neurons]
-    worst, spread = errors(model, part, sites)
+    sites = [site for site in SITES if part != "k" or "H" in site]
+    model, truth = made(family, layout), made(family, layout, build=written_out)
+    worst, spread = errors(model, part, sites, truth=truth)
     assert worst <= EXACT
     assert spread > 1e-5
 

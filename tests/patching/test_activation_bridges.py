@@ -1,5 +1,7 @@
 """Sweeps of TransformerBridges against whole runs, under transformer-lens 3.9 and 4 alike."""
 
+from itertools import product
+
 import bridges
 import pytest
 import torch
@@ -89,25 +91,24 @@ def whole(model, name, part, where, mask=None, noise=False, per_neuron=1):
     return logit_diff(logits, last, 7, 8)
 
 
-REFUSED = {(name, part) for name in ("llama", "gemma2") for part in ("value", "k")}
-REFUSED |= {(name, "pattern") for name in ("native", "native_gated")}
-"""Of attention heads: values shared by grouped queries, and patterns that are not read back."""
+SHARED = {(name, part) for name in ("llama", "gemma2") for part in ("value", "k")}
+"""Of attention heads: `test_grouped_queries.py`."""
+READ_ONLY = {(name, "pattern") for name in ("native", "native_gated")}
+"""Patterns of attention heads that are not read back."""
 
 
 def patchable(name, part):
-    kinds = "N" if (name, part) in REFUSED else "H" if part == "k" else "HN"
+    kinds = "N" if (name, part) in SHARED | READ_ONLY else "H" if part == "k" else "HN"
     return [site for site in SITES if any(kind in site for kind in kinds)]
 
 
 @pytest.mark.parametrize("compatible", [False, True], ids=["plain", "compatible"])
-@pytest.mark.parametrize("part", PARTS)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    ("name", "part"),
+    [each for each in product(NAMES, PARTS) if each not in SHARED or each[1] != "k"],
+)
 def test_every_part(name, part, compatible):
     model = made(name, compatible)
-    if part == "k" and (name, part) in REFUSED:
-        with pytest.raises(InputError, match="grouped queries share"):
-            sweep(model, part=part, sites=p.heads())
-        return
     if (name, compatible) == ("native_gated", True):
         bridges.skip_unless_it_runs(model)
     frame = sweep(model, part=part, sites=patchable(name, part)).to_frame()
@@ -161,11 +162,6 @@ def test_heads_that_share_a_neuron():
     for row in frame.itertuples():
         expected = whole(model, row.name, "z", at(BATCH, POS, row.position), per_neuron=4)
         assert row.value == pytest.approx(expected, rel=0, abs=EXACT), row
-
-
-def test_shared_values_are_refused():
-    with pytest.raises(InputError, match="grouped queries share"):
-        sweep(made("llama"), part="value")
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])

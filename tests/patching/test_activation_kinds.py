@@ -348,14 +348,6 @@ def test_half_precision(dtype):
     assert scores[1].std() > 0.01
 
 
-def test_grouped_values_are_refused():
-    model = made("llama")
-    with pytest.raises(InputError, match="grouped queries share") as caught:
-        sweep(model, part="value")
-    assert len(caught.value.reasons) == 2
-    assert len(sweep(model, part="q"))
-
-
 def test_refused_before_anything_runs():
     model = made()
     calls = []

@@ -179,7 +179,7 @@ def test_integrated_gradients_of_the_embedding_are_complete(layout):
     errors = []
     for steps in (1, 16, 32):
         name = "blocks.0.hook_resid_pre"
-        g = integrated_gradients(model, one, other, metric, [name], steps, False)[name]
+        g = integrated_gradients(model, one, other, metric, Tape([name]), steps, False)[name]
         total = ((other.streams[0] - one.streams[0]) * g).sum().item()
         errors.append(total - (metric.of(other.logits) - metric.of(one.logits)))
     assert abs(errors[2]) < 1e-2 * abs(metric.of(other.logits) - metric.of(one.logits))

@@ -1,0 +1,151 @@
+"""Circuits whose sites are at roles, of prompts that differ in length.
+
+The truth is of every prompt alone, without padding, with a plain hook for each ablated site.
+"""
+
+import bridges
+import numpy as np
+import pytest
+import torch
+from common import mlp_hook, tokens
+
+from attn_only_lens import HeadName, InputError
+from attn_only_lens import patching as p
+from attn_only_lens.circuits import discover, evaluate, faithfulness
+from attn_only_lens.circuits.ablation import AblatedModel
+
+METRIC = p.logit_diff(7, 11)
+LENGTHS = (7, 5, 6)
+ROLES = {"subject": [1, 2, 1], "verb": [4, 3, 3], "end": -1}
+OTHERS = {"subject": [2, 1, 3], "verb": [4, 3, 4], "end": -1}
+SITES = ["L0H1", "L0N3", "L0N29", "L1H0", "L1N5", "L1N11"]
+EXACT = 1e-9
+
+
+@pytest.fixture(scope="module")
+def model():
+    return bridges.exposed_copy(bridges.boot("gpt2"))
+
+
+def prompts(roles, seed=0):
+    """Three pairs of unequal length, padded on the right, and the pairs themselves."""
+    clean = tokens(seed, batch=3, pos=7)
+    corrupted = clean.clone()
+    for row, at in enumerate(roles["subject"]):
+        corrupted[row, at] = (clean[row, at] + 7) % 41
+    mask = torch.zeros(3, 7, dtype=torch.long)
+    for row, n in enumerate(LENGTHS):
+        mask[row, :n] = 1
+    pairs = [(clean[i, :n], corrupted[i, :n]) for i, n in enumerate(LENGTHS)]
+    return (clean * mask, corrupted * mask, mask), pairs
+
+
+@torch.no_grad()
+def with_gone(model, pairs, roles, gone, ablation):
+    """The mean logit difference, with sites (name, role) of each prompt gone."""
+    values = []
+    for i, (clean, corrupted) in enumerate(pairs):
+        source, hooks = model.run_with_cache(corrupted)[1], []
+        for name, role in gone:
+            head = HeadName.parse(name)
+            hook_name = f"blocks.{head.layer}.attn.hook_z"
+            if head.kind == "neuron":
+                hook_name = mlp_hook("z", head.layer)
+            at = len(clean) - 1 if role == "end" else roles[role][i]
+
+            def ablate(z, hook, index=head.index, at=at, source=source):
+                z = z.clone()
+                other = 0.0 if ablation == "zero" else source[hook.name][:, at, index]
+                z[:, at, index] = other
+                return z
+
+            hooks.append((hook_name, ablate))
+        logits = model.run_with_hooks(clean, fwd_hooks=hooks)[0, -1]
+        values.append((logits[7] - logits[11]).item())
+    return sum(values) / len(values)
+
+
+@pytest.mark.parametrize("ablation", ["zero", "resample"])
+def test_the_curve_is_what_plain_hooks_make_of_it(model, ablation):
+    (clean, corrupted, mask), pairs = prompts(ROLES)
+    given = model, clean, corrupted, METRIC
+    ranking = p.attribution(*given, sites=SITES, positions=ROLES, mask=mask, progress=False)
+    curve = faithfulness(
+        *(*given, ranking),
+        **{"ablation": ablation, "shares": (0.0, 0.3, 0.6, 1.0), "n_random": 0},
+        positions=ROLES,
+        mask=mask,
+    )
+    rows = ranking.frame.assign(size=ranking.effect.abs())
+    rows = rows.sort_values("size", ascending=False, kind="stable")
+    sites = list(zip(rows["name"], rows["position"], strict=True))
+    assert len(sites) == len(SITES) * len(ROLES)
+
+    def value(gone):
+        return with_gone(model, pairs, ROLES, gone, ablation)
+
+    whole, nothing = value([]), value(sites)
+    assert abs(whole - nothing) > 1e-3
+    assert (curve.whole, curve.nothing) == pytest.approx((whole, nothing), abs=EXACT)
+    for row in curve.frame.itertuples():
+        kept = (value(sites[row.n_sites :]) - nothing) / (whole - nothing)
+        others = (value(sites[: row.n_sites]) - nothing) / (whole - nothing)
+        assert row.faithfulness == pytest.approx(kept, abs=1e-6)
+        assert row.completeness == pytest.approx(others, abs=1e-6)
+
+
+def test_circuits_are_found_and_measured_on_prompts_of_other_lengths(model):
+    (clean, corrupted, mask), pairs = prompts(ROLES)
+    how = {"sites": SITES, "n_random": 1, "mask": mask}
+    circuit = discover(model, clean, corrupted, METRIC, positions=ROLES, **how)
+    assert set(circuit.frame["position"]) <= set(ROLES)
+    assert 0 < len(circuit) < circuit.n_sites == len(SITES) * len(ROLES)
+    chosen = set(zip(circuit.frame["name"], circuit.frame["position"], strict=True))
+    every = {(name, role) for name in SITES for role in ROLES}
+
+    def faithful(pairs, roles):
+        found = (
+            with_gone(model, pairs, roles, gone, "resample") for gone in ((), every - chosen, every)
+        )
+        whole, kept, nothing = found
+        return (kept - nothing) / (whole - nothing)
+
+    assert circuit.faithfulness == pytest.approx(faithful(pairs, ROLES), abs=1e-6)
+    (clean, corrupted, mask), pairs = prompts(OTHERS, seed=3)
+    found = evaluate(model, circuit, clean, corrupted, METRIC, positions=OTHERS, mask=mask)
+    assert found.faithfulness == pytest.approx(faithful(pairs, OTHERS), abs=1e-6)
+    # Control: with the roles elsewhere it is another number.
+    moved = OTHERS | {"verb": [3, 2, 2]}
+    other = evaluate(model, circuit, clean, corrupted, METRIC, positions=moved, mask=mask)
+    assert abs(other.faithfulness - found.faithfulness) > 1e-4
+    for positions in (None, {"subject": 1}):
+        with pytest.raises(InputError, match=r"expected those of the circuit, \['end', 'subj"):
+            evaluate(model, circuit, clean, corrupted, METRIC, positions=positions, mask=mask)
+
+
+def test_a_role_that_is_a_position_is_that_position(model):
+    clean, corrupted = (x[:, :5] for x in prompts(ROLES)[0][:2])
+    given = model, clean, corrupted, METRIC
+    ablated = []
+    for positions in ({"a": 1, "b": 3}, [1, 3]):
+        ranking = p.attribution(*given, sites=SITES, positions=positions, progress=False)
+        ablated.append(
+            AblatedModel(*given, ranking.frame, ablation="zero", mask=None, positions=positions)
+        )
+    circuits = [np.array([0, 3, 7]), np.arange(2)]
+    one, other = (each.faithfulness(circuits) for each in ablated)
+    np.testing.assert_allclose(one, other, rtol=0, atol=1e-12)
+    one, other = (each.worth(circuits[0]) for each in ablated)
+    np.testing.assert_allclose(one, other, rtol=0, atol=1e-12)
+    assert np.ptp(one) > 1e-4
+
+
+def test_refusals(model):
+    (clean, corrupted, mask), _ = prompts(ROLES)
+    given = model, clean, corrupted, METRIC
+    ranking = p.attribution(*given, sites=SITES, positions=ROLES, mask=mask, progress=False)
+    with pytest.raises(InputError, match="the role 'subject'"):
+        faithfulness(*given, ranking, mask=mask)
+    same = {"subject": [1, 2, 1], "verb": [4, 3, 1], "end": -1}
+    with pytest.raises(InputError, match="'subject' and 'verb', the same token of prompt 2"):
+        discover(*given, sites=SITES, positions=same, mask=mask)

@@ -1,0 +1,237 @@
+"""Patches of one head's share of a key or value that grouped queries share.
+
+The truth is of a copy of each model in which every head has keys and values that it shares with
+none: the same function, where a plain hook patches one head. Where all keys are normed together
+there is no such copy; there the truth is a run with the key of the group patched, in which the z of
+all other heads is restored by hand.
+"""
+
+from functools import cache
+
+import bridges
+import pandas as pd
+import pytest
+import torch
+import transformers
+from common import needs_hooked_transformer
+from patched_runs import cached, logit_diff, patched_logits
+from transformers.models.llama import modeling_llama
+
+from attn_only_lens import UnsupportedModelError, expose_neuron_heads
+from attn_only_lens import patching as p
+from attn_only_lens.tolerances import LOGIT_TOLERANCE
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # TransformerLens' and transformers' own
+BATCH, POS, N_HEADS, N_SHARED = 2, 11, 6, 2
+METRIC = p.logit_diff(correct=7, wrong=8)
+HEADS = [f"L{layer}H{head}" for layer in range(2) for head in (0, 1, 3, 4)]
+SIZES = bridges.SIZES | {"num_attention_heads": N_HEADS, "num_key_value_heads": N_SHARED}
+SIZES |= {"hidden_size": 36}  # transformers has heads divide it, and halves of them be whole
+CONFIGS = {
+    "llama": lambda **how: transformers.LlamaConfig(**SIZES | {"head_dim": 14} | how),
+    "qwen3": lambda **how: transformers.Qwen3Config(**SIZES | {"head_dim": 14} | how),
+    "gemma2": lambda **how: transformers.Gemma2Config(**SIZES | {"head_dim": 14} | how),
+    "olmo2": lambda **how: transformers.Olmo2Config(**SIZES | how),
+}
+HOOKED = ("grouped", "llama")
+LAYOUTS = ("two blocks", "in place")
+MODELS = ["llama bridge", "qwen3 bridge", "gemma2 bridge"]
+MODELS += [
+    pytest.param(f"{name} {layout}", marks=needs_hooked_transformer)
+    for name in HOOKED
+    for layout in LAYOUTS
+]
+
+
+def bridge(name, **how):
+    config = CONFIGS[name](**how)
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    return bridges.randomise(model.double().eval())
+
+
+@cache
+def pair_of(model):
+    """A model, and one in which its keys and values are written out for each head."""
+    name, kind = model.split(" ", 1)
+    if kind == "bridge":
+        shared, alone = bridge(name), bridge(name, num_key_value_heads=N_HEADS)
+        state = shared.state_dict()
+        for key in state:
+            if "k_proj" in key or "v_proj" in key:
+                of_heads = state[key].unflatten(0, (N_SHARED, -1))
+                copies = [of_heads[head * N_SHARED // N_HEADS] for head in range(N_HEADS)]
+                state[key] = torch.cat(copies)
+        alone.load_state_dict(state)
+        return tuple(expose_neuron_heads(bridges.bridged(each)).model for each in (shared, alone))
+    from models import build, written_out  # at the top it would skip the whole module under 4
+
+    from attn_only_lens import convert
+
+    to_heads = convert if kind == "two blocks" else (lambda each: expose_neuron_heads(each).model)
+    return tuple(to_heads(make(name, scale=0.3)) for make in (build, written_out))
+
+
+def prompts():
+    """Clean and corrupted prompts, which differ at other places in each prompt."""
+    generator = torch.Generator().manual_seed(1)
+    clean = torch.randint(0, 41, (BATCH, POS), generator=generator)
+    corrupted = clean.clone()
+    corrupted[0, 3], corrupted[1, 5] = (clean[0, 3] + 5) % 41, (clean[1, 5] + 7) % 41
+    corrupted[:, 7] = (clean[:, 7] + 3) % 41
+    return clean, corrupted
+
+
+def sweep(model, function=p.activation_patch, **how):
+    return function(model, *prompts(), METRIC, **{"sites": HEADS, "progress": False} | how)
+
+
+def by_site(of_sweep):
+    return of_sweep.to_frame().set_index(["name", "position"])["value"]
+
+
+def places(position):
+    """[batch, pos], set where a label of `POSITIONS` is."""
+    where = torch.zeros(BATCH, POS, dtype=torch.bool)
+    where[torch.arange(BATCH), torch.tensor(ROLES.get(position, position))] = True
+    return where if position != "all" else torch.ones_like(where)
+
+
+ROLES = {"subject": [3, 5], "verb": [7, 7], "all": [0, 0]}
+
+
+def truths(alone, part, rows, noise=False):
+    clean, corrupted = prompts()
+    target, other = (clean, corrupted) if noise else (corrupted, clean)
+    source, last = cached(alone, other), torch.tensor([POS - 1] * BATCH)
+    logits = [patched_logits(alone, target, source, *row[:1], part, places(row[1])) for row in rows]
+    values = [logit_diff(each, last, 7, 8) for each in logits]
+    return pd.Series(values, pd.MultiIndex.from_tuples(rows, names=["name", "position"]))
+
+
+@pytest.mark.parametrize("part", ["value", "k"])
+@pytest.mark.parametrize("name", MODELS)
+def test_one_share_is_a_plain_patch_of_heads_that_share_nothing(name, part):
+    model, alone = pair_of(name)
+    assert (model(prompts()[0]) - alone(prompts()[0])).abs().max() < 1e-10  # the same function
+    roles = {role: list(at) for role, at in ROLES.items() if role != "all"}
+    for how in ({"positions": [4, 7, 10]}, {"positions": roles, "direction": "noise"}):
+        found = by_site(sweep(model, part=part, batch_size=5, **how))
+        expected = truths(alone, part, list(found.index), noise="direction" in how)
+        assert (found - expected).abs().max() < 1e-10
+        # Control: heads of a group are patched one by one, with other effects.
+        one = found.unstack()
+        assert (one.loc["L0H0"] - one.loc["L0H1"]).abs().max() > 1e-5
+        assert (one.loc["L0H3"] - one.loc["L0H4"]).abs().max() > 1e-5
+    assert (found - truths(alone, part, list(found.index))).abs().max() > 1e-4  # not denoised
+    everywhere = by_site(sweep(model, part=part, positions="all"))
+    assert (everywhere - truths(alone, part, list(everywhere.index))).abs().max() < 1e-10
+
+
+@pytest.mark.parametrize("part", ["value", "k"])
+def test_keys_that_are_normed_together(part):
+    """Only the head that is patched reads the group's key, and what that does to other groups."""
+    model = expose_neuron_heads(bridges.bridged(bridge("olmo2"))).model
+    clean, corrupted = prompts()
+    source, target = cached(model, clean), cached(model, corrupted)
+    found = by_site(sweep(model, part=part, positions=[4, 7]))
+    for head, position in found.index:
+        layer, index = int(head[1]), int(head[3])
+        point = f"blocks.{layer}.attn.hook_{'v' if part == 'value' else part}"
+        z_point = f"blocks.{layer}.attn.hook_z"
+
+        def put(value, hook, at=position, group=index * N_SHARED // N_HEADS):
+            value = value.clone()
+            value[:, at, group] = source[hook.name][:, at, group]
+            return value
+
+        def restore(value, hook, index=index):
+            restored = target[hook.name].clone()
+            restored[:, :, index] = value[:, :, index]
+            return restored
+
+        hooks = [(point, put), (z_point, restore)]
+        logits = model.run_with_hooks(corrupted, fwd_hooks=hooks)
+        expected = logit_diff(logits, torch.tensor([POS - 1] * BATCH), 7, 8)
+        assert found[head, position] == pytest.approx(expected, rel=0, abs=1e-10)
+
+
+METHODS = [("value", "gradient"), ("k", "gradient"), ("value", "integrated"), ("k", "integrated")]
+METHODS += [("value", "frozen_pattern")]
+
+
+@pytest.mark.parametrize(("part", "method"), METHODS)
+@pytest.mark.parametrize("name", [MODELS[0], MODELS[2], MODELS[3], MODELS[6]])
+def test_estimates_are_those_of_heads_that_share_nothing(name, part, method):
+    model, alone = pair_of(name)
+    how = {"part": part, "method": method, "budget": 0}
+    found, expected = (by_site(sweep(each, p.attribution, **how)) for each in (model, alone))
+    assert (found - expected).abs().max() < 1e-10 * expected.abs().max()
+    assert found.std() > 1e-5
+
+
+def test_estimates_where_keys_are_normed_together():
+    """The derivative by the size of a patch, with plain hooks.
+
+    Norms of transformers work in float32, also here: differences of runs are too noisy.
+    """
+    model = expose_neuron_heads(bridges.bridged(bridge("olmo2"))).model
+    clean, corrupted = prompts()
+    source, target = cached(model, clean), cached(model, corrupted)
+    of_sweep = sweep(model, p.attribution, part="k", budget=0, positions=[4, 7])
+    moved = by_site(of_sweep) - of_sweep.corrupted_value
+    for name in HEADS:
+        layer, index = int(name[1]), int(name[3])
+        point, z_point = (f"blocks.{layer}.attn.hook_{at}" for at in "kz")
+        size = torch.zeros((), dtype=torch.float64, requires_grad=True)
+
+        def put(value, hook, size=size, group=index * N_SHARED // N_HEADS):
+            change = torch.zeros_like(value)
+            change[:, 7, group] = (source[hook.name] - target[hook.name])[:, 7, group]
+            return value + size * change
+
+        def restore(value, hook, index=index):
+            restored = target[hook.name].clone()
+            restored[:, :, index] = value[:, :, index]
+            return restored
+
+        hooks = [(point, put), (z_point, restore)]
+        logits = model.run_with_hooks(corrupted, fwd_hooks=hooks)[:, -1]
+        (slope,) = torch.autograd.grad((logits[:, 7] - logits[:, 8]).mean(), size)
+        assert moved[name, 7] == pytest.approx(slope.item(), rel=1e-5), name
+
+
+@pytest.mark.parametrize("part", ["value", "k"])
+@pytest.mark.parametrize("name", [MODELS[0], MODELS[5]])
+def test_repairs_resume_and_runs_of_prompts(name, part, tmp_path):
+    model, _ = pair_of(name)
+    exact = by_site(sweep(model, part=part))
+    for settings in ({"batch_size": 3}, {"prompts_at_once": 1}, {"resume": tmp_path / part}):
+        assert (by_site(sweep(model, part=part, **settings)) - exact).abs().max() < 1e-10
+    resumed = by_site(sweep(model, part=part, resume=tmp_path / part))
+    assert resumed.equals(by_site(sweep(model, part=part, resume=tmp_path / part)))
+    repaired = sweep(model, p.attribution, part=part, budget=1e6)
+    assert (by_site(repaired) - exact).abs().max() < 1e-10
+    some = sweep(model, p.attribution, part=part, budget=2.0)
+    flags = some.frame.set_index(["name", "position"])["exact"]
+    assert 0 < flags.sum() < len(flags)
+    assert (by_site(some) - exact)[flags].abs().max() < 1e-10
+
+
+@pytest.mark.parametrize("part", ["value", "k"])
+def test_float32(part):
+    _, alone = pair_of("llama bridge")
+    wide = by_site(sweep(alone, part=part, positions=[4, 7]))
+    narrow = expose_neuron_heads(bridges.bridged(bridge("llama").float())).model
+    found = by_site(sweep(narrow, part=part, positions=[4, 7]))
+    largest = narrow(prompts()[0]).abs().max().item()
+    assert (found - wide).abs().max() < 2 * LOGIT_TOLERANCE[torch.float32] * largest
+
+
+def test_groups_in_another_order_are_refused(monkeypatch):
+    """Tile keys and values over the heads: heads 0, 2 and 4 read the first."""
+    model = expose_neuron_heads(bridges.bridged(bridge("llama"))).model
+    monkeypatch.setattr(modeling_llama, "repeat_kv", lambda x, n: x.repeat(1, n, 1, 1))
+    with pytest.raises(
+        UnsupportedModelError, match=r"read by heads \[1, 3, 5\]; expected heads \[3"
+    ):
+        sweep(model, part="value")

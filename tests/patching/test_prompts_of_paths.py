@@ -1,0 +1,136 @@
+"""Paths, and the split into gate and value, of prompts one by one and a run at a time.
+
+The truth of a prompt is the same call with this prompt alone, without padding.
+"""
+
+import bridges
+import numpy as np
+import pytest
+import torch
+from common import tokens
+
+from attn_only_lens import InputError
+from attn_only_lens import patching as p
+
+METRIC = p.logit_diff(7, 11)
+LENGTHS = (7, 5, 6)
+ROLES = {"subject": [1, 2, 1], "end": -1}
+SPLIT = ["pattern", "value", "interaction"]
+WRITES, EFFECTS = ([*(f"{name}_{part}" for part in SPLIT), name] for name in ("write", "effect"))
+PATHS = {"senders": ["L0H1", "L0N3"], "receivers": ["L1H0", "L1N5", "logits"], "part": "z"}
+PATHS |= {"positions": ROLES, "progress": False}
+# Sums over prompts in another order, in float64.
+EXACT = {"rtol": 0, "atol": 1e-12}
+
+
+@pytest.fixture(scope="module")
+def model():
+    return bridges.exposed_copy(bridges.boot("gpt2"))
+
+
+def prompts(side="right"):
+    """Three pairs of unequal length, padded, and the pairs themselves."""
+    clean = tokens(0, batch=3, pos=7)
+    corrupted = clean.clone()
+    for row, at in enumerate(ROLES["subject"]):
+        corrupted[row, at] = (clean[row, at] + 7) % 41
+    alone = [(clean[i, :n], corrupted[i, :n]) for i, n in enumerate(LENGTHS)]
+    mask = torch.zeros(3, 7, dtype=torch.long)
+    padded = [torch.zeros_like(clean) for _ in range(2)]
+    for i, n in enumerate(LENGTHS):
+        real = slice(7 - n, None) if side == "left" else slice(n)
+        mask[i, real] = 1
+        for row, pair in zip(padded, alone[i], strict=True):
+            row[i, real] = pair
+    return (*padded, mask), alone
+
+
+def of_one(i):
+    return {"positions": [ROLES["subject"][i], LENGTHS[i] - 1]}
+
+
+@pytest.mark.parametrize(
+    ("side", "how"),
+    [("left", {"top": 5}), ("right", {"direction": "noise", "scale": "anew"})],
+)
+def test_paths(model, side, how, tmp_path):
+    (clean, corrupted, mask), alone = prompts(side)
+
+    def patched(**more):
+        return p.path_patch(model, clean, corrupted, METRIC, mask=mask, **PATHS | how | more)
+
+    rows = patched(per_prompt=True, prompts_at_once=1)
+    n = len(rows.frame) // 3
+    assert rows.frame["prompt"].tolist() == [0, 1, 2] * n
+    key = ["sender", "receiver", "position"]
+    for i in range(3):
+        options = PATHS | how | of_one(i) | {"top": None}
+        one = p.path_patch(model, *alone[i], METRIC, **options).frame
+        one["position"] = one["position"].map(
+            {ROLES["subject"][i]: "subject", LENGTHS[i] - 1: "end"}
+        )
+        expected = one.astype({"sender": str, "receiver": str}).set_index(key)["value"]
+        mine = rows.frame[rows.frame["prompt"] == i].astype({"sender": str, "receiver": str})
+        mine = mine.set_index(key)["value"]
+        np.testing.assert_allclose(mine, expected[mine.index], **EXACT)
+    values = rows.frame["value"].to_numpy().reshape(n, 3)
+    assert np.ptp(values, axis=1).max() > 1e-3  # control: prompts differ
+    unpatched = rows.frame["unpatched"].to_numpy().reshape(n, 3)
+    for together in (patched(), patched(prompts_at_once=2, resume=tmp_path / "paths")):
+        frame, span = together.frame, together.clean_value - together.corrupted_value
+        assert frame[key].equals(rows.frame[key].iloc[::3].reset_index(drop=True))
+        np.testing.assert_allclose(frame["value"], values.mean(axis=1), **EXACT)
+        error = values.std(axis=1, ddof=1) / 3**0.5
+        np.testing.assert_allclose(frame["value_standard_error"], error, **EXACT)
+        error = (values - unpatched).std(axis=1, ddof=1) / 3**0.5 / abs(span)
+        np.testing.assert_allclose(frame["score_standard_error"], error, **EXACT)
+        scores = rows.frame["score"].to_numpy().reshape(n, 3).mean(axis=1)
+        np.testing.assert_allclose(frame["score"], scores, **EXACT)
+        if "top" in how:
+            estimates = rows.frame["estimate"].to_numpy()[::3]
+            np.testing.assert_allclose(frame["estimate"], estimates, **EXACT)
+    with pytest.raises(InputError, match="per_prompt: got"):
+        patched(resume=tmp_path / "paths", per_prompt=True)
+    rows.save(tmp_path / "rows.csv")
+    assert p.Paths.load(tmp_path / "rows.csv").frame["prompt"].tolist() == [0, 1, 2] * n
+
+
+def test_gate_and_value(model):
+    (clean, corrupted, mask), alone = prompts()
+    how = {"sites": ["L0N36", "L1N5"], "progress": False}
+
+    def split(**more):
+        options = how | {"mask": mask, "positions": ROLES} | more
+        return p.gate_and_value(model, clean, corrupted, METRIC, **options)
+
+    numbers = [*WRITES, *EFFECTS]
+    whole, rows = split(), split(per_prompt=True, prompts_at_once=1)
+    np.testing.assert_allclose(split(prompts_at_once=2)[numbers], whole[numbers], **EXACT)
+    means = rows.groupby(["name", "position"], sort=False)[numbers].mean()
+    np.testing.assert_allclose(means, whole[numbers], **EXACT)
+    assert rows["prompt"].tolist() == [0, 1, 2] * 4
+    ratios = []
+    for i in range(3):
+        one = p.gate_and_value(model, *alone[i], METRIC, **how | of_one(i))
+        mine = rows[rows["prompt"] == i].reset_index(drop=True)
+        np.testing.assert_allclose(mine[WRITES], one[WRITES], **EXACT)
+        assert (mine["write"] != 0).all()
+        # Effects are shares of the difference of the means of all prompts.
+        ratios.append(mine["effect"][1] / one["effect"][1])
+        np.testing.assert_allclose(mine[EFFECTS], one[EFFECTS] * ratios[-1], rtol=0, atol=1e-9)
+    assert sum(ratios) / 3 == pytest.approx(1.0)
+
+
+def test_refused(model):
+    (clean, corrupted, mask), _ = prompts()
+    custom = p.custom(lambda logits: logits[:, -1, 7].mean(), name="mean")
+    for how, match in (
+        ({"prompts_at_once": 0}, "got prompts_at_once=0"),
+        ({"metric": custom, "prompts_at_once": 1}, "a function of the logits of all 3 prompts"),
+        ({"metric": custom, "per_prompt": True}, "one number of all 3 prompts"),
+    ):
+        options = {"metric": METRIC, "mask": mask} | how
+        with pytest.raises(InputError, match=match):
+            p.path_patch(model, clean, corrupted, **PATHS | options)
+        with pytest.raises(InputError, match=match):
+            p.gate_and_value(model, clean, corrupted, sites="L0N3", progress=False, **options)

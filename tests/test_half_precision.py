@@ -1,0 +1,109 @@
+"""Analyses that take runs apart, on models in half precision: in float32, with the same weights.
+
+The truth is the model with these weights, cast to float32 by TransformerLens itself.
+"""
+
+import bridges
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from common import in_threads, needs_hooked_transformer, tokens
+
+from attn_only_lens import circuits, convert, expose_neuron_heads
+from attn_only_lens import patching as p
+from attn_only_lens.runs.in_float32 import float32_weights
+from attn_only_lens.tolerances import LOGIT_TOLERANCE, rounding
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # TransformerLens' and transformers' own
+METRIC = p.logit_diff(7, 11)
+HALF = [torch.bfloat16, torch.float16]
+KINDS = ["llama", "gpt2"]
+KINDS += [pytest.param(kind, marks=needs_hooked_transformer) for kind in ("converted", "in place")]
+
+
+def made(kind, dtype):
+    if kind in ("converted", "in place"):
+        from models import build  # at the top it would skip the whole module under 4
+
+        source = build("gelu", dtype, scale=0.3)
+        return convert(source) if kind == "converted" else expose_neuron_heads(source).model
+    return bridges.exposed_copy(bridges.boot(kind, dtype))
+
+
+def prompts():
+    clean = tokens(0, batch=1, pos=5)
+    corrupted = clean.clone()
+    corrupted[:, 1] = (clean[:, 1] + 7) % 41
+    return clean, corrupted
+
+
+def paths(model):
+    options = {"senders": ["L0H1", "L0N3"], "receivers": ["L1H1", "L1N5", "logits"], "part": "z"}
+    found = p.path_patch(model, *prompts(), METRIC, progress=False, **options)
+    return found.frame[["value"]]
+
+
+def expansion(model):
+    found = circuits.path_expansion(model, prompts()[0])
+    singles = found.paths(METRIC, k=7, progress=False)[["effect"]]
+    return pd.concat([found.effects(METRIC)[["effect"]], singles])
+
+
+def graph(model):
+    found = circuits.attribution_graph(model, prompts()[0], METRIC, top=20)
+    return found.edges.sort_values(["source", "target", "kind"])[["weight"]]
+
+
+def sources(model):
+    found = circuits.score_sources(model, prompts()[0], "L1H1", query=4, key=2)
+    return found[["contribution"]] if "contribution" in found else found.select_dtypes("floating")
+
+
+def edges(model):
+    found = circuits.score_edges(model, prompts()[0], ["L0H1", "L0N3", "L1H0"], progress=False)
+    return found.select_dtypes("floating")
+
+
+@pytest.mark.parametrize("analysis", [paths, expansion, graph, sources, edges])
+@pytest.mark.parametrize("kind", KINDS)
+def test_is_that_of_the_same_weights_in_float32(kind, analysis):
+    dtype = HALF[analysis in (paths, graph)]
+    narrow, wide = made(kind, dtype), made(kind, dtype).to(torch.float32)
+    before = {name: x.clone() for name, x in narrow.state_dict().items()}
+    logits = narrow(prompts()[0])
+    found, expected = analysis(narrow), analysis(wide)
+    assert len(found) == len(expected) > 2
+    assert found.isna().equals(expected.isna())
+    largest = np.nanmax(np.abs(expected.to_numpy()))
+    # Contributions to a sum, each to the rounding of float32.
+    allowed = LOGIT_TOLERANCE[torch.float32] * largest
+    assert np.nanmax(np.abs(found.to_numpy() - expected.to_numpy())) <= allowed
+    # The model is as it was, to the bit.
+    after = narrow.state_dict()
+    assert all(
+        torch.equal(x, after[name]) and x.dtype == after[name].dtype for name, x in before.items()
+    )
+    assert torch.equal(narrow(prompts()[0]), logits)
+    assert logits.dtype == dtype
+    # Control: half precision is not float32.
+    assert (logits.float() - wide(prompts()[0])).abs().max() > rounding(torch.float32)
+
+
+def test_an_error_and_threads_leave_the_model_as_it_was():
+    model = made("gpt2", torch.bfloat16)
+    weight = next(model.parameters())
+    weight.grad = torch.ones_like(weight)
+    logits = model(prompts()[0])
+    with pytest.raises(ZeroDivisionError), float32_weights(model):
+        _ = 1 / (weight.dtype != torch.float32)
+    assert weight.dtype == weight.grad.dtype == torch.bfloat16
+
+    @torch.no_grad()
+    def run(x):
+        with float32_weights(model):
+            return model(x)
+
+    several = in_threads(run, [prompts()[0], prompts()[1]], times=5)
+    assert all(each.dtype == torch.float32 for of_one in several for each in of_one)
+    assert torch.equal(model(prompts()[0]), logits)
