@@ -186,7 +186,7 @@ def main(
     n_pairs: Annotated[int, typer.Option(help="pairs of prompts for each model")] = 15,
     seed: Annotated[int, typer.Option(help="of the prompts; 0 was used to tune")] = 1,
     device: Device = "cpu",
-    smoke: Annotated[bool, typer.Option(help="the classifier of brackets and two pairs")] = False,
+    smoke: Annotated[bool, typer.Option(help="the classifier of brackets and one pair")] = False,
 ) -> None:
     """Measure, print, and keep what `studies.py` says."""
     warnings.filterwarnings("ignore", "HookedTransformer.* is deprecated", DeprecationWarning)
@@ -197,7 +197,7 @@ def main(
             model = expose_neuron_heads(source).model
             bar.set_description(name)
             seen.append(name)
-            n = 2 if smoke else max(1, n_pairs // FEW.get(name, 1))
+            n = 1 if smoke else max(1, n_pairs // FEW.get(name, 1))
             for number, prompts in enumerate(islice(draw(model), n)):
                 way = WAYS[number % len(WAYS)]
                 rows += [
