@@ -149,8 +149,8 @@ def test_what_is_expected_of_each_kind_is_said(model):
     assert found.expected_pearson["attention"] is None
     neurons = (found.frame["kind"] == "neuron").to_numpy()
     reached = np.corrcoef(scores(found)[neurons], exact[neurons])[0, 1]
-    # As sites are patched that are likely to err most, the rest errs less than they did.
-    assert 0 <= found.expected_pearson["neuron"] < reached
+    # An expectation, on random weights of which one neuron's are 40 times as large.
+    assert 0.9 < found.expected_pearson["neuron"] < reached + 0.02
     shown = f"{n_exact.sum()} of them exact patches (expected correlation with patching: "
     assert shown + "attention unknown, neuron 0." in repr(found)
 
