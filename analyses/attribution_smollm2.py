@@ -1,18 +1,21 @@
 """Attribution with exact repairs on SmolLM2-135M, against exact patches of a sample of sites.
 
-A sweep of every site would take hours. So sites are sampled: 500 of the largest expected error, 500
-of the largest |estimate|, and 500 of all others at random, each of which stands for as many as were
-not drawn. Correlations are weighted so; top-20 is among the sampled sites.
+A sweep of every site would take hours. So sites are sampled, of attention heads and of neuron-heads
+apart: 250 of the largest expected error, 250 of the largest |estimate|, and 250 of all others at
+random, each of which stands for as many as were not drawn. Correlations are weighted so; top-20 is
+among the sampled sites of a kind.
 
     python analyses/attribution_smollm2.py out/smollm2 --out analyses/results
 """
 
+from itertools import product
 from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
 import pandas as pd
 import typer
+from attribution_vs_patching import KINDS
 from benching import Device, machine, markdown
 from tqdm import tqdm
 
@@ -35,7 +38,7 @@ PAIRS = {
     "gender": ("The queen left the hall because", "The king left the hall because", " she", " he"),
 }
 BUDGETS = (0, 1, 3, 10, "auto")
-EACH, TOP = 500, 20
+EACH, TOP = 250, 20
 SITE = ["name", "position"]
 
 
@@ -57,11 +60,11 @@ def effects(sweep: p.Sweep) -> pd.Series:
     return pd.Series(sweep.effect.to_numpy(), sites)
 
 
-def sample(estimate: pd.Series, key: pd.Series, seed: int) -> pd.Series:
+def sample(estimate: pd.Series, key: pd.Series, each: int, seed: int) -> pd.Series:
     """Sampled sites, with how many each stands for."""
-    largest = key.nlargest(EACH).index.union(estimate.abs().nlargest(EACH).index)
+    largest = key.nlargest(each).index.union(estimate.abs().nlargest(each).index)
     others = estimate.index.difference(largest)
-    drawn = others[np.random.default_rng(seed).choice(len(others), EACH, replace=False)]
+    drawn = others[np.random.default_rng(seed).choice(len(others), each, replace=False)]
     return pd.concat(
         [pd.Series(1.0, largest), pd.Series(len(others) / len(drawn), drawn)], verify_integrity=True
     )
@@ -78,6 +81,7 @@ def main(
     out: Annotated[Path, typer.Option(help="folder to write")] = Path("out/attribution"),
     device: Device = "cpu",
     seed: Annotated[int, typer.Option(help="of the random sites")] = 0,
+    each: Annotated[int, typer.Option(help="sites of each kind, three times")] = EACH,
 ) -> None:
     """Measure, and write a page."""
     model = expose_neuron_heads(load(folder, device=device)).model
@@ -90,27 +94,32 @@ def main(
             for budget in BUDGETS
         }
         estimate = effects(found[0])
-        weight = sample(estimate, Keeping.keys, seed)
-        names = [f"{name}@{position}" for name, position in weight.index]
-        exact = effects(p.activation_patch(model, *prompts, sites=names, progress=False))
-        exact = exact.reindex(weight.index)
-        best = set(exact.abs().nlargest(TOP).index)
-        for budget, sweep in found.items():
-            mended = effects(sweep).reindex(weight.index)
+        kinds = found[0].frame["kind"].to_numpy()
+        weights = {
+            kind: sample(estimate[kinds == kind], Keeping.keys[kinds == kind], each, seed)
+            for kind in KINDS
+        }
+        sites = [site for weight in weights.values() for site in weight.index]
+        names = [f"{name}@{position}" for name, position in sites]
+        patched = effects(p.activation_patch(model, *prompts, sites=names, progress=False))
+        for (budget, sweep), (kind, weight) in product(found.items(), weights.items()):
+            mended, exact = (of.reindex(weight.index) for of in (effects(sweep), patched))
+            best = exact.abs().idxmax()
+            largest = [set(of.abs().nlargest(TOP).index) for of in (exact, mended)]
             rows.append(
                 {
                     "pair": task,
                     "budget": budget,
+                    "heads": KINDS[kind],
                     "Pearson": pearson(mended, exact, weight),
-                    "Spearman": pearson(mended.rank(), exact.rank(), weight),
-                    "top-20": len(best & set(mended.abs().nlargest(TOP).index)) / TOP,
-                    "expected Pearson": sweep.expected_pearson,
-                    "exact": int(sweep.frame["exact"].sum()),
+                    "expected": sweep.expected_pearson.get(kind),
+                    "top-20": len(largest[0] & largest[1]) / TOP,
+                    "patched": int(sweep.frame["exact"][kinds == kind].sum()),
+                    "sites": int((kinds == kind).sum()),
                     "forwards": sweep.forwards,
-                    "sites": len(sweep.frame),
-                    "largest effect": f"{exact.abs().idxmax()[0]}@{exact.abs().idxmax()[1]}",
-                    "its exact effect": exact[exact.abs().idxmax()],
-                    "its effect here": mended[exact.abs().idxmax()],
+                    "largest effect": f"{best[0]}@{best[1]}",
+                    "its exact effect": exact[best],
+                    "its effect here": mended[best],
                 }
             )
     frame = pd.DataFrame(rows)
@@ -121,7 +130,7 @@ def main(
         for task, (clean, corrupted, right, wrong) in PAIRS.items()
     )
     page = PAGE.format(
-        table=shown, prompts=prompts_shown, machine=machine(device), each=EACH, seed=seed
+        table=shown, prompts=prompts_shown, machine=machine(device), each=each, seed=seed
     )
     out.mkdir(parents=True, exist_ok=True)
     write_text(out / "attribution_smollm2.md", page)
@@ -131,10 +140,10 @@ def main(
 PAGE = """# Attribution with exact repairs on SmolLM2-135M
 
 Clean activations into the corrupted run, every attention head and neuron at every position. Exact
-effects are of a sample: {each} sites of the largest expected error, {each} of the largest
-|estimate|, {each} of the others at random (seed {seed}), which stand for all of those. Correlations
-are weighted so; top-20 is among the sampled sites. Budgets, and "forwards", what was spent of them,
-are in flops of forward passes.
+effects are of a sample of either kind: {each} sites of the largest expected error, {each} of the
+largest |estimate|, {each} of the others at random (seed {seed}), which stand for all of those.
+Correlations are weighted so; top-20 is among the sampled sites. Budgets, and "forwards", what was
+spent of them, are in flops of forward passes.
 
 {prompts}
 

@@ -1,7 +1,8 @@
 """How well each method of attribution agrees with patching: every site, every part, exact sweeps.
 
 On the shipped model and on the real ones that are there, for pairs of prompts drawn with a seed,
-`attribution` is held against `activation_patch`, neuron-heads and attention heads apart.
+`attribution` without exact repairs is held against `activation_patch`, neuron-heads and attention
+heads apart. What repairs make of it: `attribution_repairs.py`.
 
     python analyses/attribution_vs_patching.py --models-dir MODELS --out analyses/results
 """
@@ -10,8 +11,6 @@ import time
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
-from inspect import signature
-from itertools import product
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -30,19 +29,13 @@ from attn_only_lens import expose_neuron_heads
 from attn_only_lens import patching as p
 from attn_only_lens.numerics import spearman
 from attn_only_lens.patching._attribution import METHODS
-from attn_only_lens.runs.interventions import DIRECTIONS
 from attn_only_lens.runs.sites import PARTS
 
 LENGTH = {"sort_gelu_new_3l": 6, "modular_addition_relu_1l": 3}  # prompts of tasks; texts: 16
 KINDS = {"neuron": "neuron-heads", "attention": "attention heads"}
 MEASURES = {"pearson": "Pearson", "spearman": "Spearman", "top_k": "top-k"}
 TOP = 20
-BUDGETS = (0, 1, 3, 10, "auto")
-DEFAULT, DEFAULT_BUDGET = (
-    signature(p.attribution).parameters[name].default for name in ("method", "budget")
-)
 AIMED = ("z", "pattern", "value")
-AIM = {"pearson": 0.98, "top_k": 0.95}
 DIGITS = 9  # of scores; float64 sweeps have about 12
 
 
@@ -75,28 +68,16 @@ def pairs(model: Any, tokens: Tensor, n: int, seed: int) -> Iterator[Pair]:
     raise RuntimeError(f"of 1000 pairs of prompts, {found} have other top tokens; wanted {n}")
 
 
-def compare(model: Any, pair: Pair, *, smoke: bool) -> Iterator[dict[str, Any]]:
-    """A row for each part, direction, set of positions, method or budget, and kind of head.
-
-    Methods are compared without repairs, one way and position by position; budgets of the default
-    method, every way.
-    """
+def compare(model: Any, pair: Pair) -> Iterator[dict[str, Any]]:
+    """Yield a row for each part, method and kind of head: position by position, one way."""
     prompts = pair.clean, pair.corrupted, p.logit_diff(pair.correct, pair.wrong)
-    directions = DIRECTIONS[:1] if smoke else DIRECTIONS
-    for part, direction, positions in product(PARTS, directions, ("each", "all")[: 2 - smoke]):
-        how: dict[str, Any] = {"part": part, "direction": direction, "positions": positions}
-        exact = p.activation_patch(model, *prompts, **how, progress=False)
-        ways: list[tuple[str, Any]] = [(DEFAULT, budget) for budget in BUDGETS]
-        if (direction, positions) == ("denoise", "each"):
-            ways += [
-                (method, 0)
-                for method in METHODS
-                # No query or key moves a frozen pattern: refused.
-                if method != DEFAULT and not (method == "frozen_pattern" and part in "qk")
-            ]
-        for method, budget in ways:
+    for part in PARTS:
+        exact = p.activation_patch(model, *prompts, part=part, progress=False)
+        for method in METHODS:
+            if method == "frozen_pattern" and part in "qk":  # no query or key moves it: refused
+                continue
             found = p.attribution(
-                model, *prompts, **how, method=method, budget=budget, progress=False
+                model, *prompts, part=part, method=method, budget=0, progress=False
             )
             sites = [each.frame[["name", "position"]].astype(str) for each in (exact, found)]
             assert sites[0].equals(sites[1])
@@ -104,12 +85,7 @@ def compare(model: Any, pair: Pair, *, smoke: bool) -> Iterator[dict[str, Any]]:
                 here = (found.frame["kind"] == kind).to_numpy()
                 one, other = (each.effect.to_numpy()[here] for each in (exact, found))
                 if here.any() and np.ptp(one.round(DIGITS)) > 0:  # some patch has an effect
-                    repaired = {
-                        "forwards": found.forwards,
-                        "exact": found.frame["exact"][here].sum(),
-                    }
-                    row = {"kind": kind, **how, "method": method, "budget": budget}
-                    yield row | agree(one, other) | repaired
+                    yield {"kind": kind, "part": part, "method": method} | agree(one, other)
 
 
 def agree(exact: np.ndarray, found: np.ndarray) -> dict[str, Any]:
@@ -131,16 +107,10 @@ def agree(exact: np.ndarray, found: np.ndarray) -> dict[str, Any]:
     }
 
 
-def unrepaired(frame: pd.DataFrame) -> pd.DataFrame:
-    """Rows in which methods are compared."""
-    one_way = (frame["direction"] == "denoise") & (frame["positions"] == "each")
-    return frame[one_way & (frame["budget"].astype(str) == "0")]
-
-
 def table(frame: pd.DataFrame, measure: str) -> str:
     """Means over pairs: a row for each model, kind and part, a column a method."""
     keys = ["model", "kind", "part", "method"]
-    wide = unrepaired(frame).groupby(keys, observed=True)[measure].mean().unstack("method")
+    wide = frame.groupby(keys, observed=True)[measure].mean().unstack("method")
     rows = []
     for (model, kind, part), row in wide[list(METHODS)].iterrows():
         shown = ["–" if pd.isna(x) else f"{x:.3f}" for x in row]
@@ -152,7 +122,7 @@ def table(frame: pd.DataFrame, measure: str) -> str:
 
 def summary(frame: pd.DataFrame) -> str:
     """Means over models, by kind of head and part; an estimate without information counts as 0."""
-    filled = unrepaired(frame).fillna(dict.fromkeys(MEASURES, 0.0))
+    filled = frame.fillna(dict.fromkeys(MEASURES, 0.0))
     means = filled.groupby(["kind", "part", "method"], observed=True)[list(MEASURES)].mean()
     return markdown(
         ["heads", "part", "method", *MEASURES.values()],
@@ -163,55 +133,9 @@ def summary(frame: pd.DataFrame) -> str:
     )
 
 
-def by_budget(frame: pd.DataFrame) -> str:
-    """What repairs make of the default method: means, least values, and what they cost."""
-    rows = []
-    repaired = frame[(frame["method"] == DEFAULT) & frame["part"].isin(AIMED)]
-    for (kind, budget), of in repaired.groupby(["kind", "budget"], observed=True):
-        recall = of["top_k"].fillna(0.0)
-        rows.append(
-            [
-                KINDS[kind],
-                budget,
-                *(f"{of[m].fillna(0.0).mean():.4f}" for m in ("pearson", "spearman")),
-                f"{of['pearson'].fillna(0.0).min():.3f}",
-                f"{recall.mean():.3f}",
-                f"{(of['pearson'].fillna(0.0) < AIM['pearson']).sum()}",
-                f"{(recall < AIM['top_k']).sum()}",
-                len(of),
-                f"{of['exact'].median():.0f} of {of['n'].median():.0f}",
-                f"{of['forwards'].mean():.2f}",
-            ]
-        )
-    header = ["heads", "budget", "Pearson", "Spearman", "least Pearson", "top-k"]
-    header += ["Pearson < .98", "top-k < .95", "of", "exact sites", "forwards"]
-    return markdown(header, rows)
-
-
-def misses(frame: pd.DataFrame) -> str:
-    """Runs in which the default budget misses an aim."""
-    default = (frame["method"] == DEFAULT) & (frame["budget"].astype(str) == str(DEFAULT_BUDGET))
-    of = frame[default & frame["part"].isin(AIMED)].fillna(dict.fromkeys(MEASURES, 0.0))
-    of = of[(of["pearson"] < AIM["pearson"]) | (of["top_k"] < AIM["top_k"])]
-    keys = ["model", "kind", "part", "direction", "positions"]
-    return markdown(
-        [*keys, "pairs", "least Pearson", "least top-k", "of k"],
-        (
-            [
-                *key,
-                len(rows),
-                f"{rows['pearson'].min():.3f}",
-                f"{rows['top_k'].min():.2f}",
-                int(rows["k"].min()),
-            ]
-            for key, rows in of.groupby(keys, observed=True)
-        ),
-    )
-
-
 def findings(frame: pd.DataFrame) -> str:
     """Which method is nearest, overall: over the parts that all of them estimate, and over "q"."""
-    filled = unrepaired(frame).fillna(dict.fromkeys(MEASURES, 0.0))
+    filled = frame.fillna(dict.fromkeys(MEASURES, 0.0))
     lines = []
     for label, rows in (
         ('parts "z", "pattern" and "value"', filled[filled["part"].isin(AIMED)]),
@@ -226,25 +150,22 @@ def findings(frame: pd.DataFrame) -> str:
 
 
 def figure(frame: pd.DataFrame) -> Figure:
-    """Pearson by budget, for each kind of head: a dot for each run, a panel for each model."""
+    """Pearson by method, for each kind of head: a dot for each run, a panel for each model."""
     picture = Figure(figsize=(11, 6), layout="constrained")
     models = list(frame["model"].unique())
     panels = picture.subplots(len(KINDS), len(models), sharex=True, sharey=True, squeeze=False)
-    repaired = frame[(frame["method"] == DEFAULT) & frame["part"].isin(AIMED)]
     for row, kind in zip(panels, KINDS, strict=True):
         for panel, model in zip(row, models, strict=True):
-            of = repaired[(repaired["kind"] == kind) & (repaired["model"] == model)]
-            for place, budget in enumerate(BUDGETS):
-                y = of.loc[of["budget"].astype(str) == str(budget), "pearson"].fillna(0.0)
+            of = frame[(frame["kind"] == kind) & (frame["model"] == model)]
+            for place, method in enumerate(METHODS):
+                y = of.loc[of["method"] == method, "pearson"].fillna(0.0)
                 x = place + 0.3 * (np.arange(len(y)) / max(1, len(y)) - 0.5)
                 panel.plot(x, y, ".", color=f"C{place}", alpha=0.5, markersize=4, rasterized=True)
-            panel.axhline(AIM["pearson"], color="grey", linewidth=0.7)
-            panel.set_xticks(range(len(BUDGETS)), list(map(str, BUDGETS)))
+            panel.set_xticks(range(len(METHODS)), METHODS, rotation=90, fontsize="x-small")
             panel.grid(axis="y", alpha=0.3)
             if kind == next(iter(KINDS)):
                 panel.set_title(model, fontsize="small")
         row[0].set_ylabel(f"{KINDS[kind]}: Pearson", fontsize="small")
-    picture.supxlabel("budget, forward passes", fontsize="small")
     return picture
 
 
@@ -269,13 +190,10 @@ def main(
             bar.set_description(name)
             seen.append(name)
             for number, pair in enumerate(pairs(model, tokens, n_pairs, seed)):
-                rows += [
-                    {"model": name, "pair": number} | row
-                    for row in compare(model, pair, smoke=smoke)
-                ]
+                rows += [{"model": name, "pair": number} | row for row in compare(model, pair)]
                 bar.update()
     frame = pd.DataFrame(rows).astype({"k": int, "n": int})
-    orders = {"kind": list(KINDS), "part": PARTS, "method": METHODS, "budget": BUDGETS}
+    orders = {"kind": list(KINDS), "part": PARTS, "method": METHODS}
     for column, order in orders.items():
         frame[column] = pd.Categorical(frame[column], order)
     missing = [] if smoke else [name for name in REAL if name not in seen]
@@ -283,14 +201,11 @@ def main(
         n_pairs=n_pairs,
         seed=seed,
         flag=" --smoke" if smoke else "",
-        by_budget=by_budget(frame),
-        misses=misses(frame),
-        default_budget=DEFAULT_BUDGET,
         missing="".join(f"Left out, its weights were not there: {name}.\n\n" for name in missing),
         findings=findings(frame),
         summary=summary(frame),
         tables="\n\n".join(
-            f"### {title}, by model\n\n{table(frame, name)}" for name, title in MEASURES.items()
+            f"## {title}, by model\n\n{table(frame, name)}" for name, title in MEASURES.items()
         ),
     )
     typer.echo(page)
@@ -314,24 +229,8 @@ difference of the two top tokens. Texts have 16 tokens; sorting, the six digits;
 {missing}Made by `python analyses/attribution_vs_patching.py{flag}`; every row is in
 `attribution_vs_patching.csv`.
 
-## Exact repairs
-
-`attribution(…, budget=…)`, method "exact_gate": parts "z", "pattern" and "value", in both
-directions, positions "each" and "all", all heads and neurons in one call, so that attention heads
-and neurons share the budget. It is in flops of forward passes; "forwards" is the mean spent.
-The aims are a Pearson of .98 and a top-k of .95 in every run.
-
-{by_budget}
-
-![Pearson by budget](attribution_vs_patching.svg)
-
-Runs in which the default budget, {default_budget}, misses an aim:
-
-{misses}
-
-## Methods, without repairs
-
-Clean activations into the corrupted run, each position by itself, `budget=0`. "exact_gate" is
+Clean activations into the corrupted run, each position by itself, `budget=0`: no site is patched
+exactly; [what that makes of them](attribution_repairs.md). "exact_gate" is
 "gradient" but for part "q". "frozen_pattern" has no parts "q" and "k", as neither moves a frozen
 pattern. – : the estimate is the same for every site. relu's gate is a step, whose slope is 0
 wherever it has one; in the means, such an estimate counts as 0. Part "k" is of attention heads
@@ -339,7 +238,9 @@ alone, and its estimate is linear.
 
 {findings}
 
-### Means over models
+![Pearson by method](attribution_vs_patching.svg)
+
+## Means over models
 
 {summary}
 

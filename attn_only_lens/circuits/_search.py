@@ -112,7 +112,7 @@ def discover(
     *,
     faithfulness: float = 0.9,
     method: str = "exact_gate",
-    budget: Budget = 3,
+    budget: Budget = "auto",
     ablation: Ablation = "resample",
     order: Order | None = None,
     sites: Sites | None = None,

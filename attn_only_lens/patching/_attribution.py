@@ -41,11 +41,11 @@ for every head and position together; "exact_gate" the same, and 2 more for quer
 heads; "frozen_pattern" 3 forwards, a backward and a check of 2, so 6; "integrated" 3 + 2 · steps.
 
 Repairs. The squared error of an estimate sits in few sites, mostly of early layers at the first
-token that differs, where one neuron writes a tenth of the stream's length or more. By default
-three forward passes are spent on exact patches of those (`repairs.py`, `expected_error.py`). Over
-the same models, both directions, positions "each" and "all", the mean Pearson becomes .9994 for
-neuron-heads and .9991 for attention heads, the least of 864 runs .979 (without repairs -.080). Of
-the 20 largest effects .989 are found in the mean, and fewer than .95 in 34 runs.
+token that differs, where one neuron writes a tenth of the stream's length or more. And where a
+model saturates, gradients tell little at all. So sites are patched exactly (`repairs.py`,
+`expected_error.py`): by default from 3 to 10 forward passes' worth of a large model, and up to 4
+Gflop of a small one, which may be all. What that gives on pairs held out:
+`analyses/results/attribution_repairs.md`.
 
 Queries of attention heads in closed form: a query moves one row of one head's pattern, and so that
 head's z at that token and nothing else of its layer: z' = softmax(q' · K) V with keys and values as
@@ -74,12 +74,14 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 import torch
+from jaxtyping import Bool
 from torch import Tensor
 from tqdm.auto import tqdm
 
 from attn_only_lens.axes import Tokens
 from attn_only_lens.errors import InputError, UnsupportedModelError
 from attn_only_lens.heads import host_of, logit_tolerance
+from attn_only_lens.heads.host import HeadKind
 from attn_only_lens.numerics import as_plain, full_precision, is_count
 from attn_only_lens.patching._activation_patch import (
     ablation_reasons,
@@ -98,7 +100,13 @@ from attn_only_lens.patching.prompt_runs import (
     measure_parts,
     prompts_per_run,
 )
-from attn_only_lens.patching.repairs import Budget, Repairer, budget_reasons, expected_pearson
+from attn_only_lens.patching.repairs import (
+    Budget,
+    Repairer,
+    Repairs,
+    budget_reasons,
+    expected_pearson,
+)
 from attn_only_lens.patching.results import Sweep
 from attn_only_lens.patching.resume import PartStore
 from attn_only_lens.patching.run_patches import Batching, PatchRunner
@@ -150,7 +158,7 @@ def attribution(
     direction: str = "denoise",
     method: Method = "exact_gate",
     steps: int | None = None,
-    budget: Budget = 3,
+    budget: Budget = "auto",
     mask: Tensor | None = None,
     reference: str | Tokens | None = None,
     per_prompt: bool = False,
@@ -165,7 +173,8 @@ def attribution(
     An estimate by gradients alone can miss the one site that matters, mostly a neuron of an early
     layer at the first token that differs. So the sites whose estimates are expected to err most are
     patched exactly (`repairs.py`): their rows are marked `exact`, and `expected_pearson` says what
-    correlation with patching to expect of the whole. With `budget=0` nothing is repaired.
+    correlation with patching to expect, of attention heads and of neuron-heads. Of a small model
+    most sites are patched, if not all. With `budget=0` none is.
 
     Args:
         model: converted by `convert`, or with exposed neuron-heads; without hooks of its own.
@@ -183,9 +192,10 @@ def attribution(
         method: "gradient", "exact_gate", "integrated", "frozen_pattern"; see the module. The
             default is the one that agreed best with patching where that was measured.
         steps: for "integrated", how many gradients to average; by default 5.
-        budget: what to spend on exact patches, in flops of forward passes; or "auto": two sites of
-            each layer and kind, and more until the expected correlation is .98. Tests of the model
-            before the first patch come on top, about ten forward passes whatever the budget.
+        budget: what to spend on exact patches, in flops of forward passes; or "auto": at least 3
+            passes or 0.2 Gflop, and more, up to 10 passes or 4 Gflop, until the expected
+            correlations are .99. Tests of the model before the first patch come on top, about ten
+            forward passes whatever the budget.
         mask: 1 for real tokens, 0 for padding, where prompts are tokens.
         reference: prompts to take means or others' activations from; see `activation_patch`.
         per_prompt: whether to return a row for each prompt of each site; see `activation_patch`.
@@ -250,30 +260,38 @@ def attribution(
         settings |= {"method": method, "steps": steps, "budget": as_plain(budget)}
         store = PartStore(resume, settings, len(parts))
     exact = torch.ones(n_rows, dtype=torch.bool, device="cpu")
-    error, forwards = 0.0, 0.0
+    kinds = tuple(dict.fromkeys(each.kind for each in chosen))
+    errors, forwards = dict.fromkeys(kinds, 0.0), 0.0
     shown = progress and several and is_first()
     with tqdm(total=len(pair.clean), unit="prompt", disable=not shown) as bar:
 
         def measure(each: SweepPart) -> Tensor:
-            values, repaired, told = estimator.estimate(runs.of(each.prompts))
-            kept = runs.of(each.prompts).reduced(over, values)
+            repairs = estimator.estimate(runs.of(each.prompts))
+            kept = runs.of(each.prompts).reduced(over, torch.cat(repairs.values))
             bar.update(len(each.prompts))
+            expected = [repairs.expected_errors[kind] for kind in kinds]
+            numbers = [nan if error is None else error for error in expected]
+            numbers.append(repairs.forwards)
             return torch.cat(
                 [
                     kept.flatten(),
-                    repaired.double(),
-                    torch.tensor(told, dtype=torch.float64, device="cpu"),
+                    torch.cat(repairs.exact).double(),
+                    torch.tensor(numbers, dtype=torch.float64, device="cpu"),
                 ]
             )
 
-        def add(each: SweepPart, found: Tensor) -> None:
-            nonlocal exact, error, forwards
-            kept, repaired, told = found.split([len(found) - n_rows - 2, n_rows, 2])
+        def add(each: SweepPart, measured: Tensor) -> None:
+            nonlocal exact, forwards
+            n_numbers = len(kinds) + 1
+            sizes = [len(measured) - n_rows - n_numbers, n_rows, n_numbers]
+            kept, repaired, numbers = measured.split(sizes)
             over.add(each, kept)
             exact &= repaired.bool()
             # Of a mean: no more than the mean of the errors.
-            error += sum(over.weights[each.prompts.start : each.prompts.stop]) * told[0].item()
-            forwards += len(each.prompts) / len(pair.clean) * told[1].item()
+            weight = sum(over.weights[each.prompts.start : each.prompts.stop])
+            for kind, error in zip(kinds, numbers.tolist(), strict=False):
+                errors[kind] += weight * error
+            forwards += len(each.prompts) / len(pair.clean) * numbers[-1].item()
 
         measure_parts(parts, store, measure, add, lambda i: bar.update(len(parts[i].prompts)))
     return Sweep.of_prompts(
@@ -284,7 +302,11 @@ def attribution(
         part,
         method,
         exact=exact,
-        expected_pearson=expected_pearson(error, over.means),
+        expected_pearson={
+            kind: expected_pearson(error, over.means[_rows_of(groups, kind)])
+            for kind, error in errors.items()
+            if budget
+        },
         forwards=forwards,
     )
 
@@ -338,13 +360,8 @@ class _Estimator:
                 distinct=distinct,
             )
 
-    def estimate(self, run: PromptRun) -> tuple[Tensor, Tensor, tuple[float, float]]:
-        """Estimate what every patch gives on the prompts that were recorded last.
-
-        Returns:
-            The values [row, prompt]; which rows are patches; the root of the squared error that
-            means over these prompts are expected to have, nan if unknown; and what patches cost.
-        """
+    def estimate(self, run: PromptRun) -> Repairs:
+        """Estimate what every patch gives on the prompts that were recorded last, and repair it."""
         model, part, target, source = self._model, self._part, run.target, run.source
         groups = [each.of_prompts(run.runs.pair) for each in self._groups]
         gradients = self._gradients(run)
@@ -359,8 +376,8 @@ class _Estimator:
             found = site_estimates(model, group.sites, part, node, gradients[node], target, moved)
             values.append(moved_values(run.unpatched, group.sums(found), run.shares))
         if not self._budget:
-            every = torch.cat(values)
-            return every, torch.zeros(len(every), dtype=torch.bool, device="cpu"), (nan, 0.0)
+            exact = [torch.zeros(len(of), dtype=torch.bool, device="cpu") for of in values]
+            return Repairs(values, exact, dict.fromkeys(g.sites.kind for g in groups), 0.0)
         target = replace(target, logits=target.logits.detach())
         keys = expected_errors(model, groups, part, target, source, gradients)
         with tqdm(total=0, unit="site", desc="repairs", disable=not self._progress) as bar:
@@ -368,10 +385,9 @@ class _Estimator:
             batching = Batching(model, None, bar.update, replay.numbers_per_token)
             runner = PatchRunner(replay, source, part, run.unpatched, batching)
             mean = partial(mean_over, shares=run.shares)
-            repairer = Repairer(runner, groups, keys, values, mean, bar, self._tested)
-            repairs = repairer.spend(self._budget)
-        error = nan if repairs.expected_error is None else repairs.expected_error
-        return torch.cat(repairs.values), torch.cat(repairs.exact), (error, repairs.forwards)
+            n_prompts = run.runs.pair.n_all
+            repairer = Repairer(runner, groups, keys, values, mean, bar, self._tested, n_prompts)
+            return repairer.spend(self._budget)
 
     def _gradients(self, run: PromptRun) -> dict[str, Tensor]:
         """Return the gradients of the method, at the nodes of the tape."""
@@ -388,6 +404,12 @@ class _Estimator:
         if self._method == "frozen_pattern":
             return frozen_gradients(model, target, metric, self._tape)
         return self._tape.gradients(metric.of_logits(target.logits))
+
+
+def _rows_of(groups: Sequence[SiteGroup], kind: HeadKind) -> Bool[Tensor, "row"]:
+    """Return which rows are of a kind of head."""
+    of_groups = [torch.full((len(each),), each.sites.kind == kind) for each in groups]
+    return torch.cat(of_groups)
 
 
 def _check(

@@ -1,24 +1,39 @@
 """Exact patches in place of the estimates that are likely to be wrong.
 
 A few sites, of more than ten thousand, hold most of the squared error of an estimate by gradients,
-and `expected_error.py` tells which they are likely to be. Those are patched, and their estimates
-replaced. In which order? With `cost` the flops of a patch over those of a forward pass, the squared
-error that a flop removes is largest where
+and `expected_error.py` tells which sites those are likely to be. They are patched, and their
+estimates replaced.
 
-    key / √cost                         key: the expected error, up to a factor
+Which first? What counts is the correlation (Pearson) with exact scores among the attention heads,
+and among the neuron-heads. With e the scores as they stand, and `cost` the flops of a patch over
+those of a forward pass, a flop does most for it where
 
-is. How many? A number of forward passes, as many sites as fit; or until the correlation (Pearson)
-of all scores with exact ones is expected to be at least .98. For that, the squared error of a site
-is taken as c key², with c of each layer and kind of head fitted to the sites patched so far, and
-with e the scores as they stand,
+    √c · key / √(cost · Σ (e - mean e)²)         key: the expected error of a site, up to a factor
+                                                  Σ: over the heads of the site's kind
+is largest. c is fitted to the sites patched so far, as the squared error of a site is taken to be
+c key². Each layer and kind of head has its own c, but no less than a quarter of that of the kind:
+a layer may have been lucky.
+
+What to expect of each kind, then, is
 
     expected correlation = √(1 - 4 Σ_unpatched c key² / Σ (e - mean e)²)
 
-4 is for safety: c varies from site to site. No c is taken to be less than a quarter of that of all
-layers together, since a layer may have been lucky. It is an expectation, not a bound.
+with 4 for safety, as c varies from site to site. The largest writes may err less than their keys
+say, as a norm bounds what they do; so the sum is no less than with the c of those patched sites
+that are most like the unpatched ones, the half of smaller keys. It is an expectation, not a bound.
+Fewer than 16 patched sites of a kind say too little of the rest of them: nothing is expected.
+
+How many? A number of forward passes, as many sites as fit. Or "auto", which depends on the model:
+
+    at least     3 forward passes, or 0.2 Gflop if that is more
+    at most      10 forward passes, or 4 Gflop if that is more
+
+and between the two, until the correlation to expect is .99 for both kinds. A forward pass is that
+of all prompts of the call. So the patches of a large model cost a bounded number of passes, and a
+model of which 4 Gflop pay for every site, about a second on one CPU core, may have them all.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
@@ -28,16 +43,20 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from attn_only_lens.heads.host import HeadKind
 from attn_only_lens.numerics import as_plain, is_number
 from attn_only_lens.patching.run_patches import PatchRunner, check_edits
 from attn_only_lens.patching.site_groups import SiteGroup
 from attn_only_lens.runs.sites import LayerSites
 
 Budget: TypeAlias = float | Literal["auto"]
-_TARGET, _SAFETY, _SEEDS, _LUCK = 0.98, 4.0, 2, 0.25
+_AT_LEAST, _AT_MOST = (3.0, 2e8), (10.0, 4e9)  # of "auto": forward passes, flops
+_TARGET, _STEP = 0.99, 1.5  # of "auto": the correlation, and by how much each step spends more
+_SAFETY, _LUCK, _FEWEST = 4.0, 0.25, 16
+_TINY = 1e-100  # where errors, or effects, are all 0
 _LEAST_COST = 1e-3  # forward passes: what a patch costs besides its flops
-_STEP = 8  # sites that are patched before c is fitted again; or a quarter of those so far
 _Numbers: TypeAlias = npt.NDArray[np.float64]
+_Rows: TypeAlias = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,14 +66,14 @@ class Repairs:
     Attributes:
         values: of the rows of each group, some of them exact.
         exact: which.
-        expected_error: the root of the squared error, summed over rows, that scores are expected
-            to have, with a margin; None if no patch tells.
+        expected_errors: by kind of head, the root of the squared error, summed over rows, that
+            scores are expected to have, with a margin; None if too few patches tell.
         forwards: what the patches cost, in flops of forward passes.
     """
 
     values: list[Float[Tensor, "row prompt"]]
     exact: list[torch.Tensor]
-    expected_error: float | None
+    expected_errors: dict[HeadKind, float | None]
     forwards: float
 
 
@@ -86,6 +105,7 @@ class Repairer:
         mean: of the values of prompts, for each row.
         bar: to show how many sites are to be patched.
         tested: edits that were tested before, to which others are added.
+        n_prompts: how many prompts the call has, of which the runner may have some.
     """
 
     def __init__(
@@ -97,40 +117,41 @@ class Repairer:
         mean: Callable[[Float[Tensor, "row prompt"]], Tensor],
         bar: Any,
         tested: set[tuple[LayerSites, int, bool]],
+        n_prompts: int,
     ) -> None:
         self._runner, self._groups, self._mean, self._bar = runner, groups, mean, bar
-        self._key: _Numbers = torch.cat(list(keys)).double().numpy()
+        self._n_prompts = n_prompts
         self._cost = self._costs()
+        self._key = self._positive(torch.cat(list(keys)).double().numpy())
         self._values = torch.cat(list(values))
         self._estimates: _Numbers = mean(self._values).numpy().copy()  # the values will change
         self._sites = list(dict.fromkeys(group.sites for group in groups))
         place = {sites: i for i, sites in enumerate(self._sites)}
         self._layer = np.concatenate([np.full(len(g), place[g.sites]) for g in groups])
+        kinds = np.array([sites.kind for sites in self._sites])
+        self._of_kind: dict[HeadKind, npt.NDArray[np.bool_]] = {
+            sites.kind: (kinds == sites.kind)[self._layer] for sites in self._sites
+        }
         self._tested = tested
         self._exact = np.zeros(len(self._key), dtype=bool)
-        order = np.argsort(-self._key / np.sqrt(self._cost), kind="stable")
-        self._order = order[(self._key[order] > 0) & np.isfinite(self._cost[order])]
 
     def spend(self, budget: Budget) -> Repairs:
         """Patch as many sites as a budget allows, or as "auto" asks for."""
         if budget == "auto":
             self._patch_until_expected()
         else:
-            left, chosen = float(budget), list[int]()
-            for row in self._order.tolist():
-                if left < _LEAST_COST:
-                    break
-                if self._cost[row] <= left:
-                    left -= self._cost[row]
-                    chosen.append(row)
-            self._patch(np.array(chosen, dtype=int))
+            self._patch(self._rows_to_patch(float(budget), self._of_kind))
         sizes = [len(group) for group in self._groups]
         return Repairs(
             list(self._values.split(sizes)),
             list(torch.from_numpy(self._exact).split(sizes)),
-            self._expected_error(),
-            float(self._cost[self._exact].sum()),
+            {kind: self._expected_error(kind) for kind in self._of_kind},
+            self._spent,
         )
+
+    @property
+    def _spent(self) -> float:
+        return float(self._cost[self._exact].sum())
 
     def _costs(self) -> _Numbers:
         """Return the cost of each row, in forward passes; infinite where nothing can change."""
@@ -147,25 +168,65 @@ class Repairer:
         costs[every.numpy() < 0] = np.inf
         return costs
 
-    def _patch_until_expected(self) -> None:
-        seeds = [
-            self._order[self._layer[self._order] == i][:_SEEDS] for i in range(len(self._sites))
-        ]
-        rows = np.concatenate(seeds) if seeds else self._order
-        while len(rows):
-            self._patch(rows)
-            scores = self._mean(self._values)
-            if (expected_pearson(self._expected_error(), scores) or 0.0) >= _TARGET:
-                break
-            unseen = self._order[~self._exact[self._order]]
-            rows = unseen[: max(_STEP, int(self._exact.sum()) // 4)]
+    def _positive(self, keys: _Numbers) -> _Numbers:
+        """Return keys that are 0 where a patch changes nothing, and nowhere else.
 
-    def _patch(self, rows: npt.NDArray[np.int64]) -> None:
+        A gradient of 0 may be that of a model that saturates: such sites come last, but they come.
+        """
+        least = keys[keys > 0].min(initial=np.inf)
+        changes = np.isfinite(self._cost) & np.isfinite(least)
+        return np.where(changes, np.maximum(keys, least), 0.0)
+
+    def _patch_until_expected(self) -> None:
+        replay = self._runner.replay
+        flops = replay.flops_of_forward / replay.batch * self._n_prompts
+        goal, most = (max(passes, limit / flops) for passes, limit in (_AT_LEAST, _AT_MOST))
+        short = list(self._of_kind)
+        self._patch(self._rows_to_patch(goal, short))
+        while goal < most:
+            scores: _Numbers = self._mean(self._values).numpy()
+            short = [
+                kind
+                for kind, here in self._of_kind.items()
+                if (expected_pearson(self._expected_error(kind), scores[here]) or 0.0) < _TARGET
+                and (self._key[here & ~self._exact] > 0).any()
+            ]
+            if not short:
+                break
+            goal = min(most, _STEP * goal)
+            self._patch(self._rows_to_patch(goal, short))
+
+    def _rows_to_patch(self, budget: float, kinds: Iterable[HeadKind]) -> _Rows:
+        """Return rows of some kinds, in the order of their gain, that a budget still pays for.
+
+        Those that cost more than what is left are passed over, and cheaper ones taken.
+        """
+        scores: _Numbers = self._mean(self._values).numpy()
+        gain = np.zeros(len(scores))
+        for kind in kinds:
+            here = self._of_kind[kind]
+            spread = ((scores[here] - scores[here].mean()) ** 2).sum()
+            c = self._squared_errors(kind)[self._layer[here]]
+            scale = np.maximum(c, _TINY) / max(spread, _TINY)
+            gain[here] = self._key[here] * np.sqrt(scale / self._cost[here])
+        gain[self._exact] = 0.0
+        rows = np.argsort(-gain, kind="stable")
+        rows, left = rows[gain[rows] > 0], budget - self._spent
+        chosen = list[_Rows]()
+        while len(rows):
+            total = self._cost[rows].cumsum()
+            n = int(np.searchsorted(total, left, side="right"))
+            chosen.append(rows[:n])
+            left -= float(total[n - 1]) if n else 0.0
+            rows = rows[n:][self._cost[rows[n:]] <= left]
+        return np.concatenate(chosen) if chosen else rows
+
+    def _patch(self, rows: _Rows) -> None:
         """Patch rows of any groups, those of one layer and kind together."""
         self._bar.total = self._bar.n + len(rows)
         self._bar.refresh()
         firsts = np.cumsum([0, *map(len, self._groups)])
-        joined: list[tuple[npt.NDArray[np.int64], SiteGroup]] = []
+        joined: list[tuple[_Rows, SiteGroup]] = []
         for i, sites in enumerate(self._sites):
             here = np.sort(rows[self._layer[rows] == i])
             if not len(here):
@@ -191,21 +252,34 @@ class Repairer:
             self._values[here] = values
             self._exact[here] = True
 
-    def _expected_error(self) -> float | None:
-        """Return the root of the squared error expected of all scores; None if unknown."""
-        scores: _Numbers = self._mean(self._values).numpy()
-        key2 = np.where(np.isfinite(self._cost), self._key**2, 0.0)
-        error2 = (scores - self._estimates) ** 2
-        unseen = key2 * ~self._exact
+    def _squared_errors(self, kind: HeadKind) -> _Numbers:
+        """Return c, the squared error of a site over its key², of each layer of a kind."""
+        patched = np.flatnonzero(self._of_kind[kind] & self._exact & (self._key > 0))
+        if not len(patched):
+            return np.ones(len(self._sites))
+        key2, error2 = self._key[patched] ** 2, self._errors()[patched] ** 2
+        keys, errors = (
+            np.bincount(self._layer[patched], numbers, len(self._sites))
+            for numbers in (key2, error2)
+        )
+        of_kind = float(error2.sum() / key2.sum())
+        of_layers = np.divide(errors, keys, out=np.full(len(keys), of_kind), where=keys > 0)
+        return np.maximum(of_layers, _LUCK * of_kind)
+
+    def _expected_error(self, kind: HeadKind) -> float | None:
+        """Return the root of the squared error expected of a kind's scores; None if unknown."""
+        unseen = self._key**2 * (self._of_kind[kind] & ~self._exact)
         if not unseen.any():
             return 0.0
-        if not (key2 * self._exact).any():
+        patched = np.flatnonzero(self._of_kind[kind] & self._exact)
+        if len(patched) < _FEWEST:
             return None
-        least = _LUCK * error2.sum() / key2[self._exact].sum()
-        left = 0.0
-        for i in range(len(self._sites)):
-            here = self._layer == i
-            seen = key2[here & self._exact].sum()
-            c = max(least, error2[here].sum() / seen) if seen > 0 else least / _LUCK
-            left += c * unseen[here].sum()
-        return float(np.sqrt(_SAFETY * left))
+        half = patched[self._key[patched].argsort(kind="stable")][: len(patched) // 2]
+        c_half = (self._errors()[half] ** 2).sum() / (self._key[half] ** 2).sum()
+        of_layers = float((self._squared_errors(kind)[self._layer] * unseen).sum())
+        return float(np.sqrt(_SAFETY * max(of_layers, c_half * unseen.sum())))
+
+    def _errors(self) -> _Numbers:
+        """Return what patches have changed: 0 where none was made."""
+        errors: _Numbers = self._mean(self._values).numpy() - self._estimates
+        return errors

@@ -22,6 +22,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from attn_only_lens.errors import InputError
+from attn_only_lens.heads.host import HeadKind
 from attn_only_lens.patching.over_prompts import SPREAD, OverPrompts
 from attn_only_lens.patching.prompt_tokens import PromptTokens
 from attn_only_lens.patching.scored_frame import ScoredFrame
@@ -45,7 +46,7 @@ class _Fields(TableFields):
     n_prompts: int
     model: str
     method: str
-    expected_pearson: float | None
+    expected_pearson: dict[HeadKind, float | None]
     forwards: float
     precision: str | None
     rounding: float | None
@@ -53,7 +54,7 @@ class _Fields(TableFields):
     tokens: PromptTokens | None
 
 
-_DOCUMENT = Document("attn_only_lens.Sweep", 3, _Fields)
+_DOCUMENT = Document("attn_only_lens.Sweep", 4, _Fields)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -78,9 +79,10 @@ class Sweep(ScoredFrame):
         n_prompts: pairs of prompts, over which values are means unless rows are of each.
         model: the model's name.
         method: "patching" where values are measured, or how `attribution` estimated them.
-        expected_pearson: of an attribution with exact repairs, the correlation of its scores with
-            those of patching that their fitted error makes one expect, with a margin; an estimate,
-            of all rows together. None where nothing was patched that tells.
+        expected_pearson: of an attribution with exact repairs, the correlation with patching to
+            expect of the scores of attention heads ("attention") and of neuron-heads ("neuron"), of
+            all rows of the sweep; an expectation with a margin, and no bound. None where too few
+            patches tell.
         forwards: of such an attribution, what its patches cost, in flops of forward passes.
         precision: what the factors of matrix products were rounded to, "tf32" or "bf16"; None
             where `activation_patch` was not asked to.
@@ -118,7 +120,7 @@ class Sweep(ScoredFrame):
     n_prompts: int
     model: str
     method: str = MEASURED
-    expected_pearson: float | None = None
+    expected_pearson: dict[HeadKind, float | None] = field(default_factory=dict)
     forwards: float = 0.0
     precision: str | None = None
     rounding: float | None = None
@@ -233,8 +235,12 @@ class Sweep(ScoredFrame):
         errors = ", without standard errors: its metric is one number of all prompts"
         n_exact = int(numbers.get("exact", np.zeros(1)).sum())
         repaired = f", {n_exact} of them exact patches" * (n_exact > 0)
-        if n_exact and self.expected_pearson is not None:
-            repaired += f" (expected correlation with patching: {self.expected_pearson:.3g})"
+        if n_exact and self.expected_pearson:
+            expected = ", ".join(
+                f"{kind} {'unknown' if value is None else format(value, '.3g')}"
+                for kind, value in self.expected_pearson.items()
+            )
+            repaired += f" (expected correlation with patching: {expected})"
         if self.precision is not None:
             repaired += f" in {self.precision} (off by up to {self.rounding:.2g} in score, of "
             repaired += f"{self.n_rounded} run in float32, too)"

@@ -140,14 +140,13 @@ def test_repairs_of_each_run(model):
     exact = p.activation_patch(model, **settings)
     every = p.attribution(model, budget=1000, prompts_at_once=3, **settings)
     np.testing.assert_allclose(every.frame["value"], exact.frame["value"], atol=EXACT)
-    assert every.expected_pearson == 1
+    assert set(every.expected_pearson.values()) == {1}
     some = p.attribution(model, budget=1, prompts_at_once=3, **settings)
     assert 0 < some.forwards <= 1
     assert some.frame["exact"].sum() < every.frame["exact"].sum()
     rows = some.frame["exact"]
     np.testing.assert_allclose(some.frame["value"][rows], exact.frame["value"][rows], atol=EXACT)
-    found = np.corrcoef(some.frame["score"], exact.frame["score"])[0, 1]
-    assert some.expected_pearson is None or some.expected_pearson <= found
+    assert set(some.expected_pearson.values()) == {None}  # so few patches tell nothing
 
 
 @pytest.mark.parametrize("run", [p.activation_patch, p.attribution])

@@ -256,11 +256,17 @@ class Replay(ABC):
         """Return the flops of a block and those after it, of their matrices alone, for a token."""
         return 2 * sum(self._parameters[block:])
 
+    @property
+    def flops_of_forward(self) -> int:
+        """The flops of a whole run, of its matrices alone."""
+        cfg = self.model.cfg
+        per_token = self.flops_per_token(0) + 2 * cfg.d_model * cfg.d_vocab
+        return int(self.batch * self.n_pos * per_token)
+
     def share_of_forward(self, block: int, first: Int[Tensor, "row"]) -> Float[Tensor, "row"]:
         """Return the flops of variants that enter a block at positions, over a whole run's."""
-        cfg = self.model.cfg
-        whole = self.n_pos * (self.flops_per_token(0) + 2 * cfg.d_model * cfg.d_vocab)
-        return (self.n_pos - first).double() * self.flops_per_token(block) / whole
+        flops = self.batch * (self.n_pos - first).double() * self.flops_per_token(block)
+        return flops / self.flops_of_forward
 
     def flops_per_run(self, block: int, position: int) -> float:
         """Return what a run from a block on costs, beside the tokens that it runs, as flops.

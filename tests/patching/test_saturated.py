@@ -1,0 +1,101 @@
+"""Attribution on a model that saturates: a classifier of brackets, in both versions' form of it."""
+
+from functools import cache
+from itertools import islice
+
+import numpy as np
+import pytest
+import torch
+import train_brackets as brackets
+from common import needs_hooked_transformer
+
+from attn_only_lens import expose_neuron_heads
+from attn_only_lens import patching as p
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # TransformerLens' own
+KINDS = ("attention", "neuron")
+FORMS = ["bridge", pytest.param("hooked", marks=needs_hooked_transformer)]
+
+
+@cache
+def exact_sweeps(form):
+    """What to patch, and the patches of every site: two pairs, both ways."""
+    model = brackets.load_bridge() if form == "bridge" else brackets.load()
+    model = expose_neuron_heads(model).model
+    found = []
+    for clean, corrupted in islice(brackets.pairs(model, seed=3), 2):
+        for direction in ("denoise", "noise"):
+            given = model, clean, corrupted, brackets.BALANCED
+            how = {"direction": direction, "progress": False}
+            found.append((given, how, p.activation_patch(*given, **how)))
+    return found
+
+
+def pearson(exact, found, kind):
+    """The correlation of their effects among heads of a kind."""
+    here = (exact.frame["kind"] == kind).to_numpy()
+    return np.corrcoef(exact.effects[here], found.effects[here])[0, 1]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_the_default_gives_what_patches_give(form):
+    alone = []
+    for given, how, exact in exact_sweeps(form):
+        found = p.attribution(*given, **how)
+        assert min(pearson(exact, found, kind) for kind in KINDS) > 0.999
+        assert min(found.expected_pearson.values()) > 0.98
+        # control: estimates alone are of another order
+        plain = p.attribution(*given, budget=0, **how)
+        alone += [pearson(exact, plain, kind) for kind in KINDS]
+    assert min(alone) < 0.5
+    assert sum(each < 0.98 for each in alone) > len(alone) / 2
+
+
+def test_no_more_is_expected_than_is_reached():
+    """With budgets that leave most sites to estimates, on a model that they do badly on."""
+    n_low = 0
+    for given, how, exact in exact_sweeps("bridge"):
+        for budget in (1, 3):
+            found = p.attribution(*given, budget=budget, **how)
+            for kind, expected in found.expected_pearson.items():
+                reached = pearson(exact, found, kind)
+                n_low += reached < 0.98
+                assert expected is None or expected - reached <= 0.02
+    assert n_low >= 5
+
+
+def test_the_classifier_is_right_and_is_the_same_in_both_forms():
+    recipe, bridge = brackets.Recipe(), brackets.load_bridge()
+    tokens, answers = brackets.batch(recipe, torch.Generator().manual_seed(7))
+    with torch.no_grad():
+        logits = bridge(tokens)[:, 0]
+    assert (logits.argmax(dim=-1) == answers).double().mean() > 0.98  # of 128 texts
+    assert 0.2 < answers.double().mean() < 0.8
+
+
+@needs_hooked_transformer
+def test_the_bridge_has_the_weights_of_the_hooked_transformer():
+    tokens, _ = brackets.batch(brackets.Recipe(), torch.Generator().manual_seed(7))
+    with torch.no_grad():
+        found, expected = (model(tokens) for model in (brackets.load_bridge(), brackets.load()))
+    assert (found - expected).abs().max() < 1e-12 * expected.abs().max()
+
+
+@needs_hooked_transformer
+def test_training(tmp_path):
+    brackets.main(out=tmp_path, smoke=True)
+    assert brackets.load(tmp_path).cfg.n_layers == 1
+
+
+def test_what_is_balanced():
+    texts = ["()()", "(())", "())(", "(()(", "))((", "()(("]
+    tokens = torch.tensor(
+        [[brackets.OPEN if x == "(" else brackets.CLOSE for x in t] for t in texts]
+    )
+    assert brackets.is_balanced(tokens).tolist() == [True, True, False, False, False, False]
+    drawn = brackets.balanced_texts(1000, 6, torch.Generator().manual_seed(0))
+    assert brackets.is_balanced(drawn).all()
+    counts = drawn.unique(dim=0, return_counts=True)[1].double()
+    # Five texts of six brackets, 200 each: five standard deviations of 12.6.
+    assert len(counts) == 5
+    assert (counts - 200).abs().max() < 63
