@@ -62,8 +62,8 @@ from attn_only_lens.patching.site_groups import SiteGroup, site_groups
 from attn_only_lens.patching.sweep_parts import SweepPart, sweep_parts
 from attn_only_lens.runs.fingerprint import fingerprint
 from attn_only_lens.runs.gradients import Tape, start_graph
-from attn_only_lens.runs.input_warnings import warned_once
 from attn_only_lens.runs.in_float32 import in_float32
+from attn_only_lens.runs.input_warnings import warned_once
 from attn_only_lens.runs.inputs import option_reasons, reasons_not_to_run
 from attn_only_lens.runs.interventions import DIRECTIONS
 from attn_only_lens.runs.largest import LargestScores
