@@ -77,7 +77,8 @@ def find_hooks(model: Any) -> AttachedHooks:
                 elif _library(hook) not in _LIBRARIES:
                     users[shown] = None
                     added.add("torch")
-                    if not isinstance(module, HookPoint) and _WITH_WEIGHTS.match(name):
+                    ours = _library(hook) == "attn_only_lens"
+                    if not (ours or isinstance(module, HookPoint)) and _WITH_WEIGHTS.match(name):
                         on_weights[shown] = None
     if any(
         _library(hook) not in (*_LIBRARIES, "torch")  # such as torch's counter of flops
