@@ -34,12 +34,13 @@ def replaced_mlps(model: Any) -> list[str]:
     heads, blocks = vars(model)["_neuron_heads"], model.blocks
     if len(heads) != len(blocks):
         return [f"it has {len(blocks)} blocks, and had {len(heads)}; {_AGAIN}"]
-    return [
+    reasons = [
         f"blocks.{each.layer}.mlp was replaced, by a {type(mlp).__qualname__}; {_AGAIN}"
         for each, block in zip(heads, blocks, strict=True)
         for mlp in (block._modules.get("mlp"), _run_mlp(block, each.mlp))
-        if mlp is not each.mlp
+        if getattr(mlp, "__dict__", None) is not vars(each.mlp)  # torch.export wraps modules
     ]
+    return list(dict.fromkeys(reasons))
 
 
 def _run_mlp(block: Any, mlp: Any) -> Any:

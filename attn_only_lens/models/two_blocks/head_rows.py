@@ -45,6 +45,10 @@ class HeadRows(Tensor):
         rows.n_blocks = n_blocks
         return rows
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Saved, it is a plain tensor, which torch.load takes without more."""
+        return self.as_subclass(Tensor).__reduce_ex__(protocol)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> "HeadRows":
         return self.of(copy.deepcopy(self.as_subclass(Tensor), memo), self.n_blocks)
 
@@ -57,14 +61,16 @@ class HeadRows(Tensor):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Run an operation of torch on the plain tensor, and look at what became of the rows."""
+        values = (*args, *(kwargs or {}).values())
+        rows = next((value for value in values if isinstance(value, HeadRows)), None)
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **(kwargs or {}))
-            rows = next((value for value in args if isinstance(value, HeadRows)), None)
-            kept = rows is not None and isinstance(result, Tensor) and result.ndim and rows.ndim
-            if rows is None or not kept or func is Tensor.as_subclass:
+            kept = isinstance(result, Tensor) and result.ndim and rows is not None and rows.ndim
+            # What an operation in place returns is the tensor itself: it stays a leaf.
+            if rows is None or not kept or result is rows or func is Tensor.as_subclass:
                 return result
-            splits = func.__name__ in _RESHAPES and result.ndim > rows.ndim
-            if splits and len(result) == rows.n_blocks:
+            split = rows.n_blocks, len(rows) // rows.n_blocks, *rows.shape[1:]
+            if func.__name__ in _RESHAPES and result.shape == split:
                 layers = rows.n_blocks // 2
                 raise UnsupportedCallError(
                     f"a stack of {len(rows)} heads, split into cfg.n_layers = {rows.n_blocks} "
