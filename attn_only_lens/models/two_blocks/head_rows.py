@@ -56,7 +56,7 @@ class HeadRows(Tensor):
         args: Sequence[Any] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Run an operation of torch on the plain tensor, and look at what became of the rows."""
+        """Run an operation of torch on the plain tensor; raise if it splits the rows by blocks."""
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **(kwargs or {}))
             rows = next((value for value in args if isinstance(value, HeadRows)), None)
