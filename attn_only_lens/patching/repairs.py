@@ -12,7 +12,7 @@ divided by those of a forward pass. A flop raises the correlation most at the si
 
 is largest. Here the squared error of a site is modelled as c key², and c is fitted to the sites
 patched so far. Each layer has its own c for each kind of head, but at least a quarter of the c of
-all layers, as few patches of a layer may happen to be small.
+all layers, as the errors of a few patched sites may be small by chance.
 
 The correlation to expect, for each kind of head, is
 

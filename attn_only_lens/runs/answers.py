@@ -150,7 +150,7 @@ def _token_of_text(model: Any, text: str, role: str, reasons: list[str]) -> int 
     if respelt and is_one and not unknown_words(tokenizer, respelt):
         advice = f": {respelt!r} is one token"
     else:
-        advice = ": put a space before the word, as most words need, or give a token of the vocabulary"
+        advice = ": put a space before it, as most words need, or give a token of the vocabulary"
     reasons.append(f"{role}: {reason}{advice}")
     return None
 
