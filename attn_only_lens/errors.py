@@ -46,11 +46,11 @@ class InputError(AttnOnlyLensError, ValueError):
 
 
 class InputWarning(UserWarning):
-    """Prompts or answers that can be used, and are probably not those that were meant.
+    """Prompts or answers that can be used, but are probably not what the user meant.
 
-    A word of a prompt is not known to the tokenizer; or an answer lacks the space before it, or has
-    one that the model does not expect. `warnings.filterwarnings("error", category=InputWarning)`
-    makes errors of them.
+    The tokenizer does not know a word of a prompt; or an answer lacks the space before it, or has
+    a space that the model does not expect. To get errors instead, call
+    `warnings.filterwarnings("error", category=InputWarning)`.
 
     Example:
         >>> import warnings

@@ -232,7 +232,7 @@ def attribution_graph(
 
     Args:
         model: converted by `convert`, or with exposed neuron-heads; without hooks of its own.
-            One in half precision runs in float32 in the meantime, with the same weights.
+            A model in half precision is run in float32 during the call, with the same weights.
         prompts: a text, texts, or tokens [batch, pos]. Contributions of several prompts at one
             position are summed.
         metric: `logit_diff(...)` and the like, or a differentiable function of logits

@@ -55,8 +55,8 @@ def copying_scores(
     Args:
         model: converted, or with exposed neuron-heads.
         sites: `patching.heads()`, `patching.neuron_heads()`, names; None for all.
-        tokens: as in `qk_circuit`, and all of them put out by the model, too; eigenvalues are
-            those of the part of the vocabulary.
+        tokens: as in `qk_circuit`; each must be in the output vocabulary, too. Eigenvalues are
+            then those of the circuit between these tokens alone.
         fold_norms: whether to fold gains of norms into the weights.
 
     Returns:

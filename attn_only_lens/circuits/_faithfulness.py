@@ -100,7 +100,7 @@ def faithfulness(
         ablation: of everything outside: "zero", "mean", "resample".
         order: rank by "magnitude" of effects, or "signed", with what helps the clean run first.
         shares: of all sites, increasing; MIB's by default.
-        positions: where each role is in these prompts, of a ranking by role: `task.roles`.
+        positions: for a ranking by role, where each role is in these prompts: `task.roles`.
         n_random: random rankings to compare with; 0 for none.
         seed: of those.
         mask: 1 for real tokens, 0 for padding, if prompts are tokens.

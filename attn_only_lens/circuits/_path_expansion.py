@@ -266,8 +266,8 @@ def path_expansion(
     Source: Elhage et al. 2021, "A Mathematical Framework for Transformer Circuits".
 
     Args:
-        model: converted, or with exposed neuron-heads. One in half precision runs in float32 in the
-            meantime, with the same weights, and again for `effects` and `paths`.
+        model: converted, or with exposed neuron-heads. A model in half precision is run in float32
+            during the call, with the same weights, and again in `effects` and `paths`.
         prompts: a text, texts, or tokens.
         hops: the most heads of paths that are told apart by their number.
         held: in a gated MLP with exact heads, the factor of the value that is held: "gate" (paths

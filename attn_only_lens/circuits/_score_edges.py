@@ -89,8 +89,8 @@ def score_edges(
     readers are heads at all positions together.
 
     Args:
-        model: converted, or with exposed neuron-heads; without hooks of its own. One in half
-            precision runs in float32 in the meantime, with the same weights.
+        model: converted, or with exposed neuron-heads; without hooks of its own. A model in half
+            precision is run in float32 during the call, with the same weights.
         prompts: a text, texts, tokens [batch, pos], or a list of rows of tokens; of any lengths.
         nodes: `neuron_heads()`, `heads()`, `all_heads()`, or names: whole neurons. By default all,
             if there are no more than `top`; otherwise those of largest attribution.

@@ -76,8 +76,8 @@ def score_sources(
     scales as they are in this run.
 
     Args:
-        model: converted, or with exposed neuron-heads. One in half precision runs in
-            float32 in the meantime, with the same weights.
+        model: converted, or with exposed neuron-heads. A model in half precision is run in
+            float32 during the call, with the same weights.
         prompt: a text, or tokens [pos] or [1, pos].
         name: `L5H3`, or a neuron, `L5N1234`.
         query: the position that asks; of a neuron, its position. -1 is the last.

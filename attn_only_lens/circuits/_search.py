@@ -140,9 +140,9 @@ def discover(
         sites: candidates, all heads by default. Others are never ablated. Sites before the first
             token that differs are among them: resampled, they are what they were, and a pruned
             circuit has none.
-        positions: "each" separately, "all" together, or by role: `task.roles`. Then a site is a
-            head at a role's token, prompts may differ in length, and all other tokens are never
-            ablated.
+        positions: "each" separately, "all" together, or by role: `task.roles`. By role, a site is
+            a head at a role's token, prompts may differ in length, and tokens without a role are
+            never ablated.
         n_random: random circuits of the same size to measure.
         seed: of those.
         mask: 1 for real tokens, 0 for padding, if prompts are tokens.
@@ -431,20 +431,20 @@ def evaluate(
     Args:
         model: that the circuit is of.
         circuit: found by `discover`.
-        clean: prompts of the same length, in which positions mean the same; of any length for a
-            circuit by role.
+        clean: prompts of the same length, in which positions mean the same; for a circuit by role,
+            prompts of any lengths.
         corrupted: their pairs, token for token.
         metric: of them, such as another answer's.
-        positions: where each role is in these prompts, of a circuit by role: `task.roles`.
+        positions: for a circuit by role, where each role is in these prompts: `task.roles`.
         mask: 1 for real tokens, 0 for padding, if prompts are tokens.
 
     Returns:
         Faithfulness and completeness there: shares of what all sites do on these prompts.
 
     Raises:
-        InputError: prompts of another length, unless positions are "all" or by role; other roles
-            than those of the circuit; a circuit with sites that the model has not; ablating
-            everything changes nothing.
+        InputError: prompts of another length, unless positions are "all" or by role; roles that
+            are not those of the circuit; a circuit with sites that the model does not have;
+            ablating everything changes nothing.
         InputError: prompts or a metric that do not fit.
 
     Example:
@@ -462,7 +462,7 @@ def evaluate(
     pair = prompt_pair(model, clean, corrupted, mask)
     roles = circuit.positions if isinstance(circuit.positions, Mapping) else {}
     if {*roles} != {*(positions or {})}:
-        expected = sorted(roles) or "none, as its sites are at positions"
+        expected = sorted(roles) or "none, as its sites have numbers as positions"
         reason = (
             f"got the roles {sorted(positions or {})}; expected those of the circuit, {expected}"
         )

@@ -111,10 +111,15 @@ def token_paths(
             frames.append(frame.nlargest(k, "score"))
     found = pd.concat(frames).nlargest(k, "score").reset_index(drop=True)
     ends = "reads", "writes"
-    for name, own in zip(ends, (matrices.read_tokens, matrices.written_tokens), strict=True):
-        named = {place for row in found[name] for place in row}
-        texts = {at: token_text(model, at if own is None else own[at]) for at in named}
-        found[name] = [tuple(texts[place] for place in row) for row in found[name]]
+    for name, tokens_of_end in zip(
+        ends, (matrices.read_tokens, matrices.written_tokens), strict=True
+    ):
+        named = {index for row in found[name] for index in row}
+        texts = {
+            index: token_text(model, index if tokens_of_end is None else tokens_of_end[index])
+            for index in named
+        }
+        found[name] = [tuple(texts[index] for index in row) for row in found[name]]
     return found
 
 

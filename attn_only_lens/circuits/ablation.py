@@ -9,8 +9,8 @@ of the circuit computes as usual, from what then reaches it. Any other is ablate
 
 Heads and positions that are no sites, the embedding and the biases are never ablated.
 
-Positions are numbers, "all" together, or roles (`runs/positions.py`), of which a site is one too:
-then it is at that role's token in each prompt, and prompts may differ in length.
+Positions are numbers, "all" together, or roles (`runs/positions.py`). A site by role is a head at
+the role's token in each prompt; prompts may then differ in length.
 
 Circuits are rows of one batch, each with its own sites (`runs/replay`). Resampled, nothing before
 the first token that differs can change, and those positions are not run again.
@@ -218,17 +218,17 @@ class AblatedModel:
         worths = []
         for point in self._points:
             change = computed[point.name] - point.replacement[:, self._first :]
-            each = to_float64_device(gradients[point.name] * change).double().sum(dim=-1)
-            each = each.sum(dim=0, keepdim=True) if point.role is None else each
-            worths.append(each.to(to_float64_device(stream).device))
-        flat = torch.cat([each.flatten() for each in worths]).cpu()
-        found = np.zeros(self.n_sites)
-        for point, each in zip(
-            self._points, flat.split([each.numel() for each in worths]), strict=True
+            worth = to_float64_device(gradients[point.name] * change).double().sum(dim=-1)
+            worth = worth.sum(dim=0, keepdim=True) if point.role is None else worth
+            worths.append(worth.to(to_float64_device(stream).device))
+        flat = torch.cat([worth.flatten() for worth in worths]).cpu()
+        by_site = np.zeros(self.n_sites)
+        for point, worth in zip(
+            self._points, flat.split([worth.numel() for worth in worths]), strict=True
         ):
-            of_heads = each.view(-1, self.n_pos - self._first, point.replacement.shape[2])
-            found[point.rows] = point.by_site(of_heads.numpy(), self._first)
-        return found / (self.whole - self.nothing)
+            of_heads = worth.view(-1, self.n_pos - self._first, point.replacement.shape[2])
+            by_site[point.rows] = point.by_site(of_heads.numpy(), self._first)
+        return by_site / (self.whole - self.nothing)
 
     @torch.no_grad()
     def _values(self, circuits: Sequence[Rows]) -> _Floats:
@@ -265,19 +265,20 @@ def _reasons_against_sites(
     if single:
         reasons.append(f"got {single[0]}, one head of a neuron; expected whole neurons")
     numbers = set(sites["position"].unique().tolist()) - {"all"}
-    if any(isinstance(each, str) for each in numbers):
-        labels = [each.label for each in roles]
-        unknown = sorted(str(each) for each in numbers if each not in labels)
+    if any(isinstance(number, str) for number in numbers):
+        labels = [role.label for role in roles]
+        unknown = sorted(str(number) for number in numbers if number not in labels)
         reasons += [
-            f"got sites at the role {each!r}; expected positions={{{each!r}: …}}, where it is in "
-            "each prompt"
-            for each in unknown
+            f"got sites at the role {label!r}; expected its position in each prompt: pass "
+            f"positions={{{label!r}: …}}"
+            for label in unknown
         ]
         reasons += [
-            f"got {one.label!r} and {other.label!r}, the same token of prompt "
-            f"{int((one.where & other.where).any(dim=1).nonzero()[0])}; expected one role a token"
-            for one, other in combinations(roles, 2)
-            if (one.where & other.where).any()
+            f"got {first.label!r} and {second.label!r}, the same token of prompt "
+            f"{int((first.where & second.where).any(dim=1).nonzero()[0])}; expected a token of its "
+            "own for each role"
+            for first, second in combinations(roles, 2)
+            if (first.where & second.where).any()
         ]
     elif any(each < 0 for each in numbers):
         reasons.append(f"got positions from the end; {_EXPECTED_POSITIONS}")
@@ -325,10 +326,10 @@ class _AblatedPoint:
         position: npt.NDArray[Any] | None = None
         role: npt.NDArray[Any] | None = None
         if roles:
-            numbers = {each.label: number for number, each in enumerate(roles)}
+            numbers = {one.label: number for number, one in enumerate(roles)}
             position = rows["position"].map(numbers).to_numpy(dtype=np.int64)
-            where = torch.stack([each.where for each in roles]).cpu().numpy()
-            role = np.where(where.any(axis=0), where.argmax(axis=0), -1)
+            is_role = torch.stack([one.where for one in roles]).cpu().numpy()
+            role = np.where(is_role.any(axis=0), is_role.argmax(axis=0), -1)
         elif not (rows["position"] == "all").all():
             position = rows["position"].to_numpy(dtype=np.int64)
         at, index = rows.index.to_numpy(), rows["index"].to_numpy(dtype=np.int64)
@@ -358,21 +359,21 @@ class _AblatedPoint:
     def _where(self, kept: _Flags, first: int) -> Tensor:
         """Return where heads are ablated: [circuit, batch or 1, pos, head_index, 1]."""
         n_pos, n_heads = self.replacement.shape[1:3]
-        n_places = n_pos if self.role is None else self.role.max() + 2  # and that of no role
+        n_places = n_pos if self.role is None else self.role.max() + 2  # the last: no role
         gone = np.zeros((len(kept), n_places, n_heads // self.width), dtype=bool)
         at = slice(None) if self.position is None else self.position
         ablated = ~kept[:, self.rows]
         gone[:, at, self.index] = ablated[:, None] if self.position is None else ablated
         gone = gone[:, None] if self.role is None else gone[:, self.role]
-        where = torch.from_numpy(gone[:, :, first:]).repeat_interleave(self.width, dim=3)
-        return where.unsqueeze(-1)
+        every_head = torch.from_numpy(gone[:, :, first:]).repeat_interleave(self.width, dim=3)
+        return every_head.unsqueeze(-1)
 
     def by_site(self, of_heads: Float[np.ndarray, "row pos head_index"], first: int) -> _Floats:
-        """Return a quantity of heads, from a position on, as one of sites: 0 before it.
+        """Return a number for each site, from numbers for each head at each position.
 
         Args:
-            of_heads: the sum over prompts; for sites by role, of each prompt.
-            first: the position.
+            of_heads: the sums over prompts; for sites by role, a row for each prompt.
+            first: the position at which they begin; numbers before it are 0.
         """
         n_pos, n_heads = self.replacement.shape[1:3]
         full = np.zeros((len(of_heads), n_pos, n_heads // self.width))

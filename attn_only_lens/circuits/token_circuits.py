@@ -15,10 +15,10 @@ What a circuit of weights leaves out: scales of norms (their gains are folded in
 composition), biases, positions (rotary: distance 0), 1/√d_head, and all that heads before add to
 the embedding.
 
-C takes the mean over the vocabulary (over `tokens`, if these are some) off W_U, since softmax does
-not see what is added to all logits. With W_U as it is, OV would be another matrix, unless the
-unembedding was centred: by 63 % of its norm for one head of Small English (the median: 38 %),
-and its copying score by up to .15.
+W_U C is W_U less its mean over the vocabulary (over `tokens`, if given), since softmax ignores a
+constant that is added to all logits. Without C, OV is another matrix, unless the unembedding was
+centred before: in Small English it differs by up to 63 % of its norm (38 % for the median head),
+and copying scores differ by up to .15.
 
 No matrix of the vocabulary by itself is ever held: its two factors are, [d_vocab, d_head] and
 [d_head, d_vocab], and blocks of their product. In bytes, with 4 for float32 (8 for float64), beyond
@@ -62,8 +62,8 @@ class TokenCircuit:
             token written. Of a neuron's QK, one column: the bias token. A TransformerLens
             `FactoredMatrix`: `matrix.AB` would be all of it.
         row_tokens: the tokens of its rows; None for the whole input vocabulary.
-        column_tokens: the tokens of its columns; None for the whole vocabulary, of an OV circuit
-            the output vocabulary.
+        column_tokens: the tokens of its columns; None for the whole vocabulary (of an OV circuit,
+            the output vocabulary).
     """
 
     name: str
@@ -250,9 +250,9 @@ def ov_circuit(
     Args:
         model: as in `qk_circuit`.
         name: as in `qk_circuit`.
-        tokens: as in `qk_circuit`. Where a model does not put out all the tokens that it takes, or
-            puts out others, those that it takes are read and those that it puts out written.
-            Logits are centred over the latter.
+        tokens: as in `qk_circuit`. If the input and output vocabularies differ, the rows are those
+            of the tokens in the input vocabulary, and the columns those in the output vocabulary.
+            Logits are centred over the columns.
         fold_norms: as in `qk_circuit`.
 
     Returns:
@@ -260,8 +260,8 @@ def ov_circuit(
         vocabulary, or over `tokens`.
 
     Raises:
-        InputError: as in `qk_circuit`, and the same of the unembedding; no token that the model
-            takes, or none that it puts out.
+        InputError: as in `qk_circuit`, and the same for the unembedding; none of the tokens is in
+            the input vocabulary, or none in the output vocabulary.
 
     Example:
         >>> from attn_only_lens import circuits, expose_neuron_heads, pretrained

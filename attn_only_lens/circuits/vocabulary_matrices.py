@@ -28,12 +28,12 @@ _PROBLEM = "heads of this model have no matrices in its vocabulary"
 
 @dataclass(frozen=True, eq=False)
 class InputVocabulary:
-    """The matrices of a model's heads, and the one that joins them to the tokens it takes.
+    """The matrices of a model's heads, and its embedding.
 
     Attributes:
-        heads: their own matrices.
-        W_E: the embedding, of the tokens that were asked for.
-        read_tokens: those; None for all.
+        heads: the matrices of heads.
+        W_E: the embedding of `read_tokens`.
+        read_tokens: the tokens that were asked for; None for all.
     """
 
     heads: HeadMatrices
@@ -65,19 +65,19 @@ class InputVocabulary:
 
 @dataclass(frozen=True, eq=False)
 class VocabularyMatrices(InputVocabulary):
-    """The matrices of a model's heads, and those that join them to both of its vocabularies.
+    """The matrices of a model's heads, its embedding and its unembedding.
 
-    A model may take tokens that it does not put out, or put out others. Of the tokens that are
-    asked for, those of the input vocabulary are read and those of the output vocabulary written.
+    The input and the output vocabulary may differ. Of the tokens that are asked for, heads read
+    those of the input vocabulary, and write those of the output vocabulary.
 
     Attributes:
-        heads: their own matrices.
-        W_E: the embedding, of the tokens that are read.
-        read_tokens: those; None for all.
-        W_U: the unembedding, of the tokens that are written.
-        written_tokens: those; None for all.
-        final: the norm before it.
-        mean: of W_U over them.
+        heads: the matrices of heads.
+        W_E: the embedding of `read_tokens`.
+        read_tokens: the tokens that are read; None for all.
+        W_U: the unembedding of `written_tokens`.
+        written_tokens: the tokens that are written; None for all.
+        final: the norm before the unembedding.
+        mean: the mean of W_U over `written_tokens`.
     """
 
     W_U: Float[Tensor, "d_model d_vocab_out"]
@@ -97,8 +97,8 @@ class VocabularyMatrices(InputVocabulary):
             fold_norms: whether to fold gains of norms into the weights.
 
         Raises:
-            InputError: as for `InputVocabulary`, and the same of the unembedding; no token of the
-                input vocabulary is among the tokens, or none of the output vocabulary.
+            InputError: as for `InputVocabulary`, and the same for the unembedding; none of the
+                tokens is in the input vocabulary, or none in the output vocabulary.
         """
         heads, W_E = _embedding(model, fold_norms)
         W_U = _finite(_unembedding(model), "unembedding")
@@ -108,15 +108,13 @@ class VocabularyMatrices(InputVocabulary):
             None if chosen is None else tuple(token for token in chosen if token < size)
             for size in sizes
         )
-        for name, part in (("taken in", read), ("put out", written)):
+        for name, part, size in zip(("input", "output"), (read, written), sizes, strict=True):
             if part == ():
-                raise InputError(
-                    [
-                        f"got tokens={reprlib.repr(tokens)}, of which none is {name}: the model "
-                        f"takes tokens 0 to {sizes[0] - 1} and puts out 0 to {sizes[1] - 1}"
-                    ],
-                    _PROBLEM,
+                reason = (
+                    f"got tokens={reprlib.repr(tokens)}, none of them in the {name} vocabulary; "
+                    f"expected at least one from 0 to {size - 1}"
                 )
+                raise InputError([reason], _PROBLEM)
         W_E = W_E if read is None else W_E[list(read)]
         W_U = W_U if written is None else W_U[:, list(written)]
         final = host_of(model).final_norm() if fold_norms else NO_NORM

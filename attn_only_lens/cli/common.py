@@ -58,10 +58,10 @@ def command(panel: Panel, *example: str) -> Callable[[_Function], _Function]:
 
 
 def path(value: str | Path) -> Path:
-    """Return a path that was given in a shell; '' would otherwise be the current folder.
+    """Return the path that a user gave in a shell; refuse '', which is the current folder.
 
     Raises:
-        BadParameter: it is none.
+        BadParameter: the value is not a path.
     """
     try:
         return as_path(value)
@@ -167,11 +167,11 @@ def require_writable(out: Path, endings: tuple[str, ...], top: int = 1) -> None:
 
 
 def require_folder(out: Path) -> None:
-    """Refuse a file, or the name of one, where a folder is to be written, before computing."""
+    """Before computing, refuse --out if it is a file, or is named like one, and not a folder."""
     if out.suffix in _FILES and not out.is_dir():
         raise AttnOnlyLensError(
-            f"got --out {out}, the name of a file; expected that of a folder, for several files: "
-            f"--out {out.with_suffix('')}"
+            f"got --out {out}, the name of a file; expected that of a folder, as several files are "
+            f"written: pass --out {out.with_suffix('')}"
         )
     if out.exists() and not out.is_dir():
         raise AttnOnlyLensError(f"--out: {out} is a file; expected a folder, or a new name")

@@ -8,12 +8,13 @@ is RMSNorm with a bias. TransformerLens does the same in `center_writing_weights
 An unembedding that is the embedding itself reads what the embedding writes, and must not be
 centred: the two are untied, and the embedding alone is centred.
 
-This fails if something else reads the stream: RMSNorm at the end (`final_rms`); or if LayerNorm
-writes, after a sublayer or on the stream (BERT). It writes g ⊙ u + b, whose mean over d_model
-differs from token to token with u; to subtract it takes the matrix (1 - 11ᵀ/d_model) diag(g), and a
-gain is diagonal. On such a stream, of mean m, new coordinates of zero change the mean to m h/ĥ and
-the deviation with it, for the next norm. (Copies of all coordinates, at whole multiples of the
-width, would not: `analyses/layernorm_gap.py`. That is none of the six expansions.)
+This fails if something else reads the stream: RMSNorm at the end (`final_rms`). It also fails if
+LayerNorm writes to the stream, after a sublayer or on the stream itself (BERT). LayerNorm writes
+g ⊙ u + b. The mean of that over d_model depends on u, so it differs from token to token. Only the
+matrix (1 - 11ᵀ/d_model) diag(g) subtracts this mean, but the gain of a norm is a diagonal matrix.
+If such a stream has mean m, new coordinates of zero change the mean that the next norm computes to
+m h/ĥ, and change its deviation too. (If the width is multiplied by a whole number, copies of all
+coordinates keep both: `analyses/layernorm_gap.py`. None of the six expansions makes such copies.)
 """
 
 from dataclasses import dataclass, replace
@@ -64,10 +65,10 @@ class CentreStream(Expansion):
             )
         if constants.norm_place == "stream":
             reasons.append(
-                "its norms stand on the residual stream (post-norm) and write to it: the mean of "
-                "the stream over d_model differs from token to token, so no weight can take it "
-                "off, and new coordinates of zero would change the mean and deviation that the "
-                "next LayerNorm takes; neurons, heads and d_head can grow"
+                "it is post-norm: its LayerNorms write to the residual stream, whose mean over "
+                "d_model differs from token to token. So no weight can subtract the mean, and new "
+                "coordinates of zero would change the mean and the deviation that the next "
+                "LayerNorm computes; add neurons or heads, or widen d_head, instead"
             )
         elif constants.norm_place != "before":
             reasons.append("LayerNorm after a sublayer writes to the stream, with a mean")

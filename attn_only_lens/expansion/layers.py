@@ -4,10 +4,10 @@ A block adds to the stream what its attention and its MLP write. With W_O, b_O, 
 that is nothing (equation 40), whatever the rest of it computes. A norm after a sublayer keeps zero
 zero if it has no bias, and ε > 0; so LayerNorm's bias there is zero too.
 
-A norm on the stream itself, norm(x + f(x)) as in BERT, norms the stream even where f(x) is 0. What
-comes in is what the norm before it made, y = g ⊙ u + b with u of mean 0 and mean square 1. Its mean
-and deviation over d_model differ from token to token, unless g and b are constant, so no gain and
-bias turn LayerNorm(y) back into y. New layers are refused there.
+A norm on the stream itself, norm(x + f(x)) as in BERT, changes the stream even where f(x) is 0. Its
+input is the output of the norm before it, y = g ⊙ u + b with u of mean 0 and mean square 1. The
+mean and deviation of y over d_model differ from token to token, unless g and b are constant, so no
+gain and bias turn LayerNorm(y) back into y. New layers are refused there.
 
 Layers above move up by one. If scores of layer l are divided by l + 1
 (`scale_attn_by_inverse_layer_idx`), those of a moved layer are multiplied back through its keys:
@@ -66,10 +66,10 @@ class InsertLayer(Expansion):
             reasons.append(f"got copy={self.copy!r}; expected True or False")
         if constants.norm_place == "stream":
             reasons.append(
-                "its norms stand on the residual stream (post-norm), so a new layer that writes "
-                "nothing would norm it all the same, and norm(x) is not x: the mean and deviation "
-                "of x over d_model differ from token to token, and no gain and bias make up for "
-                "them; neurons, heads and d_head can grow"
+                "it is post-norm: a new layer that writes nothing would still apply LayerNorm to "
+                "the residual stream x, and LayerNorm(x) is not x. The mean and deviation of x "
+                "over d_model differ from token to token, so no gain and bias turn LayerNorm(x) "
+                "back into x; add neurons or heads, or widen d_head, instead"
             )
         elif constants.norm_place != "before" and not constants.eps > 0:
             reasons.append("a norm after a sublayer of zeros divides 0 by 0, as its eps is 0")

@@ -17,8 +17,9 @@ folded gains        (LNPre, RMSPre): the readers' old rows are multiplied by s i
 norms of q and k    have the same ε: queries and keys are multiplied by s, so that nothing changes.
 scaled embeddings   (Gemma's, by √ĥ where it was √h): W_E is multiplied by s; where the unembedding
                     is W_E too, the last gain makes up for both.
-a norm after        a sublayer: RMSNorm's gain takes s as any other; without a gain, refused, and
-                    LayerNorm refused, since what it writes has a mean; so it is on the stream.
+a norm after        a sublayer: RMSNorm's gain takes s as any other. Without a gain it is refused.
+                    LayerNorm is refused, since what it writes has a mean; so is LayerNorm on the
+                    stream itself.
 tied embeddings     the unembedding's new rows are zero with the embedding's columns. Under
                     LayerNorm (centred) and where its old rows need a factor (folded), the two
                     must differ: they are untied.

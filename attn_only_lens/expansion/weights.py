@@ -118,8 +118,8 @@ class Constants:
         n_layers: how many blocks.
         norm: of the norms in the blocks. Those that end in "Pre" have no gain: it was folded.
         final_norm: the norm before the unembedding.
-        norm_place: where norms stand, for each sublayer f: "before" it, x + f(norm(x)); "after" it,
-            x + norm(f(x)); "both", x + norm(f(norm(x))); or on the "stream", norm(x + f(x)).
+        norm_place: where each sublayer f has its norms: "before" is x + f(norm(x)); "after" is
+            x + norm(f(x)); "both" is x + norm(f(norm(x))); "stream" (post-norm) is norm(x + f(x)).
         gain_offset: what a norm adds to its stored gain: 1 where w stands for a gain of 1 + w.
         eps: the ε of all norms, of queries and keys too.
         embed_scaled: whether embeddings are multiplied by √d_model as they enter the stream.

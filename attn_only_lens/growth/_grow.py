@@ -150,10 +150,10 @@ class Grown:
 
         A bridge of a model of transformers is written as transformers writes one, so that
         `AutoModelForCausalLM.from_pretrained(folder)` (BERT: `AutoModelForMaskedLM`) needs nothing
-        of this package; a
-        HookedTransformer as `config.json`, `model.safetensors` and `tokenizer/`. The provenance
-        lies beside. Every file has a digest in `provenance.json`: write a model that is trained
-        further by this method again, not over the weights in the folder.
+        of this package. A HookedTransformer is written as `config.json`, `model.safetensors` and
+        `tokenizer/`. The provenance is next to these, in `provenance.json`, with a digest of every
+        file: write a model that is trained further by this method again, not over the weights in
+        the folder.
 
         Args:
             folder: an earlier save there is replaced, anything else is refused.

@@ -39,9 +39,9 @@ def gradient_products(
         batch_size: prompts at a time; losses of batches are added up.
 
     Raises:
-        GrowthError: its neurons' activations are not, to first order, multiples of x · w_i; it
-            does not predict the next token, and there is no loss; or the batch size is no number
-            of prompts.
+        GrowthError: its neurons' activations are not, to first order, multiples of x · w_i; the
+            model does not predict the next token, and no loss is given; or the batch size is not
+            an integer of 1 or more.
         UnsupportedCallError: the tokens are none that the model can run on.
 
     Example:
@@ -107,7 +107,10 @@ def gradient_products(
 
 
 def _ends(mlp: Any) -> tuple[Any, Any]:
-    """The modules that an MLP's input enters and that its output leaves; BERT's runs no module."""
+    """Return the module that an MLP's input enters, and the module that its output leaves.
+
+    These are the MLP itself, but in BERT two of its parts: there no module runs the whole MLP.
+    """
     parts = dict(mlp.named_children())
     return (parts["in"], parts["out"]) if getattr(mlp, "name", "") is None else (mlp, mlp)
 

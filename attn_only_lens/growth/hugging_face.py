@@ -99,7 +99,7 @@ _ROUNDED = 5e-2  # of weights in half precision, in float32
 
 
 class HuggingFaceBridge(BridgeModel):
-    """A TransformerBridge around a causal or masked language model, of `FAMILIES`."""
+    """A TransformerBridge around a causal or masked language model of one of the `FAMILIES`."""
 
     may_differ_by_layer = frozenset({"d_mlp"})
 
@@ -263,7 +263,7 @@ class HuggingFaceBridge(BridgeModel):
         ]
 
     def save_pretrained(self, folder: Path) -> None:
-        """Write what `from_pretrained` of the class of the wrapped model reads."""
+        """Write a folder that `from_pretrained` of the wrapped model's class reads."""
         module = self._module(self.config, self.state(self.read()))
         module.config.dtype = next(self.model.parameters()).dtype
         module.config.output_attentions = False  # TransformerLens turns it on for itself

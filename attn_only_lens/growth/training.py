@@ -86,15 +86,16 @@ class Training:
     def __post_init__(self) -> None:
         if not isinstance(self.schedule, Mapping):
             got = type(self.schedule).__name__
-            reason = f"got a schedule of type {got}; expected expansions by step, {{200: …}}"
+            expected = "a dictionary from steps to expansions, {200: AddNeurons(3)}"
+            reason = f"got a schedule of type {got}; expected {expected}"
             raise GrowthError([reason], _PROBLEM)
         self.schedule = {as_plain(step): each for step, each in self.schedule.items()}
         odd = [step for step in self.schedule if not is_count(step)]
         reasons = [f"got step {step!r}; expected 0 or more" for step in odd]
         reasons += [
-            f"got {each!r} before step {step!r}; expected an expansion, such as AddNeurons(3)"
-            for step, each in self.schedule.items()
-            if not isinstance(each, Expansion)
+            f"got {expansion!r} before step {step!r}; expected an expansion, such as AddNeurons(3)"
+            for step, expansion in self.schedule.items()
+            if not isinstance(expansion, Expansion)
         ]
         if reasons:
             raise GrowthError(reasons, _PROBLEM)
@@ -117,11 +118,11 @@ class Training:
             progress: whether to show a bar.
 
         Raises:
-            GrowthError: `until` is no number of steps; or an expansion does not fit the model, and
-                model and optimizer are then those of the step before.
+            GrowthError: `until` is not an integer of 0 or more; or an expansion does not fit the
+                model. The model and the optimizer then stay as they were before that expansion.
         """
         if not is_count(until):
-            raise GrowthError([f"got until={until!r}; expected a number of steps"], _PROBLEM)
+            raise GrowthError([f"got until={until!r}; expected 0 or more steps"], _PROBLEM)
         for step in tqdm(
             range(self.done, until), "steps", until, initial=self.done, disable=not progress
         ):

@@ -33,8 +33,8 @@ def is_live(point: HookPoint) -> bool:
 def require_grad_like(constant: Tensor, like: Tensor) -> Tensor:
     """Return a tensor that depends on no parameter, in the graph wherever `like` is.
 
-    So that a gradient reaches the hook that sees it. Not a leaf, which no hook could edit in place,
-    and which torch.func has not.
+    Gradients then reach hooks on the tensor. It is not a leaf: a hook cannot edit a leaf in place,
+    and `torch.func` cannot make one.
     """
     if constant.requires_grad or not (like.requires_grad and torch.is_grad_enabled()):
         return constant

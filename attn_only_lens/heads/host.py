@@ -104,10 +104,10 @@ class Host(ABC):
 
     @abstractmethod
     def reasons(self) -> list[str]:
-        """Why the model no longer runs the modules that were recognised; empty if it does."""
+        """Return why the model may no longer run the modules with its heads; empty if it does."""
 
     def unseen_edit_reasons(self, layer: int, kind: HeadKind) -> list[str]:
-        """Why an edit of z would not reach all that is computed from it."""
+        """Return why an edit of z would miss part of what is computed from z; empty if none."""
         return []
 
     @abstractmethod
@@ -119,13 +119,13 @@ class Host(ABC):
         """
 
     def reads_centred(self) -> bool:
-        """True if nothing that reads the stream sees its mean over d_model.
+        """Return whether all that reads the stream subtracts the mean over d_model first.
 
         Raises:
             InputError: as `norms`.
         """
-        norms = self.norms()
-        return all(each.attention[0].centres and each.neuron[0].centres for each in norms)
+        layers = self.norms()
+        return all(norms.attention[0].centres and norms.neuron[0].centres for norms in layers)
 
     @abstractmethod
     def final_norm(self) -> Any:
@@ -138,10 +138,10 @@ class Host(ABC):
     def require_weights(self) -> None:
         """Check that `W_Q`, `W_in` and so on are the matrices that the model applies.
 
-        Attached hooks of TransformerLens are another matter: they edit activations.
+        Hooks of TransformerLens may be attached: they edit activations, not weights.
 
         Raises:
-            InputError: with every one that is another, and with modules that were replaced.
+            InputError: with every matrix that differs, and every module that was replaced.
         """
         InputError.raise_if(self.reasons(), CHANGED)
 
@@ -163,7 +163,7 @@ class WithNeuronHeads:
 def stock_class(module: object) -> type:
     """Return the class that a module has without its neuron-heads."""
     kind = type(module)
-    stock: type = vars(kind).get("_stock", kind)  # not of a subclass, which computes otherwise
+    stock: type = vars(kind).get("_stock", kind)  # `vars`, as a subclass may compute something else
     return stock
 
 

@@ -16,8 +16,9 @@ from attn_only_lens.heads.names import HeadName
 def neuron_pattern(cache: ActivationCache, name: str) -> Float[Tensor, "batch pos key=2"]:
     """Return the attention of one neuron-head: by each token to (itself, the bias token).
 
-    Compact: the last axis is no axis of tokens. circuitsvis and the like would take it for one and
-    draw nonsense without an error; `dense_pattern` is for them.
+    This pattern is compact: its last axis is (itself, the bias token), not tokens. Plotting tools
+    such as circuitsvis expect tokens by tokens, and draw a wrong picture of it without an error:
+    give them `dense_pattern`.
 
     Args:
         cache: of a converted or exposed model, with the pattern of the neuron's block in it.

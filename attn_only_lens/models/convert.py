@@ -41,8 +41,9 @@ def convert(
         gate: "exact", one head a neuron with the activation's own pattern; the same with
             `GeneralizedSiLU(a_1, a_2)`, for an activation that no name tells; or `Bilinear(...)`.
         copy_weights: give the new model weights of its own. By default the two share them, so that
-            conversion costs no memory; then training either trains both. After fold_ln of the
-            source a converted model that shares its weights is refused wherever it is used.
+            conversion costs no memory; then training either trains both. If fold_ln is applied
+            to the source afterwards, a converted model that shares its weights raises an error
+            wherever it is used.
 
     Returns:
         The converted model, on the device and in the dtype of `model`, without its hooks.

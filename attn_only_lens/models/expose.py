@@ -125,8 +125,8 @@ def expose_neuron_heads(
             modules, hook points and settings of its own.
         copy_weights: give that copy weights of its own. By default it shares them with `model`, so
             that it costs no memory; then training either trains both, and a later change of dtype
-            or device of one parts them. After fold_ln of `model`, a `HookedTransformer`, a copy
-            that shares its weights is refused wherever it is used.
+            or device of one parts them. If fold_ln is applied to `model`, a `HookedTransformer`,
+            afterwards, a copy that shares its weights raises an error wherever it is used.
 
     Returns:
         A context manager, and the way to undo it; its `model` is the exposed model. On a model that

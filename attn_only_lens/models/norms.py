@@ -170,12 +170,12 @@ def bridge_norms(model: Any) -> list[LayerNorms]:
 
 
 def stream_is_centred(model: Any) -> bool:
-    """Return whether the blocks of a bridge are norm(x + f(x)), as BERT's, and all centre x + f(x).
+    """Return whether all blocks of a bridge are norm(x + f(x)), as in BERT, and all norms centre.
 
-    It is judged by a run of two tokens.
+    A run of two tokens shows it.
     """
     if any(getattr(block.mlp, "name", "") is not None for block in model.blocks):
-        return False  # the MLPs of a BERT have no module
+        return False  # in a BERT no module runs a whole MLP
     blocks = []
     for block in model.blocks:
         parts = {"attn": block.attn, "o": getattr(block.attn, "o", None)}

@@ -1,15 +1,17 @@
-"""Models that share weights, and what parts their functions.
+"""Models that share weights: detect that the norms of one were folded into the weights of all.
 
-`convert` and `expose_neuron_heads(copy=True)` share the weights of their source. What changes the
+`convert` and `expose_neuron_heads(copy=True)` share the weights of their source. A change of the
 weights in place, such as training, changes all of these models alike. So does TransformerLens'
-processing, which keeps the function, but for one step: fold_ln multiplies the gains of the norms
-into the weights behind them, and replaces the norms of the model that it is called on. The others
-keep their norms: the gains then act twice. A bridge is processed out of place, and is no case here.
+processing, and it keeps their function, except for one step: fold_ln multiplies the gains of the
+norms into the next weights, and replaces the norms of the model that it is called on. The other
+models keep their norms, so that the gains act twice. (Bridges are not affected: their weights are
+not processed in place.)
 
-So every model of such a group remembers the norms of all, and a sample of its weights: where
-another one has new norms, and the weights are no longer those of the sample, it is refused. Norms
-replaced by hand harm no other model; weights that were moved or cast before a fold are not shared
-by then, and stay as they were. A forward pass asks for the norms alone: one comparison for each.
+So each model of such a group is refused if both of these hold: another model of the group has new
+norms, and this model's weights differ from a sample taken when it joined. If only the norms were
+replaced, by hand, or the weights were moved or cast before the fold and are no longer shared, its
+function is intact. The weights are compared only if norms are new, so a forward pass costs one
+comparison for each norm.
 """
 
 import weakref
@@ -33,12 +35,12 @@ class _Group:
         )
 
     def has_new_norms(self, model: nn.Module) -> bool:
-        """Return whether another model of the group has other norms than it had."""
+        """Return whether another model of the group has norms that are new."""
         return any(
-            one is not other
-            for member, before in list(self.norms.items())
+            norm is not old_norm
+            for member, old_norms in list(self.norms.items())
             if member is not model
-            for one, other in zip(_norms(member), before, strict=True)
+            for norm, old_norm in zip(_norms(member), old_norms, strict=True)
         )
 
 
@@ -57,7 +59,7 @@ def share_weights(source: nn.Module, model: nn.Module) -> None:
 
 
 def parted_reasons(model: nn.Module) -> list[str]:
-    """Return the reason why a model has no function of its source any more; empty if it has."""
+    """Return the reason why a model computes something else than before; empty if it does not."""
     if model not in _groups:
         return []
     group, before = _groups[model]
@@ -65,20 +67,19 @@ def parted_reasons(model: nn.Module) -> list[str]:
         return []
     return [
         "the norms of a model that shares its weights were folded into them (fold_ln, by "
-        "process_weights_ or load_and_process_state_dict), and this model still has its norms: "
-        "it computes neither what it did nor what that model does. Make it anew from the "
-        "processed model, or pass copy_weights=True before"
+        "process_weights_ or load_and_process_state_dict), and this model still applies its "
+        "norms, so that their gains act twice; convert or expose the processed model again, or "
+        "pass copy_weights=True the first time"
     ]
 
 
 def sharing_reasons(model: nn.Module) -> list[str]:
     """Return the reason why a model's norms must not be folded; empty if it shares no weights."""
-    others = [] if model not in _groups else [m for m in _groups[model][0].norms if m is not model]
-    if not others:
+    if model not in _groups or all(member is model for member in _groups[model][0].norms):
         return []
     return [
-        "its weights are those of another model too, which would compute something else: pass "
-        "copy_weights=True, or fold_ln=False"
+        "its weights are those of another model too, which would then compute something else; "
+        "make one of the two with copy_weights=True, or pass fold_ln=False"
     ]
 
 
@@ -97,7 +98,7 @@ def _sample(model: nn.Module) -> list[Tensor]:
 
 def _alike(now: list[Tensor], before: list[Tensor]) -> bool:
     return len(now) == len(before) and all(
-        one.shape == other.shape
-        and torch.allclose(one.cpu().double(), other.cpu().double(), rtol=_CLOSE, atol=0.0)
-        for one, other in zip(now, before, strict=True)
+        new.shape == old.shape
+        and torch.allclose(new.cpu().double(), old.cpu().double(), rtol=_CLOSE, atol=0.0)
+        for new, old in zip(now, before, strict=True)
     )

@@ -54,9 +54,9 @@ def build_module(kind: Any, config: PretrainedConfig) -> PreTrainedModel:
                 like.num_hidden_layers = 1
                 setattr(like, intermediate_size(like), d_mlp)
                 setattr(like, BY_LAYER, None)
-                other = _layers(build_module(kind, like))[0]
+                wanted = _layers(build_module(kind, like))[0]
                 for part in ("mlp",) if hasattr(layer, "mlp") else ("intermediate", "output"):
-                    setattr(layer, part, getattr(other, part))
+                    setattr(layer, part, getattr(wanted, part))
     model.tie_weights()
     return model.eval()
 
@@ -93,7 +93,7 @@ def _with_head_dim(kind: Any, config: PretrainedConfig) -> PreTrainedModel:
             module.all_head_size, module.scaling = n_heads * width, width**-0.5
             for part in ("query", "key", "value"):
                 setattr(module, part, nn.Linear(d_model, n_heads * width))
-        elif hasattr(getattr(module, "self", None), "attention_head_size"):  # what holds it
+        elif hasattr(getattr(module, "self", None), "attention_head_size"):  # its parent
             module.output.dense = nn.Linear(n_heads * width, d_model)
     config.num_attention_heads = n_heads
     return model

@@ -75,8 +75,8 @@ def n_texts(texts: Texts) -> int | None:
 def corpus_rows(model: Any, texts: Texts, context: int) -> Iterator[Row]:
     """Yield the rows of a corpus: each text in pieces of at most `context` tokens.
 
-    Every piece begins with BOS where its text does. Empty texts have no rows. The first text with
-    a word that the tokenizer does not know is warned of, and none after it.
+    Every piece begins with BOS where its text does. Empty texts have no rows. One warning names the
+    first text with a word that the tokenizer does not know; later texts raise none.
 
     Raises:
         InputError: a file that is not there, or an entry that is no text.

@@ -67,10 +67,10 @@ def activation_patch(
         sites: `neuron_heads()`, `heads()`, `all_heads()`, or names; by default all heads.
         part: "z", a head's output; "pattern", its attention; "value"; "q"; "k", of attention
             heads. A patch of a neuron-head's query moves its pattern and nothing else. Several
-            heads that share a neuron are patched together, unless a name says which. Where
-            grouped queries share values and keys (LLaMA, Gemma), a patch is of one head's share:
-            this head reads the patched value or key, and the others of its group still read the
-            one of the run.
+            heads that share a neuron are patched together, unless a name says which. With
+            grouped queries (LLaMA, Gemma) heads share values and keys; a patch is for one head:
+            this head reads the patched value or key, and the other heads of its group still read
+            the unpatched one.
         positions: "each" in turn, "all" at once, a number (-1 is each prompt's last token), a list
             of them, or by role: `{"subject": [2, 4], "end": -1}`, one for all prompts or one of
             each, counted in its own tokens.

@@ -42,9 +42,9 @@ heads; "frozen_pattern" 3 forwards, a backward and a check of 2, so 6; "integrat
 
 Repairs. The squared error of an estimate sits in few sites, mostly of early layers at the first
 token that differs, where one neuron writes a tenth of the stream's length or more. And where a
-model saturates, gradients tell little at all. So sites are patched exactly (`repairs.py`,
-`expected_error.py`): by default from 3 to 10 forward passes' worth of a large model, and up to 4
-Gflop of a small one, which may be all. What that gives on pairs held out:
+model saturates, gradients tell little at all. So some sites are patched exactly (`repairs.py`,
+`expected_error.py`). By default these patches cost 3 to 10 forward passes in a large model, and up
+to 4 Gflop in a small one, where they may cover all sites. Results on held-out pairs of prompts:
 `analyses/results/attribution_repairs.md`.
 
 Queries of attention heads in closed form: a query moves one row of one head's pattern, and so that
@@ -172,9 +172,9 @@ def attribution(
 
     An estimate by gradients alone can miss the one site that matters, mostly a neuron of an early
     layer at the first token that differs. So the sites whose estimates are expected to err most are
-    patched exactly (`repairs.py`): their rows are marked `exact`, and `expected_pearson` says what
-    correlation with patching to expect, of attention heads and of neuron-heads. Of a small model
-    most sites are patched, if not all. With `budget=0` none is.
+    patched exactly (`repairs.py`): their rows are marked `exact`. `expected_pearson` is the
+    correlation with patching to expect, for attention heads and for neuron-heads. In a small model
+    most sites, or all, are patched exactly. With `budget=0` none are.
 
     Args:
         model: converted by `convert`, or with exposed neuron-heads; without hooks of its own.
@@ -192,10 +192,11 @@ def attribution(
         method: "gradient", "exact_gate", "integrated", "frozen_pattern"; see the module. The
             default is the one that agreed best with patching where that was measured.
         steps: for "integrated", how many gradients to average; by default 5.
-        budget: what to spend on exact patches, in flops of forward passes; or "auto": at least 3
-            passes or 0.2 Gflop, and more, up to 10 passes or 4 Gflop, until the expected
-            correlations are .99. Tests of the model before the first patch come on top, about ten
-            forward passes whatever the budget.
+        budget: what exact patches may cost, in forward passes (counted in flops); or "auto": at
+            least 3 forward passes or 0.2 Gflop, then more until the expected correlations are
+            .99, but at most 10 forward passes or 4 Gflop; of each two limits the larger counts.
+            Tests of the model before the first patch cost about ten more forward passes, whatever
+            the budget.
         mask: 1 for real tokens, 0 for padding, where prompts are tokens.
         reference: prompts to take means or others' activations from; see `activation_patch`.
         per_prompt: whether to return a row for each prompt of each site; see `activation_patch`.
@@ -260,15 +261,15 @@ def attribution(
         settings |= {"method": method, "steps": steps, "budget": as_plain(budget)}
         store = PartStore(resume, settings, len(parts))
     exact = torch.ones(n_rows, dtype=torch.bool, device="cpu")
-    kinds = tuple(dict.fromkeys(each.kind for each in chosen))
+    kinds = tuple(dict.fromkeys(heads.kind for heads in chosen))
     errors, forwards = dict.fromkeys(kinds, 0.0), 0.0
     shown = progress and several and is_first()
     with tqdm(total=len(pair.clean), unit="prompt", disable=not shown) as bar:
 
-        def measure(each: SweepPart) -> Tensor:
-            repairs = estimator.estimate(runs.of(each.prompts))
-            kept = runs.of(each.prompts).reduced(over, torch.cat(repairs.values))
-            bar.update(len(each.prompts))
+        def measure(sweep_part: SweepPart) -> Tensor:
+            repairs = estimator.estimate(runs.of(sweep_part.prompts))
+            kept = runs.of(sweep_part.prompts).reduced(over, torch.cat(repairs.values))
+            bar.update(len(sweep_part.prompts))
             expected = [repairs.expected_errors[kind] for kind in kinds]
             numbers = [nan if error is None else error for error in expected]
             numbers.append(repairs.forwards)
@@ -280,18 +281,18 @@ def attribution(
                 ]
             )
 
-        def add(each: SweepPart, measured: Tensor) -> None:
+        def add(sweep_part: SweepPart, measured: Tensor) -> None:
             nonlocal exact, forwards
             n_numbers = len(kinds) + 1
             sizes = [len(measured) - n_rows - n_numbers, n_rows, n_numbers]
             kept, repaired, numbers = measured.split(sizes)
-            over.add(each, kept)
+            over.add(sweep_part, kept)
             exact &= repaired.bool()
             # Of a mean: no more than the mean of the errors.
-            weight = sum(over.weights[each.prompts.start : each.prompts.stop])
+            weight = sum(over.weights[sweep_part.prompts.start : sweep_part.prompts.stop])
             for kind, error in zip(kinds, numbers.tolist(), strict=False):
                 errors[kind] += weight * error
-            forwards += len(each.prompts) / len(pair.clean) * numbers[-1].item()
+            forwards += len(sweep_part.prompts) / len(pair.clean) * numbers[-1].item()
 
         measure_parts(parts, store, measure, add, lambda i: bar.update(len(parts[i].prompts)))
     return Sweep.of_prompts(
@@ -335,9 +336,9 @@ class _Estimator:
         }
         # The z of the heads that read keys or values, which they may share.
         self._readers = {
-            node: hook_name(model, each.layer, "z")
-            for each, node in self._nodes.items()
-            if each.kind == "attention" and part in SHARED_PARTS
+            node: hook_name(model, heads.layer, "z")
+            for heads, node in self._nodes.items()
+            if heads.kind == "attention" and part in SHARED_PARTS
         }
         self._tested: set[Any] = set()
         self._tape = Tape(())
@@ -361,7 +362,7 @@ class _Estimator:
             )
 
     def estimate(self, run: PromptRun) -> Repairs:
-        """Estimate what every patch gives on the prompts that were recorded last, and repair it."""
+        """Estimate the effects of all sites on a run of prompts, and repair some by patches."""
         model, part, target, source = self._model, self._part, run.target, run.source
         groups = [each.of_prompts(run.runs.pair) for each in self._groups]
         gradients = self._gradients(run)
@@ -376,7 +377,7 @@ class _Estimator:
             found = site_estimates(model, group.sites, part, node, gradients[node], target, moved)
             values.append(moved_values(run.unpatched, group.sums(found), run.shares))
         if not self._budget:
-            exact = [torch.zeros(len(of), dtype=torch.bool, device="cpu") for of in values]
+            exact = [torch.zeros(len(rows), dtype=torch.bool, device="cpu") for rows in values]
             return Repairs(values, exact, dict.fromkeys(g.sites.kind for g in groups), 0.0)
         target = replace(target, logits=target.logits.detach())
         keys = expected_errors(model, groups, part, target, source, gradients)
@@ -408,7 +409,7 @@ class _Estimator:
 
 def _rows_of(groups: Sequence[SiteGroup], kind: HeadKind) -> Bool[Tensor, "row"]:
     """Return which rows are of a kind of head."""
-    of_groups = [torch.full((len(each),), each.sites.kind == kind) for each in groups]
+    of_groups = [torch.full((len(group),), group.sites.kind == kind) for group in groups]
     return torch.cat(of_groups)
 
 

@@ -93,7 +93,7 @@ def gate_and_value(
         `per_prompt` also `prompt`, counted from 0, and
 
         write_pattern, write_value, write_interaction, write: by how much the neuron's activation
-            changes, its sum over the positions patched. The first three add up to the last.
+            changes, summed over the patched positions. The first three add up to the last.
         effect_pattern, effect_value, effect_interaction, effect: by how much the score changes
             (0 is the corrupted run, 1 the clean one). The first three add up to the last.
 
@@ -121,7 +121,7 @@ def gate_and_value(
     InputError.raise_if(reasons, "gate and value cannot be told apart")
 
     folder = None if resume is None else open_folder(resume)
-    chosen = tuple(dict.fromkeys(each.sites for each in groups))
+    chosen = tuple(dict.fromkeys(group.sites for group in groups))
     at_once = prompts_per_run(
         model, pair, as_metric(metric), chosen, "value", prompts_at_once, None
     )
@@ -175,14 +175,14 @@ def _writes(
             for tokens in (some.clean, some.corrupted)
         )
         target, source = (corrupted, clean) if direction == "denoise" else (clean, corrupted)
-        here = [each.of_prompts(some) for each in groups]
+        here = [group.of_prompts(some) for group in groups]
         for name, change in _WRITES.items():
-            values = torch.cat([_sums(model, each, target, source, change) for each in here])
+            values = torch.cat([_sums(model, group, target, source, change) for group in here])
             if per_prompt:
                 writes[name][:, part.prompts.start : part.prompts.stop] = values
             else:
                 writes[name] += values.sum(dim=1, keepdim=True) / n_prompts
-    return {name: each.flatten().numpy() for name, each in writes.items()}
+    return {name: values.flatten().numpy() for name, values in writes.items()}
 
 
 def _sums(

@@ -120,7 +120,7 @@ def path_patch(
 
     Args:
         model: converted by `convert`, or with exposed neuron-heads; without hooks of its own.
-            One in half precision runs in float32 in the meantime, with the same weights.
+            A model in half precision is run in float32 during the call, with the same weights.
         clean: a text, texts, or tokens [batch, pos]; see `prompt_pair`.
         corrupted: the same for the other run, token for token.
         metric: `logit_diff(...)` and the like, or any function of logits [batch, pos, d_vocab].
@@ -152,8 +152,8 @@ def path_patch(
 
     Raises:
         InputError: with every reason: prompts, metric, heads or positions that do not fit; no
-            receiver reads after a sender; a flat metric with `top`; prompts
-            without values of their own, under `per_prompt`.
+            receiver reads after a sender; a flat metric with `top`; with `per_prompt`, a metric
+            without a value for each prompt.
         UnsupportedModelError: what parts of the model write does not add up to its stream; a
             receiver's attention is not a function of its hooked queries, keys and values; the
             model, run in parts, has other logits.
@@ -219,12 +219,12 @@ def path_patch(
 
     picks = _chunks(blocks, _ESTIMATES_AT_ONCE) if traced else []
     if top is None:
-        sizes = [sum(map(_n_paths, blocks[each.start : each.stop])) for each in _chunks(blocks)]
+        sizes = [sum(map(_n_paths, blocks[chunk.start : chunk.stop])) for chunk in _chunks(blocks)]
         ends = np.cumsum([0, *sizes]).tolist()
     else:
         ends = [*range(0, n_picked, _AT_ONCE), n_picked]
-    rows = [range(*each) for each in pairwise(ends)]
-    parts = [SweepPart(each.prompts, some) for each in prompts for some in rows]
+    rows = [range(start, stop) for start, stop in pairwise(ends)]
+    parts = [SweepPart(whole.prompts, some) for whole in prompts for some in rows]
     store = None
     if resume is not None:
         settings = _settings(model, pair, metric, sending, receiving)
@@ -244,7 +244,7 @@ def path_patch(
                 run = runs.of(prompts)
                 replay = make_replay(model, run.target, run.runs.metric)
                 if run.padded not in tested:
-                    heads = [each.of_prompts(run.runs.pair) for each in reading_heads]
+                    heads = [group.of_prompts(run.runs.pair) for group in reading_heads]
                     check_edits(replay, heads, "z")
                     tested.add(run.padded)
                 target, source = apart["clean"], apart["corrupted"]
@@ -256,19 +256,20 @@ def path_patch(
             return made[prompts]
 
         def pick(number: int) -> pd.DataFrame:
-            """Pick the largest of a chunk of all paths, by the mean estimate over all prompts."""
+            """Return the paths with the largest |mean estimate| in one chunk of blocks."""
             assert top is not None
-            chunk = {at: blocks[at] for at in picks[number]}
+            chunk = {i: blocks[i] for i in picks[number]}
             total = {
-                at: torch.zeros(each.shape, device="cpu").double() for at, each in chunk.items()
+                i: torch.zeros(block.shape, device="cpu").double() for i, block in chunk.items()
             }
-            for each in prompts:
-                runner, run = runner_of(each.prompts), runs.of(each.prompts)
+            for part_of_prompts in prompts:
+                some = part_of_prompts.prompts
+                runner, run = runner_of(some), runs.of(some)
                 gradients = _gradients(model, run.target, run.runs.metric, receiving)
-                weight = sum(over.weights[each.prompts.start : each.prompts.stop])
-                for at, block in chunk.items():
-                    found = runner.estimates(block.of_prompts(run.runs.pair), gradients)
-                    total[at] += weight * found.cpu().double()
+                weight = sum(over.weights[some.start : some.stop])
+                for i, block in chunk.items():
+                    estimates = runner.estimates(block.of_prompts(run.runs.pair), gradients)
+                    total[i] += weight * estimates.cpu().double()
             return _pick(chunk, total, top)
 
         picked: MemoryParts | PartStore = store or MemoryParts()
@@ -284,10 +285,10 @@ def path_patch(
         else:
             work = _largest([picked.read(i) for i in range(len(picks))], top)
 
-        def measure(each: SweepPart) -> Tensor:
-            runner, run = runner_of(each.prompts), runs.of(each.prompts)
+        def measure(sweep_part: SweepPart) -> Tensor:
+            runner, run = runner_of(sweep_part.prompts), runs.of(sweep_part.prompts)
             here = [block.of_prompts(run.runs.pair) for block in blocks]
-            values = _values(runner, here, work.iloc[each.rows.start : each.rows.stop])
+            values = _values(runner, here, work.iloc[sweep_part.rows.start : sweep_part.rows.stop])
             return run.reduced(over, values).flatten()
 
         def on_other(number: int) -> None:
@@ -392,13 +393,13 @@ def _pick(
     largest = LargestScores(top)
     rows: dict[tuple[int, int], tuple[int, int, int, float]] = {}
     for number, block in blocks.items():
-        found = estimates[number]
-        largest.add(found.abs(), block.first)
+        estimate = estimates[number]
+        largest.add(estimate.abs(), block.first)
         still = {}
         for pair in map(tuple, largest.pairs.tolist()):
             i, j = pair[0] - block.first[0], pair[1] - block.first[1]
-            inside = 0 <= i < found.shape[0] and 0 <= j < found.shape[1]
-            still[pair] = (number, i, j, float(found[i, j])) if inside else rows[pair]
+            inside = 0 <= i < estimate.shape[0] and 0 <= j < estimate.shape[1]
+            still[pair] = (number, i, j, float(estimate[i, j])) if inside else rows[pair]
         rows = still
     return pd.DataFrame(sorted(rows.values()), columns=["block", "i", "j", "estimate"])
 
@@ -421,7 +422,7 @@ def _every(blocks: Sequence[PathBlock], chunk: range) -> pd.DataFrame:
 
 
 def _by_block(work: pd.DataFrame) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """Yield each block of some paths, which are in the order of blocks, and their numbers in it."""
+    """Yield the number of each block, and the numbers of its paths' senders and receivers."""
     for number, of_block in work.groupby("block"):
         i, j = (torch.from_numpy(of_block[name].to_numpy(np.int64, copy=True)) for name in "ij")
         yield int(number), i, j  # type: ignore[arg-type]
@@ -435,7 +436,7 @@ def _values(
 
 
 def _frame(blocks: Sequence[PathBlock], work: pd.DataFrame, over: OverPrompts) -> pd.DataFrame:
-    """Return a frame of paths, of each a row for each prompt if rows are of single prompts."""
+    """Return a frame with a row for each path, or for each prompt of each path."""
     paths = pd.concat(
         [blocks[number].frame(i, j) for number, i, j in _by_block(work)], ignore_index=True
     )

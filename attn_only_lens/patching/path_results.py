@@ -40,9 +40,9 @@ class Paths(ScoredFrame):
     Attributes:
         frame: a row for each path, with columns `sender`, `receiver`, `part`, `position` (the
             sender's: a number, a role, or "all"), `value` (the metric after the patch) and
-            `score`. Of several prompts also the columns that a `Sweep` has: standard errors of
-            means, or `prompt` and `unpatched` of single prompts. With `top`, `estimate`, the
-            score that the gradient expected, in the mean.
+            `score`. For several prompts also the columns that a `Sweep` has: standard errors of
+            means, or `prompt` and `unpatched` of single prompts. With `top` also `estimate`, the
+            score estimated by gradients, as a mean over prompts.
         part: the inputs of the receivers: "q", "k", "value", "pattern", "z".
         scale: of the norms that receivers read through: "held" or "anew".
         direction: "denoise" or "noise".

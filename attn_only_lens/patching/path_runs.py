@@ -52,11 +52,11 @@ class PathBlock:
         return len(self.senders.names), len(names_of(self.receivers))
 
     def of_prompts(self, pair: PromptPair) -> "PathBlock":
-        """Return the same paths in a run of the prompts, which knows which it is."""
+        """Return the same paths, with positions in one run of the prompts."""
         if pair.among is None:
             return self
-        where = self.positions.of_prompts(pair.among[0], pair.clean.shape[1])
-        return replace(self, positions=where)
+        positions = self.positions.of_prompts(pair.among[0], pair.clean.shape[1])
+        return replace(self, positions=positions)
 
     def frame(self, i: Int[Tensor, "path"], j: Int[Tensor, "path"]) -> pd.DataFrame:
         """Return a row for each path from sender i to receiver j."""
@@ -78,14 +78,13 @@ def path_blocks(
 ) -> Iterator[PathBlock]:
     """Yield every pair in which the receiver reads after the sender has written.
 
-    The order, and the size of a block, depend on nothing but the prompts, how many of them are run
-    at once, and the heads.
+    The order and the sizes of blocks depend only on the prompts, the heads and `prompts_at_once`.
 
     Args:
-        parts: of any run of the prompts.
+        parts: any run of the prompts, taken apart.
         senders: the senders, at positions in all prompts.
         receivers: the receivers.
-        prompts_at_once: how many prompts are a run.
+        prompts_at_once: how many prompts one run has.
     """
     row = 0
     for group in senders:
@@ -163,7 +162,7 @@ class PathRunner:
         source: the other run, taken apart.
         part: the inputs of receivers that senders reach.
         scale: of the norms that receivers read through.
-        baseline: the metric of each prompt of the run that is patched into.
+        baseline: the metric of each prompt in the run that is patched.
         batching: the batches to run in.
     """
 

@@ -111,8 +111,8 @@ class PromptRuns:
         return self._held
 
     def first_of(self, parts: Sequence[SweepPart]) -> PromptRun:
-        """Return the run with the first pair of unlike prompts."""
-        return self.of(next(each.prompts for each in parts if self._first in each.prompts))
+        """Return the run with the first pair whose prompts differ."""
+        return self.of(next(part.prompts for part in parts if self._first in part.prompts))
 
     def over(self, parts: Sequence[SweepPart], n_rows: int, per_prompt: bool) -> OverPrompts:
         """Return what the values of all prompts are joined in, once a first run fits.
@@ -200,8 +200,8 @@ def prompts_per_run(
         asked = n_prompts
         if metric.by_prompt:
             gates = 1 if part == "z" else 3
-            each = _numbers_per_prompt(model, pair, sites, gates, traced, apart)
-            asked = max(1, _numbers_that_fit(model) // each)
+            n_numbers = _numbers_per_prompt(model, pair, sites, gates, traced, apart)
+            asked = max(1, _numbers_that_fit(model) // n_numbers)
     if asked < n_prompts and not metric.by_prompt:
         raise InputError(
             [
@@ -237,7 +237,7 @@ def _numbers_per_prompt(
     """
     host, cfg, n_pos = host_of(model), model.cfg, pair.clean.shape[1]
     kept = (len(model.blocks) + 1) * cfg.d_model
-    if apart:  # what two sublayers and their norms are given, and return
+    if apart:  # inputs and outputs of two sublayers and of their norms
         kept += 10 * host.n_layers * cfg.d_model
     for each in sites:
         if each.kind == "attention":

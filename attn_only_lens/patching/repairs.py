@@ -1,36 +1,37 @@
 """Exact patches in place of the estimates that are likely to be wrong.
 
-A few sites, of more than ten thousand, hold most of the squared error of an estimate by gradients,
-and `expected_error.py` tells which sites those are likely to be. They are patched, and their
-estimates replaced.
+Most of the squared error of estimates by gradients is in a few sites, of more than ten thousand.
+`expected_error.py` predicts which sites these are: its key is the expected error of a site, up to a
+factor. These sites are patched, and the exact values replace their estimates.
 
-Which first? What counts is the correlation (Pearson) with exact scores among the attention heads,
-and among the neuron-heads. With e the scores as they stand, and `cost` the flops of a patch over
-those of a forward pass, a flop does most for it where
+Which sites first? The aim is a high correlation (Pearson) with exact scores, among the attention
+heads and among the neuron-heads. Let e be the current scores, and `cost` the flops of a patch
+divided by those of a forward pass. A flop raises the correlation most at the site where the gain
 
-    √c · key / √(cost · Σ (e - mean e)²)         key: the expected error of a site, up to a factor
-                                                  Σ: over the heads of the site's kind
-is largest. c is fitted to the sites patched so far, as the squared error of a site is taken to be
-c key². Each layer and kind of head has its own c, but no less than a quarter of that of the kind:
-a layer may have been lucky.
+    √c · key / √(cost · Σ (e - mean e)²)         Σ: over the heads of the site's kind
 
-What to expect of each kind, then, is
+is largest. Here the squared error of a site is modelled as c key², and c is fitted to the sites
+patched so far. Each layer has its own c for each kind of head, but at least a quarter of the c of
+all layers, as the errors of a few patched sites may be small by chance.
+
+The correlation to expect, for each kind of head, is
 
     expected correlation = √(1 - 4 Σ_unpatched c key² / Σ (e - mean e)²)
 
-with 4 for safety, as c varies from site to site. The largest writes may err less than their keys
-say, as a norm bounds what they do; so the sum is no less than with the c of those patched sites
-that are most like the unpatched ones, the half of smaller keys. It is an expectation, not a bound.
-Fewer than 16 patched sites of a kind say too little of the rest of them: nothing is expected.
+with 4 as a margin, since c varies from site to site. The estimates of the largest writes may err
+less than their keys predict, since a norm limits the effect of a write. So a second sum takes its c
+from the patched sites that are most like the unpatched ones, the half with the smaller keys; the
+larger sum counts. The result is an expectation, not a bound. With fewer than 16 patched sites of a
+kind it is unknown (None).
 
-How many? A number of forward passes, as many sites as fit. Or "auto", which depends on the model:
+How many sites? As many as a number of forward passes pays for. Or with "auto":
 
     at least     3 forward passes, or 0.2 Gflop if that is more
     at most      10 forward passes, or 4 Gflop if that is more
 
-and between the two, until the correlation to expect is .99 for both kinds. A forward pass is that
-of all prompts of the call. So the patches of a large model cost a bounded number of passes, and a
-model of which 4 Gflop pay for every site, about a second on one CPU core, may have them all.
+and between the two, until the expected correlation is .99 for both kinds. A forward pass here runs
+all prompts of the call. So patches of a large model cost a bounded number of passes. In a small
+model 4 Gflop, about a second on one CPU core, may pay for all sites.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -66,8 +67,8 @@ class Repairs:
     Attributes:
         values: of the rows of each group, some of them exact.
         exact: which.
-        expected_errors: by kind of head, the root of the squared error, summed over rows, that
-            scores are expected to have, with a margin; None if too few patches tell.
+        expected_errors: for each kind of head, the root of the expected sum of squared errors over
+            rows, with a margin; None if too few sites were patched to tell.
         forwards: what the patches cost, in flops of forward passes.
     """
 
@@ -105,7 +106,7 @@ class Repairer:
         mean: of the values of prompts, for each row.
         bar: to show how many sites are to be patched.
         tested: edits that were tested before, to which others are added.
-        n_prompts: how many prompts the call has, of which the runner may have some.
+        n_prompts: how many prompts the call has; the runner may have only some of them.
     """
 
     def __init__(
@@ -169,9 +170,9 @@ class Repairer:
         return costs
 
     def _positive(self, keys: _Numbers) -> _Numbers:
-        """Return keys that are 0 where a patch changes nothing, and nowhere else.
+        """Return keys that are 0 where a patch changes nothing, and positive elsewhere.
 
-        A gradient of 0 may be that of a model that saturates: such sites come last, but they come.
+        Where a model saturates, a gradient may be 0 and a patch not: such sites are patched last.
         """
         least = keys[keys > 0].min(initial=np.inf)
         changes = np.isfinite(self._cost) & np.isfinite(least)
@@ -197,9 +198,9 @@ class Repairer:
             self._patch(self._rows_to_patch(goal, short))
 
     def _rows_to_patch(self, budget: float, kinds: Iterable[HeadKind]) -> _Rows:
-        """Return rows of some kinds, in the order of their gain, that a budget still pays for.
+        """Return rows of some kinds that a budget still pays for, in the order of their gain.
 
-        Those that cost more than what is left are passed over, and cheaper ones taken.
+        A row that costs more than what is left is skipped, and cheaper rows are taken.
         """
         scores: _Numbers = self._mean(self._values).numpy()
         gain = np.zeros(len(scores))
@@ -280,6 +281,6 @@ class Repairer:
         return float(np.sqrt(_SAFETY * max(of_layers, c_half * unseen.sum())))
 
     def _errors(self) -> _Numbers:
-        """Return what patches have changed: 0 where none was made."""
+        """Return the errors of the estimates of patched rows, and 0 for the other rows."""
         errors: _Numbers = self._mean(self._values).numpy() - self._estimates
         return errors

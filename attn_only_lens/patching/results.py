@@ -80,9 +80,8 @@ class Sweep(ScoredFrame):
         model: the model's name.
         method: "patching" where values are measured, or how `attribution` estimated them.
         expected_pearson: of an attribution with exact repairs, the correlation with patching to
-            expect of the scores of attention heads ("attention") and of neuron-heads ("neuron"), of
-            all rows of the sweep; an expectation with a margin, and no bound. None where too few
-            patches tell.
+            expect over all rows of attention heads ("attention") and of neuron-heads ("neuron"). It
+            has a margin, but is not a bound. None if too few sites were patched to tell.
         forwards: of such an attribution, what its patches cost, in flops of forward passes.
         precision: what the factors of matrix products were rounded to, "tf32" or "bf16"; None
             where `activation_patch` was not asked to.

@@ -154,7 +154,7 @@ class PartStore:
         return frame
 
     def read_all(self, first: int = 0) -> Iterator[pd.DataFrame]:
-        """Read all parts, from one on, one after another.
+        """Read all parts from number `first` on, one after another.
 
         Raises:
             InputError: with every part that is missing; or, at the end, every one that is damaged

@@ -305,7 +305,7 @@ class PatchRunner:
 
     def _patch_attention(self, group: SiteGroup) -> _Patch:
         sites, part, host = group.sites, self.part, self.replay.host
-        name, z_name = (hook_name(self.replay.model, sites.layer, at) for at in (part, "z"))
+        name, z_name = (hook_name(self.replay.model, sites.layer, point) for point in (part, "z"))
         recorded, source = self.replay.recording.hooked, self.source.hooked[name]
         target = recorded[name]
         index, n_heads = sites.index.to(target.device), host.n_heads[sites.layer]
@@ -316,8 +316,8 @@ class PatchRunner:
         block = host.block(sites.layer, "attention")
 
         def variants(chosen: Tensor, first: int) -> Variants:
-            head, at = (each[chosen].to(target.device) for each in (group.head, group.where))
-            heads, places = index[head], where[at]
+            head, site = (rows[chosen].to(target.device) for rows in (group.head, group.where))
+            heads, places = index[head], where[site]
             if shared:
                 z = recorded[z_name]
                 hooks = share_edits(name, z_name, source, z, heads, places, first)

@@ -40,13 +40,13 @@ class ScoredFrame:
     tokens: PromptTokens | None
 
     def _setting_reasons(self) -> list[str]:
-        """Return why settings are of the wrong kind, if they are."""
+        """Return the reasons why settings are invalid; empty if they are valid."""
         reasons = [
             f"got {name}={getattr(self, name)!r}; expected a text"
             for name in ("part", "metric", "model")
             if not isinstance(getattr(self, name), str)
         ]
-        if self.direction not in list(BASELINE):  # what is not hashable is in no dictionary
+        if self.direction not in list(BASELINE):  # a list: it may not be hashable
             reasons.append(f"got direction={self.direction!r}; expected one of {list(BASELINE)}")
         ends = as_plain(self.clean_value), as_plain(self.corrupted_value)
         if not all(map(is_number, ends)) or ends[0] == ends[1]:
@@ -58,7 +58,7 @@ class ScoredFrame:
             reasons.append(f"got n_prompts={self.n_prompts!r}; expected 1 or more")
         if not isinstance(self.tokens, PromptTokens | None):
             got = type(self.tokens).__name__
-            reasons.append(f"got tokens of type {got}; expected the tokens of a sweep, or None")
+            reasons.append(f"got tokens of type {got}; expected PromptTokens, or None")
         return reasons
 
     def to_frame(self) -> pd.DataFrame:

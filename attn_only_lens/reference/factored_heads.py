@@ -1,4 +1,4 @@
-"""The neuron-heads factored, two stored vectors each; and as persistent vectors.
+"""Neuron-heads in factors, with two stored vectors for each; and as persistent vectors.
 
 The heads of Theorem 3 have internal dimension 1. With columns W_Q, W_K, W_V, W_O ∈ M_{D+1,1},
 
@@ -88,7 +88,7 @@ class FactoredHead:
         return math.sqrt(self.W_Q.shape[0])
 
     def head(self, n_tokens: int) -> Head:
-        """The head of Theorem 3 on M_{N+1,D+1} that these are the factors of."""
+        """The head of Theorem 3 on M_{N+1,D+1} that has these factors."""
         W_QK = self.W_Q @ self.W_K.T / self.scale
         return Head(W_QK, self.W_V @ self.W_O.T, neuron_mask(n_tokens))
 
@@ -118,7 +118,7 @@ class FactoredHead:
 
 
 def factored_heads(mlp: MLP) -> tuple[FactoredHead, ...]:
-    """The heads of Theorem 3 in factors, one a neuron.
+    """The heads of Theorem 3 in factors, one for each neuron.
 
     Args:
         mlp: on M_{N,D}, its activation a `GeneralizedSiLU`.

@@ -1,4 +1,4 @@
-"""Theorem 3: an MLP of size ℓ is a sum of ℓ masked attention heads, one a neuron.
+"""Theorem 3: an MLP of size ℓ is a sum of ℓ masked attention heads, one for each neuron.
 
 For f(X) = α(X V₁) V₂ on M_{N,D} with α(x) = a₁ SiLU(a₂ x), the head of neuron i on M_{N+1,D+1} has
 
@@ -51,7 +51,7 @@ def neuron_mask(n_tokens: int) -> Float[Tensor, "n_tokens+1 n_tokens+1"]:
 
 
 def neuron_heads(mlp: MLP, n_tokens: int) -> tuple[Head, ...]:
-    """The heads of Theorem 3, one a neuron, on M_{N+1,D+1}.
+    """The heads of Theorem 3, one for each neuron, on M_{N+1,D+1}.
 
     Args:
         mlp: on M_{N,D}, its activation a `GeneralizedSiLU`.
@@ -86,7 +86,7 @@ def neuron_heads(mlp: MLP, n_tokens: int) -> tuple[Head, ...]:
 
 
 def generalized_silu(mlp: MLP) -> GeneralizedSiLU:
-    """The activation of an MLP that Theorem 3 speaks of.
+    """The activation of an MLP, which has to be one that Theorem 3 covers.
 
     Raises:
         ValueError: it is another function.

@@ -1,4 +1,4 @@
-"""Theorem 6: heads in the place of every MLP sublayer, and the transformer computes the same.
+"""Theorem 6: heads replace every MLP sublayer, and the transformer computes the same function.
 
 For a transformer t on M_{N,D} whose MLPs have generalised SiLU activations there is t′ on
 M_{N+1,D+1}, with heads and nothing else, whose stream is X′_j = X_j ⊕ [1] at every sublayer j.
@@ -43,7 +43,7 @@ from attn_only_lens.reference.transformer import Norm, Transformer
 
 @dataclass(frozen=True)
 class PassingNorm:
-    """A norm of the first N rows and D columns; what lies outside is passed on as it is.
+    """A norm of the first N rows and D columns; all other entries stay as they are.
 
     It serves [X | 1], X ⊕ [1] and [X | 1] ⊕ [1] alike.
 
@@ -64,7 +64,7 @@ class PassingNorm:
     d: int
 
     def __call__(self, X: Float[Tensor, "rows columns"]) -> Float[Tensor, "rows columns"]:
-        """norm(X[:N, :D]) in its place.
+        """Return X with norm(X[:N, :D]) in the place of X[:N, :D].
 
         Raises:
             ValueError: X is not a float64 matrix, or smaller than N × D.

@@ -13,7 +13,7 @@ from attn_only_lens.reference.masked_attention import Head
 
 
 def linear_head(W_OV: Float[Tensor, "d d"], n_tokens: int) -> Head:
-    """The head of Theorem 7 that maps X to X W_OV; its W_QK is 0, as good as any.
+    """The head of Theorem 7 that maps X to X W_OV; its W_QK is 0, and any other would do.
 
     Args:
         W_OV: the linear map, acting on rows from the right.

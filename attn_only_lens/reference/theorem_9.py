@@ -1,4 +1,4 @@
-"""Theorem 9: a head without a mask does what a masked one does, to within any error.
+"""Theorem 9: a head without a mask computes what a masked head does, to within any error.
 
 "Attention heads can encode arbitrary masking patterns in their weight matrices to within
 arbitrarily small error" (the abstract of arXiv 2309.08593; the draft that this folder follows has
@@ -8,8 +8,8 @@ W_OV and Λ, let h_Ω be the head on M_{N,D+N} with
 
     W′_QK = W_QK ⊕ Ω(Λ - 1)        W′_OV = W_OV ⊕ 0        Λ′ = 1, which masks nothing
 
-(1 the matrix of ones). Then h_Ω([X | I_N]) → [h(X) | 0] as Ω → ∞; and for X with rows of norm R at
-most, every error ε > 0 is reached by one Ω for all of them, `sufficient_omega`.
+(1 is the matrix of ones). Then h_Ω([X | I_N]) → [h(X) | 0] as Ω → ∞. For every error ε > 0 and
+every R, one Ω (`sufficient_omega`) serves all X whose rows have norm R at most.
 
 Proof. The scores are [X | I_N] W′_QK [X | I_N]ᵀ = S + Ω(Λ - 1) with S = X W_QK Xᵀ, since I_N on
 both sides picks the entries of the second block. For token t let M_t be the sum of exp(S_ts) over
@@ -17,9 +17,10 @@ the s that Λ lets it see, and m_t that over the others. Its pattern gives the o
 
     leak_t = e^{-Ω} m_t / (M_t + e^{-Ω} m_t) ≤ n_t e^{gap_t - Ω}
 
-with n_t how many are masked, and gap_t their largest score less the largest that is not masked. All
-else being in proportion, the row is (1 - leak_t) A_t + leak_t B_t: A_t is the masked head's row and
-B_t some weights on masked tokens, which sum to 1. So, with v_s the rows of X W_OV,
+with n_t the number of masked tokens, and gap_t their largest score less the largest score that is
+not masked. A softmax keeps the proportions within both groups. So row t of the pattern is
+(1 - leak_t) A_t + leak_t B_t, where A_t is the masked head's row, and B_t are weights on masked
+tokens that sum to 1. With v_s the rows of X W_OV,
 
     ‖h_Ω(X)_t - h(X)_t‖ = leak_t ‖Σ_s (B_ts - A_ts) v_s‖ ≤ n_t e^{gap_t - Ω} max_{s,s′} ‖v_s - v_s′‖
 
@@ -27,8 +28,8 @@ B_t some weights on masked tokens, which sum to 1. So, with v_s the rows of X W_
 
     Ω = 2 R² ‖W_QK‖ + ln(2 N R ‖W_OV‖ / ε).
 
-It writes 0 to the positions, so a skip connection keeps them, and layers can be stacked: the radius
-of a layer is then that of its own input. A norm has to pass them (`theorem_6.py`).
+The head writes 0 to the positions, so a skip connection keeps them, and layers can be stacked: R
+then bounds the input of each layer. A norm must leave the positions alone (`theorem_6.py`).
 
 The blog post's Ω is the same: its block B of scores by position (`post/sublayers.py`) is Ω(Λ - 1)
 up to a constant for each row, which a softmax does not see (its "shifted" gauge subtracts it, as
@@ -113,12 +114,12 @@ def masking_error(
 
 
 def sufficient_omega(head: Head, *, radius: float, error: float) -> float:
-    """Return an Ω for which every token of h_Ω(X) is within an error of h(X).
+    """Return an Ω for which h_Ω(X) is within a distance `error` of h(X) at every token.
 
     Args:
         head: the masked head.
         radius: R, a bound on the norms of the rows of X.
-        error: ε.
+        error: ε, the largest distance allowed.
 
     Raises:
         ValueError: the radius or the error is not positive and finite.
@@ -134,7 +135,7 @@ def sufficient_omega(head: Head, *, radius: float, error: float) -> float:
     _check_positive("radius", radius)
     _check_positive("error", error)
     W_QK, W_OV = (torch.linalg.matrix_norm(W, 2).item() for W in (head.W_QK, head.W_OV))
-    largest = 2 * head.n_tokens * radius * W_OV / error  # without values, any Ω will do
+    largest = 2 * head.n_tokens * radius * W_OV / error  # 0 if W_OV = 0: any Ω will do
     return max(2 * radius**2 * W_QK + math.log(max(largest, 1.0)), 1.0)
 
 

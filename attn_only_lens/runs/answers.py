@@ -1,10 +1,10 @@
 """Answers of metrics: as texts of one token or as tokens, for all prompts or for each.
 
 Every metric takes the same forms. A list has an item for each prompt, or one for all; an item is
-one answer or, where a metric adds up several, a list of them.
+one answer or, for a metric that adds up several answers, a list of them.
 
-A space before a word is part of its token in most vocabularies: " are" is another token than "are".
-Which of the two continues a prompt the model itself tells, on the clean run.
+A space before a word is part of its token in most vocabularies: " are" and "are" are two tokens.
+The logits of the clean run show which of the two the model expects after a prompt.
 """
 
 from collections.abc import Mapping, Sequence
@@ -28,11 +28,11 @@ AnswerRows: TypeAlias = tuple[tuple[Any, ...], ...]
 """A row of answers for each prompt, or one for all; not checked yet."""
 
 FAR_MORE_PROBABLE = 10.0
-"""How many times as probable an answer must be with another spelling for a warning.
+"""A warning is raised if another spelling of an answer is this many times as probable.
 
-SmolLM2-135M gives 98 % of 2,011 next tokens of English texts so many times the probability of the
-same word with a space more or less, and .2 % so many times less; of random words at their places,
-spelt rightly, .9 %.
+Checked on SmolLM2-135M with 2,011 next tokens of English texts. 98 % of them are at least ten times
+as probable as the same word with one space more or less. For .2 % the other spelling is ten times
+as probable, which would be a wrong warning; for random words in their place, spelt rightly, .9 %.
 """
 _SHOWN = 4  # answers in a name
 _SPACES = (" ", "Ġ", "▁")  # of words, byte-level and SentencePiece vocabularies
@@ -55,7 +55,7 @@ def _as_tuple(answers: Any) -> tuple[Any, ...]:
 
 
 def answers_label(rows: AnswerRows) -> str:
-    """Return answers as a metric's name shows them.
+    """Return a short text of answers, for the name of a metric.
 
     Example:
         >>> answers_label(((7,),)), answers_label(((7,), (8,))), answers_label(((1, 2), (3,)))
@@ -83,9 +83,9 @@ def answer_tokens(
     Args:
         model: its tokenizer and vocabulary are those of the answers.
         pair: the prompts.
-        rows: the answers to all prompts, also where these are some of them.
+        rows: the answers to all prompts of the call, of which the pair may have only some.
         role: what to call the answers in reasons.
-        reasons: to add to.
+        reasons: a list to which reasons are added.
         several: whether a prompt may have several answers.
     """
     shared = len(rows) == 1
@@ -95,17 +95,17 @@ def answer_tokens(
         reasons.append(f"{role}: got {len(rows)} answers; expected {expected}{hint}")
         return [()] * len(pair.clean)
     first = 0 if pair.among is None else pair.among[0].start
-    found = list[tuple[int, ...]]()
+    by_prompt = list[tuple[int, ...]]()
     for number, row in enumerate(rows if shared else pair.own(rows), start=first):
         of_prompt = role if shared else f"{role}, prompt {number}"
-        tokens = tuple(_token(model, each, of_prompt, reasons) for each in row)
+        tokens = tuple(_token(model, answer, of_prompt, reasons) for answer in row)
         if not row or (len(row) > 1 and not several):
             expected = "1 or more" if several else "1; probability_diff takes several"
             reasons.append(f"{of_prompt}: got {len(row)} answers to a prompt; expected {expected}")
         elif len({*tokens} - {_NO_TOKEN}) + tokens.count(_NO_TOKEN) < len(tokens):
             reasons.append(f"{of_prompt}: got {list(row)}; expected each answer once")
-        found.append(tokens)
-    return found * len(pair.clean) if shared else found
+        by_prompt.append(tokens)
+    return by_prompt * len(pair.clean) if shared else by_prompt
 
 
 _NO_TOKEN = -1
@@ -145,12 +145,12 @@ def _token_of_text(model: Any, text: str, role: str, reasons: list[str]) -> int 
             f"got {text!r}, which is {len(tokens)} tokens {token_texts(model, tokens)}; expected "
             "one"
         )
-    other = text[1:] if text.startswith(" ") else f" {text}"
-    is_known = len(tokenizer(other, add_special_tokens=False)["input_ids"]) == 1
-    if other and is_known and not unknown_words(tokenizer, other):
-        advice = f": {other!r} is one token"
+    respelt = text[1:] if text.startswith(" ") else f" {text}"
+    is_one = len(tokenizer(respelt, add_special_tokens=False)["input_ids"]) == 1
+    if respelt and is_one and not unknown_words(tokenizer, respelt):
+        advice = f": {respelt!r} is one token"
     else:
-        advice = ": most words need the space before them, or give a token of the vocabulary"
+        advice = ": put a space before it, as most words need, or give a token of the vocabulary"
     reasons.append(f"{role}: {reason}{advice}")
     return None
 
@@ -163,7 +163,7 @@ def one_each(rows: Sequence[tuple[int, ...]], device: torch.device) -> Int[Tenso
 def overlap_reasons(
     correct: Sequence[tuple[int, ...]], wrong: Sequence[tuple[int, ...]]
 ) -> list[str]:
-    """Return why answers cannot be told apart, if some are both correct and wrong."""
+    """Return the reason if some answers are both correct and wrong; empty if none are."""
     prompts = [
         number
         for number, (right, left) in enumerate(zip(correct, wrong, strict=True))
@@ -181,16 +181,15 @@ def warn_of_spaces(
     answers: Mapping[str, Sequence[tuple[int, ...]]],
     logits: Logits | None,
 ) -> None:
-    """Warn of answers that are far more probable with a space before them, or without theirs.
+    """Warn of answers that are far more probable with a space added before them, or removed.
 
-    Far is ten times (`FAR_MORE_PROBABLE`), as the geometric mean over the prompts that have the
-    answer.
+    Far is `FAR_MORE_PROBABLE`, ten times, in the geometric mean over the prompts of the answer.
 
     Args:
         model: its tokenizer is that of the answers.
         pair: the prompts.
-        answers: the tokens of each prompt, by what they are called.
-        logits: of the clean run; None to warn of nothing.
+        answers: the tokens of each prompt's answers, by their role: "correct", "wrong", "answer".
+        logits: of the clean run; None for no warnings.
     """
     tokenizer = getattr(model, "tokenizer", None)
     if tokenizer is None or logits is None:
@@ -214,43 +213,43 @@ def warn_of_spaces(
 
 def _prompts_of(rows: Sequence[tuple[int, ...]]) -> dict[int, list[int]]:
     """Return the prompts of each answer."""
-    found: dict[int, list[int]] = {}
+    prompts: dict[int, list[int]] = {}
     for prompt, row in enumerate(rows):
         for token in row:
-            found.setdefault(token, []).append(prompt)
-    return found
+            prompts.setdefault(token, []).append(prompt)
+    return prompts
 
 
 def _twin(tokenizer: Any, token: int, size: int) -> int | None:
-    """Return the token that has one space more or less before it; None if there is none.
+    """Return the token of the same word with one space more or less; None if there is none.
 
-    By the entries of the vocabulary: SentencePiece adds a space to a text, so that no text is the
-    token without one.
+    It is looked up in the vocabulary: SentencePiece adds a space to every text, so that no text
+    gives the token without a space.
     """
     piece = tokenizer.convert_ids_to_tokens(token) if token < len(tokenizer) else None
     if not piece:
         return None
-    others = [piece[1:]] if piece.startswith(_SPACES) else [f"{space}{piece}" for space in _SPACES]
-    for other in filter(None, others):
-        found = tokenizer.convert_tokens_to_ids(other)
-        # Of what is not in the vocabulary the id is None, or that of the unknown token.
-        if is_count(found, 0, size - 1) and tokenizer.convert_ids_to_tokens(found) == other:
-            return int(found)
+    twins = [piece[1:]] if piece.startswith(_SPACES) else [f"{space}{piece}" for space in _SPACES]
+    for twin in filter(None, twins):
+        number = tokenizer.convert_tokens_to_ids(twin)
+        # For a piece that is not in the vocabulary this is None, or the unknown token.
+        if is_count(number, 0, size - 1) and tokenizer.convert_ids_to_tokens(number) == twin:
+            return int(number)
     return None
 
 
 def _case(model: Any, role: str, token: int, twin: int, times: float) -> str:
-    """Return what to say of an answer that is far more probable with another spelling."""
-    got, other = token_text(model, token), token_text(model, twin)
+    """Return the line of a warning about an answer that is far more probable as its twin."""
+    got, expected = token_text(model, token), token_text(model, twin)
     spelt = [
         text
-        for text in (other, other.strip())
+        for text in (expected, expected.strip())
         if model.tokenizer(text, add_special_tokens=False)["input_ids"] == [twin]
     ]
     give = repr(spelt[0]) if spelt else f"its number, {twin}"
     amount = f"{times:,.0f}" if times < 1e6 else "more than a million"
-    how = "with" if other.startswith(" ") else "without"
+    how = "with" if expected.startswith(" ") else "without"
     return (
-        f"{role}: {other!r}, {how} a space before it, is {amount} times as probable as {got!r} "
+        f"{role}: {expected!r}, {how} a space before it, is {amount} times as probable as {got!r} "
         f"(token {token}); if you mean it, give {give}"
     )

@@ -33,8 +33,8 @@ class AttachedHooks:
         users: names of modules with hooks of users.
         placeholders: names of hook points where transformer-lens 4 shows a part without a module.
         own: names of modules with other hooks of TransformerLens that refer to these very modules.
-        on_weights: names of attention, MLPs and embeddings, or parts of them, with torch's own
-            hooks of users: what they compute need not be what their weights say.
+        on_weights: names of attention modules, MLPs and embeddings, or parts of them, to which
+            users attached torch's own hooks: their outputs may not be what their weights compute.
         removal: how to remove those of users.
     """
 
@@ -103,7 +103,7 @@ def hook_reasons(model: Any, so: str = "would not come along") -> list[str]:
 
 
 def weight_hook_reasons(model: Any) -> list[str]:
-    """Return the reason to refuse the weights of a model, if hooks may change what they compute."""
+    """Return the reason if hooks may change what a model's weights compute; empty if none do."""
     so = "may change what its weights compute"
     return _hook_reasons(find_hooks(model).on_weights, so, _removal({"torch"}, False))
 
@@ -123,8 +123,8 @@ def user_forward_hooks(module: nn.Module) -> list[Callable[[Any, Any], Any]]:
 
     def call(hook: Any, with_kwargs: bool) -> Callable[[Any, Any], Any]:
         if with_kwargs:
-            return lambda given, output: hook(module, (given,), {}, output)
-        return lambda given, output: hook(module, (given,), output)
+            return lambda x, output: hook(module, (x,), {}, output)
+        return lambda x, output: hook(module, (x,), output)
 
     return [
         call(hook, key in module._forward_hooks_with_kwargs)

@@ -151,9 +151,9 @@ def require_edits_read(
 
 @torch.no_grad()
 def require_groups(replay: Replay, layers: Sequence[int]) -> None:
-    """Refuse layers in which keys and values are shared by other than consecutive heads.
+    """Refuse layers in which the heads that share keys and values are not consecutive.
 
-    The last value is set to nan, which shows the heads that read it.
+    The last value is set to nan; the heads whose z is then nan read it.
 
     Args:
         replay: of the run that is patched.
@@ -175,7 +175,7 @@ def require_groups(replay: Replay, layers: Sequence[int]) -> None:
     def look(value: Tensor, hook: Any, name: str) -> None:
         shown[name] = value.clone()
 
-    names = {layer: [hook_name(model, layer, at) for at in _VALUE_AND_Z] for layer in layers}
+    names = {layer: [hook_name(model, layer, part) for part in _VALUE_AND_Z] for layer in layers}
     hooks: Hooks = [
         (name, partial(act, name=name))
         for pair in names.values()

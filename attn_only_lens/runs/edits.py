@@ -18,10 +18,10 @@ An attention head moves information between positions, so a patch of its value, 
 not one of z at the same place. Its block runs again, for many variants at once, with a hook that
 patches another head at other positions in each.
 
-Grouped queries share keys and values. To patch one head's share of them, the key or value of its
-group is patched, and the z of all other heads is restored: only this head reads what was patched.
-So the model's own code computes z, whatever its rotations, norms, caps and masks. It is the plain
-patch of a model in which each head has its own copy of the shared key or value.
+With grouped queries, heads share keys and values. To patch a key or value for one head, the shared
+one is patched, and the z of all other heads is restored: so only this head reads the patched one.
+The model's own code computes z, whatever its rotations, norms, caps and masks. The result is that
+of a usual patch in a model in which each head has its own copy of the shared key or value.
 """
 
 from collections.abc import Callable
@@ -103,15 +103,15 @@ def differences(target: Tensor, source: Tensor, part: Part) -> Bool[Tensor, "bat
 
 
 def of_group(heads: Int[Tensor, "head"], n_heads: int, n_shared: int) -> Int[Tensor, "head"]:
-    """Return the key or value that each head reads, of those that all heads share.
+    """Return the number of the shared key or value that each head reads.
 
-    Groups are of consecutive heads: `require_groups` tests that.
+    The heads of a group are consecutive: `require_groups` tests that.
     """
     return heads // (n_heads // n_shared)
 
 
 def by_head(shared: Float[Tensor, "batch pos group d"], n_heads: int) -> Tensor:
-    """Return shared keys or values, or numbers of them, repeated for each head that reads them."""
+    """Return shared keys or values, repeated for each head that reads them."""
     return shared.repeat_interleave(n_heads // shared.shape[2], dim=2)
 
 
@@ -121,26 +121,26 @@ def share_edits(
     source: Tensor,
     z: Float[Tensor, "batch pos head_index d_head"],
     heads: Int[Tensor, "variant"],
-    where: Bool[Tensor, "variant batch pos"],
+    places: Bool[Tensor, "variant batch pos"],
     first: int,
 ) -> Hooks:
-    """Return hooks that patch one head's share of a key or value in each variant.
+    """Return hooks that patch shared keys or values for one head in each variant.
 
     Args:
         name: the hook point of the shared keys or values.
-        z_name: that of z.
+        z_name: the hook point of z.
         source: the keys or values patched in, of the whole prompts.
-        z: of the run that is patched.
+        z: z in the run that is patched.
         heads: the head of each variant.
-        where: the positions of each variant.
-        first: the position at which the rows that the hooks will see begin.
+        places: the positions of each variant.
+        first: the first position of the activations that the hooks will see.
     """
     n_heads, n_shared = z.shape[2], source.shape[2]
     groups = one_hot(of_group(heads, n_heads, n_shared), n_shared).bool()
-    others = ~one_hot(heads, n_heads).bool()
+    other_heads = ~one_hot(heads, n_heads).bool()
     return [
-        (name, attention_edit(source, "value", groups, where, first)),
-        (z_name, attention_edit(z, "z", others, torch.ones_like(where), first)),
+        (name, attention_edit(source, "value", groups, places, first)),
+        (z_name, attention_edit(z, "z", other_heads, torch.ones_like(places), first)),
     ]
 
 

@@ -196,7 +196,7 @@ def frozen_run(
         logits = run(model, target.tokens, target.mask, hooks)
         value = metric.of_logits(logits)
         ends = {"x": roots[-1], "logits": uncapped[-1]}
-        found = tape.gradients(value, ends, keep_graph=keep_graph)
+        gradients = tape.gradients(value, ends, keep_graph=keep_graph)
     error = float((logits.detach() - target.logits).abs().max())
     # Many bridged norms compute in float32 in whatever dtype the model is; their hooked form not.
     heads, dtypes = host_of(model).neurons, (logits.dtype, torch.float32)
@@ -208,7 +208,7 @@ def frozen_run(
     if not error <= allowed:
         reasons.append(f"to freeze it changes its logits, by {error:.2g}")
     UnsupportedModelError.raise_if(reasons, _PROBLEM)
-    return FrozenRun(frozen, roots[-1], uncapped[-1], value, found)
+    return FrozenRun(frozen, roots[-1], uncapped[-1], value, gradients)
 
 
 @torch.no_grad()

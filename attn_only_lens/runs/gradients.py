@@ -39,8 +39,8 @@ class Tape:
 
     Args:
         names: hook points.
-        readers: by the hook point of keys or values among them, that of the z of the heads that
-            read them. The gradient of those that heads share is taken apart, head by head.
+        readers: for each hook point of keys or values among them, the hook point of the z that is
+            computed from them. If heads share keys or values, their gradient is split by head.
     """
 
     def __init__(
@@ -86,9 +86,9 @@ class Tape:
         *,
         keep_graph: bool = False,
     ) -> dict[str, Tensor]:
-        """Return the gradient at every node, and at more tensors.
+        """Return the gradients at every node, and at more tensors.
 
-        The graph is freed, unless it is to be kept or heads share keys or values.
+        The graph is freed, unless `keep_graph` is true or heads share keys or values.
         """
         nodes = self.nodes
         shared = {
@@ -96,10 +96,10 @@ class Tape:
             for name, z in self._readers.items()
             if nodes[name].shape[2] != nodes[z].shape[2]
         }
-        found = gradients(value, {**more, **nodes}, keep_graph=keep_graph or bool(shared))
+        result = gradients(value, {**more, **nodes}, keep_graph=keep_graph or bool(shared))
         for name, z in shared.items():
-            found[name] = gradient_by_head(nodes[name], nodes[z], found[z])
-        return found
+            result[name] = gradient_by_head(nodes[name], nodes[z], result[z])
+        return result
 
 
 def as_leaf(value: Tensor) -> Tensor:
@@ -132,10 +132,11 @@ def gradient_by_head(
     z: Float[Tensor, "batch pos head_index d_head"],
     z_gradient: Float[Tensor, "batch pos head_index d_head"],
 ) -> Float[Tensor, "batch pos head_index d"]:
-    """Return the part of the gradient at shared keys or values that comes through each head's z.
+    """Return, for each head, the gradient at its shared keys or values through its z alone.
 
-    One head of each group at a time, as they read different ones; a head at a time if keys are
-    normed together, so that one head's also move those of others.
+    Heads of different groups read different keys, so a backward pass takes one head of every group.
+    If a norm joins the keys of all groups, gradients of one head reach other groups' keys, and a
+    backward pass takes one head.
 
     Args:
         shared: the keys or values, in a graph.
@@ -147,8 +148,8 @@ def gradient_by_head(
     index = torch.arange(n_heads, device=z.device)
 
     def through(heads: Bool[Tensor, "head_index"]) -> Tensor:
-        (found,) = torch.autograd.grad(z, shared, z_gradient * heads[:, None], retain_graph=True)
-        return found
+        (gradient,) = torch.autograd.grad(z, shared, z_gradient * heads[:, None], retain_graph=True)
+        return gradient
 
     if through(index == 0)[:, :, 1:].any():
         one_by_one = [through(index == head)[:, :, head // size] for head in range(n_heads)]
@@ -218,20 +219,20 @@ def site_estimates(
         sites: heads of one kind in one layer.
         part: the part that is patched.
         node: its hook point.
-        gradient: there; of keys and values that heads share, through each head.
+        gradient: the gradient at the node; for shared keys and values, one for each head.
         target: the run patched into.
         source: the other run, with the activation that is patched in at `hooked[node]`.
     """
     if node == host_of(model).hook_name(sites.layer, "neuron", "z"):
         ours, theirs = target.neurons[sites.layer], source.neurons[sites.layer]
-        each = gradient.squeeze(-1) * change_of_z(ours, theirs, part)
+        estimates = gradient.squeeze(-1) * change_of_z(ours, theirs, part)
     else:
         change = source.hooked[node] - target.hooked[node]
         if sites.kind == "attention" and part in SHARED_PARTS:
             change = by_head(change, gradient.shape[2])
-        each = (gradient * change).sum(dim=-1)
+        estimates = (gradient * change).sum(dim=-1)
     if sites.kind == "neuron":
-        return sum_by_site(host_of(model).neurons[sites.layer], sites, each)
+        return sum_by_site(host_of(model).neurons[sites.layer], sites, estimates)
     if node.endswith("hook_pattern"):  # [batch, head_index, query_pos]
-        each = each.transpose(1, 2)
-    return each[:, :, sites.index.to(each.device)].permute(2, 0, 1)
+        estimates = estimates.transpose(1, 2)
+    return estimates[:, :, sites.index.to(estimates.device)].permute(2, 0, 1)

@@ -1,11 +1,12 @@
 """Run a model in half precision in float32 for a while: the same weights, in a wider type.
 
-Sums of what parts of a model write are its stream to within rounding: in half precision they differ
-by what single heads write. So analyses that take runs apart compute in float32, and their results
-are those of the float32 model with these very weights.
+The writes of all parts of a model add up to its residual stream, up to rounding. In half precision
+the rounding is as large as the write of a single head. So analyses that split the stream into these
+writes compute in float32; their results are those of a float32 model with the same weights.
 
-A copy would do, but a bridge with hooks of TransformerLens' own cannot be copied. So every tensor
-in half precision gets float32 data, and its own data back at the end, views and ties as they were.
+A float32 copy of the model would be simpler, but a bridge with hooks of TransformerLens' own cannot
+be copied. So each tensor in half precision gets float32 data for a while, and its own data back at
+the end, with the same views and ties.
 """
 
 from collections.abc import Callable, Iterator
@@ -28,7 +29,7 @@ _restore: dict[int, Callable[[], None]] = {}
 
 
 def in_float32(analysis: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Have an analysis, whose first argument is `model`, run one in half precision in float32."""
+    """Decorate an analysis: if its first argument, `model`, is in half precision, use float32."""
 
     @wraps(analysis)
     def run(*args: _P.args, **kwargs: _P.kwargs) -> _R:
@@ -40,9 +41,9 @@ def in_float32(analysis: Callable[_P, _R]) -> Callable[_P, _R]:
 
 @contextmanager
 def float32_weights(model: Any) -> Iterator[None]:
-    """Give a model float32 weights; on leaving, its own, bit for bit.
+    """Give a model in half precision float32 weights, and restore its own at the end, bit for bit.
 
-    Several analyses, in threads, may run one model at once: the last to leave restores it.
+    Several analyses, in threads, may run one model at once: the last one to end restores it.
 
     Args:
         model: a HookedTransformer or TransformerBridge; anything else is left alone.
@@ -58,7 +59,7 @@ def float32_weights(model: Any) -> Iterator[None]:
     try:
         yield
     finally:
-        with _lock:  # the last to leave, of all threads
+        with _lock:
             _inside[key] -= 1
             if not _inside[key]:
                 del _inside[key]
@@ -84,11 +85,11 @@ def _widen(model: nn.Module) -> Callable[[], None]:
     try:
         for _, module in modules_of(model):
             held = (module._parameters, module._buffers, vars(module))
-            for tensor in (each for of_kind in held for each in of_kind.values()):
+            for tensor in (value for of_kind in held for value in of_kind.values()):
                 if isinstance(tensor, Tensor) and tensor.dtype in _HALF and id(tensor) not in seen:
                     seen.add(id(tensor))
                     widen(tensor)
-        # TransformerLens' norms and rotations go by the type that the configuration says.
+        # TransformerLens' norms and rotary embeddings compute in the dtype of the configuration.
         for _, module in modules_of(model):
             cfg: Any = getattr(module, "cfg", None)
             if getattr(cfg, "dtype", None) in _HALF:

@@ -1,8 +1,7 @@
-"""Warnings about prompts and answers: at the user's line, and each once in a call.
+"""Warn about prompts and answers: once in a call, and at the line of the user's code.
 
-A function of the package may read the same prompts several times, and meet the same answers in one
-run of prompts after another. Inside of `warned_once`, which decorates such functions, a warning
-about something that was warned about before is left out.
+A function of the package may read the same prompts several times, or the same answers in each run
+of prompts. `warned_once` decorates such functions: inside, no case is warned about a second time.
 """
 
 import sys
@@ -22,7 +21,7 @@ _warned: ContextVar[set[Hashable] | None] = ContextVar("warned", default=None)
 
 @contextmanager
 def warned_once() -> Iterator[None]:
-    """Leave out warnings about what was warned about before, inside the outermost such context.
+    """Warn about each case only once, until the outermost of these contexts ends.
 
     Example:
         >>> import warnings
@@ -44,11 +43,11 @@ def warned_once() -> Iterator[None]:
 
 
 def warn(cases: Mapping[Any, str], problem: str) -> None:
-    """Raise one `InputWarning` of all cases that are new in this call; none if none is.
+    """Raise one `InputWarning` about all cases that are new in this call, if there are any.
 
     Args:
-        cases: what to warn about, and how to say it; the first three are named.
-        problem: what they have in common, and what to do.
+        cases: the text of each case, by a key that identifies it; the first three are shown.
+        problem: what is wrong with all of them, and what to do.
     """
     before = _warned.get()
     if before is not None:

@@ -23,9 +23,9 @@ def checked_tokens(
     """Return tokens that the model can run on, on its device, from tokens or a text.
 
     Args:
-        model: that is to run.
+        model: the model that will run on them.
         tokens: a tensor or array [batch, pos], or a text.
-        warn: whether to warn of words of the text that the tokenizer does not know.
+        warn: whether to warn of words in the text that the tokenizer does not know.
 
     Raises:
         UnsupportedCallError: they are not integers [batch, pos] of its vocabulary, or too long for
@@ -56,11 +56,11 @@ def checked_tokens(
     return tokens.to(device)
 
 
-def array_as_tensor(given: Any) -> Any:
-    """Return an array of numbers as a tensor, in integers of 64 bits; other values as they are."""
-    if not isinstance(given, np.ndarray) or given.dtype.kind not in "iubf":
-        return given
-    return torch.tensor(given.astype(np.int64) if given.dtype.kind in "iu" else given, device="cpu")
+def array_as_tensor(value: Any) -> Any:
+    """Return a NumPy array of numbers as a tensor, integers as int64; other values as they are."""
+    if not isinstance(value, np.ndarray) or value.dtype.kind not in "iubf":
+        return value
+    return torch.tensor(value.astype(np.int64) if value.dtype.kind in "iu" else value, device="cpu")
 
 
 def tokens_of_text(model: Any, text: str) -> Tensor:
@@ -100,6 +100,6 @@ def dropout_reasons(model: Any) -> list[str]:
 
 
 def d_vocab_out(model: Any) -> int:
-    """Return the size of the output vocabulary; configurations may leave it to d_vocab."""
+    """Return the size of the output vocabulary: d_vocab if the configuration has no other."""
     out = getattr(model.cfg, "d_vocab_out", None)
     return int(out) if out is not None and out > 0 else int(model.cfg.d_vocab)

@@ -216,7 +216,7 @@ def bind(
         metric: a metric, or a function of logits [batch, pos, d_vocab].
         model: its tokenizer and vocabulary are those of the answers.
         pair: the prompts.
-        reference: the clean run's logits [batch, pos, d_vocab], for `kl`, and to check answers on.
+        reference: the clean run's logits [batch, pos, d_vocab], for `kl` and to check answers.
 
     Raises:
         InputError: with every reason why it does not fit.
@@ -275,9 +275,9 @@ def logit_diff(correct: Answers, wrong: Answers) -> Metric:
         left = answer_tokens(model, pair, wrong_rows, "wrong", reasons)
         InputError.raise_if(reasons or overlap_reasons(right, left), _PROBLEM)
         warn_of_spaces(model, pair, {"correct": right, "wrong": left}, reference)
-        tokens = torch.cat([one_each(each, pair.clean.device) for each in (right, left)])
-        columns, at = tokens.unique(return_inverse=True)
-        right_at, left_at = at.chunk(2)
+        tokens = torch.cat([one_each(rows, pair.clean.device) for rows in (right, left)])
+        columns, indices = tokens.unique(return_inverse=True)
+        right_at, left_at = indices.chunk(2)
 
         def compute(logits: _Selected) -> Float[Tensor, "site prompt"]:
             logits = float32_if_half(logits)
@@ -294,16 +294,16 @@ def probability_diff(correct: Answers, wrong: Answers) -> Metric:
     The metric of greater-than in Hanna et al. (2023), where every later year is correct.
 
     Args:
-        correct: as in `logit_diff`; or a list or tensor of several answers to each prompt, or of
-            one such list for all prompts: `[[33, 34]]`.
+        correct: as in `logit_diff`; or several answers to a prompt: a list or tensor with a row of
+            answers for each prompt, or with one row for all prompts, such as `[[33, 34]]`.
         wrong: the same.
 
     Returns:
         The metric, for any model and prompts.
 
     Raises:
-        InputError: when bound: as in `logit_diff`; answers to another number of prompts, or twice
-            for a prompt.
+        InputError: when bound: as in `logit_diff`; answers for another number of prompts, or the
+            same answer twice for a prompt.
 
     Example:
         >>> from attn_only_lens import patching as p

@@ -127,27 +127,27 @@ def prompt_pair(
     reasons: list[str] = []
     texts: dict[str, str] = {}
     rows = _rows(model, clean, "clean", reasons, texts)
-    others = _rows(model, corrupted, "corrupted", reasons, texts)
+    corrupted_rows = _rows(model, corrupted, "corrupted", reasons, texts)
     InputError.raise_if(reasons, _PROBLEM)
     warn_of_unknown_words(model.tokenizer, texts)
-    if len(rows) != len(others):
+    if len(rows) != len(corrupted_rows):
         raise InputError(
             [
-                f"got {len(rows)} clean and {len(others)} corrupted prompts; expected one of each "
-                "in a pair"
+                f"got {len(rows)} clean and {len(corrupted_rows)} corrupted prompts; expected one "
+                "of each in a pair"
             ],
             _PROBLEM,
         )
-    for i, (row, other) in enumerate(zip(rows, others, strict=True)):
-        if len(row) != len(other):
-            here, there = (token_texts(model, each) for each in (row, other))
+    for i, (row, corrupted_row) in enumerate(zip(rows, corrupted_rows, strict=True)):
+        if len(row) != len(corrupted_row):
+            here, there = (token_texts(model, each) for each in (row, corrupted_row))
             reasons.append(
-                f"prompt {i} has {len(row)} clean tokens {here} and {len(other)} corrupted tokens "
-                f"{there}; expected as many: choose words that split alike"
+                f"prompt {i} has {len(row)} clean tokens {here} and {len(corrupted_row)} corrupted "
+                f"tokens {there}; expected as many: choose words that split alike"
             )
     padded = not (_is_tensor(clean) or _is_tensor(corrupted))
     clean_tokens, mask = _stack(model, rows, padded, mask, reasons, _PROBLEM)
-    corrupted_tokens, _ = _pad(model, others)
+    corrupted_tokens, _ = _pad(model, corrupted_rows)
     pair = PromptPair(clean_tokens, corrupted_tokens, mask)
     if not ((pair.clean != pair.corrupted) & pair.real).any():
         raise InputError(
@@ -201,32 +201,32 @@ def _rows(
     """Return the tokens of each prompt on the model's device, without padding of texts.
 
     Args:
-        model: whose tokens they are.
-        prompts: of one run.
-        side: of the pair; "" where there is none.
-        reasons: gets why prompts are none of the model's.
-        texts: gets those that are texts, by what to call them.
+        model: the model that will run on them.
+        prompts: the prompts of one run.
+        side: "clean" or "corrupted"; "" if there is no pair.
+        reasons: a list to which the reasons are added if prompts do not fit the model.
+        texts: a dictionary to which prompts that are texts are added, by their names in warnings.
     """
-    given: list[Any]
+    items: list[Any]
     prompts, name = array_as_tensor(prompts), side or "prompts"
     if isinstance(prompts, Tensor):
-        given = [prompts[None] if prompts.ndim == 1 else prompts]
+        items = [prompts[None] if prompts.ndim == 1 else prompts]
     elif isinstance(prompts, str):
-        given = [prompts]
+        items = [prompts]
     elif are_prompts(prompts):
-        given = list(prompts)
+        items = list(prompts)
     else:
         reasons.append(
             f"{name}: got {type(prompts).__name__}; expected a text, a list of texts, a tensor or "
             "array of tokens [batch, pos], or a list of rows of tokens [pos]"
         )
         return []
-    if not given:
+    if not items:
         reasons.append(f"{name}: got no prompts; expected at least one")
     rows: list[Tensor] = []
-    for number, prompt in enumerate(given):
+    for number, prompt in enumerate(items):
         if isinstance(prompt, str):
-            label = f"{side} prompt".strip() + (f" {number}" if len(given) > 1 else "")
+            label = f"{side} prompt".strip() + (f" {number}" if len(items) > 1 else "")
             texts[f"{label} {shortened(prompt)}"] = prompt
         else:
             prompt = array_as_tensor(prompt)
@@ -242,13 +242,13 @@ def are_prompts(given: object) -> bool:
     """True for a list of texts, or of rows of tokens [pos]."""
     return isinstance(given, list | tuple) and (
         all(isinstance(each, str) for each in given)
-        or all(_is_tensor(each) and each.ndim == 1 for each in given)
+        or all(_is_tensor(row) and row.ndim == 1 for row in given)
     )
 
 
-def _is_tensor(given: object) -> bool:
-    """True for tokens, and for a mask, of torch or NumPy."""
-    return isinstance(given, Tensor | np.ndarray)
+def _is_tensor(value: object) -> bool:
+    """Return whether a value is a tensor of torch or an array of NumPy."""
+    return isinstance(value, Tensor | np.ndarray)
 
 
 def _pad(model: Any, rows: list[Tensor]) -> tuple[Tokens, Tensor | None]:

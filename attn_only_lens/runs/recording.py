@@ -205,8 +205,8 @@ def record_pair(
         pair: the prompts; of one prompt with itself, the metric of the corrupted run is taken as 0.
         metric: to be bound to them.
         sites: the heads to record.
-        part: the part of attention heads to record; with keys and values, which several heads may
-            share, z too.
+        part: the part of attention heads to record; for keys and values, which several heads may
+            share, z is recorded too.
         names: further hook points to record.
         gates: whether to record the values and weights of neuron-heads if z alone is patched.
         traced: the run whose logits keep their graph, if one does.
@@ -328,7 +328,7 @@ def run(
 
 
 def of_this_thread(hook: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a hook that leaves alone the passes that other threads run at the same time."""
+    """Return a hook that acts in this thread only, and not in forward passes of other threads."""
     thread = threading.get_ident()
 
     def act(*args: Any, **kwargs: Any) -> Any:

@@ -21,7 +21,7 @@ ALL_MEMBERS = -1
 Part = Literal["z", "pattern", "value", "q", "k"]
 PARTS: tuple[str, ...] = get_args(Part)
 SHARED_PARTS: tuple[Part, ...] = ("value", "k")
-"""Those that several attention heads share, with grouped queries."""
+"""The parts that several attention heads share in models with grouped queries."""
 _POSITION = re.compile(r"0|-?[1-9]\d*")
 _POINTS: dict[Part, str] = {
     "z": "z",

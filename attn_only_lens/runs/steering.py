@@ -241,7 +241,7 @@ _Placed: TypeAlias = list[tuple[LayerSites, tuple[int, ...] | None, str]]
 
 
 class _TokensBefore:
-    """How many tokens came before those of the pass that this thread is in."""
+    """Count the tokens before those of a forward pass, for each thread."""
 
     def __init__(self, model: Any) -> None:
         self._host = host_of(model)
@@ -249,13 +249,13 @@ class _TokensBefore:
 
     @property
     def count(self) -> int:
-        """0 in a pass from a later block on, which has no arguments to count by."""
+        """The number of tokens before this pass; 0 if the pass starts at a later block."""
         count: int = self._passing.values.get(self, 0)
         return count
 
     @contextmanager
     def counted(self) -> Iterator[None]:
-        """Count in every pass, as it comes to the first block."""
+        """Return a context in which every pass counts when it enters the first block."""
         values = self._passing.values
 
         def enter(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -383,7 +383,7 @@ def _short_run(model: Any, sites: Sequence[LayerSites]) -> Recording:
 def _require_read(model: Any, run: Recording, sites: Sequence[LayerSites], part: Part) -> None:
     reasons = [
         reason
-        for layer, heads in dict.fromkeys((each.layer, each.kind) for each in sites)
+        for layer, heads in dict.fromkeys((some.layer, some.kind) for some in sites)
         for reason in host_of(model).unseen_edit_reasons(layer, heads)
     ]
     UnsupportedModelError.raise_if(reasons, "these heads cannot be edited")

@@ -1,7 +1,8 @@
 """Words that a tokenizer does not know: the model reads <unk> in their place, or nothing.
 
-Tokenizers of bytes know every text. Of the others most have a token for what they do not know;
-those without it leave it out. A prompt that names this token itself is meant so.
+A byte-level tokenizer knows every text. Most other tokenizers have a token for unknown words; those
+without one leave unknown words out. A text that contains the unknown token itself, such as "<unk>",
+is not warned about.
 """
 
 import re
@@ -18,7 +19,7 @@ def unknown_words(tokenizer: Any, text: str) -> list[str]:
     """Return the words of a text that a tokenizer does not know, each once, in their order.
 
     Args:
-        tokenizer: of Hugging Face; None knows every word.
+        tokenizer: a tokenizer of Hugging Face; None knows every word.
         text: any text.
 
     Example:
@@ -30,21 +31,21 @@ def unknown_words(tokenizer: Any, text: str) -> list[str]:
     token = getattr(tokenizer, "unk_token_id", None)
     if not getattr(tokenizer, "is_fast", False):
         return [] if token is None else _unknown_alone(tokenizer, text, token)
-    # Bytes and special tokens have places in the text, too: so a BOS that is also the unknown
-    # token, as GPT-2's, is not taken for one.
+    # The offsets show the text of each token. So a special token in the text that is also the
+    # unknown token, as in GPT-2, does not count as an unknown word.
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
     unknown, known = set[int](), set[int]()
-    for each, (start, end) in zip(encoded["input_ids"], encoded["offset_mapping"], strict=True):
-        is_unknown = each == token and text[start:end].strip() != tokenizer.unk_token
+    for number, (start, end) in zip(encoded["input_ids"], encoded["offset_mapping"], strict=True):
+        is_unknown = number == token and text[start:end].strip() != tokenizer.unk_token
         (unknown if is_unknown else known).update(range(start, end))
     left_out = {i for i, character in enumerate(text) if character.isalnum()} - known
     lost = left_out | unknown
-    words = [each[0] for each in _WORD.finditer(text) if not lost.isdisjoint(range(*each.span()))]
+    words = [word[0] for word in _WORD.finditer(text) if not lost.isdisjoint(range(*word.span()))]
     return list(dict.fromkeys(word.strip(punctuation) or word for word in words))
 
 
 def _unknown_alone(tokenizer: Any, text: str, token: int) -> list[str]:
-    """Return the unknown words by tokenizing each word, where tokens have no places in the text."""
+    """Return the unknown words by a tokenizer without offsets: each word is tokenized alone."""
     return [
         word
         for word in dict.fromkeys(text.split())
@@ -59,20 +60,22 @@ def instead_of_unknown(tokenizer: Any) -> str:
 
 
 def warn_of_unknown_words(tokenizer: Any, prompts: Mapping[str, str]) -> bool:
-    """Warn of words that the model does not read as they are, and return whether there are any.
+    """Warn of words that the tokenizer does not know, and return whether there are any.
 
     Args:
         tokenizer: the model's, or None.
-        prompts: texts, by what to call them.
+        prompts: texts, by their names in the warning.
     """
-    found = {text: unknown_words(tokenizer, text) for text in dict.fromkeys(prompts.values())}
+    unknown = {text: unknown_words(tokenizer, text) for text in dict.fromkeys(prompts.values())}
     cases = {
-        ("unknown words", text): f"{quoted(found[text])} in {name}"
+        ("unknown words", text): f"{quoted(unknown[text])} in {name}"
         for name, text in prompts.items()
-        if found[text]
+        if unknown[text]
     }
     read = instead_of_unknown(tokenizer)
     warn(
-        cases, f"the tokenizer does not know these words, and the model reads {read}; choose others"
+        cases,
+        f"the tokenizer does not know these words, and the model reads {read} in their place; "
+        "use other words",
     )
     return bool(cases)

@@ -369,7 +369,7 @@ def test_tokens_are_those_of_their_side(kind, d_out, chosen, read, written):
             lambda m, tokens: circuits.ov_circuit(m, "L1H1", tokens=[53]),
         ),
         (
-            "none is " + ("put out" if d_out < 41 else "taken in"),
+            f"none of them in the {'output' if d_out < 41 else 'input'} vocabulary",
             lambda m, tokens: circuits.ov_circuit(m, "L1H1", tokens=[40 if d_out < 41 else 41]),
         ),
     ):

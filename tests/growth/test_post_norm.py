@@ -145,7 +145,7 @@ def test_zeros_that_are_broken_change_the_function(tensor):
 def test_a_layer_that_writes_nothing_is_not_the_identity():
     """Why new layers are refused: its two norms change the stream, with any gain and bias."""
     model, tokens = model_of("bert"), prompts()
-    with pytest.raises(GrowthError, match=r"norm\(x\) is not x"):
+    with pytest.raises(GrowthError, match=r"LayerNorm\(x\) is not x"):
         grow(bridged(model), n_layers=3)
     deeper, kept = copy.deepcopy(model), {}
     new = copy.deepcopy(deeper.bert.encoder.layer[1])
@@ -169,7 +169,7 @@ def test_a_layer_that_writes_nothing_is_not_the_identity():
 def test_a_wider_stream_changes_the_norms():
     """Why a wider stream is refused: its mean differs by token, and zeros change what norms see."""
     model, tokens = model_of("bert"), prompts()
-    with pytest.raises(GrowthError, match="no weight can take it off"):
+    with pytest.raises(GrowthError, match="no weight can subtract the mean"):
         grow(bridged(model), d_model=28)
     x = model.bert(tokens, output_hidden_states=True).hidden_states[1]
     assert x.mean(-1).std() > 0.01 * x.std()
@@ -188,8 +188,8 @@ def test_all_reasons_at_once_and_nothing_changes():
     with pytest.raises(GrowthError) as caught:
         grow(bridge, ex.compose(ex.InsertLayer(0), ex.WidenStream(2)))
     text = str(caught.value)
-    assert "norm(x) is not x" in text
-    assert "no weight can take it off" in text
+    assert "LayerNorm(x) is not x" in text
+    assert "no weight can subtract the mean" in text
     assert all(torch.equal(before[key], value) for key, value in bridge.state_dict().items())
 
 

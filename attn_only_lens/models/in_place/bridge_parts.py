@@ -1,13 +1,14 @@
 """Check that the model which a bridge wraps runs the parts of the bridge, and nothing around them.
 
-A bridge puts its parts into the wrapped model, by the names that the model calls them by: the
-output of an MLP is `block.mlp.out` of the bridge and `layer.mlp.down_proj` of the model. What is
-put in such a place afterwards, such as an adapter around the part, runs outside its hook points:
-it reads activations before they are edited, and no weight of the bridge shows it. Where joint
-attention computes for its model, the model's own module stays in its place.
+A bridge replaces modules of the wrapped model by parts of its own: `block.mlp.out` of the bridge is
+in the place of the model's `layer.mlp.down_proj`. A user may put another module in that place
+later, such as an adapter around the part. This module runs outside the part's hook points: it reads
+activations before they are edited, and no weight of the bridge shows it. (Joint attention leaves
+the model's own module in its place; that is allowed.)
 
-What replaces the module inside a part, as peft's adapters do, runs between the hook points, and its
-weights are another matter: `known_mlps` looks at W_out, `require_bridge_weights` at all matrices.
+An adapter of peft on a bridge replaces the module inside a part. It runs between the hook points,
+and other checks look at its weights: `known_mlps` at W_out, `require_bridge_weights` at all
+matrices.
 """
 
 from collections.abc import Callable, Iterator
@@ -27,9 +28,9 @@ def part_reasons(model: Any) -> list[str]:
     """Return the reasons why a bridge's parts are not what its wrapped model runs."""
     blocks = set(model._modules["blocks"])
     return [
-        f"{name}: the model that the bridge wraps has a {_kind(placed)} in the place of this part, "
-        f"{path}; put the part back, or build the bridge again, of a model without adapters "
-        "(merge_and_unload() of peft takes a bridge apart: call it before)"
+        f"{name}: got a {_kind(placed)} as {path} of the model that the bridge wraps; expected "
+        "this part of the bridge: put the part back, or build the bridge again from a model "
+        "without adapters (call peft's merge_and_unload() before, as it takes a bridge apart)"
         for name, part, owner, path in _parts(model)
         if (placed := _module_at(owner, path)) is not None
         and placed is not part
@@ -38,18 +39,18 @@ def part_reasons(model: Any) -> list[str]:
 
 
 def unseen_edit_reasons(model: Any, point: HookPoint) -> list[str]:
-    """Return the reasons why an edit of what enters a part would not reach all that it computes.
+    """Return the reasons why an edit of a part's input would miss part of what reads that input.
 
-    A torch hook on a part is given what entered the part, before an edit. So it is tried whether
-    what it makes of one output depends on the input.
+    A torch hook on a part receives the part's input as it was before the edit. To find whether such
+    a hook reads its input, it is called with two inputs and the same output.
 
     Args:
         model: an exposed bridge.
         point: the hook point at the entrance of the part.
     """
     return [
-        f"{name} has a hook by torch's register_forward_hook that computes from what entered this "
-        "part before it was edited; remove it"
+        f"{name} has a hook, attached by torch's register_forward_hook, that reads the input of "
+        "this part as it was before the edit; remove it"
         for name, part, _, _ in _parts(model)
         if any(module is point for module in part._modules.values())
         for hook in user_forward_hooks(part)
@@ -58,18 +59,19 @@ def unseen_edit_reasons(model: Any, point: HookPoint) -> list[str]:
 
 
 def _reads_input(hook: Callable[[Any, Any], Any], weight: Tensor) -> bool:
-    """Return whether what a hook makes of an output depends on the input."""
+    """Return whether the output that a hook returns depends on the input."""
     sides = (tuple(weight.shape), tuple(weight.shape[::-1]))  # Conv1D and Linear
     for d_in, d_out in dict.fromkeys(sides):
-        one, other = (normal_numbers((1, 2, d_in), seed).to(weight) for seed in (0, 1))
+        inputs = [normal_numbers((1, 2, d_in), seed).to(weight) for seed in (0, 1)]
         output = normal_numbers((1, 2, d_out), 2).to(weight)
         try:
-            made = [hook(given, output.clone()) for given in (one, other)]
+            results = [hook(x, output.clone()) for x in inputs]
         except RuntimeError:
             continue
-        if all(each is None for each in made):
+        if all(result is None for result in results):
             return False
-        return not (all(isinstance(each, Tensor) for each in made) and torch.equal(*made))
+        are_tensors = all(isinstance(result, Tensor) for result in results)
+        return not (are_tensors and torch.equal(*results))
     return True
 
 

@@ -73,17 +73,17 @@ class ExposedTransformer(_Exposed, HookChecks):
         return super().forward(*args, **how)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Refuse to copy or pickle a model that is refused: a copy would not know why."""
+        """Refuse to copy or pickle a model that `forward` refuses: a copy would not be refused."""
         UnsupportedModelError.raise_if(parted_reasons(self), CHANGED)
         return self.__dict__
 
     def load_and_process_state_dict(
         self, state_dict: Any, fold_ln: bool = True, *args: Any, **how: Any
     ) -> None:
-        """As in TransformerLens, where no other model has the same weights.
+        """As in TransformerLens, unless another model shares the weights.
 
         Raises:
-            UnsupportedModelError: another model, which is not processed, shares them.
+            UnsupportedModelError: another model, which is not processed, shares the weights.
         """
         if fold_ln:
             UnsupportedModelError.raise_if(sharing_reasons(self), "its norms cannot be folded")
@@ -162,7 +162,7 @@ class _ExposedMLP:
     def forward(self, x: Residual) -> Residual:
         """Return the output of the MLP, by way of hook_neuron_write where that is live."""
         heads = vars(self).get("_neuron_heads")
-        if heads is None:  # undone, while torch.nn.utils.parametrize had a class of its own on it
+        if heads is None:  # after undo(), a class made by torch.nn.utils.parametrize is left
             return super().forward(x)  # type: ignore[misc]
         with heads.run_alone():
             return heads.write(super().forward(x))  # type: ignore[misc]

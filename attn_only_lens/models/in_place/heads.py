@@ -88,7 +88,7 @@ def activation_error(
 
 
 def _every_example(value: Tensor) -> Tensor:
-    """Return the values of all examples of `torch.func.vmap`, where `value` is of one of them."""
+    """Return the values of all examples of a batch, where `torch.func.vmap` shows one of them."""
     while torch._C._functorch.is_functorch_wrapped_tensor(value):
         value = torch._C._functorch.get_unwrapped(value)
     return value
@@ -188,7 +188,7 @@ class InPlace(NeuronHeads):
         return seen[pre], None if pre_linear is None else seen[pre_linear]
 
     def run_alone(self) -> AbstractContextManager[None]:
-        """Keep what the MLP leaves in a run of it apart: a hook may run it within another run."""
+        """Return a context with values of its own, as a hook may run the MLP inside another run."""
         return self.passing.new_pass(self.passing.values)
 
     # Called by the taps, in this order
@@ -205,8 +205,9 @@ class InPlace(NeuronHeads):
         q, up = (left.pop((self.layer, name), None) for name in ("pre", "pre_linear"))
         if q is None:
             raise UnsupportedCallError(
-                f"layer {self.layer}: the output of its MLP runs as a module of its own, or as a "
-                "copy (modules_to_save of peft): undo() and expose_neuron_heads again"
+                f"layer {self.layer}: the output projection of its MLP ran without the rest of the "
+                "MLP, or a copy of it ran (modules_to_save of peft); call undo() and "
+                "expose_neuron_heads again"
             )
         left.pop((self.layer, "written"), None)  # of an MLP that was run alone, and broke off
         if self._recomputes:
@@ -356,4 +357,4 @@ class _Out(_Tap):
 
 
 TAPS = (_Pre, _PreLinear, _Post, _Out)
-"""The classes of hook points that are tapped."""
+"""The classes of the hook points of neuron-heads."""

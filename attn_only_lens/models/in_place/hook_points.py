@@ -19,7 +19,7 @@ _BRIDGES = (MLPBridge, GatedMLPBridge, JointGateUpMLPBridge)
 
 
 class UnknownMLPError(Exception):
-    """An MLP whose neurons are not known to be heads; its text says why."""
+    """Raised for an MLP whose neurons cannot be exposed as heads; its text says why."""
 
 
 def find_hook_points(mlp: Any) -> MLPHookPoints:
@@ -64,18 +64,16 @@ def _bridge_hook_points(mlp: Any) -> MLPHookPoints:
     W_out = getattr(parts["out"], "original_component", None)
     kind = type(W_out)
     if kind not in (nn.Linear, Conv1D):
-        got, first = (
-            kind.__qualname__,
-            "merge adapters, dequantise, or remove parametrizations first",
-        )
+        got = kind.__qualname__
+        advice = "merge adapters, dequantise, or remove parametrizations first"
         if kind.__module__.startswith("peft."):  # whose classes are called Linear too
             got = f"{kind.__module__}.{got}"
-            first = (
-                "merge_and_unload() the adapters before the model is bridged; or, of every layer "
-                "of them in a bridge, layer.merge(), then part.set_original_component("
-                "layer.get_base_layer())"
+            advice = (
+                "call merge_and_unload() before the model is bridged; or in a bridge, for every "
+                "part with an adapter `layer`, call layer.merge() and "
+                "part.set_original_component(layer.get_base_layer())"
             )
-        raise UnknownMLPError(f"its W_out is a {got}, expected a Linear or a Conv1D: {first}")
+        raise UnknownMLPError(f"its W_out is a {got}, expected a Linear or a Conv1D: {advice}")
     first = parts["gate" if "gate" in parts else "in"].hook_out
     second = parts["in"].hook_out if "gate" in parts else None
     layer = mlp.original_component if mlp.name is None else None

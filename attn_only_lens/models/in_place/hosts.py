@@ -30,21 +30,21 @@ _AGAIN = "undo() and expose_neuron_heads again"
 
 
 def replaced_mlps(model: Any) -> list[str]:
-    """Return the reasons why an exposed model's MLPs are not those with the neuron-heads."""
+    """Return the reasons why an exposed model's MLPs are not those that were exposed."""
     heads, blocks = vars(model)["_neuron_heads"], model.blocks
     if len(heads) != len(blocks):
-        return [f"it has {len(blocks)} blocks, and had {len(heads)}; {_AGAIN}"]
+        return [f"it has {len(blocks)} blocks; expected {len(heads)}, as when exposed; {_AGAIN}"]
     reasons = [
-        f"blocks.{each.layer}.mlp was replaced, by a {type(mlp).__qualname__}; {_AGAIN}"
-        for each, block in zip(heads, blocks, strict=True)
-        for mlp in (block._modules.get("mlp"), _run_mlp(block, each.mlp))
-        if getattr(mlp, "__dict__", None) is not vars(each.mlp)  # torch.export wraps modules
+        f"blocks.{neurons.layer}.mlp was replaced by a {type(mlp).__qualname__}; {_AGAIN}"
+        for neurons, block in zip(heads, blocks, strict=True)
+        for mlp in (block._modules.get("mlp"), _run_mlp(block, neurons.mlp))
+        if getattr(mlp, "__dict__", None) is not vars(neurons.mlp)  # torch.export wraps modules
     ]
     return list(dict.fromkeys(reasons))
 
 
 def _run_mlp(block: Any, mlp: Any) -> Any:
-    """What the layer that a bridge's block wraps has in the place of an MLP."""
+    """Return the module that the layer wrapped by a bridge's block runs as its MLP."""
     layer = block._modules.get("_original_component")
     name = None if layer is None else mlp.name
     return layer._modules.get(name) if name in getattr(layer, "_modules", ()) else mlp
@@ -55,13 +55,13 @@ class _InPlaceHost(Host):
 
     @property
     def neurons(self) -> list[Any]:
-        """The neuron-heads beside each MLP, as they were exposed."""
+        """The neuron-heads of each MLP, as they were exposed."""
         heads: list[Any] = vars(self.model)["_neuron_heads"]
         return heads
 
     @property
     def passing(self) -> PassState:
-        """What all MLPs share."""
+        """The values of a forward pass, which all MLPs share."""
         passing: PassState = self.neurons[0].passing
         return passing
 
@@ -75,12 +75,12 @@ class _InPlaceHost(Host):
         return layer
 
     def require_weights(self) -> None:
-        """Refuse torch hooks, too, which may change what weights compute."""
+        """Check the weights, and refuse torch hooks that may change what they compute."""
         super().require_weights()
         InputError.raise_if(weight_hook_reasons(self.model), CHANGED)
 
     def _mlp_reasons(self) -> list[str]:
-        """Why MLPs are not those whose neuron-heads were exposed, hook point by hook point."""
+        """Return why MLPs, or their hook points, are not those that were exposed."""
         reasons = replaced_mlps(self.model)
         for heads in [] if reasons else self.neurons:
             try:
@@ -103,7 +103,7 @@ class HookedHost(HookedTransformerHost, _InPlaceHost):
     """An exposed `HookedTransformer`, whose configuration says which norms it has."""
 
     def reasons(self) -> list[str]:
-        """MLPs that were replaced, or modules whose classes are not known."""
+        """Return which MLPs were replaced, or which modules have an unknown class."""
         reasons = self._mlp_reasons() or structure_reasons(self.model)
         return parted_reasons(self.model) + reasons
 
@@ -123,11 +123,11 @@ class BridgeHost(_InPlaceHost):
     """An exposed `TransformerBridge`, whose norms and matrices are found by running it."""
 
     def reasons(self) -> list[str]:
-        """MLPs, or other parts, that were replaced or wrapped."""
+        """Return which MLPs, or other parts, were replaced or wrapped."""
         return self._mlp_reasons() + part_reasons(self.model)
 
     def unseen_edit_reasons(self, layer: int, kind: HeadKind) -> list[str]:
-        """A torch hook on the part that z enters."""
+        """Return which torch hooks read z before it is edited."""
         if kind == "neuron":
             return unseen_edit_reasons(self.model, self.neurons[layer].mlp_points.post)
         return unseen_edit_reasons(
@@ -139,7 +139,7 @@ class BridgeHost(_InPlaceHost):
         return bridge_norms(self.model)
 
     def reads_centred(self) -> bool:
-        """As two tokens show it; BERT's norms stand on the stream, and are not of `norms`."""
+        """Judge by a run of two tokens; `norms` has no norms on the stream, such as BERT's."""
         return stream_is_centred(self.model) or super().reads_centred()
 
     def final_norm(self) -> Norm:

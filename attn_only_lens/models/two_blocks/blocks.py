@@ -19,7 +19,7 @@ from attn_only_lens.tl import MLP, GatedMLP, TransformerBlock
 
 
 class _WithoutMLP(nn.Module):
-    """A block of a converted model, whose `mlp` is missing with a reason."""
+    """A block of a converted model: it has no `mlp`, and the error says what to use instead."""
 
     def __getattr__(self, name: str) -> Any:
         if name == "mlp":

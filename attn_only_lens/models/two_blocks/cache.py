@@ -74,7 +74,7 @@ class AttentionOnlyCache(ActivationCache):
             gone = (".mlp.", ".ln2", "hook_mlp_in", "hook_mlp_out", "hook_resid_mid")
             if key.endswith(HALF_LAYER_POINTS) and sweep_of_caller(1) is not None:
                 written = written_at(key)
-                # Of a block without an MLP nothing is patched with it.
+                # The sweep patches nothing in a block of attention heads, so any value will do.
                 return self[written] if written else torch.zeros(())
             if any(part in key for part in gone):
                 raise UnsupportedCallError(
@@ -436,7 +436,7 @@ class _Stack:
         ]
 
     def finish_rows(self, incl_remainder: bool, return_labels: bool) -> Any:
-        """`finish` a stack whose rows are heads, all of them."""
+        """Return `finish` of a stack of heads, as `HeadRows`."""
         components, labels = self.finish(incl_remainder, return_labels=True)
         rows = HeadRows.of(components, self.cache.model.cfg.n_layers)
         return (rows, labels) if return_labels else rows

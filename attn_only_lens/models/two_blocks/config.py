@@ -145,7 +145,7 @@ class AttentionOnlyConfig(HookedTransformerConfig):
 
     @property
     def n_heads(self) -> int:  # type: ignore[override]
-        """Raises: see the class; TransformerLens' patching of whole blocks asks, and gets 0."""
+        """Raise, as the class says; return 0 to TransformerLens' patching of whole blocks."""
         if (sweep := sweep_of_caller(1)) is not None:
             sweep.require_no_heads()
             return 0

@@ -1,11 +1,11 @@
 """TransformerLens' `get_act_patch_*` on a converted model: one row for each block.
 
-Those that patch the stream, or what a block writes, need no number of heads, but they all ask
-`cfg.n_heads`, which has no answer. They also read and hook `hook_resid_mid` and `hook_mlp_out`,
-under which users of a converted model get an error that names the block they mean. All of them run
-`generic_activation_patch` with the names of its axes, and nothing that they pass to the model says
-so: it is looked up in the frame of that function, as it is in transformer-lens 3.9, the last
-version with HookedTransformer. Whoever else asks gets the error, as would a function that differs.
+The functions that patch the stream, or what a block writes, need no number of heads, but all of
+them read `cfg.n_heads`, which has no value here. They also use `hook_resid_mid` and `hook_mlp_out`,
+for which a converted model otherwise raises an error that names the right hook point. All of them
+call `generic_activation_patch` with the names of its axes. Nothing that they pass to the model
+shows this, so the stack frame of that function is read, as it is in transformer-lens 3.9, the last
+version with HookedTransformer. Every other caller gets the error.
 
 Row b of a result is block b, which is half a layer of the source:
 
@@ -32,7 +32,7 @@ _PARTS = {"z": "z", "q": "q", "k": "k", "v": "value", "pattern": "pattern"}
 
 @dataclass(frozen=True)
 class Sweep:
-    """A running `get_act_patch_*`.
+    """A call of `get_act_patch_*` that is running.
 
     Attributes:
         activation: the activation that it patches: `resid_pre`, `z`, …
@@ -64,7 +64,7 @@ class Sweep:
 
 
 HALF_LAYER_POINTS = ("hook_resid_mid", "hook_mlp_out")
-"""The ends of the names of hook points that a layer of the source has, and a block has not."""
+"""How the names of hook points end that a layer of the source has, and a block does not."""
 
 
 def sweep_of_caller(depth: int) -> Sweep | None:
@@ -80,9 +80,9 @@ def sweep_of_caller(depth: int) -> Sweep | None:
 
 
 def written_at(hook_name: str) -> str | None:
-    """Return the hook point of a block that holds what a sweep patches at `hook_name`.
+    """Return the hook point of a block whose activation a sweep patches at `hook_name`.
 
-    None where the block has nothing of the kind: an MLP's output, in a block of attention heads.
+    None where the block has no such activation: an MLP's output, in a block of attention heads.
     """
     block, _, point = hook_name.rpartition(".")
     if point == "hook_resid_mid":

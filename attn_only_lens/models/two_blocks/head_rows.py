@@ -60,7 +60,7 @@ class HeadRows(Tensor):
         args: Sequence[Any] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Run an operation of torch on the plain tensor, and look at what became of the rows."""
+        """Run an operation of torch on the plain tensor; raise if it splits the rows by blocks."""
         values = (*args, *(kwargs or {}).values())
         rows = next((value for value in values if isinstance(value, HeadRows)), None)
         with torch._C.DisableTorchFunctionSubclass():

@@ -34,7 +34,7 @@ class TwoBlocksHost(HookedTransformerHost):
         return [block.attn for block in self.model.blocks[1::2]]
 
     def reasons(self) -> list[str]:
-        """Modules that were replaced, or have another forward pass."""
+        """Return which modules were replaced, or have another forward pass."""
         reasons = parted_reasons(self.model) + module_reasons(self.model)
         for name, block in self.model.blocks.named_children():
             for path, module, known in (
@@ -44,13 +44,13 @@ class TwoBlocksHost(HookedTransformerHost):
                 if type(module) not in known:
                     kinds = " or ".join(kind.__name__ for kind in known)
                     reasons.append(
-                        f"{path} was replaced, by a {type(module).__qualname__}; expected a {kinds}"
+                        f"{path} was replaced by a {type(module).__qualname__}; expected a {kinds}"
                     )
         return reasons
 
     @property
     def passing(self) -> PassState:
-        """What all blocks share."""
+        """The values of a forward pass, which all blocks share."""
         passing: PassState = self.model.passing
         return passing
 
@@ -73,7 +73,7 @@ class TwoBlocksHost(HookedTransformerHost):
         return f"blocks.{block}.hook_resid_{'post' if point == 'post' else 'pre'}"
 
     def require_weights(self) -> None:
-        """Refuse torch hooks, too, which may change what weights compute."""
+        """Check the weights, and refuse torch hooks that may change what they compute."""
         super().require_weights()
         InputError.raise_if(weight_hook_reasons(self.model), CHANGED)
 

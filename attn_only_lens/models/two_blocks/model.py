@@ -95,7 +95,7 @@ class AttentionOnlyTransformer(Refusals, ConvertedHookChecks, WithNeuronHeads):
         return head_labels(block_layer(block), block_kind(block), n_heads, shared)
 
     def all_head_labels(self, neurons: bool = False) -> list[str]:
-        """The name of every attention head, as in the source: L0H0, L0H1, …, L1H0, …
+        """Return the name of every attention head, as in the source: L0H0, L0H1, …, L1H0, …
 
         Args:
             neurons: whether to name neuron-heads too, block by block: L0H0 …, L0N0 …, L1H0 …
@@ -163,7 +163,7 @@ class AttentionOnlyTransformer(Refusals, ConvertedHookChecks, WithNeuronHeads):
             return super().forward(input, *args, **kwargs)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Refuse to copy or pickle a model that is refused: a copy would not know why."""
+        """Refuse to copy or pickle a model that `forward` refuses: a copy would not be refused."""
         UnsupportedModelError.raise_if(parted_reasons(self), CHANGED)
         return self.__dict__
 

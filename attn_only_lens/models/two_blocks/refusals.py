@@ -111,7 +111,7 @@ class ConvertedHookChecks(HookChecks):
     """
 
     def run_with_hooks(self, *model_args: Any, fwd_hooks: Any = (), **kwargs: Any) -> Any:
-        """As in TransformerLens; `get_act_patch_*` patches what its names mean in a block."""
+        """As in TransformerLens; for `get_act_patch_*`, translate names of hook points first."""
         if sweep_of_caller(1) is not None:
             points = [(written_at(name), hook) for name, hook in fwd_hooks]
             fwd_hooks = [(name, hook) for name, hook in points if name is not None]

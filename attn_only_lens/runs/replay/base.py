@@ -258,7 +258,7 @@ class Replay(ABC):
 
     @property
     def flops_of_forward(self) -> int:
-        """The flops of a whole run, of its matrices alone."""
+        """The flops of the matrix products of a whole run."""
         cfg = self.model.cfg
         per_token = self.flops_per_token(0) + 2 * cfg.d_model * cfg.d_vocab
         return int(self.batch * self.n_pos * per_token)
