@@ -2,8 +2,10 @@
 
 import hashlib
 import json
+import time
 from pathlib import Path
 
+import benching
 import cost_at_scale
 import pandas as pd
 import pytest
@@ -33,7 +35,7 @@ def test_a_study_leaves_four_files_that_belong_together(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == names
     run = json.loads((tmp_path / "some_study.run.json").read_text("utf-8"))
     assert (run["script"], run["settings"]) == ("analyses/some_study.py", {"seed": 5})
-    assert set(run["versions"]) == set(studies.PACKAGES)
+    assert set(run["versions"]) == set(benching.PACKAGES)
     assert run["sha256"] == {n: digest(tmp_path / n) for n in names if n != "some_study.run.json"}
     assert (tmp_path / "some_study.csv").read_text() == "x\n0.333333\n2\n"
 
@@ -57,17 +59,38 @@ def test_the_same_study_is_the_same_text(tmp_path):
         assert one == two
 
 
+def test_a_benchmark_leaves_a_page_and_its_record(tmp_path):
+    files = {"bench_x_bridge.md": "# Page\n", "bench_x_bridge.csv": "x\n1\n"}
+    started = time.perf_counter() - 7
+    benching.leave("/a/b/bench_x.py", tmp_path, files, started=started, device="cpu", smoke=True)
+    assert {path.name for path in tmp_path.iterdir()} == {*files, "bench_x_bridge.run.json"}
+    run = json.loads((tmp_path / "bench_x_bridge.run.json").read_text("utf-8"))
+    assert run["script"] == "analyses/bench_x.py"
+    assert run["settings"] == {"device": "cpu", "smoke": True}
+    assert 7 <= run["seconds"] < 60
+    assert run["sha256"] == {name: digest(tmp_path / name) for name in files}
+
+
 @pytest.mark.parametrize("path", sorted(RESULTS.glob("*.run.json")), ids=lambda path: path.stem)
 def test_what_is_stored_is_of_one_run_and_nobody_changed_it(path):
-    run = json.loads(path.read_text("utf-8"))
+    run, name = json.loads(path.read_text("utf-8")), Path(path.stem).stem
     assert not run["settings"]["smoke"]
-    ends = [name.rpartition(".")[2] for name in run["sha256"]]
-    assert {"md", "csv", "svg"} == set(ends)
-    beside = {
-        each.name for end in set(ends) for each in RESULTS.glob(f"{Path(path.stem).stem}*.{end}")
-    }
-    assert set(run["sha256"]) == beside
+    pattern = f"{name}*.{{}}"
+    beside = {each.name for end in ("csv", "svg") for each in RESULTS.glob(pattern.format(end))}
+    assert set(run["sha256"]) == {f"{name}.md", *beside}
     assert run["sha256"] == {name: digest(RESULTS / name) for name in run["sha256"]}
+    scripts = {each.stem for each in RESULTS.parent.glob("*.py")}
+    assert Path(run["script"]).stem in scripts
+
+
+# The pages of `bench_patching.py` are being made again.
+PAGES = [path for path in RESULTS.glob("*.md") if not path.stem.startswith("bench_patching")]
+
+
+@pytest.mark.parametrize("path", sorted(PAGES), ids=lambda path: path.stem)
+def test_every_page_has_its_record_or_says_that_it_has_none(path):
+    has_none = "No record of this run was kept" in path.read_text("utf-8")
+    assert path.with_suffix(".run.json").exists() != has_none
 
 
 def test_what_a_large_model_costs():
