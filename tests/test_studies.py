@@ -7,6 +7,7 @@ from pathlib import Path
 
 import benching
 import cost_at_scale
+import figures_on_smollm2
 import pandas as pd
 import pytest
 import studies
@@ -14,6 +15,7 @@ import torch
 import transformers
 from matplotlib.figure import Figure
 from torch.utils.flop_counter import FlopCounterMode
+from typer.testing import CliRunner
 
 RESULTS = Path(studies.__file__).parent / "results"
 
@@ -93,6 +95,64 @@ def test_every_page_has_its_record_or_says_that_it_has_none(path):
     assert path.with_suffix(".run.json").exists() != has_none
 
 
+def row_of(page):
+    """What the index of the studies says of a page."""
+    index = (RESULTS.parents[1] / "docs" / "studies.md").read_text("utf-8")
+    return next(line for line in index.splitlines() if f"({page}.md)" in line)
+
+
+def test_what_the_index_says():
+    """Figures of the index are those of the tables, and hold for the models that it names."""
+
+    def stored(name):
+        return pd.read_csv(RESULTS / f"{name}.csv")
+
+    gates = stored("exactness_by_gate").query("dtype == 'float64'")
+    four = gates[gates["gate"].isin(["m = 4", "4 heads"])].groupby("kind")["mean_kl"]
+    assert four.agg(["min", "max"]).loc["gelu"].map("{:.0e}".format).tolist() == ["4e-10", "2e-09"]
+    assert four.agg(["min", "max"]).loc["gated"].map("{:.1e}".format).tolist() == [
+        "6.8e-05",
+        "1.2e-03",
+    ]
+    assert "4e-10 to 2e-9 nats for GELU, but of 7e-5 and 1.2e-3" in row_of("exactness_by_gate")
+
+    cuts = stored("edges_against_cuts").query("reference == 'zero' and kind == 'all'")
+    ranks = cuts.groupby("method")["spearman"].mean()
+    assert (f"{ranks['two factors']:.2f}", f"{ranks['EAP']:.2f}") == ("0.93", "0.94")
+    assert "Spearman of .93, less than EAP's .94" in row_of("edges_against_cuts")
+    compiled = stored("tracr_edges_auroc").groupby(["edges", "method"])["auroc"].mean().unstack()
+    assert (abs(compiled["two factors"] - compiled["exact cut"]) < 0.01).all()
+
+    grown = stored("tracr_growth")
+    more = grown["share true, neurons"] - grown["share true, MLPs"]
+    assert ((more < 0).sum(), (more > 0).sum(), len(more)) == (4, 2, 7)
+    assert "smaller share of them is true in four programs of seven" in row_of("tracr_growth")
+
+    words = stored("framework_on_models_words").set_index("layer")
+    above = words["reads"] > words["reads, largest"]
+    assert above.tolist() == [True, False, False, False]
+    assert "only in the first layer" in row_of("framework_on_models")
+
+
+def test_figures_on_smollm2(tmp_path):
+    """The script runs, and the guides say what its stored table does."""
+    app = figures_on_smollm2.typer.Typer()
+    app.command()(figures_on_smollm2.main)
+    result = CliRunner().invoke(app, ["--smoke", "--out", str(tmp_path)])
+    assert result.exit_code == 0, result.output
+    name = "figures_on_smollm2"
+    assert len(pd.read_csv(tmp_path / f"{name}.csv")) == 6  # 3 neurons at 2 tokens
+    run = json.loads((RESULTS / f"{name}.run.json").read_text("utf-8"))
+    scores = pd.read_csv(RESULTS / f"{name}.csv")
+    assert (len(scores), scores["n_tokens"].unique().tolist()) == (320, [15])
+    off = scores["bfloat16"] - scores["float32"]
+    roots = [(x**2).mean() ** 0.5 for x in (off, scores["float32"])]
+    most = [x.abs().max() for x in (off, scores["float32"])]
+    assert [f"{x:.4f}" for x in (*roots, most[1])] == ["0.0027", "0.0004", "0.0044"]
+    assert f"{most[0]:.3f}" == "0.010"
+    assert f"{run['settings']['mass']:.0%}" == "15%"
+
+
 def test_what_a_large_model_costs():
     """Its parameters, as transformers counts them; the flops of a run, as torch does of a tiny one.
 
@@ -127,6 +187,6 @@ def test_every_benchmark_and_study_takes_a_device():
     scripts = {path.stem: path.read_text("utf-8") for path in RESULTS.parent.glob("*.py")}
     measuring = {name for name in scripts if name.startswith("bench_")} - {"bench_peak_memory"}
     measuring |= {name for name, text in scripts.items() if "from studies import keep" in text}
-    measuring |= {"attribution_smollm2", "grow_smollm2", "on_gpu"}
+    measuring |= {"attribution_smollm2", "figures_on_smollm2", "grow_smollm2", "on_gpu"}
     assert len(measuring) > 14
     assert not [name for name in measuring if "    device: Device = " not in scripts[name]]
