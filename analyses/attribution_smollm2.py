@@ -8,6 +8,7 @@ among the sampled sites of a kind.
     python analyses/attribution_smollm2.py out/smollm2 --out analyses/results
 """
 
+import time
 from itertools import product
 from pathlib import Path
 from typing import Annotated, Any
@@ -16,7 +17,7 @@ import numpy as np
 import pandas as pd
 import typer
 from attribution_vs_patching import KINDS
-from benching import Device, machine, markdown
+from benching import Device, leave, machine, markdown
 from tqdm import tqdm
 
 from attn_only_lens import expose_neuron_heads
@@ -24,7 +25,6 @@ from attn_only_lens import patching as p
 from attn_only_lens.models.load import load
 from attn_only_lens.patching import _attribution
 from attn_only_lens.patching.repairs import Repairer
-from attn_only_lens.storage import write_text
 
 PAIRS = {
     "number": ("The keys to the old cabinet", "The key to the old cabinet", " are", " is"),
@@ -83,7 +83,8 @@ def main(
     seed: Annotated[int, typer.Option(help="of the random sites")] = 0,
     each: Annotated[int, typer.Option(help="sites of each kind, three times")] = EACH,
 ) -> None:
-    """Measure, and write a page."""
+    """Measure, and write a page and its record."""
+    started = time.perf_counter()
     model = expose_neuron_heads(load(folder, device=device)).model
     _attribution.Repairer = Keeping  # type: ignore[attr-defined]
     rows = []
@@ -132,8 +133,8 @@ def main(
     page = PAGE.format(
         table=shown, prompts=prompts_shown, machine=machine(device), each=each, seed=seed
     )
-    out.mkdir(parents=True, exist_ok=True)
-    write_text(out / "attribution_smollm2.md", page)
+    settings = {"device": device, "smoke": False, "seed": seed}
+    leave(__file__, out, {"attribution_smollm2.md": page}, started=started, **settings)
     typer.echo(page)
 
 

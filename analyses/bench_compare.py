@@ -28,7 +28,7 @@ import pandas as pd
 import torch
 import typer
 from bench_peak_memory import held_and_peak, model_of, reset_peak
-from benching import MIB, Device, machine, page_name, table, wait
+from benching import MIB, Device, leave, machine, page_name, table, wait
 from torch import Tensor, nn
 
 from attn_only_lens import circuits, compare, expose_neuron_heads, grow
@@ -38,7 +38,6 @@ from attn_only_lens.comparison.alignment import align
 from attn_only_lens.comparison.batches import batches
 from attn_only_lens.comparison.statistics import Statistics
 from attn_only_lens.growth import Grown
-from attn_only_lens.storage import write_text
 
 PLAIN, STREAMED = "two plain forwards", "compare, streamed"
 
@@ -225,10 +224,19 @@ def main(
     smoke: Annotated[bool, typer.Option(help="tiny sizes")] = False,
 ) -> None:
     """Measure, print, and write `bench_compare.md`."""
+    started = time.perf_counter()
     warnings.filterwarnings("ignore", "HookedTransformer.* is deprecated", DeprecationWarning)
     text = report(smoke, device, batch, min(pos, 13) if smoke else pos, rounds, layers)
     typer.echo(text)
-    write_text(out / page_name(__file__, device), text)
+    settings = {
+        "device": device,
+        "smoke": smoke,
+        "batch": batch,
+        "pos": pos,
+        "rounds": rounds,
+        "layers": layers,
+    }
+    leave(__file__, out, {page_name(__file__, device): text}, started=started, **settings)
 
 
 if __name__ == "__main__":

@@ -27,10 +27,9 @@ from typing import Annotated, Any
 import pandas as pd
 import typer
 from bench_peak_memory import held_and_peak, model_of, reset_peak
-from benching import MIB, Device, machine, page_name, speeds, table, wait
+from benching import MIB, Device, leave, machine, page_name, speeds, table, wait
 
 from attn_only_lens import circuits, expose_neuron_heads
-from attn_only_lens.storage import write_text
 
 CALLS = (("v", 1024), ("v", 4096), ("k", 1024))
 K = 100
@@ -105,6 +104,7 @@ def main(
     one: Annotated[str, typer.Option(help="print one figure: kind and block")] = "",
 ) -> None:
     """Measure, print, and write `bench_composition.md`."""
+    started = time.perf_counter()
     warnings.filterwarnings("ignore", "HookedTransformer.* is deprecated", DeprecationWarning)
     if one:
         kind, block = one.split()
@@ -112,7 +112,8 @@ def main(
         return
     text = report(smoke, device)
     typer.echo(text)
-    write_text(out / page_name(__file__, device), text)
+    settings = {"device": device, "smoke": smoke}
+    leave(__file__, out, {page_name(__file__, device): text}, started=started, **settings)
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ layer of it is measured, at a length that fits.
 import gc
 import subprocess
 import sys
+import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -28,12 +29,11 @@ import pandas as pd
 import torch
 import typer
 from bench_peak_memory import OPERATIONS, model_of
-from benching import MIB, Device, machine, medians, page_name, speeds, table
+from benching import MIB, Device, leave, machine, medians, page_name, speeds, table
 from torch import Tensor
 from tqdm import tqdm
 
 from attn_only_lens import Bilinear, convert
-from attn_only_lens.storage import write_text
 from attn_only_lens.tl import Attention, HookedTransformer, HookedTransformerConfig
 
 HEADS_PER_NEURON = (1, 2, 4, 8)
@@ -282,10 +282,12 @@ def main(
     smoke: Annotated[bool, typer.Option(help="tiny sizes and 2 rounds")] = False,
 ) -> None:
     """Measure, print, and write `bench_convert.md`."""
+    started = time.perf_counter()
     warnings.filterwarnings("ignore", "HookedTransformer.* is deprecated", DeprecationWarning)
     text = report(smoke, device, 2 if smoke else rounds)
     typer.echo(text)
-    write_text(out / page_name(__file__, device), text)
+    settings = {"device": device, "smoke": smoke, "rounds": rounds}
+    leave(__file__, out, {page_name(__file__, device): text}, started=started, **settings)
 
 
 if __name__ == "__main__":

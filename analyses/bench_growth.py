@@ -16,6 +16,7 @@ and draws the new ones itself; "grow, zeros" draws none.
 import math
 import subprocess
 import sys
+import time
 import warnings
 from collections.abc import Callable
 from copy import deepcopy
@@ -26,12 +27,11 @@ import pandas as pd
 import torch
 import typer
 from bench_peak_memory import GPT2_SMALL, TINY, held_and_peak, model_of, reset_peak
-from benching import MIB, Device, machine, medians, page_name, table
+from benching import MIB, Device, leave, machine, medians, page_name, table
 from tqdm import tqdm
 
 from attn_only_lens import expansion as ex
 from attn_only_lens import grow
-from attn_only_lens.storage import write_text
 from attn_only_lens.tl import HookedTransformer
 
 GROWN = {"n_layers": 16, "d_model": 1024, "n_heads": 16, "d_head": 80, "d_mlp": 4096}
@@ -146,13 +146,15 @@ def main(
     smoke: Annotated[bool, typer.Option(help="tiny sizes")] = False,
 ) -> None:
     """Measure, print, and write `bench_growth.md`."""
+    started = time.perf_counter()
     warnings.filterwarnings("ignore", "HookedTransformer.* is deprecated", DeprecationWarning)
     if peak_of:
         typer.echo(f"{peak(peak_of, device, smoke):.1f}")
         return
     text = report(device, smoke)
     typer.echo(text)
-    write_text(out / page_name(__file__, device), text)
+    settings = {"device": device, "smoke": smoke}
+    leave(__file__, out, {page_name(__file__, device): text}, started=started, **settings)
 
 
 if __name__ == "__main__":

@@ -29,13 +29,12 @@ import pandas as pd
 import torch
 import typer
 from bench_patching import Task, bridge_of, prompts
-from benching import Device, machine, page_name, speeds, table
+from benching import Device, leave, machine, page_name, speeds, table
 from torch import Tensor
 
 from attn_only_lens import HeadName, expose_neuron_heads
 from attn_only_lens import patching as p
 from attn_only_lens.runs.metrics import bind
-from attn_only_lens.storage import write_text
 
 POS, AT = 15, 10  # the prompts' length, and where they differ
 METRIC = p.logit_diff(correct=11, wrong=12)
@@ -200,10 +199,12 @@ def main(
     smoke: Annotated[bool, typer.Option(help="tiny sizes")] = False,
 ) -> None:
     """Measure, print, and write `bench_paths.md`."""
+    started = time.perf_counter()
     warnings.filterwarnings("ignore", "HookedTransformer.* is deprecated", DeprecationWarning)
     text = report(smoke, device, *((5, 3) if smoke else (few, theirs)))
     typer.echo(text)
-    write_text(out / page_name(__file__, device), text)
+    settings = {"device": device, "smoke": smoke, "few": few, "theirs": theirs}
+    leave(__file__, out, {page_name(__file__, device): text}, started=started, **settings)
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ import bench_patching
 import pandas as pd
 import torch
 import typer
-from benching import Device, machine, page_name, table, wait
+from benching import Device, leave, machine, page_name, table, wait
 from torch import Tensor
 
 from attn_only_lens import expose_neuron_heads, load
@@ -37,7 +37,6 @@ from attn_only_lens.patching.site_groups import SiteGroup
 from attn_only_lens.patching.sweep_rows import SweepRows
 from attn_only_lens.runs.positions import PositionSet
 from attn_only_lens.runs.sites import LayerSites
-from attn_only_lens.storage import write_text
 
 LENGTHS = (15, 128)
 LARGE, SMALL = (32, 14336, 28), (2, 37, 3)  # layers, neurons, positions
@@ -213,9 +212,11 @@ def main(
     smoke: Annotated[bool, typer.Option(help="tiny sizes")] = False,
 ) -> None:
     """Measure, print, and write `bench_results.md`."""
+    started = time.perf_counter()
     text = report(model, smoke, device)
     typer.echo(text)
-    write_text(out / page_name(__file__, device), text)
+    settings = {"device": device, "smoke": smoke, "model": Path(model).name}
+    leave(__file__, out, {page_name(__file__, device): text}, started=started, **settings)
 
 
 if __name__ == "__main__":

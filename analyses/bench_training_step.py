@@ -13,6 +13,7 @@ same for equal parameters, is left out.
     python analyses/bench_training_step.py --out analyses/results
 """
 
+import time
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -25,12 +26,11 @@ import torch
 import typer
 from bench_convert import forward_flops
 from bench_peak_memory import model_of
-from benching import Device, machine, medians, page_name, speeds, table
+from benching import Device, leave, machine, medians, page_name, speeds, table
 from torch import Tensor, nn
 from transformer_lens.model_bridge.sources._bridge_builder import build_bridge_from_module
 
 from attn_only_lens import convert, expose_neuron_heads
-from attn_only_lens.storage import write_text
 
 LAYERS: dict[str, tuple[models.Kind, float, bool]] = {
     "MLP": ("mlp", 1, False),
@@ -196,10 +196,12 @@ def main(
     smoke: Annotated[bool, typer.Option(help="tiny sizes and 2 rounds")] = False,
 ) -> None:
     """Measure, print, and write `bench_training_step.md`."""
+    started = time.perf_counter()
     warnings.filterwarnings("ignore", "HookedTransformer.* is deprecated", DeprecationWarning)
     text = report(smoke, device, 2 if smoke else rounds)
     typer.echo(text)
-    write_text(out / page_name(__file__, device), text)
+    settings = {"device": device, "smoke": smoke, "rounds": rounds}
+    leave(__file__, out, {page_name(__file__, device): text}, started=started, **settings)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,13 @@
-"""What benchmarks and studies share: the device, turns, medians, the machine, and a table."""
+"""What benchmarks and studies share: the device, turns, medians, the machine, a table, a record."""
 
+import hashlib
+import json
+import os
 import platform
 import statistics
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any, TypeAlias
 
@@ -11,7 +15,10 @@ import pandas as pd
 import torch
 import typer
 
+from attn_only_lens.storage import write_text
+
 MIB = 2**20
+PACKAGES = ("attn_only_lens", "transformer-lens", "torch", "numpy", "pandas")
 
 
 def known_device(name: str) -> str:
@@ -33,6 +40,40 @@ def page_name(script: str, device: str, *parts: str) -> str:
     """The name of a benchmark's page: of the CPU's, that of its script."""
     where = [] if device == "cpu" else [device.replace(":", "")]
     return "_".join([Path(script).stem, *parts, *where]) + ".md"
+
+
+def leave(
+    script: str, out: Path, files: Mapping[str, str], *, started: float, **settings: Any
+) -> None:
+    """Write what a script made, and NAME.run.json: how it was made, by the name of the first file.
+
+    The record has command, settings, seconds, machine, versions, and the sha256 of the files: so a
+    page that was edited by hand, or a table of another run, is told from one of this run.
+
+    Args:
+        script: its `__file__`.
+        out: the folder.
+        files: texts by name, the page first.
+        started: `time.perf_counter()` at the beginning.
+        settings: what the run was asked for.
+    """
+    run = {
+        "script": f"analyses/{Path(script).name}",
+        "settings": settings,
+        "seconds": round(time.perf_counter() - started, 1),
+        "machine": machine(settings.get("device", "cpu")),
+        "load_average": [round(load, 2) for load in os.getloadavg()],
+        "python": platform.python_version(),
+        "versions": {package: version(package) for package in PACKAGES},
+        "sha256": {name: hashlib.sha256(text.encode()).hexdigest() for name, text in files.items()},
+    }
+    files = {**files, f"{Path(next(iter(files))).stem}.run.json": _json(run)}
+    for name, text in files.items():
+        write_text(out / name, text)
+
+
+def _json(run: Mapping[str, Any]) -> str:
+    return json.dumps(run, indent=2, ensure_ascii=False) + "\n"
 
 
 def machine(device: str) -> str:

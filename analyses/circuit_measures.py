@@ -11,6 +11,9 @@ Between a model and one grown from it, over the components of both:
 
     correlation    Pearson's, of the effects of neurons
     kept           the share of the circuit's K neurons that are among the K first of the old ones
+    overlap        of all neurons, weighted by their effects: the sum of the smaller of a neuron's
+                   two shares of the sum of |effects| of these neurons, where both have one sign;
+                   1 where effects are in proportion, 0 where no neuron has a part in both
     gates          Pearson's of a neuron's gate, its attention to itself, over the tokens of texts;
                    the mean over the circuit
     examples       the share of a neuron's largest and least places in those texts that are the
@@ -37,7 +40,7 @@ Intervals are quantiles over resamples of prompts, all components with the same 
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby
 from typing import Any, TypeAlias
@@ -73,13 +76,13 @@ class Question:
     wrong: Int[Tensor, "prompt"]
 
     @classmethod
-    def of(cls, pairs: PairedPrompts, tokenizer: Any) -> "Question":
-        """Tokenize prompts of one answer each."""
+    def of(cls, pairs: PairedPrompts, tokenizer: Any, some: slice = slice(None)) -> "Question":
+        """Tokenize some of the prompts, of one answer each."""
         clean, corrupted = (
-            tokenizer(list(each), padding=True, return_tensors="pt")
-            for each in (pairs.clean, pairs.corrupted)
+            tokenizer(list(texts[some]), padding=True, return_tensors="pt")
+            for texts in (pairs.clean, pairs.corrupted)
         )
-        right, wrong = (torch.tensor(each)[:, 0] for each in (pairs.answers, pairs.wrong))
+        right, wrong = (torch.tensor(tokens)[some, 0] for tokens in (pairs.answers, pairs.wrong))
         mask = clean["attention_mask"]
         return cls(clean["input_ids"], corrupted["input_ids"], mask, right, wrong)
 
@@ -164,15 +167,8 @@ def look(
         new: the components that it has gained.
         method: of effects, `patching.attribution` or `patching.activation_patch`.
     """
-    parts, names = {}, tuple[str, ...]()
     with expose_neuron_heads(model) as exposed:
-        for task, asked in questions.items():
-            frame = sweep(method, exposed, asked, per_prompt=True).to_frame()
-            names = tuple(frame["name"].unique())
-            lost = (frame["unpatched"] - frame["value"]).to_numpy()
-            old = [name for name in names if name not in new]
-            together = (patched(exposed, asked, some) for some in ((), names, new, old))
-            parts[task] = Part(lost.reshape(len(names), -1), *together)
+        names, parts = parts_of(exposed, questions, new, method)
         gates, patterns = in_texts(exposed, texts)
         found = neurons.top_examples(exposed, None, texts, k=EXAMPLES, progress=False)
     examples: dict[str, tuple[frozenset[tuple[int, int]], ...]] = {}
@@ -180,6 +176,34 @@ def look(
         places = frozenset(zip(rows["text"], rows["at"], strict=True))
         examples[str(name)] = (*examples.get(str(name), ()), places)
     return Look(names, parts, gates, patterns, examples)
+
+
+def parts_of(
+    exposed: Any, questions: Mapping[str, Question], new: Collection[str], method: Method
+) -> tuple[tuple[str, ...], dict[str, Part]]:
+    """The names of a model's components, and what each task makes of them."""
+    parts, names = {}, tuple[str, ...]()
+    for task, asked in questions.items():
+        frame = sweep(method, exposed, asked, per_prompt=True).to_frame()
+        names = tuple(frame["name"].unique())
+        lost = (frame["unpatched"] - frame["value"]).to_numpy()
+        old = [name for name in names if name not in new]
+        together = (patched(exposed, asked, some) for some in ((), names, new, old))
+        parts[task] = Part(lost.reshape(len(names), -1), *together)
+    return names, parts
+
+
+def on_prompts(
+    model: Any,
+    seen: Look,
+    questions: Mapping[str, Question],
+    new: Collection[str],
+    method: Method,
+) -> Look:
+    """The look at the same model, with effects on other prompts."""
+    with expose_neuron_heads(model) as exposed:
+        _, parts = parts_of(exposed, questions, new, method)
+    return replace(seen, parts=parts)
 
 
 def sweep(method: Method, exposed: Any, asked: Question, **how: Any) -> p.Sweep:
@@ -335,14 +359,17 @@ def with_interval(name: str, values: Float[np.ndarray, "resample"]) -> dict[str,
     return {name: values[0], f"{name}_low": low, f"{name}_high": high}
 
 
-def kept_measures(pair: Pair, task: str, alike: pd.DataFrame) -> dict[str, float]:
-    """What became of a task's circuit: `correlation`, `kept`, `gates`, `examples`, `heads`.
+def shares_in_common(
+    one: Float[np.ndarray, "resample component"], other: Float[np.ndarray, "resample component"]
+) -> Float[np.ndarray, "resample"]:
+    """`overlap` of two rows of effects, row by row."""
+    one, other = (row / abs(row).sum(1, keepdims=True) for row in (one, other))
+    found: Floats = (np.minimum(abs(one), abs(other)) * (one * other > 0)).sum(1)
+    return found
 
-    Args:
-        pair: the two models.
-        task: whose circuit.
-        alike: `similarities` of the pair.
-    """
+
+def agreement(pair: Pair, task: str) -> dict[str, float]:
+    """How far two models' effects agree: `correlation`, `kept`, `overlap`, and two by chance."""
     names = pair.neurons()
     before, now = (
         _rows(each, task, some)
@@ -359,26 +386,53 @@ def kept_measures(pair: Pair, task: str, alike: pd.DataFrame) -> dict[str, float
     k = min(K, len(names) // 2)
     chosen, still = first_k(first, k), first_k(second, k)
     of_layer = layers(names)
-    by_chance = sum(
-        chosen[0, here].sum() * still[0, here].sum() / here.sum()
-        for here in (of_layer == layer for layer in np.unique(of_layer))
+    in_layers = [of_layer == layer for layer in np.unique(of_layer)]
+    kept_chance = sum(
+        chosen[0, here].sum() * still[0, here].sum() / here.sum() for here in in_layers
     )
-    circuit = alike.loc[np.array(names)[chosen[0]]].mean()
+    # A neuron meets each of its layer as often: the sum over pairs, divided by their number.
+    shares = [row[0] / abs(row[0]).sum() for row in (first, second)]
+    overlap_chance = 0.0
+    for here in in_layers:
+        a, b = shares[0][here][:, None], shares[1][here][None]
+        overlap_chance += (np.minimum(abs(a), abs(b)) * (a * b > 0)).sum() / here.sum()
     return {
         **with_interval("correlation", correlation),
         **with_interval("kept", (chosen & still).sum(1) / k),
-        "kept_chance": by_chance / k,
-        **{str(name): float(value) for name, value in circuit.items()},
+        **with_interval("overlap", shares_in_common(first, second)),
+        "kept_chance": kept_chance / k,
+        "overlap_chance": overlap_chance,
     }
 
 
-def foremost(pair: Pair, task: str) -> pd.DataFrame:
-    """The effects of the circuit's neurons, in both models."""
+def kept_measures(pair: Pair, task: str, alike: pd.DataFrame) -> dict[str, float]:
+    """What became of a task's circuit: `agreement`, and of its neurons `gates` and `examples`.
+
+    Args:
+        pair: the two models.
+        task: whose circuit.
+        alike: `similarities` of the pair.
+    """
     names = pair.neurons()
     before = _rows(pair.first, task, names).mean(1)
-    now = _rows(pair.second, task, [pair.names[name] for name in names]).mean(1)
-    frame = pd.DataFrame({"name": names, "before": before, "now": now})
-    return frame[first_k(before, min(K, len(names) // 2))]
+    circuit = alike.loc[np.array(names)[first_k(before, min(K, len(names) // 2))]].mean()
+    return agreement(pair, task) | {str(name): float(value) for name, value in circuit.items()}
+
+
+def effects(seen: Look, names: Mapping[str, str]) -> pd.DataFrame:
+    """A row for each component: its name, what it was called before, and its effect on each task.
+
+    Six digits, so that neurons of nearly the same effect keep their order.
+
+    Args:
+        seen: the model.
+        names: of its old components, by their names before.
+    """
+    was = {now: before for before, now in names.items()}
+    frame = pd.DataFrame({"name": seen.names, "was": [was.get(name, "") for name in seen.names]})
+    for task, part in seen.parts.items():
+        frame[task] = [f"{effect:.6g}" for effect in part.effects.mean(1)]
+    return frame
 
 
 def _rows(each: Look, task: str, names: Sequence[str]) -> Float[np.ndarray, "component prompt"]:

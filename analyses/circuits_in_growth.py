@@ -3,7 +3,9 @@
 A LLaMA of 2 layers learns Small English until it answers three of its tasks: number across a
 prepositional phrase, gender, brackets. Then it grows, and trains on:
 
-    none                nothing is added: drift without growth
+    none                nothing is added: drift without growth, for as many flops
+    none, equal steps   the same, for as many steps as "neurons" has
+    none, other texts   the same, twice, on texts that no other arm reads
     neurons             in every layer as many neurons again
     heads               in every layer 4 heads beside 3
     width               the stream from 48 to 64
@@ -13,31 +15,33 @@ prepositional phrase, gender, brackets. Then it grows, and trains on:
     neurons, splits     as neurons, but each old one is shared out with a copy of itself
 
 The new entries of the first five are drawn as the model draws its own, and zero where they write.
-Every arm goes on from the same small model, with AdamW's moments, the same texts, and as many flops
-of training; so an arm with more weights does fewer steps. Neurons, heads, width and depth add about
-as many weights each. The learning rate falls over the last quarter. Three small models; two growths
-of each with other numbers in the new entries, to tell what is growth's from what is chance's.
+Every arm goes on from the same small model, with AdamW's moments, the same texts, and (but for the
+two named after steps and texts) as many flops of training; so an arm with more weights does fewer
+steps. Neurons, heads, width and depth add about as many weights each. The learning rate falls over
+the last quarter. Three small models; two growths of each with other numbers in the new entries, to
+tell what is growth's from what is chance's.
 
-Before growth, right after it, and after 1/32, 1/8, 3/8 and all of the flops every component's
+Before growth, right after it, and after 1/32, 1/8, 3/8 and all of the training every component's
 effect on every task is measured (`circuit_measures.py` defines all measures), with intervals over
-prompts; seeds are all shown. Nulls: an arm's two growths against each other, training without
-growth, and neurons of a layer matched at random.
+prompts; seeds are all shown. Nulls: neurons of a layer matched at random; training without growth
+for as many flops, and for as many steps; an arm's two growths against each other; two trainings
+on other texts against each other; one model against itself, on disjoint prompts: the ceiling.
 
 Questions, and what we expect of each, are `PREDICTIONS` in `circuits_report.py`; they were written
-before the run, with what would make each of them fail.
-A first run, of which the page speaks, trained on for 300 steps.
+before the run, with what would make each of them fail. A first run, of which the page speaks,
+trained on for 300 steps. Equal steps, other texts, disjoint prompts and overlap were added
+afterwards, and everything was run again.
 
     python analyses/circuits_in_growth.py --out analyses/results
 """
 
 import io
 import json
-import os
 import time
 from dataclasses import asdict, dataclass, replace
 from itertools import accumulate
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import circuit_measures as measures
 import pandas as pd
@@ -62,8 +66,10 @@ from attn_only_lens.growth import read
 from attn_only_lens.storage import write_text
 
 TASKS = ("number, prepositional", "gender", "brackets, simple")
-ARMS = ("none", "neurons", "heads", "width", "depth")
+ARMS = ("none", "none, equal steps", "none, other texts", "neurons", "heads", "width", "depth")
 ARMS = (*ARMS, "neurons, copies", "neurons, cancelling", "neurons, splits")
+SMALL_MODEL = "small model"  # in tables, beside the arms: before growth
+OTHER_TEXTS = 100  # more than there are small models: the seed of texts that no other arm reads
 DIGITS = "%.4g"
 EXACT = [*COMPARED_BY, *COMPARED]
 SEED_OF_TEXTS = 888_888
@@ -99,7 +105,7 @@ SMOKE = Study(
     rows=2,
     save_every=2,
     tasks=("gender",),
-    arms=("none", "neurons"),
+    arms=("none", "none, equal steps", "none, other texts", "neurons"),
     prompts=5,
     texts=3,
 )
@@ -107,11 +113,21 @@ SMOKE = Study(
 
 @dataclass(frozen=True)
 class Arm:
-    """One way to go on."""
+    """One way to go on.
+
+    Attributes:
+        expansion: by which it grows, if it does.
+        init: of the new entries.
+        growth_seeds: one for each growth.
+        steps_of: the expansion after which training takes as many steps; by default its own.
+        other_texts: whether each growth reads texts of its own.
+    """
 
     expansion: Expansion | None
     init: Initialiser | None = None
     growth_seeds: tuple[int, ...] = (0, 1)
+    steps_of: Expansion | None = None
+    other_texts: bool = False
 
 
 def arms(study: Study) -> dict[str, Arm]:
@@ -120,6 +136,8 @@ def arms(study: Study) -> dict[str, Arm]:
     neurons = ex.AddNeurons(grown.d_mlp - small.d_mlp)
     return {
         "none": Arm(None, growth_seeds=(0,)),
+        "none, equal steps": Arm(None, growth_seeds=(0,), steps_of=neurons),
+        "none, other texts": Arm(None, steps_of=neurons, other_texts=True),
         "neurons": Arm(neurons),
         "heads": Arm(ex.AddHeads(grown.n_heads - small.n_heads)),
         "width": Arm(ex.WidenStream(grown.d_model - small.d_model)),
@@ -132,21 +150,23 @@ def arms(study: Study) -> dict[str, Arm]:
 
 @dataclass(frozen=True)
 class Asked:
-    """What every model is asked."""
+    """What every model is asked: questions by task, as many others, and texts."""
 
     questions: dict[str, measures.Question]
+    others: dict[str, measures.Question]
     texts: list[Tensor]
 
     @classmethod
     def of(cls, study: Study, device: str) -> "Asked":
         """Prompts that begin no sentence of the texts trained on, and texts not read."""
         of, write = tokenizer(), grammar.Grammar(SEED_OF_TEXTS)
-        made = questions(study.prompts)
+        made, n = questions(2 * study.prompts), study.prompts
         texts = [torch.tensor(of(write.text())["input_ids"]) for _ in range(study.texts)]
-        return cls(
-            {task: measures.Question.of(made[task], of).to(device) for task in study.tasks},
-            [text.to(device) for text in texts],
+        first, others = (
+            {task: measures.Question.of(made[task], of, some).to(device) for task in study.tasks}
+            for some in (slice(n), slice(n, None))
         )
+        return cls(first, others, [text.to(device) for text in texts])
 
 
 @dataclass(frozen=True)
@@ -154,12 +174,14 @@ class Seen:
     """A model at one time.
 
     Attributes:
-        check: the share of the flops after growth.
+        check: the share of the training after growth.
+        model: as it is then.
         look: what it is like.
         about: steps and flops since growth, and the loss on held-out text.
     """
 
     check: float
+    model: Any
     look: measures.Look
     about: dict[str, float]
 
@@ -179,6 +201,35 @@ def plan_of(study: Study, seed: int) -> Plan:
     )
 
 
+def plan_after(study: Study, arm: Arm, small: Done, growth_seed: int) -> tuple[Plan, list[int]]:
+    """The training that follows on the small model's, and the step of each check since then."""
+    start, expansion = small.plan.steps, arm.steps_of or arm.expansion or ex.compose()
+    first = batch(small.plan, start)
+    weights = read(grow(small.model, expansion).model)
+    ratio = step_flops(read(small.model), first) / step_flops(weights, first)
+    n_steps = max(len(study.checks), round(study.more * ratio))
+    stops = [max(1, round(check * n_steps)) for check in study.checks]
+    texts = OTHER_TEXTS * (1 + growth_seed) if arm.other_texts else 0
+    plan = replace(
+        small.plan,
+        data_seed=small.plan.data_seed + texts,
+        steps=start + n_steps,
+        decay=n_steps // 4,
+        schedule={start: arm.expansion} if arm.expansion else {},
+        init=arm.init,
+        growth_seed=growth_seed,
+        kept=tuple(sorted({start + stop for stop in stops})),
+    )
+    return plan, stops
+
+
+def trained(plan: Plan, small: Done, folder: Path) -> Done:
+    """Train by a plan that follows on the small model's, or go on from the folder's checkpoint."""
+    n_steps, device = plan.steps - small.plan.steps, str(next(small.model.parameters()).device)
+    with tqdm(total=n_steps, desc=folder.name, unit="step", mininterval=5) as bar:
+        return run(plan, folder, device, bar.update, start=small)
+
+
 def seen_through(
     study: Study,
     arm: Arm,
@@ -191,26 +242,13 @@ def seen_through(
 ) -> list[Seen]:
     """What one growth is like from its beginning to its end."""
     start, weights = small.plan.steps, read(grown.model)
-    first = batch(small.plan, start)
-    ratio = step_flops(read(small.model), first) / step_flops(weights, first)
-    n_steps = max(len(study.checks), round(study.more * ratio))
-    stops = {check: max(1, round(check * n_steps)) for check in study.checks}
-    plan = replace(
-        small.plan,
-        steps=start + n_steps,
-        decay=n_steps // 4,
-        schedule={start: arm.expansion} if arm.expansion else {},
-        init=arm.init,
-        growth_seed=growth_seed,
-        kept=tuple(sorted({start + stop for stop in stops.values()})),
-    )
+    plan, stops = plan_after(study, arm, small, growth_seed)
+    done, n_steps = trained(plan, small, folder), plan.steps - start
     device = str(next(small.model.parameters()).device)
-    with tqdm(total=n_steps, desc=folder.name, unit="step", mininterval=5) as bar:
-        done = run(plan, folder, device, bar.update, start=small)
     flops = [0, *accumulate(step_flops(weights, batch(plan, start + i)) for i in range(n_steps))]
     new = {*grown.provenance.new_heads, *grown.provenance.new_neurons}
     found = []
-    for check, stop in {0.0: 0, **stops}.items():
+    for check, stop in zip((0.0, *study.checks), (0, *stops), strict=True):
         model = grown.model
         if stop == n_steps:
             model = done.model
@@ -218,7 +256,7 @@ def seen_through(
             model = model_at(done, start + stop, folder, start=small).to(device)
         look = measures.look(model, asked.questions, asked.texts, new, method)
         about = {"steps": stop, "flops": flops[stop], **figures(model, plan.read, 0)}
-        found.append(Seen(check, look, about))
+        found.append(Seen(check, model, look, about))
     return found
 
 
@@ -231,7 +269,7 @@ def measured(
     folder: Path,
     method: measures.Method,
 ) -> dict[str, pd.DataFrame]:
-    """Train and measure one arm: frames by name.
+    """Train and measure one arm, and by task agreement with before growth: frames by name.
 
     Args:
         study: the study.
@@ -242,7 +280,7 @@ def measured(
         folder: of this arm with this small model.
         method: of effects.
     """
-    arm, rows, neurons = arms(study)[name], [], []
+    arm, rows, effects, prompts = arms(study)[name], [], [], []
     again: dict[float, list[tuple[measures.Look, dict[str, str]]]] = {}
     for growth_seed in arm.growth_seeds:
         expansion = arm.expansion or ex.compose()
@@ -269,10 +307,19 @@ def measured(
                         **measures.resemblances(each.look, task, new),
                     }
                 )
-        for task in study.tasks:
-            frame = measures.foremost(measures.Pair(before, seen[-1].look, old), task)
-            neurons.append(frame.assign(task=task, growth_seed=growth_seed))
-    frames = {"": pd.DataFrame(rows), "neurons": pd.concat(neurons)}
+        end = seen[-1]
+        effects.append(measures.effects(end.look, old).assign(growth_seed=growth_seed))
+        other = measures.on_prompts(end.model, end.look, asked.others, new, method)
+        again_here = {name: name for name in old.values()}
+        pairs = {"itself": (end.look, again_here), "before": (before, old)}
+        prompts += [
+            {"growth_seed": growth_seed, "check": 1.0, "with": name, "task": task}
+            | measures.agreement(measures.Pair(one, other, names), task)
+            for name, (one, names) in pairs.items()
+            for task in study.tasks
+        ]
+    frames = {"": pd.DataFrame(rows), "effects": pd.concat(effects)}
+    frames["prompts"] = pd.DataFrame(prompts)
     twins = []
     for check, looks in again.items():
         if len(looks) > 1:
@@ -287,6 +334,27 @@ def measured(
     return frames | ({"again": pd.DataFrame(twins)} if twins else {})
 
 
+def measured_small(
+    study: Study, small: Done, before: measures.Look, asked: Asked, method: measures.Method
+) -> dict[str, pd.DataFrame]:
+    """Measure the small model on both sets of prompts: frames by name."""
+    same = {name: name for name in before.names}
+    other = measures.on_prompts(small.model, before, asked.others, (), method)
+    pair = measures.Pair(before, other, same)
+    rows = [
+        {"check": 0.0, "with": "itself", "task": task} | measures.agreement(pair, task)
+        for task in study.tasks
+    ]
+    effects = pd.concat(
+        [
+            measures.effects(before, same),
+            measures.effects(other, same).assign(arm=f"{SMALL_MODEL}, other prompts"),
+        ]
+    )
+    frames = {"effects": effects, "prompts": pd.DataFrame(rows)}
+    return {part: frame.assign(growth_seed=0) for part, frame in frames.items()}
+
+
 def stored(text: str) -> pd.DataFrame:
     """A table that was written as text."""
     return pd.read_csv(io.StringIO(text))
@@ -299,11 +367,11 @@ def of_seed(
     device: str,
     method: measures.Method = p.attribution,
 ) -> dict[str, pd.DataFrame]:
-    """All arms of one small model: frames with columns `seed` and `arm`."""
+    """A small model and all its arms: frames with columns `seed` and `arm`."""
     small: Done | None = None
     asked = Asked.of(study, device)
     found: dict[str, list[pd.DataFrame]] = {}
-    for name in study.arms:
+    for name in (SMALL_MODEL, *study.arms):
         here = folder / f"{seed}-{name.replace(', ', '-')}"
         done = here / f"{method.__name__}.json"
         if not done.exists():
@@ -312,12 +380,16 @@ def of_seed(
                     plan = plan_of(study, seed)
                     small = run(plan, folder / f"{seed}-small", device, bar.update)
                 before = measures.look(small.model, asked.questions, asked.texts, method=method)
-            frames = measured(study, name, small, before, asked, here, method)
+            if name == SMALL_MODEL:
+                frames = measured_small(study, small, before, asked, method)
+            else:
+                frames = measured(study, name, small, before, asked, here, method)
             texts = {part: each.to_csv(index=False) for part, each in frames.items()}
             write_text(done, json.dumps(texts))
         for part, text in json.loads(done.read_text("utf-8")).items():
             frame = stored(text)
-            frame.insert(0, "arm", name)
+            arm = frame.pop("arm").fillna(name) if "arm" in frame else name
+            frame.insert(0, "arm", arm)
             frame.insert(0, "seed", seed)
             found.setdefault(part, []).append(frame)
     return {part: pd.concat(frames) for part, frames in found.items()}
@@ -342,7 +414,6 @@ def main(
         return
     by_seed = [of_seed(study, seed, runs_dir, device) for seed in range(n_seeds)]
     made = {part: pd.concat([each[part] for each in by_seed]) for part in by_seed[0]}
-    made["neurons"] = made["neurons"][made["neurons"]["growth_seed"] == 0]
     made["exact"] = of_seed(study, 0, runs_dir, device, p.activation_patch)[""][EXACT]
     # As they are stored, so that the page is made of what the tables show.
     frames = {
@@ -352,7 +423,6 @@ def main(
     about = {
         "study": asdict(study),
         "machine": machine(device),
-        "load_average": os.getloadavg(),
         "training_seconds": round(sum(each["cpu_seconds"].iloc[-1] for each in curves)),
     }
     text = page(frames, about, " --smoke" if smoke else "")

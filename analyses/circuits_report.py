@@ -1,23 +1,29 @@
 """The questions, predictions, answers, page and figures of the study of circuits in growth."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from itertools import combinations
 from typing import Any, TypeAlias
 
 import pandas as pd
 from benching import table
+from growth_small_english_report import interval
+from growth_small_english_report import said as with_interval
 from matplotlib.figure import Figure
 
 Frames: TypeAlias = Mapping[str, pd.DataFrame]
 KINDS = ("neurons", "heads", "width", "depth")
 WITH_NEW = ("neurons", "heads", "depth")
+NONE, EQUAL_STEPS, OTHER_TEXTS = "none", "none, equal steps", "none, other texts"
+SMALL_MODEL = "small model"
+AGREEMENTS = ("kept", "overlap", "correlation")
 WROTE_ZEROS = (*KINDS, "neurons, copies")
 WROTE_AT_ONCE = ("neurons, cancelling", "neurons, splits")
 STARTS = ("neurons", "neurons, copies", *WROTE_AT_ONCE)
 TAKES_PART = 0.05
 COMPARED_BY = ("seed", "arm", "growth_seed", "check", "task")
-COMPARED = ("correlation", "kept", "gates", "examples", "new_share", "idle_share")
+COMPARED = ("correlation", "kept", "overlap", "gates", "examples", "new_share", "idle_share")
 
 
 @dataclass(frozen=True)
@@ -27,12 +33,12 @@ class Prediction:
     Attributes:
         question: in a line.
         expected: with the bound that decides.
-        answer: whether it held, and the figures.
+        answer: whether it held (None if these data cannot tell), and the figures.
     """
 
     question: str
     expected: str
-    answer: Callable[[Frames], tuple[bool, str]]
+    answer: Callable[[Frames], tuple[bool | None, str]]
 
 
 def over_seeds(
@@ -42,6 +48,20 @@ def over_seeds(
     frame = frames[part]
     rows = frame[(frame["arm"] == arm) & (frame["check"] == check)]
     return rows.groupby("seed")[column].mean()
+
+
+def less(
+    frames: Frames, column: str, arm: str, other: str, check: float = 1.0
+) -> tuple[float, float, float]:
+    """The mean over small models of one arm's figure less another's; Student's interval of 95 %."""
+    one, two = (over_seeds(frames, name, column, check) for name in (arm, other))
+    return interval(one - two)
+
+
+def tells(difference: tuple[float, float, float]) -> bool:
+    """Whether the interval of a difference does not hold zero."""
+    _, low, high = difference
+    return low > 0 or high < 0
 
 
 def said(values: "pd.Series[float]") -> str:
@@ -89,16 +109,32 @@ def _keep(frames: Frames) -> tuple[bool, str]:
 
 
 def _whose(frames: Frames) -> tuple[bool, str]:
-    found = by_arm(frames, ("none", *KINDS), "correlation")
-    least = min(value for arm, value in means(found).items() if arm != "none")
-    return means(found)["none"] - least <= 0.1, f"correlation: {listed(found)}"
+    found = by_arm(frames, (NONE, EQUAL_STEPS, *KINDS), "correlation")
+    least = min(means(found)[arm] for arm in KINDS)
+    most = max(means(found)[arm] for arm in (NONE, EQUAL_STEPS))
+    return most - least <= 0.1, f"correlation: {listed(found)}"
 
 
-def _alone(frames: Frames) -> tuple[bool, str]:
-    found = by_arm(frames, KINDS, "kept")
-    order = sorted(KINDS, key=means(found).__getitem__)
-    held = order[-1] == "heads" and order[0] == "width"
-    return held, f"kept, from least to most: {', '.join(order)}"
+def _alone(frames: Frames) -> tuple[bool | None, str]:
+    order = sorted(KINDS, key=means(by_arm(frames, KINDS, "kept")).__getitem__)
+    apart = less(frames, "kept", "heads", "width")
+    held = (order[-1] == "heads" and order[0] == "width") if tells(apart) else None
+    return held, (
+        f"kept, from least to most: {', '.join(order)}; heads less width {with_interval(apart)}, "
+        f"and {between_kinds(frames, 'kept')}"
+    )
+
+
+def between_kinds(frames: Frames, column: str) -> str:
+    """How many of the differences between two kinds of growth have an interval without zero."""
+    found = [less(frames, column, *two) for two in combinations(KINDS, 2)]
+    largest = max(abs(mean) for mean, _, _ in found)
+    n = sum(map(tells, found))
+    return (
+        f"{n or 'none'} of the {len(found)} differences between two kinds "
+        f"{'has' if n < 2 else 'have'} an interval without zero (the largest difference is "
+        f"{largest:.2f})"
+    )
 
 
 def first_times(frames: Frames, arm: str) -> "pd.Series[float]":
@@ -154,11 +190,11 @@ def _again(frames: Frames) -> tuple[bool, str]:
 
 def _idle(frames: Frames) -> tuple[bool, str]:
     new = over_seeds(frames, "neurons", "new_share")
-    idle = over_seeds(frames, "none", "idle_share")
-    was = over_seeds(frames, "none", "idle_share", check=0.0)
-    return bool(new.mean() > 1.5 * idle.mean()), (
-        f"new neurons hold {said(new)}; without growth the idle half holds {said(idle)}, "
-        f"where it held {said(was)}"
+    idle, as_soon = (over_seeds(frames, arm, "idle_share") for arm in (NONE, EQUAL_STEPS))
+    was = over_seeds(frames, NONE, "idle_share", check=0.0)
+    return bool(new.mean() > 1.5 * max(idle.mean(), as_soon.mean())), (
+        f"new neurons hold {said(new)}; without growth the idle half, which held {said(was)}, "
+        f"holds {said(as_soon)} after as many steps, and {said(idle)} after as many flops"
     )
 
 
@@ -232,6 +268,7 @@ def at_the_end(frames: Frames) -> pd.DataFrame:
         "steps": "steps",
         "correlation": "correlation",
         "kept": "kept",
+        "overlap": "overlap",
         "gates": "gates",
         "examples": "examples",
         "heads": "heads",
@@ -278,10 +315,129 @@ def twins(frames: Frames) -> pd.DataFrame:
     rows = []
     for arm in dict.fromkeys(frames["again"]["arm"]):
         row = {"arm": arm}
-        for column in ("correlation", "kept", "gates", "examples", "heads"):
+        for column in (*AGREEMENTS, "gates", "examples", "heads"):
             row[column] = _spread(over_seeds(frames, arm, column, part="again"))
         rows.append(row)
     return pd.DataFrame(rows)
+
+
+def scale(frames: Frames) -> pd.DataFrame:
+    """From chance to one model with itself: how far effects agree, a row for each comparison."""
+    prompts = frames["prompts"]
+    itself = {"prompts": prompts[prompts["with"] == "itself"]}
+    end = frames[""][frames[""]["check"] == 1]
+
+    def row(name: str, values: Mapping[str, "pd.Series[float]"]) -> dict[str, str]:
+        return {"what is compared": name} | {each: _spread(values[each]) for each in AGREEMENTS}
+
+    def of(arms: Iterable[str], frames: Frames, part: str, check: float = 1.0) -> dict[str, Any]:
+        return {
+            column: pd.concat([over_seeds(frames, arm, column, check, part) for arm in arms])
+            .groupby("seed")
+            .mean()
+            for column in AGREEMENTS
+        }
+
+    by_chance = {
+        column: end[end["arm"].isin(KINDS)].groupby("seed")[f"{column}_chance"].mean()
+        for column in ("kept", "overlap")
+    }
+    by_chance["correlation"] = pd.Series([float("nan")])
+    grown = [(f"before growth with after it: {kind}", of([kind], frames, "")) for kind in KINDS]
+    return pd.DataFrame(
+        [
+            row("neurons of a layer matched at random", by_chance),
+            row("before with after, no growth, equal flops", of([NONE], frames, "")),
+            row("before with after, no growth, equal steps", of([EQUAL_STEPS], frames, "")),
+            row("the same on other texts, two of each", of([OTHER_TEXTS], frames, "")),
+            *(row(name, values) for name, values in grown),
+            row("two trainings on other texts, no growth", of([OTHER_TEXTS], frames, "again")),
+            row("two growths on the same texts, all kinds", of(KINDS, frames, "again")),
+            row("one grown model on other prompts, all kinds", of(KINDS, itself, "prompts")),
+            row("the small model on other prompts", of([SMALL_MODEL], itself, "prompts", 0.0)),
+        ]
+    )
+
+
+def against_training(frames: Frames) -> pd.DataFrame:
+    """Kinds of growth less training without it, at equal steps, and less other kinds."""
+    pairs = [(kind, EQUAL_STEPS) for kind in KINDS]
+    pairs += [(NONE, EQUAL_STEPS), *combinations(KINDS, 2)]
+    return pd.DataFrame(
+        {"of": arm, "less that of": other}
+        | {column: with_interval(less(frames, column, arm, other)) for column in AGREEMENTS}
+        for arm, other in pairs
+    )
+
+
+def missing_zero(frames: Frames) -> str:
+    """How many intervals of the table of differences do not hold zero, in words."""
+    pairs = [(kind, EQUAL_STEPS) for kind in (*KINDS, NONE)] + [*combinations(KINDS, 2)]
+    found = [tells(less(frames, column, *pair)) for pair in pairs for column in AGREEMENTS]
+    return f"{sum(found)} of {len(found)}"
+
+
+def in_short(frames: Frames) -> str:
+    """What the tables say, in a few sentences."""
+    kept = means(by_arm(frames, (NONE, EQUAL_STEPS, *KINDS), "kept"))
+    kinds = [kept[kind] for kind in KINDS]
+    prompts = frames["prompts"]
+    itself = {"prompts": prompts[prompts["with"] == "itself"]}
+    ceiling = over_seeds(itself, SMALL_MODEL, "kept", 0.0, "prompts").mean()
+    texts = over_seeds(frames, OTHER_TEXTS, "kept", part="again").mean()
+    chance = frames[""].query("check == 1 and arm in @KINDS")["kept_chance"].mean()
+    steps = {arm: over_seeds(frames, arm, "steps") for arm in (NONE, EQUAL_STEPS, *KINDS)}
+    apart = {
+        column: [less(frames, column, arm, EQUAL_STEPS) for arm in KINDS] for column in AGREEMENTS
+    }
+    n = {column: sum(map(tells, found)) for column, found in apart.items()}
+    idle, as_soon = (over_seeds(frames, arm, "idle_share").mean() for arm in (NONE, EQUAL_STEPS))
+    on_texts = frames[""].query("check == 1 and arm == @OTHER_TEXTS")
+    by_texts = on_texts.groupby(["seed", "growth_seed"])["kept"].mean().unstack()
+    new = means(by_arm(frames, WITH_NEW, "new_share"))
+    return SHORT.format(
+        low=min(kinds),
+        high=max(kinds),
+        few=min(float(steps[kind].mean()) for kind in KINDS),
+        many=max(float(steps[kind].mean()) for kind in KINDS),
+        equal_steps=steps[EQUAL_STEPS].mean(),
+        equal=kept[EQUAL_STEPS],
+        flops_steps=steps[NONE].mean(),
+        none=kept[NONE],
+        chance=chance,
+        texts=texts,
+        ceiling=ceiling,
+        apart="; ".join(
+            f"{arm} {with_interval(found)}" for arm, found in zip(KINDS, apart["kept"], strict=True)
+        ),
+        told=", ".join(f"{n[column]} of {len(KINDS)} by {column}" for column in AGREEMENTS),
+        between="; ".join(f"by {column}, {between_kinds(frames, column)}" for column in AGREEMENTS),
+        missing=missing_zero(frames),
+        by_texts=by_texts.diff(axis=1).iloc[:, 1].abs().mean(),
+        new_low=min(new.values()),
+        new_high=max(new.values()),
+        as_soon=as_soon,
+        idle=idle,
+    )
+
+
+SHORT = """After growth and {few:.0f} to {many:.0f} steps, {low:.0%} to {high:.0%} of the 20 neurons
+of a circuit are still the first 20 of the old ones, by kind of growth; after {equal_steps:.0f}
+steps without growth {equal:.0%}, and after the {flops_steps:.0f} that cost as many flops
+{none:.0%}. By chance it is {chance:.0%}. The scale does not end at 100 %: one and the same model,
+asked with other prompts, agrees with itself by {ceiling:.0%}, and two trainings without growth that
+read different texts by {texts:.0%}.
+
+Share kept after growth, less that after training without it, at equal steps: {apart}. The intervals
+(Student's, of the small models) that do not hold zero are {told}. Between kinds of growth:
+{between}. In all, {missing} intervals miss zero, where one or two would by chance; they are not
+independent. Without growth, two trainings of a small model on other texts differ by
+{by_texts:.3f} in the share kept, the mean over small models. What these data do not tell apart may
+still differ: there are three small models.
+
+New neurons, heads and layers hold {new_low:.0%} to {new_high:.0%} of all effects at the end.
+Without growth the idle half of the old neurons holds {as_soon:.1%} after as many steps, and
+{idle:.1%} after as many flops."""
 
 
 def by_patching(frames: Frames) -> pd.DataFrame:
@@ -319,7 +475,8 @@ def chances(frames: Frames) -> str:
 
 
 COLOURS = {
-    "none": "black",
+    NONE: "black",
+    EQUAL_STEPS: "0.55",
     "neurons": "C0",
     "heads": "C1",
     "width": "C2",
@@ -347,13 +504,15 @@ def _panels(frames: Frames, rows: Sequence[tuple[str, str, tuple[str, ...]]]) ->
                 seeds = of_arm.groupby(["check", "seed"])[column].mean().unstack()
                 at = [i + 0.06 * (number - len(names) / 2) for i in range(len(checks))]
                 middle = seeds.mean(axis=1)
+                # Where all seeds have one value, their mean may be off by a rounding.
                 off = [middle - seeds.min(axis=1), seeds.max(axis=1) - middle]
+                off = [size.clip(lower=0) for size in off]
                 style = {"color": COLOURS[name], "lw": 1.4, "elinewidth": 0.8, "ms": 4}
                 panel.errorbar(at, middle, yerr=off, fmt="o-", label=name, **style)
             panel.set_xticks(range(len(checks)), [_share(each) for each in checks])
             panel.grid(alpha=0.3)
     for panel in panels[-1]:
-        panel.set_xlabel("share of the flops after growth")
+        panel.set_xlabel("share of the training after growth")
     return picture
 
 
@@ -380,10 +539,11 @@ def _legend(picture: Figure, title: str) -> Figure:
 
 def old_figure(frames: Frames) -> Figure:
     """What becomes of old neurons: their effects, and their gates."""
-    shown = ("none", *KINDS)
+    shown = (NONE, EQUAL_STEPS, *KINDS)
     rows = [
         ("correlation", "correlation of effects\nwith before growth", shown),
         ("kept", "share of the circuit's\nneurons that are kept", shown),
+        ("overlap", "overlap of effects", shown),
         ("gates", "correlation of\nthe circuit's gates", shown),
     ]
     return _legend(_panels(frames, rows), "bars: least and largest of the seeds")
@@ -398,9 +558,11 @@ def new_figure(frames: Frames) -> Figure:
     ]
     picture = _panels(frames, rows)
     frame = frames[""]
-    idle = frame[frame["arm"] == "none"].groupby(["task", "check"])["idle_share"].mean()
+    styles = {NONE: "k:", EQUAL_STEPS: "k--"}
+    idle = frame.groupby(["arm", "task", "check"])["idle_share"].mean()
     for panel, task in zip(picture.axes, dict.fromkeys(frame["task"]), strict=False):
-        panel.plot(idle[task].to_numpy(), "k:", label="idle half, without growth")
+        for arm, style in styles.items():
+            panel.plot(idle[arm, task].to_numpy(), style, lw=1, label=f"idle half, {arm}")
     return _legend(picture, "bars: least and largest of the seeds")
 
 
@@ -409,7 +571,7 @@ def answers(frames: Frames) -> str:
     parts = []
     for number, each in enumerate(PREDICTIONS, 1):
         held, figures = each.answer(frames)
-        verdict = "It held" if held else "It failed"
+        verdict = {True: "It held", False: "It failed", None: "These data cannot tell"}[held]
         text = (
             f"{number}. **{each.question}** *Expected:* {each.expected} **{verdict}:** {figures}."
         )
@@ -433,8 +595,13 @@ def page(frames: Frames, about: Mapping[str, Any], flag: str) -> str:
         flag=flag,
         machine=about["machine"],
         seconds=about["training_seconds"],
-        held=sum(held),
+        held=held.count(True),
+        untold=held.count(None),
         of=len(held),
+        in_short=in_short(frames),
+        scale=table(scale(frames)),
+        missing=missing_zero(frames),
+        against_training=table(against_training(frames)),
         answers=answers(frames),
         small_models=table(small_models(frames)),
         end=table(at_the_end(frames)),
@@ -454,16 +621,37 @@ Then it grows in neurons, heads, width or depth alone, to what is there of {grow
 and trains on, for the flops of {more} more of its steps. Every component's effect on three of its
 tasks is measured before, right after growth, and on the way: {n} small models, two growths of each
 kind, {prompts} prompts of a task, which begin no sentence of the texts. `circuits_in_growth.py`
-says what is compared, and `circuit_measures.py` defines the measures.
+says what is compared, and `circuit_measures.py` defines the measures. Every component's effects
+before and at the end are in `circuits_in_growth_effects.csv`: so "kept", "overlap", correlations
+and shares at the end can be computed again.
 
 Made by `python analyses/circuits_in_growth.py{flag}` on {machine}.
 Training took {seconds} s of processor time in all; measuring takes about as long.
 
+## In short
+
+{in_short}
+
+## From chance to the ceiling
+
+Means over tasks, growths and small models, with the least and the largest of the small models in
+brackets. "Other prompts" are {prompts} more of each task, none of them among the first. Two
+trainings on other texts begin from one small model and take the steps of "neurons"; each reads
+texts that no other arm reads.
+
+{scale}
+
+Differences at the end, paired by small model, with Student's interval of 95 %. {missing} intervals
+miss zero; one or two would by chance alone:
+
+{against_training}
+
 ## Questions and answers
 
-Predictions were written before the run, with the bounds that decide; {held} of {of} held. Figures
-are means over tasks, growths and small models, with the least and the largest of the small models
-in brackets.
+Predictions were written before the first run, with the bounds that decide; {held} of {of} held,
+and {untold} cannot be told. Figures are means over tasks, growths and small models, with the least
+and the largest of the small models in brackets. Question 4 had no bound: the order decided. It is
+now said to be told only where the interval of heads less width does not hold zero.
 
 {answers}
 
@@ -480,8 +668,9 @@ same with every head and neuron patched from the corrupted prompt.
 
 ## At the end
 
-Every arm has had as many flops since growth as the others. By chance, if each neuron were matched
-with another one of its layer: {chances}.
+Every arm has had as many flops since growth as the others, but for those named after steps and
+texts, which took the steps of "neurons". By chance, if each neuron were matched with another one of
+its layer: {chances}.
 
 {end}
 
@@ -498,9 +687,10 @@ The share that new components hold at the end:
 
 ## Two growths of one model
 
-The old components of one at the end against those of the other, whose new entries began with other
-numbers. Both read the same texts in the same order, so this is what new entries leave to chance,
-not what texts do.
+The old components of one at the end against those of the other. Of kinds of growth, new entries
+began with other numbers, and both read the same texts in the same order: this is what new entries
+leave to chance. Of "none, other texts" nothing grew, and each read its own texts: this is what
+texts do.
 
 {twins}
 
@@ -524,7 +714,10 @@ splits and copies; so this one was made longer. The predictions are older than b
 been changed.
 Growth comes once, at one time, and doubles (or nearly) what it adds to. The learning rate is the
 same for old and new entries. Arms with more weights have done fewer steps, so that they have had
-less time to drift, and end with a higher loss: questions 3 and 9 compare with no growth at equal
-flops, not at equal steps or equal loss. Effects are of one component at a time: where several stand
-in for one another, each has a small one.
+less time to drift, and end with a higher loss: so training without growth is there twice, at equal
+flops and at equal steps; not at equal loss. There are three small models: intervals of the means of
+three are wide. The first version of this page compared at equal flops alone, had no ceiling, and
+took the loss from texts of few lengths; its runs were other ones, so that every figure is new.
+Effects are of one component at a time: where several stand in for one another, each has a small
+one.
 """

@@ -29,10 +29,11 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
 from train_small_english import (
     POOL,
-    SEED_OF_HELD_OUT,
     Recipe,
     differences,
     held_out,
+    held_out_loss,
+    held_out_texts,
     loss_of,
     pool,
     questions,
@@ -80,7 +81,7 @@ class Plan:
         family: "llama" has gated MLPs and RMS norm; "gpt_neox" plain ones and LayerNorm.
         check_every: steps from one row of the curve to the next.
         save_every: steps from one checkpoint to the next, a multiple of `check_every`.
-        read: batches of held-out text.
+        read: held-out texts.
         asked: prompts of each task; 0 to ask nothing.
         kept: steps whose weights are kept, for `model_at`.
     """
@@ -100,7 +101,7 @@ class Plan:
     family: Literal["llama", "gpt_neox"] = "llama"
     check_every: int = 100
     save_every: int = 200
-    read: int = 8
+    read: int = 512
     asked: int = 50
     kept: tuple[int, ...] = ()
 
@@ -166,6 +167,11 @@ def _pool(data_seed: int, rows: int, number: int) -> list[Tensor]:
     return pool(Recipe(seed=data_seed, rows=rows), number, never())
 
 
+@lru_cache(4)
+def _held_out_texts(n: int) -> list[Tensor]:
+    return held_out_texts(n, never())
+
+
 @lru_cache(2)
 def questions_once(n: int) -> dict[str, PairedPrompts]:
     """The questions of every task, n of each."""
@@ -194,13 +200,11 @@ def step_flops(weights: Weights, tokens: Tensor) -> int:
 def figures(model: TransformerBridge, n_read: int, asked: int) -> dict[str, float]:
     """The loss on held-out text, and by task the share of right answers."""
     wrapped = model.original_model
-    texts = _pool(0, 16, SEED_OF_HELD_OUT)[:n_read]
-    losses = torch.stack([loss_of(wrapped, each.to(wrapped.device)) for each in texts])
     right = {
         task: (differences(wrapped, pairs) > 0).double().mean().item()
         for task, pairs in questions_once(asked).items()
     }
-    return {"loss": losses.mean().item(), **right}
+    return {"loss": held_out_loss(wrapped, _held_out_texts(n_read)), **right}
 
 
 def adamw(plan: Plan, model: TransformerBridge, start: Done | None) -> torch.optim.AdamW:

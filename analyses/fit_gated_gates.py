@@ -19,6 +19,7 @@ float32, and certified as rounded.
 
 import json
 import math
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from itertools import pairwise
@@ -29,6 +30,7 @@ import numpy as np
 import pandas as pd
 import torch
 import typer
+from benching import leave
 from sigmoid_minimax import (
     ROUNDING,
     Array,
@@ -178,7 +180,8 @@ def main(
     seed: int = 0,
     smoke: Annotated[bool, typer.Option(help="one fit from nothing, kept in --out")] = False,
 ) -> None:
-    """Fit, certify, and write the table and the report."""
+    """Fit, certify, and write the table, the report and its record."""
+    started = time.perf_counter()
     asked, heads = [(name, r) for name in NAMES for r in ranges_of(name)], HEADS
     if smoke:
         asked, heads, starts, table = [("silu", 8.0)], (4,), 2, out / TABLE.name
@@ -188,7 +191,8 @@ def main(
     gates = [gate_of(name, r, found[name, r, n_heads]) for name, r in asked for n_heads in heads]
     entries = ",\n".join(json.dumps(asdict(gate)) for gate in gates)
     write_text(table, f"[\n{entries}\n]\n")
-    write_text(out / "gated_gates.md", report(gates))
+    settings = {"smoke": smoke, "starts": starts, "seed": seed}
+    leave(__file__, out, {"gated_gates.md": report(gates)}, started=started, **settings)
 
 
 def read(table: Path) -> Sequence[BilinearGate]:

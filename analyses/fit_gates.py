@@ -27,6 +27,7 @@ confirms. No search proves a global minimum; the bounds do not depend on it.
 """
 
 import math
+import time
 from pathlib import Path
 from typing import Annotated
 
@@ -34,6 +35,7 @@ import numpy as np
 import pandas as pd
 import torch
 import typer
+from benching import leave
 from numpy.typing import NDArray
 from scipy.optimize import least_squares, linprog
 from scipy.special import expit, ndtr
@@ -41,7 +43,6 @@ from torch import Tensor
 from tqdm import tqdm
 
 from attn_only_lens.gates import BilinearGate, bilinear_gate, certified_bound
-from attn_only_lens.storage import write_text
 
 # Terms are [n_terms, 3]: columns w, b, c. A term with c > 0 is a pair of heads, w σ(b q + c) and
 # w σ(b q - c); one with c = 0 is one head.
@@ -280,13 +281,15 @@ def main(
     name: Annotated[list[str] | None, typer.Option(help="gelu or gelu_new; both if none")] = None,
     heads: Annotated[list[int] | None, typer.Option(help="1, 2, 4, 6 or 8; all if none")] = None,
 ) -> None:
-    """Fit, compare with the pinned coefficients, and write gates.md."""
+    """Fit, compare with the pinned coefficients, and write gates.md and its record."""
+    started = time.perf_counter()
     unknown = set(name or []) - set(TARGETS) | set(heads or []) - set(STARTS)
     if unknown:
         expected = f"--name {' or '.join(TARGETS)}, --heads {', '.join(map(str, STARTS))}"
         raise typer.BadParameter(f"got {unknown}; expected {expected}")
     page = report(name or list(TARGETS), heads or [], smoke)
-    write_text(out / "gates.md", page)
+    settings = {"smoke": smoke, "name": name, "heads": heads}
+    leave(__file__, out, {"gates.md": page}, started=started, **settings)
     typer.echo(page)
 
 

@@ -27,12 +27,15 @@ hops        with L_h the logits of paths through h heads, centred over the vocab
             sum: the share ⟨L_h, L⟩ / ⟨L, L⟩ (shares add up to 1), and how much of L is explained up
             to h, 1 - ‖L - Σ_{i ≤ h} L_i‖² / ‖L‖², over all tokens of a prompt but the first
 words       the share of the five tokens at either end of a neuron's path that are of one class of
-            the grammar's words, and of five random tokens
+            the grammar's words; of neurons whose weights have random directions, for words of a
+            class have similar embeddings, and any direction prefers similar words; and of five
+            random tokens (the only null of the first run, which is too easy to beat)
 cost        seconds, and the peak of the process' memory over what it held before
 
 python analyses/framework_on_models.py --smollm2 out/smollm2 --out analyses/results
 """
 
+import os
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -59,6 +62,7 @@ from attn_only_lens.numerics import spearman
 from attn_only_lens.tasks import words
 
 SMALL, LARGE, SHAPE = "Small English", "SmolLM2-135M", "GPT-2's shape"
+ENDS = ("reads", "writes")
 RARE = 5  # a token that occurs less often is left out of tables
 N_TOKENS = 5
 TASKS: dict[str, Callable[..., Any]] = {
@@ -187,19 +191,66 @@ def purity(texts: Iterable[str], classes: dict[str, str]) -> float:
     return max(found.values(), default=0) / N_TOKENS
 
 
-def readability(rows: pd.DataFrame, tokens: list[str], draws: int) -> pd.DataFrame:
-    """Mean purity of both ends of paths by layer, and of random tokens."""
-    classes, random = word_classes(), Random(0)
-    chance = [purity(random.sample(tokens, N_TOKENS), classes) for _ in range(draws)]
-    pure = pd.DataFrame(
-        {end: [purity(texts, classes) for texts in rows[end]] for end in ("reads", "writes")}
-    ).assign(layer=rows["layer"])
-    found = pure.groupby("layer")[["reads", "writes"]].mean().reset_index()
-    for end in ("reads", "writes"):
-        found[f"{end}: all five"] = pure.groupby("layer")[end].agg(lambda x: (x == 1).mean()).values
-    found["random"] = sum(chance) / draws
-    found["random: all five"] = sum(each == 1 for each in chance) / draws
-    return found
+def purities(rows: pd.DataFrame) -> pd.DataFrame:
+    """Mean purity of both ends of paths by layer, and the share of rows where all tokens agree."""
+    classes, means = word_classes(), {}
+    for end in ENDS:
+        pure = pd.Series([purity(texts, classes) for texts in rows[end]])
+        by_layer = pure.groupby(rows["layer"].to_numpy())
+        means[end] = by_layer.mean()
+        means[f"{end}: all five"] = by_layer.agg(lambda x: (x == 1).mean())
+    return pd.DataFrame(means).rename_axis("layer")
+
+
+def with_random_directions(model: Any, seed: int) -> Any:
+    """Give every neuron weights of random directions, in place; return the model."""
+    generator = torch.Generator().manual_seed(seed)
+    for layer in model.original_model.model.layers:
+        for matrix in (layer.mlp.gate_proj, layer.mlp.up_proj, layer.mlp.down_proj):
+            drawn = torch.randn(matrix.weight.shape, generator=generator)
+            matrix.weight.data.copy_(drawn)  # any scale: which tokens come first is of directions
+    return model
+
+
+def readability(
+    rows: pd.DataFrame, texts: list[str], nulls: Iterable[pd.DataFrame], draws: int
+) -> pd.DataFrame:
+    """Purity by layer, beside that of random directions and of random tokens.
+
+    Args:
+        rows: paths of the model's neurons.
+        texts: those of the tokens that were asked.
+        nulls: the same of neurons of random directions, a frame for each draw of a whole model.
+        draws: of five random tokens.
+    """
+    classes, random, found = word_classes(), Random(0), purities(rows)
+    of_nulls = pd.concat([purities(null) for null in nulls]).groupby("layer")
+    for column in list(found):
+        null = of_nulls[column]
+        found[f"{column}, random directions"] = null.mean()
+        found[f"{column}, least of them"], found[f"{column}, largest"] = null.min(), null.max()
+    chance = [purity(random.sample(texts, N_TOKENS), classes) for _ in range(draws)]
+    found["random tokens"] = sum(chance) / draws
+    found["random tokens: all five"] = sum(share == 1 for share in chance) / draws
+    return found.reset_index()
+
+
+def words_table(words: pd.DataFrame) -> str:
+    """A row for each layer and end: both purities, and those of random directions, with ranges."""
+    rows = []
+    for row in words.to_dict("records"):
+        for end in ENDS:
+            cells = [f"{row['layer']:.0f}", end]
+            for column in (end, f"{end}: all five"):
+                null, low, high = (
+                    row[f"{column}, {which}"]
+                    for which in ("random directions", "least of them", "largest")
+                )
+                cells += [f"{row[column]:.3f}", f"{null:.3f} ({low:.3f} to {high:.3f})"]
+            rows.append(cells)
+    return lines(
+        ["layer", "end", "of one class", "random directions", "all five", "random directions"], rows
+    )
 
 
 class Costs:
@@ -212,11 +263,14 @@ class Costs:
         """Run, and note what it took."""
         reset_peak(self.device)
         before, _ = held_and_peak(self.device)
-        started = time.perf_counter()
+        started, busy = time.perf_counter(), time.process_time()
         found = run()
-        took = time.perf_counter() - started
+        took = {
+            "processor s": time.process_time() - busy,
+            "wall s": time.perf_counter() - started,
+        }
         peak = (held_and_peak(self.device)[1] - before) / MIB
-        self.rows.append({"model": name, "call": call, "seconds": took, "peak MiB": peak})
+        self.rows.append({"model": name, "call": call} | took | {"peak MiB": peak})
         return found
 
 
@@ -354,7 +408,20 @@ def main(
     paths = one_prompt(
         model, SMALL, "The keys near the cabinet", p.logit_diff(" are", " is"), costs
     )
-    pure = readability(rows, [token_texts(model, [i])[0] for i in tokens], 50 if smoke else 20_000)
+    nulls = (
+        circuits.token_paths(
+            expose_neuron_heads(with_random_directions(pretrained.small_english(device), i)).model,
+            p.neuron_heads(layers),
+            10**6,
+            tokens=tokens,
+            n_tokens=N_TOKENS,
+            progress=False,
+        )
+        for i in range(2 if smoke else 40)
+    )
+    pure = readability(
+        rows, [token_texts(model, [i])[0] for i in tokens], nulls, 50 if smoke else 20_000
+    )
     parts = [section(SMALL, copying, attention, hops, rows, paths)]
     kept = {"copying": [copying], "hops": [hops], "paths": [paths], "rows": [rows]}
     inductions = [attention]
@@ -404,8 +471,12 @@ def main(
         parts="\n\n".join(parts),
         tasks=markdown(of_tasks.pivot(index="task", columns="hops", values="effect").reset_index()),
         pairs=markdown(joined),
-        words=markdown(pure),
+        words=words_table(frames["words"]),
+        random=f"{pure['random tokens'].iloc[0]:.3f}",
+        random_five=f"{pure['random tokens: all five'].iloc[0]:.5f}",
         cost=markdown(cost),
+        load=os.getloadavg()[0],
+        cores=os.cpu_count(),
     )
     typer.echo(page)
     settings = {"device": device, "smoke": smoke, "smollm2": smollm2 is not None}
@@ -417,6 +488,14 @@ def answer(frames: dict[str, pd.DataFrame]) -> str:
     """The figures that the expectations are held against."""
     hops, task = frames["hops"], frames["tasks"].set_index(["task", "hops"])
     pair, first = frames["pairs"].iloc[0], frames["words"].iloc[0]
+    above = {
+        f"above_{end}": standing_out(frames["words"], column)
+        for end, column in zip(
+            ("reads", "writes", "reads_five", "writes_five"),
+            (*ENDS, *(f"{end}: all five" for end in ENDS)),
+            strict=True,
+        )
+    }
     explained = hops.groupby(["model", "hops"])["explained"].mean()
     two = {name: task["effect"][name, "2"] / task["value"][name, "2"] for name in TASKS}
     text = ANSWER.format(
@@ -426,10 +505,16 @@ def answer(frames: dict[str, pd.DataFrame]) -> str:
         pair=f"{pair['first']} and {pair['second']}",
         scores=f"{pair['copying_first']:.2f} and {pair['copying_second']:.2f}",
         reads=first["reads"],
-        random=first["random"],
+        null=first["reads, random directions"],
+        most=first["reads, largest"],
         five=first["reads: all five"],
-        random_five=first["random: all five"],
-        later=", ".join(f"{x:.0%}" for x in frames["words"]["reads"][1:]),
+        null_five=first["reads: all five, random directions"],
+        random=first["random tokens"],
+        later=", ".join(
+            f"{row['reads']:.0%} against {row['reads, random directions']:.0%}"
+            for row in frames["words"].iloc[1:].to_dict("records")
+        ),
+        **above,
     )
     if LARGE not in hops["model"].values:
         return text
@@ -441,6 +526,14 @@ def answer(frames: dict[str, pd.DataFrame]) -> str:
         most=", ".join(f"{row.name} {row.copying:.2f}" for row in most.itertuples()),
         rank=spearman(heads["induction"], heads["copying"]),
     )
+
+
+def standing_out(words: pd.DataFrame, column: str) -> str:
+    """The layers where a figure is above that of every draw of random directions, in words."""
+    layers = words["layer"][words[column] > words[f"{column}, largest"]].astype(int)
+    if layers.empty:
+        return "no layer"
+    return f"layer{'s' * (len(layers) > 1)} {', '.join(map(str, layers))}"
 
 
 def section(
@@ -509,9 +602,14 @@ written down, one prompt of each model had already spoken against the second.)
 - Where two hops make most, they name its parts; none was cut to test them. In induction the largest
   pair is {pair}, heads whose copying scores are {scores}. No single head of Small English
   attends to the answer much.
-- Of five tokens that drive a neuron of layer 0, {reads:.0%} are of one kind, of random ones
-  {random:.0%}; all five are in {five:.1%} of rows, against {random_five:.3%}. In later
-  layers: {later}."""
+- Of five tokens that drive a neuron of layer 0, {reads:.0%} are of one kind; of a neuron with
+  weights of random directions {null:.0%}, at most {most:.0%} in any draw. All five are in
+  {five:.1%} of rows, against {null_five:.1%}. In later layers: {later}. The share is
+  above that of every draw in {above_reads}; of the tokens that neurons raise, in {above_writes}
+  (by little). Rows where all five are of one kind are more than in every draw in
+  {above_reads_five}, of what is raised in {above_writes_five}, but few.
+  (The first version of this page compared with random tokens, {random:.0%}: but words of a kind
+  have similar embeddings, so any direction prefers words of a kind.)"""
 
 ANSWER_LARGE = """
 - In SmolLM2-135M two hops explain {two:.0%}. Terms of more hops are many times larger than the
@@ -544,15 +642,19 @@ the share is of the whole logit difference, and copying scores are those of the 
 ## Small English: are the tables of neurons readable
 
 The share of the five tokens at either end of a row that are of one class of the grammar's words
-(women, men, things, prepositions, past verbs, …), and of rows where all five are; and of five
-random tokens.
+(women, men, things, prepositions, past verbs, …), and of rows where all five are; and the same of
+neurons whose weights have random directions: the mean over 40 draws of a whole layer, and the least
+and the largest of them. Of five random tokens {random} are of one class, and all five in
+{random_five} of draws.
 
 {words}
 
 ## Cost
 
-Seconds on this machine, and the peak of the process' memory over what it held before the call; 0
-where memory that an earlier call had freed was enough. Copying scores are of all heads and neurons.
+Seconds of one thread's processor time and by the clock, with a load average of {load:.0f} on
+{cores} cores at the end: with much other work, the clock's say little. And the peak of the process'
+memory over what it held before the call; 0 where memory that an earlier call had freed was enough.
+Copying scores are of all heads and neurons.
 
 What limits this: two models, tokens chosen by us, norm scales and positions left out of all that is
 of weights alone, and patterns held where paths are expanded.

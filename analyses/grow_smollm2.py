@@ -23,12 +23,11 @@ import torch
 import transformers
 import typer
 from bench_peak_memory import held_and_peak, reset_peak
-from benching import MIB, Device, machine, table, wait
+from benching import MIB, Device, leave, machine, table, wait
 from tqdm import tqdm
 from transformer_lens.model_bridge import TransformerBridge
 
 from attn_only_lens import grow
-from attn_only_lens.storage import write_text
 
 SIZES = {"d_mlp": 2048, "n_heads": 12, "d_head": 80, "d_model": 720, "n_layers": 32}
 TINY = {
@@ -207,7 +206,8 @@ def main(
     device: Device = "cpu",
     smoke: Annotated[bool, typer.Option(help="a tiny model of random weights")] = False,
 ) -> None:
-    """Measure, print, and write `grow_smollm2.md`."""
+    """Measure, print, and write `grow_smollm2.md` and its record."""
+    started = time.perf_counter()
     if measured:
         folder, sizes, grown_folder, device = json.loads(measured)
         typer.echo(json.dumps(measure(Path(folder), sizes, Path(grown_folder), device)))
@@ -216,7 +216,8 @@ def main(
         model = tiny(Path(scratch, "tiny")) if smoke else model
         sizes, flags = (TINY_SIZES, ["--smoke"]) if smoke else (SIZES, [])
         text = report(model, sizes, Path(scratch), flags, device)
-    write_text(out / "grow_smollm2.md", text)
+    settings = {"device": device, "smoke": smoke}
+    leave(__file__, out, {"grow_smollm2.md": text}, started=started, **settings)
     typer.echo(text)
 
 

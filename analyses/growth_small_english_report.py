@@ -12,15 +12,21 @@ __all__ = ["curves_figure", "difference", "page"]
 
 STARTS = {"plain": "Plain MLPs and LayerNorm", "gated": "Gated MLPs and RMS norm"}
 EARLY = (20, 100)  # steps after growth
+LONGER = "scratch, all flops, "  # then the width
 COLOURS = {"small": "0.6", "full": "0.0"}
 
 
 def difference(ends: pd.DataFrame, part: str, arm: str, other: str) -> tuple[float, float, float]:
     """The mean over seeds of one arm's loss less another's, and Student's interval of 95 %."""
     losses = ends[ends["part"] == part].pivot(index="seed", columns="arm", values="loss")
-    found = losses[arm] - losses[other]
-    half = student.ppf(0.975, len(found) - 1) * found.sem() if len(found) > 1 else float("nan")
-    return found.mean(), found.mean() - half, found.mean() + half
+    return interval(losses[arm] - losses[other])
+
+
+def interval(values: "pd.Series[float]") -> tuple[float, float, float]:
+    """The mean, and Student's interval of 95 %."""
+    n = len(values)
+    half = float(student.ppf(0.975, n - 1) * values.sem()) if n > 1 else float("nan")
+    return float(values.mean()), float(values.mean() - half), float(values.mean() + half)
 
 
 def said(found: tuple[float, float, float]) -> str:
@@ -91,25 +97,20 @@ def starts(frames: Mapping[str, pd.DataFrame], study: Any) -> str:
 
 
 def families(ends: pd.DataFrame, budgets: Iterable[int], widths: Sequence[int]) -> str:
-    """A row for each budget and size."""
+    """A row for each budget and each size that grew: against both models from scratch."""
     rows = []
     for budget in budgets:
         part = f"family {budget}"
-        frame = of(ends, part).set_index(["arm", "seed"])
-        for number, width in enumerate(widths):
-            scratch = frame.loc[f"scratch, {width}"]
-            row = [budget, width, f"{scratch['flops'].mean() / 1e9:.0f}"]
-            row += [f"{scratch['loss'].mean():.3f}"]
-            if number:
-                grown = frame.loc[f"grown, {width}"]
-                row += [f"{grown['loss'].mean():.3f}"]
-                found = difference(ends, part, f"grown, {width}", f"scratch, {width}")
-                row += [said(found)]
-            else:
-                row += ["the same", ""]
-            rows.append(row)
-    header = ["steps of each", "d_model", "Gflop from scratch", "from scratch", "one checkpoint"]
-    return markdown([*header, "difference"], rows).replace("nan", "–")
+        frame = of(ends, part).groupby("arm")[["step", "flops", "loss"]].mean()
+        for width in widths[1:]:
+            grown, *scratch = f"grown, {width}", f"scratch, {width}", f"{LONGER}{width}"
+            row = [budget, width]
+            for arm in (grown, *scratch):
+                step, flops, loss = frame.loc[arm]
+                row += [f"{loss:.3f} ({step:.0f} steps, {flops / 1e9:.0f} Gflop)"]
+            rows.append([*row, *(said(difference(ends, part, grown, other)) for other in scratch)])
+    header = ["steps of each", "d_model", "one checkpoint", "from scratch", "for all flops"]
+    return markdown([*header, "less the first", "less the second"], rows).replace("nan", "–")
 
 
 def rates(ends: pd.DataFrame) -> str:
@@ -150,8 +151,9 @@ def curves_figure(curves: pd.DataFrame) -> Figure:
             spread = by_step["loss"].agg(["min", "max"]).loc[seen.index]
             style = {"color": colours[arm], "lw": 1.3}
             if arm.startswith("scratch"):
-                twin = arm.replace("scratch", "grown")
-                style |= {"ls": "--"} | ({"color": colours[twin]} if twin in colours else {})
+                style["ls"] = ":" if arm.startswith(LONGER) else "--"
+                twin = f"grown, {arm.rpartition(' ')[2]}"
+                style["color"] = colours.get(twin, style["color"])
             panel.plot(seen["flops"] / 1e9, seen["loss"], label=arm, **style)
             panel.fill_between(
                 seen["flops"] / 1e9, spread["min"], spread["max"], color=style["color"], alpha=0.1
@@ -201,6 +203,7 @@ def page(
         totals=" and ".join(f"{each:.0f}" for each in totals),
         first=fresh[0],
         most=max(fresh),
+        read=study.read,
         at=fresh.index(max(fresh)) + 1,
         starts=starts(frames, study),
         families=families(ends, study.budgets, widths),
@@ -246,7 +249,10 @@ def verdicts(frames: Mapping[str, pd.DataFrame], study: Any) -> Iterator[tuple[s
         for width in [each.d_model for each in study.family[1:]]:
             arms = f"grown, {width}", f"scratch, {width}"
             found = gains[width, budget] = difference(ends, f"family {budget}", *arms)
-            said_here = f"{budget} steps each: d_model {width} is better from the checkpoint"
+            said_here = (
+                f"{budget} steps each, those of the checkpoint not counted: d_model {width} is "
+                "better from the checkpoint"
+            )
             yield f"{said_here}, {said(found)}", found[2] < 0
     few, most = min(study.budgets), max(study.budgets)
     more = all(gains[w, few][0] < gains[w, most][0] for w, n in gains if n == few)
@@ -280,9 +286,14 @@ def answer(ends: pd.DataFrame, study: Any) -> str:
         parts = [part] if part else list(study.kinds)
         return " and ".join(said(difference(ends, each, arm, "own")) for each in parts)
 
-    most, width = max(study.budgets), study.family[-1].d_model
-    arms = f"grown, {width}", f"scratch, {width}"
-    checkpoint = said(difference(ends, f"family {most}", *arms))
+    width = study.family[-1].d_model
+    checkpoint = "; ".join(
+        f"after {budget} steps of each size, against scratch for as many steps of its own "
+        f"{said(difference(ends, f'family {budget}', f'grown, {width}', f'scratch, {width}'))}, "
+        "for as many flops in all "
+        f"{said(difference(ends, f'family {budget}', f'grown, {width}', f'{LONGER}{width}'))}"
+        for budget in study.budgets
+    )
     places = of(ends, "layers").query("arm != 'full'").groupby("arm")["loss"].mean()
     lines = [
         f"Which start: against the paper's, pairs {against('pairs')} ({' and '.join(study.kinds)})",
@@ -294,8 +305,9 @@ def answer(ends: pd.DataFrame, study: Any) -> str:
     apart = places.max() - places.min()
     return (
         "; ".join(lines)
-        + f".\n\nOne checkpoint: the largest model, after {most} steps of each size, {checkpoint} "
-        f"against scratch. Places of new layers: {apart:.3f} between the best and the worst."
+        + f".\n\nOne checkpoint, the largest model: {checkpoint}. The former counts where all "
+        "sizes are wanted, as smaller ones have paid for the checkpoint's steps; of one model, "
+        f"the latter does.\n\nPlaces of new layers: {apart:.3f} between the best and the worst."
     )
 
 
@@ -304,9 +316,10 @@ PAGE = """# Does it pay to grow? Small English
 Three questions about small language models, those of §5 of the growth paper: which start trains
 best after growth, whether one checkpoint pays for a family of sizes, and where new layers go.
 `growth_small_english.py` says what is compared and what we expected before the runs;
-`english_runs.py` trains. {n} seeds; losses are nats a word of held-out text, lower is better;
-"right" is the share of right answers to the questions of eight tasks. Differences are paired by
-seed, with Student's interval of 95 %.
+`english_runs.py` trains. {n} seeds; losses are nats a word of {read[1]} held-out texts of all
+lengths, lower is better; "right" is the share of right answers to the questions of eight tasks.
+Differences are paired by seed, with Student's interval of 95 %. Comparisons are at equal flops,
+growth's own included, except where steps are named.
 
 Made by `python analyses/growth_small_english.py{flag}`; training took {seconds:.0f} s of one
 thread.
@@ -329,8 +342,8 @@ they end behind.
 
 Two layers, {small}, for {before} steps; then growth at once to
 {full}; then {after} steps, the rate falling over the last {decay}.
-The columns "+" are the mean loss {early} steps after growth, on 64 texts. All grown arms take
-the same flops; "small" and "full" take as many from scratch, without growth.
+The columns "+" are the mean loss {early} steps after growth, on {read[0]} texts. All grown arms
+take the same flops; "small" and "full" take as many from scratch, without growth.
 
 AdamW's step does not depend on the size of a gradient. With fresh moments in a tensor whose bias
 correction is over, the first step of an entry is {first:.2f} learning rates, and with a steady
@@ -342,10 +355,14 @@ gradient it rises to {most:.2f} at step {at}: at a rate of {lr}, a zero is as la
 ## One checkpoint for a family of sizes?
 
 Widths {widths}; each size trains for {budgets} steps of its own, so that a whole
-family takes {totals} Gflop, either way. From scratch, or each size grown from the one before it
-(own draws, outputs zero).
+family takes {totals} Gflop, either way: from scratch, or each size grown from the one before it
+(own draws, outputs zero). A grown model has taken the steps and flops of the checkpoint, too, which
+the smaller sizes have paid for. So it is compared with two models of its size from scratch: for the
+steps of its own, and for all the flops of its line. Losses, with all steps and flops behind them:
 
 {families}
+
+The smallest models are the same either way.
 
 ## Where should new layers go?
 
@@ -371,5 +388,9 @@ schedule of the rate, one moment of growth, one learning rate, which suits the f
 the small one. At these lengths no size is trained to its end: small models still gain the most for
 their flops. Intervals of three seeds are wide: what they do not tell apart may differ. Shared-out
 units (splits, unequal) were run again after their moments had been mended, with the results of the
-first time known; no prediction's fate changed.
+first time known; no prediction's fate changed then. Later everything was run again,
+with held-out texts of all lengths and with models from scratch for all flops; the first losses were
+means of batches sorted by length, so that words of short texts counted more, and higher. That page
+gave the gain of the widest model from the checkpoint without saying that it had taken 1,000 steps
+and 368 Gflop, against 400 and 275.
 """

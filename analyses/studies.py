@@ -3,30 +3,21 @@
     NAME.md         the page
     NAME.csv        every row that its tables are read off
     NAME.svg        the figure
-    NAME.run.json   command, settings, seconds, machine, versions, and the sha256 of the others
+    NAME.run.json   how the others were made: `benching.leave`
 
-A study of several tables or figures has NAME_PART.csv and NAME_PART.svg.
-So a page that was edited by hand, or a table of another run, is told from one of this run.
+A study of several tables or figures has NAME_PART.csv and NAME_PART.svg. A benchmark leaves a page
+and its record alone.
 """
 
-import hashlib
 import io
-import json
-import platform
-import time
 from collections.abc import Mapping
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
-from benching import machine
+from benching import leave
 from matplotlib import rc_context
 from matplotlib.figure import Figure
-
-from attn_only_lens.storage import write_text
-
-PACKAGES = ("attn_only_lens", "transformer-lens", "torch", "numpy", "pandas")
 
 
 def keep(
@@ -59,18 +50,7 @@ def keep(
     for part, each in frames.items():
         made[f"{_part(name, part)}.csv"] = each.to_csv(index=False, float_format=digits)
     made |= {f"{_part(name, part)}.svg": svg(each) for part, each in pictures.items()}
-    run = {
-        "script": f"analyses/{name}.py",
-        "settings": settings,
-        "seconds": round(time.perf_counter() - started, 1),
-        "machine": machine(settings.get("device", "cpu")),
-        "python": platform.python_version(),
-        "versions": {each: version(each) for each in PACKAGES},
-        "sha256": {file: hashlib.sha256(text.encode()).hexdigest() for file, text in made.items()},
-    }
-    for file, text in made.items():
-        write_text(out / file, text)
-    write_text(out / f"{name}.run.json", json.dumps(run, indent=2, ensure_ascii=False) + "\n")
+    leave(script, out, made, started=started, **settings)
 
 
 def _part(name: str, part: str) -> str:

@@ -124,26 +124,54 @@ def held_out(n: int) -> frozenset[str]:
     return frozenset(text for each in made.values() for text in (*each.clean, *each.corrupted))
 
 
-def pool(recipe: Recipe, number: int, never: frozenset[str]) -> list[Tensor]:
-    """Write POOL batches [batch, pos]: BOS, a text, EOS, and EOS for padding."""
-    write = grammar.Grammar(recipe.seed * 1_000_000 + number, never)
+def texts_of(write: grammar.Grammar, n: int) -> list[list[int]]:
+    """Write n texts as tokens: BOS, the text, EOS."""
     ids = vocabulary()
-    rows = [
-        [ids[token] for token in (BOS, *re.findall(grammar.TOKEN, write.text()), EOS)]
-        for _ in range(POOL * recipe.rows)
-    ]
-    rows.sort(key=len)
-    batches = [rows[at : at + recipe.rows] for at in range(0, len(rows), recipe.rows)]
-    write.random.shuffle(batches)
-    longest = [max(map(len, batch)) for batch in batches]
     return [
-        torch.tensor([row + [ids[EOS]] * (length - len(row)) for row in batch])[:, : recipe.n_ctx]
-        for batch, length in zip(batches, longest, strict=True)
+        [ids[token] for token in (BOS, *re.findall(grammar.TOKEN, write.text()), EOS)]
+        for _ in range(n)
     ]
+
+
+def by_length(texts: list[list[int]], rows: int, n_ctx: int) -> list[Tensor]:
+    """Sort texts by length into batches [batch, pos], padded with EOS: little of it is padding."""
+    texts, end = sorted(texts, key=len), vocabulary()[EOS]
+    batches = [texts[start : start + rows] for start in range(0, len(texts), rows)]
+    return [
+        torch.tensor([text + [end] * (len(batch[-1]) - len(text)) for text in batch])[:, :n_ctx]
+        for batch in batches
+    ]
+
+
+def pool(recipe: Recipe, number: int, never: frozenset[str]) -> list[Tensor]:
+    """Write POOL batches [batch, pos] to train on, each of texts of one length, in random order."""
+    write = grammar.Grammar(recipe.seed * 1_000_000 + number, never)
+    batches = by_length(texts_of(write, POOL * recipe.rows), recipe.rows, recipe.n_ctx)
+    write.random.shuffle(batches)
+    return batches
+
+
+def held_out_texts(n: int, never: frozenset[str]) -> list[Tensor]:
+    """Write the first n held-out texts, of all lengths; batches are sorted only after the choice.
+
+    A few batches of a pool would be texts of a few lengths, and no sample of the language.
+    """
+    return by_length(texts_of(grammar.Grammar(SEED_OF_HELD_OUT, never), n), 64, Recipe.n_ctx)
+
+
+def held_out_loss(model: LlamaForCausalLM, batches: list[Tensor]) -> float:
+    """The mean of `losses_of` over the words of all batches, which so may be of any size."""
+    losses = [losses_of(model, tokens.to(model.device)) for tokens in batches]
+    return torch.cat(losses).double().mean().item()
 
 
 def loss_of(model: LlamaForCausalLM, tokens: Tensor) -> Tensor:
-    """The mean cross-entropy of every token after BOS, up to the first EOS.
+    """The mean of `losses_of`."""
+    return losses_of(model, tokens).mean()
+
+
+def losses_of(model: LlamaForCausalLM, tokens: Tensor) -> Tensor:
+    """The cross-entropy [word] of every token after BOS, up to the first EOS.
 
     Of a list, only what follows a word that was there before is asked: the rest is random.
     """
@@ -152,7 +180,8 @@ def loss_of(model: LlamaForCausalLM, tokens: Tensor) -> Tensor:
     again = again[:, 1:] & again[:, :-1]
     listed = torch.isin(tokens[:, 1:2], torch.tensor(sorted(LISTED), device=tokens.device))
     asked = (read != vocabulary()[EOS]) & (again | ~listed)
-    return F.cross_entropy(model(tokens[:, :-1]).logits[asked], tokens[:, 1:][asked])
+    logits = model(tokens[:, :-1]).logits
+    return F.cross_entropy(logits[asked], tokens[:, 1:][asked], reduction="none")
 
 
 def optimizers_of(model: LlamaForCausalLM, recipe: Recipe) -> list[torch.optim.Optimizer]:

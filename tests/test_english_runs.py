@@ -4,10 +4,11 @@ from dataclasses import replace
 
 import english_runs as runs
 import pytest
+import small_english_grammar as grammar
 import torch
+import train_small_english as english
 from common import needs_transformer_lens_4
 from torch.utils.flop_counter import FlopCounterMode
-from train_small_english import loss_of
 
 from attn_only_lens import expansion as ex
 from attn_only_lens import grow
@@ -87,7 +88,7 @@ def test_flops_are_those_that_torch_counts(family):
     model.original_model.set_attn_implementation("eager")
     tokens = runs.batch(plan, 5)
     with FlopCounterMode(display=False) as counter:
-        loss_of(model.original_model, tokens).backward()
+        english.loss_of(model.original_model, tokens).backward()
     assert runs.step_flops(read(model), tokens) == counter.get_total_flops() > 0
 
 
@@ -95,3 +96,28 @@ def test_the_rate_rises_and_falls():
     plan = replace(PLAN, steps=100, warmup=10, decay=40, lr=2.0)
     rates = [plan.rate(step) for step in (0, 9, 59, 60, 80, 99)]
     assert rates == pytest.approx([0.2, 2, 2, 2, 1, 0.05])
+
+
+def test_the_held_out_loss_is_the_mean_over_the_words_of_texts_of_all_lengths():
+    """Text by text and in float64, so that no batch and no padding has a part in it."""
+    n, model = 13, PLAN.model().original_model.double()
+    write = grammar.Grammar(english.SEED_OF_HELD_OUT, runs.never())
+    texts, losses = english.texts_of(write, n), []
+    for text in map(torch.tensor, texts):
+        with torch.no_grad():
+            logs = model(text[None, :-1]).logits[0].log_softmax(-1)
+        for place, word in enumerate(text[1:].tolist()):
+            before = text[: place + 1].tolist()
+            # of a list, only what follows a word that was there before is asked
+            again = word in before and before[-1] in before[:-1]
+            if again or text[1].item() not in english.LISTED:
+                losses.append(-logs[place, word].item())
+    got = runs.figures(PLAN.model().double(), n, 0)["loss"]
+    assert got == pytest.approx(sum(losses) / len(losses), rel=1e-7)  # norms are in float32
+    # control: texts of one length have another loss
+    longest = english.by_length(texts, 2, 128)[-1]
+    assert english.held_out_loss(model, [longest]) != pytest.approx(got, rel=1e-5)
+    # chosen before they are sorted: the first of many are those of few, whatever their lengths
+    many = english.held_out_texts(10 * n, runs.never())
+    assert sum(map(len, many)) == 10 * n
+    assert len({len(text) for text in texts}) > 5

@@ -32,6 +32,8 @@ def check(ends, smallest):
         if part.startswith("family"):
             for arm in [each for each in flops.index if each.startswith("grown")]:
                 assert arm.replace("grown", "scratch") in flops
+                for_all = flops[arm.replace("grown, ", report.LONGER)]
+                assert 1 <= for_all / flops[arm] <= smallest
         else:
             grown = flops.drop(["full", *({"small"} & set(flops.index))])
             assert grown.nunique() == 1
@@ -88,14 +90,28 @@ def test_the_guide_says_what_is_stored():
         *(less("plain", arm) for arm in ("pairs", "splits", "unequal", "GradMax")),
         *(less("gated", arm) for arm in ("pairs", "splits", "unequal")),
     ]
-    figures = [less("gated", "full"), less("gated", "small"), less("plain", "small"), max(alike)]
+    figures = [less("gated", "small"), less("plain", "small"), max(alike)]
     figures += [less("gated", "copies"), less("plain", "copies")]
     figures += [less("family 400", "grown, 64", "scratch, 64")]
+    for budget in (400, 200):
+        arms = "grown, 64", f"{report.LONGER}64"
+        mean, low, high = report.difference(ends, f"family {budget}", *arms)
+        figures += [-mean, -high, -low]
     places = ends.query("part == 'layers' and arm != 'full'").groupby("arm")["loss"].mean()
     figures += [places.max() - places.min()]
     assert re.findall(r"\d\.\d{3}", said) == [f"{each:.3f}" for each in figures]
+    # what is not told apart, at equal flops
+    apart = [("plain", "full", "own"), ("gated", "full", "own")]
+    apart += [(f"family {n}", "grown, 32", f"{report.LONGER}32") for n in (200, 400)]
+    for part, *arms in apart:
+        _, low, high = report.difference(ends, part, *arms)
+        assert low < 0 < high
+    spent = ends.query("part == 'family 400'").groupby("arm")[["step", "flops"]].mean()
+    spent["flops"] = (spent["flops"] / 1e9).round()
+    assert spent.loc["grown, 64"].tolist() == [1000, 368]
+    assert spent.loc["scratch, 64"].tolist() == [400, 275]
     verdicts = dict(report.verdicts(stored(), study.Study()))
-    assert (sum(verdicts.values()), len(verdicts)) == (12, 19)
+    assert (sum(verdicts.values()), len(verdicts)) == (11, 19)
 
 
 def test_intervals_are_students():

@@ -2,9 +2,12 @@
 
 import hashlib
 import json
+import time
 from pathlib import Path
 
+import benching
 import cost_at_scale
+import figures_on_smollm2
 import pandas as pd
 import pytest
 import studies
@@ -12,6 +15,7 @@ import torch
 import transformers
 from matplotlib.figure import Figure
 from torch.utils.flop_counter import FlopCounterMode
+from typer.testing import CliRunner
 
 RESULTS = Path(studies.__file__).parent / "results"
 
@@ -33,7 +37,7 @@ def test_a_study_leaves_four_files_that_belong_together(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == names
     run = json.loads((tmp_path / "some_study.run.json").read_text("utf-8"))
     assert (run["script"], run["settings"]) == ("analyses/some_study.py", {"seed": 5})
-    assert set(run["versions"]) == set(studies.PACKAGES)
+    assert set(run["versions"]) == set(benching.PACKAGES)
     assert run["sha256"] == {n: digest(tmp_path / n) for n in names if n != "some_study.run.json"}
     assert (tmp_path / "some_study.csv").read_text() == "x\n0.333333\n2\n"
 
@@ -57,17 +61,96 @@ def test_the_same_study_is_the_same_text(tmp_path):
         assert one == two
 
 
+def test_a_benchmark_leaves_a_page_and_its_record(tmp_path):
+    files = {"bench_x_bridge.md": "# Page\n", "bench_x_bridge.csv": "x\n1\n"}
+    started = time.perf_counter() - 7
+    benching.leave("/a/b/bench_x.py", tmp_path, files, started=started, device="cpu", smoke=True)
+    assert {path.name for path in tmp_path.iterdir()} == {*files, "bench_x_bridge.run.json"}
+    run = json.loads((tmp_path / "bench_x_bridge.run.json").read_text("utf-8"))
+    assert run["script"] == "analyses/bench_x.py"
+    assert run["settings"] == {"device": "cpu", "smoke": True}
+    assert 7 <= run["seconds"] < 60
+    assert run["sha256"] == {name: digest(tmp_path / name) for name in files}
+
+
 @pytest.mark.parametrize("path", sorted(RESULTS.glob("*.run.json")), ids=lambda path: path.stem)
 def test_what_is_stored_is_of_one_run_and_nobody_changed_it(path):
-    run = json.loads(path.read_text("utf-8"))
+    run, name = json.loads(path.read_text("utf-8")), Path(path.stem).stem
     assert not run["settings"]["smoke"]
-    ends = [name.rpartition(".")[2] for name in run["sha256"]]
-    assert {"md", "csv", "svg"} == set(ends)
-    beside = {
-        each.name for end in set(ends) for each in RESULTS.glob(f"{Path(path.stem).stem}*.{end}")
-    }
-    assert set(run["sha256"]) == beside
+    pattern = f"{name}*.{{}}"
+    beside = {each.name for end in ("csv", "svg") for each in RESULTS.glob(pattern.format(end))}
+    assert set(run["sha256"]) == {f"{name}.md", *beside}
     assert run["sha256"] == {name: digest(RESULTS / name) for name in run["sha256"]}
+    scripts = {each.stem for each in RESULTS.parent.glob("*.py")}
+    assert Path(run["script"]).stem in scripts
+
+
+# The pages of `bench_patching.py` are being made again.
+PAGES = [path for path in RESULTS.glob("*.md") if not path.stem.startswith("bench_patching")]
+
+
+@pytest.mark.parametrize("path", sorted(PAGES), ids=lambda path: path.stem)
+def test_every_page_has_its_record_or_says_that_it_has_none(path):
+    has_none = "No record of this run was kept" in path.read_text("utf-8")
+    assert path.with_suffix(".run.json").exists() != has_none
+
+
+def row_of(page):
+    """What the index of the studies says of a page."""
+    index = (RESULTS.parents[1] / "docs" / "studies.md").read_text("utf-8")
+    return next(line for line in index.splitlines() if f"({page}.md)" in line)
+
+
+def test_what_the_index_says():
+    """Figures of the index are those of the tables, and hold for the models that it names."""
+
+    def stored(name):
+        return pd.read_csv(RESULTS / f"{name}.csv")
+
+    gates = stored("exactness_by_gate").query("dtype == 'float64'")
+    four = gates[gates["gate"].isin(["m = 4", "4 heads"])].groupby("kind")["mean_kl"]
+    assert four.agg(["min", "max"]).loc["gelu"].map("{:.0e}".format).tolist() == ["4e-10", "2e-09"]
+    assert four.agg(["min", "max"]).loc["gated"].map("{:.1e}".format).tolist() == [
+        "6.8e-05",
+        "1.2e-03",
+    ]
+    assert "4e-10 to 2e-9 nats for GELU, but of 7e-5 and 1.2e-3" in row_of("exactness_by_gate")
+
+    cuts = stored("edges_against_cuts").query("reference == 'zero' and kind == 'all'")
+    ranks = cuts.groupby("method")["spearman"].mean()
+    assert (f"{ranks['two factors']:.2f}", f"{ranks['EAP']:.2f}") == ("0.93", "0.94")
+    assert "Spearman of .93, less than EAP's .94" in row_of("edges_against_cuts")
+    compiled = stored("tracr_edges_auroc").groupby(["edges", "method"])["auroc"].mean().unstack()
+    assert (abs(compiled["two factors"] - compiled["exact cut"]) < 0.01).all()
+
+    grown = stored("tracr_growth")
+    more = grown["share true, neurons"] - grown["share true, MLPs"]
+    assert ((more < 0).sum(), (more > 0).sum(), len(more)) == (4, 2, 7)
+    assert "smaller share of them is true in four programs of seven" in row_of("tracr_growth")
+
+    words = stored("framework_on_models_words").set_index("layer")
+    above = words["reads"] > words["reads, largest"]
+    assert above.tolist() == [True, False, False, False]
+    assert "only in the first layer" in row_of("framework_on_models")
+
+
+def test_figures_on_smollm2(tmp_path):
+    """The script runs, and the guides say what its stored table does."""
+    app = figures_on_smollm2.typer.Typer()
+    app.command()(figures_on_smollm2.main)
+    result = CliRunner().invoke(app, ["--smoke", "--out", str(tmp_path)])
+    assert result.exit_code == 0, result.output
+    name = "figures_on_smollm2"
+    assert len(pd.read_csv(tmp_path / f"{name}.csv")) == 6  # 3 neurons at 2 tokens
+    run = json.loads((RESULTS / f"{name}.run.json").read_text("utf-8"))
+    scores = pd.read_csv(RESULTS / f"{name}.csv")
+    assert (len(scores), scores["n_tokens"].unique().tolist()) == (320, [15])
+    off = scores["bfloat16"] - scores["float32"]
+    roots = [(x**2).mean() ** 0.5 for x in (off, scores["float32"])]
+    most = [x.abs().max() for x in (off, scores["float32"])]
+    assert [f"{x:.4f}" for x in (*roots, most[1])] == ["0.0027", "0.0004", "0.0044"]
+    assert f"{most[0]:.3f}" == "0.010"
+    assert f"{run['settings']['mass']:.0%}" == "15%"
 
 
 def test_what_a_large_model_costs():
@@ -104,6 +187,6 @@ def test_every_benchmark_and_study_takes_a_device():
     scripts = {path.stem: path.read_text("utf-8") for path in RESULTS.parent.glob("*.py")}
     measuring = {name for name in scripts if name.startswith("bench_")} - {"bench_peak_memory"}
     measuring |= {name for name, text in scripts.items() if "from studies import keep" in text}
-    measuring |= {"attribution_smollm2", "grow_smollm2", "on_gpu"}
+    measuring |= {"attribution_smollm2", "figures_on_smollm2", "grow_smollm2", "on_gpu"}
     assert len(measuring) > 14
     assert not [name for name in measuring if "    device: Device = " not in scripts[name]]
