@@ -257,7 +257,8 @@ Runs, of those with an expectation, in which it exceeds the correlation reached 
 
 {honest}
 
-Nothing is expected of a kind of which fewer than 16 sites are patched.
+No expectation is given for a budget below 3 forward passes, or for a kind of head with fewer than
+16 patched sites.
 
 {by_budget}
 

@@ -168,13 +168,13 @@ def require_writable(out: Path, endings: tuple[str, ...], top: int = 1) -> None:
 
 def require_folder(out: Path) -> None:
     """Before computing, refuse --out if it is a file, or is named like one, and not a folder."""
+    if out.exists() and not out.is_dir():
+        raise AttnOnlyLensError(f"--out: {out} is a file; expected a folder, or a new name")
     if out.suffix in _FILES and not out.is_dir():
         raise AttnOnlyLensError(
             f"got --out {out}, the name of a file; expected that of a folder, as several files are "
             f"written: pass --out {out.with_suffix('')}"
         )
-    if out.exists() and not out.is_dir():
-        raise AttnOnlyLensError(f"--out: {out} is a file; expected a folder, or a new name")
 
 
 def print_table(

@@ -409,7 +409,9 @@ class _Estimator:
 
 def _rows_of(groups: Sequence[SiteGroup], kind: HeadKind) -> Bool[Tensor, "row"]:
     """Return which rows are of a kind of head."""
-    of_groups = [torch.full((len(group),), group.sites.kind == kind) for group in groups]
+    of_groups = [
+        torch.full((len(group),), group.sites.kind == kind, device="cpu") for group in groups
+    ]
     return torch.cat(of_groups)
 
 

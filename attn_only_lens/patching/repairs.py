@@ -22,7 +22,8 @@ with 4 as a margin, since c varies from site to site. The estimates of the large
 less than their keys predict, since a norm limits the effect of a write. So a second sum takes its c
 from the patched sites that are most like the unpatched ones, the half with the smaller keys; the
 larger sum counts. The result is an expectation, not a bound. With fewer than 16 patched sites of a
-kind it is unknown (None).
+kind, or a budget below 3 forward passes, it is unknown (None): minimal pairs of the shipped model
+were expected at .985 after one pass, and reached .930.
 
 How many sites? As many as a number of forward passes pays for. Or with "auto":
 
@@ -146,7 +147,7 @@ class Repairer:
         return Repairs(
             list(self._values.split(sizes)),
             list(torch.from_numpy(self._exact).split(sizes)),
-            {kind: self._expected_error(kind) for kind in self._of_kind},
+            {kind: self._expected_error(kind, budget) for kind in self._of_kind},
             self._spent,
         )
 
@@ -189,7 +190,8 @@ class Repairer:
             short = [
                 kind
                 for kind, here in self._of_kind.items()
-                if (expected_pearson(self._expected_error(kind), scores[here]) or 0.0) < _TARGET
+                if (expected_pearson(self._expected_error(kind, "auto"), scores[here]) or 0.0)
+                < _TARGET
                 and (self._key[here & ~self._exact] > 0).any()
             ]
             if not short:
@@ -267,13 +269,13 @@ class Repairer:
         of_layers = np.divide(errors, keys, out=np.full(len(keys), of_kind), where=keys > 0)
         return np.maximum(of_layers, _LUCK * of_kind)
 
-    def _expected_error(self, kind: HeadKind) -> float | None:
+    def _expected_error(self, kind: HeadKind, budget: Budget) -> float | None:
         """Return the root of the squared error expected of a kind's scores; None if unknown."""
         unseen = self._key**2 * (self._of_kind[kind] & ~self._exact)
         if not unseen.any():
             return 0.0
         patched = np.flatnonzero(self._of_kind[kind] & self._exact)
-        if len(patched) < _FEWEST:
+        if len(patched) < _FEWEST or (budget != "auto" and budget < _AT_LEAST[0]):
             return None
         half = patched[self._key[patched].argsort(kind="stable")][: len(patched) // 2]
         c_half = (self._errors()[half] ** 2).sum() / (self._key[half] ** 2).sum()
