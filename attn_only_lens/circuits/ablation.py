@@ -280,6 +280,8 @@ def _reasons_against_sites(
             for first, second in combinations(roles, 2)
             if (first.where & second.where).any()
         ]
+    elif roles:
+        reasons.append("got positions by role, and sites without a role; expected sites by role")
     elif any(each < 0 for each in numbers):
         reasons.append(f"got positions from the end; {_EXPECTED_POSITIONS}")
     elif any(each >= n_pos for each in numbers):

@@ -117,9 +117,10 @@ def batches(
 
 
 def _is_numeric(given: object) -> bool:
-    """True if this begins with numbers outside a tensor."""
+    """True if this begins with numbers outside a tensor or an array."""
     if isinstance(given, list | tuple):
         return any(map(_is_numeric, given[:1]))
+    given = array_as_tensor(given)
     return isinstance(given, int) or (hasattr(given, "tolist") and not isinstance(given, Tensor))
 
 

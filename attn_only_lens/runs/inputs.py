@@ -47,6 +47,8 @@ def checked_tokens(
     dtype = str(tokens.dtype).removeprefix("torch.")
     if not dtype.startswith(("int", "uint")) or tokens.ndim != 2 or not tokens.numel():
         raise UnsupportedCallError(f"tokens: got {dtype} {list(tokens.shape)}; {expected}")
+    if dtype.startswith("uint"):
+        tokens = tokens.long()  # torch has no minimum of most unsigned integers
     low, high = int(tokens.min()), int(tokens.max())
     if low < 0 or high >= cfg.d_vocab or tokens.shape[1] > cfg.n_ctx:
         raise UnsupportedCallError(

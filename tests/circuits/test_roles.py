@@ -149,3 +149,6 @@ def test_refusals(model):
     same = {"subject": [1, 2, 1], "verb": [4, 3, 1], "end": -1}
     with pytest.raises(InputError, match="'subject' and 'verb', the same token of prompt 2"):
         discover(*given, sites=SITES, positions=same, mask=mask)
+    everywhere = p.attribution(*given, sites=SITES, positions="all", mask=mask, progress=False)
+    with pytest.raises(InputError, match="sites without a role"):
+        faithfulness(*given, everywhere, mask=mask, positions=ROLES)

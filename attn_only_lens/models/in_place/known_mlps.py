@@ -214,7 +214,9 @@ def _activation(mlp: Any, points: MLPHookPoints, cfg: Any, silu: GeneralizedSiLU
 
     fired = [len(outputs) for outputs in seen.values()]
     if set(fired) != {1}:
-        raise UnknownMLPError(f"its hook points fired {fired} times in one forward pass, not once")
+        raise UnknownMLPError(
+            f"the hook points of its mlp fired {fired} times in one forward pass; expected once"
+        )
     shapes = {tuple(output.shape) for (output,) in seen.values()}
     if shapes != {shape}:
         raise UnknownMLPError(f"its activations have shapes {shapes}; expected {shape}")

@@ -75,7 +75,7 @@ class AttentionOnlyCache(ActivationCache):
             if key.endswith(HALF_LAYER_POINTS) and sweep_of_caller(1) is not None:
                 written = written_at(key)
                 # The sweep patches nothing in a block of attention heads, so any value will do.
-                return self[written] if written else torch.zeros(())
+                return self[written] if written else torch.zeros((), device="cpu")
             if any(part in key for part in gone):
                 raise UnsupportedCallError(
                     f"{key} on a converted model: the MLP of source layer l is block 2l + 1. Use "
