@@ -1,6 +1,7 @@
 """ActivationCache on a converted model: every component right, and under its right name."""
 
 import copy
+import io
 import pickle
 
 import pytest
@@ -224,6 +225,15 @@ def test_a_stack_splits_by_source_layers_alone(stacked):
     assert stack[:, None].shape == (len(stack), 1, 2, 26)
     assert torch.equal(copy.deepcopy(stack), stack)
     assert torch.equal(pickle.loads(pickle.dumps(stack)), stack)
+    file = io.BytesIO()
+    torch.save(stack, file)
+    file.seek(0)
+    assert torch.equal(torch.load(file), stack)  # with weights_only, its default
+    assert rearrange(stack, "h b (x y) -> h b x y", x=2).shape == (len(stack), 2, 2, 13)
+    with torch.enable_grad():
+        leaf = stack.clone().requires_grad_(True)
+        leaf.square().sum().backward()
+    torch.testing.assert_close(leaf.grad.as_subclass(torch.Tensor), 2 * stack.as_subclass(torch.Tensor))
     assert stack.numpy().shape == stack.shape
 
 
