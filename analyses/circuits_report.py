@@ -626,7 +626,8 @@ before and at the end are in `circuits_in_growth_effects.csv`: so "kept", "overl
 and shares at the end can be computed again.
 
 Made by `python analyses/circuits_in_growth.py{flag}` on {machine}.
-Training took {seconds} s of processor time in all; measuring takes about as long.
+Training took {seconds} s of processor time in all, with much other work on the machine. Several
+processes trained and measured, one small model each.
 
 ## In short
 

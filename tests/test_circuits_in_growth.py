@@ -42,12 +42,12 @@ def test_smoke(tmp_path):
     last = found[(found["check"] == 1) & (found["arm"] == "neurons")]
     assert (last["new_share"] > 1e-4).all()
     assert (last["kept"] <= 1).all()
-    check_recomputed(frames, first=3)
+    check_recomputed(frames, first=3, tolerance=1e-4)
     again = CliRunner().invoke(app, [*asked[:2], "2", *asked[3:]])
     assert "choose another --runs" in str(again.exception)
 
 
-def check_recomputed(frames, first):
+def check_recomputed(frames, first, tolerance):
     """Kept, overlap, correlation and shares at the end, from effects, by sets and sums."""
     keys, effects = ["seed", "arm", "growth_seed"], frames["effects"]
     end = frames[""].query("check == 1").set_index([*keys, "task"])
@@ -75,14 +75,19 @@ def check_recomputed(frames, first):
                 "new_share": now[task][now["was"].isna()].abs().sum() / whole,
                 "idle_share": two[idle].abs().sum() / whole,
             }
-            # tables have 4 digits, effects 6
-            assert got == pytest.approx(dict(row[list(got)]), abs=1e-4)
+            # tables have 4 digits, effects 6; one neuron of a circuit would be .05
+            assert got == pytest.approx(dict(row[list(got)]), abs=tolerance)
             compared += 1
     assert compared == len(end) > 0
 
 
 def test_what_is_kept_can_be_computed_again():
-    check_recomputed(frames_in(KEPT), first=measures.K)
+    """ "kept" to the digit; "idle_share" less so.
+
+    Several processes measured the small models, with batches of other sizes: their roundings decide
+    in which half a neuron of the middle is.
+    """
+    check_recomputed(frames_in(KEPT), first=measures.K, tolerance=2e-3)
 
 
 def test_arms_without_growth_have_the_steps_and_the_texts_that_they_are_said_to_have(tmp_path):

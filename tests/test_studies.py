@@ -98,7 +98,7 @@ def test_every_page_has_its_record_or_says_that_it_has_none(path):
 def row_of(page):
     """What the index of the studies says of a page."""
     index = (RESULTS.parents[1] / "docs" / "studies.md").read_text("utf-8")
-    return next(line for line in index.splitlines() if f"({page}.md)" in line)
+    return next(line for line in index.splitlines() if f"/{page}.md)" in line)
 
 
 def test_what_the_index_says():
