@@ -113,8 +113,8 @@ def prompt_pair(
             prompts, a mask that does not fit or leaves a prompt empty.
 
     Warns:
-        InputWarning: the tokenizer does not know a word of a text. So do all functions that take
-            texts.
+        InputWarning: the tokenizer does not know a word, a sign or whitespace of a text. So do
+            all functions that take texts.
 
     Example:
         >>> import torch

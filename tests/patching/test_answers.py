@@ -248,6 +248,47 @@ def test_an_unknown_answer_says_what_to_do():
     bind(p.logit_diff(" are", 2), model, pair_of(1))
 
 
+OF_ENGLISH = {  # what small_english() reads as <unk>, in each text
+    "The keys near the cabinet": [],
+    "The keys near the cabinet ": [" "],
+    "The keys  near": [" "],
+    "The keys   near": ["  "],  # the third is a part of " near"
+    "The keys near \n the": [" \n"],
+    "The cabinet!": ["!"],
+    "The keys\nnear": ["\n", "near"],  # it knows " near" alone
+    "The kezs, kezs. né don't": ["kezs", "né", "don't"],
+    "The keys<unk>": [],
+    " ": [" "],
+}
+
+
+@pytest.mark.parametrize("text", OF_ENGLISH, ids=repr)
+def test_the_piece_that_is_unknown(text, english):
+    unknown = OF_ENGLISH[text]
+    assert unknown_words(english.tokenizer, text) == unknown
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        p.prompt_pair(english, text, torch.zeros_like(english.to_tokens(text)))
+    named = "".join(f"{', ' * (i > 0)}{piece!r}" for i, piece in enumerate(unknown))
+    assert len(caught) == bool(unknown)
+    assert all(f"- {named} in clean prompt {text!r}" in str(each.message) for each in caught)
+
+
+def test_a_part_of_a_word_is_named_with_it(tokenizers):
+    assert unknown_words(tokenizers["letters"], "are xa're  is'n") == ["xa're", "is'n"]
+    assert unknown_words(tokenizers["sentencepiece"], "are ! ake\u0301s") == ["!", "ake\u0301s"]
+    assert unknown_words(tokenizers["sentencepiece"], " are  is ") == []  # it knows spaces
+    assert unknown_words(tokenizers["wordpiece"], " are  is\n") == []  # they part its words
+
+
+def test_whitespace_is_no_answer_where_it_is_unknown(english):
+    with pytest.raises(InputError, match="got ' ', and the tokenizer does not know ' ': <unk>"):
+        bind(p.logit_diff(" ", " is"), english, pair_of(1))
+    with pytest.raises(InputError, match="got '', which is 0 tokens") as caught:
+        bind(p.logit_diff("", " is"), english, pair_of(1))
+    assert "is one token" not in str(caught.value)
+
+
 # The space before an answer
 
 ARE = {  # of the token with a space, and without: the text, if one is that token
