@@ -10,15 +10,13 @@ What replaces the module inside a part, as peft's adapters do, runs between the 
 weights are another matter: `known_mlps` looks at W_out, `require_bridge_weights` at all matrices.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 from transformer_lens.hook_points import HookPoint
 
-from attn_only_lens.numerics import normal_numbers
-from attn_only_lens.runs.attached_hooks import user_forward_hooks
+from attn_only_lens.runs.attached_hooks import has_user_forward_hooks
 
 _WRAPPED = "_original_component"
 
@@ -40,37 +38,21 @@ def part_reasons(model: Any) -> list[str]:
 def unseen_edit_reasons(model: Any, point: HookPoint) -> list[str]:
     """Return the reasons why an edit of what enters a part would not reach all that it computes.
 
-    A torch hook on a part is given what entered the part, before an edit. So it is tried whether
-    what it makes of one output depends on the input.
+    A torch hook on a part is given what entered the part, before an edit; what it makes of that, or
+    keeps for another hook, no look at it can tell.
 
     Args:
         model: an exposed bridge.
         point: the hook point at the entrance of the part.
     """
     return [
-        f"{name} has a hook by torch's register_forward_hook that computes from what entered this "
-        "part before it was edited; remove it"
+        f"{name} has a hook by torch's register_forward_hook or register_forward_pre_hook, which "
+        "is given what enters this part before it is edited; remove it (handle.remove()), or put "
+        f"it on {name}.original_component, whose input has the edit"
         for name, part, _, _ in _parts(model)
         if any(module is point for module in part._modules.values())
-        for hook in user_forward_hooks(part)
-        if _reads_input(hook, part.weight)
+        and has_user_forward_hooks(part)
     ]
-
-
-def _reads_input(hook: Callable[[Any, Any], Any], weight: Tensor) -> bool:
-    """Return whether what a hook makes of an output depends on the input."""
-    sides = (tuple(weight.shape), tuple(weight.shape[::-1]))  # Conv1D and Linear
-    for d_in, d_out in dict.fromkeys(sides):
-        one, other = (normal_numbers((1, 2, d_in), seed).to(weight) for seed in (0, 1))
-        output = normal_numbers((1, 2, d_out), 2).to(weight)
-        try:
-            made = [hook(given, output.clone()) for given in (one, other)]
-        except RuntimeError:
-            continue
-        if all(each is None for each in made):
-            return False
-        return not (all(isinstance(each, Tensor) for each in made) and torch.equal(*made))
-    return True
 
 
 def _parts(model: Any) -> Iterator[tuple[str, Any, Any, str]]:
