@@ -226,32 +226,70 @@ def test_adapters_within_attention_run_and_no_weight_of_theirs_is_read(llama, fi
             RUNS[name](llama)
 
 
-@pytest.mark.parametrize("adds", ["low rank", "half", None])
+def attach(module, kind, A, seen):
+    """Put hooks of torch on a module, or a pair of them, that add x @ A or only look."""
+
+    def keep(module, args):
+        seen.append(args[0])
+
+    def add(module, args, output):
+        return output + args[0] @ A
+
+    if kind == "looks":
+        return [module.register_forward_pre_hook(keep)]
+    if kind == "adds":
+        return [module.register_forward_hook(add)]
+    return [
+        module.register_forward_pre_hook(keep),
+        module.register_forward_hook(lambda module, args, output: output + seen[-1] @ A),
+    ]
+
+
+@pytest.mark.parametrize("kind", ["adds", "adds what it kept", "looks"])
+@pytest.mark.parametrize(("part", "head"), [("mlp.out", "L1N3"), ("attn.o", "L1H1")])
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
 @torch.no_grad()
-def test_torch_hooks_on_a_part(llama, adds):
-    """One that reads what entered before an edit is refused; one that reads the output is not."""
-    lens.expose_neuron_heads(llama)
-    part = llama.original_model.get_submodule(llama_layer("mlp._original_component.down_proj"))
-    A = torch.randn(37, 26, dtype=torch.float64)
-    make = {
-        "low rank": lambda module, args, output: output + args[0] @ A,
-        "half": lambda module, args, output: output / 2,
-        None: lambda module, args, output: None,
-    }[adds]
-    handle = part.register_forward_hook(make)
-    if adds == "low rank":
-        with pytest.raises(lens.UnsupportedModelError, match=r"blocks\.1\.mlp\.out has a hook"):
-            RUNS["ablated"](llama)
-    else:
-        hook = [("blocks.1.mlp.out.hook_in", lambda x, hook: x * (torch.arange(37) != 3))]
-        expected = llama.run_with_hooks(tokens(), fwd_hooks=hook)
-        with p.ablated(llama, ["L1N3"]):
-            torch.testing.assert_close(llama(tokens()), expected)
+def test_torch_hooks_belong_on_the_module_in_a_part(family, part, head, kind):
+    """On the part itself they are refused uncalled; on what it wraps they see the edit."""
+    bridge, plain = (bridges.boot(family) for _ in range(2))
+    for model in (bridge, plain):
+        lens.expose_neuron_heads(model)
+    outer = bridge.blocks[1].get_submodule(part)
+    inner, other = (
+        model.blocks[1].get_submodule(part).original_component for model in (bridge, plain)
+    )
+    transposed = isinstance(inner, nn.Linear)
+    d_in, d_out = inner.weight.shape[::-1] if transposed else inner.weight.shape
+    A = torch.randn(d_in, d_out, dtype=torch.float64)
+    if kind != "looks":
+        other.weight += A.T if transposed else A
+
+    seen = []
+    handles = attach(outer, kind, A, seen)
+    for edited in (p.ablated(bridge, [head]), p.steered(bridge, {head: 4.0})):
+        with pytest.raises(
+            lens.UnsupportedModelError,
+            match=rf"blocks\.1\.{part} has a hook.*blocks\.1\.{part}\.original_component",
+        ):
+            edited.__enter__()
+    assert not seen
+    for handle in handles:
+        handle.remove()
+
+    handles = attach(inner, kind, A, seen)
+    with p.ablated(plain, [head]):
+        expected = plain(tokens())
+    with p.ablated(bridge, [head]):
+        torch.testing.assert_close(bridge(tokens()), expected)
+    z = slice(3, 4) if part == "mlp.out" else slice(d_in // 2, None)
+    assert all(not x[..., z].any() and x.any() for x in seen[-1:])
+    assert not torch.allclose(bridge(tokens()), expected)
     for name in ("sweep", "attribution", "top_compositions", "copying_scores"):
         with pytest.raises(lens.InputError, match="hooks are attached"):
-            RUNS[name](llama)
-    handle.remove()
-    RUNS["top_compositions"](llama)
+            RUNS[name](bridge)
+    for handle in handles:
+        handle.remove()
+    RUNS["top_compositions"](bridge)
 
 
 def _bridge_and_new_mlp():

@@ -9,7 +9,7 @@ of its code.
 
 import re
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -118,19 +118,12 @@ def _hook_reasons(names: tuple[str, ...], so: str, removal: str) -> list[str]:
     ]
 
 
-def user_forward_hooks(module: nn.Module) -> list[Callable[[Any, Any], Any]]:
-    """Return the forward hooks of users on a module, as functions of its input and output."""
-
-    def call(hook: Any, with_kwargs: bool) -> Callable[[Any, Any], Any]:
-        if with_kwargs:
-            return lambda x, output: hook(module, (x,), {}, output)
-        return lambda x, output: hook(module, (x,), output)
-
-    return [
-        call(hook, key in module._forward_hooks_with_kwargs)
-        for key, hook in module._forward_hooks.items()
-        if _library(hook) not in (*_LIBRARIES, "transformer_lens")
-    ]
+def has_user_forward_hooks(module: nn.Module) -> bool:
+    """Return whether users attached torch's forward hooks, or forward pre-hooks, to a module."""
+    return any(
+        _library(hook) not in (*_LIBRARIES, "transformer_lens", "torch", "attn_only_lens")
+        for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
+    )
 
 
 def modules_of(model: Any) -> Iterator[tuple[str, nn.Module]]:

@@ -76,7 +76,8 @@ def ablated(
         InputError: with every reason: names that the model has not, no prompts for means or
             prompts for another ablation, attention heads to the bias token, positions that are
             none.
-        UnsupportedModelError: the model does not read z where it is hooked.
+        UnsupportedModelError: the model does not read z where it is hooked, or a torch hook on the
+            part that z enters is given z without the edit.
 
     Example:
         >>> import torch
@@ -107,6 +108,7 @@ def ablated(
         )
     reasons += _position_reasons(placed)
     InputError.raise_if(reasons, _ABLATED)
+    _require_edits_seen(model, sites)
     if prompts is None:
         run = _short_run(model, sites)
         real = torch.ones_like(run.tokens, dtype=torch.bool)
@@ -154,7 +156,8 @@ def steered(
     Raises:
         InputError: with every reason: names that the model has not, a neuron of several heads,
             what is no finite number or vector of d_head of them, positions that are none.
-        UnsupportedModelError: the model does not read z where it is hooked.
+        UnsupportedModelError: the model does not read z where it is hooked, or a torch hook on the
+            part that z enters is given z without the edit.
 
     Example:
         >>> import torch
@@ -176,6 +179,7 @@ def steered(
     given = {str(name): value for name, value in steering.items()}
     reasons += _position_reasons(placed)
     InputError.raise_if(reasons, _STEERED)
+    _require_edits_seen(model, sites)
     run = _short_run(model, sites)
     before, edits = _TokensBefore(model), list[tuple[str, _Change]]()
     for each, at, suffix in placed:
@@ -380,13 +384,17 @@ def _short_run(model: Any, sites: Sequence[LayerSites]) -> Recording:
     return _record(model, sites, torch.zeros((1, 2), dtype=torch.long, device=device), None)
 
 
-def _require_read(model: Any, run: Recording, sites: Sequence[LayerSites], part: Part) -> None:
+def _require_edits_seen(model: Any, sites: Sequence[LayerSites]) -> None:
+    """Refuse hooks that are given what z was before an edit, and call none of them."""
     reasons = [
         reason
         for layer, heads in dict.fromkeys((some.layer, some.kind) for some in sites)
         for reason in host_of(model).unseen_edit_reasons(layer, heads)
     ]
     UnsupportedModelError.raise_if(reasons, "these heads cannot be edited")
+
+
+def _require_read(model: Any, run: Recording, sites: Sequence[LayerSites], part: Part) -> None:
     for kind in {each.kind for each in sites}:
         layers = sorted({each.layer for each in sites if each.kind == kind})
         with keep_random_state(run.tokens.device):

@@ -233,7 +233,9 @@ def test_a_stack_splits_by_source_layers_alone(stacked):
     with torch.enable_grad():
         leaf = stack.clone().requires_grad_(True)
         leaf.square().sum().backward()
-    torch.testing.assert_close(leaf.grad.as_subclass(torch.Tensor), 2 * stack.as_subclass(torch.Tensor))
+    torch.testing.assert_close(
+        leaf.grad.as_subclass(torch.Tensor), 2 * stack.as_subclass(torch.Tensor)
+    )
     assert stack.numpy().shape == stack.shape
 
 

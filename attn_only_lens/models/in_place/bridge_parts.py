@@ -11,15 +11,13 @@ and other checks look at its weights: `known_mlps` at W_out, `require_bridge_wei
 matrices.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 from transformer_lens.hook_points import HookPoint
 
-from attn_only_lens.numerics import normal_numbers
-from attn_only_lens.runs.attached_hooks import user_forward_hooks
+from attn_only_lens.runs.attached_hooks import has_user_forward_hooks
 
 _WRAPPED = "_original_component"
 
@@ -41,38 +39,22 @@ def part_reasons(model: Any) -> list[str]:
 def unseen_edit_reasons(model: Any, point: HookPoint) -> list[str]:
     """Return the reasons why an edit of a part's input would miss part of what reads that input.
 
-    A torch hook on a part receives the part's input as it was before the edit. To find whether such
-    a hook reads its input, it is called with two inputs and the same output.
+    A torch hook on a part receives the part's input as it was before the edit. Nothing shows
+    whether the hook reads this input, or saves it for another hook.
 
     Args:
         model: an exposed bridge.
         point: the hook point at the entrance of the part.
     """
     return [
-        f"{name} has a hook, attached by torch's register_forward_hook, that reads the input of "
-        "this part as it was before the edit; remove it"
+        f"{name} has a hook, attached by torch's register_forward_hook or "
+        "register_forward_pre_hook, that receives the input of this part as it was before the "
+        "edit; remove it (handle.remove()), or attach it to "
+        f"{name}.original_component, whose input is edited"
         for name, part, _, _ in _parts(model)
         if any(module is point for module in part._modules.values())
-        for hook in user_forward_hooks(part)
-        if _reads_input(hook, part.weight)
+        and has_user_forward_hooks(part)
     ]
-
-
-def _reads_input(hook: Callable[[Any, Any], Any], weight: Tensor) -> bool:
-    """Return whether the output that a hook returns depends on the input."""
-    sides = (tuple(weight.shape), tuple(weight.shape[::-1]))  # Conv1D and Linear
-    for d_in, d_out in dict.fromkeys(sides):
-        inputs = [normal_numbers((1, 2, d_in), seed).to(weight) for seed in (0, 1)]
-        output = normal_numbers((1, 2, d_out), 2).to(weight)
-        try:
-            results = [hook(x, output.clone()) for x in inputs]
-        except RuntimeError:
-            continue
-        if all(result is None for result in results):
-            return False
-        are_tensors = all(isinstance(result, Tensor) for result in results)
-        return not (are_tensors and torch.equal(*results))
-    return True
 
 
 def _parts(model: Any) -> Iterator[tuple[str, Any, Any, str]]:
