@@ -206,7 +206,10 @@ SPOILS = {
         lambda b, m: inside(m, lambda x, y: torch.dropout(y, 0.1, train=True)),
         "output is not the sum",
     ),
-    "bridge forward": (lambda b, m: setattr(b, "forward", lambda x: 2 * x), "fired .* not once"),
+    "bridge forward": (
+        lambda b, m: setattr(b, "forward", lambda x: 2 * x),
+        "fired .* expected once",
+    ),
     "tuple": (lambda b, m: setattr(b, "forward", lambda x: (x, None)), "returns a tuple"),
     "fails": (lambda b, m: setattr(b, "forward", lambda x: {}["?"]), "does not run alone"),
     "W_out adapted": (

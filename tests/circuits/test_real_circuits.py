@@ -10,7 +10,11 @@ from attn_only_lens.circuits import attribution_graph, discover, faithfulness
 from attn_only_lens.heads import HeadName
 from attn_only_lens.tolerances import LOGIT_TOLERANCE
 
-pytestmark = needs_hooked_transformer
+pytestmark = [
+    needs_hooked_transformer,
+    # Answers are the models' most probable tokens, whatever their spelling.
+    pytest.mark.filterwarnings("ignore::attn_only_lens.InputWarning"),
+]
 POS = 9  # tokens of a prompt, at most
 
 

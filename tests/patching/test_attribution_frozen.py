@@ -208,15 +208,14 @@ def test_integrated_converges_and_is_no_single_gradient():
 def test_tokens_that_enter_elsewhere_leave_no_path():
     model, (clean, corrupted) = model_of("gelu", "in place"), prompts()
     embedding = model.embed.W_E.detach()
-    forward = model.blocks[1].forward
 
-    def with_tokens(x, **rest):
-        return forward(x + embedding[model.given], **rest)
+    def with_tokens(module, args):
+        return (args[0] + embedding[model.given], *args[1:])
 
     def note(module, args, kwargs):
         model.given = args[0]
 
     model.register_forward_pre_hook(of_a_library(note), with_kwargs=True)
-    model.blocks[1].forward = with_tokens
+    model.blocks[1].register_forward_pre_hook(of_a_library(with_tokens))
     with pytest.raises(UnsupportedModelError, match="tokens enter elsewhere"):
         estimate(model, clean, corrupted, METRIC, method="integrated", progress=False)

@@ -112,7 +112,9 @@ def test_eight_processes_end_at_about_the_same_time(positions, tmp_path, monkeyp
     model = expose_neuron_heads(bridges.bridged(source.eval())).model
     monkeypatch.setattr(Replay, "values", counted)
     monkeypatch.setattr(PartStore, "write", written)
-    monkeypatch.setattr(PartStore, "read_all", lambda self: (frames[i] for i in sorted(frames)))
+    monkeypatch.setattr(
+        PartStore, "read_all", lambda self, first: (frames[i] for i in sorted(frames))
+    )
     clean, corrupted = tokens(1, batch=1, pos=8), tokens(2, batch=1, pos=8)
     options = {"positions": positions, "resume": tmp_path, "progress": False}
     p.activation_patch(model, clean, corrupted, p.logit_diff(3, 5), **options)
