@@ -204,7 +204,7 @@ def rebuild(
         ... }
         >>> (sizes,) = model.cfg.layer_sizes
         >>> pruned = rebuild(model, tensors, [LayerSizes(4, None, 32, 32, 7, sizes.attn_scale)])
-        >>> pruned.blocks[1].cfg.n_heads, pruned.all_head_labels()[-1]
+        >>> pruned.blocks[1].cfg.n_heads, pruned.all_head_labels(neurons=True)[-1]
         (7, 'L0N6')
     """
     fields = vars(model.cfg.layer_cfg(0)) | sizes[0].stock_fields | {"n_layers": len(sizes)}
