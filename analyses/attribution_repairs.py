@@ -30,8 +30,8 @@ from tqdm import tqdm
 
 from attn_only_lens import expose_neuron_heads, pretrained
 from attn_only_lens import patching as p
-from attn_only_lens.runs.interventions import DIRECTIONS
-from attn_only_lens.runs.metrics import Metric
+from attn_only_lens.engine.interventions import DIRECTIONS
+from attn_only_lens.engine.metrics import Metric
 
 BUDGETS = (1, 3, 10, "auto")
 WAYS = (("z", "each"), ("pattern", "each"), ("z", "all"), ("z", "each"), ("value", "each"))

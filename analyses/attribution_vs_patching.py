@@ -21,15 +21,15 @@ import typer
 from benching import Device, markdown
 from exactness_measures import REAL, trained
 from matplotlib.figure import Figure
+from scipy.stats import spearmanr
 from studies import keep
 from torch import Tensor
 from tqdm import tqdm
 
 from attn_only_lens import expose_neuron_heads
 from attn_only_lens import patching as p
-from attn_only_lens.numerics import spearman
+from attn_only_lens.engine.sites import PARTS
 from attn_only_lens.patching._attribution import METHODS
-from attn_only_lens.runs.sites import PARTS
 
 LENGTH = {"sort_gelu_new_3l": 6, "modular_addition_relu_1l": 3}  # prompts of tasks; texts: 16
 KINDS = {"neuron": "neuron-heads", "attention": "attention heads"}
@@ -102,7 +102,7 @@ def agree(exact: np.ndarray, found: np.ndarray) -> dict[str, Any]:
         "k": k,
         "n": len(one),
         "pearson": float(np.corrcoef(one, other)[0, 1]),
-        "spearman": spearman(one, other),
+        "spearman": spearmanr(one, other).statistic,
         "top_k": len(largest[0] & largest[1]) / k,
     }
 

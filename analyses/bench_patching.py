@@ -58,7 +58,7 @@ from transformer_lens.utilities import get_act_name
 
 from attn_only_lens import expose_neuron_heads, load
 from attn_only_lens import patching as p
-from attn_only_lens.runs.metrics import bind
+from attn_only_lens.engine.metrics import bind
 
 AT_ONCE = 48  # patched runs in a forward pass
 CORRECT, WRONG = 11, 12

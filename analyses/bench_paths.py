@@ -34,7 +34,7 @@ from torch import Tensor
 
 from attn_only_lens import HeadName, expose_neuron_heads
 from attn_only_lens import patching as p
-from attn_only_lens.runs.metrics import bind
+from attn_only_lens.engine.metrics import bind
 
 POS, AT = 15, 10  # the prompts' length, and where they differ
 METRIC = p.logit_diff(correct=11, wrong=12)

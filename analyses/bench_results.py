@@ -33,10 +33,10 @@ from torch import Tensor
 
 from attn_only_lens import expose_neuron_heads, load
 from attn_only_lens import patching as p
+from attn_only_lens.engine.positions import PositionSet
+from attn_only_lens.engine.sites import LayerSites
 from attn_only_lens.patching.site_groups import SiteGroup
 from attn_only_lens.patching.sweep_rows import SweepRows
-from attn_only_lens.runs.positions import PositionSet
-from attn_only_lens.runs.sites import LayerSites
 
 LENGTHS = (15, 128)
 LARGE, SMALL = (32, 14336, 28), (2, 37, 3)  # layers, neurons, positions

@@ -16,8 +16,8 @@ from jaxtyping import Int
 from torch import Tensor
 
 from attn_only_lens import HeadName
-from attn_only_lens.runs.sites import resolve_sites
-from attn_only_lens.runs.writes import take_apart
+from attn_only_lens.engine.sites import resolve_sites
+from attn_only_lens.engine.writes import take_apart
 
 _HOOKS = {"q": "attn.hook_q", "k": "attn.hook_k", "value": "attn.hook_v"}
 _MATRICES = {"q": "W_Q", "k": "W_K", "value": "W_V"}

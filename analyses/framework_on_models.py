@@ -52,13 +52,13 @@ from bench_peak_memory import held_and_peak, reset_peak
 from benching import MIB, Device
 from benching import markdown as lines
 from matplotlib.figure import Figure
+from scipy.stats import spearmanr
 from studies import keep
 from tqdm import tqdm
 from transformer_lens.model_bridge.sources._bridge_builder import build_bridge_from_module
 
 from attn_only_lens import circuits, expose_neuron_heads, load, pretrained, tasks, token_texts
 from attn_only_lens import patching as p
-from attn_only_lens.numerics import spearman
 from attn_only_lens.tasks import words
 
 SMALL, LARGE, SHAPE = "Small English", "SmolLM2-135M", "GPT-2's shape"
@@ -524,7 +524,7 @@ def answer(frames: dict[str, pd.DataFrame]) -> str:
         two=explained[LARGE, "2"],
         worst=explained[LARGE].min(),
         most=", ".join(f"{row.name} {row.copying:.2f}" for row in most.itertuples()),
-        rank=spearman(heads["induction"], heads["copying"]),
+        rank=spearmanr(heads["induction"], heads["copying"]).statistic,
     )
 
 
@@ -552,7 +552,7 @@ def section(
     return SECTION.format(
         name=name,
         layers=markdown(found),
-        rank=f"{spearman(heads['induction'], heads['copying']):.2f}",
+        rank=f"{spearmanr(heads['induction'], heads['copying']).statistic:.2f}",
         n_heads=len(heads),
         most=markdown(most),
         hops=hops_table(hops),

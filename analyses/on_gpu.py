@@ -30,7 +30,7 @@ from benching import Device, machine, markdown, table, wait
 
 from attn_only_lens import expose_neuron_heads
 from attn_only_lens import patching as p
-from attn_only_lens.numerics import PRECISIONS, precision_reasons
+from attn_only_lens.precision import PRECISIONS, precision_reasons
 from attn_only_lens.storage import write_text
 from attn_only_lens.tl import HAS_HOOKED_TRANSFORMER
 

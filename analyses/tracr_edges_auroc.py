@@ -40,7 +40,7 @@ from tracr_models import PROGRAMS, TracrProgram, load_program
 
 from attn_only_lens import circuits, convert
 from attn_only_lens import patching as p
-from attn_only_lens.runs.metrics import Metric
+from attn_only_lens.engine.metrics import Metric
 
 LABELS = {"all": "all true edges", "changing": "true edges that change a logit when cut alone"}
 N_RANDOM = 100

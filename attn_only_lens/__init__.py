@@ -2,6 +2,8 @@
 
 from attn_only_lens import circuits, expansion, neurons, patching, pretrained, tasks, viz
 from attn_only_lens.comparison import Comparison, compare
+from attn_only_lens.engine.chat import chat_tokens
+from attn_only_lens.engine.token_texts import token_texts
 from attn_only_lens.errors import (
     AttnOnlyLensError,
     CheckpointError,
@@ -32,8 +34,6 @@ from attn_only_lens.models.load import load
 from attn_only_lens.models.to_stock import to_stock
 from attn_only_lens.models.two_blocks import AttentionOnlyCache, AttentionOnlyTransformer, HeadStack
 from attn_only_lens.models.verify import Verification, verify
-from attn_only_lens.runs.chat import chat_tokens
-from attn_only_lens.runs.token_texts import token_texts
 
 __all__ = [
     "GATES",
@@ -84,3 +84,7 @@ __all__ = [
     "verify",
     "viz",
 ]
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -45,10 +45,10 @@ from attn_only_lens import (
 from attn_only_lens import expansion as ex
 from attn_only_lens import patching as p
 from attn_only_lens.circuits.ablation import AblatedModel
+from attn_only_lens.engine.metrics import bind
 from attn_only_lens.growth import Training, gradient_products
 from attn_only_lens.heads import host_of
 from attn_only_lens.patching.run_patches import PatchRunner
-from attn_only_lens.runs.metrics import bind
 from attn_only_lens.tl import HAS_HOOKED_TRANSFORMER
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # TransformerLens' and transformers' own

@@ -24,9 +24,9 @@ from attn_only_lens import (
     to_stock,
     verify,
 )
-from attn_only_lens.circuits.head_matrices import HeadMatrices
+from attn_only_lens.circuits.weights.head_matrices import HeadMatrices
+from attn_only_lens.engine.sites import resolve_sites
 from attn_only_lens.heads import host_of
-from attn_only_lens.runs.sites import resolve_sites
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # TransformerLens' and transformers' own
 EXACT = 1e-12

@@ -12,11 +12,11 @@ from common import D_MLP, tokens
 from attn_only_lens import GrowthError, InputError, UnsupportedModelError, expose_neuron_heads, grow
 from attn_only_lens import expansion as ex
 from attn_only_lens import patching as p
-from attn_only_lens.numerics import free_bytes
+from attn_only_lens.devices import free_bytes
+from attn_only_lens.engine.metrics import bind
+from attn_only_lens.engine.positions import resolve_positions
+from attn_only_lens.engine.sites import resolve_sites
 from attn_only_lens.patching.run_patches import Batching
-from attn_only_lens.runs.metrics import bind
-from attn_only_lens.runs.positions import resolve_positions
-from attn_only_lens.runs.sites import resolve_sites
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # TransformerLens' own
 KINDS = {

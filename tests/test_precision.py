@@ -23,7 +23,7 @@ from attn_only_lens import (
 )
 from attn_only_lens import patching as p
 from attn_only_lens.heads import host_of
-from attn_only_lens.numerics import full_precision, matmul_precision, rounded_products
+from attn_only_lens.precision import full_precision, matmul_precision, rounded_products
 from attn_only_lens.tolerances import LOGIT_TOLERANCE
 
 CLEAN, CORRUPTED = tokens(0, pos=7), tokens(1, pos=7)

@@ -33,8 +33,8 @@ from attn_only_lens import (
 )
 from attn_only_lens import patching as p
 from attn_only_lens.cli import app
-from attn_only_lens.runs.inputs import checked_tokens
-from attn_only_lens.runs.token_texts import join_tokens, token_text, token_texts_of_prompts
+from attn_only_lens.engine.inputs import checked_tokens
+from attn_only_lens.engine.token_texts import join_tokens, token_text, token_texts_of_prompts
 
 TEXT = "One day, Lily went to a café 🙂\n  too"
 

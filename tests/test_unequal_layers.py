@@ -27,10 +27,10 @@ from attn_only_lens import (
     viz,
 )
 from attn_only_lens import patching as p
+from attn_only_lens.engine.fingerprint import fingerprint
+from attn_only_lens.engine.sites import resolve_sites
 from attn_only_lens.models.checkpoint import MANIFEST
 from attn_only_lens.models.two_blocks import LayerSizes, rebuild
-from attn_only_lens.runs.fingerprint import fingerprint
-from attn_only_lens.runs.sites import resolve_sites
 
 EXACT = 1e-12  # float64: sums over the same numbers, and zeros, in another order
 METRIC = p.logit_diff(correct=7, wrong=11)

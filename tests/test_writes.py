@@ -8,8 +8,8 @@ from common import needs_hooked_transformer, relative, tokens
 
 from attn_only_lens import InputError, UnsupportedModelError, convert, expose_neuron_heads
 from attn_only_lens import patching as p
-from attn_only_lens.runs.sites import resolve_sites
-from attn_only_lens.runs.writes import take_apart
+from attn_only_lens.engine.sites import resolve_sites
+from attn_only_lens.engine.writes import take_apart
 from attn_only_lens.tl import HAS_HOOKED_TRANSFORMER
 
 if HAS_HOOKED_TRANSFORMER:

@@ -1,19 +1,23 @@
 """Circuits of attention heads and neuron-heads: composition, attribution graphs and search."""
 
 from attn_only_lens.circuits._attribution_graph import attribution_graph
-from attn_only_lens.circuits._composition import composition, top_compositions, virtual_weights
-from attn_only_lens.circuits._copying_scores import copying_scores
 from attn_only_lens.circuits._enrichment import enrichment
 from attn_only_lens.circuits._faithfulness import SHARES, Faithfulness, faithfulness
 from attn_only_lens.circuits._path_expansion import PathExpansion, path_expansion
 from attn_only_lens.circuits._score_edges import score_edges
 from attn_only_lens.circuits._score_sources import score_sources
 from attn_only_lens.circuits._search import Circuit, Evaluation, discover, evaluate
-from attn_only_lens.circuits._token_paths import token_paths
 from attn_only_lens.circuits.export import from_json, to_json, to_neuronpedia
 from attn_only_lens.circuits.graph import CircuitGraph
 from attn_only_lens.circuits.neuron_like import neuron_like_heads
-from attn_only_lens.circuits.token_circuits import TokenCircuit, ov_circuit, qk_circuit
+from attn_only_lens.circuits.weights._composition import (
+    composition,
+    top_compositions,
+    virtual_weights,
+)
+from attn_only_lens.circuits.weights._copying_scores import copying_scores
+from attn_only_lens.circuits.weights._token_paths import token_paths
+from attn_only_lens.circuits.weights.token_circuits import TokenCircuit, ov_circuit, qk_circuit
 
 __all__ = [
     "SHARES",

@@ -25,6 +25,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from attn_only_lens.arguments import is_count
 from attn_only_lens.circuits.graph import (
     EDGE_COLUMNS,
     NODE_COLUMNS,
@@ -37,21 +38,21 @@ from attn_only_lens.circuits.linear_model import (
     edge_kinds,
     linearize,
 )
-from attn_only_lens.errors import InputError
-from attn_only_lens.heads import host_of, reasons_without_heads
-from attn_only_lens.numerics import full_precision, is_count
-from attn_only_lens.runs.in_float32 import in_float32
-from attn_only_lens.runs.inputs import reasons_not_to_run
-from attn_only_lens.runs.metrics import (
+from attn_only_lens.engine.in_float32 import in_float32
+from attn_only_lens.engine.inputs import reasons_not_to_run
+from attn_only_lens.engine.metrics import (
     AnyMetric,
     bind,
     no_gradient_reasons,
     one_run_reasons,
     require_differentiable,
 )
-from attn_only_lens.runs.prompts import PromptPair, Prompts, single_prompts
-from attn_only_lens.runs.recording import record
-from attn_only_lens.runs.token_texts import token_texts
+from attn_only_lens.engine.prompts import PromptPair, Prompts, single_prompts
+from attn_only_lens.engine.recording import record
+from attn_only_lens.engine.token_texts import token_texts
+from attn_only_lens.errors import InputError
+from attn_only_lens.heads import host_of, reasons_without_heads
+from attn_only_lens.precision import full_precision
 
 
 class LinearGraph:

@@ -21,9 +21,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from attn_only_lens.circuits.head_matrices import HeadMatrices
-from attn_only_lens.numerics import to_float64_device
-from attn_only_lens.runs.sites import neuron_heads, resolve_sites
+from attn_only_lens.circuits.weights.head_matrices import HeadMatrices
+from attn_only_lens.devices import to_float64_device
+from attn_only_lens.engine.sites import neuron_heads, resolve_sites
 
 
 @torch.no_grad()

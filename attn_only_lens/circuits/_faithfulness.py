@@ -27,15 +27,15 @@ import numpy.typing as npt
 import pandas as pd
 from torch import Tensor
 
+from attn_only_lens.arguments import as_plain, is_count, is_number
 from attn_only_lens.circuits.ablation import ORDERS, AblatedModel, Ablation, Order
+from attn_only_lens.engine.input_warnings import warned_once
+from attn_only_lens.engine.inputs import option_reasons
+from attn_only_lens.engine.metrics import AnyMetric
+from attn_only_lens.engine.positions import Roles
+from attn_only_lens.engine.prompts import Prompts
 from attn_only_lens.errors import InputError
-from attn_only_lens.numerics import as_plain, is_count, is_number
 from attn_only_lens.patching.results import Sweep
-from attn_only_lens.runs.input_warnings import warned_once
-from attn_only_lens.runs.inputs import option_reasons
-from attn_only_lens.runs.metrics import AnyMetric
-from attn_only_lens.runs.positions import Roles
-from attn_only_lens.runs.prompts import Prompts
 
 SHARES = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
 """The shares of all sites that MIB measures."""

@@ -38,7 +38,7 @@ In numbers of the model's dtype, of batch B, N tokens, V the vocabulary and H he
     2 (h + 2) B N V                             logits, for `hops=h`, while they are made
     B N (8 (h + 3) (d_model + m) + Σ d_head)    the streams, m the largest Σ d_head of a sublayer,
                                                 and what every head puts out of the embedding
-    B N Σ (5 d_model + 6 d_head + N)            the run and its patterns (`runs/writes.py`): the
+    B N Σ (5 d_model + 6 d_head + N)            the run and its patterns (`engine/writes.py`): the
                                                 sums are over sublayers, heads, attention heads
     4 b B d_model + 3 m B d_model               `paths`, a block of b heads, and what those of one
       + 2 b² + 16 b min(k, b)                   sublayer write
@@ -56,25 +56,26 @@ from jaxtyping import Float
 from torch import Tensor
 from tqdm.auto import tqdm
 
+from attn_only_lens.arguments import is_count
 from attn_only_lens.axes import Residual
-from attn_only_lens.errors import InputError, UnsupportedModelError
-from attn_only_lens.heads import HeadName, host_of, logit_tolerance, reasons_without_heads
-from attn_only_lens.numerics import full_precision, is_count
-from attn_only_lens.runs.frozen_pass import uncapped_logits
-from attn_only_lens.runs.gradients import start_graph
-from attn_only_lens.runs.in_float32 import float32_weights, in_float32
-from attn_only_lens.runs.inputs import option_reasons, reasons_not_to_run
-from attn_only_lens.runs.largest import LargestScores
-from attn_only_lens.runs.metrics import (
+from attn_only_lens.engine.frozen_pass import uncapped_logits
+from attn_only_lens.engine.gradients import start_graph
+from attn_only_lens.engine.in_float32 import float32_weights, in_float32
+from attn_only_lens.engine.inputs import option_reasons, reasons_not_to_run
+from attn_only_lens.engine.largest import LargestScores
+from attn_only_lens.engine.metrics import (
     AnyMetric,
     bind,
     no_gradient_reasons,
     one_run_reasons,
     require_differentiable,
 )
-from attn_only_lens.runs.prompts import PromptPair, Prompts, single_prompts
-from attn_only_lens.runs.recording import run
-from attn_only_lens.runs.writes import NormRun, Parts, SublayerRun, take_apart
+from attn_only_lens.engine.prompts import PromptPair, Prompts, single_prompts
+from attn_only_lens.engine.recording import run
+from attn_only_lens.engine.writes import NormRun, Parts, SublayerRun, take_apart
+from attn_only_lens.errors import InputError, UnsupportedModelError
+from attn_only_lens.heads import HeadName, host_of, logit_tolerance, reasons_without_heads
+from attn_only_lens.precision import full_precision
 from attn_only_lens.tolerances import LOGIT_TOLERANCE
 
 _MOST_HOPS = 1000

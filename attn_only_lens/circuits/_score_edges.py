@@ -36,18 +36,14 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from tqdm.auto import tqdm
 
+from attn_only_lens.arguments import is_count
 from attn_only_lens.axes import Residual, Tokens
-from attn_only_lens.errors import InputError
-from attn_only_lens.heads import host_of
-from attn_only_lens.heads.host import HeadKind
-from attn_only_lens.numerics import full_precision, is_count
-from attn_only_lens.patching.run_patches import Batching
-from attn_only_lens.runs.edit_checks import require_edits_read
-from attn_only_lens.runs.edits import neuron_changes
-from attn_only_lens.runs.gradients import Tape, start_graph
-from attn_only_lens.runs.in_float32 import in_float32
-from attn_only_lens.runs.inputs import reasons_not_to_run
-from attn_only_lens.runs.metrics import (
+from attn_only_lens.engine.edit_checks import require_edits_read
+from attn_only_lens.engine.edits import neuron_changes
+from attn_only_lens.engine.gradients import Tape, start_graph
+from attn_only_lens.engine.in_float32 import in_float32
+from attn_only_lens.engine.inputs import reasons_not_to_run
+from attn_only_lens.engine.metrics import (
     AnyMetric,
     BoundMetric,
     bind,
@@ -55,12 +51,17 @@ from attn_only_lens.runs.metrics import (
     one_run_reasons,
     require_differentiable,
 )
-from attn_only_lens.runs.prompts import PromptPair, Prompts, single_prompts
-from attn_only_lens.runs.readers import Readers, input_hooks
-from attn_only_lens.runs.recording import run
-from attn_only_lens.runs.replay import Variants, make_replay
-from attn_only_lens.runs.sites import LayerSites, Sites, all_heads, resolve_sites
-from attn_only_lens.runs.writes import Parts, SublayerRun, take_apart
+from attn_only_lens.engine.prompts import PromptPair, Prompts, single_prompts
+from attn_only_lens.engine.readers import Readers, input_hooks
+from attn_only_lens.engine.recording import run
+from attn_only_lens.engine.replay import Variants, make_replay
+from attn_only_lens.engine.sites import LayerSites, Sites, all_heads, resolve_sites
+from attn_only_lens.engine.writes import Parts, SublayerRun, take_apart
+from attn_only_lens.errors import InputError
+from attn_only_lens.heads import host_of
+from attn_only_lens.heads.host import HeadKind
+from attn_only_lens.patching.run_patches import Batching
+from attn_only_lens.precision import full_precision
 
 _REFERENCES = ("zero", "mean")
 _KINDS: dict[HeadKind, tuple[str, ...]] = {"attention": ("q", "k", "value"), "neuron": ("in",)}

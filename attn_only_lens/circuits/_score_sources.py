@@ -1,6 +1,6 @@
 """Who sets a pattern: an attention score, or a pre-activation, as an exact sum over writers.
 
-The stream x that a head reads is a sum of what was written before (`runs/writes.py`): by the
+The stream x that a head reads is a sum of what was written before (`engine/writes.py`): by the
 embedding, every attention head, every neuron-head, and biases. With the scales of norms held at
 those of the run, all that lies between x and the score of a query and a key is linear on either
 side, so that
@@ -37,18 +37,19 @@ from jaxtyping import Float
 from torch import Tensor
 from transformer_lens.hook_points import HookPoint
 
+from attn_only_lens.arguments import as_plain, is_count
+from attn_only_lens.engine.frozen_pass import silent_scale_edits
+from attn_only_lens.engine.in_float32 import in_float32
+from attn_only_lens.engine.inputs import reasons_not_to_run
+from attn_only_lens.engine.largest import LargestScores
+from attn_only_lens.engine.metrics import no_gradient_reasons
+from attn_only_lens.engine.prompts import Prompts, single_prompts
+from attn_only_lens.engine.recording import Hooks, run
+from attn_only_lens.engine.sites import all_heads, resolve_sites
+from attn_only_lens.engine.writes import Parts, take_apart
 from attn_only_lens.errors import InputError, UnknownHeadError, UnsupportedModelError
 from attn_only_lens.heads import HeadName, host_of, reasons_without_heads
-from attn_only_lens.numerics import as_plain, full_precision, is_count
-from attn_only_lens.runs.frozen_pass import silent_scale_edits
-from attn_only_lens.runs.in_float32 import in_float32
-from attn_only_lens.runs.inputs import reasons_not_to_run
-from attn_only_lens.runs.largest import LargestScores
-from attn_only_lens.runs.metrics import no_gradient_reasons
-from attn_only_lens.runs.prompts import Prompts, single_prompts
-from attn_only_lens.runs.recording import Hooks, run
-from attn_only_lens.runs.sites import all_heads, resolve_sites
-from attn_only_lens.runs.writes import Parts, take_apart
+from attn_only_lens.precision import full_precision
 from attn_only_lens.tolerances import LOGIT_TOLERANCE
 
 _MOST_PAIRS = 4_000_000

@@ -35,21 +35,21 @@ from jaxtyping import Float
 from torch import Tensor
 from tqdm.auto import tqdm
 
+from attn_only_lens.arguments import as_plain, is_number
 from attn_only_lens.circuits._faithfulness import reasons_against_draws
 from attn_only_lens.circuits.ablation import ORDERS, AblatedModel, Ablation, Order, Rows
+from attn_only_lens.engine.input_warnings import warned_once
+from attn_only_lens.engine.inputs import option_reasons
+from attn_only_lens.engine.metrics import AnyMetric
+from attn_only_lens.engine.positions import Positions, Roles
+from attn_only_lens.engine.prompts import Prompts, prompt_pair
+from attn_only_lens.engine.sites import Sites, all_heads
 from attn_only_lens.errors import InputError
-from attn_only_lens.numerics import as_plain, is_number
 from attn_only_lens.patching._activation_patch import activation_patch
 from attn_only_lens.patching._attribution import METHODS, attribution
 from attn_only_lens.patching.repairs import Budget
 from attn_only_lens.patching.results import MEASURED
 from attn_only_lens.patching.site_groups import site_groups
-from attn_only_lens.runs.input_warnings import warned_once
-from attn_only_lens.runs.inputs import option_reasons
-from attn_only_lens.runs.metrics import AnyMetric
-from attn_only_lens.runs.positions import Positions, Roles
-from attn_only_lens.runs.prompts import Prompts, prompt_pair
-from attn_only_lens.runs.sites import Sites, all_heads
 
 _PER_DOUBLING = 4  # sizes of the grid
 _BETWEEN = 16  # sizes that refine it

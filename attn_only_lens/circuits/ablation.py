@@ -9,10 +9,10 @@ of the circuit computes as usual, from what then reaches it. Any other is ablate
 
 Heads and positions that are no sites, the embedding and the biases are never ablated.
 
-Positions are numbers, "all" together, or roles (`runs/positions.py`). A site by role is a head at
+Positions are numbers, "all" together, or roles (`engine/positions.py`). A site by role is a head at
 the role's token in each prompt; prompts may then differ in length.
 
-Circuits are rows of one batch, each with its own sites (`runs/replay`). Resampled, nothing before
+Circuits are rows of one batch, each with its own sites (`engine/replay`). Resampled, nothing before
 the first token that differs can change, and those positions are not run again.
 
 With m the metric, C a circuit, M all sites, and g the gradient of m at a site where only C is left,
@@ -36,22 +36,22 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from attn_only_lens.devices import to_float64_device
+from attn_only_lens.engine.edit_checks import require_edits_read
+from attn_only_lens.engine.gradients import Tape
+from attn_only_lens.engine.inputs import option_reasons, reasons_not_to_run
+from attn_only_lens.engine.interventions import ablate
+from attn_only_lens.engine.metrics import AnyMetric
+from attn_only_lens.engine.positions import Positions, PositionSet, resolve_positions
+from attn_only_lens.engine.prompts import Prompts, prompt_pair
+from attn_only_lens.engine.recording import Hooks, record_pair
+from attn_only_lens.engine.replay import Variants, make_replay
+from attn_only_lens.engine.sites import resolve_sites
 from attn_only_lens.errors import InputError
 from attn_only_lens.heads import host_of
 from attn_only_lens.heads.host import HeadKind
-from attn_only_lens.numerics import to_float64_device
 from attn_only_lens.patching.results import Sweep
 from attn_only_lens.patching.run_patches import Batching
-from attn_only_lens.runs.edit_checks import require_edits_read
-from attn_only_lens.runs.gradients import Tape
-from attn_only_lens.runs.inputs import option_reasons, reasons_not_to_run
-from attn_only_lens.runs.interventions import ablate
-from attn_only_lens.runs.metrics import AnyMetric
-from attn_only_lens.runs.positions import Positions, PositionSet, resolve_positions
-from attn_only_lens.runs.prompts import Prompts, prompt_pair
-from attn_only_lens.runs.recording import Hooks, record_pair
-from attn_only_lens.runs.replay import Variants, make_replay
-from attn_only_lens.runs.sites import resolve_sites
 
 Ablation = Literal["zero", "mean", "resample"]
 Order = Literal["magnitude", "signed"]

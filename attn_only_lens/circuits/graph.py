@@ -25,9 +25,9 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
+from attn_only_lens.arguments import as_plain, is_count, is_number
 from attn_only_lens.errors import InputError
 from attn_only_lens.heads.host import HEAD_KINDS
-from attn_only_lens.numerics import as_plain, is_count, is_number
 
 NODE_KINDS = ("embed", *HEAD_KINDS, "bias", "rest", "offset", "metric")
 EDGE_KINDS = ("value", "q", "k")

@@ -1,6 +1,6 @@
 """A run as linear maps between heads: patterns and norm scales frozen, every head's output cut.
 
-With every pattern and norm scale held at its value in one run (`runs/frozen_pass.py`), the output
+With every pattern and norm scale held at its value in one run (`engine/frozen_pass.py`), the output
 of a head t is an affine map of what is written before it,
 
     z_t = Σ_s W_ts z_s + W_te x_0 + b_t
@@ -48,13 +48,13 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from attn_only_lens.axes import Residual
+from attn_only_lens.devices import free_bytes
+from attn_only_lens.engine.frozen_pass import frozen_run, require_linear
+from attn_only_lens.engine.gradients import Tape
+from attn_only_lens.engine.metrics import BoundMetric
+from attn_only_lens.engine.recording import Hooks, Recording
 from attn_only_lens.heads import HeadName, host_of
 from attn_only_lens.heads.host import HeadKind
-from attn_only_lens.numerics import free_bytes
-from attn_only_lens.runs.frozen_pass import frozen_run, require_linear
-from attn_only_lens.runs.gradients import Tape
-from attn_only_lens.runs.metrics import BoundMetric
-from attn_only_lens.runs.recording import Hooks, Recording
 
 
 @dataclass(frozen=True, eq=False)

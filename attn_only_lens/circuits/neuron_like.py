@@ -22,11 +22,11 @@ import torch
 from torch import Tensor
 
 from attn_only_lens.axes import Tokens
+from attn_only_lens.devices import to_float64_device
+from attn_only_lens.engine.inputs import checked_tokens
+from attn_only_lens.engine.sites import LayerSites, heads, resolve_sites
 from attn_only_lens.errors import InputError
 from attn_only_lens.heads import host_of
-from attn_only_lens.numerics import to_float64_device
-from attn_only_lens.runs.inputs import checked_tokens
-from attn_only_lens.runs.sites import LayerSites, heads, resolve_sites
 
 _PROBLEM = "the attention of these heads cannot be measured"
 _ROUNDING = 1e-2  # of a row of a pattern that adds up to 1, in half precision

@@ -16,9 +16,9 @@ from attn_only_lens.cli.common import (
     working,
 )
 from attn_only_lens.cli.options import parse_names, parse_numbers
+from attn_only_lens.engine.sites import Sites, resolve_sites
 from attn_only_lens.errors import AttnOnlyLensError
 from attn_only_lens.neurons import neuron_statistics
-from attn_only_lens.runs.sites import Sites, resolve_sites
 from attn_only_lens.viz import write_html
 from attn_only_lens.viz.neurons import MOST_NEURONS, index_of_layers, page_of_statistics
 

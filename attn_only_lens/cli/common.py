@@ -13,13 +13,13 @@ from rich.console import Console
 from rich.table import Table
 from transformer_lens.model_bridge import TransformerBridge
 
+from attn_only_lens.engine.input_warnings import warned_once
 from attn_only_lens.errors import AttnOnlyLensError, CheckpointError, InputWarning
 from attn_only_lens.heads import has_neuron_heads, host_of
 from attn_only_lens.models.expose import expose_neuron_heads
 from attn_only_lens.models.load import load
 from attn_only_lens.models.two_blocks import AttentionOnlyTransformer
 from attn_only_lens.pretrained import small_english
-from attn_only_lens.runs.input_warnings import warned_once
 from attn_only_lens.storage.atomic import as_path
 from attn_only_lens.tl import quiet
 

@@ -18,6 +18,7 @@ from attn_only_lens.cli.common import (
     load_with_neuron_heads,
     working,
 )
+from attn_only_lens.engine.chat import chat_tokens
 from attn_only_lens.errors import AttnOnlyLensError
 from attn_only_lens.models import checkpoint
 from attn_only_lens.models.calibrate import calibrate
@@ -26,7 +27,6 @@ from attn_only_lens.models.convert import convert as convert_model
 from attn_only_lens.models.gate_option import Bilinear
 from attn_only_lens.models.two_blocks import AttentionOnlyTransformer
 from attn_only_lens.models.verify import verify as verify_models
-from attn_only_lens.runs.chat import chat_tokens
 from attn_only_lens.storage import open_folder, read_tensors
 from attn_only_lens.tl import require_hooked_transformer
 

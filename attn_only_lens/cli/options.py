@@ -7,10 +7,10 @@ import torch
 import typer
 
 from attn_only_lens import patching as p
+from attn_only_lens.engine import metrics
+from attn_only_lens.engine.chat import chat_tokens
+from attn_only_lens.engine.prompts import Prompts
 from attn_only_lens.errors import AttnOnlyLensError
-from attn_only_lens.runs import metrics
-from attn_only_lens.runs.chat import chat_tokens
-from attn_only_lens.runs.prompts import Prompts
 
 MODEL = "a Hugging Face name, a folder that holds a model, or small-english, which ships with this"
 _METRICS = ("logit_diff", "probability", "log_probability", "kl", "loss")

@@ -16,9 +16,9 @@ from attn_only_lens.cli.common import (
     say_page,
 )
 from attn_only_lens.cli.options import as_chat, parse_names, parse_prompts
+from attn_only_lens.engine.prompts import single_prompts
+from attn_only_lens.engine.sites import Sites
 from attn_only_lens.errors import AttnOnlyLensError
-from attn_only_lens.runs.prompts import single_prompts
-from attn_only_lens.runs.sites import Sites
 from attn_only_lens.viz import (
     attention_view,
     circuit_view,

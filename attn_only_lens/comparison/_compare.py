@@ -21,6 +21,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any
 
+from attn_only_lens.arguments import as_plain, is_count
 from attn_only_lens.circuits._search import Circuit, search_circuit
 from attn_only_lens.circuits.ablation import AblatedModel
 from attn_only_lens.comparison.alignment import align
@@ -30,18 +31,17 @@ from attn_only_lens.comparison.circuits import Resampling, compare_circuits
 from attn_only_lens.comparison.progress import MODELS, stage_bar
 from attn_only_lens.comparison.results import Comparison
 from attn_only_lens.comparison.statistics import Statistics
+from attn_only_lens.engine.input_warnings import warned_once
+from attn_only_lens.engine.inputs import reasons_not_to_run
+from attn_only_lens.engine.metrics import AnyMetric, no_gradient_reasons
+from attn_only_lens.engine.prompts import Prompts
+from attn_only_lens.engine.sites import all_heads, resolve_sites
+from attn_only_lens.engine.token_texts import token_texts
 from attn_only_lens.errors import ComparisonError
 from attn_only_lens.expansion import Provenance
 from attn_only_lens.growth import Grown, identity
 from attn_only_lens.heads import has_neuron_heads, host_of
 from attn_only_lens.models.expose import expose_neuron_heads
-from attn_only_lens.numerics import as_plain, is_count
-from attn_only_lens.runs.input_warnings import warned_once
-from attn_only_lens.runs.inputs import reasons_not_to_run
-from attn_only_lens.runs.metrics import AnyMetric, no_gradient_reasons
-from attn_only_lens.runs.prompts import Prompts
-from attn_only_lens.runs.sites import all_heads, resolve_sites
-from attn_only_lens.runs.token_texts import token_texts
 
 _PROBLEM = "these cannot be compared"
 

@@ -13,11 +13,11 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from attn_only_lens.engine.sites import LayerSites, all_heads, resolve_sites
 from attn_only_lens.errors import ComparisonError, UnknownHeadError
 from attn_only_lens.expansion import Provenance
 from attn_only_lens.heads import HeadName
 from attn_only_lens.heads.host import HeadKind
-from attn_only_lens.runs.sites import LayerSites, all_heads, resolve_sites
 
 _SHOWN = 5
 

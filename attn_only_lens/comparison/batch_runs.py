@@ -27,13 +27,13 @@ from torch import Tensor
 from attn_only_lens.circuits.ablation import AblatedModel
 from attn_only_lens.comparison.batches import Batch
 from attn_only_lens.comparison.progress import MODELS, stage_bar
+from attn_only_lens.engine.gradients import Tape, gradient_node, site_estimates, start_graph
+from attn_only_lens.engine.metrics import require_differentiable
+from attn_only_lens.engine.prompts import PromptPair
+from attn_only_lens.engine.recording import NeuronRun, record_pair
+from attn_only_lens.engine.sites import LayerSites, hook_name
 from attn_only_lens.heads import host_of
 from attn_only_lens.heads.host import HeadKind
-from attn_only_lens.runs.gradients import Tape, gradient_node, site_estimates, start_graph
-from attn_only_lens.runs.metrics import require_differentiable
-from attn_only_lens.runs.prompts import PromptPair
-from attn_only_lens.runs.recording import NeuronRun, record_pair
-from attn_only_lens.runs.sites import LayerSites, hook_name
 
 
 @dataclass(frozen=True, eq=False)

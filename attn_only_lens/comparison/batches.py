@@ -21,16 +21,16 @@ import torch
 from torch import Tensor
 
 from attn_only_lens.axes import Tokens
-from attn_only_lens.errors import ComparisonError
-from attn_only_lens.runs.inputs import array_as_tensor, checked_tokens
-from attn_only_lens.runs.metrics import AnyMetric
-from attn_only_lens.runs.prompts import (
+from attn_only_lens.engine.inputs import array_as_tensor, checked_tokens
+from attn_only_lens.engine.metrics import AnyMetric
+from attn_only_lens.engine.prompts import (
     PromptPair,
     Prompts,
     are_prompts,
     prompt_pair,
     single_prompts,
 )
+from attn_only_lens.errors import ComparisonError
 
 _Rows: TypeAlias = Tensor | PromptPair
 PromptSource: TypeAlias = Prompts | PromptPair | Iterable[_Rows | tuple[_Rows, AnyMetric]]

@@ -37,12 +37,12 @@ from attn_only_lens.comparison.alignment import Alignment
 from attn_only_lens.comparison.batch_runs import BatchRun, on_device_of
 from attn_only_lens.comparison.batches import Batch
 from attn_only_lens.comparison.progress import MODELS, stage_bar
+from attn_only_lens.engine.metrics import bind
+from attn_only_lens.engine.recording import record
+from attn_only_lens.engine.sites import LayerSites, all_heads, resolve_sites
 from attn_only_lens.errors import UnsupportedModelError
 from attn_only_lens.heads import HeadName
-from attn_only_lens.numerics import full_precision
-from attn_only_lens.runs.metrics import bind
-from attn_only_lens.runs.recording import record
-from attn_only_lens.runs.sites import LayerSites, all_heads, resolve_sites
+from attn_only_lens.precision import full_precision
 
 _Floats: TypeAlias = npt.NDArray[np.float64]
 _Ints: TypeAlias = npt.NDArray[np.int64]

@@ -56,14 +56,14 @@ from jaxtyping import Float
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from attn_only_lens.circuits.head_matrices import HeadMatrices
+from attn_only_lens.circuits.weights.head_matrices import HeadMatrices
 from attn_only_lens.comparison.alignment import Alignment, SharedComponents
 from attn_only_lens.comparison.batch_runs import BatchRun, run_batch
 from attn_only_lens.comparison.batches import Batch
 from attn_only_lens.comparison.progress import MODELS
+from attn_only_lens.devices import float32_if_half, to_float64_device
+from attn_only_lens.engine.sites import LayerSites, all_heads, resolve_sites
 from attn_only_lens.heads import host_of
-from attn_only_lens.numerics import float32_if_half, to_float64_device
-from attn_only_lens.runs.sites import LayerSites, all_heads, resolve_sites
 from attn_only_lens.tolerances import rounding
 
 _Floats: TypeAlias = npt.NDArray[np.float64]

@@ -23,11 +23,11 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from attn_only_lens.devices import to_float64_device
 from attn_only_lens.expansion.expansion import Expansion, Plan
 from attn_only_lens.expansion.initialise import Initialiser
 from attn_only_lens.expansion.provenance import Provenance
 from attn_only_lens.expansion.weights import WRITERS, Weights, tail
-from attn_only_lens.numerics import to_float64_device
 
 
 def is_layer_norm(weights: Weights) -> bool:

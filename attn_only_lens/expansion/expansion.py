@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attn_only_lens.arguments import as_plain, is_count
+from attn_only_lens.devices import free_bytes
 from attn_only_lens.errors import GrowthError
 from attn_only_lens.expansion.initialise import own
 from attn_only_lens.expansion.new_entries import (
@@ -34,7 +36,6 @@ from attn_only_lens.expansion.provenance import (
     ZeroEntries,
 )
 from attn_only_lens.expansion.weights import Axis, Weights, axes_of, block_name, in_layer, tail
-from attn_only_lens.numerics import as_plain, free_bytes, is_count
 
 
 @dataclass(frozen=True)

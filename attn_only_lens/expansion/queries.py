@@ -22,6 +22,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from attn_only_lens.arguments import is_count
 from attn_only_lens.expansion.expansion import (
     Expansion,
     Plan,
@@ -32,7 +33,6 @@ from attn_only_lens.expansion.expansion import (
 )
 from attn_only_lens.expansion.provenance import IndexMap
 from attn_only_lens.expansion.weights import Axis, Constants, Weights, block_name
-from attn_only_lens.numerics import is_count
 
 _QUERIES, _KEYS = ("attn.W_Q", "attn.b_Q"), ("attn.W_K", "attn.b_K")
 

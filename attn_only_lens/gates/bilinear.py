@@ -61,7 +61,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from attn_only_lens.numerics import float32_if_half
+from attn_only_lens.devices import float32_if_half
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from attn_only_lens.numerics import float32_if_half
+from attn_only_lens.devices import float32_if_half
 
 QUICK_GELU_SLOPE = 1.702
 _GELU_TANH_SLOPE = 2.0 * math.sqrt(2.0 / math.pi)

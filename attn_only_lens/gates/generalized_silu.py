@@ -12,9 +12,9 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
+from attn_only_lens.arguments import as_plain
 from attn_only_lens.errors import InputError
 from attn_only_lens.gates.exact import Gate, linear_gate
-from attn_only_lens.numerics import as_plain
 
 _SMALLEST, _LARGEST = 2.0**-126, 2.0**127  # within float32, in which weights are computed
 _SIZE = "from 2^-126 to 2^127 in size"

@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from transformer_lens.model_bridge import TransformerBridge
 
 from attn_only_lens import expansion as ex
+from attn_only_lens.arguments import as_plain, is_count
+from attn_only_lens.devices import float32_if_half
 from attn_only_lens.errors import GrowthError
 from attn_only_lens.expansion import Axis, Provenance, Weights
 from attn_only_lens.expansion.expansion import Expansion, reasons_against_bytes
@@ -26,7 +28,6 @@ from attn_only_lens.growth.native import NativeBridge
 from attn_only_lens.growth.optimizer import OptimizerT, grown_optimizer
 from attn_only_lens.growth.two_blocks import ConvertedModel
 from attn_only_lens.models.in_place.known_mlps import non_finite_weights
-from attn_only_lens.numerics import as_plain, float32_if_half, is_count
 
 _KINDS: tuple[type[Growable], ...] = (
     HookedModel,

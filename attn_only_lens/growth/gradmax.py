@@ -9,12 +9,13 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import PreTrainedModel
 
+from attn_only_lens.arguments import as_plain, is_count
 from attn_only_lens.axes import Logits, Tokens
+from attn_only_lens.devices import to_float64_device
+from attn_only_lens.engine.inputs import checked_tokens
 from attn_only_lens.errors import GrowthError
 from attn_only_lens.growth._grow import growable_of
 from attn_only_lens.models.two_blocks import AttentionOnlyTransformer
-from attn_only_lens.numerics import as_plain, is_count, to_float64_device
-from attn_only_lens.runs.inputs import checked_tokens
 
 
 def gradient_products(

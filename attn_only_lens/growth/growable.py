@@ -9,9 +9,9 @@ from typing import Any
 from einops import rearrange
 from torch import Tensor, nn
 
+from attn_only_lens.engine.attached_hooks import hook_reasons
 from attn_only_lens.errors import GrowthError
 from attn_only_lens.expansion import Weights
-from attn_only_lens.runs.attached_hooks import hook_reasons
 
 PROBLEM = "this model cannot be written as a folder"
 _FIELDS = {"head": "n_heads", "d_query": "d_head", "d_mlp": "d_mlp", "kv_head": "n_key_value_heads"}

@@ -27,6 +27,7 @@ from transformer_lens.model_bridge import TransformerBridge
 from transformer_lens.model_bridge.sources._bridge_builder import build_bridge_from_module
 from transformers import PretrainedConfig, PreTrainedModel
 
+from attn_only_lens.devices import keep_random_state, to_float64_device
 from attn_only_lens.errors import GrowthError
 from attn_only_lens.expansion import Axis, Weights
 from attn_only_lens.expansion.weights import Constants, Norm, NormPlace, block_name, in_layer
@@ -41,7 +42,6 @@ from attn_only_lens.models.transformers_module import (
     has_head_dim,
     intermediate_size,
 )
-from attn_only_lens.numerics import keep_random_state, to_float64_device
 
 
 @dataclass(frozen=True)

@@ -13,12 +13,12 @@ import torch
 from transformer_lens.model_bridge import TransformerBridge
 from transformer_lens.model_bridge.sources.native import NativeModel
 
+from attn_only_lens.devices import keep_random_state
 from attn_only_lens.expansion import Weights
 from attn_only_lens.expansion.weights import Constants, Norm, block_name, in_layer, tail
 from attn_only_lens.gates import GATES
 from attn_only_lens.growth.bridge import BridgeModel, differing_modules
 from attn_only_lens.growth.hooked import config_fields
-from attn_only_lens.numerics import keep_random_state
 
 _LAYER = re.compile(r"layers\.(\d+)\.(.+)")
 # In any case of letters, as the model reads its configuration.

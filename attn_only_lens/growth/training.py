@@ -15,13 +15,13 @@ from torch import Tensor
 from torch.optim import Optimizer
 from tqdm import tqdm
 
+from attn_only_lens.arguments import as_plain, is_count
+from attn_only_lens.engine.identity import Unidentified, identity
 from attn_only_lens.errors import CheckpointError, GrowthError
 from attn_only_lens.expansion import Provenance
 from attn_only_lens.expansion.expansion import Expansion
 from attn_only_lens.expansion.initialise import Initialiser
 from attn_only_lens.growth._grow import Grown, grow
-from attn_only_lens.numerics import as_plain, is_count
-from attn_only_lens.runs.identity import Unidentified, identity
 from attn_only_lens.storage import Document, atomic_write, read_tensors, write_tensors
 
 _PROBLEM = "this training cannot go on"

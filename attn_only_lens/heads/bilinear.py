@@ -21,9 +21,9 @@ from jaxtyping import Float
 from torch import Tensor
 
 from attn_only_lens.axes import PreActivation
+from attn_only_lens.devices import float32_if_half
 from attn_only_lens.gates import BilinearGate
 from attn_only_lens.heads.computation import NeuronHeads
-from attn_only_lens.numerics import float32_if_half
 
 
 class BilinearHeads(NeuronHeads):

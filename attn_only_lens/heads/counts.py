@@ -30,8 +30,8 @@ Sources: "Attention-Only Transformers and Implementing MLPs with Attention Heads
 from dataclasses import dataclass
 from typing import Any
 
+from attn_only_lens.arguments import as_plain
 from attn_only_lens.errors import InputError
-from attn_only_lens.numerics import as_plain
 
 _PROBLEM = "the heads of such a layer cannot be counted"
 

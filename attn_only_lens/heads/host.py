@@ -151,7 +151,7 @@ class Host(ABC):
 
     @abstractmethod
     def replay(self, recording: Any, metric: Any, precise: Any = None) -> Any:
-        """The way to run a recorded pass again in part (`runs/replay`), unchecked."""
+        """The way to run a recorded pass again in part (`engine/replay`), unchecked."""
 
 
 class WithNeuronHeads:

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 from transformer_lens.model_bridge import TransformerBridge
 
+from attn_only_lens.arguments import as_plain, is_number
 from attn_only_lens.axes import Tokens
+from attn_only_lens.engine.inputs import checked_tokens
 from attn_only_lens.errors import InputError, UnsupportedModelError
 from attn_only_lens.models.in_place.known_mlps import known_mlps
-from attn_only_lens.numerics import as_plain, is_number
-from attn_only_lens.runs.inputs import checked_tokens
 from attn_only_lens.tl import HookedTransformer
 
 _PROBLEM = "this model cannot be calibrated"

@@ -3,6 +3,7 @@
 import torch
 from transformer_lens.model_bridge import TransformerBridge
 
+from attn_only_lens.engine.attached_hooks import hook_reasons
 from attn_only_lens.errors import UnsupportedModelError
 from attn_only_lens.gates import GeneralizedSiLU
 from attn_only_lens.heads import EXACT
@@ -11,7 +12,6 @@ from attn_only_lens.models.in_place.known_mlps import non_finite_weights
 from attn_only_lens.models.shared_weights import share_weights
 from attn_only_lens.models.two_blocks import AttentionOnlyTransformer, convert_as
 from attn_only_lens.models.two_blocks.known_modules import reasons_against
-from attn_only_lens.runs.attached_hooks import hook_reasons
 from attn_only_lens.tl import HookedTransformer
 
 

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from transformer_lens.model_bridge import TransformerBridge
 
+from attn_only_lens.devices import normal_numbers
 from attn_only_lens.errors import UnsupportedModelError
 from attn_only_lens.gates import GeneralizedSiLU
 from attn_only_lens.heads import EXACT, Gating, logit_tolerance
@@ -31,7 +32,7 @@ from attn_only_lens.models.in_place.known_mlps import (
 )
 from attn_only_lens.models.quantised import weight_reasons
 from attn_only_lens.models.shared_weights import share_weights
-from attn_only_lens.numerics import full_precision, normal_numbers
+from attn_only_lens.precision import full_precision
 from attn_only_lens.tl import HookedTransformer
 
 _PROBLEM = "the neuron-heads of this model cannot be exposed"

@@ -5,11 +5,11 @@ from typing import Literal
 
 import torch
 
+from attn_only_lens.arguments import as_plain
 from attn_only_lens.errors import InputError
 from attn_only_lens.gates import GeneralizedSiLU, bilinear_gate
 from attn_only_lens.heads import EXACT, Gating
 from attn_only_lens.models.calibrate import Calibration
-from attn_only_lens.numerics import as_plain
 
 
 @dataclass(frozen=True)

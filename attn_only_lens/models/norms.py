@@ -29,9 +29,9 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from transformer_lens.utilities.architectures import POST_NORM_ARCHITECTURES
 
+from attn_only_lens.devices import normal_numbers
+from attn_only_lens.engine.inputs import checked_tokens
 from attn_only_lens.errors import InputError
-from attn_only_lens.numerics import normal_numbers
-from attn_only_lens.runs.inputs import checked_tokens
 from attn_only_lens.tl import LayerNorm, LayerNormPre, RMSNorm, RMSNormPre
 
 _PROBLEM = "this model has norms or sublayers of an unknown structure"

@@ -17,9 +17,9 @@ from torch import Tensor
 from transformer_lens.utilities.activation_functions import SUPPORTED_ACTIVATIONS
 from transformers import AutoTokenizer
 
+from attn_only_lens.devices import free_bytes
 from attn_only_lens.errors import AttnOnlyLensError, CheckpointError
 from attn_only_lens.models.two_blocks.build import stock_skeleton, tensor_misfits
-from attn_only_lens.numerics import free_bytes
 from attn_only_lens.storage import (
     Document,
     FileDigest,

@@ -11,6 +11,8 @@ from torch import Tensor
 from transformer_lens.model_bridge import TransformerBridge
 
 from attn_only_lens.axes import Tokens
+from attn_only_lens.devices import to_float64_device
+from attn_only_lens.engine.inputs import checked_tokens
 from attn_only_lens.errors import UnsupportedCallError, UnsupportedModelError
 from attn_only_lens.gates import GATES
 from attn_only_lens.heads import has_neuron_heads, host_of, logit_tolerance
@@ -19,8 +21,7 @@ from attn_only_lens.heads.host import Host
 from attn_only_lens.models.in_place import hidden
 from attn_only_lens.models.in_place.hook_points import find_hook_points
 from attn_only_lens.models.two_blocks import AttentionOnlyTransformer
-from attn_only_lens.numerics import full_precision, to_float64_device
-from attn_only_lens.runs.inputs import checked_tokens
+from attn_only_lens.precision import full_precision
 from attn_only_lens.tl import GatedMLP, HookedTransformer
 
 _ROUNDING = 1e-14  # of an activation evaluated in float64: silu's bound is 0

@@ -22,18 +22,19 @@ from typing import Any, Literal, get_args
 import pandas as pd
 from tqdm.auto import tqdm
 
+from attn_only_lens.arguments import is_count
+from attn_only_lens.engine.fingerprint import fingerprint
+from attn_only_lens.engine.input_warnings import warned_once
+from attn_only_lens.engine.inputs import option_reasons, reasons_not_to_run
+from attn_only_lens.engine.metrics import AnyMetric, as_metric, no_gradient_reasons, one_run_reasons
+from attn_only_lens.engine.sites import ALL_MEMBERS, LayerSites, Sites, neuron_heads, resolve_sites
 from attn_only_lens.errors import InputError
 from attn_only_lens.neurons.accumulate import ENDS, End
 from attn_only_lens.neurons.corpus import Texts, batches, corpus_rows, n_texts
 from attn_only_lens.neurons.found import Found, Store
 from attn_only_lens.neurons.statistics import NeuronStatistics
-from attn_only_lens.numerics import full_precision, is_count
 from attn_only_lens.patching._activation_patch import metric_identity
-from attn_only_lens.runs.fingerprint import fingerprint
-from attn_only_lens.runs.input_warnings import warned_once
-from attn_only_lens.runs.inputs import option_reasons, reasons_not_to_run
-from attn_only_lens.runs.metrics import AnyMetric, as_metric, no_gradient_reasons, one_run_reasons
-from attn_only_lens.runs.sites import ALL_MEMBERS, LayerSites, Sites, neuron_heads, resolve_sites
+from attn_only_lens.precision import full_precision
 
 By = Literal["z", "gate", "attribution"]
 Ends = Literal["both", "largest", "smallest"]

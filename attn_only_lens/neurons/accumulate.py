@@ -18,8 +18,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from attn_only_lens.devices import float32_if_half
 from attn_only_lens.neurons.corpus import Batch
-from attn_only_lens.numerics import float32_if_half
 
 End = Literal["largest", "smallest"]
 ENDS: tuple[End, ...] = ("largest", "smallest")

@@ -9,15 +9,15 @@ from jaxtyping import Float
 from torch import Tensor
 
 from attn_only_lens.axes import SELF
+from attn_only_lens.devices import float32_if_half
+from attn_only_lens.engine.gradients import Tape, start_graph
+from attn_only_lens.engine.metrics import Metric, bind
+from attn_only_lens.engine.prompts import PromptPair
+from attn_only_lens.engine.recording import require_seen, run, run_blocks
+from attn_only_lens.engine.sites import LayerSites
 from attn_only_lens.errors import InputError
 from attn_only_lens.heads import host_of
 from attn_only_lens.neurons.corpus import Batch
-from attn_only_lens.numerics import float32_if_half
-from attn_only_lens.runs.gradients import Tape, start_graph
-from attn_only_lens.runs.metrics import Metric, bind
-from attn_only_lens.runs.prompts import PromptPair
-from attn_only_lens.runs.recording import require_seen, run, run_blocks
-from attn_only_lens.runs.sites import LayerSites
 
 OfNeurons: TypeAlias = dict[str, Float[Tensor, "neuron place"]]
 """z, gate, value and perhaps attribution of a layer's neurons, of all tokens row after row."""

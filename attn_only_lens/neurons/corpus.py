@@ -15,10 +15,10 @@ from jaxtyping import Int
 from torch import Tensor
 
 from attn_only_lens.axes import Tokens
+from attn_only_lens.engine.input_warnings import shortened
+from attn_only_lens.engine.inputs import checked_tokens, tokens_of_text
+from attn_only_lens.engine.unknown_words import warn_of_unknown_words
 from attn_only_lens.errors import InputError, UnsupportedCallError
-from attn_only_lens.runs.input_warnings import shortened
-from attn_only_lens.runs.inputs import checked_tokens, tokens_of_text
-from attn_only_lens.runs.unknown_words import warn_of_unknown_words
 
 Texts: TypeAlias = str | Path | Tensor | Iterable[Any]
 """A file, or texts: strings, dictionaries with a text, or rows of tokens."""

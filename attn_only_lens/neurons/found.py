@@ -10,6 +10,10 @@ from typing import Any, TypedDict
 import torch
 from torch import Tensor
 
+from attn_only_lens.devices import float32_if_half
+from attn_only_lens.engine.metrics import Metric
+from attn_only_lens.engine.sites import LayerSites
+from attn_only_lens.engine.token_texts import token_text
 from attn_only_lens.errors import InputError
 from attn_only_lens.heads import host_of
 from attn_only_lens.neurons.accumulate import (
@@ -25,10 +29,6 @@ from attn_only_lens.neurons.accumulate import (
 from attn_only_lens.neurons.activations import OfNeurons, run_by_gradient, run_by_layer
 from attn_only_lens.neurons.corpus import Batch, Row, chained_digest
 from attn_only_lens.neurons.statistics import NeuronStatistics
-from attn_only_lens.numerics import float32_if_half
-from attn_only_lens.runs.metrics import Metric
-from attn_only_lens.runs.sites import LayerSites
-from attn_only_lens.runs.token_texts import token_text
 from attn_only_lens.storage import Document, open_folder, read_tensors, write_tensors
 from attn_only_lens.storage.atomic import atomic_write
 

@@ -1,13 +1,6 @@
 """Activation patching over attention heads and neuron-heads: prompts, metrics, sites, results."""
 
-from attn_only_lens.patching._activation_patch import activation_patch
-from attn_only_lens.patching._agreement import agreement
-from attn_only_lens.patching._attribution import attribution
-from attn_only_lens.patching._gate_and_value import gate_and_value
-from attn_only_lens.patching._path_patch import path_patch
-from attn_only_lens.patching.path_results import Paths
-from attn_only_lens.patching.results import Sweep
-from attn_only_lens.runs.metrics import (
+from attn_only_lens.engine.metrics import (
     custom,
     kl,
     log_probability,
@@ -16,9 +9,16 @@ from attn_only_lens.runs.metrics import (
     probability,
     probability_diff,
 )
-from attn_only_lens.runs.prompts import PromptPair, prompt_pair
-from attn_only_lens.runs.sites import all_heads, heads, neuron_heads
-from attn_only_lens.runs.steering import ablated, steered
+from attn_only_lens.engine.prompts import PromptPair, prompt_pair
+from attn_only_lens.engine.sites import all_heads, heads, neuron_heads
+from attn_only_lens.engine.steering import ablated, steered
+from attn_only_lens.patching._activation_patch import activation_patch
+from attn_only_lens.patching._agreement import agreement
+from attn_only_lens.patching._attribution import attribution
+from attn_only_lens.patching._gate_and_value import gate_and_value
+from attn_only_lens.patching._path_patch import path_patch
+from attn_only_lens.patching.path_results import Paths
+from attn_only_lens.patching.results import Sweep
 
 __all__ = [
     "Paths",

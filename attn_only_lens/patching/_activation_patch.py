@@ -8,9 +8,20 @@ import torch
 from torch import Tensor
 from tqdm.auto import tqdm
 
+from attn_only_lens.arguments import is_count
 from attn_only_lens.axes import Tokens
+from attn_only_lens.engine.fingerprint import fingerprint
+from attn_only_lens.engine.identity import Unidentified, identity
+from attn_only_lens.engine.input_warnings import warned_once
+from attn_only_lens.engine.inputs import checked_tokens, option_reasons, reasons_not_to_run
+from attn_only_lens.engine.interventions import ABLATIONS, DIRECTIONS
+from attn_only_lens.engine.metrics import AnyMetric, Metric, as_metric
+from attn_only_lens.engine.positions import Positions
+from attn_only_lens.engine.prompts import PromptPair, Prompts, prompt_pair, single_prompts
+from attn_only_lens.engine.recording import RunPair, record_pair
+from attn_only_lens.engine.replay import make_replay
+from attn_only_lens.engine.sites import PARTS, Part, Sites, split_positions
 from attn_only_lens.errors import InputError
-from attn_only_lens.numerics import is_count, matmul_precision, precision_reasons
 from attn_only_lens.patching.ablated_runs import AblatedRuns
 from attn_only_lens.patching.processes import is_first, require_folder
 from attn_only_lens.patching.prompt_runs import PromptRuns, measure_parts, prompts_per_run
@@ -19,17 +30,7 @@ from attn_only_lens.patching.resume import PartStore
 from attn_only_lens.patching.run_patches import Batching, PatchRunner, check_edits, together
 from attn_only_lens.patching.site_groups import SiteGroup, site_groups
 from attn_only_lens.patching.sweep_parts import SweepPart, sweep_parts
-from attn_only_lens.runs.fingerprint import fingerprint
-from attn_only_lens.runs.identity import Unidentified, identity
-from attn_only_lens.runs.input_warnings import warned_once
-from attn_only_lens.runs.inputs import checked_tokens, option_reasons, reasons_not_to_run
-from attn_only_lens.runs.interventions import ABLATIONS, DIRECTIONS
-from attn_only_lens.runs.metrics import AnyMetric, Metric, as_metric
-from attn_only_lens.runs.positions import Positions
-from attn_only_lens.runs.prompts import PromptPair, Prompts, prompt_pair, single_prompts
-from attn_only_lens.runs.recording import RunPair, record_pair
-from attn_only_lens.runs.replay import make_replay
-from attn_only_lens.runs.sites import PARTS, Part, Sites, split_positions
+from attn_only_lens.precision import matmul_precision, precision_reasons
 
 
 @warned_once()

@@ -3,9 +3,10 @@
 import numpy as np
 import pandas as pd
 from jaxtyping import Int
+from scipy.stats import pearsonr, spearmanr
 
+from attn_only_lens.arguments import is_count
 from attn_only_lens.errors import InputError
-from attn_only_lens.numerics import is_count, pearson, spearman
 from attn_only_lens.patching.results import Sweep
 from attn_only_lens.patching.scored_frame import largest
 from attn_only_lens.patching.sweep_rows import rows_in_order
@@ -78,8 +79,8 @@ def agreement(exact: Sweep, approx: Sweep, k: int = 20) -> pd.DataFrame:
     both = [set(largest(np.abs(each), k).tolist()) for each in (one, other)]
     return pd.DataFrame(
         {
-            "pearson": [pearson(one, other)],
-            "spearman": [spearman(one, other)],
+            "pearson": [pearsonr(one, other).statistic],
+            "spearman": [spearmanr(one, other).statistic],
             "top_k": [len(both[0] & both[1]) / k],
             "k": [k],
             "n": [len(one)],

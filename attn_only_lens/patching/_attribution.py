@@ -78,11 +78,36 @@ from jaxtyping import Bool
 from torch import Tensor
 from tqdm.auto import tqdm
 
+from attn_only_lens.arguments import as_plain, is_count
 from attn_only_lens.axes import Tokens
+from attn_only_lens.engine.frozen_pass import frozen_gradients
+from attn_only_lens.engine.gradients import (
+    Tape,
+    edit_input,
+    gradient_node,
+    site_estimates,
+    start_graph,
+)
+from attn_only_lens.engine.input_warnings import warned_once
+from attn_only_lens.engine.inputs import checked_tokens, option_reasons, reasons_not_to_run
+from attn_only_lens.engine.interventions import ABLATIONS, DIRECTIONS
+from attn_only_lens.engine.metrics import (
+    AnyMetric,
+    BoundMetric,
+    Metric,
+    as_metric,
+    no_gradient_reasons,
+    require_differentiable,
+    require_slope,
+)
+from attn_only_lens.engine.positions import Positions
+from attn_only_lens.engine.prompts import PromptPair, Prompts
+from attn_only_lens.engine.recording import Recording, RunPair, Side, record_pair, run
+from attn_only_lens.engine.replay import make_replay
+from attn_only_lens.engine.sites import PARTS, SHARED_PARTS, Part, Sites, hook_name
 from attn_only_lens.errors import InputError, UnsupportedModelError
 from attn_only_lens.heads import host_of, logit_tolerance
 from attn_only_lens.heads.host import HeadKind
-from attn_only_lens.numerics import as_plain, full_precision, is_count
 from attn_only_lens.patching._activation_patch import (
     ablation_reasons,
     count_reasons,
@@ -112,31 +137,7 @@ from attn_only_lens.patching.resume import PartStore
 from attn_only_lens.patching.run_patches import Batching, PatchRunner
 from attn_only_lens.patching.site_groups import SiteGroup, site_groups
 from attn_only_lens.patching.sweep_parts import SweepPart, sweep_parts
-from attn_only_lens.runs.frozen_pass import frozen_gradients
-from attn_only_lens.runs.gradients import (
-    Tape,
-    edit_input,
-    gradient_node,
-    site_estimates,
-    start_graph,
-)
-from attn_only_lens.runs.input_warnings import warned_once
-from attn_only_lens.runs.inputs import checked_tokens, option_reasons, reasons_not_to_run
-from attn_only_lens.runs.interventions import ABLATIONS, DIRECTIONS
-from attn_only_lens.runs.metrics import (
-    AnyMetric,
-    BoundMetric,
-    Metric,
-    as_metric,
-    no_gradient_reasons,
-    require_differentiable,
-    require_slope,
-)
-from attn_only_lens.runs.positions import Positions
-from attn_only_lens.runs.prompts import PromptPair, Prompts
-from attn_only_lens.runs.recording import Recording, RunPair, Side, record_pair, run
-from attn_only_lens.runs.replay import make_replay
-from attn_only_lens.runs.sites import PARTS, SHARED_PARTS, Part, Sites, hook_name
+from attn_only_lens.precision import full_precision
 
 Method = Literal["gradient", "exact_gate", "integrated", "frozen_pattern"]
 METHODS: tuple[str, ...] = get_args(Method)

@@ -25,6 +25,15 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from attn_only_lens.engine.edits import change_of_z, interaction, neuron_changes
+from attn_only_lens.engine.input_warnings import warned_once
+from attn_only_lens.engine.inputs import option_reasons
+from attn_only_lens.engine.interventions import DIRECTIONS
+from attn_only_lens.engine.metrics import AnyMetric, as_metric
+from attn_only_lens.engine.positions import Positions
+from attn_only_lens.engine.prompts import PromptPair, Prompts, prompt_pair
+from attn_only_lens.engine.recording import NeuronRun, Recording, record
+from attn_only_lens.engine.sites import Part, Sites, neuron_heads
 from attn_only_lens.errors import InputError
 from attn_only_lens.heads import host_of
 from attn_only_lens.patching._activation_patch import activation_patch
@@ -32,15 +41,6 @@ from attn_only_lens.patching.prompt_runs import prompts_per_run
 from attn_only_lens.patching.results import Sweep
 from attn_only_lens.patching.site_groups import SiteGroup, site_groups
 from attn_only_lens.patching.sweep_parts import SweepPart, sweep_parts
-from attn_only_lens.runs.edits import change_of_z, interaction, neuron_changes
-from attn_only_lens.runs.input_warnings import warned_once
-from attn_only_lens.runs.inputs import option_reasons
-from attn_only_lens.runs.interventions import DIRECTIONS
-from attn_only_lens.runs.metrics import AnyMetric, as_metric
-from attn_only_lens.runs.positions import Positions
-from attn_only_lens.runs.prompts import PromptPair, Prompts, prompt_pair
-from attn_only_lens.runs.recording import NeuronRun, Recording, record
-from attn_only_lens.runs.sites import Part, Sites, neuron_heads
 from attn_only_lens.storage import open_folder
 
 _SITE = ["layer", "index", "name", "position"]

@@ -3,9 +3,9 @@
 For each pair of a sender s and a receiver r, and the run that is patched into (the target) and the
 other one (the source):
 
-    δ = write_s(source) - write_s(target)        at the positions asked for (`runs/writes.py`)
+    δ = write_s(source) - write_s(target)        at the positions asked for (`engine/writes.py`)
     what r reads by the inputs of `part` moves by δ, through its norm; nothing else moves
-    r's output moves by Δz_r(δ)                  (`runs/readers.py`)
+    r's output moves by Δz_r(δ)                  (`engine/readers.py`)
     and runs on to the metric: z_r + Δz_r is patched into the target run
 
 (Wang et al. 2022, "Interpretability in the Wild"; Goldowsky-Dill et al. 2023, "Localizing Model
@@ -26,7 +26,7 @@ at, S from the first of them on, for each prompt:
                   + the run from r's block on
     logits        the unembedding
 
-The run on is that of an activation patch of r (`runs/replay`): 2 S Σ_{later blocks} parameters.
+The run on is that of an activation patch of r (`engine/replay`): 2 S Σ_{later blocks} parameters.
 `top=k` makes Δz_r of every pair, k runs, and no more.
 
 TransformerLens' `get_act_patch_direct_path` between attention heads is "held" in 3.9, "anew" in 4.
@@ -44,10 +44,32 @@ from jaxtyping import Float
 from torch import Tensor
 from tqdm.auto import tqdm
 
+from attn_only_lens.engine.fingerprint import fingerprint
+from attn_only_lens.engine.gradients import Tape, start_graph
+from attn_only_lens.engine.in_float32 import in_float32
+from attn_only_lens.engine.input_warnings import warned_once
+from attn_only_lens.engine.inputs import option_reasons, reasons_not_to_run
+from attn_only_lens.engine.interventions import DIRECTIONS
+from attn_only_lens.engine.largest import LargestScores
+from attn_only_lens.engine.metrics import (
+    AnyMetric,
+    BoundMetric,
+    Metric,
+    as_metric,
+    no_gradient_reasons,
+    require_differentiable,
+    require_slope,
+)
+from attn_only_lens.engine.positions import Positions
+from attn_only_lens.engine.prompts import PromptPair, Prompts, prompt_pair
+from attn_only_lens.engine.readers import READ_PARTS, Readers, input_hooks
+from attn_only_lens.engine.recording import Recording, RunPair, Side, run, run_pair
+from attn_only_lens.engine.replay import make_replay
+from attn_only_lens.engine.sites import LayerSites, Selection, Sites, all_heads, resolve_sites
+from attn_only_lens.engine.writes import SCALES, Parts, Scale, take_apart
 from attn_only_lens.errors import InputError
 from attn_only_lens.heads import HeadName, host_of
 from attn_only_lens.heads.host import HeadKind
-from attn_only_lens.numerics import full_precision
 from attn_only_lens.patching._activation_patch import count_reasons, metric_identity, roles_where
 from attn_only_lens.patching.over_prompts import OverPrompts
 from attn_only_lens.patching.path_results import Paths
@@ -60,29 +82,7 @@ from attn_only_lens.patching.run_patches import Batching, check_edits
 from attn_only_lens.patching.scored_frame import BASELINE
 from attn_only_lens.patching.site_groups import SiteGroup, site_groups
 from attn_only_lens.patching.sweep_parts import SweepPart, sweep_parts
-from attn_only_lens.runs.fingerprint import fingerprint
-from attn_only_lens.runs.gradients import Tape, start_graph
-from attn_only_lens.runs.in_float32 import in_float32
-from attn_only_lens.runs.input_warnings import warned_once
-from attn_only_lens.runs.inputs import option_reasons, reasons_not_to_run
-from attn_only_lens.runs.interventions import DIRECTIONS
-from attn_only_lens.runs.largest import LargestScores
-from attn_only_lens.runs.metrics import (
-    AnyMetric,
-    BoundMetric,
-    Metric,
-    as_metric,
-    no_gradient_reasons,
-    require_differentiable,
-    require_slope,
-)
-from attn_only_lens.runs.positions import Positions
-from attn_only_lens.runs.prompts import PromptPair, Prompts, prompt_pair
-from attn_only_lens.runs.readers import READ_PARTS, Readers, input_hooks
-from attn_only_lens.runs.recording import Recording, RunPair, Side, run, run_pair
-from attn_only_lens.runs.replay import make_replay
-from attn_only_lens.runs.sites import LayerSites, Selection, Sites, all_heads, resolve_sites
-from attn_only_lens.runs.writes import SCALES, Parts, Scale, take_apart
+from attn_only_lens.precision import full_precision
 
 _PROBLEM = "these paths cannot be patched"
 _AT_ONCE = 256  # paths in a part of exact values

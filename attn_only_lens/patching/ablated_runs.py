@@ -13,12 +13,12 @@ from jaxtyping import Bool
 from torch import Tensor
 
 from attn_only_lens.axes import Tokens
+from attn_only_lens.devices import to_float64_device
+from attn_only_lens.engine.interventions import Ablation, ablate, resample_reasons
+from attn_only_lens.engine.prompts import PromptPair
+from attn_only_lens.engine.recording import NeuronRun, Recording, record
+from attn_only_lens.engine.sites import LayerSites, hook_name
 from attn_only_lens.errors import InputError
-from attn_only_lens.numerics import to_float64_device
-from attn_only_lens.runs.interventions import Ablation, ablate, resample_reasons
-from attn_only_lens.runs.prompts import PromptPair
-from attn_only_lens.runs.recording import NeuronRun, Recording, record
-from attn_only_lens.runs.sites import LayerSites, hook_name
 
 
 class AblatedRuns:

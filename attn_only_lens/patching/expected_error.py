@@ -10,7 +10,7 @@ patched into, and g_t the gradient of the metric there,
 the largest effect that a linear model allows, a ‖g‖, times the size of the write relative to the
 stream, a / ‖x‖. What a part writes:
 
-    neuron-heads, any part    |Δz_i| ‖W_out[i]‖ (`runs/edits.py`)
+    neuron-heads, any part    |Δz_i| ‖W_out[i]‖ (`engine/edits.py`)
     attention, z              ‖Δz W_O‖
     pattern, q                the same, z being that of the new pattern or query: one forward pass
                               in which all are replaced, and z restored before anything reads it
@@ -29,14 +29,14 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from attn_only_lens.devices import float32_if_half
+from attn_only_lens.engine.edits import by_head, change_of_z, neuron_changes
+from attn_only_lens.engine.recording import Recording, run
+from attn_only_lens.engine.sites import SHARED_PARTS, LayerSites, Part, hook_name
 from attn_only_lens.errors import UnsupportedModelError
 from attn_only_lens.heads import host_of
 from attn_only_lens.heads.host import HeadKind
-from attn_only_lens.numerics import float32_if_half
 from attn_only_lens.patching.site_groups import SiteGroup
-from attn_only_lens.runs.edits import by_head, change_of_z, neuron_changes
-from attn_only_lens.runs.recording import Recording, run
-from attn_only_lens.runs.sites import SHARED_PARTS, LayerSites, Part, hook_name
 from attn_only_lens.tolerances import LOGIT_TOLERANCE
 
 _READ: dict[Part, tuple[Part, ...]] = {"value": ("pattern",), "k": ("pattern", "value", "z")}

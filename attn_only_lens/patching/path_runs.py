@@ -15,16 +15,16 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from attn_only_lens.engine.edits import neuron_changes, neuron_variants, sum_by_site
+from attn_only_lens.engine.positions import PositionSet
+from attn_only_lens.engine.prompts import PromptPair
+from attn_only_lens.engine.readers import Readers
+from attn_only_lens.engine.replay import Variants
+from attn_only_lens.engine.sites import LayerSites
+from attn_only_lens.engine.writes import Parts, Scale
 from attn_only_lens.heads.host import HeadKind
 from attn_only_lens.patching.run_patches import Batching
 from attn_only_lens.patching.site_groups import SiteGroup
-from attn_only_lens.runs.edits import neuron_changes, neuron_variants, sum_by_site
-from attn_only_lens.runs.positions import PositionSet
-from attn_only_lens.runs.prompts import PromptPair
-from attn_only_lens.runs.readers import Readers
-from attn_only_lens.runs.replay import Variants
-from attn_only_lens.runs.sites import LayerSites
-from attn_only_lens.runs.writes import Parts, Scale
 
 LOGITS = "logits"
 _NUMBERS = 2**21  # in a block's largest tensor; several of them are held

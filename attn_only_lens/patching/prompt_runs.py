@@ -15,6 +15,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from attn_only_lens.engine.metrics import Metric, bind, require_distinct
+from attn_only_lens.engine.prompts import PromptPair
+from attn_only_lens.engine.recording import Recording, RunPair
+from attn_only_lens.engine.sites import LayerSites, Part
 from attn_only_lens.errors import InputError
 from attn_only_lens.heads import host_of
 from attn_only_lens.patching.ablated_runs import AblatedRuns
@@ -22,10 +26,6 @@ from attn_only_lens.patching.over_prompts import OverPrompts
 from attn_only_lens.patching.processes import n_launched
 from attn_only_lens.patching.resume import PartStore, kept_settings
 from attn_only_lens.patching.sweep_parts import SweepPart
-from attn_only_lens.runs.metrics import Metric, bind, require_distinct
-from attn_only_lens.runs.prompts import PromptPair
-from attn_only_lens.runs.recording import Recording, RunPair
-from attn_only_lens.runs.sites import LayerSites, Part
 
 _SHARE = 0.2  # of all memory, for what a run of prompts records
 

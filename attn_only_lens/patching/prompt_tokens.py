@@ -5,9 +5,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from attn_only_lens.engine.prompts import PromptPair
+from attn_only_lens.engine.token_texts import token_texts_of_prompts
 from attn_only_lens.patching.site_groups import SiteGroup
-from attn_only_lens.runs.prompts import PromptPair
-from attn_only_lens.runs.token_texts import token_texts_of_prompts
 
 _MOST_SHOWN = 2
 _LONGEST = 16  # characters of a token

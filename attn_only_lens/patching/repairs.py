@@ -45,11 +45,11 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from attn_only_lens.arguments import as_plain, is_number
+from attn_only_lens.engine.sites import LayerSites
 from attn_only_lens.heads.host import HeadKind
-from attn_only_lens.numerics import as_plain, is_number
 from attn_only_lens.patching.run_patches import PatchRunner, check_edits
 from attn_only_lens.patching.site_groups import SiteGroup
-from attn_only_lens.runs.sites import LayerSites
 
 Budget: TypeAlias = float | Literal["auto"]
 _AT_LEAST, _AT_MOST = (3.0, 2e8), (10.0, 4e9)  # of "auto": forward passes, flops

@@ -21,6 +21,8 @@ import pandas as pd
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from attn_only_lens.engine.metrics import require_distinct
+from attn_only_lens.engine.prompts import PromptPair
 from attn_only_lens.errors import InputError
 from attn_only_lens.heads.host import HeadKind
 from attn_only_lens.patching.over_prompts import SPREAD, OverPrompts
@@ -28,8 +30,6 @@ from attn_only_lens.patching.prompt_tokens import PromptTokens
 from attn_only_lens.patching.scored_frame import ScoredFrame
 from attn_only_lens.patching.site_groups import SiteGroup
 from attn_only_lens.patching.sweep_rows import PROBLEM, SweepRows
-from attn_only_lens.runs.metrics import require_distinct
-from attn_only_lens.runs.prompts import PromptPair
 from attn_only_lens.storage import Document
 from attn_only_lens.storage.tables import TableFields
 

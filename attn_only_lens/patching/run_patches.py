@@ -17,12 +17,9 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from attn_only_lens.heads.host import HEAD_KINDS
-from attn_only_lens.numerics import free_bytes, full_precision, rounded_products
-from attn_only_lens.patching.processes import n_launched
-from attn_only_lens.patching.site_groups import ROWS, SiteGroup
-from attn_only_lens.runs.edit_checks import require_groups, require_same_edit
-from attn_only_lens.runs.edits import (
+from attn_only_lens.devices import free_bytes
+from attn_only_lens.engine.edit_checks import require_groups, require_same_edit
+from attn_only_lens.engine.edits import (
     attention_edit,
     change_of_z,
     differences,
@@ -31,9 +28,13 @@ from attn_only_lens.runs.edits import (
     of_group,
     share_edits,
 )
-from attn_only_lens.runs.recording import Recording
-from attn_only_lens.runs.replay import Replay, Variants
-from attn_only_lens.runs.sites import SHARED_PARTS, Part, hook_name
+from attn_only_lens.engine.recording import Recording
+from attn_only_lens.engine.replay import Replay, Variants
+from attn_only_lens.engine.sites import SHARED_PARTS, Part, hook_name
+from attn_only_lens.heads.host import HEAD_KINDS
+from attn_only_lens.patching.processes import n_launched
+from attn_only_lens.patching.site_groups import ROWS, SiteGroup
+from attn_only_lens.precision import full_precision, rounded_products
 
 # At GPT-2 small's shape on one thread 512, 1024 and 2048 are within a tenth of each other, 128 is
 # slower by a tenth, 4096 and 8192 by a sixth: they only leave the caches.

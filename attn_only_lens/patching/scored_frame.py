@@ -10,8 +10,8 @@ import numpy as np
 import pandas as pd
 from jaxtyping import Float, Int
 
+from attn_only_lens.arguments import as_plain, is_count, is_number
 from attn_only_lens.errors import InputError
-from attn_only_lens.numerics import as_plain, is_count, is_number
 from attn_only_lens.patching.prompt_tokens import PromptTokens
 from attn_only_lens.storage import Document
 from attn_only_lens.storage.tables import read_table, write_table

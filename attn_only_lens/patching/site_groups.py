@@ -11,10 +11,9 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from attn_only_lens.errors import InputError
-from attn_only_lens.runs.positions import Positions, PositionSet, resolve_positions
-from attn_only_lens.runs.prompts import PromptPair
-from attn_only_lens.runs.sites import (
+from attn_only_lens.engine.positions import Positions, PositionSet, resolve_positions
+from attn_only_lens.engine.prompts import PromptPair
+from attn_only_lens.engine.sites import (
     LayerSites,
     Part,
     Sites,
@@ -23,6 +22,7 @@ from attn_only_lens.runs.sites import (
     resolve_sites,
     split_positions,
 )
+from attn_only_lens.errors import InputError
 
 _PROBLEM = "these sites cannot be patched"
 ROWS = 2048  # of a group: enough for one that is written to a file of its own

@@ -16,10 +16,10 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from attn_only_lens.engine.interventions import DIRECTIONS
+from attn_only_lens.engine.prompts import PromptPair
 from attn_only_lens.heads import host_of
 from attn_only_lens.patching.site_groups import SiteGroup
-from attn_only_lens.runs.interventions import DIRECTIONS
-from attn_only_lens.runs.prompts import PromptPair
 
 _PARTS = 128  # of equal cost: eight processes end within a sixteenth of their time of each other
 _LEAST = 4096  # tokens through all blocks in a part: a second of a small model's, on a CPU

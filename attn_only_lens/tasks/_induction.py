@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from random import Random
 from typing import Any
 
+from attn_only_lens.arguments import is_count
 from attn_only_lens.errors import InputError
-from attn_only_lens.numerics import is_count
 from attn_only_lens.tasks.paired_prompts import (
     Filled,
     Pair,

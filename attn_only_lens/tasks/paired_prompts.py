@@ -20,9 +20,9 @@ from random import Random
 from string import Formatter
 from typing import Any
 
+from attn_only_lens.arguments import is_count
+from attn_only_lens.engine.metrics import Metric, logit_diff, probability_diff
 from attn_only_lens.errors import InputError
-from attn_only_lens.numerics import is_count
-from attn_only_lens.runs.metrics import Metric, logit_diff, probability_diff
 
 END = "end"
 """The role of the last token, which every task has."""

@@ -18,14 +18,14 @@ from jaxtyping import Float
 from torch import Tensor
 from transformer_lens import ActivationCache
 
+from attn_only_lens.arguments import as_plain
 from attn_only_lens.axes import SELF
+from attn_only_lens.engine.inputs import checked_tokens, dropout_reasons
+from attn_only_lens.engine.sites import Selection, Sites, resolve_sites
+from attn_only_lens.engine.token_texts import token_texts
 from attn_only_lens.errors import UnsupportedCallError
 from attn_only_lens.heads import HeadName, host_of, neuron_gate, neuron_pattern
 from attn_only_lens.heads.patterns import cached_activation, require_neuron_heads
-from attn_only_lens.numerics import as_plain
-from attn_only_lens.runs.inputs import checked_tokens, dropout_reasons
-from attn_only_lens.runs.sites import Selection, Sites, resolve_sites
-from attn_only_lens.runs.token_texts import token_texts
 from attn_only_lens.viz.checks import import_extra, prompt_values, refuse, token_reasons
 from attn_only_lens.viz.page import Page, page_of_tokens, visible_token, with_space
 

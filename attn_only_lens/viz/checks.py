@@ -7,8 +7,8 @@ from typing import Any
 from jaxtyping import Float
 from torch import Tensor
 
+from attn_only_lens.arguments import is_count
 from attn_only_lens.errors import InputError
-from attn_only_lens.numerics import is_count
 
 
 def import_extra(name: str) -> Any:

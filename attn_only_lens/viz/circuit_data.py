@@ -13,9 +13,9 @@ import numpy as np
 import pandas as pd
 from jaxtyping import Float
 
+from attn_only_lens.arguments import is_count
 from attn_only_lens.circuits.graph import EDGE_COLUMNS, EDGE_KINDS, NODE_KINDS
 from attn_only_lens.neurons import Example
-from attn_only_lens.numerics import is_count
 from attn_only_lens.viz.checks import token_reasons
 from attn_only_lens.viz.page import short_numbers
 

@@ -14,20 +14,21 @@ import numpy as np
 import pandas as pd
 from torch import Tensor
 
+from attn_only_lens.arguments import is_count
 from attn_only_lens.axes import SELF
 from attn_only_lens.circuits.graph import CircuitGraph
-from attn_only_lens.circuits.vocabulary import DirectEffects, TokenScores
+from attn_only_lens.circuits.weights.vocabulary import DirectEffects, TokenScores
+from attn_only_lens.engine.inputs import reasons_not_to_run
+from attn_only_lens.engine.prompts import Prompts, single_prompts
+from attn_only_lens.engine.recording import Recording, record
+from attn_only_lens.engine.token_texts import token_text, token_texts
 from attn_only_lens.errors import InputError
 from attn_only_lens.heads import HeadName, host_of, reasons_without_heads
 from attn_only_lens.neurons import examples_of
 from attn_only_lens.neurons.examples import COLUMNS as EXAMPLE_COLUMNS
-from attn_only_lens.numerics import full_precision, is_count
 from attn_only_lens.patching import Sweep
 from attn_only_lens.patching.results import MEASURED
-from attn_only_lens.runs.inputs import reasons_not_to_run
-from attn_only_lens.runs.prompts import Prompts, single_prompts
-from attn_only_lens.runs.recording import Recording, record
-from attn_only_lens.runs.token_texts import token_text, token_texts
+from attn_only_lens.precision import full_precision
 from attn_only_lens.tolerances import LOGIT_TOLERANCE
 from attn_only_lens.viz.checks import refuse
 from attn_only_lens.viz.circuit import circuit_page

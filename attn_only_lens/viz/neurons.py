@@ -18,17 +18,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from attn_only_lens.circuits.partners import is_gated, strongest_partners
-from attn_only_lens.circuits.vocabulary import DirectEffects
+from attn_only_lens.circuits.weights.partners import is_gated, strongest_partners
+from attn_only_lens.circuits.weights.vocabulary import DirectEffects
+from attn_only_lens.engine.metrics import AnyMetric
+from attn_only_lens.engine.sites import Sites, neuron_heads, resolve_sites
+from attn_only_lens.engine.token_texts import token_text
 from attn_only_lens.errors import InputError
 from attn_only_lens.heads import HeadName
 from attn_only_lens.neurons import NeuronStatistics, neuron_statistics
 from attn_only_lens.neurons._top_examples import By
 from attn_only_lens.neurons.accumulate import BINS, ENDS, JOINT, QUANTITIES
 from attn_only_lens.neurons.corpus import Texts
-from attn_only_lens.runs.metrics import AnyMetric
-from attn_only_lens.runs.sites import Sites, neuron_heads, resolve_sites
-from attn_only_lens.runs.token_texts import token_text
 from attn_only_lens.viz.checks import refuse
 from attn_only_lens.viz.page import Page, asset, model_title, page_of_tokens, with_space
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 import pandas as pd
 
-from attn_only_lens.numerics import is_count
+from attn_only_lens.arguments import is_count
 from attn_only_lens.patching import Sweep
 from attn_only_lens.patching.over_prompts import SPREAD
 from attn_only_lens.patching.results import MEASURED

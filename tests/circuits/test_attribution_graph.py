@@ -12,9 +12,9 @@ from models import build
 from attn_only_lens import Bilinear, InputError, UnsupportedModelError, convert, expose_neuron_heads
 from attn_only_lens import patching as p
 from attn_only_lens.circuits import attribution_graph
+from attn_only_lens.engine.frozen_pass import FrozenPass
+from attn_only_lens.engine.inputs import reasons_not_to_run
 from attn_only_lens.heads import HeadName
-from attn_only_lens.runs.frozen_pass import FrozenPass
-from attn_only_lens.runs.inputs import reasons_not_to_run
 
 POS = 5
 LAYOUTS = ("two blocks a layer", "in place")
@@ -198,7 +198,7 @@ def test_without_frozen_scales_sums_do_not_hold(monkeypatch):
     with pytest.raises(UnsupportedModelError, match="not linear"):
         attribution_graph(model, tokens(0, 1, POS), METRIC, top=7)
     monkeypatch.setattr(
-        "attn_only_lens.runs.frozen_pass.logit_tolerance", lambda *args: float("inf")
+        "attn_only_lens.engine.frozen_pass.logit_tolerance", lambda *args: float("inf")
     )
     graph = attribution_graph(model, tokens(0, 1, POS), METRIC, top=7)
     assert worst(graph.inflow(), graph.nodes) > 1e-2

@@ -12,9 +12,9 @@ from models import build
 from attn_only_lens import Bilinear, InputError, calibrate, circuits, convert
 from attn_only_lens import expose_neuron_heads as expose
 from attn_only_lens import patching as p
-from attn_only_lens.circuits._composition import scores, writer_factors
+from attn_only_lens.circuits.weights._composition import scores, writer_factors
+from attn_only_lens.engine.largest import LargestScores
 from attn_only_lens.models.norms import Norm
-from attn_only_lens.runs.largest import LargestScores
 
 EXACT = 1e-12  # of scores in [0, 1], each a few hundred roundings of float64
 FAMILIES = ["gelu", "rms", "rms_pre", "ln_pre", "no_norm", "llama", "grouped", "silu_gated"]
@@ -273,6 +273,6 @@ def test_what_is_refused():
 
 
 def test_a_grid_that_would_not_fit_is_refused(monkeypatch):
-    monkeypatch.setattr("attn_only_lens.circuits._composition._MOST_PAIRS", 100)
+    monkeypatch.setattr("attn_only_lens.circuits.weights._composition._MOST_PAIRS", 100)
     with pytest.raises(InputError, match="use top_compositions"):
         circuits.composition(convert(build("gelu")), p.heads(), p.neuron_heads())

@@ -21,8 +21,8 @@ from attn_only_lens import (
     pretrained,
 )
 from attn_only_lens import patching as p
+from attn_only_lens.engine.largest import LargestScores
 from attn_only_lens.growth import read
-from attn_only_lens.runs.largest import LargestScores
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # TransformerLens' and transformers' own
 EXACT = 1e-11  # of the largest entry: some hundred roundings of float64

@@ -14,9 +14,9 @@ from transformer_lens.model_bridge.sources._bridge_builder import build_bridge_f
 
 from attn_only_lens import Bilinear, InputError, UnsupportedModelError, expose_neuron_heads
 from attn_only_lens import patching as p
-from attn_only_lens.runs.metrics import bind
-from attn_only_lens.runs.recording import record
-from attn_only_lens.runs.replay import make_replay
+from attn_only_lens.engine.metrics import bind
+from attn_only_lens.engine.recording import record
+from attn_only_lens.engine.replay import make_replay
 from attn_only_lens.tl import HAS_HOOKED_TRANSFORMER
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # TransformerLens' and transformers' own

@@ -11,12 +11,12 @@ from models import build
 
 from attn_only_lens import InputError, convert, expose_neuron_heads
 from attn_only_lens import patching as p
+from attn_only_lens.engine.recording import record_pair
+from attn_only_lens.engine.replay import make_replay
+from attn_only_lens.engine.sites import resolve_sites
 from attn_only_lens.patching import sweep_parts
 from attn_only_lens.patching.resume import PartStore
 from attn_only_lens.patching.run_patches import Batching
-from attn_only_lens.runs.recording import record_pair
-from attn_only_lens.runs.replay import make_replay
-from attn_only_lens.runs.sites import resolve_sites
 
 POS = 11
 METRIC = p.logit_diff(correct=7, wrong=8)

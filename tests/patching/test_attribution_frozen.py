@@ -10,11 +10,11 @@ from models import CORE, FAMILIES, build
 
 from attn_only_lens import UnsupportedModelError, convert, expose_neuron_heads
 from attn_only_lens import patching as p
+from attn_only_lens.engine.frozen_pass import FrozenPass
+from attn_only_lens.engine.gradients import Tape, start_graph
+from attn_only_lens.engine.metrics import bind
+from attn_only_lens.engine.recording import record, run
 from attn_only_lens.patching._attribution import integrated_gradients
-from attn_only_lens.runs.frozen_pass import FrozenPass
-from attn_only_lens.runs.gradients import Tape, start_graph
-from attn_only_lens.runs.metrics import bind
-from attn_only_lens.runs.recording import record, run
 
 estimate = partial(p.attribution, budget=0)  # exact repairs: `test_repairs.py`
 

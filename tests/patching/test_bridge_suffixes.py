@@ -10,12 +10,12 @@ from transformers.cache_utils import DynamicCache
 
 from attn_only_lens import UnsupportedModelError, expose_neuron_heads
 from attn_only_lens import patching as p
-from attn_only_lens.runs.edits import attention_edit
-from attn_only_lens.runs.metrics import bind
-from attn_only_lens.runs.recording import record
-from attn_only_lens.runs.replay import bridge as bridge_replay
-from attn_only_lens.runs.replay.bridge import BridgeReplay
-from attn_only_lens.runs.replay.key_values import KeyValues, record_key_values
+from attn_only_lens.engine.edits import attention_edit
+from attn_only_lens.engine.metrics import bind
+from attn_only_lens.engine.recording import record
+from attn_only_lens.engine.replay import bridge as bridge_replay
+from attn_only_lens.engine.replay.bridge import BridgeReplay
+from attn_only_lens.engine.replay.key_values import KeyValues, record_key_values
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # TransformerLens' and transformers' own
 BATCH, POS, FIRST = 2, 11, 4

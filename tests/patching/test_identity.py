@@ -16,7 +16,7 @@ import torch
 import attn_only_lens
 from attn_only_lens import patching as p
 from attn_only_lens import pretrained
-from attn_only_lens.runs.identity import Unidentified, identity
+from attn_only_lens.engine.identity import Unidentified, identity
 
 # What a user's script might hold; `{…}` are the places at which one script differs from another.
 SCRIPT = """

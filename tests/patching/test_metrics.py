@@ -10,7 +10,7 @@ from tiny_tokenizer import tiny_tokenizer
 
 from attn_only_lens import InputError
 from attn_only_lens import patching as p
-from attn_only_lens.runs.metrics import bind, require_differentiable, require_distinct
+from attn_only_lens.engine.metrics import bind, require_differentiable, require_distinct
 
 BATCH, POS, VOCAB, SITES = 3, 7, 43, 5
 LAST = [6, 1, 4]

@@ -10,8 +10,8 @@ from path_oracle import PathOracle
 
 from attn_only_lens import Bilinear, HeadName, InputError, convert, expose_neuron_heads
 from attn_only_lens import patching as p
+from attn_only_lens.engine.readers import Readers
 from attn_only_lens.patching import _path_patch, path_runs
-from attn_only_lens.runs.readers import Readers
 from attn_only_lens.tl import HAS_HOOKED_TRANSFORMER
 
 if HAS_HOOKED_TRANSFORMER:

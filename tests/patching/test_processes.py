@@ -19,13 +19,13 @@ from common import tokens
 
 from attn_only_lens import InputError, expose_neuron_heads
 from attn_only_lens import patching as p
+from attn_only_lens.engine.replay import Replay
+from attn_only_lens.engine.replay.bridge import BridgeReplay
+from attn_only_lens.engine.replay.hooked import HookedReplay
 from attn_only_lens.patching import claims, sweep_parts
 from attn_only_lens.patching.claims import Claims
 from attn_only_lens.patching.processes import is_first
 from attn_only_lens.patching.resume import PartStore
-from attn_only_lens.runs.replay import Replay
-from attn_only_lens.runs.replay.bridge import BridgeReplay
-from attn_only_lens.runs.replay.hooked import HookedReplay
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # TransformerLens' and transformers' own
 SWEEP = """

@@ -7,8 +7,8 @@ from models import build
 
 from attn_only_lens import Bilinear, InputError, convert, expose_neuron_heads
 from attn_only_lens import patching as p
-from attn_only_lens.runs.positions import resolve_positions
-from attn_only_lens.runs.sites import resolve_sites
+from attn_only_lens.engine.positions import resolve_positions
+from attn_only_lens.engine.sites import resolve_sites
 
 BATCH, POS = 3, 7
 

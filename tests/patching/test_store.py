@@ -9,8 +9,8 @@ from models import build
 from random_sweeps import values
 
 from attn_only_lens import Bilinear, CheckpointError, InputError, convert, expose_neuron_heads
+from attn_only_lens.engine.fingerprint import _description, fingerprint
 from attn_only_lens.patching.resume import PartStore
-from attn_only_lens.runs.fingerprint import _description, fingerprint
 
 SETTINGS = {"model": "abc", "metric": "kl", "sites": ["L0N1", "L0N2"], "prompts": [[1, 2], [1, 3]]}
 

@@ -11,9 +11,9 @@ from transformer_lens.hook_points import HookPoint
 
 from attn_only_lens import UnsupportedModelError, circuits, expose_neuron_heads
 from attn_only_lens import patching as p
+from attn_only_lens.engine.replay import Variants
+from attn_only_lens.engine.replay.bridge import BridgeReplay
 from attn_only_lens.models.in_place import InPlace
-from attn_only_lens.runs.replay import Variants
-from attn_only_lens.runs.replay.bridge import BridgeReplay
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # TransformerLens' and transformers' own
 BATCH, POS, FIRST = 2, 7, 2

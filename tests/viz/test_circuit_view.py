@@ -13,7 +13,7 @@ from page_of_circuit import click, ids, read_back, show_all, switch
 from attn_only_lens import Bilinear, InputError, convert, expose_neuron_heads, viz
 from attn_only_lens import patching as p
 from attn_only_lens.circuits import attribution_graph
-from attn_only_lens.circuits.head_matrices import HeadMatrices
+from attn_only_lens.circuits.weights.head_matrices import HeadMatrices
 from attn_only_lens.heads import HeadName
 
 POS, METRIC = 5, p.logit_diff(7, 11)

@@ -23,6 +23,8 @@ from transformer_lens.model_bridge.sources._bridge_builder import build_bridge_f
 from transformer_lens.model_bridge.sources.native import NativeModel
 from transformers import PretrainedConfig, PreTrainedModel
 
+from attn_only_lens.devices import keep_random_state
+from attn_only_lens.engine.attached_hooks import find_hooks, hook_reasons
 from attn_only_lens.errors import CheckpointError
 from attn_only_lens.models.checkpoint.hooked import expose_again
 from attn_only_lens.models.checkpoint.packing import pack, unpack
@@ -30,8 +32,6 @@ from attn_only_lens.models.in_place import exposed_heads
 from attn_only_lens.models.source_folder import parse_dtype, plain_config
 from attn_only_lens.models.transformers_module import build_module, config_from
 from attn_only_lens.models.two_blocks.build import tensor_misfits
-from attn_only_lens.numerics import keep_random_state
-from attn_only_lens.runs.attached_hooks import find_hooks, hook_reasons
 from attn_only_lens.storage import out_of_range
 from attn_only_lens.storage.size_limit import require_few_layers
 

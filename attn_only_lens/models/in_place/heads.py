@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from transformer_lens.hook_points import HookPoint
 
 from attn_only_lens.axes import PreActivation, Residual
+from attn_only_lens.devices import float32_if_half
 from attn_only_lens.errors import UnsupportedCallError
 from attn_only_lens.gates import Gate
 from attn_only_lens.heads.bilinear import BilinearHeads
@@ -34,7 +35,6 @@ from attn_only_lens.heads.computation import NeuronHeads, is_live
 from attn_only_lens.heads.gating import AnyGate, Gating
 from attn_only_lens.heads.host import POINTS
 from attn_only_lens.heads.pass_state import PassState
-from attn_only_lens.numerics import float32_if_half
 from attn_only_lens.tl import GatedMLP
 
 _ROUNDINGS = 16  # of an activation that is computed in several steps, in its own precision

@@ -4,6 +4,10 @@ from typing import Any, Literal
 
 from transformers.cache_utils import Cache
 
+from attn_only_lens.engine.attached_hooks import weight_hook_reasons
+from attn_only_lens.engine.replay.base import Replay
+from attn_only_lens.engine.replay.bridge import BridgeReplay
+from attn_only_lens.engine.replay.hooked import HookedReplay
 from attn_only_lens.errors import InputError
 from attn_only_lens.heads.host import CHANGED, HeadKind, Host
 from attn_only_lens.heads.pass_state import PassState
@@ -21,10 +25,6 @@ from attn_only_lens.models.norms import (
 )
 from attn_only_lens.models.shared_weights import parted_reasons
 from attn_only_lens.models.two_blocks.known_modules import structure_reasons
-from attn_only_lens.runs.attached_hooks import weight_hook_reasons
-from attn_only_lens.runs.replay.base import Replay
-from attn_only_lens.runs.replay.bridge import BridgeReplay
-from attn_only_lens.runs.replay.hooked import HookedReplay
 
 _AGAIN = "undo() and expose_neuron_heads again"
 

@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from transformer_lens.hook_points import HookPoint
 from transformer_lens.model_bridge import TransformerBridge
 
+from attn_only_lens.devices import keep_random_state, normal_numbers
 from attn_only_lens.errors import UnsupportedModelError
 from attn_only_lens.gates import GATES, Gate, GeneralizedSiLU
 from attn_only_lens.heads import host_of
@@ -38,7 +39,6 @@ from attn_only_lens.models.in_place.exposed import exposed_heads
 from attn_only_lens.models.in_place.heads import MLPHookPoints, activation_error
 from attn_only_lens.models.in_place.hook_points import UnknownMLPError, find_hook_points
 from attn_only_lens.models.two_blocks.known_modules import reasons_against
-from attn_only_lens.numerics import keep_random_state, normal_numbers
 from attn_only_lens.tl import GatedMLP, HookedTransformer
 
 _SHOWN = 5

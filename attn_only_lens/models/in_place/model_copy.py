@@ -11,7 +11,7 @@ what enters a norm or an MLP, each bound to its block: a copy of them would writ
 They are taken off the copy, whose blocks attach their own as they run. Those by which
 transformer-lens 4 shows BERT's MLPs are made again, bound to the copy. Those of transformers, which
 collect outputs on request, are bound to no module. Anybody else's closures could be bound to
-anything, so a bridge with such hooks is refused (`runs/attached_hooks.py` tells them apart).
+anything, so a bridge with such hooks is refused (`engine/attached_hooks.py` tells them apart).
 """
 
 import copy
@@ -23,7 +23,12 @@ from torch import Tensor, nn
 from transformer_lens.hook_points import HookPoint
 from transformer_lens.model_bridge import TransformerBridge
 
-from attn_only_lens.runs.attached_hooks import find_hooks, hook_reasons, is_placeholder, modules_of
+from attn_only_lens.engine.attached_hooks import (
+    find_hooks,
+    hook_reasons,
+    is_placeholder,
+    modules_of,
+)
 from attn_only_lens.tl import HookedTransformer
 
 

@@ -5,6 +5,9 @@ from typing import Any, Literal
 import torch
 
 from attn_only_lens.axes import Residual
+from attn_only_lens.engine.attached_hooks import weight_hook_reasons
+from attn_only_lens.engine.replay.base import Joined, Replay
+from attn_only_lens.engine.replay.hooked import HookedReplay
 from attn_only_lens.errors import InputError
 from attn_only_lens.heads.host import CHANGED, HeadKind
 from attn_only_lens.heads.pass_state import PassState
@@ -15,9 +18,6 @@ from attn_only_lens.models.two_blocks.attention import BilinearAttention, Neuron
 from attn_only_lens.models.two_blocks.block_numbers import block_layer, heads_block, neurons_block
 from attn_only_lens.models.two_blocks.blocks import AttentionBlock, NeuronBlock
 from attn_only_lens.models.two_blocks.known_modules import module_reasons
-from attn_only_lens.runs.attached_hooks import weight_hook_reasons
-from attn_only_lens.runs.replay.base import Joined, Replay
-from attn_only_lens.runs.replay.hooked import HookedReplay
 from attn_only_lens.tl import Attention, GroupedQueryAttention
 
 _ATTENTION = ((Attention, GroupedQueryAttention), (NeuronAttention, BilinearAttention))

@@ -1,0 +1,29 @@
+"""Check numbers that users give: NumPy's, torch's and pandas' count as Python's own."""
+
+from typing import Any
+
+
+def as_plain(value: Any) -> Any:
+    """Return numbers of NumPy, torch or pandas as Python's own; other values as they are.
+
+    Example:
+        >>> import numpy as np
+        >>> as_plain(np.int64(3)), as_plain(np.arange(2)), as_plain([np.int8(5)]), as_plain("each")
+        (3, [0, 1], [5], 'each')
+    """
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    if type(value) in (list, tuple):
+        return type(value)(map(as_plain, value))
+    return value
+
+
+def is_count(value: Any, least: int = 0, most: float = float("inf")) -> bool:
+    """Return whether a value is a whole number from `least` to `most`; True and 1.0 are not."""
+    value = as_plain(value)
+    return type(value) is int and least <= value <= most
+
+
+def is_number(value: Any, least: float = -float("inf"), most: float = float("inf")) -> bool:
+    """Return True for a finite Python number (no bool) from `least` to `most`."""
+    return type(value) in (int, float) and least <= value <= most and abs(value) < float("inf")

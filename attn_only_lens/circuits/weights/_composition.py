@@ -1,0 +1,429 @@
+"""Composition of heads and neuron-heads: how much of what one writes another reads.
+
+A writer W and a reader R act on rows of the residual stream (`head_matrices.py` defines both for
+each kind of head). Their composition score is
+
+    ‖W R‖_F / (‖W‖_F ‖R‖_F)                 in [0, 1]
+
+(Elhage et al. 2021, "A Mathematical Framework for Transformer Circuits"), through the reader's
+query (q), key (k) or value (v). Between two neurons W and R have rank one, and the score is the
+|cos| of the vector that one writes and the vector that the other reads.
+
+Baseline. With R turned by a random rotation U, E ‖W U R‖² = ‖W‖² ‖R‖² / d_model, since E U R Rᵀ Uᵀ
+= tr(R Rᵀ) I / d_model. So 1/√d_model is the root mean square score of unrelated heads, exactly and
+at any rank; `ratio_to_baseline` is the score over that.
+
+Order. A pair counts if the writer has written before the reader reads: an attention head and a
+neuron of the same layer do (unless attention and MLP run in parallel), a neuron and an attention
+head of the same layer do not. TransformerLens compares layers, and drops the first. Frames leave
+out pairs in the wrong order; `virtual_weights` refuses them.
+
+K-composition into a neuron-head is zero by construction: its own token has key 0 and the bias token
+a constant one. `composition` returns 0 with a note, `top_compositions` leaves those pairs out,
+`virtual_weights` refuses them.
+
+Norms are folded into the weights by default (`models/norms.py`), so a model loaded without
+processing has the scores of its processed twin. Rotary positions are left out of W_Q W_Kᵀ, as in
+TransformerLens: the score is that at distance 0. "embed" does not include positional embeddings. A
+head that writes or reads nothing (all weights zero) has score 0.
+
+Many heads at once. Every head has a *factor*: a matrix [rank, d_model] of Frobenius norm 1 that
+stands for all that it writes, or reads. A score depends on W_OV through its products alone, and for
+any A with A = Q T, Q's columns orthonormal, ‖A B‖ = ‖T B‖. So
+
+    of a writer  A B   T B         A = Q T
+    of a reader  A B   (A Tᵀ)ᵀ     Bᵀ = Q T
+
+of rank d_head for an attention head, 1 for a neuron, d_model for the embedding (T Tᵀ is W_Eᵀ W_E,
+summed over slices of the vocabulary): no pair needs a d_model × d_model product. The scores of some
+writers and some readers are one matrix product of their factors, squared and summed over both
+ranks.
+
+Memory, in numbers of the weights' dtype (float32 for half precision: 4 bytes), beyond the model:
+
+    2 d_model Σ d_head                  once: the factors of all attention heads
+    d_model²                            once: that of the embedding (four times that in float64,
+                                        and a slice of W_E, while it is made)
+    4 b d_model + 2 b² + 16 b min(k, b) a block of at most b rows of factors on either side (one
+                                        head, if it has more): factors, scores, the k largest of
+                                        each row
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import pandas as pd
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from transformer_lens import FactoredMatrix
+
+from attn_only_lens.arguments import is_count
+from attn_only_lens.circuits.weights.head_matrices import KINDS, HeadMatrices, Kind
+from attn_only_lens.devices import to_float64_device
+from attn_only_lens.engine.largest import LargestScores
+from attn_only_lens.engine.sites import LayerSites, Selection, Sites, all_heads, resolve_sites
+from attn_only_lens.errors import InputError
+from attn_only_lens.heads import HeadName
+
+_ROWS = 1024  # of W_E at once
+_MOST_PAIRS = 4_000_000
+_EMBED = "embed"
+_PROBLEM = "these heads do not compose"
+_NO_KEYS = "zero by construction: a neuron-head's keys do not depend on the token"
+_NO_PAIR = (
+    "expected a reader that reads after the writer has written: a later layer, or an attention "
+    "head and a neuron of the same layer (not where attention and MLP run in parallel)"
+)
+
+
+@torch.no_grad()
+def composition(
+    model: Any,
+    writers: Sites | Literal["embed"],
+    readers: Sites,
+    kind: Kind = "v",
+    *,
+    fold_norms: bool = True,
+) -> pd.DataFrame:
+    """Return the composition score of every writer with every reader that reads after it.
+
+    Args:
+        model: converted, or with exposed neuron-heads.
+        writers: `patching.heads()`, `patching.neuron_heads()`, names; "embed" is the embedding.
+        readers: the same, without "embed".
+        kind: "q", "k" or "v", the reader's input. A neuron-head reads its pre-activation through
+            "q" and its value through "v": the same vector in a plain MLP, W_gate and W_in in a
+            gated one.
+        fold_norms: whether to fold norms into the weights; False takes weights as they stand.
+
+    Returns:
+        A row for each pair, by writer and then reader: `writer`, `reader`, `kind`, `score`,
+        `ratio_to_baseline` (score · √d_model), `note`.
+
+    Raises:
+        InputError: with every reason: an unknown kind, no pair in order, more than 4,000,000
+            pairs, weights that are unknown or not finite.
+        InputError: the model has no neuron-heads, or not those heads.
+
+    Example:
+        >>> from attn_only_lens import circuits, convert, pretrained
+        >>> model = convert(pretrained.modular_addition())
+        >>> frame = circuits.composition(model, "L0H2", ["L0N5", "L0N7"], kind="q")
+        >>> frame[["writer", "reader"]].to_numpy().tolist()
+        [['L0H2', 'L0N5'], ['L0H2', 'L0N7']]
+        >>> bool(frame.score.between(0, 1).all())
+        True
+    """
+    writing, reading = _resolve_pairs(model, writers, readers, kind)
+    matrices = HeadMatrices.of(model, fold_norms=fold_norms)
+    n_writers = sum(1 if sites is None else len(sites.names) for sites in writing)
+    n_pairs = n_writers * sum(len(sites.names) for sites in reading)
+    if n_pairs > _MOST_PAIRS:
+        raise InputError(
+            [f"got {n_pairs:,} pairs; expected at most {_MOST_PAIRS:,}: use top_compositions"],
+            "these scores would not fit a table",
+        )
+    sources = [head_writers(matrices, sites) for sites in writing]
+    frames = []
+    for source in sources:
+        written = source.factors(slice(None))
+        for sites in reading:
+            if source.stage > _read_stage(sites):
+                continue
+            if kind == "k" and sites.kind == "neuron":
+                found, note = written.new_zeros(len(written), len(sites.names)), _NO_KEYS
+            else:
+                found = scores(written, head_readers(matrices, sites, kind).factors(slice(None)))
+                note = ""
+            pairs = pd.MultiIndex.from_product([source.names, sites.names])
+            frames.append(_frame(model, pairs.to_frame().to_numpy(), found.flatten(), kind, note))
+    if not frames:
+        raise InputError([_NO_PAIR], _PROBLEM)
+    frame = pd.concat(frames, ignore_index=True)
+    order = {name: place for place, name in enumerate(n for s in sources for n in s.names)}
+    return frame.sort_values(
+        "writer", key=lambda names: names.map(order), kind="stable", ignore_index=True
+    )
+
+
+@torch.no_grad()
+def top_compositions(
+    model: Any,
+    k: int = 100,
+    kind: Kind = "v",
+    writers: Sites | Literal["embed"] | None = None,
+    readers: Sites | None = None,
+    *,
+    block: int = 1024,
+    fold_norms: bool = True,
+) -> pd.DataFrame:
+    """Return the pairs with the largest composition scores, of all pairs of a model by default.
+
+    Scores are computed block by block, and only the k largest are kept. Beyond the model, that
+    takes at most, in float32 and with b the larger of `block` and the largest rank of a head,
+
+        8 d_model Σ d_head + 4 d_model² + b (16 d_model + 8 b + 64 min(k, b))    bytes
+
+    For GPT-2 small's 37,009 writers and k = 100 that is 82.5 MiB, and 52.8 were measured
+    (`analyses/bench_composition.py`); all scores would take 5.1 GiB.
+
+    Args:
+        model: converted, or with exposed neuron-heads.
+        k: how many pairs; fewer if there are fewer. Ties are broken arbitrarily.
+        kind: as in `composition`.
+        writers: as in `composition`; None for all attention heads, all neurons and the embedding.
+        readers: as in `composition`; None for all heads. Neurons are left out of "k".
+        block: rows of factors on either side of a block: d_head for a head, one for a neuron.
+        fold_norms: as in `composition`.
+
+    Returns:
+        Rows by falling score: `writer`, `reader`, `kind`, `score`, `ratio_to_baseline`; and in
+        `attrs["pairs"]` how many pairs were compared.
+
+    Raises:
+        InputError: with every reason: an unknown kind, k or block not positive, no pair in
+            order, weights that are unknown or not finite.
+        InputError: the model has no neuron-heads, or not those heads.
+
+    Example:
+        >>> from attn_only_lens import circuits, convert, patching as p, pretrained
+        >>> model = convert(pretrained.modular_addition())
+        >>> frame = circuits.top_compositions(model, k=3, writers=p.heads(), kind="q")
+        >>> len(frame), frame.attrs["pairs"], bool(frame.score.is_monotonic_decreasing)
+        (3, 2048, True)
+    """
+    reasons = [
+        f"got {name}={value!r}; expected a positive integer"
+        for name, value in (("k", k), ("block", block))
+        if not is_count(value, 1)
+    ]
+    InputError.raise_if(reasons, _PROBLEM)
+    every = all_heads()
+    writing, reading = _resolve_pairs(
+        model, every if writers is None else writers, every if readers is None else readers, kind
+    )
+    if writers is None:
+        writing = [None, *writing]
+    if kind == "k":
+        reading = [sites for sites in reading if sites.kind != "neuron"]
+        if not reading:
+            raise InputError([f"K-composition into neuron-heads is {_NO_KEYS}"], _PROBLEM)
+    matrices = HeadMatrices.of(model, fold_norms=fold_norms)
+    sources = [head_writers(matrices, sites) for sites in writing]
+    targets = [head_readers(matrices, sites, kind) for sites in reading]
+    largest = LargestScores(k)
+    first_writer = 0
+    for source in sources:
+        first_reader = 0
+        for target in targets:
+            if source.stage <= target.stage:
+                for columns in target.slices(block):
+                    read = target.factors(columns)
+                    for rows in source.slices(block):
+                        at = first_writer + rows.start, first_reader + columns.start
+                        largest.add(scores(source.factors(rows), read), at)
+            first_reader += len(target.names)
+        first_writer += len(source.names)
+    if not largest.seen:
+        raise InputError([_NO_PAIR], _PROBLEM)
+    write_names, read_names = (
+        [name for group in groups for name in group.names] for groups in (sources, targets)
+    )
+    pairs = [(write_names[i], read_names[j]) for i, j in largest.pairs.tolist()]
+    frame = _frame(model, pairs, largest.values, kind, "").drop(columns="note")
+    frame.attrs["pairs"] = largest.seen
+    return frame
+
+
+@torch.no_grad()
+def virtual_weights(
+    model: Any,
+    writer: str | HeadName,
+    reader: str | HeadName,
+    kind: Kind,
+    *,
+    fold_norms: bool = True,
+) -> FactoredMatrix:
+    """Return the matrix W R that joins a writer's input to a reader's output.
+
+    Rows are the writer's input: the stream at the token it attends to (d_model); for a neuron, its
+    activation (1); for "embed", the token (d_vocab). Columns are the reader's output: for an
+    attention head the stream on the other side of its scores, by q and k, or what it writes, by v
+    (d_model); for a neuron its query or value (1), so that between two neurons the one entry is the
+    dot product of what one writes and the other reads, up to norms' scales.
+
+    Source: Elhage et al. 2021, "A Mathematical Framework for Transformer Circuits".
+
+    Args:
+        model: as in `composition`.
+        writer: a name, or "embed".
+        reader: a name.
+        kind: as in `composition`.
+        fold_norms: as in `composition`.
+
+    Returns:
+        A TransformerLens `FactoredMatrix`, its inner dimension at most d_head (1 for a neuron).
+
+    Raises:
+        InputError: an unknown kind, a reader that reads before the writer has written, the key of
+            a neuron-head, unknown weights.
+        InputError: as in `composition`.
+
+    Example:
+        >>> from attn_only_lens import circuits, convert, pretrained
+        >>> model = convert(pretrained.modular_addition())
+        >>> circuits.virtual_weights(model, "L0H2", "L0N5", "q")
+        FactoredMatrix: Shape(torch.Size([128, 1])), Hidden Dim(1)
+    """
+    (source,), (target,) = _resolve_pairs(model, [writer], [reader], kind)
+    matrices = HeadMatrices.of(model, fold_norms=fold_norms)
+    if kind == "k" and target.kind == "neuron":
+        raise InputError([f"{reader}: its K-composition is {_NO_KEYS}"], _PROBLEM)
+    if _write_stage(matrices, source) > _read_stage(target):
+        raise InputError([f"got writer {writer} and reader {reader}; {_NO_PAIR}"], _PROBLEM)
+    right = matrices.read_matrices(target, kind)[0]
+    if source is None:
+        left = matrices.embedding()
+        return FactoredMatrix(left, right.A.to(left)) @ right.B.to(left)
+    written = matrices.write_matrices(source)[0]
+    return written @ FactoredMatrix(right.A.to(written.A), right.B.to(written.A))
+
+
+def _resolve_pairs(
+    model: Any, writers: Any, readers: Any, kind: str
+) -> tuple[list[LayerSites | None], list[LayerSites]]:
+    """Writers, None for the embedding first; and readers."""
+    if kind not in KINDS:
+        raise InputError([f"got kind={kind!r}; expected one of {KINDS}"], _PROBLEM)
+    reading = list(resolve_sites(model, readers))
+    if isinstance(writers, Selection) or not isinstance(writers, str | Sequence):
+        return list(resolve_sites(model, writers)), reading
+    names = [writers] if isinstance(writers, str) else list(writers)
+    heads = [name for name in names if name != _EMBED]
+    embedding = [None] * (_EMBED in names)
+    return [*embedding, *(resolve_sites(model, heads) if heads or not embedding else ())], reading
+
+
+def _read_stage(sites: LayerSites) -> int:
+    """Count the sublayers, attention and MLP in turn, that have run before these heads."""
+    return 2 * sites.layer + (sites.kind == "neuron")
+
+
+def _write_stage(matrices: HeadMatrices, sites: LayerSites | None) -> int:
+    """The stage from which on the stream contains what these heads write."""
+    if sites is None:
+        return 0
+    first = sites.kind == "attention" and not matrices.is_parallel(sites.layer)
+    return 2 * sites.layer + (1 if first else 2)
+
+
+@dataclass(frozen=True, eq=False)
+class HeadFactors:
+    """Heads of one kind in one layer, as writers or as readers.
+
+    Attributes:
+        names: of each head.
+        stage: of their reading, or of their writing.
+        rank: of each factor.
+        factors: of a slice of the heads.
+    """
+
+    names: tuple[str, ...]
+    stage: int
+    rank: int
+    factors: Callable[[slice], Float[Tensor, "head rank d_model"]]
+
+    def slices(self, block: int) -> Iterator[slice]:
+        """Slices of heads with at most `block` rows of factors, or one head."""
+        step = max(1, block // self.rank)
+        for start in range(0, len(self.names), step):
+            yield slice(start, min(start + step, len(self.names)))
+
+
+def head_writers(matrices: HeadMatrices, sites: LayerSites | None) -> HeadFactors:
+    """Return heads as writers; of None, the embedding."""
+    if sites is None:
+        factor = _embedding_factor(matrices.embedding())
+        return HeadFactors((_EMBED,), 0, factor.shape[1], lambda part: factor[part])
+    return _head_factors(sites, _write_stage(matrices, sites), matrices.write_matrices)
+
+
+def head_readers(matrices: HeadMatrices, sites: LayerSites, kind: Kind) -> HeadFactors:
+    """Return heads as readers."""
+    return _head_factors(sites, _read_stage(sites), lambda s: matrices.read_matrices(s, kind).T)
+
+
+def _head_factors(
+    sites: LayerSites, stage: int, matrix: Callable[[LayerSites], FactoredMatrix]
+) -> HeadFactors:
+    """Factors of attention heads, kept; of neurons, which are many, made whenever asked for."""
+    if sites.kind == "attention":
+        kept = writer_factors(matrix(sites), sites.names)
+        return HeadFactors(sites.names, stage, kept.shape[1], lambda part: kept[part])
+
+    def factors(part: slice) -> Tensor:
+        some = sites.names[part], sites.index[part], sites.member[part]
+        return writer_factors(matrix(LayerSites(sites.layer, sites.kind, *some)), some[0])
+
+    return HeadFactors(sites.names, stage, 1, factors)
+
+
+def writer_factors(matrix: FactoredMatrix, names: tuple[str, ...]) -> Tensor:
+    """Return the factors of writers; those of readers from the transpose."""
+    # Of a neuron, whose A is one number, the factor has the sign too.
+    A = matrix.A
+    return _normalize((A if A.shape[-2:] == (1, 1) else torch.linalg.qr(A).R) @ matrix.B, names)
+
+
+def _embedding_factor(W_E: Float[Tensor, "d_vocab d_model"]) -> Float[Tensor, "1 d_model d_model"]:
+    d_model, precise = W_E.shape[1], to_float64_device(W_E)
+    gram = torch.zeros(d_model, d_model, dtype=torch.float64, device=precise.device)
+    for rows in precise.split(_ROWS):
+        gram.addmm_(rows.double().T, rows.double())
+    if not gram.isfinite().all():
+        raise InputError(["the embedding has weights that are not finite"], _NO_SCORES)
+    values, vectors = torch.linalg.eigh(gram)
+    factor = values.clamp(min=0).sqrt()[:, None] * vectors.T
+    return _normalize(factor.to(W_E)[None], (_EMBED,))
+
+
+_NO_SCORES = "no composition scores can be computed"
+
+
+def _normalize(factors: Tensor, names: tuple[str, ...]) -> Tensor:
+    """Divide by the norm, in place; zeros stay zero."""
+    # By the largest entry first: squares of large or small weights leave their type's range.
+    largest = torch.linalg.vector_norm(factors, ord=torch.inf, dim=(-2, -1), keepdim=True)
+    finite = largest.flatten().isfinite().tolist()
+    if not all(finite):
+        bad = [name for name, is_finite in zip(names, finite, strict=True) if not is_finite]
+        raise InputError(
+            [f"{len(bad)} heads, such as {bad[0]}, have weights that are not finite"], _NO_SCORES
+        )
+    factors /= torch.where(largest == 0, 1.0, largest)
+    norm = torch.linalg.vector_norm(factors, dim=(-2, -1), keepdim=True)
+    factors /= torch.where(norm == 0, 1.0, norm)
+    return factors
+
+
+def scores(
+    writers: Float[Tensor, "writer rank d_model"],
+    readers: Float[Tensor, "reader rank_2 d_model"],
+    *,
+    signed: bool = False,
+) -> Float[Tensor, "writer reader"]:
+    """Return the composition score of every pair, from factors; of neurons `signed`, the cosine."""
+    product = writers.flatten(0, 1) @ readers.to(writers.device).flatten(0, 1).T
+    if writers.shape[1] == readers.shape[1] == 1:
+        return product if signed else product.abs_()
+    shape = len(writers), writers.shape[1], len(readers), readers.shape[1]
+    return product.square_().view(shape).sum(dim=(1, 3)).sqrt_()
+
+
+def _frame(model: Any, pairs: Any, found: Tensor, kind: str, note: str) -> pd.DataFrame:
+    frame = pd.DataFrame(pairs, columns=["writer", "reader"])
+    score = found.cpu().double().numpy()
+    ratio = score * model.cfg.d_model**0.5
+    return frame.assign(kind=kind, score=score, ratio_to_baseline=ratio, note=note)

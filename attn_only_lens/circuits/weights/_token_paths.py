@@ -1,0 +1,173 @@
+"""Token → neuron → token: which tokens drive a neuron, and which it writes for; weights alone.
+
+    drive(s)   (W_E N W_in)[s, i]⁺                   plain MLP, ⁺ for max(0, ·)
+               (W_E N W_gate)[s, i]⁺ (W_E N W_in)[s, i]     gated MLP: gate and value
+    write(t)   (W_out N W_U)[i, t], centred over the vocabulary
+    score      drive(s) · write(t)
+
+That is the direct path of a token through one neuron with ReLU in the place of its activation,
+which every activation here approaches as the stream grows; for a_1 SiLU(a_2 x), it is
+a_1 (a_2 x)⁺. ReLU commutes with positive factors, so the scale of a layer's norm changes no order
+of its neurons' tokens, but for what differs between tokens. Left out, as in `token_circuits.py`:
+biases, positions, and what earlier heads add.
+
+In a gated MLP the value may be negative: then the neuron raises the tokens that it writes against.
+So each of its neurons has two rows, one for either sign. With a_1 < 0, a plain neuron's value is
+negative, too, and its only row has that sign.
+
+In bytes beyond the model, with m = d_mlp, n tokens kept and b tokens at once, float32:
+
+    4 (2 d_model m + b (4 m + d_model) + 12 m (b + n))    one layer's tables of drives
+    4 · 64 · 4 d_vocab                                    what 64 neurons write
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import pandas as pd
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+from tqdm.auto import tqdm
+
+from attn_only_lens.arguments import is_count
+from attn_only_lens.circuits.weights.partners import is_gated
+from attn_only_lens.circuits.weights.vocabulary_matrices import VocabularyMatrices
+from attn_only_lens.engine.sites import LayerSites, Sites, neuron_heads, resolve_sites
+from attn_only_lens.engine.token_texts import token_text
+from attn_only_lens.errors import InputError
+from attn_only_lens.gates import Gate
+from attn_only_lens.heads import host_of
+from attn_only_lens.precision import full_precision
+
+_NEURONS = 64  # of d_vocab numbers at once
+_PROBLEM = "these neurons have no paths between tokens"
+
+
+@torch.no_grad()
+@full_precision()
+def token_paths(
+    model: Any,
+    neurons: Sites | None = None,
+    k: int = 100,
+    *,
+    tokens: Sequence[int] | None = None,
+    n_tokens: int = 5,
+    block: int = 1024,
+    fold_norms: bool = True,
+    progress: bool = True,
+) -> pd.DataFrame:
+    """Return the neurons with the strongest direct paths from token to token.
+
+    Args:
+        model: converted, or with exposed neuron-heads.
+        neurons: `patching.neuron_heads()`, names of whole neurons; None for all.
+        k: how many rows; fewer if there are fewer.
+        tokens: as in `ov_circuit`.
+        n_tokens: how many tokens of either end to name.
+        block: tokens at once.
+        fold_norms: whether to fold gains of norms into the weights.
+        progress: whether to show a bar over layers.
+
+    Returns:
+        Rows by falling score, one for each neuron, or for each sign of a gated one's value: `name`,
+        `layer`, `value` (the sign), `reads` and `writes` (texts of the tokens that drive it most,
+        and that it then raises most, the strongest first), `drive`, `write` and `score` (of the
+        first of them).
+
+    Raises:
+        InputError: with every reason: numbers that are not positive, no neurons, single heads of a
+            neuron, unknown weights or norms.
+        InputError: the model has no neuron-heads, or not those neurons.
+
+    Example:
+        >>> from attn_only_lens import circuits, expose_neuron_heads, patching as p, pretrained
+        >>> model = expose_neuron_heads(pretrained.small_english()).model
+        >>> frame = circuits.token_paths(model, p.neuron_heads(0), k=3, progress=False)
+        >>> bool(frame["score"].is_monotonic_decreasing), len(frame["reads"][0])
+        (True, 5)
+    """
+    given = (("k", k), ("n_tokens", n_tokens), ("block", block))
+    reasons = [
+        f"got {name}={value!r}; expected 1 or more"
+        for name, value in given
+        if not is_count(value, 1)
+    ]
+    chosen = resolve_sites(model, neuron_heads() if neurons is None else neurons)
+    wrong = [name for each in chosen for name in each.names if "N" not in name or "." in name]
+    reasons += [f"got {name}; expected whole neurons, such as L5N1234" for name in wrong[:3]]
+    InputError.raise_if(reasons, _PROBLEM)
+    matrices = VocabularyMatrices.of(model, tokens, fold_norms=fold_norms)
+    frames = []
+    for sites in tqdm(chosen, unit="layer", disable=not progress):
+        reads = _drives(matrices, sites, n_tokens, block)
+        writes = _writes(matrices, sites, n_tokens)
+        for sign, (drive, read) in reads.items():
+            write, written = writes[sign]
+            score = drive[:, 0] * write[:, 0].to(drive.device)
+            frame = pd.DataFrame({"name": sites.names, "layer": sites.layer, "value": sign})
+            frame["reads"], frame["writes"] = read.tolist(), written.tolist()
+            for name, x in (("drive", drive[:, 0]), ("write", write[:, 0]), ("score", score)):
+                frame[name] = x.cpu().double().numpy()
+            frames.append(frame.nlargest(k, "score"))
+    found = pd.concat(frames).nlargest(k, "score").reset_index(drop=True)
+    ends = "reads", "writes"
+    for name, tokens_of_end in zip(
+        ends, (matrices.read_tokens, matrices.written_tokens), strict=True
+    ):
+        named = {index for row in found[name] for index in row}
+        texts = {
+            index: token_text(model, index if tokens_of_end is None else tokens_of_end[index])
+            for index in named
+        }
+        found[name] = [tuple(texts[index] for index in row) for row in found[name]]
+    return found
+
+
+_Top = tuple[Float[Tensor, "neuron kept"], Int[Tensor, "neuron kept"]]
+"""The largest numbers of each neuron, and their tokens."""
+
+
+def _drives(matrices: VocabularyMatrices, sites: LayerSites, n: int, block: int) -> dict[str, _Top]:
+    """The tokens of largest drive of each neuron, by the sign of its value."""
+    gate, value = (matrices.heads.read_matrices(sites, kind).A[:, :, 0].T for kind in ("q", "v"))
+    gated = is_gated(matrices.heads.model, sites.layer)
+    own: Any = host_of(matrices.heads.model).neurons[sites.layer].gate
+    height = 1.0 if gated or not isinstance(own, Gate) else own.scale * own.side
+    signs = "+-" if gated else "+" if height > 0 else "-"
+    found: dict[str, _Top] = {}
+    for first in range(0, len(matrices.W_E), block):
+        E = matrices.W_E[first : first + block]
+        drive = (E @ gate.to(E)).clamp_(min=0)
+        if gated:
+            drive *= E @ value.to(E)
+        elif height != 1:
+            drive *= height
+        for sign in signs:
+            top = _top((drive if sign == "+" else -drive).T, n, first)
+            found[sign] = _merged(found[sign], top, n) if sign in found else top
+    return found
+
+
+def _writes(matrices: VocabularyMatrices, sites: LayerSites, n: int) -> dict[str, _Top]:
+    """The tokens whose logits each neuron raises most, by the sign of its value."""
+    rows = matrices.heads.write_matrices(sites).B[:, 0]
+    found = []
+    for some in rows.split(_NEURONS):
+        written = matrices.writes(some)
+        found.append((_top(written, n, 0), _top(-written, n, 0)))
+    return {
+        sign: (torch.cat([top[0] for top in tops]), torch.cat([top[1] for top in tops]))
+        for sign, tops in zip("+-", zip(*found, strict=True), strict=True)
+    }
+
+
+def _top(x: Float[Tensor, "neuron token"], n: int, first: int) -> _Top:
+    values, tokens = x.topk(min(n, x.shape[1]), dim=1)
+    return values, tokens + first
+
+
+def _merged(one: _Top, other: _Top, n: int) -> _Top:
+    values, tokens = (torch.cat(pair, dim=1) for pair in zip(one, other, strict=True))
+    values, at = values.topk(min(n, values.shape[1]), dim=1)
+    return values, tokens.gather(1, at)

@@ -1,0 +1,181 @@
+"""Matrices through which heads read and write rows of the residual stream.
+
+    attention head   writes  W_V W_O        reads  q: W_Q W_Kᵀ    k: W_K W_Qᵀ    v: W_V W_O
+    neuron-head      writes  W_out[i]       reads  q: W_in[:, i], or W_gate[:, i] of a gated MLP
+                                                   v: W_in[:, i]
+                                                   k: none, its keys do not depend on the token
+    the embedding    writes  W_E
+
+A neuron-head's own W_V is left out: it has rank one and cancels in every score, and a gated MLP has
+none. If several heads share a neuron, head j writes w_j W_out[i] and has the query b_j W_in[:, i];
+with b_j = 0 its query reads nothing. What a neuron with the activation a_1 SiLU(a_2 x) reads has
+the sign of a_2 as its query, which is then positive where its gate is open; and its value is times
+a_1 a_2, or a_1 |a_2| in a gated MLP, where W_gate has its sign already.
+
+Norms are folded into the matrices on request (`models/norms.py`). Half precision is computed in
+float32.
+"""
+
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+from jaxtyping import Float
+from torch import Tensor
+from transformer_lens import FactoredMatrix
+
+from attn_only_lens.devices import float32_if_half
+from attn_only_lens.engine.sites import ALL_MEMBERS, LayerSites
+from attn_only_lens.errors import InputError
+from attn_only_lens.gates import Gate
+from attn_only_lens.heads import host_of
+from attn_only_lens.models.norms import NO_NORM, LayerNorms, Norm
+
+Kind = Literal["q", "k", "v"]
+KINDS: tuple[str, ...] = get_args(Kind)
+
+
+@dataclass(frozen=True, eq=False)
+class HeadMatrices:
+    """The matrices that heads of a model read and write through.
+
+    Attributes:
+        model: converted, or with exposed neuron-heads.
+        norms: of each layer, to be folded in; None to take weights as they stand.
+    """
+
+    model: Any
+    norms: tuple[LayerNorms, ...] | None
+
+    @classmethod
+    def of(cls, model: Any, *, fold_norms: bool) -> "HeadMatrices":
+        """Return the matrices of a model.
+
+        Raises:
+            InputError: with every reason: norms or matrices of a bridge are unknown.
+        """
+        host = host_of(model)
+        host.require_weights()
+        return cls(model, tuple(host.norms()) if fold_norms else None)
+
+    def is_parallel(self, layer: int) -> bool:
+        """Return True if the attention and the MLP of a layer read the same stream."""
+        if self.norms is not None:
+            return self.norms[layer].parallel
+        return bool(self.model.cfg.parallel_attn_mlp)
+
+    def _attn(self, layer: int) -> Any:
+        return host_of(self.model).attention(layer)
+
+    def _norms_around(self, sites: LayerSites) -> tuple[Norm, Norm]:
+        """The norms before and after a sublayer."""
+        if self.norms is None:
+            return NO_NORM, NO_NORM
+        here = self.norms[sites.layer]
+        return here.attention if sites.kind == "attention" else here.neuron
+
+    def _of_heads(self, weights: Tensor, sites: LayerSites) -> Tensor:
+        """Select the entries of some query heads, which may share keys and values."""
+        n_heads = self._attn(sites.layer).W_Q.shape[0]
+        return weights[sites.index.to(weights.device) * len(weights) // n_heads]
+
+    def _head(self, name: str, sites: LayerSites) -> Tensor:
+        weights = getattr(self._attn(sites.layer), name)
+        return self._of_heads(float32_if_half(weights.detach()), sites)
+
+    def _with_own_norm(self, name: Literal["W_Q", "W_K"], sites: LayerSites) -> Tensor:
+        """W_Q or W_K, followed by the norm of queries or keys."""
+        weight = self._head(name, sites)
+        if self.norms is None:
+            return weight
+        norms, d_head = self.norms[sites.layer], weight.shape[-1]
+        norm = norms.query if name == "W_Q" else norms.key
+        if norm.weight is None or len(norm.weight) == d_head:
+            return norm.after(weight)
+        # One norm over the concatenated heads of a token, as in OLMo 2.
+        if norm.centres:
+            raise InputError(
+                [f"layer {sites.layer}: a LayerNorm mixes its heads; pass fold_norms=False"],
+                "the queries and keys of this model are not those of one head",
+            )
+        of_head = self._of_heads(norm.weight.view(-1, d_head), sites)
+        return weight * of_head.to(weight.dtype)[:, None]
+
+    def _gate_parameters(self, sites: LayerSites, name: str, like: Tensor) -> Tensor:
+        """A parameter of the gate for each site; 1 for a whole neuron."""
+        gate: Any = host_of(self.model).neurons[sites.layer].gate
+        numbers = [
+            1.0 if member in (ALL_MEMBERS, None) else getattr(gate, name)[member]
+            for member in sites.member.tolist()
+        ]
+        return like.new_tensor(numbers)
+
+    def _W_out(self, sites: LayerSites) -> Tensor:
+        W_out = host_of(self.model).neurons[sites.layer].W_out
+        return float32_if_half(W_out[sites.index.to(W_out.device)].detach())
+
+    def write_matrices(self, sites: LayerSites) -> FactoredMatrix:
+        """Return [site, d_model, d_model] for attention heads, [site, 1, d_model] for neurons."""
+        first, last = self._norms_around(sites)
+        if sites.kind == "attention":
+            W_V = first.before(self._head("W_V", sites))
+            return FactoredMatrix(W_V, last.after(self._head("W_O", sites)))
+        rows = last.after(self._W_out(sites))
+        share = self._gate_parameters(sites, "w", rows)
+        return FactoredMatrix(share[:, None, None], rows[:, None, :])
+
+    def outputs(
+        self, sites: LayerSites, z: Float[Tensor, "site d_head"]
+    ) -> Float[Tensor, "site d_model"]:
+        """Return what heads or neurons with the output z add to the stream, up to a norm's scale.
+
+        Args:
+            sites: some may occur more than once.
+            z: of each.
+        """
+        _, last = self._norms_around(sites)
+        z = float32_if_half(z.detach())
+        if sites.kind == "attention":
+            return last.after((z[:, None] @ self._head("W_O", sites))[:, 0])
+        return last.after(z * self._W_out(sites))
+
+    def read_matrices(self, sites: LayerSites, kind: Kind) -> FactoredMatrix:
+        """Return [site, d_model, d_model] for attention heads, [site, d_model, 1] for neurons."""
+        first, _ = self._norms_around(sites)
+        if sites.kind == "attention":
+            if kind == "v":
+                return self.write_matrices(sites)
+            q, k = (first.before(self._with_own_norm(name, sites)) for name in ("W_Q", "W_K"))
+            left, right = (q, k) if kind == "q" else (k, q)
+            return FactoredMatrix(left, right.transpose(-2, -1))
+        assert kind != "k"
+        heads: Any = host_of(self.model).neurons[sites.layer]
+        gate = getattr(heads.module, "W_gate", None)
+        W = heads.module.W_in if kind == "v" or gate is None else gate
+        columns = first.before(float32_if_half(W[:, sites.index.to(W.device)].detach())).T
+        if isinstance(heads.gate, Gate):  # of a generalized SiLU, perhaps the opposite
+            if kind == "q":
+                columns = columns * heads.gate.side
+            elif gate is None:
+                columns = heads.gate.values(columns)
+            else:
+                columns = columns * (heads.gate.scale * heads.gate.side)
+        slope = self._gate_parameters(sites, "b", columns) if kind == "q" else columns.new_ones(1)
+        return FactoredMatrix(columns[:, :, None], slope.expand(len(columns))[:, None, None])
+
+    def embedding(self) -> Float[Tensor, "d_vocab d_model"]:
+        """Return W_E.
+
+        Raises:
+            InputError: it is normed or projected before it enters the stream.
+        """
+        W_E: Tensor = self.model.W_E
+        cfg = self.model.cfg
+        if W_E.shape[-1] != cfg.d_model or getattr(cfg, "post_embedding_ln", False):
+            raise InputError(
+                [
+                    f"its embedding, {list(W_E.shape)}, is normed or projected before it enters "
+                    f"the stream of width {cfg.d_model}; name writers without 'embed'"
+                ],
+                "this embedding cannot be composed with",
+            )
+        return float32_if_half(W_E.detach())

@@ -1,0 +1,90 @@
+"""Make numbers that do not depend on the device, and say how much memory a device has.
+
+Some devices have no float64 (MPS). A generator of random numbers belongs to one device and draws
+other numbers than another's.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import psutil
+import torch
+from torch import Tensor
+
+
+def to_float64_device(x: Tensor) -> Tensor:
+    """Return a tensor on a device that has float64: its own, or the CPU.
+
+    Example:
+        >>> to_float64_device(torch.ones(2)).double().device
+        device(type='cpu')
+    """
+    try:
+        torch.ones((), device=x.device).double()
+    except (RuntimeError, TypeError):  # MPS raises the one, others the other
+        return x.cpu()
+    return x
+
+
+def free_bytes(device: torch.device) -> int:
+    """Return how much more memory tensors can take on a device.
+
+    Of an accelerator: what it has left, and what torch's allocator holds of it without a tensor in
+    it, but for the rest of blocks that are partly in use, which no large tensor fits into. Of a
+    device without memory of its own (MPS): the machine's.
+
+    Example:
+        >>> free_bytes(torch.device("cpu")) > 0
+        True
+    """
+    module: Any = None if device.type in ("cpu", "meta") else torch.get_device_module(device)
+    if not hasattr(module, "mem_get_info"):
+        return int(psutil.virtual_memory().available)
+    free, _ = module.mem_get_info(device)
+    stats = module.memory_stats(device)
+    in_use = ("active_bytes", "inactive_split_bytes")
+    held, *used = (stats.get(f"{name}.all.current", 0) for name in ("reserved_bytes", *in_use))
+    return int(free + held - sum(used))
+
+
+def float32_if_half(x: Tensor) -> Tensor:
+    """Return a tensor in float32 if it is in half precision, else as it is.
+
+    Example:
+        >>> float32_if_half(torch.ones(2, dtype=torch.bfloat16)).dtype
+        torch.float32
+    """
+    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+
+
+def normal_numbers(shape: tuple[int, ...], seed: int = 0) -> Tensor:
+    """Draw normal numbers in float64 on the CPU: the same for every device.
+
+    Example:
+        >>> torch.equal(normal_numbers((2, 3)), normal_numbers((2, 3)))
+        True
+    """
+    generator = torch.Generator("cpu").manual_seed(seed)
+    return torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu")
+
+
+@contextmanager
+def keep_random_state(device: torch.device) -> Iterator[None]:
+    """Restore the random state of the CPU and of a device afterwards.
+
+    Example:
+        >>> with keep_random_state(torch.device("cpu")):
+        ...     first = torch.rand(3)
+        >>> torch.equal(first, torch.rand(3))
+        True
+    """
+    module: Any = None if device.type in ("cpu", "meta") else torch.get_device_module(device)
+    which = () if device.type == "mps" else (device,)  # MPS has one state, and takes no device
+    states = torch.get_rng_state(), None if module is None else module.get_rng_state(*which)
+    try:
+        yield
+    finally:
+        torch.set_rng_state(states[0])
+        if module is not None:
+            module.set_rng_state(states[1], *which)

@@ -1,0 +1,305 @@
+"""Test edits before they are trusted.
+
+A sweep does not put a hook on a model and run it for every patch. It runs some blocks on some
+positions, and adds the change of a neuron's output. That may differ from a hook: a layer need not
+run the module that is edited, a hook point may show a copy of what the model reads, and something
+may have been put in between. So before the first patch all heads of every layer of a sweep are
+edited with noise, on the model and the run at hand, in two ways that must agree on the output of
+the block:
+
+    with hooks    a whole run. Each block's input is restored to the recorded one, so that one run
+                  shows the effect of an edit in every layer, and there alone
+    as a sweep    each of those blocks once
+
+on all positions, and again from a position on, if the sweep leaves earlier ones out. So a kind of
+heads costs four forward passes at most. To tell an edit without effect from one that weights of
+zero hide, heads are set to nan, which those weights pass on.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from attn_only_lens.axes import SELF, Residual
+from attn_only_lens.devices import normal_numbers, to_float64_device
+from attn_only_lens.engine.edits import attention_edit, change_of_z, neuron_variants
+from attn_only_lens.engine.recording import (
+    Hooks,
+    Recording,
+    of_this_thread,
+    output_stream,
+    run_blocks,
+)
+from attn_only_lens.engine.replay import Replay, Variants
+from attn_only_lens.engine.sites import Part, hook_name
+from attn_only_lens.errors import UnsupportedModelError
+from attn_only_lens.heads import host_of
+from attn_only_lens.heads.host import HeadKind
+from attn_only_lens.tolerances import LOGIT_TOLERANCE
+
+_NOISE_LEVELS = (1.0, 2.0**5, 2.0**10)  # of noise, relative to the activation
+_CLEAR_EFFECT = 8.0  # times the rounding of a stream: then any error is seen too
+_VALUE_AND_Z: tuple[Part, ...] = ("value", "z")
+_PROBLEM = "these hook points cannot be patched"
+
+
+@torch.no_grad()
+def require_same_edit(
+    replay: Replay, kind: HeadKind, layers: Sequence[int], part: Part, first: int
+) -> None:
+    """Refuse a replay in which an edit differs from a hook in a whole run.
+
+    Args:
+        replay: to be tested.
+        kind: of the heads that are edited.
+        layers: source layers.
+        part: the part of heads that is edited.
+        first: the first position that is edited and replayed.
+
+    Raises:
+        UnsupportedModelError: with every layer in which it differs, or an edit has no effect.
+    """
+    recording, reasons = replay.recording, list[str]()
+    untested, ineffective = list(layers), list[int]()
+    for level in _NOISE_LEVELS:
+        noise = _Noise(replay.model, kind, untested, part, first, level)
+        whole = _block_outputs(replay.model, recording, noise.hooks)
+        unclear, ineffective = list[int](), []
+        for layer in untested:
+            block = replay.host.block(layer, kind)
+            theirs, before = whole[block], recording.streams[block + 1]
+            edit = _neuron_edit if kind == "neuron" else _attention_edit
+            mine = edit(replay, layer, part, first, noise)
+            mine = torch.cat([before[:, :first], mine], dim=1)
+            error, effect = (_relative_error(one, theirs, recording) for one in (mine, before))
+            if not error <= 1.0:
+                reasons.append(
+                    f"layer {layer}: noise at {noise.names[layer]}, from position {first} on, "
+                    f"changes the output of block {block} by {_largest(theirs, before):.2g} in a "
+                    f"whole run; a sweep would be off by {_largest(mine, theirs):.2g}. Something "
+                    "unknown lies between these heads and the stream, such as a forward pass that "
+                    "was replaced"
+                )
+            elif effect < _CLEAR_EFFECT:
+                unclear.append(layer)
+                if effect <= 1.0:
+                    ineffective.append(layer)
+        untested = unclear
+        if not untested:
+            break
+    UnsupportedModelError.raise_if(reasons, _PROBLEM)
+    if ineffective and not first:
+        require_edits_read(replay.model, recording, kind, ineffective, part)
+
+
+@torch.no_grad()
+def require_edits_read(
+    model: Any, recording: Recording, kind: HeadKind, layers: Sequence[int], part: Part
+) -> None:
+    """Refuse hook points that show activations but ignore edits.
+
+    Some bridges compute attention without reading `hook_pattern`: patches there would change
+    nothing, and every score be 0.
+
+    Args:
+        model: converted, or with exposed neuron-heads.
+        recording: a run of it.
+        kind: of the heads.
+        layers: source layers.
+        part: the part of heads to be edited.
+
+    Raises:
+        UnsupportedModelError: with every such hook point.
+    """
+    names = {layer: hook_name(model, layer, part, kind) for layer in layers}
+    other = "neuron_heads()" if kind == "attention" else "heads()"
+    shown: dict[str, list[Tensor]] = {}
+
+    def look(name: str) -> Callable[[Tensor, Any], None]:
+        return lambda value, hook: shown.setdefault(name, []).append(value.clone())
+
+    def destroy(value: Tensor, hook: Any) -> Tensor:
+        # Weights of zero pass nan on: heads that were grown write nothing.
+        return torch.full_like(value, torch.nan)
+
+    edits: Hooks = [(name, destroy) for name in names.values()]
+    looks: Hooks = []
+    if part in ("q", "k"):  # of one key, a softmax makes 1 whatever it is; the pattern shows nan
+        later: tuple[Part, ...] = ("pattern", "z")
+        witnesses = {layer: [hook_name(model, layer, at, kind) for at in later] for layer in names}
+        looks = [(name, look(name)) for each in witnesses.values() for name in each]
+        _block_outputs(model, recording, looks)
+    found = _block_outputs(model, recording, [*edits, *looks])
+    reasons = []
+    for layer, name in names.items():
+        block = host_of(model).block(layer, kind)
+        read = _relative_error(found[block], recording.streams[block + 1], recording) > 1.0
+        if part in ("q", "k"):
+            read = read or not all(torch.equal(*shown[at]) for at in witnesses[layer])
+        if not read:
+            reasons.append(
+                f"{name} shows an activation that the model does not read back, so an edit of it "
+                f"has no effect; patch another part, or {other} alone"
+            )
+    UnsupportedModelError.raise_if(reasons, _PROBLEM)
+
+
+@torch.no_grad()
+def require_groups(replay: Replay, layers: Sequence[int]) -> None:
+    """Refuse layers in which the heads that share keys and values are not consecutive.
+
+    The last value is set to nan; the heads whose z is then nan read it.
+
+    Args:
+        replay: of the run that is patched.
+        layers: source layers with grouped queries.
+
+    Raises:
+        UnsupportedModelError: with every such layer.
+    """
+    model, recording = replay.model, replay.recording
+    shown: dict[str, Tensor] = {}
+    n_shared: dict[str, int] = {}
+
+    def destroy_last(value: Tensor, hook: Any, name: str) -> Tensor:
+        value = value.clone()
+        value[:, :, -1] = torch.nan
+        n_shared[name] = value.shape[2]
+        return value
+
+    def look(value: Tensor, hook: Any, name: str) -> None:
+        shown[name] = value.clone()
+
+    names = {layer: [hook_name(model, layer, part) for part in _VALUE_AND_Z] for layer in layers}
+    hooks: Hooks = [
+        (name, partial(act, name=name))
+        for pair in names.values()
+        for name, act in zip(pair, (destroy_last, look), strict=True)
+    ]
+    _block_outputs(model, recording, hooks)
+    reasons = []
+    for layer, (v_name, z_name) in names.items():
+        n_heads = replay.host.n_heads[layer]
+        reading = shown[z_name].isnan().transpose(0, 2).flatten(1).any(dim=1).nonzero()[:, 0]
+        expected = range(n_heads - n_heads // n_shared[v_name], n_heads)
+        if reading.tolist() != list(expected):
+            reasons.append(
+                f"layer {layer}: its last value is read by heads {reading.tolist()}; expected "
+                f"heads {list(expected)}; patch z"
+            )
+    UnsupportedModelError.raise_if(reasons, "its shared keys and values cannot be patched")
+
+
+class _Noise:
+    """Hooks that add noise at all heads of one kind in some layers.
+
+    Attributes:
+        names: of the hook points that are edited, by layer.
+        shown: the activations with noise, by hook name.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        kind: HeadKind,
+        layers: Sequence[int],
+        part: Part,
+        first: int,
+        level: float,
+    ) -> None:
+        self.names = {layer: hook_name(model, layer, part, kind) for layer in layers}
+        self.shown: dict[str, Tensor] = {}
+        self.hooks: list[tuple[str, Callable[..., Any]]] = []
+        axis = 2 if part == "pattern" else 1  # of positions
+
+        def add(value: Tensor, name: str) -> Tensor:
+            noise = normal_numbers(value.shape).to(value)
+            noise.narrow(axis, 0, first).zero_()
+            finite = value[value.isfinite()]
+            # Not the mean: a head that sees itself alone has the largest query that there is.
+            size = float(finite.abs().median()) if finite.numel() else 0.0
+            self.shown[name] = value + noise * (level * (size or 1.0))
+            return self.shown[name]
+
+        def keep(value: Tensor, name: str) -> None:
+            self.shown[name] = value.clone()
+
+        def hook(act: Callable[[Tensor, str], Any], name: str) -> None:
+            self.hooks.append((name, lambda value, hook: act(value, name)))
+
+        for layer, name in self.names.items():
+            hook(add, name)
+            if kind == "neuron" and part == "q":
+                hook(keep, hook_name(model, layer, "pattern", kind))
+
+
+def _block_outputs(model: Any, recording: Recording, hooks: Hooks) -> list[Residual]:
+    """Return the output of each block in a run with hooks, where each has its recorded input."""
+    found: list[Residual] = []
+
+    def restore(module: nn.Module, args: Any, output: Any) -> Any:
+        found.append(output_stream(output))
+        stream = recording.streams[len(found)].clone()
+        return (stream, *output[1:]) if isinstance(output, tuple | list) else stream
+
+    with ExitStack() as stack:
+        for block in model.blocks:
+            stack.callback(block.register_forward_hook(of_this_thread(restore)).remove)
+        run_blocks(model, recording.tokens, recording.mask, hooks)
+    return found
+
+
+def _neuron_edit(replay: Replay, layer: int, part: Part, first: int, noise: _Noise) -> Residual:
+    """Return the output of a block whose neurons have noise, as a sweep computes it."""
+    heads, target = replay.host.neurons[layer], replay.recording.neurons[layer]
+    read: Part = "pattern" if part == "q" else part
+    shown = noise.shown[hook_name(replay.model, layer, read, "neuron")]
+    if read == "pattern":
+        source = replace(target, gates=(target.v, shown[..., SELF].transpose(1, 2)))
+    elif read == "value":
+        source = replace(target, gates=(shown.squeeze(-1), target.weight))
+    else:
+        source = replace(target, z=shown.squeeze(-1))
+    dz = heads.head_outputs(change_of_z(target, source, part))[:, first:]
+    change = dz.unflatten(-1, (-1, heads.heads_per_neuron)).sum(-1)
+    variants = neuron_variants(replay, layer, first, change.to(heads.W_out.dtype) @ heads.W_out)
+    if variants.block > replay.host.block(layer, "neuron"):
+        return variants.stream
+    return replay.block_output(variants)
+
+
+def _attention_edit(replay: Replay, layer: int, part: Part, first: int, noise: _Noise) -> Residual:
+    """Return the output of a block whose attention heads have noise, as a sweep computes it."""
+    name, block = noise.names[layer], replay.host.block(layer, "attention")
+    source = noise.shown[name]
+    n_heads = source.shape[1 if part == "pattern" else 2]
+    everywhere = torch.ones_like(replay.recording.tokens, dtype=torch.bool)
+    every = torch.ones(1, n_heads, dtype=torch.bool, device=source.device)
+    hook = attention_edit(source, part, every, everywhere[None], first)
+    stream = replay.recorded_stream(block, first, 1)
+    return replay.block_output(Variants(block, first, stream, [(name, hook)]))
+
+
+def _relative_error(one: Residual, other: Residual, recording: Recording) -> float:
+    """Return the largest difference of two streams at a token, relative to the rounding there."""
+    if recording.mask is not None:  # nothing is patched at padding, and none attends to it
+        real = recording.mask.bool().to(one.device)
+        one, other = one[real], other[real]
+    if not torch.equal(one.isfinite(), other.isfinite()):
+        return float("inf")
+    one, other = (
+        to_float64_device(each.nan_to_num(0.0, 0.0, 0.0)).double() for each in (one, other)
+    )
+    scale = torch.maximum(one.abs(), other.abs()).amax(-1)
+    error = (one - other).abs().amax(-1)
+    allowed = LOGIT_TOLERANCE[recording.logits.dtype] * scale
+    return float((error / allowed).nan_to_num(0.0).max())
+
+
+def _largest(one: Residual, other: Residual) -> float:
+    return float((one - other).abs().max())

@@ -1,0 +1,184 @@
+"""Patches of heads, as the changes and hooks that a sweep runs with.
+
+A neuron-head puts out z = w v, with w its attention to its own token and v its value. So whatever
+part is taken from another run, here with a prime, later blocks see only a new z:
+
+    "z"         z'
+    "pattern"   w' v
+    "value"     w v'
+    "q"         w' v: a query moves the pattern and nothing else
+
+and the head's output to the stream moves by Δz times its neuron's row of W_out. The changes add up,
+
+    w'v' - wv = (w' - w) v + w (v' - v) + (w' - w)(v' - v)
+
+to pattern, value and interaction.
+
+An attention head moves information between positions, so a patch of its value, query or pattern is
+not one of z at the same place. Its block runs again, for many variants at once, with a hook that
+patches another head at other positions in each.
+
+With grouped queries, heads share keys and values. To patch a key or value for one head, the shared
+one is patched, and the z of all other heads is restored: so only this head reads the patched one.
+The model's own code computes z, whatever its rotations, norms, caps and masks. The result is that
+of a usual patch in a model in which each head has its own copy of the shared key or value.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+from torch.nn.functional import one_hot
+
+from attn_only_lens.axes import Residual
+from attn_only_lens.engine.recording import Hooks, NeuronRun
+from attn_only_lens.engine.replay import Replay, Variants
+from attn_only_lens.engine.sites import ALL_MEMBERS, LayerSites, Part
+from attn_only_lens.errors import UnsupportedModelError
+from attn_only_lens.heads.computation import NeuronHeads
+
+
+def change_of_z(
+    target: NeuronRun, source: NeuronRun, part: Part
+) -> Float[Tensor, "batch pos head_index"]:
+    """Return the change of z when a part of the source run is patched into the target run."""
+    if part == "z":
+        return source.z - target.z
+    if part == "value":
+        return target.weight * (source.v - target.v)
+    return (source.weight - target.weight) * target.v
+
+
+def interaction(target: NeuronRun, source: NeuronRun) -> Float[Tensor, "batch pos head_index"]:
+    """Return the whole change of z less those by pattern and by value."""
+    return (source.weight - target.weight) * (source.v - target.v)
+
+
+def neuron_changes(
+    heads: NeuronHeads, sites: LayerSites, dz: Float[Tensor, "batch pos head_index"]
+) -> Float[Tensor, "site batch pos"]:
+    """Return the change of each site's neuron activation, from that of z."""
+    return sum_by_site(heads, sites, heads.head_outputs(dz))
+
+
+def sum_by_site(
+    heads: NeuronHeads, sites: LayerSites, of_heads: Float[Tensor, "batch pos head_index"]
+) -> Float[Tensor, "site batch pos"]:
+    """Sum a quantity over the heads of each site: all of its neuron, or one."""
+    each = of_heads.unflatten(-1, (-1, heads.heads_per_neuron))  # [batch, pos, neuron, member]
+    index, member = sites.index.to(of_heads.device), sites.member.to(of_heads.device)
+    every = torch.equal(sites.index, torch.arange(each.shape[2], device=sites.index.device))
+    chosen = each if every else each[:, :, index]
+    if heads.heads_per_neuron == 1:
+        return chosen.squeeze(-1).permute(2, 0, 1)
+    one = chosen.gather(-1, member.clamp(min=0).expand(*chosen.shape[:2], -1).unsqueeze(-1))
+    change = chosen.sum(-1).where(member == ALL_MEMBERS, one.squeeze(-1))
+    return change.permute(2, 0, 1)
+
+
+def neuron_variants(replay: Replay, layer: int, first: int, added: Residual) -> Variants:
+    """Return variants of a run in which the neurons of a layer write something more.
+
+    Args:
+        replay: of the run that is patched.
+        layer: the source layer.
+        first: the first position at which they do.
+        added: the additional output from there on: [variant · batch, pos, d_model].
+    """
+    heads, block = replay.host.neurons[layer], replay.host.block(layer, "neuron")
+    n = len(added) // replay.batch
+    if replay.adds_mlp_output(block, heads.output_module):
+        stream = replay.recorded_stream(block + 1, first, n)
+        return Variants(block + 1, first, stream + added)
+    stream = replay.recorded_stream(block, first, n)
+    return Variants(block, first, stream, mlp=heads.output_module, added=added)
+
+
+def differences(target: Tensor, source: Tensor, part: Part) -> Bool[Tensor, "batch pos head_index"]:
+    """Return where a patch of all heads would change anything."""
+    differs = (target != source).any(dim=-1)
+    return differs.transpose(1, 2) if part == "pattern" else differs
+
+
+def of_group(heads: Int[Tensor, "head"], n_heads: int, n_shared: int) -> Int[Tensor, "head"]:
+    """Return the number of the shared key or value that each head reads.
+
+    The heads of a group are consecutive: `require_groups` tests that.
+    """
+    return heads // (n_heads // n_shared)
+
+
+def by_head(shared: Float[Tensor, "batch pos group d"], n_heads: int) -> Tensor:
+    """Return shared keys or values, repeated for each head that reads them."""
+    return shared.repeat_interleave(n_heads // shared.shape[2], dim=2)
+
+
+def share_edits(
+    name: str,
+    z_name: str,
+    source: Tensor,
+    z: Float[Tensor, "batch pos head_index d_head"],
+    heads: Int[Tensor, "variant"],
+    places: Bool[Tensor, "variant batch pos"],
+    first: int,
+) -> Hooks:
+    """Return hooks that patch shared keys or values for one head in each variant.
+
+    Args:
+        name: the hook point of the shared keys or values.
+        z_name: the hook point of z.
+        source: the keys or values patched in, of the whole prompts.
+        z: z in the run that is patched.
+        heads: the head of each variant.
+        places: the positions of each variant.
+        first: the first position of the activations that the hooks will see.
+    """
+    n_heads, n_shared = z.shape[2], source.shape[2]
+    groups = one_hot(of_group(heads, n_heads, n_shared), n_shared).bool()
+    other_heads = ~one_hot(heads, n_heads).bool()
+    return [
+        (name, attention_edit(source, "value", groups, places, first)),
+        (z_name, attention_edit(z, "z", other_heads, torch.ones_like(places), first)),
+    ]
+
+
+def attention_edit(
+    source: Tensor,
+    part: Part,
+    heads: Bool[Tensor, "variant head_index"],
+    where: Bool[Tensor, "variant batch pos"],
+    first: int,
+) -> Callable[[Tensor, Any], Tensor]:
+    """Return a hook that patches other attention heads in each variant.
+
+    Args:
+        source: the activation patched in, of the whole prompts.
+        part: the part of heads that it is.
+        heads: those of each variant.
+        where: the positions of each variant (of a pattern: its queries).
+        first: the position at which the rows that the hook will see begin.
+    """
+    n_variants = len(heads)
+    # A pattern is [batch, head_index, query_pos, key_pos], all else [batch, pos, head_index, …].
+    position_axis = 2 if part == "pattern" else 1
+    kept = source.narrow(position_axis, first, source.shape[position_axis] - first)
+    rows = kept.repeat(n_variants, 1, 1, 1)
+    chosen = where[:, :, first:, None].to(heads.device) & heads[:, None, None, :]
+    chosen = chosen.flatten(0, 1)  # [row, pos, head_index]
+    if part == "pattern":
+        chosen = chosen.transpose(1, 2)
+
+    def hook(value: Tensor, hook: Any) -> Tensor:
+        if value.shape != rows.shape:  # one position would be stretched over others
+            raise UnsupportedModelError(
+                [
+                    f"{hook.name} shows {list(value.shape)} where {n_variants} variants run from "
+                    f"position {first} on; expected {list(rows.shape)}"
+                ],
+                "these hook points cannot be patched",
+            )
+        return torch.where(chosen.unsqueeze(-1), rows, value)
+
+    return hook

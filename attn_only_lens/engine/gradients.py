@@ -1,0 +1,238 @@
+"""Gradients of a metric with respect to heads: one backward pass for all of them.
+
+A hook at each hook point passes the activation on and remembers it; the gradient is taken there.
+For the neurons of a layer it is grad(mlp_out) @ W_out^T, of size batch × pos × d_mlp, which the
+backward pass computes anyway: nothing of size neurons × d_model arises, and no gradient of a weight
+is computed. The graph starts at the stream that enters the first block, so that it exists whether
+or not parameters require gradients.
+
+The node of each kind of head, and the change Δ that a patch makes there:
+
+heads        part                    node            Δ, source run minus the run patched into
+neuron       "z" "pattern" "value"   z               Δz of that part (`edits.py`)
+neuron       "q", gate linear        q               q' - q
+neuron       "q", gate closed        z               (w(q') - w(q)) v
+attention    any                     its hook point  the difference of its activations; of shared
+                                                     keys and values through each head (`Tape`)
+attention    "q", gate closed        z               softmax(q' · K) V - z (`_attribution.py`)
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor, nn
+
+from attn_only_lens.axes import Residual
+from attn_only_lens.engine.edits import by_head, change_of_z, sum_by_site
+from attn_only_lens.engine.recording import Hooks, Recording, input_stream, require_seen
+from attn_only_lens.engine.sites import SHARED_PARTS, LayerSites, Part, hook_name
+from attn_only_lens.errors import UnsupportedModelError
+from attn_only_lens.heads import host_of
+
+
+class Tape:
+    """Hooks that record, in one forward pass, the tensors to take gradients at.
+
+    Args:
+        names: hook points.
+        readers: for each hook point of keys or values among them, the hook point of the z that is
+            computed from them. If heads share keys or values, their gradient is split by head.
+    """
+
+    def __init__(
+        self, names: Iterable[str], readers: Mapping[str, str] = MappingProxyType({})
+    ) -> None:
+        self.names = sorted({*names, *readers.values()})
+        self._readers = readers
+        self._seen: dict[str, Tensor] = {}
+
+    def anew(self) -> "Tape":
+        """Return an empty tape for the same hook points."""
+        return Tape(self.names, self._readers)
+
+    @property
+    def nodes(self) -> dict[str, Tensor]:
+        """The tensors, by hook name.
+
+        Raises:
+            UnsupportedModelError: a hook point did not fire, as its module did not run.
+        """
+        require_seen({name: name for name in self.names}, self._seen)
+        return self._seen
+
+    @property
+    def hooks(self) -> Hooks:
+        """The hooks to run with."""
+
+        def remember(name: str) -> Callable[[Tensor, Any], Tensor]:
+            def hook(value: Tensor, hook: Any) -> Tensor:
+                # A constant, such as a frozen pattern, has a gradient too: a leaf of its own.
+                node = value.view_as(value) if value.requires_grad else as_leaf(value)
+                self._seen[name] = node
+                return node
+
+            return hook
+
+        return [(name, remember(name)) for name in self.names]
+
+    def gradients(
+        self,
+        value: Float[Tensor, ""],
+        more: Mapping[str, Tensor] = MappingProxyType({}),
+        *,
+        keep_graph: bool = False,
+    ) -> dict[str, Tensor]:
+        """Return the gradients at every node, and at more tensors.
+
+        The graph is freed, unless `keep_graph` is true or heads share keys or values.
+        """
+        nodes = self.nodes
+        shared = {
+            name: z
+            for name, z in self._readers.items()
+            if nodes[name].shape[2] != nodes[z].shape[2]
+        }
+        result = gradients(value, {**more, **nodes}, keep_graph=keep_graph or bool(shared))
+        for name, z in shared.items():
+            result[name] = gradient_by_head(nodes[name], nodes[z], result[z])
+        return result
+
+
+def as_leaf(value: Tensor) -> Tensor:
+    """Return the same numbers as a leaf that requires a gradient."""
+    return value.detach().requires_grad_()
+
+
+def gradients(
+    value: Float[Tensor, ""], nodes: dict[str, Tensor], *, keep_graph: bool = False
+) -> dict[str, Tensor]:
+    """Return the gradient at every node, and free the graph unless it is to be kept.
+
+    Raises:
+        UnsupportedModelError: the value does not depend on a node, so that no patch there would
+            have an effect.
+    """
+    found = torch.autograd.grad(
+        value, list(nodes.values()), retain_graph=keep_graph, allow_unused=True
+    )
+    unused = [name for name, each in zip(nodes, found, strict=True) if each is None]
+    UnsupportedModelError.raise_if(
+        [f"{name} is read-only in this model; it has no gradient" for name in unused],
+        "this model cannot be attributed here",
+    )
+    return dict(zip(nodes, found, strict=True))
+
+
+def gradient_by_head(
+    shared: Float[Tensor, "batch pos group d"],
+    z: Float[Tensor, "batch pos head_index d_head"],
+    z_gradient: Float[Tensor, "batch pos head_index d_head"],
+) -> Float[Tensor, "batch pos head_index d"]:
+    """Return, for each head, the gradient at its shared keys or values through its z alone.
+
+    Heads of different groups read different keys, so a backward pass takes one head of every group.
+    If a norm joins the keys of all groups, gradients of one head reach other groups' keys, and a
+    backward pass takes one head.
+
+    Args:
+        shared: the keys or values, in a graph.
+        z: of the heads that read them, in the same graph.
+        z_gradient: the gradient of the metric at z.
+    """
+    n_heads, n_shared = z.shape[2], shared.shape[2]
+    size = n_heads // n_shared
+    index = torch.arange(n_heads, device=z.device)
+
+    def through(heads: Bool[Tensor, "head_index"]) -> Tensor:
+        (gradient,) = torch.autograd.grad(z, shared, z_gradient * heads[:, None], retain_graph=True)
+        return gradient
+
+    if through(index == 0)[:, :, 1:].any():
+        one_by_one = [through(index == head)[:, :, head // size] for head in range(n_heads)]
+        return torch.stack(one_by_one, dim=2)
+    of_groups = [through(index % size == member) for member in range(size)]
+    return torch.stack(of_groups, dim=3).flatten(2, 3)
+
+
+@contextmanager
+def edit_input(model: Any, change: Callable[[Residual], Residual]) -> Iterator[None]:
+    """Change the stream that enters the first block."""
+
+    def enter(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        stream = change(input_stream(args, kwargs))
+        if args:
+            return (stream, *args[1:]), kwargs
+        return args, {**kwargs, "hidden_states": stream}
+
+    handle = model.blocks[0].register_forward_pre_hook(enter, with_kwargs=True)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+@contextmanager
+def start_graph(model: Any) -> Iterator[list[Residual]]:
+    """Start the graph at the stream that enters the first block, and list it for each run."""
+    roots: list[Residual] = []
+
+    def root(stream: Residual) -> Residual:
+        roots.append(as_leaf(stream))
+        return roots[-1]
+
+    with edit_input(model, root):
+        yield roots
+
+
+def gradient_node(model: Any, sites: LayerSites, part: Part, *, closed: bool) -> str:
+    """Return the hook point at which the gradient is taken.
+
+    Args:
+        model: converted, or with exposed neuron-heads.
+        sites: heads of one kind in one layer.
+        part: the part that is patched.
+        closed: whether a query's effect on its pattern is computed, not linearised.
+    """
+    if sites.kind == "attention":
+        return hook_name(model, sites.layer, "z" if part == "q" and closed else part)
+    activation = "q" if part == "q" and not closed else "z"
+    return host_of(model).hook_name(sites.layer, "neuron", activation)
+
+
+def site_estimates(
+    model: Any,
+    sites: LayerSites,
+    part: Part,
+    node: str,
+    gradient: Tensor,
+    target: Recording,
+    source: Recording,
+) -> Float[Tensor, "site batch pos"]:
+    """Return gradient times change at each head and position: the terms of the estimate.
+
+    Args:
+        model: converted, or with exposed neuron-heads.
+        sites: heads of one kind in one layer.
+        part: the part that is patched.
+        node: its hook point.
+        gradient: the gradient at the node; for shared keys and values, one for each head.
+        target: the run patched into.
+        source: the other run, with the activation that is patched in at `hooked[node]`.
+    """
+    if node == host_of(model).hook_name(sites.layer, "neuron", "z"):
+        ours, theirs = target.neurons[sites.layer], source.neurons[sites.layer]
+        estimates = gradient.squeeze(-1) * change_of_z(ours, theirs, part)
+    else:
+        change = source.hooked[node] - target.hooked[node]
+        if sites.kind == "attention" and part in SHARED_PARTS:
+            change = by_head(change, gradient.shape[2])
+        estimates = (gradient * change).sum(dim=-1)
+    if sites.kind == "neuron":
+        return sum_by_site(host_of(model).neurons[sites.layer], sites, estimates)
+    if node.endswith("hook_pattern"):  # [batch, head_index, query_pos]
+        estimates = estimates.transpose(1, 2)
+    return estimates[:, :, sites.index.to(estimates.device)].permute(2, 0, 1)

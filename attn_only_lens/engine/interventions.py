@@ -1,0 +1,93 @@
+"""Directions of patches, and ablations: activations to patch in that are of no other run."""
+
+from dataclasses import replace
+from typing import Literal, get_args
+
+import torch
+from jaxtyping import Bool
+from torch import Tensor
+
+from attn_only_lens.axes import Tokens
+from attn_only_lens.engine.recording import NeuronRun, Recording
+from attn_only_lens.errors import InputError
+
+DIRECTIONS = ("denoise", "noise")
+"""Patch clean activations into the corrupted run, or corrupted ones into the clean run."""
+Ablation = Literal["zero", "mean", "resample", "bias"]
+ABLATIONS: tuple[str, ...] = get_args(Ablation)
+
+
+def ablate(
+    recording: Recording, reference: Recording, to: Ablation, real: Bool[Tensor, "batch pos"]
+) -> Recording:
+    """Return a run's activations with z ablated at every recorded head.
+
+    Args:
+        recording: the run to be ablated.
+        reference: a run to take means, or other prompts' activations, from; the recording itself
+            where there is no other.
+        to: "zero"; "mean" over all real tokens of the reference; "resample", another prompt's z at
+            the same position: for prompt i, row i of the reference, or where that is the
+            recording itself, the next row (the first, for the last); "bias", all attention of a
+            neuron-head on the bias token.
+        real: where the reference has real tokens.
+
+    Raises:
+        InputError: attention heads have no bias token; a prompt would be resampled from none or
+            from itself, or from a token that is not there.
+    """
+    own = reference is recording
+    reasons = []
+    if to == "bias" and recording.hooked:
+        reasons.append(
+            "'bias' is for neuron-heads: attention heads have no bias token; patch "
+            "neuron_heads(), or ablate to 'zero'"
+        )
+    if to == "resample":
+        reasons += resample_reasons(recording.tokens, None if own else reference.tokens, real)
+    InputError.raise_if(reasons, "these heads cannot be ablated like this")
+
+    def ablated_z(z: Tensor, of_reference: Tensor) -> Tensor:
+        if to == "mean":
+            return of_reference[real.to(z.device)].mean(dim=0).expand_as(z)
+        if to == "resample":
+            return of_reference.roll(-1, dims=0) if own else of_reference
+        return torch.zeros_like(z)
+
+    neurons = {
+        layer: NeuronRun(ablated_z(each.z, reference.neurons[layer].z))
+        for layer, each in recording.neurons.items()
+    }
+    hooked = {name: ablated_z(z, reference.hooked[name]) for name, z in recording.hooked.items()}
+    return replace(recording, neurons=neurons, hooked=hooked)
+
+
+def resample_reasons(
+    clean: Tokens, reference: Tokens | None, real: Bool[Tensor, "batch pos"]
+) -> list[str]:
+    """Return why prompts cannot be resampled from a reference, or from each other without one."""
+    if reference is not None and reference.shape != clean.shape:
+        return [
+            f"got reference prompts {list(reference.shape)}; expected {list(clean.shape)}, a "
+            "row for each clean prompt, token for token"
+        ]
+    if reference is not None:
+        rows = enumerate(zip(clean, reference, strict=True))
+        return [
+            f"got clean prompt {row} itself in row {row} of the reference, from which it is "
+            "resampled; expected another prompt"
+            for row, (mine, other) in rows
+            if torch.equal(mine, other)
+        ]
+    reasons = []
+    if len(real) < 2:
+        reasons.append(
+            "'resample' takes activations of other prompts: give two prompts or more, or a "
+            "reference"
+        )
+    if not torch.equal(real, real.roll(-1, 0)):
+        reasons.append(
+            "'resample' would take activations at padding of other prompts: give prompts of one "
+            "length, or a reference"
+        )
+    return reasons

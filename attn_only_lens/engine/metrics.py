@@ -1,0 +1,654 @@
+"""Metrics: one number of the logits of each prompt, by whose mean a patch is measured.
+
+Unless stated otherwise a metric reads each prompt's last real token, and is the mean over prompts.
+With ℓ the logits there, c and w the answers, P = softmax ℓ and C the clean run's softmax:
+
+    logit_diff         ℓ[c] - ℓ[w]
+    probability_diff   Σ P[c] - Σ P[w], over several answers c and w
+    probability        P[c]
+    log_probability    log P[c]
+    kl                 KL(C ‖ P) = Σ_v C[v] (log C[v] - log P[v]): 0 on the clean run
+    loss               -log P_t[x_{t+1}], the mean over all real tokens x_{t+1} of the clean
+                       prompts: over those of each prompt, and over prompts weighted by their number
+    custom             any function of the logits [batch, pos, d_vocab], to one number, or to one of
+                       each prompt
+
+A `Metric` holds for any model and prompts. Bound to one model and pair, it states which logits it
+reads, so that a sweep computes no others: for a logit difference, one position of each prompt and
+two columns of the vocabulary. Logits in half precision are summed in float32, except those that a
+custom function gets.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeAlias
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from attn_only_lens.axes import Logits
+from attn_only_lens.devices import float32_if_half, to_float64_device
+from attn_only_lens.engine.answers import (
+    Answers,
+    answer_rows,
+    answer_tokens,
+    answers_label,
+    one_each,
+    overlap_reasons,
+    warn_of_spaces,
+)
+from attn_only_lens.engine.inputs import d_vocab_out
+from attn_only_lens.engine.prompts import PromptPair
+from attn_only_lens.errors import InputError
+
+_Selected: TypeAlias = Float[Tensor, "site batch position column"]
+
+_PROBLEM = "this metric does not fit the model or its prompts"
+_NO_NUMBER = "this metric is not a function of the logits to one number"
+_NO_GRADIENT = "this metric cannot be attributed"
+_ROUNDINGS = 8  # of a metric: a difference, a mean and their inputs, each within one
+_NO_SLOPE = 64  # roundings of float32 or finer: below, a gradient is a rounding of sums
+
+
+@dataclass(frozen=True, eq=False)
+class BoundMetric:
+    """A metric of given prompts, as a function of the logits.
+
+    Attributes:
+        name: of the metric, with its answers.
+        positions: the one position of each prompt that it reads; None where it reads all.
+        columns: the entries of the vocabulary that it reads; None where it reads all.
+        shape: batch, pos and vocabulary of the logits of a whole run.
+        compute: the formula, from logits as `value` takes them, to one number of each prompt; or of
+            all prompts together, [site, 1], where they have none of their own.
+        weights: of each prompt in the mean, with a sum of 1; None where prompts weigh the same.
+    """
+
+    name: str
+    positions: Int[Tensor, "batch"] | None
+    columns: Int[Tensor, "column"] | None
+    shape: tuple[int, int, int]
+    compute: Callable[[_Selected], Float[Tensor, "site prompt"]] = field(repr=False)
+    weights: tuple[float, ...] | None = None
+
+    def value(self, logits: _Selected) -> Float[Tensor, "site"]:
+        """Return the metric for every site: the mean over prompts. Differentiable.
+
+        Takes logits as `of_prompts` does, and raises its errors.
+        """
+        return self.mean(self.of_prompts(logits))
+
+    def of_prompts(self, logits: _Selected) -> Float[Tensor, "site prompt"]:
+        """Return the metric of every prompt, for every site. Differentiable.
+
+        Args:
+            logits: at `positions` (an axis of size 1) and `columns`, all where those are None.
+
+        Returns:
+            A number for each prompt, or one for all (`compute`), in the dtype of the logits;
+            float32 where they are shorter.
+
+        Raises:
+            InputError: logits of another shape; a result of another shape, or that is not finite.
+        """
+        batch, pos, d_vocab = self.shape
+        expected = (
+            batch,
+            pos if self.positions is None else 1,
+            d_vocab if self.columns is None else len(self.columns),
+        )
+        if logits.ndim != 4 or not len(logits) or logits.shape[1:] != expected:
+            self._refuse(
+                f"got logits {list(logits.shape)}; expected [site, batch, position, column] with "
+                f"at least one site and then {list(expected)}"
+            )
+        values = self.compute(logits)
+        if values.ndim != 2 or len(values) != len(logits) or values.shape[1] not in (1, batch):
+            self._refuse(
+                f"got values {list(values.shape)}; expected one of each site and prompt, or of all "
+                "prompts together [site, 1]"
+            )
+        bad = (~values.isfinite()).any(dim=1).sum().item()
+        if bad:
+            advice = "; some models give nan to padding on the left: pad on the right"
+            several = advice if batch > 1 else ""
+            self._refuse(f"it is not finite for {bad} of {len(values)} sites{several}")
+        return values
+
+    def shares(self, n: int) -> tuple[float, ...]:
+        """Return the weights of n numbers in their mean: one of each prompt, or one of all."""
+        return self.weights if self.weights and n > 1 else (1 / n,) * n
+
+    def mean(self, values: Float[Tensor, "*site prompt"]) -> Float[Tensor, "*site"]:
+        """Return the weighted mean over prompts, summed alike for one site and for many."""
+        weighted = zip(self.shares(values.shape[-1]), values.unbind(-1), strict=True)
+        return sum((share * each for share, each in weighted), torch.zeros_like(values[..., 0]))
+
+    def select(
+        self, logits: Float[Tensor, "*site batch pos d_vocab"]
+    ) -> Float[Tensor, "*site batch position column"]:
+        """Return the entries that this metric reads from the logits of whole runs."""
+        if logits.shape[-3:] != self.shape:
+            self._refuse(
+                f"got logits {list(logits.shape)}; expected [..., batch, pos, d_vocab] ending in "
+                f"{list(self.shape)}"
+            )
+        if self.positions is not None:
+            rows = torch.arange(self.shape[0], device=logits.device)
+            logits = logits[..., rows, self.positions.to(logits.device), :].unsqueeze(-2)
+        return logits if self.columns is None else logits[..., self.columns.to(logits.device)]
+
+    def of(self, logits: Logits) -> float:
+        """Return the metric of one whole run; see `of_run`."""
+        return self.mean(self.of_run(logits)).item()
+
+    @torch.no_grad()
+    def of_run(self, logits: Logits) -> Float[Tensor, "prompt"]:
+        """Return the metric of every prompt of one whole run, computed twice, in float64.
+
+        Raises:
+            InputError: as `of_prompts` does; or it depends on more than the logits, or changes
+                them.
+        """
+        read = self.select(logits)[None]
+        kept = read.clone()
+        once, again = (self.of_prompts(read)[0].cpu().double() for _ in range(2))
+        if not torch.equal(read, kept):
+            self._refuse("it changes the logits that it is given; have it work on a copy")
+        if not torch.equal(once, again):
+            self._refuse(
+                f"got {self.mean(once):.6g} and then {self.mean(again):.6g} for the same logits; "
+                "expected a function of the logits alone, without randomness or a memory"
+            )
+        return once
+
+    @torch.enable_grad()
+    def of_logits(self, logits: Logits) -> Float[Tensor, ""]:
+        """Return the metric of one whole run, in the graph of its logits."""
+        return self.value(self.select(logits)[None])[0]
+
+    def gradient(self, logits: Logits) -> Float[Tensor, "batch position column"] | None:
+        """Return the gradient with respect to what it reads of a run; None if it is detached."""
+        with torch.enable_grad():
+            leaf = self.select(logits.detach()).clone().requires_grad_()
+            value = self.value(leaf[None])[0]
+        return torch.autograd.grad(value, leaf)[0] if value.requires_grad else None
+
+    def _refuse(self, reason: str) -> None:
+        raise InputError([f"{self.name}: {reason}"], "this metric cannot be measured")
+
+
+@dataclass(frozen=True)
+class Metric:
+    """A metric of any prompts. Made by `logit_diff` and the like.
+
+    Attributes:
+        name: of the metric, with its answers.
+        bound: binds it to a model, prompts and the clean run's logits; called by `bind`.
+        needs_reference: whether it compares with the clean run's logits.
+        version: identifies it when a sweep is resumed, in place of its code; None for its code.
+        by_prompt: whether it may be measured on some of the prompts: the number of each then hangs
+            on its own logits alone.
+    """
+
+    name: str
+    bound: Callable[[Any, PromptPair, Logits | None], BoundMetric] = field(repr=False)
+    needs_reference: bool = False
+    version: str | None = field(default=None, repr=False)
+    by_prompt: bool = field(default=True, repr=False)
+
+
+AnyMetric: TypeAlias = Metric | Callable[[Logits], Tensor | float]
+
+
+def as_metric(metric: AnyMetric) -> Metric:
+    """Return a metric as it is, and a plain function of the logits as a `custom` one."""
+    return metric if isinstance(metric, Metric) else custom(metric)
+
+
+def bind(
+    metric: AnyMetric, model: Any, pair: PromptPair, reference: Logits | None = None
+) -> BoundMetric:
+    """Bind a metric to a model and its prompts.
+
+    Args:
+        metric: a metric, or a function of logits [batch, pos, d_vocab].
+        model: its tokenizer and vocabulary are those of the answers.
+        pair: the prompts.
+        reference: the clean run's logits [batch, pos, d_vocab], for `kl` and to check answers.
+
+    Raises:
+        InputError: with every reason why it does not fit.
+
+    Warns:
+        InputWarning: an answer is far more probable with a space before it, or without its space.
+
+    Example:
+        >>> import torch
+        >>> from attn_only_lens import patching as p, pretrained
+        >>> from attn_only_lens.engine.metrics import bind
+        >>> model = pretrained.modular_addition()
+        >>> pair = p.prompt_pair(model, torch.tensor([3, 4, 113]), torch.tensor([3, 5, 113]))
+        >>> metric = bind(p.logit_diff(correct=7, wrong=8), model, pair)
+        >>> metric.positions, metric.columns
+        (tensor([2]), tensor([7, 8]))
+        >>> metric.of(model(pair.clean)) > 0 > metric.of(model(pair.corrupted))
+        True
+    """
+    metric = as_metric(metric)
+    return replace(metric.bound(model, pair, reference), name=metric.name)
+
+
+# The metrics
+
+
+def logit_diff(correct: Answers, wrong: Answers) -> Metric:
+    """Return the logit of a correct answer less that of a wrong one, as a metric.
+
+    Args:
+        correct: a text that is one token, a token, or a list or tensor of one for each prompt.
+        wrong: the same.
+
+    Returns:
+        The metric, for any model and prompts.
+
+    Raises:
+        InputError: when bound: answers that are not one token each, that the tokenizer does not
+            know, or that are the same.
+
+    Warns:
+        InputWarning: on the clean run, an answer is at least ten times as probable with a space
+            before it, or without its space. So do all metrics of answers.
+
+    Example:
+        >>> from attn_only_lens import patching as p
+        >>> p.logit_diff(correct=" Mary", wrong=" John")
+        Metric(name="logit_diff(' Mary', ' John')", needs_reference=False)
+    """
+    correct_rows, wrong_rows = answer_rows(correct), answer_rows(wrong)
+    name = f"logit_diff({answers_label(correct_rows)}, {answers_label(wrong_rows)})"
+
+    def bound(model: Any, pair: PromptPair, reference: Logits | None) -> BoundMetric:
+        reasons: list[str] = []
+        right = answer_tokens(model, pair, correct_rows, "correct", reasons)
+        left = answer_tokens(model, pair, wrong_rows, "wrong", reasons)
+        InputError.raise_if(reasons or overlap_reasons(right, left), _PROBLEM)
+        warn_of_spaces(model, pair, {"correct": right, "wrong": left}, reference)
+        tokens = torch.cat([one_each(rows, pair.clean.device) for rows in (right, left)])
+        columns, indices = tokens.unique(return_inverse=True)
+        right_at, left_at = indices.chunk(2)
+
+        def compute(logits: _Selected) -> Float[Tensor, "site prompt"]:
+            logits = float32_if_half(logits)
+            return _pick(logits, right_at) - _pick(logits, left_at)
+
+        return BoundMetric(name, pair.last, columns, _logits_shape(model, pair), compute)
+
+    return Metric(name, bound)
+
+
+def probability_diff(correct: Answers, wrong: Answers) -> Metric:
+    """Return the summed probability of correct answers less that of wrong ones, as a metric.
+
+    The metric of greater-than in Hanna et al. (2023), where every later year is correct.
+
+    Args:
+        correct: as in `logit_diff`; or several answers to a prompt: a list or tensor with a row of
+            answers for each prompt, or with one row for all prompts, such as `[[33, 34]]`.
+        wrong: the same.
+
+    Returns:
+        The metric, for any model and prompts.
+
+    Raises:
+        InputError: when bound: as in `logit_diff`; answers for another number of prompts, or the
+            same answer twice for a prompt.
+
+    Example:
+        >>> from attn_only_lens import patching as p
+        >>> p.probability_diff([[33, 34], [98]], [[31, 32], [7]]).name
+        'probability_diff([[33, 34], 98], [[31, 32], 7])'
+    """
+    correct_rows, wrong_rows = answer_rows(correct), answer_rows(wrong)
+    name = f"probability_diff({answers_label(correct_rows)}, {answers_label(wrong_rows)})"
+
+    def bound(model: Any, pair: PromptPair, reference: Logits | None) -> BoundMetric:
+        reasons: list[str] = []
+        right = answer_tokens(model, pair, correct_rows, "correct", reasons, several=True)
+        left = answer_tokens(model, pair, wrong_rows, "wrong", reasons, several=True)
+        InputError.raise_if(reasons or overlap_reasons(right, left), _PROBLEM)
+        warn_of_spaces(model, pair, {"correct": right, "wrong": left}, reference)
+        signs = torch.zeros(len(pair.clean), d_vocab_out(model), device=pair.clean.device)
+        for rows, sign in ((right, 1.0), (left, -1.0)):
+            for prompt, tokens in enumerate(rows):
+                signs[prompt, list(tokens)] = sign
+
+        def compute(logits: _Selected) -> Float[Tensor, "site prompt"]:
+            chances = float32_if_half(logits).squeeze(-2).softmax(dim=-1)
+            return (chances * signs.to(chances)).sum(dim=-1)
+
+        return BoundMetric(name, pair.last, None, _logits_shape(model, pair), compute)
+
+    return Metric(name, bound)
+
+
+def probability(answer: Answers) -> Metric:
+    """Return the probability of an answer, as a metric.
+
+    Args:
+        answer: a text that is one token, a token, or a list or tensor of one for each prompt.
+
+    Returns:
+        The metric, for any model and prompts.
+
+    Raises:
+        InputError: when bound: as in `logit_diff`.
+
+    Example:
+        >>> from attn_only_lens import patching as p
+        >>> p.probability(" Mary").name
+        "probability(' Mary')"
+    """
+    return _of_answer("probability", answer, torch.exp)
+
+
+def log_probability(answer: Answers) -> Metric:
+    """Return the natural logarithm of the probability of an answer, as a metric.
+
+    Args:
+        answer: a text that is one token, a token, or a list or tensor of one for each prompt.
+
+    Returns:
+        The metric, for any model and prompts.
+
+    Raises:
+        InputError: when bound: as in `logit_diff`.
+
+    Example:
+        >>> from attn_only_lens import patching as p
+        >>> p.log_probability([17, 19]).name
+        'log_probability([17, 19])'
+    """
+    return _of_answer("log_probability", answer, lambda logs: logs)
+
+
+def _of_answer(kind: str, answer: Answers, scale: Callable[[Tensor], Tensor]) -> Metric:
+    rows = answer_rows(answer)
+    name = f"{kind}({answers_label(rows)})"
+
+    def bound(model: Any, pair: PromptPair, reference: Logits | None) -> BoundMetric:
+        reasons: list[str] = []
+        answers = answer_tokens(model, pair, rows, "answer", reasons)
+        InputError.raise_if(reasons, _PROBLEM)
+        warn_of_spaces(model, pair, {"answer": answers}, reference)
+        tokens = one_each(answers, pair.clean.device)
+
+        def compute(logits: _Selected) -> Float[Tensor, "site prompt"]:
+            return scale(_pick(float32_if_half(logits).log_softmax(dim=-1), tokens))
+
+        return BoundMetric(name, pair.last, None, _logits_shape(model, pair), compute)
+
+    return Metric(name, bound)
+
+
+def kl() -> Metric:
+    """Return KL(clean ‖ patched) of the next-token distributions, in nats, as a metric.
+
+    It is 0 on the clean run, where its gradient is 0 too, and grows to its value on the corrupted
+    run. For the distance to the other run, swap the prompts.
+
+    Returns:
+        The metric, for any model and prompts.
+
+    Raises:
+        InputError: when bound: no reference, or one that does not fit.
+
+    Example:
+        >>> from attn_only_lens import patching as p
+        >>> p.kl().needs_reference
+        True
+    """
+
+    def bound(model: Any, pair: PromptPair, reference: Logits | None) -> BoundMetric:
+        shape = _logits_shape(model, pair)
+        if reference is None or tuple(reference.shape) != shape:
+            got = None if reference is None else list(reference.shape)
+            raise InputError(
+                [f"kl: got reference {got}; expected the clean run's logits {list(shape)}"],
+                _PROBLEM,
+            )
+        rows = torch.arange(len(pair.last), device=reference.device)
+        last = reference.detach()[rows, pair.last.to(reference.device)]
+        clean = float32_if_half(last).log_softmax(dim=-1)
+
+        def compute(logits: _Selected) -> Float[Tensor, "site prompt"]:
+            patched = float32_if_half(logits).squeeze(-2).log_softmax(dim=-1)
+            # Where the clean run gives no probability at all, a term is 0, not 0 · ∞.
+            terms = torch.where(clean == -torch.inf, 0.0, clean.exp() * (clean - patched))
+            return terms.sum(dim=-1)
+
+        return BoundMetric("kl", pair.last, None, shape, compute)
+
+    return Metric("kl", bound, needs_reference=True)
+
+
+def loss() -> Metric:
+    """Return the cross-entropy of the clean prompts' next tokens, in nats, as a metric.
+
+    Every token that follows a real one in the clean prompts is a target, whichever run is patched;
+    the metric is the mean over these, in which a prompt of more tokens weighs more.
+
+    Returns:
+        The metric, for any model and prompts.
+
+    Raises:
+        InputError: when bound: prompts of one token, or tokens that the model cannot put out.
+
+    Example:
+        >>> from attn_only_lens import patching as p
+        >>> p.loss()
+        Metric(name='loss', needs_reference=False)
+    """
+
+    def bound(model: Any, pair: PromptPair, reference: Logits | None) -> BoundMetric:
+        shape = _logits_shape(model, pair)
+        counts = pair.real[:, :-1] & pair.real[:, 1:]
+        rows, columns = counts.nonzero(as_tuple=True)
+        targets = pair.clean[:, 1:][rows, columns]
+        reasons = []
+        if not len(targets) and pair.among is None:
+            reasons.append("loss: no prompt has a second token to be predicted")
+        elif len(targets) and targets.max() >= shape[2]:
+            reasons.append(
+                f"loss: the prompts hold token {targets.max()}, and the model puts out logits of "
+                f"tokens 0 to {shape[2] - 1} only"
+            )
+        InputError.raise_if(reasons, _PROBLEM)
+
+        n_targets = counts.sum(dim=1).tolist()
+
+        def compute(logits: _Selected) -> Float[Tensor, "site prompt"]:
+            logs = float32_if_half(logits[:, rows, columns]).log_softmax(dim=-1)
+            each = -logs[:, torch.arange(len(targets), device=targets.device), targets]
+            # A prompt without targets has the loss 0, and the weight 0.
+            own = [part.sum(dim=-1) / max(1, part.shape[1]) for part in each.split(n_targets, 1)]
+            return torch.stack(own, dim=-1)
+
+        weights = tuple(n / max(1, len(targets)) for n in n_targets)
+        return BoundMetric("loss", None, None, shape, compute, weights)
+
+    return Metric("loss", bound)
+
+
+def custom(
+    fn: Callable[[Logits], Tensor | float], name: str | None = None, version: str | None = None
+) -> Metric:
+    """Return any function of the logits of a whole run, as a metric.
+
+    It is called once a site, reads all logits, and so costs more than the metrics above. For
+    attribution it must return a tensor that a gradient passes through. Of several prompts it may
+    return one number each, as a tensor [batch]: then their mean is measured, and its standard error
+    is known, as it is for the metrics above.
+
+    Args:
+        fn: from logits [batch, pos, d_vocab] to one number, or one of each prompt.
+        name: shown in results; by default the name of `fn`.
+        version: identifies `fn` when a sweep is resumed, instead of its code, closure, defaults
+            and the globals that it reads. Needed where these cannot be identified (`resume` says
+            so); give another version whenever `fn` changes.
+
+    Returns:
+        The metric.
+
+    Raises:
+        InputError: `fn` cannot be called; when measured: it gives no single finite number,
+            another one for the same logits, or changes them.
+
+    Example:
+        >>> from attn_only_lens import patching as p
+        >>> p.custom(lambda logits: logits[:, -1].max(), name="largest logit").name
+        'largest logit'
+    """
+    if not callable(fn):
+        raise InputError(
+            [f"got a {type(fn).__name__}; expected a metric, or a function of the logits"],
+            _NO_NUMBER,
+        )
+    label = str(name or getattr(fn, "__name__", type(fn).__name__))
+
+    def compute(logits: Float[Tensor, "site batch pos d_vocab"]) -> Float[Tensor, "site prompt"]:
+        return torch.stack([_as_numbers(fn(each), len(each), label) for each in logits])
+
+    def bound(model: Any, pair: PromptPair, reference: Logits | None) -> BoundMetric:
+        return BoundMetric(label, None, None, _logits_shape(model, pair), compute)
+
+    return Metric(label, bound, version=version, by_prompt=False)
+
+
+def _as_numbers(value: Any, batch: int, name: str) -> Float[Tensor, "prompt"]:
+    """Return what a function made of a run, one number or one of each prompt, as a row."""
+    if isinstance(value, Tensor) and value.is_floating_point() and value.shape in ((), (batch,)):
+        return value.reshape(-1)
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return torch.tensor([value], dtype=torch.float64, device="cpu")
+    got = (
+        f"a {value.dtype} tensor {list(value.shape)}" if isinstance(value, Tensor) else repr(value)
+    )
+    raise InputError(
+        [
+            f"{name}: got {got} from it; expected one number, such as a mean over the batch, or a "
+            f"tensor of {batch}, one of each prompt"
+        ],
+        _NO_NUMBER,
+    )
+
+
+def _logits_shape(model: Any, pair: PromptPair) -> tuple[int, int, int]:
+    """Return batch, pos and vocabulary of the logits of a whole run."""
+    batch, pos = pair.clean.shape
+    return batch, pos, d_vocab_out(model)
+
+
+def _pick(logits: _Selected, columns: Int[Tensor, "batch"]) -> Float[Tensor, "site batch"]:
+    """Return one column of each prompt, at its one position."""
+    prompts = torch.arange(len(columns), device=columns.device)
+    return logits[:, prompts, 0, columns]
+
+
+# Requirements
+
+
+def require_distinct(clean_value: float, corrupted_value: float, dtype: torch.dtype) -> None:
+    """Refuse a metric that does not tell the clean run from the corrupted one.
+
+    Scores divide by the difference of the two: where that is rounding, scores are noise.
+
+    Args:
+        clean_value: the metric of the clean run.
+        corrupted_value: the metric of the corrupted run.
+        dtype: of the logits.
+
+    Raises:
+        InputError: they are equal, within rounding of the dtype, or not finite.
+    """
+    scale = max(abs(clean_value), abs(corrupted_value))
+    within = _ROUNDINGS * torch.finfo(dtype).eps * scale
+    if not abs(clean_value - corrupted_value) > within or scale == float("inf"):
+        raise InputError(
+            [
+                f"got {clean_value} for the clean run and {corrupted_value} for the corrupted one, "
+                f"which {dtype} does not tell apart; expected prompts and a metric that do differ: "
+                "scores are shares of that difference"
+            ],
+            "this metric is constant",
+        )
+
+
+def one_run_reasons(metric: AnyMetric) -> list[str]:
+    """Return why a metric is not of one run alone."""
+    if not as_metric(metric).needs_reference:
+        return []
+    return [
+        f"{as_metric(metric).name} compares with another run, and there is one run here; "
+        "expected a metric of its logits alone"
+    ]
+
+
+def no_gradient_reasons() -> list[str]:
+    """Return why no gradient can be taken here, whatever the metric."""
+    if not torch.is_inference_mode_enabled():
+        return []
+    return ["no gradient is taken in torch.inference_mode(); torch.no_grad() will do"]
+
+
+def require_differentiable(metric: BoundMetric, logits: Logits) -> None:
+    """Refuse a metric that no gradient passes through.
+
+    Args:
+        metric: to be attributed.
+        logits: of a whole run.
+
+    Raises:
+        InputError: its value is detached from the logits, or the gradient is not finite.
+    """
+    gradient = metric.gradient(logits)
+    reasons = []
+    if gradient is None:
+        reasons.append(
+            f"{metric.name}: its value is detached from the logits (a python number, argmax, "
+            "or torch.no_grad?); expected a tensor made of them by differentiable steps"
+        )
+    elif not gradient.isfinite().all():
+        reasons.append(f"{metric.name}: its gradient is not finite")
+    InputError.raise_if(reasons, _NO_GRADIENT)
+
+
+def require_slope(metric: BoundMetric, logits: Logits, other: Logits, span: float) -> None:
+    """Refuse a metric that is flat at the run patched into, such as `kl` at its minimum.
+
+    Every estimate by the gradient there would be zero, or rounding. The metric's span is compared
+    with Σ |∂metric/∂logits · (other - logits)|.
+
+    Args:
+        metric: that a gradient passes through.
+        logits: of the run patched into.
+        other: of the other run.
+        span: the metric of one less that of the other.
+
+    Raises:
+        InputError: the metric is flat there.
+    """
+    gradient = metric.gradient(logits)
+    assert gradient is not None
+    terms = gradient * (metric.select(other.detach()) - metric.select(logits.detach()))
+    eps = min(torch.finfo(dtype).eps for dtype in (logits.dtype, torch.float32))
+    if float(to_float64_device(terms).double().abs().sum()) <= _NO_SLOPE * eps * abs(span):
+        raise InputError(
+            [
+                f"{metric.name}: its gradient is zero on the run patched into, so every estimate "
+                "would be; expected a metric that is not flat there: take the other direction, "
+                "another metric, or method='integrated'"
+            ],
+            _NO_GRADIENT,
+        )

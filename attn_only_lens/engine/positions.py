@@ -1,0 +1,153 @@
+"""Positions to patch: sets of them, each patched at once.
+
+A number from 0 up is a position of the token tensor, padding counted; -1 is each prompt's last
+real token, -2 the one before. `"each"` and `"all"` never touch padding. Roles, such as
+`{"subject": [2, 4], "end": -1}`, name a position of each prompt, counted in its own real tokens
+from either end, so that prompts may differ in length.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+import torch
+from jaxtyping import Bool, Int
+from torch import Tensor
+
+from attn_only_lens.arguments import as_plain, is_count
+from attn_only_lens.engine.prompts import PromptPair
+from attn_only_lens.errors import InputError
+
+Roles: TypeAlias = Mapping[str, int | Sequence[int] | Tensor]
+Positions: TypeAlias = Literal["each", "all"] | int | Sequence[int] | Tensor | Roles
+_PROBLEM = "these positions cannot be patched"
+
+
+@dataclass(frozen=True, eq=False)
+class PositionSet:
+    """Positions that are patched at once.
+
+    Attributes:
+        label: its name in the results: "all", the number asked for, or the role.
+        where: the positions of each prompt; padding never.
+    """
+
+    label: int | str
+    where: Bool[Tensor, "batch pos"]
+
+    @property
+    def column(self) -> int | None:
+        """The only position that it may have in any prompt; None if prompts may have others."""
+        inside = isinstance(self.label, int) and 0 <= self.label < self.where.shape[1]
+        return int(self.label) if inside else None
+
+    def of_prompts(self, prompts: range, n_pos: int) -> "PositionSet":
+        """Return those of a run of prompts, before position n_pos."""
+        return PositionSet(self.label, self.where[prompts.start : prompts.stop, :n_pos])
+
+
+def resolve_positions(pair: PromptPair, positions: Positions) -> tuple[PositionSet, ...]:
+    """Return the sets of positions to patch in given prompts.
+
+    Args:
+        pair: the prompts.
+        positions: "each", a set for every position that is real in some prompt, and of those
+            prompts only; "all", one set of all real positions; a number, or a list of numbers, a
+            set for each, which every prompt must have; or a number, or one for each prompt, by
+            role, a set for each role.
+
+    Returns:
+        The sets, in the order asked for.
+
+    Raises:
+        InputError: with every reason: not positions, out of range, padding, the same twice.
+
+    Example:
+        >>> import torch
+        >>> from attn_only_lens import patching as p, pretrained
+        >>> from attn_only_lens.engine.positions import resolve_positions
+        >>> pair = p.prompt_pair(pretrained.modular_addition(), torch.tensor([3, 4, 113]),
+        ...                      torch.tensor([3, 5, 113]))
+        >>> [each.label for each in resolve_positions(pair, "each")]
+        [0, 1, 2]
+        >>> resolve_positions(pair, -1)[0].where
+        tensor([[False, False,  True]])
+        >>> [each.label for each in resolve_positions(pair, {"operand": [1], "end": -1})]
+        ['operand', 'end']
+    """
+    if isinstance(positions, Mapping):
+        return _by_role(pair, positions)
+    real = pair.real
+    n_pos = real.shape[1]
+    if isinstance(positions, str):
+        if positions == "all":
+            return (PositionSet("all", real),)
+        if positions == "each":
+            some = real.any(dim=0).nonzero().flatten().tolist()
+            return tuple(PositionSet(pos, real & _column(real, pos)) for pos in some)
+    wanted = as_plain(positions)
+    wanted = [wanted] if isinstance(wanted, int) else wanted
+    expected = f"expected 'each', 'all', or numbers from {-n_pos} to {n_pos - 1}"
+    if not isinstance(wanted, list | tuple | range) or not wanted:
+        raise InputError([f"got {positions!r}; {expected}"], _PROBLEM)
+    reasons: list[str] = []
+    sets: list[PositionSet] = []
+    for pos in wanted:
+        if not is_count(pos, -n_pos, n_pos - 1):
+            reasons.append(f"got {pos!r}; {expected}")
+            continue
+        where = real & (_column(real, pos) if pos >= 0 else _from_end(pair, pos))
+        without = (~where.any(dim=1)).nonzero().flatten().tolist()
+        if without:
+            reasons.append(
+                f"got {pos}, which is padding, or before the start, in prompts {without}; expected "
+                "a real token of each, or 'each', which leaves out the prompts that have none"
+            )
+        reasons += [
+            f"got {pos} and {other.label}, the same positions; expected each once"
+            for other in sets
+            if torch.equal(other.where, where) and not without
+        ]
+        sets.append(PositionSet(pos, where))
+    InputError.raise_if(reasons, _PROBLEM)
+    return tuple(sets)
+
+
+def _by_role(pair: PromptPair, roles: Roles) -> tuple[PositionSet, ...]:
+    """Return a set for each role; see `resolve_positions`."""
+    lengths = pair.real.sum(dim=1)
+    batch, reasons, sets = len(lengths), list[str](), list[PositionSet]()
+    if not roles:
+        reasons.append("got no roles; expected one at least, such as {'end': -1}")
+    for role, given in roles.items():
+        if not isinstance(role, str) or not role or role in ("each", "all"):
+            reasons.append(f"got role {role!r}; expected a text other than 'each' and 'all'")
+        plain = as_plain(given)
+        each = [plain] * batch if isinstance(plain, int) else plain
+        if not isinstance(each, list | tuple) or len(each) != batch:
+            got = f"{len(each)} positions" if isinstance(each, list | tuple) else repr(given)
+            reasons.append(f"{role}: got {got}; expected one of each of {batch} prompts, or of all")
+            continue
+        each = [as_plain(one) for one in each]
+        outside = [
+            f"{role}: got {one!r} in prompt {i}; expected from {-n} to {n - 1}, of its own tokens"
+            for i, (one, n) in enumerate(zip(each, lengths.tolist(), strict=True))
+            if not is_count(one, -n, n - 1)
+        ]
+        reasons += outside
+        if outside:
+            continue
+        at = torch.tensor(each, device=lengths.device)
+        at = torch.where(at < 0, at, at - lengths)  # of every prompt from its end
+        sets.append(PositionSet(role, _from_end(pair, at[:, None])))
+    InputError.raise_if(reasons, _PROBLEM)
+    return tuple(sets)
+
+
+def _column(real: Bool[Tensor, "batch pos"], pos: int) -> Bool[Tensor, "pos"]:
+    return torch.arange(real.shape[1], device=real.device) == pos
+
+
+def _from_end(pair: PromptPair, pos: int | Int[Tensor, "batch 1"]) -> Bool[Tensor, "batch pos"]:
+    columns = torch.arange(pair.clean.shape[1], device=pair.clean.device)
+    return columns == pair.last[:, None] + pos + 1

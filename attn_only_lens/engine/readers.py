@@ -1,0 +1,263 @@
+"""What heads put out when something else is written before them, all else held.
+
+A change δ of the stream that heads read moves what their sublayer is given (`writes.py`), and by
+that, through the inputs that a part stands for and through no other,
+
+    part          attention heads                   neuron-heads (q: pre-activation)
+    "q"           queries                           pattern: w(q') v
+    "k"           keys                              none: their keys do not depend on the token
+    "pattern"     queries and keys                  as "q"
+    "value"       values                            w v', v' = q', or q' u' in a gated MLP
+    "z"           all                               w(q') v'
+
+Neuron-heads in closed form: Δq = δ W (and Δu), then the gate. Attention heads by the model's own
+code: the block runs on with δ added to what its attention is given, queries, keys or values that
+are not meant restored to the recorded ones, so that masks, rotations, caps, sinks, norms of queries
+and keys and grouped keys are the model's. Both are tested before they are used: with all three
+restored, no δ moves z; and the projections of a changed input are those of the MLP itself.
+"""
+
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from attn_only_lens.devices import normal_numbers
+from attn_only_lens.engine.edits import change_of_z
+from attn_only_lens.engine.recording import NeuronRun
+from attn_only_lens.engine.replay import Replay, Variants
+from attn_only_lens.engine.sites import LayerSites, Part
+from attn_only_lens.engine.writes import Parts, Positions, Scale, add_to_input
+from attn_only_lens.errors import UnsupportedModelError
+from attn_only_lens.heads.computation import NeuronHeads
+from attn_only_lens.tolerances import LOGIT_TOLERANCE
+
+READ_PARTS = ("q", "k", "value", "pattern", "z")
+_INPUTS = ("q", "k", "v")
+_MOVED = {"q": "q", "k": "k", "value": "v", "pattern": "qk", "z": "qkv"}
+_PROBLEM = "paths into these heads cannot be followed"
+
+
+def input_hooks(replay_host: Any, layer: int) -> tuple[str, ...]:
+    """Return the hook points of the queries, keys and values of a layer's attention heads."""
+    return tuple(replay_host.hook_name(layer, "attention", point) for point in _INPUTS)
+
+
+class _Stop(Exception):
+    """Stops a forward pass that is no longer needed."""
+
+
+@dataclass(eq=False)
+class Readers:
+    """The heads of a model as readers, in one recorded run.
+
+    Attributes:
+        replay: of the run.
+        parts: the run taken apart, with `input_hooks` of the layers of attention heads that read.
+    """
+
+    replay: Replay
+    parts: Parts
+    _projected: dict[int, tuple[Tensor, Tensor | None]] = field(default_factory=dict)
+    _joint: dict[int, bool] = field(default_factory=dict)
+
+    @torch.no_grad()
+    def neuron_change(
+        self,
+        sites: LayerSites,
+        entering: Float[Tensor, "variant batch pos d_model"],
+        part: str,
+        positions: Positions = slice(None),
+    ) -> Float[Tensor, "variant batch pos head_index"]:
+        """Return the change of z of neuron-heads, from that of what their MLP is given.
+
+        Args:
+            sites: whole neurons of one layer, or single heads; z of all heads of each neuron.
+            entering: the change, behind the norm.
+            part: one of `READ_PARTS`; "k" moves nothing.
+            positions: those at which the change is given.
+
+        Raises:
+            UnsupportedModelError: the MLP projects in another way.
+        """
+        heads: NeuronHeads = self.replay.host.neurons[sites.layer]
+        index = sites.index.to(entering.device)
+        q, up = (
+            None if x is None else x[:, positions][..., index]
+            for x in self._projections(sites.layer)
+        )
+        assert q is not None
+        W_q, W_up = _read_matrices(heads)
+        more = None if up is None or W_up is None else entering @ W_up[:, index]
+        before = _neuron_run(heads, q, up)
+        after = _neuron_run(
+            heads,
+            q + entering @ W_q[:, index],
+            None if up is None or more is None else up + more,
+        )
+        if part == "k":
+            return torch.zeros_like(after.z)
+        named: Part = "pattern" if part == "q" else part  # type: ignore[assignment]
+        return change_of_z(before, after, named)
+
+    def _projections(self, layer: int) -> tuple[Tensor, Tensor | None]:
+        """q and u of the run, once it is known that W_in and W_gate make them."""
+        if layer not in self._projected:
+            heads: NeuronHeads = self.replay.host.neurons[layer]
+            x = self.parts.of(layer, "neuron").entered
+            noise = normal_numbers(x.shape).to(x) * (x.std() if x.numel() > 1 else 1.0)
+            own, moved = heads.projections(x), heads.projections(x + noise)
+            for W, before, after in zip(_read_matrices(heads), own, moved, strict=True):
+                if before is None or after is None or W is None:
+                    continue
+                error = (before + noise @ W - after).abs().max()
+                if not error <= LOGIT_TOLERANCE[x.dtype] * after.abs().max():
+                    raise UnsupportedModelError(
+                        [f"the MLP of layer {layer} does not project what it is given by its W_in"],
+                        _PROBLEM,
+                    )
+            self._projected[layer] = own
+        return self._projected[layer]
+
+    @torch.no_grad()
+    def attention_z(
+        self,
+        layer: int,
+        entering: Float[Tensor, "variant batch pos d_model"],
+        part: str,
+        first: int = 0,
+    ) -> Float[Tensor, "variant batch pos head_index d_head"]:
+        """Return z of every attention head of a layer, from the change of what they are given.
+
+        Args:
+            layer: the source layer.
+            entering: the change, behind the norm, from position `first` on.
+            part: one of `READ_PARTS`.
+            first: where `replay.start` lets variants of this block begin.
+
+        Raises:
+            UnsupportedModelError: the model does not read queries, keys or values where they are
+                hooked.
+        """
+        if layer not in self._joint:
+            self._joint[layer] = self._test(layer)
+        if not self._joint[layer]:
+            return self._z(layer, entering, _MOVED[part], first)
+        every = range(self.replay.host.n_heads[layer])
+        each = [self._z(layer, entering, _MOVED[part], first, head) for head in every]
+        return torch.stack([z[:, :, :, head] for head, z in enumerate(each)], dim=3)
+
+    def _z(
+        self, layer: int, entering: Tensor, moved: str, first: int, head: int | None = None
+    ) -> Tensor:
+        """z when the inputs named move, of all heads or of one; the others are restored."""
+        replay, n = self.replay, len(entering)
+        block, n_heads = replay.host.block(layer, "attention"), replay.host.n_heads[layer]
+        found: list[Tensor] = []
+
+        def restore(name: str, point: str) -> Callable[[Tensor, Any], Tensor]:
+            def hook(value: Tensor, hook: Any) -> Tensor:
+                recorded = self.parts.recording.hooked[name][:, first:].repeat(n, 1, 1, 1)
+                if point in moved and head is not None:
+                    own = head * value.shape[2] // n_heads
+                    recorded[:, :, own] = value[:, :, own]
+                return recorded
+
+            return hook
+
+        def keep(value: Tensor, hook: Any) -> None:
+            found.append(value.clone())
+            raise _Stop
+
+        names = dict(zip(_INPUTS, input_hooks(replay.host, layer), strict=True))
+        hooks: list[tuple[str, Callable[..., Any]]] = [
+            (name, restore(name, point))
+            for point, name in names.items()
+            if point not in moved or head is not None
+        ]
+        hooks.append((replay.host.hook_name(layer, "attention", "z"), keep))
+        variants = Variants(block, first, replay.recorded_stream(block, first, n), hooks)
+        with suppress(_Stop), add_to_input(replay.host.attention(layer), entering.flatten(0, 1)):
+            replay.block_output(variants)
+        return found[0].unflatten(0, (n, -1))
+
+    @torch.no_grad()
+    def values_at_end(
+        self, change: Float[Tensor, "variant batch pos d_model"], first: int, scale: Scale
+    ) -> Float[Tensor, "variant prompt"]:
+        """Return the metric, by prompt, when something is added to what the unembedding reads.
+
+        Args:
+            change: from position `first` on.
+            first: where `replay.start` lets variants begin after the last block.
+            scale: of the norm before the unembedding.
+        """
+        replay, final, n = self.replay, self.parts.final, len(change)
+        stream = replay.recorded_stream(replay.n_blocks, first, n)
+        if scale == "anew" or final.norm.module is None:
+            moved = stream + change.flatten(0, 1).to(stream.device)
+            return replay.values(Variants(replay.n_blocks, first, moved))
+        more = final.at(slice(first, None)).change(change).flatten(0, 1)
+        at = replay.metric.positions
+
+        def add(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+            if at is None or output.shape[1] == more.shape[1]:
+                return output + more
+            rows = torch.arange(len(more), device=more.device)  # the one token that is read
+            return output + more[rows, (at.to(more.device) - first).repeat(n)].unsqueeze(1)
+
+        handle = final.norm.module.register_forward_hook(add)
+        try:
+            return replay.values(Variants(replay.n_blocks, first, stream))
+        finally:
+            handle.remove()
+
+    def _test(self, layer: int) -> bool:
+        """With queries, keys and values restored, noise must not reach z; without, it must.
+
+        Return whether the inputs of one head reach others, as where all are normed together.
+        """
+        z = self.parts.of(layer, "attention").z
+        x = self.parts.of(layer, "attention").entered
+        noise = (normal_numbers(x.shape).to(x) * (x.std() if x.numel() > 1 else 1.0))[None]
+        kept, moved = (self._z(layer, noise, part, 0)[0] for part in ("", "qkv"))
+        alone = self._z(layer, noise, "qkv", 0, head=0)[0]
+        allowed = LOGIT_TOLERANCE[z.dtype] * z.abs().max()
+        mask = self.parts.recording.mask
+        kept, moved, alone, z = (
+            y if mask is None else y[mask.bool().to(y.device)] for y in (kept, moved, alone, z)
+        )
+        if not (kept - z).abs().max() <= allowed:
+            raise UnsupportedModelError(
+                [
+                    f"layer {layer}: with the recorded queries, keys and values put back its "
+                    "attention still depends on what it reads: it does not read them where they "
+                    "are hooked"
+                ],
+                _PROBLEM,
+            )
+        # Weights of zero hide noise, as in compiled programs, and pass nan on.
+        hidden = not (moved - z).abs().max() > allowed
+        if hidden and not self._z(layer, noise * torch.nan, "qkv", 0).isnan().any():
+            raise UnsupportedModelError(
+                [f"layer {layer}: a change of what its attention is given does not reach it"],
+                _PROBLEM,
+            )
+        # Tokens by heads by d_head, or with the prompts before them.
+        return not bool((alone - moved)[..., 0, :].abs().max() <= allowed)
+
+
+def _read_matrices(heads: NeuronHeads) -> tuple[Tensor, Tensor | None]:
+    """The matrices that make q, and u of a gated MLP."""
+    mlp: Any = heads.module
+    gate = getattr(mlp, "W_gate", None)
+    return (mlp.W_in, None) if gate is None else (gate, mlp.W_in)
+
+
+def _neuron_run(heads: NeuronHeads, q: Tensor, up: Tensor | None) -> NeuronRun:
+    weight, v = heads.weights_and_values(q, up)
+    return NeuronRun(weight * v, (v, weight))

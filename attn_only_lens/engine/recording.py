@@ -1,0 +1,408 @@
+"""Run a model once, or on a clean and a corrupted prompt, and record activations."""
+
+import threading
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from attn_only_lens.axes import SELF, Residual, Tokens
+from attn_only_lens.engine.metrics import AnyMetric, BoundMetric, bind, require_distinct
+from attn_only_lens.engine.prompts import PromptPair
+from attn_only_lens.engine.sites import SHARED_PARTS, LayerSites, Part, hook_name
+from attn_only_lens.errors import InputError, UnsupportedModelError
+from attn_only_lens.heads import host_of
+
+Hooks = Sequence[tuple[str, Callable[..., Any]]]
+Side = Literal["clean", "corrupted"]
+_POINTS = ("v", "pattern", "z")
+
+
+@dataclass(frozen=True)
+class NeuronRun:
+    """The activations of one layer's neuron-heads.
+
+    Attributes:
+        z: their output, `weight * v`.
+        gates: their values, and their weights; none where z alone was recorded, as the MLP has it
+            without a gate being computed.
+    """
+
+    z: Float[Tensor, "batch pos head_index"]
+    gates: tuple[Float[Tensor, "batch pos head_index"], ...] = ()
+
+    @property
+    def v(self) -> Float[Tensor, "batch pos head_index"]:
+        """Their values."""
+        return self.gates[0]
+
+    @property
+    def weight(self) -> Float[Tensor, "batch pos head_index"]:
+        """Their attention to the token itself, the rest being on the bias token."""
+        return self.gates[1]
+
+
+@dataclass(frozen=True)
+class Recording:
+    """A forward pass.
+
+    Attributes:
+        tokens: its input.
+        mask: 1 for real tokens, 0 for padding; None where there is none.
+        streams: the residual stream at the input of each block, and at the output of the last.
+        extra_outputs: how many values each block returned after the stream; None if no tuple.
+        logits: its output.
+        neurons: by source layer, for the layers that were asked for.
+        hooked: by hook name, for the hook points that were asked for.
+    """
+
+    tokens: Tokens
+    mask: Int[Tensor, "batch pos"] | None
+    streams: tuple[Residual, ...]
+    extra_outputs: tuple[int | None, ...]
+    logits: Float[Tensor, "batch pos d_vocab"]
+    neurons: dict[int, NeuronRun]
+    hooked: dict[str, Tensor]
+
+
+@dataclass(frozen=True, eq=False)
+class RunPair:
+    """Two runs of a model, and the metric of each.
+
+    Attributes:
+        pair: the prompts.
+        clean: the clean run.
+        corrupted: the corrupted run.
+        metric: the metric, bound to these prompts.
+        clean_values: the metric of each prompt of the clean run (`BoundMetric.of_prompts`).
+        corrupted_values: the metric of each prompt of the corrupted run.
+    """
+
+    pair: PromptPair
+    clean: Recording
+    corrupted: Recording
+    metric: BoundMetric
+    clean_values: Float[Tensor, "prompt"]
+    corrupted_values: Float[Tensor, "prompt"]
+
+    @property
+    def clean_value(self) -> float:
+        """The metric of the clean run."""
+        return self.metric.mean(self.clean_values).item()
+
+    @property
+    def corrupted_value(self) -> float:
+        """The metric of the corrupted run."""
+        return self.metric.mean(self.corrupted_values).item()
+
+    def target(self, direction: str) -> tuple[Recording, Recording, Float[Tensor, "prompt"]]:
+        """Return the run patched into, the other run, and the metric of the first, by prompt.
+
+        Args:
+            direction: "denoise" patches into the corrupted run, any other into the clean one.
+        """
+        if direction == "denoise":
+            return self.corrupted, self.clean, self.corrupted_values
+        return self.clean, self.corrupted, self.clean_values
+
+
+def record(
+    model: Any,
+    tokens: Tokens,
+    mask: Int[Tensor, "batch pos"] | None,
+    *,
+    layers: Iterable[int] = (),
+    names: Iterable[str] = (),
+    gates: bool = True,
+    hooks: Hooks = (),
+    keep_graph: bool = False,
+) -> Recording:
+    """Run a model once, and record activations.
+
+    Args:
+        model: converted, or with exposed neuron-heads.
+        tokens: its input.
+        mask: 1 for real tokens, 0 for padding.
+        layers: source layers whose neuron-heads to record.
+        names: hook points of attention heads to record.
+        gates: whether to record the values and weights of neuron-heads, besides their z.
+        hooks: hooks of the caller's, which run after the recording ones.
+        keep_graph: whether the logits keep their graph; nothing else does.
+
+    Raises:
+        UnsupportedModelError: a hook point did not fire, as its module did not run.
+    """
+    seen: dict[str, Tensor] = {}
+    layers, names = sorted(set(layers)), sorted(set(names))
+
+    def keep(key: str) -> Callable[[Tensor, Any], None]:
+        def hook(value: Tensor, hook: Any) -> None:
+            seen[key] = value.detach().clone()
+
+        return hook
+
+    def look(key: str) -> Callable[[nn.Module, Any, Tensor], None]:
+        return lambda module, args, value: keep(key)(value, None)
+
+    expected = {name: name for name in names}
+    with ExitStack() as stack:
+        for layer in layers:
+            heads = host_of(model).neurons[layer]
+            for point in _POINTS if gates else ("z",):
+                key = f"{layer}.{point}"
+                expected[key] = f"layer {layer}, {point} of its neurons"
+                look_on = of_this_thread(look(key))
+                handle = getattr(heads, f"hook_{point}").register_forward_hook(look_on)
+                stack.callback(handle.remove)
+        streams, extra_outputs = stack.enter_context(record_streams(model))
+        stack.enter_context(torch.set_grad_enabled(keep_graph))
+        logits = run(model, tokens, mask, [*((name, keep(name)) for name in names), *hooks])
+    require_seen(expected, seen)
+    neurons = {
+        layer: NeuronRun(
+            seen[f"{layer}.z"].squeeze(-1),
+            (
+                seen[f"{layer}.v"].squeeze(-1),
+                seen[f"{layer}.pattern"][..., SELF].transpose(1, 2),
+            )
+            if gates
+            else (),
+        )
+        for layer in layers
+    }
+    hooked = {name: seen[name] for name in names}
+    return Recording(tokens, mask, tuple(streams), tuple(extra_outputs), logits, neurons, hooked)
+
+
+def record_again(model: Any, recording: Recording) -> Recording:
+    """Record the same run, with the same activations, once more."""
+    layers, names = recording.neurons, recording.hooked
+    gates = any(each.gates for each in layers.values())
+    return record(model, recording.tokens, recording.mask, layers=layers, names=names, gates=gates)
+
+
+def record_pair(
+    model: Any,
+    pair: PromptPair,
+    metric: AnyMetric,
+    sites: Sequence[LayerSites],
+    part: Part,
+    *,
+    names: Sequence[str] = (),
+    gates: bool = False,
+    traced: Side | None = None,
+    hooks: Hooks = (),
+    distinct: bool = True,
+) -> RunPair:
+    """Record the clean and the corrupted run at the sites, and measure both.
+
+    Args:
+        model: converted, or with exposed neuron-heads.
+        pair: the prompts; of one prompt with itself, the metric of the corrupted run is taken as 0.
+        metric: to be bound to them.
+        sites: the heads to record.
+        part: the part of attention heads to record; for keys and values, which several heads may
+            share, z is recorded too.
+        names: further hook points to record.
+        gates: whether to record the values and weights of neuron-heads if z alone is patched.
+        traced: the run whose logits keep their graph, if one does.
+        hooks: on that run.
+        distinct: whether the metric must tell the runs apart, as scores need it to.
+
+    Raises:
+        InputError: the metric does not fit or does not tell the runs apart; the part is not shown
+            head by head.
+    """
+    layers = [each.layer for each in sites if each.kind == "neuron"]
+    attention = [each.layer for each in sites if each.kind == "attention"]
+    own = {layer: hook_name(model, layer, part) for layer in attention}
+    z = [hook_name(model, layer, "z") for layer in attention if part in SHARED_PARTS]
+
+    def record_side(side: Side) -> Recording:
+        return record(
+            model,
+            getattr(pair, side),
+            pair.mask,
+            layers=layers,
+            names=[*own.values(), *z, *names],
+            gates=gates or part != "z",
+            hooks=hooks if side == traced else (),
+            keep_graph=side == traced,
+        )
+
+    single = pair.corrupted is pair.clean
+    clean = record_side("clean")
+    corrupted = clean if single else record_side("corrupted")
+    _require_heads(model, own, part, clean)
+    return run_pair(model, pair, clean, corrupted, metric, distinct=distinct)
+
+
+def run_pair(
+    model: Any,
+    pair: PromptPair,
+    clean: Recording,
+    corrupted: Recording,
+    metric: AnyMetric,
+    *,
+    distinct: bool = True,
+) -> RunPair:
+    """Return two runs with the metric of each.
+
+    Args:
+        model: that ran.
+        pair: the prompts.
+        clean: the clean run.
+        corrupted: the corrupted run; of the clean run itself, the metric is taken as 0.
+        metric: to be bound to the prompts.
+        distinct: whether the metric must tell the runs apart, as scores need it to.
+
+    Raises:
+        InputError: the metric does not fit or does not tell the runs apart.
+    """
+    bound = bind(metric, model, pair, reference=clean.logits.detach())
+    value = bound.of_run(clean.logits)
+    other = torch.zeros_like(value) if corrupted is clean else bound.of_run(corrupted.logits)
+    runs = RunPair(pair, clean, corrupted, bound, value, other)
+    if distinct:
+        require_distinct(runs.clean_value, runs.corrupted_value, clean.logits.dtype)
+    return runs
+
+
+def _require_heads(model: Any, names: dict[int, str], part: Part, run: Recording) -> None:
+    """Refuse activations without an axis of heads, or of groups of heads that share them."""
+    reasons = []
+    for layer, name in names.items():
+        shape, n_heads = run.hooked[name].shape, host_of(model).n_heads[layer]
+        n_shown = shape[1 if part == "pattern" else 2] if len(shape) == 4 else 0
+        fits = n_shown == n_heads
+        if part in SHARED_PARTS and n_shown:
+            fits = n_heads % n_shown == 0
+        if not fits:
+            reasons.append(
+                f"{name} has shape {list(shape)}; expected an axis of {n_heads} heads"
+                + ", or of groups of them" * (part in SHARED_PARTS)
+                + "; patch z"
+            )
+    InputError.raise_if(reasons, "these heads cannot be patched one by one")
+
+
+def require_seen(expected: dict[str, str], seen: Container[str]) -> None:
+    """Refuse a model that does not run the modules with the expected hook points.
+
+    Args:
+        expected: a description of each hook point, by its key in `seen`.
+        seen: the keys of those that fired.
+
+    Raises:
+        UnsupportedModelError: with every hook point that did not fire.
+    """
+    silent = [name for key, name in expected.items() if key not in seen]
+    if silent:
+        more = f" and {len(silent) - 3} more" * (len(silent) > 3)
+        raise UnsupportedModelError(
+            [
+                f"{', '.join(silent[:3])}{more} did not fire in a forward pass: the model does "
+                "not run the module that has the hook point"
+            ],
+            "these heads cannot be seen",
+        )
+
+
+def run(
+    model: Any,
+    tokens: Tokens,
+    mask: Int[Tensor, "batch pos"] | None,
+    hooks: Hooks = (),
+    **kwargs: Any,
+) -> Float[Tensor, "batch pos d_vocab"]:
+    """Return the logits of a model, run with hooks."""
+    named = [(name, of_this_thread(hook)) for name, hook in hooks]
+    # A bridge resolves all its aliases at that call: as long as a forward pass of a short suffix.
+    with model.hooks(fwd_hooks=named) if named else nullcontext():
+        logits: Tensor = model(tokens, attention_mask=mask, return_type="logits", **kwargs)
+    return logits
+
+
+def of_this_thread(hook: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a hook that acts in this thread only, and not in forward passes of other threads."""
+    thread = threading.get_ident()
+
+    def act(*args: Any, **kwargs: Any) -> Any:
+        return hook(*args, **kwargs) if threading.get_ident() == thread else None
+
+    return act
+
+
+class StopForward(Exception):
+    """Stops a forward pass that is no longer needed."""
+
+
+def run_blocks(
+    model: Any,
+    tokens: Tokens,
+    mask: Int[Tensor, "batch pos"] | None,
+    hooks: Hooks = (),
+    **kwargs: Any,
+) -> None:
+    """Run a model with hooks up to the output of its last block; nobody needs its logits."""
+
+    def stop(module: nn.Module, args: Any, output: Any) -> None:
+        raise StopForward
+
+    handle = model.blocks[-1].register_forward_hook(of_this_thread(stop))
+    try:
+        run(model, tokens, mask, hooks, **kwargs)
+    except StopForward:
+        pass
+    finally:
+        handle.remove()
+
+
+@contextmanager
+def record_streams(model: Any) -> Iterator[tuple[list[Residual], list[int | None]]]:
+    """Yield two lists that the next forward pass fills.
+
+    The residual stream at the input of each block and the output of the last; and how many values
+    each block returns after the stream, None if it returns no tuple.
+    """
+    streams: list[Residual] = []
+    extra_outputs: list[int | None] = []
+
+    def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        streams.append(input_stream(args, kwargs).detach().clone())
+
+    def leave(module: nn.Module, args: Any, output: Any) -> None:
+        extra_outputs.append(len(output) - 1 if isinstance(output, tuple | list) else None)
+        if module is model.blocks[-1]:
+            streams.append(output_stream(output).detach().clone())
+
+    with ExitStack() as stack:
+        for block in model.blocks:
+            handle = block.register_forward_pre_hook(of_this_thread(enter), with_kwargs=True)
+            stack.callback(handle.remove)
+            stack.callback(block.register_forward_hook(of_this_thread(leave)).remove)
+        yield streams, extra_outputs
+
+
+def input_stream(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Residual:
+    """Return the residual stream from a block's arguments."""
+    found: Residual = args[0] if args else kwargs["hidden_states"]
+    return found
+
+
+def output_stream(output: Any) -> Residual:
+    """Return the residual stream, or a sublayer's output, from a module's return value."""
+    found: Residual = output[0] if isinstance(output, tuple | list) else output
+    if not isinstance(found, Tensor):
+        raise UnsupportedModelError(
+            [
+                f"a block returns a {type(found).__name__}; expected the residual stream, or a "
+                "tuple or list that begins with it"
+            ],
+            "this model cannot be recorded",
+        )
+    return found

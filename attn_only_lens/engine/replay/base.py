@@ -1,0 +1,382 @@
+"""The rest of a forward pass, from a stream in the middle of it, for many variants at once.
+
+Rows are variants × prompts, prompts inmost: row r is prompt r mod batch of variant r // batch. A
+variant states the stream that enters a block, edits at hooks of that block or later ones, and an
+addition to the output of the first one's MLP; all else then runs as it would. Variants that enter
+at different blocks run together: a block runs those that have entered (`Joined`), so that a few
+variants of each layer cost as many calls of blocks as those of one.
+
+Nothing is computed that a variant cannot change:
+
+    blocks before the first one             their output is recorded
+    positions before `first`                in a causal model they stay the same; later ones attend
+                                            to recorded keys and values (`bridge.py` tests which
+                                            bridges can do that)
+    positions and columns of the logits     other than those that the metric reads
+
+so a variant that enters block b at position t costs 2 (n_pos - t) Σ_{blocks ≥ b} parameters flops
+and its attention, where a whole forward costs 2 n_pos (Σ parameters + d_model · d_vocab).
+
+Every replay is compared with the recorded logits before it is used, and every kind of edit that a
+sweep makes of it with hooks (`edit_checks.py`). Where products of matrices are rounded to TF32, a
+model run in parts differs from itself by that; then these tests run on a second, precise replay.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, ClassVar
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+
+from attn_only_lens.axes import Residual
+from attn_only_lens.devices import normal_numbers
+from attn_only_lens.engine.metrics import BoundMetric
+from attn_only_lens.engine.recording import Hooks, Recording
+from attn_only_lens.errors import AttnOnlyLensError, UnsupportedModelError
+from attn_only_lens.heads import host_of, logit_tolerance
+from attn_only_lens.precision import full_precision
+
+PROBLEM = "this model cannot be patched"
+UNFIT = (AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
+"""Errors of models that cannot run in parts, and of others: `is_refusal` tells."""
+_ROUNDINGS = 8
+# Numbers at once, as torch's profiler counts allocations (`test_memory.py`): several copies
+# of the widest activation, or of attention scores; of the logits that a loss reads.
+_WIDEST, _SCORES, _LOGITS = 6, 4, 8
+# The same on GPUs, where it is an estimate: 90 kernels at 10 µs, and 30 Tflop/s.
+_CALL_FLOPS = 3e10
+
+
+@dataclass(frozen=True)
+class Variants:
+    """Forward passes that differ from the recorded one.
+
+    Attributes:
+        block: the first block that they run.
+        first: the first position at which they differ.
+        stream: the stream that enters that block, from `first` on.
+        hooks: edits at hook points of that block and later ones, which see rows from `first` on.
+        mlp: the module of that block, or hook point, to whose output `added` is added, if any.
+        added: the addition.
+    """
+
+    block: int
+    first: int
+    stream: Float[Tensor, "row pos d_model"]
+    hooks: Hooks = ()
+    mlp: nn.Module | None = None
+    added: Float[Tensor, "row pos d_model"] | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Joined:
+    """Variants that run together, each from its own block on.
+
+    Attributes:
+        parts: in the order of the blocks that they enter, all from one position on.
+    """
+
+    parts: tuple[Variants, ...]
+
+    def __post_init__(self) -> None:
+        blocks = [each.block for each in self.parts]
+        assert blocks == sorted(blocks)
+        assert len({each.first for each in self.parts}) == 1
+
+    @property
+    def first(self) -> int:
+        """The first position at which they differ."""
+        return self.parts[0].first
+
+    @property
+    def block(self) -> int:
+        """The first block that any of them runs."""
+        return self.parts[0].block
+
+    @property
+    def n_rows(self) -> int:
+        """The rows of all."""
+        return sum(len(each.stream) for each in self.parts)
+
+    def entering(self, block: int) -> list[Variants]:
+        """Return those that enter a block."""
+        return [each for each in self.parts if each.block == block]
+
+    def stream(self, block: int, x: Residual | None) -> Residual:
+        """Return the stream that enters a block, of all that have come so far.
+
+        Args:
+            block: the block.
+            x: the stream of those that entered before; None if there are none.
+        """
+        streams = [*([] if x is None else [x]), *(each.stream for each in self.entering(block))]
+        return streams[0] if len(streams) == 1 else torch.cat(streams)
+
+    def _slices(self) -> Iterator[tuple[Variants, slice]]:
+        start = 0
+        for each in self.parts:
+            yield each, slice(start, start + len(each.stream))
+            start += len(each.stream)
+
+    @property
+    def hooks(self) -> list[tuple[str, Callable[..., Any]]]:
+        """The edits of each, on its own rows."""
+        if len(self.parts) == 1:
+            return list(self.parts[0].hooks)
+        return [
+            (name, partial(_edit_rows, edit, rows))
+            for each, rows in self._slices()
+            for name, edit in each.hooks
+        ]
+
+    @contextmanager
+    def added(self) -> Iterator[None]:
+        """Make the additions to the outputs of MLPs."""
+        with ExitStack() as stack:
+            for each, rows in self._slices():
+                if each.mlp is not None:
+                    add = partial(_add_to_rows, each, rows)
+                    stack.callback(each.mlp.register_forward_hook(add).remove)
+            yield
+
+
+def is_refusal(error: Exception) -> bool:
+    """Return whether one of UNFIT means that a model does not run like this.
+
+    It does not if memory ran out, or if this package raised it for the caller.
+    """
+    text = str(error)
+    gone = isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in text
+    return not gone and not isinstance(error, AttnOnlyLensError)
+
+
+def _edit_rows(edit: Callable[..., Any], rows: slice, value: Tensor, hook: Any) -> Tensor | None:
+    edited: Tensor | None = edit(value[rows], hook=hook)
+    if edited is None:
+        return None
+    return torch.cat([value[: rows.start], edited, value[rows.stop :]])
+
+
+def _add_to_rows(variants: Variants, rows: slice, module: nn.Module, args: Any, output: Any) -> Any:
+    found: Tensor = output[0] if isinstance(output, tuple | list) else output
+    assert variants.added is not None
+    added = found[rows] + variants.added
+    if len(added) < len(found):
+        added = torch.cat([found[: rows.start], added, found[rows.stop :]])
+    return (added, *output[1:]) if isinstance(output, tuple | list) else added
+
+
+@dataclass(eq=False)
+class Replay(ABC):
+    """A model, one recorded forward pass of it, and the logits that a metric reads.
+
+    Attributes:
+        model: converted, or with exposed neuron-heads.
+        recording: the forward pass.
+        metric: the metric.
+        other: the replay that is tested in place of this one, if there is another.
+        call_flops_on_cpu: the flops of matrix products in the time that a call of a block takes,
+            whatever its size, as measured on two cores of an EPYC.
+    """
+
+    call_flops_on_cpu: ClassVar[float]
+    model: Any
+    recording: Recording
+    metric: BoundMetric
+    other: "Replay | None" = None
+
+    def __post_init__(self) -> None:
+        self.host = host_of(self.model)
+        self.n_blocks = len(self.model.blocks)
+        self.batch, self.n_pos = self.recording.tokens.shape
+        self.joins = True  # until a test shows that blocks do not run some of the rows
+        self._adds: dict[int, bool] = {}
+        self._parameters = [
+            sum(p.numel() for p in block.parameters() if p.ndim > 1) for block in self.model.blocks
+        ]
+
+    def logits(self, *variants: Variants) -> Float[Tensor, "row position column"]:
+        """Return the logits that the metric reads.
+
+        Args:
+            variants: in the order of the blocks that they enter, all from one position on.
+        """
+        if self.joins:
+            return self.joined_logits(Joined(variants))
+        return torch.cat([self.joined_logits(Joined((each,))) for each in variants])
+
+    @abstractmethod
+    def joined_logits(self, joined: Joined) -> Float[Tensor, "row position column"]:
+        """Return the logits that the metric reads, of variants that run together."""
+
+    @abstractmethod
+    def block_output(self, variants: Variants) -> Float[Tensor, "row pos d_model"]:
+        """Return the output of the first block, from `first` on."""
+
+    @property
+    def precise(self) -> "Replay":
+        """The replay that is tested."""
+        return self.other or self  # one that held itself would live until garbage is collected
+
+    @abstractmethod
+    def can_start_at(self, block: int, position: int) -> bool:
+        """Return whether a block and those after it can run from a position on, by themselves."""
+
+    @property
+    @abstractmethod
+    def cached_numbers_per_token(self) -> int:
+        """The numbers that a block holds at once for the keys and values of a token."""
+
+    @torch.no_grad()
+    def values(self, *variants: Variants) -> Float[Tensor, "site prompt"]:
+        """Return the metric of each prompt of each variant (`BoundMetric.of_prompts`).
+
+        Args:
+            variants: in the order of the blocks that they enter, all from one position on.
+        """
+        logits = self.logits(*variants)
+        return self.metric.of_prompts(logits.unflatten(0, (-1, self.batch)))
+
+    def recorded_stream(self, block: int, first: int, n: int) -> Float[Tensor, "row pos d_model"]:
+        """Return the recorded stream that entered a block, for n variants."""
+        return self.recording.streams[block][:, first:].repeat(n, 1, 1)
+
+    def start(self, block: int, position: int) -> int:
+        """Return where to start variants of a block that differ from a position on."""
+        positions = self.metric.positions
+        latest = self.n_pos - 1 if positions is None else int(positions.min())
+        first = min(position, latest)
+        return first if self.can_start_at(block, first) else 0
+
+    def flops_per_token(self, block: int) -> int:
+        """Return the flops of a block and those after it, of their matrices alone, for a token."""
+        return 2 * sum(self._parameters[block:])
+
+    @property
+    def flops_of_forward(self) -> int:
+        """The flops of the matrix products of a whole run."""
+        cfg = self.model.cfg
+        per_token = self.flops_per_token(0) + 2 * cfg.d_model * cfg.d_vocab
+        return int(self.batch * self.n_pos * per_token)
+
+    def share_of_forward(self, block: int, first: Int[Tensor, "row"]) -> Float[Tensor, "row"]:
+        """Return the flops of variants that enter a block at positions, over a whole run's."""
+        flops = self.batch * (self.n_pos - first).double() * self.flops_per_token(block)
+        return flops / self.flops_of_forward
+
+    def flops_per_run(self, block: int, position: int) -> float:
+        """Return what a run from a block on costs, beside the tokens that it runs, as flops.
+
+        Args:
+            block: the block.
+            position: where the run would start.
+        """
+        on_cpu = self.recording.tokens.device.type == "cpu"
+        return (self.n_blocks - block) * (self.call_flops_on_cpu if on_cpu else _CALL_FLOPS)
+
+    @property
+    def numbers_per_token(self) -> int:
+        """Estimated maximum of the numbers that a forward pass holds at once for a token."""
+        widest = max(max(p.shape) for p in self.model.blocks.parameters())
+        d_model = self.recording.streams[0].shape[-1]
+        n_heads = max(self.host.n_heads)
+        return 5 * d_model + max(_WIDEST * widest, _SCORES * n_heads * self.n_pos)
+
+    def numbers_per_variant(self, first: int) -> int:
+        """Estimate the maximum of the numbers that one variant holds at once.
+
+        A variant of a few tokens reads the keys and values of all those before, and one block
+        after the other has a copy of them for each variant.
+        """
+        tokens = self.batch * (self.n_pos - first)
+        cached = self.cached_numbers_per_token * self.batch * self.n_pos if first else 0
+        return tokens * self.numbers_per_token + cached + _LOGITS * self.logits_per_variant
+
+    @property
+    def logits_per_variant(self) -> int:
+        """The number of logits that are computed for one variant."""
+        return self.metric.select(self.recording.logits).numel()
+
+    def effective_positions(self, block: int) -> Bool[Tensor, "batch pos"]:
+        """Return where a change of the stream that enters a block can affect the metric."""
+        device, positions = self.recording.tokens.device, self.metric.positions
+        everywhere = torch.arange(self.n_pos, device=device).expand(self.batch, -1)
+        if positions is None or block < self.n_blocks:
+            return torch.ones_like(everywhere, dtype=torch.bool)
+        # The logits of a token are all that is left to compute.
+        return everywhere == positions.to(device)[:, None]
+
+    def adds_mlp_output(self, block: int, mlp: nn.Module) -> bool:
+        """Test whether a block adds the output of its MLP to the stream unchanged."""
+        if self.precise is not self:
+            with full_precision():
+                return self.precise.adds_mlp_output(block, mlp)
+        if block not in self._adds:
+            before, after = self.recording.streams[block : block + 2]
+            added = normal_numbers(after.shape).to(after) * after.std()
+            out = self.block_output(Variants(block, 0, before, mlp=mlp, added=added))
+            error = float((out - after - added).abs().max())
+            scale = float(after.abs().max() + added.abs().max())
+            # A sum of a few terms, whose roundings no later layer has amplified.
+            # If it is not met, patches run the block, which is right in any case.
+            self._adds[block] = error <= _ROUNDINGS * torch.finfo(out.dtype).eps * scale
+        return self._adds[block]
+
+    def check(self) -> None:
+        """Compare replays without any edit, from several blocks, with the recorded logits.
+
+        Raises:
+            UnsupportedModelError: they differ.
+        """
+        whole = self.metric.select(self.recording.logits)
+        largest = float(self.recording.logits.abs().max())
+        bound = logit_tolerance(self.host.neurons, whole.dtype) * largest
+
+        def error(*blocks: int) -> float:
+            unedited = (Variants(b, first, self.recorded_stream(b, first, 1)) for b in blocks)
+            again = self.logits(*unedited)
+            return float((again - whole.repeat(len(blocks), 1, 1)).abs().max())
+
+        blocks = sorted({0, self.n_blocks // 2, self.n_blocks})
+        for first in self.starts_to_check():
+            if self._joined_agree(lambda: error(*blocks) <= bound):
+                continue
+            for block in blocks:
+                found = error(block)
+                if not found <= bound:
+                    raise UnsupportedModelError(
+                        [
+                            f"run again from block {block}, position {first}, its logits differ by "
+                            f"{found:.2g} from those of a whole run (largest: {largest:.2g})"
+                        ],
+                        PROBLEM,
+                    )
+
+    def starts_to_check(self) -> set[int]:
+        """Return positions of which some stand for all others: the first, and the last."""
+        return {0, self.start(0, self.n_pos)}
+
+    def _joined_agree(self, agree: Callable[[], bool]) -> bool:
+        """Return whether variants that run together agree; if not, they run alone from now on."""
+        if self.joins:
+            try:
+                self.joins = agree()
+            except UNFIT as error:  # of a model that wants all rows in every block
+                if not is_refusal(error):
+                    raise
+                self.joins = False
+        return self.joins
+
+    def with_earlier_logits(
+        self, logits: Float[Tensor, "row position column"], first: int
+    ) -> Float[Tensor, "row position column"]:
+        """Prepend the recorded logits before `first`, if the metric reads all positions."""
+        if self.metric.positions is not None or not first:
+            return logits
+        before = self.metric.select(self.recording.logits)[:, :first]
+        return torch.cat([before.repeat(len(logits) // self.batch, 1, 1), logits], dim=1)

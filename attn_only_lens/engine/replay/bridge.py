@@ -1,0 +1,312 @@
+"""The replay of TransformerBridges: the bridged model's own forward pass, with some blocks skipped.
+
+A model of transformers that takes a cache runs on the tokens from a patch on alone, as if it
+generated them after those before, whose keys and values are recorded (`key_values.py`). Whether it
+can is tested for each position before it is first used: noise is added to the stream that enters a
+block from there on, and the model runs on all positions, or from an earlier one that is tested, and
+on those from there on alone. Every block and the logits must agree, within the tolerance for the
+dtype. They do not if positions before the noise see it and pass it on: then their recorded keys and
+values are out of date.
+
+Where they disagree, every patch runs all positions: right in any case, but slower. So run models
+that are not causal or have no such cache (those of `boot_native`, encoders, recurrent ones), and
+all in half precision, whose roundings could hide a difference.
+
+If the metric reads a few columns of the vocabulary, the unembedding computes no others, as they
+would cost a short suffix as much as its blocks do; that too is tested first.
+"""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils._pytree import tree_map
+
+from attn_only_lens.axes import Residual
+from attn_only_lens.devices import normal_numbers
+from attn_only_lens.engine.recording import (
+    StopForward,
+    input_stream,
+    output_stream,
+    record_streams,
+    run,
+)
+from attn_only_lens.engine.replay.base import UNFIT, Joined, Replay, Variants, is_refusal
+from attn_only_lens.engine.replay.key_values import KeyValues, record_key_values
+from attn_only_lens.errors import UnsupportedCallError
+from attn_only_lens.heads import logit_tolerance
+from attn_only_lens.precision import full_precision
+
+_FINE = (torch.float32, torch.float64)
+
+
+class BridgeReplay(Replay):
+    """A replay through the bridged model's own forward pass."""
+
+    call_flops_on_cpu = 3e8
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._past: KeyValues | None = None
+        if all(stream.dtype in _FINE for stream in self.recording.streams):
+            self._past = record_key_values(self.model, self.recording)
+        self._tested: dict[int, int] = {}  # by position, the first block that starts there
+        self._few_columns: bool = (
+            self.precise._few_columns
+            if isinstance(self.precise, BridgeReplay) and self.precise is not self
+            else self._can_unembed_columns()
+        )
+
+    def can_start_at(self, block: int, position: int) -> bool:
+        """Return whether a block and those after it can run from a position on, by themselves.
+
+        Tested. A model that fails once is not tested again.
+        """
+        if not position:
+            return True
+        if self.precise is not self:
+            with full_precision():
+                return self.precise.can_start_at(block, position)
+        if self._past is None:
+            return False
+        if block < self._tested.get(position, self.n_blocks + 1):
+            earlier = [p for p, b in self._tested.items() if p < position and b <= block]
+            self._tested[position] = block
+            if not self._test_start(block, position, max(earlier, default=0)):
+                self._past = None
+        return self._past is not None
+
+    def flops_per_run(self, block: int, position: int) -> float:
+        """Return also the cost of the two runs that test a start that is not tested yet."""
+        flops = super().flops_per_run(block, position)
+        if not position or block >= self._tested.get(position, self.n_blocks + 1):
+            return flops
+        tokens = self.batch * 2 * (self.n_pos - position)
+        return 3 * flops + tokens * self.flops_per_token(block)
+
+    def starts_to_check(self) -> set[int]:
+        """Return position 0: each other is tested before it is first used."""
+        return {0}
+
+    @torch.no_grad()
+    def _test_start(self, block: int, first: int, earlier: int) -> bool:
+        """Compare runs from a position on with runs from an earlier one, which is tested, or 0."""
+        recorded, mask = self.recording.streams[block], self.recording.mask
+        noise = normal_numbers(recorded.shape)
+        noise[:, :first] = 0
+        stream = recorded + noise.to(recorded) * recorded.std()
+        whole, logits = self._streams_and_logits(Variants(block, earlier, stream[:, earlier:]))
+        try:
+            later, again = self._streams_and_logits(Variants(block, first, stream[:, first:]))
+        except UNFIT as error:  # a model that cannot continue a cache
+            if not is_refusal(error):
+                raise
+            return False
+        for mine, theirs in zip(later, whole, strict=True):
+            theirs = theirs[:, first - earlier :]
+            # Token by token: the largest would hide errors of others.
+            scale = theirs.abs().amax(-1, keepdim=True)
+            if mask is not None:  # no token attends to padding, and none is patched
+                padding = ~mask[:, first:, None].bool().to(scale.device)
+                scale = scale.masked_fill(padding, torch.inf)
+            if not self._agree(mine, theirs, scale):
+                return False
+        return self._agree(again, logits, self.recording.logits.abs().max())
+
+    def _streams_and_logits(self, variants: Variants) -> tuple[list[Residual], Tensor]:
+        """Return the input of the first block, the outputs of all from it on, and the logits."""
+        with record_streams(self.model) as (streams, _):
+            logits = self.logits(variants)
+        return [variants.stream, *streams[variants.block + 1 :]], logits
+
+    @property
+    def cached_numbers_per_token(self) -> int:
+        """The numbers that a block holds at once for the keys and values of a token."""
+        if self._past is None:
+            return 0
+        d_head = max(keys.shape[-1] for keys, _ in self._past.layers)
+        return 3 * max(self.host.n_heads) * d_head  # repeated, where they are grouped
+
+    @property
+    def logits_per_variant(self) -> int:
+        """The number of logits that are computed for one variant."""
+        if self._few_columns or self.metric.columns is None:
+            return super().logits_per_variant
+        return self.metric.select(self.recording.logits)[..., 0].numel() * self.metric.shape[-1]
+
+    def _block_return(self, block: int, stream: Residual) -> Any:
+        extra = self.recording.extra_outputs[block]
+        return stream if extra is None else (stream, *(None,) * extra)
+
+    def joined_logits(self, joined: Joined) -> Float[Tensor, "row position column"]:
+        """Return the logits that the metric reads, of variants that run together."""
+        with self._unembed_read(joined.first):
+            logits = self._run(joined)
+        if self.metric.columns is not None and not self._few_columns:
+            logits = logits[..., self.metric.columns]
+        return self.with_earlier_logits(logits, joined.first)
+
+    @torch.no_grad()
+    def _can_unembed_columns(self) -> bool:
+        """Test whether the unembedding can leave out columns of the vocabulary."""
+        if self.metric.columns is None:
+            return False
+        linear = self.model.unembed.original_component
+        if type(linear) is not nn.Linear:  # quantised
+            return False
+        placed = getattr(linear, "_hf_hook", None)  # on a device, by accelerate
+        if "forward" in vars(linear) and getattr(placed, "offload", True):
+            return False
+        unedited = Variants(self.n_blocks, 0, self.recorded_stream(self.n_blocks, 0, 1))
+        try:
+            with self._unembed_columns():
+                mine = self._run(Joined((unedited,)))
+        except UNFIT as error:  # a model that counts its vocabulary
+            if not is_refusal(error):
+                raise
+            return False
+        theirs = self.recording.logits
+        return self._agree(mine, theirs[..., self.metric.columns], theirs.abs().max())
+
+    def block_output(self, variants: Variants) -> Residual:
+        """Return the output of the first block, from `first` on."""
+        found: list[Residual] = []
+
+        def stop(module: nn.Module, args: Any, output: Any) -> None:
+            found.append(output_stream(output))
+            raise StopForward
+
+        handle = self.model.blocks[variants.block].register_forward_hook(stop)
+        try:
+            self._run(Joined((variants,)))
+        except StopForward:
+            return found[0]
+        finally:
+            handle.remove()
+        raise AssertionError("the block did not run")
+
+    def _run(self, joined: Joined) -> Float[Tensor, "row pos d_vocab"]:
+        recording, first = self.recording, joined.first
+        repeats = joined.n_rows // self.batch
+        mask = None if recording.mask is None else recording.mask.repeat(repeats, 1)
+        tokens = recording.tokens[:, first:].repeat(repeats, 1)
+        cached: dict[str, Any] = {}
+        if first:
+            assert self._past is not None
+            cached["past_key_values"] = self._past.before(first)
+        with self._enter_blocks(joined), joined.added():
+            return run(self.model, tokens, mask, joined.hooks, **cached)
+
+    @contextmanager
+    def _enter_blocks(self, joined: Joined) -> Iterator[None]:
+        """Make blocks before the first return their input; the others run the rows that are there.
+
+        The model makes masks and rotations for all rows: a block gets those of its own.
+        """
+        n_rows, n_blocks = joined.n_rows, self.n_blocks
+
+        def enter(index: int, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+            before = None if index == joined.block else input_stream(args, kwargs)
+            stream = joined.stream(index, before)
+            if len(stream) < n_rows:
+                args, kwargs = tree_map(partial(_first_rows, n_rows, len(stream)), (args, kwargs))
+            if args:
+                return (stream, *args[1:]), kwargs
+            return args, {**kwargs, "hidden_states": stream}
+
+        def pass_on(index: int, *args: Any, **kwargs: Any) -> Any:
+            return self._block_return(index, input_stream(args, kwargs))
+
+        def leave(module: nn.Module, args: Any, output: Any) -> Any:
+            before = None if joined.block == n_blocks else output_stream(output)
+            stream = joined.stream(n_blocks, before)
+            return (stream, *output[1:]) if isinstance(output, tuple | list) else stream
+
+        with ExitStack() as stack:
+            for index, block in enumerate(self.model.blocks):
+                if index < joined.block:
+                    stack.enter_context(_replace_forward(block, partial(pass_on, index)))
+                elif index == joined.block or len(joined.parts) > 1:
+                    handle = block.register_forward_pre_hook(
+                        partial(enter, index), with_kwargs=True
+                    )
+                    stack.callback(handle.remove)
+            if joined.entering(n_blocks):
+                stack.callback(self.model.blocks[-1].register_forward_hook(leave).remove)
+            yield
+
+    @contextmanager
+    def _unembed_columns(self) -> Iterator[None]:
+        """Unembed only the columns that the metric reads."""
+        linear, columns = self.model.unembed.original_component, self.metric.columns
+        assert columns is not None
+        columns = columns.to(linear.weight.device)
+        weight = linear.weight[columns]
+        bias = None if linear.bias is None else linear.bias[columns]
+
+        def unembed(x: Tensor) -> Tensor:
+            return functional.linear(x.to(weight.device), weight, bias)
+
+        with _replace_forward(linear, unembed):
+            yield
+
+    @contextmanager
+    def _unembed_read(self, first: int) -> Iterator[None]:
+        """Unembed only the positions, and if possible the columns, that the metric reads."""
+        positions = self.metric.positions
+
+        def pick(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+            if positions is None:
+                return args
+            x = args[0]
+            where = (positions - first).repeat(x.shape[0] // self.batch).to(x.device)
+            return (x[torch.arange(x.shape[0], device=x.device), where].unsqueeze(1), *args[1:])
+
+        handle = self.model.unembed.register_forward_pre_hook(pick)
+        try:
+            with self._unembed_columns() if self._few_columns else nullcontext():
+                yield
+        finally:
+            handle.remove()
+
+    def _agree(self, one: Tensor, other: Tensor, scale: Tensor) -> bool:
+        if one.shape != other.shape:
+            return False
+        allowed = logit_tolerance(self.host.neurons, other.dtype) * scale
+        return bool(((one - other).abs() <= allowed).all())
+
+
+def _first_rows(n_rows: int, n: int, x: Any) -> Any:
+    """Return the first n of all rows, of a tensor that has them."""
+    return x[:n] if isinstance(x, Tensor) and x.ndim > 1 and len(x) == n_rows else x
+
+
+class _Replacement(partial[Any]):
+    """A forward pass in the place of a module's own."""
+
+
+@contextmanager
+def _replace_forward(module: nn.Module, forward: Any) -> Iterator[None]:
+    """Replace the forward pass of a module.
+
+    Raises:
+        UnsupportedCallError: it is replaced already: both would be restored in the wrong order.
+    """
+    own = vars(module).get("forward")  # as where accelerate has placed a model on its devices
+    if isinstance(own, _Replacement):
+        raise UnsupportedCallError(
+            "this model is being patched, in another thread: patch one after the other, or a copy"
+        )
+    vars(module)["forward"] = _Replacement(forward)
+    try:
+        yield
+    finally:
+        if own is None:
+            del vars(module)["forward"]
+        else:
+            vars(module)["forward"] = own

@@ -1,0 +1,131 @@
+"""The replay of HookedTransformers, converted or exposed: call their blocks one by one."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from attn_only_lens.axes import Residual
+from attn_only_lens.engine.replay.base import Joined, Replay, Variants
+from attn_only_lens.engine.replay.key_values import extend
+from attn_only_lens.tl import TransformerBlock
+
+
+class HookedReplay(Replay):
+    """A replay block by block."""
+
+    call_flops_on_cpu = 1e8
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        model, cfg = self.model, self.model.cfg
+        self._causal = cfg.attention_dir == "causal"
+        # Shortformers add positions in every block. The model may make a mask where none is given.
+        tokens, mask = self.recording.tokens, self.recording.mask
+        _, _, self._positions, self._mask = model.input_to_embed(tokens, attention_mask=mask)
+        self._past: dict[int, _Past] = {}
+        if self._causal:
+            for index, block in enumerate(model.blocks):
+                if isinstance(block, TransformerBlock):
+                    recorder = _Recorder()
+                    self._call(index, self.recording.streams[index], 0, recorder)
+                    self._past[index] = recorder.recorded
+
+    def _call(self, index: int, x: Residual, first: int, past: Any) -> Residual:
+        repeats = x.shape[0] // self.batch
+        mask, positions = self._mask, self._positions
+        if mask is not None:
+            mask = mask.repeat(repeats, 1)
+        if positions is not None:
+            positions = positions[:, first:].repeat(repeats, 1, 1)
+        out: Residual = self.model.blocks[index](
+            x,
+            shortformer_pos_embed=positions,
+            past_kv_cache_entry=past,
+            attention_mask=mask,
+        )
+        return out
+
+    @property
+    def cached_numbers_per_token(self) -> int:
+        """The numbers that a block holds at once for the keys and values of a token."""
+        rotary = self.model.cfg.positional_embedding_type == "rotary"  # keys are rotated each time
+        held = (tensor for each in self._past.values() for tensor in vars(each).values())
+        width = max((tensor.shape[-1] for tensor in held), default=0)
+        # Grouped keys and values are repeated for each head.
+        return (6 if rotary else 3) * max(self.host.n_heads) * width
+
+    def can_start_at(self, block: int, position: int) -> bool:
+        """Return whether blocks can run from a position on: in any causal model."""
+        return self._causal
+
+    def block_output(self, variants: Variants) -> Residual:
+        """Return the output of the first block, from `first` on."""
+        return self._run(Joined((variants,)), variants.block + 1)
+
+    def _run(self, joined: Joined, end: int) -> Residual:
+        """Return the output of the block before `end`, of the rows that have entered by then."""
+        x = None
+        with self.model.hooks(fwd_hooks=joined.hooks), joined.added():
+            for index in range(joined.block, end):
+                self.enter(joined, index)
+                x = self._block(index, joined.stream(index, x), joined.first)
+        return joined.stream(end, x)
+
+    def enter(self, joined: Joined, block: int) -> None:
+        """Provide a block with inputs besides the stream, for rows that enter there: none."""
+
+    def _block(self, index: int, x: Residual, first: int) -> Residual:
+        past = self._past[index].before(first) if first and index in self._past else None
+        return self._call(index, x, first, past)
+
+    def joined_logits(self, joined: Joined) -> Float[Tensor, "row position column"]:
+        """Return the logits that the metric reads, of variants that run together."""
+        return self._read_logits(self._run(joined, self.n_blocks), joined.first)
+
+    def _read_logits(self, x: Residual, first: int) -> Float[Tensor, "row position column"]:
+        repeats, positions = x.shape[0] // self.batch, self.metric.positions
+        if positions is not None:
+            where = (positions - first).repeat(repeats)
+            x = x[torch.arange(x.shape[0], device=x.device), where].unsqueeze(1)
+        return self.with_earlier_logits(self._unembed(x), first)
+
+    def _unembed(self, x: Residual) -> Float[Tensor, "row position column"]:
+        model, cfg, columns = self.model, self.model.cfg, self.metric.columns
+        if cfg.normalization_type is not None:
+            x = model.ln_final(x)
+        if columns is None:
+            logits = model.unembed(x)
+        else:
+            logits = x @ model.unembed.W_U[:, columns] + model.unembed.b_U[columns]
+        cap = cfg.output_logits_soft_cap
+        return cap * torch.tanh(logits / cap) if cap > 0.0 else logits
+
+
+@dataclass(frozen=True)
+class _Past:
+    """Keys and values of one block, in the place of a cache entry."""
+
+    past_keys: Float[Tensor, "batch pos head d_head"]
+    past_values: Float[Tensor, "batch pos head d_head"]
+
+    def append(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        return extend(self.past_keys, keys, 1), extend(self.past_values, values, 1)
+
+    def before(self, first: int) -> "_Past":
+        return _Past(self.past_keys[:, :first], self.past_values[:, :first])
+
+
+class _Recorder:
+    """An empty cache entry that records the keys and values of one block."""
+
+    recorded: _Past
+
+    def __init__(self) -> None:
+        self.past_keys = torch.empty(0, 0, device="cpu")
+
+    def append(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        self.recorded = _Past(keys, values)
+        return keys, values

@@ -1,0 +1,80 @@
+"""Recorded keys and values, as the cache of a generation that has come so far.
+
+The cache tells models of transformers how many tokens came before those that they are given, and
+so which positions, rotations and masks these have. A cache that gives the recorded keys and values,
+and keeps nothing new, makes them run the rest of a prompt again and again.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
+
+from attn_only_lens.engine.recording import Recording, run_blocks
+from attn_only_lens.engine.replay.base import UNFIT, is_refusal
+
+_Heads = Float[Tensor, "batch head pos d_head"]
+
+
+@dataclass(frozen=True)
+class KeyValues:
+    """Keys and values of one run, layer by layer, rotated where the model rotates them."""
+
+    layers: tuple[tuple[_Heads, _Heads], ...]
+
+    def before(self, first: int) -> Cache:
+        """Return a cache of the positions before `first`, for any number of variants."""
+        return Cache(
+            layers=[
+                _Prefix(keys[..., :first, :], values[..., :first, :])
+                for keys, values in self.layers
+            ]
+        )
+
+
+def record_key_values(model: Any, recording: Recording) -> KeyValues | None:
+    """Run a recorded run again for its keys and values; None of a model without a cache."""
+    # Without its configuration a cache keeps all positions, where attention is to a window too.
+    cache = DynamicCache()
+    try:
+        run_blocks(model, recording.tokens, recording.mask, past_key_values=cache)
+    except UNFIT as error:  # a model that takes no such argument
+        if not is_refusal(error):
+            raise
+        return None
+    layers: list[Any] = [layer for layer in cache.layers if isinstance(layer, DynamicLayer)]
+    if not layers or not all(layer.is_initialized for layer in layers):
+        return None
+    return KeyValues(tuple((layer.keys, layer.values) for layer in layers))
+
+
+class _Prefix(DynamicLayer):
+    """One layer of a cache, which keeps nothing new."""
+
+    def __init__(self, keys: _Heads, values: _Heads) -> None:
+        super().__init__()
+        self.lazy_initialization(keys, values)
+        self.keys, self.values = keys, values
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        assert self.keys is not None
+        assert self.values is not None
+        return extend(self.keys, key_states, -2), extend(self.values, value_states, -2)
+
+
+def extend(past: Tensor, new: Tensor, axis: int) -> Tensor:
+    """Return past and new keys or values of each variant, in one copy.
+
+    Args:
+        past: of each prompt, the same for all variants.
+        new: of each prompt of each variant, prompts inmost.
+        axis: of positions.
+    """
+    of_each = new.unflatten(0, (-1, len(past)))
+    axis = axis if axis < 0 else axis + 1
+    return torch.cat([past.expand(len(of_each), *past.shape), of_each], axis).flatten(0, 1)

@@ -1,0 +1,288 @@
+"""Sites: the heads to patch, by name or by kind, and the part of them to patch."""
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, Literal, TypeAlias, get_args
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from attn_only_lens.arguments import as_plain, is_count
+from attn_only_lens.errors import InputError, UnknownHeadError
+from attn_only_lens.heads import HeadName, host_of, reasons_without_heads
+from attn_only_lens.heads.host import HEAD_KINDS, HeadKind
+
+ALL_MEMBERS = -1
+"""In `LayerSites.member`: all heads of the neuron together."""
+Part = Literal["z", "pattern", "value", "q", "k"]
+PARTS: tuple[str, ...] = get_args(Part)
+SHARED_PARTS: tuple[Part, ...] = ("value", "k")
+"""The parts that several attention heads share in models with grouped queries."""
+_POSITION = re.compile(r"0|-?[1-9]\d*")
+_POINTS: dict[Part, str] = {
+    "z": "z",
+    "pattern": "pattern",
+    "value": "v",
+    "q": "q",
+    "k": "k",
+}
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Every head of some kinds in some layers, of whatever model it is given to.
+
+    Attributes:
+        kinds: "attention", "neuron".
+        layers: source layers; None for all.
+    """
+
+    kinds: tuple[HeadKind, ...]
+    layers: tuple[int, ...] | None = None
+
+
+Sites: TypeAlias = Selection | str | HeadName | Sequence[str | HeadName]
+
+
+@dataclass(frozen=True, eq=False)
+class LayerSites:
+    """Sites of one kind in one source layer, in the order of `index` and `member`.
+
+    Attributes:
+        layer: the source layer.
+        kind: "attention" or "neuron".
+        names: `L5H3`, `L5N1234`, or `L5N1234.2` for one of several heads that share a neuron.
+        index: the attention head, or the neuron.
+        member: which head of the neuron; `WHOLE` (-1) where all are meant, and for attention.
+    """
+
+    layer: int
+    kind: HeadKind
+    names: tuple[str, ...]
+    index: Int[Tensor, "site"]
+    member: Int[Tensor, "site"]
+
+    @classmethod
+    def of(cls, heads: Iterable[HeadName]) -> "LayerSites":
+        """The sites of heads of one kind in one layer, of which there is at least one."""
+        given = list(heads)
+        members = [ALL_MEMBERS if head.member is None else head.member for head in given]
+        index = torch.tensor([head.index for head in given], device="cpu")
+        member = torch.tensor(members, device="cpu")
+        return cls(given[0].layer, given[0].kind, tuple(map(str, given)), index, member)
+
+
+def neuron_heads(layers: int | Iterable[int] | None = None) -> Selection:
+    """Select every neuron of some source layers, each with all of its heads together.
+
+    Args:
+        layers: source layers, counted from 0; None for all.
+
+    Returns:
+        The selection, for any model.
+
+    Raises:
+        InputError: layers that are no numbers, negative or repeated.
+
+    Example:
+        >>> from attn_only_lens import patching as p
+        >>> p.neuron_heads(layers=[8, 9])
+        Selection(kinds=('neuron',), layers=(8, 9))
+    """
+    return _selection(("neuron",), layers)
+
+
+def heads(layers: int | Iterable[int] | None = None) -> Selection:
+    """Select every attention head of some source layers.
+
+    Args:
+        layers: source layers, counted from 0; None for all.
+
+    Returns:
+        The selection, for any model.
+
+    Raises:
+        InputError: layers that are no numbers, negative or repeated.
+
+    Example:
+        >>> from attn_only_lens import patching as p
+        >>> p.heads()
+        Selection(kinds=('attention',), layers=None)
+    """
+    return _selection(("attention",), layers)
+
+
+def all_heads(layers: int | Iterable[int] | None = None) -> Selection:
+    """Select every attention head and every neuron of some source layers.
+
+    Args:
+        layers: source layers, counted from 0; None for all.
+
+    Returns:
+        The selection, for any model.
+
+    Raises:
+        InputError: layers that are no numbers, negative or repeated.
+
+    Example:
+        >>> from attn_only_lens import patching as p
+        >>> p.all_heads(layers=3)
+        Selection(kinds=('attention', 'neuron'), layers=(3,))
+    """
+    return _selection(HEAD_KINDS, layers)
+
+
+def _selection(kinds: tuple[HeadKind, ...], layers: object) -> Selection:
+    if layers is None:
+        return Selection(kinds)
+    given = as_plain(layers)
+    wanted = list(map(as_plain, given)) if isinstance(given, Iterable) else [given]
+    expected = "expected source layers, counted from 0"
+    reasons = [f"got layer {layer!r}; {expected}" for layer in wanted if not is_count(layer)]
+    repeated = sorted({str(layer) for layer in wanted if wanted.count(layer) > 1})
+    reasons += [f"got layer {layer} more than once; expected each once" for layer in repeated]
+    reasons += [f"got no layers; {expected}, or None for all"] * (not wanted)
+    InputError.raise_if(reasons, "these layers cannot be selected")
+    return Selection(kinds, tuple(wanted))
+
+
+def hook_name(model: Any, layer: int, part: Part, kind: HeadKind = "attention") -> str:
+    """Return the hook point of a part of one layer's heads."""
+    return host_of(model).hook_name(layer, kind, _POINTS[part])
+
+
+def resolve_sites(model: Any, sites: Sites) -> tuple[LayerSites, ...]:
+    """Return the heads of a model that a selection or a list of names stands for.
+
+    Args:
+        model: converted, or with exposed neuron-heads.
+        sites: `neuron_heads()`, `heads()`, `all_heads()`, a name, or a list of names.
+
+    Returns:
+        An entry for each kind of head in each source layer that has any: by layer, attention
+        heads before neurons.
+
+    Raises:
+        InputError: with every reason: a model without neuron-heads, names that are unknown or
+            repeated, layers that the model has not.
+
+    Example:
+        >>> from attn_only_lens import convert, patching as p, pretrained
+        >>> from attn_only_lens.engine.sites import resolve_sites
+        >>> model = convert(pretrained.modular_addition())
+        >>> [(each.kind, len(each.names)) for each in resolve_sites(model, p.all_heads())]
+        [('attention', 4), ('neuron', 512)]
+        >>> resolve_sites(model, ["L0N7", "L0N5"])[0].index
+        tensor([5, 7])
+    """
+    problem = "these heads cannot be selected"
+    InputError.raise_if(reasons_without_heads(model) or host_of(model).reasons(), problem)
+    if isinstance(sites, Selection):
+        host = host_of(model)
+        counts: list[dict[HeadKind, int]] = [
+            {"attention": n_heads, "neuron": each.n_neurons}
+            for n_heads, each in zip(host.n_heads, host.neurons, strict=True)
+        ]
+        layers = range(len(counts)) if sites.layers is None else sorted(sites.layers)
+        expected = f"expected source layers from 0 to {len(counts) - 1}"
+        unknown = [f"got layer {layer}; {expected}" for layer in layers if layer >= len(counts)]
+        InputError.raise_if(unknown, problem)
+        return tuple(
+            _all_heads(layer, kind, counts[layer][kind]) for layer in layers for kind in sites.kinds
+        )
+    names, reasons = _names(model, sites)
+    InputError.raise_if(reasons, problem)
+    groups: dict[tuple[int, HeadKind], list[HeadName]] = {}
+    for name in sorted(names, key=_order):
+        groups.setdefault((name.layer, name.kind), []).append(name)
+    return tuple(map(LayerSites.of, groups.values()))
+
+
+def split_positions(sites: Sites) -> list[tuple[str, int | None]] | None:
+    """Split names that say where, such as `L3N7@13` or `L3N7@-1`, into a head and a position.
+
+    Returns:
+        Each name, and its position or None; None for the whole where no name has a position.
+
+    Raises:
+        InputError: with every position that is no number.
+
+    Example:
+        >>> from attn_only_lens.engine.sites import split_positions
+        >>> split_positions(["L3N7@13", "L2H0"])
+        [('L3N7', 13), ('L2H0', None)]
+    """
+    given = as_plain(sites)
+    names = [given] if isinstance(given, str | HeadName) else given
+    if not isinstance(names, list | tuple) or not any("@" in str(name) for name in names):
+        return None
+    found: list[tuple[str, int | None]] = []
+    reasons: list[str] = []
+    for name in map(str, names):
+        head, at, position = name.partition("@")
+        if at and not _POSITION.fullmatch(position):
+            reasons.append(f"got {name!r}; expected a position after @, such as 'L3N7@13'")
+        else:
+            found.append((head, int(position) if at else None))
+    InputError.raise_if(reasons, "these heads cannot be selected")
+    return found
+
+
+def _order(name: HeadName) -> tuple[int, str, int, int]:
+    return name.layer, name.kind, name.index, ALL_MEMBERS if name.member is None else name.member
+
+
+def _all_heads(layer: int, kind: HeadKind, count: int) -> LayerSites:
+    index = torch.arange(count, device="cpu")
+    names = _all_names(layer, kind, count)
+    return LayerSites(layer, kind, names, index, torch.full_like(index, ALL_MEMBERS))
+
+
+def _unknown(model: Any, name: HeadName) -> list[str]:
+    """Return why a model has no head of this name."""
+    try:
+        name.require_in(model)
+    except UnknownHeadError as error:
+        return [str(error)]
+    return []
+
+
+@lru_cache(maxsize=1024)  # to make names takes a share of the time of an attribution
+def _all_names(layer: int, kind: HeadKind, count: int) -> tuple[str, ...]:
+    stem = str(HeadName(layer, kind, 0)).removesuffix("0")
+    return tuple(f"{stem}{index}" for index in range(count))
+
+
+def _names(model: Any, sites: object) -> tuple[list[HeadName], list[str]]:
+    """Return the names, and every reason why some are none of the model's."""
+    given = [sites] if isinstance(sites, str | HeadName) else as_plain(sites)
+    if not isinstance(given, list | tuple) or not given:
+        got = "an empty list" if isinstance(given, list | tuple) else type(given).__name__
+        return [], [
+            f"got {got}; expected neuron_heads(), heads(), all_heads(), or a list of names such as "
+            "'L5H3' and 'L5N1234'"
+        ]
+    names: list[HeadName] = []
+    reasons: list[str] = []
+    last: dict[tuple[int, HeadKind, int | None], HeadName] = {}
+    for each in given:
+        try:
+            name = each if isinstance(each, HeadName) else HeadName.parse(each)
+        except UnknownHeadError as error:
+            reasons.append(str(error))
+            continue
+        names.append(name)
+        key = name.layer, name.kind, name.member
+        last[key] = max(name, last.get(key, name), key=lambda each: each.index)
+    # A layer that has the last of some heads has those before it.
+    known = {key for key, name in last.items() if not _unknown(model, name)}
+    for name in names:
+        if name.index < 0 or (name.layer, name.kind, name.member) not in known:
+            reasons += _unknown(model, name)
+    repeated = [str(name) for name, count in Counter(names).items() if count > 1]
+    reasons += [f"got {name} more than once; expected each name once" for name in repeated]
+    return names, reasons
