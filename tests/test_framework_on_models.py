@@ -2,10 +2,11 @@
 
 from pathlib import Path
 
-import framework_on_models as study
 import pandas as pd
 import pytest
 from typer.testing import CliRunner
+
+from analyses.studies import framework_on_models as study
 
 KEPT = Path(__file__).parents[1] / "analyses" / "results"
 

@@ -3,12 +3,12 @@
 import math
 from dataclasses import replace
 
-import fit_gated_gates as script
 import pytest
 import torch
 import torch.nn.functional as F
-from sigmoid_minimax import Problem, minimax
 
+from analyses.tools import fit_gated_gates as script
+from analyses.tools.sigmoid_minimax import Problem, minimax
 from attn_only_lens.gates import bilinear_gate, certificates, certified_bound
 from attn_only_lens.gates.tables import table
 

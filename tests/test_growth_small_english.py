@@ -3,14 +3,15 @@
 import re
 from pathlib import Path
 
-import growth_small_english as study
-import growth_small_english_report as report
 import pandas as pd
 import pytest
 import torch
 from common import needs_transformer_lens_4
-from english_runs import growth
 from typer.testing import CliRunner
+
+from analyses.studies import growth_small_english as study
+from analyses.studies import growth_small_english_report as report
+from analyses.studies.english_runs import growth
 
 pytestmark = needs_transformer_lens_4
 

@@ -3,16 +3,17 @@
 from dataclasses import replace
 from pathlib import Path
 
-import growth_arms as arms
-import growth_measures as measures
-import growth_modular_addition as study
 import pandas as pd
 import pytest
 import torch
 from common import needs_hooked_transformer
 from torch import nn
-from train_modular_addition import Recipe, pairs
 from typer.testing import CliRunner
+
+from analyses.studies import growth_arms as arms
+from analyses.studies import growth_measures as measures
+from analyses.studies import growth_modular_addition as study
+from analyses.tools.train_modular_addition import Recipe, pairs
 
 pytestmark = needs_hooked_transformer
 

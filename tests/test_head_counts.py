@@ -3,13 +3,13 @@
 from pathlib import Path
 
 import bridges
-import count_heads
 import models
 import pytest
 import torch
 from common import needs_hooked_transformer
 from torch.utils.flop_counter import FlopCounterMode
 
+from analyses.tools import count_heads
 from attn_only_lens import HeadCounts, InputError, UnsupportedCallError, convert, head_counts
 from attn_only_lens.reference.post import (
     PlainLayer,

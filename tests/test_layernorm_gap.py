@@ -2,16 +2,16 @@
 
 from pathlib import Path
 
-import layernorm_gap as study
 import pandas as pd
 import pytest
 import torch
 from bridges import boot
 from common import D_VOCAB, relative
 
+from analyses.studies import layernorm_gap as study
 from attn_only_lens.growth._grow import growable_of
 
-RESULTS = Path(study.__file__).parent / "results"
+RESULTS = Path(study.__file__).parents[1] / "results"
 PROMPTS = torch.arange(22).reshape(2, 11) * 7 % D_VOCAB
 
 

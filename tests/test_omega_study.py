@@ -1,11 +1,11 @@
 """The study of Ω runs, and what it compares with is right."""
 
-import omega_models
-import omega_study
 import pytest
 import torch
 import torch.nn.functional as F
 from typer.testing import CliRunner
+
+from analyses.studies import omega_models, omega_study
 
 
 def test_smoke(tmp_path):

@@ -3,19 +3,19 @@
 from pathlib import Path
 
 import pandas as pd
-import post_on_trained as study
 import pytest
 import torch
-import train_modular_addition as training
 import typer
 from common import needs_hooked_transformer
 from typer.testing import CliRunner
 
+from analyses.studies import post_on_trained as study
+from analyses.tools import train_modular_addition as training
 from attn_only_lens import pretrained
 
 pytestmark = needs_hooked_transformer
 
-KEPT = Path(study.__file__).parent / "results"
+KEPT = Path(study.__file__).parents[1] / "results"
 TINY = training.Recipe(modulus=7, d_model=10, n_heads=2, d_mlp=11)
 
 

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
-import train_modular_addition as training
 from common import needs_hooked_transformer, relative
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
+from analyses.tools import train_modular_addition as training
 from attn_only_lens import (
     Bilinear,
     CheckpointError,

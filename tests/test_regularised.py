@@ -6,21 +6,22 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
-import regularised as study
-import regularised_forms as forms
-import regularised_report as report
 import torch
 import typer
 from common import needs_hooked_transformer
-from train_modular_addition import Recipe, pairs
 from typer.testing import CliRunner
+
+from analyses.studies import regularised as study
+from analyses.studies import regularised_forms as forms
+from analyses.studies import regularised_report as report
+from analyses.tools.train_modular_addition import Recipe, pairs
 
 pytestmark = needs_hooked_transformer
 
 TINY = Recipe(modulus=7, d_model=10, n_heads=2, d_mlp=11)
 TOKENS, ANSWERS, _ = pairs(TINY)
 KINDS = ["MLP", "heads", "post Ω=1000", "post Ω=1000, every entry", "post Ω=1000, factored"]
-KEPT = Path(study.__file__).parent / "results"
+KEPT = Path(study.__file__).parents[1] / "results"
 
 
 @pytest.fixture(scope="module")

@@ -6,13 +6,13 @@ from importlib.resources import files
 from pathlib import Path
 
 import pytest
-import small_english_grammar as grammar
 import torch
-import train_small_english as training
 import transformers
 from common import needs_hooked_transformer, needs_transformer_lens_4, relative
 from typer.testing import CliRunner
 
+from analyses.tools import small_english_grammar as grammar
+from analyses.tools import train_small_english as training
 from attn_only_lens import UnsupportedCallError, circuits, expose_neuron_heads, pretrained, verify
 from attn_only_lens import patching as p
 

@@ -3,7 +3,6 @@
 import re
 from pathlib import Path
 
-import grow_smollm2
 import pytest
 import torch
 import transformers
@@ -11,6 +10,7 @@ from common import relative
 from transformer_lens.model_bridge import TransformerBridge
 from typer.testing import CliRunner
 
+from analyses.studies import grow_smollm2
 from attn_only_lens import expose_neuron_heads
 from attn_only_lens import patching as p
 

@@ -5,19 +5,19 @@ import json
 import time
 from pathlib import Path
 
-import benching
-import cost_at_scale
-import figures_on_smollm2
 import pandas as pd
 import pytest
-import studies
 import torch
 import transformers
 from matplotlib.figure import Figure
 from torch.utils.flop_counter import FlopCounterMode
 from typer.testing import CliRunner
 
-RESULTS = Path(studies.__file__).parent / "results"
+from analyses.benchmarks import cost_at_scale
+from analyses.studies import figures_on_smollm2
+from analyses.tools import benching, study_files
+
+RESULTS = Path(__file__).parents[1] / "analyses" / "results"
 
 
 def digest(path):
@@ -28,7 +28,7 @@ def keep(out):
     picture = Figure()
     picture.subplots().plot([1, 2, 3], label="line")
     frame = pd.DataFrame({"x": [1 / 3, 2.0]})
-    studies.keep("/a/b/some_study.py", out, "# Page\n", frame, picture, started=0.0, seed=5)
+    study_files.keep("/a/analyses/studies/some_study.py", out, "# Page\n", frame, picture, started=0.0, seed=5)
 
 
 def test_a_study_leaves_four_files_that_belong_together(tmp_path):
@@ -36,7 +36,7 @@ def test_a_study_leaves_four_files_that_belong_together(tmp_path):
     names = ["some_study.csv", "some_study.md", "some_study.run.json", "some_study.svg"]
     assert sorted(path.name for path in tmp_path.iterdir()) == names
     run = json.loads((tmp_path / "some_study.run.json").read_text("utf-8"))
-    assert (run["script"], run["settings"]) == ("analyses/some_study.py", {"seed": 5})
+    assert (run["script"], run["settings"]) == ("analyses/studies/some_study.py", {"seed": 5})
     assert set(run["versions"]) == set(benching.PACKAGES)
     assert run["sha256"] == {n: digest(tmp_path / n) for n in names if n != "some_study.run.json"}
     assert (tmp_path / "some_study.csv").read_text() == "x\n0.333333\n2\n"
@@ -45,7 +45,7 @@ def test_a_study_leaves_four_files_that_belong_together(tmp_path):
 def test_a_study_may_have_several_tables_and_figures(tmp_path):
     frame = pd.DataFrame({"x": [2.0]})
     frames, pictures = {"": frame, "rest": 2 * frame}, {"rest": Figure()}
-    studies.keep("some_study.py", tmp_path, "# Page\n", frames, pictures, started=0.0)
+    study_files.keep("some_study.py", tmp_path, "# Page\n", frames, pictures, started=0.0)
     names = ["some_study.csv", "some_study.md", "some_study_rest.csv", "some_study_rest.svg"]
     run = json.loads((tmp_path / "some_study.run.json").read_text("utf-8"))
     assert sorted(run["sha256"]) == names
@@ -64,10 +64,17 @@ def test_the_same_study_is_the_same_text(tmp_path):
 def test_a_benchmark_leaves_a_page_and_its_record(tmp_path):
     files = {"bench_x_bridge.md": "# Page\n", "bench_x_bridge.csv": "x\n1\n"}
     started = time.perf_counter() - 7
-    benching.leave("/a/b/bench_x.py", tmp_path, files, started=started, device="cpu", smoke=True)
+    benching.leave(
+        "/a/analyses/benchmarks/bench_x.py",
+        tmp_path,
+        files,
+        started=started,
+        device="cpu",
+        smoke=True,
+    )
     assert {path.name for path in tmp_path.iterdir()} == {*files, "bench_x_bridge.run.json"}
     run = json.loads((tmp_path / "bench_x_bridge.run.json").read_text("utf-8"))
-    assert run["script"] == "analyses/bench_x.py"
+    assert run["script"] == "analyses/benchmarks/bench_x.py"
     assert run["settings"] == {"device": "cpu", "smoke": True}
     assert 7 <= run["seconds"] < 60
     assert run["sha256"] == {name: digest(tmp_path / name) for name in files}
@@ -81,7 +88,7 @@ def test_what_is_stored_is_of_one_run_and_nobody_changed_it(path):
     beside = {each.name for end in ("csv", "svg") for each in RESULTS.glob(pattern.format(end))}
     assert set(run["sha256"]) == {f"{name}.md", *beside}
     assert run["sha256"] == {name: digest(RESULTS / name) for name in run["sha256"]}
-    scripts = {each.stem for each in RESULTS.parent.glob("*.py")}
+    scripts = {each.stem for each in RESULTS.parent.glob("*/*.py")}
     assert Path(run["script"]).stem in scripts
 
 
@@ -183,9 +190,13 @@ def test_what_a_large_model_costs():
 
 
 def test_every_benchmark_and_study_takes_a_device():
-    scripts = {path.stem: path.read_text("utf-8") for path in RESULTS.parent.glob("*.py")}
+    scripts = {path.stem: path.read_text("utf-8") for path in RESULTS.parent.glob("*/*.py")}
     measuring = {name for name in scripts if name.startswith("bench_")} - {"bench_peak_memory"}
-    measuring |= {name for name, text in scripts.items() if "from studies import keep" in text}
+    measuring |= {
+        name
+        for name, text in scripts.items()
+        if "from analyses.tools.study_files import keep" in text
+    }
     measuring |= {"attribution_smollm2", "figures_on_smollm2", "grow_smollm2", "on_gpu"}
     assert len(measuring) > 14
     assert not [name for name in measuring if "    device: Device = " not in scripts[name]]

@@ -6,12 +6,12 @@ from pathlib import Path
 import pandas as pd
 import pytest
 import torch
-from edge_attribution_patching import edge_attribution_patching
-from tracr_cuts import logits_without
-from tracr_edges import Edge
-from tracr_edges_auroc import METHODS, auroc, graph_scores, main, metric_of, scores
-from tracr_models import load_program
 
+from analyses.studies.edge_attribution_patching import edge_attribution_patching
+from analyses.studies.tracr_cuts import logits_without
+from analyses.studies.tracr_edges import Edge
+from analyses.studies.tracr_edges_auroc import METHODS, auroc, graph_scores, main, metric_of, scores
+from analyses.studies.tracr_models import load_program
 from attn_only_lens import convert
 from attn_only_lens.circuits import score_edges
 from attn_only_lens.tl import HAS_HOOKED_TRANSFORMER

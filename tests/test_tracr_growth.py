@@ -4,13 +4,14 @@ from pathlib import Path
 
 import pandas as pd
 import torch
-import tracr_growth
 from common import needs_hooked_transformer
-from tracr_edges import Edge
-from tracr_models import PROGRAMS, load_program
+
+from analyses.studies import tracr_growth
+from analyses.studies.tracr_edges import Edge
+from analyses.studies.tracr_models import PROGRAMS, load_program
 
 pytestmark = needs_hooked_transformer
-STORED = Path(tracr_growth.__file__).parent / "results" / "tracr_growth.csv"
+STORED = Path(tracr_growth.__file__).parents[1] / "results" / "tracr_growth.csv"
 
 
 def test_neurons_of_a_layer_become_one_node():

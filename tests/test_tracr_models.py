@@ -1,7 +1,7 @@
 """Compiled programs: they compute what RASP says, in every form, and their edges are the true ones.
 
 Three oracles share no code with what is tested: the RASP interpreter's outputs and Tracr's own
-logits, both stored by `analyses/compile_tracr.py`, and edges worked out by hand.
+logits, both stored by `analyses/tools/compile_tracr.py`, and edges worked out by hand.
 """
 
 import json
@@ -10,12 +10,12 @@ import shutil
 import numpy as np
 import pytest
 import torch
-import tracr_edges
 from common import needs_hooked_transformer
-from tracr_cuts import logits_without
-from tracr_edges import Edge
-from tracr_models import FIXTURES, PROGRAMS, load_program
 
+from analyses.studies import tracr_edges
+from analyses.studies.tracr_cuts import logits_without
+from analyses.studies.tracr_edges import Edge
+from analyses.studies.tracr_models import FIXTURES, PROGRAMS, load_program
 from attn_only_lens import HeadName, convert, expose_neuron_heads
 from attn_only_lens.tolerances import LOGIT_TOLERANCE
 

@@ -14,7 +14,8 @@ g ⊙ u + b. The mean of that over d_model depends on u, so it differs from toke
 matrix (1 - 11ᵀ/d_model) diag(g) subtracts this mean, but the gain of a norm is a diagonal matrix.
 If such a stream has mean m, new coordinates of zero change the mean that the next norm computes to
 m h/ĥ, and change its deviation too. (If the width is multiplied by a whole number, copies of all
-coordinates keep both: `analyses/layernorm_gap.py`. None of the six expansions makes such copies.)
+coordinates keep both: `analyses/studies/layernorm_gap.py`. None of the six expansions makes such
+copies.)
 """
 
 from dataclasses import dataclass, replace

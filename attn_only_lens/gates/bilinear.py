@@ -36,7 +36,8 @@ bound · |u| · |W_out[i]|.
 *Limit.* A sum of sigmoids is bounded and α is not, so no number of heads serves every q. The linear
 part of α, q/2 for a silu or a gelu, comes from the rising flank of wide sigmoids: the flatter
 (b small), the straighter, but w grows as 1/b, and float32 then loses digits to cancelling heads, up
-to about 2^-22 Σ|w|. The fits weigh one against the other (`analyses/fit_gated_gates.py`) and settle
+to about 2^-22 Σ|w|. The fits weigh one against the other (`analyses/tools/fit_gated_gates.py`) and
+settle
 at slopes near 1/limit and Σ|w| from 2 to 17 times the limit.
 
 *Scale.* As R relu(q/R) = relu(q), one fit of relu on [-1, 1] serves all limits, with error and

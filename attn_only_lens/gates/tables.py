@@ -1,7 +1,8 @@
 """Choose a bilinear gate: from formulas, or from tables of fitted coefficients.
 
 `plain.json` has the gates of plain MLPs that no formula gives: gelu and its tanh form with 1 to 8
-heads (`analyses/fit_gates.py`). A head with c ≠ 0 has a mirror image of the same weight and slope,
+heads (`analyses/tools/fit_gates.py`). A head with c ≠ 0 has a mirror image of the same weight and
+slope,
 offset -c, next to it. So the mixture is odd around one half, p(-q) = 1 - p(q), as the gate that it
 stands for is, and its error is even. The heads minimise the largest error over the real line under
 Σ|w| < 2. Then each w was rounded to a multiple of 2^-23, so that float32 holds every w and every
@@ -10,7 +11,7 @@ b and c were fitted again around the rounded w, and rounded to ten decimals; the
 less than 0.1 % of the error. The bounds are certificates rounded up to four digits.
 
 `gated.json` has the gates of gated MLPs, for limits that are powers of two and 4 to 12 heads
-(`analyses/fit_gated_gates.py`); relu has one limit, 1, and is scaled to others.
+(`analyses/tools/fit_gated_gates.py`); relu has one limit, 1, and is scaled to others.
 
 gelu_new stands for three spellings of one formula. Its bounds hold for gelu_fast too, which rounds
 sqrt(2/π) to ten digits and moves the activation by less than 1e-11.

@@ -51,7 +51,7 @@ def modular_addition(
 ) -> HookedTransformer:
     """Return a one-layer transformer that adds modulo 113.
 
-    Trained by `analyses/train_modular_addition.py` until it generalised, after Nanda et al.,
+    Trained by `analyses/tools/train_modular_addition.py` until it generalised, after Nanda et al.,
     "Progress measures for grokking via mechanistic interpretability" (2023): d_model 128, 4 heads,
     d_mlp 512, act silu, no normalisation, no biases. Reads (a, b, '='), answers at the last
     position with logits over 113 numbers.

@@ -36,7 +36,8 @@ def small_english(
     """Return a language model of four layers that is small enough to run anywhere.
 
     A LLaMA (gated MLPs, RMS norm, rotary positions) with 450 words, trained by
-    `analyses/train_small_english.py` on text of a grammar: verbs agree with their subjects and
+    `analyses/tools/train_small_english.py` on text of a grammar: verbs agree with their subjects
+    and
     pronouns with names, brackets close, lists repeat themselves. `tasks.agreement`,
     `tasks.brackets`, `tasks.induction` and `tasks.ioi` make prompts for what it has learnt.
 

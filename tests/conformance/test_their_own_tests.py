@@ -4,14 +4,14 @@ import sys
 from collections import Counter
 from datetime import date
 
-import conformance
 import pytest
 import torch
 from common import needs_hooked_transformer, tokens
-from conformance import Broken, Run, finished, judge, one_pass, page, unneeded
-from conformance_plugin import become
-from conformance_reasons import Inherent
 
+from analyses.tools import conformance
+from analyses.tools.conformance import Broken, Run, finished, judge, one_pass, page, unneeded
+from analyses.tools.conformance_plugin import become
+from analyses.tools.conformance_reasons import Inherent
 from attn_only_lens import convert
 
 TESTS = """

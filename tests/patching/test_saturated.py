@@ -6,9 +6,9 @@ from itertools import islice
 import numpy as np
 import pytest
 import torch
-import train_brackets as brackets
 from common import needs_hooked_transformer
 
+from analyses.tools import train_brackets as brackets
 from attn_only_lens import expose_neuron_heads
 from attn_only_lens import patching as p
 

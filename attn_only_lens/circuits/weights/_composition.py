@@ -167,7 +167,7 @@ def top_compositions(
         8 d_model Σ d_head + 4 d_model² + b (16 d_model + 8 b + 64 min(k, b))    bytes
 
     For GPT-2 small's 37,009 writers and k = 100 that is 82.5 MiB, and 52.8 were measured
-    (`analyses/bench_composition.py`); all scores would take 5.1 GiB.
+    (`analyses/benchmarks/bench_composition.py`); all scores would take 5.1 GiB.
 
     Args:
         model: converted, or with exposed neuron-heads.

@@ -13,7 +13,8 @@ Source: "No Really, Attention is ALL You Need - Attention can do feedforward net
 and that Ω exceed every score of the original model. The matrices hold 2Ω, as the author's
 demonstration code does, so that a score below Ω leaves a gap of at least Ω.
 
-Measured on whole models of up to 8 layers and 128 tokens (`analyses/omega_study.py`): in float32
+Measured on whole models of up to 8 layers and 128 tokens (`analyses/studies/omega_study.py`): in
+float32
 every Ω from ½ ln(2²⁴ N), about 10, to about 32 is as accurate as direct evaluation, as long as the
 original heads' scores do not pass Ω. The author's Ω = 1000 is 15 to 30 times worse there, and
 sufficient in float64. Where scores grow with depth, float32 may have no good Ω as published; in the

@@ -1,0 +1,1 @@
+"""Scripts that make a model, a table or a figure; see README.md."""

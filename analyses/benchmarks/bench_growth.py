@@ -1,0 +1,167 @@
+"""What growth costs: all six expansions at once, against copying weights and building a model.
+
+The model has GPT-2 small's shape and random weights; it grows by a third or so in every direction,
+which under LayerNorm also centres every weight that writes to the stream. Calls take turns, and a
+figure to compare across machines is a ratio. Peak memory, above what the loaded model holds, is
+measured in a process of its own for each call.
+
+Bound: growth writes every tensor of the grown model once, so it cannot be faster than a copy of
+those, "copy the grown weights", nor hold less than their bytes. "build" is what TransformerLens
+takes to make an untrained model of the grown size; growth builds one too, to put its weights in,
+and draws the new ones itself; "grow, zeros" draws none.
+
+    python -m analyses.benchmarks.bench_growth --out analyses/results
+"""
+
+import math
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from copy import deepcopy
+from pathlib import Path
+from typing import Annotated, Any
+
+import pandas as pd
+import torch
+import typer
+from tqdm import tqdm
+
+from analyses.benchmarks.bench_peak_memory import (
+    GPT2_SMALL,
+    TINY,
+    held_and_peak,
+    model_of,
+    reset_peak,
+)
+from analyses.tools.benching import MIB, Device, leave, machine, medians, page_name, table
+from attn_only_lens import expansion as ex
+from attn_only_lens import grow
+from attn_only_lens.tl import HookedTransformer
+
+GROWN = {"n_layers": 16, "d_model": 1024, "n_heads": 16, "d_head": 80, "d_mlp": 4096}
+TINY_GROWN = {"n_layers": 3, "d_model": 34, "n_heads": 3, "d_head": 17, "d_mlp": 41}
+CALLS = ("copy the weights", "copy the grown weights", "build", "grow, zeros", "grow")
+
+
+def call_of(name: str, model: HookedTransformer, sizes: dict[str, int]) -> Callable[[], Any]:
+    """One of CALLS, ready to be timed."""
+    if name == "copy the weights":
+        return lambda: deepcopy(model.state_dict())
+    if name in ("copy the grown weights", "build"):
+        smoke = model.cfg.d_model == TINY["d_model"]
+
+        def build() -> HookedTransformer:
+            return model_of(str(model.cfg.device), smoke=smoke, **sizes)
+
+        if name == "build":
+            return build
+        state = build().state_dict()  # not grown: what growth has freed would hide a peak
+        return lambda: deepcopy(state)
+    init = ex.init.zeros() if name == "grow, zeros" else None
+    return lambda: grow(model, init=init, **sizes)
+
+
+def peak(name: str, device: str, smoke: bool) -> float:
+    """Peak memory of one call in MiB, above what is held before it."""
+    model, sizes = model_of(device, smoke=smoke), TINY_GROWN if smoke else GROWN
+    call = call_of(name, model, sizes)
+    reset_peak(device)
+    before, _ = held_and_peak(device)
+    kept = call()
+    _, most = held_and_peak(device)
+    del kept
+    return (most - before) / MIB
+
+
+def peak_apart(name: str, device: str, smoke: bool) -> float:
+    """The same, in a process of its own."""
+    command = [sys.executable, "-m", __spec__.name, "--peak", name, "--device", device]
+    command += ["--smoke"] if smoke else []
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    return float(done.stdout.split()[-1])
+
+
+@torch.no_grad()
+def error(model: HookedTransformer, grown: HookedTransformer) -> float:
+    """The largest difference of logits, over the largest logit."""
+    tokens = torch.arange(13, device=model.cfg.device)[None] % model.cfg.d_vocab
+    expected = model(tokens)
+    return ((grown(tokens) - expected).abs().max() / expected.abs().max()).item()
+
+
+def report(device: str, smoke: bool) -> str:
+    """All figures, as the text of a page."""
+    model, sizes = model_of(device, smoke=smoke), TINY_GROWN if smoke else GROWN
+    rounds = 2 if smoke else 3
+    took = medians({name: call_of(name, model, sizes) for name in CALLS}, rounds, device)
+    grown = grow(model, **sizes).model
+    held = {
+        name: sum(t.nbytes for t in m.parameters()) / MIB
+        for name, m in (("source", model), ("grown", grown))
+    }
+    measured = CALLS[-1:] if smoke else CALLS  # each takes a process, and that some seconds
+    peaks = {
+        name: peak_apart(name, device, smoke) for name in tqdm(measured, "memory", leave=False)
+    }
+    copying, bytes_grown = took["copy the grown weights"], held["grown"]
+    frame = pd.DataFrame(
+        {
+            "call": name,
+            "seconds": took[name] / 1e3,
+            "of copying the grown weights": took[name] / copying,
+            "peak MiB": peaks.get(name, math.nan),
+            "of the grown weights": peaks.get(name, math.nan) / bytes_grown,
+        }
+        for name in CALLS
+    )
+    before = TINY if smoke else GPT2_SMALL
+    return PAGE.format(
+        shape="A tiny model (--smoke)" if smoke else "GPT-2 small's shape, random weights",
+        growth=", ".join(f"{name} {before[name]} to {size}" for name, size in sizes.items()),
+        rounds=rounds,
+        source=held["source"],
+        grown=bytes_grown,
+        machine=machine(device),
+        flag=" --smoke" if smoke else "",
+        error=error(model, grown),
+        table=table(frame),
+    )
+
+
+PAGE = """# What growth costs
+
+{shape}, float32; {growth}:
+{source:.4g} MiB of parameters become {grown:.4g}. Medians of {rounds} calls that take turns.
+Machine: {machine}, with other work on it.
+Made by `python -m analyses.benchmarks.bench_growth{flag}`.
+
+{table}
+
+The grown model's logits differ from the source's by {error:.1e} of the largest logit.
+"""
+
+
+def main(
+    out: Annotated[Path, typer.Option(help="folder to write")] = Path("out/bench"),
+    device: Device = "cpu",
+    peak_of: Annotated[
+        str, typer.Option("--peak", help="print the peak of this call in MiB, and nothing else")
+    ] = "",
+    smoke: Annotated[bool, typer.Option(help="tiny sizes")] = False,
+) -> None:
+    """Measure, print, and write `bench_growth.md`."""
+    started = time.perf_counter()
+    warnings.filterwarnings("ignore", "HookedTransformer.* is deprecated", DeprecationWarning)
+    if peak_of:
+        typer.echo(f"{peak(peak_of, device, smoke):.1f}")
+        return
+    text = report(device, smoke)
+    typer.echo(text)
+    settings = {"device": device, "smoke": smoke}
+    leave(__file__, out, {page_name(__file__, device): text}, started=started, **settings)
+
+
+if __name__ == "__main__":
+    typer.run(main)

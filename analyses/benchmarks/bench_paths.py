@@ -1,0 +1,211 @@
+"""What a path costs: ours against hooks written by hand, on the same paths, in one run.
+
+The model has GPT-2 small's shape and random weights, as transformers' own in a TransformerBridge;
+the prompts have 15 tokens and differ from one in the middle on, where the senders write. By hand, a
+path is one forward pass of TransformerLens with a hook that moves the receiver's query, or its
+pre-activation, by what the sender wrote more, over the norm's scale in the run, times a column of
+weights; a path to the logits moves the normalized stream. All of that is computed beforehand, and
+not timed. The slow side runs a sample of the paths; its values are compared with ours.
+
+Flops of a path from position t of layer k to layer l, as the module `_path_patch.py` has them, with
+S tokens from t on (T = 1):
+
+    neuron r       2 d_model + S (L - 1 - l) 2 (12 d_model² + 2 d_model T')     T' tokens in all
+    attention r    the same with L - l
+    logits         2 d_model · 2                    two columns of the vocabulary
+    by hand        T' (L 2 (12 d_model² + 2 d_model T') + 2 d_model d_vocab)
+
+    python -m analyses.benchmarks.bench_paths --out analyses/results
+"""
+
+import os
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import pandas as pd
+import torch
+import typer
+from torch import Tensor
+
+from analyses.benchmarks.bench_patching import Task, bridge_of, prompts
+from analyses.tools.benching import Device, leave, machine, page_name, speeds, table
+from attn_only_lens import HeadName, expose_neuron_heads
+from attn_only_lens import patching as p
+from attn_only_lens.engine.metrics import bind
+
+POS, AT = 15, 10  # the prompts' length, and where they differ
+METRIC = p.logit_diff(correct=11, wrong=12)
+
+
+class ByHand:
+    """Paths with TransformerLens' hooks on a bridge of GPT-2, one forward pass each."""
+
+    def __init__(self, model: Any, clean: Tensor, corrupted: Tensor) -> None:
+        self.model, self.tokens = model, corrupted
+        with torch.no_grad():
+            self.runs = [model.run_with_cache(each)[1] for each in (clean, corrupted)]
+        bound = bind(METRIC, model, p.prompt_pair(model, clean, corrupted))
+        self.value = lambda logits: bound.value(bound.select(logits)[None])[0]
+
+    def sent(self, name: HeadName) -> Tensor:
+        """What a head wrote in the clean run less what it wrote in the corrupted one."""
+        block = self.model.blocks[name.layer]
+        at = "attn.hook_z" if name.kind == "attention" else "mlp.hook_post"
+        clean, corrupted = (r[f"blocks.{name.layer}.{at}"][:, AT, name.index] for r in self.runs)
+        if name.kind == "attention":
+            return (clean - corrupted) @ block.attn.W_O[name.index]
+        return (clean - corrupted)[:, None] * block.mlp.W_out[name.index]
+
+    def edit(self, sender: str, receiver: str) -> tuple[str, Callable[..., Tensor]]:
+        """The hook point of a receiver, and the hook that moves it."""
+        delta = self.sent(HeadName.parse(sender))
+        delta = delta - delta.mean(-1, keepdim=True)
+        cache = self.runs[1]
+        if receiver == "logits":
+            more = delta / cache["ln_final.hook_scale"][:, AT]
+            return "ln_final.hook_normalized", self.adding(more, (slice(None), AT))
+        name = HeadName.parse(receiver)
+        block, at = self.model.blocks[name.layer], f"blocks.{name.layer}"
+        norm = "ln1" if name.kind == "attention" else "ln2"
+        weight = getattr(block, norm).original_component.weight
+        entering = delta / cache[f"{at}.{norm}.hook_scale"][:, AT] * weight
+        if name.kind == "attention":
+            more = entering @ block.attn.W_Q[name.index]
+            return f"{at}.attn.hook_q", self.adding(more, (slice(None), AT, name.index))
+        more = entering @ block.mlp.W_in[:, name.index]
+        return f"{at}.mlp.hook_pre", self.adding(more, (slice(None), AT, name.index))
+
+    @staticmethod
+    def adding(more: Tensor, where: tuple[Any, ...]) -> Callable[..., Tensor]:
+        """A hook that adds somewhere."""
+
+        def hook(value: Tensor, hook: Any) -> Tensor:
+            value = value.clone()
+            value[where] += more
+            return value
+
+        return hook
+
+    @torch.no_grad()
+    def patch(self, pairs: Sequence[tuple[str, str]]) -> tuple[list[float], float]:
+        """The values of paths, and the seconds of their forward passes."""
+        edits, values, seconds = [self.edit(*pair) for pair in pairs], [], 0.0
+        for edit in edits:
+            start = time.perf_counter()
+            logits = self.model.run_with_hooks(self.tokens, fwd_hooks=[edit])
+            values.append(float(self.value(logits)))
+            seconds += time.perf_counter() - start
+        return values, seconds
+
+
+def flops(cfg: Any, layer: int | None, kind: str) -> float:
+    """Of one path, as the module has it."""
+    if layer is None:
+        return 4.0 * cfg.d_model
+    d_model = cfg.d_model
+    per_token = 2 * (4 * d_model * cfg.n_heads * cfg.d_head + 2 * d_model * cfg.d_mlp)
+    per_token += 4 * POS * cfg.n_heads * cfg.d_head
+    blocks = cfg.n_layers - layer - (kind == "neuron")
+    return float(2 * d_model + (POS - AT) * blocks * per_token)
+
+
+def report(smoke: bool, device: str, few: int, theirs: int) -> str:
+    """All tables, as the text of a page."""
+    load = os.getloadavg()[0]
+    source = bridge_of(device, smoke=smoke)
+    source.requires_grad_(False)
+    cfg, (speed, _) = source.cfg, speeds(device, smoke)
+    first, last = (0, 1) if smoke else (4, 8)
+    clean, corrupted = prompts(Task("paths", "each", POS, AT), cfg.d_vocab, device)
+    by_hand = ByHand(source, clean, corrupted)
+    neurons = [list(range(0, cfg.d_mlp, max(1, cfg.d_mlp // few)))[:few]] * 2
+    from_neurons, to_neurons = (
+        [f"L{layer}N{i}" for i in each] for layer, each in zip((first, last), neurons, strict=True)
+    )
+    cases: dict[str, tuple[Any, Any, str, int | None]] = {
+        "neurons to neurons": (from_neurons, to_neurons, "z", last),
+        "heads to neurons": (p.heads(first), to_neurons, "z", last),
+        "neurons to heads, by q": (from_neurons, p.heads(last), "q", last),
+        "heads to heads, by q": (p.heads(first), p.heads(last), "q", last),
+        "neurons to the logits": (p.neuron_heads(first), "logits", "z", None),
+    }
+    rows = []
+    with expose_neuron_heads(source, copy=True) as model:
+        options: dict[str, Any] = {"positions": AT, "progress": False}
+        for title, (senders, receivers, part, layer) in cases.items():
+            start = time.perf_counter()
+            found = p.path_patch(
+                *(model, clean, corrupted, METRIC),
+                **options | {"senders": senders, "receivers": receivers, "part": part},
+            )
+            ours = time.perf_counter() - start
+            sampled = found.frame.iloc[:: max(1, len(found.frame) // theirs)][:theirs]
+            pairs = list(zip(sampled["sender"], sampled["receiver"], strict=True))
+            values, seconds = by_hand.patch(pairs)
+            worst = max(abs(a - b) for a, b in zip(values, sampled["value"], strict=True))
+            kind = "neuron" if "to neurons" in title else "attention"
+            counted = flops(cfg, layer, kind)
+            rate = len(found.frame) / ours
+            rows.append(
+                {
+                    "paths": title,
+                    "number": len(found.frame),
+                    "seconds": ours,
+                    "by hand paths/s": len(pairs) / seconds,
+                    "ours paths/s": rate,
+                    "ratio": rate * seconds / len(pairs),
+                    "bound paths/s": speed / counted,
+                    "Mflop a path": counted / 1e6,
+                    "largest difference": worst
+                    / (abs(found.clean_value) + abs(found.corrupted_value)),
+                }
+            )
+        start = time.perf_counter()
+        top = p.path_patch(
+            *(model, clean, corrupted, METRIC),
+            **options | {"senders": p.neuron_heads(first), "receivers": p.neuron_heads(last)},
+            part="z",
+            top=100,
+        )
+        took = time.perf_counter() - start
+    shape = "A tiny model (--smoke)" if smoke else "GPT-2 small's shape, random weights"
+    called = f"--few {few} --theirs {theirs}{' --smoke' if smoke else ''}"
+    errors = (top.frame["estimate"] - top.frame["score"]).abs() / top.effect.abs()
+    return f"""# What a path costs
+
+{shape}, float32, {POS} tokens, from layer {first} to layer {last}, written at token {AT}; a logit
+difference at the last token; {theirs} paths of each kind by hand. Machine: {machine(device)};
+matrix product {speed / 1e9:.0f} GFLOP/s; {load:.1f} other processes ran when it began.
+Made by `python -m analyses.benchmarks.bench_paths {called}`.
+
+{table(pd.DataFrame(rows))}
+
+Seconds are those of a whole call, with what it does once: both runs taken apart, the tests of the
+model. `top=100` of all {top.n_paths:,} paths from neurons of layer {first} to neurons of layer
+{last} took {took:.3g} seconds: {top.n_paths / took:,.0f} paths a second, all of them estimated and
+100 patched. Of those 100, the estimate of the effect is off by {100 * errors.median():.2g} % in the
+median, by {100 * errors.max():.2g} % at most.
+"""
+
+
+def main(
+    out: Annotated[Path, typer.Option(help="folder to write")] = Path("out/bench"),
+    device: Device = "cpu",
+    few: Annotated[int, typer.Option(help="neurons of a layer, as senders or receivers")] = 96,
+    theirs: Annotated[int, typer.Option(help="paths of each kind by hand")] = 24,
+    smoke: Annotated[bool, typer.Option(help="tiny sizes")] = False,
+) -> None:
+    """Measure, print, and write `bench_paths.md`."""
+    started = time.perf_counter()
+    warnings.filterwarnings("ignore", "HookedTransformer.* is deprecated", DeprecationWarning)
+    text = report(smoke, device, *((5, 3) if smoke else (few, theirs)))
+    typer.echo(text)
+    settings = {"device": device, "smoke": smoke, "few": few, "theirs": theirs}
+    leave(__file__, out, {page_name(__file__, device): text}, started=started, **settings)
+
+
+if __name__ == "__main__":
+    typer.run(main)

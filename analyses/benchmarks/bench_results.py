@@ -1,0 +1,223 @@
+"""Benchmark of attribution against AtP by plain hooks, and of results of millions of sites.
+
+    python -m analyses.benchmarks.bench_results                      # GPT-2 small's shape
+    python -m analyses.benchmarks.bench_results --model out/smollm2  # a model's folder, as a bridge
+    python -m analyses.benchmarks.bench_results --smoke              # tiny sizes
+
+AtP by plain hooks is what one writes who needs the estimates alone: a forward pass that keeps the
+MLPs' activations, another with a graph from the first block on, a backward pass to the activations,
+and (clean - corrupted) · gradient. No check, no name, no scale but the span. Ours makes a `Sweep`.
+Each call's seconds are the medians of rounds in turns, of the wall and of the processor. Heads are
+exposed before the clock starts.
+
+A large result has 32 layers of 14,336 neurons at 28 positions, as of a model of 8 billion
+parameters, and random values. `frame` is what pandas needs, and what the other lines do without.
+"""
+
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+import pandas as pd
+import torch
+import typer
+from torch import Tensor
+
+from analyses.benchmarks import bench_patching
+from analyses.tools.benching import Device, leave, machine, page_name, table, wait
+from attn_only_lens import expose_neuron_heads, load
+from attn_only_lens import patching as p
+from attn_only_lens.engine.positions import PositionSet
+from attn_only_lens.engine.sites import LayerSites
+from attn_only_lens.patching.site_groups import SiteGroup
+from attn_only_lens.patching.sweep_rows import SweepRows
+
+LENGTHS = (15, 128)
+LARGE, SMALL = (32, 14336, 28), (2, 37, 3)  # layers, neurons, positions
+METRIC = p.logit_diff(correct=11, wrong=12)
+RUN: dict[str, Any] = {
+    **{"part": "z", "direction": "denoise", "metric": "logit_diff", "model": "random"},
+    **{"clean_value": 3.0, "corrupted_value": -1.0, "n_prompts": 1},
+}
+
+
+def turns(
+    calls: dict[str, Callable[[], Any]],
+    rounds: int,
+    device: str,
+    within: Callable[[str], AbstractContextManager[Any]] = nullcontext,
+) -> pd.DataFrame:
+    """Median seconds of the wall and of the processor, the calls taking turns after a first.
+
+    `within` gives what a call is made in, by its name; to enter it takes no time.
+    """
+    took: dict[str, list[tuple[float, float]]] = {name: [] for name in calls}
+    for count in range(rounds + 1):
+        for name, call in calls.items():
+            with within(name):
+                wait(device)
+                start = time.perf_counter(), time.process_time()
+                kept = call()
+                wait(device)
+                each = time.perf_counter() - start[0], time.process_time() - start[1]
+                del kept
+            if count or not rounds:
+                took[name].append(each)
+    wall, processor = (
+        [statistics.median(each[i] for each in times) for times in took.values()] for i in (0, 1)
+    )
+    return pd.DataFrame({"call": list(calls), "wall s": wall, "processor s": processor})
+
+
+def plain_hooks(model: Any, clean: Tensor, corrupted: Tensor) -> Tensor:
+    """AtP of every neuron, [layer, batch, pos, neuron], by TransformerLens' hooks."""
+    names = [f"blocks.{layer}.mlp.hook_post" for layer in range(model.cfg.n_layers)]
+    points = ("blocks.0.hook_resid_pre", "blocks.0.hook_in")
+    first = next(name for name in points if name in model.hook_dict)
+    kept: dict[str, Tensor] = {}
+    nodes: dict[str, Tensor] = {}
+
+    def keep(value: Tensor, hook: Any, name: str, into: dict[str, Tensor]) -> None:
+        into[name] = value
+
+    def start(value: Tensor, hook: Any) -> Tensor:
+        return value.detach().requires_grad_()
+
+    def value_of(tokens: Tensor, into: dict[str, Tensor], *hooks: Any) -> Tensor:
+        hooks += tuple((name, partial(keep, name=name, into=into)) for name in names)
+        with model.hooks(fwd_hooks=list(hooks)):
+            last = model(tokens)[:, -1]
+        return (last[:, 11] - last[:, 12]).mean()
+
+    with torch.no_grad():
+        of_clean = value_of(clean, kept)
+    of_corrupted = value_of(corrupted, nodes, (first, start))
+    gradients = torch.autograd.grad(of_corrupted, [nodes[name] for name in names])
+    moves = [
+        gradient * (kept[name] - nodes[name].detach())
+        for name, gradient in zip(names, gradients, strict=True)
+    ]
+    return torch.stack(moves) / (of_clean - of_corrupted.detach())
+
+
+def attributions(source: Any, lengths: tuple[int, ...], rounds: int, device: str) -> pd.DataFrame:
+    """Attribution of every neuron without repairs, and AtP by plain hooks, for some lengths."""
+    frames = []
+    for n_pos in lengths:
+        clean = torch.arange(n_pos, device=device).remainder(source.cfg.d_vocab)[None] + 1
+        corrupted = clean.clone()
+        corrupted[:, n_pos // 3 : -1] += 7
+
+        def forward(tokens: Tensor = clean) -> Tensor:
+            with torch.no_grad():
+                return source(tokens)  # type: ignore[no-any-return]
+
+        def exposed(name: str) -> AbstractContextManager[Any]:
+            return expose_neuron_heads(source) if name == "attribution" else nullcontext()
+
+        how: dict[str, Any] = {"sites": p.neuron_heads(), "budget": 0, "progress": False}
+        ours = partial(p.attribution, source, clean, corrupted, METRIC, **how)
+        plain = partial(plain_hooks, source, clean, corrupted)
+        calls = {"forward pass": forward, "AtP by plain hooks": plain, "attribution": ours}
+        expected = plain().flatten().double().cpu()
+        with exposed("attribution"):
+            found = torch.from_numpy(ours().effects)
+        apart = (found - expected).abs().max() / expected.abs().max()
+        took = turns(calls, rounds, device, exposed)
+        for clock in ("wall", "processor"):
+            seconds = took[f"{clock} s"]
+            took[f"in forward passes ({clock})"] = seconds / seconds[0]
+        took.insert(0, "tokens", n_pos)
+        took["largest difference"] = ["", "", f"{float(apart):.1e}"]
+        frames.append(took)
+    return pd.concat(frames)
+
+
+def large_result(sizes: tuple[int, int, int], folder: Path) -> pd.DataFrame:
+    """Seconds to make, rank, compare, save and load a result of random values."""
+    layers, n, n_pos = sizes
+    where = torch.eye(n_pos, dtype=torch.bool)[:, None]
+    positions = [PositionSet(pos, where[pos]) for pos in range(n_pos)]
+    index, whole = torch.arange(n), torch.full((n,), -1)
+    sites = [
+        LayerSites(layer, "neuron", tuple(f"L{layer}N{i}" for i in range(n)), index, whole)
+        for layer in range(layers)
+    ]
+    torch.manual_seed(0)
+    values = torch.randn(layers, n_pos * n, dtype=torch.float64)
+    noisy = values + 0.1 * torch.randn_like(values)
+
+    def made(of_layers: Tensor) -> p.Sweep:
+        groups = [SiteGroup.product(each, positions) for each in sites]
+        rows = SweepRows.of_groups(groups, [{"value": each.numpy()} for each in of_layers])
+        return p.Sweep(rows, **RUN)
+
+    one, other = made(values), made(noisy)
+    path = folder / "sweep.parquet"
+    one.save(path)
+    calls: dict[str, Callable[[], Any]] = {
+        "made of tensors": lambda: made(values),
+        "top(20)": lambda: one.top(20),
+        "agreement": lambda: p.agreement(one, other),
+        "saved (parquet)": lambda: one.save(path),
+        "loaded": lambda: p.Sweep.load(path),
+        "frame": lambda: made(values).frame,
+        "made of the frame": lambda: p.Sweep(one.frame, **RUN),
+    }
+    return turns(calls, 0, "cpu")
+
+
+def report(folder: str, smoke: bool, device: str) -> str:
+    """Both tables, as the text of a page."""
+    load_then = os.getloadavg()[0]
+    if folder:
+        source, shape = load(folder).to(device), f"`{Path(folder).name}`"
+    else:
+        source = bench_patching.bridge_of(device, smoke=smoke)
+        shape = "A tiny model (--smoke)" if smoke else "GPT-2 small's shape, random weights"
+    lengths, rounds = ((5,), 1) if smoke else (LENGTHS, 5)
+    sizes = SMALL if smoke else LARGE
+    millions = sizes[0] * sizes[1] * sizes[2] / 1e6
+    found = attributions(source, lengths, rounds, device)
+    with tempfile.TemporaryDirectory() as kept:
+        large = large_result(sizes, Path(kept))
+    return f"""# Attribution against plain hooks, and large results
+
+Machine: {machine(device)}; {load_then:.1f} other processes ran when it began.
+Made by `python -m analyses.benchmarks.bench_results`.
+
+## Attribution of every neuron at every position, `budget=0`
+
+{shape}, a bridge, float32. The gradient costs a forward pass by flops, so AtP costs
+three.
+
+{table(found)}
+
+## A result of {millions:.3g} million sites
+
+{table(large)}
+"""
+
+
+def main(
+    out: Annotated[Path, typer.Option(help="folder to write")] = Path("out/bench"),
+    device: Device = "cpu",
+    model: Annotated[str, typer.Option(help="a folder to load; GPT-2 small's shape if none")] = "",
+    smoke: Annotated[bool, typer.Option(help="tiny sizes")] = False,
+) -> None:
+    """Measure, print, and write `bench_results.md`."""
+    started = time.perf_counter()
+    text = report(model, smoke, device)
+    typer.echo(text)
+    settings = {"device": device, "smoke": smoke, "model": Path(model).name}
+    leave(__file__, out, {page_name(__file__, device): text}, started=started, **settings)
+
+
+if __name__ == "__main__":
+    typer.run(main)

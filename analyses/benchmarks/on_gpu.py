@@ -1,0 +1,194 @@
+"""Everything that is measured on a GPU, in order and within minutes: benchmarks, studies, one page.
+
+Each step is a process with a budget. A step that is cut off, fails or finds no time left is named
+on the page, and run when this script runs again; a step that is done is not, so that a device that
+goes away costs the step that ran, and no more. `on_gpu.md` is written anew after every step; what
+steps print and write is beside it. To measure all anew, remove the folder.
+
+The first step is this script's own: sweeps on the device, held against the CPU's, and what
+`precision` saves and costs.
+
+    python -m analyses.benchmarks.on_gpu --device cuda --out out/gpu
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import pandas as pd
+import torch
+import typer
+
+from analyses.benchmarks.bench_patching import Task, bridge_of, prompts
+from analyses.tools.benching import Device, machine, markdown, table, wait
+from attn_only_lens import expose_neuron_heads
+from attn_only_lens import patching as p
+from attn_only_lens.precision import PRECISIONS, precision_reasons
+from attn_only_lens.storage import write_text
+from attn_only_lens.tl import HAS_HOOKED_TRANSFORMER
+
+FIRST_STEP = Task("every neuron", "each", 15, 10)
+
+
+@dataclass(frozen=True)
+class Step:
+    """One script with its options, and the seconds that it may take."""
+
+    script: str
+    seconds: int
+    options: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """The name of its folder."""
+        return "_".join([self.script, *(each.strip("-") for each in self.options)])
+
+
+STEPS = (
+    Step("on_gpu", 60, ("--sweeps",)),
+    Step("bench_patching", 120, ("--model", "bridge")),
+    Step("bench_paths", 60),
+    Step("bench_compare", 60),
+    Step("bench_composition", 60),
+    Step("bench_patching", 90, ("--model", "hooked")),
+    Step("bench_results", 60),
+    Step("bench_growth", 60),
+    Step("bench_convert", 60),
+    Step("edges_against_cuts", 60),
+    Step("exactness_by_gate", 60),
+    Step("tracr_edges_auroc", 60),
+    Step("tracr_growth", 60),
+    Step("omega_study", 60),
+    Step("attribution_vs_patching", 120),
+)
+"""By what a page without the last ones would miss least."""
+if not HAS_HOOKED_TRANSFORMER:
+    STEPS = tuple(step for step in STEPS if "hooked" not in step.options)
+
+
+def sweeps(device: str, smoke: bool) -> str:
+    """Sweeps on a device in every precision that it has, against the CPU's in full."""
+    given = prompts(FIRST_STEP, 41 if smoke else 50257, "cpu")
+    metric = p.logit_diff(correct=11, wrong=12)
+    neurons = range(0, 37 if smoke else 3072, 18 if smoke else 384)
+    names = [f"L{layer}N{i}" for layer in range(2 if smoke else 12) for i in neurons]
+    rows: list[dict[str, Any]] = []
+    expected = None
+    for where in dict.fromkeys(("cpu", device)):
+        with expose_neuron_heads(bridge_of(where, smoke=smoke)) as model:
+            moved = [each.to(where) for each in given]
+            how: dict[str, Any] = {"sites": names, "positions": "each", "progress": False}
+            for precision in (None, *PRECISIONS):
+                if precision_reasons(precision, torch.float32, torch.device(where)):
+                    continue
+                found, seconds = None, []
+                for _ in range(2):  # the first time, kernels are loaded
+                    wait(where)
+                    start = time.perf_counter()
+                    found = p.activation_patch(model, *moved, metric, precision=precision, **how)
+                    wait(where)
+                    seconds.append(time.perf_counter() - start)
+                assert found is not None
+                score = found.frame["score"]
+                expected = score if expected is None else expected
+                rows.append(
+                    {
+                        "device": where,
+                        "products": precision or "float32",
+                        "sites": len(score),
+                        "seconds": seconds[-1],
+                        "largest difference from the CPU's score": (score - expected).abs().max(),
+                        "as the sweep says": found.rounding,
+                    }
+                )
+                if where != device:  # it is there to be compared with
+                    break
+    return f"# Sweeps in every precision\n\n{table(pd.DataFrame(rows))}\n"
+
+
+def run(command: Sequence[str], log: Path, seconds: float) -> str:
+    """Run a command, and return why it is not done, if it is not."""
+    with log.open("w") as out:
+        process = subprocess.Popen(
+            command, stdout=out, stderr=subprocess.STDOUT, start_new_session=True
+        )
+        try:
+            code = process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)  # and those that it has started
+            process.wait()
+            return f"cut off after {seconds:.0f} s"
+    lines = log.read_text("utf-8", errors="replace").strip().splitlines()
+    return f"failed: {lines[-1][:200] if lines else code}" if code else ""
+
+
+def page(out: Path, states: dict[str, str], about: str) -> str:
+    """What each step came to, and the pages of those that are done."""
+    rows = [[name, state] for name, state in states.items()]
+    texts = [
+        path.read_text("utf-8") for name in states for path in sorted(out.glob(f"{name}/*.md"))
+    ]
+    parts = ["# Measured on a GPU", about, markdown(["step", "state"], rows), *texts]
+    return "\n\n".join(each.strip() for each in parts) + "\n"
+
+
+def main(
+    out: Annotated[Path, typer.Option(help="folder to write, or to go on in")] = Path("out/gpu"),
+    device: Device = "cuda",
+    minutes: Annotated[float, typer.Option(help="for all steps of this run")] = 9.0,
+    only: Annotated[list[str] | None, typer.Option(help="scripts; all if none")] = None,
+    own: Annotated[bool, typer.Option("--sweeps", help="the first step alone, here")] = False,
+    smoke: Annotated[bool, typer.Option(help="tiny sizes")] = False,
+) -> None:
+    """Run every step that is not done, and write `on_gpu.md`."""
+    if own:
+        write_text(out / "sweeps.md", sweeps(device, smoke))
+        return
+    steps = [step for step in STEPS if not only or step.script in only]
+    if not steps:
+        expected = ", ".join(dict.fromkeys(step.script for step in STEPS))
+        raise typer.BadParameter(f"got --only {only}; expected some of {expected}")
+    end = time.monotonic() + 60 * minutes
+    command = f"python -m analyses.benchmarks.on_gpu --device {device}"
+    about = f"Machine: {machine(device)}. Made by `{command}`."
+    states = {step.name: "not begun: no time was left; run this again" for step in steps}
+    for step in steps:
+        folder = out / step.name
+        flags = ["--device", device, *step.options, *["--smoke"] * smoke]
+        record = {"script": step.script, "flags": flags, "machine": machine(device)}
+        kept, said = folder / "done.json", None
+        if kept.exists() and (said := json.loads(kept.read_text("utf-8"))) | record == said:
+            states[step.name] = f"done in {said['seconds']:.0f} s"
+            continue
+        left = end - time.monotonic()
+        if left < 1:
+            continue
+        folder.mkdir(parents=True, exist_ok=True)
+        command = [
+            sys.executable,
+            "-m",
+            f"{__package__}.{step.script}",
+            "--out",
+            str(folder),
+            *flags,
+        ]
+        start = time.monotonic()
+        reason = run(command, folder / "log.txt", min(step.seconds, left))
+        took = time.monotonic() - start
+        states[step.name] = reason or f"done in {took:.0f} s"
+        if not reason:
+            write_text(kept, json.dumps(record | {"seconds": took}, indent=2) + "\n")
+        typer.echo(f"{step.name}: {states[step.name]}")
+        write_text(out / "on_gpu.md", page(out, states, about))
+    write_text(out / "on_gpu.md", page(out, states, about))
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,251 @@
+"""How well each method of attribution agrees with patching: every site, every part, exact sweeps.
+
+On the shipped model and on the real ones that are there, for pairs of prompts drawn with a seed,
+`attribution` without exact repairs is held against `activation_patch`, neuron-heads and attention
+heads apart. What repairs make of it: `attribution_repairs.py`.
+
+    python -m analyses.studies.attribution_vs_patching --models-dir MODELS --out analyses/results
+"""
+
+import time
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import pandas as pd
+import torch
+import typer
+from matplotlib.figure import Figure
+from scipy.stats import spearmanr
+from torch import Tensor
+from tqdm import tqdm
+
+from analyses.studies.exactness_measures import REAL, trained
+from analyses.tools.benching import Device, markdown
+from analyses.tools.study_files import keep
+from attn_only_lens import expose_neuron_heads
+from attn_only_lens import patching as p
+from attn_only_lens.engine.sites import PARTS
+from attn_only_lens.patching._attribution import METHODS
+
+LENGTH = {"sort_gelu_new_3l": 6, "modular_addition_relu_1l": 3}  # prompts of tasks; texts: 16
+KINDS = {"neuron": "neuron-heads", "attention": "attention heads"}
+MEASURES = {"pearson": "Pearson", "spearman": "Spearman", "top_k": "top-k"}
+TOP = 20
+AIMED = ("z", "pattern", "value")
+DIGITS = 9  # of scores; float64 sweeps have about 12
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two prompts that differ in one token, and the top tokens after either."""
+
+    clean: Tensor
+    corrupted: Tensor
+    correct: int
+    wrong: int
+
+
+@torch.no_grad()
+def pairs(model: Any, tokens: Tensor, n: int, seed: int) -> Iterator[Pair]:
+    """Prompts with one token replaced by another prompt's, where that changes the top token."""
+    generator = torch.Generator().manual_seed(seed)
+    found = 0
+    for _ in range(1000):
+        row, other = torch.randint(len(tokens), (2,), generator=generator).tolist()
+        at = int(torch.randint(tokens.shape[1], (1,), generator=generator))
+        clean, corrupted = tokens[row], tokens[row].clone()
+        corrupted[at] = tokens[other, at]
+        correct, wrong = model(torch.stack([clean, corrupted]))[:, -1].argmax(-1).tolist()
+        if correct != wrong:
+            found += 1
+            yield Pair(clean, corrupted, correct, wrong)
+        if found == n:
+            return
+    raise RuntimeError(f"of 1000 pairs of prompts, {found} have other top tokens; wanted {n}")
+
+
+def compare(model: Any, pair: Pair) -> Iterator[dict[str, Any]]:
+    """Yield a row for each part, method and kind of head: position by position, one way."""
+    prompts = pair.clean, pair.corrupted, p.logit_diff(pair.correct, pair.wrong)
+    for part in PARTS:
+        exact = p.activation_patch(model, *prompts, part=part, progress=False)
+        for method in METHODS:
+            if method == "frozen_pattern" and part in "qk":  # no query or key moves it: refused
+                continue
+            found = p.attribution(
+                model, *prompts, part=part, method=method, budget=0, progress=False
+            )
+            sites = [each.frame[["name", "position"]].astype(str) for each in (exact, found)]
+            assert sites[0].equals(sites[1])
+            for kind in KINDS:
+                here = (found.frame["kind"] == kind).to_numpy()
+                one, other = (each.effect.to_numpy()[here] for each in (exact, found))
+                if here.any() and np.ptp(one.round(DIGITS)) > 0:  # some patch has an effect
+                    yield {"kind": kind, "part": part, "method": method} | agree(one, other)
+
+
+def agree(exact: np.ndarray, found: np.ndarray) -> dict[str, Any]:
+    """Agreement of an estimate's effects with those of patching; none where it has one for all.
+
+    As `p.agreement` measures it, of effects rounded so that sites without any share their rank.
+    """
+    one, other = (each.round(DIGITS) for each in (exact, found))
+    k = min(TOP, len(one) // 2)
+    if np.ptp(other) == 0:
+        return {"k": k, "n": len(one)}
+    largest = [set(np.argsort(-abs(each), kind="stable")[:k]) for each in (one, other)]
+    return {
+        "k": k,
+        "n": len(one),
+        "pearson": float(np.corrcoef(one, other)[0, 1]),
+        "spearman": spearmanr(one, other).statistic,
+        "top_k": len(largest[0] & largest[1]) / k,
+    }
+
+
+def table(frame: pd.DataFrame, measure: str) -> str:
+    """Means over pairs: a row for each model, kind and part, a column a method."""
+    keys = ["model", "kind", "part", "method"]
+    wide = frame.groupby(keys, observed=True)[measure].mean().unstack("method")
+    rows = []
+    for (model, kind, part), row in wide[list(METHODS)].iterrows():
+        shown = ["–" if pd.isna(x) else f"{x:.3f}" for x in row]
+        best = f"{row.max():.3f}"
+        cells = [f"**{cell}**" if cell == best else cell for cell in shown]
+        rows.append([model, KINDS[kind], part, *cells])
+    return markdown(["model", "heads", "part", *METHODS], rows)
+
+
+def summary(frame: pd.DataFrame) -> str:
+    """Means over models, by kind of head and part; an estimate without information counts as 0."""
+    filled = frame.fillna(dict.fromkeys(MEASURES, 0.0))
+    means = filled.groupby(["kind", "part", "method"], observed=True)[list(MEASURES)].mean()
+    return markdown(
+        ["heads", "part", "method", *MEASURES.values()],
+        (
+            [KINDS[kind], part, method, *(f"{x:.3f}" for x in row)]
+            for (kind, part, method), row in means.iterrows()
+        ),
+    )
+
+
+def findings(frame: pd.DataFrame) -> str:
+    """Which method is nearest, overall: over the parts that all of them estimate, and over "q"."""
+    filled = frame.fillna(dict.fromkeys(MEASURES, 0.0))
+    lines = []
+    for label, rows in (
+        ('parts "z", "pattern" and "value"', filled[filled["part"].isin(AIMED)]),
+        ('part "q"', filled[filled["part"] == "q"]),
+    ):
+        for kind, of_kind in rows.groupby("kind", observed=True):
+            means = of_kind.groupby("method", observed=True)["pearson"].mean().round(3)
+            means = means.sort_values(ascending=False, kind="stable")  # of equals, as in METHODS
+            ranked = ", ".join(f"{method} {mean:.3f}" for method, mean in means.items())
+            lines.append(f"- {label}, {KINDS[kind]}: mean Pearson {ranked}.")
+    return "\n".join(lines)
+
+
+def figure(frame: pd.DataFrame) -> Figure:
+    """Pearson by method, for each kind of head: a dot for each run, a panel for each model."""
+    picture = Figure(figsize=(11, 6), layout="constrained")
+    models = list(frame["model"].unique())
+    panels = picture.subplots(len(KINDS), len(models), sharex=True, sharey=True, squeeze=False)
+    for row, kind in zip(panels, KINDS, strict=True):
+        for panel, model in zip(row, models, strict=True):
+            of = frame[(frame["kind"] == kind) & (frame["model"] == model)]
+            for place, method in enumerate(METHODS):
+                y = of.loc[of["method"] == method, "pearson"].fillna(0.0)
+                x = place + 0.3 * (np.arange(len(y)) / max(1, len(y)) - 0.5)
+                panel.plot(x, y, ".", color=f"C{place}", alpha=0.5, markersize=4, rasterized=True)
+            panel.set_xticks(range(len(METHODS)), METHODS, rotation=90, fontsize="x-small")
+            panel.grid(axis="y", alpha=0.3)
+            if kind == next(iter(KINDS)):
+                panel.set_title(model, fontsize="small")
+        row[0].set_ylabel(f"{KINDS[kind]}: Pearson", fontsize="small")
+    return picture
+
+
+def main(
+    out: Annotated[Path, typer.Option(help="folder to write")] = Path("out/attribution"),
+    models_dir: Annotated[
+        Path, typer.Option(envvar="ATTN_ONLY_LENS_MODELS", help="real models, a folder each")
+    ] = Path(__file__).parents[2] / "shared" / "models",
+    n_pairs: Annotated[int, typer.Option(help="pairs of prompts for each model")] = 6,
+    seed: Annotated[int, typer.Option(help="of the prompts")] = 0,
+    device: Device = "cpu",
+    smoke: Annotated[bool, typer.Option(help="the shipped model and two pairs")] = False,
+) -> None:
+    """Measure, print, and keep what `studies.py` says."""
+    warnings.filterwarnings("ignore", "HookedTransformer.* is deprecated", DeprecationWarning)
+    started = time.perf_counter()
+    rows, seen = [], []
+    n_pairs = 2 if smoke else n_pairs
+    with tqdm(unit="pair", leave=False) as bar:
+        for name, source, tokens in trained(models_dir, LENGTH, device, smoke=smoke):
+            model = expose_neuron_heads(source).model
+            bar.set_description(name)
+            seen.append(name)
+            for number, pair in enumerate(pairs(model, tokens, n_pairs, seed)):
+                rows += [{"model": name, "pair": number} | row for row in compare(model, pair)]
+                bar.update()
+    frame = pd.DataFrame(rows).astype({"k": int, "n": int})
+    orders = {"kind": list(KINDS), "part": PARTS, "method": METHODS}
+    for column, order in orders.items():
+        frame[column] = pd.Categorical(frame[column], order)
+    missing = [] if smoke else [name for name in REAL if name not in seen]
+    page = PAGE.format(
+        n_pairs=n_pairs,
+        seed=seed,
+        flag=" --smoke" if smoke else "",
+        missing="".join(f"Left out, its weights were not there: {name}.\n\n" for name in missing),
+        findings=findings(frame),
+        summary=summary(frame),
+        tables="\n\n".join(
+            f"## {title}, by model\n\n{table(frame, name)}" for name, title in MEASURES.items()
+        ),
+    )
+    typer.echo(page)
+    settings = {"models": seen, "n_pairs": n_pairs, "seed": seed, "device": device, "smoke": smoke}
+    keep(__file__, out, page, frame, figure(frame), started=started, **settings)
+
+
+PAGE = """# Attribution against patching
+
+Every head and neuron at every position: the effect that `attribution` gives against the one that
+`activation_patch` measures, in float64, both to 1e-9. {n_pairs} pairs of prompts of each model
+(seed {seed}), which differ in one token and in their top next token; the metric is the logit
+difference of the two top tokens. Texts have 16 tokens; sorting, the six digits; addition, three.
+
+- Pearson, Spearman: over all heads of the kind and all positions, those without effect included.
+- top-k: the share of the {{20}} largest |effects| that are among the estimate's (of half of the
+  sites, where there are fewer than 40).
+- Where no patch has an effect at all (queries of the last token in addition, which never changes),
+  there is no row.
+
+{missing}Made by `python -m analyses.studies.attribution_vs_patching{flag}`; every row is in
+`attribution_vs_patching.csv`.
+
+Clean activations into the corrupted run, each position by itself, `budget=0`: no site is patched
+exactly; [what that makes of them](attribution_repairs.md). "exact_gate" is
+"gradient" but for part "q". "frozen_pattern" has no parts "q" and "k", as neither moves a frozen
+pattern. – : the estimate is the same for every site. relu's gate is a step, whose slope is 0
+wherever it has one; in the means, such an estimate counts as 0. Part "k" is of attention heads
+alone, and its estimate is linear.
+
+{findings}
+
+![Pearson by method](attribution_vs_patching.svg)
+
+## Means over models
+
+{summary}
+
+{tables}
+""".replace("{{20}}", str(TOP))
+
+if __name__ == "__main__":
+    typer.run(main)

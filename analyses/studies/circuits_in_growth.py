@@ -1,0 +1,445 @@
+"""What becomes of circuits when a transformer grows?
+
+A LLaMA of 2 layers learns Small English until it answers three of its tasks: number across a
+prepositional phrase, gender, brackets. Then it grows, and trains on:
+
+    none                nothing is added: drift without growth, for as many flops
+    none, equal steps   the same, for as many steps as "neurons" has
+    none, other texts   the same, twice, on texts that no other arm reads
+    neurons             in every layer as many neurons again
+    heads               in every layer 4 heads beside 3
+    width               the stream from 48 to 64
+    depth               a third layer, last
+    neurons, copies     as neurons, but the new ones start as noisy copies of old ones
+    neurons, cancelling as neurons, but in pairs whose outputs cancel
+    neurons, splits     as neurons, but each old one is shared out with a copy of itself
+
+The new entries of the first five are drawn as the model draws its own, and zero where they write.
+Every arm goes on from the same small model, with AdamW's moments, the same texts, and (but for the
+two named after steps and texts) as many flops of training; so an arm with more weights does fewer
+steps. Neurons, heads, width and depth add about as many weights each. The learning rate falls over
+the last quarter. Three small models; two growths of each with other numbers in the new entries, to
+tell what is growth's from what is chance's.
+
+Before growth, right after it, and after 1/32, 1/8, 3/8 and all of the training every component's
+effect on every task is measured (`circuit_measures.py` defines all measures), with intervals over
+prompts; seeds are all shown. Nulls: neurons of a layer matched at random; training without growth
+for as many flops, and for as many steps; an arm's two growths against each other; two trainings
+on other texts against each other; one model against itself, on disjoint prompts: the ceiling.
+
+Questions, and what we expect of each, are `PREDICTIONS` in `circuits_report.py`; they were written
+before the run, with what would make each of them fail. A first run, of which the page speaks,
+trained on for 300 steps. Equal steps, other texts, disjoint prompts and overlap were added
+afterwards, and everything was run again.
+
+    python -m analyses.studies.circuits_in_growth --out analyses/results
+"""
+
+import io
+import json
+import time
+from dataclasses import asdict, dataclass, replace
+from itertools import accumulate
+from pathlib import Path
+from typing import Annotated, Any
+
+import pandas as pd
+import torch
+import typer
+from torch import Tensor
+from tqdm import tqdm
+
+from analyses.studies import circuit_measures as measures
+from analyses.studies.circuits_report import COMPARED, COMPARED_BY, new_figure, old_figure, page
+from analyses.studies.english_runs import (
+    Done,
+    Plan,
+    Sizes,
+    batch,
+    figures,
+    model_at,
+    run,
+    step_flops,
+)
+from analyses.tools import small_english_grammar as grammar
+from analyses.tools.benching import Device, machine
+from analyses.tools.resumable import claim
+from analyses.tools.study_files import keep
+from analyses.tools.train_small_english import questions, tokenizer
+from attn_only_lens import Grown, grow
+from attn_only_lens import expansion as ex
+from attn_only_lens import patching as p
+from attn_only_lens.expansion.expansion import Expansion
+from attn_only_lens.expansion.initialise import Initialiser
+from attn_only_lens.growth import read
+from attn_only_lens.storage import write_text
+
+TASKS = ("number, prepositional", "gender", "brackets, simple")
+ARMS = ("none", "none, equal steps", "none, other texts", "neurons", "heads", "width", "depth")
+ARMS = (*ARMS, "neurons, copies", "neurons, cancelling", "neurons, splits")
+SMALL_MODEL = "small model"  # in tables, beside the arms: before growth
+OTHER_TEXTS = 100  # more than there are small models: the seed of texts that no other arm reads
+DIGITS = "%.4g"
+EXACT = [*COMPARED_BY, *COMPARED]
+SEED_OF_TEXTS = 888_888
+SMALL, GROWN = Sizes(2, 48, 3, 96), Sizes(3, 64, 7, 192)
+
+
+@dataclass(frozen=True)
+class Study:
+    """What determines the result."""
+
+    small: Sizes = SMALL
+    grown: Sizes = GROWN
+    steps: int = 1400  # of the small model, before growth
+    more: int = 2000  # steps of the small model, whose flops all arms have after growth
+    checks: tuple[float, ...] = (1 / 32, 1 / 8, 3 / 8, 1)
+    lr: float = 6e-3
+    rows: int = 32
+    save_every: int = 200
+    n_seeds: int = 3
+    tasks: tuple[str, ...] = TASKS
+    arms: tuple[str, ...] = ARMS
+    prompts: int = 48
+    texts: int = 64
+
+
+SMOKE = Study(
+    small=Sizes(1, 8, 2, 7),
+    grown=Sizes(2, 12, 3, 11),
+    steps=2,
+    more=2,
+    checks=(1,),
+    lr=0.5,
+    rows=2,
+    save_every=2,
+    tasks=("gender",),
+    arms=("none", "none, equal steps", "none, other texts", "neurons"),
+    prompts=5,
+    texts=3,
+)
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One way to go on.
+
+    Attributes:
+        expansion: by which it grows, if it does.
+        init: of the new entries.
+        growth_seeds: one for each growth.
+        steps_of: the expansion after which training takes as many steps; by default its own.
+        other_texts: whether each growth reads texts of its own.
+    """
+
+    expansion: Expansion | None
+    init: Initialiser | None = None
+    growth_seeds: tuple[int, ...] = (0, 1)
+    steps_of: Expansion | None = None
+    other_texts: bool = False
+
+
+def arms(study: Study) -> dict[str, Arm]:
+    """All of them, by name."""
+    small, grown = study.small, study.grown
+    neurons = ex.AddNeurons(grown.d_mlp - small.d_mlp)
+    return {
+        "none": Arm(None, growth_seeds=(0,)),
+        "none, equal steps": Arm(None, growth_seeds=(0,), steps_of=neurons),
+        "none, other texts": Arm(None, steps_of=neurons, other_texts=True),
+        "neurons": Arm(neurons),
+        "heads": Arm(ex.AddHeads(grown.n_heads - small.n_heads)),
+        "width": Arm(ex.WidenStream(grown.d_model - small.d_model)),
+        "depth": Arm(ex.InsertLayer(small.n_layers)),
+        "neurons, copies": Arm(neurons, ex.init.copies(), (0,)),
+        "neurons, cancelling": Arm(neurons, ex.init.cancelling(), (0,)),
+        "neurons, splits": Arm(neurons, ex.init.splits(), (0,)),
+    }
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What every model is asked: questions by task, as many others, and texts."""
+
+    questions: dict[str, measures.Question]
+    others: dict[str, measures.Question]
+    texts: list[Tensor]
+
+    @classmethod
+    def of(cls, study: Study, device: str) -> "Asked":
+        """Prompts that begin no sentence of the texts trained on, and texts not read."""
+        of, write = tokenizer(), grammar.Grammar(SEED_OF_TEXTS)
+        made, n = questions(2 * study.prompts), study.prompts
+        texts = [torch.tensor(of(write.text())["input_ids"]) for _ in range(study.texts)]
+        first, others = (
+            {task: measures.Question.of(made[task], of, some).to(device) for task in study.tasks}
+            for some in (slice(n), slice(n, None))
+        )
+        return cls(first, others, [text.to(device) for text in texts])
+
+
+@dataclass(frozen=True)
+class Seen:
+    """A model at one time.
+
+    Attributes:
+        check: the share of the training after growth.
+        model: as it is then.
+        look: what it is like.
+        about: steps and flops since growth, and the loss on held-out text.
+    """
+
+    check: float
+    model: Any
+    look: measures.Look
+    about: dict[str, float]
+
+
+def plan_of(study: Study, seed: int) -> Plan:
+    """The small model's training."""
+    return Plan(
+        study.small,
+        study.steps,
+        seed=seed,
+        data_seed=seed,
+        lr=study.lr,
+        rows=study.rows,
+        check_every=study.save_every,
+        save_every=study.save_every,
+        asked=0,
+    )
+
+
+def plan_after(study: Study, arm: Arm, small: Done, growth_seed: int) -> tuple[Plan, list[int]]:
+    """The training that follows on the small model's, and the step of each check since then."""
+    start, expansion = small.plan.steps, arm.steps_of or arm.expansion or ex.compose()
+    first = batch(small.plan, start)
+    weights = read(grow(small.model, expansion).model)
+    ratio = step_flops(read(small.model), first) / step_flops(weights, first)
+    n_steps = max(len(study.checks), round(study.more * ratio))
+    stops = [max(1, round(check * n_steps)) for check in study.checks]
+    texts = OTHER_TEXTS * (1 + growth_seed) if arm.other_texts else 0
+    plan = replace(
+        small.plan,
+        data_seed=small.plan.data_seed + texts,
+        steps=start + n_steps,
+        decay=n_steps // 4,
+        schedule={start: arm.expansion} if arm.expansion else {},
+        init=arm.init,
+        growth_seed=growth_seed,
+        kept=tuple(sorted({start + stop for stop in stops})),
+    )
+    return plan, stops
+
+
+def trained(plan: Plan, small: Done, folder: Path) -> Done:
+    """Train by a plan that follows on the small model's, or go on from the folder's checkpoint."""
+    n_steps, device = plan.steps - small.plan.steps, str(next(small.model.parameters()).device)
+    with tqdm(total=n_steps, desc=folder.name, unit="step", mininterval=5) as bar:
+        return run(plan, folder, device, bar.update, start=small)
+
+
+def seen_through(
+    study: Study,
+    arm: Arm,
+    grown: Grown,
+    growth_seed: int,
+    small: Done,
+    asked: Asked,
+    folder: Path,
+    method: measures.Method,
+) -> list[Seen]:
+    """What one growth is like from its beginning to its end."""
+    start, weights = small.plan.steps, read(grown.model)
+    plan, stops = plan_after(study, arm, small, growth_seed)
+    done, n_steps = trained(plan, small, folder), plan.steps - start
+    device = str(next(small.model.parameters()).device)
+    flops = [0, *accumulate(step_flops(weights, batch(plan, start + i)) for i in range(n_steps))]
+    new = {*grown.provenance.new_heads, *grown.provenance.new_neurons}
+    found = []
+    for check, stop in zip((0.0, *study.checks), (0, *stops), strict=True):
+        model = grown.model
+        if stop == n_steps:
+            model = done.model
+        elif stop:
+            model = model_at(done, start + stop, folder, start=small).to(device)
+        look = measures.look(model, asked.questions, asked.texts, new, method)
+        about = {"steps": stop, "flops": flops[stop], **figures(model, plan.read, 0)}
+        found.append(Seen(check, model, look, about))
+    return found
+
+
+def measured(
+    study: Study,
+    name: str,
+    small: Done,
+    before: measures.Look,
+    asked: Asked,
+    folder: Path,
+    method: measures.Method,
+) -> dict[str, pd.DataFrame]:
+    """Train and measure one arm, and by task agreement with before growth: frames by name.
+
+    Args:
+        study: the study.
+        name: of the arm.
+        small: the model before growth.
+        before: what it is like.
+        asked: what models are asked.
+        folder: of this arm with this small model.
+        method: of effects.
+    """
+    arm, rows, effects, prompts = arms(study)[name], [], [], []
+    again: dict[float, list[tuple[measures.Look, dict[str, str]]]] = {}
+    for growth_seed in arm.growth_seeds:
+        expansion = arm.expansion or ex.compose()
+        grown = grow(small.model, expansion, init=arm.init, seed=growth_seed)
+        runs = folder.with_name(f"{folder.name}-{growth_seed}")
+        seen = seen_through(study, arm, grown, growth_seed, small, asked, runs, method)
+        old = {name: grown.provenance[name] for name in before.names}
+        new = {*grown.provenance.new_heads, *grown.provenance.new_neurons}
+        for each in seen:
+            again.setdefault(each.check, []).append((each.look, old))
+            pair = measures.Pair(before, each.look, old)
+            alike = pair.similarities()
+            for task in study.tasks:
+                idle = [old[name] for name in measures.idle_half(before, task)]
+                rows.append(
+                    {
+                        "growth_seed": growth_seed,
+                        "check": each.check,
+                        **each.about,
+                        "task": task,
+                        **measures.new_measures(each.look, task, new, idle),
+                        **measures.kept_measures(pair, task, alike),
+                        "heads": pair.heads(),
+                        **measures.resemblances(each.look, task, new),
+                    }
+                )
+        end = seen[-1]
+        effects.append(measures.effects(end.look, old).assign(growth_seed=growth_seed))
+        other = measures.on_prompts(end.model, end.look, asked.others, new, method)
+        again_here = {name: name for name in old.values()}
+        pairs = {"itself": (end.look, again_here), "before": (before, old)}
+        prompts += [
+            {"growth_seed": growth_seed, "check": 1.0, "with": name, "task": task}
+            | measures.agreement(measures.Pair(one, other, names), task)
+            for name, (one, names) in pairs.items()
+            for task in study.tasks
+        ]
+    frames = {"": pd.DataFrame(rows), "effects": pd.concat(effects)}
+    frames["prompts"] = pd.DataFrame(prompts)
+    twins = []
+    for check, looks in again.items():
+        if len(looks) > 1:
+            (one, names), (other, _) = looks
+            pair = measures.Pair(one, other, {each: each for each in names.values()})
+            alike = pair.similarities()
+            twins += [
+                {"check": check, "task": task, **measures.kept_measures(pair, task, alike)}
+                | {"heads": pair.heads()}
+                for task in study.tasks
+            ]
+    return frames | ({"again": pd.DataFrame(twins)} if twins else {})
+
+
+def measured_small(
+    study: Study, small: Done, before: measures.Look, asked: Asked, method: measures.Method
+) -> dict[str, pd.DataFrame]:
+    """Measure the small model on both sets of prompts: frames by name."""
+    same = {name: name for name in before.names}
+    other = measures.on_prompts(small.model, before, asked.others, (), method)
+    pair = measures.Pair(before, other, same)
+    rows = [
+        {"check": 0.0, "with": "itself", "task": task} | measures.agreement(pair, task)
+        for task in study.tasks
+    ]
+    effects = pd.concat(
+        [
+            measures.effects(before, same),
+            measures.effects(other, same).assign(arm=f"{SMALL_MODEL}, other prompts"),
+        ]
+    )
+    frames = {"effects": effects, "prompts": pd.DataFrame(rows)}
+    return {part: frame.assign(growth_seed=0) for part, frame in frames.items()}
+
+
+def stored(text: str) -> pd.DataFrame:
+    """A table that was written as text."""
+    return pd.read_csv(io.StringIO(text))
+
+
+def of_seed(
+    study: Study,
+    seed: int,
+    folder: Path,
+    device: str,
+    method: measures.Method = p.attribution,
+) -> dict[str, pd.DataFrame]:
+    """A small model and all its arms: frames with columns `seed` and `arm`."""
+    small: Done | None = None
+    asked = Asked.of(study, device)
+    found: dict[str, list[pd.DataFrame]] = {}
+    for name in (SMALL_MODEL, *study.arms):
+        here = folder / f"{seed}-{name.replace(', ', '-')}"
+        done = here / f"{method.__name__}.json"
+        if not done.exists():
+            if small is None:
+                with tqdm(total=study.steps, desc=f"small {seed}", unit="step") as bar:
+                    plan = plan_of(study, seed)
+                    small = run(plan, folder / f"{seed}-small", device, bar.update)
+                before = measures.look(small.model, asked.questions, asked.texts, method=method)
+            if name == SMALL_MODEL:
+                frames = measured_small(study, small, before, asked, method)
+            else:
+                frames = measured(study, name, small, before, asked, here, method)
+            texts = {part: each.to_csv(index=False) for part, each in frames.items()}
+            write_text(done, json.dumps(texts))
+        for part, text in json.loads(done.read_text("utf-8")).items():
+            frame = stored(text)
+            arm = frame.pop("arm").fillna(name) if "arm" in frame else name
+            frame.insert(0, "arm", arm)
+            frame.insert(0, "seed", seed)
+            found.setdefault(part, []).append(frame)
+    return {part: pd.concat(frames) for part, frames in found.items()}
+
+
+def main(
+    out: Annotated[Path, typer.Option(help="folder to write")] = Path("out/circuits"),
+    runs_dir: Annotated[Path, typer.Option("--runs", help="to go on from")] = Path(
+        "out/circuit-runs"
+    ),
+    device: Device = "cpu",
+    n_seeds: Annotated[int, typer.Option(help="small models")] = 3,
+    only: Annotated[int | None, typer.Option(help="run this seed, and report nothing")] = None,
+    smoke: Annotated[bool, typer.Option(help="tiny sizes and few steps")] = False,
+) -> None:
+    """Train, measure, print; write what a study leaves (`studies.py`)."""
+    started = time.perf_counter()
+    study = replace(SMOKE if smoke else Study(), n_seeds=n_seeds)
+    claim(runs_dir / "study.json", json.dumps(asdict(study), indent=2) + "\n")
+    if only is not None:
+        of_seed(study, only, runs_dir, device)
+        return
+    by_seed = [of_seed(study, seed, runs_dir, device) for seed in range(n_seeds)]
+    made = {part: pd.concat([each[part] for each in by_seed]) for part in by_seed[0]}
+    made["exact"] = of_seed(study, 0, runs_dir, device, p.activation_patch)[""][EXACT]
+    # As they are stored, so that the page is made of what the tables show.
+    frames = {
+        part: stored(each.to_csv(index=False, float_format=DIGITS)) for part, each in made.items()
+    }
+    curves = (pd.read_csv(each) for each in sorted(runs_dir.glob("*/curve.csv")))
+    about = {
+        "study": asdict(study),
+        "machine": machine(device),
+        "training_seconds": round(sum(each["cpu_seconds"].iloc[-1] for each in curves)),
+    }
+    text = page(frames, about, " --smoke" if smoke else "")
+    typer.echo(text)
+    pictures = {"": old_figure(frames), "new": new_figure(frames)}
+    settings = {"device": device, "smoke": smoke, **about}
+    keep(__file__, out, text, frames, pictures, started=started, digits=DIGITS, **settings)
+
+
+if __name__ == "__main__":
+    typer.run(main)

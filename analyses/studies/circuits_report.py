@@ -1,0 +1,725 @@
+"""The questions, predictions, answers, page and figures of the study of circuits in growth."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from itertools import combinations
+from typing import Any, TypeAlias
+
+import pandas as pd
+from matplotlib.figure import Figure
+
+from analyses.studies.growth_small_english_report import interval
+from analyses.studies.growth_small_english_report import said as with_interval
+from analyses.tools.benching import table
+
+Frames: TypeAlias = Mapping[str, pd.DataFrame]
+KINDS = ("neurons", "heads", "width", "depth")
+WITH_NEW = ("neurons", "heads", "depth")
+NONE, EQUAL_STEPS, OTHER_TEXTS = "none", "none, equal steps", "none, other texts"
+SMALL_MODEL = "small model"
+AGREEMENTS = ("kept", "overlap", "correlation")
+WROTE_ZEROS = (*KINDS, "neurons, copies")
+WROTE_AT_ONCE = ("neurons, cancelling", "neurons, splits")
+STARTS = ("neurons", "neurons, copies", *WROTE_AT_ONCE)
+TAKES_PART = 0.05
+COMPARED_BY = ("seed", "arm", "growth_seed", "check", "task")
+COMPARED = ("correlation", "kept", "overlap", "gates", "examples", "new_share", "idle_share")
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """A question, what we expected before the run, and how the tables answer.
+
+    Attributes:
+        question: in a line.
+        expected: with the bound that decides.
+        answer: whether it held (None if these data cannot tell), and the figures.
+    """
+
+    question: str
+    expected: str
+    answer: Callable[[Frames], tuple[bool | None, str]]
+
+
+def over_seeds(
+    frames: Frames, arm: str, column: str, check: float = 1.0, part: str = ""
+) -> "pd.Series[float]":
+    """The mean over tasks and growths, by seed."""
+    frame = frames[part]
+    rows = frame[(frame["arm"] == arm) & (frame["check"] == check)]
+    return rows.groupby("seed")[column].mean()
+
+
+def less(
+    frames: Frames, column: str, arm: str, other: str, check: float = 1.0
+) -> tuple[float, float, float]:
+    """The mean over small models of one arm's figure less another's; Student's interval of 95 %."""
+    one, two = (over_seeds(frames, name, column, check) for name in (arm, other))
+    return interval(one - two)
+
+
+def tells(difference: tuple[float, float, float]) -> bool:
+    """Whether the interval of a difference does not hold zero."""
+    _, low, high = difference
+    return low > 0 or high < 0
+
+
+def said(values: "pd.Series[float]") -> str:
+    """The mean, and the least and largest of the seeds."""
+    return f"{values.mean():.2f} ({values.min():.2f} to {values.max():.2f})"
+
+
+def by_arm(frames: Frames, names: tuple[str, ...], column: str, **how: Any) -> dict[str, Any]:
+    """`over_seeds` of several arms."""
+    return {arm: over_seeds(frames, arm, column, **how) for arm in names}
+
+
+def listed(values: Mapping[str, "pd.Series[float]"]) -> str:
+    """Arms with their means and ranges, in a sentence."""
+    return "; ".join(f"{arm} {said(each)}" for arm, each in values.items())
+
+
+def means(values: Mapping[str, "pd.Series[float]"]) -> dict[str, float]:
+    """The mean over seeds, by arm."""
+    return {arm: float(each.mean()) for arm, each in values.items()}
+
+
+def _at_once(frames: Frames) -> tuple[bool, str]:
+    first = frames[""][frames[""]["check"] == 0]
+    zeros = first[first["arm"].isin(WROTE_ZEROS)]
+    others = first[first["arm"].isin(WROTE_AT_ONCE)]
+    least, most, new = (
+        zeros["correlation"].min(),
+        zeros["new_share"].max(),
+        others["new_share"].min(),
+    )
+    changed = others["correlation"].min()
+    return bool(least > 0.9999 and most < 0.001 and new > 0.1), (
+        f"where zeros are written, the least correlation is {least:.4f} and the largest new share "
+        f"{most:.1g}; of pairs that cancel and of splits the least new share is {new:.2f}, and the "
+        f"least correlation of the old ones {changed:.2f}"
+    )
+
+
+def _keep(frames: Frames) -> tuple[bool, str]:
+    kept, gates = (by_arm(frames, KINDS, column) for column in ("kept", "gates"))
+    chance = frames[""].query("check == 1")["kept_chance"].mean()
+    held = min(means(kept).values()) >= 0.5 and min(means(gates).values()) >= 0.7
+    return held, f"kept: {listed(kept)}; by chance {chance:.2f}. Gates: {listed(gates)}"
+
+
+def _whose(frames: Frames) -> tuple[bool, str]:
+    found = by_arm(frames, (NONE, EQUAL_STEPS, *KINDS), "correlation")
+    least = min(means(found)[arm] for arm in KINDS)
+    most = max(means(found)[arm] for arm in (NONE, EQUAL_STEPS))
+    return most - least <= 0.1, f"correlation: {listed(found)}"
+
+
+def _alone(frames: Frames) -> tuple[bool | None, str]:
+    order = sorted(KINDS, key=means(by_arm(frames, KINDS, "kept")).__getitem__)
+    apart = less(frames, "kept", "heads", "width")
+    held = (order[-1] == "heads" and order[0] == "width") if tells(apart) else None
+    return held, (
+        f"kept, from least to most: {', '.join(order)}; heads less width {with_interval(apart)}, "
+        f"and {between_kinds(frames, 'kept')}"
+    )
+
+
+def between_kinds(frames: Frames, column: str) -> str:
+    """How many of the differences between two kinds of growth have an interval without zero."""
+    found = [less(frames, column, *two) for two in combinations(KINDS, 2)]
+    largest = max(abs(mean) for mean, _, _ in found)
+    n = sum(map(tells, found))
+    return (
+        f"{n or 'none'} of the {len(found)} differences between two kinds "
+        f"{'has' if n < 2 else 'have'} an interval without zero (the largest difference is "
+        f"{largest:.2f})"
+    )
+
+
+def first_times(frames: Frames, arm: str) -> "pd.Series[float]":
+    """By seed, growth and task the first check at which the interval is above TAKES_PART."""
+    rows = frames[""][(frames[""]["arm"] == arm) & (frames[""]["check"] > 0)]
+    above = rows["check"].where(rows["new_share_low"] > TAKES_PART, float("inf"))
+    return above.groupby([rows["seed"], rows["growth_seed"], rows["task"]]).min()
+
+
+def _when(frames: Frames) -> tuple[bool, str]:
+    found = {arm: first_times(frames, arm) for arm in WITH_NEW}
+    middle = {arm: float(each.median()) for arm, each in found.items()}
+    held = middle["neurons"] <= 1 / 8 and middle["depth"] <= 1 / 8 and middle["heads"] >= 1 / 4
+    words = [
+        f"{arm} {_at(middle[arm])} (median; {(each < 2).sum()} of {len(each)} ever)"
+        for arm, each in found.items()
+    ]
+    return held, "; ".join(words)
+
+
+def _parity(frames: Frames) -> tuple[bool, str]:
+    share, parity, left = (
+        by_arm(frames, WITH_NEW, column) for column in ("new_share", "parity", "without_new")
+    )
+    held = all(means(share)[a] < means(parity)[a] and means(left)[a] < 0.9 for a in WITH_NEW)
+    return held, (
+        f"new share: {listed(share)}; parity: {listed(parity)}; what is left without them: "
+        f"{listed(left)}"
+    )
+
+
+def _starts(frames: Frames) -> tuple[bool, str]:
+    soon = by_arm(frames, STARTS, "new_share", check=1 / 8)
+    end = by_arm(frames, STARTS, "new_share")
+    alike = by_arm(frames, STARTS, "resemblance")
+    own, copies, _, splits = STARTS
+    held = (
+        means(soon)[copies] > means(soon)[own] + 0.02
+        and means(end)[splits] > means(end)[own]
+        and means(alike)[copies] > means(alike)[own] + 0.1
+    )
+    return held, (
+        f"new share after 1/8: {listed(soon)}; at the end: {listed(end)}. Resemblance: "
+        f"{listed(alike)}"
+    )
+
+
+def _again(frames: Frames) -> tuple[bool, str]:
+    before, again = (by_arm(frames, KINDS, "correlation", part=part) for part in ("", "again"))
+    held = all(means(again)[arm] > means(before)[arm] for arm in KINDS)
+    return held, f"with each other: {listed(again)}; with before: {listed(before)}"
+
+
+def _idle(frames: Frames) -> tuple[bool, str]:
+    new = over_seeds(frames, "neurons", "new_share")
+    idle, as_soon = (over_seeds(frames, arm, "idle_share") for arm in (NONE, EQUAL_STEPS))
+    was = over_seeds(frames, NONE, "idle_share", check=0.0)
+    return bool(new.mean() > 1.5 * max(idle.mean(), as_soon.mean())), (
+        f"new neurons hold {said(new)}; without growth the idle half, which held {said(was)}, "
+        f"holds {said(as_soon)} after as many steps, and {said(idle)} after as many flops"
+    )
+
+
+PREDICTIONS = (
+    Prediction(
+        "Does growth itself change a circuit?",
+        "Not where the new entries that write are zero: right after growth every correlation is "
+        "above .9999 and every new share below .001. Where new units write at once, in pairs that "
+        "cancel and in splits, the same function has another circuit: new shares above .1.",
+        _at_once,
+    ),
+    Prediction(
+        "Do old neurons keep their job?",
+        "Mostly: at the end at least half of a circuit's neurons are kept in every kind of growth, "
+        "and their gates correlate with what they were by .7 or more.",
+        _keep,
+    ),
+    Prediction(
+        "Is it growth that makes them drift?",
+        "No, training is: without growth the effects drift as far, so that their correlation with "
+        "those before is at most .1 above that of any kind of growth.",
+        _whose,
+    ),
+    Prediction(
+        "Which kind of growth leaves old neurons most alone?",
+        "Heads, which compete with heads; width least, as every norm reads the new coordinates.",
+        _alone,
+    ),
+    Prediction(
+        "When do new components take part?",
+        "The interval of their share is above .05 after 1/8 of the flops or sooner for neurons and "
+        "a new layer; for heads after 1/4 or later, since their patterns must form first.",
+        _when,
+    ),
+    Prediction(
+        "Do they take over?",
+        "No: at the end their share is below parity in every kind of growth. But the model leans "
+        "on them: patched together, they take more than a tenth of the metric.",
+        _parity,
+    ),
+    Prediction(
+        "What difference does the start make?",
+        "Copies take part sooner (after 1/8 their share is larger than that of own draws by .02 or "
+        "more) and stay like what they copied (resemblance larger by .1 or more); splits, which "
+        "begin with half of every job, hold more at the end than own draws.",
+        _starts,
+    ),
+    Prediction(
+        "How much is chance?",
+        "Less than training: at the end two growths of one model with other new entries are more "
+        "alike, in their old neurons, than each is like the model before, in every kind.",
+        _again,
+    ),
+    Prediction(
+        "Would idle neurons have come in without growth?",
+        "Less: at the end new neurons hold more than 1.5 times what the idle half of the old ones "
+        "holds in the model that did not grow.",
+        _idle,
+    ),
+)
+
+
+def _spread(values: "pd.Series[float]") -> str:
+    return "–" if values.isna().all() else said(values)
+
+
+def at_the_end(frames: Frames) -> pd.DataFrame:
+    """A row for each arm: means over tasks and growths, and over seeds with their range."""
+    columns = {
+        "loss": "loss",
+        "steps": "steps",
+        "correlation": "correlation",
+        "kept": "kept",
+        "overlap": "overlap",
+        "gates": "gates",
+        "examples": "examples",
+        "heads": "heads",
+        "new share": "new_share",
+        "parity": "parity",
+        "without new": "without_new",
+        "without old": "without_old",
+        "resemblance": "resemblance",
+    }
+    rows = []
+    for arm in dict.fromkeys(frames[""]["arm"]):
+        found = {name: over_seeds(frames, arm, column) for name, column in columns.items()}
+        steps = f"{found['steps'].mean():.0f}"
+        rows.append(
+            {"arm": arm} | {name: _spread(each) for name, each in found.items()} | {"steps": steps}
+        )
+    return pd.DataFrame(rows)
+
+
+def by_task(frames: Frames, column: str, check: float = 1.0) -> pd.DataFrame:
+    """A row for each arm and task, a column for each seed: of the first growth, with intervals."""
+    rows = frames[""]
+    rows = rows[(rows["check"] == check) & (rows["growth_seed"] == 0)]
+    shown = [
+        f"{value:.2f} [{low:.2f}, {high:.2f}]"
+        for value, low, high in rows[[column, f"{column}_low", f"{column}_high"]].to_numpy()
+    ]
+    wide = rows.assign(shown=shown).pivot(index=["arm", "task"], columns="seed", values="shown")
+    wide = wide.loc[pd.MultiIndex.from_frame(rows[["arm", "task"]].drop_duplicates())]
+    return wide.rename(columns="seed {}".format).reset_index()
+
+
+def small_models(frames: Frames) -> pd.DataFrame:
+    """What the small models have learned: a row for each seed and task."""
+    rows = frames[""]
+    rows = rows[(rows["arm"] == "none") & (rows["check"] == 0)]
+    return rows[["seed", "task", "loss", "metric", "nothing", "right", "old_share_heads"]].rename(
+        columns={"right": "right answers", "old_share_heads": "share of heads"}
+    )
+
+
+def twins(frames: Frames) -> pd.DataFrame:
+    """Two growths of one model, at the end: a row for each arm."""
+    rows = []
+    for arm in dict.fromkeys(frames["again"]["arm"]):
+        row = {"arm": arm}
+        for column in (*AGREEMENTS, "gates", "examples", "heads"):
+            row[column] = _spread(over_seeds(frames, arm, column, part="again"))
+        rows.append(row)
+    return pd.DataFrame(rows)
+
+
+def scale(frames: Frames) -> pd.DataFrame:
+    """From chance to one model with itself: how far effects agree, a row for each comparison."""
+    prompts = frames["prompts"]
+    itself = {"prompts": prompts[prompts["with"] == "itself"]}
+    end = frames[""][frames[""]["check"] == 1]
+
+    def row(name: str, values: Mapping[str, "pd.Series[float]"]) -> dict[str, str]:
+        return {"what is compared": name} | {each: _spread(values[each]) for each in AGREEMENTS}
+
+    def of(arms: Iterable[str], frames: Frames, part: str, check: float = 1.0) -> dict[str, Any]:
+        return {
+            column: pd.concat([over_seeds(frames, arm, column, check, part) for arm in arms])
+            .groupby("seed")
+            .mean()
+            for column in AGREEMENTS
+        }
+
+    by_chance = {
+        column: end[end["arm"].isin(KINDS)].groupby("seed")[f"{column}_chance"].mean()
+        for column in ("kept", "overlap")
+    }
+    by_chance["correlation"] = pd.Series([float("nan")])
+    grown = [(f"before growth with after it: {kind}", of([kind], frames, "")) for kind in KINDS]
+    return pd.DataFrame(
+        [
+            row("neurons of a layer matched at random", by_chance),
+            row("before with after, no growth, equal flops", of([NONE], frames, "")),
+            row("before with after, no growth, equal steps", of([EQUAL_STEPS], frames, "")),
+            row("the same on other texts, two of each", of([OTHER_TEXTS], frames, "")),
+            *(row(name, values) for name, values in grown),
+            row("two trainings on other texts, no growth", of([OTHER_TEXTS], frames, "again")),
+            row("two growths on the same texts, all kinds", of(KINDS, frames, "again")),
+            row("one grown model on other prompts, all kinds", of(KINDS, itself, "prompts")),
+            row("the small model on other prompts", of([SMALL_MODEL], itself, "prompts", 0.0)),
+        ]
+    )
+
+
+def against_training(frames: Frames) -> pd.DataFrame:
+    """Kinds of growth less training without it, at equal steps, and less other kinds."""
+    pairs = [(kind, EQUAL_STEPS) for kind in KINDS]
+    pairs += [(NONE, EQUAL_STEPS), *combinations(KINDS, 2)]
+    return pd.DataFrame(
+        {"of": arm, "less that of": other}
+        | {column: with_interval(less(frames, column, arm, other)) for column in AGREEMENTS}
+        for arm, other in pairs
+    )
+
+
+def missing_zero(frames: Frames) -> str:
+    """How many intervals of the table of differences do not hold zero, in words."""
+    pairs = [(kind, EQUAL_STEPS) for kind in (*KINDS, NONE)] + [*combinations(KINDS, 2)]
+    found = [tells(less(frames, column, *pair)) for pair in pairs for column in AGREEMENTS]
+    return f"{sum(found)} of {len(found)}"
+
+
+def in_short(frames: Frames) -> str:
+    """What the tables say, in a few sentences."""
+    kept = means(by_arm(frames, (NONE, EQUAL_STEPS, *KINDS), "kept"))
+    kinds = [kept[kind] for kind in KINDS]
+    prompts = frames["prompts"]
+    itself = {"prompts": prompts[prompts["with"] == "itself"]}
+    ceiling = over_seeds(itself, SMALL_MODEL, "kept", 0.0, "prompts").mean()
+    texts = over_seeds(frames, OTHER_TEXTS, "kept", part="again").mean()
+    chance = frames[""].query("check == 1 and arm in @KINDS")["kept_chance"].mean()
+    steps = {arm: over_seeds(frames, arm, "steps") for arm in (NONE, EQUAL_STEPS, *KINDS)}
+    apart = {
+        column: [less(frames, column, arm, EQUAL_STEPS) for arm in KINDS] for column in AGREEMENTS
+    }
+    n = {column: sum(map(tells, found)) for column, found in apart.items()}
+    idle, as_soon = (over_seeds(frames, arm, "idle_share").mean() for arm in (NONE, EQUAL_STEPS))
+    on_texts = frames[""].query("check == 1 and arm == @OTHER_TEXTS")
+    by_texts = on_texts.groupby(["seed", "growth_seed"])["kept"].mean().unstack()
+    new = means(by_arm(frames, WITH_NEW, "new_share"))
+    return SHORT.format(
+        low=min(kinds),
+        high=max(kinds),
+        few=min(float(steps[kind].mean()) for kind in KINDS),
+        many=max(float(steps[kind].mean()) for kind in KINDS),
+        equal_steps=steps[EQUAL_STEPS].mean(),
+        equal=kept[EQUAL_STEPS],
+        flops_steps=steps[NONE].mean(),
+        none=kept[NONE],
+        chance=chance,
+        texts=texts,
+        ceiling=ceiling,
+        apart="; ".join(
+            f"{arm} {with_interval(found)}" for arm, found in zip(KINDS, apart["kept"], strict=True)
+        ),
+        told=", ".join(f"{n[column]} of {len(KINDS)} by {column}" for column in AGREEMENTS),
+        between="; ".join(f"by {column}, {between_kinds(frames, column)}" for column in AGREEMENTS),
+        missing=missing_zero(frames),
+        by_texts=by_texts.diff(axis=1).iloc[:, 1].abs().mean(),
+        new_low=min(new.values()),
+        new_high=max(new.values()),
+        as_soon=as_soon,
+        idle=idle,
+    )
+
+
+SHORT = """After growth and {few:.0f} to {many:.0f} steps, {low:.0%} to {high:.0%} of the 20 neurons
+of a circuit are still the first 20 of the old ones, by kind of growth; after {equal_steps:.0f}
+steps without growth {equal:.0%}, and after the {flops_steps:.0f} that cost as many flops
+{none:.0%}. By chance it is {chance:.0%}. The scale does not end at 100 %: one and the same model,
+asked with other prompts, agrees with itself by {ceiling:.0%}, and two trainings without growth that
+read different texts by {texts:.0%}.
+
+Share kept after growth, less that after training without it, at equal steps: {apart}. The intervals
+(Student's, of the small models) that do not hold zero are {told}. Between kinds of growth:
+{between}. In all, {missing} intervals miss zero, where one or two would by chance; they are not
+independent. Without growth, two trainings of a small model on other texts differ by
+{by_texts:.3f} in the share kept, the mean over small models. What these data do not tell apart may
+still differ: there are three small models.
+
+New neurons, heads and layers hold {new_low:.0%} to {new_high:.0%} of all effects at the end.
+Without growth the idle half of the old neurons holds {as_soon:.1%} after as many steps, and
+{idle:.1%} after as many flops."""
+
+
+def by_patching(frames: Frames) -> pd.DataFrame:
+    """How far measures by patching are from those by estimates: a row for each measure."""
+    exact, keys = frames["exact"], list(COMPARED_BY)
+    estimated = frames[""].merge(exact[keys], on=keys).set_index(keys).sort_index()
+    exact = exact.set_index(keys).sort_index()
+    rows = []
+    for name in COMPARED:
+        off = (exact[name] - estimated[name]).abs()
+        row = {"measure": name, "mean difference": off.mean(), "largest": off.max()}
+        rows.append(row | {"of": len(off)})
+    return pd.DataFrame(rows)
+
+
+def at_once_by_patching(frames: Frames) -> str:
+    """What patching says of models right after growth, in a sentence."""
+    exact = frames["exact"]
+    first = exact[(exact["check"] == 0) & exact["arm"].isin(WROTE_ZEROS)]
+    return (
+        f"right after growth, where zeros are written, the least correlation is "
+        f"{first['correlation'].min():.6f} and the largest new share {first['new_share'].max():.1g}"
+    )
+
+
+def _at(check: float) -> str:
+    return f"at {check:.3g} of the flops" if check < 2 else "never"
+
+
+def chances(frames: Frames) -> str:
+    """What a random matching would give, in a sentence."""
+    end = frames[""][frames[""]["check"] == 1]
+    kept, gates, examples = (end[f"{name}_chance"].mean() for name in ("kept", "gates", "examples"))
+    return f"kept {kept:.2f}, gates {gates:.2f}, examples {examples:.2f}"
+
+
+COLOURS = {
+    NONE: "black",
+    EQUAL_STEPS: "0.55",
+    "neurons": "C0",
+    "heads": "C1",
+    "width": "C2",
+    "depth": "C3",
+    "neurons, copies": "C9",
+    "neurons, cancelling": "C4",
+    "neurons, splits": "C6",
+}
+
+
+def _panels(frames: Frames, rows: Sequence[tuple[str, str, tuple[str, ...]]]) -> Figure:
+    """A row of panels for each measure, a column for each task: means, and ranges over seeds."""
+    frame = frames[""]
+    tasks, checks = (list(dict.fromkeys(frame[name])) for name in ("task", "check"))
+    picture = Figure(figsize=(3.6 * len(tasks), 2.9 * len(rows) + 0.6), layout="constrained")
+    panels = picture.subplots(len(rows), len(tasks), squeeze=False, sharex=True, sharey="row")
+    for line, (column, label, names) in zip(panels, rows, strict=True):
+        line[0].set_ylabel(label)
+        for panel, task in zip(line, tasks, strict=True):
+            panel.set_title(task, fontsize="medium")
+            for number, name in enumerate(names):
+                of_arm = frame[(frame["arm"] == name) & (frame["task"] == task)]
+                if of_arm.empty:
+                    continue
+                seeds = of_arm.groupby(["check", "seed"])[column].mean().unstack()
+                at = [i + 0.06 * (number - len(names) / 2) for i in range(len(checks))]
+                middle = seeds.mean(axis=1)
+                # Where all seeds have one value, their mean may be off by a rounding.
+                off = [middle - seeds.min(axis=1), seeds.max(axis=1) - middle]
+                off = [size.clip(lower=0) for size in off]
+                style = {"color": COLOURS[name], "lw": 1.4, "elinewidth": 0.8, "ms": 4}
+                panel.errorbar(at, middle, yerr=off, fmt="o-", label=name, **style)
+            panel.set_xticks(range(len(checks)), [_share(each) for each in checks])
+            panel.grid(alpha=0.3)
+    for panel in panels[-1]:
+        panel.set_xlabel("share of the training after growth")
+    return picture
+
+
+def _share(check: float) -> str:
+    return str(Fraction(check).limit_denominator(64))
+
+
+def _legend(picture: Figure, title: str) -> Figure:
+    handles, labels = {}, []
+    for panel in picture.axes:
+        for handle, label in zip(*panel.get_legend_handles_labels(), strict=True):
+            handles.setdefault(label, handle)
+    labels = list(handles)
+    picture.legend(
+        handles.values(),
+        labels,
+        loc="outside upper center",
+        ncols=len(labels),
+        title=title,
+        fontsize="small",
+    )
+    return picture
+
+
+def old_figure(frames: Frames) -> Figure:
+    """What becomes of old neurons: their effects, and their gates."""
+    shown = (NONE, EQUAL_STEPS, *KINDS)
+    rows = [
+        ("correlation", "correlation of effects\nwith before growth", shown),
+        ("kept", "share of the circuit's\nneurons that are kept", shown),
+        ("overlap", "overlap of effects", shown),
+        ("gates", "correlation of\nthe circuit's gates", shown),
+    ]
+    return _legend(_panels(frames, rows), "bars: least and largest of the seeds")
+
+
+def new_figure(frames: Frames) -> Figure:
+    """What new components hold."""
+    shown = (*WITH_NEW, *STARTS[1:])
+    rows = [
+        ("new_share", "share that new\ncomponents hold", shown),
+        ("without_new", "metric with all\nnew ones patched", shown),
+    ]
+    picture = _panels(frames, rows)
+    frame = frames[""]
+    styles = {NONE: "k:", EQUAL_STEPS: "k--"}
+    idle = frame.groupby(["arm", "task", "check"])["idle_share"].mean()
+    for panel, task in zip(picture.axes, dict.fromkeys(frame["task"]), strict=False):
+        for arm, style in styles.items():
+            panel.plot(idle[arm, task].to_numpy(), style, lw=1, label=f"idle half, {arm}")
+    return _legend(picture, "bars: least and largest of the seeds")
+
+
+def answers(frames: Frames) -> str:
+    """Question by question: what we expected, and what came out."""
+    parts = []
+    for number, each in enumerate(PREDICTIONS, 1):
+        held, figures = each.answer(frames)
+        verdict = {True: "It held", False: "It failed", None: "These data cannot tell"}[held]
+        text = (
+            f"{number}. **{each.question}** *Expected:* {each.expected} **{verdict}:** {figures}."
+        )
+        parts.append(text)
+    return "\n\n".join(parts)
+
+
+def _sizes(sizes: Mapping[str, int]) -> str:
+    return "{n_layers} layers, width {d_model}, {n_heads} heads and {d_mlp} neurons a layer".format(
+        **sizes
+    )
+
+
+def page(frames: Frames, about: Mapping[str, Any], flag: str) -> str:
+    """Everything in Markdown."""
+    study = about["study"]
+    held = [each.answer(frames)[0] for each in PREDICTIONS]
+    return PAGE.format(
+        **study | {name: _sizes(study[name]) for name in ("small", "grown")},
+        n=study["n_seeds"],
+        flag=flag,
+        machine=about["machine"],
+        seconds=about["training_seconds"],
+        held=held.count(True),
+        untold=held.count(None),
+        of=len(held),
+        in_short=in_short(frames),
+        scale=table(scale(frames)),
+        missing=missing_zero(frames),
+        against_training=table(against_training(frames)),
+        answers=answers(frames),
+        small_models=table(small_models(frames)),
+        end=table(at_the_end(frames)),
+        chances=chances(frames),
+        correlation=table(by_task(frames, "correlation")),
+        share=table(by_task(frames, "new_share")),
+        twins=table(twins(frames)),
+        at_once=at_once_by_patching(frames),
+        by_patching=table(by_patching(frames)),
+    )
+
+
+PAGE = """# What becomes of circuits when a transformer grows
+
+A LLaMA with {small} learns Small English in {steps} steps of {rows} texts.
+Then it grows in neurons, heads, width or depth alone, to what is there of {grown},
+and trains on, for the flops of {more} more of its steps. Every component's effect on three of its
+tasks is measured before, right after growth, and on the way: {n} small models, two growths of each
+kind, {prompts} prompts of a task, which begin no sentence of the texts. `circuits_in_growth.py`
+says what is compared, and `circuit_measures.py` defines the measures. Every component's effects
+before and at the end are in `circuits_in_growth_effects.csv`: so "kept", "overlap", correlations
+and shares at the end can be computed again.
+
+Made by `python -m analyses.studies.circuits_in_growth{flag}` on {machine}.
+Training took {seconds} s of processor time in all, with much other work on the machine. Several
+processes trained and measured, one small model each.
+
+## In short
+
+{in_short}
+
+## From chance to the ceiling
+
+Means over tasks, growths and small models, with the least and the largest of the small models in
+brackets. "Other prompts" are {prompts} more of each task, none of them among the first. Two
+trainings on other texts begin from one small model and take the steps of "neurons"; each reads
+texts that no other arm reads.
+
+{scale}
+
+Differences at the end, paired by small model, with Student's interval of 95 %. {missing} intervals
+miss zero; one or two would by chance alone:
+
+{against_training}
+
+## Questions and answers
+
+Predictions were written before the first run, with the bounds that decide; {held} of {of} held,
+and {untold} cannot be told. Figures are means over tasks, growths and small models, with the least
+and the largest of the small models in brackets. Question 4 had no bound: the order decided. It is
+now said to be told only where the interval of heads less width does not hold zero.
+
+{answers}
+
+![What becomes of old neurons](circuits_in_growth.svg)
+
+![What new components hold](circuits_in_growth_new.svg)
+
+## What the small models have learned
+
+`metric` is the right answer's logit less the wrong one's, the mean over prompts; `nothing` is the
+same with every head and neuron patched from the corrupted prompt.
+
+{small_models}
+
+## At the end
+
+Every arm has had as many flops since growth as the others, but for those named after steps and
+texts, which took the steps of "neurons". By chance, if each neuron were matched with another one of
+its layer: {chances}.
+
+{end}
+
+## By task and small model
+
+The correlation of old neurons' effects at the end with those before growth; in brackets 95 %
+intervals over prompts. Of arms with two growths, the first.
+
+{correlation}
+
+The share that new components hold at the end:
+
+{share}
+
+## Two growths of one model
+
+The old components of one at the end against those of the other. Of kinds of growth, new entries
+began with other numbers, and both read the same texts in the same order: this is what new entries
+leave to chance. Of "none, other texts" nothing grew, and each read its own texts: this is what
+texts do.
+
+{twins}
+
+## How good the estimates are
+
+Effects are estimated (`patching.attribution`), the foremost patched; which are patched may differ
+between a model and one grown from it. Of small model 0 every measure was made by patching every
+component, too: {at_once}. The differences, over all of its growths, times and tasks:
+
+{by_patching}
+
+## What limits this
+
+Growth comes after circuits have formed: {more} steps of the small model's cost follow on {steps}.
+Elsewhere new components take more part: in
+[addition modulo 53](growth_modular_addition.md) most new neurons take up the old ones' job,
+whether growth is early or late; why, this study cannot tell. One
+grammar, one family of models; three tasks that such a model answers nearly without fail. A first
+run trained on for 300 steps, in which new components came to hold 1 to 2 % of all effects, but for
+splits and copies; so this one was made longer. The predictions are older than both, and have not
+been changed.
+Growth comes once, at one time, and doubles (or nearly) what it adds to. The learning rate is the
+same for old and new entries. Arms with more weights have done fewer steps, so that they have had
+less time to drift, and end with a higher loss: so training without growth is there twice, at equal
+flops and at equal steps; not at equal loss. There are three small models: intervals of the means of
+three are wide. The first version of this page compared at equal flops alone, had no ceiling, and
+took the loss from texts of few lengths; its runs were other ones, so that every figure is new.
+Effects are of one component at a time: where several stand in for one another, each has a small
+one.
+"""

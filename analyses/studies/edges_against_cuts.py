@@ -1,0 +1,181 @@
+"""Edge scores on trained models: how they rank edges, held against exact cuts of every edge.
+
+On the shipped model and on the real ones that are there, in float64: the nodes of largest
+attribution of the largest logits on some prompts, every edge between them, and
+
+    exact         `circuits.score_edges`, its column `exact`: the change of the logits by each cut
+    two factors   its score
+    EAP           `edge_attribution_patching.py`: the cut to first order, with a zero reference
+
+with norm scales held where the reader reads. Against EAP, exact cuts have a zero reference alone;
+two factors are held against cuts with zero and mean as well.
+
+    python -m analyses.studies.edges_against_cuts --models-dir MODELS --out analyses/results
+"""
+
+import time
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+import pandas as pd
+import typer
+from matplotlib.figure import Figure
+from torch import Tensor
+
+from analyses.studies.edge_attribution_patching import edge_attribution_patching
+from analyses.studies.exactness_measures import REAL, trained
+from analyses.tools.benching import Device, table
+from analyses.tools.study_files import keep
+from attn_only_lens import circuits, convert
+from attn_only_lens import patching as p
+
+LENGTH = {"sort_gelu_new_3l": 12, "modular_addition_relu_1l": 3}  # of a prompt; texts: 16
+TOP = 100
+KINDS = ("all", "q", "k", "value", "in")
+REFERENCES = {"zero": ("zero",), "zero and mean": ("zero", "mean")}
+
+
+def rows_of(source: Any, tokens: Tensor, n_nodes: int) -> Iterator[dict[str, Any]]:
+    """How well each score ranks edges, for each reference and kind of edge."""
+    model = convert(source, copy_weights=True)
+    metric = p.custom(lambda logits: logits.amax(-1).mean(), name="largest logits")
+    ranked = circuits.score_edges(
+        model, tokens, metric=metric, top=n_nodes, to=["zero"], progress=False
+    )
+    nodes = sorted(set(ranked["reader"]) - {"output"})
+    eap = edge_attribution_patching(source, model, [tokens], nodes)
+    for reference, to in REFERENCES.items():
+        found = circuits.score_edges(
+            model, tokens, nodes, to=to, exact=len(ranked), progress=False
+        ).rename(columns={"score": "two factors"})
+        found["EAP"] = [eap[e.writer, e.reader, e.kind] for e in found.itertuples()]
+        for kind in KINDS:
+            edges = found if kind == "all" else found[found["kind"] == kind]
+            k = min(TOP, len(edges) // 2)
+            best = set(edges["exact"].nlargest(k).index)
+            for method in ("two factors", "EAP")[: 1 + (reference == "zero")]:
+                yield {
+                    "reference": reference,
+                    "kind": kind,
+                    "nodes": len(nodes),
+                    "edges": len(edges),
+                    "method": method,
+                    "spearman": edges[method].corr(edges["exact"], method="spearman"),
+                    "k": k,
+                    "overlap": len(best & set(edges[method].nlargest(k).index)) / k,
+                }
+
+
+def summary(frame: pd.DataFrame, kind: str, measure: str) -> str:
+    """A row for each model, a column for each method and reference, in Markdown."""
+    rows = frame[frame["kind"] == kind]
+    label = rows["method"] + ", " + rows["reference"]
+    rows = rows.assign(label=pd.Categorical(label, list(dict.fromkeys(label))))
+    wide = rows.pivot(index=["model", "nodes", "edges"], columns="label", values=measure)
+    wide.columns = list(wide.columns)
+    mean = pd.DataFrame([["mean", "", "", *wide.mean()]], columns=[*wide.index.names, *wide])
+    return table(pd.concat([wide.reset_index().astype(object), mean]))
+
+
+def figure(frame: pd.DataFrame) -> Figure:
+    """Spearman with exact cuts by kind of edge: a dot for each model, a colour for each method."""
+    picture = Figure(figsize=(9, 4), layout="constrained")
+    panel = picture.subplots()
+    rows = frame[frame["reference"] == "zero"]
+    for offset, (method, points) in enumerate(rows.groupby("method", sort=False)):
+        x = [KINDS.index(kind) + 0.2 * (offset - 0.5) for kind in points["kind"]]
+        panel.plot(x, points["spearman"], "o", label=method, alpha=0.7)
+    panel.set_xticks(range(len(KINDS)), KINDS)
+    panel.set_ylabel("Spearman with exact cuts")
+    panel.grid(axis="y", alpha=0.3)
+    panel.legend(fontsize="small")
+    return picture
+
+
+def where_eap_wins(frame: pd.DataFrame) -> str:
+    """The models and kinds of edge that EAP ranks more like exact cuts."""
+    rows = frame[frame["reference"] == "zero"]
+    wide = rows.pivot(index=["model", "kind"], columns="method", values="spearman")
+    wins = wide[wide["EAP"] > wide["two factors"]]
+    said = [
+        f"{model}, {kind} ({row['EAP']:.3f} against {row['two factors']:.3f})"
+        for (model, kind), row in wins.iterrows()
+    ]
+    return f"{len(wins)} of {len(wide)}: {'; '.join(said)}." if said else f"0 of {len(wide)}."
+
+
+PAGE = """# Edge scores against exact cuts, on trained models
+
+The {n_nodes} heads and neurons of largest attribution of the largest logits on {n_prompts} prompts,
+and every edge between them, the embedding and the logits; float64, norm scales held where the
+reader reads.
+What the methods are, `analyses/studies/edges_against_cuts.py` says. "zero" and "zero and mean" are
+what exact cuts put in the place of what is cut; EAP has a zero reference.
+
+{missing}Made by `python -m analyses.studies.edges_against_cuts{flag}`; every row, by kind of edge
+too, is in `edges_against_cuts.csv`.
+
+![Spearman with exact cuts by kind of edge](edges_against_cuts.svg)
+
+## Spearman with exact cuts, all edges
+
+{spearman}
+
+## Share of the {top} edges of largest effect that are among the {top} of highest score
+
+Of half of the edges, where there are fewer than twice as many.
+
+{overlap}
+
+## Where EAP ranks more like exact cuts, by Spearman
+
+{wins}
+"""
+
+
+def main(
+    out: Annotated[Path, typer.Option(help="folder to write")] = Path("out/edges_against_cuts"),
+    models_dir: Annotated[
+        Path, typer.Option(envvar="ATTN_ONLY_LENS_MODELS", help="real models, a folder each")
+    ] = Path(__file__).parents[2] / "shared" / "models",
+    n_nodes: Annotated[int, typer.Option(help="nodes of each model")] = 60,
+    n_prompts: Annotated[int, typer.Option(help="prompts of each model")] = 8,
+    device: Device = "cpu",
+    smoke: Annotated[bool, typer.Option(help="the shipped model and few nodes")] = False,
+) -> None:
+    """Measure, print, and keep what `studies.py` says."""
+    warnings.filterwarnings("ignore", "HookedTransformer.* is deprecated", DeprecationWarning)
+    started = time.perf_counter()
+    n_nodes = 17 if smoke else n_nodes
+    rows, seen = [], []
+    for name, source, tokens in trained(models_dir, LENGTH, device, smoke=smoke):
+        given = tokens[:: len(tokens) // n_prompts][:n_prompts]
+        rows += [{"model": name} | row for row in rows_of(source, given, n_nodes)]
+        seen.append(name)
+    frame = pd.DataFrame(rows)
+    missing = [] if smoke else [name for name in REAL if name not in seen]
+    text = PAGE.format(
+        n_nodes=n_nodes,
+        n_prompts=n_prompts,
+        top=TOP,
+        flag=" --smoke" if smoke else "",
+        missing="".join(f"Left out, its weights were not there: {name}.\n\n" for name in missing),
+        spearman=summary(frame, "all", "spearman"),
+        overlap=summary(frame, "all", "overlap"),
+        wins=where_eap_wins(frame),
+    )
+    typer.echo(text)
+    settings = {
+        "models": seen,
+        "n_nodes": n_nodes,
+        "n_prompts": n_prompts,
+        "device": device,
+        "smoke": smoke,
+    }
+    keep(__file__, out, text, frame, figure(frame), started=started, digits="%.4f", **settings)
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,296 @@
+"""Training runs on Small English that grow: models of transformers, in bridges.
+
+The texts, the loss and the questions are those of `train_small_english.py`; a batch depends on the
+data seed and on the number of its step alone. The embedding and the unembedding are two matrices
+(growth in width parts them anyway), so that a grown model and one that is of its size from scratch
+have the same parameters.
+
+AdamW trains everything. The learning rate rises over the first `warmup` steps and falls in a line
+to zero over the last `decay`; nothing happens to it when the model grows. All tensors have the same
+rate, those too that growth scales (`growth/optimizer.py` would scale theirs). Moments go along with
+their entries, new ones start at zero.
+
+A run may begin where another one stopped, with its weights, moments, step and totals: so many runs
+share one small model, and no text is read twice.
+
+Flops are those of matrix products, forward and twice that backward, padding included: `step_flops`.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Literal
+
+import pandas as pd
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import clip_grad_norm_
+from transformer_lens.model_bridge import TransformerBridge
+from transformer_lens.model_bridge.sources._bridge_builder import build_bridge_from_module
+from transformers import GPTNeoXConfig, GPTNeoXForCausalLM, LlamaForCausalLM
+
+from analyses.tools.resumable import claim, put_back, train
+from analyses.tools.train_small_english import (
+    POOL,
+    Recipe,
+    differences,
+    held_out,
+    held_out_loss,
+    held_out_texts,
+    loss_of,
+    pool,
+    questions,
+)
+from attn_only_lens import grow, growth, pretrained
+from attn_only_lens.expansion import Weights
+from attn_only_lens.expansion.expansion import Expansion
+from attn_only_lens.expansion.initialise import Initialiser
+from attn_only_lens.models.in_place import copy_model
+from attn_only_lens.tasks import PairedPrompts
+
+HELD_OUT = 200  # prompts of each task that begin no sentence of the texts
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Of a model; its heads have d_model / n_heads coordinates."""
+
+    n_layers: int
+    d_model: int
+    n_heads: int
+    d_mlp: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All that determines a run.
+
+    Attributes:
+        sizes: at the start.
+        steps: their number, those before `start` included.
+        seed: of the weights.
+        data_seed: of the texts.
+        schedule: by step, the expansion before it.
+        growth_seed: of the new entries.
+        init: of the new entries; by default as the model draws its own.
+        lr: the highest learning rate.
+        warmup: steps over which it rises.
+        decay: steps at the end over which it falls; 0 if other runs are to begin from this one.
+        rows: texts in a batch.
+        family: "llama" has gated MLPs and RMS norm; "gpt_neox" plain ones and LayerNorm.
+        check_every: steps from one row of the curve to the next.
+        save_every: steps from one checkpoint to the next, a multiple of `check_every`.
+        read: held-out texts.
+        asked: prompts of each task; 0 to ask nothing.
+        kept: steps whose weights are kept, for `model_at`.
+    """
+
+    sizes: Sizes
+    steps: int
+    seed: int = 0
+    data_seed: int = 0
+    schedule: Mapping[int, Expansion] = field(default_factory=dict)
+    growth_seed: int = 0
+    init: Initialiser | None = None
+    lr: float = 4e-3
+    warmup: int = 50
+    decay: int = 0
+    rows: int = 32
+    weight_decay: float = 0.1
+    family: Literal["llama", "gpt_neox"] = "llama"
+    check_every: int = 100
+    save_every: int = 200
+    read: int = 512
+    asked: int = 50
+    kept: tuple[int, ...] = ()
+
+    def model(self) -> TransformerBridge:
+        """The untrained model."""
+        sizes = self.sizes
+        settings = {name: getattr(sizes, name) for name in ("n_layers", "d_model", "n_heads")}
+        plain = Recipe(seed=self.seed, d_mlp=sizes.d_mlp, **settings).config()
+        plain.tie_word_embeddings = False
+        torch.manual_seed(self.seed)
+        if self.family == "llama":
+            return bridged(LlamaForCausalLM(plain))
+        names = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")
+        names += ("num_attention_heads", "max_position_embeddings", "initializer_range")
+        names += ("bos_token_id", "eos_token_id", "pad_token_id", "rope_parameters")
+        config = GPTNeoXConfig(
+            use_parallel_residual=False, **{name: getattr(plain, name) for name in names}
+        )
+        return bridged(GPTNeoXForCausalLM(config))
+
+    def rate(self, step: int) -> float:
+        """The learning rate of a step."""
+        rises = (step + 1) / self.warmup if self.warmup else 1.0
+        falls = (self.steps - step) / self.decay if self.decay else 1.0
+        return self.lr * min(1.0, rises, falls)
+
+
+@dataclass(frozen=True)
+class Done:
+    """A run at its end.
+
+    Attributes:
+        curve: `step`, `tokens` and `flops` until then, `loss` on held-out text, and by task the
+            share of right answers.
+    """
+
+    plan: Plan
+    model: TransformerBridge
+    curve: pd.DataFrame
+    training: growth.Training
+
+
+@lru_cache(1)
+def _tokenizer() -> Any:
+    return pretrained.small_english().tokenizer
+
+
+def bridged(model: nn.Module) -> TransformerBridge:
+    """A bridge around a model of transformers that reads Small English."""
+    bridge = build_bridge_from_module(model, type(model).__name__, hf_config=model.config)
+    bridge.tokenizer = _tokenizer()
+    return bridge
+
+
+@lru_cache(1)
+def never() -> frozenset[str]:
+    """Prompts that begin no sentence."""
+    return held_out(HELD_OUT)
+
+
+@lru_cache(64)
+def _pool(data_seed: int, rows: int, number: int) -> list[Tensor]:
+    return pool(Recipe(seed=data_seed, rows=rows), number, never())
+
+
+@lru_cache(4)
+def _held_out_texts(n: int) -> list[Tensor]:
+    return held_out_texts(n, never())
+
+
+@lru_cache(2)
+def questions_once(n: int) -> dict[str, PairedPrompts]:
+    """The questions of every task, n of each."""
+    return questions(n) if n else {}
+
+
+def batch(plan: Plan, step: int) -> Tensor:
+    """The tokens of a step, [batch, pos]."""
+    return _pool(plan.data_seed, plan.rows, step // POOL)[step % POOL]
+
+
+def step_flops(weights: Weights, tokens: Tensor) -> int:
+    """Flops of a training step of a model on tokens [batch, pos], of which the last only answers.
+
+    A matrix of w weights takes 2 w a token, attention 4 d_head a head, query and key (scores and
+    values); what the mask hides is computed too. The backward pass takes twice that.
+    """
+    rows, pos = tokens.shape[0], tokens.shape[1] - 1
+    matrices = {name: each for name, each in weights.tensors.items() if ".W_" in name}
+    queries = sum(w.shape[0] * w.shape[2] for n, w in matrices.items() if n.endswith("W_Q"))
+    n_weights = sum(w.numel() for name, w in matrices.items() if name != "embed.W_E")
+    return 3 * rows * pos * (2 * n_weights + 4 * queries * pos)
+
+
+@torch.no_grad()
+def figures(model: TransformerBridge, n_read: int, asked: int) -> dict[str, float]:
+    """The loss on held-out text, and by task the share of right answers."""
+    wrapped = model.original_model
+    right = {
+        task: (differences(wrapped, pairs) > 0).double().mean().item()
+        for task, pairs in questions_once(asked).items()
+    }
+    return {"loss": held_out_loss(wrapped, _held_out_texts(n_read)), **right}
+
+
+def adamw(plan: Plan, model: TransformerBridge, start: Done | None) -> torch.optim.AdamW:
+    """The optimizer of all parameters, in the state of `start`'s."""
+    settings = {"lr": plan.lr, "weight_decay": plan.weight_decay, "betas": (0.9, 0.98)}
+    if start is None:
+        return torch.optim.AdamW(model.parameters(), **settings)
+    ours, theirs = dict(model.named_parameters()), start.training.optimizer
+    names = {parameter: name for name, parameter in start.model.named_parameters()}
+    groups = [
+        group | {"params": [ours[names[parameter]] for parameter in group["params"]]}
+        for group in theirs.param_groups
+    ]
+    optimizer = torch.optim.AdamW(groups, **settings)
+    optimizer.load_state_dict(theirs.state_dict())
+    return optimizer
+
+
+def training_of(plan: Plan, device: str, start: Done | None) -> growth.Training:
+    """A run at its start."""
+    model = plan.model().to(device) if start is None else copy_model(start.model, copy_weights=True)
+    optimizer = adamw(plan, model, start)
+    return growth.Training(model, optimizer, plan.schedule, plan.init, plan.growth_seed)
+
+
+def run(
+    plan: Plan,
+    folder: Path,
+    device: str,
+    tick: Callable[[int], Any] = lambda _: None,
+    *,
+    start: Done | None = None,
+) -> Done:
+    """Train, from where the folder's checkpoint stands to the end.
+
+    Args:
+        plan: what to do; of `start`'s sizes, and of more steps than it has done, if it is given.
+        folder: of this run alone.
+        device: of the model.
+        tick: told how many steps were done.
+        start: the run that this one goes on from; it is not changed.
+    """
+    claim(folder / "run.txt", f"{plan!r}\nfrom {start and start.plan!r}\n")
+    training = training_of(plan, device, start)
+    totals = {"tokens": 0, "flops": 0}
+    if start is not None:
+        totals = {name: int(start.curve[name].iloc[-1]) for name in totals}
+
+    weights: dict[int, Weights] = {}  # by how often the model has grown
+
+    def one(training: growth.Training, step: int) -> dict[str, int]:
+        tokens, model, stage = batch(plan, step), training.model, len(training.history)
+        if stage not in weights:
+            weights[stage] = growth.read(model)
+        loss = loss_of(model.original_model, tokens.to(device))
+        training.optimizer.zero_grad()
+        loss.backward()
+        clip_grad_norm_(model.parameters(), 1.0)
+        for group in training.optimizer.param_groups:
+            group["lr"] = plan.rate(step)
+        training.optimizer.step()
+        n_tokens = tokens.shape[0] * (tokens.shape[1] - 1)
+        return {"tokens": n_tokens, "flops": step_flops(weights[stage], tokens)}
+
+    curve = train(
+        training,
+        plan.steps,
+        folder,
+        one,
+        lambda model: figures(model, plan.read, plan.asked),
+        totals,
+        check_every=plan.check_every,
+        save_every=plan.save_every,
+        tick=tick,
+        first=0 if start is None else start.training.done,
+        kept=plan.kept,
+    )
+    return Done(plan, training.model, curve, training)
+
+
+def model_at(done: Done, step: int, folder: Path, *, start: Done | None = None) -> Any:
+    """The model at one of the plan's kept steps, before it grows there."""
+    plan = done.plan
+    model = training_of(plan, "cpu", start).model
+    for number, at in enumerate(sorted(plan.schedule)):
+        if at < step:
+            seed = plan.growth_seed + number
+            model = grow(model, plan.schedule[at], init=plan.init, seed=seed).model
+    return put_back(model, folder / f"{step}.safetensors")

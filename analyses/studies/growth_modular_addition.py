@@ -1,0 +1,149 @@
+"""Does it pay to grow? Addition modulo 53: trained small and grown, against full size from scratch.
+
+Every arm trains for the same number of epochs on the same pairs:
+
+    small        never grows
+    early, late  small at first; neurons, then heads, then the width of the stream are added
+    full         at the grown size from the start
+    late again   as late, but with other numbers in the new entries: a null for circuits
+
+AdamW's state grows along. Loss and accuracy are drawn against the flops of matrix products so far.
+Then key frequencies before and after growth, and what the new neuron-heads do: whether they are
+tuned to frequencies of the old circuit, and which of them `compare` finds in the new one.
+`growth_measures.py` defines the measures.
+
+An arm writes what it needs to go on to `--runs`; an interrupted study goes on where it stopped.
+
+    python -m analyses.studies.growth_modular_addition --out analyses/results
+"""
+
+import os
+import time
+import warnings
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import pandas as pd
+import torch
+import typer
+
+from analyses.studies.growth_arms import SMOKE, Run, Study, runs
+from analyses.studies.growth_measures import (
+    by_offset,
+    frequency_shares,
+    joined,
+    key_frequencies,
+    neurons,
+)
+from analyses.studies.growth_report import curves_figure, neurons_figure, page
+from analyses.tools.benching import Device, machine
+from analyses.tools.study_files import keep
+from analyses.tools.train_modular_addition import fast_logits, pairs
+from attn_only_lens import compare, grow
+from attn_only_lens import expansion as ex
+from attn_only_lens import patching as p
+from attn_only_lens.tl import HookedTransformer
+
+
+def looked_at(done: Run, study: Study) -> dict[str, pd.DataFrame]:
+    """Key frequencies and neuron-heads of one run, before growth and at the end."""
+    model = done.training.model
+    tokens, answers, _ = (each.to(model.cfg.device) for each in pairs(study.recipe("full", 0)))
+    stages = {"after": model} | ({"before": done.before} if done.before else {})
+    frequencies, heads = [], []
+    for when, each in stages.items():
+        with torch.no_grad():
+            shares = frequency_shares(by_offset(fast_logits(each, tokens), answers))
+        frequencies.append(shares.rename("share").reset_index().assign(when=when))
+        frame = neurons(each, tokens, answers).assign(when=when, is_new=False)
+        if when == "after" and done.training.provenance is not None:
+            frame["is_new"] = frame["name"].isin(done.training.provenance.new_neurons)
+        heads.append(frame)
+    return {"frequencies": pd.concat(frequencies), "neurons": pd.concat(heads)}
+
+
+def circuits_of(done: Run, null: HookedTransformer | None, study: Study) -> pd.DataFrame:
+    """The circuit before growth against those right after it, and at the end.
+
+    Each prompt a, b is held against a, b' for a b' drawn at random; the metric is the difference of
+    the logits of a + b and a + b'.
+    """
+    assert done.before is not None
+    modulus, generator = study.modulus, torch.Generator().manual_seed(done.seed)
+    drawn = torch.randint(modulus, (study.n_compared, 2), generator=generator)
+    shift = torch.randint(1, modulus, (study.n_compared,), generator=generator)
+    equals = torch.full_like(shift, modulus)
+    clean = torch.stack([drawn[:, 0], drawn[:, 1], equals], dim=1)
+    corrupted = torch.stack([drawn[:, 0], (drawn[:, 1] + shift) % modulus, equals], dim=1)
+    correct, wrong = (each[:, :2].sum(1) % modulus for each in (clean, corrupted))
+    settings: dict[str, Any] = dict(corrupted=corrupted, batch_size=len(clean), n_patched=0)
+    at_once = grow(done.before, ex.compose(*done.training.schedule.values()), seed=1)
+    frames = []
+    for when, model, other in (
+        ("right after growth", at_once.model, None),
+        ("at the end", done.training.model, null),
+    ):
+        found = compare(
+            *(done.before, model, clean, p.logit_diff(correct.tolist(), wrong.tolist())),
+            provenance=done.training.provenance,
+            null=other,
+            progress=False,
+            **settings,
+        )
+        nodes = found.nodes.query("status == 'gained'")
+        gained = nodes.loc[nodes["original_name"].isna(), "name"].str.contains("N").sum()
+        heads = found.new.query("kind == 'attention'")["share"].sum()
+        extra = {"when": when, "new_neurons_in_circuit": gained, "share_new_heads": heads}
+        frames.append(found.circuits.replace({"pair": {"null model": "again"}}).assign(**extra))
+    return pd.concat(frames)
+
+
+def measured(study: Study, folder: Path, device: str) -> dict[str, pd.DataFrame]:
+    """Train every arm and measure: frames by name, each with columns `arm` and `seed`."""
+    found: dict[str, list[pd.DataFrame]] = {}
+    done = {(each.arm, each.seed): each for each in runs(study, folder, device)}
+    for (arm, seed), each in done.items():
+        frames = {"curves": each.curve} | looked_at(each, study)
+        if arm in ("early", "late"):
+            null = done["late again", seed].training.model if arm == "late" else None
+            frames["circuits"] = circuits_of(each, null, study)
+            keys = frames["frequencies"].query("when == 'before'").set_index("frequency")["share"]
+            after = frames["neurons"].query("when == 'after'")
+            frames["joined"] = pd.DataFrame([joined(after, key_frequencies(keys))])
+        for name, frame in frames.items():
+            frame.insert(0, "arm", arm)
+            frame.insert(1, "seed", seed)
+            found.setdefault(name, []).append(frame)
+    return {name: pd.concat(frames, ignore_index=True) for name, frames in found.items()}
+
+
+def main(
+    out: Annotated[Path, typer.Option(help="folder to write")] = Path("out/growth"),
+    runs_dir: Annotated[Path, typer.Option("--runs", help="to go on from")] = Path("out/runs"),
+    device: Device = "cpu",
+    n_seeds: Annotated[int, typer.Option(help="of each arm")] = 3,
+    smoke: Annotated[bool, typer.Option(help="tiny sizes and few epochs")] = False,
+) -> None:
+    """Train, measure, print; write what a study leaves (`studies.py`)."""
+    warnings.filterwarnings("ignore", "HookedTransformer.* is deprecated", DeprecationWarning)
+    started = time.perf_counter()
+    study = replace(SMOKE if smoke else Study(), n_seeds=n_seeds)
+    frames = measured(study, runs_dir, device)
+    spent = frames["curves"].groupby(["arm", "seed"])[["cpu_seconds", "wall_seconds"]].last()
+    about = {
+        "study": asdict(study),
+        "machine": machine(device),
+        "load_average": os.getloadavg(),
+        # Of training, of all seeds, over all sessions of it.
+        **spent.groupby("arm").sum().round(1).to_dict(),
+    }
+    text = page(frames, about, " --smoke" if smoke else "")
+    typer.echo(text)
+    pictures = {"": curves_figure(frames["curves"]), "neurons": neurons_figure(frames["neurons"])}
+    settings = {"device": device, "smoke": smoke, **about}
+    keep(__file__, out, text, frames, pictures, started=started, **settings)
+
+
+if __name__ == "__main__":
+    typer.run(main)

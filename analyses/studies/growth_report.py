@@ -1,0 +1,261 @@
+"""The page and the figures of the study of growth."""
+
+import statistics
+from collections.abc import Mapping
+from typing import Any
+
+import pandas as pd
+from matplotlib.figure import Figure
+
+from analyses.studies.growth_measures import KEY, TUNED
+from analyses.tools.benching import table
+
+__all__ = ["curves_figure", "neurons_figure", "page"]
+
+ARMS = ("small", "early", "late", "full")
+SOLVED = 0.99
+
+
+def finals(curves: pd.DataFrame) -> pd.DataFrame:
+    """A row for each arm: how it ended, and what it took to solve the task; medians over seeds."""
+    rows = []
+    for arm in dict.fromkeys(curves["arm"]):
+        ends, costs, epochs = [], [], []
+        for _, curve in curves[curves["arm"] == arm].groupby("seed"):
+            ends.append(curve.iloc[-1])
+            solved = curve[curve["test_accuracy"] >= SOLVED]
+            if len(solved):
+                costs.append(solved["flops"].iloc[0] / 1e9)
+                epochs.append(solved["epoch"].iloc[0])
+        end = pd.DataFrame(ends)
+        loss = end["test_loss"]
+        rows.append(
+            {
+                "arm": arm,
+                "Gflop": end["flops"].median() / 1e9,
+                "test loss": loss.median(),
+                "lowest": loss.min(),
+                "highest": loss.max(),
+                "test accuracy": end["test_accuracy"].median(),
+                "seeds that solve it": f"{len(costs)} of {len(end)}",
+                "Gflop until then": pd.Series(costs, dtype=float).median(),
+                "epochs until then": f"{statistics.median(epochs):.0f}" if epochs else "–",
+            }
+        )
+    return pd.DataFrame(rows)
+
+
+def costs(curves: pd.DataFrame, arm: Any) -> list[tuple[Any, float]]:
+    """Of each seed that solves the task, the Gflop that it took."""
+    solved = curves[(curves["arm"] == arm) & (curves["test_accuracy"] >= SOLVED)]
+    return list((solved.groupby("seed")["flops"].min() / 1e9).items())
+
+
+def at_equal_compute(curves: pd.DataFrame, column: str = "test_loss") -> pd.DataFrame:
+    """Medians over seeds at the compute that each arm takes in all: a row for each, by arm."""
+    curves = curves[curves["arm"].isin(ARMS)]
+    budgets = {arm: of_arm["flops"].max() for arm, of_arm in curves.groupby("arm")}
+    rows = []
+    for arm in sorted(budgets, key=lambda arm: budgets[arm]):
+        row: dict[str, Any] = {"all that it takes": arm, "Gflop": budgets[arm] / 1e9}
+        for other in ARMS:
+            within = curves[(curves["arm"] == other) & (curves["flops"] <= budgets[arm])]
+            value = within.groupby("seed")[column].last().median()
+            row[other] = value if budgets[other] >= budgets[arm] else float("nan")
+        rows.append(row)
+    return pd.DataFrame(rows)
+
+
+def keys(frequencies: pd.DataFrame) -> pd.DataFrame:
+    """Key frequencies by arm, seed and time."""
+    key = frequencies[frequencies["share"] >= KEY]
+    lists = key.groupby(["arm", "seed", "when"], sort=False)["frequency"].agg(
+        lambda ks: " ".join(map(str, sorted(ks)))
+    )
+    wide = lists.unstack("when").fillna("")
+    return wide[[w for w in ("before", "after") if w in wide]].reset_index()
+
+
+def overlaps(circuits: pd.DataFrame) -> pd.DataFrame:
+    """Nodes and value edges in common; shares and counts that are of new parts alone go apart."""
+    columns = ["arm", "seed", "when", "pair", "what", "original", "grown"]
+    columns += ["kept", "lost", "gained", "jaccard", "jaccard_low", "jaccard_high"]
+    return circuits.loc[circuits["what"].isin(["nodes", "value edges"]), columns]
+
+
+def curves_figure(curves: pd.DataFrame) -> Figure:
+    """Test loss and accuracy against flops: a line a seed, a colour an arm, dots where it grew."""
+    picture = Figure(figsize=(10, 4.2), layout="constrained")
+    panels = picture.subplots(1, 2)
+    for panel, column, label in zip(
+        panels,
+        ("test_loss", "test_accuracy"),
+        ("loss on pairs not trained on", "accuracy on them"),
+        strict=True,
+    ):
+        for number, arm in enumerate(ARMS):
+            for seed, curve in curves[curves["arm"] == arm].groupby("seed"):
+                curve = curve[curve["flops"] > 0]
+                x = curve["flops"] / 1e9
+                label_once = arm if seed == 0 else None
+                panel.plot(x, curve[column], color=f"C{number}", lw=1, alpha=0.8, label=label_once)
+                grew = curve[["d_mlp", "n_heads", "d_model"]].diff().abs().sum(axis=1) > 0
+                panel.plot(x[grew], curve.loc[grew, column], "o", ms=4, color=f"C{number}")
+        panel.set_xscale("log")
+        panel.set_xlabel("Gflop of matrix products")
+        panel.set_ylabel(label)
+        panel.grid(alpha=0.3)
+    panels[0].set_yscale("log")
+    panels[0].legend(title="dots: it grew", fontsize="small")
+    return picture
+
+
+def neurons_figure(neurons: pd.DataFrame) -> Figure:
+    """Each neuron-head's share of the margin by the frequency it is tuned to: old and new."""
+    shown = neurons[neurons["arm"].isin(["early", "late"]) & (neurons["when"] == "after")]
+    cases = list(shown.groupby(["arm", "seed"]))
+    picture = Figure(figsize=(3.6 * max(1, len(cases) // 2), 5.6), layout="constrained")
+    panels = picture.subplots(2, -(-len(cases) // 2), sharey=True, squeeze=False).flat
+    for panel, ((arm, seed), frame) in zip(panels, cases, strict=False):
+        places = {k: i for i, k in enumerate(sorted(frame["frequency"].unique()))}
+        for is_new, label in ((False, "old"), (True, "new")):
+            sums = frame[frame["is_new"] == is_new].groupby("frequency")["share"].sum()
+            at = [places[frequency] + (0.2 if is_new else -0.2) for frequency in sums.index]
+            panel.bar(at, sums, width=0.4, label=label)
+        panel.set_xticks(list(places.values()), [str(frequency or "–") for frequency in places])
+        panel.set_title(f"{arm}, seed {seed}", fontsize="medium")
+        panel.set_xlabel("frequency (–: tuned to none)", fontsize="small")
+    panels = picture.axes
+    panels[0].legend(title="neuron-heads", fontsize="small")
+    panels[0].set_ylabel("share of the margin")
+    return picture
+
+
+def findings(frames: Mapping[str, pd.DataFrame]) -> str:
+    """What the tables show, in sentences that are made of their numbers."""
+    ends = finals(frames["curves"]).set_index("arm")
+    cost = ends["Gflop until then"]
+    lines = [
+        f"{arm}: {row['seeds that solve it']} seeds solve it"
+        + (
+            ""
+            if pd.isna(cost[arm])
+            else f", after {cost[arm]:.3g} Gflop (median of those that do; "
+            + ", ".join(f"seed {seed} {each:.3g}" for seed, each in costs(frames["curves"], arm))
+            + ")"
+        )
+        for arm, row in ends.iterrows()
+    ]
+    joined, circuits = frames["joined"], frames["circuits"]
+    shares = joined["share_new_on_old_keys"]
+    old = joined["share_old_neurons"]
+    lines.append(
+        f"{joined['tuned_to_old_keys'].sum()} of {joined['new_neurons'].sum()} new neuron-heads "
+        "are tuned to key frequencies of the model before it grew, "
+        f"{joined['tuned_to_others'].sum()} to others; the former make {shares.min():.0%} to "
+        f"{shares.max():.0%} of the margin, the old ones {old.min():.0%} to {old.max():.0%}"
+    )
+    nodes = circuits[(circuits["what"] == "nodes") & (circuits["when"] == "at the end")]
+    overlap = nodes.groupby("pair")["jaccard"].agg(["min", "max"])
+    of_old = nodes.loc[nodes["pair"] == "grown", "kept"].sum()
+    of = nodes.loc[nodes["pair"] == "grown", "original"].sum()
+    lines.append(
+        f"{of_old:.0f} of {of:.0f} nodes of the old circuits are in the new ones; Jaccard "
+        f"{overlap['min']['grown']:.2f} to {overlap['max']['grown']:.2f}, of two trainings after "
+        f"the same growth {overlap['min']['again']:.2f} to {overlap['max']['again']:.2f}"
+    )
+    return "\n".join(f"- {line}." for line in lines)
+
+
+def shown(frame: pd.DataFrame) -> str:
+    """As Markdown, numbers to three digits, what is missing as –."""
+    return table(frame).replace("| nan |", "| – |").replace("| nan |", "| – |")
+
+
+def page(frames: Mapping[str, pd.DataFrame], about: Mapping[str, Any], flag: str) -> str:
+    """Everything in Markdown."""
+    study = about["study"]
+    cpu = ", ".join(f"{arm} {s:.0f}" for arm, s in about["cpu_seconds"].items())
+    return PAGE.format(
+        **study,
+        n=study["n_seeds"],
+        flag=flag,
+        machine=about["machine"],
+        load=about["load_average"][0],
+        wall=sum(about["wall_seconds"].values()),
+        cpu=cpu,
+        solved=SOLVED,
+        KEY=KEY,
+        TUNED=TUNED,
+        findings=findings(frames),
+        finals=shown(finals(frames["curves"])),
+        losses=shown(at_equal_compute(frames["curves"])),
+        accuracies=shown(at_equal_compute(frames["curves"], "test_accuracy")),
+        keys=shown(keys(frames["frequencies"])),
+        joined=shown(frames["joined"]),
+        circuits=shown(overlaps(frames["circuits"])),
+    )
+
+
+PAGE = """# Does it pay to grow? Addition modulo {modulus}
+
+Small: {small}.
+Full: {full}.
+{epochs} epochs of AdamW (lr {lr}, weight decay 1) on
+{train_fraction} of the pairs, the same for every arm of a seed; {n} seeds. "early" grows at epochs
+{early}, "late" at {late}: neurons, then heads, then width, AdamW's state along. "late again" is
+"late" with other numbers in the new entries.
+
+Compute is the flops of matrix products, forward and backward, counted by torch on a step of every
+size; see `growth_measures.py`, where all measures are defined.
+
+Made by `python -m analyses.studies.growth_modular_addition{flag}` on {machine}.
+Training all arms took {wall:.0f} s, at a load average of {load:.1f}; in seconds of processor time
+over all seeds: {cpu}.
+
+![Loss and accuracy against compute](growth_modular_addition.svg)
+
+## What the tables show
+
+{findings}
+
+## How each arm ends
+
+Medians over seeds. A seed solves the task when its accuracy on pairs not trained on first reaches
+{solved}; what it took is the median of those that do.
+
+{finals}
+
+## At equal compute
+
+The loss on pairs not trained on, at the compute that each arm takes in all:
+
+{losses}
+
+The accuracy on them:
+
+{accuracies}
+
+## Key frequencies, before and after
+
+Frequencies with a share of at least {KEY} of what tells the answer from other offsets.
+
+{keys}
+
+## What the new neuron-heads do
+
+A neuron-head is tuned where one frequency explains at least {TUNED} of its self weight's variance;
+old keys are the key frequencies before growth. Shares are of the margin: with what attention and
+the embedding write directly they add up to 1.
+
+![Neuron-heads by frequency](growth_modular_addition_neurons.svg)
+
+{joined}
+
+## The circuit before growth and after
+
+Of `compare`, on {n_compared} pairs: what the circuits of equal faithfulness have in common. The
+pair "again" is a null: "late" with "late again".
+
+{circuits}
+"""

@@ -1,0 +1,354 @@
+"""Does it pay to grow? Three questions about small language models (§5 of the growth paper).
+
+All models read Small English; `english_runs.py` trains them. Three seeds of everything: weights,
+texts and new entries; what is compared within a seed reads the same texts in the same order.
+
+Which start trains best? A small model trains, grows, and trains on; the arms differ in what the new
+entries start as. It grows in neurons, heads and width at once; once with plain MLPs and LayerNorm,
+where GradMax can be asked, and once with gated MLPs and RMS norm:
+
+    own          drawn as the model's own, outputs zero: the growth paper's
+    zeros        zero everywhere: dead, a control
+    copies       old units copied with noise, outputs zero
+    pairs        drawn as the model's own; neurons and heads in pairs whose outputs cancel
+    splits       Net2Net: a neuron or head keeps half of its output, copies have the rest; noise 0.1
+    unequal      as LEMON: it keeps three quarters; noise 0.01
+    GradMax      neurons whose outputs start with the largest gradient, outputs zero
+
+All of these take the same flops; "small" never grows, and "full" has the full size from scratch,
+for the flops that the others take.
+
+Does one checkpoint pay for a family of sizes? The smallest model trains n steps, the last of them
+with a falling learning rate. Each next size grows from the one before it, as it was before its rate
+fell, and trains n steps of its own, too; so both families take the same flops, size by size, and
+the smallest models are the same. For two budgets n. But a grown model alone has taken more steps
+and flops than one from scratch, those of the checkpoint too: so each size also trains from scratch
+for the flops of its whole line. (This arm was added after the first run, and all were run again.)
+
+Where should new layers go? Two layers become four: new ones at the bottom, in the middle, at the
+top, or one above each old one; the last also as copies (LLaMA Pro's). And four from scratch.
+
+What we expect, written before the runs:
+
+1.  Of the live starts none beats "own" at the end by more than seeds differ. AdamW moves an entry
+    whose moments are fresh by about its learning rate (`fresh_steps`), however small its gradient:
+    so zeros are gone after some ten steps. Right after growth, pairs and GradMax lead. "unequal" is
+    the slowest, since Adam takes parallel gradients for equal ones and keeps its copies together.
+    "zeros" stays the small model, and ends far behind.
+2.  At equal flops "own" ends better than "full", by less than 0.1: it has read more text. "small"
+    ends better than both, if the short runs below are a guide: these models are not yet limited by
+    their size.
+3.  The family from one checkpoint is better at both sizes that grew, and by more at the smaller
+    budget.
+4.  Where layers go matters less than seeds do; at the bottom is worst.
+
+(Before this was written, learning rates had been tried for models of width 32 and 64 from scratch,
+and neurons alone, 16 against 128, which made no difference after 300 steps; no model had grown.)
+
+How it is measured: the loss on held-out text (`held_out_loss` in `train_small_english.py`), the
+same 1,024 texts for all, of which the first 128 while it trains, of every length; and the share of
+right answers to questions of eight tasks. (In the first run the texts while it trained were 64 of
+four lengths, and all losses were means of batches, so that words of short texts counted more.)
+Differences are paired by seed, with Student's interval of 95 %. Flops are those of matrix
+products, by arithmetic (`step_flops`). One learning rate for all: the best of four for the full
+size of both kinds, from scratch with seed 0. (It was chosen at widths 32 and 64; the smallest
+models turned out to learn faster at twice that. By the rule that first stood here, the lowest sum
+over both sizes, it would have been 0.016: the rule was changed after the rates were seen.)
+
+    python -m analyses.studies.growth_small_english --out analyses/results
+"""
+
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field, replace
+from itertools import count
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+import pandas as pd
+import typer
+from tqdm import tqdm
+
+from analyses.studies.english_runs import Done, Plan, Sizes, batch, figures, run, step_flops
+from analyses.studies.growth_small_english_report import LONGER, curves_figure, page
+from analyses.tools.benching import Device
+from analyses.tools.resumable import claim
+from analyses.tools.study_files import keep
+from attn_only_lens import expansion as ex
+from attn_only_lens import growth
+from attn_only_lens.expansion.expansion import Expansion
+from attn_only_lens.expansion.initialise import Initialiser
+
+
+@dataclass(frozen=True)
+class Study:
+    """What determines the result."""
+
+    family: tuple[Sizes, ...] = (Sizes(2, 16, 1, 32), Sizes(2, 32, 2, 64), Sizes(2, 64, 4, 128))
+    layers: tuple[int, int] = (2, 4)
+    kinds: dict[str, str] = field(default_factory=lambda: {"plain": "gpt_neox", "gated": "llama"})
+    before: int = 200  # steps
+    after: int = 200
+    decay: int = 100
+    budgets: tuple[int, ...] = (200, 400)
+    tried: int = 200  # steps at each rate
+    rates: tuple[float, ...] = (4e-3, 8e-3, 16e-3, 32e-3)
+    lr: float = 8e-3
+    n_seeds: int = 3
+    plan: dict[str, int] = field(
+        default_factory=lambda: {"warmup": 50, "rows": 32, "check_every": 20, "save_every": 100}
+    )
+    read: tuple[int, int] = (128, 1024)  # held-out texts: while it trains, at the end
+    asked: int = 100
+    left_out: tuple[str, ...] = ()  # arms
+
+
+SMOKE = Study(
+    family=(Sizes(1, 8, 2, 5), Sizes(1, 12, 3, 7)),
+    layers=(1, 2),
+    kinds={"plain": "gpt_neox"},
+    before=4,
+    after=4,
+    decay=2,
+    budgets=(4,),
+    tried=4,
+    rates=(8e-3,),
+    plan={"warmup": 2, "rows": 2, "check_every": 4, "save_every": 4},
+    read=(3, 5),
+    asked=2,
+    left_out=("zeros", "copies", "splits", "unequal", "middle", "spread", "spread, copies"),
+)
+
+
+@dataclass(frozen=True)
+class Runs:
+    """The runs of one seed: where they are, and the bar that they move."""
+
+    study: Study
+    seed: int
+    folder: Path
+    device: str
+    bar: Any
+
+    def plan(self, sizes: Sizes, steps: int, **settings: Any) -> Plan:
+        """One run's, of this seed."""
+        seeds = {"seed": self.seed, "data_seed": self.seed + 1, "growth_seed": 10 * self.seed + 1}
+        study = self.study
+        common = {"lr": study.lr, "read": study.read[0], "asked": 0} | study.plan
+        return Plan(sizes, steps, **(seeds | common | settings))
+
+    def go(self, name: str, plan: Plan, start: Done | None = None) -> Done:
+        """Train; the folder is called by the name and the seed."""
+        self.bar.set_description(f"{name}, seed {self.seed}")
+        folder = self.folder / f"{name}-{self.seed}"
+        return run(plan, folder, self.device, self.bar.update, start=start)
+
+
+def between(small: Sizes, full: Sizes) -> Expansion:
+    """Growth from one to the other, at once; layers apart."""
+    more = {name: size - getattr(small, name) for name, size in asdict(full).items()}
+    steps = {"d_mlp": ex.AddNeurons, "n_heads": ex.AddHeads, "d_model": ex.WidenStream}
+    return ex.compose(*(kind(more[name]) for name, kind in steps.items() if more[name]))
+
+
+def inserted(places: tuple[int, ...], **how: Any) -> Expansion:
+    """New layers, whose numbers afterwards are these."""
+    return ex.compose(*(ex.InsertLayer(at, **how) for at in sorted(places)))
+
+
+def steps_within(plan: Plan, flops: int) -> int:
+    """The number of steps that takes so many flops, rounded up."""
+    weights, spent = growth.read(plan.model()), 0
+    for step in count():
+        spent += step_flops(weights, batch(plan, step))
+        if spent >= flops:
+            return step + 1
+    raise AssertionError
+
+
+def inits(trunk: Done) -> dict[str, Initialiser]:
+    """The starts, by name."""
+    found = {
+        "own": ex.init.own(),
+        "zeros": ex.init.zeros(),
+        "copies": ex.init.copies(noise=0.1),
+        "pairs": ex.init.cancelling(),
+        "splits": ex.init.splits(share=0.5, noise=0.1),
+        "unequal": ex.init.splits(share=0.75, noise=0.01),
+    }
+    if not trunk.model.cfg.gated_mlp:
+        tokens = batch(trunk.plan, trunk.plan.steps)[:, :-1]
+        found["GradMax"] = ex.init.grad_max(growth.gradient_products(trunk.model, tokens))
+    return found
+
+
+Arms = Iterator[tuple[str, Done]]
+T = TypeVar("T")
+
+
+def kept(study: Study, arms: dict[str, T]) -> list[tuple[str, T]]:
+    """Those that are not left out."""
+    return [(name, each) for name, each in arms.items() if name not in study.left_out]
+
+
+def starts(runs: Runs, part: str) -> Arms:
+    """Which start trains best?"""
+    study, settings = runs.study, {"family": runs.study.kinds[part]}
+    small, full = study.family[0], study.family[-1]
+    plan = runs.plan(small, study.before, **settings)
+    trunk = runs.go(f"{part}-trunk", plan)
+    grown = replace(
+        plan,
+        steps=study.before + study.after,
+        schedule={study.before: between(small, full)},
+        decay=study.decay,
+    )
+    flops = 0
+    for name, init in kept(study, inits(trunk)):
+        done = runs.go(f"{part}-{name}", replace(grown, init=init), trunk)
+        flops = int(done.curve["flops"].iloc[-1])
+        yield name, with_trunk(done, trunk)
+    yield from for_flops(runs, part, {"small": small, "full": full}, flops, **settings)
+
+
+def for_flops(runs: Runs, part: str, sizes: dict[str, Sizes], flops: int, **settings: Any) -> Arms:
+    """From scratch, for so many flops."""
+    for name, each in sizes.items():
+        plan = runs.plan(each, 1, decay=runs.study.decay, **settings)
+        plan = replace(plan, steps=steps_within(plan, flops))
+        yield name, runs.go(f"{part}-{name}", plan)
+
+
+def with_trunk(done: Done, trunk: Done) -> Done:
+    """A run whose curve begins with that of the run which it began from."""
+    return replace(done, curve=pd.concat([trunk.curve.iloc[:-1], done.curve], ignore_index=True))
+
+
+def family(runs: Runs, budget: int) -> Arms:
+    """Does one checkpoint pay for a family of sizes?"""
+    study, part = runs.study, f"family {budget}"
+    steady, trunk = budget - study.decay, None
+    for number, sizes in enumerate(study.family):
+        alone = runs.plan(sizes, budget, decay=study.decay)
+        scratch = runs.go(f"{part}-scratch-{sizes.d_model}", alone)
+        yield f"scratch, {sizes.d_model}", scratch
+        schedule, began = {}, sizes
+        if trunk is not None:
+            began = study.family[number - 1]
+            schedule = {number * steady: between(began, sizes)}
+        plan = runs.plan(began, (number + 1) * steady, schedule=schedule)
+        before = trunk
+        trunk = runs.go(f"{part}-trunk-{sizes.d_model}", plan, before)
+        if before is not None:
+            last = runs.plan(sizes, plan.steps + study.decay, decay=study.decay)
+            done = runs.go(f"{part}-grown-{sizes.d_model}", last, trunk)
+            yield f"grown, {sizes.d_model}", with_trunk(with_trunk(done, trunk), before)
+            # From scratch for the flops of the checkpoint, too, and not only for those since then.
+            flops = int(done.curve["flops"].iloc[-1])
+            yield from for_flops(runs, part, {f"{LONGER}{sizes.d_model}": sizes}, flops)
+
+
+def depths(runs: Runs) -> Arms:
+    """Where should new layers go?"""
+    study = runs.study
+    small, (few, many) = study.family[0], study.layers
+    more = many - few
+    small = replace(small, n_layers=few)
+    trunk = runs.go("layers-trunk", runs.plan(small, study.before))
+    middle, spread = few // 2, tuple(range(1, 2 * more, 2))
+    ways: dict[str, Expansion] = {
+        "bottom": inserted(tuple(range(more))),
+        "middle": inserted(tuple(range(middle, middle + more))),
+        "top": inserted(tuple(range(few, many))),
+        "spread": inserted(spread),
+        "spread, copies": inserted(spread, copy=True),
+    }
+    flops = 0
+    for name, expansion in kept(study, ways):
+        plan = runs.plan(
+            *(small, study.before + study.after),
+            schedule={study.before: expansion},
+            decay=study.decay,
+        )
+        done = runs.go(f"layers-{name}", plan, trunk)
+        flops = int(done.curve["flops"].iloc[-1])
+        yield name, with_trunk(done, trunk)
+    yield from for_flops(runs, "layers", {"full": replace(small, n_layers=many)}, flops)
+
+
+def rates(runs: Runs) -> Arms:
+    """The learning rates that were tried."""
+    study = runs.study
+    ends = {"small": study.family[0], "full": study.family[-1]}
+    for kind, family in study.kinds.items() if runs.seed == 0 else ():
+        for size, sizes in ends.items():
+            for lr in study.rates:
+                plan = runs.plan(sizes, study.tried, lr=lr, decay=study.decay, family=family)
+                yield f"{kind}, {size}, {lr:g}", runs.go(f"rates-{family}-{size}-{lr:g}", plan)
+
+
+def parts(study: Study) -> dict[str, Callable[[Runs], Arms]]:
+    """What is compared with what, by name."""
+    return {
+        "rates": rates,
+        **{kind: lambda runs, kind=kind: starts(runs, kind) for kind in study.kinds},
+        **{
+            f"family {budget}": lambda runs, budget=budget: family(runs, budget)
+            for budget in study.budgets
+        },
+        "layers": depths,
+    }
+
+
+def measured(study: Study, folder: Path, device: str) -> dict[str, pd.DataFrame]:
+    """Train every arm: the curves, and how each ends."""
+    claim(folder / "study.txt", repr(replace(study, n_seeds=0)) + "\n")
+    curves, ends = [], []
+    with tqdm(unit="step", mininterval=5) as bar:
+        for seed in range(study.n_seeds):
+            for part, arms in parts(study).items():
+                for arm, done in arms(Runs(study, seed, folder, device, bar)):
+                    label = {"part": part, "arm": arm, "seed": seed}
+                    curves.append(done.curve.assign(**label))
+                    found = figures(done.model, study.read[1], study.asked)
+                    last = done.curve.iloc[-1][["step", "tokens", "flops"]].astype(int)
+                    ends.append(label | dict(last) | found)
+    curve = pd.concat(curves)[["part", "arm", "seed", "step", "flops", "loss"]]
+    return {"curves": curve, "ends": pd.DataFrame(ends)}
+
+
+def fresh_steps(steps: int, betas: tuple[float, float] = (0.9, 0.98)) -> list[float]:
+    """AdamW's steps of an entry with fresh moments and a steady gradient, in learning rates.
+
+    Its moments start at zero when it is new, but torch counts the steps of a whole tensor, whose
+    bias correction is gone by then. (Of an old entry, with a steady gradient, each step is 1.)
+    """
+    one, two = betas
+    return [(1 - one**k) / (1 - two**k) ** 0.5 for k in range(1, steps + 1)]
+
+
+def main(
+    out: Annotated[Path, typer.Option(help="folder to write")] = Path("out/growth"),
+    runs_dir: Annotated[Path, typer.Option("--runs", help="to go on from")] = Path("out/english"),
+    device: Device = "cpu",
+    n_seeds: Annotated[int, typer.Option(help="of each arm")] = 3,
+    smoke: Annotated[bool, typer.Option(help="tiny sizes and few steps")] = False,
+) -> None:
+    """Train, measure, print; write what a study leaves (`studies.py`)."""
+    warnings.filterwarnings("ignore", ".*deprecated", DeprecationWarning)
+    started = time.perf_counter()
+    study = replace(SMOKE if smoke else Study(), n_seeds=n_seeds)
+    frames = measured(study, runs_dir, device)
+    # Of training, over all sessions of it.
+    curves = [pd.read_csv(each) for each in sorted(runs_dir.glob("*/curve.csv"))]
+    seconds = sum(each["cpu_seconds"].iloc[-1] for each in curves)
+    text = page(frames, study, fresh_steps(100), seconds, " --smoke" if smoke else "")
+    typer.echo(text)
+    settings = {"device": device, "smoke": smoke, "study": asdict(study)}
+    settings["cpu_seconds"] = round(seconds, 1)
+    keep(__file__, out, text, frames, curves_figure(frames["curves"]), started=started, **settings)
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,270 @@
+"""Three trainable forms of one model, and what becomes of the structure that the post relies on.
+
+    MLP      the model as it was trained
+    heads    `convert`: a head a neuron; masks and the bias token are no weights
+    post     the post's four attention sublayers; Ω stands in its weights
+
+The post's form trains W_QK and W_OV of every head, at full rank as the post has them, and the
+embedding and unembedding: the entries that are not zero when training begins, or every entry.
+Fixed are what the construction takes for input: the one-hot positions, the bias vector, and the
+empty hidden part of the stream. What stands in the weights of its heads has three parts:
+
+    own      the model's own weights
+    omega    the position blocks, which hold 2Ω and -2Ω
+    ones     the -1 of the SiLU heads (score and value), and that which clears the hidden part
+
+"factored" has W_Q, W_K, W_V and W_O instead, as attention layers store them; 2Ω is a product then.
+"""
+
+import copy
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from analyses.studies.omega_models import plain_of
+from attn_only_lens import convert
+from attn_only_lens.reference.post import SUBLAYERS, StreamCoordinates, post_transformer
+from attn_only_lens.tl import HookedTransformer
+
+Site = Literal["patterns", "stream", "hidden"]
+PARTS = ("own", "omega", "ones")
+EVERY = "every entry"
+
+SITES: dict[str, dict[str, tuple[str, ...]]] = {
+    "MLP": {
+        "patterns": ("blocks.0.attn.hook_pattern",),
+        "stream": ("blocks.0.hook_attn_out", "blocks.0.hook_mlp_out"),
+        "hidden": ("blocks.0.mlp.hook_post",),
+    },
+    "heads": {
+        "patterns": ("blocks.0.attn.hook_pattern", "blocks.1.attn.hook_pattern"),
+        "stream": ("blocks.0.hook_attn_out", "blocks.1.hook_attn_out"),
+        "hidden": ("blocks.1.attn.hook_z",),
+    },
+}
+
+
+class Form(Protocol):
+    """What is trained."""
+
+    def trained(self) -> list[nn.Parameter]:
+        """The parameters that are."""
+        ...
+
+    def logits(self, tokens: Tensor, site: Site | None = None, rate: float = 0.0) -> Tensor:
+        """At the last position, [batch, p], with dropout at a site."""
+        ...
+
+
+class Hooked:
+    """The MLP original, or its converted model."""
+
+    def __init__(self, model: nn.Module, sites: Mapping[str, tuple[str, ...]]) -> None:
+        self.model: Any = model
+        self.sites = sites
+
+    def trained(self) -> list[nn.Parameter]:
+        """All but biases, which the recipe leaves at zero."""
+        return [each for name, each in self.model.named_parameters() if ".b_" not in name]
+
+    def logits(self, tokens: Tensor, site: Site | None = None, rate: float = 0.0) -> Tensor:
+        """At the last position, [batch, p], with dropout at a site."""
+
+        def drop(x: Tensor, hook: Any) -> Tensor:
+            return F.dropout(x, rate)
+
+        hooks = [(name, drop) for name in self.sites[site]] if site else []
+        with self.model.hooks(fwd_hooks=hooks):
+            logits: Tensor = self.model(tokens)[:, -1]
+        return logits
+
+
+@dataclass(frozen=True)
+class Seen:
+    """The logits of a run and, by sublayer, the largest weight on a vector that is to get none."""
+
+    logits: Tensor
+    leaks: dict[str, float]
+
+
+class Post(nn.Module):
+    """The post's form of a one-layer model.
+
+    Attributes:
+        coordinates: those of the widened stream.
+        factored: whether W_QK and W_OV are products of trained matrices, or trained themselves, as
+            the post has them.
+    """
+
+    def __init__(
+        self, model: HookedTransformer, omega: float, *, factored: bool, every_entry: bool
+    ) -> None:
+        super().__init__()
+        state = {name: each.detach().clone() for name, each in model.state_dict().items()}
+        names = ("embed.W_E", "pos_embed.W_pos", "unembed.W_U")
+        self.W_E, self.W_pos, self.W_U = (nn.Parameter(state[name]) for name in names)
+        # At full rank a linear sublayer is one head.
+        d_head = (
+            None if factored else max(self.W_E.shape[1], state["blocks.0.mlp.b_in"].numel()) + 1
+        )
+        post = post_transformer(plain_of(state), len(self.W_pos), omega=omega, d_head=d_head)
+        self.coordinates: StreamCoordinates = post.coordinates
+        self.factored, self.every_entry = factored, every_entry
+        self.sublayers = nn.ModuleDict()
+        for name, heads in zip(SUBLAYERS, post.layers[0].sublayers, strict=True):
+            # Heads that begin equal are trained apart, hence the clones.
+            found = {m: getattr(heads, m).clone() for m in ("W_Q", "W_K", "W_V", "W_O")}
+            if not factored:
+                keys, values = self._read_by(name)
+                found = {
+                    "W_QK": (found["W_Q"] @ found["W_K"].mT)[..., keys],
+                    "W_OV": (found["W_V"] @ found["W_O"])[:, values, values],
+                }
+            self.sublayers[name] = nn.ParameterDict({m: nn.Parameter(w) for m, w in found.items()})
+        if not every_entry:
+            for each in self.sublayers.parameters():
+                # AdamW leaves an entry alone whose gradients have all been zero, if it is zero.
+                each.register_hook(each.detach().ne(0).mul)
+
+    def trained(self) -> list[nn.Parameter]:
+        """All of them."""
+        return list(self.parameters())
+
+    def logits(self, tokens: Tensor, site: Site | None = None, rate: float = 0.0) -> Tensor:
+        """At the last position, [batch, p], with dropout at a site."""
+        return self._run(tokens, site=site, rate=rate).logits
+
+    def seen(self, tokens: Tensor, *, masked: bool) -> Seen:
+        """A run that looks at patterns; masked: no weight is where it is not to be."""
+        return self._run(tokens, masked=masked, look=True)
+
+    def _run(
+        self,
+        tokens: Tensor,
+        *,
+        site: Site | None = None,
+        rate: float = 0.0,
+        masked: bool = False,
+        look: bool = False,
+    ) -> Seen:
+        x = self.coordinates.augment(self.W_E[tokens] + self.W_pos)
+        leaks = {}
+        for name in SUBLAYERS:
+            scores, wanted = self._scores(name, x), self.allowed(name)
+            pattern = (scores.masked_fill(~wanted, -math.inf) if masked else scores).softmax(-1)
+            if look:
+                leaks[name] = pattern.masked_fill(wanted, 0.0).sum(-1).max().item()
+            if site == "patterns":
+                pattern = F.dropout(pattern, rate)
+            out = self._write(name, x, pattern)
+            x = x + (F.dropout(out, rate) if site == "stream" else out)
+            if site == "hidden" and name == "silu":
+                hidden = self.coordinates.hidden
+                left, right = x[..., : hidden.start], x[..., hidden.stop :]
+                x = torch.cat([left, F.dropout(x[..., hidden], rate), right], dim=-1)
+        return Seen(self.coordinates.read(x)[:, -1] @ self.W_U, leaks)
+
+    def _read_by(self, name: str) -> tuple[slice, slice]:
+        """The coordinates that keys read, and those of values: all that is trained lies there."""
+        width, at = slice(0, self.coordinates.width), self.coordinates
+        if self.every_entry:
+            return width, width
+        keys = width if name == "attention" else at.position
+        return keys, at.hidden if name == "silu" else width
+
+    def _scores(self, name: str, x: Tensor) -> Tensor:
+        w: Any = self.sublayers[name]
+        if not self.factored:
+            return _by_head(x, w["W_QK"]) @ x[..., self._read_by(name)[0]].unsqueeze(-3).mT
+        return _by_head(x, w["W_Q"]) @ _by_head(x, w["W_K"]).mT
+
+    def _write(self, name: str, x: Tensor, pattern: Tensor) -> Tensor:
+        w: Any = self.sublayers[name]
+        if not self.factored:
+            values = self._read_by(name)[1]
+            written = (pattern @ _by_head(x[..., values], w["W_OV"])).sum(-3)
+            return F.pad(written, (values.start, self.coordinates.width - values.stop))
+        return torch.einsum("bhnd,hdw->bnw", pattern @ _by_head(x, w["W_V"]), w["W_O"])
+
+    def allowed(self, name: str) -> Tensor:
+        """Where a sublayer's heads may attend, [query, key]: what masks say in our form."""
+        n, device = self.coordinates.n_tokens, self.W_E.device
+        wanted = torch.eye(n + 1, dtype=torch.bool, device=device)
+        if name == "attention":
+            wanted[:n, :n] = torch.ones_like(wanted[:n, :n]).tril()
+        elif name == "silu":
+            wanted[:, n] = True
+        return wanted
+
+    def omega_left(self) -> float:
+        """Half of what a linear head's weights score a vector's own position above others, mean."""
+        found = []
+        for name in ("into_hidden", "out_of_hidden"):
+            w: Any = self.sublayers[name]
+            at = self.coordinates.position
+            if self.factored:
+                block = w["W_Q"][:, at] @ w["W_K"][:, at].mT
+            else:
+                block = w["W_QK"][:, at, -self.coordinates.n_vectors :]
+            own = block.diagonal(dim1=1, dim2=2)
+            others = (block.sum(-1) - own) / (own.shape[1] - 1)
+            found.append((own - others).mean().item() / 2)
+        return sum(found) / len(found)
+
+    @torch.no_grad()
+    def shrunk(self, factor: float, parts: tuple[str, ...]) -> "Post":
+        """A copy with some parts times a factor, as weight decay alone would make them."""
+        other = copy.deepcopy(self)
+        if "own" in parts:
+            for each in (other.W_E, other.W_pos, other.W_U):
+                each.mul_(factor)
+        for name in SUBLAYERS:
+            matrices: Any = other.sublayers[name]
+            for m, marks in self.marks(name).items():
+                for part in parts:
+                    matrices[m].mul_(torch.where(marks == PARTS.index(part), factor, 1.0))
+        return other
+
+    def marks(self, name: str) -> dict[str, Tensor]:
+        """For every entry of a sublayer's matrices, the number of its part in PARTS."""
+        own, omega, ones = range(3)
+        at, hidden, position = self.coordinates, self.coordinates.hidden, self.coordinates.position
+        matrices: Any = self.sublayers[name]
+        marks = {m: torch.full_like(w, own, dtype=torch.int) for m, w in matrices.items()}
+        if self.factored:
+            for m in ("W_Q", "W_K"):  # the first columns are those of the model's own W_Q and W_K
+                marks[m][:, position, -at.n_vectors :] = omega
+            if name == "silu":
+                marks["W_Q"][:, hidden] = ones
+                marks["W_O"][:] = ones
+            if name != "attention":  # W_1 and W_2 stand in W_O, behind a value that is read by ones
+                marks["W_V"][:] = ones
+            if name == "out_of_hidden":
+                marks["W_O"][:, :, hidden] = ones
+        else:
+            marks["W_QK"][:, position, -at.n_vectors :] = omega
+            if name == "silu":
+                marks["W_QK"][:, hidden] = ones
+                marks["W_OV"][:] = ones
+            if name == "out_of_hidden":
+                marks["W_OV"][:, hidden, hidden] = ones
+        return marks
+
+
+def _by_head(x: Tensor, matrices: Tensor) -> Tensor:
+    return torch.einsum("bnw,hwd->bhnd", x, matrices)
+
+
+def form_of(model: HookedTransformer, form: str) -> Form:
+    """A fresh copy: "MLP", "heads", "post Ω=…", with ", factored" or ", every entry" after it."""
+    if form == "MLP":
+        return Hooked(copy.deepcopy(model), SITES[form])
+    if form == "heads":
+        return Hooked(convert(copy.deepcopy(model)), SITES[form])
+    omega, _, kind = form.partition("=")[2].partition(", ")
+    return Post(model, float(omega), factored=kind == "factored", every_entry=kind == EVERY)

@@ -1,0 +1,90 @@
+"""Cut edges of a model without norms: a reader gets all but what one writer wrote.
+
+Without norms a part reads linearly, so its query (key, value, pre-activation) is a sum with a term
+(what the writer wrote) W for each writer, and to cut an edge is to take its term off. Taken off is
+what the writer wrote in this very run, so that cuts add up as they should. This goes through hook
+points of TransformerLens; `tracr_edges.logits` computes the same from the weights, and tests hold
+either against the other.
+"""
+
+from collections import defaultdict
+from collections.abc import Collection
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+from transformer_lens.hook_points import HookPoint
+
+from analyses.studies.tracr_edges import Edge
+from attn_only_lens import HeadName
+from attn_only_lens.tl import HookedTransformer
+
+
+@torch.no_grad()
+def logits_without(
+    model: HookedTransformer, tokens: Int[Tensor, "batch pos"], cut: Collection[Edge]
+) -> Float[Tensor, "batch pos d_vocab_out"]:
+    """Run a model with some of its edges cut.
+
+    Raises:
+        ValueError: the model has norms, or an edge's writer does not come before its reader.
+    """
+    if model.cfg.normalization_type is not None:
+        raise ValueError(
+            f"got normalization_type {model.cfg.normalization_type!r}; expected None: through a "
+            "norm, what a part reads is no sum over writers"
+        )
+    wanted = {edge.writer for edge in cut}
+    written: dict[str, Tensor] = {}
+    by_hook = defaultdict(list)
+    for edge in cut:
+        by_hook[_hook(model, edge)].append(edge)
+
+    def embed(x: Tensor, hook: HookPoint) -> None:
+        written["embed"] = written["embed"] + x if "embed" in written else x
+
+    def write(x: Tensor, hook: HookPoint) -> None:
+        layer, block = hook.layer(), model.blocks[hook.layer()]
+        heads = hook.name.endswith("hook_z")
+        for i, W in enumerate(block.attn.W_O if heads else block.mlp.W_out):
+            name = f"L{layer}{'H' if heads else 'N'}{i}"
+            if name in wanted:
+                written[name] = x[:, :, i] @ W if heads else x[:, :, i, None] * W
+
+    def read(x: Tensor, hook: HookPoint) -> Tensor:
+        x = x.clone()
+        for edge in by_hook[hook.name]:
+            if edge.writer not in written:
+                raise ValueError(f"got {edge}; expected a writer that comes before the reader")
+            if edge.reader == "output":
+                x -= written[edge.writer]
+                continue
+            block, i = model.blocks[hook.layer()], HeadName.parse(edge.reader).index
+            W = block.mlp.W_in[:, i] if edge.side == "in" else _side(block.attn, edge.side)[i]
+            x[:, :, i] -= written[edge.writer] @ W
+        return x
+
+    layers = range(model.cfg.n_layers)
+    return model.run_with_hooks(
+        tokens,
+        fwd_hooks=[
+            ("hook_embed", embed),
+            ("hook_pos_embed", embed),
+            *((f"blocks.{layer}.attn.hook_z", write) for layer in layers),
+            *((f"blocks.{layer}.mlp.hook_post", write) for layer in layers),
+            *((name, read) for name in by_hook),
+        ],
+    )
+
+
+def _side(attn: torch.nn.Module, side: str) -> Tensor:
+    return {"q": attn.W_Q, "k": attn.W_K, "v": attn.W_V}[side]
+
+
+def _hook(model: HookedTransformer, edge: Edge) -> str:
+    """Where an edge's reader reads."""
+    if edge.reader == "output":
+        return f"blocks.{model.cfg.n_layers - 1}.hook_resid_post"
+    if edge.side == "in":
+        return f"blocks.{HeadName.parse(edge.reader).layer}.mlp.hook_pre"
+    return HeadName.parse(edge.reader).hook(edge.side, model)

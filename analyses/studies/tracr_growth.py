@@ -1,0 +1,150 @@
+"""How the graph of a compiled program grows when neurons become heads, and what conversion costs.
+
+A program has been compiled to attention heads and MLPs. With an MLP as one node, its edges hide
+which of its neurons reads what; with neurons as heads, every one of them is a node of its own. For
+each program of `compile_tracr.py`:
+
+    error           largest |Δ logit| / largest |logit| after conversion, over all stored inputs
+    nodes           embed, heads, and MLPs or neurons, and the output
+    edges           that the architecture allows, by q, k and v of a head, and in of the others
+    true edges      those of the program (`tracr_edges.py`); of an MLP, those of any of its neurons
+    found           edges of `circuits.attribution_graph`, positions and inputs put together, that
+                    are true, of those that it has: |weight| over 1e-6
+
+Where the share of true edges falls, the graph grows faster than the program does. Edges that are
+not found set the pattern of what sets a pattern, or carry what these inputs never have.
+"""
+
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import pandas as pd
+import torch
+import typer
+from matplotlib.figure import Figure
+
+from analyses.studies.tracr_edges import Edge
+from analyses.studies.tracr_edges_auroc import graph_scores, metric_of
+from analyses.studies.tracr_models import PROGRAMS, TracrProgram, load_program
+from analyses.tools.benching import Device, table
+from analyses.tools.study_files import keep
+from attn_only_lens import convert
+
+LEAST = 1e-6  # between what a compiled head leaks, and the least value that a program takes
+
+
+def with_whole_mlps(edges: set[Edge]) -> set[Edge]:
+    """The same edges with all neurons of a layer as one node."""
+
+    def whole(name: str) -> str:
+        return f"{name.split('N')[0]}MLP" if "N" in name else name
+
+    return {Edge(whole(e.writer), whole(e.reader), e.side) for e in edges}
+
+
+def nodes_of(edges: set[Edge]) -> int:
+    """How many parts there are, of all edges that the architecture allows."""
+    return len({e.writer for e in edges} | {e.reader for e in edges})
+
+
+@torch.no_grad()
+def error_of(program: TracrProgram) -> float:
+    """Largest difference of a logit, over the largest logit, with every hook live."""
+    converted = convert(program.model, copy_weights=True)
+    moved = largest = 0.0
+    for tokens, _, _ in program.batches():
+        expected = program.model(tokens)
+        logits, _ = converted.run_with_cache(tokens)
+        moved = max(moved, float((logits - expected).abs().max()))
+        largest = max(largest, float(expected.abs().max()))
+    return moved / largest
+
+
+def found_in(program: TracrProgram, n_inputs: int) -> set[Edge]:
+    """The edges of the attribution graphs of some inputs of the greatest length."""
+    tokens, expected, _ = next(program.batches())
+    converted = convert(program.model, copy_weights=True)
+    found: set[Edge] = set()
+    for row, wanted in zip(tokens[:n_inputs], expected[:n_inputs], strict=True):
+        metric = metric_of(program, wanted)
+        of_edges = graph_scores(converted, row, metric, patterns=True)
+        found |= {edge for edge, score in of_edges.items() if score > LEAST}
+    # "bias" and "rest" are no parts of the program.
+    return {e for e in found if e.writer not in ("bias", "rest", "offset")}
+
+
+def row_of(name: str, n_inputs: int, device: str) -> dict[str, Any]:
+    """The row of one program."""
+    program = load_program(name, device=device)
+    every, true = set(program.candidates()), program.true_edges()
+    found = found_in(program, n_inputs)
+    coarse, coarse_true = with_whole_mlps(every), with_whole_mlps(true)
+    return {
+        "program": name,
+        "error": error_of(program),
+        "nodes, MLPs": nodes_of(coarse),
+        "nodes, neurons": nodes_of(every),
+        "edges, MLPs": len(coarse),
+        "edges, neurons": len(every),
+        "true, MLPs": len(coarse_true),
+        "true, neurons": len(true),
+        "share true, MLPs": len(coarse_true) / len(coarse),
+        "share true, neurons": len(true) / len(every),
+        "found": len(found),
+        "found and true": len(found & true),
+    }
+
+
+def main(
+    out: Annotated[Path, typer.Option(help="folder to write")] = Path("out/tracr_growth"),
+    n_inputs: Annotated[int, typer.Option(help="inputs of each program")] = 12,
+    device: Device = "cpu",
+    smoke: Annotated[bool, typer.Option(help="two programs and two inputs")] = False,
+) -> None:
+    """Measure, print, and keep what `studies.py` says."""
+    started = time.perf_counter()
+    n_inputs = 2 if smoke else n_inputs
+    programs = ("frac_prevs", "pair_balance") if smoke else PROGRAMS
+    frame = pd.DataFrame([row_of(name, n_inputs, device) for name in programs])
+    shown = frame.assign(error=[f"{each:.1e}" for each in frame["error"]])
+    text = PAGE.format(table=table(shown), n_inputs=n_inputs, flag=" --smoke" if smoke else "")
+    typer.echo(text)
+    settings = {"n_inputs": n_inputs, "device": device, "smoke": smoke}
+    keep(__file__, out, text, frame, figure(frame), started=started, digits="%.4g", **settings)
+
+
+def figure(frame: pd.DataFrame) -> Figure:
+    """Edges by program, allowed and true, with MLPs and with neurons as nodes."""
+    picture = Figure(figsize=(11, 5), layout="constrained")
+    panel = picture.subplots()
+    for colour, nodes in enumerate(("MLPs", "neurons")):
+        for what, marker in (("edges", "o"), ("true", "x")):
+            style = {"color": f"C{colour}", "marker": marker, "linestyle": ""}
+            panel.plot(
+                frame["program"], frame[f"{what}, {nodes}"], label=f"{what}, {nodes}", **style
+            )
+    panel.set_yscale("log")
+    panel.set_ylabel("edges")
+    panel.tick_params("x", rotation=45)
+    panel.grid(axis="y", alpha=0.3)
+    panel.legend(fontsize="small")
+    return picture
+
+
+PAGE = """# Compiled programs, before and after neurons are heads
+
+Each program as compiled, with MLPs as nodes, and converted, with neurons as heads; float64. What
+the columns are, `analyses/studies/tracr_growth.py` says. Attribution graphs are of {n_inputs}
+inputs of the
+greatest length. How well scores tell true edges from others, `tracr_edges_auroc.md` says.
+
+{table}
+
+![Edges by program](tracr_growth.svg)
+
+Made by `python -m analyses.studies.tracr_growth{flag}`.
+"""
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,179 @@
+"""Compiled programs as `HookedTransformer`s: known circuits to hold methods against.
+
+`compile_tracr.py` has made the files, once; no jax is needed to read them. A compiled model has no
+norms and no biases, relu in its MLPs, scores over √d_head, and positions along axes of their own.
+Its first token is always BOS, at which nothing is decoded; a bidirectional one has no mask at all,
+so that inputs of one length only share a batch, and no padding is ever used. Where the program
+gives None, what the model gives is not defined.
+
+Parts have the names of the package, by source layer: `embed` (tokens and positions together),
+`L0H1`, `L0N17`, `output`. What a true edge is, `tracr_edges.py` says, and
+`tracr_cuts.py` cuts them.
+
+    program = load_program("reverse")
+    for tokens, expected, _ in program.batches():
+        assert program.agrees(program.model(tokens), expected)
+"""
+
+import json
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import torch
+from jaxtyping import Float, Int
+from safetensors.torch import load_file
+from torch import Tensor
+
+from analyses.studies.tracr_edges import Edge, candidates
+from attn_only_lens.tl import HookedTransformer, HookedTransformerConfig
+
+FIXTURES = Path(__file__).parents[2] / "tests" / "fixtures" / "tracr"
+PROGRAMS = (
+    "detect_abc",
+    "frac_prevs",
+    "hist",
+    "hist_so_far",
+    "pair_balance",
+    "reverse",
+    "sort_unique",
+)
+# Between 1e-7, what a compiled head leaks, and the values that programs take, multiples of 1/20.
+NUMERICAL_TOLERANCE = 1e-6
+
+
+@dataclass(frozen=True)
+class TracrProgram:
+    """A compiled program.
+
+    Attributes:
+        name: of its files.
+        source: the RASP program, as written with Tracr's library.
+        model: what Tracr compiled, in float64.
+        edges: a row for each true edge: `writer`, `reader`, `side` ("q", "k" or "v" of a head, "in"
+            of a neuron or of the output), `axes` (labels of the axes of the residual stream that
+            the one writes and the other reads), `changes_logits` and `changes_output`: whether
+            cutting this edge alone does that on any of the inputs. One that changes nothing is
+            true, and redundant: it carries values that are never taken, or matters at BOS alone.
+        inputs: sequences without BOS, of several lengths.
+        expected: what the RASP interpreter gives on each; None where it is not defined.
+        tracr_logits: what Tracr's own model gives on each, BOS included: [pos, d_vocab_out].
+        vocab: values of the tokens, BOS and padding included.
+        outputs: values that the logits stand for; None for one logit that is the value itself.
+        residual_labels: names of the axes of the residual stream.
+        bos: the first token of every input.
+    """
+
+    name: str
+    source: str
+    model: HookedTransformer
+    edges: pd.DataFrame
+    inputs: tuple[tuple[Any, ...], ...]
+    expected: tuple[tuple[Any, ...], ...]
+    tracr_logits: tuple[Float[Tensor, "pos d_vocab_out"], ...]
+    vocab: tuple[Any, ...]
+    outputs: tuple[Any, ...] | None
+    residual_labels: tuple[str, ...]
+    bos: str
+
+    def true_edges(self) -> set[Edge]:
+        """The edges, without what is known about them."""
+        return {Edge(*row) for row in self.edges[list(Edge._fields)].itertuples(index=False)}
+
+    def candidates(self) -> list[Edge]:
+        """Every edge that the architecture allows, true or not."""
+        weights = {name: x.detach().cpu().numpy() for name, x in self.model.named_parameters()}
+        return candidates(weights)
+
+    def batches(self) -> Iterator[tuple[Int[Tensor, "batch pos"], list[Any], Tensor]]:
+        """By length, the longest first: tokens with BOS, what is expected, and Tracr's logits."""
+        by_length = defaultdict(list)
+        for i, x in enumerate(self.inputs):
+            by_length[len(x)].append(i)
+        for _, at in sorted(by_length.items(), reverse=True):
+            tokens = [[self.vocab.index(t) for t in (self.bos, *self.inputs[i])] for i in at]
+            logits = torch.stack([self.tracr_logits[i] for i in at])
+            device = self.model.cfg.device
+            given = torch.tensor(tokens, device=device)
+            yield given, [list(self.expected[i]) for i in at], logits.to(device)
+
+    def decode(self, logits: Float[Tensor, "batch pos d_vocab_out"]) -> list[list[Any]]:
+        """The outputs that logits stand for, without BOS."""
+        if self.outputs is None:
+            return logits[:, 1:, 0].tolist()
+        return [[self.outputs[i] for i in row] for row in logits[:, 1:].argmax(-1).tolist()]
+
+    def agrees(
+        self, logits: Float[Tensor, "batch pos d_vocab_out"], expected: list[list[Any]]
+    ) -> bool:
+        """Whether the outputs are those expected, wherever these are defined."""
+        pairs = [
+            (got, want)
+            for row, wanted in zip(self.decode(logits), expected, strict=True)
+            for got, want in zip(row, wanted, strict=True)
+            if want is not None
+        ]
+        if self.outputs is None:
+            return all(abs(got - want) <= NUMERICAL_TOLERANCE for got, want in pairs)
+        return all(got == want for got, want in pairs)
+
+
+def load_program(name: str, folder: Path = FIXTURES, device: str = "cpu") -> TracrProgram:
+    """Read a compiled program.
+
+    Args:
+        name: one of `PROGRAMS`.
+        folder: where NAME.json and NAME.safetensors lie.
+        device: where its model is to be, and its inputs.
+
+    Raises:
+        FileNotFoundError: there is no such program.
+        ValueError: the two files do not belong together.
+    """
+    path = folder / f"{name}.json"
+    if not path.exists():
+        raise FileNotFoundError(f"got {name!r}; expected one of {', '.join(PROGRAMS)}: no {path}")
+    card = json.loads(path.read_text("utf-8"))
+    tensors = load_file(path.with_suffix(".safetensors"))
+    lengths = [len(x) + 1 for x in card["inputs"]]
+    logits = tensors.pop("tracr.logits")
+    if sum(lengths) != len(logits):
+        raise ValueError(f"{name}: got {len(logits)} rows of logits; expected {sum(lengths)}")
+    return TracrProgram(
+        name=name,
+        source=card["program"],
+        model=_model(name, card, tensors).to(device, print_details=False),
+        edges=pd.DataFrame(card["edges"]),
+        inputs=tuple(map(tuple, card["inputs"])),
+        expected=tuple(map(tuple, card["expected"])),
+        tracr_logits=logits.split(lengths),
+        vocab=tuple(card["vocab"]),
+        outputs=None if card["outputs"] is None else tuple(card["outputs"]),
+        residual_labels=tuple(card["residual_labels"]),
+        bos=card["bos"],
+    )
+
+
+def _model(name: str, card: dict[str, Any], weights: dict[str, Tensor]) -> HookedTransformer:
+    cfg = HookedTransformerConfig(
+        **card["config"],
+        act_fn="relu",
+        normalization_type=None,
+        attention_dir="causal" if card["causal"] else "bidirectional",
+        dtype=torch.float64,
+        device="cpu",
+        model_name=f"tracr-{name}",
+    )
+    model = HookedTransformer(cfg)
+    parameters = dict(model.named_parameters())
+    weights = {n: torch.zeros_like(p) for n, p in parameters.items() if ".b_" in n} | weights
+    shapes = {n: tuple(x.shape) for n, x in weights.items()}
+    if shapes != {n: tuple(p.shape) for n, p in parameters.items()}:
+        raise ValueError(f"{name}: its weights are not those of its config: {shapes}")
+    with torch.no_grad():
+        for n, parameter in parameters.items():
+            parameter.copy_(weights[n])
+    return model

@@ -1,0 +1,570 @@
+"""Would an attention-only transformer train as well as one with MLPs? The paper's open question.
+
+"It remains unknown whether such an architecture would be competitive with the more classical
+transformer architecture in terms of practical considerations" (Attention-Only Transformers and
+Implementing MLPs with Attention Heads, section 5). Here transformers of attention heads and
+neuron-heads alone (`attention_only_models.py`) are trained from scratch beside one with MLPs, on
+the text of Small English (a GPT-2 of two layers) and on addition modulo 53 (one layer, no norm):
+
+    mlp                     the SiLU MLP that the paper converts
+    mlp, twice              with twice the neurons
+    mlp, an eighth          with an eighth of them: how much the text asks of neurons at all
+    keyless                 heads whose key is the theorem's, ⅔ as many: equal parameters
+    bias token              heads to the letter, half as many: equal parameters
+    bias token, as many     as many heads as "mlp" has neurons, and the parameters of "mlp, twice"
+    set free                "bias token" started at the theorem's weights
+    persistent              each head's own persistent key and value, half as many
+
+Equal parameters are equal flops: what is needed of a head is as many products as it has weights.
+Addition has arms of equal parameters alone. All have the same data in the same order, AdamW and
+schedule; attention and embeddings are drawn alike. Each takes the learning rate, of those that all
+try, that ended lowest on another seed.
+
+Compute is the flops of matrix products, forward and backward. The dense form that masks what it has
+computed needs more; those are counted too, and neither done nor drawn. Times are in
+`bench_training_step.py`.
+
+Predictions, written before the run. After it, "mlp, an eighth" was added, and addition was trained
+longer, with one more rate to try: 700 epochs were too few for three arms of five, and the highest
+rate had been taken by four. A longer run (2400 steps of text, a higher rate of addition) was begun
+after that and broken off for time.
+
+1. The theorem's form is the MLP: trained alike, they stay the same numbers, to rounding.
+2. At equal parameters, the loss of heads to the letter on text is within 2 % of the MLP's: half as
+   many of them hold gated linear units ("keyless"), which do as well as MLPs.
+3. With as many heads as neurons they beat the MLP in every seed, but not the MLP of twice the
+   neurons in every seed.
+4. Nothing pulls W_Q and W_V together: the median |cos| stays within 0.1 of what it was when drawn.
+   Set free from the theorem, they part to 0.9 or less.
+5. The self key matters: to put it at its mean costs more than to leave out the bias token's value.
+   "keyless" is within 2 % of "bias token" nevertheless: to train without it is not to cut it.
+6. "persistent" and "bias token" end within 2 % of each other on text: they are two parametrisations
+   of one family, as the bias token's key and value are two free numbers of each head as well.
+7. On addition, heads to the letter solve the task no later than the MLP (median of seeds): it takes
+   products of waves, and q k is one.
+
+    python -m analyses.studies.train_attention_only --out analyses/results
+"""
+
+import json
+import time
+import warnings
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field, replace
+from functools import lru_cache, partial
+from io import StringIO
+from pathlib import Path
+from typing import Annotated, Any
+
+import pandas as pd
+import torch
+import typer
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torch.nn.utils import clip_grad_norm_
+from torch.utils.flop_counter import FlopCounterMode
+from tqdm import tqdm
+
+from analyses.studies import attention_only_models as models
+from analyses.studies.attention_only_report import curves_figure, heads_figure, page
+from analyses.tools import train_modular_addition as addition
+from analyses.tools import train_small_english as english
+from analyses.tools.benching import Device, machine
+from analyses.tools.study_files import keep
+from attn_only_lens.storage import atomic_write, write_text
+
+SEED_OF_SEARCH = 100
+SATURATED = 0.05  # a weight below this, or above 1 - this
+DEAD = 0.01  # of the mean strength of its layer's heads
+BINS = 16
+DIGITS = "%.5g"
+ARMS: dict[str, tuple[models.Kind, float]] = {
+    "mlp": ("mlp", 1),
+    "mlp, twice": ("mlp", 2),
+    "mlp, an eighth": ("mlp", 1 / 8),
+    "keyless": ("keyless", 2 / 3),
+    "bias token": ("bias token", 1 / 2),
+    "bias token, as many": ("bias token", 1),
+    "set free": ("set free", 1 / 2),
+    "persistent": ("persistent", 1 / 2),
+}
+"""Each arm's kind, and how many heads it has for a neuron of the MLP."""
+KEPT_HEADS = ("keyless", "bias token", "set free", "persistent")
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is trained on, and for how long.
+
+    Attributes:
+        steps: of a run; a run of the search takes `search_steps`.
+        checks: how often the loss on what is held out is taken.
+        lrs: those that are tried.
+    """
+
+    d_model: int
+    n_heads: int
+    d_mlp: int
+    steps: int
+    search_steps: int
+    checks: int
+    lrs: tuple[float, ...]
+    warmup: int
+
+    @property
+    def arms(self) -> tuple[str, ...]:
+        """Those that are trained."""
+        return tuple(ARMS)
+
+    def neurons(self, arm: str) -> tuple[models.Kind, int]:
+        """The kind of an arm's neurons, and how many there are in a layer."""
+        kind, share = ARMS[arm]
+        return kind, round(share * self.d_mlp)
+
+
+@dataclass(frozen=True)
+class Text(Task):
+    """Small English."""
+
+    n_layers: int = 2
+    rows: int = 16
+    n_held_out: int = 16  # batches
+    prompts: int = 200  # of each task, with which no sentence begins
+    clip: float = 1.0
+
+    def model(self, kind: models.Kind, n_neurons: int, seed: int) -> nn.Module:
+        """An untrained model."""
+        sizes = {name: getattr(self, name) for name in ("n_layers", "d_model")}
+        d_vocab = len(english.vocabulary())
+        sizes |= {"heads": self.n_heads, "d_vocab": d_vocab, "seed": seed}
+        return models.text_model(kind, n_neurons, **sizes)
+
+    def optimizer(self, model: nn.Module, lr: float) -> torch.optim.AdamW:
+        """That of the shipped model's embeddings."""
+        settings: dict[str, Any] = {"betas": (0.9, 0.98), "weight_decay": 0.1}
+        return torch.optim.AdamW(model.parameters(), lr=lr, **settings)
+
+    def rate(self, step: int, steps: int) -> float:
+        """Up, and down to zero."""
+        return min((step + 1) / self.warmup, 1 - step / steps)
+
+    def batch(self, step: int, seed: int) -> Tensor:
+        """The same texts for every arm."""
+        return self._pool(seed, step // english.POOL)[step % english.POOL]
+
+    def _pool(self, seed: int, number: int) -> list[Tensor]:
+        recipe = english.Recipe(rows=self.rows, seed=seed, prompts=self.prompts)
+        return _pool(recipe, number)
+
+    def loss(self, model: Any, batch: Tensor) -> Tensor:
+        """Cross-entropy of the next token."""
+        return english.loss_of(model, batch)
+
+    def flops(self, model: Any, batch: Tensor) -> int:
+        """Of one training step."""
+        neurons, pos = models.neurons_of(model)[0], batch.shape[1] - 1
+        layer = 8 * self.d_model**2 + 4 * pos * self.d_model
+        layer += models.flops(neurons.kind, self.d_model, neurons.W_Q.shape[1])
+        unembed = 2 * self.d_model * len(english.vocabulary())
+        return 3 * len(batch) * pos * (self.n_layers * layer + unembed)
+
+    def held_out(self, model: Any, seed: int) -> dict[str, float]:
+        """The loss on texts that are the same for every seed."""
+        batches = self._pool(0, english.SEED_OF_HELD_OUT)[: self.n_held_out]
+        losses = [self.loss(model, each.to(model.device)) for each in batches]
+        return {"loss": torch.stack(losses).mean().item()}
+
+
+@lru_cache(None)
+def _pool(recipe: english.Recipe, number: int) -> list[Tensor]:
+    return english.pool(recipe, number, _never(recipe.prompts))
+
+
+@lru_cache(None)
+def _never(prompts: int) -> frozenset[str]:
+    return english.held_out(prompts)
+
+
+@dataclass(frozen=True)
+class Addition(Task):
+    """Addition modulo p, as `growth_modular_addition.py` trains it."""
+
+    modulus: int = 53
+    train_fraction: float = 0.6
+    clip: float = float("inf")
+
+    @property
+    def arms(self) -> tuple[str, ...]:
+        """Those of equal parameters: others do not tell what solves the task sooner."""
+        return tuple(arm for arm, (kind, _) in ARMS.items() if arm in ("mlp", kind))
+
+    def recipe(self, seed: int, lr: float = 0.0) -> addition.Recipe:
+        """Of the model without its MLP."""
+        sizes = {name: getattr(self, name) for name in ("modulus", "d_model", "n_heads")}
+        fraction = self.train_fraction
+        return addition.Recipe(**sizes, d_mlp=1, seed=seed, train_fraction=fraction, lr=lr)
+
+    def model(self, kind: models.Kind, n_neurons: int, seed: int) -> nn.Module:
+        """An untrained model; all is drawn with TransformerLens' standard deviation."""
+        model = self.recipe(seed).model()
+        torch.manual_seed(seed)
+        std, bias = model.cfg.initializer_range, nn.Parameter(torch.zeros(self.d_model))
+        model.blocks[0].mlp = models.Neurons(kind, self.d_model, n_neurons, std, std, bias)
+        return model
+
+    def optimizer(self, model: Any, lr: float) -> torch.optim.AdamW:
+        """That of the shipped model."""
+        return addition.adamw(self.recipe(0, lr), model)
+
+    def rate(self, step: int, steps: int) -> float:
+        """Up, and on."""
+        return min((step + 1) / self.warmup, 1.0)
+
+    def batch(self, step: int, seed: int) -> Tensor:
+        """All pairs that are trained on, with their answers in a last column."""
+        return _pairs(self.recipe(seed))[0]
+
+    def loss(self, model: Any, batch: Tensor) -> Tensor:
+        """Cross-entropy of the answer."""
+        return addition.loss_of(self.logits(model, batch), batch[:, 3])
+
+    def logits(self, model: Any, batch: Tensor) -> Tensor:
+        """Of the answer."""
+        return addition.fast_logits(model, batch[:, :3], model.blocks[0].mlp)
+
+    def flops(self, model: Any, batch: Tensor) -> int:
+        """Of one training step, which is the same for all: as torch counts it, once."""
+        neurons = models.neurons_of(model)[0]
+        return _flops(self, neurons.kind, neurons.W_Q.shape[1], len(batch))
+
+    def held_out(self, model: Any, seed: int) -> dict[str, float]:
+        """Loss and accuracy on pairs that are not trained on."""
+        batch = _pairs(self.recipe(seed))[1].to(model.W_U.device)
+        logits = self.logits(model, batch)
+        right = (logits.argmax(-1) == batch[:, 3]).double().mean().item()
+        return {"loss": addition.loss_of(logits, batch[:, 3]).item(), "accuracy": right}
+
+
+@lru_cache(1)
+def _pairs(recipe: addition.Recipe) -> tuple[Tensor, Tensor]:
+    """Those trained on and the rest, [pair, (a, b, =, answer)]."""
+    tokens, answers, trained = addition.pairs(recipe)
+    rows = torch.cat([tokens, answers[:, None]], dim=1)
+    return rows[trained], rows[~trained]
+
+
+@lru_cache(None)
+def _flops(task: Addition, kind: models.Kind, n_neurons: int, n_pairs: int) -> int:
+    model = task.model(kind, n_neurons, 0)
+    with FlopCounterMode(display=False) as counter:
+        task.loss(model, task.batch(0, 0)[:n_pairs]).backward()
+    return counter.get_total_flops()
+
+
+@dataclass(frozen=True)
+class Study:
+    """What determines the result."""
+
+    text: Text = field(
+        default_factory=lambda: Text(48, 4, 192, 600, 240, 12, (8e-3, 1.6e-2, 3.2e-2), 50)
+    )
+    addition: Addition = field(
+        default_factory=lambda: Addition(48, 2, 96, 1200, 600, 60, (1e-3, 2e-3, 4e-3, 8e-3), 10)
+    )
+    n_seeds: int = 3
+
+
+SMOKE = Study(
+    Text(8, 2, 6, 4, 2, 2, (1e-2,), 2, n_layers=1, rows=3, n_held_out=1, prompts=5),
+    Addition(10, 2, 6, 6, 3, 3, (1e-2,), 2, modulus=7),
+)
+
+
+def slug(*parts: object) -> str:
+    """The name of a folder."""
+    return "-".join(str(each).replace(", ", "_").replace(" ", "_") for each in parts)
+
+
+def on(device: str, model: nn.Module) -> nn.Module:
+    """The model there; a HookedTransformer says nothing of it."""
+    return nn.Module.to(model, device)
+
+
+def train(
+    task: Any, arm: str, seed: int, lr: float, steps: int, folder: Path, device: str
+) -> tuple[nn.Module, pd.DataFrame]:
+    """One run: the model at its end, and its curve. One that was done is read; no other is kept.
+
+    A run takes less than a minute, so that one broken off begins again.
+    """
+    kind, n_neurons = task.neurons(arm)
+    model = on(device, task.model(kind, n_neurons, seed))
+    weights, curve = folder / "model.safetensors", folder / "curve.csv"
+    if weights.exists():
+        model.load_state_dict(load_file(weights, device), strict=False)
+        return model, pd.read_csv(curve)
+    optimizer, rows, flops = task.optimizer(model, lr), [], 0
+    losses: list[Tensor] = []
+    began = time.process_time()
+    for step in range(steps + 1):
+        if step % (steps // task.checks) == 0 or step == steps:
+            with torch.no_grad():
+                found = task.held_out(model, seed)
+            trained = torch.stack(losses).mean().item() if losses else float("nan")
+            spent = {"flops": flops, "seconds": time.process_time() - began}
+            rows.append({"step": step, **spent, "trained": trained, **found})
+            losses = []
+        if step == steps:
+            break
+        batch = task.batch(step, seed).to(device)
+        optimizer.param_groups[0]["lr"] = lr * task.rate(step, steps)
+        loss = task.loss(model, batch)
+        optimizer.zero_grad()
+        loss.backward()
+        clip_grad_norm_(model.parameters(), task.clip)
+        optimizer.step()
+        losses.append(loss.detach())
+        flops += task.flops(model, batch)
+    frame = pd.DataFrame(rows)
+    write_text(curve, frame.to_csv(index=False))
+    trained_weights = {n: p.detach().clone() for n, p in model.named_parameters()}
+    with atomic_write(weights) as partial_file:
+        save_file(trained_weights, partial_file)
+    return model, frame
+
+
+def late(curve: pd.DataFrame) -> float:
+    """What the search goes by: the median loss of the last quarter of a run."""
+    return curve["loss"].iloc[-max(1, len(curve) // 4) :].median()
+
+
+@torch.no_grad()
+def read_by(task: Any, model: nn.Module, seed: int) -> list[Tensor]:
+    """What the neurons of each layer read on what is held out, [token, d_model]."""
+    seen: list[list[Tensor]] = []
+    hooks = []
+    for each in models.neurons_of(model):
+        seen.append([])
+        note = partial(_note, seen[-1])
+        hooks.append(each.register_forward_hook(note))
+    try:
+        task.held_out(model, seed)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return [torch.cat(each) for each in seen]
+
+
+def _note(seen: list[Tensor], module: nn.Module, given: tuple[Tensor], out: Tensor) -> None:
+    seen.append(given[0].flatten(0, -2))
+
+
+def share_explained(z: Tensor, by: Tensor) -> Tensor:
+    """The share of each head's variance that is a function of one number of it, [head].
+
+    The function is constant on BINS bins of equal size.
+
+    Args:
+        z: what is explained, [token, head].
+        by: the number, [token, head].
+    """
+    n = len(z) // BINS * BINS
+    order = by.argsort(dim=0)[:n]
+    binned = z.gather(0, order).view(BINS, -1, z.shape[1])
+    within = (binned - binned.mean(1, keepdim=True)).square().mean((0, 1))
+    return 1 - within / z.var(dim=0, unbiased=False).clamp_min(1e-30)
+
+
+def share_linear(z: Tensor, by: Tensor) -> Tensor:
+    """The share of each head's variance that is linear in one number of it, [head]."""
+    z, by = z - z.mean(0), by - by.mean(0)
+    within = (z * by).mean(0).square() / by.square().mean(0).clamp_min(1e-30)
+    return within / z.square().mean(0).clamp_min(1e-30)
+
+
+@torch.no_grad()
+def heads_of(neurons: models.Neurons, x: Tensor) -> pd.DataFrame:
+    """What each head has become: a row a head.
+
+    Columns: |cos| of its vectors; the mean weight on itself (the rest is the bias token's), and the
+    share of tokens where that is saturated; how much of its score is linear in q, as the theorem's
+    is; how much of its output is linear in v, a function of v alone, and of q alone; its strength
+    over the mean of its layer's.
+
+    Args:
+        neurons: of one layer.
+        x: what they read, [token, d_model].
+    """
+    d_model = x.shape[1]
+    shape = len(x), neurons.W_Q.shape[1]
+    parts = {name: each.expand(shape) for name, each in neurons.parts(x).items()}
+    p = neurons.pattern(parts)
+    z = parts["value_b"] + p * (parts["v"] - parts["value_b"])
+    score = parts["q"] * (parts["k"] - parts["key_b"])
+    reads = {"q": neurons.W_Q, "k": getattr(neurons, "W_K", None)}
+    reads["v"] = getattr(neurons, "W_V", neurons.W_Q)
+    cosines = {
+        f"cos_{a}{b}": torch.cosine_similarity(reads[a], reads[b][:d_model], dim=0).abs()
+        for a, b in ("qv", "qk")
+        if reads[b] is not None
+    }
+    strength = z.var(dim=0) * neurons.W_O.square().sum(1)
+    columns = cosines | {
+        "weight": p.mean(0),
+        "saturated": ((p < SATURATED) | (p > 1 - SATURATED)).double().mean(0),
+        "score_linear_in_q": share_linear(score, parts["q"]),
+        "linear_in_v": share_linear(z, parts["v"]),
+        "of_v": share_explained(z, parts["v"]),
+        "of_q": share_explained(z, parts["q"]),
+        "strength": strength / strength.mean(),
+    }
+    return pd.DataFrame({name: each.double().cpu().numpy() for name, each in columns.items()})
+
+
+def heads_frame(task: Any, model: nn.Module, seed: int) -> pd.DataFrame:
+    """The heads of every layer."""
+    layers = zip(models.neurons_of(model), read_by(task, model, seed), strict=True)
+    frames = [heads_of(each, x).assign(layer=layer) for layer, (each, x) in enumerate(layers)]
+    return pd.concat(frames, ignore_index=True)
+
+
+def become(heads: pd.DataFrame) -> dict[str, float]:
+    """Medians over heads; of the dead, the share."""
+    medians = heads.drop(columns=["layer", "strength"]).median().to_dict()
+    return medians | {"dead": (heads["strength"] < DEAD).mean()}
+
+
+@torch.no_grad()
+def cuts_of(task: Any, model: nn.Module, seed: int) -> dict[str, float]:
+    """The loss with a part of every head left out, of those they have; see `Neurons.parts`."""
+    found = {}
+    free = ("key", "value_b") if hasattr(models.neurons_of(model)[0], "W_K") else ()
+    for cut in ("", "gate", *free):
+        for each in models.neurons_of(model):
+            each.cut = frozenset({cut}) if cut else frozenset()
+        found[cut or "whole"] = task.held_out(model, seed)["loss"]
+    for each in models.neurons_of(model):
+        each.cut = frozenset()
+    return found
+
+
+def runs(
+    study: Study, folder: Path, device: str
+) -> Iterator[tuple[str, str, int, nn.Module, pd.DataFrame, pd.DataFrame]]:
+    """Every arm of every task with every seed: task, arm, seed, model, curve, and its search.
+
+    Raises:
+        ValueError: the folder holds runs of another study.
+    """
+    said = folder / "study.json"
+    mine = json.dumps(asdict(replace(study, n_seeds=0)), indent=2) + "\n"
+    if said.exists() and said.read_text("utf-8") != mine:
+        raise ValueError(f"{said} is of another study: choose another --runs")
+    write_text(said, mine)
+    tasks: dict[str, Any] = {"text": study.text, "addition": study.addition}
+    both = [(name, arm) for name, task in tasks.items() for arm in task.arms]
+    total = sum(len(tasks[name].lrs) + study.n_seeds for name, _ in both)
+    with tqdm(total=total, unit="run") as bar:
+
+        def one(name: str, arm: str, seed: int, lr: float) -> tuple[nn.Module, pd.DataFrame]:
+            bar.set_description(f"{name}, {arm}, seed {seed}, lr {lr:g}")
+            task = tasks[name]
+            steps = task.search_steps if seed == SEED_OF_SEARCH else task.steps
+            into = folder / slug(name, arm, seed, lr)
+            done = train(task, arm, seed, lr, steps, into, device)
+            bar.update()
+            return done
+
+        searches = {}
+        for name, arm in both:
+            lrs = tasks[name].lrs
+            tried = [one(name, arm, SEED_OF_SEARCH, lr)[1] for lr in lrs]
+            found = pd.DataFrame({"lr": lrs, "loss": [late(curve) for curve in tried]})
+            found["seconds"] = [curve["seconds"].iloc[-1] for curve in tried]
+            searches[name, arm] = found.assign(chosen=found.index == found["loss"].idxmin())
+        for seed in range(study.n_seeds):
+            for name, arm in both:
+                search = searches[name, arm]
+                lr = float(search["lr"][search["chosen"]].item())
+                yield name, arm, seed, *one(name, arm, seed, lr), search
+
+
+def measured(study: Study, folder: Path, device: str) -> dict[str, pd.DataFrame]:
+    """Train every arm and measure: frames by name, with columns `task`, `arm` and `seed`."""
+    found: dict[str, list[pd.DataFrame]] = {}
+    for name, arm, seed, model, curve, search in runs(study, folder, device):
+        task = getattr(study, name)
+        kind, n_neurons = task.neurons(arm)
+        start = on(device, task.model(kind, n_neurons, seed))
+        end = heads_frame(task, model, seed)
+        medians = {"start": become(heads_frame(task, start, seed)), "end": become(end)}
+        frames = {
+            "": curve,
+            "become": pd.DataFrame([{"when": when, **each} for when, each in medians.items()]),
+            "cuts": pd.DataFrame([cuts_of(task, model, seed)]),
+        }
+        if seed == 0:
+            frames |= {"search": search}
+            frames |= {"heads": end} if arm in KEPT_HEADS else {}
+        for part, frame in frames.items():
+            frame.insert(0, "task", name)
+            frame.insert(1, "arm", arm)
+            frame.insert(2, "seed", SEED_OF_SEARCH if part == "search" else seed)
+            found.setdefault(part, []).append(frame)
+    tasks = ("text", "addition")
+    sizes = [size_of(study, name, arm) for name in tasks for arm in getattr(study, name).arms]
+    joined = {part: pd.concat(frames, ignore_index=True) for part, frames in found.items()}
+    return joined | {"sizes": pd.DataFrame(sizes)}
+
+
+def size_of(study: Study, name: str, arm: str) -> dict[str, Any]:
+    """What an arm has in a layer, and what its dense form would cost."""
+    task = getattr(study, name)
+    kind, n_neurons = task.neurons(arm)
+    batch, model = task.batch(0, 0), task.model(kind, n_neurons, 0)
+    rows = batch.shape[1]  # a column is asked for and not read, and the bias token is one more
+    needed = models.flops(kind, task.d_model, n_neurons)
+    dense = models.flops(kind, task.d_model, n_neurons, n_dense=rows)
+    own = {id(each.bias): each.bias for each in models.neurons_of(model) if each.bias is not None}
+    layers = models.neurons_of(model)
+    parameters = sum(p.numel() for n in layers for p in n.parameters() if id(p) not in own)
+    return {
+        "task": name,
+        "arm": arm,
+        "heads": n_neurons,
+        "parameters": parameters // len(layers),
+        "all parameters": sum(p.numel() for p in model.parameters() if p.requires_grad),
+        "flops a token": needed,
+        "in dense form": dense,
+    }
+
+
+def main(
+    out: Annotated[Path, typer.Option(help="folder to write")] = Path("out/attention-only"),
+    runs_dir: Annotated[Path, typer.Option("--runs", help="to go on from")] = Path(
+        "out/attention-only-runs"
+    ),
+    device: Device = "cpu",
+    n_seeds: Annotated[int, typer.Option(help="of each arm")] = 3,
+    smoke: Annotated[bool, typer.Option(help="tiny sizes and few steps")] = False,
+) -> None:
+    """Train, measure, print; write what a study leaves (`studies.py`)."""
+    warnings.filterwarnings("ignore", "HookedTransformer.* is deprecated", DeprecationWarning)
+    started = time.perf_counter()
+    study = replace(SMOKE if smoke else Study(), n_seeds=n_seeds)
+    every = measured(study, runs_dir, device)
+    text_of = {
+        part: frame.to_csv(index=False, float_format=DIGITS) for part, frame in every.items()
+    }
+    # the page is made of what is stored, to its last digit
+    frames = {part: pd.read_csv(StringIO(text)) for part, text in text_of.items()}
+    about = {"study": asdict(study), "machine": machine(device)}
+    text = page(frames, about, " --smoke" if smoke else "")
+    typer.echo(text)
+    pictures = {"": curves_figure(frames[""]), "heads": heads_figure(frames["heads"])}
+    settings = {"device": device, "smoke": smoke, **about}
+    keep(__file__, out, text, frames, pictures, started=started, digits=DIGITS, **settings)
+
+
+if __name__ == "__main__":
+    typer.run(main)

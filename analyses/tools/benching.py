@@ -1,0 +1,136 @@
+"""What benchmarks and studies share: the device, turns, medians, the machine, a table, a record."""
+
+import hashlib
+import json
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Annotated, Any, TypeAlias
+
+import pandas as pd
+import torch
+import typer
+
+from attn_only_lens.storage import write_text
+
+MIB = 2**20
+PACKAGES = ("attn_only_lens", "transformer-lens", "torch", "numpy", "pandas")
+
+
+def known_device(name: str) -> str:
+    """The name of a device that is there."""
+    try:
+        torch.empty(1, device=name)
+    except (AssertionError, RuntimeError, ImportError) as error:
+        raise typer.BadParameter(f"torch has no {name!r} here: {str(error)[:200]}") from error
+    return name
+
+
+Device: TypeAlias = Annotated[
+    str, typer.Option("--device", help="cpu, cuda, cuda:1, …", callback=known_device)
+]
+"""The option of every benchmark and study: where its models and prompts are."""
+
+
+def page_name(script: str, device: str, *parts: str) -> str:
+    """The name of a benchmark's page: of the CPU's, that of its script."""
+    where = [] if device == "cpu" else [device.replace(":", "")]
+    return "_".join([Path(script).stem, *parts, *where]) + ".md"
+
+
+def leave(
+    script: str, out: Path, files: Mapping[str, str], *, started: float, **settings: Any
+) -> None:
+    """Write what a script made, and NAME.run.json: how it was made, by the name of the first file.
+
+    The record has command, settings, seconds, machine, versions, and the sha256 of the files: so a
+    page that was edited by hand, or a table of another run, is told from one of this run.
+
+    Args:
+        script: its `__file__`.
+        out: the folder.
+        files: texts by name, the page first.
+        started: `time.perf_counter()` at the beginning.
+        settings: what the run was asked for.
+    """
+    run = {
+        "script": "/".join(Path(script).parts[-3:]),
+        "settings": settings,
+        "seconds": round(time.perf_counter() - started, 1),
+        "machine": machine(settings.get("device", "cpu")),
+        "load_average": [round(load, 2) for load in os.getloadavg()],
+        "python": platform.python_version(),
+        "versions": {package: version(package) for package in PACKAGES},
+        "sha256": {name: hashlib.sha256(text.encode()).hexdigest() for name, text in files.items()},
+    }
+    files = {**files, f"{Path(next(iter(files))).stem}.run.json": _json(run)}
+    for name, text in files.items():
+        write_text(out / name, text)
+
+
+def _json(run: Mapping[str, Any]) -> str:
+    return json.dumps(run, indent=2, ensure_ascii=False) + "\n"
+
+
+def machine(device: str) -> str:
+    """The machine, in words: processor, threads, accelerator, torch."""
+    name = platform.processor() or platform.machine()
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        models = [line for line in info.read_text().splitlines() if line.startswith("model name")]
+        name = models[0].split(":")[1].strip() if models else name
+    if torch.device(device).type == "cuda":
+        name = f"{torch.cuda.get_device_name(device)}, {name}"
+    return f"{name}, {torch.get_num_threads()} threads, torch {torch.__version__}"
+
+
+def wait(device: str) -> None:
+    """Until the device has done what it was given."""
+    if device != "cpu":
+        torch.get_device_module(device).synchronize()
+
+
+def medians(calls: dict[str, Callable[[], Any]], rounds: int, device: str) -> dict[str, float]:
+    """Milliseconds a call, the calls taking turns; the first round is not counted."""
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for count in range(rounds + 1):
+        for name, call in calls.items():
+            wait(device)
+            start = time.perf_counter()
+            kept = call()
+            wait(device)
+            took = time.perf_counter() - start
+            del kept
+            if count:
+                times[name].append(1e3 * took)
+    return {name: statistics.median(ts) for name, ts in times.items()}
+
+
+def speeds(device: str, smoke: bool) -> tuple[float, float]:
+    """This machine's float operations a second in a matrix product, and bytes a second copied."""
+    size = 256 if smoke else 2048
+    a, b = torch.randn(size, size, device=device), torch.randn(size, size, device=device)
+    source, target = (torch.ones(32 * MIB, device=device) for _ in range(2))
+    took = medians({"mm": lambda: a @ b, "copy": lambda: target.copy_(source)}, 7, device)
+    return 2 * size**3 / took["mm"] * 1e3, 2 * source.numel() * 4 / took["copy"] * 1e3
+
+
+def table(frame: pd.DataFrame) -> str:
+    """A frame as Markdown, numbers to three digits."""
+    return markdown(
+        list(frame.columns),
+        (
+            [f"{cell:.3g}" if isinstance(cell, float) else cell for cell in row]
+            for row in frame.itertuples(index=False)
+        ),
+    )
+
+
+def markdown(header: Sequence[Any], rows: Iterable[Sequence[Any]]) -> str:
+    """A table in Markdown."""
+    every = [header, ["---"] * len(header), *rows]
+    return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in every)

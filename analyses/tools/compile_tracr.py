@@ -1,0 +1,282 @@
+"""Compile RASP programs to transformers whose edges are known: tests/fixtures/tracr.
+
+Tracr turns a program into weights that compute it (see `tracr_edges.py` for how, and for what its
+true edges are). Seven small ones, from its library, cover what it can emit: heads and MLPs in every
+order, two heads in a layer, empty layers, causal and bidirectional attention, categorical and
+numerical outputs. Each becomes two files: NAME.safetensors, the weights under TransformerLens'
+names in float64 and the logits that Tracr itself gives on the stored inputs; and NAME.json, the
+rest, with the outputs that the RASP interpreter gives on these inputs. `tracr_models.py` reads them
+without jax.
+
+It runs in an environment of its own, since it is needed once:
+
+    python -m venv .venv-tracr
+    .venv-tracr/bin/pip install tracr-pypi jax dm-haiku safetensors typer
+    .venv-tracr/bin/python -m analyses.tools.compile_tracr --out tests/fixtures/tracr
+"""
+
+import itertools
+import json
+import os
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Annotated, Any
+
+import jax
+import numpy as np
+import typer
+from einops import rearrange
+from safetensors.numpy import save
+
+from analyses.studies.tracr_edges import Array, Weights, logits, n_layers, true_edges
+
+# Or all weights are rounded to float32, thresholds such as (1/3 + 1/4) / 2 among them.
+jax.config.update("jax_enable_x64", True)
+
+from tracr.compiler import compiling, lib, validating  # noqa: E402
+from tracr.rasp import causal_eval, rasp  # noqa: E402
+
+BOS, PAD = "BOS", "PAD"
+INPUTS_PER_LENGTH = 16
+# The softmax of a compiled head leaks up to 1e-7 (see `tracr_edges`).
+NUMERICAL_TOLERANCE = 1e-6
+LEAK, TAKEN = 1e-5, 1e-2
+
+
+@dataclass(frozen=True)
+class Program:
+    """A program of Tracr's library, and what it is compiled for."""
+
+    source: str
+    make: Callable[[], rasp.SOp]
+    vocab: str | tuple[int, ...]
+    causal: bool
+    distinct: bool = False
+    rare: tuple[str, ...] = ()
+    max_length: int = 5
+
+    def inputs(self) -> list[list[Any]]:
+        """Inputs of every length: all there are, or a sample, with those that it would miss."""
+        found = []
+        for length in range(1, self.max_length + 1):
+            each: Iterator[tuple[Any, ...]] = (
+                itertools.permutations(self.vocab, length)
+                if self.distinct
+                else itertools.product(self.vocab, repeat=length)
+            )
+            every = list(each)
+            found += random.Random(length).sample(every, min(INPUTS_PER_LENGTH, len(every)))
+        found += [tuple(x) for x in self.rare if tuple(x) not in found]
+        return [list(x) for x in found]
+
+
+PROGRAMS = {
+    "frac_prevs": Program(
+        'make_frac_prevs(tokens == "x")',
+        lambda: lib.make_frac_prevs(rasp.tokens == "x"),
+        "abx",
+        causal=True,
+    ),
+    "pair_balance": Program(
+        'make_pair_balance(tokens, "(", ")")',
+        lambda: lib.make_pair_balance(rasp.tokens, "(", ")"),
+        "()a",
+        causal=True,
+    ),
+    "detect_abc": Program(
+        'detect_pattern(tokens, "abc")',
+        lambda: lib.detect_pattern(rasp.tokens, "abc"),
+        "abc",
+        causal=True,
+        rare=("abc", "aabc", "abca", "cabc", "ababc", "abcab", "babca", "abbca"),
+    ),
+    "hist": Program("make_hist()", lib.make_hist, "abc", causal=False),
+    "hist_so_far": Program("make_hist()", lib.make_hist, "abc", causal=True),
+    "reverse": Program(
+        "make_reverse(tokens)", lambda: lib.make_reverse(rasp.tokens), "abc", causal=False
+    ),
+    "sort_unique": Program(
+        "make_sort_unique(tokens, tokens)",
+        lambda: lib.make_sort_unique(rasp.tokens, rasp.tokens),
+        (1, 2, 3, 4, 5, 6, 7),
+        causal=False,
+        distinct=True,
+    ),
+}
+
+
+def main(
+    out: Annotated[Path, typer.Option(help="Folder for the fixtures.")] = Path(
+        "tests/fixtures/tracr"
+    ),
+) -> None:
+    """Compile every program, hold it against the interpreter, and write it."""
+    out.mkdir(parents=True, exist_ok=True)
+    for name, program in PROGRAMS.items():
+        card, tensors = compiled(program)
+        _write(out / f"{name}.safetensors", save(tensors))
+        _write(out / f"{name}.json", _dump(card).encode())
+        used = sum(edge["changes_logits"] for edge in card["edges"])
+        print(f"{name}: {card['config']}, {len(card['edges'])} true edges, {used} of them used")
+
+
+def compiled(program: Program) -> tuple[dict[str, Any], dict[str, Array]]:
+    """What the JSON file says, and what the safetensors file holds.
+
+    Raises:
+        ValueError: Tracr cannot compile the program for one of its inputs, or what it compiles
+            does not agree with the interpreter, or has biases, or the inputs all give one output.
+    """
+    sop, inputs = program.make(), program.inputs()
+    evaluate = causal_eval.evaluate if program.causal else rasp.DefaultRASPEvaluator().evaluate
+    for x in inputs:
+        if reasons := validating.validate(sop, x):
+            raise ValueError(f"{program.source} on {x}: {reasons}")
+    model = compiling.compile_rasp_to_model(
+        sop,
+        set(program.vocab),
+        program.max_length,
+        causal=program.causal,
+        compiler_bos=BOS,
+        compiler_pad=PAD,
+    )
+    vocab = list(model.input_encoder.encoding_map)
+    outputs = list(model.output_encoder.encoding_map) if rasp.is_categorical(sop) else None
+    labels = [sop.label] if outputs is None else [f"{sop.label}:{x}" for x in outputs]
+    weights = _weights(model, [model.residual_labels.index(label) for label in labels])
+    expected = [list(evaluate(sop, x)) for x in inputs]
+    if len({y for ys in expected for y in ys if y is not None}) < 2:
+        raise ValueError(f"{program.source}: its inputs all give one output; add some to `rare`")
+    tokens = [np.array([[vocab.index(t) for t in [BOS, *x]]]) for x in inputs]
+    tracrs = [_tracr_logits(model, x, weights["unembed.W_U"]) for x in tokens]
+    for x, found, wanted in zip(inputs, tracrs, expected, strict=True):
+        if not _agree(found[0, 1:], wanted, outputs):
+            raise ValueError(f"{program.source} on {x}: got {found}; the interpreter says {wanted}")
+    heads, _, d_head = weights["blocks.0.attn.W_Q"].shape
+    card = {
+        "program": program.source,
+        "compiler": f"tracr-pypi {version('tracr-pypi')}",
+        "config": {
+            "n_layers": n_layers(weights),
+            "n_heads": heads,
+            "d_head": d_head,
+            "d_mlp": weights["blocks.0.mlp.W_in"].shape[1],
+            "d_model": len(model.residual_labels),
+            "d_vocab": len(vocab),
+            "d_vocab_out": len(labels),
+            "n_ctx": program.max_length + 1,
+        },
+        "causal": program.causal,
+        "bos": BOS,
+        "pad": PAD,
+        "vocab": vocab,
+        "outputs": outputs,
+        "residual_labels": model.residual_labels,
+        "inputs": inputs,
+        "expected": expected,
+        "edges": _edges(weights, program.causal, tokens, expected, model.residual_labels),
+    }
+    return card, {**weights, "tracr.logits": np.concatenate([x[0] for x in tracrs])}
+
+
+def _weights(model: Any, output_axes: Sequence[int]) -> dict[str, Array]:
+    """Tracr's parameters under TransformerLens' names and in its shapes."""
+    params = {
+        name: {k: np.array(v) for k, v in part.items()} for name, part in model.params.items()
+    }
+    biases = [part["b"] for part in params.values() if "b" in part]
+    wrong = {x.dtype.name for part in params.values() for x in part.values()} - {"float64"}
+    if wrong or any(b.any() for b in biases):
+        raise ValueError(
+            f"expected float64 and no biases; got {wrong or 'a bias that is not zero'}"
+        )
+    n_heads = model.model_config.num_heads
+    weights = {
+        "embed.W_E": params["token_embed"]["embeddings"],
+        "pos_embed.W_pos": params["pos_embed"]["embeddings"],
+        "unembed.W_U": np.eye(len(model.residual_labels))[:, output_axes],
+    }
+    for layer in range(model.model_config.num_layers):
+        ours, theirs = f"blocks.{layer}", f"transformer/layer_{layer}"
+        for letter, part in {"Q": "query", "K": "key", "V": "value"}.items():
+            W = params[f"{theirs}/attn/{part}"]["w"]
+            weights[f"{ours}.attn.W_{letter}"] = rearrange(W, "d (h e) -> h d e", h=n_heads)
+        W = params[f"{theirs}/attn/linear"]["w"]
+        weights[f"{ours}.attn.W_O"] = rearrange(W, "(h e) d -> h e d", h=n_heads)
+        weights[f"{ours}.mlp.W_in"] = params[f"{theirs}/mlp/linear_1"]["w"]
+        weights[f"{ours}.mlp.W_out"] = params[f"{theirs}/mlp/linear_2"]["w"]
+    return {name: np.ascontiguousarray(W) for name, W in weights.items()}
+
+
+def _tracr_logits(model: Any, tokens: Any, W_U: Array) -> Array:
+    """What Tracr's own model gives before its argmax: [1, pos, d_vocab_out]."""
+    return np.asarray(model.forward(model.params, tokens).transformer_output.output) @ W_U
+
+
+def _agree(found: Array, expected: list[Any], outputs: list[Any] | None) -> bool:
+    """Whether logits [pos, d_vocab_out] say what the interpreter says, where it says anything."""
+    pairs = [(x, y) for x, y in zip(found, expected, strict=True) if y is not None]
+    if outputs is None:
+        return all(abs(x.item() - y) <= NUMERICAL_TOLERANCE for x, y in pairs)
+    return all(outputs[x.argmax()] == y for x, y in pairs)
+
+
+def _edges(
+    weights: Weights,
+    causal: bool,
+    tokens: list[Any],
+    expected: list[list[Any]],
+    labels: list[str],
+) -> list[dict[str, Any]]:
+    """The true edges, with the axes they run along and whether cutting one changes anything."""
+    lengths = sorted({x.shape[1] for x in tokens})
+    batches = [np.concatenate([x for x in tokens if x.shape[1] == n]) for n in lengths]
+    # Nothing is decoded at BOS, nor where the program gives None.
+    read = [
+        np.array([[False, *(y is not None for y in ys)] for ys in expected if len(ys) + 1 == n])
+        for n in lengths
+    ]
+    whole = [logits(weights, x, causal)[at] for x, at in zip(batches, read, strict=True)]
+    rows = []
+    for edge, axes in true_edges(weights).items():
+        cut = [logits(weights, x, causal, {edge})[at] for x, at in zip(batches, read, strict=True)]
+        pairs = [(x, y) for x, y in zip(whole, cut, strict=True) if x.size]
+        effect = max(float(np.abs(x - y).max()) for x, y in pairs)
+        if LEAK < effect < TAKEN:
+            raise ValueError(f"{edge} moves a logit by {effect}: neither a leak nor a value")
+        changed = any(bool((x.argmax(-1) != y.argmax(-1)).any()) for x, y in pairs)
+        moved = effect >= TAKEN
+        numerical = whole[0].shape[-1] == 1
+        rows.append(
+            edge._asdict()
+            | {
+                "axes": [labels[axis] for axis in axes],
+                "changes_logits": moved,
+                "changes_output": moved if numerical else changed,
+            }
+        )
+    return rows
+
+
+def _dump(card: dict[str, Any]) -> str:
+    """JSON with a line for each key, and for each row of the long lists."""
+    parts = []
+    for key, value in card.items():
+        long = key in ("edges", "inputs", "expected")
+        rows = ",\n  ".join(json.dumps(row) for row in value) if long else ""
+        parts.append(f" {json.dumps(key)}: " + (f"[\n  {rows}\n ]" if long else json.dumps(value)))
+    return "{\n" + ",\n".join(parts) + "\n}\n"
+
+
+def _write(path: Path, content: bytes) -> None:
+    """Write under a temporary name, then move."""
+    partial = path.with_name(f".{path.name}.partial")
+    partial.write_bytes(content)
+    os.replace(partial, path)
+
+
+if __name__ == "__main__":
+    typer.run(main)

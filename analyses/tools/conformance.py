@@ -1,0 +1,439 @@
+"""TransformerLens' own tests on models of ours: which pass, and why others do not.
+
+The source distribution of TransformerLens carries its tests. Those that pass on stock models
+without a network, and make or run a model, are run again with each such model exposed, every hook
+point of its neuron-heads live, and, where it is a HookedTransformer, converted
+(`conformance_plugin.py`). What passes no longer is
+
+    refused     the test ends with an error of this package, which says what to do instead
+    inherent    it asserts what is bound to change, and `conformance_reasons.py` says what that is
+    failed      anything else: nothing is written, and the exit status is 1
+
+It fetches from the package registry, and takes half an hour on two cores. With `--python`, it runs
+the tests of some versions alone, and keeps what the page says of the others.
+
+    python -m analyses.tools.conformance --out docs/conformance.md
+"""
+
+import json
+import os
+import re
+import subprocess
+import tarfile
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from datetime import date
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from analyses.tools.conformance_reasons import INHERENT, Inherent
+from attn_only_lens.storage import write_text
+
+ROOT = Path(__file__).parents[2]
+FOLDERS = ("unit", "integration", "acceptance", "benchmarks")
+Outcome = dict[str, Any]
+"""A line of the plugin: how one test ended."""
+
+
+class Broken(Exception):
+    """The tests could not be run, or ended in what nobody has explained."""
+
+
+# What the outcomes mean
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What became of a test on models of ours.
+
+    Attributes:
+        test: its node id.
+        kind: "passed", "refused", "inherent", "failed"; "stock" where none of its models is ours.
+        reach: what the test, its fixtures and its module did, and how many tests did so: some of
+            `REACHES`.
+        why: what the error says, or the reason; for stock ones, why the models are.
+    """
+
+    test: str
+    kind: str
+    reach: frozenset[str] = frozenset()
+    why: str = ""
+
+
+REACHES = ("ran", "fired", "fired_in_body", "replaced")
+"""A model of ours ran; a hook of a neuron-head fired; in the test's body, without its fixtures; a
+method was called that the plugin replaces."""
+
+
+def judge(outcome: Outcome, layout: str, inherent: Iterable[Inherent] = INHERENT) -> Verdict:
+    """Tell what one outcome comes to.
+
+    Args:
+        outcome: of a test that passes on stock models.
+        layout: "exposed" or "converted".
+        inherent: the reasons that are known.
+    """
+    test = outcome["test"]
+    reach = frozenset(name for name in REACHES if outcome[name])
+    if outcome["outcome"] == "passed":
+        if outcome["ours"]:
+            return Verdict(test, "passed", reach)
+        why = "; ".join(sorted(set(map(plain, outcome["refused"]))))
+        return Verdict(
+            test, "stock", reach, why or "it makes none by a constructor that is watched"
+        )
+    if outcome.get("refusal"):
+        return Verdict(test, "refused", reach, outcome["message"])
+    for reason in inherent:
+        if reason.covers(test, layout):
+            return Verdict(test, "inherent", reach, reason.why)
+    said = f"{outcome.get('error', outcome['outcome'])}: {outcome.get('message', '')}"
+    return Verdict(test, "failed", reach, said)
+
+
+def unneeded(
+    verdicts: dict[str, list[Verdict]], inherent: Iterable[Inherent] = INHERENT
+) -> list[str]:
+    """Tests that are said to fail inherently, and do not.
+
+    Args:
+        verdicts: by layout, of all versions together.
+        inherent: the reasons that are known.
+    """
+    failing = {
+        layout: [each.test for each in found if each.kind == "inherent"]
+        for layout, found in verdicts.items()
+    }
+    return [
+        f"{layout}: {test}"
+        for reason in inherent
+        for layout, found in failing.items()
+        for test in reason.tests.get(layout, ())
+        if not any(Inherent.matches(test, each) for each in found)
+    ]
+
+
+# Running them
+
+
+@dataclass(frozen=True)
+class Run:
+    """What the passes of one version of transformer-lens came to.
+
+    Attributes:
+        version: of transformer-lens.
+        stock: how the tests ended on stock models.
+        verdicts: by layout, of each test that applies.
+        measured: the day.
+    """
+
+    version: str
+    stock: list[Outcome]
+    verdicts: dict[str, list[Verdict]]
+    measured: date = field(default_factory=date.today)
+
+
+def run(python: Path, work: Path, *, reuse: bool) -> Run:
+    """Run the tests of the transformer-lens that an interpreter imports.
+
+    Args:
+        python: the interpreter.
+        work: a folder for the tests and the outcomes.
+        reuse: whether outcomes of complete passes that are there already will do.
+
+    Raises:
+        Broken: a pass did not come to its end.
+    """
+    ask = "from importlib.metadata import version; print(version('transformer-lens'))"
+    version = _run([python, "-c", ask], capture_output=True, text=True).stdout.strip()
+    folder = work / version
+    if not (folder / "tests").is_dir():
+        fetch(python, version, folder)
+
+    def outcomes(models: str, only: list[str] | None = None) -> list[Outcome]:
+        path = work / f"{version}-{models}.jsonl"
+        if not (reuse and path.exists() and finished(path)):
+            one_pass(python, folder, path, models, only)
+        return finished(path) or []
+
+    stock = outcomes("stock")
+    wanted = [each["test"] for each in stock if each["outcome"] == "passed" and each["models"]]
+    layouts = ["exposed", "converted"] if version.startswith("3.") else ["exposed"]
+    verdicts = {
+        layout: [judge(each, layout) for each in outcomes(layout, wanted)] for layout in layouts
+    }
+    ended = (work / f"{version}-{layouts[-1]}.jsonl").stat().st_mtime
+    return Run(version, stock, verdicts, date.fromtimestamp(ended))
+
+
+def fetch(python: Path, version: str, folder: Path) -> None:
+    """Download a source distribution, and unpack the tests in it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    name = f"transformer-lens=={version}"
+    how = ["--no-deps", "--no-binary", "transformer-lens", "--dest", folder]
+    _run([python, "-m", "pip", "download", "-q", *how, name])
+    [archive] = folder.glob("*.tar.gz")
+    with tarfile.open(archive) as tar:
+        for member in tar.getmembers():
+            _, _, member.name = member.name.partition("/")
+            if member.name.startswith("tests/"):
+                tar.extract(member, folder, filter="data")
+
+
+def one_pass(
+    python: Path, folder: Path, outcomes: Path, models: str, only: list[str] | None
+) -> None:
+    """Run the tests once, at low priority, as one process, from an empty cache of models."""
+    command = [
+        "nice",
+        "-n",
+        "10",
+        python,
+        "-m",
+        "pytest",
+        "-p",
+        "analyses.tools.conformance_plugin",
+    ]
+    # TransformerLens' settings of pytest want plugins that are not needed here.
+    # Nor may a conftest.py above the folder run, such as this repository's.
+    command += ["-c", os.devnull, "--rootdir", ".", "--confcutdir", "."]
+    command += ["-p", "no:cacheprovider", "-W", "ignore"]
+    command += ["-q", "--tb=no", "--continue-on-collection-errors"]
+    command += ["--models", models, "--outcomes", outcomes.resolve()]
+    where = [f"tests/{name}" for name in FOLDERS]
+    if only is not None:
+        wanted = outcomes.with_suffix(".txt")
+        wanted.write_text("\n".join(only), "utf-8")
+        command += ["--only", wanted.resolve()]
+        where = sorted({test.split("::")[0] for test in only})
+    environment = os.environ | {
+        "HF_HOME": str(folder.resolve() / "empty"),
+        "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": "1",
+        "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
+        "PYTHONHASHSEED": "0",
+        "PYTHONPATH": str(ROOT),
+    }
+    # Tests fail, and so does pytest: what it came to is in the file.
+    done = subprocess.run([*map(str, command), *where], cwd=folder, env=environment, check=False)
+    if finished(outcomes) is None:
+        raise Broken(
+            f"the tests on {models} models broke off with status {done.returncode}, after the one "
+            f"in the last line of {outcomes}"
+        )
+
+
+def finished(path: Path) -> list[Outcome] | None:
+    """The outcomes of a pass; None if it was broken off."""
+    lines = [json.loads(line) for line in path.read_text("utf-8").splitlines()]
+    return lines[:-1] if lines and "finished" in lines[-1] else None
+
+
+def _run(command: list[Any], **how: Any) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(list(map(str, command)), check=True, **how)
+
+
+# The page
+
+_INTRODUCTION = """# TransformerLens' own tests
+
+TransformerLens' source distributions carry the tests that its authors hold it to. `make
+conformance` runs those that pass on stock models without a network, and make or run a model, once
+more on models of this package:
+
+- **exposed**: each `TransformerBridge` and `HookedTransformer` has its neuron-heads exposed as soon
+  as it is made, with a hook that changes nothing on every one of their hook points, so that neurons
+  are computed as heads whenever an MLP runs;
+- **converted**: each `HookedTransformer` becomes its conversion as soon as it is made, with the
+  same hooks. A converted model refuses `init_weights`, `load_and_process_state_dict` and
+  `process_weights_`; in these runs they are **replaced**, and do what the errors advise: process
+  the source, and convert it again.
+
+Many of the tests read names, settings, weights or hooks, and run no model. They show that exposing
+or converting a model breaks none of these, and nothing about neurons. So the table says how many
+tests *ran a model* of ours, they or their fixtures, and how many *reached a neuron-head*, of which
+a hook fired (some call a part of a model, and run no model as a whole).
+
+A test that passes no longer is *refused clearly* if it ends with an error of this package, which
+says what to do instead; or *inherent* if it asserts what is bound to change, for a reason that is
+given below. There is nothing else: where a test fails otherwise, `make conformance` does, and this
+page is not written. It is made by `python -m analyses.tools.conformance`, from what the tests
+did."""
+_HEAD = (
+    "transformer-lens",
+    "models",
+    "tests",
+    "ran a model",
+    "reached a neuron-head",
+    "passed",
+    "passed and reached one",
+    "refused clearly",
+    "inherent",
+)
+_KINDS = {
+    "refused": ("Refused clearly", "what the error says"),
+    "inherent": ("Inherent", "why"),
+}
+_SECTION = "## transformer-lens "
+
+
+def page(runs: list[Run], kept: str = "") -> str:
+    """The page: the same for the same outcomes.
+
+    Args:
+        runs: of the versions that were run.
+        kept: the page as it was, whose rows and sections of other versions stay.
+    """
+    ran = {each.version for each in runs}
+    rows, sections = parts_of(kept)
+    rows = {version: lines for version, lines in rows.items() if version not in ran}
+    sections = {version: text for version, text in sections.items() if version not in ran}
+    for each in runs:
+        counts = [_counts(verdicts) for verdicts in each.verdicts.values()]
+        rows[each.version] = [
+            _row([each.version, layout, *(f"{count:,}" for count in numbers)])
+            for layout, numbers in zip(each.verdicts, counts, strict=True)
+        ]
+        sections[each.version] = "\n\n".join(_of_version(each))
+    newest_first = sorted(rows, key=lambda version: [*map(int, version.split("."))], reverse=True)
+    lines = [line for version in newest_first for line in rows[version]]
+    table = "\n".join([_row(_HEAD), _row(["---"] * len(_HEAD)), *lines])
+    return "\n\n".join([_INTRODUCTION, table, *map(sections.get, newest_first)]) + "\n"
+
+
+def parts_of(text: str) -> tuple[dict[str, list[str]], dict[str, str]]:
+    """The rows of a page's first table, and its sections, by version."""
+    first, *others = text.split(f"\n{_SECTION}")
+    sections = {other.partition("\n")[0]: f"{_SECTION}{other}".strip() for other in others}
+    lines = first.splitlines()
+    rows = {
+        version: [line for line in lines if line.startswith(f"| {version} |")]
+        for version in sections
+    }
+    return rows, sections
+
+
+def _counts(verdicts: list[Verdict]) -> list[int]:
+    """The numbers of a row."""
+    applicable = [each for each in verdicts if each.kind != "stock"]
+    reached = [each for each in applicable if "fired" in each.reach]
+    kinds, reached_kinds = (Counter(each.kind for each in some) for some in (applicable, reached))
+    ran = sum("ran" in each.reach for each in applicable)
+    passed = [kinds["passed"], reached_kinds["passed"]]
+    return [len(applicable), ran, len(reached), *passed, *(kinds[kind] for kind in _KINDS)]
+
+
+def _of_version(run: Run) -> Iterable[str]:
+    """What stands on the page about one version."""
+    passed = [outcome for outcome in run.stock if outcome["outcome"] == "passed"]
+    models = sum(bool(outcome["models"]) for outcome in passed)
+    yield (
+        f"{_SECTION}{run.version}\n\nMeasured on {run.measured}. Of {len(run.stock):,} tests, "
+        f"{len(passed):,} pass on stock models without a network (most of the others load a model "
+        f"from the hub), and {models:,} of these make or run a model."
+    )
+    for layout, verdicts in run.verdicts.items():
+        yield f"### {layout.capitalize()}, {run.version}"
+        yield from _of_layout(verdicts, layout)
+
+
+def _of_layout(verdicts: list[Verdict], layout: str) -> Iterable[str]:
+    """What stands on the page about one layout of one version."""
+    applicable = [each for each in verdicts if each.kind != "stock"]
+    counts = Counter(name for each in applicable for name in each.reach)
+    text = (
+        f"A hook of a neuron-head fired in {counts['fired']:,} of {len(applicable):,} tests, in "
+        f"{counts['fired_in_body']:,} of these in the body of the test, in the others in a fixture."
+    )
+    if layout == "converted":
+        replaced = [each.kind for each in applicable if "replaced" in each.reach]
+        passed = replaced.count("passed")
+        text += (
+            f" {len(replaced):,} of the tests called a method that is replaced, {passed} of those "
+            "that passed among them: without the replacement, the error would have ended them."
+        )
+    yield text
+    for kind, (title, head) in _KINDS.items():
+        by_reason = _by_reason(each for each in verdicts if each.kind == kind)
+        if by_reason:
+            yield f"#### {title}"
+            rows = [[why, "<br>".join(_grouped(tests))] for why, tests in by_reason.items()]
+            yield _table([head, "tests"], rows)
+    by_reason = _by_reason(each for each in verdicts if each.kind == "stock")
+    if by_reason:
+        total = sum(map(len, by_reason.values()))
+        yield f"#### Not applicable\n\nThe models of {total:,} tests are none that can be:"
+        yield _table(["why", "tests"], [[why, len(tests)] for why, tests in by_reason.items()])
+
+
+def _by_reason(verdicts: Iterable[Verdict]) -> dict[str, list[str]]:
+    """Tests by why, most of them first."""
+    found: dict[str, list[str]] = {}
+    for each in verdicts:
+        found.setdefault(plain(each.why), []).append(each.test)
+    return dict(sorted(found.items(), key=lambda pair: (-len(pair[1]), pair[0])))
+
+
+def plain(why: str) -> str:
+    """A message in one line, without what differs from model to model, and from run to run."""
+    text = re.sub(r"\s+", " ", why).strip()
+    text = re.sub(r"\blayer \d+", "layer …", text)
+    text = re.sub(r"\b\d+\.\d+(e[-+]\d+)?|\b\d+e[-+]\d+|0x[0-9a-f]+", "…", text)
+    return text
+
+
+def _grouped(tests: list[str]) -> list[str]:
+    """Tests without their parameters; where there are several cases, how many."""
+    counts = Counter(re.sub(r"\[.*\]$", "", test, flags=re.S) for test in tests)
+    return [
+        f"`{test.removeprefix('tests/')}`" + (f" ({count} cases)" if count > 1 else "")
+        for test, count in sorted(counts.items())
+    ]
+
+
+def _table(head: Iterable[Any], rows: Iterable[Iterable[Any]]) -> str:
+    head = list(head)
+    return "\n".join(map(_row, [head, ["---"] * len(head), *rows]))
+
+
+def _row(cells: Iterable[Any]) -> str:
+    return "| " + " | ".join(str(cell).replace("|", "\\|") for cell in cells) + " |"
+
+
+def main(
+    out: Annotated[Path, typer.Option(help="the page")] = Path("docs/conformance.md"),
+    work: Annotated[Path, typer.Option(help="where tests and outcomes go")] = Path(
+        "out/conformance"
+    ),
+    python: Annotated[
+        list[Path] | None,
+        typer.Option(help="interpreters with the versions of transformer-lens to run; all if none"),
+    ] = None,
+    reuse: Annotated[bool, typer.Option(help="take passes that lie there complete")] = False,
+) -> None:
+    """Run the tests and write the page; or say what fails, and write nothing."""
+    pythons = python or [Path(".venv4/bin/python"), Path(".venv/bin/python")]
+    runs = [run(each.absolute(), work, reuse=reuse) for each in pythons]
+    together: dict[str, list[Verdict]] = {}
+    for each in runs:
+        for layout, verdicts in each.verdicts.items():
+            together.setdefault(layout, []).extend(verdicts)
+    failed = [
+        f"{layout}: {verdict.test}: {verdict.why}"
+        for layout, verdicts in together.items()
+        for verdict in verdicts
+        if verdict.kind == "failed"
+    ]
+    if failed:
+        raise Broken("these tests fail, and nobody has said why:\n" + "\n".join(failed))
+    kept = out.read_text("utf-8") if python and out.exists() else ""
+    if not kept and (passing := unneeded(together)):
+        raise Broken("conformance_reasons.py explains what passes:\n" + "\n".join(passing))
+    write_text(out, page(runs, kept))
+
+
+if __name__ == "__main__":
+    typer.run(main)

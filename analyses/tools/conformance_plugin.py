@@ -1,0 +1,369 @@
+"""A pytest plugin that runs TransformerLens' own tests on models of ours (`conformance.py`).
+
+    pytest -p analyses.tools.conformance_plugin --models exposed --outcomes FILE [--only FILE] tests
+
+Whatever TransformerBridge or HookedTransformer a test makes is, before the test sees it,
+
+    stock       left alone
+    exposed     exposed, with a hook on every hook point of every neuron-head, results included
+    converted   converted, if it is a HookedTransformer; the methods in `PROCESSING`, which a
+                converted model refuses, are replaced: they do what the errors advise, process
+                the source and convert it anew
+
+or left alone where that is refused. For every test, one line of JSON says how it ended, how many
+models it had (those of its fixtures and its module included), how many of them became ours and why
+others did not, how often a model of ours ran, how often a hook of a neuron-head fired, how often it
+did so in the body of the test alone, and which replaced methods were called. No test reaches the
+network or runs forever, and all begin with the same seed.
+"""
+
+import functools
+import gc
+import json
+import random
+import signal
+import socket
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import pytest
+import torch
+from transformer_lens.model_bridge import TransformerBridge
+
+from attn_only_lens import AttentionOnlyTransformer, convert, expose_neuron_heads
+from attn_only_lens.errors import AttnOnlyLensError, UnsupportedModelError
+from attn_only_lens.heads.host import POINTS, has_neuron_heads, host_of
+from attn_only_lens.models.in_place import exposed_heads
+from attn_only_lens.tl import HAS_HOOKED_TRANSFORMER, HookedTransformer
+
+SECONDS = {"stock": 120, "exposed": 1800, "converted": 1800}
+PROCESSING = ("init_weights", "load_and_process_state_dict", "process_weights_")
+
+
+@dataclass
+class Built:
+    """The models that some stretch of code made, and what it did with them.
+
+    Attributes:
+        models: how many TransformerBridges and HookedTransformers.
+        ours: how many of them were exposed or converted.
+        ran: how often one of those ran as a whole.
+        fired: how often a hook of a neuron-head fired.
+        refused: why others were not exposed or converted.
+        replaced: the replaced methods that were called.
+    """
+
+    models: int = 0
+    ours: int = 0
+    ran: int = 0
+    fired: int = 0
+    refused: list[str] = field(default_factory=list)
+    replaced: list[str] = field(default_factory=list)
+
+    def add(self, other: "Built") -> None:
+        """Count those of other code, too."""
+        self.models += other.models
+        self.ours += other.ours
+        self.ran += other.ran
+        self.fired += other.fired
+        self.refused += other.refused
+        self.replaced += other.replaced
+
+
+def pytest_addoption(parser: Any) -> None:
+    """What it takes."""
+    group = parser.getgroup("conformance")
+    group.addoption("--models", choices=sorted(SECONDS), required=True)
+    group.addoption("--outcomes", type=Path, required=True, help="a line of JSON a test goes here")
+    group.addoption("--only", type=Path, help="node ids of the tests to run, one a line")
+
+
+def pytest_configure(config: Any) -> None:
+    """Begin."""
+    config.pluginmanager.register(Conformance(config), "conformance")
+
+
+class Conformance:
+    """What runs while the tests do."""
+
+    def __init__(self, config: Any) -> None:
+        self.models: str = config.getoption("--models")
+        self.outcomes = config.getoption("--outcomes").open("w", encoding="utf-8")
+        only = config.getoption("--only")
+        self.only = set(only.read_text("utf-8").splitlines()) if only else None
+        self.building: list[Built] = [Built()]  # innermost last
+        self.of_module: dict[str, Built] = {}
+        self.sources: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()  # of converted models
+        self.depth = 0
+        self.phases: dict[str, Any] = {}
+        self.body = Built()  # of the running test, without its fixtures
+        self._watch()
+        _cut_off()
+
+    # Models
+
+    def _watch(self) -> None:
+        for each in (TransformerBridge, HookedTransformer)[: 1 + HAS_HOOKED_TRANSFORMER]:
+            self._wrap(each, "__init__", self.made, lambda args, made: args[0])
+            self._wrap(each, "forward", self.ran, lambda args, made: args[0])
+        if HAS_HOOKED_TRANSFORMER:  # it makes a model, and then loads weights into it
+            self._wrap(HookedTransformer, "from_pretrained", self.made, lambda args, made: made)
+            for name in PROCESSING:
+                self._process(name)
+
+    def _wrap(
+        self, owner: type, name: str, see: Callable[[Any], None], model_of: Callable[..., Any]
+    ) -> None:
+        """Look at the model of a call; of nested calls, at that of the outermost."""
+        plain = owner.__dict__[name]
+        inner = plain.__func__ if isinstance(plain, classmethod) else plain
+
+        @functools.wraps(inner)
+        def outer(*args: Any, **how: Any) -> Any:
+            self.depth += 1
+            try:
+                made = inner(*args, **how)
+            finally:
+                self.depth -= 1
+            if not self.depth:
+                see(model_of(args, made))
+            return made
+
+        setattr(owner, name, classmethod(outer) if isinstance(plain, classmethod) else outer)
+
+    def made(self, model: Any) -> None:
+        """A test has made a model."""
+        built = self.building[-1]
+        built.models += 1
+        if self.models == "stock":
+            return
+        self.depth += 1  # models that are made to make this one are not the tests'
+        try:
+            self._make_ours(model)
+            built.ours += 1
+        except UnsupportedModelError as error:
+            built.refused += error.reasons
+        except AttributeError as error:  # a stand-in, such as tests make without `__init__`
+            built.refused.append(f"{type(error).__name__}: {error}")
+        finally:
+            self.depth -= 1
+
+    def ran(self, model: Any) -> None:
+        """A model has run: it may have been made long ago, and kept."""
+        built = self.building[-1]
+        built.models += 1
+        if has_neuron_heads(model):
+            built.ours += 1
+            built.ran += 1
+
+    def _make_ours(self, model: Any) -> None:
+        if self.models == "converted":
+            if isinstance(model, TransformerBridge):
+                raise UnsupportedModelError(["a TransformerBridge is exposed, not converted"])
+            source = type(model).__new__(type(model))
+            vars(source).update(vars(model))
+            self._convert(model, source)
+        else:
+            expose_neuron_heads(model)
+            for heads in exposed_heads(model):
+                heads.results = True
+                self._hook(heads)
+
+    def _convert(self, model: Any, source: Any) -> None:
+        become(model, convert(source))
+        self.sources[model] = source
+        for layer in host_of(model).neurons:
+            self._hook(layer)
+
+    def _process(self, name: str) -> None:
+        """Have a method that a converted model refuses work on its source."""
+
+        def process(model: Any, *args: Any, **how: Any) -> Any:
+            self.building[-1].replaced.append(name)
+            self.depth += 1
+            try:
+                result = getattr(self.sources[model], name)(*args, **how)
+                self._convert(model, self.sources[model])
+            finally:
+                self.depth -= 1
+            return result
+
+        setattr(AttentionOnlyTransformer, name, process)
+
+    def _hook(self, heads: Any) -> None:
+        for point in POINTS:
+            getattr(heads, f"hook_{point}").register_forward_hook(Fired(self))
+
+    # Tests
+
+    def pytest_collection_modifyitems(self, config: Any, items: list[Any]) -> None:
+        """Leave those that are wanted."""
+        if self.only is not None:
+            left_out = [item for item in items if item.nodeid not in self.only]
+            items[:] = [item for item in items if item.nodeid in self.only]
+            config.hook.pytest_deselected(items=left_out)
+
+    def pytest_collection_finish(self) -> None:
+        """Take what is there out of the collections of garbage that the tests ask for, often."""
+        gc.freeze()
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_make_collect_report(self, collector: Any) -> Iterator[None]:
+        """Models that a module makes when it is imported are those of each of its tests."""
+        with self._built() as built:
+            report = yield
+        if built.models:
+            self.of_module.setdefault(collector.nodeid, Built()).add(built)
+        return report
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_fixture_setup(self, fixturedef: Any) -> Iterator[None]:
+        """Models of a fixture are those of each test that has it."""
+        with self._built() as built:
+            value = yield
+        fixturedef.built = built
+        return value
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_protocol(self, item: Any) -> Iterator[None]:
+        """Run a test, and write its line."""
+        self.phases, self.body = {}, Built()
+        seed()
+        with self._built() as built:
+            result = yield
+        for definition in item._fixtureinfo.name2fixturedefs.values():
+            for each in definition:
+                built.add(getattr(each, "built", Built()))
+        for name, module in self.of_module.items():
+            if item.nodeid.startswith(f"{name}::"):
+                built.add(module)
+        line = outcome(self.phases) | {
+            "test": item.nodeid,
+            "models": built.models,
+            "ours": built.ours,
+            "refused": sorted(Counter(built.refused)),
+            "ran": built.ran,
+            "fired": built.fired,
+            "fired_in_body": self.body.fired,
+            "replaced": sorted(set(built.replaced)),
+        }
+        self.outcomes.write(json.dumps(line) + "\n")
+        self.outcomes.flush()
+        return result
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_setup(self, item: Any) -> Iterator[None]:
+        """Not forever."""
+        with limited(SECONDS[self.models]):
+            return (yield)
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_call(self, item: Any) -> Iterator[None]:
+        """Not forever."""
+        with self._built() as self.body, limited(SECONDS[self.models]):
+            return (yield)
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(self, item: Any, call: Any) -> Iterator[Any]:
+        """Keep what each phase came to."""
+        report = yield
+        self.phases[report.when] = (report, call.excinfo)
+        return report
+
+    def pytest_sessionfinish(self, exitstatus: int) -> None:
+        """The last line: a run that broke off has none."""
+        if exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
+            self.outcomes.write(json.dumps({"finished": True}) + "\n")
+        self.outcomes.close()
+
+    @contextmanager
+    def _built(self) -> Iterator[Built]:
+        self.building.append(Built())
+        try:
+            yield self.building[-1]
+        finally:
+            self.building[-2].add(self.building.pop())
+
+
+class Fired:
+    """A hook that changes nothing. It may be copied and pickled along with a model."""
+
+    plugin: Conformance | None = None
+
+    def __init__(self, plugin: Conformance) -> None:
+        type(self).plugin = plugin
+
+    def __call__(self, module: object, args: object, output: object) -> None:
+        """Count."""
+        if self.plugin is not None:
+            self.plugin.building[-1].fired += 1
+
+
+def become(model: Any, other: Any) -> None:
+    """Make an object, to all who hold it, what another is. The other is not used any more."""
+    model.__class__ = type(other)
+    vars(model).clear()
+    vars(model).update(vars(other))
+
+
+def outcome(phases: dict[str, Any]) -> dict[str, Any]:
+    """How a test ended: by the first of its phases that did not pass."""
+    for when in ("setup", "call", "teardown"):
+        report, excinfo = phases.get(when, (None, None))
+        if report is not None and (report.outcome != "passed" or hasattr(report, "wasxfail")):
+            ended = "xfail" if hasattr(report, "wasxfail") else report.outcome
+            if ended == "failed" and excinfo is not None:
+                return {"outcome": ended} | error_of(excinfo)
+            return {"outcome": ended}
+    return {"outcome": "passed"}
+
+
+def error_of(excinfo: Any) -> dict[str, Any]:
+    """An error: whether it is one of this package's or was raised from one, and what it says."""
+    error = excinfo.value
+    chain = [error]
+    while chain[-1].__cause__ is not None:
+        chain.append(chain[-1].__cause__)
+    ours = [each for each in chain if isinstance(each, AttnOnlyLensError)]
+    shown = ours[0] if ours else error
+    return {"error": type(shown).__name__, "refusal": bool(ours), "message": str(shown)}
+
+
+def seed() -> None:
+    """The same for each test, whichever ran before it."""
+    random.seed(0)
+    np.random.seed(0)  # noqa: NPY002 - what tests draw from
+    torch.manual_seed(0)
+
+
+class TimedOut(BaseException):
+    """A test took too long. No `except Exception` of a test catches it."""
+
+
+@contextmanager
+def limited(seconds: int) -> Iterator[None]:
+    """Raise after this time."""
+
+    def stop(*_: object) -> None:
+        raise TimedOut(f"longer than {seconds} s")
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def _cut_off() -> None:
+    def refuse(self: object, address: object) -> None:
+        raise OSError(f"no test reaches the network; this one tried {address}")
+
+    socket.socket.connect = refuse  # type: ignore[method-assign, assignment]

@@ -1,0 +1,71 @@
+"""What a study leaves behind: a page, its table, its figure, and how the three were made.
+
+    NAME.md         the page
+    NAME.csv        every row that its tables are read off
+    NAME.svg        the figure
+    NAME.run.json   how the others were made: `benching.leave`
+
+A study of several tables or figures has NAME_PART.csv and NAME_PART.svg. A benchmark leaves a page
+and its record alone.
+"""
+
+import io
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+from matplotlib import rc_context
+from matplotlib.figure import Figure
+
+from analyses.tools.benching import leave
+
+
+def keep(
+    script: str,
+    out: Path,
+    page: str,
+    frame: pd.DataFrame | Mapping[str, pd.DataFrame],
+    picture: Figure | Mapping[str, Figure],
+    *,
+    started: float,
+    digits: str = "%.6g",
+    **settings: Any,
+) -> None:
+    """Write the four files of a study, by the name of its script.
+
+    Args:
+        script: its `__file__`.
+        out: the folder.
+        page: Markdown.
+        frame: the table; or several, by part (the part "" is NAME.csv).
+        picture: the figure; or several, by part.
+        started: `time.perf_counter()` at the beginning.
+        digits: of the table.
+        settings: what the run was asked for.
+    """
+    name = Path(script).stem
+    frames = frame if isinstance(frame, Mapping) else {"": frame}
+    pictures = picture if isinstance(picture, Mapping) else {"": picture}
+    made = {f"{name}.md": page}
+    for part, each in frames.items():
+        made[f"{_part(name, part)}.csv"] = each.to_csv(index=False, float_format=digits)
+    made |= {f"{_part(name, part)}.svg": svg(each) for part, each in pictures.items()}
+    leave(script, out, made, started=started, **settings)
+
+
+def _part(name: str, part: str) -> str:
+    return f"{name}_{part}" if part else name
+
+
+def verdict(claim: str, held: bool, found: str) -> str:
+    """A line of a page: what was predicted, whether it held, and what was found."""
+    return f"- {'Held' if held else 'Failed'}: {claim} Found: {found}."
+
+
+def svg(picture: Figure) -> str:
+    """The same text for the same figure: no date, no random ids; letters as letters."""
+    text = io.StringIO()
+    with rc_context({"svg.fonttype": "none", "svg.hashsalt": "study"}):
+        picture.savefig(text, format="svg", metadata={"Date": None})
+    return "\n".join(line.rstrip() for line in text.getvalue().splitlines()) + "\n"

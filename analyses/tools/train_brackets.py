@@ -1,0 +1,252 @@
+"""Train a classifier that saturates: are these brackets balanced?
+
+The model is that of ARENA's chapter on balanced brackets: three layers, two heads, attention in
+both directions, the answer read at the first token. It is right on nearly every text, and its
+logits hardly move until a patch changes its answer: an estimate by gradients misses that.
+
+ARENA pads texts to one length and masks the padding. Here the texts of a batch have one length, so
+that there is no padding to mask. `tests/fixtures/brackets` holds what this script writes with its
+default recipe.
+
+    python -m analyses.tools.train_brackets --out runs/brackets
+"""
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import torch.nn.functional as F
+import typer
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from torch.nn.utils import clip_grad_norm_
+from tqdm import tqdm
+from transformer_lens.config import TransformerBridgeConfig
+from transformer_lens.model_bridge import TransformerBridge
+
+from analyses.tools.benching import machine
+from attn_only_lens import patching as p
+from attn_only_lens.tl import HookedTransformer, HookedTransformerConfig, quiet
+
+FIXTURE = Path(__file__).parents[2] / "tests" / "fixtures" / "brackets"
+NORM = {"w": "weight", "b": "bias"}
+START, PAD, END, OPEN, CLOSE = range(5)
+BALANCED = p.custom(lambda logits: logits[:, 0, 1] - logits[:, 0, 0], name="balanced")
+"""The metric: the logit of "balanced" less that of "not", at the first token."""
+
+IN_BRIDGE = {
+    **{"embed.W_E": "tok_embed.weight", "pos_embed.W_pos": "pos.weight"},
+    **{f"ln{i}.{ours}": f"ln{i}.{theirs}" for i in (1, 2) for ours, theirs in NORM.items()},
+    **{f"ln_final.{ours}": f"ln_out.{theirs}" for ours, theirs in NORM.items()},
+    **{f"attn.W_{part}": f"attn.{part.lower()}.weight" for part in "QKVO"},
+    **{f"attn.b_{part}": f"attn.{part.lower()}.bias" for part in "QKVO"},
+    **{f"mlp.W_{part}": f"mlp.fc_{part}.weight" for part in ("in", "out")},
+    **{f"mlp.b_{part}": f"mlp.fc_{part}.bias" for part in ("in", "out")},
+    "unembed.W_U": "head.weight",
+}
+"""The names of weights in a native model, by those in a HookedTransformer; of one layer."""
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What determines the result."""
+
+    n_layers: int = 3
+    n_heads: int = 2
+    d_model: int = 56
+    d_mlp: int = 56
+    longest: int = 20  # brackets
+    seed: int = 0
+    steps: int = 1_500
+    rows: int = 128
+    lr: float = 2e-3
+    weight_decay: float = 0.01
+    held_out: int = 100  # batches
+
+    def config(self) -> dict[str, Any]:
+        """Keyword arguments of a HookedTransformerConfig, or of a TransformerBridgeConfig."""
+        return {
+            "n_layers": self.n_layers,
+            "n_heads": self.n_heads,
+            "d_model": self.d_model,
+            "d_head": self.d_model // self.n_heads,
+            "d_mlp": self.d_mlp,
+            "n_ctx": self.longest + 2,
+            "d_vocab": 5,
+            "d_vocab_out": 2,
+            "act_fn": "relu",
+            "normalization_type": "LN",
+            "attention_dir": "bidirectional",
+            "model_name": "brackets",
+            "device": "cpu",
+        }
+
+
+def balanced_texts(rows: int, length: int, generator: torch.Generator) -> Tensor:
+    """Draw balanced texts [rows, length], all equally likely: walks that end where they begin."""
+    brackets = torch.empty(rows, length, dtype=torch.long)
+    height = torch.zeros(rows)
+    for place, draw in enumerate(torch.rand(length, rows, generator=generator)):
+        left = length - place
+        up = draw < (height + 2) * (left - height) / (2 * (height + 1) * left)
+        brackets[:, place] = torch.where(up, OPEN, CLOSE)
+        height += torch.where(up, 1.0, -1.0)
+    return brackets
+
+
+def is_balanced(brackets: Tensor) -> Tensor:
+    """Return whether each text [rows, length] is balanced."""
+    height = torch.where(brackets == OPEN, 1, -1).cumsum(dim=1)
+    return (height[:, -1] == 0) & (height >= 0).all(dim=1)
+
+
+def spoilt(brackets: Tensor, how: str, generator: torch.Generator) -> Tensor:
+    """Return one text with a bracket turned round, with two that swap places, or shuffled."""
+    brackets, n = brackets.clone(), len(brackets)
+    one, other = torch.randint(n, (2,), generator=generator).tolist()
+    if how == "turned":
+        brackets[one] = OPEN + CLOSE - brackets[one]
+    elif how == "swapped":
+        brackets[[one, other]] = brackets[[other, one]]
+    else:
+        brackets = brackets[torch.randperm(n, generator=generator)]
+    return brackets
+
+
+def with_ends(brackets: Tensor) -> Tensor:
+    """Return tokens: a text between the start and the end."""
+    return F.pad(F.pad(brackets, (1, 0), value=START), (0, 1), value=END)
+
+
+def batch(recipe: Recipe, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Draw tokens [rows, pos] of one length, half of them spoilt, and whether they are balanced."""
+    length = 2 * int(torch.randint(2, recipe.longest // 2 + 1, (), generator=generator))
+    brackets = balanced_texts(recipe.rows, length, generator)
+    for row, how in enumerate(("turned", "swapped", "shuffled") * (recipe.rows // 6)):
+        brackets[row] = spoilt(brackets[row], how, generator)
+    return with_ends(brackets), is_balanced(brackets).long()
+
+
+def train(recipe: Recipe) -> HookedTransformer:
+    """Train a model from nothing."""
+    with quiet():
+        model = HookedTransformer(HookedTransformerConfig(**recipe.config(), seed=recipe.seed))
+    model.unembed.b_U.requires_grad_(False)  # native bridges have none
+    decay = recipe.weight_decay
+    optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.lr, weight_decay=decay)
+    generator = torch.Generator().manual_seed(recipe.seed)
+    for step in tqdm(range(recipe.steps), unit="step"):
+        tokens, answers = batch(recipe, generator)
+        loss = F.cross_entropy(model(tokens)[:, 0], answers)
+        optimizer.zero_grad()
+        loss.backward()
+        clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.param_groups[0]["lr"] = recipe.lr * min((step + 1) / 50, 1 - step / recipe.steps)
+        optimizer.step()
+    return model
+
+
+@torch.no_grad()
+def accuracy(model: Any, recipe: Recipe) -> float:
+    """Return the share of right answers, on texts drawn with another seed."""
+    generator = torch.Generator().manual_seed(recipe.seed + 1_000_000)
+    batches = [batch(recipe, generator) for _ in range(recipe.held_out)]
+    right = [model(tokens)[:, 0].argmax(dim=-1) == answers for tokens, answers in batches]
+    return torch.cat(right).double().mean().item()
+
+
+@torch.no_grad()
+def pairs(model: Any, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield tokens of balanced texts and of spoilt ones, of 6 to 14 brackets, answered rightly."""
+    generator = torch.Generator().manual_seed(seed)
+    while True:
+        length = 2 * int(torch.randint(3, 8, (), generator=generator))
+        clean = balanced_texts(1, length, generator)[0]
+        how = ("turned", "swapped")[int(torch.randint(2, (), generator=generator))]
+        tokens = with_ends(torch.stack([clean, spoilt(clean, how, generator)]))
+        if model(tokens)[:, 0].argmax(dim=-1).tolist() == [1, 0]:
+            yield tokens[0], tokens[1]
+
+
+def load(folder: Path = FIXTURE, dtype: torch.dtype = torch.float64) -> HookedTransformer:
+    """Read a model, as a HookedTransformer."""
+    with quiet():
+        config = json.loads((folder / "config.json").read_text("utf-8"))
+        model = HookedTransformer(HookedTransformerConfig(**config, dtype=dtype))
+        weights = load_file(folder / "model.safetensors")
+        missing, unexpected = model.load_state_dict(weights, strict=False)
+    assert not unexpected
+    assert {name.split(".")[-1] for name in missing} <= {"mask", "IGNORE", "b_U"}
+    return model.eval()
+
+
+def load_bridge(folder: Path = FIXTURE, dtype: torch.dtype = torch.float64) -> TransformerBridge:
+    """Read the same model as a bridge, which needs no HookedTransformer."""
+    config = json.loads((folder / "config.json").read_text("utf-8"))
+    bridge = TransformerBridge.boot_native(TransformerBridgeConfig(**config), dtype=dtype)
+    state = {
+        name.replace("._original_component", ""): tensor
+        for name, tensor in bridge.original_model.state_dict().items()
+    }
+    for name, weight in load_file(folder / "model.safetensors").items():
+        state[_name_in_bridge(name)].copy_(_as_linear(name, weight))
+    return bridge.eval()
+
+
+def _name_in_bridge(name: str) -> str:
+    """Return the name in a native model of a weight of a HookedTransformer."""
+    if not name.startswith("blocks."):
+        return IN_BRIDGE[name]
+    _, layer, part, weight = name.split(".")
+    return f"layers.{layer}.{IN_BRIDGE[f'{part}.{weight}']}"
+
+
+def _as_linear(name: str, weight: Tensor) -> Tensor:
+    """Return a weight of a HookedTransformer as torch's linear modules have it: [out, in]."""
+    match name.split(".")[-1]:
+        case "W_Q" | "W_K" | "W_V":
+            return weight.transpose(1, 2).flatten(0, 1)  # [head_index, d_model, d_head]
+        case "W_O":
+            return weight.flatten(0, 1).T
+        case "b_Q" | "b_K" | "b_V":
+            return weight.flatten()
+        case "W_in" | "W_out" | "W_U":
+            return weight.T
+        case _:
+            return weight
+
+
+def main(
+    out: Annotated[Path, typer.Option(help="folder to write")] = Path("out/brackets"),
+    smoke: Annotated[bool, typer.Option(help="tiny sizes and few steps")] = False,
+) -> None:
+    """Train the classifier, and write its weights and its card."""
+    recipe = Recipe()
+    if smoke:
+        recipe = replace(recipe, n_layers=1, d_model=8, d_mlp=11, steps=3, rows=12, held_out=2)
+    torch.set_num_threads(1)  # sums in one order
+    model = train(recipe)
+    out.mkdir(parents=True, exist_ok=True)
+    # Half precision halves the file; the accuracy is that of the rounded weights.
+    weights = {
+        name: x.detach().half().contiguous()
+        for name, x in model.named_parameters()
+        if x.requires_grad
+    }
+    save_file(weights, out / "model.safetensors")
+    (out / "config.json").write_text(json.dumps(recipe.config(), indent=2) + "\n")
+    card = {
+        "made by": "python -m analyses.tools.train_brackets",
+        **asdict(recipe),
+        "accuracy": accuracy(load(out, torch.float32), recipe),
+        "machine": machine("cpu"),
+    }
+    (out / "card.json").write_text(json.dumps(card, indent=2) + "\n")
+    typer.echo((out / "card.json").read_text())
+
+
+if __name__ == "__main__":
+    typer.run(main)

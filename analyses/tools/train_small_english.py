@@ -1,0 +1,284 @@
+"""Train the language model that ships with the package: Small English, four layers.
+
+A LLaMA of transformers (gated MLPs, RMS norm, rotary positions) reads the texts that
+`small_english_grammar.py` writes, each of them once. The prompts of the tasks that it is measured
+on begin no sentence of those texts.
+
+Forward and back, a token costs about 6 flops for each of 850,000 weights: 5 million. A batch is of
+some 1,700 tokens, so that 4,000 steps are 3.5e13 flops, ten minutes for one thread that does 60
+Gflop/s.
+
+    python -m analyses.tools.train_small_english --out runs/small-english
+"""
+
+import json
+import re
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import torch.nn.functional as F
+import typer
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
+from torch import Tensor
+from torch.nn.utils import clip_grad_norm_
+from tqdm import tqdm
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from analyses.tools import small_english_grammar as grammar
+from analyses.tools.benching import Device, machine
+from analyses.tools.train_modular_addition import keep, resume
+from attn_only_lens import tasks
+
+BOS, EOS, UNKNOWN = "<s>", "</s>", "<unk>"
+POOL = 32  # batches whose texts are written at once, so that a batch is of texts of one length
+SEED_OF_PROMPTS = 7
+SEED_OF_HELD_OUT = 999_999
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What determines the result."""
+
+    n_layers: int = 4
+    d_model: int = 128
+    n_heads: int = 4
+    d_mlp: int = 344
+    n_ctx: int = 128
+    seed: int = 0
+    steps: int = 4_000
+    rows: int = 56
+    lr: float = 4e-3
+    weight_decay: float = 0.1
+    prompts: int = 200  # of each task
+    held_out: int = 100_000  # letters of text
+
+    def config(self) -> LlamaConfig:
+        """Of the model."""
+        return LlamaConfig(
+            vocab_size=len(vocabulary()),
+            hidden_size=self.d_model,
+            intermediate_size=self.d_mlp,
+            num_hidden_layers=self.n_layers,
+            num_attention_heads=self.n_heads,
+            max_position_embeddings=self.n_ctx,
+            bos_token_id=vocabulary()[BOS],
+            eos_token_id=vocabulary()[EOS],
+            pad_token_id=vocabulary()[EOS],
+            rope_parameters={"rope_type": "default", "rope_theta": 100.0},
+            initializer_range=0.04,
+            tie_word_embeddings=True,
+        )
+
+    def model(self) -> LlamaForCausalLM:
+        """The untrained model."""
+        torch.manual_seed(self.seed)
+        return LlamaForCausalLM(self.config())
+
+
+def vocabulary() -> dict[str, int]:
+    """Every token, and its number."""
+    return {token: i for i, token in enumerate([BOS, EOS, UNKNOWN, *grammar.tokens()])}
+
+
+LISTED = {vocabulary()[f" {word}"] for word in grammar.LISTED}
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    """Words with the space before them, and BOS before a text."""
+    core = Tokenizer(models.WordLevel(vocabulary(), unk_token=UNKNOWN))
+    core.pre_tokenizer = pre_tokenizers.Split(Regex(grammar.TOKEN), "isolated")
+    core.decoder = decoders.Fuse()
+    core.post_processor = processors.TemplateProcessing(
+        single=f"{BOS} $A", special_tokens=[(BOS, vocabulary()[BOS])]
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=core,
+        bos_token=BOS,
+        eos_token=EOS,
+        pad_token=EOS,
+        unk_token=UNKNOWN,
+        padding_side="right",
+    )
+
+
+def questions(n: int) -> dict[str, tasks.PairedPrompts]:
+    """The prompts that the model is measured on, n of each task; there are few of the shortest."""
+    of, seed = tokenizer(), SEED_OF_PROMPTS
+    return {
+        "number, simple": tasks.agreement(of, min(n, 50), seed, structure="simple"),
+        "number, prepositional": tasks.agreement(of, n, seed, structure="prepositional"),
+        "number, relative": tasks.agreement(of, n, seed, structure="relative"),
+        "gender": tasks.agreement(of, n, seed, feature="gender"),
+        "brackets, simple": tasks.brackets(of, n, seed),
+        "brackets, nested": tasks.brackets(of, n, seed, structure="nested"),
+        "induction": tasks.induction(of, n, seed),
+        "indirect object": tasks.ioi(of, n, seed),
+    }
+
+
+def held_out(n: int) -> frozenset[str]:
+    """The prompts with which no sentence begins; those of "The keys" are too few to be left out."""
+    made = {task: each for task, each in questions(n).items() if task != "number, simple"}
+    return frozenset(text for each in made.values() for text in (*each.clean, *each.corrupted))
+
+
+def texts_of(write: grammar.Grammar, n: int) -> list[list[int]]:
+    """Write n texts as tokens: BOS, the text, EOS."""
+    ids = vocabulary()
+    return [
+        [ids[token] for token in (BOS, *re.findall(grammar.TOKEN, write.text()), EOS)]
+        for _ in range(n)
+    ]
+
+
+def by_length(texts: list[list[int]], rows: int, n_ctx: int) -> list[Tensor]:
+    """Sort texts by length into batches [batch, pos], padded with EOS: little of it is padding."""
+    texts, end = sorted(texts, key=len), vocabulary()[EOS]
+    batches = [texts[start : start + rows] for start in range(0, len(texts), rows)]
+    return [
+        torch.tensor([text + [end] * (len(batch[-1]) - len(text)) for text in batch])[:, :n_ctx]
+        for batch in batches
+    ]
+
+
+def pool(recipe: Recipe, number: int, never: frozenset[str]) -> list[Tensor]:
+    """Write POOL batches [batch, pos] to train on, each of texts of one length, in random order."""
+    write = grammar.Grammar(recipe.seed * 1_000_000 + number, never)
+    batches = by_length(texts_of(write, POOL * recipe.rows), recipe.rows, recipe.n_ctx)
+    write.random.shuffle(batches)
+    return batches
+
+
+def held_out_texts(n: int, never: frozenset[str]) -> list[Tensor]:
+    """Write the first n held-out texts, of all lengths; batches are sorted only after the choice.
+
+    A few batches of a pool would be texts of a few lengths, and no sample of the language.
+    """
+    return by_length(texts_of(grammar.Grammar(SEED_OF_HELD_OUT, never), n), 64, Recipe.n_ctx)
+
+
+def held_out_loss(model: LlamaForCausalLM, batches: list[Tensor]) -> float:
+    """The mean of `losses_of` over the words of all batches, which so may be of any size."""
+    losses = [losses_of(model, tokens.to(model.device)) for tokens in batches]
+    return torch.cat(losses).double().mean().item()
+
+
+def loss_of(model: LlamaForCausalLM, tokens: Tensor) -> Tensor:
+    """The mean of `losses_of`."""
+    return losses_of(model, tokens).mean()
+
+
+def losses_of(model: LlamaForCausalLM, tokens: Tensor) -> Tensor:
+    """The cross-entropy [word] of every token after BOS, up to the first EOS.
+
+    Of a list, only what follows a word that was there before is asked: the rest is random.
+    """
+    read = tokens[:, :-1]
+    again = (tokens[:, :, None] == tokens[:, None, :]).tril(-1).any(-1)
+    again = again[:, 1:] & again[:, :-1]
+    listed = torch.isin(tokens[:, 1:2], torch.tensor(sorted(LISTED), device=tokens.device))
+    asked = (read != vocabulary()[EOS]) & (again | ~listed)
+    logits = model(tokens[:, :-1]).logits
+    return F.cross_entropy(logits[asked], tokens[:, 1:][asked], reduction="none")
+
+
+def optimizers_of(model: LlamaForCausalLM, recipe: Recipe) -> list[torch.optim.Optimizer]:
+    """Muon for the matrices of layers; AdamW for the embedding and the norms."""
+    matrices = [each for each in model.model.layers.parameters() if each.ndim == 2]
+    chosen = set(map(id, matrices))
+    rest = [each for each in model.parameters() if id(each) not in chosen]
+    settings = {"lr": recipe.lr, "weight_decay": recipe.weight_decay}
+    return [
+        torch.optim.Muon(matrices, adjust_lr_fn="match_rms_adamw", **settings),
+        torch.optim.AdamW(rest, betas=(0.9, 0.98), **settings),
+    ]
+
+
+def train(recipe: Recipe, out: Path, device: str) -> LlamaForCausalLM:
+    """Train, or continue from a checkpoint in `out`."""
+    model, never = recipe.model().to(device), held_out(recipe.prompts)
+    parameters = dict(model.named_parameters())
+    optimizers = optimizers_of(model, recipe)
+    checkpoint = out / "checkpoint.safetensors"
+    done = resume(checkpoint, recipe, parameters, *optimizers) if checkpoint.exists() else 0
+    with tqdm(total=recipe.steps, initial=done, desc="steps", mininterval=5) as progress:
+        while done < recipe.steps:
+            losses = []
+            for tokens in pool(recipe, done // POOL, never)[: recipe.steps - done]:
+                rate = min((done + 1) / 200, 1 - done / recipe.steps)
+                loss = loss_of(model, tokens.to(device))
+                model.zero_grad()
+                loss.backward()
+                clip_grad_norm_(model.parameters(), 1.0)
+                for optimizer in optimizers:
+                    optimizer.param_groups[0]["lr"] = recipe.lr * rate
+                    optimizer.step()
+                losses.append(loss.detach())
+                done += 1
+                progress.update()
+            progress.set_postfix(loss=f"{torch.stack(losses).mean().item():.3f}")
+            if done % (10 * POOL) == 0 or done == recipe.steps:
+                keep(checkpoint, recipe, done, parameters, *optimizers)
+    return model
+
+
+@torch.no_grad()
+def differences(model: LlamaForCausalLM, pairs: tasks.PairedPrompts) -> Tensor:
+    """The right answer's logit less the wrong one's, after each clean prompt."""
+    given = tokenizer()(list(pairs.clean), padding=True, return_tensors="pt").to(model.device)
+    last = given["attention_mask"].sum(1) - 1
+    logits = model(**given).logits[torch.arange(len(pairs)), last].cpu()
+    right, wrong = torch.tensor(pairs.answers), torch.tensor(pairs.wrong)
+    return (logits.gather(1, right) - logits.gather(1, wrong))[:, 0]
+
+
+@torch.no_grad()
+def measure(model: LlamaForCausalLM, recipe: Recipe) -> dict[str, float | dict[str, list[int]]]:
+    """The loss on text not read; of each task, how many answers are right, of how many."""
+    made = {task: differences(model, each) for task, each in questions(recipe.prompts).items()}
+    batches = pool(recipe, SEED_OF_HELD_OUT, held_out(recipe.prompts))
+    losses = torch.stack([loss_of(model, tokens.to(model.device)) for tokens in batches])
+    return {
+        "loss": losses.mean().item(),
+        "right": {task: [int((each > 0).sum()), len(each)] for task, each in made.items()},
+    }
+
+
+def texts(recipe: Recipe) -> str:
+    """Write what is stored beside the model: texts that it has not read, one a line."""
+    write, written = grammar.Grammar(SEED_OF_HELD_OUT - 1), ""
+    while len(written) < recipe.held_out:
+        written += write.text() + "\n"
+    return written
+
+
+def write(out: Path, recipe: Recipe, model: LlamaForCausalLM, device: str) -> None:
+    """Write the folder that ships: model, tokenizer, figures, and texts."""
+    figures = {**asdict(recipe), **measure(model, recipe), "machine": machine(device)}
+    model.save_pretrained(out)
+    tokenizer().save_pretrained(out)
+    (out / "metrics.json").write_text(json.dumps(figures, indent=2) + "\n")
+    (out / "texts.txt").write_text(texts(recipe), newline="\n")
+
+
+def main(
+    out: Annotated[Path, typer.Option(help="folder to write")] = Path("out/small-english"),
+    device: Device = "cpu",
+    seed: int = 0,
+    steps: int = 4_000,
+    smoke: Annotated[bool, typer.Option(help="tiny sizes and few steps")] = False,
+) -> None:
+    """Train the shipped language model, or go on where an interrupted run stopped."""
+    recipe = Recipe(seed=seed, steps=steps)
+    if smoke:
+        sizes = {"n_layers": 1, "d_model": 8, "n_heads": 2, "d_mlp": 11, "rows": 3}
+        recipe = replace(recipe, steps=3, prompts=5, held_out=1_000, **sizes)
+    out.mkdir(parents=True, exist_ok=True)
+    write(out, recipe, train(recipe, out, device), device)
+    typer.echo((out / "metrics.json").read_text())
+
+
+if __name__ == "__main__":
+    typer.run(main)
