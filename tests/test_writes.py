@@ -9,7 +9,7 @@ from common import needs_hooked_transformer, relative, tokens
 from attn_only_lens import InputError, UnsupportedModelError, convert, expose_neuron_heads
 from attn_only_lens import patching as p
 from attn_only_lens.engine.sites import resolve_sites
-from attn_only_lens.engine.writes import take_apart
+from attn_only_lens.engine.writes import decompose
 from attn_only_lens.tl import HAS_HOOKED_TRANSFORMER
 
 if HAS_HOOKED_TRANSFORMER:
@@ -52,7 +52,7 @@ def test_writes_add_up(family):
     source = build(family, scale=0.25)
     stream = source.run_with_cache(tokens())[1]["blocks.2.hook_resid_post"]
     for model in (convert(source), expose_neuron_heads(source, copy=True).model):
-        parts = take_apart(model, tokens(), None)
+        parts = decompose(model, tokens(), None)
         assert relative(heads_and_biases(model, parts), stream) < 1e-13
         assert relative(parts.final.stream, stream) < 1e-13
     check_norms(model, parts, 1e-10)
@@ -62,7 +62,7 @@ def test_writes_add_up(family):
 @torch.no_grad()
 def test_writes_of_bridges_add_up(name):
     model = bridges.exposed_copy(bridges.boot(name))
-    parts = take_apart(model, tokens(), None)
+    parts = decompose(model, tokens(), None)
     last = f"blocks.{model.cfg.n_layers - 1}.hook_resid_post"
     stream = model.run_with_cache(tokens())[1][last]
     fine = name == "gpt2"  # bridged RMS norms compute in float32
@@ -79,4 +79,4 @@ def test_outputs_that_are_multiplied_are_refused():
     bridge = bridges.bridged(bridges.randomise(source.double().eval()))
     model = bridges.exposed_copy(bridge)
     with pytest.raises((UnsupportedModelError, InputError), match="outputs are multiplied"):
-        take_apart(model, tokens(), None)
+        decompose(model, tokens(), None)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from attn_only_lens import HeadName
 from attn_only_lens.engine.sites import resolve_sites
-from attn_only_lens.engine.writes import take_apart
+from attn_only_lens.engine.writes import decompose
 
 _HOOKS = {"q": "attn.hook_q", "k": "attn.hook_k", "value": "attn.hook_v"}
 _MATRICES = {"q": "W_Q", "k": "W_K", "value": "W_V"}
@@ -44,7 +44,7 @@ def edge_attribution_patching(
     chosen = resolve_sites(model, list(nodes))
     for tokens in batches:
         gradients, logits_gradient = _gradients(source, tokens, generator)
-        parts = take_apart(model, tokens, None)
+        parts = decompose(model, tokens, None)
 
         def add(
             reader: str, kind: str, g: Tensor, reads: Any, before: Any, parts: Any = parts

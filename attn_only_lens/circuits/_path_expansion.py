@@ -72,7 +72,7 @@ from attn_only_lens.engine.metrics import (
 )
 from attn_only_lens.engine.prompts import PromptPair, Prompts, single_prompts
 from attn_only_lens.engine.recording import run
-from attn_only_lens.engine.writes import NormRun, Parts, SublayerRun, take_apart
+from attn_only_lens.engine.writes import FrozenNorm, Decomposition, SublayerWrites, decompose
 from attn_only_lens.errors import InputError, UnsupportedModelError
 from attn_only_lens.heads import HeadName, host_of, logit_tolerance, reasons_without_heads
 from attn_only_lens.precision import full_precision
@@ -95,7 +95,7 @@ class _Linear:
         constant: z of the heads where the stream is 0.
     """
 
-    run: SublayerRun
+    run: SublayerWrites
     pattern: Tensor
     matrix: Tensor
     constant: Float[Tensor, "batch pos head d_head"]
@@ -139,7 +139,7 @@ class _Linear:
         return _back(self.run.reads, entering, key)
 
 
-def _back(norm: NormRun, gradient: Float[Tensor, "*any batch d_model"], at: int) -> Tensor:
+def _back(norm: FrozenNorm, gradient: Float[Tensor, "*any batch d_model"], at: int) -> Tensor:
     """The gradient before a norm, its scale held, from that behind it at a position."""
     linear: Tensor = norm.norm.before(gradient.flatten(0, -2).T).T
     return linear.view_as(gradient) / norm.scale[:, at]
@@ -159,7 +159,7 @@ class PathExpansion:
     held: Literal["gate", "up"]
     _model: Any = field(repr=False)
     _pair: PromptPair = field(repr=False)
-    _parts: Parts = field(repr=False)
+    _parts: Decomposition = field(repr=False)
     _linear: tuple[_Linear, ...] = field(repr=False)
     _first: tuple[Tensor, ...] = field(repr=False)
     """z of each sublayer, out of the embedding and biases alone."""
@@ -311,7 +311,7 @@ def path_expansion(
     pair = single_prompts(model, prompts, mask)
     patterns = [host.hook_name(layer, "attention", "pattern") for layer in range(host.n_layers)]
     with uncapped_logits(model) as uncapped:
-        parts = take_apart(model, pair.clean, pair.mask, names=tuple(patterns))
+        parts = decompose(model, pair.clean, pair.mask, names=tuple(patterns))
     linear = tuple(
         _of_attention(host, each, parts.recording.hooked[patterns[each.layer]])
         if each.neurons is None
@@ -325,7 +325,7 @@ def path_expansion(
     return PathExpansion(logits, held, model, pair, parts, linear, first)
 
 
-def _of_attention(host: Any, each: SublayerRun, pattern: Tensor) -> _Linear:
+def _of_attention(host: Any, each: SublayerWrites, pattern: Tensor) -> _Linear:
     module, n_heads = host.attention(each.layer), host.n_heads[each.layer]
     W_V, b_V = module.W_V.detach(), getattr(module, "b_V", None)
     W_V = W_V.repeat_interleave(n_heads // len(W_V), dim=0)
@@ -337,7 +337,7 @@ def _of_attention(host: Any, each: SublayerRun, pattern: Tensor) -> _Linear:
     return _with_constant(each, pattern, W_V, constant)
 
 
-def _of_neurons(each: SublayerRun, parts: Parts, held: str) -> _Linear:
+def _of_neurons(each: SublayerWrites, parts: Decomposition, held: str) -> _Linear:
     heads: Any = each.neurons
     weight = parts.recording.neurons[each.layer].weight
     q, up = heads.projections(each.entered)
@@ -353,7 +353,7 @@ def _of_neurons(each: SublayerRun, parts: Parts, held: str) -> _Linear:
     return _with_constant(each, factor, W, own.unsqueeze(-1))
 
 
-def _with_constant(run: SublayerRun, pattern: Tensor, matrix: Tensor, constant: Tensor) -> _Linear:
+def _with_constant(run: SublayerWrites, pattern: Tensor, matrix: Tensor, constant: Tensor) -> _Linear:
     """The heads, once what they put out of the norm that they read through is in the constant."""
     bias = run.reads.norm.bias
     if bias is not None:
@@ -362,7 +362,7 @@ def _with_constant(run: SublayerRun, pattern: Tensor, matrix: Tensor, constant: 
     return _Linear(run, pattern, matrix, constant)
 
 
-def _require_linear(parts: Parts, linear: tuple[_Linear, ...]) -> None:
+def _require_linear(parts: Decomposition, linear: tuple[_Linear, ...]) -> None:
     """Hold what the linear heads put out of the whole stream against the run."""
     reasons = []
     for each in linear:
@@ -384,7 +384,7 @@ def _require_linear(parts: Parts, linear: tuple[_Linear, ...]) -> None:
 
 
 def _expanded(
-    parts: Parts, linear: tuple[_Linear, ...], hops: int
+    parts: Decomposition, linear: tuple[_Linear, ...], hops: int
 ) -> tuple[Float[Tensor, "hops batch pos d_model"], tuple[Tensor, ...]]:
     """The final stream by hops, and z of each sublayer out of the embedding and biases alone."""
     none = torch.zeros_like(parts.embedding)
@@ -403,7 +403,7 @@ def _expanded(
     return streams, tuple(first)
 
 
-def _unembedded(model: Any, final: NormRun, streams: Tensor) -> Tensor:
+def _unembedded(model: Any, final: FrozenNorm, streams: Tensor) -> Tensor:
     nothing = torch.zeros_like(final.stream[:1, :1])
     constant = nothing if final.norm.bias is None else nothing + final.norm.bias
     base = model.unembed(nothing)
@@ -443,7 +443,7 @@ class _Ranked:
 
     def __init__(
         self,
-        parts: Parts,
+        parts: Decomposition,
         linear: tuple[_Linear, ...],
         first: tuple[Tensor, ...],
         k: int,

@@ -56,7 +56,7 @@ from attn_only_lens.engine.readers import Readers, input_hooks
 from attn_only_lens.engine.recording import run
 from attn_only_lens.engine.replay import Variants, make_replay
 from attn_only_lens.engine.sites import LayerSites, Sites, all_heads, resolve_sites
-from attn_only_lens.engine.writes import Parts, SublayerRun, take_apart
+from attn_only_lens.engine.writes import Decomposition, SublayerWrites, decompose
 from attn_only_lens.errors import InputError
 from attn_only_lens.heads import host_of
 from attn_only_lens.heads.host import HeadKind
@@ -221,7 +221,7 @@ def _default_nodes(model: Any, pair: PromptPair, metric: AnyMetric | None, top: 
 class _Run:
     """Prompts of one length, taken apart."""
 
-    parts: Parts
+    parts: Decomposition
     readers: Readers
     batching: Batching
 
@@ -258,7 +258,7 @@ class _Scoring:
         names = tuple(name for layer in layers for name in input_hooks(self._host, layer))
         self._runs: list[_Run] = []
         for tokens in batches:
-            parts = take_apart(model, tokens, None, names=names)
+            parts = decompose(model, tokens, None, names=names)
             replay = make_replay(model, parts.recording, _largest_change(parts))
             batching = Batching(model, None, on_done, replay.numbers_per_token)
             self._runs.append(_Run(parts, Readers(replay, parts), batching))
@@ -364,7 +364,7 @@ class _Scoring:
                         found[writer, "output", "in"] += value * share
         return found
 
-    def _put(self, own: SublayerRun, to: str) -> SublayerRun:
+    def _put(self, own: SublayerWrites, to: str) -> SublayerWrites:
         """Return a sublayer with the reference in place of every z."""
         z = torch.zeros_like(own.z)
         return replace(own, z=z if to == "zero" else z + self._means[own.layer, own.kind])
@@ -373,7 +373,7 @@ class _Scoring:
         self,
         one: _Run,
         to: str,
-        before: Sequence[SublayerRun],
+        before: Sequence[SublayerWrites],
         only: set[str] | None = None,
     ) -> tuple[list[str], Float[Tensor, "writer batch pos d_model"]]:
         """Return writers, and the reference less what each of them wrote."""
@@ -451,7 +451,7 @@ class _Scoring:
         return values
 
 
-def _largest_change(parts: Parts) -> BoundMetric:
+def _largest_change(parts: Decomposition) -> BoundMetric:
     """The largest |change| of a logit, the mean over the tokens of each prompt."""
     recorded = parts.recording.logits
 
@@ -463,7 +463,7 @@ def _largest_change(parts: Parts) -> BoundMetric:
 
 
 def _of_nodes(
-    own: SublayerRun, sites: LayerSites
+    own: SublayerWrites, sites: LayerSites
 ) -> Float[Tensor, "writer=1 batch pos node head d_head"]:
     """z of each node."""
     shared = 1 if own.neurons is None else own.neurons.heads_per_neuron
@@ -471,7 +471,7 @@ def _of_nodes(
 
 
 def _sizes(
-    own: SublayerRun,
+    own: SublayerWrites,
     sites: LayerSites,
     dz: Float[Tensor, "writer batch pos node head d_head"],
 ) -> Float[Tensor, "writer node"]:

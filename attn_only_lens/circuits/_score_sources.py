@@ -46,7 +46,7 @@ from attn_only_lens.engine.metrics import no_gradient_reasons
 from attn_only_lens.engine.prompts import Prompts, single_prompts
 from attn_only_lens.engine.recording import Hooks, run
 from attn_only_lens.engine.sites import all_heads, resolve_sites
-from attn_only_lens.engine.writes import Parts, take_apart
+from attn_only_lens.engine.writes import Decomposition, decompose
 from attn_only_lens.errors import InputError, UnknownHeadError, UnsupportedModelError
 from attn_only_lens.heads import HeadName, host_of, reasons_without_heads
 from attn_only_lens.precision import full_precision
@@ -146,7 +146,7 @@ def _positions(tokens: Tensor, head: HeadName, query: object, key: object) -> tu
 
 
 def _written(
-    parts: Parts, head: HeadName, at: int, model: Any
+    parts: Decomposition, head: HeadName, at: int, model: Any
 ) -> Iterator[tuple[list[str], Tensor]]:
     """What each writer before a head wrote at a position, one sublayer after another."""
     yield ["embed"], parts.embedding[:, at]
@@ -161,7 +161,7 @@ def _written(
 
 
 def _reads(
-    parts: Parts, head: HeadName, at: int, model: Any, W: Float[Tensor, "d_model n"]
+    parts: Decomposition, head: HeadName, at: int, model: Any, W: Float[Tensor, "d_model n"]
 ) -> tuple[list[str], Float[Tensor, "writer n"]]:
     """What a head reads, by a matrix, of each writer at a position."""
     reads = parts.of(head.layer, head.kind).reads.at(slice(at, at + 1))
@@ -176,7 +176,7 @@ def _reads(
 def _of_neuron(
     model: Any, tokens: Tensor, head: HeadName, at: int, top: int | None
 ) -> pd.DataFrame:
-    parts = take_apart(model, tokens, None)
+    parts = decompose(model, tokens, None)
     heads = host_of(model).neurons[head.layer]
     mlp = heads.module
     gate = getattr(mlp, "W_gate", None)
@@ -211,7 +211,7 @@ def _of_attention(
         host.hook_name(head.layer, "attention", point) for point in points
     )
     scales = _own_scales(host.attention(head.layer))
-    parts = take_apart(model, tokens, None, names=(q_name, k_name, seen_at, pattern_at, *scales))
+    parts = decompose(model, tokens, None, names=(q_name, k_name, seen_at, pattern_at, *scales))
     seen, pattern = (
         parts.recording.hooked[at][0, head.index, query] for at in (seen_at, pattern_at)
     )
@@ -241,7 +241,7 @@ def _of_attention(
 
 
 def _side(
-    model: Any, parts: Parts, head: HeadName, side: str, at: int, recorded: Tensor
+    model: Any, parts: Decomposition, head: HeadName, side: str, at: int, recorded: Tensor
 ) -> tuple[list[str], Float[Tensor, "writer d_head+1"]]:
     """The query, or the key, of each writer; the last coordinate is 1 for the head's own bias."""
     attn, n_heads = host_of(model).attention(head.layer), host_of(model).n_heads[head.layer]
@@ -276,7 +276,7 @@ class _Stop(Exception):
 
 def _bilinear_form(
     model: Any,
-    parts: Parts,
+    parts: Decomposition,
     head: HeadName,
     query: int,
     key: int,

@@ -31,7 +31,7 @@ from attn_only_lens.engine.edits import change_of_z
 from attn_only_lens.engine.recording import NeuronRun
 from attn_only_lens.engine.replay import Replay, Variants
 from attn_only_lens.engine.sites import LayerSites, Part
-from attn_only_lens.engine.writes import Parts, Positions, Scale, add_to_input
+from attn_only_lens.engine.writes import Decomposition, Positions, Scale, add_to_input
 from attn_only_lens.errors import UnsupportedModelError
 from attn_only_lens.heads.computation import NeuronHeads
 from attn_only_lens.tolerances import LOGIT_TOLERANCE
@@ -57,11 +57,11 @@ class Readers:
 
     Attributes:
         replay: of the run.
-        parts: the run taken apart, with `input_hooks` of the layers of attention heads that read.
+        decomposition: the run taken apart, with `input_hooks` of the layers of attention heads that read.
     """
 
     replay: Replay
-    parts: Parts
+    decomposition: Decomposition
     _projected: dict[int, tuple[Tensor, Tensor | None]] = field(default_factory=dict)
     _joint: dict[int, bool] = field(default_factory=dict)
 
@@ -108,7 +108,7 @@ class Readers:
         """q and u of the run, once it is known that W_in and W_gate make them."""
         if layer not in self._projected:
             heads: NeuronHeads = self.replay.host.neurons[layer]
-            x = self.parts.of(layer, "neuron").entered
+            x = self.decomposition.of(layer, "neuron").entered
             noise = normal_numbers(x.shape).to(x) * (x.std() if x.numel() > 1 else 1.0)
             own, moved = heads.projections(x), heads.projections(x + noise)
             for W, before, after in zip(_read_matrices(heads), own, moved, strict=True):
@@ -161,7 +161,7 @@ class Readers:
 
         def restore(name: str, point: str) -> Callable[[Tensor, Any], Tensor]:
             def hook(value: Tensor, hook: Any) -> Tensor:
-                recorded = self.parts.recording.hooked[name][:, first:].repeat(n, 1, 1, 1)
+                recorded = self.decomposition.recording.hooked[name][:, first:].repeat(n, 1, 1, 1)
                 if point in moved and head is not None:
                     own = head * value.shape[2] // n_heads
                     recorded[:, :, own] = value[:, :, own]
@@ -196,7 +196,7 @@ class Readers:
             first: where `replay.start` lets variants begin after the last block.
             scale: of the norm before the unembedding.
         """
-        replay, final, n = self.replay, self.parts.final, len(change)
+        replay, final, n = self.replay, self.decomposition.final, len(change)
         stream = replay.recorded_stream(replay.n_blocks, first, n)
         if scale == "anew" or final.norm.module is None:
             moved = stream + change.flatten(0, 1).to(stream.device)
@@ -221,13 +221,13 @@ class Readers:
 
         Return whether the inputs of one head reach others, as where all are normed together.
         """
-        z = self.parts.of(layer, "attention").z
-        x = self.parts.of(layer, "attention").entered
+        z = self.decomposition.of(layer, "attention").z
+        x = self.decomposition.of(layer, "attention").entered
         noise = (normal_numbers(x.shape).to(x) * (x.std() if x.numel() > 1 else 1.0))[None]
         kept, moved = (self._z(layer, noise, part, 0)[0] for part in ("", "qkv"))
         alone = self._z(layer, noise, "qkv", 0, head=0)[0]
         allowed = LOGIT_TOLERANCE[z.dtype] * z.abs().max()
-        mask = self.parts.recording.mask
+        mask = self.decomposition.recording.mask
         kept, moved, alone, z = (
             y if mask is None else y[mask.bool().to(y.device)] for y in (kept, moved, alone, z)
         )

@@ -21,7 +21,7 @@ the reader, as do its rotations and its softmax: its own code computes them (`re
 
 Use:
 
-    parts = take_apart(model, tokens, mask)          one forward pass, checked: the writes add up
+    parts = decompose(model, tokens, mask)          one forward pass, checked: the writes add up
     parts.embedding                                  [batch, pos, d_model]
     parts.of(5, "attention").written(sites)          [site, batch, pos, d_model]; sites of layer 5
     parts.of(5, "neuron").bias                       [batch, pos, d_model]
@@ -61,7 +61,7 @@ _PROBLEM = "what parts of this model write cannot be told apart"
 
 
 @dataclass(frozen=True, eq=False)
-class NormRun:
+class FrozenNorm:
     """A norm in a run: it made x N / s + b of x.
 
     Attributes:
@@ -75,7 +75,7 @@ class NormRun:
     scale: Float[Tensor, "batch pos 1"]
 
     @classmethod
-    def of(cls, norm: Any, stream: Residual, returned: Residual) -> "NormRun":
+    def of(cls, norm: Any, stream: Residual, returned: Residual) -> "FrozenNorm":
         """Measure the scale.
 
         Raises:
@@ -99,9 +99,9 @@ class NormRun:
             )
         return made
 
-    def at(self, positions: Positions) -> "NormRun":
+    def at(self, positions: Positions) -> "FrozenNorm":
         """Return the norm at some positions."""
-        return NormRun(self.norm, self.stream[:, positions], self.scale[:, positions])
+        return FrozenNorm(self.norm, self.stream[:, positions], self.scale[:, positions])
 
     def _centred(self, x: Tensor) -> Tensor:
         return x - x.mean(-1, keepdim=True) if self.norm.centres else x
@@ -127,7 +127,7 @@ class NormRun:
 
 
 @dataclass(frozen=True, eq=False)
-class SublayerRun:
+class SublayerWrites:
     """The attention heads, or the neurons, of one source layer in a run.
 
     Attributes:
@@ -144,9 +144,9 @@ class SublayerRun:
 
     layer: int
     kind: HeadKind
-    reads: NormRun
+    reads: FrozenNorm
     entered: Residual
-    writes: NormRun
+    writes: FrozenNorm
     z: Float[Tensor, "batch pos head_index d_head"]
     matrix: Float[Tensor, "head d_head d_model"]
     bias: Residual
@@ -174,7 +174,7 @@ class SublayerRun:
 
 
 @dataclass(frozen=True, eq=False)
-class Parts:
+class Decomposition:
     """A run taken apart.
 
     Attributes:
@@ -187,15 +187,15 @@ class Parts:
 
     recording: Recording
     embedding: Residual
-    sublayers: tuple[SublayerRun, ...]
-    final: NormRun
+    sublayers: tuple[SublayerWrites, ...]
+    final: FrozenNorm
     parallel: tuple[bool, ...]
 
-    def of(self, layer: int, kind: HeadKind) -> SublayerRun:
+    def of(self, layer: int, kind: HeadKind) -> SublayerWrites:
         """Return a sublayer."""
         return self.sublayers[2 * layer + HEAD_KINDS.index(kind)]
 
-    def before(self, layer: int, kind: HeadKind) -> tuple[SublayerRun, ...]:
+    def before(self, layer: int, kind: HeadKind) -> tuple[SublayerWrites, ...]:
         """Return the sublayers that have written when one reads."""
         n = 2 * layer + (kind == "neuron" and not self.parallel[layer])
         return self.sublayers[:n]
@@ -203,9 +203,9 @@ class Parts:
 
 @torch.no_grad()
 @full_precision()
-def take_apart(
+def decompose(
     model: Any, tokens: Tokens, mask: Tensor | None, *, names: tuple[str, ...] = ()
-) -> Parts:
+) -> Decomposition:
     """Run a model once, and return what each of its parts wrote.
 
     Args:
@@ -223,9 +223,9 @@ def take_apart(
         >>> import torch
         >>> from attn_only_lens import convert, patching as p, pretrained
         >>> from attn_only_lens.engine.sites import resolve_sites
-        >>> from attn_only_lens.engine.writes import take_apart
+        >>> from attn_only_lens.engine.writes import decompose
         >>> model = convert(pretrained.modular_addition())
-        >>> parts = take_apart(model, torch.tensor([[3, 4, 113]]), None)
+        >>> parts = decompose(model, torch.tensor([[3, 4, 113]]), None)
         >>> (sites,) = resolve_sites(model, p.heads())
         >>> written = parts.of(0, "attention").written(sites)
         >>> written.shape
@@ -247,11 +247,11 @@ def take_apart(
         recording = record(model, tokens, mask, layers=layers, names=[*z_names, *names])
     _require_finite(recording)
 
-    def passed(norm: Any, at: nn.Module, seen: dict[nn.Module, Tensor]) -> NormRun:
+    def passed(norm: Any, at: nn.Module, seen: dict[nn.Module, Tensor]) -> FrozenNorm:
         """A norm, or the lack of one, at a module's input or output."""
         if norm.module is None:
-            return NormRun.of(norm, seen[at], seen[at])
-        return NormRun.of(norm, entered[norm.module], returned[norm.module])
+            return FrozenNorm.of(norm, seen[at], seen[at])
+        return FrozenNorm.of(norm, entered[norm.module], returned[norm.module])
 
     sublayers = []
     for layer, each in zip(layers, norms, strict=True):
@@ -272,11 +272,11 @@ def take_apart(
             bias = bias if writes.norm.bias is None else bias + writes.norm.bias
             matrix, bias = matrix.detach(), bias.detach()
             sublayers.append(
-                SublayerRun(layer, kind, reads, entered[module], writes, z, matrix, bias, neurons)
+                SublayerWrites(layer, kind, reads, entered[module], writes, z, matrix, bias, neurons)
             )
     final = passed(last, model.unembed, entered)
     parallel = tuple(bool(each.parallel) for each in norms)
-    parts = Parts(recording, recording.streams[0], tuple(sublayers), final, parallel)
+    parts = Decomposition(recording, recording.streams[0], tuple(sublayers), final, parallel)
     _require_sums(parts)
     return parts
 
@@ -293,7 +293,7 @@ def _require_finite(recording: Recording) -> None:
     raise InputError([f"the model's own run is not finite for prompts {prompts}{advice}"], _PROBLEM)
 
 
-def _require_sums(parts: Parts) -> None:
+def _require_sums(parts: Decomposition) -> None:
     """Hold the sum of all writes against the stream that every sublayer read."""
     totals = [each.total() for each in parts.sublayers]
     readers = [(each.layer, each.kind, each.reads.stream) for each in parts.sublayers]

@@ -66,7 +66,7 @@ from attn_only_lens.engine.readers import READ_PARTS, Readers, input_hooks
 from attn_only_lens.engine.recording import Recording, RunPair, Side, run, run_pair
 from attn_only_lens.engine.replay import make_replay
 from attn_only_lens.engine.sites import LayerSites, Selection, Sites, all_heads, resolve_sites
-from attn_only_lens.engine.writes import SCALES, Parts, Scale, take_apart
+from attn_only_lens.engine.writes import SCALES, Decomposition, Scale, decompose
 from attn_only_lens.errors import InputError
 from attn_only_lens.heads import HeadName, host_of
 from attn_only_lens.heads.host import HeadKind
@@ -190,11 +190,11 @@ def path_patch(
     prompts = sweep_parts(model, pair, sending, at_once, None)
     reading = [each.layer for each in receiving if each is not None and each.kind == "attention"]
     names = tuple(name for layer in reading for name in input_hooks(host, layer))
-    apart: dict[Side, Parts] = {}  # the runs that were recorded last
+    apart: dict[Side, Decomposition] = {}  # the runs that were recorded last
 
     def record(pair: PromptPair, whole: bool) -> RunPair:
-        apart["clean"] = take_apart(model, pair.clean, pair.mask, names=names)
-        apart["corrupted"] = take_apart(model, pair.corrupted, pair.mask, names=names)
+        apart["clean"] = decompose(model, pair.clean, pair.mask, names=names)
+        apart["corrupted"] = decompose(model, pair.corrupted, pair.mask, names=names)
         recordings = apart["clean"].recording, apart["corrupted"].recording
         return run_pair(model, pair, *recordings, metric, distinct=whole)
 

@@ -21,7 +21,7 @@ from attn_only_lens.engine.prompts import PromptPair
 from attn_only_lens.engine.readers import Readers
 from attn_only_lens.engine.replay import Variants
 from attn_only_lens.engine.sites import LayerSites
-from attn_only_lens.engine.writes import Parts, Scale
+from attn_only_lens.engine.writes import Decomposition, Scale
 from attn_only_lens.heads.host import HeadKind
 from attn_only_lens.patching.run_patches import Batching
 from attn_only_lens.patching.site_groups import SiteGroup
@@ -71,7 +71,7 @@ class PathBlock:
 
 
 def path_blocks(
-    parts: Parts,
+    parts: Decomposition,
     senders: Sequence[SiteGroup],
     receivers: Sequence[LayerSites | None],
     prompts_at_once: int,
@@ -101,14 +101,14 @@ def path_blocks(
             row += len(heads)
 
 
-def _in_order(parts: Parts, sending: LayerSites, receiving: LayerSites | None) -> bool:
+def _in_order(parts: Decomposition, sending: LayerSites, receiving: LayerSites | None) -> bool:
     if receiving is None:
         return True
     written = parts.before(receiving.layer, receiving.kind)
     return parts.of(sending.layer, sending.kind) in written
 
 
-def _split(parts: Parts, whole: PathBlock, prompts_at_once: int) -> Iterator[PathBlock]:
+def _split(parts: Decomposition, whole: PathBlock, prompts_at_once: int) -> Iterator[PathBlock]:
     """Cut a block into ones of a size that fits."""
     where, receivers = whole.positions.where, whole.receivers
     batch, n_pos = prompts_at_once, where.shape[1]
@@ -167,14 +167,14 @@ class PathRunner:
     """
 
     readers: Readers
-    source: Parts
+    source: Decomposition
     part: str
     scale: Scale
     baseline: Float[Tensor, "prompt"]
     batching: Batching
 
     def __post_init__(self) -> None:
-        self.replay, self.target = self.readers.replay, self.readers.parts
+        self.replay, self.target = self.readers.replay, self.readers.decomposition
 
     @torch.no_grad()
     def values(

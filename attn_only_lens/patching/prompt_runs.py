@@ -188,7 +188,7 @@ def prompts_per_run(
         asked: how many the caller wants.
         resume: the folder of a sweep that may have begun.
         traced: whether gradients are taken.
-        apart: whether runs are taken apart (`take_apart`).
+        apart: whether runs are taken apart (`decompose`).
 
     Raises:
         InputError: the metric is of all prompts together, or does not fit them.
