@@ -72,7 +72,7 @@ from attn_only_lens.engine.metrics import (
 )
 from attn_only_lens.engine.prompts import PromptPair, Prompts, single_prompts
 from attn_only_lens.engine.recording import run
-from attn_only_lens.engine.writes import FrozenNorm, Decomposition, SublayerWrites, decompose
+from attn_only_lens.engine.writes import Decomposition, FrozenNorm, SublayerWrites, decompose
 from attn_only_lens.errors import InputError, UnsupportedModelError
 from attn_only_lens.heads import HeadName, host_of, logit_tolerance, reasons_without_heads
 from attn_only_lens.precision import full_precision
@@ -353,7 +353,9 @@ def _of_neurons(each: SublayerWrites, parts: Decomposition, held: str) -> _Linea
     return _with_constant(each, factor, W, own.unsqueeze(-1))
 
 
-def _with_constant(run: SublayerWrites, pattern: Tensor, matrix: Tensor, constant: Tensor) -> _Linear:
+def _with_constant(
+    run: SublayerWrites, pattern: Tensor, matrix: Tensor, constant: Tensor
+) -> _Linear:
     """The heads, once what they put out of the norm that they read through is in the constant."""
     bias = run.reads.norm.bias
     if bias is not None:

@@ -57,7 +57,7 @@ class Readers:
 
     Attributes:
         replay: of the run.
-        decomposition: the run taken apart, with `input_hooks` of the layers of attention heads that read.
+        decomposition: of the run, with `input_hooks` of the layers whose attention heads read.
     """
 
     replay: Replay

@@ -272,7 +272,9 @@ def decompose(
             bias = bias if writes.norm.bias is None else bias + writes.norm.bias
             matrix, bias = matrix.detach(), bias.detach()
             sublayers.append(
-                SublayerWrites(layer, kind, reads, entered[module], writes, z, matrix, bias, neurons)
+                SublayerWrites(
+                    layer, kind, reads, entered[module], writes, z, matrix, bias, neurons
+                )
             )
     final = passed(last, model.unembed, entered)
     parallel = tuple(bool(each.parallel) for each in norms)
