@@ -283,13 +283,11 @@ def weights(model):
     return (
         [circuits.composition(model, into, onto, kind) for kind in "qkv"],
         circuits.top_compositions(model, 5, kind="v"),  # of the embedding, too
-        circuits.enrichment(model),
         circuits.copying_scores(model, tokens=range(D_VOCAB)).drop(columns="copying"),
         circuits.token_paths(model, k=5, progress=False)[["score"]],
         circuits.ov_circuit(model, "L1H0").top(3)[["score"]],
         circuits.qk_circuit(model, "L1N29", tokens=[3, 5]).block([5]),
         circuits.virtual_weights(model, "L0H1", "L1H0", "v").AB,
-        circuits.neuron_like_heads(model, CLEAN),
     )
 
 

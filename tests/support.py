@@ -322,10 +322,8 @@ CIRCUITS = {
     "composition": lambda kit: len(circuits.composition(kit.exposed, "L0N3", "L1H1")),
     "copying_scores": lambda kit: circuits.copying_scores(kit.exposed)["copying"].notna().any(),
     "discover": lambda kit: len(_found(kit, "discover")),
-    "enrichment": lambda kit: len(circuits.enrichment(kit.exposed)),
     "faithfulness": lambda kit: len(_found(kit, "faithfulness").frame),
     "from_json": lambda kit: _exported(kit, circuits.to_json, circuits.from_json),
-    "neuron_like_heads": lambda kit: len(circuits.neuron_like_heads(kit.exposed, tokens())),
     "evaluate": lambda kit: _found(kit, "evaluate").whole,
     "ov_circuit": lambda kit: len(circuits.ov_circuit(kit.exposed, "L1N3").top(5)),
     "path_expansion": lambda kit: len(

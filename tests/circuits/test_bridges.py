@@ -8,6 +8,8 @@ import torch
 import transformers
 from transformer_lens.model_bridge.sources._bridge_builder import build_bridge_from_module
 
+from analyses.studies.enrichment import enrichment
+from analyses.studies.neuron_like_heads import neuron_like_heads
 from attn_only_lens import InputError, circuits, expose_neuron_heads
 from attn_only_lens.heads import host_of
 
@@ -164,7 +166,7 @@ def test_every_pair_is_that_of_the_raw_weights(name, compatible):
             assert math.isclose(row.ratio_to_baseline, row.score * math.sqrt(28))
     top = circuits.top_compositions(exposed, 5, "v", block=7)
     assert top.score.is_monotonic_decreasing
-    cos = circuits.enrichment(exposed).set_index("name").cos["L1N36"]
+    cos = enrichment(exposed).set_index("name").cos["L1N36"]
     out, value = writes["L1N36"][0], reads["L1N36"]["v"][:, 0]
     assert abs(cos - torch.cosine_similarity(out, value, dim=0).item()) < 1e-10
     # The control: without the norms the scores are others.
@@ -177,7 +179,7 @@ def test_attention_of_a_bridge():
     bridge, _ = boot("gpt2")
     tokens = torch.arange(22).reshape(2, 11)
     _, cache = bridge.run_with_cache(tokens)
-    frame = circuits.neuron_like_heads(expose_neuron_heads(bridge).model, tokens)
+    frame = neuron_like_heads(expose_neuron_heads(bridge).model, tokens)
     frame = frame.set_index("name")
     for layer in range(LAYERS):
         pattern = cache[f"blocks.{layer}.attn.hook_pattern"][:, :, 1:]

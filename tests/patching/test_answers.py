@@ -421,7 +421,6 @@ TEXT_ALONE = {
     "mean": generated,
     "neurons": lambda m, t, f: neurons.top_examples(m, ["L0N5"], [*t, *t], progress=False),
     "sources": lambda m, t, f: circuits.score_sources(m, t[0], "L0H1", query=2, key=0),
-    "neuron-like": lambda m, t, f: circuits.neuron_like_heads(m, t[0]),
     "texts": lambda m, t, f: token_texts(m, t[0]),
 }
 

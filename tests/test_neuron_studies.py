@@ -5,7 +5,9 @@ import torch
 from common import D_MLP, N_LAYERS, POS, tokens
 from models import build
 
-from attn_only_lens import InputError, UnsupportedCallError, circuits, convert
+from analyses.studies.enrichment import enrichment
+from analyses.studies.neuron_like_heads import neuron_like_heads
+from attn_only_lens import InputError, UnsupportedCallError, convert
 from attn_only_lens import expose_neuron_heads as expose
 
 
@@ -14,7 +16,7 @@ from attn_only_lens import expose_neuron_heads as expose
 def test_enrichment(name, layout):
     source = build(name)
     blocks, cfg = source.blocks, source.cfg
-    frame = circuits.enrichment(layout(source)).set_index("name")
+    frame = enrichment(layout(source)).set_index("name")
     assert len(frame) == N_LAYERS * D_MLP
     for layer, neuron in [(0, 5), (2, 36)]:
         mlp, w = blocks[layer].mlp, blocks[layer].ln2.w
@@ -29,9 +31,9 @@ def test_enrichment(name, layout):
         assert abs(row.gate_value_cos - cos(gate, value, dim=0).item()) < 1e-12
         assert abs(row.ratio_to_baseline - abs(row.cos) * 26**0.5) < 1e-12
     model = convert(build(name))
-    as_they_stand = circuits.enrichment(model, fold_norms=False)
+    as_they_stand = enrichment(model, fold_norms=False)
     assert abs(as_they_stand.cos.to_numpy() - frame.cos.to_numpy()).max() > 1e-2
-    assert set(circuits.enrichment(model, [1]).layer) == {1}
+    assert set(enrichment(model, [1]).layer) == {1}
 
 
 def test_a_neuron_that_writes_what_it_reads_and_one_that_takes_it_away():
@@ -40,7 +42,7 @@ def test_a_neuron_that_writes_what_it_reads_and_one_that_takes_it_away():
     with torch.no_grad():
         mlp.W_out[3], mlp.W_out[4] = 2 * mlp.W_in[:, 3], -mlp.W_in[:, 4]
         mlp.W_out[5] = 0.0
-    frame = circuits.enrichment(convert(source)).set_index("name")
+    frame = enrichment(convert(source)).set_index("name")
     assert abs(frame.cos["L1N3"] - 1) < 1e-12
     assert abs(frame.cos["L1N4"] + 1) < 1e-12
     assert frame.cos.isna().sum() == 1
@@ -53,7 +55,7 @@ def test_a_neuron_that_writes_what_it_reads_and_one_that_takes_it_away():
 def test_attention_is_counted_token_by_token(name, layout):
     source = build(name)
     _, cache = source.run_with_cache(tokens())
-    frame = circuits.neuron_like_heads(layout(source), tokens()).set_index("name")
+    frame = neuron_like_heads(layout(source), tokens()).set_index("name")
     assert frame.to_others.is_monotonic_increasing
     for layer in range(N_LAYERS):
         pattern = cache["pattern", layer]
@@ -88,14 +90,14 @@ def test_a_head_that_sees_itself_alone_comes_first():
             for parameter in part.parameters():
                 parameter.mul_(1e-6)
     attn.W_Q[0, 1:12, :11] = attn.W_K[0, 1:12, :11] = torch.eye(11, dtype=torch.float64)
-    frame = circuits.neuron_like_heads(convert(source), tokens())
+    frame = neuron_like_heads(convert(source), tokens())
     assert frame.name[0] == "L1H0"
     assert frame.to_self[0] > 0.999
     # The control: heads that attend to all alike are not like neurons.
     for block in source.blocks:
         for one in (block.attn.W_Q, block.attn.b_Q):
             one.zero_()
-    frame = circuits.neuron_like_heads(convert(source), tokens())
+    frame = neuron_like_heads(convert(source), tokens())
     uniform = sum(1 / (t + 1) for t in range(1, POS)) / (POS - 1)
     assert (frame.to_self - uniform).abs().max() < 1e-12
     assert frame.self_spread.min() > 0
@@ -103,11 +105,11 @@ def test_a_head_that_sees_itself_alone_comes_first():
 
 def test_no_hook_stays_and_what_is_refused():
     model = convert(build("gelu"))
-    circuits.neuron_like_heads(model, tokens())
+    neuron_like_heads(model, tokens())
     assert not any(m._forward_hooks for m in model.modules())
-    with pytest.raises(InputError, match="one token"):
-        circuits.neuron_like_heads(model, tokens(pos=1))
+    with pytest.raises(ValueError, match="one token"):
+        neuron_like_heads(model, tokens(pos=1))
     with pytest.raises(UnsupportedCallError, match="tokens"):
-        circuits.neuron_like_heads(model, torch.zeros(2, 3))
+        neuron_like_heads(model, torch.zeros(2, 3))
     with pytest.raises(InputError, match="no neuron-heads"):
-        circuits.neuron_like_heads(build("gelu"), tokens())
+        neuron_like_heads(build("gelu"), tokens())
