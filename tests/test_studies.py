@@ -28,9 +28,8 @@ def keep(out):
     picture = Figure()
     picture.subplots().plot([1, 2, 3], label="line")
     frame = pd.DataFrame({"x": [1 / 3, 2.0]})
-    study_files.keep(
-        "/a/analyses/studies/some_study.py", out, "# Page\n", frame, picture, started=0.0, seed=5
-    )
+    script = "/a/analyses/studies/some_study.py"
+    study_files.keep(script, out, "# Page\n", frame, picture, started=0.0, seed=5)
 
 
 def test_a_study_leaves_four_files_that_belong_together(tmp_path):
