@@ -142,7 +142,9 @@ def test_steps_of_fresh_entries_are_those_of_adamw():
 
 
 def test_new_layers_are_where_they_are_said_to_be():
-    small = study.Runs(study.SMOKE, 0, Path(), "cpu", None).plan(study.SMOKE.family[0], 1).model()
+    small = (
+        study.SeedRuns(study.SMOKE, 0, Path(), "cpu", None).plan(study.SMOKE.family[0], 1).model()
+    )
     two = growth.grow(small, study.inserted((1,)))
     assert two.provenance.new_layers == ("L1",)
     four = growth.grow(two.model, study.inserted((1, 3))).provenance

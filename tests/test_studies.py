@@ -201,3 +201,10 @@ def test_every_benchmark_and_study_takes_a_device():
     measuring |= {"attribution_smollm2", "figures_on_smollm2", "grow_smollm2", "on_gpu"}
     assert len(measuring) > 14
     assert not [name for name in measuring if "    device: Device = " not in scripts[name]]
+
+
+def test_readmes_list_every_script():
+    for folder in ("studies", "benchmarks", "tools"):
+        scripts = sorted(path.name for path in (RESULTS.parent / folder).glob("*.py"))
+        lines = (RESULTS.parent / folder / "README.md").read_text("utf-8").splitlines()
+        assert [line.split("`")[1] for line in lines if line.startswith("| `")] == scripts

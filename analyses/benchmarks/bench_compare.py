@@ -30,7 +30,8 @@ import typer
 from torch import Tensor, nn
 
 from analyses.benchmarks.bench_peak_memory import held_and_peak, model_of, reset_peak
-from analyses.tools.benching import MIB, Device, leave, machine, page_name, table, wait
+from analyses.tools.benching import MIB, leave, machine, page_name, table, wait
+from analyses.tools.options import Device, Out, Rounds, Smoke
 from attn_only_lens import circuits, compare, expose_neuron_heads, grow
 from attn_only_lens import expansion as ex
 from attn_only_lens import patching as p
@@ -215,13 +216,13 @@ Peak memory of what streams, beyond both models:
 
 
 def main(
-    out: Annotated[Path, typer.Option(help="folder to write")] = Path("out/bench"),
+    out: Out = Path("out/bench"),
     device: Device = "cpu",
     batch: Annotated[int, typer.Option(help="prompts of a batch")] = 4,
     pos: Annotated[int, typer.Option(help="tokens of a prompt")] = 64,
-    rounds: Annotated[int, typer.Option(help="of timing")] = 3,
+    rounds: Rounds = 3,
     layers: Annotated[int, typer.Option(help="of the original")] = 12,
-    smoke: Annotated[bool, typer.Option(help="tiny sizes")] = False,
+    smoke: Smoke = False,
 ) -> None:
     """Measure, print, and write `bench_compare.md`."""
     started = time.perf_counter()

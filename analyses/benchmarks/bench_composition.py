@@ -28,7 +28,8 @@ import pandas as pd
 import typer
 
 from analyses.benchmarks.bench_peak_memory import held_and_peak, model_of, reset_peak
-from analyses.tools.benching import MIB, Device, leave, machine, page_name, speeds, table, wait
+from analyses.tools.benching import MIB, leave, machine, page_name, speeds, table, wait
+from analyses.tools.options import Device, Out, Smoke
 from attn_only_lens import circuits, expose_neuron_heads
 
 CALLS = (("v", 1024), ("v", 4096), ("k", 1024))
@@ -100,9 +101,9 @@ Memory is above that of the loaded model; the bounds are in the script. Times ar
 
 
 def main(
-    out: Annotated[Path, typer.Option(help="folder to write")] = Path("out/bench"),
+    out: Out = Path("out/bench"),
     device: Device = "cpu",
-    smoke: Annotated[bool, typer.Option(help="tiny sizes")] = False,
+    smoke: Smoke = False,
     one: Annotated[str, typer.Option(help="print one figure: kind and block")] = "",
 ) -> None:
     """Measure, print, and write `bench_composition.md`."""

@@ -23,7 +23,7 @@ import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import pandas as pd
 import torch
@@ -32,7 +32,8 @@ from torch import Tensor
 from tqdm import tqdm
 
 from analyses.benchmarks.bench_peak_memory import OPERATIONS, model_of
-from analyses.tools.benching import MIB, Device, leave, machine, medians, page_name, speeds, table
+from analyses.tools.benching import MIB, leave, machine, medians, page_name, speeds, table
+from analyses.tools.options import Device, Out, Rounds, Smoke
 from attn_only_lens import Bilinear, convert
 from attn_only_lens.tl import Attention, HookedTransformer, HookedTransformerConfig
 
@@ -278,10 +279,10 @@ point operations of the matrix products and the bytes kept by the converted mode
 
 
 def main(
-    out: Annotated[Path, typer.Option(help="folder to write")] = Path("out/bench"),
+    out: Out = Path("out/bench"),
     device: Device = "cpu",
-    rounds: Annotated[int, typer.Option(help="rounds to take the median of")] = 15,
-    smoke: Annotated[bool, typer.Option(help="tiny sizes and 2 rounds")] = False,
+    rounds: Rounds = 15,
+    smoke: Smoke = False,
 ) -> None:
     """Measure, print, and write `bench_convert.md`."""
     started = time.perf_counter()

@@ -35,7 +35,8 @@ from analyses.benchmarks.bench_peak_memory import (
     model_of,
     reset_peak,
 )
-from analyses.tools.benching import MIB, Device, leave, machine, medians, page_name, table
+from analyses.tools.benching import MIB, leave, machine, medians, page_name, table
+from analyses.tools.options import Device, Out, Smoke
 from attn_only_lens import expansion as ex
 from attn_only_lens import grow
 from attn_only_lens.tl import HookedTransformer
@@ -144,12 +145,12 @@ The grown model's logits differ from the source's by {error:.1e} of the largest 
 
 
 def main(
-    out: Annotated[Path, typer.Option(help="folder to write")] = Path("out/bench"),
+    out: Out = Path("out/bench"),
     device: Device = "cpu",
     peak_of: Annotated[
         str, typer.Option("--peak", help="print the peak of this call in MiB, and nothing else")
     ] = "",
-    smoke: Annotated[bool, typer.Option(help="tiny sizes")] = False,
+    smoke: Smoke = False,
 ) -> None:
     """Measure, print, and write `bench_growth.md`."""
     started = time.perf_counter()

@@ -54,7 +54,8 @@ from transformer_lens.patching import generic_activation_patch
 from transformer_lens.utilities import get_act_name
 
 from analyses.benchmarks.bench_peak_memory import GPT2_SMALL, TINY, model_of
-from analyses.tools.benching import Device, machine, table, wait
+from analyses.tools.benching import machine, table, wait
+from analyses.tools.options import Device, Out, Rounds, Smoke
 from analyses.tools.study_files import keep
 from attn_only_lens import expose_neuron_heads, load
 from attn_only_lens import patching as p
@@ -450,14 +451,14 @@ def page(fits: pd.DataFrame, about: str) -> str:
 
 
 def main(
-    out: Annotated[Path, typer.Option(help="folder to write")] = Path("out/bench"),
+    out: Out = Path("out/bench"),
     device: Device = "cpu",
     model: Annotated[
         Literal["bridge", "hooked", "both"], typer.Option(help="a bridge, a HookedTransformer")
     ] = "bridge",
     folder: Annotated[Path | None, typer.Option(help="a model of Hugging Face instead")] = None,
-    rounds: Annotated[int, typer.Option(help="of every measurement")] = 3,
-    smoke: Annotated[bool, typer.Option(help="tiny sizes")] = False,
+    rounds: Rounds = 3,
+    smoke: Smoke = False,
 ) -> None:
     """Measure, print, and write `bench_patching.md`, its table, its figure and its record."""
     warnings.filterwarnings("ignore", "HookedTransformer.* is deprecated", DeprecationWarning)

@@ -31,7 +31,8 @@ import typer
 from torch import Tensor
 
 from analyses.benchmarks.bench_patching import Task, bridge_of, prompts
-from analyses.tools.benching import Device, leave, machine, page_name, speeds, table
+from analyses.tools.benching import leave, machine, page_name, speeds, table
+from analyses.tools.options import Device, Out, Smoke
 from attn_only_lens import HeadName, expose_neuron_heads
 from attn_only_lens import patching as p
 from attn_only_lens.engine.metrics import bind
@@ -192,11 +193,11 @@ median, by {100 * errors.max():.2g} % at most.
 
 
 def main(
-    out: Annotated[Path, typer.Option(help="folder to write")] = Path("out/bench"),
+    out: Out = Path("out/bench"),
     device: Device = "cpu",
     few: Annotated[int, typer.Option(help="neurons of a layer, as senders or receivers")] = 96,
     theirs: Annotated[int, typer.Option(help="paths of each kind by hand")] = 24,
-    smoke: Annotated[bool, typer.Option(help="tiny sizes")] = False,
+    smoke: Smoke = False,
 ) -> None:
     """Measure, print, and write `bench_paths.md`."""
     started = time.perf_counter()

@@ -30,7 +30,8 @@ import typer
 from torch import Tensor
 
 from analyses.benchmarks import bench_patching
-from analyses.tools.benching import Device, leave, machine, page_name, table, wait
+from analyses.tools.benching import leave, machine, page_name, table, wait
+from analyses.tools.options import Device, Out, Smoke
 from attn_only_lens import expose_neuron_heads, load
 from attn_only_lens import patching as p
 from attn_only_lens.engine.positions import PositionSet
@@ -206,10 +207,10 @@ three.
 
 
 def main(
-    out: Annotated[Path, typer.Option(help="folder to write")] = Path("out/bench"),
+    out: Out = Path("out/bench"),
     device: Device = "cpu",
     model: Annotated[str, typer.Option(help="a folder to load; GPT-2 small's shape if none")] = "",
-    smoke: Annotated[bool, typer.Option(help="tiny sizes")] = False,
+    smoke: Smoke = False,
 ) -> None:
     """Measure, print, and write `bench_results.md`."""
     started = time.perf_counter()

@@ -18,7 +18,7 @@ import warnings
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import pandas as pd
 import torch
@@ -29,7 +29,8 @@ from transformer_lens.model_bridge.sources._bridge_builder import build_bridge_f
 from analyses.benchmarks.bench_convert import forward_flops
 from analyses.benchmarks.bench_peak_memory import model_of
 from analyses.studies import attention_only_models as models
-from analyses.tools.benching import Device, leave, machine, medians, page_name, speeds, table
+from analyses.tools.benching import leave, machine, medians, page_name, speeds, table
+from analyses.tools.options import Device, Out, Rounds, Smoke
 from attn_only_lens import convert, expose_neuron_heads
 
 LAYERS: dict[str, tuple[models.Kind, float, bool]] = {
@@ -190,10 +191,10 @@ scores for each head and token, masked, and softmax over them.
 
 
 def main(
-    out: Annotated[Path, typer.Option(help="folder to write")] = Path("out/bench"),
+    out: Out = Path("out/bench"),
     device: Device = "cpu",
-    rounds: Annotated[int, typer.Option(help="rounds to take the median of")] = 15,
-    smoke: Annotated[bool, typer.Option(help="tiny sizes and 2 rounds")] = False,
+    rounds: Rounds = 15,
+    smoke: Smoke = False,
 ) -> None:
     """Measure, print, and write `bench_training_step.md`."""
     started = time.perf_counter()

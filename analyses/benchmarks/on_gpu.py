@@ -27,7 +27,8 @@ import torch
 import typer
 
 from analyses.benchmarks.bench_patching import Task, bridge_of, prompts
-from analyses.tools.benching import Device, machine, markdown, table, wait
+from analyses.tools.benching import machine, markdown, table, wait
+from analyses.tools.options import Device, Out, Smoke
 from attn_only_lens import expose_neuron_heads
 from attn_only_lens import patching as p
 from attn_only_lens.precision import PRECISIONS, precision_reasons
@@ -140,12 +141,12 @@ def page(out: Path, states: dict[str, str], about: str) -> str:
 
 
 def main(
-    out: Annotated[Path, typer.Option(help="folder to write, or to go on in")] = Path("out/gpu"),
+    out: Out = Path("out/gpu"),
     device: Device = "cuda",
     minutes: Annotated[float, typer.Option(help="for all steps of this run")] = 9.0,
     only: Annotated[list[str] | None, typer.Option(help="scripts; all if none")] = None,
     own: Annotated[bool, typer.Option("--sweeps", help="the first step alone, here")] = False,
-    smoke: Annotated[bool, typer.Option(help="tiny sizes")] = False,
+    smoke: Smoke = False,
 ) -> None:
     """Run every step that is not done, and write `on_gpu.md`."""
     if own:

@@ -19,7 +19,8 @@ import typer
 from tqdm import tqdm
 
 from analyses.studies.attribution_vs_patching import KINDS
-from analyses.tools.benching import Device, leave, machine, markdown
+from analyses.tools.benching import leave, machine, markdown
+from analyses.tools.options import Device, Out, Seed
 from attn_only_lens import expose_neuron_heads
 from attn_only_lens import patching as p
 from attn_only_lens.models.load import load
@@ -78,9 +79,9 @@ def pearson(one: pd.Series, other: pd.Series, weight: pd.Series) -> float:
 
 def main(
     folder: Annotated[Path, typer.Argument(help="SmolLM2-135M, as `make smollm2` writes it")],
-    out: Annotated[Path, typer.Option(help="folder to write")] = Path("out/attribution"),
+    out: Out = Path("out/attribution"),
     device: Device = "cpu",
-    seed: Annotated[int, typer.Option(help="of the random sites")] = 0,
+    seed: Seed = 0,
     each: Annotated[int, typer.Option(help="sites of each kind, three times")] = EACH,
 ) -> None:
     """Measure, and write a page and its record."""

@@ -24,7 +24,8 @@ from torch import Tensor
 from tqdm import tqdm
 
 from analyses.studies.exactness_measures import REAL, trained
-from analyses.tools.benching import Device, markdown
+from analyses.tools.benching import markdown
+from analyses.tools.options import Device, ModelsDir, Out, Seed, Smoke
 from analyses.tools.study_files import keep
 from attn_only_lens import expose_neuron_heads
 from attn_only_lens import patching as p
@@ -170,14 +171,12 @@ def figure(frame: pd.DataFrame) -> Figure:
 
 
 def main(
-    out: Annotated[Path, typer.Option(help="folder to write")] = Path("out/attribution"),
-    models_dir: Annotated[
-        Path, typer.Option(envvar="ATTN_ONLY_LENS_MODELS", help="real models, a folder each")
-    ] = Path(__file__).parents[2] / "shared" / "models",
+    out: Out = Path("out/attribution"),
+    models_dir: ModelsDir = Path(__file__).parents[2] / "shared" / "models",
     n_pairs: Annotated[int, typer.Option(help="pairs of prompts for each model")] = 6,
-    seed: Annotated[int, typer.Option(help="of the prompts")] = 0,
+    seed: Seed = 0,
     device: Device = "cpu",
-    smoke: Annotated[bool, typer.Option(help="the shipped model and two pairs")] = False,
+    smoke: Smoke = False,
 ) -> None:
     """Measure, print, and keep what `studies.py` says."""
     warnings.filterwarnings("ignore", "HookedTransformer.* is deprecated", DeprecationWarning)

@@ -62,7 +62,8 @@ from analyses.studies.english_runs import (
     step_flops,
 )
 from analyses.tools import small_english_grammar as grammar
-from analyses.tools.benching import Device, machine
+from analyses.tools.benching import machine
+from analyses.tools.options import Device, Out, Runs, Seeds, Smoke
 from analyses.tools.resumable import claim
 from analyses.tools.study_files import keep
 from analyses.tools.train_small_english import questions, tokenizer
@@ -405,14 +406,12 @@ def of_seed(
 
 
 def main(
-    out: Annotated[Path, typer.Option(help="folder to write")] = Path("out/circuits"),
-    runs_dir: Annotated[Path, typer.Option("--runs", help="to go on from")] = Path(
-        "out/circuit-runs"
-    ),
+    out: Out = Path("out/circuits"),
+    runs_dir: Runs = Path("out/circuit-runs"),
     device: Device = "cpu",
-    n_seeds: Annotated[int, typer.Option(help="small models")] = 3,
+    n_seeds: Seeds = 3,
     only: Annotated[int | None, typer.Option(help="run this seed, and report nothing")] = None,
-    smoke: Annotated[bool, typer.Option(help="tiny sizes and few steps")] = False,
+    smoke: Smoke = False,
 ) -> None:
     """Train, measure, print; write what a study leaves (`studies.py`)."""
     started = time.perf_counter()

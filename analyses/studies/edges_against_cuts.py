@@ -26,7 +26,8 @@ from torch import Tensor
 
 from analyses.studies.edge_attribution_patching import edge_attribution_patching
 from analyses.studies.exactness_measures import REAL, trained
-from analyses.tools.benching import Device, table
+from analyses.tools.benching import table
+from analyses.tools.options import Device, ModelsDir, Out, Smoke
 from analyses.tools.study_files import keep
 from attn_only_lens import circuits, convert
 from attn_only_lens import patching as p
@@ -136,14 +137,12 @@ Of half of the edges, where there are fewer than twice as many.
 
 
 def main(
-    out: Annotated[Path, typer.Option(help="folder to write")] = Path("out/edges_against_cuts"),
-    models_dir: Annotated[
-        Path, typer.Option(envvar="ATTN_ONLY_LENS_MODELS", help="real models, a folder each")
-    ] = Path(__file__).parents[2] / "shared" / "models",
+    out: Out = Path("out/edges_against_cuts"),
+    models_dir: ModelsDir = Path(__file__).parents[2] / "shared" / "models",
     n_nodes: Annotated[int, typer.Option(help="nodes of each model")] = 60,
     n_prompts: Annotated[int, typer.Option(help="prompts of each model")] = 8,
     device: Device = "cpu",
-    smoke: Annotated[bool, typer.Option(help="the shipped model and few nodes")] = False,
+    smoke: Smoke = False,
 ) -> None:
     """Measure, print, and keep what `studies.py` says."""
     warnings.filterwarnings("ignore", "HookedTransformer.* is deprecated", DeprecationWarning)

@@ -10,7 +10,6 @@ in float64, where what differs is the approximation, and in float32, where round
 import time
 import warnings
 from pathlib import Path
-from typing import Annotated
 
 import pandas as pd
 import typer
@@ -18,7 +17,7 @@ from matplotlib.figure import Figure
 from tqdm import tqdm
 
 from analyses.studies.exactness_measures import EXACT, PAPER, REAL, measure, subjects
-from analyses.tools.benching import Device
+from analyses.tools.options import Device, ModelsDir, Out, Smoke
 from analyses.tools.study_files import keep
 
 COLUMNS = {
@@ -169,12 +168,10 @@ def report(frame: pd.DataFrame, about: dict[str, str], *, smoke: bool) -> str:
 
 
 def main(
-    out: Annotated[Path, typer.Option(help="folder to write")] = Path("out/exactness"),
-    models_dir: Annotated[
-        Path, typer.Option(envvar="ATTN_ONLY_LENS_MODELS", help="real models, a folder each")
-    ] = Path(__file__).parents[2] / "shared" / "models",
+    out: Out = Path("out/exactness"),
+    models_dir: ModelsDir = Path(__file__).parents[2] / "shared" / "models",
     device: Device = "cpu",
-    smoke: Annotated[bool, typer.Option(help="tiny models")] = False,
+    smoke: Smoke = False,
 ) -> None:
     """Measure, print, and keep what `studies.py` says."""
     warnings.filterwarnings("ignore", "HookedTransformer.* is deprecated", DeprecationWarning)

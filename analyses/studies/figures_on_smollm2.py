@@ -16,7 +16,8 @@ import pandas as pd
 import typer
 
 from analyses.studies.attribution_smollm2 import PAIRS
-from analyses.tools.benching import Device, leave, machine, table
+from analyses.tools.benching import leave, machine, table
+from analyses.tools.options import Device, Out, Smoke
 from attn_only_lens import circuits, expose_neuron_heads, load, pretrained
 from attn_only_lens import patching as p
 
@@ -45,10 +46,10 @@ def rounded(model: Any, pair: tuple[str, str, str, str], n: int) -> pd.DataFrame
 
 
 def main(
-    out: Annotated[Path, typer.Option(help="folder to write")] = Path("out/bench"),
+    out: Out = Path("out/bench"),
     smollm2: Annotated[Path, typer.Option(help="the folder of make smollm2")] = Path("out/smollm2"),
     device: Device = "cpu",
-    smoke: Annotated[bool, typer.Option(help="Small English, few sites")] = False,
+    smoke: Smoke = False,
 ) -> None:
     """Measure, print, and write a page, its table and its record."""
     started = time.perf_counter()

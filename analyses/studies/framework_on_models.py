@@ -41,7 +41,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from random import Random
-from typing import Annotated, Any
+from typing import Any
 
 import pandas as pd
 import torch
@@ -54,8 +54,9 @@ from transformer_lens.model_bridge.sources._bridge_builder import build_bridge_f
 
 from analyses.benchmarks.bench_peak_memory import held_and_peak, reset_peak
 from analyses.tools import small_english_grammar as grammar
-from analyses.tools.benching import MIB, Device
+from analyses.tools.benching import MIB
 from analyses.tools.benching import markdown as lines
+from analyses.tools.options import Device, Out, Smoke, SmolLM2
 from analyses.tools.study_files import keep
 from attn_only_lens import circuits, expose_neuron_heads, load, pretrained, tasks, token_texts
 from attn_only_lens import patching as p
@@ -385,10 +386,10 @@ def layers_table(copying: pd.DataFrame, every: pd.DataFrame) -> pd.DataFrame:
 
 
 def main(
-    out: Annotated[Path, typer.Option(help="folder to write")] = Path("out/framework"),
-    smollm2: Annotated[Path | None, typer.Option(help="the folder of SmolLM2-135M")] = None,
+    out: Out = Path("out/framework"),
+    smollm2: SmolLM2 = None,
     device: Device = "cpu",
-    smoke: Annotated[bool, typer.Option(help="few prompts, one layer")] = False,
+    smoke: Smoke = False,
 ) -> None:
     """Measure, print, and keep what `studies.py` says."""
     started = time.perf_counter()

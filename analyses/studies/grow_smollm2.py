@@ -26,7 +26,8 @@ from tqdm import tqdm
 from transformer_lens.model_bridge import TransformerBridge
 
 from analyses.benchmarks.bench_peak_memory import held_and_peak, reset_peak
-from analyses.tools.benching import MIB, Device, leave, machine, table, wait
+from analyses.tools.benching import MIB, leave, machine, table, wait
+from analyses.tools.options import Device, Out, Smoke
 from attn_only_lens import grow
 
 SIZES = {"d_mlp": 2048, "n_heads": 12, "d_head": 80, "d_model": 720, "n_layers": 32}
@@ -198,13 +199,13 @@ Made by `python -m analyses.studies.grow_smollm2{flag}`.
 
 
 def main(
-    out: Annotated[Path, typer.Option(help="folder to write")] = Path("out/bench"),
+    out: Out = Path("out/bench"),
     model: Annotated[Path, typer.Option(help="the folder of make smollm2")] = Path("out/smollm2"),
     measured: Annotated[
         str, typer.Option("--measure", help="do one growth, print its figures, and nothing else")
     ] = "",
     device: Device = "cpu",
-    smoke: Annotated[bool, typer.Option(help="a tiny model of random weights")] = False,
+    smoke: Smoke = False,
 ) -> None:
     """Measure, print, and write `grow_smollm2.md` and its record."""
     started = time.perf_counter()

@@ -22,7 +22,7 @@ import time
 import warnings
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import pandas as pd
 import torch
@@ -37,7 +37,8 @@ from analyses.studies.growth_measures import (
     neurons,
 )
 from analyses.studies.growth_report import curves_figure, neurons_figure, page
-from analyses.tools.benching import Device, machine
+from analyses.tools.benching import machine
+from analyses.tools.options import Device, Out, Runs, Seeds, Smoke
 from analyses.tools.study_files import keep
 from analyses.tools.train_modular_addition import fast_logits, pairs
 from attn_only_lens import compare, grow
@@ -119,11 +120,11 @@ def measured(study: Study, folder: Path, device: str) -> dict[str, pd.DataFrame]
 
 
 def main(
-    out: Annotated[Path, typer.Option(help="folder to write")] = Path("out/growth"),
-    runs_dir: Annotated[Path, typer.Option("--runs", help="to go on from")] = Path("out/runs"),
+    out: Out = Path("out/growth"),
+    runs_dir: Runs = Path("out/runs"),
     device: Device = "cpu",
-    n_seeds: Annotated[int, typer.Option(help="of each arm")] = 3,
-    smoke: Annotated[bool, typer.Option(help="tiny sizes and few epochs")] = False,
+    n_seeds: Seeds = 3,
+    smoke: Smoke = False,
 ) -> None:
     """Train, measure, print; write what a study leaves (`studies.py`)."""
     warnings.filterwarnings("ignore", "HookedTransformer.* is deprecated", DeprecationWarning)

@@ -64,7 +64,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from itertools import count
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Any, TypeVar
 
 import pandas as pd
 import typer
@@ -72,7 +72,7 @@ from tqdm import tqdm
 
 from analyses.studies.english_runs import Done, Plan, Sizes, batch, figures, run, step_flops
 from analyses.studies.growth_small_english_report import LONGER, curves_figure, page
-from analyses.tools.benching import Device
+from analyses.tools.options import Device, Out, Runs, Seeds, Smoke
 from analyses.tools.resumable import claim
 from analyses.tools.study_files import keep
 from attn_only_lens import expansion as ex
@@ -122,7 +122,7 @@ SMOKE = Study(
 
 
 @dataclass(frozen=True)
-class Runs:
+class SeedRuns:
     """The runs of one seed: where they are, and the bar that they move."""
 
     study: Study
@@ -192,7 +192,7 @@ def kept(study: Study, arms: dict[str, T]) -> list[tuple[str, T]]:
     return [(name, each) for name, each in arms.items() if name not in study.left_out]
 
 
-def starts(runs: Runs, part: str) -> Arms:
+def starts(runs: SeedRuns, part: str) -> Arms:
     """Which start trains best?"""
     study, settings = runs.study, {"family": runs.study.kinds[part]}
     small, full = study.family[0], study.family[-1]
@@ -212,7 +212,9 @@ def starts(runs: Runs, part: str) -> Arms:
     yield from for_flops(runs, part, {"small": small, "full": full}, flops, **settings)
 
 
-def for_flops(runs: Runs, part: str, sizes: dict[str, Sizes], flops: int, **settings: Any) -> Arms:
+def for_flops(
+    runs: SeedRuns, part: str, sizes: dict[str, Sizes], flops: int, **settings: Any
+) -> Arms:
     """From scratch, for so many flops."""
     for name, each in sizes.items():
         plan = runs.plan(each, 1, decay=runs.study.decay, **settings)
@@ -225,7 +227,7 @@ def with_trunk(done: Done, trunk: Done) -> Done:
     return replace(done, curve=pd.concat([trunk.curve.iloc[:-1], done.curve], ignore_index=True))
 
 
-def family(runs: Runs, budget: int) -> Arms:
+def family(runs: SeedRuns, budget: int) -> Arms:
     """Does one checkpoint pay for a family of sizes?"""
     study, part = runs.study, f"family {budget}"
     steady, trunk = budget - study.decay, None
@@ -249,7 +251,7 @@ def family(runs: Runs, budget: int) -> Arms:
             yield from for_flops(runs, part, {f"{LONGER}{sizes.d_model}": sizes}, flops)
 
 
-def depths(runs: Runs) -> Arms:
+def depths(runs: SeedRuns) -> Arms:
     """Where should new layers go?"""
     study = runs.study
     small, (few, many) = study.family[0], study.layers
@@ -277,7 +279,7 @@ def depths(runs: Runs) -> Arms:
     yield from for_flops(runs, "layers", {"full": replace(small, n_layers=many)}, flops)
 
 
-def rates(runs: Runs) -> Arms:
+def rates(runs: SeedRuns) -> Arms:
     """The learning rates that were tried."""
     study = runs.study
     ends = {"small": study.family[0], "full": study.family[-1]}
@@ -288,7 +290,7 @@ def rates(runs: Runs) -> Arms:
                 yield f"{kind}, {size}, {lr:g}", runs.go(f"rates-{family}-{size}-{lr:g}", plan)
 
 
-def parts(study: Study) -> dict[str, Callable[[Runs], Arms]]:
+def parts(study: Study) -> dict[str, Callable[[SeedRuns], Arms]]:
     """What is compared with what, by name."""
     return {
         "rates": rates,
@@ -308,7 +310,7 @@ def measured(study: Study, folder: Path, device: str) -> dict[str, pd.DataFrame]
     with tqdm(unit="step", mininterval=5) as bar:
         for seed in range(study.n_seeds):
             for part, arms in parts(study).items():
-                for arm, done in arms(Runs(study, seed, folder, device, bar)):
+                for arm, done in arms(SeedRuns(study, seed, folder, device, bar)):
                     label = {"part": part, "arm": arm, "seed": seed}
                     curves.append(done.curve.assign(**label))
                     found = figures(done.model, study.read[1], study.asked)
@@ -329,11 +331,11 @@ def fresh_steps(steps: int, betas: tuple[float, float] = (0.9, 0.98)) -> list[fl
 
 
 def main(
-    out: Annotated[Path, typer.Option(help="folder to write")] = Path("out/growth"),
-    runs_dir: Annotated[Path, typer.Option("--runs", help="to go on from")] = Path("out/english"),
+    out: Out = Path("out/growth"),
+    runs_dir: Runs = Path("out/english"),
     device: Device = "cpu",
-    n_seeds: Annotated[int, typer.Option(help="of each arm")] = 3,
-    smoke: Annotated[bool, typer.Option(help="tiny sizes and few steps")] = False,
+    n_seeds: Seeds = 3,
+    smoke: Smoke = False,
 ) -> None:
     """Train, measure, print; write what a study leaves (`studies.py`)."""
     warnings.filterwarnings("ignore", ".*deprecated", DeprecationWarning)

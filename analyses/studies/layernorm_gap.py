@@ -55,7 +55,8 @@ from transformer_lens.model_bridge.sources._bridge_builder import build_bridge_f
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from analyses.tools import train_small_english as small
-from analyses.tools.benching import Device, table
+from analyses.tools.benching import table
+from analyses.tools.options import Device, Out, Seeds, Smoke
 from analyses.tools.study_files import keep
 from attn_only_lens import expansion as ex
 from attn_only_lens import load, pretrained
@@ -277,13 +278,13 @@ def figure(frame: pd.DataFrame) -> Figure:
 
 
 def main(
-    out: Annotated[Path, typer.Option(help="folder to write")] = Path("out/layernorm_gap"),
+    out: Out = Path("out/layernorm_gap"),
     model: Annotated[
         list[Path] | None, typer.Option(help="another model, a folder of transformers", exists=True)
     ] = None,
-    seeds: Annotated[int, typer.Option("--n-seeds", help="of coordinates drawn")] = 3,
+    seeds: Seeds = 3,
     device: Device = "cpu",
-    smoke: Annotated[bool, typer.Option(help="small models, few steps")] = False,
+    smoke: Smoke = False,
 ) -> None:
     """Measure, print, and keep what `studies.py` says."""
     started = time.perf_counter()

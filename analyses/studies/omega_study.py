@@ -12,7 +12,6 @@ import math
 import time
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated
 
 import pandas as pd
 import torch
@@ -22,7 +21,8 @@ from torch import Tensor
 from tqdm import tqdm
 
 from analyses.studies.omega_models import Init, direct, random_transformer
-from analyses.tools.benching import Device, table
+from analyses.tools.benching import table
+from analyses.tools.options import Device, Out, Smoke
 from analyses.tools.study_files import keep
 from attn_only_lens.reference.post import Gauge, PlainTransformer, post_transformer
 
@@ -150,9 +150,9 @@ def figure(frame: pd.DataFrame, depths: list[int]) -> Figure:
 
 @torch.no_grad()
 def main(
-    out: Annotated[Path, typer.Option(help="folder to write")] = Path("out/omega"),
+    out: Out = Path("out/omega"),
     device: Device = "cpu",
-    smoke: Annotated[bool, typer.Option(help="tiny sizes")] = False,
+    smoke: Smoke = False,
 ) -> None:
     """Measure, print, and keep what `studies.py` says."""
     started = time.perf_counter()

@@ -50,7 +50,8 @@ from tqdm import tqdm
 
 from analyses.studies.omega_models import direct, plain_of
 from analyses.studies.omega_study import AUTHORS_OMEGA, KINDS
-from analyses.tools.benching import Device, medians, table
+from analyses.tools.benching import medians, table
+from analyses.tools.options import Device, Out, Smoke
 from analyses.tools.study_files import keep, verdict
 from attn_only_lens import convert
 from attn_only_lens.models.source_folder import load_source
@@ -396,12 +397,12 @@ def figure(frames: dict[str, pd.DataFrame]) -> Figure:
 
 @torch.no_grad()
 def main(
-    out: Annotated[Path, typer.Option(help="folder to write")] = Path("out/post-on-trained"),
+    out: Out = Path("out/post-on-trained"),
     model: Annotated[
         list[Path] | None, typer.Option(help="folder of a model, besides the shipped one")
     ] = None,
     device: Device = "cpu",
-    smoke: Annotated[bool, typer.Option(help="few prompts, few Ω")] = False,
+    smoke: Smoke = False,
 ) -> None:
     """Measure, print, and keep what `studies.py` says."""
     started = time.perf_counter()

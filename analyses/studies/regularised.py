@@ -73,7 +73,7 @@ from tqdm import tqdm
 
 from analyses.studies.regularised_forms import EVERY, PARTS, Form, Post, Site, form_of
 from analyses.studies.regularised_report import Settings, drift_figure, page, shrink_figure
-from analyses.tools.benching import Device
+from analyses.tools.options import Device, Out, Smoke
 from analyses.tools.study_files import keep
 from analyses.tools.train_modular_addition import Recipe, loss_of, pairs, train
 from attn_only_lens.storage import write_text
@@ -293,13 +293,13 @@ def measured(study: Study, folder: Path, device: str) -> dict[str, pd.DataFrame]
 
 
 def main(
-    out: Annotated[Path, typer.Option(help="folder to write")] = Path("out/regularised"),
+    out: Out = Path("out/regularised"),
     runs: Annotated[Path, typer.Option(help="finished runs, to go on from")] = Path(
         "out/regularised/runs"
     ),
     n_seeds: Annotated[int, typer.Option(min=1)] = Study.n_seeds,
     device: Device = "cpu",
-    smoke: Annotated[bool, typer.Option(help="tiny sizes and few steps")] = False,
+    smoke: Smoke = False,
 ) -> None:
     """Measure, print, and keep what `studies.py` says."""
     started = time.perf_counter()

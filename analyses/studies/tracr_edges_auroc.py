@@ -36,7 +36,8 @@ from torch import Tensor
 from analyses.studies.edge_attribution_patching import edge_attribution_patching
 from analyses.studies.tracr_edges import Edge
 from analyses.studies.tracr_models import PROGRAMS, TracrProgram, load_program
-from analyses.tools.benching import Device, table
+from analyses.tools.benching import table
+from analyses.tools.options import Device, Out, Seed, Smoke
 from analyses.tools.study_files import keep
 from attn_only_lens import circuits, convert
 from attn_only_lens import patching as p
@@ -205,11 +206,11 @@ Made by `python -m analyses.studies.tracr_edges_auroc{flag}`; every row is in
 
 
 def main(
-    out: Annotated[Path, typer.Option(help="folder to write")] = Path("out/tracr_edges"),
+    out: Out = Path("out/tracr_edges"),
     per_length: Annotated[int, typer.Option(help="inputs of each length; 0 for all")] = 0,
-    seed: Annotated[int, typer.Option(help="of the random scores")] = 0,
+    seed: Seed = 0,
     device: Device = "cpu",
-    smoke: Annotated[bool, typer.Option(help="two programs, an input of each length")] = False,
+    smoke: Smoke = False,
 ) -> None:
     """Measure, print, and keep what `studies.py` says."""
     started = time.perf_counter()

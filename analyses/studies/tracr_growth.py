@@ -27,7 +27,8 @@ from matplotlib.figure import Figure
 from analyses.studies.tracr_edges import Edge
 from analyses.studies.tracr_edges_auroc import graph_scores, metric_of
 from analyses.studies.tracr_models import PROGRAMS, TracrProgram, load_program
-from analyses.tools.benching import Device, table
+from analyses.tools.benching import table
+from analyses.tools.options import Device, Out, Smoke
 from analyses.tools.study_files import keep
 from attn_only_lens import convert
 
@@ -97,10 +98,10 @@ def row_of(name: str, n_inputs: int, device: str) -> dict[str, Any]:
 
 
 def main(
-    out: Annotated[Path, typer.Option(help="folder to write")] = Path("out/tracr_growth"),
+    out: Out = Path("out/tracr_growth"),
     n_inputs: Annotated[int, typer.Option(help="inputs of each program")] = 12,
     device: Device = "cpu",
-    smoke: Annotated[bool, typer.Option(help="two programs and two inputs")] = False,
+    smoke: Smoke = False,
 ) -> None:
     """Measure, print, and keep what `studies.py` says."""
     started = time.perf_counter()

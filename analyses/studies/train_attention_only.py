@@ -54,7 +54,7 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache, partial
 from io import StringIO
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import pandas as pd
 import torch
@@ -69,7 +69,8 @@ from analyses.studies import attention_only_models as models
 from analyses.studies.attention_only_report import curves_figure, heads_figure, page
 from analyses.tools import train_modular_addition as addition
 from analyses.tools import train_small_english as english
-from analyses.tools.benching import Device, machine
+from analyses.tools.benching import machine
+from analyses.tools.options import Device, Out, Runs, Seeds, Smoke
 from analyses.tools.study_files import keep
 from attn_only_lens.storage import atomic_write, write_text
 
@@ -540,13 +541,11 @@ def size_of(study: Study, name: str, arm: str) -> dict[str, Any]:
 
 
 def main(
-    out: Annotated[Path, typer.Option(help="folder to write")] = Path("out/attention-only"),
-    runs_dir: Annotated[Path, typer.Option("--runs", help="to go on from")] = Path(
-        "out/attention-only-runs"
-    ),
+    out: Out = Path("out/attention-only"),
+    runs_dir: Runs = Path("out/attention-only-runs"),
     device: Device = "cpu",
-    n_seeds: Annotated[int, typer.Option(help="of each arm")] = 3,
-    smoke: Annotated[bool, typer.Option(help="tiny sizes and few steps")] = False,
+    n_seeds: Seeds = 3,
+    smoke: Smoke = False,
 ) -> None:
     """Train, measure, print; write what a study leaves (`studies.py`)."""
     warnings.filterwarnings("ignore", "HookedTransformer.* is deprecated", DeprecationWarning)

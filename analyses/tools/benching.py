@@ -9,31 +9,15 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated, Any, TypeAlias
+from typing import Any
 
 import pandas as pd
 import torch
-import typer
 
 from attn_only_lens.storage import write_text
 
 MIB = 2**20
 PACKAGES = ("attn_only_lens", "transformer-lens", "torch", "numpy", "pandas")
-
-
-def known_device(name: str) -> str:
-    """The name of a device that is there."""
-    try:
-        torch.empty(1, device=name)
-    except (AssertionError, RuntimeError, ImportError) as error:
-        raise typer.BadParameter(f"torch has no {name!r} here: {str(error)[:200]}") from error
-    return name
-
-
-Device: TypeAlias = Annotated[
-    str, typer.Option("--device", help="cpu, cuda, cuda:1, …", callback=known_device)
-]
-"""The option of every benchmark and study: where its models and prompts are."""
 
 
 def page_name(script: str, device: str, *parts: str) -> str:

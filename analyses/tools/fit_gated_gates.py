@@ -33,6 +33,7 @@ import typer
 from tqdm import tqdm
 
 from analyses.tools.benching import leave
+from analyses.tools.options import Smoke
 from analyses.tools.sigmoid_minimax import (
     ROUNDING,
     Array,
@@ -178,7 +179,7 @@ def main(
     table: Annotated[Path, typer.Option(help="coefficients, improved in place")] = TABLE,
     starts: Annotated[int, typer.Option(help="random starts a fit")] = 40,
     seed: int = 0,
-    smoke: Annotated[bool, typer.Option(help="one fit from nothing, kept in --out")] = False,
+    smoke: Smoke = False,
 ) -> None:
     """Fit, certify, and write the table, the report and its record."""
     started = time.perf_counter()

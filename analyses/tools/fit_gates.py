@@ -42,6 +42,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from analyses.tools.benching import leave
+from analyses.tools.options import Out, Smoke
 from attn_only_lens.gates import BilinearGate, bilinear_gate, certified_bound
 
 # Terms are [n_terms, 3]: columns w, b, c. A term with c > 0 is a pair of heads, w σ(b q + c) and
@@ -276,8 +277,8 @@ at |q| = {at:.2f}. Made by `python -m analyses.tools.fit_gates {options}`.
 
 
 def main(
-    out: Annotated[Path, typer.Option(help="folder to write")] = Path("out/gates"),
-    smoke: Annotated[bool, typer.Option(help="fit no more than two heads from nothing")] = False,
+    out: Out = Path("out/gates"),
+    smoke: Smoke = False,
     name: Annotated[list[str] | None, typer.Option(help="gelu or gelu_new; both if none")] = None,
     heads: Annotated[list[int] | None, typer.Option(help="1, 2, 4, 6 or 8; all if none")] = None,
 ) -> None:

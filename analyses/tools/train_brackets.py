@@ -15,7 +15,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -28,6 +28,7 @@ from transformer_lens.config import TransformerBridgeConfig
 from transformer_lens.model_bridge import TransformerBridge
 
 from analyses.tools.benching import machine
+from analyses.tools.options import Out, Smoke
 from attn_only_lens import patching as p
 from attn_only_lens.tl import HookedTransformer, HookedTransformerConfig, quiet
 
@@ -220,8 +221,8 @@ def _as_linear(name: str, weight: Tensor) -> Tensor:
 
 
 def main(
-    out: Annotated[Path, typer.Option(help="folder to write")] = Path("out/brackets"),
-    smoke: Annotated[bool, typer.Option(help="tiny sizes and few steps")] = False,
+    out: Out = Path("out/brackets"),
+    smoke: Smoke = False,
 ) -> None:
     """Train the classifier, and write its weights and its card."""
     recipe = Recipe()

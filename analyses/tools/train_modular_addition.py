@@ -20,7 +20,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -29,6 +29,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from tqdm import tqdm
 
+from analyses.tools.options import Out, Smoke
 from attn_only_lens.tl import HookedTransformer, HookedTransformerConfig
 
 CHECK_EVERY = 100
@@ -227,13 +228,13 @@ def write(out: Path, recipe: Recipe, model: HookedTransformer) -> None:
 
 
 def main(
-    out: Annotated[Path, typer.Option(help="folder to write")] = Path("out/modular-addition"),
+    out: Out = Path("out/modular-addition"),
     seed: int = 0,
     train_fraction: float = 0.3,
     lr: float = 1e-3,
     weight_decay: float = 1.0,
     epochs: int = 25_000,
-    smoke: Annotated[bool, typer.Option(help="tiny sizes and few epochs")] = False,
+    smoke: Smoke = False,
 ) -> None:
     """Train the shipped model, or go on where an interrupted run stopped."""
     sizes = {"modulus": 7, "d_model": 10, "n_heads": 2, "d_mlp": 11} if smoke else {}

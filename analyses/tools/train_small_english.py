@@ -15,7 +15,6 @@ import json
 import re
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Annotated
 
 import torch
 import torch.nn.functional as F
@@ -27,7 +26,8 @@ from tqdm import tqdm
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from analyses.tools import small_english_grammar as grammar
-from analyses.tools.benching import Device, machine
+from analyses.tools.benching import machine
+from analyses.tools.options import Device, Out, Smoke
 from analyses.tools.train_modular_addition import keep, resume
 from attn_only_lens import tasks
 
@@ -264,11 +264,11 @@ def write(out: Path, recipe: Recipe, model: LlamaForCausalLM, device: str) -> No
 
 
 def main(
-    out: Annotated[Path, typer.Option(help="folder to write")] = Path("out/small-english"),
+    out: Out = Path("out/small-english"),
     device: Device = "cpu",
     seed: int = 0,
     steps: int = 4_000,
-    smoke: Annotated[bool, typer.Option(help="tiny sizes and few steps")] = False,
+    smoke: Smoke = False,
 ) -> None:
     """Train the shipped language model, or go on where an interrupted run stopped."""
     recipe = Recipe(seed=seed, steps=steps)
