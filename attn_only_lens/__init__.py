@@ -18,10 +18,8 @@ from attn_only_lens.errors import (
 from attn_only_lens.gates import GATES, BilinearGate, Gate, GeneralizedSiLU, bilinear_gate
 from attn_only_lens.growth import Grown, grow
 from attn_only_lens.heads import (
-    HeadCounts,
     HeadName,
     dense_pattern,
-    head_counts,
     neuron_gate,
     neuron_pattern,
 )
@@ -51,7 +49,6 @@ __all__ = [
     "GeneralizedSiLU",
     "Grown",
     "GrowthError",
-    "HeadCounts",
     "HeadName",
     "HeadStack",
     "InputError",
@@ -70,7 +67,6 @@ __all__ = [
     "expansion",
     "expose_neuron_heads",
     "grow",
-    "head_counts",
     "load",
     "neuron_gate",
     "neuron_pattern",

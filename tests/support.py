@@ -263,7 +263,6 @@ LENS = {
     "dense_pattern": lambda kit: lens.dense_pattern(kit.cache, "L0N3").shape[1:] == (POS, POS + 1),
     "expose_neuron_heads": lambda kit: lens.verify(kit.model, kit.exposed, tokens()).bitwise,
     "grow": lambda kit: kit.grown.model.cfg.d_mlp == 41,
-    "head_counts": lambda kit: lens.head_counts(kit.gated.cfg).n_neuron_heads == 37,
     "load": lambda kit: lens.load(kit.files)(tokens()).isfinite().all(),
     "neuron_gate": lambda kit: lens.neuron_gate(kit.cache, "L0N3").shape == (BATCH, POS),
     "neuron_pattern": lambda kit: lens.neuron_pattern(kit.cache, "L0N3").shape == (BATCH, POS, 2),
@@ -419,7 +418,6 @@ OF_NO_MODEL = {
     *("GATES", "BilinearGate", "Gate", "bilinear_gate", "SHARES", "Axis", "Weights", "NodeDetails"),
     # What functions give back.
     *("AttentionOnlyTransformer", "Calibration", "Comparison", "ExposedNeurons", "HeadStack"),
-    "HeadCounts",
     *("Verification", "PromptPair", "Sweep", "Paths", "Circuit", "CircuitGraph", "Faithfulness"),
     *("PathExpansion", "TokenCircuit"),
     *("Page", "Provenance", "Example", "NeuronStatistics", "PairedPrompts", "Evaluation"),

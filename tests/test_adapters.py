@@ -380,7 +380,7 @@ class ChangedKit(support.Kit):
 
 OF_NO_SUCH_MODEL = {
     # Of models without neuron-heads, of tokens or files.
-    *("Bilinear", "GeneralizedSiLU", "calibrate", "chat_tokens", "convert", "grow", "head_counts"),
+    *("Bilinear", "GeneralizedSiLU", "calibrate", "chat_tokens", "convert", "grow"),
     *("load", "token_texts", "compare", "prompt_pair", "agreement", "brackets", "greater_than"),
     *("ioi", "comparison_circuit", "comparison_report", *support.EXPANSION, *support.COMMANDS),
     *("Grown.save_pretrained", "Grown.shrink", "Training", "gradient_products", "read"),

@@ -12,12 +12,14 @@ import torch
 from typer.testing import CliRunner
 
 from analyses.tools import fit_gates
-from attn_only_lens.gates import BilinearGate, bilinear_gate, certified_bound
+from analyses.tools.certificates import certified_bound
+from attn_only_lens.gates import BilinearGate, bilinear_gate
 
 GELUS = ["gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh"]
 HEADS = [1, 2, 4, 6, 8]
-ENTRIES = [(name, m) for name in GELUS for m in HEADS]
-ALL = [("silu", 1), ("quick_gelu", 1), ("relu", 1), *ENTRIES]
+PINNED = [(name, m) for name in ("gelu", "gelu_new") for m in HEADS]  # the rows of the table
+ERRORS = [*PINNED, ("gelu_fast", 8)]  # another activation with the coefficients of gelu_new
+CODE = [("silu", 1), ("relu", 1), *(("gelu", m) for m in HEADS)]  # the code is one for all gates
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 SHAPE = (3, 5, 7)
 
@@ -74,7 +76,7 @@ def _digits():
 # heads
 
 
-@pytest.mark.parametrize(("name", "m"), ALL)
+@pytest.mark.parametrize(("name", "m"), CODE)
 def test_each_head_is_a_softmax_over_a_score_bilinear_in_the_input(name, m):
     gate = bilinear_gate(name, m)
     q = torch.randn(SHAPE, dtype=torch.float64) * 5
@@ -88,7 +90,7 @@ def test_each_head_is_a_softmax_over_a_score_bilinear_in_the_input(name, m):
     torch.testing.assert_close(pattern.sum(-1), torch.ones(*SHAPE, m).double(), rtol=0, atol=3e-16)
 
 
-@pytest.mark.parametrize(("name", "m"), ALL)
+@pytest.mark.parametrize(("name", "m"), CODE)
 def test_the_heads_together_are_the_mixture(name, m):
     """Against arbitrary precision, head by head and summed."""
     gate, generator = bilinear_gate(name, m), random.Random(0)
@@ -112,7 +114,7 @@ def test_heads_that_are_not_mirrored_keep_their_signs():
             assert float(gate.pattern(q)[j, 0]) == pytest.approx(float(expected), rel=1e-14)
 
 
-@pytest.mark.parametrize(("name", "m"), ENTRIES)
+@pytest.mark.parametrize(("name", "m"), PINNED)
 def test_patterns_mirror(name, m):
     """p(-q) = 1 - p(q): the heads of a pair swap places, and self and bias with them."""
     gate = bilinear_gate(name, m)
@@ -123,7 +125,7 @@ def test_patterns_mirror(name, m):
     assert [gate.w[j] for j in order] == list(gate.w)
 
 
-@pytest.mark.parametrize(("name", "m"), ALL)
+@pytest.mark.parametrize(("name", "m"), PINNED)
 def test_weights_add_up_to_exactly_one_in_float32_too(name, m):
     gate = bilinear_gate(name, m)
     assert sum(map(Fraction, gate.w)) == 1
@@ -136,7 +138,7 @@ def test_weights_add_up_to_exactly_one_in_float32_too(name, m):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("name", "m"), ALL)
+@pytest.mark.parametrize(("name", "m"), [("silu", 1), ("relu", 1), ("gelu", 8), ("gelu_new", 8)])
 def test_finite_at_every_finite_input(name, m, dtype):
     gate, limit = bilinear_gate(name, m), torch.finfo(dtype).max
     sizes = torch.logspace(-8, math.log10(limit) - 0.01, 307, dtype=torch.float64).to(dtype)
@@ -161,13 +163,13 @@ def test_half_precision_is_rounded_once(dtype):
 # bounds
 
 
-@pytest.mark.parametrize(("name", "m"), ENTRIES)
+@pytest.mark.parametrize(("name", "m"), ERRORS)
 def test_the_pinned_bound_is_certified_and_tight(name, m):
     gate = bilinear_gate(name, m)
     assert measured(gate) <= certified_bound(gate) <= gate.bound <= 1.01 * measured(gate)
 
 
-@pytest.mark.parametrize(("name", "m"), ENTRIES)
+@pytest.mark.parametrize(("name", "m"), ERRORS)
 def test_bounds_hold_at_random_points_of_every_size(name, m):
     """In arbitrary precision, out to 1e99, where a grid does not reach."""
     gate, generator = bilinear_gate(name, m), random.Random(m)
@@ -259,6 +261,21 @@ def test_the_slope_of_relu_does_not_amplify_float32():
         gate = bilinear_gate("relu", tolerance=tolerance)
         error = gate.activation(q).double() - gate.activation(q.double())
         assert (error.abs() <= 3e-7 * q.abs()).all()
+
+
+def test_spellings_share_the_coefficients_of_gelu_new():
+    for name in ("gelu_fast", "gelu_pytorch_tanh"):
+        for m in HEADS:
+            expected = dataclasses.replace(bilinear_gate("gelu_new", m), name=name)
+            assert bilinear_gate(name, m) == expected
+
+
+@pytest.mark.parametrize("slope", [1.0, 1.3, 1.7729338588, 3.2])
+@pytest.mark.parametrize("name", ["gelu", "gelu_new"])
+def test_the_bound_of_a_slope_is_certified_and_tight(name, slope):
+    gate = bilinear_gate(name, slope=slope)
+    assert measured(gate) <= gate.bound <= 1.001 * measured(gate)
+    assert gate.bound <= certified_bound(gate) * 1.0001
 
 
 def test_one_head_is_better_than_the_papers_slope():

@@ -7,9 +7,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from analyses.tools import certificates
 from analyses.tools import fit_gated_gates as script
+from analyses.tools.certificates import certified_bound
 from analyses.tools.sigmoid_minimax import Problem, minimax
-from attn_only_lens.gates import bilinear_gate, certificates, certified_bound
+from attn_only_lens.gates import bilinear_gate
 from attn_only_lens.gates.tables import table
 
 EPS32 = 2.0**-23
@@ -24,6 +26,20 @@ ALPHA = {
 }
 every_gate = pytest.mark.parametrize(
     "gate", TABLE, ids=[f"{gate.name}-{gate.limit:g}-{gate.heads_per_neuron}" for gate in TABLE]
+)
+# The code is one for all gates: a gate for each number of heads, and for each activation.
+each_code = pytest.mark.parametrize(
+    "gate",
+    [
+        bilinear_gate(name, heads, limit=limit)
+        for name, heads, limit in (
+            ("silu", 4, 2.0),
+            ("gelu", 6, 128.0),
+            ("gelu_new", 8, 16.0),
+            ("relu", 12, 1.0),
+        )
+    ],
+    ids=lambda gate: f"{gate.name}-{gate.heads_per_neuron}",
 )
 
 
@@ -48,7 +64,7 @@ def test_the_table_holds_each_gate_once():
     assert sorted(keys) == sorted(expected)
 
 
-@every_gate
+@each_code
 def test_heads_are_a_softmax_over_self_and_bias_and_sum_to_the_activation(gate):
     """One head at a time in Python floats, two keys each."""
     g = torch.linspace(-1.9 * gate.limit, 1.9 * gate.limit, 17, dtype=torch.float64)
@@ -71,21 +87,19 @@ def test_heads_are_a_softmax_over_self_and_bias_and_sum_to_the_activation(gate):
 
 
 @every_gate
-def test_the_bound_holds_between_grid_points_and_is_not_loose(gate):
+def test_the_bound_holds_between_grid_points_and_is_certified_and_tight(gate):
     g = off_grid(gate)
     error = error_at(gate, g).max().item()
     # α itself and the sum carry roundings of their size.
     assert error <= gate.bound + 2.0**-48 * (gate.sum_abs_w + gate.limit)
     assert gate.bound <= 1.05 * error
-
-
-@every_gate
-def test_the_certificate_is_that_of_the_pinned_coefficients(gate):
     # Roundings of the platform's exponential, against bounds of 1e-7 and more.
     assert certified_bound(gate) == pytest.approx(gate.bound, rel=1e-6)
+    numbers = [*gate.w, *gate.b, *gate.c]
+    assert torch.tensor(numbers).tolist() == numbers  # float32 holds them
 
 
-@every_gate
+@each_code
 def test_a_changed_coefficient_is_caught(gate):
     """The control: the certificate sees each kind of coefficient."""
     shifted = replace(gate, w=(*gate.w[:-1], gate.w[-1] + 4 * gate.bound))
@@ -114,13 +128,11 @@ def test_a_step_between_two_nodes_is_caught():
     assert certified_bound(bump) > 1.0
 
 
-@every_gate
+@each_code
 def test_float32_adds_a_few_roundings_of_the_coefficients(gate):
     g = off_grid(gate).float()
     error = (gate.activation(g).double() - ALPHA[gate.name](g.double())).abs().max().item()
     assert error <= gate.bound + 2 * EPS32 * gate.sum_abs_w
-    numbers = [*gate.w, *gate.b, *gate.c]
-    assert torch.tensor(numbers).tolist() == numbers
 
 
 @pytest.mark.parametrize("name", ["silu", "gelu", "gelu_new", "relu"])

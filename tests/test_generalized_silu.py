@@ -333,11 +333,11 @@ def test_one_head_in_converted_models_and_their_files(name, slope, tmp_path):
 def test_slopes_that_are_refused():
     model = bridges.boot("gpt2")
     for options, reason in (
-        ({"slope": 0.5}, "at least 1"),
+        ({"slope": 0.5}, "a number from 1"),
         ({"slope": -1.0}, r"slope=-1\.0"),
         ({"slope": math.nan}, "slope=nan"),
-        ({"slope": 1.702, "heads": 4}, "a slope alone"),
-        ({"slope": 1.702, "tolerance": 0.1}, "a slope alone"),
+        ({"slope": 1.702, "heads": 4}, "only a slope"),
+        ({"slope": 1.702, "tolerance": 0.1}, "only a slope"),
     ):
         with pytest.raises(UnsupportedModelError, match=reason):
             expose_neuron_heads(model, gate=Bilinear(**options))

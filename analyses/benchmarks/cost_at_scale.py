@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from analyses.tools.benching import markdown
-from attn_only_lens import HeadCounts
+from analyses.tools.count_heads import HeadCounts
 
 # What NVIDIA states for an H100 (SXM, 80 GB): flops a second, without sparsity, and bytes a second.
 PEAK = {"float32": 67e12, "TF32": 495e12}

@@ -1,13 +1,125 @@
-"""Heads, parameters and flops of MLPs as attention heads, by arithmetic: tables of docs/limits.md.
+"""Heads, parameters and flops of MLPs as attention heads: the tables of docs/limits.md.
 
-The counts that the paper states of GPT-3 in sections 4 and 5, and those of the blog post's
-comments, for models of other shapes too: `attn_only_lens.heads.counts` has the arithmetic.
+The paper states these counts for GPT-3, which has d_model 12,288, 96 heads of width 128, and
+4 · 12,288 = 49,152 neurons: 49,152 neuron-heads a layer against 96 heads, "500:1" (512), and
+parameters "2:1". In general, for weight matrices without biases,
+
+    attention     2 · d_model · d_head · (n_heads + n_key_value_heads)      W_Q, W_O; W_K, W_V
+    MLP           2 · d_model · d_mlp, or 3 · d_model · d_mlp if it is gated
+
+so the ratio is 2 only if n_heads · d_head = d_model, every head has its own keys and values,
+d_mlp = 4 · d_model, and the MLP is plain: 8 d_model² against 4 d_model².
+
+Flops count the multiplications and additions of matrix products, for one token that attends to `pos`
+tokens including itself: 2 for each weight, and 4 · d_head for each key and head (scores and values).
+A neuron-head has two keys, the token itself and the bias token, and d_head = 1: 8 flops a neuron on
+top of the products of the MLP, since W_Q = W_V is applied once. The paper's dense form computes the
+scores with all pos + 1 keys, and masks all but two.
+
+The blog post's heads: "the linear transformation sublayer just needs enough to spread the rank of
+the weight matrix across the V matrices". A D × 4D matrix has rank D at most, and a value matrix has
+rank d_head, so this takes ⌈D / d_head⌉ heads. (The numbers are blank in the copies of the post that we
+have; these are derived.) The construction takes more: the biases add one to each rank, and the
+sublayer out of the hidden part also clears it, which makes its rank d_mlp + 1.
 
     python -m analyses.tools.count_heads
+
+Sources: "Attention-Only Transformers and Implementing MLPs with Attention Heads", sections 4 and 5;
+"No Really, Attention is ALL You Need" (Robert_AIZI, 2023), with its comments.
 """
 
+from dataclasses import dataclass
+from typing import Any
+
 from analyses.tools.benching import markdown
-from attn_only_lens import HeadCounts
+from attn_only_lens import InputError
+
+_PROBLEM = "the heads of such a layer cannot be counted"
+
+
+@dataclass(frozen=True)
+class HeadCounts:
+    """The sizes of one layer, and the counts that follow from them.
+
+    Attributes:
+        d_model: the width of the residual stream.
+        n_heads: attention heads.
+        d_head: their width.
+        d_mlp: neurons, each a neuron-head of width 1.
+        n_key_value_heads: grouped keys and values; None if each head has its own.
+        gated: whether the MLP is gated.
+    """
+
+    d_model: int
+    n_heads: int
+    d_head: int
+    d_mlp: int
+    n_key_value_heads: int | None = None
+    gated: bool = False
+
+    @property
+    def n_neuron_heads(self) -> int:
+        """One for each neuron."""
+        return self.d_mlp
+
+    @property
+    def attention_parameters(self) -> int:
+        """Weights of W_Q, W_K, W_V and W_O of all attention heads."""
+        keys = self.n_heads if self.n_key_value_heads is None else self.n_key_value_heads
+        return 2 * self.d_model * self.d_head * (self.n_heads + keys)
+
+    @property
+    def mlp_parameters(self) -> int:
+        """Weights of W_in, W_out and W_gate; the neuron-heads have the same weights."""
+        return (2 + self.gated) * self.d_model * self.d_mlp
+
+    def attention_flops(self, pos: int) -> int:
+        """Flops of the attention heads, for a token that attends to `pos` tokens."""
+        return 2 * self.attention_parameters + 4 * pos * self.n_heads * self.d_head
+
+    @property
+    def mlp_flops(self) -> int:
+        """Flops of the MLP, for one token."""
+        return 2 * self.mlp_parameters
+
+    @property
+    def neuron_head_flops(self) -> int:
+        """Flops of the neuron-heads with two keys each, as in this package, for one token."""
+        return self.masked_flops(1)
+
+    def masked_flops(self, pos: int) -> int:
+        """Flops of the neuron-heads in the paper's dense form, for one of `pos` tokens."""
+        return self.mlp_flops + 4 * (pos + 1) * self.d_mlp
+
+    def post_heads(self, *, built: bool = False) -> dict[str, int]:
+        """Count the heads of the blog post's four sublayers, for a plain MLP.
+
+        With `built`, count the heads of the construction, `attn_only_lens.reference.post`; else those
+        that spread the rank of the two weight matrices.
+        """
+        assert not self.gated, "the post has plain MLPs"
+        rank = min(self.d_model, self.d_mlp)
+        into, out = (self.d_model + 1, self.d_mlp + 1) if built else (rank, rank)
+        return {
+            "attention": self.n_heads,
+            "into_hidden": -(-into // self.d_head),
+            "activation": self.d_mlp,
+            "out_of_hidden": -(-out // self.d_head),
+        }
+
+    def post_width(self, n_ctx: int) -> int:
+        """Return the width of the blog post's stream for `n_ctx` tokens: D + 4D + (N + 1)."""
+        return self.d_model + self.d_mlp + n_ctx + 1
+
+
+def head_counts(cfg: Any) -> HeadCounts:
+    """Return the counts of one layer, by the `cfg` of a model of TransformerLens or of `convert`."""
+    cfg = cfg.source_cfg() if hasattr(cfg, "source_cfg") else cfg
+    if cfg.d_mlp is None or getattr(cfg, "attn_only", False) or getattr(cfg, "num_experts", None):
+        raise InputError(["it has no MLPs, or a mixture of experts"], _PROBLEM)
+    sizes = (cfg.d_model, cfg.n_heads, cfg.d_head, cfg.d_mlp, cfg.n_key_value_heads)
+    return HeadCounts(*sizes, gated=bool(cfg.gated_mlp))
+
 
 MODELS = {
     "GPT-2 small": (HeadCounts(768, 12, 64, 3072), 1024),
@@ -16,11 +128,11 @@ MODELS = {
     "SmolLM2-135M": (HeadCounts(576, 9, 64, 1536, 3, gated=True), 8192),
     "LLaMA 3 8B": (HeadCounts(4096, 32, 128, 14336, 8, gated=True), 8192),
 }
-"""One layer of each, and the length of its context."""
+"""One layer of each model, and the length of its context."""
 
 
 def layers() -> str:
-    """What a layer has, MLP against attention, in Markdown."""
+    """Return the table of a layer's counts, MLP against attention, in Markdown."""
     header = ["a layer of", "heads", "neuron-heads", "ratio", "parameters, MLP : attention"]
     header += ["context", "neuron-heads / MLP, flops", "masked / MLP, flops", "scores thrown away"]
     rows = []
@@ -43,7 +155,7 @@ def layers() -> str:
 
 
 def post() -> str:
-    """The blog post's heads a sublayer, and the width of its stream, in Markdown."""
+    """Return the table of the blog post's heads and the width of its stream, in Markdown."""
     header = ["a layer of", "attention", "into the hidden layer", "activation"]
     header += ["out of it", "into and out of it, as built", "stream", "over d_model"]
     rows = []

@@ -33,6 +33,7 @@ import typer
 from tqdm import tqdm
 
 from analyses.tools.benching import leave
+from analyses.tools.certificates import certified_bound
 from analyses.tools.options import Smoke
 from analyses.tools.sigmoid_minimax import (
     ROUNDING,
@@ -44,7 +45,7 @@ from analyses.tools.sigmoid_minimax import (
     sharpened,
     with_more_sigmoids,
 )
-from attn_only_lens.gates import GATES, BilinearGate, certified_bound
+from attn_only_lens.gates import GATES, BilinearGate
 from attn_only_lens.gates.tables import gates_from_json
 from attn_only_lens.storage import write_text
 

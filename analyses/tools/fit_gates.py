@@ -43,7 +43,8 @@ from tqdm import tqdm
 
 from analyses.tools.benching import leave
 from analyses.tools.options import Out, Smoke
-from attn_only_lens.gates import BilinearGate, bilinear_gate, certified_bound
+from analyses.tools.certificates import certified_bound
+from attn_only_lens.gates import BilinearGate, bilinear_gate
 
 # Terms are [n_terms, 3]: columns w, b, c. A term with c > 0 is a pair of heads, w σ(b q + c) and
 # w σ(b q - c); one with c = 0 is one head.

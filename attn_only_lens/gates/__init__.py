@@ -1,7 +1,6 @@
 """Activation functions as attention patterns."""
 
 from attn_only_lens.gates.bilinear import BilinearGate
-from attn_only_lens.gates.certificates import certified_bound
 from attn_only_lens.gates.exact import GATES, Gate
 from attn_only_lens.gates.generalized_silu import GeneralizedSiLU
 from attn_only_lens.gates.tables import bilinear_gate
@@ -12,5 +11,4 @@ __all__ = [
     "Gate",
     "GeneralizedSiLU",
     "bilinear_gate",
-    "certified_bound",
 ]

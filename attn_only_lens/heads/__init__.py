@@ -1,7 +1,6 @@
 """Neuron-heads, in whatever layout a model has them: what they compute, names and patterns."""
 
 from attn_only_lens.heads.computation import logit_tolerance
-from attn_only_lens.heads.counts import HeadCounts, head_counts
 from attn_only_lens.heads.gating import EXACT, Gating
 from attn_only_lens.heads.host import has_neuron_heads, host_of, reasons_without_heads
 from attn_only_lens.heads.names import HeadName
@@ -10,11 +9,9 @@ from attn_only_lens.heads.patterns import dense_pattern, neuron_gate, neuron_pat
 __all__ = [
     "EXACT",
     "Gating",
-    "HeadCounts",
     "HeadName",
     "dense_pattern",
     "has_neuron_heads",
-    "head_counts",
     "host_of",
     "logit_tolerance",
     "neuron_gate",

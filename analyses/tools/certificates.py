@@ -1,18 +1,21 @@
-"""Upper bounds of the error of bilinear gates, over all real inputs or over a range.
+"""Certify bilinear gates: an upper bound of their error, over all real inputs or over a range.
+
+The tables of `attn_only_lens.gates` store these bounds. `fit_gates.py` and `fit_gated_gates.py` call
+`certified_bound` on what they fit.
 
 Plain MLPs: q · p(q) against a gelu, for every real q
 -----------------------------------------------------
-For t >= 0, with Σ w_j = 1 and p(-t) = 1 - p(t) for the exact gate p, the errors at q = t and q = -t
-are, up to sign,
+Let t >= 0, Σ w_j = 1, and p(-t) = 1 - p(t) for the exact gate p. The errors at q = t and q = -t are,
+up to sign,
 
-    e(t) = t · |Σ_j w_j σ(-(b_j t + c_j)) - (1 - p(t))|,     and the same with -c_j for c_j:
+    e(t) = t · |Σ_j w_j σ(-(b_j t + c_j)) - (1 - p(t))|,     and the same with -c_j for c_j
 
-everything is a number that goes to 0, so nothing cancels. (If Σ w_j ≠ 1 exactly, the error grows
-without end and the answer is infinity.)
+Every term goes to 0, so nothing cancels. (If Σ w_j ≠ 1 exactly, the error grows without limit, and
+the bound is infinity.)
 
-*Middle*, 0 <= t <= T. On an interval of length h between two nodes a C² function is at most the
-larger of its values there plus h²/8 times the largest |second derivative| (the interpolation
-error of a chord). With z = b t + c, and s^n σ'(s) <= s^n e^-s <= (n/e)^n for s >= 0:
+*Middle*, 0 <= t <= T. Between two nodes a distance h apart, a C² function is at most the larger of
+its values there plus h²/8 times its largest |second derivative| (the interpolation error of a
+chord). With z = b t + c, and s^n σ'(s) <= s^n e^-s <= (n/e)^n for s >= 0:
 
     head    (t σ(-z))'' = -b (2 σ'(z) + (z - c) σ''(z)),  σ' <= 1/4,  |σ''| <= σ',  |σ''| < 0.1
             |(t σ(-z))''| <= b (1/2 + 1/e + |c|/10) < b (0.87 + |c|/10)
@@ -23,23 +26,22 @@ error of a chord). With z = b t + c, and s^n σ'(s) <= s^n e^-s <= (n/e)^n for s
                          <= k/2 + (12a/k) (2/e)² + 3 k/e + (9a/k) (3/e)³ < 3.1
 
 *Tail*, t >= T. σ(-z) <= e^-z, so a head adds at most |w| t e^-(b t + c). The target adds
-t (1 - p(t)): at most φ(t) <= e^-1.5t for gelu (Mills' ratio, t >= 3), and t e^-(k t) for tanh. Each
-of these falls for t >= 1, so their sum at T, with t e^-1.5t for the target, bounds the tail.
+t (1 - p(t)): at most φ(t) <= e^-1.5t for gelu (Mills' ratio, t >= 3), and t e^-(k t) for tanh. All of
+these fall for t >= 1, so their sum at T, with t e^-1.5t for the target, bounds the tail.
 
-*Rounding*, in units of u = 2^-53. Nodes are multiples of a power of two, hence exact. The argument
-of a weight is at most 64 with three roundings, where σ has slope 1/4: 48 u; exp, erfc and the
-division after them: 8 u (libraries state 1 to 4 for each); the sum over the heads: 10 u. That is
-below 2^-46; 2^-45 a weight is allowed, and covers the few operations after it.
+*Rounding*, in units of u = 2^-53. Nodes are multiples of a power of two, hence exact. The argument of
+a weight is at most 64 with three roundings, where σ has slope 1/4: 48 u; exp, erfc and the division
+after them: 8 u (libraries state 1 to 4 for each); the sum over the heads: 10 u. That is below 2^-46.
+A weight is allowed 2^-45, which covers the few operations after it.
 
 Gated MLPs: the mixture against α, for |q| <= R
 -----------------------------------------------
-Let e = Σ_j w_j σ(b_j q + c_j) - α, where a head with c = ∞ adds the constant w_j. On a cell of
-width h the bound of a chord as above holds. So, with max |σ''| = 1/(6√3) and nodes q_i over the
-whole range,
+Let e = Σ_j w_j σ(b_j q + c_j) - α; a head with c = ∞ adds the constant w_j. On a cell of width h, the
+bound of a chord holds as above. With max |σ''| = 1/(6√3) and nodes q_i over the whole range,
 
     max |e| <= max_i |e(q_i)| + h²/8 · (max |α''| + 1/(6√3) · Σ |w_j| b_j²) + rounding.
 
-*Curvature of α*, for all q; crude bounds, which a fine grid forgives:
+*Curvature of α*, for all q. The bounds are crude, which a fine grid forgives:
 
     silu    |2σ' + q σ''| <= 2/4 + |q| e^-|q| < 0.9
     gelu    φ(q) |2 - q²| < 0.8
@@ -52,11 +54,11 @@ whole range,
 
 *Rounding*, in units of u = 2^-53. R and the number of cells are powers of two, so nodes are exact.
 The argument z = b q + c of a sigmoid has an error of u (|b q| + |z|) <= u (|c| + 2|z|); times σ',
-as |z| σ'(z) < 1/4, below (|c| + 1) u. The sigmoid, the product and at most 15 sums: 20 u a term.
+since |z| σ'(z) < 1/4, below (|c| + 1) u. The sigmoid, the product and at most 15 sums: 20 u a term.
 α: 8 u |q|.
 
-gelu_fast rounds sqrt(2/π), which puts its s off by d = 5.8e-12. |∂α/∂s| = |u q σ'(u) / s| < 0.2, so
-the activation moves by less than d / 5: added to the bound of all spellings of gelu's tanh form.
+gelu_fast rounds sqrt(2/π), which changes s by d = 5.8e-12. |∂α/∂s| = |u q σ'(u) / s| < 0.2, so the
+activation changes by less than d / 5. The bounds of all spellings of gelu's tanh form include that.
 """
 
 import math
@@ -65,8 +67,7 @@ from fractions import Fraction
 import torch
 from torch import Tensor
 
-from attn_only_lens.gates.bilinear import BilinearGate
-from attn_only_lens.gates.exact import GATES
+from attn_only_lens.gates import GATES, BilinearGate
 
 _PLAIN = ("gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh")
 _END = 20  # T
@@ -83,31 +84,13 @@ _CELLS = 2**16
 
 
 def certified_bound(gate: BilinearGate) -> float:
-    """Return a number that |α(q) - gate.activation(q)| exceeds for no real |q| <= gate.limit.
+    """Return a bound of |α(q) - gate.activation(q)| for all real |q| <= gate.limit.
 
-    In real arithmetic; read off the gate's name, limit and coefficients, not its `bound`.
-
-    Args:
-        gate: for a plain MLP, a gate of one of the four gelus, with slopes b >= 1 and
-            20 b + |c| <= 64; for a gated one, a gate of silu, gelu, gelu_new or relu with a power
-            of two as its limit.
-
-    Returns:
-        For a plain MLP at most 0.5 % above the largest error, unless the tail decides; infinity if
-        the weights do not add up to exactly 1. For the gated gates of this package less than 5 %
-        above.
+    In real arithmetic, from the gate's name, limit and coefficients; its `bound` is not used. For a
+    plain MLP the bound is at most 0.5 % above the largest error, unless the tail decides.
 
     Raises:
-        ValueError: another activation, or coefficients or a limit that the proof does not cover.
-
-    Example:
-        >>> from attn_only_lens.gates import bilinear_gate, certified_bound
-        >>> gate = bilinear_gate("gelu", heads=2)
-        >>> 0.99 * gate.bound < certified_bound(gate) <= gate.bound
-        True
-        >>> gate = bilinear_gate("silu", heads=6, limit=8.0)
-        >>> abs(certified_bound(gate) / gate.bound - 1) < 1e-6
-        True
+        ValueError: the proof does not cover this activation, these coefficients or this limit.
     """
     return _gated_bound(gate) if gate.gated else _plain_bound(gate)
 
