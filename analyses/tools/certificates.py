@@ -1,12 +1,12 @@
 """Certify bilinear gates: an upper bound of their error, over all real inputs or over a range.
 
-The tables of `attn_only_lens.gates` store these bounds. `fit_gates.py` and `fit_gated_gates.py` call
-`certified_bound` on what they fit.
+The tables of `attn_only_lens.gates` store these bounds. `fit_gates.py` and `fit_gated_gates.py`
+call `certified_bound` on what they fit.
 
 Plain MLPs: q · p(q) against a gelu, for every real q
 -----------------------------------------------------
-Let t >= 0, Σ w_j = 1, and p(-t) = 1 - p(t) for the exact gate p. The errors at q = t and q = -t are,
-up to sign,
+Let t >= 0, Σ w_j = 1, and p(-t) = 1 - p(t) for the exact gate p. The errors at q = t and q = -t
+are, up to sign,
 
     e(t) = t · |Σ_j w_j σ(-(b_j t + c_j)) - (1 - p(t))|,     and the same with -c_j for c_j
 
@@ -26,18 +26,18 @@ chord). With z = b t + c, and s^n σ'(s) <= s^n e^-s <= (n/e)^n for s >= 0:
                          <= k/2 + (12a/k) (2/e)² + 3 k/e + (9a/k) (3/e)³ < 3.1
 
 *Tail*, t >= T. σ(-z) <= e^-z, so a head adds at most |w| t e^-(b t + c). The target adds
-t (1 - p(t)): at most φ(t) <= e^-1.5t for gelu (Mills' ratio, t >= 3), and t e^-(k t) for tanh. All of
-these fall for t >= 1, so their sum at T, with t e^-1.5t for the target, bounds the tail.
+t (1 - p(t)): at most φ(t) <= e^-1.5t for gelu (Mills' ratio, t >= 3), and t e^-(k t) for tanh. All
+of these fall for t >= 1, so their sum at T, with t e^-1.5t for the target, bounds the tail.
 
-*Rounding*, in units of u = 2^-53. Nodes are multiples of a power of two, hence exact. The argument of
-a weight is at most 64 with three roundings, where σ has slope 1/4: 48 u; exp, erfc and the division
-after them: 8 u (libraries state 1 to 4 for each); the sum over the heads: 10 u. That is below 2^-46.
-A weight is allowed 2^-45, which covers the few operations after it.
+*Rounding*, in units of u = 2^-53. Nodes are multiples of a power of two, hence exact. The argument
+of a weight is at most 64 with three roundings, where σ has slope 1/4: 48 u; exp, erfc and the
+division after them: 8 u (libraries state 1 to 4 for each); the sum over the heads: 10 u. That is
+below 2^-46. A weight is allowed 2^-45, which covers the few operations after it.
 
 Gated MLPs: the mixture against α, for |q| <= R
 -----------------------------------------------
-Let e = Σ_j w_j σ(b_j q + c_j) - α; a head with c = ∞ adds the constant w_j. On a cell of width h, the
-bound of a chord holds as above. With max |σ''| = 1/(6√3) and nodes q_i over the whole range,
+Let e = Σ_j w_j σ(b_j q + c_j) - α; a head with c = ∞ adds the constant w_j. On a cell of width h,
+the bound of a chord holds as above. With max |σ''| = 1/(6√3) and nodes q_i over the whole range,
 
     max |e| <= max_i |e(q_i)| + h²/8 · (max |α''| + 1/(6√3) · Σ |w_j| b_j²) + rounding.
 

@@ -10,16 +10,16 @@ parameters "2:1". In general, for weight matrices without biases,
 so the ratio is 2 only if n_heads · d_head = d_model, every head has its own keys and values,
 d_mlp = 4 · d_model, and the MLP is plain: 8 d_model² against 4 d_model².
 
-Flops count the multiplications and additions of matrix products, for one token that attends to `pos`
-tokens including itself: 2 for each weight, and 4 · d_head for each key and head (scores and values).
+Flops count the multiplications and additions of matrix products, for one token that attends to
+`pos` tokens including itself: 2 a weight, and 4 · d_head for each key and head (scores and values).
 A neuron-head has two keys, the token itself and the bias token, and d_head = 1: 8 flops a neuron on
 top of the products of the MLP, since W_Q = W_V is applied once. The paper's dense form computes the
 scores with all pos + 1 keys, and masks all but two.
 
 The blog post's heads: "the linear transformation sublayer just needs enough to spread the rank of
 the weight matrix across the V matrices". A D × 4D matrix has rank D at most, and a value matrix has
-rank d_head, so this takes ⌈D / d_head⌉ heads. (The numbers are blank in the copies of the post that we
-have; these are derived.) The construction takes more: the biases add one to each rank, and the
+rank d_head, so this takes ⌈D / d_head⌉ heads. (The numbers are blank in the copies of the post that
+we have; these are derived.) The construction takes more: the biases add one to each rank, and the
 sublayer out of the hidden part also clears it, which makes its rank d_mlp + 1.
 
     python -m analyses.tools.count_heads
@@ -94,8 +94,8 @@ class HeadCounts:
     def post_heads(self, *, built: bool = False) -> dict[str, int]:
         """Count the heads of the blog post's four sublayers, for a plain MLP.
 
-        With `built`, count the heads of the construction, `attn_only_lens.reference.post`; else those
-        that spread the rank of the two weight matrices.
+        With `built`, count the heads of the construction, `attn_only_lens.reference.post`; else
+        those that spread the rank of the two weight matrices.
         """
         assert not self.gated, "the post has plain MLPs"
         rank = min(self.d_model, self.d_mlp)
@@ -113,7 +113,7 @@ class HeadCounts:
 
 
 def head_counts(cfg: Any) -> HeadCounts:
-    """Return the counts of one layer, by the `cfg` of a model of TransformerLens or of `convert`."""
+    """Return the counts of one layer, by the `cfg` of a model (stock, bridged or converted)."""
     cfg = cfg.source_cfg() if hasattr(cfg, "source_cfg") else cfg
     if cfg.d_mlp is None or getattr(cfg, "attn_only", False) or getattr(cfg, "num_experts", None):
         raise InputError(["it has no MLPs, or a mixture of experts"], _PROBLEM)

@@ -42,8 +42,8 @@ from torch import Tensor
 from tqdm import tqdm
 
 from analyses.tools.benching import leave
-from analyses.tools.options import Out, Smoke
 from analyses.tools.certificates import certified_bound
+from analyses.tools.options import Out, Smoke
 from attn_only_lens.gates import BilinearGate, bilinear_gate
 
 # Terms are [n_terms, 3]: columns w, b, c. A term with c > 0 is a pair of heads, w σ(b q + c) and

@@ -13,8 +13,8 @@ Their sum is value · p(q) · W_out[i] with the mixture p(q) = Σ_j w_j σ(b_j q
 Plain MLPs
 ----------
 The value is q itself, so q · p(q) approximates α(q), within `bound` for every real q. This needs
-Σ_j w_j = 1: for large q, p(q) approaches Σ_j w_j, and the error (Σ_j w_j - 1) q. Rounding is amplified
-by Σ_j |w_j|, which is below 2.
+Σ_j w_j = 1: for large q, p(q) approaches Σ_j w_j, and the error (Σ_j w_j - 1) q. Rounding is
+amplified by Σ_j |w_j|, which is below 2.
 
 * silu is one head with b = 1, and quick_gelu one with b = 1.702, both exact: this is Theorem 3 of
   "Attention-Only Transformers and Implementing MLPs with Attention Heads".
@@ -22,34 +22,36 @@ by Σ_j |w_j|, which is below 2.
   error of 0.0203 and the best slope 0.0139; with four heads the error is 2.4e-5 (`tables.py`).
 * relu is one head of slope k. With x = k |q|, |q σ(k q) - relu(q)| = x / (1 + exp x) / k, at most
   0.27846.../k (W(1/e)/k, with Lambert's W). A steep slope does not amplify rounding, because
-  |d/dq q σ(k q)| < 1.1 for every k. But scores grow to k |q|, and the range of float16 ends at 65504.
+  |d/dq q σ(k q)| < 1.1 for every k. But scores grow to k |q|, and the range of float16 ends at
+  65504.
 
 Gated MLPs (SwiGLU, GEGLU, ReGLU)
 ---------------------------------
-A neuron is α(q) · u with q = x · W_gate[:, i] and u = x · W_in[:, i]. The value is u, so the mixture
-itself approximates α(q), within `bound` for |q| <= `limit`. The last head has b = 0 and c = ∞: the
-bias token is masked, the pattern is (1, 0), and the head is linear, as in Theorem 7. Every score is
-still bilinear and every value linear in the residual stream. The error of the neuron is at most
-bound · |u| · |W_out[i]|. The paper only covers plain MLPs; we know of no published form of this.
+A neuron is α(q) · u with q = x · W_gate[:, i] and u = x · W_in[:, i]. The value is u, so the
+mixture itself approximates α(q), within `bound` for |q| <= `limit`. The last head has b = 0 and c =
+∞: the bias token is masked, the pattern is (1, 0), and the head is linear, as in Theorem 7. Every
+score is still bilinear and every value linear in the residual stream. The error of the neuron is at
+most bound · |u| · |W_out[i]|. The paper only covers plain MLPs; we know of no published form of
+this.
 
 *Limit.* A sum of sigmoids is bounded and α is not, so no number of heads covers every q. The linear
 part of α, q/2 for a silu or a gelu, comes from the rising flank of wide sigmoids. The flatter they
-are (small b), the straighter the flank; but w grows as 1/b, and the cancelling heads lose up to about
-2^-22 Σ|w| in float32. The fits (`analyses/tools/fit_gated_gates.py`) minimise the sum of both errors,
-with slopes near 1/limit and Σ|w| from 2 to 17 times the limit.
+are (small b), the straighter the flank; but w grows as 1/b, and the cancelling heads lose up to
+about 2^-22 Σ|w| in float32. The fits (`analyses/tools/fit_gated_gates.py`) minimise the sum of both
+errors, with slopes near 1/limit and Σ|w| from 2 to 17 times the limit.
 
-*Scale.* R relu(q/R) = relu(q), so one fit of relu on [-1, 1] covers all limits, with error and weights
-times R. Over a long range silu and gelu look like relu with a rounded corner, so they are no harder:
-no bound exceeds that of relu, which is R times 8.3e-3, 2.3e-3, 8.1e-4 and 1.9e-4 for 4, 6, 8 and 12
-heads. For small limits the bounds of silu and gelu are far lower.
+*Scale.* R relu(q/R) = relu(q), so one fit of relu on [-1, 1] covers all limits, with error and
+weights times R. Over a long range silu and gelu look like relu with a rounded corner, so they are
+no harder: no bound exceeds that of relu, which is R times 8.3e-3, 2.3e-3, 8.1e-4 and 1.9e-4 for 4,
+6, 8 and 12 heads. For small limits the bounds of silu and gelu are far lower.
 
-*Accuracy.* The bound is absolute: where α is small, for q near 0 or negative, it may exceed α. Beyond
-the limit the sigmoids saturate and the error grows like |q|. The output of one head may be many times
-the output of the neuron; only the sum of the heads is meaningful, and half precision cannot hold the
-terms of such a sum. The kink of relu leaves an error proportional to the limit.
+*Accuracy.* The bound is absolute: where α is small, for q near 0 or negative, it may exceed α.
+Beyond the limit the sigmoids saturate and the error grows like |q|. The output of one head may be
+many times the output of the neuron; only the sum of the heads is meaningful, and half precision
+cannot hold the terms of such a sum. The kink of relu leaves an error proportional to the limit.
 
-The bounds hold in real arithmetic (`analyses/tools/certificates.py`). The weights are computed in the
-working precision, or in float32 for half precision, whose rounding adds to the bound
+The bounds hold in real arithmetic (`analyses/tools/certificates.py`). The weights are computed in
+the working precision, or in float32 for half precision, whose rounding adds to the bound
 (`analyses/results/`).
 """
 
@@ -122,7 +124,7 @@ class BilinearGate:
 
     @property
     def amplification(self) -> float:
-        """The rounding error of the mixture relative to that of α: Σ_j |w_j| / limit, at least 1."""
+        """The rounding of the mixture relative to that of α: Σ_j |w_j| / limit, at least 1."""
         return max(1.0, self.sum_abs_w / self.limit)
 
     def query(self, q: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape head"]:

@@ -1,13 +1,13 @@
 """Choose a bilinear gate: from formulas, or from tables of fitted coefficients.
 
 `plain.json` holds the fitted gates of plain MLPs: gelu and its tanh form with 1 to 8 heads
-(`analyses/tools/fit_gates.py`). A head with c ≠ 0 stands next to its mirror image, which has the same
-weight and slope and the offset -c. So p(-q) = 1 - p(q), as for the exact gate, and the error is even.
-The coefficients minimise the largest error over the real line under Σ|w| < 2. Each w is a multiple of
-2^-23, so that float32 holds every w and every partial sum: they add up to exactly 1, and for large q
-the activation equals q to the last bit. b and c were fitted again around the rounded w, and rounded to
-ten decimals; both roundings cost less than 0.1 % of the error. The bounds are certificates
-(`analyses/tools/certificates.py`), rounded up to four digits.
+(`analyses/tools/fit_gates.py`). A head with c ≠ 0 stands next to its mirror image, which has the
+same weight and slope and the offset -c. So p(-q) = 1 - p(q), as for the exact gate, and the error
+is even. The coefficients minimise the largest error over the real line under Σ|w| < 2. Each w is a
+multiple of 2^-23, so that float32 holds every w and every partial sum: they add up to exactly 1,
+and for large q the activation equals q to the last bit. b and c were fitted again around the
+rounded w, and rounded to ten decimals; both roundings cost less than 0.1 % of the error. The bounds
+are certificates (`analyses/tools/certificates.py`), rounded up to four digits.
 
 `gated.json` holds the gates of gated MLPs, for limits that are powers of two and 4 to 12 heads
 (`analyses/tools/fit_gated_gates.py`). relu has one limit, 1, and is scaled to the others.
@@ -48,10 +48,10 @@ def bilinear_gate(
 ) -> BilinearGate:
     """Return the bilinear gate of an activation.
 
-    For plain MLPs (no `limit`), return the gate with the fewest heads whose certified bound is within
-    `tolerance`, or with the given number of heads. relu has one head, and the tolerance sets its
-    slope. With `slope` the gate is one head, SiLU(slope · q) / slope. For gated MLPs, return the gate
-    of the smallest limit in the table that covers `limit`.
+    For plain MLPs (no `limit`), return the gate with the fewest heads whose certified bound is
+    within `tolerance`, or with the given number of heads. relu has one head, and the tolerance sets
+    its slope. With `slope` the gate is one head, SiLU(slope · q) / slope. For gated MLPs, return
+    the gate of the smallest limit in the table that covers `limit`.
 
     Source: "Attention-Only Transformers and Implementing MLPs with Attention Heads", section 2, for
     gates of one head.
@@ -63,9 +63,9 @@ def bilinear_gate(
             for gated MLPs 4, 6, 8 (the default) or 12.
         tolerance: for plain MLPs, the largest allowed error over all real q, at least 1e-12; by
             default 1e-3.
-        slope: for plain MLPs with one head. For relu any slope k, with an error of at most 0.2785/k;
-            for the gelus from 1 to 3.2, or "paper" for the paper's 1.702, whose bound is 0.0204
-            (0.0207 for the tanh forms). The slopes of silu and quick_gelu are fixed.
+        slope: for plain MLPs with one head. For relu any slope k, with an error of at most
+            0.2785/k; for the gelus from 1 to 3.2, or "paper" for the paper's 1.702, whose bound is
+            0.0204 (0.0207 for the tanh forms). The slopes of silu and quick_gelu are fixed.
         limit: for gated MLPs, the largest |q| to cover, as measured on data.
 
     Returns:
@@ -91,8 +91,8 @@ def bilinear_gate(
     if limit is not None:
         if tolerance is not None or slope is not None:
             raise ValueError(
-                "got a tolerance or a slope for gated MLPs, whose error depends on the limit: choose "
-                "the number of heads instead"
+                "got a tolerance or a slope for gated MLPs, whose error depends on the limit: "
+                "choose the number of heads instead"
             )
         return _gated(act_fn, _DEFAULT_GATED_HEADS if heads is None else heads, limit)
     if slope is not None:
@@ -155,7 +155,8 @@ def _slope_bound(act_fn: str, slope: float) -> float:
     """Bound the error of SiLU(slope · q) / slope against a gelu, for a slope from 1 to 3.2.
 
     The error is even in q. `analyses/tools/certificates.py` proves that it exceeds its values at
-    nodes h = 2^-10 apart by less than h²/8 · (3.1 + 0.87 · 3.2) < 7e-7, and is below 5e-8 for q > 20.
+    nodes h = 2^-10 apart by less than h²/8 · (3.1 + 0.87 · 3.2) < 7e-7, and is below 5e-8 for q >
+    20.
     """
     q = torch.arange(20 * 2**10 + 1, dtype=torch.float64, device="cpu") / 2**10
     error = q * (torch.sigmoid(-slope * q) - GATES[act_fn].bias_weight(q))
