@@ -59,8 +59,12 @@ def full_precision() -> Iterator[bool]:
 
 def matmul_precision() -> str:
     """Return the lowest precision of float32 matrix products: "ieee", "tf32" or "bf16"."""
-    set_to = [each.fp32_precision for each in _backends()] or [torch.get_float32_matmul_precision()]
-    return min((_LOWER.get(each, "ieee") for each in set_to), key=("bf16", "tf32", "ieee").index)
+    set_to = [backend.fp32_precision for backend in _backends()] or [
+        torch.get_float32_matmul_precision()
+    ]
+    return min(
+        (_LOWER.get(setting, "ieee") for setting in set_to), key=("bf16", "tf32", "ieee").index
+    )
 
 
 PRECISIONS = ("tf32", "bf16")
@@ -139,18 +143,18 @@ def rounded_products(modules: Iterable[nn.Module], precision: str | None) -> Ite
 def _backends() -> list[Any]:
     """Return the backends that have a setting of their own; none before torch 2.9."""
     every = (torch.backends.cuda, torch.backends.mkldnn)
-    found = [getattr(backend, "matmul", None) for backend in every]
-    return [each for each in found if hasattr(each, "fp32_precision")]
+    settings = [getattr(backend, "matmul", None) for backend in every]
+    return [setting for setting in settings if hasattr(setting, "fp32_precision")]
 
 
 def _set_products(precision: str) -> Callable[[], None]:
     """Set the precision of float32 products, and return a function that restores the user's."""
     backends: list[Any] = _backends()
-    own = [each.fp32_precision for each in backends]
+    before = [backend.fp32_precision for backend in backends]
     # A backend that has no setting takes that of the device's library, or of all of them.
     above = [
-        getattr(each, "fp32_precision", None)
-        for each in (torch.backends.cudnn, torch.backends.mkldnn)
+        getattr(backend, "fp32_precision", None)
+        for backend in (torch.backends.cudnn, torch.backends.mkldnn)
     ]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch deprecates its older settings
@@ -165,8 +169,8 @@ def _set_products(precision: str) -> Callable[[], None]:
             warnings.simplefilter("ignore")
             if whole is not None:
                 torch.set_float32_matmul_precision(whole)
-            for each, value, default in zip(backends, own, above, strict=False):
-                if each.fp32_precision != value:
-                    each.fp32_precision = "none" if value == default else value
+            for backend, value, default in zip(backends, before, above, strict=False):
+                if backend.fp32_precision != value:
+                    backend.fp32_precision = "none" if value == default else value
 
     return restore

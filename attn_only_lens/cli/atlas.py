@@ -55,8 +55,8 @@ def atlas(
         wanted = None if layers is None else parse_numbers(layers, "--layers")
         sites: Sites = p.neuron_heads(wanted) if names is None else parse_names(names)
         groups = resolve_sites(loaded, sites)
-        every = [name for each in groups for name in each.names]
-        found = neuron_statistics(
+        every = [name for group in groups for name in group.names]
+        statistics = neuron_statistics(
             *(loaded, every, texts, k),
             context=context,
             batch_size=batch_size,
@@ -66,12 +66,12 @@ def atlas(
         index = out / "index.html"
         with working("drawing"):
             if len(every) <= MOST_NEURONS:
-                write_html(page_of_statistics(loaded, found), index)
+                write_html(page_of_statistics(loaded, statistics), index)
             else:
-                pages = {each.layer: f"layer-{each.layer:02d}.html" for each in groups}
-                for each in groups:
-                    of_layer = found.of(list(each.names))
+                pages = {group.layer: f"layer-{group.layer:02d}.html" for group in groups}
+                for group in groups:
+                    of_layer = statistics.of(list(group.names))
                     page = page_of_statistics(loaded, of_layer, pages)
-                    write_html(page, out / pages[each.layer])
-                write_html(index_of_layers(found, pages), index)
+                    write_html(page, out / pages[group.layer])
+                write_html(index_of_layers(statistics, pages), index)
         say_page(index)

@@ -60,14 +60,14 @@ def circuit(
         require_writable(out, (".html", ".json"), top)
         measure = parse_metric(metric, answer, wrong, tokens)
         prompts = parse_prompts(clean, "--clean", tokens)
-        other = parse_prompts(corrupted, "--corrupted", tokens) if corrupted else None
+        other_prompts = parse_prompts(corrupted, "--corrupted", tokens) if corrupted else None
         loaded = load_with_neuron_heads(model, dtype, device, hooked)
-        prompts, found = as_chat(loaded, prompts, chat), None
-        if other is not None:
-            other = as_chat(loaded, other, chat)
+        prompts, circuit = as_chat(loaded, prompts, chat), None
+        if other_prompts is not None:
+            other_prompts = as_chat(loaded, other_prompts, chat)
             with working("looking for the sites that suffice"):
-                found = circuits.discover(
-                    loaded, prompts, other, measure, faithfulness=faithfulness
+                circuit = circuits.discover(
+                    loaded, prompts, other_prompts, measure, faithfulness=faithfulness
                 )
         with working("attributing the metric"):
             graph = circuits.attribution_graph(loaded, prompts, measure, top=nodes)
@@ -76,8 +76,8 @@ def circuit(
         else:
             write_html(circuit_view(graph, loaded, prompts), out)
         _print_attributions(graph, top)
-        if found is not None:
-            _print_circuit(found, top)
+        if circuit is not None:
+            _print_circuit(circuit, top)
         if out.suffix == ".json":
             typer.echo(
                 f"{out}: {graph!r}\nDraw it: attn-only-lens picture {out} --out circuit.html"
@@ -94,11 +94,13 @@ def _print_attributions(graph: CircuitGraph, top: int) -> None:
     print_table(title, columns, strongest[columns].to_numpy().tolist())
 
 
-def _print_circuit(found: circuits.Circuit, top: int) -> None:
+def _print_circuit(circuit: circuits.Circuit, top: int) -> None:
     columns = ["name", "position", "effect"]
-    random = ", ".join(f"{each:.3f}" for each in found.random)
+    random = ", ".join(f"{value:.1%}" for value in circuit.random)
     title = (
-        f"{len(found)} of {found.n_sites} sites: faithfulness {found.faithfulness:.3f}, of the "
-        f"others {found.completeness:.3f}, of random ones {random}"
+        f"A circuit of {len(circuit)} of {circuit.n_sites} sites keeps {circuit.faithfulness:.1%} "
+        f"of the effect; everything else keeps {circuit.completeness:.1%}"
     )
-    print_table(title, columns, found.frame[columns].head(top).to_numpy().tolist())
+    if random:
+        title += f"; random circuits of that size keep {random}"
+    print_table(title, columns, circuit.frame[columns].head(top).to_numpy().tolist())

@@ -73,9 +73,9 @@ def sort_commands() -> None:
     """Put the groups of commands in their order, once all are added."""
     panels = get_args(Panel)
     app.registered_commands.sort(
-        key=lambda each: (
-            panels.index(each.rich_help_panel),
-            getattr(each.callback, "__name__", ""),
+        key=lambda command: (
+            panels.index(command.rich_help_panel),
+            getattr(command.callback, "__name__", ""),
         )
     )
 

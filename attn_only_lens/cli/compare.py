@@ -73,14 +73,14 @@ def compare(
         others = None if corrupted is None else _read_prompts(corrupted, "--corrupted")
         measure = parse_metric(metric, answer, wrong, isinstance(prompts, torch.Tensor))
         became = read_provenance(provenance or grown)
-        where = device or ("cuda" if torch.cuda.is_available() else "cpu")
+        target_device = device or ("cuda" if torch.cuda.is_available() else "cpu")
         folders = [model, str(grown)] + ([] if null is None else [str(null)])
         hooked = is_hooked(grown)
-        models = [load_model(each, dtype, where, hooked) for each in folders]
+        models = [load_model(folder, dtype, target_device, hooked) for folder in folders]
         prompts = as_chat(models[0], prompts, chat)
         others = None if others is None else as_chat(models[0], others, chat)
         try:
-            found = compare_models(
+            comparison = compare_models(
                 *(models[0], models[1], prompts, measure),
                 provenance=became,
                 corrupted=others,
@@ -95,16 +95,16 @@ def compare(
             if error.so_far is not None:
                 error.so_far.save(out)
             raise
-        found.save(out)
-        viz.write_html(viz.comparison_report(found), out / "report.html")
-        viz.write_html(viz.comparison_circuit(found), out / "circuit.html")
-        _print_summary(found)
+        comparison.save(out)
+        viz.write_html(viz.comparison_report(comparison), out / "report.html")
+        viz.write_html(viz.comparison_circuit(comparison), out / "circuit.html")
+        _print_summary(comparison)
         say_page(out / "report.html", "tables and figures")
         say_page(out / "circuit.html", "what was kept, lost and gained")
 
 
-def _require_other_folder(out: Path, given: Sequence[str | Path | None]) -> None:
-    for folder in given:
+def _require_other_folder(out: Path, folders: Sequence[str | Path | None]) -> None:
+    for folder in folders:
         if folder is not None and out.exists() and Path(folder).resolve() == out.resolve():
             raise AttnOnlyLensError(f"--out: {out} holds a model of this; expected another folder")
 
@@ -121,12 +121,12 @@ def _read_prompts(path: Path, option: str) -> Any:
     return parse_prompts(lines, option, all(map(_NUMBERS.fullmatch, lines)))
 
 
-def _print_summary(found: Comparison) -> None:
+def _print_summary(comparison: Comparison) -> None:
     """Print two tables, without the intervals, which are in the files."""
-    estimates = [name for name in found.circuits if not str(name).endswith(("_low", "_high"))]
+    estimates = [name for name in comparison.circuits if not str(name).endswith(("_low", "_high"))]
     for title, frame in (
-        ("By layer: means over components", found.summary()),
-        ("Circuits at equal faithfulness", found.circuits[estimates]),
+        ("By layer: means over components", comparison.summary()),
+        ("Circuits at equal faithfulness", comparison.circuits[estimates]),
     ):
         columns = [str(column).removesuffix("_correlation") for column in frame.columns]
         print_table(title, columns, frame.to_numpy(dtype=object).tolist(), number=".3g")

@@ -114,7 +114,7 @@ def verify(
     MODEL alone is run without neuron-heads and with them. CONVERTED is compared with MODEL.
     """
     with clear_errors():
-        given = _read_input(text, tokens, chat)
+        inputs = _read_input(text, tokens, chat)
         if converted is None:
             loaded = source = load_with_neuron_heads(model, dtype, device, hooked)
             if isinstance(source, AttentionOnlyTransformer):
@@ -134,7 +134,7 @@ def verify(
             if manifest["model"] == _BRIDGE and isinstance(source, TransformerBridge):
                 process_as_saved(source, manifest["config"])
         with working("comparing"):
-            report = verify_models(source, loaded, _input_of(source, given, chat))
+            report = verify_models(source, loaded, _input_of(source, inputs, chat))
         typer.echo(str(report))
     raise typer.Exit(0 if report.ok else 1)
 
@@ -153,23 +153,23 @@ def _read_input(text: str | None, tokens: Path | None, chat: bool = False) -> _I
     return read_tokens(tokens)
 
 
-def _input_of(source: Any, given: _Input, chat: bool = False) -> _Input:
-    if not isinstance(given, str):
-        return given
+def _input_of(source: Any, inputs: _Input, chat: bool = False) -> _Input:
+    if not isinstance(inputs, str):
+        return inputs
     if source.tokenizer is None:
         raise AttnOnlyLensError("the model has no tokenizer: use --tokens instead of --text")
-    return torch.stack(chat_tokens(source, given)) if chat else given
+    return torch.stack(chat_tokens(source, inputs)) if chat else inputs
 
 
 def read_tokens(tokens: Path) -> Int[Tensor, "batch pos"]:
     """Read the `tokens` of a safetensors file."""
-    found, _ = read_tensors(tokens)
-    if "tokens" not in found:
-        raise AttnOnlyLensError(f"{tokens} holds {sorted(found)}; expected `tokens`")
-    given = found["tokens"]
-    if given.ndim != 2 or given.dtype not in (torch.int32, torch.int64) or not given.numel():
+    tensors, _ = read_tensors(tokens)
+    if "tokens" not in tensors:
+        raise AttnOnlyLensError(f"{tokens} holds {sorted(tensors)}; expected `tokens`")
+    inputs = tensors["tokens"]
+    if inputs.ndim != 2 or inputs.dtype not in (torch.int32, torch.int64) or not inputs.numel():
         raise AttnOnlyLensError(
-            f"`tokens` in {tokens} is {given.dtype} {list(given.shape)}; expected int32 or int64 "
+            f"`tokens` in {tokens} is {inputs.dtype} {list(inputs.shape)}; expected int32 or int64 "
             "[batch, pos]"
         )
-    return given.long()
+    return inputs.long()

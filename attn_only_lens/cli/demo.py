@@ -33,9 +33,9 @@ def demo(
             f"neuron is copied into a run of {CORRUPTED!r}: how much of the answer comes back?\n"
         )
         metric = patching.logit_diff(" are", " is")
-        found = patching.activation_patch(model, CLEAN, CORRUPTED, metric)
-        strongest = found.top(_SHOWN)
-        tokens = [model.to_str_tokens(CLEAN)[at] for at in strongest["position"]]
+        sweep = patching.activation_patch(model, CLEAN, CORRUPTED, metric)
+        strongest = sweep.top(_SHOWN)
+        tokens = [model.to_str_tokens(CLEAN)[position] for position in strongest["position"]]
         print_table(
             "The strongest heads and neurons",
             ("head or neuron", "at the token", "comes back"),
@@ -44,7 +44,7 @@ def demo(
                 for row, token in zip(strongest.itertuples(index=False), tokens, strict=True)
             ],
         )
-        neurons = found.query("kind == 'neuron'").top(4 * _SHOWN)["name"].unique().tolist()
+        neurons = sweep.query("kind == 'neuron'").top(4 * _SHOWN)["name"].unique().tolist()
         seen = neuron_statistics(model, neurons, pretrained.small_english_texts(), progress="texts")
         graph = circuits.attribution_graph(model, CLEAN, metric, top=60)
         circuit = viz.circuit_view(graph, model, CLEAN, examples=seen.frame())

@@ -59,7 +59,7 @@ def grow(
         with working("growing"):
             grown = grow_model(
                 loaded,
-                compose(*(InsertLayer(at, copy=copy) for at in depths)) if depths else None,
+                compose(*(InsertLayer(depth, copy=copy) for depth in depths)) if depths else None,
                 d_mlp=d_mlp,
                 n_heads=n_heads,
                 d_head=d_head,

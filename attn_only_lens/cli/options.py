@@ -45,20 +45,22 @@ def parse_metric(
     needs = {"logit_diff": 2, "probability": 1, "log_probability": 1}.get(metric, 0)
     if metric not in _METRICS:
         raise AttnOnlyLensError(f"got --metric {metric}; expected one of {', '.join(_METRICS)}")
-    given = [each for each in (answer, wrong) if each is not None]
-    if len(given) != needs or (needs and answer is None):
+    options_given = [option for option in (answer, wrong) if option is not None]
+    if len(options_given) != needs or (needs and answer is None):
         wanted = ("neither --answer nor --wrong", "--answer alone", "--answer and --wrong")[needs]
         raise AttnOnlyLensError(f"--metric {metric} takes {wanted}")
-    answers: list[Any] = [_parse_answer(each) for each in given] if tokens else given
+    answers: list[Any] = (
+        [_parse_answer(answer) for answer in options_given] if tokens else options_given
+    )
     made: metrics.Metric = getattr(p, metric)(*answers)
     return made
 
 
 def _parse_answer(text: str) -> int:
-    found = parse_numbers(text, "an answer")
-    if len(found) != 1:
+    numbers = parse_numbers(text, "an answer")
+    if len(numbers) != 1:
         raise AttnOnlyLensError(f"got {text!r} for an answer; expected one token number")
-    return found[0]
+    return numbers[0]
 
 
 def parse_prompts(texts: list[str], option: str, tokens: bool) -> Prompts:
@@ -91,7 +93,7 @@ def parse_names(text: str) -> list[str]:
 def parse_numbers(text: str, option: str) -> list[int]:
     """Parse whole numbers with commas between."""
     try:
-        return [int(each) for each in text.split(",")]
+        return [int(word) for word in text.split(",")]
     except ValueError:
         raise AttnOnlyLensError(
             f"{option}: got {text!r}; expected whole numbers with commas between"

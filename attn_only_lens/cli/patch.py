@@ -76,20 +76,20 @@ def patch(
         require_writable(out, (".parquet", ".csv"), top)
         selection = _parse_sites(sites or ("heads" if part == "k" else "all"), layers)
         measure = parse_metric(metric, answer, wrong, tokens)
-        at: Any = positions
+        places: Any = positions
         if positions not in ("each", "all"):
-            at = parse_numbers(positions, "--positions")
+            places = parse_numbers(positions, "--positions")
         first = parse_prompts(clean, "--clean", tokens)
-        other = parse_prompts(corrupted, "--corrupted", tokens) if corrupted else None
+        other_prompts = parse_prompts(corrupted, "--corrupted", tokens) if corrupted else None
         loaded = load_with_neuron_heads(model, dtype, device, hooked)
         sweep = p.activation_patch(
             loaded,
             as_chat(loaded, first, chat),
-            None if other is None else as_chat(loaded, other, chat),
+            None if other_prompts is None else as_chat(loaded, other_prompts, chat),
             measure,
             sites=selection,
             part=part,  # type: ignore[arg-type]  # checked there
-            positions=at,
+            positions=places,
             direction=direction,
             resume=resume,
             batch_size=batch_size,

@@ -81,9 +81,9 @@ def pattern(
         require_writable(out, _PAGE)
         if (names is None) == (layer is None):
             raise AttnOnlyLensError("give either --names or --layer")
-        given = parse_prompts([prompt], "--prompt", tokens)
+        prompts = parse_prompts([prompt], "--prompt", tokens)
         loaded = load_with_neuron_heads(model, dtype, device, hooked)
-        ids = single_prompts(loaded, as_chat(loaded, given, chat)).clean
+        ids = single_prompts(loaded, as_chat(loaded, prompts, chat)).clean
         heads: Sites = p.heads(layer) if names is None else parse_names(names)
         write_html(attention_view(loaded, heads, ids), out)
         say_page(out)

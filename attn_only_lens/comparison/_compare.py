@@ -142,10 +142,10 @@ def compare(
     settings = {name: as_plain(value) for name, value in settings.items()}
     if provenance is None and isinstance(grown, Grown):
         provenance = grown.provenance
-    given = [model, grown] if null is None else [model, grown, null]
-    _require_valid(given, provenance, settings)
+    compared = [model, grown] if null is None else [model, grown, null]
+    _require_valid(compared, provenance, settings)
     assert provenance is not None
-    models = [each.model if isinstance(each, Grown) else each for each in given]
+    models = [item.model if isinstance(item, Grown) else item for item in compared]
     with ExitStack() as stack:
         _expose(models, stack)
         alignment = align(models[0], models[1], provenance)
@@ -155,11 +155,11 @@ def compare(
         # The circuits first, so that what does not fit is refused before hours of work.
         first = next(stream)
         n_first, n_steps = len(first.pair.clean), statistics.n_steps
-        found = [
+        results = [
             _circuit(model, first, faithfulness, seed, progress and f"circuit of {label}")
             for model, label in zip(models, MODELS, strict=False)
         ]
-        circuits, ablated = zip(*found, strict=True)
+        circuits, ablated = zip(*results, strict=True)
         with stage_bar(first.label, n_steps, "step", progress) as bar:
             runs = statistics.add(first, bar)
         frames = compare_circuits(
@@ -171,10 +171,10 @@ def compare(
         )
         del runs  # which hold a batch
         about = {
-            "faithfulness": [each.faithfulness for each in circuits],
-            "completeness": [each.completeness for each in circuits],
-            "circuit_sizes": [len(each) for each in circuits],
-            "random_faithfulness": [list(each.random) for each in circuits],
+            "faithfulness": [circuit.faithfulness for circuit in circuits],
+            "completeness": [circuit.completeness for circuit in circuits],
+            "circuit_sizes": [len(circuit) for circuit in circuits],
+            "random_faithfulness": [list(circuit.random) for circuit in circuits],
             "n_prompts_of_circuits": n_first,
             "settings": settings,
         }
@@ -210,7 +210,7 @@ def compare(
             raise stopped from error
 
 
-def _require_valid(given: Sequence[Any], provenance: object, settings: dict[str, Any]) -> None:
+def _require_valid(compared: Sequence[Any], provenance: object, settings: dict[str, Any]) -> None:
     """Refuse invalid settings, and models that do not belong together."""
     reasons = []
     if not isinstance(provenance, Provenance):
@@ -226,14 +226,18 @@ def _require_valid(given: Sequence[Any], provenance: object, settings: dict[str,
         value = settings[name]
         if not isinstance(value, int | float) or not 0 < value <= 1:
             reasons.append(f"got {name}={value!r}; expected more than 0, up to 1")
-    if len(given) == 3 and isinstance(given[2], Grown) and isinstance(provenance, Provenance):
-        other = given[2].provenance
-        if (other.layers, other.axes) != (provenance.layers, provenance.axes):
+    if len(compared) == 3 and isinstance(compared[2], Grown) and isinstance(provenance, Provenance):
+        other_provenance = compared[2].provenance
+        if (other_provenance.layers, other_provenance.axes) != (provenance.layers, provenance.axes):
             reasons.append("the null grew differently; expected the same growth, trained apart")
-        elif other.source and provenance.source and other.source.differences(provenance.source):
+        elif (
+            other_provenance.source
+            and provenance.source
+            and other_provenance.source.differences(provenance.source)
+        ):
             reasons.append("the null grew from another model; expected the same growth")
     reasons += no_gradient_reasons()
-    models = [each.model if isinstance(each, Grown) else each for each in given]
+    models = [model.model if isinstance(model, Grown) else model for model in compared]
     for label, model in zip(MODELS, models, strict=False):
         if not hasattr(model, "cfg"):
             reasons.append(f"{label}: got a {type(model).__name__}; expected a model")
@@ -258,7 +262,7 @@ def _expose(models: Sequence[Any], stack: ExitStack) -> None:
         for label, model in zip(MODELS, models, strict=False)
         for reason in reasons_not_to_run(model)
     ]
-    heads = {each.heads_per_neuron for model in models for each in host_of(model).neurons}
+    heads = {neuron.heads_per_neuron for model in models for neuron in host_of(model).neurons}
     if len(heads) > 1:
         reasons.append(f"their neurons have {sorted(heads)} heads each; expected one number")
     grown, *null = (

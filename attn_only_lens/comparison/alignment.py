@@ -56,7 +56,7 @@ class Alignment:
 
     def with_null(self, d_model: int) -> "Alignment":
         """Align the second model, of this width, with another of its shape."""
-        shared = tuple(replace(each, first=each.second) for each in self.shared)
+        shared = tuple(replace(pair, first=pair.second) for pair in self.shared)
         return Alignment(shared, self.new, torch.arange(d_model, device="cpu"))
 
 
@@ -71,7 +71,7 @@ def align(model: Any, grown: Any, provenance: Provenance) -> Alignment:
     Raises:
         ComparisonError: with every reason: this is not the provenance of these two models.
     """
-    old, new = (resolve_sites(each, all_heads()) for each in (model, grown))
+    old, new = (resolve_sites(each_model, all_heads()) for each_model in (model, grown))
     known = {name for group in new for name in group.names}
     reasons: list[str] = []
     old_names: dict[str, str] = {}

@@ -96,9 +96,9 @@ def run_batch(model: Any, batch: Batch, sites: Sequence[LayerSites]) -> BatchRun
         InputError: the metric does not fit, or no gradient passes through it.
     """
     pair = on_device_of(model, batch.pair)
-    nodes = [gradient_node(model, each, "z", closed=True) for each in sites]
+    nodes = [gradient_node(model, site, "z", closed=True) for site in sites]
     patterns = [
-        hook_name(model, each.layer, "pattern") for each in sites if each.kind == "attention"
+        hook_name(model, site.layer, "pattern") for site in sites if site.kind == "attention"
     ]
     tape = Tape(nodes)
     with start_graph(model):
@@ -114,9 +114,11 @@ def run_batch(model: Any, batch: Batch, sites: Sequence[LayerSites]) -> BatchRun
     gradients = tape.gradients(runs.metric.of_logits(runs.clean.logits))
     weight = -len(pair.clean) * pair.real
     effects = {}
-    for each, node in zip(sites, nodes, strict=True):
-        found = site_estimates(model, each, "z", node, gradients[node], runs.clean, runs.corrupted)
-        effects[each.layer, each.kind] = found * weight.to(found.device)
+    for site, node in zip(sites, nodes, strict=True):
+        estimates = site_estimates(
+            model, site, "z", node, gradients[node], runs.clean, runs.corrupted
+        )
+        effects[site.layer, site.kind] = estimates * weight.to(estimates.device)
     values = runs.clean_value, runs.corrupted_value
     clean, metric = runs.clean, runs.metric.name
     return BatchRun(model, clean.hooked, clean.neurons, pair.real, effects, values, metric)

@@ -116,12 +116,12 @@ def batches(
         yield replace(batch, number=number, of=n)
 
 
-def _is_numeric(given: object) -> bool:
+def _is_numeric(tokens: object) -> bool:
     """True if this begins with numbers outside a tensor or an array."""
-    if isinstance(given, list | tuple):
-        return any(map(_is_numeric, given[:1]))
-    given = array_as_tensor(given)
-    return isinstance(given, int) or (hasattr(given, "tolist") and not isinstance(given, Tensor))
+    if isinstance(tokens, list | tuple):
+        return any(map(_is_numeric, tokens[:1]))
+    tokens = array_as_tensor(tokens)
+    return isinstance(tokens, int) or (hasattr(tokens, "tolist") and not isinstance(tokens, Tensor))
 
 
 def _cut(model: Any, tokens: Any, corrupted: Prompts | None, size: int) -> Iterator[PromptPair]:
@@ -142,22 +142,24 @@ def _by_length(model: Any, tokens: Any) -> Sequence[Tokens]:
     pair = single_prompts(model, tokens)
     lengths = pair.real.sum(dim=1)
     groups = [(pair.clean[lengths == n], pair.real[lengths == n]) for n in lengths.unique()]
-    found = [rows[real].view(len(rows), -1) for rows, real in groups]
+    texts = [rows[real].view(len(rows), -1) for rows, real in groups]
     reasons = [
         f"1 prompt alone has {rows.shape[1]} tokens: {_named(tokens, lengths, rows.shape[1])}; "
         "expected another of that length, or corrupted prompts"
-        for rows in found
+        for rows in texts
         if _other(rows, rows[:1]) is None
     ]
     ComparisonError.raise_if(reasons, _PROBLEM)
-    return found
+    return texts
 
 
 def _named(tokens: Any, lengths: Tensor, length: int) -> str:
     """The first prompt of a length: its number, from 0 on, and its beginning if it is a text."""
     number = int((lengths == length).nonzero()[0])
-    given = tokens if isinstance(tokens, str) else tokens[number]
-    return f"prompt {number}" + (f", {reprlib.repr(given)}" if isinstance(given, str) else "")
+    rows_tokens = tokens if isinstance(tokens, str) else tokens[number]
+    return f"prompt {number}" + (
+        f", {reprlib.repr(rows_tokens)}" if isinstance(rows_tokens, str) else ""
+    )
 
 
 def _other(rows: Tokens, prompt: Tokens) -> Tokens | None:
@@ -168,23 +170,25 @@ def _other(rows: Tokens, prompt: Tokens) -> Tokens | None:
 
 def _next_others(rows: Tokens) -> Tokens:
     """For each prompt the next different one, cyclically."""
-    found = rows.roll(-1, dims=0)
+    shifted = rows.roll(-1, dims=0)
     for shift in range(2, len(rows)):
-        same = (found == rows).all(dim=1, keepdim=True)
+        same = (shifted == rows).all(dim=1, keepdim=True)
         if not same.any():
             break
-        found = torch.where(same, rows.roll(-shift, dims=0), found)
-    return found
+        shifted = torch.where(same, rows.roll(-shift, dims=0), shifted)
+    return shifted
 
 
 def _with_metrics(
     stream: Iterable[Any], metric: AnyMetric | None
 ) -> Iterator[tuple[Any, AnyMetric]]:
-    for each in stream:
-        rows, own = each if isinstance(each, tuple) and len(each) == 2 else (each, metric)
-        if own is None:
+    for batch in stream:
+        rows, batch_metric = (
+            batch if isinstance(batch, tuple) and len(batch) == 2 else (batch, metric)
+        )
+        if batch_metric is None:
             raise ComparisonError(["got a batch without a metric, and none for all"], _PROBLEM)
-        yield rows, own
+        yield rows, batch_metric
 
 
 def _paired(model: Any, stream: Iterator[tuple[Any, AnyMetric]]) -> Iterator[Batch]:
@@ -192,29 +196,31 @@ def _paired(model: Any, stream: Iterator[tuple[Any, AnyMetric]]) -> Iterator[Bat
     known: dict[int, Tokens] = {}  # by length, up to two different prompts
     waiting: tuple[Tokens, AnyMetric] | None = None  # of one prompt, for the batch after it
     for rows, metric in stream:
-        given = _checked(model, rows)
-        clean, mask = (given.clean, given.mask) if isinstance(given, PromptPair) else (given, None)
+        checked = _checked(model, rows)
+        clean, mask = (
+            (checked.clean, checked.mask) if isinstance(checked, PromptPair) else (checked, None)
+        )
         length = clean.shape[1]
         if waiting is not None:
-            alone, own = waiting
+            alone, metric_of_batch = waiting
             fits = mask is None and alone.shape[1] == length
-            other = _other(clean, alone[:1]) if fits else None
-            if other is None:
+            corrupted_rows = _other(clean, alone[:1]) if fits else None
+            if corrupted_rows is None:
                 raise _alone(alone)
             waiting = None
-            yield Batch(PromptPair(alone, other.repeat(len(alone), 1)), own)
-        if isinstance(given, PromptPair):
-            yield Batch(given, metric)
-        elif _other(given, given[:1]) is not None:
-            yield Batch(PromptPair(given, _next_others(given)), metric)
-        elif (other := _other(known.get(length, given), given[:1])) is not None:
-            yield Batch(PromptPair(given, other.repeat(len(given), 1)), metric)
+            yield Batch(PromptPair(alone, corrupted_rows.repeat(len(alone), 1)), metric_of_batch)
+        if isinstance(checked, PromptPair):
+            yield Batch(checked, metric)
+        elif _other(checked, checked[:1]) is not None:
+            yield Batch(PromptPair(checked, _next_others(checked)), metric)
+        elif (corrupted_rows := _other(known.get(length, checked), checked[:1])) is not None:
+            yield Batch(PromptPair(checked, corrupted_rows.repeat(len(checked), 1)), metric)
         else:
-            waiting = given, metric
+            waiting = checked, metric
         if mask is None:
             first = known.setdefault(length, clean[:1].clone())
-            if len(first) == 1 and (other := _other(clean, first)) is not None:
-                known[length] = torch.cat([first, other])
+            if len(first) == 1 and (corrupted_rows := _other(clean, first)) is not None:
+                known[length] = torch.cat([first, corrupted_rows])
     if waiting is not None:
         raise _alone(waiting[0])
 

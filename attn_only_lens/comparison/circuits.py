@@ -85,16 +85,16 @@ def compare_circuits(
     Raises:
         UnsupportedModelError: a model is not linear when frozen.
     """
-    own, grown = _component_rows(models[1], alignment, batch.pair.clean.shape[1])
-    components = [own, *[grown] * (len(models) - 1)]
+    old_rows, grown = _component_rows(models[1], alignment, batch.pair.clean.shape[1])
+    components = [old_rows, *[grown] * (len(models) - 1)]
     circuits = [
         _ScoredCircuit(rows, size, rows.scores(run))
         for rows, size, run in zip(components, sizes, runs, strict=True)
     ]
     uniform = resampling.uniform
-    means = [each.means(uniform[None]) for each in circuits]
+    means = [circuit.means(uniform[None]) for circuit in circuits]
     in_any = np.logical_or.reduce(
-        [largest(each, own.size)[0] for each, own in zip(means, circuits, strict=True)]
+        [largest(circuit, mean.size)[0] for circuit, mean in zip(means, circuits, strict=True)]
     )
     nodes = np.flatnonzero(in_any)
     effects = np.nanmax(np.abs(np.concatenate(means)[:, nodes]), axis=0)
@@ -205,18 +205,18 @@ def overlap_measures(
             for name, values in overlap.similarity().items():
                 resampled.setdefault((what, name), []).append(values)
         on_resamples(int(((number >= first) & (number < first + size)).sum()))
-    found: dict[str, dict[str, float]] = {}
+    columns: dict[str, dict[str, float]] = {}
     for what, overlap in overlaps(resampling.uniform[None]).items():
         n_first, n_second = int(overlap.first.sum()), int(overlap.second.sum())
         kept = int((overlap.first & overlap.second).sum())
         row: dict[str, float] = {"original": n_first, "grown": n_second, "kept": kept}
         row |= {"lost": n_first - kept, "gained": n_second - kept}
         for name, value in overlap.similarity().items():
-            each = np.concatenate(resampled.get((what, name), [np.empty(0)]))
-            low, high = resampling.interval(each[number])
+            samples = np.concatenate(resampled.get((what, name), [np.empty(0)]))
+            low, high = resampling.interval(samples[number])
             row |= {name: float(value[0]), f"{name}_low": low, f"{name}_high": high}
-        found[what] = row
-    return found
+        columns[what] = row
+    return columns
 
 
 def _rank_correlation(
@@ -227,9 +227,13 @@ def _rank_correlation(
     """Return Spearman's, of the rows that have both scores; nan unless both have ranks."""
     among = among & ~np.isnan(first) & ~np.isnan(second)
     middle = (among.sum(axis=1, keepdims=True) + 1) / 2
-    one, other = (np.where(among, _ranks(each, among) - middle, 0.0) for each in (first, second))
-    scale = np.sqrt((one**2).sum(axis=1) * (other**2).sum(axis=1))
-    return np.where(scale > 0, (one * other).sum(axis=1) / np.where(scale > 0, scale, 1), np.nan)
+    one, second_ranks = (
+        np.where(among, _ranks(values, among) - middle, 0.0) for values in (first, second)
+    )
+    scale = np.sqrt((one**2).sum(axis=1) * (second_ranks**2).sum(axis=1))
+    return np.where(
+        scale > 0, (one * second_ranks).sum(axis=1) / np.where(scale > 0, scale, 1), np.nan
+    )
 
 
 def _ranks(
@@ -273,7 +277,7 @@ def select_mass(
     mass: float,
 ) -> Bool[np.ndarray, "resample row"]:
     """Return as few of some rows as have a share of their Σ |weight|, for each kind separately."""
-    found = np.zeros_like(among)
+    ranks = np.zeros_like(among)
     sizes = np.where(among, np.abs(weights), 0.0)
     for kind in pd.unique(kinds):
         rows = np.flatnonzero(kinds == kind)
@@ -284,8 +288,8 @@ def select_mass(
         needed = ((reached[:, :-1] < mass * reached[:, -1:]) | (mass == 1)) & (ordered > 0)
         chosen = np.zeros_like(needed)
         np.put_along_axis(chosen, order, needed, axis=1)
-        found[:, rows] = chosen
-    return found
+        ranks[:, rows] = chosen
+    return ranks
 
 
 @dataclass(frozen=True, eq=False)
@@ -317,21 +321,21 @@ class _ComponentRows:
 
     def within(self, nodes: _Ints) -> list[list[tuple[int, int]]]:
         """(position, index in this model) of its nodes among these, by layer and kind."""
-        found = []
+        per_circuit = []
         for sites, rows in self.groups:
             index = dict(zip(rows.tolist(), sites.index.tolist(), strict=True))
             here = nodes[np.isin(nodes // self.n_pos, rows)].tolist()
-            found.append(sorted((n % self.n_pos, index[n // self.n_pos]) for n in here))
-        return found
+            per_circuit.append(sorted((n % self.n_pos, index[n // self.n_pos]) for n in here))
+        return per_circuit
 
     def scores(self, run: BatchRun) -> Float[np.ndarray, "node batch"]:
         """The effect of every node on the metric of each prompt."""
         batch = len(run.real)
-        found = np.full((len(self.names), self.n_pos, batch), np.nan)
+        scores = np.full((len(self.names), self.n_pos, batch), np.nan)
         for sites, rows in self.groups:
             effects = run.effects_of(sites).permute(0, 2, 1)
-            found[rows] = effects.cpu().double().numpy()
-        return found.reshape(-1, batch)
+            scores[rows] = effects.cpu().double().numpy()
+        return scores.reshape(-1, batch)
 
 
 def _component_rows(
@@ -345,9 +349,9 @@ def _component_rows(
     def rows(called: Sequence[str]) -> _Ints:
         return np.array([row[name] for name in called], dtype=np.int64)
 
-    own = tuple((pair.first, rows(pair.second.names)) for pair in alignment.shared)
-    theirs = tuple((sites, rows(sites.names)) for sites in every)
-    return _ComponentRows(own, names, n_pos), _ComponentRows(theirs, names, n_pos)
+    old_sites = tuple((pair.first, rows(pair.second.names)) for pair in alignment.shared)
+    grown_sites = tuple((sites, rows(sites.names)) for sites in every)
+    return _ComponentRows(old_sites, names, n_pos), _ComponentRows(grown_sites, names, n_pos)
 
 
 @dataclass(frozen=True, eq=False)
@@ -379,8 +383,8 @@ class _Edges:
 
     def within(self, nodes: Bool[np.ndarray, "resample node"]) -> Bool[np.ndarray, "resample edge"]:
         """Edges between these nodes, the embedding and the metric."""
-        found = (nodes[:, self.ends] | (self.ends < 0)).all(axis=2)
-        return np.asarray(found)
+        kept = (nodes[:, self.ends] | (self.ends < 0)).all(axis=2)
+        return np.asarray(kept)
 
 
 def _edges_between(
@@ -394,20 +398,20 @@ def _edges_between(
         frame = pd.DataFrame(columns=["source", "target", "kind"], dtype=object)
         empty = np.empty((0, len(batch.pair.clean)))
         return _Edges(frame, np.empty((0, 2), dtype=np.int64), (empty,) * len(models))
-    found = [
-        _edges(model, batch, own, nodes, label, progress)
-        for model, own, label in zip(models, components, MODELS, strict=False)
+    selections = [
+        _edges(model, batch, component, nodes, label, progress)
+        for model, component, label in zip(models, components, MODELS, strict=False)
     ]
-    every = pd.concat([frame for frame, _ in found]).drop_duplicates(ignore_index=True)
+    every = pd.concat([frame for frame, _ in selections]).drop_duplicates(ignore_index=True)
     node = dict(zip(components[0].ids(nodes), nodes.tolist(), strict=True))
     columns = [every[end].map(node).fillna(-1).to_numpy(np.int64) for end in ("source", "target")]
     ends = np.stack(columns, axis=1)
     index = pd.MultiIndex.from_frame(every)
     weights = []
-    for (frame, by_prompt), own in zip(found, components, strict=True):
+    for (frame, by_prompt), selection in zip(selections, components, strict=True):
         # A model that has both ends and no such edge has one of weight 0.
-        rows = np.concatenate([[-1], *(rows for _, rows in own.groups)])
-        has_both = np.isin(ends // own.n_pos, rows).all(axis=1)
+        rows = np.concatenate([[-1], *(rows for _, rows in selection.groups)])
+        has_both = np.isin(ends // selection.n_pos, rows).all(axis=1)
         full = np.where(has_both, 0.0, np.nan)[:, None].repeat(by_prompt.shape[1], axis=1)
         full[index.get_indexer(pd.MultiIndex.from_frame(frame))] = by_prompt
         weights.append(full)
@@ -469,9 +473,9 @@ class _Overlay:
     def overlaps(self, weights: Float[np.ndarray, "resample batch"]) -> dict[str, Overlap]:
         """Return the overlap of nodes, and of edges by kind, with these weights of prompts."""
         circuits = self.first, self.second
-        scores = [each.means(weights) for each in circuits]
-        nodes = [largest(x, each.size) for x, each in zip(scores, circuits, strict=True)]
-        found = {"nodes": Overlap(*nodes, *scores)}
+        scores = [circuit.means(weights) for circuit in circuits]
+        nodes = [largest(x, circuit.size) for x, circuit in zip(scores, circuits, strict=True)]
+        overlaps_by_level = {"nodes": Overlap(*nodes, *scores)}
         kinds = self.all_edges.frame["kind"].to_numpy(dtype=object)
         edge_weights = [weights @ self.all_edges.weights[i].T for i in self.models]
         chosen = [
@@ -479,8 +483,10 @@ class _Overlay:
             for x, ends in zip(edge_weights, nodes, strict=True)
         ]
         for kind in pd.unique(kinds):
-            found[f"{kind} edges"] = Overlap(*(x & (kinds == kind) for x in chosen), *edge_weights)
-        return found
+            overlaps_by_level[f"{kind} edges"] = Overlap(
+                *(x & (kinds == kind) for x in chosen), *edge_weights
+            )
+        return overlaps_by_level
 
     def nodes(self, weights: _Floats) -> pd.DataFrame:
         """Return a row for each node of either circuit."""
@@ -506,27 +512,27 @@ class _Overlay:
     def edges(self, weights: _Floats) -> pd.DataFrame:
         """Return a row for each edge of either circuit."""
         overlaps = self.overlaps(weights[None])
-        by_kind = [each for what, each in overlaps.items() if what != "nodes"]
+        by_kind = [item for what, item in overlaps.items() if what != "nodes"]
         union = _union(by_kind)
-        one, other = (self.all_edges.weights[i][union] @ weights for i in self.models)
+        one, second_weights = (self.all_edges.weights[i][union] @ weights for i in self.models)
         return (
             self.all_edges.frame.iloc[union]
-            .assign(status=_status(by_kind, union), weight=one, grown_weight=other)
+            .assign(status=_status(by_kind, union), weight=one, grown_weight=second_weights)
             .reset_index(drop=True)
         )
 
 
 def _union(overlaps: Sequence[Overlap]) -> _Ints:
     """Rows of either circuit."""
-    rows = [np.flatnonzero(each.first[0] | each.second[0]) for each in overlaps]
+    rows = [np.flatnonzero(overlap.first[0] | overlap.second[0]) for overlap in overlaps]
     return np.sort(np.concatenate([np.empty(0, np.int64), *rows]))
 
 
 def _status(overlaps: Sequence[Overlap], rows: _Ints) -> npt.NDArray[np.object_]:
     """Of each of these rows: "kept", "lost" or "gained"."""
     before, after = (
-        np.any([getattr(each, side)[0, rows] for each in overlaps], axis=0)
+        np.any([getattr(overlap, side)[0, rows] for overlap in overlaps], axis=0)
         for side in ("first", "second")
     )
-    found = np.where(before & after, "kept", np.where(before, "lost", "gained"))
-    return found.astype(object)
+    status = np.where(before & after, "kept", np.where(before, "lost", "gained"))
+    return status.astype(object)

@@ -90,7 +90,7 @@ class Comparison:
             every[f"{prefix}attribution_change"] = every[f"{prefix}attribution_change"].abs()
         measures = ("divergence", "cosine", "norm_ratio", "attribution_change")
         columns = [f"{prefix}{measure}" for measure in measures for prefix in prefixes]
-        groups, silent = (each.groupby(["layer", "kind"]) for each in (every, self.silent))
+        groups, silent = (frame.groupby(["layer", "kind"]) for frame in (every, self.silent))
         sizes = {"components": groups.size(), "silent": silent.size()}
         counts = pd.DataFrame(sizes).fillna(0).astype(int)  # a layer may be silent throughout
         return counts.join(groups[columns].mean()).reset_index()
@@ -153,7 +153,7 @@ def _files() -> set[str]:
 def _finite(value: Any) -> Any:
     """Replace numbers that JSON does not have by None."""
     if isinstance(value, Mapping):
-        return {key: _finite(each) for key, each in value.items()}
+        return {key: _finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_finite(each) for each in value]
+        return [_finite(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value

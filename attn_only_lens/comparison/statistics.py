@@ -113,8 +113,8 @@ def gate_divergence(
         return torch.special.entr(weight) + torch.special.entr(1 - weight)
 
     p, q = float32_if_half(p), float32_if_half(q)
-    found = entropy((p + q) / 2) - (entropy(p) + entropy(q)) / 2
-    return (found / log(2)).clamp(min=0)
+    divergence = entropy((p + q) / 2) - (entropy(p) + entropy(q)) / 2
+    return (divergence / log(2)).clamp(min=0)
 
 
 class _WriteDirections:
@@ -131,22 +131,22 @@ class _WriteDirections:
 
 
 def _gram(
-    one: Float[Tensor, "site d_head d_model"], other: Float[Tensor, "site d_head_2 d_model"]
+    one: Float[Tensor, "site d_head d_model"], second: Float[Tensor, "site d_head_2 d_model"]
 ) -> Float[Tensor, "site d_head d_head_2"]:
-    return torch.einsum("sam,sbm->sab", one, other)
+    return torch.einsum("sam,sbm->sab", one, second)
 
 
 def _dot(
     z: Float[Tensor, "token site d_head"],
     gram: Float[Tensor, "site d_head d_head_2"],
-    other: Float[Tensor, "token site d_head_2"],
+    second: Float[Tensor, "token site d_head_2"],
 ) -> _Floats:
     """The dot product of two components' outputs over all tokens, for each site."""
-    z, other = z.to(gram), other.to(gram)
+    z, second = z.to(gram), second.to(gram)
     if gram.shape[1:] == (1, 1):  # neurons: the matrix product would be as many of size 1
-        product = to_float64_device((z * other).squeeze(-1)).sum(0, dtype=torch.float64)
+        product = to_float64_device((z * second).squeeze(-1)).sum(0, dtype=torch.float64)
         return _numbers(product * to_float64_device(gram[:, 0, 0]).double())
-    product = (torch.einsum("tsa,sab->tsb", z, gram) * other).sum(-1)
+    product = (torch.einsum("tsa,sab->tsb", z, gram) * second).sum(-1)
     return _numbers(to_float64_device(product).sum(0, dtype=torch.float64))
 
 
@@ -159,16 +159,20 @@ def _effects_by_prompt(run: BatchRun, sites: LayerSites) -> _Floats:
     return _numbers(to_float64_device(run.effects_of(sites)).sum(-1, dtype=torch.float64))
 
 
-def _divergences_by_prompt(one: BatchRun, other: BatchRun, pair: SharedComponents) -> _Floats:
+def _divergences_by_prompt(one: BatchRun, second: BatchRun, pair: SharedComponents) -> _Floats:
     """The mean over the real tokens of each prompt: [site, prompt]."""
     if pair.kind == "attention":
-        mine, theirs = one.patterns(pair.first), other.patterns(pair.second)
-        found = pattern_divergence(mine, theirs.to(mine.device)).transpose(1, 2)
+        first_pattern, second_pattern = one.patterns(pair.first), second.patterns(pair.second)
+        divergence = pattern_divergence(
+            first_pattern, second_pattern.to(first_pattern.device)
+        ).transpose(1, 2)
     else:
-        mine, theirs = one.gates(pair.first), other.gates(pair.second)
-        found = gate_divergence(mine, theirs.to(mine.device)).mean(-1)
-    real = one.real.to(found.device).unsqueeze(-1)
-    total = to_float64_device(found.where(real, 0.0)).sum(1, dtype=torch.float64)
+        first_pattern, second_pattern = one.gates(pair.first), second.gates(pair.second)
+        divergence = gate_divergence(first_pattern, second_pattern.to(first_pattern.device)).mean(
+            -1
+        )
+    real = one.real.to(divergence.device).unsqueeze(-1)
+    total = to_float64_device(divergence.where(real, 0.0)).sum(1, dtype=torch.float64)
     return _numbers((total / real.sum(1).to(total.device)).T)
 
 
@@ -187,10 +191,10 @@ class _SharedStatistics:
     ) -> None:
         self._shared, self._grams = alignment.shared, []
         for pair in alignment.shared:
-            other = second.of(pair.second)
-            one = first.of(pair.first).to(other)
-            kept = other[..., alignment.coordinates.to(other.device)]
-            self._grams.append((_gram(one, kept), _gram(one, one), _gram(other, other)))
+            second_z = second.of(pair.second)
+            one = first.of(pair.first).to(second_z)
+            kept = second_z[..., alignment.coordinates.to(second_z.device)]
+            self._grams.append((_gram(one, kept), _gram(one, one), _gram(second_z, second_z)))
         names = [
             pd.DataFrame(
                 {
@@ -210,15 +214,17 @@ class _SharedStatistics:
     def __len__(self) -> int:
         return len(self._shared)
 
-    def measure(self, one: BatchRun, other: BatchRun, bar: "tqdm[Any]") -> tuple[_Floats, _Floats]:
+    def measure(
+        self, one: BatchRun, second_values: BatchRun, bar: "tqdm[Any]"
+    ) -> tuple[_Floats, _Floats]:
         """Return the sums and maxima over a batch; the bar moves by the length of this."""
         sums, maxima = [], []
         for pair, (cross, first, second) in zip(self._shared, self._grams, strict=True):
-            js = _divergences_by_prompt(one, other, pair)
+            js = _divergences_by_prompt(one, second_values, pair)
             effect = _effects_by_prompt(one, pair.first)
-            other_effect = _effects_by_prompt(other, pair.second)
+            other_effect = _effects_by_prompt(second_values, pair.second)
             by_prompt = [js, js**2, effect, other_effect, (other_effect - effect) ** 2]
-            z = one.z(pair.first), other.z(pair.second)
+            z = one.z(pair.first), second_values.z(pair.second)
             products = [_dot(z[0], cross, z[1]), _dot(z[0], first, z[0]), _dot(z[1], second, z[1])]
             squares = [_numbers(_norm(x)) ** 2 for x in z]
             sums.append(np.stack([*(x.sum(1) for x in by_prompt), *products, *squares]))
@@ -272,11 +278,11 @@ class _NewStatistics:
 
     def measure(self, run: BatchRun) -> _Floats:
         """Return the sums over a batch."""
-        found = [self._sums[:, :0]]
+        sums = [self._sums[:, :0]]
         for sites, gram in zip(self._new, self._grams, strict=True):
             effect, z = _effects_by_prompt(run, sites), run.z(sites)
-            found.append(np.stack([effect.sum(1), (effect**2).sum(1), _dot(z, gram, z)]))
-        return np.concatenate(found, axis=1)
+            sums.append(np.stack([effect.sum(1), (effect**2).sum(1), _dot(z, gram, z)]))
+        return np.concatenate(sums, axis=1)
 
     def add(self, sums: _Floats) -> None:
         """Add what `measure` returned."""
@@ -309,14 +315,14 @@ class Statistics:
 
     def __init__(self, models: Sequence[Any], alignment: Alignment) -> None:
         self._models = models
-        self._sites = [resolve_sites(each, all_heads()) for each in models]
-        directions = [_WriteDirections(each) for each in models]
+        self._sites = [resolve_sites(model, all_heads()) for model in models]
+        directions = [_WriteDirections(model) for model in models]
         alignments = [alignment, alignment.with_null(models[1].cfg.d_model)]
         self._shared = [
             _SharedStatistics(directions[i], directions[i + 1], alignments[i])
             for i in range(len(models) - 1)
         ]
-        self._new = [_NewStatistics(each, alignment.new) for each in directions[1:]]
+        self._new = [_NewStatistics(direction, alignment.new) for direction in directions[1:]]
         self._values = np.zeros((len(models), 2))
         self._n_prompts = self._n_tokens = 0
         self._metric = ""
@@ -324,7 +330,7 @@ class Statistics:
     @property
     def n_steps(self) -> int:
         """How many steps of a bar one batch takes."""
-        return len(self._models) + sum(len(each) for each in self._shared)
+        return len(self._models) + sum(len(pair) for pair in self._shared)
 
     def add(self, batch: Batch, bar: "tqdm[Any] | None" = None) -> list[BatchRun]:
         """Run a batch through every model, and return the runs.
@@ -341,12 +347,12 @@ class Statistics:
             bar.update()
         # Whatever can fail comes first, so that an error leaves whole batches in the sums.
         bar.set_description(f"{batch.label}: patterns and outputs")
-        shared = [each.measure(runs[i], runs[i + 1], bar) for i, each in enumerate(self._shared)]
-        new = [each.measure(run) for each, run in zip(self._new, runs[1:], strict=True)]
+        shared = [pair.measure(runs[i], runs[i + 1], bar) for i, pair in enumerate(self._shared)]
+        new = [new_site.measure(run) for new_site, run in zip(self._new, runs[1:], strict=True)]
         for pair, (sums, maxima) in zip(self._shared, shared, strict=True):
             pair.add(sums, maxima)
-        for each, sums in zip(self._new, new, strict=True):
-            each.add(sums)
+        for new_site, sums in zip(self._new, new, strict=True):
+            new_site.add(sums)
         n_prompts = len(batch.pair.clean)
         self._values += n_prompts * np.array([run.values for run in runs])
         self._n_prompts += n_prompts
@@ -357,10 +363,10 @@ class Statistics:
     def frames(self) -> tuple[pd.DataFrame, pd.DataFrame, pd.DataFrame]:
         """Return frames of the original's components, of new ones and of silent ones."""
         counts = self._n_prompts, self._n_tokens
-        old, *nulls = (each.frame(*counts) for each in self._shared)
+        old, *nulls = (pair.frame(*counts) for pair in self._shared)
         spans = self._values[1:, 0] - self._values[1:, 1]
         new, *new_nulls = (
-            each.frame(*counts, span) for each, span in zip(self._new, spans, strict=True)
+            new_site.frame(*counts, span) for new_site, span in zip(self._new, spans, strict=True)
         )
         for null, new_null in zip(nulls, new_nulls, strict=True):
             for name in (*_MEASURES, *_CHANGES):

@@ -54,7 +54,7 @@ def find_hooks(model: Any) -> AttachedHooks:
     }
     users: dict[str, None] = {}
     placeholders: dict[str, None] = {}
-    own: dict[str, None] = {}
+    on_model: dict[str, None] = {}
     on_weights: dict[str, None] = {}
     added: set[str] = set()  # the ways in which users added hooks
     for name, module in modules_of(model):
@@ -73,7 +73,7 @@ def find_hooks(model: Any) -> AttachedHooks:
                     added.add("permanent" if handle.is_permanent else "temporary")
                 elif _library(hook) == "transformer_lens":
                     if (id(hooks), key) not in captures:
-                        own[shown] = None
+                        on_model[shown] = None
                 elif _library(hook) not in _LIBRARIES:
                     users[shown] = None
                     added.add("torch")
@@ -88,7 +88,9 @@ def find_hooks(model: Any) -> AttachedHooks:
         users[_EVERYWHERE] = None
         added.add("torch")
     removal = _removal(added, bool(placeholders))
-    return AttachedHooks(tuple(users), tuple(placeholders), tuple(own), tuple(on_weights), removal)
+    return AttachedHooks(
+        tuple(users), tuple(placeholders), tuple(on_model), tuple(on_weights), removal
+    )
 
 
 def hook_reasons(model: Any, so: str = "would not come along") -> list[str]:
@@ -98,8 +100,8 @@ def hook_reasons(model: Any, so: str = "would not come along") -> list[str]:
         model: a HookedTransformer, or a bridge.
         so: the fate of the hooks.
     """
-    found = find_hooks(model)
-    return _hook_reasons(found.users, so, found.removal)
+    hooks = find_hooks(model)
+    return _hook_reasons(hooks.users, so, hooks.removal)
 
 
 def weight_hook_reasons(model: Any) -> list[str]:
@@ -131,18 +133,18 @@ def modules_of(model: Any) -> Iterator[tuple[str, nn.Module]]:
 
     Each has the shortest of its names: a bridge has its parts in several places.
     """
-    found = {id(model)}
+    seen = {id(model)}
     left: deque[tuple[str, nn.Module]] = deque([("", model)])
     wrapped = getattr(model, "original_model", None)
-    if isinstance(wrapped, nn.Module) and id(wrapped) not in found:
-        found.add(id(wrapped))
+    if isinstance(wrapped, nn.Module) and id(wrapped) not in seen:
+        seen.add(id(wrapped))
         left.append(("original_model", wrapped))
     while left:
         name, module = left.popleft()
         yield name, module
         for part, child in module._modules.items():  # `named_children` takes three times as long
-            if child is not None and id(child) not in found:
-                found.add(id(child))
+            if child is not None and id(child) not in seen:
+                seen.add(id(child))
                 left.append((f"{name}.{part}" if name else part, child))
 
 

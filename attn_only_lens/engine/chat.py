@@ -88,8 +88,8 @@ def _chats(prompts: Any) -> list[Any]:
     """
     several = isinstance(prompts, list | tuple) and not _is_chat(prompts)
     chats = [
-        [{"role": "user", "content": each}] if isinstance(each, str) else each
-        for each in (prompts if several else [prompts])
+        [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        for prompt in (prompts if several else [prompts])
     ]
     if not chats or not all(map(_is_chat, chats)):
         raise InputError(
@@ -102,10 +102,10 @@ def _chats(prompts: Any) -> list[Any]:
     return chats
 
 
-def _is_chat(given: Any) -> bool:
+def _is_chat(prompts: Any) -> bool:
     """True for the messages of one prompt."""
     return (
-        isinstance(given, list | tuple)
-        and bool(given)
-        and all(isinstance(m, Mapping) and {"role", "content"} <= m.keys() for m in given)
+        isinstance(prompts, list | tuple)
+        and bool(prompts)
+        and all(isinstance(m, Mapping) and {"role", "content"} <= m.keys() for m in prompts)
     )

@@ -72,16 +72,16 @@ def require_same_edit(
         unclear, ineffective = list[int](), []
         for layer in untested:
             block = replay.host.block(layer, kind)
-            theirs, before = whole[block], recording.streams[block + 1]
+            expected, before = whole[block], recording.streams[block + 1]
             edit = _neuron_edit if kind == "neuron" else _attention_edit
-            mine = edit(replay, layer, part, first, noise)
-            mine = torch.cat([before[:, :first], mine], dim=1)
-            error, effect = (_relative_error(one, theirs, recording) for one in (mine, before))
+            got = edit(replay, layer, part, first, noise)
+            got = torch.cat([before[:, :first], got], dim=1)
+            error, effect = (_relative_error(one, expected, recording) for one in (got, before))
             if not error <= 1.0:
                 reasons.append(
                     f"layer {layer}: noise at {noise.names[layer]}, from position {first} on, "
-                    f"changes the output of block {block} by {_largest(theirs, before):.2g} in a "
-                    f"whole run; a sweep would be off by {_largest(mine, theirs):.2g}. Something "
+                    f"changes the output of block {block} by {_largest(expected, before):.2g} in a "
+                    f"whole run; a sweep would be off by {_largest(got, expected):.2g}. Something "
                     "unknown lies between these heads and the stream, such as a forward pass that "
                     "was replaced"
                 )
@@ -117,7 +117,7 @@ def require_edits_read(
         UnsupportedModelError: with every such hook point.
     """
     names = {layer: hook_name(model, layer, part, kind) for layer in layers}
-    other = "neuron_heads()" if kind == "attention" else "heads()"
+    other_kind = "neuron_heads()" if kind == "attention" else "heads()"
     shown: dict[str, list[Tensor]] = {}
 
     def look(name: str) -> Callable[[Tensor, Any], None]:
@@ -131,20 +131,22 @@ def require_edits_read(
     looks: Hooks = []
     if part in ("q", "k"):  # of one key, a softmax makes 1 whatever it is; the pattern shows nan
         later: tuple[Part, ...] = ("pattern", "z")
-        witnesses = {layer: [hook_name(model, layer, at, kind) for at in later] for layer in names}
-        looks = [(name, look(name)) for each in witnesses.values() for name in each]
+        witnesses = {
+            layer: [hook_name(model, layer, block, kind) for block in later] for layer in names
+        }
+        looks = [(name, look(name)) for witness in witnesses.values() for name in witness]
         _block_outputs(model, recording, looks)
-    found = _block_outputs(model, recording, [*edits, *looks])
+    outputs = _block_outputs(model, recording, [*edits, *looks])
     reasons = []
     for layer, name in names.items():
         block = host_of(model).block(layer, kind)
-        read = _relative_error(found[block], recording.streams[block + 1], recording) > 1.0
+        read = _relative_error(outputs[block], recording.streams[block + 1], recording) > 1.0
         if part in ("q", "k"):
-            read = read or not all(torch.equal(*shown[at]) for at in witnesses[layer])
+            read = read or not all(torch.equal(*shown[witness]) for witness in witnesses[layer])
         if not read:
             reasons.append(
                 f"{name} shows an activation that the model does not read back, so an edit of it "
-                f"has no effect; patch another part, or {other} alone"
+                f"has no effect; patch another part, or {other_kind} alone"
             )
     UnsupportedModelError.raise_if(reasons, _PROBLEM)
 
@@ -240,18 +242,18 @@ class _Noise:
 
 def _block_outputs(model: Any, recording: Recording, hooks: Hooks) -> list[Residual]:
     """Return the output of each block in a run with hooks, where each has its recorded input."""
-    found: list[Residual] = []
+    outputs: list[Residual] = []
 
     def restore(module: nn.Module, args: Any, output: Any) -> Any:
-        found.append(output_stream(output))
-        stream = recording.streams[len(found)].clone()
+        outputs.append(output_stream(output))
+        stream = recording.streams[len(outputs)].clone()
         return (stream, *output[1:]) if isinstance(output, tuple | list) else stream
 
     with ExitStack() as stack:
         for block in model.blocks:
             stack.callback(block.register_forward_hook(of_this_thread(restore)).remove)
         run_blocks(model, recording.tokens, recording.mask, hooks)
-    return found
+    return outputs
 
 
 def _neuron_edit(replay: Replay, layer: int, part: Part, first: int, noise: _Noise) -> Residual:
@@ -285,21 +287,21 @@ def _attention_edit(replay: Replay, layer: int, part: Part, first: int, noise: _
     return replay.block_output(Variants(block, first, stream, [(name, hook)]))
 
 
-def _relative_error(one: Residual, other: Residual, recording: Recording) -> float:
+def _relative_error(one: Residual, second: Residual, recording: Recording) -> float:
     """Return the largest difference of two streams at a token, relative to the rounding there."""
     if recording.mask is not None:  # nothing is patched at padding, and none attends to it
         real = recording.mask.bool().to(one.device)
-        one, other = one[real], other[real]
-    if not torch.equal(one.isfinite(), other.isfinite()):
+        one, second = one[real], second[real]
+    if not torch.equal(one.isfinite(), second.isfinite()):
         return float("inf")
-    one, other = (
-        to_float64_device(each.nan_to_num(0.0, 0.0, 0.0)).double() for each in (one, other)
+    one, second = (
+        to_float64_device(tensor.nan_to_num(0.0, 0.0, 0.0)).double() for tensor in (one, second)
     )
-    scale = torch.maximum(one.abs(), other.abs()).amax(-1)
-    error = (one - other).abs().amax(-1)
+    scale = torch.maximum(one.abs(), second.abs()).amax(-1)
+    error = (one - second).abs().amax(-1)
     allowed = LOGIT_TOLERANCE[recording.logits.dtype] * scale
     return float((error / allowed).nan_to_num(0.0).max())
 
 
-def _largest(one: Residual, other: Residual) -> float:
-    return float((one - other).abs().max())
+def _largest(one: Residual, second: Residual) -> float:
+    return float((one - second).abs().max())

@@ -67,10 +67,10 @@ def sum_by_site(
     heads: NeuronHeads, sites: LayerSites, of_heads: Float[Tensor, "batch pos head_index"]
 ) -> Float[Tensor, "site batch pos"]:
     """Sum a quantity over the heads of each site: all of its neuron, or one."""
-    each = of_heads.unflatten(-1, (-1, heads.heads_per_neuron))  # [batch, pos, neuron, member]
+    by_member = of_heads.unflatten(-1, (-1, heads.heads_per_neuron))  # [batch, pos, neuron, member]
     index, member = sites.index.to(of_heads.device), sites.member.to(of_heads.device)
-    every = torch.equal(sites.index, torch.arange(each.shape[2], device=sites.index.device))
-    chosen = each if every else each[:, :, index]
+    every = torch.equal(sites.index, torch.arange(by_member.shape[2], device=sites.index.device))
+    chosen = by_member if every else by_member[:, :, index]
     if heads.heads_per_neuron == 1:
         return chosen.squeeze(-1).permute(2, 0, 1)
     one = chosen.gather(-1, member.clamp(min=0).expand(*chosen.shape[:2], -1).unsqueeze(-1))
@@ -148,7 +148,7 @@ def attention_edit(
     source: Tensor,
     part: Part,
     heads: Bool[Tensor, "variant head_index"],
-    where: Bool[Tensor, "variant batch pos"],
+    positions: Bool[Tensor, "variant batch pos"],
     first: int,
 ) -> Callable[[Tensor, Any], Tensor]:
     """Return a hook that patches other attention heads in each variant.
@@ -165,7 +165,7 @@ def attention_edit(
     position_axis = 2 if part == "pattern" else 1
     kept = source.narrow(position_axis, first, source.shape[position_axis] - first)
     rows = kept.repeat(n_variants, 1, 1, 1)
-    chosen = where[:, :, first:, None].to(heads.device) & heads[:, None, None, :]
+    chosen = positions[:, :, first:, None].to(heads.device) & heads[:, None, None, :]
     chosen = chosen.flatten(0, 1)  # [row, pos, head_index]
     if part == "pattern":
         chosen = chosen.transpose(1, 2)

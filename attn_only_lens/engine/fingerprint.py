@@ -72,12 +72,12 @@ def _description(model: Any) -> dict[str, Any]:
         "config": plain,
         "gates": host_of(model).gates() if has_neuron_heads(model) else [],
         "constants": {
-            f"{at}.{name}": repr(value)
-            for at, module in modules_of(model)
+            f"{path}.{name}": repr(value)
+            for path, module in modules_of(model)
             for name, value in sorted(vars(module).items())
             if isinstance(value, float) and not name.startswith("_")
         },
     }
     if not getattr(model.cfg, "has_stock_sizes", True):  # else the configuration says them
-        described["layers"] = [asdict(each) for each in model.cfg.layer_sizes]
+        described["layers"] = [asdict(layer_size) for layer_size in model.cfg.layer_sizes]
     return described

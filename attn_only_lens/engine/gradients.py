@@ -116,15 +116,15 @@ def gradients(
         UnsupportedModelError: the value does not depend on a node, so that no patch there would
             have an effect.
     """
-    found = torch.autograd.grad(
+    gradients = torch.autograd.grad(
         value, list(nodes.values()), retain_graph=keep_graph, allow_unused=True
     )
-    unused = [name for name, each in zip(nodes, found, strict=True) if each is None]
+    unused = [name for name, gradient in zip(nodes, gradients, strict=True) if gradient is None]
     UnsupportedModelError.raise_if(
         [f"{name} is read-only in this model; it has no gradient" for name in unused],
         "this model cannot be attributed here",
     )
-    return dict(zip(nodes, found, strict=True))
+    return dict(zip(nodes, gradients, strict=True))
 
 
 def gradient_by_head(
@@ -224,8 +224,8 @@ def site_estimates(
         source: the other run, with the activation that is patched in at `hooked[node]`.
     """
     if node == host_of(model).hook_name(sites.layer, "neuron", "z"):
-        ours, theirs = target.neurons[sites.layer], source.neurons[sites.layer]
-        estimates = gradient.squeeze(-1) * change_of_z(ours, theirs, part)
+        ours, source_run = target.neurons[sites.layer], source.neurons[sites.layer]
+        estimates = gradient.squeeze(-1) * change_of_z(ours, source_run, part)
     else:
         change = source.hooked[node] - target.hooked[node]
         if sites.kind == "attention" and part in SHARED_PARTS:

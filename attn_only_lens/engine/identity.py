@@ -121,11 +121,13 @@ class _Describer:
         if isinstance(value, cached_property):
             return self.describe(value.func, where)
         if isinstance(value, property):
-            return [self.describe(each, where) for each in (value.fget, value.fset, value.fdel)]
+            return [
+                self.describe(function, where) for function in (value.fget, value.fset, value.fdel)
+            ]
         if type(value) in (list, tuple):
-            return [self.describe(each, f"{where}[{i}]") for i, each in enumerate(value)]
+            return [self.describe(entry, f"{where}[{i}]") for i, entry in enumerate(value)]
         if type(value) in (set, frozenset):
-            return sorted(identity(each) for each in value)
+            return sorted(identity(entry) for entry in value)
         if type(value) in (dict, MappingProxyType):
             return self._pairs(value, where)
         if isinstance(value, Tensor):
@@ -138,10 +140,10 @@ class _Describer:
             return fingerprint(value)
         return self._object(value, where)
 
-    def _pairs(self, value: Mapping[Any, Any], where: str) -> list[Any]:
+    def _pairs(self, value: Mapping[Any, Any], entry: str) -> list[Any]:
         return [
-            [self.describe(key, where), self.describe(each, f"{where}[{key!r:.40}]")]
-            for key, each in value.items()
+            [self.describe(key, entry), self.describe(entry, f"{entry}[{key!r:.40}]")]
+            for key, entry in value.items()
         ]
 
     def _tensor(self, value: Tensor, where: str) -> Any:
@@ -151,7 +153,7 @@ class _Describer:
             raise Unidentified(f"{where}, a tensor without plain bytes: {error}") from None
 
     def _code(self, code: CodeType, where: str) -> Any:
-        constants = [self.describe(each, where) for each in code.co_consts]
+        constants = [self.describe(constant, where) for constant in code.co_consts]
         shape = [code.co_argcount, code.co_posonlyargcount, code.co_kwonlyargcount, code.co_flags]
         names = [code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars]
         table = getattr(code, "co_exceptiontable", b"")
@@ -169,14 +171,14 @@ class _Describer:
         values = closure
         if owner is None:  # attributes of modules are described below
             values = {k: v for k, v in closure.items() if not isinstance(v, ModuleType)}
-        found = [
+        global_names = [
             self.describe(function.__code__, where),
             self._pairs(values, where),
             self.describe(function.__defaults__, where),
             self.describe(function.__kwdefaults__, where),
             self.describe(dict(vars(function)), where),
         ]
-        return [*found, owner or list(self._reads(function, closure, where))]
+        return [*global_names, owner or list(self._reads(function, closure, where))]
 
     def _reads(self, function: FunctionType, closure: dict[str, Any], where: str) -> Iterator[Any]:
         """Yield the values that a function reads by name; of modules, their attributes."""
@@ -187,7 +189,7 @@ class _Describer:
                     raise Unidentified(f"{where} imports {name} as it runs: import it before")
                 continue
             value = (closure if how == "closure" else outside).get(name)
-            if any(value is each for each in _MAY_READ_ANYTHING) or (
+            if any(value is name for name in _MAY_READ_ANYTHING) or (
                 isinstance(value, ModuleType)
                 and value.__name__ == "os"
                 and attributes[:1] in (["environ"], ["getenv"])
@@ -208,10 +210,10 @@ class _Describer:
         owner = _package(kind.__module__)
         if owner is not None and "<locals>" not in kind.__qualname__:
             return [kind.__module__, kind.__qualname__, owner]
-        own = {k: v for k, v in vars(kind).items() if k not in _INCIDENTAL}
+        members = {k: v for k, v in vars(kind).items() if k not in _INCIDENTAL}
         where = f"{where} → class {kind.__qualname__}"
-        bases = [self.describe(each, where) for each in (*kind.__bases__, type(kind))]
-        return [kind.__qualname__, bases, self._pairs(own, where)]
+        bases = [self.describe(base, where) for base in (*kind.__bases__, type(kind))]
+        return [kind.__qualname__, bases, self._pairs(members, where)]
 
     def _built_in(self, value: Any, where: str) -> Any:
         of = getattr(value, "__self__", None)
@@ -250,7 +252,7 @@ class _Describer:
             self.describe(make, where),
             self.describe(list(arguments), where),
             self.describe(state, where),
-            [self.describe(each, where) for each in items or ()],
+            [self.describe(item, where) for item in items or ()],
             [[self.describe(k, where), self.describe(v, where)] for k, v in pairs or ()],
         ]
 

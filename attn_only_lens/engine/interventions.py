@@ -36,7 +36,7 @@ def ablate(
         InputError: attention heads have no bias token; a prompt would be resampled from none or
             from itself, or from a token that is not there.
     """
-    own = reference is recording
+    is_reference = reference is recording
     reasons = []
     if to == "bias" and recording.hooked:
         reasons.append(
@@ -44,19 +44,21 @@ def ablate(
             "neuron_heads(), or ablate to 'zero'"
         )
     if to == "resample":
-        reasons += resample_reasons(recording.tokens, None if own else reference.tokens, real)
+        reasons += resample_reasons(
+            recording.tokens, None if is_reference else reference.tokens, real
+        )
     InputError.raise_if(reasons, "these heads cannot be ablated like this")
 
     def ablated_z(z: Tensor, of_reference: Tensor) -> Tensor:
         if to == "mean":
             return of_reference[real.to(z.device)].mean(dim=0).expand_as(z)
         if to == "resample":
-            return of_reference.roll(-1, dims=0) if own else of_reference
+            return of_reference.roll(-1, dims=0) if is_reference else of_reference
         return torch.zeros_like(z)
 
     neurons = {
-        layer: NeuronRun(ablated_z(each.z, reference.neurons[layer].z))
-        for layer, each in recording.neurons.items()
+        layer: NeuronRun(ablated_z(run.z, reference.neurons[layer].z))
+        for layer, run in recording.neurons.items()
     }
     hooked = {name: ablated_z(z, reference.hooked[name]) for name, z in recording.hooked.items()}
     return replace(recording, neurons=neurons, hooked=hooked)
@@ -76,8 +78,8 @@ def resample_reasons(
         return [
             f"got clean prompt {row} itself in row {row} of the reference, from which it is "
             "resampled; expected another prompt"
-            for row, (mine, other) in rows
-            if torch.equal(mine, other)
+            for row, (index, other_index) in rows
+            if torch.equal(index, other_index)
         ]
     reasons = []
     if len(real) < 2:

@@ -31,27 +31,27 @@ class LargestScores:
         self.pairs: Int[Tensor, "pair 2"] = torch.empty(0, 2, dtype=torch.long, device="cpu")
         self.seen = 0
 
-    def add(self, found: Float[Tensor, "writer reader"], first: tuple[_Numbers, _Numbers]) -> None:
+    def add(self, block: Float[Tensor, "writer reader"], first: tuple[_Numbers, _Numbers]) -> None:
         """Add the scores of a block.
 
         Args:
             found: the scores.
             first: the numbers of its first writer and reader, or those of all.
         """
-        self.seen += found.numel()
-        least, found_sizes = self._least, self._sizes(found)
+        self.seen += block.numel()
+        least, found_sizes = self._least, self._sizes(block)
         rows = (found_sizes.amax(dim=1) > least).nonzero().squeeze(1)
         if not len(rows):
             return
-        columns = found_sizes[rows].topk(min(self.k, found.shape[1]), dim=1).indices
-        values = found[rows[:, None], columns]
-        at = (
+        columns = found_sizes[rows].topk(min(self.k, block.shape[1]), dim=1).indices
+        values = block[rows[:, None], columns]
+        by_place = (
             places + start if isinstance(start, int) else start.to(places.device)[places]
             for places, start in zip(
                 (rows[:, None].expand_as(columns), columns), first, strict=True
             )
         )
-        pairs = torch.stack(list(at), -1)
+        pairs = torch.stack(list(by_place), -1)
         values = torch.cat([self.values.to(values), values.flatten()])
         self.pairs = torch.cat([self.pairs.to(pairs.device), pairs.flatten(0, 1)])
         order = self._sizes(values).topk(min(self.k, len(values))).indices
@@ -63,8 +63,8 @@ class LargestScores:
         full = len(self.values) == self.k
         return self._sizes(self.values[-1]).item() if full else -float("inf")
 
-    def _sizes(self, found: Tensor) -> Tensor:
-        return found.abs() if self.by_size else found
+    def _sizes(self, scores: Tensor) -> Tensor:
+        return scores.abs() if self.by_size else scores
 
     def add_products(
         self,
@@ -86,14 +86,17 @@ class LargestScores:
             block: rows of either side at once.
         """
         seen = self.seen + len(left) * len(right)
-        orders = [each.norm(dim=1).sort(descending=True) for each in (left, right)]
+        orders = [axis.norm(dim=1).sort(descending=True) for axis in (left, right)]
         (lengths, rows), (others, columns) = orders
         starts = others[::block].tolist()
         for i, longest in zip(range(0, len(rows), block), lengths[::block].tolist(), strict=True):
             some = left[rows[i : i + block]]
-            for j, other in zip(range(0, len(columns), block), starts, strict=True):
-                if longest * other * _ROUNDED <= self._least:
+            for j, second in zip(range(0, len(columns), block), starts, strict=True):
+                if longest * second * _ROUNDED <= self._least:
                     break
-                at = rows[i : i + block], columns[j : j + block]
-                self.add(some @ right[at[1]].T, (at[0] + first[0], at[1] + first[1]))
+                block_indices = rows[i : i + block], columns[j : j + block]
+                self.add(
+                    some @ right[block_indices[1]].T,
+                    (block_indices[0] + first[0], block_indices[1] + first[1]),
+                )
         self.seen = seen

@@ -123,7 +123,7 @@ class BoundMetric:
     def mean(self, values: Float[Tensor, "*site prompt"]) -> Float[Tensor, "*site"]:
         """Return the weighted mean over prompts, summed alike for one site and for many."""
         weighted = zip(self.shares(values.shape[-1]), values.unbind(-1), strict=True)
-        return sum((share * each for share, each in weighted), torch.zeros_like(values[..., 0]))
+        return sum((share * term for share, term in weighted), torch.zeros_like(values[..., 0]))
 
     def select(
         self, logits: Float[Tensor, "*site batch pos d_vocab"]
@@ -470,10 +470,12 @@ def loss() -> Metric:
 
         def compute(logits: _Selected) -> Float[Tensor, "site prompt"]:
             logs = float32_if_half(logits[:, rows, columns]).log_softmax(dim=-1)
-            each = -logs[:, torch.arange(len(targets), device=targets.device), targets]
+            losses = -logs[:, torch.arange(len(targets), device=targets.device), targets]
             # A prompt without targets has the loss 0, and the weight 0.
-            own = [part.sum(dim=-1) / max(1, part.shape[1]) for part in each.split(n_targets, 1)]
-            return torch.stack(own, dim=-1)
+            means = [
+                part.sum(dim=-1) / max(1, part.shape[1]) for part in losses.split(n_targets, 1)
+            ]
+            return torch.stack(means, dim=-1)
 
         weights = tuple(n / max(1, len(targets)) for n in n_targets)
         return BoundMetric("loss", None, None, shape, compute, weights)
@@ -518,7 +520,7 @@ def custom(
     label = str(name or getattr(fn, "__name__", type(fn).__name__))
 
     def compute(logits: Float[Tensor, "site batch pos d_vocab"]) -> Float[Tensor, "site prompt"]:
-        return torch.stack([_as_numbers(fn(each), len(each), label) for each in logits])
+        return torch.stack([_as_numbers(fn(logit), len(logit), label) for logit in logits])
 
     def bound(model: Any, pair: PromptPair, reference: Logits | None) -> BoundMetric:
         return BoundMetric(label, None, None, _logits_shape(model, pair), compute)
@@ -624,7 +626,7 @@ def require_differentiable(metric: BoundMetric, logits: Logits) -> None:
     InputError.raise_if(reasons, _NO_GRADIENT)
 
 
-def require_slope(metric: BoundMetric, logits: Logits, other: Logits, span: float) -> None:
+def require_slope(metric: BoundMetric, logits: Logits, reference: Logits, span: float) -> None:
     """Refuse a metric that is flat at the run patched into, such as `kl` at its minimum.
 
     Every estimate by the gradient there would be zero, or rounding. The metric's span is compared
@@ -641,7 +643,7 @@ def require_slope(metric: BoundMetric, logits: Logits, other: Logits, span: floa
     """
     gradient = metric.gradient(logits)
     assert gradient is not None
-    terms = gradient * (metric.select(other.detach()) - metric.select(logits.detach()))
+    terms = gradient * (metric.select(reference.detach()) - metric.select(logits.detach()))
     eps = min(torch.finfo(dtype).eps for dtype in (logits.dtype, torch.float32))
     if float(to_float64_device(terms).double().abs().sum()) <= _NO_SLOPE * eps * abs(span):
         raise InputError(

@@ -96,19 +96,19 @@ def resolve_positions(pair: PromptPair, positions: Positions) -> tuple[PositionS
         if not is_count(pos, -n_pos, n_pos - 1):
             reasons.append(f"got {pos!r}; {expected}")
             continue
-        where = real & (_column(real, pos) if pos >= 0 else _from_end(pair, pos))
-        without = (~where.any(dim=1)).nonzero().flatten().tolist()
+        at_position = real & (_column(real, pos) if pos >= 0 else _from_end(pair, pos))
+        without = (~at_position.any(dim=1)).nonzero().flatten().tolist()
         if without:
             reasons.append(
                 f"got {pos}, which is padding, or before the start, in prompts {without}; expected "
                 "a real token of each, or 'each', which leaves out the prompts that have none"
             )
         reasons += [
-            f"got {pos} and {other.label}, the same positions; expected each once"
-            for other in sets
-            if torch.equal(other.where, where) and not without
+            f"got {pos} and {others.label}, the same positions; expected each once"
+            for others in sets
+            if torch.equal(others.where, at_position) and not without
         ]
-        sets.append(PositionSet(pos, where))
+        sets.append(PositionSet(pos, at_position))
     InputError.raise_if(reasons, _PROBLEM)
     return tuple(sets)
 
@@ -119,27 +119,33 @@ def _by_role(pair: PromptPair, roles: Roles) -> tuple[PositionSet, ...]:
     batch, reasons, sets = len(lengths), list[str](), list[PositionSet]()
     if not roles:
         reasons.append("got no roles; expected one at least, such as {'end': -1}")
-    for role, given in roles.items():
+    for role, positions_of_role in roles.items():
         if not isinstance(role, str) or not role or role in ("each", "all"):
             reasons.append(f"got role {role!r}; expected a text other than 'each' and 'all'")
-        plain = as_plain(given)
-        each = [plain] * batch if isinstance(plain, int) else plain
-        if not isinstance(each, list | tuple) or len(each) != batch:
-            got = f"{len(each)} positions" if isinstance(each, list | tuple) else repr(given)
+        plain = as_plain(positions_of_role)
+        per_prompt = [plain] * batch if isinstance(plain, int) else plain
+        if not isinstance(per_prompt, list | tuple) or len(per_prompt) != batch:
+            got = (
+                f"{len(per_prompt)} positions"
+                if isinstance(per_prompt, list | tuple)
+                else repr(positions_of_role)
+            )
             reasons.append(f"{role}: got {got}; expected one of each of {batch} prompts, or of all")
             continue
-        each = [as_plain(one) for one in each]
+        per_prompt = [as_plain(one) for one in per_prompt]
         outside = [
             f"{role}: got {one!r} in prompt {i}; expected from {-n} to {n - 1}, of its own tokens"
-            for i, (one, n) in enumerate(zip(each, lengths.tolist(), strict=True))
+            for i, (one, n) in enumerate(zip(per_prompt, lengths.tolist(), strict=True))
             if not is_count(one, -n, n - 1)
         ]
         reasons += outside
         if outside:
             continue
-        at = torch.tensor(each, device=lengths.device)
-        at = torch.where(at < 0, at, at - lengths)  # of every prompt from its end
-        sets.append(PositionSet(role, _from_end(pair, at[:, None])))
+        columns = torch.tensor(per_prompt, device=lengths.device)
+        columns = torch.where(
+            columns < 0, columns, columns - lengths
+        )  # of every prompt from its end
+        sets.append(PositionSet(role, _from_end(pair, columns[:, None])))
     InputError.raise_if(reasons, _PROBLEM)
     return tuple(sets)
 

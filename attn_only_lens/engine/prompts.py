@@ -77,8 +77,8 @@ class PromptPair:
         rows = slice(prompts.start, prompts.stop)
         n_pos = int(self.last[rows].max()) + 1 if cut else self.clean.shape[1]
         clean, corrupted, mask = (
-            None if each is None else each[rows, :n_pos]
-            for each in (self.clean, self.corrupted, self.mask)
+            None if tensor is None else tensor[rows, :n_pos]
+            for tensor in (self.clean, self.corrupted, self.mask)
         )
         assert clean is not None
         assert corrupted is not None
@@ -140,7 +140,7 @@ def prompt_pair(
         )
     for i, (row, corrupted_row) in enumerate(zip(rows, corrupted_rows, strict=True)):
         if len(row) != len(corrupted_row):
-            here, there = (token_texts(model, each) for each in (row, corrupted_row))
+            here, there = (token_texts(model, tokens) for tokens in (row, corrupted_row))
             reasons.append(
                 f"prompt {i} has {len(row)} clean tokens {here} and {len(corrupted_row)} corrupted "
                 f"tokens {there}; expected as many: choose words that split alike"
@@ -190,9 +190,9 @@ def _stack(
         reasons.append("got a mask beside texts, whose padding is made here; leave it out")
     InputError.raise_if(reasons, problem)
     tokens, padding = _pad(model, rows)
-    found = padding if padded else _check_mask(mask, tokens, reasons)
+    prompt_mask = padding if padded else _check_mask(mask, tokens, reasons)
     InputError.raise_if(reasons, problem)
-    return tokens, found
+    return tokens, prompt_mask
 
 
 def _rows(
@@ -238,11 +238,11 @@ def _rows(
     return rows
 
 
-def are_prompts(given: object) -> bool:
+def are_prompts(prompts: object) -> bool:
     """True for a list of texts, or of rows of tokens [pos]."""
-    return isinstance(given, list | tuple) and (
-        all(isinstance(each, str) for each in given)
-        or all(_is_tensor(row) and row.ndim == 1 for row in given)
+    return isinstance(prompts, list | tuple) and (
+        all(isinstance(prompt, str) for prompt in prompts)
+        or all(_is_tensor(row) and row.ndim == 1 for row in prompts)
     )
 
 
@@ -264,8 +264,8 @@ def _pad(model: Any, rows: list[Tensor]) -> tuple[Tokens, Tensor | None]:
     tokens = rows[0].new_full((len(rows), n_pos), pad)
     mask = torch.zeros_like(tokens)
     for i, row in enumerate(rows):
-        where = slice(n_pos - len(row), None) if left else slice(len(row))
-        tokens[i, where], mask[i, where] = row, 1
+        columns = slice(n_pos - len(row), None) if left else slice(len(row))
+        tokens[i, columns], mask[i, columns] = row, 1
     return tokens, mask
 
 

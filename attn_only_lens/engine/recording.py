@@ -181,7 +181,7 @@ def record(
 def record_again(model: Any, recording: Recording) -> Recording:
     """Record the same run, with the same activations, once more."""
     layers, names = recording.neurons, recording.hooked
-    gates = any(each.gates for each in layers.values())
+    gates = any(layer.gates for layer in layers.values())
     return record(model, recording.tokens, recording.mask, layers=layers, names=names, gates=gates)
 
 
@@ -217,9 +217,9 @@ def record_pair(
         InputError: the metric does not fit or does not tell the runs apart; the part is not shown
             head by head.
     """
-    layers = [each.layer for each in sites if each.kind == "neuron"]
-    attention = [each.layer for each in sites if each.kind == "attention"]
-    own = {layer: hook_name(model, layer, part) for layer in attention}
+    layers = [site.layer for site in sites if site.kind == "neuron"]
+    attention = [site.layer for site in sites if site.kind == "attention"]
+    hook_names = {layer: hook_name(model, layer, part) for layer in attention}
     z = [hook_name(model, layer, "z") for layer in attention if part in SHARED_PARTS]
 
     def record_side(side: Side) -> Recording:
@@ -228,7 +228,7 @@ def record_pair(
             getattr(pair, side),
             pair.mask,
             layers=layers,
-            names=[*own.values(), *z, *names],
+            names=[*hook_names.values(), *z, *names],
             gates=gates or part != "z",
             hooks=hooks if side == traced else (),
             keep_graph=side == traced,
@@ -237,7 +237,7 @@ def record_pair(
     single = pair.corrupted is pair.clean
     clean = record_side("clean")
     corrupted = clean if single else record_side("corrupted")
-    _require_heads(model, own, part, clean)
+    _require_heads(model, hook_names, part, clean)
     return run_pair(model, pair, clean, corrupted, metric, distinct=distinct)
 
 
@@ -265,8 +265,10 @@ def run_pair(
     """
     bound = bind(metric, model, pair, reference=clean.logits.detach())
     value = bound.of_run(clean.logits)
-    other = torch.zeros_like(value) if corrupted is clean else bound.of_run(corrupted.logits)
-    runs = RunPair(pair, clean, corrupted, bound, value, other)
+    corrupted_values = (
+        torch.zeros_like(value) if corrupted is clean else bound.of_run(corrupted.logits)
+    )
+    runs = RunPair(pair, clean, corrupted, bound, value, corrupted_values)
     if distinct:
         require_distinct(runs.clean_value, runs.corrupted_value, clean.logits.dtype)
     return runs
@@ -390,19 +392,19 @@ def record_streams(model: Any) -> Iterator[tuple[list[Residual], list[int | None
 
 def input_stream(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Residual:
     """Return the residual stream from a block's arguments."""
-    found: Residual = args[0] if args else kwargs["hidden_states"]
-    return found
+    stream: Residual = args[0] if args else kwargs["hidden_states"]
+    return stream
 
 
 def output_stream(output: Any) -> Residual:
     """Return the residual stream, or a sublayer's output, from a module's return value."""
-    found: Residual = output[0] if isinstance(output, tuple | list) else output
-    if not isinstance(found, Tensor):
+    stream: Residual = output[0] if isinstance(output, tuple | list) else output
+    if not isinstance(stream, Tensor):
         raise UnsupportedModelError(
             [
-                f"a block returns a {type(found).__name__}; expected the residual stream, or a "
+                f"a block returns a {type(stream).__name__}; expected the residual stream, or a "
                 "tuple or list that begins with it"
             ],
             "this model cannot be recorded",
         )
-    return found
+    return stream

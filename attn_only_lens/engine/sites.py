@@ -69,11 +69,17 @@ class LayerSites:
     @classmethod
     def of(cls, heads: Iterable[HeadName]) -> "LayerSites":
         """The sites of heads of one kind in one layer, of which there is at least one."""
-        given = list(heads)
-        members = [ALL_MEMBERS if head.member is None else head.member for head in given]
-        index = torch.tensor([head.index for head in given], device="cpu")
+        chosen_heads = list(heads)
+        members = [ALL_MEMBERS if head.member is None else head.member for head in chosen_heads]
+        index = torch.tensor([head.index for head in chosen_heads], device="cpu")
         member = torch.tensor(members, device="cpu")
-        return cls(given[0].layer, given[0].kind, tuple(map(str, given)), index, member)
+        return cls(
+            chosen_heads[0].layer,
+            chosen_heads[0].kind,
+            tuple(map(str, chosen_heads)),
+            index,
+            member,
+        )
 
 
 def neuron_heads(layers: int | Iterable[int] | None = None) -> Selection:
@@ -139,8 +145,8 @@ def all_heads(layers: int | Iterable[int] | None = None) -> Selection:
 def _selection(kinds: tuple[HeadKind, ...], layers: object) -> Selection:
     if layers is None:
         return Selection(kinds)
-    given = as_plain(layers)
-    wanted = list(map(as_plain, given)) if isinstance(given, Iterable) else [given]
+    chosen = as_plain(layers)
+    wanted = list(map(as_plain, chosen)) if isinstance(chosen, Iterable) else [chosen]
     expected = "expected source layers, counted from 0"
     reasons = [f"got layer {layer!r}; {expected}" for layer in wanted if not is_count(layer)]
     repeated = sorted({str(layer) for layer in wanted if wanted.count(layer) > 1})
@@ -184,8 +190,8 @@ def resolve_sites(model: Any, sites: Sites) -> tuple[LayerSites, ...]:
     if isinstance(sites, Selection):
         host = host_of(model)
         counts: list[dict[HeadKind, int]] = [
-            {"attention": n_heads, "neuron": each.n_neurons}
-            for n_heads, each in zip(host.n_heads, host.neurons, strict=True)
+            {"attention": n_heads, "neuron": layer.n_neurons}
+            for n_heads, layer in zip(host.n_heads, host.neurons, strict=True)
         ]
         layers = range(len(counts)) if sites.layers is None else sorted(sites.layers)
         expected = f"expected source layers from 0 to {len(counts) - 1}"
@@ -216,20 +222,20 @@ def split_positions(sites: Sites) -> list[tuple[str, int | None]] | None:
         >>> split_positions(["L3N7@13", "L2H0"])
         [('L3N7', 13), ('L2H0', None)]
     """
-    given = as_plain(sites)
-    names = [given] if isinstance(given, str | HeadName) else given
+    chosen = as_plain(sites)
+    names = [chosen] if isinstance(chosen, str | HeadName) else chosen
     if not isinstance(names, list | tuple) or not any("@" in str(name) for name in names):
         return None
-    found: list[tuple[str, int | None]] = []
+    parsed: list[tuple[str, int | None]] = []
     reasons: list[str] = []
     for name in map(str, names):
-        head, at, position = name.partition("@")
-        if at and not _POSITION.fullmatch(position):
+        head, sign, position = name.partition("@")
+        if sign and not _POSITION.fullmatch(position):
             reasons.append(f"got {name!r}; expected a position after @, such as 'L3N7@13'")
         else:
-            found.append((head, int(position) if at else None))
+            parsed.append((head, int(position) if sign else None))
     InputError.raise_if(reasons, "these heads cannot be selected")
-    return found
+    return parsed
 
 
 def _order(name: HeadName) -> tuple[int, str, int, int]:
@@ -259,9 +265,9 @@ def _all_names(layer: int, kind: HeadKind, count: int) -> tuple[str, ...]:
 
 def _names(model: Any, sites: object) -> tuple[list[HeadName], list[str]]:
     """Return the names, and every reason why some are none of the model's."""
-    given = [sites] if isinstance(sites, str | HeadName) else as_plain(sites)
-    if not isinstance(given, list | tuple) or not given:
-        got = "an empty list" if isinstance(given, list | tuple) else type(given).__name__
+    chosen = [sites] if isinstance(sites, str | HeadName) else as_plain(sites)
+    if not isinstance(chosen, list | tuple) or not chosen:
+        got = "an empty list" if isinstance(chosen, list | tuple) else type(chosen).__name__
         return [], [
             f"got {got}; expected neuron_heads(), heads(), all_heads(), or a list of names such as "
             "'L5H3' and 'L5N1234'"
@@ -269,15 +275,15 @@ def _names(model: Any, sites: object) -> tuple[list[HeadName], list[str]]:
     names: list[HeadName] = []
     reasons: list[str] = []
     last: dict[tuple[int, HeadKind, int | None], HeadName] = {}
-    for each in given:
+    for site in chosen:
         try:
-            name = each if isinstance(each, HeadName) else HeadName.parse(each)
+            name = site if isinstance(site, HeadName) else HeadName.parse(site)
         except UnknownHeadError as error:
             reasons.append(str(error))
             continue
         names.append(name)
         key = name.layer, name.kind, name.member
-        last[key] = max(name, last.get(key, name), key=lambda each: each.index)
+        last[key] = max(name, last.get(key, name), key=lambda head: head.index)
     # A layer that has the last of some heads has those before it.
     known = {key for key, name in last.items() if not _unknown(model, name)}
     for name in names:

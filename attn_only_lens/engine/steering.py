@@ -93,9 +93,9 @@ def ablated(
         True
     """
     placed = _placed(model, names, positions)
-    sites = [each for each, _, _ in placed]
+    sites = [place for place, _, _ in placed]
     reasons = option_reasons("to", to, get_args(AblateTo))
-    if to == "bias" and any(each.kind == "attention" for each in sites):
+    if to == "bias" and any(site.kind == "attention" for site in sites):
         reasons.append("attention heads have no bias token; ablate them to 'zero' or 'mean'")
     if (prompts is None) == (to == "mean"):
         got = "no prompts" if prompts is None else "prompts"
@@ -119,21 +119,21 @@ def ablated(
     _require_read(model, run, sites, "pattern" if to == "bias" else "z")
     source = ablate(run, run, to, real)
     before, edits = _TokensBefore(model), list[tuple[str, _Change]]()
-    for each, at, _ in placed:
-        where = _Where(before, at)
-        heads = [head for heads in _heads_of_each(model, each) for head in heads]
+    for place, token_positions, _ in placed:
+        where_edited = _Where(before, token_positions)
+        heads = [head for heads in _heads_of_each(model, place) for head in heads]
         if to == "bias":
-            edits.append((_hook(model, each, "pattern"), _all_on_bias(heads, where)))
+            edits.append((_hook(model, place, "pattern"), _all_on_bias(heads, where_edited)))
             continue
-        new = _z(source, model, each)[0, 0]  # the same at every token
+        new = _z(source, model, place)[0, 0]  # the same at every token
         if not new.isfinite().all():
             reason = (
-                f"the mean of z is not finite in layer {each.layer}: the model runs these prompts "
+                f"the mean of z is not finite in layer {place.layer}: the model runs these prompts "
                 "to no numbers, as some do with padding on the left; pad on the right, or give "
                 "prompts of one length"
             )
             raise InputError([reason], _ABLATED)
-        edits.append((_hook(model, each, "z"), _replace(new, heads, where)))
+        edits.append((_hook(model, place, "z"), _replace(new, heads, where_edited)))
     with _edited(model, edits, before):
         yield
 
@@ -176,21 +176,21 @@ def steered(
     if not isinstance(steering, Mapping) or not steering:
         raise InputError(["got no steering; expected such as {'L5N1234': 4.0}"], _STEERED)
     placed = _placed(model, list(steering), positions)
-    sites = [each for each, _, _ in placed]
-    given = {str(name): value for name, value in steering.items()}
+    sites = [place for place, _, _ in placed]
+    vectors = {str(name): value for name, value in steering.items()}
     reasons += _position_reasons(placed)
     InputError.raise_if(reasons, _STEERED)
     _require_edits_seen(model, sites)
     run = _short_run(model, sites)
     before, edits = _TokensBefore(model), list[tuple[str, _Change]]()
-    for each, at, suffix in placed:
-        added = torch.zeros_like(_z(run, model, each)[0, 0])
-        for name, heads in zip(each.names, _heads_of_each(model, each), strict=True):
+    for place, token_positions, suffix in placed:
+        added = torch.zeros_like(_z(run, model, place)[0, 0])
+        for name, heads in zip(place.names, _heads_of_each(model, place), strict=True):
             name += suffix
-            value = _vector(name, given[name], len(heads), added.shape[-1], each.kind, reasons)
+            value = _vector(name, vectors[name], len(heads), added.shape[-1], place.kind, reasons)
             if value is not None:
                 added[heads] = added.new_tensor(value)
-        edits.append((_hook(model, each, "z"), _add(added, _Where(before, at))))
+        edits.append((_hook(model, place, "z"), _add(added, _Where(before, token_positions))))
     InputError.raise_if(reasons, _STEERED)
     _require_read(model, run, sites, "z")
     with _edited(model, edits, before):
@@ -294,62 +294,62 @@ def _placed(model: Any, names: Sites, positions: Any) -> _Placed:
     plain = as_plain(positions)
     asked = plain if isinstance(plain, list | tuple | range) or plain is None else (plain,)
     every = None if asked is None else tuple(map(as_plain, asked))
-    given = split_positions(names)
-    if given is None:
-        return [(each, every, "") for each in resolve_sites(model, names)]
-    if positions is not None and all(at is not None for _, at in given):
+    split = split_positions(names)
+    if split is None:
+        return [(site, every, "") for site in resolve_sites(model, names)]
+    if positions is not None and all(position is not None for _, position in split):
         raise InputError(
             [f"got positions={positions!r} and names that all say where; expected one of the two"],
             "these heads cannot be edited",
         )
-    found: _Placed = []
-    for place in dict.fromkeys(at for _, at in given):
-        here = [name for name, at in given if at == place]
-        where, suffix = (every, "") if place is None else ((place,), f"@{place}")
-        found += [(each, where, suffix) for each in resolve_sites(model, here)]
-    return found
+    edits: _Placed = []
+    for place in dict.fromkeys(position for _, position in split):
+        here = [name for name, position in split if position == place]
+        places, suffix = (every, "") if place is None else ((place,), f"@{place}")
+        edits += [(site, places, suffix) for site in resolve_sites(model, here)]
+    return edits
 
 
 def _position_reasons(placed: _Placed) -> list[str]:
     reasons = []
-    for at in (at for _, at, _ in placed if at is not None):
-        bad = [pos for pos in at if not is_count(pos)]
-        if bad or not at:
+    for positions in (positions for _, positions, _ in placed if positions is not None):
+        bad = [pos for pos in positions if not is_count(pos)]
+        if bad or not positions:
             reasons.append(
-                f"got positions {list(at)}; expected numbers from 0, as a text that grows has no "
-                "fixed end, or None for all"
+                f"got positions {list(positions)}; expected numbers from 0 (the end of a text moves "
+                "while it grows), or None for all"
             )
     return list(dict.fromkeys(reasons))
 
 
-def _replace(new: Float[Tensor, "head_index d"], heads: list[int], where: _Where) -> _Change:
+def _replace(new: Float[Tensor, "head_index d"], heads: list[int], places: _Where) -> _Change:
     chosen = torch.zeros(len(new), dtype=torch.bool, device=new.device)
     chosen[heads] = True
 
     def change(value: Tensor) -> Tensor:
-        at = where.among(value.shape[1], value.device)[:, None] & chosen.to(value.device)
-        return torch.where(at.unsqueeze(-1), new.to(value), value)
+        edited = places.among(value.shape[1], value.device)[:, None] & chosen.to(value.device)
+        return torch.where(edited.unsqueeze(-1), new.to(value), value)
 
     return change
 
 
-def _add(added: Float[Tensor, "head_index d"], where: _Where) -> _Change:
+def _add(added: Float[Tensor, "head_index d"], places: _Where) -> _Change:
     def change(value: Tensor) -> Tensor:
-        at = where.among(value.shape[1], value.device)
-        return torch.where(at[:, None, None], value + added.to(value), value)
+        edited = places.among(value.shape[1], value.device)
+        return torch.where(edited[:, None, None], value + added.to(value), value)
 
     return change
 
 
-def _all_on_bias(heads: list[int], where: _Where) -> _Change:
+def _all_on_bias(heads: list[int], places: _Where) -> _Change:
     """Return the edit of a pattern [batch, head_index, pos, 2]."""
 
     def change(value: Tensor) -> Tensor:
-        at = where.among(value.shape[2], value.device)
+        edited_at = places.among(value.shape[2], value.device)
         new = torch.ones_like(value)
         new[..., SELF] = 0
         edited = value.clone()
-        edited[:, heads] = torch.where(at[:, None], new[:, heads], value[:, heads])
+        edited[:, heads] = torch.where(edited_at[:, None], new[:, heads], value[:, heads])
         return edited
 
     return change
@@ -373,8 +373,8 @@ def _edited(
 
 
 def _record(model: Any, sites: Sequence[LayerSites], tokens: Tensor, mask: Any) -> Recording:
-    layers = [each.layer for each in sites if each.kind == "neuron"]
-    names = [_hook(model, each, "z") for each in sites if each.kind == "attention"]
+    layers = [site.layer for site in sites if site.kind == "neuron"]
+    names = [_hook(model, site, "z") for site in sites if site.kind == "attention"]
     with keep_random_state(tokens.device):
         return record(model, tokens, mask, layers=layers, names=names)
 
@@ -396,7 +396,7 @@ def _require_edits_seen(model: Any, sites: Sequence[LayerSites]) -> None:
 
 
 def _require_read(model: Any, run: Recording, sites: Sequence[LayerSites], part: Part) -> None:
-    for kind in {each.kind for each in sites}:
-        layers = sorted({each.layer for each in sites if each.kind == kind})
+    for kind in {site.kind for site in sites}:
+        layers = sorted({site.layer for site in sites if site.kind == kind})
         with keep_random_state(run.tokens.device):
             require_edits_read(model, run, kind, layers, part)

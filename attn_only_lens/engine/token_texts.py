@@ -62,7 +62,7 @@ def token_texts(model: Any, tokens: str | Tensor | Iterable[int]) -> list[str]:
         raise UnsupportedCallError(
             f"tokens: got {reprlib.repr(tokens)}; expected a text, or tokens of one prompt [pos]"
         )
-    return _texts(model, ids, {each: token_text(model, each) for each in {*ids}})
+    return _texts(model, ids, {token: token_text(model, token) for token in {*ids}})
 
 
 def token_texts_of_prompts(
@@ -72,18 +72,18 @@ def token_texts_of_prompts(
 
     Each token of the vocabulary is decoded once, however many prompts there are.
     """
-    found = list[list[str | None]]()
+    rows_of_texts = list[list[str | None]]()
     rows = torch.where(real, tokens, -1).tolist()
-    known = {each: token_text(model, each) for each in {*chain(*rows)} - {-1}}
+    known = {token: token_text(model, token) for token in {*chain(*rows)} - {-1}}
     for row in rows:
-        texts = iter(_texts(model, [each for each in row if each >= 0], known))
-        found.append([next(texts) if each >= 0 else None for each in row])
-    return found
+        texts = iter(_texts(model, [token for token in row if token >= 0], known))
+        rows_of_texts.append([next(texts) if token >= 0 else None for token in row])
+    return rows_of_texts
 
 
 def _texts(model: Any, ids: list[int], known: Mapping[int, str]) -> list[str]:
     """Return the tokens of a prompt as texts, given what each is within a text."""
-    texts = [known[each] for each in ids]
+    texts = [known[token] for token in ids]
     if texts and getattr(model, "tokenizer", None) is not None:
         first = _decode(model.tokenizer, ids[:1])
         if first and texts[0] == f" {first}":

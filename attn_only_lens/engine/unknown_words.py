@@ -37,16 +37,18 @@ def unknown_words(tokenizer: Any, text: str) -> list[str]:
     # token, as GPT-2's, is not taken for one.
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
     lost, known = list[tuple[int, int]](), set[int]()
-    for each, (start, end) in zip(encoded["input_ids"], encoded["offset_mapping"], strict=True):
-        if each == token and text[start:end].strip() != tokenizer.unk_token:
+    for encoded_token, (start, end) in zip(
+        encoded["input_ids"], encoded["offset_mapping"], strict=True
+    ):
+        if encoded_token == token and text[start:end].strip() != tokenizer.unk_token:
             lost.append((start, end))
         else:
             known.update(range(start, end))
     taken = known.union(*(range(*span) for span in lost))
-    lost += [(i, i + 1) for i, each in enumerate(text) if each.isalnum() and i not in taken]
+    lost += [(i, i + 1) for i, letter in enumerate(text) if letter.isalnum() and i not in taken]
     if not lost:
         return []
-    words = [each.span() for each in _WORD.finditer("".join(map(_kind, text)))]
+    words = [match.span() for match in _WORD.finditer("".join(map(_kind, text)))]
     word_at = {i: word for word in words for i in range(*word)}
     pieces = [_piece(text, span, word_at) for span in sorted(lost)]
     return list(dict.fromkeys(filter(None, pieces)))
@@ -93,11 +95,11 @@ def warn_of_unknown_words(tokenizer: Any, prompts: Mapping[str, str]) -> bool:
         tokenizer: the model's, or None.
         prompts: texts, by what to call them.
     """
-    found = {text: unknown_words(tokenizer, text) for text in dict.fromkeys(prompts.values())}
+    unknown = {text: unknown_words(tokenizer, text) for text in dict.fromkeys(prompts.values())}
     cases = {
-        ("unknown words", text): f"{quoted(found[text])} in {name}"
+        ("unknown words", text): f"{quoted(unknown[text])} in {name}"
         for name, text in prompts.items()
-        if found[text]
+        if unknown[text]
     }
     read = instead_of_unknown(tokenizer)
     warn(

@@ -118,7 +118,7 @@ def activation_map(provenance: Provenance, hook: str) -> ActivationMap:
     """
     of, layer, constants = tail(hook), in_layer(hook), provenance.constants
     now = in_layer(provenance.name(hook))
-    for axis in (each.axis for each in provenance.shares):
+    for axis in (share.axis for share in provenance.shares):
         if axis.layer in (None, now) and of in _WRITTEN.get(axis.label, ()):
             raise KeyError(f"{hook}: old units of {axis.label} share it with their copies")
     labels = _AXES[of]

@@ -117,7 +117,7 @@ def reasons_against_bytes(needed: int) -> list[str]:
 
 def _bytes(weights: Weights, plan: Plan) -> int:
     """Bytes of the tensors that a plan makes; for a sketch, of all tensors of the grown model."""
-    found = 0
+    total = 0
     for name, old in weights.tensors.items():
         axes = axes_of(name, weights.constants)
         sizes = [
@@ -127,8 +127,8 @@ def _bytes(weights: Weights, plan: Plan) -> int:
         made = old.is_meta or sizes != list(old.shape)
         copies = made + sum(like == in_layer(name) for like in plan.like.values())
         tied = weights.constants.tied and name == "unembed.W_U"  # the embedding once more
-        found += 0 if tied else copies * math.prod(sizes) * old.element_size()
-    return found
+        total += 0 if tied else copies * math.prod(sizes) * old.element_size()
+    return total
 
 
 def apply_plan(
@@ -187,7 +187,7 @@ def apply_plan(
             tensor = indices.combine(tensor, entries, dim)
         grown[tensor_map.name] = tensor
     for layer, like in plan.like.items():
-        for name in [each for each in weights.tensors if in_layer(each) == like]:
+        for name in [tensors_ for tensors_ in weights.tensors if in_layer(tensors_) == like]:
             old = weights.tensors[name]
             new = New(block_name(layer, tail(name)), None, None, tuple(old.shape), old, constants)
             new = replace(new, units=_units_of_layer(new, weights, like) if instead else None)
@@ -205,8 +205,8 @@ def apply_plan(
     return result, replace(
         provenance,
         sizes=result.sizes,
-        zeros=tuple(replace(each, since=len(kept.shares)) for each in kept.zeros),
-        ties=tuple(replace(each, since=len(kept.shares)) for each in kept.ties),
+        zeros=tuple(replace(zero, since=len(kept.shares)) for zero in kept.zeros),
+        ties=tuple(replace(tie, since=len(kept.shares)) for tie in kept.ties),
         shares=tuple(kept.shares.values()),
     )
 
@@ -259,7 +259,7 @@ def _grid(
     shape: tuple[int, ...], dim: int | None, indices: tuple[int, ...]
 ) -> tuple[tuple[int, ...], ...]:
     """All indices along each dimension, but these along one."""
-    return tuple(indices if at == dim else tuple(range(size)) for at, size in enumerate(shape))
+    return tuple(indices if axis == dim else tuple(range(size)) for axis, size in enumerate(shape))
 
 
 @dataclass(frozen=True)
@@ -307,7 +307,10 @@ def compose(*expansions: Expansion) -> ExpansionSequence:
     Args:
         *expansions: such as `AddNeurons(256, layers=(0,))`, `AddHeads(2)`, `InsertLayer(at=1)`.
     """
-    steps = (each.steps if isinstance(each, ExpansionSequence) else (each,) for each in expansions)
+    steps = (
+        expansion.steps if isinstance(expansion, ExpansionSequence) else (expansion,)
+        for expansion in expansions
+    )
     return ExpansionSequence(tuple(chain.from_iterable(steps)))
 
 

@@ -80,8 +80,8 @@ class AddHeads(Expansion):
             per_group = sizes[head] // sizes[group]
             if self.into_groups:
                 now = per_group + self.n // sizes[group]
-                where = (g * now + j for g in range(sizes[group]) for j in range(per_group))
-                axes[head] = IndexMap(tuple(where), sizes[group] * now)
+                old_heads = (g * now + j for g in range(sizes[group]) for j in range(per_group))
+                axes[head] = IndexMap(tuple(old_heads), sizes[group] * now)
                 runs[head] = sizes[group], 1
             else:
                 axes[head] = IndexMap.append(sizes[head], self.n)

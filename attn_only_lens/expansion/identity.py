@@ -34,16 +34,16 @@ class Identity:
     marks: Mapping[str, tuple[float, float]] = field(repr=False)
     precision: float
 
-    def differences(self, other: "Identity") -> list[str]:
+    def differences(self, second: "Identity") -> list[str]:
         """Return the tensors that differ, or that one model lacks and the other has, not zero.
 
         The bridge of transformer-lens 3.9 adds a bias of zeros to the unembedding.
         """
-        tolerance = max(self.precision, other.precision)
-        both = {**self.marks, **other.marks}
-        odd = {name for name in self.marks.keys() ^ other.marks.keys() if both[name][1] > 0}
-        for name in self.marks.keys() & other.marks.keys():
-            (one, size), (two, other_size) = self.marks[name], other.marks[name]
+        tolerance = max(self.precision, second.precision)
+        both = {**self.marks, **second.marks}
+        odd = {name for name in self.marks.keys() ^ second.marks.keys() if both[name][1] > 0}
+        for name in self.marks.keys() & second.marks.keys():
+            (one, size), (two, other_size) = self.marks[name], second.marks[name]
             if not abs(one - two) <= tolerance * max(size, other_size):
                 odd.add(name)
         return sorted(odd)
@@ -61,11 +61,11 @@ def identity_of(tensors: Mapping[str, Tensor]) -> Identity:
 def _mark(tensor: Tensor) -> tuple[float, float]:
     total = squares = 0.0
     row = _row_weights(0, _ROW)
-    for at, part in enumerate(tensor.detach().cpu().flatten().split(_ROW * _ROW)):
+    for index, part in enumerate(tensor.detach().cpu().flatten().split(_ROW * _ROW)):
         w = part.double()
         rows, rest = w[: len(w) // _ROW * _ROW].view(-1, _ROW), w[len(w) // _ROW * _ROW :]
         sums = torch.cat([rows @ row, (rest @ row[: len(rest)])[None]])
-        total += float(sums @ _row_weights(at * _ROW, len(sums)))
+        total += float(sums @ _row_weights(index * _ROW, len(sums)))
         squares += float(w @ w)
     return total, math.sqrt(squares)
 

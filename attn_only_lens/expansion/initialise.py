@@ -83,7 +83,7 @@ class _GradMax:
     std: float | None
 
     def __call__(self, new: New, seed: int) -> Float[Tensor, "..."]:
-        other = Own()(new, seed)
+        noise = Own()(new, seed)
         layer = in_layer(new.name)
         if (
             layer is None
@@ -91,21 +91,21 @@ class _GradMax:
             or new.dim != 1
             or layer not in self.products
         ):
-            return other
+            return noise
         product = self.products[layer].detach().cpu().double()
-        d_model = other.shape[0]
+        d_model = noise.shape[0]
         if product.shape != (d_model, d_model):
             raise ValueError(
                 f"got a product of {tuple(product.shape)} for layer {layer}; expected d_model by "
                 f"d_model, {d_model} where {new.name} grows"
             )
         old = nn.functional.normalize(new.old.detach().cpu().double(), dim=0)
-        found = torch.linalg.svd(product).U
-        taken = (found.T @ old).abs().amax(dim=1) > _SAME  # by an earlier growth of these products
-        directions = found[:, ~taken][:, : new.shape[1]]
-        norm = other.norm(dim=0).mean() if self.std is None else self.std * other.shape[0] ** 0.5
-        other[:, : directions.shape[1]] = directions * norm
-        return other
+        basis = torch.linalg.svd(product).U
+        taken = (basis.T @ old).abs().amax(dim=1) > _SAME  # by an earlier growth of these products
+        directions = basis[:, ~taken][:, : new.shape[1]]
+        norm = noise.norm(dim=0).mean() if self.std is None else self.std * noise.shape[0] ** 0.5
+        noise[:, : directions.shape[1]] = directions * norm
+        return noise
 
 
 def own() -> Initialiser:

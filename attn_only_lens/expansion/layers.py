@@ -82,17 +82,17 @@ class InsertLayer(Expansion):
 
     def plan(self, weights: Weights) -> Plan:
         """Return the plan for these weights."""
-        constants, at = weights.constants, self.at
+        constants, layer_index = weights.constants, self.at
         n_layers = constants.n_layers
-        like = max(at - 1, 0) if self.like is None else self.like
+        like = max(layer_index - 1, 0) if self.like is None else self.like
         scales: dict[str, float] = {}
         activation_scales: dict[str, float] = {}
         copied: dict[str, float] = {}
         if constants.scale_by_layer:
-            factors = {layer: (layer + 2) / (layer + 1) for layer in range(at, n_layers)}
+            factors = {layer: (layer + 2) / (layer + 1) for layer in range(layer_index, n_layers)}
             by_gain = constants.qk_norm is not None
             through = ("attn.k_norm.w",) if by_gain else ("attn.W_K", "attn.b_K")
-            copied = dict.fromkeys(through, (at + 1) / (like + 1))
+            copied = dict.fromkeys(through, (layer_index + 1) / (like + 1))
             seen = ("attn.hook_rot_k",) if by_gain else ("attn.hook_k", "attn.hook_rot_k")
             scales, activation_scales = (
                 {block_name(layer, of): factor for layer, factor in factors.items() for of in tails}
@@ -103,8 +103,10 @@ class InsertLayer(Expansion):
         if constants.norm_place == "before" and not self.copy:
             may_cancel = {"mlp.W_out"} | ({"attn.W_O"} if constants.positions != "alibi" else set())
         return Plan(
-            layers=IndexMap(tuple(each + (each >= at) for each in range(n_layers)), n_layers + 1),
-            like={at: like},
+            layers=IndexMap(
+                tuple(layer + (layer >= layer_index) for layer in range(n_layers)), n_layers + 1
+            ),
+            like={layer_index: like},
             zero_in_new=frozenset(_ZERO) | (_AFTER if constants.norm_place == "after" else set()),
             copied=copied if self.copy else None,
             cancel=frozenset(may_cancel),
@@ -112,6 +114,6 @@ class InsertLayer(Expansion):
             activation_scales=activation_scales,
             constants={
                 "n_layers": n_layers + 1,
-                "attn_types": types and (*types[:at], types[like], *types[at:]),
+                "attn_types": types and (*types[:layer_index], types[like], *types[layer_index:]),
             },
         )

@@ -45,11 +45,13 @@ class Units:
     def blocks(self, units: Sequence[int]) -> list[list[list[int]]]:
         """Return old or new units, by run, block, and in order."""
         per_run = len(units) // self.runs
-        found = []
+        blocks = []
         for run in range(self.runs):
             of_run = list(units[run * per_run : (run + 1) * per_run])
-            found.append([of_run[at : at + self.block] for at in range(0, per_run, self.block)])
-        return found
+            blocks.append(
+                [of_run[start : start + self.block] for start in range(0, per_run, self.block)]
+            )
+        return blocks
 
 
 @dataclass(frozen=True)
@@ -164,8 +166,8 @@ def drawn(init: Initialiser, new: New, seed: int, *, writes: bool = False) -> Ma
         got = tuple(made.entries.shape)
         raise ValueError(f"{init} made {got} for {new.name}; expected {new.shape}")
     entries, old = (
-        None if each is None else (each - offset if offset else each).to(new.old)
-        for each in (made.entries, made.old)
+        None if indices is None else (indices - offset if offset else indices).to(new.old)
+        for indices in (made.entries, made.old)
     )
     assert entries is not None
     return replace(made, entries=entries, old=old)

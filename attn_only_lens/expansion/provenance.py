@@ -374,7 +374,7 @@ class Provenance:
                 "name": [name for name, _ in names],
                 "kind": [_KINDS[letter] for _, letter in names],
                 "old": pd.array(old, dtype="string"),
-                "is_new": [each is None for each in old],
+                "is_new": [name is None for name in old],
             }
         )
 
@@ -414,11 +414,12 @@ class Provenance:
         offset = self.constants.gain_offset if is_gain(name) else 0.0
         return TensorMap(self.name(name), axes, self.scales.get(name, 1.0), offset)
 
-    def _times(self, ours: Mapping[str, float], theirs: Mapping[str, float]) -> dict[str, float]:
+    def _times(self, ours: Mapping[str, float], new_names: Mapping[str, float]) -> dict[str, float]:
         """Factors by old name, of this growth and one after it."""
-        names = {*ours, *(old for new in theirs if (old := self.old_name(new)) is not None)}
+        names = {*ours, *(old for new in new_names if (old := self.old_name(new)) is not None)}
         return {
-            name: ours.get(name, 1.0) * theirs.get(self.name(name), 1.0) for name in sorted(names)
+            name: ours.get(name, 1.0) * new_names.get(self.name(name), 1.0)
+            for name in sorted(names)
         }
 
     def _moved_zeros(self, zeros: ZeroEntries) -> ZeroEntries:
@@ -436,9 +437,9 @@ class Provenance:
             of=self._moved(axes[ties.dim], ties.of),
         )
 
-    def _later(self, each: tuple[_EntriesT, ...]) -> tuple[_EntriesT, ...]:
+    def _later(self, shares: tuple[_EntriesT, ...]) -> tuple[_EntriesT, ...]:
         """What a later growth says of entries, which is as of its own shares."""
-        return tuple(replace(one, since=one.since + len(self.shares)) for one in each)
+        return tuple(replace(one, since=one.since + len(self.shares)) for one in shares)
 
     def _moved_shares(self, shares: Shares) -> Shares:
         return replace(
@@ -459,33 +460,35 @@ class Provenance:
 
     def broken(self, grown: Mapping[str, Tensor]) -> dict[str, str]:
         """Return the tensors of a grown model that keep it from computing the same, and why."""
-        found: dict[str, str] = {}
+        names: dict[str, str] = {}
         kinds: tuple[tuple[str, Sequence[ZeroEntries | TiedEntries]], ...] = (
             ("were zero", self.zeros),
             ("were equal or opposite", self.ties),
         )
-        for was, each in kinds:
-            for entries in each:
+        for was, kind in kinds:
+            for entries in kind:
                 now = grown[entries.name]
                 before = self._given_back(entries.name, now, entries.since)
                 rounded = 4 * torch.finfo(now.dtype).eps * float(now.abs().max())
                 least = 0.0 if before is now else rounded
                 if not (entries.off(before).abs() <= least).all():
-                    found.setdefault(entries.name, was)
-        return found
+                    names.setdefault(entries.name, was)
+        return names
 
     def _given_back(self, name: str, tensor: Tensor, since: int = 0) -> Tensor:
         """The tensor of a grown model with what new units share given back to the old ones."""
         for shares in reversed(self.shares[since:]):
             if name in shares.written:
                 dim = axes_of(name, self.constants).index(shares.axis)
-                new, of = (_index(each, tensor.device) for each in (shares.new, shares.of))
+                new, of = (_index(indices, tensor.device) for indices in (shares.new, shares.of))
                 tensor = tensor.index_add(dim, of, tensor.index_select(dim, new))
         return tensor
 
     def _names(self, letter: str) -> list[str]:
-        sizes = [self.sizes.get(Axis(_AXIS_OF[letter], at), 0) for at in range(self.layers.size)]
-        return [f"L{at}{letter}{i}" for at, size in enumerate(sizes) for i in range(size)]
+        sizes = [
+            self.sizes.get(Axis(_AXIS_OF[letter], layer), 0) for layer in range(self.layers.size)
+        ]
+        return [f"L{axis}{letter}{i}" for axis, size in enumerate(sizes) for i in range(size)]
 
 
 def _parsed(name: str, heads_per_neuron: int) -> tuple[HeadName | None, int]:

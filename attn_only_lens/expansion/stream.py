@@ -149,12 +149,12 @@ def _activation_scales(weights: Weights, s: float) -> dict[str, float]:
     """Factors of activations, by hook point."""
     constants, seen = weights.constants, {}
     layers = range(constants.n_layers if constants.norm is not None else 0)
-    norms = [block_name(at, norm) for at in layers for norm in _BLOCK_NORMS]
+    norms = [block_name(layer, norm) for layer in layers for norm in _BLOCK_NORMS]
     for norm in (*norms, "ln_final"):
         seen[f"{norm}.hook_scale"], seen[f"{norm}.hook_normalized"] = s, 1 / s
     if constants.qk_norm is not None:
-        for at in range(constants.n_layers):
-            seen[block_name(at, "attn.hook_q")] = seen[block_name(at, "attn.hook_k")] = s
+        for layer in range(constants.n_layers):
+            seen[block_name(layer, "attn.hook_q")] = seen[block_name(layer, "attn.hook_k")] = s
     if constants.final_norm in ("LNPre", "RMSPre"):
         seen["unembed.hook_in"] = 1 / s
     if _after_folded_norm(weights):

@@ -195,15 +195,15 @@ class Weights:
         Raises:
             ValueError: two tensors disagree about one.
         """
-        found: dict[Axis, int] = {}
+        sizes: dict[Axis, int] = {}
         for name, tensor in self.tensors.items():
             axes = axes_of(name, self.constants)
             if len(axes) != tensor.ndim:
                 raise ValueError(f"{name} has shape {tuple(tensor.shape)}; expected {axes}")
             for axis, size in zip(axes, tensor.shape, strict=True):
-                if found.setdefault(axis, size) != size:
-                    raise ValueError(f"{name} has {size} along {axis}; others have {found[axis]}")
-        return found
+                if sizes.setdefault(axis, size) != size:
+                    raise ValueError(f"{name} has {size} along {axis}; others have {sizes[axis]}")
+        return sizes
 
     def in_layers(self, of: str) -> list[int]:
         """Return the layers that have a tensor of this tail."""

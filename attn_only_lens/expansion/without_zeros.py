@@ -90,8 +90,8 @@ class _Cancelling(WithoutZeros):
         like, sign = list(positions), [0.0] * len(positions)
         for run in units.blocks(positions):
             for first, second in zip(run[::2], run[1::2], strict=False):
-                for one, other in zip(first, second, strict=True):
-                    like[other], sign[one], sign[other] = one, 1.0, -1.0
+                for one, second_unit in zip(first, second, strict=True):
+                    like[second_unit], sign[one], sign[second_unit] = one, 1.0, -1.0
         made = self(new, seed).index_select(units.dim, _index(like))
         if writes:
             made = made * _along(sign, units.dim, made.ndim)
@@ -140,14 +140,14 @@ class _Splits(WithoutZeros):
         axis = Axis(new.axis.label.removeprefix("kv_"), new.axis.layer)
         n_blocks = units.old_blocks
         key = generator(seed, "splits", axis, n_blocks, new.constants.n_layers)
-        found = [0] * len(units.added)
+        counts = [0] * len(units.added)
         olds, news = units.blocks(range(len(units.old))), units.blocks(range(len(units.added)))
         for of_old, of_new in zip(olds, news, strict=True):
             order = torch.randperm(n_blocks, generator=key, device="cpu").tolist()
-            for at, block in enumerate(of_new):
-                for j, i in zip(block, of_old[order[at % n_blocks]], strict=True):
-                    found[j] = i
-        return found
+            for unit, block in enumerate(of_new):
+                for j, i in zip(block, of_old[order[unit % n_blocks]], strict=True):
+                    counts[j] = i
+        return counts
 
 
 def _index(positions: list[int]) -> Tensor:
@@ -156,7 +156,7 @@ def _index(positions: list[int]) -> Tensor:
 
 def _along(factors: list[float], dim: int, ndim: int) -> Float[Tensor, "..."]:
     """Factors by position along a dimension, to multiply a tensor with."""
-    shape = [-1 if at == dim else 1 for at in range(ndim)]
+    shape = [-1 if axis == dim else 1 for axis in range(ndim)]
     return torch.tensor(factors, dtype=torch.float64, device="cpu").reshape(shape)
 
 

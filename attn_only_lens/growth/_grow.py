@@ -339,7 +339,7 @@ def _expansion_to(weights: Weights, asked: dict[str, int]) -> tuple[Expansion, l
         steps += [ex.WidenStream(n)] if n > 0 else []
     if "n_layers" in asked:
         n = missing("n_layers", n_layers)
-        last = (each for name, each in weights.tensors.items() if in_layer(name) == n_layers - 1)
+        last = (item for name, item in weights.tensors.items() if in_layer(name) == n_layers - 1)
         too_many = reasons_against_bytes(n * sum(x.numel() * x.element_size() for x in last))
         reasons += too_many
         steps += [] if too_many else map(ex.InsertLayer, range(n_layers, n_layers + n))
@@ -418,9 +418,9 @@ def _all_reasons(growable: Growable) -> list[str]:
 
 def _unshared(weights: Weights, source: Weights) -> Weights:
     """Copy the tensors that are still the source's."""
-    theirs = {tensor.data_ptr() for tensor in source.tensors.values()}
+    pointers = {tensor.data_ptr() for tensor in source.tensors.values()}
     tensors = {
-        name: tensor.clone() if tensor.data_ptr() in theirs else tensor
+        name: tensor.clone() if tensor.data_ptr() in pointers else tensor
         for name, tensor in weights.tensors.items()
     }
     return replace(weights, tensors=tensors)

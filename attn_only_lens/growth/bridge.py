@@ -53,9 +53,9 @@ PARAMETERS = {
     "mlp.out.weight": ("mlp.W_out", "model neuron -> neuron model"),
     "mlp.out.bias": ("mlp.b_out", None),
     **{
-        f"{norm}.{theirs}": (f"{norm}.{ours}", None)
+        f"{norm}.{their_name}": (f"{norm}.{ours}", None)
         for norm in ("embed_ln", "ln1", "ln1_post", "ln2", "ln2_post", "ln_final")
-        for theirs, ours in (("weight", "w"), ("bias", "b"))
+        for their_name, ours in (("weight", "w"), ("bias", "b"))
     },
 }
 
@@ -78,17 +78,17 @@ class BridgeModel(Growable):
             )
         parts = [(path, parameter) for path, parameter, _ in self._parts()]
         return reasons + shared_parameter_reasons(
-            (path, each) for path, each in parts if not (path == "unembed.weight" and self.is_tied)
+            (path, part) for path, part in parts if not (path == "unembed.weight" and self.is_tied)
         )
 
     def named_parameters(self) -> Mapping[str, nn.Parameter]:
         """Return the parameters that it computes with, by name; one of two uses by both names."""
         names = {id(parameter): name for name, parameter in self.model.named_parameters()}
-        found: dict[str, nn.Parameter] = {}
+        parameters: dict[str, nn.Parameter] = {}
         for path, parameter, _ in self._parts():
             name = names[id(parameter)]
-            found[path if name in found else name] = parameter
-        return found
+            parameters[path if name in parameters else name] = parameter
+        return parameters
 
     def parameters(self) -> Mapping[str, Parameter]:
         """Return the layout of every parameter that it computes with."""
@@ -181,10 +181,10 @@ def differing_modules(model: Any, usual: Any) -> list[str]:
     modules, expected = (
         {
             name.replace(f".{WRAPPED[:-1]}", ""): module
-            for name, module in each.named_modules()
+            for name, module in one_module.named_modules()
             if not isinstance(module, nn.ModuleList)  # the bridge has one of its own
         }
-        for each in (model, usual)
+        for one_module in (model, usual)
     )
     reasons = []
     for name, twin in expected.items():

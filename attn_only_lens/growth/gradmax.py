@@ -101,7 +101,7 @@ def gradient_products(
             for handle in handles:
                 handle.remove()
         for layer, (x, g) in enumerate(zip(inputs, gradients, strict=True)):
-            x, g = (to_float64_device(each.flatten(0, 1)).double() for each in (x, g))
+            x, g = (to_float64_device(tensor.flatten(0, 1)).double() for tensor in (x, g))
             product = x.T @ g
             products[layer] = products.get(layer, 0) + product
     return products

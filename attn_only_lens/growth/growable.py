@@ -93,10 +93,10 @@ class Growable(ABC):
             if axis.layer is not None and axis.label not in self.may_differ_by_layer:
                 sizes.setdefault(axis.label, set()).add(size)
         reasons = [
-            f"its layers would differ in {_FIELDS.get(label, label)} ({sorted(found)}), which "
+            f"its layers would differ in {_FIELDS.get(label, label)} ({sorted(item)}), which "
             f"those of a {type(self.model).__name__} cannot: grow all alike{self._instead}"
-            for label, found in sizes.items()
-            if len(found) > 1
+            for label, item in sizes.items()
+            if len(item) > 1
         ]
         (query, *_), (value, *_) = sizes["d_query"], sizes["d_value"]
         if not reasons and query != value:
@@ -141,7 +141,7 @@ def shared_parameter_reasons(named: Iterable[tuple[str, nn.Parameter]]) -> list[
     first: dict[int, str] = {}
     pairs = [(first.setdefault(id(parameter), name), name) for name, parameter in named]
     return [
-        f"its {one} and {other} are one parameter, which may grow in two ways: give each its own"
-        for one, other in pairs
-        if one != other
+        f"its {one} and {item} are one parameter, which may grow in two ways: give each its own"
+        for one, item in pairs
+        if one != item
     ]

@@ -118,7 +118,7 @@ def read_provenance(folder: str | os.PathLike[str]) -> Provenance:
 
 def _length(value: Any) -> int:
     """The number of indices in all runs of a provenance."""
-    if isinstance(value, list) and [type(each) for each in value] == [int, int]:
+    if isinstance(value, list) and [type(entry) for entry in value] == [int, int]:
         return max(0, value[1] - value[0])
     inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
     return sum(map(_length, inner))
@@ -127,31 +127,31 @@ def _length(value: Any) -> int:
 def _to_json(provenance: Provenance) -> dict[str, Any]:
     return {
         "layers": _map_to_json(provenance.layers),
-        "axes": [[*axis, _map_to_json(each)] for axis, each in provenance.axes.items()],
+        "axes": [[*axis, _map_to_json(item)] for axis, item in provenance.axes.items()],
         "sizes": [[*axis, size] for axis, size in provenance.sizes.items()],
         "constants": asdict(provenance.constants),
         "like": list(provenance.like.items()),
         "scales": dict(provenance.scales),
         "activation_scales": dict(provenance.activation_scales),
         "zeros": [
-            [each.name, list(map(_runs, each.indices)), each.since] for each in provenance.zeros
+            [zero.name, list(map(_runs, zero.indices)), zero.since] for zero in provenance.zeros
         ],
         "ties": [
             [
-                *(each.name, list(map(_runs, each.indices)), each.dim),
-                *(_runs(each.of), each.factor, each.since),
+                *(tie.name, list(map(_runs, tie.indices)), tie.dim),
+                *(_runs(tie.of), tie.factor, tie.since),
             ]
-            for each in provenance.ties
+            for tie in provenance.ties
         ],
         "shares": [
             {
-                "axis": list(each.axis),
-                "new": _runs(each.new),
-                "of": _runs(each.of),
-                "share": list(each.share),
-                "written": sorted(each.written),
+                "axis": list(share.axis),
+                "new": _runs(share.new),
+                "of": _runs(share.of),
+                "share": list(share.share),
+                "written": sorted(share.written),
             }
-            for each in provenance.shares
+            for share in provenance.shares
         ],
         "centred": provenance.centred,
         "source": None if provenance.source is None else asdict(provenance.source),
@@ -164,7 +164,7 @@ def _from_json(data: dict[str, Any]) -> Provenance:
     constants |= {"attn_types": types and tuple(types), "init": tuple(constants["init"])}
     return Provenance(
         layers=_index_map(data["layers"]),
-        axes={Axis(label, layer): _index_map(each) for label, layer, each in data["axes"]},
+        axes={Axis(label, layer): _index_map(item) for label, layer, item in data["axes"]},
         sizes={Axis(label, layer): size for label, layer, size in data["sizes"]},
         constants=Constants(**constants),
         like=dict(data["like"]),
@@ -180,13 +180,13 @@ def _from_json(data: dict[str, Any]) -> Provenance:
         ),
         shares=tuple(
             Shares(
-                Axis(*each["axis"]),
-                _indices(each["new"]),
-                _indices(each["of"]),
-                tuple(each["share"]),
-                frozenset(each["written"]),
+                Axis(*item["axis"]),
+                _indices(item["new"]),
+                _indices(item["of"]),
+                tuple(item["share"]),
+                frozenset(item["written"]),
             )
-            for each in data["shares"]
+            for item in data["shares"]
         ),
         centred=data["centred"],
         source=source
@@ -206,7 +206,7 @@ def _index_map(data: dict[str, Any]) -> IndexMap:
 
 def _runs(indices: tuple[int, ...]) -> list[tuple[int, int]]:
     """Runs of successive indices, as start and stop: mostly one."""
-    runs = (list(run) for _, run in groupby(enumerate(indices), lambda each: each[1] - each[0]))
+    runs = (list(run) for _, run in groupby(enumerate(indices), lambda pair: pair[1] - pair[0]))
     return [(run[0][1], run[-1][1] + 1) for run in runs]
 
 

@@ -57,7 +57,9 @@ class HookedModel(Growable):
         model = self.model
         if exposed_heads(model):
             return ["its neurons are exposed as heads in place; first `exposed.undo()`"]
-        names = [f"blocks.{at}.{norm}" for at in range(model.cfg.n_layers) for norm in _BLOCK_NORMS]
+        names = [
+            f"blocks.{layer}.{norm}" for layer in range(model.cfg.n_layers) for norm in _BLOCK_NORMS
+        ]
         return reasons_against(model, needs_mlp=False) or [
             *shared_parameter_reasons(model.named_parameters(remove_duplicate=False)),
             *norm_reasons(model, names),
@@ -177,14 +179,14 @@ def joint_norm_reasons(weights: Weights) -> list[str]:
     if weights.constants.qk_norm != "all heads":
         return []
     sizes = weights.sizes
-    found = {
+    constants = {
         sizes[Axis("head", layer)] * sizes[Axis("d_query", layer)]
         for layer in range(weights.constants.n_layers)
     }
     return [
         f"its norm over the queries of all heads is d_model wide in TransformerLens: "
         f"{sizes[Axis('d_model')]}, and they would be {width}; grow heads, d_head and d_model along"
-        for width in sorted(found - {sizes[Axis("d_model")]})
+        for width in sorted(constants - {sizes[Axis("d_model")]})
     ]
 
 
@@ -236,7 +238,7 @@ def constants_of(cfg: Any) -> Constants:
 def config_fields(cfg: Any, weights: Weights) -> dict[str, Any]:
     """Return the fields of TransformerLens' configuration that depend on the weights."""
     constants, sizes = weights.constants, weights.sizes
-    found: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "n_layers": constants.n_layers,
         "d_model": sizes[Axis("d_model")],
         "n_heads": sizes[Axis("head", 0)],
@@ -245,9 +247,9 @@ def config_fields(cfg: Any, weights: Weights) -> dict[str, Any]:
         "eps": constants.eps,
     }
     if not cfg.attn_only:
-        found["d_mlp"] = sizes[Axis("d_mlp", 0)]
+        fields["d_mlp"] = sizes[Axis("d_mlp", 0)]
     if constants.scale is None:
-        found["attn_scale"] = -1.0  # TransformerLens' word for √d_head
+        fields["attn_scale"] = -1.0  # TransformerLens' word for √d_head
     if constants.attn_types is not None:
-        found["attn_types"] = list(constants.attn_types)
-    return found
+        fields["attn_types"] = list(constants.attn_types)
+    return fields

@@ -141,12 +141,14 @@ class HuggingFaceBridge(BridgeModel):
             return reasons
         named = self._named_by_transformers()
         unknown = [name for name in named if self._rule(name) not in self._rules]
-        known = {id(each) for each in [*named.values(), *self.named_parameters().values()]}
-        unknown += [name for name, each in self.model.named_parameters() if id(each) not in known]
+        known = {
+            id(parameter) for parameter in [*named.values(), *self.named_parameters().values()]
+        }
+        unknown += [name for name, item in self.model.named_parameters() if id(item) not in known]
         if unknown:
             reasons.append(f"it has parameters unknown to its kind: {', '.join(unknown[:5])}")
         fresh = dict(twin.original_model.named_buffers())
-        if any(each.get("rope_type") in _RECOMPUTED for each in _ropes(config)):
+        if any(rope.get("rope_type") in _RECOMPUTED for rope in _ropes(config)):
             fresh = {name: x for name, x in fresh.items() if "original_inv_freq" in name}
         reasons += [
             f"its {name.replace(WRAPPED, '')} is not what its configuration leads to"
@@ -184,7 +186,7 @@ class HuggingFaceBridge(BridgeModel):
     def reasons_against_weights(self, weights: Weights) -> list[str]:
         """Return every reason why no bridge of this family can have such weights."""
         reasons = super().reasons_against_weights(weights)
-        kinds = {str(each.get("rope_type", "default")) for each in _ropes(self.config)}
+        kinds = {str(rope.get("rope_type", "default")) for rope in _ropes(self.config)}
         kinds -= set(_ROTARY)
         sizes = weights.sizes
         if not hasattr(self.config, "num_key_value_heads") and any(
@@ -247,8 +249,8 @@ class HuggingFaceBridge(BridgeModel):
         try:
             type(config).from_dict(config.to_dict())
         except (StrictDataclassError, ValueError) as error:
-            found = str(error).strip().splitlines()[-1].strip()
-            return [f"{type(config).__name__} refuses its sizes ({found}); {_INSTEAD}"]
+            message = str(error).strip().splitlines()[-1].strip()
+            return [f"{type(config).__name__} refuses its sizes ({message}); {_INSTEAD}"]
         if getattr(config, BY_LAYER, None):
             return [
                 f"its layers differ in d_mlp, which {type(config).__name__} cannot say; grow all "
@@ -313,11 +315,11 @@ class HuggingFaceBridge(BridgeModel):
         tokens = torch.arange(2 * pos, device=some.device).reshape(2, pos) % cfg.d_vocab
         modes = {module: module.training for module in model.modules()}
         try:
-            found = model.eval()(tokens)
+            logits = model.eval()(tokens)
         finally:
             for module, mode in modes.items():
                 module.training = mode
-        return to_float64_device(getattr(found, "logits", found)).double()
+        return to_float64_device(getattr(logits, "logits", logits)).double()
 
     def grown_config(self, weights: Weights) -> PretrainedConfig:
         """Return the configuration of a model with these weights."""
@@ -392,8 +394,8 @@ class HuggingFaceBridge(BridgeModel):
         """Parameters by the names that they have in a model without a bridge."""
         clean, _ = self._usual
         named = self.model.original_model.named_parameters(remove_duplicate=False)
-        found = {name.replace(WRAPPED, ""): parameter for name, parameter in named}
-        return {name: each for name, each in found.items() if name in clean}
+        parameters = {name.replace(WRAPPED, ""): parameter for name, parameter in named}
+        return {name: item for name, item in parameters.items() if name in clean}
 
     def _path(self, part: str) -> str:
         """The path of a part of the bridge in the wrapped model."""
@@ -404,7 +406,7 @@ class HuggingFaceBridge(BridgeModel):
         blocks = re.escape(self._path("blocks"))
         return re.sub(
             rf"^({blocks}\.)(\d+)",
-            lambda found: f"{found[1]}{in_layer(source_of(block_name(int(found[2]), 'attn')))}",
+            lambda match: f"{match[1]}{in_layer(source_of(block_name(int(match[2]), 'attn')))}",
             path,
         )
 
@@ -421,20 +423,20 @@ class HuggingFaceBridge(BridgeModel):
         for name, layout in layouts.items():  # of a tied one, the embedding first
             tensors.setdefault(id(named[name]), layout.name)
         present = {layout.name for layout in layouts.values()}
-        found: dict[str, tuple[str, ...]] = {}
+        names: dict[str, tuple[str, ...]] = {}
         for name, parameter in self._named_by_transformers().items():
             rule, module, kind = self._rule(name), *name.split(".")[-2:]
             if name != rule.format(0):
                 continue
             if name == f"{self._path('unembed')}.weight":  # perhaps the embedding's, too
-                found[rule] = ("unembed.W_U",)
+                names[rule] = ("unembed.W_U",)
             elif id(parameter) in tensors:
-                found[rule] = (tensors[id(parameter)].removeprefix("blocks.0."),)
+                names[rule] = (tensors[id(parameter)].removeprefix("blocks.0."),)
             elif module in _FUSED:
                 tails = tuple(PARAMETERS[f"{part}.{kind}"][0] for part in _FUSED[module])
-                if all(block_name(0, each) in present for each in tails):
-                    found[rule] = tails
-        return found
+                if all(block_name(0, tail) in present for tail in tails):
+                    names[rule] = tails
+        return names
 
     def _beside(self) -> set[str]:
         """Tensors that the bridge has beside the model's: 3.9 adds a bias to the unembedding."""
@@ -483,16 +485,16 @@ def _device_map(module: nn.Module, first: torch.device, name: str = "") -> dict[
     places = {parameter.device for parameter in module.parameters()} or {first}
     if len(places) == 1:
         return {name: str(places.pop())}
-    found: dict[str, Any] = {}
+    changes: dict[str, Any] = {}
     for child, part in module.named_children():
-        found |= _device_map(part, first, f"{name}.{child}".removeprefix("."))
-    return found
+        changes |= _device_map(part, first, f"{name}.{child}".removeprefix("."))
+    return changes
 
 
-def _difference(one: Tensor, other: Tensor) -> float:
+def _difference(one: Tensor, second: Tensor) -> float:
     """The largest difference of logits, as a share of the largest; no number in both is none."""
-    finite = one.isfinite() | other.isfinite()
-    difference = (one - other).abs().nan_to_num(torch.inf)[finite]
+    finite = one.isfinite() | second.isfinite()
+    difference = (one - second).abs().nan_to_num(torch.inf)[finite]
     largest = one[one.isfinite()].abs()
     return difference.max().item() / (largest.max().item() or 1.0) if largest.numel() else 0.0
 
@@ -515,9 +517,9 @@ _INSTEAD = f"grow d_model or n_heads along, or {_SAVE}"
 
 def _ropes(config: PretrainedConfig) -> list[dict[str, Any]]:
     """The settings of rotary positions: one, or one for each kind of layer."""
-    found = getattr(config, "rope_parameters", None) or {}
-    nested = [each for each in found.values() if isinstance(each, dict)]
-    return nested or ([found] if found else [])
+    ropes = getattr(config, "rope_parameters", None) or {}
+    nested = [rope for rope in ropes.values() if isinstance(rope, dict)]
+    return nested or ([ropes] if ropes else [])
 
 
 def _fraction(rotary_dim: int, width: int) -> float:

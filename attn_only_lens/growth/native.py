@@ -40,7 +40,7 @@ class NativeBridge(BridgeModel):
             return reasons
         model = self.model
         known = set(map(id, self.named_parameters().values()))
-        odd = [name for name, each in model.named_parameters() if id(each) not in known]
+        odd = [name for name, item in model.named_parameters() if id(item) not in known]
         if odd:
             reasons.append(f"it has parameters unknown to its kind: {', '.join(odd[:5])}")
         with torch.device("meta"):

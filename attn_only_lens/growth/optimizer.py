@@ -82,8 +82,8 @@ def grown_optimizer(
             tensor_map = provenance.tensor_map(old_layouts[name].name)
             new = new_names[tensor_map.name]
             if any(
-                new_parameters[new] is new_parameters[each]
-                for each in by_scale.get(tensor_map.scale, ())
+                new_parameters[new] is new_parameters[share]
+                for share in by_scale.get(tensor_map.scale, ())
             ):
                 continue
             by_scale.setdefault(tensor_map.scale, []).append(new)
@@ -111,7 +111,7 @@ def grown_optimizer(
 def _reasons_against(optimizer: Optimizer, model: nn.Module) -> list[str]:
     kind = type(optimizer)
     if kind not in _SETTINGS:
-        known = ", ".join(each.__name__ for each in _SETTINGS)
+        known = ", ".join(setting.__name__ for setting in _SETTINGS)
         return [
             f"got a {kind.__module__}.{kind.__qualname__}; expected one of torch's {known}, whose "
             "moments can be scaled with their parameters"
@@ -136,11 +136,11 @@ def _new_parameters(
 ) -> dict[str, list[str]]:
     """The parameters of new layers, by the old parameter that each is like."""
     old_names = {layout.name: name for name, layout in old_layouts.items()}
-    found: dict[str, list[str]] = {}
+    reasons_by_name: dict[str, list[str]] = {}
     for tensor, name in new_names.items():
         if provenance.old_name(tensor) is None:
-            found.setdefault(old_names[provenance.source_of(tensor)], []).append(name)
-    return found
+            reasons_by_name.setdefault(old_names[provenance.source_of(tensor)], []).append(name)
+    return reasons_by_name
 
 
 def _settings(optimizer: Optimizer, group: Mapping[str, Any], scale: float) -> dict[str, Any]:
@@ -187,8 +187,8 @@ def _shared_out(moment: Tensor, name: str, power: int, provenance: Provenance) -
             *((of, of, factor) for of, factor in kept.items()),
         ]
         now, before, factor = zip(*units, strict=True)
-        at, of = (torch.tensor(each, device=moment.device) for each in (now, before))
-        shape = [-1 if each == dim else 1 for each in range(moment.ndim)]
-        scale = moment.new_tensor([each**power for each in factor]).reshape(shape)
-        moment = moment.index_copy(dim, at, moment.index_select(dim, of) * scale)
+        new_index, of = (torch.tensor(indices, device=moment.device) for indices in (now, before))
+        shape = [-1 if axis == dim else 1 for axis in range(moment.ndim)]
+        scale = moment.new_tensor([entries**power for entries in factor]).reshape(shape)
+        moment = moment.index_copy(dim, new_index, moment.index_select(dim, of) * scale)
     return moment

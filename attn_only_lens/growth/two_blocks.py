@@ -42,7 +42,7 @@ from attn_only_lens.models.two_blocks.known_modules import module_reasons
 _BLOCK = re.compile(r"blocks\.(\d+)\.([^.]+)(.*)")
 # The parts of a neuron block.
 _PARTS_IN_SOURCE = {"attn": "mlp", "ln1": "ln2", "ln1_post": "ln2_post"}
-_PARTS = {theirs: ours for ours, theirs in _PARTS_IN_SOURCE.items()}
+_PARTS = {source_name: ours for ours, source_name in _PARTS_IN_SOURCE.items()}
 _NORMS = ("ln1", "ln1_post")
 _SHARED = ("attn.W_K", "attn.W_V", "attn.b_K", "attn.b_V")  # by heads that are grouped
 
@@ -60,7 +60,7 @@ class ConvertedModel(Growable):
         model = self.model
         if type(model) is not AttentionOnlyTransformer:
             return [f"it is a {type(model).__qualname__}, a subclass whose function is unknown"]
-        norms = [f"blocks.{at}.{norm}" for at in range(model.cfg.n_layers) for norm in _NORMS]
+        norms = [f"blocks.{layer}.{norm}" for layer in range(model.cfg.n_layers) for norm in _NORMS]
         reasons = [
             *module_reasons(model),
             *shared_parameter_reasons(model.named_parameters(remove_duplicate=False)),
@@ -68,9 +68,9 @@ class ConvertedModel(Growable):
             *constant_reasons(model),
         ]
         sizes = model.cfg.layer_sizes
-        if len({each.n_key_value_heads is None for each in sizes}) > 1:
+        if len({size.n_key_value_heads is None for size in sizes}) > 1:
             reasons.append("some of its layers have grouped keys and values, and others have not")
-        scales = {each.attn_scale for each in sizes}
+        scales = {size.attn_scale for size in sizes}
         if model.cfg.use_attn_scale and not self._has_default_scales() and len(scales) > 1:
             reasons.append(
                 f"its layers divide scores by {sorted(scales)}; expected √d_head of each, or one "
@@ -81,7 +81,7 @@ class ConvertedModel(Growable):
     def _has_default_scales(self) -> bool:
         """True if every layer divides its scores by the square root of its heads' width."""
         sizes = self.model.cfg.layer_sizes
-        return all(each.attn_scale == math.sqrt(each.d_head) for each in sizes)
+        return all(size.attn_scale == math.sqrt(size.d_head) for size in sizes)
 
     def read(self) -> Weights:
         """Return the weights of its source."""
@@ -93,11 +93,11 @@ class ConvertedModel(Growable):
 
     def parameters(self) -> Mapping[str, Parameter]:
         """Return the layout of every parameter."""
-        found = {}
+        tensors = {}
         for name, _ in self.model.named_parameters():
             source = _source_name(name)
-            found[name] = parameter_of(source, self.model.cfg.layer_cfg(in_layer(source) or 0))
-        return found
+            tensors[name] = parameter_of(source, self.model.cfg.layer_cfg(in_layer(source) or 0))
+        return tensors
 
     def reasons_against_weights(self, weights: Weights) -> list[str]:
         """Return every reason why no converted model can have such weights."""
@@ -114,13 +114,15 @@ class ConvertedModel(Growable):
             for name, tensor in weights.tensors.items()
         }
         frozen = [
-            own for name, own in names.items() if not parameters[source_of(name)].requires_grad
+            converted_name
+            for name, converted_name in names.items()
+            if not parameters[source_of(name)].requires_grad
         ]
         # For each layer, the template's layer that everything else comes from.
         layers = [
             layer
-            for at in range(constants.n_layers)
-            if (layer := in_layer(source_of(block_name(at, "attn")))) is not None
+            for layer_index in range(constants.n_layers)
+            if (layer := in_layer(source_of(block_name(layer_index, "attn")))) is not None
         ]
         for layer, source in enumerate(layers):
             for name, buffer in template.blocks[heads_block(source)].named_buffers():
@@ -167,7 +169,7 @@ def _own_name(name: str, *, grouped: bool) -> str:
 
 def _layer_sizes(weights: Weights, attn_scale: float) -> list[LayerSizes]:
     """Sizes of every layer; `attn_scale` is of models that do not divide by √d_head."""
-    constants, found = weights.constants, []
+    constants, constants_ = weights.constants, []
     for layer in range(constants.n_layers):
         n_heads, n_shared, width, d_value, neurons = (
             weights.sizes[Axis(label, layer)]
@@ -175,5 +177,5 @@ def _layer_sizes(weights: Weights, attn_scale: float) -> list[LayerSizes]:
         )
         scale = math.sqrt(width) if constants.scale is None else attn_scale
         grouped = n_shared if constants.grouped else None
-        found.append(LayerSizes(n_heads, grouped, width, d_value, neurons, scale))
-    return found
+        constants_.append(LayerSizes(n_heads, grouped, width, d_value, neurons, scale))
+    return constants_

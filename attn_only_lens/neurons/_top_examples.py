@@ -188,10 +188,10 @@ def _pass(
         reasons += one_run_reasons(metric) + no_gradient_reasons()
     InputError.raise_if(reasons, _PROBLEM)
     bound = None if metric is None else as_metric(metric)
-    found = Found(model, sites, k, by, _ENDS[ends], before, after, histograms)
+    results = Found(model, sites, k, by, _ENDS[ends], before, after, histograms)
     settings = {
-        "names": hashlib.sha256(" ".join(found.names).encode()).hexdigest(),
-        "n_neurons": len(found.names),
+        "names": hashlib.sha256(" ".join(results.names).encode()).hexdigest(),
+        "n_neurons": len(results.names),
         "k": k,
         "before": before,
         "after": after,
@@ -204,31 +204,31 @@ def _pass(
     if resume is not None:
         settings["model"] = fingerprint(model)
         settings["metric"] = "" if bound is None else f"{bound.name} {metric_identity(bound)}"
-        store = Store(resume, settings, found)
+        store = Store(resume, settings, results)
     rows = corpus_rows(model, texts, context)
     rows = rows if store is None else store.skip_seen(rows)
     label = progress if isinstance(progress, str) else None
     with tqdm(total=n_texts(texts), unit="text", desc=label, disable=not progress) as bar:
-        bar.update(found.n_texts)
+        bar.update(results.n_texts)
         for batch, some in batches(model, rows, batch_size):
-            found.add(batch, bound)
-            bar.update(some[-1].text + 1 - found.n_texts)
-            found.n_texts = some[-1].text + 1
+            results.add(batch, bound)
+            bar.update(some[-1].text + 1 - results.n_texts)
+            results.n_texts = some[-1].text + 1
             if store is not None:
                 store.saw(some)
     if store is not None:
         store.write()
-    if not found.n_tokens:
+    if not results.n_tokens:
         raise InputError(["the corpus holds no tokens but BOS"], _PROBLEM)
-    return found.result("" if bound is None else bound.name)
+    return results.result("" if bound is None else bound.name)
 
 
 def _site_reasons(sites: Sequence[LayerSites]) -> list[str]:
-    heads = [name for each in sites if each.kind == "attention" for name in each.names]
+    heads = [name for site in sites if site.kind == "attention" for name in site.names]
     members = [
         name
-        for each in sites
-        for name, member in zip(each.names, each.member.tolist(), strict=True)
+        for site in sites
+        for name, member in zip(site.names, site.member.tolist(), strict=True)
         if member != ALL_MEMBERS
     ]
     more = "one of several heads of a neuron; expected the neuron, without the dot"

@@ -85,8 +85,10 @@ def add_examples(
     order = both.sort(dim=1, descending=True, stable=True).indices[:, : least.shape[1]]
     for name, kept in state.items():
         joined = torch.cat([kept[rows], new[name].to(kept.dtype)], dim=1)
-        at = order.view(*order.shape, *[1] * (joined.ndim - 2)).expand(-1, -1, *joined.shape[2:])
-        kept[rows] = joined.gather(1, at)
+        positions = order.view(*order.shape, *[1] * (joined.ndim - 2)).expand(
+            -1, -1, *joined.shape[2:]
+        )
+        kept[rows] = joined.gather(1, positions)
 
 
 def _first_of_largest(x: Float[Tensor, "row place"], k: int) -> Int[Tensor, "row k"]:

@@ -44,7 +44,7 @@ def run_by_layer(model: Any, sites: Sequence[LayerSites], batch: Batch, take_in:
 
     with torch.no_grad(), _looking(model, sites, [look(i) for i in range(len(sites))]):
         run_blocks(model, batch.tokens, batch.mask)
-    require_seen({str(each.layer): f"neurons of layer {each.layer}" for each in sites}, ran)
+    require_seen({str(site.layer): f"neurons of layer {site.layer}" for site in sites}, ran)
 
 
 def run_by_gradient(
@@ -52,7 +52,7 @@ def run_by_gradient(
 ) -> None:
     """Run a model and the gradient of a metric, and give all layers' activations to `take_in`."""
     seen: list[dict[str, Tensor]] = [{} for _ in sites]
-    nodes = [host_of(model).hook_name(each.layer, "neuron", "z") for each in sites]
+    nodes = [host_of(model).hook_name(site.layer, "neuron", "z") for site in sites]
     rows = len(batch.tokens)
     # As some among many: texts of one token have no loss, though no other text is in their batch.
     pair = PromptPair(batch.tokens, batch.tokens, batch.mask, (range(rows), rows))
@@ -72,10 +72,10 @@ def run_by_gradient(
             )
         # Each is a function of its own text alone: the gradient of their sum has those of all.
         gradients = tape.gradients(values.sum())
-    for number, (each, node) in enumerate(zip(sites, nodes, strict=True)):
+    for number, (item, node) in enumerate(zip(sites, nodes, strict=True)):
         z = seen[number]["z"]
         seen[number]["attribution"] = gradients[node].detach() * z
-        take_in(number, _of_neurons(model, each, seen[number]))
+        take_in(number, _of_neurons(model, item, seen[number]))
 
 
 @contextmanager
@@ -84,14 +84,14 @@ def _looking(
 ) -> Iterator[None]:
     """Show the values, patterns and outputs of each layer's neuron-heads as they are computed."""
     with ExitStack() as stack:
-        for each, of_layer in zip(sites, keep, strict=True):
-            heads = host_of(model).neurons[each.layer]
+        for item, of_layer in zip(sites, keep, strict=True):
+            heads = host_of(model).neurons[item.layer]
             for point in _POINTS:
 
                 def look(
-                    module: Any, args: Any, value: Tensor, at: Any = of_layer, of: str = point
+                    module: Any, args: Any, value: Tensor, look: Any = of_layer, of: str = point
                 ) -> None:
-                    at(of, value.detach().clone())
+                    look(of, value.detach().clone())
 
                 hook = getattr(heads, f"hook_{point}").register_forward_hook(look)
                 stack.callback(hook.remove)
@@ -108,13 +108,13 @@ def _of_neurons(model: Any, sites: LayerSites, seen: dict[str, Tensor]) -> OfNeu
     }
     if "attribution" in seen:
         of_heads["attribution"] = seen["attribution"].squeeze(-1)
-    index, each = sites.index.to(seen["z"].device), heads.heads_per_neuron
-    found = {}
+    index, per_neuron = sites.index.to(seen["z"].device), heads.heads_per_neuron
+    values = {}
     for name, x in of_heads.items():
         if name in ("z", "gate"):
             x = heads.neuron_outputs(x)
-        elif each > 1:  # one value for all heads of a neuron; an attribution is their sum
-            x = x.unflatten(-1, (-1, each))
+        elif per_neuron > 1:  # one value for all heads of a neuron; an attribution is their sum
+            x = x.unflatten(-1, (-1, per_neuron))
             x = x[..., 0] if name == "value" else x.sum(-1)
-        found[name] = float32_if_half(x.flatten(0, 1)[:, index].T.contiguous())
-    return found
+        values[name] = float32_if_half(x.flatten(0, 1)[:, index].T.contiguous())
+    return values

@@ -136,26 +136,30 @@ def _entries(texts: Texts) -> Iterator[Any]:
             raise InputError([f"got a {type(texts).__name__}; {expected}"], _PROBLEM)
         yield from texts
         return
-    path, at = Path(texts), count()
+    path, numbers = Path(texts), count()
     try:
         with path.open(encoding="utf-8-sig") as file:
             objects = path.suffix.lower() == ".jsonl"
             for line in file:
-                next(at)
+                next(numbers)
                 text = line.rstrip("\r\n")
                 yield (json.loads(text) if text.strip() else []) if objects else text
     except (OSError, ValueError) as error:
         advice = "; a text itself goes into a list" if isinstance(texts, str) else ""
-        said = f"line {next(at)}: {error.msg}" if isinstance(error, json.JSONDecodeError) else error
+        said = (
+            f"line {next(numbers)}: {error.msg}"
+            if isinstance(error, json.JSONDecodeError)
+            else error
+        )
         reason = f"{str(texts)[:100]!r} is no file of texts: {said}{advice}"
         raise InputError([reason], _PROBLEM) from error
 
 
 def _tokens(model: Any, entry: Any, number: int) -> tuple[Int[Tensor, "pos"], bool]:
     """Return the tokens of an entry, and whether they begin with BOS."""
-    found = _checked(model, entry, number)
+    row = _checked(model, entry, number)
     bos = getattr(model.tokenizer, "bos_token_id", None)
-    return found, bool(len(found) and bos is not None and int(found[0]) == bos)
+    return row, bool(len(row) and bos is not None and int(row[0]) == bos)
 
 
 def _checked(model: Any, entry: Any, number: int) -> Int[Tensor, "pos"]:

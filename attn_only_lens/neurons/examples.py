@@ -61,5 +61,5 @@ def examples_of(frame: pd.DataFrame, name: str) -> list[Example]:
 
 
 def _names(frame: pd.DataFrame) -> str:
-    found = frame["name"].unique().tolist()
-    return ", ".join(found[:5]) + ", …" * (len(found) > 5)
+    names = frame["name"].unique().tolist()
+    return ", ".join(names[:5]) + ", …" * (len(names) > 5)

@@ -67,23 +67,23 @@ class Found:
         self.n_tokens = self.n_texts = 0
         self.examples: list[dict[End, State]] = []
         self.counts: list[State] = []
-        for each in sites:
-            W_out = host_of(model).neurons[each.layer].W_out
+        for site in sites:
+            W_out = host_of(model).neurons[site.layer].W_out
             like = float32_if_half(W_out.detach()[:0, 0])
-            n, width = len(each.names), before + 1 + after
+            n, width = len(site.names), before + 1 + after
             self.examples.append({end: no_examples(n, k, width, like) for end in ends})
             self.counts.append(no_counts(n, like.device) if histograms else {})
 
     @property
     def names(self) -> tuple[str, ...]:
         """The neurons, in the order of all that is found."""
-        return tuple(name for each in self.sites for name in each.names)
+        return tuple(name for site in self.sites for name in site.names)
 
     @property
     def states(self) -> Iterator[tuple[str, list[State]]]:
         """The states of all layers, by the prefix of their names."""
         for end in self.examples[0]:
-            yield f"{end}.", [each[end] for each in self.examples]
+            yield f"{end}.", [example[end] for example in self.examples]
         yield "", self.counts
 
     def add(self, batch: Batch, metric: Metric | None) -> None:
@@ -104,7 +104,7 @@ class Found:
             run_by_layer(self.model, self.sites, batch, take_in)
         else:
             run_by_gradient(self.model, self.sites, batch, metric, take_in)
-        if not all(bool(each) for each in finite):
+        if not all(bool(value) for value in finite):
             texts = batch.text.tolist()
             raise InputError(
                 [f"activations are not finite in one of the texts {texts[0]} to {texts[-1]}"],
@@ -115,7 +115,7 @@ class Found:
     def tensors(self) -> State:
         """All states, neurons of all layers together, on the CPU."""
         return {
-            f"{prefix}{name}": torch.cat([each[name].cpu() for each in states])
+            f"{prefix}{name}": torch.cat([state[name].cpu() for state in states])
             for prefix, states in self.states
             for name in states[0]
         }
@@ -125,9 +125,9 @@ class Found:
         for prefix, states in self.states:
             for name in states[0]:
                 whole, first = tensors[f"{prefix}{name}"], 0
-                for each in states:
-                    n = len(each[name])
-                    each[name] = whole[first : first + n].to(each[name])
+                for state in states:
+                    n = len(state[name])
+                    state[name] = whole[first : first + n].to(state[name])
                     first += n
 
     def result(self, metric: str) -> NeuronStatistics:
@@ -152,22 +152,22 @@ def _on(batch: Batch, device: torch.device) -> Batch:
 class Store:
     """A folder that keeps what was found so far."""
 
-    def __init__(self, folder: str | Path, settings: dict[str, Any], found: Found) -> None:
-        self._path, self._found = open_folder(folder) / _FILE, found
+    def __init__(self, folder: str | Path, settings: dict[str, Any], results: Found) -> None:
+        self._path, self._found = open_folder(folder) / _FILE, results
         self._settings: dict[str, Any] = json.loads(json.dumps(settings))
         self._digest, self._rows, self._written = "", 0, monotonic()
         if not self._path.exists():
             return
         tensors, said = read_tensors(self._path, _SO_FAR)
-        mine, theirs = self._settings, said["settings"]
+        expected, stored = self._settings, said["settings"]
         differ = [
-            f"{key}: got {_shown(mine.get(key))}; the folder has {_shown(theirs.get(key))}"
-            for key in sorted(mine.keys() | theirs.keys())
-            if mine.get(key) != theirs.get(key)
+            f"{key}: got {_shown(expected.get(key))}; the folder has {_shown(stored.get(key))}"
+            for key in sorted(expected.keys() | stored.keys())
+            if expected.get(key) != stored.get(key)
         ]
         InputError.raise_if(differ, f"{self._path.parent} holds other statistics; use a new folder")
-        found.restore(tensors)
-        found.n_tokens, found.n_texts = said["tokens_seen"], said["texts"]
+        results.restore(tensors)
+        results.n_tokens, results.n_texts = said["tokens_seen"], said["texts"]
         self._digest, self._rows = said["digest"], said["rows"]
 
     def skip_seen(self, rows: Iterator[Row]) -> Iterator[Row]:
@@ -196,11 +196,11 @@ class Store:
 
     def write(self) -> None:
         """Write all that was found."""
-        found = self._found
+        results = self._found
         said = {"settings": self._settings, "digest": self._digest, "rows": self._rows}
-        said |= {"texts": found.n_texts, "tokens_seen": found.n_tokens}
+        said |= {"texts": results.n_texts, "tokens_seen": results.n_tokens}
         with atomic_write(self._path) as new:
-            write_tensors(new, found.tensors(), _SO_FAR, **said)
+            write_tensors(new, results.tensors(), _SO_FAR, **said)
         self._written = monotonic()
 
 

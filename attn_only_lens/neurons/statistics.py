@@ -92,7 +92,7 @@ class NeuronStatistics:
                 key: [tuple(x[:n]) for x, n in zip(columns[key].tolist(), real, strict=True)]
                 for key in ("tokens", "z", "gate")
             }
-            texts = [tuple(self.vocabulary[t] for t in each) for each in windows["tokens"]]
+            texts = [tuple(self.vocabulary[t] for t in window) for window in windows["tokens"]]
             frames.append(
                 pd.DataFrame(
                     {
@@ -148,7 +148,7 @@ class NeuronStatistics:
         """
         rows = torch.tensor([self._row(name) for name in names], device="cpu", dtype=torch.long)
         examples, counts = (
-            {key: x[rows] for key, x in each.items()} for each in (self.examples, self.counts)
+            {key: x[rows] for key, x in tensors.items()} for tensors in (self.examples, self.counts)
         )
         return replace(self, names=tuple(names), examples=examples, counts=counts)
 

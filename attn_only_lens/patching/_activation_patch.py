@@ -130,7 +130,7 @@ def activation_patch(
     pair = pair_or_single(model, clean, corrupted, mask)
     groups = site_groups(model, pair, sites, positions, part)
     tokens = None if reference is None else checked_tokens(model, reference)
-    chosen = tuple(dict.fromkeys(each.sites for each in groups))
+    chosen = tuple(dict.fromkeys(group.sites for group in groups))
     metric = as_metric(metric)
     at_once = prompts_per_run(model, pair, metric, chosen, part, prompts_at_once, resume)
     parts = sweep_parts(model, pair, groups, at_once, None if resume is None else direction)
@@ -148,11 +148,11 @@ def activation_patch(
         settings = sweep_settings(model, pair, metric, groups, sites, part, direction, tokens)
         settings |= {"per_prompt": bool(per_prompt), "prompts_at_once": at_once}
         settings["precision"] = precision
-        settings["parts"] = [len(each.rows) for each in parts if not each.prompts.start]
+        settings["parts"] = [len(chunk.rows) for chunk in parts if not chunk.prompts.start]
         store = PartStore(resume, settings, len(parts))
     hidden = not (progress and is_first())
     label = progress if isinstance(progress, str) else None
-    total = sum(len(each.rows) for each in parts)
+    total = sum(len(chunk.rows) for chunk in parts)
     with tqdm(total=total, unit="site", desc=label, disable=hidden) as bar:
         tested, made = set[tuple[bool, int]](), dict[range, PatchRunner]()
 
@@ -163,7 +163,7 @@ def activation_patch(
                 replay = make_replay(model, run.target, run.runs.metric)
                 batching = Batching(model, batch_size, bar.update, replay.numbers_per_token)
                 runner = PatchRunner(replay, run.source, part, run.unpatched, batching, precision)
-                here = [each.of_prompts(run.runs.pair) for each in groups]
+                here = [group.of_prompts(run.runs.pair) for group in groups]
                 first = runner.earliest(here)
                 if (run.padded, first) not in tested:
                     check_edits(replay.precise, here, part, (0, first) if first else ())
@@ -171,9 +171,9 @@ def activation_patch(
                 made[prompts] = runner
             return made[prompts]
 
-        def measure(each: SweepPart) -> Tensor:
-            runner, run = runner_of(each.prompts), runs.of(each.prompts)
-            here = each.groups(groups, run.runs.pair)
+        def measure(chunk: SweepPart) -> Tensor:
+            runner, run = runner_of(chunk.prompts), runs.of(chunk.prompts)
+            here = chunk.groups(groups, run.runs.pair)
             batches = (runner.values([here[i] for i in batch]) for batch in together(here))
             values = torch.cat([of_group for batch in batches for of_group in batch])
             return run.reduced(over, values).flatten()
@@ -183,7 +183,7 @@ def activation_patch(
         if precision is not None:
             prompts = parts[-1].prompts  # which are at hand
             runner, pair = runner_of(prompts), runs.of(prompts).runs.pair
-            here = [each.of_prompts(pair) for each in groups]
+            here = [group.of_prompts(pair) for group in groups]
             errors = runner.rounding(here, per_prompt=per_prompt)
             largest = errors.max().item() if len(errors) else 0.0
             rounding = {"precision": precision, "n_rounded": len(errors)}
@@ -257,8 +257,8 @@ def sweep_settings(
     reference: Tokens | None,
 ) -> dict[str, Any]:
     """Return everything that values depend on, so that no other sweep is resumed."""
-    sites = dict.fromkeys(each.sites for each in groups)
-    sets = dict.fromkeys(each for group in groups for each in group.positions)
+    sites = dict.fromkeys(site_group.sites for site_group in groups)
+    sets = dict.fromkeys(position for group in groups for position in group.positions)
     return {
         "model": fingerprint(model),
         "clean": pair.clean.tolist(),
@@ -267,8 +267,8 @@ def sweep_settings(
         "reference": None if reference is None else reference.tolist(),
         "metric": metric.name,
         "metric_code": metric_identity(metric),
-        "sites": [name for each in sites for name in each.names],
-        "positions": [each.label for each in sets],
+        "sites": [name for site in sites for name in site.names],
+        "positions": [position_set.label for position_set in sets],
         "where": roles_where(groups),
         "at": None if asked is None else split_positions(asked),
         "float32 products": matmul_precision(),
@@ -279,9 +279,13 @@ def sweep_settings(
 
 def roles_where(groups: Sequence[SiteGroup]) -> list[list[list[int]]]:
     """Return where each role is, which its label does not tell."""
-    sets = dict.fromkeys(each for group in groups for each in group.positions)
-    roles = [each for each in sets if isinstance(each.label, str) and each.label != "all"]
-    return [each.where.nonzero().tolist() for each in roles]
+    sets = dict.fromkeys(position for group in groups for position in group.positions)
+    roles = [
+        position_set
+        for position_set in sets
+        if isinstance(position_set.label, str) and position_set.label != "all"
+    ]
+    return [role.where.nonzero().tolist() for role in roles]
 
 
 def metric_identity(metric: Metric) -> str:

@@ -47,7 +47,7 @@ def agreement(exact: Sweep, approx: Sweep, k: int = 20) -> pd.DataFrame:
         [{'pearson': 1.0, 'spearman': 1.0, 'top_k': 1.0, 'k': 2, 'n': 3}]
     """
     reasons = []
-    of_prompts = ["prompt" in each.rows.numbers for each in (exact, approx)]
+    of_prompts = ["prompt" in sweep.rows.numbers for sweep in (exact, approx)]
     if len(set(of_prompts)) > 1:
         reason = "one has rows of each prompt and the other means; expected both with `per_prompt`"
         raise InputError([reason], "these sweeps cannot be compared")
@@ -57,30 +57,30 @@ def agreement(exact: Sweep, approx: Sweep, k: int = 20) -> pd.DataFrame:
         reasons.append(f"exact is of {exact.metric}, approx of {approx.metric}")
     span = abs(exact.clean_value - exact.corrupted_value)
     for which in ("clean_value", "corrupted_value"):
-        mine, theirs = getattr(exact, which), getattr(approx, which)
-        if not abs(mine - theirs) <= _SAME_RUN * span:
+        first_value, second_value = getattr(exact, which), getattr(approx, which)
+        if not abs(first_value - second_value) <= _SAME_RUN * span:
             reasons.append(
-                f"{which} is {mine:.4g} in exact and {theirs:.4g} in approx: expected the same "
-                "prompts and model"
+                f"{which} is {first_value:.4g} in exact and {second_value:.4g} in approx: expected "
+                "the same prompts and model"
             )
     if exact.part != approx.part:
         reasons.append(f"exact is of part {exact.part!r}, approx of {approx.part!r}")
-    one, other = exact.effects, approx.effects
+    one, second = exact.effects, approx.effects
     order = rows_in_order(exact.rows, approx.rows)
     if order is not None:
         reasons += _reasons_against_sites(exact, approx, order)
-    for label, effects in (("exact", one), ("approx", other)):
+    for label, effects in (("exact", one), ("approx", second)):
         if not (effects != effects[:1]).any():
             reasons.append(f"all scores of {label} are the same: nothing correlates with them")
     if not is_count(k, 1, len(one)):
         reasons.append(f"got k={k!r}; expected 1 to the {len(one)} rows")
     InputError.raise_if(reasons, "these sweeps cannot be compared")
-    other = other if order is None else other[order]
-    both = [set(largest(np.abs(each), k).tolist()) for each in (one, other)]
+    second = second if order is None else second[order]
+    both = [set(largest(np.abs(effects), k).tolist()) for effects in (one, second)]
     return pd.DataFrame(
         {
-            "pearson": [pearsonr(one, other).statistic],
-            "spearman": [spearmanr(one, other).statistic],
+            "pearson": [pearsonr(one, second).statistic],
+            "spearman": [spearmanr(one, second).statistic],
             "top_k": [len(both[0] & both[1]) / k],
             "k": [k],
             "n": [len(one)],

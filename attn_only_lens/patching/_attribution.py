@@ -79,7 +79,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from attn_only_lens.arguments import as_plain, is_count
-from attn_only_lens.axes import Tokens
+from attn_only_lens.axes import Residual, Tokens
 from attn_only_lens.engine.frozen_pass import frozen_gradients
 from attn_only_lens.engine.gradients import (
     Tape,
@@ -235,7 +235,7 @@ def attribution(
     pair = pair_or_single(model, clean, corrupted, mask)
     groups = site_groups(model, pair, sites, positions, part, most_rows=None)
     tokens = None if reference is None else checked_tokens(model, reference)
-    chosen = tuple(dict.fromkeys(each.sites for each in groups))
+    chosen = tuple(dict.fromkeys(group.sites for group in groups))
     metric = as_metric(metric)
     at_once = prompts_per_run(
         model, pair, metric, chosen, part, prompts_at_once, resume, traced=True
@@ -330,10 +330,11 @@ class _Estimator:
         self._model, self._groups, self._part = model, groups, part
         self._direction, self._method, self._steps = direction, method, steps
         self._budget, self._progress = budget, progress
-        self._chosen = tuple(dict.fromkeys(each.sites for each in groups))
+        self._chosen = tuple(dict.fromkeys(group.sites for group in groups))
         self._closed = part == "q" and method == "exact_gate"
         self._nodes = {
-            each: gradient_node(model, each, part, closed=self._closed) for each in self._chosen
+            chosen: gradient_node(model, chosen, part, closed=self._closed)
+            for chosen in self._chosen
         }
         # The z of the heads that read keys or values, which they may share.
         self._readers = {
@@ -365,18 +366,20 @@ class _Estimator:
     def estimate(self, run: PromptRun) -> Repairs:
         """Estimate the effects of all sites on a run of prompts, and repair some by patches."""
         model, part, target, source = self._model, self._part, run.target, run.source
-        groups = [each.of_prompts(run.runs.pair) for each in self._groups]
+        groups = [site_group.of_prompts(run.runs.pair) for site_group in self._groups]
         gradients = self._gradients(run)
         moved = source
-        if self._closed and any(each.kind == "attention" for each in self._chosen):
-            rows = [each.layer for each in self._chosen if each.kind == "attention"]
+        if self._closed and any(chosen.kind == "attention" for chosen in self._chosen):
+            rows = [chosen.layer for chosen in self._chosen if chosen.kind == "attention"]
             shown = run_with_part(model, target, source, rows, part)
             moved = replace(source, hooked={**source.hooked, **shown})
         values = []
         for group in groups:
             node = self._nodes[group.sites]
-            found = site_estimates(model, group.sites, part, node, gradients[node], target, moved)
-            values.append(moved_values(run.unpatched, group.sums(found), run.shares))
+            estimates = site_estimates(
+                model, group.sites, part, node, gradients[node], target, moved
+            )
+            values.append(moved_values(run.unpatched, group.sums(estimates), run.shares))
         if not self._budget:
             exact = [torch.zeros(len(rows), dtype=torch.bool, device="cpu") for rows in values]
             return Repairs(values, exact, dict.fromkeys(g.sites.kind for g in groups), 0.0)
@@ -400,9 +403,9 @@ class _Estimator:
             return integrated_gradients(model, target, source, metric, tape, steps, self._progress)
         if run.first:  # later prompts may happen to be flat
             ablation = self._direction in ABLATIONS
-            other = torch.zeros_like(target.logits) if ablation else source.logits
+            source_logits = torch.zeros_like(target.logits) if ablation else source.logits
             span = run.runs.clean_value - run.runs.corrupted_value
-            require_slope(metric, target.logits, other, span)
+            require_slope(metric, target.logits, source_logits, span)
         if self._method == "frozen_pattern":
             return frozen_gradients(model, target, metric, self._tape)
         return self._tape.gradients(metric.of_logits(target.logits))
@@ -465,20 +468,27 @@ def integrated_gradients(
     Raises:
         UnsupportedModelError: the runs differ in more than the stream that enters the first block.
     """
-    x, other = target.streams[0], source.streams[0]
+    x, end = target.streams[0], source.streams[0]
     _require_whole(model, target, source)
     total = dict[str, Tensor]()
     for step in tqdm(range(steps), unit="step", disable=not progress):
-        tape, point = tape.anew(), torch.lerp(x, other, (step + 0.5) / steps)
+        tape, point = tape.anew(), torch.lerp(x, end, (step + 0.5) / steps)
         # The later of two hooks sees the output of the earlier: first the point, then a root.
-        with torch.enable_grad(), edit_input(model, lambda _, at=point: at), start_graph(model):  # type: ignore[misc]
+        start = partial(_replace_stream, point)
+        with torch.enable_grad(), edit_input(model, start), start_graph(model):
             logits = run(model, target.tokens, target.mask, tape.hooks)
-            found = tape.gradients(metric.of_logits(logits))
-        total = {name: total.get(name, 0.0) + each / steps for name, each in found.items()}
+            gradients = tape.gradients(metric.of_logits(logits))
+        total = {
+            name: total.get(name, 0.0) + gradient / steps for name, gradient in gradients.items()
+        }
     return total
 
 
 @torch.no_grad()
+def _replace_stream(stream: Residual, _: Residual) -> Residual:
+    return stream
+
+
 def _require_whole(model: Any, target: Recording, source: Recording) -> None:
     """Refuse models in which tokens enter elsewhere too: no line of streams joins their runs."""
     with edit_input(model, lambda _: source.streams[0]):

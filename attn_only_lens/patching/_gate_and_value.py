@@ -115,7 +115,9 @@ def gate_and_value(
     sites = neuron_heads() if sites is None else sites
     pair = prompt_pair(model, clean, corrupted, mask)
     groups = site_groups(model, pair, sites, positions, "z")
-    attention = [each.sites.names[0] for each in groups if each.sites.kind == "attention"]
+    attention = [
+        site_group.sites.names[0] for site_group in groups if site_group.sites.kind == "attention"
+    ]
     reasons = [f"got {name}; expected neuron-heads" for name in attention]
     reasons += option_reasons("direction", direction, DIRECTIONS)
     InputError.raise_if(reasons, "gate and value cannot be told apart")
@@ -164,7 +166,7 @@ def _writes(
     per_prompt: bool,
 ) -> dict[str, np.ndarray]:
     """Return the changes of each neuron's activation, in the order of a sweep's rows."""
-    layers = [each.sites.layer for each in groups]
+    layers = [site_group.sites.layer for site_group in groups]
     n_rows, n_prompts = sum(map(len, groups)), len(pair.clean)
     shape = (n_rows, n_prompts) if per_prompt else (n_rows, 1)
     writes = {name: torch.zeros(shape, dtype=torch.float64, device="cpu") for name in _WRITES}

@@ -188,7 +188,11 @@ def path_patch(
         model, pair, metric, every, "value", prompts_at_once, resume, traced=traced, apart=True
     )
     prompts = sweep_parts(model, pair, sending, at_once, None)
-    reading = [each.layer for each in receiving if each is not None and each.kind == "attention"]
+    reading = [
+        receiver.layer
+        for receiver in receiving
+        if receiver is not None and receiver.kind == "attention"
+    ]
     names = tuple(name for layer in reading for name in input_hooks(host, layer))
     apart: dict[Side, Decomposition] = {}  # the runs that were recorded last
 
@@ -201,7 +205,7 @@ def path_patch(
     runs = PromptRuns(model, pair, metric, direction, None, record)
     first = runs.first_of(prompts)
     blocks = list(path_blocks(apart["clean"], sending, receiving, at_once))
-    n_paths = sum(n * m for n, m in (each.shape for each in blocks))
+    n_paths = sum(n * m for n, m in (path_block.shape for path_block in blocks))
     if not blocks:
         raise InputError(
             [
@@ -234,8 +238,14 @@ def path_patch(
     label = progress if isinstance(progress, str) else None
     hidden = not (progress and is_first())
     with tqdm(total=len(prompts) * n_picked, unit="path", desc=label, disable=hidden) as bar:
-        where = tuple(dict.fromkeys(each for group in sending for each in group.positions))
-        reading_heads = [SiteGroup.product(each, where) for each in receiving if each is not None]
+        sender_positions = tuple(
+            dict.fromkeys(position for group in sending for position in group.positions)
+        )
+        reading_heads = [
+            SiteGroup.product(receiver, sender_positions)
+            for receiver in receiving
+            if receiver is not None
+        ]
         tested, made = set[bool](), dict[range, PathRunner]()
 
         def runner_of(prompts: range) -> PathRunner:
@@ -325,10 +335,10 @@ def _settings(
         "mask": None if pair.mask is None else pair.mask.tolist(),
         "metric": metric.name,
         "metric_code": metric_identity(metric),
-        "senders": [[*each.rows["name"]] for each in senders],
-        "positions": [each.rows["position"].tolist() for each in senders],
+        "senders": [[*sender.rows["name"]] for sender in senders],
+        "positions": [sender.rows["position"].tolist() for sender in senders],
         "where": roles_where(senders),
-        "receivers": [name for each in receivers for name in names_of(each)],
+        "receivers": [name for receiver in receivers for name in names_of(receiver)],
     }
 
 
@@ -336,20 +346,20 @@ def _resolve_receivers(model: Any, receivers: Any, part: str) -> list[LayerSites
     """Heads by layer and kind; then None for the logits, if they are among the receivers."""
     names = [receivers] if isinstance(receivers, str | HeadName) else receivers
     if isinstance(names, Selection) or not isinstance(names, Iterable):
-        found: list[LayerSites | None] = list(resolve_sites(model, names))
+        resolved: list[LayerSites | None] = list(resolve_sites(model, names))
     else:
         names = list(names)
         heads = [name for name in names if name != LOGITS]
         only_logits = bool(names) and not heads
-        found = [] if only_logits else list(resolve_sites(model, heads))
-        found += [None] * (len(heads) < len(names))
+        resolved = [] if only_logits else list(resolve_sites(model, heads))
+        resolved += [None] * (len(heads) < len(names))
     if part == "k":
-        neurons = [each.names[0] for each in found if each is not None and each.kind == "neuron"]
+        neurons = [site.names[0] for site in resolved if site is not None and site.kind == "neuron"]
         reason = f"got part='k' and receivers such as {neurons[0]}" if neurons else ""
         InputError.raise_if(
             [f"{reason}: a neuron-head's keys do not depend on the token"] * bool(neurons), _PROBLEM
         )
-    return found
+    return resolved
 
 
 def _gradients(
@@ -359,15 +369,15 @@ def _gradients(
     receivers: Iterable[LayerSites | None],
 ) -> dict[tuple[int, HeadKind], Tensor]:
     """Return the gradient of the metric by z of the receivers, in one run."""
-    places = {(each.layer, each.kind) for each in receivers if each is not None}
+    places = {(receiver.layer, receiver.kind) for receiver in receivers if receiver is not None}
     if not places:
         return {}
     names = {place: host_of(model).hook_name(*place, "z") for place in sorted(places)}
     tape = Tape(names.values())
     with torch.enable_grad(), start_graph(model):
         logits = run(model, target.tokens, target.mask, tape.hooks)
-        found = tape.gradients(metric.of_logits(logits))
-    return {place: found[name] for place, name in names.items()}
+        gradients = tape.gradients(metric.of_logits(logits))
+    return {place: gradients[name] for place, name in names.items()}
 
 
 def _chunks(blocks: Sequence[PathBlock], n_paths: int | None = None) -> list[range]:
@@ -379,7 +389,7 @@ def _chunks(blocks: Sequence[PathBlock], n_paths: int | None = None) -> list[ran
         if n >= at_once or number == len(blocks) - 1:
             ends.append(number + 1)
             n = 0
-    return [range(*each) for each in pairwise(ends)]
+    return [range(*pair) for pair in pairwise(ends)]
 
 
 def _n_paths(block: PathBlock) -> int:

@@ -47,8 +47,8 @@ class AblatedRuns:
     ) -> None:
         self._model, self._pair, self._to = model, pair, cast(Ablation, to)
         self._reference, self._at_once = reference, prompts_at_once
-        self._layers = [each.layer for each in sites if each.kind == "neuron"]
-        attention = [each.layer for each in sites if each.kind == "attention"]
+        self._layers = [site.layer for site in sites if site.kind == "neuron"]
+        attention = [site.layer for site in sites if site.kind == "attention"]
         self._names = [hook_name(model, layer, "z") for layer in attention]
         self._means: Recording | None = None
         if to == "resample":
@@ -57,19 +57,21 @@ class AblatedRuns:
 
     def of(self, clean: Recording, prompts: range) -> Recording:
         """Return the ablated clean run of a run of prompts."""
-        own = replace(clean, hooked={name: clean.hooked[name] for name in self._names})
+        reference_run = replace(clean, hooked={name: clean.hooked[name] for name in self._names})
         rows, n_pos = slice(prompts.start, prompts.stop), clean.tokens.shape[1]
         whole = len(prompts) == len(self._pair.clean) and self._reference is None
         if self._to == "mean" and not whole:
             self._means = self._means or self._mean()
-            return ablate(own, self._means, "mean", torch.ones_like(clean.tokens[:1, :1]).bool())
+            return ablate(
+                reference_run, self._means, "mean", torch.ones_like(clean.tokens[:1, :1]).bool()
+            )
         if self._to == "resample" and not whole:
             others, mask = self._reference, None
             if others is None:
                 others, mask = self._pair.clean.roll(-1, dims=0), clean.mask
-            other = self._record(others[rows, :n_pos], mask)
-            return replace(own, neurons=other.neurons, hooked=other.hooked)
-        return ablate(own, own, self._to, self._pair.real[rows, :n_pos])
+            recorded = self._record(others[rows, :n_pos], mask)
+            return replace(reference_run, neurons=recorded.neurons, hooked=recorded.hooked)
+        return ablate(reference_run, reference_run, self._to, self._pair.real[rows, :n_pos])
 
     def _record(self, tokens: Tokens, mask: Tensor | None) -> Recording:
         names, layers = self._names, self._layers
@@ -84,7 +86,9 @@ class AblatedRuns:
         for start in range(0, len(tokens), self._at_once):
             rows = slice(start, start + self._at_once)
             run = self._record(tokens[rows], None if mask is None else mask[rows])
-            every = {layer: each.z for layer, each in run.neurons.items()} | run.hooked
+            every = {
+                layer: run_of_layer.z for layer, run_of_layer in run.neurons.items()
+            } | run.hooked
             for key, z in every.items():
                 total = to_float64_device(_of_real(z, real[rows])).double().sum(dim=0)
                 sums[key] = sums[key] + total if key in sums else total

@@ -52,10 +52,10 @@ def hook_points(model: Any, sites: Sequence[LayerSites], part: Part) -> tuple[se
         part: the part that is patched.
     """
     host = host_of(model)
-    writes = {host.write_hook(each.layer, each.kind) for each in sites}
-    attention = {each.layer for each in sites if each.kind == "attention"}
+    writes = {host.write_hook(site.layer, site.kind) for site in sites}
+    attention = {site.layer for site in sites if site.kind == "attention"}
     parts = {*_READ.get(part, ()), "z"}
-    read = {hook_name(model, layer, at) for layer in attention for at in parts}
+    read = {hook_name(model, layer, chunk) for layer in attention for chunk in parts}
     return writes, writes | read
 
 
@@ -79,7 +79,9 @@ def expected_errors(
         gradients: of the metric, at the first of `hook_points`.
     """
     host = host_of(model)
-    attention = sorted({each.sites.layer for each in groups if each.sites.kind == "attention"})
+    attention = sorted(
+        {site_group.sites.layer for site_group in groups if site_group.sites.kind == "attention"}
+    )
     shown: dict[str, Tensor] = {}
     if attention and part in ("pattern", "q", "k"):
         shown = run_with_part(model, target, source, attention, part)
@@ -102,24 +104,26 @@ def expected_errors(
     def of_attention(sites: LayerSites) -> Float[Tensor, "head batch pos"]:
         layer = sites.layer
         W_O = float32_if_half(host.attention(layer).W_O)
-        at: dict[Part, Tensor] = {}
-        for each in (part, "z", *_READ.get(part, ())):
-            shown_here = target.hooked[hook_name(model, layer, each)]
-            if each in SHARED_PARTS:
+        values_by_part: dict[Part, Tensor] = {}
+        for one_part in (part, "z", *_READ.get(part, ())):
+            shown_here = target.hooked[hook_name(model, layer, one_part)]
+            if one_part in SHARED_PARTS:
                 shown_here = by_head(shown_here, host.n_heads[layer])
-            at[each] = float32_if_half(shown_here)
+            values_by_part[one_part] = float32_if_half(shown_here)
 
         def written(z: Tensor) -> Float[Tensor, "batch pos head d_model"]:
             return torch.einsum("bphd,hdm->bphm", float32_if_half(z), W_O)
 
         if part == "value":
             moved = source.hooked[hook_name(model, layer, part)]
-            dv = by_head(moved, host.n_heads[layer]) - at["value"]
-            spread = torch.einsum("bhts,bt->bsh", at["pattern"].square(), slope(layer, "attention"))
+            dv = by_head(moved, host.n_heads[layer]) - values_by_part["value"]
+            spread = torch.einsum(
+                "bhts,bt->bsh", values_by_part["pattern"].square(), slope(layer, "attention")
+            )
             key = written(dv).square().sum(-1) * spread
         elif part == "k":
-            dP = shown[hook_name(model, layer, "pattern")] - at["pattern"]
-            v, z = written(at["value"]), written(at["z"])
+            dP = shown[hook_name(model, layer, "pattern")] - values_by_part["pattern"]
+            v, z = written(values_by_part["value"]), written(values_by_part["z"])
             square = v.square().sum(-1).transpose(1, 2)[:, :, None]
             square = square + z.square().sum(-1).transpose(1, 2)[..., None]
             square = square - 2 * torch.einsum("bthm,bshm->bhts", z, v)
@@ -127,14 +131,14 @@ def expected_errors(
             key = torch.einsum("bhts,bt->bsh", terms, slope(layer, "attention"))
         else:
             name = hook_name(model, layer, "z")
-            other = shown[name] if name in shown else source.hooked[name]
-            length = written(other - at["z"]).square().sum(-1)
+            source_value = shown[name] if name in shown else source.hooked[name]
+            length = written(source_value - values_by_part["z"]).square().sum(-1)
             key = length * slope(layer, "attention").unsqueeze(-1)
         return key[:, :, sites.index.to(key.device)].permute(2, 0, 1)
 
     keys: dict[LayerSites, Tensor] = {}
-    for each in dict.fromkeys(group.sites for group in groups):
-        keys[each] = (of_neurons if each.kind == "neuron" else of_attention)(each)
+    for site in dict.fromkeys(group.sites for group in groups):
+        keys[site] = (of_neurons if site.kind == "neuron" else of_attention)(site)
     return [group.sums(keys[group.sites]).sum(dim=1).cpu() for group in groups]
 
 
@@ -163,20 +167,20 @@ def run_with_part(
 
     def shown_with(n_heads: int | None) -> dict[str, Tensor]:
         """Run with the part of the first heads replaced, or of all."""
-        found: dict[str, Tensor] = {}
+        changes: dict[str, Tensor] = {}
 
         def replace_part(value: Tensor, hook: Any, name: str) -> Tensor:
             if n_heads is None:
                 return source.hooked[name].clone()
-            own = source.hooked[name].narrow(head_axis, 0, n_heads)
+            source_value_ = source.hooked[name].narrow(head_axis, 0, n_heads)
             rest = value.narrow(head_axis, n_heads, value.shape[head_axis] - n_heads)
-            return torch.cat([own, rest], dim=head_axis)
+            return torch.cat([source_value_, rest], dim=head_axis)
 
         def look(value: Tensor, hook: Any, name: str) -> None:
-            found[name] = value.clone()
+            changes[name] = value.clone()
 
         def restore_z(value: Tensor, hook: Any, name: str) -> Tensor:
-            found[name] = value.clone()
+            changes[name] = value.clone()
             return target.hooked[name]
 
         hooks: list[tuple[str, Callable[..., Tensor | None]]]
@@ -184,13 +188,13 @@ def run_with_part(
         hooks += [(name, partial(look, name=name)) for name in patterns]
         hooks += [(name, partial(restore_z, name=name)) for name in names.values()]
         run(model, target.tokens, target.mask, hooks)
-        return found
+        return changes
 
     if part == "q":
         changed = [
             name
-            for name, found in shown_with(1).items()
-            if not _same(found[:, :, 1:], target.hooked[name][:, :, 1:])
+            for name, name_and_value in shown_with(1).items()
+            if not _same(name_and_value[:, :, 1:], target.hooked[name][:, :, 1:])
         ]
         if changed:
             raise UnsupportedModelError(
@@ -204,7 +208,9 @@ def run_with_part(
     return shown_with(None)
 
 
-def _same(one: Tensor, other: Tensor) -> bool:
+def _same(one: Tensor, second: Tensor) -> bool:
     if not one.numel():
         return True
-    return float((one - other).abs().max()) <= LOGIT_TOLERANCE[one.dtype] * float(other.abs().max())
+    return float((one - second).abs().max()) <= LOGIT_TOLERANCE[one.dtype] * float(
+        second.abs().max()
+    )

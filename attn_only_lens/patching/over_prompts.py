@@ -63,8 +63,8 @@ class OverPrompts:
             )
             raise InputError([reason], "there are no rows of each prompt")
         if self.per_prompt and 0.0 in self.weights:
-            at = self.weights.index(0.0)
-            reason = f"{self.name} has no value for prompt {at}; leave it out"
+            zero_step = self.weights.index(0.0)
+            reason = f"{self.name} has no value for prompt {zero_step}; leave it out"
             raise InputError([reason], "there are no rows of each prompt")
         width = self.n_prompts if self.per_prompt else 6 if self.n_prompts > 1 else 1
         self._table = torch.zeros(2 + self.n_rows, width, dtype=torch.float64, device="cpu")
@@ -84,19 +84,19 @@ class OverPrompts:
             values: the metric after each patch.
             shares: the weight of each prompt in the mean of these.
         """
-        found = torch.cat([clean[None], corrupted[None], values.cpu().double()])
+        scores = torch.cat([clean[None], corrupted[None], values.cpu().double()])
         if self.per_prompt:
-            return found
+            return scores
         if self.n_prompts == 1:
-            return mean_over(found, shares)[:, None]
+            return mean_over(scores, shares)[:, None]
         unpatched = corrupted if self.direction == "denoise" else clean
-        return torch.cat([_moments(found, shares), _moments(found - unpatched, shares)], dim=1)
+        return torch.cat([_moments(scores, shares), _moments(scores - unpatched, shares)], dim=1)
 
     def add(self, part: SweepPart, flat: Float[Tensor, "number"]) -> None:
         """Add what was kept of a part, `reduced` in a row. Parts come in order."""
-        found = flat.view(2 + len(part.rows), -1)
+        by_row = flat.view(2 + len(part.rows), -1)
         rows = slice(2 + part.rows.start, 2 + part.rows.stop)
-        for there, new in ((slice(2), found[:2]), (rows, found[2:])):
+        for there, new in ((slice(2), by_row[:2]), (rows, by_row[2:])):
             if self.per_prompt:
                 self._table[there, part.prompts.start : part.prompts.stop] = new
             elif there != slice(2) or part.rows.start == 0:
@@ -106,18 +106,22 @@ class OverPrompts:
         if self.n_prompts == 1:
             return new
         weights = torch.tensor(self.weights, dtype=torch.float64, device="cpu")
-        before, own = weights[: prompts.start], weights[prompts.start : prompts.stop]
-        new = new.unflatten(1, (2, 3)) * new.new_tensor([1.0, own.sum() ** 2, own.sum() ** 2])
+        before, own_weights = weights[: prompts.start], weights[prompts.start : prompts.stop]
+        new = new.unflatten(1, (2, 3)) * new.new_tensor(
+            [1.0, own_weights.sum() ** 2, own_weights.sum() ** 2]
+        )
         if prompts.start == 0:
             return new.flatten(1)
         old = so_far.unflatten(1, (2, 3))
-        total = (before.sum() + own.sum()) or 1.0  # without weight so far, all are 0
-        mean = old[..., 0] + (new[..., 0] - old[..., 0]) * (own.sum() / total)
+        total = (before.sum() + own_weights.sum()) or 1.0  # without weight so far, all are 0
+        mean = old[..., 0] + (new[..., 0] - old[..., 0]) * (own_weights.sum() / total)
         first = second = torch.zeros_like(mean)
-        for each, w in ((old, before), (new, own)):
-            shift, squares = each[..., 0] - mean, w.square().sum()
-            second = second + each[..., 2] + 2 * shift * each[..., 1] + shift.square() * squares
-            first = first + each[..., 1] + shift * squares
+        for moments, w in ((old, before), (new, own_weights)):
+            shift, squares = moments[..., 0] - mean, w.square().sum()
+            second = (
+                second + moments[..., 2] + 2 * shift * moments[..., 1] + shift.square() * squares
+            )
+            first = first + moments[..., 1] + shift * squares
         return torch.stack([mean, first, second], dim=-1).flatten(1)
 
     @property
@@ -164,7 +168,7 @@ def mean_over(
         return values[:, 0]
     # As `BoundMetric.mean` sums: a patch without effect has the unpatched value, bit for bit.
     weighted = zip(shares, values.unbind(-1), strict=True)
-    return sum((share * each for share, each in weighted), torch.zeros_like(values[:, 0]))
+    return sum((share * weight for share, weight in weighted), torch.zeros_like(values[:, 0]))
 
 
 def moved_values(

@@ -88,14 +88,14 @@ def path_blocks(
     """
     row = 0
     for group in senders:
-        for place, where in enumerate(group.positions):
+        for place, position in enumerate(group.positions):
             heads = group.head[group.where == place]
             if not len(heads):
                 continue
             sending, column = _take(group.sites, heads), 0
             for receiving in receivers:
                 if _in_order(parts, sending, receiving):
-                    whole = PathBlock(sending, where, receiving, (row, column))
+                    whole = PathBlock(sending, position, receiving, (row, column))
                     yield from _split(parts, whole, prompts_at_once)
                 column += len(names_of(receiving))
             row += len(heads)
@@ -110,9 +110,9 @@ def _in_order(parts: Decomposition, sending: LayerSites, receiving: LayerSites |
 
 def _split(parts: Decomposition, whole: PathBlock, prompts_at_once: int) -> Iterator[PathBlock]:
     """Cut a block into ones of a size that fits."""
-    where, receivers = whole.positions.where, whole.receivers
-    batch, n_pos = prompts_at_once, where.shape[1]
-    some = where.any(dim=0)
+    chosen, receivers = whole.positions.where, whole.receivers
+    batch, n_pos = prompts_at_once, chosen.shape[1]
+    some = chosen.any(dim=0)
     width = parts.embedding.shape[-1]
     if receivers is not None and receivers.kind == "attention":
         tokens = batch * (n_pos - int(some.int().argmax()))
@@ -209,16 +209,16 @@ class PathRunner:
         self,
         values: Float[Tensor, "path prompt"],
         changed: Bool[Tensor, "path batch some"],
-        at: Int[Tensor, "some"],
+        positions_: Int[Tensor, "some"],
         block: int,
         run: Callable[[Tensor, int], Tensor],
     ) -> None:
         """Run the paths whose change, at some positions, from a block on can affect the metric."""
         replay = self.replay
-        effective = changed & replay.effective_positions(block).to(changed.device)[:, at]
+        effective = changed & replay.effective_positions(block).to(changed.device)[:, positions_]
         some, first = effective.flatten(1).any(1), 0
         if some.any():
-            first = replay.start(block, int(at[changed[some].any(dim=0).any(dim=0)][0]))
+            first = replay.start(block, int(positions_[changed[some].any(dim=0).any(dim=0)][0]))
         left = some.nonzero()[:, 0].cpu()
         self.batching.on_done(len(values) - len(left))
         numbers = replay.numbers_per_variant(first)
@@ -229,12 +229,12 @@ class PathRunner:
         layer, kind = block.senders.layer, block.senders.kind
         if isinstance(positions, Tensor):
             positions = positions.to(self.target.of(layer, kind).z.device)
-        other, own = (
+        reader, reader_run = (
             parts.of(layer, kind).written(block.senders, positions)
             for parts in (self.source, self.target)
         )
-        where = block.positions.where.to(own.device)[:, positions]
-        return (other - own) * where.unsqueeze(-1)
+        chosen = block.positions.where.to(reader_run.device)[:, positions]
+        return (reader - reader_run) * chosen.unsqueeze(-1)
 
     def _run_to_logits(self, block: PathBlock, i: Tensor, values: Tensor) -> None:
         sent = self._sent(block, slice(None))[i]
@@ -249,18 +249,20 @@ class PathRunner:
         self, block: PathBlock, receivers: LayerSites
     ) -> tuple[Float[Tensor, "row pos head_index"], Int[Tensor, "pos"]]:
         """The change of z of every receiver for every sender; rows are senders × prompts."""
-        own = self.target.of(receivers.layer, "neuron")
-        at = block.positions.where.any(dim=0).nonzero()[:, 0].to(own.z.device)
-        reads = own.reads.at(at)
-        entering = reads.change(self._sent(block, at), self.scale)
-        return self.readers.neuron_change(receivers, entering, self.part, at).flatten(0, 1), at
+        neuron_run = self.target.of(receivers.layer, "neuron")
+        columns = block.positions.where.any(dim=0).nonzero()[:, 0].to(neuron_run.z.device)
+        reads = neuron_run.reads.at(columns)
+        entering = reads.change(self._sent(block, columns), self.scale)
+        return self.readers.neuron_change(receivers, entering, self.part, columns).flatten(
+            0, 1
+        ), columns
 
     def _run_neurons(
         self, block: PathBlock, receivers: LayerSites, i: Tensor, j: Tensor, values: Tensor
     ) -> None:
         replay = self.replay
         heads = replay.host.neurons[receivers.layer]
-        dz, at = self._neuron_dz(block, receivers)
+        dz, columns = self._neuron_dz(block, receivers)
         of_all = neuron_changes(heads, _local(receivers), dz)  # [receiver, sender · batch, pos]
         moves = of_all.unflatten(1, (-1, replay.batch))[j, i]
         block_number = replay.host.block(receivers.layer, "neuron")
@@ -270,11 +272,11 @@ class PathRunner:
         def run(some: Tensor, first: int) -> Tensor:
             directions = rows[j[some]].repeat_interleave(replay.batch, dim=0).unsqueeze(1)
             change = moves.new_zeros(len(some), replay.batch, replay.n_pos)
-            change[:, :, at] = moves[some]
+            change[:, :, columns] = moves[some]
             added = change[:, :, first:].flatten(0, 1).unsqueeze(-1) * directions
             return replay.values(neuron_variants(replay, receivers.layer, first, added))
 
-        self._fill(values, moves != 0, at, after, run)
+        self._fill(values, moves != 0, columns, after, run)
 
     def _attention_z(
         self, block: PathBlock, receivers: LayerSites
@@ -287,15 +289,15 @@ class PathRunner:
         here = slice(first, None)
         sent = self._sent(block, here)
         entering = self.target.of(layer, "attention").reads.at(here).change(sent, self.scale)
-        own = self.target.of(layer, "attention").z[:, here]
-        found = own.cpu().repeat(len(sent), 1, 1, 1, 1)
+        values = self.target.of(layer, "attention").z[:, here]
+        z_patched = values.cpu().repeat(len(sent), 1, 1, 1, 1)
         self.batching.silent().fill(
-            found,
+            z_patched,
             (sent != 0).flatten(1).any(1).nonzero()[:, 0].cpu(),
             replay.numbers_per_variant(first),
             lambda some: self.readers.attention_z(layer, entering[some], self.part, first),
         )
-        return found.to(own.device), first
+        return z_patched.to(values.device), first
 
     def _run_attention(
         self, block: PathBlock, receivers: LayerSites, i: Tensor, j: Tensor, values: Tensor
@@ -303,16 +305,16 @@ class PathRunner:
         replay, layer = self.replay, receivers.layer
         number = replay.host.block(layer, "attention")
         z, begins = self._attention_z(block, receivers)
-        own = self.target.of(layer, "attention").z
+        z_values = self.target.of(layer, "attention").z
         index = receivers.index.to(z.device)[j]
         moved = z[i, :, :, index]  # [path, batch, pos, d_head]
-        recorded = own[:, begins:, index].movedim(2, 0)
-        at = torch.arange(begins, replay.n_pos, device=z.device)
+        recorded = z_values[:, begins:, index].movedim(2, 0)
+        columns = torch.arange(begins, replay.n_pos, device=z.device)
         name = replay.host.hook_name(layer, "attention", "z")
 
         def run(some: Tensor, first: int) -> Tensor:
             # Where the metric reads no position that the path can move, variants begin before it.
-            before = own[:, first:begins, index[some]].movedim(2, 0)
+            before = z_values[:, first:begins, index[some]].movedim(2, 0)
             rows = torch.cat([before, moved[some][:, :, max(first - begins, 0) :]], dim=2)
             rows, heads = rows.flatten(0, 1), index[some].repeat_interleave(replay.batch)
 
@@ -324,7 +326,7 @@ class PathRunner:
             stream = replay.recorded_stream(number, first, len(some))
             return replay.values(Variants(number, first, stream, [(name, put)]))
 
-        self._fill(values, (moved != recorded).any(-1), at, number, run)
+        self._fill(values, (moved != recorded).any(-1), columns, number, run)
 
     @torch.no_grad()
     def estimates(
@@ -347,12 +349,12 @@ class PathRunner:
             return (values - mean(self.baseline))[:, None]
         gradient = gradients[receivers.layer, receivers.kind]
         if receivers.kind == "neuron":
-            dz, at = self._neuron_dz(block, receivers)
+            dz, columns = self._neuron_dz(block, receivers)
             heads = self.replay.host.neurons[receivers.layer]
             index = receivers.index.to(gradient.device)
-            own = gradient.squeeze(-1)[:, at].unflatten(-1, (-1, heads.heads_per_neuron))
-            own = own[:, :, index].flatten(2).repeat(n, 1, 1)
-            terms = sum_by_site(heads, _local(receivers), dz * own)
+            by_member = gradient.squeeze(-1)[:, columns].unflatten(-1, (-1, heads.heads_per_neuron))
+            by_member = by_member[:, :, index].flatten(2).repeat(n, 1, 1)
+            terms = sum_by_site(heads, _local(receivers), dz * by_member)
             return terms.unflatten(1, (n, -1)).sum((-1, -2)).T
         z, begins = self._attention_z(block, receivers)
         dz = z - self.target.of(receivers.layer, "attention").z[:, begins:]

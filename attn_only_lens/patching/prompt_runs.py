@@ -239,11 +239,11 @@ def _numbers_per_prompt(
     kept = (len(model.blocks) + 1) * cfg.d_model
     if apart:  # inputs and outputs of two sublayers and of their norms
         kept += 10 * host.n_layers * cfg.d_model
-    for each in sites:
-        if each.kind == "attention":
-            kept += host.n_heads[each.layer] * max(cfg.d_head, n_pos)  # z, or rows of the pattern
+    for site in sites:
+        if site.kind == "attention":
+            kept += host.n_heads[site.layer] * max(cfg.d_head, n_pos)  # z, or rows of the pattern
         else:
-            heads = host.neurons[each.layer]
+            heads = host.neurons[site.layer]
             kept += gates * heads.W_out.shape[0] * heads.heads_per_neuron
     width = max(len(heads.W_out) for heads in host.neurons)
     graph = 10 * cfg.d_model + 8 * width + 4 * max(host.n_heads) * n_pos

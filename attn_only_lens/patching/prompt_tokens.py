@@ -40,11 +40,11 @@ class PromptTokens:
         clean = token_texts_of_prompts(model, pair.clean, pair.real)
         single = pair.corrupted is pair.clean
         corrupted = [] if single else token_texts_of_prompts(model, pair.corrupted, pair.real)
-        sets = dict.fromkeys(each for group in groups for each in group.positions)
+        sets = dict.fromkeys(position for group in groups for position in group.positions)
         roles = {
-            each.label: each.where.int().argmax(dim=1).tolist()
-            for each in sets
-            if isinstance(each.label, str) and each.label != "all"
+            position_set.label: position_set.where.int().argmax(dim=1).tolist()
+            for position_set in sets
+            if isinstance(position_set.label, str) and position_set.label != "all"
         }
         return cls(clean, corrupted, roles)
 
@@ -64,14 +64,14 @@ class PromptTokens:
             shown: how to show a token.
         """
         chosen = range(len(self.clean)) if prompts is None else prompts
-        found = Counter(each for i in chosen if (each := self._pair(position, i)) is not None)
-        if not found:
+        pairs = Counter(each for i in chosen if (each := self._pair(position, i)) is not None)
+        if not pairs:
             return ""
-        if len(found) == 1:
-            ((clean, corrupted),) = found
+        if len(pairs) == 1:
+            ((clean, corrupted),) = pairs
             return _cut(shown(clean)) + f" / {_cut(shown(corrupted))}" * (clean != corrupted)
         texts = Counter[str]()
-        for (clean, _), count in found.items():
+        for (clean, _), count in pairs.items():
             texts[clean] += count
         most = ", ".join(_cut(shown(text)) for text, _ in texts.most_common(_MOST_SHOWN))
         return most + ", …" * (len(texts) > _MOST_SHOWN)
@@ -82,15 +82,15 @@ class PromptTokens:
         if isinstance(position, str):
             if position not in self.roles:
                 return None
-            at = self.roles[position][prompt]
+            column = self.roles[position][prompt]
         elif position < 0:
-            at = max(i for i, each in enumerate(row) if each is not None) + position + 1
+            column = max(i for i, token in enumerate(row) if token is not None) + position + 1
         else:
-            at = position
-        clean = row[at] if 0 <= at < len(row) else None
+            column = position
+        clean = row[column] if 0 <= column < len(row) else None
         if clean is None:
             return None
-        return clean, str(self.corrupted[prompt][at]) if self.corrupted else clean
+        return clean, str(self.corrupted[prompt][column]) if self.corrupted else clean
 
 
 def _cut(text: str) -> str:

@@ -164,7 +164,7 @@ class Repairer:
         first = int(moving.min()) if len(moving) else 0
         self._first = replay.start(min(blocks), first)
         if self._first < first:  # no run leaves out what comes before
-            starts = tuple(each.clamp(max=0) for each in starts)
+            starts = tuple(start.clamp(max=0) for start in starts)
         shares = map(replay.share_of_forward, blocks, starts)
         costs: _Numbers = torch.cat(list(shares)).numpy() + _LEAST_COST
         costs[every.numpy() < 0] = np.inf
@@ -250,8 +250,8 @@ class Repairer:
         ]
         check_edits(replay, untested, self._runner.part, [self._first])
         self._tested.update(edits)
-        found = self._runner.values([group for _, group in joined])
-        for (here, _), values in zip(joined, found, strict=True):
+        patched = self._runner.values([group for _, group in joined])
+        for (here, _), values in zip(joined, patched, strict=True):
             self._values[here] = values
             self._exact[here] = True
 

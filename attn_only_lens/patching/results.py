@@ -127,9 +127,13 @@ class Sweep(ScoredFrame):
     tokens: PromptTokens | None = None
     rows: SweepRows = field(init=False)
 
-    def __post_init__(self, given: pd.DataFrame | SweepRows) -> None:
+    def __post_init__(self, rows_or_frame: pd.DataFrame | SweepRows) -> None:
         InputError.raise_if(self._setting_reasons(), PROBLEM)
-        rows = given if isinstance(given, SweepRows) else SweepRows.of_frame(given, self.part)
+        rows = (
+            rows_or_frame
+            if isinstance(rows_or_frame, SweepRows)
+            else SweepRows.of_frame(rows_or_frame, self.part)
+        )
         reasons = []
         if self.tokens is not None and len(self.tokens.clean) != self.n_prompts:
             got = f"tokens of {len(self.tokens.clean)} prompts"

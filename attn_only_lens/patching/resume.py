@@ -192,20 +192,20 @@ class PartStore:
             )
 
     def _require_empty(self) -> None:
-        found = sorted(p.name for p in self.folder.glob("*") if not p.name.startswith("."))
-        if found and _SETTINGS not in found:  # unless another process has just begun this sweep
+        files = sorted(p.name for p in self.folder.glob("*") if not p.name.startswith("."))
+        if files and _SETTINGS not in files:  # unless another process has just begun this sweep
             raise InputError(
-                [f"{self.folder} holds {found[:5]} and no {_SETTINGS}; expected a new folder"],
+                [f"{self.folder} holds {files[:5]} and no {_SETTINGS}; expected a new folder"],
                 "no sweep can be kept here",
             )
 
     def _require_same(self, path: Path) -> None:
-        ours, theirs = self._settings, _SETTINGS_DOCUMENT.read(path)["settings"]
+        ours, stored = self._settings, _SETTINGS_DOCUMENT.read(path)["settings"]
         differ = [
             f"{key}: got {_short(ours.get(key, _MISSING))}; the folder has "
-            f"{_short(theirs.get(key, _MISSING))}"
-            for key in sorted(ours.keys() | theirs.keys())
-            if ours.get(key, _MISSING) != theirs.get(key, _MISSING)
+            f"{_short(stored.get(key, _MISSING))}"
+            for key in sorted(ours.keys() | stored.keys())
+            if ours.get(key, _MISSING) != stored.get(key, _MISSING)
         ]
         InputError.raise_if(differ, f"{self.folder} belongs to another sweep; use a new folder")
 

@@ -69,9 +69,9 @@ class Batching:
 
     def silent(self) -> "Batching":
         """Return the same batches, which count nothing as done."""
-        other = copy(self)
-        other.on_done = lambda n: None
-        return other
+        smaller = copy(self)
+        smaller.on_done = lambda n: None
+        return smaller
 
     def fill(
         self,
@@ -91,11 +91,11 @@ class Batching:
         while len(left):
             size = self._size or max(1, self._numbers // numbers_per_variant)
             chunk = left[:size]
-            found = _unless_out_of_memory(run, chunk)
-            if found is None:
+            patched = _unless_out_of_memory(run, chunk)
+            if patched is None:
                 self._halve(len(chunk), numbers_per_variant)
                 continue
-            values[chunk] = found.cpu().to(values.dtype)
+            values[chunk] = patched.cpu().to(values.dtype)
             self.on_done(len(chunk))
             left = left[size:]
 
@@ -121,9 +121,9 @@ def _unless_out_of_memory(run: Callable[[Tensor], Tensor], chunk: Tensor) -> Ten
 
 
 def _numbers_that_fit(model: Any, numbers_per_token: int) -> int:
-    each = next(model.parameters()).element_size()
+    n_bytes = next(model.parameters()).element_size()
     devices = {parameter.device for parameter in model.parameters()}
-    fits = int(_SHARE * min(map(free_bytes, devices)) / each)
+    fits = int(_SHARE * min(map(free_bytes, devices)) / n_bytes)
     if any(device.type == "cuda" for device in devices):
         return fits
     # Processes launched together share the memory; each may get there before the others.
@@ -178,7 +178,7 @@ class PatchRunner:
                 # In the order of blocks, in which the rows are, and of groups.
                 of_groups, counts = place[chosen].unique_consecutive(return_counts=True)
                 parts = zip(of_groups.tolist(), chosen.split(counts.tolist()), strict=True)
-                variants = [patches[i][2](at - offsets[i], first) for i, at in parts]
+                variants = [patches[i][2](index - offsets[i], first) for i, index in parts]
                 with rounded_products(self.replay.model.blocks, self.precision):
                     return self.replay.values(*variants)
 
@@ -209,10 +209,10 @@ class PatchRunner:
             some += [group[rows]] if len(rows) else []
         if not some:
             return torch.zeros(0, device="cpu")
-        found = (torch.cat(each.values(some)) for each in (rounded, exact))
+        scores = (torch.cat(variants.values(some)) for variants in (rounded, exact))
         if per_prompt:
-            return torch.sub(*found).abs().amax(dim=-1)
-        return torch.sub(*map(self.replay.metric.mean, found)).abs()
+            return torch.sub(*scores).abs().amax(dim=-1)
+        return torch.sub(*map(self.replay.metric.mean, scores)).abs()
 
     @torch.no_grad()
     def starts(self, group: SiteGroup) -> tuple[int, Int[Tensor, "row"]]:
@@ -227,26 +227,28 @@ class PatchRunner:
     def earliest(self, groups: Sequence[SiteGroup]) -> int:
         """Return the first position that patches of some groups run from, as the tokens tell."""
         differ = (self.replay.recording.tokens != self.source.tokens).any(dim=0)
-        asked = torch.cat([each.everywhere.flatten(0, 1) for each in groups]).any(dim=0)
-        first = max(int(at.int().argmax()) for at in (differ, asked))
-        block = min(self.replay.host.block(each.sites.layer, each.sites.kind) for each in groups)
+        asked = torch.cat([group.everywhere.flatten(0, 1) for group in groups]).any(dim=0)
+        first = max(int(index.int().argmax()) for index in (differ, asked))
+        block = min(self.replay.host.block(group.sites.layer, group.sites.kind) for group in groups)
         return self.replay.start(block, first)
 
     def _starts(
         self, group: SiteGroup, changed: Bool[Tensor, "head batch pos"], block: int
     ) -> Int[Tensor, "row"]:
         """Return the first position that each row changes; -1 where it cannot affect the metric."""
-        where = group.everywhere.to(changed.device)
+        edited = group.everywhere.to(changed.device)
         read = self.replay.effective_positions(block).to(changed.device)
-        if all(each.column is not None for each in group.positions):
-            at = torch.tensor([each.column for each in group.positions], device=changed.device)
-            sets = torch.arange(len(at), device=changed.device)
-            felt = (changed[:, :, at] & (where & read)[sets, :, at].T).any(dim=1)
-            first = at[:, None].where(felt.T, -1)
+        if all(position.column is not None for position in group.positions):
+            columns = torch.tensor(
+                [position.column for position in group.positions], device=changed.device
+            )
+            sets = torch.arange(len(columns), device=changed.device)
+            felt = (changed[:, :, columns] & (edited & read)[sets, :, columns].T).any(dim=1)
+            first = columns[:, None].where(felt.T, -1)
         else:
             of_sets = []
-            for each in where:
-                here = changed & each
+            for position in edited:
+                here = changed & position
                 earliest = here.any(dim=1).int().argmax(dim=1)
                 of_sets.append(earliest.where((here & read).flatten(1).any(dim=1), -1))
             first = torch.stack(of_sets)
@@ -269,10 +271,10 @@ class PatchRunner:
         for position in starts[starts >= 0].unique().tolist():
             of_rows = blocks[starts == position]
             joining = replay.batch * float(of_token[of_rows].sum())
-            own = not firsts or (position - firsts[-1]) * joining > replay.flops_per_run(
+            joins = not firsts or (position - firsts[-1]) * joining > replay.flops_per_run(
                 int(of_rows.min()), position
             )
-            if own or replay.metric.positions is None:
+            if joins or replay.metric.positions is None:
                 firsts.append(position)
         for first, end in pairwise([*firsts, replay.n_pos]):
             rows = ((starts >= first) & (starts < end)).nonzero()[:, 0]
@@ -293,11 +295,15 @@ class PatchRunner:
         block = self.replay.host.block(sites.layer, "neuron")
         block += not tested or self.replay.adds_mlp_output(block, heads.output_module)
         directions = heads.W_out[sites.index.to(change.device)]
-        where = group.everywhere.to(change.device)
+        edited = group.everywhere.to(change.device)
 
         def variants(chosen: Tensor, first: int) -> Variants:
-            head, at = (each[chosen].to(change.device) for each in (group.head, group.where))
-            moving = (change[head, :, first:] * where[at, :, first:]).flatten(0, 1).unsqueeze(-1)
+            head, position = (
+                indices[chosen].to(change.device) for indices in (group.head, group.where)
+            )
+            moving = (
+                (change[head, :, first:] * edited[position, :, first:]).flatten(0, 1).unsqueeze(-1)
+            )
             rows = directions[head].repeat_interleave(self.replay.batch, dim=0).unsqueeze(1)
             added = (moving * rows).to(directions.dtype)
             return neuron_variants(self.replay, sites.layer, first, added)
@@ -312,13 +318,13 @@ class PatchRunner:
         index, n_heads = sites.index.to(target.device), host.n_heads[sites.layer]
         shared = bool(_layers_that_share(self.replay, [sites.layer], part))
         read = of_group(index, n_heads, target.shape[2]) if shared else index
-        where = group.everywhere.to(target.device)
+        edited = group.everywhere.to(target.device)
         changed = differences(target, source, part)[..., read].permute(2, 0, 1)
         block = host.block(sites.layer, "attention")
 
         def variants(chosen: Tensor, first: int) -> Variants:
             head, site = (rows[chosen].to(target.device) for rows in (group.head, group.where))
-            heads, places = index[head], where[site]
+            heads, places = index[head], edited[site]
             if shared:
                 z = recorded[z_name]
                 hooks = share_edits(name, z_name, source, z, heads, places, first)
@@ -355,12 +361,14 @@ def check_edits(
         starts: the positions from which to test edits; by default from 0, and from one of those
             asked for.
     """
-    sets = dict.fromkeys(each for group in groups for each in group.positions)
-    some = [each.where.any(dim=0) for each in sets]  # a run of prompts may lack a position
-    asked = {int(each.nonzero()[0]) for each in some if each.any()}
+    sets = dict.fromkeys(position for group in groups for position in group.positions)
+    some = [
+        position_set.where.any(dim=0) for position_set in sets
+    ]  # a run of prompts may lack a position
+    asked = {int(group_.nonzero()[0]) for group_ in some if group_.any()}
     later = sorted(asked - {0}) or [0]
     for kind in HEAD_KINDS:
-        layers = sorted({each.sites.layer for each in groups if each.sites.kind == kind})
+        layers = sorted({group_.sites.layer for group_ in groups if group_.sites.kind == kind})
         if layers:
             block = replay.host.block(layers[0], kind)
             tested = starts or (0, replay.start(block, later[len(later) // 2]))

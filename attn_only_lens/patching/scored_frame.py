@@ -135,7 +135,7 @@ class ScoredFrame:
         top = self.top(_SHOWN)
         if self.tokens is None:
             return top
-        prompts = [[each] for each in top["prompt"]] if "prompt" in top else [None] * len(top)
+        prompts = [[prompt] for prompt in top["prompt"]] if "prompt" in top else [None] * len(top)
         texts = [
             self.tokens.text(position, of)
             for position, of in zip(top["position"], prompts, strict=True)

@@ -54,7 +54,7 @@ class SiteGroup:
     @classmethod
     def joined(cls, groups: Sequence["SiteGroup"]) -> "SiteGroup":
         """The rows of groups of the same heads, one group after another."""
-        positions = tuple(each for group in groups for each in group.positions)
+        positions = tuple(position for group in groups for position in group.positions)
         sizes = [len(group.positions) for group in groups]
         wheres = [group.where + sum(sizes[:i]) for i, group in enumerate(groups)]
         heads = [group.head for group in groups]
@@ -72,47 +72,49 @@ class SiteGroup:
 
     def __getitem__(self, rows: Int[Tensor, "some"]) -> "SiteGroup":
         """Return some of the rows, and the sets of positions that they have."""
-        kept, where = self.where[rows].unique(return_inverse=True)
+        kept, used = self.where[rows].unique(return_inverse=True)
         positions = tuple(self.positions[i] for i in kept.tolist())
-        return SiteGroup(self.sites, positions, self.head[rows], where)
+        return SiteGroup(self.sites, positions, self.head[rows], used)
 
     def of_prompts(self, pair: PromptPair) -> "SiteGroup":
         """Return the same sites at a run of the prompts, which knows which it is."""
         if pair.among is None:
             return self
         n_pos = pair.clean.shape[1]
-        positions = tuple(each.of_prompts(pair.among[0], n_pos) for each in self.positions)
+        positions = tuple(position.of_prompts(pair.among[0], n_pos) for position in self.positions)
         return replace(self, positions=positions)
 
     @property
     def everywhere(self) -> Bool[Tensor, "set batch pos"]:
         """Where each set of positions is."""
-        return torch.stack([each.where for each in self.positions])
+        return torch.stack([position.where for position in self.positions])
 
     def sums(self, of_heads: Float[Tensor, "head batch pos"]) -> Float[Tensor, "row batch"]:
         """Sum a quantity of each row's head over its positions."""
         everywhere = self.everywhere.to(of_heads)
-        if all(each.column is not None for each in self.positions):
-            columns = torch.tensor([each.column for each in self.positions], device=of_heads.device)
+        if all(position.column is not None for position in self.positions):
+            columns = torch.tensor(
+                [position.column for position in self.positions], device=of_heads.device
+            )
             here = everywhere.gather(-1, columns[:, None, None].expand(-1, everywhere.shape[1], 1))
-            found = of_heads.permute(2, 0, 1)[columns] * here.transpose(1, 2)
+            values = of_heads.permute(2, 0, 1)[columns] * here.transpose(1, 2)
         else:
-            found = torch.einsum("hbp,sbp->shb", of_heads, everywhere)
+            values = torch.einsum("hbp,sbp->shb", of_heads, everywhere)
         if self.is_product:
-            return found.flatten(0, 1)
-        return found[self.where.to(found.device), self.head.to(found.device)]
+            return values.flatten(0, 1)
+        return values[self.where.to(values.device), self.head.to(values.device)]
 
     @property
     def rows(self) -> pd.DataFrame:
         """What names each row: its layer, kind, index, name and position."""
-        head, where = self.head.numpy(), self.where.numpy()
+        head, position = self.head.numpy(), self.where.numpy()
         return pd.DataFrame(
             {
                 "layer": self.sites.layer,
                 "kind": self.sites.kind,
                 "index": self.sites.index.cpu().numpy()[head],
                 "name": np.array(self.sites.names, dtype=object)[head],
-                "position": np.array([each.label for each in self.positions])[where],
+                "position": np.array([position.label for position in self.positions])[position],
             }
         )
 
@@ -144,7 +146,7 @@ def site_groups(
     if sites is None:
         sites = heads() if part == "k" else all_heads()
     groups = _site_groups(model, pair, sites, positions, most_rows)
-    neurons = [each.sites.names[0] for each in groups if each.sites.kind == "neuron"]
+    neurons = [group.sites.names[0] for group in groups if group.sites.kind == "neuron"]
     if part == "k" and neurons:
         raise InputError(
             [f"got part='k' and {neurons[0]}: a neuron-head's keys are constant; expected heads()"],
@@ -156,19 +158,19 @@ def site_groups(
 def _site_groups(
     model: Any, pair: PromptPair, sites: Sites, positions: Positions, most_rows: int | None
 ) -> tuple[SiteGroup, ...]:
-    given = split_positions(sites)
-    if given is None:
+    split = split_positions(sites)
+    if split is None:
         heads = resolve_sites(model, sites)
         return tuple(_groups(heads, resolve_positions(pair, positions), most_rows))
-    free = {name for name, at in given if at is None}
+    free = {name for name, position in split if position is None}
     if not free and not (isinstance(positions, str) and positions == "each"):
         raise InputError(
-            [f"got positions={positions!r} and names that all say where, such as {_at(given[0])}"],
+            [f"got positions={positions!r} and names that all say where, such as {_at(split[0])}"],
             _PROBLEM,
         )
     sets = list(resolve_positions(pair, positions)) if free else []
-    n_free, labels = len(sets), [each.label for each in sets]
-    asked = dict.fromkeys(at for _, at in given if at is not None)
+    n_free, labels = len(sets), [position_set.label for position_set in sets]
+    asked = dict.fromkeys(position for _, position in split if position is not None)
     if asked and any(isinstance(label, str) for label in labels):
         raise InputError(
             [
@@ -178,24 +180,28 @@ def _site_groups(
             _PROBLEM,
         )
     reasons = list[str]()
-    for at in asked:
+    for position in asked:
         try:
-            found = resolve_positions(pair, at)
+            resolved = resolve_positions(pair, position)
         except InputError as error:
             reasons += error.reasons
         else:
-            sets += found if at not in labels else ()
+            sets += resolved if position not in labels else ()
     InputError.raise_if(reasons, _PROBLEM)
-    places = {each.label: place for place, each in enumerate(sets)}
+    places = {position_set.label: place for place, position_set in enumerate(sets)}
     # -1 may be 4, which is a site of its own for another head.
     first = [
-        next(i for i, other in enumerate(sets) if torch.equal(other.where, each.where))
-        for each in sets
+        next(
+            i
+            for i, other_set in enumerate(sets)
+            if torch.equal(other_set.where, position_set.where)
+        )
+        for position_set in sets
     ]
     rows = [
         (name, place)
-        for name, at in given
-        for place in (range(n_free) if at is None else [places[at]])
+        for name, position in split
+        for place in (range(n_free) if position is None else [places[position]])
     ]
     n_rows = Counter((name, first[place]) for name, place in rows)
     twice = [_at((name, sets[place].label)) for (name, place), n in n_rows.items() if n > 1]
@@ -203,11 +209,11 @@ def _site_groups(
         [f"got {site} more than once; expected each site once" for site in twice[:5]], _PROBLEM
     )
     groups = []
-    for each in resolve_sites(model, list(dict.fromkeys(name for name, _ in given))):
-        index = {name: head for head, name in enumerate(each.names)}
+    for one_site in resolve_sites(model, list(dict.fromkeys(name for name, _ in split))):
+        index = {name: head for head, name in enumerate(one_site.names)}
         here = sorted((place, index[name]) for name, place in rows if name in index)
-        where, head = torch.tensor(here, device="cpu").T
-        groups.append(SiteGroup(each, tuple(sets), head, where))
+        position, head = torch.tensor(here, device="cpu").T
+        groups.append(SiteGroup(one_site, tuple(sets), head, position))
     return tuple(groups)
 
 
@@ -221,14 +227,14 @@ def _groups(
     """Group all heads at all positions: many neurons by position, few with several positions."""
     groups: list[SiteGroup] = []
     products: dict[tuple[int, int], SiteGroup] = {}  # of one size, which share their rows
-    for each in sites:
+    for site in sites:
         at_once = len(positions)
-        if each.kind == "neuron" and most_rows is not None:
-            at_once = max(1, most_rows // len(each.names))
+        if site.kind == "neuron" and most_rows is not None:
+            at_once = max(1, most_rows // len(site.names))
         for first in range(0, len(positions), at_once):
             here = tuple(positions[first : first + at_once])
-            size = len(each.names), len(here)
+            size = len(site.names), len(here)
             if size not in products:
-                products[size] = SiteGroup.product(each, here)
-            groups.append(replace(products[size], sites=each, positions=here))
+                products[size] = SiteGroup.product(site, here)
+            groups.append(replace(products[size], sites=site, positions=here))
     return groups

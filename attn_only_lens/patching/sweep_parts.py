@@ -44,16 +44,20 @@ class SweepPart:
             groups: all sites.
             pair: the run of prompts.
         """
-        found, first = [], 0
+        chunks, first = [], 0
         for group in groups:
-            own = range(max(self.rows.start, first), min(self.rows.stop, first + len(group)))
-            if len(own):
+            rows_of_group = range(
+                max(self.rows.start, first), min(self.rows.stop, first + len(group))
+            )
+            if len(rows_of_group):
                 of_run = group.of_prompts(pair)
-                whole = len(own) == len(group)
-                at = torch.arange(own.start - first, own.stop - first, device="cpu")
-                found.append(of_run if whole else of_run[at])
+                whole = len(rows_of_group) == len(group)
+                index = torch.arange(
+                    rows_of_group.start - first, rows_of_group.stop - first, device="cpu"
+                )
+                chunks.append(of_run if whole else of_run[index])
             first += len(group)
-        return found
+        return chunks
 
 
 def sweep_parts(
@@ -83,8 +87,8 @@ def sweep_parts(
         ends = costs.cumsum(0)
         bins = (ends - costs) * max(n, 1) // ends[-1].clamp(min=1)
         stops = bins.unique_consecutive(return_counts=True)[1].cumsum(0).tolist()
-        rows = [range(*each) for each in zip([0, *stops], stops, strict=False)]
-    return [SweepPart(run, each) for run in runs for each in rows]
+        rows = [range(*stop) for stop in zip([0, *stops], stops, strict=False)]
+    return [SweepPart(run, row) for run in runs for row in rows]
 
 
 def _costs(

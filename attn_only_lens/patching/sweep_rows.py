@@ -34,7 +34,9 @@ def _flags(column: _Column) -> npt.NDArray[np.bool_]:
         return column.to_numpy()
     text = column.astype(str)
     others = sorted(set(text) - {"True", "False"})
-    InputError.raise_if([f"got exact={each}; expected True or False" for each in others], PROBLEM)
+    InputError.raise_if(
+        [f"got exact={row_set}; expected True or False" for row_set in others], PROBLEM
+    )
     return (text == "True").to_numpy()
 
 
@@ -100,31 +102,37 @@ class SweepRows:
     ) -> "SweepRows":
         """Return the rows of groups of sites, with the numbers of each."""
         sites = list(dict.fromkeys(group.sites for group in groups))
-        ends = np.cumsum([0, *(len(each.names) for each in sites)]).tolist()
+        ends = np.cumsum([0, *(len(site.names) for site in sites)]).tolist()
         first = dict(zip(sites, ends, strict=False))
-        labels = list(dict.fromkeys(each.label for group in groups for each in group.positions))
+        labels = list(
+            dict.fromkeys(position.label for group in groups for position in group.positions)
+        )
         place = {label: i for i, label in enumerate(labels)}
         blocks = []
         for group in groups:
-            places = [place[each.label] for each in group.positions]
-            where = group.where.numpy()
+            places = [place[position.label] for position in group.positions]
+            position = group.where.numpy()
             if places != list(range(len(places))):
-                where = np.array(places, dtype=np.int32)[where]
-            blocks.append((first[group.sites], group.head.numpy(), where))
-        columns = {name: np.concatenate([each[name] for each in numbers]) for name in numbers[0]}
+                position = np.array(places, dtype=np.int32)[position]
+            blocks.append((first[group.sites], group.head.numpy(), position))
+        columns = {
+            name: np.concatenate([number[name] for number in numbers]) for name in numbers[0]
+        }
         n_rows = sum(len(group) for group in groups)
         rows = cls(
-            layer=np.repeat([each.layer for each in sites], np.diff(ends)),
-            kind=tuple(chain.from_iterable([each.kind] * len(each.names) for each in sites)),
-            index=np.concatenate([each.index.cpu().numpy() for each in sites]),
-            names=tuple(chain.from_iterable(each.names for each in sites)),
+            layer=np.repeat([site.layer for site in sites], np.diff(ends)),
+            kind=tuple(chain.from_iterable([site.kind] * len(site.names) for site in sites)),
+            index=np.concatenate([site.index.cpu().numpy() for site in sites]),
+            names=tuple(chain.from_iterable(site.names for site in sites)),
             labels=tuple(labels),
             blocks=tuple(blocks),
             repeats=len(columns["value"]) // n_rows,
             numbers=columns,
         )
         # Tables are in order of appearance, as those of a file are when it is read.
-        every = all(len(each) == len(each.sites.names) * len(each.positions) for each in groups)
+        every = all(
+            len(group_) == len(group_.sites.names) * len(group_.positions) for group_ in groups
+        )
         return rows if every else rows[np.arange(len(rows))]
 
     @classmethod
@@ -148,7 +156,7 @@ class SweepRows:
             )
             raise InputError([reason], PROBLEM)
         head, names = _coded(frame["name"])
-        where, labels = _coded_positions(frame["position"])
+        codes, labels = _coded_positions(frame["position"])
         example = np.full(len(names), -1)  # a row of each head
         example[head] = np.arange(len(frame), dtype=np.int32)
         kind, kinds = _coded(frame["kind"])
@@ -160,19 +168,19 @@ class SweepRows:
             index=index[example],
             names=names,
             labels=labels,
-            blocks=((0, head, where),),
+            blocks=((0, head, codes),),
             repeats=1,
             numbers={"value": _floats(frame["value"]), **numbers},
         )
         reasons = []
         if "part" in frame and not (frame["part"] == part).all():
-            parts = sorted({str(each) for each in frame["part"]})
+            parts = sorted({str(name) for name in frame["part"]})
             reasons.append(f"got parts {parts}; expected {part!r} alone")
-        unlike = [each != each[example][head] for each in (layer, kind, index)]
+        unlike = [column != column[example][head] for column in (layer, kind, index)]
         reasons += [
-            f"rows of {names[head[at.argmax()]]} differ in their {column}"
-            for column, at in zip(("layer", "kind", "index"), unlike, strict=True)
-            if at.any()
+            f"rows of {names[head[differing.argmax()]]} differ in their {column}"
+            for column, differing in zip(("layer", "kind", "index"), unlike, strict=True)
+            if differing.any()
         ]
         InputError.raise_if(reasons + rows._reasons_against_repeats(), PROBLEM)
         return rows if (example >= 0).all() else rows[np.arange(len(rows))]
@@ -188,32 +196,32 @@ class SweepRows:
     @cached_property
     def where(self) -> _Codes:
         """The place of each row's set of positions in the list."""
-        return self._joined([where for _, _, where in self.blocks])
+        return self._joined([block for _, _, block in self.blocks])
 
     def _joined(self, codes: list[npt.NDArray[Any]]) -> _Codes:
-        joined = np.concatenate([each.astype(np.int32, copy=False) for each in codes])
+        joined = np.concatenate([code.astype(np.int32, copy=False) for code in codes])
         return np.repeat(joined, self.repeats) if self.repeats > 1 else joined
 
     def __getitem__(self, rows: npt.NDArray[np.int64]) -> "SweepRows":
         """Return some of the rows, with the heads and positions that they have."""
         head, heads = pd.factorize(self.head[rows])
-        where, places = pd.factorize(self.where[rows])
+        positions, places = pd.factorize(self.where[rows])
         return SweepRows(
             layer=self.layer[heads],
             kind=tuple(self.kind[i] for i in heads.tolist()),
             index=self.index[heads],
             names=tuple(self.names[i] for i in heads.tolist()),
             labels=tuple(self.labels[i] for i in places.tolist()),
-            blocks=((0, head, where),),
+            blocks=((0, head, positions),),
             repeats=1,
-            numbers={name: each[rows] for name, each in self.numbers.items()},
+            numbers={name: item[rows] for name, item in self.numbers.items()},
         )
 
     def frame(self, part: str, score: npt.NDArray[np.float64]) -> pd.DataFrame:
         """Return the frame of the rows, with their part and score."""
         kind, kinds = pd.factorize(np.array(self.kind, dtype=object))
         labels: Any = np.array(self.labels, dtype=np.int64 if self.numbered else object)
-        where = labels[self.where] if self.numbered else _categories(self.where, labels)
+        positions = labels[self.where] if self.numbered else _categories(self.where, labels)
         numbers = dict(self.numbers)
         return pd.DataFrame(
             {
@@ -221,7 +229,7 @@ class SweepRows:
                 "kind": _categories(kind.astype(np.int8)[self.head], kinds),
                 "index": self.index[self.head],
                 "name": _categories(self.head, list(self.names)),
-                "position": where,
+                "position": positions,
                 "part": _categories(np.zeros(len(self), dtype=np.int8), [part]),
                 "value": numbers.pop("value"),
                 "score": score,
@@ -264,17 +272,19 @@ class SweepRows:
         return f"{self.names[self.head[row]]} at {self.labels[self.where[row]]}{prompt}"
 
 
-def rows_in_order(one: SweepRows, other: SweepRows) -> npt.NDArray[np.int64] | None:
+def rows_in_order(one: SweepRows, second: SweepRows) -> npt.NDArray[np.int64] | None:
     """Return the row of `other` with each row's site of `one`, -1 where it has none.
 
     None if the rows are of the same sites in order.
     """
-    if (one.names, one.labels) == (other.names, other.labels):
-        columns = ([each.head, each.where, each.numbers.get("prompt")] for each in (one, other))
+    if (one.names, one.labels) == (second.names, second.labels):
+        columns = (
+            [rows_.head, rows_.where, rows_.numbers.get("prompt")] for rows_ in (one, second)
+        )
         if all(np.array_equal(*pair) for pair in zip(*columns, strict=True)):
             return None
-    (mine, theirs), n = site_keys(one, other)
-    return _last_rows(theirs, n)[mine]
+    (first_keys, second_keys), n = site_keys(one, second)
+    return _last_rows(second_keys, n)[first_keys]
 
 
 def site_keys(*rows: SweepRows) -> tuple[list[npt.NDArray[Any]], int]:
@@ -283,24 +293,24 @@ def site_keys(*rows: SweepRows) -> tuple[list[npt.NDArray[Any]], int]:
     Args:
         rows: of one sweep or several, which get the same number for the same site.
     """
-    names, n_heads = _common_codes([each.names for each in rows])
-    labels, n_places = _common_codes([each.labels for each in rows])
+    names, n_heads = _common_codes([row.names for row in rows])
+    labels, n_places = _common_codes([row.labels for row in rows])
     n = n_heads * n_places
     keys: list[npt.NDArray[Any]] = []
-    for each, name, label in zip(rows, names, labels, strict=True):
-        head = each.head if name is None else name[each.head]
-        where = each.where if label is None else label[each.where]
-        keys.append(where.astype(np.int32 if n < 2**31 else np.int64))
+    for row_set, name, label in zip(rows, names, labels, strict=True):
+        head = row_set.head if name is None else name[row_set.head]
+        positions = row_set.where if label is None else label[row_set.where]
+        keys.append(positions.astype(np.int32 if n < 2**31 else np.int64))
         keys[-1] *= n_heads
         keys[-1] += head
-    ends = np.cumsum([len(each) for each in rows])
+    ends = np.cumsum([len(row) for row in rows])
     if "prompt" in rows[0].numbers:
-        prompt, prompts = pd.factorize(np.concatenate([each.numbers["prompt"] for each in rows]))
+        prompt, prompts = pd.factorize(np.concatenate([row.numbers["prompt"] for row in rows]))
         keys = [k + n * of for k, of in zip(keys, np.split(prompt, ends[:-1]), strict=True)]
         n *= len(prompts)
     if n > 8 * ends[-1] + 1024:  # a table of all would be far longer than the rows
-        key, found = pd.factorize(np.concatenate(keys))
-        keys, n = np.split(key, ends[:-1]), len(found)
+        key, categories = pd.factorize(np.concatenate(keys))
+        keys, n = np.split(key, ends[:-1]), len(categories)
     return keys, n
 
 
@@ -337,24 +347,24 @@ def _coded(column: _Column) -> tuple[_Codes, tuple[str, ...]]:
     """
     codes: Any
     if isinstance(column.dtype, pd.CategoricalDtype):
-        codes, found = column.cat.codes.to_numpy(), column.cat.categories
+        codes, categories = column.cat.codes.to_numpy(), column.cat.categories
     else:
-        codes, found = _factors(column, use_na_sentinel=True)
+        codes, categories = _factors(column, use_na_sentinel=True)
     if len(codes) and codes.min() < 0:
         reason = f"{int((codes < 0).sum())} rows have no {column.name} (null)"
         raise InputError([reason], PROBLEM)
-    other = next((each for each in found if not isinstance(each, str)), None)
-    if other is not None:
-        raise InputError([f"got {column.name} {other!r}; expected text"], PROBLEM)
-    return codes.astype(np.int32), tuple(map(str, found))
+    odd = next((category for category in categories if not isinstance(category, str)), None)
+    if odd is not None:
+        raise InputError([f"got {column.name} {odd!r}; expected text"], PROBLEM)
+    return codes.astype(np.int32), tuple(map(str, categories))
 
 
 def _coded_positions(column: _Column) -> tuple[_Codes, tuple[int | str, ...]]:
     """Return the codes of positions in order of appearance, and the positions."""
-    codes, found = _factors(column, use_na_sentinel=False)
-    labels = list(found)
+    codes, categories = _factors(column, use_na_sentinel=False)
+    labels = list(categories)
     numbers = pd.api.types.is_integer_dtype(column.dtype) and not column.hasnans
-    if not numbers and not all(isinstance(each, str) for each in labels):
+    if not numbers and not all(isinstance(label, str) for label in labels):
         reason = f"got positions {labels[:7]}; expected numbers alone, or texts: 'all', or roles"
         raise InputError([reason], PROBLEM)
     return codes.astype(np.int32), tuple(map(int, labels) if numbers else labels)

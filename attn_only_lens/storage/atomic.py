@@ -78,9 +78,9 @@ def atomic_write(path: AnyPath) -> Iterator[Path]:
                 new = scratch / "new"
                 yield new
                 # A move must not overtake the contents.
-                for each in [new, *new.rglob("*")]:
-                    if each.is_file():
-                        with each.open("rb") as file:
+                for entry in [new, *new.rglob("*")]:
+                    if entry.is_file():
+                        with entry.open("rb") as file:
                             os.fsync(file.fileno())
                 _move(scratch, path)
             finally:
@@ -136,15 +136,15 @@ def open_folder(folder: AnyPath) -> Path:
     """
     path = as_path(folder)
     try:
-        found = path.resolve()
-        if not os.path.lexists(found):
-            _remove_leftovers(found)
-        is_folder = found.is_dir() or not os.path.lexists(found)
+        target = path.resolve()
+        if not os.path.lexists(target):
+            _remove_leftovers(target)
+        is_folder = target.is_dir() or not os.path.lexists(target)
     except (OSError, RuntimeError, ValueError) as error:  # RuntimeError: links in a ring
         raise CheckpointError(f"got {folder!r}, which is no usable path: {error}") from error
     if not is_folder:
         raise CheckpointError(f"{folder} is a file; expected a folder")
-    return found
+    return target
 
 
 def _move(scratch: Path, path: Path) -> None:
@@ -157,9 +157,9 @@ def _move(scratch: Path, path: Path) -> None:
     os.replace(new, path)
 
 
-def _exchange(one: Path, other: Path) -> bool:
+def _exchange(one: Path, second: Path) -> bool:
     """Exchange two folders in one step; return False where the system cannot."""
-    a, b = os.fsencode(one), os.fsencode(other)
+    a, b = os.fsencode(one), os.fsencode(second)
     here, swap = -100, 2  # AT_FDCWD; RENAME_EXCHANGE of Linux, RENAME_SWAP of macOS
     try:
         if sys.platform == "linux":
@@ -176,12 +176,12 @@ def _discard(scratch: Path, path: Path) -> None:
     new, old, lock = (scratch / name for name in ("new", "old", "lock"))
     if old.exists() and not os.path.lexists(path):
         os.replace(old, path)
-    for each in (new, old):
-        if each.is_dir():
-            shutil.rmtree(each, ignore_errors=True)
+    for folder in (new, old):
+        if folder.is_dir():
+            shutil.rmtree(folder, ignore_errors=True)
         else:
             with suppress(OSError):
-                each.unlink(missing_ok=True)
+                folder.unlink(missing_ok=True)
     # What could not be removed now, the next one removes: nothing that was written is at stake.
     with suppress(OSError):
         if not new.exists() and not old.exists():

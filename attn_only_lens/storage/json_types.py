@@ -63,14 +63,14 @@ def type_mismatches(value: Any, expected: Any, where: str) -> Iterator[str]:
             return
         fits = False
     elif origin in (Union, UnionType):
-        fits = any(next(type_mismatches(value, each, where), None) is None for each in args)
+        fits = any(next(type_mismatches(value, arg, where), None) is None for arg in args)
     elif origin is Literal:
-        fits = any(value == each and type(value) is type(each) for each in args)
+        fits = any(value == arg and type(value) is type(arg) for arg in args)
     elif (origin or expected) in (list, tuple):
-        each = (args or (Any,))[0]
+        inner = (args or (Any,))[0]
         if isinstance(value, list) and (Ellipsis in args or origin is not tuple):
             for i, item in enumerate(value):
-                yield from type_mismatches(item, each, f"{where}[{i}]")
+                yield from type_mismatches(item, inner, f"{where}[{i}]")
             return
         fits = isinstance(value, list) and len(value) == len(args)
         if fits:

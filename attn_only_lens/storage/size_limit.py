@@ -29,19 +29,19 @@ def limit_size(tensors: Mapping[str, Tensor]) -> Iterator[None]:
         CheckpointError: more modules are made than belong to so many tensors, or a parameter that
             is larger than all tensors together.
     """
-    mine, made = threading.get_ident(), 0
+    thread, made = threading.get_ident(), 0
     elements = sum(tensor.numel() for tensor in tensors.values())
 
     def count(module: Any, name: str, child: Any) -> None:
         nonlocal made
-        made += threading.get_ident() == mine
+        made += threading.get_ident() == thread
         if made > _FEW + _MODULES * len(tensors):
             raise CheckpointError(
                 f"the configuration leads to more modules than {len(tensors)} tensors belong to"
             )
 
     def measure(module: Any, name: str, parameter: Any) -> None:
-        if threading.get_ident() == mine and parameter.numel() > elements:
+        if threading.get_ident() == thread and parameter.numel() > elements:
             raise CheckpointError(
                 f"the configuration leads to a parameter {name} of shape {list(parameter.shape)}, "
                 f"and all tensors together have {elements} entries"

@@ -88,7 +88,7 @@ def _number(seed: int, structure: str) -> Iterator[Pair]:
         if random.random() < 0.5:
             subject, attractor = attractor, subject
         if structure == "relative":  # things like nobody
-            attractor = random.choice([each for each in PEOPLE if each != subject])
+            attractor = random.choice([person for person in PEOPLE if person != subject])
         plural, other_plural = random.random() < 0.5, random.random() < 0.5
         words = {
             "preposition": random.choice(_PREPOSITIONS),
@@ -101,18 +101,18 @@ def _number(seed: int, structure: str) -> Iterator[Pair]:
         forms = (subject, f"{subject}s")
         between = {"attractor": f"{attractor}s" if other_plural else attractor}
         clean, corrupted = (
-            fill(template, between | {"subject": forms[each]}) for each in (plural, not plural)
+            fill(template, between | {"subject": forms[number]}) for number in (plural, not plural)
         )
         yield Pair(clean, corrupted, (verbs[plural],), (verbs[not plural],))
 
 
 def _gender(seed: int) -> Iterator[Pair]:
     pronouns = " he", " she"
-    people = [(name, other, False) for name in MEN for other in WOMEN]
-    people += [(other, name, True) for name, other, _ in people]
-    for (name, other, woman), *words in draw(seed, people, DEGREES, ADJECTIVES, FRIENDS):
+    people = [(name, woman, False) for name in MEN for woman in WOMEN]
+    people += [(person, name, True) for name, person, _ in people]
+    for (name, second_name, woman), *words in draw(seed, people, DEGREES, ADJECTIVES, FRIENDS):
         template = _GENDER
         for role, word in zip(("degree", "adjective", "noun"), words, strict=True):
             template = template.replace(f"{{{role}}}", word)
-        clean, corrupted = (fill(template, {"subject": each}) for each in (name, other))
+        clean, corrupted = (fill(template, {"subject": name_}) for name_ in (name, second_name))
         yield Pair(clean, corrupted, (pronouns[woman],), (pronouns[not woman],))

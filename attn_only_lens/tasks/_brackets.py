@@ -64,14 +64,14 @@ def brackets(
 def _pairs(seed: int, structure: str) -> Iterator[Pair]:
     random = Random(int(seed))
     while True:
-        noun, other = random.sample(THINGS, 2)
+        noun, second_noun = random.sample(THINGS, 2)
         one, color = random.sample(_ADJECTIVES, 2)
         (here, closes), (there, wrong) = random.sample(MARKS, 2)
         start = f"The {noun}{{open}}the {one} one"
         if structure == "nested":
             start += f"{there}the {color} one{{closed}}"
-        template = f"{start} {random.choice(_PREPOSITIONS)} the {other}"
+        template = f"{start} {random.choice(_PREPOSITIONS)} the {second_noun}"
         clean, corrupted = (
-            fill(template, {"open": each, "closed": wrong}) for each in (here, there)
+            fill(template, {"open": text, "closed": wrong}) for text in (here, there)
         )
         yield Pair(clean, corrupted, (closes,), (wrong,))

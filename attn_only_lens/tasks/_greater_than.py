@@ -69,18 +69,18 @@ def greater_than(tokenizer: Any, n: int, seed: int = 0) -> PairedPrompts:
 
 def _tokens_of_years(tokenizer: Any) -> tuple[int, ...] | str:
     """Return the tokens of 00 to 99 at the end of a year; a year that has none."""
-    found = dict[str, int]()
+    tokens_ = dict[str, int]()
     every = [f"{year:02}" for year in range(100)]
     starts = token_ids(tokenizer, [f"year {century}" for century in every[10:]])
     for century, start in zip(every[10:], starts, strict=True):
         # Years of note, such as 1776, are tokens by themselves: of them another century tells.
-        left = [year for year in every if year not in found]
+        left = [year for year in every if year not in tokens_]
         whole = token_ids(tokenizer, [f"year {century}{year}" for year in left]) if left else []
         for year, tokens in zip(left, whole, strict=True):
             if tokens[:-1] == start and tokens[-1] != tokenizer.unk_token_id:
-                found[year] = tokens[-1]
-    lacking = [year for year in every if year not in found]
-    return lacking[0] if lacking else tuple(found[year] for year in every)
+                tokens_[year] = tokens[-1]
+    lacking = [year for year in every if year not in tokens_]
+    return lacking[0] if lacking else tuple(tokens_[year] for year in every)
 
 
 def _pairs(tokens: tuple[int, ...], seed: int) -> Iterator[Pair]:
@@ -88,6 +88,6 @@ def _pairs(tokens: tuple[int, ...], seed: int) -> Iterator[Pair]:
     for noun, century, year in draw(seed, EVENTS, _CENTURIES, _YEARS):
         words = {"noun": noun, "century": century}
         clean, corrupted = (
-            fill(_TEMPLATE + century, words | {"year": each}) for each in (every[year], "01")
+            fill(_TEMPLATE + century, words | {"year": prefix}) for prefix in (every[year], "01")
         )
         yield Pair(clean, corrupted, tokens[year + 1 :], tokens[: year + 1])

@@ -69,18 +69,22 @@ def induction(tokenizer: Any, n: int, seed: int = 0, *, length: int = 20) -> Pai
 def _pairs(tokenizer: Any, words: list[int], seed: int, length: int) -> Iterator[Pair]:
     random = Random(int(seed))
     while True:
-        *start, repeated, other = random.sample(words, length + 1)
-        at = random.randrange(length - 2)
+        *start, repeated, replacement = random.sample(words, length + 1)
+        start_at = random.randrange(length - 2)
         start = start[: length - 2]
-        rows = [[*start[: at + 1], word, *start[at + 1 :]] for word in (repeated, other)]
+        rows = [
+            [*start[: start_at + 1], word, *start[start_at + 1 :]]
+            for word in (repeated, replacement)
+        ]
         sides = []
         for row in rows:
-            row.append(start[at])
-            ends = {role: len(_text(tokenizer, row[: at + n])) for role, n in _ROLES.items()}
+            row.append(start[start_at])
+            ends = {role: len(_text(tokenizer, row[: start_at + n])) for role, n in _ROLES.items()}
             sides.append(Filled(_text(tokenizer, row), ends))
         text = sides[0].text
         answers = [
-            _text(tokenizer, [*rows[0], word]).removeprefix(text) for word in (repeated, other)
+            _text(tokenizer, [*rows[0], word]).removeprefix(text)
+            for word in (repeated, replacement)
         ]
         yield Pair(sides[0], sides[1], (answers[0],), (answers[1],))
 
@@ -105,6 +109,6 @@ def _words(tokenizer: Any, random: Random, least: int) -> list[int]:
         return []
     texts = {token: _text(tokenizer, [token] * 3) for token in some}
     back = zip(texts.items(), token_ids(tokenizer, list(texts.values())), strict=True)
-    read = {token: text for (token, text), found in back if found == [token] * 3}
+    read = {token: text for (token, text), index in back if index == [token] * 3}
     apart = [token for token, text in read.items() if len(text.split()) == 3]
     return apart if len(apart) > least else list(read)

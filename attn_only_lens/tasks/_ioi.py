@@ -76,22 +76,22 @@ def _pairs(tokenizer: Any, seed: int, corruption: str) -> Iterator[Pair]:
     while True:
         template = random.choice(_TEMPLATES).replace("{names}", random.choice(_FIRST))
         words = {"{place}": random.choice(PLACES), "{object}": random.choice(OBJECTS)}
-        for at, word in words.items():
-            template = template.replace(at, word)
+        for index, word in words.items():
+            template = template.replace(index, word)
         io, subject, *others = random.sample(names, 5)
         clean = fill(template, {"IO": io, "S1": subject, "S2": subject})
-        other = dict(zip(("IO", "S1", "S2"), others, strict=True))
+        swapped = dict(zip(("IO", "S1", "S2"), others, strict=True))
         if corruption == "swap":
-            other = {"IO": io, "S1": subject, "S2": io}
-        yield Pair(clean, fill(template, other), (f" {io}",), (f" {subject}",))
+            swapped = {"IO": io, "S1": subject, "S2": io}
+        yield Pair(clean, fill(template, swapped), (f" {io}",), (f" {subject}",))
 
 
 def _known(tokenizer: Any) -> tuple[str, ...]:
     """Return the names that a tokenizer knows: of a small one, most draws of five would fail."""
-    found = token_ids(tokenizer, [f"{name} {name}" for name in NAMES])
+    ids = token_ids(tokenizer, [f"{name} {name}" for name in NAMES])
     known = tuple(
         name
-        for name, tokens in zip(NAMES, found, strict=True)
+        for name, tokens in zip(NAMES, ids, strict=True)
         if tokenizer.unk_token_id not in tokens
     )
     return known if len(known) >= 5 else NAMES

@@ -50,13 +50,13 @@ def from_templates(
         {'thing': (-4, -4), 'end': (-1, -1)}
     """
     if not isinstance(templates, Iterable) or not isinstance(words, Iterable):
-        given = templates if isinstance(words, Iterable) else words
-        raise InputError([f"got {given!r}; expected texts, and rows of words"], _PROBLEM)
-    given = [templates] if isinstance(templates, str) else list(templates)
+        texts = templates if isinstance(words, Iterable) else words
+        raise InputError([f"got {texts!r}; expected texts, and rows of words"], _PROBLEM)
+    texts = [templates] if isinstance(templates, str) else list(templates)
     rows, reasons = list(words), list[str]()
-    fields = list(map(_fields, given))
+    fields = list(map(_fields, texts))
     expected = set(fields[0] or ()) if fields else set()
-    for template, roles in zip(given, fields, strict=True):
+    for template, roles in zip(texts, fields, strict=True):
         if not roles or set(roles) != expected or len(set(roles)) != len(roles):
             reasons.append(
                 f"got template {template!r}; expected a text with fields such as {{subject}}, the "
@@ -71,13 +71,13 @@ def from_templates(
         reasons += [f"got words {dict(row)}; expected a text for {', '.join(lacking)}"] * bool(
             lacking
         )
-    reasons += ["got no templates; expected one or more"] * (not given)
+    reasons += ["got no templates; expected one or more"] * (not texts)
     reasons += [f"got {len(rows)} rows of words; expected two or more"] * (len(rows) < 2)
     InputError.raise_if(reasons, _PROBLEM)
     pairs = (
-        Pair(fill(template, one), fill(template, other), (one[ANSWER],), (other[ANSWER],))
-        for template, one, other in draw(seed, given, rows, rows)
-        if one is not other and one[ANSWER] != other[ANSWER]
+        Pair(fill(template, one), fill(template, second), (one[ANSWER],), (second[ANSWER],))
+        for template, one, second in draw(seed, texts, rows, rows)
+        if one is not second and one[ANSWER] != second[ANSWER]
     )
     return collect("templates", tokenizer, n, seed, pairs)
 

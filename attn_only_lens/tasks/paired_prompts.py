@@ -67,7 +67,7 @@ class PairedPrompts:
 
     def __post_init__(self) -> None:
         columns = (self.clean, self.corrupted, self.answers, self.wrong, *self.roles.values())
-        if any(isinstance(each, str) or not isinstance(each, Sequence) for each in columns):
+        if any(isinstance(column, str) or not isinstance(column, Sequence) for column in columns):
             raise InputError(
                 ["got what is no list; expected prompts, answers and positions of every pair"],
                 _NO_PAIRS,
@@ -76,7 +76,7 @@ class PairedPrompts:
             "corrupted": len(self.corrupted),
             "answers": len(self.answers),
             "wrong": len(self.wrong),
-            **{f"positions of {role}": len(at) for role, at in self.roles.items()},
+            **{f"positions of {role}": len(item) for role, item in self.roles.items()},
         }
         reasons = [
             f"got {count} {what} of {len(self)} clean prompts; expected as many"
@@ -84,9 +84,9 @@ class PairedPrompts:
             if count != len(self)
         ]
         reasons += ["got no prompts; expected one pair or more"] * (not self.clean)
-        for each in (*self.answers, *self.wrong):
-            if not isinstance(each, Sequence) or not each or not all(map(is_count, each)):
-                reasons.append(f"got answers {each!r}; expected tokens of each prompt, as (7,)")
+        for answer in (*self.answers, *self.wrong):
+            if not isinstance(answer, Sequence) or not answer or not all(map(is_count, answer)):
+                reasons.append(f"got answers {answer!r}; expected tokens of each prompt, as (7,)")
         InputError.raise_if(reasons, _NO_PAIRS)
 
     def __len__(self) -> int:
@@ -96,7 +96,7 @@ class PairedPrompts:
     def metric(self) -> Metric:
         """The difference of logits; of prompts with several answers, of summed probabilities."""
         if all(len(tokens) == 1 for tokens in (*self.answers, *self.wrong)):
-            right, wrong = ([each for (each,) in some] for some in (self.answers, self.wrong))
+            right, wrong = ([row for (row,) in some] for some in (self.answers, self.wrong))
             return replace(logit_diff(right, wrong), name=f"logit_diff of {self.task}")
         metric = probability_diff(self.answers, self.wrong)
         return replace(metric, name=f"probability_diff of {self.task}")
@@ -158,8 +158,8 @@ def draw(seed: int, *axes: Sequence[Any]) -> Iterator[tuple[Any, ...]]:
     for index in Random(int(seed)).sample(range(total), min(total, _MOST_DRAWN)):
         chosen = []
         for axis in axes:
-            index, at = divmod(index, len(axis))
-            chosen.append(axis[at])
+            index, position = divmod(index, len(axis))
+            chosen.append(axis[position])
         yield tuple(chosen)
 
 
@@ -203,14 +203,14 @@ def collect(task: str, tokenizer: Any, n: int, seed: int, pairs: Iterable[Pair])
             _PROBLEM,
         )
     kept, tokens = zip(*found.values(), strict=True)
-    roles = [role for role in tokens[0].roles if all(role in each.roles for each in tokens)]
+    roles = [role for role in tokens[0].roles if all(role in token.roles for token in tokens)]
     return PairedPrompts(
         task,
         tuple(pair.clean.text for pair in kept),
         tuple(pair.corrupted.text for pair in kept),
-        tuple(each.answers for each in tokens),
-        tuple(each.wrong for each in tokens),
-        {role: tuple(each.roles[role] for each in tokens) for role in roles},
+        tuple(token.answers for token in tokens),
+        tuple(token.wrong for token in tokens),
+        {role: tuple(token.roles[role] for token in tokens) for role in roles},
         dict(dropped.most_common()),
     )
 
@@ -233,7 +233,7 @@ def tokenizer_reasons(tokenizer: Any) -> list[str]:
 
 def token_ids(tokenizer: Any, texts: list[str]) -> list[list[int]]:
     """Return the tokens of texts, without special ones."""
-    return [list(each) for each in tokenizer(texts, add_special_tokens=False)["input_ids"]]
+    return [list(tokens) for tokens in tokenizer(texts, add_special_tokens=False)["input_ids"]]
 
 
 @dataclass(frozen=True)
@@ -247,10 +247,10 @@ def _checked(tokenizer: Any, pair: Pair) -> _Tokens | str:
     """Return the answers and roles of a pair, or why it does not fit."""
     sides = pair.clean, pair.corrupted
     starts = [side.text[:end] for side in sides for end in side.ends.values()]
-    given = (*pair.answers, *pair.wrong)
-    continued = [pair.clean.text + each for each in given if isinstance(each, str)]
-    found = iter(token_ids(tokenizer, [*(side.text for side in sides), *starts, *continued]))
-    clean, corrupted = next(found), next(found)
+    all_answers = (*pair.answers, *pair.wrong)
+    continued = [pair.clean.text + answer for answer in all_answers if isinstance(answer, str)]
+    numbers = iter(token_ids(tokenizer, [*(side.text for side in sides), *starts, *continued]))
+    clean, corrupted = next(numbers), next(numbers)
     if tokenizer.unk_token_id is not None and tokenizer.unk_token_id in (*clean, *corrupted):
         return "the tokenizer does not know a word"
     if len(clean) != len(corrupted):
@@ -259,7 +259,7 @@ def _checked(tokenizer: Any, pair: Pair) -> _Tokens | str:
     for side, whole in zip(sides, (clean, corrupted), strict=True):
         place = {}
         for role in side.ends:
-            start = next(found)
+            start = next(numbers)
             if not start or whole[: len(start)] != start:
                 return f"no token ends where {role} does"
             place[role] = len(start) - 1 - len(whole)
@@ -267,8 +267,8 @@ def _checked(tokenizer: Any, pair: Pair) -> _Tokens | str:
     if places[0] != places[1]:
         return "a role has different positions in the two prompts"
     tokens = list[int]()
-    for answer in given:
-        text = next(found) if isinstance(answer, str) else [*clean, answer]
+    for answer in all_answers:
+        text = next(numbers) if isinstance(answer, str) else [*clean, answer]
         if text[:-1] != clean or text[-1] == tokenizer.unk_token_id:
             return "an answer is not one token after the prompt"
         tokens.append(text[-1])

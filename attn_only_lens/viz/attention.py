@@ -96,31 +96,31 @@ def attention_view(
     neurons = [_neuron(cache, head, prompt) for head in heads if head.kind == "neuron"]
     n_tokens = len(neurons[0]["z"]) if neurons else patterns[attention[0].layer].shape[-1]
     refuse(*token_reasons(texts, n_tokens), *_size_reasons(len(attention) * n_tokens**2))
-    shown = [{"shown": with_space(each), "name": visible_token(each)} for each in texts]
+    shown = [{"shown": with_space(text_), "name": visible_token(text_)} for text_ in texts]
     data: dict[str, Any] = {"tokens": shown, "neurons": neurons, "heads": None}
     libraries = []
     if attention:
         square = [patterns[head.layer][head.index] for head in attention]
         data["heads"] = {
-            "attention": [_rounded(each) for each in square],
+            "attention": [_rounded(matrix) for matrix in square],
             "attentionHeadNames": [str(head) for head in attention],
-            "tokens": [each["name"] for each in shown],
+            "tokens": [head["name"] for head in shown],
             # Grey only what no head can see; a bidirectional model has nothing of the kind.
-            "maskUpperTri": all(bool((each.triu(1) == 0).all()) for each in square),
+            "maskUpperTri": all(bool((matrix.triu(1) == 0).all()) for matrix in square),
             **{"minValue": -1, "maxValue": 1},
         }
         import_extra("circuitsvis")
         # Its own HTML would load this from a content delivery network.
         bundle = files("circuitsvis").joinpath("dist/cdn/iife.js")
         libraries.append(bundle.read_text(encoding="utf-8"))
-    told = ", ".join(map(str, heads[:3])) + ", …" * (len(heads) > 3)
+    listed = ", ".join(map(str, heads[:3])) + ", …" * (len(heads) > 3)
     words = "<h2>Attention heads</h2><p class='note'>Blue is the weight of a query on a key, 0 to 1"
     below = f"{words}; point at a cell for the number.</p><div id='heads'></div>"
     main = f'<main id="attention"><div id="neurons"></div>{below if attention else ""}</main>'
     note = f"{len(texts)} tokens"
-    page = page_of_tokens(told, note, main, data, "attention", libraries)
+    page = page_of_tokens(listed, note, main, data, "attention", libraries)
     # By lines of tokens, of some 10 px a character in 860, and what a heatmap takes.
-    lines = -(-sum(len(each) + 1 for each in texts) * 10 // 860)
+    lines = -(-sum(len(text_) + 1 for text_ in texts) * 10 // 860)
     height = 70 + len(neurons) * (90 + 48 * lines) + 900 * bool(attention)
     return Page(page, height=min(height, 1_200))
 
@@ -139,48 +139,48 @@ def _pattern(
 
 def _heads(model: Any, names: Sites) -> list[HeadName]:
     """Return heads in the order given, each once."""
-    given = as_plain(names)
-    if isinstance(given, Selection):
-        found = [name for each in resolve_sites(model, given) for name in each.names]
-    elif isinstance(given, list | tuple):
-        found = [str(each) for each in given]
+    chosen = as_plain(names)
+    if isinstance(chosen, Selection):
+        head_names = [name for site in resolve_sites(model, chosen) for name in site.names]
+    elif isinstance(chosen, list | tuple):
+        head_names = [str(name) for name in chosen]
     else:
-        found = [str(given)]
-    found = list(dict.fromkeys(found))
-    if not 1 <= len(found) <= MOST_HEADS:
+        head_names = [str(chosen)]
+    head_names = list(dict.fromkeys(head_names))
+    if not 1 <= len(head_names) <= MOST_HEADS:
         refuse(
-            f"got {len(found)} heads; expected 1 to {MOST_HEADS}: filter first, such as "
+            f"got {len(head_names)} heads; expected 1 to {MOST_HEADS}: filter first, such as "
             'sweep.top(7)["name"]'
         )
-    resolve_sites(model, found)
-    return [HeadName.parse(each) for each in found]
+    resolve_sites(model, head_names)
+    return [HeadName.parse(name) for name in head_names]
 
 
 def _tokens(model: Any, text: Any) -> Tensor:
     """Return the tokens of one text."""
-    given = as_plain(text)
-    if isinstance(given, str):
-        return checked_tokens(model, given)
-    if isinstance(given, list | tuple) and any(isinstance(each, str) for each in given):
+    entries = as_plain(text)
+    if isinstance(entries, str):
+        return checked_tokens(model, entries)
+    if isinstance(entries, list | tuple) and any(isinstance(token, str) for token in entries):
         refuse("got a list of texts; expected one text, or the tokens of one")
-    tokens = text if isinstance(text, Tensor) else _as_tensor(given)
+    tokens = text if isinstance(text, Tensor) else _as_tensor(entries)
     tokens = checked_tokens(model, tokens[None] if tokens.ndim == 1 else tokens)
     if len(tokens) > 1:
         refuse(f"got {len(tokens)} prompts; expected one: give tokens[0], or a cache")
     return tokens
 
 
-def _as_tensor(given: Any) -> Tensor:
+def _as_tensor(tokens: Any) -> Tensor:
     try:
-        return torch.tensor(given, device="cpu")
+        return torch.tensor(tokens, device="cpu")
     except (TypeError, ValueError, RuntimeError) as error:
         raise UnsupportedCallError(f"text: expected a text, or tokens: {error}") from error
 
 
 def _texts(model: Any, text: Any) -> list[str]:
-    given = as_plain(text)
-    if isinstance(given, list | tuple) and given and isinstance(given[0], str):
-        return list(given)
+    prompt = as_plain(text)
+    if isinstance(prompt, list | tuple) and prompt and isinstance(prompt[0], str):
+        return list(prompt)
     return token_texts(model, text)
 
 
@@ -209,9 +209,10 @@ def _neuron(cache: ActivationCache, head: HeadName, prompt: int) -> dict[str, An
     else:
         gate = neuron_pattern(cache, name)[..., SELF]
         z = of_heads["z"][..., first]
-    found = {"z": z, "gate": gate, "value": of_heads["v"][..., first]}
+    quantities = {"z": z, "gate": gate, "value": of_heads["v"][..., first]}
     numbers = {
-        key: _rounded(prompt_values(x, prompt, cache.has_batch_dim)) for key, x in found.items()
+        key: _rounded(prompt_values(x, prompt, cache.has_batch_dim))
+        for key, x in quantities.items()
     }
     return {"name": name, **numbers}
 

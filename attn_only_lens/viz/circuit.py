@@ -88,7 +88,7 @@ def circuit_page(
     details, state = {} if details is None else details, {} if state is None else state
     refuse(*circuit_reasons(nodes, edges, meta, details, state))
     data = _drawing(nodes.reset_index(drop=True), edges, meta)
-    data["details"] = {key: _plain(each) for key, each in details.items()}
+    data["details"] = {key: _plain(item) for key, item in details.items()}
     data["notes"], data["state"] = list(meta.get("notes", ())), state
     data["exact"] = meta.get("exact", "")
     title = f"{model_title(meta['model'])}: {meta['metric']} = {float(meta['value']):.5g}"
@@ -110,8 +110,10 @@ def _drawing(nodes: pd.DataFrame, edges: pd.DataFrame, meta: Mapping[str, Any]) 
     tokens = [visible_token(token) for token in meta["tokens"]]
     axis = [_shortened(token) for token in tokens]
     row, rows = rows_of(nodes)
-    at = {name: index for index, name in enumerate(nodes["id"])}
-    ends = edges.assign(source=edges["source"].map(at), target=edges["target"].map(at))
+    rows_by_id = {name: index for index, name in enumerate(nodes["id"])}
+    ends = edges.assign(
+        source=edges["source"].map(rows_by_id), target=edges["target"].map(rows_by_id)
+    )
     position = nodes["position"].astype(float)
     column = position.fillna(-1).astype(int)
     for metric in np.flatnonzero((nodes["kind"] == "metric") & position.isna()).tolist():
@@ -155,9 +157,9 @@ def _strength(nodes: pd.DataFrame, ends: pd.DataFrame) -> "pd.Series[float]":
 def _where_read(into: pd.DataFrame, position: "pd.Series[float]") -> int:
     """Return the token that a metric reads most: that of the nodes it has edges from."""
     value = into[into["kind"] == "value"]
-    at = position.to_numpy()[value["source"]]
-    here = ~np.isnan(at)
-    sizes = np.bincount(at[here].astype(int), value["weight"].abs().to_numpy()[here])
+    columns = position.to_numpy()[value["source"]]
+    here = ~np.isnan(columns)
+    sizes = np.bincount(columns[here].astype(int), value["weight"].abs().to_numpy()[here])
     return int(sizes.argmax()) if len(sizes) else -1
 
 
@@ -166,7 +168,7 @@ def _shortened(text: str, longest: int = _LONGEST) -> str:
 
 
 def _cells(text: str) -> int:
-    return sum(2 if east_asian_width(each) in "WF" else 1 for each in text)
+    return sum(2 if east_asian_width(token) in "WF" else 1 for token in text)
 
 
 def _box(label: str) -> float:
@@ -174,26 +176,26 @@ def _box(label: str) -> float:
 
 
 def _columns(frame: pd.DataFrame, columns: Sequence[str], *more: str) -> dict[str, list[Any]]:
-    columns = [*columns, *(each for each in more if each in frame)]
+    columns = [*columns, *(row for row in more if row in frame)]
     return {column: short_numbers(frame[column]) for column in columns}
 
 
 def _plain(details: NodeDetails) -> dict[str, list[Any]]:
     """Return details as plain lists, without those that are not given."""
-    told: dict[str, list[Any]] = {
+    page_data: dict[str, list[Any]] = {
         name: short_numbers(() if numbers is None else numbers)
         for name, numbers in (("pattern", details.pattern), ("z", details.z))
     }
     for name, tokens in (("writes", details.writes), ("reads", details.reads)):
-        told[name] = [[visible_token(token), round(amount, 2)] for token, amount in tokens]
-    told["examples"] = [
+        page_data[name] = [[visible_token(token), round(amount, 2)] for token, amount in tokens]
+    page_data["examples"] = [
         {
-            "tokens": [visible_token(token) for token in each.tokens],
-            "values": [float(f"{value:.3g}") for value in each.values],
-            "gates": [float(f"{gate:.3g}") for gate in each.gates],
-            "position": each.position,
-            "text": each.text,
+            "tokens": [visible_token(token) for token in example.tokens],
+            "values": [float(f"{value:.3g}") for value in example.values],
+            "gates": [float(f"{gate:.3g}") for gate in example.gates],
+            "position": example.position,
+            "text": example.text,
         }
-        for each in details.examples
+        for example in details.examples
     ]
-    return {name: values for name, values in told.items() if values}
+    return {name: values for name, values in page_data.items() if values}

@@ -62,11 +62,11 @@ def circuit_reasons(
     state: Mapping[str, Any],
 ) -> list[str]:
     """Return all that does not fit together; nothing if the circuit can be drawn."""
-    given = (("nodes", nodes, pd.DataFrame), ("edges", edges, pd.DataFrame))
+    frames = (("nodes", nodes, pd.DataFrame), ("edges", edges, pd.DataFrame))
     reasons = [
-        f"got a {type(each).__name__} as {what}; expected a {kind.__name__}"
-        for what, each, kind in (*given, ("meta", meta, Mapping), ("details", details, Mapping))
-        if not isinstance(each, kind)
+        f"got a {type(item).__name__} as {what}; expected a {kind.__name__}"
+        for what, item, kind in (*frames, ("meta", meta, Mapping), ("details", details, Mapping))
+        if not isinstance(item, kind)
     ]
     if reasons:
         return reasons
@@ -93,7 +93,7 @@ def _meta_reasons(meta: Mapping[str, Any]) -> list[str]:
     value, notes = meta["value"], meta.get("notes", ())
     if not isinstance(value, float | int) or not np.isfinite(value):
         reasons.append(f"got meta value {value!r}; expected a finite number")
-    if isinstance(notes, str) or any(not isinstance(each, str) for each in notes):
+    if isinstance(notes, str) or any(not isinstance(note, str) for note in notes):
         reasons.append(f"got meta notes {notes!r}; expected a list of texts")
     return reasons
 
@@ -101,10 +101,10 @@ def _meta_reasons(meta: Mapping[str, Any]) -> list[str]:
 def _node_reasons(nodes: pd.DataFrame, n_tokens: int) -> list[str]:
     reasons = ["the circuit has no nodes"] * (not len(nodes))
     for column in ("id", "name"):
-        odd = [each for each in nodes[column] if not isinstance(each, str)]
-        reasons += [f"got {each!r} for a node's {column}; expected a text" for each in odd[:1]]
+        odd = [node for node in nodes[column] if not isinstance(node, str)]
+        reasons += [f"got {value!r} for a node's {column}; expected a text" for value in odd[:1]]
     twice = nodes.loc[nodes["id"].duplicated(), "id"]
-    reasons += [f"{len(twice)} ids are there twice, such as {each!r}" for each in twice[:1]]
+    reasons += [f"{len(twice)} ids are there twice, such as {value!r}" for value in twice[:1]]
     reasons += _word_reasons(nodes, "kind", NODE_KINDS, "nodes")
     exact = ["exact"] if "exact" in nodes else []
     for column in ("layer", "position", "value", "attribution", *exact):
@@ -113,13 +113,13 @@ def _node_reasons(nodes: pd.DataFrame, n_tokens: int) -> list[str]:
         reasons += [f"{infinite} nodes have an infinite {column}"] * bool(infinite)
         if column in ("layer", "position"):
             end = n_tokens if column == "position" else np.inf
-            given = numbers[np.isfinite(numbers)]
-            outside = given[(given < 0) | (given >= end) | (given != np.floor(given))]
+            finite = numbers[np.isfinite(numbers)]
+            outside = finite[(finite < 0) | (finite >= end) | (finite != np.floor(finite))]
             expected = f"0 to {n_tokens - 1}" if column == "position" else "0 or more"
             reasons += [
-                f"{len(outside)} nodes have a {column} such as {each:g}; expected {expected}, or "
+                f"{len(outside)} nodes have a {column} such as {value:g}; expected {expected}, or "
                 "none"
-                for each in outside[:1]
+                for value in outside[:1]
             ]
     return reasons + _word_reasons(nodes, "status", tuple(STATUSES), "nodes")
 
@@ -129,8 +129,8 @@ def _edge_reasons(edges: pd.DataFrame, nodes: pd.DataFrame) -> list[str]:
     for end in ("source", "target"):
         unknown = edges.loc[~edges[end].isin(nodes["id"]), end]
         reasons += [
-            f"{len(unknown)} edges have a {end} that is no node, such as {each!r}"
-            for each in unknown[:1]
+            f"{len(unknown)} edges have a {end} that is no node, such as {value!r}"
+            for value in unknown[:1]
         ]
     twice = int(edges.duplicated(["source", "target", "kind"]).sum())
     reasons += [f"{twice} edges repeat a source, target and kind"] * bool(twice)
@@ -143,14 +143,14 @@ def _details_reasons(
     details: Mapping[str, NodeDetails], nodes: pd.DataFrame, n_tokens: int
 ) -> list[str]:
     known, reasons = {*nodes["id"], *nodes["name"]}, []
-    for key, each in details.items():
+    for key, item in details.items():
         if key not in known:
             reasons.append(f"details are given for {key!r}, which is no node's id or name")
-        if not isinstance(each, NodeDetails):
-            reasons.append(f"got a {type(each).__name__} for {key!r}; expected NodeDetails")
+        if not isinstance(item, NodeDetails):
+            reasons.append(f"got a {type(item).__name__} for {key!r}; expected NodeDetails")
             continue
-        if each.pattern is not None:
-            weights = np.asarray(each.pattern, dtype=float)
+        if item.pattern is not None:
+            weights = np.asarray(item.pattern, dtype=float)
             if weights.shape != (n_tokens,):
                 reasons.append(
                     f"the pattern of {key!r} has the shape {list(weights.shape)}; expected one "
@@ -158,17 +158,17 @@ def _details_reasons(
                 )
             elif not ((weights >= 0) & (weights <= 1)).all():
                 reasons.append(f"the pattern of {key!r} leaves [0, 1]")
-        if each.z is not None and (
-            len(each.z) != n_tokens or not np.isfinite(np.asarray(each.z, dtype=float)).all()
+        if item.z is not None and (
+            len(item.z) != n_tokens or not np.isfinite(np.asarray(item.z, dtype=float)).all()
         ):
             reasons.append(
-                f"z of {key!r} has {len(each.z)} numbers; expected a finite one for each of "
+                f"z of {key!r} has {len(item.z)} numbers; expected a finite one for each of "
                 f"{n_tokens} tokens"
             )
-        for what, tokens in (("writes", each.writes), ("reads", each.reads)):
+        for what, tokens in (("writes", item.writes), ("reads", item.reads)):
             if any(not isinstance(t, str) or not np.isfinite(a) for t, a in tokens):
                 reasons.append(f"the tokens that {key!r} {what} are not (text, finite number)")
-        for one in each.examples:
+        for one in item.examples:
             sizes = {len(one.tokens), len(one.values), len(one.gates)}
             if len(sizes) > 1 or not np.isfinite([*one.values, *one.gates]).all():
                 reasons.append(
@@ -196,17 +196,17 @@ def _state_reasons(state: Mapping[str, Any], nodes: pd.DataFrame) -> list[str]:
     if reasons:
         return reasons
     reasons += [
-        f"got the kind {each!r} in the state; expected those of {list(EDGE_KINDS)}"
-        for each in kinds
-        if each not in EDGE_KINDS
+        f"got the kind {kind!r} in the state; expected those of {list(EDGE_KINDS)}"
+        for kind in kinds
+        if kind not in EDGE_KINDS
     ]
-    odd = [each for each in groups if not _is_group(each)]
+    odd = [group for group in groups if not _is_group(group)]
     reasons += [
-        f"got the group {each!r}; expected a name, and a list of members" for each in odd[:1]
+        f"got the group {value!r}; expected a name, and a list of members" for value in odd[:1]
     ]
     if not all(isinstance(name, str) for name in names.values()):
         reasons.append(f"got the names {names!r}; expected a text for each id")
-    members = [key for each in groups if _is_group(each) for key in each["members"]]
+    members = [key for group in groups if _is_group(group) for key in group["members"]]
     known = set(nodes["id"])
     unknown = [key for key in (*pinned, *names, *members) if str(key) not in known]
     reasons += [
@@ -240,8 +240,8 @@ def _word_reasons(
 ) -> list[str]:
     """Return a reason if a column holds another word; a status may be missing."""
     allowed = (*expected, None) if column == "status" else expected
-    given = short_numbers(frame[column].unique()) if column in frame else []
-    odd = [word for word in given if word not in allowed]
+    known = short_numbers(frame[column].unique()) if column in frame else []
+    odd = [word for word in known if word not in allowed]
     return [
         f"there are {what} of {column} {word!r}; expected one of {list(expected)}"
         for word in odd[:1]

@@ -40,8 +40,8 @@ def first_view(data: _Data) -> dict[str, int]:
     """
     n = len(_shown(data, MOST))
     for k in range(n, FEWEST, -1):
-        at = _placed(data, _shown(data, k), _HEIGHT)
-        if at.width < WIDTH + 1 and at.height < _HEIGHT + 1:
+        placed = _placed(data, _shown(data, k), _HEIGHT)
+        if placed.width < WIDTH + 1 and placed.height < _HEIGHT + 1:
             break
     else:
         k = min(FEWEST, n)
@@ -56,33 +56,33 @@ def circuit_picture(data: _Data, title: str) -> str:
         title: above it.
     """
     shown = _shown(data, data["first"]["nodes"])
-    at = _placed(data, shown, _HEIGHT)
+    placed = _placed(data, shown, _HEIGHT)
     colours = _light_colours()
     edges = _shown_edges(data, set(shown), data["first"]["edges"])
-    paths = edge_paths(at, _boxes(data), [(a, b, kind) for a, b, kind, _, _ in edges])
+    paths = edge_paths(placed, _boxes(data), [(a, b, kind) for a, b, kind, _, _ in edges])
     heaviest = max((abs(weight) for *_, weight, _ in edges), default=0.0) or 1.0
     colours_of = zip(data["nodes"]["attribution"], data["nodes"]["kind"], strict=True)
     largest = max((abs(a or 0) for a, kind in colours_of if kind != "metric"), default=0) or 1
-    height = at.height + _TITLE + _LEGEND
-    longest = int((at.width - 16) / _CHARACTER)
+    height = placed.height + _TITLE + _LEGEND
+    longest = int((placed.width - 16) / _CHARACTER)
     shorter = title if len(title) <= longest else title[: longest - 1] + "…"
-    style = re.sub(r"var\(--([\w-]+)\)", lambda found: colours[found[1]], data["style"])
+    style = re.sub(r"var\(--([\w-]+)\)", lambda match: colours[match[1]], data["style"])
     band = '<rect class="band" x="{:.0f}" y="{:.1f}" width="{:.0f}" height="{:.0f}"/>'
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" class="circuit" width="{at.width:.0f}" '
-        f'height="{height:.0f}" viewBox="0 {-_TITLE} {at.width:.0f} {height:.0f}" role="img">',
+        f'<svg xmlns="http://www.w3.org/2000/svg" class="circuit" width="{placed.width:.0f}" '
+        f'height="{height:.0f}" viewBox="0 {-_TITLE} {placed.width:.0f} {height:.0f}" role="img">',
         f"<title>{escape(title)}</title><style>{style}</style>",
-        f'<rect class="back" y="{-_TITLE}" width="{at.width:.0f}" height="{height:.0f}"/>',
+        f'<rect class="back" y="{-_TITLE}" width="{placed.width:.0f}" height="{height:.0f}"/>',
         _text(8, -9, shorter, "title"),
-        *(band.format(GUTTER - 8, y - tall / 2, at.width, tall) for _, y, tall in at.rows),
+        *(band.format(GUTTER - 8, y - tall / 2, placed.width, tall) for _, y, tall in placed.rows),
         *(
             _edge(path, kind, weight, heaviest, status)
             for path, (_, _, kind, weight, status) in zip(paths, edges, strict=True)
         ),
-        *(_node(data, i, at, largest, colours) for i in shown),
-        *(_text(8, y, data["rows"][row], "row", "0.35em") for row, y, _ in at.rows),
-        *_axis(data, at),
-        _legend(data, at.height + 18),
+        *(_node(data, i, placed, largest, colours) for i in shown),
+        *(_text(8, y, data["rows"][row], "row", "0.35em") for row, y, _ in placed.rows),
+        *_axis(data, placed),
+        _legend(data, placed.height + 18),
         "</svg>",
     ]
     return "\n".join(parts)
@@ -110,12 +110,10 @@ def _shown_edges(data: _Data, shown: set[int], k: int) -> list[tuple[int, int, s
     edges = data["edges"]
     statuses = edges.get("status", [None] * len(edges["kind"]))
     columns = (edges["source"], edges["target"], edges["kind"], edges["weight"], statuses)
-    found = [
-        each
-        for each in zip(*columns, strict=True)
-        if each[2] == "value" and {each[0], each[1]} <= shown
+    rows_ = [
+        row for row in zip(*columns, strict=True) if row[2] == "value" and {row[0], row[1]} <= shown
     ]
-    return sorted(found, key=lambda each: -abs(each[3]))[:k]
+    return sorted(rows_, key=lambda row: -abs(row[3]))[:k]
 
 
 def _edge(path: Sequence[Point], kind: str, weight: float, heaviest: float, status: Any) -> str:
@@ -137,7 +135,7 @@ def _edge(path: Sequence[Point], kind: str, weight: float, heaviest: float, stat
     )
 
 
-def _node(data: _Data, i: int, at: Layout, largest: float, colours: Mapping[str, str]) -> str:
+def _node(data: _Data, i: int, placed: Layout, largest: float, colours: Mapping[str, str]) -> str:
     nodes = data["nodes"]
     kind, width, attribution = nodes["kind"][i], nodes["width"][i], nodes["attribution"][i]
     status = nodes["status"][i] if "status" in nodes else None
@@ -148,16 +146,17 @@ def _node(data: _Data, i: int, at: Layout, largest: float, colours: Mapping[str,
     mark = f"{STATUSES[status]} " if status else sign
     strong = "strong" if size > 0.77 and not status else ""
     return (
-        f'<g class="node {kind} {status or ""}" transform="translate({at.x[i]:.1f},{at.y[i]:.1f})">'
+        f'<g class="node {kind} {status or ""}" '
+        f'transform="translate({placed.x[i]:.1f},{placed.y[i]:.1f})">'
         f'<rect x="{-width / 2:.1f}" y="{-BOX / 2:.0f}" width="{width:.1f}" height="{BOX}" '
         f'rx="{_CORNERS.get(kind, 0)}"{fill}/>'
         f"{_text(0, 0, mark + nodes['label'][i], strong, '0.35em')}</g>"
     )
 
 
-def _axis(data: _Data, at: Layout) -> list[str]:
-    parts = [f'<g class="axis" transform="translate(0,{at.height - AXIS:.1f})">']
-    for first, last, left, width in at.columns:
+def _axis(data: _Data, placed: Layout) -> list[str]:
+    parts = [f'<g class="axis" transform="translate(0,{placed.height - AXIS:.1f})">']
+    for first, last, left, width in placed.columns:
         x = left + width / 2
         if first < 0:
             parts.append(_text(x, 17, "–", "token"))
@@ -190,4 +189,4 @@ def _mixed(start: str, end: str, t: float) -> str:
     mixed = (
         round(int(start[c : c + 2], 16) * (1 - t) + int(end[c : c + 2], 16) * t) for c in (1, 3, 5)
     )
-    return "#" + "".join(f"{each:02x}" for each in mixed)
+    return "#" + "".join(f"{edge:02x}" for edge in mixed)

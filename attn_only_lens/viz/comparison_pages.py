@@ -105,8 +105,8 @@ def comparison_circuit(comparison: Comparison) -> Page:
         value=np.nan, attribution=np.where(lost, nodes["effect"], nodes["grown_effect"])
     )
     embedded = [
-        {"id": f"embed@{at}", "kind": "embed", "name": "embed", "position": at}
-        for at in range(len(comparison.tokens))
+        {"id": f"embed@{token}", "kind": "embed", "name": "embed", "position": token}
+        for token in range(len(comparison.tokens))
     ]
     ends = pd.DataFrame([*embedded, {"id": "metric", "kind": "metric", "name": "metric"}])
     drawn = pd.concat([drawn, ends], ignore_index=True)
@@ -227,8 +227,8 @@ def _table(title: str, frame: pd.DataFrame) -> str:
 def _cells(row: Sequence[object]) -> list[str]:
     # Plus 0.0, which makes 0 of -0.
     return [
-        f'<td class="number">{"–" if pd.isna(each) else format(each + 0.0, ".4g")}</td>'
-        if isinstance(each, float | int)
-        else f"<td>{'–' if each is None else escape(str(each))}</td>"
-        for each in row
+        f'<td class="number">{"–" if pd.isna(cell) else format(cell + 0.0, ".4g")}</td>'
+        if isinstance(cell, float | int)
+        else f"<td>{'–' if cell is None else escape(str(cell))}</td>"
+        for cell in row
     ]

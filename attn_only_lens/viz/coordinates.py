@@ -92,16 +92,16 @@ def rows_of(nodes: pd.DataFrame) -> tuple[list[int], list[str]]:
     """
     ranks = [_rank(kind, layer) for kind, layer in zip(nodes["kind"], nodes["layer"], strict=True)]
     names = dict(zip(ranks, zip(nodes["kind"], nodes["layer"], strict=True), strict=True))
-    order = {rank: at for at, rank in enumerate(sorted(names))}
+    order = {rank: index for index, rank in enumerate(sorted(names))}
     return [order[rank] for rank in ranks], [_row_name(*names[rank]) for rank in order]
 
 
 def _rank(kind: str, layer: float | None) -> tuple[int, int]:
     """Rank a row by when it is computed; what has no layer stands beside the embeddings."""
-    at = NODE_KINDS.index(kind)
+    kind_index = NODE_KINDS.index(kind)
     if kind == "metric":
-        return np.iinfo(int).max, at
-    return (-1, 0) if kind == "embed" or pd.isna(layer) else (int(layer or 0), at)
+        return np.iinfo(int).max, kind_index
+    return (-1, 0) if kind == "embed" or pd.isna(layer) else (int(layer or 0), kind_index)
 
 
 def _row_name(kind: str, layer: float | None) -> str:
@@ -131,12 +131,14 @@ def place(
                default=0.0) + _GAP
         for c in used
     }  # fmt: skip
-    full = {c: max(len(cell) for (_, at), cell in cells.items() if at == c) for c in used}
+    full = {
+        c: max(len(cell) for (_, cell_key), cell in cells.items() if cell_key == c) for c in used
+    }
     abreast = dict(full)
 
     def column_width(c: int) -> float:
-        own = step[c] * abreast[c] if c in step else 0.0
-        return max(own, tokens[c] if c >= 0 else 0.0) + _COLUMN_GAP
+        extra = step[c] * abreast[c] if c in step else 0.0
+        return max(extra, tokens[c] if c >= 0 else 0.0) + _COLUMN_GAP
 
     runs = [(c, c) for c in range(-1 if -1 in used else 0, len(tokens))]
     free = width - GUTTER - _RIGHT
@@ -175,13 +177,13 @@ def place(
     bottom, rows, whole = 0.0, [], max(left + _RIGHT, width)
     x: dict[int, float] = {}
     y: dict[int, float] = {}
-    where = {a: (start, wide) for a, b, start, wide in columns if a == b}
+    spans = {a: (start, wide) for a, b, start, wide in columns if a == b}
     for row in sorted(lines):
         for c in used:
             cell = cells.get((row, c), [])
-            start, wide = where[c]
-            for at, node in enumerate(cell):
-                line, along = divmod(at, abreast[c])
+            start, wide = spans[c]
+            for index, node in enumerate(cell):
+                line, along = divmod(index, abreast[c])
                 beside = min(abreast[c], len(cell) - line * abreast[c])
                 apart = min((wide - _COLUMN_GAP) / beside, 1.6 * step[c])
                 centre = start + wide / 2 + (along - (beside - 1) / 2) * apart
@@ -194,9 +196,9 @@ def place(
     base = TOP - (bottom + gap)
     return Layout(
         x,
-        {node: at + base for node, at in y.items()},
+        {node: item + base for node, item in y.items()},
         columns,
-        [(row, at + base, tall) for row, at, tall in rows],
+        [(row, row_index + base, tall) for row, row_index, tall in rows],
         whole,
         base + AXIS,
     )
@@ -272,17 +274,17 @@ def curve(path: Sequence[Point]) -> str:
     for (x0, y0), (x1, y1) in pairwise(path):
         middle = (y0 + y1) / 2
         numbers = (x0, middle, x1, middle, x1, y1)
-        text.append("C" + " ".join(f"{each:.1f}" for each in numbers))
+        text.append("C" + " ".join(f"{number:.1f}" for number in numbers))
     return "".join(text)
 
 
 def _lines(layout: Layout, boxes: Boxes) -> list[Line]:
     """Return the lines of nodes from below."""
-    found: dict[float, list[Interval]] = {}
+    intervals: dict[float, list[Interval]] = {}
     for node, y in layout.y.items():
         half = boxes.width[node] / 2
-        found.setdefault(y, []).append((layout.x[node] - half, layout.x[node] + half))
-    return [(y, sorted(found[y])) for y in sorted(found, reverse=True)]
+        intervals.setdefault(y, []).append((layout.x[node] - half, layout.x[node] + half))
+    return [(y, sorted(intervals[y])) for y in sorted(intervals, reverse=True)]
 
 
 def _ports(
@@ -294,27 +296,27 @@ def _ports(
     end: int,
 ) -> list[float]:
     """Return the x at which each edge leaves its lower node (end 0) or enters its upper one."""
-    at: dict[int, list[int]] = {}
+    columns: dict[int, list[int]] = {}
     for j, pair in enumerate(pairs):
-        at.setdefault(pair[end], []).append(j)
-    found = [0.0] * len(pairs)
-    for node, mine in at.items():
-        mine.sort(key=lambda j: (kinds[j], layout.x[pairs[j][1 - end]]))
-        apart = min(7.0, (boxes.width[node] - 10) / len(mine))
-        for rank, j in enumerate(mine):
-            found[j] = layout.x[node] + (rank - (len(mine) - 1) / 2) * apart
-    return found
+        columns.setdefault(pair[end], []).append(j)
+    offsets = [0.0] * len(pairs)
+    for node, line in columns.items():
+        line.sort(key=lambda j: (kinds[j], layout.x[pairs[j][1 - end]]))
+        apart = min(7.0, (boxes.width[node] - 10) / len(line))
+        for rank, j in enumerate(line):
+            offsets[j] = layout.x[node] + (rank - (len(line) - 1) / 2) * apart
+    return offsets
 
 
 def _bend(p: Point, q: Point, lines: Sequence[Line], lane: int, width: float) -> list[Point]:
     """Return the points from p up to q that keep the curve off all boxes of the lines between."""
-    for at, (y, covered) in enumerate(lines):
+    for index, (y, covered) in enumerate(lines):
         low, high = y + BOX / 2 + _MARGIN, y - BOX / 2 - _MARGIN
         a, b = sorted((_crossing(p, q, low), _crossing(p, q, high)))
         if any(left - _MARGIN < b and a < right + _MARGIN for left, right in covered):
             x = _nearest_gap(covered, (a + b) / 2, lane, width)
-            before = _bend(p, (x, low), lines[:at], lane, width)
-            return [*before, *_bend((x, high), q, lines[at + 1 :], lane, width)]
+            before = _bend(p, (x, low), lines[:index], lane, width)
+            return [*before, *_bend((x, high), q, lines[index + 1 :], lane, width)]
     return [p, q]
 
 
@@ -330,12 +332,12 @@ def _crossing(p: Point, q: Point, y: float) -> float:
 
 def _nearest_gap(covered: Sequence[Interval], x: float, lane: int, width: float) -> float:
     """Return the x nearest to this one that is in a gap between boxes, and there in this lane."""
-    found = []
+    free = []
     for (_, left), (right, _) in pairwise([(0, GUTTER - 8), *covered, (width, width)]):
         if right - left >= 2 * _MARGIN:
             room = _MARGIN + 1 + _LANE * lane
             if right - left >= 2 * room:
-                found.append(max(left + room, min(right - room, x)))
+                free.append(max(left + room, min(right - room, x)))
             else:  # side by side in what room there is
-                found.append(left + (right - left) * (lane + 1) / (_LANES + 1))
-    return min(found, key=lambda each: abs(each - x))
+                free.append(left + (right - left) * (lane + 1) / (_LANES + 1))
+    return min(free, key=lambda candidate: abs(candidate - x))

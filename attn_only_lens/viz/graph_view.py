@@ -108,8 +108,8 @@ def circuit_view(
     if not is_count(top_tokens):
         reasons.append(f"got top_tokens={top_tokens!r}; expected 0 or more")
     if (model is None) != (prompts is None):
-        given = "prompts" if model is None else "a model"
-        reasons.append(f"got {given} alone; expected a model and prompts, or neither")
+        inputs = "prompts" if model is None else "a model"
+        reasons.append(f"got {inputs} alone; expected a model and prompts, or neither")
     refuse(*reasons, *_exact_reasons(graph, exact), *_example_reasons(examples))
     notes = [
         f"Nodes: {len(graph.heads):,} of {graph.n_heads:,} heads and neurons, with "
@@ -229,8 +229,8 @@ def _exact_effects(nodes: pd.DataFrame, exact: Sweep) -> "pd.Series[float]":
     frame = exact.to_frame()
     rises = exact.direction == "denoise"
     effect = frame["value"] - exact.corrupted_value if rises else exact.clean_value - frame["value"]
-    found = effect.set_axis(frame["name"].astype(str) + "@" + frame["position"].astype(str))
-    return nodes["id"].map(found)
+    effects = effect.set_axis(frame["name"].astype(str) + "@" + frame["position"].astype(str))
+    return nodes["id"].map(effects)
 
 
 def _example_reasons(examples: pd.DataFrame | None) -> list[str]:
@@ -249,15 +249,15 @@ def _with_examples(
     """Add the examples of the neurons of largest |attribution|, as many as a page holds."""
     known, left = set(examples["name"]), _EXAMPLES
     ranked = heads.loc[heads["attribution"].abs().sort_values(ascending=False).index, "name"]
-    found, names = dict(details), [name for name in ranked.unique() if name in known]
-    for at, name in enumerate(names):
-        told = examples_of(examples, name)
-        left -= sum(len(each.tokens) for each in told)
+    shown, names = dict(details), [name for name in ranked.unique() if name in known]
+    for index, name in enumerate(names):
+        node_examples = examples_of(examples, name)
+        left -= sum(len(example.tokens) for example in node_examples)
         if left < 0:
-            notes.append(f"Examples: of the {at} neurons of largest |attribution|.")
+            notes.append(f"Examples: of the {index} neurons of largest |attribution|.")
             break
-        found[name] = replace(found.get(name, NodeDetails()), examples=told)
-    return found
+        shown[name] = replace(shown.get(name, NodeDetails()), examples=node_examples)
+    return shown
 
 
 def _patterns(
@@ -272,11 +272,11 @@ def _patterns(
     if len(strongest) < len(heads):
         notes.append(f"Patterns: of the {most} nodes of largest |attribution|.")
     shared = host_of(model).neurons[0].heads_per_neuron > 1
-    found: dict[str, NodeDetails] = {}
+    details_by_id: dict[str, NodeDetails] = {}
     seen: dict[tuple[str, str], tuple[Tensor, ...]] = {}
     for key, name, position in strongest[["id", "name", "position"]].to_numpy():
         head = HeadName.parse(name)
-        if name in found or (head.kind == "neuron" and shared):
+        if name in details_by_id or (head.kind == "neuron" and shared):
             continue
         hooks = _hooks(model, head)
         if hooks not in seen:  # of all heads of a layer at once: a transfer each would take long
@@ -284,10 +284,10 @@ def _patterns(
         z, pattern = seen[hooks][0], seen[hooks][1][head.index]
         if head.kind == "neuron":
             put_out = [float(f"{x:.3g}") for x in z[:, head.index, 0].tolist()]
-            found[name] = NodeDetails(_rounded(pattern[:, SELF]), z=put_out)
+            details_by_id[name] = NodeDetails(_rounded(pattern[:, SELF]), z=put_out)
         else:
-            found[key] = NodeDetails(_rounded(pattern[int(position)]))
-    return found
+            details_by_id[key] = NodeDetails(_rounded(pattern[int(position)]))
+    return details_by_id
 
 
 def _rounded(pattern: Tensor) -> list[float]:
@@ -312,17 +312,17 @@ def _with_tokens(
         more = "top_tokens=0 draws the graph without its nodes' tokens"
         raise InputError([*error.reasons, more], "there are no top tokens of this model") from error
     ids = sorted({token for top in (*raised, *read) for token, _ in top})
-    texts = {each: token_text(model, each) for each in ids}
-    found = dict(details)
+    texts = {node_id: token_text(model, node_id) for node_id in ids}
+    shown = dict(details)
 
     def with_texts(top: TokenScores) -> list[tuple[str, float]]:
         return [(texts[token], amount) for token, amount in top]
 
     for key, top in zip(heads["id"], raised, strict=True):
-        found[key] = replace(found.get(key, NodeDetails()), writes=with_texts(top))
+        shown[key] = replace(shown.get(key, NodeDetails()), writes=with_texts(top))
     for key, top in zip(neurons, read, strict=True):
-        found[key] = replace(found.get(key, NodeDetails()), reads=with_texts(top))
-    return found
+        shown[key] = replace(shown.get(key, NodeDetails()), reads=with_texts(top))
+    return shown
 
 
 def _listed(tokens: Sequence[Sequence[str]]) -> str:

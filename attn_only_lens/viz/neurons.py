@@ -88,33 +88,33 @@ def neuron_page(
         True
     """
     if isinstance(texts, NeuronStatistics):
-        of, own = (Path(str(name)).name for name in (texts.model, model.cfg.model_name))
-        if of != own:
-            refuse(f"got statistics of the model {of!r}; expected those of {own!r}")
+        of, model_name = (Path(str(name)).name for name in (texts.model, model.cfg.model_name))
+        if of != model_name:
+            refuse(f"got statistics of the model {of!r}; expected those of {model_name!r}")
         sites = resolve_sites(model, list(texts.names) if names is None else names)
     else:
         sites = resolve_sites(model, neuron_heads() if names is None else names)
-    wanted = [name for each in sites for name in each.names]
+    wanted = [name for site in sites for name in site.names]
     if len(wanted) > MOST_NEURONS:
         refuse(
             f"got {len(wanted):,} neurons; expected {MOST_NEURONS:,} at most on one page: name "
             "some, or let `attn-only-lens atlas` make a page of each layer"
         )
     if isinstance(texts, NeuronStatistics):
-        found = texts.of(wanted)
+        statistics = texts.of(wanted)
     else:
-        found = neuron_statistics(
+        statistics = neuron_statistics(
             *(model, wanted, texts, k, by, metric),
             context=context,
             batch_size=batch_size,
             resume=resume,
             progress=progress,
         )
-    return page_of_statistics(model, found)
+    return page_of_statistics(model, statistics)
 
 
 def page_of_statistics(
-    model: Any, found: NeuronStatistics, others: dict[int, str] | None = None
+    model: Any, statistics: NeuronStatistics, others: dict[int, str] | None = None
 ) -> Page:
     """Draw statistics.
 
@@ -123,41 +123,49 @@ def page_of_statistics(
         found: of the neurons of the page.
         others: the pages with the neurons of layers, to link to.
     """
-    names = list(found.names)
+    names = list(statistics.names)
     lists, notes = _by_weights(model, names)
     ids = sorted(
-        {*found.vocabulary, *(token for each in lists.values() for top in each for token, _ in top)}
+        {
+            *statistics.vocabulary,
+            *(token for rows_of_list in lists.values() for top in rows_of_list for token, _ in top),
+        }
     )
-    texts = {token: found.vocabulary.get(token) or token_text(model, token) for token in ids}
+    texts = {token: statistics.vocabulary.get(token) or token_text(model, token) for token in ids}
     place = {token: i for i, token in enumerate(ids)}
     partners, why = _partners(model, names)
     data = {
         "names": names,
-        "by": found.by,
+        "by": statistics.by,
         "vocabulary": [with_space(texts[token]) for token in ids],
-        "ends": {end: _examples(found, end, ids) for end in ENDS if f"{end}.z" in found.examples},
-        "limits": [_short(x) for x in _limits(found)],
-        "histograms": {name: _histogram(found, name) for name in QUANTITIES},
-        "zeros": found.counts["zeros"].tolist(),
-        "joint": _packed(_log_shares(found.counts["joint"]), "u1"),
+        "ends": {
+            end: _examples(statistics, end, ids)
+            for end in ENDS
+            if f"{end}.z" in statistics.examples
+        },
+        "limits": [_short(x) for x in _limits(statistics)],
+        "histograms": {name: _histogram(statistics, name) for name in QUANTITIES},
+        "zeros": statistics.counts["zeros"].tolist(),
+        "joint": _packed(_log_shares(statistics.counts["joint"]), "u1"),
         "bins": [BINS, JOINT],
         "tokens": {
-            title: [[[place[t], round(score, 1)] for t, score in top] for top in each]
-            for title, each in lists.items()
+            title: [[[place[t], round(score, 1)] for t, score in top] for top in item]
+            for title, item in lists.items()
         },
         "partners": [partners.get(name, []) for name in names],
         "notes": [*notes, *why],
         "others": others or {},
     }
     many = f"{len(names):,} neurons" if len(names) > 3 else ", ".join(names)
-    title = f"{many} of {model_title(found.model)}" if found.model else many
+    title = f"{many} of {model_title(statistics.model)}" if statistics.model else many
     main = asset("assets/neurons.html")
-    return page_of_tokens(title, _about(found), main, data, "neurons")
+    return page_of_tokens(title, _about(statistics), main, data, "neurons")
 
 
-def _about(found: NeuronStatistics) -> str:
-    metric = f" ({found.metric})" if found.metric else ""
-    return f"{found.n_texts:,} texts, {found.n_tokens:,} tokens · examples by {found.by}{metric}"
+def _about(statistics: NeuronStatistics) -> str:
+    metric = f" ({statistics.metric})" if statistics.metric else ""
+    counts = f"{statistics.n_texts:,} texts, {statistics.n_tokens:,} tokens"
+    return f"{counts} · examples by {statistics.by}{metric}"
 
 
 def _by_weights(
@@ -166,44 +174,46 @@ def _by_weights(
     """Return the tokens that neurons read and write; and why some are left out."""
     gated = is_gated(model, HeadName.parse(names[0]).layer)
     notes: list[str] = []
-    found = {}
+    pages = {}
     try:
         effects = DirectEffects(model)
     except InputError as error:
         return {}, ["Tokens read and written are left out: " + "; ".join(error.reasons)]
     try:
-        found["The gate reads" if gated else "It reads"] = effects.read_tokens(names, _TOP_TOKENS)
+        pages["The gate reads" if gated else "It reads"] = effects.read_tokens(names, _TOP_TOKENS)
         if gated:
-            found["The value reads"] = effects.read_tokens(names, _TOP_TOKENS, "v")
+            pages["The value reads"] = effects.read_tokens(names, _TOP_TOKENS, "v")
     except InputError as error:
         notes.append("Tokens read are left out: " + "; ".join(error.reasons))
-    found["It writes"] = effects.written_tokens(names, _TOP_TOKENS)
-    return found, notes
+    pages["It writes"] = effects.written_tokens(names, _TOP_TOKENS)
+    return pages, notes
 
 
 def _partners(model: Any, names: list[str]) -> tuple[dict[str, Any], list[str]]:
     try:
-        found = strongest_partners(model, names, _PARTNERS)
+        partners = strongest_partners(model, names, _PARTNERS)
     except InputError as error:
         return {}, ["Connections are left out: " + "; ".join(error.reasons)]
     kept = {}
-    for name, rows in found.items():
+    for name, rows in partners.items():
         both = ([r for r in rows if r.side == side][:_PARTNERS] for side in ("writes", "reads"))
         kept[name] = [[[r.name, r.kind, round(r.score, 3)] for r in side] for side in both]
     return kept, []
 
 
-def _limits(found: NeuronStatistics) -> Iterable[float]:
+def _limits(statistics: NeuronStatistics) -> Iterable[float]:
     """The largest |z| of each neuron's windows: that of the strongest colour."""
-    sizes = [x.abs().flatten(1).amax(1) for key, x in found.examples.items() if key.endswith(".z")]
+    sizes = [
+        x.abs().flatten(1).amax(1) for key, x in statistics.examples.items() if key.endswith(".z")
+    ]
     limits: list[float] = torch.stack(sizes).amax(0).tolist()
     return limits
 
 
-def _examples(found: NeuronStatistics, end: str, ids: list[int]) -> dict[str, Any]:
+def _examples(statistics: NeuronStatistics, end: str, ids: list[int]) -> dict[str, Any]:
     """Pack the examples of one end: [neuron, k] and [neuron, k, window] numbers."""
-    of_end = {name: found.examples[f"{end}.{name}"] for name in _PARTS}
-    limits = torch.tensor(list(_limits(found)), device="cpu").view(-1, 1, 1)
+    of_end = {name: statistics.examples[f"{end}.{name}"] for name in _PARTS}
+    limits = torch.tensor(list(_limits(statistics)), device="cpu").view(-1, 1, 1)
     tokens = torch.tensor(ids, device="cpu")
     # Where there is no token, the number is that after the last.
     places = torch.searchsorted(tokens, of_end["tokens"].contiguous())
@@ -227,10 +237,10 @@ def _examples(found: NeuronStatistics, end: str, ids: list[int]) -> dict[str, An
 _PARTS = ("found", "score", "text", "position", "tokens", "z", "gate")
 
 
-def _histogram(found: NeuronStatistics, quantity: str) -> dict[str, Any]:
+def _histogram(statistics: NeuronStatistics, quantity: str) -> dict[str, Any]:
     return {
-        "counts": _packed(found.counts[f"{quantity}.counts"], "<u4"),
-        "exponent": found.counts[f"{quantity}.exponent"].tolist(),
+        "counts": _packed(statistics.counts[f"{quantity}.counts"], "<u4"),
+        "exponent": statistics.counts[f"{quantity}.exponent"].tolist(),
     }
 
 
@@ -250,15 +260,15 @@ def _short(x: float) -> float:
     return float(f"{x:.4g}")
 
 
-def index_of_layers(found: NeuronStatistics, pages: dict[int, str]) -> Page:
+def index_of_layers(statistics: NeuronStatistics, pages: dict[int, str]) -> Page:
     """Return the page that leads to those of layers.
 
     Args:
         found: of the neurons of all pages.
         pages: the file of each layer's, beside this one.
     """
-    counts = Counter(HeadName.parse(name).layer for name in found.names)
-    title = f"{len(found.names):,} neurons of {model_title(found.model)}"
+    counts = Counter(HeadName.parse(name).layer for name in statistics.names)
+    title = f"{len(statistics.names):,} neurons of {model_title(statistics.model)}"
     rows = [
         f'<tr><td><a href="{escape(page)}">Layer {layer}</a></td>'
         f'<td class="number">{counts[layer]:,} neurons</td></tr>'
@@ -266,4 +276,4 @@ def index_of_layers(found: NeuronStatistics, pages: dict[int, str]) -> Page:
     ]
     go = '<label>Go to a neuron <input id="go" type="search" placeholder="L3N7"></label>'
     main = f'<main id="layers">{go}<table>{"".join(rows)}</table></main>'
-    return page_of_tokens(title, _about(found), main, pages, "layers")
+    return page_of_tokens(title, _about(statistics), main, pages, "layers")

@@ -178,9 +178,9 @@ def page_of_tokens(
         f"</button></header>\n{main}",
         f'<script type="application/json" id="data">{script_data(data)}</script>',
         *map(inline_script, libraries),
-        *(inline_script(asset(f"assets/{each}.js")) for each in ("tokens", name)),
+        *(inline_script(asset(f"assets/{key}.js")) for key in ("tokens", name)),
     ]
-    style = "".join(asset(f"assets/{each}.css") for each in ("page", "tokens", name))
+    style = "".join(asset(f"assets/{key}.css") for key in ("page", "tokens", name))
     return document(title, "\n".join(body), style)
 
 

@@ -96,7 +96,7 @@ def sweep_heatmap(sweep: Sweep, rows: Literal["layer", "name"] = "layer") -> "go
         said=strongest["name"].map(plotly_text) + _errors_as_text(strongest)
     )
     named = strongest.pivot(index="row", columns="position", values="said")
-    grid, named = (each.reindex(index=order, columns=positions) for each in (grid, named))
+    grid, named = (frame_.reindex(index=order, columns=positions) for frame_ in (grid, named))
     limit = float(frame["effect"].abs().max()) or 1.0
     figure = empty_figure().add_heatmap(
         z=grid.to_numpy(),
@@ -221,11 +221,13 @@ def _errors_as_text(frame: pd.DataFrame) -> "pd.Series[str]":
 def _position_labels(sweep: Sweep, positions: list[int | str]) -> dict[int | str, str]:
     """Return the label of each position: itself, and the tokens that are there."""
     if sweep.tokens is None:
-        return {each: plotly_text(str(each)) for each in positions}
+        return {position: plotly_text(str(position)) for position in positions}
     numbers = sweep.rows.numbers.get("prompt")
     prompts = None if numbers is None else np.unique(numbers).tolist()
-    texts = {each: sweep.tokens.text(each, prompts, visible_token) for each in positions}
-    return {each: plotly_text(f"{each} {text}".rstrip()) for each, text in texts.items()}
+    texts = {
+        position: sweep.tokens.text(position, prompts, visible_token) for position in positions
+    }
+    return {item: plotly_text(f"{item} {text}".rstrip()) for item, text in texts.items()}
 
 
 def _position_title(sweep: Sweep, labels: Iterable[str]) -> str:
@@ -255,9 +257,9 @@ def _titled(
     method = "measured" if sweep.method == MEASURED else f"estimated by {sweep.method}"
     title = f"{model_title(sweep.model)}: {sweep.part}, {sweep.direction} · {sweep.metric}"
     below = " · ".join(note for note in (method, *notes) if note)
-    lines = [plotly_text(each) for each in wrap(title, _LINE)]
+    lines = [plotly_text(line) for line in wrap(title, _LINE)]
     lines += [
-        f"<span style='font-size:12px'>{plotly_text(each)}</span>" for each in wrap(below, _LINE)
+        f"<span style='font-size:12px'>{plotly_text(line)}</span>" for line in wrap(below, _LINE)
     ]
     top = 50 + 20 * len(lines) + legend
     return style_figure(

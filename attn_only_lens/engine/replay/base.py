@@ -84,9 +84,9 @@ class Joined:
     parts: tuple[Variants, ...]
 
     def __post_init__(self) -> None:
-        blocks = [each.block for each in self.parts]
+        blocks = [variants.block for variants in self.parts]
         assert blocks == sorted(blocks)
-        assert len({each.first for each in self.parts}) == 1
+        assert len({variants.first for variants in self.parts}) == 1
 
     @property
     def first(self) -> int:
@@ -101,11 +101,11 @@ class Joined:
     @property
     def n_rows(self) -> int:
         """The rows of all."""
-        return sum(len(each.stream) for each in self.parts)
+        return sum(len(variants.stream) for variants in self.parts)
 
     def entering(self, block: int) -> list[Variants]:
         """Return those that enter a block."""
-        return [each for each in self.parts if each.block == block]
+        return [variants for variants in self.parts if variants.block == block]
 
     def stream(self, block: int, x: Residual | None) -> Residual:
         """Return the stream that enters a block, of all that have come so far.
@@ -114,14 +114,17 @@ class Joined:
             block: the block.
             x: the stream of those that entered before; None if there are none.
         """
-        streams = [*([] if x is None else [x]), *(each.stream for each in self.entering(block))]
+        streams = [
+            *([] if x is None else [x]),
+            *(variants.stream for variants in self.entering(block)),
+        ]
         return streams[0] if len(streams) == 1 else torch.cat(streams)
 
     def _slices(self) -> Iterator[tuple[Variants, slice]]:
         start = 0
-        for each in self.parts:
-            yield each, slice(start, start + len(each.stream))
-            start += len(each.stream)
+        for variants in self.parts:
+            yield variants, slice(start, start + len(variants.stream))
+            start += len(variants.stream)
 
     @property
     def hooks(self) -> list[tuple[str, Callable[..., Any]]]:
@@ -130,18 +133,18 @@ class Joined:
             return list(self.parts[0].hooks)
         return [
             (name, partial(_edit_rows, edit, rows))
-            for each, rows in self._slices()
-            for name, edit in each.hooks
+            for piece, rows in self._slices()
+            for name, edit in piece.hooks
         ]
 
     @contextmanager
     def added(self) -> Iterator[None]:
         """Make the additions to the outputs of MLPs."""
         with ExitStack() as stack:
-            for each, rows in self._slices():
-                if each.mlp is not None:
-                    add = partial(_add_to_rows, each, rows)
-                    stack.callback(each.mlp.register_forward_hook(add).remove)
+            for piece, rows in self._slices():
+                if piece.mlp is not None:
+                    add = partial(_add_to_rows, piece, rows)
+                    stack.callback(piece.mlp.register_forward_hook(add).remove)
             yield
 
 
@@ -163,11 +166,11 @@ def _edit_rows(edit: Callable[..., Any], rows: slice, value: Tensor, hook: Any) 
 
 
 def _add_to_rows(variants: Variants, rows: slice, module: nn.Module, args: Any, output: Any) -> Any:
-    found: Tensor = output[0] if isinstance(output, tuple | list) else output
+    stream: Tensor = output[0] if isinstance(output, tuple | list) else output
     assert variants.added is not None
-    added = found[rows] + variants.added
-    if len(added) < len(found):
-        added = torch.cat([found[: rows.start], added, found[rows.stop :]])
+    added = stream[rows] + variants.added
+    if len(added) < len(stream):
+        added = torch.cat([stream[: rows.start], added, stream[rows.stop :]])
     return (added, *output[1:]) if isinstance(output, tuple | list) else added
 
 
@@ -208,7 +211,9 @@ class Replay(ABC):
         """
         if self.joins:
             return self.joined_logits(Joined(variants))
-        return torch.cat([self.joined_logits(Joined((each,))) for each in variants])
+        return torch.cat(
+            [self.joined_logits(Joined((edit_variants,))) for edit_variants in variants]
+        )
 
     @abstractmethod
     def joined_logits(self, joined: Joined) -> Float[Tensor, "row position column"]:
@@ -347,12 +352,12 @@ class Replay(ABC):
             if self._joined_agree(lambda: error(*blocks) <= bound):
                 continue
             for block in blocks:
-                found = error(block)
-                if not found <= bound:
+                reason = error(block)
+                if not reason <= bound:
                     raise UnsupportedModelError(
                         [
                             f"run again from block {block}, position {first}, its logits differ by "
-                            f"{found:.2g} from those of a whole run (largest: {largest:.2g})"
+                            f"{reason:.2g} from those of a whole run (largest: {largest:.2g})"
                         ],
                         PROBLEM,
                     )

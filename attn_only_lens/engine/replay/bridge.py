@@ -107,14 +107,14 @@ class BridgeReplay(Replay):
             if not is_refusal(error):
                 raise
             return False
-        for mine, theirs in zip(later, whole, strict=True):
-            theirs = theirs[:, first - earlier :]
+        for got, expected in zip(later, whole, strict=True):
+            expected = expected[:, first - earlier :]
             # Token by token: the largest would hide errors of others.
-            scale = theirs.abs().amax(-1, keepdim=True)
+            scale = expected.abs().amax(-1, keepdim=True)
             if mask is not None:  # no token attends to padding, and none is patched
                 padding = ~mask[:, first:, None].bool().to(scale.device)
                 scale = scale.masked_fill(padding, torch.inf)
-            if not self._agree(mine, theirs, scale):
+            if not self._agree(got, expected, scale):
                 return False
         return self._agree(again, logits, self.recording.logits.abs().max())
 
@@ -165,27 +165,27 @@ class BridgeReplay(Replay):
         unedited = Variants(self.n_blocks, 0, self.recorded_stream(self.n_blocks, 0, 1))
         try:
             with self._unembed_columns():
-                mine = self._run(Joined((unedited,)))
+                got = self._run(Joined((unedited,)))
         except UNFIT as error:  # a model that counts its vocabulary
             if not is_refusal(error):
                 raise
             return False
-        theirs = self.recording.logits
-        return self._agree(mine, theirs[..., self.metric.columns], theirs.abs().max())
+        expected = self.recording.logits
+        return self._agree(got, expected[..., self.metric.columns], expected.abs().max())
 
     def block_output(self, variants: Variants) -> Residual:
         """Return the output of the first block, from `first` on."""
-        found: list[Residual] = []
+        outputs: list[Residual] = []
 
         def stop(module: nn.Module, args: Any, output: Any) -> None:
-            found.append(output_stream(output))
+            outputs.append(output_stream(output))
             raise StopForward
 
         handle = self.model.blocks[variants.block].register_forward_hook(stop)
         try:
             self._run(Joined((variants,)))
         except StopForward:
-            return found[0]
+            return outputs[0]
         finally:
             handle.remove()
         raise AssertionError("the block did not run")
@@ -264,8 +264,8 @@ class BridgeReplay(Replay):
             if positions is None:
                 return args
             x = args[0]
-            where = (positions - first).repeat(x.shape[0] // self.batch).to(x.device)
-            return (x[torch.arange(x.shape[0], device=x.device), where].unsqueeze(1), *args[1:])
+            columns = (positions - first).repeat(x.shape[0] // self.batch).to(x.device)
+            return (x[torch.arange(x.shape[0], device=x.device), columns].unsqueeze(1), *args[1:])
 
         handle = self.model.unembed.register_forward_pre_hook(pick)
         try:
@@ -274,11 +274,11 @@ class BridgeReplay(Replay):
         finally:
             handle.remove()
 
-    def _agree(self, one: Tensor, other: Tensor, scale: Tensor) -> bool:
-        if one.shape != other.shape:
+    def _agree(self, one: Tensor, second: Tensor, scale: Tensor) -> bool:
+        if one.shape != second.shape:
             return False
-        allowed = logit_tolerance(self.host.neurons, other.dtype) * scale
-        return bool(((one - other).abs() <= allowed).all())
+        allowed = logit_tolerance(self.host.neurons, second.dtype) * scale
+        return bool(((one - second).abs() <= allowed).all())
 
 
 def _first_rows(n_rows: int, n: int, x: Any) -> Any:
@@ -297,8 +297,10 @@ def _replace_forward(module: nn.Module, forward: Any) -> Iterator[None]:
     Raises:
         UnsupportedCallError: it is replaced already: both would be restored in the wrong order.
     """
-    own = vars(module).get("forward")  # as where accelerate has placed a model on its devices
-    if isinstance(own, _Replacement):
+    instance_forward = vars(module).get(
+        "forward"
+    )  # as where accelerate has placed a model on its devices
+    if isinstance(instance_forward, _Replacement):
         raise UnsupportedCallError(
             "this model is being patched, in another thread: patch one after the other, or a copy"
         )
@@ -306,7 +308,7 @@ def _replace_forward(module: nn.Module, forward: Any) -> Iterator[None]:
     try:
         yield
     finally:
-        if own is None:
+        if instance_forward is None:
             del vars(module)["forward"]
         else:
-            vars(module)["forward"] = own
+            vars(module)["forward"] = instance_forward

@@ -52,7 +52,7 @@ class HookedReplay(Replay):
     def cached_numbers_per_token(self) -> int:
         """The numbers that a block holds at once for the keys and values of a token."""
         rotary = self.model.cfg.positional_embedding_type == "rotary"  # keys are rotated each time
-        held = (tensor for each in self._past.values() for tensor in vars(each).values())
+        held = (tensor for past in self._past.values() for tensor in vars(past).values())
         width = max((tensor.shape[-1] for tensor in held), default=0)
         # Grouped keys and values are repeated for each head.
         return (6 if rotary else 3) * max(self.host.n_heads) * width
@@ -88,8 +88,8 @@ class HookedReplay(Replay):
     def _read_logits(self, x: Residual, first: int) -> Float[Tensor, "row position column"]:
         repeats, positions = x.shape[0] // self.batch, self.metric.positions
         if positions is not None:
-            where = (positions - first).repeat(repeats)
-            x = x[torch.arange(x.shape[0], device=x.device), where].unsqueeze(1)
+            columns = (positions - first).repeat(repeats)
+            x = x[torch.arange(x.shape[0], device=x.device), columns].unsqueeze(1)
         return self.with_earlier_logits(self._unembed(x), first)
 
     def _unembed(self, x: Residual) -> Float[Tensor, "row position column"]:
