@@ -29,9 +29,6 @@ def full_precision() -> Iterator[bool]:
 
     The setting is global to the process: other threads compute in full meanwhile, too.
 
-    Yields:
-        Whether the user's setting is lower.
-
     Example:
         >>> torch.set_float32_matmul_precision("high")
         >>> with full_precision() as raised:
@@ -105,10 +102,6 @@ def rounded_products(modules: Iterable[nn.Module], precision: str | None) -> Ite
 
     Outside of them, products are in full precision. What modules add to a stream in float32 leaves
     it in float32.
-
-    Args:
-        modules: those to round in, none inside of another.
-        precision: one of `PRECISIONS`, for which there are no `precision_reasons`.
 
     Example:
         >>> layer, x = torch.nn.Linear(3, 2), torch.full((1, 3), 1 / 3)

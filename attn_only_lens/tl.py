@@ -57,11 +57,7 @@ def quiet() -> Iterator[None]:
 
 
 def require_hooked_transformer(what: str = "this") -> None:
-    """Refuse what needs HookedTransformer where there is none.
-
-    Raises:
-        UnsupportedCallError: transformer-lens is 4 or newer.
-    """
+    """Refuse what needs HookedTransformer where there is none."""
     if not HAS_HOOKED_TRANSFORMER:
         raise UnsupportedCallError(f"{what} {_NEEDED}")
 

@@ -37,12 +37,7 @@ _Function = TypeVar("_Function", bound=Callable[..., None])
 
 
 def command(panel: Panel, *example: str) -> Callable[[_Function], _Function]:
-    """Add a command to a group of the help, with an example of it.
-
-    Args:
-        panel: the group.
-        example: the lines of a shell command; each but the last is continued.
-    """
+    """Add a command to a group of the help, with an example of it."""
 
     def add(function: _Function) -> _Function:
         for hint in get_type_hints(function, include_extras=True).values():
@@ -58,11 +53,7 @@ def command(panel: Panel, *example: str) -> Callable[[_Function], _Function]:
 
 
 def path(value: str | Path) -> Path:
-    """Return the path that a user gave in a shell; refuse '', which is the current folder.
-
-    Raises:
-        BadParameter: the value is not a path.
-    """
+    """Return the path that a user gave in a shell; refuse '', which is the current folder."""
     try:
         return as_path(value)
     except CheckpointError as error:

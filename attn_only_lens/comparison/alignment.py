@@ -61,16 +61,7 @@ class Alignment:
 
 
 def align(model: Any, grown: Any, provenance: Provenance) -> Alignment:
-    """Match the components of a model with those of one grown from it.
-
-    Args:
-        model: the original, with neuron-heads.
-        grown: the grown one, with neuron-heads.
-        provenance: of the grown one.
-
-    Raises:
-        ComparisonError: with every reason: this is not the provenance of these two models.
-    """
+    """Match the components of a model with those of one grown from it."""
     old, new = (resolve_sites(each_model, all_heads()) for each_model in (model, grown))
     known = {name for group in new for name in group.names}
     reasons: list[str] = []

@@ -85,16 +85,7 @@ class BatchRun:
 
 
 def run_batch(model: Any, batch: Batch, sites: Sequence[LayerSites]) -> BatchRun:
-    """Run both prompts of a batch, and estimate the effect of every component.
-
-    Args:
-        model: with neuron-heads, without hooks of its own.
-        batch: the prompts, on any device.
-        sites: all components of the model.
-
-    Raises:
-        InputError: the metric does not fit, or no gradient passes through it.
-    """
+    """Run both prompts of a batch, and estimate the effect of every component."""
     pair = on_device_of(model, batch.pair)
     nodes = [gradient_node(model, site, "z", closed=True) for site in sites]
     patterns = [
@@ -141,15 +132,7 @@ def add_patching(
     n_patched: int | None,
     progress: bool = False,
 ) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """Add measured effects of the largest components to the frames of old and new components.
-
-    Args:
-        ablated: on the first batch, the original, the grown model and, if there is one, the null.
-        old: a row for each component of the original.
-        new: a row for each other one of the grown model.
-        n_patched: how many to patch; None for all.
-        progress: whether to show a bar for each model.
-    """
+    """Add measured effects of the largest components to the frames of old and new components."""
     estimates = [column for column in _ESTIMATES if column in old]
     sizes = pd.concat([old, new])[estimates].abs().max(axis=1).to_numpy()
     chosen = np.zeros(len(sizes), dtype=bool)

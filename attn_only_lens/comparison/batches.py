@@ -67,21 +67,7 @@ def batches(
     corrupted: Prompts | None,
     batch_size: int,
 ) -> Iterator[Batch]:
-    """Yield one batch after the other; a stream is read only as far as it is asked for.
-
-    Args:
-        model: whose tokenizer, vocabulary and context count.
-        tokens: texts, rows of tokens [pos] or a tensor [prompt, pos], which are cut into batches;
-            a `PromptPair`, which is one; or any iterable of tensors, pairs, or (either, metric).
-        metric: of all batches without one of their own.
-        corrupted: prompts for those of `tokens`, if these are texts or a tensor.
-        batch_size: the most prompts of a batch that is cut here.
-
-    Raises:
-        ComparisonError: with every reason: no metric, prompts of an unknown kind, a prompt without
-            another to pair it with.
-        InputError: prompts that the model cannot take or that do not fit each other.
-    """
+    """Yield one batch after the other; a stream is read only as far as it is asked for."""
     reasons = []
     tokens = array_as_tensor(tokens)
     is_whole = isinstance(tokens, str | Tensor) or are_prompts(tokens)

@@ -69,22 +69,7 @@ def compare_circuits(
     edge_mass: float,
     progress: bool = False,
 ) -> CircuitFrames:
-    """Compare the circuit of a model with that of the grown one, and that with the null's.
-
-    Args:
-        models: the original, the grown one and, if there is one, the null.
-        alignment: of the first two.
-        batch: the prompts and the metric.
-        runs: of the batch, by model.
-        sizes: of each model's circuit, in nodes.
-        resampling: of the prompts.
-        n_nodes: how many nodes to compute edges between; 0 for no edges.
-        edge_mass: the share of Σ |weight| that edges of each kind must have.
-        progress: whether to show bars over nodes whose edges are found, and over resamples.
-
-    Raises:
-        UnsupportedModelError: a model is not linear when frozen.
-    """
+    """Compare the circuit of a model with that of the grown one, and that with the null's."""
     old_rows, grown = _component_rows(models[1], alignment, batch.pair.clean.shape[1])
     components = [old_rows, *[grown] * (len(models) - 1)]
     circuits = [
@@ -188,14 +173,7 @@ def overlap_measures(
     n_rows: int,
     on_resamples: Callable[[int], object] = lambda n: None,
 ) -> dict[str, dict[str, float]]:
-    """Return counts, Jaccard index and rank correlation, with intervals.
-
-    Args:
-        overlaps: from weights [resample, prompt] to nodes, and each kind of edges, of two circuits.
-        resampling: of the prompts.
-        n_rows: the most that an overlap has, for the memory of many resamples at once.
-        on_resamples: called with the number of resamples that are done.
-    """
+    """Return counts, Jaccard index and rank correlation, with intervals."""
     # Few prompts have few different resamples; one prompt has one.
     weights, number = np.unique(resampling.weights(), axis=0, return_inverse=True)
     resampled: dict[tuple[str, str], list[_Floats]] = {}

@@ -306,12 +306,7 @@ _CHANGES = ("attribution_change", "attribution_change_se")
 
 
 class Statistics:
-    """Statistics of an original, the model grown from it and, if there is one, a null.
-
-    Args:
-        models: in this order, with neuron-heads.
-        alignment: of the first two.
-    """
+    """Statistics of an original, the model grown from it and, if there is one, a null."""
 
     def __init__(self, models: Sequence[Any], alignment: Alignment) -> None:
         self._models = models
@@ -333,12 +328,7 @@ class Statistics:
         return len(self._models) + sum(len(pair) for pair in self._shared)
 
     def add(self, batch: Batch, bar: "tqdm[Any] | None" = None) -> list[BatchRun]:
-        """Run a batch through every model, and return the runs.
-
-        Args:
-            batch: the batch.
-            bar: says what is done, and moves by `n_steps`.
-        """
+        """Run a batch through every model, and return the runs."""
         bar = tqdm(disable=True) if bar is None else bar
         runs = []
         for model, sites, label in zip(self._models, self._sites, MODELS, strict=False):

@@ -79,16 +79,7 @@ def answer_tokens(
     *,
     several: bool = False,
 ) -> list[tuple[int, ...]]:
-    """Return the tokens of each prompt's answers, and add reasons for those that are none.
-
-    Args:
-        model: its tokenizer and vocabulary are those of the answers.
-        pair: the prompts.
-        rows: the answers to all prompts of the call, of which the pair may have only some.
-        role: what to call the answers in reasons.
-        reasons: a list to which reasons are added.
-        several: whether a prompt may have several answers.
-    """
+    """Return the tokens of each prompt's answers, and add reasons for those that are none."""
     shared = len(rows) == 1
     if not shared and len(rows) != pair.n_all:
         expected = "1" if pair.n_all == 1 else f"1, or {pair.n_all}, one for each prompt"
@@ -185,12 +176,6 @@ def warn_of_spaces(
     """Warn of answers that are far more probable with a space added before them, or removed.
 
     Far is `FAR_MORE_PROBABLE`, ten times, in the geometric mean over the prompts of the answer.
-
-    Args:
-        model: its tokenizer is that of the answers.
-        pair: the prompts.
-        answers: the tokens of each prompt's answers, by their role: "correct", "wrong", "answer".
-        logits: of the clean run; None for no warnings.
     """
     tokenizer = getattr(model, "tokenizer", None)
     if tokenizer is None or logits is None:

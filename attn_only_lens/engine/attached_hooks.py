@@ -94,12 +94,7 @@ def find_hooks(model: Any) -> AttachedHooks:
 
 
 def hook_reasons(model: Any, so: str = "would not come along") -> list[str]:
-    """Return the reason to refuse a model with hooks of users, if there are any.
-
-    Args:
-        model: a HookedTransformer, or a bridge.
-        so: the fate of the hooks.
-    """
+    """Return the reason to refuse a model with hooks of users, if there are any."""
     hooks = find_hooks(model)
     return _hook_reasons(hooks.users, so, hooks.removal)
 

@@ -81,11 +81,7 @@ def chat_tokens(
 
 
 def _chats(prompts: Any) -> list[Any]:
-    """Return each prompt as its messages.
-
-    Raises:
-        InputError: they are of another form.
-    """
+    """Return each prompt as its messages."""
     several = isinstance(prompts, list | tuple) and not _is_chat(prompts)
     chats = [
         [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt

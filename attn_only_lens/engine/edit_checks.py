@@ -52,18 +52,7 @@ _PROBLEM = "these hook points cannot be patched"
 def require_same_edit(
     replay: Replay, kind: HeadKind, layers: Sequence[int], part: Part, first: int
 ) -> None:
-    """Refuse a replay in which an edit differs from a hook in a whole run.
-
-    Args:
-        replay: to be tested.
-        kind: of the heads that are edited.
-        layers: source layers.
-        part: the part of heads that is edited.
-        first: the first position that is edited and replayed.
-
-    Raises:
-        UnsupportedModelError: with every layer in which it differs, or an edit has no effect.
-    """
+    """Refuse a replay in which an edit differs from a hook in a whole run."""
     recording, reasons = replay.recording, list[str]()
     untested, ineffective = list(layers), list[int]()
     for level in _NOISE_LEVELS:
@@ -105,16 +94,6 @@ def require_edits_read(
 
     Some bridges compute attention without reading `hook_pattern`: patches there would change
     nothing, and every score be 0.
-
-    Args:
-        model: converted, or with exposed neuron-heads.
-        recording: a run of it.
-        kind: of the heads.
-        layers: source layers.
-        part: the part of heads to be edited.
-
-    Raises:
-        UnsupportedModelError: with every such hook point.
     """
     names = {layer: hook_name(model, layer, part, kind) for layer in layers}
     other_kind = "neuron_heads()" if kind == "attention" else "heads()"
@@ -156,13 +135,6 @@ def require_groups(replay: Replay, layers: Sequence[int]) -> None:
     """Refuse layers in which the heads that share keys and values are not consecutive.
 
     The last value is set to nan; the heads whose z is then nan read it.
-
-    Args:
-        replay: of the run that is patched.
-        layers: source layers with grouped queries.
-
-    Raises:
-        UnsupportedModelError: with every such layer.
     """
     model, recording = replay.model, replay.recording
     shown: dict[str, Tensor] = {}

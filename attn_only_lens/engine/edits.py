@@ -79,14 +79,7 @@ def sum_by_site(
 
 
 def neuron_variants(replay: Replay, layer: int, first: int, added: Residual) -> Variants:
-    """Return variants of a run in which the neurons of a layer write something more.
-
-    Args:
-        replay: of the run that is patched.
-        layer: the source layer.
-        first: the first position at which they do.
-        added: the additional output from there on: [variant · batch, pos, d_model].
-    """
+    """Return variants of a run in which the neurons of a layer write something more."""
     heads, block = replay.host.neurons[layer], replay.host.block(layer, "neuron")
     n = len(added) // replay.batch
     if replay.adds_mlp_output(block, heads.output_module):
@@ -124,17 +117,7 @@ def share_edits(
     places: Bool[Tensor, "variant batch pos"],
     first: int,
 ) -> Hooks:
-    """Return hooks that patch shared keys or values for one head in each variant.
-
-    Args:
-        name: the hook point of the shared keys or values.
-        z_name: the hook point of z.
-        source: the keys or values patched in, of the whole prompts.
-        z: z in the run that is patched.
-        heads: the head of each variant.
-        places: the positions of each variant.
-        first: the first position of the activations that the hooks will see.
-    """
+    """Return hooks that patch shared keys or values for one head in each variant."""
     n_heads, n_shared = z.shape[2], source.shape[2]
     groups = one_hot(of_group(heads, n_heads, n_shared), n_shared).bool()
     other_heads = ~one_hot(heads, n_heads).bool()
@@ -151,15 +134,7 @@ def attention_edit(
     positions: Bool[Tensor, "variant batch pos"],
     first: int,
 ) -> Callable[[Tensor, Any], Tensor]:
-    """Return a hook that patches other attention heads in each variant.
-
-    Args:
-        source: the activation patched in, of the whole prompts.
-        part: the part of heads that it is.
-        heads: those of each variant.
-        where: the positions of each variant (of a pattern: its queries).
-        first: the position at which the rows that the hook will see begin.
-    """
+    """Return a hook that patches other attention heads in each variant."""
     n_variants = len(heads)
     # A pattern is [batch, head_index, query_pos, key_pos], all else [batch, pos, head_index, …].
     position_axis = 2 if part == "pattern" else 1

@@ -33,15 +33,6 @@ def fingerprint(model: Any) -> str:
     Parameters count with their names, shapes, types and bytes. Buffers are left out: masks and
     position tables, which follow from the configuration.
 
-    Args:
-        model: a HookedTransformer or a TransformerBridge, converted, exposed or neither.
-
-    Returns:
-        64 hexadecimal digits, the same on every machine and device.
-
-    Raises:
-        TypeError: a parameter is on the meta device, or of a type that has no bytes.
-
     Example:
         >>> import torch
         >>> from attn_only_lens import pretrained

@@ -35,13 +35,7 @@ from attn_only_lens.heads import host_of
 
 
 class Tape:
-    """Hooks that record, in one forward pass, the tensors to take gradients at.
-
-    Args:
-        names: hook points.
-        readers: for each hook point of keys or values among them, the hook point of the z that is
-            computed from them. If heads share keys or values, their gradient is split by head.
-    """
+    """Hooks that record, in one forward pass, the tensors to take gradients at."""
 
     def __init__(
         self, names: Iterable[str], readers: Mapping[str, str] = MappingProxyType({})
@@ -56,11 +50,7 @@ class Tape:
 
     @property
     def nodes(self) -> dict[str, Tensor]:
-        """The tensors, by hook name.
-
-        Raises:
-            UnsupportedModelError: a hook point did not fire, as its module did not run.
-        """
+        """The tensors, by hook name."""
         require_seen({name: name for name in self.names}, self._seen)
         return self._seen
 
@@ -110,12 +100,7 @@ def as_leaf(value: Tensor) -> Tensor:
 def gradients(
     value: Float[Tensor, ""], nodes: dict[str, Tensor], *, keep_graph: bool = False
 ) -> dict[str, Tensor]:
-    """Return the gradient at every node, and free the graph unless it is to be kept.
-
-    Raises:
-        UnsupportedModelError: the value does not depend on a node, so that no patch there would
-            have an effect.
-    """
+    """Return the gradient at every node, and free the graph unless it is to be kept."""
     gradients = torch.autograd.grad(
         value, list(nodes.values()), retain_graph=keep_graph, allow_unused=True
     )
@@ -137,11 +122,6 @@ def gradient_by_head(
     Heads of different groups read different keys, so a backward pass takes one head of every group.
     If a norm joins the keys of all groups, gradients of one head reach other groups' keys, and a
     backward pass takes one head.
-
-    Args:
-        shared: the keys or values, in a graph.
-        z: of the heads that read them, in the same graph.
-        z_gradient: the gradient of the metric at z.
     """
     n_heads, n_shared = z.shape[2], shared.shape[2]
     size = n_heads // n_shared
@@ -189,14 +169,7 @@ def start_graph(model: Any) -> Iterator[list[Residual]]:
 
 
 def gradient_node(model: Any, sites: LayerSites, part: Part, *, closed: bool) -> str:
-    """Return the hook point at which the gradient is taken.
-
-    Args:
-        model: converted, or with exposed neuron-heads.
-        sites: heads of one kind in one layer.
-        part: the part that is patched.
-        closed: whether a query's effect on its pattern is computed, not linearised.
-    """
+    """Return the hook point at which the gradient is taken."""
     if sites.kind == "attention":
         return hook_name(model, sites.layer, "z" if part == "q" and closed else part)
     activation = "q" if part == "q" and not closed else "z"
@@ -212,17 +185,7 @@ def site_estimates(
     target: Recording,
     source: Recording,
 ) -> Float[Tensor, "site batch pos"]:
-    """Return gradient times change at each head and position: the terms of the estimate.
-
-    Args:
-        model: converted, or with exposed neuron-heads.
-        sites: heads of one kind in one layer.
-        part: the part that is patched.
-        node: its hook point.
-        gradient: the gradient at the node; for shared keys and values, one for each head.
-        target: the run patched into.
-        source: the other run, with the activation that is patched in at `hooked[node]`.
-    """
+    """Return gradient times change at each head and position: the terms of the estimate."""
     if node == host_of(model).hook_name(sites.layer, "neuron", "z"):
         ours, source_run = target.neurons[sites.layer], source.neurons[sites.layer]
         estimates = gradient.squeeze(-1) * change_of_z(ours, source_run, part)

@@ -62,12 +62,6 @@ class Unidentified(TypeError):
 def identity(value: Any) -> str:
     """Return a digest of a function, or of any value that a function may depend on.
 
-    Returns:
-        64 hexadecimal digits, the same in every process of one version of Python.
-
-    Raises:
-        Unidentified: with the path to the value.
-
     Example:
         >>> def cost(scale):
         ...     return lambda logits: scale * logits.sum()

@@ -44,9 +44,6 @@ def float32_weights(model: Any) -> Iterator[None]:
     """Give a model in half precision float32 weights, and restore its own at the end, bit for bit.
 
     Several analyses, in threads, may run one model at once: the last one to end restores it.
-
-    Args:
-        model: a HookedTransformer or TransformerBridge; anything else is left alone.
     """
     if not isinstance(model, nn.Module):
         yield

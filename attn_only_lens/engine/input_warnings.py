@@ -43,12 +43,7 @@ def warned_once() -> Iterator[None]:
 
 
 def warn(cases: Mapping[Any, str], problem: str) -> None:
-    """Raise one `InputWarning` about all cases that are new in this call, if there are any.
-
-    Args:
-        cases: the text of each case, by a key that identifies it; the first three are shown.
-        problem: what is wrong with all of them, and what to do.
-    """
+    """Raise one `InputWarning` about all cases that are new in this call, if there are any."""
     before = _warned.get()
     if before is not None:
         cases = {case: text for case, text in cases.items() if case not in before}

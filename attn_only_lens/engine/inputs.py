@@ -20,17 +20,7 @@ from attn_only_lens.tl import HookedTransformer
 def checked_tokens(
     model: HookedTransformer | TransformerBridge, tokens: object, *, warn: bool = True
 ) -> Tokens:
-    """Return tokens that the model can run on, on its device, from tokens or a text.
-
-    Args:
-        model: the model that will run on them.
-        tokens: a tensor or array [batch, pos], or a text.
-        warn: whether to warn of words in the text that the tokenizer does not know.
-
-    Raises:
-        UnsupportedCallError: they are not integers [batch, pos] of its vocabulary, or too long for
-            its context; they are a text, and it has no tokenizer; or it takes no tokens.
-    """
+    """Return tokens that the model can run on, on its device, from tokens or a text."""
     cfg = model.cfg
     if cfg.d_vocab < 1:
         raise UnsupportedCallError(
@@ -66,11 +56,7 @@ def array_as_tensor(value: Any) -> Any:
 
 
 def tokens_of_text(model: Any, text: str) -> Tensor:
-    """Return the tokens of a text as `model.to_tokens` does, but never a second BOS before one.
-
-    Raises:
-        UnsupportedCallError: the model has no tokenizer.
-    """
+    """Return the tokens of a text as `model.to_tokens` does, but never a second BOS before one."""
     if model.tokenizer is None:
         raise UnsupportedCallError("got a text, and the model has no tokenizer; give tokens")
     bos = model.tokenizer.bos_token

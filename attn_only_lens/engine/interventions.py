@@ -20,22 +20,7 @@ ABLATIONS: tuple[str, ...] = get_args(Ablation)
 def ablate(
     recording: Recording, reference: Recording, to: Ablation, real: Bool[Tensor, "batch pos"]
 ) -> Recording:
-    """Return a run's activations with z ablated at every recorded head.
-
-    Args:
-        recording: the run to be ablated.
-        reference: a run to take means, or other prompts' activations, from; the recording itself
-            where there is no other.
-        to: "zero"; "mean" over all real tokens of the reference; "resample", another prompt's z at
-            the same position: for prompt i, row i of the reference, or where that is the
-            recording itself, the next row (the first, for the last); "bias", all attention of a
-            neuron-head on the bias token.
-        real: where the reference has real tokens.
-
-    Raises:
-        InputError: attention heads have no bias token; a prompt would be resampled from none or
-            from itself, or from a token that is not there.
-    """
+    """Return a run's activations with z ablated at every recorded head."""
     is_reference = reference is recording
     reasons = []
     if to == "bias" and recording.hooked:

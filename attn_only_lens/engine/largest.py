@@ -13,10 +13,6 @@ _ROUNDED = 1.001  # of products and lengths in any dtype
 class LargestScores:
     """The k largest scores so far, of a writer and a reader each.
 
-    Args:
-        k: how many to keep.
-        by_size: whether those of largest |score| are meant.
-
     Example:
         >>> largest = LargestScores(2)
         >>> largest.add(torch.tensor([[1.0, 5.0], [7.0, 3.0]]), (0, 0))
@@ -32,12 +28,7 @@ class LargestScores:
         self.seen = 0
 
     def add(self, block: Float[Tensor, "writer reader"], first: tuple[_Numbers, _Numbers]) -> None:
-        """Add the scores of a block.
-
-        Args:
-            found: the scores.
-            first: the numbers of its first writer and reader, or those of all.
-        """
+        """Add the scores of a block."""
         self.seen += block.numel()
         least, found_sizes = self._least, self._sizes(block)
         rows = (found_sizes.amax(dim=1) > least).nonzero().squeeze(1)
@@ -78,12 +69,6 @@ class LargestScores:
 
         |a · b| is at most ‖a‖ ‖b‖, so blocks of short rows are never computed. Takes the memory of
         2 block d + 2 block² + 16 block min(k, block) numbers.
-
-        Args:
-            left: a row for each writer.
-            right: a row for each reader.
-            first: the numbers of the first writer and reader.
-            block: rows of either side at once.
         """
         seen = self.seen + len(left) * len(right)
         orders = [axis.norm(dim=1).sort(descending=True) for axis in (left, right)]

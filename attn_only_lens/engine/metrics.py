@@ -80,18 +80,7 @@ class BoundMetric:
         return self.mean(self.of_prompts(logits))
 
     def of_prompts(self, logits: _Selected) -> Float[Tensor, "site prompt"]:
-        """Return the metric of every prompt, for every site. Differentiable.
-
-        Args:
-            logits: at `positions` (an axis of size 1) and `columns`, all where those are None.
-
-        Returns:
-            A number for each prompt, or one for all (`compute`), in the dtype of the logits;
-            float32 where they are shorter.
-
-        Raises:
-            InputError: logits of another shape; a result of another shape, or that is not finite.
-        """
+        """Return the metric of every prompt, for every site. Differentiable."""
         batch, pos, d_vocab = self.shape
         expected = (
             batch,
@@ -145,12 +134,7 @@ class BoundMetric:
 
     @torch.no_grad()
     def of_run(self, logits: Logits) -> Float[Tensor, "prompt"]:
-        """Return the metric of every prompt of one whole run, computed twice, in float64.
-
-        Raises:
-            InputError: as `of_prompts` does; or it depends on more than the logits, or changes
-                them.
-        """
+        """Return the metric of every prompt of one whole run, computed twice, in float64."""
         read = self.select(logits)[None]
         kept = read.clone()
         once, again = (self.of_prompts(read)[0].cpu().double() for _ in range(2))
@@ -211,18 +195,6 @@ def bind(
     metric: AnyMetric, model: Any, pair: PromptPair, reference: Logits | None = None
 ) -> BoundMetric:
     """Bind a metric to a model and its prompts.
-
-    Args:
-        metric: a metric, or a function of logits [batch, pos, d_vocab].
-        model: its tokenizer and vocabulary are those of the answers.
-        pair: the prompts.
-        reference: the clean run's logits [batch, pos, d_vocab], for `kl` and to check answers.
-
-    Raises:
-        InputError: with every reason why it does not fit.
-
-    Warns:
-        InputWarning: an answer is far more probable with a space before it, or without its space.
 
     Example:
         >>> import torch
@@ -565,14 +537,6 @@ def require_distinct(clean_value: float, corrupted_value: float, dtype: torch.dt
     """Refuse a metric that does not tell the clean run from the corrupted one.
 
     Scores divide by the difference of the two: where that is rounding, scores are noise.
-
-    Args:
-        clean_value: the metric of the clean run.
-        corrupted_value: the metric of the corrupted run.
-        dtype: of the logits.
-
-    Raises:
-        InputError: they are equal, within rounding of the dtype, or not finite.
     """
     scale = max(abs(clean_value), abs(corrupted_value))
     within = _ROUNDINGS * torch.finfo(dtype).eps * scale
@@ -605,15 +569,7 @@ def no_gradient_reasons() -> list[str]:
 
 
 def require_differentiable(metric: BoundMetric, logits: Logits) -> None:
-    """Refuse a metric that no gradient passes through.
-
-    Args:
-        metric: to be attributed.
-        logits: of a whole run.
-
-    Raises:
-        InputError: its value is detached from the logits, or the gradient is not finite.
-    """
+    """Refuse a metric that no gradient passes through."""
     gradient = metric.gradient(logits)
     reasons = []
     if gradient is None:
@@ -631,15 +587,6 @@ def require_slope(metric: BoundMetric, logits: Logits, reference: Logits, span: 
 
     Every estimate by the gradient there would be zero, or rounding. The metric's span is compared
     with Σ |∂metric/∂logits · (other - logits)|.
-
-    Args:
-        metric: that a gradient passes through.
-        logits: of the run patched into.
-        other: of the other run.
-        span: the metric of one less that of the other.
-
-    Raises:
-        InputError: the metric is flat there.
     """
     gradient = metric.gradient(logits)
     assert gradient is not None

@@ -49,19 +49,6 @@ class PositionSet:
 def resolve_positions(pair: PromptPair, positions: Positions) -> tuple[PositionSet, ...]:
     """Return the sets of positions to patch in given prompts.
 
-    Args:
-        pair: the prompts.
-        positions: "each", a set for every position that is real in some prompt, and of those
-            prompts only; "all", one set of all real positions; a number, or a list of numbers, a
-            set for each, which every prompt must have; or a number, or one for each prompt, by
-            role, a set for each role.
-
-    Returns:
-        The sets, in the order asked for.
-
-    Raises:
-        InputError: with every reason: not positions, out of range, padding, the same twice.
-
     Example:
         >>> import torch
         >>> from attn_only_lens import patching as p, pretrained

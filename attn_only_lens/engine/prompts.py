@@ -158,16 +158,7 @@ def prompt_pair(
 
 
 def single_prompts(model: Any, prompts: Prompts, mask: Tensor | None = None) -> PromptPair:
-    """Return prompts as pairs of each with itself, for analyses of a single run.
-
-    Args:
-        model: any HookedTransformer or TransformerBridge, with its tokenizer.
-        prompts: as `clean` in `prompt_pair`.
-        mask: as in `prompt_pair`.
-
-    Raises:
-        InputError: with every reason: not tokens of the model, a mask that does not fit.
-    """
+    """Return prompts as pairs of each with itself, for analyses of a single run."""
     reasons: list[str] = []
     texts: dict[str, str] = {}
     rows = _rows(model, prompts, "", reasons, texts)
@@ -198,15 +189,7 @@ def _stack(
 def _rows(
     model: Any, prompts: Prompts, side: str, reasons: list[str], texts: dict[str, str]
 ) -> list[Tensor]:
-    """Return the tokens of each prompt on the model's device, without padding of texts.
-
-    Args:
-        model: the model that will run on them.
-        prompts: the prompts of one run.
-        side: "clean" or "corrupted"; "" if there is no pair.
-        reasons: a list to which the reasons are added if prompts do not fit the model.
-        texts: a dictionary to which prompts that are texts are added, by their names in warnings.
-    """
+    """Return the tokens of each prompt on the model's device, without padding of texts."""
     items: list[Any]
     prompts, name = array_as_tensor(prompts), side or "prompts"
     if isinstance(prompts, Tensor):

@@ -100,11 +100,7 @@ class RunPair:
         return self.metric.mean(self.corrupted_values).item()
 
     def target(self, direction: str) -> tuple[Recording, Recording, Float[Tensor, "prompt"]]:
-        """Return the run patched into, the other run, and the metric of the first, by prompt.
-
-        Args:
-            direction: "denoise" patches into the corrupted run, any other into the clean one.
-        """
+        """Return the run patched into, the other run, and the metric of the first, by prompt."""
         if direction == "denoise":
             return self.corrupted, self.clean, self.corrupted_values
         return self.clean, self.corrupted, self.clean_values
@@ -121,21 +117,7 @@ def record(
     hooks: Hooks = (),
     keep_graph: bool = False,
 ) -> Recording:
-    """Run a model once, and record activations.
-
-    Args:
-        model: converted, or with exposed neuron-heads.
-        tokens: its input.
-        mask: 1 for real tokens, 0 for padding.
-        layers: source layers whose neuron-heads to record.
-        names: hook points of attention heads to record.
-        gates: whether to record the values and weights of neuron-heads, besides their z.
-        hooks: hooks of the caller's, which run after the recording ones.
-        keep_graph: whether the logits keep their graph; nothing else does.
-
-    Raises:
-        UnsupportedModelError: a hook point did not fire, as its module did not run.
-    """
+    """Run a model once, and record activations."""
     seen: dict[str, Tensor] = {}
     layers, names = sorted(set(layers)), sorted(set(names))
 
@@ -198,25 +180,7 @@ def record_pair(
     hooks: Hooks = (),
     distinct: bool = True,
 ) -> RunPair:
-    """Record the clean and the corrupted run at the sites, and measure both.
-
-    Args:
-        model: converted, or with exposed neuron-heads.
-        pair: the prompts; of one prompt with itself, the metric of the corrupted run is taken as 0.
-        metric: to be bound to them.
-        sites: the heads to record.
-        part: the part of attention heads to record; for keys and values, which several heads may
-            share, z is recorded too.
-        names: further hook points to record.
-        gates: whether to record the values and weights of neuron-heads if z alone is patched.
-        traced: the run whose logits keep their graph, if one does.
-        hooks: on that run.
-        distinct: whether the metric must tell the runs apart, as scores need it to.
-
-    Raises:
-        InputError: the metric does not fit or does not tell the runs apart; the part is not shown
-            head by head.
-    """
+    """Record the clean and the corrupted run at the sites, and measure both."""
     layers = [site.layer for site in sites if site.kind == "neuron"]
     attention = [site.layer for site in sites if site.kind == "attention"]
     hook_names = {layer: hook_name(model, layer, part) for layer in attention}
@@ -250,19 +214,7 @@ def run_pair(
     *,
     distinct: bool = True,
 ) -> RunPair:
-    """Return two runs with the metric of each.
-
-    Args:
-        model: that ran.
-        pair: the prompts.
-        clean: the clean run.
-        corrupted: the corrupted run; of the clean run itself, the metric is taken as 0.
-        metric: to be bound to the prompts.
-        distinct: whether the metric must tell the runs apart, as scores need it to.
-
-    Raises:
-        InputError: the metric does not fit or does not tell the runs apart.
-    """
+    """Return two runs with the metric of each."""
     bound = bind(metric, model, pair, reference=clean.logits.detach())
     value = bound.of_run(clean.logits)
     corrupted_values = (
@@ -293,15 +245,7 @@ def _require_heads(model: Any, names: dict[int, str], part: Part, run: Recording
 
 
 def require_seen(expected: dict[str, str], seen: Container[str]) -> None:
-    """Refuse a model that does not run the modules with the expected hook points.
-
-    Args:
-        expected: a description of each hook point, by its key in `seen`.
-        seen: the keys of those that fired.
-
-    Raises:
-        UnsupportedModelError: with every hook point that did not fire.
-    """
+    """Refuse a model that does not run the modules with the expected hook points."""
     silent = [name for key, name in expected.items() if key not in seen]
     if silent:
         more = f" and {len(silent) - 3} more" * (len(silent) > 3)

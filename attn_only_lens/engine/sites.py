@@ -164,18 +164,6 @@ def hook_name(model: Any, layer: int, part: Part, kind: HeadKind = "attention") 
 def resolve_sites(model: Any, sites: Sites) -> tuple[LayerSites, ...]:
     """Return the heads of a model that a selection or a list of names stands for.
 
-    Args:
-        model: converted, or with exposed neuron-heads.
-        sites: `neuron_heads()`, `heads()`, `all_heads()`, a name, or a list of names.
-
-    Returns:
-        An entry for each kind of head in each source layer that has any: by layer, attention
-        heads before neurons.
-
-    Raises:
-        InputError: with every reason: a model without neuron-heads, names that are unknown or
-            repeated, layers that the model has not.
-
     Example:
         >>> from attn_only_lens import convert, patching as p, pretrained
         >>> from attn_only_lens.engine.sites import resolve_sites
@@ -210,12 +198,6 @@ def resolve_sites(model: Any, sites: Sites) -> tuple[LayerSites, ...]:
 
 def split_positions(sites: Sites) -> list[tuple[str, int | None]] | None:
     """Split names that say where, such as `L3N7@13` or `L3N7@-1`, into a head and a position.
-
-    Returns:
-        Each name, and its position or None; None for the whole where no name has a position.
-
-    Raises:
-        InputError: with every position that is no number.
 
     Example:
         >>> from attn_only_lens.engine.sites import split_positions

@@ -316,8 +316,8 @@ def _position_reasons(placed: _Placed) -> list[str]:
         bad = [pos for pos in positions if not is_count(pos)]
         if bad or not positions:
             reasons.append(
-                f"got positions {list(positions)}; expected numbers from 0 (the end of a text moves "
-                "while it grows), or None for all"
+                f"got positions {list(positions)}; expected numbers from 0 (a text that grows "
+                "has no fixed end), or None for all"
             )
     return list(dict.fromkeys(reasons))
 

@@ -20,10 +20,6 @@ def unknown_words(tokenizer: Any, text: str) -> list[str]:
 
     A piece is a whole word, a sign, or whitespace.
 
-    Args:
-        tokenizer: a tokenizer of Hugging Face; None knows every word.
-        text: any text.
-
     Example:
         >>> from attn_only_lens import pretrained
         >>> from attn_only_lens.engine.unknown_words import unknown_words
@@ -89,12 +85,7 @@ def instead_of_unknown(tokenizer: Any) -> str:
 
 
 def warn_of_unknown_words(tokenizer: Any, prompts: Mapping[str, str]) -> bool:
-    """Warn of pieces that the model does not read as they are, and return whether there are any.
-
-    Args:
-        tokenizer: the model's, or None.
-        prompts: texts, by what to call them.
-    """
+    """Warn of pieces that the model does not read as they are, and return whether there are any."""
     unknown = {text: unknown_words(tokenizer, text) for text in dict.fromkeys(prompts.values())}
     cases = {
         ("unknown words", text): f"{quoted(unknown[text])} in {name}"

@@ -71,11 +71,7 @@ class ActivationMap:
     centred: bool = False
 
     def old_part(self, grown: Tensor) -> Tensor:
-        """Return the old entries of a grown activation, in the old model's scale.
-
-        Raises:
-            ValueError: it has other axes (with `use_split_qkv_input` norms see single heads).
-        """
+        """Return the old entries of a grown activation, in the old model's scale."""
         sizes = [None if axis is None else axis.size for axis in self.axes]
         if len(sizes) != grown.ndim - 1 or any(
             size not in (None, got) for size, got in zip(sizes, grown.shape[1:], strict=True)

@@ -93,11 +93,7 @@ class Expansion(ABC):
     def __call__(
         self, weights: Weights, init: Initialiser | None = None, seed: int = 0
     ) -> tuple[Weights, Provenance]:
-        """Return the expanded weights, and their provenance.
-
-        Raises:
-            GrowthError: with all `reasons_against` these weights.
-        """
+        """Return the expanded weights, and their provenance."""
         GrowthError.raise_if(self.reasons_against(weights))
         return self.expand(weights, init or own(), seed)
 
@@ -137,9 +133,6 @@ def apply_plan(
     """Return the expanded weights, and their provenance.
 
     Tensors that do not change are those given, not copies.
-
-    Raises:
-        GrowthError: they would not fit into memory.
     """
     GrowthError.raise_if(reasons_against_bytes(_bytes(weights, plan)))
     constants = replace(weights.constants, **plan.constants)

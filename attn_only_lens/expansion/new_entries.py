@@ -147,12 +147,6 @@ def drawn(init: Initialiser, new: New, seed: int, *, writes: bool = False) -> Ma
     """Return the entries in the dtype and on the device of the tensor that grows.
 
     Initialisers see and make true gains, wherever the model stores gain - 1.
-
-    Args:
-        writes: whether zeros would do, where `new.units` may go together.
-
-    Raises:
-        ValueError: the initialiser made another shape.
     """
     if new.old.device.type == "meta":  # a sketch has shapes only
         return Made(new.old.new_empty(new.shape))

@@ -304,11 +304,7 @@ class Provenance:
         )
 
     def __getitem__(self, name: str) -> str:
-        """Return the new name of an old head (`L0H1`), neuron (`L0N17`) or layer (`L1`).
-
-        Raises:
-            UnknownHeadError: the old model has no such part.
-        """
+        """Return the new name of an old head (`L0H1`), neuron (`L0N17`) or layer (`L1`)."""
         head, layer = _parsed(name, self.constants.heads_per_neuron)
         if layer >= len(self.layers.new_of):
             raise UnknownHeadError(f"got {name!r}; the model had {len(self.layers.new_of)} layers")

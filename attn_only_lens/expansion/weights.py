@@ -98,11 +98,7 @@ def is_gain(name: str) -> bool:
 
 
 def axes_of(name: str, constants: "Constants") -> tuple[Axis, ...]:
-    """Return the axes of a tensor, in order.
-
-    Raises:
-        KeyError: an unknown tensor.
-    """
+    """Return the axes of a tensor, in order."""
     of, layer = tail(name), in_layer(name)
     labels = _AXES[of]
     if constants.qk_norm == "all heads" and of in _ALL_HEADS:

@@ -392,11 +392,7 @@ def identity(model: Any) -> Identity:
 
 
 def growable_of(model: Any) -> Growable:
-    """Return a model as growth reads and writes it.
-
-    Raises:
-        GrowthError: it is of no kind that grows.
-    """
+    """Return a model as growth reads and writes it."""
     for kind_of_model in _KINDS:
         if kind_of_model.is_kind(model):
             return kind_of_model(model)

@@ -173,10 +173,6 @@ def differing_modules(model: Any, usual: Any) -> list[str]:
     """Return which modules differ from those that a configuration leads to.
 
     A module's constants are its attributes: eps, scale, soft caps, widths.
-
-    Args:
-        model: the wrapped model of a bridge.
-        usual: the same, made of the configuration that the grown model is made from.
     """
     modules, expected = (
         {

@@ -108,13 +108,7 @@ class Growable(ABC):
 
     @abstractmethod
     def write(self, weights: Weights, source_of: Callable[[str], str]) -> Any:
-        """Return a new model with these weights, and all else from this one.
-
-        Args:
-            weights: whose tensors become the new model's.
-            source_of: for each tensor of the new model, the tensor of this one whose flags and
-                buffers it takes.
-        """
+        """Return a new model with these weights, and all else from this one."""
 
     def reasons_against_saving(self) -> list[str]:
         """Return every reason why `save_pretrained` cannot write the model."""

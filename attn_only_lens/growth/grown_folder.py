@@ -78,12 +78,7 @@ _DOCUMENT = replace(GROWN, fields=_Fields)
 def save_pretrained(
     growable: Growable, provenance: Provenance, folder: str | os.PathLike[str]
 ) -> Path:
-    """Write a grown model and its provenance to a folder, all of it or nothing.
-
-    Raises:
-        GrowthError: such models are not written as folders.
-        CheckpointError: the folder holds something else.
-    """
+    """Write a grown model and its provenance to a folder, all of it or nothing."""
     there = open_folder(folder)
     reasons = growable.reasons_against() or growable.reasons_against_saving()
     GrowthError.raise_if(reasons, PROBLEM)

@@ -135,11 +135,7 @@ def tensors_of(model: Growable) -> dict[str, Tensor]:
 
 
 def parameter_of(name: str, cfg: Any) -> Parameter:
-    """Return the layout of a parameter of TransformerLens, by its name in `Weights`.
-
-    Args:
-        cfg: of its layer.
-    """
+    """Return the layout of a parameter of TransformerLens, by its name in `Weights`."""
     axis = {"attn.q_norm.w": "head", "attn.k_norm.w": "kv_head"}.get(tail(name))
     if axis is None or constants_of(cfg).qk_norm != "all heads":
         return Parameter(name)
@@ -158,12 +154,7 @@ def _set(model: nn.Module, name: str, value: Any) -> None:
 
 
 def norm_reasons(model: Any, names: Sequence[str]) -> list[str]:
-    """Return which norms differ from the configuration, from which the grown model is built.
-
-    Args:
-        model: of TransformerLens.
-        names: of the norms in its blocks; missing ones are left out.
-    """
+    """Return which norms differ from the configuration, from which the grown model is built."""
     constants = constants_of(model.cfg)
     expected = {**dict.fromkeys(names, constants.norm), "ln_final": constants.final_norm}
     modules = dict(model.named_modules())

@@ -35,14 +35,7 @@ _LEAST = -40  # of exponents: what is smaller is in the first bin
 
 
 def no_examples(n: int, k: int, width: int, like: Tensor) -> State:
-    """Return the state of `add_examples` before the first batch, of one end.
-
-    Args:
-        n: neurons.
-        k: entries of each.
-        width: tokens of a window.
-        like: of the type of numbers, and on the device.
-    """
+    """Return the state of `add_examples` before the first batch, of one end."""
     whole = dict.fromkeys(("text", "at", "position"), (k,)) | {"tokens": (k, width)}
     numbers = {"score": (k,), "z": (k, width), "gate": (k, width)}
     state = {name: like.new_full((n, *s), -1, dtype=torch.long) for name, s in whole.items()}
@@ -60,17 +53,7 @@ def add_examples(
     batch: Batch,
     before: int,
 ) -> None:
-    """Add the entries of a batch, whose tokens lie row after row, to the largest of each neuron.
-
-    Args:
-        state: which is changed.
-        end: "smallest" for the least instead of the largest.
-        score: what they are ranked by.
-        z: of the neurons.
-        gate: of the neurons.
-        batch: the tokens.
-        before: tokens of a window before the one that it is of.
-    """
+    """Add the entries of a batch, whose tokens lie row after row, to the largest of each neuron."""
     counted = batch.counted
     sign = 1.0 if end == "largest" else -1.0
     ranked = score[:, counted] * sign

@@ -77,9 +77,6 @@ def corpus_rows(model: Any, texts: Texts, context: int) -> Iterator[Row]:
 
     Every piece begins with BOS where its text does. Empty texts have no rows. One warning names the
     first text with a word that the tokenizer does not know; later texts raise none.
-
-    Raises:
-        InputError: a file that is not there, or an entry that is no text.
     """
     all_known = True
     for number, entry in enumerate(_entries(texts)):

@@ -463,11 +463,7 @@ def integrated_gradients(
     steps: int,
     progress: bool,
 ) -> dict[str, Tensor]:
-    """Return gradients at hook points, averaged between the two runs: k forwards, k backwards.
-
-    Raises:
-        UnsupportedModelError: the runs differ in more than the stream that enters the first block.
-    """
+    """Return gradients at hook points, averaged between the two runs: k forwards, k backwards."""
     x, end = target.streams[0], source.streams[0]
     _require_whole(model, target, source)
     total = dict[str, Tensor]()

@@ -22,19 +22,7 @@ from attn_only_lens.errors import InputError
 
 
 class AblatedRuns:
-    """The ablated clean run of each run of prompts.
-
-    Args:
-        model: converted, or with exposed neuron-heads.
-        pair: all prompts.
-        to: what z is ablated to.
-        reference: tokens to take means or other prompts from, if not from the clean prompts.
-        sites: the heads.
-        prompts_at_once: how many prompts are run at once.
-
-    Raises:
-        InputError: prompts that none can be resampled from.
-    """
+    """The ablated clean run of each run of prompts."""
 
     def __init__(
         self,

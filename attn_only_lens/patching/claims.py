@@ -29,24 +29,14 @@ _BEAT, _PATIENCE, _POLL = 5.0, 60.0, 0.2
 
 
 class Claims:
-    """The claims of this process, and what it has seen of those of others.
-
-    Args:
-        folder: that all processes see.
-        is_written: tells whether a part is there.
-    """
+    """The claims of this process, and what it has seen of those of others."""
 
     def __init__(self, folder: Path, is_written: Callable[[int], bool]) -> None:
         self._folder, self._is_written = folder, is_written
         self._seen: dict[Path, tuple[int, float]] = {}  # the last touch, and when it was seen first
 
     def todo(self, parts: Iterable[int], on_other: Callable[[int], None]) -> Generator[int]:
-        """Yield parts to write, each claimed until the next is asked for, until all are written.
-
-        Args:
-            parts: their numbers.
-            on_other: called with each part that is written already, or by another process.
-        """
+        """Yield parts to write, each claimed until the next is asked for, until all are written."""
         left = list(parts)
         while left:
             taken = []

@@ -44,13 +44,7 @@ _READ: dict[Part, tuple[Part, ...]] = {"value": ("pattern",), "k": ("pattern", "
 
 
 def hook_points(model: Any, sites: Sequence[LayerSites], part: Part) -> tuple[set[str], set[str]]:
-    """Return the hook points to take gradients at, and those to record.
-
-    Args:
-        model: converted, or with exposed neuron-heads.
-        sites: the heads.
-        part: the part that is patched.
-    """
+    """Return the hook points to take gradients at, and those to record."""
     host = host_of(model)
     writes = {host.write_hook(site.layer, site.kind) for site in sites}
     attention = {site.layer for site in sites if site.kind == "attention"}
@@ -68,16 +62,7 @@ def expected_errors(
     source: Recording,
     gradients: dict[str, Tensor],
 ) -> list[Float[Tensor, "row"]]:
-    """Return the key of each row of each group.
-
-    Args:
-        model: converted, or with exposed neuron-heads.
-        groups: the sites.
-        part: the part that is patched.
-        target: the run patched into, with all of `hook_points` in it.
-        source: the other run, with the part.
-        gradients: of the metric, at the first of `hook_points`.
-    """
+    """Return the key of each row of each group."""
     host = host_of(model)
     attention = sorted(
         {site_group.sites.layer for site_group in groups if site_group.sites.kind == "attention"}
@@ -150,16 +135,6 @@ def run_with_part(
 
     One forward pass for all heads: a part moves the z of its own head alone, and z is restored
     before anything reads it. Queries take another pass, to test that.
-
-    Args:
-        model: converted, or with exposed neuron-heads.
-        target: the run patched into, with the part and z.
-        source: the other run, with the part.
-        layers: source layers.
-        part: "pattern", "q" or "k".
-
-    Raises:
-        UnsupportedModelError: a head's query moves other heads.
     """
     names = {hook_name(model, layer, part): hook_name(model, layer, "z") for layer in layers}
     patterns = [hook_name(model, layer, "pattern") for layer in layers] if part == "k" else []

@@ -41,9 +41,6 @@ class OverPrompts:
             own.
         direction: of the patches.
         per_prompt: whether each prompt gets rows of its own.
-
-    Raises:
-        InputError: prompts have no rows of their own.
     """
 
     name: str
@@ -76,14 +73,7 @@ class OverPrompts:
         values: Float[Tensor, "row prompt"],
         shares: tuple[float, ...],
     ) -> Float[Tensor, "end_or_row number"]:
-        """Return what is kept of the values of a run of prompts: for the two ends, and each row.
-
-        Args:
-            clean: the metric of the clean prompts.
-            corrupted: the metric of the corrupted ones.
-            values: the metric after each patch.
-            shares: the weight of each prompt in the mean of these.
-        """
+        """Return what is kept of the values of a run of prompts: for the two ends, and each row."""
         scores = torch.cat([clean[None], corrupted[None], values.cpu().double()])
         if self.per_prompt:
             return scores

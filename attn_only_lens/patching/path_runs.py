@@ -79,12 +79,6 @@ def path_blocks(
     """Yield every pair in which the receiver reads after the sender has written.
 
     The order and the sizes of blocks depend only on the prompts, the heads and `prompts_at_once`.
-
-    Args:
-        parts: any run of the prompts, taken apart.
-        senders: the senders, at positions in all prompts.
-        receivers: the receivers.
-        prompts_at_once: how many prompts one run has.
     """
     row = 0
     for group in senders:
@@ -332,12 +326,7 @@ class PathRunner:
     def estimates(
         self, block: PathBlock, gradients: dict[tuple[int, HeadKind], Tensor]
     ) -> Float[Tensor, "sender receiver"]:
-        """Return the expected change of the metric by each path; to the logits, the exact one.
-
-        Args:
-            block: the paths.
-            gradients: of the metric by z, in the run patched into, by layer and kind.
-        """
+        """Return the expected change of the metric by each path; to the logits, the exact one."""
         receivers, n = block.receivers, len(block.senders.names)
         if not block.positions.where.any():
             return torch.zeros(block.shape, device="cpu")

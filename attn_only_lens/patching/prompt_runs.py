@@ -68,17 +68,7 @@ class PromptRun:
 
 
 class PromptRuns:
-    """The runs of all prompts, of which one is held at a time.
-
-    Args:
-        model: converted, or with exposed neuron-heads.
-        pair: all prompts.
-        metric: of them.
-        direction: of the patches.
-        ablated: what an ablation patches in.
-        record: records the two runs of some prompts, and tells whether the metric must tell them
-            apart.
-    """
+    """The runs of all prompts, of which one is held at a time."""
 
     def __init__(
         self,
@@ -115,12 +105,7 @@ class PromptRuns:
         return self.of(next(part.prompts for part in parts if self._first in part.prompts))
 
     def over(self, parts: Sequence[SweepPart], n_rows: int, per_prompt: bool) -> OverPrompts:
-        """Return what the values of all prompts are joined in, once a first run fits.
-
-        Raises:
-            InputError: the metric does not fit the prompts, or is constant on the first run of
-                unlike ones; prompts have no rows of their own.
-        """
+        """Return what the values of all prompts are joined in, once a first run fits."""
         run = self.first_of(parts)
         n_prompts, weights = len(self._pair.clean), run.shares
         if len(run.prompts) < n_prompts:
@@ -141,18 +126,7 @@ def measure_parts(
     on_other: Callable[[int], None],
     first: int = 0,
 ) -> None:
-    """Measure the parts of a sweep, and add up what each leaves, in order.
-
-    Args:
-        parts: run by run of prompts.
-        store: where what is measured is kept, and is found if it was measured before; None to
-            keep nothing.
-        measure: returns the numbers that a part leaves.
-        add: adds the numbers of the next part.
-        on_other: called with the number of each part that is there, or that another process
-            measured.
-        first: the number of the first of these parts in the store.
-    """
+    """Measure the parts of a sweep, and add up what each leaves, in order."""
     if store is None:
         for part in parts:
             add(part, measure(part))
@@ -177,22 +151,7 @@ def prompts_per_run(
     traced: bool = False,
     apart: bool = False,
 ) -> int:
-    """Return how many prompts to run at once: as asked, as in the folder, or as fit in memory.
-
-    Args:
-        model: converted, or with exposed neuron-heads.
-        pair: all prompts.
-        metric: to be measured.
-        sites: the heads to record.
-        part: the part of them.
-        asked: how many the caller wants.
-        resume: the folder of a sweep that may have begun.
-        traced: whether gradients are taken.
-        apart: whether runs are taken apart (`decompose`).
-
-    Raises:
-        InputError: the metric is of all prompts together, or does not fit them.
-    """
+    """Return how many prompts to run at once: as asked, as in the folder, or as fit in memory."""
     n_prompts = len(pair.clean)
     if asked is None and resume is not None and metric.by_prompt:
         asked = kept_settings(resume).get("prompts_at_once")

@@ -57,11 +57,6 @@ class PromptTokens:
         """Return what stands at a position: the clean token, and the corrupted one if it differs.
 
         Of prompts that differ there, the two most frequent clean tokens, and "…" for others.
-
-        Args:
-            position: as sweeps label it: a number, a role, or "all", where nothing is said.
-            prompts: which; by default all.
-            shown: how to show a token.
         """
         chosen = range(len(self.clean)) if prompts is None else prompts
         pairs = Counter(each for i in chosen if (each := self._pair(position, i)) is not None)

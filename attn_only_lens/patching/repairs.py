@@ -97,18 +97,7 @@ def budget_reasons(budget: object) -> list[str]:
 
 
 class Repairer:
-    """Patch the rows of groups whose estimates are likely to be wrong.
-
-    Args:
-        runner: of the patches.
-        groups: of sites.
-        keys: of their rows.
-        values: estimates of their rows.
-        mean: of the values of prompts, for each row.
-        bar: to show how many sites are to be patched.
-        tested: edits that were tested before, to which others are added.
-        n_prompts: how many prompts the call has; the runner may have only some of them.
-    """
+    """Patch the rows of groups whose estimates are likely to be wrong."""
 
     def __init__(
         self,

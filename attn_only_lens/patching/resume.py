@@ -65,16 +65,6 @@ class MemoryParts:
 class PartStore:
     """A folder with the parts of one sweep.
 
-    Args:
-        folder: its path; it is made, or holds parts of the same sweep.
-        settings: everything that the results depend on, as JSON holds it.
-        n_parts: how many parts there will be.
-
-    Raises:
-        InputError: the folder holds another sweep (it says which settings differ), or files
-            that are not of a sweep.
-        CheckpointError: the folder cannot be read or written; the settings are no JSON.
-
     Example:
         >>> import tempfile
         >>> import pandas as pd
@@ -101,11 +91,7 @@ class PartStore:
         self._require_same(path)
 
     def has(self, part: int) -> bool:
-        """Return whether a part is written.
-
-        Raises:
-            CheckpointError: its file is damaged, or of another sweep.
-        """
+        """Return whether a part is written."""
         path = self._path(part)
         if not path.exists():
             return False
@@ -120,13 +106,6 @@ class PartStore:
 
         They end when all are written, by this process or by others: one that dies leaves its parts
         to those that live.
-
-        Args:
-            parts: their numbers.
-            on_other: called with each that is written already, or by another process.
-
-        Raises:
-            CheckpointError: a file is damaged, or of another sweep; the folder cannot be written.
         """
         parts = list(parts)
         for part in parts:
@@ -136,30 +115,17 @@ class PartStore:
             yield todo
 
     def write(self, part: int, frame: pd.DataFrame) -> None:
-        """Write a part, in place of an earlier file of it.
-
-        Raises:
-            CheckpointError: it cannot be written; pyarrow is not installed.
-        """
+        """Write a part, in place of an earlier file of it."""
         write_table(self._path(part), frame, _PART_DOCUMENT, settings=self._digest, part=part)
 
     def read(self, part: int) -> pd.DataFrame:
-        """Read a part.
-
-        Raises:
-            CheckpointError: its file is missing, damaged, or of another sweep.
-        """
+        """Read a part."""
         frame, said = read_table(self._path(part), _PART_DOCUMENT)
         self._require_own(part, said)
         return frame
 
     def read_all(self, first: int = 0) -> Iterator[pd.DataFrame]:
-        """Read all parts from number `first` on, one after another.
-
-        Raises:
-            InputError: with every part that is missing; or, at the end, every one that is damaged
-                or of another sweep.
-        """
+        """Read all parts from number `first` on, one after another."""
         missing = [part for part in range(self.n_parts) if not self._path(part).exists()]
         if missing:
             raise InputError(
@@ -211,11 +177,7 @@ class PartStore:
 
 
 def kept_settings(folder: str | Path) -> dict[str, Any]:
-    """Return the settings of the sweep in a folder; none where none has begun.
-
-    Raises:
-        CheckpointError: they cannot be read.
-    """
+    """Return the settings of the sweep in a folder; none where none has begun."""
     path = open_folder(folder) / _SETTINGS
     return dict(_SETTINGS_DOCUMENT.read(path)["settings"]) if path.exists() else {}
 

@@ -47,14 +47,7 @@ _Patch: TypeAlias = tuple[Bool[Tensor, "head batch pos"], int, Callable[[Tensor,
 
 
 class Batching:
-    """Run variants in forward passes of a size that fits, and a smaller one where it did not.
-
-    Args:
-        model: for its device and dtype.
-        batch_size: variants in one forward pass; None for as many as memory allows.
-        on_done: called with the number of sites that are done.
-        numbers_per_token: how many numbers a forward pass holds at once for a token.
-    """
+    """Run variants in forward passes of a size that fits, and a smaller one where it did not."""
 
     def __init__(
         self,
@@ -80,14 +73,7 @@ class Batching:
         numbers_per_variant: int,
         run: Callable[[Tensor], Tensor],
     ) -> None:
-        """Set `values[left]` to `run(left)`, in chunks; halve them if memory runs out.
-
-        Args:
-            values: a row for each variant, filled in place.
-            left: the variants to run.
-            numbers_per_variant: how many numbers one variant holds at once.
-            run: returns the rows of some variants.
-        """
+        """Set `values[left]` to `run(left)`, in chunks; halve them if memory runs out."""
         while len(left):
             size = self._size or max(1, self._numbers // numbers_per_variant)
             chunk = left[:size]
@@ -191,10 +177,6 @@ class PatchRunner:
         """Return by how much the metric of a sample of rows differs from that in full precision.
 
         The rows are spread evenly over all of the groups; those without an effect are left out.
-
-        Args:
-            groups: the sites.
-            per_prompt: whether to return the largest difference of a prompt, or that of the means.
         """
         exact = replace(
             self, replay=self.replay.precise, batching=self.batching.silent(), precision=None
@@ -352,15 +334,7 @@ def together(groups: Sequence[SiteGroup]) -> Iterator[list[int]]:
 def check_edits(
     replay: Replay, groups: Sequence[SiteGroup], part: Part, starts: Sequence[int] = ()
 ) -> None:
-    """Test the edits of a sweep.
-
-    Args:
-        replay: of the run that is patched.
-        groups: the sites.
-        part: the part that is patched.
-        starts: the positions from which to test edits; by default from 0, and from one of those
-            asked for.
-    """
+    """Test the edits of a sweep."""
     sets = dict.fromkeys(position for group in groups for position in group.positions)
     some = [
         position_set.where.any(dim=0) for position_set in sets

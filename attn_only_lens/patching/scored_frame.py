@@ -87,9 +87,6 @@ class ScoredFrame:
         """Return the k rows of largest |effect|, the largest first; of equals the first.
 
         Where rows are of single prompts, each is ranked by itself.
-
-        Raises:
-            InputError: k is not a positive number.
         """
         if not is_count(k, 1):
             raise InputError([f"got k={k!r}; expected 1 or more"], "no rows can be picked")
@@ -100,22 +97,14 @@ class ScoredFrame:
         return self.frame.iloc[rows]
 
     def save(self, path: str | Path) -> None:
-        """Write to a .parquet file, or to a .csv file with a .csv.json beside it.
-
-        Raises:
-            CheckpointError: another suffix, or parquet without pyarrow.
-        """
+        """Write to a .parquet file, or to a .csv file with a .csv.json beside it."""
         run = {name: getattr(self, name) for name in self._settings()}
         run["tokens"] = None if self.tokens is None else vars(self.tokens)
         write_table(path, self.frame, self._document, **run)
 
     @classmethod
     def load(cls: "type[_Results]", path: str | Path) -> "_Results":
-        """Read a file that `save` wrote.
-
-        Raises:
-            CheckpointError: it is missing, damaged, newer than this package, or of other results.
-        """
+        """Read a file that `save` wrote."""
         frame, said = read_table(path, cls._document)
         run = {name: said[name] for name in cls._settings()}
         if run["tokens"] is not None:

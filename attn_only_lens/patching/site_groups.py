@@ -128,21 +128,7 @@ def site_groups(
     *,
     most_rows: int | None = ROWS,
 ) -> tuple[SiteGroup, ...]:
-    """Return the sites to patch, in groups whose order depends on nothing else.
-
-    Args:
-        model: converted, or with exposed neuron-heads.
-        pair: the prompts.
-        sites: as `resolve_sites` takes them; names may say where, `L3N7@13`. None for all heads
-            that have the part.
-        positions: as `resolve_positions` takes them, for names that do not say where.
-        part: the part that is patched.
-        most_rows: of a group, unless the heads of one layer are more; None for a group a layer.
-
-    Raises:
-        InputError: with every reason: sites that the model has not, positions that are none of
-            the prompts'; positions for names that all have their own; keys of neuron-heads.
-    """
+    """Return the sites to patch, in groups whose order depends on nothing else."""
     if sites is None:
         sites = heads() if part == "k" else all_heads()
     groups = _site_groups(model, pair, sites, positions, most_rows)

@@ -38,12 +38,7 @@ class SweepPart:
     rows: range
 
     def groups(self, groups: Sequence[SiteGroup], pair: PromptPair) -> list[SiteGroup]:
-        """Return its sites, of those of the whole sweep, at its prompts.
-
-        Args:
-            groups: all sites.
-            pair: the run of prompts.
-        """
+        """Return its sites, of those of the whole sweep, at its prompts."""
         chunks, first = [], 0
         for group in groups:
             rows_of_group = range(
@@ -67,15 +62,7 @@ def sweep_parts(
     prompts_at_once: int,
     direction: str | None,
 ) -> list[SweepPart]:
-    """Return the parts of a sweep: run by run of its prompts, and there in the order of its sites.
-
-    Args:
-        model: converted, or with exposed neuron-heads.
-        pair: all prompts.
-        groups: all sites.
-        prompts_at_once: how many prompts are a run.
-        direction: of the patches; None to leave the sites of a run together.
-    """
+    """Split a sweep into chunks: one range of prompts after another, sites in order within it."""
     n_prompts = len(pair.clean)
     starts = range(0, n_prompts, prompts_at_once)
     runs = [range(n_prompts)[start : start + prompts_at_once] for start in starts]

@@ -137,12 +137,7 @@ class SweepRows:
 
     @classmethod
     def of_frame(cls, frame: pd.DataFrame, part: str) -> "SweepRows":
-        """Return the rows of a frame, which may have the columns that are added.
-
-        Raises:
-            InputError: with every reason: columns, positions or parts that are none of a sweep's;
-                values that are not finite; a site that is there twice.
-        """
+        """Return the rows of a frame, which may have the columns that are added."""
         if not isinstance(frame, pd.DataFrame):
             reason = f"got a {type(frame).__name__}; expected a pandas DataFrame"
             raise InputError([reason], PROBLEM)
@@ -288,11 +283,7 @@ def rows_in_order(one: SweepRows, second: SweepRows) -> npt.NDArray[np.int64] | 
 
 
 def site_keys(*rows: SweepRows) -> tuple[list[npt.NDArray[Any]], int]:
-    """Return a number for each row's site and prompt, from 0, and how many numbers there are.
-
-    Args:
-        rows: of one sweep or several, which get the same number for the same site.
-    """
+    """Return a number for each row's site and prompt, from 0, and how many numbers there are."""
     names, n_heads = _common_codes([row.names for row in rows])
     labels, n_places = _common_codes([row.labels for row in rows])
     n = n_heads * n_places
@@ -340,11 +331,7 @@ def _categories(codes: npt.NDArray[Any], categories: Any) -> pd.Categorical:
 
 
 def _coded(column: _Column) -> tuple[_Codes, tuple[str, ...]]:
-    """Return a copy of the codes of texts, and the texts: categories, or in order of appearance.
-
-    Raises:
-        InputError: there are rows without a text.
-    """
+    """Return a copy of the codes of texts, and the texts: categories, or in order of appearance."""
     codes: Any
     if isinstance(column.dtype, pd.CategoricalDtype):
         codes, categories = column.cat.codes.to_numpy(), column.cat.categories

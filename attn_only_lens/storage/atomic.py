@@ -36,11 +36,7 @@ AnyPath: TypeAlias = str | os.PathLike[str]
 
 
 def as_path(path: AnyPath) -> Path:
-    """Return a path.
-
-    Raises:
-        CheckpointError: it is none, such as None, '' or a text with the character 0.
-    """
+    """Return a path."""
     if isinstance(path, str | os.PathLike) and path != "" and "\0" not in str(path):
         return Path(path)  # which takes '' for the current folder
     here = ", '.' for the current folder" if path == "" else ""
@@ -48,11 +44,7 @@ def as_path(path: AnyPath) -> Path:
 
 
 def write_text(path: AnyPath, text: str) -> None:
-    """Write a text to a file, whole or not at all.
-
-    Raises:
-        CheckpointError: it cannot be written.
-    """
+    """Write a text to a file, whole or not at all."""
     with atomic_write(path) as new:
         new.write_text(text, encoding="utf-8")
 
@@ -62,9 +54,6 @@ def atomic_write(path: AnyPath) -> Iterator[Path]:
     """Yield a path for a new file or folder, which replaces `path` at the end of the block.
 
     If anything raises, `path` keeps its old contents. A link is replaced, not the file it leads to.
-
-    Raises:
-        CheckpointError: it cannot be written.
     """
     path = as_path(path)
     if not path.name:
@@ -96,17 +85,7 @@ def atomic_folder(
     seal: str,
     listed: Callable[[Path], Container[str]] | None = None,
 ) -> Iterator[Path]:
-    """Yield a new folder to fill, which replaces `folder` at the end of the block.
-
-    Args:
-        folder: its path, links followed.
-        ours: names of the files that such folders hold; any others are not overwritten.
-        seal: the file that only this package writes; without it, the others are not ours.
-        listed: returns the files of subfolders that are ours, from the seal.
-
-    Raises:
-        CheckpointError: the folder holds something else, or cannot be written.
-    """
+    """Yield a new folder to fill, which replaces `folder` at the end of the block."""
     folder = open_folder(folder)
     if folder == Path.cwd():
         raise CheckpointError("got the current folder; expected a folder in it, or elsewhere")
@@ -129,11 +108,7 @@ def atomic_folder(
 
 
 def open_folder(folder: AnyPath) -> Path:
-    """Return the folder at a path, links followed; restore one that a killed process left moved.
-
-    Raises:
-        CheckpointError: there is something else at that path; nothing there is no error.
-    """
+    """Return the folder at a path, links followed; restore one that a killed process left moved."""
     path = as_path(folder)
     try:
         target = path.resolve()

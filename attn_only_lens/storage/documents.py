@@ -95,11 +95,7 @@ def _seal(whole: Mapping[str, Any]) -> str:
 
 
 def read_json(path: Path) -> Any:
-    """Read a file of plain JSON.
-
-    Raises:
-        CheckpointError: it cannot be read.
-    """
+    """Read a file of plain JSON."""
     try:
         text = path.read_bytes().decode("utf-8") if path.is_file() else None
     except (OSError, ValueError) as error:
@@ -117,11 +113,7 @@ def _parse(text: str, path: Path) -> Any:
 
 
 def path_inside(folder: Path, name: str) -> Path:
-    """Return the path of a file in a folder.
-
-    Raises:
-        CheckpointError: the name or a link leads out of the folder.
-    """
+    """Return the path of a file in a folder."""
     try:
         path = (folder / name).resolve()
         stays = path.is_relative_to(folder.resolve())
@@ -157,16 +149,7 @@ def _digest(path: Path) -> FileDigest:
 
 
 def check_files(folder: Path, files: Mapping[str, FileDigest], closed: str | None = None) -> None:
-    """Compare the files of a folder with the digests in its manifest.
-
-    Args:
-        folder: the folder.
-        files: the digests.
-        closed: a subfolder that may hold no other file, as its reader takes whatever lies there.
-
-    Raises:
-        CheckpointError: with everything that is missing, truncated, changed or outside.
-    """
+    """Compare the files of a folder with the digests in its manifest."""
     wrong = []
     for name, expected in files.items():
         path = path_inside(folder, name)

@@ -43,13 +43,6 @@ _RANGES: tuple[tuple[re.Pattern[str], str, Callable[[float], bool]], ...] = (
 def type_mismatches(value: Any, expected: Any, where: str) -> Iterator[str]:
     """Yield every place at which a value from JSON is not of the expected type.
 
-    Args:
-        value: from `json.loads`.
-        expected: a TypedDict or a dataclass, whose fields are the keys of a dictionary; a scalar
-            type; `list`, `dict`, `tuple`, `Literal`, unions of these, or `Any`. A whole number is a
-            float, too; a bool is no number; a `torch.dtype` is the text of its name.
-        where: the name of the value.
-
     Example:
         >>> from attn_only_lens.heads import Gating
         >>> from attn_only_lens.storage import type_mismatches
@@ -92,10 +85,6 @@ def type_mismatches(value: Any, expected: Any, where: str) -> Iterator[str]:
 
 def out_of_range(config: Any, where: str) -> Iterator[str]:
     """Yield every number of a configuration, at any depth, that no model can have.
-
-    Args:
-        config: from `json.loads`.
-        where: the name of the configuration.
 
     Example:
         >>> list(out_of_range({"eps": -1e-5, "rotary_base": 10000}, "config"))

@@ -24,10 +24,6 @@ def limit_size(tensors: Mapping[str, Tensor]) -> Iterator[None]:
 
     A configuration of a million layers, or of layers a million wide, would take hours or all of the
     memory before anything could be compared.
-
-    Raises:
-        CheckpointError: more modules are made than belong to so many tensors, or a parameter that
-            is larger than all tensors together.
     """
     thread, made = threading.get_ident(), 0
     elements = sum(tensor.numel() for tensor in tensors.values())

@@ -37,11 +37,7 @@ class TableFields(TypedDict):
 
 
 def write_table(path: AnyPath, frame: pd.DataFrame, document: Document, **body: Any) -> None:
-    """Write a frame and its document, as the suffix says: .parquet or .csv.
-
-    Raises:
-        CheckpointError: another suffix, or parquet without pyarrow.
-    """
+    """Write a frame and its document, as the suffix says: .parquet or .csv."""
     path = as_path(path)
     body["numbers"] = {name: str(kind) for name, kind in frame.dtypes.items() if kind in _NUMBERS}
     if _is_parquet(path):
@@ -69,11 +65,7 @@ def write_table(path: AnyPath, frame: pd.DataFrame, document: Document, **body: 
 
 
 def read_table(path: AnyPath, document: Document) -> tuple[pd.DataFrame, dict[str, Any]]:
-    """Read a frame and its document.
-
-    Raises:
-        CheckpointError: missing, damaged, of another format, or parquet without pyarrow.
-    """
+    """Read a frame and its document."""
     path = as_path(path)
     said = read_table_document(path, document)
     with _as_checkpoint_error(path):
@@ -95,11 +87,7 @@ def read_table(path: AnyPath, document: Document) -> tuple[pd.DataFrame, dict[st
 
 
 def read_table_document(path: Path, document: Document) -> dict[str, Any]:
-    """Read the document of a table, and not its rows.
-
-    Raises:
-        CheckpointError: as `read_table` does.
-    """
+    """Read the document of a table, and not its rows."""
     if not _is_parquet(path):
         return document.read(_sidecar(path))
     _, pq = _pyarrow()

@@ -19,18 +19,7 @@ _KEY = "attn_only_lens"
 
 
 def tensor_digest(named: Iterable[tuple[str, Tensor]], said: Any = None) -> str:
-    """Return the SHA-256 of tensors: names, shapes, types and bytes, in the order given.
-
-    Args:
-        named: names and tensors, on any device.
-        said: JSON that the digest depends on besides.
-
-    Returns:
-        64 hexadecimal digits, the same on every machine and device.
-
-    Raises:
-        TypeError: a tensor is on the meta device, or of a type that has no bytes.
-    """
+    """Return the SHA-256 of tensors: names, shapes, types and bytes, in the order given."""
     digest = hashlib.sha256(json.dumps(said, sort_keys=True).encode())
     for name, tensor in named:
         digest.update(f"\n{name} {list(tensor.shape)} {tensor.dtype}\n".encode())
@@ -42,15 +31,7 @@ def tensor_digest(named: Iterable[tuple[str, Tensor]], said: Any = None) -> str:
 def write_tensors(
     path: Path, tensors: Mapping[str, Tensor], document: Document | None = None, **body: Any
 ) -> None:
-    """Write a safetensors file, to a path that nobody else reads yet.
-
-    Args:
-        path: the file.
-        tensors: by name; none may share memory with another.
-        document: the format of its metadata, which hold `body` and a digest of the tensors; None
-            where a manifest beside the file has its digest.
-        body: fields of the document.
-    """
+    """Write a safetensors file, to a path that nobody else reads yet."""
     whole = {name: tensor.contiguous() for name, tensor in tensors.items()}
     metadata = None
     if document is not None:
@@ -64,11 +45,7 @@ def write_tensors(
 def read_tensors(
     path: AnyPath, document: Document | None = None
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Read the tensors and the document of a safetensors file.
-
-    Raises:
-        CheckpointError: it cannot be read, has no such document, or was changed.
-    """
+    """Read the tensors and the document of a safetensors file."""
     path = as_path(path)
     try:
         with safe_open(path, "pt") as file:

@@ -164,18 +164,7 @@ def draw(seed: int, *axes: Sequence[Any]) -> Iterator[tuple[Any, ...]]:
 
 
 def collect(task: str, tokenizer: Any, n: int, seed: int, pairs: Iterable[Pair]) -> PairedPrompts:
-    """Return the first n pairs that fit a tokenizer.
-
-    Args:
-        task: its name.
-        tokenizer: of Hugging Face.
-        n: how many.
-        seed: checked only.
-        pairs: candidates, in random order.
-
-    Raises:
-        InputError: with every reason: no tokenizer, no number of prompts, too few that fit.
-    """
+    """Return the first n pairs that fit a tokenizer."""
     reasons = [f"got n={n!r}; expected 1 or more"] * (not is_count(n, 1))
     reasons += [f"got seed={seed!r}; expected a whole number from 0"] * (not is_count(seed))
     reasons += tokenizer_reasons(tokenizer)

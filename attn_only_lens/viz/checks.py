@@ -12,11 +12,7 @@ from attn_only_lens.errors import InputError
 
 
 def import_extra(name: str) -> Any:
-    """Import a module of the extra [viz].
-
-    Raises:
-        ImportError: the extra is not installed.
-    """
+    """Import a module of the extra [viz]."""
     try:
         return import_module(name)
     except ModuleNotFoundError as error:
@@ -43,11 +39,7 @@ def token_reasons(tokens: Any, n_tokens: int | None = None) -> list[str]:
 
 
 def prompt_values(values: Tensor, prompt: int, has_batch: bool) -> Float[Tensor, "..."]:
-    """Return the cached values of one prompt, in float64 on the CPU.
-
-    Raises:
-        InputError: the cache holds no such prompt, or a value that is not finite.
-    """
+    """Return the cached values of one prompt, in float64 on the CPU."""
     n_prompts = len(values) if has_batch else 1
     if not is_count(prompt, 0, n_prompts - 1):
         refuse(f"got prompt={prompt!r}; the cache holds prompts 0 to {n_prompts - 1}")

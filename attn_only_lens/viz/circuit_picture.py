@@ -33,11 +33,7 @@ _Data = Mapping[str, Any]
 
 
 def first_view(data: _Data) -> dict[str, int]:
-    """Return how many of the strongest nodes and edges are shown first: as many as can be read.
-
-    Args:
-        data: of a circuit's page.
-    """
+    """Return how many of the strongest nodes and edges are shown first: as many as can be read."""
     n = len(_shown(data, MOST))
     for k in range(n, FEWEST, -1):
         placed = _placed(data, _shown(data, k), _HEIGHT)
@@ -49,12 +45,7 @@ def first_view(data: _Data) -> dict[str, int]:
 
 
 def circuit_picture(data: _Data, title: str) -> str:
-    """Return the first view of a circuit as SVG.
-
-    Args:
-        data: of the circuit's page.
-        title: above it.
-    """
+    """Return the first view of a circuit as SVG."""
     shown = _shown(data, data["first"]["nodes"])
     placed = _placed(data, shown, _HEIGHT)
     colours = _light_colours()

@@ -113,15 +113,7 @@ def _row_name(kind: str, layer: float | None) -> str:
 def place(
     boxes: Boxes, shown: Sequence[int], tokens: Sequence[float], width: float, height: float
 ) -> Layout:
-    """Lay out the nodes that are shown.
-
-    Args:
-        boxes: of all nodes.
-        shown: nodes, in the order in which those of a cell stand.
-        tokens: widths of the tokens' texts.
-        width: to fill; more is taken where that is not enough.
-        height: likewise.
-    """
+    """Lay out the nodes that are shown."""
     cells: dict[tuple[int, int], list[int]] = {}
     for node in shown:
         cells.setdefault((boxes.row[node], boxes.column[node]), []).append(node)
@@ -196,9 +188,9 @@ def place(
     base = TOP - (bottom + gap)
     return Layout(
         x,
-        {node: item + base for node, item in y.items()},
+        {node: height + base for node, height in y.items()},
         columns,
-        [(row, row_index + base, tall) for row, row_index, tall in rows],
+        [(row, height + base, tall) for row, height, tall in rows],
         whole,
         base + AXIS,
     )
@@ -210,14 +202,7 @@ def _fold(
     width: Callable[[int, int], float],
     excess: float,
 ) -> list[tuple[int, int]]:
-    """Return the columns with runs of tokens without nodes folded, the widest first, until it fits.
-
-    Args:
-        runs: a column for each position.
-        used: positions that have nodes.
-        width: of the columns from one position to another.
-        excess: how much too wide they are.
-    """
+    """Fold columns of tokens without nodes, the widest first, until the picture fits."""
     ends = [*used, runs[-1][1] + 1]
     empty = [(a + 1, b - 1) for a, b in pairwise([-1, *(e for e in ends if e >= 0)]) if b - a > 2]
     folded = []
@@ -235,11 +220,6 @@ def edge_paths(
     """Return the points that each edge runs through, from its source to its target.
 
     Between two points it is a curve that leaves and arrives vertically (`curve`).
-
-    Args:
-        layout: of the nodes.
-        boxes: likewise.
-        edges: source, target and kind of each; their nodes are shown.
     """
     lines = _lines(layout, boxes)
     up = [(a, b) if layout.y[a] >= layout.y[b] else (b, a) for a, b, _ in edges]

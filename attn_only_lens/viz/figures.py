@@ -15,11 +15,7 @@ HEAD_COLOURS = {"attention": "#0072B2", "neuron": "#E69F00"}  # tell apart in an
 
 
 def empty_figure() -> "go.Figure":
-    """Return a figure without traces.
-
-    Raises:
-        ImportError: plotly is not installed.
-    """
+    """Return a figure without traces."""
     return import_extra("plotly.graph_objects").Figure()
 
 

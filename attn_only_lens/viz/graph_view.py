@@ -159,11 +159,7 @@ def _fewer_edges(graph: CircuitGraph, notes: list[str]) -> CircuitGraph:
 def _record_run(
     graph: CircuitGraph, model: Any, prompts: Prompts, mask: Tensor | None
 ) -> Recording:
-    """Record the graph's run, with the patterns and z of its nodes.
-
-    Raises:
-        InputError: the model or its prompts are not those of the graph.
-    """
+    """Record the graph's run, with the patterns and z of its nodes."""
     refuse(*reasons_not_to_run(model), *reasons_without_heads(model))
     pair = single_prompts(model, prompts, mask)
     if tuple(tuple(token_texts(model, row)) for row in pair.clean.tolist()) != graph.tokens:

@@ -116,13 +116,7 @@ def neuron_page(
 def page_of_statistics(
     model: Any, statistics: NeuronStatistics, others: dict[int, str] | None = None
 ) -> Page:
-    """Draw statistics.
-
-    Args:
-        model: that they are of.
-        found: of the neurons of the page.
-        others: the pages with the neurons of layers, to link to.
-    """
+    """Draw statistics."""
     names = list(statistics.names)
     lists, notes = _by_weights(model, names)
     ids = sorted(
@@ -261,12 +255,7 @@ def _short(x: float) -> float:
 
 
 def index_of_layers(statistics: NeuronStatistics, pages: dict[int, str]) -> Page:
-    """Return the page that leads to those of layers.
-
-    Args:
-        found: of the neurons of all pages.
-        pages: the file of each layer's, beside this one.
-    """
+    """Return the page that leads to those of layers."""
     counts = Counter(HeadName.parse(name).layer for name in statistics.names)
     title = f"{len(statistics.names):,} neurons of {model_title(statistics.model)}"
     rows = [

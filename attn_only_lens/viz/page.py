@@ -162,16 +162,7 @@ def document(title: str, body: str, style: str = "", picture: str | None = None)
 def page_of_tokens(
     title: str, note: str, main: str, data: Any, name: str, libraries: Sequence[str] = ()
 ) -> Page:
-    """Return a page that shows neurons over tokens.
-
-    Args:
-        title: a text.
-        note: beside it in the header; a text.
-        main: HTML.
-        data: what its script reads, as JSON.
-        name: of its script and style among the assets, beside those that such pages share.
-        libraries: scripts that come before.
-    """
+    """Return a page that shows neurons over tokens."""
     body = [
         f'<header><h1>{escape(title)}</h1><span class="note">{escape(note)}</span>',
         '<button id="theme" type="button" title="Light or dark" aria-label="Light or dark">◐',
@@ -186,9 +177,6 @@ def page_of_tokens(
 
 def script_data(data: Any) -> str:
     r"""Return JSON that can stand in a script element.
-
-    Raises:
-        ValueError: a number is not finite; JSON has none of these.
 
     Example:
         >>> print(script_data("</script>"))

@@ -108,12 +108,7 @@ class Joined:
         return [variants for variants in self.parts if variants.block == block]
 
     def stream(self, block: int, x: Residual | None) -> Residual:
-        """Return the stream that enters a block, of all that have come so far.
-
-        Args:
-            block: the block.
-            x: the stream of those that entered before; None if there are none.
-        """
+        """Return the stream that enters a block, of all that have come so far."""
         streams = [
             *([] if x is None else [x]),
             *(variants.stream for variants in self.entering(block)),
@@ -204,11 +199,7 @@ class Replay(ABC):
         ]
 
     def logits(self, *variants: Variants) -> Float[Tensor, "row position column"]:
-        """Return the logits that the metric reads.
-
-        Args:
-            variants: in the order of the blocks that they enter, all from one position on.
-        """
+        """Return the logits that the metric reads."""
         if self.joins:
             return self.joined_logits(Joined(variants))
         return torch.cat(
@@ -239,11 +230,7 @@ class Replay(ABC):
 
     @torch.no_grad()
     def values(self, *variants: Variants) -> Float[Tensor, "site prompt"]:
-        """Return the metric of each prompt of each variant (`BoundMetric.of_prompts`).
-
-        Args:
-            variants: in the order of the blocks that they enter, all from one position on.
-        """
+        """Return the metric of each prompt of each variant (`BoundMetric.of_prompts`)."""
         logits = self.logits(*variants)
         return self.metric.of_prompts(logits.unflatten(0, (-1, self.batch)))
 
@@ -275,12 +262,7 @@ class Replay(ABC):
         return flops / self.flops_of_forward
 
     def flops_per_run(self, block: int, position: int) -> float:
-        """Return what a run from a block on costs, beside the tokens that it runs, as flops.
-
-        Args:
-            block: the block.
-            position: where the run would start.
-        """
+        """Return what a run from a block on costs, beside the tokens that it runs, as flops."""
         on_cpu = self.recording.tokens.device.type == "cpu"
         return (self.n_blocks - block) * (self.call_flops_on_cpu if on_cpu else _CALL_FLOPS)
 
@@ -333,11 +315,7 @@ class Replay(ABC):
         return self._adds[block]
 
     def check(self) -> None:
-        """Compare replays without any edit, from several blocks, with the recorded logits.
-
-        Raises:
-            UnsupportedModelError: they differ.
-        """
+        """Compare replays without any edit, from several blocks, with the recorded logits."""
         whole = self.metric.select(self.recording.logits)
         largest = float(self.recording.logits.abs().max())
         bound = logit_tolerance(self.host.neurons, whole.dtype) * largest

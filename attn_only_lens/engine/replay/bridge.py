@@ -292,11 +292,7 @@ class _Replacement(partial[Any]):
 
 @contextmanager
 def _replace_forward(module: nn.Module, forward: Any) -> Iterator[None]:
-    """Replace the forward pass of a module.
-
-    Raises:
-        UnsupportedCallError: it is replaced already: both would be restored in the wrong order.
-    """
+    """Replace the forward pass of a module."""
     instance_forward = vars(module).get(
         "forward"
     )  # as where accelerate has placed a model on its devices

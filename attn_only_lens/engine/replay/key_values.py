@@ -68,13 +68,7 @@ class _Prefix(DynamicLayer):
 
 
 def extend(past: Tensor, new: Tensor, axis: int) -> Tensor:
-    """Return past and new keys or values of each variant, in one copy.
-
-    Args:
-        past: of each prompt, the same for all variants.
-        new: of each prompt of each variant, prompts inmost.
-        axis: of positions.
-    """
+    """Return past and new keys or values of each variant, in one copy."""
     of_each = new.unflatten(0, (-1, len(past)))
     axis = axis if axis < 0 else axis + 1
     return torch.cat([past.expand(len(of_each), *past.shape), of_each], axis).flatten(0, 1)
