@@ -73,7 +73,7 @@ def test_a_graph_and_a_page_of_it(folder, expected, tmp_path):
     assert again["details"] == {}
 
 
-def test_a_pair_tells_the_sites_that_suffice(folder, expected, tmp_path):
+def test_a_pair_finds_a_minimal_circuit(folder, expected, tmp_path):
     model, metric, _ = expected
     out = tmp_path / "circuit.json"
     result = run("circuit", folder, *TEXTS, "--corrupted", CORRUPTED, "--out", out,
@@ -82,7 +82,7 @@ def test_a_pair_tells_the_sites_that_suffice(folder, expected, tmp_path):
     circuit = circuits.discover(model, CLEAN, CORRUPTED, metric, faithfulness=0.7)
     text = " ".join(result.output.split())
     assert f"{len(circuit)} of {circuit.n_sites} sites" in text
-    assert f"faithfulness {circuit.faithfulness:.3f}" in text
+    assert f"keeps {circuit.faithfulness:.1%} of the effect" in text
     assert circuit.frame["name"].iloc[0] in text
 
 
