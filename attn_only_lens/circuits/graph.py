@@ -11,7 +11,7 @@ Nodes, by `kind`, and their `id`:
     metric     metric         the metric
 
 Edges of kind "value" add up: into every node to its attribution, into "metric" to the metric
-(`linear_model.py`). Pruning preserves this, as edges from dropped nodes become edges from "rest".
+(`linear_graph.py`). Pruning preserves this, as edges from dropped nodes become edges from "rest".
 Edges of kinds "q" and "k" say what sets a node's pattern, to first order, and add up to no
 attribution.
 """

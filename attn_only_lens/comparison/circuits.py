@@ -31,14 +31,11 @@ import numpy.typing as npt
 import pandas as pd
 from jaxtyping import Bool, Float
 
-from attn_only_lens.circuits._attribution_graph import LinearGraph
-from attn_only_lens.circuits.linear_model import linearize
+from attn_only_lens.circuits.linear_graph import LinearGraph, attribute
 from attn_only_lens.comparison.alignment import Alignment
 from attn_only_lens.comparison.batch_runs import BatchRun, on_device_of
 from attn_only_lens.comparison.batches import Batch
 from attn_only_lens.comparison.progress import MODELS, stage_bar
-from attn_only_lens.engine.metrics import bind
-from attn_only_lens.engine.recording import record
 from attn_only_lens.engine.sites import LayerSites, all_heads, resolve_sites
 from attn_only_lens.errors import UnsupportedModelError
 from attn_only_lens.heads import HeadName
@@ -402,16 +399,15 @@ def _edges(
 ) -> tuple[pd.DataFrame, Float[np.ndarray, "edge batch"]]:
     """One model's edges, by names in the grown one, and their weights for each prompt."""
     pair = on_device_of(model, batch.pair)
-    run = record(model, pair.clean, pair.mask)
     try:
-        linear = linearize(model, run, bind(batch.metric, model, pair, run.logits))
+        attributed = attribute(model, pair, batch.metric)
     except UnsupportedModelError as error:
         more = "n_nodes=0 compares the nodes of circuits, and no edges"
         raise UnsupportedModelError([*error.reasons, more], error.problem) from error
     chosen = components.within(nodes)
     n_nodes = sum(map(len, chosen))
     with stage_bar(f"edges in {label}", n_nodes, "node", progress) as bar:
-        frame, by_prompt = LinearGraph(linear, pair, chosen).edges(True, bar.update)
+        frame, by_prompt = LinearGraph(attributed, pair, chosen).edges(bar.update)
     inside = ~frame["source"].isin(["rest", "bias"]).to_numpy()
     frame = frame.loc[inside, ["source", "target", "kind"]]
     grown = components.grown_names

@@ -1,40 +1,36 @@
-"""A run as a sum of writes: what each part of a model adds to the residual stream, and reads of it.
+"""A forward pass as a sum of writes: what each head, neuron and bias adds to the residual stream.
 
-The stream that a sublayer reads is a sum over what was written before,
+The stream that a sublayer reads is a sum over everything written before it,
 
     x = embedding + Σ_h z_h W_O[h] + Σ_i z_i W_out[i] + biases
 
-with h every attention head, i every neuron-head, z their outputs in the run, and each term at each
-position. Where a norm follows a sublayer (OLMo 2; Gemma 2 has both), what a head with output o
-writes is o N / s: N is the norm's linear part (`models/norms.py`) and s the scale that it divided
-by in the run, which is that of the whole sublayer; so the terms still add up. The norm's bias is a
-write of the sublayer's bias.
+over attention heads h and neuron-heads i with outputs z, at each position. If a norm follows a
+sublayer (OLMo 2; Gemma 2 has both), a head with output o writes o N / s: N is the norm's linear
+part (`models/norms.py`), and s the scale that the norm divided by in this run, which depends on the
+whole sublayer. The terms still add up. The norm's bias is part of the sublayer's bias.
 
-What a head reads moves, when the stream x moves by δ, from x N / s + b by
+If the stream x moves by δ, what a head reads moves from x N / s + b by
 
     scale="held"    δ N / s                          linear in δ: effects of several δ add up
     scale="anew"    (x + δ) N / s' - x N / s         s' of x + δ, as the model would compute it
 
-and behind that come the head's own projections. s is measured, from what entered the norm and what
-left it, and s'² - s² is the change of the mean square. Norms of queries and keys (Qwen 3) belong to
-the reader, as do its rotations and its softmax: its own code computes them (`readers.py`).
+and the head's own projections follow. s is measured from the norm's input and output; s'² - s² is
+the change of the mean square. Norms of queries and keys (Qwen 3), rotations and the softmax belong
+to the head that reads; the model's own code computes them (`readers.py`).
 
-Use:
-
-    parts = decompose(model, tokens, mask)          one forward pass, checked: the writes add up
-    parts.embedding                                  [batch, pos, d_model]
-    parts.of(5, "attention").written(sites)          [site, batch, pos, d_model]; sites of layer 5
-    parts.of(5, "neuron").bias                       [batch, pos, d_model]
-    parts.before(5, "neuron")                        the sublayers whose writes that one reads
-    parts.of(5, "neuron").reads.change(δ, "held")    of what the MLP of layer 5 reads (after a norm)
-    parts.final.change(δ, "held")                    of what the unembedding reads
-    Readers(replay, parts)                           what heads put out, given such a change
+    run = decompose(model, tokens, mask)           one forward pass; checks that the writes add up
+    run.embedding                                  [batch, pos, d_model]
+    run.of(5, "attention").written(sites)          [site, batch, pos, d_model]; sites of layer 5
+    run.of(5, "neuron").bias                       [batch, pos, d_model]
+    run.before(5, "neuron")                        the sublayers that have written before it reads
+    run.of(5, "neuron").reads.change(δ, "held")    change of the input of layer 5's MLP
+    run.final.change(δ, "held")                    change of the input of the unembedding
 """
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
 import torch
 from jaxtyping import Float, Int
@@ -55,14 +51,14 @@ Positions: TypeAlias = slice | Int[Tensor, "pos"]
 Scale = Literal["held", "anew"]
 SCALES: tuple[str, ...] = get_args(Scale)
 _LARGEST_EPS = 1e-2
-# Many bridged norms compute in float32, in whatever dtype the model is.
+# Many bridged norms compute in float32 whatever the model's dtype.
 _ROUNDING = LOGIT_TOLERANCE[torch.float32]
-_PROBLEM = "what parts of this model write cannot be told apart"
+_PROBLEM = "the writes of this model cannot be separated"
 
 
 @dataclass(frozen=True, eq=False)
 class FrozenNorm:
-    """A norm in a run: it made x N / s + b of x.
+    """A norm in a run, x N / s + b, with its scale s fixed.
 
     Attributes:
         norm: N and b (`models/norms.py`).
@@ -75,29 +71,24 @@ class FrozenNorm:
     scale: Float[Tensor, "batch pos 1"]
 
     @classmethod
-    def of(cls, norm: Any, stream: Residual, returned: Residual) -> "FrozenNorm":
-        """Measure the scale.
-
-        Raises:
-            UnsupportedModelError: it made something else of x.
-        """
+    def measure(cls, norm: Any, stream: Residual, output: Residual) -> "FrozenNorm":
+        """Measure the scale from the norm's input and output; refuse a module that is no norm."""
         if norm.module is None:
             return cls(norm, stream, torch.ones_like(stream[..., :1]))
         linear = norm.after(stream)
-        wanted = returned if norm.bias is None else returned - norm.bias
+        expected = output if norm.bias is None else output - norm.bias
         square = linear.square().sum(-1, keepdim=True)
-        scale = (square / (linear * wanted).sum(-1, keepdim=True)).nan_to_num(1.0, 1.0, 1.0)
-        made = cls(norm, stream, scale)
-        error = (linear / scale - wanted).abs().amax()
-        centred = made._centred(stream)
-        eps = scale.square() - centred.square().mean(-1, keepdim=True)
+        scale = (square / (linear * expected).sum(-1, keepdim=True)).nan_to_num(1.0, 1.0, 1.0)
+        frozen = cls(norm, stream, scale)
+        error = (linear / scale - expected).abs().amax()
+        eps = scale.square() - frozen._centred(stream).square().mean(-1, keepdim=True)
         rounded = _ROUNDING * scale.square()
         is_root_mean_square = (square == 0) | ((eps > -rounded) & (eps < _LARGEST_EPS + rounded))
-        if not (error <= _ROUNDING * wanted.abs().amax() and is_root_mean_square.all()):
+        if not (error <= _ROUNDING * expected.abs().amax() and is_root_mean_square.all()):
             raise UnsupportedModelError(
                 [f"a {type(norm.module).__name__} does not divide by a root mean square"], _PROBLEM
             )
-        return made
+        return frozen
 
     def at(self, positions: Positions) -> "FrozenNorm":
         """Return the norm at some positions."""
@@ -109,37 +100,40 @@ class FrozenNorm:
     def change(
         self, change: Float[Tensor, "*any batch pos d_model"], scale: Scale = "held"
     ) -> Float[Tensor, "*any batch pos d_model"]:
-        """Return by how much the norm's output moves when its input does.
-
-        Args:
-            change: of its input.
-            scale: "held" at that of the run, or computed "anew".
-        """
+        """Return the change of the norm's output for a change of its input."""
         change = change.to(self.scale.device)  # it may come from a layer on another
         moved: Tensor = self.norm.after(change)
         if scale == "held" or self.norm.module is None:
             return moved / self.scale
         x, centred = self._centred(self.stream), self._centred(change)
-        more = (centred * (2 * x + centred)).mean(-1, keepdim=True)
-        anew = (self.scale.square() + more).sqrt()
+        growth = (centred * (2 * x + centred)).mean(-1, keepdim=True)  # of the mean square
+        new_scale = (self.scale.square() + growth).sqrt()
         linear: Tensor = self.norm.after(self.stream)
-        return moved / anew + linear * (1 / anew - 1 / self.scale)
+        return moved / new_scale + linear * (1 / new_scale - 1 / self.scale)
+
+    def back(
+        self, gradient: Float[Tensor, "batch pos d_model"], positions: Positions = slice(None)
+    ) -> Float[Tensor, "batch pos d_model"]:
+        """Return the gradient at the norm's input from that at its output, with s held."""
+        gradient = gradient.to(self.scale.device)
+        linear: Tensor = self.norm.before(gradient.flatten(0, -2).T).T
+        return linear.view_as(gradient) / self.scale[:, positions]
 
 
 @dataclass(frozen=True, eq=False)
 class SublayerWrites:
-    """The attention heads, or the neurons, of one source layer in a run.
+    """What the attention heads, or the neurons, of one source layer wrote in a run.
 
     Attributes:
         layer: the source layer.
         kind: "attention" or "neuron".
-        reads: the norm before it.
-        entered: what it was given, behind that norm.
-        writes: the norm after it.
-        z: of its heads; of neuron-heads, each of width 1.
-        matrix: W_O, or W_out as rows of width 1.
-        bias: what it writes besides.
-        neurons: the neuron-heads; None of attention.
+        reads: the norm before the sublayer.
+        entered: the sublayer's input, behind that norm.
+        writes: the norm after the sublayer.
+        z: the outputs of its heads; neuron-heads have width 1.
+        matrix: W_O, or W_out with rows of width 1.
+        bias: the constant that it writes.
+        neurons: the neuron-heads; None for attention.
     """
 
     layer: int
@@ -152,37 +146,41 @@ class SublayerWrites:
     bias: Residual
     neurons: NeuronHeads | None
 
+    @property
+    def outputs(self) -> Float[Tensor, "batch pos node d_head"]:
+        """z, summed over the heads that share a neuron."""
+        if self.neurons is None:
+            return self.z
+        return self.neurons.neuron_outputs(self.z.squeeze(-1)).unsqueeze(-1)
+
     def written(
         self, sites: LayerSites, positions: Positions = slice(None)
     ) -> Float[Tensor, "site batch pos d_model"]:
-        """Return what some of its heads wrote into the stream, at all or some positions."""
+        """Return what some of its heads wrote into the stream."""
         index, writes = sites.index.to(self.z.device), self.writes.at(positions)
         z = self.z[:, positions]
         if self.neurons is not None:
             z = neuron_changes(self.neurons, sites, z.squeeze(-1))
             rows: Tensor = writes.norm.after(self.matrix[index, 0])
             return (z / writes.scale.squeeze(-1)).unsqueeze(-1) * rows[:, None, None]
-        of_heads = torch.einsum("bphd,hdm->hbpm", z[:, :, index], self.matrix[index])
-        return writes.change(of_heads)
+        by_head = torch.einsum("bphd,hdm->hbpm", z[:, :, index], self.matrix[index])
+        return writes.change(by_head)
 
     def total(self) -> Residual:
-        """Return all that it wrote."""
-        z = self.z
-        if self.neurons is not None:
-            z = self.neurons.neuron_outputs(z.squeeze(-1)).unsqueeze(-1)
-        return self.writes.change(z.flatten(2) @ self.matrix.flatten(0, 1)) + self.bias
+        """Return everything that it wrote."""
+        return self.writes.change(self.outputs.flatten(2) @ self.matrix.flatten(0, 1)) + self.bias
 
 
 @dataclass(frozen=True, eq=False)
 class Decomposition:
-    """A run taken apart.
+    """A run as a sum of writes.
 
     Attributes:
         recording: the run, with every neuron-head and the z of every attention head.
-        embedding: the stream that enters the first block: tokens, and positions.
+        embedding: the stream that enters the first block: tokens and positions.
         sublayers: in the order of computation.
         final: the norm before the unembedding.
-        parallel: of each source layer, whether its MLP reads what its attention reads.
+        parallel: for each source layer, whether its MLP reads the same stream as its attention.
     """
 
     recording: Recording
@@ -196,7 +194,7 @@ class Decomposition:
         return self.sublayers[2 * layer + HEAD_KINDS.index(kind)]
 
     def before(self, layer: int, kind: HeadKind) -> tuple[SublayerWrites, ...]:
-        """Return the sublayers that have written when one reads."""
+        """Return the sublayers that have written before one reads."""
         n = 2 * layer + (kind == "neuron" and not self.parallel[layer])
         return self.sublayers[:n]
 
@@ -206,30 +204,17 @@ class Decomposition:
 def decompose(
     model: Any, tokens: Tokens, mask: Tensor | None, *, names: tuple[str, ...] = ()
 ) -> Decomposition:
-    """Run a model once, and return what each of its parts wrote.
+    """Run a model once, and return what each sublayer wrote.
 
     Args:
-        model: converted, or with exposed neuron-heads.
+        model: a model with neuron-heads, in float32 or float64.
         tokens: its input.
         mask: 1 for real tokens, 0 for padding.
         names: further hook points of attention heads to record.
 
     Raises:
-        InputError: with every reason: norms or matrices of a bridge are unknown; half precision,
-            in which sums of writes are not the stream; the run is not finite, padding included.
+        InputError: unknown norms or matrices of a bridge; half precision; a run that is not finite.
         UnsupportedModelError: the writes do not add up to the stream.
-
-    Example:
-        >>> import torch
-        >>> from attn_only_lens import convert, patching as p, pretrained
-        >>> from attn_only_lens.engine.sites import resolve_sites
-        >>> from attn_only_lens.engine.writes import decompose
-        >>> model = convert(pretrained.modular_addition())
-        >>> parts = decompose(model, torch.tensor([[3, 4, 113]]), None)
-        >>> (sites,) = resolve_sites(model, p.heads())
-        >>> written = parts.of(0, "attention").written(sites)
-        >>> written.shape
-        torch.Size([4, 1, 3, 128])
     """
     dtype = next(model.parameters()).dtype
     if dtype not in (torch.float32, torch.float64):
@@ -240,51 +225,60 @@ def decompose(
     layers = range(host.n_layers)
     z_names = [host.hook_name(layer, "attention", "z") for layer in layers]
     modules: set[nn.Module] = {model.unembed}
-    for layer, each in zip(layers, norms, strict=True):
+    for layer, around in zip(layers, norms, strict=True):
         modules |= {host.attention(layer), host.neurons[layer].module}
-        modules |= {n.module for n in (*each.attention, *each.neuron, last) if n.module is not None}
-    with _traffic(modules) as (entered, returned):
+        every_norm = (*around.attention, *around.neuron, last)
+        modules |= {norm.module for norm in every_norm if norm.module is not None}
+    with _record_modules(modules) as traffic:
         recording = record(model, tokens, mask, layers=layers, names=[*z_names, *names])
     _require_finite(recording)
+    sublayers = tuple(
+        _sublayer(host, recording, traffic, around, layer, kind)
+        for layer, around in zip(layers, norms, strict=True)
+        for kind in HEAD_KINDS
+    )
+    final = traffic.frozen(last, traffic.entered[model.unembed])
+    parallel = tuple(bool(around.parallel) for around in norms)
+    run = Decomposition(recording, recording.streams[0], sublayers, final, parallel)
+    _require_sums(run)
+    return run
 
-    def passed(norm: Any, at: nn.Module, seen: dict[nn.Module, Tensor]) -> FrozenNorm:
-        """A norm, or the lack of one, at a module's input or output."""
+
+class _Traffic(NamedTuple):
+    """The inputs and outputs of modules in a forward pass."""
+
+    entered: dict[nn.Module, Tensor]
+    returned: dict[nn.Module, Tensor]
+
+    def frozen(self, norm: Any, outside: Tensor) -> FrozenNorm:
+        """Return a norm in this run; `outside` is the stream where there is no norm."""
         if norm.module is None:
-            return FrozenNorm.of(norm, seen[at], seen[at])
-        return FrozenNorm.of(norm, entered[norm.module], returned[norm.module])
+            return FrozenNorm.measure(norm, outside, outside)
+        return FrozenNorm.measure(norm, self.entered[norm.module], self.returned[norm.module])
 
-    sublayers = []
-    for layer, each in zip(layers, norms, strict=True):
-        attention, heads = host.attention(layer), host.neurons[layer]
-        for kind in HEAD_KINDS:
-            module = attention if kind == "attention" else heads.module
-            around = each.attention if kind == "attention" else each.neuron
-            reads = passed(around[0], module, entered)
-            writes = passed(around[1], module, returned)
-            if kind == "attention":
-                z, matrix, neurons = recording.hooked[z_names[layer]], attention.W_O, None
-            else:
-                z, neurons = recording.neurons[layer].z.unsqueeze(-1), heads
-                matrix = heads.W_out.unsqueeze(1)
-            own = torch.zeros_like(reads.stream)
-            b = module.b_O if neurons is None else neurons.b_O
-            bias = writes.change(own if b is None else own + b)
-            bias = bias if writes.norm.bias is None else bias + writes.norm.bias
-            matrix, bias = matrix.detach(), bias.detach()
-            sublayers.append(
-                SublayerWrites(
-                    layer, kind, reads, entered[module], writes, z, matrix, bias, neurons
-                )
-            )
-    final = passed(last, model.unembed, entered)
-    parallel = tuple(bool(each.parallel) for each in norms)
-    parts = Decomposition(recording, recording.streams[0], tuple(sublayers), final, parallel)
-    _require_sums(parts)
-    return parts
+
+def _sublayer(
+    host: Any, recording: Recording, traffic: _Traffic, around: Any, layer: int, kind: HeadKind
+) -> SublayerWrites:
+    heads: Any = None
+    if kind == "attention":
+        module, (before, after) = host.attention(layer), around.attention
+        z, matrix, b = recording.hooked[host.hook_name(layer, kind, "z")], module.W_O, module.b_O
+    else:
+        heads, (before, after) = host.neurons[layer], around.neuron
+        module, matrix, b = heads.module, heads.W_out.unsqueeze(1), heads.b_O
+        z = recording.neurons[layer].z.unsqueeze(-1)
+    entered = traffic.entered[module]
+    reads, writes = traffic.frozen(before, entered), traffic.frozen(after, traffic.returned[module])
+    zero = torch.zeros_like(reads.stream)
+    bias = writes.change(zero if b is None else zero + b)
+    bias = bias if after.bias is None else bias + after.bias
+    matrix, bias = matrix.detach(), bias.detach()
+    return SublayerWrites(layer, kind, reads, entered, writes, z, matrix, bias, heads)
 
 
 def _require_finite(recording: Recording) -> None:
-    """Refuse a run with nan: what is nan at padding would be nan in every sum over positions."""
+    """Refuse a run with nan: nan at padding would be nan in every sum over positions."""
     device = recording.tokens.device
     finite = torch.stack([x.isfinite().all(-1).to(device) for x in recording.streams]).all(0)
     if finite.all():
@@ -295,80 +289,64 @@ def _require_finite(recording: Recording) -> None:
     raise InputError([f"the model's own run is not finite for prompts {prompts}{advice}"], _PROBLEM)
 
 
-def _require_sums(parts: Decomposition) -> None:
-    """Hold the sum of all writes against the stream that every sublayer read."""
-    totals = [each.total() for each in parts.sublayers]
-    readers = [(each.layer, each.kind, each.reads.stream) for each in parts.sublayers]
-    readers.append((len(parts.parallel), "attention", parts.final.stream))
-    real = parts.recording.mask
-    reasons = []
-    for layer, kind, stream in readers:
-        n = len(totals) if layer == len(parts.parallel) else len(parts.before(layer, kind))
-        off = (sum((x.to(stream) for x in totals[:n]), parts.embedding.to(stream)) - stream).abs()
-        off, size = (
-            x if real is None else x[real.bool().to(x.device)] for x in (off, stream.abs())
+def _require_sums(run: Decomposition) -> None:
+    """Compare the sum of all writes with the stream that every sublayer read."""
+    totals = [sublayer.total() for sublayer in run.sublayers]
+    readers = [
+        (f"the {sublayer.kind} of layer {sublayer.layer}", sublayer.reads.stream, n_before)
+        for sublayer in run.sublayers
+        for n_before in [len(run.before(sublayer.layer, sublayer.kind))]
+    ]
+    readers.append(("the unembedding", run.final.stream, len(totals)))
+    real = run.recording.mask
+    for reader, stream, n_before in readers:
+        total = sum((x.to(stream) for x in totals[:n_before]), run.embedding.to(stream))
+        error, size = (
+            x if real is None else x[real.bool().to(x.device)]
+            for x in ((total - stream).abs(), stream.abs())
         )
-        if not off.amax() <= _ROUNDING * size.amax():
-            at = (
-                "the unembedding"
-                if layer == len(parts.parallel)
-                else f"the {kind} of layer {layer}"
+        if not error.amax() <= _ROUNDING * size.amax():
+            reason = (
+                f"the input of {reader} differs by {float(error.amax()):.2g} from the sum of "
+                f"everything written before it (largest entry: {float(size.amax()):.2g}): "
+                "something else writes into the stream, or outputs are multiplied"
             )
-            reasons.append(
-                f"what {at} reads differs by {float(off.amax()):.2g} from the sum of what was "
-                f"written before it (largest: {float(size.amax()):.2g}): something else writes, or "
-                "outputs are multiplied"
-            )
-    UnsupportedModelError.raise_if(reasons[:1], _PROBLEM)
+            raise UnsupportedModelError([reason], _PROBLEM)
 
 
 @contextmanager
-def _traffic(
-    modules: set[nn.Module],
-) -> Iterator[tuple[dict[nn.Module, Tensor], dict[nn.Module, Tensor]]]:
-    """Yield two dictionaries that the next forward pass fills: what modules get, and return."""
-    entered: dict[nn.Module, Tensor] = {}
-    returned: dict[nn.Module, Tensor] = {}
+def _record_modules(modules: set[nn.Module]) -> Iterator[_Traffic]:
+    """Yield the inputs and the outputs of modules, which the next forward pass fills in."""
+    traffic = _Traffic({}, {})
 
     def look(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        given = module_input(args, kwargs)
-        if given.ndim != 3:
-            raise InputError(
-                [
-                    f"a {type(module).__name__} is given {list(given.shape)}; expected [batch, "
-                    "pos, d_model]: turn off use_split_qkv_input and use_attn_in"
-                ],
-                _PROBLEM,
+        named = (kwargs[name] for name in ("hidden_states", "value_input") if name in kwargs)
+        x = next(named, (*args, None)[0])
+        if x.ndim != 3:
+            reason = (
+                f"a {type(module).__name__} gets an input {list(x.shape)}; expected [batch, pos, "
+                "d_model]: turn off use_split_qkv_input and use_attn_in"
             )
-        returned[module] = output_stream(output).detach()
-        # Where its weights are: a model over several devices moves there what it is given.
-        entered[module] = given.detach().to(returned[module].device)
+            raise InputError([reason], _PROBLEM)
+        traffic.returned[module] = output_stream(output).detach()
+        # On the device of its weights: a model over several devices moves its input there.
+        traffic.entered[module] = x.detach().to(traffic.returned[module].device)
 
     with ExitStack() as stack:
         for module in modules:
             stack.callback(module.register_forward_hook(look, with_kwargs=True).remove)
-        yield entered, returned
-
-
-_INPUTS = ("hidden_states", "value_input")  # of a bridge; of a HookedTransformer
-
-
-def module_input(args: Any, kwargs: dict[str, Any]) -> Tensor:
-    """Return what a sublayer, or a norm, is given."""
-    found: Tensor = next((kwargs[name] for name in _INPUTS if name in kwargs), (*args, None)[0])
-    return found
+        yield traffic
 
 
 @contextmanager
 def add_to_input(module: nn.Module, change: Tensor) -> Iterator[None]:
-    """Add to what an attention module is given: to its query, key and value inputs alike."""
+    """Add to the query, key and value inputs of an attention module alike."""
 
     def enter(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        named = [
-            n for n in ("hidden_states", "query_input", "key_input", "value_input") if n in kwargs
-        ]
+        inputs = ("hidden_states", "query_input", "key_input", "value_input")
+        named = {name: kwargs[name] + change for name in inputs if name in kwargs}
         if named:
-            return args, {**kwargs, **{name: kwargs[name] + change for name in named}}
+            return args, {**kwargs, **named}
         return (args[0] + change, *args[1:]), kwargs
 
     handle = module.register_forward_pre_hook(enter, with_kwargs=True)

@@ -12,8 +12,9 @@ from models import build
 from attn_only_lens import Bilinear, InputError, UnsupportedModelError, convert, expose_neuron_heads
 from attn_only_lens import patching as p
 from attn_only_lens.circuits import attribution_graph
-from attn_only_lens.engine.frozen_pass import FrozenPass
+from attn_only_lens.engine import linear_run
 from attn_only_lens.engine.inputs import reasons_not_to_run
+from attn_only_lens.engine.writes import FrozenNorm
 from attn_only_lens.heads import HeadName
 
 POS = 5
@@ -185,23 +186,25 @@ def gradient(model, held, at, index):
     return torch.tensor(found, dtype=torch.float64)
 
 
-def test_without_frozen_scales_sums_do_not_hold(monkeypatch):
-    """The control of the first test: a model whose norms move is not a sum of what it reads."""
+def test_without_the_scales_of_norms_sums_do_not_hold(monkeypatch):
+    """The control of the first test."""
     model = model_of("gelu")
 
-    def loose(self, model):
-        hold(self, model)
-        self._constant = [n for n in self._constant if not n.endswith("hook_scale")]
+    def without_scale(self, gradient, positions=slice(None)):
+        return self.norm.before(gradient.flatten(0, -2).T).T.view_as(gradient)
 
-    hold = FrozenPass.__init__
-    monkeypatch.setattr(FrozenPass, "__init__", loose)
-    with pytest.raises(UnsupportedModelError, match="not linear"):
-        attribution_graph(model, tokens(0, 1, POS), METRIC, top=7)
-    monkeypatch.setattr(
-        "attn_only_lens.engine.frozen_pass.logit_tolerance", lambda *args: float("inf")
-    )
+    monkeypatch.setattr(FrozenNorm, "back", without_scale)
     graph = attribution_graph(model, tokens(0, 1, POS), METRIC, top=7)
     assert worst(graph.inflow(), graph.nodes) > 1e-2
+
+
+def test_heads_that_are_not_what_their_weights_say_are_refused(monkeypatch):
+    model = model_of("gelu")
+    with torch.no_grad():
+        model.blocks[0].ln1.b[:] = 1.0
+    monkeypatch.setattr(linear_run, "_norm_bias", lambda sublayer: 0.0)
+    with pytest.raises(UnsupportedModelError, match="not linear in their values"):
+        attribution_graph(model, tokens(0, 1, POS), METRIC, top=7)
 
 
 # Edges into patterns
@@ -394,7 +397,7 @@ def test_too_large_a_graph_is_refused_with_its_cost_and_one_that_is_not(layout):
 
 def test_blocks_change_nothing(monkeypatch):
     whole = graph_of("gelu", top=29)
-    monkeypatch.setattr("attn_only_lens.circuits.linear_model._BLOCK", 0)
+    monkeypatch.setattr("attn_only_lens.circuits.linear_graph._BLOCK", 0)
     one_by_one = graph_of("gelu", top=29)
     key = ["source", "target", "kind"]
     apart = whole.edges.set_index(key)["weight"] - one_by_one.edges.set_index(key)["weight"]
@@ -435,7 +438,7 @@ def test_what_makes_no_sense_is_refused():
         attribution_graph(build("gelu"), given, METRIC)
     with pytest.raises(InputError, match="got float64"):
         attribution_graph(model, given.double(), METRIC)
-    with pytest.raises(UnsupportedModelError, match="still not linear"):
+    with pytest.raises(UnsupportedModelError, match="not linear in their values"):
         attribution_graph(model_of("clip_qkv"), given, METRIC)
     with torch.inference_mode(), pytest.raises(InputError, match="inference_mode"):
         attribution_graph(model, given, METRIC)

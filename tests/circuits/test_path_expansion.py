@@ -222,7 +222,7 @@ def test_refusals():
     for match, call in (
         ("got hops=0", lambda: circuits.path_expansion(model, PROMPT, 0)),
         ("got held='both'", lambda: circuits.path_expansion(model, PROMPT, held="both")),
-        ("no value of these", lambda: circuits.path_expansion(model, PROMPT, held="up")),
+        ("value is a product", lambda: circuits.path_expansion(model, PROMPT, held="up")),
         ("has no neuron-heads", lambda: circuits.path_expansion(bridges.boot("gpt2"), PROMPT)),
         ("got k=0", lambda: found.paths(METRIC, 0)),
         ("compares with another run", lambda: found.effects(p.kl())),

@@ -1,0 +1,583 @@
+"""Nodes and edges of the linear model of a run (`engine/linear_run.py`).
+
+The attribution of a target t is A_t = c_t · z_t, with c_t the gradient of the metric at its output.
+z_t is a sum over everything written before it, so A_t is a sum too. Its terms are the edges:
+
+    value   w(s → t) = c_t · W_ts z_s          Σ_s w(s → t) + c_t · b_t = A_t
+                                               Σ_t w(s → t) = A_s, over all targets t
+
+Both sums hold for every node, so a graph of all nodes is a flow from the embedding and the biases
+to the metric. W_ts z_s is what s wrote into the stream, read by t: an edge is the product of a
+covector of the target and a vector of the source. Heads that are not nodes of the graph are summed
+as vectors, so a graph of K nodes costs K² products, whatever the size of the model.
+
+Patterns are held, so what sets a pattern is another kind of edge, to first order. With P the
+pattern's row of t, p the gradient of the metric there, P' the derivative of the row by the query q,
+and q_s the part of q that s wrote (a linear map of s, because norm scales are held),
+
+    q       w(s → t) = p · P' q_s              k       the same with keys in place of queries
+
+Those add up to p · P' q. That is not a share of A_t: it is the effect on the metric of scaling the
+query by 1 + ε, divided by ε. A neuron-head's keys are constant, so it has no edges of kind "k"; if
+its gate is a step (relu), it has none of kind "q" either.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from transformer_lens.hook_points import HookPoint
+
+from attn_only_lens.axes import SELF, Residual
+from attn_only_lens.circuits.graph import NODE_COLUMNS
+from attn_only_lens.devices import free_bytes, normal_numbers
+from attn_only_lens.engine.frozen_pass import silent_scale_edits
+from attn_only_lens.engine.linear_run import (
+    LinearAttention,
+    LinearRun,
+    LinearSublayer,
+    Outputs,
+    by_head,
+    linearize,
+)
+from attn_only_lens.engine.metrics import AnyMetric, bind, require_differentiable
+from attn_only_lens.engine.prompts import PromptPair
+from attn_only_lens.engine.recording import run
+from attn_only_lens.engine.writes import add_to_input
+from attn_only_lens.errors import UnsupportedModelError
+from attn_only_lens.heads import HeadName, host_of
+from attn_only_lens.tolerances import LOGIT_TOLERANCE
+
+Node = tuple[int, int]
+"""Position, and index in the sublayer."""
+_PROBLEM = "the edges into patterns of this model are unknown; pass patterns=False"
+
+
+@dataclass(frozen=True, eq=False)
+class AttributedRun:
+    """A linear run with the gradients of a metric.
+
+    Attributes:
+        linear: the run.
+        metric: the metric's name.
+        value: the metric.
+        offset: the metric less its gradient times the logits: 0 for a metric linear in the logits.
+        logit_gradient: the gradient at the logits before any soft cap.
+        gradients: the gradients at the outputs of each sublayer.
+        stream_gradients: the gradients at the stream after 0, 1, … sublayers.
+        slopes: how queries and keys move the patterns of each sublayer; by "q" and "k".
+    """
+
+    linear: LinearRun
+    metric: str
+    value: float
+    offset: float
+    logit_gradient: Float[Tensor, "batch pos d_vocab"]
+    gradients: list[Outputs]
+    stream_gradients: list[Residual]
+    slopes: list[dict[str, "_NeuronSlope | _AttentionSlope"]]
+
+    def attributions(self, index: int) -> Float[Tensor, "pos node"]:
+        """Return the attribution of each node of a sublayer, summed over prompts."""
+        outputs = self.linear.sublayers[index].writes.outputs
+        return (self.gradients[index] * outputs).sum((0, 3))
+
+    def kinds(self, index: int) -> list[str]:
+        """Return the kinds of edges into nodes of a sublayer."""
+        return ["value", *self.slopes[index]]
+
+
+def attribute(
+    model: Any, pair: PromptPair, metric: AnyMetric, patterns: bool = True
+) -> AttributedRun:
+    """Run a model, and attribute a metric to its heads with patterns and norm scales held.
+
+    Args:
+        model: a model with neuron-heads.
+        pair: the clean prompts are run.
+        metric: whose shares attributions are.
+        patterns: also compute what moves patterns.
+    """
+    host = host_of(model)
+    layers = range(host.n_layers) if patterns else range(0)
+    names = [host.hook_name(layer, "attention", point) for layer in layers for point in "qk"]
+    linear = linearize(model, pair.clean, pair.mask, names=names)
+    logits = linear.run.recording.logits
+    bound = bind(metric, model, pair, logits)
+    require_differentiable(bound, logits)
+    gradient, _ = linear.metric_gradient(bound)
+    value = bound.of(logits)
+    outputs, streams = linear.gradients(linear.stream_gradient(gradient))
+    slopes: list[dict[str, _NeuronSlope | _AttentionSlope]] = [{} for _ in linear.sublayers]
+    if patterns:
+        slopes = _slopes(linear, outputs)
+    offset = value - float((gradient * linear.logits).sum())
+    return AttributedRun(linear, bound.name, value, offset, gradient, outputs, streams, slopes)
+
+
+def _slopes(
+    linear: LinearRun, gradients: list[Outputs]
+) -> list[dict[str, "_NeuronSlope | _AttentionSlope"]]:
+    graphs = iter(_pattern_graphs(linear))
+    found: list[dict[str, _NeuronSlope | _AttentionSlope]] = []
+    for sublayer, gradient in zip(linear.sublayers, gradients, strict=True):
+        if isinstance(sublayer, LinearAttention):
+            found.append(_attention_slopes(linear, sublayer, gradient, next(graphs)))
+        else:
+            slope = _NeuronSlope.of(sublayer, gradient)
+            found.append({} if slope is None else {"q": slope})
+    return found
+
+
+@dataclass(frozen=True, eq=False)
+class _NeuronSlope:
+    """The effect of neurons' pre-activations q on the metric through their patterns alone.
+
+    Attributes:
+        sublayer: the neurons.
+        gradient: the gradient of the metric at q.
+        W: the projection that makes q.
+        constant: the effect of scaling the constant part of queries by 1 + ε, over ε.
+    """
+
+    sublayer: LinearSublayer
+    gradient: Float[Tensor, "batch pos d_mlp"]
+    W: Float[Tensor, "d_model d_mlp"]
+    constant: Float[Tensor, "batch pos d_mlp"]
+
+    @classmethod
+    def of(cls, sublayer: LinearSublayer, gradient: Outputs) -> "_NeuronSlope | None":
+        heads: Any = sublayer.writes.neurons
+        q, up = heads.projections(sublayer.writes.entered)
+        with torch.enable_grad():
+            q = q.detach().requires_grad_()
+            query, v = heads._query_and_value(q, up)
+            outputs = heads.neuron_outputs(heads._gate_pattern(query)[..., SELF] * v.detach())
+            if not outputs.requires_grad:  # the gate is a step
+                return None
+            along = gradient.squeeze(-1)
+            by_q, by_query = torch.autograd.grad(outputs, (q, query), along)
+        gate = getattr(heads.module, "W_gate", None)
+        W = (heads.module.W_in if gate is None else gate).detach()
+        reads = sublayer.writes.reads.norm
+        bias, _ = heads.projections(torch.zeros_like(sublayer.writes.entered[:1, :1]))
+        bias = bias if reads.bias is None else bias + reads.bias.to(W) @ W
+        # Heads that share a neuron have queries b q + c.
+        scaled = (by_query * query.detach()).unflatten(-1, (heads.n_neurons, -1)).sum(-1)
+        constant = scaled - by_q * q.detach() + by_q * bias.detach()
+        return cls(sublayer, by_q, W, constant)
+
+    def covectors(
+        self, positions: Tensor, nodes: Tensor
+    ) -> tuple[Float[Tensor, "batch target d_model"], Float[Tensor, "batch target"]]:
+        """Return what targets read at their own position, and the part of biases inside them."""
+        read = self.gradient[:, positions, nodes].unsqueeze(-1) * self.W.T[nodes]
+        covectors = self.sublayer.writes.reads.back(read, positions)
+        return covectors, self.constant[:, positions, nodes]
+
+
+@dataclass(frozen=True, eq=False)
+class _PatternGraph:
+    """The pattern of a layer's attention heads, in a graph that begins at queries and keys."""
+
+    pattern: Float[Tensor, "batch head_index query_pos key"]
+    inputs: dict[str, Float[Tensor, "batch pos group d_head"]]
+
+
+def _pattern_graphs(linear: LinearRun) -> list[_PatternGraph]:
+    """Run the model with queries and keys as leaves, and the scales of their norms held.
+
+    Noise is added to the input of every attention. It must reach queries and keys by W_Q and W_K;
+    the recorded ones, and the recorded z, then replace what the noise has moved.
+    """
+    host, recording = host_of(linear.model), linear.run.recording
+    graphs: dict[str, Tensor] = {}
+    hooks: list[tuple[str, Callable[..., Tensor]]] = []
+    with ExitStack() as stack:
+        for sublayer in linear.sublayers:
+            writes = sublayer.writes
+            if writes.kind == "attention":
+                noise = normal_numbers(writes.entered.shape).to(writes.entered)
+                noise = noise * writes.entered.std(correction=0)
+                stack.enter_context(add_to_input(host.attention(writes.layer), noise))
+                hooks += _graph_hooks(linear, writes.layer, noise, graphs)
+        stack.enter_context(torch.enable_grad())
+        stack.enter_context(silent_scale_edits())
+        run(linear.model, recording.tokens, recording.mask, hooks)
+    found = []
+    for layer in range(host.n_layers):
+        q, k, pattern = (
+            graphs[host.hook_name(layer, "attention", point)] for point in ("q", "k", "pattern")
+        )
+        if not pattern.requires_grad:
+            reason = f"layer {layer}: its pattern is not computed from the queries that hooks see"
+            raise UnsupportedModelError([reason], _PROBLEM)
+        found.append(_PatternGraph(pattern, {"q": q, "k": k}))
+    return found
+
+
+def _graph_hooks(
+    linear: LinearRun, layer: int, noise: Residual, graphs: dict[str, Tensor]
+) -> list[tuple[str, Callable[..., Tensor]]]:
+    host, recorded = host_of(linear.model), linear.run.recording.hooked
+    attention = host.attention(layer)
+    name = {x: host.hook_name(layer, "attention", x) for x in ("q", "k", "pattern", "z")}
+
+    def leaf(kind: str) -> Callable[..., Tensor]:
+        def hook(value: Tensor, hook: Any) -> Tensor:
+            inputs = recorded[name[kind]]
+            W = _by_group(getattr(attention, f"W_{kind.upper()}"), inputs.shape[2])
+            expected = inputs + torch.einsum("bpm,gmd->bpgd", noise, W)
+            error = (value.detach() - expected).abs().amax()
+            if not error <= LOGIT_TOLERANCE[torch.float32] * expected.abs().amax():
+                reason = f"layer {layer}: W_{kind.upper()} does not make what its hook {kind} sees"
+                raise UnsupportedModelError([reason], _PROBLEM)
+            graphs[name[kind]] = inputs.clone().requires_grad_()
+            return graphs[name[kind]]
+
+        return hook
+
+    def keep_pattern(value: Tensor, hook: Any) -> Tensor:
+        graphs[name["pattern"]] = value
+        return value.detach()
+
+    points = (m for m in attention.modules() if isinstance(m, HookPoint))
+    scales = sorted({str(m.name) for m in points if str(m.name).endswith("hook_scale")})
+    return [
+        *((name[kind], leaf(kind)) for kind in "qk"),
+        *((scale, lambda value, hook: value.detach()) for scale in scales),
+        (name["pattern"], keep_pattern),
+        (name["z"], lambda value, hook: recorded[name["z"]]),
+    ]
+
+
+@dataclass(frozen=True, eq=False)
+class _AttentionSlope:
+    """The effect of attention heads' queries, or keys, on the metric through their patterns.
+
+    Attributes:
+        sublayer: the heads.
+        pattern: the patterns, in a graph from the inputs.
+        gradient: the gradient of the metric at the patterns.
+        inputs: the queries or keys.
+        W: W_Q or W_K, of each head or each group of heads that share keys.
+        constant: the queries or keys for a stream of 0.
+    """
+
+    sublayer: LinearAttention
+    pattern: Float[Tensor, "batch head_index query_pos key"]
+    gradient: Float[Tensor, "batch head_index query_pos key"]
+    inputs: Float[Tensor, "batch pos group d_head"]
+    W: Float[Tensor, "group d_model d_head"]
+    constant: Float[Tensor, "batch pos group d_head"]
+
+    def input_gradients(
+        self, positions: Tensor, nodes: Tensor
+    ) -> Float[Tensor, "target batch pos group d_head"]:
+        """Return the gradient at the inputs through the pattern's row of each target alone."""
+        rows = torch.zeros(len(nodes), *self.gradient.shape).to(self.gradient)
+        target = torch.arange(len(nodes), device=rows.device)
+        rows[target, :, nodes, positions] = self.gradient[:, nodes, positions].transpose(0, 1)
+
+        # Not is_grads_batched, which takes some operations row by row, such as softmax.
+        def gradient(row: Tensor) -> Tensor:
+            graph = (self.pattern, self.inputs, row)
+            (found,) = torch.autograd.grad(*graph, retain_graph=True, allow_unused=True)
+            return torch.zeros_like(self.inputs) if found is None else found
+
+        found: Tensor = torch.func.vmap(gradient)(rows)
+        return found
+
+    def covectors(
+        self, gradients: Float[Tensor, "target batch group d_head"], position: int
+    ) -> Float[Tensor, "batch target d_model"]:
+        """Return what targets read at a position, from the gradients at the inputs there."""
+        entering = torch.einsum("tbgd,gmd->btm", gradients, self.W)
+        return self.sublayer.writes.reads.back(entering, slice(position, position + 1))
+
+
+def _attention_slopes(
+    linear: LinearRun, sublayer: LinearAttention, gradient: Outputs, graph: _PatternGraph
+) -> dict[str, "_NeuronSlope | _AttentionSlope"]:
+    writes = sublayer.writes
+    attention = host_of(linear.model).attention(writes.layer)
+    b_V = getattr(attention, "b_V", None)
+    values = torch.einsum("bkm,hmd->bkhd", writes.entered, sublayer.W_V)
+    if b_V is not None:
+        values = values + by_head(b_V.view(-1, values.shape[3]), values.shape[2])
+    pattern_gradient = torch.einsum("bqhd,bkhd->bhqk", gradient, values)
+    found: dict[str, _NeuronSlope | _AttentionSlope] = {}
+    for kind, inputs in graph.inputs.items():
+        n_groups, d_head = inputs.shape[2:]
+        W = _by_group(getattr(attention, f"W_{kind.upper()}"), n_groups)
+        b, bias = getattr(attention, f"b_{kind.upper()}", None), writes.reads.norm.bias
+        constant = torch.zeros_like(inputs)
+        if b is not None:
+            constant = constant + _by_group(b.view(-1, d_head), n_groups)
+        if bias is not None:
+            constant = constant + torch.einsum("m,gmd->gd", bias.to(W), W)
+        entering = writes.reads.change(writes.reads.stream)
+        left = inputs.detach() - torch.einsum("bpm,gmd->bpgd", entering, W) - constant
+        if left.abs().amax() > LOGIT_TOLERANCE[torch.float32] * inputs.abs().amax():
+            constant = constant + left  # positions that only queries and keys have (Shortformer)
+        found[kind] = _AttentionSlope(
+            sublayer, graph.pattern, pattern_gradient, inputs, W, constant
+        )
+    return found
+
+
+def _by_group(weights: Tensor, n_groups: int) -> Tensor:
+    if len(weights) > n_groups:
+        return weights.detach()[:: len(weights) // n_groups]
+    return by_head(weights, n_groups)
+
+
+class LinearGraph:
+    """Nodes and edges of an attributed run as frames, for chosen nodes of each sublayer."""
+
+    def __init__(
+        self, attributed: AttributedRun, pair: PromptPair, chosen: Sequence[Sequence[Node]]
+    ) -> None:
+        self._attributed, self._linear, self._chosen = attributed, attributed.linear, chosen
+        self._real: list[int] = pair.real.any(dim=0).nonzero().flatten().tolist()
+        self._sources = _Sources(self._linear, self._real, chosen)
+
+    def _ids(self, index: int, nodes: Sequence[Node]) -> list[str]:
+        writes = self._linear.sublayers[index].writes
+        return [f"{HeadName(writes.layer, writes.kind, node)}@{pos}" for pos, node in nodes]
+
+    def edges(
+        self, on_done: Callable[[int], object] = lambda n: None
+    ) -> tuple[pd.DataFrame, Float[np.ndarray, "edge batch"]]:
+        """Return edges from chosen nodes, "bias" and "rest" into chosen nodes and the metric.
+
+        Args:
+            on_done: called with the number of nodes that are done.
+
+        Returns:
+            A row for each edge that is not 0, and the contribution of each prompt to its weight.
+        """
+        sources = [f"embed@{pos}" for pos in self._real]
+        for index, nodes in enumerate(self._chosen):
+            sources += self._ids(index, nodes)
+        blocks = [_edges_of(sources, ["metric"], "value", self._into_metric())]
+        for index, nodes in enumerate(self._chosen):
+            for kind in self._attributed.kinds(index) if nodes else ():
+                for some, by_prompt in self._into(index, kind, nodes):
+                    blocks.append(_edges_of(sources, self._ids(index, some), kind, by_prompt))
+                    on_done(len(some) * (kind == "value"))
+        frames, weights = zip(*blocks, strict=True)
+        return pd.concat(frames, ignore_index=True), np.concatenate(weights)
+
+    def _into_metric(self) -> Float[Tensor, "batch target column"]:
+        """Return the contributions to the metric."""
+        gradient, n = self._attributed.stream_gradients[-1], len(self._linear.sublayers)
+        sums = self._sources.contributions(n, 1, self._logit_bias()[:, None])
+        for position in range(gradient.shape[1]):
+            sums.add(slice(None), gradient[:, [position]], position)
+        return sums.columns
+
+    def _logit_bias(self) -> Float[Tensor, "batch"]:
+        """Return what the biases of the last norm and the unembedding add to the metric."""
+        zero = torch.zeros_like(self._linear.run.final.stream)
+        return (self._attributed.logit_gradient * self._linear.unembed(zero[None])[0]).sum((1, 2))
+
+    def _into(
+        self, index: int, kind: str, nodes: Sequence[Node]
+    ) -> Iterator[tuple[Sequence[Node], Float[Tensor, "batch target column"]]]:
+        """Yield blocks of nodes of a sublayer, and the contributions to them."""
+        gradient = self._attributed.gradients[index]
+        slope = self._attributed.slopes[index].get(kind)
+        size = len(self._sources.positions) + self._linear.run.embedding.shape[2]
+        if isinstance(slope, _AttentionSlope):
+            size += slope.gradient[0].numel() + slope.inputs[0].numel()
+        at_once = max(1, _numbers_at_once(gradient) // (len(gradient) * size))
+        for first in range(0, len(nodes), at_once):
+            some = nodes[first : first + at_once]
+            places = torch.tensor(some, dtype=torch.int64, device=gradient.device)
+            yield some, self._contributions(index, slope, *places.T)
+
+    def _contributions(
+        self,
+        index: int,
+        slope: "_NeuronSlope | _AttentionSlope | None",
+        positions: Tensor,
+        nodes: Tensor,
+    ) -> Float[Tensor, "batch target column"]:
+        sublayer, gradient = self._linear.sublayers[index], self._attributed.gradients[index]
+        of_targets = gradient[:, positions, nodes]
+        n_before, n_pos = self._linear.n_before(index), gradient.shape[1]
+        own = None  # covectors of targets that read their own position alone
+        if slope is None:
+            bias = (of_targets * sublayer.constant[:, positions, nodes]).sum(-1)
+            if not isinstance(sublayer, LinearAttention):
+                own = sublayer.covectors(of_targets, nodes, positions, positions)
+        elif isinstance(slope, _NeuronSlope):
+            own, bias = slope.covectors(positions, nodes)
+        else:
+            inputs = slope.input_gradients(positions, nodes)
+            bias = torch.einsum("tbpgd,bpgd->bt", inputs, slope.constant)
+        sums = self._sources.contributions(n_before, len(nodes), bias)
+        for position in range(n_pos):
+            if own is not None:
+                rows = (positions == position).nonzero()[:, 0]
+                sums.add(rows, own[:, rows], position)
+            elif isinstance(slope, _AttentionSlope):
+                sums.add(slice(None), slope.covectors(inputs[:, :, position], position), position)
+            else:
+                covectors = sublayer.covectors(of_targets, nodes, positions, position)
+                sums.add(slice(None), covectors, position)
+        return sums.columns
+
+    def nodes(self, rest: float) -> pd.DataFrame:
+        """Return the nodes: the embedding, heads by layer, and "bias", "rest", "offset", "metric".
+
+        Args:
+            rest: the attribution of the heads that are no nodes.
+        """
+        attributed, linear = self._attributed, self._linear
+        embedding, gradient = linear.run.embedding, attributed.stream_gradients[0]
+        rows: list[tuple[object, ...]] = [
+            (f"embed@{pos}", "embed", None, "embed", pos, length, np.nan, attribution)
+            for pos, length, attribution in zip(
+                range(embedding.shape[1]),
+                embedding.norm(dim=-1).mean(0).tolist(),
+                (gradient.to(embedding) * embedding).sum((0, 2)).tolist(),
+                strict=True,
+            )
+            if pos in self._real
+        ]
+        bias = float(self._logit_bias().sum())
+        for index, nodes in enumerate(self._chosen):
+            sublayer, gradients = linear.sublayers[index], attributed.gradients[index]
+            behind = attributed.stream_gradients[index + 1].to(sublayer.writes.bias)
+            bias += float((gradients * sublayer.constant).sum())
+            bias += float((behind * sublayer.writes.bias).sum())
+            rows += self._rows(index, nodes)
+        ends = {"bias": (0.0, bias), "rest": (0.0, rest), "offset": (0.0, attributed.offset)}
+        for name, (size, attribution) in (ends | {"metric": (attributed.value,) * 2}).items():
+            rows.append((name, name, None, name, None, size, np.nan, attribution))
+        frame = pd.DataFrame(rows, columns=list(NODE_COLUMNS))
+        return frame.astype({"layer": "Int64", "position": "Int64"})
+
+    def _rows(self, index: int, nodes: Sequence[Node]) -> list[tuple[object, ...]]:
+        """Return rows of the frame of nodes for heads of one sublayer."""
+        if not nodes:
+            return []
+        attributed, writes = self._attributed, self._linear.sublayers[index].writes
+        gradients, attributions = attributed.gradients[index], attributed.attributions(index)
+        n_nodes, batch = gradients.shape[2], len(gradients)
+        at, index_of = torch.tensor(nodes, dtype=torch.int64, device=gradients.device).T
+        slopes = torch.full_like(gradients[0, ..., 0], torch.nan)
+        if writes.kind == "attention":
+            values = writes.z.norm(dim=-1).mean(0)
+        else:
+            values = writes.z.unflatten(2, (n_nodes, -1)).sum((3, 4)).mean(0)
+            if batch == 1 and writes.z.shape[2] == n_nodes:
+                slopes = gradients[0, ..., 0]
+        columns = (x[at, index_of].tolist() for x in (values, slopes, attributions))
+        ids = self._ids(index, nodes)
+        return [
+            (id_, writes.kind, writes.layer, id_.partition("@")[0], pos, *numbers)
+            for id_, (pos, _), *numbers in zip(ids, nodes, *columns, strict=True)
+        ]
+
+
+def _edges_of(
+    sources: list[str], targets: list[str], kind: str, by_prompt: Tensor
+) -> tuple[pd.DataFrame, Float[np.ndarray, "edge batch"]]:
+    """Return edges that are not 0 into targets, and the contribution of each prompt."""
+    weights = by_prompt.sum(0)
+    row, column = (x.numpy() for x in weights.nonzero(as_tuple=True))
+    names = [*sources[: weights.shape[1] - 2], "rest", "bias"]
+    frame = pd.DataFrame(
+        {
+            "source": np.array(names, dtype=object)[column],
+            "target": np.array(targets, dtype=object)[row],
+            "kind": kind,
+            "weight": weights[row, column].double().numpy(),
+        }
+    )
+    return frame, by_prompt[:, row, column].T.double().numpy()
+
+
+class _Sources:
+    """What the embedding and chosen nodes wrote, one by one; all others and biases, together."""
+
+    def __init__(
+        self, linear: LinearRun, real: Sequence[int], chosen: Sequence[Sequence[Node]]
+    ) -> None:
+        embedding = linear.run.embedding
+        vectors, positions = [embedding[:, real]], list(real)
+        others = embedding.clone()
+        others[:, real] = 0.0
+        self._n_columns, self._rest = [len(real)], [others]
+        self._bias = [torch.zeros_like(embedding)]
+        for sublayer, nodes in zip(linear.sublayers, chosen, strict=True):
+            outputs = sublayer.writes.outputs
+            place = torch.tensor(nodes, dtype=torch.int64, device=outputs.device).reshape(-1, 2)
+            at, index = place.T
+            vectors.append(sublayer.write_vectors(outputs[:, at, index], index, at).to(embedding))
+            positions += at.tolist()
+            others = outputs.clone()
+            others[:, at, index] = 0.0
+            written = sublayer.written(others[None])[0].to(embedding)
+            self._n_columns.append(len(positions))
+            self._rest.append(self._rest[-1] + written)
+            self._bias.append(self._bias[-1] + sublayer.writes.bias.to(embedding))
+        self._vectors, self.positions = torch.cat(vectors, dim=1), np.array(positions)
+
+    def contributions(
+        self, n_before: int, n_targets: int, bias: Float[Tensor, "batch target"]
+    ) -> "_Contributions":
+        """Return empty sums for targets that read after `n_before` sublayers."""
+        n = self._n_columns[n_before]
+        columns = self._vectors.new_zeros(len(self._vectors), n_targets, n + 2)
+        columns[:, :, -1] = bias.to(columns)
+        of_all = self._rest[n_before], self._bias[n_before]
+        return _Contributions(columns, self._vectors[:, :n], self.positions[:n], *of_all)
+
+
+@dataclass(frozen=True, eq=False)
+class _Contributions:
+    """Sums over what targets read of each source; the last two columns are "rest" and "bias"."""
+
+    sums: Float[Tensor, "batch target column"]
+    vectors: Float[Tensor, "batch column d_model"]
+    positions: np.ndarray[Any, Any]
+    rest: Residual
+    bias: Residual
+
+    def add(
+        self, rows: Any, covectors: Float[Tensor, "batch target d_model"], position: int
+    ) -> None:
+        """Add what some targets read at a position."""
+        covectors = covectors.to(self.vectors)
+        here = torch.from_numpy(np.flatnonzero(self.positions == position)).to(covectors.device)
+        read = self.vectors[:, here], self.rest[:, [position]], self.bias[:, [position]]
+        products = covectors @ torch.cat(read, dim=1).transpose(1, 2)
+        n = self.sums.shape[2]
+        columns = torch.cat([here, here.new_tensor([n - 2, n - 1])])
+        every = torch.arange(self.sums.shape[1], device=here.device)[rows]
+        self.sums[:, every[:, None], columns] += products
+
+    @property
+    def columns(self) -> Float[Tensor, "batch target column"]:
+        """The sums, on the CPU."""
+        return self.sums.cpu()
+
+
+_BLOCK = 2**24  # on a CPU: 64 MiB in float32
+_SHARE = 0.1  # of the free memory of another device
+
+
+def _numbers_at_once(x: Tensor) -> int:
+    """Return how many numbers a block of targets may take."""
+    fit = int(_SHARE * free_bytes(x.device) / x.element_size())
+    return min(_BLOCK, fit) if x.device.type == "cpu" else fit

@@ -1,0 +1,335 @@
+"""A run as linear maps between heads, with every pattern and every norm scale held.
+
+With patterns and norm scales constant, only linear maps and biases are left between the embedding
+and the logits. The output of a head t is then an affine function of everything written before it,
+
+    z_t = Σ_s W_ts z_s + W_te x_0 + b_t
+
+over all attention heads and neuron-heads s before t, with x_0 the embedding and b_t the part of the
+biases. Each term passes through norms and projections, and through no other head. So the gradient c
+of a metric at z attributes the metric to every head and bias, and attributions add up:
+
+    c_t · z_t = Σ_s c_t · W_ts z_s + c_t · W_te x_0 + c_t · b_t
+
+That is relevance propagation with frozen patterns and the LN rule: Achtibat et al., "AttnLRP"
+(2024); Rezaei Jafari et al., "RelP: Faithful and Efficient Circuit Discovery in Language Models via
+Relevance Patching" (2025). All terms are closed forms over the writes of a run (`writes.py`): a
+head writes a vector of the stream and a target reads a covector of it. W_ts is never formed.
+
+An attention head puts out A V, with A its pattern and V = x N / s W_V + b_V. A neuron-head puts out
+p v, with p its pattern on its own token. In a gated MLP v = g u is a product. One of its factors is
+held, or each in one half of the value:
+
+    held="gate"    p g is constant: linear in the up projection u
+    held="up"      p u is constant: linear in g, the gate's pre-activation
+    held="half"    p (g_0 u + g u_0) / 2 with g_0, u_0 of the run: half of each gradient (RelP)
+
+Heads that share a neuron (bilinear gates) have values that are linear already.
+
+A soft cap of attention scores is part of the pattern. A soft cap of the logits comes after the
+linear model and counts as part of the metric. `linearize` checks that heads are linear as claimed.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias, get_args
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from attn_only_lens.axes import Residual, Tokens
+from attn_only_lens.engine.frozen_pass import uncapped_logits
+from attn_only_lens.engine.gradients import start_graph
+from attn_only_lens.engine.metrics import BoundMetric
+from attn_only_lens.engine.recording import run as run_model
+from attn_only_lens.engine.writes import Decomposition, Positions, SublayerWrites, decompose
+from attn_only_lens.errors import UnsupportedModelError
+from attn_only_lens.gates import Gate
+from attn_only_lens.heads import host_of
+from attn_only_lens.precision import full_precision
+from attn_only_lens.tolerances import LOGIT_TOLERANCE
+
+Held = Literal["gate", "up", "half"]
+HELD: tuple[str, ...] = get_args(Held)
+Nodes: TypeAlias = slice | Int[Tensor, "target"]
+"""Heads of an attention sublayer, or neurons."""
+Place: TypeAlias = int | Int[Tensor, "target"]
+"""One position for all nodes, or one for each."""
+Outputs: TypeAlias = Float[Tensor, "batch pos node d_head"]
+
+
+@dataclass(frozen=True, eq=False)
+class LinearSublayer:
+    """The attention heads, or the neurons, of one source layer, linear in the stream they read.
+
+    Attributes:
+        writes: the sublayer in the run.
+        constant: the outputs of its nodes at a stream of 0.
+    """
+
+    writes: SublayerWrites
+    constant: Outputs
+
+    def z(self, stream: Float[Tensor, "part batch pos d_model"]) -> Tensor:
+        """Return the nodes' outputs for parts of the stream: [part, batch, pos, node, d_head]."""
+        return self.of_input(self.writes.reads.change(stream))
+
+    def of_input(self, entering: Float[Tensor, "part batch pos d_model"]) -> Tensor:
+        """Return the nodes' outputs for parts of the sublayer's input."""
+        raise NotImplementedError
+
+    def back(self, gradient: Outputs) -> Residual:
+        """Return the gradient at the stream that is read, from that at the nodes' outputs."""
+        raise NotImplementedError
+
+    def covectors(
+        self, gradient: Float[Tensor, "batch target d_head"], nodes: Nodes, at: Place, key: Place
+    ) -> Float[Tensor, "batch target d_model"]:
+        """Return the gradient at the stream at `key`, from that at the outputs of nodes at `at`."""
+        raise NotImplementedError
+
+    def written(self, z: Float[Tensor, "part batch pos node d_head"]) -> Tensor:
+        """Return what the nodes write together: [part, batch, pos, d_model]."""
+        return self.writes.writes.change(z.flatten(3) @ self.writes.matrix.flatten(0, 1))
+
+    def write_vectors(
+        self, z: Float[Tensor, "batch target d_head"], nodes: Nodes, at: Place
+    ) -> Float[Tensor, "batch target d_model"]:
+        """Return what each of some nodes writes at its position."""
+        by_node = torch.einsum("btd,tdm->btm", z, self.writes.matrix[nodes])
+        return self.writes.writes.at(places(at)).change(by_node)
+
+    def output_gradients(self, gradient: Residual, positions: Positions = slice(None)) -> Outputs:
+        """Return the gradient at the nodes' outputs, from that at the stream behind them."""
+        back = self.writes.writes.back(gradient, positions)
+        return torch.einsum("bpm,hdm->bphd", back, self.writes.matrix)
+
+
+@dataclass(frozen=True, eq=False)
+class LinearAttention(LinearSublayer):
+    """Attention heads with fixed patterns."""
+
+    pattern: Float[Tensor, "batch head_index query_pos key"]
+    W_V: Float[Tensor, "head_index d_model d_head"]
+
+    def of_input(self, entering: Tensor) -> Tensor:
+        """Return A V."""
+        values = torch.einsum("abkm,hmd->abhkd", entering, self.W_V)
+        return torch.einsum("bhqk,abhkd->abqhd", self.pattern, values)
+
+    def back(self, gradient: Outputs) -> Residual:
+        """Return the gradient at the stream."""
+        values = torch.einsum("bhqk,bqhd->bkhd", self.pattern, gradient)
+        return self.writes.reads.back(torch.einsum("bkhd,hmd->bkm", values, self.W_V))
+
+    def covectors(self, gradient: Tensor, nodes: Nodes, at: Place, key: Place) -> Tensor:
+        """Return the gradient at the stream at `key`."""
+        values = gradient * self.pattern[:, nodes, at, key].unsqueeze(-1)
+        entering = torch.einsum("btd,tmd->btm", values, self.W_V[nodes])
+        return self.writes.reads.back(entering, places(key))
+
+
+@dataclass(frozen=True, eq=False)
+class LinearNeurons(LinearSublayer):
+    """Neurons with fixed gates: a sum of projections W, each times a factor of the run."""
+
+    terms: tuple[tuple[Float[Tensor, "d_model d_mlp"], Float[Tensor, "batch pos d_mlp"]], ...]
+
+    def of_input(self, entering: Tensor) -> Tensor:
+        """Return Σ (x W) · factor."""
+        terms = [(entering @ W) * factor for W, factor in self.terms]
+        return sum(terms[1:], terms[0]).unsqueeze(-1)
+
+    def back(self, gradient: Outputs) -> Residual:
+        """Return the gradient at the stream."""
+        terms = [(gradient.squeeze(-1) * factor) @ W.T for W, factor in self.terms]
+        return self.writes.reads.back(sum(terms[1:], terms[0]))
+
+    def covectors(self, gradient: Tensor, nodes: Nodes, at: Place, key: Place) -> Tensor:
+        """Return the gradient at the stream at `at`: neurons read no other position."""
+        terms = [
+            (gradient.squeeze(-1) * factor[:, at, nodes]).unsqueeze(-1) * W.T[nodes]
+            for W, factor in self.terms
+        ]
+        return self.writes.reads.back(sum(terms[1:], terms[0]), places(at))
+
+
+def places(at: Place) -> Positions:
+    """Return positions to index [batch, pos, …] with, so that [batch, target, …] fits."""
+    return slice(at, at + 1) if isinstance(at, int) else at
+
+
+@dataclass(frozen=True, eq=False)
+class LinearRun:
+    """A run as linear maps.
+
+    Attributes:
+        model: the model.
+        run: its writes, with the patterns of attention heads recorded.
+        sublayers: in the order of computation.
+        logits: before any soft cap.
+    """
+
+    model: Any
+    run: Decomposition
+    sublayers: tuple[LinearSublayer, ...]
+    logits: Float[Tensor, "batch pos d_vocab"]
+
+    def n_before(self, index: int) -> int:
+        """Return how many sublayers have written before one reads."""
+        writes = self.sublayers[index].writes
+        return len(self.run.before(writes.layer, writes.kind))
+
+    def metric_gradient(self, metric: BoundMetric) -> tuple[Tensor, float]:
+        """Return the gradient of a metric at the logits before any soft cap, and its value."""
+        recording = self.run.recording
+        with torch.enable_grad(), start_graph(self.model), uncapped_logits(self.model) as uncapped:
+            logits = run_model(self.model, recording.tokens, recording.mask, [])
+            value = metric.of_logits(logits)
+            (gradient,) = torch.autograd.grad(value, uncapped[-1])
+        return gradient, float(value.detach())
+
+    def stream_gradient(self, gradient: Float[Tensor, "batch pos d_vocab"]) -> Residual:
+        """Return the gradient at the stream that is unembedded, from that at the logits."""
+        with torch.enable_grad():
+            change = torch.zeros_like(self.run.final.stream).requires_grad_()
+            logits = self.model.unembed(self.run.final.change(change))
+            (found,) = torch.autograd.grad(logits, change, gradient)
+        return found
+
+    @torch.no_grad()
+    def unembed(self, streams: Float[Tensor, "part batch pos d_model"]) -> Tensor:
+        """Return the logits of parts of the final stream; those of biases belong to the first."""
+        final = self.run.final
+        zero = torch.zeros_like(final.stream[:1, :1])
+        base = self.model.unembed(zero)
+        logits = torch.stack([self.model.unembed(final.change(part)) - base for part in streams])
+        bias = zero if final.norm.bias is None else zero + final.norm.bias
+        logits[0] += self.model.unembed(bias.to(zero))
+        return logits
+
+    @torch.no_grad()
+    def gradients(self, final: Residual) -> tuple[list[Outputs], list[Residual]]:
+        """Return gradients at every sublayer's outputs, and at the stream after n sublayers.
+
+        Args:
+            final: the gradient at the stream that is unembedded.
+        """
+        n = len(self.sublayers)
+        readers: list[list[Residual]] = [[] for _ in range(n)]  # by the number of earlier writers
+        outputs: list[Outputs] = []
+        streams = [final]
+        for index in reversed(range(n)):
+            sublayer = self.sublayers[index]
+            outputs.insert(0, sublayer.output_gradients(streams[0]))
+            readers[self.n_before(index)].append(sublayer.back(outputs[0]))
+            stream = sum((x.to(streams[0]) for x in readers[index]), streams[0])
+            streams.insert(0, stream)
+        return outputs, streams
+
+
+@torch.no_grad()
+@full_precision()
+def linearize(
+    model: Any,
+    tokens: Tokens,
+    mask: Tensor | None,
+    *,
+    held: Held = "half",
+    names: Sequence[str] = (),
+) -> LinearRun:
+    """Run a model once, and return the run as linear maps.
+
+    Args:
+        model: a model with neuron-heads.
+        tokens: its input.
+        mask: 1 for real tokens, 0 for padding.
+        held: the factor of gated neurons' values that is held.
+        names: further hook points of attention heads to record.
+
+    Raises:
+        InputError: unknown norms or matrices of a bridge; a run that is not finite.
+        UnsupportedModelError: writes do not add up, or heads are not linear in what they read.
+    """
+    host = host_of(model)
+    patterns = [host.hook_name(layer, "attention", "pattern") for layer in range(host.n_layers)]
+    with uncapped_logits(model) as uncapped:
+        run = decompose(model, tokens, mask, names=(*patterns, *names))
+    sublayers = tuple(
+        _attention(host, sublayer, run.recording.hooked[patterns[sublayer.layer]])
+        if sublayer.neurons is None
+        else _neurons(sublayer, run.recording.neurons[sublayer.layer].weight, held)
+        for sublayer in run.sublayers
+    )
+    linear = LinearRun(model, run, sublayers, uncapped[-1])
+    _require_linear(linear)
+    return linear
+
+
+def by_head(weights: Tensor, n_heads: int) -> Tensor:
+    """Return the weights of each query head, from those of heads that share keys or values."""
+    return weights.detach().repeat_interleave(n_heads // len(weights), dim=0)
+
+
+def _attention(host: Any, writes: SublayerWrites, pattern: Tensor) -> LinearAttention:
+    module, n_heads = host.attention(writes.layer), host.n_heads[writes.layer]
+    W_V, b_V = by_head(module.W_V, n_heads), getattr(module, "b_V", None)
+    constant = torch.zeros_like(writes.z)
+    if b_V is not None:
+        own = by_head(b_V.view(-1, W_V.shape[2]), n_heads)
+        constant = torch.einsum("bhqk,hd->bqhd", pattern, own)
+    linear = LinearAttention(writes, constant, pattern, W_V)
+    return LinearAttention(writes, constant + _norm_bias(linear), pattern, W_V)
+
+
+def _neurons(writes: SublayerWrites, weight: Tensor, held: Held) -> LinearNeurons:
+    heads: Any = writes.neurons
+    gate, up = heads.projections(writes.entered)
+    gate_bias, up_bias = heads.projections(torch.zeros_like(writes.entered[:1, :1]))
+    scale = heads.gate.scale if isinstance(heads.gate, Gate) else 1.0
+    if not heads.value_is_product:
+        factor = scale * heads.neuron_outputs(weight)
+        projections = [(heads.module.W_in, factor, gate_bias if up is None else up_bias)]
+    else:
+        share = 0.5 if held == "half" else 1.0
+        projections = [
+            (W, scale * share * weight * factor, bias)
+            for name, W, factor, bias in (
+                ("gate", heads.module.W_in, gate, up_bias),
+                ("up", heads.module.W_gate, up, gate_bias),
+            )
+            if held in (name, "half")
+        ]
+    terms = tuple((W.detach(), factor) for W, factor, _ in projections)
+    constant = sum(bias * factor for _, factor, bias in projections)
+    linear = LinearNeurons(writes, constant.detach().unsqueeze(-1), terms)
+    return LinearNeurons(writes, linear.constant + _norm_bias(linear), terms)
+
+
+def _norm_bias(sublayer: LinearSublayer) -> Tensor | float:
+    """The outputs of nodes for the bias of the norm that they read through."""
+    entered, bias = sublayer.writes.entered, sublayer.writes.reads.norm.bias
+    return 0.0 if bias is None else sublayer.of_input(bias.to(entered).expand_as(entered)[None])[0]
+
+
+def _require_linear(linear: LinearRun) -> None:
+    """Compare the outputs of the linear heads for the whole stream with those of the run."""
+    reasons = []
+    mask = linear.run.recording.mask
+    for sublayer in linear.sublayers:
+        writes = sublayer.writes
+        outputs = writes.outputs
+        error = (sublayer.z(writes.reads.stream[None])[0] + sublayer.constant - outputs).abs()
+        amplification = max(writes.neurons.amplification, 1.0) if writes.neurons else 1.0
+        error, outputs = (
+            x if mask is None else x[mask.bool().to(x.device)] for x in (error, outputs)
+        )
+        size = outputs.abs().amax()
+        if not error.amax() <= LOGIT_TOLERANCE[torch.float32] * amplification * size:
+            reasons.append(
+                f"layer {writes.layer}: the outputs of its {writes.kind} heads are not linear in "
+                f"their values (off by {float(error.amax()):.2g} of {float(size):.2g}), for "
+                "instance because values are clipped or normed"
+            )
+    UnsupportedModelError.raise_if(reasons, "this run is not linear with its patterns held")
