@@ -43,3 +43,8 @@ def n_launched() -> int:
 
 def _variable(names: tuple[str, ...], otherwise: int) -> int:
     return next((int(os.environ[name]) for name in names if name in os.environ), otherwise)
+
+
+def process_index() -> int:
+    """Return the number of this process among those launched together."""
+    return _variable(_RANKS, 0)

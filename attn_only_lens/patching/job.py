@@ -1,0 +1,153 @@
+"""A job: chunks of work, each computed once, stored if asked, and collected in order.
+
+Every long computation is run the same way. It is cut into chunks; a function computes the named
+arrays of a chunk; a folder keeps them, so that an interrupted job resumes; and the processes of
+`accelerate launch` share the chunks, each a fixed and contiguous share of them. A method of
+patching only says what its chunks are and how one is computed:
+
+    job = Job(resume, settings, progress)
+    for chunk, arrays in job.run(chunks, compute, unit="site"):
+        ...  # add up, in the order of chunks
+
+If a process dies, its chunks are missing; the next start of the job computes them.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Protocol, TypeAlias, TypeVar
+
+import numpy as np
+import pandas as pd
+from tqdm.auto import tqdm
+
+from attn_only_lens.patching import processes
+from attn_only_lens.patching.resume import PartStore
+
+Arrays: TypeAlias = dict[str, np.ndarray]
+_POLL = 0.2  # seconds between two looks for a chunk of another process
+
+
+class Chunk(Protocol):
+    """A share of a job."""
+
+    @property
+    def key(self) -> str:
+        """A name, unique in the job."""
+
+    @property
+    def size(self) -> int:
+        """How far the chunk moves the progress bar."""
+
+
+_Chunk = TypeVar("_Chunk", bound=Chunk)
+
+
+class Job:
+    """Run chunks of work, resume from a folder, and share the work with other processes.
+
+    Args:
+        folder: where the arrays of chunks are stored; None to store nothing.
+        settings: returns everything that the arrays depend on; called only if there is a folder.
+        progress: whether to show bars; a text is their label.
+
+    Example:
+        >>> from typing import NamedTuple
+        >>> class Number(NamedTuple):
+        ...     key: str
+        ...     size: int
+        >>> job = Job(None, dict, progress=False)
+        >>> chunks = [Number("two", 2), Number("three", 3)]
+        >>> def squares(chunk):
+        ...     return {"square": np.arange(chunk.size) ** 2}
+        >>> [int(arrays["square"].sum()) for _, arrays in job.run(chunks, squares, unit="number")]
+        [1, 5]
+    """
+
+    def __init__(
+        self,
+        folder: str | Path | None,
+        settings: Callable[[], dict[str, Any]],
+        progress: bool | str,
+    ) -> None:
+        processes.require_folder(folder)
+        self._store = None if folder is None else _Store(folder, settings())
+        self._label = progress if isinstance(progress, str) else None
+        self._hidden = not (progress and processes.is_first())
+        self._bar: Any = None
+
+    def run(
+        self, chunks: Sequence[_Chunk], compute: Callable[[_Chunk], Arrays], *, unit: str
+    ) -> Iterator[tuple[_Chunk, Arrays]]:
+        """Yield each chunk with its arrays, in order. `unit` is what the progress bar counts."""
+        total, hidden = sum(chunk.size for chunk in chunks), self._hidden
+        with tqdm(total=total, unit=unit, desc=self._label, disable=hidden) as self._bar:
+            if self._store is None:
+                for chunk in chunks:
+                    yield chunk, self._computed(chunk, compute)
+                return
+            mine = _share(chunks)
+            for chunk in mine:
+                if self._store.get(chunk.key) is None:
+                    self._store.put(chunk.key, self._computed(chunk, compute))
+                else:
+                    self._bar.update(chunk.size)
+            for chunk in chunks:
+                yield chunk, self._collected(chunk)
+                if chunk not in mine:
+                    self._bar.update(chunk.size)
+
+    def advance(self, n: int) -> None:
+        """Move the progress bar within a chunk."""
+        self._bar.update(n)
+
+    def _computed(self, chunk: _Chunk, compute: Callable[[_Chunk], Arrays]) -> Arrays:
+        end = self._bar.n + chunk.size
+        arrays = compute(chunk)
+        self._bar.update(end - self._bar.n)
+        return arrays
+
+    def _collected(self, chunk: Chunk) -> Arrays:
+        """Return the stored arrays of a chunk; wait if another process still computes them."""
+        assert self._store is not None
+        while (arrays := self._store.get(chunk.key)) is None:
+            time.sleep(_POLL)
+        return arrays
+
+
+def _share(chunks: Sequence[_Chunk]) -> Sequence[_Chunk]:
+    """Return the chunks of this process."""
+    index, n = processes.process_index(), processes.n_launched()
+    return chunks[len(chunks) * index // n : len(chunks) * (index + 1) // n]
+
+
+class _Store:
+    """Until `ChunkStore` is there: arrays in a `PartStore`, in a table of names and numbers."""
+
+    def __init__(self, folder: str | Path, settings: dict[str, Any]) -> None:
+        self._parts = PartStore(folder, settings, 0)
+        self._numbers: dict[str, int] = {}
+
+    def get(self, key: str) -> Arrays | None:
+        number = self._numbers.setdefault(key, len(self._numbers))
+        if not self._parts.has(number):
+            return None
+        frame, arrays = self._parts.read(number), dict[str, np.ndarray]()
+        for (name, kind, shape), rows in frame.groupby(["name", "dtype", "shape"], sort=False):
+            sizes = [int(size) for size in str(shape).split()]
+            arrays[str(name)] = rows["value"].to_numpy().astype(str(kind)).reshape(sizes)
+        return arrays
+
+    def put(self, key: str, arrays: Arrays) -> None:
+        frames = [
+            pd.DataFrame(
+                {
+                    "name": name,
+                    "dtype": str(array.dtype),
+                    "shape": " ".join(map(str, array.shape)),
+                    "value": np.asarray(array, dtype=np.float64).ravel(),
+                }
+            )
+            for name, array in arrays.items()
+        ]
+        self._parts.write(self._numbers[key], pd.concat(frames, ignore_index=True))
