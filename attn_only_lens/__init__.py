@@ -23,11 +23,10 @@ from attn_only_lens.heads import (
     neuron_gate,
     neuron_pattern,
 )
-from attn_only_lens.models.calibrate import Calibration, calibrate
 from attn_only_lens.models.checkpoint import save
 from attn_only_lens.models.convert import convert
 from attn_only_lens.models.expose import ExposedNeurons, expose_neuron_heads
-from attn_only_lens.models.gate_option import Bilinear
+from attn_only_lens.models.gate_option import Bilinear, Calibration, calibrate
 from attn_only_lens.models.load import load
 from attn_only_lens.models.to_stock import to_stock
 from attn_only_lens.models.two_blocks import AttentionOnlyCache, AttentionOnlyTransformer, HeadStack

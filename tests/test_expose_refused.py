@@ -29,7 +29,7 @@ KINDS = {
             **{"vocab_size": D_VOCAB, "hidden_size": 26, "num_hidden_layers": 2},
             **{"num_attention_heads": 2, "ffn_dim": D_MLP, "word_embed_proj_dim": 26},
         ),
-        "tokens of all batch entries pass on one axis",
+        "one axis holds the tokens of all prompts",
     ),
     "bloom": (
         lambda: transformers.BloomConfig(vocab_size=41, hidden_size=26, n_layer=2, n_head=2),
@@ -226,7 +226,7 @@ SPOILS = {
         lambda b, m: setattr(m, "forward", lambda x: torch.relu(x)),
         "fired",
     ),
-    "part gone": (lambda b, m: delattr(b, "in"), "no part in"),
+    "component gone": (lambda b, m: delattr(b, "in"), "no component in"),
     "shared": (None, "shares its MLP"),
 }
 

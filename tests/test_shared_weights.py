@@ -118,7 +118,7 @@ def test_a_copy_is_not_processed_while_its_source_lives():
     source = build("gelu", d_vocab_out=41)
     exposed = lens.expose_neuron_heads(source, copy=True)
     converted, before = lens.convert(source), log_probs(source)
-    with pytest.raises(lens.InputError, match="weights are those of another model too"):
+    with pytest.raises(lens.InputError, match="another model shares its weights"):
         exposed.model.process_weights_()
     assert torch.equal(log_probs(source), before)
     # Without neuron-heads it is TransformerLens' own, and the others notice.

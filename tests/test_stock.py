@@ -32,7 +32,7 @@ PLAIN = {"act_fn": "silu", "gated_mlp": False}
 REFUSED = {
     "post_norm": "norms of queries and keys",
     "shortformer": "shortformer",
-    "local": "local with window 3",
+    "local": "local layers with window 3",
     "soft_caps": "attn_scores_soft_cap=2",
     "qk_norm": "norms of queries and keys",
     "clip_qkv": "clip_qkv=0.3",
@@ -184,7 +184,7 @@ def test_neuron_heads(heads_per_neuron):
     )
     attn = Attention(cfg, "local", 0)
     attn.W_V.fill_(torch.nan)  # what is in a new tensor
-    write_heads(attn, neuron_heads(*mlp, Mixture(w, b, c)), at=3)
+    write_heads(attn, neuron_heads(*mlp, Mixture(w, b, c)), coordinate=3)
     x = torch.randn(2, pos, d_model, dtype=torch.float64)
     kept = []
     attn.hook_pattern.add_hook(lambda pattern, hook: kept.append(pattern))

@@ -21,10 +21,9 @@ from attn_only_lens.cli.common import (
 from attn_only_lens.engine.chat import chat_tokens
 from attn_only_lens.errors import AttnOnlyLensError
 from attn_only_lens.models import checkpoint
-from attn_only_lens.models.calibrate import calibrate
 from attn_only_lens.models.checkpoint import is_saved, process_as_saved, read_manifest
 from attn_only_lens.models.convert import convert as convert_model
-from attn_only_lens.models.gate_option import Bilinear
+from attn_only_lens.models.gate_option import Bilinear, calibrate
 from attn_only_lens.models.two_blocks import AttentionOnlyTransformer
 from attn_only_lens.models.verify import verify as verify_models
 from attn_only_lens.storage import open_folder, read_tensors

@@ -2,16 +2,16 @@
 
 An activation α with α(q) = q · p(q) and p(q) in [0, 1] is a head that attends to its own token
 with weight p(q) and to a static bias token with weight 1 - p(q). The bias token's value is zero,
-the token's own value is q, so the head's output is p(q) · q = α(q). (A generalized SiLU is that
-times a number, which is part of the value: `generalized_silu.py`.)
+the token's own value is q, so the head's output is p(q) · q = α(q). (A generalized SiLU has one
+more factor, which belongs to the value: `generalized_silu.py`.)
 
-The scores are those of the paper's gauge: 0 for the token itself, and
+The scores follow the paper's choice of gauge: 0 for the token itself, and
 
     score of the bias token = -logit p(q) = -log_odds(q)
 
 so that softmax([0, -log_odds(q)]) = [p(q), 1 - p(q)]. For silu and quick_gelu `log_odds` is
-linear in q, which is the paper's Theorem 3 to the letter; for the others the score is a monotone
-function of a bilinear form. ("Attention-Only Transformers and Implementing MLPs with Attention
+linear in q, exactly as in the paper's Theorem 3; for the others the score is a monotone function
+of a bilinear form. ("Attention-Only Transformers and Implementing MLPs with Attention
 Heads", Theorem 3.)
 
 A gate's weights are computed in the working precision, or in float32 for half precision: the
@@ -43,8 +43,8 @@ class Gate:
         name: the activation's name in TransformerLens (`cfg.act_fn`).
         log_odds: logit p(q), elementwise; may be infinite.
         self_weight: p(q), elementwise, accurate in both tails.
-        slope: where log_odds(q) is slope · q, the slope: a score that is bilinear to the letter.
-        scale: the token's value over q; 1 but for generalized SiLUs.
+        slope: the slope if log_odds(q) = slope · q, so that the score is bilinear; else None.
+        scale: the token's value divided by q; 1 except for generalized SiLUs.
 
     Example:
         >>> import torch
@@ -65,15 +65,15 @@ class Gate:
 
     @property
     def side(self) -> float:
-        """The sign of q where a token attends to itself; -1 of SiLU(a_2 x) with a_2 below 0."""
+        """The sign of the q at which a token attends to itself: -1 for a negative slope."""
         return -1.0 if self.slope is not None and self.slope < 0 else 1.0
 
     def scores(self, q: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape key=2"]:
         """Return the scores of (self, bias) before the softmax: (0, -logit p(q)).
 
-        Finite: if the log-odds leave the range of the dtype (relu's are ±∞ everywhere), the bias
-        score is the dtype's largest number. The softmax is the same, and no arithmetic on cached
-        scores meets ∞ - ∞.
+        Scores are finite: if the log-odds exceed the range of the dtype (for relu they are ±∞
+        everywhere), the bias score is the dtype's largest number. The softmax is the same, and
+        arithmetic on cached scores never computes ∞ - ∞.
         """
         bias = -self.log_odds(float32_if_half(q))
         limit = torch.finfo(q.dtype).max
@@ -83,8 +83,8 @@ class Gate:
     def pattern(self, q: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape key=2"]:
         """Return the pattern over (self, bias): (p(q), 1 - p(q)).
 
-        Each gate is odd around one half, p(-q) = 1 - p(q) (relu excepted, at zero only), so
-        neither weight loses digits to a subtraction.
+        Each gate satisfies p(-q) = 1 - p(q) (except relu at zero), so neither weight loses digits
+        to a subtraction.
         """
         working = float32_if_half(q)
         weights = self.self_weight(working), self.bias_weight(working)
@@ -93,16 +93,16 @@ class Gate:
     def bias_weight(self, q: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
         """Return 1 - p(q), without cancellation."""
         if self.name == "relu":
-            return 1.0 - self.self_weight(q)  # of 0 or 1: exact
+            return 1.0 - self.self_weight(q)  # exact, for 0 and 1
         return self.self_weight(-q)
 
     def activation(self, q: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
-        """Return scale · q · p(q), the activation that this gate stands for."""
+        """Return scale · q · p(q), the activation."""
         working = float32_if_half(q)
         return (self.self_weight(working) * self.values(working)).to(q.dtype)
 
     def values(self, q: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
-        """Return scale · q, the value of a token in a plain MLP: q itself where the scale is 1."""
+        """Return scale · q, the value of a token in a plain MLP; q itself if the scale is 1."""
         return q if self.scale == 1.0 else self.scale * q
 
 
@@ -116,7 +116,7 @@ def linear_gate(name: str, slope: float, scale: float = 1.0) -> Gate:
 
 
 def _clamp(q: Tensor) -> Tensor:
-    """Clamp q far in the tails, where p is 0 or 1, to keep the gradient of its log-odds finite."""
+    """Clamp q far in the tails, where p is 0 or 1, so that gradients of the log-odds are finite."""
     return q.clamp(-1e9, 1e9)
 
 

@@ -1,8 +1,8 @@
-"""Generalized SiLU functions: the activations of which Theorem 3 holds to the letter.
+"""Generalized SiLU functions: the activations for which Theorem 3 holds exactly.
 
 α(q) = a_1 SiLU(a_2 q) is q times the weight σ(a_2 q) times the number a_1 a_2: the score of the
 bias token is -a_2 q, linear in q, and the token's value is a_1 a_2 q. The paper's W_Q = W_V =
-a_2 V_1 and W_O = a_1 V_2 put the same product into other factors.
+a_2 V_1 and W_O = a_1 V_2 split the same product into other factors.
 """
 
 from dataclasses import dataclass
@@ -24,25 +24,25 @@ _SIZE = "from 2^-126 to 2^127 in size"
 class GeneralizedSiLU:
     """The activation a_1 SiLU(a_2 x) of a model: `convert(model, gate=GeneralizedSiLU(a_1, a_2))`.
 
-    The name of a model's activation cannot say its coefficients, so they are given here, and held
-    against what the model computes. Each neuron is then one head, exactly, with the attention
-    σ(a_2 q) to its own token, the value a_1 a_2 q (times u in a gated MLP), and W_out[i] as its
-    output. SiLU has a_1 = a_2 = 1; Swish with β has a_1 = 1/β and a_2 = β; quick_gelu, which the
-    package also knows by its name, 1/1.702 and 1.702.
+    The name of a model's activation does not give its coefficients, so pass them here; they are
+    compared with the activations that the model computes. Each neuron is then exactly one head,
+    with the attention σ(a_2 q) to its own token, the value a_1 a_2 q (times u in a gated MLP), and
+    the output W_out[i]. SiLU has a_1 = a_2 = 1; Swish with β has a_1 = 1/β and a_2 = β; quick_gelu,
+    which the package also knows by name, has 1/1.702 and 1.702.
 
-    Of a model with a gelu or relu, a generalized SiLU is an approximation: `Bilinear(slope=…)`.
+    For a model with a gelu or relu, a generalized SiLU is an approximation: `Bilinear(slope=…)`.
 
-    Called, it is the activation itself. A model that was saved and loaded computes it by this code.
+    The object is callable: it computes the activation. A saved and loaded model calls it.
 
     Source: "Attention-Only Transformers and Implementing MLPs with Attention Heads", section 2 and
     Theorem 3.
 
     Attributes:
-        a_1: not 0.
-        a_2: not 0; may be negative.
+        a_1: the factor outside, not 0.
+        a_2: the factor inside, not 0; may be negative.
 
     Raises:
-        InputError: a coefficient, or their product, is no number from 2^-126 to 2^127 in size.
+        InputError: a coefficient, or their product, is not a number from 2^-126 to 2^127 in size.
 
     Example:
         >>> import torch
@@ -55,8 +55,8 @@ class GeneralizedSiLU:
         >>> torch.equal(attn_only(tokens), model(tokens))
         True
         >>> _, cache = attn_only.run_with_cache(tokens)
-        >>> own = cache["pattern", 1][..., 0].transpose(1, 2)  # each neuron's weight of its token
-        >>> torch.allclose(own, torch.sigmoid(2.0 * cache["q", 1][..., 0]))
+        >>> self_weight = cache["pattern", 1][..., 0].transpose(1, 2)
+        >>> torch.allclose(self_weight, torch.sigmoid(2.0 * cache["q", 1][..., 0]))
         True
     """
 

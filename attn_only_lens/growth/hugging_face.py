@@ -34,13 +34,13 @@ from attn_only_lens.expansion.weights import Constants, Norm, NormPlace, block_n
 from attn_only_lens.growth.bridge import PARAMETERS, WRAPPED, BridgeModel, differing_modules
 from attn_only_lens.growth.growable import PROBLEM
 from attn_only_lens.models.in_place import copy_model
-from attn_only_lens.models.quantised import weight_reasons
 from attn_only_lens.models.source_folder import own_tokenizer
 from attn_only_lens.models.transformers_module import (
     BY_LAYER,
     build_module,
     has_head_dim,
     intermediate_size,
+    weight_reasons,
 )
 
 

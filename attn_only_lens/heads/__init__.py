@@ -1,4 +1,4 @@
-"""Neuron-heads, in whatever layout a model has them: what they compute, names and patterns."""
+"""Neuron-heads in every kind of model: their computation, names and patterns."""
 
 from attn_only_lens.heads.computation import logit_tolerance
 from attn_only_lens.heads.gating import EXACT, Gating

@@ -1,4 +1,4 @@
-"""Neuron-heads that are bilinear to the letter: m of them share a neuron.
+"""Neuron-heads with bilinear scores: m of them share a neuron.
 
 For token t with normalised residual x_t, head j of neuron i computes
 
@@ -9,11 +9,11 @@ For token t with normalised residual x_t, head j of neuron i computes
     z         pattern(self) · value
     result    z · w_j W_out[i, :]
 
-and Σ_j w_j z_j is the neuron's activation within the bound of its gate (`gates/bilinear.py`). Heads
-are ordered neuron by neuron: head_index = i · m + j.
+and Σ_j w_j z_j approximates the neuron's activation within the bound of its gate
+(`gates/bilinear.py`). Heads are ordered neuron by neuron: head_index = i · m + j.
 
-With no live hook the sum is formed head by head without their patterns, and is the same function:
-hooks change roundings, never the approximation.
+Without live hooks the sum is computed head by head, without patterns. It is the same function:
+hooks change rounding, never the approximation.
 """
 
 import torch
@@ -31,7 +31,7 @@ class BilinearHeads(NeuronHeads):
 
     @property
     def bilinear_gate(self) -> BilinearGate:
-        """The gate, which is a bilinear one."""
+        """The gate, as a `BilinearGate`."""
         gate = self.gate
         assert isinstance(gate, BilinearGate)
         return gate
@@ -43,7 +43,7 @@ class BilinearHeads(NeuronHeads):
 
     @property
     def amplification(self) -> float:
-        """Many times 1 in a gated MLP; that of others, Σ|w| < 2, is within the tolerance."""
+        """The amplification of the gate: large in a gated MLP, 1 in a plain one."""
         return self.bilinear_gate.amplification
 
     @property
@@ -52,17 +52,17 @@ class BilinearHeads(NeuronHeads):
         return False
 
     def neuron_outputs(self, z: Float[Tensor, "*any head_index"]) -> Float[Tensor, "*any d_mlp"]:
-        """Return what the heads of each neuron put out together: Σ_j w_j z_j."""
+        """Return the sum of the heads of each neuron: Σ_j w_j z_j."""
         by_head = float32_if_half(z.unflatten(-1, (-1, self.heads_per_neuron)))
         return (by_head @ by_head.new_tensor(self.bilinear_gate.w)).to(z.dtype)
 
     def head_outputs(self, z: Float[Tensor, "*any head_index"]) -> Float[Tensor, "*any head_index"]:
-        """Return what each head adds to its neuron: w_j z_j."""
+        """Return the contribution of each head to its neuron: w_j z_j."""
         by_head = float32_if_half(z.unflatten(-1, (-1, self.heads_per_neuron)))
         return (by_head * by_head.new_tensor(self.bilinear_gate.w)).flatten(-2).to(z.dtype)
 
     def _sum_of_heads(self, q: PreActivation, value: PreActivation) -> PreActivation:
-        """Return what the neurons put out, without forming their heads."""
+        """Return the outputs of the neurons, without computing their heads one by one."""
         mixture = self.bilinear_gate.mixture(q)
         if q.dtype == torch.float16:  # a value may have overflowed
             value = torch.where(torch.isinf(value) & (mixture == 0), 0.0, value)
@@ -71,7 +71,7 @@ class BilinearHeads(NeuronHeads):
     def _query_and_value(
         self, q: PreActivation, up: PreActivation | None
     ) -> tuple[PreActivation, PreActivation]:
-        # Heads of a gated MLP are many times larger than their sum: half precision loses it.
+        # Heads of a gated MLP are many times larger than their sum, which half precision loses.
         gate = self.bilinear_gate
         dtype = float32_if_half(q).dtype if gate.gated else q.dtype
         value = (q if up is None else up).to(dtype)

@@ -1,8 +1,8 @@
 """The computation of neuron-heads between the projections of their MLP, in any kind of model.
 
-A model passes in a pre-activation q and, in a gated MLP, the projection u that it gates; it gets
-back z. The mathematics is in `gates/exact.py` (one head a neuron) and `heads/bilinear.py` (heads
-that share a neuron).
+The input is a pre-activation q and, in a gated MLP, the projection u that q gates; the output is z.
+The mathematics is in `gates/exact.py` (one head a neuron) and `heads/bilinear.py` (heads that share
+a neuron).
 """
 
 from abc import ABC, abstractmethod
@@ -31,9 +31,9 @@ def is_live(point: HookPoint) -> bool:
 
 
 def require_grad_like(constant: Tensor, like: Tensor) -> Tensor:
-    """Return a tensor that depends on no parameter, in the graph wherever `like` is.
+    """Return a tensor that depends on no parameter as part of the graph of `like`.
 
-    Gradients then reach hooks on the tensor. It is not a leaf: a hook cannot edit a leaf in place,
+    So gradients reach hooks on the tensor. It is not a leaf: a hook cannot edit a leaf in place,
     and `torch.func` cannot make one.
     """
     if constant.requires_grad or not (like.requires_grad and torch.is_grad_enabled()):
@@ -45,8 +45,7 @@ def require_grad_like(constant: Tensor, like: Tensor) -> Tensor:
 class NeuronHeads(ABC):
     """The hook points of the neuron-heads of one MLP, and the computation between them.
 
-    A mixin of the block's attention in a converted model; an object of its own for an MLP that
-    stays in place.
+    A mixin of the block's attention in a converted model; a separate object for an MLP in place.
     """
 
     W_out: Float[Tensor, "d_mlp d_model"]
@@ -68,7 +67,7 @@ class NeuronHeads(ABC):
     @property
     @abstractmethod
     def module(self) -> nn.Module:
-        """The module with the weights that these heads read and write by."""
+        """The module that holds the weights of these heads."""
 
     @property
     @abstractmethod
@@ -77,23 +76,18 @@ class NeuronHeads(ABC):
 
     @abstractmethod
     def projections(self, x: Residual) -> tuple[PreActivation, PreActivation | None]:
-        """Return q, and u in a gated MLP, of what the MLP reads (behind its norm)."""
+        """Return q, and u in a gated MLP, for the normalised input of the MLP."""
 
     def weights_and_values(
         self, q: PreActivation, up: PreActivation | None
     ) -> tuple[Float[Tensor, "*any pos head_index"], Float[Tensor, "*any pos head_index"]]:
-        """Return the attention of heads to their own tokens, and v: closed forms, without hooks.
-
-        Args:
-            q: pre-activations of any neurons of this MLP.
-            up: what they gate; None in a plain MLP.
-        """
+        """Return the self weights of heads, and v, for pre-activations of any neurons: no hooks."""
         query, v = self._query_and_value(q, up)
         return self._gate_pattern(query)[..., SELF], v
 
     @property
     def output_module(self) -> nn.Module:
-        """The module whose output is what these heads write."""
+        """The module whose output is the sum of the outputs of these heads."""
         return self.module
 
     @property
@@ -103,20 +97,20 @@ class NeuronHeads(ABC):
 
     @property
     def heads_per_neuron(self) -> int:
-        """Heads that share a neuron."""
+        """The number of heads that share a neuron."""
         return 1
 
     @property
     def amplification(self) -> float:
-        """Rounding of a neuron's output over that of its activation: heads may cancel."""
+        """The rounding of a neuron's output relative to its activation: heads may cancel."""
         return 1.0
 
     def neuron_outputs(self, z: Float[Tensor, "*any head_index"]) -> Float[Tensor, "*any d_mlp"]:
-        """Return what the heads of each neuron put out together: z itself if each has one."""
+        """Return the sum of the heads of each neuron: z itself for one head a neuron."""
         return z
 
     def head_outputs(self, z: Float[Tensor, "*any head_index"]) -> Float[Tensor, "*any head_index"]:
-        """Return what each head adds to its neuron: the terms of the sum of `neuron_outputs`."""
+        """Return the contribution of each head to its neuron, the terms of `neuron_outputs`."""
         return z
 
     @property
@@ -137,20 +131,20 @@ class NeuronHeads(ABC):
         return z
 
     def _attend(self, q: PreActivation, up: PreActivation | None) -> PreActivation:
-        """Return z by way of queries, values, scores and pattern, each through its hook point."""
+        """Return z from queries, values, scores and patterns, each sent through its hook point."""
         query, v = self._query_and_value(q, up)
         dtype = query.dtype
         query = self.hook_q(query.unsqueeze(-1)).squeeze(-1)
         v = self.hook_v(v.unsqueeze(-1)).squeeze(-1)
         weight = self._pattern(query)[..., SELF].transpose(1, 2)
-        # A float16 pre-activation may have overflowed; relu makes 0 of -∞, and so must 0 · v.
+        # A float16 pre-activation may have overflowed: relu(-∞) is 0, so 0 · v must be 0 too.
         v = torch.where(torch.isinf(v) & (weight == 0), 0.0, v)
         return (weight * v).to(dtype)
 
     def _query_and_value(
         self, q: PreActivation, up: PreActivation | None
     ) -> tuple[PreActivation, PreActivation]:
-        # Copies: patch setters edit in place, and an edited query must not move the value.
+        # Copies: patch setters edit in place, and an edit of the query must not change the value.
         value = cast(Gate, self.gate).values(q)
         if up is None:
             hooked = value is q and (is_live(self.hook_q) or is_live(self.hook_v))
@@ -163,7 +157,7 @@ class NeuronHeads(ABC):
         if is_live(self.hook_attn_scores) or is_live(self.hook_k):
             scores = require_grad_like(self._scores(query).transpose(1, 2), query)
             pattern = torch.softmax(self.hook_attn_scores(scores), dim=-1)
-            # As in TransformerLens: a row that was masked everywhere attends to nothing.
+            # As in TransformerLens: a fully masked row attends to nothing.
             pattern = torch.where(torch.isnan(pattern), torch.zeros_like(pattern), pattern)
         else:
             pattern = self._gate_pattern(query).transpose(1, 2)
@@ -177,8 +171,8 @@ class NeuronHeads(ABC):
         key = require_grad_like(torch.zeros_like(query.unsqueeze(-1)), query)
         key = self.hook_k(key).squeeze(-1)
         limit = torch.finfo(query.dtype).max
-        own = (torch.where(torch.isinf(query), 0.0, query) * key).clamp(-limit, limit)
-        return torch.stack([own, scores[..., BIAS]], dim=-1)
+        self_score = (torch.where(torch.isinf(query), 0.0, query) * key).clamp(-limit, limit)
+        return torch.stack([self_score, scores[..., BIAS]], dim=-1)
 
     def _gate_scores(self, query: PreActivation) -> Float[Tensor, "batch pos head_index key=2"]:
         return self.gate.scores(query)
@@ -190,15 +184,11 @@ class NeuronHeads(ABC):
 def logit_tolerance(heads: Iterable[NeuronHeads], dtype: torch.dtype) -> float:
     """Return the largest allowed max |Δ logit| / max |logit| of two computations of one model.
 
-    Heads of a gated MLP with bilinear gates are many times larger than their sum, and so is their
-    rounding. `verify` of small gated models in float32, with gates of 4 to 12 heads and the
-    arithmetic of four processors, measured up to 2.3 times that dtype's tolerance; over the gates'
-    amplification, up to 0.19 of it.
-
-    Args:
-        heads: the neuron-heads of each layer.
-        dtype: of the logits. Half precision forms the sums over heads in float32.
+    In a gated MLP with bilinear gates, heads are many times larger than their sum, and so is their
+    rounding. In small gated models in float32, with 4 to 12 heads a neuron and the arithmetic of
+    four processors, `verify` measured up to 2.3 times the tolerance of float32; divided by the
+    amplification of the gates, up to 0.19 of it. Half precision sums heads in float32.
     """
     sums = dtype if dtype == torch.float64 else torch.float32
-    amplification = max((each.amplification for each in heads), default=1.0)
+    amplification = max((layer.amplification for layer in heads), default=1.0)
     return max(LOGIT_TOLERANCE[dtype], amplification * LOGIT_TOLERANCE[sums])

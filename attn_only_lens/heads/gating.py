@@ -11,16 +11,16 @@ AnyGate = Gate | BilinearGate
 
 @dataclass(frozen=True)
 class Gating:
-    """Turn the neurons of a model into heads.
+    """The choice of gates that turns the neurons of a model into heads.
 
     Attributes:
-        kind: "exact", one head a neuron whose pattern is the activation's own; or "bilinear",
-            softmax over bilinear scores and nothing else.
+        kind: "exact", one head a neuron with the activation's own pattern; or "bilinear", softmax
+            over bilinear scores only.
         heads_per_neuron: heads that share a neuron; 1 for exact gates.
-        slope: for plain MLPs with one bilinear head, its slope, if it can be chosen.
-        ranges: for gated MLPs with bilinear gates, the largest |gate pre-activation| of each
-            source layer that the heads must serve.
-        silu: for exact gates, the activation itself, where it is a generalized SiLU.
+        slope: for plain MLPs with one bilinear head, its slope if the user can choose it.
+        ranges: for gated MLPs with bilinear gates, the largest |gate pre-activation| to cover in
+            each source layer.
+        silu: for exact gates, the activation if it is a generalized SiLU.
     """
 
     kind: Literal["exact", "bilinear"] = "exact"
@@ -30,17 +30,17 @@ class Gating:
     silu: GeneralizedSiLU | None = None
 
     def __post_init__(self) -> None:
-        others = self.heads_per_neuron, self.slope, self.ranges
-        if self.kind == "exact" and others != (1, None, None):
+        bilinear_fields = self.heads_per_neuron, self.slope, self.ranges
+        if self.kind == "exact" and bilinear_fields != (1, None, None):
             raise ValueError(f"got {self}; expected exact gates to have one head and nothing else")
         if self.kind == "bilinear" and self.silu is not None:
             raise ValueError(f"got {self}; a generalized SiLU has exact gates")
 
     def require_fit(self, act_fn: str, gated: bool, n_layers: int) -> None:
-        """Require that these gates are for the MLPs of a model.
+        """Require that these gates fit the MLPs of a model.
 
         Raises:
-            ValueError: bilinear gates of gated MLPs lack a range for each layer, others have
+            ValueError: bilinear gates of gated MLPs lack a range for each layer, other gates have
                 ranges, or no gate exists for the activation.
         """
         ranged = gated and self.kind == "bilinear"
@@ -51,22 +51,14 @@ class Gating:
             self.gate(act_fn, layer)
 
     def gate(self, act_fn: str, layer: int) -> AnyGate:
-        """Return the gate of the neurons of a source layer.
-
-        Raises:
-            ValueError: no gate exists for this activation with so many heads, or for that range.
-        """
+        """Return the gate of the neurons of a source layer; raise ValueError if there is none."""
         if self.kind == "exact":
             return self.activation(act_fn)
         limit = None if self.ranges is None else self.ranges[layer]
         return _bilinear_gate(act_fn, self.heads_per_neuron, self.slope, limit)
 
     def activation(self, act_fn: str) -> Gate:
-        """Return the exact gate of the activation that the MLPs have.
-
-        Raises:
-            ValueError: no gate has this name.
-        """
+        """Return the exact gate of the activation; raise ValueError if there is none."""
         if self.silu is not None:
             return self.silu.gate
         if act_fn not in GATES:
@@ -79,14 +71,9 @@ class Gating:
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> "Gating":
-        """Return the gating that `to_json` wrote; JSON has made a list of the ranges.
-
-        Raises:
-            TypeError: the data has other fields.
-            ValueError: they do not go together.
-        """
+        """Return the gating that `to_json` wrote; raise TypeError or ValueError if it is none."""
         ranges, silu = data["ranges"], data["silu"]
-        ranges = None if ranges is None else tuple(ranges)
+        ranges = None if ranges is None else tuple(ranges)  # JSON has made a list of it
         silu = None if silu is None else GeneralizedSiLU(**silu)
         return cls(**data | {"ranges": ranges, "silu": silu})
 

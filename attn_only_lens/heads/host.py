@@ -2,21 +2,24 @@
 
 A converted HookedTransformer has two blocks for each source layer, attention heads in block 2l and
 neuron-heads in block 2l + 1. An exposed model, HookedTransformer or TransformerBridge, keeps its
-blocks, and its neuron-heads are beside its MLPs. Everything above asks the host.
+blocks, and its neuron-heads are next to its MLPs. All higher packages ask the host.
 """
 
+import threading
 from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from types import MappingProxyType
 from typing import Any, ClassVar, Literal, get_args
 
-from attn_only_lens.errors import InputError, UnsupportedCallError
-from attn_only_lens.heads.pass_state import PassState
+from attn_only_lens.errors import UnsupportedCallError
 
 HeadKind = Literal["attention", "neuron"]
 HEAD_KINDS: tuple[HeadKind, ...] = get_args(HeadKind)
 
-# In place, no name may be one that a filter for attention's hook points selects: those ask whether
-# a name ends in z, q, k, v, pattern, scores or result, or whether it holds z, attn, pattern, score,
-# hook_q or result.
+# In place, no name may match a filter for attention's hook points: such filters ask whether a name
+# ends in z, q, k, v, pattern, scores or result, or contains z, attn, pattern, score, hook_q or
+# result.
 POINTS = {
     "q": "hook_neuron_query",
     "k": "hook_neuron_key",
@@ -28,19 +31,50 @@ POINTS = {
 }
 """The steps of a head's computation, and the hook point of each for neuron-heads in place.
 
-Where heads are a block's attention, it is `hook_q`, `hook_k` and so on, as in TransformerLens.
+In the attention of a block they are `hook_q`, `hook_k` and so on, as in TransformerLens.
 """
 
+CHANGED = "the model has changed since its neurons became heads"
+_NO_VALUES: Mapping[Any, Any] = MappingProxyType({})
 
-CHANGED = "the model is not what it was when its neurons became heads"
+
+class PassState(threading.local):
+    """Values that one module leaves for a later module of the same forward pass.
+
+    Modules keep no such values themselves, because several threads may run one model at the same
+    time, and a hook may run it again in the middle of a pass. Each thread has its own values. A
+    copy or a pickle of the state is empty.
+
+    Example:
+        >>> state = PassState()
+        >>> state.values["u"] = 5
+        >>> with state.new_pass():
+        ...     "u" in state.values
+        False
+        >>> state.values.pop("u")
+        5
+    """
+
+    def __init__(self) -> None:
+        self.values: dict[Any, Any] = {}
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), ()
+
+    @contextmanager
+    def new_pass(self, values: Mapping[Any, Any] = _NO_VALUES) -> Iterator[None]:
+        """Begin a pass with these values, and restore those of the outer pass at its end."""
+        outer, self.values = self.values, dict(values)
+        try:
+            yield
+        finally:
+            self.values = outer
 
 
 class Host(ABC):
-    """A model with neuron-heads, as one of its kind: where its heads are, and how it is run.
+    """A model with neuron-heads: where its heads are, and how it runs.
 
-    Attributes:
-        model: the model.
-        in_place: whether its blocks are those of its source.
+    `in_place` tells whether the blocks of the model are those of its source.
     """
 
     in_place: ClassVar[bool]
@@ -65,16 +99,10 @@ class Host(ABC):
 
     @abstractmethod
     def block(self, layer: int, kind: HeadKind) -> int:
-        """The block that runs the attention heads, or the neurons, of a source layer."""
+        """Return the block that runs the attention heads, or the neurons, of a source layer."""
 
     def hook_name(self, layer: int, kind: HeadKind, point: str) -> str:
-        """The full name of a hook point of the heads of a source layer.
-
-        Args:
-            layer: the source layer. The caller knows that the model has it.
-            kind: of the heads.
-            point: a key of `POINTS`.
-        """
+        """Return the full name of a hook point (a key of `POINTS`) of the heads of a layer."""
         block = self.block(layer, kind)
         if kind == "neuron" and self.in_place:
             return f"blocks.{block}.mlp.{POINTS[point]}"
@@ -86,19 +114,19 @@ class Host(ABC):
         """The values that the modules of the model leave for each other in a forward pass."""
 
     def attention(self, layer: int) -> Any:
-        """The module with the attention heads of a source layer."""
+        """Return the module with the attention heads of a source layer."""
         return self.model.blocks[self.block(layer, "attention")].attn
 
     @abstractmethod
     def gates(self) -> list[dict[str, Any]]:
-        """The gates of each source layer, as JSON."""
+        """Return the gates of each source layer, as JSON."""
 
     @abstractmethod
     def stream_hook(self, layer: int, point: Literal["pre", "mid", "post"]) -> str:
-        """The hook point of the residual stream before, within or after a source layer."""
+        """Return the hook point of the residual stream before, within or after a source layer."""
 
     def write_hook(self, layer: int, kind: HeadKind) -> str:
-        """The hook point of what the heads of a source layer add to the stream together."""
+        """Return the hook point of the sum that the heads of a source layer add to the stream."""
         sublayer = "mlp" if kind == "neuron" and self.in_place else "attn"
         return f"blocks.{self.block(layer, kind)}.hook_{sublayer}_out"
 
@@ -107,34 +135,27 @@ class Host(ABC):
         """Return why the model may no longer run the modules with its heads; empty if it does."""
 
     def unseen_edit_reasons(self, layer: int, kind: HeadKind) -> list[str]:
-        """Return why an edit of z would miss part of what is computed from z; empty if none."""
+        """Return which computations from z an edit of z would not reach; empty if none."""
         return []
 
     @abstractmethod
     def norms(self) -> list[Any]:
-        """The norms of each source layer (`models/norms.py`).
+        """Return the norms of each source layer (`models/norms.py`).
 
         Raises:
-            InputError: with every reason: norms, or an order of attention and MLP, not known.
+            InputError: with every reason: unknown norms, or an unknown order of sublayers.
         """
 
     def reads_centred(self) -> bool:
-        """Return whether all that reads the stream subtracts the mean over d_model first.
-
-        Raises:
-            InputError: as `norms`.
-        """
+        """Return whether all heads read the stream through a norm that subtracts its mean."""
         layers = self.norms()
         return all(norms.attention[0].centres and norms.neuron[0].centres for norms in layers)
 
     @abstractmethod
     def final_norm(self) -> Any:
-        """The norm that the unembedding reads through.
+        """Return the norm before the unembedding; raise InputError if it is unknown."""
 
-        Raises:
-            InputError: it is not known.
-        """
-
+    @abstractmethod
     def require_weights(self) -> None:
         """Check that `W_Q`, `W_in` and so on are the matrices that the model applies.
 
@@ -143,15 +164,14 @@ class Host(ABC):
         Raises:
             InputError: with every matrix that differs, and every module that was replaced.
         """
-        InputError.raise_if(self.reasons(), CHANGED)
 
     @abstractmethod
     def tokens_before(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-        """How many tokens came before those of a run, as the arguments of its first block say."""
+        """Return the number of cached earlier tokens, by the arguments of the first block."""
 
     @abstractmethod
     def replay(self, recording: Any, metric: Any, precise: Any = None) -> Any:
-        """The way to run a recorded pass again in part (`engine/replay`), unchecked."""
+        """Return the replay that runs parts of a recorded pass again (`engine/replay`)."""
 
 
 class WithNeuronHeads:
@@ -163,7 +183,7 @@ class WithNeuronHeads:
 def stock_class(module: object) -> type:
     """Return the class that a module has without its neuron-heads."""
     kind = type(module)
-    stock: type = vars(kind).get("_stock", kind)  # `vars`, as a subclass may compute something else
+    stock: type = vars(kind).get("_stock", kind)  # `vars`, since a subclass may compute otherwise
     return stock
 
 
@@ -173,10 +193,10 @@ def has_neuron_heads(model: object) -> bool:
 
 
 def host_of(model: Any) -> Host:
-    """The host of a model.
+    """Return the host of a model.
 
     Raises:
-        UnsupportedCallError: it has no neuron-heads.
+        UnsupportedCallError: the model has no neuron-heads.
     """
     if not isinstance(model, WithNeuronHeads):
         raise UnsupportedCallError("; ".join(reasons_without_heads(model)))
@@ -184,7 +204,7 @@ def host_of(model: Any) -> Host:
 
 
 def reasons_without_heads(model: object) -> list[str]:
-    """List why an analysis refuses a model without neuron-heads; empty for one that has them."""
+    """Return why an analysis refuses a model without neuron-heads; empty if it has them."""
     if has_neuron_heads(model):
         return []
     return [

@@ -1,11 +1,10 @@
-"""The one place that maps a head's name to its block, index and hook, and back.
+"""Map the name of a head to its block, index and hook, and back.
 
-`L5H3` is attention head 3 of source layer 5; `L5N1234` is the neuron-head of neuron 1234 of the
-MLP of source layer 5; where several heads share a neuron (bilinear gates), they are `L5N1234.0`,
-`L5N1234.1`, … and `L5N1234` is the neuron that they make up. In the two-block layout source layer l
-becomes block 2l (its attention heads) and block 2l + 1 (its neuron-heads). In place, both are in
-block l: attention heads under `attn`, neuron-heads under `mlp`. Analysis code speaks in names,
-never in block numbers.
+`L5H3` is attention head 3 of source layer 5; `L5N1234` is the neuron-head of neuron 1234 in the MLP
+of source layer 5. If several heads share a neuron (bilinear gates), they are `L5N1234.0`,
+`L5N1234.1`, …, and `L5N1234` is the neuron itself. With two blocks a layer, source layer l becomes
+block 2l (its attention heads) and block 2l + 1 (its neuron-heads). In place, both are in block l:
+attention heads under `attn`, neuron-heads under `mlp`. Analyses use names, never block numbers.
 """
 
 import re
@@ -25,13 +24,13 @@ _NAME = re.compile(rf"L{_NUMBER}([HN]){_NUMBER}(?:\.{_NUMBER})?")
 
 @dataclass(frozen=True)
 class HeadName:
-    """A head of a converted model, by source layer.
+    """The name of an attention head, a neuron-head or a neuron, by source layer.
 
     Attributes:
         layer: the source layer, counted from 0 (not the block).
         kind: "attention" for an original head, "neuron" for a neuron-head.
         index: the head in its attention layer, or the neuron in its MLP.
-        member: which of the heads that share the neuron; None where it has one, or all are meant.
+        member: one of the heads that share the neuron; None for the neuron, or its only head.
 
     Example:
         >>> from attn_only_lens import HeadName
@@ -55,7 +54,7 @@ class HeadName:
         match = _NAME.fullmatch(text) if isinstance(text, str) else None
         if match is None and "@" in str(text):
             raise UnknownHeadError(
-                f"got {text!r}, a head at a position; expected the head alone, as in 'L5N1234'"
+                f"got {text!r}, a head at a position; expected only the head, such as 'L5N1234'"
             )
         if match is None or (match[2] == "H" and match[4] is not None):
             raise UnknownHeadError(
@@ -69,8 +68,8 @@ class HeadName:
         """Return the index of this head among the heads of its block.
 
         Raises:
-            UnknownHeadError: several heads share the neuron and the name does not say which, or
-                it says one that there is not.
+            UnknownHeadError: the name is of a neuron with several heads, or the neuron has no such
+                head.
         """
         if self.kind == "attention" or (heads_per_neuron == 1 and self.member is None):
             return self.index
@@ -98,29 +97,29 @@ class HeadName:
         return slice(index, index + 1)
 
     def block(self, model: Any) -> int:
-        """The block of a model that runs this head.
+        """Return the block of a model that runs this head.
 
         Raises:
             UnknownHeadError: the model has no such head.
-            UnsupportedCallError: as in `hook`.
+            UnsupportedCallError: see `hook`.
         """
         self.require_in(model)
-        return (
-            host_of(model).block(self.layer, self.kind) if has_neuron_heads(model) else self.layer
-        )
+        if has_neuron_heads(model):
+            return host_of(model).block(self.layer, self.kind)
+        return self.layer
 
     def hook(self, point: str, model: Any) -> str:
-        """The full name of a hook point of this head, and of all others of its kind and layer.
+        """Return the full name of a hook point of this head, and of the other heads of its layer.
 
         Args:
             point: "q", "k", "v", "attn_scores", "pattern", "z" or "result".
-            model: any model with neuron-heads, converted or exposed; for an attention head, also
-                one without.
+            model: a model with neuron-heads, converted or exposed; for an attention head, also a
+                model without neuron-heads.
 
         Raises:
             UnknownHeadError: the model has no such head, or heads have no such point.
-            UnsupportedCallError: for a neuron, a model without neuron-heads; no model, one whose
-                attention has no such hook point, or what `to_stock` made.
+            UnsupportedCallError: not a model; a neuron of a model without neuron-heads; a model of
+                `to_stock`; or its attention has no such hook point.
 
         Example:
             >>> from attn_only_lens import HeadName, convert, expose_neuron_heads, pretrained
@@ -134,7 +133,7 @@ class HeadName:
         """
         if point not in POINTS:
             raise UnknownHeadError(
-                f"got point={point!r}; expected what is computed there, one of {', '.join(POINTS)}"
+                f"got point={point!r}; expected a step of a head, one of {', '.join(POINTS)}"
             )
         self.require_in(model)
         if has_neuron_heads(model):
@@ -144,17 +143,12 @@ class HeadName:
         if name not in model.hook_dict:
             raise UnsupportedCallError(
                 f"the attention of layer {self.layer} of this {type(model).__name__} has no hook "
-                f"point {name}; those that it has are among the keys of model.hook_dict"
+                f"point {name}; model.hook_dict lists all hook points"
             )
         return name
 
     def require_in(self, model: Any) -> None:
-        """Refuse models that do not have this head.
-
-        Raises:
-            UnknownHeadError: the model has no such head.
-            UnsupportedCallError: as in `hook`.
-        """
+        """Require that a model has this head; raises as `block` does."""
         if has_neuron_heads(model):
             neurons, n_heads = host_of(model).neurons, host_of(model).n_heads
         else:
@@ -164,16 +158,16 @@ class HeadName:
             raise UnknownHeadError(
                 f"got {str(self)!r}; the model has layers 0 to {len(n_heads) - 1}"
             )
-        # Of this layer alone: a sweep names every head of every layer.
-        n, said = (
-            (neurons[self.layer].n_neurons, "neurons")
-            if self.kind == "neuron"
-            else (n_heads[self.layer], "attention heads")
-        )
-        if not 0 <= self.index < n:
-            raise UnknownHeadError(f"got {str(self)!r}; layer {self.layer} has {said} 0 to {n - 1}")
         if self.kind == "neuron":
-            self.heads(neurons[self.layer].heads_per_neuron)  # refuses an unknown member
+            count, plural = neurons[self.layer].n_neurons, "neurons"
+        else:
+            count, plural = n_heads[self.layer], "attention heads"
+        if not 0 <= self.index < count:
+            raise UnknownHeadError(
+                f"got {str(self)!r}; layer {self.layer} has {plural} 0 to {count - 1}"
+            )
+        if self.kind == "neuron":
+            self.heads(neurons[self.layer].heads_per_neuron)  # raises for an unknown member
 
     def __str__(self) -> str:
         member = "" if self.member is None else f".{self.member}"
@@ -181,7 +175,7 @@ class HeadName:
 
 
 def _require_plain(model: Any, name: HeadName) -> None:
-    """Refuse what is no model, or one in which a head of that name could be any."""
+    """Require a model without neuron-heads in which the name of a head has one meaning."""
     if not isinstance(getattr(model, "blocks", None), nn.ModuleList):
         raise UnsupportedCallError(
             f"got a {type(model).__name__}; expected a model with blocks, of TransformerLens or of "
@@ -190,18 +184,18 @@ def _require_plain(model: Any, name: HeadName) -> None:
     if name.kind == "neuron":
         raise UnsupportedCallError(
             f"got {str(name)!r} and a {type(model).__name__} without neuron-heads; expected a "
-            "model that convert returned, or that expose_neuron_heads was called on"
+            "model that convert returned, or a model after expose_neuron_heads"
         )
-    # What to_stock makes: each layer of the source is two of its own.
+    # In a model of to_stock, each layer of the source is two layers.
     if getattr(model.cfg, "attn_only", False) and model.cfg.window_size == 1:
         raise UnsupportedCallError(
-            f"got {str(name)!r} and a model of to_stock, whose blocks bear no names: the heads of "
-            "source layer l are those of blocks.{2l}.attn, its neurons those of blocks.{2l+1}.attn"
+            f"got {str(name)!r} and a model of to_stock, whose heads have no such names: the heads "
+            "of source layer l are in blocks.{2l}.attn, its neurons in blocks.{2l+1}.attn"
         )
 
 
 def head_labels(layer: int, kind: HeadKind, n_heads: int, heads_per_neuron: int) -> list[str]:
-    """The names of all heads of one kind in a source layer, in the order of their head_index."""
+    """Return the names of all heads of one kind in a layer, in the order of their head_index."""
     if kind == "attention" or heads_per_neuron == 1:
         return [str(HeadName(layer, kind, index)) for index in range(n_heads)]
     pairs = (divmod(index, heads_per_neuron) for index in range(n_heads))

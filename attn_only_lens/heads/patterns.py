@@ -14,7 +14,7 @@ from attn_only_lens.heads.names import HeadName
 
 
 def neuron_pattern(cache: ActivationCache, name: str) -> Float[Tensor, "batch pos key=2"]:
-    """Return the attention of one neuron-head: by each token to (itself, the bias token).
+    """Return the attention of one neuron-head, from each token to itself and to the bias token.
 
     This pattern is compact: its last axis is (itself, the bias token), not tokens. Plotting tools
     such as circuitsvis expect tokens by tokens, and draw a wrong picture of it without an error:
@@ -29,9 +29,9 @@ def neuron_pattern(cache: ActivationCache, name: str) -> Float[Tensor, "batch po
         has none.
 
     Raises:
-        UnknownHeadError: the name is malformed, of an attention head, or not in the model.
-        UnsupportedCallError: the cache is not of such a model, does not hold that block's
-            pattern, or was made when the model had another number of heads a neuron.
+        UnknownHeadError: the name is malformed, names an attention head, or is not in the model.
+        UnsupportedCallError: the cache is not of such a model, does not hold the pattern of that
+            block, or was made when the model had another number of heads a neuron.
 
     Example:
         >>> from attn_only_lens import expose_neuron_heads, neuron_pattern, pretrained
@@ -50,21 +50,21 @@ def neuron_pattern(cache: ActivationCache, name: str) -> Float[Tensor, "batch po
 def neuron_gate(cache: ActivationCache, name: str) -> Float[Tensor, "batch pos"]:
     """Return the share of its value that a neuron lets through: Σ_j w_j pattern_j(self).
 
-    The sum is over the neuron's heads. With exact gates it is the self weight of its one head. With
-    bilinear gates it is the neuron's effective gate, p(q), which may leave [0, 1] by a little; in a
-    gated MLP, where the heads' weights make up the activation itself, it is α(g).
+    The sum runs over the heads of the neuron. With exact gates it is the self weight of its one
+    head. With bilinear gates it is the effective gate of the neuron, p(q), which may leave [0, 1]
+    slightly; in a gated MLP, the weights of the heads make up the activation itself, α(q).
 
     Args:
-        cache: as in `neuron_pattern`.
+        cache: see `neuron_pattern`.
         name: a neuron by source layer, `L5N1234`.
 
     Returns:
         One number for each token; without the batch axis if the cache has none.
 
     Raises:
-        UnknownHeadError: the name is malformed, of an attention head or of one head among the
-            several of a neuron, or not in the model.
-        UnsupportedCallError: as in `neuron_pattern`.
+        UnknownHeadError: the name is malformed, names an attention head or one of several heads of
+            a neuron, or is not in the model.
+        UnsupportedCallError: see `neuron_pattern`.
 
     Example:
         >>> from attn_only_lens import expose_neuron_heads, neuron_gate, pretrained
@@ -77,10 +77,9 @@ def neuron_gate(cache: ActivationCache, name: str) -> Float[Tensor, "batch pos"]
     if head.member is not None:
         raise UnknownHeadError(f"got {name!r}, one head of a neuron; expected the neuron, 'L0N7'")
     heads = host_of(cache.model).neurons[head.layer]
-    shared = heads.heads_per_neuron
     pattern = _block_pattern(cache, head)[..., SELF]  # [batch, head_index, pos]
-    first = head.index * shared
-    return heads.neuron_outputs(pattern.narrow(-2, first, shared).transpose(-1, -2)).squeeze(-1)
+    of_neuron = pattern[..., head.heads(heads.heads_per_neuron), :]
+    return heads.neuron_outputs(of_neuron.transpose(-1, -2)).squeeze(-1)
 
 
 def _neuron(cache: ActivationCache, name: str) -> HeadName:
@@ -105,43 +104,34 @@ def _block_pattern(
     pattern = cached_activation(cache, head.layer, head.kind, "pattern")
     heads = host_of(cache.model).neurons[head.layer]
     n_heads = heads.n_neurons * heads.heads_per_neuron
-    # Exposed anew since the cache was made, the model would have other neurons at these indices.
+    # If the model was exposed again with other gates, these indices mean other neurons.
     if pattern.shape[-3] != n_heads:
         raise UnsupportedCallError(
             f"the cache holds the patterns of {pattern.shape[-3]} neuron-heads of layer "
-            f"{head.layer}, and its model has {n_heads} by now: it was made with other gates; "
+            f"{head.layer}, and its model has {n_heads} by now: its gates have changed; "
             "run_with_cache again"
         )
     return pattern
 
 
 def require_neuron_heads(cache: Any) -> None:
-    """Require the cache of a model with neuron-heads.
-
-    Raises:
-        UnsupportedCallError: it is something else.
-    """
+    """Require the cache of a model with neuron-heads."""
     model = getattr(cache, "model", None)
     if not has_neuron_heads(model):
-        of = "" if model is None else f" of a {type(model).__name__} without neuron-heads"
+        kind = "" if model is None else f" of a {type(model).__name__} without neuron-heads"
         raise UnsupportedCallError(
-            f"got a {type(cache).__name__}{of}; expected the cache that run_with_cache of a "
-            "converted or exposed model returns: convert the model, or call expose_neuron_heads "
-            "on it, and run_with_cache then"
+            f"got a {type(cache).__name__}{kind}; expected the cache of a converted or exposed "
+            "model: call convert or expose_neuron_heads, then run_with_cache"
         )
 
 
 def cached_activation(cache: ActivationCache, layer: int, kind: HeadKind, point: str) -> Tensor:
-    """Return the activation at a hook point of the heads of a source layer.
-
-    Raises:
-        UnsupportedCallError: the cache does not hold it.
-    """
+    """Return the cached activation at a hook point of the heads of a source layer."""
     hook = host_of(cache.model).hook_name(layer, kind, point)
     if hook not in cache.cache_dict:
         raise UnsupportedCallError(
-            f"the cache does not hold {hook}: it was made with a names_filter that leaves it out, "
-            "or before the model had neuron-heads; run_with_cache again"
+            f"the cache does not hold {hook}: its names_filter left it out, or the model had no "
+            "neuron-heads yet; run_with_cache again"
         )
     return cache.cache_dict[hook]
 
@@ -151,20 +141,20 @@ def dense_pattern(
 ) -> Float[Tensor, "batch query_pos key_pos_and_bias"]:
     """Return `neuron_pattern` as a square over tokens, with one more column for the bias token.
 
-    For pictures: circuitsvis and its like take [query_pos, key_pos] and would draw the compact
-    (self, bias) pair as attention to the first two tokens, without complaint.
+    For plots: circuitsvis and similar tools take [query_pos, key_pos], and would draw the compact
+    (self, bias) pair as attention to the first two tokens, without an error.
 
     Args:
-        cache: as in `neuron_pattern`.
-        name: as in `neuron_pattern`.
+        cache: see `neuron_pattern`.
+        name: see `neuron_pattern`.
 
     Returns:
         Weights [batch, pos, pos + 1]: the self weight on the diagonal, the bias weight in the
         last column, zero elsewhere.
 
     Raises:
-        UnknownHeadError: as in `neuron_pattern`.
-        UnsupportedCallError: as in `neuron_pattern`.
+        UnknownHeadError: see `neuron_pattern`.
+        UnsupportedCallError: see `neuron_pattern`.
 
     Example:
         >>> from attn_only_lens import dense_pattern, expose_neuron_heads, pretrained

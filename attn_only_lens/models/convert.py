@@ -19,38 +19,38 @@ from attn_only_lens.tl import HookedTransformer
 def convert(
     model: HookedTransformer, *, gate: GateOption = "exact", copy_weights: bool = False
 ) -> AttentionOnlyTransformer:
-    """Return an attention-only model that computes what `model` computes.
+    """Return an attention-only model with the same logits as `model`.
 
-    It has two blocks a layer: source layer l becomes block 2l, its attention heads, and block
+    It has two blocks a layer. Source layer l becomes block 2l, its attention heads, and block
     2l + 1, its d_mlp neurons as heads of width 1 under `attn`. Each token attends to itself with
     weight p(q) and to a static bias token with weight 1 - p(q), where act(q) = q · p(q). With no
-    hook on a neuron block the logits are bitwise those of `model`; with hooks they agree to
-    rounding. Neurons being heads, a filter for the hooks of heads, `name.endswith("hook_z")`,
-    selects theirs too.
+    hook on a neuron block, the logits are bitwise those of `model`; with hooks they agree to
+    rounding. Filters for the hooks of heads, such as `name.endswith("hook_z")`, also select those
+    of neuron-heads.
 
-    With `gate=Bilinear(...)` the activation is approximated by several heads a neuron. The
-    approximation is then the model's function, with hooks or without.
+    With `gate=Bilinear(...)`, several heads a neuron approximate the activation. The model then
+    computes the approximation, with hooks or without.
 
     Source: "Attention-Only Transformers and Implementing MLPs with Attention Heads", Theorems 2
-    and 4, with p in place of σ for activations other than SiLU; gated MLPs, whose value g · u is a
-    product, are beyond the paper.
+    and 4, with p in place of σ for activations other than SiLU. The paper does not cover gated
+    MLPs, where the value g · u is a product.
 
     Args:
-        model: a `HookedTransformer` with MLPs. It is not changed. A `TransformerBridge` has its
-            blocks from the model that it wraps: see `expose_neuron_heads`.
-        gate: "exact", one head a neuron with the activation's own pattern; the same with
-            `GeneralizedSiLU(a_1, a_2)`, for an activation that no name tells; or `Bilinear(...)`.
-        copy_weights: give the new model weights of its own. By default the two share them, so that
-            conversion costs no memory; then training either trains both. If fold_ln is applied
-            to the source afterwards, a converted model that shares its weights raises an error
-            wherever it is used.
+        model: a `HookedTransformer` with MLPs. It is not changed. For a `TransformerBridge`, see
+            `expose_neuron_heads`.
+        gate: "exact", one head a neuron with the activation's own pattern;
+            `GeneralizedSiLU(a_1, a_2)`, the same for an activation that has no name; or
+            `Bilinear(...)`.
+        copy_weights: copy the weights. By default both models share them, so that conversion costs
+            no memory; then training either trains both. If fold_ln is later applied to the source,
+            a converted model that shares its weights raises an error wherever it is used.
 
     Returns:
         The converted model, on the device and in the dtype of `model`, without its hooks.
 
     Raises:
-        UnsupportedModelError: with every reason why the model cannot be converted exactly; among
-            them hooks that are attached to it, since they would not come along.
+        UnsupportedModelError: with every reason why the model cannot be converted exactly, such as
+            attached hooks, which the new model would not have.
 
     Example:
         >>> import torch
@@ -66,7 +66,7 @@ def convert(
     if isinstance(model, TransformerBridge):
         raise UnsupportedModelError(
             [
-                "it is a TransformerBridge, whose blocks are those of the model that it wraps: use "
+                "it is a TransformerBridge, which runs the blocks of the model that it wraps: use "
                 "expose_neuron_heads(bridge, copy=True).model, a copy with its neurons as heads "
                 "in place"
             ]
@@ -86,8 +86,7 @@ def convert(
             )
         except ValueError as error:
             reasons.append(str(error))
-    if reasons:
-        raise UnsupportedModelError(reasons)
+    UnsupportedModelError.raise_if(reasons)
     converted = convert_as(model, gating, copy_weights=copy_weights)
     if not copy_weights:
         share_weights(model, converted)

@@ -1,4 +1,4 @@
-"""Expose neuron-heads in place: the model stays what it is, and its neurons are seen as heads."""
+"""Expose neuron-heads in place: the model keeps its class and modules, its neurons become heads."""
 
 from types import TracebackType
 from typing import Any
@@ -11,7 +11,7 @@ from attn_only_lens.devices import normal_numbers
 from attn_only_lens.errors import UnsupportedModelError
 from attn_only_lens.gates import GeneralizedSiLU
 from attn_only_lens.heads import EXACT, Gating, logit_tolerance
-from attn_only_lens.heads.pass_state import PassState
+from attn_only_lens.heads.host import PassState
 from attn_only_lens.models.gate_option import GateOption, gating_for
 from attn_only_lens.models.in_place import (
     BilinearInPlace,
@@ -30,8 +30,8 @@ from attn_only_lens.models.in_place.known_mlps import (
     non_finite_weights,
     run_mlp,
 )
-from attn_only_lens.models.quantised import weight_reasons
 from attn_only_lens.models.shared_weights import share_weights
+from attn_only_lens.models.transformers_module import weight_reasons
 from attn_only_lens.precision import full_precision
 from attn_only_lens.tl import HookedTransformer
 
@@ -39,10 +39,10 @@ _PROBLEM = "the neuron-heads of this model cannot be exposed"
 
 
 class ExposedNeurons:
-    """A model with its neuron-heads exposed, and the way to undo that.
+    """A model with its neuron-heads exposed, which `undo` hides again.
 
-    As a context manager it gives the model, and at the end undoes what the call has done: nothing,
-    if the neuron-heads were exposed before it.
+    As a context manager it returns the model, and hides the neuron-heads at the end unless they
+    were exposed before.
 
     Attributes:
         model: the model; with `copy=True`, the copy.
@@ -65,7 +65,8 @@ class ExposedNeurons:
     def undo(self) -> None:
         """Restore the model: its class, its hook points, its registries.
 
-        Hooks on the hook points that go, go with them; all others stay. To undo twice is to undo.
+        Hooks on the hook points of neuron-heads are lost; all others stay. A second call does
+        nothing.
         """
         hide(self.model)
 
@@ -89,29 +90,28 @@ def expose_neuron_heads(
     copy: bool = False,
     copy_weights: bool = False,
 ) -> ExposedNeurons:
-    """See the neurons of a model as attention heads, and leave the model as it is.
+    """Expose the neurons of a model as attention heads, next to its MLPs.
 
-    While `convert` builds a model with blocks of neuron-heads, this adds hook points to the MLPs of
-    the model itself, in the shapes of heads:
+    `convert` builds a model with blocks of neuron-heads; this function adds hook points to the MLPs
+    of the model itself, with the shapes of heads:
 
         q        blocks.{l}.mlp.hook_neuron_query     attn_scores  blocks.{l}.mlp.hook_neuron_logits
         k        blocks.{l}.mlp.hook_neuron_key       pattern      blocks.{l}.mlp.hook_neuron_probs
         v        blocks.{l}.mlp.hook_neuron_value     z            blocks.{l}.mlp.hook_neuron_act
                                                       result       blocks.{l}.mlp.hook_neuron_write
 
-    `HeadName.hook` gives these names. They are not attention's, so that a filter for attention's
-    hooks, `name.endswith("hook_z")`, selects on this model what it selects on any other.
+    `HeadName.hook` returns these names. They differ from the names of attention's hooks, so that a
+    filter for those, such as `name.endswith("hook_z")`, selects the same hooks as on other models.
 
-    Every name, weight and tool of the model stays, and every hook that fired fires as before. With
-    exact gates and none of the new hook points live, the model's own code runs alone: its logits
-    are bitwise what they were. With hooks they agree to rounding.
+    All names, weights and tools of the model stay, and every hook fires as before. With exact gates
+    and no hook on the new hook points, only the model's own code runs, so its logits stay bitwise
+    the same. With hooks they agree to rounding.
 
-    An edit at any hook point reaches those that follow: hook_pre, then q, k, v, attn_scores,
-    pattern and z of the heads, then hook_post, then their result. As with attention heads, the
-    result fires only after `model.set_use_attn_result(True)`.
+    An edit at a hook point reaches all later ones: hook_pre, then q, k, v, attn_scores, pattern and
+    z of the heads, then hook_post, then their result. As with attention heads, the result fires
+    only after `model.set_use_attn_result(True)`.
 
-    Each MLP is run on a small random batch before and after, and compared, so that no MLP is taken
-    for what it is not.
+    Each MLP runs on a small random batch before and after, to check that its outputs are the same.
 
     Source: "Attention-Only Transformers and Implementing MLPs with Attention Heads", Theorems 2
     and 4; see `convert`.
@@ -120,21 +120,21 @@ def expose_neuron_heads(
         model: a `HookedTransformer`, or a `TransformerBridge` before or after
             `enable_compatibility_mode`. It is changed in place, unless copied.
         gate: "exact", `GeneralizedSiLU(...)` or `Bilinear(...)`, as in `convert`. With bilinear
-            gates the approximation is the model's function until it is undone, also of an
-            activation that is replaced meanwhile.
-        copy: expose the neuron-heads of a second model, and leave `model` unchanged. It has
-            modules, hook points and settings of its own.
-        copy_weights: give that copy weights of its own. By default it shares them with `model`, so
-            that it costs no memory; then training either trains both, and a later change of dtype
-            or device of one parts them. If fold_ln is applied to `model`, a `HookedTransformer`,
-            afterwards, a copy that shares its weights raises an error wherever it is used.
+            gates the model computes the approximation until `undo`, even if its activation is
+            replaced meanwhile.
+        copy: expose the neuron-heads of a copy, with separate modules, hook points and settings,
+            and leave `model` unchanged.
+        copy_weights: copy the weights too. By default the copy shares them with `model` and costs
+            no memory; then training either trains both, and changing the dtype or device of one
+            separates them. If fold_ln is later applied to `model`, a `HookedTransformer`, a copy
+            that shares its weights raises an error wherever it is used.
 
     Returns:
-        A context manager, and the way to undo it; its `model` is the exposed model. On a model that
-        is exposed like this already nothing changes.
+        A context manager with `model`, the exposed model, and `undo`. If the model is exposed with
+        the same gates already, nothing changes.
 
     Raises:
-        UnsupportedModelError: with every reason why not; the model is as it was.
+        UnsupportedModelError: with every reason against it; the model is unchanged.
 
     Example:
         >>> import torch
@@ -150,104 +150,100 @@ def expose_neuron_heads(
         (False, True)
     """
     silu = gate if isinstance(gate, GeneralizedSiLU) else None
-    if copy_weights and not copy:
-        raise UnsupportedModelError(["got copy_weights=True; give copy=True with it"], _PROBLEM)
-    if isinstance(model, TransformerBridge) and (why := weight_reasons(model.original_model)):
-        raise UnsupportedModelError(why, _PROBLEM)
-    if isinstance(model, HookedTransformer) and model.cfg.n_devices > 1:
-        why = [
-            f"it is spread over {model.cfg.n_devices} devices; load it on one (n_devices=1), or as "
-            "a TransformerBridge with a device_map"
-        ]
-        raise UnsupportedModelError(why, _PROBLEM)
+    UnsupportedModelError.raise_if(_model_reasons(model, copy, copy_weights, silu), _PROBLEM)
     if copy:
-        if reasons := reasons_against_copying(model):
-            raise UnsupportedModelError([*reasons, *_mlp_reasons(model, silu)], _PROBLEM)
         with torch.inference_mode(False):  # weights of inference mode could never be trained
             source, model = model, copy_model(model, copy_weights=copy_weights)
         if isinstance(model, HookedTransformer) and not copy_weights:
             share_weights(source, model)
-    known, gating = known_mlps(model, _PROBLEM, silu), EXACT
+    mlps, gating = known_mlps(model, _PROBLEM, silu), EXACT
     reasons = [] if exposed_heads(model) else non_finite_weights(model)
-    W_out: Any = known[0].mlp.W_out
+    W_out: Any = mlps[0].mlp.W_out
     try:
         gating = gating_for(
             gate,
-            act_fn=known[0].act_fn,
-            gated=known[0].points.pre_linear is not None,
+            act_fn=mlps[0].act_fn,
+            gated=mlps[0].points.pre_linear is not None,
             dtype=W_out.dtype,
-            n_layers=len(known),
+            n_layers=len(mlps),
         )
     except ValueError as error:
         reasons.append(str(error))
-    if reasons:
-        raise UnsupportedModelError(reasons, _PROBLEM)
-    return expose_as(model, known, gating)
+    UnsupportedModelError.raise_if(reasons, _PROBLEM)
+    return expose_as(model, mlps, gating)
 
 
-def expose_as(model: Any, known: list[KnownMLP], gating: Gating) -> ExposedNeurons:
-    """Expose the neuron-heads of known MLPs with given gates.
+def _model_reasons(
+    model: Any, copy: bool, copy_weights: bool, silu: GeneralizedSiLU | None
+) -> list[str]:
+    """Return why a model cannot be exposed, before its MLPs are recognised."""
+    if copy_weights and not copy:
+        return ["got copy_weights=True; give copy=True with it"]
+    if isinstance(model, TransformerBridge) and (reasons := weight_reasons(model.original_model)):
+        return reasons
+    if isinstance(model, HookedTransformer) and model.cfg.n_devices > 1:
+        return [
+            f"it is spread over {model.cfg.n_devices} devices; load it on one (n_devices=1), or as "
+            "a TransformerBridge with a device_map"
+        ]
+    if copy and (reasons := reasons_against_copying(model)):
+        try:
+            known_mlps(model, _PROBLEM, silu)
+        except UnsupportedModelError as error:
+            reasons += error.reasons
+        return reasons
+    return []
 
-    Raises:
-        UnsupportedModelError: the gates are not for these MLPs, the heads are exposed already with
-            other gates, or an MLP does not compute what it seemed to.
-    """
+
+def expose_as(model: Any, mlps: list[KnownMLP], gating: Gating) -> ExposedNeurons:
+    """Expose the neuron-heads of known MLPs with given gates, after checking that these fit."""
     try:
-        gated = known[0].points.pre_linear is not None
-        gating.require_fit(known[0].act_fn, gated, len(known))
+        gated = mlps[0].points.pre_linear is not None
+        gating.require_fit(mlps[0].act_fn, gated, len(mlps))
     except ValueError as error:
         raise UnsupportedModelError([str(error)], _PROBLEM) from error
     if heads := exposed_heads(model):
         if gating != heads[0].gating:
             raise UnsupportedModelError(
-                [f"they are exposed already, with {heads[0].gating}: undo() that first"],
-                _PROBLEM,
+                [f"they are exposed already, with {heads[0].gating}: call undo() first"], _PROBLEM
             )
         return ExposedNeurons(model, first=False)
     with evaluation_without_hooks(getattr(block, "mlp", None) for block in model.blocks):
         kind = InPlace if gating.kind == "exact" else BilinearInPlace
         state = PassState()
-        _show_checked(
-            model,
-            [
-                kind(each.mlp, each.points, model.cfg, each.act_fn, layer, gating, state)
-                for layer, each in enumerate(known)
-            ],
-        )
+        new_heads = [
+            kind(mlp.mlp, mlp.points, model.cfg, mlp.act_fn, layer, gating, state)
+            for layer, mlp in enumerate(mlps)
+        ]
+        _show_checked(model, new_heads)
     return ExposedNeurons(model, first=True)
-
-
-def _mlp_reasons(model: Any, silu: GeneralizedSiLU | None) -> tuple[str, ...]:
-    try:
-        known_mlps(model, _PROBLEM, silu)
-    except UnsupportedModelError as error:
-        return error.reasons
-    return ()
 
 
 @full_precision()
 @torch.no_grad()
 def _show_checked(model: Any, heads: list[InPlace]) -> None:
-    """Show the heads, and compare every MLP: before, after, and with every hook live.
+    """Show the heads, and compare every MLP: before, after, and with all hooks live.
 
-    Raises:
-        UnsupportedModelError: one differs; the neuron-heads are taken away again.
+    If one differs, hide the heads again and raise UnsupportedModelError.
     """
     reasons = []
     try:
-        inputs = [normal_numbers((2, 7, each.W_out.shape[1]), 2).to(each.W_out) for each in heads]
+        inputs = [
+            normal_numbers((2, 7, layer.W_out.shape[1]), 2).to(layer.W_out) for layer in heads
+        ]
         before = [
-            run_mlp(each.mlp, each.mlp_points, x) for each, x in zip(heads, inputs, strict=True)
+            run_mlp(layer.mlp, layer.mlp_points, x) for layer, x in zip(heads, inputs, strict=True)
         ]
         show(model, heads)
-        for each, x, expected in zip(heads, inputs, before, strict=True):
+        for layer, x, expected in zip(heads, inputs, before, strict=True):
             try:
-                reasons += [f"layer {each.layer}: {why}" for why in _differences(each, x, expected)]
+                reasons += [
+                    f"layer {layer.layer}: {why}" for why in _differences(layer, x, expected)
+                ]
             except UnknownMLPError as error:
-                reasons.append(f"layer {each.layer}: {error}")
-        if reasons:
-            raise UnsupportedModelError(reasons, _PROBLEM)
-    except BaseException:  # an interruption, too: no model is left half exposed
+                reasons.append(f"layer {layer.layer}: {error}")
+        UnsupportedModelError.raise_if(reasons, _PROBLEM)
+    except BaseException:  # even an interruption must not leave a model half exposed
         hide(model)
         raise
 
@@ -267,11 +263,11 @@ def _differences(heads: InPlace, x: Tensor, expected: Tensor) -> list[str]:
     reasons = []
     if heads.gating.kind == "exact" and not torch.equal(silent, expected):
         reasons.append("its MLP does not compute the same for the same input twice")
-    for what, other in (
+    for what, computed in (
         ("activations are not those", silent),
         ("output is not the sum", results[0].sum(dim=-2) + heads.b_O),
     ):
-        difference = (live - other).abs().max().item()
+        difference = (live - computed).abs().max().item()
         if not difference <= logit_tolerance([heads], x.dtype) * largest:
             reasons.append(
                 f"its MLP's {what} of its neuron-heads; they differ by {difference:.2g}, and the "

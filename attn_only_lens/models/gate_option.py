@@ -1,36 +1,131 @@
-"""The `gate=` option of `convert` and `expose_neuron_heads`, and the gates that it leads to."""
+"""The `gate=` option of `convert` and `expose_neuron_heads`, and the calibration of gated MLPs."""
 
+from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
+from torch import Tensor
+from transformer_lens.model_bridge import TransformerBridge
 
-from attn_only_lens.arguments import as_plain
-from attn_only_lens.errors import InputError
+from attn_only_lens.arguments import as_plain, is_number
+from attn_only_lens.axes import Tokens
+from attn_only_lens.engine.inputs import checked_tokens
+from attn_only_lens.errors import InputError, UnsupportedModelError
 from attn_only_lens.gates import GeneralizedSiLU, bilinear_gate
 from attn_only_lens.heads import EXACT, Gating
-from attn_only_lens.models.calibrate import Calibration
+from attn_only_lens.models.in_place.known_mlps import known_mlps
+from attn_only_lens.tl import HookedTransformer
+
+_PROBLEM = "this model cannot be calibrated"
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """The ranges that bilinear gates of gated MLPs must cover.
+
+    Attributes:
+        ranges: for each source layer, the largest |g| seen, g = x · W_gate, times `margin`.
+        margin: the factor that leaves room for other data.
+        n_tokens: the number of tokens of the measurement.
+    """
+
+    ranges: tuple[float, ...]
+    margin: float
+    n_tokens: int
+
+
+@torch.no_grad()
+def calibrate(
+    model: HookedTransformer | TransformerBridge, tokens: Tokens | str, *, margin: float = 1.25
+) -> Calibration:
+    """Measure the range of gate pre-activations in every layer.
+
+    A sum of sigmoids is bounded and the activation is not, so bilinear heads can approximate a gate
+    only on a range (`gates/bilinear.py`). Beyond it they saturate; `verify` reports the range of a
+    given input and the error that results.
+
+    Args:
+        model: a source model with gated MLPs, or a bridge with exposed neuron-heads.
+        tokens: representative input [batch, pos], or a text if the model has a tokenizer.
+        margin: the factor by which the largest value seen is multiplied.
+
+    Returns:
+        The ranges, for `convert(model, gate=Bilinear(calibration=…))`.
+
+    Raises:
+        UnsupportedModelError: the model has no gated MLPs (other gates need no calibration), cannot
+            be converted, or computes numbers that are not finite on these tokens.
+        UnsupportedCallError: the model cannot run on these tokens.
+        InputError: the margin is not a number of at least 1.
+
+    Example:
+        >>> import torch
+        >>> from transformer_lens import HookedTransformer, HookedTransformerConfig
+        >>> from attn_only_lens import Bilinear, calibrate, convert
+        >>> sizes = {"n_layers": 2, "d_model": 10, "n_heads": 2, "d_head": 5, "d_mlp": 7}
+        >>> vocabulary = {"d_vocab": 11, "n_ctx": 13, "act_fn": "silu", "gated_mlp": True}
+        >>> cfg = HookedTransformerConfig(**sizes, **vocabulary, seed=0, device="cpu")
+        >>> model = HookedTransformer(cfg)
+        >>> calibration = calibrate(model, torch.arange(11)[None])
+        >>> convert(model, gate=Bilinear(calibration=calibration)).all_head_labels(neurons=True)[2]
+        'L0N0.0'
+    """
+    mlps = known_mlps(model, _PROBLEM)
+    if any(mlp.points.pre_linear is None for mlp in mlps):
+        reason = "its MLPs are not gated: their bilinear gates hold for every input"
+        raise UnsupportedModelError([reason], _PROBLEM)
+    margin = as_plain(margin)
+    if not is_number(margin, 1):
+        raise InputError([f"got margin={margin!r}; expected a number, at least 1"], _PROBLEM)
+    tokens = checked_tokens(model, tokens)
+    largest = [0.0] * len(mlps)
+
+    def measure(layer: int) -> Any:
+        def hook(module: Any, inputs: Any, gate: Tensor) -> None:
+            largest[layer] = gate.abs().max().item()
+
+        return hook
+
+    with ExitStack() as stack:
+        for layer, mlp in enumerate(mlps):
+            stack.callback(mlp.points.pre.register_forward_hook(measure(layer)).remove)
+        model(tokens)
+    infinite = [layer for layer, value in enumerate(largest) if not value < float("inf")]
+    if infinite:
+        raise UnsupportedModelError(
+            [f"its gate pre-activations are not finite in layers {infinite}"], _PROBLEM
+        )
+    ranges = tuple(max(margin * value, 1e-6) for value in largest)
+    return Calibration(ranges, margin, tokens.numel())
+
+
+_FIELDS: dict[str, tuple[str, tuple[type, ...]]] = {
+    "heads": ("a whole number", (int,)),
+    "tolerance": ("a number", (int, float)),
+    "slope": ("a number, or 'paper'", (int, float)),
+    "calibration": ("what calibrate returned", (Calibration,)),
+}
 
 
 @dataclass(frozen=True)
 class Bilinear:
     """Ask for bilinear gates: `convert(model, gate=Bilinear(heads=4))`.
 
-    Nothing but softmax over bilinear scores is then used, as in the theorem: each neuron becomes m
-    heads `L5N1234.0 … .m-1` that write along one vector, and its activation is approximated within
-    a certified bound (`bilinear_gate`). In a plain MLP that holds for every real input, and silu
-    needs one head and no approximation; in a gated MLP it holds on the calibrated range.
+    The model then uses only softmax over bilinear scores, as in the theorem. Each neuron becomes m
+    heads `L5N1234.0 … .m-1` that write along one vector, and approximate its activation within a
+    certified bound (`bilinear_gate`). In a plain MLP the bound holds for every real input, and silu
+    is exact with one head; in a gated MLP it holds on the calibrated range.
 
     Attributes:
         heads: m, heads a neuron; by default the fewest within `tolerance`, or 8 for gated MLPs.
         tolerance: for plain MLPs, the largest error of the activation; by default 1e-3.
-        calibration: for gated MLPs, which need it: `calibrate(model, tokens)`.
-        slope: for plain MLPs with one head, SiLU(slope · x) / slope: k for relu, from 1 to 3.2 for
-            the gelus, and "paper" for the paper's gelu, of slope 1.702 (`bilinear_gate`).
+        calibration: for gated MLPs, which require it: `calibrate(model, tokens)`.
+        slope: for plain MLPs with one head, SiLU(slope · x) / slope: any k for relu, from 1 to 3.2
+            for the gelus, or "paper" for the paper's gelu with slope 1.702 (`bilinear_gate`).
 
     Raises:
-        InputError: the heads are no whole number, the tolerance or the slope no number, or the
-            calibration not `calibrate`'s.
+        InputError: a field has the wrong type.
 
     Example:
         >>> from attn_only_lens import Bilinear
@@ -45,20 +140,13 @@ class Bilinear:
 
     def __post_init__(self) -> None:
         wrong = []
-        expected: dict[str, tuple[str, tuple[type, ...]]] = {
-            "heads": ("a whole number", (int,)),
-            "tolerance": ("a number", (int, float)),
-            "slope": ("a number, or 'paper'", (int, float)),
-            "calibration": ("what calibrate returned", (Calibration,)),
-        }
-        for name, (what, types) in expected.items():
+        for name, (expected, types) in _FIELDS.items():
             value = as_plain(getattr(self, name))
             object.__setattr__(self, name, value)
             named = name == "slope" and value == "paper"
             if value is not None and not named and type(value) not in types:  # True is no number
-                wrong.append(f"got {name}={value!r}; expected {what}")
-        if wrong:
-            raise InputError(wrong, "there are no such bilinear gates")
+                wrong.append(f"got {name}={value!r}; expected {expected}")
+        InputError.raise_if(wrong, "there are no such bilinear gates")
 
 
 GateOption = Literal["exact"] | GeneralizedSiLU | Bilinear
@@ -67,11 +155,7 @@ GateOption = Literal["exact"] | GeneralizedSiLU | Bilinear
 def gating_for(
     gate: GateOption, *, act_fn: str, gated: bool, dtype: torch.dtype, n_layers: int
 ) -> Gating:
-    """Return the gates that an option leads to in a model with such MLPs.
-
-    Raises:
-        ValueError: no gates, or none for these MLPs.
-    """
+    """Return the gates of an option for a model with such MLPs; raise ValueError if none exist."""
     if isinstance(gate, str) and gate == "exact":
         return EXACT
     if isinstance(gate, GeneralizedSiLU):
@@ -87,15 +171,15 @@ def gating_for(
 def _plain(option: Bilinear, act_fn: str, dtype: torch.dtype) -> Gating:
     if option.calibration is not None:
         raise ValueError(
-            "a calibration was given for plain MLPs, whose bilinear gates hold for every input: "
-            "leave it out"
+            "got a calibration for plain MLPs, whose bilinear gates hold for every input: leave it "
+            "out"
         )
     gate = bilinear_gate(act_fn, option.heads, tolerance=option.tolerance, slope=option.slope)
     slope, room = max(gate.b), torch.finfo(dtype).max / 64  # for pre-activations
     if slope > room:
         raise ValueError(
-            f"its slope would be {slope:.3g}, and scores of {dtype} end soon after: give a "
-            f"tolerance of {gate.bound * slope / room:.1g} or more, or convert in float32"
+            f"its slope would be {slope:.3g}, too steep for scores in {dtype}: pass a tolerance of "
+            f"{gate.bound * slope / room:.1g} or more, or convert in float32"
         )
     chosen = act_fn == "relu" or option.slope is not None
     return Gating("bilinear", gate.heads_per_neuron, slope if chosen else None)
@@ -104,13 +188,13 @@ def _plain(option: Bilinear, act_fn: str, dtype: torch.dtype) -> Gating:
 def _gated(option: Bilinear, act_fn: str, n_layers: int) -> Gating:
     if option.calibration is None:
         raise ValueError(
-            "its MLPs are gated, and bilinear gates for them hold on a range only: give "
+            "its MLPs are gated, and their bilinear gates hold only on a range: pass "
             "calibration=calibrate(model, tokens)"
         )
     ranges = option.calibration.ranges
     if len(ranges) != n_layers:
         raise ValueError(
-            f"the calibration is of {len(ranges)} layers; expected {n_layers}: calibrate this model"
+            f"the calibration has {len(ranges)} layers; expected {n_layers}: calibrate this model"
         )
     heads: set[int] = set()
     wrong: dict[str, list[int]] = {}

@@ -25,7 +25,6 @@ from transformer_lens.model_bridge.sources.transformers import (
 from transformers import AutoConfig
 
 from attn_only_lens.errors import CheckpointError
-from attn_only_lens.models.quantised import DEQUANTISE, config_reasons
 from attn_only_lens.models.source_folder import (
     CONFIG,
     WEIGHTS,
@@ -35,6 +34,7 @@ from attn_only_lens.models.source_folder import (
     read_tokenizer,
     tokenizer_reasons,
 )
+from attn_only_lens.models.transformers_module import DEQUANTISE, config_reasons
 from attn_only_lens.storage import out_of_range, read_json
 from attn_only_lens.storage.size_limit import limit_size, require_few_layers
 

@@ -1,4 +1,4 @@
-"""Hooks that could never fire are refused; TransformerLens would stay silent."""
+"""Refuse hooks that could never fire; TransformerLens would ignore them silently."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -11,14 +11,14 @@ from attn_only_lens.tl import HookedTransformer
 
 
 class HookChecks(HookedTransformer):
-    """A HookedTransformer some of whose hook points fire only as it is set, or never."""
+    """A HookedTransformer with hook points that fire only under some settings, or never."""
 
     def get_caching_hooks(self, names_filter: Any = None, *args: Any, **kwargs: Any) -> Any:
-        """As in TransformerLens, for hook points that fire as the model is set."""
+        """As in TransformerLens, for hook points that fire under the present settings."""
         return super().get_caching_hooks(self._firing(names_filter), *args, **kwargs)
 
     def add_caching_hooks(self, names_filter: Any = None, *args: Any, **kwargs: Any) -> Any:
-        """As in TransformerLens, for hook points that fire as the model is set."""
+        """As in TransformerLens, for hook points that fire under the present settings."""
         return super().add_caching_hooks(self._firing(names_filter), *args, **kwargs)
 
     @contextmanager
@@ -29,11 +29,11 @@ class HookChecks(HookedTransformer):
         reset_hooks_end: bool = True,
         clear_contexts: bool = False,
     ) -> Iterator[Any]:
-        """As in TransformerLens; a hook that could never fire is refused before any is added.
+        """As in TransformerLens, but refuse hooks that could never fire before adding any.
 
         Raises:
-            UnsupportedCallError: a hook point does not exist, or does not fire as the model is
-                set (`hook_result` without `set_use_attn_result(True)`, say).
+            UnsupportedCallError: a hook point does not exist, or does not fire under the present
+                settings (for example `hook_result` without `set_use_attn_result(True)`).
         """
         self._require_all([name for name, _ in [*fwd_hooks, *bwd_hooks]])
         with super().hooks(
@@ -47,37 +47,37 @@ class HookChecks(HookedTransformer):
     def add_hook(
         self, name: str | Callable[[str], bool], hook: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> None:
-        """As in TransformerLens; what `hooks` refuses is refused here, before any is added."""
+        """As in TransformerLens, with the checks of `hooks`."""
         self._require_all([name])
         wanted = self._wanted(name)
         if callable(wanted):
-            for each in filter(wanted, self.hook_dict):
-                self._require_firing(each)
+            for hook_name in filter(wanted, self.hook_dict):
+                self._require_firing(hook_name)
         super().add_hook(wanted, hook, *args, **kwargs)
 
     def check_hooks_to_add(
         self, hook_point: HookPoint, hook_point_name: str, *args: Any, **kwargs: Any
     ) -> None:
-        """Refuse a hook on a point that does not fire as the model is set."""
+        """Refuse a hook on a point that does not fire under the present settings."""
         self._require_firing(hook_point_name)
         super().check_hooks_to_add(hook_point, hook_point_name, *args, **kwargs)
 
     def _silence(self, hook_name: str) -> str | None:
-        """The reason why a hook point never fires as the model is set; None where it fires."""
+        """Return why a hook point does not fire under the present settings; None if it fires."""
         return None
 
     def _wanted(self, wanted: Any) -> Any:
-        """The name, or the function of names, to give to TransformerLens instead."""
+        """Return the name, or the function of names, to pass to TransformerLens instead."""
         return wanted
 
     def _require_all(self, wanted: list[Any]) -> None:
-        """Refuse, of hooks added together, those that never fire."""
+        """Refuse hooks that never fire, among hooks that are added together."""
         for name in wanted:
             if isinstance(name, str):
                 self._require_firing(name)
 
     def _firing(self, names_filter: Any) -> Callable[[str], bool]:
-        """The filter for hook points that fire; a name of one that does not is refused."""
+        """Return a filter for hook points that fire; refuse the name of one that does not."""
         if isinstance(names_filter, str):
             names_filter = [names_filter]
         if isinstance(names_filter, list | tuple | set | frozenset):

@@ -1,4 +1,4 @@
-"""Models by name: the one place that turns what a user gives into a model."""
+"""Load a model by its name or from a folder."""
 
 import os
 from pathlib import Path
@@ -36,42 +36,42 @@ def load(
     dtype: str | torch.dtype | None = None,
     hooked: bool = False,
 ) -> Any:
-    """Return the model of a name or a folder.
+    """Load a model by its name or from a folder.
 
         gpt2, EleutherAI/pythia-70m          from the Hugging Face hub: a TransformerBridge
         a folder of transformers             config.json and safetensors: the same
         a folder that grown.save_pretrained  or the command `grow` wrote: the same, or a
-                                             HookedTransformer, as it was
-        a folder that `save` wrote           the model with its neuron-heads, of the class it had
+                                             HookedTransformer, as it was saved
+        a folder that `save` wrote           the model with its neuron-heads, of its old class
         a folder of a HookedTransformer      config.json with the fields of its configuration, and
                                              model.safetensors (transformer-lens 3.9)
 
-    A folder comes before a name. Nothing is read but safetensors and JSON: no pickle, and no code
-    that lies beside a model. A folder asks no hub; a name does, unless the model is there already.
+    If a folder has the given name, the folder is loaded. Only safetensors and JSON are read: no
+    pickles, and no code that lies next to a model. A folder needs no network; a name does, unless
+    the model is in the cache of the hub.
 
-    Texts begin with BOS where TransformerLens puts one for that family (GPT-2, LLaMA, Gemma; not
-    Qwen, Phi, GPT-NeoX), but never where the tokenizer has none.
+    Texts begin with BOS if TransformerLens adds one for that family (GPT-2, LLaMA, Gemma; not Qwen,
+    Phi, GPT-NeoX) and the tokenizer has one.
 
-    A bridge has the weights as they are, as `TransformerBridge.boot_transformers` gives it: call
-    its `enable_compatibility_mode` to fold and centre them. A `HookedTransformer` of a name has
-    them folded and centred, as `HookedTransformer.from_pretrained` does.
+    A bridge has the original weights, as from `TransformerBridge.boot_transformers`; its
+    `enable_compatibility_mode` folds and centres them. A `HookedTransformer` loaded by name has
+    folded and centred weights, as from `HookedTransformer.from_pretrained`.
 
     Args:
         model: a name or a folder.
-        device: the device to put it on; by default the cpu.
-        dtype: its floating-point type; by default as `save` saved it, else float32.
+        device: the device of the model; by default the cpu.
+        dtype: the floating-point type; by default as `save` saved it, else float32.
         hooked: load a name as a HookedTransformer, for `convert` (transformer-lens 3.9).
 
     Returns:
-        The model, with its tokenizer where it has one. One that `save` wrote has neuron-heads, its
-        flags, tied and frozen parameters as they were; others have what `expose_neuron_heads` or
-        `convert` gives them.
+        The model, with its tokenizer if it has one. A model that `save` wrote has neuron-heads,
+        and its flags and its tied and frozen parameters are restored.
 
     Raises:
-        UnsupportedCallError: it is a HookedTransformer, and transformer-lens 4 has none.
-        CheckpointError: there is no such model; the folder is damaged, tampered with or newer than
-            this package; its weights are missing, left over or quantised; its tokenizer has more
-            tokens than the model; or the device or dtype is unknown.
+        UnsupportedCallError: it is a HookedTransformer, which transformer-lens 4 does not have.
+        CheckpointError: there is no such model; the folder is damaged, changed or newer than this
+            package; its weights are missing, left over or quantised; its tokenizer has more tokens
+            than the model; or the device or dtype is unknown.
 
     Example:
         >>> import tempfile, torch
@@ -104,11 +104,7 @@ def load(
 
 
 def folder_kind(model: str | os.PathLike[str]) -> FolderKind:
-    """Say what kind of folder this is.
-
-    Raises:
-        CheckpointError: there is no such folder, or it holds no model.
-    """
+    """Return the kind of a folder; raise CheckpointError if there is no folder or no model."""
     folder = open_folder(model)
     if not folder.is_dir():
         raise CheckpointError(f"there is no folder {model}; expected {EXPECTED}")
@@ -125,11 +121,7 @@ def folder_kind(model: str | os.PathLike[str]) -> FolderKind:
 
 
 def is_hooked(folder: str | os.PathLike[str]) -> bool:
-    """Whether a folder holds a HookedTransformer, by its files.
-
-    Raises:
-        CheckpointError: there is no such folder, it holds no model, or its manifest is damaged.
-    """
+    """Return whether a folder holds a HookedTransformer, by its files."""
     kind = folder_kind(folder)
     if kind == "saved":
         return bool(read_manifest(open_folder(folder))["model"] == "HookedTransformer")
@@ -137,17 +129,17 @@ def is_hooked(folder: str | os.PathLike[str]) -> bool:
 
 
 def _is_path(model: str) -> bool:
-    """True for what cannot be a name, or is there."""
-    looks_so = not model or "\0" in model or Path(model).is_absolute()
-    looks_so = looks_so or model.startswith((".", "~"))
-    return looks_so or os.path.lexists(model)
+    """Return True for a text that cannot be a name, or is the path of a file."""
+    if not model or "\0" in model or Path(model).is_absolute() or model.startswith((".", "~")):
+        return True
+    return os.path.lexists(model)
 
 
 def _bridge_by_name(name: str, device: torch.device, dtype: torch.dtype) -> Any:
     official = next((new for new, aliases in MODEL_ALIASES.items() if name in aliases), name)
     try:
         folder = snapshot_download(official, allow_patterns=list(HUB_FILES))
-    except (OSError, ValueError) as error:  # of the hub: what it raises derives from these
+    except (OSError, ValueError) as error:  # all errors of the hub derive from these
         raise _not_found(name, error) from error
     return load_hf_folder(Path(folder), name=official, dtype=dtype, device=device)
 
@@ -164,7 +156,7 @@ def _hooked_by_name(name: str, device: torch.device, dtype: torch.dtype) -> Hook
             )
     except (OSError, ValueError) as error:
         raise _not_found(name, error) from error
-    except Exception as error:  # of TransformerLens: whatever the model's configuration leads to
+    except Exception as error:  # TransformerLens raises all kinds
         raise CheckpointError(
             f"{name!r} cannot be loaded as a HookedTransformer: {type(error).__name__}: "
             f"{first_words(error)}; without hooked=True (--hooked) it is a TransformerBridge"
@@ -175,8 +167,8 @@ def _not_found(name: str, error: Exception) -> CheckpointError:
     reason = str(error).strip().partition(" Valid official model names")[0]  # hundreds
     reason = first_words(ValueError(reason.partition("\n")[0] or type(error).__name__))
     if "trust_remote_code" in str(error):
-        reason = "it needs code of its own, which is never run here"
+        reason = "it needs its own code, which this package never runs"
     return CheckpointError(
-        f"could not load {name!r}: {reason.rstrip('.')}. Expected {EXPECTED}; offline, only a "
-        "folder will do, or a model that is in the cache of the hub"
+        f"could not load {name!r}: {reason.rstrip('.')}. Expected {EXPECTED}; without a "
+        "network, a folder or a model in the cache of the hub"
     )

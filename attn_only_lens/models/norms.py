@@ -1,18 +1,17 @@
 """Norms between the residual stream and the heads of a layer, and the order of its sublayers.
 
-Behind a norm, a head with weights W reads W' = N W of the stream x (a row), up to the norm's scale,
-one number a token, and its bias:
+After a norm, a head with weights W reads x W' from the stream x (a row), with W' = N W, up to the
+norm's bias and its scale, one number for each token:
 
     LayerNorm   N = C diag(w)     C = I - 1 1ᵀ / d_model, which removes the mean
     RMSNorm     N = diag(w)
 
-and before a norm (OLMo 2; Gemma 2 has both), a head with output o writes o N. Queries and keys that
-are normed again (Qwen 3, Gemma 3, OLMo 2) are W_Q N and W_K N likewise. A positive factor cancels
-in a composition score, so with scales frozen nothing is approximated: the scale of a norm after a
-sublayer is that of the sublayer's whole output.
+Before a norm (OLMo 2; Gemma 2 has both), a head with output o writes o N. If queries and keys are
+normed again (Qwen 3, Gemma 3, OLMo 2), their weights are W_Q N and W_K N. A positive factor cancels
+in a composition score, so with frozen scales nothing is approximated.
 
-The configuration of a `HookedTransformer` says where its norms are. A bridge names its norms
-differently from version to version, so two tokens are run once (attached hooks fire): heads read
+The configuration of a `HookedTransformer` says where its norms are. The names of a bridge's norms
+differ between versions, so the bridge runs once on two tokens (attached hooks fire): heads read
 through a norm if its output is their input, and write through it if their output is its input. The
 matrices that a bridge calls W_Q, W_in and so on are compared with what its modules compute.
 """
@@ -35,7 +34,7 @@ from attn_only_lens.errors import InputError
 from attn_only_lens.tl import LayerNorm, LayerNormPre, RMSNorm, RMSNormPre
 
 _PROBLEM = "this model has norms or sublayers of an unknown structure"
-_UNCHECKED = 1e-2  # of half precision: a transposed or permuted matrix is wrong by about 1
+_TOLERANCE = 1e-2  # for half precision; a transposed or permuted matrix has an error near 1
 _NORMS = ("ln1", "ln2", "ln1_post", "ln2_post")
 
 
@@ -45,9 +44,9 @@ class Norm:
 
     Attributes:
         weight: w; None for ones.
-        centres: whether it removes the mean.
-        bias: added after all; None for zero.
-        module: the one that computes it; None if there is no norm.
+        centres: whether it subtracts the mean.
+        bias: the bias added last; None for zero.
+        module: the module that computes it; None if there is no norm.
     """
 
     weight: Float[Tensor, "d_model"] | None
@@ -56,13 +55,13 @@ class Norm:
     module: nn.Module | None = None
 
     def before(self, weights: Float[Tensor, "*head d_model n"]) -> Float[Tensor, "*head d_model n"]:
-        """Return N W: this norm, then weights."""
+        """Return N W, for weights that read through this norm."""
         if self.weight is not None:
             weights = self.weight.to(weights)[:, None] * weights
         return weights - weights.mean(dim=-2, keepdim=True) if self.centres else weights
 
     def after(self, rows: Float[Tensor, "*head d_model"]) -> Float[Tensor, "*head d_model"]:
-        """Return o N: rows, then this norm."""
+        """Return o N, for rows that are written through this norm."""
         rows = rows - rows.mean(dim=-1, keepdim=True) if self.centres else rows
         return rows if self.weight is None else rows * self.weight.to(rows)
 
@@ -78,7 +77,7 @@ class LayerNorms:
     Attributes:
         attention: the norms before and after its attention.
         neuron: the norms before and after its MLP.
-        query: the norm of the queries of each head, or of all together.
+        query: the norm of the queries, for each head or for all heads together.
         key: the norm of the keys.
         parallel: whether attention and MLP read the same stream.
     """
@@ -95,20 +94,17 @@ def hooked_norms(
 ) -> list[LayerNorms]:
     """Return the norms of each source layer of a HookedTransformer, by its configuration.
 
-    Args:
-        cfg: of the model.
-        attention: the module with the attention heads of each source layer.
-        modules: of each layer, the norms before attention and MLP, then those after them, or None.
+    `modules` holds, for each layer, the norms before attention and MLP, then those after, or None.
     """
-    found = []
+    layers = []
     for attn, norms in zip(attention, modules, strict=True):
         ln1, ln2, ln1_post, ln2_post = map(_known, norms)
         if cfg.original_architecture in POST_NORM_ARCHITECTURES:
             ln1, ln2, ln1_post, ln2_post = NO_NORM, NO_NORM, ln1, ln2
         query, key = (_known(getattr(attn, name, None)) for name in ("q_norm", "k_norm"))
         ends = (ln1, ln1_post), (ln2, ln2_post)
-        found.append(LayerNorms(*ends, query, key, cfg.parallel_attn_mlp))
-    return found
+        layers.append(LayerNorms(*ends, query, key, cfg.parallel_attn_mlp))
+    return layers
 
 
 def hooked_final_norm(model: Any) -> Norm:
@@ -118,27 +114,23 @@ def hooked_final_norm(model: Any) -> Norm:
 
 @torch.no_grad()
 def bridge_final_norm(model: Any) -> Norm:
-    """Return the norm before the unembedding of a bridge, from a run of two tokens.
-
-    Raises:
-        InputError: it is unknown.
-    """
+    """Return the norm before the unembedding of a bridge, by a run on two tokens."""
     last = getattr(model, "ln_final", None)
     traffic = _Traffic({"unembed": model.unembed} | ({} if last is None else {"norm": last}))
     with ExitStack() as stack:
         traffic.watch(stack)
         _run_two_tokens(model)
-    given, returned = traffic.given, traffic.returned
+    inputs, outputs = traffic.inputs, traffic.outputs
     try:
-        if "norm" not in given or not torch.equal(returned["norm"], given["unembed"]):
+        if "norm" not in inputs or not torch.equal(outputs["norm"], inputs["unembed"]):
             raise _UnknownError("the unembedding does not read the output of ln_final")
-        return _fitted(last, "ln_final", given["norm"], returned["norm"])
+        return _fitted(last, "ln_final", inputs["norm"], outputs["norm"])
     except _UnknownError as error:
         raise InputError([str(error)], _PROBLEM) from error
 
 
 def _known(norm: Any) -> Norm:
-    """A norm of a HookedTransformer; `convert` and `expose_neuron_heads` admit no other classes."""
+    """Return a norm of a HookedTransformer: no other classes can be converted or exposed."""
     weight = norm.w.detach() if isinstance(norm, LayerNorm | RMSNorm) else None
     assert norm is None or isinstance(
         norm, LayerNorm | LayerNormPre | RMSNorm | RMSNormPre | nn.Identity
@@ -149,7 +141,7 @@ def _known(norm: Any) -> Norm:
 
 
 def bridge_norms(model: Any) -> list[LayerNorms]:
-    """Return the norms of each layer of a bridge, from a run of two tokens.
+    """Return the norms of each layer of a bridge, by a run on two tokens.
 
     Raises:
         InputError: with every reason: unknown norms, or an unknown order of attention and MLP.
@@ -159,38 +151,35 @@ def bridge_norms(model: Any) -> list[LayerNorms]:
         for block in blocks:
             block.watch(stack)
         _run_two_tokens(model)
-    found, reasons = [], []
+    layers, reasons = [], []
     for layer, block in enumerate(blocks):
         try:
-            found.append(block.norms())
+            layers.append(block.norms())
         except _UnknownError as error:
-            reasons.append(f"layer {layer}: {error}; fold_norms=False takes weights as they stand")
+            reasons.append(f"layer {layer}: {error}; fold_norms=False uses the weights unchanged")
     InputError.raise_if(reasons, _PROBLEM)
-    return found
+    return layers
 
 
 def stream_is_centred(model: Any) -> bool:
-    """Return whether all blocks of a bridge are norm(x + f(x)), as in BERT, and all norms centre.
-
-    A run of two tokens shows it.
-    """
+    """Return whether all blocks of a bridge are norm(x + f(x)), as in BERT, with centring norms."""
     if any(getattr(block.mlp, "name", "") is not None for block in model.blocks):
         return False  # in a BERT no module runs a whole MLP
     blocks = []
     for block in model.blocks:
-        parts = {"attn": block.attn, "o": getattr(block.attn, "o", None)}
-        parts |= dict(block.mlp.named_children())
-        parts |= {name: getattr(block, name, None) for name in ("ln1", "ln2")}
-        if not {"o", "in", "out", "ln1", "ln2"} <= {n for n, part in parts.items() if part}:
+        modules = {"attn": block.attn, "o": getattr(block.attn, "o", None)}
+        modules |= dict(block.mlp.named_children())
+        modules |= {name: getattr(block, name, None) for name in ("ln1", "ln2")}
+        if not {"o", "in", "out", "ln1", "ln2"} <= {n for n, m in modules.items() if m}:
             return False
-        blocks.append(_Traffic(parts))
+        blocks.append(_Traffic(modules))
     with ExitStack() as stack, torch.no_grad():
         for traffic in blocks:
             traffic.watch(stack)
         _run_two_tokens(model)
     try:
         return all(
-            _parallel(traffic.given[norm], traffic.given[reads] + traffic.returned[writes])
+            _parallel(traffic.inputs[norm], traffic.inputs[reads] + traffic.outputs[writes])
             and traffic.norm(norm).centres
             for traffic in blocks
             for norm, reads, writes in (("ln1", "attn", "o"), ("ln2", "in", "out"))
@@ -200,12 +189,12 @@ def stream_is_centred(model: Any) -> bool:
 
 
 def _run_two_tokens(model: Any) -> None:
-    first = model.cfg.d_vocab - 1  # one that no tokenizer uses to pad
+    first = model.cfg.d_vocab - 1  # no tokenizer uses it for padding
     model(checked_tokens(model, torch.tensor([[first, 0]], device="cpu")))
 
 
 class _UnknownError(Exception):
-    """The structure of a layer of a bridge is unknown; the text says how."""
+    """The structure of a layer of a bridge is unknown; the text says in which way."""
 
 
 class _Traffic:
@@ -213,23 +202,23 @@ class _Traffic:
 
     def __init__(self, modules: dict[str, Any]) -> None:
         self.modules = modules
-        self.given: dict[str, Tensor] = {}
-        self.returned: dict[str, Tensor] = {}
+        self.inputs: dict[str, Tensor] = {}
+        self.outputs: dict[str, Tensor] = {}
 
     def watch(self, stack: ExitStack) -> None:
         for name, module in self.modules.items():
 
             def look(module: Any, args: Any, kwargs: Any, output: Any, name: str = name) -> None:
                 first = args or (*kwargs.values(),)
-                self.given[name] = kwargs.get("hidden_states", first[0])
-                self.returned[name] = output[0] if isinstance(output, tuple | list) else output
+                self.inputs[name] = kwargs.get("hidden_states", first[0])
+                self.outputs[name] = output[0] if isinstance(output, tuple | list) else output
 
             stack.callback(module.register_forward_hook(look, with_kwargs=True).remove)
 
     def norm(self, name: str | None) -> Norm:
         if name is None:
             return NO_NORM
-        return _fitted(self.modules[name], name, self.given[name], self.returned[name])
+        return _fitted(self.modules[name], name, self.inputs[name], self.outputs[name])
 
 
 class _BlockTraffic(_Traffic):
@@ -237,36 +226,36 @@ class _BlockTraffic(_Traffic):
 
     @classmethod
     def of(cls, block: Any) -> "_BlockTraffic":
-        parts = {name: getattr(block, name, None) for name in (*_NORMS, "attn", "mlp")}
-        parts |= {name: getattr(block.attn, name, None) for name in ("q_norm", "k_norm")}
-        return cls({name: part for name, part in parts.items() if part is not None})
+        modules = {name: getattr(block, name, None) for name in (*_NORMS, "attn", "mlp")}
+        modules |= {name: getattr(block.attn, name, None) for name in ("q_norm", "k_norm")}
+        return cls({name: module for name, module in modules.items() if module is not None})
 
     def watch(self, stack: ExitStack) -> None:
-        for seed, part in enumerate(("attn", "mlp")):
-            if part in self.modules:
+        for seed, sublayer in enumerate(("attn", "mlp")):
+            if sublayer in self.modules:
                 hook = partial(_write_something, seed=seed)
-                stack.callback(self.modules[part].register_forward_hook(hook).remove)
+                stack.callback(self.modules[sublayer].register_forward_hook(hook).remove)
         super().watch(stack)
 
     def norms(self) -> LayerNorms:
         missing = [
             name
             for name in ("attn", "mlp", "q_norm", "k_norm")
-            if name not in self.given and (name in self.modules or name in ("attn", "mlp"))
+            if name not in self.inputs and (name in self.modules or name in ("attn", "mlp"))
         ]
         if missing:
             raise _UnknownError(f"its {' and '.join(missing)} did not run")
-        parts = ("attn", "mlp")
-        before = {part: self._norm_with(self.returned, self.given[part]) for part in parts}
-        after = {part: self._norm_with(self.given, self.returned[part]) for part in parts}
-        read = {part: self.given[name or part] for part, name in before.items()}
+        sublayers = ("attn", "mlp")
+        before = {name: self._norm_with(self.outputs, self.inputs[name]) for name in sublayers}
+        after = {name: self._norm_with(self.inputs, self.outputs[name]) for name in sublayers}
+        read = {name: self.inputs[norm or name] for name, norm in before.items()}
         parallel = torch.equal(read["attn"], read["mlp"])
-        written = self.returned[after["attn"] or "attn"]
+        written = self.outputs[after["attn"] or "attn"]
         if not (parallel or _parallel(read["mlp"] - read["attn"], written)):
             raise _UnknownError(
                 "its MLP reads neither its attention's input, nor that plus its attention's output"
             )
-        around = {part: (self.norm(before[part]), self.norm(after[part])) for part in parts}
+        around = {name: (self.norm(before[name]), self.norm(after[name])) for name in sublayers}
         query, key = (self.norm(n if n in self.modules else None) for n in ("q_norm", "k_norm"))
         return LayerNorms(around["attn"], around["mlp"], query, key, parallel)
 
@@ -275,7 +264,7 @@ class _BlockTraffic(_Traffic):
 
 
 def _write_something(module: Any, args: Any, output: Any, *, seed: int) -> Any:
-    """Let a sublayer that writes nothing, as those of new layers do, show what reads its output."""
+    """Replace a zero output, as of an inserted layer, by noise that shows which module reads it."""
     first = output[0] if isinstance(output, tuple | list) else output
     if first.any():
         return None
@@ -283,13 +272,13 @@ def _write_something(module: Any, args: Any, output: Any, *, seed: int) -> Any:
     return noise if first is output else type(output)([noise, *output[1:]])
 
 
-def _fitted(part: Any, name: str, given: Tensor, returned: Tensor) -> Norm:
-    """The norm of a bridge that fits its input and output; none, if it returns what it gets."""
-    if torch.equal(given.to(returned.device), returned):
+def _fitted(module: Any, name: str, inputs: Tensor, outputs: Tensor) -> Norm:
+    """Return the norm that fits its input and output; no norm if they are equal."""
+    if torch.equal(inputs.to(outputs.device), outputs):
         return NO_NORM
-    x, y = given.cpu().double(), returned.cpu().double()
-    weight = getattr(part.original_component, "weight", None)
-    bias = getattr(part.original_component, "bias", None)
+    x, y = inputs.cpu().double(), outputs.cpu().double()
+    weight = getattr(module.original_component, "weight", None)
+    bias = getattr(module.original_component, "bias", None)
     bias = None if bias is None else bias.detach()
     y = y if bias is None else y - bias.cpu().double()
     fits = []
@@ -303,7 +292,7 @@ def _fitted(part: Any, name: str, given: Tensor, returned: Tensor) -> Norm:
             (
                 (expected - y).norm().item(),
                 silent or _parallel(expected, y),
-                Norm(w, centres, bias, part),
+                Norm(w, centres, bias, module),
             )
         )
     _, fits_well, norm = min(fits, key=lambda fit: fit[0])
@@ -312,28 +301,22 @@ def _fitted(part: Any, name: str, given: Tensor, returned: Tensor) -> Norm:
     return norm
 
 
-def _parallel(one: Tensor, other: Tensor) -> bool:
-    """True if each row is a positive multiple of the other's, to half precision's rounding."""
-    return bool(
-        (torch.cosine_similarity(one.cpu().double(), other.cpu().double(), dim=-1) > 1 - 1e-3).all()
-    )
+def _parallel(a: Tensor, b: Tensor) -> bool:
+    """Return whether each row of a is a positive multiple of b's, up to half precision."""
+    cosine = torch.cosine_similarity(a.cpu().double(), b.cpu().double(), dim=-1)
+    return bool((cosine > 1 - 1e-3).all())
 
 
 @torch.no_grad()
 def require_bridge_weights(model: Any) -> None:
-    """Check that a bridge's W_Q, W_in and so on are the matrices that its modules apply.
-
-    Raises:
-        InputError: one is missing, or another matrix, such as its transpose.
-    """
+    """Check that a bridge's W_Q, W_in and so on are the matrices that its modules apply."""
     reasons = []
     for layer, block in enumerate(model.blocks):
         attn, mlp = block.attn, block.mlp
         gated = getattr(mlp, "W_gate", None) is not None
-        matrices = {f"attn.{part}": f"W_{part.upper()}" for part in "qkvo"}
-        matrices |= {"mlp.in": "W_in", "mlp.out": "W_out"} | (
-            {"mlp.gate": "W_gate"} if gated else {}
-        )
+        matrices = {f"attn.{letter}": f"W_{letter.upper()}" for letter in "qkvo"}
+        matrices |= {"mlp.in": "W_in", "mlp.out": "W_out"}
+        matrices |= {"mlp.gate": "W_gate"} if gated else {}
         for path, name in matrices.items():
             owner = attn if path.startswith("attn") else mlp
             if not _applies(getattr(owner, name), getattr(owner, path.split(".")[1], None), path):
@@ -341,9 +324,9 @@ def require_bridge_weights(model: Any) -> None:
     InputError.raise_if(reasons, "the names of some weights of this model are wrong")
 
 
-def _applies(weight: Tensor, part: Any, path: str) -> bool:
-    """True if a part of a bridge applies this matrix, heads concatenated."""
-    linear = getattr(part, "original_component", None)
+def _applies(weight: Tensor, module: Any, path: str) -> bool:
+    """Return whether a module of a bridge applies this matrix, heads concatenated."""
+    linear = getattr(module, "original_component", None)
     if linear is None:
         return False
     if weight.ndim == 3:  # [head, d_model, d_head], or W_O: [head, d_head, d_model]
@@ -351,8 +334,8 @@ def _applies(weight: Tensor, part: Any, path: str) -> bool:
     else:
         flat = weight
     x = normal_numbers((3, flat.shape[0])).to(flat)
-    got = linear(x) - linear(torch.zeros_like(x))
+    computed = linear(x) - linear(torch.zeros_like(x))
     expected = x @ flat
-    if got.shape != expected.shape:
+    if computed.shape != expected.shape:
         return False
-    return bool((got - expected).norm() <= _UNCHECKED * expected.norm())
+    return bool((computed - expected).norm() <= _TOLERANCE * expected.norm())

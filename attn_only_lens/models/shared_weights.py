@@ -1,17 +1,16 @@
 """Models that share weights: detect that the norms of one were folded into the weights of all.
 
 `convert` and `expose_neuron_heads(copy=True)` share the weights of their source. A change of the
-weights in place, such as training, changes all of these models alike. So does TransformerLens'
-processing, and it keeps their function, except for one step: fold_ln multiplies the gains of the
-norms into the next weights, and replaces the norms of the model that it is called on. The other
-models keep their norms, so that the gains act twice. (Bridges are not affected: their weights are
-not processed in place.)
+weights in place, such as training, changes all of these models in the same way. So does
+TransformerLens' weight processing, which preserves their function except for one step: fold_ln
+multiplies the gains of the norms into the next weights, and replaces the norms of one model only.
+The other models keep their norms, so that the gains act twice. (Bridges are not affected: their
+weights are not processed in place.)
 
-So each model of such a group is refused if both of these hold: another model of the group has new
-norms, and this model's weights differ from a sample taken when it joined. If only the norms were
-replaced, by hand, or the weights were moved or cast before the fold and are no longer shared, its
-function is intact. The weights are compared only if norms are new, so a forward pass costs one
-comparison for each norm.
+So a model is refused if another model of its group has new norms, and its own weights differ from a
+sample taken when it joined. If only the norms were replaced, or the weights were moved or cast
+before the fold and are no longer shared, its function is intact. The weights are compared only if
+norms are new, so a forward pass costs one comparison for each norm.
 """
 
 import weakref
@@ -22,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 _SAMPLED = 64  # entries of each parameter
-_CLOSE = 1e-2  # of entries that were cast to half precision and back
+_CLOSE = 1e-2  # for entries that were cast to half precision and back
 _NORMS = ("ln1", "ln2", "ln1_post", "ln2_post")
 
 
@@ -59,7 +58,7 @@ def share_weights(source: nn.Module, model: nn.Module) -> None:
 
 
 def parted_reasons(model: nn.Module) -> list[str]:
-    """Return the reason why a model computes something else than before; empty if it does not."""
+    """Return why a model no longer computes the same as before; empty if it does."""
     if model not in _groups:
         return []
     group, before = _groups[model]
@@ -74,11 +73,11 @@ def parted_reasons(model: nn.Module) -> list[str]:
 
 
 def sharing_reasons(model: nn.Module) -> list[str]:
-    """Return the reason why a model's norms must not be folded; empty if it shares no weights."""
+    """Return why the norms of a model must not be folded; empty if it shares no weights."""
     if model not in _groups or all(member is model for member in _groups[model][0].norms):
         return []
     return [
-        "its weights are those of another model too, which would then compute something else; "
+        "another model shares its weights, and would then compute something else; "
         "make one of the two with copy_weights=True, or pass fold_ln=False"
     ]
 

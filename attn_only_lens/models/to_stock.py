@@ -1,41 +1,41 @@
-"""Turn a converted model into a plain `HookedTransformer`: no code of this package is left in it.
+"""Turn a converted model into a plain `HookedTransformer`, which needs no code of this package.
 
-Its layers alternate as the converted model's blocks do. Layer 2l, global, holds the attention heads
-of source layer l; layer 2l + 1, local with window 1 and sinks, its neurons. A stock model has one
-count and one width of heads for all of its layers, so the smaller are padded with zeros, and
-patterns are pos x pos. That is what makes it large.
+Its layers alternate like the blocks of the converted model. Layer 2l, global, holds the attention
+heads of source layer l; layer 2l + 1, local with window 1 and sinks, holds its neurons. A stock
+model has the same number and width of heads in all layers, so smaller ones are padded with zeros,
+and patterns are pos x pos. This makes it large.
 
 **Neurons.** A stock head with a sink of logit s attends with softmax([scores, s]) and drops the
-sink's share. In a local layer of window 1 a token sees itself alone, so head (i, j) of a neuron i
-with gate p(q) = Σ_j w_j σ(b_j q + c_j) computes
+share of the sink. In a local layer of window 1 a token sees only itself. So head (i, j) of a neuron
+i with gate p(q) = Σ_j w_j σ(b_j q + c_j) computes
 
     W_Q = W_V = W_in[:, i]    query and value q = x · W_in[:, i] + b_in[i]
     W_K = 0, b_K = b_j        score of the token itself b_j q
     sink = -c_j               pattern over (self, sink) = softmax([b_j q + c_j, 0]), shifted by c_j
     W_O = w_j W_out[i]        output w_j σ(b_j q + c_j) q W_out[i]
 
-(in a gated MLP W_Q = W_gate[:, i], and the sum is a mixture times the value, `gates/bilinear.py`)
-whose sum over j is q p(q) W_out[i]: Theorem 3 of "Attention-Only Transformers and Implementing
-MLPs with Attention Heads", with the sink in the place of the bias token. Heads are in the order of
-the neurons, the m heads of a neuron next to each other: head i m + j.
+The sum over j is q p(q) W_out[i]: Theorem 3 of "Attention-Only Transformers and Implementing MLPs
+with Attention Heads", with the sink in place of the bias token. (In a gated MLP W_Q = W_gate[:, i],
+and the sum is the mixture times the value, `gates/bilinear.py`.) The m heads of a neuron are next
+to each other: head i m + j.
 
-**Attention heads** have no sink where neurons have one. They get the lowest number of the dtype:
-exp of it, less any score, is exactly 0.
+**Attention heads** without sinks get the lowest number of the dtype as a sink: exp of it, minus any
+score, is exactly 0.
 
-**ALiBi** becomes rotary embeddings of two more coordinates, since two things keep stock alibi
-layers from holding neurons. Slopes depend on the number of heads, which padding changes. And
-TransformerLens keeps its biases for the longest sequence it has seen: for a shorter one they are
-off by a constant along each row, which softmax forgives, but not with a sink in the row. So the
-bias m_h (j - i) of head h, query i and key j is written into queries and keys. With two coordinates
-rotated by an angle θ a position, query (0, m_h / θ) and key (1, 0),
+**ALiBi** becomes rotary embeddings of two more coordinates, because stock alibi layers cannot hold
+neurons: their slopes depend on the number of heads, which padding changes; and TransformerLens
+keeps the biases of the longest sequence so far, which for a shorter one are off by a constant along
+each row. Softmax cancels that constant, but not if the row has a sink. So the bias m_h (j - i) of
+head h, query i and key j is written into queries and keys. With two coordinates rotated by an angle
+θ a position, query (0, m_h / θ) and key (1, 0),
 
     (m_h / θ) (sin θj cos θi - cos θj sin θi) = m_h sin(θ (j - i)) / θ.
 
 θ is a power of two with θ n_ctx <= 2^-28, where float64 and float32 round sin x to x and cos x to
-1; so the score is m_h j - m_h i, whose terms are rounded to the precision of the dtype. (A dtype of
-few digits would lose near tokens' biases far into a text: half precision is refused.) Linear RoPE
-scaling gives the angle: with rotary_dim = 2 TransformerLens turns by 1 / rotary_scaling_factor
-radians a position in global layers.
+1. So the score is m_h j - m_h i, with terms rounded to the precision of the dtype. (Half precision
+is refused: it would lose the biases of near tokens far into a text.) Linear RoPE scaling sets the
+angle: with rotary_dim = 2, TransformerLens rotates by 1 / rotary_scaling_factor radians a position
+in global layers.
 """
 
 import math
@@ -63,48 +63,48 @@ from attn_only_lens.tl import (
 )
 
 _PROBLEM = "this model cannot be made of TransformerLens' own parts"
-_ALIBI = 2  # coordinates, the first of each head, that hold alibi positions
+_ALIBI = 2  # the first coordinates of each head, which hold alibi positions
 _GIB = 2**30
-_BOTH = "would act on the neurons too: a stock model has one setting for all of its layers"
+_BOTH = "would act on the neurons too: a stock model has one setting for all layers"
 
 
 @torch.inference_mode(False)  # weights of inference mode could never be trained
 def to_stock(
     attn_only: AttentionOnlyTransformer, *, max_bytes: int = 8 * 2**30
 ) -> HookedTransformer:
-    """Make a plain `HookedTransformer` that computes what a converted model computes.
+    """Make a plain `HookedTransformer` with the same logits as a converted model.
 
-    It is of that very class, with `attn_only=True`, and made of TransformerLens' own parts, so its
-    `cfg` and its state dict are all that is needed to run it:
+    It consists of TransformerLens' own modules, with `attn_only=True`, so its `cfg` and its state
+    dict suffice to run it:
 
         stock = HookedTransformer(HookedTransformerConfig.from_dict(cfg))
         stock.load_state_dict(state_dict)
 
-    Layer 2l + 1 holds the neurons of source layer l: with m heads a neuron, head i · m + j is the
-    j-th of neuron i, and its pattern [batch, head_index, query_pos, key_pos] is that neuron's
-    weight of the token itself on the diagonal and 0 elsewhere.
+    Layer 2l + 1 holds the neurons of source layer l. With m heads a neuron, head i · m + j is head
+    j of neuron i; its pattern [batch, head_index, query_pos, key_pos] has the self weight on the
+    diagonal and 0 elsewhere.
 
-    `max_bytes` counts weights only: a forward pass makes a pattern of heads · pos · pos numbers a
+    `max_bytes` counts only weights: a forward pass makes a pattern of heads · pos · pos numbers a
     prompt and layer, and a key-value cache holds 2 · heads · d_head numbers a token and layer.
 
-    A token that a mask leaves out (padding) does not attend to itself in a stock model, so its own
-    logits differ there from the converted model's; those of the other tokens do not.
+    In a stock model a masked token (padding) does not attend to itself, so its logits differ from
+    those of the converted model; the logits of all other tokens agree.
 
     Source: "Attention-Only Transformers and Implementing MLPs with Attention Heads", Theorem 6.
 
     Args:
-        attn_only: a model that `convert` returned, with bilinear gates (exact ones of silu,
-            quick_gelu and generalized SiLUs are). It is not changed, and shares its tokenizer, but
-            no weights, with the result.
-        max_bytes: the largest size of the result's weights to accept.
+        attn_only: a model that `convert` returned, with bilinear gates (the exact gates of silu,
+            quick_gelu and generalized SiLUs are bilinear). It is not changed. The result shares its
+            tokenizer, but no weights.
+        max_bytes: the largest accepted size of the result's weights.
 
     Returns:
         The stock model, on the device and in the dtype of `attn_only`, without hooks. Alibi
-        positions come out as rotary ones, and hold for n_ctx tokens.
+        positions become rotary positions, valid for n_ctx tokens.
 
     Raises:
-        UnsupportedModelError: with every reason why not: what no stock head computes, settings
-            that would act on neurons too, or the size. Nothing has been allocated then.
+        UnsupportedModelError: with every reason: computations that no stock head does, settings
+            that would act on neurons too, or the size. Nothing is allocated before this check.
 
     Example:
         >>> import torch
@@ -134,7 +134,7 @@ def to_stock(
 
 
 class Mixture(NamedTuple):
-    """p(q) = Σ_j w_j σ(b_j q + c_j); with c_j = ∞, a head that sees itself alone."""
+    """p(q) = Σ_j w_j σ(b_j q + c_j); a head with c_j = ∞ sees only its own token."""
 
     w: tuple[float, ...]
     b: tuple[float, ...]
@@ -142,16 +142,7 @@ class Mixture(NamedTuple):
 
 
 def mixture(gate: AnyGate) -> Mixture | None:
-    """The gate as a mixture of sigmoids of affine maps, one for each head of a neuron.
-
-    None for an exact gate whose score is not linear in the pre-activation: no such mixture.
-
-    Example:
-        >>> from attn_only_lens import GATES
-        >>> from attn_only_lens.models.to_stock import mixture
-        >>> mixture(GATES["quick_gelu"])
-        Mixture(w=(1.0,), b=(1.702,), c=(0.0,))
-    """
+    """Return a gate as a sum of sigmoids, one a head; None if its score is not linear."""
     if not isinstance(gate, Gate):
         return Mixture(gate.w, gate.b, gate.c)
     return None if gate.slope is None else Mixture((gate.scale,), (gate.slope,), (0.0,))
@@ -165,40 +156,34 @@ def neuron_heads(
     gate: Mixture,
     W_gate: Float[Tensor, "d_model d_mlp"] | None = None,
 ) -> dict[str, Tensor]:
-    """The neurons of one MLP as d_mlp · m heads of width 1; see the module.
+    """Return the neurons of one MLP as d_mlp · m heads of width 1 (see the module).
 
-    Args:
-        W_in, b_in, W_out, b_out: the MLP's weights, as TransformerLens keeps them.
-        gate: m sigmoids.
-        W_gate: of a gated MLP: the queries' weights, while the values keep W_in.
-
-    Returns:
-        Parameters by their names in a local layer of window 1, with no scale of scores.
+    The result holds the parameters of a local layer of window 1 without a scale of scores, by name.
     """
     m, d_mlp = len(gate.w), len(b_in)
     weights, slopes, offsets = (W_in.new_tensor(numbers) for numbers in gate)
 
-    def each(of: Tensor) -> Tensor:
-        return of.unsqueeze(-1).repeat_interleave(m, dim=0)
+    def per_head(per_neuron: Tensor) -> Tensor:
+        return per_neuron.unsqueeze(-1).repeat_interleave(m, dim=0)
 
-    # What TransformerLens adds after a gated MLP's product is written by no head: it is a bias.
+    # TransformerLens adds b_in after the product of a gated MLP, so it acts as an output bias.
     bias, b_O = (b_in, b_out) if W_gate is None else (0.0 * b_in, b_in @ W_out + b_out)
-    queries = each((W_in if W_gate is None else W_gate).T)
+    queries = per_head((W_in if W_gate is None else W_gate).T)
     return {
         "W_Q": queries,
         "W_K": torch.zeros_like(queries),
-        "W_V": each(W_in.T),
+        "W_V": per_head(W_in.T),
         "W_O": (weights[:, None] * W_out[:, None, :]).flatten(0, 1).unsqueeze(1),
-        "b_Q": each(bias),
+        "b_Q": per_head(bias),
         "b_K": slopes.repeat(d_mlp).unsqueeze(-1),
-        "b_V": each(bias),
+        "b_V": per_head(bias),
         "b_O": b_O,
         "sinks": (-offsets).clamp(min=torch.finfo(W_in.dtype).min).repeat(d_mlp),
     }
 
 
-def write_heads(attn: Attention, heads: dict[str, Tensor], at: int) -> None:
-    """Write heads into the first heads of `attn`, from coordinate `at`; zero the rest."""
+def write_heads(attn: Attention, heads: dict[str, Tensor], coordinate: int) -> None:
+    """Write heads into the first heads of `attn`, from this coordinate on; zero the rest."""
     for parameter in attn.parameters():
         parameter.zero_()
     n_heads = len(heads["b_Q"])
@@ -208,12 +193,12 @@ def write_heads(attn: Attention, heads: dict[str, Tensor], at: int) -> None:
             target = target[:n_heads]
             if name != "sinks":
                 axis = 1 if name == "W_O" else -1
-                target = target.narrow(axis, at, values.shape[axis])
+                target = target.narrow(axis, coordinate, values.shape[axis])
         target.copy_(values)
 
 
 def stock_bytes(cfg: HookedTransformerConfig) -> int:
-    """The bytes of a state dict under this configuration; nothing of that size is allocated."""
+    """Return the bytes of a state dict under this configuration, without allocating it."""
     with torch.device("meta"):
         shapes = HookedTransformer(cfg, move_to_device=False)
     return sum(tensor.nbytes for tensor in shapes.state_dict().values())
@@ -224,39 +209,39 @@ def _fill(source: Any, target: TransformerBlock) -> None:
     for name in ("ln1", "ln1_post"):
         if hasattr(target, name):
             getattr(target, name).load_state_dict(getattr(source, name).state_dict())
-    attn, own = cast(Attention, target.attn), source.attn
-    if own.attn_type == "neuron":
-        gate = mixture(own.gate)
+    attn, old = cast(Attention, target.attn), source.attn
+    if old.attn_type == "neuron":
+        gate = mixture(old.gate)
         assert gate is not None
-        heads = neuron_heads(own.W_in, own.b_in, own.W_out, own.b_out, gate, own.W_gate)
-        write_heads(attn, heads, at=attn.cfg.d_head - 1)
+        heads = neuron_heads(old.W_in, old.b_in, old.W_out, old.b_out, gate, old.W_gate)
+        write_heads(attn, heads, coordinate=attn.cfg.d_head - 1)
         return
-    # Keys and values ungrouped; the scale of scores, which would be another one in the padded
-    # layer, divides the queries.
-    heads = {name: getattr(own, name) for name in ("W_K", "W_V", "W_O", "b_K", "b_V", "b_O")}
-    heads |= {"W_Q": own.W_Q / own.attn_scale, "b_Q": own.b_Q / own.attn_scale}
+    # Keys and values are ungrouped. The scale of scores divides the queries, because the padded
+    # layer would have another one.
+    heads = {name: getattr(old, name) for name in ("W_K", "W_V", "W_O", "b_K", "b_V", "b_O")}
+    heads |= {"W_Q": old.W_Q / old.attn_scale, "b_Q": old.b_Q / old.attn_scale}
     n_heads = len(heads["b_Q"])
-    no_sinks = own.W_Q.new_full((n_heads,), torch.finfo(own.W_Q.dtype).min)
-    heads["sinks"] = own.sinks if own.cfg.use_attention_sinks else no_sinks
-    positions = own.cfg.positional_embedding_type
-    write_heads(attn, heads, at=_ALIBI if positions == "alibi" else 0)
-    if positions == "alibi" and own.attn_type == "global":  # with window 1, the bias is 0
-        slopes = own.create_alibi_multipliers(n_heads, own.b_Q.device)
-        attn.b_Q[:n_heads, 1] = slopes * _inverse_angle(own.cfg.n_ctx)
+    no_sinks = old.W_Q.new_full((n_heads,), torch.finfo(old.W_Q.dtype).min)
+    heads["sinks"] = old.sinks if old.cfg.use_attention_sinks else no_sinks
+    positions = old.cfg.positional_embedding_type
+    write_heads(attn, heads, coordinate=_ALIBI if positions == "alibi" else 0)
+    if positions == "alibi" and old.attn_type == "global":  # with window 1, the bias is 0
+        slopes = old.create_alibi_multipliers(n_heads, old.b_Q.device)
+        attn.b_Q[:n_heads, 1] = slopes * _inverse_angle(old.cfg.n_ctx)
         attn.b_K[:n_heads, 0] = 1.0
     elif positions == "rotary":
-        # As they are: a model that was cast has tables of the precision it was built in.
-        attn.rotary_sin = own.rotary_sin.clone()
-        attn.rotary_cos = own.rotary_cos.clone()
+        # Copied, since a cast model keeps tables of the precision in which it was built.
+        attn.rotary_sin = old.rotary_sin.clone()
+        attn.rotary_cos = old.rotary_cos.clone()
 
 
 def _inverse_angle(n_ctx: int) -> float:
-    """1 / θ."""
+    """Return 1 / θ."""
     return 2.0 ** (28 + math.ceil(math.log2(n_ctx)))
 
 
 def _empty(attn_only: AttentionOnlyTransformer) -> HookedTransformer:
-    """The stock model, its weights not yet set, with the tokenizer."""
+    """Return the stock model with the tokenizer, before its weights are set."""
     stock = HookedTransformer(_stock_config(attn_only.cfg, _heads_per_neuron(attn_only)))
     stock.cfg.tokenizer_name = attn_only.cfg.tokenizer_name
     stock.tokenizer = attn_only.tokenizer
@@ -268,24 +253,22 @@ def _gates(model: AttentionOnlyTransformer) -> set[AnyGate]:
 
 
 def _heads_per_neuron(model: AttentionOnlyTransformer) -> int:
-    """The most heads of a neuron; 1, the least there are, where the gate is refused."""
+    """Return the largest number of heads of a neuron; 1 if the gate is refused."""
     mixtures = (mixture(gate) for gate in _gates(model))
-    return max((len(each.w) for each in mixtures if each is not None), default=1)
+    return max((len(m.w) for m in mixtures if m is not None), default=1)
 
 
 def _stock_config(converted: AttentionOnlyConfig, heads_per_neuron: int) -> HookedTransformerConfig:
-    """Two attention layers for each of the source's, with one count and one width of heads.
+    """Return the configuration: two attention layers for each source layer, with heads of one size.
 
-    The last coordinate of a head is a neuron's. Rotary embeddings turn the first `rotary_dim` of
-    them, so where those are all of `d_head` the heads are one wider: positions then do not reach a
-    neuron's scores.
-
-    It has no seed (none is needed, and to build it would reset the generators of the process) and
-    no tokenizer's name (TransformerLens would load it).
+    The last coordinate of a head holds a neuron. Rotary embeddings rotate the first `rotary_dim`
+    coordinates; if those are all of `d_head`, heads become one wider, so that positions do not
+    affect the scores of neurons. There is no seed, which would reset the generators of the process,
+    and no name of a tokenizer, which TransformerLens would load.
     """
     source, sizes = converted.layer_cfg(0), converted.layer_sizes
     kinds = source.attn_types if source.use_local_attn else None
-    width = max(max(each.d_head, each.d_value) for each in sizes)
+    width = max(max(layer.d_head, layer.d_value) for layer in sizes)
     changes: dict[str, Any] = {}
     if source.positional_embedding_type == "rotary":
         width = max(width, (source.rotary_dim or width) + 1)
@@ -300,7 +283,7 @@ def _stock_config(converted: AttentionOnlyConfig, heads_per_neuron: int) -> Hook
     changes |= {
         "n_layers": 2 * source.n_layers,
         "attn_only": True,
-        "n_heads": max(max(each.n_heads, heads_per_neuron * each.d_mlp) for each in sizes),
+        "n_heads": max(max(layer.n_heads, heads_per_neuron * layer.d_mlp) for layer in sizes),
         "d_head": width,
         "n_key_value_heads": None,
         "use_attn_scale": False,
@@ -314,7 +297,7 @@ def _stock_config(converted: AttentionOnlyConfig, heads_per_neuron: int) -> Hook
             for layer in range(source.n_layers)
             for kind in (kinds[layer] if kinds else "global", "local")
         ],
-        # What a user has switched on to look at a model is no part of the model.
+        # Switches of hook points are not part of the model.
         "use_attn_result": False,
         "use_attn_in": False,
         "use_split_qkv_input": False,
@@ -329,7 +312,7 @@ def _stock_config(converted: AttentionOnlyConfig, heads_per_neuron: int) -> Hook
 
 
 def _reasons_against(model: object, max_bytes: int) -> list[str]:
-    """List why `to_stock` cannot take this model. Allocates next to nothing."""
+    """Return why `to_stock` refuses this model. Allocates next to nothing."""
     if not isinstance(model, AttentionOnlyTransformer):
         return [
             f"got a {type(model).__module__}.{type(model).__qualname__}; expected what "
@@ -337,26 +320,28 @@ def _reasons_against(model: object, max_bytes: int) -> list[str]:
         ]
     if reasons := host_of(model).reasons():
         return reasons
-    cfg: Any = model.cfg.layer_cfg(0)  # nothing below looks at what layers may differ in
-    exact = model.cfg.gating.kind == "exact"
-    half = cfg.dtype in (torch.float16, torch.bfloat16)
+    obstacles = _attention_obstacles(model) | _neuron_obstacles(model) | _size(model, max_bytes)
+    return hook_reasons(model) + [reason for reason, applies in obstacles.items() if applies]
+
+
+def _attention_obstacles(model: AttentionOnlyTransformer) -> dict[str, bool]:
+    """Return the settings of attention that no stock model can have, and whether they are on."""
+    cfg: Any = model.cfg.layer_cfg(0)  # these settings are the same in all layers
     kinds = (cfg.attn_types or [])[: cfg.n_layers] if cfg.use_local_attn else []
-    stock_cfg = _stock_config(model.cfg, _heads_per_neuron(model))
-    size = stock_bytes(stock_cfg)
-    now = sum(tensor.nbytes for tensor in model.state_dict().values())
-    obstacles = {
+    half = cfg.dtype in (torch.float16, torch.bfloat16)
+    return {
         "its attention and MLPs run in parallel: a stock neuron layer reads the stream after "
         "the attention layer before it, not the stream that entered that layer": (
             cfg.parallel_attn_mlp
         ),
-        "its positions are shortformer's, added to every layer's queries and keys: they "
+        "its positions are shortformer's, added to the queries and keys of every layer: they "
         "would be added to the neurons' pre-activations": (
             cfg.positional_embedding_type == "shortformer"
         ),
         f"its attention_dir is {cfg.attention_dir!r}: TransformerLens then applies no mask, so "
         "a stock layer of window 1 would see every token": cfg.attention_dir != "causal",
-        f"layers of its own are local with window {cfg.window_size}: a stock model has one "
-        "window_size for all of its local layers, and the neurons' is 1": (
+        f"its attention has local layers with window {cfg.window_size}: a stock model has one "
+        "window_size for all local layers, and the neurons' is 1": (
             "local" in kinds and cfg.window_size != 1
         ),
         f"its clip_qkv={cfg.clip_qkv} {_BOTH}": cfg.clip_qkv is not None,
@@ -371,25 +356,44 @@ def _reasons_against(model: object, max_bytes: int) -> list[str]:
         f"its norms of queries and keys {_BOTH}": any(
             block.attn.q_norm is not None for block in model.blocks[::2]
         ),
-        "its MLPs are gated, exactly: a neuron's value is the product of two linear maps, which no "
-        "stock head has. Convert the source with gate=Bilinear() first": cfg.gated_mlp and exact,
-        f"its gate is that of {cfg.act_fn}, exactly: a score that is not linear in the "
+    }
+
+
+def _neuron_obstacles(model: AttentionOnlyTransformer) -> dict[str, bool]:
+    """Return the kinds of neurons that no stock head computes, and whether the model has them."""
+    cfg: Any = model.cfg.layer_cfg(0)
+    exact = model.cfg.gating.kind == "exact"
+    half = cfg.dtype in (torch.float16, torch.bfloat16)
+    return {
+        "its MLPs are gated, with exact gates: the value of a neuron is the product of two linear "
+        "maps, which no stock head has. Convert the source with gate=Bilinear() first": (
+            cfg.gated_mlp and exact
+        ),
+        f"its gate is the exact one of {cfg.act_fn}, with a score that is not linear in the "
         "pre-activation, which no stock head has. Convert the source with gate=Bilinear() "
-        "first (silu and quick_gelu are linear as they are)": any(
+        "first (silu and quick_gelu are linear already)": any(
             mixture(gate) is None for gate in _gates(model)
         ),
         f"its heads in {cfg.dtype} are many times larger than their sum, which a stock layer "
-        "forms in that precision; call .to(torch.float32) first": (
+        "computes in that precision; call .to(torch.float32) first": (
             half and not exact and cfg.gated_mlp
         ),
         f"its slopes are steep, and scores in {cfg.dtype} would overflow or be too coarse; "
         "call .to(torch.float32) first": (
             half and not exact and not cfg.gated_mlp and cfg.act_fn == "relu"
         ),
+    }
+
+
+def _size(model: AttentionOnlyTransformer, max_bytes: int) -> dict[str, bool]:
+    """Return the size of the stock model in words, and whether it is too large."""
+    stock_cfg = _stock_config(model.cfg, _heads_per_neuron(model))
+    size = stock_bytes(stock_cfg)
+    now = sum(tensor.nbytes for tensor in model.state_dict().values())
+    return {
         f"its weights would take {size:,} bytes ({size / _GIB:.3g} GiB), {stock_cfg.n_layers} "
         f"layers of {stock_cfg.n_heads} heads of width {stock_cfg.d_head} padded with zeros, and "
         f"max_bytes is {max_bytes:,}. Take a source with fewer layers or a smaller d_mlp, raise "
         "max_bytes, or use the converted model itself, which takes "
         f"{now:,} bytes ({now / _GIB:.3g} GiB)": size > max_bytes,
     }
-    return hook_reasons(model) + [reason for reason, applies in obstacles.items() if applies]

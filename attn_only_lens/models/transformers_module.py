@@ -1,10 +1,14 @@
-"""Models of transformers from configurations, also of sizes that their classes do not provide for.
+"""Models of transformers: build them in any sizes, and refuse quantised ones.
 
-A class of transformers has one size for all layers; some want hidden_size to be a multiple of the
-number of heads; GPT-2, GPT-NeoX and BERT have no `head_dim`. The code of their layers does not
-care: it reads the widths of matrices, or attributes of the module. So here such a configuration is
-taken at its word: `head_dim` for every class, `d_mlp_by_layer` for layers that differ. Only this
-package reads that entry: a folder for transformers alone must do without.
+*Sizes.* A class of transformers has one size for all layers; some classes require hidden_size to be
+a multiple of the number of heads; GPT-2, GPT-NeoX and BERT have no `head_dim`. The code of their
+layers needs none of this: it reads the widths of matrices, or attributes of the module. So this
+module accepts `head_dim` for every class, and `d_mlp_by_layer` for layers that differ. Only this
+package reads that entry: a folder for transformers alone must do without it.
+
+*Quantised weights* are refused. Analyses read, cut, scale and compare the matrices of heads, which
+packed or scaled integers do not allow, and libraries unpack them differently on each device.
+Dequantised weights are accepted.
 """
 
 import copy
@@ -18,6 +22,13 @@ from transformers.pytorch_utils import Conv1D
 BY_LAYER = "d_mlp_by_layer"
 _WITHOUT_HEAD_DIM = ("gpt2", "gpt_neox", "bert", "roberta")
 
+DEQUANTISE = (
+    "quantised weights are not supported; expected float32, float64, bfloat16 or float16: take the "
+    "model that was quantised or, in transformers, model.dequantize() where it can; then "
+    "del model.config.quantization_config, and save_pretrained to another folder"
+)
+_QUANTISERS = ("torchao", "bitsandbytes", "quanto", "hqq")
+
 
 def has_head_dim(config: PretrainedConfig) -> bool:
     """Return True if the model's class reads the width of heads from its configuration."""
@@ -30,7 +41,7 @@ def intermediate_size(config: PretrainedConfig) -> str:
 
 
 def config_from(kind: type[PretrainedConfig], fields: dict[str, Any]) -> PretrainedConfig:
-    """Return a configuration with these entries, whatever its class demands of them together."""
+    """Return a configuration with these entries, without its class's checks across fields."""
     heads = fields.get("num_attention_heads")
     if heads is None or fields.get("head_dim") is None:
         return kind.from_dict(fields)
@@ -40,7 +51,7 @@ def config_from(kind: type[PretrainedConfig], fields: dict[str, Any]) -> Pretrai
 
 
 def build_module(kind: Any, config: PretrainedConfig) -> PreTrainedModel:
-    """Build a model with a copy of this configuration; its weights are any numbers."""
+    """Build a model with a copy of this configuration and arbitrary weights."""
     config = copy.deepcopy(config)
     with no_init_weights():
         if has_head_dim(config) or getattr(config, "head_dim", None) is None:
@@ -50,13 +61,13 @@ def build_module(kind: Any, config: PretrainedConfig) -> PreTrainedModel:
         by_layer = getattr(config, BY_LAYER, None) or []
         for layer, d_mlp in zip(_layers(model) if by_layer else [], by_layer, strict=True):
             if d_mlp != getattr(config, intermediate_size(config)):
-                like = copy.deepcopy(config)
-                like.num_hidden_layers = 1
-                setattr(like, intermediate_size(like), d_mlp)
-                setattr(like, BY_LAYER, None)
-                wanted = _layers(build_module(kind, like))[0]
-                for part in ("mlp",) if hasattr(layer, "mlp") else ("intermediate", "output"):
-                    setattr(layer, part, getattr(wanted, part))
+                resized = copy.deepcopy(config)
+                resized.num_hidden_layers = 1
+                setattr(resized, intermediate_size(resized), d_mlp)
+                setattr(resized, BY_LAYER, None)
+                donor = _layers(build_module(kind, resized))[0]
+                for name in ("mlp",) if hasattr(layer, "mlp") else ("intermediate", "output"):
+                    setattr(layer, name, getattr(donor, name))
     model.tie_weights()
     return model.eval()
 
@@ -91,9 +102,40 @@ def _with_head_dim(kind: Any, config: PretrainedConfig) -> PreTrainedModel:
         elif hasattr(module, "attention_head_size"):  # BERT
             module.num_attention_heads, module.attention_head_size = n_heads, width
             module.all_head_size, module.scaling = n_heads * width, width**-0.5
-            for part in ("query", "key", "value"):
-                setattr(module, part, nn.Linear(d_model, n_heads * width))
+            for name in ("query", "key", "value"):
+                setattr(module, name, nn.Linear(d_model, n_heads * width))
         elif hasattr(getattr(module, "self", None), "attention_head_size"):  # its parent
             module.output.dense = nn.Linear(n_heads * width, d_model)
     config.num_attention_heads = n_heads
     return model
+
+
+def config_reasons(config: dict[str, Any], name: str) -> list[str]:
+    """Return why a model with this configuration is refused, if it is quantised."""
+    for section in (config, *(value for value in config.values() if isinstance(value, dict))):
+        if entry := section.get("quantization_config"):
+            method = entry.get("quant_method", "?") if isinstance(entry, dict) else entry
+            kind = getattr(method, "value", method)  # an enumeration, once it is loaded
+            return [f"{name} has a quantization_config ({kind}): {DEQUANTISE}"]
+    return []
+
+
+def weight_reasons(model: nn.Module) -> list[str]:
+    """Return why a model is refused, if some of its modules or weights are quantised."""
+    config = getattr(model, "config", None)
+    entries = config.to_dict() if config is not None and hasattr(config, "to_dict") else {}
+    if reasons := config_reasons(entries, "its config"):
+        return reasons
+    for name, module in model.named_modules():
+        if "quantized" in type(module).__module__.split("."):
+            return [f"its {_plain(name)} is a {type(module).__qualname__}: {DEQUANTISE}"]
+    for name, parameter in model.named_parameters():
+        library = type(parameter).__module__.partition(".")[0]  # some tensors claim to be floats
+        if library in _QUANTISERS or not parameter.is_floating_point():
+            kind = f"{type(parameter).__name__} of {str(parameter.dtype).removeprefix('torch.')}"
+            return [f"its {_plain(name)} is a {kind}: {DEQUANTISE}"]
+    return []
+
+
+def _plain(name: str) -> str:
+    return name.replace("._original_component", "")

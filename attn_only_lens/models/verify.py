@@ -1,4 +1,4 @@
-"""Compare a model whose neurons are heads with its source on real input: logits, and the stream."""
+"""Compare a model whose neurons are heads with its source: logits, and the residual stream."""
 
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -24,33 +24,35 @@ from attn_only_lens.models.two_blocks import AttentionOnlyTransformer
 from attn_only_lens.precision import full_precision
 from attn_only_lens.tl import GatedMLP, HookedTransformer
 
-_ROUNDING = 1e-14  # of an activation evaluated in float64: silu's bound is 0
+_ROUNDING = 1e-14  # of an activation in float64: the bound of silu is 0
 
 
 @dataclass(frozen=True)
 class Verification:
-    """Differences that `verify` measured between a converted model and its source.
+    """Differences between a converted model and its source, as `verify` measured them.
+
+    All but `bitwise` are measured with every hook of every neuron-head live.
 
     Attributes:
-        bitwise: True if the logits are bit for bit the source's when no hook is live.
-        rounding: for bilinear gates, largest |Δ logit| from the source with its activations
-            replaced by the gates' approximation, over the largest |logit|, without hooks or with
-            every hook live; for exact gates the same as `relative`.
-        max_abs_logit: largest |Δ logit| with every hook of every neuron-head live.
-        relative: the same over the largest |logit| of the source.
-        mean_kl: KL(source ‖ converted) in nats, the mean over tokens, hooks live.
-        max_kl: its largest value over tokens.
-        top1_agreement: fraction of tokens whose most likely next token is the same, hooks live.
+        bitwise: True if without hooks the logits equal the source's bit for bit.
+        rounding: for bilinear gates, the largest |Δ logit| from the source with approximated
+            activations, divided by the largest |logit|, without hooks or with all hooks live; for
+            exact gates the same as `relative`.
+        max_abs_logit: the largest |Δ logit|.
+        relative: the same divided by the largest |logit| of the source.
+        mean_kl: KL(source ‖ converted) in nats, the mean over tokens.
+        max_kl: the largest KL over tokens.
+        top1_agreement: the fraction of tokens with the same most likely next token.
         by_layer: a row for each point of the stream (`0_mid`: before the neurons of layer 0,
-            `1_pre`: after them, …) with `max_abs` = largest |Δ| and `relative` = that over the
-            largest |entry| of the source's stream there, hooks live.
-        n_tokens: tokens compared.
-        dtype: the dtype both models ran in.
-        tolerance: the bound on rounding for that dtype (`attn_only_lens.tolerances`); for bilinear
-            gates of gated MLPs, times what their heads amplify it by.
-        activations: for bilinear gates, a row for each source layer: `bound`, certified largest
+            `1_pre`: after them, …) with `max_abs`, the largest |Δ|, and `relative`, the same
+            divided by the largest |entry| of the source's stream at that point.
+        n_tokens: the number of tokens compared.
+        dtype: the dtype of both models.
+        tolerance: the bound on rounding for that dtype (`attn_only_lens.tolerances`), times the
+            amplification of bilinear gates of gated MLPs.
+        activations: for bilinear gates, a row for each source layer: `bound`, the certified largest
             error of the activation; `measured`, its largest error on this input; `largest`, the
-            largest |pre-activation|; `range`, what the bound holds for (∞ for plain MLPs). Empty
+            largest |pre-activation|; `range`, for which the bound holds (∞ for plain MLPs). Empty
             for exact gates.
 
     Example:
@@ -78,12 +80,12 @@ class Verification:
 
     @property
     def ok(self) -> bool:
-        """True if the converted model computes what it should.
+        """True if all differences are within their bounds.
 
-        With exact gates: the source's logits, bitwise without hooks and within the tolerance with
-        every hook live. With bilinear gates: the logits of the source with approximated
-        activations, to rounding, and each of those within its certified bound; the difference that
-        it makes to the logits is reported, not judged.
+        With exact gates, the logits equal the source's bitwise without hooks, and within the
+        tolerance with all hooks live. With bilinear gates, they equal those of the source with
+        approximated activations up to rounding, and each activation is within its certified bound;
+        the effect of the approximation on the logits is reported only.
         """
         if self.activations.empty:
             return self.bitwise and self.relative <= self.tolerance
@@ -118,7 +120,7 @@ def _text(table: pd.DataFrame) -> str:
 
 
 def _approximated_logits(source: Any, gates: list[AnyGate], tokens: Tensor) -> Tensor:
-    """Run the source with each activation replaced by the approximation of its layer's gate."""
+    """Run the source with the activations of each layer replaced by their approximation."""
     with ExitStack() as stack:
         for block, gate in zip(source.blocks, gates, strict=True):
             points, read = find_hook_points(block.mlp), dict[str, Tensor]()
@@ -146,7 +148,7 @@ def _replace(read: dict[str, Tensor], gate: Any, mlp: Any) -> Callable[..., Tens
 def _activation_errors(host: Host, act_fn: str, tokens: Tensor) -> pd.DataFrame:
     """Measure the error of the activation in each layer of a model with bilinear gates."""
     layers = host.neurons
-    act_fns = [gate.get("act_fn", act_fn) for gate in host.gates()]  # in place, as it was found
+    act_fns = [gate.get("act_fn", act_fn) for gate in host.gates()]
     rows: list[dict[str, float]] = [{} for _ in layers]
 
     def measure(layer: int, q: Tensor) -> None:
@@ -185,17 +187,15 @@ def verify(
     converted: AttentionOnlyTransformer | HookedTransformer | TransformerBridge,
     tokens: Tokens | str,
 ) -> Verification:
-    """Run both models on the same input and compare them, without hooks and with every hook.
+    """Run both models on the same input and compare them, without hooks and with all hooks live.
 
-    If the converted model has bilinear gates, each layer's activations are also compared with their
-    certified bound.
+    For bilinear gates, each layer's activations are also compared with their certified bound.
 
-    A model whose neuron-heads are exposed in place is its own source: pass it for both. It is then
-    run without them first.
+    A model whose neuron-heads are exposed in place is its own source: pass it twice. Its
+    neuron-heads are hidden for the first run.
 
     Args:
-        source: the model before conversion; for a model exposed in place, an equal one that is
-            not, or the model itself.
+        source: the model before conversion; for a model exposed in place, also the model itself.
         converted: `convert(source)`, a loaded copy of it, or a model with `expose_neuron_heads`.
         tokens: tokens [batch, pos], or a text if the models have a tokenizer.
 
@@ -203,7 +203,7 @@ def verify(
         The comparison; `print` it, or test `.ok`.
 
     Raises:
-        UnsupportedModelError: the two cannot be compared: other shapes, dtypes, or kinds of model.
+        UnsupportedModelError: the two models differ in shapes, dtypes or kind.
         UnsupportedCallError: the tokens are not integers [batch, pos] of the models' vocabulary,
             or too long for their context.
 
@@ -216,9 +216,9 @@ def verify(
         ...     verify(model, model, tokens).ok
         True
     """
-    reasons = _mismatches(source, converted)
-    if reasons:
-        raise UnsupportedModelError(reasons, "these models cannot be compared")
+    UnsupportedModelError.raise_if(
+        _mismatches(source, converted), "these models cannot be compared"
+    )
     tokens = checked_tokens(source, tokens)
     host = host_of(converted)
     layers = host.neurons
@@ -230,8 +230,8 @@ def verify(
         gates = [heads.gate for heads in layers]
         approximated = expected if exact else _approximated_logits(source, gates, tokens)
     silent = converted(tokens)
-    live, seen = converted.run_with_cache(tokens)
-    assert isinstance(live, Tensor)  # and not the tuple of another return_type
+    live, cache = converted.run_with_cache(tokens)
+    assert isinstance(live, Tensor)  # not the tuple of another return_type
 
     outputs = [live] if exact else [silent, live]
     kl = _kl(expected, live)
@@ -246,9 +246,9 @@ def verify(
         top1_agreement=(expected.argmax(-1) == live.argmax(-1)).cpu().double().mean().item(),
         by_layer=pd.DataFrame(
             [
-                _row(point, stream[theirs], seen[mine])
-                for point, theirs, mine in points
-                if theirs in stream.cache_dict  # OpenAI GPT's bridge has a hook_resid_post, silent
+                _row(point, stream[source_hook], cache[hook])
+                for point, source_hook, hook in points
+                if source_hook in stream.cache_dict  # OpenAI GPT's bridge never fires its last
             ]
         ),
         n_tokens=kl.numel(),
@@ -261,7 +261,7 @@ def verify(
 
 
 def _points(source: Any, converted: Any) -> list[tuple[str, str, str]]:
-    """Return the points of the stream: a name for each, and its hooks in the two models."""
+    """Return the points of the stream, each with its name and its hooks in the two models."""
     points, host = [], host_of(converted)
     for layer in range(source.cfg.n_layers):
         for point in ("pre", "mid"):
@@ -294,35 +294,35 @@ def _mismatches(source: Any, converted: Any) -> list[str]:
         )
     if reasons:
         return reasons
-    mine = source.cfg
     try:
-        theirs = converted.cfg if in_place else converted.source_cfg
+        converted_cfg = converted.cfg if in_place else converted.source_cfg
     except UnsupportedCallError as error:
         return [str(error)]
     for name in (*_SIZES, "dtype", "device"):
-        if getattr(mine, name, None) != getattr(theirs, name, None):
+        before, after = (getattr(cfg, name, None) for cfg in (source.cfg, converted_cfg))
+        if before != after:
             reasons.append(
-                f"{name}: got {getattr(mine, name, None)} in the source and "
-                f"{getattr(theirs, name, None)} in the converted model; expected the same"
+                f"{name}: got {before} in the source and {after} in the converted model; expected "
+                "the same"
             )
     return reasons
 
 
-def _row(point: str, expected: Tensor, got: Tensor) -> dict[str, str | float]:
-    expected, got = (to_float64_device(each).double() for each in (expected, got))
-    error = (got - expected).abs().max()
+def _row(point: str, expected: Tensor, computed: Tensor) -> dict[str, str | float]:
+    expected, computed = (to_float64_device(x).double() for x in (expected, computed))
+    error = (computed - expected).abs().max()
     relative = error / expected.abs().max() if error != 0 else error  # all may be zero
     return {"point": point, "max_abs": error.item(), "relative": relative.item()}
 
 
 def _max_or_nan(errors: list[Any]) -> float:
-    """Maximum; nan if any entry is nan."""
+    """Return the maximum, or nan if any entry is nan."""
     return torch.tensor(errors, dtype=torch.float64, device="cpu").max().item()
 
 
-def _kl(expected: Tensor, got: Tensor) -> Tensor:
-    log_p, log_q = (to_float64_device(each).double().log_softmax(-1) for each in (expected, got))
-    # Σ p (e^d - 1 - d), the same sum since Σ p e^d = 1: every term is positive, so that the tiny
-    # differences of a good conversion do not drown in rounding.
+def _kl(expected: Tensor, computed: Tensor) -> Tensor:
+    log_p, log_q = (to_float64_device(x).double().log_softmax(-1) for x in (expected, computed))
+    # Σ p (e^d - 1 - d), the same sum because Σ p e^d = 1: every term is positive, so the tiny
+    # differences of a good conversion are not lost in rounding.
     difference = log_q - log_p
     return (log_p.exp() * (difference.expm1() - difference)).sum(-1)

@@ -1,10 +1,10 @@
-"""Models whose neurons are exposed as heads in place: the classes they take on meanwhile.
+"""The classes of models and MLPs while their neurons are exposed as heads in place.
 
-A model is given a subclass, and loses it, by its `__class__`: it stays the same object with the
-same parameters, and whatever holds it goes on working. What the subclasses of models add is to
-refuse hooks on `mlp.hook_neuron_write` while it is off: TransformerLens does so for
-`attn.hook_result` alone, and would silently never call them. Those of MLPs hand their output to
-`hook_neuron_write`.
+Exposing changes the `__class__` of a model to a subclass, and `undo` changes it back: the model
+stays the same object with the same parameters, so all references to it stay valid. The subclasses
+of models refuse hooks on `mlp.hook_neuron_write` while it is off; TransformerLens does this only
+for `attn.hook_result`, and would silently never call them. The subclasses of MLPs send their output
+through `hook_neuron_write`.
 """
 
 import warnings
@@ -33,7 +33,7 @@ _OFF = "{name} does not fire while it is off: call model.set_use_attn_result(Tru
 
 
 def _named(names_filter: Any) -> list[Any]:
-    """The hooks that a filter names one by one; none where it is a function, or everything."""
+    """Return the hooks that a filter lists by name; none if it is a function or None."""
     if isinstance(names_filter, str):
         return [names_filter]
     return names_filter if isinstance(names_filter, list) else []
@@ -46,11 +46,7 @@ class _Exposed(WithNeuronHeads):
     _stock: type
 
     def forward(self, *args: Any, **how: Any) -> Any:
-        """As in TransformerLens.
-
-        Raises:
-            UnsupportedModelError: an MLP was replaced: hooks on its neuron-heads would not fire.
-        """
+        """As in TransformerLens; refuse replaced MLPs, whose neuron-heads would not fire."""
         UnsupportedModelError.raise_if(replaced_mlps(self), CHANGED)
         with exposed_heads(self)[0].passing.new_pass():  # a hook may run the model again
             return super().forward(*args, **how)  # type: ignore[misc]
@@ -63,28 +59,19 @@ class ExposedTransformer(_Exposed, HookChecks):
     _host = HookedHost
 
     def forward(self, *args: Any, **how: Any) -> Any:
-        """As in TransformerLens.
-
-        Raises:
-            UnsupportedModelError: an MLP was replaced, or the norms of a model that shares the
-                weights of this one were folded into them.
-        """
+        """As in TransformerLens; refuse weights into which another model's norms were folded."""
         UnsupportedModelError.raise_if(parted_reasons(self), CHANGED)
         return super().forward(*args, **how)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Refuse to copy or pickle a model that `forward` refuses: a copy would not be refused."""
+        """Refuse to copy or pickle a model that `forward` refuses, since a copy would run."""
         UnsupportedModelError.raise_if(parted_reasons(self), CHANGED)
         return self.__dict__
 
     def load_and_process_state_dict(
         self, state_dict: Any, fold_ln: bool = True, *args: Any, **how: Any
     ) -> None:
-        """As in TransformerLens, unless another model shares the weights.
-
-        Raises:
-            UnsupportedModelError: another model, which is not processed, shares the weights.
-        """
+        """As in TransformerLens; refuse to fold norms into weights that another model shares."""
         if fold_ln:
             UnsupportedModelError.raise_if(sharing_reasons(self), "its norms cannot be folded")
         super().load_and_process_state_dict(state_dict, fold_ln, *args, **how)
@@ -106,19 +93,19 @@ class ExposedBridge(_Exposed, TransformerBridge):
     _host = BridgeHost
 
     def _list_hook_points(self, heads: list[InPlace]) -> None:
-        for each in heads:
-            for name, point in each.points.items():
-                point.name = f"blocks.{each.layer}.mlp.{name}"
+        for layer in heads:
+            for name, point in layer.points.items():
+                point.name = f"blocks.{layer.layer}.mlp.{name}"
                 self._hook_registry[point.name] = point
 
     def _unlist_hook_points(self, heads: list[InPlace]) -> None:
-        for each in heads:
-            for name in each.points:
-                each.mlp._hook_registry.pop(name, None)
-                self._hook_registry.pop(f"blocks.{each.layer}.mlp.{name}", None)
+        for layer in heads:
+            for name in layer.points:
+                layer.mlp._hook_registry.pop(name, None)
+                self._hook_registry.pop(f"blocks.{layer.layer}.mlp.{name}", None)
 
     def set_use_attn_result(self, use_attn_result: bool) -> None:
-        """As in TransformerLens; and where it has none for the attention, for the MLPs alone."""
+        """As in TransformerLens; if attention has no such hook point, switch only the MLPs."""
         try:
             super().set_use_attn_result(use_attn_result)
         except NotImplementedError as error:
@@ -129,9 +116,9 @@ class ExposedBridge(_Exposed, TransformerBridge):
             heads.results = use_attn_result
 
     def run_with_cache(self, *args: Any, **how: Any) -> Any:
-        """As in TransformerLens; raises where a name is of a hook point that does not fire."""
-        by_place = args[3] if len(args) > 3 else None
-        for name in _named(how.get("names_filter", by_place)):
+        """As in TransformerLens; refuse the names of hook points that do not fire."""
+        positional = args[3] if len(args) > 3 else None
+        for name in _named(how.get("names_filter", positional)):
             if name.endswith(_RESULT) and self._gated_hook_reason(name):
                 raise UnsupportedCallError(_OFF.format(name=name))
         return super().run_with_cache(*args, **how)
@@ -144,7 +131,7 @@ class ExposedBridge(_Exposed, TransformerBridge):
 
 
 class _ExposedMLPBridge:
-    """An MLP of a bridge with neuron-heads, which its taps call."""
+    """An MLP of a bridge with neuron-heads."""
 
     _neuron_heads: InPlace
 
@@ -155,14 +142,14 @@ class _ExposedMLPBridge:
 
 
 class _ExposedMLP:
-    """An MLP of a HookedTransformer with neuron-heads, which has no hook point for its output."""
+    """An MLP of a HookedTransformer with neuron-heads; it has no hook point for its output."""
 
     _neuron_heads: InPlace
 
     def forward(self, x: Residual) -> Residual:
-        """Return the output of the MLP, by way of hook_neuron_write where that is live."""
+        """Return the output of the MLP, sent through hook_neuron_write if that is live."""
         heads = vars(self).get("_neuron_heads")
-        if heads is None:  # after undo(), a class made by torch.nn.utils.parametrize is left
+        if heads is None:  # after undo(), for a class made by torch.nn.utils.parametrize
             return super().forward(x)  # type: ignore[misc]
         with heads.run_alone():
             return heads.write(super().forward(x))  # type: ignore[misc]
@@ -193,7 +180,7 @@ class ExposedGatedBridge(_ExposedMLPBridge, GatedMLPBridge):
 
 
 class ExposedJointBridge(_ExposedMLPBridge, JointGateUpMLPBridge):
-    """A gated MLP of a bridge, q and u from one weight, with neuron-heads."""
+    """A gated MLP of a bridge with one weight for q and u, with neuron-heads."""
 
     _stock = JointGateUpMLPBridge
 
@@ -207,20 +194,20 @@ _EXPOSED: dict[type, type] = {exposed._stock: exposed for exposed in _CLASSES}
 
 def show(model: Any, heads: list[InPlace]) -> None:
     """Attach the neuron-heads of every layer to a stock model, which becomes an exposed one."""
-    for each in heads:
-        each.attach()
-        each.mlp.__class__ = _EXPOSED.get(type(each.mlp), type(each.mlp))
+    for layer in heads:
+        layer.attach()
+        layer.mlp.__class__ = _EXPOSED.get(type(layer.mlp), type(layer.mlp))
     model.__class__ = _EXPOSED[type(model)]
     vars(model)["_neuron_heads"] = heads
     model._list_hook_points(heads)
 
 
 def hide(model: Any) -> None:
-    """Undo `show`; a model that is not exposed is left as it is."""
+    """Undo `show`; do nothing to a model that is not exposed."""
     heads = exposed_heads(model)
-    for each in heads:
-        each.mlp.__class__ = stock_class(each.mlp)
-        each.detach()
+    for layer in heads:
+        layer.mlp.__class__ = stock_class(layer.mlp)
+        layer.detach()
     if heads:
         model._unlist_hook_points(heads)
         model.__class__ = stock_class(model)
@@ -229,7 +216,7 @@ def hide(model: Any) -> None:
 
 @contextmanager
 def hidden(model: Any) -> Iterator[Any]:
-    """A model as it is without its neuron-heads, if it has any; they are back afterwards."""
+    """Hide the neuron-heads of a model, if it has any, within a context."""
     heads = exposed_heads(model)
     hide(model)
     try:
@@ -240,5 +227,5 @@ def hidden(model: Any) -> Iterator[Any]:
 
 
 def exposed_heads(model: object) -> list[InPlace]:
-    """The neuron-heads of each layer of an exposed model; none of any other."""
+    """Return the neuron-heads of each layer of an exposed model; none for other models."""
     return model._host(model).neurons if isinstance(model, _Exposed) else []

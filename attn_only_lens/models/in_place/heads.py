@@ -1,19 +1,19 @@
 """Neuron-heads of an MLP that stays in place.
 
 An MLP of TransformerLens computes  q → hook_pre → act → hook_post → W_out,  a gated one also
-u → hook_pre_linear. Its own code still runs; its hook points are tapped:
+u → hook_pre_linear. Its code still runs, and its hook points are tapped:
 
-    hook_pre, hook_pre_linear    what leaves them, users' edits included, is q (and u)
-    hook_post                    what enters it is replaced by the output of the heads
-    the output of W_out          is replaced by Σ hook_result + bias where hook_result is live
+    hook_pre, hook_pre_linear    their outputs, with users' edits, are q (and u)
+    hook_post                    its input is replaced by the output of the heads
+    the output of W_out          is replaced by Σ hook_result + bias if hook_result is live
 
 The order is hook_pre, then hook_q, hook_k, hook_v, hook_attn_scores, hook_pattern, hook_z, then
-hook_post, then hook_result; an edit at any of them reaches all that follow. (These are attributes
-here; in the MLP, and to users, they have the names in `POINTS`.) The results add up to the output
-less its bias: an edit of a neuron at hook_post is shared equally by its heads.
+hook_post, then hook_result; an edit at one reaches all later ones. (These are attributes of the
+heads; in the MLP they have the names in `POINTS`.) The results add up to the output minus its bias:
+an edit of a neuron at hook_post is shared equally by its heads.
 
-Exact heads replace nothing while none of their hook points is live, so the model is bitwise its
-source. Bilinear heads are another function and always replace the activations.
+Exact heads replace nothing while none of their hook points is live, so the model equals its source
+bitwise. Bilinear heads compute another function and always replace the activations.
 """
 
 from collections.abc import Iterator
@@ -33,11 +33,10 @@ from attn_only_lens.gates import Gate
 from attn_only_lens.heads.bilinear import BilinearHeads
 from attn_only_lens.heads.computation import NeuronHeads, is_live
 from attn_only_lens.heads.gating import AnyGate, Gating
-from attn_only_lens.heads.host import POINTS
-from attn_only_lens.heads.pass_state import PassState
+from attn_only_lens.heads.host import POINTS, PassState
 from attn_only_lens.tl import GatedMLP
 
-_ROUNDINGS = 16  # of an activation that is computed in several steps, in its own precision
+_ROUNDINGS = 16  # of an activation that is computed in several steps
 
 
 @dataclass(frozen=True)
@@ -45,12 +44,12 @@ class MLPHookPoints:
     """The hook points of an MLP that its neuron-heads tap.
 
     Attributes:
-        pre: the one that the pre-activation q leaves.
-        pre_linear: in a gated MLP, the one that u leaves.
-        post: the one that the activations enter on their way to W_out.
-        out: the one that the output of W_out enters; None in an MLP without such a hook point,
-            whose class calls `InPlace.write` instead.
-        layer: the layer of the source that runs the MLP, where the MLP is no module of its own.
+        pre: outputs the pre-activation q.
+        pre_linear: outputs u, in a gated MLP.
+        post: receives the activations on their way to W_out.
+        out: receives the output of W_out; None in an MLP without such a hook point, whose class
+            calls `InPlace.write` instead.
+        layer: the layer of the source that runs the MLP, if the MLP is not a separate module.
     """
 
     pre: HookPoint
@@ -60,21 +59,17 @@ class MLPHookPoints:
     layer: nn.Module | None = None
 
     def __iter__(self) -> Iterator[HookPoint]:
-        every = self.pre, self.pre_linear, self.post, self.out
-        return (point for point in every if point is not None)
+        points = self.pre, self.pre_linear, self.post, self.out
+        return (point for point in points if point is not None)
 
 
 def activation_error(
     gate: Gate, post: Tensor, q: Tensor, u: Tensor | None, b_in: Tensor | float = 0.0
 ) -> Float[Tensor, ""]:
-    """Largest |post - (act(q) · u + b_in)|, in units of what rounding explains.
+    """Return the largest |post - (act(q) · u + b_in)|, in units of the error that rounding allows.
 
-    Args:
-        gate: the exact gate of act.
-        post: what entered hook_post.
-        q: pre-activations, in the precision in which to compute act.
-        u: what they gate; None in a plain MLP.
-        b_in: what a GatedMLP adds to the product.
+    `gate` is the exact gate of act, computed in the precision of q; `post` entered hook_post;
+    `b_in` is the bias that a GatedMLP adds to the product.
     """
     u = torch.ones((), dtype=q.dtype, device=q.device) if u is None else u.to(q.dtype)
     expected = gate.activation(q) * u + b_in
@@ -82,20 +77,20 @@ def activation_error(
     size = size + (b_in.abs() if isinstance(b_in, Tensor) else abs(b_in))
     limits = torch.finfo(post.dtype)
     error = (post.to(q.dtype) - expected).abs() / (_ROUNDINGS * limits.eps * size)
-    # Half precision has no number for what overflows; a user's own nan is not the MLP's fault.
-    there = expected.abs() <= 0.99 * limits.max
-    return torch.where(there, error.nan_to_num(nan=torch.inf), 0.0).max()
+    # Values that overflow in half precision, and a user's own nan, are not compared.
+    finite = expected.abs() <= 0.99 * limits.max
+    return torch.where(finite, error.nan_to_num(nan=torch.inf), 0.0).max()
 
 
 def _every_example(value: Tensor) -> Tensor:
-    """Return the values of all examples of a batch, where `torch.func.vmap` shows one of them."""
+    """Return the values of all examples of a batch, also inside `torch.func.vmap`."""
     while torch._C._functorch.is_functorch_wrapped_tensor(value):
         value = torch._C._functorch.get_unwrapped(value)
     return value
 
 
 class InPlace(NeuronHeads):
-    """Exact neuron-heads of an MLP in place. Not a module: the MLP owns the hook points."""
+    """Exact neuron-heads of an MLP in place. The hook points are modules of the MLP."""
 
     def __init__(
         self,
@@ -113,7 +108,7 @@ class InPlace(NeuronHeads):
         self.act_fn = act_fn
         self.layer = layer
         self.gating = gating
-        self.results = False  # True overrides cfg.use_attn_result
+        self.results = False  # if True, overrides cfg.use_attn_result
         self.passing = passing  # the model's
         self._add_hook_points()
 
@@ -130,12 +125,12 @@ class InPlace(NeuronHeads):
 
     @property
     def output_module(self) -> nn.Module:
-        """The hook point that the output of W_out enters; BERT's layers run no module `mlp`."""
+        """The hook point after W_out, or the MLP; BERT's layers run no module `mlp`."""
         return self.module if self.mlp_points.out is None else self.mlp_points.out
 
     @property
     def W_out(self) -> Float[Tensor, "d_mlp d_model"]:  # type: ignore[override]
-        """The MLP's."""
+        """The output weights of the MLP."""
         written: Tensor = self.mlp.W_out
         return written
 
@@ -146,12 +141,12 @@ class InPlace(NeuronHeads):
 
     @property
     def _b_in(self) -> Float[Tensor, "d_mlp"] | float:
-        """The bias that a GatedMLP, and no other, adds to the activations before hook_post."""
+        """The bias that a GatedMLP adds to the activations before hook_post; 0 for other MLPs."""
         return self.mlp.b_in if isinstance(self.mlp, GatedMLP) else 0.0
 
     @property
     def b_O(self) -> Float[Tensor, "d_model"] | float:
-        """The bias of the output, which no head writes."""
+        """The output bias, which no head writes."""
         if self.mlp_points.out is None:
             gated = isinstance(self.mlp, GatedMLP)
             return self.mlp.b_out + (self.mlp.b_in @ self.mlp.W_out if gated else 0.0)
@@ -164,7 +159,7 @@ class InPlace(NeuronHeads):
 
     @property
     def results_on(self) -> bool:
-        """True where hook_result fires."""
+        """True if hook_result fires."""
         return bool(self.results or self.cfg.use_attn_result)
 
     @property
@@ -173,7 +168,7 @@ class InPlace(NeuronHeads):
         return {name: getattr(self, f"hook_{point}") for point, name in POINTS.items()}
 
     def projections(self, x: Residual) -> tuple[PreActivation, PreActivation | None]:
-        """q, and u in a gated MLP, as the MLP itself computes them."""
+        """Return q, and u in a gated MLP, as the MLP itself computes them."""
         seen: dict[HookPoint, Tensor] = {}
         pre, pre_linear = self.mlp_points.pre, self.mlp_points.pre_linear
 
@@ -188,28 +183,28 @@ class InPlace(NeuronHeads):
         return seen[pre], None if pre_linear is None else seen[pre_linear]
 
     def run_alone(self) -> AbstractContextManager[None]:
-        """Return a context with values of its own, as a hook may run the MLP inside another run."""
+        """Return a context with separate values, since a hook may run the MLP inside a pass."""
         return self.passing.new_pass(self.passing.values)
 
-    # Called by the taps, in this order
+    # The taps call these methods in this order
 
     def record(self, name: str, x: PreActivation) -> None:
-        """Note q ("pre") or u ("pre_linear")."""
+        """Store q ("pre") or u ("pre_linear")."""
         self.passing.values[self.layer, name] = x
 
     def replace_activations(
         self, post: PreActivation
     ) -> tuple[PreActivation, PreActivation | None]:
-        """Return the input of hook_post in place of `post`; and z, if hook_result fires."""
-        left = self.passing.values
-        q, up = (left.pop((self.layer, name), None) for name in ("pre", "pre_linear"))
+        """Return the input of hook_post that replaces `post`, and z if hook_result fires."""
+        values = self.passing.values
+        q, up = (values.pop((self.layer, name), None) for name in ("pre", "pre_linear"))
         if q is None:
             raise UnsupportedCallError(
                 f"layer {self.layer}: the output projection of its MLP ran without the rest of the "
                 "MLP, or a copy of it ran (modules_to_save of peft); call undo() and "
                 "expose_neuron_heads again"
             )
-        left.pop((self.layer, "written"), None)  # of an MLP that was run alone, and broke off
+        values.pop((self.layer, "written"), None)  # left by a run of the MLP alone that failed
         if self._recomputes:
             self._require_known(q, up, post)
         if not (self._results or any(map(is_live, (*self._before_z, self.hook_z)))):
@@ -219,7 +214,7 @@ class InPlace(NeuronHeads):
 
     @property
     def _recomputes(self) -> bool:
-        """True where the activations are computed again, from q and u alone."""
+        """True if the activations are computed again from q and u."""
         return any(map(is_live, self._before_z))
 
     @torch.no_grad()
@@ -234,20 +229,20 @@ class InPlace(NeuronHeads):
             f"pre-activations ({why}), which its neuron-heads would silently ignore; call "
             "model.eval(), or undo() and expose_neuron_heads again"
         )
-        if torch.compiler.is_compiling():  # no values yet: the graph looks at them when it runs
+        if torch.compiler.is_compiling():  # no values yet: the graph checks them when it runs
             torch._assert_async(error <= 1.0, message)
         elif _every_example(error).max() > 1.0:
             raise UnsupportedCallError(message)
 
     def record_edit(self, post: PreActivation, z: PreActivation | None) -> None:
-        """Note what users made of the activations at hook_post, for the results."""
+        """Store users' edits of the activations at hook_post, for the results."""
         if z is not None:
             edit = (post - self._post(z)).repeat_interleave(self.heads_per_neuron, dim=-1)
             written = self.head_outputs(z) + edit / self.heads_per_neuron
             self.passing.values[self.layer, "written"] = written
 
     def write(self, out: Residual) -> Residual:
-        """The output of W_out, by way of hook_result where it is live."""
+        """Return the output of W_out, sent through hook_result if that is live."""
         written = self.passing.values.pop((self.layer, "written"), None)
         if written is None:
             return out
@@ -261,7 +256,7 @@ class InPlace(NeuronHeads):
         return post
 
     def _z(self, q: PreActivation, up: PreActivation | None, post: PreActivation) -> PreActivation:
-        # A copy: an edit of hook_q in place must not reach back to what hook_pre has shown.
+        # A copy: an in-place edit at hook_q must not change the tensor that hook_pre has shown.
         q = q.clone() if is_live(self.hook_q) else q
         return self._through_hooks(q, up, lambda: self._plain_z(q, up, post))
 
@@ -274,7 +269,7 @@ class InPlace(NeuronHeads):
         return activation
 
     def _post(self, z: PreActivation) -> PreActivation:
-        """A new tensor, so that an edit of hook_post in place does not reach back to hook_z."""
+        """Return a new tensor, so that an in-place edit at hook_post does not change hook_z."""
         return (self.neuron_outputs(z) + self._b_in).contiguous()  # some MLPs flatten it
 
     def attach(self) -> None:
@@ -309,8 +304,8 @@ class BilinearInPlace(BilinearHeads, InPlace):
 
     @property
     def _recomputes(self) -> bool:
-        # They always do, but checking costs as much as the activation: without hooks and dropout,
-        # skip it.
+        # They always recompute, but the check costs as much as the activation: skip it without
+        # hooks and dropout.
         return self.mlp.training or super()._recomputes or is_live(self.hook_z)
 
     def _without_hooks(
@@ -324,7 +319,7 @@ class BilinearInPlace(BilinearHeads, InPlace):
 
 
 class _Tap(HookPoint):
-    """A hook point of an MLP whose neurons are exposed as heads."""
+    """A hook point of an MLP with neuron-heads."""
 
     _neuron_heads: InPlace
 

@@ -1,4 +1,4 @@
-"""The hook points of an MLP that its neuron-heads tap, by the class of the MLP."""
+"""Find the hook points of an MLP that its neuron-heads tap, by the class of the MLP."""
 
 from typing import Any
 
@@ -19,15 +19,11 @@ _BRIDGES = (MLPBridge, GatedMLPBridge, JointGateUpMLPBridge)
 
 
 class UnknownMLPError(Exception):
-    """Raised for an MLP whose neurons cannot be exposed as heads; its text says why."""
+    """An MLP whose neurons cannot be exposed as heads; the text says why."""
 
 
 def find_hook_points(mlp: Any) -> MLPHookPoints:
-    """Find the hook points of an MLP.
-
-    Raises:
-        UnknownMLPError: its class, or that of one of its parts, is not known.
-    """
+    """Return the hook points of an MLP; raise UnknownMLPError if a class is not known."""
     if mlp is None:
         raise UnknownMLPError("it has no MLP")
     kind = stock_class(mlp)
@@ -45,23 +41,23 @@ def find_hook_points(mlp: Any) -> MLPHookPoints:
     changed = [point.name for point in points if type(point) not in (HookPoint, *TAPS)]
     if changed:
         raise UnknownMLPError(f"its hook points {changed} are of a class that is not known")
-    # OPT: what passes is [batch · pos, d_mlp], and hooks are shown [batch, pos, d_mlp].
+    # OPT passes [batch · pos, d_mlp] and shows hooks [batch, pos, d_mlp].
     converted = [point.name for point in points if point.hook_conversion is not None]
     if converted:
         raise UnknownMLPError(
-            f"its hook points {converted} show something else than what passes through them (in "
-            "OPT, tokens of all batch entries pass on one axis)"
+            f"its hook points {converted} show hooks a reshaped tensor (in OPT, one axis holds the "
+            "tokens of all prompts)"
         )
     return points
 
 
 def _bridge_hook_points(mlp: Any) -> MLPHookPoints:
-    parts: dict[str, Any] = dict(mlp.named_children())
-    missing = [part for part in ("in", "out") if part not in parts]
+    linears: dict[str, Any] = dict(mlp.named_children())
+    missing = [name for name in ("in", "out") if name not in linears]
     if missing:
-        raise UnknownMLPError(f"its MLP has no part {' and no part '.join(missing)}")
-    # The weight of an adapted or quantised W_out is not all of what it computes.
-    W_out = getattr(parts["out"], "original_component", None)
+        raise UnknownMLPError(f"its MLP has no component {' and '.join(missing)}")
+    # An adapted or quantised W_out computes more than its weight.
+    W_out = getattr(linears["out"], "original_component", None)
     kind = type(W_out)
     if kind not in (nn.Linear, Conv1D):
         got = kind.__qualname__
@@ -70,11 +66,11 @@ def _bridge_hook_points(mlp: Any) -> MLPHookPoints:
             got = f"{kind.__module__}.{got}"
             advice = (
                 "call merge_and_unload() before the model is bridged; or in a bridge, for every "
-                "part with an adapter `layer`, call layer.merge() and "
-                "part.set_original_component(layer.get_base_layer())"
+                "component with an adapter `layer`, call layer.merge() and "
+                "component.set_original_component(layer.get_base_layer())"
             )
         raise UnknownMLPError(f"its W_out is a {got}, expected a Linear or a Conv1D: {advice}")
-    first = parts["gate" if "gate" in parts else "in"].hook_out
-    second = parts["in"].hook_out if "gate" in parts else None
+    q = linears["gate" if "gate" in linears else "in"].hook_out
+    u = linears["in"].hook_out if "gate" in linears else None
     layer = mlp.original_component if mlp.name is None else None
-    return MLPHookPoints(first, second, parts["out"].hook_in, parts["out"].hook_out, layer)
+    return MLPHookPoints(q, u, linears["out"].hook_in, linears["out"].hook_out, layer)

@@ -1,21 +1,20 @@
-"""MLPs whose neurons can be exposed as heads, recognised by what they compute, not by their names.
+"""Recognise MLPs whose neurons can be exposed as heads, by their computation, not by their names.
 
-The class of an MLP says where its hook points are:
+The class of an MLP determines its hook points:
 
-    MLP, GatedMLP                hook_pre, hook_pre_linear, hook_post of their own
+    MLP, GatedMLP                hook_pre, hook_pre_linear, hook_post
     MLPBridge and its gated      the outputs of `in` (or `gate`) and `in`, input and output of `out`
-    kinds                        (the bridges' own hook_pre and hook_post are aliases of these)
+    kinds                        (the bridges' hook_pre and hook_post are aliases of these)
 
-BERT has no module for its MLP: both halves sit in the layer, and the bridge's `mlp` only names
-them. Their hook points fire all the same when the layer runs.
+BERT has no module for its MLP: both halves are modules of the layer, and the bridge's `mlp` only
+names them. Their hook points fire when the layer runs.
 
-An MLP is known if what enters hook_post is act(q), or act(q) · u, + b_in, for an activation that
-has a gate, whatever q (and u) its hook points are made to return. It is run on the spot with random
-u, and with q from -12 to 12 and ten thousand times as far on either side, where a clipped
-activation shows. No name, of a class or of an activation, can lie.
+An MLP is known if the input of hook_post is act(q), or act(q) · u, + b_in, for an activation that
+has a gate, and for any q (and u) that its hook points return. The check runs the MLP with random u,
+and with q from -12 to 12 and up to 10^4 on both sides, where a clipped activation shows.
 
-Dropout between the two does not show, since the MLP runs in evaluation mode; nor do later changes.
-`InPlace` therefore checks again wherever heads replace the activations.
+The check cannot see dropout, because the MLP runs in evaluation mode, nor later changes. So
+`InPlace` checks again whenever heads replace the activations.
 """
 
 import math
@@ -34,7 +33,7 @@ from attn_only_lens.devices import keep_random_state, normal_numbers
 from attn_only_lens.errors import UnsupportedModelError
 from attn_only_lens.gates import GATES, Gate, GeneralizedSiLU
 from attn_only_lens.heads import host_of
-from attn_only_lens.models.in_place.bridge_parts import part_reasons
+from attn_only_lens.models.in_place.bridge_components import component_reasons
 from attn_only_lens.models.in_place.exposed import exposed_heads
 from attn_only_lens.models.in_place.heads import MLPHookPoints, activation_error
 from attn_only_lens.models.in_place.hook_points import UnknownMLPError, find_hook_points
@@ -44,7 +43,7 @@ from attn_only_lens.tl import GatedMLP, HookedTransformer
 _SHOWN = 5
 _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _BATCH, _POS = 2, 7
-_FAR = 1e4  # and its product with u is within float16
+_FAR = 1e4  # its product with u is within float16
 
 
 @dataclass(frozen=True)
@@ -54,7 +53,7 @@ class KnownMLP:
     Attributes:
         mlp: the module.
         points: its hook points.
-        act_fn: the name of its activation: a key of `GATES`, or that of a generalized SiLU.
+        act_fn: the name of its activation: a key of `GATES`, or of a generalized SiLU.
     """
 
     mlp: nn.Module
@@ -65,11 +64,8 @@ class KnownMLP:
 def known_mlps(model: Any, problem: str, silu: GeneralizedSiLU | None = None) -> list[KnownMLP]:
     """Recognise the MLP of every layer of a HookedTransformer or TransformerBridge, exposed or not.
 
-    With `silu`, the activation of each is to be that.
-
-    Raises:
-        UnsupportedModelError: an MLP, or the model, is not known; `problem` says what cannot be
-            done about it.
+    With `silu`, require this activation. Raises UnsupportedModelError, with `problem` as its title,
+    if the model or one of its MLPs is not known.
     """
     if exposed := exposed_heads(model):
         UnsupportedModelError.raise_if(host_of(model).reasons(), problem)
@@ -85,31 +81,30 @@ def known_mlps(model: Any, problem: str, silu: GeneralizedSiLU | None = None) ->
             "transformer-lens 3.9) or a TransformerBridge"
         ]
     else:
-        reasons = reasons_against(model, silu=silu)  # hooks may stay where they are
+        reasons = reasons_against(model, silu=silu)  # attached hooks are allowed
         blocks = [] if reasons else list(model.blocks)
     known: list[KnownMLP] = []
     mlps: list[Any] = [getattr(block, "mlp", None) for block in blocks]
     with evaluation_without_hooks(mlps):
         for layer, mlp in enumerate(mlps):
             try:
-                if any(mlp is each.mlp for each in known):
+                if any(mlp is earlier.mlp for earlier in known):
                     raise UnknownMLPError("it shares its MLP with an earlier layer")
                 points = find_hook_points(mlp)
                 known.append(KnownMLP(mlp, points, _activation(mlp, points, model.cfg, silu)))
             except UnknownMLPError as error:
                 reasons.append(f"layer {layer}: {error}")
     if type(model) is TransformerBridge and not reasons:
-        reasons = part_reasons(model)
-    names = {each.act_fn for each in known}
+        reasons = component_reasons(model)
+    names = {mlp.act_fn for mlp in known}
     if len(names) > 1:
         reasons.append(f"its layers differ in their activation: {', '.join(sorted(names))}")
-    if reasons:
-        raise UnsupportedModelError(reasons, problem)
+    UnsupportedModelError.raise_if(reasons, problem)
     return known
 
 
 def non_finite_weights(model: Any) -> list[str]:
-    """Name the first few parameters that hold NaN or infinity, as reasons against a model."""
+    """Return the first few parameters that hold NaN or infinity, as reasons against a model."""
     reasons = []
     for name, parameter in model.named_parameters():
         if parameter.is_meta or parameter.dtype not in _FLOATS or not parameter.numel():
@@ -125,13 +120,9 @@ def non_finite_weights(model: Any) -> list[str]:
 
 @torch.no_grad()
 def run_mlp(mlp: Any, points: MLPHookPoints, x: Tensor) -> Tensor:
-    """Run an MLP by itself and return its output.
+    """Run an MLP alone and return its output; raise UnknownMLPError if it does not run.
 
-    Where its two halves sit in a layer (`points.layer`), run that layer and return the output of
-    W_out.
-
-    Raises:
-        UnknownMLPError: it does not run on an input alone.
+    If its two halves are modules of a layer, run this layer (`points.layer`).
     """
     if points.layer is None:
         output = _run(mlp, x)
@@ -156,7 +147,7 @@ def _run(module: nn.Module, x: Tensor) -> Any:
             return module(x)
     except UnknownMLPError:
         raise
-    except Exception as error:  # whatever code of others raises on an input of ours
+    except Exception as error:  # foreign code may raise anything
         raise UnknownMLPError(f"its MLP does not run alone: {error}") from error
 
 
@@ -165,10 +156,10 @@ _REGISTRIES = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_back
 
 @contextmanager
 def evaluation_without_hooks(mlps: Iterable[object]) -> Iterator[None]:
-    """Run MLPs in evaluation mode, the hooks on their hook points set aside; then restore both."""
+    """Run MLPs in evaluation mode without the hooks on their hook points; then restore both."""
     roots = [(mlp, mlp.training) for mlp in mlps if isinstance(mlp, nn.Module)]
     modes = [(module, module.training) for root, _ in roots for module in root.modules()]
-    # The very dictionaries, which the handles of the hooks refer to.
+    # Keep the dictionaries themselves, because the handles of the hooks refer to them.
     hooks = [
         (point, name, getattr(point, name))
         for point, _ in modes
@@ -184,7 +175,7 @@ def evaluation_without_hooks(mlps: Iterable[object]) -> Iterator[None]:
     finally:
         for root, training in roots:
             for module in root.modules():
-                if isinstance(module, HookPoint):  # those added meanwhile, too
+                if isinstance(module, HookPoint):  # also hook points that were added meanwhile
                     module.training = training
         for module, training in modes:
             module.training = training
@@ -193,7 +184,7 @@ def evaluation_without_hooks(mlps: Iterable[object]) -> Iterator[None]:
 
 
 def _activation(mlp: Any, points: MLPHookPoints, cfg: Any, silu: GeneralizedSiLU | None) -> str:
-    """Run an MLP and name its activation, or raise UnknownMLPError."""
+    """Run an MLP and return the name of its activation."""
     d_mlp, d_model = mlp.W_out.shape
     shape = (_BATCH, _POS, d_mlp)
     q = _queries(shape).to(mlp.W_out)
@@ -225,7 +216,7 @@ def _activation(mlp: Any, points: MLPHookPoints, cfg: Any, silu: GeneralizedSiLU
 
 
 def _queries(shape: tuple[int, ...]) -> Tensor:
-    """From -12 to 12 in even steps; at either end a few that are far out."""
+    """Return values from -12 to 12 in even steps, and a few far values at both ends."""
     q = torch.linspace(-12, 12, math.prod(shape), dtype=torch.float64, device="cpu")
     far = torch.logspace(1.2, math.log10(_FAR), 5, dtype=torch.float64, device="cpu")
     q[:5], q[-5:] = -far.flip(0), far
@@ -233,7 +224,7 @@ def _queries(shape: tuple[int, ...]) -> Tensor:
 
 
 def _name(post: Tensor, q: Tensor, u: Tensor, mlp: Any, cfg: Any, gates: Mapping[str, Gate]) -> str:
-    """Name the activation that made `post` of q and u: of equals, the one the model names."""
+    """Return the activation that made `post` from q and u, preferring the name in `cfg`."""
     post, q, u = post.cpu(), q.cpu().double(), u.cpu()
     b_in = mlp.b_in.cpu().double() if isinstance(mlp, GatedMLP) else 0.0
     errors = {name: activation_error(gate, post, q, u, b_in).item() for name, gate in gates.items()}

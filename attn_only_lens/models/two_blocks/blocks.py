@@ -11,7 +11,7 @@ from transformer_lens.utilities.architectures import POST_NORM_ARCHITECTURES
 from attn_only_lens.axes import Residual
 from attn_only_lens.errors import UnsupportedCallError
 from attn_only_lens.heads.computation import is_live, require_grad_like
-from attn_only_lens.heads.pass_state import PassState
+from attn_only_lens.heads.host import PassState
 from attn_only_lens.models.two_blocks.attention import BilinearAttention, NeuronAttention
 from attn_only_lens.models.two_blocks.config import BlockConfig
 from attn_only_lens.models.two_blocks.refusals import NO_MLP

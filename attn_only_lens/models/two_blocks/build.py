@@ -21,7 +21,7 @@ from transformer_lens.utilities import TypedModuleList
 
 from attn_only_lens.errors import UnsupportedModelError
 from attn_only_lens.heads.gating import Gating
-from attn_only_lens.heads.pass_state import PassState
+from attn_only_lens.heads.host import PassState
 from attn_only_lens.models.two_blocks.block_numbers import heads_block, neurons_block
 from attn_only_lens.models.two_blocks.blocks import AttentionBlock, NeuronBlock
 from attn_only_lens.models.two_blocks.config import (

@@ -9,9 +9,8 @@ from attn_only_lens.engine.attached_hooks import weight_hook_reasons
 from attn_only_lens.engine.replay.base import Joined, Replay
 from attn_only_lens.engine.replay.hooked import HookedReplay
 from attn_only_lens.errors import InputError
-from attn_only_lens.heads.host import CHANGED, HeadKind
-from attn_only_lens.heads.pass_state import PassState
-from attn_only_lens.models.hooked_host import HookedTransformerHost
+from attn_only_lens.heads.host import CHANGED, HeadKind, PassState
+from attn_only_lens.models.host import HookedTransformerHost
 from attn_only_lens.models.norms import LayerNorms, hooked_norms
 from attn_only_lens.models.shared_weights import parted_reasons
 from attn_only_lens.models.two_blocks.attention import BilinearAttention, NeuronAttention

@@ -8,9 +8,8 @@ from torch import Tensor
 from transformer_lens import ActivationCache
 
 from attn_only_lens.errors import UnsupportedCallError, UnsupportedModelError
-from attn_only_lens.heads.host import CHANGED, WithNeuronHeads
+from attn_only_lens.heads.host import CHANGED, PassState, WithNeuronHeads
 from attn_only_lens.heads.names import head_labels
-from attn_only_lens.heads.pass_state import PassState
 from attn_only_lens.heads.patterns import neuron_gate, neuron_pattern
 from attn_only_lens.models.shared_weights import parted_reasons
 from attn_only_lens.models.two_blocks.block_numbers import block_kind, block_layer

@@ -1,0 +1,83 @@
+"""Check that the model wrapped by a bridge runs the modules of the bridge, and nothing around them.
+
+A bridge replaces modules of the wrapped model by its own: `block.mlp.out` of the bridge takes the
+place of the model's `layer.mlp.down_proj`. A user may later put another module there, such as an
+adapter around it. That module runs outside the hook points: it reads activations before edits, and
+no weight of the bridge shows it. (Joint attention keeps the model's own module, which is allowed.)
+
+An adapter of peft on a bridge replaces the module inside a bridge component. It runs between the
+hook points, and other checks see its weights: `known_mlps` checks W_out, `require_bridge_weights`
+all matrices.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+from transformer_lens.hook_points import HookPoint
+
+from attn_only_lens.engine.attached_hooks import has_user_forward_hooks
+
+_WRAPPED = "_original_component"
+
+
+def component_reasons(model: Any) -> list[str]:
+    """Return why the wrapped model does not run the components of its bridge; empty if it does."""
+    blocks = set(model._modules["blocks"])
+    return [
+        f"{name}: got a {_kind(placed)} as {path} of the model that the bridge wraps; expected "
+        "this component of the bridge: put it back, or build the bridge again from a model "
+        "without adapters (call peft's merge_and_unload() before, as it takes a bridge apart)"
+        for name, component, owner, path in _components(model)
+        if (placed := _module_at(owner, path)) is not None
+        and placed is not component
+        and (placed is not component._modules.get(_WRAPPED) or component in blocks)
+    ]
+
+
+def unseen_edit_reasons(model: Any, point: HookPoint) -> list[str]:
+    """Return why an edit at a hook point, the entrance of a component, would miss some readers.
+
+    A torch hook on the component receives the input before the edit, and may read or save it.
+    """
+    return [
+        f"{name} has a hook, attached by torch's register_forward_hook or "
+        "register_forward_pre_hook, that receives the input of this component before the "
+        "edit; remove it (handle.remove()), or attach it to "
+        f"{name}.original_component, whose input is edited"
+        for name, component, _, _ in _components(model)
+        if any(module is point for module in component._modules.values())
+        and has_user_forward_hooks(component)
+    ]
+
+
+def _components(model: Any) -> Iterator[tuple[str, Any, Any, str]]:
+    """Yield each component of a bridge: name, module, the module that runs it, its path in that."""
+    for name, module in model._modules.items():
+        if name == "blocks":
+            for layer, block in enumerate(module):
+                yield from _descend(f"blocks.{layer}", block, model.original_model)
+        elif name != "original_model":
+            yield from _descend(name, module, model.original_model)
+
+
+def _descend(name: str, module: Any, owner: Any) -> Iterator[tuple[str, Any, Any, str]]:
+    path = getattr(module, "name", None)
+    if isinstance(module, HookPoint) or _WRAPPED not in module._modules:
+        return
+    if path:
+        yield name, module, owner, path
+    for child_name, child in module._modules.items():
+        if child is not None and child_name != _WRAPPED:
+            yield from _descend(f"{name}.{child_name}", child, module._modules[_WRAPPED])
+
+
+def _module_at(owner: Any, path: str) -> nn.Module | None:
+    module: nn.Module | None = owner
+    for step in path.split("."):
+        module = None if module is None else module._modules.get(step)
+    return module
+
+
+def _kind(module: nn.Module) -> str:
+    return f"{type(module).__module__}.{type(module).__qualname__}"
