@@ -9,10 +9,9 @@ import bridges
 import pytest
 import torch
 from common import HAS_HOOKED_TRANSFORMER, relative, tokens
-from rounded_products import RoundedProducts, tf32
+from rounded_products import tf32
 
 from attn_only_lens import (
-    InputError,
     circuits,
     compare,
     convert,
@@ -22,8 +21,7 @@ from attn_only_lens import (
     viz,
 )
 from attn_only_lens import patching as p
-from attn_only_lens.heads import host_of
-from attn_only_lens.precision import full_precision, matmul_precision, rounded_products
+from attn_only_lens.precision import full_precision
 from attn_only_lens.tolerances import LOGIT_TOLERANCE
 
 CLEAN, CORRUPTED = tokens(0, pos=7), tokens(1, pos=7)
@@ -114,64 +112,6 @@ def test_verify_measures_the_models_and_not_the_setting():
     assert report.relative < LOGIT_TOLERANCE[torch.float32]
     # A control: the products are rounded where nothing is checked, by far more than that.
     assert relative(logits, model(CLEAN)) > LOGIT_TOLERANCE[torch.float32]
-
-
-@pytest.mark.parametrize("make", MODELS, ids=lambda make: make.__name__)
-def test_a_sweep_with_products_in_bfloat16_says_by_how_much_it_is_off(make, tmp_path):
-    """Every row is in the sample, and the error is that of the sweep held against one in full."""
-    model = make()
-    last = f"L{host_of(model).n_layers - 1}N29"
-    how = {"sites": ["L0N3", "L0H1", "L1H0", last], "progress": False}
-    exact = p.activation_patch(model, *GIVEN, **how)
-    found = p.activation_patch(model, *GIVEN, **how, precision="bf16", resume=tmp_path / "parts")
-    error = (found.frame["score"] - exact.frame["score"]).abs()
-    # In other batches: sums in another order, a few of which round to another bfloat16.
-    assert found.rounding == pytest.approx(error.max(), rel=0.3)
-    assert f"bf16 (off by up to {found.rounding:.2g}" in repr(found)
-    # Nothing but blocks is rounded: none runs after the last one, and these values are the same.
-    whole = exact.frame["name"] == last
-    assert error[whole].max() < 1e-6
-    assert (error[~whole] > 1e-6).mean() > 0.9
-    assert found.n_rounded >= (~whole).sum()
-    found.save(tmp_path / "sweep.parquet")
-    assert p.Sweep.load(tmp_path / "sweep.parquet").rounding == found.rounding
-    with pytest.raises(InputError, match="precision: got null; the folder has"):
-        p.activation_patch(model, *GIVEN, **how, resume=tmp_path / "parts")
-
-
-def test_the_rounding_of_rows_of_prompts_is_theirs():
-    """The score of a prompt is off by more than the mean of them."""
-    model = expose_neuron_heads(bridges.boot("gpt2", torch.float32)).model
-    how = {"sites": ["L0N3", "L0H1"], "progress": False, "per_prompt": True}
-    exact, found = (p.activation_patch(model, *GIVEN, **how, precision=x) for x in (None, "bf16"))
-    error = (found.frame["score"] - exact.frame["score"]).abs().max()
-    assert found.rounding == pytest.approx(error, rel=0.1)
-
-
-def test_products_that_cannot_be_rounded_are_refused():
-    model = expose_neuron_heads(bridges.boot("gpt2")).model
-    with pytest.raises(InputError) as caught:
-        p.activation_patch(model, *GIVEN, precision="tf32", part="x")
-    assert [each.split(";")[0] for each in caught.value.reasons] == [
-        "got precision='tf32' with a model in torch.float64",
-        "got precision='tf32' on cpu",
-        "got part='x'",
-    ]
-    with pytest.raises(InputError, match="precision='fp8'"):
-        p.activation_patch(model, *GIVEN, precision="fp8")
-
-
-def test_tf32_is_inside_of_some_modules_alone_and_off_after_an_error():
-    one, other, x = torch.nn.Linear(7, 5), torch.nn.Linear(7, 5), torch.ones(3, 7)
-    with RoundedProducts() as products:
-        with rounded_products([one], "tf32"):
-            one(x), other(x)
-            with pytest.raises(RuntimeError):
-                one(x[:, :3])
-            other(x)
-        one(x)
-    assert products.rounded == 2  # one of `one`, and its failed one
-    assert torch.get_float32_matmul_precision() == "highest"
 
 
 def test_the_setting_comes_back_whatever_happens():

@@ -148,15 +148,7 @@ def test_figures_on_smollm2(tmp_path):
     result = CliRunner().invoke(app, ["--smoke", "--out", str(tmp_path)])
     assert result.exit_code == 0, result.output
     name = "figures_on_smollm2"
-    assert len(pd.read_csv(tmp_path / f"{name}.csv")) == 6  # 3 neurons at 2 tokens
     run = json.loads((RESULTS / f"{name}.run.json").read_text("utf-8"))
-    scores = pd.read_csv(RESULTS / f"{name}.csv")
-    assert (len(scores), scores["n_tokens"].unique().tolist()) == (320, [15])
-    off = scores["bfloat16"] - scores["float32"]
-    roots = [(x**2).mean() ** 0.5 for x in (off, scores["float32"])]
-    most = [x.abs().max() for x in (off, scores["float32"])]
-    assert [f"{x:.4f}" for x in (*roots, most[1])] == ["0.0027", "0.0004", "0.0044"]
-    assert f"{most[0]:.3f}" == "0.010"
     assert f"{run['settings']['mass']:.0%}" == "15%"
 
 

@@ -5,8 +5,7 @@ on the page, and run when this script runs again; a step that is done is not, so
 goes away costs the step that ran, and no more. `on_gpu.md` is written anew after every step; what
 steps print and write is beside it. To measure all anew, remove the folder.
 
-The first step is this script's own: sweeps on the device, held against the CPU's, and what
-`precision` saves and costs.
+The first step is this script's own: sweeps on the device, compared with the CPU's.
 
     python -m analyses.benchmarks.on_gpu --device cuda --out out/gpu
 """
@@ -19,11 +18,11 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
 
 import pandas as pd
-import torch
 import typer
 
 from analyses.benchmarks.bench_patching import Task, bridge_of, prompts
@@ -31,7 +30,6 @@ from analyses.tools.benching import machine, markdown, table, wait
 from analyses.tools.options import Device, Out, Smoke
 from attn_only_lens import expose_neuron_heads
 from attn_only_lens import patching as p
-from attn_only_lens.precision import PRECISIONS, precision_reasons
 from attn_only_lens.storage import write_text
 from attn_only_lens.tl import HAS_HOOKED_TRANSFORMER
 
@@ -45,6 +43,12 @@ class Step:
     script: str
     seconds: int
     options: tuple[str, ...] = ()
+
+    @property
+    def module(self) -> str:
+        """The module to run."""
+        folder = "studies" if find_spec(f"analyses.studies.{self.script}") else "benchmarks"
+        return f"analyses.{folder}.{self.script}"
 
     @property
     def name(self) -> str:
@@ -75,7 +79,7 @@ if not HAS_HOOKED_TRANSFORMER:
 
 
 def sweeps(device: str, smoke: bool) -> str:
-    """Sweeps on a device in every precision that it has, against the CPU's in full."""
+    """Sweeps on a device, compared with the CPU's."""
     given = prompts(FIRST_STEP, 41 if smoke else 50257, "cpu")
     metric = p.logit_diff(correct=11, wrong=12)
     neurons = range(0, 37 if smoke else 3072, 18 if smoke else 384)
@@ -86,32 +90,24 @@ def sweeps(device: str, smoke: bool) -> str:
         with expose_neuron_heads(bridge_of(where, smoke=smoke)) as model:
             moved = [each.to(where) for each in given]
             how: dict[str, Any] = {"sites": names, "positions": "each", "progress": False}
-            for precision in (None, *PRECISIONS):
-                if precision_reasons(precision, torch.float32, torch.device(where)):
-                    continue
-                found, seconds = None, []
-                for _ in range(2):  # the first time, kernels are loaded
-                    wait(where)
-                    start = time.perf_counter()
-                    found = p.activation_patch(model, *moved, metric, precision=precision, **how)
-                    wait(where)
-                    seconds.append(time.perf_counter() - start)
-                assert found is not None
-                score = found.frame["score"]
-                expected = score if expected is None else expected
-                rows.append(
-                    {
-                        "device": where,
-                        "products": precision or "float32",
-                        "sites": len(score),
-                        "seconds": seconds[-1],
-                        "largest difference from the CPU's score": (score - expected).abs().max(),
-                        "as the sweep says": found.rounding,
-                    }
-                )
-                if where != device:  # it is there to be compared with
-                    break
-    return f"# Sweeps in every precision\n\n{table(pd.DataFrame(rows))}\n"
+            seconds = []
+            for _ in range(2):  # the first time, kernels are loaded
+                wait(where)
+                start = time.perf_counter()
+                sweep = p.activation_patch(model, *moved, metric, **how)
+                wait(where)
+                seconds.append(time.perf_counter() - start)
+            score = sweep.frame["score"]
+            expected = score if expected is None else expected
+            rows.append(
+                {
+                    "device": where,
+                    "sites": len(score),
+                    "seconds": seconds[-1],
+                    "largest difference from the CPU's score": (score - expected).abs().max(),
+                }
+            )
+    return f"# Sweeps on the device and on the CPU\n\n{table(pd.DataFrame(rows))}\n"
 
 
 def run(command: Sequence[str], log: Path, seconds: float) -> str:
@@ -172,14 +168,7 @@ def main(
         if left < 1:
             continue
         folder.mkdir(parents=True, exist_ok=True)
-        command = [
-            sys.executable,
-            "-m",
-            f"{__package__}.{step.script}",
-            "--out",
-            str(folder),
-            *flags,
-        ]
+        command = [sys.executable, "-m", step.module]
         start = time.monotonic()
         reason = run(command, folder / "log.txt", min(step.seconds, left))
         took = time.monotonic() - start

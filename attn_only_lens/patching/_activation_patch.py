@@ -30,7 +30,7 @@ from attn_only_lens.patching.resume import PartStore
 from attn_only_lens.patching.run_patches import Batching, PatchRunner, check_edits, together
 from attn_only_lens.patching.site_groups import SiteGroup, site_groups
 from attn_only_lens.patching.sweep_parts import SweepPart, sweep_parts
-from attn_only_lens.precision import matmul_precision, precision_reasons
+from attn_only_lens.precision import matmul_precision
 
 
 @warned_once()
@@ -49,7 +49,6 @@ def activation_patch(
     per_prompt: bool = False,
     prompts_at_once: int | None = None,
     batch_size: int | None = None,
-    precision: str | None = None,
     resume: str | Path | None = None,
     progress: bool | str = True,
 ) -> Sweep:
@@ -90,12 +89,6 @@ def activation_patch(
             else. Of your own functions of the logits all, since they may depend on all.
         batch_size: sites in one forward pass; by default as many as fit in memory, halved whenever
             it runs out. It changes roundings and nothing else.
-        precision: "tf32", on NVIDIA GPUs, or "bf16" rounds what enters matrix products in the
-            blocks of a float32 model: a faster approximation. The two runs, all tests, the
-            unembedding and the metric stay in full precision, and a sample of rows is run in both:
-            `Sweep.rounding` says by how much their scores differ (of the last run of prompts, where
-            there are several). By default nothing is rounded
-            but as the model's dtype and torch's own settings say.
         resume: a folder to write results to as they come. An interrupted sweep resumes there; a
             folder of another sweep is refused. A metric of your own is identified by its code and
             the values it depends on (see `custom`). Needed under `accelerate launch`, where
@@ -123,8 +116,6 @@ def activation_patch(
         1536
     """
     reasons = one_prompt_reasons(corrupted, direction)
-    parameter = next(model.parameters())
-    reasons += precision_reasons(precision, parameter.dtype, parameter.device)
     _check(model, part, direction, reference, batch_size, prompts_at_once, reasons)
     require_folder(resume)
     pair = pair_or_single(model, clean, corrupted, mask)
@@ -147,7 +138,6 @@ def activation_patch(
     if resume is not None:
         settings = sweep_settings(model, pair, metric, groups, sites, part, direction, tokens)
         settings |= {"per_prompt": bool(per_prompt), "prompts_at_once": at_once}
-        settings["precision"] = precision
         settings["parts"] = [len(chunk.rows) for chunk in parts if not chunk.prompts.start]
         store = PartStore(resume, settings, len(parts))
     hidden = not (progress and is_first())
@@ -162,7 +152,7 @@ def activation_patch(
                 run = runs.of(prompts)
                 replay = make_replay(model, run.target, run.runs.metric)
                 batching = Batching(model, batch_size, bar.update, replay.numbers_per_token)
-                runner = PatchRunner(replay, run.source, part, run.unpatched, batching, precision)
+                runner = PatchRunner(replay, run.source, part, run.unpatched, batching)
                 here = [group.of_prompts(run.runs.pair) for group in groups]
                 first = runner.earliest(here)
                 if (run.padded, first) not in tested:
@@ -179,16 +169,7 @@ def activation_patch(
             return run.reduced(over, values).flatten()
 
         measure_parts(parts, store, measure, over.add, lambda i: bar.update(len(parts[i].rows)))
-        rounding: dict[str, Any] = {}
-        if precision is not None:
-            prompts = parts[-1].prompts  # which are at hand
-            runner, pair = runner_of(prompts), runs.of(prompts).runs.pair
-            here = [group.of_prompts(pair) for group in groups]
-            errors = runner.rounding(here, per_prompt=per_prompt)
-            largest = errors.max().item() if len(errors) else 0.0
-            rounding = {"precision": precision, "n_rounded": len(errors)}
-            rounding["rounding"] = largest / abs(over.ends[0] - over.ends[1])
-    return Sweep.of_prompts(model, pair, groups, over, part, **rounding)
+    return Sweep.of_prompts(model, pair, groups, over, part)
 
 
 def pair_or_single(

@@ -48,9 +48,6 @@ class _Fields(TableFields):
     method: str
     expected_pearson: dict[HeadKind, float | None]
     forwards: float
-    precision: str | None
-    rounding: float | None
-    n_rounded: int
     tokens: PromptTokens | None
 
 
@@ -83,10 +80,6 @@ class Sweep(ScoredFrame):
             expect over all rows of attention heads ("attention") and of neuron-heads ("neuron"). It
             has a margin, but is not a bound. None if too few sites were patched to tell.
         forwards: of such an attribution, what its patches cost, in flops of forward passes.
-        precision: what the factors of matrix products were rounded to, "tf32" or "bf16"; None
-            where `activation_patch` was not asked to.
-        rounding: the largest error of a score by that, among rows that were run in full, too.
-        n_rounded: how many those are: rows with an effect, of a sample spread evenly over all.
         tokens: the texts of the prompts' tokens, which pictures show at positions; None of a frame
             that was given without.
 
@@ -121,9 +114,6 @@ class Sweep(ScoredFrame):
     method: str = MEASURED
     expected_pearson: dict[HeadKind, float | None] = field(default_factory=dict)
     forwards: float = 0.0
-    precision: str | None = None
-    rounding: float | None = None
-    n_rounded: int = 0
     tokens: PromptTokens | None = None
     rows: SweepRows = field(init=False)
 
@@ -244,9 +234,6 @@ class Sweep(ScoredFrame):
                 for kind, value in self.expected_pearson.items()
             )
             repaired += f" (expected correlation with patching: {expected})"
-        if self.precision is not None:
-            repaired += f" in {self.precision} (off by up to {self.rounding:.2g} in score, of "
-            repaired += f"{self.n_rounded} run in float32, too)"
         missing = bool(np.isnan(numbers.get(SPREAD[0], np.zeros(1))).any())
         return (
             f"{kind} of {self.model}: {self.part}, {self.direction}, {len(self)} {rows}"

@@ -7,12 +7,10 @@ change cost less than a pass of their own.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, TypeAlias
 
-import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
@@ -34,13 +32,12 @@ from attn_only_lens.engine.sites import SHARED_PARTS, Part, hook_name
 from attn_only_lens.heads.host import HEAD_KINDS
 from attn_only_lens.patching.processes import n_launched
 from attn_only_lens.patching.site_groups import ROWS, SiteGroup
-from attn_only_lens.precision import full_precision, rounded_products
+from attn_only_lens.precision import full_precision
 
 # At GPT-2 small's shape on one thread 512, 1024 and 2048 are within a tenth of each other, 128 is
 # slower by a tenth, 4096 and 8192 by a sixth: they only leave the caches.
 _CPU_TOKENS = 2048
 _SHARE = 0.5  # of the free memory
-_SAMPLE = 64  # rows that are run in two precisions
 
 _Patch: TypeAlias = tuple[Bool[Tensor, "head batch pos"], int, Callable[[Tensor, int], Variants]]
 """Where each head changes its block's stream, that block, and the variants of some of the rows."""
@@ -61,7 +58,7 @@ class Batching:
         self.on_done = on_done
 
     def silent(self) -> "Batching":
-        """Return the same batches, which count nothing as done."""
+        """Return the same batches, without progress."""
         smaller = copy(self)
         smaller.on_done = lambda n: None
         return smaller
@@ -126,7 +123,6 @@ class PatchRunner:
         part: the part of heads.
         baseline: the metric of each prompt of the run that is patched into.
         batching: the batches to run in.
-        precision: of matrix products in the blocks that run; None for the model's own.
     """
 
     replay: Replay
@@ -134,7 +130,6 @@ class PatchRunner:
     part: Part
     baseline: Float[Tensor, "prompt"]
     batching: Batching
-    precision: str | None = None
 
     @torch.no_grad()
     def values(self, groups: Sequence[SiteGroup]) -> list[Float[Tensor, "row prompt"]]:
@@ -165,36 +160,11 @@ class PatchRunner:
                 of_groups, counts = place[chosen].unique_consecutive(return_counts=True)
                 parts = zip(of_groups.tolist(), chosen.split(counts.tolist()), strict=True)
                 variants = [patches[i][2](index - offsets[i], first) for i, index in parts]
-                with rounded_products(self.replay.model.blocks, self.precision):
-                    return self.replay.values(*variants)
+                return self.replay.values(*variants)
 
             self.batching.fill(values, rows, self.replay.numbers_per_variant(first), run)
         self.batching.on_done(len(starts) - n_run)
         return list(values.split(sizes.tolist()))
-
-    @full_precision()
-    def rounding(self, groups: Sequence[SiteGroup], *, per_prompt: bool) -> Float[Tensor, "row"]:
-        """Return by how much the metric of a sample of rows differs from that in full precision.
-
-        The rows are spread evenly over all of the groups; those without an effect are left out.
-        """
-        exact = replace(
-            self, replay=self.replay.precise, batching=self.batching.silent(), precision=None
-        )
-        rounded = replace(exact, precision=self.precision)
-        ends = np.cumsum([0, *map(len, groups)])
-        sample = np.unique(np.linspace(0, ends[-1] - 1, _SAMPLE).astype(int))
-        some = []
-        for group, first, end in zip(groups, ends, ends[1:], strict=False):
-            rows = torch.from_numpy(sample[(sample >= first) & (sample < end)] - first)
-            rows = rows[self.starts(group[rows])[1] >= 0] if len(rows) else rows
-            some += [group[rows]] if len(rows) else []
-        if not some:
-            return torch.zeros(0, device="cpu")
-        scores = (torch.cat(variants.values(some)) for variants in (rounded, exact))
-        if per_prompt:
-            return torch.sub(*scores).abs().amax(dim=-1)
-        return torch.sub(*map(self.replay.metric.mean, scores)).abs()
 
     @torch.no_grad()
     def starts(self, group: SiteGroup) -> tuple[int, Int[Tensor, "row"]]:
