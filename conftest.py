@@ -7,7 +7,7 @@ import pytest
 from attn_only_lens.tl import HAS_HOOKED_TRANSFORMER
 
 # An example that calls what there is for HookedTransformers alone, or builds one, needs it.
-NEEDS_HOOKED = re.compile(r"\b(convert|save_pretrained|gradient_products|HookedTransformer)\(")
+NEEDS_HOOKED = re.compile(r"\b(convert|save_pretrained|HookedTransformer)\(")
 
 
 def pytest_collection_modifyitems(items):

@@ -23,6 +23,8 @@ from common import D_VOCAB, needs_hooked_transformer, tokens
 from simulated_device import Float64Forbidden, MixedDevices, SimulatedDevice, set_up
 from transformer_lens.model_bridge import TransformerBridge
 
+from analyses.tools.gradmax import grad_max, gradient_products
+from analyses.tools.growth_training import Training
 from attn_only_lens import (
     Bilinear,
     calibrate,
@@ -46,7 +48,6 @@ from attn_only_lens import expansion as ex
 from attn_only_lens import patching as p
 from attn_only_lens.circuits.ablation import AblatedModel
 from attn_only_lens.engine.metrics import bind
-from attn_only_lens.growth import Training, gradient_products
 from attn_only_lens.heads import host_of
 from attn_only_lens.patching.run_patches import PatchRunner
 from attn_only_lens.tl import HAS_HOOKED_TRANSFORMER
@@ -402,7 +403,7 @@ def test_models_made_from_others(use):
 def test_hooked_transformers_made_from_others():
     def use(model):
         products = gradient_products(model, CLEAN)
-        larger = grow(model, ex.AddNeurons(5), init=ex.init.grad_max(products)).model
+        larger = grow(model, ex.AddNeurons(5), init=grad_max(products)).model
         stock = to_stock(convert(model, gate=Bilinear()))
         return products, larger(there(model)), stock(there(model))
 

@@ -175,18 +175,6 @@ def _other_inside(kit, context):
     return not torch.equal(inside, kit.exposed(tokens()))
 
 
-def _trained(kit):
-    model = kit.grown.shrink()
-    training = growth.Training(
-        model, torch.optim.AdamW(model.parameters(), lr=1e-3), {1: ex.AddNeurons(3)}
-    )
-    for _ in training.steps(2):
-        training.optimizer.zero_grad()
-        training.model(tokens()).square().mean().backward()
-        training.optimizer.step()
-    return len(training.history) == 1
-
-
 def _moved(kit):
     hook = "blocks.1.hook_resid_pre"
     moved = ex.activation_map(kit.grown.provenance, hook)
@@ -383,10 +371,6 @@ GROWTH = {
         atol=1e-3,
     ),
     "Grown.shrink": lambda kit: torch.equal(kit.grown.shrink()(tokens()), kit.model(tokens())),
-    "Training": _trained,
-    "gradient_products": lambda kit: (
-        sorted(growth.gradient_products(kit.model, tokens())) == list(range(kit.model.cfg.n_layers))
-    ),
     "identity": lambda kit: (
         growth.identity(kit.model).differences(growth.identity(kit.exposed)) == []
     ),

@@ -383,7 +383,7 @@ OF_NO_SUCH_MODEL = {
     *("Bilinear", "GeneralizedSiLU", "calibrate", "chat_tokens", "convert", "grow"),
     *("load", "token_texts", "compare", "prompt_pair", "agreement", "brackets", "greater_than"),
     *("ioi", "comparison_circuit", "comparison_report", *support.EXPANSION, *support.COMMANDS),
-    *("Grown.save_pretrained", "Grown.shrink", "Training", "gradient_products", "read"),
+    *("Grown.save_pretrained", "Grown.shrink", "read"),
     "read_provenance",
     # Of activations that its forward pass shows, which is the user's, or of names.
     *("AttentionOnlyCache", "HeadName", "dense_pattern", "neuron_gate", "neuron_pattern"),

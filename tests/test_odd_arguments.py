@@ -8,6 +8,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from analyses.tools.growth_training import Training
 from attn_only_lens import (
     CheckpointError,
     GrowthError,
@@ -23,7 +24,6 @@ from attn_only_lens import expansion as ex
 from attn_only_lens import patching as p
 from attn_only_lens.cli import app
 from attn_only_lens.comparison.batches import batches
-from attn_only_lens.growth import Training
 
 CLEAN, CORRUPTED = [3, 4, 113], [3, 5, 113]
 METRIC = p.logit_diff(7, 8)

@@ -21,7 +21,7 @@ from attn_only_lens import (
     viz,
 )
 from attn_only_lens import patching as p
-from attn_only_lens.precision import full_precision
+from attn_only_lens.precision import full_precision, matmul_precision
 from attn_only_lens.tolerances import LOGIT_TOLERANCE
 
 CLEAN, CORRUPTED = tokens(0, pos=7), tokens(1, pos=7)

@@ -30,6 +30,7 @@ from transformer_lens.model_bridge import TransformerBridge
 from transformer_lens.model_bridge.sources._bridge_builder import build_bridge_from_module
 from transformers import GPTNeoXConfig, GPTNeoXForCausalLM, LlamaForCausalLM
 
+from analyses.tools.growth_training import Training
 from analyses.tools.resumable import claim, put_back, train
 from analyses.tools.train_small_english import (
     POOL,
@@ -141,7 +142,7 @@ class Done:
     plan: Plan
     model: TransformerBridge
     curve: pd.DataFrame
-    training: growth.Training
+    training: Training
 
 
 @lru_cache(1)
@@ -223,11 +224,11 @@ def adamw(plan: Plan, model: TransformerBridge, start: Done | None) -> torch.opt
     return optimizer
 
 
-def training_of(plan: Plan, device: str, start: Done | None) -> growth.Training:
+def training_of(plan: Plan, device: str, start: Done | None) -> Training:
     """A run at its start."""
     model = plan.model().to(device) if start is None else copy_model(start.model, copy_weights=True)
     optimizer = adamw(plan, model, start)
-    return growth.Training(model, optimizer, plan.schedule, plan.init, plan.growth_seed)
+    return Training(model, optimizer, plan.schedule, plan.init, plan.growth_seed)
 
 
 def run(
@@ -255,7 +256,7 @@ def run(
 
     weights: dict[int, Weights] = {}  # by how often the model has grown
 
-    def one(training: growth.Training, step: int) -> dict[str, int]:
+    def one(training: Training, step: int) -> dict[str, int]:
         tokens, model, stage = batch(plan, step), training.model, len(training.history)
         if stage not in weights:
             weights[stage] = growth.read(model)

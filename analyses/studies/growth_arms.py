@@ -12,11 +12,11 @@ from torch import Tensor
 from tqdm import tqdm
 
 from analyses.studies.growth_measures import step_flops
+from analyses.tools.growth_training import Training
 from analyses.tools.resumable import claim, put_back, train
 from analyses.tools.train_modular_addition import Recipe, adamw, fast_logits, loss_of, pairs, step
 from attn_only_lens import expansion as ex
 from attn_only_lens.expansion.expansion import Expansion
-from attn_only_lens.growth import Training
 from attn_only_lens.tl import HookedTransformer
 
 

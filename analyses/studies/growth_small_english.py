@@ -72,6 +72,7 @@ from tqdm import tqdm
 
 from analyses.studies.english_runs import Done, Plan, Sizes, batch, figures, run, step_flops
 from analyses.studies.growth_small_english_report import LONGER, curves_figure, page
+from analyses.tools.gradmax import grad_max, gradient_products
 from analyses.tools.options import Device, Out, Runs, Seeds, Smoke
 from analyses.tools.resumable import claim
 from analyses.tools.study_files import keep
@@ -179,7 +180,7 @@ def inits(trunk: Done) -> dict[str, Initialiser]:
     }
     if not trunk.model.cfg.gated_mlp:
         tokens = batch(trunk.plan, trunk.plan.steps)[:, :-1]
-        found["GradMax"] = ex.init.grad_max(growth.gradient_products(trunk.model, tokens))
+        found["GradMax"] = grad_max(gradient_products(trunk.model, tokens))
     return found
 
 

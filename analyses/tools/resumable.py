@@ -17,7 +17,7 @@ import pandas as pd
 import torch
 from safetensors.torch import load_file, save_file
 
-from attn_only_lens.growth import Training
+from analyses.tools.growth_training import Training
 from attn_only_lens.storage import atomic_write, write_text
 
 

@@ -19,6 +19,7 @@ two columns of the vocabulary. Logits in half precision are summed in float32, e
 custom function gets.
 """
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
@@ -30,6 +31,7 @@ from torch import Tensor
 from attn_only_lens.axes import Logits
 from attn_only_lens.devices import float32_if_half, to_float64_device
 from attn_only_lens.engine.answers import (
+    AnswerRows,
     Answers,
     answer_rows,
     answer_tokens,
@@ -163,6 +165,9 @@ class BoundMetric:
         raise InputError([f"{self.name}: {reason}"], "this metric cannot be measured")
 
 
+_VERSION = "1"  # of this package's metrics: change it whenever one of them changes
+
+
 @dataclass(frozen=True)
 class Metric:
     """A metric of any prompts. Made by `logit_diff` and the like.
@@ -171,7 +176,9 @@ class Metric:
         name: of the metric, with its answers.
         bound: binds it to a model, prompts and the clean run's logits; called by `bind`.
         needs_reference: whether it compares with the clean run's logits.
-        version: identifies it when a sweep is resumed, in place of its code; None for its code.
+        version: tells this metric from later ones of the same name; None if it has no version.
+        answers: the answers that it compares.
+        source: the source text of a user's function; None if there is none.
         by_prompt: whether it may be measured on some of the prompts: the number of each then hangs
             on its own logits alone.
     """
@@ -179,8 +186,22 @@ class Metric:
     name: str
     bound: Callable[[Any, PromptPair, Logits | None], BoundMetric] = field(repr=False)
     needs_reference: bool = False
-    version: str | None = field(default=None, repr=False)
+    version: str | None = field(default=_VERSION, repr=False)
+    answers: tuple[AnswerRows, ...] = field(default=(), repr=False)
+    source: str | None = field(default=None, repr=False)
     by_prompt: bool = field(default=True, repr=False)
+
+    def identity(self) -> list[Any]:
+        """Return what identifies this metric when a job is resumed, as JSON."""
+        if self.version is None:
+            raise InputError(
+                [
+                    f"{self.name} is a function of your own without a version; expected "
+                    "p.custom(fn, version='1'): give another version whenever fn changes"
+                ],
+                "a resumed job must have the same metric",
+            )
+        return [self.name, self.version, self.answers, self.source]
 
 
 AnyMetric: TypeAlias = Metric | Callable[[Logits], Tensor | float]
@@ -257,7 +278,7 @@ def logit_diff(correct: Answers, wrong: Answers) -> Metric:
 
         return BoundMetric(name, pair.last, columns, _logits_shape(model, pair), compute)
 
-    return Metric(name, bound)
+    return Metric(name, bound, answers=(correct_rows, wrong_rows))
 
 
 def probability_diff(correct: Answers, wrong: Answers) -> Metric:
@@ -302,7 +323,7 @@ def probability_diff(correct: Answers, wrong: Answers) -> Metric:
 
         return BoundMetric(name, pair.last, None, _logits_shape(model, pair), compute)
 
-    return Metric(name, bound)
+    return Metric(name, bound, answers=(correct_rows, wrong_rows))
 
 
 def probability(answer: Answers) -> Metric:
@@ -361,7 +382,7 @@ def _of_answer(kind: str, answer: Answers, scale: Callable[[Tensor], Tensor]) ->
 
         return BoundMetric(name, pair.last, None, _logits_shape(model, pair), compute)
 
-    return Metric(name, bound)
+    return Metric(name, bound, answers=(rows,))
 
 
 def kl() -> Metric:
@@ -468,9 +489,8 @@ def custom(
     Args:
         fn: from logits [batch, pos, d_vocab] to one number, or one of each prompt.
         name: shown in results; by default the name of `fn`.
-        version: identifies `fn` when a sweep is resumed, instead of its code, closure, defaults
-            and the globals that it reads. Needed where these cannot be identified (`resume` says
-            so); give another version whenever `fn` changes.
+        version: identifies `fn`, together with its name and its source text, when a job is
+            resumed. `resume` needs it; give another version whenever `fn` changes.
 
     Returns:
         The metric.
@@ -497,7 +517,14 @@ def custom(
     def bound(model: Any, pair: PromptPair, reference: Logits | None) -> BoundMetric:
         return BoundMetric(label, None, None, _logits_shape(model, pair), compute)
 
-    return Metric(label, bound, version=version, by_prompt=False)
+    return Metric(label, bound, version=version, source=_source_of(fn), by_prompt=False)
+
+
+def _source_of(fn: Callable[..., Any]) -> str | None:
+    try:
+        return inspect.getsource(fn)
+    except (OSError, TypeError):
+        return None
 
 
 def _as_numbers(value: Any, batch: int, name: str) -> Float[Tensor, "prompt"]:

@@ -33,7 +33,6 @@ from attn_only_lens.neurons.accumulate import ENDS, End
 from attn_only_lens.neurons.corpus import Texts, batches, corpus_rows, n_texts
 from attn_only_lens.neurons.found import Found, Store
 from attn_only_lens.neurons.statistics import NeuronStatistics
-from attn_only_lens.patching._activation_patch import metric_identity
 from attn_only_lens.precision import full_precision
 
 By = Literal["z", "gate", "attribution"]
@@ -203,7 +202,7 @@ def _pass(
     store = None
     if resume is not None:
         settings["model"] = fingerprint(model)
-        settings["metric"] = "" if bound is None else f"{bound.name} {metric_identity(bound)}"
+        settings["metric"] = None if bound is None else bound.identity()
         store = Store(resume, settings, results)
     rows = corpus_rows(model, texts, context)
     rows = rows if store is None else store.skip_seen(rows)

@@ -11,7 +11,6 @@ from tqdm.auto import tqdm
 from attn_only_lens.arguments import is_count
 from attn_only_lens.axes import Tokens
 from attn_only_lens.engine.fingerprint import fingerprint
-from attn_only_lens.engine.identity import Unidentified, identity
 from attn_only_lens.engine.input_warnings import warned_once
 from attn_only_lens.engine.inputs import checked_tokens, option_reasons, reasons_not_to_run
 from attn_only_lens.engine.interventions import ABLATIONS, DIRECTIONS
@@ -247,7 +246,7 @@ def sweep_settings(
         "mask": None if pair.mask is None else pair.mask.tolist(),
         "reference": None if reference is None else reference.tolist(),
         "metric": metric.name,
-        "metric_code": metric_identity(metric),
+        "metric_identity": metric.identity(),
         "sites": [name for site in sites for name in site.names],
         "positions": [position_set.label for position_set in sets],
         "where": roles_where(groups),
@@ -267,20 +266,3 @@ def roles_where(groups: Sequence[SiteGroup]) -> list[list[list[int]]]:
         if isinstance(position_set.label, str) and position_set.label != "all"
     ]
     return [role.where.nonzero().tolist() for role in roles]
-
-
-def metric_identity(metric: Metric) -> str:
-    """Return what identifies a metric in settings that results depend on."""
-    if metric.version is not None:
-        return f"version {metric.version}"
-    try:
-        return identity(metric.bound)
-    except Unidentified as error:
-        raise InputError(
-            [
-                f"{metric.name}: {error}; expected a function that depends on plain values, arrays "
-                "and functions, or a version: p.custom(fn, version='1'), with another one whenever "
-                "fn changes"
-            ],
-            "it cannot be told whether a resumed sweep has the same metric",
-        ) from error

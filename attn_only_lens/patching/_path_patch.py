@@ -70,7 +70,7 @@ from attn_only_lens.engine.writes import SCALES, Decomposition, Scale, decompose
 from attn_only_lens.errors import InputError
 from attn_only_lens.heads import HeadName, host_of
 from attn_only_lens.heads.host import HeadKind
-from attn_only_lens.patching._activation_patch import count_reasons, metric_identity, roles_where
+from attn_only_lens.patching._activation_patch import count_reasons, roles_where
 from attn_only_lens.patching.over_prompts import OverPrompts
 from attn_only_lens.patching.path_results import Paths
 from attn_only_lens.patching.path_runs import LOGITS, PathBlock, PathRunner, names_of, path_blocks
@@ -334,7 +334,7 @@ def _settings(
         "corrupted": pair.corrupted.tolist(),
         "mask": None if pair.mask is None else pair.mask.tolist(),
         "metric": metric.name,
-        "metric_code": metric_identity(metric),
+        "metric_identity": metric.identity(),
         "senders": [[*sender.rows["name"]] for sender in senders],
         "positions": [sender.rows["position"].tolist() for sender in senders],
         "where": roles_where(senders),

@@ -18,11 +18,10 @@ from pathlib import Path
 from typing import Any, Protocol, TypeAlias, TypeVar
 
 import numpy as np
-import pandas as pd
 from tqdm.auto import tqdm
 
 from attn_only_lens.patching import processes
-from attn_only_lens.patching.resume import PartStore
+from attn_only_lens.storage.chunks import ChunkStore
 
 Arrays: TypeAlias = dict[str, np.ndarray]
 _POLL = 0.2  # seconds between two looks for a chunk of another process
@@ -71,7 +70,7 @@ class Job:
         progress: bool | str,
     ) -> None:
         processes.require_folder(folder)
-        self._store = None if folder is None else _Store(folder, settings())
+        self._store = None if folder is None else ChunkStore(folder, settings())
         self._label = progress if isinstance(progress, str) else None
         self._hidden = not (progress and processes.is_first())
         self._bar: Any = None
@@ -119,35 +118,3 @@ def _share(chunks: Sequence[_Chunk]) -> Sequence[_Chunk]:
     """Return the chunks of this process."""
     index, n = processes.process_index(), processes.n_launched()
     return chunks[len(chunks) * index // n : len(chunks) * (index + 1) // n]
-
-
-class _Store:
-    """Until `ChunkStore` is there: arrays in a `PartStore`, in a table of names and numbers."""
-
-    def __init__(self, folder: str | Path, settings: dict[str, Any]) -> None:
-        self._parts = PartStore(folder, settings, 0)
-        self._numbers: dict[str, int] = {}
-
-    def get(self, key: str) -> Arrays | None:
-        number = self._numbers.setdefault(key, len(self._numbers))
-        if not self._parts.has(number):
-            return None
-        frame, arrays = self._parts.read(number), dict[str, np.ndarray]()
-        for (name, kind, shape), rows in frame.groupby(["name", "dtype", "shape"], sort=False):
-            sizes = [int(size) for size in str(shape).split()]
-            arrays[str(name)] = rows["value"].to_numpy().astype(str(kind)).reshape(sizes)
-        return arrays
-
-    def put(self, key: str, arrays: Arrays) -> None:
-        frames = [
-            pd.DataFrame(
-                {
-                    "name": name,
-                    "dtype": str(array.dtype),
-                    "shape": " ".join(map(str, array.shape)),
-                    "value": np.asarray(array, dtype=np.float64).ravel(),
-                }
-            )
-            for name, array in arrays.items()
-        ]
-        self._parts.write(self._numbers[key], pd.concat(frames, ignore_index=True))

@@ -7,6 +7,7 @@ change cost less than a pass of their own.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from copy import copy
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, TypeAlias

@@ -19,11 +19,13 @@ from torch import Tensor
 from torch.nn import functional
 from typer.testing import CliRunner
 
+from analyses.tools.gradmax import grad_max, gradient_products
+from analyses.tools.growth_training import Training
 from attn_only_lens import GrowthError, compare, expose_neuron_heads, grow, load, save
 from attn_only_lens import expansion as ex
 from attn_only_lens import patching as p
 from attn_only_lens.cli import app
-from attn_only_lens.growth import Training, gradient_products, read, read_provenance
+from attn_only_lens.growth import read, read_provenance
 from attn_only_lens.growth.hugging_face import HuggingFaceBridge
 from attn_only_lens.tl import HAS_HOOKED_TRANSFORMER
 from attn_only_lens.tolerances import LOGIT_TOLERANCE
@@ -420,7 +422,7 @@ def test_products_for_grad_max(name):
     for layer, found in products.items():
         x, g = seen[f"blocks.{layer}.mlp.hook_in"], seen[f"blocks.{layer}.mlp.hook_out"].grad
         assert relative(found, torch.einsum("bpm,bpn->mn", x, g)) < EXACT
-    grow(bridge, d_mlp=41, init=ex.init.grad_max(products))
+    grow(bridge, d_mlp=41, init=grad_max(products))
     with pytest.raises(GrowthError, match="gated MLPs"):
         gradient_products(boot("llama"), tokens)
 

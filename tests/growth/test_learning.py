@@ -6,9 +6,10 @@ from common import relative, tokens
 from growing import all_steps
 from models import build
 
+from analyses.tools.gradmax import grad_max, gradient_products
 from attn_only_lens import GrowthError, UnsupportedCallError, convert, grow
 from attn_only_lens import expansion as ex
-from attn_only_lens.growth import gradient_products, read
+from attn_only_lens.growth import read
 from attn_only_lens.tl import HookedTransformer, HookedTransformerConfig
 
 INITS = {
@@ -159,7 +160,7 @@ def test_grad_max_has_the_largest_first_gradient():
         return grown.blocks[1].mlp.W_out.grad[37:].norm().item()
 
     std = 1e-4  # so small that gelu is linear there, of slope 1/2
-    best = first_gradient(ex.init.grad_max(products, std=std))
+    best = first_gradient(grad_max(products, std=std))
     largest = torch.linalg.svdvals(products[1])[:3].norm().item()
     assert best == pytest.approx(0.5 * std * 26**0.5 * largest, rel=1e-2)
     assert best > 1.5 * max(first_gradient(_Seeded(std, seed)) for seed in range(5))
@@ -168,7 +169,7 @@ def test_grad_max_has_the_largest_first_gradient():
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_grad_max_twice_makes_no_neuron_twice(dtype):
     model = build("gelu")
-    init = ex.init.grad_max(gradient_products(model, tokens()))
+    init = grad_max(gradient_products(model, tokens()))
     model = model.to(dtype)
     twice = grow(model, ex.compose(ex.AddNeurons(3), ex.AddNeurons(3)), init=init).model
     new = torch.nn.functional.normalize(twice.W_in[0, :, 37:].double(), dim=0)
@@ -199,7 +200,7 @@ class _Seeded:
 def test_grad_max_leaves_the_rest_to_own():
     model = build("gelu")
     products = gradient_products(model, tokens())
-    some = ex.init.grad_max({0: products[0]})
+    some = grad_max({0: products[0]})
     one, other = (grow(model, all_steps(model), init=init).model for init in (some, None))
     differing = [
         name for name, p in one.named_parameters() if not torch.equal(p, other.get_parameter(name))

@@ -15,10 +15,11 @@ from common import relative
 from tiny_tokenizer import tiny_tokenizer
 from torch.nn import functional
 
+from analyses.tools.gradmax import grad_max, gradient_products
 from attn_only_lens import GrowthError, compare, expose_neuron_heads, grow, load, save
 from attn_only_lens import expansion as ex
 from attn_only_lens import patching as p
-from attn_only_lens.growth import gradient_products, read, read_provenance
+from attn_only_lens.growth import read, read_provenance
 from attn_only_lens.growth.hugging_face import HuggingFaceBridge
 from attn_only_lens.heads import host_of
 from attn_only_lens.tl import HAS_HOOKED_TRANSFORMER
@@ -291,7 +292,7 @@ def test_products_for_grad_max():
     for layer, found in products.items():
         x, g = seen[2 * layer], seen[2 * layer + 1].grad
         assert relative(found, torch.einsum("bpm,bpn->mn", x, g)) < EXACT
-    grown = grow(bridge, d_mlp=41, init=ex.init.grad_max(products))
+    grown = grow(bridge, d_mlp=41, init=grad_max(products))
     assert relative(grown.model(tokens), bridge(tokens)) < EXACT
     with pytest.raises(GrowthError, match="does not predict the next token; pass loss="):
         gradient_products(bridge, tokens)

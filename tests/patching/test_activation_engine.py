@@ -327,84 +327,41 @@ def test_a_bar_of_sites(capsys):
     assert not capsys.readouterr().err
 
 
-def test_one_position_a_prompt_and_one_token():
-    """Prompts of one token, and one prompt."""
+def test_a_users_function_needs_a_version_to_be_resumed(tmp_path):
     model = made()
-    clean, corrupted = tokens(1, batch=1, pos=1), tokens(2, batch=1, pos=1)
-    frame = p.activation_patch(model, clean, corrupted, METRIC, progress=False).to_frame()
-    assert len(frame) == 3 * (2 + 37)
-    assert frame["value"].nunique() > 100
 
-
-@LAYOUTS
-def test_every_site_of_a_layer_together_is_the_other_run(layout):
-    """Nothing is lost or doubled: changes of one layer's neurons add up on what is linear."""
-    model = made(layout, "no_norm")
-    total = sweep(model, p.neuron_heads(layers=2), positions=-1).to_frame()["value"]
-    _, cache = model.run_with_cache(pair()[1])
-    _, other = model.run_with_cache(pair()[0])
-    block, point = (5, "attn_out") if layout == "two blocks" else (2, "mlp_out")
-    change = (other[f"blocks.{block}.hook_{point}"] - cache[f"blocks.{block}.hook_{point}"])[:, -1]
-    direction = model.W_U[:, 7] - model.W_U[:, 8]
-    baseline = sweep(model, ["L2N3"], positions=[0]).to_frame()["value"].item()
-    assert (total - baseline).sum() == pytest.approx((change @ direction).mean().item(), abs=1e-10)
-
-
-@pytest.mark.parametrize("wanted", ["corrupted", "between", "elsewhere"])
-def test_another_function_of_the_same_name_is_refused(wanted, tmp_path):
-    """The two agree on the clean run, on both runs, or on both and halfway between."""
-    model = made()
-    clean, corrupted = (model(prompt).detach()[0, -1] for prompt in pair())
-    token = int((clean - corrupted).argmax())
-    high, low = clean[token], corrupted[token]
-
-    def measure(differs):
-        def fn(logits):
-            way = (logits[0, -1, token] - low) / (high - low)  # 0 and 1 to the bit on the two runs
-            terms = {"corrupted": 1 - way, "between": (1 - way) * way}
-            terms["elsewhere"] = terms["between"] * (way - 0.5)
-            return logits[0, -1, token] + (terms[wanted] if differs else 0 * way)
-
-        return fn
-
-    def swept(fn, **how):
-        metric = p.custom(fn, name="same", **how)
+    def swept(fn, folder=tmp_path / "parts", **version):
+        metric = p.custom(fn, name="same", **version)
         return p.activation_patch(
-            model, *pair(), metric, sites=SITES, progress=False, resume=tmp_path / "parts"
+            model, *pair(), metric, sites=SITES, progress=False, resume=folder
         )
 
-    kept = swept(measure(False)).frame
-    assert swept(measure(False)).frame.equals(kept)
-    other = p.activation_patch(model, *pair(), measure(True), sites=SITES, progress=False).frame
-    assert not other["value"].equals(kept["value"])
-    with pytest.raises(InputError, match="metric_code: got"):
-        swept(measure(True))
-    with pytest.raises(InputError, match="metric_code: got"):
-        swept(measure(False), version="1")
+    def logit(logits):
+        return logits[0, -1, 7]
+
+    def another(logits):
+        return logits[0, -1, 8]
+
+    with pytest.raises(
+        InputError, match=r"without a version; expected p.custom\(fn, version='1'\)"
+    ):
+        swept(logit)
+    assert not (tmp_path / "parts").exists()
+    kept = swept(logit, version="1").frame
+    assert swept(logit, version="1").frame.equals(kept)
+    for fn, version in ((logit, "2"), (another, "1")):
+        with pytest.raises(InputError, match="metric_identity: got"):
+            swept(fn, version=version)
+    # A control: the other function has other values.
+    assert not swept(another, tmp_path / "others", version="1").frame["value"].equals(kept["value"])
 
 
-def test_what_cannot_be_identified_is_not_resumed_unless_it_has_a_version(tmp_path):
-    model = made()
-    with (tmp_path / "notes").open("w") as file:
-
-        def fn(logits):
-            file.write("measured")
-            return logits[:, -1, 7].mean()
-
-        def swept(**how):
-            metric = p.custom(fn, **how)
-            folder = tmp_path / "parts"
-            return p.activation_patch(
-                model, *pair(), metric, sites=SITES, progress=False, resume=folder
-            )
-
-        with pytest.raises(InputError, match=r"fn.*TextIOWrapper.*custom\(fn, version='1'\)"):
-            swept()
-        assert not (tmp_path / "parts").exists()
-        kept = swept(version="1").frame
-        assert swept(version="1").frame.equals(kept)
-        with pytest.raises(InputError, match=r'got "version 2"; the folder has "version 1"'):
-            swept(version="2")
+def test_the_same_name_with_other_answers_is_another_metric(tmp_path):
+    """The name shows only the first answers."""
+    many = list(range(1, 40))
+    one, two = (p.logit_diff([*many, last], [0] * 40) for last in (40, 41))
+    assert one.name == two.name
+    assert one.identity() != two.identity()
 
 
 def test_nothing_on_record_holds_a_graph():

@@ -132,7 +132,8 @@ def test_an_interrupted_run_is_lost_and_no_other(model, run, per_prompt, tmp_pat
     with pytest.raises(InputError, match="prompts_at_once: got 3; the folder has 2"):
         run(model, prompts_at_once=3, resume=tmp_path, **settings)
     with pytest.raises(InputError, match="metric: got"):  # and not that it takes all at once
-        run(model, resume=tmp_path, **settings | {"metric": lambda logits: logits[:, -1, 3]})
+        metric = p.custom(lambda logits: logits[:, -1, 3], version="1")
+        run(model, resume=tmp_path, **settings | {"metric": metric})
 
 
 def test_repairs_of_each_run(model):

@@ -1,11 +1,12 @@
-"""Products of MLP inputs and output gradients, by which GradMax chooses new neurons."""
+"""GradMax: new neurons whose output weights start with the largest gradient (Evci et al. 2022)."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from jaxtyping import Float
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 from transformers import PreTrainedModel
 
@@ -14,6 +15,9 @@ from attn_only_lens.axes import Logits, Tokens
 from attn_only_lens.devices import to_float64_device
 from attn_only_lens.engine.inputs import checked_tokens
 from attn_only_lens.errors import GrowthError
+from attn_only_lens.expansion.initialise import Initialiser, Own
+from attn_only_lens.expansion.new_entries import New
+from attn_only_lens.expansion.weights import in_layer, tail
 from attn_only_lens.growth._grow import growable_of
 from attn_only_lens.models.two_blocks import AttentionOnlyTransformer
 
@@ -27,7 +31,7 @@ def gradient_products(
 ) -> dict[int, Float[Tensor, "d_model d_model"]]:
     """Return Σ_t x_t g_tᵀ for each layer: the MLP's input times the loss's gradient by its output.
 
-    `expansion.init.grad_max` chooses the inputs of new neurons by it.
+    `grad_max` chooses the inputs of new neurons by it.
 
     Source: Evci et al., "GradMax" (2022), section 3, for a layer that the new neurons write to.
 
@@ -54,7 +58,7 @@ def gradient_products(
         ...     sums = tokens[:, :2].sum(1) % 113
         ...     return torch.nn.functional.cross_entropy(logits[:, -1], sums)
         >>> products = gradient_products(model, tokens[:31], loss=loss)
-        >>> grown = grow(model, ex.AddNeurons(4), init=ex.init.grad_max(products))
+        >>> grown = grow(model, ex.AddNeurons(4), init=grad_max(products))
     """
     if isinstance(model, AttentionOnlyTransformer):
         reasons = ["its MLPs are heads; take the products of the model that was converted"]
@@ -118,3 +122,60 @@ def _ends(mlp: Any) -> tuple[Any, Any]:
 
 def _next_token_loss(logits: Logits, tokens: Tokens) -> Float[Tensor, ""]:
     return functional.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+
+
+_SAME = 0.999  # cosine of two directions that are one, in half precision too
+
+
+@dataclass(frozen=True)
+class _GradMax:
+    products: Mapping[int, Float[Tensor, "d_model d_model"]]
+    std: float | None
+
+    def __call__(self, new: New, seed: int) -> Float[Tensor, "..."]:
+        noise = Own()(new, seed)
+        layer = in_layer(new.name)
+        if (
+            layer is None
+            or tail(new.name) != "mlp.W_in"
+            or new.dim != 1
+            or layer not in self.products
+        ):
+            return noise
+        product = self.products[layer].detach().cpu().double()
+        d_model = noise.shape[0]
+        if product.shape != (d_model, d_model):
+            raise ValueError(
+                f"got a product of {tuple(product.shape)} for layer {layer}; expected d_model by "
+                f"d_model, {d_model} where {new.name} grows"
+            )
+        old = nn.functional.normalize(new.old.detach().cpu().double(), dim=0)
+        basis = torch.linalg.svd(product).U
+        taken = (basis.T @ old).abs().amax(dim=1) > _SAME  # by an earlier growth of these products
+        directions = basis[:, ~taken][:, : new.shape[1]]
+        norm = noise.norm(dim=0).mean() if self.std is None else self.std * noise.shape[0] ** 0.5
+        noise[:, : directions.shape[1]] = directions * norm
+        return noise
+
+
+def grad_max(
+    products: Mapping[int, Float[Tensor, "d_model d_model"]], std: float | None = None
+) -> Initialiser:
+    """Choose new neurons whose output weights start with the largest gradient, to first order.
+
+    With a_i(t) the activation of new neuron i at token t and g_t the gradient of the loss by what
+    the MLP writes there, ∂L/∂W_out[i] = Σ_t a_i(t) g_tᵀ. For a_i(t) ≈ x_t · w_i (a multiple of it:
+    the slope of the activation at 0) that is w_iᵀ M with M = Σ_t x_t g_tᵀ, and the orthogonal w_i
+    of a given norm that make Σ_i ‖w_iᵀ M‖² largest are M's first left singular vectors.
+
+    Source: Evci, van Merriënboer, Unterthiner, Vladymyrov, Pedregosa, "GradMax: Growing Neural
+    Networks using Gradient Information" (2022), equation 11, with the roles exchanged: they zero
+    the inputs and choose the outputs; the growth paper's theorem 3.1 zeroes the outputs.
+
+    Args:
+        products: M by layer of the grown model, from `gradient_products`.
+            Neurons of other layers, neurons beyond d_model, and all other entries are drawn by
+            `own`. Directions that a neuron already has are left out: equal neurons stay equal.
+        std: of the entries of each w_i; by default that of `own`.
+    """
+    return _GradMax(dict(products), std)

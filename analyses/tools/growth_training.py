@@ -16,7 +16,6 @@ from torch.optim import Optimizer
 from tqdm import tqdm
 
 from attn_only_lens.arguments import as_plain, is_count
-from attn_only_lens.engine.identity import Unidentified, identity
 from attn_only_lens.errors import CheckpointError, GrowthError
 from attn_only_lens.expansion import Provenance
 from attn_only_lens.expansion.expansion import Expansion
@@ -234,11 +233,9 @@ class Training:
 
 
 def _identified(init: Initialiser | None) -> str:
-    """The identity of an initialiser, or one text for all that have none."""
-    try:
-        return identity(init)
-    except Unidentified:
-        return "not identified"
+    """The initialiser as text; its type alone if it does not say what it is."""
+    text = repr(init)
+    return type(init).__qualname__ if " at 0x" in text else text
 
 
 def _settings(group: dict[str, Any], names: Mapping[Any, str]) -> dict[str, Any]:

@@ -1,0 +1,125 @@
+"""The results of a long job, chunk by chunk, so that an interrupted job resumes.
+
+    folder/settings.json              what the results depend on: model, prompts, metric, sites
+    folder/KEY.safetensors            the arrays of one chunk, with a digest of the settings
+
+A chunk is written whole or not at all, and sealed with a digest. So a process that dies loses the
+chunk that it was computing, and a file that was changed is refused.
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TypeAlias, TypedDict
+
+import numpy as np
+import torch
+
+from attn_only_lens.errors import CheckpointError, InputError
+from attn_only_lens.storage.atomic import atomic_write, open_folder
+from attn_only_lens.storage.documents import Document, path_inside
+from attn_only_lens.storage.tensors import read_tensors, write_tensors
+
+Arrays: TypeAlias = Mapping[str, np.ndarray]
+_SETTINGS = "settings.json"
+_MISSING = "<missing>"
+
+
+class _Settings(TypedDict):
+    settings: dict[str, Any]
+
+
+class _Chunk(TypedDict):
+    settings: str
+    key: str
+    tensors: str
+
+
+_SETTINGS_DOCUMENT = Document("attn_only_lens.JobSettings", 1, _Settings)
+_CHUNK_DOCUMENT = Document("attn_only_lens.Chunk", 1, _Chunk)
+
+
+class ChunkStore:
+    """A folder with the chunks of one job.
+
+    Example:
+        >>> import tempfile
+        >>> import numpy as np
+        >>> from attn_only_lens.storage.chunks import ChunkStore
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     store = ChunkStore(folder, {"metric": "kl"})
+        ...     store.put("chunk-0", {"value": np.array([2.0, 3.0])})
+        ...     store.get("chunk-0"), store.get("chunk-1")
+        ({'value': array([2., 3.])}, None)
+    """
+
+    def __init__(self, folder: str | Path, settings: dict[str, Any]) -> None:
+        self.folder = open_folder(folder)
+        text = _SETTINGS_DOCUMENT.text(settings=settings)
+        self._settings: dict[str, Any] = json.loads(text)["settings"]
+        sorted_text = json.dumps(self._settings, sort_keys=True)
+        self._digest = hashlib.sha256(sorted_text.encode()).hexdigest()
+        path = self.folder / _SETTINGS
+        if not path.exists():
+            self._require_empty()
+            _SETTINGS_DOCUMENT.write(path, settings=self._settings)
+        # Read it back even if it was just written: another process may have been faster.
+        self._require_same(path)
+
+    def put(self, key: str, arrays: Arrays) -> None:
+        """Write a chunk, in place of an earlier file."""
+        tensors = {name: torch.from_numpy(np.ascontiguousarray(x)) for name, x in arrays.items()}
+        with atomic_write(self.path(key)) as partial:
+            write_tensors(partial, tensors, _CHUNK_DOCUMENT, settings=self._digest, key=key)
+
+    def get(self, key: str) -> dict[str, np.ndarray] | None:
+        """Read a chunk; None if it is not written. Refuse a file that is not of this job."""
+        path = self.path(key)
+        if not path.exists():
+            return None
+        tensors, document = read_tensors(path, _CHUNK_DOCUMENT)
+        self._require_own(key, document)
+        return {name: tensor.numpy() for name, tensor in tensors.items()}
+
+    @staticmethod
+    def settings_of(folder: str | Path) -> dict[str, Any]:
+        """Return the settings of the job in a folder; none if no job has begun there."""
+        path = open_folder(folder) / _SETTINGS
+        return dict(_SETTINGS_DOCUMENT.read(path)["settings"]) if path.exists() else {}
+
+    def path(self, key: str) -> Path:
+        """Return the path of a chunk's file."""
+        return path_inside(self.folder, f"{key}.safetensors")
+
+    def _require_own(self, key: str, document: dict[str, Any]) -> None:
+        expected = {"settings": self._digest, "key": key}
+        wrong = [name for name, value in expected.items() if document[name] != value]
+        if wrong:
+            raise CheckpointError(
+                f"{self.path(key)} is not a chunk of this job: its {' and '.join(wrong)} "
+                "differ; delete it"
+            )
+
+    def _require_empty(self) -> None:
+        files = sorted(p.name for p in self.folder.glob("*") if not p.name.startswith("."))
+        if files and _SETTINGS not in files:  # unless another process has just begun this job
+            raise InputError(
+                [f"{self.folder} holds {files[:5]} and no {_SETTINGS}; expected a new folder"],
+                "no results can be kept here",
+            )
+
+    def _require_same(self, path: Path) -> None:
+        ours, stored = self._settings, _SETTINGS_DOCUMENT.read(path)["settings"]
+        differ = [
+            f"{key}: got {_short(ours.get(key, _MISSING))}; the folder has "
+            f"{_short(stored.get(key, _MISSING))}"
+            for key in sorted(ours.keys() | stored.keys())
+            if ours.get(key, _MISSING) != stored.get(key, _MISSING)
+        ]
+        InputError.raise_if(differ, f"{self.folder} belongs to another job; use a new folder")
+
+
+def _short(value: object) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 100 else f"{text[:97]}..."
