@@ -131,8 +131,8 @@ def test_an_interrupted_run_is_lost_and_no_other(model, run, per_prompt, tmp_pat
     assert all(path.stat().st_mtime_ns == time for path, time in kept.items())
     with pytest.raises(InputError, match="prompts_at_once: got 3; the folder has 2"):
         run(model, prompts_at_once=3, resume=tmp_path, **settings)
+    metric = p.custom(lambda logits: logits[:, -1, 3], version="1")
     with pytest.raises(InputError, match="metric: got"):  # and not that it takes all at once
-        metric = p.custom(lambda logits: logits[:, -1, 3], version="1")
         run(model, resume=tmp_path, **settings | {"metric": metric})
 
 
