@@ -404,7 +404,7 @@ def test_refused_with_all_reasons():
         (
             build("llama", n_layers=2),
             Bilinear(calibration=calibration),
-            "of 3 layers; expected 2",
+            "has 3 layers; expected 2",
         ),
         (
             build("relu", dtype=torch.float16),

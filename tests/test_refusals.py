@@ -82,7 +82,7 @@ REFUSED = {
     "swapped activation": (with_swapped_activation, "layer 2: its act_fn is not gelu"),
     "hooks": (with_hook, "blocks.0.hook_resid_pre"),
     "devices": (spread_over_devices, "2 devices"),
-    "fewer blocks": (truncated, "it has 2 blocks where cfg.n_layers says 3"),
+    "fewer blocks": (truncated, "it has 2 blocks, but cfg.n_layers is 3"),
     "replaced forward": (with_replaced_forward, r"forward was replaced on blocks\.1\.mlp"),
     "inference tensors": (inferred, "inference tensors"),
     "no model": (lambda: nn.Linear(2, 3), "expected a transformer_lens.HookedTransformer"),

@@ -118,7 +118,7 @@ def test_norm_at_a_middle_block(name):
 
 def test_post_norm_is_not_applied_to_the_stream():
     _, cache = convert(build("post_norm")).run_with_cache(tokens())
-    with pytest.raises(UnsupportedCallError, match="normalises what a block writes"):
+    with pytest.raises(UnsupportedCallError, match="normalises the output of a block"):
         cache.decompose_resid(layer=2, apply_ln=True)
 
 

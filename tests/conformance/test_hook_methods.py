@@ -305,7 +305,7 @@ def test_patterns_of_another_models_cache_are_refused(converted):
     source = build("gelu")
     _, cache = source.run_with_cache(tokens())
     for read in (neuron_pattern, dense_pattern):
-        with pytest.raises(UnsupportedCallError, match="expected the cache that"):
+        with pytest.raises(UnsupportedCallError, match="expected the cache of"):
             read(cache, "L0N1")
         with pytest.raises(UnsupportedCallError, match="got a dict"):
             read(cache.cache_dict, "L0N1")

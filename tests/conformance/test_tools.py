@@ -94,7 +94,7 @@ def test_patching_of_the_stream_and_of_block_outputs(name):
         )
 
     def metric_that_asks(logits):
-        with pytest.raises(UnsupportedCallError, match="no one number"):
+        with pytest.raises(UnsupportedCallError, match="no single number"):
             converted.cfg.n_heads  # noqa: B018
         return metric(logits)
 

@@ -8,18 +8,16 @@ For token t with normalised residual x_t, head i of a plain MLP computes
     z = p(q) · v = act(q)             the bias token's value is 0
     result = z · W_out[i, :]
 
-which is Theorem 3 of "Attention-Only Transformers and Implementing MLPs with Attention Heads" for
-p = σ. A gated MLP has q = g = x · W_gate[:, i] and v = g · u with u = x · W_in[:, i]: the pattern
-is that of the gate, and the value is a *product*, not a linear map of x. Its b_in, which
-TransformerLens adds after the product, is not part of z: b_in @ W_out belongs to the block's b_O.
+For p = σ this is Theorem 3 of "Attention-Only Transformers and Implementing MLPs with Attention
+Heads". A gated MLP has q = g = x · W_gate[:, i] and v = g · u with u = x · W_in[:, i]: the pattern
+is that of the gate, and the value is a *product*, not a linear map of x. TransformerLens adds b_in
+after the product, so b_in @ W_out is not part of z but of the block's b_O.
 
-A token's key is 0 and the bias token's key is constant, so `hook_k` carries zeros; patching them
-adds q · k to the self score, as it would in any head.
+A token's key is 0 and the bias token's key is constant, so `hook_k` carries zeros; a patch of it
+adds q · k to the self score, as in any head.
 
-With no live hook before z, act(q) is computed as the source computes it: bitwise the same, at the
-same cost. Only live hooks pay for scores and patterns.
-
-With bilinear gates, m heads share each neuron; the mathematics is in `heads/bilinear.py`.
+With no live hook before z, act(q) is computed as in the source: bitwise the same, at the same cost.
+With bilinear gates, m heads share each neuron (`heads/bilinear.py`).
 """
 
 from collections.abc import Callable
@@ -46,8 +44,8 @@ from attn_only_lens.tl import MLP, GatedMLP
 class NeuronAttention(NeuronHeads, QKAndOV, nn.Module):
     """d_mlp neuron-heads with the parameters of one source MLP.
 
-    Parameters keep their MLP names and shapes, so that the two vectors a neuron-head needs are
-    stored once (W_Q = W_V); `W_Q`, `W_K`, `W_V`, `W_O` are views in a head's shape.
+    Parameters keep the names and shapes of the MLP, so that the two vectors of a neuron-head are
+    stored once (W_Q = W_V); `W_Q`, `W_K`, `W_V`, `W_O` are views with the shape of heads.
     """
 
     W_in: nn.Parameter
@@ -72,8 +70,8 @@ class NeuronAttention(NeuronHeads, QKAndOV, nn.Module):
     @property
     def gate(self) -> AnyGate:
         """The gate of this block's activation (looked up, so that a saved model holds no code)."""
-        found: AnyGate = self.cfg.gating.gate(self.cfg.act_fn, self.cfg.layer)
-        return found
+        gate: AnyGate = self.cfg.gating.gate(self.cfg.act_fn, self.cfg.layer)
+        return gate
 
     @property
     def module(self) -> nn.Module:
@@ -86,24 +84,24 @@ class NeuronAttention(NeuronHeads, QKAndOV, nn.Module):
         return self.W_gate is not None
 
     def forward(self, x: Residual) -> Residual:
-        """The output of the source MLP for the normalised residual stream `x`."""
+        """Return the output of the source MLP for the normalised residual stream `x`."""
         q, up = self.projections(x)
         z = self._through_hooks(q, up, lambda: self._plainly(q, up))
         return self._write(z)
 
     def pre_activation(self, x: Residual) -> PreActivation:
-        """q, which the gates read, for the normalised residual stream `x`."""
+        """Return q, which the gates read, for the normalised residual stream `x`."""
         return self.projections(x)[0]
 
     def _plainly(self, q: PreActivation, up: PreActivation | None) -> PreActivation:
-        """z as the source computes it."""
+        """Return z as the source computes it."""
         return self.act_fn(q) if up is None else self.act_fn(q) * up
 
     def projections(self, x: Residual) -> tuple[PreActivation, PreActivation | None]:
-        """The pre-activation q, and u in a gated MLP."""
+        """Return the pre-activation q, and u in a gated MLP."""
         if self.W_gate is None:
             return batch_addmm(self.b_in, self.W_in, x), None
-        # The source's own calls: other ways to write these products round differently.
+        # The calls of the source: other ways to write these products round differently.
         gate = F.linear(x, self.W_gate.T.contiguous())
         return gate, F.linear(x, self.W_in.T.contiguous())
 
@@ -117,24 +115,24 @@ class NeuronAttention(NeuronHeads, QKAndOV, nn.Module):
 
     @property
     def b_O(self) -> Float[Tensor, "d_model"]:
-        """The block's output bias: b_out, and for a gated MLP b_in @ W_out besides."""
+        """The block's output bias: b_out, plus b_in @ W_out for a gated MLP."""
         return self.b_out if self.W_gate is None else self.b_in @ self.W_out + self.b_out
 
     # Weights in a head's shape
 
-    def _scale(self, by: str, of: Tensor) -> Tensor:
-        """Multiply the row of each neuron by the factors, of this name, of its heads."""
-        return cast(Gate, self.gate).values(of) if by == "value" else of
+    def _scale(self, factor: str, rows: Tensor) -> Tensor:
+        """Multiply the row of each neuron by a factor of its heads: value, w, b or c."""
+        return cast(Gate, self.gate).values(rows) if factor == "value" else rows
 
     @property
     def W_Q(self) -> Float[Tensor, "head_index d_model d_head=1"]:
-        """Query weights: W_in, or W_gate of a gated MLP; times the slope b_j of a bilinear head."""
+        """Query weights: W_in, or W_gate in a gated MLP; times the slope b_j of a bilinear head."""
         weights = self.W_in if self.W_gate is None else self.W_gate
         return self._scale("b", weights.T.unsqueeze(-1))
 
     @property
     def b_Q(self) -> Float[Tensor, "head_index d_head=1"]:
-        """Query biases: b_in, or zero in a gated MLP; of a bilinear head b_j b_in + c_j."""
+        """Query biases: b_in, or zero in a gated MLP; b_j b_in + c_j for a bilinear head."""
         return self._scale("b", self._bias)
 
     @property
@@ -149,9 +147,7 @@ class NeuronAttention(NeuronHeads, QKAndOV, nn.Module):
 
     @property
     def W_V(self) -> Float[Tensor, "head_index d_model d_head=1"]:
-        """Value weights: W_in, in a plain MLP the same storage as W_Q (a_1 a_2 times it in a
-        generalized SiLU's).
-        """
+        """Value weights: W_in, stored once with W_Q; times a_1 a_2 for a generalized SiLU."""
         self._refuse_product_value("W_V")
         return self._scale("value", self.W_in.T.unsqueeze(-1))
 
@@ -174,7 +170,7 @@ class NeuronAttention(NeuronHeads, QKAndOV, nn.Module):
         if self.value_is_product:
             raise UnsupportedCallError(
                 f"{name} of a neuron-head of a gated MLP: its value is the product "
-                "(x · W_gate) · (x · W_in), which no value matrix gives. Use W_gate and W_in of "
+                "(x · W_gate) · (x · W_in), which no value matrix computes. Use W_gate and W_in of "
                 "model.blocks[i].attn, or hook_v for the values themselves"
             )
 
@@ -183,7 +179,7 @@ class BilinearAttention(BilinearHeads, NeuronAttention):
     """d_mlp · m neuron-heads with the parameters of one source MLP."""
 
     def forward(self, x: Residual) -> Residual:
-        """The output of the source MLP for the normalised `x`, within the gate's bound."""
+        """Return the output of the source MLP for the normalised `x`, within the gate's bound."""
         q, up = self.projections(x)
         value = q if up is None else up
         results = self.cfg.use_attn_result and is_live(self.hook_result)
@@ -198,13 +194,11 @@ class BilinearAttention(BilinearHeads, NeuronAttention):
 
     @property
     def b_Q(self) -> Float[Tensor, "head_index d_head=1"]:
-        """Query biases: b_j b_in[i] + c_j; the largest number for a head that sees itself alone."""
+        """Query biases: b_j b_in[i] + c_j, with a large number for c_j = ∞."""
         return super().b_Q + self._scale("c", torch.ones_like(self._bias))
 
-    def _scale(self, by: str, of: Tensor) -> Tensor:
-        m = self.heads_per_neuron
-        factors = (
-            of.new_ones(m) if by == "value" else of.new_tensor(getattr(self.bilinear_gate, by))
-        )
-        limit = largest_query(of.dtype)
-        return torch.einsum("j,n...->nj...", factors.clamp(-limit, limit), of).flatten(0, 1)
+    def _scale(self, factor: str, rows: Tensor) -> Tensor:
+        gate, limit = self.bilinear_gate, largest_query(rows.dtype)
+        values = (1.0,) * len(gate.w) if factor == "value" else getattr(gate, factor)
+        factors = rows.new_tensor(values).clamp(-limit, limit)
+        return torch.einsum("j,n...->nj...", factors, rows).flatten(0, 1)

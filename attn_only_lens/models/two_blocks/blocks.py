@@ -19,13 +19,13 @@ from attn_only_lens.tl import MLP, GatedMLP, TransformerBlock
 
 
 class _WithoutMLP(nn.Module):
-    """A block of a converted model: it has no `mlp`, and the error says what to use instead."""
+    """A block of a converted model, which has no `mlp`."""
 
     def __getattr__(self, name: str) -> Any:
         if name == "mlp":
             raise AttributeError(
-                f"{type(self).__name__} has no mlp: the MLP of source layer l is the neuron-heads "
-                "of block 2l + 1. Use model.blocks[2 * l + 1].attn, which has W_in, b_in, W_out, "
+                f"{type(self).__name__} has no mlp: the neurons of source layer l are the heads of "
+                "block 2l + 1. Use model.blocks[2 * l + 1].attn, which has W_in, b_in, W_out, "
                 "b_out and in gated MLPs W_gate; its hook_q is the MLP's hook_pre, its hook_z the "
                 "MLP's hook_post"
             )
@@ -35,9 +35,9 @@ class _WithoutMLP(nn.Module):
 class AttentionBlock(_WithoutMLP, TransformerBlock):
     """Block 2l: the attention heads of source layer l, run by TransformerLens' own code.
 
-    The stock block is reused, without its MLP. Its `cfg` claims a parallel MLP (see `BlockConfig`),
-    so that `apply_mlp` gets the stream as it entered the block, after the user's hooks: just what
-    the neuron block of a parallel model must read.
+    The stock block is reused without its MLP. Its `cfg` claims a parallel MLP (see `BlockConfig`),
+    so that `apply_mlp` gets the input of the block after the user's hooks, which the neuron block
+    of a parallel model must read.
     """
 
     cfg: BlockConfig  # type: ignore[assignment]
@@ -46,12 +46,9 @@ class AttentionBlock(_WithoutMLP, TransformerBlock):
 
     @classmethod
     def of(cls, source: TransformerBlock, cfg: BlockConfig, passing: PassState) -> "AttentionBlock":
-        """Take over the attention half of `source`, a clone that nothing else holds.
+        """Take over the attention half of `source`, a clone of a stock block with an MLP.
 
-        Args:
-            source: a stock block with an MLP.
-            cfg: this block's configuration.
-            passing: of the model; a parallel one leaves the input of this block there.
+        In a parallel model, the block leaves its input in `passing`.
         """
         block = cls.__new__(cls)
         nn.Module.__init__(block)
@@ -75,9 +72,9 @@ class AttentionBlock(_WithoutMLP, TransformerBlock):
         past_kv_cache_entry: TransformerLensKeyValueCacheEntry | None = None,
         attention_mask: Tensor | None = None,
     ) -> Residual:
-        """As the stock block, with an entry in the key-value cache for as many heads as it has."""
+        """As the stock block; its entry in the key-value cache has the sizes of its heads."""
         entry = past_kv_cache_entry
-        # TransformerLens makes all entries of one size; an empty one can be replaced.
+        # TransformerLens gives all entries one size; an empty entry can be replaced.
         if isinstance(entry, TransformerLensKeyValueCacheEntry) and not entry.past_keys.shape[1]:
             shape = len(entry.past_keys), 0, self.cfg.n_key_value_heads or self.cfg.n_heads
             entry.past_keys = entry.past_keys.new_empty((*shape, self.cfg.d_head))
@@ -88,7 +85,7 @@ class AttentionBlock(_WithoutMLP, TransformerBlock):
         return resid_post
 
     def apply_mlp(self, normalized_resid: Tensor) -> Tensor:
-        """The MLP of an attention-only block: zero, visible only to live hooks."""
+        """Return zero for the missing MLP, as a full tensor only for live hooks."""
         if self.cfg.neurons_read_along:
             self.passing.values[self.cfg.layer] = normalized_resid
         return self.hook_mlp_out.zero(normalized_resid)
@@ -98,13 +95,7 @@ class NeuronBlock(_WithoutMLP):
     """Block 2l + 1: the neurons of source layer l as heads, with that layer's ln2 as its ln1."""
 
     def __init__(self, source: TransformerBlock, cfg: BlockConfig, passing: PassState) -> None:
-        """Take over the MLP half of `source`, a clone that nothing else holds.
-
-        Args:
-            source: a stock block with an MLP.
-            cfg: this block's configuration.
-            passing: of the model, as in `AttentionBlock.of`.
-        """
+        """Take over the MLP half of `source`, a clone of a stock block with an MLP."""
         super().__init__()
         assert isinstance(source.mlp, MLP | GatedMLP)
         self.cfg = cfg
@@ -127,13 +118,13 @@ class NeuronBlock(_WithoutMLP):
         past_kv_cache_entry: object = None,
         attention_mask: Tensor | None = None,
     ) -> Residual:
-        """The stream after this block. Its heads see one token each: no mask or cache matters."""
+        """Return the stream after this block. Its heads see one token each: no mask, no cache."""
         post_norm = self.cfg.original_architecture in POST_NORM_ARCHITECTURES
         resid_pre = self.hook_resid_pre(resid_pre)
-        source = self._entered() if self.cfg.neurons_read_along else resid_pre
+        stream = self._entered() if self.cfg.neurons_read_along else resid_pre
         if self.cfg.use_hook_mlp_in:
-            source = self.hook_mlp_in(source.clone())
-        out = self.attn(source if post_norm else self.ln1(source))
+            stream = self.hook_mlp_in(stream.clone())
+        out = self.attn(stream if post_norm else self.ln1(stream))
         if self.cfg.use_normalization_before_and_after:
             out = self.ln1_post(out)
         if post_norm:
@@ -146,23 +137,23 @@ class NeuronBlock(_WithoutMLP):
         return hooked
 
     def _entered(self) -> Residual:
-        """The stream as it entered the attention block of this layer, in this forward pass."""
+        """Return the input of the attention block of this layer, in this forward pass."""
         entered: Residual | None = self.passing.values.pop(self.cfg.layer, None)
         if entered is None:
             raise UnsupportedCallError(
-                "the neuron block of a model with parallel attention and MLP reads the stream "
-                "that entered the attention block before it, so a forward pass cannot start "
-                "between the two: start_at_layer must be even"
+                "the neuron block of a model with parallel attention and MLP reads the input of "
+                "the attention block before it, so a pass cannot start between the two: "
+                "start_at_layer must be even"
             )
         return entered
 
 
 class NoMLP(HookPoint):
-    """`hook_mlp_out` of a block, which has no MLP: a zero, for TransformerLens' attribution.
+    """`hook_mlp_out` of a block without an MLP: zero, for TransformerLens' `attribution_patch`.
 
-    `attribution_patch` requires this point of every block, and a gradient there; a zero activation
-    gets a zero score. A hook may only read here, and only by way of `model.hooks`: whoever edits
-    the output of an MLP means the neuron block, and would silently change nothing.
+    That function requires this hook point in every block, and a gradient; a zero activation gets
+    the score zero. A hook may only read here, and only through `model.hooks`: an edit is meant for
+    the neuron block, and would silently change nothing.
     """
 
     def add_hook(
@@ -174,21 +165,21 @@ class NoMLP(HookPoint):
         *args: Any,
         **kwargs: Any,
     ) -> None:
-        """As in TransformerLens, for `model.hooks` alone, which has a level and checks the rest."""
+        """As in TransformerLens, but only for `model.hooks`, which passes a level."""
         if level is None:
             raise UnsupportedCallError(f"a hook on {self.name}: {NO_MLP}")
         super().add_hook(hook, dir, is_permanent, level, *args, **kwargs)
 
     def zero(self, like: Tensor) -> Tensor:
-        """The output of an absent MLP, as a full tensor only where a hook is there to see it."""
+        """Return zero, as a full tensor only if a hook is live."""
         if not is_live(self):
             return like.new_zeros(())
         with torch.inference_mode(False):  # a tensor of inference mode has no version counter
             zero = torch.zeros_like(like)
         zero = require_grad_like(zero, like)
         version = zero._version
-        seen: Tensor = self(zero)
-        # By address: backward hooks return an alias of their input.
-        if seen.data_ptr() != zero.data_ptr() or zero._version != version:
+        hooked: Tensor = self(zero)
+        # Compare addresses, because backward hooks return an alias of their input.
+        if hooked.data_ptr() != zero.data_ptr() or zero._version != version:
             raise UnsupportedCallError(f"an edit at {self.name}: {NO_MLP}")
-        return seen
+        return hooked

@@ -1,13 +1,13 @@
-"""The activation cache of a converted model, with every component under its right name.
+"""The activation cache of a converted model, with the correct name for every component.
 
-`layer` means a block throughout, as in the rest of TransformerLens' API on a converted model;
-labels speak of source layers: the output of block 2l + 1 is `5_mlp_out` for l = 5, and its
-neuron-heads are `L5N0 …`.
+`layer` means a block, as in the rest of TransformerLens' API on a converted model. Labels name
+source layers: the output of block 2l + 1 is `5_mlp_out` for l = 5, and its neuron-heads are
+`L5N0 …`.
 
-TransformerLens' own methods make the stacks of whole blocks. Its stacks of heads and neurons cannot
-serve, not even with a stock skeleton and a renamed cache: they have one count of heads and neurons
-for all layers, end at whole layers, and leave out the norms after blocks (OLMo 2; Gemma 2 and 3),
-without which the parts miss the stream by a multiple of it.
+TransformerLens' own methods stack the outputs of whole blocks. Its stacks of heads and neurons
+cannot be used: they assume one number of heads and neurons for all layers, end at whole layers, and
+leave out the norms after blocks (OLMo 2; Gemma 2 and 3), without which the components do not sum to
+the stream.
 """
 
 from collections.abc import Sequence
@@ -22,18 +22,22 @@ from transformer_lens.utilities.architectures import POST_NORM_ARCHITECTURES
 
 from attn_only_lens.errors import UnsupportedCallError
 from attn_only_lens.heads.names import HeadName
-from attn_only_lens.models.two_blocks.block_numbers import block_kind, block_layer, neurons_block
 from attn_only_lens.models.two_blocks.config import AttentionOnlyConfig
-from attn_only_lens.models.two_blocks.get_act_patch import (
+from attn_only_lens.models.two_blocks.half_layers import (
     HALF_LAYER_POINTS,
+    block_kind,
+    block_layer,
+    neurons_block,
     sweep_of_caller,
     written_at,
 )
-from attn_only_lens.models.two_blocks.head_rows import HeadRows
+from attn_only_lens.models.two_blocks.stacks import HeadRows
+
+_MLP_POINTS = (".mlp.", ".ln2", "hook_mlp_in", "hook_mlp_out", "hook_resid_mid")
 
 
 def refuse_mlp_input(mlp_input: bool) -> None:
-    """Refuse to look for an input half-way through a block of a converted model."""
+    """Refuse `mlp_input`, an input in the middle of a block."""
     if mlp_input:
         raise UnsupportedCallError(
             "mlp_input on a converted model: a block has one input. The input of the neurons of "
@@ -58,25 +62,24 @@ class AttentionOnlyCache(ActivationCache):
         if not isinstance(model.cfg, AttentionOnlyConfig):
             raise UnsupportedCallError(
                 f"got a cache of a {type(model).__name__}; expected one of a model that convert "
-                "made: any other has transformer_lens' ActivationCache"
+                "made: other models have transformer_lens' ActivationCache"
             )
         super().__init__(cache_dict, model, has_batch_dim)
         if model.cfg.positional_embedding_type == "shortformer":
             self.has_pos_embed = False  # they are added to queries and keys, not to the stream
 
     def __getitem__(self, key: Any) -> Tensor:
-        """As in TransformerLens: `cache["pattern", 11]`; the names of an MLP raise."""
+        """As in TransformerLens, `cache["pattern", 11]`; the names of an MLP raise an error."""
         if key not in self.cache_dict:
-            parts = (key,) if isinstance(key, str) else tuple(key)
-            if len(parts) > 1 and isinstance(parts[1], int) and parts[1] < 0:
-                parts = (parts[0], self.model.cfg.n_layers + parts[1], *parts[2:])
-            key = get_act_name(*parts)
-            gone = (".mlp.", ".ln2", "hook_mlp_in", "hook_mlp_out", "hook_resid_mid")
-            if key.endswith(HALF_LAYER_POINTS) and sweep_of_caller(1) is not None:
+            path = (key,) if isinstance(key, str) else tuple(key)
+            if len(path) > 1 and isinstance(path[1], int) and path[1] < 0:
+                path = (path[0], self.model.cfg.n_layers + path[1], *path[2:])
+            key = get_act_name(*path)
+            if key.endswith(HALF_LAYER_POINTS) and sweep_of_caller() is not None:
                 written = written_at(key)
                 # The sweep patches nothing in a block of attention heads, so any value will do.
                 return self[written] if written else torch.zeros((), device="cpu")
-            if any(part in key for part in gone):
+            if any(name in key for name in _MLP_POINTS):
                 raise UnsupportedCallError(
                     f"{key} on a converted model: the MLP of source layer l is block 2l + 1. Use "
                     'cache["attn_out", 2l+1] for mlp_out, cache["resid_pre", 2l+1] for resid_mid '
@@ -84,8 +87,8 @@ class AttentionOnlyCache(ActivationCache):
                     "bilinear gates, these are of heads: model.blocks[2l+1].attn.neuron_outputs(z) "
                     "sums those of each neuron)"
                 )
-        found: Tensor = self.cache_dict[key]
-        return found
+        activation: Tensor = self.cache_dict[key]
+        return activation
 
     def accumulated_resid(
         self,
@@ -96,14 +99,14 @@ class AttentionOnlyCache(ActivationCache):
         mlp_input: bool = False,
         return_labels: bool = False,
     ) -> Any:
-        """The residual stream before each source layer, up to block `layer`.
+        """Return the residual stream before each source layer, up to block `layer`.
 
-        With `incl_mid`, before the neurons of each layer too (`3_mid`). Ends with the input of
-        block `layer` itself. Values and labels are those of the source model.
+        With `incl_mid`, also before the neurons of each layer (`3_mid`). The last entry is the
+        input of block `layer`. Values and labels are those of the source model.
         """
         refuse_mlp_input(mlp_input)
         end = self._end(layer)
-        whole: Any = super().accumulated_resid(end, apply_ln=apply_ln, pos_slice=pos_slice)
+        stack: Any = super().accumulated_resid(end, apply_ln=apply_ln, pos_slice=pos_slice)
         labels = {}
         for block in range(end + 1):
             middle = block_kind(block) == "neuron"
@@ -111,7 +114,7 @@ class AttentionOnlyCache(ActivationCache):
                 labels[block] = f"{block_layer(block)}_{'mid' if middle else 'pre'}"
         if end == self.model.cfg.n_layers:
             labels[end] = "final_post"
-        components = whole[list(labels)]
+        components = stack[list(labels)]
         return (components, list(labels.values())) if return_labels else components
 
     def decompose_resid(
@@ -124,25 +127,21 @@ class AttentionOnlyCache(ActivationCache):
         incl_embeds: bool = True,
         return_labels: bool = False,
     ) -> Any:
-        """The outputs of the blocks before block `layer`, neuron blocks as the MLP part."""
+        """Return the outputs of the blocks before block `layer`; neuron blocks count as MLPs."""
         refuse_mlp_input(mlp_input)
         if mode not in ("all", "attn", "mlp"):
             raise ValueError(f"got mode={mode!r}; expected 'all', 'attn' or 'mlp'")
         end = self._end(layer)
-        whole, names = super().decompose_resid(
-            end,
-            apply_ln=apply_ln,
-            pos_slice=pos_slice,
-            incl_embeds=incl_embeds,
-            return_labels=True,
+        stack, names = super().decompose_resid(
+            end, apply_ln=apply_ln, pos_slice=pos_slice, incl_embeds=incl_embeds, return_labels=True
         )
         n_embeds = len(names) - end
         labels = dict(enumerate(names[:n_embeds]))
         for block in range(end):
-            part = "mlp" if block_kind(block) == "neuron" else "attn"
-            if mode in ("all", part):
-                labels[n_embeds + block] = f"{block_layer(block)}_{part}_out"
-        components = whole[list(labels)]
+            sublayer = "mlp" if block_kind(block) == "neuron" else "attn"
+            if mode in ("all", sublayer):
+                labels[n_embeds + block] = f"{block_layer(block)}_{sublayer}_out"
+        components = stack[list(labels)]
         return (components, list(labels.values())) if return_labels else components
 
     def stack_head_results(
@@ -161,17 +160,17 @@ class AttentionOnlyCache(ActivationCache):
 
             layer=model.cfg.n_layers // 2    in einops.rearrange(stack, "(layer head) ... -> ...")
 
-        `HeadRows` raises for a split by `cfg.n_layers` itself.
+        The result, a `HeadRows`, raises an error for a split by `cfg.n_layers` itself.
 
         Args:
             layer: a block; -1 for all blocks.
             return_labels: whether to return the name of the head of each row, too.
             incl_remainder: whether to add a row with the rest of the stream.
             pos_slice: positions; all by default.
-            apply_ln: whether to apply the norm at the entry of block `layer`.
-            neurons: whether to return neuron-heads too, block by block: L0H0 …, L0N0 …, L1H0 …
-                They are d_mlp vectors of d_model a token for each neuron block;
-                `stack_neuron_results` with `project_output_onto` needs far less memory.
+            apply_ln: whether to apply the norm at the input of block `layer`.
+            neurons: whether to add neuron-heads, block by block: L0H0 …, L0N0 …, L1H0 … Each neuron
+                block then takes d_mlp vectors of d_model a token; `stack_neuron_results` with
+                `project_output_onto` needs far less memory.
         """
         stack = _Stack(self, layer, pos_slice, apply_ln)
         for block in range(stack.end):
@@ -180,7 +179,7 @@ class AttentionOnlyCache(ActivationCache):
         return stack.finish_rows(incl_remainder, return_labels)
 
     def compute_head_results(self) -> None:
-        """Add `hook_result` of every block to the cache, where it is missing."""
+        """Add `hook_result` of every block to the cache, if it is missing."""
         for block in range(self.model.cfg.n_layers):
             self.cache_dict[f"blocks.{block}.attn.hook_result"] = self._results(block)
 
@@ -191,7 +190,7 @@ class AttentionOnlyCache(ActivationCache):
         pos_slice: Any = None,
         project_output_onto: Tensor | None = None,
     ) -> Tensor:
-        """The output of each neuron-head of block `layer`: z · W_out, normed where that is."""
+        """Return the output of each neuron-head of block `layer`: z · W_out, after its norm."""
         if not 0 <= layer < self.model.cfg.n_layers or block_kind(layer) != "neuron":
             raise UnsupportedCallError(
                 f"got layer={layer}; expected a neuron block, 2 * l + 1 for source layer l "
@@ -204,7 +203,7 @@ class AttentionOnlyCache(ActivationCache):
         W_out = norm.rescale(_slice(neuron_slice).apply(attn.W_out, dim=0))
         if project_output_onto is None:
             return acts[..., None] * W_out
-        # Project first: the [..., d_mlp, d_model] intermediate is never made.
+        # Projecting first avoids the intermediate [..., d_mlp, d_model].
         projected = W_out @ project_output_onto
         return acts * projected if projected.ndim == 1 else acts[..., None] * projected
 
@@ -220,8 +219,7 @@ class AttentionOnlyCache(ActivationCache):
     ) -> Any:
         """Stack the outputs of every neuron-head before block `layer`: `L0N0`, `L0N1`, …
 
-        Rows and labels are those of the source. As in `stack_head_results`, they split by source
-        layers, `cfg.n_layers // 2`.
+        Rows and labels are those of the source. Split them by source layers, `cfg.n_layers // 2`.
         """
         stack = _Stack(self, layer, pos_slice, apply_ln, project_output_onto)
         for block in range(neurons_block(0), stack.end, 2):
@@ -238,9 +236,9 @@ class AttentionOnlyCache(ActivationCache):
         return_labels: bool = False,
         project_output_onto: Tensor | None = None,
     ) -> Any:
-        """Attention heads, then neuron-heads (or whole neuron blocks), embeddings, summed biases.
+        """Return attention heads, neuron-heads (or neuron blocks), embeddings and summed biases.
 
-        The order, values and labels of the source model's own decomposition.
+        Order, values and labels are those of the source model's own decomposition.
         """
         refuse_mlp_input(mlp_input)
         stack = _Stack(self, layer, pos_slice, apply_ln, project_output_onto)
@@ -251,8 +249,8 @@ class AttentionOnlyCache(ActivationCache):
                 stack.add_neurons(block)
             else:
                 stack.add_activation(f"{block_layer(block)}_mlp_out", self["attn_out", block])
-        for name, there in (("embed", self.has_embed), ("pos_embed", self.has_pos_embed)):
-            if there:
+        for name, present in (("embed", self.has_embed), ("pos_embed", self.has_pos_embed)):
+            if present:
                 stack.add_activation(name, self[f"hook_{name}"])
         bias = torch.zeros_like(stack.at_positions(self["resid_pre", 0]))
         for block in range(0, stack.end, 1 if expand_neurons else 2):
@@ -263,16 +261,16 @@ class AttentionOnlyCache(ActivationCache):
     def stack_activation(
         self, activation_name: str, layer: int = -1, sublayer_type: str | None = None
     ) -> Tensor:
-        """Stack an activation over blocks, where blocks of both kinds have it in one shape."""
-        found = [self[activation_name, block, sublayer_type] for block in range(self._end(layer))]
-        shapes = sorted({tuple(activation.shape) for activation in found})
+        """Stack an activation over blocks, if it has the same shape in blocks of both kinds."""
+        activations = [self[activation_name, b, sublayer_type] for b in range(self._end(layer))]
+        shapes = sorted({tuple(activation.shape) for activation in activations})
         if len(shapes) > 1:
             raise UnsupportedCallError(
                 f"stack_activation({activation_name!r}): its shapes in the blocks are {shapes}. "
-                "Stack one kind, where source layers are of one size: "
+                "Stack one kind, if source layers have the same size: "
                 f"torch.stack([cache[{activation_name!r}, 2 * l + 1] for l in range(n_layers)])"
             )
-        return torch.stack(found)
+        return torch.stack(activations)
 
     def apply_ln_to_stack(
         self,
@@ -284,7 +282,7 @@ class AttentionOnlyCache(ActivationCache):
         has_batch_dim: bool = True,
         recompute_ln: bool = False,
     ) -> Tensor:
-        """As in TransformerLens, for the norm at the entry of block `layer`."""
+        """As in TransformerLens, for the norm at the input of block `layer`."""
         refuse_mlp_input(mlp_input)
         end = self._end(layer)
         self._require_norm(end)
@@ -316,14 +314,14 @@ class AttentionOnlyCache(ActivationCache):
         return end
 
     def _require_norm(self, block: int) -> None:
-        """Refuse to apply a block's norm to the stream where the model does not either."""
+        """Refuse to apply the norm of a block to the stream if the model does not do so."""
         cfg = self.model.cfg
         if block == cfg.n_layers or cfg.normalization_type is None:
             return
         if cfg.original_architecture in POST_NORM_ARCHITECTURES:
             raise UnsupportedCallError(
-                f"apply_ln at block {block}: this model normalises what a block writes, not what "
-                "it reads. Use apply_ln=False, or layer=-1 for the final norm"
+                f"apply_ln at block {block}: this model normalises the output of a block, not its "
+                "input. Use apply_ln=False, or layer=-1 for the final norm"
             )
         if cfg.parallel_attn_mlp and block_kind(block) == "neuron":
             raise UnsupportedCallError(
@@ -333,11 +331,11 @@ class AttentionOnlyCache(ActivationCache):
 
 
 class _OutputNorm:
-    """The norm between the heads of one block and the stream, at the scales of one run.
+    """The norm between the heads of one block and the stream, with the scales of one forward pass.
 
-    Where there is one (OLMo 2; Gemma 2 and 3), head results do not add up to the block's output. At
-    the scale of the run the norm is a linear map, the same for every head of the block; applied to
-    each head's result, it makes them add up again.
+    With such a norm (OLMo 2; Gemma 2 and 3), head results do not add up to the block's output. At a
+    fixed scale the norm is a linear map, the same for every head of the block; applied to each
+    head's result, it makes them add up again.
     """
 
     def __init__(self, cache: AttentionOnlyCache, block: int, positions: Slice) -> None:
@@ -368,17 +366,17 @@ class _OutputNorm:
         return amounts if self.norm is None else amounts / self.scale
 
     def bias(self) -> Float[Tensor, "... d_model"]:
-        """The contribution of the block's output bias, and of the norm's own, to the stream."""
+        """Return what the output bias of the block and the bias of the norm add to the stream."""
         output: Any = self.block.attn
         written = self.divide(self.rescale(output.b_O))
-        own = getattr(self.norm, "b", None)
-        return written if own is None else written + own
+        norm_bias = getattr(self.norm, "b", None)
+        return written if norm_bias is None else written + norm_bias
 
 
 class _Stack:
-    """Components of the stream before a block, at some positions, normed and projected on request.
+    """Components of the stream before a block, at some positions, perhaps normed and projected.
 
-    With both a norm and a projection P nothing of size d_model is normed: at a fixed scale s,
+    With both a norm and a projection P, nothing of size d_model is normed: at a fixed scale s,
     LN(x) @ P = x @ (P - mean of P over d_model) / s, since centring is its own transpose.
     """
 
@@ -397,7 +395,7 @@ class _Stack:
             if apply_ln and cache.model.cfg.normalization_type in ("LN", "LNPre"):
                 columns = columns - columns.mean(dim=0, keepdim=True)
             self.columns = columns
-        self.parts: list[Tensor] = []
+        self.components: list[Tensor] = []
         self.labels: list[str] = []
 
     def at_positions(self, activation: Tensor) -> Tensor:
@@ -407,8 +405,8 @@ class _Stack:
     def _project(self, components: Tensor) -> Tensor:
         return components if self.columns is None else components @ self.columns
 
-    def add(self, labels: Sequence[str], components: Float[Tensor, "part ... d_model"]) -> None:
-        self.parts.append(self._project(components))
+    def add(self, labels: Sequence[str], rows: Float[Tensor, "row ... d_model"]) -> None:
+        self.components.append(self._project(rows))
         self.labels += labels
 
     def add_activation(self, label: str, activation: Tensor) -> None:
@@ -422,18 +420,16 @@ class _Stack:
     def add_neurons(self, block: int, wanted: Any = None) -> None:
         layer = block_layer(block)
         d_mlp = self.cache.model.cfg.layer_sizes[layer].d_mlp
-        try:  # an integer takes one neuron, whose axis stays
+        try:  # an integer selects one neuron, and keeps its axis
             neurons = _slice(wanted).apply(torch.arange(d_mlp, device="cpu"), dim=0).reshape(-1)
         except IndexError as error:
             raise UnsupportedCallError(
                 f"got neuron_slice={wanted!r}; source layer {layer} has neurons 0 to {d_mlp - 1}. "
                 "Use get_neuron_results(2 * l + 1, …) for one source layer l"
             ) from error
-        found = self.cache.get_neuron_results(block, neurons, self.positions, self.columns)
-        self.parts.append(found.movedim(-2, 0))
-        self.labels += [
-            str(HeadName(block_layer(block), "neuron", each)) for each in neurons.tolist()
-        ]
+        results = self.cache.get_neuron_results(block, neurons, self.positions, self.columns)
+        self.components.append(results.movedim(-2, 0))
+        self.labels += [str(HeadName(layer, "neuron", neuron)) for neuron in neurons.tolist()]
 
     def finish_rows(self, incl_remainder: bool, return_labels: bool) -> Any:
         """Return `finish` of a stack of heads, as `HeadRows`."""
@@ -442,11 +438,11 @@ class _Stack:
         return (rows, labels) if return_labels else rows
 
     def finish(self, incl_remainder: bool, return_labels: bool) -> Any:
-        """Join the components, add what they leave of the stream, and norm them."""
+        """Join the components, add the rest of the stream if asked to, and norm them."""
         cache, end = self.cache, self.end
         stream = cache["resid_post", end - 1] if end else cache["resid_pre", 0]
         stream = self._project(self.at_positions(stream))
-        components = torch.cat([stream.new_zeros((0, *stream.shape)), *self.parts])
+        components = torch.cat([stream.new_zeros((0, *stream.shape)), *self.components])
         if incl_remainder:
             components = torch.cat([components, (stream - components.sum(dim=0))[None]])
             self.labels.append("remainder")
@@ -461,5 +457,5 @@ class _Stack:
 
 
 def _slice(wanted: Any) -> Slice:
-    """A TransformerLens `Slice`; an integer removes its axis, as in `ActivationCache`."""
+    """Return a TransformerLens `Slice`; an integer removes its axis, as in `ActivationCache`."""
     return wanted if isinstance(wanted, Slice) else Slice(wanted)

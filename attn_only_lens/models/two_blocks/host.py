@@ -1,21 +1,19 @@
-"""Converted models as hosts: two blocks a layer, called one by one."""
+"""Hosts of converted models: two blocks a layer, called one by one."""
 
 from typing import Any, Literal
 
 import torch
 
 from attn_only_lens.axes import Residual
-from attn_only_lens.engine.attached_hooks import weight_hook_reasons
 from attn_only_lens.engine.replay.base import Joined, Replay
 from attn_only_lens.engine.replay.hooked import HookedReplay
-from attn_only_lens.errors import InputError
-from attn_only_lens.heads.host import CHANGED, HeadKind, PassState
+from attn_only_lens.heads.host import HeadKind, PassState
 from attn_only_lens.models.host import HookedTransformerHost
 from attn_only_lens.models.norms import LayerNorms, hooked_norms
 from attn_only_lens.models.shared_weights import parted_reasons
 from attn_only_lens.models.two_blocks.attention import BilinearAttention, NeuronAttention
-from attn_only_lens.models.two_blocks.block_numbers import block_layer, heads_block, neurons_block
 from attn_only_lens.models.two_blocks.blocks import AttentionBlock, NeuronBlock
+from attn_only_lens.models.two_blocks.half_layers import block_layer, heads_block, neurons_block
 from attn_only_lens.models.two_blocks.known_modules import module_reasons
 from attn_only_lens.tl import Attention, GroupedQueryAttention
 
@@ -33,7 +31,7 @@ class TwoBlocksHost(HookedTransformerHost):
         return [block.attn for block in self.model.blocks[1::2]]
 
     def reasons(self) -> list[str]:
-        """Return which modules were replaced, or have another forward pass."""
+        """Return which modules were replaced or have another forward pass."""
         reasons = parted_reasons(self.model) + module_reasons(self.model)
         for name, block in self.model.blocks.named_children():
             for path, module, known in (
@@ -49,7 +47,7 @@ class TwoBlocksHost(HookedTransformerHost):
 
     @property
     def passing(self) -> PassState:
-        """The values of a forward pass, which all blocks share."""
+        """The values of a forward pass, shared by all blocks."""
         passing: PassState = self.model.passing
         return passing
 
@@ -59,25 +57,20 @@ class TwoBlocksHost(HookedTransformerHost):
         return [block.cfg.n_heads for block in self.model.blocks[::2]]
 
     def block(self, layer: int, kind: HeadKind) -> int:
-        """Block 2l or 2l + 1."""
+        """Return block 2l or 2l + 1."""
         return heads_block(layer) if kind == "attention" else neurons_block(layer)
 
     def gates(self) -> list[dict[str, Any]]:
-        """The gates of the model, for each layer."""
+        """Return the gates of the model, for each layer."""
         return [dict(self.model.cfg.gating.to_json()) for _ in self.neurons]
 
     def stream_hook(self, layer: int, point: Literal["pre", "mid", "post"]) -> str:
-        """Return the input of one of the two blocks, or the output of the second."""
+        """Return the hook point of the input of a block, or of the output of the second."""
         block = heads_block(layer) if point == "pre" else neurons_block(layer)
         return f"blocks.{block}.hook_resid_{'post' if point == 'post' else 'pre'}"
 
-    def require_weights(self) -> None:
-        """Check the weights, and refuse torch hooks that may change what they compute."""
-        super().require_weights()
-        InputError.raise_if(weight_hook_reasons(self.model), CHANGED)
-
     def norms(self) -> list[LayerNorms]:
-        """The norms of each source layer, half of them in each block."""
+        """Return the norms of each source layer, half of them in each block."""
         blocks = self.model.blocks
         names = ("ln1", "ln1_post")
         modules = [
@@ -87,7 +80,7 @@ class TwoBlocksHost(HookedTransformerHost):
         return hooked_norms(self.model.cfg, [block.attn for block in blocks[::2]], modules)
 
     def replay(self, recording: Any, metric: Any, precise: Any = None) -> Replay:
-        """Block by block."""
+        """Return a replay, block by block."""
         return _TwoBlocksReplay(self.model, recording, metric, precise)
 
 
@@ -97,11 +90,12 @@ class _TwoBlocksReplay(HookedReplay):
             return super()._run(joined, end)
 
     def enter(self, joined: Joined, block: int) -> None:
-        """In a parallel model, give neurons what entered the attention block before theirs.
+        """In a parallel model, give neurons the recorded input of the attention block before
+        theirs.
 
-        No variant that begins between the two blocks has moved that.
+        A variant that begins between the two blocks has not changed that input.
         """
-        n = sum(len(each.stream) for each in joined.entering(block)) // self.batch
+        n = sum(len(variant.stream) for variant in joined.entering(block)) // self.batch
         if not (self.model.cfg.parallel_attn_mlp and block % 2 and n):
             return
         values, layer = self.model.passing.values, block_layer(block - 1)

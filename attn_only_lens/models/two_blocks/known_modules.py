@@ -1,4 +1,4 @@
-"""Reasons why it is not known what a HookedTransformer computes, from its settings and modules."""
+"""Reasons why the computation of a HookedTransformer is unknown, by its settings and modules."""
 
 from typing import Any
 
@@ -28,10 +28,10 @@ _NORM_TYPES = ("LN", "LNPre", "RMS", "RMSPre", None)
 def reasons_against(
     model: object, *, needs_mlp: bool = True, silu: GeneralizedSiLU | None = None
 ) -> list[str]:
-    """List why this model cannot be converted exactly. Changes nothing.
+    """Return why this model cannot be converted exactly. Changes nothing.
 
-    Without `needs_mlp`, list why it is not known what it computes, with MLPs or without. Hooks are
-    another matter: `hook_reasons`. With `silu`, its activation is to be that, whatever its name.
+    Without `needs_mlp`, models without MLPs are allowed. With `silu`, require this activation.
+    Hooks are not checked here: see `hook_reasons`.
     """
     if not isinstance(model, HookedTransformer):
         return [
@@ -40,14 +40,12 @@ def reasons_against(
         ]
     cfg: Any = model.cfg
     if cfg.attn_only and needs_mlp:
-        return ["it is attention-only already: there is no MLP to convert"]
+        return ["it is attention-only already: it has no MLP to convert"]
     obstacles = {
-        f"it is a {type(model).__qualname__}, a subclass whose forward pass is not known to "
-        "be HookedTransformer's; load its weights into a HookedTransformer": (
-            type(model) is not HookedTransformer
-        ),
-        f"its act_fn is {cfg.act_fn!r}, which is not q times a weight in [0, 1] of q alone; "
-        f"expected one of {', '.join(sorted(GATES))}": (
+        f"it is a {type(model).__qualname__}, a subclass whose forward pass may differ; load its "
+        "weights into a HookedTransformer": (type(model) is not HookedTransformer),
+        f"its act_fn is {cfg.act_fn!r}, which is not q times a function of q with values in "
+        f"[0, 1]; expected one of {', '.join(sorted(GATES))}": (
             not cfg.attn_only and silu is None and cfg.act_fn not in GATES
         ),
         f"it is a mixture of {cfg.num_experts} experts: which MLP runs is routed": cfg.num_experts,
@@ -70,7 +68,7 @@ def reasons_against(
 
 
 def structure_reasons(model: HookedTransformer) -> list[str]:
-    """List why it is not known what a model's blocks compute, up to their activation."""
+    """Return why the computation of a model's blocks is unknown, except for their activation."""
     reasons = module_reasons(model)
     for layer, block in enumerate([] if reasons else model.blocks):
         reasons += [f"layer {layer}: {reason}" for reason in _block_reasons(block, model.cfg)]
@@ -78,11 +76,11 @@ def structure_reasons(model: HookedTransformer) -> list[str]:
 
 
 def module_reasons(model: HookedTransformer) -> list[str]:
-    """List why it is not known what a model's modules compute, of whichever classes they are."""
+    """Return why the computation of a model's modules is unknown, whatever their classes."""
     reasons = []
     if len(model.blocks) != model.cfg.n_layers:
         reasons.append(
-            f"it has {len(model.blocks)} blocks where cfg.n_layers says {model.cfg.n_layers}; set "
+            f"it has {len(model.blocks)} blocks, but cfg.n_layers is {model.cfg.n_layers}; set "
             "cfg.n_layers"
         )
     replaced = [
@@ -92,7 +90,7 @@ def module_reasons(model: HookedTransformer) -> list[str]:
     ]
     if replaced:
         names = ", ".join(replaced[:3]) + (", …" if len(replaced) > 3 else "")
-        reasons.append(f"forward was replaced on {names}; what it computes is not known")
+        reasons.append(f"forward was replaced on {names}; its computation is unknown")
     if any(parameter.is_inference() for parameter in model.parameters()):
         reasons.append("its weights are inference tensors; build it outside torch.inference_mode()")
     return reasons
@@ -128,17 +126,18 @@ def _block_reasons(block: Any, cfg: Any) -> list[str]:
 
 
 def _activation_reasons(act_fn: Any, name: str, silu: GeneralizedSiLU | None) -> list[str]:
-    """Compare the activation that the model calls with the gate of its name, in float64."""
+    """Compare the activation that the model calls with its gate, in float64."""
     gate = GATES[name] if silu is None else silu.gate
     q = torch.linspace(-12.0, 12.0, 193, dtype=torch.float64, device="cpu")
     with torch.no_grad():
-        got, expected = act_fn(q), gate.activation(q)
-    if got.shape == q.shape and torch.allclose(got, expected, rtol=1e-12, atol=1e-14):
+        computed, expected = act_fn(q), gate.activation(q)
+    same_shape = computed.shape == q.shape
+    if same_shape and torch.allclose(computed, expected, rtol=1e-12, atol=1e-14):
         return []
-    worst = (got - expected).abs().max().item() if got.shape == q.shape else float("nan")
+    worst = (computed - expected).abs().max().item() if same_shape else float("nan")
     if silu is not None:
-        return [f"its act_fn is not {gate.name}, which was given: they differ by {worst:.2g}"]
+        return [f"its act_fn is not {gate.name}, as given: they differ by {worst:.2g}"]
     return [
-        f"its act_fn is not {name}, which cfg.act_fn promises: they differ by {worst:.2g}; if it "
+        f"its act_fn is not {name}, the name in cfg.act_fn: they differ by {worst:.2g}; if it "
         "is a_1 SiLU(a_2 x), pass gate=GeneralizedSiLU(a_1, a_2)"
     ]

@@ -1,4 +1,4 @@
-"""A converted model: a `HookedTransformer` whose every head has a name."""
+"""A converted model: a `HookedTransformer` in which every head has a name."""
 
 from typing import Any
 
@@ -12,9 +12,9 @@ from attn_only_lens.heads.host import CHANGED, PassState, WithNeuronHeads
 from attn_only_lens.heads.names import head_labels
 from attn_only_lens.heads.patterns import neuron_gate, neuron_pattern
 from attn_only_lens.models.shared_weights import parted_reasons
-from attn_only_lens.models.two_blocks.block_numbers import block_kind, block_layer
 from attn_only_lens.models.two_blocks.cache import AttentionOnlyCache, refuse_mlp_input
 from attn_only_lens.models.two_blocks.config import AttentionOnlyConfig
+from attn_only_lens.models.two_blocks.half_layers import block_kind, block_layer
 from attn_only_lens.models.two_blocks.host import TwoBlocksHost
 from attn_only_lens.models.two_blocks.refusals import ConvertedHookChecks, Refusals
 from attn_only_lens.models.two_blocks.stacks import HeadStack, StackedWeight
@@ -22,16 +22,15 @@ from attn_only_lens.tl import HookedTransformer, HookedTransformerConfig
 
 
 class AttentionOnlyTransformer(Refusals, ConvertedHookChecks, WithNeuronHeads):
-    """A `HookedTransformer` made of attention alone, as `convert` returns it.
+    """A `HookedTransformer` of attention only, as `convert` returns it.
 
     Block 2l holds the attention heads of source layer l, block 2l + 1 its neurons as heads of
-    width 1. Wherever TransformerLens takes a layer, it means a block here; wherever a head is
-    named, the name speaks of source layers (`L5H3`, `L5N1234`). A call of TransformerLens that
-    has no right answer raises `UnsupportedCallError` and names the one to use.
+    width 1. A layer argument of TransformerLens means a block here; names of heads refer to source
+    layers (`L5H3`, `L5N1234`). A call that has no correct answer raises `UnsupportedCallError` and
+    names the call to use.
 
-    Source layers may differ in their numbers of heads and neurons, and in the widths of queries
-    and keys (d_head) and of values (d_value): `cfg.layer_sizes`. Those of a model that `convert`
-    made do not.
+    After growth, source layers may differ in their numbers of heads and neurons, and in the widths
+    of queries and keys (d_head) and of values (d_value): `cfg.layer_sizes`.
 
     Example:
         >>> from attn_only_lens import convert, pretrained
@@ -56,10 +55,10 @@ class AttentionOnlyTransformer(Refusals, ConvertedHookChecks, WithNeuronHeads):
 
     @property
     def passing(self) -> PassState:
-        """The values that blocks of a parallel model leave for each other in a forward pass."""
+        """The values that blocks leave for each other in a forward pass."""
         block: Any = self.blocks[0]
-        found: PassState = block.passing
-        return found
+        passing: PassState = block.passing
+        return passing
 
     # Names and weights
 
@@ -84,7 +83,7 @@ class AttentionOnlyTransformer(Refusals, ConvertedHookChecks, WithNeuronHeads):
         return HeadStack("neuron", tuple(block.attn for block in self.blocks[1::2]))
 
     def head_labels(self, block: int) -> list[str]:
-        """The name of every head of one block, in the order of its head_index."""
+        """Return the name of every head of one block, in the order of its head_index."""
         if not 0 <= block < self.cfg.n_layers:
             raise UnsupportedCallError(
                 f"got block={block}; expected 0 to {self.cfg.n_layers - 1}: source layer l is "
@@ -96,23 +95,22 @@ class AttentionOnlyTransformer(Refusals, ConvertedHookChecks, WithNeuronHeads):
     def all_head_labels(self, neurons: bool = False) -> list[str]:
         """Return the name of every attention head, as in the source: L0H0, L0H1, …, L1H0, …
 
-        Args:
-            neurons: whether to name neuron-heads too, block by block: L0H0 …, L0N0 …, L1H0 …
+        With `neurons`, name neuron-heads too, block by block: L0H0 …, L0N0 …, L1H0 …
         """
         blocks = range(0, len(self.blocks), 1 if neurons else 2)
         return [label for block in blocks for label in self.head_labels(block)]
 
     @property
     def heads_per_neuron(self) -> int:
-        """Heads that share a neuron: 1 for exact gates."""
+        """The number of heads that share a neuron: 1 for exact gates."""
         return self.cfg.gating.heads_per_neuron
 
     def neuron_pattern(self, cache: ActivationCache, name: str) -> Float[Tensor, "batch pos key=2"]:
-        """The pattern over (self, bias) of one neuron-head; see `neuron_pattern`."""
+        """Return the pattern over (self, bias) of one neuron-head; see `neuron_pattern`."""
         return neuron_pattern(cache, name)
 
     def neuron_gate(self, cache: ActivationCache, name: str) -> Float[Tensor, "batch pos"]:
-        """The gate that the heads of one neuron form together; see `neuron_gate`."""
+        """Return the joint gate of the heads of one neuron; see `neuron_gate`."""
         return neuron_gate(cache, name)
 
     W_in: Any = StackedWeight()
@@ -134,12 +132,12 @@ class AttentionOnlyTransformer(Refusals, ConvertedHookChecks, WithNeuronHeads):
     def accumulated_bias(
         self, layer: int, mlp_input: bool = False, include_mlp_biases: bool = True
     ) -> Float[Tensor, "d_model"]:
-        """The sum of the output biases of the blocks before block `layer`.
+        """Return the sum of the output biases of the blocks before block `layer`.
 
         Args:
             layer: a block, in [0, 2L]; the input of source layer l's neurons is block 2l + 1.
-            mlp_input: must be False: a block has one input.
-            include_mlp_biases: whether to count neuron blocks.
+            mlp_input: must be False, because a block has one input.
+            include_mlp_biases: whether to include neuron blocks.
 
         Raises:
             UnsupportedCallError: `mlp_input` is set, or `layer` is out of range.
@@ -162,7 +160,7 @@ class AttentionOnlyTransformer(Refusals, ConvertedHookChecks, WithNeuronHeads):
             return super().forward(input, *args, **kwargs)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Refuse to copy or pickle a model that `forward` refuses: a copy would not be refused."""
+        """Refuse to copy or pickle a model that `forward` refuses, since a copy would run."""
         UnsupportedModelError.raise_if(parted_reasons(self), CHANGED)
         return self.__dict__
 
@@ -177,10 +175,10 @@ class AttentionOnlyTransformer(Refusals, ConvertedHookChecks, WithNeuronHeads):
         """As `HookedTransformer.run_with_cache`, with an `AttentionOnlyCache`.
 
         Raises:
-            UnsupportedCallError: `names_filter` names a hook point that does not exist, or that
-                does not fire as the model is set; TransformerLens would return without it.
+            UnsupportedCallError: `names_filter` names a hook point that does not exist or does not
+                fire under the present settings; TransformerLens would silently leave it out.
         """
-        # Past the stock method, which would wrap the result in the stock cache.
+        # Skip the stock method, which would wrap the result in the stock cache.
         out, cache = super(HookedTransformer, self).run_with_cache(
             *model_args, remove_batch_dim=remove_batch_dim, names_filter=names_filter, **kwargs
         )
@@ -188,7 +186,7 @@ class AttentionOnlyTransformer(Refusals, ConvertedHookChecks, WithNeuronHeads):
             return out, AttentionOnlyCache(cache, self, has_batch_dim=not remove_batch_dim)
         return out, cache
 
-    # Settings whose stock form looks at the wrong configuration
+    # Settings for which the stock method reads the wrong configuration
 
     def set_use_hook_mlp_in(self, use_hook_mlp_in: bool) -> None:
         """Toggle `hook_mlp_in`, the neuron block's own copy of its input stream."""
@@ -196,7 +194,7 @@ class AttentionOnlyTransformer(Refusals, ConvertedHookChecks, WithNeuronHeads):
 
     def set_use_attn_in(self, use_attn_in: bool) -> None:
         """Toggle `hook_attn_in` of the attention heads (not with grouped queries)."""
-        if use_attn_in and any(each.n_key_value_heads for each in self.cfg.layer_sizes):
+        if use_attn_in and any(sizes.n_key_value_heads for sizes in self.cfg.layer_sizes):
             raise UnsupportedCallError(
                 "hook_attn_in with grouped-query attention: call set_use_split_qkv_input instead"
             )

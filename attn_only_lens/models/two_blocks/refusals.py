@@ -1,6 +1,6 @@
-"""Calls that have no right answer on a converted model, and what to use instead of each.
+"""Calls that have no correct answer on a converted model, and what to use instead.
 
-Hooks on points that could never fire are refused; TransformerLens would stay silent.
+Hooks that could never fire are refused, too; TransformerLens would ignore them silently.
 """
 
 from collections.abc import Callable
@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 
 from attn_only_lens.errors import UnsupportedCallError
 from attn_only_lens.models.hook_checks import HookChecks
-from attn_only_lens.models.two_blocks.get_act_patch import sweep_of_caller, written_at
+from attn_only_lens.models.two_blocks.half_layers import sweep_of_caller, written_at
 
 NO_MLP = (
     "no block of a converted model has an MLP, and its hook_mlp_out is zero. The output of the MLP "
@@ -16,19 +16,22 @@ NO_MLP = (
     'activation name "attn_out", layer 2 * l + 1'
 )
 
-# Names, the reason, and what to use instead, where {} stands for the name.
-_STACKS = (
-    ("W_Q", "W_K", "W_V", "b_Q", "b_K", "b_V", "W_O", "QK", "OV"),
-    "its attention heads and its neuron-heads differ in number and width, so no one tensor holds "
-    "both",
-    "model.attention_heads.{0} or model.neuron_heads.{0}",
-)
-_CONSTRUCTORS = (
-    ("from_pretrained", "from_pretrained_no_processing"),
-    "a converted model is made from a source model",
-    "attn_only_lens.convert(HookedTransformer.{}(...))",
-)
-_METHODS = (
+# Names, their kind, the reason, and what to use instead; {0} stands for the name.
+_Refusal = tuple[tuple[str, ...], Callable[[Any], Any] | None, str, str]
+_REFUSED: tuple[_Refusal, ...] = (
+    (
+        ("W_Q", "W_K", "W_V", "b_Q", "b_K", "b_V", "W_O", "QK", "OV"),
+        property,
+        "its attention heads and its neuron-heads differ in number and width, so one tensor cannot "
+        "hold both",
+        "model.attention_heads.{0} or model.neuron_heads.{0}",
+    ),
+    (
+        ("from_pretrained", "from_pretrained_no_processing"),
+        classmethod,
+        "a converted model is made from a source model",
+        "attn_only_lens.convert(HookedTransformer.{0}(...))",
+    ),
     (
         (
             "load_and_process_state_dict",
@@ -40,56 +43,34 @@ _METHODS = (
             "center_unembed",
             "refactor_factored_attn_matrices",
         ),
+        None,
         "its weights are those of the source, under names that TransformerLens' weight processing "
         "does not know",
-        "{} on the source model and convert that, or load_state_dict for plain weights",
+        "{0} on the source model and convert that, or load_state_dict for plain weights",
     ),
     (
         ("all_composition_scores",),
+        None,
         "its heads are of two kinds, and its block order is not TransformerLens' layer order",
         "transformer_lens.utils.composition_scores on model.attention_heads.OV, "
-        "model.neuron_heads.QK and their like",
+        "model.neuron_heads.QK and so on",
     ),
     (
         ("init_weights",),
-        "its parameters may be those of the source model",
+        None,
+        "it may share its parameters with the source model",
         "init_weights on the source model, before convert",
     ),
     (
         ("tl_parameters",),
-        "SVDInterpreter looks for the heads and the MLP of a layer in one block",
+        None,
+        "SVDInterpreter expects the heads and the MLP of a layer in one block",
         "SVDInterpreter on the source model; or model.attention_heads.OV[l, h].svd(), and "
         "torch.linalg.svd of W_in.T and W_out of model.blocks[2 * l + 1].attn",
     ),
 )
 
-
-class Refusals:
-    """Mixed in before `HookedTransformer`: each member raises before anything is changed."""
-
-
-def _refuse(
-    names: tuple[str, ...], why: str, instead: str, kind: Callable[[Any], Any] | None = None
-) -> None:
-    for name in names:
-        use = instead.format(name)
-        text = f"{name} on a converted model: {why}. Use {use}"
-
-        def refuse(self: object, *args: object, text: str = text, **kwargs: object) -> NoReturn:
-            raise UnsupportedCallError(text)
-
-        refuse.__name__ = name
-        refuse.__doc__ = f"Raises: use {use}."
-        setattr(Refusals, name, refuse if kind is None else kind(refuse))
-
-
-_refuse(*_STACKS, property)
-_refuse(*_CONSTRUCTORS, classmethod)
-for _row in _METHODS:
-    _refuse(*_row)
-
-
-# Hook points that exist but fire only while a flag of cfg is set, by the end of their name.
+# Hook points that fire only while a flag of cfg is set, by the end of their name.
 _SWITCHES = {
     "attn.hook_result": "use_attn_result",
     "hook_q_input": "use_split_qkv_input",
@@ -101,30 +82,50 @@ _SWITCHES = {
 _MLP_OUT = "hook_mlp_out"
 
 
-class ConvertedHookChecks(HookChecks):
-    """The part of a converted model that adds hooks, and refuses those that could never fire.
+class Refusals:
+    """A mixin before `HookedTransformer`: each member raises before anything is changed."""
 
-    No block has an MLP, and `hook_mlp_out` of each is zero. A function of names that selects it has
-    to select the block's output, `hook_attn_out` or `attn.hook_z`, too, and is called for that
-    alone. By name it can be hooked together with `attn.hook_z` of every block, as TransformerLens'
-    `attribution_patch` does, which asks for all that heads and MLPs write.
+
+def _refuse_all() -> None:
+    for names, kind, reason, instead in _REFUSED:
+        for name in names:
+            use = instead.format(name)
+            text = f"{name} on a converted model: {reason}. Use {use}"
+
+            def refuse(self: object, *args: object, text: str = text, **kwargs: object) -> NoReturn:
+                raise UnsupportedCallError(text)
+
+            refuse.__name__ = name
+            refuse.__doc__ = f"Raises: use {use}."
+            setattr(Refusals, name, refuse if kind is None else kind(refuse))
+
+
+_refuse_all()
+
+
+class ConvertedHookChecks(HookChecks):
+    """Add hooks to a converted model, and refuse those that could never fire.
+
+    No block has an MLP, and each `hook_mlp_out` is zero. A function of names that selects it must
+    also select the block's output, `hook_attn_out` or `attn.hook_z`, and is called only for that. A
+    name may be hooked together with `attn.hook_z` of every block, as TransformerLens'
+    `attribution_patch` does to get the outputs of all heads and MLPs.
     """
 
     def run_with_hooks(self, *model_args: Any, fwd_hooks: Any = (), **kwargs: Any) -> Any:
         """As in TransformerLens; for `get_act_patch_*`, translate names of hook points first."""
-        if sweep_of_caller(1) is not None:
+        if sweep_of_caller() is not None:
             points = [(written_at(name), hook) for name, hook in fwd_hooks]
             fwd_hooks = [(name, hook) for name, hook in points if name is not None]
         return super().run_with_hooks(*model_args, fwd_hooks=list(fwd_hooks), **kwargs)
 
     def _require_all(self, wanted: list[Any]) -> None:
-        """Refuse, of hooks added together, those that never fire or would see an absent MLP."""
+        """Refuse hooks that never fire or would see an absent MLP, among hooks added together."""
         names = {name for name in wanted if isinstance(name, str)}
-        functions = [list(filter(each, self.hook_dict)) for each in wanted if callable(each)]
+        functions = [list(filter(select, self.hook_dict)) for select in wanted if callable(select)]
         selected = names.union(*functions)
         every_head = {f"blocks.{block}.attn.hook_z" for block in range(self.cfg.n_layers)}
         for name in names:
-            # TransformerLens' attribution_patch reads hook_mlp_out with the heads of all blocks.
             if not (name in self.hook_dict and name.endswith(_MLP_OUT) and every_head <= selected):
                 self._require_firing(name)
         for matched in functions:
@@ -137,12 +138,11 @@ class ConvertedHookChecks(HookChecks):
                 self._require_firing(matched[0])
             for name in matched:
                 block = name.removesuffix(_MLP_OUT)
-                instead = {f"{block}hook_attn_out", f"{block}attn.hook_z"}
-                if name.endswith(_MLP_OUT) and not selected & instead:
+                outputs = {f"{block}hook_attn_out", f"{block}attn.hook_z"}
+                if name.endswith(_MLP_OUT) and not selected & outputs:
                     self._require_firing(name)
 
     def _silence(self, hook_name: str) -> str | None:
-        """The reason why a hook point never fires as the model is set; None where it fires."""
         if hook_name not in self.hook_dict:
             return (
                 f"no hook point {hook_name!r}: source layer l is block 2l (attention heads) and "
@@ -160,7 +160,7 @@ class ConvertedHookChecks(HookChecks):
         return None
 
     def _wanted(self, wanted: Any) -> Any:
-        """A function of names that selects no output of an MLP; a name as it is."""
+        """Return a name unchanged, and a function of names that selects no output of an MLP."""
         if isinstance(wanted, str):
             return wanted
         return lambda name: wanted(name) and not name.endswith(_MLP_OUT)

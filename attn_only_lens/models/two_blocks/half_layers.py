@@ -1,13 +1,13 @@
-"""TransformerLens' `get_act_patch_*` on a converted model: one row for each block.
+"""Blocks are half layers: their numbers, and TransformerLens' sweeps over layers.
 
-The functions that patch the stream, or what a block writes, need no number of heads, but all of
-them read `cfg.n_heads`, which has no value here. They also use `hook_resid_mid` and `hook_mlp_out`,
-for which a converted model otherwise raises an error that names the right hook point. All of them
-call `generic_activation_patch` with the names of its axes. Nothing that they pass to the model
-shows this, so the stack frame of that function is read, as it is in transformer-lens 3.9, the last
-version with HookedTransformer. Every other caller gets the error.
+Source layer l is block 2l, its attention heads, and block 2l + 1, its neurons.
 
-Row b of a result is block b, which is half a layer of the source:
+TransformerLens' `get_act_patch_*` functions patch the stream or the output of a block. They run on
+a converted model with one row for each block, although they read `cfg.n_heads`, which has no single
+value, and use `hook_resid_mid` and `hook_mlp_out`, which a converted model otherwise refuses. All
+of them call `generic_activation_patch` with the names of their axes. Nothing that they pass to the
+model shows this, so this module reads the stack frame of that function, as it is in
+transformer-lens 3.9, the last version with HookedTransformer. All other callers get the error.
 
     function      row 2l: attention heads of layer l      row 2l + 1: neurons of layer l
     resid_pre     the source's resid_pre, row l           the source's resid_mid, row l
@@ -24,30 +24,44 @@ from typing import Any
 from transformer_lens import patching
 
 from attn_only_lens.errors import UnsupportedCallError
-from attn_only_lens.models.two_blocks.block_numbers import block_kind
+from attn_only_lens.heads.host import HeadKind
 
 _GENERIC: Any = patching.generic_activation_patch
 _PARTS = {"z": "z", "q": "q", "k": "k", "v": "value", "pattern": "pattern"}
 
+HALF_LAYER_POINTS = ("hook_resid_mid", "hook_mlp_out")
+"""Endings of the names of hook points that a source layer has, but a block has not."""
+
+
+def heads_block(layer: int) -> int:
+    """Return the block of the attention heads of a source layer."""
+    return 2 * layer
+
+
+def neurons_block(layer: int) -> int:
+    """Return the block of the neuron-heads of a source layer."""
+    return 2 * layer + 1
+
+
+def block_layer(block: int) -> int:
+    """Return the source layer of a block."""
+    return block // 2
+
+
+def block_kind(block: int) -> HeadKind:
+    """Return the kind of heads in a block."""
+    return "neuron" if block % 2 else "attention"
+
 
 @dataclass(frozen=True)
-class Sweep:
-    """A call of `get_act_patch_*` that is running.
-
-    Attributes:
-        activation: the activation that it patches: `resid_pre`, `z`, …
-        axes: the axes that it iterates over: `layer`, `pos`, `head`, …
-    """
+class LayerSweep:
+    """A running call of `get_act_patch_*`: the activation that it patches, and its axes."""
 
     activation: str
     axes: tuple[str, ...]
 
     def require_no_heads(self) -> None:
-        """Require that it does not iterate over heads.
-
-        Raises:
-            UnsupportedCallError: it does; with the call to make instead.
-        """
+        """Refuse a sweep over heads, and say which call to make instead."""
         if not {"head", "head_index"} & set(self.axes):
             return
         positions = "each" if {"pos", "dest_pos"} & set(self.axes) else "all"
@@ -63,26 +77,18 @@ class Sweep:
         )
 
 
-HALF_LAYER_POINTS = ("hook_resid_mid", "hook_mlp_out")
-"""How the names of hook points end that a layer of the source has, and a block does not."""
-
-
-def sweep_of_caller(depth: int) -> Sweep | None:
-    """Return the `get_act_patch_*` that calls a function; None if something else calls it.
-
-    Args:
-        depth: of that call: 1 if the function that calls `sweep_of_caller` was called by it.
-    """
-    frame: FrameType = sys._getframe(depth + 1)
+def sweep_of_caller() -> LayerSweep | None:
+    """Return the `get_act_patch_*` that called the calling function; None if something else did."""
+    frame: FrameType = sys._getframe(2)
     if frame.f_code is not _GENERIC.__code__ or frame.f_locals["index_axis_names"] is None:
         return None
-    return Sweep(frame.f_locals["activation_name"], tuple(frame.f_locals["index_axis_names"]))
+    return LayerSweep(frame.f_locals["activation_name"], tuple(frame.f_locals["index_axis_names"]))
 
 
 def written_at(hook_name: str) -> str | None:
-    """Return the hook point of a block whose activation a sweep patches at `hook_name`.
+    """Return the hook point of a block that a sweep patches under `hook_name`.
 
-    None where the block has no such activation: an MLP's output, in a block of attention heads.
+    None for the output of an MLP in a block of attention heads, which has none.
     """
     block, _, point = hook_name.rpartition(".")
     if point == "hook_resid_mid":
