@@ -80,21 +80,18 @@ def interrupt(monkeypatch, at, after, dies):
     for module, names in (
         (os, ("replace", "rename", "mkdir", "rmdir", "unlink", "fsync", "open")),
         (shutil, ("rmtree",)),
-        (atomic, ("_exchange", "_lock")),
+        (atomic, ("_lock",)),
     ):
         for name in names:
             monkeypatch.setattr(module, name, broken(getattr(module, name)))
     return calls
 
 
-@pytest.mark.parametrize("exchange", [True, False])
 @pytest.mark.parametrize("dies", [True, False])
 @pytest.mark.parametrize("after", [True, False])
 def test_a_folder_is_the_old_or_the_new_one_at_whatever_call_it_ends(
-    exchange, dies, after, tmp_path, monkeypatch
+    dies, after, tmp_path, monkeypatch
 ):
-    if not exchange:
-        monkeypatch.setattr(atomic, "_exchange", lambda one, other: False)
     folder, seen = tmp_path / "folder", []
     for at in itertools.count():
         write(folder, "old")

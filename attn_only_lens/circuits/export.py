@@ -30,9 +30,10 @@ the value. Neuronpedia has no dictionary of features to look these heads up in.
 
 import json
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any
 
 import pandas as pd
+from typing_extensions import TypedDict
 
 from attn_only_lens.circuits.graph import EDGE_COLUMNS, NODE_COLUMNS, CircuitGraph
 from attn_only_lens.engine.token_texts import join_tokens

@@ -4,9 +4,10 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any
 
 import pandas as pd
+from typing_extensions import TypedDict
 
 from attn_only_lens.errors import CheckpointError
 from attn_only_lens.storage import Document, FileDigest, check_files, file_digests, open_folder

@@ -10,7 +10,9 @@ import os
 from dataclasses import asdict, replace
 from itertools import groupby
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any
+
+from typing_extensions import TypedDict
 
 from attn_only_lens.errors import CheckpointError, GrowthError
 from attn_only_lens.expansion import Axis, Provenance

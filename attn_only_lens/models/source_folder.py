@@ -10,12 +10,13 @@ import textwrap
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformer_lens.utilities.activation_functions import SUPPORTED_ACTIVATIONS
 from transformers import AutoTokenizer
+from typing_extensions import TypedDict
 
 from attn_only_lens.devices import free_bytes
 from attn_only_lens.errors import AttnOnlyLensError, CheckpointError

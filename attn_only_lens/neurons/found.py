@@ -5,10 +5,11 @@ import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from time import monotonic
-from typing import Any, TypedDict
+from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import TypedDict
 
 from attn_only_lens.devices import float32_if_half
 from attn_only_lens.engine.metrics import Metric

@@ -3,12 +3,13 @@
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any
 
 import pandas as pd
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
+from typing_extensions import TypedDict
 
 from attn_only_lens.errors import InputError
 from attn_only_lens.neurons.accumulate import BINS, ENDS, State

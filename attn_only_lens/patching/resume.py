@@ -14,9 +14,10 @@ import json
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any
 
 import pandas as pd
+from typing_extensions import TypedDict
 
 from attn_only_lens.errors import CheckpointError, InputError
 from attn_only_lens.patching.claims import Claims

@@ -1,22 +1,22 @@
-"""Write files and folders whole or not at all, at whatever moment the process ends.
+"""Write files and folders completely or not at all, even if the process is killed.
 
-Everything is written to a hidden folder beside its destination and moved there in one step:
+A new file or folder NAME is written to a hidden folder next to its destination:
 
     .attn_only_lens-<digest of NAME>-<random>/
-        lock    held as long as the process that writes lives
+        lock    locked by the process that writes, until it ends
         new     the new file or folder
-        old     the one that it replaces, on systems that cannot exchange two folders in one step
+        old     the folder that it replaces
 
-A process that is killed leaves that folder behind. The next one that writes NAME, or opens it,
-removes it; where the two steps of such a system were interrupted, it first puts `old` back.
+A file is then moved to NAME in one step, which replaces an old file. A folder takes two steps: the
+old folder is moved to `old`, and then the new one to NAME. A process that is killed leaves the
+hidden folder behind. The next process that writes or opens NAME finds it, moves `old` back to NAME
+if NAME is missing, and removes the hidden folder.
 """
 
-import ctypes
 import hashlib
 import os
 import secrets
 import shutil
-import sys
 from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -123,27 +123,11 @@ def open_folder(folder: AnyPath) -> Path:
 
 
 def _move(scratch: Path, path: Path) -> None:
-    """Move the new file or folder to its path, and the old one into the hidden folder."""
+    """Move the new file or folder to its path."""
     new, old = scratch / "new", scratch / "old"
-    if new.is_dir() and path.is_dir():
-        if _exchange(new, path):
-            return
-        os.replace(path, old)  # until the next line, only `_discard` knows where it is
+    if new.is_dir() and path.is_dir():  # `os.replace` replaces files, but no full folders
+        os.replace(path, old)  # if the process ends here, `_discard` moves it back
     os.replace(new, path)
-
-
-def _exchange(one: Path, second: Path) -> bool:
-    """Exchange two folders in one step; return False where the system cannot."""
-    a, b = os.fsencode(one), os.fsencode(second)
-    here, swap = -100, 2  # AT_FDCWD; RENAME_EXCHANGE of Linux, RENAME_SWAP of macOS
-    try:
-        if sys.platform == "linux":
-            return bool(ctypes.CDLL(None).renameat2(here, a, here, b, swap) == 0)
-        if sys.platform == "darwin":
-            return bool(ctypes.CDLL(None).renamex_np(a, b, swap) == 0)
-    except AttributeError:  # a C library without the call
-        pass
-    return False
 
 
 def _discard(scratch: Path, path: Path) -> None:

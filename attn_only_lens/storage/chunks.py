@@ -11,10 +11,11 @@ import hashlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TypeAlias, TypedDict
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
+from typing_extensions import TypedDict
 
 from attn_only_lens.errors import CheckpointError, InputError
 from attn_only_lens.storage.atomic import atomic_write, open_folder

@@ -1,20 +1,21 @@
-"""Compare values read from JSON with TypedDicts, dataclasses and the types of `typing`.
+"""Check values read from JSON: types by pydantic, and the ranges of numbers in configurations."""
 
-Nothing is built from a value before it has been compared.
-"""
-
+import json
 import re
 import reprlib
 from collections.abc import Callable, Iterator
 from dataclasses import MISSING, fields, is_dataclass
-from math import isfinite
-from types import UnionType
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints, is_typeddict
+from functools import lru_cache
+from typing import Any, get_type_hints, is_typeddict
 
+import pydantic
 import torch
+import typing_extensions
 
-_LARGEST = 2**63  # of whole numbers that torch takes
-# What configurations, of TransformerLens and of transformers, call numbers of one range.
+_TOO_LARGE = re.compile(r"(?<![\w.])\d{19,}(?![\w.])")  # 2^63 has 19 digits
+_NAMES = {"int_type": "int", "int_from_float": "int", "string_type": "str", "list_type": "list"}
+_NAMES |= {"dict_type": "dict", "bool_type": "bool", "float_type": "float", "none_required": "None"}
+# The names that configurations of TransformerLens and transformers give to numbers of a range.
 _RANGES: tuple[tuple[re.Pattern[str], str, Callable[[float], bool]], ...] = (
     (
         re.compile(
@@ -43,44 +44,57 @@ _RANGES: tuple[tuple[re.Pattern[str], str, Callable[[float], bool]], ...] = (
 def type_mismatches(value: Any, expected: Any, where: str) -> Iterator[str]:
     """Yield every place at which a value from JSON is not of the expected type.
 
-    Example:
-        >>> from attn_only_lens.heads import Gating
-        >>> from attn_only_lens.storage import type_mismatches
-        >>> list(type_mismatches({"kind": "exact", "heads_per_neuron": "1"}, Gating, "gate"))
-        ["gate.heads_per_neuron: got '1'; expected int"]
+    The fields of TypedDicts and dataclasses are compared; no dataclass is built.
     """
-    origin, args = get_origin(expected), get_args(expected)
-    if is_typeddict(expected) or is_dataclass(expected):
-        if isinstance(value, dict):
-            yield from _fields(value, expected, where)
-            return
-        fits = False
-    elif origin in (Union, UnionType):
-        fits = any(next(type_mismatches(value, arg, where), None) is None for arg in args)
-    elif origin is Literal:
-        fits = any(value == arg and type(value) is type(arg) for arg in args)
-    elif (origin or expected) in (list, tuple):
-        inner = (args or (Any,))[0]
-        if isinstance(value, list) and (Ellipsis in args or origin is not tuple):
-            for i, item in enumerate(value):
-                yield from type_mismatches(item, inner, f"{where}[{i}]")
-            return
-        fits = isinstance(value, list) and len(value) == len(args)
-        if fits:
-            for i, (item, kind) in enumerate(zip(value, args, strict=True)):
-                yield from type_mismatches(item, kind, f"{where}[{i}]")
-            return
-    elif (origin or expected) is dict:
-        if isinstance(value, dict):
-            for key, item in value.items():
-                yield from type_mismatches(item, (args or (str, Any))[1], f"{where}.{key}")
-            return
-        fits = False
+    if not (
+        is_typeddict(expected) or typing_extensions.is_typeddict(expected)
+    ) and not is_dataclass(expected):
+        yield from _mismatches(value, expected, where)
+        return
+    if not isinstance(value, dict):
+        yield f"{where}: got {reprlib.repr(value)}; expected dict"
+        return
+    hints = get_type_hints(expected)
+    if is_dataclass(expected):
+        settable = [field for field in fields(expected) if field.init]
+        needed = {f.name for f in settable if f.default is f.default_factory is MISSING}
+        unknown = [key for key in value if key not in {field.name for field in settable}]
+        yield from (f"{where}.{key} is not known" for key in unknown)
     else:
-        fits = _is(value, expected)
-    if not fits:
-        name = expected.__name__ if isinstance(expected, type) and not args else str(expected)
-        yield f"{where}: got {reprlib.repr(value)}; expected {name.replace('typing.', '')}"
+        needed = expected.__required_keys__
+    yield from (f"{where}.{key} is missing" for key in sorted(needed - value.keys()))
+    for key in value.keys() & hints.keys():
+        yield from type_mismatches(value[key], hints[key], f"{where}.{key}")
+
+
+def _mismatches(value: Any, expected: Any, where: str) -> Iterator[str]:
+    if torch.dtype in (expected, *getattr(expected, "__args__", ())):
+        named = isinstance(value, str) and isinstance(getattr(torch, value, None), torch.dtype)
+        if not named and not (value is None and expected is not torch.dtype):
+            yield f"{where}: got {reprlib.repr(value)}; expected the name of a torch.dtype"
+        return
+    try:
+        text = json.dumps(value, allow_nan=False)
+        if _TOO_LARGE.search(text):
+            raise ValueError("a whole number is too large for torch")
+        _adapter(expected).validate_json(text, strict=True)
+    except pydantic.ValidationError as error:
+        for problem in error.errors():
+            path = "".join(
+                f"[{step}]" if isinstance(step, int) else f".{step}" for step in problem["loc"]
+            )
+            kind = _NAMES.get(problem["type"], problem["msg"])
+            if problem["type"] == "missing":
+                yield f"{where}{path} is missing"
+            else:
+                yield f"{where}{path}: got {reprlib.repr(problem['input'])}; expected {kind}"
+    except ValueError as error:
+        yield f"{where}: got {reprlib.repr(value)}; {error}"
+
+
+@lru_cache
+def _adapter(expected: Any) -> pydantic.TypeAdapter[Any]:
+    return pydantic.TypeAdapter(expected)
 
 
 def out_of_range(config: Any, where: str) -> Iterator[str]:
@@ -97,31 +111,3 @@ def out_of_range(config: Any, where: str) -> Iterator[str]:
             for pattern, expected, fits in _RANGES:
                 if pattern.fullmatch(key) and not fits(value):
                     yield f"{where}.{key}: got {value}; expected {expected}"
-
-
-def _fields(value: dict[str, Any], expected: Any, where: str) -> Iterator[str]:
-    hints = get_type_hints(expected)
-    if is_typeddict(expected):
-        needed = expected.__required_keys__
-    else:
-        optional = [f for f in fields(expected) if f.init]
-        needed = {f.name for f in optional if f.default is f.default_factory is MISSING}
-        unknown = [key for key in value if key not in {f.name for f in optional}]
-        yield from (f"{where}.{key} is not known" for key in unknown)
-    yield from (f"{where}.{key} is missing" for key in sorted(needed - value.keys()))
-    for key in value.keys() & hints.keys():
-        yield from type_mismatches(value[key], hints[key], f"{where}.{key}")
-
-
-def _is(value: Any, expected: Any) -> bool:
-    if expected is Any:
-        return True
-    if expected is type(None):
-        return value is None
-    if expected is torch.dtype:
-        return isinstance(value, str) and isinstance(getattr(torch, value, None), torch.dtype)
-    if expected is int:
-        return type(value) is int and abs(value) < _LARGEST
-    if expected is float:
-        return _is(value, int) or (type(value) is float and isfinite(value))
-    return type(value) is expected

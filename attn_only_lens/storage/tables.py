@@ -12,9 +12,10 @@ from contextlib import contextmanager
 from io import BytesIO
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Literal, TypedDict
+from typing import Any, Literal
 
 import pandas as pd
+from typing_extensions import TypedDict
 
 from attn_only_lens.errors import CheckpointError
 from attn_only_lens.storage import Document

@@ -12,7 +12,7 @@ refused, whatever the reason.
 
 import json
 from collections.abc import Iterator, Mapping
-from typing import Any, Literal, TypedDict
+from typing import Any, Literal
 
 import torch
 import transformers
@@ -22,6 +22,7 @@ from transformer_lens.model_bridge import TransformerBridge
 from transformer_lens.model_bridge.sources._bridge_builder import build_bridge_from_module
 from transformer_lens.model_bridge.sources.native import NativeModel
 from transformers import PretrainedConfig, PreTrainedModel
+from typing_extensions import TypedDict
 
 from attn_only_lens.devices import keep_random_state
 from attn_only_lens.engine.attached_hooks import find_hooks, hook_reasons

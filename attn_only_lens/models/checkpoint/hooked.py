@@ -6,9 +6,10 @@ configuration is that of layer 0, and `layers` holds the sizes of all.
 """
 
 from dataclasses import asdict
-from typing import Any, Literal, TypedDict
+from typing import Any, Literal
 
 from torch import Tensor
+from typing_extensions import TypedDict
 
 from attn_only_lens.errors import CheckpointError
 from attn_only_lens.heads import Gating, host_of

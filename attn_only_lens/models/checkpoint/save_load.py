@@ -11,11 +11,12 @@ import os
 from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypeAlias, TypedDict
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 from transformer_lens.model_bridge import TransformerBridge
+from typing_extensions import TypedDict
 
 from attn_only_lens.errors import CheckpointError
 from attn_only_lens.heads import Gating, has_neuron_heads, host_of
