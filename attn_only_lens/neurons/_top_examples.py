@@ -31,8 +31,8 @@ from attn_only_lens.engine.sites import ALL_MEMBERS, LayerSites, Sites, neuron_h
 from attn_only_lens.errors import InputError
 from attn_only_lens.neurons.accumulate import ENDS, End
 from attn_only_lens.neurons.corpus import Texts, batches, corpus_rows, n_texts
-from attn_only_lens.neurons.found import Found, Store
 from attn_only_lens.neurons.statistics import NeuronStatistics
+from attn_only_lens.neurons.summary import Resumed, Summary
 from attn_only_lens.precision import full_precision
 
 By = Literal["z", "gate", "attribution"]
@@ -104,9 +104,9 @@ def top_examples(
         >>> frame[["name", "rank", "text", "at"]].to_numpy().tolist()
         [['L0N7', 1, 0, 2], ['L0N7', 2, 2, 2]]
     """
-    windows = before, after, context
-    options = (batch_size, resume, progress)
-    return _pass(model, names, texts, k, by, metric, ends, *windows, *options, False).frame()
+    options: dict[str, Any] = {"ends": ends, "before": before, "after": after, "context": context}
+    options |= {"batch_size": batch_size, "resume": resume, "progress": progress}
+    return _pass(model, names, texts, k, by, metric, **options, histograms=False).frame()
 
 
 def neuron_statistics(
@@ -141,9 +141,9 @@ def neuron_statistics(
         >>> int(counts.sum()), found.n_tokens
         (6, 6)
     """
-    windows = before, after, context
-    options = (batch_size, resume, progress)
-    return _pass(model, names, texts, k, by, metric, ends, *windows, *options, True)
+    options: dict[str, Any] = {"ends": ends, "before": before, "after": after, "context": context}
+    options |= {"batch_size": batch_size, "resume": resume, "progress": progress}
+    return _pass(model, names, texts, k, by, metric, **options, histograms=True)
 
 
 @warned_once()
@@ -155,6 +155,7 @@ def _pass(
     k: int,
     by: str,
     metric: AnyMetric | None,
+    *,
     ends: str,
     before: int,
     after: int,
@@ -164,20 +165,57 @@ def _pass(
     progress: bool | str,
     histograms: bool,
 ) -> NeuronStatistics:
+    # Check
     sites = resolve_sites(model, neuron_heads() if names is None else names)
-    n_ctx = model.cfg.n_ctx
-    context = min(128, n_ctx) if context is None else context
-    reasons = _site_reasons(sites) + reasons_not_to_run(model)
-    reasons += option_reasons("by", by, _BY) + option_reasons("ends", ends, tuple(_ENDS))
-    counts = {
-        "k": (k, 1),
-        "batch_size": (batch_size, 1),
-        "before": (before, 0),
-        "after": (after, 0),
+    context = min(128, model.cfg.n_ctx) if context is None else context
+    settings: dict[str, Any] = {
+        "k": k,
+        "before": before,
+        "after": after,
+        "context": context,
+        "by": by,
     }
-    for option, (got, least) in counts.items():
-        if not is_count(got, least):
-            reasons.append(f"got {option}={got!r}; expected a whole number from {least} on")
+    _check(model, sites, settings | {"ends": ends, "batch_size": batch_size}, metric)
+    # Plan
+    bound = None if metric is None else as_metric(metric)
+    summary = Summary(model, sites, k, by, _ENDS[ends], before, after, histograms)
+    rows, resumed = corpus_rows(model, texts, context), None
+    if resume is not None:
+        settings |= {"ends": ends, "histograms": histograms, "n_neurons": len(summary.names)}
+        settings["names"] = hashlib.sha256(" ".join(summary.names).encode()).hexdigest()
+        settings["model"] = fingerprint(model)
+        settings["metric"] = None if bound is None else bound.identity()
+        resumed = Resumed(resume, settings, summary)
+        rows = resumed.skip_seen(rows)
+    # Run
+    label = progress if isinstance(progress, str) else None
+    with tqdm(total=n_texts(texts), unit="text", desc=label, disable=not progress) as bar:
+        bar.update(summary.n_texts)
+        for batch, batch_rows in batches(model, rows, batch_size):
+            summary.add(batch, bound)
+            bar.update(batch_rows[-1].text + 1 - summary.n_texts)
+            summary.n_texts = batch_rows[-1].text + 1
+            if resumed is not None:
+                resumed.saw(batch_rows)
+    # Collect
+    if resumed is not None:
+        resumed.write()
+    if not summary.n_tokens:
+        raise InputError(["the corpus holds no tokens but BOS"], _PROBLEM)
+    return summary.result("" if bound is None else bound.name)
+
+
+def _check(
+    model: Any, sites: Sequence[LayerSites], options: dict[str, Any], metric: AnyMetric | None
+) -> None:
+    reasons = _site_reasons(sites) + reasons_not_to_run(model)
+    by, n_ctx, context = options["by"], model.cfg.n_ctx, options["context"]
+    reasons += option_reasons("by", by, _BY)
+    reasons += option_reasons("ends", options["ends"], tuple(_ENDS))
+    for name, least in {"k": 1, "batch_size": 1, "before": 0, "after": 0}.items():
+        if not is_count(options[name], least):
+            got = options[name]
+            reasons.append(f"got {name}={got!r}; expected a whole number from {least} on")
     if not is_count(context, 2, n_ctx):
         reasons.append(f"got context={context!r}; expected 2 to {n_ctx}, as the model takes")
     if (metric is None) == (by == "attribution"):
@@ -186,40 +224,6 @@ def _pass(
     if metric is not None:
         reasons += one_run_reasons(metric) + no_gradient_reasons()
     InputError.raise_if(reasons, _PROBLEM)
-    bound = None if metric is None else as_metric(metric)
-    results = Found(model, sites, k, by, _ENDS[ends], before, after, histograms)
-    settings = {
-        "names": hashlib.sha256(" ".join(results.names).encode()).hexdigest(),
-        "n_neurons": len(results.names),
-        "k": k,
-        "before": before,
-        "after": after,
-        "context": context,
-        "by": by,
-        "ends": ends,
-        "histograms": histograms,
-    }
-    store = None
-    if resume is not None:
-        settings["model"] = fingerprint(model)
-        settings["metric"] = None if bound is None else bound.identity()
-        store = Store(resume, settings, results)
-    rows = corpus_rows(model, texts, context)
-    rows = rows if store is None else store.skip_seen(rows)
-    label = progress if isinstance(progress, str) else None
-    with tqdm(total=n_texts(texts), unit="text", desc=label, disable=not progress) as bar:
-        bar.update(results.n_texts)
-        for batch, some in batches(model, rows, batch_size):
-            results.add(batch, bound)
-            bar.update(some[-1].text + 1 - results.n_texts)
-            results.n_texts = some[-1].text + 1
-            if store is not None:
-                store.saw(some)
-    if store is not None:
-        store.write()
-    if not results.n_tokens:
-        raise InputError(["the corpus holds no tokens but BOS"], _PROBLEM)
-    return results.result("" if bound is None else bound.name)
 
 
 def _site_reasons(sites: Sequence[LayerSites]) -> list[str]:

@@ -70,7 +70,7 @@ class ChunkStore:
 
     def put(self, key: str, arrays: Arrays) -> None:
         """Write a chunk, in place of an earlier file."""
-        tensors = {name: torch.from_numpy(np.ascontiguousarray(x)) for name, x in arrays.items()}
+        tensors = {name: torch.from_numpy(np.array(x)) for name, x in arrays.items()}
         with atomic_write(self.path(key)) as partial:
             write_tensors(partial, tensors, _CHUNK_DOCUMENT, settings=self._digest, key=key)
 

@@ -21,7 +21,7 @@ from attn_only_lens import (
     neurons,
 )
 from attn_only_lens import patching as p
-from attn_only_lens.neurons import found as so_far
+from attn_only_lens.neurons import summary as so_far
 
 NAMES = ["L0N3", "L1N0", "L1N29"]
 CONTEXT = 7

@@ -1,15 +1,13 @@
-"""What was found in a corpus so far, and the folder that keeps it."""
+"""What is known of neurons over a corpus so far, and the folder that keeps it."""
 
-import json
-import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from time import monotonic
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
-from typing_extensions import TypedDict
 
 from attn_only_lens.devices import float32_if_half
 from attn_only_lens.engine.metrics import Metric
@@ -30,28 +28,16 @@ from attn_only_lens.neurons.accumulate import (
 from attn_only_lens.neurons.activations import OfNeurons, run_by_gradient, run_by_layer
 from attn_only_lens.neurons.corpus import Batch, Row, chained_digest
 from attn_only_lens.neurons.statistics import NeuronStatistics
-from attn_only_lens.storage import Document, open_folder, read_tensors, write_tensors
-from attn_only_lens.storage.atomic import atomic_write
+from attn_only_lens.storage.chunks import ChunkStore
 
 _PROBLEM = "this corpus cannot be looked through"
 _SECONDS = 30.0
-_FILE = "statistics.safetensors"
+_KEY = "so-far"
+_COUNTS = ("n_rows", "n_texts", "n_tokens")
 
 
-class _Fields(TypedDict):
-    settings: dict[str, Any]
-    digest: str
-    rows: int
-    texts: int
-    tokens_seen: int
-    tensors: str
-
-
-_SO_FAR = Document("attn_only_lens.NeuronStatisticsSoFar", 1, _Fields)
-
-
-class Found:
-    """What was found so far, of each layer on the device that it is computed on."""
+class Summary:
+    """Examples and counts so far: the tensors of a layer stay on the device of that layer."""
 
     def __init__(
         self,
@@ -77,7 +63,7 @@ class Found:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The neurons, in the order of all that is found."""
+        """The neurons, in the order of the results."""
         return tuple(name for site in self.sites for name in site.names)
 
     @property
@@ -132,7 +118,7 @@ class Found:
                     first += n
 
     def result(self, metric: str) -> NeuronStatistics:
-        """What was found, with the texts of tokens."""
+        """Return the statistics, with the texts of tokens."""
         tensors = self.tensors()
         examples = {name: x for name, x in tensors.items() if name.startswith(ENDS)}
         counts = {name: x for name, x in tensors.items() if name not in examples}
@@ -150,29 +136,21 @@ def _on(batch: Batch, device: torch.device) -> Batch:
     return Batch(*(None if x is None else x.to(device) for x in vars(batch).values()))  # type: ignore[arg-type]
 
 
-class Store:
-    """A folder that keeps what was found so far."""
+class Resumed:
+    """A folder that keeps what is known so far of a corpus, so that a pass over it resumes."""
 
-    def __init__(self, folder: str | Path, settings: dict[str, Any], results: Found) -> None:
-        self._path, self._found = open_folder(folder) / _FILE, results
-        self._settings: dict[str, Any] = json.loads(json.dumps(settings))
+    def __init__(self, folder: str | Path, settings: dict[str, Any], summary: Summary) -> None:
+        self._store, self._summary = ChunkStore(folder, settings), summary
         self._digest, self._rows, self._written = "", 0, monotonic()
-        if not self._path.exists():
-            return
-        tensors, said = read_tensors(self._path, _SO_FAR)
-        expected, stored = self._settings, said["settings"]
-        differ = [
-            f"{key}: got {_shown(expected.get(key))}; the folder has {_shown(stored.get(key))}"
-            for key in sorted(expected.keys() | stored.keys())
-            if expected.get(key) != stored.get(key)
-        ]
-        InputError.raise_if(differ, f"{self._path.parent} holds other statistics; use a new folder")
-        results.restore(tensors)
-        results.n_tokens, results.n_texts = said["tokens_seen"], said["texts"]
-        self._digest, self._rows = said["digest"], said["rows"]
+        arrays = self._store.get(_KEY)
+        if arrays is not None:
+            self._digest = bytes(arrays.pop("rows_digest").tolist()).hex()
+            counts = (int(arrays.pop(name)) for name in _COUNTS)
+            self._rows, summary.n_texts, summary.n_tokens = counts
+            summary.restore({name: torch.from_numpy(array) for name, array in arrays.items()})
 
     def skip_seen(self, rows: Iterator[Row]) -> Iterator[Row]:
-        """Return the rows that were not seen, having checked that the others are those seen."""
+        """Skip the rows that were seen, once they are checked, and return the others."""
         digest = ""
         for number in range(self._rows):
             row = next(rows, None)
@@ -180,15 +158,15 @@ class Store:
             if row is None or (number == self._rows - 1 and digest != self._digest):
                 raise InputError(
                     [
-                        f"{self._path.parent} holds what {self._rows} pieces of texts gave, and "
-                        "these texts do not begin with them: use a new folder"
+                        f"{self._store.folder} holds the results of {self._rows} pieces of texts, "
+                        "and these texts do not begin with them: use a new folder"
                     ],
                     _PROBLEM,
                 )
         return rows
 
     def saw(self, rows: Sequence[Row]) -> None:
-        """Note rows that were taken in, and write now and then."""
+        """Note rows that were added, and write every half minute."""
         for row in rows:
             self._digest = chained_digest(self._digest, row)
         self._rows += len(rows)
@@ -196,15 +174,11 @@ class Store:
             self.write()
 
     def write(self) -> None:
-        """Write all that was found."""
-        results = self._found
-        said = {"settings": self._settings, "digest": self._digest, "rows": self._rows}
-        said |= {"texts": results.n_texts, "tokens_seen": results.n_tokens}
-        with atomic_write(self._path) as new:
-            write_tensors(new, results.tensors(), _SO_FAR, **said)
+        """Write the summary so far."""
+        summary = self._summary
+        counts = zip(_COUNTS, (self._rows, summary.n_texts, summary.n_tokens), strict=True)
+        arrays = {name: np.array(count) for name, count in counts}
+        arrays["rows_digest"] = np.frombuffer(bytes.fromhex(self._digest), dtype=np.uint8)
+        tensors = {name: tensor.numpy() for name, tensor in summary.tensors().items()}
+        self._store.put(_KEY, tensors | arrays)
         self._written = monotonic()
-
-
-def _shown(setting: Any) -> str:
-    """Return a setting, without most of a digest."""
-    return re.sub(r"\b([0-9a-f]{8})[0-9a-f]{56}\b", r"\1…", str(setting))
