@@ -8,7 +8,7 @@ from attn_only_lens.engine.replay.base import Replay
 from attn_only_lens.engine.replay.bridge import BridgeReplay
 from attn_only_lens.engine.replay.hooked import HookedReplay
 from attn_only_lens.heads.host import HeadKind, PassState
-from attn_only_lens.models.host import HookedTransformerHost, ModelHost
+from attn_only_lens.models.base import HookedTransformerHost, ModelHost
 from attn_only_lens.models.in_place.bridge_components import component_reasons, unseen_edit_reasons
 from attn_only_lens.models.in_place.hook_points import UnknownMLPError, find_hook_points
 from attn_only_lens.models.norms import (

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 from attn_only_lens.errors import UnsupportedCallError
-from attn_only_lens.models.hook_checks import HookChecks
+from attn_only_lens.models.base import HookChecks
 from attn_only_lens.models.two_blocks.half_layers import sweep_of_caller, written_at
 
 NO_MLP = (

@@ -1,4 +1,7 @@
-"""Refuse hooks that could never fire; TransformerLens would ignore them silently."""
+"""What converted and exposed models have in common: their hosts, and the checks of hooks.
+
+TransformerLens ignores hooks that can never fire; these models refuse them.
+"""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -6,8 +9,32 @@ from typing import Any
 
 from transformer_lens.hook_points import HookPoint
 
-from attn_only_lens.errors import UnsupportedCallError
+from attn_only_lens.engine.attached_hooks import weight_hook_reasons
+from attn_only_lens.errors import InputError, UnsupportedCallError
+from attn_only_lens.heads.host import CHANGED, Host
+from attn_only_lens.models.norms import Norm, hooked_final_norm
 from attn_only_lens.tl import HookedTransformer
+
+
+class ModelHost(Host):
+    """A model whose weights are checked by its modules and by the hooks on them."""
+
+    def require_weights(self) -> None:
+        """Refuse replaced modules, and torch hooks that may change what weights compute."""
+        InputError.raise_if(self.reasons() or weight_hook_reasons(self.model), CHANGED)
+
+
+class HookedTransformerHost(ModelHost):
+    """A `HookedTransformer`, converted or exposed."""
+
+    def final_norm(self) -> Norm:
+        """Return the norm before the unembedding."""
+        return hooked_final_norm(self.model)
+
+    def tokens_before(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+        """Return the length of the keys in the first block's entry of a cache."""
+        entry = kwargs.get("past_kv_cache_entry")
+        return 0 if entry is None else int(entry.past_keys.shape[1])
 
 
 class HookChecks(HookedTransformer):
