@@ -110,8 +110,7 @@ class _TwoBlocksReplay(HookedReplay):
             return super()._run(joined, end)
 
     def enter(self, joined: Joined, block: int) -> None:
-        """In a parallel model, give neurons the recorded input of the attention block before
-        them.
+        """In a parallel model, give neurons the recorded input of their layer's attention block.
 
         A variant that begins between the two blocks has not changed that input.
         """
