@@ -30,8 +30,8 @@ from attn_only_lens.comparison.results import _FRAMES
 from attn_only_lens.growth import read_provenance
 from attn_only_lens.models.checkpoint import MANIFEST
 from attn_only_lens.models.source_folder import load_source
-from attn_only_lens.patching.resume import PartStore
 from attn_only_lens.storage import atomic, atomic_folder, atomic_write
+from attn_only_lens.storage.chunks import ChunkStore
 from attn_only_lens.viz import write_html
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # TransformerLens' and transformers' own
@@ -241,7 +241,7 @@ def saved_bridge(folder):
 
 
 def store(folder):
-    return PartStore(folder, {"metric": "kl", "value": 0.25}, 2)
+    return ChunkStore(folder, {"metric": "kl", "value": 0.25})
 
 
 def loaded(path):
@@ -249,9 +249,13 @@ def loaded(path):
     return {**vars(found), "rows": found.to_frame()}
 
 
-def parts(folder):
+def chunks(folder):
     for i in range(2):
-        store(folder).write(i, values(i))
+        store(folder).put(f"chunk-{i}", {"value": values(i)["value"].to_numpy()})
+
+
+def chunks_in(folder):
+    return {str(i): torch.from_numpy(store(folder).get(f"chunk-{i}")["value"]) for i in range(2)}
 
 
 def graph():
@@ -292,7 +296,7 @@ KINDS = {
     "training": (trained, resumed),
     "sweep.csv": (lambda f: sweep().save(f / "s.csv"), lambda f: loaded(f / "s.csv")),
     "sweep.parquet": (lambda f: sweep().save(f / "s.parquet"), lambda f: loaded(f / "s.parquet")),
-    "parts": (parts, lambda folder: {"frame": pd.concat(store(folder).read_all())}),
+    "chunks": (chunks, chunks_in),
     "graph": (lambda f: to_json(graph(), f / "g.json"), lambda f: vars(from_json(f / "g.json"))),
     "comparison": (
         lambda folder: comparison().save(folder),
@@ -351,7 +355,7 @@ def test_what_is_no_path_is_refused_everywhere(path, tmp_path, monkeypatch):
     for use in (
         *(sweep().save, p.Sweep.load, comparison().save, Comparison.load, load, from_json),
         *(lambda path: to_json(graph(), path), lambda path: write_html("<p>", path)),
-        lambda path: PartStore(path, {}, 1),
+        lambda path: ChunkStore(path, {}),
     ):
         with pytest.raises(CheckpointError, match=f"^got {re.escape(repr(path))}; expected a path"):
             use(path)
@@ -461,7 +465,7 @@ def test_no_file_outside_of_the_folder_is_opened(name, folders, tmp_path):
 
 
 def test_links_out_of_any_other_folder_are_not_followed(tmp_path):
-    for kind, name in (("parts", "part-000000.parquet"), ("comparison", "new.csv")):
+    for kind, name in (("chunks", "chunk-0.safetensors"), ("comparison", "new.csv")):
         make, read = KINDS[kind]
         folder = tmp_path / kind
         make(folder)
@@ -519,7 +523,7 @@ TAKES = {
     "load_source": load_source,
     "resume": resume,
     "gate_and_value": lambda path: resume(path, p.gate_and_value),
-    "PartStore": store,
+    "ChunkStore": store,
     "Comparison.save": lambda path: comparison().save(path),
     "Comparison.load": Comparison.load,
 }

@@ -36,8 +36,8 @@ from attn_only_lens import expose_neuron_heads, load
 from attn_only_lens import patching as p
 from attn_only_lens.engine.positions import PositionSet
 from attn_only_lens.engine.sites import LayerSites
+from attn_only_lens.patching.results import SweepRows
 from attn_only_lens.patching.site_groups import SiteGroup
-from attn_only_lens.patching.sweep_rows import SweepRows
 
 LENGTHS = (15, 128)
 LARGE, SMALL = (32, 14336, 28), (2, 37, 3)  # layers, neurons, positions
@@ -156,7 +156,7 @@ def large_result(sizes: tuple[int, int, int], folder: Path) -> pd.DataFrame:
 
     def made(of_layers: Tensor) -> p.Sweep:
         groups = [SiteGroup.product(each, positions) for each in sites]
-        rows = SweepRows.of_groups(groups, [{"value": each.numpy()} for each in of_layers])
+        rows = SweepRows.of_groups(groups, {"value": of_layers.numpy().ravel()})
         return p.Sweep(rows, **RUN)
 
     one, other = made(values), made(noisy)

@@ -22,8 +22,8 @@ from attn_only_lens.cli.options import (
     parse_prompts,
 )
 from attn_only_lens.errors import AttnOnlyLensError
+from attn_only_lens.patching.job import is_first
 from attn_only_lens.patching.over_prompts import SPREAD
-from attn_only_lens.patching.processes import is_first
 from attn_only_lens.patching.results import Sweep
 
 _SELECTIONS = {"neurons": p.neuron_heads, "heads": p.heads, "all": p.all_heads}
@@ -115,7 +115,7 @@ def _print_effects(sweep: Sweep, top: int) -> None:
         f"{sweep.metric}: {sweep.clean_value:.4g} clean, {sweep.corrupted_value:.4g} corrupted; "
         f"{sweep.part}, {sweep.direction}"
     )
-    shares = ["score", *(name for name in SPREAD[1:] if name in sweep.rows.numbers)]
+    shares = ["score", *(name for name in SPREAD[1:] if name in sweep.rows.table)]
     columns = ["name", "position", "value", *shares]
     frame = sweep.top(top)[columns]
     for name in shares:

@@ -17,8 +17,7 @@ from attn_only_lens.patching._agreement import agreement
 from attn_only_lens.patching._attribution import attribution
 from attn_only_lens.patching._gate_and_value import gate_and_value
 from attn_only_lens.patching._path_patch import path_patch
-from attn_only_lens.patching.path_results import Paths
-from attn_only_lens.patching.results import Sweep
+from attn_only_lens.patching.results import Paths, Sweep
 
 __all__ = [
     "Paths",

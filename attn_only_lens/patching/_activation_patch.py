@@ -1,12 +1,13 @@
 """Activation patching: exact, site by site, at the cost of what each site can change."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from tqdm.auto import tqdm
 
 from attn_only_lens.arguments import is_count
 from attn_only_lens.axes import Tokens
@@ -19,16 +20,33 @@ from attn_only_lens.engine.positions import Positions
 from attn_only_lens.engine.prompts import PromptPair, Prompts, prompt_pair, single_prompts
 from attn_only_lens.engine.recording import RunPair, record_pair
 from attn_only_lens.engine.replay import make_replay
-from attn_only_lens.engine.sites import PARTS, Part, Sites, split_positions
+from attn_only_lens.engine.sites import PARTS, LayerSites, Part, Sites, split_positions
 from attn_only_lens.errors import InputError
-from attn_only_lens.patching.ablated_runs import AblatedRuns
-from attn_only_lens.patching.processes import is_first, require_folder
-from attn_only_lens.patching.prompt_runs import PromptRuns, measure_parts, prompts_per_run
+from attn_only_lens.patching.job import Arrays, Job, require_folder
+from attn_only_lens.patching.over_prompts import OverPrompts
+from attn_only_lens.patching.prompt_chunks import (
+    AblatedRuns,
+    PromptChunk,
+    PromptChunks,
+    prompts_per_chunk,
+)
 from attn_only_lens.patching.results import Sweep
-from attn_only_lens.patching.resume import PartStore
-from attn_only_lens.patching.run_patches import Batching, PatchRunner, check_edits, together
-from attn_only_lens.patching.site_groups import SiteGroup, site_groups
-from attn_only_lens.patching.sweep_parts import SweepPart, sweep_parts
+from attn_only_lens.patching.run_patches import (
+    Batching,
+    PatchRunner,
+    batches_of_groups,
+    check_edits,
+)
+from attn_only_lens.patching.site_groups import (
+    ROWS,
+    Chunk,
+    SiteGroup,
+    position_sets,
+    roles,
+    site_groups,
+    split_prompts,
+    split_sweep,
+)
 from attn_only_lens.precision import matmul_precision
 
 
@@ -53,53 +71,52 @@ def activation_patch(
 ) -> Sweep:
     """Patch every site in turn, and measure.
 
-    Exact: each value is that of a whole forward pass with the patch in it, to rounding. Only what
-    a patch can change is computed (see `replay`), for many sites at once. A site whose patch
-    cannot affect the metric has the value of the unpatched run.
+    Exact: each value is that of a whole forward pass with the patch in it, up to rounding. Only
+    what a patch can change is computed (see `engine/replay`), for many sites at once. A site whose
+    patch cannot affect the metric has the value of the unpatched run.
 
     Args:
         model: converted by `convert`, or with exposed neuron-heads; without hooks of its own.
         clean: a text, texts, or tokens [batch, pos]; see `prompt_pair`.
-        corrupted: the same for the other run, token for token; None for an ablation without one,
-            whose scores are shares of the clean run's metric.
+        corrupted: the same for the corrupted run, with the same number of tokens; None for an
+            ablation without one, whose scores are shares of the clean run's metric.
         metric: `logit_diff(...)` and the like, or any function of logits [batch, pos, d_vocab].
         sites: `neuron_heads()`, `heads()`, `all_heads()`, or names; by default all heads.
-        part: "z", a head's output; "pattern", its attention; "value"; "q"; "k", of attention
-            heads. A patch of a neuron-head's query moves its pattern and nothing else. Several
-            heads that share a neuron are patched together, unless a name says which. With
+        part: "z", a head's output; "pattern", its attention; "value"; "q"; or "k", of attention
+            heads only. A patch of a neuron-head's query moves its pattern and nothing else. If
+            several heads share a neuron, they are patched together unless a name selects one. With
             grouped queries (LLaMA, Gemma) heads share values and keys; a patch is for one head:
             this head reads the patched value or key, and the other heads of its group still read
             the unpatched one.
         positions: "each" in turn, "all" at once, a number (-1 is each prompt's last token), a list
-            of them, or by role: `{"subject": [2, 4], "end": -1}`, one for all prompts or one of
-            each, counted in its own tokens.
+            of numbers, or roles: `{"subject": [2, 4], "end": -1}`, with one number for all prompts
+            or one for each, counted in the prompt's own tokens.
         direction: "denoise", clean activations into the corrupted run; "noise", the other way; or
             an ablation of z in the clean run: to "zero", to the "mean" over all real tokens of
-            all prompts, to another prompt's z there ("resample": the next one's, and the first's
-            for the last), or of a neuron-head's attention to the "bias" token.
-        mask: 1 for real tokens, 0 for padding, where prompts are tokens.
+            all prompts, to the z of another prompt at that position ("resample": the next prompt,
+            and the first for the last), or of a neuron-head's attention to the "bias" token.
+        mask: 1 for real tokens, 0 for padding, if prompts are tokens.
         reference: a text, or tokens [batch, pos] without padding, to take means or other prompts'
-            activations from; by default the clean prompts. For "resample" in their shape: prompt
-            i is resampled from row i, so that the caller draws them.
+            activations from; by default the clean prompts. For "resample" it has their shape:
+            prompt i is resampled from row i.
         per_prompt: whether to return a row for each prompt of each site; by default one for each
             site, the mean over prompts with its standard errors (see `Sweep`).
         prompts_at_once: pairs whose activations are held at once; by default as many as fit a
-            fifth of the memory, or as in the folder `resume`. It changes roundings and nothing
-            else. Of your own functions of the logits all, since they may depend on all.
+            fifth of the memory, or as in the folder `resume`. It changes only rounding. A custom
+            metric may depend on all prompts, so it takes all at once.
         batch_size: sites in one forward pass; by default as many as fit in memory, halved whenever
-            it runs out. It changes roundings and nothing else.
-        resume: a folder to write results to as they come. An interrupted sweep resumes there; a
-            folder of another sweep is refused. A metric of your own is identified by its code and
-            the values it depends on (see `custom`). Needed under `accelerate launch`, where
-            processes share the work.
-        progress: whether to show a bar; a text is its label.
+            it runs out. It changes only rounding.
+        resume: checkpoint folder: results are written to it as they come, and an interrupted sweep
+            resumes from it. A folder of another sweep is refused. A custom metric needs a version
+            (see `custom`). Needed under `accelerate launch`, where processes share the work.
+        progress: whether to show a progress bar; a text is its label.
 
     Returns:
         The metric after each patch, and its score: 0 is the corrupted run, 1 the clean one.
 
     Raises:
-        InputError: with every reason: prompts, metric, sites or positions that do not fit; prompts
-            without values of their own, under `per_prompt`.
+        InputError: with every reason: prompts, metric, sites or positions that do not fit;
+            `per_prompt` with a metric that is one number of all prompts.
         UnsupportedModelError: the model, run in parts, has other logits, or an edit of the sites
             in it differs from a hook in a whole run: both are tested first.
         CheckpointError: files in the folder `resume` are damaged.
@@ -114,94 +131,194 @@ def activation_patch(
         >>> len(sweep.to_frame())  # 512 neurons at 3 positions
         1536
     """
-    reasons = one_prompt_reasons(corrupted, direction)
-    _check(model, part, direction, reference, batch_size, prompts_at_once, reasons)
+    # Check
+    reasons = sweep_reasons(model, corrupted, part, direction, reference)
+    reasons += count_reasons(batch_size=batch_size, prompts_at_once=prompts_at_once)
+    InputError.raise_if(reasons, "this cannot be patched")
     require_folder(resume)
-    pair = pair_or_single(model, clean, corrupted, mask)
-    groups = site_groups(model, pair, sites, positions, part)
+
+    # Plan
+    plan = plan_sweep(
+        *(model, clean, corrupted, metric),
+        sites=sites,
+        part=part,
+        positions=positions,
+        direction=direction,
+        mask=mask,
+        reference=reference,
+        prompts_at_once=prompts_at_once,
+        resume=resume,
+    )
+    chunks = plan.chunks(by_cost=resume is not None)
+    prompts = plan.prompt_chunks(plan.record)
+    totals = prompts.totals(plan.prompts, plan.n_rows, per_prompt)
+
+    # Run
+    job = Job(resume, lambda: {**plan.settings(), "per_prompt": bool(per_prompt)}, progress)
+    patches = SitePatches(plan, prompts, totals, batch_size, job.advance)
+    for chunk, arrays in job.run(chunks, patches.compute, unit="site"):
+        totals.add(chunk, torch.from_numpy(arrays["kept"]))
+
+    # Collect
+    return Sweep.of_prompts(model, plan.pair, plan.groups, totals, part)
+
+
+@dataclass(frozen=True, eq=False)
+class SweepPlan:
+    """The prompts, sites and metric of a sweep, and how the prompts are split.
+
+    Attributes:
+        asked: the sites as the caller gave them.
+        groups: the sites, resolved.
+        reference: the tokens that an ablation takes its activations from, if not the clean ones.
+    """
+
+    model: Any
+    pair: PromptPair
+    metric: Metric
+    asked: Sites | None
+    groups: tuple[SiteGroup, ...]
+    part: Part
+    direction: str
+    reference: Tokens | None
+    prompts_at_once: int
+
+    @cached_property
+    def sites(self) -> tuple[LayerSites, ...]:
+        """The heads of every layer and kind."""
+        return tuple(dict.fromkeys(group.sites for group in self.groups))
+
+    @property
+    def n_rows(self) -> int:
+        """The number of heads at positions."""
+        return sum(map(len, self.groups))
+
+    @property
+    def prompts(self) -> list[range]:
+        """The prompts that are held at once, in order."""
+        return split_prompts(len(self.pair.clean), self.prompts_at_once)
+
+    def chunks(self, *, by_cost: bool) -> list[Chunk]:
+        """Split the sweep by prompts; by cost, if results are stored or shared, by sites too."""
+        if by_cost:
+            at_once = self.prompts_at_once
+            return split_sweep(self.model, self.pair, self.groups, at_once, self.direction)
+        return [Chunk(prompts, range(self.n_rows)) for prompts in self.prompts]
+
+    def record(self, pair: PromptPair, *, distinct: bool) -> RunPair:
+        """Record both runs of some prompts."""
+        return record_pair(self.model, pair, self.metric, self.sites, self.part, distinct=distinct)
+
+    def prompt_chunks(self, record: Callable[..., RunPair]) -> PromptChunks:
+        """Return the runs of the prompts, recorded chunk by chunk."""
+        ablated = None
+        if self.direction in ABLATIONS:
+            ablated = AblatedRuns(
+                *(self.model, self.pair, self.direction, self.reference, self.sites),
+                self.prompts_at_once,
+            )
+        return PromptChunks(self.model, self.pair, self.metric, self.direction, record, ablated)
+
+    def settings(self) -> dict[str, Any]:
+        """Return everything that values depend on, so that no other sweep is resumed."""
+        return {
+            **prompt_settings(self.model, self.pair, self.metric, self.groups),
+            "reference": None if self.reference is None else self.reference.tolist(),
+            "sites": [name for site in self.sites for name in site.names],
+            "positions": [position.label for position in position_sets(self.groups)],
+            "at": None if self.asked is None else split_positions(self.asked),
+            "float32 products": matmul_precision(),
+            "part": self.part,
+            "direction": self.direction,
+            "prompts_at_once": self.prompts_at_once,
+        }
+
+
+def plan_sweep(
+    model: Any,
+    clean: Prompts,
+    corrupted: Prompts | None,
+    metric: AnyMetric,
+    *,
+    sites: Sites | None,
+    part: Part,
+    positions: Positions,
+    direction: str,
+    mask: Tensor | None,
+    reference: str | Tokens | None,
+    prompts_at_once: int | None,
+    resume: str | Path | None,
+    traced: bool = False,
+    most_rows: int | None = ROWS,
+) -> SweepPlan:
+    """Resolve prompts, sites and metric, and decide how many prompts are held at once."""
+    pair = (
+        single_prompts(model, clean, mask)
+        if corrupted is None
+        else prompt_pair(model, clean, corrupted, mask)
+    )
+    groups = site_groups(model, pair, sites, positions, part, most_rows=most_rows)
     tokens = None if reference is None else checked_tokens(model, reference)
-    chosen = tuple(dict.fromkeys(group.sites for group in groups))
-    metric = as_metric(metric)
-    at_once = prompts_per_run(model, pair, metric, chosen, part, prompts_at_once, resume)
-    parts = sweep_parts(model, pair, groups, at_once, None if resume is None else direction)
-
-    def record(pair: PromptPair, whole: bool) -> RunPair:
-        return record_pair(model, pair, metric, chosen, part, distinct=whole)
-
-    ablated = None
-    if direction in ABLATIONS:
-        ablated = AblatedRuns(model, pair, direction, tokens, chosen, at_once)
-    runs = PromptRuns(model, pair, metric, direction, ablated, record)
-    over = runs.over(parts, sum(map(len, groups)), per_prompt)
-    store = None
-    if resume is not None:
-        settings = sweep_settings(model, pair, metric, groups, sites, part, direction, tokens)
-        settings |= {"per_prompt": bool(per_prompt), "prompts_at_once": at_once}
-        settings["parts"] = [len(chunk.rows) for chunk in parts if not chunk.prompts.start]
-        store = PartStore(resume, settings, len(parts))
-    hidden = not (progress and is_first())
-    label = progress if isinstance(progress, str) else None
-    total = sum(len(chunk.rows) for chunk in parts)
-    with tqdm(total=total, unit="site", desc=label, disable=hidden) as bar:
-        tested, made = set[tuple[bool, int]](), dict[range, PatchRunner]()
-
-        def runner_of(prompts: range) -> PatchRunner:
-            if prompts not in made:
-                made.clear()
-                run = runs.of(prompts)
-                replay = make_replay(model, run.target, run.runs.metric)
-                batching = Batching(model, batch_size, bar.update, replay.numbers_per_token)
-                runner = PatchRunner(replay, run.source, part, run.unpatched, batching)
-                here = [group.of_prompts(run.runs.pair) for group in groups]
-                first = runner.earliest(here)
-                if (run.padded, first) not in tested:
-                    check_edits(replay.precise, here, part, (0, first) if first else ())
-                    tested.add((run.padded, first))
-                made[prompts] = runner
-            return made[prompts]
-
-        def measure(chunk: SweepPart) -> Tensor:
-            runner, run = runner_of(chunk.prompts), runs.of(chunk.prompts)
-            here = chunk.groups(groups, run.runs.pair)
-            batches = (runner.values([here[i] for i in batch]) for batch in together(here))
-            values = torch.cat([of_group for batch in batches for of_group in batch])
-            return run.reduced(over, values).flatten()
-
-        measure_parts(parts, store, measure, over.add, lambda i: bar.update(len(parts[i].rows)))
-    return Sweep.of_prompts(model, pair, groups, over, part)
+    metric, layer_sites = as_metric(metric), tuple(dict.fromkeys(g.sites for g in groups))
+    at_once = prompts_per_chunk(
+        *(model, pair, metric, layer_sites, part, prompts_at_once), resume=resume, traced=traced
+    )
+    return SweepPlan(model, pair, metric, sites, groups, part, direction, tokens, at_once)
 
 
-def pair_or_single(
-    model: Any, clean: Prompts, corrupted: Prompts | None, mask: Tensor | None
-) -> PromptPair:
-    """Return a pair of prompts, or of one with itself where there is no other."""
-    if corrupted is None:
-        return single_prompts(model, clean, mask)
-    return prompt_pair(model, clean, corrupted, mask)
+class SitePatches:
+    """The patches of all sites of a sweep, computed chunk by chunk."""
+
+    def __init__(
+        self,
+        plan: SweepPlan,
+        prompts: PromptChunks,
+        totals: OverPrompts,
+        batch_size: int | None,
+        on_done: Callable[[int], object],
+    ) -> None:
+        self._plan, self._prompts, self._totals = plan, prompts, totals
+        self._batch_size, self._on_done = batch_size, on_done
+        self._tested: set[tuple[bool, int]] = set()
+
+    def compute(self, chunk: Chunk) -> Arrays:
+        """Return what is stored of the metric after each patch of a chunk."""
+        prompts = self._prompts.of(chunk.prompts)
+        prompts.runner = prompts.runner or self._runner(prompts)
+        groups = chunk.groups(self._plan.groups, prompts.pair)
+        values = [
+            of_group
+            for batch in batches_of_groups(groups)
+            for of_group in prompts.runner.values(batch)
+        ]
+        return {"kept": prompts.reduced(self._totals, torch.cat(values)).numpy()}
+
+    def _runner(self, prompts: PromptChunk) -> PatchRunner:
+        """Return a runner of patches on some prompts, with the edits tested."""
+        plan = self._plan
+        replay = make_replay(plan.model, prompts.target, prompts.runs.metric)
+        batching = Batching(plan.model, self._batch_size, self._on_done, replay.numbers_per_token)
+        runner = PatchRunner(replay, prompts.source, plan.part, prompts.unpatched, batching)
+        groups = [group.of_prompts(prompts.pair) for group in plan.groups]
+        first = runner.earliest(groups)
+        if (prompts.padded, first) not in self._tested:
+            check_edits(replay.precise, groups, plan.part, (0, first) if first else ())
+            self._tested.add((prompts.padded, first))
+        return runner
 
 
-def one_prompt_reasons(corrupted: object, direction: object) -> list[str]:
-    """Return why there must be another run."""
-    if corrupted is not None or direction in ABLATIONS:
-        return []
-    return [
-        f"got no corrupted prompt with direction={direction!r}; expected one, or an ablation: "
-        f"direction={' or '.join(map(repr, ABLATIONS))}"
-    ]
-
-
-def count_reasons(**counts: object) -> list[str]:
-    """Return why counts are none."""
-    return [
-        f"got {name}={count!r}; expected 1 or more, or None"
-        for name, count in counts.items()
-        if count is not None and not is_count(count, 1)
-    ]
-
-
-def ablation_reasons(part: object, direction: object, reference: object) -> list[str]:
-    """Return why a part, or a reference, does not go with a direction."""
-    reasons = []
+def sweep_reasons(
+    model: Any, corrupted: object, part: object, direction: object, reference: object
+) -> list[str]:
+    """Return why sites cannot be patched or attributed like this."""
+    reasons = [*reasons_not_to_run(model)]
+    reasons += option_reasons("part", part, PARTS)
+    reasons += option_reasons("direction", direction, (*DIRECTIONS, *ABLATIONS))
+    if corrupted is None and direction not in ABLATIONS:
+        reasons.append(
+            f"got no corrupted prompt with direction={direction!r}; expected one, or an ablation: "
+            f"direction={' or '.join(map(repr, ABLATIONS))}"
+        )
     if direction in ABLATIONS and part != "z":
         reasons.append(f"got part={part!r} with direction={direction!r}; an ablation is of z")
     if reference is not None and direction not in ("mean", "resample"):
@@ -209,60 +326,25 @@ def ablation_reasons(part: object, direction: object, reference: object) -> list
     return reasons
 
 
-def _check(
-    model: Any,
-    part: str,
-    direction: str,
-    reference: object,
-    batch_size: object,
-    prompts_at_once: object,
-    reasons: list[str],
-) -> None:
-    reasons = [*reasons_not_to_run(model), *reasons]
-    reasons += count_reasons(batch_size=batch_size, prompts_at_once=prompts_at_once)
-    reasons += option_reasons("part", part, PARTS)
-    reasons += option_reasons("direction", direction, (*DIRECTIONS, *ABLATIONS))
-    reasons += ablation_reasons(part, direction, reference)
-    InputError.raise_if(reasons, "this cannot be patched")
+def count_reasons(**counts: object) -> list[str]:
+    """Return why options are not counts, or None."""
+    return [
+        f"got {name}={count!r}; expected 1 or more, or None"
+        for name, count in counts.items()
+        if count is not None and not is_count(count, 1)
+    ]
 
 
-def sweep_settings(
-    model: Any,
-    pair: PromptPair,
-    metric: Metric,
-    groups: Sequence[SiteGroup],
-    asked: Sites | None,
-    part: str,
-    direction: str,
-    reference: Tokens | None,
+def prompt_settings(
+    model: Any, pair: PromptPair, metric: Metric, groups: Sequence[SiteGroup]
 ) -> dict[str, Any]:
-    """Return everything that values depend on, so that no other sweep is resumed."""
-    sites = dict.fromkeys(site_group.sites for site_group in groups)
-    sets = dict.fromkeys(position for group in groups for position in group.positions)
+    """Return the settings that every method of patching has."""
     return {
         "model": fingerprint(model),
         "clean": pair.clean.tolist(),
         "corrupted": pair.corrupted.tolist(),
         "mask": None if pair.mask is None else pair.mask.tolist(),
-        "reference": None if reference is None else reference.tolist(),
         "metric": metric.name,
         "metric_identity": metric.identity(),
-        "sites": [name for site in sites for name in site.names],
-        "positions": [position_set.label for position_set in sets],
-        "where": roles_where(groups),
-        "at": None if asked is None else split_positions(asked),
-        "float32 products": matmul_precision(),
-        "part": part,
-        "direction": direction,
+        "where": [role.where.nonzero().tolist() for role in roles(groups)],
     }
-
-
-def roles_where(groups: Sequence[SiteGroup]) -> list[list[list[int]]]:
-    """Return where each role is, which its label does not tell."""
-    sets = dict.fromkeys(position for group in groups for position in group.positions)
-    roles = [
-        position_set
-        for position_set in sets
-        if isinstance(position_set.label, str) and position_set.label != "all"
-    ]
-    return [role.where.nonzero().tolist() for role in roles]

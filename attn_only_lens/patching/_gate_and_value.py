@@ -1,17 +1,17 @@
 """Split a patch's effect into pattern, value and interaction.
 
-A neuron-head puts out z = w v, so between a run and another, here with a prime,
+The output of a neuron-head is z = w v, so between two runs (the second one with a prime)
 
     w'v' - wv = (w' - w) v + w (v' - v) + (w' - w)(v' - v)
        whole  =  pattern   +   value    +   interaction
 
-exactly: the neuron opened, its value changed, or both. An MLP shows the left side only. The metric
-is not linear in these changes, so its interaction is the effect of patching z less those of
-patching pattern and value alone,
+exactly: the gate opened, the value changed, or both. An MLP shows only the left side. The metric is
+not linear in these changes, so its interaction is the effect of patching z minus the effects of
+patching the pattern and the value alone,
 
     score:  interaction = z - pattern - value,  each as the effect on the unpatched run's score.
 
-A neuron writes along its row of W_out: the numbers here are the factors of that row.
+A neuron writes along its row of W_out; the numbers here are the factors of that row.
 """
 
 from collections.abc import Callable, Sequence
@@ -37,13 +37,11 @@ from attn_only_lens.engine.sites import Part, Sites, neuron_heads
 from attn_only_lens.errors import InputError
 from attn_only_lens.heads import host_of
 from attn_only_lens.patching._activation_patch import activation_patch
-from attn_only_lens.patching.prompt_runs import prompts_per_run
-from attn_only_lens.patching.results import Sweep
-from attn_only_lens.patching.site_groups import SiteGroup, site_groups
-from attn_only_lens.patching.sweep_parts import SweepPart, sweep_parts
+from attn_only_lens.patching.prompt_chunks import prompts_per_chunk
+from attn_only_lens.patching.site_groups import SiteGroup, site_groups, split_prompts
 from attn_only_lens.storage import open_folder
 
-_SITE = ["layer", "index", "name", "position"]
+_PARTS: tuple[Part, ...] = ("pattern", "value", "z")
 _WRITES: dict[str, Callable[[NeuronRun, NeuronRun], Tensor]] = {
     "write_pattern": partial(change_of_z, part="pattern"),
     "write_value": partial(change_of_z, part="value"),
@@ -72,34 +70,35 @@ def gate_and_value(
 ) -> pd.DataFrame:
     """Split the effect of patching neuron-heads into pattern, value and interaction.
 
+    All arguments are those of `activation_patch`, with these differences.
+
     Args:
-        model: see `activation_patch`, as for all others.
-        clean: see there.
-        corrupted: see there.
-        metric: see there.
+        model: converted by `convert`, or with exposed neuron-heads.
+        clean: a text, texts, or tokens [batch, pos].
+        corrupted: the same for the corrupted run.
+        metric: `logit_diff(...)` and the like, or a function of logits.
         sites: neuron-heads; by default all.
-        positions: see there.
-        direction: "denoise" or "noise".
-        mask: see there.
-        per_prompt: whether to return a row for each prompt of each site; by default one for each
-            site, the mean over prompts.
-        prompts_at_once: pairs whose activations are held at once; see there.
-        batch_size: see there.
-        resume: a folder, in which each of the three sweeps has its own.
-        progress: whether to show bars, one for each of the three sweeps.
+        positions: "each", "all", numbers, or roles.
+        direction: "denoise" or "noise"; no ablation.
+        mask: 1 for real tokens, 0 for padding.
+        per_prompt: whether to return a row for each prompt of each site.
+        prompts_at_once: pairs whose activations are held at once.
+        batch_size: sites in one forward pass.
+        resume: checkpoint folder, in which each of the three sweeps has its own folder.
+        progress: whether to show progress bars, one for each of the three sweeps.
 
     Returns:
         A row for each site and position, with `layer`, `index`, `name`, `position`, with
         `per_prompt` also `prompt`, counted from 0, and
 
-        write_pattern, write_value, write_interaction, write: by how much the neuron's activation
-            changes, summed over the patched positions. The first three add up to the last.
-        effect_pattern, effect_value, effect_interaction, effect: by how much the score changes
-            (0 is the corrupted run, 1 the clean one). The first three add up to the last.
+        write_pattern, write_value, write_interaction, write: the change of the neuron's activation,
+            summed over the patched positions. The first three add up to the last.
+        effect_pattern, effect_value, effect_interaction, effect: the change of the score (0 is the
+            corrupted run, 1 the clean one). The first three add up to the last.
 
     Raises:
-        InputError: as `activation_patch` does; or sites that are no neuron-heads, or an
-            ablation for a direction.
+        InputError: as for `activation_patch`; or sites that are not neuron-heads, or an ablation
+            as the direction.
 
     Example:
         >>> import torch
@@ -112,28 +111,20 @@ def gate_and_value(
         >>> len(frame), bool((split - frame["write"]).abs().max() < 1e-5)
         (512, True)
     """
+    # Check
     sites = neuron_heads() if sites is None else sites
     pair = prompt_pair(model, clean, corrupted, mask)
     groups = site_groups(model, pair, sites, positions, "z")
-    attention = [
-        site_group.sites.names[0] for site_group in groups if site_group.sites.kind == "attention"
-    ]
+    attention = [group.sites.names[0] for group in groups if group.sites.kind == "attention"]
     reasons = [f"got {name}; expected neuron-heads" for name in attention]
     reasons += option_reasons("direction", direction, DIRECTIONS)
     InputError.raise_if(reasons, "gate and value cannot be told apart")
 
+    # Run
     folder = None if resume is None else open_folder(resume)
-    chosen = tuple(dict.fromkeys(group.sites for group in groups))
-    at_once = prompts_per_run(
-        model, pair, as_metric(metric), chosen, "value", prompts_at_once, None
-    )
-
-    def sweep(part: Part) -> Sweep:
-        return activation_patch(
-            model,
-            clean,
-            corrupted,
-            metric,
+    sweeps = {
+        part: activation_patch(
+            *(model, clean, corrupted, metric),
             sites=sites,
             part=part,
             positions=positions,
@@ -145,45 +136,47 @@ def gate_and_value(
             resume=None if folder is None else folder / part,
             progress=progress,
         )
+        for part in _PARTS
+    }
+    layers = tuple(dict.fromkeys(group.sites for group in groups))
+    at_once = prompts_per_chunk(model, pair, as_metric(metric), layers, "value", prompts_at_once)
+    writes = _writes(model, pair, groups, at_once, direction, per_prompt)
 
-    parts: tuple[Part, ...] = ("pattern", "value", "z")
-    sweeps = {part: sweep(part) for part in parts}
-    whole = sweeps["z"]
-    parts_of_prompts = sweep_parts(model, pair, groups, at_once, None)
-    writes = _writes(model, pair, groups, parts_of_prompts, direction, per_prompt)
-    effects = {f"effect_{part}": sweeps[part].effect for part in ("pattern", "value")}
-    effects["effect_interaction"] = whole.effect - sum(effects.values())
-    frame = whole.to_frame()[[*_SITE, *(["prompt"] if per_prompt else [])]].reset_index(drop=True)
-    return frame.assign(**writes, **effects, effect=whole.effect)
+    # Collect
+    effects = {f"effect_{part}": sweeps[part].effect for part in _PARTS[:2]}
+    effects["effect_interaction"] = sweeps["z"].effect - sum(effects.values())
+    site = ["layer", "index", "name", "position", *(["prompt"] if per_prompt else [])]
+    frame = sweeps["z"].to_frame()[site].reset_index(drop=True)
+    return frame.assign(**writes, **effects, effect=sweeps["z"].effect)
 
 
 def _writes(
     model: Any,
     pair: PromptPair,
     groups: Sequence[SiteGroup],
-    parts: Sequence[SweepPart],
+    prompts_at_once: int,
     direction: str,
     per_prompt: bool,
 ) -> dict[str, np.ndarray]:
     """Return the changes of each neuron's activation, in the order of a sweep's rows."""
-    layers = [site_group.sites.layer for site_group in groups]
+    layers = [group.sites.layer for group in groups]
     n_rows, n_prompts = sum(map(len, groups)), len(pair.clean)
     shape = (n_rows, n_prompts) if per_prompt else (n_rows, 1)
     writes = {name: torch.zeros(shape, dtype=torch.float64, device="cpu") for name in _WRITES}
-    for part in parts:
-        some = pair.of_prompts(part.prompts)
+    for prompts in split_prompts(n_prompts, prompts_at_once):
+        some = pair.of_prompts(prompts)
         clean, corrupted = (
             record(model, tokens, some.mask, layers=layers)
             for tokens in (some.clean, some.corrupted)
         )
         target, source = (corrupted, clean) if direction == "denoise" else (clean, corrupted)
-        here = [group.of_prompts(some) for group in groups]
+        groups_here = [group.of_prompts(some) for group in groups]
         for name, change in _WRITES.items():
-            values = torch.cat([_sums(model, group, target, source, change) for group in here])
+            sums = torch.cat([_sums(model, g, target, source, change) for g in groups_here])
             if per_prompt:
-                writes[name][:, part.prompts.start : part.prompts.stop] = values
+                writes[name][:, prompts.start : prompts.stop] = sums
             else:
-                writes[name] += values.sum(dim=1, keepdim=True) / n_prompts
+                writes[name] += sums.sum(dim=1, keepdim=True) / n_prompts
     return {name: values.flatten().numpy() for name, values in writes.items()}
 
 

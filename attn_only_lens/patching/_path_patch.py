@@ -1,38 +1,39 @@
-"""Path patching: what one head writes, as another reads it, exactly.
+"""Path patching: replace what one head writes, as another head reads it, exactly.
 
-For each pair of a sender s and a receiver r, and the run that is patched into (the target) and the
+For each pair of a sender s and a receiver r, with the run that is patched into (the target) and the
 other one (the source):
 
-    δ = write_s(source) - write_s(target)        at the positions asked for (`engine/writes.py`)
+    δ = write_s(source) - write_s(target)        at the requested positions (`engine/writes.py`)
     what r reads by the inputs of `part` moves by δ, through its norm; nothing else moves
     r's output moves by Δz_r(δ)                  (`engine/readers.py`)
-    and runs on to the metric: z_r + Δz_r is patched into the target run
+    z_r + Δz_r is patched into the target run, and measured
 
 (Wang et al. 2022, "Interpretability in the Wild"; Goldowsky-Dill et al. 2023, "Localizing Model
-Behavior with Path Patching".) So the paths from s to the metric that are counted are those whose
-first edge is s → r; of the receiver "logits", the direct one.
+Behavior with Path Patching".) So a pair stands for all paths whose first edge is s → r; for the
+receiver "logits", for the direct path.
 
-One convention holds for every pair, of heads and neurons alike: with `scale="held"` the norm that r
-reads through keeps the scale that it had in the target run, so that the inputs that several senders
-move add up; with "anew" it is computed from x + δ, as where a hook edits the stream. A norm after
-s belongs to s: each run's write has that run's scale. Norms of queries and keys belong to r, and
-are computed anew.
+With `scale="held"` the norm that r reads through keeps the scale of the target run, so that the
+changes by several senders add up. With "anew" it is computed from x + δ, as if a hook edited the
+stream. A norm after s belongs to s: each run's write has the scale of that run. Norms of queries
+and keys belong to r, and are computed anew.
 
-Cost, in flops of matrix products, of a pair of a sender and a receiver with T positions that δ is
-at, S from the first of them on, for each prompt:
+Cost of a pair in flops of matrix products, for each prompt, if δ has T positions and S positions
+follow the first of them:
 
     neuron r      2 d_model T (4 d_model T if gated) + the run from after r on
     attention r   the attention of r's layer, once for each sender and shared by all its heads,
                   + the run from r's block on
     logits        the unembedding
 
-The run on is that of an activation patch of r (`engine/replay`): 2 S Σ_{later blocks} parameters.
-`top=k` makes Δz_r of every pair, k runs, and no more.
+The run is that of an activation patch of r (`engine/replay`): 2 S Σ_{later blocks} parameters.
+`top=k` computes Δz_r of every pair, but only k runs.
 
 TransformerLens' `get_act_patch_direct_path` between attention heads is "held" in 3.9, "anew" in 4.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -42,9 +43,7 @@ import pandas as pd
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from tqdm.auto import tqdm
 
-from attn_only_lens.engine.fingerprint import fingerprint
 from attn_only_lens.engine.gradients import Tape, start_graph
 from attn_only_lens.engine.in_float32 import in_float32
 from attn_only_lens.engine.input_warnings import warned_once
@@ -70,23 +69,26 @@ from attn_only_lens.engine.writes import SCALES, Decomposition, Scale, decompose
 from attn_only_lens.errors import InputError
 from attn_only_lens.heads import HeadName, host_of
 from attn_only_lens.heads.host import HeadKind
-from attn_only_lens.patching._activation_patch import count_reasons, roles_where
+from attn_only_lens.patching._activation_patch import count_reasons, prompt_settings
+from attn_only_lens.patching.job import Arrays, Job, require_folder
 from attn_only_lens.patching.over_prompts import OverPrompts
-from attn_only_lens.patching.path_results import Paths
 from attn_only_lens.patching.path_runs import LOGITS, PathBlock, PathRunner, names_of, path_blocks
-from attn_only_lens.patching.processes import is_first, require_folder
-from attn_only_lens.patching.prompt_runs import PromptRuns, measure_parts, prompts_per_run
-from attn_only_lens.patching.prompt_tokens import PromptTokens
-from attn_only_lens.patching.resume import MemoryParts, PartStore
+from attn_only_lens.patching.prompt_chunks import PromptChunk, PromptChunks, prompts_per_chunk
+from attn_only_lens.patching.results import Paths
 from attn_only_lens.patching.run_patches import Batching, check_edits
-from attn_only_lens.patching.scored_frame import BASELINE
-from attn_only_lens.patching.site_groups import SiteGroup, site_groups
-from attn_only_lens.patching.sweep_parts import SweepPart, sweep_parts
+from attn_only_lens.patching.scored_frame import BASELINE, PromptTokens
+from attn_only_lens.patching.site_groups import (
+    Chunk,
+    SiteGroup,
+    position_sets,
+    site_groups,
+    split_prompts,
+)
 from attn_only_lens.precision import full_precision
 
 _PROBLEM = "these paths cannot be patched"
-_AT_ONCE = 256  # paths in a part of exact values
-_ESTIMATES_AT_ONCE = 2**24  # in a part of estimates: some ten seconds
+_AT_ONCE = 256  # paths in a chunk of exact values
+_ESTIMATES_AT_ONCE = 2**24  # paths in a chunk of estimates: some ten seconds
 
 
 @warned_once()
@@ -114,38 +116,38 @@ def path_patch(
 ) -> Paths:
     """Patch every path from a sender to a receiver that reads after it, and measure.
 
-    Exact: the receiver reads what the sender wrote in the other run in place of what it wrote in
-    this one, everything else held, and the change of what the receiver puts out runs on to the
-    metric (see `_path_patch.py` for the definition, and the flops of a pair).
+    Exact: the receiver reads what the sender wrote in the other run instead of what it wrote in
+    this one. Everything else is held, and the change of the receiver's output runs on to the metric
+    (see `_path_patch.py` for the definition and the flops of a pair).
 
     Args:
         model: converted by `convert`, or with exposed neuron-heads; without hooks of its own.
             A model in half precision is run in float32 during the call, with the same weights.
         clean: a text, texts, or tokens [batch, pos]; see `prompt_pair`.
-        corrupted: the same for the other run, token for token.
+        corrupted: the same for the corrupted run, with the same number of tokens.
         metric: `logit_diff(...)` and the like, or any function of logits [batch, pos, d_vocab].
-        senders: `neuron_heads()`, `heads()`, `all_heads()`, or names, which may say where they
-            are: `L3N7@13`.
+        senders: `neuron_heads()`, `heads()`, `all_heads()`, or names, with a position if you like:
+            `L3N7@13`.
         receivers: the same; or "logits", or names with "logits" among them.
         part: the inputs by which receivers read: "q", "k", "value"; "pattern", queries and keys;
-            "z", all of them, which the whole direct effect takes: by "value" alone, the default, a
-            neuron's gate stays. A neuron-head's pattern depends on its query alone ("q" and
-            "pattern" are one, and it has no "k"); its value is the pre-activation too, and in a
-            gated MLP the product with what it gates. It is of no account to the logits.
+            or "z", all of them, which gives the whole direct effect. With "value", the default, the
+            gate of a neuron does not move. A neuron-head's pattern depends only on its query, so
+            "q" and "pattern" are the same and it has no "k"; its value is the pre-activation, and
+            in a gated MLP the product with what it gates. The receiver "logits" ignores it.
         positions: where the sender's write is replaced: "each" in turn, "all" at once, a number
-            (-1 is each prompt's last token), a list of them, or by role; see `activation_patch`.
+            (-1 is each prompt's last token), a list of numbers, or roles; see `activation_patch`.
         direction: "denoise", clean writes into the corrupted run; or "noise", the other way.
-        scale: "held", norms that receivers read through keep their scale; "anew", they compute it.
+        scale: "held": norms that receivers read through keep their scale; "anew": they compute it.
         top: how many paths to patch: those of the largest |estimated effect|, the exact change of
-            what the receiver puts out times the gradient of the metric there. None for all.
-        mask: 1 for real tokens, 0 for padding, where prompts are tokens.
+            the receiver's output times the gradient of the metric there. None for all.
+        mask: 1 for real tokens, 0 for padding, if prompts are tokens.
         per_prompt: whether to return a row for each prompt of each path; by default one for each
             path, the mean over prompts with its standard errors (see `Paths`). With `top`, the
             paths are those of the largest |mean estimate|.
         prompts_at_once: pairs whose activations are held at once; see `activation_patch`.
         batch_size: paths in one forward pass; by default as many as fit in memory.
-        resume: a folder to write results to as they come, as in `activation_patch`.
-        progress: whether to show a bar; a text is its label.
+        resume: checkpoint folder; see `activation_patch`.
+        progress: whether to show a progress bar; a text is its label.
 
     Returns:
         The metric after each patch, and its score: 0 is the corrupted run, 1 the clean one.
@@ -153,10 +155,10 @@ def path_patch(
     Raises:
         InputError: with every reason: prompts, metric, heads or positions that do not fit; no
             receiver reads after a sender; a flat metric with `top`; with `per_prompt`, a metric
-            without a value for each prompt.
-        UnsupportedModelError: what parts of the model write does not add up to its stream; a
-            receiver's attention is not a function of its hooked queries, keys and values; the
-            model, run in parts, has other logits.
+            that is one number of all prompts.
+        UnsupportedModelError: the writes of the model do not add up to its stream; a receiver's
+            attention is not a function of its hooked queries, keys and values; the model, run in
+            parts, has other logits.
         CheckpointError: files in the folder `resume` are damaged.
 
     Example:
@@ -170,180 +172,225 @@ def path_patch(
         >>> len(paths.to_frame()), paths.n_paths  # 4 heads and 512 neurons
         (5, 2048)
     """
-    reasons = [*reasons_not_to_run(model), *count_reasons(batch_size=batch_size, top=top)]
-    reasons += count_reasons(prompts_at_once=prompts_at_once)
+    # Check
+    reasons = [*reasons_not_to_run(model)]
+    reasons += count_reasons(batch_size=batch_size, top=top, prompts_at_once=prompts_at_once)
     reasons += option_reasons("part", part, READ_PARTS)
     reasons += option_reasons("direction", direction, DIRECTIONS)
     reasons += option_reasons("scale", scale, SCALES)
-    if top is not None:
-        reasons += no_gradient_reasons()
+    reasons += no_gradient_reasons() if top is not None else []
     InputError.raise_if(reasons, _PROBLEM)
     require_folder(resume)
+
+    # Plan
     receiving = _resolve_receivers(model, receivers, part)
-    pair = prompt_pair(model, clean, corrupted, mask)
+    pair, metric = prompt_pair(model, clean, corrupted, mask), as_metric(metric)
     sending = site_groups(model, pair, senders, positions, "z")
-    metric, host, traced = as_metric(metric), host_of(model), top is not None
-    every = resolve_sites(model, all_heads())
-    at_once = prompts_per_run(
-        model, pair, metric, every, "value", prompts_at_once, resume, traced=traced, apart=True
+    at_once = prompts_per_chunk(
+        *(model, pair, metric, resolve_sites(model, all_heads()), "value", prompts_at_once),
+        resume=resume,
+        traced=top is not None,
+        decomposed=True,
     )
-    prompts = sweep_parts(model, pair, sending, at_once, None)
-    reading = [
-        receiver.layer
-        for receiver in receiving
-        if receiver is not None and receiver.kind == "attention"
-    ]
-    names = tuple(name for layer in reading for name in input_hooks(host, layer))
-    apart: dict[Side, Decomposition] = {}  # the runs that were recorded last
+    plan = _PathPlan(model, pair, metric, sending, receiving, part, direction, scale, at_once)
+    patches = _PathPatches(plan, top, per_prompt, batch_size)
 
-    def record(pair: PromptPair, whole: bool) -> RunPair:
-        apart["clean"] = decompose(model, pair.clean, pair.mask, names=names)
-        apart["corrupted"] = decompose(model, pair.corrupted, pair.mask, names=names)
-        recordings = apart["clean"].recording, apart["corrupted"].recording
-        return run_pair(model, pair, *recordings, metric, distinct=whole)
+    # Run
+    settings = {"top": top, "per_prompt": bool(per_prompt)}
+    job = Job(resume, lambda: plan.settings() | settings, progress)
+    patches.on_done = job.advance
+    work, rows = patches.all_paths() if top is None else patches.largest(job, top)
+    chunks = [Chunk(prompts, some_rows) for prompts in plan.prompts for some_rows in rows]
+    compute = partial(patches.compute, work=work)
+    for chunk, arrays in job.run(chunks, compute, unit="path"):
+        patches.totals.add(chunk, torch.from_numpy(arrays["kept"]))
 
-    runs = PromptRuns(model, pair, metric, direction, None, record)
-    first = runs.first_of(prompts)
-    blocks = list(path_blocks(apart["clean"], sending, receiving, at_once))
-    n_paths = sum(n * m for n, m in (path_block.shape for path_block in blocks))
-    if not blocks:
-        raise InputError(
-            [
-                "no receiver reads what a sender has written; expected a later layer, or an "
-                "attention head and a neuron of one layer (not where they read in parallel)"
-            ],
-            _PROBLEM,
-        )
-    n_picked = n_paths if top is None else min(top, n_paths)
-    over = runs.over(prompts, n_picked, per_prompt)
-    if traced:
-        span = first.runs.clean_value - first.runs.corrupted_value
-        require_differentiable(first.runs.metric, first.target.logits)
-        require_slope(first.runs.metric, first.target.logits, first.source.logits, span)
-
-    picks = _chunks(blocks, _ESTIMATES_AT_ONCE) if traced else []
-    if top is None:
-        sizes = [sum(map(_n_paths, blocks[chunk.start : chunk.stop])) for chunk in _chunks(blocks)]
-        ends = np.cumsum([0, *sizes]).tolist()
-    else:
-        ends = [*range(0, n_picked, _AT_ONCE), n_picked]
-    rows = [range(start, stop) for start, stop in pairwise(ends)]
-    parts = [SweepPart(whole.prompts, some) for whole in prompts for some in rows]
-    store = None
-    if resume is not None:
-        settings = _settings(model, pair, metric, sending, receiving)
-        settings |= {"part": part, "direction": direction, "scale": scale, "top": top}
-        settings |= {"per_prompt": bool(per_prompt), "prompts_at_once": at_once}
-        store = PartStore(resume, settings, len(picks) + len(parts))
-    label = progress if isinstance(progress, str) else None
-    hidden = not (progress and is_first())
-    with tqdm(total=len(prompts) * n_picked, unit="path", desc=label, disable=hidden) as bar:
-        sender_positions = tuple(
-            dict.fromkeys(position for group in sending for position in group.positions)
-        )
-        reading_heads = [
-            SiteGroup.product(receiver, sender_positions)
-            for receiver in receiving
-            if receiver is not None
-        ]
-        tested, made = set[bool](), dict[range, PathRunner]()
-
-        def runner_of(prompts: range) -> PathRunner:
-            if prompts not in made:
-                made.clear()
-                run = runs.of(prompts)
-                replay = make_replay(model, run.target, run.runs.metric)
-                if run.padded not in tested:
-                    heads = [group.of_prompts(run.runs.pair) for group in reading_heads]
-                    check_edits(replay, heads, "z")
-                    tested.add(run.padded)
-                target, source = apart["clean"], apart["corrupted"]
-                if direction == "denoise":
-                    target, source = source, target
-                readers = Readers(replay, target)
-                batching = Batching(model, batch_size, bar.update, replay.numbers_per_token)
-                made[prompts] = PathRunner(readers, source, part, scale, run.unpatched, batching)
-            return made[prompts]
-
-        def pick(number: int) -> pd.DataFrame:
-            """Return the paths with the largest |mean estimate| in one chunk of blocks."""
-            assert top is not None
-            chunk = {i: blocks[i] for i in picks[number]}
-            total = {
-                i: torch.zeros(block.shape, device="cpu").double() for i, block in chunk.items()
-            }
-            for part_of_prompts in prompts:
-                some = part_of_prompts.prompts
-                runner, run = runner_of(some), runs.of(some)
-                gradients = _gradients(model, run.target, run.runs.metric, receiving)
-                weight = sum(over.weights[some.start : some.stop])
-                for i, block in chunk.items():
-                    estimates = runner.estimates(block.of_prompts(run.runs.pair), gradients)
-                    total[i] += weight * estimates.cpu().double()
-            return _pick(chunk, total, top)
-
-        picked: MemoryParts | PartStore = store or MemoryParts()
-        with (
-            tqdm(total=len(blocks), unit="block", desc="estimates", disable=hidden) as estimated,
-            picked.todo(range(len(picks)), lambda i: estimated.update(len(picks[i]))) as todo,
-        ):
-            for number in todo:
-                picked.write(number, pick(number))
-                estimated.update(len(picks[number]))
-        if top is None:
-            work = _every(blocks, range(len(blocks)))
-        else:
-            work = _largest([picked.read(i) for i in range(len(picks))], top)
-
-        def measure(sweep_part: SweepPart) -> Tensor:
-            runner, run = runner_of(sweep_part.prompts), runs.of(sweep_part.prompts)
-            here = [block.of_prompts(run.runs.pair) for block in blocks]
-            values = _values(runner, here, work.iloc[sweep_part.rows.start : sweep_part.rows.stop])
-            return run.reduced(over, values).flatten()
-
-        def on_other(number: int) -> None:
-            bar.update(len(parts[number].rows))
-
-        measure_parts(parts, store, measure, over.add, on_other, len(picks))
+    # Collect
+    clean_value, corrupted_value = patches.totals.ends
     return Paths(
-        _frame(blocks, work, over),
+        _frame(patches.blocks, work, patches.totals),
         part=part,
         scale=scale,
         direction=direction,
-        metric=over.name,
-        clean_value=over.ends[0],
-        corrupted_value=over.ends[1],
+        metric=patches.totals.name,
+        clean_value=clean_value,
+        corrupted_value=corrupted_value,
         n_prompts=len(pair.clean),
-        n_paths=n_paths,
+        n_paths=patches.n_paths,
         model=str(getattr(model.cfg, "model_name", "")),
         tokens=PromptTokens.of_groups(model, pair, sending),
     )
 
 
-def _settings(
-    model: Any,
-    pair: PromptPair,
-    metric: Metric,
-    senders: Sequence[SiteGroup],
-    receivers: Sequence[LayerSites | None],
-) -> dict[str, Any]:
-    """Return what values depend on, besides plain options."""
-    return {
-        "model": fingerprint(model),
-        "clean": pair.clean.tolist(),
-        "corrupted": pair.corrupted.tolist(),
-        "mask": None if pair.mask is None else pair.mask.tolist(),
-        "metric": metric.name,
-        "metric_identity": metric.identity(),
-        "senders": [[*sender.rows["name"]] for sender in senders],
-        "positions": [sender.rows["position"].tolist() for sender in senders],
-        "where": roles_where(senders),
-        "receivers": [name for receiver in receivers for name in names_of(receiver)],
-    }
+@dataclass(frozen=True, eq=False)
+class _PathPlan:
+    """The prompts, senders, receivers and metric of path patching."""
+
+    model: Any
+    pair: PromptPair
+    metric: Metric
+    senders: tuple[SiteGroup, ...]
+    receivers: list[LayerSites | None]
+    part: str
+    direction: str
+    scale: Scale
+    prompts_at_once: int
+
+    @property
+    def prompts(self) -> list[range]:
+        """The prompts that are held at once, in order."""
+        return split_prompts(len(self.pair.clean), self.prompts_at_once)
+
+    def settings(self) -> dict[str, Any]:
+        """Return everything that values depend on, so that no other results are resumed."""
+        return {
+            **prompt_settings(self.model, self.pair, self.metric, self.senders),
+            "senders": [[*sender.rows["name"]] for sender in self.senders],
+            "positions": [sender.rows["position"].tolist() for sender in self.senders],
+            "receivers": [name for receiver in self.receivers for name in names_of(receiver)],
+            "part": self.part,
+            "direction": self.direction,
+            "scale": self.scale,
+            "prompts_at_once": self.prompts_at_once,
+        }
+
+
+class _Recorder:
+    """Records both runs of some prompts, decomposed into what each sublayer writes."""
+
+    def __init__(self, plan: _PathPlan) -> None:
+        host = host_of(plan.model)
+        layers = [sites.layer for sites in plan.receivers if sites and sites.kind == "attention"]
+        self._names = tuple(name for layer in layers for name in input_hooks(host, layer))
+        self._plan = plan
+        self.runs: dict[Side, Decomposition] = {}
+
+    def record(self, pair: PromptPair, *, distinct: bool) -> RunPair:
+        """Record both runs, and keep their decompositions."""
+        model, names = self._plan.model, self._names
+        self.runs["clean"] = decompose(model, pair.clean, pair.mask, names=names)
+        self.runs["corrupted"] = decompose(model, pair.corrupted, pair.mask, names=names)
+        recordings = self.runs["clean"].recording, self.runs["corrupted"].recording
+        return run_pair(model, pair, *recordings, self._plan.metric, distinct=distinct)
+
+
+@dataclass(frozen=True)
+class _BlockChunk:
+    """Some blocks of paths."""
+
+    blocks: range
+
+    @property
+    def key(self) -> str:
+        return f"blocks-{self.blocks.start}-{self.blocks.stop}"
+
+    @property
+    def size(self) -> int:
+        return len(self.blocks)
+
+
+class _PathPatches:
+    """Estimates and patches of paths, computed chunk by chunk."""
+
+    def __init__(
+        self, plan: _PathPlan, top: int | None, per_prompt: bool, batch_size: int | None
+    ) -> None:
+        self._plan, self._batch_size = plan, batch_size
+        self._recorder = _Recorder(plan)
+        self._prompts = PromptChunks(
+            plan.model, plan.pair, plan.metric, plan.direction, self._recorder.record
+        )
+        first, run = self._prompts.first(plan.prompts), self._recorder.runs["clean"]
+        at_once = plan.prompts_at_once
+        self.blocks = list(path_blocks(run, plan.senders, plan.receivers, at_once))
+        reason = (
+            "no receiver reads what a sender has written; expected a later layer, or an "
+            "attention head and a neuron of one layer (not if they read in parallel)"
+        )
+        InputError.raise_if([reason] * (not self.blocks), _PROBLEM)
+        self.n_paths = sum(map(_n_paths, self.blocks))
+        n_rows = min(top or self.n_paths, self.n_paths)
+        self.totals = self._prompts.totals(plan.prompts, n_rows, per_prompt)
+        if top is not None:
+            _require_gradients(first)
+        self.on_done: Callable[[int], object] = lambda n: None
+        self._tested = set[bool]()
+
+    def all_paths(self) -> tuple[pd.DataFrame, list[range]]:
+        """Return all paths, and the rows of each chunk of them: whole blocks."""
+        chunks = _chunks_of_blocks(self.blocks, _AT_ONCE)
+        frames = [_all_paths(self.blocks, chunk.blocks) for chunk in chunks]
+        ends = np.cumsum([0, *map(len, frames)]).tolist()
+        return pd.concat(frames, ignore_index=True), [range(*bounds) for bounds in pairwise(ends)]
+
+    def largest(self, job: Job, top: int) -> tuple[pd.DataFrame, list[range]]:
+        """Return the paths of largest |mean estimate|, and the rows of each chunk of them."""
+        chunks = _chunks_of_blocks(self.blocks, _ESTIMATES_AT_ONCE)
+        picked = [
+            pd.DataFrame(arrays)
+            for _, arrays in job.run(chunks, partial(self.pick, top=top), unit="block")
+        ]
+        work = _largest(picked, top)
+        ends = [*range(0, len(work), _AT_ONCE), len(work)]
+        return work, [range(*bounds) for bounds in pairwise(ends)]
+
+    def pick(self, chunk: _BlockChunk, top: int) -> Arrays:
+        """Return the paths of some blocks with the largest |mean estimate|."""
+        blocks = {i: self.blocks[i] for i in chunk.blocks}
+        total = {i: torch.zeros(b.shape, device="cpu").double() for i, b in blocks.items()}
+        for some_prompts in self._plan.prompts:
+            prompts = self._prompts.of(some_prompts)
+            runner = self._runner(prompts)
+            gradients = _gradients(
+                self._plan.model, prompts.target, prompts.runs.metric, self._plan.receivers
+            )
+            for i, block in blocks.items():
+                estimates = runner.estimates(block.of_prompts(prompts.pair), gradients)
+                total[i] += self.totals.weight(some_prompts) * estimates.cpu().double()
+        picked = _pick(blocks, total, top)
+        return {str(name): picked[name].to_numpy(copy=True) for name in picked}
+
+    def compute(self, chunk: Chunk, work: pd.DataFrame) -> Arrays:
+        """Return what is stored of the metric after each path of a chunk."""
+        prompts = self._prompts.of(chunk.prompts)
+        runner = self._runner(prompts)
+        values = [
+            runner.values(self.blocks[number].of_prompts(prompts.pair), i, j)
+            for number, i, j in _by_block(work.iloc[chunk.rows.start : chunk.rows.stop])
+        ]
+        return {"kept": prompts.reduced(self.totals, torch.cat(values)).numpy()}
+
+    def _runner(self, prompts: PromptChunk) -> PathRunner:
+        """Return the runner of paths on some prompts, with the edits of receivers tested."""
+        if prompts.runner is None:
+            plan, runs = self._plan, self._recorder.runs
+            replay = make_replay(plan.model, prompts.target, prompts.runs.metric)
+            if prompts.padded not in self._tested:
+                positions = position_sets(plan.senders)
+                groups = [SiteGroup.product(sites, positions) for sites in plan.receivers if sites]
+                check_edits(replay, [group.of_prompts(prompts.pair) for group in groups], "z")
+                self._tested.add(prompts.padded)
+            target, source = runs["clean"], runs["corrupted"]
+            if plan.direction == "denoise":
+                target, source = source, target
+            numbers = replay.numbers_per_token
+            batching = Batching(plan.model, self._batch_size, self.on_done, numbers)
+            prompts.runner = PathRunner(
+                Readers(replay, target), source, plan.part, plan.scale, prompts.unpatched, batching
+            )
+        runner: PathRunner = prompts.runner
+        return runner
+
+
+def _require_gradients(prompts: PromptChunk) -> None:
+    """Refuse a metric without a gradient at the run that is patched into."""
+    span = prompts.runs.clean_value - prompts.runs.corrupted_value
+    require_differentiable(prompts.runs.metric, prompts.target.logits)
+    require_slope(prompts.runs.metric, prompts.target.logits, prompts.source.logits, span)
 
 
 def _resolve_receivers(model: Any, receivers: Any, part: str) -> list[LayerSites | None]:
-    """Heads by layer and kind; then None for the logits, if they are among the receivers."""
+    """Return heads by layer and kind; then None for the logits, if they are receivers."""
     names = [receivers] if isinstance(receivers, str | HeadName) else receivers
     if isinstance(names, Selection) or not isinstance(names, Iterable):
         resolved: list[LayerSites | None] = list(resolve_sites(model, names))
@@ -355,10 +402,12 @@ def _resolve_receivers(model: Any, receivers: Any, part: str) -> list[LayerSites
         resolved += [None] * (len(heads) < len(names))
     if part == "k":
         neurons = [site.names[0] for site in resolved if site is not None and site.kind == "neuron"]
-        reason = f"got part='k' and receivers such as {neurons[0]}" if neurons else ""
-        InputError.raise_if(
-            [f"{reason}: a neuron-head's keys do not depend on the token"] * bool(neurons), _PROBLEM
-        )
+        reasons = [
+            f"got part='k' and receivers such as {name}: a neuron-head's keys do not depend on the "
+            "token"
+            for name in neurons[:1]
+        ]
+        InputError.raise_if(reasons, _PROBLEM)
     return resolved
 
 
@@ -368,7 +417,7 @@ def _gradients(
     metric: BoundMetric,
     receivers: Iterable[LayerSites | None],
 ) -> dict[tuple[int, HeadKind], Tensor]:
-    """Return the gradient of the metric by z of the receivers, in one run."""
+    """Return the gradient of the metric with respect to the z of the receivers."""
     places = {(receiver.layer, receiver.kind) for receiver in receivers if receiver is not None}
     if not places:
         return {}
@@ -380,16 +429,15 @@ def _gradients(
     return {place: gradients[name] for place, name in names.items()}
 
 
-def _chunks(blocks: Sequence[PathBlock], n_paths: int | None = None) -> list[range]:
-    """Return runs of blocks with so many paths, or one more block: what a part is about."""
-    ends = [0]
-    n, at_once = 0, _AT_ONCE if n_paths is None else n_paths
+def _chunks_of_blocks(blocks: Sequence[PathBlock], n_paths: int) -> list[_BlockChunk]:
+    """Return chunks of consecutive blocks, each with at least so many paths but for the last."""
+    ends, n = [0], 0
     for number, block in enumerate(blocks):
         n += _n_paths(block)
-        if n >= at_once or number == len(blocks) - 1:
+        if n >= n_paths or number == len(blocks) - 1:
             ends.append(number + 1)
             n = 0
-    return [range(*pair) for pair in pairwise(ends)]
+    return [_BlockChunk(range(*bounds)) for bounds in pairwise(ends)]
 
 
 def _n_paths(block: PathBlock) -> int:
@@ -399,7 +447,7 @@ def _n_paths(block: PathBlock) -> int:
 def _pick(
     blocks: dict[int, PathBlock], estimates: dict[int, Float[Tensor, "sender receiver"]], top: int
 ) -> pd.DataFrame:
-    """Return the paths of largest |estimated effect|, by their blocks, and numbers in these."""
+    """Return the paths of largest |estimated effect|: block, sender, receiver and estimate."""
     largest = LargestScores(top)
     rows: dict[tuple[int, int], tuple[int, int, int, float]] = {}
     for number, block in blocks.items():
@@ -416,43 +464,36 @@ def _pick(
 
 def _largest(picked: list[pd.DataFrame], top: int) -> pd.DataFrame:
     """Return the paths of largest |estimated effect| of all picks, by block."""
-    every = pd.concat(picked, ignore_index=True)
-    kept = every["estimate"].abs().nlargest(top, keep="first").index
-    return every.loc[kept.sort_values()].reset_index(drop=True)
+    paths = pd.concat(picked, ignore_index=True)
+    kept = paths["estimate"].abs().nlargest(top, keep="first").index
+    return paths.loc[kept.sort_values()].reset_index(drop=True)
 
 
-def _every(blocks: Sequence[PathBlock], chunk: range) -> pd.DataFrame:
+def _all_paths(blocks: Sequence[PathBlock], numbers: range) -> pd.DataFrame:
     """Return every path of some blocks."""
-    shapes = [(number, *blocks[number].shape) for number in chunk]
-    every = [
-        {"block": number, "i": np.repeat(np.arange(n), m), "j": np.tile(np.arange(m), n)}
-        for number, n, m in shapes
-    ]
-    return pd.concat(map(pd.DataFrame, every), ignore_index=True)
+    frames = []
+    for number in numbers:
+        n, m = blocks[number].shape
+        i, j = np.repeat(np.arange(n), m), np.tile(np.arange(m), n)
+        frames.append(pd.DataFrame({"block": number, "i": i, "j": j}))
+    return pd.concat(frames, ignore_index=True)
 
 
 def _by_block(work: pd.DataFrame) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """Yield the number of each block, and the numbers of its paths' senders and receivers."""
-    for number, of_block in work.groupby("block"):
-        i, j = (torch.from_numpy(of_block[name].to_numpy(np.int64, copy=True)) for name in "ij")
+    """Yield each block's number with the senders and receivers of its paths."""
+    for number, rows in work.groupby("block"):
+        i, j = (torch.from_numpy(rows[name].to_numpy(np.int64, copy=True)) for name in "ij")
         yield int(number), i, j  # type: ignore[arg-type]
 
 
-def _values(
-    runner: PathRunner, blocks: Sequence[PathBlock], work: pd.DataFrame
-) -> Float[Tensor, "path prompt"]:
-    """Return the metric of each prompt after the patch of each path."""
-    return torch.cat([runner.values(blocks[number], i, j) for number, i, j in _by_block(work)])
-
-
-def _frame(blocks: Sequence[PathBlock], work: pd.DataFrame, over: OverPrompts) -> pd.DataFrame:
+def _frame(blocks: Sequence[PathBlock], work: pd.DataFrame, totals: OverPrompts) -> pd.DataFrame:
     """Return a frame with a row for each path, or for each prompt of each path."""
     paths = pd.concat(
         [blocks[number].frame(i, j) for number, i, j in _by_block(work)], ignore_index=True
     )
     if "estimate" in work:
-        clean, corrupted = over.ends
-        paths["estimate"] = BASELINE[over.direction] + work["estimate"] / (clean - corrupted)
-    columns = over.columns()
+        clean, corrupted = totals.ends
+        paths["estimate"] = BASELINE[totals.direction] + work["estimate"] / (clean - corrupted)
+    columns = totals.columns()
     repeated = np.repeat(np.arange(len(paths)), len(columns["value"]) // len(paths))
     return paths.iloc[repeated].reset_index(drop=True).assign(**columns)

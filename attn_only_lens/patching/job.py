@@ -2,14 +2,16 @@
 
 Every long computation is run the same way. It is cut into chunks; a function computes the named
 arrays of a chunk; a folder keeps them, so that an interrupted job resumes; and the processes of
-`accelerate launch` share the chunks, each a fixed and contiguous share of them. A method of
+`accelerate launch` share the chunks, each with a fixed share. A method of
 patching only says what its chunks are and how one is computed:
 
     job = Job(resume, settings, progress)
     for chunk, arrays in job.run(chunks, compute, unit="site"):
         ...  # add up, in the order of chunks
 
-If a process dies, its chunks are missing; the next start of the job computes them.
+If a process dies, its chunks are missing; the next start of the job computes them. Without a GPU,
+`accelerate launch --multi_gpu --num_processes 2 script.py` starts two processes on CPUs. With GPUs,
+the script puts its model on `accelerate.PartialState().device`.
 """
 
 import time
@@ -18,13 +20,17 @@ from pathlib import Path
 from typing import Any, Protocol, TypeAlias, TypeVar
 
 import numpy as np
+from accelerate.utils import get_int_from_env
 from tqdm.auto import tqdm
 
-from attn_only_lens.patching import processes
+from attn_only_lens.errors import InputError
 from attn_only_lens.storage.chunks import ChunkStore
 
 Arrays: TypeAlias = dict[str, np.ndarray]
 _POLL = 0.2  # seconds between two looks for a chunk of another process
+# Variables in which torchrun, accelerate and MPI give the number of processes, and of this one.
+_SIZES = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
+_RANKS = ("RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK")
 
 
 class Chunk(Protocol):
@@ -43,7 +49,7 @@ _Chunk = TypeVar("_Chunk", bound=Chunk)
 
 
 class Job:
-    """Run chunks of work, resume from a folder, and share the work with other processes.
+    """Run chunks of work, resume from a folder, and share the work with other
 
     Args:
         folder: where the arrays of chunks are stored; None to store nothing.
@@ -69,10 +75,10 @@ class Job:
         settings: Callable[[], dict[str, Any]],
         progress: bool | str,
     ) -> None:
-        processes.require_folder(folder)
+        require_folder(folder)
         self._store = None if folder is None else ChunkStore(folder, settings())
         self._label = progress if isinstance(progress, str) else None
-        self._hidden = not (progress and processes.is_first())
+        self._hidden = not (progress and is_first())
         self._bar: Any = None
 
     def run(
@@ -116,5 +122,30 @@ class Job:
 
 def _share(chunks: Sequence[_Chunk]) -> Sequence[_Chunk]:
     """Return the chunks of this process."""
-    index, n = processes.process_index(), processes.n_launched()
-    return chunks[len(chunks) * index // n : len(chunks) * (index + 1) // n]
+    return chunks[_from_environment(_RANKS, 0) :: n_launched()]
+
+
+def require_folder(folder: str | Path | None) -> None:
+    """Refuse several processes without a folder to exchange results in."""
+    if folder is None and n_launched() > 1:
+        raise InputError(
+            [
+                f"{n_launched()} processes were launched; expected a folder for "
+                "them to write to: resume='sweep.chunks'"
+            ],
+            "these processes cannot share the work",
+        )
+
+
+def is_first() -> bool:
+    """Return whether this is the only process, or the first of those launched together."""
+    return n_launched() == 1 or _from_environment(_RANKS, 0) == 0
+
+
+def n_launched() -> int:
+    """Return the number of processes that were launched together."""
+    return _from_environment(_SIZES, 1)
+
+
+def _from_environment(names: tuple[str, ...], default: int) -> int:
+    return int(get_int_from_env(names, default))

@@ -1,18 +1,19 @@
-"""Means over prompts that come a run at a time, with their standard errors; or every prompt's own.
+"""Means over prompts that come a chunk at a time, with standard errors; or values of each prompt.
 
 With v_b the metric of prompt b after a patch and u_b before it, w_b its weight in the mean (1/n,
-but for a loss; Σ w_b = 1), and span = clean - corrupted of the means, taken as given,
+except for a loss; Σ w_b = 1), and span = clean - corrupted of the means, taken as constant,
 
     value                  Σ w_b v_b
     value_standard_error   √(n/(n-1) Σ w_b² (v_b - value)²)
     score_standard_error   √(n/(n-1) Σ w_b² (d_b - Σ w_c d_c)²) / |span|,    d_b = v_b - u_b
 
-which is s/√n of n prompts of equal weight, and the linearised one of a ratio of sums otherwise. The
-score's is of paired differences: prompts differ more from each other than a patch moves them.
+For n prompts of equal weight the standard error is s/√n; otherwise it is the linearised one of a
+ratio of sums. That of the score is of paired differences, because prompts differ more from each
+other than a patch moves them.
 
-A run of prompts leaves three numbers of v, and of d, for each site, whatever its size: its mean m
-and Σ w_b² (v_b - m), Σ w_b² (v_b - m)² about it. Two runs are joined by moving both about the mean
-of all, as Chan, Golub and LeVeque do (1979) for equal weights.
+Of a chunk of prompts, three numbers of v, and of d, are kept for each site: the mean m, and
+Σ w_b² (v_b - m) and Σ w_b² (v_b - m)². Two chunks are joined by moving both about the mean of all
+(Chan, Golub and LeVeque 1979, for equal weights).
 """
 
 from dataclasses import dataclass, field
@@ -23,7 +24,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from attn_only_lens.errors import InputError
-from attn_only_lens.patching.sweep_parts import SweepPart
+from attn_only_lens.patching.site_groups import Chunk
 
 SPREAD = ("value_standard_error", "score_standard_error")
 """Columns of means over several prompts."""
@@ -34,13 +35,13 @@ class OverPrompts:
     """The metric of both runs and after the patch of each site, over the prompts so far.
 
     Attributes:
-        name: of the metric.
-        n_rows: how many sites there are.
-        n_prompts: how many prompts.
-        weights: of each prompt in the mean; of the only number, where prompts have none of their
-            own.
-        direction: of the patches.
-        per_prompt: whether each prompt gets rows of its own.
+        name: the name of the metric.
+        n_rows: the number of sites.
+        n_prompts: the number of prompts.
+        weights: the weight of each prompt in the mean; one weight if the metric is a single number
+            of all prompts.
+        direction: the direction of the patches.
+        per_prompt: whether each prompt gets its own rows.
     """
 
     name: str
@@ -55,8 +56,7 @@ class OverPrompts:
         if self.per_prompt and len(self.weights) != self.n_prompts:
             reason = (
                 f"{self.name} is one number of all {self.n_prompts} prompts; expected a metric "
-                "that gives each its own: have the function return a tensor "
-                f"[{self.n_prompts}]"
+                f"with a value for each prompt: return a tensor [{self.n_prompts}]"
             )
             raise InputError([reason], "there are no rows of each prompt")
         if self.per_prompt and 0.0 in self.weights:
@@ -73,7 +73,7 @@ class OverPrompts:
         values: Float[Tensor, "row prompt"],
         shares: tuple[float, ...],
     ) -> Float[Tensor, "end_or_row number"]:
-        """Return what is kept of the values of a run of prompts: for the two ends, and each row."""
+        """Return what is stored of a chunk: for the clean and the corrupted run, and each row."""
         scores = torch.cat([clean[None], corrupted[None], values.cpu().double()])
         if self.per_prompt:
             return scores
@@ -82,37 +82,39 @@ class OverPrompts:
         unpatched = corrupted if self.direction == "denoise" else clean
         return torch.cat([_moments(scores, shares), _moments(scores - unpatched, shares)], dim=1)
 
-    def add(self, part: SweepPart, flat: Float[Tensor, "number"]) -> None:
-        """Add what was kept of a part, `reduced` in a row. Parts come in order."""
-        by_row = flat.view(2 + len(part.rows), -1)
-        rows = slice(2 + part.rows.start, 2 + part.rows.stop)
+    def add(self, chunk: Chunk, by_row: Float[Tensor, "end_or_row number"]) -> None:
+        """Add what `reduced` returned for a chunk. Chunks come in order."""
+        rows = slice(2 + chunk.rows.start, 2 + chunk.rows.stop)
         for there, new in ((slice(2), by_row[:2]), (rows, by_row[2:])):
             if self.per_prompt:
-                self._table[there, part.prompts.start : part.prompts.stop] = new
-            elif there != slice(2) or part.rows.start == 0:
-                self._table[there] = self._joined(self._table[there], new, part.prompts)
+                self._table[there, chunk.prompts.start : chunk.prompts.stop] = new
+            elif there != slice(2) or chunk.rows.start == 0:
+                self._table[there] = self._joined(self._table[there], new, chunk.prompts)
 
     def _joined(self, so_far: Tensor, new: Tensor, prompts: range) -> Tensor:
         if self.n_prompts == 1:
             return new
         weights = torch.tensor(self.weights, dtype=torch.float64, device="cpu")
-        before, own_weights = weights[: prompts.start], weights[prompts.start : prompts.stop]
-        new = new.unflatten(1, (2, 3)) * new.new_tensor(
-            [1.0, own_weights.sum() ** 2, own_weights.sum() ** 2]
-        )
+        before, here = weights[: prompts.start], weights[prompts.start : prompts.stop]
+        square = here.sum() ** 2
+        new = new.unflatten(1, (2, 3)) * new.new_tensor([1.0, square, square])
         if prompts.start == 0:
             return new.flatten(1)
         old = so_far.unflatten(1, (2, 3))
-        total = (before.sum() + own_weights.sum()) or 1.0  # without weight so far, all are 0
-        mean = old[..., 0] + (new[..., 0] - old[..., 0]) * (own_weights.sum() / total)
+        total = (before.sum() + here.sum()) or 1.0  # without weight so far, all are 0
+        mean = old[..., 0] + (new[..., 0] - old[..., 0]) * (here.sum() / total)
         first = second = torch.zeros_like(mean)
-        for moments, w in ((old, before), (new, own_weights)):
+        for moments, w in ((old, before), (new, here)):
             shift, squares = moments[..., 0] - mean, w.square().sum()
             second = (
                 second + moments[..., 2] + 2 * shift * moments[..., 1] + shift.square() * squares
             )
             first = first + moments[..., 1] + shift * squares
         return torch.stack([mean, first, second], dim=-1).flatten(1)
+
+    def weight(self, prompts: range) -> float:
+        """Return the sum of the weights of some prompts."""
+        return sum(self.weights[prompts.start : prompts.stop])
 
     @property
     def ends(self) -> tuple[float, float]:
@@ -126,7 +128,7 @@ class OverPrompts:
         return mean_over(self._table[2:], self.weights) if self.per_prompt else self._table[2:, 0]
 
     def columns(self) -> dict[str, np.ndarray]:
-        """Return the columns of the results: a row for each site, or each site and prompt."""
+        """Return the columns of the results: a row for each site, or for each site and prompt."""
         values = self._table[2:]
         if self.per_prompt:
             unpatched = self._table[1 if self.direction == "denoise" else 0]
@@ -143,7 +145,7 @@ class OverPrompts:
         return columns
 
     def _error(self, squares: Float[Tensor, "row"]) -> Float[Tensor, "row"]:
-        """Return the standard error; nan where fewer than two prompts have values of their own."""
+        """Return the standard error; nan if fewer than two prompts have a value."""
         n = len(self.weights) - self.weights.count(0.0)
         if n < 2:
             return torch.full_like(squares, torch.nan)
@@ -164,7 +166,7 @@ def mean_over(
 def moved_values(
     unpatched: Float[Tensor, "prompt"], moves: Float[Tensor, "row batch"], shares: tuple[float, ...]
 ) -> Float[Tensor, "row prompt"]:
-    """Return the values of prompts of which each moves the mean by so much."""
+    """Return the value of each prompt, from how far it moves the mean."""
     moves = moves.cpu().double()
     if len(shares) == 1:  # of all prompts, or of the only one
         return unpatched + (moves if moves.shape[1] == 1 else moves.sum(dim=1, keepdim=True))

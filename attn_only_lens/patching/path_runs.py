@@ -1,8 +1,8 @@
 """Run paths from senders to receivers, block by block, in batches that fit memory.
 
 A block is some senders of one layer and kind, at one set of positions, and some receivers of one
-layer and kind. It makes the changes of what all its receivers put out for all its senders, of no
-more than `_NUMBERS` numbers at once, and never those of another block.
+layer and kind. Its largest tensor, the changes of the receivers' outputs by all its senders, has at
+most `_NUMBERS` numbers.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -27,7 +27,7 @@ from attn_only_lens.patching.run_patches import Batching
 from attn_only_lens.patching.site_groups import SiteGroup
 
 LOGITS = "logits"
-_NUMBERS = 2**21  # in a block's largest tensor; several of them are held
+_NUMBERS = 2**21  # several tensors of this size are held
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,9 +36,9 @@ class PathBlock:
 
     Attributes:
         senders: heads of one kind in one layer.
-        positions: at which what they write is replaced.
+        positions: the positions at which their writes are replaced.
         receivers: heads of one kind in one layer; None for the logits.
-        first: the numbers of the first sender (at these positions) and receiver among all.
+        first: the index of the first sender (at these positions) and receiver among all.
     """
 
     senders: LayerSites
@@ -48,11 +48,11 @@ class PathBlock:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """How many senders, and receivers."""
+        """The numbers of senders and of receivers."""
         return len(self.senders.names), len(names_of(self.receivers))
 
     def of_prompts(self, pair: PromptPair) -> "PathBlock":
-        """Return the same paths, with positions in one run of the prompts."""
+        """Return the same paths on a chunk of the prompts."""
         if pair.among is None:
             return self
         positions = self.positions.of_prompts(pair.among[0], pair.clean.shape[1])
@@ -71,7 +71,7 @@ class PathBlock:
 
 
 def path_blocks(
-    parts: Decomposition,
+    run: Decomposition,
     senders: Sequence[SiteGroup],
     receivers: Sequence[LayerSites | None],
     prompts_at_once: int,
@@ -88,29 +88,29 @@ def path_blocks(
                 continue
             sending, column = _take(group.sites, heads), 0
             for receiving in receivers:
-                if _in_order(parts, sending, receiving):
+                if _in_order(run, sending, receiving):
                     whole = PathBlock(sending, position, receiving, (row, column))
-                    yield from _split(parts, whole, prompts_at_once)
+                    yield from _split(run, whole, prompts_at_once)
                 column += len(names_of(receiving))
             row += len(heads)
 
 
-def _in_order(parts: Decomposition, sending: LayerSites, receiving: LayerSites | None) -> bool:
+def _in_order(run: Decomposition, sending: LayerSites, receiving: LayerSites | None) -> bool:
     if receiving is None:
         return True
-    written = parts.before(receiving.layer, receiving.kind)
-    return parts.of(sending.layer, sending.kind) in written
+    written = run.before(receiving.layer, receiving.kind)
+    return run.of(sending.layer, sending.kind) in written
 
 
-def _split(parts: Decomposition, whole: PathBlock, prompts_at_once: int) -> Iterator[PathBlock]:
+def _split(run: Decomposition, whole: PathBlock, prompts_at_once: int) -> Iterator[PathBlock]:
     """Cut a block into ones of a size that fits."""
     chosen, receivers = whole.positions.where, whole.receivers
     batch, n_pos = prompts_at_once, chosen.shape[1]
     some = chosen.any(dim=0)
-    width = parts.embedding.shape[-1]
+    width = run.embedding.shape[-1]
     if receivers is not None and receivers.kind == "attention":
         tokens = batch * (n_pos - int(some.int().argmax()))
-        width = max(width, parts.of(receivers.layer, "attention").z[0, 0].numel())
+        width = max(width, run.of(receivers.layer, "attention").z[0, 0].numel())
         many = len(names_of(receivers))
     else:
         tokens = batch * int(some.sum())
@@ -133,31 +133,27 @@ def names_of(receivers: LayerSites | None) -> tuple[str, ...]:
     return (LOGITS,) if receivers is None else receivers.names
 
 
-def _take(sites: LayerSites, which: slice | Int[Tensor, "site"]) -> LayerSites:
-    names = tuple(
-        np.array(sites.names, dtype=object)[
-            which if isinstance(which, slice) else which.cpu().numpy()
-        ]
-    )
-    return replace(sites, names=names, index=sites.index[which], member=sites.member[which])
+def _take(sites: LayerSites, chosen: slice | Int[Tensor, "site"]) -> LayerSites:
+    indices = torch.arange(len(sites.names), device="cpu")[chosen]
+    names = tuple(sites.names[i] for i in indices.tolist())
+    return replace(sites, names=names, index=sites.index[chosen], member=sites.member[chosen])
 
 
 def _local(sites: LayerSites) -> LayerSites:
-    """The same sites, among themselves alone."""
+    """Return the same sites, numbered from 0."""
     return replace(sites, index=torch.arange(len(sites.names), device="cpu"))
 
 
 @dataclass(eq=False)
 class PathRunner:
-    """Run paths of one model, one pair of prompts, one metric and one part.
+    """Run paths into one run.
 
     Attributes:
-        readers: of the run that is patched into.
-        source: the other run, taken apart.
+        readers: the readers of the run that is patched into.
+        source: the other run.
         part: the inputs of receivers that senders reach.
-        scale: of the norms that receivers read through.
-        baseline: the metric of each prompt in the run that is patched.
-        batching: the batches to run in.
+        scale: the scale of the norms that receivers read through.
+        baseline: the metric of each prompt of the run that is patched into.
     """
 
     readers: Readers
@@ -179,7 +175,7 @@ class PathRunner:
         A path that cannot affect the metric gives the baseline, without a run.
         """
         values = self.baseline.repeat(len(i), 1)
-        if not block.positions.where.any():  # no prompt of this run has such a position
+        if not block.positions.where.any():  # no prompt of this chunk has such a position
             self.batching.on_done(len(i))
             return values
         senders, i = i.unique(return_inverse=True)
@@ -203,32 +199,32 @@ class PathRunner:
         self,
         values: Float[Tensor, "path prompt"],
         changed: Bool[Tensor, "path batch some"],
-        positions_: Int[Tensor, "some"],
+        positions: Int[Tensor, "some"],
         block: int,
         run: Callable[[Tensor, int], Tensor],
     ) -> None:
-        """Run the paths whose change, at some positions, from a block on can affect the metric."""
+        """Run the paths whose change, at some positions of a block, can affect the metric."""
         replay = self.replay
-        effective = changed & replay.effective_positions(block).to(changed.device)[:, positions_]
-        some, first = effective.flatten(1).any(1), 0
-        if some.any():
-            first = replay.start(block, int(positions_[changed[some].any(dim=0).any(dim=0)][0]))
-        left = some.nonzero()[:, 0].cpu()
-        self.batching.on_done(len(values) - len(left))
+        effective = changed & replay.effective_positions(block).to(changed.device)[:, positions]
+        moving, first = effective.flatten(1).any(1), 0
+        if moving.any():
+            first = replay.start(block, int(positions[changed[moving].any(dim=0).any(dim=0)][0]))
+        rows = moving.nonzero()[:, 0].cpu()
+        self.batching.on_done(len(values) - len(rows))
         numbers = replay.numbers_per_variant(first)
-        self.batching.fill(values, left, numbers, lambda chosen: run(chosen, first))
+        self.batching.fill(values, rows, numbers, lambda batch: run(batch, first))
 
     def _sent(self, block: PathBlock, positions: Any) -> Float[Tensor, "sender batch pos d_model"]:
-        """What senders wrote in the source run less what they wrote in the target run."""
+        """Return what senders wrote in the source run minus what they wrote in the target run."""
         layer, kind = block.senders.layer, block.senders.kind
         if isinstance(positions, Tensor):
             positions = positions.to(self.target.of(layer, kind).z.device)
-        reader, reader_run = (
-            parts.of(layer, kind).written(block.senders, positions)
-            for parts in (self.source, self.target)
+        source, target = (
+            run.of(layer, kind).written(block.senders, positions)
+            for run in (self.source, self.target)
         )
-        chosen = block.positions.where.to(reader_run.device)[:, positions]
-        return (reader - reader_run) * chosen.unsqueeze(-1)
+        chosen = block.positions.where.to(target.device)[:, positions]
+        return (source - target) * chosen.unsqueeze(-1)
 
     def _run_to_logits(self, block: PathBlock, i: Tensor, values: Tensor) -> None:
         sent = self._sent(block, slice(None))[i]
@@ -242,14 +238,13 @@ class PathRunner:
     def _neuron_dz(
         self, block: PathBlock, receivers: LayerSites
     ) -> tuple[Float[Tensor, "row pos head_index"], Int[Tensor, "pos"]]:
-        """The change of z of every receiver for every sender; rows are senders × prompts."""
+        """Return the change of z of each receiver by each sender × prompt, and its positions."""
         neuron_run = self.target.of(receivers.layer, "neuron")
         columns = block.positions.where.any(dim=0).nonzero()[:, 0].to(neuron_run.z.device)
         reads = neuron_run.reads.at(columns)
         entering = reads.change(self._sent(block, columns), self.scale)
-        return self.readers.neuron_change(receivers, entering, self.part, columns).flatten(
-            0, 1
-        ), columns
+        change = self.readers.neuron_change(receivers, entering, self.part, columns)
+        return change.flatten(0, 1), columns
 
     def _run_neurons(
         self, block: PathBlock, receivers: LayerSites, i: Tensor, j: Tensor, values: Tensor
@@ -257,8 +252,8 @@ class PathRunner:
         replay = self.replay
         heads = replay.host.neurons[receivers.layer]
         dz, columns = self._neuron_dz(block, receivers)
-        of_all = neuron_changes(heads, _local(receivers), dz)  # [receiver, sender · batch, pos]
-        moves = of_all.unflatten(1, (-1, replay.batch))[j, i]
+        changes = neuron_changes(heads, _local(receivers), dz)  # [receiver, sender · batch, pos]
+        moves = changes.unflatten(1, (-1, replay.batch))[j, i]
         block_number = replay.host.block(receivers.layer, "neuron")
         after = block_number + replay.adds_mlp_output(block_number, heads.output_module)
         rows = heads.W_out[receivers.index.to(dz.device)]
@@ -275,7 +270,7 @@ class PathRunner:
     def _attention_z(
         self, block: PathBlock, receivers: LayerSites
     ) -> tuple[Float[Tensor, "sender batch pos head_index d_head"], int]:
-        """z of every head of the receivers' layer for every sender, from a position on."""
+        """Return z of all heads of the receivers' layer for each sender, from a position on."""
         replay, layer = self.replay, receivers.layer
         number = replay.host.block(layer, "attention")
         begins = int(block.positions.where.any(dim=0).nonzero()[0])
@@ -307,7 +302,7 @@ class PathRunner:
         name = replay.host.hook_name(layer, "attention", "z")
 
         def run(some: Tensor, first: int) -> Tensor:
-            # Where the metric reads no position that the path can move, variants begin before it.
+            # Variants may begin before the path, at positions that it does not move.
             before = z_values[:, first:begins, index[some]].movedim(2, 0)
             rows = torch.cat([before, moved[some][:, :, max(first - begins, 0) :]], dim=2)
             rows, heads = rows.flatten(0, 1), index[some].repeat_interleave(replay.batch)
@@ -331,10 +326,10 @@ class PathRunner:
         if not block.positions.where.any():
             return torch.zeros(block.shape, device="cpu")
         if receivers is None:
-            every = torch.arange(n, device="cpu")
-            quiet = replace(self, batching=self.batching.silent())
+            senders = torch.arange(n, device="cpu")
+            silent = replace(self, batching=self.batching.silent())
             mean = self.replay.metric.mean
-            values = mean(quiet.values(block, every, torch.zeros_like(every)))
+            values = mean(silent.values(block, senders, torch.zeros_like(senders)))
             return (values - mean(self.baseline))[:, None]
         gradient = gradients[receivers.layer, receivers.kind]
         if receivers.kind == "neuron":

@@ -1,42 +1,62 @@
 """Exact patches in place of the estimates that are likely to be wrong.
 
-Most of the squared error of estimates by gradients is in a few sites, of more than ten thousand.
-`expected_error.py` predicts which sites these are: its key is the expected error of a site, up to a
-factor. These sites are patched, and the exact values replace their estimates.
+Most of the squared error of estimates by gradients is in a few of more than ten thousand sites. A
+key predicts which ones. They are patched, and the exact values replace their estimates.
 
-Which sites first? The aim is a high correlation (Pearson) with exact scores, among the attention
-heads and among the neuron-heads. Let e be the current scores, and `cost` the flops of a patch
-divided by those of a forward pass. A flop raises the correlation most at the site where the gain
+The key. A first-order estimate errs most if a patch writes a vector that is long relative to the
+stream: the scale of the next norm is then far from constant. Let a patch move what a head writes at
+token t by a vector of length a_t; let x_t be the stream after the head's sublayer in the run that
+is patched into, and g_t the gradient of the metric there. Then
+
+    key = Σ_t a_t² ‖g_t‖ / ‖x_t‖
+
+is the largest effect in a linear model, a ‖g‖, times the size of the write relative to the stream,
+a / ‖x‖. The length a of each part is
+
+    neuron-heads, any part    |Δz_i| ‖W_out[i]‖ (`engine/edits.py`)
+    attention, z              ‖Δz W_O‖
+    pattern, q                the same, with the z of the new pattern or query: one forward pass
+                              replaces all of them, and restores z before anything reads it
+    value                     P[t, s] ‖Δv_s W_O‖, written at every t by a value at s
+    k                         |P'[t, s] - P[t, s]| ‖(v_s - z_t) W_O‖, with P' of a pass in which all
+                              keys are replaced; to first order in the change of the pattern
+
+A norm after the sublayer (Gemma 2, OLMo 2) is left out: the key ranks sites and is not a bound.
+
+The order. The aim is a high Pearson correlation with exact scores, for attention heads and for
+neuron-heads. Let e be the current scores, and `cost` the flops of a patch divided by those of a
+forward pass. Per flop, the correlation rises most at the site with the largest gain
 
     √c · key / √(cost · Σ (e - mean e)²)         Σ: over the heads of the site's kind
 
-is largest. Here the squared error of a site is modelled as c key², and c is fitted to the sites
-patched so far. Each layer has its own c for each kind of head, but at least a quarter of the c of
-all layers, as the errors of a few patched sites may be small by chance.
+Here the squared error of a site is modelled as c key², with c fitted to the sites patched so far.
+Each layer has its own c for each kind of head, but at least a quarter of the c of all layers, since
+the errors of a few patched sites may be small by chance.
 
-The correlation to expect, for each kind of head, is
+The expected correlation, for each kind of head, is
 
-    expected correlation = √(1 - 4 Σ_unpatched c key² / Σ (e - mean e)²)
+    √(1 - 4 Σ_unpatched c key² / Σ (e - mean e)²)
 
-with 4 as a margin, since c varies from site to site. The estimates of the largest writes may err
-less than their keys predict, since a norm limits the effect of a write. So a second sum takes its c
-from the patched sites that are most like the unpatched ones, the half with the smaller keys; the
-larger sum counts. The result is an expectation, not a bound. With fewer than 16 patched sites of a
-kind, or a budget below 3 forward passes, it is unknown (None): minimal pairs of the shipped model
-were expected at .985 after one pass, and reached .930.
+with 4 as a margin, since c varies from site to site. A norm limits the effect of a write, so the
+largest writes may err less than their keys predict. A second sum therefore takes its c from the
+half of the patched sites with the smaller keys, which are most like the unpatched ones; the larger
+sum counts. The result is an expectation, not a bound. It is unknown (None) with fewer than 16
+patched sites of a kind, or a budget below 3 forward passes: minimal pairs of the shipped model were
+expected at .985 after one pass, and reached .930.
 
-How many sites? As many as a number of forward passes pays for. Or with "auto":
+The budget is a number of forward passes, or "auto":
 
     at least     3 forward passes, or 0.2 Gflop if that is more
     at most      10 forward passes, or 4 Gflop if that is more
 
-and between the two, until the expected correlation is .99 for both kinds. A forward pass here runs
-all prompts of the call. So patches of a large model cost a bounded number of passes. In a small
+and between the two, until the expected correlation is .99 for both kinds. A forward pass runs all
+prompts of the call. So patches of a large model cost a bounded number of passes, and in a small
 model 4 Gflop, about a second on one CPU core, may pay for all sites.
 """
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
@@ -46,31 +66,40 @@ from jaxtyping import Float
 from torch import Tensor
 
 from attn_only_lens.arguments import as_plain, is_number
-from attn_only_lens.engine.sites import LayerSites
+from attn_only_lens.devices import float32_if_half
+from attn_only_lens.engine.edits import by_head, change_of_z, neuron_changes
+from attn_only_lens.engine.recording import Recording, run
+from attn_only_lens.engine.sites import SHARED_PARTS, LayerSites, Part, hook_name
+from attn_only_lens.errors import UnsupportedModelError
+from attn_only_lens.heads import host_of
 from attn_only_lens.heads.host import HeadKind
 from attn_only_lens.patching.run_patches import PatchRunner, check_edits
 from attn_only_lens.patching.site_groups import SiteGroup
+from attn_only_lens.tolerances import LOGIT_TOLERANCE
 
 Budget: TypeAlias = float | Literal["auto"]
 _AT_LEAST, _AT_MOST = (3.0, 2e8), (10.0, 4e9)  # of "auto": forward passes, flops
 _TARGET, _STEP = 0.99, 1.5  # of "auto": the correlation, and by how much each step spends more
 _SAFETY, _LUCK, _FEWEST = 4.0, 0.25, 16
-_TINY = 1e-100  # where errors, or effects, are all 0
+_TINY = 1e-100  # instead of errors or effects that are all 0
 _LEAST_COST = 1e-3  # forward passes: what a patch costs besides its flops
 _Numbers: TypeAlias = npt.NDArray[np.float64]
 _Rows: TypeAlias = npt.NDArray[np.int64]
 
+_READ: dict[Part, tuple[Part, ...]] = {"value": ("pattern",), "k": ("pattern", "value", "z")}
+"""The activations that the key of a part of attention heads needs besides the part."""
+
 
 @dataclass(frozen=True, eq=False)
 class Repairs:
-    """What exact patches made of estimates.
+    """Estimates, some of them replaced by exact values.
 
     Attributes:
-        values: of the rows of each group, some of them exact.
-        exact: which.
+        values: the metric after the patch of each row of each group.
+        exact: whether each row was patched.
         expected_errors: for each kind of head, the root of the expected sum of squared errors over
             rows, with a margin; None if too few sites were patched to tell.
-        forwards: what the patches cost, in flops of forward passes.
+        forwards: the cost of the patches, in flops of forward passes.
     """
 
     values: list[Float[Tensor, "row prompt"]]
@@ -80,7 +109,7 @@ class Repairs:
 
 
 def expected_pearson(error: float | None, scores: Float[Tensor, "row"] | _Numbers) -> float | None:
-    """Return the correlation with exact scores to expect; None if unknown, or without effects."""
+    """Return the expected correlation with exact scores; None if unknown, or without effects."""
     if error is None or np.isnan(error):
         return None
     total = float(((scores - scores.mean()) ** 2).sum())
@@ -90,14 +119,14 @@ def expected_pearson(error: float | None, scores: Float[Tensor, "row"] | _Number
 
 
 def budget_reasons(budget: object) -> list[str]:
-    """Return why a budget is none."""
+    """Return why a value is not a budget."""
     if budget == "auto" or is_number(as_plain(budget), 0):
         return []
     return [f"got budget={budget!r}; expected 0 or more forward passes, or 'auto'"]
 
 
 class Repairer:
-    """Patch the rows of groups whose estimates are likely to be wrong."""
+    """Patches the rows of groups whose estimates are likely to be wrong."""
 
     def __init__(
         self,
@@ -127,42 +156,42 @@ class Repairer:
         self._exact = np.zeros(len(self._key), dtype=bool)
 
     def spend(self, budget: Budget) -> Repairs:
-        """Patch as many sites as a budget allows, or as "auto" asks for."""
+        """Patch as many sites as a budget pays for, or as "auto" needs."""
         if budget == "auto":
             self._patch_until_expected()
         else:
             self._patch(self._rows_to_patch(float(budget), self._of_kind))
+        errors = {kind: self._expected_error(kind) for kind in self._of_kind}
+        if budget != "auto" and budget < _AT_LEAST[0]:  # too few to tell, unless all are exact
+            errors = {kind: error if error == 0.0 else None for kind, error in errors.items()}
         sizes = [len(group) for group in self._groups]
-        return Repairs(
-            list(self._values.split(sizes)),
-            list(torch.from_numpy(self._exact).split(sizes)),
-            {kind: self._expected_error(kind, budget) for kind in self._of_kind},
-            self._spent,
-        )
+        values, exact = self._values.split(sizes), torch.from_numpy(self._exact).split(sizes)
+        return Repairs(list(values), list(exact), errors, self._spent)
 
     @property
     def _spent(self) -> float:
         return float(self._cost[self._exact].sum())
 
     def _costs(self) -> _Numbers:
-        """Return the cost of each row, in forward passes; infinite where nothing can change."""
+        """Return the cost of each row, in forward passes; infinite if the patch has no effect."""
         replay = self._runner.replay
         blocks, starts = zip(*map(self._runner.starts, self._groups), strict=True)
-        every = torch.cat(starts)
-        moving = every[every >= 0]
+        all_starts = torch.cat(starts)
+        moving = all_starts[all_starts >= 0]
         first = int(moving.min()) if len(moving) else 0
         self._first = replay.start(min(blocks), first)
-        if self._first < first:  # no run leaves out what comes before
+        if self._first < first:  # every run begins at position 0
             starts = tuple(start.clamp(max=0) for start in starts)
         shares = map(replay.share_of_forward, blocks, starts)
         costs: _Numbers = torch.cat(list(shares)).numpy() + _LEAST_COST
-        costs[every.numpy() < 0] = np.inf
+        costs[all_starts.numpy() < 0] = np.inf
         return costs
 
     def _positive(self, keys: _Numbers) -> _Numbers:
-        """Return keys that are 0 where a patch changes nothing, and positive elsewhere.
+        """Return keys that are 0 if a patch changes nothing, and positive otherwise.
 
-        Where a model saturates, a gradient may be 0 and a patch not: such sites are patched last.
+        If a model saturates, the gradient of a site may be 0 although its patch has an effect: such
+        sites are patched last.
         """
         least = keys[keys > 0].min(initial=np.inf)
         changes = np.isfinite(self._cost) & np.isfinite(least)
@@ -178,10 +207,9 @@ class Repairer:
             scores: _Numbers = self._mean(self._values).numpy()
             short = [
                 kind
-                for kind, here in self._of_kind.items()
-                if (expected_pearson(self._expected_error(kind, "auto"), scores[here]) or 0.0)
-                < _TARGET
-                and (self._key[here & ~self._exact] > 0).any()
+                for kind, rows in self._of_kind.items()
+                if (expected_pearson(self._expected_error(kind), scores[rows]) or 0.0) < _TARGET
+                and (self._key[rows & ~self._exact] > 0).any()
             ]
             if not short:
                 break
@@ -191,7 +219,7 @@ class Repairer:
     def _rows_to_patch(self, budget: float, kinds: Iterable[HeadKind]) -> _Rows:
         """Return rows of some kinds that a budget still pays for, in the order of their gain.
 
-        A row that costs more than what is left is skipped, and cheaper rows are taken.
+        A row that costs more than the rest of the budget is skipped, and cheaper rows are taken.
         """
         scores: _Numbers = self._mean(self._values).numpy()
         gain = np.zeros(len(scores))
@@ -220,32 +248,32 @@ class Repairer:
         firsts = np.cumsum([0, *map(len, self._groups)])
         joined: list[tuple[_Rows, SiteGroup]] = []
         for i, sites in enumerate(self._sites):
-            here = np.sort(rows[self._layer[rows] == i])
-            if not len(here):
-                continue
-            of_groups = [
-                group[torch.from_numpy(here[(here >= first) & (here < first + len(group))] - first)]
-                for group, first in zip(self._groups, firsts, strict=False)
-                if group.sites is sites
-            ]
-            joined.append((here, SiteGroup.joined(of_groups)))
+            rows_here = np.sort(rows[self._layer[rows] == i])
+            if len(rows_here):
+                chosen = [
+                    group[torch.from_numpy(rows_here[inside] - first)]
+                    for group, first in zip(self._groups, firsts, strict=False)
+                    if group.sites is sites
+                    for inside in [(rows_here >= first) & (rows_here < first + len(group))]
+                ]
+                joined.append((rows_here, SiteGroup.joined(chosen)))
+        self._check_edits([group for _, group in joined])
+        patched = self._runner.values([group for _, group in joined])
+        for (rows_here, _), values in zip(joined, patched, strict=True):
+            self._values[rows_here] = values
+            self._exact[rows_here] = True
+
+    def _check_edits(self, groups: Sequence[SiteGroup]) -> None:
+        """Test the edits of groups, each once for all chunks of prompts."""
         replay = self._runner.replay.precise
         padded = not (replay.recording.mask is None or bool(replay.recording.mask.all()))
-        edits = [(group.sites, self._first, padded) for _, group in joined]
-        untested = [
-            group
-            for (_, group), edit in zip(joined, edits, strict=True)
-            if edit not in self._tested
-        ]
+        edits = {(group.sites, self._first, padded): group for group in groups}
+        untested = [group for edit, group in edits.items() if edit not in self._tested]
         check_edits(replay, untested, self._runner.part, [self._first])
         self._tested.update(edits)
-        patched = self._runner.values([group for _, group in joined])
-        for (here, _), values in zip(joined, patched, strict=True):
-            self._values[here] = values
-            self._exact[here] = True
 
     def _squared_errors(self, kind: HeadKind) -> _Numbers:
-        """Return c, the squared error of a site over its key², of each layer of a kind."""
+        """Return c, the squared error of a site divided by its key², for each layer of a kind."""
         patched = np.flatnonzero(self._of_kind[kind] & self._exact & (self._key > 0))
         if not len(patched):
             return np.ones(len(self._sites))
@@ -258,13 +286,13 @@ class Repairer:
         of_layers = np.divide(errors, keys, out=np.full(len(keys), of_kind), where=keys > 0)
         return np.maximum(of_layers, _LUCK * of_kind)
 
-    def _expected_error(self, kind: HeadKind, budget: Budget) -> float | None:
-        """Return the root of the squared error expected of a kind's scores; None if unknown."""
+    def _expected_error(self, kind: HeadKind) -> float | None:
+        """Return the root of the expected squared error of a kind's scores; None if unknown."""
         unseen = self._key**2 * (self._of_kind[kind] & ~self._exact)
         if not unseen.any():
             return 0.0
         patched = np.flatnonzero(self._of_kind[kind] & self._exact)
-        if len(patched) < _FEWEST or (budget != "auto" and budget < _AT_LEAST[0]):
+        if len(patched) < _FEWEST:
             return None
         half = patched[self._key[patched].argsort(kind="stable")][: len(patched) // 2]
         c_half = (self._errors()[half] ** 2).sum() / (self._key[half] ** 2).sum()
@@ -275,3 +303,173 @@ class Repairer:
         """Return the errors of the estimates of patched rows, and 0 for the other rows."""
         errors: _Numbers = self._mean(self._values).numpy() - self._estimates
         return errors
+
+
+def hook_points(model: Any, sites: Sequence[LayerSites], part: Part) -> tuple[set[str], set[str]]:
+    """Return the hook points whose gradients keys need, and those to record."""
+    host = host_of(model)
+    writes = {host.write_hook(site.layer, site.kind) for site in sites}
+    attention = {site.layer for site in sites if site.kind == "attention"}
+    points = {*_READ.get(part, ()), "z"}
+    return writes, writes | {hook_name(model, layer, p) for layer in attention for p in points}
+
+
+@torch.no_grad()
+def repair_keys(
+    model: Any,
+    groups: Sequence[SiteGroup],
+    part: Part,
+    target: Recording,
+    source: Recording,
+    gradients: dict[str, Tensor],
+) -> list[Float[Tensor, "row"]]:
+    """Return the key of each row of each group: its expected error, up to a factor."""
+    keys = _Keys(model, part, target, source, gradients)
+    attention = {group.sites.layer for group in groups if group.sites.kind == "attention"}
+    if attention and part in ("pattern", "q", "k"):
+        keys.replaced = run_with_part(model, target, source, sorted(attention), part)
+    by_site = {site: keys.of(site) for site in dict.fromkeys(group.sites for group in groups)}
+    return [group.sums(by_site[group.sites]).sum(dim=1).cpu() for group in groups]
+
+
+class _Keys:
+    """The keys of the heads of each layer, at each token."""
+
+    def __init__(
+        self,
+        model: Any,
+        part: Part,
+        target: Recording,
+        source: Recording,
+        gradients: dict[str, Tensor],
+    ) -> None:
+        self._host, self._model, self._part = host_of(model), model, part
+        self._target, self._source, self._gradients = target, source, gradients
+        self.replaced: dict[str, Tensor] = {}  # activations of a pass with all parts replaced
+
+    def of(self, sites: LayerSites) -> Float[Tensor, "head batch pos"]:
+        """Return the keys of heads at each token."""
+        if sites.kind == "neuron":
+            return self._of_neurons(sites)
+        key = self._of_attention(sites.layer)
+        return key[:, :, sites.index.to(key.device)].permute(2, 0, 1)
+
+    def _slope(self, layer: int, kind: HeadKind) -> Float[Tensor, "batch pos"]:
+        """Return ‖g‖ / ‖x‖."""
+        name, block = self._host.write_hook(layer, kind), self._host.block(layer, kind)
+        write, streams = self._target.hooked[name], self._target.streams
+        x = streams[block].to(write) + write if kind == "attention" else streams[block + 1]
+        length = float32_if_half(x).norm(dim=-1)
+        gradient = float32_if_half(self._gradients[name]).norm(dim=-1)
+        return torch.where(length > 0, gradient / length, 0.0)
+
+    def _of_neurons(self, sites: LayerSites) -> Float[Tensor, "head batch pos"]:
+        layer, heads = sites.layer, self._host.neurons[sites.layer]
+        dz = change_of_z(self._target.neurons[layer], self._source.neurons[layer], self._part)
+        change = float32_if_half(neuron_changes(heads, sites, dz))
+        rows = float32_if_half(heads.W_out[sites.index.to(change.device)]).norm(dim=1)
+        return (change * rows[:, None, None]).square() * self._slope(layer, "neuron")
+
+    def _of_attention(self, layer: int) -> Float[Tensor, "batch pos head_index"]:
+        slope, z = self._slope(layer, "attention"), self._activation(layer, "z")
+        if self._part == "value":
+            moved = self._source.hooked[hook_name(self._model, layer, "value")]
+            dv = by_head(moved, self._host.n_heads[layer]) - self._activation(layer, "value")
+            pattern = self._activation(layer, "pattern")
+            spread = torch.einsum("bhts,bt->bsh", pattern.square(), slope)
+            return self._written(layer, dv).square().sum(-1) * spread
+        if self._part == "k":
+            new = self.replaced[hook_name(self._model, layer, "pattern")]
+            dP = new - self._activation(layer, "pattern")
+            v, z = self._written(layer, self._activation(layer, "value")), self._written(layer, z)
+            square = v.square().sum(-1).transpose(1, 2)[:, :, None]
+            square = square + z.square().sum(-1).transpose(1, 2)[..., None]
+            square = square - 2 * torch.einsum("bthm,bshm->bhts", z, v)
+            return torch.einsum("bhts,bt->bsh", dP.square() * square.clamp(min=0), slope)
+        name = hook_name(self._model, layer, "z")
+        new = self.replaced[name] if name in self.replaced else self._source.hooked[name]
+        return self._written(layer, new - z).square().sum(-1) * slope.unsqueeze(-1)
+
+    def _activation(self, layer: int, part: Part) -> Tensor:
+        """Return a part in the run that is patched into, with an axis of all heads."""
+        value = self._target.hooked[hook_name(self._model, layer, part)]
+        if part in SHARED_PARTS:
+            value = by_head(value, self._host.n_heads[layer])
+        return float32_if_half(value)
+
+    def _written(self, layer: int, z: Tensor) -> Float[Tensor, "batch pos head d_model"]:
+        W_O = float32_if_half(self._host.attention(layer).W_O)
+        return torch.einsum("bphd,hdm->bphm", float32_if_half(z), W_O)
+
+
+@torch.no_grad()
+def run_with_part(
+    model: Any, target: Recording, source: Recording, layers: Sequence[int], part: Part
+) -> dict[str, Tensor]:
+    """Return z, and for keys the pattern, of heads with a part of the source run, by hook name.
+
+    One forward pass serves all heads: a part moves only the z of its own head, and z is restored
+    before anything reads it. For queries, another pass tests this.
+    """
+    if part == "q":
+        moved = _run_with_part(model, target, source, layers, part, n_heads=1)
+        changed = [
+            name
+            for name, z in moved.items()
+            if not _same(z[:, :, 1:], target.hooked[name][:, :, 1:])
+        ]
+        if changed:
+            raise UnsupportedModelError(
+                [
+                    f"to patch the query of one head changes the z of others ({', '.join(changed)})"
+                    ": its queries are normed all together. Take method='gradient' with budget=0, "
+                    "or patch the pattern"
+                ],
+                "its queries cannot be patched in closed form",
+            )
+    return _run_with_part(model, target, source, layers, part, n_heads=None)
+
+
+def _run_with_part(
+    model: Any,
+    target: Recording,
+    source: Recording,
+    layers: Sequence[int],
+    part: Part,
+    n_heads: int | None,
+) -> dict[str, Tensor]:
+    """Run with a part of the first heads replaced, or of all, and z restored."""
+    seen: dict[str, Tensor] = {}
+    head_axis = 1 if part == "pattern" else 2
+
+    def replace_part(value: Tensor, hook: Any, name: str) -> Tensor:
+        if n_heads is None:
+            return source.hooked[name].clone()
+        new = source.hooked[name].narrow(head_axis, 0, n_heads)
+        rest = value.narrow(head_axis, n_heads, value.shape[head_axis] - n_heads)
+        return torch.cat([new, rest], dim=head_axis)
+
+    def see(value: Tensor, hook: Any, name: str) -> None:
+        seen[name] = value.clone()
+
+    def restore_z(value: Tensor, hook: Any, name: str) -> Tensor:
+        seen[name] = value.clone()
+        return target.hooked[name]
+
+    actions: list[tuple[Part, Callable[..., Tensor | None]]] = [(part, replace_part)]
+    actions += [("pattern", see)] if part == "k" else []
+    actions += [("z", restore_z)]
+    hooks = [
+        (name, partial(action, name=name))
+        for point, action in actions
+        for name in [hook_name(model, layer, point) for layer in layers]
+    ]
+    run(model, target.tokens, target.mask, hooks)
+    return seen
+
+
+def _same(one: Tensor, second: Tensor) -> bool:
+    if not one.numel():
+        return True
+    tolerance = LOGIT_TOLERANCE[one.dtype] * float(second.abs().max())
+    return float((one - second).abs().max()) <= tolerance

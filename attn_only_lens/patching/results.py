@@ -1,4 +1,4 @@
-"""The results of a sweep: a row for each site and position, on a scale from 0 to 1.
+"""The results of sweeps and of path patching: a row for each site or path, with its score.
 
     score = (value - corrupted) / (clean - corrupted)
 
@@ -8,36 +8,41 @@ In rows of each prompt, with `unpatched` the prompt's own value in the run that 
 
     score = baseline + (value - unpatched) / (clean - corrupted)
 
-so that a patch without effect leaves the baseline, and the mean over prompts is the score above.
+so that a patch without effect has the baseline, and the mean over prompts is the score above.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import InitVar, dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 import pandas as pd
 from jaxtyping import Bool, Float, Int
-from torch import Tensor
 
 from attn_only_lens.engine.metrics import require_distinct
 from attn_only_lens.engine.prompts import PromptPair
 from attn_only_lens.errors import InputError
 from attn_only_lens.heads.host import HeadKind
 from attn_only_lens.patching.over_prompts import SPREAD, OverPrompts
-from attn_only_lens.patching.prompt_tokens import PromptTokens
-from attn_only_lens.patching.scored_frame import ScoredFrame
+from attn_only_lens.patching.scored_frame import PromptTokens, ScoredFrame
 from attn_only_lens.patching.site_groups import SiteGroup
-from attn_only_lens.patching.sweep_rows import PROBLEM, SweepRows
 from attn_only_lens.storage import Document
 from attn_only_lens.storage.tables import TableFields
 
 MEASURED = "patching"
 """The method of a sweep that ran every patch."""
+_PROBLEM = "these are not the results of a sweep"
+_NOT_PATHS = "these are not the results of path patching"
+_HEAD = ["layer", "kind", "index"]
+_REQUIRED = [*_HEAD, "name", "position", "value"]
+_BY_PROMPT = ("prompt", "unpatched")
+_PATH_COLUMNS = ["sender", "receiver", "position", "value"]
+_Column: TypeAlias = "pd.Series[Any]"
 
 
-class _Fields(TableFields):
+class _SweepFields(TableFields):
     part: str
     direction: str
     metric: str
@@ -51,7 +56,257 @@ class _Fields(TableFields):
     tokens: PromptTokens | None
 
 
-_DOCUMENT = Document("attn_only_lens.Sweep", 4, _Fields)
+class _PathFields(TableFields):
+    part: str
+    scale: str
+    direction: str
+    metric: str
+    clean_value: float
+    corrupted_value: float
+    n_prompts: int
+    n_paths: int
+    model: str
+    tokens: PromptTokens | None
+
+
+@dataclass(frozen=True, eq=False)
+class SweepRows:
+    """The rows of a sweep in a compact form: ten million need as little as 16 bytes each.
+
+    Attributes:
+        heads: the layer, kind and index of each head, in the order of the categories of `name`.
+        table: for each row, the categoricals `name` and `position`, `value`, and optional columns.
+    """
+
+    heads: pd.DataFrame
+    table: pd.DataFrame
+
+    @classmethod
+    def of_groups(
+        cls, groups: Sequence[SiteGroup], columns: dict[str, npt.NDArray[Any]]
+    ) -> "SweepRows":
+        """Return the rows of groups of sites, with the values of all of them."""
+        sites = list(dict.fromkeys(group.sites for group in groups))
+        sizes = [len(site.names) for site in sites]
+        first = dict(zip(sites, np.cumsum([0, *sizes]).tolist(), strict=False))
+        labels = list(dict.fromkeys(p.label for group in groups for p in group.positions))
+        heads = pd.DataFrame(
+            {
+                "layer": np.repeat([site.layer for site in sites], sizes),
+                "kind": np.repeat([site.kind for site in sites], sizes).astype(object),
+                "index": np.concatenate([site.index.cpu().numpy() for site in sites]),
+            },
+            index=np.concatenate([np.array(site.names, dtype=object) for site in sites]),
+        )
+        codes = np.concatenate([first[group.sites] + group.head.numpy() for group in groups])
+        places = np.concatenate(
+            [
+                np.array([labels.index(p.label) for p in group.positions])[group.where.numpy()]
+                for group in groups
+            ]
+        )
+        repeats = len(columns["value"]) // len(codes)
+        return cls._coded(
+            heads, np.repeat(codes, repeats), np.repeat(places, repeats), labels, columns
+        )
+
+    @classmethod
+    def of_frame(cls, frame: pd.DataFrame, part: str) -> "SweepRows":
+        """Return the rows of a frame, which may also have the columns `part` and `score`."""
+        _require_columns(frame)
+        codes, names = _factors(frame["name"])
+        places, labels = _positions(frame["position"])
+        _factors(frame["kind"])
+        columns: dict[str, npt.NDArray[Any]] = {
+            "layer": _integers(frame["layer"]),
+            "kind": frame["kind"].to_numpy(dtype=object),
+            "index": _integers(frame["index"]),
+        }
+        first_rows = np.unique(codes, return_index=True)[1]
+        heads = pd.DataFrame({name: columns[name][first_rows] for name in _HEAD}, index=names)
+        values = {name: _COLUMNS[name](frame[name]) for name in _COLUMNS if name in frame}
+        rows = cls._coded(heads, codes, places, labels, values)
+        reasons = []
+        if "part" in frame and not (frame["part"] == part).all():
+            parts = sorted({str(name) for name in frame["part"]})
+            reasons.append(f"got parts {parts}; expected {part!r} alone")
+        for name in _HEAD:
+            differ = columns[name] != heads[name].to_numpy()[codes]
+            if differ.any():
+                reasons.append(f"rows of {names[codes[differ.argmax()]]} differ in their {name}")
+        again = rows.table.duplicated(rows.keys, keep="last")
+        if again.any():
+            reasons.append(
+                f"{again.sum()} rows repeat a site, such as {names[codes[again.argmax()]]}"
+            )
+        InputError.raise_if(reasons, _PROBLEM)
+        return rows
+
+    @classmethod
+    def _coded(
+        cls,
+        heads: pd.DataFrame,
+        codes: npt.NDArray[Any],
+        places: npt.NDArray[Any],
+        labels: Sequence[int | str],
+        columns: dict[str, Any],
+    ) -> "SweepRows":
+        """Return rows with heads and positions in the order of their first row."""
+        codes, used = pd.factorize(codes)
+        places, kept = pd.factorize(places)
+        heads, labels = heads.iloc[used], [labels[i] for i in kept.tolist()]
+        table = {
+            "name": _categorical(codes, heads.index),
+            "position": _categorical(places, labels),
+        }
+        return cls(heads, pd.DataFrame(table | columns))
+
+    def __len__(self) -> int:
+        return len(self.table)
+
+    def __getitem__(self, rows: npt.NDArray[np.int64]) -> "SweepRows":
+        """Return some of the rows, with the heads and positions that they have."""
+        some = self.table.iloc[rows].reset_index(drop=True)
+        name, position = some.pop("name").cat, some.pop("position").cat
+        labels = position.categories.tolist()
+        columns = {str(column): values for column, values in some.items()}
+        codes, places = name.codes.to_numpy(), position.codes.to_numpy()
+        return self._coded(self.heads, codes, places, labels, columns)
+
+    @property
+    def keys(self) -> list[str]:
+        """The columns that identify a row."""
+        return [name for name in ("name", "position", "prompt") if name in self.table]
+
+    def frame(self, part: str, score: npt.NDArray[np.float64]) -> pd.DataFrame:
+        """Return the public frame of the rows, with their part and score."""
+        codes, table = self.table["name"].cat.codes.to_numpy(), dict(self.table.items())
+        head = {name: self.heads[name].to_numpy()[codes] for name in ("layer", "index")}
+        kind, kinds = pd.factorize(self.heads["kind"].to_numpy())
+        kind_of_row, one_part = kind.astype(np.int8)[codes], np.zeros(len(self), dtype=np.int8)
+        position = table["position"]
+        numbered = pd.api.types.is_integer_dtype(position.cat.categories)
+        columns = {
+            "layer": head["layer"],
+            "kind": _categorical(kind_of_row, kinds),
+            "index": head["index"],
+            "name": table["name"],
+            "position": position.astype(np.int64) if numbered else position,
+            "part": _categorical(one_part, [part]),
+            "value": table["value"],
+            "score": score,
+        }
+        return pd.DataFrame(columns | {name: table[name] for name in _COLUMNS if name in table})
+
+    @property
+    def has_prompts(self) -> bool:
+        """Whether rows are of single prompts, and of more than one prompt."""
+        return "prompt" in self.table and self.table["prompt"].nunique() > 1
+
+    def site(self, row: int) -> str:
+        """Return the head, positions and prompt of a row."""
+        prompt = f", prompt {self.table['prompt'][row]}" if "prompt" in self.table else ""
+        return f"{self.table['name'][row]} at {self.table['position'][row]}{prompt}"
+
+
+def rows_in_order(one: SweepRows, second: SweepRows) -> npt.NDArray[np.int64]:
+    """Return the row of `second` with the site of each row of `one`; -1 if it has none."""
+    left, right = one.table[one.keys], second.table[one.keys].copy()
+    for name in ("name", "position"):  # the same categories, so that codes are compared
+        right[name] = right[name].cat.set_categories(left[name].cat.categories)
+    right["row"] = np.arange(len(right))
+    return left.merge(right, how="left", on=one.keys)["row"].fillna(-1).to_numpy(np.int64)
+
+
+def _categorical(codes: npt.NDArray[Any], categories: Any) -> pd.Categorical:
+    return pd.Categorical.from_codes(codes, categories=categories)
+
+
+def _require_columns(frame: pd.DataFrame) -> None:
+    if not isinstance(frame, pd.DataFrame):
+        reason = f"got a {type(frame).__name__}; expected a pandas DataFrame"
+        raise InputError([reason], _PROBLEM)
+    names = set(frame.columns)
+    unknown = names - {*_REQUIRED, "part", "score", *_COLUMNS}
+    halves = any(len(names & set(pair)) == 1 for pair in (_BY_PROMPT, SPREAD))
+    if unknown or halves or not names.issuperset(_REQUIRED) or not frame.columns.is_unique:
+        optional = [name for name in _COLUMNS if name != "value"]
+        reason = (
+            f"got columns {list(frame.columns)}; expected {_REQUIRED}, and any of {optional}, with "
+            f"{_BY_PROMPT} and {SPREAD} together, each once"
+        )
+        raise InputError([reason], _PROBLEM)
+
+
+def _factors(column: _Column) -> tuple[npt.NDArray[np.int64], npt.NDArray[Any]]:
+    """Return the codes of texts, and the texts in order of appearance."""
+    codes, texts = _factorize(column)
+    InputError.raise_if(
+        [f"{column.name} has rows without a value (null)"] * (-1 in codes), _PROBLEM
+    )
+    odd = next((text for text in texts if not isinstance(text, str)), None)
+    if odd is not None:
+        raise InputError([f"got {column.name} {odd!r}; expected text"], _PROBLEM)
+    return codes, texts
+
+
+def _positions(column: _Column) -> tuple[npt.NDArray[np.int64], list[int | str]]:
+    codes, labels = _factorize(column)
+    numbers = pd.api.types.is_integer_dtype(column.dtype) and -1 not in codes
+    if not numbers and (-1 in codes or not all(isinstance(label, str) for label in labels)):
+        reason = (
+            f"got positions {list(labels[:7])}; expected numbers alone, or texts: 'all', or roles"
+        )
+        raise InputError([reason], _PROBLEM)
+    return codes, [int(label) if numbers else label for label in labels]
+
+
+def _factorize(column: _Column) -> tuple[npt.NDArray[np.int64], npt.NDArray[Any]]:
+    try:
+        codes, values = pd.factorize(column)
+    except TypeError as error:  # of lists
+        reason = f"{column.name} cannot be read ({error}); expected numbers or texts"
+        raise InputError([reason], _PROBLEM) from error
+    return codes, np.asarray(values, dtype=object)
+
+
+def _flags(column: _Column) -> npt.NDArray[np.bool_]:
+    """Return True and False, which a CSV file has as text."""
+    text = column.astype(str)
+    odd = sorted(set(text.unique()) - {"True", "False"})
+    InputError.raise_if([f"got exact={value}; expected True or False" for value in odd], _PROBLEM)
+    return (text == "True").to_numpy()
+
+
+def _floats(column: _Column) -> npt.NDArray[np.float64]:
+    try:
+        if pd.api.types.is_complex_dtype(column.dtype):
+            raise TypeError(f"they are {column.dtype}")
+        return column.to_numpy(dtype=np.float64, copy=True)
+    except (TypeError, ValueError) as error:
+        reason = f"{column.name} cannot be read ({error}); expected numbers"
+        raise InputError([reason], _PROBLEM) from error
+
+
+def _integers(column: _Column) -> npt.NDArray[np.int64]:
+    """Return integers; pandas makes them floats when it joins frames."""
+    if isinstance(column.dtype, np.dtype) and column.dtype.kind in "iu":
+        return column.to_numpy(dtype=np.int64, copy=True)
+    floats = _floats(column)
+    bad = floats[~(np.abs(floats) < 2**53) | (floats != np.round(floats))]
+    reasons = [f"got {column.name} {number}; expected whole numbers" for number in bad[:1]]
+    InputError.raise_if(reasons, _PROBLEM)
+    return floats.astype(np.int64)
+
+
+_COLUMNS: dict[str, Callable[[_Column], Any]] = {
+    "value": _floats,
+    "prompt": _integers,
+    "unpatched": _floats,
+    **dict.fromkeys(SPREAD, _floats),
+    "exact": _flags,
+}
+"""Columns of values, most of them optional, and how each is read."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -61,32 +316,31 @@ class Sweep(ScoredFrame):
     Attributes:
         frame: a row for each site and position, with columns `layer`, `kind`, `index`, `name`,
             `position` (a number, "all", or a role), `part`, `value` (the metric after the patch),
-            `score`; a frame that is given, the first argument, needs no `part` and `score`. It is
-            made when first asked for: of ten million rows it takes half a gigabyte, where `top`,
-            `effects`, `agreement` and `len` need a third of that. Of several prompts
-            `value_standard_error` and `score_standard_error` (see `over_prompts.py`), missing where
-            the metric is one number of all prompts; or, with `per_prompt`, a row for each prompt,
-            with `prompt`, counted from 0, and `unpatched`, its metric before the patch.
+            `score`. For several prompts also `value_standard_error` and `score_standard_error`
+            (see `over_prompts.py`), missing if the metric is one number of all prompts; or, with
+            `per_prompt`, a row for each prompt, with `prompt`, counted from 0, and `unpatched`, its
+            metric before the patch. The frame is made when first used: for ten million rows it
+            takes half a gigabyte, and `top`, `effects`, `agreement` and `len` need a third of that.
+            A frame passed as the first argument needs no `part` and `score`.
         part: the part of each head that was patched: "z", "pattern", "value", "q", "k".
         direction: "denoise", clean into corrupted; "noise", corrupted into clean; or the
             ablation of z in the clean run, "zero", "mean", "resample", "bias".
         metric: the metric's name.
         clean_value: the metric of the clean run.
         corrupted_value: the metric of the corrupted run.
-        n_prompts: pairs of prompts, over which values are means unless rows are of each.
+        n_prompts: the number of pairs of prompts; values are means over them, unless `per_prompt`.
         model: the model's name.
-        method: "patching" where values are measured, or how `attribution` estimated them.
-        expected_pearson: of an attribution with exact repairs, the correlation with patching to
-            expect over all rows of attention heads ("attention") and of neuron-heads ("neuron"). It
-            has a margin, but is not a bound. None if too few sites were patched to tell.
-        forwards: of such an attribution, what its patches cost, in flops of forward passes.
-        tokens: the texts of the prompts' tokens, which pictures show at positions; None of a frame
-            that was given without.
+        method: "patching" if values are measured, or the method of `attribution`.
+        expected_pearson: for an attribution with exact repairs, the expected correlation with
+            patching over all rows of attention heads ("attention") and of neuron-heads ("neuron").
+            It has a margin, but is not a bound. None if too few sites were patched to tell.
+        forwards: for such an attribution, the cost of its patches, in flops of forward passes.
+        tokens: the texts of the prompts' tokens, which pictures show at positions, or None.
 
     Raises:
-        InputError: columns are missing or unknown, a value is not finite, a site is there
-            twice, positions are of two kinds, a name is of two heads, or the clean value is the
-            corrupted one.
+        InputError: columns are missing or unknown, a value is not finite, a site occurs twice,
+            positions are numbers and texts, a name stands for two heads, or the clean value equals
+            the corrupted one.
 
     Example:
         >>> import pandas as pd
@@ -101,7 +355,7 @@ class Sweep(ScoredFrame):
         ['L0N5']
     """
 
-    _document = _DOCUMENT
+    _document = Document("attn_only_lens.Sweep", 4, _SweepFields)
 
     given: InitVar[pd.DataFrame | SweepRows]
     part: str
@@ -118,17 +372,17 @@ class Sweep(ScoredFrame):
     rows: SweepRows = field(init=False)
 
     def __post_init__(self, rows_or_frame: pd.DataFrame | SweepRows) -> None:
-        InputError.raise_if(self._setting_reasons(), PROBLEM)
-        rows = (
-            rows_or_frame
-            if isinstance(rows_or_frame, SweepRows)
-            else SweepRows.of_frame(rows_or_frame, self.part)
-        )
-        reasons = []
+        InputError.raise_if(self._setting_reasons(), _PROBLEM)
+        rows = rows_or_frame
+        if not isinstance(rows, SweepRows):
+            rows = SweepRows.of_frame(rows, self.part)
+        finite = np.isfinite(rows.table[[c for c in ("value", "unpatched") if c in rows.table]])
+        bad = int((~finite.all(axis=1)).sum())
+        reasons = [f"{bad} of {len(rows)} values are not finite"] * (bad > 0)
         if self.tokens is not None and len(self.tokens.clean) != self.n_prompts:
             got = f"tokens of {len(self.tokens.clean)} prompts"
-            reasons.append(f"got {got} and n_prompts={self.n_prompts}; expected as many")
-        InputError.raise_if(reasons + rows.reasons_against_values(), PROBLEM)
+            reasons.append(f"got {got} and n_prompts={self.n_prompts}; expected the same number")
+        InputError.raise_if(reasons, _PROBLEM)
         object.__setattr__(self, "rows", rows)
 
     @classmethod
@@ -137,41 +391,27 @@ class Sweep(ScoredFrame):
         model: Any,
         pair: PromptPair,
         groups: Sequence[SiteGroup],
-        over: OverPrompts,
+        totals: OverPrompts,
         part: str,
         method: str = MEASURED,
         *,
-        exact: Bool[Tensor, "row"] | None = None,
+        exact: Bool[np.ndarray, "row"] | None = None,
         **fields: Any,
     ) -> "Sweep":
-        """Return the sweep of the values of all prompts.
-
-        Args:
-            model: that was patched.
-            pair: the prompts.
-            groups: the sites.
-            over: their values.
-            part: of each head.
-            method: how they were found.
-            exact: which are of patches, where others are estimates; None if all are.
-            fields: of an attribution, or of rounded products.
-
-        Raises:
-            InputError: the metric does not tell the clean run from the corrupted one.
-        """
-        columns = over.columns()
+        """Return the sweep of all prompts; `exact` marks patches among estimates."""
+        columns: dict[str, Any] = totals.columns()
         if exact is not None:
-            columns["exact"] = np.repeat(exact.numpy(), len(columns["value"]) // len(exact))
-        clean_value, corrupted_value = over.ends
+            columns["exact"] = np.repeat(exact, len(columns["value"]) // len(exact))
+        clean_value, corrupted_value = totals.ends
         require_distinct(clean_value, corrupted_value, next(model.parameters()).dtype)
         return cls(
-            SweepRows.of_groups(groups, [columns]),
+            SweepRows.of_groups(groups, columns),
             part=part,
-            direction=over.direction,
-            metric=over.name,
+            direction=totals.direction,
+            metric=totals.name,
             clean_value=clean_value,
             corrupted_value=corrupted_value,
-            n_prompts=over.n_prompts,
+            n_prompts=totals.n_prompts,
             model=str(getattr(model.cfg, "model_name", "")),
             method=method,
             tokens=PromptTokens.of_groups(model, pair, groups),
@@ -183,16 +423,17 @@ class Sweep(ScoredFrame):
 
     @cached_property
     def frame(self) -> pd.DataFrame:  # type: ignore[override]
-        """The rows with their names, positions and scores; made when first asked for."""
+        """The rows with their names, positions and scores."""
         return self.rows.frame(self.part, self.scores)
 
     @cached_property
     def scores(self) -> Float[np.ndarray, "row"]:
         """The score of each row."""
-        numbers, span = self.rows.numbers, self.clean_value - self.corrupted_value
-        if "unpatched" in numbers:
-            return self.baseline + (numbers["value"] - numbers["unpatched"]) / span
-        return (numbers["value"] - self.corrupted_value) / span
+        table, span = self.rows.table, self.clean_value - self.corrupted_value
+        value = table["value"].to_numpy()
+        if "unpatched" in table:
+            return self.baseline + (value - table["unpatched"].to_numpy()) / span
+        return (value - self.corrupted_value) / span
 
     @property
     def effects(self) -> Float[np.ndarray, "row"]:
@@ -208,25 +449,24 @@ class Sweep(ScoredFrame):
         Names after an @ are variables of the caller: `name in @names`.
 
         Raises:
-            InputError: it is no condition on columns of the frame.
+            InputError: it is not a condition on columns of the frame.
         """
         problem = f"no rows can be picked by {condition!r}"
         try:
-            met = self.frame.eval(condition, level=1)
+            mask = self.frame.eval(condition, level=1)
         except (NameError, SyntaxError, TypeError, ValueError) as error:
             reason = f"{error}; expected a condition on {list(self.frame.columns)}"
             raise InputError([reason], problem) from error
-        if not (isinstance(met, pd.Series) and met.dtype == bool):
-            got = met.dtype if isinstance(met, pd.Series) else type(met).__name__
+        if not (isinstance(mask, pd.Series) and mask.dtype == bool):
+            got = mask.dtype if isinstance(mask, pd.Series) else type(mask).__name__
             raise InputError([f"it gives {got}; expected True or False for each row"], problem)
-        return replace(self, given=self.rows[np.flatnonzero(met)])
+        return replace(self, given=self.rows[np.flatnonzero(mask)])
 
     def _headline(self) -> str:
         kind = "Sweep" if self.method == MEASURED else f"Attribution ({self.method})"
-        numbers = self.rows.numbers
-        rows = "rows of each prompt" if "prompt" in numbers else "rows"
-        errors = ", without standard errors: its metric is one number of all prompts"
-        n_exact = int(numbers.get("exact", np.zeros(1)).sum())
+        table = self.rows.table
+        rows = "rows of each prompt" if "prompt" in table else "rows"
+        n_exact = int(table["exact"].sum()) if "exact" in table else 0
         repaired = f", {n_exact} of them exact patches" * (n_exact > 0)
         if n_exact and self.expected_pearson:
             expected = ", ".join(
@@ -234,10 +474,95 @@ class Sweep(ScoredFrame):
                 for kind, value in self.expected_pearson.items()
             )
             repaired += f" (expected correlation with patching: {expected})"
-        missing = bool(np.isnan(numbers.get(SPREAD[0], np.zeros(1))).any())
+        missing = SPREAD[0] in table and bool(table[SPREAD[0]].isna().any())
+        errors = ", without standard errors: its metric is one number of all prompts" * missing
         return (
-            f"{kind} of {self.model}: {self.part}, {self.direction}, {len(self)} {rows}"
-            f"{repaired}, "
-            f"{self.n_prompts} prompts{errors * missing}; {self.metric} is {self.clean_value:.4g} "
+            f"{kind} of {self.model}: {self.part}, {self.direction}, {len(self)} {rows}{repaired}, "
+            f"{self.n_prompts} prompts{errors}; {self.metric} is {self.clean_value:.4g} "
             f"clean, {self.corrupted_value:.4g} corrupted"
+        )
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Paths(ScoredFrame):
+    """The results of path patching, with its settings.
+
+    Attributes:
+        frame: a row for each path, with columns `sender`, `receiver`, `part`, `position` (the
+            sender's: a number, a role, or "all"), `value` (the metric after the patch) and
+            `score`. For several prompts also the columns of a `Sweep`: standard errors of means,
+            or `prompt` and `unpatched` of single prompts. With `top` also `estimate`, the score
+            estimated by gradients, a mean over prompts.
+        part: the inputs of the receivers: "q", "k", "value", "pattern", "z".
+        scale: whether the norms that receivers read through are "held" or computed "anew".
+        direction: "denoise" or "noise".
+        metric: the metric's name.
+        clean_value: the metric of the clean run.
+        corrupted_value: the metric of the corrupted run.
+        n_prompts: the number of pairs of prompts; values are means over them, unless `per_prompt`.
+        n_paths: the number of paths; more than rows if only the top ones were patched.
+        model: the model's name.
+        tokens: the texts of the prompts' tokens, or None.
+
+    Raises:
+        InputError: columns are missing, or a value is not finite.
+
+    Example:
+        >>> import pandas as pd
+        >>> from attn_only_lens import patching as p
+        >>> values = pd.DataFrame({"sender": "L0H1", "receiver": ["L0N5", "logits"],
+        ...                        "position": 2, "value": [2.0, -1.0]})
+        >>> paths = p.Paths(values, part="z", scale="held", direction="denoise",
+        ...                 metric="logit_diff(7, 8)", clean_value=3.0, corrupted_value=-1.0,
+        ...                 n_prompts=1, n_paths=2, model="adder")
+        >>> paths.to_frame()["score"].tolist(), paths.top(1)["receiver"].tolist()
+        ([0.75, 0.0], ['L0N5'])
+    """
+
+    _document = Document("attn_only_lens.Paths", 2, _PathFields)
+
+    frame: pd.DataFrame
+    part: str
+    scale: str
+    direction: str
+    metric: str
+    clean_value: float
+    corrupted_value: float
+    n_prompts: int
+    n_paths: int
+    model: str
+    tokens: PromptTokens | None = None
+
+    def __post_init__(self) -> None:
+        reasons = self._setting_reasons()
+        if not set(_PATH_COLUMNS) <= set(self.frame):
+            reasons.append(f"got columns {list(self.frame.columns)}; expected {_PATH_COLUMNS}")
+        elif bad := int((~np.isfinite(self.frame["value"])).sum()):
+            reasons.append(f"{bad} values are not finite")
+        InputError.raise_if(reasons, _NOT_PATHS)
+        span = self.clean_value - self.corrupted_value
+        frame = pd.DataFrame(
+            {
+                "sender": pd.Categorical(self.frame["sender"]),
+                "receiver": pd.Categorical(self.frame["receiver"]),
+                "part": self.part,
+                "position": self.frame["position"].to_numpy(),
+                "value": self.frame["value"].to_numpy(dtype=np.float64),
+                "score": (self.frame["value"].to_numpy() - self.corrupted_value) / span,
+            }
+        )
+        for name in (*SPREAD, "prompt", "unpatched", "estimate"):
+            if name in self.frame:
+                dtype = np.int64 if name == "prompt" else np.float64
+                frame[name] = self.frame[name].to_numpy(dtype=dtype)
+        if "unpatched" in frame:
+            frame["score"] = self.baseline + (frame["value"] - frame["unpatched"]) / span
+        object.__setattr__(self, "frame", frame)
+
+    def _headline(self) -> str:
+        out_of = "" if self.n_paths == len(self.frame) else f" of {self.n_paths:,}"
+        return (
+            f"Paths of {self.model}: {self.part}, {self.direction}, {len(self.frame)}{out_of} rows,"
+            f" {self.n_prompts} prompts; {self.metric} is {self.clean_value:.4g} clean, "
+            f"{self.corrupted_value:.4g} corrupted"
         )

@@ -1,9 +1,9 @@
-"""Run the patches of a sweep, those of several groups together, in batches that fit memory.
+"""Run the patches of several groups of sites together, in batches that fit memory.
 
-A pass through the blocks takes up the patches of each layer on its way (`replay`), all from one
-position on. So few names, spread over layers and positions, cost a pass for each position, or
-fewer: patches that start later join a pass that starts before, where the tokens that they cannot
-change cost less than a pass of their own.
+One pass through the blocks, from one position on, runs patches of all layers (`engine/replay`). So
+a few sites in many layers and positions cost at most one pass for each position. Patches that start
+at a later position join an earlier pass if the tokens that they cannot change cost less than
+another pass.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -31,8 +31,8 @@ from attn_only_lens.engine.recording import Recording
 from attn_only_lens.engine.replay import Replay, Variants
 from attn_only_lens.engine.sites import SHARED_PARTS, Part, hook_name
 from attn_only_lens.heads.host import HEAD_KINDS
-from attn_only_lens.patching.processes import n_launched
-from attn_only_lens.patching.site_groups import ROWS, SiteGroup
+from attn_only_lens.patching.job import n_launched
+from attn_only_lens.patching.site_groups import ROWS, SiteGroup, position_sets
 from attn_only_lens.precision import full_precision
 
 # At GPT-2 small's shape on one thread 512, 1024 and 2048 are within a tenth of each other, 128 is
@@ -41,11 +41,11 @@ _CPU_TOKENS = 2048
 _SHARE = 0.5  # of the free memory
 
 _Patch: TypeAlias = tuple[Bool[Tensor, "head batch pos"], int, Callable[[Tensor, int], Variants]]
-"""Where each head changes its block's stream, that block, and the variants of some of the rows."""
+"""Where each head changes the stream, its block, and a function that makes variants of rows."""
 
 
 class Batching:
-    """Run variants in forward passes of a size that fits, and a smaller one where it did not."""
+    """Run variants in forward passes that fit memory, and in smaller ones if memory runs out."""
 
     def __init__(
         self,
@@ -59,29 +59,29 @@ class Batching:
         self.on_done = on_done
 
     def silent(self) -> "Batching":
-        """Return the same batches, without progress."""
-        smaller = copy(self)
-        smaller.on_done = lambda n: None
-        return smaller
+        """Return the same batching without progress."""
+        silent = copy(self)
+        silent.on_done = lambda n: None
+        return silent
 
     def fill(
         self,
         values: Tensor,
-        left: Int[Tensor, "run"],
+        rows: Int[Tensor, "some"],
         numbers_per_variant: int,
         run: Callable[[Tensor], Tensor],
     ) -> None:
-        """Set `values[left]` to `run(left)`, in chunks; halve them if memory runs out."""
-        while len(left):
+        """Set `values[rows]` to `run(rows)`, in batches; halve them if memory runs out."""
+        while len(rows):
             size = self._size or max(1, self._numbers // numbers_per_variant)
-            chunk = left[:size]
-            patched = _unless_out_of_memory(run, chunk)
+            batch = rows[:size]
+            patched = _unless_out_of_memory(run, batch)
             if patched is None:
-                self._halve(len(chunk), numbers_per_variant)
+                self._halve(len(batch), numbers_per_variant)
                 continue
-            values[chunk] = patched.cpu().to(values.dtype)
-            self.on_done(len(chunk))
-            left = left[size:]
+            values[batch] = patched.cpu().to(values.dtype)
+            self.on_done(len(batch))
+            rows = rows[size:]
 
     def _halve(self, size: int, numbers_per_variant: int) -> None:
         if self._size is None:
@@ -92,14 +92,14 @@ class Batching:
             torch.cuda.empty_cache()
 
 
-def _unless_out_of_memory(run: Callable[[Tensor], Tensor], chunk: Tensor) -> Tensor | None:
-    """Return `run(chunk)`; None if memory ran out, which is then free again."""
+def _unless_out_of_memory(run: Callable[[Tensor], Tensor], batch: Tensor) -> Tensor | None:
+    """Return `run(batch)`; None if memory ran out."""
     try:
-        return run(chunk)
+        return run(batch)
     except RuntimeError as error:
-        # torch.OutOfMemoryError is for GPUs; on a CPU it is an error like any other.
+        # torch.OutOfMemoryError is for GPUs; on a CPU the error is a plain RuntimeError.
         gone = isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
-        if len(chunk) == 1 or not gone:
+        if len(batch) == 1 or not gone:
             raise
         return None
 
@@ -110,20 +110,19 @@ def _numbers_that_fit(model: Any, numbers_per_token: int) -> int:
     fits = int(_SHARE * min(map(free_bytes, devices)) / n_bytes)
     if any(device.type == "cuda" for device in devices):
         return fits
-    # Processes launched together share the memory; each may get there before the others.
+    # Processes launched together share the memory.
     return min(_CPU_TOKENS * numbers_per_token, fits // n_launched())
 
 
 @dataclass(eq=False)
 class PatchRunner:
-    """Run groups of sites of one model, one pair of prompts, one metric and one part.
+    """Run patches of groups of sites, into one run.
 
     Attributes:
-        replay: of the run that is patched into.
+        replay: the run that is patched into.
         source: the activations that are patched in.
         part: the part of heads.
         baseline: the metric of each prompt of the run that is patched into.
-        batching: the batches to run in.
     """
 
     replay: Replay
@@ -141,10 +140,10 @@ class PatchRunner:
         if not groups:
             return []
         patches = [self._patch(group, tested=True) for group in groups]
-        blocks = torch.tensor([block for _, block, _ in patches], device="cpu")
         sizes = torch.tensor([len(group) for group in groups], device="cpu")
         offsets = sizes.cumsum(0) - sizes
-        place = torch.arange(len(groups), device="cpu").repeat_interleave(sizes)
+        group_of_row = torch.arange(len(groups), device="cpu").repeat_interleave(sizes)
+        blocks = torch.tensor([block for _, block, _ in patches], device="cpu")[group_of_row]
         starts = torch.cat(
             [
                 self._starts(group, changed, block)
@@ -152,36 +151,34 @@ class PatchRunner:
             ]
         )
         values = self.baseline.repeat(len(starts), 1)
-        n_run = 0
-        for first, rows in self._runs(blocks[place], starts):
-            n_run += len(rows)
+        self.batching.on_done(int((starts < 0).sum()))
+        for first, rows in self._passes(blocks, starts):
 
-            def run(chosen: Tensor, first: int = first) -> Tensor:
-                # In the order of blocks, in which the rows are, and of groups.
-                of_groups, counts = place[chosen].unique_consecutive(return_counts=True)
-                parts = zip(of_groups.tolist(), chosen.split(counts.tolist()), strict=True)
-                variants = [patches[i][2](index - offsets[i], first) for i, index in parts]
+            def run(batch: Tensor, first: int = first) -> Tensor:
+                # Rows are in the order of blocks, and so of groups.
+                indices, counts = group_of_row[batch].unique_consecutive(return_counts=True)
+                by_group = zip(indices.tolist(), batch.split(counts.tolist()), strict=True)
+                variants = [patches[i][2](rows - offsets[i], first) for i, rows in by_group]
                 return self.replay.values(*variants)
 
             self.batching.fill(values, rows, self.replay.numbers_per_variant(first), run)
-        self.batching.on_done(len(starts) - n_run)
         return list(values.split(sizes.tolist()))
 
     @torch.no_grad()
     def starts(self, group: SiteGroup) -> tuple[int, Int[Tensor, "row"]]:
         """Return the block that patches of a group enter, and the position from which each runs.
 
-        For plans, without a test: neurons are taken to write into the stream unchanged. The
-        position is -1 where a patch cannot affect the metric.
+        The position is -1 if a patch cannot affect the metric. This is an estimate of cost: it
+        assumes that neurons write into the stream directly.
         """
         changed, block, _ = self._patch(group, tested=False)
         return block, self._starts(group, changed, block)
 
     def earliest(self, groups: Sequence[SiteGroup]) -> int:
-        """Return the first position that patches of some groups run from, as the tokens tell."""
+        """Return the first position that patches can run from, judged by the tokens alone."""
         differ = (self.replay.recording.tokens != self.source.tokens).any(dim=0)
-        asked = torch.cat([group.everywhere.flatten(0, 1) for group in groups]).any(dim=0)
-        first = max(int(index.int().argmax()) for index in (differ, asked))
+        patched = torch.cat([group.everywhere.flatten(0, 1) for group in groups]).any(dim=0)
+        first = max(int(positions.int().argmax()) for positions in (differ, patched))
         block = min(self.replay.host.block(group.sites.layer, group.sites.kind) for group in groups)
         return self.replay.start(block, first)
 
@@ -191,43 +188,43 @@ class PatchRunner:
         """Return the first position that each row changes; -1 where it cannot affect the metric."""
         edited = group.everywhere.to(changed.device)
         read = self.replay.effective_positions(block).to(changed.device)
-        if all(position.column is not None for position in group.positions):
-            columns = torch.tensor(
-                [position.column for position in group.positions], device=changed.device
-            )
+        columns = group.columns
+        if columns is not None:
+            columns = columns.to(changed.device)
             sets = torch.arange(len(columns), device=changed.device)
             felt = (changed[:, :, columns] & (edited & read)[sets, :, columns].T).any(dim=1)
             first = columns[:, None].where(felt.T, -1)
         else:
-            of_sets = []
-            for position in edited:
-                here = changed & position
-                earliest = here.any(dim=1).int().argmax(dim=1)
-                of_sets.append(earliest.where((here & read).flatten(1).any(dim=1), -1))
-            first = torch.stack(of_sets)
+            firsts = []
+            for position_set in edited:
+                moved = changed & position_set
+                earliest = moved.any(dim=1).int().argmax(dim=1)
+                firsts.append(earliest.where((moved & read).flatten(1).any(dim=1), -1))
+            first = torch.stack(firsts)
         return first.cpu()[group.where, group.head]
 
-    def _runs(
+    def _passes(
         self, blocks: Int[Tensor, "row"], starts: Int[Tensor, "row"]
     ) -> Iterator[tuple[int, Int[Tensor, "some"]]]:
-        """Yield the position that rows which run together start at, and them, by block.
+        """Yield the first position of each pass, and its rows in the order of their blocks.
 
-        Rows that start later join those before, and compute what they cannot change, where that
-        costs less than a run of their own; unless the metric reads the logits of all positions,
-        which stay the same to the bit before the patch.
+        Rows that start later join an earlier pass, and compute tokens that they cannot change, if
+        that costs less than a pass of their own. They do not if the metric reads the logits of all
+        positions: those before the patch stay the same to the bit.
         """
         replay = self.replay
-        of_token = torch.tensor(
-            [replay.flops_per_token(b) for b in range(replay.n_blocks + 1)], device="cpu"
-        )
+        flops = [replay.flops_per_token(block) for block in range(replay.n_blocks + 1)]
+        flops_per_token = torch.tensor(flops, device="cpu")
         firsts: list[int] = []
         for position in starts[starts >= 0].unique().tolist():
-            of_rows = blocks[starts == position]
-            joining = replay.batch * float(of_token[of_rows].sum())
-            joins = not firsts or (position - firsts[-1]) * joining > replay.flops_per_run(
-                int(of_rows.min()), position
-            )
-            if joins or replay.metric.positions is None:
+            blocks_here = blocks[starts == position]
+            joining = replay.batch * float(flops_per_token[blocks_here].sum())
+            alone = replay.flops_per_run(int(blocks_here.min()), position)
+            if (
+                not firsts
+                or replay.metric.positions is None
+                or (position - firsts[-1]) * joining > alone
+            ):
                 firsts.append(position)
         for first, end in pairwise([*firsts, replay.n_pos]):
             rows = ((starts >= first) & (starts < end)).nonzero()[:, 0]
@@ -251,14 +248,10 @@ class PatchRunner:
         edited = group.everywhere.to(change.device)
 
         def variants(chosen: Tensor, first: int) -> Variants:
-            head, position = (
-                indices[chosen].to(change.device) for indices in (group.head, group.where)
-            )
-            moving = (
-                (change[head, :, first:] * edited[position, :, first:]).flatten(0, 1).unsqueeze(-1)
-            )
+            head, where = (rows[chosen].to(change.device) for rows in (group.head, group.where))
+            moves = change[head, :, first:] * edited[where, :, first:]
             rows = directions[head].repeat_interleave(self.replay.batch, dim=0).unsqueeze(1)
-            added = (moving * rows).to(directions.dtype)
+            added = (moves.flatten(0, 1).unsqueeze(-1) * rows).to(directions.dtype)
             return neuron_variants(self.replay, sites.layer, first, added)
 
         return change != 0, block, variants
@@ -276,63 +269,59 @@ class PatchRunner:
         block = host.block(sites.layer, "attention")
 
         def variants(chosen: Tensor, first: int) -> Variants:
-            head, site = (rows[chosen].to(target.device) for rows in (group.head, group.where))
-            heads, places = index[head], edited[site]
+            head, where = (rows[chosen].to(target.device) for rows in (group.head, group.where))
+            heads, places = index[head], edited[where]
             if shared:
                 z = recorded[z_name]
                 hooks = share_edits(name, z_name, source, z, heads, places, first)
             else:
-                these = nn.functional.one_hot(heads, n_heads).bool()
-                hooks = [(name, attention_edit(source, part, these, places, first))]
+                mask = nn.functional.one_hot(heads, n_heads).bool()
+                hooks = [(name, attention_edit(source, part, mask, places, first))]
             stream = self.replay.recorded_stream(block, first, len(chosen))
             return Variants(block, first, stream, hooks)
 
         return changed, block, variants
 
 
-def together(groups: Sequence[SiteGroup]) -> Iterator[list[int]]:
-    """Yield the places of groups that run together: few rows of each layer, or many of one."""
-    batch, n_rows = list[int](), 0
-    for place, group in enumerate(groups):
-        batch.append(place)
-        n_rows += len(group)
-        if n_rows >= ROWS or place == len(groups) - 1:
+def batches_of_groups(groups: Sequence[SiteGroup]) -> Iterator[list[SiteGroup]]:
+    """Yield groups to run together: few rows of many layers, or many rows of one."""
+    batch = list[SiteGroup]()
+    for group in groups:
+        batch.append(group)
+        if sum(map(len, batch)) >= ROWS or group is groups[-1]:
             yield batch
-            batch, n_rows = [], 0
+            batch = []
 
 
 @full_precision()
 def check_edits(
     replay: Replay, groups: Sequence[SiteGroup], part: Part, starts: Sequence[int] = ()
 ) -> None:
-    """Test the edits of a sweep."""
-    sets = dict.fromkeys(position for group in groups for position in group.positions)
-    some = [
-        position_set.where.any(dim=0) for position_set in sets
-    ]  # a run of prompts may lack a position
-    asked = {int(group_.nonzero()[0]) for group_ in some if group_.any()}
-    later = sorted(asked - {0}) or [0]
+    """Compare the edits of a sweep with hooks in a whole run, from some positions on."""
+    somewhere = [position.where.any(dim=0) for position in position_sets(groups)]
+    firsts = {int(mask.nonzero()[0]) for mask in somewhere if mask.any()}  # a chunk may have none
+    later = sorted(firsts - {0}) or [0]
     for kind in HEAD_KINDS:
-        layers = sorted({group_.sites.layer for group_ in groups if group_.sites.kind == kind})
-        if layers:
-            block = replay.host.block(layers[0], kind)
-            tested = starts or (0, replay.start(block, later[len(later) // 2]))
-            shared = _layers_that_share(replay, layers, part) if kind == "attention" else []
-            if shared:
-                require_groups(replay, shared)
-            for start in sorted(set(tested)):
-                require_same_edit(replay, kind, layers, part, start)
-                if shared:  # where the z of other heads is restored
-                    require_same_edit(replay, kind, shared, "z", start)
+        layers = sorted({group.sites.layer for group in groups if group.sites.kind == kind})
+        if not layers:
+            continue
+        block = replay.host.block(layers[0], kind)
+        shared = _layers_that_share(replay, layers, part) if kind == "attention" else []
+        if shared:
+            require_groups(replay, shared)
+        for start in sorted(set(starts or (0, replay.start(block, later[len(later) // 2])))):
+            require_same_edit(replay, kind, layers, part, start)
+            if shared:  # the z of other heads is restored
+                require_same_edit(replay, kind, shared, "z", start)
 
 
 def _layers_that_share(replay: Replay, layers: Sequence[int], part: Part) -> list[int]:
     """Return the layers in which several attention heads share a part."""
     if part not in SHARED_PARTS:
         return []
-    shown = replay.recording.hooked
+    recorded = replay.recording.hooked
     return [
         layer
         for layer in layers
-        if shown[hook_name(replay.model, layer, part)].shape[2] != replay.host.n_heads[layer]
+        if recorded[hook_name(replay.model, layer, part)].shape[2] != replay.host.n_heads[layer]
     ]

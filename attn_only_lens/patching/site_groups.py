@@ -1,7 +1,13 @@
-"""Sites at positions, in the groups that a sweep runs one after another."""
+"""Sites at positions, in the groups and chunks that a sweep runs one after another.
+
+A chunk is some sites of a sweep on some of its prompts. If there are fewer than `_CHUNKS` chunks of
+prompts, the sites are cut too, into chunks of about equal cost, counted in the tokens × blocks that
+a patch can change. So processes that share the work end at about the same time, and an interruption
+loses little. The chunks depend only on the size of the model, the prompts and the sites.
+"""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,6 +17,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from attn_only_lens.engine.interventions import DIRECTIONS
 from attn_only_lens.engine.positions import Positions, PositionSet, resolve_positions
 from attn_only_lens.engine.prompts import PromptPair
 from attn_only_lens.engine.sites import (
@@ -23,9 +30,12 @@ from attn_only_lens.engine.sites import (
     split_positions,
 )
 from attn_only_lens.errors import InputError
+from attn_only_lens.heads import host_of
 
 _PROBLEM = "these sites cannot be patched"
-ROWS = 2048  # of a group: enough for one that is written to a file of its own
+ROWS = 2048  # of a group of neurons at several positions
+_CHUNKS = 128  # of equal cost: eight processes end within a sixteenth of their time of each other
+_LEAST = 4096  # tokens through all blocks in a chunk: a second of a small model's, on a CPU
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,8 +45,8 @@ class SiteGroup:
     Attributes:
         sites: the heads.
         positions: the sets of positions.
-        head: of each row, its place in `sites`.
-        where: of each row, its place in `positions`.
+        head: the index of each row's head in `sites`.
+        where: the index of each row's set in `positions`.
     """
 
     sites: LayerSites
@@ -46,14 +56,14 @@ class SiteGroup:
 
     @classmethod
     def product(cls, sites: LayerSites, positions: Sequence[PositionSet]) -> "SiteGroup":
-        """Every head at every set of positions: positions outmost, heads inmost."""
+        """Return every head at every set of positions; heads vary fastest."""
         n = len(sites.names)
         rows = torch.arange(n * len(positions), device="cpu")
         return cls(sites, tuple(positions), rows % n, rows // n)
 
     @classmethod
     def joined(cls, groups: Sequence["SiteGroup"]) -> "SiteGroup":
-        """The rows of groups of the same heads, one group after another."""
+        """Return the rows of groups of the same heads, one group after another."""
         positions = tuple(position for group in groups for position in group.positions)
         sizes = [len(group.positions) for group in groups]
         wheres = [group.where + sum(sizes[:i]) for i, group in enumerate(groups)]
@@ -71,13 +81,13 @@ class SiteGroup:
         return len(self.head)
 
     def __getitem__(self, rows: Int[Tensor, "some"]) -> "SiteGroup":
-        """Return some of the rows, and the sets of positions that they have."""
+        """Return some of the rows, with the sets of positions that they use."""
         kept, used = self.where[rows].unique(return_inverse=True)
         positions = tuple(self.positions[i] for i in kept.tolist())
         return SiteGroup(self.sites, positions, self.head[rows], used)
 
     def of_prompts(self, pair: PromptPair) -> "SiteGroup":
-        """Return the same sites at a run of the prompts, which knows which it is."""
+        """Return the same sites on a chunk of the prompts."""
         if pair.among is None:
             return self
         n_pos = pair.clean.shape[1]
@@ -86,16 +96,20 @@ class SiteGroup:
 
     @property
     def everywhere(self) -> Bool[Tensor, "set batch pos"]:
-        """Where each set of positions is."""
+        """The positions in each set, as a mask."""
         return torch.stack([position.where for position in self.positions])
+
+    @property
+    def columns(self) -> Int[Tensor, "set"] | None:
+        """The column of each set of positions; None unless each is a single column."""
+        columns = [position.column for position in self.positions]
+        return None if None in columns else torch.tensor(columns, device="cpu")
 
     def sums(self, of_heads: Float[Tensor, "head batch pos"]) -> Float[Tensor, "row batch"]:
         """Sum a quantity of each row's head over its positions."""
-        everywhere = self.everywhere.to(of_heads)
-        if all(position.column is not None for position in self.positions):
-            columns = torch.tensor(
-                [position.column for position in self.positions], device=of_heads.device
-            )
+        everywhere, columns = self.everywhere.to(of_heads), self.columns
+        if columns is not None:
+            columns = columns.to(of_heads.device)
             here = everywhere.gather(-1, columns[:, None, None].expand(-1, everywhere.shape[1], 1))
             values = of_heads.permute(2, 0, 1)[columns] * here.transpose(1, 2)
         else:
@@ -106,7 +120,7 @@ class SiteGroup:
 
     @property
     def rows(self) -> pd.DataFrame:
-        """What names each row: its layer, kind, index, name and position."""
+        """The layer, kind, index, name and position of each row."""
         head, position = self.head.numpy(), self.where.numpy()
         return pd.DataFrame(
             {
@@ -117,6 +131,20 @@ class SiteGroup:
                 "position": np.array([position.label for position in self.positions])[position],
             }
         )
+
+
+def position_sets(groups: Iterable[SiteGroup]) -> list[PositionSet]:
+    """Return every set of positions of some groups, each once."""
+    return list(dict.fromkeys(position for group in groups for position in group.positions))
+
+
+def roles(groups: Iterable[SiteGroup]) -> list[PositionSet]:
+    """Return the positions with a role: their labels do not say where they are."""
+    return [
+        position
+        for position in position_sets(groups)
+        if isinstance(position.label, str) and position.label != "all"
+    ]
 
 
 def site_groups(
@@ -131,7 +159,12 @@ def site_groups(
     """Return the sites to patch, in groups whose order depends on nothing else."""
     if sites is None:
         sites = heads() if part == "k" else all_heads()
-    groups = _site_groups(model, pair, sites, positions, most_rows)
+    split = split_positions(sites)
+    if split is None:
+        resolved = resolve_sites(model, sites)
+        groups = _products(resolved, resolve_positions(pair, positions), most_rows)
+    else:
+        groups = _placed_groups(model, pair, split, positions)
     neurons = [group.sites.names[0] for group in groups if group.sites.kind == "neuron"]
     if part == "k" and neurons:
         raise InputError(
@@ -141,23 +174,65 @@ def site_groups(
     return groups
 
 
-def _site_groups(
-    model: Any, pair: PromptPair, sites: Sites, positions: Positions, most_rows: int | None
+def _products(
+    sites: Sequence[LayerSites], positions: Sequence[PositionSet], most_rows: int | None
 ) -> tuple[SiteGroup, ...]:
-    split = split_positions(sites)
-    if split is None:
-        heads = resolve_sites(model, sites)
-        return tuple(_groups(heads, resolve_positions(pair, positions), most_rows))
+    """Group all heads at all positions: many neurons by position, few with several positions."""
+    groups: list[SiteGroup] = []
+    products: dict[tuple[int, int], SiteGroup] = {}  # groups of one size share their row tensors
+    for site in sites:
+        at_once = len(positions)
+        if site.kind == "neuron" and most_rows is not None:
+            at_once = max(1, most_rows // len(site.names))
+        for first in range(0, len(positions), at_once):
+            some = tuple(positions[first : first + at_once])
+            size = len(site.names), len(some)
+            if size not in products:
+                products[size] = SiteGroup.product(site, some)
+            groups.append(replace(products[size], sites=site, positions=some))
+    return tuple(groups)
+
+
+def _placed_groups(
+    model: Any,
+    pair: PromptPair,
+    split: Sequence[tuple[str, int | None]],
+    positions: Positions,
+) -> tuple[SiteGroup, ...]:
+    """Group names of which some have a position of their own, such as L0N5@1."""
+    everywhere, placed = _resolve_placed(pair, split, positions)
+    labels = [position_set.label for position_set in everywhere]
+    sets = everywhere + [placed[p] for p in placed if p not in labels]
+    index = {position_set.label: i for i, position_set in enumerate(sets)}
+    rows = [
+        (name, i)
+        for name, position in split
+        for i in (range(len(everywhere)) if position is None else [index[position]])
+    ]
+    _require_each_once(rows, sets)
+    groups = []
+    for site in resolve_sites(model, list(dict.fromkeys(name for name, _ in split))):
+        head_index = {name: head for head, name in enumerate(site.names)}
+        pairs = sorted((i, head_index[name]) for name, i in rows if name in head_index)
+        where, head = torch.tensor(pairs, device="cpu").T
+        groups.append(SiteGroup(site, tuple(sets), head, where))
+    return tuple(groups)
+
+
+def _resolve_placed(
+    pair: PromptPair, split: Sequence[tuple[str, int | None]], positions: Positions
+) -> tuple[list[PositionSet], dict[int, PositionSet]]:
+    """Return the positions of names without their own, and those that names ask for."""
     free = {name for name, position in split if position is None}
     if not free and not (isinstance(positions, str) and positions == "each"):
+        first = f"{split[0][0]}@{split[0][1]}"
         raise InputError(
-            [f"got positions={positions!r} and names that all say where, such as {_at(split[0])}"],
+            [f"got positions={positions!r} and names that all say where, such as {first}"],
             _PROBLEM,
         )
-    sets = list(resolve_positions(pair, positions)) if free else []
-    n_free, labels = len(sets), [position_set.label for position_set in sets]
+    everywhere = list(resolve_positions(pair, positions)) if free else []
     asked = dict.fromkeys(position for _, position in split if position is not None)
-    if asked and any(isinstance(label, str) for label in labels):
+    if asked and any(isinstance(position_set.label, str) for position_set in everywhere):
         raise InputError(
             [
                 f"got positions={positions!r} for {min(free)}, and names that say where by number; "
@@ -165,62 +240,101 @@ def _site_groups(
             ],
             _PROBLEM,
         )
-    reasons = list[str]()
+    placed, reasons = dict[int, PositionSet](), list[str]()
     for position in asked:
         try:
-            resolved = resolve_positions(pair, position)
+            (placed[position],) = resolve_positions(pair, position)
         except InputError as error:
             reasons += error.reasons
-        else:
-            sets += resolved if position not in labels else ()
     InputError.raise_if(reasons, _PROBLEM)
-    places = {position_set.label: place for place, position_set in enumerate(sets)}
-    # -1 may be 4, which is a site of its own for another head.
+    return everywhere, placed
+
+
+def _require_each_once(rows: Sequence[tuple[str, int]], sets: Sequence[PositionSet]) -> None:
+    # -1 may be position 4, which may be a site of another head.
     first = [
-        next(
-            i
-            for i, other_set in enumerate(sets)
-            if torch.equal(other_set.where, position_set.where)
-        )
-        for position_set in sets
+        next(i for i, other_set in enumerate(sets) if torch.equal(other_set.where, some.where))
+        for some in sets
     ]
-    rows = [
-        (name, place)
-        for name, position in split
-        for place in (range(n_free) if position is None else [places[position]])
-    ]
-    n_rows = Counter((name, first[place]) for name, place in rows)
-    twice = [_at((name, sets[place].label)) for (name, place), n in n_rows.items() if n > 1]
+    counts = Counter((name, first[i]) for name, i in rows)
+    twice = [f"{name}@{sets[i].label}" for (name, i), n in counts.items() if n > 1]
     InputError.raise_if(
         [f"got {site} more than once; expected each site once" for site in twice[:5]], _PROBLEM
     )
-    groups = []
-    for one_site in resolve_sites(model, list(dict.fromkeys(name for name, _ in split))):
-        index = {name: head for head, name in enumerate(one_site.names)}
-        here = sorted((place, index[name]) for name, place in rows if name in index)
-        position, head = torch.tensor(here, device="cpu").T
-        groups.append(SiteGroup(one_site, tuple(sets), head, position))
-    return tuple(groups)
 
 
-def _at(site: tuple[str, object]) -> str:
-    return f"{site[0]}@{site[1]}"
+@dataclass(frozen=True)
+class Chunk:
+    """Some sites of a sweep, as rows of all its groups, on some of its prompts."""
+
+    prompts: range
+    rows: range
+
+    @property
+    def key(self) -> str:
+        """The name of the chunk in a store."""
+        ranges = {"prompts": self.prompts, "rows": self.rows}
+        return ".".join(f"{name}-{span.start}-{span.stop}" for name, span in ranges.items())
+
+    @property
+    def size(self) -> int:
+        """The number of rows."""
+        return len(self.rows)
+
+    def groups(self, groups: Sequence[SiteGroup], pair: PromptPair) -> list[SiteGroup]:
+        """Return the sites of the chunk, out of those of the whole sweep, at its prompts."""
+        chosen, first = [], 0
+        for group in groups:
+            start, stop = (
+                min(max(row - first, 0), len(group)) for row in (self.rows.start, self.rows.stop)
+            )
+            if start < stop:
+                group_here = group.of_prompts(pair)
+                whole = stop - start == len(group)
+                rows = torch.arange(start, stop, device="cpu")
+                chosen.append(group_here if whole else group_here[rows])
+            first += len(group)
+        return chosen
 
 
-def _groups(
-    sites: Sequence[LayerSites], positions: Sequence[PositionSet], most_rows: int | None
-) -> list[SiteGroup]:
-    """Group all heads at all positions: many neurons by position, few with several positions."""
-    groups: list[SiteGroup] = []
-    products: dict[tuple[int, int], SiteGroup] = {}  # of one size, which share their rows
-    for site in sites:
-        at_once = len(positions)
-        if site.kind == "neuron" and most_rows is not None:
-            at_once = max(1, most_rows // len(site.names))
-        for first in range(0, len(positions), at_once):
-            here = tuple(positions[first : first + at_once])
-            size = len(site.names), len(here)
-            if size not in products:
-                products[size] = SiteGroup.product(site, here)
-            groups.append(replace(products[size], sites=site, positions=here))
-    return groups
+def split_prompts(n_prompts: int, prompts_at_once: int) -> list[range]:
+    """Return consecutive ranges of prompts."""
+    starts = range(0, n_prompts, prompts_at_once)
+    return [range(n_prompts)[start : start + prompts_at_once] for start in starts]
+
+
+def split_sweep(
+    model: Any,
+    pair: PromptPair,
+    groups: Sequence[SiteGroup],
+    prompts_at_once: int,
+    direction: str,
+) -> list[Chunk]:
+    """Split a sweep into chunks of about equal cost, by prompts first and then by sites."""
+    prompts = split_prompts(len(pair.clean), prompts_at_once)
+    costs = torch.cat(_costs(model, pair, groups, direction))
+    least = _LEAST * len(model.blocks)
+    n = min(-(-_CHUNKS // len(prompts)), prompts_at_once * int(costs.sum()) // least)
+    ends = costs.cumsum(0)
+    bins = (ends - costs) * max(n, 1) // ends[-1].clamp(min=1)
+    stops = bins.unique_consecutive(return_counts=True)[1].cumsum(0).tolist()
+    rows = [range(*bounds) for bounds in zip([0, *stops], stops, strict=False)]
+    return [Chunk(some_prompts, some_rows) for some_prompts in prompts for some_rows in rows]
+
+
+def _costs(
+    model: Any, pair: PromptPair, groups: Sequence[SiteGroup], direction: str
+) -> list[Int[Tensor, "row"]]:
+    """Return the largest cost of a patch of each row for a prompt, in tokens × blocks."""
+    host, n_pos = host_of(model), pair.clean.shape[1]
+    differ = ((pair.clean != pair.corrupted) & pair.real).any(dim=0)
+    first = int(differ.int().argmax()) if direction in DIRECTIONS else 0
+    costs = []
+    for group in groups:
+        sites = group.sites
+        entered = host.block(sites.layer, sites.kind) + (sites.kind == "neuron")
+        blocks_left = len(model.blocks) - entered + 1  # and the logits
+        patched = group.everywhere.any(dim=1)[:, first:].cpu()
+        tokens = (n_pos - first - patched.int().argmax(dim=1)) * patched.any(dim=1)
+        costs.append((tokens * blocks_left)[group.where])
+    return costs

@@ -222,7 +222,7 @@ def _position_labels(sweep: Sweep, positions: list[int | str]) -> dict[int | str
     """Return the label of each position: itself, and the tokens that are there."""
     if sweep.tokens is None:
         return {position: plotly_text(str(position)) for position in positions}
-    numbers = sweep.rows.numbers.get("prompt")
+    numbers = sweep.rows.table.get("prompt")
     prompts = None if numbers is None else np.unique(numbers).tolist()
     texts = {
         position: sweep.tokens.text(position, prompts, visible_token) for position in positions
@@ -239,7 +239,7 @@ def _position_title(sweep: Sweep, labels: Iterable[str]) -> str:
 
 def _mean_note(sweep: Sweep, bars: bool = False) -> str:
     """Return what is drawn of several prompts, and what an error bar is."""
-    numbers = sweep.rows.numbers
+    numbers = sweep.rows.table
     n = len(np.unique(numbers["prompt"])) if "prompt" in numbers else sweep.n_prompts
     if n == 1:
         return ""

@@ -14,9 +14,9 @@ from attn_only_lens import patching as p
 from attn_only_lens.engine.recording import record_pair
 from attn_only_lens.engine.replay import make_replay
 from attn_only_lens.engine.sites import resolve_sites
-from attn_only_lens.patching import sweep_parts
-from attn_only_lens.patching.resume import PartStore
+from attn_only_lens.patching import site_groups
 from attn_only_lens.patching.run_patches import Batching
+from attn_only_lens.storage.chunks import ChunkStore
 
 POS = 11
 METRIC = p.logit_diff(correct=7, wrong=8)
@@ -235,25 +235,25 @@ def test_gradients_and_mode_are_as_they_were():
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
-class Interrupted(PartStore):
-    """A folder whose sweep is stopped by hand after some parts."""
+class Interrupted(ChunkStore):
+    """A folder whose sweep is stopped by hand after some chunks."""
 
     left = 4
 
-    def write(self, part, frame):
+    def put(self, key, arrays):
         if not type(self).left:
             raise KeyboardInterrupt
         type(self).left -= 1
-        super().write(part, frame)
+        super().put(key, arrays)
 
 
 @LAYOUTS
 def test_an_interrupted_sweep_goes_on(layout, tmp_path, monkeypatch):
-    monkeypatch.setattr(sweep_parts, "_PARTS", 5)
-    monkeypatch.setattr(sweep_parts, "_LEAST", 1)
+    monkeypatch.setattr(site_groups, "_CHUNKS", 5)
+    monkeypatch.setattr(site_groups, "_LEAST", 1)
     model = made(layout)
     whole = sweep(model).to_frame()
-    folder = tmp_path / "sweep.parts"
+    folder = tmp_path / "sweep.chunks"
     rows = Rows(model)
 
     def calls(**how):
@@ -263,14 +263,14 @@ def test_an_interrupted_sweep_goes_on(layout, tmp_path, monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(Interrupted, "left", 2)
-        patch.setattr("attn_only_lens.patching._activation_patch.PartStore", Interrupted)
+        patch.setattr("attn_only_lens.patching.job.ChunkStore", Interrupted)
         with pytest.raises(KeyboardInterrupt):
             sweep(model, resume=folder)
-    assert len(list(folder.glob("part-*"))) == 2
-    # Of 5 parts, those that are missing, and then none: the two runs alone.
+    assert len(list(folder.glob("prompts-*"))) == 2
+    # Of 5 chunks, those that are missing, and then none: the two runs alone.
     whole_calls = calls(resume=tmp_path / "another")
     assert whole_calls > calls(resume=folder) > calls(resume=folder)
-    assert len(list(folder.glob("part-*"))) == 5
+    assert len(list(folder.glob("prompts-*"))) == 5
 
 
 @pytest.mark.parametrize(
@@ -289,7 +289,7 @@ def test_another_sweep_is_refused(how, named, tmp_path):
     sweep(model, resume=tmp_path / "parts")
     with pytest.raises(InputError, match=f"{named}: got") as caught:
         sweep(model, resume=tmp_path / "parts", **how)
-    assert "belongs to another sweep" in str(caught.value)
+    assert "belongs to another job" in str(caught.value)
 
 
 def test_another_model_prompt_or_reference_is_refused(tmp_path):

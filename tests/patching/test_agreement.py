@@ -45,10 +45,13 @@ def test_with_itself_and_its_opposite():
 
 BAD = {
     "sites": (lambda: sweep(frame=values().iloc[3:].replace("L1N4", "L1N5000")), "8 of 65 rows"),
-    "part": (lambda: sweep(part="q"), "exact is of part 'z', approx of 'q'"),
-    "position": (lambda: sweep(frame=values(positions=["all"])), "13 of approx alone"),
-    "direction": (lambda: sweep(direction="noise"), "exact is denoise, approx is noise"),
-    "metric": (lambda: sweep(metric="kl"), "exact is of logit_diff.*approx of kl"),
+    "part": (lambda: sweep(part="q"), "exact has part 'z', approx has 'q'"),
+    "position": (lambda: sweep(frame=values(positions=["all"])), "13 of 13 only in approx"),
+    "direction": (
+        lambda: sweep(direction="noise"),
+        "exact has direction 'denoise', approx has 'noise'",
+    ),
+    "metric": (lambda: sweep(metric="kl"), "exact has metric 'logit_diff.*approx has 'kl'"),
     "other prompts": (lambda: sweep(clean_value=3.5), "clean_value is 3.7 in exact and 3.5"),
     "constant": (lambda: sweep(frame=values().assign(value=1.0)), "all scores of approx"),
 }
@@ -92,5 +95,5 @@ def test_positions_are_matched_by_what_they_are_and_not_by_their_order():
     turned = values(1, positions=[3, 1])
     expected = p.agreement(sweep(frame=frame), sweep(frame=turned.sort_index()[::-1]))
     pd.testing.assert_frame_equal(p.agreement(sweep(frame=frame), sweep(frame=turned)), expected)
-    with pytest.raises(InputError, match="26 of 26 rows are of exact alone"):
+    with pytest.raises(InputError, match="26 of 26 rows are only in exact"):
         p.agreement(sweep(frame=frame), sweep(frame=values(positions=[2, 4])))

@@ -222,16 +222,16 @@ def test_resumes(small, tmp_path, monkeypatch):
     for top in (None, 7):
         options["resume"] = tmp_path / f"top {top}"
         expected = p.path_patch(model, clean, corrupted, METRIC, top=top, **options)
-        parts = sorted((tmp_path / f"top {top}").glob("part-*"))
-        if top:  # of estimates, all but one are there; picking goes on where it stopped
-            parts[0].unlink()
+        chunks = sorted((tmp_path / f"top {top}").glob("*.safetensors"))
+        if top:  # one chunk of estimates is missing
+            chunks[0].unlink()
             picked.clear()
-        parts[-1].unlink()
+        chunks[-1].unlink()
         runs.clear()
         again = p.path_patch(model, clean, corrupted, METRIC, top=top, **options)
         pd.testing.assert_frame_equal(expected.frame, again.frame, check_exact=True)
         assert 0 < sum(runs) < len(expected.frame)
-        assert not top or (len(picked) == 1 and len(parts) > 3)
+        assert not top or (len(picked) == 1 and len(chunks) > 3)
         for name, other in {"part": "q", "scale": "anew", "direction": "noise", "top": 3}.items():
             changed = options | {"top": top, name: other}
             with pytest.raises(InputError, match=f"{name}: got"):

@@ -1,13 +1,8 @@
-"""Processes that share a folder: the very same frame as of one, also if one of them dies."""
+"""Processes that share a job: the same results as those of one, also after one of them died."""
 
-import heapq
 import os
-import platform
-import re
 import subprocess
 import sys
-import time
-from collections import Counter
 from pathlib import Path
 
 import bridges
@@ -22,88 +17,101 @@ from attn_only_lens import patching as p
 from attn_only_lens.engine.replay import Replay
 from attn_only_lens.engine.replay.bridge import BridgeReplay
 from attn_only_lens.engine.replay.hooked import HookedReplay
-from attn_only_lens.patching import claims, sweep_parts
-from attn_only_lens.patching.claims import Claims
-from attn_only_lens.patching.processes import is_first
-from attn_only_lens.patching.resume import PartStore
+from attn_only_lens.patching import site_groups
+from attn_only_lens.patching.job import _share, is_first
+from attn_only_lens.storage.chunks import ChunkStore
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # TransformerLens' and transformers' own
 SWEEP = """
+import sys
 import torch
 from attn_only_lens import expose_neuron_heads, patching as p, pretrained
-from attn_only_lens.patching import sweep_parts
+from attn_only_lens.patching import site_groups
 
-sweep_parts._PARTS, sweep_parts._LEAST = 5, 1
-WORDS, WEIGHTS = {"some", "words", "in", "an", "order"}, torch.tensor([7, 8])
-
-def measure(logits):  # identified by each process, with hashes of its own
-    right, wrong = logits[0, -1, WEIGHTS]
-    return right - wrong if "words" in WORDS else 0.0
+site_groups._CHUNKS, site_groups._LEAST = 5, 1
 
 def swept(resume=None, **options):
     return p.activation_patch(
         expose_neuron_heads(pretrained.modular_addition()).model, torch.tensor([3, 4, 113]),
-        torch.tensor([3, 5, 113]), measure, batch_size=64, resume=resume, **options)
+        torch.tensor([3, 5, 113]), p.logit_diff(7, 8), batch_size=64, resume=resume,
+        **options)
 """
+RUNS = f"{SWEEP}\nswept(sys.argv[1]).save(sys.argv[2])"
 DIES = f"""{SWEEP}
-import os, signal, sys
-from attn_only_lens.patching.resume import PartStore
+import os, signal
+from attn_only_lens.storage.chunks import ChunkStore
 
-def die(self, part, frame):
-    if part:
-        os.kill(os.getpid(), signal.SIGKILL)
-    write(self, part, frame)
+def die(self, key, arrays):
+    put(self, key, arrays)
+    os.kill(os.getpid(), signal.SIGKILL)
 
-write, PartStore.write = PartStore.write, die
+put, ChunkStore.put = ChunkStore.put, die
 swept(sys.argv[1])
 """
 
 
-def test_a_process_that_dies_leaves_its_parts_to_the_others(tmp_path, monkeypatch, capsys):
-    for module, name in ((sweep_parts, "_PARTS"), (sweep_parts, "_LEAST")):
-        monkeypatch.setattr(module, name, getattr(module, name))  # which the script sets
-    script, parts = tmp_path / "script.py", tmp_path / "parts"
-    script.write_text(DIES)
+def start(script, *args, index=0, n=1):
+    path = Path(args[0]).parent / f"script-{index}-{n}.py"
+    path.write_text(script)
     settings = {"PYTHONPATH": str(Path(p.__file__).parents[2]), "OMP_NUM_THREADS": "1"}
-    settings |= {"WORLD_SIZE": "2", "RANK": "1", "CUDA_VISIBLE_DEVICES": ""}
-    errors = (tmp_path / "errors.txt").open("w+")
-    with subprocess.Popen(
-        [sys.executable, script, parts], env=os.environ | settings, stderr=errors
-    ) as other:
-        while not (parts / ".part-000001.claim-0").exists():
-            assert other.poll() is None, Path(errors.name).read_text()
-            time.sleep(0.05)
-        monkeypatch.setenv("WORLD_SIZE", "2")
-        monkeypatch.setenv("RANK", "0")
-        here: dict = {}
-        exec(SWEEP, here)
-        together = here["swept"](parts).frame
-        assert other.wait() < 0, Path(errors.name).read_text()
-    assert not list(parts.glob(".part*"))
-    # A bar of all sites, those of the other among them; of the process that reports.
-    assert re.search(r"1548/1548.*site/s", capsys.readouterr().err)
-    assert "site" not in Path(errors.name).read_text()
-    monkeypatch.delenv("WORLD_SIZE")
-    alone = here["swept"](progress=False).frame
-    pd.testing.assert_frame_equal(together, alone, check_exact=True)
+    settings |= {"WORLD_SIZE": str(n), "RANK": str(index), "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, path, *args]
+    return subprocess.Popen(command, env=os.environ | settings, stderr=subprocess.PIPE, text=True)
+
+
+@pytest.fixture
+def alone(monkeypatch):
+    for name in ("_CHUNKS", "_LEAST"):
+        monkeypatch.setattr(site_groups, name, getattr(site_groups, name))  # set by the script
+    here = {}
+    exec(SWEEP, here)
+    return here["swept"]
+
+
+def test_two_processes_have_the_frame_of_one(alone, tmp_path):
+    chunks, files = tmp_path / "chunks", [tmp_path / f"{i}.parquet" for i in range(2)]
+    processes = [start(RUNS, chunks, files[i], index=i, n=2) for i in range(2)]
+    errors = [process.communicate()[1] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], errors
+    assert len(list(chunks.glob("prompts-*"))) == 5
+    expected = alone(progress=False).frame
+    for path in files:
+        pd.testing.assert_frame_equal(p.Sweep.load(path).frame, expected, check_exact=True)
+    # A bar of all sites, in the process that reports.
+    assert "1548/1548" in errors[0]
+    assert "site" not in errors[1]
+
+
+def test_the_next_start_takes_over_the_share_of_a_process_that_died(alone, tmp_path):
+    chunks = tmp_path / "chunks"
+    for index in range(2):
+        process = start(DIES, chunks, index=index, n=2)
+        errors = process.communicate()[1]
+        assert process.returncode < 0, errors
+    left = {path: path.stat().st_mtime_ns for path in chunks.glob("prompts-*")}
+    assert len(left) == 2
+    together = alone(chunks, progress=False).frame
+    pd.testing.assert_frame_equal(together, alone(progress=False).frame, check_exact=True)
+    assert all(path.stat().st_mtime_ns == time for path, time in left.items())
 
 
 @pytest.mark.parametrize("positions", ["each", "all"])
 def test_eight_processes_end_at_about_the_same_time(positions, tmp_path, monkeypatch):
-    """By the flops of what each runs; whoever is free takes the next part."""
-    monkeypatch.setattr(sweep_parts, "_LEAST", 1)
+    """By the flops that each runs."""
+    monkeypatch.setattr(site_groups, "_LEAST", 1)
     for replay in (BridgeReplay, HookedReplay):
         monkeypatch.setattr(replay, "call_flops_on_cpu", 0)  # most of so small a model's
-    values, frames = Replay.values, dict[int, pd.DataFrame]()
+    values, put = Replay.values, ChunkStore.put
     running, costs = [0], []
 
     def counted(self, *variants):
-        for each in variants:
-            running[0] += each.stream.shape[:2].numel() * (self.flops_per_token(each.block) + 1)
+        for variant in variants:
+            tokens_run = variant.stream.shape[:2].numel()
+            running[0] += tokens_run * (self.flops_per_token(variant.block) + 1)
         return values(self, *variants)
 
-    def written(self, part, frame):
-        frames[part] = frame  # in no file: these take longer than the parts
+    def written(self, key, arrays):
+        put(self, key, arrays)
         costs.append(running[0])
         running[0] = 0
 
@@ -111,72 +119,17 @@ def test_eight_processes_end_at_about_the_same_time(positions, tmp_path, monkeyp
     source = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     model = expose_neuron_heads(bridges.bridged(source.eval())).model
     monkeypatch.setattr(Replay, "values", counted)
-    monkeypatch.setattr(PartStore, "write", written)
-    monkeypatch.setattr(
-        PartStore, "read_all", lambda self, first: (frames[i] for i in sorted(frames))
-    )
+    monkeypatch.setattr(ChunkStore, "put", written)
     clean, corrupted = tokens(1, batch=1, pos=8), tokens(2, batch=1, pos=8)
     options = {"positions": positions, "resume": tmp_path, "progress": False}
     p.activation_patch(model, clean, corrupted, p.logit_diff(3, 5), **options)
-    busy = [0] * 8
-    for cost in costs:
-        heapq.heapreplace(busy, busy[0] + cost)
-    assert sum(costs) / (8 * max(busy)) >= 0.9
-
-
-def test_every_part_is_done_once_by_who_is_free(tmp_path):
-    done, others = Counter(), Counter()
-    written = set()
-    store = [Claims(tmp_path, written.__contains__) for _ in range(3)]
-    each = [one.todo(range(11), lambda part: others.update([part])) for one in store]
-    at = [next(one) for one in each]
-    assert len(set(at)) == 3
-    for turn in (0, 1, 0, 0, 2, 1, 0, 0):  # the last of a process is written when it asks again
-        written.add(at[turn])
-        done[at[turn]] += 1
-        at[turn] = next(each[turn])
-    assert len(set(at)) == 3
-    for part in at:
-        written.add(part)
-        done[part] += 1
-    assert [next(one, None) for one in each] == [None] * 3
-    assert done == Counter(range(11))
-    assert others == Counter({part: 2 for part in range(11)})
-    assert not list(tmp_path.iterdir())
-
-
-def test_a_claim_is_dead_with_its_process_or_after_long_silence(tmp_path, monkeypatch):
-    clock, later, found = [0.0], [], []
-    monkeypatch.setattr(claims.time, "monotonic", lambda: clock[0])
-    monkeypatch.setattr(claims.time, "sleep", lambda seconds: later.pop(0)())
-    (tmp_path / ".part-000000.claim-0").write_text(f"{platform.node()} {2**22 + 7}")  # never runs
-    (tmp_path / ".part-000001.claim-0").write_bytes(b"another machine \xff 7")
-    (tmp_path / ".part-000002.claim-0").write_text(f"{platform.node()} {os.getpid()}")
-
-    def touched():
-        clock[0] += 50
-        for part in (1, 2):
-            os.utime(tmp_path / f".part-00000{part}.claim-0", (clock[0], clock[0]))
-
-    def silent():
-        clock[0] += 50
-
-    later += [touched, touched, touched, silent, lambda: (silent(), found.append("silent"))]
-    for part in Claims(tmp_path, found.__contains__).todo(range(3), lambda part: None):
-        found.append(part)
-    assert found == [0, "silent", 1, 2]
-    assert not list(tmp_path.iterdir())
-
-
-def test_an_error_gives_the_claim_back(tmp_path):
-    def fail():
-        with PartStore(tmp_path, {}, 2).todo(range(2), print) as todo:
-            next(todo)
-            raise ZeroDivisionError(len(list(tmp_path.glob(".part*"))))
-
-    with pytest.raises(ZeroDivisionError, match="1"):
-        fail()
-    assert not list(tmp_path.glob(".part*"))
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    shares = []
+    for index in range(8):
+        monkeypatch.setenv("RANK", str(index))
+        shares.append(_share(costs))
+    assert sorted(cost for share in shares for cost in share) == sorted(costs)
+    assert sum(costs) / (8 * max(map(sum, shares))) >= 0.9
 
 
 def test_processes_need_a_folder(monkeypatch):

@@ -1,7 +1,7 @@
-"""Prompts taken a run at a time: the results of all at once, in the memory of a run, resumable.
+"""Prompts taken a chunk at a time: the same results, in the memory of a chunk, resumable.
 
-That all at once is right is tested elsewhere (`test_over_prompts.py`), as are some runs of prompts
-against prompts run alone.
+That all at once is right is tested elsewhere (`test_over_prompts.py`), as are some chunks of
+prompts against prompts run alone.
 """
 
 import bridges
@@ -14,8 +14,8 @@ from common import needs_hooked_transformer, tokens
 
 from attn_only_lens import InputError, expose_neuron_heads
 from attn_only_lens import patching as p
-from attn_only_lens.patching import prompt_runs
-from attn_only_lens.patching.resume import PartStore
+from attn_only_lens.patching import prompt_chunks
+from attn_only_lens.storage.chunks import ChunkStore
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # TransformerLens' and transformers' own
 LENGTHS, SITES = (3, 7, 5, 6, 7, 2, 4), ["L0H1", "L0N29", "L1N3", "L1H0"]
@@ -62,7 +62,7 @@ def assert_same(one, other):
         (DIFF, {"direction": "resample", "reference": tokens(8, batch=7, pos=7)}),
     ],
 )
-def test_runs_of_prompts_give_what_all_give_at_once(model, metric, options, at_once):
+def test_chunks_of_prompts_give_what_all_give_at_once(model, metric, options, at_once):
     settings = {"sites": SITES, "progress": False, **prompts(), **options}
     for run, more in ((p.activation_patch, {}), (p.attribution, {"budget": 0})):
         whole = run(model, metric=metric, **settings, **more)
@@ -71,7 +71,7 @@ def test_runs_of_prompts_give_what_all_give_at_once(model, metric, options, at_o
     assert whole.frame[errors].abs().min() > 0  # as prompts differ
 
 
-def test_prompts_are_resampled_from_those_of_the_next_run(model):
+def test_prompts_are_resampled_from_those_of_the_next_chunk(model):
     settings = {"sites": SITES, "progress": False, "direction": "resample", "metric": DIFF}
     settings |= prompts(padded=False)
     assert_same(
@@ -86,7 +86,7 @@ def test_prompts_are_resampled_from_those_of_the_next_run(model):
 
 
 @pytest.mark.parametrize("run", [p.activation_patch, p.attribution])
-def test_runs_of_pairs_that_are_alike_and_of_prompts_without_a_loss(model, run):
+def test_chunks_of_pairs_that_are_alike_and_of_prompts_without_a_loss(model, run):
     settings = {"sites": SITES, "progress": False, **prompts(3)}
     settings |= {"mask": (torch.arange(7) < torch.tensor([5, 1, 1])[:, None]).long()}
     alike = settings["clean"][:1].clone(), settings["corrupted"][1:]
@@ -99,31 +99,30 @@ def test_runs_of_pairs_that_are_alike_and_of_prompts_without_a_loss(model, run):
         )
 
 
-class Interrupted(PartStore):
-    """A folder whose sweep is stopped after some parts."""
+class Interrupted(ChunkStore):
+    """A folder whose sweep is stopped after some chunks."""
 
     left = 2
 
-    def write(self, part, frame):
+    def put(self, key, arrays):
         if not type(self).left:
             raise KeyboardInterrupt
         type(self).left -= 1
-        super().write(part, frame)
+        super().put(key, arrays)
 
 
 @pytest.mark.parametrize("run", [p.activation_patch, p.attribution])
 @pytest.mark.parametrize("per_prompt", [False, True])
-def test_an_interrupted_run_is_lost_and_no_other(model, run, per_prompt, tmp_path, monkeypatch):
+def test_an_interrupted_chunk_is_lost_and_no_other(model, run, per_prompt, tmp_path, monkeypatch):
     settings = {"sites": SITES, "per_prompt": per_prompt, "progress": False, "metric": p.loss()}
     settings |= prompts()
     whole = run(model, prompts_at_once=2, **settings)
-    module = "_attribution" if run is p.attribution else "_activation_patch"
     with monkeypatch.context() as patch:
         patch.setattr(Interrupted, "left", 2)
-        patch.setattr(f"attn_only_lens.patching.{module}.PartStore", Interrupted)
+        patch.setattr("attn_only_lens.patching.job.ChunkStore", Interrupted)
         with pytest.raises(KeyboardInterrupt):
             run(model, prompts_at_once=2, resume=tmp_path, **settings)
-    kept = {path: path.stat().st_mtime_ns for path in tmp_path.glob("part-*")}
+    kept = {path: path.stat().st_mtime_ns for path in tmp_path.glob("prompts-*")}
     again = run(model, resume=tmp_path, **settings)  # as many at once as before
     pd.testing.assert_frame_equal(again.frame, whole.frame, check_exact=True)
     assert (again.expected_pearson, again.forwards) == (whole.expected_pearson, whole.forwards)
@@ -136,7 +135,7 @@ def test_an_interrupted_run_is_lost_and_no_other(model, run, per_prompt, tmp_pat
         run(model, resume=tmp_path, **settings | {"metric": metric})
 
 
-def test_repairs_of_each_run(model):
+def test_repairs_of_each_chunk(model):
     settings = {"sites": SITES, "progress": False, "metric": DIFF, **prompts()}
     exact = p.activation_patch(model, **settings)
     every = p.attribution(model, budget=1000, prompts_at_once=3, **settings)
@@ -151,7 +150,7 @@ def test_repairs_of_each_run(model):
 
 
 @pytest.mark.parametrize("run", [p.activation_patch, p.attribution])
-def test_memory_is_that_of_a_run_of_prompts(model, run):
+def test_memory_is_that_of_a_chunk_of_prompts(model, run):
     def peak(n, at_once):
         settings = {"metric": p.logit_diff(3, 5), "positions": -1, "prompts_at_once": at_once}
         with Allocated() as allocated:
@@ -165,18 +164,18 @@ def test_memory_is_that_of_a_run_of_prompts(model, run):
 
 def test_as_many_prompts_as_fit_are_run_at_once(model, monkeypatch):
     made = []
-    of = prompt_runs.PromptRuns.of
+    of = prompt_chunks.PromptChunks.of
 
     def counted(self, prompts):
         made.append(len(prompts))
         return of(self, prompts)
 
-    monkeypatch.setattr(prompt_runs.PromptRuns, "of", counted)
+    monkeypatch.setattr(prompt_chunks.PromptChunks, "of", counted)
     settings = {"sites": SITES, "progress": False, "metric": DIFF, **prompts()}
     p.activation_patch(model, **settings)
     assert set(made) == {7}
     made.clear()
-    monkeypatch.setattr(prompt_runs, "_numbers_that_fit", lambda model: 20000)
+    monkeypatch.setattr(prompt_chunks, "_numbers_that_fit", lambda model: 20000)
     p.activation_patch(model, **settings)
     assert max(made) < 7
     made.clear()

@@ -1,0 +1,270 @@
+"""The recorded runs of prompts, a chunk of prompts at a time.
+
+A chunk has as many prompts as memory can hold the activations of. Its runs are recorded, its sites
+are patched, and the results are added to those of earlier chunks (`over_prompts.py`).
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, cast
+
+import psutil
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from attn_only_lens.axes import Tokens
+from attn_only_lens.devices import to_float64_device
+from attn_only_lens.engine.interventions import Ablation, ablate, resample_reasons
+from attn_only_lens.engine.metrics import Metric, bind, require_distinct
+from attn_only_lens.engine.prompts import PromptPair
+from attn_only_lens.engine.recording import NeuronRun, Recording, RunPair, record
+from attn_only_lens.engine.sites import LayerSites, Part, hook_name
+from attn_only_lens.errors import InputError
+from attn_only_lens.heads import host_of
+from attn_only_lens.patching.job import n_launched
+from attn_only_lens.patching.over_prompts import OverPrompts
+from attn_only_lens.storage.chunks import ChunkStore
+
+_SHARE = 0.2  # of all memory, for the recorded activations of a chunk of prompts
+
+
+@dataclass(eq=False)
+class PromptChunk:
+    """The recorded runs of some prompts.
+
+    Attributes:
+        prompts: which prompts.
+        runs: the clean and the corrupted run.
+        target: the run that is patched into.
+        source: the run that patches come from.
+        unpatched: the metric of each prompt of the target.
+        first: whether it contains the first pair whose prompts differ.
+        runner: the object that runs patches on these prompts, made when first needed.
+    """
+
+    prompts: range
+    runs: RunPair
+    target: Recording
+    source: Recording
+    unpatched: Float[Tensor, "prompt"]
+    first: bool
+    runner: Any = None
+
+    @property
+    def pair(self) -> PromptPair:
+        """The prompts."""
+        return self.runs.pair
+
+    @property
+    def shares(self) -> tuple[float, ...]:
+        """The weight of each prompt in their mean."""
+        return self.runs.metric.shares(len(self.unpatched))
+
+    @property
+    def padded(self) -> bool:
+        """Whether a prompt has padding."""
+        return not bool(self.pair.real.all())
+
+    def reduced(
+        self, totals: OverPrompts, values: Float[Tensor, "row prompt"]
+    ) -> Float[Tensor, "end_or_row number"]:
+        """Return what is stored of the values of these prompts."""
+        runs = self.runs
+        return totals.reduced(runs.clean_values, runs.corrupted_values, values, self.shares)
+
+
+class PromptChunks:
+    """The recorded runs of prompts, of which one chunk is held at a time."""
+
+    def __init__(
+        self,
+        model: Any,
+        pair: PromptPair,
+        metric: Metric,
+        direction: str,
+        record: Callable[..., RunPair],
+        ablated: "AblatedRuns | None" = None,
+    ) -> None:
+        self._model, self._pair, self._metric = model, pair, metric
+        self._direction, self._record, self._ablated = direction, record, ablated
+        self._held: PromptChunk | None = None
+        differ = ((pair.clean != pair.corrupted) & pair.real).any(dim=1)
+        self._first = int(differ.int().argmax())
+
+    def of(self, prompts: range) -> PromptChunk:
+        """Return a chunk of prompts, recorded now unless it was the last one."""
+        if self._held is None or self._held.prompts != prompts:
+            self._held = None
+            # HookedTransformers that are not causal attend to padding.
+            causal = getattr(self._model.cfg, "attention_dir", "causal") == "causal"
+            pair = self._pair.of_prompts(prompts, cut=causal)
+            runs = self._record(pair, distinct=pair is self._pair)
+            target, source, unpatched = runs.target(self._direction)
+            if self._ablated is not None:
+                source = self._ablated.of(runs.clean, prompts)
+            first = self._first in prompts
+            self._held = PromptChunk(prompts, runs, target, source, unpatched, first)
+        return self._held
+
+    def first(self, prompts: Sequence[range]) -> PromptChunk:
+        """Return the chunk with the first pair whose prompts differ."""
+        return self.of(next(some for some in prompts if self._first in some))
+
+    def totals(self, prompts: Sequence[range], n_rows: int, per_prompt: bool) -> OverPrompts:
+        """Return the totals that results of all prompts are added to; record a first chunk."""
+        chunk, n_prompts = self.first(prompts), len(self._pair.clean)
+        weights = chunk.shares
+        if len(chunk.prompts) < n_prompts:
+            if torch.equal(chunk.runs.clean_values, chunk.runs.corrupted_values):
+                require_distinct(chunk.runs.clean_value, chunk.runs.corrupted_value, torch.float64)
+            weights = (1 / n_prompts,) * n_prompts
+            if not self._metric.needs_reference:  # each chunk has its own reference
+                weights = bind(self._metric, self._model, self._pair).shares(n_prompts)
+        name = chunk.runs.metric.name
+        return OverPrompts(name, n_rows, n_prompts, weights, self._direction, per_prompt)
+
+
+class AblatedRuns:
+    """The clean run with z ablated, which an ablation patches in, for each chunk of prompts.
+
+    Means are over all prompts, so they take a pass of their own. Prompts that others are resampled
+    from are run next to the chunk.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        pair: PromptPair,
+        to: str,
+        reference: Tokens | None,
+        sites: Sequence[LayerSites],
+        prompts_at_once: int,
+    ) -> None:
+        self._model, self._pair, self._to = model, pair, cast(Ablation, to)
+        self._reference, self._at_once = reference, prompts_at_once
+        self._layers = [site.layer for site in sites if site.kind == "neuron"]
+        attention = [site.layer for site in sites if site.kind == "attention"]
+        self._names = [hook_name(model, layer, "z") for layer in attention]
+        self._means: Recording | None = None
+        if to == "resample":
+            reasons = resample_reasons(pair.clean, reference, pair.real)
+            InputError.raise_if(reasons, "these heads cannot be ablated like this")
+
+    def of(self, clean: Recording, prompts: range) -> Recording:
+        """Return the ablated clean run of some prompts."""
+        z = replace(clean, hooked={name: clean.hooked[name] for name in self._names})
+        rows, n_pos = slice(prompts.start, prompts.stop), clean.tokens.shape[1]
+        whole = len(prompts) == len(self._pair.clean) and self._reference is None
+        if self._to == "mean" and not whole:
+            self._means = self._means or self._mean()
+            return ablate(z, self._means, "mean", torch.ones_like(clean.tokens[:1, :1]).bool())
+        if self._to == "resample" and not whole:
+            tokens, mask = self._reference, None
+            if tokens is None:
+                tokens, mask = self._pair.clean.roll(-1, dims=0), clean.mask
+            recorded = self._record(tokens[rows, :n_pos], mask)
+            return replace(z, neurons=recorded.neurons, hooked=recorded.hooked)
+        return ablate(z, z, self._to, self._pair.real[rows, :n_pos])
+
+    def _record(self, tokens: Tokens, mask: Tensor | None) -> Recording:
+        names, layers = self._names, self._layers
+        return record(self._model, tokens, mask, layers=layers, names=names, gates=False)
+
+    def _mean(self) -> Recording:
+        """Return the mean z over all real tokens, as a run of one token."""
+        tokens, mask, real = self._pair.clean, self._pair.mask, self._pair.real
+        if self._reference is not None:
+            tokens, mask, real = self._reference, None, torch.ones_like(self._reference).bool()
+        sums: dict[Any, Tensor] = {}
+        for start in range(0, len(tokens), self._at_once):
+            rows = slice(start, start + self._at_once)
+            run = self._record(tokens[rows], None if mask is None else mask[rows])
+            z_by_key: dict[Any, Tensor] = dict(run.hooked)
+            z_by_key |= {layer: layer_run.z for layer, layer_run in run.neurons.items()}
+            for key, z in z_by_key.items():
+                total = to_float64_device(_real_rows(z, real[rows])).double().sum(dim=0)
+                sums[key] = sums[key] + total if key in sums else total
+        n_tokens = int(real.sum())
+        means = {key: (sums[key] / n_tokens).to(z)[None, None] for key, z in z_by_key.items()}
+        return replace(
+            run,
+            neurons={layer: NeuronRun(means[layer]) for layer in run.neurons},
+            hooked={name: means[name] for name in run.hooked},
+        )
+
+
+def _real_rows(z: Tensor, real: Bool[Tensor, "batch pos"]) -> Tensor:
+    return z[real.to(z.device)]
+
+
+def prompts_per_chunk(
+    model: Any,
+    pair: PromptPair,
+    metric: Metric,
+    sites: Sequence[LayerSites],
+    part: Part,
+    asked: int | None,
+    *,
+    resume: str | Path | None = None,
+    traced: bool = False,
+    decomposed: bool = False,
+) -> int:
+    """Return how many prompts to run at once: as asked, as in the folder, or as fit in memory."""
+    n_prompts = len(pair.clean)
+    if asked is None and resume is not None and metric.by_prompt:
+        asked = ChunkStore.settings_of(resume).get("prompts_at_once")
+    if asked is None:
+        asked = n_prompts
+        if metric.by_prompt:
+            numbers = _numbers_per_prompt(model, pair, sites, part, traced, decomposed)
+            asked = max(1, _numbers_that_fit(model) // numbers)
+    if asked < n_prompts and not metric.by_prompt:
+        raise InputError(
+            [
+                f"got prompts_at_once={asked} and {metric.name}, a function of the logits of all "
+                f"{n_prompts} prompts; expected one of this package's metrics, or None"
+            ],
+            "these prompts cannot be split into chunks",
+        )
+    return min(asked, n_prompts)
+
+
+def _numbers_that_fit(model: Any) -> int:
+    """Return how many numbers may be recorded: the same for all processes of a machine."""
+    parameter = next(model.parameters())
+    if parameter.device.type == "cuda":
+        memory = torch.cuda.mem_get_info(parameter.device)[1]
+    else:
+        memory = psutil.virtual_memory().total // n_launched()
+    return int(_SHARE * memory / parameter.element_size())
+
+
+def _numbers_per_prompt(
+    model: Any,
+    pair: PromptPair,
+    sites: Sequence[LayerSites],
+    part: Part,
+    traced: bool,
+    decomposed: bool,
+) -> int:
+    """Estimate the most numbers that are held at once for a prompt.
+
+    Within a quarter of what torch allocates on SmolLM2, with gradients and without.
+    """
+    host, cfg, n_pos = host_of(model), model.cfg, pair.clean.shape[1]
+    kept = (len(model.blocks) + 1) * cfg.d_model
+    if decomposed:  # inputs and outputs of two sublayers and of their norms
+        kept += 10 * host.n_layers * cfg.d_model
+    for site in sites:
+        if site.kind == "attention":
+            kept += host.n_heads[site.layer] * max(cfg.d_head, n_pos)  # z, or rows of the pattern
+        else:
+            heads = host.neurons[site.layer]
+            gates = 1 if part == "z" else 3
+            kept += gates * heads.W_out.shape[0] * heads.heads_per_neuron
+    width = max(len(heads.W_out) for heads in host.neurons)
+    graph = 10 * cfg.d_model + 8 * width + 4 * max(host.n_heads) * n_pos
+    per_token = 2 * kept + (6 if traced else 4) * cfg.d_vocab + traced * len(model.blocks) * graph
+    return per_token * n_pos
