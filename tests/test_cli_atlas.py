@@ -43,7 +43,7 @@ def test_an_atlas(folder, tmp_path, monkeypatch):
     for more, reason in (
         (("--layers", "1", "--names", "L1N3"), "got --layers and --names"),
         (("--names", "L1H1"), "got L1H1, an attention head"),
-        (("--k", 5), "holds other statistics"),
+        (("--k", 5), "belongs to another job"),
         (("--texts", tmp_path / "no.txt"), "is no file of texts"),
     ):
         result = run(*command, *more)

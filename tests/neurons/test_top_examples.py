@@ -311,9 +311,9 @@ def test_an_interrupted_pass_goes_on(plain, tmp_path, monkeypatch):
         (plain, [[1, 2, 3], *texts[1:], [3, 4]], {}, "do not begin with them"),
         (plain, [[], *texts, [3, 4]], {}, "do not begin with them"),  # the same, of other numbers
         (plain, texts[:3], {}, "do not begin with them"),
-        (plain, texts, {"by": "gate"}, "by: got gate; the folder has z"),
+        (plain, texts, {"by": "gate"}, 'by: got "gate"; the folder has "z"'),
         (plain, texts, {"k": 5}, "k: got 5; the folder has 3"),
-        (changed, texts, {}, r"model: got \w{8}…; the folder has"),
+        (changed, texts, {}, r'model: got "\w{64}"; the folder has'),
     ):
         with pytest.raises(InputError, match=reason):
             neurons.neuron_statistics(model, NAMES, given, **(options | more), resume=folder)
