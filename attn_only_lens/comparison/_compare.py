@@ -19,15 +19,16 @@ float64 a component. Nothing grows with the number of batches.
 
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import Any
 
 from attn_only_lens.arguments import as_plain, is_count
 from attn_only_lens.circuits._search import Circuit, search_circuit
 from attn_only_lens.circuits.ablation import AblatedModel
-from attn_only_lens.comparison.alignment import align
+from attn_only_lens.comparison.alignment import Alignment, align
 from attn_only_lens.comparison.batch_runs import add_patching, on_device_of
 from attn_only_lens.comparison.batches import Batch, PromptSource, batches
-from attn_only_lens.comparison.circuits import Resampling, compare_circuits
+from attn_only_lens.comparison.circuits import CircuitFrames, Resampling, compare_circuits
 from attn_only_lens.comparison.progress import MODELS, stage_bar
 from attn_only_lens.comparison.results import Comparison
 from attn_only_lens.comparison.statistics import Statistics
@@ -129,6 +130,7 @@ def compare(
         >>> found.circuits["jaccard"].tolist()[0]
         1.0
     """
+    # Check
     settings = {
         "batch_size": batch_size,
         "n_patched": n_patched,
@@ -150,64 +152,106 @@ def compare(
         _expose(models, stack)
         alignment = align(models[0], models[1], provenance)
         _require_source(models[0], provenance)
+        # The first batch: its circuits come first, so that what does not fit is refused early.
         statistics = Statistics(models, alignment)
         stream = batches(models[0], tokens, metric, corrupted, batch_size)
-        # The circuits first, so that what does not fit is refused before hours of work.
         first = next(stream)
-        n_first, n_steps = len(first.pair.clean), statistics.n_steps
-        results = [
-            _circuit(model, first, faithfulness, seed, progress and f"circuit of {label}")
-            for model, label in zip(models, MODELS, strict=False)
-        ]
-        circuits, ablated = zip(*results, strict=True)
-        with stage_bar(first.label, n_steps, "step", progress) as bar:
-            runs = statistics.add(first, bar)
-        frames = compare_circuits(
-            *(models, alignment, first, runs, list(map(len, circuits))),
-            Resampling(n_first, n_resamples, confidence, seed),
-            n_nodes=n_nodes,
-            edge_mass=edge_mass,
-            progress=progress,
-        )
-        del runs  # which hold a batch
-        about = {
-            "faithfulness": [circuit.faithfulness for circuit in circuits],
-            "completeness": [circuit.completeness for circuit in circuits],
-            "circuit_sizes": [len(circuit) for circuit in circuits],
-            "random_faithfulness": [list(circuit.random) for circuit in circuits],
-            "n_prompts_of_circuits": n_first,
-            "settings": settings,
-        }
-
-        def result(n_patched: int | None) -> Comparison:
-            old, new, silent = statistics.frames()
-            old, new = add_patching(ablated, old, new, n_patched, progress)
-            return Comparison(
-                heads=old[old["kind"] == "attention"].reset_index(drop=True),
-                neurons=old[old["kind"] == "neuron"].reset_index(drop=True),
-                new=new,
-                silent=silent,
-                **frames._asdict(),
-                tokens=tuple(token_texts(models[0], first.pair.clean[0])),
-                about=statistics.about() | about,
-            )
-
+        draft = _first_batch(models, alignment, statistics, first, settings, progress)
+        # The other batches, and patching
         try:
-            total = None if first.of is None else (first.of - 1) * n_steps
+            total = None if first.of is None else (first.of - 1) * statistics.n_steps
             with stage_bar("more batches", total, "step", progress and total != 0) as bar:
                 for batch in stream:
                     statistics.add(batch, bar)
-            return result(n_patched)
+            return draft.result(n_patched)
         except Exception as error:  # of any kind: hours of work must not be lost
-            so_far = result(0)
-            reasons = [
-                f"{type(error).__name__}: {error}",
-                f"the comparison on the {so_far.about['n_prompts']} prompts before, without "
-                "patching, is this error's `so_far`",
-            ]
-            stopped = ComparisonError(reasons, "the comparison stopped")
-            stopped.so_far = so_far
-            raise stopped from error
+            raise _stopped(error, draft.result(0)) from error
+
+
+@dataclass(eq=False)
+class _Draft:
+    """A comparison in progress.
+
+    Attributes:
+        statistics: of all batches so far.
+        ablated: on the first batch, for each model.
+        frames: the circuits of the first batch.
+        tokens: the texts of the first prompt's tokens.
+        about: entries of the summary.
+        progress: whether to show bars.
+    """
+
+    statistics: Statistics
+    ablated: Sequence[AblatedModel]
+    frames: CircuitFrames
+    tokens: tuple[str, ...]
+    about: dict[str, Any]
+    progress: bool
+
+    def result(self, n_patched: int | None) -> Comparison:
+        """Return the comparison on the batches so far; patch that many components."""
+        old, new, silent = self.statistics.frames()
+        old, new = add_patching(self.ablated, old, new, n_patched, self.progress)
+        return Comparison(
+            heads=old[old["kind"] == "attention"].reset_index(drop=True),
+            neurons=old[old["kind"] == "neuron"].reset_index(drop=True),
+            new=new,
+            silent=silent,
+            **self.frames._asdict(),
+            tokens=self.tokens,
+            about=self.statistics.about() | self.about,
+        )
+
+
+def _first_batch(
+    models: Sequence[Any],
+    alignment: Alignment,
+    statistics: Statistics,
+    first: Batch,
+    settings: dict[str, Any],
+    progress: bool,
+) -> _Draft:
+    """Find the circuits of the first batch, and compare them."""
+    n_prompts = len(first.pair.clean)
+    results = [
+        _circuit(
+            *(model, first, settings["faithfulness"], settings["seed"]),
+            progress and f"circuit of {label}",
+        )
+        for model, label in zip(models, MODELS, strict=False)
+    ]
+    circuits, ablated = zip(*results, strict=True)
+    with stage_bar(first.label, statistics.n_steps, "step", progress) as bar:
+        runs = statistics.add(first, bar)
+    resampling = (settings[name] for name in ("n_resamples", "confidence", "seed"))
+    frames = compare_circuits(
+        *(models, alignment, first, runs, list(map(len, circuits))),
+        Resampling(n_prompts, *resampling),
+        n_nodes=settings["n_nodes"],
+        edge_mass=settings["edge_mass"],
+        progress=progress,
+    )
+    about = {
+        "faithfulness": [circuit.faithfulness for circuit in circuits],
+        "completeness": [circuit.completeness for circuit in circuits],
+        "circuit_sizes": [len(circuit) for circuit in circuits],
+        "random_faithfulness": [list(circuit.random) for circuit in circuits],
+        "n_prompts_of_circuits": n_prompts,
+        "settings": settings,
+    }
+    texts = tuple(token_texts(models[0], first.pair.clean[0]))
+    return _Draft(statistics, ablated, frames, texts, about, progress)
+
+
+def _stopped(error: Exception, so_far: Comparison) -> ComparisonError:
+    reasons = [
+        f"{type(error).__name__}: {error}",
+        f"the comparison on the {so_far.about['n_prompts']} prompts before, without "
+        "patching, is this error's `so_far`",
+    ]
+    stopped = ComparisonError(reasons, "the comparison stopped")
+    stopped.so_far = so_far
+    return stopped
 
 
 def _require_valid(compared: Sequence[Any], provenance: object, settings: dict[str, Any]) -> None:
@@ -243,11 +287,11 @@ def _require_valid(compared: Sequence[Any], provenance: object, settings: dict[s
             reasons.append(f"{label}: got a {type(model).__name__}; expected a model")
     ComparisonError.raise_if(reasons, _PROBLEM)
     reasons = [
-        f"{label} has {size} {theirs}; the original has {ours}"
+        f"{label} has {size} {other_size}; the original has {original_size}"
         for label, model in zip(MODELS[1:], models[1:], strict=False)
         for size in ("d_vocab", "d_vocab_out")
-        if (ours := getattr(models[0].cfg, size, None))
-        != (theirs := getattr(model.cfg, size, None))
+        if (original_size := getattr(models[0].cfg, size, None))
+        != (other_size := getattr(model.cfg, size, None))
     ]
     ComparisonError.raise_if(reasons, _PROBLEM)
 

@@ -35,7 +35,15 @@ from attn_only_lens.expansion.provenance import (
     TiedEntries,
     ZeroEntries,
 )
-from attn_only_lens.expansion.weights import Axis, Weights, axes_of, block_name, in_layer, tail
+from attn_only_lens.expansion.weights import (
+    Axis,
+    Constants,
+    Weights,
+    axes_of,
+    block_name,
+    in_layer,
+    tail,
+)
 
 
 @dataclass(frozen=True)
@@ -148,52 +156,13 @@ def apply_plan(
         scales=plan.scales,
         activation_scales=plan.activation_scales,
     )
-    grown: dict[str, Tensor] = {}
     kept = _Kept()
-    instead = getattr(plan, init.may) if isinstance(init, WithoutZeros) else frozenset()
-    for name, old in weights.tensors.items():
-        tensor_map = provenance.tensor_map(name)
-        tensor = tensor_map.scaled(old)
-        growing = [dim for dim, axis in enumerate(tensor_map.axes) if axis.added]
-        if growing:
-            (dim,) = growing
-            indices = tensor_map.axes[dim]
-            shape = (*tensor.shape[:dim], len(indices.added), *tensor.shape[dim + 1 :])
-            axis = axes_of(name, weights.constants)[dim]
-            new = New(tensor_map.name, axis, dim, shape, tensor, constants)
-            if axis.layer in map(in_layer, instead):
-                units = Units(dim, indices.new_of, indices.added, *plan.runs.get(axis, ()))
-                new = replace(new, units=units)
-            if name in plan.zero and (new.units is None or name not in instead):
-                entries = tensor.new_zeros(shape)
-                kept.zeros.append(_zero_entries(new, indices.added))
-            else:
-                made = drawn(init, new, seed, writes=name in plan.zero)
-                entries = made.entries
-                if name in plan.only:
-                    others = sorted(set(range(shape[0])) - plan.only[name])
-                    entries[others] = 0.0
-                    if made.old is not None:
-                        made.old[others] = tensor[others]
-                tensor = tensor if made.old is None else made.old
-                kept.add(new, made, writes=name in plan.zero)
-            tensor = indices.combine(tensor, entries, dim)
-        grown[tensor_map.name] = tensor
+    drawing = _Drawing(weights, plan, init, seed, constants, kept)
+    grown = dict(drawing.expanded(name, provenance) for name in weights.tensors)
     for layer, like in plan.like.items():
-        for name in [tensors_ for tensors_ in weights.tensors if in_layer(tensors_) == like]:
-            old = weights.tensors[name]
-            new = New(block_name(layer, tail(name)), None, None, tuple(old.shape), old, constants)
-            new = replace(new, units=_units_of_layer(new, weights, like) if instead else None)
-            is_zero, may = tail(name) in plan.zero_in_new, tail(name) in instead
-            if is_zero and not may:
-                grown[new.name] = torch.zeros_like(old)
-                kept.zeros.append(_zero_entries(new))
-            elif plan.copied is not None:
-                grown[new.name] = old * plan.copied.get(tail(name), 1.0)
-            else:
-                made = drawn(init, new, seed, writes=is_zero)
-                grown[new.name] = made.entries
-                kept.add(new, made, writes=is_zero)
+        for name in [name for name in weights.tensors if in_layer(name) == like]:
+            new_name = block_name(layer, tail(name))
+            grown[new_name] = drawing.of_new_layer(new_name, name, like)
     result = Weights(grown, constants)
     return result, replace(
         provenance,
@@ -202,6 +171,71 @@ def apply_plan(
         ties=tuple(replace(tie, since=len(kept.shares)) for tie in kept.ties),
         shares=tuple(kept.shares.values()),
     )
+
+
+class _Drawing:
+    """Make the tensors of the grown model, and note which entries must stay as they are."""
+
+    def __init__(
+        self,
+        weights: Weights,
+        plan: Plan,
+        init: Initialiser,
+        seed: int,
+        constants: Constants,
+        kept: "_Kept",
+    ) -> None:
+        self._weights, self._plan, self._init, self._seed = weights, plan, init, seed
+        self._constants, self._kept = constants, kept
+        self._instead = frozenset[str]()
+        if isinstance(init, WithoutZeros):
+            self._instead = getattr(plan, init.may)
+
+    def expanded(self, name: str, provenance: Provenance) -> tuple[str, Tensor]:
+        """Return the new name of a tensor, and the tensor with its new entries."""
+        plan, tensor_map = self._plan, provenance.tensor_map(name)
+        tensor = tensor_map.scaled(self._weights.tensors[name])
+        growing = [dim for dim, axis in enumerate(tensor_map.axes) if axis.added]
+        if not growing:
+            return tensor_map.name, tensor
+        (dim,) = growing
+        indices = tensor_map.axes[dim]
+        shape = (*tensor.shape[:dim], len(indices.added), *tensor.shape[dim + 1 :])
+        axis = axes_of(name, self._weights.constants)[dim]
+        new = New(tensor_map.name, axis, dim, shape, tensor, self._constants)
+        if axis.layer in map(in_layer, self._instead):
+            units = Units(dim, indices.new_of, indices.added, *plan.runs.get(axis, ()))
+            new = replace(new, units=units)
+        if name in plan.zero and (new.units is None or name not in self._instead):
+            entries = tensor.new_zeros(shape)
+            self._kept.zeros.append(_zero_entries(new, indices.added))
+        else:
+            made = drawn(self._init, new, self._seed, writes=name in plan.zero)
+            entries = made.entries
+            if name in plan.only:
+                others = sorted(set(range(shape[0])) - plan.only[name])
+                entries[others] = 0.0
+                if made.old is not None:
+                    made.old[others] = tensor[others]
+            tensor = tensor if made.old is None else made.old
+            self._kept.add(new, made, writes=name in plan.zero)
+        return tensor_map.name, indices.combine(tensor, entries, dim)
+
+    def of_new_layer(self, new_name: str, name: str, like: int) -> Tensor:
+        """Return a tensor of a new layer, which has the shape of the one called `name`."""
+        plan, old = self._plan, self._weights.tensors[name]
+        new = New(new_name, None, None, tuple(old.shape), old, self._constants)
+        units = _units_of_layer(new, self._weights, like) if self._instead else None
+        new = replace(new, units=units)
+        is_zero = tail(name) in plan.zero_in_new
+        if is_zero and tail(name) not in self._instead:
+            self._kept.zeros.append(_zero_entries(new))
+            return torch.zeros_like(old)
+        if plan.copied is not None:
+            return old * plan.copied.get(tail(name), 1.0)
+        made = drawn(self._init, new, self._seed, writes=is_zero)
+        self._kept.add(new, made, writes=is_zero)
+        return made.entries
 
 
 @dataclass

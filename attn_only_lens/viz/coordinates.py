@@ -13,7 +13,7 @@ Lengths are pixels, y downward. `assets/layout.js` does the same for the page, w
 what is shown; `tests/viz/test_circuit_page.py` holds the two against each other.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from math import ceil
@@ -117,67 +117,27 @@ def place(
     cells: dict[tuple[int, int], list[int]] = {}
     for node in shown:
         cells.setdefault((boxes.row[node], boxes.column[node]), []).append(node)
-    used = sorted({column for _, column in cells})
-    step = {
-        c: max([boxes.width[i] for i in shown if boxes.column[i] == c and not boxes.overhangs[i]],
-               default=0.0) + _GAP
-        for c in used
-    }  # fmt: skip
-    full = {
-        c: max(len(cell) for (_, cell_key), cell in cells.items() if cell_key == c) for c in used
-    }
-    abreast = dict(full)
-
-    def column_width(c: int) -> float:
-        extra = step[c] * abreast[c] if c in step else 0.0
-        return max(extra, tokens[c] if c >= 0 else 0.0) + _COLUMN_GAP
-
-    runs = [(c, c) for c in range(-1 if -1 in used else 0, len(tokens))]
-    free = width - GUTTER - _RIGHT
-
-    def total() -> float:
-        return sum(_FOLDED if a < b else column_width(a) for a, b in runs)
-
-    def narrow(fewest: int) -> None:
-        """Narrow the column whose cells are least tall for it, of these the widest."""
-        while total() > free and max(abreast.values(), default=0) > fewest:
-            wide = [c for c in used if abreast[c] > fewest]
-            costs = {c: (ceil(full[c] / (abreast[c] - 1)), -step[c] * abreast[c]) for c in wide}
-            abreast[min(wide, key=costs.__getitem__)] -= 1
-
-    narrow(2)
-    if total() > free:
-        runs = _fold(
-            runs, used, lambda a, b: sum(map(column_width, range(a, b + 1))), total() - free
-        )
-    narrow(1)
-    for c in sorted(used, key=lambda c: (-full[c], c)):  # what folding left is for the fullest
-        while abreast[c] < full[c] and total() + step[c] <= free:
-            abreast[c] += 1
-    more = max(0.0, free - total()) / max(len(used), 1)
-    left, columns = float(GUTTER), []
-    for a, b in runs:
-        wide = _FOLDED if a < b else column_width(a) + (more if a in step else 0.0)
-        columns.append((a, b, left, wide))
-        left += wide
+    columns = _Columns(boxes, shown, cells, tokens, width - GUTTER - _RIGHT)
+    spans, right = columns.spans()
+    whole = max(right + _RIGHT, width)
     lines: dict[int, int] = {}
     for (row, c), cell in cells.items():
-        lines[row] = max(lines.get(row, 1), ceil(len(cell) / abreast[c]))
+        lines[row] = max(lines.get(row, 1), ceil(len(cell) / columns.abreast[c]))
     tall = sum(lines.values()) * _LINE + (len(lines) - 1) * _ROW_GAP + TOP + AXIS
     gaps = max(len(lines) - 1, 1)
     gap = _ROW_GAP + min(max(0.0, height - tall) / gaps, _WIDEST_ROW_GAP)
-    bottom, rows, whole = 0.0, [], max(left + _RIGHT, width)
+    bottom, rows = 0.0, []
     x: dict[int, float] = {}
     y: dict[int, float] = {}
-    spans = {a: (start, wide) for a, b, start, wide in columns if a == b}
+    single = {a: (start, wide) for a, b, start, wide in spans if a == b}
     for row in sorted(lines):
-        for c in used:
-            cell = cells.get((row, c), [])
-            start, wide = spans[c]
+        for c in columns.used:
+            cell, abreast = cells.get((row, c), []), columns.abreast[c]
+            start, wide = single[c]
             for index, node in enumerate(cell):
-                line, along = divmod(index, abreast[c])
-                beside = min(abreast[c], len(cell) - line * abreast[c])
-                apart = min((wide - _COLUMN_GAP) / beside, 1.6 * step[c])
+                line, along = divmod(index, abreast)
+                beside = min(abreast, len(cell) - line * abreast)
+                apart = min((wide - _COLUMN_GAP) / beside, 1.6 * columns.step[c])
                 centre = start + wide / 2 + (along - (beside - 1) / 2) * apart
                 half = boxes.width[node] / 2 + 2
                 if boxes.overhangs[node]:
@@ -186,14 +146,71 @@ def place(
         rows.append((row, bottom - lines[row] * _LINE / 2, lines[row] * _LINE - 6.0))
         bottom -= lines[row] * _LINE + gap
     base = TOP - (bottom + gap)
-    return Layout(
-        x,
-        {node: height + base for node, height in y.items()},
-        columns,
-        [(row, height + base, tall) for row, height, tall in rows],
-        whole,
-        base + AXIS,
-    )
+    y = {node: height + base for node, height in y.items()}
+    rows = [(row, height + base, tall) for row, height, tall in rows]
+    return Layout(x, y, spans, rows, whole, base + AXIS)
+
+
+class _Columns:
+    """The columns of tokens: how many nodes stand side by side in one, and which are folded."""
+
+    def __init__(
+        self,
+        boxes: Boxes,
+        shown: Sequence[int],
+        cells: Mapping[tuple[int, int], Sequence[int]],
+        tokens: Sequence[float],
+        free: float,
+    ) -> None:
+        self._tokens, self._free = tokens, free
+        self.used = used = sorted({column for _, column in cells})
+        self.step = dict.fromkeys(used, float(_GAP))
+        full = dict.fromkeys(used, 0)
+        for node in shown:
+            if not boxes.overhangs[node]:
+                c = boxes.column[node]
+                self.step[c] = max(self.step[c], boxes.width[node] + _GAP)
+        for (_, c), cell in cells.items():
+            full[c] = max(full[c], len(cell))
+        self._full, self.abreast = full, dict(full)
+        self._runs = [(c, c) for c in range(-1 if -1 in used else 0, len(tokens))]
+        self._narrow(2)
+        if (excess := self._total() - free) > 0:
+            self._runs = _fold(
+                self._runs, used, lambda a, b: sum(map(self._width, range(a, b + 1))), excess
+            )
+        self._narrow(1)
+        # The room that folding leaves goes to the fullest columns.
+        for c in sorted(used, key=lambda c: (-full[c], c)):
+            while self.abreast[c] < full[c] and self._total() + self.step[c] <= free:
+                self.abreast[c] += 1
+
+    def _width(self, c: int) -> float:
+        nodes = self.step[c] * self.abreast[c] if c in self.step else 0.0
+        return max(nodes, self._tokens[c] if c >= 0 else 0.0) + _COLUMN_GAP
+
+    def _total(self) -> float:
+        return sum(_FOLDED if a < b else self._width(a) for a, b in self._runs)
+
+    def _narrow(self, fewest: int) -> None:
+        """Narrow columns until they fit: first the one that gets least tall, then the widest."""
+        abreast, full = self.abreast, self._full
+        while self._total() > self._free and max(abreast.values(), default=0) > fewest:
+            wide = [c for c in self.used if abreast[c] > fewest]
+            costs = {
+                c: (ceil(full[c] / (abreast[c] - 1)), -self.step[c] * abreast[c]) for c in wide
+            }
+            abreast[min(wide, key=costs.__getitem__)] -= 1
+
+    def spans(self) -> tuple[list[tuple[int, int, float, float]], float]:
+        """Return first and last token, left edge and width of each column; and the right edge."""
+        more = max(0.0, self._free - self._total()) / max(len(self.used), 1)
+        left, spans = float(GUTTER), []
+        for a, b in self._runs:
+            wide = _FOLDED if a < b else self._width(a) + (more if a in self.step else 0.0)
+            spans.append((a, b, left, wide))
+            left += wide
+        return spans, left
 
 
 def _fold(

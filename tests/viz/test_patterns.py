@@ -241,7 +241,7 @@ def test_caches_of_a_model_that_had_no_neuron_heads_then_or_has_none_now(reader)
         read(before)
     exposed = expose_neuron_heads(bridge)
     point = "z" if reader == "attention_view" else "pattern"
-    reason = f"does not hold {mlp_hook(point)}.*before the model"
+    reason = f"does not hold {mlp_hook(point)}.*had no neuron-heads yet"
     with pytest.raises(UnsupportedCallError, match=reason):
         read(before)
     _, during = bridge.run_with_cache(tokens())
